@@ -1,0 +1,249 @@
+"""The ops of the graph, each as a function of a token range; plans and the plain forward are made of these.
+
+An op takes what it reads and returns what it makes. The residual stream is added where it is next normed, so that
+one kernel does both. `x` is the residual stream [t, D], `h` a normed input [t, D], `y` what a block adds to x [t, D].
+
+    embed -> x                                   attn_norm(x, y) -> x, h
+    qkv(h) -> qkv                                rope_append(qkv, kv) -> q, kv
+    decode_attention(q, kv) -> o                 chunk_attention(q, kv) -> o
+    out_proj(o, o) -> y                          attn_reduce(y) -> y, post_attn_norm(y) -> y
+    mlp_norm(x, y) -> x, h                       up_gate(h) -> a, down(a) -> y
+    router(h) -> routing                         expert_up_gate(h, routing) -> a, expert_down(a, routing) -> y
+    mlp_reduce(y) -> y, post_mlp_norm(y) -> y    final_norm(x, y) -> x, hidden; logits(hidden)
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxflow.config import Layer, ModelConfig, gate_block
+from jaxflow.model.batch import Batch
+from jaxflow.model.rope import inverse_frequencies
+from pallas_kernels.kernel_set import KernelSet
+
+Weights = dict[str, Any]
+KV = tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What is fixed for a compiled step. `axis` is the tensor-parallel mesh axis inside `shard_map`, or None."""
+
+    config: ModelConfig
+    kernels: KernelSet
+    axis: str | None = None
+
+    def group(self, layer: Layer) -> int:
+        """The layer's row on the page table's group axis."""
+        return self.config.windows.index(layer.window)
+
+
+@flax.struct.dataclass
+class Routing:
+    """Which experts a token goes to (E' of them) and how much each weighs."""
+
+    experts: Int[Array, "t e"]
+    weights: Float[Array, "t e"]
+
+
+def _norm(c: Context, w: Weights, name: str, x: Array) -> Array:
+    if c.config.norm == "layer_norm":
+        return c.kernels.layer_norm(x, w[name], w[f"{name}_bias"], eps=c.config.norm_eps)
+    return c.kernels.rms_norm(x, w[name], eps=c.config.norm_eps, offset=c.config.norm_weight_offset)
+
+
+def _add_norm(c: Context, w: Weights, name: str, x: Array, y: Array | None) -> tuple[Array, Array]:
+    x = x if y is None else x + y
+    return x, _norm(c, w, name, x)
+
+
+def _first_shard_only(c: Context, bias: Array | None) -> Array | None:
+    """A bias that must be added once, before the sum over shards."""
+    if bias is None or c.axis is None:
+        return bias
+    return jnp.where(lax.axis_index(c.axis) == 0, bias, jnp.zeros_like(bias))
+
+
+def _sum_shards(c: Context, y: Array) -> Array:
+    return y if c.axis is None else lax.psum(y, c.axis)
+
+
+def _vocabulary_offset(c: Context, table: Array) -> Int[Array, ""] | int:
+    return 0 if c.axis is None else lax.axis_index(c.axis) * table.shape[0]
+
+
+def embed(c: Context, w: Weights, token_ids: Int[Array, " t"], positions: Int[Array, " t"]) -> Float[Array, "t D"]:
+    """Rows of the vocabulary-parallel table, scaled, with learned positions where the model has them."""
+    table = w["embed"]
+    local = token_ids - _vocabulary_offset(c, table)
+    here = (local >= 0) & (local < table.shape[0])
+    x = jnp.where(here[:, None], jnp.take(table, local, axis=0, mode="clip"), 0)
+    x = _sum_shards(c, x)
+    if c.config.embedding_scale != 1.0:
+        x = x * jnp.asarray(c.config.embedding_scale, x.dtype)
+    if c.config.learned_position_offset is not None:
+        x = x + jnp.take(w["positions"], positions + c.config.learned_position_offset, axis=0, mode="clip")
+    return x
+
+
+def attn_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"] | None) -> tuple[Array, Array]:
+    """(x + y, its norm); y is what the layer before adds, None in the first."""
+    return _add_norm(c, w, "attn_norm", x, y)
+
+
+def qkv(c: Context, w: Weights, h: Float[Array, "t D"]) -> Float[Array, "t A"]:
+    """All heads of one projection: for each key/value head its query heads, its key, its value."""
+    return c.kernels.gemm(h, w["qkv"], w.get("qkv_bias"))
+
+
+def rope_append(
+    c: Context, layer: Layer, w: Weights, batch: Batch, start: int, stop: int, fused: Float[Array, "t A"], kv: KV
+) -> tuple[Float[Array, "t N H"], KV]:
+    """Splits the heads, norms and rotates them, writes keys and values of tokens [start, stop) to their pages."""
+    k_pages, v_pages = kv
+    (t, _), heads, h = fused.shape, k_pages.shape[1], k_pages.shape[3]
+    split = fused.reshape(t, heads, -1, h)
+    rope = None if layer.rope is None else jnp.asarray(inverse_frequencies(layer.rope, h))
+    q, k_pages, v_pages = c.kernels.rope_append(
+        split[:, :, :-2].reshape(t, -1, h),
+        split[:, :, -2],
+        split[:, :, -1],
+        k_pages,
+        v_pages,
+        batch.positions[start:stop],
+        batch.slots[c.group(layer), start:stop],
+        inv_freq=rope,
+        q_norm=w.get("q_norm"),
+        k_norm=w.get("k_norm"),
+        eps=c.config.norm_eps,
+        norm_offset=c.config.norm_weight_offset,
+    )
+    return q, (k_pages, v_pages)
+
+
+def _attention_settings(c: Context, layer: Layer) -> dict[str, Any]:
+    return {"scale": c.config.scale, "window": layer.window, "soft_cap": c.config.attention_soft_cap}
+
+
+def decode_attention(
+    c: Context, layer: Layer, batch: Batch, start: int, stop: int, q: Float[Array, "t N H"], kv: KV
+) -> Float[Array, "b N H"]:
+    """Attention of the decode tokens of [start, stop): one output for each row that could decode there (b <= t)."""
+    rows, lengths = batch.decode_rows(start, stop)
+    table = batch.page_table[c.group(layer), rows]
+    return c.kernels.decode_attention(q[: rows.stop - rows.start], *kv, table, lengths, **_attention_settings(c, layer))
+
+
+def chunk_attention(
+    c: Context, layer: Layer, batch: Batch, start: int, stop: int, q: Float[Array, "t N H"], kv: KV
+) -> Float[Array, "t N H"]:
+    """Attention of the prefill tokens of [start, stop); 0 at the decode tokens."""
+    table = batch.page_table[c.group(layer)]
+    return c.kernels.chunk_attention(q, *kv, table, batch.chunks_in(start, stop), **_attention_settings(c, layer))
+
+
+def out_proj(
+    c: Context, w: Weights, is_decode: Bool[Array, " t"], decoded: Float[Array, "b N H"], prefilled: Float[Array, "t N H"]
+) -> Float[Array, "t D"]:
+    """Takes each token's heads from the attention that computed them, and projects; a partial sum under tensor parallelism."""
+    rows = decoded.shape[0]
+    o = prefilled.at[:rows].set(jnp.where(is_decode[:rows, None, None], decoded, prefilled[:rows]))
+    return c.kernels.gemm(o.reshape(o.shape[0], -1), w["out_proj"], _first_shard_only(c, w.get("out_proj_bias")))
+
+
+def attn_reduce(c: Context, y: Float[Array, "t D"]) -> Float[Array, "t D"]:
+    """The sum over tensor-parallel shards."""
+    return _sum_shards(c, y)
+
+
+mlp_reduce = attn_reduce
+
+
+def post_attn_norm(c: Context, w: Weights, y: Float[Array, "t D"]) -> Float[Array, "t D"]:
+    """Gemma's norm of what attention adds."""
+    return _norm(c, w, "post_attn_norm", y)
+
+
+def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"]) -> tuple[Array, Array]:
+    """(x + y, its norm)."""
+    return _add_norm(c, w, "mlp_norm", x, y)
+
+
+def _activate(c: Context, y: Array, intermediate_size: int) -> Array:
+    if c.config.gated_mlp:
+        return c.kernels.gate_mul(y, gate_block(intermediate_size), c.config.activation)
+    return c.kernels.activate(y, c.config.activation)
+
+
+def up_gate(c: Context, w: Weights, h: Float[Array, "t D"]) -> Float[Array, "t F"]:
+    """act(gate(h)) · up(h), or act(up(h)) where the MLP has no gate."""
+    return _activate(c, c.kernels.gemm(h, w["up_gate"], w.get("up_gate_bias")), c.config.intermediate_size)
+
+
+def down(c: Context, w: Weights, a: Float[Array, "t F"]) -> Float[Array, "t D"]:
+    """Back to the model's width; a partial sum under tensor parallelism."""
+    return c.kernels.gemm(a, w["down"], _first_shard_only(c, w.get("down_bias")))
+
+
+def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:
+    """The likeliest experts of each token; weights are softmax over all, renormed over the chosen where the model says."""
+    scores = jax.nn.softmax(c.kernels.gemm(h, w["router"], out_dtype=jnp.float32), axis=-1)
+    weights, experts = lax.top_k(scores, c.config.experts_per_token)
+    if c.config.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return Routing(experts, weights)
+
+
+def _by_expert(routing: Routing, num_experts: int) -> tuple[Array, Array, Array]:
+    """(order that sorts the (token, choice) pairs by expert, its inverse, pairs of each expert)."""
+    flat = routing.experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    return order, jnp.argsort(order), jnp.bincount(flat, length=num_experts).astype(jnp.int32)
+
+
+def _expert_gemm(x: Float[Array, "m D"], w: Float[Array, "E F D"], group_sizes: Int[Array, " E"]) -> Float[Array, "m F"]:
+    """Rows grouped by expert, each group times its expert's matrix."""
+    numbers = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0])
+    return lax.ragged_dot_general(x, w, group_sizes, numbers)
+
+
+def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Routing) -> Float[Array, "t e F"]:
+    """act(gate) · up of each token at each of its experts."""
+    order, back, sizes = _by_expert(routing, c.config.num_experts)
+    y = _expert_gemm(h[order // routing.experts.shape[1]], w["expert_up_gate"], sizes)
+    return _activate(c, y, c.config.expert_intermediate_size)[back].reshape(*routing.experts.shape, -1)
+
+
+def expert_down(c: Context, w: Weights, a: Float[Array, "t e F"], routing: Routing) -> Float[Array, "t D"]:
+    """The experts' outputs, weighed and summed; a partial sum under tensor parallelism."""
+    order, back, sizes = _by_expert(routing, c.config.num_experts)
+    y = _expert_gemm(a.reshape(-1, a.shape[-1])[order], w["expert_down"], sizes)[back]
+    y = y.reshape(*routing.experts.shape, -1).astype(jnp.float32) * routing.weights[..., None]
+    return y.sum(1).astype(a.dtype)
+
+
+def post_mlp_norm(c: Context, w: Weights, y: Float[Array, "t D"]) -> Float[Array, "t D"]:
+    """Gemma's norm of what the MLP adds."""
+    return _norm(c, w, "post_mlp_norm", y)
+
+
+def final_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"] | None) -> tuple[Array, Array]:
+    """(x + y, its norm): the stream after the last layer, and what the head reads."""
+    return _add_norm(c, w, "final_norm", x, y)
+
+
+def logits(c: Context, w: Weights, hidden: Float[Array, "R D"]) -> Float[Array, "R W"]:
+    """Float32 scores over the padded vocabulary W, gathered from all shards; -inf beyond the vocabulary."""
+    table = w.get("lm_head", w["embed"])
+    scores = c.kernels.gemm(hidden, table, out_dtype=jnp.float32)
+    if c.axis is not None:
+        scores = lax.all_gather(scores, c.axis, axis=1, tiled=True)
+    cap = c.config.logits_soft_cap
+    if cap is not None:
+        scores = jnp.tanh(scores / cap) * cap
+    return jnp.where(jnp.arange(scores.shape[1]) < c.config.vocab_size, scores, -jnp.inf)
