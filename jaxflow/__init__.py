@@ -1,0 +1,24 @@
+"""JaxFlow serves large language models at high total throughput. The public names are here; `LLM` is imported when it is first used.
+
+Importing `jaxflow` or `jaxflow.config` does not import JAX, so that a command line can refuse a bad setting at once.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxflow.engine.request import SamplingParams
+    from jaxflow.llm import LLM
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from jaxflow.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from jaxflow.engine.request import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Throughput, latency and load measured: workloads, runs, reports."""

@@ -1,0 +1,207 @@
+"""What a caller asks for (`SamplingParams`, `Request`) and what it is told (`Started`, `Delta`, `Finished`)."""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+MAX_STOP = 64  # stop strings, and stop token ids, of one request
+MAX_STOP_CHARS = 1024
+MAX_N = 64
+
+
+class InvalidRequest(ValueError):
+    """A request that cannot be served; `field` is its path in the request, for the caller to find it."""
+
+    def __init__(self, field: str, value: object, accepted: str):
+        self.field, self.value, self.accepted = field, value, accepted
+        shown = repr(value)
+        super().__init__(f"{field}={shown if len(shown) <= 80 else shown[:77] + '...'} is not accepted: {accepted}")
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may; `retry_after_s` is a guess at when one will fit."""
+
+    def __init__(self, waiting: int, retry_after_s: float):
+        self.waiting, self.retry_after_s = waiting, retry_after_s
+        super().__init__(f"{waiting} requests wait already; try again in about {retry_after_s:.1f} s")
+
+
+class Draining(RuntimeError):
+    """The engine takes no new requests: it is shutting down."""
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end token, a stop token or a stop string
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+def _finite(field: str, value: float, low: float, high: float, accepted: str) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidRequest(field, value, accepted)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How to draw tokens; names and meanings as in vLLM.
+
+    Raises:
+      InvalidRequest: for a value out of range or not a number, naming the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: to the end of the context
+    min_tokens: int = 0
+    logprobs: int | None = None  # k: of the chosen token and of the k likeliest
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        if not 1 <= self.n <= MAX_N:
+            raise InvalidRequest("n", self.n, f"1 to {MAX_N}")
+        _finite("temperature", self.temperature, 0.0, 100.0, "a number from 0 to 100")
+        if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
+            raise InvalidRequest("top_p", self.top_p, "a number in (0, 1]")
+        if not (self.top_k == -1 or 0 <= self.top_k < 2**31):
+            raise InvalidRequest("top_k", self.top_k, "0 or -1 for off, or a positive number")
+        _finite("min_p", self.min_p, 0.0, 1.0, "a number from 0 to 1")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise InvalidRequest("seed", self.seed, "a 64-bit integer")
+        if len(stop) > MAX_STOP or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in stop):
+            raise InvalidRequest("stop", stop, f"at most {MAX_STOP} strings of 1 to {MAX_STOP_CHARS} characters")
+        if len(self.stop_token_ids) > MAX_STOP:
+            raise InvalidRequest("stop_token_ids", self.stop_token_ids, f"at most {MAX_STOP} ids")
+        if self.max_tokens is not None and not 1 <= self.max_tokens < 2**31:
+            raise InvalidRequest("max_tokens", self.max_tokens, "a positive number")
+        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
+            raise InvalidRequest("min_tokens", self.min_tokens, "0 to max_tokens")
+        for field in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, field)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise InvalidRequest(field, value, f"0 to {MAX_LOGPROBS}")
+        if not (math.isfinite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 100.0):
+            raise InvalidRequest("repetition_penalty", self.repetition_penalty, "a number in (0, 100]")
+        _finite("presence_penalty", self.presence_penalty, -2.0, 2.0, "a number from -2 to 2")
+        _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "a number from -2 to 2")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
+        for token, bias in self.logit_bias.items():
+            _finite(f"logit_bias[{token}]", bias, -100.0, 100.0, "a number from -100 to 100")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuses token ids that the model does not have. Raises: InvalidRequest."""
+        for field, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise InvalidRequest(field, token, f"token ids 0 to {vocab_size - 1}")
+
+
+class StopChecker(Protocol):
+    """Finds stop strings in a growing sequence; `jaxflow.text.detokenizer` has one."""
+
+    def push(self, token_ids: Sequence[int]) -> str | None:
+        """Takes the next tokens; returns the stop string they complete, if any."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt, as token ids, and how to continue it."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams = SamplingParams()
+    priority: int = 0  # lower is sooner
+    cache_salt: str = ""  # prefixes are shared only under the same salt
+    make_stop_checker: "StopCheckerFactory | None" = None  # one checker for each of the n sequences, if sampling.stop
+
+
+class StopCheckerFactory(Protocol):
+    def __call__(self) -> StopChecker: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """Of one token, from the model's raw logits (before temperature and filters); rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    queued_s: float
+    time_to_first_token_s: float
+    total_s: float
+    preemptions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """The first event of a request, sent with or just before its first token.
+
+    `prompt_logprobs`: one entry a prompt token, the first is None; each a dict token id -> Logprob, the prompt's
+    own token first. None when they were not asked for.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    seed: int
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """New tokens of one of the n sequences. A stop token is included; tokens after it never are."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, Logprob], ...] | None = None  # one dict a token, the chosen token first
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """The last event of one of the n sequences. `error` is set when a fault of the engine ended it (reason ABORT)."""
+
+    request_id: str
+    index: int
+    reason: FinishReason
+    usage: Usage
+    timings: Timings
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+    error: BaseException | None = None
+
+
+Event = Started | Delta | Finished

@@ -1,0 +1,1 @@
+"""Pages of the key/value cache: who owns which (host), and the arrays themselves (device)."""

@@ -1,0 +1,1 @@
+"""The model: its ops, their costs, its weights and checkpoints, and the plain forward."""

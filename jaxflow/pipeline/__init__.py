@@ -1,0 +1,1 @@
+"""Plans, and the compiler that turns one into a step."""

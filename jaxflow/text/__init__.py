@@ -1,0 +1,1 @@
+"""Between text and token ids: tokenizers, detokenisation piece by piece, chat templates."""
