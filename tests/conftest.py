@@ -1,0 +1,53 @@
+"""The tests' platform, set before anything imports JAX, and where their data is."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import paths
+import pytest
+
+assert "jax" not in sys.modules, "JAX was imported before the tests could choose its platform"
+
+# Environment variables, not jax.config, so that the servers and tools which tests start as processes see the same machine.
+os.environ.update(
+    JAX_PLATFORMS="cpu",  # also keeps the CUDA plugin, installed only to compile, from looking for a GPU
+    JAX_NUM_CPU_DEVICES="4",
+    JAX_ENABLE_X64="0",
+    JAX_COMPILATION_CACHE_DIR=str(paths.ROOT / ".cache" / "compiled-tests"),
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.5",
+    HF_HUB_OFFLINE="1",
+    TF_CPP_MIN_LOG_LEVEL="2",
+)
+
+# The same examples every time, and no deadlines: a busy machine fails no test.
+hypothesis.settings.register_profile("jaxflow", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("jaxflow")
+
+
+@pytest.fixture(scope="session")
+def models_dir() -> Path:
+    return paths.MODELS
+
+
+@pytest.fixture(scope="session")
+def traces_dir() -> Path:
+    return paths.TRACES
+
+
+@pytest.fixture(scope="session")
+def ppl_dir() -> Path:
+    return paths.PPL
+
+
+@pytest.fixture(scope="session")
+def goldens() -> Callable[[str], dict[str, Any]]:
+    return paths.golden
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    return paths.smollm2_gguf()
