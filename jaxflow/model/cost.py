@@ -1,0 +1,178 @@
+"""How long work must take on a device: NanoFlow's cost model (§3.2, Eq. 1-5) and a roofline for each op.
+
+`DEVICES` holds a datasheet beside what was measured there. Ceilings that were measured are those of sustained work on
+random data: a card at its power cap does not reach its datasheet.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+
+from jaxflow.config import ModelConfig
+from jaxflow.model.composition import Composition
+from jaxflow.model.graph import Graph, Op, Work, model_graph
+
+TERA, GIGA = 1e12, 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What one device does in a second. `flops_per_s`: of dense products, by dtype. Network: one way."""
+
+    flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    network_bytes_per_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One accelerator. `measured` is None where nobody has measured; then the datasheet is all there is."""
+
+    name: str
+    memory_bytes: float
+    datasheet: Rates
+    measured: Rates | None = None
+
+    @property
+    def rates(self) -> Rates:
+        """The ceilings to hold a run against: measured if possible."""
+        return self.measured or self.datasheet
+
+
+def _flops(bfloat16: float, float8: float | None = None, float32: float | None = None) -> dict[str, float]:
+    """Rates in TFLOP/s; float32 means tensor cores at reduced precision (TF32)."""
+    known = {"bfloat16": bfloat16, "float8_e4m3fn": float8, "float32": float32}
+    return {dtype: value * TERA for dtype, value in known.items() if value is not None}
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("A100-40GB", 40 * GIGA, Rates(_flops(312, float32=156), 1.555 * TERA, 300 * GIGA)),
+        # Measured: the paper's own peak of a CUTLASS product (NanoFlow §3.5).
+        Device("A100-80GB", 80 * GIGA, Rates(_flops(312, float32=156), 2.0 * TERA, 300 * GIGA), Rates(_flops(280), 2.0 * TERA, 300 * GIGA)),
+        Device("H100", 80 * GIGA, Rates(_flops(989, 1979, 494), 3.35 * TERA, 450 * GIGA)),
+        # Measured: chains of cuBLAS products, decode attention, an all-reduce of 134 MB over four devices.
+        Device(
+            "H200",
+            141 * GIGA,
+            Rates(_flops(989, 1979, 494), 4.8 * TERA, 450 * GIGA),
+            Rates(_flops(700, 1190), 4.6 * TERA, 281 * GIGA),
+        ),
+        Device("B200", 180 * GIGA, Rates(_flops(2250, 4500, 1125), 8.0 * TERA, 900 * GIGA)),
+        Device("L40S", 48 * GIGA, Rates(_flops(362, 733, 183), 0.864 * TERA, 32 * GIGA)),
+        Device("RTX A6000", 48 * GIGA, Rates(_flops(155, float32=77), 0.768 * TERA, 56 * GIGA)),
+    )
+}
+
+
+def find_device(kind: str) -> Device | None:
+    """The device that a driver calls `kind` ("NVIDIA H200", "NVIDIA A100-SXM4-80GB"); None if it is not in the table."""
+    words = set(re.split(r"[^A-Za-z0-9]+", kind))
+    fitting = [name for name in DEVICES if set(re.split(r"[^A-Za-z0-9]+", name)) <= words]
+    return DEVICES[fitting[0]] if fitting else None
+
+
+def memory_time_s(memory_bytes: float, memory_bytes_per_s: float) -> float:
+    """Eq. 1: a step at the largest batch reads the whole memory once."""
+    return memory_bytes / memory_bytes_per_s
+
+
+def compute_time_s(dense_tokens: float, parameters: float, flops_per_s: float) -> float:
+    """Eq. 2: every token meets every parameter, a multiplication and an addition each."""
+    return 2 * dense_tokens * parameters / flops_per_s
+
+
+def network_time_s(devices: int, dense_tokens: float, hidden: int, element_bytes: float, layers: int, bytes_per_s: float) -> float:
+    """Eq. 3: two all-reduces a layer move the activations four times. `bytes_per_s` is of all devices together."""
+    return 4 * devices * dense_tokens * hidden * element_bytes * layers / bytes_per_s
+
+
+def memory_to_compute_ratio(rates: Rates, memory_bytes: float, parameters: float, dense_tokens: float, dtype: str = "bfloat16") -> float:
+    """Eq. 4: below 1, serving is bound by compute. Rates and bytes are of all devices together (or all of one)."""
+    memory = memory_time_s(memory_bytes, rates.memory_bytes_per_s)
+    return memory / compute_time_s(dense_tokens, parameters, rates.flops_per_s[dtype])
+
+
+def optimal_throughput(flops_per_s: float, parameters: float) -> float:
+    """Eq. 5: tokens per second, prompt and output together, of devices that do nothing but dense products."""
+    return flops_per_s / (2 * parameters)
+
+
+def dense_parameters(config: ModelConfig, sampled: float = 1.0) -> float:
+    """P_Model of Eq. 2, exactly: the weight elements ΣNₘKₘ that one token meets.
+
+    The embedding table is looked up, not multiplied; of a mixture's experts a token meets only those it chooses; and
+    only a share `sampled` of the tokens (outputs, not prompts) meets the head.
+    """
+    graph = model_graph(config)
+    step = Composition(decode_tokens=1, decode_keys=1, samples=sampled)
+    return sum(op.work(step).flops for op in graph.ops() if op.kind == "dense") / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds that each resource of a device needs for some work, if it had nothing else to do."""
+
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    network_s: float = 0.0
+
+    @property
+    def longest_s(self) -> float:
+        """T_op: what the work takes alone, bound by one resource."""
+        return max(self.compute_s, self.memory_s, self.network_s)
+
+    def __add__(self, other: "Times") -> "Times":
+        return Times(self.compute_s + other.compute_s, self.memory_s + other.memory_s, self.network_s + other.network_s)
+
+    def __mul__(self, factor: float) -> "Times":
+        return Times(self.compute_s * factor, self.memory_s * factor, self.network_s * factor)
+
+
+def work_times(work: Work, rates: Rates, dtype: str = "bfloat16") -> Times:
+    """T_compute, T_memory and T_network of some work (Table 2's columns)."""
+    return Times(
+        work.flops / rates.flops_per_s[dtype],
+        work.memory_bytes / rates.memory_bytes_per_s,
+        work.network_bytes / rates.network_bytes_per_s,
+    )
+
+
+def op_times(op: Op, step: Composition, rates: Rates, dtype: str = "bfloat16", tile_rows: int | None = None) -> Times:
+    """The times of an op. With `tile_rows`, a dense product computes whole tiles of so many rows (SARATHI §4.4)."""
+    times = work_times(op.work(step), rates, dtype)
+    rows = op.rows(step)
+    if not rows or tile_rows is None:
+        return times
+    return dataclasses.replace(times, compute_s=times.compute_s * math.ceil(rows / tile_rows) * tile_rows / rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """`sequential_s`: op after op, each bound by its own resource. `resources`: their sums, if ops could overlap at will."""
+
+    sequential_s: float
+    resources: Times
+
+    @property
+    def overlapped_s(self) -> float:
+        """What perfect overlap would take (NanoFlow §3.7): the most wanted resource, always busy."""
+        return self.resources.longest_s
+
+
+def step_timer(graph: Graph, rates: Rates, dtype: str = "bfloat16", tile_rows: int | None = None) -> Callable[[Composition], StepTimes]:
+    """A function from a step's composition to its times; equal ops of many layers are counted once."""
+    repeated = tuple(collections.Counter(graph.ops()).items())
+
+    def times(step: Composition) -> StepTimes:
+        sequential_s, resources = 0.0, Times()
+        for op, number in repeated:
+            one = op_times(op, step, rates, dtype, tile_rows)
+            sequential_s += number * one.longest_s
+            resources += one * number
+        return StepTimes(sequential_s, resources)
+
+    return times
