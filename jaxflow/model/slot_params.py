@@ -1,0 +1,146 @@
+"""What the full sampler keeps on the device for each slot: settings, and how often each token was seen.
+
+A slot is a row of these arrays that one running sequence owns from its admission until it ends or is pre-empted.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SUPPRESSED = 72  # end and stop tokens of one request
+BIASED = 300
+NO_TOKEN = 2**31 - 1  # beyond every vocabulary: writes to it are dropped
+IN_PROMPT = 0x8000  # the bit of a count that says: the prompt has this token
+COUNT = 0x7FFF  # the bits that count outputs; the count stops at this
+
+
+Array = jax.Array | np.ndarray
+
+
+@flax.struct.dataclass
+class SlotParams:
+    """Settings of Q slots (axis 0 of every array); of one slot without that axis."""
+
+    top_k: Array  # [Q] int32; 0: off
+    top_p: Array  # [Q] float32
+    min_p: Array  # [Q] float32
+    repetition_penalty: Array  # [Q] float32
+    presence_penalty: Array  # [Q] float32
+    frequency_penalty: Array  # [Q] float32
+    min_position: Array  # [Q] int32; `suppressed` cannot be drawn at positions before it
+    suppressed: Array  # [Q, SUPPRESSED] int32, padded with NO_TOKEN
+    bias_ids: Array  # [Q, BIASED] int32, padded with NO_TOKEN
+    bias: Array  # [Q, BIASED] float32
+
+
+def slot_values(
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    min_position: int = 0,
+    suppressed: Sequence[int] = (),
+    logit_bias: Mapping[int, float] | None = None,
+) -> SlotParams:
+    """The settings of one slot, as numpy arrays; without arguments, those that change nothing.
+
+    Args:
+      top_k: 0 or -1 for off.
+      min_position: prompt tokens + min_tokens: the first index in the sequence where `suppressed` may appear.
+      suppressed: end and stop token ids.
+
+    Raises:
+      ValueError: more suppressed tokens than SUPPRESSED or more biases than BIASED.
+    """
+    bias = dict(logit_bias or {})
+    for name, given, most in (("suppressed", len(suppressed), SUPPRESSED), ("logit_bias", len(bias), BIASED)):
+        if given > most:
+            raise ValueError(f"{name} has {given} entries: at most {most} are accepted")
+
+    def padded(values: Sequence[float], size: int, fill: float, dtype: type) -> np.ndarray:
+        return np.array([*values, *[fill] * (size - len(values))], dtype)
+
+    return SlotParams(
+        top_k=np.array(max(0, min(top_k, NO_TOKEN)), np.int32),
+        top_p=np.array(top_p, np.float32),
+        min_p=np.array(min_p, np.float32),
+        repetition_penalty=np.array(repetition_penalty, np.float32),
+        presence_penalty=np.array(presence_penalty, np.float32),
+        frequency_penalty=np.array(frequency_penalty, np.float32),
+        min_position=np.array(min_position, np.int32),
+        suppressed=padded(suppressed, SUPPRESSED, NO_TOKEN, np.int32),
+        bias_ids=padded(list(bias), BIASED, NO_TOKEN, np.int32),
+        bias=padded(list(bias.values()), BIASED, 0.0, np.float32),
+    )
+
+
+def empty_slots(slots: int, padded_vocab: int) -> tuple[SlotParams, jax.Array]:
+    """Settings of Q slots that change nothing, and counts [Q, V'] uint16 of zero."""
+    params = jax.tree.map(lambda a: jnp.tile(a, (slots,) + (1,) * np.ndim(a)), slot_values())
+    return params, jnp.zeros((slots, padded_vocab), jnp.uint16)
+
+
+def set_slot(params: SlotParams, counts: jax.Array, slot: jax.Array, values: SlotParams) -> tuple[SlotParams, jax.Array]:
+    """Gives a slot new settings and forgets its counts (donate both arguments)."""
+    params = jax.tree.map(lambda a, value: a.at[slot].set(value), params, values)
+    return params, counts.at[slot].set(jnp.zeros((), jnp.uint16))
+
+
+def count_tokens(counts: jax.Array, slot: jax.Array, token_ids: jax.Array, outputs: jax.Array) -> jax.Array:
+    """Adds known tokens of a sequence to its slot's counts; a long sequence comes in several pieces of one size.
+
+    Args:
+      counts: [Q, V'] uint16 (donate it).
+      slot: int32.
+      token_ids: [n] int32, padded with NO_TOKEN.
+      outputs: [n] bool: the token was drawn, not given in the prompt.
+    """
+    row = counts[slot].astype(jnp.int32)
+    drawn = jnp.zeros_like(row).at[jnp.where(outputs, token_ids, NO_TOKEN)].add(1, mode="drop")
+    given = jnp.zeros_like(row).at[jnp.where(outputs, NO_TOKEN, token_ids)].set(IN_PROMPT, mode="drop")
+    total = jnp.minimum((row & COUNT) + drawn, COUNT)
+    return counts.at[slot].set((((row & IN_PROMPT) | given) | total).astype(jnp.uint16))
+
+
+def rows_of(params: SlotParams, slots: jax.Array) -> SlotParams:
+    """The settings of rows [R] with slots [R] int32; a slot out of range gets those that change nothing."""
+    return jax.tree.map(
+        lambda a, neutral: jnp.where(
+            (slots < a.shape[0]).reshape(-1, *[1] * (a.ndim - 1)), a.at[slots].get(mode="clip"), jnp.asarray(neutral)
+        ),
+        params,
+        slot_values(),
+    )
+
+
+def adjust(logits: jax.Array, row: SlotParams, counts: jax.Array, position: jax.Array) -> jax.Array:
+    """Logit bias, suppressed tokens and penalties, in this order.
+
+    Args:
+      logits: [R, V'] float32.
+      row: the settings of the R rows.
+      counts: [R, V'] uint16 of the R rows.
+      position: [R] int32, the index that the token will have in its sequence.
+
+    Returns: [R, V'] float32.
+    """
+    suppression = jnp.where(position < row.min_position, -jnp.inf, 0.0)
+    ids = jnp.concatenate([row.bias_ids, row.suppressed], axis=1)
+    bias = jnp.concatenate([row.bias, jnp.broadcast_to(suppression[:, None], row.suppressed.shape)], axis=1)
+    x = logits.at[jnp.arange(logits.shape[0])[:, None], ids].add(bias, mode="drop")
+    penalty = row.repetition_penalty[:, None]
+    x = jnp.where(counts > 0, jnp.where(x > 0, x / penalty, x * penalty), x)
+    drawn = (counts & COUNT).astype(jnp.float32)
+    return x - row.frequency_penalty[:, None] * drawn - jnp.where(drawn > 0, row.presence_penalty[:, None], 0.0)
+
+
+def count_drawn(counts: jax.Array, slots: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Counts tokens [R] just drawn for slots [R], all different; those out of range are dropped (donate counts)."""
+    old = counts.at[slots, tokens].get(mode="fill", fill_value=0)
+    return counts.at[slots, tokens].set(jnp.where((old & COUNT) == COUNT, old, old + 1), mode="drop")
