@@ -1,0 +1,183 @@
+"""What is asked of an engine: prompt and output lengths, prompts of random ids, and arrival times.
+
+Everything is a function of its seed, so that two engines can be given the same requests.
+"""
+
+import csv
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+BLOCK_TOKENS = 512  # of prompt that one of Mooncake's hash ids stands for
+
+
+class WorkloadError(ValueError):
+    """A workload that cannot be read or made. The message names the file or setting and what would be accepted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One request to come. `blocks`: an id for each 512 tokens of prompt; equal ids are equal tokens."""
+
+    prompt_tokens: int
+    output_tokens: int
+    arrival_s: float = 0.0
+    blocks: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The longest requests that are kept."""
+
+    prompt_tokens: float
+    output_tokens: float
+    total_tokens: float
+
+    def admit(self, item: Item) -> bool:
+        """Whether no length is over its limit."""
+        total = item.prompt_tokens + item.output_tokens
+        return item.prompt_tokens <= self.prompt_tokens and item.output_tokens <= self.output_tokens and total <= self.total_tokens
+
+
+NANOFLOW = Limits(3072, 1024, 4096)  # what it keeps of its traces
+UNLIMITED = Limits(math.inf, math.inf, math.inf)
+
+
+def constant(number: int, prompt_tokens: int, output_tokens: int) -> list[Item]:
+    """Requests that are all alike, all there from the start."""
+    return [Item(prompt_tokens, output_tokens)] * number
+
+
+def lognormal(
+    number: int,
+    prompt_mean: float,
+    output_mean: float,
+    *,
+    prompt_cv: float = 2.22,
+    output_cv: float = 0.76,
+    limits: Limits = NANOFLOW,
+    seed: int = 0,
+) -> list[Item]:
+    """Lengths drawn from log-normal distributions, cut at the limits, of the given means *as drawn*.
+
+    cv is the standard deviation over the mean before the cut; the defaults are ShareGPT's (NanoFlow, Table 4).
+
+    Raises:
+      WorkloadError: if a mean is not below its limit.
+    """
+    rng = np.random.default_rng([seed, 1])
+    most_prompt = min(limits.prompt_tokens, limits.total_tokens - 1)
+    prompts = _lognormal(rng, number, prompt_mean, prompt_cv, np.full(number, most_prompt))
+    outputs = _lognormal(rng, number, output_mean, output_cv, np.minimum(limits.output_tokens, limits.total_tokens - prompts))
+    return [Item(int(p), int(d)) for p, d in zip(prompts, outputs, strict=True)]
+
+
+def _lognormal(rng: np.random.Generator, number: int, mean: float, cv: float, most: np.ndarray) -> np.ndarray:
+    """Whole numbers from 1 to `most` [number] whose mean is within a token of `mean`."""
+    if not 1 <= mean < most.mean():
+        raise WorkloadError(f"a mean length of {mean} is not possible: 1 to below {most.mean():.0f} tokens, the limit, is")
+    drawn = np.exp(math.sqrt(math.log1p(cv**2)) * rng.standard_normal(number))
+
+    def lengths(scale: float) -> np.ndarray:
+        return np.clip(np.rint(drawn * scale), 1, most)
+
+    low, high = 0.0, mean
+    while lengths(high).mean() < mean:
+        high *= 2
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if lengths(middle).mean() > mean else (middle, high)
+    return lengths(high).astype(np.int64)
+
+
+def read_csv(path: str | Path, limits: Limits = NANOFLOW) -> list[Item]:
+    """A trace with columns `prompt_tokens`, `output_tokens` and perhaps `arrival_s`; requests over the limits are dropped.
+
+    Raises:
+      WorkloadError: naming the file, if a column is missing or a line is not numbers.
+    """
+    with open(path, newline="") as file:
+        rows = csv.DictReader(file)
+        missing = {"prompt_tokens", "output_tokens"} - set(rows.fieldnames or ())
+        if missing:
+            raise WorkloadError(f"{path}: no column {' and '.join(sorted(missing))}; the columns are {rows.fieldnames}")
+        items = []
+        for row in rows:
+            try:
+                items.append(Item(int(row["prompt_tokens"]), int(row["output_tokens"]), float(row.get("arrival_s") or 0.0)))
+            except (ValueError, TypeError):
+                raise WorkloadError(f"{path}, line {rows.line_num}: {row} is not numbers") from None
+    return [item for item in items if limits.admit(item)]
+
+
+def read_mooncake(path: str | Path, limits: Limits = UNLIMITED) -> list[Item]:
+    """A trace of Mooncake's (JSON lines): `timestamp` in ms, `input_length`, `output_length`, `hash_ids`.
+
+    Raises:
+      WorkloadError: naming the file and line, if a line is not of that form.
+    """
+    items = []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            items.append(Item(int(row["input_length"]), int(row["output_length"]), row["timestamp"] / 1e3, tuple(row["hash_ids"])))
+        except (ValueError, TypeError, KeyError) as error:
+            raise WorkloadError(f"{path}, line {number}: not a request of a Mooncake trace ({error!r})") from None
+        if len(items[-1].blocks) * BLOCK_TOKENS < items[-1].prompt_tokens:
+            raise WorkloadError(f"{path}, line {number}: {len(items[-1].blocks)} hash_ids for {items[-1].prompt_tokens} prompt tokens")
+    return [item for item in items if limits.admit(item)]
+
+
+def read_trace(path: str | Path, limits: Limits | None = None) -> list[Item]:
+    """A trace by its ending, .csv or .jsonl; without `limits`, those of its kind. Raises: WorkloadError, OSError."""
+    readers = {".csv": read_csv, ".jsonl": read_mooncake}
+    reader = readers.get(Path(path).suffix)
+    if reader is None:
+        raise WorkloadError(f"{path}: not a trace; lengths end in .csv, Mooncake's traces in .jsonl")
+    return reader(path) if limits is None else reader(path, limits)
+
+
+def sample(items: Sequence[Item], number: int, seed: int = 0) -> list[Item]:
+    """`number` of the items, drawn without replacement, or with it if there are fewer."""
+    if not items:
+        raise WorkloadError("the trace has no request within the limits")
+    chosen = np.random.default_rng([seed, 2]).choice(len(items), number, replace=number > len(items))
+    return [items[i] for i in chosen]
+
+
+def poisson_arrivals(items: Sequence[Item], rate: float, seed: int = 0) -> list[Item]:
+    """The items at exponential intervals, `rate` a second on average, all at once for an infinite rate."""
+    if not rate > 0:
+        raise WorkloadError(f"rate={rate}: a positive number of requests a second is possible")
+    gaps = np.random.default_rng([seed, 3]).exponential(1 / rate, len(items))
+    return [dataclasses.replace(item, arrival_s=float(t)) for item, t in zip(items, np.cumsum(gaps), strict=True)]
+
+
+def trace_arrivals(items: Sequence[Item], rate: float | None = None) -> list[Item]:
+    """The items at the trace's own times, from 0 on; with a rate, stretched so that so many a second come on average."""
+    ordered = sorted(items, key=lambda item: item.arrival_s)
+    first, span = ordered[0].arrival_s, ordered[-1].arrival_s - ordered[0].arrival_s
+    if rate is not None and span == 0:
+        raise WorkloadError("the trace has no arrival times to stretch to a rate")
+    stretch = 1.0 if rate is None else (len(ordered) - 1) / rate / span
+    return [dataclasses.replace(item, arrival_s=(item.arrival_s - first) * stretch) for item in ordered]
+
+
+def prompts(items: Sequence[Item], vocab_size: int, seed: int = 0) -> list[np.ndarray]:
+    """Random token ids for each item, int32 [prompt_tokens]; blocks of equal ids are equal."""
+    ids = []
+    for index, item in enumerate(items):
+        if item.blocks:
+            parts = [_random_ids(BLOCK_TOKENS, vocab_size, [seed, 4, block]) for block in item.blocks]
+            ids.append(np.concatenate(parts)[: item.prompt_tokens])
+        else:
+            ids.append(_random_ids(item.prompt_tokens, vocab_size, [seed, 5, index]))
+    return ids
+
+
+def _random_ids(number: int, vocab_size: int, seed: list[int]) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocab_size, number, dtype=np.int32)
