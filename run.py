@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""Sets JaxFlow up in this folder and runs it; nothing but some Python 3 is needed before.
+
+  python3 run.py                    install, serve a small chat model, ask it something and stream the answer
+  python3 run.py demo "a question"  the same, with your question
+  python3 run.py test [ARGS]        install and run the tests on CPU; ARGS go to pytest
+  python3 run.py exec COMMAND       run COMMAND in the environment, e.g. exec python -m serving --help
+
+Everything it makes lies in this folder: .cache has the installer (uv, unless a recent one is on the PATH), .venv the
+environment, with the versions that uv.lock pins.
+"""
+
+# Standard library only, and syntax that Python 3.8 reads: it may be run by an older Python than the one it looks for.
+import glob
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+ENVIRONMENT = os.path.join(ROOT, ".venv")
+LAUNCHER = os.path.join(ROOT, ".cache", "launcher")
+UV = "uv==0.13.8"
+OLDEST_UV = (0, 10)  # the first that pyproject.toml's [tool.uv] accepts
+PYTHONS = ((3, 12), (3, 13), (3, 14))  # what the locked wheels exist for, the best known first
+NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+
+
+def version_of(*command):
+    """The version numbers that a command prints, or () if it does not run: pyenv has shims for what it cannot run."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    found = re.search(r"(\d+)\.(\d+)", done.stdout)
+    return (int(found[1]), int(found[2])) if found and done.returncode == 0 else ()
+
+
+def python_candidates():
+    """Interpreters worth a try: on the PATH, and where pyenv, uv, Homebrew and conda put theirs."""
+    yield sys.executable
+    for major, minor in PYTHONS:
+        name = f"python{major}.{minor}"
+        yield shutil.which(name)
+        pyenv = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
+        managed = os.environ.get("UV_PYTHON_INSTALL_DIR") or os.path.expanduser("~/.local/share/uv/python")
+        yield from sorted(glob.glob(os.path.join(pyenv, "versions", f"{major}.{minor}.*", "bin", "python")))
+        yield from sorted(glob.glob(os.path.join(managed, f"cpython-{major}.{minor}.*", "bin", name)))
+        yield from (os.path.join(folder, name) for folder in ("/usr/local/bin", "/usr/bin", "/opt/homebrew/bin", "/opt/conda/bin"))
+
+
+def find_python():
+    """A Python that the locked wheels exist for, or None."""
+    for candidate in python_candidates():
+        if candidate and os.path.exists(candidate) and version_of(candidate, "--version") in PYTHONS:
+            return candidate
+    return None
+
+
+def find_uv(python):
+    """A uv that is recent enough: from the PATH, or one of our own."""
+    on_path = shutil.which("uv")
+    if on_path and version_of(on_path, "--version") >= OLDEST_UV:
+        return on_path
+    own = os.path.join(LAUNCHER, "bin", "uv")
+    if version_of(own, "--version") >= OLDEST_UV:
+        return own
+    say(f"Installing {UV} into {os.path.relpath(LAUNCHER)}")
+    failures = []
+    for interpreter in dict.fromkeys([python or sys.executable, sys.executable]):
+        # A virtual environment is always allowed to install; where a system's Python lacks venv, pip may still fill a folder.
+        for commands in (
+            [[interpreter, "-m", "venv", "--clear", LAUNCHER], [os.path.join(LAUNCHER, "bin", "python"), "-m", "pip", "install", "-q", UV]],
+            [[interpreter, "-m", "pip", "install", "-q", "--upgrade", "--target", LAUNCHER, UV]],
+        ):
+            output = ""
+            for command in commands:
+                done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                output += done.stdout
+                if done.returncode:
+                    break
+            if version_of(own, "--version"):
+                return own
+            failures.append("{} failed:\n{}".format(" ".join(command), output.strip()))
+    sys.exit("\n\n".join([*failures, "Could not install uv. Install it by hand (https://docs.astral.sh/uv) and run this again."]))
+
+
+def say(message):
+    print("==> " + message, file=sys.stderr, flush=True)
+
+
+def main(arguments):
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("demo", [])
+    if command == "demo":
+        inside = ["--no-default-groups", "--group", "model", "python", "-m", "serving.demo", *rest]
+    elif command == "test":
+        inside = ["--group", "aot", "pytest", *rest]
+    elif command == "exec" and rest:
+        inside = rest
+    else:
+        print(__doc__.strip())
+        return 0 if command in ("-h", "--help", "help") else 2
+
+    python = find_python()
+    uv = find_uv(python)
+    environ = dict(os.environ)
+    environ.pop("VIRTUAL_ENV", None)
+    if not version_of(os.path.join(ENVIRONMENT, "bin", "python"), "--version"):
+        if python is None:
+            say("No Python 3.12 or later found; uv will try to download one")
+        else:
+            environ.setdefault("UV_PYTHON", python)
+        say("Installing JaxFlow into " + os.path.relpath(ENVIRONMENT))
+    if not any(os.path.exists(device) for device in NVIDIA_DEVICES):
+        # Else a JAX that finds the wheels which tests compile with would look for a GPU, and say at length that there is none.
+        environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.chdir(ROOT)
+    os.execve(uv, [uv, "run", "--locked", *inside], environ)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
