@@ -1,0 +1,182 @@
+"""From what happened to each request to the figures of a report, under the names and in the layout of `vllm bench`.
+
+Times are seconds of one clock; `ms` figures are of completed requests. TTFT: from sending to the first token. TPOT:
+(E2E - TTFT) / (output tokens - 1). ITL: between two deliveries. E2EL: from sending to the end. Normalised latency:
+E2EL / output tokens, whose mean is NanoFlow's (§6.3).
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PERCENTILES = (90, 99)
+WIDTH = 50  # of the text layout
+METRICS = {  # key: (short name, header)
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+    "normalized_latency": ("normalized latency", "Latency per Output Token"),
+}
+GOODPUT_KEYS = ("ttft", "tpot", "e2el")
+
+
+@dataclasses.dataclass
+class Record:
+    """What happened to one request. `deliveries`: (time, number of tokens), in order."""
+
+    prompt_tokens: int
+    sent_s: float
+    deliveries: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    finished_s: float | None = None
+    error: str | None = None
+    cached_prompt_tokens: int = 0
+
+    @property
+    def completed(self) -> bool:
+        return self.finished_s is not None and self.error is None and bool(self.deliveries)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(number for _, number in self.deliveries)
+
+    def latencies(self) -> dict[str, float]:
+        """Seconds of each metric but ITL; TPOT of a single token is 0. For a completed request."""
+        assert self.finished_s is not None
+        total, first = self.finished_s - self.sent_s, self.deliveries[0][0] - self.sent_s
+        tokens = self.output_tokens
+        tpot = (total - first) / (tokens - 1) if tokens > 1 else 0.0
+        return {"ttft": first, "tpot": tpot, "e2el": total, "normalized_latency": total / tokens}
+
+
+def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
+    """`["ttft:500", "tpot:50"]` (milliseconds) -> seconds by metric. Raises: ValueError, naming the pair."""
+    slo = {}
+    for pair in pairs:
+        name, _, value = pair.partition(":")
+        try:
+            slo[name] = float(value) / 1e3
+        except ValueError:
+            slo[name] = math.nan
+        if name not in GOODPUT_KEYS or not slo[name] >= 0:
+            raise ValueError(f"goodput {pair!r}: KEY:MILLISECONDS with KEY one of {', '.join(GOODPUT_KEYS)} is accepted")
+    return slo
+
+
+def figures(records: Sequence[Record], duration_s: float, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """All figures of a run: throughputs, and mean, median, std, p90, p99 of each latency in ms.
+
+    slo: seconds by metric; goodput counts the requests that keep all of them.
+    """
+    done = [record for record in records if record.completed]
+    latencies = [record.latencies() for record in done]
+    prompt, output = sum(r.prompt_tokens for r in done), sum(r.output_tokens for r in done)
+    good = sum(all(one[key] <= bound for key, bound in slo.items()) for one in latencies) if slo else None
+    result: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": len(done),
+        "failed": len(records) - len(done),
+        "total_input_tokens": prompt,
+        "total_output_tokens": output,
+        "cached_input_tokens": sum(r.cached_prompt_tokens for r in done),
+        "request_throughput": len(done) / duration_s,
+        "request_goodput": None if good is None else good / duration_s,
+        "output_throughput": output / duration_s,
+        "total_token_throughput": (prompt + output) / duration_s,
+        "max_output_tokens_per_s": _peak_tokens_per_s(done),
+        "max_concurrent_requests": _peak_concurrency(done),
+    }
+    samples = {key: [one[key] for one in latencies] for key in METRICS if key != "itl"}
+    samples["tpot"] = [one["tpot"] for one, record in zip(latencies, done, strict=True) if record.output_tokens > 1]
+    samples["itl"] = [b[0] - a[0] for r in done for a, b in zip(r.deliveries, r.deliveries[1:], strict=False)]
+    for key in METRICS:
+        result |= _statistics(key, samples[key])
+    errors = sorted({record.error for record in records if record.error})
+    return result | ({"errors": errors} if errors else {})
+
+
+def _statistics(key: str, seconds: Sequence[float]) -> dict[str, float]:
+    ms = np.asarray(seconds or [0.0]) * 1e3
+    values = {f"mean_{key}_ms": ms.mean(), f"median_{key}_ms": np.median(ms), f"std_{key}_ms": ms.std()}
+    values |= {f"p{p}_{key}_ms": np.percentile(ms, p) for p in PERCENTILES}
+    return {name: float(value) for name, value in values.items()}
+
+
+def _peak_tokens_per_s(done: Sequence[Record]) -> float:
+    """The most output tokens in one of the seconds since the first request was sent."""
+    if not done:
+        return 0.0
+    start = min(record.sent_s for record in done)
+    times, numbers = zip(*(delivery for record in done for delivery in record.deliveries), strict=True)
+    return float(np.bincount((np.asarray(times) - start).astype(int), weights=numbers).max())
+
+
+def _peak_concurrency(done: Sequence[Record]) -> int:
+    """The most requests under way at one moment; one that ends as another starts does not count beside it."""
+    changes = sorted([(r.sent_s, 1) for r in done] + [(r.finished_s or 0.0, -1) for r in done])
+    return int(np.cumsum([0] + [change for _, change in changes]).max())
+
+
+def steady_state(records: Sequence[Record]) -> dict[str, float] | None:
+    """Throughput between ramp-up and tail: from the first request's end to the last one's first token.
+
+    Prompts count when their first token comes. None if no request starts after another ended.
+    """
+    done = [record for record in records if record.completed]
+    if not done:
+        return None
+    start = min(record.finished_s or 0.0 for record in done)
+    end = max(record.deliveries[0][0] for record in done)
+    if end <= start:
+        return None
+    prompt = sum(r.prompt_tokens for r in done if start < r.deliveries[0][0] <= end)
+    output = sum(number for r in done for t, number in r.deliveries if start < t <= end)
+    return {
+        "start": start - min(record.sent_s for record in done),
+        "duration": end - start,
+        "total_token_throughput": (prompt + output) / (end - start),
+        "output_throughput": output / (end - start),
+    }
+
+
+def text(title: str, result: Mapping[str, Any], extra: Mapping[str, str] | None = None) -> str:
+    """The report for people. `extra`: more lines for its head, as label -> value."""
+    rows: list[tuple[str, Any]] = [
+        ("Successful requests:", result["completed"]),
+        ("Failed requests:", result["failed"]),
+        *((f"{label}:", value) for label, value in (extra or {}).items()),
+        ("Benchmark duration (s):", result["duration"]),
+        ("Total input tokens:", result["total_input_tokens"]),
+        ("Total generated tokens:", result["total_output_tokens"]),
+        ("Request throughput (req/s):", result["request_throughput"]),
+        ("Request goodput (req/s):", result["request_goodput"]),
+        ("Output token throughput (tok/s):", result["output_throughput"]),
+        ("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"]),
+        ("Peak concurrent requests:", result["max_concurrent_requests"]),
+        ("Total token throughput (tok/s):", result["total_token_throughput"]),
+    ]
+    steady = result.get("steady_state")
+    if steady:
+        rows.append(("Steady-state token throughput (tok/s):", steady["total_token_throughput"]))
+    lines = [f" {title} ".center(WIDTH, "="), *(line(label, value) for label, value in rows if value is not None)]
+    for key, (name, header) in METRICS.items():
+        lines.append(header.center(WIDTH, "-"))
+        for statistic in ("mean", "median", *(f"p{p}" for p in PERCENTILES)):
+            lines.append(line(f"{statistic.capitalize()} {name} (ms):", result[f"{statistic}_{key}_ms"]))
+    return "\n".join(lines)
+
+
+def line(label: str, value: Any) -> str:
+    """One line of the text layout; numbers with a fraction get two digits of it."""
+    return f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value!s:<10}"
+
+
+def write_json(path: str | Path, result: Mapping[str, Any]) -> None:
+    """Writes a report, making its folder if need be."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(result, indent=1) + "\n")
