@@ -99,7 +99,7 @@ def main(arguments):
     elif command == "exec" and rest:
         inside = rest
     else:
-        print(__doc__.strip())
+        print((__doc__ or "").strip())
         return 0 if command in ("-h", "--help", "help") else 2
 
     python = find_python()

@@ -60,19 +60,20 @@ def main(argv: list[str]) -> int:
     except (FileNotFoundError, ChildProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
+    ask = ("-m", "serving.client", "--target", target, "--max_tokens", str(MAX_TOKENS.value), question)
     try:
-        ask = ("-m", "serving.client", "--target", target, "--max_tokens", str(MAX_TOKENS.value), question)
         show("python", *ask)
         asked = subprocess.call([sys.executable, *ask])
-        if KEEP.value:
-            print(f"\nThe server stays on {target}. Ctrl-C ends it.", flush=True)
+        if KEEP.value and asked == 0:
+            print(f"\nThe server stays on {target}; Ctrl-C ends it.", flush=True)
             server.wait()
-    except KeyboardInterrupt:
-        asked = 130  # the terminal has told the server, too
-    finally:
         server.send_signal(signal.SIGTERM)
-        assert server.stdout is not None
-        print(server.stdout.read(), end="", flush=True)
+    except KeyboardInterrupt:
+        asked = 0 if KEEP.value else 130  # the terminal has told the server too; told twice, it would not drain
+    assert server.stdout is not None
+    print(server.stdout.read(), end="", flush=True)
     return asked or server.wait()
 
 
