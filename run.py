@@ -38,14 +38,16 @@ def version_of(*command):
 
 
 def python_candidates():
-    """Interpreters worth a try: on the PATH, and where pyenv, uv, Homebrew and conda put theirs."""
+    """Interpreters worth a try: on the PATH, beside the running one, and where pyenv, uv, Homebrew and conda put theirs."""
     yield sys.executable
+    home, path = os.path.expanduser("~"), os.environ.get("PATH", "").split(os.pathsep)
+    pyenvs = [os.environ.get("PYENV_ROOT"), os.path.join(home, ".pyenv"), *(os.path.dirname(p) for p in path if p.endswith("/shims"))]
+    managed = os.environ.get("UV_PYTHON_INSTALL_DIR") or os.path.join(home, ".local", "share", "uv", "python")
     for major, minor in PYTHONS:
         name = f"python{major}.{minor}"
         yield shutil.which(name)
-        pyenv = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
-        managed = os.environ.get("UV_PYTHON_INSTALL_DIR") or os.path.expanduser("~/.local/share/uv/python")
-        yield from sorted(glob.glob(os.path.join(pyenv, "versions", f"{major}.{minor}.*", "bin", "python")))
+        for versions in [os.path.dirname(sys.prefix), *(os.path.join(root, "versions") for root in pyenvs if root)]:
+            yield from sorted(glob.glob(os.path.join(versions, f"{major}.{minor}.*", "bin", "python")))
         yield from sorted(glob.glob(os.path.join(managed, f"cpython-{major}.{minor}.*", "bin", name)))
         yield from (os.path.join(folder, name) for folder in ("/usr/local/bin", "/usr/bin", "/opt/homebrew/bin", "/opt/conda/bin"))
 
@@ -108,7 +110,7 @@ def main(arguments):
     environ.pop("VIRTUAL_ENV", None)
     if not version_of(os.path.join(ENVIRONMENT, "bin", "python"), "--version"):
         if python is None:
-            say("No Python 3.12 or later found; uv will try to download one")
+            say("No Python 3.12 to 3.14 found: uv tries to download one. Where it cannot, install Python 3.12 and run this again.")
         else:
             environ.setdefault("UV_PYTHON", python)
         say("Installing JaxFlow into " + os.path.relpath(ENVIRONMENT))
