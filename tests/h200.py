@@ -1,0 +1,118 @@
+"""Compiles JAX programs for an H200 on a machine that has none, and reads what XLA made of them.
+
+Needs the group `aot`: JAX's CUDA plugin, ptxas and libdevice, but no driver and no CUDA library. What can be read are
+facts of the compiler: which kernels are issued, in which order, on which stream, what is copied, how much memory it
+takes. GEMMs are untuned (there is nothing to time them on), so their tiles and library say nothing about a real run.
+"""
+
+import contextlib
+import dataclasses
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import paths
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+REPLICATED = PartitionSpec()
+TARGET = paths.DATA / "xla" / "h200.txtpb"
+
+
+def h200_mesh(shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",)) -> Mesh:
+    """H200s of one process that exist for the compiler alone."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text("utf-8"), topology=f"1x1x{math.prod(shape)}")
+    return Mesh(np.array(topology.devices).reshape(shape), names)
+
+
+def abstract(mesh: Mesh, shapes: Any, specs: Any = REPLICATED) -> Any:
+    """Arguments to compile with: the leaves of `shapes` (anything of shape and dtype) placed on `mesh` by `specs`, one or a tree of them."""
+    if isinstance(specs, PartitionSpec):
+        specs = jax.tree.map(lambda _: specs, shapes)
+    return jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), shapes, specs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Thunk:
+    """One line of XLA's schedule, in issue order."""
+
+    depth: int  # above 0: inside an asynchronous region, a CUDA graph or a loop's body
+    kind: str  # kKernel, kGemm, kAllReduce, kAsyncStart, kCopy, ...
+    name: str
+    stream: str  # "" is the main compute stream; computation_stream[1], communication_stream[0], ...
+    async_id: int | None  # the same of a start and its done
+
+
+_THUNK = re.compile(r"^(?P<indent> *)\d+: (?P<kind>\w+)\s*(\[.*?\])?\s*(?P<rest>.*)$", re.M)
+
+
+def read_thunks(dump: str) -> tuple[Thunk, ...]:
+    """The thunks of an XLA dump; what is nested runs on its region's stream unless it names another."""
+    thunks: list[Thunk] = []
+    enclosing: list[str] = []  # the streams of the regions around the line
+    for line in _THUNK.finditer(dump):
+        depth, rest = len(line["indent"]) // 4, line["rest"]
+        del enclosing[depth:]
+        named = re.search(r"\w+_stream\[\d+\]", rest)
+        stream = named[0] if named else enclosing[-1] if enclosing else ""
+        enclosing.append(stream)
+        async_id = re.search(r"async_id=(\d+)", rest)
+        thunks.append(Thunk(depth, line["kind"], rest.partition(" ")[0], stream, int(async_id[1]) if async_id else None))
+    return tuple(thunks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program as compiled for the H200."""
+
+    thunks: tuple[Thunk, ...]
+    graph_thunks: tuple[Thunk, ...]  # the same after CUDA graphs were formed; empty if none was
+    hlo: str  # optimised
+    memory: Any  # argument, output, temp and alias sizes in bytes: jax.stages.Compiled.memory_analysis()
+    machine_code: bool  # whether ptxas made a binary
+
+    def instructions(self, opcode: str) -> list[str]:
+        """The results of every instruction of this opcode, fused ones too, as dtype and shape: `bf16[64,8,64,128]`."""
+        return re.findall(rf"= \(?(\w+\[[\d,]*\])[^=\n]*? {re.escape(opcode)}\(", self.hlo)
+
+    def copies(self, shape: Sequence[int]) -> int:
+        """How often an array of this shape is copied, by an instruction or asynchronously."""
+        wanted = "[" + ",".join(map(str, shape)) + "]"
+        return sum(result.endswith(wanted) for opcode in ("copy", "copy-start") for result in self.instructions(opcode))
+
+
+def compile_for_h200(
+    fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, donate_argnums: Sequence[int] = (), **jit_options: Any
+) -> Compiled:
+    """Compiles `fn` (jitted already, or not) for arguments that `abstract` made. `options` are XLA flags, of Python's types."""
+    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn, donate_argnums=donate_argnums, **jit_options)
+    with tempfile.TemporaryDirectory() as folder, _uncached():
+        compiled = jitted.lower(*args).compile(compiler_options={"xla_dump_to": folder, **(options or {})})
+        dumps = {path.name: path.read_text("utf-8", errors="replace") for path in Path(folder).iterdir() if path.suffix == ".txt"}
+
+    def dump(part: str) -> str:
+        return next((text for name, text in sorted(dumps.items()) if part in name), "")
+
+    return Compiled(
+        thunks=read_thunks(dump("thunk_sequence.txt")),
+        graph_thunks=read_thunks(dump("after_thunk_passes")),
+        hlo=compiled.as_text(),
+        memory=compiled.memory_analysis(),
+        machine_code=b"\x7fELF" in compiled.runtime_executable().serialize(),
+    )
+
+
+@contextlib.contextmanager
+def _uncached() -> Iterator[None]:
+    """A program from the persistent cache would come without its dumps."""
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
