@@ -31,7 +31,7 @@ def h200_mesh(shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",)) -> Me
 
 
 def abstract(mesh: Mesh, shapes: Any, specs: Any = REPLICATED) -> Any:
-    """Arguments to compile with: the leaves of `shapes` (anything of shape and dtype) placed on `mesh` by `specs`, one or a tree of them."""
+    """Arguments to compile with: the leaves of `shapes` (of shape and dtype) placed on `mesh` by `specs`, one or a tree of them."""
     if isinstance(specs, PartitionSpec):
         specs = jax.tree.map(lambda _: specs, shapes)
     return jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), shapes, specs)
