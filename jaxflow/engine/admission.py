@@ -1,0 +1,85 @@
+"""Will the pages last? A forecast of the peak use of KV pages by what runs now (NanoFlow §4.2.1).
+
+Running sequences grow by a token a step and give all their pages back when they end. `OutputLengths` guesses how long an
+output gets, `Forecast` finds the most pages that will ever be in use at once. A sequence is admitted if with it the peak
+stays within the pool.
+"""
+
+import numpy as np
+
+_FOREVER = 2**30
+
+
+class OutputLengths:
+    """What the outputs that ended lately tell about how long a running one gets.
+
+    The estimate is the mean of the recent lengths that exceed what the output has already: an output that has outlived the
+    short ones is not expected to be short. One that has outlived all of them is expected to double. Before anything has
+    ended a single length of `prior` tokens stands for all.
+    """
+
+    def __init__(self, prior: int = 256, remembered: int = 1024):
+        self._lengths = np.zeros(remembered, np.int32)
+        self._lengths[0] = prior
+        self._recorded = 0
+        self._sorted: np.ndarray | None = None
+        self._means = np.zeros(0)
+
+    def record(self, length: int) -> None:
+        """An output has ended after `length` tokens."""
+        self._lengths[self._recorded % len(self._lengths)] = length
+        self._recorded += 1
+        self._sorted = None
+
+    def expect(self, produced: np.ndarray) -> np.ndarray:
+        """Total lengths int [n] to be expected of outputs that have `produced` [n] tokens and go on; more than these."""
+        if self._sorted is None:
+            self._sorted = np.sort(self._lengths[: min(max(self._recorded, 1), len(self._lengths))])
+            n = len(self._sorted)
+            self._means = np.ceil(np.cumsum(self._sorted[::-1])[::-1] / np.arange(n, 0, -1)).astype(np.int32)
+        beyond = np.searchsorted(self._sorted, produced, side="right")
+        known = self._means[np.minimum(beyond, len(self._means) - 1)]
+        return np.where(beyond < len(self._means), known, 2 * produced + 1)
+
+
+class Forecast:
+    """The use of one full-attention group's pages over the steps to come.
+
+    Decodes all advance together, one token a step, so their future is known up to their lengths: with c positions computed
+    and r to come a sequence holds ceil((c + t) / S) pages in step t = 1..r, and none after it. Use falls only where one
+    ends, so its peak is in the last step of one of them. A sequence that is still to be prefilled is not tied to that
+    clock: when its growth starts depends on the room that steps will have. It is counted as growing from now on and never
+    ending, which bounds every delay. So when lengths are exact, use never exceeds the forecast.
+
+    Counting is exact in pages, in O(n (log n + S)) for n decodes.
+    """
+
+    def __init__(self, computed: np.ndarray, remaining: np.ndarray, discount: np.ndarray, common: int, block_size: int):
+        """The decodes [n], each with `remaining` >= 1 positions to come.
+
+        `discount` [n]: pages of each that its end will not free, `common`: pages in use that nobody's end will free.
+        """
+        self._size = block_size
+        order = np.argsort(-remaining, kind="stable")
+        computed, steps = computed[order] + block_size - 1, remaining[order]
+        whole, part = np.divmod(computed, block_size)
+        late, phase = np.divmod(steps, block_size)
+        # ceil((c + t) / S) with c + S - 1 = S * whole + part and t = S * late + phase is whole + late, and one more if
+        # part + phase >= S. Row k sums it at t = steps[k] over all that are still there: rows 0..k, and equals of row k.
+        carries = np.cumsum(part[:, None] >= block_size - np.arange(block_size), axis=0, dtype=np.int16)
+        rows = np.arange(len(order))
+        use = common + np.cumsum(whole - discount[order]) + (rows + 1) * late + carries[rows, phase]
+        self._steps = np.append(steps, _FOREVER)
+        self._use = np.append(use, common)
+
+    def _growth(self, begin: int, end: int, discount: int) -> np.ndarray:
+        """Pages at each of the forecast's times of a sequence that grows from `begin` positions to `end` and stays."""
+        return -(-np.minimum(begin - 1 + self._steps, end) // self._size) - discount
+
+    def peak_with(self, begin: int, end: int, discount: int) -> int:
+        """The peak if a sequence is added that first computes `begin` positions, ends at `end`, and finds `discount` pages."""
+        return int((self._use + self._growth(begin, end, discount)).max())
+
+    def add(self, begin: int, end: int, discount: int) -> None:
+        """Adds it for good."""
+        self._use = self._use + self._growth(begin, end, discount)

@@ -1,0 +1,157 @@
+"""One of a request's n sequences as the scheduler knows it, and the seats of the running ones.
+
+A running sequence has a slot, its place on the device. What the scheduler must look at in every step for every running
+sequence lies in arrays over slots (`Seats`), so that a step of a thousand decodes costs a few numpy calls and no loop.
+"""
+
+import numpy as np
+
+from jaxflow.engine.request import Request
+from jaxflow.memory import prefix
+
+NEVER = 2**30  # more pages than any row has
+
+
+class Sequence:
+    """A prompt and the tokens sampled after it.
+
+    Attributes:
+      request, index: index 0..n-1 within the request.
+      seed: 64 bits unsigned, the request's for index 0 and others derived from it.
+      key: (priority, arrival, index); the smaller is the older, served first and pre-empted last.
+      slot: place on the device; -1 when not running.
+      token_ids: int32, the first `num_known` are valid. A view of the seat while running: copy what must outlive the step.
+      num_prompt: prompt tokens.
+      limit: tokens it may grow to, prompt and output.
+      num_known: tokens whose value the host has.
+      num_total: known tokens and sampled ones in flight.
+      num_computed: positions whose KV is computed by steps scheduled so far.
+      pages: for each layer group the page of every `block_size` positions; -1 once a window layer gave it back.
+      cached_tokens: prompt tokens that a prefix hit spared, at its first start.
+      preemptions: how often it lost its pages and began anew.
+      finished: no token is wanted any more.
+      t_arrival, t_first_schedule: seconds, on the clock of the caller.
+    """
+
+    __slots__ = (
+        "_computed",
+        "_known",
+        "_seats",
+        "_total",
+        "cached_tokens",
+        "chain",
+        "finished",
+        "index",
+        "key",
+        "limit",
+        "num_prompt",
+        "pages",
+        "preemptions",
+        "request",
+        "seed",
+        "siblings",
+        "slot",
+        "t_arrival",
+        "t_first_schedule",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, index: int, *, seed: int, limit: int, arrival: int, now: float, salt: bytes | None):
+        """`salt`: prefixes are shared among sequences of the same salt; None: not at all."""
+        self.request, self.index, self.seed, self.limit = request, index, seed, limit
+        self.key = (request.priority, arrival, index)
+        self.token_ids = np.array(request.prompt_token_ids, np.int32)
+        self.num_prompt = self._known = self._total = len(self.token_ids)
+        self._computed = 0
+        self._seats: Seats | None = None
+        self.slot = -1
+        self.pages: list[list[int]] = []
+        self.chain = None if salt is None else [prefix.root(salt)]
+        self.siblings: tuple[Sequence, ...] = ()  # wait until this one has computed the prompt they share
+        self.cached_tokens = self.preemptions = 0
+        self.finished = False
+        self.t_arrival = now
+        self.t_first_schedule: float | None = None
+
+    @property
+    def num_known(self) -> int:
+        return self._known if self._seats is None else int(self._seats.num_known[self.slot])
+
+    @property
+    def num_total(self) -> int:
+        return self._total if self._seats is None else int(self._seats.num_total[self.slot])
+
+    @property
+    def num_computed(self) -> int:
+        return self._computed if self._seats is None else int(self._seats.num_computed[self.slot])
+
+    def names(self, pages: int, block_size: int) -> list[bytes]:
+        """Content names of the first `pages` pages, all of whose tokens are known; none if it shares nothing."""
+        if self.chain is None:
+            return []
+        prefix.extend(self.chain, self.token_ids, pages, block_size)
+        return self.chain[1 : pages + 1]
+
+    def append(self, token: int) -> None:
+        """A token became known after its sequence lost its seat."""
+        self.token_ids = np.append(self.token_ids[: self._known], np.int32(token))
+        self._known += 1
+
+    def __repr__(self) -> str:
+        counts = f"computed {self.num_computed}, known {self.num_known}, total {self.num_total}, limit {self.limit}"
+        return f"Sequence({self.request.request_id!r}[{self.index}], slot {self.slot}, {counts})"
+
+
+class Seats:
+    """Arrays over the slots of running sequences; a free slot's entries are 0 or False.
+
+    `token_ids` is [slots, max_model_len] int32, a memory mapping of which only the rows' used parts are ever touched.
+    """
+
+    def __init__(self, slots: int, max_model_len: int, block_size: int):
+        self.sequences = np.full(slots, None, object)
+        self.num_prompt = np.zeros(slots, np.int32)
+        self.limit = np.zeros(slots, np.int32)
+        self.num_known = np.zeros(slots, np.int32)
+        self.num_total = np.zeros(slots, np.int32)
+        self.num_computed = np.zeros(slots, np.int32)
+        self.registered = np.zeros(slots, np.int32)  # pages whose content is named, or was considered for it
+        self.exact = np.zeros(slots, bool)  # runs to its limit, whatever it samples
+        self.growing = np.zeros(slots, bool)  # holds pages and will compute more
+        self.decoding = np.zeros(slots, bool)  # of these: its next input is the token that the device sampled last
+        self.token_ids = np.zeros((slots, max_model_len), np.int32)
+        self.free = list(range(slots - 1, -1, -1))
+        self._block_size = block_size
+
+    @property
+    def num_taken(self) -> int:
+        return len(self.sequences) - len(self.free)
+
+    def seat(self, seq: Sequence, computed: int) -> None:
+        """Gives a sequence a slot; its first `computed` positions are at hand."""
+        slot = self.free.pop()
+        known = seq.num_known
+        self.sequences[slot] = seq
+        self.num_prompt[slot] = seq.num_prompt
+        self.limit[slot] = seq.limit
+        self.num_known[slot] = known
+        self.num_total[slot] = seq.num_total
+        self.num_computed[slot] = computed
+        self.registered[slot] = NEVER if seq.chain is None else computed // self._block_size
+        self.exact[slot] = seq.request.sampling.ignore_eos
+        self.growing[slot] = True
+        self.token_ids[slot, :known] = seq.token_ids[:known]
+        seq.token_ids = self.token_ids[slot]
+        seq.slot, seq._seats = slot, self
+
+    def unseat(self, seq: Sequence) -> None:
+        """Takes the slot back. Nothing of the sequence is computed any more, its tokens stay with it."""
+        slot = seq.slot
+        seq._known, seq._total, seq._computed = seq.num_known, seq.num_total, 0
+        seq.token_ids = self.token_ids[slot, : seq._known].copy()
+        seq.slot, seq._seats = -1, None
+        self.sequences[slot] = None
+        self.decoding[slot] = self.growing[slot] = self.exact[slot] = False
+        for counts in (self.num_prompt, self.limit, self.num_known, self.num_total, self.num_computed, self.registered):
+            counts[slot] = 0
+        self.free.append(slot)

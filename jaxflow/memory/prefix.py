@@ -1,0 +1,56 @@
+"""Names for the content of pages, and how long a known prefix is.
+
+The KV of a page depends on its tokens and on all tokens before them, so its name is a chained digest: of the name of the
+page before it and of its own tokens; the chain begins at a salt. Digests are 128 bits of BLAKE2b: that two contents ever
+share one is not a case to handle.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxflow.memory.pages import PagePool
+
+DIGEST_BYTES = 16
+
+
+def root(salt: bytes) -> bytes:
+    """Where the chain of one salt begins."""
+    return hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"jaxflow.pages").digest()
+
+
+def extend(chain: list[bytes], tokens: np.ndarray, pages: int, block_size: int) -> None:
+    """Makes `chain` cover `pages` whole pages of `tokens` (int32); chain[i] is the root, then the name of page i - 1."""
+    for i in range(len(chain) - 1, pages):
+        content = tokens[i * block_size : (i + 1) * block_size].tobytes()
+        chain.append(hashlib.blake2b(chain[i] + content, digest_size=DIGEST_BYTES).digest())
+
+
+def first_seen(position: int, window: int | None, block_size: int) -> int:
+    """The first page that a query at `position`, or any later one, can see in a layer group of this window."""
+    return 0 if window is None else max(0, position - window + 1) // block_size
+
+
+def longest_hit(pools: Sequence[PagePool], windows: Sequence[int | None], names: Sequence[bytes], block_size: int) -> int:
+    """How many of the leading pages `names` need not be computed.
+
+    After a hit of m pages the next query is at position m * block_size. Full attention needs all m pages; a layer group
+    of window w just those that this query sees. The answer is the largest m for which every group has what it needs.
+    """
+    reach = len(names)  # full groups end the search early: a prompt nobody sent before costs one look-up
+    for pool, window in zip(pools, windows, strict=True):
+        if window is None:
+            reach = next((i for i in range(reach) if pool.find(names[i]) < 0), reach)
+    best = 0
+    runs = [0] * len(windows)  # pages present without a gap, up to and with page m - 1
+    for m in range(1, reach + 1):
+        enough = True
+        for g, window in enumerate(windows):
+            if window is None:
+                continue
+            runs[g] = runs[g] + 1 if pools[g].find(names[m - 1]) >= 0 else 0
+            enough = enough and runs[g] >= m - first_seen(m * block_size, window, block_size)
+        if enough:
+            best = m
+    return best
