@@ -1,0 +1,232 @@
+"""Opens a model by what its user calls it, and loads its weights to where they run.
+
+    checkpoint = open_checkpoint("path/to/folder")
+    weights = checkpoint.load(jnp.bfloat16, mesh)
+
+`python -m jaxflow.model.checkpoint convert SRC DST` writes JaxFlow's own checkpoint (`jaxflow.model.orbax_file`).
+"""
+
+import argparse
+import dataclasses
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.gguf_header import write_metadata_only
+from jaxflow.mesh import TP, sharded
+from jaxflow.model import orbax_file
+from jaxflow.model.generation_config import generation_settings
+from jaxflow.model.gguf_file import GgufFile
+from jaxflow.model.hf_config import model_config_from_hf
+from jaxflow.model.hub import download
+from jaxflow.model.safetensors_file import SafetensorsFolder
+from jaxflow.model.source import CheckpointError, TensorSource, check_tensors, read_json
+from jaxflow.model.weights import Leaf, Weights, assemble, dummy_weights, leaves, tensors
+
+__all__ = ["Checkpoint", "CheckpointError", "convert", "open_checkpoint", "shipped_configs"]
+
+CONFIGS = Path(__file__).parent / "configs"
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+_GGUF_TOKENIZER = "tokenizer.gguf"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model found and understood, its weights not read yet."""
+
+    name: str
+    model_config: ModelConfig
+    tokenizer_path: Path | None  # a folder or a .gguf file; None: it brings no tokenizer
+    generation_config: dict[str, Any]  # those of temperature, top_p, ... that it names; always eos_token_ids
+    source: TensorSource | orbax_file.OrbaxFolder | None  # None: dummy weights
+
+    def load(self, dtype: Any, mesh: Mesh | None = None, tp: int | None = None, progress: bool = True, seed: int = 0) -> Weights:
+        """The weights as `jaxflow.model.weights` lays them out for the mesh, on its devices; without one, on the default device.
+
+        One tensor at a time goes from the file through host memory to its device buffer: there are never two copies of
+        the model. `seed` is of dummy weights alone. Over a second, `progress` shows a bar.
+
+        Raises:
+          CheckpointError: tensors missing, unexpected or misshapen (by name), files damaged.
+          ConfigError: `tensor_parallel_size` does not cut this model.
+        """
+        devices = 1 if mesh is None else mesh.shape[TP]
+        if tp not in (None, devices):
+            raise ConfigError("tensor_parallel_size", tp, f"{devices}, the size of the mesh")
+        if self.source is None:
+            return dummy_weights(self.model_config, dtype, mesh, seed)
+        tree = leaves(self.model_config, devices)
+        with tqdm(total=len(jax.tree.leaves(tree)), desc="Loading weights", unit="array", delay=1, disable=not progress) as bar:
+            if isinstance(self.source, orbax_file.OrbaxFolder):
+                return self.source.load(self.model_config, dtype, mesh, bar.update)
+            return _load(self.source, self.model_config, tree, dtype, mesh, bar.update)
+
+
+def _load(
+    source: TensorSource, config: ModelConfig, tree: Weights, dtype: Any, mesh: Mesh | None, progress: Callable[[int], object]
+) -> Weights:
+    _check(source, config)
+    in_flight: list[jax.Array] = []
+
+    def place(leaf: Leaf) -> jax.Array:
+        # Waiting for the transfer before the last bounds what the host holds to two arrays and one tensor.
+        if len(in_flight) == 2:
+            in_flight.pop(0).block_until_ready()
+        array = jax.device_put(assemble(leaf, source.read, dtype), None if mesh is None else sharded(mesh, leaf.spec))
+        in_flight.append(array)
+        progress(1)
+        return array
+
+    return jax.block_until_ready(jax.tree.map(place, tree))
+
+
+def _check(source: TensorSource, config: ModelConfig) -> None:
+    """Just the tensors the model needs, but for frequencies that old files store, and a copy of a tied head."""
+    tied = config.tie_word_embeddings and "lm_head.weight" in source.shapes
+    check_tensors(source, tensors(config), lambda name: name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"))
+    if tied and not np.array_equal(source.read("lm_head.weight"), source.read(leaves(config)["embed"].pieces[0].name)):
+        raise CheckpointError(f"{source.path}: lm_head.weight differs from the embeddings that tie_word_embeddings says it is")
+
+
+def shipped_configs() -> list[str]:
+    """The names of the configs that come with the program."""
+    return sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+def open_checkpoint(model: str, *, load_format: str = "auto") -> Checkpoint:
+    """Finds a model: a folder (Hugging Face's or converted), a .gguf file or a hub id; for dummy weights also a config.json or a shipped name.
+
+    Raises:
+      CheckpointError: nothing there, not readable, damaged, or without weights; it names the file.
+      ConfigError: the architecture or a setting of it is not supported; it names the field.
+    """
+    if load_format not in ("auto", "dummy"):
+        raise ConfigError("load_format", load_format, "auto or dummy")
+    dummy, path = load_format == "dummy", Path(model).expanduser()
+    if path.is_file():
+        opened = _open_file(path, dummy)
+    elif path.is_dir():
+        opened = _open_folder(path, path.resolve().name, dummy)
+    elif model in shipped_configs():
+        if not dummy:
+            raise CheckpointError(f"{model}: a shipped config has no weights; load_format=dummy makes random ones")
+        opened = _from_config(CONFIGS / f"{model}.json", model)
+    elif _HUB_ID.fullmatch(model):
+        opened = _open_folder(download(model, weights=not dummy), model, dummy)
+    else:
+        raise CheckpointError(f"{model}: no such folder or file, no hub id (owner/name), and not one of {', '.join(shipped_configs())}")
+    return dataclasses.replace(opened, source=None) if dummy else opened
+
+
+def _open_file(path: Path, dummy: bool) -> Checkpoint:
+    if path.suffix == ".gguf":
+        file = GgufFile(path)
+        return _checkpoint(path.stem, file.config, path, file.generation_config, file)
+    if path.suffix == ".json" and dummy:
+        return _from_config(path, path.resolve().parent.name)
+    if path.suffix == ".json":
+        raise CheckpointError(f"{path}: a config has no weights; give its folder, or load_format=dummy for random ones")
+    if path.suffix == ".safetensors":
+        raise CheckpointError(f"{path}: give the folder, which has the config.json too")
+    raise CheckpointError(f"{path}: neither a .gguf file nor a folder; pickled weights (.bin, .pt) are never read")
+
+
+def _open_folder(folder: Path, name: str, dummy: bool) -> Checkpoint:
+    if (folder / orbax_file.HEADER).exists():
+        header = orbax_file.read_header(folder)
+        source = orbax_file.OrbaxFolder(folder)
+        gguf = folder / _GGUF_TOKENIZER
+        tokenizer = gguf if gguf.exists() else _tokenizer(folder)
+        return _checkpoint(header.name, header.model_config, tokenizer, header.generation_config, source)
+    if not (folder / "config.json").exists():
+        inside = sorted(path.name for path in folder.glob("*.gguf"))
+        hint = f"; give the file itself, as {folder / inside[0]}" if inside else ""
+        raise CheckpointError(f"{folder}: no config.json in it{hint}")
+    opened = _from_config(folder / "config.json", name)
+    return opened if dummy else dataclasses.replace(opened, source=SafetensorsFolder(folder))
+
+
+def _from_config(path: Path, name: str) -> Checkpoint:
+    config = model_config_from_hf(read_json(path))
+    beside = path.with_name("generation_config.json")
+    settings = generation_settings(beside, read_json(beside)) if beside.exists() else {}
+    return _checkpoint(name, config, _tokenizer(path.parent), settings, None)
+
+
+def _tokenizer(folder: Path) -> Path | None:
+    return folder if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")) else None
+
+
+def _checkpoint(name: str, config: ModelConfig, tokenizer: Path | None, settings: dict[str, Any], source: Any) -> Checkpoint:
+    """The end tokens are those of both, the generation settings' first."""
+    eos = tuple(dict.fromkeys((*settings.get("eos_token_ids", ()), *config.eos_token_ids)))
+    return Checkpoint(name, dataclasses.replace(config, eos_token_ids=eos), tokenizer, settings | {"eos_token_ids": eos}, source)
+
+
+def convert(source: str, target: str | Path, dtype: str = "bfloat16") -> None:
+    """Writes the model `source` (whatever `open_checkpoint` opens) as JaxFlow's own checkpoint, in a new folder.
+
+    Raises:
+      CheckpointError: the source cannot be read, or the target is there already.
+    """
+    opened = open_checkpoint(source)
+    tensor_source = opened.source
+    if tensor_source is None or isinstance(tensor_source, orbax_file.OrbaxFolder):
+        raise CheckpointError(f"{source}: is converted already")
+    _check(tensor_source, opened.model_config)
+    settings = {key: value for key, value in opened.generation_config.items() if key != "eos_token_ids"}
+    header = orbax_file.Header(orbax_file.VERSION, opened.name, dtype, opened.model_config, settings)
+
+    def add_tokenizer(folder: Path) -> None:
+        path = opened.tokenizer_path
+        if path is not None and path.is_file():
+            write_metadata_only(path, folder / _GGUF_TOKENIZER)
+        elif path is not None:
+            for name in _TOKENIZER_FILES:
+                if (path / name).exists():
+                    shutil.copyfile(path / name, folder / name)
+
+    total = len(jax.tree.leaves(leaves(opened.model_config)))
+    with tqdm(total=total, desc="Converting", unit="array", delay=1) as bar:
+
+        def make(leaf: Leaf) -> np.ndarray:
+            array = assemble(leaf, tensor_source.read, jnp.dtype(dtype))
+            bar.update()
+            return array
+
+        orbax_file.write_folder(Path(target).expanduser(), header, make, add_tokenizer)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxflow.model.checkpoint", description="Converts checkpoints.")
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("convert", help="write a model as JaxFlow's own checkpoint, which loads straight to its shards")
+    command.add_argument("source", metavar="SRC", help="a Hugging Face folder, a .gguf file or a hub id")
+    command.add_argument("target", metavar="DST", help="the folder to make")
+    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="what to store (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        convert(options.source, options.target, options.dtype)
+    except (CheckpointError, ConfigError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.target}: written, {options.dtype}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""The keys of a Hugging Face `config.json`: each is taken by its reader, or known to be harmless, or refused by name."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxflow.config import ConfigError
+
+# Keys of training, of generation defaults, of other software, or of the file itself: none changes the function computed.
+_IRRELEVANT_NAMES = """
+    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
+    attention_dropout attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens cache_implementation chunk_size_feed_forward
+    decoder_start_token_id diversity_penalty do_sample dropout dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout id2label init_std
+    initializer_range is_decoder label2id layerdrop length_penalty max_length max_sequence_length min_length model_max_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_router_logits
+    output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values repetition_penalty resid_pdrop return_dict
+    return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+"""
+_IRRELEVANT = frozenset(_IRRELEVANT_NAMES.split())
+
+# Keys that change the function unless they have one of these values.
+_ONLY: dict[str, tuple[object, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_bias": (False,),  # of the families that do not take it
+    "is_encoder_decoder": (False,),
+    "is_llama_config": (True,),
+    "layer_norm_elementwise_affine": (True,),
+    "_remove_final_layer_norm": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1, 1.0),
+    "pruned_heads": ({},),
+    "rope_interleaved": (False,),
+    "use_bidirectional_attention": (False,),
+    "use_mrope": (False,),
+}
+
+
+class Keys:
+    """The keys of one JSON object, each taken once; `finish` refuses what nobody took."""
+
+    def __init__(self, values: Mapping[str, Any], prefix: str = ""):
+        self._left, self._prefix = dict(values), prefix
+
+    def name(self, key: str) -> str:
+        return self._prefix + key
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value, or the default where the key is absent; a null stays None."""
+        return self._left.pop(key, default)
+
+    def has(self, key: str) -> bool:
+        return self._left.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        value = self._left.pop(key, None)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+            raise ConfigError(self.name(key), value, f"a whole number of at least {least}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._left.pop(key, None)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+            raise ConfigError(self.name(key), value, "a positive number")
+        return float(value)
+
+    def optional_number(self, key: str, default: float | None) -> float | None:
+        """Absent: the default. Null: None, the feature is off."""
+        if key in self._left and self._left[key] is None:
+            return self._left.pop(key)
+        return self.number(key, default) if key in self._left or default is not None else None
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._left.pop(key, None)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ConfigError(self.name(key), value, "true or false")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any] | None:
+        value = self._left.pop(key, None)
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(self.name(key), value, "an object, or null")
+        return value
+
+    def finish(self, irrelevant: Collection[str] = _IRRELEVANT, only: Mapping[str, tuple[object, ...]] = _ONLY) -> None:
+        """Raises ConfigError for a key left over that may change the function computed."""
+        for key, value in self._left.items():
+            if value is None or key in irrelevant:
+                continue
+            if key in only:
+                # `0 == False` in Python, and 0 is not what these keys say
+                if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in only[key]):
+                    raise ConfigError(self.name(key), value, " or ".join(repr(allowed) for allowed in only[key]))
+            elif key in ("quantization_config", "compression_config"):
+                raise ConfigError(self.name(key), value, "weights that are not quantised (GGUF files may be)")
+            elif key == "auto_map":
+                raise ConfigError(self.name(key), value, "no model code is ever taken from a checkpoint")
+            else:
+                raise ConfigError(self.name(key), value, "this key is unknown here and may change what the model computes")

@@ -1,0 +1,112 @@
+"""What Hugging Face checkpoints call the tensors of a model, by the part each plays here."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from jaxflow.config import ModelConfig
+
+
+def model_names(config: ModelConfig) -> Mapping[str, str]:
+    """Names of what is not in a layer; `layer` is the prefix of layer number {}."""
+    if config.architecture == "opt":
+        return _OPT_MODEL
+    return _MODEL
+
+
+def layer_names(config: ModelConfig) -> Mapping[str, str]:
+    """Names within a layer, without `.weight` or `.bias`; {} in an expert's name is its number."""
+    if config.architecture == "opt":
+        return _OPT_LAYER
+    names = dict(_LAYER)
+    if config.post_norms:
+        names |= {
+            "post_attn_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "post_mlp_norm": "post_feedforward_layernorm",
+        }
+    if config.architecture == "mixtral":
+        names |= {
+            "router": "block_sparse_moe.gate",
+            "expert_gate": "block_sparse_moe.experts.{}.w1",
+            "expert_up": "block_sparse_moe.experts.{}.w3",
+            "expert_down": "block_sparse_moe.experts.{}.w2",
+        }
+    return names
+
+
+_MODEL = MappingProxyType(
+    {"embed": "model.embed_tokens.weight", "final_norm": "model.norm", "lm_head": "lm_head.weight", "layer": "model.layers.{}."}
+)
+
+_LAYER = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "out": "self_attn.o_proj",
+        "mlp_norm": "post_attention_layernorm",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+        "router": "mlp.gate",
+        "expert_gate": "mlp.experts.{}.gate_proj",
+        "expert_up": "mlp.experts.{}.up_proj",
+        "expert_down": "mlp.experts.{}.down_proj",
+    }
+)
+
+_OPT_MODEL = MappingProxyType(
+    {
+        "embed": "model.decoder.embed_tokens.weight",
+        "positions": "model.decoder.embed_positions.weight",
+        "final_norm": "model.decoder.final_layer_norm",
+        "lm_head": "lm_head.weight",
+        "layer": "model.decoder.layers.{}.",
+    }
+)
+
+_OPT_LAYER = MappingProxyType(
+    {
+        "attn_norm": "self_attn_layer_norm",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "out": "self_attn.out_proj",
+        "mlp_norm": "final_layer_norm",
+        "up": "fc1",
+        "down": "fc2",
+    }
+)
+
+_GGUF_LAYER = MappingProxyType(
+    {
+        "attn_norm": "attn_norm",
+        "q": "attn_q",
+        "k": "attn_k",
+        "v": "attn_v",
+        "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm",
+        "out": "attn_output",
+        "post_attn_norm": "post_attention_norm",
+        "mlp_norm": "ffn_norm",
+        "gate": "ffn_gate",
+        "up": "ffn_up",
+        "down": "ffn_down",
+        "post_mlp_norm": "post_ffw_norm",
+    }
+)
+
+
+def gguf_to_hf(config: ModelConfig) -> dict[str, str]:
+    """Hugging Face's name of every tensor that a GGUF file of this model may have, by its GGUF name."""
+    model, layer = model_names(config), layer_names(config)
+    names = {"token_embd.weight": model["embed"], "output_norm.weight": f"{model['final_norm']}.weight", "output.weight": model["lm_head"]}
+    for i in range(config.num_layers):
+        for role, name in _GGUF_LAYER.items():
+            if role in layer:
+                for part in ("weight", "bias"):
+                    names[f"blk.{i}.{name}.{part}"] = f"{model['layer'].format(i)}{layer[role]}.{part}"
+    return names

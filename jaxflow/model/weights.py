@@ -1,0 +1,287 @@
+"""The weights of a model: one plain pytree, the shapes in it, how it is cut over devices, which tensors of a checkpoint fill it.
+
+    {"embed": [V', D], "positions": [max_position + 2, D] (OPT), "final_norm": [D], "final_norm_bias": [D],
+     "lm_head": [V', D] (absent if tied), "layers": one dict a layer, its keys in `_layer`}
+
+Every matrix is [out, in], as in Hugging Face checkpoints: y = x @ w.T. V' is the vocabulary padded with rows of zeros.
+Matrices that one GEMM can do together are fused, their rows in an order such that a contiguous cut is a tensor-parallel
+shard: `qkv` holds, for each key/value head, its query heads, its key head, its value head; `up_gate` alternates blocks
+of gate rows and up rows (`ModelConfig.gate_block`). With fewer key/value heads than shards, each is repeated, so that
+every shard has its own.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxflow.config import ConfigError, Layer, ModelConfig, gate_block
+from jaxflow.mesh import TP, sharded
+from jaxflow.model.tensor_names import layer_names, model_names
+
+Weights = dict[str, Any]
+VOCAB_TILE = 64  # each shard's rows of the vocabulary are a multiple of this
+TENSOR_PARALLEL_AXIS = {
+    "embed": 0,
+    "lm_head": 0,
+    "qkv": 0,
+    "qkv_bias": 0,
+    "up_gate": 0,
+    "up_gate_bias": 0,
+    "out_proj": 1,
+    "down": 1,
+    "expert_up_gate": 1,
+    "expert_down": 2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One tensor of a checkpoint, by its Hugging Face name, and the view of the fused leaf that its numbers fill."""
+
+    name: str
+    shape: tuple[int, ...]  # as the checkpoint has it
+    block: tuple[int, ...]  # the same numbers, reshaped to broadcast over `view(leaf)`
+    view: Callable[[np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of the weights, not made yet."""
+
+    key: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    init: Literal["matrix", "norm", "zero"]  # what dummy weights have there
+    rows: np.ndarray | None = None  # of the same leaf made for one device: which row each row is; None: the same rows
+
+    @property
+    def spec(self) -> PartitionSpec:
+        axis = TENSOR_PARALLEL_AXIS.get(self.key)
+        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TP)
+
+
+def leaves(config: ModelConfig, tp: int = 1) -> Weights:
+    """The pytree of weights for `tp` devices, a `Leaf` in the place of each array.
+
+    Raises:
+      ConfigError: `tensor_parallel_size` does not cut the heads or the MLP evenly.
+    """
+    _check_cuts(config, tp)
+    names = model_names(config)
+    d, v = config.hidden_size, config.vocab_size
+    padded = -(-v // (VOCAB_TILE * tp)) * VOCAB_TILE * tp
+    tree: Weights = {"embed": _padded("embed", names["embed"], (v, d), padded)}
+    if config.learned_position_offset is not None:
+        tree["positions"] = _whole("positions", names["positions"], (config.max_position + config.learned_position_offset, d), "matrix")
+    tree |= _norm("final_norm", names["final_norm"], d, config)
+    if not config.tie_word_embeddings:
+        tree["lm_head"] = _padded("lm_head", names["lm_head"], (v, d), padded)
+    tree["layers"] = [_layer(config, layer, names["layer"].format(i), tp) for i, layer in enumerate(config.layers)]
+    return tree
+
+
+def shapes(config: ModelConfig, tp: int = 1, dtype: Any = jnp.float32) -> Weights:
+    """The pytree with a `jax.ShapeDtypeStruct` for each array: global shapes, over all `tp` devices."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), leaves(config, tp))
+
+
+def shardings(config: ModelConfig, mesh: Mesh | None = None) -> Weights:
+    """The pytree with a `PartitionSpec` over the mesh axis "tp" for each array; the mesh's size changes only what is refused."""
+    return jax.tree.map(lambda leaf: leaf.spec, leaves(config, 1 if mesh is None else mesh.shape[TP]))
+
+
+def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.ndarray:
+    """The array of one leaf in host memory, made of the tensors that `read` returns by name, each dropped before the next is read."""
+    out = np.zeros(leaf.shape, dtype)
+    for piece in leaf.pieces:
+        piece.view(out)[...] = read(piece.name).reshape(piece.block)
+    return out
+
+
+def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of this model must have."""
+    return {piece.name: piece.shape for leaf in jax.tree.leaves(leaves(config)) for piece in leaf.pieces}
+
+
+def dummy_weights(config: ModelConfig, dtype: Any, mesh: Mesh | None = None, seed: int = 0) -> Weights:
+    """Random weights, made on the device(s) that hold them; the same numbers (rounded to `dtype`) for every mesh.
+
+    Matrices are normal with a variance of 1 / fan-in, norms scale by 1 and biases are 0, so that activations keep
+    their size from layer to layer. One compilation for each distinct layer, however many layers there are.
+    """
+    tree = leaves(config, 1 if mesh is None else mesh.shape[TP])
+    makers: dict[tuple[Any, ...], Callable[[jax.Array], Any]] = {}
+
+    def make(group: dict[str, Leaf], number: int) -> dict[str, jax.Array]:
+        kind = tuple((name, leaf.shape) for name, leaf in group.items())
+        if kind not in makers:
+            placed = None if mesh is None else {name: sharded(mesh, leaf.spec) for name, leaf in group.items()}
+            draw = functools.partial(_draw_group, group=group, dtype=dtype, norm=1.0 - config.norm_weight_offset)
+            makers[kind] = jax.jit(draw, out_shardings=placed)
+        return makers[kind](jax.random.fold_in(jax.random.key(seed), number))
+
+    outer = {name: leaf for name, leaf in tree.items() if name != "layers"}
+    return make(outer, 0) | {"layers": [make(layer, i) for i, layer in enumerate(tree["layers"], start=1)]}
+
+
+def _draw_group(key: jax.Array, *, group: Mapping[str, Leaf], dtype: Any, norm: float) -> dict[str, jax.Array]:
+    return {name: _draw(jax.random.fold_in(key, i), leaf, dtype, norm) for i, (name, leaf) in enumerate(group.items())}
+
+
+def _draw(key: jax.Array, leaf: Leaf, dtype: Any, norm: float) -> jax.Array:
+    if leaf.init != "matrix":
+        return jnp.full(leaf.shape, norm if leaf.init == "norm" else 0.0, dtype)
+    shape = leaf.shape if leaf.rows is None else (int(leaf.rows.max()) + 1, *leaf.shape[1:])
+    drawn = (jax.random.normal(key, shape, jnp.float32) * shape[-1] ** -0.5).astype(dtype)
+    if leaf.rows is not None:
+        return drawn[leaf.rows]
+    if leaf.key in ("embed", "lm_head"):  # the padding is zero
+        return jnp.where(jnp.arange(shape[0])[:, None] < leaf.pieces[0].shape[0], drawn, 0)
+    return drawn
+
+
+def _check_cuts(config: ModelConfig, tp: int) -> None:
+    def check(ok: bool, accepted: str) -> None:
+        if not ok:
+            raise ConfigError("tensor_parallel_size", tp, accepted)
+
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    check(tp >= 1 and heads % tp == 0, f"a divisor of the {heads} attention heads")
+    check(kv_heads % tp == 0 or tp % kv_heads == 0, f"a divisor or a multiple of the {kv_heads} key/value heads")
+    widths = {config.intermediate_size if not layer.experts else config.expert_intermediate_size for layer in config.layers}
+    for width in widths:
+        block = gate_block(width) if config.gated_mlp else 1
+        check(width % (block * tp) == 0, f"a divisor of the {width // block} blocks of {block} rows of the MLP width {width}")
+
+
+def kv_head_copies(config: ModelConfig, tp: int) -> int:
+    """How often each key/value head is stored so that each of `tp` devices has one: 1 unless there are fewer heads than devices."""
+    return max(1, tp // config.num_kv_heads)
+
+
+# ---- how tensors fill leaves
+
+
+def _whole(key: str, name: str, shape: tuple[int, ...], init: Literal["matrix", "norm", "zero"]) -> Leaf:
+    return Leaf(key, shape, (Piece(name, shape, shape, lambda out: out),), init)
+
+
+def _padded(key: str, name: str, shape: tuple[int, int], rows: int) -> Leaf:
+    return Leaf(key, (rows, shape[1]), (Piece(name, shape, shape, lambda out: out[: shape[0]]),), "matrix")
+
+
+def _norm(key: str, name: str, width: int, config: ModelConfig) -> dict[str, Leaf]:
+    norm = {key: _whole(key, f"{name}.weight", (width,), "norm")}
+    if config.norm == "layer_norm":
+        norm[f"{key}_bias"] = _whole(f"{key}_bias", f"{name}.bias", (width,), "zero")
+    return norm
+
+
+def _qkv(config: ModelConfig, names: Mapping[str, str], tp: int, suffix: str, *tail: int) -> Leaf:
+    """Rows grouped by key/value head; `tail` is (D,) for the weight, () for the bias."""
+    k, h, copies = config.num_kv_heads, config.head_dim, kv_head_copies(config, tp)
+    group = config.num_heads // (k * copies)  # query heads beside each (copy of a) key head
+
+    def heads(out: np.ndarray) -> np.ndarray:
+        return out.reshape(k, copies, group + 2, h, *tail)
+
+    pieces = (
+        Piece(names["q"] + suffix, (config.num_heads * h, *tail), (k, copies, group, h, *tail), lambda out: heads(out)[:, :, :group]),
+        Piece(names["k"] + suffix, (k * h, *tail), (k, 1, h, *tail), lambda out: heads(out)[:, :, group]),
+        Piece(names["v"] + suffix, (k * h, *tail), (k, 1, h, *tail), lambda out: heads(out)[:, :, group + 1]),
+    )
+    shape = (k * copies * (group + 2) * h, *tail)
+    rows = _copied_rows(config, copies) if copies > 1 else None
+    return Leaf("qkv" if tail else "qkv_bias", shape, pieces, "matrix" if tail else "zero", rows)
+
+
+def _copied_rows(config: ModelConfig, copies: int) -> np.ndarray:
+    """For each row of `qkv` with repeated key/value heads, the row of the unrepeated `qkv` that it equals."""
+    k, h = config.num_kv_heads, config.head_dim
+    group = config.num_heads // k
+    whole = np.arange(k * (group + 2) * h).reshape(k, group + 2, h)
+    queries = whole[:, :group].reshape(k, copies, group // copies, h)
+    keys_values = np.broadcast_to(whole[:, None, group:], (k, copies, 2, h))
+    return np.concatenate([queries, keys_values], axis=2).reshape(-1)
+
+
+def _up_gate(names: Mapping[str, str], width: int, gated: bool, suffix: str, *tail: int) -> Leaf:
+    key = "up_gate" if tail else "up_gate_bias"
+    init = "matrix" if tail else "zero"
+    if not gated:
+        return _whole(key, names["up"] + suffix, (width, *tail), init)
+    block = gate_block(width)
+    shape, blocks = (width, *tail), (width // block, block, *tail)
+
+    def alternating(out: np.ndarray) -> np.ndarray:
+        return out.reshape(width // block, 2, block, *tail)
+
+    pieces = (
+        Piece(names["gate"] + suffix, shape, blocks, lambda out: alternating(out)[:, 0]),
+        Piece(names["up"] + suffix, shape, blocks, lambda out: alternating(out)[:, 1]),
+    )
+    return Leaf(key, (2 * width, *tail), pieces, init)
+
+
+def _per_expert(key: str, one: Callable[[int], Leaf], experts: int) -> Leaf:
+    """The leaves of all experts in one array [E, ...]."""
+
+    def within(expert: int, piece: Piece) -> Piece:
+        return dataclasses.replace(piece, view=lambda out: piece.view(out[expert]))
+
+    made = [one(expert) for expert in range(experts)]
+    pieces = tuple(within(expert, piece) for expert, leaf in enumerate(made) for piece in leaf.pieces)
+    return Leaf(key, (experts, *made[0].shape), pieces, "matrix")
+
+
+def _layer(config: ModelConfig, layer: Layer, prefix: str, tp: int) -> dict[str, Leaf]:
+    """The leaves of one layer."""
+    names = {role: prefix + name for role, name in layer_names(config).items()}
+    d, attention_width = config.hidden_size, config.num_heads * config.head_dim
+    tree = _norm("attn_norm", names["attn_norm"], d, config)
+    tree["qkv"] = _qkv(config, names, tp, ".weight", d)
+    if config.qkv_bias:
+        tree["qkv_bias"] = _qkv(config, names, tp, ".bias")
+    if config.qk_norm:
+        tree["q_norm"] = _whole("q_norm", names["q_norm"] + ".weight", (config.head_dim,), "norm")
+        tree["k_norm"] = _whole("k_norm", names["k_norm"] + ".weight", (config.head_dim,), "norm")
+    tree["out_proj"] = _whole("out_proj", names["out"] + ".weight", (d, attention_width), "matrix")
+    if config.out_proj_bias:
+        tree["out_proj_bias"] = _whole("out_proj_bias", names["out"] + ".bias", (d,), "zero")
+    if config.post_norms:
+        tree |= _norm("post_attn_norm", names["post_attn_norm"], d, config)
+    tree |= _norm("mlp_norm", names["mlp_norm"], d, config)
+    tree |= _experts(config, names) if layer.experts else _mlp(config, names)
+    if config.post_norms:
+        tree |= _norm("post_mlp_norm", names["post_mlp_norm"], d, config)
+    return tree
+
+
+def _mlp(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
+    d, width = config.hidden_size, config.intermediate_size
+    tree = {"up_gate": _up_gate(names, width, config.gated_mlp, ".weight", d)}
+    if config.mlp_bias:
+        tree["up_gate_bias"] = _up_gate(names, width, config.gated_mlp, ".bias")
+    tree["down"] = _whole("down", names["down"] + ".weight", (d, width), "matrix")
+    if config.mlp_bias:
+        tree["down_bias"] = _whole("down_bias", names["down"] + ".bias", (d,), "zero")
+    return tree
+
+
+def _experts(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
+    d, width, experts = config.hidden_size, config.expert_intermediate_size, config.num_experts
+
+    def of(expert: int) -> dict[str, str]:
+        return {role: names[f"expert_{role}"].format(expert) for role in ("gate", "up", "down")}
+
+    return {
+        "router": _whole("router", names["router"] + ".weight", (experts, d), "matrix"),
+        "expert_up_gate": _per_expert("expert_up_gate", lambda e: _up_gate(of(e), width, config.gated_mlp, ".weight", d), experts),
+        "expert_down": _per_expert("expert_down", lambda e: _whole("down", of(e)["down"] + ".weight", (d, width), "matrix"), experts),
+    }
