@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP = 64  # stop strings, and stop token ids, of one request
@@ -141,8 +143,7 @@ class StopCheckerFactory(Protocol):
     def __call__(self) -> StopChecker: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Logprob:
+class Logprob(msgspec.Struct, frozen=True):
     """Of one token, from the model's raw logits (before temperature and filters); rank 1 is the likeliest."""
 
     logprob: float
@@ -150,23 +151,20 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_prompt_tokens: int
     completion_tokens: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Timings:
+class Timings(msgspec.Struct, frozen=True):
     queued_s: float
     time_to_first_token_s: float
     total_s: float
     preemptions: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Started:
+class Started(msgspec.Struct, frozen=True):
     """The first event of a request, sent with or just before its first token.
 
     `prompt_logprobs`: one entry a prompt token, the first is None; each a dict token id -> Logprob, the prompt's
@@ -180,8 +178,7 @@ class Started:
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """New tokens of one of the n sequences. A stop token is included; tokens after it never are."""
 
     request_id: str
@@ -190,8 +187,7 @@ class Delta:
     logprobs: tuple[dict[int, Logprob], ...] | None = None  # one dict a token, the chosen token first
 
 
-@dataclasses.dataclass(frozen=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """The last event of one of the n sequences. `error` is set when a fault of the engine ended it (reason ABORT)."""
 
     request_id: str

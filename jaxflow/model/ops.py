@@ -135,6 +135,8 @@ def decode_attention(
 ) -> Float[Array, "b N H"]:
     """Attention of the decode tokens of [start, stop): one output for each row that could decode there (b <= t)."""
     rows, lengths = batch.decode_rows(start, stop)
+    if rows.start == rows.stop:  # the range lies beyond any decode
+        return q[:0]
     table = batch.page_table[c.group(layer), rows]
     return c.kernels.decode_attention(q[: rows.stop - rows.start], *kv, table, lengths, **_attention_settings(c, layer))
 

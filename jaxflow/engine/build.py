@@ -1,0 +1,175 @@
+"""From settings and a checkpoint to a running engine: every default is decided here, once, and can be read back."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from jaxflow.config import ConfigError, EngineConfig, ModelConfig
+from jaxflow.engine.driver import Driver
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.loop import Loop
+from jaxflow.engine.programs import Programs
+from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
+from jaxflow.memory.kv_cache import fit_pages
+from jaxflow.mesh import axis_of, make_mesh
+from jaxflow.model import transformer
+from jaxflow.model.checkpoint import Checkpoint
+from jaxflow.model.ops import Context
+from jaxflow.model.weights import shardings
+from pallas_kernels.kernel_set import REFERENCE, KernelSet
+
+log = logging.getLogger(__name__)
+_SPARE = 0.02  # of the device's memory, left for fragmentation
+
+
+def prepare_process(config: EngineConfig) -> None:
+    """Settings of JAX that must stand before its first use: the memory it may take, and its compilation cache."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{config.gpu_memory_utilization:.3f}")
+    where = config.compilation_cache_dir
+    where = str(Path.home() / ".cache" / "jaxflow" / "compiled") if where is None else where
+    if where and not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", where)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Fills in what was left open, for this device and model. Raises: ConfigError for what this model cannot do."""
+    gpu = on_gpu()
+    dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if gpu else "float32")
+    longest = config.max_model_len or model.max_position
+    if longest > model.max_position:
+        raise ConfigError("max_model_len", longest, f"at most {model.max_position}, which the checkpoint was made for")
+    seqs = config.max_num_seqs or (256 if gpu else 8)
+    budget = config.max_num_batched_tokens or (2048 if gpu else 256)
+    if budget < seqs:
+        raise ConfigError("max_num_batched_tokens", budget, f"at least max_num_seqs={seqs}, a token for each running sequence")
+    return dataclasses.replace(
+        config,
+        dtype=dtype,
+        kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        max_model_len=longest,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
+    )
+
+
+def token_buckets(budget: int, *, few: bool) -> tuple[int, ...]:
+    """Sizes of a step that are compiled: powers of two from 8 to 256, then multiples of 128, and the budget itself.
+
+    `few`: only every third power of two, where compiling costs more than padding (CPU).
+    """
+    powers = [2**i for i in range(3, 9, 3 if few else 1)]
+    sizes = {*powers, *(() if few else range(384, budget, 128))}
+    return (*sorted(size for size in sizes if size < budget), budget)
+
+
+def memory_budget(mesh: Mesh, config: EngineConfig) -> int:
+    """Bytes of one device that are still free for the cache, before the step's temporary space."""
+    stats = [device.memory_stats() for device in mesh.local_devices]
+    if all(stats):
+        free = min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)
+        return int(free - _SPARE * stats[0]["bytes_limit"])
+    pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return int(pages * size * config.gpu_memory_utilization / 2 / mesh.size)  # CPU: half of what is free now
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A warm engine and what it was built with."""
+
+    config: EngineConfig  # resolved
+    driver: Driver
+    executor: Executor
+    kernels: KernelSet
+    warm_up_s: float
+
+
+def start_engine(config: EngineConfig, checkpoint: Checkpoint, *, progress: bool = True) -> Engine:
+    """Loads, compiles and starts. Raises: ConfigError, CheckpointError."""
+    model = checkpoint.model_config
+    config = resolve(config, model)
+    assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
+    mesh = make_mesh(config.tensor_parallel_size)
+    specs = shardings(model, mesh)
+    buckets = token_buckets(config.max_num_batched_tokens, few=not on_gpu())
+    weights = checkpoint.load(config.dtype, mesh, progress=progress, seed=config.seed)
+    kernels = REFERENCE
+    context = Context(model, kernels, axis_of(mesh))
+    layouts = [
+        StepLayout(
+            tokens=tokens,
+            rows=min(tokens, config.max_num_seqs),
+            slots=config.max_num_seqs,
+            page_size=config.block_size,
+            groups=len(model.windows),
+        )
+        for tokens in buckets
+    ]
+    executor = Executor(
+        Programs(context, mesh, specs),
+        weights,
+        layouts,
+        lambda tokens: transformer.forward,
+        kv_dtype=jnp.dtype(config.kv_cache_dtype),
+        max_model_len=config.max_model_len,
+    )
+    executor.allocate(_num_pages(config, model, mesh, executor))
+    with tqdm(total=None, desc="compiling", disable=not progress, unit="program", delay=1.0) as bar:
+        warm_up_s = executor.warm_up(_advance(bar))
+    scheduler = Scheduler(
+        SchedulerConfig(
+            token_budget=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            block_size=config.block_size,
+            windows=model.windows,
+            num_pages=executor.num_pages,
+            max_model_len=config.max_model_len,
+            buckets=buckets,
+            policy=config.scheduling_policy,
+            enable_prefix_caching=config.enable_prefix_caching,
+            max_waiting=config.max_waiting,
+            seed=config.seed,
+        )
+    )
+    driver = Driver(Loop(scheduler, executor, eos_token_ids=model.eos_token_ids, plan=config.plan))
+    driver.start()
+    return Engine(config, driver, executor, kernels, warm_up_s)
+
+
+def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: Executor) -> tuple[int, ...]:
+    """Pages of each layer group: as told, or as many as the memory beside weights and temporary space holds."""
+    if config.num_kv_pages is not None:
+        return (config.num_kv_pages,) * len(model.windows)
+    assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
+    free = memory_budget(mesh, config) - executor.temporary_bytes() - executor.state_bytes()
+    return fit_pages(
+        model,
+        free,
+        block_size=config.block_size,
+        dtype=jnp.dtype(config.kv_cache_dtype),
+        tp=config.tensor_parallel_size,
+        max_num_seqs=config.max_num_seqs,
+        token_budget=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+    )
+
+
+def _advance(bar: tqdm) -> Callable[[int, int], None]:
+    def on_progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return on_progress

@@ -1,0 +1,170 @@
+"""The one thread that owns the engine: requests come in through a bounded queue, events go out through mailboxes.
+
+A caller never blocks a step, and a step never blocks a caller: submitting takes a lock for a moment, and a mailbox's
+`post` is called once a step with all of its events and must return at once.
+"""
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from jaxflow.engine.loop import Loop, Stats
+from jaxflow.engine.outputs import refused
+from jaxflow.engine.request import Draining, Event, Finished, QueueFull, Request
+
+log = logging.getLogger(__name__)
+
+
+class Mailbox(Protocol):
+    """Where a caller's events go."""
+
+    def post(self, events: list[Event]) -> None:
+        """Takes the events of one step, on the engine's thread; must not block."""
+        ...
+
+
+class EngineDead(RuntimeError):
+    """The engine's thread ended by a fault; its cause is chained."""
+
+
+class Driver:
+    """Runs a `Loop` on a thread of its own."""
+
+    def __init__(self, loop: Loop):
+        self._loop = loop
+        self._wake = threading.Condition()
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._mailboxes: dict[str, Mailbox] = {}  # by request id; touched by the engine's thread alone
+        self._queued = 0  # submitted and not yet taken by the engine's thread
+        self._draining = self._closed = False
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="jaxflow-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether steps can still run."""
+        return self._thread.is_alive() and self._fault is None
+
+    def submit(self, request: Request, mailbox: Mailbox) -> None:
+        """Hands over a request; its events go to `mailbox`, the last of them `Finished` for each of its sequences.
+
+        Raises:
+          QueueFull: as many wait as may. Draining: shutting down. EngineDead: after a fault.
+          InvalidRequest: for what the scheduler could never run.
+        """
+        self._loop.check(request)
+        with self._wake:
+            self._refuse_if_ending()
+            waiting = self._loop.waiting + self._queued
+            if waiting >= self._loop.max_waiting:
+                raise QueueFull(waiting, self._loop.seconds_until_room())
+            self._queued += 1
+            self._commands.append(lambda: self._admit(request, mailbox, time.monotonic()))
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at once, freeing its pages; its sequences get `Finished` with reason abort. Unknown ids are ignored."""
+        with self._wake:
+            self._commands.append(lambda: self._deliver(self._loop.abort(request_id)))
+            self._wake.notify()
+
+    def stats(self) -> Stats:
+        return self._loop.stats(self._queued)
+
+    def drain(self, timeout_s: float) -> int:
+        """Takes no new requests and waits for the running ones. Returns how many had to be aborted at the timeout."""
+        deadline = time.monotonic() + timeout_s
+        with self._wake:
+            self._draining = True
+            while (self._queued or self._commands or self._loop.has_work) and self.alive:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._wake.wait(min(left, 0.1))
+        ids = list(self._loop.request_ids)
+        for request_id in ids:
+            self.abort(request_id)
+        return len(ids)
+
+    def close(self) -> None:
+        """Stops the thread, aborting what runs."""
+        with self._wake:
+            self._draining = self._closed = True
+            self._wake.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # ---- the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._next_commands():
+                self._deliver(self._loop.step())
+        except BaseException as fault:
+            log.exception("the engine stopped")
+            self._fault = fault
+            self._deliver(self._loop.fail(fault))
+        else:
+            for request_id in list(self._loop.request_ids):
+                self._deliver(self._loop.abort(request_id))
+        finally:
+            with self._wake:
+                self._closed = True
+                self._wake.notify_all()
+            self._take_commands()
+
+    def _next_commands(self) -> bool:
+        """Runs what callers asked for; waits when there is nothing to do. Returns False once closed."""
+        with self._wake:
+            while not (self._commands or self._loop.has_work or self._closed):
+                self._wake.notify_all()  # a drain may wait for this
+                self._wake.wait()
+            if self._closed:
+                return False
+        self._take_commands()
+        return True
+
+    def _take_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _admit(self, request: Request, mailbox: Mailbox, now: float) -> None:
+        with self._wake:
+            self._queued -= 1
+        self._mailboxes[request.request_id] = mailbox
+        try:
+            self._loop.add(request, now)
+        except Exception as fault:  # this request's fault alone
+            log.exception("request %s was not taken", request.request_id)
+            self._deliver(refused(request, fault))
+        if self._fault is not None:
+            self._deliver(self._loop.fail(self._fault))
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        """Posts each mailbox its events, in one call."""
+        by_mailbox: dict[int, tuple[Mailbox, list[Event]]] = {}
+        for event in events:
+            mailbox = self._mailboxes.get(event.request_id)
+            if mailbox is None:
+                continue
+            by_mailbox.setdefault(id(mailbox), (mailbox, []))[1].append(event)
+        for event in events:
+            if type(event) is Finished and not self._loop.is_live(event.request_id):
+                self._mailboxes.pop(event.request_id, None)
+        for mailbox, batch in by_mailbox.values():
+            try:
+                mailbox.post(batch)
+            except Exception:
+                log.exception("a mailbox failed; its request goes on without it")
+
+    def _refuse_if_ending(self) -> None:
+        if self._fault is not None:
+            raise EngineDead("the engine stopped after a fault") from self._fault
+        if self._draining or self._closed:
+            raise Draining("the engine is shutting down")

@@ -1,0 +1,262 @@
+"""Owns the weights and the KV cache on the device, and runs compiled steps over them.
+
+Everything is compiled before the first request: `warm_up` builds one forward for each token bucket, two samplers for
+each number of rows, and the small programs beside them. After that nothing compiles, and nothing waits for the host:
+`run` returns as soon as the step is enqueued.
+"""
+
+import concurrent.futures
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.programs import REPLICATED, Programs, Rows, head, prompt_head
+from jaxflow.memory.kv_cache import cache_spec, kv_heads, make_cache
+from jaxflow.mesh import TP
+from jaxflow.model.logprobs import LogprobsOut
+from jaxflow.model.slot_params import NO_TOKEN, SlotParams, empty_slots, slot_values
+
+APPENDS = 4096  # page-table entries that one `append_pages` call takes
+COUNTED = 4096  # tokens that one `count_tokens` call takes
+
+_compiled = 0  # backend compilations of this process, for `Executor.compilations`
+
+
+def _count_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    global _compiled
+    _compiled += event == "/jax/core/compile/backend_compile_duration"
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A step that was enqueued; its arrays fill on the device. Reading one waits for it."""
+
+    tokens: jax.Array  # [R] int32
+    logprobs: LogprobsOut | None  # of the drawn tokens, where the full sampler ran
+    prompt: LogprobsOut | None  # of all T tokens, where prompt log-probabilities were asked for
+    enqueued_s: float
+
+
+class Executor:
+    """Runs steps of one model on one mesh. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        weights: dict,
+        layouts: Iterable[StepLayout],
+        forward_of: Callable[[int], Callable],
+        *,
+        kv_dtype,
+        max_model_len: int,
+        compiler_options: dict[str, Any] | None = None,
+    ):
+        self.programs, self.weights = programs, weights
+        self.layouts = {layout.tokens: layout for layout in layouts}
+        any_layout = next(iter(self.layouts.values()))
+        self.slots, self.page_size, self.groups = any_layout.slots, any_layout.page_size, any_layout.groups
+        self.pages_per_sequence = -(-max_model_len // self.page_size)
+        self._forward_of, self._kv_dtype, self._options = forward_of, kv_dtype, compiler_options
+        self._head, self._prompt_head = head(weights), prompt_head(weights)
+        self._replicated = NamedSharding(programs.mesh, REPLICATED)
+        self._steps: dict[int, Callable] = {}
+        self._samplers: dict[tuple[int, str], Callable] = {}
+        self._prompt: dict[int, Callable] = {}
+        self._compiled_at_warm_up = 0
+
+    # ---- before serving
+
+    def temporary_bytes(self) -> int:
+        """Device memory that the largest step and the samplers after it need beside weights and cache."""
+        layout = self.layouts[max(self.layouts)]
+        few = (self.pages_per_sequence + 1,) * self.groups
+        step = self._compile_step(layout, few)
+        memory = step.memory_analysis()
+        bytes_ = [memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes]
+        for kind in ("plain", "full"):
+            memory = self._compile_sampler(layout.rows, kind).memory_analysis()
+            bytes_.append(memory.temp_size_in_bytes + memory.output_size_in_bytes)
+        return bytes_[0] + max(bytes_[1:])
+
+    def state_bytes(self) -> int:
+        """Device memory of the per-slot state: page tables, sampling settings and token counts."""
+        vocab = self._vocabulary()
+        params, counts = jax.eval_shape(lambda: empty_slots(self.slots, vocab))
+        table = self.groups * self.slots * self.pages_per_sequence * 4
+        return table + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((params, counts)))
+
+    def allocate(self, num_pages: tuple[int, ...]) -> None:
+        """Makes the cache and the per-slot state. num_pages: of each layer group."""
+        config, mesh = self.programs.context.config, self.programs.mesh
+        self.num_pages = num_pages
+        self.kv = make_cache(config, num_pages, self.page_size, self._kv_dtype, mesh)
+        make = jax.jit(
+            lambda: (
+                jnp.zeros((self.groups, self.slots, self.pages_per_sequence), jnp.int32),
+                jnp.zeros((self.slots,), jnp.int32),
+                *empty_slots(self.slots, self._vocabulary()),
+            ),
+            out_shardings=self._replicated,
+        )
+        self.page_table, self.last_tokens, self.params, self.counts = make()
+
+    def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> float:
+        """Compiles every program, several at a time, and runs each once. Returns the seconds it took."""
+        start = time.perf_counter()
+        rows = sorted({layout.rows for layout in self.layouts.values()})
+        jobs: list[tuple[dict, Any, Callable]] = []
+        for bucket, layout in sorted(self.layouts.items(), reverse=True):
+            jobs.append((self._steps, bucket, lambda layout=layout: self._compile_step(layout, self.num_pages)))
+            jobs.append((self._prompt, bucket, lambda layout=layout: self._compile_prompt(layout.tokens)))
+        jobs += [
+            (self._samplers, (r, kind), lambda r=r, kind=kind: self._compile_sampler(r, kind)) for r in rows for kind in ("plain", "full")
+        ]
+        with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
+            futures = {pool.submit(compile_): (table, key) for table, key, compile_ in jobs}
+            for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
+                table, key = futures[future]
+                table[key] = future.result()
+                on_progress(done, len(jobs))
+        self._compile_small()
+        for layout in self.layouts.values():
+            self._rehearse(layout)
+        jax.block_until_ready(self.kv)
+        self._compiled_at_warm_up = _compiled
+        return time.perf_counter() - start
+
+    @property
+    def compilations(self) -> int:
+        """Backend compilations since warm-up; anything but 0 is a fault."""
+        return _compiled - self._compiled_at_warm_up
+
+    # ---- serving
+
+    def run(self, layout: StepLayout, buffer: np.ndarray, appends: np.ndarray, *, full: bool, targets: np.ndarray | None = None) -> Pending:
+        """Enqueues a step.
+
+        Args:
+          buffer: [layout.size] int32, of `layout.pack`.
+          appends: [n, 4] int32, page-table entries that did not fit in the buffer.
+          full: whether a row needs the full sampler.
+          targets: [T] int32, each token's successor in its prompt, where log-probabilities of it are wanted.
+        """
+        enqueued_s = time.perf_counter()
+        for i in range(0, len(appends), APPENDS):
+            piece = np.full((APPENDS, 4), self.groups, np.int32)
+            piece[: len(appends[i : i + APPENDS])] = appends[i : i + APPENDS]
+            self.page_table = self._append_pages(self.page_table, self._put(piece))
+        state = (self.kv, self.page_table, self.last_tokens)
+        hidden, x, rows, self.kv, self.page_table = self._steps[layout.tokens](self.weights, *state, self._put(buffer))
+        found = None
+        if full:
+            sampler = self._samplers[layout.rows, "full"]
+            tokens, found, self.last_tokens, self.counts = sampler(self._head, hidden, rows, self.last_tokens, self.params, self.counts)
+        else:
+            tokens, self.last_tokens = self._samplers[layout.rows, "plain"](self._head, hidden, rows, self.last_tokens)
+        prompt = None
+        if targets is not None:
+            prompt = self._prompt[layout.tokens](self._prompt_head, x, self._put(targets))
+        for array in jax.tree.leaves((tokens, found, prompt)):
+            array.copy_to_host_async()
+        return Pending(tokens, found, prompt, enqueued_s)
+
+    def set_slot(self, slot: int, values: SlotParams, token_ids: np.ndarray, num_prompt: int) -> None:
+        """Gives a slot the settings of a sequence and the tokens that its penalties look back on.
+
+        Args:
+          token_ids: [n] int32, all tokens known so far, the prompt's `num_prompt` first; empty if nothing looks back.
+        """
+        index = self._put(np.int32(slot))
+        self.params, self.counts = self._set_slot(self.params, self.counts, index, jax.tree.map(self._put, values))
+        for i in range(0, len(token_ids), COUNTED):
+            ids, outputs = np.full(COUNTED, NO_TOKEN, np.int32), np.zeros(COUNTED, bool)
+            n = len(token_ids[i : i + COUNTED])
+            ids[:n] = token_ids[i : i + n]
+            outputs[:n] = np.arange(i, i + n) >= num_prompt
+            self.counts = self._count_tokens(self.counts, index, self._put(ids), self._put(outputs))
+
+    # ---- compiling
+
+    def _put(self, x) -> jax.Array:
+        return jax.device_put(x, self._replicated)
+
+    def _vocabulary(self) -> int:
+        return self._head.get("lm_head", self._head["embed"]).shape[0]
+
+    def _abstract(self, shape, dtype, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.programs.mesh, spec))
+
+    def _state(self, num_pages: tuple[int, ...]) -> tuple:
+        """Shapes of (kv, page_table, last_tokens)."""
+        config, mesh = self.programs.context.config, self.programs.mesh
+        heads, spec = kv_heads(config, mesh.shape[TP]), cache_spec(mesh)
+
+        def pages(layer):
+            shape = (num_pages[config.windows.index(layer.window)], heads, self.page_size, config.head_dim)
+            return (self._abstract(shape, self._kv_dtype, spec),) * 2
+
+        table = self._abstract((self.groups, self.slots, self.pages_per_sequence), jnp.int32)
+        return [pages(layer) for layer in config.layers], table, self._abstract((self.slots,), jnp.int32)
+
+    def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        return self._abstract((rows, self.programs.context.config.hidden_size), self._dtype())
+
+    def _dtype(self):
+        return self._head["embed"].dtype
+
+    def _compile(self, fn: Callable, *args: Any):
+        return fn.lower(*args).compile(compiler_options=self._options)
+
+    def _compile_step(self, layout: StepLayout, num_pages: tuple[int, ...]):
+        fn = self.programs.step(layout, self._forward_of(layout.tokens))
+        return self._compile(fn, self.weights, *self._state(num_pages), self._abstract((layout.size,), jnp.int32))
+
+    def _compile_sampler(self, rows: int, kind: str):
+        def vector(dtype, *more) -> Any:
+            return self._abstract((rows, *more), dtype)
+
+        row = Rows(vector(jnp.int32), vector(jnp.int32), vector(jnp.int32), vector(jnp.float32), vector(jnp.uint32, 2))
+        last = self._abstract((self.slots,), jnp.int32)
+        if kind == "plain":
+            return self._compile(self.programs.sample_plain(), self._head, self._hidden(rows), row, last)
+        slots = jax.eval_shape(lambda: empty_slots(self.slots, self._vocabulary()))
+        slots = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype), slots)
+        return self._compile(self.programs.sample_full(), self._head, self._hidden(rows), row, last, *slots)
+
+    def _compile_prompt(self, tokens: int):
+        targets = self._abstract((tokens,), jnp.int32)
+        return self._compile(self.programs.prompt_logprobs(), self._prompt_head, self._hidden(tokens), targets)
+
+    def _compile_small(self) -> None:
+        def shape(a):
+            return self._abstract(np.shape(a), np.asarray(a).dtype if not hasattr(a, "dtype") else a.dtype)
+
+        params, counts, table = (jax.tree.map(shape, a) for a in (self.params, self.counts, self.page_table))
+        slot = self._abstract((), jnp.int32)
+        self._set_slot = self._compile(self.programs.set_slot(), params, counts, slot, jax.tree.map(shape, slot_values()))
+        ids, outputs = self._abstract((COUNTED,), jnp.int32), self._abstract((COUNTED,), jnp.bool_)
+        self._count_tokens = self._compile(self.programs.count_tokens(), counts, slot, ids, outputs)
+        self._append_pages = self._compile(self.programs.append_pages(), table, self._abstract((APPENDS, 4), jnp.int32))
+
+    def _rehearse(self, layout: StepLayout) -> None:
+        """Runs an empty step of a bucket with both samplers, so that first use costs nothing later."""
+        buffer = np.zeros(layout.size, np.int32)
+        fields = layout.views(buffer)
+        fields["token_rows"][:] = -1
+        fields["row_slots"][:] = self.slots
+        fields["page_appends"][:, 0] = self.groups
+        nothing = np.full((1, 4), self.groups, np.int32)
+        self.run(layout, buffer, nothing, full=False, targets=np.zeros(layout.tokens, np.int32))
+        np.asarray(self.run(layout, buffer, nothing, full=True).tokens)
+        self.set_slot(0, slot_values(), np.zeros(1, np.int32), 0)

@@ -1,0 +1,179 @@
+"""A step's work as one packed buffer of int32: every host input of a step crosses to the device in one copy.
+
+`StepLayout` fixes the shapes of a token bucket; `pack` fills a buffer on the host, `unpack` takes it apart on the
+device. Both read the one table of fields.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxflow.engine.work import StepWork
+from jaxflow.model.batch import Batch, cache_slots
+
+_KINDS = {"i": np.int32, "f": np.float32, "u": np.uint32}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLayout:
+    """The fixed shapes of a step: T tokens, R rows, C chunks, A page-table entries; Q slots, G layer groups.
+
+    `borders` are the token positions at which the plan cuts nano-batches: no chunk crosses one.
+    """
+
+    tokens: int
+    rows: int
+    slots: int
+    page_size: int
+    borders: tuple[int, ...] = ()
+    groups: int = 1
+
+    @property
+    def chunks(self) -> int:
+        return self.rows + len(self.borders)
+
+    @property
+    def page_appends(self) -> int:
+        """Entries that travel with the step: each row may cross a page border, prefill fills whole pages."""
+        return self.groups * (2 * self.rows + self.tokens // self.page_size)
+
+    @functools.cached_property
+    def fields(self) -> dict[str, tuple[int, tuple[int, ...], str]]:
+        """name -> (offset in the buffer, shape, kind: i int32, f float32, u uint32)."""
+        shapes = {
+            "num_decodes": ((), "i"),
+            "token_ids": ((self.tokens,), "i"),  # -1: gather the sequence's last sampled token on the device
+            "positions": ((self.tokens,), "i"),
+            "token_rows": ((self.tokens,), "i"),  # -1: padding
+            "row_slots": ((self.rows,), "i"),  # Q: not there
+            "lengths": ((self.rows,), "i"),
+            "sample_tokens": ((self.rows,), "i"),
+            "samples": ((self.rows,), "i"),  # which sampler the row needs (`programs.PLAIN`, FULL); 0: it draws nothing
+            "chunks": ((self.chunks, 4), "i"),
+            "page_appends": ((self.page_appends, 4), "i"),  # group (G: not there), slot, index, page
+            "temperature": ((self.rows,), "f"),
+            "seeds": ((self.rows, 2), "u"),
+        }
+        out, offset = {}, 0
+        for name, (shape, kind) in shapes.items():
+            out[name] = (offset, shape, kind)
+            offset += math.prod(shape)
+        return out
+
+    @functools.cached_property
+    def size(self) -> int:
+        """int32 words in the buffer."""
+        return max(offset + math.prod(shape) for offset, shape, _ in self.fields.values())
+
+    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        """The fields of a host buffer, as writable views of it."""
+        return {
+            name: buffer[offset : offset + math.prod(shape)].view(_KINDS[kind]).reshape(shape)
+            for name, (offset, shape, kind) in self.fields.items()
+        }
+
+    def field(self, buffer: jax.Array, name: str) -> jax.Array:
+        """One field of a device buffer."""
+        offset, shape, kind = self.fields[name]
+        flat = lax.slice_in_dim(buffer, offset, offset + math.prod(shape)).reshape(shape)
+        return flat if kind == "i" else lax.bitcast_convert_type(flat, _KINDS[kind])
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotTable:
+    """Per-slot settings the host keeps for packing, [Q] each; a slot is a running sequence's place on the device."""
+
+    temperature: np.ndarray
+    seeds: np.ndarray  # [Q, 2] uint32, high word first
+    sampler: np.ndarray  # int32, PLAIN or FULL
+
+    @classmethod
+    def empty(cls, slots: int) -> "SlotTable":
+        return cls(np.zeros(slots, np.float32), np.zeros((slots, 2), np.uint32), np.zeros(slots, np.int32))
+
+    def set(self, slot: int, temperature: float, seed: int, sampler: int) -> None:
+        self.temperature[slot] = temperature
+        self.sampler[slot] = sampler
+        self.seeds[slot] = (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
+
+
+def pack(layout: StepLayout, work: StepWork, table: SlotTable) -> tuple[np.ndarray, np.ndarray]:
+    """The step's buffer [layout.size] int32, and the page appends that did not fit in it ([n, 4] int32).
+
+    Rows are the decodes in order, then one for each prefilling sequence.
+    """
+    buffer = np.zeros(layout.size, np.int32)
+    f = layout.views(buffer)
+    n = len(work.decode_slots)
+    f["num_decodes"][...] = n
+    f["token_ids"][:n] = -1
+    f["positions"][:n] = work.decode_positions
+    f["token_rows"][:n] = np.arange(n)
+    f["token_rows"][n:] = -1
+    f["row_slots"][:n] = work.decode_slots
+    f["row_slots"][n:] = layout.slots
+    f["lengths"][:n] = work.decode_positions + 1
+    f["sample_tokens"][:n] = np.arange(n)
+    f["samples"][:n] = table.sampler[work.decode_slots]
+    f["page_appends"][:, 0] = layout.groups
+    token, piece = n, 0
+    for row, chunk in enumerate(work.chunks, start=n):
+        stop = token + chunk.tokens
+        # The last token of a re-prefill may be one that only the device knows; the scheduler waits until it is known.
+        f["token_ids"][token:stop] = chunk.token_ids
+        f["positions"][token:stop] = np.arange(chunk.start, chunk.start + chunk.tokens)
+        f["token_rows"][token:stop] = row
+        f["row_slots"][row] = chunk.slot
+        f["lengths"][row] = chunk.start + chunk.tokens
+        f["sample_tokens"][row] = stop - 1
+        f["samples"][row] = table.sampler[chunk.slot] if chunk.samples else 0
+        for first, last in _cut(token, stop, layout.borders):
+            f["chunks"][piece] = first, last - first, row, chunk.start + first - token
+            piece += 1
+        token = stop
+    rows = n + len(work.chunks)
+    slots = f["row_slots"][:rows]
+    f["temperature"][:rows] = table.temperature[slots]
+    f["seeds"][:rows] = table.seeds[slots]
+    appends = work.page_appends
+    fits = min(len(appends), layout.page_appends)
+    f["page_appends"][:fits] = appends[:fits]
+    return buffer, appends[fits:]
+
+
+def _cut(start: int, stop: int, borders: tuple[int, ...]) -> list[tuple[int, int]]:
+    """[start, stop) cut at the borders inside it."""
+    cuts = [start, *(b for b in borders if start < b < stop), stop]
+    return list(itertools.pairwise(cuts))
+
+
+def apply_page_appends(page_table: jax.Array, appends: jax.Array) -> jax.Array:
+    """Writes entries (group, slot, index, page) into page_table [G, Q, MP]; those outside it are dropped."""
+    group, slot, index, page = (appends[:, i] for i in range(4))
+    return page_table.at[group, slot, index].set(page, mode="drop", wrap_negative_indices=False)
+
+
+def unpack(layout: StepLayout, buffer: jax.Array, page_table: jax.Array, last_tokens: jax.Array) -> Batch:
+    """The step's `Batch`, from its buffer, the page table [G, Q, MP] and each slot's last sampled token [Q]."""
+    f = functools.partial(layout.field, buffer)
+    slots = f("row_slots")
+    rows = f("token_rows")
+    positions = f("positions")
+    sampled = jnp.take(last_tokens, jnp.take(slots, jnp.maximum(rows, 0), mode="clip"), mode="clip")
+    table = jnp.take(page_table, slots, axis=1, mode="clip")
+    return Batch(
+        token_ids=jnp.where(f("token_ids") < 0, sampled, f("token_ids")),
+        positions=positions,
+        slots=cache_slots(table, rows, positions, layout.page_size),
+        page_table=table,
+        lengths=f("lengths"),
+        num_decodes=f("num_decodes"),
+        chunks=f("chunks"),
+        sample_tokens=f("sample_tokens"),
+    )

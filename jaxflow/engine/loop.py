@@ -1,0 +1,212 @@
+"""The asynchronous loop: step n+1 is scheduled and enqueued while step n runs, and only then are n's tokens read.
+
+So sampled tokens never wait for the host: the device gathers a step's decode inputs from the step before. The price is
+that an end token or a stop string is seen one step late: the surplus token is dropped, and never reaches the prefix
+cache. A sequence that ends by length is known to end beforehand and runs no surplus step.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from jaxflow.engine.executor import Executor, Pending
+from jaxflow.engine.layout import SlotTable, StepLayout, pack
+from jaxflow.engine.outputs import HostLogprobs, LiveRequest, needs_full_sampler, slot_settings
+from jaxflow.engine.programs import FULL, PLAIN
+from jaxflow.engine.request import Event, FinishReason, Request
+from jaxflow.engine.scheduler import Scheduler
+from jaxflow.engine.sequence import Sequence
+from jaxflow.engine.work import StepWork
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Counters since start, and what there is now."""
+
+    running_requests: int
+    waiting_requests: int
+    kv_pages: int
+    kv_pages_free: int
+    steps: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int
+    preemptions: int
+    compilations_after_warmup: int
+    steps_by_plan: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class InFlight:
+    """A step that was enqueued and whose tokens have not been read."""
+
+    work: StepWork
+    pending: Pending
+
+
+class Loop:
+    """Schedules, runs and reads steps. Not thread-safe: one thread owns it."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, eos_token_ids: Iterable[int], plan: str, clock=time.monotonic):
+        self.scheduler, self.executor = scheduler, executor
+        self._eos = frozenset(eos_token_ids)
+        self._plan, self._clock = plan, clock
+        self._live: dict[str, LiveRequest] = {}
+        self._slots = SlotTable.empty(executor.slots)
+        self._in_flight: InFlight | None = None
+        self._counts = collections.Counter()
+
+    # ---- requests
+
+    def add(self, request: Request, now: float) -> None:
+        """Queues a request. Raises: InvalidRequest, QueueFull."""
+        sequences = self.scheduler.add(request, now)
+        self._live[request.request_id] = LiveRequest(request, sequences, self._eos, now)
+
+    def abort(self, request_id: str) -> list[Event]:
+        """Ends what is left of a request, at once."""
+        live = self._live.get(request_id)
+        if live is None:
+            return []
+        return [self._end(live, seq, FinishReason.ABORT) for seq in live.unfinished()]
+
+    def fail(self, fault: BaseException) -> list[Event]:
+        """Ends every request because of a fault of the engine."""
+        every = list(self._live.values())
+        return [self._end(live, seq, FinishReason.ABORT, error=fault) for live in every for seq in live.unfinished()]
+
+    def check(self, request: Request) -> None:
+        """Refuses what could never run; any thread may call it. Raises: InvalidRequest."""
+        self.scheduler.check(request)
+
+    def is_live(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._live)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live) or self._in_flight is not None
+
+    @property
+    def waiting(self) -> int:
+        """Requests not yet begun."""
+        return self.scheduler.num_waiting
+
+    @property
+    def max_waiting(self) -> int:
+        return self.scheduler.config.max_waiting
+
+    def seconds_until_room(self) -> float:
+        return self.scheduler.seconds_until_room()
+
+    def stats(self, queued: int) -> Stats:
+        """Counters, as of the last step; any thread may read them. `queued`: requests that have not reached the loop yet."""
+        scheduler, counts = self.scheduler, self._counts
+        return Stats(
+            running_requests=max(0, len(self._live) - scheduler.num_waiting),
+            waiting_requests=scheduler.num_waiting + queued,
+            kv_pages=sum(scheduler.config.num_pages),
+            kv_pages_free=scheduler.pages_free,
+            steps=counts["steps"],
+            prompt_tokens=counts["prompt_tokens"],
+            completion_tokens=counts["completion_tokens"],
+            cached_prompt_tokens=counts["cached_prompt_tokens"],
+            preemptions=scheduler.num_preemptions,
+            compilations_after_warmup=self.executor.compilations,
+            steps_by_plan={self._plan: counts["steps"]},
+        )
+
+    # ---- steps
+
+    def step(self) -> list[Event]:
+        """Enqueues the next step, then reads the one before it."""
+        work = self.scheduler.schedule(self._clock())
+        before, self._in_flight = self._in_flight, None
+        if work is not None:
+            self._in_flight = InFlight(work, self._enqueue(work))
+        return [] if before is None else self._read(before)
+
+    def _enqueue(self, work: StepWork) -> Pending:
+        for seq in work.admitted:
+            self._take_slot(seq)
+        layout = self.executor.layouts[work.bucket]
+        buffer, appends = pack(layout, work, self._slots)
+        full = bool((self._slots.sampler[work.slots] == FULL).any())
+        self._counts["steps"] += 1
+        self._counts["prompt_tokens"] += sum(chunk.tokens for chunk in work.chunks)
+        return self.executor.run(layout, buffer, appends, full=full, targets=self._targets(layout, work))
+
+    def _take_slot(self, seq: Sequence) -> None:
+        """Tells the device what a newly admitted sequence samples with."""
+        sampling = seq.request.sampling
+        full = needs_full_sampler(sampling)
+        self._slots.set(seq.slot, sampling.temperature, seq.seed, FULL if full else PLAIN)
+        if full:
+            self.executor.set_slot(seq.slot, *slot_settings(seq, self._eos))
+
+    def _targets(self, layout: StepLayout, work: StepWork) -> np.ndarray | None:
+        """Each token's successor in its prompt [T], if a chunk's request wants prompt log-probabilities."""
+        targets, token = None, len(work.decodes)
+        for chunk in work.chunks:
+            if self._wants_prompt(chunk.seq):
+                targets = np.zeros(layout.tokens, np.int32) if targets is None else targets
+                following = chunk.seq.token_ids[chunk.start + 1 : min(chunk.start + chunk.tokens + 1, chunk.seq.num_prompt)]
+                targets[token : token + len(following)] = following
+            token += chunk.tokens
+        return targets
+
+    def _wants_prompt(self, seq: Sequence) -> bool:
+        live = self._live.get(seq.request.request_id)
+        return seq.index == 0 and live is not None and live.wants_prompt_logprobs
+
+    # ---- results
+
+    def _read(self, step: InFlight) -> list[Event]:
+        """Waits for a step's tokens, and says who gets them."""
+        work, pending = step.work, step.pending
+        tokens = np.asarray(pending.tokens).tolist()
+        found = None if pending.logprobs is None else HostLogprobs.of(pending.logprobs)
+        now = self._clock()
+        if pending.prompt is not None:
+            self._read_prompt(work, HostLogprobs.of(pending.prompt))
+        first = len(work.decodes)
+        drawn = [(row, seq, tokens[row]) for row, seq in enumerate(work.decodes) if not seq.finished]
+        drawn += [(row, c.seq, tokens[row]) for row, c in enumerate(work.chunks, first) if c.samples and not c.seq.finished]
+        self.scheduler.commit([seq for _, seq, _ in drawn], [token for _, _, token in drawn])
+        events: list[Event] = []
+        for row, seq, token in drawn:
+            live = self._live[seq.request.request_id]
+            if live.first_token_s is None:
+                events.append(live.started())
+                live.first_token_s = now
+            events.append(live.delta(seq, token, found, row, now))
+            reason, by = live.ends(seq, token)
+            if reason is not None:
+                events.append(self._end(live, seq, reason, by))
+        self._counts["completion_tokens"] += len(drawn)
+        return events
+
+    def _read_prompt(self, work: StepWork, found: HostLogprobs) -> None:
+        """Hands each prompt the log-probabilities of its chunk."""
+        token = len(work.decodes)
+        for chunk in work.chunks:
+            if self._wants_prompt(chunk.seq):
+                self._live[chunk.seq.request.request_id].add_prompt_logprobs(chunk, token, found)
+            token += chunk.tokens
+
+    def _end(self, live: LiveRequest, seq: Sequence, reason: FinishReason, by: int | str | None = None, error=None) -> Event:
+        """Ends one sequence: frees its pages and slot now (device order makes that safe), forgets the request after its last."""
+        if reason is FinishReason.ABORT:
+            self.scheduler.abort(seq)
+        else:
+            self.scheduler.finish(seq)
+        if not live.unfinished():
+            del self._live[live.request.request_id]
+        self._counts["cached_prompt_tokens"] += seq.cached_tokens
+        return live.finished(seq, reason, by, self._clock(), error)

@@ -1,0 +1,138 @@
+"""The jitted functions of a step: forward, the two samplers, prompt log-probabilities, and what they keep between steps.
+
+A step is two programs, not one: the forward is compiled for each token bucket and the samplers for each number of
+rows, so that buckets and samplers add up instead of multiplying. They are dispatched together and never wait for the
+host between them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int, UInt
+
+from jaxflow.engine.layout import StepLayout, apply_page_appends, unpack
+from jaxflow.memory.kv_cache import cache_spec
+from jaxflow.mesh import axis_of, over_shards
+from jaxflow.model import logprobs, ops, sampling, slot_params
+from jaxflow.model.ops import Context
+
+REPLICATED = PartitionSpec()
+PLAIN, FULL = 1, 2  # the sampler that a row of a step needs
+
+
+@flax.struct.dataclass
+class Rows:
+    """What the samplers need of a step's rows, [R] each."""
+
+    slots: Int[Array, " R"]
+    lengths: Int[Array, " R"]  # the position of the token to be drawn
+    samples: Int[Array, " R"]  # PLAIN or FULL where the drawn token is kept, else 0
+    temperature: Float[Array, " R"]
+    seeds: UInt[Array, "R 2"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Builds the functions of a model on a mesh; `forward` is a compiled plan or the plain forward."""
+
+    context: Context
+    mesh: Mesh
+    weight_specs: Any  # a pytree of PartitionSpec
+
+    def step(self, layout: StepLayout, forward: Callable) -> Callable:
+        """(weights, kv, page_table, last_tokens, buffer) -> (hidden, x, rows, kv, page_table).
+
+        kv and page_table are donated: updated in place.
+        """
+
+        def run(weights, kv, page_table, last_tokens, buffer):
+            page_table = apply_page_appends(page_table, layout.field(buffer, "page_appends"))
+            batch = unpack(layout, buffer, page_table, last_tokens)
+            hidden, x, kv = forward(self.context, weights, kv, batch)
+            names = {"row_slots": "slots", "lengths": "lengths", "samples": "samples", "temperature": "temperature", "seeds": "seeds"}
+            rows = Rows(**{target: layout.field(buffer, name) for name, target in names.items()})
+            return hidden, x, rows, kv, page_table
+
+        kv_specs = [(cache_spec(self.mesh),) * 2 for _ in self.context.config.layers]
+        specs = (self.weight_specs, kv_specs, REPLICATED, REPLICATED, REPLICATED)
+        out = (REPLICATED, REPLICATED, REPLICATED, kv_specs, REPLICATED)
+        return jax.jit(over_shards(run, self.mesh, specs, out), donate_argnums=(1, 2))
+
+    def _logits(self, head: dict, hidden: Float[Array, "R D"]) -> Float[Array, "R W"]:
+        specs = ({name: self.weight_specs[name] for name in head}, REPLICATED)
+        return over_shards(lambda w, h: ops.logits(self.context, w, h), self.mesh, specs, REPLICATED)(head, hidden)
+
+    def sample_plain(self) -> Callable:
+        """(head, hidden, rows, last_tokens) -> (tokens [R], last_tokens): greedy and temperature only."""
+
+        def run(head, hidden, rows, last_tokens):
+            with jax.named_scope("logits"):
+                logits = self._logits(head, hidden)
+            with jax.named_scope("sample"):
+                tokens = sampling.plain(logits, rows.temperature, rows.seeds, rows.lengths)
+            return tokens, _keep(last_tokens, rows, tokens)
+
+        return jax.jit(run)
+
+    def sample_full(self) -> Callable:
+        """(head, hidden, rows, last_tokens, params, counts) -> (tokens, logprobs, last_tokens, counts); counts donated."""
+
+        def run(head, hidden, rows, last_tokens, params, counts):
+            with jax.named_scope("logits"):
+                logits = self._logits(head, hidden)
+            with jax.named_scope("sample"):
+                slots = jnp.where(rows.samples == FULL, rows.slots, counts.shape[0])
+                tokens, counts, found = sampling.full(logits, rows.temperature, rows.seeds, rows.lengths, slots, params, counts)
+            return tokens, found, _keep(last_tokens, rows, tokens), counts
+
+        return jax.jit(run, donate_argnums=(5,))
+
+    def prompt_logprobs(self) -> Callable:
+        """(weights of `prompt_head`, x [T, D], targets [T]) -> `LogprobsOut` of each token's successor, T rows."""
+        config = self.context.config
+
+        def run(weights, x, targets):
+            _, hidden = ops.final_norm(self.context, weights, x, None)
+            table = weights.get("lm_head", weights["embed"])
+            return logprobs.prompt_logprobs(
+                hidden, table, targets, vocab_size=config.vocab_size, soft_cap=config.logits_soft_cap, axis=axis_of(self.mesh)
+            )
+
+        def sharded_run(weights, x, targets):
+            specs = {name: self.weight_specs[name] for name in weights}
+            return over_shards(run, self.mesh, (specs, REPLICATED, REPLICATED), REPLICATED)(weights, x, targets)
+
+        return jax.jit(sharded_run)
+
+    def set_slot(self) -> Callable:
+        """(params, counts, slot, values) -> (params, counts), both donated: a running sequence takes a slot."""
+        return jax.jit(slot_params.set_slot, donate_argnums=(0, 1))
+
+    def count_tokens(self) -> Callable:
+        """(counts, slot, token_ids [n], outputs [n]) -> counts, donated: the tokens that penalties look back on."""
+        return jax.jit(slot_params.count_tokens, donate_argnums=(0,))
+
+    def append_pages(self) -> Callable:
+        """(page_table, appends [n, 4]) -> page_table, donated: entries that did not fit in a step's buffer."""
+        return jax.jit(apply_page_appends, donate_argnums=(0,))
+
+
+def head(weights: dict) -> dict:
+    """The weights that turn hidden states into scores."""
+    return {name: weights[name] for name in ("embed", "lm_head") if name in weights}
+
+
+def prompt_head(weights: dict) -> dict:
+    """The weights that turn the last layer's residual stream into scores."""
+    return {name: weights[name] for name in ("embed", "lm_head", "final_norm", "final_norm_bias") if name in weights}
+
+
+def _keep(last_tokens: Int[Array, " Q"], rows: Rows, tokens: Int[Array, " R"]) -> Int[Array, " Q"]:
+    """Each slot's last sampled token, for the next step to gather; rows that do not sample leave theirs."""
+    slots = jnp.where(rows.samples > 0, rows.slots, last_tokens.shape[0])
+    return last_tokens.at[slots].set(tokens, mode="drop", wrap_negative_indices=False)

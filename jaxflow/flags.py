@@ -1,0 +1,49 @@
+"""The settings of the engine as command-line flags, under the names of `EngineConfig`."""
+
+import dataclasses
+from typing import Any, get_args, get_type_hints
+
+from absl import flags
+
+from jaxflow.config import SCHEDULING_POLICIES, EngineConfig
+
+_HELP = {
+    "model": "A folder with config.json and safetensors, a .gguf file, a converted checkpoint, a hub id, or the name of a shipped config.",
+    "tokenizer": "A folder or .gguf file to take the tokenizer from instead of the model's own.",
+    "dtype": "Of weights and activations: auto (bfloat16 on a GPU, float32 on CPU), bfloat16 or float32.",
+    "load_format": "auto: the checkpoint's weights; dummy: random ones, from config.json alone.",
+    "quantization": "Quantize weights on load. None is built yet.",
+    "kv_cache_dtype": "Of the KV cache: auto (as dtype), bfloat16 or float32.",
+    "block_size": "Tokens in a page of the KV cache.",
+    "tensor_parallel_size": "Devices to shard the model over.",
+    "max_model_len": "Longest sequence, prompt and output together; default: what the checkpoint was made for.",
+    "max_num_batched_tokens": "Tokens in a step at most, the dense batch; default: 2048 on a GPU, 256 on CPU.",
+    "max_num_seqs": "Sequences running at once at most; default: 256 on a GPU, 8 on CPU.",
+    "max_waiting": "Requests waiting at most; one more is refused.",
+    "gpu_memory_utilization": "Share of the device's memory to use.",
+    "num_kv_pages": "Pages of KV cache; default: as many as memory allows.",
+    "enable_prefix_caching": "Share the KV of equal prompt beginnings between requests.",
+    "seed": "Of dummy weights, and of requests that bring none.",
+    "plan": "The plan of a step: sequential, searched, or a path to a plan file.",
+    "scheduling_policy": f"How a step is filled: {', '.join(SCHEDULING_POLICIES)}.",
+    "compilation_cache_dir": "Where compiled programs are kept between runs; empty: nowhere. Default: ~/.cache/jaxflow/compiled.",
+}
+
+
+def define_engine_flags(model: str | None = None) -> None:
+    """Defines a flag for every field of `EngineConfig`; `model` is the default of --model, required if None."""
+    hints = get_type_hints(EngineConfig)
+    define = {int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_bool, str: flags.DEFINE_string}
+    for field in dataclasses.fields(EngineConfig):
+        default = model if field.name == "model" else field.default
+        kind = next(t for t in (get_args(hints[field.name]) or (hints[field.name],)) if t is not type(None))
+        define[kind](field.name, default, _HELP[field.name])
+    if model is None:
+        flags.mark_flag_as_required("model")
+
+
+def engine_config_from_flags() -> EngineConfig:
+    """The settings given on the command line. Raises: ConfigError, naming the flag's field."""
+    values = flags.FLAGS
+    given: dict[str, Any] = {field.name: values[field.name].value for field in dataclasses.fields(EngineConfig)}
+    return EngineConfig(**given)

@@ -1,0 +1,336 @@
+"""The Python API: `LLM` loads a model and generates, with the names and meanings that vLLM's users know."""
+
+import asyncio
+import contextlib
+import itertools
+import queue
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from jaxflow.config import EngineConfig
+from jaxflow.engine.build import prepare_process, start_engine
+from jaxflow.engine.request import Delta, Event, Finished, InvalidRequest, Logprob, QueueFull, Request, SamplingParams, Started, Usage
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.text.chat import encode_chat
+from jaxflow.text.detokenizer import Detokenizer, StopStrings
+from jaxflow.text.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int]
+
+
+class CompletionOutput(msgspec.Struct):
+    """One of a request's n sequences. `token_ids` ends with the stop token, if one ended it; `text` does not show it."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None  # stop, length or abort; None while it runs
+    stop_reason: int | str | None = None  # the stop token or string that ended it; None for the model's own end token
+
+
+class RequestOutput(msgspec.Struct):
+    """A request and what became of it."""
+
+    request_id: str
+    prompt: str | None  # None if it came as token ids
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+    usage: Usage | None = None  # of the sequence that ended last
+
+
+class RequestFailed(RuntimeError):
+    """The engine could not finish a request; its cause is chained."""
+
+
+class LLM:
+    """A model, loaded and warm.
+
+    Args:
+      model: a folder, a .gguf file, a converted checkpoint, a hub id, or the name of a shipped config (dummy weights).
+      settings: the other fields of `jaxflow.config.EngineConfig`, by name.
+
+    Raises:
+      ConfigError, CheckpointError, TokenizerError: naming what is wrong.
+    """
+
+    def __init__(self, model: str, *, progress: bool = True, **settings: Any):
+        self._load(EngineConfig(model=model, **settings), progress)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, progress: bool = True) -> "LLM":
+        """The same, from settings that were read already."""
+        llm = cls.__new__(cls)
+        llm._load(config, progress)
+        return llm
+
+    def _load(self, config: EngineConfig, progress: bool) -> None:
+        prepare_process(config)
+        checkpoint = open_checkpoint(config.model, load_format=config.load_format)
+        self.name = checkpoint.name
+        self.model_config = checkpoint.model_config
+        self.generation_config: Mapping[str, Any] = checkpoint.generation_config
+        source = config.tokenizer or checkpoint.tokenizer_path
+        self.tokenizer: Tokenizer | None = None if source is None else load_tokenizer(source)
+        self._engine = start_engine(config, checkpoint, progress=progress)
+        self.engine_config, self.driver = self._engine.config, self._engine.driver
+        self._ids = itertools.count()
+
+    @property
+    def max_model_len(self) -> int:
+        assert self.engine_config.max_model_len is not None
+        return self.engine_config.max_model_len
+
+    @property
+    def warm_up_s(self) -> float:
+        """Seconds that compiling took."""
+        return self._engine.warm_up_s
+
+    def close(self) -> None:
+        """Ends the engine's thread; what runs is aborted."""
+        self.driver.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
+    ) -> Request:
+        """A request the engine can take. Raises: InvalidRequest, naming the field, for one that it cannot."""
+        sampling = SamplingParams() if sampling is None else sampling
+        sampling.check_vocabulary(self.model_config.vocab_size)
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest("prompt", prompt, "token ids: this model came without a tokenizer")
+            ids = self.tokenizer.encode(prompt, add_special_tokens)
+        else:
+            ids = list(prompt)
+        self._check_prompt(ids, sampling)
+        if sampling.stop and self.tokenizer is None:
+            raise InvalidRequest("stop", sampling.stop, "no stop strings: this model came without a tokenizer")
+        name = request_id or f"request-{next(self._ids)}"
+        return Request(name, ids, sampling, priority=priority, cache_salt=cache_salt, make_stop_checker=self._stop_checker(ids, sampling))
+
+    def _stop_checker(self, ids: Sequence[int], s: SamplingParams) -> Callable[[], StopStrings] | None:
+        """Makes what looks for stop strings in one of the n sequences."""
+        tokenizer = self.tokenizer
+        if not s.stop or tokenizer is None:
+            return None
+        return lambda: StopStrings(tokenizer, ids, s.stop, skip_special_tokens=s.skip_special_tokens, min_tokens=s.min_tokens)
+
+    def _check_prompt(self, ids: Sequence[int], sampling: SamplingParams) -> None:
+        if not ids:
+            raise InvalidRequest("prompt", [], "at least one token")
+        worst = min(ids) if min(ids) < 0 else max(ids)
+        if not 0 <= worst < self.model_config.vocab_size:
+            raise InvalidRequest("prompt", worst, f"token ids 0 to {self.model_config.vocab_size - 1}")
+        room = self.max_model_len - len(ids)
+        if room < 1:
+            raise InvalidRequest(
+                "prompt", f"{len(ids)} tokens", f"at most {self.max_model_len - 1} tokens: the context holds {self.max_model_len}"
+            )
+        if sampling.max_tokens is not None and sampling.max_tokens > room:
+            raise InvalidRequest("max_tokens", sampling.max_tokens, f"at most {room} after a prompt of {len(ids)} tokens")
+        if sampling.min_tokens > room:
+            raise InvalidRequest("min_tokens", sampling.min_tokens, f"at most {room} after a prompt of {len(ids)} tokens")
+
+    # ---- offline
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Continues prompts, texts or lists of token ids; returns the outputs in their order.
+
+        Raises:
+          InvalidRequest: before anything runs, if one of them cannot be served. RequestFailed: a fault of the engine.
+        """
+        many = _as_list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        if len(each) != len(many):
+            raise InvalidRequest("params", f"{len(each)} of them", f"one, or one for each of the {len(many)} prompts")
+        requests = [self.request(prompt, p) for prompt, p in zip(many, each, strict=True)]
+        return self._run(requests, [p if isinstance(p, str) else None for p in many], use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or several. Raises: as `generate`, and ChatTemplateError."""
+        if self.tokenizer is None:
+            raise InvalidRequest("messages", "a conversation", "token ids: this model came without a tokenizer")
+        many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        requests = [self.request(encode_chat(self.tokenizer, m), params) for m in many]  # type: ignore[arg-type]
+        return self._run(requests, [None] * len(requests), use_tqdm)
+
+    def _run(self, requests: Sequence[Request], texts: Sequence[str | None], use_tqdm: bool) -> list[RequestOutput]:
+        box: _Queue = _Queue()
+        building = {r.request_id: _Building(self, r, text) for r, text in zip(requests, texts, strict=True)}
+        left, waiting = len(requests), iter(requests)
+        bar = tqdm(total=left, desc="generating", disable=not use_tqdm, unit="request", delay=1.0)
+        try:
+            held = self._submit_some(waiting, box, None)
+            while left:
+                for event in box.events.get():
+                    one = building[event.request_id]
+                    one.take(event)
+                    if one.output.finished:
+                        left -= 1
+                        bar.update()
+                        if one.error is not None:
+                            raise RequestFailed(f"request {event.request_id} failed") from one.error
+                held = self._submit_some(waiting, box, held) if held is not None else None
+        finally:
+            bar.close()
+            for one in building.values():
+                if not one.output.finished:
+                    self.driver.abort(one.output.request_id)
+        return [building[r.request_id].output for r in requests]
+
+    def _submit_some(self, waiting, box: "_Queue", held: Request | None) -> Request | None:
+        """Submits until the queue is full; returns the request that found no room, None when all are in."""
+        for request in itertools.chain([] if held is None else [held], waiting):
+            try:
+                self.driver.submit(request, box)
+            except QueueFull:
+                return request
+        return None
+
+    # ---- streaming
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """The growing output of one prompt, after each step that added to it. Closing the iterator ends the request.
+
+        Raises: InvalidRequest, QueueFull, Draining, RequestFailed.
+        """
+        request = self.request(prompt, params, request_id=request_id)
+        box = _AsyncQueue(asyncio.get_running_loop())
+        one = _Building(self, request, prompt if isinstance(prompt, str) else None)
+        self.driver.submit(request, box)
+        try:
+            while not one.output.finished:
+                for event in await box.events.get():
+                    one.take(event)
+                if one.error is not None:
+                    raise RequestFailed(f"request {request.request_id} failed") from one.error
+                yield one.output
+        finally:
+            if not one.output.finished:
+                self.driver.abort(request.request_id)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as several."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+class _Queue:
+    """A mailbox that a thread waits on."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+
+    def post(self, events: list[Event]) -> None:
+        self.events.put(events)
+
+
+class _AsyncQueue:
+    """A mailbox that a coroutine waits on."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.events: asyncio.Queue[list[Event]] = asyncio.Queue()
+
+    def post(self, events: list[Event]) -> None:
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody listens
+            self._loop.call_soon_threadsafe(self.events.put_nowait, events)
+
+
+class _Building:
+    """An output under way: events in, text and tokens out."""
+
+    def __init__(self, llm: LLM, request: Request, prompt: str | None):
+        self.error: BaseException | None = None
+        self._llm, self._request = llm, request
+        sampling = request.sampling
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else llm.model_config.eos_token_ids)}
+        self._ends = ends
+        outputs = [CompletionOutput(i, logprobs=None if sampling.logprobs is None else []) for i in range(sampling.n)]
+        self.output = RequestOutput(request.request_id, prompt, list(request.prompt_token_ids), None, outputs)
+        self._left = sampling.n
+        self._text: list[Detokenizer] = []
+        if llm.tokenizer is not None:
+            self._text = [self._detokenizer(llm.tokenizer) for _ in outputs]
+
+    def _detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
+        s = self._request.sampling
+        return Detokenizer(
+            tokenizer,
+            self._request.prompt_token_ids,
+            skip_special_tokens=s.skip_special_tokens,
+            stop=s.stop,
+            include_stop=s.include_stop_str_in_output,
+            min_tokens=s.min_tokens,
+        )
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Delta):
+            self._delta(self.output.outputs[event.index], event)
+        elif isinstance(event, Finished):
+            self._finished(self.output.outputs[event.index], event)
+        elif isinstance(event, Started):
+            self.output.num_cached_tokens = event.cached_prompt_tokens
+            if event.prompt_logprobs is not None:
+                self.output.prompt_logprobs = [None if d is None else self._named(d) for d in event.prompt_logprobs]
+
+    def _delta(self, out: CompletionOutput, event: Delta) -> None:
+        out.token_ids.extend(event.token_ids)
+        if out.logprobs is not None and event.logprobs is not None:
+            out.logprobs.extend(self._named(d) for d in event.logprobs)
+        if self._text:
+            shown = (
+                [t for t in event.token_ids if t not in self._ends]
+                if len(out.token_ids) > self._request.sampling.min_tokens
+                else event.token_ids
+            )
+            out.text += self._text[event.index].push(shown)
+
+    def _finished(self, out: CompletionOutput, event: Finished) -> None:
+        if self._text:
+            out.text += self._text[event.index].finish()
+        out.finish_reason = event.reason.value
+        eos = event.stop_token_id in self._llm.model_config.eos_token_ids
+        out.stop_reason = event.stop_string if event.stop_string is not None else (None if eos else event.stop_token_id)
+        self.error = event.error or self.error
+        self.output.usage = event.usage
+        self._left -= 1
+        self.output.finished = self._left == 0
+
+    def _named(self, found: dict[int, Logprob]) -> dict[int, Logprob]:
+        """With each token's text, where there is a tokenizer."""
+        tokenizer = self._llm.tokenizer
+        if tokenizer is None:
+            return found
+        return {t: Logprob(p.logprob, p.rank, tokenizer.token_text(t)) for t, p in found.items()}

@@ -1,0 +1,73 @@
+"""The paged KV cache on the device: one array of keys and one of values a layer, and how many pages fit.
+
+Each is [P, K, S, H]: a page of one head is one contiguous box, which is what the attention kernels load. Layers of
+one window share a page table (a layer group, axis G) and so a number of pages; a group of window layers needs no more
+pages than its windows can see.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.mesh import TP, axis_of, sharded
+
+
+def kv_heads(config: ModelConfig, tp: int) -> int:
+    """Key/value heads in the cache: each shard holds at least one, so they repeat where there are fewer than shards."""
+    return max(config.num_kv_heads, tp)
+
+
+def cache_spec(mesh: Mesh) -> PartitionSpec:
+    """Heads are cut over the tensor-parallel shards."""
+    return PartitionSpec(None, axis_of(mesh))
+
+
+def make_cache(config: ModelConfig, num_pages: tuple[int, ...], block_size: int, dtype, mesh: Mesh) -> list[tuple[jax.Array, jax.Array]]:
+    """Zeroed (keys, values) of every layer, each [P, K, S, H], P being the pages of the layer's group."""
+    sharding = sharded(mesh, cache_spec(mesh))
+    heads, width = kv_heads(config, mesh.shape[TP]), config.head_dim
+
+    def pages(layer):
+        return num_pages[config.windows.index(layer.window)]
+
+    zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)
+    return [tuple(zeros((pages(layer), heads, block_size, width), dtype) for _ in "kv") for layer in config.layers]
+
+
+def page_bytes(config: ModelConfig, block_size: int, dtype, tp: int) -> tuple[int, ...]:
+    """Bytes that one page of each layer group takes on one device, keys and values of all of the group's layers."""
+    one_layer = 2 * kv_heads(config, tp) // tp * block_size * config.head_dim * jnp.dtype(dtype).itemsize
+    return tuple(one_layer * sum(layer.window == window for layer in config.layers) for window in config.windows)
+
+
+def fit_pages(
+    config: ModelConfig, budget_bytes: int, *, block_size: int, dtype, tp: int, max_num_seqs: int, token_budget: int, max_model_len: int
+) -> tuple[int, ...]:
+    """Pages of each layer group that fit in `budget_bytes` of one device.
+
+    Window groups get what `max_num_seqs` sequences can see at most, full attention gets the rest.
+
+    Raises:
+      ConfigError: when not even one sequence of `max_model_len` tokens fits, naming what would.
+    """
+    sizes = page_bytes(config, block_size, dtype, tp)
+    whole = -(-max_model_len // block_size)
+    # A window of w tokens straddles one page more than it fills; chunks in flight need their own pages too.
+    per_sequence = tuple(whole if w is None else min(whole, -(-w // block_size) + 1) for w in config.windows)
+    in_flight = -(-token_budget // block_size)
+    ceilings = [max_num_seqs * (whole if w is None else n) + in_flight for w, n in zip(config.windows, per_sequence, strict=True)]
+    counts, left = list(ceilings), budget_bytes
+    for g in sorted(range(len(sizes)), key=lambda g: config.windows[g] is None):  # windows first, full attention last
+        spare = sum(sizes[j] * (per_sequence[j] + in_flight) for j in range(len(sizes)) if j > g) if config.windows[g] is not None else 0
+        counts[g] = min(ceilings[g], max(0, left - spare) // sizes[g])
+        left -= counts[g] * sizes[g]
+    if any(n < need for n, need in zip(counts, per_sequence, strict=True)):
+        need = sum(n * size for n, size in zip(per_sequence, sizes, strict=True))
+        raise ConfigError(
+            "max_model_len",
+            max_model_len,
+            f"one such sequence needs {need / 2**30:.2f} GiB of KV pages and {budget_bytes / 2**30:.2f} GiB are free; "
+            "lower max_model_len or raise gpu_memory_utilization",
+        )
+    return tuple(counts)

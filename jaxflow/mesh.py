@@ -1,0 +1,36 @@
+"""Devices -> a tensor-parallel mesh, and what runs on it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxflow.config import ConfigError
+
+TP = "tp"  # the mesh axis of tensor parallelism
+
+
+def make_mesh(tensor_parallel_size: int) -> Mesh:
+    """The first `tensor_parallel_size` devices in a row. Raises: ConfigError when there are fewer."""
+    devices = jax.devices()
+    if tensor_parallel_size > len(devices):
+        raise ConfigError("tensor_parallel_size", tensor_parallel_size, f"at most the {len(devices)} devices that are here")
+    return Mesh(np.array(devices[:tensor_parallel_size]), (TP,))
+
+
+def axis_of(mesh: Mesh) -> str | None:
+    """The axis that ops sum over, or None on a single device, where there is nothing to sum."""
+    return TP if mesh.shape[TP] > 1 else None
+
+
+def sharded(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(mesh, spec)
+
+
+def over_shards(fn: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """`fn` as it runs on each device of the mesh; `fn` itself where there is one device."""
+    if axis_of(mesh) is None:
+        return fn
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
