@@ -22,11 +22,11 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxflow.config import ConfigError, ModelConfig
-from jaxflow.gguf_header import write_metadata_only
 from jaxflow.mesh import TP, sharded
 from jaxflow.model import orbax_file
 from jaxflow.model.generation_config import generation_settings
 from jaxflow.model.gguf_file import GgufFile
+from jaxflow.model.gguf_tensors import write_metadata_only
 from jaxflow.model.hf_config import model_config_from_hf
 from jaxflow.model.hub import download
 from jaxflow.model.safetensors_file import SafetensorsFolder
@@ -108,7 +108,7 @@ def shipped_configs() -> list[str]:
 
 
 def open_checkpoint(model: str, *, load_format: str = "auto") -> Checkpoint:
-    """Finds a model: a folder (Hugging Face's or converted), a .gguf file or a hub id; for dummy weights also a config.json or a shipped name.
+    """Finds a model: a folder (Hugging Face's or converted), a .gguf file or a hub id; for dummies also a config.json or shipped name.
 
     Raises:
       CheckpointError: nothing there, not readable, damaged, or without weights; it names the file.

@@ -5,20 +5,18 @@ import math
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from gguf import GGMLQuantizationType, dequantize
 
 from jaxflow.config import ConfigError, ModelConfig
-from jaxflow.gguf_header import GgufError, GgufTensor, read_gguf_header
+from jaxflow.model.gguf_tensors import GgufTensor, read_gguf
 from jaxflow.model.hf_config import model_config_from_hf, token_ids
 from jaxflow.model.hf_keys import Keys
 from jaxflow.model.source import CheckpointError
 from jaxflow.model.tensor_names import gguf_to_hf
 
-_PLAIN = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16, GGMLQuantizationType.BF16: ml_dtypes.bfloat16}
-_TYPE_NAMES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-_TYPES = tuple(GGMLQuantizationType[name] for name in _TYPE_NAMES)
+_PLAIN = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16, GGMLQuantizationType.BF16: jnp.bfloat16}
 _ROPE_FREQS = "rope_freqs.weight"
 _IRRELEVANT = frozenset({"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "use_parallel_residual"})
 _ONLY = {"attention.causal": (True,), "expert_count": (0,), "expert_used_count": (0,), "rope.scaling.attn_factor": (1.0,)}
@@ -31,25 +29,17 @@ class GgufFile:
     """Tensors by their Hugging Face names, read one at a time from the memory-mapped file.
 
     Raises:
-      CheckpointError: no GGUF file, cut short or damaged; a tensor type that is not supported.
+      CheckpointError: no GGUF file, cut short or damaged; a tensor of a type that is not supported.
       ConfigError: an architecture or a setting that is not supported, naming the metadata key.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        try:
-            self._header = read_gguf_header(path)
-        except GgufError as error:
-            raise CheckpointError(str(error)) from error
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
-        for tensor in self._header.tensors.values():
-            _check_tensor(path, tensor, self._header.file_size)
+        self._metadata, self._by_gguf_name = read_gguf(path)
         self._data = np.memmap(path, np.uint8, mode="r")
-        self.metadata_end = self._header.metadata_end
         self.config = self._config()
         names = gguf_to_hf(self.config)
-        self._tensors = {names.get(name, name): tensor for name, tensor in self._header.tensors.items() if name != _ROPE_FREQS}
+        self._tensors = {names.get(name, name): tensor for name, tensor in self._by_gguf_name.items() if name != _ROPE_FREQS}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
@@ -66,18 +56,17 @@ class GgufFile:
     def generation_config(self) -> dict[str, Any]:
         """The sampling settings in the metadata, as `generation_config.json` calls them."""
         names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
-        metadata = self._header.metadata
-        return {name: metadata[f"general.sampling.{key}"] for key, name in names.items() if f"general.sampling.{key}" in metadata}
+        metadata = self._metadata
+        return {name: _plain(metadata[f"general.sampling.{key}"]) for key, name in names.items() if f"general.sampling.{key}" in metadata}
 
     def _values(self, tensor: GgufTensor) -> np.ndarray:
-        kind = GGMLQuantizationType(tensor.type)
-        data = self._data[tensor.offset : tensor.offset + _bytes(tensor)]
-        if kind in _PLAIN:
-            return data.view(_PLAIN[kind]).reshape(tensor.shape)
-        return dequantize(data.reshape(*tensor.shape[:-1], -1), kind)
+        data = self._data[tensor.start : tensor.stop]
+        if tensor.kind in _PLAIN:
+            return data.view(_PLAIN[tensor.kind]).reshape(tensor.shape)
+        return dequantize(data.reshape(*tensor.shape[:-1], -1), tensor.kind)
 
     def _config(self) -> ModelConfig:
-        metadata = self._header.metadata
+        metadata = self._metadata
         architecture = metadata.get("general.architecture")
         if architecture not in _READERS:
             raise ConfigError("general.architecture", architecture, f"one of {', '.join(_READERS)}")
@@ -86,11 +75,11 @@ class GgufFile:
         if metadata.get("split.count", 1) not in (0, 1):
             raise ConfigError("split.count", metadata["split.count"], "one file; merge the parts with gguf-split first")
         prefix = architecture + "."
-        keys = Keys({key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}, prefix)
-        embedding = self._header.tensors.get("token_embd.weight")
+        keys = Keys({key.removeprefix(prefix): _plain(value) for key, value in metadata.items() if key.startswith(prefix)}, prefix)
+        embedding = self._by_gguf_name.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise CheckpointError(f"{self.path}: missing tensors: token_embd.weight")
-        hf = _common(keys) | {"vocab_size": embedding.shape[0], "tie_word_embeddings": "output.weight" not in self._header.tensors}
+        hf = _common(keys) | {"vocab_size": embedding.shape[0], "tie_word_embeddings": "output.weight" not in self._by_gguf_name}
         hf |= {"bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"), "eos_token_id": _end_tokens(metadata)}
         hf |= {"rope_parameters": self._rope(keys, hf)}
         config = _READERS[architecture](keys, hf)
@@ -105,33 +94,17 @@ class GgufFile:
         if kind not in ("none", "linear"):
             raise ConfigError(keys.name("rope.scaling.type"), kind, "none or linear")
         linear = kind == "linear" and factor not in (0.0, 1.0)
-        if _ROPE_FREQS not in self._header.tensors:
+        if _ROPE_FREQS not in self._by_gguf_name:
             return {"rope_type": "linear", "factor": factor, "rope_theta": theta} if linear else {"rope_theta": theta}
         if linear:
             raise ConfigError(keys.name("rope.scaling.factor"), factor, f"1 beside a tensor {_ROPE_FREQS}")
-        divisors = np.asarray(self._values(self._header.tensors[_ROPE_FREQS]), np.float64)
+        divisors = np.asarray(self._values(self._by_gguf_name[_ROPE_FREQS]), np.float64)
         return llama3_scaling(theta, hf["head_dim"], divisors, original) | {"rope_theta": theta}
 
 
-def _check_tensor(path: Path, tensor: GgufTensor, file_size: int) -> None:
-    if tensor.type not in _TYPES:
-        known = {kind.value: kind.name for kind in GGMLQuantizationType}
-        raise CheckpointError(
-            f"{path}: tensor {tensor.name!r} is of type {known.get(tensor.type, tensor.type)}; supported are {', '.join(_TYPE_NAMES)}"
-        )
-    kind = GGMLQuantizationType(tensor.type)
-    if not tensor.shape or tensor.shape[-1] % GGML_QUANT_SIZES[kind][0]:
-        raise CheckpointError(
-            f"{path}: tensor {tensor.name!r} of type {kind.name} has rows of a length its blocks do not divide: {tensor.shape}"
-        )
-    end = tensor.offset + _bytes(tensor)
-    if end > file_size:
-        raise CheckpointError(f"{path}: cut short: tensor {tensor.name!r} ends at byte {end}, the file at {file_size}")
-
-
-def _bytes(tensor: GgufTensor) -> int:
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
-    return math.prod(tensor.shape) // block * size
+def _plain(value: Any) -> Any:
+    """A float32 as its shortest decimal, as people write it in a config: 1e-05 and not 9.999999747378752e-06."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _end_tokens(metadata: dict[str, Any]) -> list[int]:

@@ -42,6 +42,11 @@ def read_metadata(path: str | Path) -> dict[str, Value]:
       GgufError: not a GGUF file, another version or byte order, truncated, or not UTF-8; the message names file and key.
       OSError: the file cannot be opened.
     """
+    return read_metadata_section(path)[0]
+
+
+def read_metadata_section(path: str | Path) -> tuple[dict[str, Value], int]:
+    """`read_metadata`, and the byte at which the section ends."""
     path = Path(path)
     with path.open("rb") as file:
         if path.stat().st_size < 24:
@@ -50,7 +55,7 @@ def read_metadata(path: str | Path) -> dict[str, Value]:
             return _read(path, data)
 
 
-def _read(path: Path, data: mmap.mmap) -> dict[str, Value]:
+def _read(path: Path, data: mmap.mmap) -> tuple[dict[str, Value], int]:
     magic, version, _tensors, keys = struct.unpack_from("<4sIQQ", data)
     if magic != b"GGUF":
         raise GgufError(f"{path}: starts with {magic!r}, a GGUF file with b'GGUF'")
@@ -72,7 +77,7 @@ def _read(path: Path, data: mmap.mmap) -> dict[str, Value]:
         raise GgufError(f"{path}: ends in the middle of {key!r}, at byte {at} of {len(data)}") from error
     except (GgufError, UnicodeDecodeError) as error:
         raise GgufError(f"{path}: {key!r}: {error}") from error
-    return values
+    return values, at
 
 
 def _value(data: mmap.mmap, at: int, kind: int) -> tuple[Value, int]:
