@@ -64,19 +64,27 @@ def sources(root: Path) -> list[str]:
     return sorted(str(p) for p in found if p.parts[0] not in NOT_SOURCES and not any(part.startswith(".") for part in p.parts))
 
 
-def imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything the file imports, wherever in it; `from a import b` is a.b."""
+def imports(path: Path, module: str) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    """(node, dotted name) of everything the file imports, wherever in it; `from a import b` is a.b."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             package = module.split(".")[: -node.level + (path.name == "__init__.py") or None] if node.level else []
             base = ".".join([*package, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            yield from ((node, f"{base}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Call):
             called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if called in ("import_module", "__import__") and node.args and isinstance(node.args[0], ast.Constant):
-                yield node.lineno, str(node.args[0].value)
+                yield node, str(node.args[0].value)
+
+
+def entry_lines(path: Path) -> set[int]:
+    """The lines under `if __name__ == "__main__":`, which run when the file is the command, never when it is imported."""
+    blocks = [
+        n for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.If) and ast.unparse(n.test) == "__name__ == '__main__'"
+    ]
+    return {line for block in blocks for line in range(block.lineno, (block.end_lineno or block.lineno) + 1)}
 
 
 def module_name(path: str) -> str:
@@ -127,15 +135,16 @@ def violations(root: Path) -> list[str]:
             found.append(f"{src}: no target of BUILD owns it")
             continue
         target, edges = owner[src], graph.setdefault(src, set())
-        for line, name in imports(root / src, module_name(src)):
-            where, first = f"{src}:{line}", name.split(".")[0]
+        entry = entry_lines(root / src)
+        for node, name in imports(root / src, module_name(src)):
+            where, first = f"{src}:{node.lineno}", name.split(".")[0]
             if first in top_level:
                 imported = module_files.get(name) or module_files.get(name.rpartition(".")[0])
                 if imported is None:
                     found.append(f"{where}: no file is the module {name}")
                 elif imported not in target.srcs and (imported not in owner or f":{owner[imported].name}" not in target.deps):
                     found.append(f"{where}: {target.name} may not import {name}")
-                elif imported != src:
+                elif imported != src and node.lineno not in entry:
                     edges.add(imported)
             elif first not in sys.stdlib_module_names:
                 labels = {_label(distribution) for distribution in distributions.get(first, [first])}
