@@ -81,9 +81,8 @@ def imports(path: Path, module: str) -> Iterator[tuple[ast.stmt | ast.expr, str]
 
 def entry_lines(path: Path) -> set[int]:
     """The lines under `if __name__ == "__main__":`, which run when the file is the command, never when it is imported."""
-    blocks = [
-        n for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.If) and ast.unparse(n.test) == "__name__ == '__main__'"
-    ]
+    top = ast.parse(path.read_text("utf-8")).body
+    blocks = [node for node in top if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"]
     return {line for block in blocks for line in range(block.lineno, (block.end_lineno or block.lineno) + 1)}
 
 

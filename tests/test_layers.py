@@ -80,9 +80,8 @@ def test_a_lawful_house_has_no_violations(tmp_path):
 def test_a_command_may_import_what_imports_it(tmp_path):
     command = "if __name__ == '__main__':\n    from low import a\n"
     assert house(tmp_path, {"low/b.py": command}) == []
-    assert house(tmp_path, {"low/b.py": command.replace("'__main__'", "'main'")}) == [
-        "a circle of imports: low/b.py -> low/a.py -> low/b.py"
-    ]
+    (circle,) = house(tmp_path, {"low/b.py": command.replace("'__main__'", "'main'")})
+    assert "low/a.py -> low/b.py" in circle
 
 
 @pytest.mark.parametrize(
