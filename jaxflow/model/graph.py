@@ -10,6 +10,7 @@ work is of one of the `tp` tensor-parallel devices.
 """
 
 import dataclasses
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -34,10 +35,13 @@ class Work:
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+        return Work(*map(operator.add, self._values(), other._values()))
 
     def __mul__(self, factor: float) -> "Work":
-        return Work(*(a * factor for a in dataclasses.astuple(self)))
+        return Work(*(value * factor for value in self._values()))
+
+    def _values(self) -> tuple[float, ...]:
+        return self.flops, self.weight_bytes, self.kv_bytes, self.activation_bytes, self.network_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""Runs the engine's own scheduler against the cost model instead of a device: policies and chunk sizes compared on any GPU.
+
+Each step takes what `jaxflow.model.cost` says that its composition takes, op after op; nothing else takes time.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxflow.bench.report import Record
+from jaxflow.bench.workload import Item
+from jaxflow.engine.request import Request, SamplingParams
+from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
+from jaxflow.engine.work import StepWork
+from jaxflow.model.composition import Composition
+
+BLOCK_SIZE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How steps are filled. `chunk_size` is for the policies that have one; `budget` bounds the tokens of any step."""
+
+    name: str
+    budget: int
+    chunk_size: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What came of a simulation: a record of each item on the simulated clock, and the composition of each step."""
+
+    records: list[Record]
+    duration_s: float
+    steps: list[Composition]
+
+    @property
+    def token_throughput(self) -> float:
+        """Prompt and output tokens per second."""
+        return sum(r.prompt_tokens + r.output_tokens for r in self.records) / self.duration_s
+
+
+def composition(work: StepWork) -> Composition:
+    """What a scheduled step is made of, for the cost model. Rows that a policy pads count as decodes of no keys."""
+    rows = work.bucket - sum(chunk.tokens for chunk in work.chunks)
+    keys = float(work.decode_positions.sum() + len(work.decode_positions)) / rows if rows else 0.0
+    chunks = tuple((chunk.tokens, chunk.start) for chunk in work.chunks)
+    return Composition(rows, keys, chunks, len(work.sampled))
+
+
+def simulate(items: Sequence[Item], policy: Policy, slots: int, step_s: Callable[[Composition], float]) -> Run:
+    """All items, each from its arrival on, at most `slots` of them running at once with room for all their keys.
+
+    step_s: seconds of a step.
+    """
+    longest = max(item.prompt_tokens + item.output_tokens for item in items)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            token_budget=policy.budget,
+            max_num_seqs=slots,
+            block_size=BLOCK_SIZE,
+            windows=(None,),
+            num_pages=(slots * (-(-longest // BLOCK_SIZE) + 1),),
+            max_model_len=longest,
+            buckets=tuple(range(1, policy.budget + 1)),  # the cost model does its own rounding
+            policy=policy.name,
+            chunk_size=policy.chunk_size,
+            enable_prefix_caching=False,
+            max_waiting=len(items),
+        )
+    )
+    coming = sorted(range(len(items)), key=lambda i: items[i].arrival_s, reverse=True)
+    records = [Record(item.prompt_tokens, item.arrival_s) for item in items]
+    now, steps = 0.0, []
+    left = len(items)
+    while left:
+        while coming and items[coming[-1]].arrival_s <= now:
+            i = coming.pop()
+            sampling = SamplingParams(temperature=0.0, max_tokens=items[i].output_tokens, ignore_eos=True)
+            scheduler.add(Request(str(i), np.zeros(items[i].prompt_tokens, np.int32).tolist(), sampling), now)
+        work = scheduler.schedule(now)
+        if work is None:
+            now = items[coming[-1]].arrival_s
+            continue
+        steps.append(composition(work))
+        now += step_s(steps[-1])
+        sampled = [seq for seq in work.sampled if not seq.finished]
+        scheduler.commit(sampled, [0] * len(sampled))
+        for seq in sampled:
+            record = records[int(seq.request.request_id)]
+            record.deliveries.append((now, 1))
+            if record.output_tokens == seq.request.sampling.max_tokens:
+                record.finished_s = now
+                scheduler.finish(seq)
+                left -= 1
+    return Run(records, now, steps)

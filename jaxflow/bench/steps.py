@@ -1,0 +1,88 @@
+"""What the device did with its time: each step's bucket, its own time, and the device's idle time before it."""
+
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from jaxflow.engine.executor import Executor
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """`enqueued_s` and `done_s` are times of one clock; a step is done when its sampled tokens are there."""
+
+    bucket: int
+    decode_tokens: int
+    prefill_tokens: int
+    enqueued_s: float
+    done_s: float
+
+
+@contextlib.contextmanager
+def step_log(executor: Executor) -> Iterator[list[Step]]:
+    """Logs every step that the executor runs while the block does; the list is complete when the block ends.
+
+    A thread waits for each step on the device, so the engine's own thread pays for two clock readings and a queue.
+    """
+    log: list[Step] = []
+    enqueued: queue.SimpleQueue[tuple[Any, dict[str, Any]] | None] = queue.SimpleQueue()
+    run = executor.run
+
+    def logged(layout, buffer, *args, **kwargs):
+        fields = layout.views(buffer)
+        decodes, tokens = int(fields["num_decodes"]), int((fields["token_rows"] >= 0).sum())
+        pending = run(layout, buffer, *args, **kwargs)
+        known = {"bucket": layout.tokens, "decode_tokens": decodes, "prefill_tokens": tokens - decodes}
+        enqueued.put((pending.tokens, known | {"enqueued_s": time.perf_counter()}))
+        return pending
+
+    def wait() -> None:
+        while (entry := enqueued.get()) is not None:
+            tokens, known = entry
+            tokens.block_until_ready()
+            log.append(Step(**known, done_s=time.perf_counter()))
+
+    thread = threading.Thread(target=wait, name="step-log", daemon=True)
+    thread.start()
+    executor.run = logged  # an attribute of this one executor, in front of the method
+    try:
+        yield log
+    finally:
+        del executor.run
+        enqueued.put(None)
+        thread.join()
+
+
+def summary(log: list[Step]) -> dict[str, Any] | None:
+    """Steps by bucket with their mean time, and the share of the time between first and last step that the device idled.
+
+    A step starts when it is enqueued or when the one before it is done, whichever is later; in between the device idles.
+    """
+    if not log:
+        return None
+    start, idle_s, gaps = log[0].enqueued_s, 0.0, 0
+    by_bucket: dict[int, list[float]] = {}
+    before = log[0].enqueued_s
+    for step in log:
+        gap = max(0.0, step.enqueued_s - before)
+        idle_s, gaps = idle_s + gap, gaps + (gap > 0)
+        by_bucket.setdefault(step.bucket, []).append(step.done_s - max(before, step.enqueued_s))
+        before = step.done_s
+    total_s = log[-1].done_s - start
+    tokens = sum(step.decode_tokens + step.prefill_tokens for step in log)
+    return {
+        "steps": len(log),
+        "mean_step_ms": 1e3 * total_s / len(log),
+        "device_idle_share": idle_s / total_s if total_s else 0.0,
+        "steps_after_idle": gaps,
+        "mean_tokens": tokens / len(log),
+        "mean_decode_tokens": sum(step.decode_tokens for step in log) / len(log),
+        "padding_share": 1 - tokens / sum(step.bucket for step in log),
+        "by_bucket": {
+            str(bucket): {"steps": len(times), "mean_ms": 1e3 * sum(times) / len(times)} for bucket, times in sorted(by_bucket.items())
+        },
+    }
