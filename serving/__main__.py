@@ -1,0 +1,162 @@
+"""Serves a model over gRPC: `python -m serving --model FOLDER_OR_FILE_OR_HUB_ID --port 50051`.
+
+Prints "ready on host:port" once the model is loaded and warm. SIGTERM or an interrupt lets running requests finish,
+refuses new ones, and exits with 0; a second one exits at once. Operations (statistics, draining) are on --admin_port.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import app, flags
+
+import jaxflow.flags
+from jaxflow.config import ConfigError, EngineConfig
+from serving.server import ListenError, Server, ServerConfig
+
+if TYPE_CHECKING:
+    from jaxflow.llm import LLM
+
+HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 or [::] for every network.")
+PORT = flags.DEFINE_integer("port", 50051, "Port of the services; 0: the system chooses.", lower_bound=0, upper_bound=65535)
+ADMIN_HOST = flags.DEFINE_string("admin_host", "127.0.0.1", "Address of the admin service.")
+ADMIN_PORT = flags.DEFINE_integer(
+    "admin_port", 50052, "Port of the admin service; 0: the system chooses.", lower_bound=0, upper_bound=65535
+)
+TLS_CERT = flags.DEFINE_string("tls_cert", None, "PEM file of the server's certificate (chain); both listeners then speak TLS.")
+TLS_KEY = flags.DEFINE_string("tls_key", None, "PEM file of its private key.")
+TLS_CLIENT_CA = flags.DEFINE_string("tls_client_ca", None, "PEM file of an authority; callers must show a certificate it signed.")
+AUTH_TOKEN_FILE = flags.DEFINE_string("auth_token_file", None, "File of bearer tokens, one a line; callers must bring one of them.")
+DRAIN_TIMEOUT_S = flags.DEFINE_float("drain_timeout_s", 30.0, "How long running requests may go on after SIGTERM.", lower_bound=0.0)
+MAX_PENDING_TOKENS = flags.DEFINE_integer(
+    "max_pending_tokens", 1024, "Unread tokens of a sequence, beyond which its slow caller is dropped.", lower_bound=1
+)
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    try:
+        engine = jaxflow.flags.engine_config_from_flags()
+        config = ServerConfig(
+            host=HOST.value.strip("[]"),
+            port=PORT.value,
+            admin_host=ADMIN_HOST.value.strip("[]"),
+            admin_port=ADMIN_PORT.value,
+            tls_cert=TLS_CERT.value,
+            tls_key=TLS_KEY.value,
+            tls_client_ca=TLS_CLIENT_CA.value,
+            auth_tokens=read_tokens(AUTH_TOKEN_FILE.value),
+            drain_timeout_s=DRAIN_TIMEOUT_S.value,
+            max_pending_tokens=MAX_PENDING_TOKENS.value,
+        )
+        return asyncio.run(serve(config, lambda: load(engine)))
+    except (ListenError, OSError, ValueError) as error:
+        # The package's own errors name the setting or the file at fault; any other ValueError is a bug of ours.
+        if isinstance(error, ValueError) and not type(error).__module__.startswith("jaxflow."):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def read_tokens(path: str | None) -> tuple[str, ...]:
+    """The tokens of the file. Raises: ConfigError, if there are none: the server would be open."""
+    if path is None:
+        return ()
+    tokens = tuple(line.strip() for line in Path(path).read_text().splitlines() if line.strip())
+    if not tokens or not all(token.isascii() for token in tokens):
+        raise ConfigError("auth_token_file", path, "a file with at least one token, one a line, in ASCII")
+    return tokens
+
+
+def load(config: EngineConfig) -> "LLM":
+    from jaxflow.llm import LLM  # JAX takes seconds to import: the port is bound, or found taken, before
+
+    return LLM.from_config(config)
+
+
+async def serve(config: ServerConfig, load: Callable[[], "LLM"]) -> int:
+    """Serves until a signal comes, or the engine dies; returns the exit status.
+
+    Raises:
+      ListenError: when the ports or certificates cannot be used; what `load` raises.
+    """
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+
+    def on_signal() -> None:
+        if asked.is_set():
+            os._exit(130)  # the second: whoever sends it does not want to wait
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    server = Server(config)
+    await server.start()
+    say(f"listening on {config.host}:{server.port}, admin on {config.admin_host}:{server.admin_port}; loading the model")
+    for warning in warnings(config):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    loading = in_thread(load)
+    stopping = asyncio.create_task(asked.wait())
+    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        say("stopped while loading")
+        os._exit(0)  # XLA cannot be interrupted, and there is nothing to finish
+    llm = loading.result()
+    await server.serve(llm)
+    say(f"ready on {config.host}:{server.port}")
+    dying = asyncio.create_task(server.engine_death())
+    await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
+    if dying.done():
+        print("error: the engine has stopped after a fault; the log says more", file=sys.stderr, flush=True)
+    else:
+        say(f"draining: running requests have {config.drain_timeout_s:g} s to finish")
+        aborted = await server.drain()
+        say(f"drained, {aborted} aborted")
+    await server.stop()
+    await asyncio.to_thread(llm.close)
+    return 1 if dying.done() else 0
+
+
+def in_thread[T](work: Callable[[], T]) -> asyncio.Future[T]:
+    """The result of `work`, on a thread that does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            loop.call_soon_threadsafe(future.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(future.set_result, result)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return future
+
+
+def warnings(config: ServerConfig) -> list[str]:
+    """What an operator may not have meant."""
+    result = []
+    for flag, host in (("--host", config.host), ("--admin_host", config.admin_host)):
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            if not config.auth_tokens and not config.tls_client_ca:
+                result.append(f"{flag}={host}: whoever reaches this port may use it; see --auth_token_file and --tls_client_ca")
+            elif not config.tls_cert:
+                result.append(f"{flag}={host}: tokens and prompts travel unencrypted; see --tls_cert")
+    return result
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    jaxflow.flags.define_engine_flags()
+    flags.adopt_module_key_flags(jaxflow.flags)
+    app.run(main)

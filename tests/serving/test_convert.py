@@ -1,0 +1,86 @@
+"""Settings from the wire: what is unset takes the checkpoint's word, then the proto's; refusals name the field's path."""
+
+import math
+
+import pytest
+
+from jaxflow.config import ConfigError
+from jaxflow.engine.request import InvalidRequest, SamplingParams
+from serving import convert
+from serving import generate_pb2 as pb
+
+
+def test_nothing_set_means_the_defaults_of_the_proto():
+    assert convert.sampling_params(pb.SamplingParams(), {}) == SamplingParams(max_tokens=None)
+
+
+def test_the_checkpoint_fills_what_is_unset_and_only_that():
+    defaults = convert.sampling_defaults({"temperature": 0.5, "top_k": 40, "top_p": None, "do_sample": True, "eos_token_id": 2})
+    assert defaults == {"temperature": 0.5, "top_k": 40}
+    params = convert.sampling_params(pb.SamplingParams(temperature=0.0), defaults)
+    assert (params.temperature, params.top_k, params.top_p) == (0.0, 40, 1.0)
+
+
+@pytest.mark.parametrize("config", [{"temperature": -1.0}, {"top_p": 0.0}, {"temperature": "hot"}])
+def test_a_generation_config_nobody_could_be_served_with_is_found_at_the_start(config):
+    with pytest.raises(ConfigError, match="generation_config"):
+        convert.sampling_defaults(config)
+
+
+def test_every_setting_arrives():
+    message = pb.SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=5,
+        min_p=0.125,
+        seed=-9,
+        max_tokens=30,
+        min_tokens=2,
+        n=3,
+        stop=["a", "b"],
+        stop_token_ids=[4, 5],
+        ignore_eos=True,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.75,
+        logit_bias={7: 1.5},
+        logprobs=0,
+        prompt_logprobs=3,
+        skip_special_tokens=False,
+        include_stop_string=True,
+    )
+    expected = SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=5,
+        min_p=0.125,
+        seed=-9,
+        max_tokens=30,
+        min_tokens=2,
+        n=3,
+        stop=("a", "b"),
+        stop_token_ids=(4, 5),
+        ignore_eos=True,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.75,
+        logit_bias={7: 1.5},
+        logprobs=0,
+        prompt_logprobs=3,
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+    )
+    assert convert.sampling_params(message, {"temperature": 9.0}) == expected
+    changed = [name for name, value in vars(SamplingParams()).items() if getattr(expected, name) == value]
+    assert changed == [], "a field this test does not set cannot be seen to arrive"
+
+
+def test_a_refused_setting_is_named_by_its_path():
+    with pytest.raises(InvalidRequest) as refused:
+        convert.sampling_params(pb.SamplingParams(top_p=math.nan), {})
+    assert refused.value.field == "sampling.top_p"
+    with pytest.raises(InvalidRequest) as refused:
+        convert.sampling_params(pb.SamplingParams(logit_bias={3: math.inf}), {})
+    assert refused.value.field == "sampling.logit_bias[3]"
+    prompt = convert.at_path(InvalidRequest("prompt_token_ids", 9, "less"), "token_ids.ids")
+    assert (prompt.field, prompt.value) == ("token_ids.ids", 9)

@@ -1,0 +1,88 @@
+"""The way from the engine's thread: one wake-up a step, in order, and a queue that is never longer than it may be."""
+
+import asyncio
+import threading
+
+from jaxflow.engine.request import Delta, Started
+from serving.streams import Stream, Switchboard
+
+
+def delta(request_id: str, *tokens: int) -> Delta:
+    return Delta(request_id, 0, tokens)
+
+
+def test_a_step_wakes_the_loop_once_however_many_streams_it_has_tokens_for():
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        wakeups = 0
+
+        class Counting:
+            def call_soon_threadsafe(self, *work):
+                nonlocal wakeups
+                wakeups += 1
+                loop.call_soon_threadsafe(*work)
+
+        board = Switchboard(Counting())
+        streams = {name: Stream(100, lambda: None) for name in "abc"}
+        for name, stream in streams.items():
+            board.connect(name, stream)
+        steps = [[delta(name, step) for name in "abc"] for step in range(5)]
+        engine = threading.Thread(target=lambda: [board.post(events) for events in steps])
+        engine.start()
+        engine.join()
+        for name, stream in streams.items():
+            assert await stream.take() == [delta(name, step) for step in range(5)]
+        assert wakeups == 5
+
+    asyncio.run(scenario())
+
+
+def test_a_disconnected_stream_hears_nothing_more():
+    async def scenario():
+        board = Switchboard(asyncio.get_running_loop())
+        gone, there = Stream(100, lambda: None), Stream(100, lambda: None)
+        board.connect("gone", gone)
+        board.connect("there", there)
+        board.disconnect("gone")
+        board.disconnect("never connected")
+        board.post([delta("gone", 1), delta("unknown", 2), delta("there", 3)])
+        assert await there.take() == [delta("there", 3)]
+        assert gone._events == []
+
+    asyncio.run(scenario())
+
+
+def test_take_waits_for_the_first_event():
+    async def scenario():
+        stream = Stream(100, lambda: None)
+        taking = asyncio.create_task(stream.take())
+        await asyncio.sleep(0)
+        assert not taking.done()
+        stream.put([delta("a", 1)])
+        stream.put([delta("a", 2)])
+        assert await taking == [delta("a", 1), delta("a", 2)]
+
+    asyncio.run(scenario())
+
+
+def test_too_many_tokens_overflow_once_and_hold_no_memory():
+    async def scenario():
+        overflows = []
+        stream = Stream(3, lambda: overflows.append(1))
+        stream.put([Started("a", 1, 0, 0), delta("a", 1, 2, 3)])
+        assert not stream.overflowed
+        await stream.take()  # what was taken no longer counts
+        stream.put([delta("a", 1, 2, 3)])
+        assert not overflows
+        stream.put([delta("a", 4)])
+        stream.put([delta("a", 5)])
+        assert (stream.overflowed, overflows, stream._events) == (True, [1], [])
+
+    asyncio.run(scenario())
+
+
+def test_posting_after_the_loop_has_ended_is_harmless():
+    loop = asyncio.new_event_loop()
+    board = Switchboard(loop)
+    loop.close()
+    board.post([delta("a", 1)])
