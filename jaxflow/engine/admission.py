@@ -66,9 +66,9 @@ class Forecast:
         late, phase = np.divmod(steps, block_size)
         # ceil((c + t) / S) with c + S - 1 = S * whole + part and t = S * late + phase is whole + late, and one more if
         # part + phase >= S. Row k sums it at t = steps[k] over all that are still there: rows 0..k, and equals of row k.
-        carries = np.cumsum(part[:, None] >= block_size - np.arange(block_size), axis=0, dtype=np.int16)
-        rows = np.arange(len(order))
-        use = common + np.cumsum(whole - discount[order]) + (rows + 1) * late + carries[rows, phase]
+        rows = np.arange(1, len(order) + 1)
+        carries = _count_at_least(part, block_size - phase, block_size)
+        use = common + np.cumsum(whole - discount[order]) + rows * late + carries
         self._steps = np.append(steps, _FOREVER)
         self._use = np.append(use, common)
 
@@ -83,3 +83,23 @@ class Forecast:
     def add(self, begin: int, end: int, discount: int) -> None:
         """Adds it for good."""
         self._use = self._use + self._growth(begin, end, discount)
+
+
+def _count_at_least(values: np.ndarray, floors: np.ndarray, size: int, block: int = 32) -> np.ndarray:
+    """For each k how many of values[0..k] are at least floors[k]: int [n]; values in 0..size-1, floors in 1..size.
+
+    Whole blocks before k by their histograms, the rest of k's own block one by one: O(n (block + size / block)).
+    """
+    n = len(values)
+    blocks = -(-n // block)
+    block_of = np.arange(n) // block
+    histogram = np.bincount(block_of * (size + 1) + values, minlength=blocks * (size + 1)).reshape(blocks, size + 1)
+    at_least = histogram[:, ::-1].cumsum(axis=1)[:, ::-1]
+    before = at_least.cumsum(axis=0) - at_least
+    own, bars = np.zeros(blocks * block, np.int16), np.ones(blocks * block, np.int16)
+    own[:n], bars[:n] = values, floors
+    # [i, b, k]: value i of block b against the floor of row k of block b, for i <= k; summed over i
+    own = np.ascontiguousarray(own.reshape(blocks, block).T)
+    counts = (own[:, :, None] >= bars.reshape(blocks, block)) & np.tri(block, dtype=bool).T[:, None, :]
+    inside = np.add.reduce(counts.view(np.uint8), axis=0).ravel()[:n]
+    return before[block_of, floors] + inside

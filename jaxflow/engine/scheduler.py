@@ -109,7 +109,7 @@ class Scheduler:
         self.tables = PageTables(
             config.num_pages, config.windows, config.block_size, config.max_num_seqs, keep=config.enable_prefix_caching
         )
-        self.seats = Seats(config.max_num_seqs, config.max_model_len, config.block_size)
+        self.seats = Seats(config.max_num_seqs, config.block_size)
         self.lengths = OutputLengths()
         self.num_preemptions = 0
         self._policy = POLICIES[config.policy]
@@ -359,9 +359,12 @@ class Scheduler:
         """Of what runs; a forecast of no pages if there is no full-attention group."""
         seats, tables, full = self.seats, self.tables, self._full
         slots = np.flatnonzero(seats.decoding if full is not None else np.zeros(0, bool))
-        prompt, limit, computed = seats.num_prompt[slots], seats.limit[slots], seats.num_computed[slots]
-        expected = prompt + self.lengths.expect(seats.num_total[slots] - prompt)
-        final = np.where(seats.exact[slots], limit, np.minimum(limit, expected)) - 1
+        computed, final = seats.num_computed[slots], seats.limit[slots] - 1
+        guessed = ~seats.exact[slots]
+        if guessed.any():
+            prompt = seats.num_prompt[slots[guessed]]
+            expected = prompt + self.lengths.expect(seats.num_total[slots[guessed]] - prompt) - 1
+            final[guessed] = np.minimum(final[guessed], expected)
         discount = 0 if full is None else tables.count[full, slots] - tables.charged[full, slots]
         common = 0 if full is None else tables.common(full)
         forecast = Forecast(computed, final - computed, np.broadcast_to(discount, len(slots)), common, self.config.block_size)
@@ -442,16 +445,13 @@ class Scheduler:
         Tokens of sequences that are finished are surplus and are dropped.
         """
         seats, tokens = self.seats, np.asarray(tokens, np.int32)
-        slots = np.fromiter((seq.slot for seq in sequences), np.int32, len(sequences))
+        slots = np.array([seq.slot for seq in sequences], np.int32)
         seated = slots >= 0
         for i in np.flatnonzero(~seated).tolist():
             self._commit_late(sequences[i], int(tokens[i]))
         slots = slots[seated]
-        known = seats.num_known[slots]
-        seats.token_ids[slots, known] = tokens[seated]
-        known += 1
-        seats.num_known[slots] = known
-        whole = np.minimum(known, seats.num_computed[slots]) // self.config.block_size
+        seats.append(slots, tokens[seated])
+        whole = np.minimum(seats.num_known[slots], seats.num_computed[slots]) // self.config.block_size
         for slot in slots[whole > seats.registered[slots]].tolist():
             self._register(self._at(slot))
 

@@ -1,7 +1,8 @@
 """One of a request's n sequences as the scheduler knows it, and the seats of the running ones.
 
 A running sequence has a slot, its place on the device. What the scheduler must look at in every step for every running
-sequence lies in arrays over slots (`Seats`), so that a step of a thousand decodes costs a few numpy calls and no loop.
+sequence lies in arrays over slots (`Seats`), so that a step of a thousand decodes costs a few numpy calls and no loop. That
+holds for new tokens too: they gather in the seat and are carried over to their sequence by the page.
 """
 
 import numpy as np
@@ -20,7 +21,7 @@ class Sequence:
       seed: 64 bits unsigned, the request's for index 0 and others derived from it.
       key: (priority, arrival, index); the smaller is the older, served first and pre-empted last.
       slot: place on the device; -1 when not running.
-      token_ids: int32, the first `num_known` are valid. A view of the seat while running: copy what must outlive the step.
+      token_ids: int32 [num_known], a view; copy what must outlive the step.
       num_prompt: prompt tokens.
       limit: tokens it may grow to, prompt and output.
       num_known: tokens whose value the host has.
@@ -37,6 +38,8 @@ class Sequence:
         "_computed",
         "_known",
         "_seats",
+        "_stored",
+        "_tokens",
         "_total",
         "cached_tokens",
         "chain",
@@ -53,15 +56,14 @@ class Sequence:
         "slot",
         "t_arrival",
         "t_first_schedule",
-        "token_ids",
     )
 
     def __init__(self, request: Request, index: int, *, seed: int, limit: int, arrival: int, now: float, salt: bytes | None):
         """`salt`: prefixes are shared among sequences of the same salt; None: not at all."""
         self.request, self.index, self.seed, self.limit = request, index, seed, limit
         self.key = (request.priority, arrival, index)
-        self.token_ids = np.array(request.prompt_token_ids, np.int32)
-        self.num_prompt = self._known = self._total = len(self.token_ids)
+        self._tokens = np.array(request.prompt_token_ids, np.int32)  # the first `_stored` are valid
+        self.num_prompt = self._stored = self._known = self._total = len(self._tokens)
         self._computed = 0
         self._seats: Seats | None = None
         self.slot = -1
@@ -72,6 +74,12 @@ class Sequence:
         self.finished = False
         self.t_arrival = now
         self.t_first_schedule: float | None = None
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        if self._seats is not None:
+            self.store(self._seats.recent[self.slot], self.num_known)
+        return self._tokens[: self._stored]
 
     @property
     def num_known(self) -> int:
@@ -92,10 +100,20 @@ class Sequence:
         prefix.extend(self.chain, self.token_ids, pages, block_size)
         return self.chain[1 : pages + 1]
 
+    def store(self, recent: np.ndarray, known: int) -> None:
+        """Takes over tokens up to position `known` from the page they gathered in, token p at p mod the page's size."""
+        count = known - self._stored
+        if count:
+            if known > len(self._tokens):
+                self._tokens = np.append(self._tokens, np.zeros(known, np.int32))
+            begin = self._stored % len(recent)
+            self._tokens[self._stored : known] = recent[begin : begin + count]
+            self._stored = known
+
     def append(self, token: int) -> None:
         """A token became known after its sequence lost its seat."""
-        self.token_ids = np.append(self.token_ids[: self._known], np.int32(token))
-        self._known += 1
+        self._tokens = np.append(self._tokens[: self._stored], np.int32(token))
+        self._known = self._stored = self._known + 1
 
     def __repr__(self) -> str:
         counts = f"computed {self.num_computed}, known {self.num_known}, total {self.num_total}, limit {self.limit}"
@@ -103,12 +121,9 @@ class Sequence:
 
 
 class Seats:
-    """Arrays over the slots of running sequences; a free slot's entries are 0 or False.
+    """Arrays over the slots of running sequences; a free slot's entries are 0 or False."""
 
-    `token_ids` is [slots, max_model_len] int32, a memory mapping of which only the rows' used parts are ever touched.
-    """
-
-    def __init__(self, slots: int, max_model_len: int, block_size: int):
+    def __init__(self, slots: int, block_size: int):
         self.sequences = np.full(slots, None, object)
         self.num_prompt = np.zeros(slots, np.int32)
         self.limit = np.zeros(slots, np.int32)
@@ -119,7 +134,7 @@ class Seats:
         self.exact = np.zeros(slots, bool)  # runs to its limit, whatever it samples
         self.growing = np.zeros(slots, bool)  # holds pages and will compute more
         self.decoding = np.zeros(slots, bool)  # of these: its next input is the token that the device sampled last
-        self.token_ids = np.zeros((slots, max_model_len), np.int32)
+        self.recent = np.zeros((slots, block_size), np.int32)  # tokens of the page that is being filled, p at p mod its size
         self.free = list(range(slots - 1, -1, -1))
         self._block_size = block_size
 
@@ -130,25 +145,30 @@ class Seats:
     def seat(self, seq: Sequence, computed: int) -> None:
         """Gives a sequence a slot; its first `computed` positions are at hand."""
         slot = self.free.pop()
-        known = seq.num_known
         self.sequences[slot] = seq
         self.num_prompt[slot] = seq.num_prompt
         self.limit[slot] = seq.limit
-        self.num_known[slot] = known
+        self.num_known[slot] = seq.num_known
         self.num_total[slot] = seq.num_total
         self.num_computed[slot] = computed
         self.registered[slot] = NEVER if seq.chain is None else computed // self._block_size
         self.exact[slot] = seq.request.sampling.ignore_eos
         self.growing[slot] = True
-        self.token_ids[slot, :known] = seq.token_ids[:known]
-        seq.token_ids = self.token_ids[slot]
         seq.slot, seq._seats = slot, self
+
+    def append(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """One token more is known of each slot."""
+        known, size = self.num_known[slots], self._block_size
+        self.recent[slots, known % size] = tokens
+        known += 1
+        self.num_known[slots] = known
+        for slot in slots[known % size == 0].tolist():
+            self.sequences.item(slot).store(self.recent[slot], int(self.num_known[slot]))
 
     def unseat(self, seq: Sequence) -> None:
         """Takes the slot back. Nothing of the sequence is computed any more, its tokens stay with it."""
         slot = seq.slot
-        seq._known, seq._total, seq._computed = seq.num_known, seq.num_total, 0
-        seq.token_ids = self.token_ids[slot, : seq._known].copy()
+        seq._known, seq._total, seq._computed = len(seq.token_ids), seq.num_total, 0
         seq.slot, seq._seats = -1, None
         self.sequences[slot] = None
         self.decoding[slot] = self.growing[slot] = self.exact[slot] = False

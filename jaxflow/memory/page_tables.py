@@ -34,7 +34,7 @@ class PageTables:
         self.count = np.zeros((len(windows), num_slots), np.int32)
         self.charged = np.zeros((len(windows), num_slots), np.int32)
         self._gone = np.zeros((len(windows), num_slots), np.int32)  # leading entries that are -1
-        self._owner = [np.full(n, -1, np.int32) for n in num_pages]
+        self._owner = [[-1] * n for n in num_pages]  # the slot each page is charged to
         self._appends: list[np.ndarray] = []
 
     def available(self) -> list[int]:
@@ -98,7 +98,8 @@ class PageTables:
             if needed > count:
                 pages = pool.allocate(needed - count)
                 self.rows[slot][g] += pages
-                self._owner[g][pages] = slot
+                for page in pages:
+                    self._owner[g][page] = slot
                 self.charged[g, slot] += len(pages)
                 self.count[g, slot] = needed
                 self._tell(g, slot, count, pages)
@@ -115,11 +116,11 @@ class PageTables:
                 continue
             pages = pool.allocate(len(rows))
             self._appends.append(_entries(g, rows, self.count[g, rows], pages))
-            self._owner[g][pages] = rows
             self.charged[g, rows] += 1
             self.count[g, rows] += 1
             for slot, page in zip(rows.tolist(), pages, strict=True):
                 self.rows[slot][g].append(page)
+                self._owner[g][page] = slot
 
     def drop_unseen(self, slots: np.ndarray, positions: np.ndarray) -> None:
         """Gives back what window layers no longer see from the slots' next positions on (int [n] each).
@@ -135,7 +136,7 @@ class PageTables:
                 row = self.rows[slot][g]
                 span = range(int(self._gone[g, slot]), int(gone[i]))
                 pages = [row[j] for j in span]
-                self.charged[g, slot] -= int((self._owner[g][pages] == slot).sum())
+                self.charged[g, slot] -= sum(self._owner[g][page] == slot for page in pages)
                 self.pools[g].release(reversed(pages))
                 for j in span:
                     row[j] = -1

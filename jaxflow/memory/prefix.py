@@ -22,9 +22,10 @@ def root(salt: bytes) -> bytes:
 
 def extend(chain: list[bytes], tokens: np.ndarray, pages: int, block_size: int) -> None:
     """Makes `chain` cover `pages` whole pages of `tokens` (int32); chain[i] is the root, then the name of page i - 1."""
-    for i in range(len(chain) - 1, pages):
-        content = tokens[i * block_size : (i + 1) * block_size].tobytes()
-        chain.append(hashlib.blake2b(chain[i] + content, digest_size=DIGEST_BYTES).digest())
+    begin = len(chain) - 1
+    content, step = tokens[begin * block_size : pages * block_size].tobytes(), 4 * block_size
+    for i in range(pages - begin):
+        chain.append(hashlib.blake2b(chain[-1] + content[i * step : (i + 1) * step], digest_size=DIGEST_BYTES).digest())
 
 
 def first_seen(position: int, window: int | None, block_size: int) -> int:
