@@ -1,0 +1,190 @@
+"""Chat templates: goldens, what templates expect to find, and what they must not reach."""
+
+import copy
+import re
+
+import pytest
+import toy_vocabularies
+
+from jaxflow.text import chat
+from jaxflow.text.chat import ChatTemplateError, encode_chat, render_chat
+from jaxflow.text.tokenizer import load_tokenizer
+
+HELLO = [{"role": "user", "content": "Hello"}]
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_gguf):
+    return load_tokenizer(smollm2_gguf)
+
+
+def test_goldens(smollm2, goldens):
+    chats = [prompt for prompt in goldens("smollm2-135m-q4")["prompts"] if "messages" in prompt]
+    assert len(chats) == 3
+    for prompt in chats:
+        assert render_chat(smollm2, prompt["messages"]) == prompt["text"]
+        assert encode_chat(smollm2, prompt["messages"]) == prompt["prompt_ids"]
+
+
+def test_the_generation_prompt_can_be_left_out(smollm2):
+    assert render_chat(smollm2, HELLO) == render_chat(smollm2, HELLO, add_generation_prompt=False) + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("last", ["The answer", "ends with space ", "", "  x\n", "twice Hello twice", "with \ue000 and \ue000\ue000 in it"])
+def test_the_last_message_can_be_continued(smollm2, last):
+    messages = [*HELLO, {"role": "assistant", "content": last}]
+    continued = render_chat(smollm2, messages, continue_final_message=True)
+    assert continued.endswith("<|im_start|>assistant\n" + last)
+    assert render_chat(smollm2, messages, add_generation_prompt=False) == continued + "<|im_end|>\n"
+    assert messages[-1]["content"] == last
+
+
+def test_a_template_that_trims_can_be_continued_too():
+    trimming = "{% for m in messages %}{{ m.content | trim }}|{% endfor %}"
+    assert render_chat(trimming, [{"role": "assistant", "content": " a b "}], continue_final_message=True) == "a b "
+    with pytest.raises(ChatTemplateError, match="leaves out the last message"):
+        render_chat("{{ messages[0].role }}", HELLO, continue_final_message=True)
+
+
+def test_templates_find_their_special_tokens_and_settings(tmp_path):
+    files = {
+        "tokenizer.json": toy_vocabularies.byte_level_bpe(),
+        "tokenizer_config.json": {"bos_token": "<s>", "eos_token": "</s>"},
+        "chat_template.jinja": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ unk_token }}{{ tools is none }}",
+    }
+    tokenizer = load_tokenizer(toy_vocabularies.write_folder(tmp_path, files))
+    assert render_chat(tokenizer, HELLO) == "<s>Hello</s>True"
+    assert encode_chat(tokenizer, HELLO)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (PLAIN, "[user]Hello[assistant]"),
+        ("{% if true %}\n  x\n{% endif %}\n", "  x\n"),  # blocks take no lines of their own
+        ("{{ {'a': '<é>', 'b': [1]} | tojson }}", '{"a": "<é>", "b": [1]}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", "Hello"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}", "013"),
+        ("{% for m in messages %}{{ loop.first }}{{ loop.last }}{{ loop.index0 }}{{ loop.length }}{% endfor %}", "TrueTrue01"),
+        ("{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i * 2 %}{% endfor %}{{ ns.n }}", "6"),
+        ("{% macro twice(x) %}{{ x * 2 }}{% endmacro %}{{ twice('ab') }}{{ 2 ** 3 }}", "abab8"),
+        (
+            "{{ messages[0]['content'].upper().split('L') | length }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
+            "31",
+        ),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        (
+            "{% for a, b in {'k': 'v'}.items() %}{{ a }}{{ b }}{% endfor %}{% for x in [1, 2, 3] if x != 2 %}{{ x }}{% else %}none{% endfor %}",
+            "kv13",
+        ),
+    ],
+)
+def test_what_templates_use(template, text):
+    assert render_chat(template, HELLO) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses the messages: roles must alternate"),
+        ("a\n{% if %}", "line 2: "),
+        ("{% bogus %}", "line 1: .*bogus"),
+        ("{{ nothing.at.all }}", "'nothing' is undefined"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages[0].content + 1 }}", "chat template: "),
+        ("{% include 'other' %}", "chat template: "),
+        ("{{ messages.append(1) }}", "chat template: .*safe"),
+        ("{{ messages[0].update(role='x') }}", "chat template: .*safe"),
+    ],
+)
+def test_a_template_that_fails_is_an_error_of_ours(template, says):
+    with pytest.raises(ChatTemplateError, match=says):
+        render_chat(template, HELLO)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "''.__class__.__mro__",
+        "''['__class__']",
+        "'' | attr('__class__')",
+        "messages | map(attribute='__class__') | list",
+        "'{0.__class__.__mro__}'.format('')",
+        "'{0.__class__}' | format(messages)",
+        "'{a.__class__}'.format_map({'a': ''})",
+        "raise_exception.__globals__",
+        "strftime_now.__globals__['__builtins__']",
+        "cycler.__init__.__globals__.os",
+        "self.__init__.__globals__",
+        "lipsum.__globals__['os'].popen('id').read()",
+        "namespace.__init__",
+        "joiner.__init__.__func__",
+        "(messages | first).__class__.__base__.__subclasses__()",
+        "range.__self__",
+        "self._TemplateReference__context",
+    ],
+)
+def test_templates_reach_no_attribute_of_python(expression):
+    try:
+        text = render_chat("{{ " + expression + " }}", HELLO)
+    except ChatTemplateError:
+        return
+    assert not re.search(r"class|function|method|object|module|Context|uid=", text.replace(expression, "")), text
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end within"),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "does not end within"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{% for x in [[]] recursive %}{{ loop([x]) }}{% endfor %}", "recursive loops are not supported"),
+        ("{{ range(10 ** 9) | list }}", "Range too big"),
+        ("{% for a in range(50000) %}{{ messages[0].content * 1000 }}{% endfor %}", "writes more than"),
+        ("{{ 9 ** 9 ** 9 ** 9 }}", "uses \\*\\* on something else than small numbers"),
+        ("{{ 'x' * 10 ** 12 }}", "repeats something"),
+        ("{{ 10 ** 12 * [1] }}", "repeats something"),
+        (
+            "{% set jaxflow_counted = 1 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "does not end within",
+        ),
+    ],
+)
+def test_templates_take_a_bounded_number_of_steps(monkeypatch, template, says):
+    monkeypatch.setattr(chat, "MAX_STEPS", 100_000)
+    with pytest.raises(ChatTemplateError, match=says):
+        render_chat(template, HELLO)
+    assert render_chat(PLAIN, HELLO) == "[user]Hello[assistant]"  # the steps of one rendering are no other's
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "messages: 0 of them; 1 to 10000"),
+        (HELLO * 10_001, "messages: 10001 of them"),
+        ([{"role": "user"}], r"messages\[0\].content is a NoneType, not a text"),
+        ([*HELLO, {"role": 3, "content": ""}], r"messages\[1\].role is a int"),
+        (["Hello"], r"messages\[0\].role is a NoneType"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], r"messages\[0\].content is a list"),
+        ([{"role": "", "content": "x"}], r"messages\[0\].role is empty"),
+        ([{"role": "user", "content": "a\ud83d"}], r"messages\[0\].content: the text has a lone surrogate U\+D83D at character 1"),
+        ([{"role": "user", "content": "x" * 2_000_001}] * 2, "messages: 4000010 characters; at most 4000000"),
+    ],
+)
+def test_malformed_messages_are_refused_by_place(messages, says):
+    with pytest.raises(ChatTemplateError, match=says):
+        render_chat(PLAIN, messages)
+
+
+def test_a_model_without_a_template_says_so(models_dir):
+    with pytest.raises(ChatTemplateError, match="has no chat template"):
+        render_chat(load_tokenizer(models_dir / "stories260K"), HELLO)
+
+
+def test_the_caller_s_messages_are_left_alone():
+    messages = [{"role": "user", "content": "x", "extra": object()}]
+    before = copy.copy(messages[0])
+    render_chat(PLAIN, messages, continue_final_message=True)
+    assert messages == [before]
