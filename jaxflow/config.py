@@ -138,6 +138,7 @@ class EngineConfig:
     seed: int = 0
     plan: str = "sequential"  # sequential, searched, or a path
     scheduling_policy: str = "decode-maximal"
+    chunk_size: int | None = None  # prefill tokens a step, with scheduling_policy=hybrid only
     compilation_cache_dir: str | None = None  # None: ~/.cache/jaxflow/compiled; "": none
 
     def __post_init__(self) -> None:
@@ -152,7 +153,7 @@ class EngineConfig:
         check("kv_cache_dtype", self.kv_cache_dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16")
         check("block_size", 1 <= self.block_size <= 1024, "1 to 1024 tokens a page")
         check("tensor_parallel_size", self.tensor_parallel_size >= 1, "a positive number of devices")
-        for field in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "num_kv_pages"):
+        for field in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "num_kv_pages", "chunk_size"):
             value = getattr(self, field)
             check(field, value is None or value >= 1, "a positive number")
         check("max_num_seqs", self.max_num_seqs is None or self.max_num_seqs <= 4096, "at most 4096")

@@ -26,6 +26,7 @@ _HELP = {
     "seed": "Of dummy weights, and of requests that bring none.",
     "plan": "The plan of a step: sequential, searched, or a path to a plan file.",
     "scheduling_policy": f"How a step is filled: {', '.join(SCHEDULING_POLICIES)}.",
+    "chunk_size": "Prefill tokens in a step at most, with --scheduling_policy=hybrid.",
     "compilation_cache_dir": "Where compiled programs are kept between runs; empty: nowhere. Default: ~/.cache/jaxflow/compiled.",
 }
 

@@ -3,8 +3,9 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,12 @@ from jaxflow.engine.programs import Programs
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
 from jaxflow.memory.kv_cache import fit_pages
 from jaxflow.mesh import axis_of, make_mesh
-from jaxflow.model import transformer
 from jaxflow.model.checkpoint import Checkpoint
 from jaxflow.model.ops import Context
 from jaxflow.model.weights import shardings
+from jaxflow.pipeline.compiler import compile_plan
+from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.plan import Plan, borders, load, shipped
 from pallas_kernels.kernel_set import REFERENCE, KernelSet
 
 log = logging.getLogger(__name__)
@@ -86,6 +89,30 @@ def memory_budget(mesh: Mesh, config: EngineConfig) -> int:
     return int(pages * size * config.gpu_memory_utilization / 2 / mesh.size)  # CPU: half of what is free now
 
 
+def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, Plan]:
+    """The plan of each bucket: the named one at the tokens it is for, the sequential one at all others.
+
+    Raises: ConfigError for a plan that does not exist. PlanError for one that cannot be read.
+    """
+    budget, tp = config.max_num_batched_tokens, config.tensor_parallel_size
+    assert budget is not None
+    given: tuple[Plan, ...] = ()
+    if config.plan == "searched":
+        device = jax.devices()[0].device_kind
+        given = shipped(Path(config.model).name, device, tp, config.dtype, config.kv_cache_dtype)
+        if not given:
+            raise ConfigError(
+                "plan", config.plan, f"sequential or a path: no searched plan is shipped for {config.model} on {tp} x {device}"
+            )
+    elif config.plan != "sequential":
+        given = (load(config.plan),)
+    plans = {tokens: sequential_plan(model, tokens, tp) for tokens in token_buckets(budget, few=not on_gpu())}
+    too_large = [plan for plan in given if plan.tokens > budget]
+    if too_large:
+        raise ConfigError("max_num_batched_tokens", budget, f"at least {too_large[0].tokens}, which plan {too_large[0].name!r} is for")
+    return dict(sorted((plans | {plan.tokens: plan for plan in given}).items()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Engine:
     """A warm engine and what it was built with."""
@@ -93,60 +120,64 @@ class Engine:
     config: EngineConfig  # resolved
     driver: Driver
     executor: Executor
-    kernels: KernelSet
     warm_up_s: float
 
 
 def start_engine(config: EngineConfig, checkpoint: Checkpoint, *, progress: bool = True) -> Engine:
-    """Loads, compiles and starts. Raises: ConfigError, CheckpointError."""
-    model = checkpoint.model_config
-    config = resolve(config, model)
-    assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
-    mesh = make_mesh(config.tensor_parallel_size)
-    specs = shardings(model, mesh)
-    buckets = token_buckets(config.max_num_batched_tokens, few=not on_gpu())
+    """Loads, compiles and starts. Raises: ConfigError, CheckpointError, PlanError."""
+    config = resolve(config, checkpoint.model_config)
+    plans = choose_plans(config, checkpoint.model_config)
+    executor = make_executor(config, checkpoint, plans, progress=progress)
+    with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
+        warm_up_s = executor.warm_up(_advance(bar))
+    loop = make_loop(config, checkpoint.model_config, executor, {tokens: plan.name for tokens, plan in plans.items()})
+    driver = Driver(loop)
+    driver.start()
+    return Engine(config, driver, executor, warm_up_s)
+
+
+def make_executor(
+    config: EngineConfig, checkpoint: Checkpoint, plans: Mapping[int, Plan], *, kernels: KernelSet | None = None, progress: bool = True
+) -> Executor:
+    """An executor with its weights and cache, not warm yet. config: resolved. kernels: None for the device's own."""
+    model, tp, seqs = checkpoint.model_config, config.tensor_parallel_size, config.max_num_seqs
+    assert seqs is not None and config.max_model_len is not None
+    mesh = make_mesh(tp)
     weights = checkpoint.load(config.dtype, mesh, progress=progress, seed=config.seed)
-    kernels = REFERENCE
-    context = Context(model, kernels, axis_of(mesh))
+    kernels = kernels or REFERENCE
     layouts = [
-        StepLayout(
-            tokens=tokens,
-            rows=min(tokens, config.max_num_seqs),
-            slots=config.max_num_seqs,
-            page_size=config.block_size,
-            groups=len(model.windows),
-        )
-        for tokens in buckets
+        StepLayout(tokens, min(tokens, seqs), seqs, config.block_size, borders(plan), len(model.windows)) for tokens, plan in plans.items()
     ]
     executor = Executor(
-        Programs(context, mesh, specs),
+        Programs(Context(model, kernels, axis_of(mesh)), mesh, shardings(model, mesh)),
         weights,
         layouts,
-        lambda tokens: transformer.forward,
+        lambda tokens: compile_plan(plans[tokens], model, tp),
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
     )
     executor.allocate(_num_pages(config, model, mesh, executor))
-    with tqdm(total=None, desc="compiling", disable=not progress, unit="program", delay=1.0) as bar:
-        warm_up_s = executor.warm_up(_advance(bar))
-    scheduler = Scheduler(
-        SchedulerConfig(
-            token_budget=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            block_size=config.block_size,
-            windows=model.windows,
-            num_pages=executor.num_pages,
-            max_model_len=config.max_model_len,
-            buckets=buckets,
-            policy=config.scheduling_policy,
-            enable_prefix_caching=config.enable_prefix_caching,
-            max_waiting=config.max_waiting,
-            seed=config.seed,
-        )
+    return executor
+
+
+def make_loop(config: EngineConfig, model: ModelConfig, executor: Executor, plan_names: Mapping[int, str], **changes: Any) -> Loop:
+    """A loop over an executor; `changes` replace fields of its `SchedulerConfig`. config: resolved."""
+    assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
+    scheduling = SchedulerConfig(
+        token_budget=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        windows=model.windows,
+        num_pages=executor.num_pages,
+        max_model_len=config.max_model_len,
+        buckets=tuple(sorted(executor.layouts)),
+        policy=config.scheduling_policy,
+        chunk_size=config.chunk_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_waiting=config.max_waiting,
+        seed=config.seed,
     )
-    driver = Driver(Loop(scheduler, executor, eos_token_ids=model.eos_token_ids, plan=config.plan))
-    driver.start()
-    return Engine(config, driver, executor, kernels, warm_up_s)
+    return Loop(Scheduler(dataclasses.replace(scheduling, **changes)), executor, eos_token_ids=model.eos_token_ids, plan_names=plan_names)
 
 
 def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: Executor) -> tuple[int, ...]:
@@ -155,7 +186,7 @@ def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: E
         return (config.num_kv_pages,) * len(model.windows)
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     free = memory_budget(mesh, config) - executor.temporary_bytes() - executor.state_bytes()
-    return fit_pages(
+    counts = fit_pages(
         model,
         free,
         block_size=config.block_size,
@@ -165,6 +196,8 @@ def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: E
         token_budget=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
     )
+    # Free memory differs a little from start to start; the number of pages must not, or nothing compiled is found again.
+    return tuple(n - n % max(1, (1 << n.bit_length()) // 128) for n in counts)
 
 
 def _advance(bar: tqdm) -> Callable[[int, int], None]:

@@ -8,7 +8,7 @@ cache. A sequence that ends by length is known to end beforehand and runs no sur
 import collections
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
@@ -50,14 +50,17 @@ class InFlight:
 class Loop:
     """Schedules, runs and reads steps. Not thread-safe: one thread owns it."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, eos_token_ids: Iterable[int], plan: str, clock=time.monotonic):
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, *, eos_token_ids: Iterable[int], plan_names: Mapping[int, str], clock=time.monotonic
+    ):
         self.scheduler, self.executor = scheduler, executor
         self._eos = frozenset(eos_token_ids)
-        self._plan, self._clock = plan, clock
+        self._plan_names, self._clock = plan_names, clock
         self._live: dict[str, LiveRequest] = {}
         self._slots = SlotTable.empty(executor.slots)
         self._in_flight: InFlight | None = None
         self._counts = collections.Counter()
+        self._steps_by_plan = collections.Counter()
 
     # ---- requests
 
@@ -119,7 +122,7 @@ class Loop:
             cached_prompt_tokens=counts["cached_prompt_tokens"],
             preemptions=scheduler.num_preemptions,
             compilations_after_warmup=self.executor.compilations,
-            steps_by_plan={self._plan: counts["steps"]},
+            steps_by_plan=dict(self._steps_by_plan),
         )
 
     # ---- steps
@@ -139,6 +142,7 @@ class Loop:
         buffer, appends = pack(layout, work, self._slots)
         full = bool((self._slots.sampler[work.slots] == FULL).any())
         self._counts["steps"] += 1
+        self._steps_by_plan[self._plan_names[work.bucket]] += 1
         self._counts["prompt_tokens"] += sum(chunk.tokens for chunk in work.chunks)
         return self.executor.run(layout, buffer, appends, full=full, targets=self._targets(layout, work))
 
