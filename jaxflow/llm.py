@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from jaxflow.config import EngineConfig
 from jaxflow.engine.build import prepare_process, start_engine
+from jaxflow.engine.executor import Executor
 from jaxflow.engine.request import Delta, Event, Finished, InvalidRequest, Logprob, QueueFull, Request, SamplingParams, Started, Usage
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.text.chat import encode_chat
@@ -91,6 +92,11 @@ class LLM:
     def warm_up_s(self) -> float:
         """Seconds that compiling took."""
         return self._engine.warm_up_s
+
+    @property
+    def executor(self) -> Executor:
+        """The device's side, for measurements: it is the engine's thread that runs it."""
+        return self._engine.executor
 
     def close(self) -> None:
         """Ends the engine's thread; what runs is aborted."""
