@@ -64,7 +64,7 @@ class Checkpoint:
           CheckpointError: tensors missing, unexpected or misshapen (by name), files damaged.
           ConfigError: `tensor_parallel_size` does not cut this model.
         """
-        devices = 1 if mesh is None else mesh.shape[TP]
+        dtype, devices = jnp.dtype(dtype), 1 if mesh is None else mesh.shape[TP]
         if tp not in (None, devices):
             raise ConfigError("tensor_parallel_size", tp, f"{devices}, the size of the mesh")
         if self.source is None:

@@ -112,11 +112,11 @@ def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def dummy_weights(config: ModelConfig, dtype: Any, mesh: Mesh | None = None, seed: int = 0) -> Weights:
     """Random weights, made on the device(s) that hold them; the same numbers (rounded to `dtype`) for every mesh.
 
-    Matrices are normal with a variance of 1 / fan-in, norms scale by 1 and biases are 0, so that activations keep
+    Matrices are about normal with a variance of 1 / fan-in, norms scale by 1 and biases are 0, so that activations keep
     their size from layer to layer. One compilation for each distinct layer, however many layers there are.
     """
     tree = leaves(config, 1 if mesh is None else mesh.shape[TP])
-    makers: dict[tuple[Any, ...], Callable[[jax.Array], Any]] = {}
+    makers: dict[tuple[Any, ...], Callable[[np.ndarray], Any]] = {}
 
     def make(group: dict[str, Leaf], number: int) -> dict[str, jax.Array]:
         kind = tuple((name, leaf.shape) for name, leaf in group.items())
@@ -124,26 +124,36 @@ def dummy_weights(config: ModelConfig, dtype: Any, mesh: Mesh | None = None, see
             placed = None if mesh is None else {name: sharded(mesh, leaf.spec) for name, leaf in group.items()}
             draw = functools.partial(_draw_group, group=group, dtype=dtype, norm=1.0 - config.norm_weight_offset)
             makers[kind] = jax.jit(draw, out_shardings=placed)
-        return makers[kind](jax.random.fold_in(jax.random.key(seed), number))
+        return makers[kind](np.random.SeedSequence([seed, number]).generate_state(2 * len(group)).reshape(-1, 2))
 
     outer = {name: leaf for name, leaf in tree.items() if name != "layers"}
     return make(outer, 0) | {"layers": [make(layer, i) for i, layer in enumerate(tree["layers"], start=1)]}
 
 
-def _draw_group(key: jax.Array, *, group: Mapping[str, Leaf], dtype: Any, norm: float) -> dict[str, jax.Array]:
-    return {name: _draw(jax.random.fold_in(key, i), leaf, dtype, norm) for i, (name, leaf) in enumerate(group.items())}
+def _draw_group(seeds: jax.Array, *, group: Mapping[str, Leaf], dtype: Any, norm: float) -> dict[str, jax.Array]:
+    return {name: _draw(seeds[i], leaf, norm).astype(dtype) for i, (name, leaf) in enumerate(group.items())}
 
 
-def _draw(key: jax.Array, leaf: Leaf, dtype: Any, norm: float) -> jax.Array:
+def _draw(seeds: jax.Array, leaf: Leaf, norm: float) -> jax.Array:
     if leaf.init != "matrix":
-        return jnp.full(leaf.shape, norm if leaf.init == "norm" else 0.0, dtype)
-    shape = leaf.shape if leaf.rows is None else (int(leaf.rows.max()) + 1, *leaf.shape[1:])
-    drawn = (jax.random.normal(key, shape, jnp.float32) * shape[-1] ** -0.5).astype(dtype)
-    if leaf.rows is not None:
-        return drawn[leaf.rows]
-    if leaf.key in ("embed", "lm_head"):  # the padding is zero
-        return jnp.where(jnp.arange(shape[0])[:, None] < leaf.pieces[0].shape[0], drawn, 0)
-    return drawn
+        return jnp.full(leaf.shape, norm if leaf.init == "norm" else 0.0)
+    rows = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, 0) if leaf.rows is None else jnp.asarray(leaf.rows, jnp.uint32)[:, None]
+    index = rows
+    for axis, size in enumerate(leaf.shape[1:], start=1):
+        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+    # A hash of each element's place: unlike jax.random it compiles in no time, and a shard needs nothing of another.
+    bits = _scramble(_scramble(index + seeds[0]) ^ seeds[1])
+    total = sum(((bits >> shift) & 255).astype(jnp.float32) for shift in (0, 8, 16, 24))  # of 4 bytes: about normal
+    drawn = (total - 510) * (leaf.shape[-1] * 4 * (256**2 - 1) / 12) ** -0.5
+    # The padding of the vocabulary is zero.
+    return jnp.where(rows < leaf.pieces[0].shape[0], drawn, 0) if leaf.key in ("embed", "lm_head") else drawn
+
+
+def _scramble(x: jax.Array) -> jax.Array:
+    """A one-to-one map of 32 bits in which every bit of the input moves every bit of the output."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def _check_cuts(config: ModelConfig, tp: int) -> None:

@@ -1,0 +1,260 @@
+"""Hugging Face configs: each key is used, harmless or refused by name; both styles of rope settings say the same."""
+
+import copy
+import json
+import math
+from typing import Any
+
+import paths
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxflow.config import ConfigError, Rope
+from jaxflow.model.checkpoint import CONFIGS, shipped_configs
+from jaxflow.model.hf_config import model_config_from_hf
+from jaxflow.model.weights import tensors
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return json.loads((paths.MODELS / name / "config.json").read_text())
+
+
+def changed(name: str, **changes: Any) -> dict[str, Any]:
+    return config_of(name) | changes
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+# Billions of parameters as the makers publish them (tied embeddings count once).
+PUBLISHED = {
+    "llama-13b": 13.0,
+    "llama-33b": 32.5,
+    "llama-2-7b": 6.74,
+    "llama-2-13b": 13.0,
+    "llama-2-70b": 69.0,
+    "llama-3-8b": 8.03,
+    "llama-3-70b": 70.6,
+    "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.6,
+    "llama-3.2-1b": 1.24,
+    "deepseek-67b": 67.4,
+    "yi-34b": 34.4,
+    "smollm2-135m": 0.1345,
+    "mistral-7b": 7.24,
+    "mixtral-8x7b": 46.7,
+    "qwen2-72b": 72.7,
+    "qwen2.5-7b": 7.62,
+    "qwen3-8b": 8.19,
+    "qwen3-30b-a3b": 30.5,
+    "gemma-2-9b": 9.24,
+    "gemma-3-1b": 1.0,
+    "opt-125m": 0.125,
+    "opt-1.3b": 1.316,
+    "opt-6.7b": 6.66,
+    "opt-13b": 12.85,
+    "opt-30b": 30.0,
+    "opt-66b": 65.7,
+    "opt-175b": 174.6,
+}
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_shipped_configs_have_the_published_size(name: str) -> None:
+    config = model_config_from_hf(json.loads((CONFIGS / f"{name}.json").read_text()))
+    parameters = sum(math.prod(shape) for shape in tensors(config).values())
+    assert parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.005)
+
+
+def test_sizes_are_read() -> None:
+    config = model_config_from_hf(config_of("tiny-qwen3"))
+    assert (config.vocab_size, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (512, 64, 4, 2, 32)
+    assert (config.num_layers, config.intermediate_size, config.max_position) == (2, 128, 512)
+    assert config.qk_norm and config.tie_word_embeddings and not config.qkv_bias
+    assert model_config_from_hf(config_of("tiny-llama")).head_dim == 16  # hidden_size / num_attention_heads, not in the file
+
+
+# What the newer style writes for each older one: rope_theta and rope_scaling in one object, dtype for torch_dtype.
+@pytest.mark.parametrize("name", [name for name in paths.TINY_MODELS if name not in ("tiny-opt", "tiny-gemma3_text")])
+def test_both_styles_of_rope_are_the_same(name: str) -> None:
+    config = config_of(name)
+    plain = without(config, "rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype")
+    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+    scaling = config.get("rope_scaling") or {"rope_type": "default"}
+    newer = plain | {"rope_parameters": scaling | {"rope_theta": theta}, "dtype": "bfloat16"}
+    older = plain | {"rope_theta": theta, "rope_scaling": config.get("rope_scaling"), "torch_dtype": "bfloat16"}
+    assert model_config_from_hf(newer) == model_config_from_hf(older) == model_config_from_hf(config)
+
+
+def test_gemma3_has_its_ropes_by_layer_type_in_both_styles() -> None:
+    older = changed("tiny-gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0})
+    parameters = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    newer = without(older, "rope_scaling", "rope_theta", "rope_local_base_freq") | {"rope_parameters": parameters}
+    assert model_config_from_hf(older) == model_config_from_hf(newer)
+    sliding, full = model_config_from_hf(newer).layers
+    assert (sliding.window, sliding.rope) == (16, Rope(1e4))
+    assert (full.window, full.rope) == (None, Rope(1e6, "linear", 8.0))
+
+
+def test_llama3_scaling_is_read() -> None:
+    rope = model_config_from_hf(config_of("tiny-llama3rope")).layers[0].rope
+    assert rope == Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 64)
+
+
+def windows(config: dict[str, Any]) -> list[int | None]:
+    return [layer.window for layer in model_config_from_hf(config).layers]
+
+
+def test_windows_of_each_family() -> None:
+    four = {"num_hidden_layers": 4}
+    assert windows(changed("tiny-mistral", sliding_window=None)) == [None, None]
+    assert windows(without(config_of("tiny-mistral"), "sliding_window")) == [4096, 4096]  # the family's default
+    qwen = changed("tiny-qwen2", **four, max_window_layers=3, sliding_window=8)
+    assert windows(qwen) == [None] * 4
+    assert windows(qwen | {"use_sliding_window": True}) == [None, None, None, 8]
+    types = ["sliding_attention", "full_attention"] * 2
+    assert windows(qwen | {"use_sliding_window": True, "layer_types": types}) == [8, None, 8, None]
+    assert windows(changed("tiny-qwen3_moe", **four, use_sliding_window=True, sliding_window=8)) == [8] * 4
+    assert windows(changed("tiny-gemma2", **four)) == [16, None, 16, None]
+    gemma3 = without(changed("tiny-gemma3_text", num_hidden_layers=7), "layer_types")
+    assert windows(gemma3) == [16] * 5 + [None, 16]
+    assert windows(gemma3 | {"sliding_window_pattern": 2}) == [16, None] * 3 + [16]
+
+
+def test_expert_layers() -> None:
+    base = changed("tiny-qwen3_moe", num_hidden_layers=6)
+    experts = lambda **changes: [layer.experts for layer in model_config_from_hf(base | changes).layers]  # noqa: E731
+    assert experts() == [True] * 6
+    assert experts(decoder_sparse_step=2) == [False, True] * 3
+    assert experts(mlp_only_layers=[0, 5]) == [False, True, True, True, True, False]
+    config = model_config_from_hf(without(base, "norm_topk_prob"))
+    assert not config.norm_topk_prob and config.expert_intermediate_size == 32 and config.intermediate_size == 128
+
+
+def test_gemma_settings() -> None:
+    config = model_config_from_hf(config_of("tiny-gemma2"))
+    assert config.embedding_scale == 8.0 and config.norm_weight_offset == 1.0 and config.post_norms and config.tie_word_embeddings
+    assert config.scale == 24**-0.5 and (config.attention_soft_cap, config.logits_soft_cap) == (8.0, 20.0)
+    absent = model_config_from_hf(without(config_of("tiny-gemma2"), "attn_logit_softcapping", "final_logit_softcapping"))
+    assert (absent.attention_soft_cap, absent.logits_soft_cap) == (50.0, 30.0)  # the family's defaults
+    null = model_config_from_hf(changed("tiny-gemma2", attn_logit_softcapping=None, final_logit_softcapping=None))
+    assert (null.attention_soft_cap, null.logits_soft_cap) == (None, None)
+
+
+def test_biases() -> None:
+    config = model_config_from_hf(changed("tiny-llama", attention_bias=True, mlp_bias=True))
+    assert (config.qkv_bias, config.out_proj_bias, config.mlp_bias) == (True, True, True)
+    config = model_config_from_hf(config_of("tiny-qwen2"))
+    assert (config.qkv_bias, config.out_proj_bias, config.mlp_bias) == (True, False, False)
+    config = model_config_from_hf(changed("tiny-opt", enable_bias=False))
+    assert (config.qkv_bias, config.out_proj_bias, config.mlp_bias, config.norm) == (False, False, False, "layer_norm")
+
+
+def test_end_tokens() -> None:
+    assert model_config_from_hf(changed("tiny-llama", eos_token_id=[3, 2, 3])).eos_token_ids == (3, 2)
+    assert model_config_from_hf(changed("tiny-llama", eos_token_id=None)).eos_token_ids == ()
+
+
+REFUSED = [
+    ("tiny-llama", {"model_type": "mamba"}, "model_type"),
+    ("tiny-llama", {"model_type": None}, "model_type"),
+    ("tiny-llama", {"model_type": ["llama"]}, "model_type"),
+    ("tiny-gemma3_text", {"model_type": "gemma3"}, "model_type"),
+    ("tiny-llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+    ("tiny-llama", {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
+    ("tiny-llama", {"hidden_act": "gelu"}, "hidden_act"),
+    ("tiny-llama", {"hidden_size": "64"}, "hidden_size"),
+    ("tiny-llama", {"hidden_size": 65}, "hidden_size"),
+    ("tiny-llama", {"hidden_size": True}, "hidden_size"),
+    ("tiny-llama", {"hidden_size": None}, "hidden_size"),
+    ("tiny-llama", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    ("tiny-llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
+    ("tiny-llama", {"head_dim": 15}, "head_dim"),
+    ("tiny-llama", {"rms_norm_eps": 0}, "rms_norm_eps"),
+    ("tiny-llama", {"rms_norm_eps": math.nan}, "rms_norm_eps"),
+    ("tiny-llama", {"sliding_window": 128}, "sliding_window"),
+    ("tiny-llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("tiny-llama", {"rope_interleaved": True}, "rope_interleaved"),
+    ("tiny-llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.type"),
+    ("tiny-llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type"),
+    ("tiny-llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
+    ("tiny-llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 3.0}}, "rope_scaling.attention_factor"),
+    ("tiny-llama", {"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "rope_scaling.type"),
+    ("tiny-llama", {"rope_scaling": [2]}, "rope_scaling"),
+    ("tiny-llama", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters.rope_theta"),
+    ("tiny-llama3rope", {"rope_parameters": {"rope_type": "default"}}, "rope_scaling"),
+    ("tiny-llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ("tiny-llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ("tiny-llama", {"eos_token_id": "</s>"}, "eos_token_id"),
+    ("tiny-llama", {"eos_token_id": [1, 512]}, "eos_token_id"),
+    ("tiny-llama", {"bos_token_id": 512}, "bos_token_id"),
+    ("tiny-mistral", {"sliding_window": 0}, "sliding_window"),
+    ("tiny-mistral", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+    ("tiny-mistral", {"attention_bias": True}, "attention_bias"),
+    ("tiny-qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+    ("tiny-qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("tiny-qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
+    ("tiny-qwen3_moe", {"mlp_only_layers": [2]}, "mlp_only_layers"),
+    ("tiny-qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ("tiny-qwen3_moe", {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size"),
+    ("tiny-mixtral", {"num_local_experts": 0}, "num_local_experts"),
+    ("tiny-gemma2", {"hidden_act": "silu"}, "hidden_activation"),
+    ("tiny-gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    ("tiny-gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("tiny-gemma3_text", {"rope_scaling": {"full_attention": {}, "other": {}}}, "rope_scaling"),
+    ("tiny-opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
+    ("tiny-opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
+    ("tiny-opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+    ("tiny-opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "field"), REFUSED, ids=[f"{n}-{json.dumps(c)[:60]}" for n, c, _ in REFUSED])
+def test_what_is_not_supported_is_refused_by_name(name: str, changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model_config_from_hf(changed(name, **changes))
+    assert caught.value.field == field
+    assert field in str(caught.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(paths.TINY_MODELS)
+
+
+@given(NAMES, st.text(min_size=1, max_size=20).map(lambda key: f"new_{key}"), JSON.filter(lambda value: value is not None))
+def test_a_key_nobody_knows_is_refused_by_name(name: str, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model_config_from_hf(changed(name, **{key: value}))
+    assert caught.value.field == key
+
+
+@given(NAMES, st.data())
+def test_any_value_of_any_key_is_read_or_refused(name: str, data: st.DataObject) -> None:
+    config = config_of(name)
+    key = data.draw(st.sampled_from(sorted(config)))
+    config[key] = data.draw(JSON)
+    before = copy.deepcopy(config)
+    try:
+        model_config_from_hf(config)
+    except ConfigError as error:
+        assert error.field
+    assert repr(config) == repr(before)  # reading does not change what was read
+
+
+@given(NAMES, st.data())
+def test_an_absent_key_is_a_default_or_refused(name: str, data: st.DataObject) -> None:
+    config = config_of(name)
+    key = data.draw(st.sampled_from(sorted(config)))
+    try:
+        model_config_from_hf(without(config, key))
+    except ConfigError as error:
+        assert error.field == key or error.value is None or key in str(error)
