@@ -48,8 +48,9 @@ class Forecast:
     Decodes all advance together, one token a step, so their future is known up to their lengths: with c positions computed
     and r to come a sequence holds ceil((c + t) / S) pages in step t = 1..r, and none after it. Use falls only where one
     ends, so its peak is in the last step of one of them. A sequence that is still to be prefilled is not tied to that
-    clock: when its growth starts depends on the room that steps will have. It is counted as growing from now on and never
-    ending, which bounds every delay. So when lengths are exact, use never exceeds the forecast.
+    clock: when its growth starts depends on the room that steps will have. It is counted as prefilled at once, growing from
+    the next step of the decodes on, and never ending, which bounds every delay. So when lengths are exact, use never
+    exceeds the forecast.
 
     Counting is exact in pages, in O(n (log n + S)) for n decodes.
     """
@@ -74,7 +75,7 @@ class Forecast:
 
     def _growth(self, begin: int, end: int, discount: int) -> np.ndarray:
         """Pages at each of the forecast's times of a sequence that grows from `begin` positions to `end` and stays."""
-        return -(-np.minimum(begin - 1 + self._steps, end) // self._size) - discount
+        return -(-np.minimum(begin + self._steps, end) // self._size) - discount
 
     def peak_with(self, begin: int, end: int, discount: int) -> int:
         """The peak if a sequence is added that first computes `begin` positions, ends at `end`, and finds `discount` pages."""

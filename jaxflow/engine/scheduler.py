@@ -32,7 +32,7 @@ class SchedulerConfig:
 
     Attributes:
       token_budget: tokens of a step.
-      max_num_seqs: sequences running at once (slots).
+      max_num_seqs: sequences running at once (slots); no more than token_budget do.
       block_size: tokens a page.
       windows: of each layer group, its window in tokens, or None for full attention; all different.
       num_pages: of each layer group. A window group runs best with token_budget / block_size pages beyond what its windows
@@ -106,10 +106,9 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
-        self.tables = PageTables(
-            config.num_pages, config.windows, config.block_size, config.max_num_seqs, keep=config.enable_prefix_caching
-        )
-        self.seats = Seats(config.max_num_seqs, config.block_size)
+        slots = min(config.max_num_seqs, config.token_budget)  # so that every decode has its token in every step
+        self.tables = PageTables(config.num_pages, config.windows, config.block_size, slots, keep=config.enable_prefix_caching)
+        self.seats = Seats(slots, config.block_size)
         self.lengths = OutputLengths()
         self.num_preemptions = 0
         self._policy = POLICIES[config.policy]

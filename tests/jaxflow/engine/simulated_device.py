@@ -1,0 +1,236 @@
+"""A device of plain Python that runs what the scheduler decides, and a loop that drives the two.
+
+The cache of a layer group maps (page, offset) to what was written there last: a position, and a number that depends on
+every token up to it, as real keys do. A step writes all of its tokens first and reads then, like the compiled one, so a
+page that changes hands too early is noticed. The sampled token is a function of that number, so a sequence's output is
+known without a scheduler (`alone`), and any wrong read, page or position shows in it.
+"""
+
+import dataclasses
+import hashlib
+
+import numpy as np
+
+from jaxflow.engine.admission import OutputLengths
+from jaxflow.engine.request import Request, SamplingParams
+from jaxflow.engine.scheduler import Scheduler, SchedulerConfig, StepWork
+from jaxflow.engine.sequence import Sequence
+
+VOCABULARY = 29
+EOS = 0
+
+
+def link(chain: int, token: int) -> int:
+    """The number of a prefix, from that of the prefix without its last token."""
+    return int.from_bytes(hashlib.sha256(b"%d,%d" % (chain, token)).digest()[:8], "little")
+
+
+def draw(chain: int, seed: int) -> int:
+    return link(chain, seed) % VOCABULARY
+
+
+def alone(seq: Sequence) -> list[int]:
+    """The output of a sequence that has the device to itself."""
+    chain = 0
+    for token in seq.request.prompt_token_ids:
+        chain = link(chain, token)
+    output: list[int] = []
+    while len(output) < seq.limit - seq.num_prompt and (seq.request.sampling.ignore_eos or EOS not in output):
+        output.append(draw(chain, seq.seed))
+        chain = link(chain, output[-1])
+    return output
+
+
+class Device:
+    """Page tables, KV and last tokens, as the executor keeps them."""
+
+    def __init__(self, config: SchedulerConfig):
+        self.config = config
+        self.table: dict[tuple[int, int, int], int] = {}
+        self.kv: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.last: dict[int, int] = {}
+
+    def where(self, group: int, slot: int, position: int) -> tuple[int, int, int]:
+        page = self.table[group, slot, position // self.config.block_size]
+        return group, page, position % self.config.block_size
+
+    def run(self, work: StepWork) -> list[int]:
+        """Tokens sampled after the decodes and the sampling chunks, in order."""
+        for group, slot, index, page in work.page_appends.tolist():
+            assert 0 <= page < self.config.num_pages[group]
+            self.table[group, slot, index] = page
+        rows = [(int(s), int(p), [self.last[int(s)]]) for s, p in zip(work.decode_slots, work.decode_positions, strict=True)]
+        rows += [(chunk.slot, chunk.start, chunk.token_ids.tolist()) for chunk in work.chunks]
+        groups = range(len(self.config.windows))
+        ends = []
+        for slot, start, tokens in rows:
+            chain = self.kv[self.where(0, slot, start - 1)][1] if start else 0
+            for position, token in enumerate(tokens, start):
+                chain = link(chain, token)
+                for group in groups:
+                    self.kv[self.where(group, slot, position)] = (position, chain)
+            ends.append(chain)
+        for slot, start, tokens in rows:
+            for group in groups:
+                self.read(group, slot, start, start + len(tokens))
+        seeds = [seq.seed for seq in work.decodes] + [chunk.seq.seed for chunk in work.chunks]
+        samples = [True] * len(work.decodes) + [chunk.samples for chunk in work.chunks]
+        out = []
+        for (slot, _, _), chain, seed, wanted in zip(rows, ends, seeds, samples, strict=True):
+            if wanted:
+                self.last[slot] = draw(chain, seed)
+                out.append(self.last[slot])
+        return out
+
+    def read(self, group: int, slot: int, start: int, end: int) -> None:
+        """Queries start..end-1 see what their sequence wrote, at its positions, and one same prefix."""
+        window = self.config.windows[group]
+        first = 0 if window is None else max(0, start - window + 1)
+        truth = {p: self.kv[self.where(0, slot, p)][1] for p in range(first, end)} if self.config.windows[0] is None else {}
+        for position in range(first, end):
+            at, chain = self.kv[self.where(group, slot, position)]
+            assert at == position, (group, slot, position, at)
+            assert truth.get(position, chain) == chain
+
+
+@dataclasses.dataclass
+class World:
+    """A scheduler and its device.
+
+    `lag` steps are under way when the results of the first of them are read. `hope` is the output length that the forecast
+    expects at first: a small one admits too much, so that sequences are pre-empted.
+    """
+
+    config: SchedulerConfig
+    lag: int = 1
+    hope: int = 256
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.config)
+        self.scheduler.lengths = OutputLengths(self.hope)
+        self.device = Device(self.config)
+        self.sequences: list[Sequence] = []
+        self.outputs: dict[Sequence, list[int]] = {}
+        self.under_way: list[tuple[StepWork, list[int]]] = []
+        self.now = 0.0
+
+    def add(self, prompt: list[int], *, priority: int = 0, salt: str = "", **sampling) -> list[Sequence]:
+        request = Request(f"r{len(self.sequences)}", prompt, SamplingParams(**sampling), priority=priority, cache_salt=salt)
+        new = self.scheduler.add(request, self.now)
+        self.sequences += new
+        self.outputs.update({seq: [] for seq in new})
+        return new
+
+    def step(self) -> StepWork | None:
+        """Schedules and enqueues a step, then reads the one `lag` before it."""
+        self.now += 1.0
+        before = self.scheduler.num_preemptions
+        work = self.scheduler.schedule(self.now)
+        if work is not None:
+            self.check_step(work, self.scheduler.num_preemptions - before)
+            self.under_way.append((work, self.device.run(work)))
+        self.check_pages()
+        while self.under_way and (work is None or len(self.under_way) > self.lag):
+            self.read(*self.under_way.pop(0))
+        return work
+
+    def read(self, work: StepWork, tokens: list[int]) -> None:
+        sampled = work.sampled
+        assert len(sampled) == len(tokens)
+        self.scheduler.commit(sampled, tokens)
+        for seq, token in zip(sampled, tokens, strict=True):
+            if seq.finished:
+                continue
+            self.outputs[seq].append(token)
+            assert seq.token_ids.tolist() == [*seq.request.prompt_token_ids, *self.outputs[seq]]
+            assert seq.num_known == len(seq.token_ids)
+            if seq.num_known == seq.limit or (token == EOS and not seq.request.sampling.ignore_eos):
+                self.scheduler.finish(seq)
+
+    def run(self, most_steps: int = 10_000) -> int:
+        """Until all have ended; the number of steps."""
+        for steps in range(most_steps):
+            if all(seq.finished for seq in self.sequences) and not self.under_way:
+                self.check_idle()
+                return steps
+            self.step()
+        raise AssertionError(f"not done after {most_steps} steps: {[seq for seq in self.sequences if not seq.finished]}")
+
+    def check_step(self, work: StepWork, preempted: int) -> None:
+        config = self.config
+        assert work.num_tokens == len(work.decodes) + sum(chunk.tokens for chunk in work.chunks)
+        assert 0 < work.num_tokens <= config.token_budget
+        assert work.bucket in config.buckets and work.bucket >= work.num_tokens
+        assert work.decodes.tolist() == [self.scheduler.seats.sequences[slot] for slot in work.decode_slots]
+        slots = work.slots.tolist()
+        assert len(set(slots)) == len(slots) <= config.max_num_seqs
+        keys = [chunk.seq.key for chunk in work.chunks]
+        assert keys == sorted(keys)
+        assert all(chunk.tokens > 0 and chunk.seq.slot == chunk.slot for chunk in work.chunks)
+        assert all(chunk.start + chunk.tokens == chunk.seq.num_computed <= chunk.seq.num_known for chunk in work.chunks)
+        assert not (preempted and work.admitted)
+        for seq in work.sampled:
+            assert seq.num_computed < seq.num_total <= seq.limit
+
+    def check_pages(self) -> None:
+        """Every page is free, cached or held, and as often as it is counted; only whole pages of equal content are shared."""
+        tables, size = self.scheduler.tables, self.config.block_size
+        for group, pool in enumerate(tables.pools):
+            holders: dict[int, list[tuple[int, int]]] = {}
+            for slot, rows in enumerate(tables.rows):
+                assert tables.count[group, slot] == len(rows[group])
+                for index, page in enumerate(rows[group]):
+                    if page >= 0:
+                        holders.setdefault(page, []).append((slot, index))
+            counts = [pool.references(page) for page in range(pool.num_pages)]
+            assert counts == [len(holders.get(page, ())) for page in range(pool.num_pages)]
+            assert pool.available == counts.count(0)
+            for places in holders.values():
+                if len(places) > 1:
+                    seqs = [self.scheduler.seats.sequences[slot] for slot, _ in places]
+                    assert len({index for _, index in places}) == 1
+                    end = (places[0][1] + 1) * size
+                    assert len({(seq.token_ids[:end].tobytes(), seq.request.cache_salt) for seq in seqs}) == 1
+                    assert all(seq.num_known >= end for seq in seqs)
+            # What the forecast believes a release to free, it frees.
+            for slot, rows in enumerate(tables.rows):
+                charged = [p for p in rows[group] if p >= 0 and tables.pools[group].references(p) == 1]
+                assert 0 <= tables.charged[group, slot] <= len(charged)
+            assert tables.common(group) >= 0
+
+    def check_idle(self) -> None:
+        scheduler = self.scheduler
+        assert scheduler.num_running == scheduler.num_waiting == scheduler.num_preempted == 0
+        assert scheduler.tables.available() == list(self.config.num_pages)
+        assert scheduler.schedule(self.now) is None
+        for seq in self.sequences:
+            assert seq.slot == -1
+            expected = alone(seq)
+            assert self.outputs[seq] == expected or (seq in self.aborted and self.outputs[seq] == expected[: len(self.outputs[seq])])
+
+    @property
+    def aborted(self) -> set[Sequence]:
+        return getattr(self, "_aborted", set())
+
+    def abort(self, seq: Sequence) -> None:
+        self.scheduler.abort(seq)
+        self._aborted = {*self.aborted, seq}
+
+
+def config(**changes) -> SchedulerConfig:
+    """A small machine."""
+    base = {
+        "token_budget": 16,
+        "max_num_seqs": 6,
+        "block_size": 4,
+        "windows": (None,),
+        "num_pages": (64,),
+        "max_model_len": 64,
+        "buckets": (4, 8, 16),
+    }
+    return SchedulerConfig(**{**base, **changes})
+
+
+def prompt(rng: np.random.Generator, length: int, *, shared: int = 0) -> list[int]:
+    """Random tokens after `shared` tokens that all prompts begin with."""
+    return [1 + i % 3 for i in range(shared)] + rng.integers(0, VOCABULARY, length).tolist()
