@@ -1,0 +1,71 @@
+"""The README's commands exist, and its programs run as they stand."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import paths
+import pytest
+
+README = (paths.ROOT / "README.md").read_text("utf-8")
+MODEL = str(paths.MODELS / "stories260K")
+
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.S)
+COMMANDS = sorted(set(re.findall(r"python -m [\w.]+[^\n`]*", README)))
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The host:port of a server of a tiny model."""
+    command = [sys.executable, "-m", "serving", "--model", MODEL, "--port=0", "--admin_port=0", "--max_num_seqs=4"]
+    with subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("ready on "):
+                yield line.removeprefix("ready on ").strip()
+                break
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def run_python(*arguments):
+    return subprocess.run([sys.executable, *arguments], cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_the_client_program_runs(server):
+    (program,) = [text for text in PROGRAMS if "Client(" in text]
+    done = run_python("-c", program.replace("127.0.0.1:50051", server))
+    assert done.returncode == 0, done.stderr
+    assert "32 tokens, the first after" in done.stdout
+
+
+def test_the_python_program_runs():
+    (program,) = [text for text in PROGRAMS if "LLM(" in text]
+    done = run_python("-c", program.replace("path/to/model", MODEL))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Once upon a time -> .+\nThe little dog -> .+", done.stdout)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_and_its_flags_exist(command):
+    _, _, module, *arguments = shlex.split(command, comments=True)
+    words = [word for word in arguments if re.fullmatch(r"[a-z]+", word)][:1] if module == "jaxflow.bench" else []
+    done = run_python("-m", module, *words, "--helpfull" if module.startswith("serving") else "--help")
+    shown = done.stdout + done.stderr
+    for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+        assert re.search(rf"--(\[no\])?{flag.removeprefix('--')}\b", shown), f"{module} has no {flag}"
+    assert "Traceback" not in shown
+
+
+def test_the_flags_it_speaks_of_exist():
+    spoken = set(re.findall(r"`(--\w+)", README)) - {"--keep"}
+    shown = run_python("-m", "serving", "--helpfull").stdout
+    assert spoken
+    assert not {flag for flag in spoken if not re.search(rf"--(\[no\])?{flag.removeprefix('--')}\b", shown)}
+
+
+def test_the_paths_it_links_to_exist():
+    links = re.findall(r"\]\((?!http)([^)#]+)", README)
+    assert links
+    assert [link for link in links if not (paths.ROOT / link).exists()] == []
