@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,20 +56,16 @@ def main(argv: list[str]) -> int:
             drain_timeout_s=DRAIN_TIMEOUT_S.value,
             max_pending_tokens=MAX_PENDING_TOKENS.value,
         )
-        return asyncio.run(serve(config, lambda: load(engine)))
-    except (ListenError, OSError, ValueError) as error:
-        # The package's own errors name the setting or the file at fault; any other ValueError is a bug of ours.
-        if isinstance(error, ValueError) and not type(error).__module__.startswith("jaxflow."):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except (ConfigError, ListenError, OSError) as error:
+        return fail(error)
+    return asyncio.run(serve(config, lambda: load(engine)))
 
 
 def read_tokens(path: str | None) -> tuple[str, ...]:
     """The tokens of the file. Raises: ConfigError, if there are none: the server would be open."""
     if path is None:
         return ()
-    tokens = tuple(line.strip() for line in Path(path).read_text().splitlines() if line.strip())
+    tokens = tuple(line.strip() for line in Path(path).read_bytes().decode("latin-1").splitlines() if line.strip())
     if not tokens or not all(token.isascii() for token in tokens):
         raise ConfigError("auth_token_file", path, "a file with at least one token, one a line, in ASCII")
     return tokens
@@ -81,11 +78,7 @@ def load(config: EngineConfig) -> "LLM":
 
 
 async def serve(config: ServerConfig, load: Callable[[], "LLM"]) -> int:
-    """Serves until a signal comes, or the engine dies; returns the exit status.
-
-    Raises:
-      ListenError: when the ports or certificates cannot be used; what `load` raises.
-    """
+    """Serves what `load` returns until a signal comes, or the engine dies; returns the exit status."""
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
 
@@ -97,44 +90,65 @@ async def serve(config: ServerConfig, load: Callable[[], "LLM"]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     server = Server(config)
-    await server.start()
+    try:
+        await server.start()
+    except ListenError as error:
+        return fail(error)
     say(f"listening on {config.host}:{server.port}, admin on {config.admin_host}:{server.admin_port}; loading the model")
     for warning in warnings(config):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
+    try:
+        return await until_asked(server, load, asyncio.create_task(asked.wait()))
+    finally:
+        await server.stop()
+
+
+async def until_asked(server: Server, load: Callable[[], "LLM"], asked: asyncio.Task) -> int:
+    """Loads, serves, and once `asked` is done drains; returns the exit status."""
     loading = in_thread(load)
-    stopping = asyncio.create_task(asked.wait())
-    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({loading, asked}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         say("stopped while loading")
         os._exit(0)  # XLA cannot be interrupted, and there is nothing to finish
     llm = loading.result()
-    await server.serve(llm)
-    say(f"ready on {config.host}:{server.port}")
+    if isinstance(llm, Exception):
+        return fail(llm)
+    try:
+        await server.serve(llm)
+    except ConfigError as error:
+        return fail(error)
+    say(f"ready on {server.config.host}:{server.port}")
     dying = asyncio.create_task(server.engine_death())
-    await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({asked, dying}, return_when=asyncio.FIRST_COMPLETED)
     if dying.done():
         print("error: the engine has stopped after a fault; the log says more", file=sys.stderr, flush=True)
-    else:
-        say(f"draining: running requests have {config.drain_timeout_s:g} s to finish")
-        aborted = await server.drain()
-        say(f"drained, {aborted} aborted")
-    await server.stop()
+        return 1
+    say(f"draining: running requests have {server.config.drain_timeout_s:g} s to finish")
+    say(f"drained, {await server.drain()} aborted")
     await asyncio.to_thread(llm.close)
-    return 1 if dying.done() else 0
+    return 0
 
 
-def in_thread[T](work: Callable[[], T]) -> asyncio.Future[T]:
-    """The result of `work`, on a thread that does not keep the process alive."""
+def fail(error: Exception) -> int:
+    """Says what went wrong: in one line if the setting or file at fault is named, else with the traceback of a bug."""
+    if isinstance(error, ListenError | OSError) or type(error).__module__.startswith("jaxflow."):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+    return 1
+
+
+def in_thread[T](work: Callable[[], T]) -> asyncio.Future[T | Exception]:
+    """What `work` returns, or raises, on a thread that does not keep the process alive."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+    future: asyncio.Future[T | Exception] = loop.create_future()
 
     def run() -> None:
         try:
             result = work()
-        except BaseException as error:
-            loop.call_soon_threadsafe(future.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(future.set_result, result)
+        except Exception as error:
+            result = error
+        loop.call_soon_threadsafe(future.set_result, result)
 
     threading.Thread(target=run, name="load", daemon=True).start()
     return future

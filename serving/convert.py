@@ -97,9 +97,14 @@ def started(event: Started, tokenizer: Tokenizer | None) -> pb.Started:
     return pb.Started(
         prompt_tokens=event.prompt_tokens,
         cached_prompt_tokens=event.cached_prompt_tokens,
-        seed=event.seed,
+        seed=signed(event.seed),
         prompt_logprobs=[token_logprobs(entry or {}, tokenizer) for entry in event.prompt_logprobs or ()],
     )
+
+
+def signed(bits: int) -> int:
+    """64 bits as the signed number that `SamplingParams.seed` takes for the same bits."""
+    return bits - 2**64 if bits >= 2**63 else bits
 
 
 def token_logprobs(candidates: Mapping[int, Logprob], tokenizer: Tokenizer | None) -> pb.TokenLogprobs:

@@ -132,6 +132,8 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         match kind:
             case "text":
                 self._served.tokenizer("text")
+                if not request.text:  # a tokenizer may make a lone BOS of it, but hardly at anyone's wish
+                    raise InvalidRequest("text", "", "some text; for an answer to nothing, token_ids with a BOS token")
                 prompt = request.text
             case "token_ids":
                 prompt = list(request.token_ids.ids)

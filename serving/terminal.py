@@ -1,11 +1,4 @@
-"""Asks a JaxFlow server from the terminal, and streams its answer.
-
-  python -m serving.client "Why is the sky blue?"     one question
-  python -m serving.client --chat                     a conversation, with its history
-  cat letter.txt | python -m serving.client           the prompt from standard input
-
-A model with a chat template gets the prompt as a chat message; --raw sends the bare text instead.
-"""
+"""The client's command line (`python -m serving.client`): one question, or a conversation."""
 
 import asyncio
 import contextlib
@@ -39,9 +32,7 @@ AUTH_TOKEN = flags.DEFINE_string("auth_token", None, f"The server's bearer token
 _SAMPLING = (
     flags.DEFINE_integer("max_tokens", 512, "Tokens to generate at most."),
     flags.DEFINE_integer("min_tokens", None, "Tokens to generate at least."),
-    flags.DEFINE_float(
-        "temperature", None, "0 takes the likeliest token always. Default, as of all below: what the checkpoint recommends."
-    ),
+    flags.DEFINE_float("temperature", None, "0 takes the likeliest token always; higher is wilder."),
     flags.DEFINE_float("top_p", None, "Draw from the likeliest tokens that together have this probability."),
     flags.DEFINE_integer("top_k", None, "Draw from this many of the likeliest tokens; 0: from all."),
     flags.DEFINE_float("min_p", None, "Draw from tokens at least this likely, relative to the likeliest."),
@@ -49,14 +40,13 @@ _SAMPLING = (
     flags.DEFINE_float("presence_penalty", None, "Above 0: tokens that were generated become less likely."),
     flags.DEFINE_float("frequency_penalty", None, "The same, for each time they were generated."),
     flags.DEFINE_integer("seed", None, "The same seed draws the same answer."),
-    flags.DEFINE_multi_string("stop", None, "End the answer before this text; may be given several times."),
+    flags.DEFINE_multi_string("stop", None, "End the answer before this text."),
     flags.DEFINE_bool("ignore_eos", None, "Go on after the model's end token."),
 )
 
 
 def run() -> None:
     """The command; ends the process."""
-    flags.adopt_module_key_flags(sys.modules[__name__])
     app.run(_main)
 
 

@@ -143,7 +143,7 @@ class FakeDriver:
         if run.sent == 0 and run.index == 0:
             asked = sampling.prompt_logprobs is not None
             logprobs = (None, *({token: Logprob(-1.0, 1)} for token in prompt[1:])) if asked else None
-            events.append(Started(request.request_id, len(prompt), 0, sampling.seed or 7, logprobs))
+            events.append(Started(request.request_id, len(prompt), 0, 2**64 - 7, logprobs))
         token = int(prompt[run.sent % len(prompt)])
         run.sent += 1
         logprobs = None
@@ -195,8 +195,8 @@ class FakeLLM:
 
     def request(self, prompt, params: SamplingParams, *, request_id: str, priority: int = 0, cache_salt: str = "") -> Request:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if not prompt:
-            raise InvalidRequest("prompt", prompt, "at least one token")
+        if not ids:
+            raise InvalidRequest("prompt", [], "at least one token")
         for token in ids:
             if token >= self.model_config.vocab_size:
                 raise InvalidRequest("prompt_token_ids", token, f"token ids 0 to {self.model_config.vocab_size - 1}")

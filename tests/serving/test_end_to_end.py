@@ -1,0 +1,181 @@
+"""A real checkpoint behind the services: its golden texts, many callers at once, and 500 requests of every shape."""
+
+import asyncio
+import contextlib
+import random
+
+import grpc
+import paths
+import pytest
+from harness import client_of, serving, stubs_of
+
+from jaxflow import LLM
+from serving import generate_pb2 as pb
+from serving.client import Client, RequestFailed
+from serving.server import Server
+
+GOLDEN = paths.golden("stories260K")
+PROMPTS = GOLDEN["prompts"]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """Small steps and few pages, so that requests queue, chunk, share and pre-empt one another."""
+    with LLM(
+        str(paths.MODELS / "stories260K"),
+        max_num_batched_tokens=32,
+        max_num_seqs=8,
+        max_model_len=256,
+        block_size=16,
+        num_kv_pages=48,
+        progress=False,
+    ) as llm:
+        llm.close, close = lambda: None, llm.close  # the services' harness ends what it serves; this one is shared
+        yield llm
+        llm.close = close
+
+
+def greedy(prompt: dict) -> dict:
+    return {"max_tokens": len(prompt["greedy_ids"]), "temperature": 0.0, "ignore_eos": True}
+
+
+def check_golden(answer, prompt: dict) -> None:
+    assert answer.token_ids == [prompt["greedy_ids"]]
+    assert answer.text == prompt["greedy_text"]
+
+
+async def statistics(server: Server) -> pb.GetStatsResponse:
+    async with stubs_of(server) as (_, _, admin):
+        return await admin.GetStats(pb.GetStatsRequest())
+
+
+async def check_nothing_is_left(server: Server) -> None:
+    """All pages free, nothing queued, nothing compiled since warm-up."""
+    async with asyncio.timeout(30):
+        while (stats := await statistics(server)).running_requests or stats.waiting_requests or stats.kv_pages_free != stats.kv_pages:
+            await asyncio.sleep(0.02)
+    assert stats.compilations_after_warmup == 0
+
+
+def test_many_callers_at_once_stream_the_golden_texts(llm):
+    async def scenario():
+        async with serving(llm) as (server, _), client_of(server) as client:
+            prompts = PROMPTS * 4
+            asked = [client.generate(prompt["prompt_ids"], **greedy(prompt)) for prompt in prompts]
+            asked += [client.generate(prompt["text"], **greedy(prompt)) for prompt in PROMPTS if prompt["text"]]
+            prompts += [prompt for prompt in PROMPTS if prompt["text"]]
+            for answer, prompt in zip(await asyncio.gather(*(answer.read_all() for answer in asked)), prompts, strict=True):
+                check_golden(answer, prompt)
+                assert answer.started.prompt_tokens == len(prompt["prompt_ids"])
+                assert len(answer.arrivals) > 1, "it came as a stream"
+            await check_nothing_is_left(server)
+
+    asyncio.run(scenario())
+
+
+def test_logprobs_arrive_with_their_text(llm):
+    async def scenario():
+        async with serving(llm) as (server, _), client_of(server) as client:
+            prompt = max(PROMPTS, key=lambda prompt: prompt["prompt_len"])
+            call = client.generate(prompt["prompt_ids"], **greedy(prompt), logprobs=5, prompt_logprobs=0)
+            messages = [message async for message in call]
+            told = messages[0].started.prompt_logprobs
+            assert [entry.candidates[0].logprob for entry in told[1:]] == pytest.approx(prompt["prompt_logprobs"], abs=1e-3)
+            steps = [step for message in messages for step in message.delta.logprobs]
+            for step, token, top in zip(steps, prompt["greedy_ids"], prompt["top_ids"], strict=True):
+                assert (step.candidates[0].token_id, step.candidates[0].rank) == (token, 1)
+                assert [candidate.token_id for candidate in step.candidates] == top
+                assert all(candidate.text == llm.tokenizer.token_text(candidate.token_id) for candidate in step.candidates)
+
+    asyncio.run(scenario())
+
+
+def test_the_reported_seed_draws_the_same_answer(llm):
+    async def scenario():
+        async with serving(llm) as (server, _), client_of(server) as client:
+            settings = {"max_tokens": 20, "temperature": 1.0}
+            drawn = [await client.generate("Once", **settings).read_all() for _ in range(8)]
+            assert len({answer.started.seed for answer in drawn}) == len({answer.text for answer in drawn}) == 8
+            assert min(answer.started.seed for answer in drawn) < 0, "seeds are 64 bits wide: some are negative"
+            for answer in drawn:
+                again = await client.generate("Once", **settings, seed=answer.started.seed).read_all()
+                assert (again.token_ids, again.started.seed) == (answer.token_ids, answer.started.seed)
+
+    asyncio.run(scenario())
+
+
+def draw(rng: random.Random) -> dict:
+    """The settings of one request, of any shape the engine takes."""
+    settings = {"max_tokens": rng.randint(1, 24), "temperature": rng.choice([0.0, 0.7, 1.3])}
+    optional = {
+        "seed": rng.randrange(2**40),
+        "n": rng.randint(2, 3),
+        "top_k": rng.randint(1, 50),
+        "top_p": rng.uniform(0.3, 1.0),
+        "min_p": rng.uniform(0.0, 0.3),
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "logit_bias": {rng.randrange(512): 5.0},
+        "logprobs": rng.randint(0, 20),
+        "prompt_logprobs": rng.randint(0, 3),
+        "stop": [" the", "."],
+        "stop_token_ids": [rng.randrange(512)],
+        "min_tokens": 1,
+        "ignore_eos": True,
+        "priority": rng.randint(-1, 1),
+        "cache_salt": rng.choice(["a", "b"]),
+    }
+    return settings | {name: value for name, value in optional.items() if rng.random() < 0.15}
+
+
+async def one_request(rng: random.Random, server: Server, shared: Client) -> str:
+    """Asks for something, perhaps leaves early, and returns how it ended."""
+    fate = rng.choices(["golden", "complete", "cancel", "disconnect", "deadline", "refused"], [1, 5, 2, 1, 1, 1])[0]
+    if fate == "golden":
+        prompt = rng.choice(PROMPTS)
+        check_golden(await shared.generate(prompt["prompt_ids"], **greedy(prompt)).read_all(), prompt)
+        return fate
+    ids = [rng.randrange(3, 512) for _ in range(rng.randint(1, 100))]
+    if rng.random() < 0.3:
+        ids = PROMPTS[1]["prompt_ids"] * 8 + ids[:20]  # a beginning that others have too
+    settings = draw(rng)
+    if fate == "refused":
+        with pytest.raises(RequestFailed) as failed:
+            await shared.generate(ids, **(settings | {"top_p": 2.0})).read_all()
+        assert failed.value.code == grpc.StatusCode.INVALID_ARGUMENT
+        return fate
+    if fate == "deadline":
+        with contextlib.suppress(RequestFailed):
+            await shared.generate(ids, **settings, timeout_s=rng.uniform(0.001, 0.1)).read_all()
+        return fate
+    async with client_of(server) if fate == "disconnect" else contextlib.nullcontext(shared) as client:
+        answer = client.generate(ids, **settings)
+        if fate == "complete":
+            await answer.read_all()
+            assert sorted(answer.finished) == list(range(settings.get("n", 1)))
+            return fate
+        left = rng.randint(0, 8)
+        async for _ in answer:
+            left -= 1
+            if left <= 0:
+                break
+    return fate
+
+
+def test_soak(llm):
+    """500 requests with random cancels, disconnects and deadlines: nothing leaks, and no shape is new to the compiler."""
+
+    async def scenario():
+        async with serving(llm) as (server, _), client_of(server) as client:
+            room = asyncio.Semaphore(24)
+
+            async def one(seed: int) -> str:
+                async with room:
+                    return await one_request(random.Random(seed), server, client)
+
+            fates = await asyncio.gather(*(one(seed) for seed in range(500)))
+            assert len(set(fates)) == 6
+            await check_nothing_is_left(server)
+            check_golden(await client.generate(PROMPTS[1]["prompt_ids"], **greedy(PROMPTS[1])).read_all(), PROMPTS[1])
+
+    asyncio.run(scenario())
