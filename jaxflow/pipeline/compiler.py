@@ -1,0 +1,164 @@
+"""Plan -> forward: the nano-ops of every layer, issued in the plan's order, as one function to be jitted.
+
+The function is `transformer.forward` for every plan (law 1 of the design); a plan changes only when and where things
+run. Values live as pieces of token ranges. XLA is held to the plan's order by barriers at three places: between ops of
+different tokens that follow each other on a stream (or it would merge their products back into one), before an append
+to a cache that earlier ops read (or it would copy the cache), and where the plan waits.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxflow.config import ModelConfig
+from jaxflow.model import ops
+from jaxflow.model.batch import Batch
+from jaxflow.model.graph import model_graph
+from jaxflow.model.ops import KV, Context, Weights
+from jaxflow.pipeline import streams
+from jaxflow.pipeline.order import ATTENTION, Run, Span, check, final_values, program
+from jaxflow.pipeline.pieces import Piece, Pieces, merge
+from jaxflow.pipeline.plan import Plan, PlanError
+from jaxflow.pipeline.regions import ADD_NORMS, Group, Segment, grouped
+
+Forward = Callable[[Context, Weights, list[KV], Batch], tuple[Float[Array, "R D"], Float[Array, "T D"], list[KV]]]
+
+
+def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1) -> Forward:
+    """The function of a plan, of the signature and the meaning of `jaxflow.model.transformer.forward`.
+
+    Its batches have `plan.tokens` tokens, and no prefill chunk in them crosses one of `borders(plan)`.
+
+    Raises:
+      PlanError: for a plan that is not one of this model on `tp` devices, or that asks for what is not there.
+    """
+    graph = model_graph(config, tp)
+    check(plan, graph)
+    for nano in plan.nano_ops:
+        if nano.sms is not None:
+            raise PlanError(nano.id, f"sms={nano.sms}: no kernels that keep to a number of SMs are built yet; leave it out")
+    final = final_values(graph)
+    groups = grouped(program(plan, graph), final)
+
+    def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[Array, Array, list[KV]]:
+        if batch.num_tokens != plan.tokens:
+            raise PlanError(plan.name, f"a batch of {batch.num_tokens} tokens in a plan for {plan.tokens}")
+        step = _Step(c, weights, list(kv), batch)
+        for group in groups:
+            if group.segments:
+                step.place(group)
+            else:
+                step.run(group.runs[0])
+        x, y = (step.values.read(source, Span(0, plan.tokens)) for source in final)
+        with jax.named_scope("final_norm"):
+            x = x + y
+            _, hidden = ops.final_norm(c, weights, x[batch.sample_tokens], None)
+        return hidden, x, step.kv
+
+    return forward
+
+
+class _Step:
+    """One step while it is traced: what was made so far, and what the next op must follow."""
+
+    def __init__(self, c: Context, weights: Weights, kv: list[KV], batch: Batch):
+        self.c, self.weights, self.kv, self.batch = c, weights, kv, batch
+        self.values = Pieces(batch.num_rows)
+        with jax.named_scope("embed"):
+            x = ops.embed(c, weights, batch.token_ids, batch.positions)
+        self.values.put((-1, "x"), Span(0, batch.num_tokens), x)
+        self.made: dict[str, list[Piece]] = {}  # nano-op id -> what its last run made
+        self.readers: dict[int, list[Piece]] = {}  # layer -> what was read from its cache since the last append
+        self.last: dict[Any, Run] = {}  # stream, or "network" -> the last run there
+
+    def run(self, run: Run) -> None:
+        """Issues a nano-op on the main stream."""
+        self.order(run)
+        inputs = [self.values.read(source, run.span) for source in run.reads]
+        with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
+            outputs = self.call(run, inputs)
+        if run.nano.op == "rope_append":
+            q, self.kv[run.layer] = outputs
+            outputs = (q,)
+        self.record(run, [self.values.put((run.layer, value), run.span, made) for value, made in zip(run.makes, outputs, strict=True)])
+
+    def place(self, group: Group) -> None:
+        """Issues nano-ops that follow each other on a side stream, as regions of one output each."""
+        self.order(group.runs[0])
+        for run in group.runs:
+            if run.nano.op == "attn_norm" and len(run.reads) == 1:  # the first layer: the embeddings are the residual stream
+                self.values.put((run.layer, run.makes[0]), run.span, self.values.read(run.reads[0], run.span))
+        for part in group.segments:
+            out = streams.region(group.runs[0].nano.stream, functools.partial(self.trace, part))
+            (layer, value), span = part.output
+            if part.merged:
+                self.values.put_merged(layer, span, out)
+            else:
+                self.values.put((layer, value), span, out)
+        for run in group.runs:
+            self.record(run, [piece for value in run.makes for piece in self.values.find((run.layer, value), run.span)])
+
+    def trace(self, part: Segment) -> Array:
+        """The steps of a segment; returns the one value that outlives it."""
+        local = self.values.copy()
+        for step in part.steps:
+            run = step.run
+            inputs = [local.read(source, run.span) for source in step.reads]
+            with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
+                if step.part == "merge":
+                    decoded, prefilled = inputs
+                    heads = merge(decoded, prefilled, self.batch.is_decode(run.nano.start, run.nano.stop))
+                    local.put_merged(run.layer, run.span, heads)
+                    continue
+                if step.part == "add":
+                    outputs = (inputs[0] + inputs[1],)
+                elif step.part == "norm":
+                    outputs = (self.call(run, inputs)[1],)
+                else:
+                    outputs = self.call(run, inputs)
+            for value, made in zip(step.makes, outputs, strict=True):
+                local.put((run.layer, value), run.span, made)
+        return local.read(*part.output)
+
+    def call(self, run: Run, inputs: list[Any]) -> tuple:
+        """One op of `jaxflow.model.ops` on its inputs; its outputs in the graph's order."""
+        c, name, start, stop = self.c, run.nano.op, run.nano.start, run.nano.stop
+        op, w, layer = getattr(ops, name), self.weights["layers"][run.layer], self.c.config.layers[run.layer]
+        if name == "rope_append":
+            return op(c, layer, w, self.batch, start, stop, *inputs, self.kv[run.layer])
+        if name in ATTENTION:
+            return (op(c, layer, self.batch, start, stop, *inputs, self.kv[run.layer]),)
+        if name == "out_proj":
+            return (op(c, w, self.batch.is_decode(start, stop), *inputs),)
+        if run.op.kind == "network":
+            return (op(c, *inputs),)
+        if name in ADD_NORMS:  # without a second input there is nothing to add
+            return op(c, w, inputs[0], inputs[1] if len(inputs) > 1 else None)
+        return (op(c, w, *inputs),)
+
+    def order(self, run: Run) -> None:
+        """Makes a run, by its inputs, follow what the plan issued before it."""
+        first = [piece for wait in run.nano.waits for piece in self.made.get(wait, [])]
+        lanes = [run.nano.stream, "network"] if run.op.kind == "network" else [run.nano.stream]
+        for before in (self.last[lane] for lane in lanes if lane in self.last):
+            if not before.span.meets(run.span):
+                first += self.made[before.nano.id]
+        if run.nano.op == "rope_append":
+            first += self.readers.pop(run.layer, [])
+        inputs = [piece for source in run.reads for piece in self.values.find(source, run.span)]
+        barriers = {piece.barrier for piece in first}
+        if not first or (len(barriers) == 1 and any(piece.barrier in barriers - {None} for piece in inputs)):
+            return  # nothing to follow, or an earlier barrier sees to it
+        pieces = list({id(piece): piece for piece in (*first, *inputs)}.values())
+        this = object()
+        for piece, array in zip(pieces, streams.together([piece.array for piece in pieces]), strict=True):
+            piece.array, piece.barrier = array, this
+
+    def record(self, run: Run, made: list[Piece]) -> None:
+        self.made[run.nano.id] = made
+        self.last["network" if run.op.kind == "network" else run.nano.stream] = run
+        if run.nano.op in ATTENTION:
+            self.readers.setdefault(run.layer, []).extend(made)

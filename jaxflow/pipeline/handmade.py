@@ -1,0 +1,70 @@
+"""Plans written by hand: one after the other, two nano-batches, and two nano-batches beside each other on streams."""
+
+from jaxflow.config import ModelConfig
+from jaxflow.model.graph import Graph, model_graph
+from jaxflow.pipeline.order import ATTENTION
+from jaxflow.pipeline.plan import NanoOp, Plan, PlanError
+
+
+def sequential_plan(config: ModelConfig, tokens: int, tp: int = 1) -> Plan:
+    """Every op over all tokens, in the graph's order: the plain forward as a plan."""
+    ops = _op_names(model_graph(config, tp))
+    return Plan("sequential", tokens, tuple(NanoOp(op, op, 0, tokens) for op in ops))
+
+
+def two_nano_batch_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1) -> Plan:
+    """Tokens [0, split) and [split, tokens) take turns, op by op, on the main stream.
+
+    Under tensor parallelism each sum over devices has products of the other half beside it (NanoFlow §4.1; it is the
+    second half's product that runs while the first half's sum is on its way).
+    """
+    ranges = _halves(tokens, split)
+    nano_ops = [NanoOp(f"{op}.{i}", op, *ranges[i]) for op in _op_names(model_graph(config, tp)) for i in (0, 1)]
+    return Plan(f"two nano-batches, {split} + {tokens - split}", tokens, tuple(nano_ops))
+
+
+def phased_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1) -> Plan:
+    """Attention of one half beside the products of the other, layer after layer (NanoFlow's pipeline, two phases a layer).
+
+    A phase appends one half's keys on the main stream, then runs its attention on stream 1 while stream 2 takes the
+    other half from `out_proj` to the next layer's `qkv`. The next phase waits for both.
+    """
+    graph, ranges = model_graph(config, tp), _halves(tokens, split)
+    names = _op_names(graph)
+    network = {op.name for ops in graph.layers for op in ops if op.kind == "network"}
+    tail = names[names.index("out_proj") :]
+
+    def nano(op: str, half: int, **rest) -> NanoOp:
+        return NanoOp(f"{op}.{half}", op, *ranges[half], **rest)
+
+    def phase(half: int) -> list[NanoOp]:
+        """Attention of `half`; the other half is a layer behind it in the first phase of a layer, and level in the second."""
+        other, behind = 1 - half, half - 1
+        join = (f"decode_attention.{other}", f"chunk_attention.{other}", f"attn_norm.{half}", f"qkv.{half}")
+        append = nano("rope_append", half, waits=join)
+        attention = [nano(op, half, stream=1) for op in reversed(ATTENTION)]
+        products = [nano(op, other, stream=0 if op in network else 2, ahead=behind) for op in tail]
+        fresh = [nano(op, other, stream=2, ahead=behind + 1) for op in ("attn_norm", "qkv")]
+        return [append, *attention, *products, *fresh]
+
+    return Plan(f"two phases a layer, {split} + {tokens - split}", tokens, (*phase(0), *phase(1)))
+
+
+def _op_names(graph: Graph) -> tuple[str, ...]:
+    """The ops of all kinds of layers, in an order that suits each kind."""
+    names: list[str] = []
+    for ops in graph.layers:
+        at = 0
+        for op in ops:
+            if op.name in names:
+                at = names.index(op.name) + 1
+            else:
+                names.insert(at, op.name)
+                at += 1
+    return tuple(names)
+
+
+def _halves(tokens: int, split: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    if not 0 < split < tokens:
+        raise PlanError("split", f"{split} does not cut [0, {tokens}) in two")
+    return (0, split), (split, tokens)

@@ -1,0 +1,84 @@
+"""Values of a step while it is traced: each lies in pieces, an array a token range."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxflow.pipeline.order import Source, Span
+
+
+@dataclasses.dataclass(eq=False)
+class Piece:
+    """A value's rows of the tokens of `span`; `array` may be a pytree of arrays with the same rows."""
+
+    span: Span
+    array: Any
+    merged: bool = False  # holds the outputs of both attentions
+    barrier: object = None  # the last barrier it went through
+
+
+class Pieces:
+    """The pieces of every (layer, value). `rows`: decode attention has outputs of the first `rows` tokens only."""
+
+    def __init__(self, rows: int):
+        self._rows = rows
+        self._pieces: dict[Source, list[Piece]] = {}
+
+    def copy(self) -> "Pieces":
+        """The same pieces; more can be put into the copy alone."""
+        other = Pieces(self._rows)
+        other._pieces = {source: list(pieces) for source, pieces in self._pieces.items()}
+        return other
+
+    def put(self, source: Source, span: Span, array: Any) -> Piece:
+        piece = Piece(self._clip(source, span), array)
+        self._pieces.setdefault(source, []).append(piece)
+        return piece
+
+    def put_merged(self, layer: int, span: Span, array: Array) -> Piece:
+        """What both attentions made of the same tokens, in place of what they made each."""
+        for value in ("o_decode", "o_chunk"):
+            source = (layer, value)
+            gone = self._clip(source, span)
+            self._pieces[source] = [piece for piece in self._pieces.get(source, []) if piece.span != gone]
+        piece = Piece(span, array, merged=True)
+        self._pieces[layer, "o_chunk"].append(piece)
+        return piece
+
+    def find(self, source: Source, span: Span) -> list[Piece]:
+        """The pieces that hold some of the span, in order of tokens."""
+        span = self._clip(source, span)
+        return sorted((piece for piece in self._held(source) if piece.span.meets(span)), key=lambda piece: piece.span.start)
+
+    def read(self, source: Source, span: Span) -> Any:
+        """The rows of the span in one array."""
+        span = self._clip(source, span)
+        found = self.find(source, span)
+        if not found:  # no row that decodes can lie here: an array of no rows
+            return jax.tree.map(lambda a: a[:0], self._held(source)[0].array)
+
+        def cut(piece: Piece) -> Any:
+            first = max(span.start, piece.span.start) - piece.span.start
+            last = min(span.stop, piece.span.stop) - piece.span.start
+            return piece.array if last - first == piece.span.stop - piece.span.start else jax.tree.map(lambda a: a[first:last], piece.array)
+
+        parts = [cut(piece) for piece in found]
+        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+
+    def _held(self, source: Source) -> list[Piece]:
+        layer, value = source
+        merged = [piece for piece in self._pieces.get((layer, "o_chunk"), []) if piece.merged] if value == "o_decode" else []
+        return self._pieces.get(source, []) + merged
+
+    def _clip(self, source: Source, span: Span) -> Span:
+        return Span(min(span.start, self._rows), min(span.stop, self._rows)) if source[1] == "o_decode" else span
+
+
+def merge(decoded: Float[Array, "b N H"], prefilled: Float[Array, "t N H"], is_decode: Bool[Array, " t"]) -> Float[Array, "t N H"]:
+    """Each token's heads from the attention that computed them (`out_proj` finds them in either then)."""
+    rows = decoded.shape[0]
+    chosen = jnp.where(is_decode[:rows, None, None], decoded, prefilled[:rows])
+    return jnp.concatenate([chosen, prefilled[rows:]])

@@ -1,0 +1,62 @@
+"""The only place that knows XLA's streams and barriers.
+
+XLA orders nothing that data does not order, merges products that share a weight, and copies a buffer that is written
+while it may still be read. `together` gives it the order of a plan as data; `region` puts work on a stream of its own,
+which changes nothing where there is one stream (CPU). Neither changes numbers.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.compute_on import compute_on
+from jax.extend import core
+
+# What XLA is compiled with where a plan has side streams: by default it would chain their kernels in one CUDA graph.
+CONCURRENT_GRAPHS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+# ... and where it has collectives: small ones would otherwise be kernels on the computing streams.
+ASYNC_COLLECTIVES = {"xla_gpu_experimental_use_collective_kernels": ""}
+
+
+def together[T](values: list[T]) -> list[T]:
+    """The values unchanged, but what uses one of them comes after all of them are there."""
+    return lax.optimization_barrier(values)
+
+
+def region(stream: int, work: Callable[[], jax.Array]) -> jax.Array:
+    """`work()` on stream 1 or higher, beside what the main stream and other streams do.
+
+    It returns one array: XLA turns each of several outputs into a region of its own, and waits for the first at once.
+    Nested jits are dissolved, for which XLA has no stream; loops and collectives inside are refused by XLA.
+    """
+    place = functools.partial(compute_on, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device)
+    return place(lambda: dissolved(work))()  # pyright: ignore[reportCallIssue]
+
+
+def dissolved(work: Callable[[], jax.Array]) -> jax.Array:
+    """`work()` without the jits inside it: each becomes its body."""
+    traced = jax.make_jaxpr(work)()
+    (out,) = _evaluate(traced.jaxpr, traced.consts, ())
+    return out
+
+
+def _evaluate(jaxpr: core.Jaxpr, consts: Any, arguments: Any) -> list[Any]:
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = [read(atom) for atom in equation.invars]
+        if equation.primitive.name in ("jit", "pjit"):
+            body = equation.params["jaxpr"]
+            outputs = _evaluate(body.jaxpr, body.consts, inputs)
+        else:
+            parameters = equation.primitive.get_bind_params(equation.params)
+            with jax.named_scope(str(equation.source_info.name_stack)):
+                outputs = equation.primitive.bind(*inputs, **parameters)
+            outputs = outputs if equation.primitive.multiple_results else [outputs]
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
