@@ -1,0 +1,89 @@
+"""Writes the README's table of measurements from the reports beside this file.
+
+  python benchmarks/table.py      rewrites the table in README.md; a test holds the two together
+
+A report is what `python -m jaxflow.bench … --output_json benchmarks/NAME.json` wrote; `rivals.json` has what other engines
+reached under the same protocol.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+BLOCK = re.compile(r"(?<=<!-- benchmarks -->\n).*?(?=<!-- /benchmarks -->)", re.S)
+HEAD = ("machine", "model", "in / out tokens", "total tokens/s", "of the optimum", "beside it", "report")
+
+
+def reports(folder: Path, command: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file name, report) of every committed run of a bench command, by name."""
+    for path in sorted(folder.glob("*.json")):
+        report = json.loads(path.read_text("utf-8"))
+        if report.get("command_name") == command:
+            yield path.name, report
+
+
+def lengths(workload: Mapping[str, Any]) -> str:
+    """1024 / 512, and how they vary if they do."""
+    mean = f"{workload['mean_prompt_tokens']:.0f} / {workload['mean_output_tokens']:.0f}"
+    kind = Path(workload["trace"]).stem if workload.get("trace") else workload["kind"]
+    return mean if kind == "constant" else f"{mean} ({kind})"
+
+
+def precision(engine: Mapping[str, Any]) -> str:
+    kv = engine["kv_cache_dtype"]
+    return engine["dtype"] + (f", {kv} KV" if kv not in ("auto", engine["dtype"]) else "")
+
+
+def beside(rivals: list[dict[str, Any]], report: Mapping[str, Any]) -> str:
+    """What the others reached on the same device, model, dtype and workload."""
+    found = [
+        f"{rival['engine']} {rival['total_token_throughput']:,.0f}"
+        for rival in rivals
+        if rival["device"] in report["device"]
+        and rival["model"] == report["model"]
+        and rival["precision"] == precision(report["engine_config"])
+        and rival["workload"] == lengths(report["workload"])
+    ]
+    return ", ".join(found) or "not measured"
+
+
+def throughput_rows(folder: Path) -> Iterator[tuple[str, ...]]:
+    rivals = json.loads((folder / "rivals.json").read_text("utf-8"))["results"]
+    for name, report in reports(folder, "throughput"):
+        engine = report["engine_config"]
+        machines = engine["tensor_parallel_size"]
+        yield (
+            (f"{machines} × " if machines > 1 else "") + report["device"],
+            f"{report['model']}, {precision(engine)}",
+            lengths(report["workload"]),
+            f"{report['total_token_throughput']:,.0f}",
+            f"{report['fraction_of_optimal']:.0%}",
+            beside(rivals, report),
+            f"[json](benchmarks/{name})",
+        )
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = (head, ("---",) * len(head), *rows)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def render(folder: Path = HERE) -> str:
+    """The table, as Markdown."""
+    rows = list(throughput_rows(folder))
+    return "\n" + (table(HEAD, rows) if rows else "No measurement has been committed yet.\n") + "\n"
+
+
+def rewritten(readme: str, folder: Path = HERE) -> str:
+    """The README with its table made anew. Raises ValueError if it has no place for one."""
+    if not BLOCK.search(readme):
+        raise ValueError("README.md lacks the lines <!-- benchmarks --> and <!-- /benchmarks -->")
+    return BLOCK.sub(lambda _: render(folder), readme)
+
+
+if __name__ == "__main__":
+    README.write_text(rewritten(README.read_text("utf-8")), "utf-8")

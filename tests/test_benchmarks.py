@@ -1,0 +1,62 @@
+"""The README's figures are those of the committed reports."""
+
+import json
+import runpy
+
+import paths
+import pytest
+
+FOLDER = paths.ROOT / "benchmarks"
+TABLE = runpy.run_path(str(FOLDER / "table.py"))
+
+REPORT = {
+    "command_name": "throughput",
+    "model": "llama-3.1-8b",
+    "device": "NVIDIA H200",
+    "engine_config": {"dtype": "bfloat16", "kv_cache_dtype": "auto", "tensor_parallel_size": 1},
+    "workload": {"kind": "constant", "mean_prompt_tokens": 1024.0, "mean_output_tokens": 512.0},
+    "total_token_throughput": 12345.6,
+    "fraction_of_optimal": 0.3,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "rivals.json").write_text((FOLDER / "rivals.json").read_text("utf-8"))
+    return tmp_path
+
+
+def test_the_readme_has_the_table_of_the_reports():
+    readme = (paths.ROOT / "README.md").read_text("utf-8")
+    assert TABLE["rewritten"](readme) == readme
+
+
+def test_a_report_becomes_a_line_beside_its_rival(folder):
+    (folder / "a.json").write_text(json.dumps(REPORT))
+    (folder / "other.json").write_text(json.dumps(REPORT | {"command_name": "latency"}))
+    (line,) = TABLE["render"](folder).strip().splitlines()[2:]
+    assert line == "| NVIDIA H200 | llama-3.1-8b, bfloat16 | 1024 / 512 | 12,346 | 30% | vLLM 0.24.0 25,378 | [json](benchmarks/a.json) |"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device": "NVIDIA H100"},
+        {"model": "llama-2-7b"},
+        {"engine_config": REPORT["engine_config"] | {"kv_cache_dtype": "float8_e4m3fn"}},
+        {"workload": REPORT["workload"] | {"kind": "lognormal"}},
+    ],
+)
+def test_a_rival_is_shown_only_beside_the_same_work(folder, change):
+    (folder / "a.json").write_text(json.dumps(REPORT | change))
+    assert "not measured" in TABLE["render"](folder)
+
+
+def test_a_stale_readme_is_seen(folder):
+    readme = "x\n<!-- benchmarks -->\nold\n<!-- /benchmarks -->\ny\n"
+    assert (
+        TABLE["rewritten"](readme, folder)
+        == "x\n<!-- benchmarks -->\n\nNo measurement has been committed yet.\n\n<!-- /benchmarks -->\ny\n"
+    )
+    with pytest.raises(ValueError, match="README"):
+        TABLE["rewritten"]("no place", folder)
