@@ -10,7 +10,8 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,12 +30,23 @@ def describe() -> dict[str, Any]:
     """Device, versions and the command of this process."""
     devices = jax.devices()
     return {
-        "device": devices[0].device_kind if devices[0].platform != "cpu" else f"cpu ({platform.machine()}, {os.cpu_count()} cores)",
+        "device": devices[0].device_kind,
         "num_devices": len(devices),
+        "cpu": _cpu_model(),
+        "cpu_cores": os.cpu_count(),
         "versions": {name: importlib.metadata.version(name) for name in ("jaxflow", "jax", "jaxlib", "numpy")}
         | {"python": platform.python_version()},
         "command": shlex.join(["python", "-m", "jaxflow.bench", *sys.argv[1:]]),
     }
+
+
+def _cpu_model() -> str:
+    """The processor's own name where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    )
+    return names[0] if names else platform.machine()
 
 
 @dataclasses.dataclass
@@ -145,7 +157,7 @@ def optimal(
     }
 
 
-def text(result: dict[str, Any]) -> str:
+def text(result: Mapping[str, Any]) -> str:
     """The report's last lines: the optimum and the fraction reached, the machine, the command."""
     lines = ["Optimal Throughput (NanoFlow Eq. 5)".center(50, "-")]
     if "optimal_token_throughput" in result:
@@ -157,7 +169,11 @@ def text(result: dict[str, Any]) -> str:
         ]
     else:
         lines.append("unknown: the model's configuration was not found")
-    lines += ["Machine".center(50, "-"), line("Device:", f"{result['num_devices']} x {result['device']}")]
+    lines += [
+        "Machine".center(50, "-"),
+        line("Device:", f"{result['num_devices']} x {result['device']}"),
+        line("CPU:", f"{result['cpu']}, {result['cpu_cores']} cores"),
+    ]
     power = result.get("power")
     if power:
         lines.append(line("Watts, mean (max):", f"{power['mean_watts']:.0f} ({power['max_watts']:.0f})"))

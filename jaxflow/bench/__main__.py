@@ -1,0 +1,68 @@
+"""Measures JaxFlow, in the words and layout of `vllm bench`.
+
+  python -m jaxflow.bench COMMAND [flags]
+
+  throughput   offline: all requests at once, till the last token; and the steady state
+  latency      one batch of requests, repeated
+  serve        load on a running server over gRPC, at a rate or at a trace's times
+  host         what a step costs on the CPU, with a device that takes no time
+  sweep        rates, batch sizes or lengths of an engine; SARATHI's curves of the scheduler; JSON and a picture
+
+Every report holds the optimal throughput of NanoFlow's Eq. 5 for the device, and the fraction reached.
+`python -m jaxflow.bench COMMAND --help` lists a command's flags.
+"""
+
+import importlib
+import sys
+
+from absl import flags
+
+COMMANDS = ("throughput", "latency", "serve", "host", "sweep")
+
+
+def main(argv: list[str]) -> int:
+    """Runs one command; returns the exit status: 2 for a wrong command line, 1 for a run that could not be."""
+    if len(argv) < 2 or argv[1] in ("--help", "-h", "help"):
+        print(__doc__)
+        return 0 if len(argv) > 1 else 2
+    if argv[1] not in COMMANDS:
+        print(f"error: {argv[1]!r} is no command; {', '.join(COMMANDS)} are", file=sys.stderr)
+        return 2
+    command = importlib.import_module(f"jaxflow.bench.{argv[1]}")
+    command.define_flags()
+    if {"--help", "-h"} & set(argv[2:]):
+        print(command.__doc__, *_flag_help(command), sep="\n")
+        return 0
+    try:
+        rest = flags.FLAGS(argv[1:])[1:]
+        if rest:
+            raise flags.Error(f"unexpected arguments: {' '.join(rest)}")
+    except flags.Error as error:
+        print(f"error: {error}\n`python -m jaxflow.bench {argv[1]} --help` lists the flags", file=sys.stderr)
+        return 2
+    return _run(command)
+
+
+def _flag_help(command) -> list[str]:
+    modules = (command.__name__, "jaxflow.bench.options", "jaxflow.flags")
+    return [flags.FLAGS.module_help(sys.modules[name]) for name in modules if name in flags.FLAGS.flags_by_module_dict()]
+
+
+def _run(command) -> int:
+    from jaxflow.bench.report import write_json
+    from jaxflow.model.checkpoint import CheckpointError
+    from serving.client import RequestFailed
+
+    try:
+        result = command.run()
+    except (ValueError, OSError, CheckpointError, RequestFailed) as error:  # ConfigError and WorkloadError are ValueErrors
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if flags.FLAGS.output_json:
+        write_json(flags.FLAGS.output_json, result)
+        print(f"wrote {flags.FLAGS.output_json}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

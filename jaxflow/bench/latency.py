@@ -1,0 +1,100 @@
+"""Latency of one batch of requests in an engine in this process, repeated: what `vllm bench latency` measures.
+
+python -m jaxflow.bench latency --model llama-3.1-8b --load_format dummy --batch_size 8 --input_len 32 --output_len 128
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from absl import flags
+from tqdm import tqdm
+
+from jaxflow.bench import machine, options, report, workload
+from jaxflow.bench.drive import drive, greedy_requests
+from jaxflow.bench.report import Record
+from jaxflow.bench.throughput import head, with_optimum
+from jaxflow.flags import engine_config_from_flags
+from jaxflow.llm import LLM
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+def define_flags() -> None:
+    options.define_engine(enable_prefix_caching=False)
+    options.define_report()
+    flags.DEFINE_integer("batch_size", 8, "Requests handed over at once.", lower_bound=1)
+    flags.DEFINE_integer("input_len", 32, "Prompt tokens of each.", lower_bound=1)
+    flags.DEFINE_integer("output_len", 128, "Output tokens of each.", lower_bound=1)
+    flags.DEFINE_integer("num_iters_warmup", 10, "Batches run before the clock.", lower_bound=0)
+    flags.DEFINE_integer("num_iters", 30, "Batches measured.", lower_bound=1)
+    flags.DEFINE_integer("workload_seed", 0, "Of the prompts.", lower_bound=0)
+
+
+def measure(
+    llm: LLM,
+    batch_size: int,
+    input_len: int,
+    output_len: int,
+    *,
+    iterations: int,
+    warm_up: int = 0,
+    seed: int = 0,
+    device: str | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Runs batches one after another; returns the report, less its head. Latencies under vLLM's names are in seconds."""
+    items = workload.constant(batch_size, input_len, output_len)
+    records: list[Record] = []
+    latencies: list[float] = []
+    with machine.watch() as readings:
+        for i in tqdm(range(warm_up + iterations), disable=not progress, unit="batch"):
+            prompts = workload.prompts(items, llm.model_config.vocab_size, seed + i)
+            done, duration_s = drive(llm.driver, greedy_requests(items, prompts))
+            if i >= warm_up:
+                records += done
+                latencies.append(duration_s)
+    result = report.figures(records, sum(latencies)) | {"power": readings.summary()} | _statistics(latencies)
+    engine = llm.engine_config
+    return result | with_optimum(result, llm, engine.dtype, engine.tensor_parallel_size, device)
+
+
+def _statistics(latencies: Sequence[float]) -> dict[str, Any]:
+    percentiles = np.percentile(latencies, PERCENTILES).tolist()
+    return {
+        "avg_latency": float(np.mean(latencies)),
+        "std_latency": float(np.std(latencies)),
+        "latencies": list(latencies),
+        "percentiles": {str(p): value for p, value in zip(PERCENTILES, percentiles, strict=True)},
+    }
+
+
+def run() -> dict[str, Any]:
+    """The command. Raises: ConfigError, WorkloadError for flags that do not work."""
+    f = flags.FLAGS
+    with LLM.from_config(engine_config_from_flags()) as llm:
+        if f.input_len + f.output_len > llm.max_model_len:
+            raise workload.WorkloadError(
+                f"--input_len {f.input_len} and --output_len {f.output_len}: at most {llm.max_model_len} tokens together are possible"
+            )
+        items = workload.constant(f.batch_size, f.input_len, f.output_len)
+        result = {"command_name": "latency", **head(llm), "workload": options.describe(items, "batch")}
+        result |= measure(
+            llm,
+            f.batch_size,
+            f.input_len,
+            f.output_len,
+            iterations=f.num_iters,
+            warm_up=f.num_iters_warmup,
+            seed=f.workload_seed,
+            device=f.optimal_device,
+            progress=True,
+        )
+    print(report.text("Latency Benchmark Result", result, {"Model": result["model"], "Requests in a batch": f.batch_size}))
+    print("Batch".center(report.WIDTH, "-"))
+    print(report.line("Avg latency (s):", f"{result['avg_latency']:.4f}"))
+    print(report.line("Std latency (s):", f"{result['std_latency']:.4f}"))
+    for p, value in result["percentiles"].items():
+        print(report.line(f"{p}% percentile latency (s):", f"{value:.4f}"))
+    print(machine.text(result))
+    return result

@@ -1,0 +1,87 @@
+"""Flags that the commands of the bench share, and what they stand for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from jaxflow.bench import workload
+from jaxflow.bench.workload import NANOFLOW, UNLIMITED, Item, WorkloadError
+from jaxflow.flags import define_engine_flags
+from jaxflow.model.cost import DEVICES
+
+PROTOCOL = {"constant": 1200, "lognormal": 2000, "trace": 2000}  # requests handed over; 1000 at 1000/1000
+
+
+def define_workload(input_len: int = 1024, output_len: int = 512) -> None:
+    """Flags of lengths and numbers."""
+    flags.DEFINE_integer("input_len", input_len, "Prompt tokens of a request; the mean, if lengths are lognormal.", lower_bound=1)
+    flags.DEFINE_integer("output_len", output_len, "Output tokens of a request; the mean, if lengths are lognormal.", lower_bound=1)
+    flags.DEFINE_enum("lengths", "constant", ["constant", "lognormal"], "How lengths are distributed, if no trace gives them.")
+    flags.DEFINE_float("input_cv", 2.22, "Standard deviation over mean of lognormal prompt lengths, before limits. Default: ShareGPT's.")
+    flags.DEFINE_float("output_cv", 0.76, "The same of output lengths.")
+    flags.DEFINE_string("trace", None, "Take lengths from a trace: .csv (prompt_tokens, output_tokens, arrival_s) or Mooncake's .jsonl.")
+    flags.DEFINE_enum(
+        "trace_filter",
+        "auto",
+        ["auto", "nanoflow", "none"],
+        "Drop a trace's long requests. nanoflow: those over 3072 in, 1024 out, or 4096 together. auto: nanoflow for .csv, none for .jsonl.",
+    )
+    flags.DEFINE_integer(
+        "num_requests", None, "Requests; default: 1200, 1000 at 1000/1000, 2000 of lognormal lengths or from a trace.", lower_bound=1
+    )
+    flags.DEFINE_integer("workload_seed", 0, "Of lengths, prompts and arrivals.", lower_bound=0)
+
+
+def define_report() -> None:
+    """Flags of what is written, and of what it is held against."""
+    flags.DEFINE_string("output_json", None, "Write the report to this file.")
+    flags.DEFINE_enum(
+        "optimal_device", None, sorted(DEVICES), "Device whose peak Eq. 5 takes; default: this machine's, measured if it is unknown."
+    )
+    flags.DEFINE_multi_string("goodput", [], "KEY:MILLISECONDS that a good request keeps, KEY one of ttft, tpot, e2el. May be repeated.")
+
+
+def define_engine(**defaults: Any) -> None:
+    """The engine's flags, some with other defaults here."""
+    define_engine_flags()
+    for name, value in defaults.items():
+        flags.FLAGS.set_default(name, value)
+
+
+def items_from_flags(max_tokens: int, *, ordered: bool = False) -> tuple[list[Item], dict[str, Any]]:
+    """The requests that the flags ask for, and a description for the report.
+
+    max_tokens: of prompt and output together that the engine takes; a trace's longer requests are left out.
+    ordered: take a trace's requests from its start, in order, rather than at random.
+
+    Raises:
+      WorkloadError: if the flags' lengths do not fit or the trace cannot be read.
+    """
+    f = flags.FLAGS
+    kind = "trace" if f.trace else f.lengths
+    prompt, output, seed = f.input_len, f.output_len, f.workload_seed
+    number = f.num_requests or (1000 if (kind, prompt, output) == ("constant", 1000, 1000) else PROTOCOL[kind])
+    left_out = 0
+    if kind == "trace":
+        every = workload.read_trace(f.trace, {"auto": None, "nanoflow": NANOFLOW, "none": UNLIMITED}[f.trace_filter])
+        fitting = [item for item in every if item.prompt_tokens + item.output_tokens <= max_tokens]
+        left_out = len(every) - len(fitting)
+        items = fitting[:number] if ordered else workload.sample(fitting, number, seed)
+    elif kind == "lognormal":
+        limits = workload.Limits(NANOFLOW.prompt_tokens, NANOFLOW.output_tokens, min(max_tokens, NANOFLOW.total_tokens))
+        items = workload.lognormal(number, prompt, output, prompt_cv=f.input_cv, output_cv=f.output_cv, limits=limits, seed=seed)
+    else:
+        if prompt + output > max_tokens:
+            raise WorkloadError(f"--input_len {prompt} and --output_len {output} are over the {max_tokens} tokens that a sequence may have")
+        items = workload.constant(number, prompt, output)
+    if not items:
+        raise WorkloadError(f"{f.trace}: no request fits in {max_tokens} tokens")
+    return items, describe(items, kind, trace=f.trace, left_out=left_out, seed=seed)
+
+
+def describe(items: Sequence[Item], kind: str, **more: Any) -> dict[str, Any]:
+    """A workload in a report."""
+    prompt, output = (sum(lengths) / len(items) for lengths in zip(*((i.prompt_tokens, i.output_tokens) for i in items), strict=True))
+    known = {name: value for name, value in more.items() if value is not None}
+    return {"kind": kind, "requests": len(items), "mean_prompt_tokens": prompt, "mean_output_tokens": output, **known}

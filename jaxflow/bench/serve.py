@@ -1,0 +1,100 @@
+"""Load on a running server over gRPC, with requests that come at random times or at a trace's own.
+
+  python -m serving --model llama-3.1-8b --load_format dummy --port 50051 &
+  python -m jaxflow.bench serve --request_rate 8 --input_len 1024 --output_len 512 --goodput ttft:500 --goodput tpot:50
+  python -m jaxflow.bench serve --trace azure2023_conv.csv --arrivals trace
+
+A request is sent when it is due, whatever is still under way. Latencies are as the client sees them.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from jaxflow.bench import machine, options, report, workload
+from jaxflow.bench.load import load
+from jaxflow.bench.workload import Item
+from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.model.checkpoint import CheckpointError, open_checkpoint
+from serving.client import DEFAULT_TARGET, Client
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("target", DEFAULT_TARGET, "The server, as host:port.")
+    flags.DEFINE_string(
+        "model", None, "Folder, file or name that the served model's configuration can be read from, for Eq. 5; default: its name."
+    )
+    flags.DEFINE_float("request_rate", math.inf, "Requests a second on average; inf: all at once.")
+    flags.DEFINE_enum("arrivals", "poisson", ["poisson", "trace"], "Exponential intervals, or the trace's (stretched, if a rate is given).")
+    flags.DEFINE_float("timeout_s", None, "Give a request up after this many seconds.", lower_bound=0.0)
+    flags.DEFINE_float("wait_s", 60.0, "Wait up to this many seconds for the server to be ready.", lower_bound=0.0)
+    flags.DEFINE_string("tls_ca", None, "PEM file of the authority that signed the server's certificate; makes the connection TLS.")
+    flags.DEFINE_string("tls_cert", None, "PEM file of this client's certificate, for a server that wants one.")
+    flags.DEFINE_string("tls_key", None, "PEM file of its private key.")
+    flags.DEFINE_string("auth_token", None, "The server's bearer token.")
+    options.define_workload()
+    options.define_report()
+
+
+def arriving(items: Sequence[Item], arrivals: str, rate: float, seed: int) -> list[Item]:
+    """The items with the arrival times asked for. Raises: WorkloadError."""
+    if arrivals == "trace":
+        return workload.trace_arrivals(items, None if math.isinf(rate) else rate)
+    return workload.poisson_arrivals(items, rate, seed)
+
+
+async def measure(
+    client: Client,
+    items: Sequence[Item],
+    vocab_size: int,
+    *,
+    seed: int = 0,
+    slo: Mapping[str, float] | None = None,
+    timeout_s: float | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """The report of one load, less its head and the optimum. `power` is of this machine's card, if it has one."""
+    prompts = workload.prompts(items, vocab_size, seed)
+    with machine.watch() as readings:
+        records, duration_s = await load(client, items, prompts, timeout_s=timeout_s, progress=progress)
+    result = report.figures(records, duration_s, slo)
+    return result | {"steady_state": report.steady_state(records), "power": readings.summary()}
+
+
+def find_model_config(name: str) -> ModelConfig | None:
+    """The configuration of a model by folder, file or shipped name; None if it cannot be found here."""
+    try:
+        return open_checkpoint(name, load_format="dummy").model_config
+    except (ConfigError, CheckpointError, OSError):
+        return None
+
+
+async def _run() -> dict[str, Any]:
+    f = flags.FLAGS
+    slo = report.parse_goodput(f.goodput)
+    async with Client(f.target, tls_ca=f.tls_ca, tls_cert=f.tls_cert, tls_key=f.tls_key, auth_token=f.auth_token) as client:
+        await client.wait_until_ready(f.wait_s)
+        served = await client.model()
+        items, described = options.items_from_flags(served.max_model_len, ordered=f.arrivals == "trace")
+        items = arriving(items, f.arrivals, f.request_rate, f.workload_seed)
+        result: dict[str, Any] = {"command_name": "serve", "model": served.name, **machine.describe(), "workload": described}
+        result |= {"request_rate": "inf" if math.isinf(f.request_rate) else f.request_rate, "arrivals": f.arrivals}
+        result |= await measure(client, items, served.vocab_size, seed=f.workload_seed, slo=slo, timeout_s=f.timeout_s, progress=True)
+    config = find_model_config(f.model or served.name)
+    tokens = result["total_input_tokens"], result["total_output_tokens"]
+    if config and sum(tokens):
+        result |= machine.optimal(config, *tokens, dtype=served.dtype, tp=served.tensor_parallel_size, device=f.optimal_device)
+        result["fraction_of_optimal"] = result["total_token_throughput"] / result["optimal_token_throughput"]
+    return result
+
+
+def run() -> dict[str, Any]:
+    """The command. Raises: WorkloadError, ValueError for flags that do not work; RequestFailed if there is no server."""
+    result = asyncio.run(_run())
+    extra = {"Model": result["model"], "Request rate configured (RPS)": f"{result['request_rate']} ({result['arrivals']})"}
+    print(report.text("Serving Benchmark Result", result, extra))
+    print(machine.text(result))
+    return result

@@ -1,0 +1,115 @@
+"""Offline throughput of an engine in this process: all requests are handed over at once, and the clock runs till the last token.
+
+  python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --input_len 1024 --output_len 512
+  python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --lengths lognormal --input_len 246 --output_len 322
+
+Ramp-up and tail are in the clock; sampling is greedy, end tokens are ignored, prompts are random token ids, and prefix
+caching is off unless asked for. A second figure leaves ramp-up and tail out: the steady state, from the first request's
+end to the last one's first token.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from absl import flags
+
+from jaxflow.bench import machine, options, report, steps, workload
+from jaxflow.bench.drive import drive, greedy_requests
+from jaxflow.bench.workload import Item
+from jaxflow.flags import engine_config_from_flags
+from jaxflow.llm import LLM
+
+
+def define_flags() -> None:
+    options.define_engine(enable_prefix_caching=False)
+    options.define_workload()
+    options.define_report()
+
+
+def measure(
+    llm: LLM,
+    items: Sequence[Item],
+    *,
+    arrive: bool = False,
+    seed: int = 0,
+    slo: Mapping[str, float] | None = None,
+    device: str | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Runs the items through the engine, all at once or (arrive) at their times; returns the report, less its head.
+
+    device: a name in the cost model's table to take Eq. 5's peak from; None: this machine's.
+    """
+    requests = greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, seed))
+    before = llm.driver.stats()
+    with machine.watch() as readings, steps.step_log(llm.executor) as log:
+        records, duration_s = drive(llm.driver, requests, [item.arrival_s for item in items] if arrive else None, progress=progress)
+    result = report.figures(records, duration_s, slo)
+    result["steady_state"] = report.steady_state(records)
+    result["steps"] = steps.summary(log)
+    result["engine_stats"] = _difference(msgspec.to_builtins(llm.driver.stats()), msgspec.to_builtins(before))
+    result["power"] = readings.summary()
+    engine = llm.engine_config
+    return result | with_optimum(result, llm, engine.dtype, engine.tensor_parallel_size, device)
+
+
+def with_optimum(result: Mapping[str, Any], llm: LLM, dtype: str, tp: int, device: str | None) -> dict[str, Any]:
+    """Eq. 5's optimum for what a run computed, and the fraction that it reached."""
+    tokens = result["total_input_tokens"], result["total_output_tokens"]
+    best = machine.optimal(llm.model_config, *tokens, dtype=dtype, tp=tp, device=device) if sum(tokens) else {}
+    return best | {"fraction_of_optimal": result["total_token_throughput"] / best["optimal_token_throughput"]} if best else {}
+
+
+def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Counters of this run alone; what is not a counter (pages, running and waiting requests) as it is at the end."""
+    counters = ("steps", "prompt_tokens", "completion_tokens", "cached_prompt_tokens", "preemptions")
+    return {name: value - before[name] if name in counters else value for name, value in after.items()}
+
+
+def head(llm: LLM) -> dict[str, Any]:
+    """What a report says of the engine it measured."""
+    return {"model": llm.name, "engine_config": dataclasses.asdict(llm.engine_config), "warm_up_s": llm.warm_up_s, **machine.describe()}
+
+
+def run() -> dict[str, Any]:
+    """The command. Raises: ConfigError, WorkloadError, ValueError for flags that do not work."""
+    f = flags.FLAGS
+    slo = report.parse_goodput(f.goodput)
+    config = engine_config_from_flags()
+    config = dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values())))
+    with LLM.from_config(config) as llm:
+        items, described = options.items_from_flags(llm.max_model_len)
+        result = {"command_name": "throughput", **head(llm), "workload": described}
+        result |= measure(llm, items, seed=f.workload_seed, slo=slo, device=f.optimal_device, progress=True)
+    result |= {  # the names of vllm bench throughput
+        "elapsed_time": result["duration"],
+        "num_requests": result["completed"],
+        "total_num_tokens": result["total_input_tokens"] + result["total_output_tokens"],
+        "requests_per_second": result["request_throughput"],
+        "tokens_per_second": result["total_token_throughput"],
+    }
+    show(result)
+    print(
+        f"Throughput: {result['request_throughput']:.2f} requests/s, {result['total_token_throughput']:.2f} total tokens/s, "
+        f"{result['output_throughput']:.2f} output tokens/s"
+    )
+    return result
+
+
+def show(result: Mapping[str, Any], title: str = "Throughput Benchmark Result") -> None:
+    """Prints a report for people."""
+    w = result["workload"]
+    extra = {"Model": result["model"], "Workload": f"{w['kind']}, {w['mean_prompt_tokens']:.0f} in, {w['mean_output_tokens']:.0f} out"}
+    print(report.text(title, result, extra))
+    found = result.get("steps")
+    if found:
+        print("Steps".center(report.WIDTH, "-"))
+        print(report.line("Steps:", found["steps"]))
+        print(report.line("Mean step (ms):", found["mean_step_ms"]))
+        print(report.line("Mean tokens a step:", found["mean_tokens"]))
+        print(report.line("Device idle between steps:", f"{found['device_idle_share']:.2%}"))
+        for bucket, one in found["by_bucket"].items():
+            print(report.line(f"Steps of {bucket} rows (mean ms):", f"{one['steps']} ({one['mean_ms']:.2f})"))
+    print(machine.text(result))
