@@ -174,14 +174,18 @@ class Client:
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Returns once the server says that it serves. Raises: RequestFailed, if it does not within `timeout_s`."""
+        watch = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)  # type: ignore[attr-defined]
         try:
-            watch = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)  # type: ignore[attr-defined]
             async for reply in watch:
                 if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                    watch.cancel()
                     return
         except grpc.aio.AioRpcError as error:
-            raise _failure(error) from error
+            if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise _failure(error) from error
+        finally:
+            watch.cancel()
+        message = f"no server was ready at {self.target} within {timeout_s:g} s"
+        raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, message, from_server=False)
 
 
 def _failure(error: grpc.aio.AioRpcError) -> RequestFailed:

@@ -1,0 +1,160 @@
+"""The two commands as processes: what they print, how they end."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import paths
+import pytest
+from fake_llm import TEMPLATE, FakeLLM
+from harness import serving
+
+MODEL = str(paths.MODELS / "stories260K")
+SMALL = ("--max_num_batched_tokens=16", "--max_num_seqs=4", "--max_model_len=512", "--num_kv_pages=64", "--block_size=16")
+PROMPT = paths.golden("stories260K")["prompts"][1]
+
+
+def run(module: str, *arguments: str, stdin: str | None = None, env=None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(
+        command, cwd=paths.ROOT, input=stdin, capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})}
+    )
+
+
+@contextlib.contextmanager
+def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "serving", "--port=0", "--admin_port=0", *arguments]
+    with subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+def ready(server: subprocess.Popen[str]) -> str:
+    """The address in the line that says so."""
+    for line in server.stdout:
+        if found := re.fullmatch(r"ready on (\S+)\n", line):
+            return found.group(1)
+    raise AssertionError(f"it ended: {server.stderr.read()}")
+
+
+def test_serve_ask_and_end(tmp_path):
+    """The whole way: a token, a question from each side, SIGTERM while an answer runs, exit 0."""
+    (tmp_path / "tokens").write_text("s3cret\n")
+    with process("--model", MODEL, *SMALL, f"--auth_token_file={tmp_path / 'tokens'}") as server:
+        target = f"--target={ready(server)}"
+        greedy = ("--temperature=0", f"--max_tokens={len(PROMPT['greedy_ids'])}", "--ignore_eos")
+        asked = run("serving.client", target, "--auth_token=s3cret", *greedy, PROMPT["text"])
+        assert (asked.returncode, asked.stdout) == (0, PROMPT["greedy_text"] + "\n")
+        assert re.search(r"\[\d+ tokens, prompt \d+ \(\d+ cached\), first after .* tokens/s", asked.stderr)
+        piped = run("serving.client", target, *greedy, "--nostats", stdin=PROMPT["text"], env={"JAXFLOW_AUTH_TOKEN": "s3cret"})
+        assert (piped.stdout, piped.stderr) == (PROMPT["greedy_text"] + "\n", "")
+        for arguments, says in (
+            ((target, "hi"), "authorization: Bearer"),
+            ((target, "--auth_token=s3cret", "--top_p=7", "hi"), "sampling.top_p=7"),
+            ((target, "--auth_token=s3cret", "--chat"), "no chat template"),
+            ((target, "--auth_token=s3cret", "--tls_ca=/no/such/file", "hi"), "/no/such/file"),
+            ((target, "--auth_token=s3cret", "--timeout_s=0.000001", "hi"), "eadline"),
+        ):
+            refused = run("serving.client", *arguments, stdin="")
+            assert refused.returncode == 1 and says in refused.stderr and "Traceback" not in refused.stderr
+        # An answer is running when the signal comes: it has time to finish.
+        command = [sys.executable, "-m", "serving.client", target, "--auth_token=s3cret", "--max_tokens=400", "--ignore_eos", "Once"]
+        with subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+            assert running.stdout.read(1)
+            server.send_signal(signal.SIGTERM)
+            text, errors = running.communicate(timeout=60)
+        assert running.returncode == 0 and "[400 tokens" in errors and len(text) > 400
+        output, errors = server.communicate(timeout=60)
+        assert server.returncode == 0 and "drained, 0 aborted" in output and "Traceback" not in errors
+
+
+def test_an_interrupt_while_loading_ends_it_too():
+    with process("--model", MODEL, *SMALL) as server:
+        assert "loading the model" in server.stdout.readline()
+        server.send_signal(signal.SIGINT)
+        output, errors = server.communicate(timeout=60)
+        assert server.returncode == 0 and "stopped while loading" in output and "Traceback" not in errors
+
+
+def test_a_port_in_use_is_one_line_and_an_exit_code():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("serving", "--model", MODEL, f"--port={port}", "--admin_port=0")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--model=/no/such/model",), "/no/such/model"),
+        (("--model", MODEL, "--quantization=fp8"), "quantization='fp8'"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_one_line_and_an_exit_code(arguments, says):
+    done = run("serving", "--port=0", "--admin_port=0", *arguments)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: [^\n]*\n", done.stderr) and says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [("serving", ("--port", "--model", "--tls_cert", "ready on")), ("serving.client", ("--chat", "--temperature", "--target"))],
+)
+def test_help_reads_well(module, says):
+    done = run(module, "--help")
+    usage, flags = done.stdout.split("flags:")
+    assert f"python -m {module}" in usage and all(word in done.stdout for word in says)
+    assert "absl" not in flags, "only flags of this command"
+
+
+def test_no_server():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    target = f"--target=127.0.0.1:{port}"
+    done = run("serving.client", target, "hi")
+    assert done.returncode == 1
+    assert re.fullmatch(rf"error: no server answers at 127\.0\.0\.1:{port}; start one with: python -m serving [^\n]*\n", done.stderr)
+    waited = run("serving.client", target, "--wait_s=0.2", "hi")
+    assert (waited.returncode, waited.stderr) == (1, f"error: no server was ready at 127.0.0.1:{port} within 0.2 s\n")
+
+
+def test_a_conversation_has_a_history():
+    """Against an engine that repeats its prompt, so that what it was asked can be read from the answer."""
+
+    async def scenario():
+        llm = FakeLLM(chat_template=TEMPLATE)
+        async with serving(llm) as (server, _):
+            command = [
+                sys.executable,
+                "-m",
+                "serving.client",
+                "--chat",
+                f"--target=127.0.0.1:{server.port}",
+                "--system=Be kind.",
+                "--max_tokens=9",
+            ]
+            pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+            talk = await asyncio.create_subprocess_exec(*command, cwd=paths.ROOT, **pipes)
+            _, errors = await talk.communicate(b"hello\n\nand then?\n/clear\nanew\n/exit\nnever sent\n")
+            assert talk.returncode == 0 and errors.count(b"[9 tokens") == 3
+            asked = [llm.tokenizer.decode(request.prompt_token_ids) for request in llm.driver.submitted]
+            first = "system: Be kind.\nuser: hello\nassistant: "
+            answer = llm.tokenizer.decode(llm.driver.submitted[0].prompt_token_ids[:9])
+            assert asked[0] == first
+            assert (
+                asked[1].startswith(first)
+                and asked[1].endswith("user: and then?\nassistant: ")
+                and answer.strip() in asked[1][len(first) :]
+            )
+            assert asked[2] == "system: Be kind.\nuser: anew\nassistant: "
+
+    asyncio.run(scenario())
