@@ -176,7 +176,7 @@ def llama3_scaling(theta: float, head_dim: int, divisors: np.ndarray, original: 
     1/wavelength, which gives back the band's borders; they are told relative to the context `original`, which may be any.
 
     Raises:
-      ConfigError: rope_freqs.weight, where no such scaling gives these divisors.
+      ConfigError: rope_freqs.weight, where no such scaling gives these divisors, or too few are in the band to tell which.
     """
 
     def fail() -> ConfigError:

@@ -1,0 +1,468 @@
+"""Checkpoints from their files to their shards, and every way in which a file can be wrong."""
+
+import json
+import shutil
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import paths
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from jaxflow.config import ConfigError
+from jaxflow.mesh import make_mesh
+from jaxflow.model import checkpoint as checkpoint_module
+from jaxflow.model.checkpoint import CheckpointError, convert, main, open_checkpoint, shipped_configs
+from jaxflow.model.weights import assemble, leaves
+from jaxflow.text.tokenizer import load_tokenizer
+
+MODELS = (*paths.TINY_MODELS, "stories260K")
+
+
+def read_all(folder: Path) -> dict[str, np.ndarray]:
+    tensors: dict[str, np.ndarray] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def same(one: Any, other: Any) -> None:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=str(path))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a model that a test may damage, with tensors and config changed as asked."""
+
+    def make(name: str = "tiny-llama", change: Callable[[dict[str, np.ndarray]], Any] | None = None, **config: Any) -> Path:
+        copy = tmp_path / name
+        shutil.copytree(paths.MODELS / name, copy)
+        if change is not None:
+            tensors = read_all(copy)
+            change(tensors)
+            save_file(tensors, copy / "model.safetensors")
+        if config:
+            path = copy / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | config))
+        return copy
+
+    return make
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tensors_arrive_in_their_places_and_dtype(name: str) -> None:
+    tensors = read_all(paths.MODELS / name)
+    opened = open_checkpoint(str(paths.MODELS / name))
+    expected = jax.tree.map(lambda leaf: assemble(leaf, tensors.__getitem__, np.float32), leaves(opened.model_config))
+    same(opened.load("float32"), expected)
+    for array in jax.tree.leaves(opened.load(jnp.bfloat16)):
+        assert array.dtype == jnp.bfloat16
+    assert opened.name == name
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-mixtral", "tiny-opt"])
+def test_each_array_is_placed_on_its_shards(name: str, tp: int) -> None:
+    opened = open_checkpoint(str(paths.MODELS / name))
+    tensors, mesh = read_all(paths.MODELS / name), make_mesh(tp)
+    tree = leaves(opened.model_config, tp)
+    weights = opened.load(jnp.float32, mesh, tp)
+    same(weights, jax.tree.map(lambda leaf: assemble(leaf, tensors.__getitem__, np.float32), tree))
+    for leaf, array in zip(jax.tree.leaves(tree), jax.tree.leaves(weights), strict=True):
+        assert array.sharding.spec == leaf.spec
+        cut = [size // (tp if axis == "tp" else 1) for size, axis in zip(leaf.shape, [*leaf.spec, None, None, None], strict=False)]
+        assert {tuple(part.data.shape) for part in array.addressable_shards} == {tuple(cut)}
+        assert len(array.addressable_shards) == tp
+
+
+def test_the_mesh_says_how_many_devices() -> None:
+    opened = open_checkpoint(str(paths.MODELS / "tiny-llama"))
+    for mesh, tp in ((None, 2), (make_mesh(2), 4)):
+        with pytest.raises(ConfigError, match="tensor_parallel_size"):
+            opened.load("float32", mesh, tp)
+
+
+def test_the_host_never_holds_more_than_a_few_arrays(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With device memory elsewhere (here: nowhere), loading needs the host memory of a few arrays, not of the model."""
+
+    class Sent:
+        def __init__(self, array: np.ndarray):
+            self.array = array
+
+        def block_until_ready(self) -> None:
+            del self.array  # it has left the host
+
+    opened = open_checkpoint(str(paths.MODELS / "stories260K"))
+    monkeypatch.setattr(jax, "device_put", lambda array, placed: Sent(array))
+    opened.load("float32")  # what is imported or cached at the first use is not the model's
+    largest = max(array.size for array in jax.tree.leaves(jax.tree.map(lambda leaf: np.empty(leaf.shape), leaves(opened.model_config))))
+    tracemalloc.start()
+    opened.load("float32")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * 4 * largest + 100_000 < 4 * 260_032 / 1.5
+
+
+# ---- tensors that do not fit
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(folder: Callable[..., Path]) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((128, 64), np.float32)
+        tensors["model.norm.weight"] = np.zeros(65, np.float32)
+
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(str(folder(change=change))).load("float32")
+    text = str(caught.value)
+    assert "missing tensors: model.layers.1.mlp.up_proj.weight" in text
+    assert "unexpected tensors: model.layers.2.mlp.up_proj.weight" in text
+    assert "wrong shapes: model.norm.weight is [65] and should be [64]" in text
+
+
+def test_a_config_of_another_size_does_not_fit(folder: Callable[..., Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"missing tensors: model.layers.2.* and \d+ more"):
+        open_checkpoint(str(folder(num_hidden_layers=5))).load("float32")
+
+
+def test_a_bias_the_config_denies_is_not_ignored(folder: Callable[..., Path]) -> None:
+    path = folder("tiny-llama", lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": np.ones(64, np.float32)}))
+    with pytest.raises(CheckpointError, match=r"unexpected tensors: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        open_checkpoint(str(path)).load("float32")
+
+
+def test_stored_frequencies_are_harmless(folder: Callable[..., Path]) -> None:
+    path = folder(change=lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}))
+    same(open_checkpoint(str(path)).load("float32"), open_checkpoint(str(paths.MODELS / "tiny-llama")).load("float32"))
+
+
+def test_a_tied_head_may_be_stored_but_not_differ(folder: Callable[..., Path]) -> None:
+    path = folder("tiny-opt", lambda tensors: tensors.update({"lm_head.weight": tensors["model.decoder.embed_tokens.weight"]}))
+    assert "lm_head" not in open_checkpoint(str(path)).load("float32")
+    tensors = read_all(path)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs"):
+        open_checkpoint(str(path)).load("float32")
+
+
+def test_names_without_the_outer_prefix_are_found(folder: Callable[..., Path]) -> None:
+    def strip(tensors: dict[str, np.ndarray]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    same(open_checkpoint(str(folder("tiny-opt", strip))).load("float32"), open_checkpoint(str(paths.MODELS / "tiny-opt")).load("float32"))
+
+
+def test_quantised_tensors_are_refused(folder: Callable[..., Path]) -> None:
+    path = folder(change=lambda tensors: tensors.update({"model.norm.weight": np.ones(64, np.int8)}))
+    with pytest.raises(CheckpointError, match=r"model.norm.weight.* of dtype I8"):
+        open_checkpoint(str(path))
+
+
+# ---- files that are damaged
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+def test_a_truncated_file_is_named(tmp_path: Path, data: st.DataObject) -> None:
+    copy = tmp_path / "tiny-llama"
+    shutil.copytree(paths.MODELS / "tiny-llama", copy, dirs_exist_ok=True)
+    whole = (paths.MODELS / "tiny-llama" / "model.safetensors").read_bytes()
+    cut = data.draw(st.one_of(st.integers(0, 4000), st.integers(0, len(whole) - 1)))
+    (copy / "model.safetensors").write_bytes(whole[:cut])
+    with pytest.raises(CheckpointError, match=r"model.safetensors: cut short or damaged"):
+        open_checkpoint(str(copy))
+
+
+@given(st.integers(0, 4000), st.integers(0, 255))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+def test_a_damaged_header_never_passes_unseen(tmp_path: Path, at: int, byte: int) -> None:
+    """One byte of the header changed: the file is refused, or says the same in other words (a blank, an order)."""
+    copy = tmp_path / "tiny-llama"
+    shutil.copytree(paths.MODELS / "tiny-llama", copy, dirs_exist_ok=True)
+    damaged = bytearray((paths.MODELS / "tiny-llama" / "model.safetensors").read_bytes())
+    (header_bytes,) = struct.unpack_from("<Q", damaged)
+    damaged[at % (8 + header_bytes)] = byte
+    (copy / "model.safetensors").write_bytes(damaged)
+    try:
+        weights = open_checkpoint(str(copy)).load("float32")
+    except CheckpointError as error:
+        assert str(copy) in str(error)
+    else:
+        # Which bytes are whose may change without a trace; that every tensor is there, in its shape, may not.
+        tree = leaves(open_checkpoint(str(copy)).model_config)
+        assert jax.tree.map(np.shape, weights) == jax.tree.map(lambda leaf: leaf.shape, tree)
+
+
+def test_a_huge_header_length_allocates_nothing(folder: Callable[..., Path]) -> None:
+    path = folder()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    with pytest.raises(CheckpointError, match="header too large"):
+        open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"a": }', "\x00\xff", "[" * 100_000])
+def test_a_config_that_is_no_json_object_is_named(folder: Callable[..., Path], text: str) -> None:
+    path = folder()
+    (path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json: "):
+        open_checkpoint(str(path))
+
+
+def test_a_config_in_another_encoding_is_named(folder: Callable[..., Path]) -> None:
+    path = folder()
+    (path / "config.json").write_bytes(b'{"model_type": "\xff\xfe"}')
+    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON"):
+        open_checkpoint(str(path))
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["../tiny-llama/model.safetensors", "/etc/passwd", "..", "sub/model.safetensors", "..\\x.safetensors", "weights.bin", "", 7, None],
+)
+def test_an_index_cannot_lead_out_of_its_folder(folder: Callable[..., Path], target: Any) -> None:
+    path = folder("tiny-mixtral")
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = target
+    (path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(
+        CheckpointError, match=r"weight_map\['lm_head.weight'\].* is not the name of a .safetensors file in the same folder"
+    ):
+        open_checkpoint(str(path))
+
+
+def test_an_index_must_fit_its_files(folder: Callable[..., Path]) -> None:
+    path = folder("tiny-mixtral")
+    whole = json.loads((path / INDEX).read_text())
+
+    def opened(weight_map: Any) -> None:
+        (path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        open_checkpoint(str(path)).load("float32")
+
+    opened(whole["weight_map"])
+    with pytest.raises(CheckpointError, match="has no tensor 'ghost'"):
+        opened(whole["weight_map"] | {"ghost": "model-00001-of-00002.safetensors"})
+    with pytest.raises(CheckpointError, match="weight_map"):
+        opened([])
+    moved = dict.fromkeys(whole["weight_map"], "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="has no tensor"):
+        opened(moved)
+    (path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors: missing"):
+        opened(whole["weight_map"])
+    (path / INDEX).unlink()
+    (path / "model-00002-of-00002.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"2 safetensors files and no {INDEX}"):
+        open_checkpoint(str(path))
+
+
+def test_pickled_weights_are_never_read(folder: Callable[..., Path], tmp_path: Path) -> None:
+    path = folder()
+    (path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no \*.safetensors"):
+        open_checkpoint(str(path))
+    (path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+    with pytest.raises(CheckpointError, match=r"only pickled weights \(pytorch_model.bin\)"):
+        open_checkpoint(str(path))
+    with pytest.raises(CheckpointError, match="never read"):
+        open_checkpoint(str(path / "pytorch_model.bin"))
+
+
+# ---- what a model may be called
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "./nothing/here/at all", "a/b/c", "", "..x/y"])
+def test_an_unknown_model_lists_what_there_is(name: str) -> None:
+    with pytest.raises(CheckpointError, match=r"llama-3\.1-8b|no config\.json"):
+        open_checkpoint(name)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config.json"):
+        open_checkpoint(str(tmp_path))
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"give the file itself, as .*x\.gguf"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_a_hub_id_without_a_connection_says_so() -> None:
+    with pytest.raises(CheckpointError, match=r"^nobody/nothing: no folder .* hub"):
+        open_checkpoint("nobody/nothing")
+
+
+def test_a_hub_id_is_the_folder_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def snapshot(repo: str, **arguments: Any) -> str:
+        asked.append({"repo": repo} | arguments)
+        return str(paths.MODELS / "tiny-llama")
+
+    monkeypatch.setattr("jaxflow.model.hub.snapshot_download", snapshot)
+    opened = open_checkpoint("someone/tiny")
+    assert opened.name == "someone/tiny"
+    same(opened.load("float32"), open_checkpoint(str(paths.MODELS / "tiny-llama")).load("float32"))
+    assert open_checkpoint("someone/tiny", load_format="dummy").source is None
+    kept = [list(huggingface_hub.utils.filter_repo_objects(FILES, **_patterns(call))) for call in asked]
+    configs = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    assert kept == [[*configs, "model-00001-of-00002.safetensors", INDEX], configs]
+
+
+FILES = [
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("model-00001-of-00002.safetensors", INDEX, "pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors"),
+    *("modeling_custom.py", "README.md"),
+]
+
+
+def _patterns(call: dict[str, Any]) -> dict[str, Any]:
+    return {key: call[key] for key in ("allow_patterns", "ignore_patterns")}
+
+
+def test_shipped_configs_are_for_dummy_weights_alone() -> None:
+    assert {"llama-3.1-8b", "llama-2-70b", "qwen2-72b", "mixtral-8x7b", "opt-30b"} <= {*shipped_configs()}
+    with pytest.raises(CheckpointError, match="load_format=dummy"):
+        open_checkpoint("llama-3.1-8b")
+    opened = open_checkpoint("llama-3.1-8b", load_format="dummy")
+    assert (opened.name, opened.tokenizer_path, opened.model_config.num_layers) == ("llama-3.1-8b", None, 32)
+    with pytest.raises(ConfigError, match="load_format"):
+        open_checkpoint("llama-3.1-8b", load_format="pickle")
+
+
+def test_dummy_weights_need_a_config_alone(tmp_path: Path) -> None:
+    shutil.copy(paths.MODELS / "tiny-llama" / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=r"no \*.safetensors"):
+        open_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match="no weights"):
+        open_checkpoint(str(tmp_path / "config.json"))
+    one = open_checkpoint(str(tmp_path), load_format="dummy").load("float32", make_mesh(2), seed=5)
+    same(one, open_checkpoint(str(tmp_path / "config.json"), load_format="dummy").load("float32", seed=5))
+
+
+# ---- generation settings
+
+
+def test_generation_settings_and_end_tokens_are_merged(folder: Callable[..., Path]) -> None:
+    path = folder("tiny-llama", eos_token_id=[2, 9])
+    wished = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": [7, 2], "do_sample": True, "transformers_version": "5"}
+    (path / "generation_config.json").write_text(json.dumps(wished))
+    opened = open_checkpoint(str(path))
+    assert opened.generation_config == {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True, "eos_token_ids": (7, 2, 9)}
+    assert opened.model_config.eos_token_ids == (7, 2, 9)
+    stories = open_checkpoint(str(paths.MODELS / "stories260K"))
+    assert stories.model_config.eos_token_ids == (1, 2) and stories.tokenizer_path == paths.MODELS / "stories260K"
+
+
+@pytest.mark.parametrize(
+    "settings_",
+    [{"temperature": "hot"}, {"temperature": -1}, {"top_p": 2}, {"top_k": True}, {"eos_token_id": "x"}, {"min_p": float("nan")}],
+)
+def test_generation_settings_out_of_range_are_named(folder: Callable[..., Path], settings_: dict[str, Any]) -> None:
+    path = folder()
+    (path / "generation_config.json").write_text(json.dumps(settings_))
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {next(iter(settings_))}="):
+        open_checkpoint(str(path))
+
+
+# ---- converted checkpoints
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-qwen3_moe", "tiny-opt", "tiny-gemma3_text"])
+def test_a_converted_checkpoint_loads_the_same_on_every_mesh(name: str, tmp_path: Path) -> None:
+    original = open_checkpoint(str(paths.MODELS / name))
+    convert(str(paths.MODELS / name), tmp_path / "converted", "float32")
+    converted = open_checkpoint(str(tmp_path / "converted"))
+    assert (converted.name, converted.model_config) == (original.name, original.model_config)
+    assert converted.generation_config == original.generation_config
+    for mesh in (None, make_mesh(1), make_mesh(2), make_mesh(4)):  # 2 key/value heads: repeated on 4
+        expected, weights = original.load("float32", mesh), converted.load("float32", mesh)
+        same(weights, expected)
+        for one, other in zip(jax.tree.leaves(weights), jax.tree.leaves(expected), strict=True):
+            assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+    same(converted.load("bfloat16"), original.load("bfloat16"))
+
+
+def test_a_vocabulary_padded_further_gets_zeros(folder: Callable[..., Path], tmp_path: Path) -> None:
+    def shorten(tensors: dict[str, np.ndarray]) -> None:
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = tensors[name][:450]
+
+    path = folder("tiny-llama", shorten, vocab_size=450)
+    convert(str(path), tmp_path / "converted", "float32")
+    for tp in (1, 2, 4):
+        same(*(open_checkpoint(str(one)).load("float32", make_mesh(tp)) for one in (tmp_path / "converted", path)))
+
+
+def test_convert_brings_the_tokenizer_and_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = paths.MODELS / "stories260K"
+    target = tmp_path / "deep" / "converted"
+    assert main(["convert", str(source), str(target)]) == 0
+    opened = open_checkpoint(str(target))
+    assert opened.model_config.eos_token_ids == (1, 2) and opened.tokenizer_path == target
+    text = "Once upon a time"
+    assert load_tokenizer(target).encode(text) == load_tokenizer(source).encode(text)
+    same(opened.load("bfloat16"), open_checkpoint(str(source)).load("bfloat16"))
+    assert open_checkpoint(str(target), load_format="dummy").source is None
+    assert main(["convert", str(source), str(target)]) == 1  # never over what is there
+    assert main(["convert", str(target), str(tmp_path / "again")]) == 1
+    assert main(["convert", "no-such-model", str(tmp_path / "again")]) == 1
+    assert not (tmp_path / "again").exists()
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_a_conversion_that_breaks_off_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = checkpoint_module.assemble
+    calls = iter(range(100))
+
+    def breaks(*arguments: Any) -> np.ndarray:
+        if next(calls) == 10:
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    monkeypatch.setattr(checkpoint_module, "assemble", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        convert(str(paths.MODELS / "tiny-llama"), tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
+    monkeypatch.undo()
+    convert(str(paths.MODELS / "tiny-llama"), tmp_path / "converted")  # the remains are no obstacle
+    assert [path.name for path in tmp_path.iterdir()] == ["converted"]
+
+
+def test_a_damaged_converted_checkpoint_is_named(tmp_path: Path) -> None:
+    target = tmp_path / "converted"
+    convert(str(paths.MODELS / "tiny-llama"), target, "float32")
+    header = json.loads((target / "jaxflow.json").read_text())
+
+    def refused(message: str) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(str(target)).load("float32")
+
+    for text in ("", "{}", "[]", json.dumps(header | {"version": "x"}), json.dumps(header | {"model_config": {"layers": []}})):
+        (target / "jaxflow.json").write_text(text)
+        refused(r"jaxflow\.json: ")
+    (target / "jaxflow.json").write_text(json.dumps(header | {"version": 99}))
+    refused("version=99")
+    wider = json.loads(json.dumps(header))
+    wider["model_config"]["intermediate_size"] = 256
+    (target / "jaxflow.json").write_text(json.dumps(wider))
+    refused(r"layer_00000: does not fit jaxflow.json: down is \(64, 128\) and should be \(64, 256\)")
+    (target / "jaxflow.json").write_text(json.dumps(header))
+    data = max((path for path in (target / "layer_00001").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:100])
+    refused(r"layer_00001: cannot be restored")
+    shutil.rmtree(target / "layer_00001")
+    refused(r"layer_00001: missing")
