@@ -42,9 +42,9 @@ def define_report() -> None:
     flags.DEFINE_multi_string("goodput", [], "KEY:MILLISECONDS that a good request keeps, KEY one of ttft, tpot, e2el. May be repeated.")
 
 
-def define_engine(**defaults: Any) -> None:
-    """The engine's flags, some with other defaults here."""
-    define_engine_flags()
+def define_engine(model: str | None = None, **defaults: Any) -> None:
+    """The engine's flags, some with other defaults here. model: the default of --model; None: it must be given."""
+    define_engine_flags(model)
     for name, value in defaults.items():
         flags.FLAGS.set_default(name, value)
 

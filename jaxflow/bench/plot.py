@@ -1,0 +1,108 @@
+"""Pictures of sweeps."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
+
+matplotlib.use("Agg", force=False)
+
+
+def draw(sweep: Mapping[str, Any]) -> Figure:
+    """The picture of a sweep, by its kind."""
+    draw_kind, panels = {
+        "rate": (_rate, 2),
+        "batch_size": (_batch_size, 2),
+        "length": (_length, 1),
+        "pd_ratio": (_pd_ratio, 1),
+        "tiles": (_tiles, 1),
+        "policies": (_policies, 1),
+    }[sweep["kind"]]
+    figure = Figure(figsize=(6.0 * panels, 4.2), layout="constrained")
+    draw_kind(sweep, [figure.add_subplot(1, panels, i + 1) for i in range(panels)])
+    return figure
+
+
+def save(sweep: Mapping[str, Any], path: str | Path) -> None:
+    """Draws a sweep into a file, making its folder if need be."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    draw(sweep).savefig(path, dpi=130)
+
+
+def _column(sweep: Mapping[str, Any], key: str) -> list[float]:
+    return [point[key] for point in sweep["points"]]
+
+
+def _label(axes: Axes, x: str, y: str, *, legend: bool = True) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    if legend:
+        axes.legend(frameon=False)
+
+
+def _rate(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
+    rates = _column(sweep, "request_rate")
+    for key, label in (("mean", "mean"), ("median", "median"), ("p99", "99th percentile")):
+        axes[0].plot(rates, _column(sweep, f"{key}_normalized_latency_ms"), marker="o", label=label)
+    _label(axes[0], "requests per second, offered", "latency per output token (ms)")
+    axes[1].plot(rates, _column(sweep, "total_token_throughput"), marker="o", label="reached")
+    optimal = [point.get("optimal_token_throughput") for point in sweep["points"]]
+    if all(optimal) and max(_column(sweep, "total_token_throughput")) > 0.05 * max(optimal):
+        axes[1].plot(rates, optimal, "--", color="gray", label="optimal (NanoFlow Eq. 5)")
+    axes[1].set_ylim(bottom=0)
+    _label(axes[1], "requests per second, offered", "tokens per second")
+
+
+def _batch_size(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
+    sizes = _column(sweep, "batch_size")
+    axes[0].plot(sizes, _column(sweep, "mean_tpot_ms"), marker="o", label="per output token")
+    axes[0].plot(sizes, _column(sweep, "mean_ttft_ms"), marker="o", label="to first token")
+    _label(axes[0], "requests in the batch", "latency (ms)")
+    axes[1].plot(sizes, _column(sweep, "total_token_throughput"), marker="o")
+    _label(axes[1], "requests in the batch", "tokens per second", legend=False)
+    for one in axes:
+        one.set_xscale("log", base=2)
+        one.xaxis.set_major_formatter(ScalarFormatter())
+
+
+def _length(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
+    labels = [f"{point['input_len']}/{point['output_len']}" for point in sweep["points"]]
+    axes[0].bar(labels, _column(sweep, "total_token_throughput"), color="tab:blue", label="whole run")
+    steady = [(point.get("steady_state") or {}).get("total_token_throughput", 0.0) for point in sweep["points"]]
+    if all(steady):
+        axes[0].plot(labels, steady, "o", color="tab:orange", label="steady state")
+    _label(axes[0], "prompt / output tokens", "tokens per second")
+
+
+def _pd_ratio(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
+    for size, gains in sweep["gain_by_chunk_size"].items():
+        (line,) = axes[0].plot(sweep["ratios"], gains, marker="o", label=f"chunks of {size}")
+        axes[0].axvline(sweep["expected_peak_by_chunk_size"][size], color=line.get_color(), linestyle=":", linewidth=1)
+    axes[0].axhline(1.0, color="gray", linewidth=1)
+    axes[0].set_xscale("log")
+    axes[0].xaxis.set_major_formatter(ScalarFormatter())
+    axes[0].set_title("dotted: P : D = C / (B - 1)", fontsize=9)
+    _label(axes[0], "P : D ratio", "throughput over prefill-only + decode-only steps")
+
+
+def _tiles(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
+    axes[0].step(sweep["prefill_tokens"], sweep["step_ms"], where="post")
+    _label(axes[0], "prefill tokens in the step", "time of the step (ms)", legend=False)
+
+
+def _policies(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
+    rows = sweep["rows"]
+    names = list(rows[0]["token_throughput"])
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        places = [row + (i - (len(names) - 1) / 2) * width for row in range(len(rows))]
+        base = [row["token_throughput"]["request-level"] for row in rows]
+        axes[0].bar(places, [row["token_throughput"][name] / b for row, b in zip(rows, base, strict=True)], width, label=name)
+    axes[0].set_xticks(range(len(rows)), [f"{row['length']} tokens, B = {row['slots']}" for row in rows])
+    axes[0].set_ylim(0.8)
+    _label(axes[0], "sequence length", "throughput over request-level batches")

@@ -1,0 +1,186 @@
+"""One report for each of several settings, as JSON and as a picture.
+
+  python -m jaxflow.bench sweep --sweep rate --values 1,2,4,8 --model llama-3.1-8b --load_format dummy --output_png rate.png
+  python -m jaxflow.bench sweep --sweep rate --values 1,2,4,8 --target 127.0.0.1:50051
+  python -m jaxflow.bench sweep --sweep batch_size --values 1,8,64,256 --model llama-3.1-8b --load_format dummy
+  python -m jaxflow.bench sweep --sweep length --values 512/512,1024/512 --model llama-3.1-8b --load_format dummy
+  python -m jaxflow.bench sweep --sweep pd_ratio
+
+rate: requests at random times, so many a second. batch_size: that many at once, again and again. length: a throughput
+run for each PROMPT/OUTPUT. The others are SARATHI's curves, from the engine's scheduler and the model's op costs on a
+device of the table, without running a model: pd_ratio (gain of chunked prefill by P:D ratio and chunk size), tiles
+(tile quantisation), policies (request-level, Orca's best and worst case, prefill-first, hybrid, decode-maximal).
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from jaxflow.bench import latency, machine, options, plot, report, sarathi, serve, throughput, workload
+from jaxflow.bench.workload import Item, WorkloadError
+from jaxflow.flags import engine_config_from_flags
+from jaxflow.llm import LLM
+from jaxflow.model.cost import DEVICES
+from serving.client import Client
+
+SIMULATED = ("pd_ratio", "tiles", "policies")
+
+
+def define_flags() -> None:
+    flags.DEFINE_enum("sweep", None, ["rate", "batch_size", "length", *SIMULATED], "What varies.", required=True)
+    flags.DEFINE_list("values", None, "Its values: numbers; PROMPT/OUTPUT for length. Default, for what is simulated: the paper's.")
+    flags.DEFINE_string("target", None, "For rate: a running server, host:port, instead of an engine in this process.")
+    flags.DEFINE_integer("num_iters", 3, "For batch_size: batches measured of each size.", lower_bound=1)
+    flags.DEFINE_string("output_png", None, "Draw the sweep into this file.")
+    flags.DEFINE_list("chunk_sizes", ["128", "256", "512"], "For pd_ratio: tokens of a step that chunks fill.")
+    flags.DEFINE_integer("slots", 18, "For pd_ratio, tiles, policies: requests at a time, B.", lower_bound=2)
+    flags.DEFINE_integer("length", 1024, "For pd_ratio: prompt and output tokens of a request, P + D.", lower_bound=2)
+    flags.DEFINE_integer("tile_rows", 128, "For pd_ratio, tiles, policies: rows of a GEMM's tile.", lower_bound=1)
+    options.define_engine(model="", enable_prefix_caching=False)
+    options.define_workload()
+    options.define_report()
+
+
+def rates(
+    llm: LLM, items: Sequence[Item], values: Sequence[float], *, seed: int = 0, slo: Mapping[str, float] | None = None, **kwargs: Any
+) -> dict[str, Any]:
+    """The same requests at each rate. kwargs: of `throughput.measure`."""
+    points = []
+    for rate in values:
+        arriving = workload.poisson_arrivals(items, rate, seed)
+        points.append({"request_rate": rate, **throughput.measure(llm, arriving, arrive=True, seed=seed, slo=slo, **kwargs)})
+    return {"kind": "rate", "points": points}
+
+
+async def server_rates(
+    client: Client, items: Sequence[Item], vocab_size: int, values: Sequence[float], *, seed: int = 0, **kwargs: Any
+) -> dict[str, Any]:
+    """The same of a running server. kwargs: of `serve.measure`."""
+    points = []
+    for rate in values:
+        arriving = workload.poisson_arrivals(items, rate, seed)
+        points.append({"request_rate": rate, **await serve.measure(client, arriving, vocab_size, seed=seed, **kwargs)})
+    return {"kind": "rate", "points": points}
+
+
+def batch_sizes(llm: LLM, values: Sequence[int], input_len: int, output_len: int, **kwargs: Any) -> dict[str, Any]:
+    """Batches of each size. kwargs: of `latency.measure`."""
+    points = [{"batch_size": size, **latency.measure(llm, size, input_len, output_len, **kwargs)} for size in values]
+    return {"kind": "batch_size", "points": points}
+
+
+def lengths(llm: LLM, values: Sequence[tuple[int, int]], number: int, **kwargs: Any) -> dict[str, Any]:
+    """`number` requests of each (prompt, output) length, all at once. kwargs: of `throughput.measure`."""
+    points = []
+    for prompt, output in values:
+        measured = throughput.measure(llm, workload.constant(number, prompt, output), **kwargs)
+        points.append({"input_len": prompt, "output_len": output, **measured})
+    return {"kind": "length", "points": points}
+
+
+def _simulated(kind: str) -> dict[str, Any]:
+    f = flags.FLAGS
+    setting = sarathi.Setting(tile_rows=f.tile_rows, slots=f.slots, length=f.length, requests=5 * f.slots)
+    if f.optimal_device:
+        setting = dataclasses.replace(setting, rates=DEVICES[f.optimal_device].rates)
+    if f.model:
+        config = serve.find_model_config(f.model)
+        if config is None:
+            raise WorkloadError(f"--model {f.model}: no configuration of that name or path")
+        setting = dataclasses.replace(setting, model=config)
+    sizes = [int(size) for size in f.chunk_sizes]
+    if kind == "pd_ratio":
+        return sarathi.gain_curves(setting, sizes, [float(v) for v in f.values] if f.values else sarathi.RATIOS)
+    if kind == "tiles":
+        return sarathi.tile_curve(setting, [int(v) for v in f.values]) if f.values else sarathi.tile_curve(setting)
+    return sarathi.policy_table(setting)
+
+
+def _measured(kind: str) -> dict[str, Any]:
+    f = flags.FLAGS
+    if not f.values:
+        raise WorkloadError(f"--values is needed for --sweep {kind}: numbers, or PROMPT/OUTPUT for length")
+    common = {"seed": f.workload_seed, "device": f.optimal_device}
+    config = engine_config_from_flags()
+    with LLM.from_config(dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or 2000))) as llm:
+        head = throughput.head(llm)
+        if kind == "batch_size":
+            found = batch_sizes(llm, [int(v) for v in f.values], f.input_len, f.output_len, iterations=f.num_iters, warm_up=1, **common)
+        elif kind == "length":
+            shapes = [_shape(value) for value in f.values]
+            found = lengths(llm, shapes, f.num_requests or options.PROTOCOL["constant"], progress=True, **common)
+        else:
+            items, _ = options.items_from_flags(llm.max_model_len)
+            found = rates(llm, items, [float(v) for v in f.values], slo=report.parse_goodput(f.goodput), progress=True, **common)
+    return head | found
+
+
+def _shape(value: str) -> tuple[int, int]:
+    prompt, _, output = value.partition("/")
+    if not (prompt.isdigit() and output.isdigit() and int(prompt) and int(output)):
+        raise WorkloadError(f"--values {value!r}: PROMPT/OUTPUT tokens, like 1024/512, are accepted")
+    return int(prompt), int(output)
+
+
+async def _served() -> dict[str, Any]:
+    f = flags.FLAGS
+    if not f.values:
+        raise WorkloadError("--values is needed for --sweep rate: requests a second")
+    async with Client(f.target) as client:
+        await client.wait_until_ready(60.0)
+        served = await client.model()
+        items, _ = options.items_from_flags(served.max_model_len)
+        values, slo = [float(v) for v in f.values], report.parse_goodput(f.goodput)
+        found = await server_rates(client, items, served.vocab_size, values, seed=f.workload_seed, slo=slo, progress=True)
+    return {"model": served.name, **machine.describe()} | found
+
+
+def run() -> dict[str, Any]:
+    """The command. Raises: ConfigError, WorkloadError, ValueError for flags that do not work; RequestFailed of a server."""
+    f = flags.FLAGS
+    if f.sweep in SIMULATED:
+        result = machine.describe() | _simulated(f.sweep)
+    else:
+        result = asyncio.run(_served()) if f.sweep == "rate" and f.target else _measured(f.sweep)
+    result = {"command_name": "sweep", **result}
+    for row in table(result):
+        print(row)
+    if f.output_png:
+        plot.save(result, f.output_png)
+    return result
+
+
+def table(sweep: Mapping[str, Any]) -> list[str]:
+    """The sweep as lines of text."""
+    kind = sweep["kind"]
+    if kind == "pd_ratio":
+        gains = sweep["gain_by_chunk_size"]
+        columns = ["P:D", *(f"C={size}" for size in gains)]
+        rows = [[f"{ratio:g}", *(f"{gains[size][i]:.3f}" for size in gains)] for i, ratio in enumerate(sweep["ratios"])]
+    elif kind == "tiles":
+        columns = ["tokens", "step (ms)"]
+        rows = [[str(n), f"{ms:.2f}"] for n, ms in zip(sweep["prefill_tokens"], sweep["step_ms"], strict=True)]
+    elif kind == "policies":
+        columns = ["length, B", *sweep["rows"][0]["token_throughput"]]
+        rows = [[f"{r['length']}, {r['slots']}", *(f"{v:.0f}" for v in r["token_throughput"].values())] for r in sweep["rows"]]
+    else:
+        columns = [kind, "tok/s", "output tok/s", "of optimal", "TTFT ms", "TPOT ms", "p99 TPOT", "norm. ms"]
+        rows = [_row(kind, point) for point in sweep["points"]]
+    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]
+
+
+def _row(kind: str, point: Mapping[str, Any]) -> list[str]:
+    varied = f"{point['input_len']}/{point['output_len']}" if kind == "length" else f"{point[{'rate': 'request_rate'}.get(kind, kind)]:g}"
+    fraction = point.get("fraction_of_optimal")
+    numbers = ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_normalized_latency_ms")
+    return [
+        varied,
+        f"{point['total_token_throughput']:.1f}",
+        f"{point['output_throughput']:.1f}",
+        "-" if fraction is None else f"{fraction:.2%}",
+        *(f"{point[key]:.2f}" for key in numbers),
+    ]
