@@ -5,6 +5,7 @@ import re
 
 import pytest
 import toy_vocabularies
+from tokenizers import processors
 
 from jaxflow.text import chat
 from jaxflow.text.chat import ChatTemplateError, encode_chat, render_chat
@@ -47,6 +48,18 @@ def test_a_template_that_trims_can_be_continued_too():
         render_chat("{{ messages[0].role }}", HELLO, continue_final_message=True)
 
 
+def test_a_continued_message_is_followed_by_no_generation_prompt():
+    assert render_chat("{{ add_generation_prompt }} {{ messages[0].content }}", HELLO, continue_final_message=True) == "False Hello"
+
+
+def test_a_chat_gets_no_bos_but_its_template_s(tmp_path):
+    backend = toy_vocabularies.byte_level_bpe()
+    backend.post_processor = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", 0)])
+    files = {"tokenizer.json": backend, "tokenizer_config.json": {"bos_token": "<s>"}, "chat_template.jinja": "{{ bos_token }}cat"}
+    tokenizer = load_tokenizer(toy_vocabularies.write_folder(tmp_path, files))
+    assert encode_chat(tokenizer, HELLO) == tokenizer.encode("cat")
+
+
 def test_templates_find_their_special_tokens_and_settings(tmp_path):
     files = {
         "tokenizer.json": toy_vocabularies.byte_level_bpe(),
@@ -71,14 +84,12 @@ def test_templates_find_their_special_tokens_and_settings(tmp_path):
         ("{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i * 2 %}{% endfor %}{{ ns.n }}", "6"),
         ("{% macro twice(x) %}{{ x * 2 }}{% endmacro %}{{ twice('ab') }}{{ 2 ** 3 }}", "abab8"),
         (
-            "{{ messages[0]['content'].upper().split('L') | length }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
+            "{{ messages[0].content.upper().split('L') | length }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
             "31",
         ),
         ("{{ strftime_now('%Y') | length }}", "4"),
-        (
-            "{% for a, b in {'k': 'v'}.items() %}{{ a }}{{ b }}{% endfor %}{% for x in [1, 2, 3] if x != 2 %}{{ x }}{% else %}none{% endfor %}",
-            "kv13",
-        ),
+        ("{% for a, b in {'k': 'v'}.items() %}{{ a }}{{ b }}{% endfor %}", "kv"),
+        ("{% for x in [1, 2, 3] if x != 2 %}{{ x }}{% else %}none{% endfor %}{% for x in [] %}{% else %}none{% endfor %}", "13none"),
     ],
 )
 def test_what_templates_use(template, text):

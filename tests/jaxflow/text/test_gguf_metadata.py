@@ -28,13 +28,6 @@ def _same(ours, theirs) -> bool:
     return ours.tolist() == theirs if isinstance(ours, np.ndarray) else ours == theirs and type(ours) is type(theirs)
 
 
-def test_reads_what_the_gguf_package_reads(smollm2_gguf):
-    theirs = {name: field.contents() for name, field in gguf.GGUFReader(smollm2_gguf).fields.items() if not name.startswith("GGUF.")}
-    ours = read_metadata(smollm2_gguf)
-    assert list(ours) == list(theirs)
-    assert [name for name in ours if not _same(ours[name], theirs[name])] == []
-
-
 @pytest.fixture(scope="module")
 def small_file(tmp_path_factory) -> bytes:
     return toy_vocabularies.write_gguf(tmp_path_factory.mktemp("gguf") / "small.gguf", METADATA).read_bytes()
@@ -46,6 +39,22 @@ def test_every_type_of_value(tmp_path, small_file):
     assert set(read) == {*METADATA, "general.architecture"}
     for key, value in METADATA.items():
         assert np.array_equal(read[key], value) if isinstance(value, np.ndarray) else read[key] == value
+
+
+def test_reads_what_the_gguf_package_reads(tmp_path, small_file):
+    (tmp_path / "a.gguf").write_bytes(small_file)
+    fields = gguf.GGUFReader(tmp_path / "a.gguf").fields
+    theirs = {name: field.contents() for name, field in fields.items() if not name.startswith("GGUF.")}
+    ours = read_metadata(tmp_path / "a.gguf")
+    assert list(ours) == list(theirs)
+    assert [name for name in ours if not _same(ours[name], theirs[name])] == []
+
+
+def test_the_default_model_s_file(smollm2_gguf):
+    read = read_metadata(smollm2_gguf)
+    assert len(read) == 33
+    assert (read["llama.block_count"], read["llama.rope.freq_base"], read["general.quantization_version"]) == (30, 100_000.0, 2)
+    assert [len(read[f"tokenizer.ggml.{name}"]) for name in ("tokens", "token_type", "merges")] == [49152, 49152, 48900]
 
 
 def test_a_file_cut_anywhere_is_refused_by_name(tmp_path, small_file):

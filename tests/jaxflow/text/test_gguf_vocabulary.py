@@ -115,6 +115,29 @@ def test_sentencepiece_decodes_as_the_tokenizer_it_came_from(stories_twice, ids)
         assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
+@given(text=st.text("Once upon a time, she said they", max_size=30))
+def test_scores_and_not_the_order_of_tokens_say_what_is_joined_first(stories_twice, stories_shuffled, text):
+    ours, theirs = stories_shuffled, stories_twice[1]
+    assert [ours.token_text(i) for i in ours.encode(text)] == [theirs.token_text(i) for i in theirs.encode(text)]
+
+
+@pytest.fixture(scope="module")
+def stories_shuffled(loaded, sentencepiece):
+    order = [*range(259), *np.random.default_rng(0).permutation(np.arange(259, 512)).tolist()]
+    tokens = [sentencepiece["tokenizer.ggml.tokens"][i] for i in order]
+    return loaded(sentencepiece, tokens=tokens, scores=sentencepiece["tokenizer.ggml.scores"][order])
+
+
+def test_a_user_defined_token_of_spaces_is_found_in_spaces(loaded, sentencepiece):
+    tokens = [*sentencepiece["tokenizer.ggml.tokens"], "▁▁"]
+    scores = np.append(sentencepiece["tokenizer.ggml.scores"], 0.0).astype(np.float32)
+    types = np.append(sentencepiece["tokenizer.ggml.token_type"], 4).astype(np.int32)
+    tokenizer = loaded(sentencepiece, tokens=tokens, scores=scores, token_type=types, add_space_prefix=False)
+    ids = tokenizer.encode("a  b")
+    assert len(tokens) - 1 in ids
+    assert tokenizer.decode(ids) == "a  b"
+
+
 def test_without_a_space_prefix_none_is_added_or_taken(loaded, sentencepiece):
     tokenizer = loaded(sentencepiece, add_space_prefix=False)
     assert tokenizer.decode(tokenizer.encode(" the")) == " the"

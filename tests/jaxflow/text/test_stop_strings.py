@@ -8,9 +8,15 @@ from hypothesis import strategies as st
 
 from jaxflow.text.stop_strings import StopMatcher
 
-TEXT = st.text("ab", max_size=24)
-STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=5)
-CUTS = st.lists(st.integers(0, 24), max_size=6)
+CUTS = st.lists(st.integers(0, 40), max_size=6)
+
+
+@st.composite
+def texts_and_stops(draw) -> tuple[str, list[str]]:
+    """Stop strings, and a text of beginnings of them: where a search that forgets or remembers too much goes wrong."""
+    stops = draw(st.lists(st.one_of(st.text("ab", min_size=1, max_size=4), st.text("ab", min_size=6, max_size=12)), min_size=1, max_size=4))
+    pieces = draw(st.lists(st.tuples(st.sampled_from(stops), st.integers(0, 11)), max_size=6))
+    return "".join(stop[:length] for stop, length in pieces), stops
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
@@ -32,8 +38,9 @@ def parts(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(borders)]
 
 
-@given(text=TEXT, stops=STOPS, cuts=CUTS, include=st.booleans())
-def test_the_text_before_the_first_stop_string(text, stops, cuts, include):
+@given(case=texts_and_stops(), cuts=CUTS, include=st.booleans())
+def test_the_text_before_the_first_stop_string(case, cuts, include):
+    text, stops = case
     matcher = StopMatcher(stops, include_stop=include)
     told = "".join(matcher.push(part) for part in parts(text, cuts)) + matcher.finish()
     found = first_stop(text, stops)
@@ -44,13 +51,22 @@ def test_the_text_before_the_first_stop_string(text, stops, cuts, include):
         assert (told, matcher.found) == (text[: end if include else end - len(stop)], stop)
 
 
-@given(text=TEXT, stops=STOPS, cuts=CUTS)
-def test_only_what_could_begin_a_stop_string_is_held_back(text, stops, cuts):
+@given(case=texts_and_stops(), cuts=CUTS)
+def test_only_what_could_begin_a_stop_string_is_held_back(case, cuts):
+    text, stops = case
     matcher, seen, told = StopMatcher(stops), "", ""
     for part in parts(text, cuts):
         seen, told = seen + part, told + matcher.push(part)
         if matcher.found is None:
             assert told == seen[: len(seen) - could_begin(seen, stops)]
+
+
+def test_a_beginning_within_a_beginning_is_remembered():
+    matcher = StopMatcher(["aabaaac"])
+    assert matcher.push("aabaaa") == ""
+    assert matcher.push("b") == "aaba"
+    assert matcher.push("aaac") == ""
+    assert matcher.found == "aabaaac"
 
 
 def test_a_stop_string_within_another_ends_first():
