@@ -1,6 +1,6 @@
-"""Writes the README's table of measurements from the reports beside this file.
+"""Writes the README's tables of measurements from the reports beside this file.
 
-  python benchmarks/table.py      rewrites the table in README.md; a test holds the two together
+  python benchmarks/table.py      rewrites the tables in README.md; a test holds the two together
 
 A report is what `python -m jaxflow.bench … --output_json benchmarks/NAME.json` wrote; `rivals.json` has what other engines
 reached under the same protocol.
@@ -15,7 +15,8 @@ from typing import Any
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 BLOCK = re.compile(r"(?<=<!-- benchmarks -->\n).*?(?=<!-- /benchmarks -->)", re.S)
-HEAD = ("machine", "model", "in / out tokens", "total tokens/s", "of the optimum", "beside it", "report")
+THROUGHPUT = ("machine", "model", "in / out tokens", "total tokens/s", "of the optimum", "beside it", "report")
+HOST = ("CPU", "requests running", "tokens a step", "median ms of CPU a step", "p99", "report")
 
 
 def reports(folder: Path, command: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -67,19 +68,26 @@ def throughput_rows(folder: Path) -> Iterator[tuple[str, ...]]:
         )
 
 
+def host_rows(folder: Path) -> Iterator[tuple[str, ...]]:
+    for name, report in reports(folder, "host"):
+        for one in report["host"]:
+            figures = (f"{one['running']}", f"{one['mean_rows']:.0f}", f"{one['median_ms']:.2f}", f"{one['p99_ms']:.2f}")
+            yield (report["cpu"], *figures, f"[json](benchmarks/{name})")
+
+
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = (head, ("---",) * len(head), *rows)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def render(folder: Path = HERE) -> str:
-    """The table, as Markdown."""
-    rows = list(throughput_rows(folder))
-    return "\n" + (table(HEAD, rows) if rows else "No measurement has been committed yet.\n") + "\n"
+    """The tables that there are reports for, as Markdown."""
+    found = ((THROUGHPUT, list(throughput_rows(folder))), (HOST, list(host_rows(folder))))
+    return "\n" + ("\n".join(table(head, rows) for head, rows in found if rows) or "No measurement has been committed yet.\n") + "\n"
 
 
 def rewritten(readme: str, folder: Path = HERE) -> str:
-    """The README with its table made anew. Raises ValueError if it has no place for one."""
+    """The README with its tables made anew. Raises ValueError if it has no place for one."""
     if not BLOCK.search(readme):
         raise ValueError("README.md lacks the lines <!-- benchmarks --> and <!-- /benchmarks -->")
     return BLOCK.sub(lambda _: render(folder), readme)

@@ -38,6 +38,15 @@ def test_a_report_becomes_a_line_beside_its_rival(folder):
     assert line == "| NVIDIA H200 | llama-3.1-8b, bfloat16 | 1024 / 512 | 12,346 | 30% | vLLM 0.24.0 25,378 | [json](benchmarks/a.json) |"
 
 
+def test_the_hosts_cost_has_a_table_of_its_own(folder):
+    host = [{"running": n, "mean_rows": 2048.0, "median_ms": ms, "p99_ms": 2 * ms} for n, ms in ((1, 0.111), (1024, 1.26))]
+    (folder / "host.json").write_text(json.dumps({"command_name": "host", "cpu": "a CPU", "host": host}))
+    assert TABLE["render"](folder).strip().splitlines()[2:] == [
+        "| a CPU | 1 | 2048 | 0.11 | 0.22 | [json](benchmarks/host.json) |",
+        "| a CPU | 1024 | 2048 | 1.26 | 2.52 | [json](benchmarks/host.json) |",
+    ]
+
+
 @pytest.mark.parametrize(
     "change",
     [
