@@ -6,8 +6,8 @@
   python3 run.py test [ARGS]        install and run the tests on CPU; ARGS go to pytest
   python3 run.py exec COMMAND       run COMMAND in the environment, e.g. exec python -m serving --help
 
-Everything it makes lies in this folder: .cache has the installer (uv, unless a recent one is on the PATH), .venv the
-environment, with the versions that uv.lock pins.
+In this folder it makes .cache, with the installer (uv, unless a recent one is on the PATH), and .venv, with the versions
+that uv.lock pins. Downloads and compiled programs are kept in ~/.cache (uv, jaxflow).
 """
 
 # Standard library only, and syntax that Python 3.8 reads: it may be run by an older Python than the one it looks for.
