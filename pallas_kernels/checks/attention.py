@@ -1,0 +1,260 @@
+"""Checks the attention kernels against their float32 twins on a GPU, and times them beside what XLA and JAX have.
+
+    python -m pallas_kernels.checks.attention [--seconds 0.6] [--only check,decode,chunk] [--json FILE]
+
+Prints one line a case; the errors are ‖kernel − twin‖ / ‖twin‖ on fresh random ragged inputs, the rates are of keys and values read, or
+of the products that the causal mask leaves.
+"""
+
+import argparse
+import functools
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import reference
+from pallas_kernels.checks.inputs import PAGE, error, page_tables, poison, random_pages
+from pallas_kernels.checks.timing import sustained
+from pallas_kernels.chunk_attention import chunk_attention, chunk_work
+from pallas_kernels.decode_attention import decode_attention, decode_work
+from pallas_kernels.tiles import DecodeTile, chunk_tile, decode_tile
+
+TOLERANCE = 6e-3  # bfloat16 operands and weights against float32
+
+
+def say(rows: list, **row):
+    rows.append(row)
+    print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+
+
+def exact(twin, q, k, v, *rest, **kw):
+    """The twin in float32, NaN of unwritten places taken as 0 (it masks weights, and 0 · NaN is NaN there too)."""
+    plain = lambda x: jnp.nan_to_num(x.astype(jnp.float32))  # noqa: E731
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(functools.partial(twin, **kw))(plain(q), plain(k), plain(v), *rest)
+
+
+def check_decode(rows, rng, lengths, n, kv, h, **kw):
+    sms = kw.pop("sms", 132)
+    table, pages = page_tables(rng, lengths)
+    k, v = (poison(random_pages(jax.random.key(rng.integers(2**31)), pages, kv, h), table, lengths) for _ in range(2))
+    q = jnp.asarray(rng.normal(size=(len(lengths), n, h)) * rng.choice([1, 4]), jnp.bfloat16)
+    table, lengths = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
+    run = jax.jit(functools.partial(decode_attention, scale=h**-0.5, sms=sms, **kw))
+    got = run(q, k, v, table, lengths)
+    err = error(got, exact(reference.decode_attention, q, k, v, table, lengths, scale=h**-0.5, **kw))
+    same = bool((got == run(q, k, v, table, lengths)).all())
+    say(rows, what="check decode", ok=err < TOLERANCE and same, error=err, same_bits=same, b=len(lengths), n=n, kv=kv, h=h, sms=sms, **kw)
+
+
+def check_chunk(rows, rng, chunks, tokens, n, kv, h, **kw):
+    sms = kw.pop("sms", 132)
+    ends = [int(c[3] + c[1]) for c in chunks]
+    table, pages = page_tables(rng, ends)
+    k, v = (poison(random_pages(jax.random.key(rng.integers(2**31)), pages, kv, h), table, ends) for _ in range(2))
+    q = jnp.asarray(rng.normal(size=(tokens, n, h)) * rng.choice([1, 4]), jnp.bfloat16)
+    table, chunks = jnp.asarray(table), jnp.asarray(chunks, jnp.int32)
+    run = jax.jit(functools.partial(chunk_attention, scale=h**-0.5, sms=sms, **kw))
+    got = run(q, k, v, table, chunks)
+    err = error(got, exact(reference.chunk_attention, q, k, v, table, chunks, scale=h**-0.5, **kw))
+    same = bool((got == run(q, k, v, table, chunks)).all())
+    say(
+        rows,
+        what="check chunk",
+        ok=err < TOLERANCE and same,
+        error=err,
+        same_bits=same,
+        c=len(chunks),
+        t=tokens,
+        n=n,
+        kv=kv,
+        h=h,
+        sms=sms,
+        **kw,
+    )
+
+
+def random_chunks(rng, tokens, count, longest):
+    """`count` chunks that leave gaps in q, at random offsets, their page-table rows shuffled; one of them empty."""
+    cuts = np.sort(rng.choice(tokens + 1, 2 * count, replace=False))
+    chunks = [[int(a), int(b - a), 0, int(rng.integers(0, longest))] for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+    chunks[-1][1] = 0
+    for row, c in zip(rng.permutation(count), chunks, strict=True):
+        c[2] = int(row)
+    chunks_by_row = sorted(chunks, key=lambda c: c[2])  # page_tables gives row i to the i-th
+    return chunks_by_row
+
+
+def checks(rows):
+    rng = np.random.default_rng(time.time_ns())
+    ragged = lambda b, top: rng.integers(1, top, b) * (rng.random(b) > 0.1)  # noqa: E731
+    for n, kv, h in [(32, 8, 128), (8, 8, 64), (16, 1, 128), (14, 2, 64), (8, 4, 256), (20, 4, 128), (24, 2, 256)]:
+        check_decode(rows, rng, ragged(37, 900), n, kv, h)
+    check_decode(rows, rng, ragged(200, 3000), 32, 8, 128, window=300)
+    check_decode(rows, rng, ragged(9, 900), 8, 4, 256, window=64, soft_cap=50.0)
+    check_decode(rows, rng, [1], 32, 8, 128)
+    check_decode(rows, rng, [0, 0, 65, 0], 32, 8, 128, sms=20)
+    check_decode(rows, rng, [20000, *[200] * 40], 32, 8, 128)
+    check_decode(rows, rng, ragged(64, 700), 32, 8, 128, sms=28)
+    for n, kv, h in [(32, 8, 128), (8, 8, 64), (14, 2, 64), (8, 4, 256)]:
+        check_chunk(rows, rng, random_chunks(rng, 700, 5, 900), 700, n, kv, h)
+    check_chunk(rows, rng, random_chunks(rng, 1500, 9, 3000), 1500, 8, 2, 128, window=200)
+    check_chunk(rows, rng, random_chunks(rng, 500, 4, 900), 500, 8, 4, 256, window=100, soft_cap=50.0)
+    check_chunk(rows, rng, random_chunks(rng, 500, 4, 900), 500, 8, 2, 128, soft_cap=20.0)
+    check_chunk(rows, rng, [[0, 2048, 0, 0]], 2048, 8, 2, 128)
+    check_chunk(rows, rng, [[3, 1, 0, 0]], 8, 8, 2, 128)
+    check_chunk(rows, rng, [[0, 640, 0, 5000]], 700, 8, 2, 128, sms=28)
+
+
+def time_decode(rows, seconds, name, lengths, n=32, kv=8, h=128, layers=3, variants=None, rivals=()):
+    rng = np.random.default_rng(len(name))
+    table, pages = page_tables(rng, lengths)
+    cache = [tuple(random_pages(jax.random.key(2 * i + j), pages, kv, h) for j in range(2)) for i in range(layers)]
+    q = jnp.asarray(rng.normal(size=(len(lengths), n, h)), jnp.bfloat16)
+    table_d, lengths_d = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
+    read = float(sum(lengths)) * kv * h * 4
+    for sms, tile in variants or [(132, decode_tile(h))]:
+
+        def run(q, cache, table, lengths, sms=sms, tile=tile):
+            work = decode_work(lengths, kv, sms * tile.workers)
+            return [decode_attention(q, k, v, table, lengths, scale=h**-0.5, sms=sms, tile=tile, work=work) for k, v in cache]
+
+        t = sustained(jax.jit(run), q, cache, table_d, lengths_d, calls=layers, seconds=seconds)
+        say(rows, what="decode", case=name, sms=sms, tile=f"{tile.workers}x{tile.blocks}", tbs=read / t["us"] / 1e6, **t)
+    for rival in rivals:
+        try:
+            fn = rival(table, lengths, q, h)
+            t = sustained(fn, q, cache, calls=layers, seconds=seconds)
+            say(rows, what="decode rival", case=name, rival=rival.__name__, tbs=read / t["us"] / 1e6, **t)
+        except Exception as e:
+            say(rows, what="decode rival", case=name, rival=rival.__name__, failed=repr(e)[:300])
+
+
+def cudnn_paged(table, lengths, q, h):
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
+
+    b = len(lengths)
+    width = -(-int(max(lengths)) // PAGE)
+    pages = jnp.asarray(np.clip(table[:, :width], 0, None).reshape(b, 1, width, 1) * (np.arange(width) * PAGE < np.asarray(lengths)[:, None])[:, None, :, None], jnp.int32)  # fmt: skip
+    kv_len, q_len = jnp.asarray(lengths, jnp.int32), jnp.ones((b,), jnp.int32)
+
+    def run(q, cache):
+        return [
+            paged_attention(q[:, :, None], k, v, q_len, kv_len, pages, pages, scale=h**-0.5, mask_type=MaskType.PADDING, qkv_layout="BNTH")
+            for k, v in cache
+        ]
+
+    return jax.jit(run)
+
+
+def jax_paged(table, lengths, q, h):
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    b = len(lengths)
+    width = -(-int(max(lengths)) // PAGE)
+    width = -(-width // 16) * 16
+    pages = np.zeros((b, width), np.int32)
+    use = min(width, table.shape[1])
+    pages[:, :use] = np.where(np.arange(use) * PAGE < np.asarray(lengths)[:, None], table[:, :use], 0)
+    pages, kv_len = jnp.asarray(pages), jnp.asarray(lengths, jnp.int32)
+
+    def run(q, cache):
+        return [paged_attention(q, k, v, pages, kv_len, pages_per_compute_block=2, k_splits=16 if b < 8 else 2) for k, v in cache]
+
+    jitted = jax.jit(run)
+    turned = {}
+
+    def call(q, cache):  # its pages are [K, P, S, H]
+        if "cache" not in turned:
+            turned["cache"] = [tuple(jnp.swapaxes(x, 0, 1) for x in pair) for pair in cache]
+        return jitted(q, turned["cache"])
+
+    return call
+
+
+def decodes(rows, seconds):
+    rng = np.random.default_rng(7)
+    ragged = lambda b, mean: np.clip(rng.exponential(mean, b) * 0.5 + mean * 0.5, 1, 4 * mean).astype(int)  # noqa: E731
+    time_decode(
+        rows, seconds, "256 x 1024 ragged", ragged(256, 1024), rivals=(cudnn_paged, jax_paged),
+        variants=[(132, DecodeTile(2, 6)), (132, DecodeTile(1, 12)), (132, DecodeTile(3, 4)), (132, DecodeTile(2, 4)), (28, DecodeTile(2, 6)), (24, DecodeTile(2, 6)), (28, DecodeTile(3, 4))],
+    )  # fmt: skip
+    time_decode(rows, seconds, "256 x 4096 ragged", ragged(256, 4096), layers=2, rivals=(cudnn_paged,))
+    time_decode(rows, seconds, "1 x 131072", [131072], layers=6, rivals=(cudnn_paged,))
+    time_decode(rows, seconds, "131072 + 200 x 512", [131072, *[512] * 200], layers=4)
+    time_decode(rows, seconds, "1 x 1024", [1024], layers=32)
+    time_decode(rows, seconds, "64 x 1100", [1100] * 64, layers=8, variants=[(132, DecodeTile(2, 6)), (132, DecodeTile(1, 12))])
+
+
+def time_chunk(rows, seconds, name, chunks, tokens, n=32, kv=8, h=128, layers=8, variants=None):
+    rng = np.random.default_rng(len(name))
+    ends = [c[3] + c[1] for c in chunks]
+    table, pages = page_tables(rng, ends)
+    cache = [tuple(random_pages(jax.random.key(2 * i + j), pages, kv, h) for j in range(2)) for i in range(2)]
+    q = jnp.asarray(rng.normal(size=(tokens, n, h)), jnp.bfloat16)
+    pairs = sum(c[1] * c[3] + c[1] * (c[1] + 1) // 2 for c in chunks)
+    flop = 4.0 * pairs * n * h
+    for sms, tile in variants or [(132, chunk_tile(h))]:
+
+        def run(q, cache, table, chunks, sms=sms, tile=tile):
+            work = chunk_work(chunks, tokens, tile)
+            return [chunk_attention(q, *cache[i % 2], table, chunks, scale=h**-0.5, sms=sms, tile=tile, work=work) for i in range(layers)]
+
+        t = sustained(jax.jit(run), q, cache, jnp.asarray(table), jnp.asarray(chunks, jnp.int32), calls=layers, seconds=seconds)
+        say(rows, what="chunk", case=name, sms=sms, tile=f"{tile.keys}x{tile.stages}", tflops=flop / t["us"] / 1e6, **t)
+
+
+def time_cudnn(rows, seconds, name, tq, tk, causal, n=32, kv=8, h=128, layers=8):
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, t, m, h), jnp.bfloat16) for i, (t, m) in enumerate([(tq, n), (tk, kv), (tk, kv)]))
+
+    def run(q, k, v):
+        outs = []
+        for _ in range(layers):
+            outs.append(jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn"))
+            q = q + 0.01 * outs[-1]
+        return outs
+
+    flop = 4.0 * (tq * (tq + 1) // 2 if causal else tq * tk) * n * h
+    try:
+        t = sustained(jax.jit(run), q, k, v, calls=layers, seconds=seconds)
+        say(rows, what="chunk rival", case=name, rival="cudnn", tflops=flop / t["us"] / 1e6, **t)
+    except Exception as e:
+        say(rows, what="chunk rival", case=name, rival="cudnn", failed=repr(e)[:300])
+
+
+def chunks(rows, seconds):
+    for context in (0, 2048, 8192, 32768):
+        time_chunk(rows, seconds, f"2048 over {context}", [[0, 2048, 0, context]], 2048, layers=8 if context < 8192 else 3)
+    time_chunk(rows, seconds, "8 x 256 over 0", [[256 * i, 256, i, 0] for i in range(8)], 2048, layers=16)
+    time_cudnn(rows, seconds, "causal 2048", 2048, 2048, True)
+    time_cudnn(rows, seconds, "causal 16384", 16384, 16384, True, layers=1)
+    time_cudnn(rows, seconds, "2048 x 32768 unmasked", 2048, 32768, False, layers=3)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
+    parser.add_argument("--only", default="check,decode,chunk", help="which parts, separated by commas")
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+    rows: list = []
+    for part, run in dict(
+        check=lambda: checks(rows), decode=lambda: decodes(rows, args.seconds), chunk=lambda: chunks(rows, args.seconds)
+    ).items():
+        if part in args.only.split(","):
+            start = time.perf_counter()
+            run()
+            print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
+            if args.json:
+                with open(args.json, "w") as f:
+                    json.dump(dict(device=jax.devices()[0].device_kind, jax=jax.__version__, rows=rows), f, indent=1)
+    bad = [r for r in rows if r.get("ok") is False]
+    print(f"{len(bad)} checks failed" if bad else "all checks passed")
+    raise SystemExit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Fresh random inputs for the attention checks: ragged lengths, scattered pages, and NaN wherever no token was written."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PAGE = 64
+
+
+def page_tables(rng, ends) -> tuple[np.ndarray, int]:
+    """Scattered pages for sequences of `ends` tokens: (page table [R, MP] int32, pages in all). Entries past a sequence are wild."""
+    needed = [-(-int(e) // PAGE) for e in ends]
+    total, width = sum(needed) + 2, max([1, *needed]) + 1
+    table = rng.integers(-(2**31), 2**31 - 1, (len(needed), width)).astype(np.int32)
+    order = rng.permutation(total)
+    at = 0
+    for row, n in enumerate(needed):
+        table[row, :n] = order[at : at + n]
+        at += n
+    return table, total
+
+
+def random_pages(key, pages: int, kv_heads: int, width: int) -> jax.Array:
+    """[P, K, 64, H] bfloat16 of normal random numbers, made on the device."""
+    return jax.jit(lambda key: jax.random.normal(key, (pages, kv_heads, PAGE, width), jnp.bfloat16))(key)
+
+
+def poison(pages: jax.Array, table: np.ndarray, ends) -> jax.Array:
+    """The pages with NaN at every place that holds none of the sequences' first `ends` tokens."""
+    written = np.zeros((pages.shape[0], PAGE), bool)
+    for row, end in enumerate(ends):
+        for j in range(-(-int(end) // PAGE)):
+            written[table[row, j], : int(end) - j * PAGE] = True
+    return jnp.where(jnp.asarray(written)[:, None, :, None], pages, jnp.nan)
+
+
+def error(got, want) -> float:
+    """‖got − want‖ / ‖want‖, NaN where either has one."""
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return float(jnp.linalg.norm(got - want) / jnp.maximum(jnp.linalg.norm(want), 1e-30))
