@@ -79,6 +79,8 @@ def load(config: EngineConfig) -> "LLM":
 
 async def serve(config: ServerConfig, load: Callable[[], "LLM"]) -> int:
     """Serves what `load` returns until a signal comes, or the engine dies; returns the exit status."""
+    # The engine's thread gets the interpreter back within half a millisecond of wanting it, however busy the streams are.
+    sys.setswitchinterval(0.0005)
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
 

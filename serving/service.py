@@ -4,12 +4,12 @@ import asyncio
 import importlib.metadata
 import math
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
 
 import grpc
 
-from jaxflow.engine.request import Draining, InvalidRequest, Request, SamplingParams
+from jaxflow.engine.request import Draining, Event, InvalidRequest, Request, SamplingParams, Started
 from jaxflow.text.chat import ChatTemplateError, render_chat
 from jaxflow.text.tokenizer import Tokenizer
 from serving import convert, generate_pb2_grpc
@@ -21,6 +21,8 @@ from serving.transcript import Transcript
 if TYPE_CHECKING:
     from jaxflow.llm import LLM
 
+# Where a prompt that is refused stood in its request.
+PROMPT_FIELDS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages", None: "prompt"}
 MAX_NAME_CHARS = 256  # of a request_id and of a cache_salt
 
 
@@ -103,11 +105,13 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                 llm.driver.submit(prepared, self._switchboard)
                 try:
                     while not transcript.done:
-                        for message in transcript.messages(await stream.take()):
+                        for message in await messages_of(transcript, await stream.take()):
                             await context.write(message)
                 finally:
                     if not transcript.done:
                         llm.driver.abort(prepared.request_id)
+        except InvalidRequest as error:
+            raise convert.at_path(error, PROMPT_FIELDS[request.WhichOneof("prompt")]) from None
         except TimeoutError:
             if stream.overflowed:
                 raise TooSlow(limit) from None
@@ -128,7 +132,6 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         if sampling.stop:
             self._served.tokenizer("sampling.stop")
         kind = request.WhichOneof("prompt")
-        field = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages", None: "prompt"}[kind]
         match kind:
             case "text":
                 self._served.tokenizer("text")
@@ -145,7 +148,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             # The engine's id is our own: two callers may choose the same name, or one another's.
             return llm.request(prompt, sampling, request_id=uuid.uuid4().hex, priority=request.priority, cache_salt=request.cache_salt)
         except InvalidRequest as error:
-            raise convert.at_path(error, field) from None
+            raise convert.at_path(error, PROMPT_FIELDS[kind]) from None
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(ids=await asyncio.to_thread(self._tokenize, request))
@@ -208,6 +211,13 @@ class AdminService(generate_pb2_grpc.AdminServiceServicer):
         if not (math.isfinite(request.timeout_s) and request.timeout_s >= 0):
             raise InvalidRequest("timeout_s", request.timeout_s, "seconds, or 0 for the server's own timeout")
         return pb.DrainResponse(aborted_requests=await self._drain(request.timeout_s or None))
+
+
+async def messages_of(transcript: Transcript, events: list[Event]) -> Iterable[pb.GenerateResponse]:
+    """The messages for `events`. Prompt logprobs, up to 21 a token, are written on a thread of their own: streams go on."""
+    if isinstance(events[0], Started) and events[0].prompt_logprobs is not None:
+        return await asyncio.to_thread(list, transcript.messages(events))
+    return transcript.messages(events)
 
 
 def stop_token_ids(llm: "LLM", sampling: SamplingParams) -> frozenset[int]:

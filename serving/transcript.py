@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxflow.engine.request import Delta, Event, Finished, Request, Started
+from jaxflow.engine.request import Delta, Draining, Event, Finished, InvalidRequest, QueueFull, Request, Started
 from jaxflow.text.detokenizer import Detokenizer
 from jaxflow.text.tokenizer import Tokenizer
 from serving import convert
@@ -61,7 +61,8 @@ class Transcript:
         """The messages for `events`: deltas of one sequence that are waiting together travel together.
 
         Raises:
-          RuntimeError: when a fault of the engine ended the request; its cause is the fault.
+          RuntimeError: when a fault of the engine ended the request; its cause is the fault. What the engine refused the
+          request with, if it did so only after taking it.
         """
         waiting: dict[int, list[Delta]] = {}
         for event in events:
@@ -72,6 +73,8 @@ class Transcript:
                     waiting.setdefault(event.index, []).append(event)
                 case Finished():
                     yield from self._deltas(event.index, waiting.pop(event.index, []))
+                    if isinstance(event.error, InvalidRequest | QueueFull | Draining):
+                        raise event.error
                     if event.error is not None:
                         raise RuntimeError(f"a fault of the engine ended request {event.request_id}") from event.error
                     text = self._texts[event.index].finish(event.stop_token_id) if self._texts else ""

@@ -26,7 +26,7 @@ from jaxflow.text.detokenizer import StopStrings
 from jaxflow.text.tokenizer import load_tokenizer
 
 PAGES = 1000
-FAULT_TOKEN = 300  # a prompt with this token makes the engine fault when it is first run
+FAULT_TOKEN = 300  # a prompt with this token makes the engine fault when it is first run, unless a test says otherwise
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
     "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -49,8 +49,11 @@ class Running:
 class FakeDriver:
     """Steps on its own thread while `gate` is set, one token a sequence a step; each request holds one page."""
 
-    def __init__(self, max_model_len: int, eos: int, *, step_s: float = 0.001, max_waiting: int = 1000):
+    def __init__(
+        self, max_model_len: int, eos: int, *, step_s: float = 0.001, max_waiting: int = 1000, fault_token: int | None = FAULT_TOKEN
+    ):
         self.max_model_len, self.eos, self.step_s, self.max_waiting = max_model_len, eos, step_s, max_waiting
+        self.fault_token = fault_token
         self.gate = threading.Event()
         self.gate.set()
         self.submitted: list[Request] = []
@@ -136,7 +139,7 @@ class FakeDriver:
     def _step(self, run: Running):
         request, sampling = run.request, run.request.sampling
         prompt = request.prompt_token_ids
-        if FAULT_TOKEN in prompt:
+        if self.fault_token in prompt:
             self._running.remove(run)
             return [self._finished(run, FinishReason.ABORT, error=ZeroDivisionError("a secret of the engine"))]
         events = []
@@ -170,13 +173,13 @@ class FakeDriver:
 class FakeLLM:
     """The surface of `jaxflow.LLM` that the services use, around a `FakeDriver`; the tokenizer is a real one."""
 
-    def __init__(self, *, has_tokenizer: bool = True, chat_template: str | None = None, generation_config=None, **driver):
+    def __init__(self, *, has_tokenizer=True, chat_template: str | None = None, generation_config=None, max_model_len=4096, **driver):
         tokenizer = load_tokenizer(paths.MODELS / "stories260K")
         tokenizer.chat_template = chat_template
         eos = tokenizer.eos_token_id
         self.name = "fake"
         self.tokenizer = tokenizer if has_tokenizer else None
-        self.max_model_len = 4096
+        self.max_model_len = max_model_len
         self.generation_config = generation_config or {}
         self.engine_config = EngineConfig(model="fake")
         self.model_config = ModelConfig(

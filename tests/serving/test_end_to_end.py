@@ -5,9 +5,12 @@ import contextlib
 import random
 
 import grpc
+import hypothesis.strategies as st
 import paths
 import pytest
-from harness import client_of, serving, stubs_of
+from drawn_requests import REFUSALS, requests
+from harness import client_of, read, serving, stubs_of
+from hypothesis import given, settings
 
 from jaxflow import LLM
 from serving import generate_pb2 as pb
@@ -102,6 +105,31 @@ def test_the_reported_seed_draws_the_same_answer(llm):
                 assert (again.token_ids, again.started.seed) == (answer.token_ids, answer.started.seed)
 
     asyncio.run(scenario())
+
+
+def test_any_requests_side_by_side(llm):
+    """Whatever is asked at once, of the real engine: it is served or refused by name, and leaves nothing behind."""
+    outcomes = set()
+
+    async def outcome(generate, request) -> grpc.StatusCode:
+        try:
+            await read(generate.Generate(request, timeout=1.0))
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    @settings(max_examples=6)
+    @given(st.lists(requests, min_size=12, max_size=12))
+    def check(drawn):
+        async def scenario():
+            async with serving(llm) as (server, _), stubs_of(server) as (generate, _, _):
+                outcomes.update(await asyncio.gather(*(outcome(generate, request) for request in drawn)))
+                await check_nothing_is_left(server)
+
+        asyncio.run(scenario())
+
+    check()
+    assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} <= outcomes <= {grpc.StatusCode.OK, *REFUSALS}
 
 
 def draw(rng: random.Random) -> dict:

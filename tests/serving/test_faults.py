@@ -118,8 +118,19 @@ def test_a_deadline_ends_the_request_waiting_or_running(running):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, 1e-9])
+def test_a_deadline_already_past_over_the_wire(timeout_s):
+    async def scenario():
+        async with serving() as (server, llm), stubs_of(server) as (generate, _, _):
+            error = await failure(generate.Generate(token_request(), timeout=timeout_s))
+            assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert llm.driver.submitted == []
+
+    asyncio.run(scenario())
+
+
 def test_a_deadline_already_past_never_reaches_the_engine():
-    """Called directly: gRPC's own client would not even send such a request."""
+    """Called directly: gRPC's own client may not even send such a request."""
 
     async def scenario():
         llm, served = FakeLLM(), Served()

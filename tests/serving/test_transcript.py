@@ -5,7 +5,19 @@ import paths
 import pytest
 from hypothesis import given
 
-from jaxflow.engine.request import Delta, Finished, FinishReason, Logprob, Request, SamplingParams, Started, Timings, Usage
+from jaxflow.engine.request import (
+    Delta,
+    Finished,
+    FinishReason,
+    InvalidRequest,
+    Logprob,
+    QueueFull,
+    Request,
+    SamplingParams,
+    Started,
+    Timings,
+    Usage,
+)
 from jaxflow.text.tokenizer import load_tokenizer
 from serving import generate_pb2 as pb
 from serving.transcript import MAX_TOKENS_A_MESSAGE, Transcript
@@ -158,3 +170,10 @@ def test_a_fault_of_the_engine_is_raised_with_its_cause():
     with pytest.raises(RuntimeError, match="engine's") as raised:
         list(transcript().messages([finished(0, FinishReason.ABORT, error=fault)]))
     assert raised.value.__cause__ is fault
+
+
+@pytest.mark.parametrize("refusal", [QueueFull(3, 1.0), InvalidRequest("prompt", 1, "2")])
+def test_a_late_refusal_is_a_refusal(refusal):
+    with pytest.raises(type(refusal)) as raised:
+        list(transcript().messages([finished(0, FinishReason.ABORT, error=refusal)]))
+    assert raised.value is refusal
