@@ -9,8 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxflow.config import Activation, ConfigError, Layer, ModelConfig, Rope
+from jaxflow.config import Activation, ConfigError, Layer, ModelConfig
 from jaxflow.model.hf_keys import Keys
+from jaxflow.model.hf_rope import layer_ropes
 
 MAX_LAYERS = 4096  # a corrupt config must not make us build a billion layers
 
@@ -83,7 +84,7 @@ def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
     heads = keys.integer("num_attention_heads")
     num_layers = _num_layers(keys)
     windows = _windows(keys, model_type, family, num_layers)
-    ropes = _ropes(keys, model_type, family, windows)
+    ropes = layer_ropes(keys, model_type, family.rope_theta, windows)
     experts = _expert_layers(keys, model_type, num_layers)
     moe: dict[str, Any] = {}
     if model_type == "mixtral":
@@ -218,6 +219,9 @@ def _windows(keys: Keys, model_type: str, family: _Family, num_layers: int) -> t
         sliding = [window is not None and layer >= from_layer for layer in range(num_layers)]
     elif family.gemma:
         window = keys.integer("sliding_window", 4096)
+        again = keys.integer("sliding_window_size", window)  # some Gemma 2 files say it twice
+        if again != window:
+            raise ConfigError("sliding_window_size", again, f"the same as sliding_window={window}")
         pattern = 2 if model_type == "gemma2" else keys.integer("sliding_window_pattern", keys.integer("_sliding_window_pattern", 6))
         sliding = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or not 1 <= window < 2**31):
@@ -242,55 +246,6 @@ def _expert_layers(keys: Keys, model_type: str, num_layers: int) -> tuple[bool, 
     if not isinstance(dense, list) or not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in dense):
         raise ConfigError("mlp_only_layers", dense, f"a list of layers, 0 to {num_layers - 1}")
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
-
-
-def _ropes(keys: Keys, model_type: str, family: _Family, windows: tuple[int | None, ...]) -> tuple[Rope, ...]:
-    """The rotary embedding of each layer; Gemma 3's window layers have their own."""
-    theta = keys.optional_number("rope_theta", None)
-    newer, older = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
-    if newer is not None and older is not None and newer != older:
-        raise ConfigError("rope_scaling", older, "absent where rope_parameters is given")
-    field = "rope_scaling" if newer is None else "rope_parameters"
-    settings = newer if newer is not None else older if older is not None else {}
-    if model_type != "gemma3_text":
-        return (_rope(field, settings, theta, family.rope_theta),) * len(windows)
-    local_theta = keys.number("rope_local_base_freq", 10_000.0)
-    if {*settings} & {"full_attention", "sliding_attention"}:
-        extra = {*settings} - {"full_attention", "sliding_attention"}
-        if extra or not all(isinstance(value, dict) for value in settings.values()):
-            raise ConfigError(field, settings, "an object for full_attention and one for sliding_attention")
-        full = _rope(f"{field}.full_attention", settings.get("full_attention", {}), theta, family.rope_theta)
-        local = _rope(f"{field}.sliding_attention", settings.get("sliding_attention", {}), None, local_theta)
-    else:
-        full, local = _rope(field, settings, theta, family.rope_theta), Rope(local_theta)
-    return tuple(full if window is None else local for window in windows)
-
-
-def _rope(field: str, settings: Mapping[str, Any], theta: float | None, default_theta: float) -> Rope:
-    keys = Keys(settings, field + ".")
-    own_theta = keys.optional_number("rope_theta", None)
-    if theta is not None and own_theta is not None and theta != own_theta:
-        raise ConfigError(keys.name("rope_theta"), own_theta, f"the same as rope_theta={theta}")
-    base = theta if own_theta is None else own_theta
-    base = default_theta if base is None else base
-    older, newer = keys.take("type"), keys.take("rope_type")
-    if older is not None and newer is not None and older != newer:
-        raise ConfigError(keys.name("type"), older, f"the same as rope_type={newer!r}")
-    kind = newer or older or "default"
-    if kind == "default":
-        rope = Rope(base)
-    elif kind == "linear":
-        rope = Rope(base, "linear", keys.number("factor"))
-        keys.take("original_max_position_embeddings")  # linear scaling does not depend on it
-    elif kind == "llama3":
-        low, high = keys.number("low_freq_factor"), keys.number("high_freq_factor")
-        if not low < high:
-            raise ConfigError(keys.name("low_freq_factor"), low, f"less than high_freq_factor={high}")
-        rope = Rope(base, "llama3", keys.number("factor"), low, high, keys.integer("original_max_position_embeddings"))
-    else:
-        raise ConfigError(keys.name("rope_type" if newer else "type"), kind, "default, linear or llama3")
-    keys.finish()
-    return rope
 
 
 def _check_sizes(model: ModelConfig) -> None:

@@ -8,16 +8,18 @@ from jaxflow.config import ConfigError
 
 # Keys of training, of generation defaults, of other software, or of the file itself: none changes the function computed.
 _IRRELEVANT_NAMES = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
-    attention_dropout attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens cache_implementation chunk_size_feed_forward
-    decoder_start_token_id diversity_penalty do_sample dropout dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout id2label init_std
-    initializer_range is_decoder label2id layerdrop length_penalty max_length max_sequence_length min_length model_max_length
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_router_logits
-    output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values repetition_penalty resid_pdrop return_dict
-    return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params temperature
-    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path activation_dropout
+    attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens
+    cache_implementation chunk_size_feed_forward classifier_dropout decoder_start_token_id diversity_penalty do_sample dropout dtype
+    early_stopping embd_pdrop encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing hidden_dropout hidden_dropout_prob id2label init_std initializer_range is_decoder
+    label2id layerdrop length_penalty loss_type max_length max_sequence_length min_length model_max_length neftune_noise_alpha
+    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions output_hidden_states
+    output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values repetition_penalty
+    resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens
+    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache
+    use_flash_attention
 """
 _IRRELEVANT = frozenset(_IRRELEVANT_NAMES.split())
 
@@ -32,6 +34,7 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "mlp_bias": (False,),
     "partial_rotary_factor": (1, 1.0),
     "pruned_heads": ({},),
+    "qk_layer_norms": (False,),
     "rope_interleaved": (False,),
     "use_bidirectional_attention": (False,),
     "use_mrope": (False,),

@@ -204,6 +204,7 @@ REFUSED = [
     ("tiny-qwen3_moe", {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size"),
     ("tiny-mixtral", {"num_local_experts": 0}, "num_local_experts"),
     ("tiny-gemma2", {"hidden_act": "silu"}, "hidden_activation"),
+    ("tiny-gemma2", {"sliding_window_size": 32}, "sliding_window_size"),
     ("tiny-gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
     ("tiny-gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("tiny-gemma3_text", {"rope_scaling": {"full_attention": {}, "other": {}}}, "rope_scaling"),
@@ -220,6 +221,25 @@ def test_what_is_not_supported_is_refused_by_name(name: str, changes: dict[str, 
         model_config_from_hf(changed(name, **changes))
     assert caught.value.field == field
     assert field in str(caught.value)
+
+
+# Keys that checkpoints of these families carry and that change nothing.
+HARMLESS = [
+    (
+        "tiny-llama",
+        {"_name_or_path": "x", "pretraining_tp": 1, "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}},
+    ),
+    ("tiny-llama", {"architectures": None, "head_dim": None, "auto_map": {"AutoTokenizer": "x.Y"}, "partial_rotary_factor": 1.0}),
+    ("tiny-opt", {"activation_dropout": 0.0, "dropout": 0.1, "layerdrop": 0.0, "init_std": 0.02, "_remove_final_layer_norm": False}),
+    ("tiny-gemma2", {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window_size": 16}),
+    ("tiny-gemma3_text", {"_sliding_window_pattern": 6, "use_bidirectional_attention": False}),
+    ("tiny-qwen2", {"use_mrope": False, "attention_dropout": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "more"), HARMLESS, ids=[f"{name}-{next(iter(more))}" for name, more in HARMLESS])
+def test_harmless_keys_change_nothing(name: str, more: dict[str, Any]) -> None:
+    assert model_config_from_hf(changed(name, **more)) == model_config_from_hf(config_of(name))
 
 
 JSON = st.recursive(
