@@ -65,7 +65,7 @@ def measure(running: int, budget: int, steps: int) -> dict[str, Any]:
     prompt = max(1, min(LONGEST_PROMPT, OUTPUT_TOKENS * (budget - running) // running))
     buckets = token_buckets(budget, few=False)
     executor = InstantExecutor([StepLayout(tokens, min(tokens, running), running, BLOCK_SIZE) for tokens in buckets])
-    number = running + -(-2 * steps * running // OUTPUT_TOKENS)
+    number = running + -(-2 * max(steps, OUTPUT_TOKENS) * running // OUTPUT_TOKENS)  # so that enough steps see them come and go
     scheduler = Scheduler(
         SchedulerConfig(
             token_budget=budget,
@@ -79,7 +79,8 @@ def measure(running: int, budget: int, steps: int) -> dict[str, Any]:
             max_waiting=number,
         )
     )
-    requests = greedy_requests(items := workload.constant(number, prompt, OUTPUT_TOKENS), workload.prompts(items, 32000))
+    items = workload.constant(number, prompt, OUTPUT_TOKENS)
+    requests = greedy_requests(items, workload.prompts(items, 32000))
     driver = Driver(Loop(scheduler, executor, eos_token_ids=(), plan_names=dict.fromkeys(buckets, "sequential")))  # type: ignore[arg-type]
     mailbox = Unread()
     for request in requests:
@@ -92,7 +93,8 @@ def measure(running: int, budget: int, steps: int) -> dict[str, Any]:
 
 def _statistics(calls: list[tuple[float, float, int, int]], running: int, steps: int) -> dict[str, Any]:
     cpu, clock, decodes, rows = (np.array(column) for column in zip(*calls, strict=True))
-    full = np.flatnonzero((decodes[1:] >= 0.9 * running) | (decodes[1:] == decodes.max()))[:steps]
+    full = np.flatnonzero(decodes[1:] >= min(0.9 * running, decodes.max()))
+    full = full[len(full) // 4 :][:steps]  # past the end of the ramp, where the first ones are all there and none has ended
     cpu_ms, clock_ms = 1e3 * np.diff(cpu)[full], 1e3 * np.diff(clock)[full]
     return {
         "steps": len(full),

@@ -104,5 +104,6 @@ def _policies(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
         base = [row["token_throughput"]["request-level"] for row in rows]
         axes[0].bar(places, [row["token_throughput"][name] / b for row, b in zip(rows, base, strict=True)], width, label=name)
     axes[0].set_xticks(range(len(rows)), [f"{row['length']} tokens, B = {row['slots']}" for row in rows])
-    axes[0].set_ylim(0.8)
-    _label(axes[0], "sequence length", "throughput over request-level batches")
+    axes[0].set_ylim(0.8, 1.15 * axes[0].get_ylim()[1])
+    _label(axes[0], "sequence length", "throughput over request-level batches", legend=False)
+    axes[0].legend(frameon=False, ncols=3, loc="upper center")

@@ -88,10 +88,13 @@ def tile_curve(setting: Setting, lengths: Sequence[int] = tuple(range(32, 1025, 
     }
 
 
-def policy_table(
-    setting: Setting, shapes: Sequence[tuple[int, int]] = ((1024, 18), (2048, 10), (3072, 6)), chunk_size: int = 256
-) -> dict[str, Any]:
-    """Throughput of each policy at the best ratio for the chunk size, by (sequence length, requests at a time) (Fig. 11a)."""
+def policy_table(setting: Setting, chunk_size: int = 256) -> dict[str, Any]:
+    """Throughput of each policy at the best ratio for the chunk size (Fig. 11a).
+
+    For the setting's length with B requests at a time, and for two and three times the length with 10 / 18 and 6 / 18 of B,
+    as the paper fits them in memory.
+    """
+    shapes = [(factor * setting.length, max(2, round(setting.slots * share))) for factor, share in ((1, 1), (2, 10 / 18), (3, 6 / 18))]
     step_s = setting.step_s()
     rows = []
     for length, slots in shapes:

@@ -37,7 +37,7 @@ def define_flags() -> None:
     flags.DEFINE_string("output_png", None, "Draw the sweep into this file.")
     flags.DEFINE_list("chunk_sizes", ["128", "256", "512"], "For pd_ratio: tokens of a step that chunks fill.")
     flags.DEFINE_integer("slots", 18, "For pd_ratio, tiles, policies: requests at a time, B.", lower_bound=2)
-    flags.DEFINE_integer("length", 1024, "For pd_ratio: prompt and output tokens of a request, P + D.", lower_bound=2)
+    flags.DEFINE_integer("length", 1024, "For pd_ratio, policies: prompt and output tokens of a request, P + D.", lower_bound=2)
     flags.DEFINE_integer("tile_rows", 128, "For pd_ratio, tiles, policies: rows of a GEMM's tile.", lower_bound=1)
     options.define_engine(model="", enable_prefix_caching=False)
     options.define_workload()

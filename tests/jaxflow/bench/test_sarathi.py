@@ -48,7 +48,8 @@ def test_chunks_as_long_as_prompts_are_orcas_best_case():
 
 
 def test_policies_rank_as_in_the_paper():
-    rows = sarathi.policy_table(SETTING, shapes=((1024, 18), (3072, 6)))["rows"]
+    rows = sarathi.policy_table(SETTING)["rows"]
+    assert [(row["length"], row["slots"]) for row in rows] == [(1024, 18), (2048, 10), (3072, 6)]
     for row in rows:
         found = row["token_throughput"]
         assert found["orca-worst"] == pytest.approx(found["request-level"])  # requests that start and end together

@@ -1,8 +1,7 @@
 """Workloads are what they say, and the same for the same seed."""
 
-from pathlib import Path
-
 import numpy as np
+import paths
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +9,7 @@ from hypothesis import strategies as st
 from jaxflow.bench import workload
 from jaxflow.bench.workload import NANOFLOW, UNLIMITED, Item, WorkloadError
 
-DATA = Path(__file__).parents[2] / "data" / "traces"
-TRACES = Path(__file__).parents[4] / "shared" / "data" / "traces"  # the whole traces, where they are present
+DATA, TRACES = paths.TRACES, paths.SHARED / "traces"
 
 
 def test_constant():

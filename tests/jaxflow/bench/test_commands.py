@@ -1,0 +1,264 @@
+"""The commands, over one small engine that all of them share; and once as a process of its own."""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import paths
+import pytest
+from absl import flags
+
+from jaxflow.bench import latency, machine, options, plot, serve, sweep, throughput, workload
+from jaxflow.bench.__main__ import COMMANDS, main
+from jaxflow.llm import LLM
+from serving.client import Client
+from serving.server import Server, ServerConfig
+
+MODEL = str(paths.MODELS / "stories260K")
+ENGINE = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 128, "num_kv_pages": 16, "enable_prefix_caching": False}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(MODEL, progress=False, **ENGINE) as llm:
+        yield llm
+
+
+@pytest.fixture
+def bench(llm, monkeypatch):
+    """The command line over the shared engine, in this process, its flags gone afterwards."""
+    monkeypatch.setattr(LLM, "from_config", classmethod(lambda cls, config, **_: contextlib.nullcontext(llm)))
+    before = set(flags.FLAGS)
+    yield lambda *arguments: main(["bench", *arguments])
+    for name in set(flags.FLAGS) - before:
+        delattr(flags.FLAGS, name)
+    flags.FLAGS.unparse_flags()
+
+
+def test_throughput_measures_what_it_ran(llm):
+    items = workload.lognormal(12, 20, 9, limits=workload.Limits(60, 30, 90))
+    result = throughput.measure(llm, items)
+    prompt, output = sum(i.prompt_tokens for i in items), sum(i.output_tokens for i in items)
+    assert (result["completed"], result["failed"]) == (12, 0)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (prompt, output)
+    assert result["total_token_throughput"] == pytest.approx((prompt + output) / result["duration"])
+    assert result["max_concurrent_requests"] == 12
+    stats, steps = result["engine_stats"], result["steps"]
+    assert stats["completion_tokens"] == output and stats["running_requests"] == stats["compilations_after_warmup"] == 0
+    assert stats["kv_pages_free"] == stats["kv_pages"]
+    assert steps["steps"] == stats["steps"] == sum(one["steps"] for one in steps["by_bucket"].values())
+    assert steps["mean_tokens"] * steps["steps"] == pytest.approx(prompt + output - 12)  # each last token is sampled, not computed
+    assert 0 <= steps["device_idle_share"] < 1
+    assert result["steady_state"]["duration"] < result["duration"]
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_the_fraction_of_the_optimum_is_eq_5s(llm):
+    result = throughput.measure(llm, workload.constant(4, 24, 8), device="H200")
+    assert result["optimal_flops_source"] == "H200 float32, datasheet"
+    layers = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 172
+    parameters = 5 * layers + 8 / 32 * 512 * 64
+    assert result["optimal_parameters"] == pytest.approx(parameters)
+    assert result["optimal_token_throughput"] == pytest.approx(494e12 / 2 / parameters)
+    assert result["fraction_of_optimal"] == result["total_token_throughput"] / result["optimal_token_throughput"]
+
+
+def test_requests_come_at_their_times(llm):
+    items = workload.poisson_arrivals(workload.constant(6, 8, 4), rate=20.0)
+    result = throughput.measure(llm, items, arrive=True)
+    assert result["completed"] == 6 and result["duration"] > items[-1].arrival_s
+
+
+def test_latency_repeats_a_batch(llm):
+    result = latency.measure(llm, 3, 10, 6, iterations=4, warm_up=1)
+    assert len(result["latencies"]) == 4 and result["completed"] == 12
+    assert result["avg_latency"] == pytest.approx(np.mean(result["latencies"]))
+    assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+    assert result["percentiles"]["50"] == pytest.approx(np.median(result["latencies"]))
+    assert result["total_output_tokens"] == 4 * 3 * 6
+
+
+def test_sweeps_and_their_pictures(llm, tmp_path):
+    found = [
+        sweep.rates(llm, workload.constant(4, 8, 4), [50.0, 100.0]),
+        sweep.batch_sizes(llm, [1, 4], 8, 4, iterations=1),
+        sweep.lengths(llm, [(8, 4), (16, 8)], 4),
+    ]
+    for one in found:
+        rows = sweep.table(one)
+        assert len(rows) == 3 and len({len(row) for row in rows}) == 1
+        assert all(point["completed"] == 4 for point in one["points"]) or one["kind"] == "batch_size"
+        plot.save(one, tmp_path / "new" / f"{one['kind']}.png")
+        assert (tmp_path / "new" / f"{one['kind']}.png").read_bytes().startswith(b"\x89PNG")
+    assert [point["input_len"] for point in found[2]["points"]] == [8, 16]
+
+
+def test_serve_measures_a_running_server(llm):
+    async def measured():
+        server = Server(ServerConfig(port=0, admin_port=0))
+        await server.start()
+        await server.serve(llm)
+        try:
+            async with Client(f"127.0.0.1:{server.port}") as client:
+                good = workload.poisson_arrivals(workload.constant(6, 20, 5), 50.0)
+                too_long = [workload.Item(200, 5)]
+                served = await client.model()
+                assert serve.find_model_config(MODEL) == llm.model_config and served.vocab_size == 512
+                return await serve.measure(client, [*good, *too_long], served.vocab_size, slo={"e2el": 60.0})
+        finally:
+            await server.stop()
+
+    result = asyncio.run(measured())
+    assert (result["completed"], result["failed"]) == (6, 1)
+    assert "INVALID_ARGUMENT" in result["errors"][0]
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (120, 30)
+    assert result["request_goodput"] == pytest.approx(result["request_throughput"])
+    assert 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"]
+
+
+def test_throughput_command(bench, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    trace = str(paths.TRACES / "lmsys_1000.csv")
+    assert bench("throughput", "--model", MODEL, "--trace", trace, "--num_requests", "5", "--output_json", str(path)) == 0
+    result = json.loads(path.read_text())
+    out = capsys.readouterr().out
+    assert result["command_name"] == "throughput" and result["model"] == "stories260K"
+    assert result["workload"]["kind"] == "trace" and result["workload"]["requests"] == 5 == result["completed"]
+    assert result["workload"]["left_out"] > 0  # requests that are too long for this context
+    assert result["total_num_tokens"] / result["elapsed_time"] == pytest.approx(result["tokens_per_second"])
+    assert result["engine_config"]["enable_prefix_caching"] is False
+    for line in (
+        "Throughput Benchmark Result",
+        "Optimal token throughput",
+        "Fraction of optimal",
+        "Device idle",
+        "Versions:",
+        "Throughput: ",
+    ):
+        assert line in out
+
+
+def test_latency_command(bench, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    settings = ["--batch_size", "2", "--input_len", "8", "--output_len", "4", "--num_iters_warmup", "0", "--num_iters", "2"]
+    assert bench("latency", "--model", MODEL, *settings, "--output_json", str(path)) == 0
+    assert json.loads(path.read_text())["avg_latency"] > 0
+    assert "50% percentile latency" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "columns"), [("rate", "40,80", "norm. ms"), ("batch_size", "1,2", "TPOT"), ("length", "8/4,6/6", "output tok/s")]
+)
+def test_sweep_command(bench, tmp_path, capsys, kind, values, columns):
+    settings = ["--num_requests", "3", "--input_len", "8", "--output_len", "4", "--num_iters", "1"]
+    png = tmp_path / "a.png"
+    assert bench("sweep", "--sweep", kind, "--values", values, "--model", MODEL, *settings, "--output_png", str(png)) == 0
+    assert columns in capsys.readouterr().out and png.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("pd_ratio", ["--chunk_sizes", "32", "--values", "3,6"]),
+        ("tiles", ["--values", "128,256"]),
+        ("policies", ["--model", "llama-3.1-8b"]),
+    ],
+)
+def test_simulated_sweep_commands_need_no_engine(bench, tmp_path, kind, more):
+    path = tmp_path / "out.json"
+    small = ["--slots", "4", "--length", "64", "--output_json", str(path), "--output_png", str(tmp_path / "a.png")]
+    assert bench("sweep", "--sweep", kind, "--optimal_device", "H100", *small, *more) == 0
+    result = json.loads(path.read_text())
+    assert result["kind"] == kind and result["bfloat16_flops_per_s"] == 989e12
+    assert (tmp_path / "a.png").exists()
+
+
+def test_host_command(bench, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    assert (
+        bench("host", "--running", "1", "--running", "32", "--max_num_batched_tokens", "64", "--steps", "40", "--output_json", str(path))
+        == 0
+    )
+    one, many = json.loads(path.read_text())["host"]
+    assert one["running"] == 1 and many["running"] == 32
+    assert one["steps"] == many["steps"] == 40
+    assert many["mean_rows"] == pytest.approx(64, rel=0.2)  # as many decodes as requests, prefill for the rest of the budget
+    assert 0 < one["median_ms"] <= one["p99_ms"]
+    assert "CPU time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_lists_its_flags(bench, capsys, command):
+    assert bench(command, "--help") == 0
+    out = capsys.readouterr().out
+    assert f"python -m jaxflow.bench {command}" in out and "--output_json" in out
+    assert ("--max_num_batched_tokens" in out) == (command != "serve")
+
+
+def test_help_of_the_bench_names_the_commands(capsys):
+    assert main(["bench", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ([], 2, ""),
+        (["thruput"], 2, "'thruput' is no command"),
+        (["throughput"], 2, "model"),
+        (["throughput", "--model", "x", "--input_len", "0"], 2, "input_len"),
+        (["throughput", "--model", "x", "stray"], 2, "stray"),
+        (["throughput", "--model", MODEL, "--goodput", "itl:3"], 1, "itl:3"),
+        (["throughput", "--model", MODEL, "--block_size", "0"], 1, "block_size"),
+        (["throughput", "--model", MODEL, "--input_len", "120", "--output_len", "20"], 1, "over the 128 tokens"),
+        (["throughput", "--model", MODEL, "--trace", "absent.csv"], 1, "absent.csv"),
+        (["throughput", "--model", MODEL, "--lengths", "lognormal", "--input_len", "500"], 1, "500"),
+        (["latency", "--model", MODEL, "--input_len", "128"], 1, "--input_len 128"),
+        (["sweep", "--sweep", "length", "--values", "8x4", "--model", MODEL], 1, "8x4"),
+        (["sweep", "--sweep", "rate", "--model", MODEL], 1, "--values is needed"),
+        (["sweep", "--sweep", "tiles", "--model", "no-such-model"], 1, "no-such-model"),
+        (["serve", "--target", "127.0.0.1:1", "--wait_s", "0.2"], 1, "DEADLINE_EXCEEDED"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_in_a_line(bench, capsys, arguments, status, message):
+    assert bench(*arguments) == status
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err
+
+
+def test_lengths_and_numbers_follow_the_rivals_protocol(bench):
+    main(["bench", "throughput", "--help"])  # defines the flags
+    for given, number, prompt in [
+        ([], 1200, 1024),
+        (["--input_len", "1000", "--output_len", "1000"], 1000, 1000),
+        (["--lengths", "lognormal", "--input_len", "246", "--output_len", "322"], 2000, 246),
+    ]:
+        flags.FLAGS.unparse_flags()
+        flags.FLAGS(["bench", "--model", "x", *given])
+        items, described = options.items_from_flags(131072)
+        assert len(items) == described["requests"] == number
+        assert described["mean_prompt_tokens"] == pytest.approx(prompt, abs=1)
+
+
+def test_an_unknown_device_is_measured(llm):
+    best = machine.ceiling("float32")
+    assert best.flops_per_s > 1e8 and "measured here" in best.source
+    with pytest.raises(KeyError, match="int4 on H200"):
+        machine.ceiling("int4", "H200")
+
+
+def test_the_command_as_a_process(tmp_path):
+    path = tmp_path / "out.json"
+    engine = [f"--{name}={value}" for name, value in ENGINE.items() if name != "enable_prefix_caching"]
+    arguments = ["throughput", "--model", MODEL, "--num_requests", "6", "--input_len", "10", "--output_len", "6", *engine]
+    command = [sys.executable, "-m", "jaxflow.bench", *arguments, "--output_json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=paths.ROOT, env=dict(os.environ), timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert result["completed"] == 6 and result["total_output_tokens"] == 36
+    assert result["command"].startswith("python -m jaxflow.bench throughput --model ")
