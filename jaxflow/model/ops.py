@@ -149,12 +149,18 @@ def chunk_attention(
     return c.kernels.chunk_attention(q, *kv, table, batch.chunks_in(start, stop), **_attention_settings(c, layer))
 
 
+def merge_heads(is_decode: Bool[Array, " t"], decoded: Float[Array, "b N H"], prefilled: Float[Array, "t N H"]) -> Float[Array, "t N H"]:
+    """Each token's heads from the attention that computed them. Merging the result with itself changes nothing."""
+    rows = decoded.shape[0]
+    # Not `.at[:rows].set`: two such scatters under shard_map crash XLA's CPU compiler (jaxlib 0.11.2).
+    return jnp.concatenate([jnp.where(is_decode[:rows, None, None], decoded, prefilled[:rows]), prefilled[rows:]])
+
+
 def out_proj(
     c: Context, w: Weights, is_decode: Bool[Array, " t"], decoded: Float[Array, "b N H"], prefilled: Float[Array, "t N H"]
 ) -> Float[Array, "t D"]:
-    """Takes each token's heads from the attention that computed them, and projects; a partial sum under tensor parallelism."""
-    rows = decoded.shape[0]
-    o = prefilled.at[:rows].set(jnp.where(is_decode[:rows, None, None], decoded, prefilled[:rows]))
+    """Merges the heads of both attentions and projects; a partial sum under tensor parallelism."""
+    o = merge_heads(is_decode, decoded, prefilled)
     return c.kernels.gemm(o.reshape(o.shape[0], -1), w["out_proj"], _first_shard_only(c, w.get("out_proj_bias")))
 
 

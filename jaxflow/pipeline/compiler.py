@@ -20,7 +20,7 @@ from jaxflow.model.graph import model_graph
 from jaxflow.model.ops import KV, Context, Weights
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.order import ATTENTION, Run, Span, check, final_values, program
-from jaxflow.pipeline.pieces import Piece, Pieces, merge
+from jaxflow.pipeline.pieces import Piece, Pieces
 from jaxflow.pipeline.plan import Plan, PlanError
 from jaxflow.pipeline.regions import ADD_NORMS, Group, Segment, grouped
 
@@ -109,8 +109,7 @@ class _Step:
             inputs = [local.read(source, run.span) for source in step.reads]
             with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
                 if step.part == "merge":
-                    decoded, prefilled = inputs
-                    heads = merge(decoded, prefilled, self.batch.is_decode(run.nano.start, run.nano.stop))
+                    heads = ops.merge_heads(self.batch.is_decode(run.nano.start, run.nano.stop), *inputs)
                     local.put_merged(run.layer, run.span, heads)
                     continue
                 if step.part == "add":

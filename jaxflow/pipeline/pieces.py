@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
 
 from jaxflow.pipeline.order import Source, Span
 
@@ -75,10 +75,3 @@ class Pieces:
 
     def _clip(self, source: Source, span: Span) -> Span:
         return Span(min(span.start, self._rows), min(span.stop, self._rows)) if source[1] == "o_decode" else span
-
-
-def merge(decoded: Float[Array, "b N H"], prefilled: Float[Array, "t N H"], is_decode: Bool[Array, " t"]) -> Float[Array, "t N H"]:
-    """Each token's heads from the attention that computed them (`out_proj` finds them in either then)."""
-    rows = decoded.shape[0]
-    chosen = jnp.where(is_decode[:rows, None, None], decoded, prefilled[:rows])
-    return jnp.concatenate([chosen, prefilled[rows:]])
