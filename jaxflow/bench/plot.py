@@ -4,12 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
-
-matplotlib.use("Agg", force=False)
 
 
 def draw(sweep: Mapping[str, Any]) -> Figure:

@@ -1,0 +1,32 @@
+"""Every notebook runs from top to bottom, and is kept without what it printed."""
+
+import base64
+
+import nbclient
+import nbformat
+import paths
+import pytest
+
+NOTEBOOKS = sorted((paths.ROOT / "notebooks").glob("*.ipynb"))
+
+
+def test_there_is_the_sweep():
+    assert "sweep.ipynb" in {path.name for path in NOTEBOOKS}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs_and_draws(path, monkeypatch):
+    monkeypatch.setenv("JAXFLOW_NOTEBOOK_SMALL", "1")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+    notebook = nbformat.read(path, as_version=4)
+    pictures = sum("plot.draw" in cell.source for cell in notebook.cells)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
+    drawn = [out.data["image/png"] for cell in notebook.cells for out in cell.get("outputs", []) if "image/png" in out.get("data", {})]
+    assert len(drawn) == pictures > 0
+    assert all(base64.b64decode(png).startswith(b"\x89PNG") for png in drawn)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_kept_without_outputs(path):
+    for cell in nbformat.read(path, as_version=4).cells:
+        assert not cell.get("outputs") and not cell.get("execution_count")
