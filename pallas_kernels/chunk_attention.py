@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.decode_attention import _rows_of_eight
 from pallas_kernels.tiles import ChunkTile, chunk_tile
 
 PAGE = 64
@@ -118,7 +119,15 @@ def chunk_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name=f"chunk_attention_{sms}",
         interpret=interpret,
-    )(q, k_pages.reshape(p * kv * s, h), v_pages.reshape(p * kv * s, h), page_table.astype(jnp.int32), work.tiles, work.count, out)
+    )(
+        _rows_of_eight(q),
+        k_pages.reshape(p * kv * s, h),
+        v_pages.reshape(p * kv * s, h),
+        page_table.astype(jnp.int32),
+        work.tiles,
+        work.count,
+        out,
+    )
     return jax.freeze(out)
 
 
@@ -181,7 +190,7 @@ def _attend(
 
     @pl.when(wg == 2)
     def _copy():
-        plgpu.set_max_registers(32, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")  # 24 + 2 · 240 = 3 · 168, what the CTA was given
 
         def visit(carry, head, first, rows, row, position, block, block_end):
             done, step = carry

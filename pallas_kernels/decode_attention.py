@@ -117,7 +117,10 @@ def decode_attention(
     if work.pieces.shape[0] != workers:
         raise ValueError(f"work.pieces has {work.pieces.shape[0]} workers: {workers} for sms={sms} and {tile}")
     page_table = page_table.astype(jnp.int32)
-    main = functools.partial(_attend, group=group, cols=cols, kv=kv, tile=tile, scale=scale, window=window, soft_cap=soft_cap)
+    queries = _rows_of_eight(q.reshape(b * n, h))
+    main = functools.partial(
+        _attend, group=group, cols=cols, kv=kv, tile=tile, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret is not None
+    )
     out, parts, levels = plgpu.kernel(
         main,
         out_type=(
@@ -133,8 +136,14 @@ def decode_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name=f"decode_attention_{sms}",
         interpret=interpret,
-    )(q.reshape(b * n, h), k_pages.reshape(p * kv * s, h), v_pages.reshape(p * kv * s, h), page_table, work.rows, work.pieces)
+    )(queries, k_pages.reshape(p * kv * s, h), v_pages.reshape(p * kv * s, h), page_table, work.rows, work.pieces)
     return _join(out, parts, levels, work, group=group, cols=cols, kv=kv, interpret=interpret).reshape(b, n, h)
+
+
+def _rows_of_eight(x):
+    """x with zero rows up to a multiple of 8, which a tiled copy wants (an engine's batches are multiples of 8 anyway)."""
+    short = -x.shape[0] % 8
+    return x if short == 0 else lax.pad(x, jnp.zeros((), x.dtype), [(0, short, 0)] + [(0, 0, 0)] * (x.ndim - 1))
 
 
 def _check(q, k_pages, v_pages):
@@ -156,6 +165,7 @@ def _scratch(tile: DecodeTile, cols: int, h: int, dtype) -> dict:
         q_s=plgpu.SMEM((w, 2, cols, h), dtype, transforms=_tiled()),
         p_s=plgpu.SMEM((w, cols, PAGE), dtype, transforms=_tiled()),
         o_s=plgpu.SMEM((w, cols, h), dtype),
+        sums=plgpu.SMEM((w, 512), jnp.float32),
         full=plgpu.Barrier(num_barriers=w * tile.blocks),
         empty=plgpu.Barrier(num_barriers=w * tile.blocks),
         q_full=plgpu.Barrier(num_barriers=w * 2),
@@ -180,8 +190,8 @@ def _walk(rows_ref, pieces_ref, worker, kv, visit, carry):
 
 def _attend(
     q_ref, k_ref, v_ref, table_ref, rows_ref, pieces_ref, o_ref, part_ref, level_ref,
-    ring, q_s, p_s, o_s, full, empty, q_full, q_empty,
-    *, group, cols, kv, tile, scale, window, soft_cap,
+    ring, q_s, p_s, o_s, sums, full, empty, q_full, q_empty,
+    *, group, cols, kv, tile, scale, window, soft_cap, interpret,
 ):  # fmt: skip
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
     w = lax.rem(wg, jnp.int32(tile.workers))
@@ -240,6 +250,8 @@ def _attend(
 
     @pl.when(wg < tile.workers)
     def _compute():
+        across = functools.partial(_across_keys, scratch=sums.at[w], interpret=interpret)
+
         def visit(carry, row, head, page, here, visible):
             pair, block = carry
             first, pages, length = visible
@@ -255,7 +267,7 @@ def _attend(
                 scores = _product(ring.at[w, k_place], q.transpose((1, 0)), (PAGE, cols))
                 plgpu.barrier_arrive(empty.at[w * blocks + k_place])
                 seen = key < length if window is None else (key < length) & (key >= length - window)
-                top, total, out, weights = _soften(scores, seen, *state, scale=scale, soft_cap=soft_cap)
+                top, total, out, weights = _soften(scores, seen, across, *state, scale=scale, soft_cap=soft_cap)
                 p_s.at[w].transpose((1, 0))[...] = weights.astype(p_s.dtype)
                 v = ring.at[w, v_place]
                 plgpu.barrier_wait(full.at[w * blocks + v_place])
@@ -267,7 +279,7 @@ def _attend(
 
             top, total, out, block = lax.fori_loop(0, here, step, (*_start(h, cols), block))
             plgpu.barrier_arrive(q_empty.at[w * 2 + place])
-            total = total.sum(axis=0)
+            total = across(total, "add")
             out = out / lax.broadcast_in_dim(total, out.shape, [1])
 
             @pl.when(here == pages)
@@ -289,6 +301,18 @@ def _attend(
         plgpu.wait_smem_to_gmem(0)
 
 
+def _across_keys(x, op, *, scratch, interpret):
+    """The sum or maximum of x [keys, heads] over keys. Warps meet in `scratch`: Pallas' own reduction has one for the whole CTA, in which
+    warpgroups would overwrite each other."""
+    if interpret:
+        return x.sum(axis=0) if op == "add" else x.max(axis=0)
+    layout = plgpu.Layout.WGMMA
+    reduce = plgpu.inline_mgpu(
+        arg_types=(layout, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((x.shape[1],), x.dtype, layout=layout.reduce(0))
+    )
+    return reduce(lambda _, x, scratch: x.reduce(op, 0, scratch))(x, scratch)
+
+
 def _start(h, cols):
     """The running maximum, the weights' sum by key, and the output, all before the first page."""
     top = plgpu.layout_cast(jnp.full((cols,), _LOWEST, jnp.float32), plgpu.Layout.WGMMA.reduce(0))
@@ -305,14 +329,14 @@ def _product(a, b, shape):
     return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
 
 
-def _soften(scores, seen, top, total, out, *, scale, soft_cap):
+def _soften(scores, seen, across, top, total, out, *, scale, soft_cap):
     """One page of the running-maximum softmax, in powers of two: new (top, total, out) and the page's weights [keys, heads]."""
     if soft_cap is None:
         scores = scores * (scale * _LOG2E)
     else:  # tanh by exp2: the hardware's tanh is good to 11 bits only, which a cap of 50 turns into errors of 0.02
         scores = (soft_cap * _LOG2E) * (1.0 - 2.0 / (jnp.exp2(scores * (2.0 * _LOG2E * scale / soft_cap)) + 1.0))
     scores = jnp.where(seen, scores, -jnp.inf)
-    new_top = jnp.maximum(top, scores.max(axis=0))
+    new_top = jnp.maximum(top, across(scores, "max"))
     weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [1]))
     keep = jnp.exp2(top - new_top)
     total = total * lax.broadcast_in_dim(keep, total.shape, [1]) + weights

