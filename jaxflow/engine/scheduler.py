@@ -92,13 +92,14 @@ class Scheduler:
          is cut back to the tile's border.
     Older means smaller `Sequence.key`: by priority, then arrival.
 
-    Fairness. A prompt is long while it needs more tokens than a whole step has. Long prompts together get at most half (rounded
-    up) of the room that decodes leave, as long as shorter prompts can use the other half; what they leave falls to the long ones. So
-    a short prompt that arrives behind a very long one starts in the next step that has room, memory and a slot, and never waits for it
-    to end; and the long one is slowed to half at most. While long ones use up their share, waiting long prompts are passed
-    over for short ones; that ends with the long prompt in progress. Nothing starves: the oldest prefilling sequence gets
-    at least half of the room in every step that has any, decodes are bounded in number and length, and the head of the
-    queue is not overtaken once a long prompt's share is free.
+    Fairness. A prompt is long if it has more tokens than a step. Long prompts together get at most half (rounded up) of the
+    room that decodes leave, as long as shorter prompts can use the other half; what those leave falls to the long ones. So
+    a short prompt that comes behind a very long one starts in the next step that has room, memory and a slot, not after
+    the long one; and the long one is slowed to half at most. While a long one uses up that share, waiting long prompts are
+    passed over for short ones; that ends with the long prompt in progress. Prompts of one kind are served one after the
+    other: taking turns would only make the first ones wait for the last. Nothing starves: the oldest prefilling sequence
+    gets at least half of the room in every step that has any, decodes are bounded in number and length, and the head of
+    the queue is not overtaken once a long prompt's share is free.
 
     Never stuck: a sequence that could not run alone in the pool is refused at the door; the oldest running one can take
     every page of the others, so it ends, and then the next is the oldest.
@@ -267,39 +268,33 @@ class Scheduler:
         left = config.token_budget - decodes
         if policy.chunked:
             left = min(left, config.chunk_size or 0)
-        share = left - left // 2 if policy.shares else left  # of the long ones
         planned = [0] * len(config.windows)
         grants: dict[Sequence, int] = {}
         forecast: Forecast | None = None
-        queue = iter(list(self._prefilling))
-        while left > 0 and len(grants) < (policy.max_chunks or config.max_num_seqs):
-            seq = next(queue, None)
-            if seq is None:
-                if not admit or not self.seats.free:
+        # Long prompts may have half of the room at first, then what nobody else could use.
+        for share in (left - left // 2, left) if policy.shares else (left,):
+            begun = iter(list(self._prefilling))
+            while left > 0 and len(grants) < (policy.max_chunks or config.max_num_seqs):
+                seq = next(begun, None)
+                if seq is None:
+                    head = self._head(long_too=share > 0) if admit and self.seats.free else None
+                    if head is None:
+                        break
+                    forecast = forecast or self._forecast()
+                    if not self._admit(head, forecast, left, now):
+                        admit = False
+                        break
+                    seq = head
+                done = seq.num_computed + grants.get(seq, 0)
+                remaining = seq.num_total - done
+                is_long = seq.num_total > config.token_budget
+                if policy.whole and left < remaining <= config.token_budget:
                     break
-                head = self._head(long_too=share > 0)
-                if head is None:
-                    break
-                forecast = forecast or self._forecast()
-                if not self._admit(head, forecast, left, now):
-                    break
-                seq = head
-            remaining = seq.num_total - seq.num_computed
-            is_long = remaining > config.token_budget
-            if policy.whole and left < remaining <= config.token_budget:
-                break
-            tokens = self.tables.fit(seq.slot, seq.num_computed, min(remaining, left, share if is_long else left), planned)
-            if tokens:
-                grants[seq] = tokens
-                left -= tokens
-                share -= tokens * is_long
-        for seq in self._prefilling if policy.shares and left else ():
-            # Shorter prompts left some of their half: the long ones take it.
-            done = seq.num_computed + grants.get(seq, 0)
-            more = self.tables.fit(seq.slot, done, min(left, seq.num_total - done), planned)
-            if more:
-                grants[seq] = grants.get(seq, 0) + more
-                left -= more
+                tokens = self.tables.fit(seq.slot, done, min(remaining, left, share if is_long else left), planned)
+                if tokens:
+                    grants[seq] = grants.get(seq, 0) + tokens
+                    left -= tokens
+                    share -= tokens * is_long
         over = surplus(decodes + sum(grants.values()), config.buckets)
         for seq in reversed(grants) if over else ():
             if seq.num_computed + grants[seq] < seq.num_total and grants[seq] > over:

@@ -8,6 +8,7 @@ known without a scheduler (`alone`), and any wrong read, page or position shows 
 
 import dataclasses
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -29,16 +30,21 @@ def draw(chain: int, seed: int) -> int:
     return link(chain, seed) % VOCABULARY
 
 
+def output(prompt: list[int], seed: int, most: int, *, ignore_eos: bool = False) -> list[int]:
+    """What follows a prompt."""
+    chain, tokens = 0, []
+    for token in prompt:
+        chain = link(chain, token)
+    while len(tokens) < most and (ignore_eos or EOS not in tokens):
+        tokens.append(draw(chain, seed))
+        chain = link(chain, tokens[-1])
+    return tokens
+
+
 def alone(seq: Sequence) -> list[int]:
     """The output of a sequence that has the device to itself."""
-    chain = 0
-    for token in seq.request.prompt_token_ids:
-        chain = link(chain, token)
-    output: list[int] = []
-    while len(output) < seq.limit - seq.num_prompt and (seq.request.sampling.ignore_eos or EOS not in output):
-        output.append(draw(chain, seq.seed))
-        chain = link(chain, output[-1])
-    return output
+    request = seq.request
+    return output(list(request.prompt_token_ids), seq.seed, seq.limit - seq.num_prompt, ignore_eos=request.sampling.ignore_eos)
 
 
 class Device:
@@ -113,6 +119,7 @@ class World:
         self.outputs: dict[Sequence, list[int]] = {}
         self.under_way: list[tuple[StepWork, list[int]]] = []
         self.now = 0.0
+        self.aborted: set[Sequence] = set()
 
     def add(self, prompt: list[int], *, priority: int = 0, salt: str = "", **sampling) -> list[Sequence]:
         request = Request(f"r{len(self.sequences)}", prompt, SamplingParams(**sampling), priority=priority, cache_salt=salt)
@@ -147,14 +154,20 @@ class World:
             if seq.num_known == seq.limit or (token == EOS and not seq.request.sampling.ignore_eos):
                 self.scheduler.finish(seq)
 
-    def run(self, most_steps: int = 10_000) -> int:
-        """Until all have ended; the number of steps."""
-        for steps in range(most_steps):
+    def steps(self, most_steps: int = 10_000) -> Iterator[StepWork]:
+        """Steps until all have ended."""
+        for _ in range(most_steps):
             if all(seq.finished for seq in self.sequences) and not self.under_way:
                 self.check_idle()
-                return steps
-            self.step()
+                return
+            if (work := self.step()) is not None:
+                yield work
         raise AssertionError(f"not done after {most_steps} steps: {[seq for seq in self.sequences if not seq.finished]}")
+
+    def run(self) -> None:
+        """Until all have ended."""
+        for _ in self.steps():
+            pass
 
     def check_step(self, work: StepWork, preempted: int) -> None:
         config = self.config
@@ -208,13 +221,9 @@ class World:
             expected = alone(seq)
             assert self.outputs[seq] == expected or (seq in self.aborted and self.outputs[seq] == expected[: len(self.outputs[seq])])
 
-    @property
-    def aborted(self) -> set[Sequence]:
-        return getattr(self, "_aborted", set())
-
     def abort(self, seq: Sequence) -> None:
         self.scheduler.abort(seq)
-        self._aborted = {*self.aborted, seq}
+        self.aborted.add(seq)
 
 
 def config(**changes) -> SchedulerConfig:
