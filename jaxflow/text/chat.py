@@ -93,7 +93,7 @@ def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
 
 
 def _render(source: str, variables: dict[str, Any]) -> str:
-    before = _steps.set(itertools.count(1))
+    _steps.set(itertools.count(1))
     try:
         parts: list[str] = []
         size = 0
@@ -109,8 +109,6 @@ def _render(source: str, variables: dict[str, Any]) -> str:
         raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
     except Exception as error:  # a template can raise whatever Python can
         raise ChatTemplateError(f"chat template: {error or type(error).__name__}") from error
-    finally:
-        _steps.reset(before)
 
 
 _steps: ContextVar[Iterator[int]] = ContextVar("steps taken by the rendering that runs")

@@ -203,7 +203,7 @@ def test_settings_for_batches_are_dropped(tmp_path):
     backend.enable_truncation(3)
     backend.enable_padding(length=50)
     tokenizer = _folder(tmp_path, **{"tokenizer.json": backend})
-    assert tokenizer.decode(tokenizer.encode("a longer text")) == "a longer text"
+    assert tokenizer.encode("a longer text") == toy_vocabularies.byte_level_bpe().encode("a longer text").ids
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
