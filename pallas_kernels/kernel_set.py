@@ -1,11 +1,13 @@
 """Which implementation of each op a device uses: the one place that chooses.
 
-`reference` everywhere for now, but for attention on Hopper. A kernel set is frozen data, so that a compiled step is
-a function of it.
+The twins everywhere, but for attention on Hopper. A kernel set is frozen data, so that a compiled step is a function
+of it.
 """
 
 import dataclasses
 from collections.abc import Callable
+
+import jax.numpy as jnp
 
 from pallas_kernels import reference
 
@@ -24,5 +26,30 @@ class KernelSet:
     gate_mul: Callable = reference.gate_mul
     activate: Callable = reference.activate
 
+    def describe(self) -> str:
+        """A line that says which kernel each op runs on."""
+        places = {field.name: getattr(self, field.name).__module__ for field in dataclasses.fields(self) if field.name != "name"}
+        return f"kernels: {self.name} ({', '.join(f'{op}: {place.rpartition(".")[2]}' for op, place in places.items())})"
+
 
 REFERENCE = KernelSet("reference")
+
+
+def kernel_set_for(platform: str, capability: str, *, head_dim: int, queries_per_kv_head: int, page_size: int, dtype, kv_dtype) -> KernelSet:
+    """The fastest kernels that exist for a device and these shapes; the twins where there are none.
+
+    Args:
+      platform: JAX's name of the backend, `gpu` or `cpu`.
+      capability: CUDA's compute capability, as "9.0"; empty where there is none.
+    """
+    shapes = head_dim in (64, 128, 256) and page_size == 64 and queries_per_kv_head <= 16
+    dtypes = jnp.dtype(dtype) == jnp.dtype(kv_dtype) == jnp.bfloat16
+    if platform != "gpu" or capability != "9.0" or not (shapes and dtypes):
+        return REFERENCE
+    from pallas_kernels import chunk_attention, decode_attention  # Mosaic GPU takes a second to import, and CPU has no use for it
+
+    return KernelSet(
+        "mosaic-hopper",
+        decode_attention=decode_attention.decode_attention,
+        chunk_attention=chunk_attention.chunk_attention,
+    )

@@ -27,7 +27,7 @@ from jaxflow.model.weights import shardings
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan, borders, load, shipped
-from pallas_kernels.kernel_set import REFERENCE, KernelSet
+from pallas_kernels.kernel_set import KernelSet, kernel_set_for
 
 log = logging.getLogger(__name__)
 _SPARE = 0.02  # of the device's memory, left for fragmentation
@@ -144,7 +144,16 @@ def make_executor(
     assert seqs is not None and config.max_model_len is not None
     mesh = make_mesh(tp)
     weights = checkpoint.load(config.dtype, mesh, progress=progress, seed=config.seed)
-    kernels = kernels or REFERENCE
+    kernels = kernels or kernel_set_for(
+        jax.default_backend(),
+        str(getattr(jax.devices()[0], "compute_capability", "")),
+        head_dim=model.head_dim,
+        queries_per_kv_head=model.num_heads // model.num_kv_heads,
+        page_size=config.block_size,
+        dtype=config.dtype,
+        kv_dtype=config.kv_cache_dtype,
+    )
+    log.info(kernels.describe())
     layouts = [
         StepLayout(tokens, min(tokens, seqs), seqs, config.block_size, borders(plan), len(model.windows)) for tokens, plan in plans.items()
     ]
@@ -185,7 +194,9 @@ def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: E
     if config.num_kv_pages is not None:
         return (config.num_kv_pages,) * len(model.windows)
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
-    free = memory_budget(mesh, config) - executor.temporary_bytes() - executor.state_bytes()
+    free = memory_budget(mesh, config) - executor.state_bytes()
+    if on_gpu():
+        free -= executor.temporary_bytes()  # on CPU the half of memory that is left alone has room for it
     counts = fit_pages(
         model,
         free,

@@ -1,0 +1,89 @@
+"""Every small checkpoint gives its golden tokens and logits, whatever else the engine does at the time."""
+
+import numpy as np
+import paths
+import pytest
+import toy
+
+from jaxflow.engine.request import Request, SamplingParams
+
+MODELS = sorted(path.name for path in paths.MODELS.iterdir())
+TOLERANCE = 1e-3  # absolute, of float32 logits
+
+
+def requests(golden: dict, **changes) -> list[Request]:
+    tokens = len(golden["prompts"][0]["greedy_ids"])
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 5, **changes})
+    return [Request(f"golden-{i}", prompt, sampling) for i, prompt in enumerate(toy.prompts(golden))]
+
+
+def check(golden: dict, results: dict[str, toy.Result]) -> None:
+    """Ids equal; the five best logits agree, up to the constant that log-probabilities take away."""
+    for i, prompt in enumerate(golden["prompts"]):
+        result = results[f"golden-{i}"]
+        assert result.tokens == prompt["greedy_ids"], f"prompt {i}"
+        for found, ids, logits in zip(result.logprobs[0], prompt["top_ids"], prompt["top_logits"], strict=True):
+            assert set(ids) <= set(found)
+            ours = np.array([found[token].logprob for token in ids])
+            np.testing.assert_allclose(ours - ours[0], np.array(logits) - logits[0], atol=TOLERANCE)
+            assert found[ids[0]].rank == 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+class TestGoldens:
+    def test_one_request_at_a_time(self, model, goldens):
+        golden = goldens(model)
+        engine, results = toy.loop(model), {}
+        for request in requests(golden):
+            results |= toy.run(engine, [request])
+        check(golden, results)
+
+    def test_in_a_batch_with_others(self, model, goldens):
+        golden = goldens(model)
+        rng = np.random.default_rng(7)
+        vocab = toy.executor(model)[1].programs.context.config.vocab_size
+        noise = [
+            Request(f"noise-{i}", rng.integers(0, vocab, rng.integers(1, 90)), SamplingParams(max_tokens=int(rng.integers(1, 60)), seed=i, top_k=i))
+            for i in range(9)
+        ]
+        ours = requests(golden)
+        joining = {3 * i: [request] for i, request in enumerate([*noise[4:], *ours[2:]], start=1)}
+        check(golden, toy.run(toy.loop(model), [*noise[:4], *ours[:2]], at_step=joining))
+
+    @pytest.mark.parametrize("chunk", [1, 7, 16])
+    def test_chunked_prefill(self, model, chunk, goldens):
+        golden = goldens(model)
+        check(golden, toy.run(toy.loop(model, policy="hybrid", chunk_size=chunk), requests(golden)))
+
+    def test_pre_empted_half_way(self, model, goldens):
+        golden = goldens(model)
+        longest = max(len(p["prompt_ids"]) + len(p["greedy_ids"]) for p in golden["prompts"])
+        config = toy.executor(model)[1].programs.context.config
+        pages = tuple(-(-longest // 16) + 1 for _ in config.windows)
+        engine = toy.loop(model, num_pages=pages)
+        # Nobody is told that the outputs run to their full length, so the forecast admits too many.
+        results = toy.run(engine, [Request(r.request_id, r.prompt_token_ids, r.sampling) for r in requests(golden)] )
+        check(golden, results)
+
+    def test_warm_prefix_cache(self, model, goldens):
+        golden = goldens(model)
+        engine = toy.loop(model)
+        toy.run(engine, requests(golden))
+        again = toy.run(engine, requests(golden))
+        check(golden, again)
+        cached = [again[f"golden-{i}"].started.cached_prompt_tokens for i in range(len(golden["prompts"]))]
+        assert cached == [(len(p["prompt_ids"]) - 1) // 16 * 16 for p in golden["prompts"]]
+
+    def test_tensor_parallel(self, model, goldens):
+        golden = goldens(model)
+        check(golden, toy.run(toy.loop(model, tp=2), requests(golden)))
+
+    def test_prompt_logprobs(self, model, goldens):
+        golden = goldens(model)
+        results = toy.run(toy.loop(model), requests(golden, prompt_logprobs=0))
+        check(golden, results)
+        for i, prompt in enumerate(golden["prompts"]):
+            found = results[f"golden-{i}"].started.prompt_logprobs
+            assert found[0] is None
+            ours = [entry[token].logprob for entry, token in zip(found[1:], prompt["prompt_ids"][1:], strict=True)]
+            np.testing.assert_allclose(ours, prompt["prompt_logprobs"], atol=TOLERANCE)

@@ -1,0 +1,95 @@
+"""A toy engine for tests: any of the small checkpoints, driven step by step without a thread."""
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import paths
+
+from jaxflow.config import EngineConfig
+from jaxflow.engine.build import choose_plans, make_executor, make_loop, resolve
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.loop import Loop
+from jaxflow.engine.request import Delta, Event, Finished, Request, SamplingParams, Started
+from jaxflow.model.checkpoint import open_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5)
+
+
+@functools.cache
+def executor(
+    model: str, tp: int = 1, budget: int = 64, seqs: int = 8, pages: int = 96, plan: str = "sequential"
+) -> tuple[EngineConfig, Executor]:
+    """A warm executor of a checkpoint under tests/data/models, one for all tests that ask for the same."""
+    settings = EngineConfig(
+        model=str(paths.MODELS / model),
+        block_size=16,
+        tensor_parallel_size=tp,
+        max_num_batched_tokens=budget,
+        max_num_seqs=seqs,
+        num_kv_pages=pages,
+        plan=plan,
+    )
+    checkpoint = open_checkpoint(settings.model)
+    config = resolve(settings, checkpoint.model_config)
+    made = make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False)
+    made.warm_up()
+    return config, made
+
+
+def loop(model: str, *, tp: int = 1, plan: str = "sequential", **changes) -> Loop:
+    """A fresh loop (empty pages, empty prefix cache) over the shared executor; `changes` are of its `SchedulerConfig`."""
+    config, made = executor(model, tp, plan=plan)
+    return make_loop(config, made.programs.context.config, made, {tokens: plan for tokens in made.layouts}, **changes)
+
+
+class Result:
+    """What came of one request."""
+
+    def __init__(self) -> None:
+        self.started: Started | None = None
+        self.token_ids: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list] = {}
+        self.finished: dict[int, Finished] = {}
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Started):
+            assert self.started is None and not self.token_ids
+            self.started = event
+        elif isinstance(event, Delta):
+            assert self.started is not None and event.index not in self.finished
+            self.token_ids.setdefault(event.index, []).extend(event.token_ids)
+            self.logprobs.setdefault(event.index, []).extend(event.logprobs or ())
+        else:
+            assert event.index not in self.finished
+            self.finished[event.index] = event
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.token_ids[0]
+
+
+def run(engine: Loop, requests: Iterable[Request], *, at_step: dict[int, Sequence[Request]] | None = None) -> dict[str, Result]:
+    """Runs requests to their end; more of them may join before the step of a number."""
+    results: dict[str, Result] = {}
+    late = dict(at_step or {})
+
+    def add(request: Request) -> None:
+        engine.add(request, 0.0)
+        results[request.request_id] = Result()
+
+    for request in requests:
+        add(request)
+    step = 0
+    while engine.has_work or late:
+        for request in late.pop(step, ()):
+            add(request)
+        for event in engine.step():
+            results[event.request_id].take(event)
+        step += 1
+        assert step < 20_000, "the engine does not end"
+    return results
+
+
+def prompts(golden: dict) -> list[np.ndarray]:
+    return [np.array(p["prompt_ids"], np.int32) for p in golden["prompts"]]
