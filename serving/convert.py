@@ -53,25 +53,22 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping) -> SamplingPa
     """The engine's settings: as `message` says, else as `defaults`, else as the comments of the proto.
 
     Raises:
-      InvalidRequest: naming the field by its path in the request.
+      InvalidRequest: naming the field.
     """
     given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
-    try:
-        return SamplingParams(
-            **{
-                "max_tokens": None,
-                **defaults,
-                **given,
-                "n": message.n or 1,
-                "stop": tuple(message.stop),
-                "stop_token_ids": tuple(message.stop_token_ids),
-                "ignore_eos": message.ignore_eos,
-                "logit_bias": dict(message.logit_bias),
-                "include_stop_str_in_output": message.include_stop_string,
-            }
-        )
-    except InvalidRequest as error:
-        raise at_path(error, "prompt") from None
+    return SamplingParams(
+        **{
+            "max_tokens": None,
+            **defaults,
+            **given,
+            "n": message.n or 1,
+            "stop": tuple(message.stop),
+            "stop_token_ids": tuple(message.stop_token_ids),
+            "ignore_eos": message.ignore_eos,
+            "logit_bias": dict(message.logit_bias),
+            "include_stop_str_in_output": message.include_stop_string,
+        }
+    )
 
 
 def at_path(error: InvalidRequest, prompt_field: str) -> InvalidRequest:

@@ -90,28 +90,32 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         if self._served.draining:
             raise Draining("the server is shutting down")
         seconds_left(context)
-        # The tokenizer works on its own thread: a long prompt must not hold up the streams.
-        prepared = await asyncio.to_thread(self._prepare, llm, request)
-        name = request.request_id or prepared.request_id
-        transcript = Transcript(name, prepared, llm.tokenizer, stop_token_ids(llm, prepared.sampling))
+        try:
+            # The tokenizer works on its own thread: a long prompt must not hold up the streams.
+            prepared = await asyncio.to_thread(self._prepare, llm, request)
+            await self._stream(llm, prepared, request.request_id or prepared.request_id, context)
+        except InvalidRequest as error:
+            raise convert.at_path(error, PROMPT_FIELDS[request.WhichOneof("prompt")]) from None
+
+    async def _stream(self, llm: "LLM", request: Request, name: str, context: grpc.aio.ServicerContext) -> None:
+        """Runs a request and writes its messages. Raises: what the engine refuses it with, TooSlow, Refusal at the deadline."""
+        transcript = Transcript(name, request, llm.tokenizer, stop_token_ids(llm, request.sampling))
         # Now, since a caller who does not read could block the first message, and with it the headers an error needs.
         await context.send_initial_metadata(())
         loop = asyncio.get_running_loop()
-        limit = self._max_pending_tokens * prepared.sampling.n
+        limit = self._max_pending_tokens * request.sampling.n
         stream = Stream(limit, on_overflow=lambda: scope.reschedule(loop.time()))
-        self._switchboard.connect(prepared.request_id, stream)
+        self._switchboard.connect(request.request_id, stream)
         try:
             async with asyncio.timeout(seconds_left(context)) as scope:
-                llm.driver.submit(prepared, self._switchboard)
+                llm.driver.submit(request, self._switchboard)
                 try:
                     while not transcript.done:
                         for message in await messages_of(transcript, await stream.take()):
                             await context.write(message)
                 finally:
                     if not transcript.done:
-                        llm.driver.abort(prepared.request_id)
-        except InvalidRequest as error:
-            raise convert.at_path(error, PROMPT_FIELDS[request.WhichOneof("prompt")]) from None
+                        llm.driver.abort(request.request_id)
         except TimeoutError:
             if stream.overflowed:
                 raise TooSlow(limit) from None
@@ -119,10 +123,10 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                 raise deadline_passed() from None
             raise
         finally:
-            self._switchboard.disconnect(prepared.request_id)
+            self._switchboard.disconnect(request.request_id)
 
     def _prepare(self, llm: "LLM", request: pb.GenerateRequest) -> Request:
-        """The engine's request. Raises: Refusal, InvalidRequest with the field's path."""
+        """The engine's request. Raises: Refusal, InvalidRequest."""
         if request.model not in ("", llm.name):
             raise Refusal(grpc.StatusCode.NOT_FOUND, f"model {request.model[:MAX_NAME_CHARS]!r} is not served here: {llm.name!r} is")
         for field in ("request_id", "cache_salt"):
@@ -144,11 +148,8 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                 prompt = self._served.encode_chat(request.chat)
             case None:
                 raise InvalidRequest("prompt", None, "one of text, token_ids and chat")
-        try:
-            # The engine's id is our own: two callers may choose the same name, or one another's.
-            return llm.request(prompt, sampling, request_id=uuid.uuid4().hex, priority=request.priority, cache_salt=request.cache_salt)
-        except InvalidRequest as error:
-            raise convert.at_path(error, PROMPT_FIELDS[kind]) from None
+        # The engine's id is our own: two callers may choose the same name, or one another's.
+        return llm.request(prompt, sampling, request_id=uuid.uuid4().hex, priority=request.priority, cache_salt=request.cache_salt)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(ids=await asyncio.to_thread(self._tokenize, request))

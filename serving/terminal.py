@@ -175,7 +175,8 @@ def _statistics(answer: Answer) -> str:
 
 def _complain(error: RequestFailed) -> int:
     if error.from_server or error.code != grpc.StatusCode.UNAVAILABLE:
-        print(f"error: {error.message or error.code.name}", file=sys.stderr)
+        retry = f"; try again in {error.retry_after_s:.0f} s, or with --wait_s" if error.retry_after_s is not None else ""
+        print(f"error: {error.message or error.code.name}{retry}", file=sys.stderr)
     else:
         print(
             f"error: no server answers at {TARGET.value}; start one with: python -m serving --model ...  ({error.message})",

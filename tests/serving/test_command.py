@@ -15,6 +15,8 @@ import pytest
 from fake_llm import TEMPLATE, FakeLLM
 from harness import serving
 
+from serving.server import Server, ServerConfig
+
 MODEL = str(paths.MODELS / "stories260K")
 SMALL = ("--max_num_batched_tokens=16", "--max_num_seqs=4", "--max_model_len=512", "--num_kv_pages=64", "--block_size=16")
 PROMPT = paths.golden("stories260K")["prompts"][1]
@@ -125,6 +127,23 @@ def test_no_server():
     assert re.fullmatch(rf"error: no server answers at 127\.0\.0\.1:{port}; start one with: python -m serving [^\n]*\n", done.stderr)
     waited = run("serving.client", target, "--wait_s=0.2", "hi")
     assert (waited.returncode, waited.stderr) == (1, f"error: no server was ready at 127.0.0.1:{port} within 0.2 s\n")
+
+
+def test_a_server_that_is_loading_says_so_and_can_be_waited_for():
+    async def scenario():
+        server, llm = Server(ServerConfig(port=0, admin_port=0)), FakeLLM()
+        await server.start()
+        ask = ("serving.client", f"--target=127.0.0.1:{server.port}", "--max_tokens=3", "Once upon")
+        early = await asyncio.to_thread(run, *ask)
+        assert (early.returncode, early.stderr) == (1, "error: the model is still loading; try again in 5 s, or with --wait_s\n")
+        patient = asyncio.create_task(asyncio.to_thread(run, *ask, "--wait_s=60"))
+        await asyncio.sleep(0.5)  # it is waiting by now, or else comes later: either must work
+        await server.serve(llm)
+        assert (await patient).stdout == " Once upon\n"
+        await server.stop()
+        llm.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_conversation_has_a_history():

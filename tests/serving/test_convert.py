@@ -75,12 +75,25 @@ def test_every_setting_arrives():
     assert changed == [], "a field this test does not set cannot be seen to arrive"
 
 
-def test_a_refused_setting_is_named_by_its_path():
+@pytest.mark.parametrize(
+    ("refused", "path"),
+    [
+        ("top_p", "sampling.top_p"),
+        ("logit_bias[3]", "sampling.logit_bias[3]"),
+        ("prompt", "token_ids.ids"),
+        ("prompt_token_ids", "token_ids.ids"),
+        ("prompt_logprobs", "sampling.prompt_logprobs"),
+        ("chat.messages[1].role", "chat.messages[1].role"),
+        ("request_id", "request_id"),
+    ],
+)
+def test_a_refused_field_is_named_by_its_path(refused, path):
+    told = convert.at_path(InvalidRequest(refused, 9, "less"), "token_ids.ids")
+    assert (told.field, told.value, told.accepted) == (path, 9, "less")
+
+
+@pytest.mark.parametrize("settings", [{"top_p": math.nan}, {"logit_bias": {3: math.inf}}, {"n": 65}])
+def test_what_cannot_be_served_is_refused(settings):
     with pytest.raises(InvalidRequest) as refused:
-        convert.sampling_params(pb.SamplingParams(top_p=math.nan), {})
-    assert refused.value.field == "sampling.top_p"
-    with pytest.raises(InvalidRequest) as refused:
-        convert.sampling_params(pb.SamplingParams(logit_bias={3: math.inf}), {})
-    assert refused.value.field == "sampling.logit_bias[3]"
-    prompt = convert.at_path(InvalidRequest("prompt_token_ids", 9, "less"), "token_ids.ids")
-    assert (prompt.field, prompt.value) == ("token_ids.ids", 9)
+        convert.sampling_params(pb.SamplingParams(**settings), {})
+    assert refused.value.field.startswith(next(iter(settings)))
