@@ -7,6 +7,7 @@ to a cache that earlier ops read (or it would copy the cache), and where the pla
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,14 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1) -> Forward:
         return hidden, x, step.kv
 
     return forward
+
+
+@functools.cache
+def _traced_once(name: str) -> Callable[..., Any]:
+    """An op as a jitted function, so that layers of equal shapes share one tracing and one lowering."""
+    op = getattr(ops, name)
+    fixed = [p for p in inspect.signature(op).parameters if p in ("c", "layer", "start", "stop")]
+    return jax.jit(op, static_argnames=fixed)
 
 
 class _Step:
@@ -125,7 +134,7 @@ class _Step:
     def call(self, run: Run, inputs: list[Any]) -> tuple:
         """One op of `jaxflow.model.ops` on its inputs; its outputs in the graph's order."""
         c, name, start, stop = self.c, run.nano.op, run.nano.start, run.nano.stop
-        op, w, layer = getattr(ops, name), self.weights["layers"][run.layer], self.c.config.layers[run.layer]
+        op, w, layer = _traced_once(name), self.weights["layers"][run.layer], self.c.config.layers[run.layer]
         if name == "rope_append":
             return op(c, layer, w, self.batch, start, stop, *inputs, self.kv[run.layer])
         if name in ATTENTION:
