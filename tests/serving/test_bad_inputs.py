@@ -107,6 +107,17 @@ def test_each_is_refused_with_its_status_and_its_field():
     asyncio.run(scenario())
 
 
+def test_a_message_that_is_only_small_when_compressed_is_too_large():
+    async def scenario():
+        async with serving() as (server, llm), stubs_of(server) as (generate, _, _):
+            bomb = pb.GenerateRequest(text="x" * (64 << 20))
+            error = await failure(generate.Generate(bomb, compression=grpc.Compression.Gzip))
+            assert error.code() == EXHAUSTED and "larger than max" in error.details()
+            assert llm.driver.submitted == []
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("llm", "request_", "says"),
     [
