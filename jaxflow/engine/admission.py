@@ -13,17 +13,24 @@ _FOREVER = 2**30
 class OutputLengths:
     """What the outputs that ended lately tell about how long a running one gets.
 
-    The estimate is the mean of the recent lengths that exceed what the output has already: an output that has outlived the
-    short ones is not expected to be short. One that has outlived all of them is expected to double. Before anything has
-    ended a single length of `prior` tokens stands for all.
+    A running output is expected to end like the recent ones that exceeded what it has already: an output that has outlived
+    the short ones is not expected to be short. Not like their mean: if all of them ended at their means, hardly anything
+    would be given back for a long while, and the forecast of the sum would be too high. Each output has a rank in [0, 1)
+    instead and is expected to be that quantile of them, so that the ends of many are spread like real ones. Who has
+    outlived them all is expected to double.
+
+    Outputs that end early tend to be short ones, and while few have ended they would be taken for typical. So at first
+    `PRIORS` lengths stand in, spread exponentially with mean `prior`; they are forgotten like the oldest.
     """
 
-    def __init__(self, prior: int = 256, remembered: int = 1024):
+    PRIORS = 64
+
+    def __init__(self, prior: int = 512, remembered: int = 1024):
         self._lengths = np.zeros(remembered, np.int32)
-        self._lengths[0] = prior
-        self._recorded = 0
+        self._recorded = min(self.PRIORS, remembered)
+        spread = (np.arange(self._recorded) + 0.5) / self._recorded
+        self._lengths[: self._recorded] = np.ceil(-prior * np.log1p(-spread))
         self._sorted: np.ndarray | None = None
-        self._means = np.zeros(0)
 
     def record(self, length: int) -> None:
         """An output has ended after `length` tokens."""
@@ -31,15 +38,14 @@ class OutputLengths:
         self._recorded += 1
         self._sorted = None
 
-    def expect(self, produced: np.ndarray) -> np.ndarray:
+    def expect(self, produced: np.ndarray, rank: np.ndarray) -> np.ndarray:
         """Total lengths int [n] to be expected of outputs that have `produced` [n] tokens and go on; more than these."""
         if self._sorted is None:
-            self._sorted = np.sort(self._lengths[: min(max(self._recorded, 1), len(self._lengths))])
-            n = len(self._sorted)
-            self._means = np.ceil(np.cumsum(self._sorted[::-1])[::-1] / np.arange(n, 0, -1)).astype(np.int32)
+            self._sorted = np.sort(self._lengths[: self._recorded])
+        n = len(self._sorted)
         beyond = np.searchsorted(self._sorted, produced, side="right")
-        known = self._means[np.minimum(beyond, len(self._means) - 1)]
-        return np.where(beyond < len(self._means), known, 2 * produced + 1)
+        found = self._sorted[np.minimum(beyond + ((n - beyond) * rank).astype(np.int64), n - 1)]
+        return np.where(beyond < n, found, 2 * produced + 1)
 
 
 class Forecast:

@@ -346,8 +346,8 @@ class Scheduler:
         """Positions a waiting sequence is expected to compute, in the end."""
         if seq.request.sampling.ignore_eos:
             return seq.limit - 1
-        produced = seq.num_total - seq.num_prompt
-        return min(seq.limit, seq.num_prompt + int(self.lengths.expect(np.array([produced]))[0])) - 1
+        expected = self.lengths.expect(np.array([seq.num_total - seq.num_prompt]), np.array([seq.rank]))
+        return min(seq.limit, seq.num_prompt + int(expected[0])) - 1
 
     def _forecast(self) -> Forecast:
         """Of what runs; a forecast of no pages if there is no full-attention group."""
@@ -357,7 +357,7 @@ class Scheduler:
         guessed = ~seats.exact[slots]
         if guessed.any():
             prompt = seats.num_prompt[slots[guessed]]
-            expected = prompt + self.lengths.expect(seats.num_total[slots[guessed]] - prompt) - 1
+            expected = prompt + self.lengths.expect(seats.num_total[slots[guessed]] - prompt, seats.rank[slots[guessed]]) - 1
             final[guessed] = np.minimum(final[guessed], expected)
         discount = 0 if full is None else tables.count[full, slots] - tables.charged[full, slots]
         common = 0 if full is None else tables.common(full)

@@ -11,6 +11,8 @@ from jaxflow.engine.request import Request
 from jaxflow.memory import prefix
 
 NEVER = 2**30  # more pages than any row has
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, spread evenly however many there are
+LOWEST_RANK = 0.1  # a little caution: nobody is expected to be the shortest
 
 
 class Sequence:
@@ -24,6 +26,7 @@ class Sequence:
       token_ids: int32 [num_known], a view; copy what must outlive the step.
       num_prompt: prompt tokens.
       limit: tokens it may grow to, prompt and output.
+      rank: which quantile of the usual lengths its output is taken for, see `jaxflow.engine.admission`.
       num_known: tokens whose value the host has.
       num_total: known tokens and sampled ones in flight.
       num_computed: positions whose KV is computed by steps scheduled so far.
@@ -50,6 +53,7 @@ class Sequence:
         "num_prompt",
         "pages",
         "preemptions",
+        "rank",
         "request",
         "seed",
         "siblings",
@@ -62,6 +66,7 @@ class Sequence:
         """`salt`: prefixes are shared among sequences of the same salt; None: not at all."""
         self.request, self.index, self.seed, self.limit = request, index, seed, limit
         self.key = (request.priority, arrival, index)
+        self.rank = LOWEST_RANK + (1 - LOWEST_RANK) * ((arrival + index) * GOLDEN % 1)
         self._tokens = np.array(request.prompt_token_ids, np.int32)  # the first `_stored` are valid
         self.num_prompt = self._stored = self._known = self._total = len(self._tokens)
         self._computed = 0
@@ -132,6 +137,7 @@ class Seats:
         self.num_computed = np.zeros(slots, np.int32)
         self.registered = np.zeros(slots, np.int32)  # pages whose content is named, or was considered for it
         self.exact = np.zeros(slots, bool)  # runs to its limit, whatever it samples
+        self.rank = np.zeros(slots, np.float32)
         self.growing = np.zeros(slots, bool)  # holds pages and will compute more
         self.decoding = np.zeros(slots, bool)  # of these: its next input is the token that the device sampled last
         self.recent = np.zeros((slots, block_size), np.int32)  # tokens of the page that is being filled, p at p mod its size
@@ -153,6 +159,7 @@ class Seats:
         self.num_computed[slot] = computed
         self.registered[slot] = NEVER if seq.chain is None else computed // self._block_size
         self.exact[slot] = seq.request.sampling.ignore_eos
+        self.rank[slot] = seq.rank
         self.growing[slot] = True
         seq.slot, seq._seats = slot, self
 

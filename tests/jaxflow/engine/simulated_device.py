@@ -109,7 +109,7 @@ class World:
 
     config: SchedulerConfig
     lag: int = 1
-    hope: int = 256
+    hope: int = 512
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)

@@ -67,23 +67,36 @@ def test_counting_agrees_with_the_definition(data, size, block):
     assert counted.tolist() == [sum(v >= floor for v in values[: k + 1]) for k, floor in enumerate(floors)]
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(0, 60))
-def test_the_expected_length_is_the_mean_of_the_lengths_that_exceed_what_there_is(lengths, produced):
-    recent = OutputLengths(prior=999)
+def told(lengths: list[int]) -> OutputLengths:
+    recent = OutputLengths(remembered=len(lengths))
     for length in lengths:
         recent.record(length)
-    longer = [length for length in lengths if length > produced]
-    [expected] = recent.expect(np.array([produced]))
-    assert expected > produced
-    assert expected == (-(-sum(longer) // len(longer)) if longer else 2 * produced + 1)
+    return recent
 
 
-def test_old_lengths_are_forgotten_and_the_prior_with_the_first():
-    recent = OutputLengths(prior=100, remembered=3)
-    assert recent.expect(np.array([0, 99, 100])).tolist() == [100, 100, 201]
-    for length in (4, 5, 6, 7):
-        recent.record(length)
-    assert recent.expect(np.array([0, 5])).tolist() == [6, 7]
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(0, 60))
+def test_outputs_are_expected_to_end_like_those_that_exceeded_what_they_have(lengths, produced):
+    longer = sorted(length for length in lengths if length > produced)
+    ranks = (np.arange(len(longer)) + 0.5) / max(1, len(longer)) if longer else np.array([0.0, 0.99])
+    expected = told(lengths).expect(np.full(len(ranks), produced), ranks)
+    assert expected.tolist() == (longer or [2 * produced + 1] * 2)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.lists(st.integers(0, 60), min_size=1), st.floats(0, 1, exclude_max=True))
+def test_an_output_is_expected_to_go_on_and_with_every_token_to_no_earlier_end(lengths, produced, rank):
+    produced = np.sort(produced)
+    expected = told(lengths).expect(produced, np.full(len(produced), rank, np.float32))
+    assert (expected > produced).all()
+    assert (np.diff(expected) >= 0).all()
+
+
+def test_lengths_that_stand_in_at_first_are_forgotten_like_the_oldest():
+    recent = OutputLengths(prior=100)
+    ranks = (np.arange(1000) + 0.5) / 1000
+    assert abs(recent.expect(np.zeros(1000, int), ranks).mean() - 100) < 5
+    for _ in range(1024):
+        recent.record(7)
+    assert set(recent.expect(np.zeros(1000, int), ranks).tolist()) == {7}
 
 
 def test_many_decodes_are_counted_exactly():
