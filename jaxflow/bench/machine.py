@@ -159,11 +159,17 @@ def optimal(
 
 def text(result: Mapping[str, Any]) -> str:
     """The report's last lines: the optimum and the fraction reached, the machine, the command."""
+    steady = result.get("steady_state") or {}
     lines = ["Optimal Throughput (NanoFlow Eq. 5)".center(50, "-")]
     if "optimal_token_throughput" in result:
         lines += [
             line("Optimal token throughput (tok/s):", result["optimal_token_throughput"]),
             line("Fraction of optimal:", f"{result['fraction_of_optimal']:.2%}"),
+            *(
+                [line("Fraction of optimal, steady state:", f"{steady['fraction_of_optimal']:.2%}")]
+                if "fraction_of_optimal" in steady
+                else []
+            ),
             line("Dense TFLOP/s assumed:", f"{result['optimal_flops_per_s'] / 1e12:.3g} ({result['optimal_flops_source']})"),
             line("Dense parameters a token:", f"{result['optimal_parameters'] / 1e9:.4g} B"),
         ]

@@ -179,4 +179,4 @@ def line(label: str, value: Any) -> str:
 def write_json(path: str | Path, result: Mapping[str, Any]) -> None:
     """Writes a report, making its folder if need be."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(result, indent=1) + "\n")
+    Path(path).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")

@@ -14,6 +14,7 @@ device of the table, without running a model: pd_ratio (gain of chunked prefill 
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,21 +102,44 @@ def _simulated(kind: str) -> dict[str, Any]:
 
 def _measured(kind: str) -> dict[str, Any]:
     f = flags.FLAGS
-    if not f.values:
-        raise WorkloadError(f"--values is needed for --sweep {kind}: numbers, or PROMPT/OUTPUT for length")
+    values = _values(kind)
     common = {"seed": f.workload_seed, "device": f.optimal_device}
+    slo = report.parse_goodput(f.goodput)
     config = engine_config_from_flags()
     with LLM.from_config(dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or 2000))) as llm:
         head = throughput.head(llm)
         if kind == "batch_size":
-            found = batch_sizes(llm, [int(v) for v in f.values], f.input_len, f.output_len, iterations=f.num_iters, warm_up=1, **common)
+            found = batch_sizes(llm, values, f.input_len, f.output_len, iterations=f.num_iters, warm_up=1, **common)
         elif kind == "length":
-            shapes = [_shape(value) for value in f.values]
-            found = lengths(llm, shapes, f.num_requests or options.PROTOCOL["constant"], progress=True, **common)
+            found = lengths(llm, values, f.num_requests or options.PROTOCOL["constant"], progress=True, **common)
         else:
             items, _ = options.items_from_flags(llm.max_model_len)
-            found = rates(llm, items, [float(v) for v in f.values], slo=report.parse_goodput(f.goodput), progress=True, **common)
+            found = rates(llm, items, values, slo=slo, progress=True, **common)
     return head | found
+
+
+async def _served() -> dict[str, Any]:
+    f = flags.FLAGS
+    values, slo = _values("rate"), report.parse_goodput(f.goodput)
+    async with Client(f.target) as client:
+        await client.wait_until_ready(60.0)
+        served = await client.model()
+        items, _ = options.items_from_flags(served.max_model_len)
+        found = await server_rates(client, items, served.vocab_size, values, seed=f.workload_seed, slo=slo, progress=True)
+    return {"model": served.name, **machine.describe()} | found
+
+
+def _values(kind: str) -> list[Any]:
+    """--values as the kind of sweep wants them. Raises: WorkloadError, before a model is loaded for nothing."""
+    given = flags.FLAGS.values
+    if not given:
+        raise WorkloadError(f"--values is needed for --sweep {kind}: numbers, or PROMPT/OUTPUT for length")
+    if kind == "length":
+        return [_shape(value) for value in given]
+    numbers = [int(value) if kind == "batch_size" else float(value) for value in given]
+    if not all(0 < number < math.inf for number in numbers):
+        raise WorkloadError(f"--values {','.join(given)}: positive, finite numbers are accepted")
+    return numbers
 
 
 def _shape(value: str) -> tuple[int, int]:
@@ -133,8 +157,8 @@ async def _served() -> dict[str, Any]:
         await client.wait_until_ready(60.0)
         served = await client.model()
         items, _ = options.items_from_flags(served.max_model_len)
-        values, slo = [float(v) for v in f.values], report.parse_goodput(f.goodput)
-        found = await server_rates(client, items, served.vocab_size, values, seed=f.workload_seed, slo=slo, progress=True)
+        slo = report.parse_goodput(f.goodput)
+        found = await server_rates(client, items, served.vocab_size, _rates(f.values), seed=f.workload_seed, slo=slo, progress=True)
     return {"model": served.name, **machine.describe()} | found
 
 

@@ -56,10 +56,15 @@ def measure(
 
 
 def with_optimum(result: Mapping[str, Any], llm: LLM, dtype: str, tp: int, device: str | None) -> dict[str, Any]:
-    """Eq. 5's optimum for what a run computed, and the fraction that it reached."""
+    """Eq. 5's optimum for what a run computed, and the fraction that it reached: the whole run's, and the steady state's."""
     tokens = result["total_input_tokens"], result["total_output_tokens"]
-    best = machine.optimal(llm.model_config, *tokens, dtype=dtype, tp=tp, device=device) if sum(tokens) else {}
-    return best | {"fraction_of_optimal": result["total_token_throughput"] / best["optimal_token_throughput"]} if best else {}
+    if not sum(tokens):
+        return {}
+    best = machine.optimal(llm.model_config, *tokens, dtype=dtype, tp=tp, device=device)
+    optimum, steady = best["optimal_token_throughput"], result.get("steady_state")
+    if steady:
+        best["steady_state"] = {**steady, "fraction_of_optimal": steady["total_token_throughput"] / optimum}
+    return best | {"fraction_of_optimal": result["total_token_throughput"] / optimum}
 
 
 def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import paths
@@ -53,7 +54,9 @@ def test_throughput_measures_what_it_ran(llm):
     assert steps["steps"] == stats["steps"] == sum(one["steps"] for one in steps["by_bucket"].values())
     assert steps["mean_tokens"] * steps["steps"] == pytest.approx(prompt + output - 12)  # each last token is sampled, not computed
     assert 0 <= steps["device_idle_share"] < 1
-    assert result["steady_state"]["duration"] < result["duration"]
+    steady = result["steady_state"]
+    assert steady["duration"] < result["duration"]
+    assert steady["fraction_of_optimal"] == steady["total_token_throughput"] / result["optimal_token_throughput"]
     assert json.loads(json.dumps(result)) == result
 
 
@@ -97,20 +100,29 @@ def test_sweeps_and_their_pictures(llm, tmp_path):
     assert [point["input_len"] for point in found[2]["points"]] == [8, 16]
 
 
-def test_serve_measures_a_running_server(llm):
+@pytest.fixture(scope="module")
+def target(llm):
+    """host:port of a server of the shared engine, on a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    server = Server(ServerConfig(port=0, admin_port=0))
+    for step in (server.start(), server.serve(llm)):
+        asyncio.run_coroutine_threadsafe(step, loop).result(60)
+    yield f"127.0.0.1:{server.port}"
+    asyncio.run_coroutine_threadsafe(server.stop(), loop).result(60)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def test_serve_measures_a_running_server(llm, target):
     async def measured():
-        server = Server(ServerConfig(port=0, admin_port=0))
-        await server.start()
-        await server.serve(llm)
-        try:
-            async with Client(f"127.0.0.1:{server.port}") as client:
-                good = workload.poisson_arrivals(workload.constant(6, 20, 5), 50.0)
-                too_long = [workload.Item(200, 5)]
-                served = await client.model()
-                assert serve.find_model_config(MODEL) == llm.model_config and served.vocab_size == 512
-                return await serve.measure(client, [*good, *too_long], served.vocab_size, slo={"e2el": 60.0})
-        finally:
-            await server.stop()
+        async with Client(target) as client:
+            good = workload.poisson_arrivals(workload.constant(6, 20, 5), 50.0)
+            too_long = [workload.Item(200, 5)]
+            served = await client.model()
+            assert serve.find_model_config(MODEL) == llm.model_config and served.vocab_size == 512
+            return await serve.measure(client, [*good, *too_long], served.vocab_size, slo={"e2el": 60.0})
 
     result = asyncio.run(measured())
     assert (result["completed"], result["failed"]) == (6, 1)
@@ -118,6 +130,33 @@ def test_serve_measures_a_running_server(llm):
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (120, 30)
     assert result["request_goodput"] == pytest.approx(result["request_throughput"])
     assert 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"]
+
+
+def test_serve_command(bench, target, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    trace = str(paths.TRACES / "azure2023_conv_1000.csv")
+    work = ["--trace", trace, "--arrivals", "trace", "--request_rate", "40", "--num_requests", "5", "--goodput", "ttft:60000"]
+    assert bench("serve", "--target", target, "--model", MODEL, *work, "--output_json", str(path)) == 0
+    result = json.loads(path.read_text())
+    assert (result["completed"], result["request_rate"], result["arrivals"]) == (5, 40.0, "trace")
+    assert result["duration"] > 0.1  # five arrivals at 40 a second
+    assert result["request_goodput"] == pytest.approx(result["request_throughput"])
+    assert 0 < result["fraction_of_optimal"] < 1
+    out = capsys.readouterr().out
+    assert "Serving Benchmark Result" in out and "Request goodput (req/s):" in out and "40.0 (trace)" in out
+
+
+def test_serve_command_without_the_models_configuration(bench, target, capsys):
+    settings = ["--num_requests", "2", "--input_len", "5", "--output_len", "3"]
+    assert bench("serve", "--target", target, "--model", "no-such-model", *settings) == 0
+    assert "unknown: the model's configuration was not found" in capsys.readouterr().out
+
+
+def test_rate_sweep_of_a_running_server(bench, target, tmp_path):
+    path = tmp_path / "out.json"
+    settings = ["--num_requests", "3", "--input_len", "5", "--output_len", "3", "--output_json", str(path)]
+    assert bench("sweep", "--sweep", "rate", "--values", "50,500", "--target", target, *settings) == 0
+    assert [point["completed"] for point in json.loads(path.read_text())["points"]] == [3, 3]
 
 
 def test_throughput_command(bench, tmp_path, capsys):
@@ -221,6 +260,7 @@ def test_help_of_the_bench_names_the_commands(capsys):
         (["latency", "--model", MODEL, "--input_len", "128"], 1, "--input_len 128"),
         (["sweep", "--sweep", "length", "--values", "8x4", "--model", MODEL], 1, "8x4"),
         (["sweep", "--sweep", "rate", "--model", MODEL], 1, "--values is needed"),
+        (["sweep", "--sweep", "rate", "--values", "4,inf", "--model", MODEL, "--num_requests", "2", "--input_len", "9"], 1, "4,inf"),
         (["sweep", "--sweep", "tiles", "--model", "no-such-model"], 1, "no-such-model"),
         (["serve", "--target", "127.0.0.1:1", "--wait_s", "0.2"], 1, "DEADLINE_EXCEEDED"),
     ],

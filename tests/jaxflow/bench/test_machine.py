@@ -1,0 +1,83 @@
+"""What a report says of its machine, on cards that are not here."""
+
+import time
+
+import pynvml
+import pytest
+
+from jaxflow.bench import machine
+from jaxflow.config import Layer, ModelConfig, Rope
+from jaxflow.model.cost import dense_parameters
+
+LLAMA = ModelConfig("llama", 128256, 4096, 32, 8, 128, 14336, (Layer(rope=Rope(500000.0)),) * 32, 8192)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card that alternates between two states; yields the handles that were asked for."""
+    asked, watts = [], iter([500_000, 700_000] * 500)
+    monkeypatch.setattr(machine, "SAMPLE_EVERY_S", 0.002)
+    for name, value in {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: asked.append("shutdown"),
+        "nvmlDeviceGetHandleByIndex": lambda index: asked.append(index) or "card",
+        "nvmlDeviceGetHandleByUUID": lambda uuid: asked.append(uuid) or "card",
+        "nvmlDeviceGetPowerUsage": lambda handle: next(watts),
+        "nvmlDeviceGetClockInfo": lambda handle, kind: 1500 if kind == pynvml.NVML_CLOCK_SM else 0,
+        "nvmlDeviceGetTemperature": lambda handle, sensor: 61,
+    }.items():
+        monkeypatch.setattr(pynvml, name, value)
+    return asked
+
+
+def test_watts_and_clock_are_sampled_while_a_run_lasts(card, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    with machine.watch() as readings:
+        while len(readings.temperature_c) < 4:
+            time.sleep(0.001)
+    found = readings.summary()
+    assert found is not None
+    assert found["max_watts"] == 700 and 500 <= found["mean_watts"] <= 700
+    assert found["mean_sm_clock_mhz"] == found["min_sm_clock_mhz"] == 1500
+    assert card == [3, "shutdown"]
+    taken = len(readings.watts)
+    time.sleep(0.02)
+    assert len(readings.watts) == taken
+
+
+def test_a_card_may_be_named_by_its_uuid(card, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234")
+    with machine.watch():
+        pass
+    assert card == ["GPU-1234", "shutdown"]
+
+
+def test_no_driver_is_no_readings(monkeypatch):
+    def absent():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", absent)
+    with machine.watch() as readings:
+        pass
+    assert readings.summary() is None
+
+
+def test_the_optimum_of_llama_8b_on_an_h200():
+    found = machine.optimal(LLAMA, 1024, 512, dtype="bfloat16", device="H200")
+    assert found["optimal_flops_source"] == "H200 bfloat16, measured, sustained"
+    assert found["optimal_parameters"] == dense_parameters(LLAMA, 1 / 3)
+    assert found["optimal_token_throughput"] == pytest.approx(700e12 / 2 / (6.98e9 + 0.525e9 / 3), rel=1e-3)
+    two = machine.optimal(LLAMA, 1024, 512, dtype="bfloat16", tp=2, device="H200")
+    assert two["optimal_token_throughput"] == 2 * found["optimal_token_throughput"]
+
+
+def test_the_report_names_optimum_machine_and_command():
+    result = machine.describe() | machine.optimal(LLAMA, 1, 1, dtype="bfloat16", device="H100")
+    result |= {
+        "fraction_of_optimal": 0.5,
+        "power": {"mean_watts": 650.4, "max_watts": 702.0, "mean_sm_clock_mhz": 1500, "min_sm_clock_mhz": 1400},
+    }
+    text = machine.text(result)
+    for part in ("50.00%", "H100 bfloat16, datasheet", "650 (702)", "1500 (1400)", "jax 0.11", "Command: python -m jaxflow.bench"):
+        assert part in text
+    assert "unknown" in machine.text(machine.describe())
