@@ -24,7 +24,6 @@ LAUNCHER = os.path.join(ROOT, ".cache", "launcher")
 UV = "uv==0.13.8"
 OLDEST_UV = (0, 10)  # the first that pyproject.toml's [tool.uv] accepts
 PYTHONS = ((3, 12), (3, 13), (3, 14))  # what the locked wheels exist for, the best known first
-NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 
 
 def version_of(*command):
@@ -114,9 +113,6 @@ def main(arguments):
         else:
             environ.setdefault("UV_PYTHON", python)
         say("Installing JaxFlow into " + os.path.relpath(ENVIRONMENT))
-    if not any(os.path.exists(device) for device in NVIDIA_DEVICES):
-        # Else a JAX that finds the wheels which tests compile with would look for a GPU, and say at length that there is none.
-        environ.setdefault("JAX_PLATFORMS", "cpu")
     os.chdir(ROOT)
     os.execve(uv, [uv, "run", "--locked", *inside], environ)
 

@@ -1,5 +1,6 @@
 """Devices -> a tensor-parallel mesh, and what runs on it."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxflow.config import ConfigError
 
 TP = "tp"  # the mesh axis of tensor parallelism
+NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+
+
+def choose_platform() -> None:
+    """The CPU where there is no GPU and JAX was not told what to use; to be called before its first use.
+
+    Left to itself, JAX asks every plugin that is installed, and one that is there only to compile complains at length.
+    """
+    if not jax.config.jax_platforms and not any(os.path.exists(device) for device in NVIDIA_DEVICES):
+        jax.config.update("jax_platforms", "cpu")
 
 
 def make_mesh(tensor_parallel_size: int) -> Mesh:

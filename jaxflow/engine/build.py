@@ -20,7 +20,7 @@ from jaxflow.engine.loop import Loop
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
 from jaxflow.memory.kv_cache import fit_pages
-from jaxflow.mesh import axis_of, make_mesh
+from jaxflow.mesh import axis_of, choose_platform, make_mesh
 from jaxflow.model.checkpoint import Checkpoint
 from jaxflow.model.ops import Context
 from jaxflow.model.weights import shardings
@@ -34,7 +34,8 @@ _SPARE = 0.02  # of the device's memory, left for fragmentation
 
 
 def prepare_process(config: EngineConfig) -> None:
-    """Settings of JAX that must stand before its first use: the memory it may take, and its compilation cache."""
+    """Settings of JAX that must stand before its first use: the platform, the memory it may take, its compilation cache."""
+    choose_platform()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{config.gpu_memory_utilization:.3f}")
     where = config.compilation_cache_dir
     where = str(Path.home() / ".cache" / "jaxflow" / "compiled") if where is None else where

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxflow.config import ConfigError, ModelConfig
-from jaxflow.mesh import TP, sharded
+from jaxflow.mesh import TP, choose_platform, sharded
 from jaxflow.model import orbax_file
 from jaxflow.model.generation_config import generation_settings
 from jaxflow.model.gguf_file import GgufFile
@@ -219,6 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("target", metavar="DST", help="the folder to make")
     command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="what to store (default: %(default)s)")
     options = parser.parse_args(arguments)
+    choose_platform()
     try:
         convert(options.source, options.target, options.dtype)
     except (CheckpointError, ConfigError) as error:
