@@ -50,9 +50,11 @@ def _flag_help(command) -> list[str]:
 
 def _run(command) -> int:
     from jaxflow.bench.report import write_json
+    from jaxflow.mesh import choose_platform
     from jaxflow.model.checkpoint import CheckpointError
     from serving.client import RequestFailed
 
+    choose_platform()
     try:
         result = command.run()
     except (ValueError, OSError, CheckpointError, RequestFailed) as error:  # ConfigError and WorkloadError are ValueErrors
