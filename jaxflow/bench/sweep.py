@@ -149,19 +149,6 @@ def _shape(value: str) -> tuple[int, int]:
     return int(prompt), int(output)
 
 
-async def _served() -> dict[str, Any]:
-    f = flags.FLAGS
-    if not f.values:
-        raise WorkloadError("--values is needed for --sweep rate: requests a second")
-    async with Client(f.target) as client:
-        await client.wait_until_ready(60.0)
-        served = await client.model()
-        items, _ = options.items_from_flags(served.max_model_len)
-        slo = report.parse_goodput(f.goodput)
-        found = await server_rates(client, items, served.vocab_size, _rates(f.values), seed=f.workload_seed, slo=slo, progress=True)
-    return {"model": served.name, **machine.describe()} | found
-
-
 def run() -> dict[str, Any]:
     """The command. Raises: ConfigError, WorkloadError, ValueError for flags that do not work; RequestFailed of a server."""
     f = flags.FLAGS
