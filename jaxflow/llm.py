@@ -18,6 +18,7 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.text.chat import encode_chat
 from jaxflow.text.detokenizer import Detokenizer, StopStrings
 from jaxflow.text.tokenizer import Tokenizer, load_tokenizer
+from jaxflow.text.vocabulary import TokenizerError
 
 Prompt = str | Sequence[int]
 
@@ -124,7 +125,10 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("prompt", prompt, "token ids: this model came without a tokenizer")
-            ids = self.tokenizer.encode(prompt, add_special_tokens)
+            try:
+                ids = self.tokenizer.encode(prompt, add_special_tokens)
+            except TokenizerError as error:
+                raise InvalidRequest("prompt", prompt, str(error)) from error
         else:
             ids = list(prompt)
         self._check_prompt(ids, sampling)

@@ -26,6 +26,14 @@ from jaxflow.model.cost import DEVICES, dense_parameters, find_device, optimal_t
 SAMPLE_EVERY_S = 0.2
 
 
+def _version(package: str) -> str:
+    """A package's version; `source` for a checkout that is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "source"
+
+
 def describe() -> dict[str, Any]:
     """Device, versions and the command of this process."""
     devices = jax.devices()
@@ -34,7 +42,7 @@ def describe() -> dict[str, Any]:
         "num_devices": len(devices),
         "cpu": _cpu_model(),
         "cpu_cores": os.cpu_count(),
-        "versions": {name: importlib.metadata.version(name) for name in ("jaxflow", "jax", "jaxlib", "numpy")}
+        "versions": {name: _version(name) for name in ("jaxflow", "jax", "jaxlib", "numpy")}
         | {"python": platform.python_version()},
         "command": shlex.join(["python", "-m", "jaxflow.bench", *sys.argv[1:]]),
     }
