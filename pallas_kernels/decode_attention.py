@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.tiles import DecodeTile, decode_tile
 
 PAGE = 64
+_BOX = 32  # rows of a page that one copy takes
 _LOG2E = math.log2(math.e)
 _LOWEST = -1e30  # below any score: the running maximum starts here, so that a masked score (-inf) never meets another -inf
 
@@ -110,7 +111,7 @@ def decode_attention(
     """
     (b, n, h), (p, kv, s, _) = q.shape, k_pages.shape
     _check(q, k_pages, v_pages)
-    group, tile = n // kv, tile or decode_tile(h)
+    group, tile = n // kv, tile or decode_tile(h, n // kv)
     cols = 8 if group <= 8 else 16  # wgmma's N
     workers = sms * tile.workers
     work = decode_work(lengths, kv, workers, window) if work is None else work
@@ -119,7 +120,7 @@ def decode_attention(
     page_table = page_table.astype(jnp.int32)
     queries = _rows_of_eight(q.reshape(b * n, h))
     main = functools.partial(
-        _attend, group=group, cols=cols, kv=kv, tile=tile, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret is not None
+        _attend, group=group, kv=kv, tile=tile, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret is not None
     )
     out, parts, levels = plgpu.kernel(
         main,
@@ -160,75 +161,92 @@ def _check(q, k_pages, v_pages):
 
 def _scratch(tile: DecodeTile, cols: int, h: int, dtype) -> dict:
     w = tile.workers
-    return dict(
-        ring=plgpu.SMEM((w, tile.blocks, PAGE, h), dtype, transforms=_tiled()),
-        q_s=plgpu.SMEM((w, 2, cols, h), dtype, transforms=_tiled()),
-        p_s=plgpu.SMEM((w, cols, PAGE), dtype, transforms=_tiled()),
-        o_s=plgpu.SMEM((w, cols, h), dtype),
-        sums=plgpu.SMEM((w, 512), jnp.float32),
-        full=plgpu.Barrier(num_barriers=w * tile.blocks),
-        empty=plgpu.Barrier(num_barriers=w * tile.blocks),
-        q_full=plgpu.Barrier(num_barriers=w * 2),
-        q_empty=plgpu.Barrier(num_barriers=w * 2),
-    )
+    return {
+        "ring": plgpu.SMEM((w, tile.blocks, PAGE, h), dtype, transforms=_tiled()),
+        "q_s": plgpu.SMEM((w, 2, cols, h), dtype, transforms=_tiled()),
+        "p_s": plgpu.SMEM((w, 2, cols, PAGE), dtype, transforms=_tiled()),
+        "o_s": plgpu.SMEM((w, cols, h), dtype),
+        "sums": plgpu.SMEM((w, 512), jnp.float32),
+        "full": plgpu.Barrier(num_arrivals=PAGE // _BOX, num_barriers=w * tile.blocks),
+        "empty": plgpu.Barrier(num_barriers=w * tile.blocks),
+        "q_full": plgpu.Barrier(num_barriers=w * 2),
+        "q_empty": plgpu.Barrier(num_barriers=w * 2),
+    }
 
 
 def _walk(rows_ref, pieces_ref, worker, kv, visit, carry):
     """Calls visit(carry, row, head, first page, pages here, (first visible, pages, length)) for each pair of the worker's piece."""
-    row, head, page, left = (pieces_ref[worker, i] for i in range(4))
+
+    def facts(row):
+        return tuple(rows_ref[row, i] for i in range(4))
 
     def step(state):
-        row, head, page, left, carry = state
-        first, pages, length, following = (rows_ref[row, i] for i in range(4))
+        row, head, page, left, (first, pages, length, following), carry = state
         here = jnp.minimum(pages - page, left)
         carry = visit(carry, row, head, page, here, (first, pages, length))
-        done = head + 1 == kv
-        return jnp.where(done, following, row), jnp.where(done, 0, head + 1), jnp.int32(0), left - here, carry
+        left, done = left - here, head + 1 == kv
+        row, head = jnp.where(done, following, row), jnp.where(done, 0, head + 1)
+        here = lax.cond(done & (left > 0), lambda: facts(row), lambda: (first, pages, length, following))
+        return row, head, jnp.int32(0), left, here, carry
 
-    return lax.while_loop(lambda state: state[3] > 0, step, (row, head, page, left, carry))[4]
+    row, head, page, left = (pieces_ref[worker, i] for i in range(4))
+    return lax.while_loop(lambda state: state[3] > 0, step, (row, head, page, left, facts(row), carry))[-1]
 
 
 def _attend(
     q_ref, k_ref, v_ref, table_ref, rows_ref, pieces_ref, o_ref, part_ref, level_ref,
     ring, q_s, p_s, o_s, sums, full, empty, q_full, q_empty,
-    *, group, cols, kv, tile, scale, window, soft_cap, interpret,
+    *, group, kv, tile, scale, window, soft_cap, interpret,
 ):  # fmt: skip
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
     w = lax.rem(wg, jnp.int32(tile.workers))
     worker = cta * tile.workers + w
-    n, h, blocks = group * kv, q_ref.shape[1], jnp.int32(tile.blocks)
+    (cols, h), n, blocks = o_s.shape[1:], group * kv, tile.blocks
+
+    def place(block):
+        return lax.rem(block, jnp.int32(blocks))
 
     @pl.when(wg >= tile.workers)
     def _copy():
+        if tile.workers == 2:  # 128 registers a thread are not enough to compute at H 256; copying needs half of that
+            plgpu.set_max_registers(56, action="decrease")
+
         def visit(carry, row, head, page, here, visible):
             pair, block = carry
-            first = visible[0] + page
-            slot = w * 2 + lax.rem(pair, jnp.int32(2))
+            (first, _, length), q_place = visible, lax.rem(pair, jnp.int32(2))
+            first = first + page
+            ids = functools.partial(_page_ids, table_ref, row)
 
             @pl.when(pair >= 2)
             def _():
-                plgpu.barrier_wait(q_empty.at[slot])
+                plgpu.barrier_wait(q_empty.at[w * 2 + q_place])
 
             # Rows past the group belong to the next KV head (past the end: zeros): their columns are computed and dropped.
-            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(row * n + head * group, cols)], q_s.at[w, lax.rem(pair, jnp.int32(2))], q_full.at[slot])
+            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(row * n + head * group, cols)], q_s.at[w, q_place], q_full.at[w * 2 + q_place])
 
-            def copy(i, state):
-                block, page_id = state
-                following = table_ref[row, jnp.minimum(first + i + 1, table_ref.shape[1] - 1)]
-                at = pl.ds((page_id * kv + head) * PAGE, PAGE)
+            def copy(i, state, count):
+                """Pages i .. i + count of the pair: their keys, then their values."""
+                block, page_ids = state
+                following = ids(first + i + count, count)
                 for source in (k_ref, v_ref):
-                    place = lax.rem(block, blocks)
-                    slot = w * blocks + place
+                    for j, page_id in enumerate(page_ids):
+                        slot = w * blocks + place(block)
 
-                    @pl.when(block >= blocks)
-                    def _(slot=slot):
-                        plgpu.barrier_wait(empty.at[slot])
+                        @pl.when(block >= blocks)
+                        def _(slot=slot):
+                            plgpu.barrier_wait(empty.at[slot])
 
-                    plgpu.copy_gmem_to_smem(source.at[at], ring.at[w, place], full.at[slot])
-                    block += 1
+                        for box in range(0, PAGE, _BOX):
+                            # A box past the row's length reads the page's first one again: from the L2 and not from HBM.
+                            at = jnp.where((first + i + j) * PAGE + box < length, box, 0) + (page_id * kv + head) * PAGE
+                            to = ring.at[w, place(block), pl.ds(box, _BOX)]
+                            plgpu.copy_gmem_to_smem(source.at[pl.ds(pl.multiple_of(at, _BOX), _BOX)], to, full.at[slot])
+                        block += 1
                 return block, following
 
-            block, _ = lax.fori_loop(0, here, copy, (block, table_ref[row, first]))
+            twos = lax.div(here, jnp.int32(2))
+            block, following = lax.fori_loop(0, twos, lambda i, s: copy(2 * i, s, 2), (block, ids(first, 2)))
+            block, _ = lax.fori_loop(2 * twos, here, lambda i, s: copy(i, s, 1), (block, following[:1]))
             return pair + 1, block
 
         pairs, copied = _walk(rows_ref, pieces_ref, worker, kv, visit, (jnp.int32(0), jnp.int32(0)))
@@ -236,49 +254,56 @@ def _attend(
         # Every arrival is waited for, also of the last blocks (a barrier that nobody watched is an error in the interpreter).
         @pl.loop(jnp.maximum(copied - blocks, 0), copied)
         def _(block):
-            plgpu.barrier_wait(empty.at[w * blocks + lax.rem(block, blocks)])
+            plgpu.barrier_wait(empty.at[w * blocks + place(block)])
 
         @pl.loop(jnp.maximum(pairs - 2, 0), pairs)
         def _(pair):
             plgpu.barrier_wait(q_empty.at[w * 2 + lax.rem(pair, jnp.int32(2))])
 
-        @pl.loop(worker, rows_ref.shape[0], step=part_ref.shape[0])
-        def _(row):
-            @pl.when(rows_ref[row, 1] == 0)
-            def _():
-                o_ref.at[pl.ds(row * n, n)][...] = jnp.zeros((n, h), o_ref.dtype)
-
     @pl.when(wg < tile.workers)
     def _compute():
+        if tile.workers == 2:
+            plgpu.set_max_registers(192, action="increase")
         across = functools.partial(_across_keys, scratch=sums.at[w], interpret=interpret)
+
+        def store(row, head):
+            plgpu.copy_smem_to_gmem(o_s.at[w, pl.ds(0, group)], o_ref.at[pl.ds(row * n + head * group, group)])
 
         def visit(carry, row, head, page, here, visible):
             pair, block = carry
             first, pages, length = visible
-            place = lax.rem(pair, jnp.int32(2))
-            q = q_s.at[w, place]
-            plgpu.barrier_wait(q_full.at[w * 2 + place])
+            q_place = lax.rem(pair, jnp.int32(2))
+            q = q_s.at[w, q_place]
+            plgpu.barrier_wait(q_full.at[w * 2 + q_place])
 
-            def step(i, state):
+            def step(i, state, count):
+                """Pages i .. i + count of the pair, in one round of the softmax."""
                 *state, block = state
-                k_place, v_place = lax.rem(block, blocks), lax.rem(block + 1, blocks)
-                key = plgpu.broadcasted_iota(jnp.int32, (PAGE, cols), 0, layout=plgpu.Layout.WGMMA) + (first + page + i) * PAGE
-                plgpu.barrier_wait(full.at[w * blocks + k_place])
-                scores = _product(ring.at[w, k_place], q.transpose((1, 0)), (PAGE, cols))
-                plgpu.barrier_arrive(empty.at[w * blocks + k_place])
-                seen = key < length if window is None else (key < length) & (key >= length - window)
+                scores, seen = [], []
+                for j in range(count):
+                    plgpu.barrier_wait(full.at[w * blocks + place(block + j)])
+                    scores.append(_product([(ring.at[w, place(block + j)], q.transpose((1, 0)))], (PAGE, cols)))
+                    plgpu.barrier_arrive(empty.at[w * blocks + place(block + j)])
+                    key = plgpu.broadcasted_iota(jnp.int32, (PAGE, cols), 0, layout=plgpu.Layout.WGMMA) + (first + page + i + j) * PAGE
+                    seen.append(key < length if window is None else (key < length) & (key >= length - window))
                 top, total, out, weights = _soften(scores, seen, across, *state, scale=scale, soft_cap=soft_cap)
-                p_s.at[w].transpose((1, 0))[...] = weights.astype(p_s.dtype)
-                v = ring.at[w, v_place]
-                plgpu.barrier_wait(full.at[w * blocks + v_place])
-                _blank(v, length - (first + page + i) * PAGE)
+                products = []
+                for j in range(count):
+                    p, v, slot = p_s.at[w, j], ring.at[w, place(block + count + j)], w * blocks + place(block + count + j)
+                    p.transpose((1, 0))[...] = weights[j].astype(p_s.dtype)
+                    plgpu.barrier_wait(full.at[slot])
+                    _blank(v, length - (first + page + i + j) * PAGE)
+                    products.append((v.transpose((1, 0)), p.transpose((1, 0))))
                 plgpu.commit_smem()
-                out = out + _product(v.transpose((1, 0)), p_s.at[w].transpose((1, 0)), (h, cols))
-                plgpu.barrier_arrive(empty.at[w * blocks + v_place])
-                return top, total, out, block + 2
+                out = out + _product(products, (h, cols))
+                for j in range(count):
+                    plgpu.barrier_arrive(empty.at[w * blocks + place(block + count + j)])
+                return top, total, out, block + 2 * count
 
-            top, total, out, block = lax.fori_loop(0, here, step, (*_start(h, cols), block))
-            plgpu.barrier_arrive(q_empty.at[w * 2 + place])
+            twos = lax.div(here, jnp.int32(2))
+            state = lax.fori_loop(0, twos, lambda i, s: step(2 * i, s, 2), (*_start(h, cols), block))
+            top, total, out, block = lax.fori_loop(2 * twos, here, lambda i, s: step(i, s, 1), state)
+            plgpu.barrier_arrive(q_empty.at[w * 2 + q_place])
             total = across(total, "add")
             out = out / lax.broadcast_in_dim(total, out.shape, [1])
 
@@ -287,7 +312,7 @@ def _attend(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 o_s.at[w].transpose((1, 0))[...] = out.astype(o_s.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_s.at[w, pl.ds(0, group)], o_ref.at[pl.ds(row * n + head * group, group)])
+                store(row, head)
 
             @pl.when(here < pages)
             def _():
@@ -298,7 +323,23 @@ def _attend(
             return pair + 1, block
 
         _walk(rows_ref, pieces_ref, worker, kv, visit, (jnp.int32(0), jnp.int32(0)))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        o_s.at[w].transpose((1, 0))[...] = _start(h, cols)[2].astype(o_s.dtype)
+        plgpu.commit_smem()
+
+        @pl.loop(worker, rows_ref.shape[0], step=part_ref.shape[0])
+        def _(row):
+            @pl.when(rows_ref[row, 1] == 0)
+            def _():
+                for head in range(kv):
+                    store(row, head)
+
         plgpu.wait_smem_to_gmem(0)
+
+
+def _page_ids(table_ref, row, first, count):
+    """Pages first .. first + count of the row; past the table's end its last entry, which nobody then uses."""
+    return tuple(table_ref[row, jnp.minimum(first + j, table_ref.shape[1] - 1)] for j in range(count))
 
 
 def _across_keys(x, op, *, scratch, interpret):
@@ -321,25 +362,31 @@ def _start(h, cols):
     return top, total, out
 
 
-def _product(a, b, shape):
+def _product(pairs, shape):
+    """The sum of a @ b over the pairs (a, b) of shared-memory operands, float32."""
+
     def scoped(acc):
-        plgpu.wgmma(acc, a, b)
+        for a, b in pairs:
+            plgpu.wgmma(acc, a, b)
         return acc[...]
 
     return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
 
 
 def _soften(scores, seen, across, top, total, out, *, scale, soft_cap):
-    """One page of the running-maximum softmax, in powers of two: new (top, total, out) and the page's weights [keys, heads]."""
+    """One round of the running-maximum softmax, in powers of two, over a list of pages [keys, heads].
+
+    Returns: new (top, total, out) and the pages' weights.
+    """
     if soft_cap is None:
-        scores = scores * (scale * _LOG2E)
+        scores = [x * (scale * _LOG2E) for x in scores]
     else:  # tanh by exp2: the hardware's tanh is good to 11 bits only, which a cap of 50 turns into errors of 0.02
-        scores = (soft_cap * _LOG2E) * (1.0 - 2.0 / (jnp.exp2(scores * (2.0 * _LOG2E * scale / soft_cap)) + 1.0))
-    scores = jnp.where(seen, scores, -jnp.inf)
-    new_top = jnp.maximum(top, across(scores, "max"))
-    weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [1]))
+        scores = [(soft_cap * _LOG2E) * (1.0 - 2.0 / (jnp.exp2(x * (2.0 * _LOG2E * scale / soft_cap)) + 1.0)) for x in scores]
+    scores = [jnp.where(mask, x, -jnp.inf) for x, mask in zip(scores, seen, strict=True)]
+    new_top = jnp.maximum(top, across(functools.reduce(jnp.maximum, scores), "max"))
+    weights = [jnp.exp2(x - lax.broadcast_in_dim(new_top, x.shape, [1])) for x in scores]
     keep = jnp.exp2(top - new_top)
-    total = total * lax.broadcast_in_dim(keep, total.shape, [1]) + weights
+    total = total * lax.broadcast_in_dim(keep, total.shape, [1]) + functools.reduce(jnp.add, weights)
     out = out * lax.broadcast_in_dim(keep, out.shape, [1])
     return new_top, total, out, weights
 
@@ -388,11 +435,11 @@ def _join(out, parts, levels, work, *, group, cols, kv, interpret):
 
     ref = jax.new_ref(out)
     plgpu.kernel(
-        lambda parts, levels, rows, pieces, chains, o, o_s: body(parts, levels, rows, pieces, chains, o, o_s),
+        body,
         out_type=(),
         grid=(workers,),
         grid_names=("worker",),
-        scratch_types=dict(o_s=plgpu.SMEM((cols, h), out.dtype)),
+        scratch_types={"o_s": plgpu.SMEM((cols, h), out.dtype)},
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         kernel_name="decode_attention_join",
         interpret=interpret,

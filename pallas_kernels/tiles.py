@@ -17,10 +17,12 @@ class DecodeTile:
     blocks: int
 
 
-def decode_tile(head_width: int, itemsize: int = 2) -> DecodeTile:
-    """The tile for pages of 64 keys of `head_width`: two workers, and rings that fill the SM's shared memory."""
-    workers = 2
-    ring = (SMEM_BYTES - 24 * 1024) // (workers * 64 * head_width * itemsize)
+def decode_tile(head_width: int, group: int, itemsize: int = 2) -> DecodeTile:
+    """The tile for pages of 64 keys of `head_width` and `group` query heads a KV head: rings that fill the SM's shared memory."""
+    workers, cols = 2, 8 if group <= 8 else 16
+    # Beside its ring a worker has queries twice, the output, two pages' weights, and 2 KiB for sums across warps.
+    beside = 3 * cols * head_width * itemsize + 2 * cols * 64 * itemsize + 2048
+    ring = (SMEM_BYTES - 8 * 1024 - workers * beside) // (workers * 64 * head_width * itemsize)
     return DecodeTile(workers=workers, blocks=min(ring, 12))
 
 

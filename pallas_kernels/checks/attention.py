@@ -109,25 +109,27 @@ def checks(rows):
     check_chunk(rows, rng, [[0, 640, 0, 5000]], 700, 8, 2, 128, sms=28)
 
 
-def time_decode(rows, seconds, name, lengths, n=32, kv=8, h=128, layers=3, variants=None, rivals=()):
+def time_decode(rows, seconds, name, lengths, n=32, kv=8, h=128, caches=3, layers=32, variants=None, rivals=()):
     rng = np.random.default_rng(len(name))
     table, pages = page_tables(rng, lengths)
-    cache = [tuple(random_pages(jax.random.key(2 * i + j), pages, kv, h) for j in range(2)) for i in range(layers)]
+    cache = [tuple(random_pages(jax.random.key(2 * i + j), pages, kv, h) for j in range(2)) for i in range(caches)]
     q = jnp.asarray(rng.normal(size=(len(lengths), n, h)), jnp.bfloat16)
     table_d, lengths_d = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
     read = float(sum(lengths)) * kv * h * 4
-    for sms, tile in variants or [(132, decode_tile(h))]:
+    for sms, tile in variants or [(132, decode_tile(h, n // kv))]:
 
         def run(q, cache, table, lengths, sms=sms, tile=tile):
             work = decode_work(lengths, kv, sms * tile.workers)
-            return [decode_attention(q, k, v, table, lengths, scale=h**-0.5, sms=sms, tile=tile, work=work) for k, v in cache]
+            return [
+                decode_attention(q, *cache[i % caches], table, lengths, scale=h**-0.5, sms=sms, tile=tile, work=work) for i in range(layers)
+            ]
 
         t = sustained(jax.jit(run), q, cache, table_d, lengths_d, calls=layers, seconds=seconds)
         say(rows, what="decode", case=name, sms=sms, tile=f"{tile.workers}x{tile.blocks}", tbs=read / t["us"] / 1e6, **t)
     for rival in rivals:
         try:
             fn = rival(table, lengths, q, h)
-            t = sustained(fn, q, cache, calls=layers, seconds=seconds)
+            t = sustained(fn, q, cache, calls=caches, seconds=seconds)
             say(rows, what="decode rival", case=name, rival=rival.__name__, tbs=read / t["us"] / 1e6, **t)
         except Exception as e:
             say(rows, what="decode rival", case=name, rival=rival.__name__, failed=repr(e)[:300])
@@ -191,11 +193,11 @@ def decodes(rows, seconds):
         rows, seconds, "256 x 1024 ragged", ragged(256, 1024), rivals=(cudnn_paged, jax_paged),
         variants=[(132, DecodeTile(2, 6)), (132, DecodeTile(1, 12)), (132, DecodeTile(3, 4)), (132, DecodeTile(2, 4)), (28, DecodeTile(2, 6)), (24, DecodeTile(2, 6)), (28, DecodeTile(3, 4))],
     )  # fmt: skip
-    time_decode(rows, seconds, "256 x 4096 ragged", ragged(256, 4096), layers=2, rivals=(cudnn_paged,))
-    time_decode(rows, seconds, "1 x 131072", [131072], layers=6, rivals=(cudnn_paged,))
-    time_decode(rows, seconds, "131072 + 200 x 512", [131072, *[512] * 200], layers=4)
-    time_decode(rows, seconds, "1 x 1024", [1024], layers=32)
-    time_decode(rows, seconds, "64 x 1100", [1100] * 64, layers=8, variants=[(132, DecodeTile(2, 6)), (132, DecodeTile(1, 12))])
+    time_decode(rows, seconds, "256 x 4096 ragged", ragged(256, 4096), caches=2, layers=8, rivals=(cudnn_paged,))
+    time_decode(rows, seconds, "1 x 131072", [131072], caches=6, rivals=(cudnn_paged,))
+    time_decode(rows, seconds, "131072 + 200 x 512", [131072, *[512] * 200], caches=4)
+    time_decode(rows, seconds, "1 x 1024", [1024], caches=32)
+    time_decode(rows, seconds, "64 x 1100", [1100] * 64, caches=8, variants=[(132, DecodeTile(2, 6)), (132, DecodeTile(1, 12))])
 
 
 def time_chunk(rows, seconds, name, chunks, tokens, n=32, kv=8, h=128, layers=8, variants=None):
