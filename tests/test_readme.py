@@ -1,5 +1,6 @@
 """The README's commands exist, and its programs run as they stand."""
 
+import functools
 import re
 import shlex
 import subprocess
@@ -29,6 +30,7 @@ def server():
         assert process.wait(60) == 0
 
 
+@functools.cache
 def run_python(*arguments):
     return subprocess.run([sys.executable, *arguments], cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
 
@@ -47,7 +49,7 @@ def test_the_python_program_runs():
     assert re.search(r"Once upon a time -> .+\nThe little dog -> .+", done.stdout)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: re.sub(r"\s+#.*", "", command))
 def test_a_command_and_its_flags_exist(command):
     _, _, module, *arguments = shlex.split(command, comments=True)
     words = [word for word in arguments if re.fullmatch(r"[a-z]+", word)][:1] if module == "jaxflow.bench" else []
@@ -59,8 +61,9 @@ def test_a_command_and_its_flags_exist(command):
 
 
 def test_the_flags_it_speaks_of_exist():
-    spoken = set(re.findall(r"`(--\w+)", README)) - {"--keep"}
-    shown = run_python("-m", "serving", "--helpfull").stdout
+    spoken = set(re.findall(r"`(--\w+)", README))
+    helps = (("serving", "--helpfull"), ("serving.demo", "--help"), ("jaxflow.bench", "throughput", "--help"))
+    shown = "".join(run_python("-m", *words).stdout for words in helps)
     assert spoken
     assert not {flag for flag in spoken if not re.search(rf"--(\[no\])?{flag.removeprefix('--')}\b", shown)}
 
