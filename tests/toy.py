@@ -40,7 +40,7 @@ def executor(
 def loop(model: str, *, tp: int = 1, plan: str = "sequential", **changes) -> Loop:
     """A fresh loop (empty pages, empty prefix cache) over the shared executor; `changes` are of its `SchedulerConfig`."""
     config, made = executor(model, tp, plan=plan)
-    return make_loop(config, made.programs.context.config, made, {tokens: plan for tokens in made.layouts}, **changes)
+    return make_loop(config, made.programs.context.config, made, dict.fromkeys(made.layouts, plan), **changes)
 
 
 class Result:

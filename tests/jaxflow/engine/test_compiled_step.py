@@ -28,7 +28,8 @@ def compiled(model: str, tokens: int, *, tp: int = 1, kernels: KernelSet | None 
     config = dataclasses.replace(config, layers=config.layers[:LAYERS])
     if kernels is None:
         group = config.num_heads // config.num_kv_heads
-        kernels = kernel_set_for("gpu", "9.0", head_dim=config.head_dim, queries_per_kv_head=group, page_size=64, dtype="bfloat16", kv_dtype="bfloat16")
+        heads = {"head_dim": config.head_dim, "queries_per_kv_head": group}
+        kernels = kernel_set_for("gpu", "9.0", **heads, page_size=64, dtype="bfloat16", kv_dtype="bfloat16")
     mesh = h200.h200_mesh((tp,))
     specs = shardings(config, mesh)
     weights = h200.abstract(mesh, shapes(config, tp, jnp.bfloat16), specs)
@@ -37,7 +38,8 @@ def compiled(model: str, tokens: int, *, tp: int = 1, kernels: KernelSet | None 
     plan = sequential_plan(config, tokens, tp)
     made = Executor(programs, weights, [layout], lambda _: compile_plan(plan, config, tp), kv_dtype=jnp.bfloat16, max_model_len=8192)
     step = programs.step(layout, compile_plan(plan, config, tp))
-    arguments = (weights, *made._state((PAGES,) * len(config.windows)), h200.abstract(mesh, jax.ShapeDtypeStruct((layout.size,), jnp.int32)))
+    buffer = h200.abstract(mesh, jax.ShapeDtypeStruct((layout.size,), jnp.int32))
+    arguments = (weights, *made._state((PAGES,) * len(config.windows)), buffer)
     return h200.compile_for_h200(step, *arguments), made
 
 

@@ -43,8 +43,8 @@ class TestGoldens:
         rng = np.random.default_rng(7)
         vocab = toy.executor(model)[1].programs.context.config.vocab_size
         noise = [
-            Request(f"noise-{i}", rng.integers(0, vocab, rng.integers(1, 90)), SamplingParams(max_tokens=int(rng.integers(1, 60)), seed=i, top_k=i))
-            for i in range(9)
+            Request(f"noise-{i}", rng.integers(0, vocab, length), SamplingParams(max_tokens=int(tokens), seed=i, top_k=i))
+            for i, (length, tokens) in enumerate(zip(rng.integers(1, 90, 9), rng.integers(1, 60, 9), strict=True))
         ]
         ours = requests(golden)
         joining = {3 * i: [request] for i, request in enumerate([*noise[4:], *ours[2:]], start=1)}
@@ -62,7 +62,7 @@ class TestGoldens:
         pages = tuple(-(-longest // 16) + 1 for _ in config.windows)
         engine = toy.loop(model, num_pages=pages)
         # Nobody is told that the outputs run to their full length, so the forecast admits too many.
-        results = toy.run(engine, [Request(r.request_id, r.prompt_token_ids, r.sampling) for r in requests(golden)] )
+        results = toy.run(engine, [Request(r.request_id, r.prompt_token_ids, r.sampling) for r in requests(golden)])
         check(golden, results)
 
     def test_warm_prefix_cache(self, model, goldens):
