@@ -7,6 +7,8 @@ stays within the pool.
 
 import numpy as np
 
+from jaxflow.engine.sequence import Sequence
+
 _FOREVER = 2**30
 
 
@@ -46,6 +48,13 @@ class OutputLengths:
         beyond = np.searchsorted(self._sorted, produced, side="right")
         found = self._sorted[np.minimum(beyond + ((n - beyond) * rank).astype(np.int64), n - 1)]
         return np.where(beyond < n, found, 2 * produced + 1)
+
+    def final(self, seq: Sequence) -> int:
+        """Positions that a sequence which waits or prefills is expected to compute, in the end."""
+        if seq.request.sampling.ignore_eos:
+            return seq.limit - 1
+        expected = self.expect(np.array([seq.num_total - seq.num_prompt]), np.array([seq.rank]))
+        return min(seq.limit, seq.num_prompt + int(expected[0])) - 1
 
 
 class Forecast:

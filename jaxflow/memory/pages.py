@@ -26,7 +26,6 @@ class PagePool:
     def __init__(self, num_pages: int, *, keep: bool = True):
         self.num_pages = num_pages
         self.keep = keep
-        self.evictions = 0
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._digests: list[bytes | None] = [None] * num_pages
@@ -88,14 +87,6 @@ class PagePool:
             self._named[digest] = page
             self._digests[page] = digest
 
-    def clear(self) -> None:
-        """Forgets all contents, as after a fault that left pages half written."""
-        for page in self._named.values():
-            self._digests[page] = None
-        self._named.clear()
-        self._free.extend(self._cached)
-        self._cached.clear()
-
     def _evict(self, count: int) -> None:
         if count > len(self._cached):
             raise OutOfPages(f"{count - len(self._cached)} pages more than the {self.num_pages} of the pool can give")
@@ -103,7 +94,6 @@ class PagePool:
             page, _ = self._cached.popitem(last=False)
             self._forget(page)
             self._free.append(page)
-        self.evictions += count
 
     def _forget(self, page: int) -> None:
         digest = self._digests[page]

@@ -43,6 +43,8 @@ def longest_hit(pools: Sequence[PagePool], windows: Sequence[int | None], names:
     for pool, window in zip(pools, windows, strict=True):
         if window is None:
             reach = next((i for i in range(reach) if pool.find(names[i]) < 0), reach)
+    if all(window is None for window in windows):
+        return reach
     best = 0
     runs = [0] * len(windows)  # pages present without a gap, up to and with page m - 1
     for m in range(1, reach + 1):

@@ -174,7 +174,7 @@ class World:
         assert work.num_tokens == len(work.decodes) + sum(chunk.tokens for chunk in work.chunks)
         assert 0 < work.num_tokens <= config.token_budget
         assert work.bucket in config.buckets and work.bucket >= work.num_tokens
-        assert work.decodes.tolist() == [self.scheduler.seats.sequences[slot] for slot in work.decode_slots]
+        assert work.decodes.tolist() == [self.scheduler.running.seats.sequences[slot] for slot in work.decode_slots]
         slots = work.slots.tolist()
         assert len(set(slots)) == len(slots) <= config.max_num_seqs
         keys = [chunk.seq.key for chunk in work.chunks]
@@ -187,7 +187,7 @@ class World:
 
     def check_pages(self) -> None:
         """Every page is free, cached or held, and as often as it is counted; only whole pages of equal content are shared."""
-        tables, size = self.scheduler.tables, self.config.block_size
+        tables, size = self.scheduler.running.tables, self.config.block_size
         for group, pool in enumerate(tables.pools):
             holders: dict[int, list[tuple[int, int]]] = {}
             for slot, rows in enumerate(tables.rows):
@@ -200,7 +200,7 @@ class World:
             assert pool.available == counts.count(0)
             for places in holders.values():
                 if len(places) > 1:
-                    seqs = [self.scheduler.seats.sequences[slot] for slot, _ in places]
+                    seqs = [self.scheduler.running.seats.sequences[slot] for slot, _ in places]
                     assert len({index for _, index in places}) == 1
                     end = (places[0][1] + 1) * size
                     assert len({(seq.token_ids[:end].tobytes(), seq.request.cache_salt) for seq in seqs}) == 1
@@ -213,8 +213,8 @@ class World:
 
     def check_idle(self) -> None:
         scheduler = self.scheduler
-        assert scheduler.num_running == scheduler.num_waiting == scheduler.num_preempted == 0
-        assert scheduler.tables.available() == list(self.config.num_pages)
+        assert scheduler.num_running == scheduler.num_waiting == 0
+        assert scheduler.running.tables.available() == list(self.config.num_pages)
         assert scheduler.schedule(self.now) is None
         for seq in self.sequences:
             assert seq.slot == -1
@@ -243,3 +243,8 @@ def config(**changes) -> SchedulerConfig:
 def prompt(rng: np.random.Generator, length: int, *, shared: int = 0) -> list[int]:
     """Random tokens after `shared` tokens that all prompts begin with."""
     return [1 + i % 3 for i in range(shared)] + rng.integers(0, VOCABULARY, length).tolist()
+
+
+def roomy(**changes) -> World:
+    """A world that wants for neither pages nor slots."""
+    return World(config(**{"num_pages": (300,), "max_num_seqs": 16, "enable_prefix_caching": False, **changes}))

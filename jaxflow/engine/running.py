@@ -1,0 +1,155 @@
+"""The running sequences: their seats and their pages, kept in step with each other."""
+
+import bisect
+import operator
+
+import numpy as np
+
+from jaxflow.engine.admission import Forecast, OutputLengths
+from jaxflow.engine.door import SchedulerConfig, window_pages
+from jaxflow.engine.sequence import NEVER, Seats, Sequence
+from jaxflow.engine.work import Chunk
+from jaxflow.memory.page_tables import PageTables
+
+BY_AGE = operator.attrgetter("key")
+
+
+class Running:
+    """What runs, and what it holds.
+
+    Attributes:
+      seats, tables: counts and pages, by slot.
+      prefilling: the sequences whose known tokens are not all computed, oldest first.
+      computed: the sequences of the last step's chunks.
+    """
+
+    def __init__(self, config: SchedulerConfig):
+        slots = min(config.max_num_seqs, config.token_budget)  # so that every decode has its token in every step
+        self.config = config
+        self.seats = Seats(slots, config.block_size)
+        self.tables = PageTables(config.num_pages, config.windows, config.block_size, slots, keep=config.enable_prefix_caching)
+        self.prefilling: list[Sequence] = []
+        self.computed: list[Sequence] = []
+        self._full = config.windows.index(None) if None in config.windows else None
+        self._has_windows = any(window is not None for window in config.windows)
+
+    # ---- coming and going
+
+    def enter(self, seq: Sequence, names: list[bytes]) -> None:
+        """Seats a sequence on the pages of its prefix that are known by these names."""
+        self.seats.seat(seq, len(names) * self.config.block_size)
+        self.tables.adopt(seq.slot, names)
+        seq.pages = self.tables.rows[seq.slot]
+        bisect.insort(self.prefilling, seq, key=BY_AGE)
+
+    def leave(self, seq: Sequence) -> None:
+        """Takes back a sequence's pages and slot."""
+        if self.seats.growing[seq.slot]:
+            self._register(seq)
+            self.tables.release(seq.slot)
+        if seq in self.prefilling:
+            self.prefilling.remove(seq)
+        self.seats.unseat(seq)
+        seq.pages = []
+
+    def youngest(self) -> Sequence:
+        """Of those that hold pages; never the only one, whose needs the door has checked."""
+        growing = self.seats.sequences[self.seats.growing].tolist()
+        if len(growing) < 2:
+            raise RuntimeError(f"{growing} cannot go on, though nothing else holds any of {self.config.num_pages} pages")
+        return max(growing, key=BY_AGE)
+
+    # ---- from step to step
+
+    def settle(self) -> None:
+        """What the last step makes possible: others find the pages it completes, and those not needed any more are free."""
+        seats = self.seats
+        for seq in self.computed:
+            if seq.slot >= 0:
+                self._register(seq)
+        self.computed = []
+        for slot in np.flatnonzero(seats.decoding & (seats.num_total >= seats.limit)).tolist():
+            # Its last token is on its way, nothing more will be computed: only the slot waits for the end.
+            self._register(self._at(slot))
+            self.tables.release(slot)
+            seats.decoding[slot] = seats.growing[slot] = False
+            seats.registered[slot] = NEVER
+        if self._has_windows:
+            growing = np.flatnonzero(seats.growing)
+            self.tables.drop_unseen(growing, seats.num_computed[growing])
+
+    def advance_decodes(self, slots: np.ndarray) -> np.ndarray:
+        """Counts a token computed and one sampled for each slot; returns the positions computed, int32 [n]."""
+        positions = self.seats.num_computed[slots]
+        self.seats.num_computed[slots] += 1
+        self.seats.num_total[slots] += 1
+        return positions
+
+    def advance_chunk(self, seq: Sequence, tokens: int) -> Chunk:
+        """Counts a chunk as computed, on pages that it gets now."""
+        seats, slot, start = self.seats, seq.slot, seq.num_computed
+        end = start + tokens
+        samples = end == seq.num_total
+        self.tables.grow(slot, end)
+        seats.num_computed[slot] = end
+        if samples:
+            seats.num_total[slot] += 1
+            seats.decoding[slot] = True
+            self.prefilling.remove(seq)
+        self.computed.append(seq)
+        return Chunk(seq, slot, start, tokens, samples)
+
+    def commit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """One token more is known of each slot."""
+        seats = self.seats
+        seats.append(slots, tokens)
+        whole = np.minimum(seats.num_known[slots], seats.num_computed[slots]) // self.config.block_size
+        for slot in slots[whole > seats.registered[slots]].tolist():
+            self._register(self._at(slot))
+
+    def _at(self, slot: int) -> Sequence:
+        return self.seats.sequences.item(slot)
+
+    def _register(self, seq: Sequence) -> None:
+        """Lets others find the pages whose tokens are all known and computed."""
+        slot, size = seq.slot, self.config.block_size
+        begin, whole = int(self.seats.registered[slot]), min(seq.num_known, seq.num_computed) // size
+        if whole > begin:
+            self.tables.register(slot, seq.names(whole, size), begin)
+            self.seats.registered[slot] = whole
+
+    # ---- what will be
+
+    def forecast(self, lengths: OutputLengths) -> Forecast:
+        """Of the full-attention group's pages. Without such a group: of no pages, which always fits."""
+        seats, tables, full, size = self.seats, self.tables, self._full, self.config.block_size
+        if full is None:
+            nothing = np.zeros(0, np.int32)
+            return Forecast(nothing, nothing, nothing, 0, size)
+        slots = np.flatnonzero(seats.decoding)
+        computed, final = seats.num_computed[slots], seats.limit[slots] - 1
+        guessed = slots[~seats.exact[slots]]
+        if len(guessed):
+            prompt = seats.num_prompt[guessed]
+            expected = prompt + lengths.expect(seats.num_total[guessed] - prompt, seats.rank[guessed]) - 1
+            final[~seats.exact[slots]] = np.minimum(seats.limit[guessed] - 1, expected)
+        discount = tables.count[full] - tables.charged[full]
+        forecast = Forecast(computed, final - computed, discount[slots], tables.common(full), size)
+        for seq in self.prefilling:
+            forecast.add(seq.num_total, lengths.final(seq), int(discount[seq.slot]))
+        return forecast
+
+    def fits(self, seq: Sequence, names: list[bytes], forecast: Forecast, lengths: OutputLengths) -> bool:
+        """Whether one more would never run out of pages, as far as lengths are known; if so it is added to the forecast."""
+        config, limits = self.config, self.seats.limit[self.seats.growing]
+        for pages, window in zip(config.num_pages, config.windows, strict=True):
+            if window is not None:
+                needs = -(-(np.append(limits, seq.limit) - 1) // config.block_size)
+                if np.minimum(needs, window_pages(window, config.block_size)).sum() > pages:
+                    return False
+        if self._full is not None:
+            growth = seq.num_total, lengths.final(seq), self.tables.shared(self._full, names)
+            if forecast.peak_with(*growth) > config.num_pages[self._full]:
+                return False
+            forecast.add(*growth)
+        return True

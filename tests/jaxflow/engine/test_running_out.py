@@ -1,0 +1,66 @@
+"""Admission by forecast, and what happens when pages run out anyway."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_device import World, config, output
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=6))
+def test_nobody_waits_for_memory_when_all_fit_to_their_ends(requests):
+    needs = sum(-(-(length + tokens - 1) // 4) for length, tokens in requests)
+    world = World(config(num_pages=(needs,), token_budget=200, buckets=(200,), max_num_seqs=8))
+    for length, tokens in requests:
+        world.add([1] * length, max_tokens=tokens, ignore_eos=True)
+    assert len(world.step().admitted) == len(requests)
+    world.run()
+    assert world.scheduler.num_preemptions == 0
+
+
+def test_two_whose_peaks_do_not_meet_share_a_pool_that_could_not_hold_both_peaks():
+    # The first ends at 32 positions (8 pages) after 8 steps more; the second has 3 pages then, and 8 in the end.
+    world = World(config(num_pages=(12,)))
+    world.add([1] * 4, max_tokens=29, ignore_eos=True)
+    for _ in range(20):
+        world.step()
+    [late] = world.add([2] * 4, max_tokens=29, ignore_eos=True)
+    world.step()
+    assert late.slot >= 0
+    world.run()
+    assert world.scheduler.num_preemptions == 0
+
+
+def preempting_world(lag):
+    """Three sequences whose outputs are longer than they are hoped to be, in a pool that holds two."""
+    world = World(config(num_pages=(16,)), lag=lag, hope=1)
+    talkative = [seed for seed in range(100) if 25 < len(output([1, 2, 3], seed, 40)) < 40]
+    return world, [world.add([1, 2, 3], max_tokens=40, seed=seed)[0] for seed in talkative[:3]]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_the_youngest_is_preempted_and_goes_on_once_its_tokens_are_known(lag):
+    world, sequences = preempting_world(lag)
+    preempted, again = [], []
+    before = dict.fromkeys(sequences, 0)
+    running = []
+    for work in world.steps():
+        hit = [seq for seq in sequences if seq.preemptions > before[seq]]
+        if hit:
+            assert hit == sorted(running, key=lambda seq: seq.key)[-len(hit) :]
+            assert all((seq.slot, seq.num_computed, seq.pages) == (-1, 0, []) for seq in hit)
+            assert not work.admitted
+        preempted += hit
+        again += [chunk for chunk in work.chunks if chunk.seq.preemptions and chunk.samples]
+        before = {seq: seq.preemptions for seq in sequences}
+        running = [seq for seq in sequences if seq.slot >= 0 and seq.num_total < seq.limit]
+    assert len(preempted) == len(again) == world.scheduler.num_preemptions > 0
+    # They go on behind what they had sampled already.
+    assert all(chunk.start + chunk.tokens > chunk.seq.num_prompt for chunk in again)
+
+
+def test_prefills_that_hold_each_others_pages_are_resolved():
+    # All three are told to fit (their ends are not foreseen), and each gets a part of its prompt before pages run out.
+    world = World(config(num_pages=(4, 4), windows=(None, 9), token_budget=6, buckets=(6,), max_model_len=17), hope=1)
+    for i in range(3):
+        world.add([i] * 12, max_tokens=5)
+    world.run()
