@@ -149,14 +149,18 @@ class Driver:
     def _deliver(self, events: Sequence[Event]) -> None:
         """Posts each mailbox its events, in one call."""
         by_mailbox: dict[int, tuple[Mailbox, list[Event]]] = {}
+        mailboxes, last, batch, ended = self._mailboxes, None, [], []
         for event in events:
-            mailbox = self._mailboxes.get(event.request_id)
+            mailbox = mailboxes.get(event.request_id)
             if mailbox is None:
                 continue
-            by_mailbox.setdefault(id(mailbox), (mailbox, []))[1].append(event)
-        for event in events:
+            if mailbox is not last:  # a thousand events of a step mostly go to one place
+                last, batch = mailbox, by_mailbox.setdefault(id(mailbox), (mailbox, []))[1]
+            batch.append(event)
             if type(event) is Finished and not self._loop.is_live(event.request_id):
-                self._mailboxes.pop(event.request_id, None)
+                ended.append(event.request_id)
+        for request_id in ended:
+            mailboxes.pop(request_id, None)
         for mailbox, batch in by_mailbox.values():
             try:
                 mailbox.post(batch)

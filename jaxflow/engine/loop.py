@@ -179,20 +179,20 @@ class Loop:
         now = self._clock()
         if pending.prompt is not None:
             self._read_prompt(work, HostLogprobs.of(pending.prompt))
-        first = len(work.decodes)
-        drawn = [(row, seq, tokens[row]) for row, seq in enumerate(work.decodes) if not seq.finished]
-        drawn += [(row, c.seq, tokens[row]) for row, c in enumerate(work.chunks, first) if c.samples and not c.seq.finished]
-        self.scheduler.commit([seq for _, seq, _ in drawn], [token for _, _, token in drawn])
+        rows = [*work.decodes.tolist(), *(chunk.seq if chunk.samples else None for chunk in work.chunks)]
+        drawn = [(row, seq) for row, seq in enumerate(rows) if seq is not None and not seq.finished]
+        self.scheduler.commit([seq for _, seq in drawn], [tokens[row] for row, _ in drawn])
         events: list[Event] = []
-        for row, seq, token in drawn:
-            live = self._live[seq.request.request_id]
+        tell, requests = events.append, self._live
+        for row, seq in drawn:
+            live = requests[seq.request.request_id]
             if live.first_token_s is None:
-                events.append(live.started())
+                tell(live.started())
                 live.first_token_s = now
-            events.append(live.delta(seq, token, found, row, now))
-            reason, by = live.ends(seq, token)
+            delta, reason, by = live.draw(seq, tokens[row], found, row, now)
+            tell(delta)
             if reason is not None:
-                events.append(self._end(live, seq, reason, by))
+                tell(self._end(live, seq, reason, by))
         self._counts["completion_tokens"] += len(drawn)
         return events
 

@@ -79,7 +79,9 @@ class LiveRequest:
     def __init__(self, request: Request, sequences: Seq[Sequence], eos: frozenset[int], now: float):
         self.request, self.sequences = request, tuple(sequences)
         self.arrival_s, self.first_token_s = now, None
-        sampling = request.sampling
+        sampling, self._id = request.sampling, request.request_id
+        self._logprobs, self._min_tokens = sampling.logprobs, sampling.min_tokens
+        self._most = sequences[0].limit - sequences[0].num_prompt
         self._ids_that_stop = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
         make = request.make_stop_checker
         self._checkers: list[StopChecker] = [make() for _ in sequences] if sampling.stop and make else []
@@ -111,27 +113,30 @@ class LiveRequest:
         prompt = None if self._prompt is None else tuple(self._prompt)
         return Started(self.request.request_id, len(self.request.prompt_token_ids), first.cached_tokens, first.seed, prompt)
 
-    def delta(self, seq: Sequence, token: int, found: HostLogprobs | None, row: int, now: float) -> Delta:
-        """One drawn token."""
-        index, k = seq.index, self.request.sampling.logprobs
-        self._completion[index] += 1
-        if self._first_s[index] is None:
-            self._first_s[index] = now
-        logprobs = None if k is None or found is None else (found.row(row, token, k),)
-        return Delta(self.request.request_id, index, (token,), logprobs)
+    def draw(
+        self, seq: Sequence, token: int, found: HostLogprobs | None, row: int, now: float
+    ) -> tuple[Delta, FinishReason | None, int | str | None]:
+        """Takes a drawn token: what to tell the caller, whether it ends its sequence, and the stop token or string that did.
 
-    def ends(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | str | None]:
-        """Whether a drawn token ends its sequence, and the stop token or string that did."""
-        sampling, drawn = self.request.sampling, self._completion[seq.index]
+        Called for every token of every request: what a request does not ask for costs a comparison.
+        """
+        index = seq.index
+        drawn = self._completion[index] = self._completion[index] + 1
+        if drawn == 1:
+            self._first_s[index] = now
+        logprobs = None
+        if self._logprobs is not None and found is not None:
+            logprobs = (found.row(row, token, self._logprobs),)
+        delta = Delta(self._id, index, (token,), logprobs)
         if self._checkers:
-            stop = self._checkers[seq.index].push((token,))
+            stop = self._checkers[index].push((token,))
             if stop is not None:
-                return FinishReason.STOP, stop
-        if token in self._ids_that_stop and drawn > sampling.min_tokens:
-            return FinishReason.STOP, token
-        if drawn >= seq.limit - seq.num_prompt:
-            return FinishReason.LENGTH, None
-        return None, None
+                return delta, FinishReason.STOP, stop
+        if token in self._ids_that_stop and drawn > self._min_tokens:
+            return delta, FinishReason.STOP, token
+        if drawn >= self._most:
+            return delta, FinishReason.LENGTH, None
+        return delta, None, None
 
     def finished(self, seq: Sequence, reason: FinishReason, by: int | str | None, now: float, error: BaseException | None) -> Finished:
         first_s = self._first_s[seq.index]

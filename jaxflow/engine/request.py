@@ -178,7 +178,7 @@ class Started(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
 
 
-class Delta(msgspec.Struct, frozen=True):
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one of the n sequences. A stop token is included; tokens after it never are."""
 
     request_id: str
