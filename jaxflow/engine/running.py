@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxflow.engine.admission import Forecast, OutputLengths
 from jaxflow.engine.door import SchedulerConfig, window_pages
-from jaxflow.engine.sequence import NEVER, Seats, Sequence
+from jaxflow.engine.sequence import Seats, Sequence
 from jaxflow.engine.work import Chunk
 from jaxflow.memory.page_tables import PageTables
 
@@ -44,39 +44,37 @@ class Running:
 
     def leave(self, seq: Sequence) -> None:
         """Takes back a sequence's pages and slot."""
-        if self.seats.growing[seq.slot]:
-            self._register(seq)
-            self.tables.release(seq.slot)
+        self._register(seq)
+        self.tables.release(seq.slot)
         if seq in self.prefilling:
             self.prefilling.remove(seq)
         self.seats.unseat(seq)
         seq.pages = []
 
     def youngest(self) -> Sequence:
-        """Of those that hold pages; never the only one, whose needs the door has checked."""
-        growing = self.seats.sequences[self.seats.growing].tolist()
-        if len(growing) < 2:
-            raise RuntimeError(f"{growing} cannot go on, though nothing else holds any of {self.config.num_pages} pages")
-        return max(growing, key=BY_AGE)
+        """Never the only one, whose needs the door has checked."""
+        running = self.seats.sequences[self.seats.taken].tolist()
+        if len(running) < 2:
+            raise RuntimeError(f"{running} cannot go on, though nothing else holds any of {self.config.num_pages} pages")
+        return max(running, key=BY_AGE)
 
     # ---- from step to step
 
     def settle(self) -> None:
-        """What the last step makes possible: others find the pages it completes, and those not needed any more are free."""
+        """What the last step makes possible: others find the pages it completes, and what is not needed any more is free.
+
+        A sequence whose last token is scheduled has nothing left to compute. It leaves now, before that token is known.
+        """
         seats = self.seats
         for seq in self.computed:
             if seq.slot >= 0:
                 self._register(seq)
         self.computed = []
-        for slot in np.flatnonzero(seats.decoding & (seats.num_total >= seats.limit)).tolist():
-            # Its last token is on its way, nothing more will be computed: only the slot waits for the end.
-            self._register(self._at(slot))
-            self.tables.release(slot)
-            seats.decoding[slot] = seats.growing[slot] = False
-            seats.registered[slot] = NEVER
+        for slot in np.flatnonzero(seats.taken & (seats.num_total >= seats.limit)).tolist():
+            self.leave(self._at(slot))
         if self._has_windows:
-            growing = np.flatnonzero(seats.growing)
-            self.tables.drop_unseen(growing, seats.num_computed[growing])
+            taken = np.flatnonzero(seats.taken)
+            self.tables.drop_unseen(taken, seats.num_computed[taken])
 
     def advance_decodes(self, slots: np.ndarray) -> np.ndarray:
         """Counts a token computed and one sampled for each slot; returns the positions computed, int32 [n]."""
@@ -141,7 +139,7 @@ class Running:
 
     def fits(self, seq: Sequence, names: list[bytes], forecast: Forecast, lengths: OutputLengths) -> bool:
         """Whether one more would never run out of pages, as far as lengths are known; if so it is added to the forecast."""
-        config, limits = self.config, self.seats.limit[self.seats.growing]
+        config, limits = self.config, self.seats.limit[self.seats.taken]
         for pages, window in zip(config.num_pages, config.windows, strict=True):
             if window is not None:
                 needs = -(-(np.append(limits, seq.limit) - 1) // config.block_size)

@@ -125,7 +125,7 @@ class Scheduler:
         seated = slots >= 0
         for i in np.flatnonzero(~seated).tolist():
             seq = sequences[i]
-            if not seq.finished:  # it was pre-empted while the step ran
+            if not seq.finished:  # it left while the step ran: pre-empted, or with its last token
                 seq.append(int(tokens[i]))
                 if seq.num_known == seq.num_total < seq.limit:
                     self._wait(seq)
@@ -145,15 +145,20 @@ class Scheduler:
         if seq.slot >= 0:
             self.running.leave(seq)
         else:
-            for line in self._waiting:
-                if seq in line:
-                    line.remove(seq)
+            line = self._line(seq)
+            i = bisect.bisect_left(line, seq.key, key=BY_AGE)
+            if line[i : i + 1] == [seq]:
+                del line[i]
         if seq.index == 0 and seq.t_first_schedule is None:
             self._unbegun -= 1
         self._start_siblings(seq)
 
+    def _line(self, seq: Sequence) -> list[Sequence]:
+        """Where it waits, if it does."""
+        return self._waiting[seq.num_total > self.config.token_budget]
+
     def _wait(self, seq: Sequence) -> None:
-        bisect.insort(self._waiting[seq.num_total > self.config.token_budget], seq, key=BY_AGE)
+        bisect.insort(self._line(seq), seq, key=BY_AGE)
 
     def _start_siblings(self, seq: Sequence) -> None:
         siblings, seq.siblings = seq.siblings, ()
@@ -172,8 +177,7 @@ class Scheduler:
             if seq.siblings and seq.num_computed >= seq.num_prompt:
                 self._start_siblings(seq)
         self.running.settle()
-        growing = self.running.seats.growing
-        if not growing.any():
+        if not self.num_running:
             self._open, self._batch_rows = True, 0
         policy, preempted = self._policy, self.num_preemptions
         slots, grants = np.zeros(0, np.int32), []
@@ -185,7 +189,7 @@ class Scheduler:
             if not grants:
                 self._open = not policy.lockstep
                 slots = self._decode()
-        while not grants and not len(slots) and np.count_nonzero(growing) > 1:
+        while not grants and not len(slots) and self.num_running > 1:
             self._preempt_youngest()  # prefills hold the pages that each of them needs to go on
             grants = self._prefill(0, False, now)
         if not grants and not len(slots):
@@ -277,7 +281,7 @@ class Scheduler:
             return False
         if not self.running.fits(seq, names, forecast, self.lengths):
             return False
-        self._waiting[seq.num_total > self.config.token_budget].remove(seq)
+        self._line(seq).remove(seq)
         self.running.enter(seq, names)
         self._admitted.append(seq)
         self._batch_rows += 1

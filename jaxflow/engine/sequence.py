@@ -22,7 +22,7 @@ class Sequence:
       request, index: index 0..n-1 within the request.
       seed: 64 bits unsigned, the request's for index 0 and others derived from it.
       key: (priority, arrival, index); the smaller is the older, served first and pre-empted last.
-      slot: place on the device; -1 when not running.
+      slot: place on the device; -1 when not running, as from the next `schedule` on once its last token is scheduled.
       token_ids: int32 [num_known], a view; copy what must outlive the step.
       num_prompt: prompt tokens.
       limit: tokens it may grow to, prompt and output.
@@ -138,8 +138,8 @@ class Seats:
         self.registered = np.zeros(slots, np.int32)  # pages whose content is named, or was considered for it
         self.exact = np.zeros(slots, bool)  # runs to its limit, whatever it samples
         self.rank = np.zeros(slots, np.float32)
-        self.growing = np.zeros(slots, bool)  # holds pages and will compute more
-        self.decoding = np.zeros(slots, bool)  # of these: its next input is the token that the device sampled last
+        self.taken = np.zeros(slots, bool)
+        self.decoding = np.zeros(slots, bool)  # its next input is the token that the device sampled last
         self.recent = np.zeros((slots, block_size), np.int32)  # tokens of the page that is being filled, p at p mod its size
         self.free = list(range(slots - 1, -1, -1))
         self._block_size = block_size
@@ -160,7 +160,7 @@ class Seats:
         self.registered[slot] = NEVER if seq.chain is None else computed // self._block_size
         self.exact[slot] = seq.request.sampling.ignore_eos
         self.rank[slot] = seq.rank
-        self.growing[slot] = True
+        self.taken[slot] = True
         seq.slot, seq._seats = slot, self
 
     def append(self, slots: np.ndarray, tokens: np.ndarray) -> None:
@@ -178,7 +178,7 @@ class Seats:
         seq._known, seq._total, seq._computed = len(seq.token_ids), seq.num_total, 0
         seq.slot, seq._seats = -1, None
         self.sequences[slot] = None
-        self.decoding[slot] = self.growing[slot] = self.exact[slot] = False
+        self.taken[slot] = self.decoding[slot] = self.exact[slot] = False
         for counts in (self.num_prompt, self.limit, self.num_known, self.num_total, self.num_computed, self.registered):
             counts[slot] = 0
         self.free.append(slot)
