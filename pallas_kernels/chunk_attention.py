@@ -8,7 +8,6 @@ other's matrix products (FlashAttention-3's ping-pong).
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_attention import _rows_of_eight
+from pallas_kernels.paged import LANE, LOWEST, PAGE, blank, capped, check_pages, flat, rows_of_eight, tiled
 from pallas_kernels.tiles import ChunkTile, chunk_tile
 
-PAGE = 64
 _HALF = 64  # query rows of one compute warpgroup
 _WIDTH = 64  # columns that are stored together
-_LOG2E = math.log2(math.e)
-_LOWEST = -1e30  # below any score: the running maximum starts here, so that a masked score (-inf) never meets another -inf
 
 
 @jax.tree_util.register_dataclass
@@ -31,8 +27,9 @@ _LOWEST = -1e30  # below any score: the running maximum starts here, so that a m
 class ChunkWork:
     """The query tiles of a step; the same for all layers that share chunks and window. Made by `chunk_work`.
 
-    tiles [M, 6] int32, the longest first: first row in q, rows, row of the page table, position of the first row, first block of keys
-    that any row sees, end of the blocks. count [1] int32: how many of the M there are.
+    tiles [M, 7] int32, the longest first: first row in q, a multiple of 8; the tile's rows before the chunk, and before the chunk's end;
+    row of the page table; position of the first row; first block of keys that any row sees, end of the blocks.
+    count [1] int32: how many of the M there are.
     """
 
     tiles: jax.Array
@@ -45,28 +42,25 @@ def chunk_work(chunks: jax.Array, tokens: int, tile: ChunkTile, window: int | No
     `tokens` is the length of q, the most that all chunks together can have. Compute it once a step for all layers.
     """
     first, length, row, position = (chunks[:, i].astype(jnp.int32) for i in range(4))
-    c, most = chunks.shape[0], tokens // tile.rows + chunks.shape[0]
-    per_chunk = (length + tile.rows - 1) // tile.rows
+    c = chunks.shape[0]
+    most = (tokens + (tile.rows + 6) * c) // tile.rows  # each chunk may add 7 rows before it and a tile that is not full
+    lead = first % 8  # a copy by tiles begins at a multiple of 8 rows: those before the chunk are computed and dropped
+    per_chunk = jnp.where(length > 0, (lead + length + tile.rows - 1) // tile.rows, 0)
     index = jnp.arange(c, dtype=jnp.int32)
     ends = jnp.sum(jnp.where(index[None, :] <= index[:, None], per_chunk[None, :], 0), axis=1, dtype=jnp.int32)
     slot = jnp.arange(most, dtype=jnp.int32)
     chunk = jnp.minimum(jnp.sum((ends[None, :] <= slot[:, None]).astype(jnp.int32), axis=1), c - 1)
-    skip = (slot - (ends - per_chunk)[chunk]) * tile.rows  # tokens of the chunk before this tile
-    rows = jnp.clip(length[chunk] - skip, 0, tile.rows)
+    skip = (slot - (ends - per_chunk)[chunk]) * tile.rows - lead[chunk]  # tokens of the chunk before the tile's first row
+    begin, end = jnp.maximum(-skip, 0), jnp.clip(length[chunk] - skip, 0, tile.rows)
     at = position[chunk] + skip
-    block_end = (at + rows + tile.keys - 1) // tile.keys
-    block = jnp.zeros_like(at) if window is None else jnp.maximum(at - window + 1, 0) // tile.keys
-    table = jnp.stack([first[chunk] + skip, rows, row[chunk], at, block, block_end], axis=1)
+    block_end = (at + end + tile.keys - 1) // tile.keys
+    block = jnp.zeros_like(at) if window is None else jnp.maximum(at + begin - window + 1, 0) // tile.keys
+    table = jnp.stack([first[chunk] + skip, begin, end, row[chunk], at, block, block_end], axis=1)
     cost = jnp.where(slot < ends[-1], block_end - block, 0)
     ahead = (cost[None, :] > cost[:, None]) | ((cost[None, :] == cost[:, None]) & (slot[None, :] < slot[:, None]))
     rank = jnp.sum(ahead.astype(jnp.int32), axis=1)
     tiles = jnp.sum(jnp.where((rank[None, :] == slot[:, None])[:, :, None], table[None], 0), axis=1)
     return ChunkWork(tiles=tiles.astype(jnp.int32), count=jnp.minimum(ends[-1:], most))
-
-
-def _tiled():
-    """The shared-memory form that TMA writes and wgmma reads: 128-byte swizzled tiles of 8 rows."""
-    return (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def chunk_attention(
@@ -100,8 +94,8 @@ def chunk_attention(
     Raises:
       ValueError: for a shape or dtype that the kernel does not take.
     """
-    (t, n, h), (p, kv, s, _) = q.shape, k_pages.shape
-    _check(q, k_pages, v_pages)
+    (t, _, h), kv = q.shape, k_pages.shape[1]
+    check_pages(q, k_pages, v_pages)
     tile = tile or chunk_tile(h)
     work = chunk_work(chunks, t, tile, window) if work is None else work
     body = functools.partial(
@@ -116,13 +110,13 @@ def chunk_attention(
         num_threads=3,
         thread_name="wg",
         scratch_types=_scratch(tile, h, q.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=LANE,
         kernel_name=f"chunk_attention_{sms}",
         interpret=interpret,
     )(
-        _rows_of_eight(q),
-        k_pages.reshape(p * kv * s, h),
-        v_pages.reshape(p * kv * s, h),
+        rows_of_eight(q),
+        flat(k_pages),
+        flat(v_pages),
         page_table.astype(jnp.int32),
         work.tiles,
         work.count,
@@ -131,24 +125,12 @@ def chunk_attention(
     return jax.freeze(out)
 
 
-def _check(q, k_pages, v_pages):
-    (_, n, h), (_, kv, s, width) = q.shape, k_pages.shape
-    if h not in (64, 128, 256) or width != h:
-        raise ValueError(f"head width {h} (pages: {width}): 64, 128 or 256, the same in both")
-    if s != PAGE or k_pages.shape != v_pages.shape:
-        raise ValueError(f"pages {k_pages.shape} and {v_pages.shape}: [P, K, {PAGE}, H], the same for both")
-    if n % kv:
-        raise ValueError(f"{n} query heads over {kv} KV heads: a multiple")
-    if any(x.dtype != jnp.bfloat16 for x in (q, k_pages, v_pages)):
-        raise ValueError(f"dtypes {q.dtype}, {k_pages.dtype}, {v_pages.dtype}: bfloat16")
-
-
 def _scratch(tile: ChunkTile, h: int, dtype) -> dict:
-    return dict(
-        q_s=plgpu.SMEM((2, _HALF, h), dtype, transforms=_tiled()),
+    return dict(  # noqa: C408
+        q_s=plgpu.SMEM((2, _HALF, h), dtype, transforms=tiled()),
         o_s=plgpu.SMEM((2, 2, _HALF, _WIDTH), dtype),  # plain rows: the end of a chunk is stored row by row
-        k_s=plgpu.SMEM((tile.stages, tile.keys, h), dtype, transforms=_tiled()),
-        v_s=plgpu.SMEM((tile.stages, tile.keys, h), dtype, transforms=_tiled()),
+        k_s=plgpu.SMEM((tile.stages, tile.keys, h), dtype, transforms=tiled()),
+        v_s=plgpu.SMEM((tile.stages, tile.keys, h), dtype, transforms=tiled()),
         q_full=plgpu.Barrier(num_arrivals=2),
         q_empty=plgpu.Barrier(num_arrivals=2),
         k_full=plgpu.Barrier(num_arrivals=tile.keys // PAGE, num_barriers=tile.stages),
@@ -182,7 +164,7 @@ def _attend(
 
             def one(carry):
                 index, head = lax.div(which, jnp.int32(n)), lax.rem(which, jnp.int32(n))
-                return visit(carry, head, *(tiles_ref[index, j] for j in range(6)))
+                return visit(carry, head, *(tiles_ref[index, j] for j in range(7)))
 
             return lax.cond(which < items, one, lambda carry: carry, carry)
 
@@ -192,17 +174,17 @@ def _attend(
     def _copy():
         plgpu.set_max_registers(24, action="decrease")  # 24 + 2 · 240 = 3 · 168, what the CTA was given
 
-        def visit(carry, head, first, rows, row, position, block, block_end):
+        def visit(carry, head, first, _, end, row, position, block, block_end):
             done, step = carry
             kv_head = lax.div(head, jnp.int32(group))
-            last_page = lax.div(position + rows - 1, jnp.int32(PAGE))
+            last_page = lax.div(position + end - 1, jnp.int32(PAGE))
 
             @pl.when(done > 0)
             def _():
                 plgpu.barrier_wait(q_empty)
 
             for half in range(2):
-                plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(first + half * _HALF, _HALF), head], q_s.at[half], q_full)
+                plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(pl.multiple_of(first, 8) + half * _HALF, _HALF), head], q_s.at[half], q_full)
 
             def pages_of(block):
                 # A block may reach past the sequence: its last page stands in for what is not there (those keys are masked).
@@ -247,9 +229,8 @@ def _attend(
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
 
-        def visit(step, head, first, rows, row, position, block, block_end):
+        def visit(step, head, first, begin, end, _, position, block, block_end):
             base = position + wg * _HALF  # position of this warpgroup's first row
-            end = position + rows
 
             def attend(i, state, masked):
                 *state, step = state
@@ -269,7 +250,7 @@ def _attend(
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(v_full.at[slot])
                 if masked:
-                    _blank(v_s.at[slot], end - i * keys, wg, blanked)
+                    _blank(v_s.at[slot], position + end - i * keys, wg, blanked)
                 plgpu.barrier_wait(turn)
                 out = _accumulate(out, weights, v_s.at[slot], interpret)
                 plgpu.barrier_arrive(v_empty.at[slot])
@@ -284,7 +265,15 @@ def _attend(
             _, total, out, step = lax.fori_loop(whole, block_end, functools.partial(attend, masked=True), state)
             pl.when(wg == 0)(take_turns)
             plgpu.barrier_arrive(q_empty)
-            _store(out / lax.broadcast_in_dim(total, out.shape, [0]), o_s.at[wg], o_ref, first + wg * _HALF, head, rows - wg * _HALF)
+            _store(
+                out / lax.broadcast_in_dim(total, out.shape, [0]),
+                o_s.at[wg],
+                o_ref,
+                first + wg * _HALF,
+                head,
+                begin - wg * _HALF,
+                end - wg * _HALF,
+            )
             return step
 
         for_items(visit, jnp.int32(0))
@@ -293,7 +282,7 @@ def _attend(
 
 def _start(h):
     """The running maximum and the sum of weights of each row, and the output, before the first block."""
-    top = plgpu.layout_cast(jnp.full((_HALF,), _LOWEST, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+    top = plgpu.layout_cast(jnp.full((_HALF,), LOWEST, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
     total = plgpu.layout_cast(jnp.zeros((_HALF,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
     return top, total, plgpu.layout_cast(jnp.zeros((_HALF, h), jnp.float32), plgpu.Layout.WGMMA)
 
@@ -309,10 +298,7 @@ def _seen(base, first_key, keys, window):
 
 def _soften(scores, seen, top, total, out, *, scale, soft_cap):
     """One block of the running-maximum softmax, in powers of two: new (top, total, out) and the block's weights, bfloat16."""
-    factor = scale * _LOG2E
-    if soft_cap is not None:  # tanh by exp2: the hardware's tanh is good to 11 bits only, which a cap of 50 turns into errors of 0.02
-        scores = 1.0 - 2.0 / (jnp.exp2(scores * (2.0 * _LOG2E * scale / soft_cap)) + 1.0)
-        factor = soft_cap * _LOG2E
+    scores, factor = capped(scores, scale, soft_cap)
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(axis=1) * factor)
@@ -329,29 +315,30 @@ def _accumulate(out, weights, v, interpret):
     return out + jnp.dot(weights, v[...], preferred_element_type=jnp.float32)
 
 
-def _store(out, o_s, o_ref, first, head, rows):
-    """Writes the first `rows` of out [64, H] to o_ref at row `first` of a head, through two slots of 64 columns."""
+def _store(out, o_s, o_ref, first, head, begin, end):
+    """Writes rows begin .. end of out [64, H] to o_ref from row first + begin on, through two slots of 64 columns."""
+    whole = (begin <= 0) & (end >= _HALF)
     for i in range(out.shape[1] // _WIDTH):
         slot, columns = o_s.at[i % 2], pl.ds(i * _WIDTH, _WIDTH)
 
-        @pl.when(rows >= _HALF)
+        @pl.when(whole)
         def _():
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
-        @pl.when(rows < _HALF)
+        @pl.when(jnp.logical_not(whole))
         def _():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         slot[...] = out[:, i * _WIDTH : (i + 1) * _WIDTH].astype(slot.dtype)
         plgpu.commit_smem()
 
-        @pl.when(rows >= _HALF)
+        @pl.when(whole)
         def _(slot=slot, columns=columns):
             plgpu.copy_smem_to_gmem(slot, o_ref.at[pl.ds(first, _HALF), head, columns])
 
-        @pl.when(rows < _HALF)
+        @pl.when(jnp.logical_not(whole))
         def _(slot=slot, columns=columns):
-            @pl.loop(0, jnp.maximum(rows, 0))
+            @pl.loop(jnp.maximum(begin, 0), jnp.clip(end, jnp.maximum(begin, 0), _HALF))
             def _(r):
                 plgpu.copy_smem_to_gmem(slot.at[pl.ds(r, 1)], o_ref.at[pl.ds(first + r, 1), head, columns])
 
@@ -362,15 +349,7 @@ def _blank(v, keys, wg, blanked):
     @pl.when(keys < v.shape[0])
     def _():
         for page in range(v.shape[0] // PAGE):
-
-            @pl.when(wg == page)
-            def _(page=page):
-                for column in range(0, v.shape[1], _WIDTH):
-                    mine = v.at[pl.ds(page * PAGE, PAGE), pl.ds(column, _WIDTH)]
-                    value = plgpu.load(mine, (), layout=plgpu.Layout.WGMMA)
-                    row = plgpu.broadcasted_iota(jnp.int32, mine.shape, 0, layout=plgpu.Layout.WGMMA)
-                    mine[...] = jnp.where(row < keys - page * PAGE, value, jnp.zeros_like(value))
-
+            pl.when(wg == page)(functools.partial(blank, v.at[pl.ds(page * PAGE, PAGE)], keys - page * PAGE))
         plgpu.commit_smem()
         plgpu.barrier_arrive(blanked)
         plgpu.barrier_wait(blanked)

@@ -11,7 +11,6 @@ Inside, the operands are swapped: 64 keys are wgmma's M and the (up to 16) query
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged import LANE, LOWEST, PAGE, blank, capped, check_pages, flat, rows_of_eight, tiled
 from pallas_kernels.tiles import DecodeTile, decode_tile
 
-PAGE = 64
 _BOX = 32  # rows of a page that one copy takes
-_LOG2E = math.log2(math.e)
-_LOWEST = -1e30  # below any score: the running maximum starts here, so that a masked score (-inf) never meets another -inf
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +31,7 @@ class DecodeWork:
 
     rows [B, 4] int32: first visible page, visible pages, length (0: skipped), next row that has pages.
     pieces [workers, 4] int32: first row, first KV head, first page counted from the row's first visible one, pages in the piece.
-    chains [workers] int32: how many workers before this one hold a part of the (row, head) pair that this piece begins with.
+    chains [workers] int32: where this piece ends a (row, head) pair that began in an earlier one, how many earlier ones hold parts of it.
     """
 
     rows: jax.Array
@@ -66,17 +63,13 @@ def decode_work(lengths: jax.Array, kv_heads: int, workers: int, window: int | N
     head, page = inside // row_pages, inside % row_pages
     # The worker that holds the pair's first page: the last one that begins at or before it.
     holder = jnp.sum((begins[None, :-1] <= (begin - page)[:, None]).astype(jnp.int32), axis=1) - 1
-    chains = jnp.where((page > 0) & (count > 0), worker[:-1] - holder, 0)
+    ends_pair = (page > 0) & (count > 0) & (page + count >= row_pages)
+    chains = jnp.where(ends_pair, worker[:-1] - holder, 0)
     return DecodeWork(
         rows=jnp.stack([first, pages, lengths, following], axis=1),
         pieces=jnp.stack([row, head, page, count], axis=1),
         chains=chains,
     )
-
-
-def _tiled(itemsize: int = 2):
-    """The shared-memory form that TMA writes and wgmma reads: 128-byte swizzled tiles of 8 rows."""
-    return (plgpu.TilingTransform((8, 128 // itemsize)), plgpu.SwizzleTransform(128))
 
 
 def decode_attention(
@@ -109,8 +102,8 @@ def decode_attention(
     Raises:
       ValueError: for a shape or dtype that the kernel does not take.
     """
-    (b, n, h), (p, kv, s, _) = q.shape, k_pages.shape
-    _check(q, k_pages, v_pages)
+    (b, n, h), kv = q.shape, k_pages.shape[1]
+    check_pages(q, k_pages, v_pages)
     group, tile = n // kv, tile or decode_tile(h, n // kv)
     cols = 8 if group <= 8 else 16  # wgmma's N
     workers = sms * tile.workers
@@ -118,7 +111,12 @@ def decode_attention(
     if work.pieces.shape[0] != workers:
         raise ValueError(f"work.pieces has {work.pieces.shape[0]} workers: {workers} for sms={sms} and {tile}")
     page_table = page_table.astype(jnp.int32)
-    queries = _rows_of_eight(q.reshape(b * n, h))
+    # A copy by tiles must begin at a whole tile of 8 rows, or end inside the one it begins in: groups are padded to 1, 2, 4, 8 or 16 rows.
+    pitch = 1 << (group - 1).bit_length()
+    grouped = q.reshape(b * kv, group, h)
+    if pitch > group:
+        grouped = lax.pad(grouped, jnp.zeros((), q.dtype), [(0, 0, 0), (0, pitch - group, 0), (0, 0, 0)])
+    queries = rows_of_eight(grouped.reshape(b * kv * pitch, h))
     main = functools.partial(
         _attend, group=group, kv=kv, tile=tile, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret is not None
     )
@@ -134,37 +132,19 @@ def decode_attention(
         num_threads=2 * tile.workers,
         thread_name="wg",
         scratch_types=_scratch(tile, cols, h, q.dtype),
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=LANE,
         kernel_name=f"decode_attention_{sms}",
         interpret=interpret,
-    )(queries, k_pages.reshape(p * kv * s, h), v_pages.reshape(p * kv * s, h), page_table, work.rows, work.pieces)
+    )(queries, flat(k_pages), flat(v_pages), page_table, work.rows, work.pieces)
     return _join(out, parts, levels, work, group=group, cols=cols, kv=kv, interpret=interpret).reshape(b, n, h)
-
-
-def _rows_of_eight(x):
-    """x with zero rows up to a multiple of 8, which a tiled copy wants (an engine's batches are multiples of 8 anyway)."""
-    short = -x.shape[0] % 8
-    return x if short == 0 else lax.pad(x, jnp.zeros((), x.dtype), [(0, short, 0)] + [(0, 0, 0)] * (x.ndim - 1))
-
-
-def _check(q, k_pages, v_pages):
-    (_, n, h), (_, kv, s, width) = q.shape, k_pages.shape
-    if h not in (64, 128, 256) or width != h:
-        raise ValueError(f"head width {h} (pages: {width}): 64, 128 or 256, the same in both")
-    if s != PAGE or k_pages.shape != v_pages.shape:
-        raise ValueError(f"pages {k_pages.shape} and {v_pages.shape}: [P, K, {PAGE}, H], the same for both")
-    if n % kv or not 1 <= n // kv <= 16:
-        raise ValueError(f"{n} query heads over {kv} KV heads: 1 to 16 a KV head")
-    if any(x.dtype != jnp.bfloat16 for x in (q, k_pages, v_pages)):
-        raise ValueError(f"dtypes {q.dtype}, {k_pages.dtype}, {v_pages.dtype}: bfloat16")
 
 
 def _scratch(tile: DecodeTile, cols: int, h: int, dtype) -> dict:
     w = tile.workers
     return {
-        "ring": plgpu.SMEM((w, tile.blocks, PAGE, h), dtype, transforms=_tiled()),
-        "q_s": plgpu.SMEM((w, 2, cols, h), dtype, transforms=_tiled()),
-        "p_s": plgpu.SMEM((w, 2, cols, PAGE), dtype, transforms=_tiled()),
+        "ring": plgpu.SMEM((w, tile.blocks, PAGE, h), dtype, transforms=tiled()),
+        "q_s": plgpu.SMEM((w, 2, cols, h), dtype, transforms=tiled()),
+        "p_s": plgpu.SMEM((w, 2, cols, PAGE), dtype, transforms=tiled()),
         "o_s": plgpu.SMEM((w, cols, h), dtype),
         "sums": plgpu.SMEM((w, 512), jnp.float32),
         "full": plgpu.Barrier(num_arrivals=PAGE // _BOX, num_barriers=w * tile.blocks),
@@ -202,6 +182,7 @@ def _attend(
     w = lax.rem(wg, jnp.int32(tile.workers))
     worker = cta * tile.workers + w
     (cols, h), n, blocks = o_s.shape[1:], group * kv, tile.blocks
+    pitch = 1 << (group - 1).bit_length()  # rows of q a KV head
 
     def place(block):
         return lax.rem(block, jnp.int32(blocks))
@@ -221,8 +202,8 @@ def _attend(
             def _():
                 plgpu.barrier_wait(q_empty.at[w * 2 + q_place])
 
-            # Rows past the group belong to the next KV head (past the end: zeros): their columns are computed and dropped.
-            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(row * n + head * group, cols)], q_s.at[w, q_place], q_full.at[w * 2 + q_place])
+            # Rows past the group are zeros or of the next KV head: their columns are computed and dropped.
+            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds((row * kv + head) * pitch, cols)], q_s.at[w, q_place], q_full.at[w * 2 + q_place])
 
             def copy(i, state, count):
                 """Pages i .. i + count of the pair: their keys, then their values."""
@@ -292,7 +273,8 @@ def _attend(
                     p, v, slot = p_s.at[w, j], ring.at[w, place(block + count + j)], w * blocks + place(block + count + j)
                     p.transpose((1, 0))[...] = weights[j].astype(p_s.dtype)
                     plgpu.barrier_wait(full.at[slot])
-                    _blank(v, length - (first + page + i + j) * PAGE)
+                    keys = length - (first + page + i + j) * PAGE
+                    pl.when(keys < PAGE)(functools.partial(blank, v, keys))
                     products.append((v.transpose((1, 0)), p.transpose((1, 0))))
                 plgpu.commit_smem()
                 out = out + _product(products, (h, cols))
@@ -356,7 +338,7 @@ def _across_keys(x, op, *, scratch, interpret):
 
 def _start(h, cols):
     """The running maximum, the weights' sum by key, and the output, all before the first page."""
-    top = plgpu.layout_cast(jnp.full((cols,), _LOWEST, jnp.float32), plgpu.Layout.WGMMA.reduce(0))
+    top = plgpu.layout_cast(jnp.full((cols,), LOWEST, jnp.float32), plgpu.Layout.WGMMA.reduce(0))
     total = plgpu.layout_cast(jnp.zeros((PAGE, cols), jnp.float32), plgpu.Layout.WGMMA)
     out = plgpu.layout_cast(jnp.zeros((h, cols), jnp.float32), plgpu.Layout.WGMMA)
     return top, total, out
@@ -378,10 +360,7 @@ def _soften(scores, seen, across, top, total, out, *, scale, soft_cap):
 
     Returns: new (top, total, out) and the pages' weights.
     """
-    if soft_cap is None:
-        scores = [x * (scale * _LOG2E) for x in scores]
-    else:  # tanh by exp2: the hardware's tanh is good to 11 bits only, which a cap of 50 turns into errors of 0.02
-        scores = [(soft_cap * _LOG2E) * (1.0 - 2.0 / (jnp.exp2(x * (2.0 * _LOG2E * scale / soft_cap)) + 1.0)) for x in scores]
+    scores = [x * factor for x, factor in (capped(x, scale, soft_cap) for x in scores)]
     scores = [jnp.where(mask, x, -jnp.inf) for x, mask in zip(scores, seen, strict=True)]
     new_top = jnp.maximum(top, across(functools.reduce(jnp.maximum, scores), "max"))
     weights = [jnp.exp2(x - lax.broadcast_in_dim(new_top, x.shape, [1])) for x in scores]
@@ -391,16 +370,7 @@ def _soften(scores, seen, across, top, total, out, *, scale, soft_cap):
     return new_top, total, out, weights
 
 
-def _blank(v, keys):
-    """Zeroes the rows of a value page past its `keys`: what was never written may be NaN, and 0 · NaN is NaN."""
-
-    @pl.when(keys < PAGE)
-    def _():
-        for column in range(0, v.shape[1], 64):
-            part = v.at[:, pl.ds(column, 64)]
-            value = plgpu.load(part, (), layout=plgpu.Layout.WGMMA)
-            row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=plgpu.Layout.WGMMA)
-            part[...] = jnp.where(row < keys, value, jnp.zeros_like(value))
+_TOGETHER = 4  # parts that `_join` has in flight
 
 
 def _join(out, parts, levels, work, *, group, cols, kv, interpret):
@@ -408,26 +378,37 @@ def _join(out, parts, levels, work, *, group, cols, kv, interpret):
     workers, _, h, _ = parts.shape
     n = group * kv
 
-    def body(parts_ref, levels_ref, rows_ref, pieces_ref, chains_ref, o_ref, o_s):
+    def body(parts_ref, levels_ref, pieces_ref, chains_ref, o_ref, o_s):
         worker = lax.axis_index("worker")
         chain, row, head = chains_ref[worker], pieces_ref[worker, 0], pieces_ref[worker, 1]
-        ends = pieces_ref[worker, 2] + pieces_ref[worker, 3] >= rows_ref[row, 1]
 
-        @pl.when((chain > 0) & ends)
+        def part(i):
+            """Part i of the pair: the first is some worker's last pair, all others are a worker's first one."""
+            at = (worker - chain + i, jnp.where(i == 0, jnp.int32(1), jnp.int32(0)))
+            level = plgpu.load(levels_ref, at, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            return level, plgpu.load(parts_ref, at, layout=plgpu.Layout.WGMMA, optimized=False)
+
+        def add(state, level, part):
+            top, total, out = state
+            new_top = jnp.maximum(top, level)
+            keep, weight = jnp.exp2(top - new_top), jnp.exp2(level - new_top)
+            out = out * lax.broadcast_in_dim(keep, out.shape, [1]) + part * lax.broadcast_in_dim(weight, out.shape, [1])
+            return new_top, total * keep + weight, out
+
+        @pl.when(chain > 0)
         def _():
-            def add(i, state):
-                top, total, out = state
-                at = (worker - chain + i, jnp.where(i == 0, jnp.int32(1), jnp.int32(0)))
-                part = plgpu.load(parts_ref, at, layout=plgpu.Layout.WGMMA, optimized=False)
-                level = plgpu.load(levels_ref, at, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-                new_top = jnp.maximum(top, level)
-                keep, weight = jnp.exp2(top - new_top), jnp.exp2(level - new_top)
-                out = out * lax.broadcast_in_dim(keep, out.shape, [1]) + part * lax.broadcast_in_dim(weight, out.shape, [1])
-                return new_top, total * keep + weight, out
+            own = part(chain)
+
+            def some(i, state):
+                read = [part(jnp.minimum(i * _TOGETHER + j, chain)) for j in range(_TOGETHER)]
+                for j, (level, values) in enumerate(read):  # a weight of 0 for those past the chain
+                    there = jnp.full(level.shape, i * _TOGETHER + j) < chain
+                    state = add(state, jnp.where(plgpu.layout_cast(there, plgpu.Layout.WGMMA.reduce(0)), level, 2 * LOWEST), values)
+                return state
 
             top, _, out = _start(h, cols)
-            total = plgpu.layout_cast(jnp.zeros((cols,), jnp.float32), plgpu.Layout.WGMMA.reduce(0))
-            _, total, out = lax.fori_loop(0, chain + 1, add, (top, total, out))
+            state = (top, plgpu.layout_cast(jnp.zeros((cols,), jnp.float32), plgpu.Layout.WGMMA.reduce(0)), out)
+            _, total, out = add(lax.fori_loop(0, pl.cdiv(chain, jnp.int32(_TOGETHER)), some, state), *own)
             o_s.transpose((1, 0))[...] = (out / lax.broadcast_in_dim(total, out.shape, [1])).astype(o_s.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, group)], o_ref.at[pl.ds(row * n + head * group, group)])
@@ -440,8 +421,8 @@ def _join(out, parts, levels, work, *, group, cols, kv, interpret):
         grid=(workers,),
         grid_names=("worker",),
         scratch_types={"o_s": plgpu.SMEM((cols, h), out.dtype)},
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=LANE,
         kernel_name="decode_attention_join",
         interpret=interpret,
-    )(parts, levels, work.rows, work.pieces, work.chains, ref)
+    )(parts, levels, work.pieces, work.chains, ref)
     return jax.freeze(ref)

@@ -88,25 +88,33 @@ def random_chunks(rng, tokens, count, longest):
     return chunks_by_row
 
 
-def checks(rows):
+def checks(rows, share=(0, 1)):
+    """All correctness cases, or every n-th from the i-th on for share (i, n), so that several processes can divide them."""
     rng = np.random.default_rng(time.time_ns())
-    ragged = lambda b, top: rng.integers(1, top, b) * (rng.random(b) > 0.1)  # noqa: E731
-    for n, kv, h in [(32, 8, 128), (8, 8, 64), (16, 1, 128), (14, 2, 64), (8, 4, 256), (20, 4, 128), (24, 2, 256)]:
-        check_decode(rows, rng, ragged(37, 900), n, kv, h)
-    check_decode(rows, rng, ragged(200, 3000), 32, 8, 128, window=300)
-    check_decode(rows, rng, ragged(9, 900), 8, 4, 256, window=64, soft_cap=50.0)
-    check_decode(rows, rng, [1], 32, 8, 128)
-    check_decode(rows, rng, [0, 0, 65, 0], 32, 8, 128, sms=20)
-    check_decode(rows, rng, [20000, *[200] * 40], 32, 8, 128)
-    check_decode(rows, rng, ragged(64, 700), 32, 8, 128, sms=28)
-    for n, kv, h in [(32, 8, 128), (8, 8, 64), (14, 2, 64), (8, 4, 256)]:
-        check_chunk(rows, rng, random_chunks(rng, 700, 5, 900), 700, n, kv, h)
-    check_chunk(rows, rng, random_chunks(rng, 1500, 9, 3000), 1500, 8, 2, 128, window=200)
-    check_chunk(rows, rng, random_chunks(rng, 500, 4, 900), 500, 8, 4, 256, window=100, soft_cap=50.0)
-    check_chunk(rows, rng, random_chunks(rng, 500, 4, 900), 500, 8, 2, 128, soft_cap=20.0)
-    check_chunk(rows, rng, [[0, 2048, 0, 0]], 2048, 8, 2, 128)
-    check_chunk(rows, rng, [[3, 1, 0, 0]], 8, 8, 2, 128)
-    check_chunk(rows, rng, [[0, 640, 0, 5000]], 700, 8, 2, 128, sms=28)
+    decode, chunk = functools.partial(check_decode, rows, rng), functools.partial(check_chunk, rows, rng)
+
+    def ragged(b, top):
+        return rng.integers(1, top, b) * (rng.random(b) > 0.1)
+
+    shapes = [(32, 8, 128), (8, 8, 64), (16, 1, 128), (14, 2, 64), (9, 3, 64), (8, 4, 256), (20, 4, 128), (24, 2, 256)]
+    cases = [functools.partial(decode, ragged(37, 900), *shape) for shape in shapes]
+    cases += [functools.partial(chunk, random_chunks(rng, 700, 5, 900), 700, *shape) for shape in shapes]
+    cases += [
+        functools.partial(decode, ragged(200, 3000), 32, 8, 128, window=300),
+        functools.partial(decode, ragged(9, 900), 8, 4, 256, window=64, soft_cap=50.0),
+        functools.partial(decode, [1], 32, 8, 128),
+        functools.partial(decode, [0, 0, 65, 0], 32, 8, 128, sms=20),
+        functools.partial(decode, [20000, *[200] * 40], 32, 8, 128),
+        functools.partial(decode, ragged(256, 2000), 32, 8, 128, sms=28),
+        functools.partial(chunk, random_chunks(rng, 1500, 9, 3000), 1500, 8, 2, 128, window=200),
+        functools.partial(chunk, random_chunks(rng, 500, 4, 900), 500, 8, 4, 256, window=100, soft_cap=50.0),
+        functools.partial(chunk, random_chunks(rng, 500, 4, 900), 500, 8, 2, 128, soft_cap=20.0),
+        functools.partial(chunk, [[0, 2048, 0, 0]], 2048, 8, 2, 128),
+        functools.partial(chunk, [[3, 1, 0, 0]], 8, 8, 2, 128),
+        functools.partial(chunk, [[5, 640, 0, 5000]], 700, 8, 2, 128, sms=28),
+    ]
+    for case in cases[share[0] :: share[1]]:
+        case()
 
 
 def time_decode(rows, seconds, name, lengths, n=32, kv=8, h=128, caches=3, layers=32, variants=None, rivals=()):
@@ -117,12 +125,11 @@ def time_decode(rows, seconds, name, lengths, n=32, kv=8, h=128, caches=3, layer
     table_d, lengths_d = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
     read = float(sum(lengths)) * kv * h * 4
     for sms, tile in variants or [(132, decode_tile(h, n // kv))]:
+        layer = jax.jit(functools.partial(decode_attention, scale=h**-0.5, sms=sms, tile=tile))  # its lowering serves all layers
 
-        def run(q, cache, table, lengths, sms=sms, tile=tile):
+        def run(q, cache, table, lengths, sms=sms, tile=tile, layer=layer):
             work = decode_work(lengths, kv, sms * tile.workers)
-            return [
-                decode_attention(q, *cache[i % caches], table, lengths, scale=h**-0.5, sms=sms, tile=tile, work=work) for i in range(layers)
-            ]
+            return [layer(q, *cache[i % caches], table, lengths, work=work) for i in range(layers)]
 
         t = sustained(jax.jit(run), q, cache, table_d, lengths_d, calls=layers, seconds=seconds)
         say(rows, what="decode", case=name, sms=sms, tile=f"{tile.workers}x{tile.blocks}", tbs=read / t["us"] / 1e6, **t)
@@ -189,10 +196,8 @@ def jax_paged(table, lengths, q, h):
 def decodes(rows, seconds):
     rng = np.random.default_rng(7)
     ragged = lambda b, mean: np.clip(rng.exponential(mean, b) * 0.5 + mean * 0.5, 1, 4 * mean).astype(int)  # noqa: E731
-    time_decode(
-        rows, seconds, "256 x 1024 ragged", ragged(256, 1024), rivals=(cudnn_paged, jax_paged),
-        variants=[(132, DecodeTile(2, 6)), (132, DecodeTile(1, 12)), (132, DecodeTile(3, 4)), (132, DecodeTile(2, 4)), (28, DecodeTile(2, 6)), (24, DecodeTile(2, 6)), (28, DecodeTile(3, 4))],
-    )  # fmt: skip
+    tiles = [(132, DecodeTile(2, 6)), (132, DecodeTile(1, 12)), (28, DecodeTile(2, 6)), (24, DecodeTile(2, 6))]
+    time_decode(rows, seconds, "256 x 1024 ragged", ragged(256, 1024), rivals=(cudnn_paged, jax_paged), variants=tiles)
     time_decode(rows, seconds, "256 x 4096 ragged", ragged(256, 4096), caches=2, layers=8, rivals=(cudnn_paged,))
     time_decode(rows, seconds, "1 x 131072", [131072], caches=6, rivals=(cudnn_paged,))
     time_decode(rows, seconds, "131072 + 200 x 512", [131072, *[512] * 200], caches=4)
@@ -249,19 +254,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
     parser.add_argument("--only", default="check,decode,chunk", help="which parts, separated by commas")
+    parser.add_argument("--share", default="0/1", help="i/n: every n-th of the checks from the i-th on, for several processes")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
     rows: list = []
-    for part, run in dict(
-        check=lambda: checks(rows), decode=lambda: decodes(rows, args.seconds), chunk=lambda: chunks(rows, args.seconds)
-    ).items():
-        if part in args.only.split(","):
-            start = time.perf_counter()
-            run()
-            print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
-            if args.json:
-                with open(args.json, "w") as f:
-                    json.dump(dict(device=jax.devices()[0].device_kind, jax=jax.__version__, rows=rows), f, indent=1)
+    share = tuple(int(x) for x in args.share.split("/"))
+    parts = {
+        "check": lambda: checks(rows, share),
+        "decode": lambda: decodes(rows, args.seconds),
+        "chunk": lambda: chunks(rows, args.seconds),
+    }
+    for part in args.only.split(","):
+        start = time.perf_counter()
+        parts[part]()
+        print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
+        if args.json:
+            with open(args.json, "w") as f:
+                json.dump({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
     bad = [r for r in rows if r.get("ok") is False]
     print(f"{len(bad)} checks failed" if bad else "all checks passed")
     raise SystemExit(bool(bad))

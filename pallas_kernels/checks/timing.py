@@ -58,4 +58,4 @@ def sustained(fn, *args, calls: int, seconds: float = 0.6) -> dict:
             windows.append((time.perf_counter() - start) / per_window / calls * 1e6)
     windows = sorted(windows[1:])
     us = (windows[1] + windows[2]) / 2
-    return dict(us=us, spread=(windows[-1] - windows[0]) / us, mhz=sensor.mhz, watts=sensor.watts)
+    return {"us": us, "spread": (windows[-1] - windows[0]) / us, "mhz": sensor.mhz, "watts": sensor.watts}

@@ -1,0 +1,62 @@
+"""What the attention kernels over paged keys and values share: the form of the pages, and what they take."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+PAGE = 64  # tokens
+LOG2E = math.log2(math.e)  # softmax is done in powers of two, which the hardware has
+LOWEST = -1e30  # below any score: a running maximum starts here, so that a masked score (-inf) never meets another -inf
+LANE = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+
+
+def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
+    """Raises ValueError for queries [_, N, H] and pages [P, K, 64, H] that the kernels do not take."""
+    (_, n, h), (_, kv, s, width) = q.shape, k_pages.shape
+    if h not in (64, 128, 256) or width != h:
+        raise ValueError(f"head width {h} (pages: {width}): 64, 128 or 256, the same in both")
+    if s != PAGE or k_pages.shape != v_pages.shape:
+        raise ValueError(f"pages {k_pages.shape} and {v_pages.shape}: [P, K, {PAGE}, H], the same for both")
+    if n % kv or not 1 <= n // kv <= 16:
+        raise ValueError(f"{n} query heads over {kv} KV heads: 1 to 16 a KV head")
+    if any(x.dtype != jnp.bfloat16 for x in (q, k_pages, v_pages)):
+        raise ValueError(f"dtypes {q.dtype}, {k_pages.dtype}, {v_pages.dtype}: bfloat16")
+
+
+def flat(pages: jax.Array) -> jax.Array:
+    """[P, K, S, H] as rows [P * K * S, H]: the rows of page p and head k begin at (p * K + k) * S."""
+    return pages.reshape(-1, pages.shape[-1])
+
+
+def rows_of_eight(x: jax.Array) -> jax.Array:
+    """x with zero rows up to a multiple of 8, which a copy by tiles wants (an engine's batches are multiples of 8 anyway)."""
+    short = -x.shape[0] % 8
+    return x if short == 0 else lax.pad(x, jnp.zeros((), x.dtype), [(0, short, 0)] + [(0, 0, 0)] * (x.ndim - 1))
+
+
+def tiled() -> tuple:
+    """The shared-memory form of 16-bit matrices that TMA writes and wgmma reads: 128-byte swizzled tiles of 8 rows."""
+    return (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def capped(score, scale: float, soft_cap: float | None):
+    """(x, factor) such that x * factor is log2(e) times the scaled, capped score.
+
+    tanh is made of exp2: the hardware's own is good to 11 bits only, which a cap of 50 would turn into errors of 0.02.
+    """
+    if soft_cap is None:
+        return score, scale * LOG2E
+    return 1.0 - 2.0 / (jnp.exp2(score * (2.0 * LOG2E * scale / soft_cap)) + 1.0), soft_cap * LOG2E
+
+
+def blank(values, keys, columns: int = 64) -> None:
+    """Zeroes rows `keys` and up of a page of values [64, H] in shared memory: what nobody wrote may be NaN, and 0 · NaN is NaN."""
+    for column in range(0, values.shape[1], columns):
+        part = values.at[:, pl.ds(column, columns)]
+        value = plgpu.load(part, (), layout=plgpu.Layout.WGMMA)
+        row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=plgpu.Layout.WGMMA)
+        part[...] = jnp.where(row < keys, value, jnp.zeros_like(value))
