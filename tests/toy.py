@@ -1,7 +1,7 @@
 """A toy engine for tests: any of the small checkpoints, driven step by step without a thread."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import paths
@@ -69,8 +69,14 @@ class Result:
         return self.token_ids[0]
 
 
-def run(engine: Loop, requests: Iterable[Request], *, at_step: dict[int, Sequence[Request]] | None = None) -> dict[str, Result]:
-    """Runs requests to their end; more of them may join before the step of a number."""
+def run(
+    engine: Loop,
+    requests: Iterable[Request],
+    *,
+    at_step: dict[int, Sequence[Request]] | None = None,
+    preempt_at: Collection[int] = (),
+) -> dict[str, Result]:
+    """Runs requests to their end; before the step of a number more of them may join, or the youngest that runs loses its place."""
     results: dict[str, Result] = {}
     late = dict(at_step or {})
 
@@ -84,6 +90,8 @@ def run(engine: Loop, requests: Iterable[Request], *, at_step: dict[int, Sequenc
     while engine.has_work or late:
         for request in late.pop(step, ()):
             add(request)
+        if step in preempt_at and engine.scheduler.num_running > 1:
+            engine.scheduler._preempt_youngest()
         for event in engine.step():
             results[event.request_id].take(event)
         step += 1

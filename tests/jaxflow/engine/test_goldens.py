@@ -55,15 +55,14 @@ class TestGoldens:
         golden = goldens(model)
         check(golden, toy.run(toy.loop(model, policy="hybrid", chunk_size=chunk), requests(golden)))
 
-    def test_pre_empted_half_way(self, model, goldens):
+    @pytest.mark.parametrize("cached", [True, False], ids=["pages-kept", "pages-lost"])
+    def test_pre_empted_half_way(self, model, cached, goldens):
         golden = goldens(model)
-        longest = max(len(p["prompt_ids"]) + len(p["greedy_ids"]) for p in golden["prompts"])
-        config = toy.executor(model)[1].programs.context.config
-        pages = tuple(-(-longest // 16) + 1 for _ in config.windows)
-        engine = toy.loop(model, num_pages=pages)
-        # Nobody is told that the outputs run to their full length, so the forecast admits too many.
-        results = toy.run(engine, [Request(r.request_id, r.prompt_token_ids, r.sampling) for r in requests(golden)])
+        engine = toy.loop(model, enable_prefix_caching=cached)
+        results = toy.run(engine, requests(golden), preempt_at=(5, 6, 15, 25))
         check(golden, results)
+        preempted = [result.finished[0].timings.preemptions for result in results.values()]
+        assert sum(preempted) == engine.scheduler.num_preemptions == 4
 
     def test_warm_prefix_cache(self, model, goldens):
         golden = goldens(model)
