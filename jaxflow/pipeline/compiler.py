@@ -20,7 +20,7 @@ from jaxflow.model.batch import Batch
 from jaxflow.model.graph import model_graph
 from jaxflow.model.ops import KV, Context, Weights
 from jaxflow.pipeline import streams
-from jaxflow.pipeline.order import ATTENTION, Run, Span, check, final_values, program
+from jaxflow.pipeline.order import ATTENTION, Reads, Run, Span, check, final_values, program
 from jaxflow.pipeline.pieces import Piece, Pieces
 from jaxflow.pipeline.plan import Plan, PlanError
 from jaxflow.pipeline.regions import ADD_NORMS, Group, Segment, grouped
@@ -41,18 +41,17 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1) -> Forward:
     for nano in plan.nano_ops:
         if nano.sms is not None:
             raise PlanError(nano.id, f"sms={nano.sms}: no kernels that keep to a number of SMs are built yet; leave it out")
-    final = final_values(graph)
-    groups = grouped(program(plan, graph), final)
+    runs, final = program(plan, graph), final_values(graph)
+    reads = Reads(runs, final)
+    groups = grouped(runs, reads)
 
     def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[Array, Array, list[KV]]:
         if batch.num_tokens != plan.tokens:
             raise PlanError(plan.name, f"a batch of {batch.num_tokens} tokens in a plan for {plan.tokens}")
-        step = _Step(c, weights, list(kv), batch)
+        step = _Step(c, weights, list(kv), batch, reads)
         for group in groups:
-            if group.segments:
-                step.place(group)
-            else:
-                step.run(group.runs[0])
+            step.issue(group)
+        step.flush()
         x, y = (step.values.read(source, Span(0, plan.tokens)) for source in final)
         with jax.named_scope("final_norm"):
             x = x + y
@@ -70,11 +69,17 @@ def _traced_once(name: str) -> Callable[..., Any]:
     return jax.jit(op, static_argnames=fixed)
 
 
+def xla_options(plan: Plan, tp: int = 1) -> dict[str, Any]:
+    """The XLA flags that a step of this plan must be compiled with on GPUs; none for a plan without nano-batches."""
+    several = len({(nano.start, nano.stop) for nano in plan.nano_ops}) > 1
+    return streams.xla_options(side_streams=any(nano.stream for nano in plan.nano_ops), collectives=several and tp > 1)
+
+
 class _Step:
     """One step while it is traced: what was made so far, and what the next op must follow."""
 
-    def __init__(self, c: Context, weights: Weights, kv: list[KV], batch: Batch):
-        self.c, self.weights, self.kv, self.batch = c, weights, kv, batch
+    def __init__(self, c: Context, weights: Weights, kv: list[KV], batch: Batch, reads: Reads):
+        self.c, self.weights, self.kv, self.batch, self.reads = c, weights, kv, batch, reads
         self.values = Pieces(batch.num_rows)
         with jax.named_scope("embed"):
             x = ops.embed(c, weights, batch.token_ids, batch.positions)
@@ -82,21 +87,50 @@ class _Step:
         self.made: dict[str, list[Piece]] = {}  # nano-op id -> what its last run made
         self.readers: dict[int, list[Piece]] = {}  # layer -> what was read from its cache since the last append
         self.last: dict[Any, Run] = {}  # stream, or "network" -> the last run there
+        self.collectives: list[Run] = []  # issued, but not traced yet
+        self.at = 0  # where in the program this is
+        self.barriers = 0
+
+    def issue(self, group: Group) -> None:
+        """The next nano-ops of the program.
+
+        A collective is traced behind the barrier that makes the next op follow what the collective sends: XLA drops
+        from a barrier what nobody reads behind it, and with it the order.
+        """
+        self.at = group.first
+        sent = {(run.layer, value) for run in self.collectives for value in run.makes}
+        if any(source in sent for run in group.runs for source in run.reads):
+            self.flush()
+        if group.runs[0].op.kind == "network":
+            self.collectives += group.runs
+            return
+        self.order(group.runs[0])
+        self.flush()
+        if group.segments:
+            self.place(group)
+        else:
+            self.run(group.runs[0])
+
+    def flush(self) -> None:
+        """Traces the collectives that were issued."""
+        while self.collectives:
+            self.order(self.collectives[0])
+            self.run(self.collectives.pop(0))
 
     def run(self, run: Run) -> None:
-        """Issues a nano-op on the main stream."""
-        self.order(run)
+        """A nano-op on the main stream."""
         inputs = [self.values.read(source, run.span) for source in run.reads]
         with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
             outputs = self.call(run, inputs)
         if run.nano.op == "rope_append":
             q, self.kv[run.layer] = outputs
             outputs = (q,)
-        self.record(run, [self.values.put((run.layer, value), run.span, made) for value, made in zip(run.makes, outputs, strict=True)])
+        for value, made in zip(run.makes, outputs, strict=True):
+            self.values.put((run.layer, value), run.span, made)
+        self.record(run)
 
     def place(self, group: Group) -> None:
-        """Issues nano-ops that follow each other on a side stream, as regions of one output each."""
-        self.order(group.runs[0])
+        """Nano-ops that follow each other on a side stream, as regions of one output each."""
         for run in group.runs:
             if run.nano.op == "attn_norm" and len(run.reads) == 1:  # the first layer: the embeddings are the residual stream
                 self.values.put((run.layer, run.makes[0]), run.span, self.values.read(run.reads[0], run.span))
@@ -108,7 +142,7 @@ class _Step:
             else:
                 self.values.put((layer, value), span, out)
         for run in group.runs:
-            self.record(run, [piece for value in run.makes for piece in self.values.find((run.layer, value), run.span)])
+            self.record(run)
 
     def trace(self, part: Segment) -> Array:
         """The steps of a segment; returns the one value that outlives it."""
@@ -150,22 +184,39 @@ class _Step:
     def order(self, run: Run) -> None:
         """Makes a run, by its inputs, follow what the plan issued before it."""
         first = [piece for wait in run.nano.waits for piece in self.made.get(wait, [])]
+        if run.nano.op == "rope_append":
+            first += self.readers.pop(run.layer, [])
+        first = [alive for piece in first for alive in self.frontier(piece)]
         lanes = [run.nano.stream, "network"] if run.op.kind == "network" else [run.nano.stream]
         for before in (self.last[lane] for lane in lanes if lane in self.last):
             if not before.span.meets(run.span):
-                first += self.made[before.nano.id]
-        if run.nano.op == "rope_append":
-            first += self.readers.pop(run.layer, [])
+                first += filter(self.alive, self.made[before.nano.id])
         inputs = [piece for source in run.reads for piece in self.values.find(source, run.span)]
-        barriers = {piece.barrier for piece in first}
-        if not first or (len(barriers) == 1 and any(piece.barrier in barriers - {None} for piece in inputs)):
-            return  # nothing to follow, or an earlier barrier sees to it
+        first = [piece for piece in first if not any(piece.passed & other.behind for other in inputs)]
+        if not first:  # nothing to follow, or an earlier barrier sees to it
+            return
         pieces = list({id(piece): piece for piece in (*first, *inputs)}.values())
-        this = object()
+        behind = functools.reduce(int.__or__, (piece.behind for piece in pieces), 1 << self.barriers)
         for piece, array in zip(pieces, streams.together([piece.array for piece in pieces]), strict=True):
-            piece.array, piece.barrier = array, this
+            piece.array, piece.passed, piece.behind = array, piece.passed | 1 << self.barriers, behind
+        self.barriers += 1
 
-    def record(self, run: Run, made: list[Piece]) -> None:
+    def alive(self, piece: Piece) -> bool:
+        """Whether anything will still read a piece: XLA forgets the others' part in a barrier."""
+        sent = any(piece.source in run.reads and run.span.meets(piece.span) for run in self.collectives)
+        return sent or self.reads.later(self.at, piece.source, piece.span)
+
+    def frontier(self, piece: Piece) -> list[Piece]:
+        """The piece, or where nothing will read it any more, what was made from it."""
+        return [piece] if self.alive(piece) else [alive for follower in piece.followers for alive in self.frontier(follower)]
+
+    def record(self, run: Run) -> None:
+        made = [piece for value in run.makes for piece in self.values.find((run.layer, value), run.span)]
+        for piece in (piece for source in run.reads for piece in self.values.find(source, run.span)):
+            for follower in made:
+                if follower is not piece:
+                    piece.followers.append(follower)
+                    follower.behind |= piece.behind
         self.made[run.nano.id] = made
         self.last["network" if run.op.kind == "network" else run.nano.stream] = run
         if run.nano.op in ATTENTION:

@@ -13,13 +13,18 @@ def sequential_plan(config: ModelConfig, tokens: int, tp: int = 1) -> Plan:
 
 
 def two_nano_batch_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1) -> Plan:
-    """Tokens [0, split) and [split, tokens) take turns, op by op, on the main stream.
+    """Tokens [0, split) and [split, tokens) take turns on the main stream: attention of one and of the other, then their MLPs.
 
-    Under tensor parallelism each sum over devices has products of the other half beside it (NanoFlow §4.1; it is the
-    second half's product that runs while the first half's sum is on its way).
+    Under tensor parallelism, one half's sum over devices is on its way while the other half computes (NanoFlow §4.1);
+    what follows a sum is therefore of the next turn.
     """
-    ranges = _halves(tokens, split)
-    nano_ops = [NanoOp(f"{op}.{i}", op, *ranges[i]) for op in _op_names(model_graph(config, tp)) for i in (0, 1)]
+    ranges, graph = _halves(tokens, split), model_graph(config, tp)
+    names, network = _op_names(graph), _network(graph)
+    last = len(names) if not network else 1 + names.index("mlp_reduce")
+    middle = names.index("attn_reduce") + 1 if network else names.index("mlp_norm")
+    attention = [(op, -1) for op in names[last:]] + [(op, 0) for op in names[:middle]]
+    mlp = [(op, 0) for op in names[middle:last]]
+    nano_ops = [NanoOp(f"{op}.{i}", op, *ranges[i], ahead=ahead) for turn in (attention, mlp) for i in (0, 1) for op, ahead in turn]
     return Plan(f"two nano-batches, {split} + {tokens - split}", tokens, tuple(nano_ops))
 
 
@@ -31,7 +36,7 @@ def phased_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1) -> Pl
     """
     graph, ranges = model_graph(config, tp), _halves(tokens, split)
     names = _op_names(graph)
-    network = {op.name for ops in graph.layers for op in ops if op.kind == "network"}
+    network = _network(graph)
     tail = names[names.index("out_proj") :]
 
     def nano(op: str, half: int, **rest) -> NanoOp:
@@ -62,6 +67,10 @@ def _op_names(graph: Graph) -> tuple[str, ...]:
                 names.insert(at, op.name)
                 at += 1
     return tuple(names)
+
+
+def _network(graph: Graph) -> set[str]:
+    return {op.name for ops in graph.layers for op in ops if op.kind == "network"}
 
 
 def _halves(tokens: int, split: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -76,6 +76,22 @@ def _source(graph: Graph, layer: int, value: str) -> Source:
     return (layer - 1, graph.leaves(layer - 1)[value == "y"]) if layer else (-1, value)
 
 
+class Reads:
+    """Who reads which value when, in a program and after it."""
+
+    def __init__(self, runs: tuple[Run, ...], final: tuple[Source, ...]):
+        self._reads: dict[Source, list[tuple[int, Span]]] = {}
+        for index, run in enumerate(runs):
+            for source in run.reads:
+                self._reads.setdefault(source, []).append((index, run.span))
+        for source in final:
+            self._reads.setdefault(source, []).append((len(runs), Span(0, max(run.nano.stop for run in runs))))
+
+    def later(self, index: int, source: Source, span: Span) -> bool:
+        """Whether the run of this index, or one after it, reads some of the span."""
+        return any(at >= index and other.meets(span) for at, other in self._reads.get(source, []))
+
+
 def check(plan: Plan, graph: Graph) -> None:
     """Refuses a plan that is not one for this graph.
 

@@ -14,10 +14,13 @@ from jaxflow.pipeline.order import Source, Span
 class Piece:
     """A value's rows of the tokens of `span`; `array` may be a pytree of arrays with the same rows."""
 
+    source: Source
     span: Span
     array: Any
     merged: bool = False  # holds the outputs of both attentions
-    barrier: object = None  # the last barrier it went through
+    passed: int = 0  # the barriers it went through, a bit each
+    behind: int = 0  # the barriers that it, or what it was made from, went through
+    followers: list["Piece"] = dataclasses.field(default_factory=list)  # what was made from it
 
 
 class Pieces:
@@ -34,7 +37,7 @@ class Pieces:
         return other
 
     def put(self, source: Source, span: Span, array: Any) -> Piece:
-        piece = Piece(self._clip(source, span), array)
+        piece = Piece(source, self._clip(source, span), array)
         self._pieces.setdefault(source, []).append(piece)
         return piece
 
@@ -44,7 +47,7 @@ class Pieces:
             source = (layer, value)
             gone = self._clip(source, span)
             self._pieces[source] = [piece for piece in self._pieces.get(source, []) if piece.span != gone]
-        piece = Piece(span, array, merged=True)
+        piece = Piece((layer, "o_chunk"), span, array, merged=True)
         self._pieces[layer, "o_chunk"].append(piece)
         return piece
 

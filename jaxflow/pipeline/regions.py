@@ -9,7 +9,7 @@ array, as `out_proj` would; the first layer's sum, of one term, is no step.
 import dataclasses
 from typing import Literal
 
-from jaxflow.pipeline.order import ATTENTION, MAIN, Run, Source, Span
+from jaxflow.pipeline.order import ATTENTION, MAIN, Reads, Run, Source, Span
 from jaxflow.pipeline.plan import PlanError
 
 ADD_NORMS = ("attn_norm", "mlp_norm")
@@ -43,19 +43,17 @@ class Group:
     last: int
     segments: tuple[Segment, ...] = ()
 
+    @property
+    def first(self) -> int:
+        return self.last - len(self.runs)
 
-def grouped(runs: tuple[Run, ...], final: tuple[Source, ...]) -> tuple[Group, ...]:
+
+def grouped(runs: tuple[Run, ...], reads: Reads) -> tuple[Group, ...]:
     """The program in groups; a run that waits begins one, and so does a change of tokens.
 
     Raises:
       PlanError: if a side stream would leave a value that is not one array.
     """
-    reads: dict[Source, list[tuple[int, Span]]] = {}
-    for index, run in enumerate(runs):
-        for source in run.reads:
-            reads.setdefault(source, []).append((index, run.span))
-    for source in final:
-        reads.setdefault(source, []).append((len(runs), Span(0, max(run.nano.stop for run in runs))))
     groups: list[Group] = []
     current: list[Run] = []
     for index, run in enumerate(runs):
@@ -91,7 +89,7 @@ def _steps(runs: tuple[Run, ...]) -> list[Step]:
     return steps
 
 
-def _segments(runs: tuple[Run, ...], last: int, reads: dict[Source, list[tuple[int, Span]]]) -> tuple[Segment, ...]:
+def _segments(runs: tuple[Run, ...], last: int, reads: Reads) -> tuple[Segment, ...]:
     steps, segments, at = _steps(runs), [], 0
     while at < len(steps):
         for stop in range(len(steps), at, -1):
@@ -109,9 +107,7 @@ def _segments(runs: tuple[Run, ...], last: int, reads: dict[Source, list[tuple[i
     return tuple(segments)
 
 
-def _outliving(
-    steps: list[Step], first: int, stop: int, last: int, reads: dict[Source, list[tuple[int, Span]]]
-) -> list[tuple[Source, Span]]:
+def _outliving(steps: list[Step], first: int, stop: int, last: int, reads: Reads) -> list[tuple[Source, Span]]:
     """What steps [first, stop) make and what comes after them reads."""
     made: dict[tuple[Source, Span], None] = {}
     for step in steps[first:stop]:
@@ -121,6 +117,6 @@ def _outliving(
 
     def read_later(source: Source, span: Span) -> bool:
         here = any(source in step.reads and step.run.span.meets(span) for step in steps[stop:])
-        return here or any(index >= last and other.meets(span) for index, other in reads.get(source, []))
+        return here or reads.later(last, source, span)
 
     return [(source, span) for source, span in made if read_later(source, span)]

@@ -11,13 +11,25 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax._src.state.discharge import discharge_state  # kernels with `jax.new_ref` need it, and no public name has it
 from jax.experimental.compute_on import compute_on
 from jax.extend import core
 
-# What XLA is compiled with where a plan has side streams: by default it would chain their kernels in one CUDA graph.
-CONCURRENT_GRAPHS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-# ... and where it has collectives: small ones would otherwise be kernels on the computing streams.
-ASYNC_COLLECTIVES = {"xla_gpu_experimental_use_collective_kernels": ""}
+
+def xla_options(*, side_streams: bool, collectives: bool) -> dict[str, Any]:
+    """XLA flags that a GPU step of several nano-batches needs, for `compile(compiler_options=...)`.
+
+    By default XLA chains the kernels of side streams in one CUDA graph, makes small collectives kernels of the
+    computing streams, and, scheduling collectives, issues the side streams late.
+    """
+    options: dict[str, Any] = {}
+    if collectives:
+        options["xla_gpu_experimental_use_collective_kernels"] = ""
+    if side_streams:
+        options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
+    if collectives and side_streams:
+        options["xla_gpu_enable_latency_hiding_scheduler"] = False
+    return options
 
 
 def together[T](values: list[T]) -> list[T]:
@@ -29,15 +41,15 @@ def region(stream: int, work: Callable[[], jax.Array]) -> jax.Array:
     """`work()` on stream 1 or higher, beside what the main stream and other streams do.
 
     It returns one array: XLA turns each of several outputs into a region of its own, and waits for the first at once.
-    Nested jits are dissolved, for which XLA has no stream; loops and collectives inside are refused by XLA.
+    Nested jits are dissolved, for which XLA has no stream; it refuses loops and collectives in a region.
     """
     place = functools.partial(compute_on, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device)
     return place(lambda: dissolved(work))()  # pyright: ignore[reportCallIssue]
 
 
 def dissolved(work: Callable[[], jax.Array]) -> jax.Array:
-    """`work()` without the jits inside it: each becomes its body."""
-    traced = jax.make_jaxpr(work)()
+    """`work()` without the jits and the mutable references inside it: bodies and values take their places."""
+    traced = discharge_state(jax.make_jaxpr(work)())
     (out,) = _evaluate(traced.jaxpr, traced.consts, ())
     return out
 

@@ -1,0 +1,168 @@
+"""Random plans and random steps for the tests of the compiler."""
+
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import paths
+from hypothesis import strategies as st
+
+from jaxflow.config import ModelConfig
+from jaxflow.memory.kv_cache import cache_spec
+from jaxflow.mesh import axis_of, make_mesh, over_shards
+from jaxflow.model import ops, transformer, weights
+from jaxflow.model.batch import Batch, cache_slots
+from jaxflow.model.graph import Graph, model_graph
+from jaxflow.model.hf_config import model_config_from_hf
+from jaxflow.pipeline.compiler import compile_plan
+from jaxflow.pipeline.plan import NanoOp, Plan
+from pallas_kernels.kernel_set import REFERENCE
+
+ROWS, PAGE, PAGES_A_ROW = 10, 4, 8
+
+
+def config_of(name: str) -> ModelConfig:
+    return model_config_from_hf(json.loads((paths.MODELS / name / "config.json").read_text()))
+
+
+def ready(nano: NanoOp, issued: list[NanoOp], ops_by_name: dict, makers: dict[str, str]) -> bool:
+    """Whether all that the nano-op reads of its own layer was issued, by brute force over tokens."""
+
+    def tokens(op: str) -> set[int]:
+        return {t for other in issued if other.op == op for t in range(other.start, other.stop)}
+
+    needs = [makers[value] for value in ops_by_name[nano.op].inputs if value in makers and value != "kv"]
+    data = all(set(range(nano.start, nano.stop)) <= tokens(maker) for maker in needs)
+    return data and (not nano.op.endswith("attention") or set(range(nano.stop)) <= tokens("rope_append"))
+
+
+@st.composite
+def plans(draw, graph: Graph, tokens: int, streams: bool = False) -> Plan:
+    """A plan with its own cuts for some ops, in any order that data allows, rotated over the layers' border."""
+    by_name = {op.name: op for layer in graph.layers for op in layer}
+    makers = {value: op.name for op in graph.layers[-1] for value in op.outputs}
+    cut = st.lists(st.integers(1, tokens - 1), max_size=2, unique=True).map(sorted)
+    common, left = draw(cut), []
+    for op in by_name:
+        cuts = draw(st.one_of(st.just(common), st.just(common), cut))
+        for i, (start, stop) in enumerate(zip([0, *cuts], [*cuts, tokens], strict=True)):
+            left.append(NanoOp(f"{op}.{i}", op, start, stop))
+    issued: list[NanoOp] = []
+    while left:
+        nano = draw(st.sampled_from([nano for nano in left if ready(nano, issued, by_name, makers)]))
+        left.remove(nano)
+        issued.append(nano)
+    if streams:
+        fixed = {op.name for op in by_name.values() if op.kind == "network" or "experts" in op.inputs or op.name == "rope_append"}
+        pinned = fixed | {name for name in by_name if "expert" in name or name == "router"}
+        chosen = {name: draw(st.integers(0, 2)) for name in by_name if name not in pinned}
+        issued = [_with(nano, stream=chosen.get(nano.op, 0)) for nano in issued]
+        waiting = draw(st.integers(0, len(issued) - 1))
+        others = [nano.id for at, nano in enumerate(issued) if at != waiting]
+        issued[waiting] = _with(issued[waiting], waits=tuple(draw(st.lists(st.sampled_from(others), max_size=3, unique=True))))
+    turn = draw(st.integers(0, len(issued) - 1))
+    return Plan("drawn", tokens, (*issued[turn:], *(_with(nano, ahead=1) for nano in issued[:turn])))
+
+
+def _with(nano: NanoOp, **changes) -> NanoOp:
+    fields = {name: getattr(nano, name) for name in nano.__struct_fields__}
+    return NanoOp(**(fields | changes))
+
+
+@st.composite
+def steps(draw, config: ModelConfig, tokens: int, cuts: tuple[int, ...]) -> Batch:
+    """A step of decodes, then chunks, then padding, as `step` makes it."""
+    decodes = draw(st.integers(0, min(ROWS - 1, tokens)))
+    left, sizes = tokens - decodes, []
+    while left and decodes + len(sizes) < ROWS and draw(st.booleans()):
+        sizes.append(draw(st.integers(1, left)))
+        left -= sizes[-1]
+    return step(config, tokens, cuts, decodes, sizes, draw(st.integers(0, 2**32 - 1)))
+
+
+def step(config: ModelConfig, tokens: int, cuts: tuple[int, ...], decodes: int, sizes: Sequence[int], seed: int = 0) -> Batch:
+    """A step of `decodes` and of chunks of these sizes, at random positions of their sequences, cut at the plan's borders."""
+    rng = np.random.default_rng(seed)
+    longest = PAGES_A_ROW * PAGE
+    rows = [(1, int(rng.integers(0, longest))) for _ in range(decodes)]
+    rows += [(size, int(rng.integers(0, longest - size + 1))) for size in sizes]
+    groups = len(config.windows)
+    table = np.stack([rng.permutation(ROWS * PAGES_A_ROW).reshape(ROWS, PAGES_A_ROW) for _ in range(groups)]).astype(np.int32)
+    token_rows, positions = np.full(tokens, -1, np.int32), np.zeros(tokens, np.int32)
+    lengths, sample = np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32)
+    chunks, at = [], 0
+    for row, (size, start) in enumerate(rows):
+        token_rows[at : at + size], positions[at : at + size] = row, np.arange(start, start + size)
+        lengths[row], sample[row] = start + size, at + size - 1
+        inner = [at, *(cut for cut in cuts if row >= decodes and at < cut < at + size), at + size]
+        if row >= decodes:
+            chunks += [(a, b - a, row, start + a - at) for a, b in itertools.pairwise(inner)]
+        at += size
+    chunks += [(0, 0, 0, 0)] * (ROWS + len(cuts) - len(chunks))
+    return Batch(
+        token_ids=rng.integers(0, config.vocab_size, tokens).astype(np.int32),
+        positions=positions,
+        slots=np.asarray(cache_slots(jnp.asarray(table), jnp.asarray(token_rows), jnp.asarray(positions), PAGE)),
+        page_table=table,
+        lengths=lengths,
+        num_decodes=np.int32(decodes),
+        chunks=np.array(chunks, np.int32),
+        sample_tokens=sample,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """A model with random weights and a random cache, on `tp` devices, to run forwards on."""
+
+    config: ModelConfig
+    tp: int = 1
+
+    @property
+    def graph(self) -> Graph:
+        return model_graph(self.config, self.tp)
+
+    def jitted(self, forward):
+        """(weights, kv, batch) -> (logits of the rows, residual stream, cache)."""
+        mesh = make_mesh(self.tp)
+        c = ops.Context(self.config, REFERENCE, axis_of(mesh))
+
+        def step(w, kv, batch):
+            hidden, x, kv = forward(c, w, kv, batch)
+            return ops.logits(c, w, hidden), x, kv
+
+        replicated, kv_specs = jax.sharding.PartitionSpec(), [(cache_spec(mesh),) * 2 for _ in self.config.layers]
+        specs = (weights.shardings(self.config, mesh), kv_specs, replicated)
+        return jax.jit(over_shards(step, mesh, specs, (replicated, replicated, kv_specs)))
+
+    def check(self, plan: Plan, *batches: Batch) -> None:
+        """Law 1: the plan computes what the plain forward computes."""
+        w, kv, forward = plain(self)
+        planned = self.jitted(compile_plan(plan, self.config, self.tp))
+        for batch in batches:
+            logits, x, cache = planned(w, kv, batch)
+            want_logits, want_x, want_cache = forward(w, kv, batch)
+            there = batch.lengths > 0
+            close(logits[there], want_logits[there])
+            assert (np.argmax(logits, -1)[there] == np.argmax(want_logits, -1)[there]).all()
+            real = int((batch.slots[0] < ROWS * PAGES_A_ROW * PAGE).sum())
+            close(x[:real], want_x[:real])
+            jax.tree.map(close, cache, want_cache)
+
+
+def close(got, want) -> None:
+    np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+
+
+@functools.cache
+def plain(bench: Bench):
+    """Weights, a cache and the plain forward, compiled once for each model."""
+    config, rng = bench.config, np.random.default_rng(7)
+    shape = (ROWS * PAGES_A_ROW, max(config.num_kv_heads, bench.tp), PAGE, config.head_dim)
+    kv = [tuple(rng.normal(size=shape).astype(np.float32) for _ in "kv") for _ in config.layers]
+    return weights.dummy_weights(config, jnp.float32, make_mesh(bench.tp), seed=3), kv, bench.jitted(transformer.forward)

@@ -1,0 +1,149 @@
+"""Plans as data: files, borders, and every way of being wrong is found and named."""
+
+import drawn
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxflow.model.graph import model_graph
+from jaxflow.pipeline.compiler import compile_plan, xla_options
+from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.order import check, program
+from jaxflow.pipeline.plan import NanoOp, Plan, PlanError, Target, borders, from_json, load, save, shipped, to_json
+
+CONFIGS = {name: drawn.config_of(name) for name in ("tiny-llama", "tiny-gemma2", "tiny-mixtral", "tiny-opt")}
+LLAMA = CONFIGS["tiny-llama"]
+TARGET = Target("llama-3.1-8b", "NVIDIA H200", 1, "bfloat16", "bfloat16", 1024, 1024, 800)
+
+
+def edited(plan, nano_id, **changes):
+    """The plan with one entry changed; with no changes, without it."""
+    entries = (msgspec.structs.replace(n, **changes) if n.id == nano_id else n for n in plan.nano_ops if changes or n.id != nano_id)
+    return msgspec.structs.replace(plan, nano_ops=tuple(entries))
+
+
+def swapped(plan, a, b):
+    entries = list(plan.nano_ops)
+    i, j = (next(k for k, n in enumerate(entries) if n.id == name) for name in (a, b))
+    entries[i], entries[j] = entries[j], entries[i]
+    return msgspec.structs.replace(plan, nano_ops=tuple(entries))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_handmade_plans_are_plans(name, tp):
+    config = CONFIGS[name]
+    for plan in (sequential_plan(config, 24, tp), two_nano_batch_plan(config, 24, 7, tp), phased_plan(config, 24, 16, tp)):
+        graph = model_graph(config, tp)
+        check(plan, graph)
+        runs = program(plan, graph)
+        assert len(runs) == sum(len([n for n in plan.nano_ops if n.op == op.name]) for ops in graph.layers for op in ops)
+        assert from_json(to_json(plan)) == plan
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_drawn_plans_are_plans_and_survive_files(data):
+    graph = model_graph(CONFIGS[data.draw(st.sampled_from(sorted(CONFIGS)))])
+    plan = data.draw(drawn.plans(graph, 16, streams=True))
+    check(plan, graph)
+    assert from_json(to_json(plan)) == plan
+    cuts = {t for n in plan.nano_ops if n.op == "chunk_attention" for t in (n.start, n.stop)}
+    assert borders(plan) == tuple(sorted(cuts - {0, 16}))
+
+
+def test_files(tmp_path):
+    plan = msgspec.structs.replace(two_nano_batch_plan(LLAMA, 24, 7), target=TARGET)
+    save(plan, tmp_path / "a.json")
+    save(msgspec.structs.replace(plan, name="other", target=msgspec.structs.replace(TARGET, tensor_parallel_size=4)), tmp_path / "b.json")
+    save(sequential_plan(LLAMA, 24), tmp_path / "c.json")
+    assert load(tmp_path / "a.json") == plan and borders(plan) == (7,)
+    assert shipped("llama-3.1-8b", "NVIDIA H200", 1, "bfloat16", "bfloat16", folder=tmp_path) == (plan,)
+    assert [p.name for p in shipped("llama-3.1-8b", "NVIDIA H200", 4, "bfloat16", "bfloat16", folder=tmp_path)] == ["other"]
+    assert shipped("llama-3.1-8b", "NVIDIA H200", 1, "float32", "bfloat16", folder=tmp_path) == ()
+    with pytest.raises(PlanError, match=r"nowhere\.json: No such file"):
+        load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{", "x.json: "),
+        (b"[]", "x.json: "),
+        (b'{"name": "a"}', "schema_version"),
+        (b'{"schema_version": 2, "name": "a"}', "schema_version=2 is not supported: this release reads 1"),
+        (b'{"schema_version": 1, "name": "a", "tokens": 8}', "nano_ops"),
+        (b'{"schema_version": 1, "name": "a", "tokens": "8", "nano_ops": []}', r"\$\.tokens"),
+        (b'{"schema_version": 1, "name": "a", "tokens": 8, "nano_ops": [{"id": "q", "op": "qkv", "start": 0}]}', r"nano_ops\[0\]"),
+        (b'{"schema_version": 1, "name": "a", "tokens": 8, "nano_ops": [], "speed": 9}', "speed"),
+    ],
+)
+def test_what_is_no_plan_is_refused_by_name(text, message):
+    with pytest.raises(PlanError, match=message) as refused:
+        from_json(text, "x.json")
+    assert refused.value.entry == "x.json"
+
+
+TWO = two_nano_batch_plan(LLAMA, 16, 6)
+WRONG = [
+    (edited(TWO, "qkv.1"), "qkv.0", r"qkv of tokens \[6, 16\) runs nowhere"),
+    (edited(TWO, "qkv.1", start=8), "qkv.1", r"qkv of tokens \[6, 8\) runs nowhere"),
+    (edited(TWO, "qkv.1", start=4), "qkv.1", r"qkv of tokens \[4, 6\) runs more than once"),
+    (edited(TWO, "down.1", stop=17), "down.1", r"tokens \[6, 17\) are not within \[0, 16\)"),
+    (edited(TWO, "down.1", stop=6), "down.1", r"tokens \[6, 6\)"),
+    (edited(TWO, "down.0", op="rest"), "down.0", "op='rest' is not in this model's layers: attn_norm, qkv"),
+    (edited(TWO, "down.0", op="router"), "down.0", "op='router' is not in"),
+    (edited(TWO, "down.0", id="down.1"), "down.1", "another nano-op has this id"),
+    (edited(TWO, "down.0", stream=-1), "down.0", "stream=-1"),
+    (edited(TWO, "down.0", sms=0), "down.0", "sms=0"),
+    (edited(TWO, "rope_append.0", stream=1), "rope_append.0", "runs on the main stream"),
+    (edited(TWO, "down.0", waits=("lunch",)), "down.0", "waits for 'lunch'"),
+    (edited(TWO, "down.0", waits=("down.0",)), "down.0", "waits for 'down.0'"),
+    (swapped(TWO, "up_gate.0", "down.0"), "down.0", r"reads a of tokens \[0, 6\) of layer 0 before it is made"),
+    (edited(TWO, "down.0", ahead=1), "down.0", r"reads a of tokens \[0, 6\) of layer 0 before it is made"),
+    (edited(TWO, "attn_norm.1", ahead=1), "attn_norm.1", r"reads y2 of tokens \[6, 16\) of layer 0 before"),
+    (msgspec.structs.replace(TWO, tokens=20), "attn_norm.1", r"attn_norm of tokens \[16, 20\) runs nowhere"),
+    (Plan("empty", 16, ()), "attn_norm", "no nano-op runs this op"),
+]
+
+
+@pytest.mark.parametrize(("plan", "entry", "message"), WRONG, ids=[f"{entry}-{i}" for i, (_, entry, _) in enumerate(WRONG)])
+def test_wrong_plans_are_refused_by_entry(plan, entry, message):
+    with pytest.raises(PlanError, match=message) as refused:
+        check(plan, model_graph(LLAMA))
+    assert refused.value.entry == entry
+
+
+def test_attention_needs_the_appends_of_all_tokens_before_it():
+    """A prefill chunk's later half reads what its earlier half appended: data alone would allow this order."""
+    order = ["attn_norm.0", "attn_norm.1", "qkv.0", "qkv.1", "rope_append.1", "chunk_attention.1", "decode_attention.1", "rope_append.0"]
+    rest = [n.id for n in TWO.nano_ops if n.id not in order]
+    by_id = {n.id: n for n in TWO.nano_ops}
+    plan = msgspec.structs.replace(TWO, nano_ops=tuple(by_id[name] for name in order + rest))
+    with pytest.raises(PlanError, match=r"chunk_attention.1: reads keys before rope_append of tokens \[0, 6\)"):
+        check(plan, model_graph(LLAMA))
+
+
+def test_what_the_compiler_cannot_do_is_refused():
+    bounded = edited(TWO, "down.0", sms=108)
+    with pytest.raises(PlanError, match=r"down.0: sms=108: no kernels that keep to a number of SMs"):
+        compile_plan(bounded, LLAMA)
+    mixtral = CONFIGS["tiny-mixtral"]
+    apart = edited(sequential_plan(mixtral, 16), "router", stream=1)
+    with pytest.raises(PlanError, match="router: from here to router, stream 1 nowhere leaves a single array"):
+        compile_plan(apart, mixtral)
+    with pytest.raises(PlanError, match=r"split: 16 does not cut \[0, 16\) in two"):
+        two_nano_batch_plan(LLAMA, 16, 16)
+
+
+def test_only_plans_with_nano_batches_ask_for_xla_flags():
+    assert xla_options(sequential_plan(LLAMA, 16)) == xla_options(TWO) == xla_options(sequential_plan(LLAMA, 16, 2), 2) == {}
+    assert set(xla_options(two_nano_batch_plan(LLAMA, 16, 6, 2), 2)) == {"xla_gpu_experimental_use_collective_kernels"}
+    assert xla_options(phased_plan(LLAMA, 16, 6))["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
+
+
+def test_nano_ops_are_small_in_files():
+    assert b'"stream"' not in to_json(TWO) and NanoOp("a", "qkv", 0, 1) == msgspec.json.decode(
+        b'{"id":"a","op":"qkv","start":0,"stop":1}', type=NanoOp
+    )
