@@ -130,7 +130,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     max_model_len: int | None = None  # None: what the checkpoint was made for
     max_num_batched_tokens: int | None = None  # the dense batch of a step; None: 2048 on a GPU, 256 on CPU
-    max_num_seqs: int | None = None  # running sequences; None: 256 on a GPU, 8 on CPU
+    max_num_seqs: int | None = None  # running sequences; None: 512 on a GPU, 8 on CPU
     max_waiting: int = 4096  # requests waiting at most; one more is refused
     gpu_memory_utilization: float = 0.9
     num_kv_pages: int | None = None  # None: as memory allows

@@ -18,7 +18,7 @@ _HELP = {
     "tensor_parallel_size": "Devices to shard the model over.",
     "max_model_len": "Longest sequence, prompt and output together; default: what the checkpoint was made for.",
     "max_num_batched_tokens": "Tokens in a step at most, the dense batch; default: 2048 on a GPU, 256 on CPU.",
-    "max_num_seqs": "Sequences running at once at most; default: 256 on a GPU, 8 on CPU.",
+    "max_num_seqs": "Sequences running at once at most; default: 512 on a GPU, 8 on CPU.",
     "max_waiting": "Requests waiting at most; one more is refused.",
     "gpu_memory_utilization": "Share of the device's memory to use.",
     "num_kv_pages": "Pages of KV cache; default: as many as memory allows.",

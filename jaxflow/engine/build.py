@@ -1,6 +1,7 @@
 """From settings and a checkpoint to a running engine: every default is decided here, once, and can be read back."""
 
 import dataclasses
+import gc
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -56,7 +57,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     longest = config.max_model_len or model.max_position
     if longest > model.max_position:
         raise ConfigError("max_model_len", longest, f"at most {model.max_position}, which the checkpoint was made for")
-    seqs = config.max_num_seqs or (256 if gpu else 8)
+    seqs = config.max_num_seqs or (512 if gpu else 8)
     budget = config.max_num_batched_tokens or (2048 if gpu else 256)
     if budget < seqs:
         raise ConfigError("max_num_batched_tokens", budget, f"at least max_num_seqs={seqs}, a token for each running sequence")
@@ -71,12 +72,13 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def token_buckets(budget: int, *, few: bool) -> tuple[int, ...]:
-    """Sizes of a step that are compiled: powers of two from 8 to 256, then multiples of 128, and the budget itself.
+    """Sizes of a step that are compiled: powers of two from 8 to 256, multiples of 128 to 1024, of 256 above, and the budget.
 
+    Under load steps are filled to the budget, so few run at the sizes just below it; each costs a second of start-up.
     `few`: only every third power of two, where compiling costs more than padding (CPU).
     """
     powers = [2**i for i in range(3, 9, 3 if few else 1)]
-    sizes = {*powers, *(() if few else range(384, budget, 128))}
+    sizes = {*powers, *(() if few else (*range(384, 1025, 128), *range(1280, budget, 256)))}
     return (*sorted(size for size in sizes if size < budget), budget)
 
 
@@ -131,6 +133,9 @@ def start_engine(config: EngineConfig, checkpoint: Checkpoint, *, progress: bool
     executor = make_executor(config, checkpoint, plans, progress=progress)
     with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
         warm_up_s = executor.warm_up(_advance(bar))
+    # Compiled programs are millions of objects that live as long as the process: the collector need not walk them within a step.
+    gc.collect()
+    gc.freeze()
     loop = make_loop(config, checkpoint.model_config, executor, {tokens: plan.name for tokens, plan in plans.items()})
     driver = Driver(loop)
     driver.start()
