@@ -101,8 +101,7 @@ def chunk_attention(
     body = functools.partial(
         _attend, sms=sms, kv=kv, tile=tile, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret is not None
     )
-    out = jax.new_ref(jnp.zeros_like(q))
-    plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=(),
         grid=(sms,),
@@ -113,16 +112,9 @@ def chunk_attention(
         compiler_params=LANE,
         kernel_name=f"chunk_attention_{sms}",
         interpret=interpret,
-    )(
-        rows_of_eight(q),
-        flat(k_pages),
-        flat(v_pages),
-        page_table.astype(jnp.int32),
-        work.tiles,
-        work.count,
-        out,
     )
-    return jax.freeze(out)
+    inputs = rows_of_eight(q), flat(k_pages), flat(v_pages), page_table.astype(jnp.int32), work.tiles, work.count
+    return pl.run_state(lambda out: kernel(*inputs, out))(lax.full(q.shape, 0, q.dtype))
 
 
 def _scratch(tile: ChunkTile, h: int, dtype) -> dict:

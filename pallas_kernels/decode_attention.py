@@ -414,8 +414,7 @@ def _join(out, parts, levels, work, *, group, cols, kv, interpret):
             plgpu.copy_smem_to_gmem(o_s.at[pl.ds(0, group)], o_ref.at[pl.ds(row * n + head * group, group)])
             plgpu.wait_smem_to_gmem(0)
 
-    ref = jax.new_ref(out)
-    plgpu.kernel(
+    join = plgpu.kernel(
         body,
         out_type=(),
         grid=(workers,),
@@ -424,5 +423,5 @@ def _join(out, parts, levels, work, *, group, cols, kv, interpret):
         compiler_params=LANE,
         kernel_name="decode_attention_join",
         interpret=interpret,
-    )(parts, levels, work.pieces, work.chains, ref)
-    return jax.freeze(ref)
+    )
+    return pl.run_state(lambda o: join(parts, levels, work.pieces, work.chains, o))(out)
