@@ -156,7 +156,7 @@ def _missing(wanted: Span, pieces: list[Span]) -> Span | None:
     at = wanted.start
     for piece in sorted(pieces, key=lambda piece: piece.start):
         if piece.start > at:
-            break
+            return Span(at, min(piece.start, wanted.stop)) if at < wanted.stop else None
         at = max(at, piece.stop)
     return Span(at, wanted.stop) if at < wanted.stop else None
 
