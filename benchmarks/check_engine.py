@@ -1,0 +1,102 @@
+"""Holds the engine on this device's kernels against the engine on their jnp twins, on one GPU.
+
+Greedy answers are made with the fast kernels (decode attention, chunks of every size, batches that change from step to
+step); then both engines read the same prompts with these answers behind them, and the log-probabilities that they give
+each token are compared. In bfloat16 two right engines differ by rounding; a wrong key, page or mask shows as a difference of ones.
+
+    python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4]
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+
+import numpy as np
+
+from jaxflow.config import EngineConfig
+from jaxflow.engine.build import choose_plans, make_executor, make_loop, prepare_process, resolve
+from jaxflow.engine.loop import Loop
+from jaxflow.engine.request import Delta, Logprob, Request, SamplingParams, Started
+from jaxflow.model.checkpoint import open_checkpoint
+from pallas_kernels.kernel_set import REFERENCE
+
+MEAN, LARGEST = 0.02, 0.5  # nats that log-probabilities may differ by
+BEST = 0.9  # share of drawn tokens
+
+
+def run(engine: Loop, requests: list[Request]) -> tuple[dict[str, list[int]], dict[str, list[Logprob]]]:
+    """(drawn tokens, what the model makes of each of the prompt's tokens) of each request, all at once."""
+    tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    prompts: dict[str, list[Logprob]] = {}
+    for request in requests:
+        engine.add(request, 0.0)
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, Delta):
+                tokens[event.request_id] += event.token_ids
+            elif isinstance(event, Started) and event.prompt_logprobs:
+                prompts[event.request_id] = [next(iter(entry.values())) for entry in event.prompt_logprobs if entry]
+    return tokens, prompts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--output_json")
+    given = parser.parse_args()
+    settings = EngineConfig(
+        model=given.model, load_format="dummy", max_model_len=4096, max_num_batched_tokens=512, max_num_seqs=64, num_kv_pages=1024
+    )
+    prepare_process(settings)
+    checkpoint = open_checkpoint(settings.model, load_format="dummy")
+    model = dataclasses.replace(checkpoint.model_config, layers=checkpoint.model_config.layers[: given.layers])
+    checkpoint = dataclasses.replace(checkpoint, model_config=model)
+    config = resolve(settings, model)
+    plans = choose_plans(config, model)
+    plans = {tokens: plan for tokens, plan in plans.items() if tokens in (8, 64, 256, 512)}
+
+    def engine(kernels) -> Loop:
+        executor = make_executor(config, checkpoint, plans, kernels=kernels, progress=False)
+        executor.warm_up()
+        print(executor.programs.context.kernels.describe(), flush=True)
+        return make_loop(config, model, executor, dict.fromkeys(plans, "sequential"))
+
+    rng = np.random.default_rng()
+    lengths = [1, 2, 63, 64, 65, 127, 500, 1300, 2900, *rng.integers(1, 900, 30).tolist()]
+    prompts = [rng.integers(0, model.vocab_size, n).tolist() for n in lengths]
+    fast = engine(None)
+    greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    drawn, _ = run(fast, [Request(f"{i}", p, greedy) for i, p in enumerate(prompts)])
+    again, _ = run(fast, [Request(f"{i}", p, greedy) for i, p in reversed(list(enumerate(prompts)))])
+    score = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    whole = [Request(f"{i}", p + drawn[f"{i}"], score) for i, p in enumerate(prompts)]
+    _, ours = run(fast, whole)
+    compilations = fast.executor.compilations
+    _, twins = run(engine(REFERENCE), whole)
+    pairs = [(a.logprob, b.logprob) for r in whole for a, b in zip(ours[r.request_id], twins[r.request_id], strict=True)]
+    differences = np.abs(np.subtract(*np.array(pairs).T))
+    # Tokens that decode attention drew must be the twins' best too, but where the two best are a rounding apart.
+    best = [entry.rank == 1 for i in range(len(prompts)) for entry in twins[f"{i}"][-48:]]
+    result = {
+        "model": given.model,
+        "layers": given.layers,
+        "kernels": fast.executor.programs.context.kernels.name,
+        "tokens_compared": int(differences.size),
+        "mean_difference_nats": float(differences.mean()),
+        "largest_difference_nats": float(differences.max()),
+        "drawn_tokens_that_are_the_twins_best": float(np.mean(best)),
+        "same_tokens_in_another_order": float(np.mean([drawn[k][j] == again[k][j] for k in drawn for j in range(48)])),
+        "compilations_after_warmup": compilations,
+    }
+    print(json.dumps(result, indent=1))
+    if given.output_json:
+        with open(given.output_json, "w") as file:
+            json.dump(result, file, indent=1)
+    close = result["mean_difference_nats"] < MEAN and result["largest_difference_nats"] < LARGEST
+    return 0 if close and result["drawn_tokens_that_are_the_twins_best"] > BEST and compilations == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
