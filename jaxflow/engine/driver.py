@@ -13,7 +13,7 @@ from typing import Protocol
 
 from jaxflow.engine.loop import Loop, Stats
 from jaxflow.engine.outputs import refused
-from jaxflow.engine.request import Draining, Event, Finished, QueueFull, Request
+from jaxflow.engine.request import Draining, Event, Finished, InvalidRequest, QueueFull, Request
 
 log = logging.getLogger(__name__)
 
@@ -109,15 +109,12 @@ class Driver:
         except BaseException as fault:
             log.exception("the engine stopped")
             self._fault = fault
-            self._deliver(self._loop.fail(fault))
-        else:
-            for request_id in list(self._loop.request_ids):
-                self._deliver(self._loop.abort(request_id))
-        finally:
-            with self._wake:
-                self._closed = True
-                self._wake.notify_all()
-            self._take_commands()
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+        # What was live, then what was submitted until a moment ago and never reached the loop: nobody waits for ever.
+        self._deliver(self._loop.end_all(self._fault))
+        self._take_commands()
 
     def _next_commands(self) -> bool:
         """Runs what callers asked for; waits when there is nothing to do. Returns False once closed."""
@@ -137,14 +134,20 @@ class Driver:
     def _admit(self, request: Request, mailbox: Mailbox, now: float) -> None:
         with self._wake:
             self._queued -= 1
-        self._mailboxes[request.request_id] = mailbox
+        name = request.request_id
+        if name in self._mailboxes:
+            taken = InvalidRequest("request_id", name, "a name that no request under way has")
+            self._post(mailbox, refused(request, taken))
+            return
+        if self._closed:
+            self._post(mailbox, refused(request, self._fault))
+            return
+        self._mailboxes[name] = mailbox
         try:
             self._loop.add(request, now)
         except Exception as fault:  # this request's fault alone
-            log.exception("request %s was not taken", request.request_id)
+            log.exception("request %s was not taken", name)
             self._deliver(refused(request, fault))
-        if self._fault is not None:
-            self._deliver(self._loop.fail(self._fault))
 
     def _deliver(self, events: Sequence[Event]) -> None:
         """Posts each mailbox its events, in one call."""
@@ -162,10 +165,13 @@ class Driver:
         for request_id in ended:
             mailboxes.pop(request_id, None)
         for mailbox, batch in by_mailbox.values():
-            try:
-                mailbox.post(batch)
-            except Exception:
-                log.exception("a mailbox failed; its request goes on without it")
+            self._post(mailbox, batch)
+
+    def _post(self, mailbox: Mailbox, events: list[Event]) -> None:
+        try:
+            mailbox.post(events)
+        except Exception:
+            log.exception("a mailbox failed; its request goes on without it")
 
     def _refuse_if_ending(self) -> None:
         if self._fault is not None:

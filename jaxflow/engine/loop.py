@@ -59,6 +59,7 @@ class Loop:
         self._live: dict[str, LiveRequest] = {}
         self._slots = SlotTable.empty(executor.slots)
         self._in_flight: InFlight | None = None
+        self._told: list[Event] = []  # of the step being read: a fault midway must not lose who has ended
         self._counts = collections.Counter()
         self._steps_by_plan = collections.Counter()
 
@@ -67,7 +68,12 @@ class Loop:
     def add(self, request: Request, now: float) -> None:
         """Queues a request. Raises: InvalidRequest, QueueFull."""
         sequences = self.scheduler.add(request, now)
-        self._live[request.request_id] = LiveRequest(request, sequences, self._eos, now)
+        try:
+            self._live[request.request_id] = LiveRequest(request, sequences, self._eos, now)
+        except Exception:  # the caller's stop checkers are made there
+            for seq in sequences:
+                self.scheduler.abort(seq)
+            raise
 
     def abort(self, request_id: str) -> list[Event]:
         """Ends what is left of a request, at once."""
@@ -76,10 +82,12 @@ class Loop:
             return []
         return [self._end(live, seq, FinishReason.ABORT) for seq in live.unfinished()]
 
-    def fail(self, fault: BaseException) -> list[Event]:
-        """Ends every request because of a fault of the engine."""
-        every = list(self._live.values())
-        return [self._end(live, seq, FinishReason.ABORT, error=fault) for live in every for seq in live.unfinished()]
+    def end_all(self, fault: BaseException | None) -> list[Event]:
+        """Ends every request; there are no more steps. After a fault the scheduler may be in any state, and is not asked."""
+        every, self._live = list(self._live.values()), {}
+        now = self._clock()
+        ends = [live.finished(seq, FinishReason.ABORT, None, now, fault) for live in every for seq in live.unfinished()]
+        return [*self._told, *ends]
 
     def check(self, request: Request) -> None:
         """Refuses what could never run; any thread may call it. Raises: InvalidRequest."""
@@ -133,7 +141,10 @@ class Loop:
         before, self._in_flight = self._in_flight, None
         if work is not None:
             self._in_flight = InFlight(work, self._enqueue(work))
-        return [] if before is None else self._read(before)
+        if before is not None:
+            self._read(before)
+        told, self._told = self._told, []
+        return told
 
     def _enqueue(self, work: StepWork) -> Pending:
         for seq in work.admitted:
@@ -171,8 +182,8 @@ class Loop:
 
     # ---- results
 
-    def _read(self, step: InFlight) -> list[Event]:
-        """Waits for a step's tokens, and says who gets them."""
+    def _read(self, step: InFlight) -> None:
+        """Waits for a step's tokens, and tells who gets them."""
         work, pending = step.work, step.pending
         tokens = np.asarray(pending.tokens).tolist()
         found = None if pending.logprobs is None else HostLogprobs.of(pending.logprobs)
@@ -182,19 +193,21 @@ class Loop:
         rows = [*work.decodes.tolist(), *(chunk.seq if chunk.samples else None for chunk in work.chunks)]
         drawn = [(row, seq) for row, seq in enumerate(rows) if seq is not None and not seq.finished]
         self.scheduler.commit([seq for _, seq in drawn], [tokens[row] for row, _ in drawn])
-        events: list[Event] = []
-        tell, requests = events.append, self._live
+        tell, requests = self._told.append, self._live
         for row, seq in drawn:
             live = requests[seq.request.request_id]
             if live.first_token_s is None:
                 tell(live.started())
                 live.first_token_s = now
-            delta, reason, by = live.draw(seq, tokens[row], found, row, now)
+            try:
+                delta, reason, by = live.draw(seq, tokens[row], found, row, now)
+            except Exception as fault:  # its stop checker's: this sequence's fault alone
+                tell(self._end(live, seq, FinishReason.ABORT, error=fault))
+                continue
             tell(delta)
             if reason is not None:
                 tell(self._end(live, seq, reason, by))
         self._counts["completion_tokens"] += len(drawn)
-        return events
 
     def _read_prompt(self, work: StepWork, found: HostLogprobs) -> None:
         """Hands each prompt the log-probabilities of its chunk."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxflow.engine.request import (
     Delta,
+    Event,
     Finished,
     FinishReason,
     Logprob,
@@ -160,7 +161,7 @@ class LiveRequest:
         )
 
 
-def refused(request: Request, fault: BaseException) -> list[Finished]:
-    """What a caller is told of a request that the engine could not even queue."""
+def refused(request: Request, fault: BaseException | None) -> list[Event]:
+    """What a caller is told of a request that the engine did not even queue; no fault: it was ending."""
     usage, timings = Usage(len(request.prompt_token_ids), 0, 0), Timings(0.0, 0.0, 0.0, 0)
     return [Finished(request.request_id, i, FinishReason.ABORT, usage, timings, error=fault) for i in range(request.sampling.n)]
