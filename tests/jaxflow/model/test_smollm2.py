@@ -1,0 +1,82 @@
+"""The default chat model, from its GGUF file: its golden through the Python API, and its perplexity through prompt log-probabilities."""
+
+import json
+
+import numpy as np
+import paths
+import pytest
+
+from jaxflow import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=5)
+SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_gguf):
+    with LLM(str(smollm2_gguf), max_model_len=1152, max_num_batched_tokens=256, max_num_seqs=8, progress=False) as llm:
+        yield llm
+        assert llm.driver.stats().compilations_after_warmup == 0
+
+
+@pytest.fixture(scope="module")
+def golden(goldens):
+    return goldens("smollm2-135m-q4")["prompts"]
+
+
+def check(golden, outputs):
+    for prompt, output in zip(golden, outputs, strict=True):
+        (answer,) = output.outputs
+        assert answer.token_ids == prompt["greedy_ids"], prompt["name"]
+        for found, ids, logits in zip(answer.logprobs, prompt["top_ids"], prompt["top_logits"], strict=True):
+            ours = np.array([found[token].logprob for token in ids])
+            np.testing.assert_allclose(ours - ours[0], np.array(logits) - logits[0], atol=1e-3)
+
+
+def test_golden_from_token_ids(llm, golden):
+    check(golden, llm.generate([p["prompt_ids"] for p in golden], GREEDY, use_tqdm=False))
+
+
+def test_golden_from_text_to_text(llm, golden):
+    greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, skip_special_tokens=False)
+    outputs = llm.generate([p["text"] for p in golden], greedy, use_tqdm=False)
+    for prompt, output in zip(golden, outputs, strict=True):
+        assert output.outputs[0].token_ids == prompt["greedy_ids"]
+        assert output.prompt == prompt["text"]
+        assert output.prompt_token_ids == prompt["prompt_ids"]
+        assert output.outputs[0].text == prompt["greedy_text"]
+
+
+def test_a_chat_is_its_template_as_a_prompt(llm, golden):
+    (prompt,) = (p for p in golden if p["name"] == "chat_gravity")
+    messages = []
+    for turn in prompt["text"].split("<|im_start|>")[1:-1]:
+        role, content = turn.removesuffix("<|im_end|>\n").split("\n", 1)
+        messages.append({"role": role, "content": content})
+    (output,) = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=48), use_tqdm=False)
+    assert output.prompt_token_ids == prompt["prompt_ids"]
+    ids = prompt["greedy_ids"]
+    ends = [i for i, token in enumerate(ids) if token in llm.model_config.eos_token_ids]
+    assert output.outputs[0].token_ids == ids[: ends[0] + 1 if ends else None]
+    assert output.outputs[0].finish_reason == ("stop" if ends else "length")
+    assert "<|im_end|>" not in output.outputs[0].text
+
+
+@pytest.mark.parametrize("name", ["smollm2_ppl", "smollm2_ppl_rawtext"])
+def test_perplexity(llm, name):
+    reference = json.loads((paths.PPL / f"{name}.json").read_text())
+    windows = np.load(paths.PPL.parent / reference["tokens_file"])
+    outputs = llm.generate(windows.tolist(), SCORED, use_tqdm=False)
+    found = np.array(
+        [
+            [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], window[1:], strict=True)]
+            for output, window in zip(outputs, windows.tolist(), strict=True)
+        ]
+    )
+    assert all(output.prompt_logprobs[0] is None for output in outputs)
+    for ours, window in zip(found, reference["windows"], strict=True):
+        np.testing.assert_allclose(ours[:16], window["first_logprobs"], atol=1e-3)
+        np.testing.assert_allclose(-ours.sum(), window["nll_all"], rtol=1e-5)
+        np.testing.assert_allclose(-ours[511:].sum(), window["nll_second_half"], rtol=1e-5)
+    assert np.exp(-found.mean()) == pytest.approx(reference["ppl_all_positions"], abs=1e-3)
+    assert np.exp(-found[:, 511:].mean()) == pytest.approx(reference["ppl_second_half"], abs=1e-3)
