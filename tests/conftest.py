@@ -10,6 +10,8 @@ import hypothesis
 import paths
 import pytest
 
+from serving.default_model import default_model
+
 assert "jax" not in sys.modules, "JAX was imported before the tests could choose its platform"
 
 # Environment variables, not jax.config, so that the servers and tools which tests start as processes see the same machine.
@@ -50,4 +52,4 @@ def goldens() -> Callable[[str], dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    return paths.smollm2_gguf()
+    return default_model()

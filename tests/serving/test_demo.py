@@ -1,0 +1,45 @@
+"""What a newcomer sees first: the demo serves a model, asks it, and ends it."""
+
+import re
+import subprocess
+import sys
+
+import paths
+import pytest
+
+from serving import default_model
+
+
+def demo(*arguments):
+    return subprocess.run([sys.executable, "-m", "serving.demo", *arguments], cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_it_serves_asks_and_ends():
+    done = demo("--model", str(paths.MODELS / "stories260K"), "--max_tokens=24", "Once upon a time")
+    assert done.returncode == 0, done.stderr
+    serve, ask, *rest = re.split(r"^\$ ", done.stdout, flags=re.M)[1:]
+    assert rest == []
+    assert re.search(r"^ready on 127\.0\.0\.1:\d+$", serve, re.M)
+    command, answer, *end = ask.splitlines()
+    assert command.endswith("'Once upon a time'")
+    assert answer.strip()
+    assert end[-1] == "drained, 0 aborted"
+    assert "24 tokens" in done.stderr
+
+
+def test_a_server_that_cannot_start_ends_it_with_an_error():
+    done = demo("--model", str(paths.MODELS / "not-there"))
+    assert done.returncode == 1
+    assert "not-there" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_default_model_is_the_locked_one(smollm2_gguf):
+    assert smollm2_gguf.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert smollm2_gguf.stat().st_size == 98_362_432
+
+
+def test_without_the_package_it_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(default_model.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="uv sync --group model"):
+        default_model.default_model()
