@@ -86,3 +86,9 @@ class TestGoldens:
             assert found[0] is None
             ours = [entry[token].logprob for entry, token in zip(found[1:], prompt["prompt_ids"][1:], strict=True)]
             np.testing.assert_allclose(ours, prompt["prompt_logprobs"], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3_moe"])
+def test_more_shards_than_key_value_heads(model, goldens):
+    golden = goldens(model)
+    check(golden, toy.run(toy.loop(model, tp=4), requests(golden)))
