@@ -203,7 +203,7 @@ def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: E
     free = memory_budget(mesh, config) - executor.state_bytes()
     if on_gpu():
         free -= executor.temporary_bytes()  # on CPU the half of memory that is left alone has room for it
-    counts = fit_pages(
+    return fit_pages(
         model,
         free,
         block_size=config.block_size,
@@ -213,8 +213,6 @@ def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: E
         token_budget=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
     )
-    # Free memory differs a little from start to start; the number of pages must not, or nothing compiled is found again.
-    return tuple(n - n % max(1, (1 << n.bit_length()) // 128) for n in counts)
 
 
 def _advance(bar: tqdm) -> Callable[[int, int], None]:

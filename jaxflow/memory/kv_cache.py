@@ -46,7 +46,9 @@ def fit_pages(
 ) -> tuple[int, ...]:
     """Pages of each layer group that fit in `budget_bytes` of one device.
 
-    Window groups get what `max_num_seqs` sequences can see at most, full attention gets the rest.
+    Every group can hold one sequence of `max_model_len` tokens. Of the rest, window groups get what `max_num_seqs`
+    sequences can see at most, full attention what is left. Counts are rounded down to two significant digits or so: free
+    memory differs a little from start to start, and with another number of pages no compiled program is found again.
 
     Raises:
       ConfigError: when not even one sequence of `max_model_len` tokens fits, naming what would.
@@ -54,20 +56,20 @@ def fit_pages(
     sizes = page_bytes(config, block_size, dtype, tp)
     whole = -(-max_model_len // block_size)
     # A window of w tokens straddles one page more than it fills; chunks in flight need their own pages too.
-    per_sequence = tuple(whole if w is None else min(whole, -(-w // block_size) + 1) for w in config.windows)
-    in_flight = -(-token_budget // block_size)
-    ceilings = [max_num_seqs * (whole if w is None else n) + in_flight for w, n in zip(config.windows, per_sequence, strict=True)]
-    counts, left = list(ceilings), budget_bytes
-    for g in sorted(range(len(sizes)), key=lambda g: config.windows[g] is None):  # windows first, full attention last
-        spare = sum(sizes[j] * (per_sequence[j] + in_flight) for j in range(len(sizes)) if j > g) if config.windows[g] is not None else 0
-        counts[g] = min(ceilings[g], max(0, left - spare) // sizes[g])
-        left -= counts[g] * sizes[g]
-    if any(n < need for n, need in zip(counts, per_sequence, strict=True)):
-        need = sum(n * size for n, size in zip(per_sequence, sizes, strict=True))
+    needs = [whole if w is None else min(whole, -(-w // block_size) + 1) for w in config.windows]
+    ceilings = [max_num_seqs * need + -(-token_budget // block_size) for need in needs]
+    need = sum(n * size for n, size in zip(needs, sizes, strict=True))
+    if need > budget_bytes:
         raise ConfigError(
             "max_model_len",
             max_model_len,
-            f"one such sequence needs {need / 2**30:.2f} GiB of KV pages and {budget_bytes / 2**30:.2f} GiB are free; "
+            f"one such sequence needs {need / 2**30:.3f} GiB of KV pages and {max(0, budget_bytes) / 2**30:.3f} GiB are free; "
             "lower max_model_len or raise gpu_memory_utilization",
         )
+    counts, left = list(needs), budget_bytes - need
+    for g in sorted(range(len(sizes)), key=lambda g: config.windows[g] is None):  # windows first, full attention last
+        count = counts[g] + min(ceilings[g] - counts[g], left // sizes[g])
+        count = max(needs[g], count - count % max(1, (1 << count.bit_length()) // 128))
+        left -= (count - counts[g]) * sizes[g]
+        counts[g] = count
     return tuple(counts)

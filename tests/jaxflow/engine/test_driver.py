@@ -5,6 +5,7 @@ import queue
 import random
 import threading
 import time
+from typing import Any
 
 import pytest
 import toy
@@ -67,7 +68,7 @@ class Gated:
 @contextlib.contextmanager
 def driving(fail_at=None, **changes):
     """A started driver over the shared executor."""
-    loop = toy.loop(MODEL, **changes)
+    loop: Any = toy.loop(MODEL, **changes)
     loop.executor = Gated(loop.executor, fail_at)
     driver = Driver(loop)
     driver.start()
