@@ -210,7 +210,7 @@ class TestAbort:
     def test_random_aborts_leave_nothing_behind(self):
         rng = random.Random(5)
         with driving() as (driver, loop):
-            boxes = []
+            boxes, compiled = [], driver.stats().compilations_after_warmup
             for i in range(40):
                 params = SamplingParams(n=rng.choice([1, 1, 2]), max_tokens=rng.randint(1, 40), seed=i)
                 boxes.append((Box(), params.n))
@@ -220,7 +220,7 @@ class TestAbort:
             for box, n in boxes:
                 box.ends(n)
             wait_until(lambda: all_free(loop))
-            assert driver.stats().compilations_after_warmup == 0
+            assert driver.stats().compilations_after_warmup == compiled
 
 
 class TestFaults:
