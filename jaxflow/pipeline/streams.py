@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax._src.state.discharge import discharge_state  # kernels with `jax.new_ref` need it, and no public name has it
 from jax.experimental.compute_on import compute_on
 from jax.extend import core
 
@@ -41,15 +40,16 @@ def region(stream: int, work: Callable[[], jax.Array]) -> jax.Array:
     """`work()` on stream 1 or higher, beside what the main stream and other streams do.
 
     It returns one array: XLA turns each of several outputs into a region of its own, and waits for the first at once.
-    Nested jits are dissolved, for which XLA has no stream; it refuses loops and collectives in a region.
+    Nested jits are dissolved, for which XLA has no stream; it refuses loops, collectives and
+    `jax.new_ref` in a region.
     """
     place = functools.partial(compute_on, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device)
     return place(lambda: dissolved(work))()  # pyright: ignore[reportCallIssue]
 
 
 def dissolved(work: Callable[[], jax.Array]) -> jax.Array:
-    """`work()` without the jits and the mutable references inside it: bodies and values take their places."""
-    traced = discharge_state(jax.make_jaxpr(work)())
+    """`work()` without the jits inside it: each becomes its body."""
+    traced = jax.make_jaxpr(work)()
     (out,) = _evaluate(traced.jaxpr, traced.consts, ())
     return out
 
