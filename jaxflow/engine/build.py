@@ -218,6 +218,6 @@ def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: E
 def _advance(bar: tqdm) -> Callable[[int, int], None]:
     def on_progress(done: int, total: int) -> None:
         bar.total = total
-        bar.update(done - bar.n)
+        bar.update(max(0, done - bar.n))
 
     return on_progress

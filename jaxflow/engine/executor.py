@@ -81,11 +81,11 @@ class Executor:
         """Device memory that the largest step and the samplers after it need beside weights and cache."""
         layout = self.layouts[max(self.layouts)]
         few = (self.pages_per_sequence + 1,) * self.groups
-        step = self._compile_step(layout, few)
+        step = self._compile(self._lower_step(layout, few))
         memory = step.memory_analysis()
         bytes_ = [memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes]
         for kind in ("plain", "full"):
-            memory = self._compile_sampler(layout.rows, kind).memory_analysis()
+            memory = self._compile(self._lower_sampler(layout.rows, kind)).memory_analysis()
             bytes_.append(memory.temp_size_in_bytes + memory.output_size_in_bytes)
         return bytes_[0] + max(bytes_[1:])
 
@@ -115,15 +115,19 @@ class Executor:
         """Compiles every program, several at a time, and runs each once. Returns the seconds it took."""
         start = time.perf_counter()
         rows = sorted({layout.rows for layout in self.layouts.values()})
-        jobs: list[tuple[dict, Any, Callable]] = []
+        jobs: list[tuple[dict, Any, Callable[[], Any]]] = []
         for bucket, layout in sorted(self.layouts.items(), reverse=True):
-            jobs.append((self._steps, bucket, lambda layout=layout: self._compile_step(layout, self.num_pages)))
-            jobs.append((self._prompt, bucket, lambda layout=layout: self._compile_prompt(layout.tokens)))
+            jobs.append((self._steps, bucket, lambda layout=layout: self._lower_step(layout, self.num_pages)))
+            jobs.append((self._prompt, bucket, lambda layout=layout: self._lower_prompt(layout.tokens)))
         jobs += [
-            (self._samplers, (r, kind), lambda r=r, kind=kind: self._compile_sampler(r, kind)) for r in rows for kind in ("plain", "full")
+            (self._samplers, (r, kind), lambda r=r, kind=kind: self._lower_sampler(r, kind)) for r in rows for kind in ("plain", "full")
         ]
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
-            futures = {pool.submit(compile_): (table, key) for table, key, compile_ in jobs}
+            # Lowering is Python, one at a time whatever the threads; compiling is XLA's, and runs beside it.
+            futures: dict[concurrent.futures.Future, tuple[dict, Any]] = {}
+            for table, key, lower in jobs:
+                futures[pool.submit(self._compile, lower())] = table, key
+                on_progress(sum(future.done() for future in futures), len(jobs))
             for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
                 table, key = futures[future]
                 table[key] = future.result()
@@ -215,28 +219,28 @@ class Executor:
     def _dtype(self):
         return self._head["embed"].dtype
 
-    def _compile(self, fn: Callable, *args: Any):
-        return fn.lower(*args).compile(compiler_options=self._options)
+    def _compile(self, lowered: Any) -> Any:
+        return lowered.compile(compiler_options=self._options)
 
-    def _compile_step(self, layout: StepLayout, num_pages: tuple[int, ...]):
+    def _lower_step(self, layout: StepLayout, num_pages: tuple[int, ...]):
         fn = self.programs.step(layout, self._forward_of(layout.tokens))
-        return self._compile(fn, self.weights, *self._state(num_pages), self._abstract((layout.size,), jnp.int32))
+        return fn.lower(self.weights, *self._state(num_pages), self._abstract((layout.size,), jnp.int32))
 
-    def _compile_sampler(self, rows: int, kind: str):
+    def _lower_sampler(self, rows: int, kind: str):
         def vector(dtype, *more) -> Any:
             return self._abstract((rows, *more), dtype)
 
         row = Rows(vector(jnp.int32), vector(jnp.int32), vector(jnp.int32), vector(jnp.float32), vector(jnp.uint32, 2))
         last = self._abstract((self.slots,), jnp.int32)
         if kind == "plain":
-            return self._compile(self.programs.sample_plain(), self._head, self._hidden(rows), row, last)
+            return self.programs.sample_plain().lower(self._head, self._hidden(rows), row, last)
         slots = jax.eval_shape(lambda: empty_slots(self.slots, self._vocabulary()))
         slots = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype), slots)
-        return self._compile(self.programs.sample_full(), self._head, self._hidden(rows), row, last, *slots)
+        return self.programs.sample_full().lower(self._head, self._hidden(rows), row, last, *slots)
 
-    def _compile_prompt(self, tokens: int):
+    def _lower_prompt(self, tokens: int):
         targets = self._abstract((tokens,), jnp.int32)
-        return self._compile(self.programs.prompt_logprobs(), self._prompt_head, self._hidden(tokens), targets)
+        return self.programs.prompt_logprobs().lower(self._prompt_head, self._hidden(tokens), targets)
 
     def _compile_small(self) -> None:
         def shape(a):
@@ -244,10 +248,10 @@ class Executor:
 
         params, counts, table = (jax.tree.map(shape, a) for a in (self.params, self.counts, self.page_table))
         slot = self._abstract((), jnp.int32)
-        self._set_slot = self._compile(self.programs.set_slot(), params, counts, slot, jax.tree.map(shape, slot_values()))
+        self._set_slot = self._compile(self.programs.set_slot().lower(params, counts, slot, jax.tree.map(shape, slot_values())))
         ids, outputs = self._abstract((COUNTED,), jnp.int32), self._abstract((COUNTED,), jnp.bool_)
-        self._count_tokens = self._compile(self.programs.count_tokens(), counts, slot, ids, outputs)
-        self._append_pages = self._compile(self.programs.append_pages(), table, self._abstract((APPENDS, 4), jnp.int32))
+        self._count_tokens = self._compile(self.programs.count_tokens().lower(counts, slot, ids, outputs))
+        self._append_pages = self._compile(self.programs.append_pages().lower(table, self._abstract((APPENDS, 4), jnp.int32)))
 
     def _rehearse(self, layout: StepLayout) -> None:
         """Runs an empty step of a bucket with both samplers, so that first use costs nothing later."""

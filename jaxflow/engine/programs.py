@@ -13,6 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
+from jax.stages import Wrapped
 from jaxtyping import Array, Float, Int, UInt
 
 from jaxflow.engine.layout import StepLayout, apply_page_appends, unpack
@@ -44,7 +45,7 @@ class Programs:
     mesh: Mesh
     weight_specs: Any  # a pytree of PartitionSpec
 
-    def step(self, layout: StepLayout, forward: Callable) -> Callable:
+    def step(self, layout: StepLayout, forward: Callable) -> Wrapped:
         """(weights, kv, page_table, last_tokens, buffer) -> (hidden, x, rows, kv, page_table).
 
         kv and page_table are donated: updated in place.
@@ -67,7 +68,7 @@ class Programs:
         specs = ({name: self.weight_specs[name] for name in head}, REPLICATED)
         return over_shards(lambda w, h: ops.logits(self.context, w, h), self.mesh, specs, REPLICATED)(head, hidden)
 
-    def sample_plain(self) -> Callable:
+    def sample_plain(self) -> Wrapped:
         """(head, hidden, rows, last_tokens) -> (tokens [R], last_tokens): greedy and temperature only."""
 
         def run(head, hidden, rows, last_tokens):
@@ -79,7 +80,7 @@ class Programs:
 
         return jax.jit(run)
 
-    def sample_full(self) -> Callable:
+    def sample_full(self) -> Wrapped:
         """(head, hidden, rows, last_tokens, params, counts) -> (tokens, logprobs, last_tokens, counts); counts donated."""
 
         def run(head, hidden, rows, last_tokens, params, counts):
@@ -92,7 +93,7 @@ class Programs:
 
         return jax.jit(run, donate_argnums=(5,))
 
-    def prompt_logprobs(self) -> Callable:
+    def prompt_logprobs(self) -> Wrapped:
         """(weights of `prompt_head`, x [T, D], targets [T]) -> `LogprobsOut` of each token's successor, T rows."""
         config = self.context.config
 
@@ -109,15 +110,15 @@ class Programs:
 
         return jax.jit(sharded_run)
 
-    def set_slot(self) -> Callable:
+    def set_slot(self) -> Wrapped:
         """(params, counts, slot, values) -> (params, counts), both donated: a running sequence takes a slot."""
         return jax.jit(slot_params.set_slot, donate_argnums=(0, 1))
 
-    def count_tokens(self) -> Callable:
+    def count_tokens(self) -> Wrapped:
         """(counts, slot, token_ids [n], outputs [n]) -> counts, donated: the tokens that penalties look back on."""
         return jax.jit(slot_params.count_tokens, donate_argnums=(0,))
 
-    def append_pages(self) -> Callable:
+    def append_pages(self) -> Wrapped:
         """(page_table, appends [n, 4]) -> page_table, donated: entries that did not fit in a step's buffer."""
         return jax.jit(apply_page_appends, donate_argnums=(0,))
 
