@@ -5,11 +5,14 @@ output gets, `Forecast` finds the most pages that will ever be in use at once. A
 stays within the pool.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from jaxflow.engine.sequence import Sequence
 
-_FOREVER = 2**30
+FOREVER = 2**30
 
 
 class OutputLengths:
@@ -85,20 +88,26 @@ class Forecast:
         rows = np.arange(1, len(order) + 1)
         carries = _count_at_least(part, block_size - phase, block_size)
         use = common + np.cumsum(whole - discount[order]) + rows * late + carries
-        self._steps = np.append(steps, _FOREVER)
+        self._steps = np.append(steps, FOREVER)
         self._use = np.append(use, common)
 
-    def _growth(self, begin: int, end: int, discount: int) -> np.ndarray:
-        """Pages at each of the forecast's times of a sequence that grows from `begin` positions to `end` and stays."""
-        return -(-np.minimum(begin + self._steps, end) // self._size) - discount
+    def _growth(self, begin: int, end: int, found: int, lent: Mapping[int, int]) -> np.ndarray:
+        pages = -(-np.minimum(begin + self._steps, end) // self._size) - found
+        for steps, count in lent.items():
+            pages += count * (self._steps > steps)
+        return pages
 
-    def peak_with(self, begin: int, end: int, discount: int) -> int:
-        """The peak if a sequence is added that first computes `begin` positions, ends at `end`, and finds `discount` pages."""
-        return int((self._use + self._growth(begin, end, discount)).max())
+    def peak_with(self, begin: int, end: int, found: int = 0, lent: Mapping[int, int] = MappingProxyType({})) -> int:
+        """The peak if a sequence is added that first computes `begin` positions and ends at `end`.
 
-    def add(self, begin: int, end: int, discount: int) -> None:
+        `found`: pages of it that are in use already. `lent`: how many of those somebody pays for who would else free them in
+        so many steps; they stay.
+        """
+        return int((self._use + self._growth(begin, end, found, lent)).max())
+
+    def add(self, begin: int, end: int, found: int = 0, lent: Mapping[int, int] = MappingProxyType({})) -> None:
         """Adds it for good."""
-        self._use = self._use + self._growth(begin, end, discount)
+        self._use = self._use + self._growth(begin, end, found, lent)
 
 
 def _count_at_least(values: np.ndarray, floors: np.ndarray, size: int, block: int = 32) -> np.ndarray:

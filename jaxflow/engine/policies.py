@@ -13,7 +13,7 @@ class Policy:
       mixes: prefills and decodes share a step. Otherwise prefills go first and decodes wait for them.
       lockstep: requests start together: none is admitted once the running ones decode, until all of them have ended.
       pads: with `lockstep`, sequences that ended keep their row in every step until the last one ends.
-      whole: a prompt that fits in a step is not cut.
+      whole: a prompt that fits in a step is not begun before it fits beside the decodes.
       max_chunks: sequences that prefill in a step.
       chunked: at most `SchedulerConfig.chunk_size` prefill tokens a step.
       shares: while a prompt longer than a step is prefilled, half of the room is for shorter ones, see `Scheduler`.

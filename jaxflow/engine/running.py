@@ -1,11 +1,12 @@
 """The running sequences: their seats and their pages, kept in step with each other."""
 
 import bisect
+import collections
 import operator
 
 import numpy as np
 
-from jaxflow.engine.admission import Forecast, OutputLengths
+from jaxflow.engine.admission import FOREVER, Forecast, OutputLengths
 from jaxflow.engine.door import SchedulerConfig, window_pages
 from jaxflow.engine.sequence import Seats, Sequence
 from jaxflow.engine.work import Chunk
@@ -30,6 +31,7 @@ class Running:
         self.tables = PageTables(config.num_pages, config.windows, config.block_size, slots, keep=config.enable_prefix_caching)
         self.prefilling: list[Sequence] = []
         self.computed: list[Sequence] = []
+        self._remaining = np.zeros(slots, np.int32)  # by slot, steps after which the forecast has it release its pages
         self._full = config.windows.index(None) if None in config.windows else None
         self._has_windows = any(window is not None for window in config.windows)
 
@@ -131,6 +133,8 @@ class Running:
             prompt = seats.num_prompt[guessed]
             expected = prompt + lengths.expect(seats.num_total[guessed] - prompt, seats.rank[guessed]) - 1
             final[~seats.exact[slots]] = np.minimum(seats.limit[guessed] - 1, expected)
+        self._remaining[:] = FOREVER
+        self._remaining[slots] = final - computed
         discount = tables.count[full] - tables.charged[full]
         forecast = Forecast(computed, final - computed, discount[slots], tables.common(full), size)
         for seq in self.prefilling:
@@ -146,7 +150,9 @@ class Running:
                 if np.minimum(needs, window_pages(window, config.block_size)).sum() > pages:
                     return False
         if self._full is not None:
-            growth = seq.num_total, lengths.final(seq), self.tables.shared(self._full, names)
+            payers = self.tables.payers(self._full, names)
+            lent = collections.Counter(self._remaining[[slot for slot in payers if slot >= 0]].tolist())
+            growth = seq.num_total, lengths.final(seq), len(payers), lent
             if forecast.peak_with(*growth) > config.num_pages[self._full]:
                 return False
             forecast.add(*growth)

@@ -190,7 +190,7 @@ class Scheduler:
                 self._open = not policy.lockstep
                 slots = self._decode()
         while not grants and not len(slots) and self.num_running > 1:
-            self._preempt_youngest()  # prefills hold the pages that each of them needs to go on
+            self._preempt_youngest()  # prefills hold the pages that each of them needs: the forecast was wrong
             grants = self._prefill(0, False, now)
         if not grants and not len(slots):
             return None
@@ -233,8 +233,6 @@ class Scheduler:
                 done = seq.num_computed + grants.get(seq, 0)
                 remaining = seq.num_total - done
                 is_long = seq.num_total > config.token_budget
-                if policy.whole and left < remaining <= config.token_budget:
-                    break
                 tokens = self.running.tables.fit(seq.slot, done, min(remaining, left, share if is_long else left), planned)
                 if tokens:
                     grants[seq] = grants.get(seq, 0) + tokens

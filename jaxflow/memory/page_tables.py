@@ -50,11 +50,11 @@ class PageTables:
         """Leading pages whose content is at hand, see `longest_hit`."""
         return longest_hit(self.pools, self.windows, names, self.block_size)
 
-    def shared(self, group: int, names: Sequence[bytes]) -> int:
-        """How many pages of a hit cost nothing: they are in use, and charged to nobody."""
+    def payers(self, group: int, names: Sequence[bytes]) -> list[int]:
+        """For each page of a hit that is in use, and so costs nothing: the slot it is charged to, or -1 for nobody."""
         pool, owner = self.pools[group], self._owner[group]
         pages = (pool.find(name) for name in names)
-        return sum(1 for page in pages if page >= 0 and pool.references(page) and owner[page] < 0)
+        return [owner[page] for page in pages if page >= 0 and pool.references(page)]
 
     def adopt(self, slot: int, names: Sequence[bytes]) -> None:
         """Makes the pages of a hit the beginning of an empty row."""

@@ -182,6 +182,7 @@ class World:
         assert all(chunk.tokens > 0 and chunk.seq.slot == chunk.slot for chunk in work.chunks)
         assert all(chunk.start + chunk.tokens == chunk.seq.num_computed <= chunk.seq.num_known for chunk in work.chunks)
         assert not (preempted and work.admitted)
+        assert self.scheduler.running.computed == [chunk.seq for chunk in work.chunks]
         for seq in work.sampled:
             assert seq.num_computed < seq.num_total <= seq.limit
 

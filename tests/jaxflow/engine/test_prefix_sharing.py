@@ -74,6 +74,20 @@ def test_n_sequences_compute_their_prompt_once(caching):
     assert finished(world, [1] * 22).cached_tokens == (20 if caching else 0)
 
 
+def test_siblings_wait_until_all_of_the_prompt_is_computed():
+    world = roomy(max_model_len=200, enable_prefix_caching=True)
+    sequences = world.add([1] * 40, n=3, max_tokens=4, ignore_eos=True)
+    steps = [world.step() for _ in range(4)]
+    assert [[(chunk.seq.index, chunk.tokens) for chunk in work.chunks] for work in steps] == [
+        [(0, 16)],
+        [(0, 16)],
+        [(0, 8)],
+        [(1, 4), (2, 4)],
+    ]
+    world.run()
+    assert [seq.cached_tokens for seq in sequences] == [0, 36, 36]
+
+
 def test_siblings_go_on_when_the_first_is_aborted_before_it_has_computed_the_prompt():
     world = roomy(max_model_len=200)
     sequences = world.add([1] * 40, n=3, max_tokens=4, ignore_eos=True)

@@ -58,9 +58,26 @@ def test_the_youngest_is_preempted_and_goes_on_once_its_tokens_are_known(lag):
     assert all(chunk.start + chunk.tokens > chunk.seq.num_prompt for chunk in again)
 
 
-def test_prefills_that_hold_each_others_pages_are_resolved():
-    # All three are told to fit (their ends are not foreseen), and each gets a part of its prompt before pages run out.
-    world = World(config(num_pages=(4, 4), windows=(None, 9), token_budget=6, buckets=(6,), max_model_len=17), hope=1)
-    for i in range(3):
-        world.add([i] * 12, max_tokens=5)
+@pytest.mark.parametrize("policy", ["decode-maximal", "prefill-first"])
+def test_nobody_is_stuck_even_if_the_forecast_admits_everyone(policy, monkeypatch):
+    world = World(config(num_pages=(9,), token_budget=8, buckets=(8,), policy=policy))
+    monkeypatch.setattr(world.scheduler.running, "fits", lambda *_: True)
+    for i in range(5):
+        world.add([i] * 25, max_tokens=5, ignore_eos=True)
     world.run()
+    assert world.scheduler.num_preemptions > 0
+
+
+def test_sequences_that_share_a_beginning_need_its_pages_once():
+    # 5 pages of beginning, and 2 of each one's own: 4 fit, where without sharing one does.
+    world = World(config(num_pages=(13,)))
+    beginning = [1] * 20
+    [first] = world.add([*beginning, 2], max_tokens=8, ignore_eos=True)
+    while first.num_computed < 21:
+        world.step()
+    for i in range(3):
+        world.add([*beginning, 3 + i], max_tokens=8, ignore_eos=True)
+    world.step()
+    assert world.scheduler.num_running == 4
+    world.run()
+    assert world.scheduler.num_preemptions == 0

@@ -63,8 +63,11 @@ def test_the_same_when_pages_run_out_all_the_time(case):
     play(world, arrivals, seed)
 
 
-@settings(max_examples=30)
-@given(worlds(windows=(None,), num_pages=(20,), max_num_seqs=8))
+machines = st.sampled_from([((None,), (20,)), ((None, 5), (20, 5)), ((6,), (7,))])
+
+
+@settings(max_examples=60)
+@given(machines.flatmap(lambda m: worlds(windows=m[0], num_pages=m[1], max_num_seqs=8, token_budget=16)))
 def test_when_lengths_are_known_nothing_is_ever_preempted(case):
     world, arrivals, seed = case
     play(world, [[(own, shared, {**s, "ignore_eos": True}) for own, shared, s in new] for new in arrivals], seed)

@@ -69,12 +69,12 @@ class Tables(RuleBasedStateMachine):
         if self.length[slot] == 0:
             hit = self.tables.hit(NAMES[:most])
             in_use = [pool.num_pages - pool.available for pool in self.tables.pools]
-            costless = self.tables.shared(0, NAMES[:hit])
+            payers = self.tables.payers(0, NAMES[:hit])
             common = self.tables.common(0)
             self.tables.adopt(slot, NAMES[:hit])
             self.length[slot] = hit * SIZE
-            assert common <= self.tables.common(0) <= common + hit - costless
-            assert self.tables.pools[0].num_pages - self.tables.pools[0].available <= in_use[0] + hit - costless
+            assert self.tables.common(0) == common + len(payers) - payers.count(-1)
+            assert self.tables.pools[0].num_pages - self.tables.pools[0].available == in_use[0] + hit - len(payers)
             assert all(len(row) == hit for row in self.tables.rows[slot])
 
     @rule()
