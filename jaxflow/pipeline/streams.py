@@ -5,6 +5,7 @@ while it may still be read. `together` gives it the order of a plan as data; `re
 which changes nothing where there is one stream (CPU). Neither changes numbers.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -62,13 +63,13 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Any, arguments: Any) -> list[Any]:
 
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
-        if equation.primitive.name in ("jit", "pjit"):
-            body = equation.params["jaxpr"]
-            outputs = _evaluate(body.jaxpr, body.consts, inputs)
-        else:
-            parameters = equation.primitive.get_bind_params(equation.params)
-            with jax.named_scope(str(equation.source_info.name_stack)):
-                outputs = equation.primitive.bind(*inputs, **parameters)
-            outputs = outputs if equation.primitive.multiple_results else [outputs]
+        name = str(equation.source_info.name_stack)  # the op's, for profiles
+        with jax.named_scope(name) if name else contextlib.nullcontext():
+            if equation.primitive.name in ("jit", "pjit"):
+                body = equation.params["jaxpr"]
+                outputs = _evaluate(body.jaxpr, body.consts, inputs)
+            else:
+                outputs = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
+        outputs = outputs if equation.primitive.multiple_results else [outputs]
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
