@@ -77,6 +77,8 @@ class Forecast:
         """The decodes [n], each with `remaining` >= 1 positions to come.
 
         `discount` [n]: pages of each that its end will not free, `common`: pages in use that nobody's end will free.
+
+        Attribute `use`: int [n + 1], pages in use whenever one of them ends, and after that.
         """
         self._size = block_size
         order = np.argsort(-remaining, kind="stable")
@@ -89,25 +91,18 @@ class Forecast:
         carries = _count_at_least(part, block_size - phase, block_size)
         use = common + np.cumsum(whole - discount[order]) + rows * late + carries
         self._steps = np.append(steps, FOREVER)
-        self._use = np.append(use, common)
+        self.use = np.append(use, common)
 
-    def _growth(self, begin: int, end: int, found: int, lent: Mapping[int, int]) -> np.ndarray:
-        pages = -(-np.minimum(begin + self._steps, end) // self._size) - found
-        for steps, count in lent.items():
-            pages += count * (self._steps > steps)
-        return pages
-
-    def peak_with(self, begin: int, end: int, found: int = 0, lent: Mapping[int, int] = MappingProxyType({})) -> int:
-        """The peak if a sequence is added that first computes `begin` positions and ends at `end`.
+    def use_with(self, begin: int, end: int, found: int = 0, lent: Mapping[int, int] = MappingProxyType({})) -> np.ndarray:
+        """`use` if a sequence is added that first computes `begin` positions and ends at `end`.
 
         `found`: pages of it that are in use already. `lent`: how many of those somebody pays for who would else free them in
         so many steps; they stay.
         """
-        return int((self._use + self._growth(begin, end, found, lent)).max())
-
-    def add(self, begin: int, end: int, found: int = 0, lent: Mapping[int, int] = MappingProxyType({})) -> None:
-        """Adds it for good."""
-        self._use = self._use + self._growth(begin, end, found, lent)
+        use = self.use - np.minimum(begin + self._steps, end) // -self._size - found
+        for steps, count in lent.items():
+            use += count * (self._steps > steps)
+        return use
 
 
 def _count_at_least(values: np.ndarray, floors: np.ndarray, size: int, block: int = 32) -> np.ndarray:

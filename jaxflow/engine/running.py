@@ -113,10 +113,11 @@ class Running:
     def _register(self, seq: Sequence) -> None:
         """Lets others find the pages whose tokens are all known and computed."""
         slot, size = seq.slot, self.config.block_size
-        begin, whole = int(self.seats.registered[slot]), min(seq.num_known, seq.num_computed) // size
+        seats = self.seats
+        begin, whole = seats.registered.item(slot), min(seats.num_known.item(slot), seats.num_computed.item(slot)) // size
         if whole > begin:
             self.tables.register(slot, seq.names(whole, size), begin)
-            self.seats.registered[slot] = whole
+            seats.registered[slot] = whole
 
     # ---- what will be
 
@@ -138,7 +139,7 @@ class Running:
         discount = tables.count[full] - tables.charged[full]
         forecast = Forecast(computed, final - computed, discount[slots], tables.common(full), size)
         for seq in self.prefilling:
-            forecast.add(seq.num_total, lengths.final(seq), int(discount[seq.slot]))
+            forecast.use = forecast.use_with(seq.num_total, lengths.final(seq), int(discount[seq.slot]))
         return forecast
 
     def fits(self, seq: Sequence, names: list[bytes], forecast: Forecast, lengths: OutputLengths) -> bool:
@@ -152,8 +153,8 @@ class Running:
         if self._full is not None:
             payers = self.tables.payers(self._full, names)
             lent = collections.Counter(self._remaining[[slot for slot in payers if slot >= 0]].tolist())
-            growth = seq.num_total, lengths.final(seq), len(payers), lent
-            if forecast.peak_with(*growth) > config.num_pages[self._full]:
+            use = forecast.use_with(seq.num_total, lengths.final(seq), len(payers), lent)
+            if use.max() > config.num_pages[self._full]:
                 return False
-            forecast.add(*growth)
+            forecast.use = use
         return True

@@ -65,13 +65,16 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """Takes a holder away. Of pages that become cached together, the first given is evicted first."""
+        references, digests = self._references, self._digests
         for page in pages:
-            left = self._references[page] - 1
+            left = references[page] - 1
             if left < 0:
                 raise ValueError(f"page {page} is released, but nobody holds it")
-            self._references[page] = left
+            references[page] = left
             if left == 0:
-                if self.keep and self._digests[page] is not None:
+                if digests[page] is None:
+                    self._free.append(page)
+                elif self.keep:
                     self._cached[page] = None
                 else:
                     self._forget(page)

@@ -32,16 +32,16 @@ def played(rows, late, size):
 @given(decodes, sizes, st.integers(0, 5))
 def test_the_peak_of_decodes_is_exact(rows, size, common):
     # A sequence of no pages changes nothing.
-    assert forecast(rows, size, common).peak_with(0, 0) == played(rows, [], size) + common
+    assert forecast(rows, size, common).use_with(0, 0).max() == played(rows, [], size) + common
 
 
 @given(decodes, prefills, sizes)
 def test_prefills_stay_within_the_forecast_whenever_they_begin_to_grow(rows, late, size):
     f = forecast(rows, size)
     for begin, growth, _ in late[:-1]:
-        f.add(begin, begin + growth)
+        f.use = f.use_with(begin, begin + growth)
     begin, growth, _ = late[-1] if late else (0, 0, 0)
-    peak = f.peak_with(begin, begin + growth)
+    peak = f.use_with(begin, begin + growth).max()
     assert played(rows, late, size) <= peak
     # and the forecast never asks for more than everyone's last page at once
     assert peak <= sum(pages(c + r, size) for c, r in rows) + sum(pages(b + g, size) for b, g, _ in late)
@@ -55,8 +55,8 @@ def test_shared_pages_count_once(rows, size, shared):
     played_peak = max(
         shared + sum(pages(c + t, size) - d for (c, r), d in zip(rows, discounts, strict=True) if t <= r) for t in range(1, 60)
     )
-    assert f.peak_with(0, 0) == played_peak
-    assert f.peak_with(size * 3, size * 3, 2) == played_peak + 1
+    assert f.use_with(0, 0).max() == played_peak
+    assert f.use_with(size * 3, size * 3, 2).max() == played_peak + 1
 
 
 @given(decodes.filter(bool), sizes, st.data())
@@ -66,7 +66,7 @@ def test_pages_lent_by_one_that_ends_stay(rows, size, data):
     lent = data.draw(st.integers(0, pages(held, size)))
     begin = lent * size + data.draw(st.integers(1, 9))
     end = begin + data.draw(st.integers(0, 30))
-    peak = forecast(rows, size).peak_with(begin, end, lent, {ends: lent})
+    peak = forecast(rows, size).use_with(begin, end, lent, {ends: lent}).max()
     times = range(1, 100)
     before = [sum(pages(c + t, size) for c, r in rows if t <= r) for t in times]
     added = [pages(min(begin + t, end), size) - (lent if t <= ends else 0) for t in times]
@@ -116,9 +116,9 @@ def test_lengths_that_stand_in_at_first_are_forgotten_like_the_oldest():
 def test_many_decodes_are_counted_exactly():
     rng = np.random.default_rng(0)
     rows = list(zip(rng.integers(0, 500, 700).tolist(), rng.integers(1, 50, 700).tolist(), strict=True))
-    assert forecast(rows, 16).peak_with(0, 0) == played(rows, [], 16)
+    assert forecast(rows, 16).use_with(0, 0).max() == played(rows, [], 16)
 
 
 @pytest.mark.parametrize("end", [8, 9])
 def test_a_sequence_alone_needs_the_pages_of_its_end(end):
-    assert forecast([], 4).peak_with(5, end) == pages(end, 4)
+    assert forecast([], 4).use_with(5, end).max() == pages(end, 4)
