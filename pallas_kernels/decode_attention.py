@@ -155,28 +155,22 @@ def _scratch(tile: DecodeTile, cols: int, h: int, dtype) -> dict:
 
 
 def _walk(rows_ref, pieces_ref, worker, kv, visit, carry):
-    """Calls visit(carry, row, head, page, here, (first, pages, length), (next row, its first)) for each pair of the worker's piece.
-
-    The pair's `here` pages begin at `page`, counted from the row's `first` visible one. What comes next is read a row ahead, so that
-    nothing waits for memory between pairs.
-    """
+    """Calls visit(carry, row, head, first page, pages here, (first visible, pages, length)) for each pair of the worker's piece."""
 
     def facts(row):
-        return tuple(rows_ref[jnp.minimum(row, rows_ref.shape[0] - 1), i] for i in range(4))
+        return tuple(rows_ref[row, i] for i in range(4))
 
     def step(state):
-        row, head, page, left, now, ahead, carry = state
-        first, pages, length, following = now
+        row, head, page, left, (first, pages, length, following), carry = state
         here = jnp.minimum(pages - page, left)
-        done = head + 1 == kv
-        then = jnp.where(done, following, row), jnp.where(done, ahead[0], first)
-        carry = visit(carry, row, head, page, here, (first, pages, length), then)
-        now, ahead = lax.cond(done, lambda: (ahead, facts(ahead[3])), lambda: (now, ahead))
-        return then[0], jnp.where(done, 0, head + 1), jnp.int32(0), left - here, now, ahead, carry
+        carry = visit(carry, row, head, page, here, (first, pages, length))
+        left, done = left - here, head + 1 == kv
+        row, head = jnp.where(done, following, row), jnp.where(done, 0, head + 1)
+        here = lax.cond(done & (left > 0), lambda: facts(row), lambda: (first, pages, length, following))
+        return row, head, jnp.int32(0), left, here, carry
 
     row, head, page, left = (pieces_ref[worker, i] for i in range(4))
-    now = facts(row)
-    return lax.while_loop(lambda state: state[3] > 0, step, (row, head, page, left, now, facts(now[3]), carry))[-1]
+    return lax.while_loop(lambda state: state[3] > 0, step, (row, head, page, left, facts(row), carry))[-1]
 
 
 def _attend(
@@ -198,16 +192,11 @@ def _attend(
         if tile.workers == 2:  # 128 registers a thread are not enough to compute at H 256; copying needs half of that
             plgpu.set_max_registers(56, action="decrease")
 
-        def ids(row, first, count):
-            """Pages first .. first + count of the row; past the table's end any, which nobody then uses."""
-            row, last = jnp.minimum(row, table_ref.shape[0] - 1), table_ref.shape[1] - 1
-            return tuple(table_ref[row, jnp.minimum(first + j, last)] for j in range(count))
-
-        def visit(carry, row, head, page, here, visible, then):
-            pair, block, page_ids = carry
+        def visit(carry, row, head, page, here, visible):
+            pair, block = carry
             (first, _, length), q_place = visible, lax.rem(pair, jnp.int32(2))
             first = first + page
-            after = ids(*then, tile.pages)
+            ids = functools.partial(_page_ids, table_ref, row)
 
             @pl.when(pair >= 2)
             def _():
@@ -219,7 +208,7 @@ def _attend(
             def copy(i, state, count):
                 """Pages i .. i + count of the pair: their keys, then their values."""
                 block, page_ids = state
-                following = ids(row, first + i + count, count)
+                following = ids(first + i + count, count)
                 for source in (k_ref, v_ref):
                     for j, page_id in enumerate(page_ids):
                         slot = w * blocks + place(block)
@@ -236,15 +225,12 @@ def _attend(
                         block += 1
                 return block, following
 
-            even = here - lax.rem(here, jnp.int32(tile.pages))
-            rounds = lax.div(here, jnp.int32(tile.pages))
-            block, page_ids = lax.fori_loop(0, rounds, lambda i, s: copy(i * tile.pages, s, tile.pages), (block, page_ids))
-            block, _ = lax.fori_loop(even, here, lambda i, s: copy(i, s, 1), (block, page_ids[:1]))
-            return pair + 1, block, after
+            twos = lax.div(here, jnp.int32(2))
+            block, following = lax.fori_loop(0, twos, lambda i, s: copy(2 * i, s, 2), (block, ids(first, 2)))
+            block, _ = lax.fori_loop(2 * twos, here, lambda i, s: copy(i, s, 1), (block, following[:1]))
+            return pair + 1, block
 
-        row, page = pieces_ref[worker, 0], pieces_ref[worker, 2]
-        first = ids(row, rows_ref[row, 0] + page, tile.pages)
-        pairs, copied, _ = _walk(rows_ref, pieces_ref, worker, kv, visit, (jnp.int32(0), jnp.int32(0), first))
+        pairs, copied = _walk(rows_ref, pieces_ref, worker, kv, visit, (jnp.int32(0), jnp.int32(0)))
 
         # Every arrival is waited for, also of the last blocks (a barrier that nobody watched is an error in the interpreter).
         @pl.loop(jnp.maximum(copied - blocks, 0), copied)
@@ -264,7 +250,7 @@ def _attend(
         def store(row, head):
             plgpu.copy_smem_to_gmem(o_s.at[w, pl.ds(0, group)], o_ref.at[pl.ds(row * n + head * group, group)])
 
-        def visit(carry, row, head, page, here, visible, _):
+        def visit(carry, row, head, page, here, visible):
             pair, block = carry
             first, pages, length = visible
             q_place = lax.rem(pair, jnp.int32(2))
@@ -296,10 +282,9 @@ def _attend(
                     plgpu.barrier_arrive(empty.at[w * blocks + place(block + count + j)])
                 return top, total, out, block + 2 * count
 
-            even = here - lax.rem(here, jnp.int32(tile.pages))
-            rounds = lax.div(here, jnp.int32(tile.pages))
-            state = lax.fori_loop(0, rounds, lambda i, s: step(i * tile.pages, s, tile.pages), (*_start(h, cols), block))
-            top, total, out, block = lax.fori_loop(even, here, lambda i, s: step(i, s, 1), state)
+            twos = lax.div(here, jnp.int32(2))
+            state = lax.fori_loop(0, twos, lambda i, s: step(2 * i, s, 2), (*_start(h, cols), block))
+            top, total, out, block = lax.fori_loop(2 * twos, here, lambda i, s: step(i, s, 1), state)
             plgpu.barrier_arrive(q_empty.at[w * 2 + q_place])
             total = across(total, "add")
             out = out / lax.broadcast_in_dim(total, out.shape, [1])
@@ -332,6 +317,11 @@ def _attend(
                     store(row, head)
 
         plgpu.wait_smem_to_gmem(0)
+
+
+def _page_ids(table_ref, row, first, count):
+    """Pages first .. first + count of the row; past the table's end its last entry, which nobody then uses."""
+    return tuple(table_ref[row, jnp.minimum(first + j, table_ref.shape[1] - 1)] for j in range(count))
 
 
 def _across_keys(x, op, *, scratch, interpret):

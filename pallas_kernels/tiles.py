@@ -11,14 +11,10 @@ SMS = 132  # of an H100 or H200
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTile:
-    """Decode attention: `workers` (compute warpgroup + copying warpgroup) a CTA, each with a ring of `blocks` K or V pages.
-
-    `pages` of keys are taken in one round of the softmax (1 or 2).
-    """
+    """Decode attention: `workers` (compute warpgroup + copying warpgroup) a CTA, each with a ring of `blocks` K or V pages."""
 
     workers: int
     blocks: int
-    pages: int = 2
 
 
 def decode_tile(head_width: int, group: int, itemsize: int = 2) -> DecodeTile:
