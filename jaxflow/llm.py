@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import itertools
+import numbers
+import operator
 import queue
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +15,19 @@ from tqdm import tqdm
 from jaxflow.config import EngineConfig
 from jaxflow.engine.build import prepare_process, start_engine
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.request import Delta, Event, Finished, InvalidRequest, Logprob, QueueFull, Request, SamplingParams, Started, Usage
+from jaxflow.engine.request import (
+    Delta,
+    Draining,
+    Event,
+    Finished,
+    InvalidRequest,
+    Logprob,
+    QueueFull,
+    Request,
+    SamplingParams,
+    Started,
+    Usage,
+)
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.text.chat import encode_chat
 from jaxflow.text.detokenizer import Detokenizer, StopStrings
@@ -21,6 +35,7 @@ from jaxflow.text.tokenizer import Tokenizer, load_tokenizer
 from jaxflow.text.vocabulary import TokenizerError
 
 Prompt = str | Sequence[int]
+RETRY_S = 0.1  # between two tries to submit a request that found the queue full
 
 
 class CompletionOutput(msgspec.Struct):
@@ -130,7 +145,10 @@ class LLM:
             except TokenizerError as error:
                 raise InvalidRequest("prompt", prompt, str(error)) from error
         else:
-            ids = list(prompt)
+            try:
+                ids = [operator.index(token) for token in prompt]
+            except TypeError:
+                raise InvalidRequest("prompt", prompt, "a text or a list of token ids") from None
         self._check_prompt(ids, sampling)
         if sampling.stop and self.tokenizer is None:
             raise InvalidRequest("stop", sampling.stop, "no stop strings: this model came without a tokenizer")
@@ -199,14 +217,14 @@ class LLM:
         try:
             held = self._submit_some(waiting, box, None)
             while left:
-                for event in box.events.get():
+                # What found no room may be kept out by the requests of others, whose ends are not told here.
+                for event in box.take(None if held is None else RETRY_S):
                     one = building[event.request_id]
                     one.take(event)
                     if one.output.finished:
                         left -= 1
                         bar.update()
-                        if one.error is not None:
-                            raise RequestFailed(f"request {event.request_id} failed") from one.error
+                        one.raise_fault()
                 held = self._submit_some(waiting, box, held) if held is not None else None
         finally:
             bar.close()
@@ -241,8 +259,7 @@ class LLM:
             while not one.output.finished:
                 for event in await box.events.get():
                     one.take(event)
-                if one.error is not None:
-                    raise RequestFailed(f"request {request.request_id} failed") from one.error
+                one.raise_fault()
                 yield one.output
         finally:
             if not one.output.finished:
@@ -251,7 +268,7 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as several."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
@@ -260,10 +277,17 @@ class _Queue:
     """A mailbox that a thread waits on."""
 
     def __init__(self) -> None:
-        self.events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
 
     def post(self, events: list[Event]) -> None:
-        self.events.put(events)
+        self._events.put(events)
+
+    def take(self, timeout_s: float | None) -> list[Event]:
+        """The events of one step; none if there is no step in that time."""
+        try:
+            return self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return []
 
 
 class _AsyncQueue:
@@ -314,6 +338,13 @@ class _Building:
             self.output.num_cached_tokens = event.cached_prompt_tokens
             if event.prompt_logprobs is not None:
                 self.output.prompt_logprobs = [None if d is None else self._named(d) for d in event.prompt_logprobs]
+
+    def raise_fault(self) -> None:
+        """Raises: what the engine refused the request for, or RequestFailed for a fault of the engine."""
+        if isinstance(self.error, InvalidRequest | QueueFull | Draining):
+            raise self.error
+        if self.error is not None:
+            raise RequestFailed(f"request {self.output.request_id} failed") from self.error
 
     def _delta(self, out: CompletionOutput, event: Delta) -> None:
         out.token_ids.extend(event.token_ids)
