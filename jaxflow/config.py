@@ -161,3 +161,5 @@ class EngineConfig:
         ratio = self.gpu_memory_utilization
         check("gpu_memory_utilization", math.isfinite(ratio) and 0 < ratio <= 1, "a fraction in (0, 1]")
         check("scheduling_policy", self.scheduling_policy in SCHEDULING_POLICIES, " or ".join(SCHEDULING_POLICIES))
+        hybrid = self.scheduling_policy == "hybrid"
+        check("chunk_size", hybrid == (self.chunk_size is not None), "a number of tokens with scheduling_policy=hybrid, and only with it")
