@@ -40,7 +40,7 @@ def rows_of_eight(x: jax.Array) -> jax.Array:
 
 def tiled() -> tuple:
     """The shared-memory form of 16-bit matrices that TMA writes and wgmma reads: 128-byte swizzled tiles of 8 rows."""
-    return (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    return (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
 def capped(score, scale: float, soft_cap: float | None):

@@ -97,8 +97,8 @@ def checks(rows, share=(0, 1)):
         return rng.integers(1, top, b) * (rng.random(b) > 0.1)
 
     shapes = [(32, 8, 128), (8, 8, 64), (16, 1, 128), (14, 2, 64), (9, 3, 64), (8, 4, 256), (20, 4, 128), (24, 2, 256)]
-    cases = [functools.partial(decode, ragged(37, 900), *shape) for shape in shapes]
-    cases += [functools.partial(chunk, random_chunks(rng, 700, 5, 900), 700, *shape) for shape in shapes]
+    cases = [functools.partial(decode, ragged(37, 900), n, kv, h) for n, kv, h in shapes]
+    cases += [functools.partial(chunk, random_chunks(rng, 700, 5, 900), 700, n, kv, h) for n, kv, h in shapes]
     cases += [
         functools.partial(decode, ragged(200, 3000), 32, 8, 128, window=300),
         functools.partial(decode, ragged(9, 900), 8, 4, 256, window=64, soft_cap=50.0),
@@ -117,32 +117,37 @@ def checks(rows, share=(0, 1)):
         case()
 
 
+def queries(layers, rows, n, h):
+    """Other queries for each layer: XLA would run equal calls once and copy the result."""
+    return [jax.random.normal(jax.random.key(i), (rows, n, h), jnp.bfloat16) for i in range(layers)]
+
+
 def time_decode(rows, seconds, name, lengths, n=32, kv=8, h=128, caches=3, layers=32, variants=None, rivals=()):
     rng = np.random.default_rng(len(name))
     table, pages = page_tables(rng, lengths)
     cache = [tuple(random_pages(jax.random.key(2 * i + j), pages, kv, h) for j in range(2)) for i in range(caches)]
-    q = jnp.asarray(rng.normal(size=(len(lengths), n, h)), jnp.bfloat16)
+    qs = queries(layers, len(lengths), n, h)
     table_d, lengths_d = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
     read = float(sum(lengths)) * kv * h * 4
     for sms, tile in variants or [(132, decode_tile(h, n // kv))]:
         layer = jax.jit(functools.partial(decode_attention, scale=h**-0.5, sms=sms, tile=tile))  # its lowering serves all layers
 
-        def run(q, cache, table, lengths, sms=sms, tile=tile, layer=layer):
+        def run(qs, cache, table, lengths, sms=sms, tile=tile, layer=layer):
             work = decode_work(lengths, kv, sms * tile.workers)
-            return [layer(q, *cache[i % caches], table, lengths, work=work) for i in range(layers)]
+            return [layer(q, *cache[i % caches], table, lengths, work=work) for i, q in enumerate(qs)]
 
-        t = sustained(jax.jit(run), q, cache, table_d, lengths_d, calls=layers, seconds=seconds)
+        t = sustained(jax.jit(run), qs, cache, table_d, lengths_d, calls=layers, seconds=seconds)
         say(rows, what="decode", case=name, sms=sms, tile=f"{tile.workers}x{tile.blocks}", tbs=read / t["us"] / 1e6, **t)
     for rival in rivals:
         try:
-            fn = rival(table, lengths, q, h)
-            t = sustained(fn, q, cache, calls=caches, seconds=seconds)
+            fn = rival(table, lengths, h)
+            t = sustained(fn, qs[0], cache, calls=caches, seconds=seconds)
             say(rows, what="decode rival", case=name, rival=rival.__name__, tbs=read / t["us"] / 1e6, **t)
         except Exception as e:
             say(rows, what="decode rival", case=name, rival=rival.__name__, failed=repr(e)[:300])
 
 
-def cudnn_paged(table, lengths, q, h):
+def cudnn_paged(_, lengths, h):
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
 
     b = len(lengths)
@@ -168,7 +173,7 @@ def cudnn_paged(table, lengths, q, h):
     return call
 
 
-def jax_paged(table, lengths, q, h):
+def jax_paged(table, lengths, h):
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
     b = len(lengths)
@@ -210,16 +215,17 @@ def time_chunk(rows, seconds, name, chunks, tokens, n=32, kv=8, h=128, layers=8,
     ends = [c[3] + c[1] for c in chunks]
     table, pages = page_tables(rng, ends)
     cache = [tuple(random_pages(jax.random.key(2 * i + j), pages, kv, h) for j in range(2)) for i in range(2)]
-    q = jnp.asarray(rng.normal(size=(tokens, n, h)), jnp.bfloat16)
+    qs = queries(layers, tokens, n, h)
     pairs = sum(c[1] * c[3] + c[1] * (c[1] + 1) // 2 for c in chunks)
     flop = 4.0 * pairs * n * h
     for sms, tile in variants or [(132, chunk_tile(h))]:
+        layer = jax.jit(functools.partial(chunk_attention, scale=h**-0.5, sms=sms, tile=tile))
 
-        def run(q, cache, table, chunks, sms=sms, tile=tile):
+        def run(qs, cache, table, chunks, tile=tile, layer=layer):
             work = chunk_work(chunks, tokens, tile)
-            return [chunk_attention(q, *cache[i % 2], table, chunks, scale=h**-0.5, sms=sms, tile=tile, work=work) for i in range(layers)]
+            return [layer(q, *cache[i % 2], table, chunks, work=work) for i, q in enumerate(qs)]
 
-        t = sustained(jax.jit(run), q, cache, jnp.asarray(table), jnp.asarray(chunks, jnp.int32), calls=layers, seconds=seconds)
+        t = sustained(jax.jit(run), qs, cache, jnp.asarray(table), jnp.asarray(chunks, jnp.int32), calls=layers, seconds=seconds)
         say(rows, what="chunk", case=name, sms=sms, tile=f"{tile.keys}x{tile.stages}", tflops=flop / t["us"] / 1e6, **t)
 
 

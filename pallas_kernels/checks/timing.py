@@ -4,25 +4,19 @@ import threading
 import time
 
 import jax
-
-try:
-    import pynvml
-except ImportError:  # the figures then lack clock and watts
-    pynvml = None
+import pynvml
 
 
 class _Sensor:
-    """SM clock (MHz, every 20 ms) and mean power (W, from the card's energy counter) while open; None without NVML."""
+    """SM clock (MHz, the median of readings 20 ms apart) and mean power (W, from the card's energy counter) while open."""
 
     def __enter__(self):
-        self.mhz = self.watts = None
         self._clocks, self._stop = [], threading.Event()
-        if pynvml is not None:
-            pynvml.nvmlInit()
-            self._device = pynvml.nvmlDeviceGetHandleByIndex(0)
-            self._start = time.perf_counter(), pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device)
-            self._thread = threading.Thread(target=self._watch, daemon=True)
-            self._thread.start()
+        pynvml.nvmlInit()
+        self._device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        self._start = time.perf_counter(), pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
         return self
 
     def _watch(self):
@@ -30,18 +24,17 @@ class _Sensor:
             self._clocks.append(pynvml.nvmlDeviceGetClockInfo(self._device, pynvml.NVML_CLOCK_SM))
 
     def __exit__(self, *_):
-        if pynvml is not None:
-            joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device) - self._start[1]) / 1000
-            self.watts = joules / (time.perf_counter() - self._start[0])
-            self._stop.set()
-            self._thread.join()
-            self.mhz = sorted(self._clocks)[len(self._clocks) // 2] if self._clocks else None
+        joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device) - self._start[1]) / 1000
+        self.watts = joules / (time.perf_counter() - self._start[0])
+        self._stop.set()
+        self._thread.join()
+        self.mhz = sorted(self._clocks)[len(self._clocks) // 2] if self._clocks else None
 
 
 def sustained(fn, *args, calls: int, seconds: float = 0.6) -> dict:
     """Median time of one of the `calls` that fn(*args) makes, over windows that last `seconds` together.
 
-    Returns: us (microseconds a call), spread (relative, between windows), mhz and watts (medians while it ran, None without NVML).
+    Returns: us (microseconds a call), spread (relative, between windows), mhz (None if it was too short to read) and watts.
     """
     jax.block_until_ready(fn(*args))
     start = time.perf_counter()

@@ -1,0 +1,40 @@
+"""Small random batches over scattered pages, with NaN wherever no token was written, for the attention kernels' tests."""
+
+import jax.numpy as jnp
+import numpy as np
+
+PAGE = 64
+WILD = 2**31 - 1  # what page tables hold past a sequence's end
+
+
+def paged(seed: int, ends, kv_heads: int, width: int):
+    """(k pages, v pages [P, K, 64, H] bfloat16, page table [R, MP] int32) of sequences with `ends` tokens."""
+    rng = np.random.default_rng(seed)
+    needed = [-(-end // PAGE) for end in ends]
+    pages = sum(needed) + 2
+    table = np.full((len(ends), max([1, *needed]) + 1), WILD, np.int32)
+    free = iter(rng.permutation(pages))
+    written = np.zeros((pages, PAGE), bool)
+    for row, end in enumerate(ends):
+        for j in range(needed[row]):
+            table[row, j] = next(free)
+            written[table[row, j], : end - j * PAGE] = True
+    k, v = rng.normal(size=(2, pages, kv_heads, PAGE, width)).astype(np.float32)
+    k, v = (np.where(written[:, None, :, None], x, np.nan) for x in (k, v))
+    return jnp.asarray(k, jnp.bfloat16), jnp.asarray(v, jnp.bfloat16), jnp.asarray(table)
+
+
+def queries(seed: int, rows: int, heads: int, width: int):
+    """[rows, heads, width] bfloat16, large enough to make the softmax choose."""
+    return jnp.asarray(np.random.default_rng(seed + 1).normal(size=(rows, heads, width)) * 2, jnp.bfloat16)
+
+
+def exact(twin, q, k, v, *rest, **settings):
+    """The twin in float32; what no token wrote is 0 there, since 0 · NaN is NaN."""
+    return np.asarray(twin(*(jnp.nan_to_num(x.astype(jnp.float32)) for x in (q, k, v)), *rest, **settings))
+
+
+def error(got, want) -> float:
+    """‖got − want‖ / ‖want‖; NaN where either has one."""
+    got = np.asarray(got, np.float32)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))

@@ -1,0 +1,129 @@
+"""Decode attention: the work list's laws, the kernel in Mosaic's interpreter beside its twin, and what ptxas makes of it for an H200."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import abstract, compile_for_h200, h200_mesh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import compute_on
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from paged_cases import PAGE, error, exact, paged, queries
+
+from pallas_kernels import reference
+from pallas_kernels.decode_attention import decode_attention, decode_work
+from pallas_kernels.tiles import DecodeTile
+
+INTERPRET = plgpu.InterpretGPUParams()
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.one_of(st.just(0), st.integers(1, 900), st.just(20_000)), min_size=9, max_size=9),
+    shape=st.sampled_from([(1, 1, None), (8, 4, 300), (2, 56, 1), (8, 264, None)]),
+)
+def test_the_pieces_are_the_batchs_pages_cut_evenly(lengths, shape):
+    kv_heads, workers, window = shape
+    cut = jax.jit(decode_work, static_argnums=(1, 2, 3))
+    work = jax.tree.map(np.asarray, cut(jnp.asarray(lengths, jnp.int32), kv_heads, workers, window))
+    line = []  # every (row, head, page) that must be read, in the kernel's order
+    for row, length in enumerate(lengths):
+        first = 0 if window is None else max(0, length - window) // PAGE
+        pages = -(-length // PAGE) - first if length else 0
+        assert work.rows[row].tolist()[:3] == [first, pages, length]
+        line += [(row, head, page) for head in range(kv_heads) for page in range(pages)]
+
+    counts = work.pieces[:, 3]
+    assert counts.max() - counts.min() <= 1
+    walked, parts = [], {}
+    for worker in range(workers):
+        row, head, page, left = work.pieces[worker].tolist()
+        while left:
+            pages, following = work.rows[row][1], work.rows[row][3]
+            here = min(pages - page, left)
+            walked += [(row, head, page + i) for i in range(here)]
+            if here < pages:
+                parts.setdefault((row, head), []).append((worker, page))
+            head, page, left = head + 1, 0, left - here
+            if head == kv_heads:
+                row, head = following, 0
+    assert walked == line
+    # A cut pair's parts are one run of workers; the last of them, and nobody else, is told how many came before.
+    chains = np.zeros(workers, int)
+    for pieces in parts.values():
+        first, last = pieces[0][0], pieces[-1][0]
+        assert [worker for worker, _ in pieces] == list(range(first, last + 1))
+        chains[last] = last - first
+    assert work.chains.tolist() == chains.tolist()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "width", "tile", "extra"),
+    [
+        ([70, 0, 5], 6, 2, 64, DecodeTile(2, 4), {}),  # a group of 3, a row to skip, pages cut between workers
+        ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), {"window": 100, "soft_cap": 20.0}),
+        ([300], 16, 1, 128, DecodeTile(2, 5), {}),  # more workers than pages: each page is a part
+    ],
+)
+def test_the_kernel_is_its_twin(lengths, heads, kv_heads, width, tile, extra):
+    k, v, table = paged(0, lengths, kv_heads, width)
+    q, lengths = queries(0, len(lengths), heads, width), jnp.asarray(lengths, jnp.int32)
+    got = decode_attention(q, k, v, table, lengths, scale=width**-0.5, sms=3, tile=tile, interpret=INTERPRET, **extra)
+    want = exact(reference.decode_attention, q, k, v, table, lengths, scale=width**-0.5, **extra)
+    assert error(got, want) < 6e-3
+    assert not np.asarray(got, np.float32)[np.asarray(lengths) == 0].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"q": (2, 8, 96)}, "head width 96"),
+        ({"q": (2, 34, 64)}, "34 query heads over 2"),
+        ({"q": (2, 7, 64)}, "7 query heads over 2"),
+        ({"pages": (9, 2, 16, 64)}, "pages"),
+        ({"dtype": jnp.float32}, "bfloat16"),
+    ],
+)
+def test_it_says_what_it_does_not_take(change, said):
+    dtype = change.get("dtype", jnp.bfloat16)
+    q, pages = jnp.zeros(change.get("q", (2, 8, 64)), dtype), jnp.zeros(change.get("pages", (9, 2, 64, 64)), dtype)
+    with pytest.raises(ValueError, match=said):
+        decode_attention(q, pages, pages, jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32), scale=1.0)
+
+
+def shapes(batch, heads, kv_heads, width, pages=4096):
+    cache = jax.ShapeDtypeStruct((pages, kv_heads, PAGE, width), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((batch, heads, width), jnp.bfloat16)
+    return q, cache, cache, jax.ShapeDtypeStruct((batch, 64), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "extra"),
+    [(32, 8, 128, {"sms": 28}), (14, 2, 64, {"window": 4096}), (32, 2, 256, {"soft_cap": 50.0})],
+)
+def test_for_the_h200_it_uses_its_units_and_spills_nothing(heads, kv_heads, width, extra, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    fn = functools.partial(decode_attention, scale=width**-0.5, **extra)
+    # 2**18 pages of 8 heads are 2**34 elements: offsets past 2**31 go through TMA's coordinates.
+    compiled = compile_for_h200(fn, *abstract(h200_mesh(), shapes(256, heads, kv_heads, width, pages=2**18)))
+    assert compiled.machine_code
+    assert not compiled.copies((2**18, kv_heads, PAGE, width))
+    logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"decode_attention*{end}")) for end in (".ptxas", ".ptx"))
+    assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+
+
+def test_it_fits_a_stream_region():
+    def step(q, k, v, table, lengths):
+        work = decode_work(lengths, k.shape[1], 2 * 28)
+        attend = functools.partial(decode_attention, scale=1.0, sms=28, work=work)
+        region = compute_on.compute_on(lambda *args: attend(*args), compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
+        return region(q, k, v, table, lengths)
+
+    compiled = compile_for_h200(step, *abstract(h200_mesh(), shapes(64, 32, 8, 128)))
+    on_stream = [thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"]
+    assert on_stream == ["kCustomCall", "kCustomCall"]  # the kernel and the join of cut pairs: no copy between them
