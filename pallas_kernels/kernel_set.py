@@ -28,8 +28,9 @@ class KernelSet:
 
     def describe(self) -> str:
         """A line that says which kernel each op runs on."""
-        places = {field.name: getattr(self, field.name).__module__ for field in dataclasses.fields(self) if field.name != "name"}
-        return f"kernels: {self.name} ({', '.join(f'{op}: {place.rpartition(".")[2]}' for op, place in places.items())})"
+        ops = [field.name for field in dataclasses.fields(self) if field.name != "name"]
+        places = (f"{op}: {getattr(self, op).__module__.rpartition('.')[2]}" for op in ops)
+        return f"kernels: {self.name} ({', '.join(places)})"
 
 
 REFERENCE = KernelSet("reference")
