@@ -70,7 +70,7 @@ def _traced_once(name: str) -> Callable[..., Any]:
 
 
 def xla_options(plan: Plan, tp: int = 1) -> dict[str, Any]:
-    """The XLA flags that a step of this plan must be compiled with on GPUs; none for a plan without nano-batches."""
+    """The XLA flags that a step of this plan must be compiled with on GPUs."""
     several = len({(nano.start, nano.stop) for nano in plan.nano_ops}) > 1
     return streams.xla_options(side_streams=any(nano.stream for nano in plan.nano_ops), collectives=several and tp > 1)
 

@@ -17,12 +17,16 @@ from jax.extend import core
 
 
 def xla_options(*, side_streams: bool, collectives: bool) -> dict[str, Any]:
-    """XLA flags that a GPU step of several nano-batches needs, for `compile(compiler_options=...)`.
+    """XLA flags that a GPU step needs, for `compile(compiler_options=...)`.
 
-    By default XLA chains the kernels of side streams in one CUDA graph, makes small collectives kernels of the
-    computing streams, and, scheduling collectives, issues the side streams late.
+    By default XLA fuses a slice into the kernel that reads it in a way that breaks the step's CUDA graph in every
+    layer; chains the kernels of side streams in the graph; makes small collectives kernels of the computing streams;
+    and, scheduling collectives, issues the side streams late.
+
+    Args:
+      side_streams: a plan has some. collectives: nano-batches have, whose sums run beside others' products.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"xla_gpu_enable_dynamic_slice_fusion": False}
     if collectives:
         options["xla_gpu_experimental_use_collective_kernels"] = ""
     if side_streams:

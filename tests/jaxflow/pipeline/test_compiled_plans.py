@@ -78,6 +78,7 @@ def test_nano_batches_stay_apart_and_caches_in_place():
     """The Hopper kernels, on the main stream: four products a layer for each half, none for both."""
     found = compiled(two_nano_batch_plan(MODEL, TOKENS, SPLIT), HOPPER)
     assert rows_of_products(found) == [SPLIT] * 8 + [TOKENS - SPLIT] * 8
+    assert [thunk.kind for thunk in found.graph_thunks if not thunk.depth] == ["kCommandBuffer"], "the step is not one CUDA graph"
 
 
 def test_without_barriers_xla_merges_the_nano_batches(monkeypatch):
