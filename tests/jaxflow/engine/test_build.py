@@ -1,0 +1,134 @@
+"""From settings to an engine: defaults, buckets, plans."""
+
+import dataclasses
+
+import jax
+import paths
+import pytest
+import toy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.build import choose_plans, memory_budget, prepare_process, resolve, start_engine, token_buckets
+from jaxflow.engine.request import Request
+from jaxflow.mesh import make_mesh
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.pipeline import plan as plans
+from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
+
+LLAMA = str(paths.MODELS / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return open_checkpoint(LLAMA)
+
+
+@given(st.integers(1, 20_000), st.booleans())
+def test_buckets(budget, few):
+    sizes = token_buckets(budget, few=few)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == budget
+    assert all(size in (8, 16, 32, 64, 128, 256, budget) or size % 128 == 0 for size in sizes)
+    if few:
+        assert len(sizes) <= 3
+    else:
+        for tokens in range(8, min(budget, 3000) + 1):  # little padding
+            bucket = next(size for size in sizes if size >= tokens)
+            assert bucket - tokens < (tokens if tokens <= 256 else 128 if tokens <= 1024 else 256)
+
+
+class TestResolve:
+    def test_everything_left_open_is_decided(self, checkpoint):
+        model = checkpoint.model_config
+        config = resolve(EngineConfig(model=LLAMA), model)
+        assert (config.dtype, config.kv_cache_dtype) == ("float32", "float32")
+        assert config.max_model_len == model.max_position
+        assert (config.max_num_seqs, config.max_num_batched_tokens) == (8, 256)
+
+    def test_everything_given_is_kept(self, checkpoint):
+        given = EngineConfig(
+            model=LLAMA,
+            dtype="bfloat16",
+            kv_cache_dtype="float32",
+            max_model_len=33,
+            max_num_seqs=3,
+            max_num_batched_tokens=5,
+            block_size=7,
+        )
+        assert resolve(given, checkpoint.model_config) == given
+
+    @pytest.mark.parametrize(
+        ("field", "settings"),
+        [("max_model_len", {"max_model_len": 10**6}), ("max_num_batched_tokens", {"max_num_batched_tokens": 8, "max_num_seqs": 9})],
+    )
+    def test_what_cannot_be(self, checkpoint, field, settings):
+        with pytest.raises(ConfigError, match=f"^{field}="):
+            resolve(EngineConfig(model=LLAMA, **settings), checkpoint.model_config)
+
+    def test_a_compilation_cache_that_is_set_stays(self):
+        before = jax.config.jax_compilation_cache_dir
+        assert before
+        prepare_process(EngineConfig(model=LLAMA, compilation_cache_dir="/elsewhere"))
+        assert jax.config.jax_compilation_cache_dir == before
+
+
+class TestPlans:
+    def settings(self, checkpoint, **more):
+        return resolve(EngineConfig(model=LLAMA, max_num_batched_tokens=96, **more), checkpoint.model_config)
+
+    def test_sequential_for_every_bucket(self, checkpoint):
+        found = choose_plans(self.settings(checkpoint), checkpoint.model_config)
+        assert list(found) == [8, 64, 96]
+        assert all(plan == sequential_plan(checkpoint.model_config, tokens) for tokens, plan in found.items())
+
+    def test_a_file_is_taken_at_the_tokens_it_is_for(self, checkpoint, tmp_path):
+        overlapped = two_nano_batch_plan(checkpoint.model_config, 48, 20)
+        plans.save(overlapped, tmp_path / "plan.json")
+        found = choose_plans(self.settings(checkpoint, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
+        assert list(found) == [8, 48, 64, 96]
+        assert found[48] == overlapped
+        assert found[96] == sequential_plan(checkpoint.model_config, 96)
+
+    def test_a_plan_over_the_budget(self, checkpoint, tmp_path):
+        plans.save(two_nano_batch_plan(checkpoint.model_config, 128, 64), tmp_path / "plan.json")
+        with pytest.raises(ConfigError, match=r"max_num_batched_tokens=96 .* at least 128"):
+            choose_plans(self.settings(checkpoint, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
+
+    def test_no_plan_was_searched_for_this_machine(self, checkpoint):
+        with pytest.raises(ConfigError, match=r"plan='searched' .*tiny-llama on 1 x cpu"):
+            choose_plans(self.settings(checkpoint, plan="searched"), checkpoint.model_config)
+
+    def test_an_overlapped_plan_serves_the_golden(self, checkpoint, tmp_path, goldens):
+        path = tmp_path / "plan.json"
+        plans.save(two_nano_batch_plan(checkpoint.model_config, 64, 24), path)
+        golden = goldens("tiny-llama")
+        requests = [Request(f"{i}", prompt, toy.GREEDY) for i, prompt in enumerate(toy.prompts(golden))]
+        loop = toy.loop("tiny-llama", plan=str(path))
+        results = toy.run(loop, requests)
+        for i, prompt in enumerate(golden["prompts"]):
+            assert results[f"{i}"].tokens == prompt["greedy_ids"][:32]
+        assert loop.executor.layouts[64].borders == (24,)
+
+
+def test_memory_is_shared_by_the_devices_of_one_host():
+    config = EngineConfig(model=LLAMA, gpu_memory_utilization=0.5)
+    one, four = memory_budget(make_mesh(1), config), memory_budget(make_mesh(4), config)
+    assert 0 < four < one
+    assert four == pytest.approx(one / 4, rel=0.2)
+
+
+def test_an_engine_with_nothing_said_about_pages(checkpoint):
+    """As many pages as all sequences can use, where memory is plenty."""
+    config = EngineConfig(model=LLAMA, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=100, block_size=16)
+    engine = start_engine(config, checkpoint, progress=False)
+    try:
+        assert engine.executor.num_pages == (2 * 7 + 1,)
+        assert engine.driver.stats().kv_pages_free == 15
+        assert engine.warm_up_s > 0
+        assert dataclasses.replace(engine.config, max_model_len=None, dtype="auto", kv_cache_dtype="auto") == dataclasses.replace(
+            config, max_model_len=None
+        )
+    finally:
+        engine.driver.close()

@@ -1,0 +1,113 @@
+"""What the executor keeps on the device, and that a step touches nothing it was not told to."""
+
+import jax
+import numpy as np
+import pytest
+import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxflow.engine.layout import SlotTable, pack
+from jaxflow.engine.programs import FULL, PLAIN
+from jaxflow.engine.work import StepWork
+from jaxflow.model.slot_params import COUNT, IN_PROMPT, slot_values
+
+MODEL = "tiny-llama"
+
+
+@pytest.fixture(scope="module")
+def executor():
+    """One of its own, whose state no other test has touched."""
+    return toy.executor(MODEL, budget=8, seqs=3, pages=12)[1]
+
+
+def decodes(slots, positions, appends=()):
+    """A step of decodes only."""
+    return StepWork(
+        decodes=np.full(len(slots), None, object),
+        decode_slots=np.array(slots, np.int32),
+        decode_positions=np.array(positions, np.int32),
+        chunks=(),
+        admitted=(),
+        num_tokens=len(slots),
+        bucket=8,
+        page_appends=np.array(appends, np.int32).reshape(-1, 4),
+    )
+
+
+def test_rehearsal_writes_nothing(executor):
+    assert not any(np.asarray(a).any() for a in jax.tree.leaves(executor.kv))
+    assert not np.asarray(executor.page_table).any()
+    assert not np.asarray(executor.last_tokens).any()
+    assert executor.compilations == 0
+
+
+def test_a_step_writes_its_own_rows_only(executor):
+    """Two decodes on pages 3 and 5: their keys and their slots' last tokens change, and nothing else."""
+    layout, table = executor.layouts[8], SlotTable.empty(3)
+    for slot in range(3):
+        table.set(slot, 0.0, slot, PLAIN)
+    before = [np.asarray(a) for a in jax.tree.leaves(executor.kv)]
+    work = decodes([0, 2], [1, 17], [(0, 0, 0, 3), (0, 2, 0, 4), (0, 2, 1, 5)])
+    pending = executor.run(layout, *pack(layout, work, table), full=False)
+    assert pending.logprobs is None
+    assert pending.prompt is None
+    for a, b in zip(before, map(np.asarray, jax.tree.leaves(executor.kv)), strict=True):
+        changed = {(int(page), int(place)) for page, _, place, _ in zip(*np.nonzero(a != b), strict=True)}
+        assert changed == {(3, 1), (5, 1)}
+    tokens = np.asarray(pending.tokens)
+    np.testing.assert_array_equal(np.asarray(executor.last_tokens), [tokens[0], 0, tokens[1]])
+    np.testing.assert_array_equal(np.asarray(executor.page_table)[0, :, :2], [[3, 0], [0, 0], [4, 5]])
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_page_table_entries_beyond_the_buffer(executor, data):
+    """However many entries a step brings, the table is what they say."""
+    groups, slots, pages = executor.page_table.shape
+    every = [(g, q, i) for g in range(groups) for q in range(slots) for i in range(pages)]
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    chosen = rng.permutation(every)[: data.draw(st.integers(0, len(every)))]
+    appends = np.concatenate([chosen, rng.integers(0, 12, (len(chosen), 1))], axis=1).astype(np.int32)
+    expected = np.asarray(executor.page_table).copy()
+    for group, slot, index, page in appends:
+        expected[group, slot, index] = page
+    layout = executor.layouts[8]
+    executor.run(layout, *pack(layout, decodes([], [], appends), SlotTable.empty(slots)), full=False)
+    np.testing.assert_array_equal(np.asarray(executor.page_table), expected)
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [(0, 0), (7, 0), (5, 9), (4096, 0), (4090, 4200)])
+def test_a_slot_remembers_the_tokens_that_penalties_look_back_on(executor, prompt, answer):
+    """Also a history longer than one call takes; another slot's counts stay."""
+    rng = np.random.default_rng(prompt)
+    vocab = executor.programs.context.config.vocab_size
+    others = np.asarray(executor.counts)[[0, 2]]
+    ids = rng.integers(0, vocab, prompt + answer).astype(np.int32)
+    executor.set_slot(1, slot_values(top_k=prompt), ids, prompt)
+    counts = np.asarray(executor.counts)
+    expected = np.minimum(np.bincount(ids[prompt:], minlength=counts.shape[1]), COUNT)
+    expected |= np.where(np.bincount(ids[:prompt], minlength=counts.shape[1]) > 0, IN_PROMPT, 0)
+    np.testing.assert_array_equal(counts[1], expected)
+    np.testing.assert_array_equal(counts[[0, 2]], others)
+    assert np.asarray(executor.params.top_k)[1] == prompt
+
+
+def test_the_full_sampler_counts_what_it_draws_for_those_who_ask(executor):
+    layout, table = executor.layouts[8], SlotTable.empty(3)
+    for slot, sampler in enumerate((FULL, PLAIN, FULL)):
+        table.set(slot, 0.0, slot, sampler)
+        executor.set_slot(slot, slot_values(), np.zeros(0, np.int32), 0)
+    pending = executor.run(layout, *pack(layout, decodes([0, 1], [0, 0]), table), full=True)
+    counts, tokens = np.asarray(executor.counts), np.asarray(pending.tokens)
+    assert counts[0].sum() == counts[0, tokens[0]] == 1
+    assert counts[1:].sum() == 0
+    assert pending.logprobs.chosen.shape == (layout.rows,)
+
+
+def test_memory_it_asks_for(executor):
+    held = (executor.page_table, executor.params, executor.counts)
+    assert executor.state_bytes() == sum(a.nbytes for a in jax.tree.leaves(held))
+    widest = max(executor.layouts)
+    logits = executor.layouts[widest].rows * executor.counts.shape[1] * 4
+    assert executor.temporary_bytes() > logits
