@@ -249,7 +249,7 @@ class Scheduler:
         """Counts the step as done."""
         num_tokens = len(slots) + sum(tokens for _, tokens in grants)
         padded = min(self._batch_rows, self.config.token_budget) if self._policy.pads else 0
-        admitted, self._admitted = tuple(self._admitted), []
+        admitted, self._admitted = tuple(seq for seq in self._admitted if seq.slot >= 0), []
         return StepWork(
             decodes=self.running.seats.sequences[slots],
             decode_slots=slots,

@@ -68,6 +68,15 @@ def test_nobody_is_stuck_even_if_the_forecast_admits_everyone(policy, monkeypatc
     assert world.scheduler.num_preemptions > 0
 
 
+def test_two_prefills_that_hold_what_each_of_them_needs_are_not_stuck(monkeypatch):
+    world = World(config(num_pages=(3,), token_budget=8, buckets=(8,)))
+    monkeypatch.setattr(world.scheduler.running, "fits", lambda *_: True)
+    [long] = world.add([1] * 12, max_tokens=1)
+    [short] = world.add([2] * 8, max_tokens=1)
+    world.run()
+    assert (long.preemptions, short.preemptions) == (0, 1)
+
+
 def test_sequences_that_share_a_beginning_need_its_pages_once():
     # 5 pages of beginning, and 2 of each one's own: 4 fit, where without sharing one does.
     world = World(config(num_pages=(13,)))
@@ -77,7 +86,31 @@ def test_sequences_that_share_a_beginning_need_its_pages_once():
         world.step()
     for i in range(3):
         world.add([*beginning, 3 + i], max_tokens=8, ignore_eos=True)
+        world.step()
+        assert world.scheduler.num_running == 2 + i
+    world.run()
+    assert world.scheduler.num_preemptions == 0
+
+
+def test_pages_shared_with_one_that_is_still_prefilling_cost_nothing():
+    world = World(config(num_pages=(17,)))
+    world.add([1] * 60, max_tokens=4, ignore_eos=True)
+    for _ in range(3):
+        world.step()
+    [second] = world.add([1] * 21, max_tokens=4, ignore_eos=True)
     world.step()
-    assert world.scheduler.num_running == 4
+    assert second.slot >= 0
+    world.run()
+    assert (second.cached_tokens, world.scheduler.num_preemptions) == (20, 0)
+
+
+def test_shared_pages_stay_when_the_one_that_computed_them_ends():
+    # Both newcomers would fit if the first took the beginning's 5 pages with it: 10 - 5 and 6 of 13 pages.
+    world = World(config(num_pages=(13,)))
+    [first] = world.add([*[1] * 20, 2], max_tokens=4, ignore_eos=True)
+    while first.num_computed < 21:
+        world.step()
+    world.add([*[1] * 20, 3], max_tokens=20, ignore_eos=True)
+    world.add([4] * 4, max_tokens=21, ignore_eos=True)
     world.run()
     assert world.scheduler.num_preemptions == 0
