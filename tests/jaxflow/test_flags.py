@@ -1,0 +1,84 @@
+"""The engine's settings on a command line."""
+
+import dataclasses
+
+import pytest
+from absl import flags
+
+import jaxflow.flags as engine_flags
+from jaxflow.config import ConfigError, EngineConfig
+
+DEFINE = {name: getattr(flags, name) for name in ("DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_string")}
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """Parses a command line into flags of its own; returns the settings."""
+
+    def parse(*arguments, model=None):
+        values = flags.FlagValues()
+        for name, define in DEFINE.items():
+            monkeypatch.setattr(flags, name, with_values(define, values))
+        monkeypatch.setattr(flags, "mark_flag_as_required", lambda flag: flags.mark_flags_as_required([flag], values))
+        monkeypatch.setattr(flags, "FLAGS", values)
+        engine_flags.define_engine_flags(model)
+        values(["program", *arguments])
+        return engine_flags.engine_config_from_flags()
+
+    def with_values(define, values):
+        return lambda name, default, text: define(name, default, text, flag_values=values)
+
+    return parse
+
+
+def test_nothing_said_is_the_default(parse):
+    assert parse("--model=m") == EngineConfig(model="m")
+    assert parse(model="embedded") == EngineConfig(model="embedded")
+
+
+def test_a_model_must_be_named(parse):
+    with pytest.raises(flags.IllegalFlagValueError, match="--model"):
+        parse()
+
+
+def test_every_setting_has_a_flag_of_its_name(parse):
+    given = EngineConfig(
+        model="m",
+        tokenizer="t",
+        dtype="bfloat16",
+        load_format="dummy",
+        kv_cache_dtype="float32",
+        block_size=32,
+        tensor_parallel_size=2,
+        max_model_len=100,
+        max_num_batched_tokens=512,
+        max_num_seqs=7,
+        max_waiting=9,
+        gpu_memory_utilization=0.5,
+        num_kv_pages=10,
+        enable_prefix_caching=False,
+        seed=3,
+        plan="searched",
+        scheduling_policy="hybrid",
+        chunk_size=64,
+        compilation_cache_dir="",
+    )
+    shown = dataclasses.asdict(given)
+    untouched = {name for name, value in shown.items() if value == getattr(EngineConfig(model="another"), name)}
+    assert untouched == {"quantization"}
+    assert parse(*(f"--{name}={value}" for name, value in shown.items() if value is not None)) == given
+
+
+@pytest.mark.parametrize(
+    ("flag", "field"),
+    [("--quantization=int4", "quantization"), ("--kv_cache_dtype=fp8", "kv_cache_dtype"), ("--block_size=0", "block_size")],
+)
+def test_a_value_that_cannot_be_names_its_flag(parse, flag, field):
+    with pytest.raises(ConfigError) as caught:
+        parse("--model=m", flag)
+    assert caught.value.field == field
+
+
+def test_a_value_that_is_no_number(parse):
+    with pytest.raises(flags.IllegalFlagValueError, match="block_size"):
+        parse("--model=m", "--block_size=many")
