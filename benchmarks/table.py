@@ -15,7 +15,7 @@ from typing import Any
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 BLOCK = re.compile(r"(?<=<!-- benchmarks -->\n).*?(?=<!-- /benchmarks -->)", re.S)
-THROUGHPUT = ("machine", "model", "in / out tokens", "total tokens/s", "of the optimum", "beside it", "report")
+THROUGHPUT = ("machine", "model", "in / out tokens", "total tokens/s", "of the optimum", "watts at MHz", "beside it", "report")
 HOST = ("CPU", "requests running", "tokens a step", "median ms of CPU a step", "p99", "report")
 
 
@@ -37,6 +37,11 @@ def lengths(workload: Mapping[str, Any]) -> str:
 def precision(engine: Mapping[str, Any]) -> str:
     kv = engine["kv_cache_dtype"]
     return engine["dtype"] + (f", {kv} KV" if kv not in ("auto", engine["dtype"]) else "")
+
+
+def power(readings: Mapping[str, float] | None) -> str:
+    """Means over the run; a dash where there is no card to ask."""
+    return f"{readings['mean_watts']:.0f} at {readings['mean_sm_clock_mhz']:.0f}" if readings else "–"
 
 
 def beside(rivals: list[dict[str, Any]], report: Mapping[str, Any]) -> str:
@@ -63,6 +68,7 @@ def throughput_rows(folder: Path) -> Iterator[tuple[str, ...]]:
             lengths(report["workload"]),
             f"{report['total_token_throughput']:,.0f}",
             f"{report['fraction_of_optimal']:.0%}",
+            power(report["power"]),
             beside(rivals, report),
             f"[json](benchmarks/{name})",
         )

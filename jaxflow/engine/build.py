@@ -25,7 +25,7 @@ from jaxflow.mesh import axis_of, choose_platform, make_mesh
 from jaxflow.model.checkpoint import Checkpoint
 from jaxflow.model.ops import Context
 from jaxflow.model.weights import shardings
-from jaxflow.pipeline.compiler import compile_plan
+from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan, borders, load, shipped
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
@@ -168,6 +168,8 @@ def make_executor(
         weights,
         layouts,
         lambda tokens: compile_plan(plans[tokens], model, tp),
+        # The sequential step is measured with XLA's own choices; plans with streams do not overlap under them.
+        options_of=lambda tokens: xla_options(plans[tokens], tp) if on_gpu() and borders(plans[tokens]) else {},
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
     )

@@ -60,14 +60,14 @@ class Executor:
         *,
         kv_dtype,
         max_model_len: int,
-        compiler_options: dict[str, Any] | None = None,
+        options_of: Callable[[int], dict[str, Any]] = lambda tokens: {},
     ):
         self.programs, self.weights = programs, weights
         self.layouts = {layout.tokens: layout for layout in layouts}
         any_layout = next(iter(self.layouts.values()))
         self.slots, self.page_size, self.groups = any_layout.slots, any_layout.page_size, any_layout.groups
         self.pages_per_sequence = -(-max_model_len // self.page_size)
-        self._forward_of, self._kv_dtype, self._options = forward_of, kv_dtype, compiler_options
+        self._forward_of, self._kv_dtype, self._options_of = forward_of, kv_dtype, options_of
         self._head, self._prompt_head = head(weights), prompt_head(weights)
         self._replicated = NamedSharding(programs.mesh, REPLICATED)
         self._steps: dict[int, Callable] = {}
@@ -81,7 +81,7 @@ class Executor:
         """Device memory that the largest step and the samplers after it need beside weights and cache."""
         layout = self.layouts[max(self.layouts)]
         few = (self.pages_per_sequence + 1,) * self.groups
-        step = self._compile(self._lower_step(layout, few))
+        step = self._compile(self._lower_step(layout, few), self._options_of(layout.tokens))
         memory = step.memory_analysis()
         bytes_ = [memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes]
         for kind in ("plain", "full"):
@@ -126,7 +126,8 @@ class Executor:
             # Lowering is Python, one at a time whatever the threads; compiling is XLA's, and runs beside it.
             futures: dict[concurrent.futures.Future, tuple[dict, Any]] = {}
             for table, key, lower in jobs:
-                futures[pool.submit(self._compile, lower())] = table, key
+                options = self._options_of(key) if table is self._steps else None
+                futures[pool.submit(self._compile, lower(), options)] = table, key
                 on_progress(sum(future.done() for future in futures), len(jobs))
             for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
                 table, key = futures[future]
@@ -219,8 +220,8 @@ class Executor:
     def _dtype(self):
         return self._head["embed"].dtype
 
-    def _compile(self, lowered: Any) -> Any:
-        return lowered.compile(compiler_options=self._options)
+    def _compile(self, lowered: Any, options: dict[str, Any] | None = None) -> Any:
+        return lowered.compile(compiler_options=options or None)
 
     def _lower_step(self, layout: StepLayout, num_pages: tuple[int, ...]):
         fn = self.programs.step(layout, self._forward_of(layout.tokens))
