@@ -17,6 +17,7 @@ REPORT = {
     "workload": {"kind": "constant", "mean_prompt_tokens": 1024.0, "mean_output_tokens": 512.0},
     "total_token_throughput": 12345.6,
     "fraction_of_optimal": 0.3,
+    "power": {"mean_watts": 689.4, "mean_sm_clock_mhz": 1503.2},
 }
 
 
@@ -33,9 +34,14 @@ def test_the_readme_has_the_table_of_the_reports():
 
 def test_a_report_becomes_a_line_beside_its_rival(folder):
     (folder / "a.json").write_text(json.dumps(REPORT))
+    (folder / "b.json").write_text(json.dumps(REPORT | {"power": None}))
     (folder / "other.json").write_text(json.dumps(REPORT | {"command_name": "latency"}))
-    (line,) = TABLE["render"](folder).strip().splitlines()[2:]
-    assert line == "| NVIDIA H200 | llama-3.1-8b, bfloat16 | 1024 / 512 | 12,346 | 30% | vLLM 0.24.0 25,378 | [json](benchmarks/a.json) |"
+    line, of_a_cpu = TABLE["render"](folder).strip().splitlines()[2:]
+    assert (
+        line
+        == "| NVIDIA H200 | llama-3.1-8b, bfloat16 | 1024 / 512 | 12,346 | 30% | 689 at 1503 | vLLM 0.24.0 25,378 | [json](benchmarks/a.json) |"
+    )
+    assert "| 30% | – |" in of_a_cpu
 
 
 def test_the_hosts_cost_has_a_table_of_its_own(folder):
