@@ -9,6 +9,8 @@ of the products that the causal mask leaves.
 import argparse
 import functools
 import json
+import shlex
+import sys
 import time
 
 import jax
@@ -276,7 +278,8 @@ def main():
         print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
         if args.json:
             with open(args.json, "w") as f:
-                json.dump({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
+                command = shlex.join(["python", "-m", "pallas_kernels.checks.attention", *sys.argv[1:]])
+                json.dump({"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
     bad = [r for r in rows if r.get("ok") is False]
     print(f"{len(bad)} checks failed" if bad else "all checks passed")
     raise SystemExit(bool(bad))
