@@ -36,7 +36,9 @@ class KernelSet:
 REFERENCE = KernelSet("reference")
 
 
-def kernel_set_for(platform: str, capability: str, *, head_dim: int, queries_per_kv_head: int, page_size: int, dtype, kv_dtype) -> KernelSet:
+def kernel_set_for(
+    platform: str, capability: str, *, head_dim: int, queries_per_kv_head: int, page_size: int, dtype, kv_dtype
+) -> KernelSet:
     """The fastest kernels that exist for a device and these shapes; the twins where there are none.
 
     Args:
