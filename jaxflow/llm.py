@@ -210,6 +210,8 @@ class LLM:
         return self._run(requests, [None] * len(requests), use_tqdm)
 
     def _run(self, requests: Sequence[Request], texts: Sequence[str | None], use_tqdm: bool) -> list[RequestOutput]:
+        for request in requests:
+            self.driver.check(request)
         box: _Queue = _Queue()
         building = {r.request_id: _Building(self, r, text) for r, text in zip(requests, texts, strict=True)}
         left, waiting = len(requests), iter(requests)

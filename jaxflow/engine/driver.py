@@ -51,6 +51,10 @@ class Driver:
         """Whether steps can still run."""
         return self._thread.is_alive() and self._fault is None
 
+    def check(self, request: Request) -> None:
+        """Refuses what could never run. Raises: InvalidRequest."""
+        self._loop.check(request)
+
     def submit(self, request: Request, mailbox: Mailbox) -> None:
         """Hands over a request; its events go to `mailbox`, the last of them `Finished` for each of its sequences.
 
@@ -58,7 +62,7 @@ class Driver:
           QueueFull: as many wait as may. Draining: shutting down. EngineDead: after a fault.
           InvalidRequest: for what the scheduler could never run.
         """
-        self._loop.check(request)
+        self.check(request)
         with self._wake:
             self._refuse_if_ending()
             waiting = self._loop.waiting + self._queued
@@ -87,10 +91,10 @@ class Driver:
                 if left <= 0:
                     break
                 self._wake.wait(min(left, 0.1))
-        ids = list(self._loop.request_ids)
-        for request_id in ids:
-            self.abort(request_id)
-        return len(ids)
+            aborted = len(self._loop.request_ids) + self._queued
+            self._commands.append(self._abort_all)
+            self._wake.notify()
+        return aborted
 
     def close(self) -> None:
         """Stops the thread, aborting what runs."""
@@ -148,6 +152,10 @@ class Driver:
         except Exception as fault:  # this request's fault alone
             log.exception("request %s was not taken", name)
             self._deliver(refused(request, fault))
+
+    def _abort_all(self) -> None:
+        for request_id in self._loop.request_ids:
+            self._deliver(self._loop.abort(request_id))
 
     def _deliver(self, events: Sequence[Event]) -> None:
         """Posts each mailbox its events, in one call."""

@@ -213,3 +213,14 @@ def test_a_model_without_a_tokenizer(tmp_path):
             assert caught.value.field == field
         with pytest.raises(InvalidRequest, match="tokenizer"):
             llm.chat([{"role": "user", "content": "words"}], use_tqdm=False)
+
+
+def test_what_the_pages_cannot_hold_is_refused_before_any_runs():
+    """The context would hold it; two pages of KV do not."""
+    with LLM(str(paths.MODELS / "tiny-llama"), **(SMALL | {"num_kv_pages": 2})) as llm:
+        with pytest.raises(InvalidRequest) as caught:
+            llm.generate([[5], [5] * 20], SamplingParams(max_tokens=20), use_tqdm=False)
+        assert caught.value.field == "max_tokens"
+        assert llm.driver.stats().steps == 0
+        [out] = llm.generate([5] * 20, SamplingParams(max_tokens=13, ignore_eos=True), use_tqdm=False)
+        assert len(out.outputs[0].token_ids) == 13

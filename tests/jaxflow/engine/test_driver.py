@@ -326,6 +326,21 @@ class TestEnding:
             assert driver.drain(0.0) == 1
             assert box.ends()[0].reason is FinishReason.ABORT
 
+    def test_drain_aborts_what_the_engine_has_not_seen_yet(self):
+        with driving() as (driver, loop):
+            running, late = Box(), Box()
+            driver.submit(request("running", LONG), running)
+            running.until(Started)
+            loop.executor.gate.clear()
+            loop.executor.entered.clear()
+            assert loop.executor.entered.wait(PATIENCE_S)
+            driver.submit(request("late", LONG), late)
+            assert driver.drain(0.0) == 2
+            loop.executor.gate.set()
+            for box in (running, late):
+                assert box.ends()[0].reason is FinishReason.ABORT
+            wait_until(lambda: all_free(loop))
+
     def test_close_ends_what_runs_and_what_was_just_submitted(self):
         with driving() as (driver, loop):
             running, late = Box(), Box()
