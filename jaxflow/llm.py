@@ -9,61 +9,23 @@ import queue
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 from tqdm import tqdm
 
+from jaxflow.answer import Answer, CompletionOutput, RequestFailed, RequestOutput
 from jaxflow.config import EngineConfig
 from jaxflow.engine.build import prepare_process, start_engine
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.request import (
-    Delta,
-    Draining,
-    Event,
-    Finished,
-    InvalidRequest,
-    Logprob,
-    QueueFull,
-    Request,
-    SamplingParams,
-    Started,
-    Usage,
-)
+from jaxflow.engine.request import Event, InvalidRequest, QueueFull, Request, SamplingParams
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.text.chat import encode_chat
-from jaxflow.text.detokenizer import Detokenizer, StopStrings
+from jaxflow.text.detokenizer import StopStrings
 from jaxflow.text.tokenizer import Tokenizer, load_tokenizer
 from jaxflow.text.vocabulary import TokenizerError
 
+__all__ = ["LLM", "CompletionOutput", "Prompt", "RequestFailed", "RequestOutput"]
+
 Prompt = str | Sequence[int]
 RETRY_S = 0.1  # between two tries to submit a request that found the queue full
-
-
-class CompletionOutput(msgspec.Struct):
-    """One of a request's n sequences. `token_ids` ends with the stop token, if one ended it; `text` does not show it."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = []
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None  # stop, length or abort; None while it runs
-    stop_reason: int | str | None = None  # the stop token or string that ended it; None for the model's own end token
-
-
-class RequestOutput(msgspec.Struct):
-    """A request and what became of it."""
-
-    request_id: str
-    prompt: str | None  # None if it came as token ids
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
-    outputs: list[CompletionOutput]
-    finished: bool = False
-    num_cached_tokens: int = 0
-    usage: Usage | None = None  # of the sequence that ended last
-
-
-class RequestFailed(RuntimeError):
-    """The engine could not finish a request; its cause is chained."""
 
 
 class LLM:
@@ -213,7 +175,7 @@ class LLM:
         for request in requests:
             self.driver.check(request)
         box: _Queue = _Queue()
-        building = {r.request_id: _Building(self, r, text) for r, text in zip(requests, texts, strict=True)}
+        building = {r.request_id: self._answer(r, text) for r, text in zip(requests, texts, strict=True)}
         left, waiting = len(requests), iter(requests)
         bar = tqdm(total=left, desc="generating", disable=not use_tqdm, unit="request", delay=1.0)
         try:
@@ -235,6 +197,9 @@ class LLM:
                     self.driver.abort(one.output.request_id)
         return [building[r.request_id].output for r in requests]
 
+    def _answer(self, request: Request, prompt: str | None) -> Answer:
+        return Answer(request, prompt, self.tokenizer, self.model_config.eos_token_ids)
+
     def _submit_some(self, waiting, box: "_Queue", held: Request | None) -> Request | None:
         """Submits until the queue is full; returns the request that found no room, None when all are in."""
         for request in itertools.chain([] if held is None else [held], waiting):
@@ -255,7 +220,7 @@ class LLM:
         """
         request = self.request(prompt, params, request_id=request_id)
         box = _AsyncQueue(asyncio.get_running_loop())
-        one = _Building(self, request, prompt if isinstance(prompt, str) else None)
+        one = self._answer(request, prompt if isinstance(prompt, str) else None)
         self.driver.submit(request, box)
         try:
             while not one.output.finished:
@@ -302,78 +267,3 @@ class _AsyncQueue:
     def post(self, events: list[Event]) -> None:
         with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody listens
             self._loop.call_soon_threadsafe(self.events.put_nowait, events)
-
-
-class _Building:
-    """An output under way: events in, text and tokens out."""
-
-    def __init__(self, llm: LLM, request: Request, prompt: str | None):
-        self.error: BaseException | None = None
-        self._llm, self._request = llm, request
-        sampling = request.sampling
-        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else llm.model_config.eos_token_ids)}
-        self._ends = ends
-        outputs = [CompletionOutput(i, logprobs=None if sampling.logprobs is None else []) for i in range(sampling.n)]
-        self.output = RequestOutput(request.request_id, prompt, list(request.prompt_token_ids), None, outputs)
-        self._left = sampling.n
-        self._text: list[Detokenizer] = []
-        if llm.tokenizer is not None:
-            self._text = [self._detokenizer(llm.tokenizer) for _ in outputs]
-
-    def _detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
-        s = self._request.sampling
-        return Detokenizer(
-            tokenizer,
-            self._request.prompt_token_ids,
-            skip_special_tokens=s.skip_special_tokens,
-            stop=s.stop,
-            include_stop=s.include_stop_str_in_output,
-            min_tokens=s.min_tokens,
-        )
-
-    def take(self, event: Event) -> None:
-        if isinstance(event, Delta):
-            self._delta(self.output.outputs[event.index], event)
-        elif isinstance(event, Finished):
-            self._finished(self.output.outputs[event.index], event)
-        elif isinstance(event, Started):
-            self.output.num_cached_tokens = event.cached_prompt_tokens
-            if event.prompt_logprobs is not None:
-                self.output.prompt_logprobs = [None if d is None else self._named(d) for d in event.prompt_logprobs]
-
-    def raise_fault(self) -> None:
-        """Raises: what the engine refused the request for, or RequestFailed for a fault of the engine."""
-        if isinstance(self.error, InvalidRequest | QueueFull | Draining):
-            raise self.error
-        if self.error is not None:
-            raise RequestFailed(f"request {self.output.request_id} failed") from self.error
-
-    def _delta(self, out: CompletionOutput, event: Delta) -> None:
-        out.token_ids.extend(event.token_ids)
-        if out.logprobs is not None and event.logprobs is not None:
-            out.logprobs.extend(self._named(d) for d in event.logprobs)
-        if self._text:
-            shown = (
-                [t for t in event.token_ids if t not in self._ends]
-                if len(out.token_ids) > self._request.sampling.min_tokens
-                else event.token_ids
-            )
-            out.text += self._text[event.index].push(shown)
-
-    def _finished(self, out: CompletionOutput, event: Finished) -> None:
-        if self._text:
-            out.text += self._text[event.index].finish()
-        out.finish_reason = event.reason.value
-        eos = event.stop_token_id in self._llm.model_config.eos_token_ids
-        out.stop_reason = event.stop_string if event.stop_string is not None else (None if eos else event.stop_token_id)
-        self.error = event.error or self.error
-        self.output.usage = event.usage
-        self._left -= 1
-        self.output.finished = self._left == 0
-
-    def _named(self, found: dict[int, Logprob]) -> dict[int, Logprob]:
-        """With each token's text, where there is a tokenizer."""
-        tokenizer = self._llm.tokenizer
-        if tokenizer is None:
-            return found
-        return {t: Logprob(p.logprob, p.rank, tokenizer.token_text(t)) for t, p in found.items()}
