@@ -16,11 +16,15 @@ from jaxflow.model.checkpoint import open_checkpoint
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5)
 
 
-@functools.cache
 def executor(
     model: str, tp: int = 1, budget: int = 64, seqs: int = 8, pages: int = 96, plan: str = "sequential"
 ) -> tuple[EngineConfig, Executor]:
     """A warm executor of a checkpoint under tests/data/models, one for all tests that ask for the same."""
+    return _executor(model, tp, budget, seqs, pages, plan)
+
+
+@functools.cache  # by position: to a cache, an argument left out is not the same as its default
+def _executor(model: str, tp: int, budget: int, seqs: int, pages: int, plan: str) -> tuple[EngineConfig, Executor]:
     settings = EngineConfig(
         model=str(paths.MODELS / model),
         block_size=16,

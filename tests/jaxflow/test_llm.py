@@ -148,6 +148,12 @@ class TestEnds:
         assert len(out.outputs[0].token_ids) == 4
         assert out.outputs[0].token_ids[3] == eos
 
+    def test_special_tokens_are_shown_when_asked_for(self, llm):
+        eos = llm.model_config.eos_token_ids[-1]
+        for skip, text in ((True, ""), (False, llm.tokenizer.token_text(eos) * 2)):
+            params = SamplingParams(max_tokens=2, logit_bias={eos: 100.0}, ignore_eos=True, skip_special_tokens=skip)
+            assert llm.generate("Once", params, use_tqdm=False)[0].outputs[0].text == text
+
     def test_a_stop_token_is_in_the_ids_and_not_in_the_text(self, llm):
         whole = story(llm).outputs[0]
         stop = whole.token_ids[9]

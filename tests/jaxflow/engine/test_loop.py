@@ -196,9 +196,10 @@ class TestEnds:
 
 
 class TestNoShapeSurprises:
-    def test_nothing_compiles_after_warm_up(self):
+    @pytest.mark.parametrize("tp", [1, 2])
+    def test_nothing_compiles_after_warm_up(self, tp):
         """Law 6: every bucket, both samplers, prompt log-probabilities, pre-emption, page-table entries beyond the buffer."""
-        config, executor = toy.executor(MODEL)
+        config, executor = toy.executor(MODEL, tp)
         before = executor.compilations
         engine = make_loop(config, executor.programs.context.config, executor, {tokens: f"{tokens} tokens" for tokens in executor.layouts})
         rng = np.random.default_rng(3)
