@@ -9,6 +9,8 @@ import toy
 
 from jaxflow.engine.build import make_loop
 from jaxflow.engine.request import FinishReason, InvalidRequest, Request, SamplingParams
+from jaxflow.pipeline import plan as plans
+from jaxflow.pipeline.handmade import two_nano_batch_plan
 
 MODEL = "stories260K"
 PAGE = 16
@@ -85,6 +87,12 @@ class TestSameSeedSameTokens:
 
     def test_on_two_devices(self, alone):
         assert answers(toy.run(toy.loop(MODEL, tp=2), self.requests), self.requests) == alone
+
+    def test_on_an_overlapped_plan(self, alone, tmp_path):
+        config = toy.executor(MODEL)[1].programs.context.config
+        plans.save(two_nano_batch_plan(config, 64, 24), tmp_path / "plan.json")
+        results = toy.run(toy.loop(MODEL, plan=str(tmp_path / "plan.json")), self.requests)
+        assert answers(results, self.requests) == alone
 
     def test_another_seed_is_another_answer(self, alone):
         hot = [r for r in self.requests if r.sampling.temperature == 1.3]
