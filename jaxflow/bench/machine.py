@@ -42,8 +42,7 @@ def describe() -> dict[str, Any]:
         "num_devices": len(devices),
         "cpu": _cpu_model(),
         "cpu_cores": os.cpu_count(),
-        "versions": {name: _version(name) for name in ("jaxflow", "jax", "jaxlib", "numpy")}
-        | {"python": platform.python_version()},
+        "versions": {name: _version(name) for name in ("jaxflow", "jax", "jaxlib", "numpy")} | {"python": platform.python_version()},
         "command": shlex.join(["python", "-m", "jaxflow.bench", *sys.argv[1:]]),
     }
 
