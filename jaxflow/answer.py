@@ -10,7 +10,7 @@ from jaxflow.text.tokenizer import Tokenizer
 
 
 class CompletionOutput(msgspec.Struct):
-    """One of a request's n sequences. `token_ids` ends with the stop token, if one ended it; `text` does not show it."""
+    """One of a request's n sequences. `token_ids` ends with the stop token, if one ended it, which `text` does not show; a stop string is in neither, unless asked for."""
 
     index: int
     text: str = ""
@@ -102,6 +102,8 @@ class Answer:
     def _finished(self, out: CompletionOutput, event: Finished) -> None:
         if self._text:
             out.text += self._text[event.index].finish()
+        if event.stop_string is not None and not self._request.sampling.include_stop_str_in_output:
+            self._cut(out)
         out.finish_reason = event.reason.value
         eos = event.stop_token_id in self._eos
         out.stop_reason = event.stop_string if event.stop_string is not None else (None if eos else event.stop_token_id)
@@ -109,6 +111,19 @@ class Answer:
         self.output.usage = event.usage
         self._left -= 1
         self.output.finished = self._left == 0
+
+    def _cut(self, out: CompletionOutput) -> None:
+        """Drops the tokens that a stop string made: those behind the last one with a share in the text."""
+        assert self._tokenizer is not None
+        s = self._request.sampling
+        text = Detokenizer(self._tokenizer, self._request.prompt_token_ids, skip_special_tokens=s.skip_special_tokens)
+        kept, shown = 0, 0
+        while shown < len(out.text) and kept < len(out.token_ids):
+            shown += len(text.push(out.token_ids[kept : kept + 1]))
+            kept += 1
+        del out.token_ids[kept:]
+        if out.logprobs is not None:
+            del out.logprobs[kept:]
 
     def _named(self, found: dict[int, Logprob]) -> dict[int, Logprob]:
         """With each token's text, where there is a tokenizer."""
