@@ -10,7 +10,11 @@ from jaxflow.text.tokenizer import Tokenizer
 
 
 class CompletionOutput(msgspec.Struct):
-    """One of a request's n sequences. `token_ids` ends with the stop token, if one ended it, which `text` does not show; a stop string is in neither, unless asked for."""
+    """One of a request's n sequences.
+
+    `token_ids` ends with the stop token, if one ended it, which `text` does not show; a stop string is in neither,
+    unless asked for.
+    """
 
     index: int
     text: str = ""
