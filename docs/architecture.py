@@ -90,7 +90,7 @@ FLOORS = (
         "kernels",
         "pallas_kernels",
         "#efe7f6",
-        (Box("kernel_set", "a kernel for each op, or its jnp twin in reference.py", 1),),
+        (Box("kernel_set", "a kernel for each op, or its jnp twin in reference", 1),),
     ),
 )
 

@@ -29,8 +29,12 @@ class KernelSet:
     def describe(self) -> str:
         """A line that says which kernel each op runs on."""
         ops = [field.name for field in dataclasses.fields(self) if field.name != "name"]
-        places = (f"{op}: {getattr(self, op).__module__.rpartition('.')[2]}" for op in ops)
+        places = (f"{op}: {_place(getattr(self, op))}" for op in ops)
         return f"kernels: {self.name} ({', '.join(places)})"
+
+
+def _place(kernel: Callable) -> str:
+    return "reference" if kernel.__module__.startswith(reference.__name__) else kernel.__module__.rpartition(".")[2]
 
 
 REFERENCE = KernelSet("reference")

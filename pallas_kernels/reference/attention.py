@@ -1,9 +1,4 @@
-"""The jnp twin of every kernel: its definition, and the backend where no faster kernel exists.
-
-Loops run to counts that are data, so the cost follows the tokens that are there and not the padded shapes.
-Letters: T tokens, B and R sequences, N query heads, K key/value heads, H head width, P pages, S tokens a page,
-MP pages a sequence at most, C prefill chunks. Softmax and norms are computed in float32 whatever the inputs are.
-"""
+"""Attention over the paged cache. Softmax is computed in float32 whatever the inputs are."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,80 +7,6 @@ from jaxtyping import Array, Float, Int
 _LOWEST = -1e30  # stands for -inf where inf - inf would give NaN
 _KEYS_PER_BLOCK = 256  # keys that one pass of the online softmax reads
 _ROWS_PER_TILE = 128  # query tokens of a chunk that are taken together
-
-
-def gemm(x: Float[Array, "M D"], w: Float[Array, "F D"], bias: Float[Array, " F"] | None = None, out_dtype=None) -> Float[Array, "M F"]:
-    """x @ w.T (+ bias), accumulated in float32, returned in `out_dtype` (default: x's)."""
-    y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype or x.dtype)
-    return y if bias is None else y + bias.astype(y.dtype)
-
-
-def rms_norm(x: Float[Array, "*M D"], weight: Float[Array, " D"], *, eps: float, offset: float = 0.0) -> Float[Array, "*M D"]:
-    """x / sqrt(mean(x²) + eps) · (offset + weight), over the last axis."""
-    x32 = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale * (offset + weight.astype(jnp.float32))).astype(x.dtype)
-
-
-def layer_norm(x: Float[Array, "*M D"], weight: Float[Array, " D"], bias: Float[Array, " D"], *, eps: float) -> Float[Array, "*M D"]:
-    """(x - mean) / sqrt(var + eps) · weight + bias, over the last axis."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
-
-
-def rope(x: Float[Array, "T N H"], positions: Int[Array, " T"], inv_freq: Float[Array, " H2"]) -> Float[Array, "T N H"]:
-    """Rotates the halves (x[..., :H/2], x[..., H/2:]) by position · inv_freq radians."""
-    angle = positions.astype(jnp.float32)[:, None, None] * inv_freq
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def append(pages: Float[Array, "P K S H"], new: Float[Array, "T K H"], slots: Int[Array, " T"]) -> Float[Array, "P K S H"]:
-    """Writes token t's heads at flat slot `slots[t]` (page · S + place in it); slots outside the cache are dropped."""
-    p, k, s, h = pages.shape
-    # One row of H an index, over a flat view: a scatter that indexes the two outer axes only would make XLA transpose the cache.
-    page, place = slots // s, slots % s
-    rows = (page[:, None] * k + jnp.arange(k)) * s + place[:, None]
-    rows = jnp.where((slots < 0)[:, None] | (slots >= p * s)[:, None], p * k * s, rows)
-    flat = pages.reshape(p * k * s, h)
-    flat = flat.at[rows.reshape(-1)].set(
-        new.reshape(-1, h).astype(pages.dtype), mode="drop", unique_indices=False, wrap_negative_indices=False
-    )
-    return flat.reshape(p, k, s, h)
-
-
-def rope_append(
-    q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
-    positions: Int[Array, " T"],
-    slots: Int[Array, " T"],
-    *,
-    inv_freq: Float[Array, " H2"] | None,
-    q_norm: Float[Array, " H"] | None = None,
-    k_norm: Float[Array, " H"] | None = None,
-    eps: float = 1e-6,
-    norm_offset: float = 0.0,
-) -> tuple[Float[Array, "T N H"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
-    """Norms (if any) and rotates queries and keys, and writes keys and values to their pages.
-
-    Args:
-      slots: flat place of each token in the pages, page · S + place; anything outside is not written (padding).
-      inv_freq: radians a position of each of the H/2 planes; None: no rotation.
-    Returns:
-      the queries for attention, and both page arrays (aliasing the inputs where those are donated).
-    """
-    if q_norm is not None and k_norm is not None:
-        q = rms_norm(q, q_norm, eps=eps, offset=norm_offset)
-        k = rms_norm(k, k_norm, eps=eps, offset=norm_offset)
-    if inv_freq is not None:
-        q, k = rope(q, positions, inv_freq), rope(k, positions, inv_freq)
-    return q, append(k_pages, k, slots), append(v_pages, v, slots)
 
 
 def _online(scores, valid, v, state):
@@ -215,23 +136,3 @@ def chunk_attention(
         return lax.fori_loop(0, -(-tokens // tile), one_tile, out)
 
     return lax.fori_loop(0, chunks.shape[0], one_chunk, jnp.zeros_like(padded))[:t]
-
-
-def gate_mul(y: Float[Array, "M F2"], block: int, activation: str) -> Float[Array, "M F"]:
-    """act(gate) · up, of columns laid out as blocks of `block` gates then `block` ups, alternating."""
-    pair = y.reshape(y.shape[0], -1, 2, block)
-    return (activate(pair[:, :, 0], activation) * pair[:, :, 1]).reshape(y.shape[0], -1)
-
-
-def activate(x: Float[Array, "*M"], activation: str) -> Float[Array, "*M"]:
-    """silu, gelu_tanh or relu, in float32, returned in x's dtype."""
-    x32 = x.astype(jnp.float32)
-    if activation == "silu":
-        y = x32 * lax.logistic(x32)
-    elif activation == "gelu_tanh":
-        y = 0.5 * x32 * (1.0 + jnp.tanh(0.7978845608028654 * (x32 + 0.044715 * x32**3)))
-    elif activation == "relu":
-        y = jnp.maximum(x32, 0.0)
-    else:
-        raise ValueError(f"activation={activation!r}: silu, gelu_tanh or relu")
-    return y.astype(x.dtype)

@@ -1,0 +1,13 @@
+"""The jnp twin of every kernel: its definition, and the backend where no faster kernel exists.
+
+Loops run to counts that are data, so the cost follows the tokens that are there and not the padded shapes.
+Letters: T tokens, B and R sequences, N query heads, K key/value heads, H head width, P pages, S tokens a page,
+MP pages a sequence at most, C prefill chunks, M rows of a product.
+"""
+
+from pallas_kernels.reference.attention import chunk_attention, decode_attention
+from pallas_kernels.reference.gemm import activate, gate_mul, gemm
+from pallas_kernels.reference.norm import layer_norm, rms_norm
+from pallas_kernels.reference.rope_append import append, rope, rope_append
+
+__all__ = ["activate", "append", "chunk_attention", "decode_attention", "gate_mul", "gemm", "layer_norm", "rms_norm", "rope", "rope_append"]
