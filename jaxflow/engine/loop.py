@@ -16,6 +16,7 @@ import numpy as np
 from jaxflow.engine.executor import Executor, Pending
 from jaxflow.engine.layout import SlotTable, StepLayout, pack
 from jaxflow.engine.outputs import HostLogprobs, LiveRequest, needs_full_sampler, slot_settings
+from jaxflow.engine.plain_slots import PlainSlots
 from jaxflow.engine.programs import FULL, PLAIN
 from jaxflow.engine.request import Event, FinishReason, Request
 from jaxflow.engine.scheduler import Scheduler
@@ -58,6 +59,7 @@ class Loop:
         self._plan_names, self._clock = plan_names, clock
         self._live: dict[str, LiveRequest] = {}
         self._slots = SlotTable.empty(executor.slots)
+        self._plain = PlainSlots(executor.slots, self._eos)
         self._in_flight: InFlight | None = None
         self._told: list[Event] = []  # of the step being read: a fault midway must not lose who has ended
         self._counts = collections.Counter()
@@ -161,6 +163,7 @@ class Loop:
         """Tells the device what a newly admitted sequence samples with."""
         sampling = seq.request.sampling
         full = needs_full_sampler(sampling)
+        self._plain.close(seq.slot)
         self._slots.set(seq.slot, sampling.temperature, seq.seed, FULL if full else PLAIN)
         if full:
             self.executor.set_slot(seq.slot, *slot_settings(seq, self._eos))
@@ -185,29 +188,39 @@ class Loop:
     def _read(self, step: InFlight) -> None:
         """Waits for a step's tokens, and tells who gets them."""
         work, pending = step.work, step.pending
-        tokens = np.asarray(pending.tokens).tolist()
+        tokens = np.asarray(pending.tokens)
         found = None if pending.logprobs is None else HostLogprobs.of(pending.logprobs)
         now = self._clock()
         if pending.prompt is not None:
             self._read_prompt(work, HostLogprobs.of(pending.prompt))
-        rows = [*work.decodes.tolist(), *(chunk.seq if chunk.samples else None for chunk in work.chunks)]
-        drawn = [(row, seq) for row, seq in enumerate(rows) if seq is not None and not seq.finished]
-        self.scheduler.commit([seq for _, seq in drawn], [tokens[row] for row, _ in drawn])
-        tell, requests = self._told.append, self._live
-        for row, seq in drawn:
-            live = requests[seq.request.request_id]
-            if live.first_token_s is None:
-                tell(live.started())
-                live.first_token_s = now
-            try:
-                delta, reason, by = live.draw(seq, tokens[row], found, row, now)
-            except Exception as fault:  # its stop checker's: this sequence's fault alone
-                tell(self._end(live, seq, FinishReason.ABORT, error=fault))
-                continue
-            tell(delta)
-            if reason is not None:
-                tell(self._end(live, seq, reason, by))
-        self._counts["completion_tokens"] += len(drawn)
+        slots, decoded = work.decode_slots, tokens[: len(work.decode_slots)]
+        plain = self._plain.only_told(slots, decoded) & self.scheduler.seated(work)
+        self.scheduler.commit_seated(slots[plain], decoded[plain])
+        self._told.extend(self._plain.deltas(slots[plain], decoded[plain]))
+        rows = [(row, work.decodes.item(row)) for row in np.flatnonzero(~plain).tolist()]
+        rows += [(row, chunk.seq) for row, chunk in enumerate(work.chunks, start=len(slots)) if chunk.samples]
+        drawn = [(row, seq, tokens.item(row)) for row, seq in rows if not seq.finished]
+        self.scheduler.commit([seq for _, seq, _ in drawn], [token for _, _, token in drawn])
+        for row, seq, token in drawn:
+            self._tell(seq, token, found, row, now)
+        self._counts["completion_tokens"] += int(plain.sum()) + len(drawn)
+
+    def _tell(self, seq: Sequence, token: int, found: HostLogprobs | None, row: int, now: float) -> None:
+        """Looks at one token for all that its request may want of it."""
+        live = self._live[seq.request.request_id]
+        if live.first_token_s is None:
+            self._told.append(live.started())
+            live.first_token_s = now
+        try:
+            delta, reason, by = live.draw(seq, token, found, row, now)
+        except Exception as fault:  # its stop checker's: this sequence's fault alone
+            self._told.append(self._end(live, seq, FinishReason.ABORT, error=fault))
+            return
+        self._told.append(delta)
+        if reason is not None:
+            self._told.append(self._end(live, seq, reason, by))
+        elif live.is_plain and seq.slot >= 0:
+            self._plain.open(seq, heeds_eos=not seq.request.sampling.ignore_eos)
 
     def _read_prompt(self, work: StepWork, found: HostLogprobs) -> None:
         """Hands each prompt the log-probabilities of its chunk."""

@@ -79,14 +79,15 @@ class LiveRequest:
 
     def __init__(self, request: Request, sequences: Seq[Sequence], eos: frozenset[int], now: float):
         self.request, self.sequences = request, tuple(sequences)
-        self.arrival_s, self.first_token_s = now, None
+        self.arrival_s = now
+        self.first_token_s: float | None = None
         sampling, self._id = request.sampling, request.request_id
         self._logprobs, self._min_tokens = sampling.logprobs, sampling.min_tokens
         self._most = sequences[0].limit - sequences[0].num_prompt
         self._ids_that_stop = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
         make = request.make_stop_checker
         self._checkers: list[StopChecker] = [make() for _ in sequences] if sampling.stop and make else []
-        self._completion = [0] * len(self.sequences)
+        self.is_plain = not (sampling.stop_token_ids or sampling.min_tokens or self._checkers or sampling.logprobs is not None)
         self._first_s: list[float | None] = [None] * len(self.sequences)
         self._prompt: list[dict[int, Logprob] | None] | None = None
         if sampling.prompt_logprobs is not None:
@@ -117,12 +118,10 @@ class LiveRequest:
     def draw(
         self, seq: Sequence, token: int, found: HostLogprobs | None, row: int, now: float
     ) -> tuple[Delta, FinishReason | None, int | str | None]:
-        """Takes a drawn token: what to tell the caller, whether it ends its sequence, and the stop token or string that did.
-
-        Called for every token of every request: what a request does not ask for costs a comparison.
+        """Looks at a token that was just committed: what to tell the caller, whether it ends its sequence, and the stop token or
+        string that did.
         """
-        index = seq.index
-        drawn = self._completion[index] = self._completion[index] + 1
+        index, drawn = seq.index, seq.num_known - seq.num_prompt
         if drawn == 1:
             self._first_s[index] = now
         logprobs = None
@@ -148,7 +147,7 @@ class LiveRequest:
             total_s=now - self.arrival_s,
             preemptions=seq.preemptions,
         )
-        usage = Usage(len(self.request.prompt_token_ids), seq.cached_tokens, self._completion[seq.index])
+        usage = Usage(len(self.request.prompt_token_ids), seq.cached_tokens, seq.num_known - seq.num_prompt)
         return Finished(
             self.request.request_id,
             seq.index,

@@ -131,6 +131,14 @@ class Scheduler:
                     self._wait(seq)
         self.running.commit(slots[seated], tokens[seated])
 
+    def seated(self, work: StepWork) -> np.ndarray:
+        """bool [n]: which of the step's decodes still have the slot that they had in it."""
+        return self.running.seats.sequences[work.decode_slots] == work.decodes
+
+    def commit_seated(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Like `commit`, for sequences that are known to have these slots, int32 [n]."""
+        self.running.commit(slots, tokens)
+
     def finish(self, seq: Sequence) -> None:
         """Its output is complete: gives back its pages and slot, at once. Does nothing the second time."""
         if not seq.finished:
