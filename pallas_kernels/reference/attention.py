@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 _LOWEST = -1e30  # stands for -inf where inf - inf would give NaN
 _KEYS_PER_BLOCK = 256  # keys that one pass of the online softmax reads
@@ -32,23 +32,47 @@ def _key_blocks(page_table, pages, page_size):
     return per_block, jnp.clip(table, 0, pages - 1)
 
 
+def read_pages(pages: Array, scale: Array | None, ids: Array, values: bool = False) -> Array:
+    """float32 [..., K, n * S, H] of the pages `ids` [..., n] of a cache.
+
+    scale: None, float32 [K] (one a head) or [P, K, S] (one a token and head); true values are the cache's times it.
+    values: of 8 bits they lie [P, K, H, S], all else [P, K, S, H].
+    """
+    x = pages[ids].astype(jnp.float32)
+    if values and pages.dtype.itemsize == 1:
+        x = jnp.swapaxes(x, -1, -2)
+    if scale is not None:
+        x = x * (scale[:, None, None] if scale.ndim == 1 else scale[ids][..., None])
+    x = jnp.moveaxis(x, -4, -3)
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
 def decode_attention(
     q: Float[Array, "B N H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
+    k_pages: Shaped[Array, "P K S H"],
+    v_pages: Shaped[Array, "P K _ _"],
     page_table: Int[Array, "B MP"],
     lengths: Int[Array, " B"],
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
+    unified: Float[Array, " 2"] | None = None,
+    sms: int | None = None,
+    work: object = None,
 ) -> Float[Array, "B N H"]:
     """Attention of one new token a sequence over its pages.
 
     Args:
+      k_pages, v_pages: [P, K, S, H]; values of 8 bits (e4m3, int8) are [P, K, H, S].
       lengths: keys of each row, its own included; 0 skips the row, whose output is 0.
       window: see only the last `window` keys. soft_cap: scores become soft_cap · tanh(score / soft_cap).
+      k_scale, v_scale: what the cache's numbers are multiplied with, one a head [K] or one a token and head [P, K, S].
+      unified, sms, work: how a kernel is to do it (`pallas_kernels.decode_attention`); they do not change what it computes.
     """
+    del unified, sms, work
     (b, n, h), (p, kv, s, _) = q.shape, k_pages.shape
     per_block, table = _key_blocks(page_table, p, s)
     block = per_block * s
@@ -59,13 +83,10 @@ def decode_attention(
     def step(i, state):
         ids = lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
 
-        def read(pages):  # -> [B, K, keys, H]
-            return pages[ids].astype(jnp.float32).transpose(0, 2, 1, 3, 4).reshape(b, kv, block, h)
-
-        scores = _cap(jnp.einsum("bkgh,bksh->bkgs", grouped, read(k_pages)), soft_cap)
+        scores = _cap(jnp.einsum("bkgh,bksh->bkgs", grouped, read_pages(k_pages, k_scale, ids)), soft_cap)
         key = i * block + jnp.arange(block)
         valid = (key < lengths[:, None]) & (key >= first_key[:, None])
-        return _online(scores, valid[:, None, None, :], read(v_pages), state)
+        return _online(scores, valid[:, None, None, :], read_pages(v_pages, v_scale, ids, values=True), state)
 
     lead = (b, kv, n // kv)
     state = (jnp.full(lead, _LOWEST), jnp.zeros(lead), jnp.zeros((*lead, h)))
