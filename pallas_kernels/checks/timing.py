@@ -1,54 +1,107 @@
-"""Times work on a GPU the way a serving engine runs it: long enough for the power governor to settle, with clock and watts beside it."""
+"""Times work on a GPU the way a serving engine runs it: long enough for the power governor to settle, rivals in turn, with clock, watts
+and joules beside each."""
 
+import dataclasses
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+import numpy as np
 import pynvml
+
+_AHEAD = 3  # programs in flight: enough to hide the host, few enough that their outputs fit in memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Of one call: `us`, its median time over windows; `spread` of the windows, relative; `mhz`, the SM clock's median (None: too short to
+    read); `watts`, the card's mean power; `joules`. `seconds`: how long was measured in all."""
+
+    us: float
+    spread: float
+    mhz: float | None
+    watts: float
+    joules: float
+    seconds: float
 
 
 class _Sensor:
-    """SM clock (MHz, the median of readings 20 ms apart) and mean power (W, from the card's energy counter) while open."""
+    """SM clock (MHz, readings 20 ms apart) and energy (J, the card's own counter) while open."""
 
     def __enter__(self):
-        self._clocks, self._stop = [], threading.Event()
+        self.clocks, self._stop = [], threading.Event()
         pynvml.nvmlInit()
         self._device = pynvml.nvmlDeviceGetHandleByIndex(0)
-        self._start = time.perf_counter(), pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device)
+        self._joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
 
     def _watch(self):
         while not self._stop.wait(0.02):
-            self._clocks.append(pynvml.nvmlDeviceGetClockInfo(self._device, pynvml.NVML_CLOCK_SM))
+            self.clocks.append(pynvml.nvmlDeviceGetClockInfo(self._device, pynvml.NVML_CLOCK_SM))
 
     def __exit__(self, *_):
-        joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device) - self._start[1]) / 1000
-        self.watts = joules / (time.perf_counter() - self._start[0])
+        self.joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device) - self._joules) / 1000
         self._stop.set()
         self._thread.join()
-        self.mhz = sorted(self._clocks)[len(self._clocks) // 2] if self._clocks else None
+
+
+def _repeat(run: Callable[[], Any], times: int) -> None:
+    ahead: deque = deque()
+    for _ in range(times):
+        ahead.append(run())
+        if len(ahead) > _AHEAD:
+            jax.block_until_ready(ahead.popleft())
+    jax.block_until_ready(ahead)
+
+
+def interleaved(
+    ways: Mapping[str, Callable[[], Any]], *, calls: Mapping[str, int] | int = 1, seconds: float = 0.6, rounds: int = 3
+) -> dict[str, Timing]:
+    """Times several ways to do something in turn, so that heat, clocks and neighbours are the same for all.
+
+    Args:
+      ways: each enqueues a program and returns its arrays; it should last a millisecond or more, so that the host is not what is timed.
+      calls: how many calls of what is being timed one program makes, of each way or of all.
+      seconds: how long each way is measured in all, in `rounds` windows. One more window, the first, only warms.
+    """
+    many = dict.fromkeys(ways, calls) if isinstance(calls, int) else calls
+    times, windows, clocks, joules = {}, {name: [] for name in ways}, {name: [] for name in ways}, dict.fromkeys(ways, 0.0)
+    for name, run in ways.items():
+        _repeat(run, 2)
+        start = time.perf_counter()
+        _repeat(run, 3)
+        times[name] = max(1, round(seconds / rounds / max((time.perf_counter() - start) / 3, 1e-6)))
+    order = list(ways.items())
+    for i in range(rounds + 1):
+        for name, run in order if i % 2 else reversed(order):
+            with _Sensor() as sensor:
+                start = time.perf_counter()
+                _repeat(run, times[name])
+                took = time.perf_counter() - start
+            if i:
+                windows[name].append(took / times[name] / many[name])
+                clocks[name] += sensor.clocks
+                joules[name] += sensor.joules
+    return {name: _timing(windows[name], clocks[name], joules[name], times[name] * many[name]) for name in ways}
+
+
+def _timing(windows: list[float], clocks: list[float], joules: float, calls: int) -> Timing:
+    middle, total = float(np.median(windows)), sum(windows) * calls
+    return Timing(
+        us=middle * 1e6,
+        spread=(max(windows) - min(windows)) / middle,
+        mhz=float(np.median(clocks)) if clocks else None,
+        watts=joules / total,
+        joules=joules / calls / len(windows),
+        seconds=total,
+    )
 
 
 def sustained(fn, *args, calls: int, seconds: float = 0.6) -> dict:
-    """Median time of one of the `calls` that fn(*args) makes, over windows that last `seconds` together.
-
-    Returns: us (microseconds a call), spread (relative, between windows), mhz (None if it was too short to read) and watts.
-    """
-    jax.block_until_ready(fn(*args))
-    start = time.perf_counter()
-    jax.block_until_ready(fn(*args))
-    once = time.perf_counter() - start
-    per_window = max(1, int(seconds / 4 / max(once, 1e-5)))
-    windows = []
-    with _Sensor() as sensor:
-        for _ in range(5):  # the first one only warms
-            start = time.perf_counter()
-            for _ in range(per_window):
-                out = fn(*args)
-            jax.block_until_ready(out)
-            windows.append((time.perf_counter() - start) / per_window / calls * 1e6)
-    windows = sorted(windows[1:])
-    us = (windows[1] + windows[2]) / 2
-    return {"us": us, "spread": (windows[-1] - windows[0]) / us, "mhz": sensor.mhz, "watts": sensor.watts}
+    """`Timing`, as a dictionary, of one of the `calls` that fn(*args) makes."""
+    return dataclasses.asdict(interleaved({"": lambda: fn(*args)}, calls=calls, seconds=seconds, rounds=4)[""])
