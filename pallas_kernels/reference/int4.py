@@ -1,4 +1,4 @@
-"""Weights of 4 bits in groups of 64 columns: how they are made, read back and multiplied.
+"""Weights of 4 bits in groups of 64 columns: how they are made and read back.
 
 A group's 64 values lie between a minimum and a maximum; 16 levels, evenly spaced, stand for them (FlexGen §5's group quantisation).
 """
@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.quantized import GROUP, Int4
-from pallas_kernels.reference.gemm import gemm
 
 # A group's column is (j, half, eight, lane, odd) in base (2, 2, 2, 4, 2). Lane first makes 8 bytes of what one thread of a Hopper tensor
 # core's operand needs; the two bits of a pair of columns, odd, 16 bits apart let one mask take both out of a word.
@@ -43,8 +42,3 @@ def dequantize_int4(w: Int4, dtype=jnp.bfloat16) -> Float[Array, "N K"]:
     nibbles = nibbles.transpose(0, 1, *(2 + axis for axis in _TO_COLUMNS)).reshape(n, 2 * half // GROUP, GROUP)
     values = nibbles.astype(jnp.float32) * w.scale.astype(jnp.float32)[..., None] + w.zero.astype(jnp.float32)[..., None]
     return values.reshape(n, 2 * half).astype(dtype)
-
-
-def int4_gemm(x: Float[Array, "M K"], w: Int4, bias: Float[Array, " N"] | None = None, **epilogue) -> Float[Array, "M N"]:
-    """`gemm` with the weight read back in x's dtype."""
-    return gemm(x, dequantize_int4(w, x.dtype), bias, **epilogue)
