@@ -96,23 +96,30 @@ def decode_attention(
 
 def chunk_attention(
     q: Float[Array, "T N H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
+    k_pages: Shaped[Array, "P K S H"],
+    v_pages: Shaped[Array, "P K _ _"],
     page_table: Int[Array, "R MP"],
     chunks: Int[Array, "C 4"],
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
+    unified: Float[Array, " 2"] | None = None,
+    sms: int | None = None,
+    work: object = None,
 ) -> Float[Array, "T N H"]:
     """Causal attention of prefill chunks over their sequences' pages (SARATHI §4.2: the mask at any offset).
 
     Args:
       chunks: a row each (first token in q, tokens, row of page_table, position of the first token); the chunk's own
         keys are in the pages already. Chunks of 0 tokens are skipped.
+      all others: as `decode_attention`'s.
     Returns:
       the outputs at the chunks' tokens, 0 at all others.
     """
+    del unified, sms, work
     (t, n, h), (p, kv, s, _) = q.shape, k_pages.shape
     g, tile = n // kv, min(_ROWS_PER_TILE, t)
     per_block, table = _key_blocks(page_table, p, s)
@@ -126,15 +133,12 @@ def chunk_attention(
         def step(i, state):
             ids = lax.dynamic_slice_in_dim(pages_of_row, i * per_block, per_block)
 
-            def read(pages):  # -> [K, keys, H]
-                return pages[ids].astype(jnp.float32).transpose(1, 0, 2, 3).reshape(kv, block, h)
-
-            scores = _cap(jnp.einsum("kqh,ksh->kqs", grouped, read(k_pages)), soft_cap)
+            scores = _cap(jnp.einsum("kqh,ksh->kqs", grouped, read_pages(k_pages, k_scale, ids)), soft_cap)
             key = i * block + jnp.arange(block)
             valid = key <= row_position[:, None]
             if window is not None:
                 valid &= key > row_position[:, None] - window
-            return _online(scores, valid[None], read(v_pages), state)
+            return _online(scores, valid[None], read_pages(v_pages, v_scale, ids, values=True), state)
 
         lead = (kv, g * tile)
         state = (jnp.full(lead, _LOWEST), jnp.zeros(lead), jnp.zeros((*lead, h)))
