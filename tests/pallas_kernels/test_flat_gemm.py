@@ -1,0 +1,126 @@
+"""Flat GEMM: the kernel in Mosaic's interpreter beside its twin, its tiles, and what ptxas makes of it for an H200."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import abstract, compile_for_h200, h200_mesh
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import compute_on
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import reference
+from pallas_kernels.flat_gemm import flat_gemm
+from pallas_kernels.flat_tiles import FlatTile, flat_tile
+from pallas_kernels.tiles import SMEM_BYTES
+
+INTERPRET = plgpu.InterpretGPUParams()
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+
+
+def error(got, want):
+    got, want = (np.asarray(a, np.float32) for a in (got, want))
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "sms", "tile", "extra"),
+    [
+        (1, 192, 128, 2, FlatTile(64, 1, 128, 2, 1), {}),  # two tiles on one SM, one on the other
+        (5, 256, 192, 1, FlatTile(64, 2, 64, 2, 1), {"bias": True, "activation": "relu"}),
+        (13, 256, 128, 2, FlatTile(128, 1, 64, 3, 1), {"gate_block": 64, "activation": "silu", "residual": True}),
+        (24, 128, 64, 132, FlatTile(64, 2, 64, 1, 1), {"activation": "gelu_tanh", "out_dtype": jnp.float32}),
+    ],
+)
+def test_the_kernel_is_its_twin(m, n, k, sms, tile, extra):
+    x, w = normal(0, m, k), normal(1, n, k) * k**-0.5
+    given = dict(extra)
+    bias = normal(2, n) if given.pop("bias", False) else None
+    if given.pop("residual", False):
+        given["residual"] = normal(3, m, n // 2 if "gate_block" in given else n)
+    got = flat_gemm(x, w, bias, sms=sms, tile=tile, interpret=INTERPRET, **given)
+    out_dtype = given.pop("out_dtype", jnp.bfloat16)
+    want: Any = reference.gemm(x.astype(jnp.float32), w.astype(jnp.float32), bias, **given)
+    assert got.dtype == out_dtype and got.shape == want.shape
+    assert error(got, want) < (1e-5 if out_dtype == jnp.float32 else 3e-3)
+
+
+@given(
+    m=st.integers(1, 64),
+    n=st.integers(1, 20_000).map(lambda n: 128 * n),
+    k=st.integers(1, 512).map(lambda k: 64 * k),
+    sms=st.integers(8, 132),
+    gated=st.booleans(),
+)
+def test_tiles_fit(m, n, k, sms, gated):
+    tile = flat_tile(m, n, k, sms, gated)
+    padded = -(-m // 8) * 8
+    ring = tile.stages * (tile.columns + padded) * tile.depth * 2
+    beside = tile.columns * padded * (4 + 4 * (tile.cluster - 1))  # a float32 result, the parts of a cluster
+    assert tile.stages >= 2 and ring + beside <= SMEM_BYTES
+    assert 1 <= tile.cluster <= min(8, sms) and tile.cluster <= -(-k // tile.depth)
+    assert tile.rows == 128 or not gated
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"x": (65, 128)}, "65 rows"),
+        ({"x": (8, 96), "w": (64, 96)}, "a multiple of 64"),
+        ({"w": (64, 256)}, "the same K"),
+        ({"w": (60, 128)}, "N=60"),
+        ({"gate_block": 32}, "gate_block=32"),
+        ({"activation": "tanh"}, "activation='tanh'"),
+        ({"dtype": jnp.float32}, "float32"),
+        ({"out_dtype": jnp.float16}, "float16"),
+    ],
+)
+def test_it_says_what_it_does_not_take(change, said):
+    change = {"x": (8, 128), "w": (128, 128), "dtype": jnp.bfloat16, **change}
+    x, w = (jnp.zeros(change.pop(name), change["dtype"]) for name in ("x", "w"))
+    del change["dtype"]
+    with pytest.raises(ValueError, match=said):
+        flat_gemm(x, w, **change)
+
+
+def shapes(m, n, k):
+    return jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((n, k), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "extra"),
+    [
+        ((8, 4096, 4096), {}),
+        ((64, 28672, 4096), {"activation": "silu", "gate_block": 64}),
+        ((64, 4096, 14336), {"sms": 28}),
+        ((40, 128256, 4096), {"out_dtype": jnp.float32}),
+        ((16, 2**20 + 8, 4096), {}),  # more than 2**31 elements, and a last tile that is not whole
+    ],
+)
+def test_for_the_h200_it_uses_its_units_and_spills_nothing(shape, extra, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    compiled = compile_for_h200(functools.partial(flat_gemm, **extra), *abstract(h200_mesh(), shapes(*shape)))
+    assert compiled.machine_code
+    logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"flat_gemm*{end}")) for end in (".ptxas", ".ptx"))
+    assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
+    assert f"wgmma.mma_async.sync.aligned.m64n{shape[0]}k16" in ptx and "cp.async.bulk.tensor" in ptx
+
+
+def test_it_fits_a_stream_region():
+    def step(x, w):
+        region = compute_on.compute_on(
+            lambda *args: flat_gemm(*args, sms=104), compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device
+        )
+        return region(x, w)
+
+    compiled = compile_for_h200(step, *abstract(h200_mesh(), shapes(64, 4096, 4096)))
+    on_stream = [thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"]
+    assert on_stream == ["kCustomCall"]

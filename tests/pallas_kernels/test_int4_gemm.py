@@ -1,0 +1,75 @@
+"""Int4: the format's laws, and what ptxas makes of the kernel for an H200. (Mosaic's interpreter knows no operand in registers.)"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import abstract, compile_for_h200, h200_mesh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.int4_gemm import int4_gemm
+from pallas_kernels.quantized import Int4
+from pallas_kernels.reference import int4
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 2**32 - 1), groups=st.integers(1, 3), scale=st.sampled_from([1e-3, 1.0, 100.0]), shift=st.sampled_from([0.0, 3.0])
+)
+def test_a_weight_comes_back_within_half_a_level(seed, groups, scale, shift):
+    w = (np.random.default_rng(seed).normal(size=(4, 64 * groups)) + shift).astype(np.float32) * scale
+    packed = int4.quantize_int4(jnp.asarray(w))
+    back = np.asarray(int4.dequantize_int4(packed, jnp.float32))
+    levels = np.repeat(np.asarray(packed.scale, np.float32), 64, axis=1)
+    # bfloat16 scales and zeros: 15 levels of a scale that is up to 2**-9 off, and a minimum that is as much off.
+    slack = np.repeat(np.abs(w).reshape(4, groups, 64).max(-1) + np.ptp(w.reshape(4, groups, 64), axis=-1), 64, axis=1) / 256
+    assert (np.abs(back - w) <= levels / 2 + slack).all()
+    again = int4.dequantize_int4(packed)
+    assert (np.asarray(again, np.float32) == np.asarray(jnp.asarray(back).astype(jnp.bfloat16), np.float32)).all()
+
+
+def test_the_order_of_the_nibbles_is_the_one_written_down():
+    levels = np.random.default_rng(0).integers(0, 16, (3, 128))
+    levels[:, ::64], levels[:, 1::64] = 0, 15  # so that the scale is 1 and the zero 0
+    packed = np.asarray(int4.quantize_int4(jnp.asarray(levels, jnp.float32)).packed)
+    for column in range(128):
+        group, c = divmod(column, 64)
+        j, half, high, lane, odd = c // 32, c // 16 % 2, c // 8 % 2, c % 8 // 2, c % 2
+        byte = packed[:, 32 * group + 8 * lane + 4 * j + 2 * odd + half]
+        assert ((byte >> 4 if high else byte & 15) == levels[:, column]).all()
+
+
+def test_groups_of_equal_values_are_exact():
+    w = jnp.full((2, 64), 0.75)
+    assert (int4.dequantize_int4(int4.quantize_int4(w), jnp.float32) == w).all()
+
+
+def test_the_format_says_what_it_does_not_take():
+    with pytest.raises(ValueError, match="K=96"):
+        int4.quantize_int4(jnp.zeros((2, 96)))
+    x, w = jnp.zeros((2, 576), jnp.bfloat16), int4.quantize_int4(jnp.zeros((8, 576)))
+    with pytest.raises(ValueError, match="a multiple of 512"):
+        int4_gemm(x, w)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "extra"),
+    [
+        (8, 4096, 4096, {}),
+        (16, 28672, 4096, {"activation": "silu", "gate_block": 64}),
+        (64, 4096, 14336, {"sms": 28, "out_dtype": jnp.float32}),
+    ],
+)
+def test_for_the_h200_it_uses_its_units_and_spills_nothing(m, n, k, extra, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    half, group = jax.ShapeDtypeStruct((n, k // 2), jnp.uint8), jax.ShapeDtypeStruct((n, k // 64), jnp.bfloat16)
+    args = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), Int4(half, group, group)
+    compiled = compile_for_h200(functools.partial(int4_gemm, **extra), *abstract(h200_mesh(), args))
+    assert compiled.machine_code
+    logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"int4_gemm*{end}")) for end in (".ptxas", ".ptx"))
+    assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
+    assert f"wgmma.mma_async.sync.aligned.m64n{m}k16" in ptx and "lop3.b32" in ptx
