@@ -1,15 +1,21 @@
 """Which implementation of each op a device uses: the one place that chooses.
 
-The twins everywhere, but for attention on Hopper. A kernel set is frozen data, so that a compiled step is a function
+Hopper runs the Mosaic kernels, older NVIDIA GPUs jax-triton's where there is one, everything else the twins. Where a kernel's limits
+exclude a model's shapes or dtypes, that op alone falls back to its twin. A kernel set is frozen data, so that a compiled step is a function
 of it.
 """
 
 import dataclasses
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 
 from pallas_kernels import reference
+from pallas_kernels.gemm import HopperGemm, TritonGemm
+from pallas_kernels.table import Shape, load
+
+KERNELS = ("auto", "reference", "mosaic", "triton")  # what may be asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,45 +24,112 @@ class KernelSet:
 
     name: str
     gemm: Callable = reference.gemm
-    rms_norm: Callable = reference.rms_norm
-    layer_norm: Callable = reference.layer_norm
+    add_norm: Callable = reference.add_norm
     rope_append: Callable = reference.rope_append
     decode_attention: Callable = reference.decode_attention
     chunk_attention: Callable = reference.chunk_attention
-    gate_mul: Callable = reference.gate_mul
-    activate: Callable = reference.activate
 
-    def describe(self) -> str:
-        """A line that says which kernel each op runs on."""
-        ops = [field.name for field in dataclasses.fields(self) if field.name != "name"]
-        places = (f"{op}: {_place(getattr(self, op))}" for op in ops)
-        return f"kernels: {self.name} ({', '.join(places)})"
+    def describe(self, products: Mapping[str, Shape] | None = None) -> str:
+        """Which kernel each op runs on: a line for all ops but the products, and one for each of those.
+
+        products: the weight of each dense op, of one device.
+        """
+        ops = [field.name for field in dataclasses.fields(self) if field.name not in ("name", "gemm")]
+        lines = [f"kernels: {self.name} ({', '.join(f'{op}: {_place(getattr(self, op))}' for op in ops)})"]
+        for op, shape in (products or {}).items():
+            how = "xla" if self.gemm is reference.gemm else self.gemm.describe(shape)  # type: ignore[attr-defined]
+            lines.append(f"kernels: {op} [{shape.n}, {shape.k}] {shape.weights}: {how}")
+        return "\n".join(lines)
 
 
 def _place(kernel: Callable) -> str:
-    return "reference" if kernel.__module__.startswith(reference.__name__) else kernel.__module__.rpartition(".")[2]
+    module = kernel.__module__
+    if module.startswith(reference.__name__):
+        return "reference"
+    return ".".join(module.split(".")[1:])
 
 
 REFERENCE = KernelSet("reference")
 
 
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What kernels' limits are about: of one device's share of a model. Dtypes by JAX's names."""
+
+    head_dim: int
+    queries_per_kv_head: int
+    page_size: int
+    dtype: str
+    kv_dtype: str
+    hidden_size: int
+
+
 def kernel_set_for(
-    platform: str, capability: str, *, head_dim: int, queries_per_kv_head: int, page_size: int, dtype, kv_dtype
+    platform: str,
+    capability: str,
+    *,
+    head_dim: int,
+    queries_per_kv_head: int,
+    page_size: int,
+    dtype,
+    kv_dtype,
+    hidden_size: int = 4096,
+    device: str = "",
+    kernels: str = "auto",
 ) -> KernelSet:
     """The fastest kernels that exist for a device and these shapes; the twins where there are none.
 
     Args:
       platform: JAX's name of the backend, `gpu` or `cpu`.
       capability: CUDA's compute capability, as "9.0"; empty where there is none.
+      device: JAX's `device_kind`, whose tuned table the products go by.
+      kernels: one of `KERNELS`; auto: by the device.
+    Raises:
+      ValueError: where the kernels asked for cannot run.
     """
-    shapes = head_dim in (64, 128, 256) and page_size == 64 and queries_per_kv_head <= 16
-    dtypes = jnp.dtype(dtype) == jnp.dtype(kv_dtype) == jnp.bfloat16
-    if platform != "gpu" or capability != "9.0" or not (shapes and dtypes):
+    model = Model(head_dim, queries_per_kv_head, page_size, jnp.dtype(dtype).name, jnp.dtype(kv_dtype).name, hidden_size)
+    hopper, cuda = platform == "gpu" and capability == "9.0", platform == "gpu" and capability != ""
+    if kernels == "auto":
+        kernels = "mosaic" if hopper else "triton" if cuda and has_triton() else "reference"
+    if kernels == "reference":
         return REFERENCE
-    from pallas_kernels import chunk_attention, decode_attention  # Mosaic GPU takes a second to import, and CPU has no use for it
+    if kernels == "mosaic":
+        if not hopper:
+            raise ValueError(f"kernels='mosaic': they need compute capability 9.0, this is {platform} {capability}")
+        return _mosaic(model, device)
+    if kernels == "triton":
+        if not cuda or not has_triton():
+            raise ValueError(f"kernels='triton': they need an NVIDIA GPU and the extra `triton`, this is {platform} {capability}")
+        return _triton(model)
+    raise ValueError(f"kernels={kernels!r}: {', '.join(KERNELS)}")
 
-    return KernelSet(
-        "mosaic-hopper",
-        decode_attention=decode_attention.decode_attention,
-        chunk_attention=chunk_attention.chunk_attention,
-    )
+
+def has_triton() -> bool:
+    """Whether the extra `triton` is installed."""
+    return importlib.util.find_spec("jax_triton") is not None
+
+
+def _mosaic(m: Model, device: str) -> KernelSet:
+    """Each op's Mosaic kernel where it takes the model. Mosaic GPU takes a second to import, and CPU has no use for it."""
+    if m.dtype != "bfloat16":
+        return dataclasses.replace(REFERENCE, name="reference (kernels are of bfloat16)")
+    from pallas_kernels import chunk_attention, decode_attention, rms_norm, rope_append
+
+    ops: dict[str, Callable] = {"gemm": HopperGemm(load(device))}
+    if m.head_dim in (64, 128, 256) and m.page_size == 64 and m.queries_per_kv_head <= 16 and m.kv_dtype in ("bfloat16", "float8_e4m3fn"):
+        ops["decode_attention"] = decode_attention.decode_attention
+        ops["chunk_attention"] = chunk_attention.chunk_attention
+        ops["rope_append"] = rope_append.rope_append
+    if m.hidden_size % 128 == 0:
+        ops["add_norm"] = rms_norm.add_norm
+    return KernelSet("mosaic-hopper", **ops)
+
+
+def _triton(m: Model) -> KernelSet:
+    ops: dict[str, Callable] = {"gemm": TritonGemm()}
+    power_of_two = m.head_dim >= 16 and m.head_dim & (m.head_dim - 1) == 0
+    if power_of_two and m.page_size == 64 and m.queries_per_kv_head <= 16 and m.dtype == m.kv_dtype:
+        from pallas_kernels.triton import decode_attention
+
+        ops["decode_attention"] = decode_attention.decode_attention
+    return KernelSet("triton", **ops)

@@ -25,6 +25,7 @@ from jaxflow.config import Layer, ModelConfig, gate_block
 from jaxflow.model.batch import Batch
 from jaxflow.model.rope import inverse_frequencies
 from pallas_kernels.kernel_set import KernelSet
+from pallas_kernels.reference import gate_mul
 
 Weights = dict[str, Any]
 KV = tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]
@@ -51,15 +52,9 @@ class Routing:
     weights: Float[Array, "t e"]
 
 
-def _norm(c: Context, w: Weights, name: str, x: Array) -> Array:
-    if c.config.norm == "layer_norm":
-        return c.kernels.layer_norm(x, w[name], w[f"{name}_bias"], eps=c.config.norm_eps)
-    return c.kernels.rms_norm(x, w[name], eps=c.config.norm_eps, offset=c.config.norm_weight_offset)
-
-
-def _add_norm(c: Context, w: Weights, name: str, x: Array, y: Array | None) -> tuple[Array, Array]:
-    x = x if y is None else x + y
-    return x, _norm(c, w, name, x)
+def _add_norm(c: Context, w: Weights, name: str, x: Array, y: Array | None, *, quantize: bool = False) -> tuple[Array, Any]:
+    settings = {"eps": c.config.norm_eps, "offset": c.config.norm_weight_offset, "quantize": quantize}
+    return c.kernels.add_norm(x, y, w[name], w.get(f"{name}_bias"), **settings)
 
 
 def _first_shard_only(c: Context, bias: Array | None) -> Array | None:
@@ -105,18 +100,13 @@ def rope_append(
     c: Context, layer: Layer, w: Weights, batch: Batch, start: int, stop: int, fused: Float[Array, "t A"], kv: KV
 ) -> tuple[Float[Array, "t N H"], KV]:
     """Splits the heads, norms and rotates them, writes keys and values of tokens [start, stop) to their pages."""
-    k_pages, v_pages = kv
-    (t, _), heads, h = fused.shape, k_pages.shape[1], k_pages.shape[3]
-    split = fused.reshape(t, heads, -1, h)
-    rope = None if layer.rope is None else jnp.asarray(inverse_frequencies(layer.rope, h))
+    rope = None if layer.rope is None else jnp.asarray(inverse_frequencies(layer.rope, c.config.head_dim))
     q, k_pages, v_pages = c.kernels.rope_append(
-        split[:, :, :-2].reshape(t, -1, h),
-        split[:, :, -2],
-        split[:, :, -1],
-        k_pages,
-        v_pages,
+        fused,
+        *kv,
         batch.positions[start:stop],
         batch.slots[c.group(layer), start:stop],
+        head_dim=c.config.head_dim,
         inv_freq=rope,
         q_norm=w.get("q_norm"),
         k_norm=w.get("k_norm"),
@@ -174,7 +164,7 @@ mlp_reduce = attn_reduce
 
 def post_attn_norm(c: Context, w: Weights, y: Float[Array, "t D"]) -> Float[Array, "t D"]:
     """Gemma's norm of what attention adds."""
-    return _norm(c, w, "post_attn_norm", y)
+    return _add_norm(c, w, "post_attn_norm", y, None)[1]
 
 
 def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"]) -> tuple[Array, Array]:
@@ -182,15 +172,10 @@ def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t 
     return _add_norm(c, w, "mlp_norm", x, y)
 
 
-def _activate(c: Context, y: Array, intermediate_size: int) -> Array:
-    if c.config.gated_mlp:
-        return c.kernels.gate_mul(y, gate_block(intermediate_size), c.config.activation)
-    return c.kernels.activate(y, c.config.activation)
-
-
 def up_gate(c: Context, w: Weights, h: Float[Array, "t D"]) -> Float[Array, "t F"]:
     """act(gate(h)) · up(h), or act(up(h)) where the MLP has no gate."""
-    return _activate(c, c.kernels.gemm(h, w["up_gate"], w.get("up_gate_bias")), c.config.intermediate_size)
+    block = c.config.gate_block if c.config.gated_mlp else None
+    return c.kernels.gemm(h, w["up_gate"], w.get("up_gate_bias"), activation=c.config.activation, gate_block=block)
 
 
 def down(c: Context, w: Weights, a: Float[Array, "t F"]) -> Float[Array, "t D"]:
@@ -224,7 +209,8 @@ def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Rout
     """act(gate) · up of each token at each of its experts."""
     order, back, sizes = _by_expert(routing, c.config.num_experts)
     y = _expert_gemm(h[order // routing.experts.shape[1]], w["expert_up_gate"], sizes)
-    return _activate(c, y, c.config.expert_intermediate_size)[back].reshape(*routing.experts.shape, -1)
+    a = gate_mul(y, gate_block(c.config.expert_intermediate_size), c.config.activation)
+    return a[back].reshape(*routing.experts.shape, -1)
 
 
 def expert_down(c: Context, w: Weights, a: Float[Array, "t e F"], routing: Routing) -> Float[Array, "t D"]:
@@ -237,7 +223,7 @@ def expert_down(c: Context, w: Weights, a: Float[Array, "t e F"], routing: Routi
 
 def post_mlp_norm(c: Context, w: Weights, y: Float[Array, "t D"]) -> Float[Array, "t D"]:
     """Gemma's norm of what the MLP adds."""
-    return _norm(c, w, "post_mlp_norm", y)
+    return _add_norm(c, w, "post_mlp_norm", y, None)[1]
 
 
 def final_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"] | None) -> tuple[Array, Array]:

@@ -6,12 +6,14 @@ MP pages a sequence at most, C prefill chunks, M rows of a product.
 """
 
 from pallas_kernels.reference.attention import chunk_attention, decode_attention
-from pallas_kernels.reference.gemm import activate, dequantize, finish, gate_mul, gemm, quantize_blocks, quantize_rows
-from pallas_kernels.reference.norm import layer_norm, rms_norm
+from pallas_kernels.reference.gemm import activate, finish, gate_mul, gemm
+from pallas_kernels.reference.norm import add_norm, rms_norm
+from pallas_kernels.reference.quantize import dequantize, quantize_blocks, quantize_rows, to_e4m3
 from pallas_kernels.reference.rope_append import append, rope, rope_append
 
 __all__ = [
     "activate",
+    "add_norm",
     "append",
     "chunk_attention",
     "decode_attention",
@@ -19,10 +21,10 @@ __all__ = [
     "finish",
     "gate_mul",
     "gemm",
-    "layer_norm",
     "quantize_blocks",
     "quantize_rows",
     "rms_norm",
     "rope",
     "rope_append",
+    "to_e4m3",
 ]

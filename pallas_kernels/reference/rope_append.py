@@ -1,9 +1,15 @@
 """Rotation of queries and keys, and the write of keys and values to their pages."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.quantized import Quantized
 from pallas_kernels.reference.norm import rms_norm
+from pallas_kernels.reference.quantize import to_e4m3
+
+_INT8_MAX = 127.0
+_SMALLEST = 1e-20  # a head of zeros needs a scale too
+Pages = Shaped[Array, "P K _ _"] | Quantized
 
 
 def rope(x: Float[Array, "T N H"], positions: Int[Array, " T"], inv_freq: Float[Array, " H2"]) -> Float[Array, "T N H"]:
@@ -14,7 +20,7 @@ def rope(x: Float[Array, "T N H"], positions: Int[Array, " T"], inv_freq: Float[
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def append(pages: Float[Array, "P K S H"], new: Float[Array, "T K H"], slots: Int[Array, " T"]) -> Float[Array, "P K S H"]:
+def append(pages: Shaped[Array, "P K S H"], new: Shaped[Array, "T K H"], slots: Int[Array, " T"]) -> Shaped[Array, "P K S H"]:
     """Writes token t's heads at flat slot `slots[t]` (page · S + place in it); slots outside the cache are dropped."""
     p, k, s, h = pages.shape
     # One row of H an index, over a flat view: a scatter that indexes the two outer axes only would make XLA transpose the cache.
@@ -28,32 +34,65 @@ def append(pages: Float[Array, "P K S H"], new: Float[Array, "T K H"], slots: In
     return flat.reshape(p, k, s, h)
 
 
+def append_turned(pages: Shaped[Array, "P K H S"], new: Shaped[Array, "T K H"], slots: Int[Array, " T"]) -> Shaped[Array, "P K H S"]:
+    """`append` to pages whose keys are contiguous: a token is a column of them."""
+    p, k, h, s = pages.shape
+    rows = (slots // s)[:, None] * k + jnp.arange(k)
+    rows = jnp.where((slots < 0)[:, None] | (slots >= p * s)[:, None], p * k, rows)
+    flat = pages.reshape(p * k, h, s)
+    flat = flat.at[rows[:, :, None], jnp.arange(h), (slots % s)[:, None, None]].set(
+        new.astype(pages.dtype), mode="drop", wrap_negative_indices=False
+    )
+    return flat.reshape(p, k, h, s)
+
+
 def rope_append(
-    q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    k_pages: Float[Array, "P K S H"],
-    v_pages: Float[Array, "P K S H"],
+    fused: Float[Array, "T A"],
+    k_pages: Pages,
+    v_pages: Pages,
     positions: Int[Array, " T"],
     slots: Int[Array, " T"],
     *,
+    head_dim: int,
     inv_freq: Float[Array, " H2"] | None,
     q_norm: Float[Array, " H"] | None = None,
     k_norm: Float[Array, " H"] | None = None,
     eps: float = 1e-6,
     norm_offset: float = 0.0,
-) -> tuple[Float[Array, "T N H"], Float[Array, "P K S H"], Float[Array, "P K S H"]]:
-    """Norms (if any) and rotates queries and keys, and writes keys and values to their pages.
+    k_scale: Float[Array, " K"] | None = None,
+    v_scale: Float[Array, " K"] | None = None,
+    sms: int | None = None,
+) -> tuple[Float[Array, "T N H"], Pages, Pages]:
+    """Splits the heads, norms (if any) and rotates queries and keys, and writes keys and values to their pages.
 
     Args:
+      fused: for each of the K key/value heads its query heads, its key and its value.
+      k_pages, v_pages: both [P, K, S, H]; or e4m3, values [P, K, H, S]; or int8, a `Quantized` with scales [P, K, S], values [P, K, H, S].
       slots: flat place of each token in the pages, page · S + place; anything outside is not written (padding).
       inv_freq: radians a position of each of the H/2 planes; None: no rotation.
+      k_scale, v_scale: of an e4m3 cache, whose numbers times its head's scale are the keys and values.
+      sms: how many SMs a kernel may occupy; it does not change what is computed.
     Returns:
       the queries for attention, and both page arrays (aliasing the inputs where those are donated).
     """
+    del sms
+    t, heads = fused.shape[0], k_pages.shape[1]
+    split = fused.reshape(t, heads, -1, head_dim)
+    q, k, v = split[:, :, :-2].reshape(t, -1, head_dim), split[:, :, -2], split[:, :, -1]
     if q_norm is not None and k_norm is not None:
         q = rms_norm(q, q_norm, eps=eps, offset=norm_offset)
         k = rms_norm(k, k_norm, eps=eps, offset=norm_offset)
     if inv_freq is not None:
         q, k = rope(q, positions, inv_freq), rope(k, positions, inv_freq)
-    return q, append(k_pages, k, slots), append(v_pages, v, slots)
+    return q, _put(k_pages, k, slots, k_scale, append), _put(v_pages, v, slots, v_scale, append_turned)
+
+
+def _put(pages: Pages, new: Array, slots: Array, scale: Array | None, append_8bit) -> Pages:
+    """Writes new keys or values [T, K, H] in the form that the cache has."""
+    if isinstance(pages, Quantized):
+        found = jnp.maximum(jnp.abs(new.astype(jnp.float32)).max(-1), _SMALLEST) / _INT8_MAX
+        rounded = jnp.round(new.astype(jnp.float32) / found[..., None])
+        return Quantized(append_8bit(pages.values, rounded, slots), append(pages.scale[..., None], found[..., None], slots)[..., 0])
+    if pages.dtype == jnp.float8_e4m3fn:
+        return append_8bit(pages, to_e4m3(new, jnp.ones(()) if scale is None else scale[:, None]), slots)
+    return append(pages, new, slots)
