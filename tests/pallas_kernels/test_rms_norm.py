@@ -1,0 +1,70 @@
+"""Sum and norm in Mosaic's interpreter beside the twin, and as compiled for an H200."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import abstract, compile_for_h200, h200_mesh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import reference
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.rms_norm import add_norm
+
+INTERPRET = plgpu.InterpretGPUParams()
+
+
+def numbers(seed, *shape, scale=1.0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, jnp.bfloat16)
+
+
+def true_values(h):
+    return np.asarray(reference.dequantize(h) if isinstance(h, Quantized) else h, np.float32)
+
+
+@settings(max_examples=12)
+@given(
+    rows=st.integers(1, 5),
+    width=st.sampled_from([128, 256, 384, 2048]),
+    adds=st.booleans(),
+    centres=st.booleans(),
+    quantizes=st.booleans(),
+    offset=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_the_kernel_is_its_twin(rows, width, adds, centres, quantizes, offset, seed):
+    x, y = numbers(seed, rows, width, scale=3.0).at[0].set(0), numbers(seed + 1, rows, width)
+    y = y.at[0].set(0) if adds else None
+    weight, bias = numbers(seed + 2, width), numbers(seed + 3, width) if centres else None
+    how = {"eps": 1e-5, "offset": 0.0 if centres else offset, "quantize": quantizes}
+    got_sum, got = add_norm(x, y, weight, bias, **how, interpret=INTERPRET)
+    want_sum, want = reference.add_norm(x, y, weight, bias, **how)
+    np.testing.assert_array_equal(got_sum, want_sum)
+    assert jax.tree.map(jnp.dtype, got) == jax.tree.map(jnp.dtype, want)
+    # A sum in another order may round a value to its neighbour: 2^-8 of it in bfloat16, 2^-3 in e4m3.
+    near = np.abs(true_values(want)) * (0.13 if quantizes else 0.008)
+    assert (np.abs(true_values(got) - true_values(want)) <= near + 1e-2).all()
+    error = np.linalg.norm(true_values(got) - true_values(want)) / max(np.linalg.norm(true_values(want)), 1e-6)
+    assert error < (5e-3 if quantizes else 1e-3)
+
+
+@pytest.mark.parametrize(("x", "y"), [((4, 100), (4, 100)), ((4, 256), (5, 256))])
+def test_it_says_what_it_does_not_take(x, y):
+    with pytest.raises(ValueError, match=r"x and y are .*: bfloat16 \[T, D\]"):
+        add_norm(jnp.zeros(x, jnp.bfloat16), jnp.zeros(y, jnp.bfloat16), jnp.zeros(x[1], jnp.bfloat16), eps=1e-5)
+
+
+@pytest.mark.parametrize(("width", "quantizes"), [(4096, False), (8192, True), (3584, False)])
+def test_for_the_h200_it_spills_nothing(width, quantizes, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    row, weight = jax.ShapeDtypeStruct((2**19, width), jnp.bfloat16), jax.ShapeDtypeStruct((width,), jnp.bfloat16)  # 2^31 numbers and more
+    compiled = compile_for_h200(functools.partial(add_norm, eps=1e-5, quantize=quantizes), *abstract(h200_mesh(), (row, row, weight)))
+    assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"]
+    logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"add_norm*{end}")) for end in (".ptxas", ".ptx"))
+    assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
+    assert ("ld.global.v4" in ptx) or width % 1024

@@ -1,0 +1,122 @@
+"""Rotation and append in Mosaic's interpreter beside the twin, in every form of cache, and as compiled for an H200."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import abstract, compile_for_h200, h200_mesh
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxflow.config import Rope
+from jaxflow.model.rope import inverse_frequencies
+from pallas_kernels import reference
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.rope_append import rope_append
+
+INTERPRET = plgpu.InterpretGPUParams()
+PAGES, PAGE = 3, 64
+
+
+def cache(rng, kv_dtype, kv_heads, width):
+    """Pages with something in every place."""
+    k = jnp.asarray(rng.integers(-20, 20, (PAGES, kv_heads, PAGE, width))).astype(kv_dtype)
+    if kv_dtype == jnp.bfloat16:
+        return k, -k
+    v = k.transpose(0, 1, 3, 2)
+    if kv_dtype == jnp.int8:
+        scale = jnp.asarray(rng.uniform(1, 2, (PAGES, kv_heads, PAGE)), jnp.float32)
+        return Quantized(k, scale), Quantized(v, 2 * scale)
+    return k, v
+
+
+def steps_apart(got, want):
+    """The largest difference between the numbers of two caches, in steps of their type."""
+    if isinstance(got, Quantized):
+        np.testing.assert_allclose(got.scale, want.scale, rtol=1e-2)
+        return np.abs(np.asarray(got.values, int) - np.asarray(want.values, int)).max()
+    bits = {1: np.int8, 2: np.int16}[got.dtype.itemsize]
+    return np.abs(np.asarray(got).view(bits).astype(int) - np.asarray(want).view(bits).astype(int)).max()
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "tokens", "group", "kv_heads", "width", "rope", "normed", "sms"),
+    [
+        (jnp.bfloat16, 5, 4, 2, 64, Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192), False, 2),
+        (jnp.bfloat16, 3, 3, 2, 64, Rope(1e4, "linear", 4.0), True, None),
+        (jnp.bfloat16, 2, 1, 1, 128, None, False, 1),  # one row of queries, shared by all four warps
+        (jnp.float8_e4m3fn, 5, 2, 2, 64, Rope(1e4), True, 2),
+        (jnp.int8, 3, 2, 4, 64, Rope(1e4), False, 1),
+        (jnp.float8_e4m3fn, 2, 1, 2, 64, None, False, None),
+    ],
+)
+def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, normed, sms):
+    rng = np.random.default_rng(tokens + group)
+    fused = jnp.asarray(rng.normal(size=(tokens, kv_heads * (group + 2) * width)), jnp.bfloat16)
+    k, v = cache(rng, kv_dtype, kv_heads, width)
+    positions = jnp.asarray(rng.integers(0, 2000, tokens), jnp.int32)
+    slots = jnp.asarray(rng.permutation(PAGES * PAGE)[:tokens], jnp.int32).at[0].set(-1).at[tokens // 2].set(PAGES * PAGE)
+    how = {"head_dim": width, "inv_freq": None if rope is None else jnp.asarray(inverse_frequencies(rope, width)), "eps": 1e-6}
+    if normed:
+        weights = jnp.asarray(rng.normal(size=(2, width)), jnp.bfloat16)
+        how |= {"q_norm": weights[0], "k_norm": weights[1], "norm_offset": 1.0}
+    if kv_dtype == jnp.float8_e4m3fn and normed:
+        how |= {"k_scale": jnp.linspace(0.002, 0.1, kv_heads), "v_scale": jnp.linspace(0.05, 0.01, kv_heads)}  # some values saturate
+    got = rope_append(fused, k, v, positions, slots, **how, sms=sms, interpret=INTERPRET)
+    want = reference.rope_append(fused, k, v, positions, slots, **how)
+    # The twin rounds to bfloat16 between norm and rotation: a step or two of the last bit, more where a sum cancels.
+    np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (got, want)), rtol=0.02, atol=0.04 if normed else 1e-6)
+    for new, old, twin in zip(got[1:], (k, v), want[1:], strict=True):
+        written = (np.asarray(jax.tree.leaves(twin)[0], np.float32) != np.asarray(jax.tree.leaves(old)[0], np.float32)).any()
+        assert written == (tokens > 2)
+        if normed:
+            # e4m3 has steps of an eighth, and numbers here that are up to 500 times the true ones.
+            rtol, atol = (0.02, 0.04) if kv_dtype == jnp.bfloat16 else (0.13, 20.0)
+            np.testing.assert_allclose(np.asarray(new, np.float32), np.asarray(twin, np.float32), rtol=rtol, atol=atol)
+            assert (np.asarray(new) == np.asarray(twin)).mean() > 0.98
+        else:
+            assert steps_apart(new, twin) <= (kv_dtype == jnp.int8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fused": (4, 500)}, "the projection is"),
+        ({"fused_dtype": jnp.float32}, "the projection is float32"),
+        ({"v": (3, 2, 64, 64)}, "pages are"),
+        ({"dtype": jnp.int8}, "Quantized int8"),
+    ],
+)
+def test_it_says_what_it_does_not_take(changes, said):
+    dtype = changes.get("dtype", jnp.float8_e4m3fn)
+    fused = jnp.zeros(changes.get("fused", (4, 512)), changes.get("fused_dtype", jnp.bfloat16))
+    k, v = jnp.zeros((3, 2, 32, 64), dtype), jnp.zeros(changes.get("v", (3, 2, 64, 32)), dtype)
+    with pytest.raises(ValueError, match=said):
+        rope_append(fused, k, v, jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32), head_dim=64, inv_freq=None)
+
+
+@pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
+def test_for_the_h200_the_pages_are_written_in_place(kv_dtype, tmp_path, monkeypatch):
+    """Two layers in one program: the table of angles is made once, no cache is copied, nothing spills."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    k, v = jax.eval_shape(lambda: cache(np.random.default_rng(0), kv_dtype, 8, 128))
+
+    def grown(x):  # 2^18 pages of 8 heads: beyond 2^31 elements
+        return jax.ShapeDtypeStruct((2**18, *x.shape[1:]), x.dtype)
+
+    pages = jax.tree.map(grown, [(k, v), (k, v)])
+    fused = [jax.ShapeDtypeStruct((256, 8 * 6 * 128), jnp.bfloat16)] * 2
+    integers, floats = jax.ShapeDtypeStruct((256,), jnp.int32), jax.ShapeDtypeStruct((64,), jnp.float32)
+
+    def step(pages, fused, positions, slots, inv_freq):
+        layer = functools.partial(rope_append, head_dim=128, inv_freq=inv_freq)
+        return [layer(f, *kv, positions, slots) for f, kv in zip(fused, pages, strict=True)]
+
+    compiled = compile_for_h200(step, *abstract(h200_mesh(), (pages, fused, integers, integers, floats)), donate_argnums=(0,))
+    assert [thunk.kind for thunk in compiled.thunks].count("kCustomCall") == 2 and len(compiled.thunks) <= 4
+    assert compiled.memory.alias_size_in_bytes == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
+    assert not any(compiled.copies(x.shape) for x in jax.tree.leaves(pages))
+    logs = "".join(path.read_text(errors="replace") for path in tmp_path.glob("rope_append*.ptxas"))
+    assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
