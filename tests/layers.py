@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import graphlib
 import importlib.metadata
+import itertools
 import re
 import sys
 import tomllib
@@ -91,9 +92,10 @@ def module_name(path: str) -> str:
 
 
 def declared_packages(root: Path) -> set[str]:
-    """Packages that pyproject.toml's dependencies name, written as labels are: grpcio_status."""
+    """Packages that pyproject.toml's dependencies and extras name, written as labels are: grpcio_status."""
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
-    return {_label(re.split(r"[^A-Za-z0-9._-]", requirement)[0]) for requirement in project.get("dependencies", [])}
+    named = [*project.get("dependencies", []), *itertools.chain(*project.get("optional-dependencies", {}).values())]
+    return {_label(re.split(r"[^A-Za-z0-9._-]", requirement)[0]) for requirement in named}
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import pytest
 
 # The floors of the design, bottom up. A target may not depend on one of a later line.
 FLOORS = (
-    ("pallas_kernels", "config", "request", "text"),
+    ("pallas_kernels", "kernel_checks", "config", "request", "text"),
     ("mesh",),
     ("pages", "memory"),
     ("graph", "model"),

@@ -59,6 +59,19 @@ def _repeat(run: Callable[[], Any], times: int) -> None:
     jax.block_until_ready(ahead)
 
 
+def _once(run: Callable[[], Any]) -> float:
+    """Seconds of one run, roughly: of ever more of them, until they last 30 ms."""
+    _repeat(run, 1)
+    times = 1
+    while True:
+        start = time.perf_counter()
+        _repeat(run, times)
+        took = time.perf_counter() - start
+        if took > 0.03:
+            return took / times
+        times *= 4
+
+
 def interleaved(
     ways: Mapping[str, Callable[[], Any]], *, calls: Mapping[str, int] | int = 1, seconds: float = 0.6, rounds: int = 3
 ) -> dict[str, Timing]:
@@ -72,10 +85,7 @@ def interleaved(
     many = dict.fromkeys(ways, calls) if isinstance(calls, int) else calls
     times, windows, clocks, joules = {}, {name: [] for name in ways}, {name: [] for name in ways}, dict.fromkeys(ways, 0.0)
     for name, run in ways.items():
-        _repeat(run, 2)
-        start = time.perf_counter()
-        _repeat(run, 3)
-        times[name] = max(1, round(seconds / rounds / max((time.perf_counter() - start) / 3, 1e-6)))
+        times[name] = max(1, round(seconds / rounds / _once(run)))
     order = list(ways.items())
     for i in range(rounds + 1):
         for name, run in order if i % 2 else reversed(order):

@@ -1,0 +1,168 @@
+"""The op `gemm` of a kernel set: one callable for every dense product, which picks a kernel by dtype and shape when it is traced.
+
+Which kernels take a product is a matter of their limits (`takers`); which of those is fastest was measured (`table`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import reference
+from pallas_kernels.quantized import Int4, Quantized
+from pallas_kernels.table import Choice, Shape, Table
+
+_ROWS = tuple(2**i for i in range(14))  # at which a choice is told
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What decides which kernels take a product: its rows, its weight, and the form of its operands and result."""
+
+    rows: int
+    shape: Shape
+    activations: str  # bfloat16, float32, or float8_e4m3fn where x is quantised
+    out_dtype: str = "bfloat16"  # float8_e4m3fn: quantised behind the product
+    bounded: bool = False  # it may not have the whole GPU
+    residual: bool = False
+
+
+def product(x, w, *, gate_block: int | None, quantize: bool, out_dtype, sms: int | None, residual=None) -> Product:
+    """The product of `gemm`'s arguments."""
+    weights = "int4" if isinstance(w, Int4) else jnp.dtype((w.values if isinstance(w, Quantized) else w).dtype).name
+    activations = jnp.dtype((x.values if isinstance(x, Quantized) else x).dtype).name
+    out = "float8_e4m3fn" if quantize else jnp.dtype(out_dtype or ("bfloat16" if isinstance(x, Quantized) else activations)).name
+    n, k = w.shape
+    return Product(x.shape[0], Shape(n, k, weights, gate_block or 0), activations, out, sms is not None, residual is not None)
+
+
+def takers(p: Product) -> tuple[str, ...]:
+    """The kernels that take a product on Hopper, the likely fastest first. XLA takes any, but always the whole GPU."""
+    n, k, gates = p.shape.n, p.shape.k, p.shape.gate_block
+    few, kind = p.rows <= 64 and gates in (0, 64), (p.activations, p.shape.weights)
+    found: list[str] = []
+    if kind == ("float8_e4m3fn", "float8_e4m3fn"):
+        columns = n // 2 if gates else n
+        quantizes = p.out_dtype == "float8_e4m3fn" and columns % 128 == 0 and not p.residual
+        if (quantizes or p.out_dtype == "bfloat16") and n % 128 == k % 128 == 0 and gates in (0, 16, 32, 64):
+            found += ["fp8_flat"] * few + ["fp8"]
+    elif p.activations == "bfloat16" and p.out_dtype in ("bfloat16", "float32"):
+        if few and n % (128 if gates else 8) == k % 64 == 0:
+            found += {"int4": ["int4"], "bfloat16": ["flat"]}.get(p.shape.weights, [])
+        if p.shape.weights == "bfloat16":
+            whole = n % (2 * gates or 64) == 0 and n % 64 == k % 64 == 0 and gates in (0, 16, 32, 64)
+            found += ["dense"] * whole + ["fma"] * (p.rows <= 4 and not p.bounded)
+    return tuple(found) if p.bounded and found else (*found, "xla")
+
+
+def activations_of(shape: Shape) -> str:
+    """The dtype that a weight is multiplied with in a bfloat16 model."""
+    return "float8_e4m3fn" if shape.weights == "float8_e4m3fn" else "bfloat16"
+
+
+def _steps(choose: Callable[[int], str]) -> str:
+    """Which kernel runs from how many rows on, as `flat, from 65 rows dense`. Kernels' limits are powers of two."""
+    told, last = [], ""
+    for rows in _ROWS:
+        name = choose(rows)
+        if name != last:
+            told.append(f"from {rows // 2 + 1} rows {name}" if last else name)
+        last = name
+    return ", ".join(told)
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperGemm:
+    """`reference.gemm` by the fastest kernel for the shape: a table's choice, or the first taker where the table has none."""
+
+    table: Table
+
+    def choose(self, p: Product) -> Choice:
+        """The kernel of a product."""
+        can = takers(p)
+        choice = self.table.choose(p.shape, p.rows)
+        return choice if choice and choice.kernel in can else Choice(p.rows, can[0])
+
+    def describe(self, shape: Shape) -> str:
+        """Which kernel a weight's products run on, by their rows."""
+        return _steps(lambda rows: self.choose(Product(rows, shape, activations_of(shape))).kernel)
+
+    def __call__(
+        self,
+        x: jax.Array | Quantized,
+        w: jax.Array | Quantized | Int4,
+        bias: jax.Array | None = None,
+        *,
+        residual: jax.Array | None = None,
+        activation: str | None = None,
+        gate_block: int | None = None,
+        quantize: bool = False,
+        out_dtype=None,
+        sms: int | None = None,
+    ) -> jax.Array | Quantized:
+        p = product(x, w, gate_block=gate_block, quantize=quantize, out_dtype=out_dtype, sms=sms, residual=residual)
+        settings: dict[str, Any] = {"residual": residual, "activation": activation, "gate_block": gate_block}
+        settings |= {"quantize": True} if quantize else {}
+        settings |= {"out_dtype": out_dtype} if out_dtype is not None else {}
+        settings |= {"sms": sms} if sms is not None else {}
+        return kernel(self.choose(p))(x, w, bias, **settings)
+
+
+@functools.cache
+def kernel(choice: Choice) -> Callable:
+    """The function of a choice, its tile bound. Mosaic GPU takes a second to import, and CPU has no use for it.
+
+    Raises:
+      ValueError: for a kernel that does not exist, as an old table may name.
+    """
+    if choice.kernel == "xla":
+        return reference.gemm
+    if choice.kernel == "fma":
+        from pallas_kernels.fma_gemm import fma_gemm
+
+        return fma_gemm
+    if choice.kernel == "flat":
+        from pallas_kernels.flat_gemm import flat_gemm
+        from pallas_kernels.flat_tiles import FlatTile
+
+        return functools.partial(flat_gemm, tile=FlatTile(**dict(choice.tile))) if choice.tile else flat_gemm
+    if choice.kernel == "dense":
+        from pallas_kernels.dense_gemm import dense_gemm
+
+        return dense_gemm
+    if choice.kernel == "fp8":
+        from pallas_kernels.fp8_gemm import fp8_gemm
+
+        return fp8_gemm
+    if choice.kernel == "fp8_flat":
+        from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
+
+        return fp8_flat_gemm
+    if choice.kernel == "int4":
+        from pallas_kernels.int4_gemm import int4_gemm
+
+        return int4_gemm
+    raise ValueError(f"kernel={choice.kernel!r} of a tuned table: fma, flat, dense, fp8, fp8_flat, int4 or xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonGemm:
+    """`reference.gemm` before Hopper: up to 64 rows stream the weight through Triton, all else is XLA's."""
+
+    def choose(self, rows: int, activations: str, weights: str) -> str:
+        """triton or xla."""
+        return "triton" if rows <= 64 and activations == weights and weights in ("bfloat16", "float16", "float32") else "xla"
+
+    def describe(self, shape: Shape) -> str:
+        """Which kernel a weight's products run on, by their rows."""
+        return _steps(lambda rows: self.choose(rows, activations_of(shape), shape.weights))
+
+    def __call__(self, x, w, bias=None, **settings) -> jax.Array | Quantized:
+        if isinstance(x, Quantized) or isinstance(w, Quantized | Int4) or self.choose(x.shape[0], x.dtype.name, w.dtype.name) == "xla":
+            return reference.gemm(x, w, bias, **settings)
+        from pallas_kernels.triton.flat_gemm import flat_gemm
+
+        return flat_gemm(x, w, bias, **settings)

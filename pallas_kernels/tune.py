@@ -1,0 +1,191 @@
+"""Measures which kernel is fastest for which product on this GPU, and writes the table that kernel sets choose by.
+
+    python -m pallas_kernels.tune                            every shape of tables/shapes.json, bfloat16 weights
+    python -m pallas_kernels.tune --models 'llama-3.1-8b tp 1' --weights float8_e4m3fn
+    python -m pallas_kernels.tune --shapes 4096x6144 4096x28672g64     K x N; g64: gates and ups in blocks of 64
+    python -m pallas_kernels.tune --tiles                    also other tiles than the kernels' own choice
+
+For each [K, N] it times every kernel that takes it, and XLA's own product, at 1, 2, 4, 8, ..., 256 rows and more, on random data, the
+weights rotated past the L2 and the rivals in turn; keeps the fastest, and merges neighbours that agree: what is left are the inflection
+points (FlashDecoding++Next §4). Rules of a table that are not measured again stay.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from pallas_kernels import table
+from pallas_kernels.checks.timing import interleaved
+from pallas_kernels.flat_tiles import flat_tile
+from pallas_kernels.gemm import Product, activations_of, kernel, takers
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.reference.int4 import quantize_int4
+from pallas_kernels.table import Choice, Shape
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+ROTATED = 240 << 20  # bytes of weights that a program walks through: four times the L2
+TIE = 0.01  # what must be gained to change kernels from one number of rows to the next
+
+
+def shapes_of(models: Iterable[str], weights: str) -> list[Shape]:
+    """The distinct shapes of the named models of tables/shapes.json, of all if none is named. Raises: ValueError for an unknown name."""
+    known: dict[str, dict[str, Any]] = json.loads((table.FOLDER / "shapes.json").read_text("utf-8"))
+    names = list(models) or list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"--models {unknown[0]!r}: {', '.join(known)}")
+    found = (Shape(n, k, weights, *gates) for name in names for k, n, *gates in known[name].values())
+    return list(dict.fromkeys(found))
+
+
+def parse_shape(text: str, weights: str) -> Shape:
+    """`4096x6144` or `4096x28672g64`: K x N, and the block of gates. Raises: ValueError."""
+    found = re.fullmatch(r"(\d+)x(\d+)(?:g(\d+))?", text)
+    if not found:
+        raise ValueError(f"--shapes {text!r}: KxN, and g with a block behind it where act(gate) · up follows")
+    return Shape(int(found[2]), int(found[1]), weights, int(found[3] or 0))
+
+
+def tiles(name: str, p: Product, others: bool) -> list[tuple[tuple[str, int], ...]]:
+    """The tiles to try: () stands for the kernel's own; `others`: its neighbours too."""
+    if name != "flat" or not others:
+        return [()]
+    own = flat_tile(p.rows, p.shape.n, p.shape.k, 132, gated=p.shape.gate_block > 0)
+    changes = [{"cluster": c} for c in (1, 2, 4) if c != own.cluster] + [{"stages": own.stages // 2}, {"warpgroups": 3 - own.warpgroups}]
+    near = (dataclasses.replace(own, **change) for change in changes if own.warpgroups < 3 or "warpgroups" not in change)
+    return [(), *(tuple(sorted(dataclasses.asdict(tile).items())) for tile in near)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """x [M, K] and weights [N, K] to walk through, of one shape and number of rows."""
+
+    xs: list
+    ws: list
+
+
+def make_weights(shape: Shape) -> list:
+    """Random weights, more than the L2 holds."""
+    bytes_each = shape.n * shape.k * {"bfloat16": 2, "float8_e4m3fn": 1, "int4": 0.5}[shape.weights]
+    draw = jax.jit(lambda key: jax.random.normal(key, (shape.n, shape.k), jnp.bfloat16) * shape.k**-0.5)
+    form: Callable = {
+        "bfloat16": lambda w: w,
+        "float8_e4m3fn": lambda w: Quantized((w * shape.k**0.5).astype(jnp.float8_e4m3fn), jnp.full(shape.n, shape.k**-0.5, jnp.float32)),
+        "int4": jax.jit(quantize_int4),
+    }[shape.weights]
+    return [form(draw(jax.random.key(i))) for i in range(max(2, -(-ROTATED // int(bytes_each))))]
+
+
+def make_inputs(p: Product, ws: list) -> Inputs:
+    """As many calls as take half a millisecond, each with rows of its own."""
+    least = 5e-4 / max(2 * p.rows * p.shape.n * p.shape.k / 600e12, p.shape.n * p.shape.k * 2 / 4e12)
+    xs = [jax.random.normal(jax.random.key(i), (p.rows, p.shape.k), jnp.bfloat16) for i in range(len(ws) * max(1, round(least / len(ws))))]
+    if p.activations != "float8_e4m3fn":
+        return Inputs(xs, ws)
+    return Inputs([Quantized(x.astype(jnp.float8_e4m3fn), jnp.ones(p.rows, jnp.float32)) for x in xs], ws)
+
+
+def compiled(choice: Choice, p: Product, inputs: Inputs) -> Callable[[], Any] | str:
+    """A program of a call for each x, or why there is none."""
+    gate = {"activation": "silu", "gate_block": p.shape.gate_block} if p.shape.gate_block else {}
+    one = jax.jit(functools.partial(kernel(choice), **gate))
+    program = jax.jit(lambda xs, ws: [one(x, ws[i % len(ws)]) for i, x in enumerate(xs)])
+    try:
+        ready = program.lower(inputs.xs, inputs.ws).compile()
+    except Exception as error:  # a tile that does not fit
+        return f"{type(error).__name__}: {error}"[:200]
+    return lambda: ready(inputs.xs, inputs.ws)
+
+
+def measure(shape: Shape, rows: Iterable[int], *, seconds: float, others: bool, pool, progress: Callable[[str], None]) -> dict[str, Any]:
+    """A shape's rule, as it stands in the table's JSON, with what was measured."""
+    ws, best, measured = make_weights(shape), [], []
+    products = [Product(m, shape, activations_of(shape)) for m in rows]
+    inputs = {p.rows: make_inputs(p, ws) for p in products}
+    jobs = {
+        (p, Choice(p.rows, name, tile)): pool.submit(compiled, Choice(p.rows, name, tile), p, inputs[p.rows])
+        for p in products
+        for name in takers(p)
+        for tile in tiles(name, p, others)
+    }
+    for p in products:
+        progress(f"{shape.k} x {shape.n} M {p.rows}")
+        programs = {choice: job.result() for (of, choice), job in jobs.items() if of == p}
+        ways = {_label(choice): program for choice, program in programs.items() if callable(program)}
+        timings = interleaved(ways, calls=len(inputs[p.rows].xs), seconds=seconds)
+        us = {name: timing.us for name, timing in timings.items()}
+        failed = {_label(choice): program for choice, program in programs.items() if isinstance(program, str)}
+        measured.append({"rows": p.rows, "us": us} | ({"failed": failed} if failed else {}))
+        by_label = {_label(choice): choice for choice in programs}
+        best.append(by_label[fastest(us, _label(best[-1]) if best else None)])
+    rules = [{"rows": c.rows, "kernel": c.kernel} | ({"tile": dict(c.tile)} if c.tile else {}) for c in table.choices(best)]
+    return {"shape": dataclasses.asdict(shape), "choices": rules, "measured": measured}
+
+
+def fastest(us: Mapping[str, float], before: str | None) -> str:
+    """The way of least time; the one before it stays where it is as good, so that noise makes no inflection points."""
+    name = min(us, key=lambda way: us[way])
+    return before if before is not None and us.get(before, float("inf")) <= us[name] * (1 + TIE) else name
+
+
+def _label(choice: Choice) -> str:
+    return choice.kernel + "".join(f" {name}={value}" for name, value in choice.tile)
+
+
+def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
+    """A table's JSON in which new rules stand in for old ones of the same shape."""
+    kept = [rule for rule in (old or {}).get("rules", []) if rule["shape"] not in [rule["shape"] for rule in new["rules"]]]
+    return {**new, "rules": kept + new["rules"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=[], help="names in tables/shapes.json; default: all")
+    parser.add_argument("--shapes", nargs="*", default=[], help="KxN, instead of models")
+    parser.add_argument("--weights", default="bfloat16", choices=["bfloat16", "float8_e4m3fn", "int4"])
+    parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
+    parser.add_argument("--tiles", action="store_true", help="try other tiles than the kernels' own choice")
+    parser.add_argument("--seconds", type=float, default=0.1, help="measured work a figure")
+    parser.add_argument("--output", help="the table's file; default: this GPU's own in the package")
+    args = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        parser.exit(1, f"error: tuning needs a GPU: JAX's backend here is {jax.default_backend()!r}\n")
+    device = jax.devices()[0].device_kind
+    path = Path(args.output) if args.output else table.file_of(device)
+    try:
+        shapes = [parse_shape(text, args.weights) for text in args.shapes] or shapes_of(args.models, args.weights)
+    except ValueError as error:
+        parser.exit(2, f"error: {error}\n")
+    command = shlex.join(["python", "-m", "pallas_kernels.tune", *sys.argv[1:]])
+    with (
+        concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool,
+        tqdm(total=len(shapes) * len(args.rows), unit="product") as bar,
+    ):
+
+        def progress(what: str) -> None:
+            bar.set_description(what)
+            bar.update()
+
+        for shape in shapes:
+            rule = measure(shape, args.rows, seconds=args.seconds, others=args.tiles, pool=pool, progress=progress)
+            bar.write(f"{shape}: " + ", ".join(f"{c['kernel']} to {c['rows']}" for c in rule["choices"]))
+            new = {"schema": table.SCHEMA, "device": device, "jax": jax.__version__, "command": command, "rules": [rule]}
+            old = json.loads(path.read_text("utf-8")) if path.exists() else None
+            path.write_text(json.dumps(merged(old, new), indent=1) + "\n", "utf-8")  # a shape at a time: what is measured is kept
+
+
+if __name__ == "__main__":
+    main()

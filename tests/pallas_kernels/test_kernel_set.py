@@ -1,0 +1,174 @@
+"""Which op of each family of models runs on which kernel, by device: written down here, so that a change of it is seen."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxflow.model.checkpoint import open_checkpoint
+from pallas_kernels import gemm, kernel_set, reference
+from pallas_kernels.gemm import HopperGemm, Product, TritonGemm, takers
+from pallas_kernels.kernel_set import KERNELS, KernelSet, kernel_set_for
+from pallas_kernels.quantized import Int4, Quantized
+from pallas_kernels.table import Choice, Rule, Shape, Table
+
+FAMILIES = {
+    "llama": "llama-3.1-8b",
+    "mistral": "mistral-7b",
+    "qwen2": "qwen2-72b",
+    "qwen3": "qwen3-8b",
+    "qwen3_moe": "qwen3-30b-a3b",
+    "gemma2": "gemma-2-9b",
+    "gemma3": "gemma-3-1b",
+    "mixtral": "mixtral-8x7b",
+    "opt": "opt-6.7b",
+    "tiny llama": "smollm2-135m",
+}
+OPS = ("add_norm", "rope_append", "decode_attention", "chunk_attention")
+MOSAIC = {
+    "add_norm": "rms_norm",
+    "rope_append": "rope_append",
+    "decode_attention": "decode_attention",
+    "chunk_attention": "chunk_attention",
+}
+TWINS = dict.fromkeys(OPS, "reference")
+TRITON = TWINS | {"decode_attention": "triton.decode_attention"}
+
+
+def of(model: str, platform: str, capability: str, **changes) -> KernelSet:
+    config = open_checkpoint(model, load_format="dummy").model_config
+    settings = {
+        "head_dim": config.head_dim,
+        "queries_per_kv_head": config.num_heads // config.num_kv_heads,
+        "hidden_size": config.hidden_size,
+        "page_size": 64,
+        "dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
+    }
+    return kernel_set_for(platform, capability, **(settings | changes))
+
+
+def places(kernels: KernelSet) -> dict[str, str]:
+    return {op: kernel_set._place(getattr(kernels, op)) for op in OPS}
+
+
+@pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
+def test_hopper_runs_every_family_on_mosaic(model):
+    for kv_dtype in ("bfloat16", "float8_e4m3fn"):
+        kernels = of(model, "gpu", "9.0", kv_dtype=kv_dtype)
+        expected = MOSAIC | ({"add_norm": "reference"} if model == "smollm2-135m" else {})  # rows of 576
+        assert places(kernels) == expected
+        assert isinstance(kernels.gemm, HopperGemm)
+
+
+@pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
+def test_ampere_decodes_every_family_on_triton(model):
+    kernels = of(model, "gpu", "8.0")
+    assert places(kernels) == TRITON
+    assert isinstance(kernels.gemm, TritonGemm)
+
+
+def test_elsewhere_run_the_twins(monkeypatch):
+    assert of("llama-3.1-8b", "cpu", "") is kernel_set.REFERENCE
+    monkeypatch.setattr(kernel_set, "has_triton", lambda: False)
+    assert of("llama-3.1-8b", "gpu", "8.0") is kernel_set.REFERENCE
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"head_dim": 96}, dict.fromkeys(OPS[1:], "reference")),
+        ({"page_size": 16}, dict.fromkeys(OPS[1:], "reference")),
+        ({"queries_per_kv_head": 17}, dict.fromkeys(OPS[1:], "reference")),
+        ({"hidden_size": 100}, {"add_norm": "reference"}),
+        ({"dtype": "float32"}, dict.fromkeys(OPS, "reference")),
+    ],
+)
+def test_an_op_that_its_kernel_does_not_take_falls_back_alone(change, place):
+    assert places(of("llama-3.1-8b", "gpu", "9.0", **change)) == MOSAIC | place
+
+
+@pytest.mark.parametrize(
+    ("kernels", "platform", "capability"), [("mosaic", "gpu", "8.0"), ("mosaic", "cpu", ""), ("triton", "cpu", ""), ("best", "gpu", "9.0")]
+)
+def test_kernels_that_cannot_run_are_refused_by_name(kernels, platform, capability):
+    with pytest.raises(ValueError, match=f"kernels='{kernels}'"):
+        of("llama-3.1-8b", platform, capability, kernels=kernels)
+
+
+def test_a_setting_forces_the_kernels():
+    assert of("llama-3.1-8b", "gpu", "9.0", kernels="reference") is kernel_set.REFERENCE
+    assert of("llama-3.1-8b", "gpu", "9.0", kernels="triton").name == "triton"
+    assert set(KERNELS) == {"auto", "reference", "mosaic", "triton"}
+
+
+# The dense products of a Llama 8B layer, and which kernels take them, the likely fastest first.
+E4M3 = "float8_e4m3fn"
+PRODUCTS = [
+    (Product(1, Shape(6144, 4096), "bfloat16"), ("flat", "dense", "fma", "xla")),
+    (Product(16, Shape(6144, 4096), "bfloat16"), ("flat", "dense", "xla")),
+    (Product(65, Shape(6144, 4096), "bfloat16"), ("dense", "xla")),
+    (Product(1024, Shape(28672, 4096, gate_block=64), "bfloat16"), ("dense", "xla")),
+    (Product(8, Shape(59136, 8192, gate_block=16), "bfloat16"), ("dense", "xla")),  # flat knows gates in blocks of 64 alone
+    (Product(8, Shape(128256, 4096), "bfloat16", "float32"), ("flat", "dense", "xla")),
+    (Product(1024, Shape(6144, 4096), "bfloat16", bounded=True), ("dense",)),
+    (Product(2, Shape(6144, 4096), "bfloat16", bounded=True), ("flat", "dense")),
+    (Product(1024, Shape(100, 4096), "bfloat16", bounded=True), ("xla",)),
+    (Product(8, Shape(8, 4096), "bfloat16"), ("flat", "xla")),  # a router
+    (Product(16, Shape(4096, 4096), "float32"), ("xla",)),
+    (Product(16, Shape(4096, 14336, "int4"), "bfloat16"), ("int4", "xla")),
+    (Product(100, Shape(4096, 14336, "int4"), "bfloat16"), ("xla",)),
+    (Product(16, Shape(4096, 14336, E4M3), E4M3), ("fp8_flat", "fp8", "xla")),
+    (Product(1024, Shape(28672, 4096, E4M3, 64), E4M3, E4M3), ("fp8", "xla")),
+    (Product(1024, Shape(4096, 14336, E4M3), "bfloat16"), ("xla",)),  # weights alone
+]
+
+
+@pytest.mark.parametrize(("p", "expected"), PRODUCTS)
+def test_which_kernels_take_a_product(p, expected):
+    assert takers(p) == expected
+
+
+def test_a_product_is_known_by_its_arguments():
+    plain = {"gate_block": None, "quantize": False, "out_dtype": None, "sms": None}
+    x, w = jnp.zeros((3, 256), jnp.bfloat16), jnp.zeros((128, 256), jnp.bfloat16)
+    assert gemm.product(x, w, **plain) == Product(3, Shape(128, 256), "bfloat16")
+    qx, qw = Quantized(x.astype(E4M3), jnp.ones(3)), Quantized(w.astype(E4M3), jnp.ones(128))
+    assert gemm.product(qx, qw, **plain) == Product(3, Shape(128, 256, E4M3), E4M3)
+    told = gemm.product(qx, qw, gate_block=64, quantize=True, out_dtype=None, sms=100, residual=x)
+    assert told == Product(3, Shape(128, 256, E4M3, 64), E4M3, E4M3, bounded=True, residual=True)
+    i4 = Int4(jnp.zeros((128, 128), jnp.uint8), jnp.zeros((128, 4), jnp.bfloat16), jnp.zeros((128, 4), jnp.bfloat16))
+    assert gemm.product(x, i4, **(plain | {"out_dtype": jnp.float32})) == Product(3, Shape(128, 256, "int4"), "bfloat16", "float32")
+
+
+def test_the_table_chooses_among_those_that_take_it():
+    shape = Shape(6144, 4096)
+    chosen = HopperGemm(Table("a GPU", (Rule(shape, (Choice(8, "fma"), Choice(64, "xla"))),)))
+    assert chosen.choose(Product(4, shape, "bfloat16")).kernel == "fma"
+    assert chosen.choose(Product(8, shape, "bfloat16")).kernel == "flat"  # 8 rows are too many for fma
+    assert chosen.choose(Product(32, shape, "bfloat16")).kernel == "xla"
+    assert chosen.choose(Product(32, shape, "bfloat16", bounded=True)).kernel == "flat"
+    assert HopperGemm(Table("a GPU")).choose(Product(32, shape, "bfloat16")).kernel == "flat"
+
+
+def test_what_runs_is_told_by_rows():
+    shape = Shape(6144, 4096)
+    kernels = dataclasses.replace(kernel_set.REFERENCE, name="some", gemm=HopperGemm(Table("a GPU")))
+    text = kernels.describe({"qkv": shape, "down": Shape(4096, 14336, E4M3)})
+    assert "decode_attention: reference" in text
+    assert "qkv [6144, 4096] bfloat16: flat, from 65 rows dense" in text
+    assert "down [4096, 14336] float8_e4m3fn: fp8_flat, from 65 rows fp8" in text
+    assert "qkv [6144, 4096] bfloat16: xla" in kernel_set.REFERENCE.describe({"qkv": shape})
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fma_gemm_is_its_twin(rows):
+    rng = np.random.default_rng(rows)
+    x, w, bias = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((rows, 96), (128, 96), (128,)))
+    got = gemm.kernel(Choice(4, "fma"))(x, w, bias, activation="silu", gate_block=16)
+    np.testing.assert_allclose(got, reference.gemm(x, w, bias, activation="silu", gate_block=16), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="5 rows"):
+        gemm.kernel(Choice(4, "fma"))(jnp.zeros((5, 96)), w)
+    with pytest.raises(ValueError, match="kernel='slow'"):
+        gemm.kernel(Choice(4, "slow"))

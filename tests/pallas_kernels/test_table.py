@@ -1,0 +1,108 @@
+"""The tuned table: what it chooses, how measurements become rules, and that the shipped files are of the models they name."""
+
+import json
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxflow.mesh import TP
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.weights import leaves
+from pallas_kernels import table, tune
+from pallas_kernels.gemm import Product, activations_of, kernel, takers
+from pallas_kernels.table import Choice, Rule, Shape, Table
+
+A, B = Shape(6144, 4096), Shape(28672, 4096, gate_block=64)
+TABLE = Table(
+    "a GPU",
+    (
+        Rule(A, (Choice(2, "fma"), Choice(64, "flat", (("rows", 64),)), Choice(256, "xla"))),
+        Rule(B, (Choice(256, "dense"),)),
+    ),
+)
+SHIPPED = sorted(path for path in table.FOLDER.glob("*.json") if path.name != "shapes.json")
+
+
+@pytest.mark.parametrize(("rows", "kernel"), [(1, "fma"), (2, "fma"), (3, "flat"), (64, "flat"), (65, "xla"), (5000, "xla")])
+def test_a_rule_goes_by_rows_and_its_last_choice_holds_beyond(rows, kernel):
+    choice = TABLE.choose(A, rows)
+    assert choice and choice.kernel == kernel
+
+
+def test_an_unknown_shape_takes_the_nearest_rule_without_its_tile_and_says_so_once(caplog):
+    with caplog.at_level(logging.INFO, "pallas_kernels.table"):
+        choices = [TABLE.choose(Shape(5120, 4096), 16) for _ in range(3)]
+    assert choices == [Choice(64, "flat")] * 3
+    assert len(caplog.records) == 1 and "5120" in caplog.records[0].getMessage()
+    gated = TABLE.choose(Shape(24576, 4096, gate_block=64), 16)
+    assert gated and gated.kernel == "dense"
+
+
+def test_other_weights_have_no_rule():
+    assert TABLE.choose(Shape(6144, 4096, "int4"), 1) is None
+    assert Table("a GPU").choose(A, 1) is None
+
+
+@given(st.lists(st.tuples(st.sampled_from(["flat", "dense", "xla"]), st.sampled_from([(), (("rows", 64),)])), min_size=1, max_size=12))
+def test_merged_choices_choose_what_was_best_where_it_was_measured(best):
+    measured = [Choice(2**i, *each) for i, each in enumerate(best)]
+    rule = Rule(A, table.choices(measured))
+    assert [(c.kernel, c.tile) for c in map(rule.choose, (c.rows for c in measured))] == best
+    assert all(a.rows < b.rows and (a.kernel, a.tile) != (b.kernel, b.tile) for a, b in zip(rule.choices, rule.choices[1:], strict=False))
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.floats(1.0, 100.0), min_size=1), st.sampled_from([None, *"abcd"]))
+def test_noise_changes_no_kernel(us, before):
+    name = tune.fastest(us, before)
+    assert us[name] <= min(us.values()) * (1 + tune.TIE)
+    assert name == before or us[name] == min(us.values())
+
+
+def test_new_rules_stand_in_for_old_ones_of_their_shape():
+    def file(*rules):
+        return {"schema": 1, "rules": [{"shape": {"n": n}, "choices": choice} for n, choice in rules]}
+
+    assert tune.merged(file((1, "a"), (2, "b")), file((2, "c")))["rules"] == file((1, "a"), (2, "c"))["rules"]
+    assert tune.merged(None, file((2, "c"))) == file((2, "c"))
+
+
+def test_a_table_of_another_schema_is_refused():
+    with pytest.raises(ValueError, match="schema=7"):
+        table.parse({"schema": 7, "device": "x", "rules": []})
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_table_names_kernels_that_take_its_products(path):
+    shipped = table.parse(json.loads(path.read_text("utf-8")))
+    assert table.file_of(shipped.device) == path
+    for rule in shipped.rules:
+        for choice in rule.choices:
+            assert choice.kernel in takers(Product(choice.rows, rule.shape, activations_of(rule.shape))), rule
+            assert callable(kernel(choice))
+
+
+def test_the_shapes_are_those_of_the_models():
+    for name, ops in json.loads((table.FOLDER / "shapes.json").read_text("utf-8")).items():
+        model, _, tp = name.partition(" tp ")
+        config = open_checkpoint(model, load_format="dummy").model_config
+        tree = leaves(config, int(tp))
+        for op, (k, n, *gates) in ops.items():
+            leaf = tree["lm_head"] if op == "logits" else tree["layers"][0][op]
+            split = [size // (int(tp) if axis == TP else 1) for size, axis in zip(leaf.shape, (*leaf.spec, None), strict=False)]
+            assert split == [n, k], (name, op)
+            assert gates == ([config.gate_block] if op == "up_gate" else [])
+
+
+@pytest.mark.parametrize(("text", "shape"), [("4096x6144", Shape(6144, 4096)), ("4096x28672g64", Shape(28672, 4096, gate_block=64))])
+def test_shapes_are_written_k_by_n(text, shape):
+    assert tune.parse_shape(text, "bfloat16") == shape
+
+
+@pytest.mark.parametrize("text", ["4096", "4096x", "axb", "4096x6144x2", "4096x6144g"])
+def test_a_shape_that_is_none_is_named(text):
+    with pytest.raises(ValueError, match="--shapes"):
+        tune.parse_shape(text, "bfloat16")
+    with pytest.raises(ValueError, match="--models"):
+        tune.shapes_of(["no such model"], "bfloat16")
