@@ -1,0 +1,52 @@
+"""Finds how an engine should run a model on a machine. Its results are files; nothing of it is imported while serving.
+
+  python -m search COMMAND [flags]
+
+  cost         compute, memory, network and energy of a model's step, what binds, and the optimal throughput
+
+`python -m search COMMAND --help` lists a command's flags.
+"""
+
+import importlib
+import sys
+
+from absl import flags
+
+from jaxflow.config import ConfigError
+from jaxflow.mesh import choose_platform
+from jaxflow.model.checkpoint import CheckpointError
+
+COMMANDS = ("cost",)
+
+
+def main(argv: list[str]) -> int:
+    """Runs one command; returns the exit status: 2 for a wrong command line, 1 for what could not be done."""
+    if len(argv) < 2 or argv[1] in ("--help", "-h", "help"):
+        print(__doc__)
+        return 0 if len(argv) > 1 else 2
+    if argv[1] not in COMMANDS:
+        print(f"error: {argv[1]!r} is no command; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    command = importlib.import_module(f"search.{argv[1]}")
+    command.define_flags()
+    if {"--help", "-h"} & set(argv[2:]):
+        print(command.__doc__, flags.FLAGS.module_help(command), sep="\n")
+        return 0
+    try:
+        rest = flags.FLAGS(argv[1:])[1:]
+        if rest:
+            raise flags.Error(f"unexpected arguments: {' '.join(rest)}")
+    except flags.Error as error:
+        print(f"error: {error}\n`python -m search {argv[1]} --help` lists the flags", file=sys.stderr)
+        return 2
+    choose_platform()
+    try:
+        command.run()
+    except (ConfigError, CheckpointError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

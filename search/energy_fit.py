@@ -1,0 +1,113 @@
+"""Fits joules per FLOP and per byte, as functions of the clock, to sustained runs on one card.
+
+A run has rates of work, the mean power and the clock it settled at. Its power above idle is the sum of its rates times their
+joules at that clock. Logarithms of the joules and logits of their fixed shares are fitted with optax to the logarithm of that
+power; then all joules are lowered together until no run beat the model: as a bound it must never be above what was reached.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import optax
+
+from jaxflow.model.energy import SCHEMA_VERSION, Curve, Power
+
+FIXED_PRIOR = 0.4  # a guess that the runs may move: few of them ran at very different clocks
+_PRIOR_RUNS = 0.05  # how much the guess weighs, beside a run's 1
+_STEPS = 3000
+
+
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A sustained run. Rates are per second; `clock_mhz` and `watts` are what it settled at."""
+
+    name: str
+    dtype: str
+    flops_per_s: float
+    bytes_per_s: float
+    watts: float
+    clock_mhz: float
+
+
+class Runs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured on one device, and what is known of it."""
+
+    device: str
+    cap_w: float
+    idle_w: float
+    highest_clock_mhz: float
+    lowest_clock_mhz: float
+    flops_per_cycle: dict[str, float]
+    versions: dict[str, str]
+    method: str
+    runs: list[Run]
+
+
+def load_runs(path: str | Path) -> Runs:
+    """Raises: msgspec.DecodeError naming the field."""
+    return msgspec.json.decode(Path(path).read_bytes(), type=Runs)
+
+
+def predicted(params: Any, rates: jax.Array, clock_share: jax.Array) -> jax.Array:
+    """Watts above idle [n]. rates: [n, kinds] of work, clock_share: [n]."""
+    joules, fixed = jnp.exp(params["log_joules"]), jax.nn.sigmoid(params["fixed"])
+    by_clock = fixed + (1 - fixed) * clock_share[:, None] ** 2
+    return (rates * joules * by_clock).sum(-1)
+
+
+def fit(measured: Runs) -> Power:
+    """The joules of `measured`'s dtypes and of a byte, lowered to a bound.
+
+    Raises: ValueError for runs of a dtype whose peak is not given, or without any.
+    """
+    dtypes = sorted({run.dtype for run in measured.runs if run.flops_per_s})
+    unknown = [dtype for dtype in dtypes if dtype not in measured.flops_per_cycle]
+    if unknown or not dtypes:
+        raise ValueError(f"runs of dtypes {dtypes}: flops_per_cycle is given for {sorted(measured.flops_per_cycle)}")
+    rates = jnp.array([[*(run.flops_per_s * (run.dtype == dtype) for dtype in dtypes), run.bytes_per_s] for run in measured.runs]) / 1e12
+    share = jnp.array([run.clock_mhz for run in measured.runs]) / measured.highest_clock_mhz
+    watts = jnp.array([run.watts for run in measured.runs]) - measured.idle_w
+    prior = jax.scipy.special.logit(FIXED_PRIOR)
+    kinds = rates.shape[1]
+    params: Any = {"log_joules": jnp.zeros(kinds), "fixed": jnp.full(kinds, prior)}
+
+    def loss(params: Any) -> jax.Array:
+        off = jnp.log(predicted(params, rates, share) / watts)
+        return (off**2).mean() + _PRIOR_RUNS / len(measured.runs) * ((params["fixed"] - prior) ** 2).mean()
+
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.05, _STEPS))
+
+    def step(carry: Any, _: None) -> Any:
+        params, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    start: Any = (params, optimizer.init(params))
+    (params, _), _ = jax.lax.scan(step, start, length=_STEPS)
+    lowest = float((watts / predicted(params, rates, share)).min())
+    joules, fixed = jnp.exp(params["log_joules"]) * lowest / 1e12, jax.nn.sigmoid(params["fixed"])
+    curves = [Curve(float(f"{j:.4g}"), round(float(f), 3)) for j, f in zip(joules, fixed, strict=True)]
+    return Power(
+        schema_version=SCHEMA_VERSION,
+        device=measured.device,
+        cap_w=measured.cap_w,
+        idle_w=measured.idle_w,
+        highest_clock_hz=measured.highest_clock_mhz * 1e6,
+        lowest_clock_hz=measured.lowest_clock_mhz * 1e6,
+        flops_per_cycle={dtype: measured.flops_per_cycle[dtype] for dtype in dtypes},
+        flop=dict(zip(dtypes, curves[:-1], strict=True)),
+        byte=curves[-1],
+    )
+
+
+def errors(measured: Runs, power: Power) -> Sequence[float]:
+    """For each run: measured watts above idle over the model's (1 or more once the model is a bound)."""
+    found = []
+    for run in measured.runs:
+        share = run.clock_mhz * 1e6 / power.highest_clock_hz
+        flop = power.flop[run.dtype].at(share) if run.flops_per_s else 0.0
+        found.append(float((run.watts - power.idle_w) / (run.flops_per_s * flop + run.bytes_per_s * power.byte.at(share))))
+    return found

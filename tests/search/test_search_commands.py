@@ -1,0 +1,56 @@
+"""`python -m search`: what a person sees."""
+
+import pytest
+from absl import flags
+
+from search.__main__ import COMMANDS, main
+
+
+@pytest.fixture(autouse=True)
+def no_flags():
+    """Flags that imports of other tests, or a command before, have defined are away: each command is a process of its own."""
+    away = {}
+    for name in list(flags.FLAGS):
+        if (flags.FLAGS.find_module_defining_flag(name) or "").startswith(("jaxflow", "serving", "search")):
+            away[name] = flags.FLAGS[name]
+            delattr(flags.FLAGS, name)
+    yield
+    for name in list(flags.FLAGS):
+        if (flags.FLAGS.find_module_defining_flag(name) or "").startswith("search"):
+            delattr(flags.FLAGS, name)
+    for name, flag in away.items():
+        flags.FLAGS[name] = flag
+
+
+def test_cost_prints_four_resources_and_what_binds(capsys):
+    assert main(["search", "cost", "--model", "llama-3.1-8b", "--tokens", "2048"]) == 0
+    out = capsys.readouterr().out
+    assert "up_gate" in out and "Binding: energy" in out and "Eq. 5" in out
+
+
+def test_cost_without_joules_says_so(capsys):
+    assert main(["search", "cost", "--model", "llama-2-70b", "--device", "A100-80GB", "--gpus", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "nobody has measured" in out and "attn_reduce" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        (["fly"], 2, "cost"),
+        (["cost", "--model", "no-such"], 1, "no-such"),
+        (["cost", "--tokens", "0"], 2, "tokens"),
+        (["cost", "--device", "A100-80GB", "--dtype", "float8_e4m3fn"], 1, "bfloat16"),
+        (["cost", "stray"], 2, "stray"),
+    ],
+)
+def test_what_is_refused_says_what_would_do(line, code, words, capsys):
+    assert main(["search", *line]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_help_of_every_command(capsys):
+    assert main(["search", "--help"]) == 0
+    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    assert main(["search", "cost", "--help"]) == 0
+    assert "prompt_tokens" in capsys.readouterr().out
