@@ -139,6 +139,7 @@ class EngineConfig:
     plan: str = "sequential"  # sequential, searched, or a path
     scheduling_policy: str = "decode-maximal"
     chunk_size: int | None = None  # prefill tokens a step, with scheduling_policy=hybrid only
+    kernels: str = "auto"  # auto: by the device; reference, mosaic or triton
     compilation_cache_dir: str | None = None  # None: ~/.cache/jaxflow/compiled; "": none
 
     def __post_init__(self) -> None:
@@ -160,6 +161,7 @@ class EngineConfig:
         check("max_waiting", self.max_waiting >= 1, "a positive number")
         ratio = self.gpu_memory_utilization
         check("gpu_memory_utilization", math.isfinite(ratio) and 0 < ratio <= 1, "a fraction in (0, 1]")
+        check("kernels", self.kernels in ("auto", "reference", "mosaic", "triton"), "auto, reference, mosaic or triton")
         check("scheduling_policy", self.scheduling_policy in SCHEDULING_POLICIES, " or ".join(SCHEDULING_POLICIES))
         hybrid = self.scheduling_policy == "hybrid"
         check("chunk_size", hybrid == (self.chunk_size is not None), "a number of tokens with scheduling_policy=hybrid, and only with it")

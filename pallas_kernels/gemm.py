@@ -30,13 +30,18 @@ class Product:
     residual: bool = False
 
 
+def shape_of(w, gate_block: int | None = None) -> Shape:
+    """The shape of a weight [N, K]: plain, `Quantized` or `Int4`."""
+    n, k = w.shape
+    weights = "int4" if isinstance(w, Int4) else jnp.dtype((w.values if isinstance(w, Quantized) else w).dtype).name
+    return Shape(n, k, weights, gate_block or 0)
+
+
 def product(x, w, *, gate_block: int | None, quantize: bool, out_dtype, sms: int | None, residual=None) -> Product:
     """The product of `gemm`'s arguments."""
-    weights = "int4" if isinstance(w, Int4) else jnp.dtype((w.values if isinstance(w, Quantized) else w).dtype).name
     activations = jnp.dtype((x.values if isinstance(x, Quantized) else x).dtype).name
     out = "float8_e4m3fn" if quantize else jnp.dtype(out_dtype or ("bfloat16" if isinstance(x, Quantized) else activations)).name
-    n, k = w.shape
-    return Product(x.shape[0], Shape(n, k, weights, gate_block or 0), activations, out, sms is not None, residual is not None)
+    return Product(x.shape[0], shape_of(w, gate_block), activations, out, sms is not None, residual is not None)
 
 
 def takers(p: Product) -> tuple[str, ...]:

@@ -28,7 +28,9 @@ from jaxflow.model.weights import shardings
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan, borders, load, shipped
+from pallas_kernels.gemm import shape_of
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
+from pallas_kernels.table import Shape
 
 log = logging.getLogger(__name__)
 _SPARE = 0.02  # of the device's memory, left for fragmentation
@@ -150,16 +152,8 @@ def make_executor(
     assert seqs is not None and config.max_model_len is not None
     mesh = make_mesh(tp)
     weights = checkpoint.load(config.dtype, mesh, progress=progress, seed=config.seed)
-    kernels = kernels or kernel_set_for(
-        jax.default_backend(),
-        str(getattr(jax.devices()[0], "compute_capability", "")),
-        head_dim=model.head_dim,
-        queries_per_kv_head=model.num_heads // model.num_kv_heads,
-        page_size=config.block_size,
-        dtype=config.dtype,
-        kv_dtype=config.kv_cache_dtype,
-    )
-    log.info(kernels.describe())
+    kernels = kernels or choose_kernels(config, model)
+    log.info(kernels.describe(dense_products(model, weights)))
     layouts = [
         StepLayout(tokens, min(tokens, seqs), seqs, config.block_size, borders(plan), len(model.windows)) for tokens, plan in plans.items()
     ]
@@ -175,6 +169,39 @@ def make_executor(
     )
     executor.allocate(_num_pages(config, model, mesh, executor))
     return executor
+
+
+def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
+    """The kernels for this device and model. config: resolved. Raises: ConfigError for kernels that cannot run here."""
+    device = jax.devices()[0]
+    try:
+        return kernel_set_for(
+            jax.default_backend(),
+            str(getattr(device, "compute_capability", "")),
+            head_dim=model.head_dim,
+            queries_per_kv_head=model.num_heads // model.num_kv_heads,
+            hidden_size=model.hidden_size,
+            page_size=config.block_size,
+            dtype=config.dtype,
+            kv_dtype=config.kv_cache_dtype,
+            device=device.device_kind,
+            kernels=config.kernels,
+        )
+    except ValueError as error:
+        raise ConfigError("kernels", config.kernels, str(error)) from None
+
+
+def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Shape]:
+    """The weight of each dense op of the first layer, and the head's, as one device holds it."""
+    named = {op: weights["layers"][0].get(op) for op in ("qkv", "out_proj", "up_gate", "down")}
+    named["logits"] = weights.get("lm_head", weights["embed"])
+    gates = {"up_gate": model.gate_block if model.gated_mlp else 0}
+    return {op: shape_of(_one_shard(w), gates.get(op, 0)) for op, w in named.items() if w is not None}
+
+
+def _one_shard(weight: Any) -> Any:
+    """The shapes of what one device holds of a weight's arrays."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), weight)
 
 
 def make_loop(config: EngineConfig, model: ModelConfig, executor: Executor, plan_names: Mapping[int, str], **changes: Any) -> Loop:

@@ -61,6 +61,7 @@ def test_every_setting_has_a_flag_of_its_name(parse):
         plan="searched",
         scheduling_policy="hybrid",
         chunk_size=64,
+        kernels="reference",
         compilation_cache_dir="",
     )
     shown = dataclasses.asdict(given)

@@ -10,12 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine.build import choose_plans, memory_budget, prepare_process, resolve, start_engine, token_buckets
+from jaxflow.engine.build import (
+    choose_kernels,
+    choose_plans,
+    dense_products,
+    memory_budget,
+    prepare_process,
+    resolve,
+    start_engine,
+    token_buckets,
+)
 from jaxflow.engine.request import Request
 from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.pipeline import plan as plans
 from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
+from pallas_kernels.kernel_set import REFERENCE
+from pallas_kernels.table import Shape
 
 LLAMA = str(paths.MODELS / "tiny-llama")
 
@@ -132,3 +143,22 @@ def test_an_engine_with_nothing_said_about_pages(checkpoint):
         )
     finally:
         engine.driver.close()
+
+
+def test_kernels_go_by_the_device_unless_forced(checkpoint):
+    config = resolve(EngineConfig(model=LLAMA), checkpoint.model_config)
+    assert choose_kernels(config, checkpoint.model_config) is REFERENCE
+    for kernels in ("mosaic", "triton"):
+        with pytest.raises(ConfigError, match=r"kernels=.*this is cpu"):
+            choose_kernels(dataclasses.replace(config, kernels=kernels), checkpoint.model_config)
+    with pytest.raises(ConfigError, match="kernels='fast'"):
+        EngineConfig(model=LLAMA, kernels="fast")
+
+
+def test_the_products_of_a_model_are_told_as_one_device_holds_them(checkpoint):
+    model = checkpoint.model_config
+    products = dense_products(model, checkpoint.load("float32", make_mesh(2), progress=False))
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    assert products["qkv"] == Shape(heads // 2, model.hidden_size, "float32")
+    assert products["up_gate"] == Shape(model.intermediate_size, model.hidden_size, "float32", model.gate_block)
+    assert list(products) == ["qkv", "out_proj", "up_gate", "down", "logits"]
