@@ -1,0 +1,201 @@
+"""Checks the dense GEMM against a float32 product on a GPU, and times it beside XLA's (cuBLAS).
+
+    python -m pallas_kernels.checks.dense_gemm [--only check,shapes,bounded,layer] [--share 0/3] [--json FILE]
+
+Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands; weights are rotated so that none is in the L2 cache when it is read.
+"""
+
+import argparse
+import functools
+import json
+import math
+import shlex
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import reference
+from pallas_kernels.checks.timing import sustained
+from pallas_kernels.dense_gemm import dense_gemm
+
+L2_BYTES = 60e6
+SHAPES = {  # [N, K] of a layer's products, and whether gates and ups alternate in N
+    "8B": {"qkv": (6144, 4096), "out_proj": (4096, 4096), "up_gate": (28672, 4096), "down": (4096, 14336)},
+    "70B/tp4": {"qkv": (2560, 8192), "out_proj": (8192, 2048), "up_gate": (14336, 8192), "down": (8192, 7168)},
+}
+MLP = {"gate_block": 64, "activation": "silu"}
+
+
+def say(rows: list, **row):
+    rows.append(row)
+    print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _normal(key, shape, scale):
+    return (jax.random.normal(key, shape, jnp.float32) * scale).astype(jnp.bfloat16)
+
+
+def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    return _normal(jax.random.key(seed), shape, scale)
+
+
+def xla_gemm(x, w, gate_block=None, activation=None):
+    """What XLA makes of the product, and of the gate behind it (one fused pass over what the product wrote)."""
+    y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
+    return y if gate_block is None else reference.gate_mul(y, gate_block, activation)
+
+
+def check(rows, rng, m, n, k, bias=False, residual=False, **kw):
+    """One random product beside the exact one; its buffer held NaN before, and four runs give the same bits."""
+    columns = n // 2 if "gate_block" in kw else n
+    shapes = [(m, k), (n, k), (n,) if bias else None, (m, columns) if residual else None]
+    scales = [1.0, k**-0.5, 1.0, 1.0]
+    seeds = rng.integers(2**31, size=4)
+    made = [None if s is None else normal(int(seed), *s, scale=f) for seed, s, f in zip(seeds, shapes, scales, strict=True)]
+    run = jax.jit(lambda x, w, bias, residual: dense_gemm(x, w, bias, residual=residual, **kw))
+    nan = jnp.full((m, columns), jnp.nan, kw.get("out_dtype", jnp.bfloat16))
+    jax.block_until_ready(nan).delete()  # the next array of this size takes its memory
+    got = run(*made)
+    exact = [None if v is None else v.astype(jnp.float32) for v in made]
+    settings = {key: value for key, value in kw.items() if key in ("gate_block", "activation")}
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(lambda x, w, bias, residual: reference.gemm(x, w, bias, residual=residual, **settings))(*exact)
+    error = float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want))
+    same = all(bool((got == run(*made)).all()) for _ in range(3))
+    ok = same and error < (1e-4 if got.dtype == jnp.float32 else 3e-3)
+    say(rows, what="check", ok=ok, error=error, same_bits=same, m=m, n=n, k=k, bias=bias, residual=residual, **kw)
+
+
+def checks(rows, share):
+    rng = np.random.default_rng(time.time_ns())
+    one = functools.partial(check, rows, rng)
+    cases = [functools.partial(one, m, *weight) for m in (256, 2048) for weight in SHAPES["8B"].values()]
+    cases += [functools.partial(one, m, 2560, 8192, sms=sms) for m, sms in [(1000, 104), (8, 132), (1, 20), (333, 112)]]
+    cases += [functools.partial(one, m, 28672, 4096, **MLP) for m in (256, 1000, 2048)]
+    cases += [
+        functools.partial(one, 1000, 14336, 8192, sms=104, **MLP),
+        functools.partial(one, 512, 59136, 8192, gate_block=16, activation="silu"),  # Qwen2-72B
+        functools.partial(one, 777, 9728, 896, gate_block=32, activation="gelu_tanh", bias=True),
+        functools.partial(one, 1024, 4096, 4096, bias=True, residual=True),
+        functools.partial(one, 640, 4096, 1024, activation="relu", residual=True, sms=28),
+        functools.partial(one, 300, 128256, 2048, out_dtype=jnp.float32),
+        functools.partial(one, 1500, 1152, 576),
+        functools.partial(one, 13, 576, 1536, bias=True),
+        functools.partial(one, 280000, 8192, 128),  # 2.3e9 elements
+    ]
+    for case in cases[share[0] :: share[1]]:
+        case()
+
+
+def chained(fn, calls):
+    """`calls` products in one program, each after the other, so that XLA merges none and launches cost nothing."""
+
+    def run(xs, ws):
+        outs = []
+        for i in range(calls):
+            x = xs[i % len(xs)]
+            if outs:
+                x, outs[-1] = lax.optimization_barrier((x, outs[-1]))
+            outs.append(fn(x, ws[i % len(ws)]))
+        return outs
+
+    return jax.jit(run)
+
+
+def timed(rows, fn, m, n, k, seconds, **labels) -> float:
+    weights = min(max(2, math.ceil(4 * L2_BYTES / (n * k * 2))), 10)
+    xs, ws = ([normal(seed, *shape, scale=k**-0.5) for seed in range(many)] for many, shape in ((2, (m, k)), (weights, (n, k))))
+    calls = max(weights, min(24, int(1.2e12 / (2 * m * n * k)) + 1))
+    t = sustained(chained(fn, calls), xs, ws, calls=calls, seconds=seconds)
+    tflops = 2.0 * m * n * k / t["us"] / 1e6
+    say(rows, **labels, m=m, n=n, k=k, tflops=tflops, pj_a_flop=t["watts"] / tflops, **t)
+    return tflops
+
+
+def times_of_shapes(rows, share, seconds, rows_of_x=(256, 512, 1024, 2048)):
+    cases = [(model, op, m) for m in rows_of_x for model, ops in SHAPES.items() for op in ops]
+    ratios = []
+    for model, op, m in cases[share[0] :: share[1]]:
+        n, k = SHAPES[model][op]
+        rival = timed(rows, xla_gemm, m, n, k, seconds, what="xla", model=model, op=op)
+        own = timed(rows, dense_gemm, m, n, k, seconds, what="dense_gemm", model=model, op=op)
+        ratios.append(own / rival)
+        say(rows, what="ratio", model=model, op=op, m=m, ratio=own / rival)
+    say(rows, what="geomean", of=len(ratios), ratio=float(np.exp(np.mean(np.log(ratios)))), least=min(ratios))
+
+
+def bounded(rows, share, seconds):
+    cases = [(op, m) for m in (832, 1024, 1664, 2048) for op in SHAPES["8B"]]
+    for op, m in cases[share[0] :: share[1]]:
+        n, k = SHAPES["8B"][op]
+        whole = timed(rows, dense_gemm, m, n, k, seconds, what="bounded", op=op, sms=132)
+        for sms in (104, 112, 120):
+            part = timed(rows, functools.partial(dense_gemm, sms=sms), m, n, k, seconds, what="bounded", op=op, sms=sms)
+            say(rows, what="share of 132", op=op, m=m, sms=sms, ratio=part / whole)
+
+
+def layers(gemm, count=3):
+    """The products and the gate of `count` decoder layers of Llama-3.1-8B in one program: (x [M, D], o [M, D], weights) -> outputs."""
+
+    def run(x, o, weights):
+        outs = []
+        for w in weights[:count]:
+            qkv = gemm(x, w["qkv"])
+            o, qkv = lax.optimization_barrier((o, qkv))  # attention stands between them
+            outs.append(qkv)
+            x = gemm(gemm(gemm(o, w["out_proj"]), w["up_gate"], **MLP), w["down"])
+        return x, outs
+
+    return jax.jit(run)
+
+
+def layer(rows, share, seconds):
+    ops, count = SHAPES["8B"], 3
+    gain = {"down": 2.8}  # what the gate takes away
+    weights = [{op: normal(10 * i, n, k, scale=gain.get(op, 1.0) * k**-0.5) for op, (n, k) in ops.items()} for i in range(count)]
+    flop = sum(2.0 * n * k for n, k in ops.values())
+    for m in (512, 1024, 2048, 4096)[share[0] :: share[1]]:
+        x, o = normal(1, m, 4096), normal(2, m, 4096)
+        us = {}
+        for name, gemm in (("xla", xla_gemm), ("dense_gemm", dense_gemm), ("xla", xla_gemm), ("dense_gemm", dense_gemm)):
+            t = sustained(layers(gemm, count), x, o, weights, calls=count, seconds=seconds)
+            us.setdefault(name, []).append(t["us"])
+            say(rows, what="layer", name=name, m=m, tflops=m * flop / t["us"] / 1e6, **t)
+        say(rows, what="layer ratio", m=m, ratio=sum(us["xla"]) / sum(us["dense_gemm"]))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
+    parser.add_argument("--only", default="check,shapes,bounded,layer", help="which parts, separated by commas")
+    parser.add_argument("--share", default="0/1", help="i/n: every n-th case from the i-th on, for several processes")
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+    rows: list = []
+    share = tuple(int(x) for x in args.share.split("/"))
+    parts = {
+        "check": lambda: checks(rows, share),
+        "shapes": lambda: times_of_shapes(rows, share, args.seconds),
+        "bounded": lambda: bounded(rows, share, args.seconds),
+        "layer": lambda: layer(rows, share, args.seconds),
+    }
+    for part in args.only.split(","):
+        start = time.perf_counter()
+        parts[part]()
+        print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
+        if args.json:
+            with open(args.json, "w") as f:
+                command = shlex.join(["python", "-m", "pallas_kernels.checks.dense_gemm", *sys.argv[1:]])
+                json.dump({"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
+    bad = [r for r in rows if r.get("ok") is False]
+    print(f"{len(bad)} checks failed" if bad else "all checks passed")
+    raise SystemExit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Which CTA computes what in a persistent GEMM: tiles in an order that the L2 cache likes, the last of them cut evenly along K.
+
+A product of T output tiles on s CTAs takes ceil(T / s) rounds of whole tiles, and the last round may be nearly empty. Here the last tiles
+(what is left over, or that and one full round more) form one line of k steps that is cut into s equal pieces (stream-K, Osama et al. 2023).
+A tile cut that way has several contributors; the CTA of its end adds up. All of this is data: a table of work items, made once by numpy.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+FIELDS = 7  # of an item: tile row, tile column, first k step, k steps, slot to give its part to or -1, first slot to take, slots to take
+_SNAP = 3  # a cut this close to a tile's border (in k steps) moves there: handing a part over costs more
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmTile:
+    """Output tiles of rows x cols by two warpgroups of rows / 2 each, `depth` of K a step, `stages` steps in flight."""
+
+    rows: int
+    cols: int
+    stages: int
+    depth: int = 64
+    cluster: int = 1
+    width: int = 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """What each CTA does, in order.
+
+    table [s, items, 7] int32; items of 0 k steps come last and are none. slots: parts of tiles handed over, each through a slot of its own.
+    A CTA takes parts only from CTAs before it, and gives before it takes: nobody waits for a CTA that the GPU has yet to start.
+    """
+
+    table: np.ndarray
+    slots: int
+
+
+def snake(tiles_m: int, tiles_n: int, width: int = 8) -> np.ndarray:
+    """[T, 2] (row, column) of the tiles in order: strips of `width` rows, along the columns and back, so that neighbours share operands."""
+    order = []
+    for strip, first in enumerate(range(0, tiles_m, width)):
+        columns = range(tiles_n) if strip % 2 == 0 else reversed(range(tiles_n))
+        order += [(row, column) for column in columns for row in range(first, min(first + width, tiles_m))]
+    return np.asarray(order, np.int32).reshape(-1, 2)
+
+
+@functools.cache
+def schedule(tiles_m: int, tiles_n: int, steps: int, sms: int, whole_rounds: int | None = None, width: int = 8) -> Schedule:
+    """Divides tiles_m x tiles_n output tiles of `steps` k steps each among `sms` CTAs.
+
+    `whole_rounds` rounds of whole tiles come first, the tiles after them are cut into equal pieces; None: no tile is cut.
+    """
+    order = snake(tiles_m, tiles_n, width)
+    tiles = len(order)
+    whole = tiles if whole_rounds is None else min(whole_rounds * sms, tiles)
+    items: list[list[tuple]] = [[] for _ in range(sms)]
+    for tile in range(whole):
+        items[tile % sms].append((*order[tile], 0, steps, -1, 0, 0))
+    slots = 0
+    cuts = _cuts((tiles - whole) * steps, steps, sms)
+    owed: dict[int, list[int]] = {}  # slots of each tile's parts so far
+    for cta in range(sms):
+        pieces = []
+        start = cuts[cta]
+        while start < cuts[cta + 1]:
+            tile, first = divmod(start, steps)
+            end = min(cuts[cta + 1], (tile + 1) * steps)
+            last = end == (tile + 1) * steps
+            taken = owed.get(tile, [])
+            if last:
+                give, take = -1, (taken[0] if taken else 0, len(taken))
+            else:
+                give, take = slots, (0, 0)
+                owed.setdefault(tile, []).append(slots)
+                slots += 1
+            pieces.append((*order[whole + tile], first, end - start, give, *take))
+            start = end
+        items[cta] += reversed(pieces)  # the beginning of a tile first, so that who waits for it need not
+    most = max(len(own) for own in items)
+    table = np.zeros((sms, most, FIELDS), np.int32)
+    table[:, :, 4] = -1
+    for cta, own in enumerate(items):
+        if own:
+            table[cta, : len(own)] = own
+    return Schedule(table=table, slots=slots)
+
+
+def _cuts(units: int, steps: int, sms: int) -> list[int]:
+    """s + 1 ends of pieces of a line of `units` k steps, equal but for those that move to a tile's border nearby."""
+    cuts = []
+    for i in range(sms + 1):
+        at = i * units // sms
+        border = round(at / steps) * steps
+        cuts.append(border if abs(at - border) <= min(_SNAP, units // sms // 4) else at)
+    return cuts
+
+
+# What a k step of a tile costs an SM when all are busy, in microseconds, and what a tile costs beside its steps; measured on an H200.
+_STEP_US = {(128, 256): 0.80, (128, 128): 0.48, (256, 128): 0.83}
+_TILE_US = 1.0  # store of the output
+_CUT_US = 2.5  # zeroing the semaphores, once a product
+_PART_US = 1.5  # handing a part over, and as much for taking one
+_TILES = (GemmTile(128, 256, 4), GemmTile(128, 128, 6))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GemmPlan:
+    """A product's tile and the schedule of its tiles."""
+
+    tile: GemmTile
+    schedule: Schedule
+
+
+@functools.cache
+def gemm_plan(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -> GemmPlan:
+    """The cheapest plan for a product [m, k] x [n, k] on `sms` SMs: which tile, and how many rounds stay whole."""
+
+    def options():
+        for tile in _TILES:
+            if gate_block is not None and tile.cols % (2 * gate_block):
+                continue
+            tiles_m, tiles_n, steps = -(-m // tile.rows), -(-n // tile.cols), k // tile.depth
+            full = tiles_m * tiles_n // sms
+            for rounds in (None, full, full - 1):
+                if rounds is None or rounds >= 0:
+                    yield tile, schedule(tiles_m, tiles_n, steps, sms, rounds)
+
+    return GemmPlan(*min(options(), key=lambda option: cost_us(*option)))
+
+
+def cost_us(tile: GemmTile, made: Schedule) -> float:
+    """An estimate of a product's time: its busiest CTA's."""
+    table = made.table
+    ends, gives = (table[:, :, 3] > 0) & (table[:, :, 4] < 0), table[:, :, 4] >= 0
+    per_cta = table[:, :, 3].sum(1) * _STEP_US[tile.rows, tile.cols] + ends.sum(1) * _TILE_US
+    per_cta = per_cta + (gives.sum(1) + (table[:, :, 6]).sum(1)) * _PART_US
+    return float(per_cta.max()) + (_CUT_US if made.slots else 0.0)

@@ -1,0 +1,155 @@
+"""Dense GEMM: the schedule's laws, the kernel in Mosaic's interpreter beside its twin, and what ptxas makes of it for an H200."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import abstract, compile_for_h200, h200_mesh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import compute_on
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import reference
+from pallas_kernels.dense_gemm import dense_gemm, supports
+from pallas_kernels.gemm_tiles import GemmPlan, GemmTile, gemm_plan, schedule, snake
+
+INTERPRET = plgpu.InterpretGPUParams()
+LLAMA = [  # [N, K] of qkv, out_proj, up_gate and down: 8B, and 70B on 4 GPUs
+    *[(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)],
+    *[(2560, 8192), (8192, 2048), (14336, 8192), (8192, 7168)],
+]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 16))
+def test_the_snake_visits_each_tile_once_and_moves_to_a_neighbour(tiles_m, tiles_n, width):
+    order = snake(tiles_m, tiles_n, width)
+    assert len({tuple(at) for at in order}) == len(order) == tiles_m * tiles_n
+    for before, after in itertools.pairwise(order):
+        assert before[1] == after[1] or abs(before[1] - after[1]) == 1 or before[0] // width != after[0] // width
+
+
+@settings(max_examples=150)
+@given(st.integers(1, 20), st.integers(1, 30), st.integers(1, 40), st.integers(1, 40), st.one_of(st.none(), st.integers(0, 4)))
+def test_every_step_of_every_tile_is_done_once_and_no_one_waits_for_a_later_cta(tiles_m, tiles_n, steps, sms, whole_rounds):
+    made = schedule(tiles_m, tiles_n, steps, sms, whole_rounds)
+    done = np.zeros((tiles_m, tiles_n, steps), int)
+    giver, takes = {}, {}  # slot -> (cta, tile, steps); slot -> cta
+    for cta, items in enumerate(made.table):
+        ended = taking = False
+        for row, column, first, count, give, take, taken in items.tolist():
+            ended |= count == 0
+            assert not (ended and count)  # what is none comes last
+            if not count:
+                continue
+            done[row, column, first : first + count] += 1
+            if give >= 0:
+                assert give not in giver and not taken and not taking  # gives before it takes
+                giver[give] = cta, (row, column), range(first, first + count)
+            else:
+                assert first + count == steps
+                before = [giver.get(slot) for slot in range(take, take + taken)]
+                assert all(part is not None and part[0] < cta and part[1] == (row, column) for part in before)
+                assert [step for part in before for step in part[2]] == list(range(first))
+                takes |= dict.fromkeys(range(take, take + taken), cta)
+                taking |= taken > 0
+    assert (done == 1).all()
+    assert giver.keys() == takes.keys() == set(range(made.slots))
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 2048), st.sampled_from(LLAMA), st.sampled_from([20, 104, 112, 120, 132]), st.sampled_from([None, 64]))
+def test_no_sm_does_much_more_than_its_share(m, weight, sms, gate_block):
+    (n, k), plan = weight, gemm_plan(m, *weight, sms, gate_block)
+    table, tile = plan.schedule.table, plan.tile
+    assert table.shape[0] * tile.cluster <= sms
+    busiest = table[:, :, 3].sum(1).max() * tile.rows * tile.cols * tile.depth
+    work = -(-m // 128) * 128 * n * k  # with the last tile's empty rows
+    assert busiest <= 1.13 * work / sms or m < 512
+
+
+def operands(seed, m, n, k):
+    rng = np.random.default_rng(seed)
+    return (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in [(m, k), (n, k), (n,), (m, n)])
+
+
+SMALL = GemmTile(rows=128, cols=128, stages=2)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "rounds", "with_bias", "with_residual", "extra"),
+    [
+        (200, 192, 192, 0, True, False, {}),  # rows and columns that fill no tile, every tile cut along K
+        (72, 128, 128, None, False, True, {"activation": "relu"}),
+        (13, 256, 64, None, True, True, {"gate_block": 64, "activation": "silu"}),
+        (130, 128, 192, 0, False, False, {"gate_block": 16, "activation": "gelu_tanh"}),
+        (64, 64, 128, 0, False, False, {"out_dtype": jnp.float32}),
+    ],
+)
+def test_the_kernel_is_its_twin(m, n, k, rounds, with_bias, with_residual, extra):
+    x, w, bias, residual = operands(m, m, n, k)
+    bias = bias if with_bias else None
+    residual = residual[:, : n // 2 if "gate_block" in extra else n] if with_residual else None
+    plan = GemmPlan(SMALL, schedule(-(-m // SMALL.rows), -(-n // SMALL.cols), k // SMALL.depth, 3, rounds))
+    residual = None if residual is None else residual.astype(extra.get("out_dtype", jnp.bfloat16))
+    got = dense_gemm(x, w, bias, residual=residual, plan=plan, interpret=INTERPRET, **extra)
+    exact = (None if v is None else v.astype(jnp.float32) for v in (x, w, bias, residual))
+    x, w, bias, residual = exact
+    want = np.asarray(reference.gemm(x, w, bias, residual=residual, **extra))
+    assert got.dtype == extra.get("out_dtype", jnp.bfloat16) and got.shape == want.shape
+    assert np.linalg.norm(np.asarray(got, np.float32) - want) < (1e-5 if got.dtype == jnp.float32 else 3e-3) * np.linalg.norm(want)
+
+
+def shapes(m, n, k):
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(m, k), (n, k), (n,), (m, n)])
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "extra"),
+    [
+        (1000, 6144, 4096, {"sms": 104}),
+        (256, 28672, 4096, {"gate_block": 64, "activation": "silu"}),
+        (1024, 4096, 14336, {"bias": True, "residual": True, "activation": "relu"}),
+        (2**20, 4096, 4096, {}),  # operands and output beyond 2^31 elements
+    ],
+)
+def test_for_the_h200_it_uses_its_units_and_spills_nothing(m, n, k, extra, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    with_bias, with_residual = extra.pop("bias", False), extra.pop("residual", False)
+
+    def fn(x, w, bias, residual):
+        return dense_gemm(x, w, bias if with_bias else None, residual=residual if with_residual else None, **extra)
+
+    compiled = compile_for_h200(fn, *abstract(h200_mesh(), shapes(m, n, k)))
+    assert compiled.machine_code
+    assert not compiled.copies((m, k)) and not compiled.copies((n, k))
+    logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"dense_gemm*{end}")) for end in (".ptxas", ".ptx"))
+    assert {int(n) for n in re.findall(r"(\d+) bytes spill stores", logs)} == {0}
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+    # The warpgroups' registers are exactly what the CTA was given: an increase beyond it waits for ever.
+    registers = [int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)]
+    assert sorted(registers) == [24, 240] and 24 + 2 * 240 == 3 * 168
+
+
+def test_it_fits_a_stream_region():
+    def step(x, w):
+        fn = functools.partial(dense_gemm, gate_block=64, activation="silu", sms=104)
+        return compute_on.compute_on(lambda *a: fn(*a), compute_type="gpu_stream:2", out_memory_spaces=jax.memory.Space.Device)(x, w)
+
+    compiled = compile_for_h200(step, *abstract(h200_mesh(), shapes(1024, 14336, 4096)[:2]))
+    on_stream = [thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[2]"]
+    assert on_stream[-1] == "kCustomCall" and len(on_stream) <= 2  # the semaphores' zeros, and the kernel: no copy
+
+
+def test_it_says_what_it_does_not_take():
+    assert supports(1, 64, 64) and supports(7, 256, 128, 64)
+    assert not supports(8, 100, 64) and not supports(8, 64, 100) and not supports(8, 192, 64, 64) and not supports(8, 128, 64, 8)
+    x, w, *_ = operands(0, 8, 100, 64)
+    with pytest.raises(ValueError, match="n=100"):
+        dense_gemm(x, w)
+    with pytest.raises(ValueError, match="float32"):
+        dense_gemm(x.astype(jnp.float32), w[:64])
