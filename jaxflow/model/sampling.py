@@ -11,15 +11,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxflow.model.logprobs import LogprobsOut, finite, token_logprobs
+from jaxflow.model.logprobs import LogprobsOut, finite, token_logprobs, top
 from jaxflow.model.slot_params import SlotParams, adjust, count_drawn, rows_of
+from pallas_kernels.reference.token_limits import largest_limit, token_limits
 
 SUM_BLOCK = 512  # logits summed into one entry of the upper level, at most
-DIGIT = 4  # bits of a limit found in one pass over the logits
+BLOCK = 64  # columns of a block that is kept or not when limits are searched
+BLOCKS = 64  # blocks kept
 COLDEST = 1e-7  # a positive temperature below it is taken for it, lest a difference of logits overflows
-LOWEST = 0x007FFFFF  # the key of -inf
 
 OfValues = Callable[[jax.Array], jax.Array]  # [R, n] -> [R, n]
 
@@ -35,7 +35,7 @@ def plain(logits: jax.Array, temperature: jax.Array, seed: jax.Array, position: 
 
     Returns: [R] int32. A row of -inf gives 0.
     """
-    drawn, possible = _draw(logits, _mass(logits, temperature), seed, position)
+    drawn, possible = _draw(logits, _mass(finite(logits.max(-1)), _heat(temperature)), seed, position)
     return jnp.where((temperature > 0) & possible, drawn, logits.argmax(-1).astype(jnp.int32))
 
 
@@ -47,6 +47,8 @@ def full(
     slots: jax.Array,
     params: SlotParams,
     counts: jax.Array,
+    *,
+    search: Callable = token_limits,
 ) -> tuple[jax.Array, jax.Array, LogprobsOut]:
     """One token a row under all settings: bias, suppressed tokens, penalties, temperature, min-p, top-k, top-p.
 
@@ -59,21 +61,16 @@ def full(
         rows have the same slot.
       params: settings of Q slots.
       counts: [Q, V'] uint16 (donate it).
+      search: `KernelSet.token_limits`.
 
     Returns: tokens [R] int32, counts with the tokens added, and raw log-probabilities.
     """
     slots = jnp.where(slots < 0, counts.shape[0], slots)
     row = rows_of(params, slots)
-    x = adjust(logits, row, counts.at[slots].get(mode="fill", fill_value=0), position)
-
-    likely = finite(x.max(-1)) + _heat(temperature) * jnp.log(row.min_p)  # where the mass is min_p of the largest
-    k = jnp.where(row.top_k > 0, jnp.minimum(row.top_k, x.shape[1]), x.shape[1]).astype(jnp.float32)
-    floor = jnp.maximum(likely, largest_limit(x, jnp.ones_like, k))  # a float32 counts a vocabulary exactly
-    mass = jnp.where(x >= floor[:, None], _mass(x, temperature)(x), 0.0)
-    nucleus = largest_limit(mass, lambda m: m, mass.sum(-1) * row.top_p)
-    nucleus = jnp.where(row.top_p < 1.0, nucleus, 0.0)[:, None]
-
-    drawn, possible = _draw(mass, lambda m: jnp.where(m >= nucleus, m, 0.0), seed, position)
+    x = adjust(logits, row, counts, slots, position)
+    limit = _limits(x, temperature, row, search)[:, None]
+    mass = _mass(finite(x.max(-1)), _heat(temperature))
+    drawn, possible = _draw(x, lambda y: jnp.where(y >= limit, mass(y), 0.0), seed, position)
     tokens = jnp.where((temperature > 0) & possible, drawn, x.argmax(-1).astype(jnp.int32))
     return tokens, count_drawn(counts, slots, tokens), token_logprobs(logits, tokens)
 
@@ -88,47 +85,53 @@ def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
     return ((jax.vmap(bits)(seed, position) >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
 
 
-def largest_limit(x: jax.Array, weigh: OfValues, target: jax.Array) -> jax.Array:
-    """The largest value v of a row such that the values >= v weigh at least the target.
+def _limits(x: jax.Array, temperature: jax.Array, row: SlotParams, search: Callable) -> jax.Array:
+    """The smallest logit that min-p, top-k and top-p leave in each row of x [R, V'] -> [R]; -inf where nothing is cut off.
 
-    Floats compare as integers do once their bits are rearranged (`_value` undoes it), so v is found digit by digit of
-    `DIGIT` bits, from the highest: one pass over x for each, which sums up beyond every candidate at once.
-
-    Args:
-      x: [R, n] float32, finite or -inf.
-      weigh: what each value of x weighs, not negative.
-      target: [R] float32.
-
-    Returns: [R] float32; -inf where even all together weigh less than the target.
+    Nearly always all that top-k and top-p leave lies in the few blocks of columns with the largest maxima, which hold every logit from the
+    least of those maxima on (`least`): the limits are searched there. `search` looks through whole rows, where a limit lies below that.
     """
+    n = x.shape[1]
+    few, least, peak = _largest_blocks(x)
+    few = jnp.where(few >= least[:, None], few, -jnp.inf)  # below `least` the blocks do not have all
+    peak, heat = finite(peak), _heat(temperature)
+    mass = _mass(peak, heat)
+    total = mass(x).sum(-1)
 
-    def digit(step: jax.Array, limit: jax.Array) -> jax.Array:
-        shift = (32 - DIGIT - DIGIT * step).astype(jnp.uint32)
-        pivots = [_value(limit + (jnp.uint32(d) << shift))[:, None] for d in range(1, 2**DIGIT)]
-        weights = weigh(x)
-        sums = lax.reduce(
-            tuple(jnp.where(x >= pivot, weights, 0.0) for pivot in pivots),
-            tuple(jnp.float32(0) for _ in pivots),
-            lambda a, b: tuple(u + v for u, v in zip(a, b, strict=True)),
-            dimensions=(1,),
-        )
-        reached = sum((total >= target).astype(jnp.uint32) for total in sums)  # sums fall from pivot to pivot
-        return limit + (reached << shift)
+    cuts_count, cuts_mass = (row.top_k > 0) & (row.top_k < n), row.top_p < 1.0
+    k = jnp.where(cuts_count, row.top_k, n).astype(jnp.float32)  # a float32 counts a vocabulary exactly
+    likely = peak + heat * jnp.log(row.min_p)  # where the mass is min_p of the largest
+    count_limit = jnp.where(cuts_count, largest_limit(few, jnp.ones_like, k), -jnp.inf)
+    floor = jnp.maximum(likely, count_limit)
+    held = floor >= least
+    left = jnp.where(held, jnp.where(few >= floor[:, None], mass(few), 0.0).sum(-1), total)
+    nucleus = largest_limit(few, mass, left * row.top_p)
+    limit = jnp.where(cuts_mass, jnp.maximum(floor, nucleus), floor)
 
-    return _value(lax.fori_loop(0, 32 // DIGIT, digit, jnp.zeros((x.shape[0],), jnp.uint32)))
-
-
-def _value(key: jax.Array) -> jax.Array:
-    """uint32 -> float32, rising with it, both zeros being equal; -inf below its key, NaN above that of +inf."""
-    key = jnp.maximum(key, LOWEST)
-    bits = jnp.where(key >> 31 == 1, key ^ jnp.uint32(1 << 31), ~key)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    counted = ~cuts_count | (count_limit > -jnp.inf)
+    known = counted & (~cuts_mass | held | ((floor == -jnp.inf) & (nucleus > -jnp.inf)))
+    searched = search(x, peak, heat, likely, k, row.top_p, ~known & (temperature > 0))
+    return jnp.where(known, limit, searched)
 
 
-def _mass(x: jax.Array, temperature: jax.Array) -> OfValues:
-    """What the logits of the rows of x weigh in a draw, 1 for the largest."""
-    peak, heat = finite(x.max(-1))[:, None], _heat(temperature)[:, None]
-    return lambda y: jnp.exp((y - peak) / heat)
+def _largest_blocks(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The `BLOCKS` blocks of columns of x [R, n] with the largest maxima, side by side in the order of columns.
+
+    Returns: their logits [R, m]; the least [R] that is sure to be among them with all above it (-inf: these are all); the maximum [R].
+    """
+    rows, n = x.shape
+    width = math.gcd(n, BLOCK)
+    blocks = x.reshape(rows, n // width, width)
+    maxima = blocks.max(-1)
+    if n // width <= BLOCKS:
+        return x, jnp.full((rows,), -jnp.inf), maxima.max(-1)
+    values, best = top(maxima, BLOCKS)
+    return jnp.take_along_axis(blocks, best[:, :, None], axis=1).reshape(rows, -1), values[:, -1], values[:, 0]
+
+
+def _mass(peak: jax.Array, heat: jax.Array) -> OfValues:
+    """What logits weigh in a draw, 1 for those at the rows' peaks [R]."""
+    return lambda y: jnp.exp((y - peak[:, None]) / heat[:, None])
 
 
 def _heat(temperature: jax.Array) -> jax.Array:

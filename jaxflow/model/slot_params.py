@@ -119,21 +119,35 @@ def rows_of(params: SlotParams, slots: jax.Array) -> SlotParams:
     )
 
 
-def adjust(logits: jax.Array, row: SlotParams, counts: jax.Array, position: jax.Array) -> jax.Array:
+def adjust(logits: jax.Array, row: SlotParams, counts: jax.Array, slots: jax.Array, position: jax.Array) -> jax.Array:
     """Logit bias, suppressed tokens and penalties, in this order.
+
+    One pass over the vocabulary for the penalties, as if there were no bias; then the few biased entries are computed once more.
 
     Args:
       logits: [R, V'] float32.
       row: the settings of the R rows.
-      counts: [R, V'] uint16 of the R rows.
+      counts: [Q, V'] uint16.
+      slots: [R] int32, the rows' places in counts; out of range: nothing was counted.
       position: [R] int32, the index that the token will have in its sequence.
 
     Returns: [R, V'] float32.
     """
+    seen = counts.at[slots].get(mode="fill", fill_value=0)
+    x = _penalised(logits, seen, row)
     suppression = jnp.where(position < row.min_position, -jnp.inf, 0.0)
     ids = jnp.concatenate([row.bias_ids, row.suppressed], axis=1)
     bias = jnp.concatenate([row.bias, jnp.broadcast_to(suppression[:, None], row.suppressed.shape)], axis=1)
-    x = logits.at[jnp.arange(logits.shape[0])[:, None], ids].add(bias, mode="drop")
+    # An id may stand in both lists: each of its places takes the sum, so that it does not matter which is written last.
+    bias = jnp.where(ids[:, :, None] == ids[:, None, :], bias[:, None, :], 0.0).sum(-1)
+    at = jnp.arange(logits.shape[0])[:, None]
+    biased = logits.at[at, ids].get(mode="fill", fill_value=0.0) + bias
+    seen = counts.at[slots[:, None], ids].get(mode="fill", fill_value=0)
+    return x.at[at, ids].set(_penalised(biased, seen, row), mode="drop")
+
+
+def _penalised(x: jax.Array, counts: jax.Array, row: SlotParams) -> jax.Array:
+    """Logits [R, n] after the penalties for what was counted [R, n]."""
     penalty = row.repetition_penalty[:, None]
     x = jnp.where(counts > 0, jnp.where(x > 0, x / penalty, x * penalty), x)
     drawn = (counts & COUNT).astype(jnp.float32)

@@ -10,6 +10,7 @@ from pallas_kernels.reference.gemm import activate, finish, gate_mul, gemm
 from pallas_kernels.reference.norm import add_norm, rms_norm
 from pallas_kernels.reference.quantize import dequantize, quantize_blocks, quantize_rows, to_e4m3
 from pallas_kernels.reference.rope_append import append, rope, rope_append
+from pallas_kernels.reference.token_limits import token_limits
 
 __all__ = [
     "activate",
@@ -27,4 +28,5 @@ __all__ = [
     "rope",
     "rope_append",
     "to_e4m3",
+    "token_limits",
 ]

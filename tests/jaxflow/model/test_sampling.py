@@ -1,5 +1,7 @@
 """The samplers against a plain numpy reading of vLLM's semantics, and the laws of drawing."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,15 @@ from jaxflow.model.slot_params import BIASED, NO_TOKEN, SUPPRESSED, count_tokens
 VOCAB, PADDED, ROWS, SLOTS = 50, 64, 4, 6
 PLAIN = jax.jit(sampling.plain)
 FULL = jax.jit(sampling.full)
+
+
+@jax.jit
+def of_few_blocks(*args):
+    """The full sampler when the largest blocks hold 16 of the 64 logits, so that some limits lie below them."""
+    with mock.patch.multiple(sampling, BLOCK=8, BLOCKS=2):
+        return sampling.full(*args)
+
+
 SET = jax.jit(set_slot)
 COUNT = jax.jit(count_tokens)
 
@@ -84,9 +95,10 @@ row_settings = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.parametrize("full", [FULL, of_few_blocks])
 @settings(max_examples=60, deadline=None)
-@given(st.lists(row_settings, min_size=ROWS, max_size=ROWS), st.permutations(range(SLOTS)))
-def test_full_is_what_vllm_means(rows, slots):
+@given(rows=st.lists(row_settings, min_size=ROWS, max_size=ROWS), slots=st.permutations(range(SLOTS)))
+def test_full_is_what_vllm_means(full, rows, slots):
     slots = np.array(slots[:ROWS], np.int32)
     params, counts = empty_slots(SLOTS, PADDED)
     logits = np.full((ROWS, PADDED), -np.inf, np.float32)
@@ -98,7 +110,7 @@ def test_full_is_what_vllm_means(rows, slots):
         params, counts = fill_slot(params, counts, slots[i], values, r["prompt"], r["output"])
     temperature, seed = np.array([r["temperature"] for r in rows], np.float32), seeds_of(r["seed"] for r in rows)
     position = np.array([r["position"] for r in rows], np.int32)
-    tokens, after, out = FULL(logits, temperature, seed, position, slots, params, counts)
+    tokens, after, out = full(logits, temperature, seed, position, slots, params, counts)
     u = np.asarray(sampling.uniform(seed, position))
     for i, r in enumerate(rows):
         token = int(tokens[i])
@@ -201,8 +213,9 @@ def test_seeds_and_positions_both_matter():
         assert len(set(np.asarray(PLAIN(logits, ones, seed, at)).tolist())) > n * 0.8
 
 
+@pytest.mark.parametrize("full", [FULL, of_few_blocks])
 @pytest.mark.parametrize("kwargs", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.8, "min_p": 0.02}])
-def test_frequencies(kwargs):
+def test_frequencies(kwargs, full):
     """Draws at many positions fall as the probabilities say (chi-square at a fixed seed)."""
     n = 4096
     logits = np.tile(random_logits(1, seed=5, scale=1.5), (n, 1))
@@ -212,7 +225,7 @@ def test_frequencies(kwargs):
         params, counts = empty_slots(n, PADDED)
         values = slot_values(**kwargs)
         params = jax.tree.map(lambda a, v: jnp.broadcast_to(jnp.asarray(v), a.shape), params, values)
-        tokens = FULL(*args, np.arange(n, dtype=np.int32), params, counts)[0]
+        tokens = full(*args, np.arange(n, dtype=np.int32), params, counts)[0]
     else:
         tokens = PLAIN(*args)
     seen = np.bincount(np.asarray(tokens), minlength=VOCAB)
@@ -236,21 +249,6 @@ def test_ties_at_a_limit_are_kept():
         seen[0].add(int(tokens[0]))
         seen[1].add(int(tokens[1]))
     assert seen == [{0, 1, 2, 3}] * 2
-
-
-@jax.jit
-def kept(x, k):
-    return x >= sampling.largest_limit(x, jnp.ones_like, k)[:, None]
-
-
-normal = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False) | st.sampled_from([-np.inf, -0.0, 0.0, 1.0])
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(normal, min_size=33, max_size=33), st.integers(1, 33))
-def test_limit_is_the_kth_largest(values, k):
-    x = np.array([values], np.float32)
-    assert np.asarray(kept(x, np.array([k], np.float32))).tolist() == (x >= np.sort(x[0])[-k]).tolist()
 
 
 def test_slots_are_reset_and_counts_saturate():
