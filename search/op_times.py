@@ -1,0 +1,201 @@
+"""The profile of one GPU and model: how long each op takes alone, and what two ops keep of their speed when they run together.
+
+Files are JSON with a schema version; a profile is of one device, model and parallelism, and is refused for another.
+`seconds` answers between the measured points; `performance` is NanoFlow's Table 3, from the pairs that were measured.
+"""
+
+import bisect
+import collections
+import functools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from jaxflow.config import ModelConfig
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import Device, op_times
+from jaxflow.model.energy import Power, bound
+from jaxflow.model.graph import BFLOAT16, Op, Widths, model_graph
+
+SCHEMA_VERSION = 1
+ATTENTION = ("decode_attention", "chunk_attention")
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be read, or is not of what it is asked about; it names the file or field."""
+
+
+class OpTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One op of `jaxflow.model.graph` on one layer, alone, on `sms` SMs; `keys` a token sees on average (attention), else 0."""
+
+    op: str
+    tokens: int
+    keys: int
+    sms: int
+    seconds: float
+    watts: float | None = None
+    clock_mhz: float | None = None
+
+
+class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Two ops at the same time; a performance P is a share of the op's best speed alone (NanoFlow §4.1.1)."""
+
+    first: str  # the compute-bound one: its P is its share R of the device
+    second: str
+    first_sms: int
+    second_sms: int
+    first_performance: float
+    second_performance: float
+    watts: float | None = None
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """Everything that was measured on one device for one model. `method`: measured how, or modelled from what."""
+
+    device: str
+    versions: dict[str, str]
+    model: str
+    tensor_parallel_size: int
+    dtype: str
+    kv_cache_dtype: str
+    total_sms: int
+    method: str
+    op_times: tuple[OpTime, ...]
+    pairs: tuple[Pair, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    @functools.cached_property
+    def curves(self) -> dict[tuple[str, int], dict[int, list[tuple[int, float]]]]:
+        """(op, sms) -> keys -> [(tokens, seconds)], by tokens."""
+        found: dict[tuple[str, int], dict[int, list[tuple[int, float]]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+        for one in sorted(self.op_times, key=lambda one: one.tokens):
+            found[one.op, one.sms][one.keys].append((one.tokens, one.seconds))
+        return found
+
+
+def save_profile(profile: Profile, path: str | os.PathLike) -> None:
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+
+
+def load_profile(path: str | os.PathLike, *, device: str | None = None, model: str | None = None) -> Profile:
+    """Reads a profile. Raises: ProfileError naming the file and the field, also for another device or model than asked for."""
+    try:
+        text = Path(path).read_bytes()
+        version = msgspec.json.decode(text, type=dict).get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ProfileError(f"{path}: schema_version={version} is not supported: this release reads {SCHEMA_VERSION}")
+        profile = msgspec.json.decode(text, type=Profile)
+    except OSError as error:
+        raise ProfileError(f"{path}: {error.strerror or error}") from error
+    except msgspec.DecodeError as error:
+        raise ProfileError(f"{path}: {error}") from error
+    for field, wanted in (("device", device), ("model", model)):
+        if wanted is not None and getattr(profile, field) != wanted:
+            raise ProfileError(f"{path}: {field}={getattr(profile, field)!r}, but it is asked about {wanted!r}: measure that one")
+    return profile
+
+
+def seconds(profile: Profile, op: str, tokens: float, keys: float = 0, sms: int | None = None) -> float:
+    """How long an op takes alone on `tokens` tokens of one layer; between measured points linear, beyond them proportional.
+
+    Raises: ProfileError if the op was not measured, or not on so many SMs.
+    """
+    if tokens <= 0:
+        return 0.0
+    by_keys = profile.curves.get((op, profile.total_sms if sms is None else sms))
+    if not by_keys:
+        known = sorted({one.sms for one in profile.op_times if one.op == op})
+        raise ProfileError(f"op={op!r} on sms={sms} was not measured for {profile.model} on {profile.device}; it was on {known or 'none'}")
+    return _between([(at, _between(curve, tokens)) for at, curve in sorted(by_keys.items())], keys)
+
+
+def _between(points: list[tuple[int, float]], x: float) -> float:
+    """Linear between points, level before the first, through the origin's slope of the last beyond it."""
+    i = bisect.bisect_left(points, x, key=lambda point: point[0])
+    if i == 0:
+        return points[0][1]
+    if i == len(points):
+        at, value = points[-1]
+        return value * x / at if at else value
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def performance(profile: Profile, first: str, second: str) -> list[tuple[float, float]]:
+    """(R of the first, P of the second) where the two ran together, by R: pairs that another beats in both are left out."""
+    points = sorted({(p.first_performance, p.second_performance) for p in profile.pairs if (p.first, p.second) == (first, second)})
+    kept: list[tuple[float, float]] = []
+    for point in reversed(points):  # from the largest R down: P must grow
+        if not kept or point[1] > kept[-1][1]:
+            kept.append(point)
+    return kept[::-1]
+
+
+def held_out_error(profile: Profile) -> float:
+    """Mean relative error of interpolation at each measured point that lies between others of its curve, as if it were not there."""
+    errors = []
+    for by_keys in profile.curves.values():
+        for curve in by_keys.values():
+            for i in range(1, len(curve) - 1):
+                tokens, truth = curve[i]
+                errors.append(abs(_between(curve[:i] + curve[i + 1 :], tokens) / truth - 1))
+    return sum(errors) / len(errors) if errors else 0.0
+
+
+def modelled_profile(
+    name: str,
+    config: ModelConfig,
+    device: Device,
+    power: Power | None,
+    *,
+    tp: int = 1,
+    widths: Widths = BFLOAT16,
+    dtype: str = "bfloat16",
+    kv_dtype: str = "bfloat16",
+    tokens: Iterable[int] = tuple(range(128, 2049, 128)),
+    keys: Iterable[int] = (256, 1024, 4096),
+    sms: Iterable[int] = (132,),
+    total_sms: int = 132,
+) -> Profile:
+    """A profile from the cost model alone, so that a plan can be searched before anyone has measured.
+
+    An op takes the longest of its times at the device's measured rates, and of its joules. On a part of the SMs compute
+    shrinks in proportion; memory does not before the SMs' own intake limits it.
+    """
+    times = []
+    ops = {op.name: op for layer in model_graph(config, tp, widths).layers for op in layer}
+    for op in ops.values():
+        for count in sorted(set(tokens)):
+            for context in sorted(set(keys)) if op.name in ATTENTION else (0,):
+                for part in sorted(set(sms)):
+                    work = _alone(op, count, context)
+                    alone = op_times(op, work, device.rates, dtype)
+                    share = part / total_sms
+                    intake = min(1.0, share * _INTAKE)
+                    found = max(alone.compute_s / share, alone.memory_s / intake, alone.network_s)
+                    if power is not None:
+                        found = max(found, bound(op.work(work), device, power, dtype).energy_s)
+                    times.append(OpTime(op.name, count, context, part, found))
+    return Profile(
+        device=device.name,
+        versions={},
+        model=name,
+        tensor_parallel_size=tp,
+        dtype=dtype,
+        kv_cache_dtype=kv_dtype,
+        total_sms=total_sms,
+        method="modelled: datasheet and joules, nothing measured",
+        op_times=tuple(times),
+    )
+
+
+_INTAKE = 3.0  # an H200's SM takes in about three times its share of the memory's bandwidth (24 of 132 read 0.6 of it)
+
+
+def _alone(op: Op, tokens: int, keys: int) -> Composition:
+    """A step in which the op works on so many tokens."""
+    if op.name == "chunk_attention":
+        return Composition(chunks=((tokens, max(0.0, keys - tokens / 2)),))
+    return Composition(decode_tokens=tokens, decode_keys=keys or 1)

@@ -1,0 +1,107 @@
+"""Profiles: read back as written, refused where they do not belong, and sane between the measured points."""
+
+import itertools
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import DEVICES
+from jaxflow.model.energy import shipped_power
+from jaxflow.model.graph import model_graph
+from search.op_times import (
+    OpTime,
+    Pair,
+    Profile,
+    ProfileError,
+    held_out_error,
+    load_profile,
+    modelled_profile,
+    performance,
+    save_profile,
+    seconds,
+)
+
+CONFIG = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
+MODELLED = modelled_profile("llama-3.1-8b", CONFIG, DEVICES["H200"], shipped_power("H200"), sms=(24, 108, 132))
+
+
+def profile(op_times, pairs=()):
+    return Profile("H200", {"jax": "0.11.2"}, "toy", 1, "bfloat16", "bfloat16", 132, "drawn", tuple(op_times), tuple(pairs))
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "h200.json"
+    save_profile(MODELLED, path)
+    assert load_profile(path, device="H200", model="llama-3.1-8b") == MODELLED
+
+
+def test_what_does_not_belong_is_refused(tmp_path):
+    path = tmp_path / "p.json"
+    save_profile(MODELLED, path)
+    for asked, word in (({"device": "B200"}, "B200"), ({"model": "other"}, "other")):
+        with pytest.raises(ProfileError, match=word):
+            load_profile(path, **asked)
+    fields = msgspec.to_builtins(MODELLED)
+    for change, word in (
+        ({"schema_version": 0}, "schema_version=0"),
+        ({"total_sms": "many"}, "total_sms"),
+        ({"op_times": [{}]}, "op_times"),
+    ):
+        path.write_bytes(msgspec.json.encode(fields | change))
+        with pytest.raises(ProfileError, match=word):
+            load_profile(path)
+    with pytest.raises(ProfileError, match="absent"):
+        load_profile(tmp_path / "absent.json")
+    with pytest.raises(ProfileError, match="108"):
+        seconds(MODELLED, "qkv", 128, sms=77)
+
+
+points = st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-6, 1.0)), min_size=1, max_size=8, unique_by=lambda p: p[0])
+
+
+@given(points, st.integers(1, 8192))
+def test_at_the_points_exact_and_between_them_between(drawn, tokens):
+    made = profile(OpTime("qkv", t, 0, 132, s) for t, s in drawn)
+    for t, s in drawn:
+        assert math.isclose(seconds(made, "qkv", t), s)
+    found = seconds(made, "qkv", tokens)
+    values = [s for _, s in drawn]
+    if tokens <= max(t for t, _ in drawn):
+        assert min(values) * (1 - 1e-9) <= found <= max(values) * (1 + 1e-9)
+    assert seconds(made, "qkv", 0) == 0
+
+
+def test_keys_are_interpolated_too():
+    made = profile(OpTime("decode_attention", t, k, 132, t * k * 1e-9) for t in (128, 256) for k in (1000, 3000))
+    assert seconds(made, "decode_attention", 192, 2000) == pytest.approx(192 * 2000e-9)
+    assert seconds(made, "decode_attention", 512, 6000) == pytest.approx(512 * 6000e-9)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 1), st.floats(0.1, 1)), max_size=12))
+def test_more_for_the_first_is_less_for_the_second(drawn):
+    made = profile((), (Pair("up_gate", "decode_attention", 108, 24, r, p) for r, p in drawn))
+    table = performance(made, "up_gate", "decode_attention")
+    assert table == sorted(table)
+    assert all(b[1] < a[1] for a, b in itertools.pairwise(table))
+    for r, p in drawn:
+        assert any(kept_r >= r and kept_p >= p for kept_r, kept_p in table)
+
+
+def test_interpolation_is_stated_on_points_left_out():
+    linear = profile(OpTime("qkv", t, 0, 132, 1e-6 * t) for t in range(128, 1025, 128))
+    assert held_out_error(linear) < 1e-9
+    bent = profile(OpTime("qkv", t, 0, 132, 1e-6 * t * (1 + (t == 512))) for t in range(128, 1025, 128))
+    assert held_out_error(bent) > 0.1
+
+
+def test_a_modelled_profile_sums_to_the_cost_models_step():
+    step = Composition(decode_tokens=1024, decode_keys=1024, chunks=())
+    ours = sum(seconds(MODELLED, op.name, 1024, 1024) for op in model_graph(CONFIG).layers[1] if op.name != "chunk_attention")
+    bound = sum(op.work(step).flops / 700e12 + op.work(step).kv_bytes / 4.6e12 for op in model_graph(CONFIG).layers[1])
+    assert 0.95 * bound < ours < 1.3 * bound
+    assert seconds(MODELLED, "up_gate", 1024, sms=108) > seconds(MODELLED, "up_gate", 1024)
