@@ -28,6 +28,7 @@ class KernelSet:
     rope_append: Callable = reference.rope_append
     decode_attention: Callable = reference.decode_attention
     chunk_attention: Callable = reference.chunk_attention
+    token_limits: Callable = reference.token_limits
 
     def describe(self, products: Mapping[str, Shape] | None = None) -> str:
         """Which kernel each op runs on: a line for all ops but the products, and one for each of those.
@@ -113,9 +114,9 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     """Each op's Mosaic kernel where it takes the model. Mosaic GPU takes a second to import, and CPU has no use for it."""
     if m.dtype != "bfloat16":
         return dataclasses.replace(REFERENCE, name="reference (kernels are of bfloat16)")
-    from pallas_kernels import chunk_attention, decode_attention, rms_norm, rope_append
+    from pallas_kernels import chunk_attention, decode_attention, rms_norm, rope_append, token_limits
 
-    ops: dict[str, Callable] = {"gemm": HopperGemm(load(device))}
+    ops: dict[str, Callable] = {"gemm": HopperGemm(load(device)), "token_limits": token_limits.token_limits}
     if m.head_dim in (64, 128, 256) and m.page_size == 64 and m.queries_per_kv_head <= 16 and m.kv_dtype in ("bfloat16", "float8_e4m3fn"):
         ops["decode_attention"] = decode_attention.decode_attention
         ops["chunk_attention"] = chunk_attention.chunk_attention

@@ -108,6 +108,8 @@ def _limits(x: jax.Array, temperature: jax.Array, row: SlotParams, search: Calla
     nucleus = largest_limit(few, mass, left * row.top_p)
     limit = jnp.where(cuts_mass, jnp.maximum(floor, nucleus), floor)
 
+    if few.shape[1] == n:
+        return limit
     counted = ~cuts_count | (count_limit > -jnp.inf)
     known = counted & (~cuts_mass | held | ((floor == -jnp.inf) & (nucleus > -jnp.inf)))
     searched = search(x, peak, heat, likely, k, row.top_p, ~known & (temperature > 0))
