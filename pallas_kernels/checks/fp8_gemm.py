@@ -1,0 +1,258 @@
+"""Checks the fp8 products against float32 on a GPU, and times them beside what XLA makes of the same scaling.
+
+    python -m pallas_kernels.checks.fp8_gemm [--seconds 0.6] [--only check,shapes,flat,layer] [--share 0/6] [--json FILE]
+
+Prints one line a case; errors are ‖kernel − exact‖ / ‖exact‖ of the same e4m3 operands, summed in float32.
+"""
+
+import argparse
+import functools
+import json
+import math
+import shlex
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import reference
+from pallas_kernels.checks.timing import interleaved
+from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
+from pallas_kernels.fp8_gemm import fp8_gemm
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.reference.gemm import activate, gate_mul
+from pallas_kernels.reference.quantize import E4M3_MAX, dequantize, quantize_blocks, quantize_rows, to_e4m3
+
+E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
+SHAPES = {  # [N, K]
+    "8B": {"qkv": (6144, 4096), "out_proj": (4096, 4096), "up_gate": (28672, 4096), "down": (4096, 14336)},
+    "70B/tp4": {"qkv": (2560, 8192), "out_proj": (8192, 2048), "up_gate": (14336, 8192), "down": (8192, 7168)},
+}
+GATE = {"activation": "silu", "gate_block": 64}
+L2_BYTES = 60 << 20
+
+
+def say(rows: list, **row):
+    rows.append(row)
+    print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+
+
+def quantized(x: jax.Array, scales: str) -> Quantized:
+    """x [M, K] in e4m3 with a scale for every 128 columns ("block"), for each row ("row"), or for all ("one")."""
+    if scales == "one":
+        scale = jnp.abs(x.astype(F32)).max() / E4M3_MAX
+        return Quantized(to_e4m3(x, scale), scale)
+    return quantize_blocks(x) if scales == "block" else quantize_rows(x)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def random(key, rows: int, columns: int, scales: str) -> Quantized:
+    return quantized(jax.random.normal(key, (rows, columns), F32) * columns**-0.25, scales)
+
+
+def xla(x: Quantized, w: Quantized, bias=None, *, residual=None, quantize=False, activation=None, gate_block=None, sums=BF16):
+    """The same product through XLA: an e4m3 GEMM that stores `sums`, and fusions around it. Its result is quantised by rows: its GEMM has
+    no use for a scale every 128 columns."""
+    y = lax.dot_general(x.values, w.values, (((1,), (1,)), ((), ())), preferred_element_type=sums).astype(F32)
+    y = y * w.scale * x.scale[:, None] + (0.0 if bias is None else bias)
+    y = gate_mul(y, gate_block, activation) if gate_block else activate(y, activation)
+    y = y if residual is None else y + residual.astype(F32)
+    return quantize_rows(y) if quantize else y.astype(BF16)
+
+
+def check(rows, rng, m, n, k, scales="row", bias=False, residual=False, **kw):
+    keys = jax.random.split(jax.random.key(rng.integers(2**31)), 4)
+    x, w, columns = random(keys[0], m, k, scales), random(keys[1], n, k, "row"), n // 2 if "gate_block" in kw else n
+    bias = jax.random.normal(keys[2], (n,), BF16) if bias else None
+    residual = jax.random.normal(keys[3], (m, columns), BF16) if residual else None
+    kernel = fp8_flat_gemm if m <= 64 else fp8_gemm
+    run = jax.jit(lambda x, w, bias, residual: kernel(x, w, bias, residual=residual, **kw))
+    jax.block_until_ready(
+        [jnp.full((m, columns), jnp.nan, E4M3 if "quantize" in kw else BF16) for _ in range(3)]
+    )  # its memory is taken next
+    got = run(x, w, bias, residual)
+    with jax.default_matmul_precision("highest"):
+        twin = functools.partial(reference.gemm, out_dtype=F32, **{key: v for key, v in kw.items() if key in ("activation", "gate_block")})
+        want = jax.jit(lambda x, w, bias, residual: twin(x, w, bias, residual=residual))(x, w, bias, residual)
+    again = [jax.tree.leaves(run(x, w, bias, residual)) for _ in range(4)]
+    same = all(bool((a == b).all()) for other in again for a, b in zip(jax.tree.leaves(got), other, strict=True))
+    off = lambda y: float(jnp.linalg.norm(y - want) / jnp.linalg.norm(want))  # noqa: E731
+    best = off(dequantize(quantize_blocks(want))) if kw.get("quantize") else 0.0
+    error = off(dequantize(got) if isinstance(got, Quantized) else got.astype(F32))
+    ok = same and error < (1.02 * best if best else 4e-3)
+    say(
+        rows,
+        what="check",
+        ok=ok,
+        error=error,
+        best=best,
+        same_bits=same,
+        m=m,
+        n=n,
+        k=k,
+        scales=scales,
+        bias=bias is not None,
+        residual=residual is not None,
+        **kw,
+    )
+
+
+def checks(rows, share):
+    rng = np.random.default_rng(time.time_ns())
+    one, mlp = functools.partial(check, rows, rng), {**GATE, "quantize": True}
+    cases = [
+        *(
+            functools.partial(one, m, *SHAPES[model][op])
+            for m, model, op in [(2048, "8B", "qkv"), (256, "70B/tp4", "qkv"), (64, "8B", "out_proj")]
+        ),
+        *(functools.partial(one, m, *SHAPES["8B"]["up_gate"], **mlp) for m in (2048, 256, 64, 8)),
+        *(functools.partial(one, m, *SHAPES["8B"]["down"], scales="block", residual=True) for m in (2048, 256, 64, 8)),
+        functools.partial(one, 1000, 4096, 4096, bias=True, residual=True),
+        functools.partial(one, 1000, 4096, 4096, scales="one", sms=104),
+        functools.partial(one, 392, 4096, 7168, scales="block", sms=28),
+        functools.partial(one, 136, 640, 512, bias=True, activation="relu"),
+        functools.partial(one, 77, 1280, 896, **GATE, bias=True),
+        functools.partial(one, 300, 14336, 2048, activation="gelu_tanh", gate_block=32),
+        functools.partial(one, 40, 640, 768, scales="one", bias=True, sms=20),
+        functools.partial(one, 5, 28672, 4096, **mlp),
+        functools.partial(one, 280000, 8192, 128),  # 2.3e9 elements
+    ]
+    for case in cases[share[0] :: share[1]]:
+        case()
+
+
+def chained(fn, calls):
+    """`calls` products in one program, each after the other, so that XLA merges none and launches cost nothing."""
+
+    def run(xs, ws, *rest):
+        outs = []
+        for i in range(calls):
+            x = xs[i % len(xs)]
+            if outs:
+                x, outs[-1] = lax.optimization_barrier((x, outs[-1]))
+            outs.append(fn(x, ws[i % len(ws)], *rest))
+        return outs
+
+    return jax.jit(run)
+
+
+def versus(rows, m, model, op, seconds, ways: dict, **labels):
+    """Times the `ways_of` doing one product; returns how much faster the first is than each other."""
+    n, k = SHAPES[model][op]
+    weights = min(max(2, math.ceil(4 * L2_BYTES / (n * k))), 16)
+    calls, keys = max(weights, min(24, int(2e12 / (2 * m * n * k)) + 1)), jax.random.split(jax.random.key(time.time_ns() % 2**31), 20)
+    ws = [random(keys[i], n, k, "row") for i in range(weights)]
+    residual = jax.random.normal(keys[17], (m, n), BF16)
+    runs = {}
+    for name, (fn, scales, add) in ways.items():
+        xs, program = [random(keys[18 + i], m, k, scales) for i in range(2)], chained(jax.jit(fn), calls)
+        runs[name] = functools.partial(program, xs, ws, *([residual] if add else []))
+    times, flop = interleaved(runs, calls=calls, seconds=seconds), 2.0 * m * n * k
+    for name, t in times.items():
+        say(
+            rows,
+            what=name,
+            m=m,
+            model=model,
+            op=op,
+            us=t.us,
+            tflops=flop / t.us / 1e6,
+            tbs=n * k / t.us / 1e6,
+            mhz=t.mhz,
+            watts=t.watts,
+            spread=t.spread,
+            **labels,
+        )
+    own, *rivals = (t.us for t in times.values())
+    return [rival / own for rival in rivals]
+
+
+def ways_of(op, kernel) -> dict:
+    """Ours as the layer calls it, and XLA's: (function, form of x's scales, whether it takes a residual)."""
+    settings = {**GATE, "quantize": True} if op == "up_gate" else {}
+    add, scales = op in ("down", "out_proj"), "block" if op == "down" else "row"
+
+    def way(gemm):
+        return lambda x, w, *residual: gemm(x, w, **settings, **({"residual": residual[0]} if residual else {}))
+
+    return {"fp8": (way(kernel), scales, add), "xla": (way(xla), "row", add)}
+
+
+def times_of_shapes(rows, share, seconds, rows_of_x=(2048, 256, 1024, 512), kernel=fp8_gemm):
+    ratios = []
+    for m, model, op in [(m, model, op) for m in rows_of_x for model, ops in SHAPES.items() for op in ops][share[0] :: share[1]]:
+        ratios += versus(rows, m, model, op, seconds, ways_of(op, kernel))
+        say(rows, what="ratio", m=m, model=model, op=op, ratio=ratios[-1])
+    say(rows, what="geomean", of=len(ratios), ratio=float(np.exp(np.mean(np.log(ratios)))), least=min(ratios))
+
+
+def normed(x) -> Quantized:
+    """A norm's result, each token with its scale: one fusion of XLA."""
+    x = x.astype(F32)
+    return quantize_rows(x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5))
+
+
+def layers(gemm, count):
+    """`count` decoder layers of Llama-3.1-8B without attention: norms, the four products, quantisation."""
+
+    def run(h, o, weights):
+        outs = []
+        for w in weights[:count]:
+            qkv = gemm(normed(h), w["qkv"])
+            o, qkv = lax.optimization_barrier((o, qkv))  # attention stands between them
+            outs.append(qkv)
+            h = gemm(o, w["out_proj"], residual=h)
+            h = gemm(gemm(normed(h), w["up_gate"], **GATE, quantize=True), w["down"], residual=h)
+        return h, outs
+
+    return jax.jit(run)
+
+
+def layer(rows, share, seconds):
+    ops, count = SHAPES["8B"], 3
+    keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4 * count)
+    weights = [{op: random(keys[4 * i + j], *shape, "row") for j, (op, shape) in enumerate(ops.items())} for i in range(count)]
+    flop = sum(2.0 * n * k for n, k in ops.values())
+    for m in (2048, 1024)[share[0] :: share[1]]:
+        h, o = jax.random.normal(keys[0], (m, 4096), BF16), random(keys[1], m, 4096, "row")
+        both = {"fp8": fp8_gemm, "xla": xla}
+        runs = {name: functools.partial(layers(gemm, count), h, o, weights) for name, gemm in both.items()}
+        times = interleaved(runs, calls=count, seconds=seconds)
+        for name, t in times.items():
+            say(rows, what=f"layer {name}", m=m, us=t.us, tflops=m * flop / t.us / 1e6, mhz=t.mhz, watts=t.watts, spread=t.spread)
+        say(rows, what="layer ratio", m=m, ratio=times["xla"].us / times["fp8"].us)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
+    parser.add_argument("--only", default="check,shapes,flat,layer", help="which parts, separated by commas")
+    parser.add_argument("--share", default="0/1", help="i/n: every n-th case from the i-th on, for several processes")
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+    rows: list = []
+    share = tuple(int(x) for x in args.share.split("/"))
+    parts = {
+        "check": lambda: checks(rows, share),
+        "shapes": lambda: times_of_shapes(rows, share, args.seconds),
+        "flat": lambda: times_of_shapes(rows, share, args.seconds, (64, 16), fp8_flat_gemm),
+        "layer": lambda: layer(rows, share, args.seconds),
+    }
+    for part in args.only.split(","):
+        start = time.perf_counter()
+        parts[part]()
+        print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
+        if args.json:
+            with open(args.json, "w") as f:
+                command = shlex.join(["python", "-m", "pallas_kernels.checks.fp8_gemm", *sys.argv[1:]])
+                json.dump({"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
+    bad = [r for r in rows if r.get("ok") is False]
+    print(f"{len(bad)} checks failed" if bad else "all checks passed")
+    raise SystemExit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Products of few e4m3 rows with an e4m3 weight for Hopper: decode's GEMMs in fp8, which are reads of the weight.
+
+The skeleton is `flat_gemm`'s: rows of the weight are wgmma's M and tokens its N, a warpgroup copies ahead through a ring as deep as shared
+memory, a cluster of CTAs shares a tile along K where tiles are few. fp8's own are the scales (a token's, a channel's, a token's for every
+128 columns) and the quantised result, whose 128 columns of a token one warpgroup holds.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fp8_epilogue import BY_COLUMN, BY_ROW, E4M3, Epilogue, activate, load, scale_of
+from pallas_kernels.fp8_gemm import DEPTH, check_operands, form
+from pallas_kernels.paged import LANE, rows_of_eight
+from pallas_kernels.pairs import store_transposed
+from pallas_kernels.quantized import BLOCK, Quantized
+from pallas_kernels.tiles import SMEM_BYTES, SMS
+
+ROWS = 64  # most tokens
+_ONE_BY_ONE = plgpu.Layout._WGMMA_ACC_32BIT  # the accumulator's layout without pairs: neighbours in a column of a matrix are no vector
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8FlatTile:
+    """`rows` of the weight a tile, `depth` of K a step, `stages` steps in flight, `cluster` CTAs that share a tile along K."""
+
+    rows: int
+    depth: int
+    stages: int
+    cluster: int
+
+
+def fp8_flat_gemm(
+    x: Quantized,
+    w: Quantized,
+    bias: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    activation: str | None = None,
+    gate_block: int | None = None,
+    quantize: bool = False,
+    out_dtype=None,
+    sms: int | None = None,
+    tile: Fp8FlatTile | None = None,
+    early: bool = True,
+    interpret=None,
+) -> jax.Array | Quantized:
+    """`fp8_gemm` of 1 to 64 rows (FlashDecoding++Next §4): the same arguments, result and errors, but for these.
+
+    Args:
+      gate_block: 64.
+      early: the next kernel of the stream may start while this one ends, and this one reads weights while the one before it ends.
+    """
+    (m, k), n = x.values.shape, w.values.shape[0]
+    check_operands(x, w, activation, gate_block, quantize, residual, out_dtype)
+    if m > ROWS or gate_block not in (None, 64):
+        raise ValueError(f"{m} rows, gate_block={gate_block}: up to {ROWS} rows, gate_block None or 64")
+    x = Quantized(rows_of_eight(x.values), rows_of_eight(x.scale) if x.scale.ndim else x.scale.reshape(1))
+    rows, sms = x.values.shape[0], sms or SMS
+    epilogue = Epilogue(activation, gate_block, quantize, slots=1)
+    tile = tile or fp8_flat_tile(rows, n, k, sms, epilogue)
+    out_dtype = jnp.dtype(E4M3 if quantize else jnp.bfloat16)
+    columns = n // 2 if gate_block else n
+    out_type = [jax.ShapeDtypeStruct((rows, columns), out_dtype)]
+    if quantize:
+        out_type.append(jax.ShapeDtypeStruct((rows, columns // BLOCK), jnp.float32))
+    operands = {"x": x.values, "tokens": x.scale, "w": w.values, "channels": w.scale}
+    operands |= {"bias": bias} if bias is not None else {}
+    operands |= {"residual": rows_of_eight(residual)} if residual is not None else {}
+    names = (*operands, "out", *(["scales"] if quantize else []))
+    tiles = pl.cdiv(n, tile.rows)
+    most = min(tiles, sms // tile.cluster)
+    out = plgpu.kernel(
+        functools.partial(_multiply, names=names, tile=tile, e=epilogue, early=early and not interpret, interpret=interpret is not None),
+        out_type=out_type,
+        grid=(pl.cdiv(tiles, pl.cdiv(tiles, most)),),  # no more CTAs than it takes, so that all have equally many tiles
+        grid_names=("group",),
+        cluster=(tile.cluster,) if tile.cluster > 1 else (),
+        cluster_names=("part",) if tile.cluster > 1 else (),
+        num_threads=2,
+        thread_name="wg",
+        scratch_types=_scratch(tile, rows, out_dtype, gate_block is not None, residual is not None),
+        compiler_params=LANE,
+        kernel_name=f"fp8_flat_gemm_{rows}x{n}x{k}",
+        interpret=interpret,
+    )(*operands.values())
+    return Quantized(out[0][:m], out[1][:m]) if quantize else out[0][:m]
+
+
+def fp8_flat_tile(m: int, n: int, k: int, sms: int, e: Epilogue, depth: int = DEPTH, **chosen) -> Fp8FlatTile:
+    """The tile of x [m, k], w [n, k]: a ring that fills shared memory, and clusters where there are more SMs than tiles."""
+    rows = chosen.get("rows") or (256 if e.quantize and e.gate_block else 128 if e.quantize or e.gate_block else 64)
+    cluster = chosen.get("cluster") or max(c for c in (1, 2, 4) if c == 1 or c * pl.cdiv(n, rows) <= sms)
+    beside = 4 * 1024 + m * rows * 4 + (cluster - 1) * rows * m * 4
+    return Fp8FlatTile(rows, depth, min((SMEM_BYTES - beside) // ((rows + m) * depth), 16), cluster)
+
+
+def _scratch(tile: Fp8FlatTile, rows: int, out_dtype, gated: bool, has_residual: bool) -> dict:
+    width = tile.rows // 2 if gated else tile.rows
+    scratch = {
+        "w_s": plgpu.SMEM((tile.stages, tile.rows, tile.depth), E4M3, transforms=form(DEPTH, E4M3)),
+        "x_s": plgpu.SMEM((tile.stages, rows, tile.depth), E4M3, transforms=form(DEPTH, E4M3)),
+        "o_s": plgpu.SMEM((rows, width), out_dtype, transforms=form(min(width, 128 // out_dtype.itemsize), out_dtype)),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        "empty": plgpu.Barrier(num_barriers=tile.stages),
+    }
+    if has_residual:
+        scratch["r_s"] = plgpu.SMEM((rows, width), jnp.bfloat16, transforms=form(64, jnp.bfloat16))
+        scratch["r_full"] = plgpu.Barrier()
+    if tile.cluster > 1:
+        scratch["parts"] = plgpu.SMEM((tile.cluster - 1, tile.rows, rows), jnp.float32, transforms=form(8, jnp.float32))
+        scratch["parts_full"] = plgpu.Barrier(num_arrivals=tile.cluster - 1)
+        scratch["parts_empty"] = plgpu.ClusterBarrier(collective_axes=("part",))
+    return scratch
+
+
+def _multiply(*refs, names, tile, e, early, interpret, **s):
+    ref = dict(zip(names, refs, strict=True))
+    w_s, x_s, o_s, full, empty = (s[name] for name in ("w_s", "x_s", "o_s", "full", "empty"))
+    group, groups = lax.axis_index("group"), lax.axis_size("group")
+    part = lax.axis_index("part") if tile.cluster > 1 else jnp.int32(0)
+    m, stages, blocked = x_s.shape[1], jnp.int32(tile.stages), len(ref["tokens"].shape) == 2
+    (n, k), (_, width) = ref["w"].shape, o_s.shape
+    tiles, blocks = pl.cdiv(n, tile.rows), pl.cdiv(k, tile.depth)
+    mine = lax.div(tiles - group + groups - 1, jnp.int32(groups))
+    first, last = (lax.div(blocks * (part + i), jnp.int32(tile.cluster)) for i in (0, 1))
+    steps = last - first
+
+    @pl.when(lax.axis_index("wg") == 1)
+    def _copy():
+        def copy_w(step, slot):
+            item, block = lax.div(step, steps), first + lax.rem(step, steps)
+            at = pl.ds((group + item * groups) * tile.rows, tile.rows)
+            plgpu.copy_gmem_to_smem(ref["w"].at[at, pl.ds(block * tile.depth, tile.depth)], w_s.at[slot], full.at[slot])
+
+        def copy_x(step, slot):
+            block = first + lax.rem(step, steps)
+            plgpu.copy_gmem_to_smem(ref["x"].at[:, pl.ds(block * tile.depth, tile.depth)], x_s.at[slot], full.at[slot])
+
+        total = mine * steps
+        ahead = jnp.minimum(total, stages)
+        if early:
+            plgpu.griddepcontrol_launch_dependents()
+        pl.loop(0, ahead)(lambda step: copy_w(step, step))
+        if early:  # from here on it reads what the kernel before it wrote
+            plgpu.griddepcontrol_wait()
+        pl.loop(0, ahead)(lambda step: copy_x(step, step))
+
+        @pl.loop(ahead, total)
+        def _(step):
+            slot = lax.rem(step, stages)
+            plgpu.barrier_wait(empty.at[slot])
+            copy_w(step, slot)
+            copy_x(step, slot)
+
+        @pl.loop(jnp.maximum(total - stages, 0), total)
+        def _(step):  # every arrival is waited for
+            plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
+
+    def along_rows(scale, rows):
+        return plgpu.layout_cast(lax.broadcast_in_dim(scale, (rows, m), [1]), _ONE_BY_ONE)
+
+    def sums_of(item):
+        """The tile's sums [rows, tokens], as they leave the tensor core."""
+
+        def product(acc):
+            def step(i, _):
+                g = item * steps + i
+                slot = lax.rem(g, stages)
+                plgpu.barrier_wait(full.at[slot])
+                plgpu.wgmma(acc, w_s.at[slot], x_s.at[slot].transpose((1, 0)))
+                plgpu.wgmma_wait(1)
+
+                @pl.when(i > 0)
+                def _():  # the step before this one is done
+                    plgpu.barrier_arrive(empty.at[lax.rem(g + stages - 1, stages)])
+
+            lax.fori_loop(0, steps, step, None)
+            value = acc[...]
+            plgpu.barrier_arrive(empty.at[lax.rem(item * steps + steps - 1, stages)])
+            return value
+
+        return pl.run_scoped(product, plgpu.ACC((tile.rows, m), jnp.float32))
+
+    def scaled_sums_of(item):
+        """The tile's sums [rows, tokens], those of each 128 of K times the tokens' scales for them."""
+        per = tile.depth // DEPTH
+
+        def scales(block):
+            scale = load(ref["tokens"].at[:, jnp.minimum(block, ref["tokens"].shape[1] - 1)], _ONE_BY_ONE.reduce(0))
+            return plgpu.layout_cast(along_rows(scale, tile.rows), plgpu.Layout.WGMMA)
+
+        def step(i, state):
+            total, *own = state
+            g = item * steps + i
+            slot = lax.rem(g, stages)
+            following = [scales((first + i + 1) * per + j) for j in range(per)]
+            plgpu.barrier_wait(full.at[slot])
+            for j, scale in enumerate(own):
+
+                def product(acc, j=j):
+                    deep = pl.ds(j * DEPTH, DEPTH)
+                    plgpu.wgmma(acc, w_s.at[slot, :, deep], x_s.at[slot, :, deep].transpose((1, 0)))
+                    return acc[...]
+
+                total = total + pl.run_scoped(product, plgpu.ACC((tile.rows, m), jnp.float32)) * scale
+            plgpu.barrier_arrive(empty.at[slot])
+            return total, *following
+
+        zero = plgpu.layout_cast(jnp.zeros((tile.rows, m), jnp.float32), plgpu.Layout.WGMMA)
+        return lax.fori_loop(0, steps, step, (zero, *(scales(first * per + j) for j in range(per))))[0]
+
+    def finish(y, at, to):
+        """Scales and stores the sums of the weight's rows from `at` on, which are the result's columns from `to` on."""
+        if ref["tokens"].shape == (m,) and m > 1:
+            y = y * lax.broadcast_in_dim(load(ref["tokens"], BY_COLUMN), y.shape, [1])
+        elif not blocked:
+            y = y * ref["tokens"][0]
+        y = y * lax.broadcast_in_dim(load(ref["channels"].at[pl.ds(at, tile.rows)], BY_ROW), y.shape, [0])
+        if "bias" in ref:
+            bias = load(ref["bias"].at[pl.ds(at, tile.rows)], BY_ROW).astype(jnp.float32)
+            y = y + lax.broadcast_in_dim(bias, y.shape, [0])
+        if e.gate_block is None:
+            y = activate(y, e.activation)
+        else:
+            b = e.gate_block
+            gated = [activate(y[i : i + b], e.activation) * y[i + b : i + 2 * b] for i in range(0, tile.rows, 2 * b)]
+            y = jnp.concatenate(gated) if len(gated) > 1 else gated[0]
+        if "residual" in ref:
+            plgpu.barrier_wait(s["r_full"])
+            y = y + load(s["r_s"].transpose((1, 0)), plgpu.Layout.WGMMA).astype(jnp.float32)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if e.quantize:
+            y = plgpu.layout_cast(y, _ONE_BY_ONE)
+            scale = scale_of(jnp.abs(y).max(axis=0))
+            y = plgpu.layout_cast(y * along_rows(1.0 / scale, width), plgpu.Layout.WGMMA)
+            store_transposed(y.astype(E4M3), o_s, interpret)
+            ref["scales"].at[:, lax.div(to, jnp.int32(BLOCK))][...] = scale
+        else:
+            o_s.transpose((1, 0))[...] = y.astype(o_s.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(o_s, ref["out"].at[:, pl.ds(to, width)])
+
+    def visit(item, _):
+        at = (group + item * groups) * tile.rows
+        to = pl.multiple_of(lax.div(at, jnp.int32(2)) if e.gate_block else at, 64)
+        if "residual" in ref:
+
+            @pl.when(part == 0)
+            def _():
+                plgpu.copy_gmem_to_smem(ref["residual"].at[:, pl.ds(to, width)], s["r_s"], s["r_full"])
+
+        y = scaled_sums_of(item) if blocked else sums_of(item)
+        if tile.cluster == 1:
+            finish(y, at, to)
+            return
+
+        @pl.when(item > 0)
+        def _():
+            plgpu.barrier_wait(s["parts_empty"])
+
+        @pl.when(part > 0)
+        def _():
+            to_first = {"cluster_idx": jnp.int32(0), "cluster_dim": "part", "optimized": False}
+            plgpu.async_store_smem(y, s["parts"].at[part - 1], s["parts_full"], **to_first)
+
+        @pl.when(part == 0)
+        def _():
+            plgpu.barrier_wait(s["parts_full"])
+            parts = [load(s["parts"].at[i], plgpu.Layout.WGMMA) for i in range(tile.cluster - 1)]
+            finish(functools.reduce(jnp.add, parts, y), at, to)
+
+        @pl.when(item + 1 < mine)
+        def _():
+            plgpu.barrier_arrive(s["parts_empty"])
+
+    @pl.when(lax.axis_index("wg") == 0)
+    def _compute():
+        if early:
+            plgpu.griddepcontrol_wait()
+        lax.fori_loop(0, mine, visit, None)
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,149 @@
+"""The fp8 products: both kernels in Mosaic's interpreter beside their twin, what ptxas makes of them for an H200, and a stream region."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import abstract, compile_for_h200, h200_mesh
+from jax.experimental import compute_on
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import reference
+from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
+from pallas_kernels.fp8_gemm import E4M3, Fp8Tile, fp8_gemm
+from pallas_kernels.quantized import BLOCK, Quantized
+from pallas_kernels.reference.quantize import dequantize
+
+INTERPRET = plgpu.InterpretGPUParams()
+
+
+def quantized(seed: int, rows: int, columns: int, scales: int) -> Quantized:
+    """Random e4m3 [rows, columns] whose scale has `scales` axes."""
+    rng = np.random.default_rng(seed)
+    values = jnp.asarray(rng.normal(size=(rows, columns)) * 100, jnp.float32).clip(-448, 448).astype(E4M3)
+    shape = ((), (rows,), (rows, columns // BLOCK))[scales]
+    return Quantized(values, jnp.asarray(rng.uniform(0.001, 0.01, shape), jnp.float32))
+
+
+def exact(x, w, bias=None, **settings) -> np.ndarray:
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(reference.gemm(x, w, bias, out_dtype=jnp.float32, **settings))
+
+
+def off(got, want) -> float:
+    return float(np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want))
+
+
+DENSE, FLAT = functools.partial(fp8_gemm, sms=2), functools.partial(fp8_flat_gemm, sms=1)  # clusters are beyond the interpreter
+
+
+@pytest.mark.parametrize(
+    ("kernel", "m", "n", "k", "scales", "extra"),
+    [
+        (DENSE, 136, 384, 256, 1, {"bias": True, "residual": True}),  # edges: tiles are 128 x 256
+        (DENSE, 77, 256, 256, 0, {"activation": "relu"}),
+        (DENSE, 128, 256, 256, 2, {"residual": True}),
+        (functools.partial(DENSE, tile=Fp8Tile(cluster=2)), 256, 256, 128, 1, {}),
+        (DENSE, 64, 512, 128, 1, {"activation": "gelu_tanh", "gate_block": 32, "bias": True}),
+        (FLAT, 13, 256, 256, 1, {"bias": True, "residual": True}),
+        (FLAT, 8, 128, 512, 2, {"residual": True}),
+        (FLAT, 16, 128, 256, 0, {}),
+        (FLAT, 8, 256, 128, 1, {"activation": "silu", "gate_block": 64}),
+    ],
+)
+def test_the_kernel_is_its_twin(kernel, m, n, k, scales, extra):
+    x, w = quantized(m, m, k, scales), quantized(n, n, k, 1)
+    rng = np.random.default_rng(k)
+    arrays = {"bias": jnp.asarray(rng.normal(size=n), jnp.bfloat16), "residual": jnp.asarray(rng.normal(size=(m, n)), jnp.bfloat16)}
+    settings = {name: arrays.get(name, value) for name, value in extra.items()}
+    got = kernel(x, w, interpret=INTERPRET, **settings)
+    assert off(got, exact(x, w, **settings)) < 3e-3  # bfloat16's rounding
+
+
+@pytest.mark.parametrize(("kernel", "m"), [(DENSE, 72), (FLAT, 16)])
+def test_a_quantised_result_uses_its_range_and_loses_what_rounding_loses(kernel, m):
+    x, w = quantized(m, m, 128, 1), quantized(0, 512, 128, 1)
+    got = kernel(x, w, activation="silu", gate_block=64, quantize=True, interpret=INTERPRET)
+    want = exact(x, w, activation="silu", gate_block=64)
+    blocks = np.abs(want.reshape(m, -1, BLOCK))
+    np.testing.assert_allclose(np.asarray(got.scale), blocks.max(-1) / 448, rtol=1e-4)
+    # e4m3 keeps 4 bits; below 2**-6 of its unit it counts in steps of 2**-9.
+    close = np.maximum(np.abs(want) / 16, np.repeat(np.asarray(got.scale), BLOCK, axis=1) * 2**-10)
+    assert (np.abs(np.asarray(dequantize(got)) - want) <= close * 1.001).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"k": 192},
+        {"n": 320},
+        {"gate_block": 24},
+        {"activation": "tanh"},
+        {"quantize": True, "gate_block": 64, "n": 384},
+        {"out_dtype": jnp.float16},
+        {"scales": (3,)},
+    ],
+)
+@pytest.mark.parametrize("kernel", [DENSE, FLAT])
+def test_it_says_what_it_does_not_take(kernel, wrong):
+    wrong = dict(wrong)
+    n, k, scales = wrong.pop("n", 256), wrong.pop("k", 128), wrong.pop("scales", (8,))
+    x = Quantized(jnp.zeros((8, k), E4M3), jnp.ones(scales, jnp.float32))
+    w = Quantized(jnp.zeros((n, k), E4M3), jnp.ones((n,), jnp.float32))
+    with pytest.raises(ValueError, match=r"multiple|gate_block|activation|dtypes|scales"):
+        kernel(x, w, **wrong)
+
+
+def shapes(m, n, k, scales=1) -> tuple[Any, Any]:
+    def of(rows, axes):
+        scale: Any = jax.ShapeDtypeStruct(((), (rows,), (rows, k // BLOCK))[axes], jnp.float32)
+        values: Any = jax.ShapeDtypeStruct((rows, k), E4M3)
+        return Quantized(values, scale)
+
+    return of(m, scales), of(n, 1)
+
+
+GATE = {"activation": "silu", "gate_block": 64}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape", "registers"),
+    [
+        (fp8_gemm, (2048, 6144, 4096), [24, 240]),
+        (fp8_gemm, (2048, 4096, 14336, 2), [24, 240]),
+        (functools.partial(fp8_gemm, **GATE, quantize=True), (2048, 28672, 4096), [24, 240]),
+        (functools.partial(fp8_gemm, tile=Fp8Tile(cluster=2), sms=104, rounds=0), (512, 8192, 7168), [24, 240]),
+        (fp8_flat_gemm, (64, 4096, 14336, 2), []),
+        (functools.partial(fp8_flat_gemm, early=False), (64, 6144, 4096), []),
+        (functools.partial(fp8_flat_gemm, **GATE, quantize=True), (64, 28672, 4096), []),
+    ],
+)
+def test_for_the_h200_it_uses_its_units_and_does_not_spill(kernel, shape, registers, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    compiled = compile_for_h200(lambda x, w: kernel(x, w), *abstract(h200_mesh(), shapes(*shape)))
+    assert compiled.machine_code
+    logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"fp8*{end}")) for end in (".ptxas", ".ptx"))
+    assert max(int(n) for n in re.findall(r"(\d+) bytes spill stores", logs)) == 0
+    assert "f32.e4m3.e4m3" in ptx and "cp.async.bulk.tensor" in ptx
+    # The warpgroups' registers are exactly what the CTA was given (3 · 168): an increase beyond it waits for ever.
+    assert sorted(int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)) == registers
+
+
+@pytest.mark.parametrize(("kernel", "m"), [(fp8_gemm, 512), (fp8_flat_gemm, 64)])
+def test_values_and_scales_pass_between_the_products_of_one_stream_region(kernel, m):
+    """A region returns one array: the quantised activation must be born and die in it."""
+
+    def mlp(x, up_gate, down, residual):
+        return kernel(kernel(x, up_gate, sms=104, **GATE, quantize=True), down, residual=residual, sms=104)
+
+    def step(*args):
+        return compute_on.compute_on(mlp, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)(*args)
+
+    (x, up_gate), (_, down) = shapes(m, 28672, 4096), shapes(m, 4096, 14336)
+    compiled = compile_for_h200(step, *abstract(h200_mesh(), (x, up_gate, down, jax.ShapeDtypeStruct((m, 4096), jnp.bfloat16))))
+    on_stream = [thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"]
+    assert on_stream == ["kCustomCall", "kCustomCall"]
