@@ -1,0 +1,140 @@
+"""Cases of the attention kernels: 32 query and 8 KV heads of 128, pages of 64 tokens scattered at random."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxflow.bench.kernels_case import Case, Group, Way
+from pallas_kernels.checks.attention import cudnn_paged, jax_paged
+from pallas_kernels.checks.inputs import page_tables, random_pages
+from pallas_kernels.chunk_attention import chunk_attention
+from pallas_kernels.decode_attention import decode_attention
+
+N, K, H = 32, 8, 128
+SCALE = H**-0.5
+PHI = (0.0, 60.0)  # of normal random queries and keys, whose scores lie within ±6
+
+
+def ragged(rows: int, mean: int) -> tuple[int, ...]:
+    """Lengths of half the mean plus an exponential of the other half, the same every time."""
+    return tuple(np.clip(np.random.default_rng(7).exponential(mean / 2, rows) + mean / 2, 1, 4 * mean).astype(int).tolist())
+
+
+BATCHES: dict[str, tuple[int, ...]] = {
+    "256 x mean 1024": ragged(256, 1024),
+    "256 x mean 4096": ragged(256, 4096),
+    "1 x 131072": (131072,),
+    "131072 + 200 x 512": (131072, *[512] * 200),
+    "64 x 1100": (1100,) * 64,
+}
+CHUNKS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    **{f"2048 over {context}": ((0, 2048, 0, context),) for context in (0, 2048, 8192, 32768)},
+    "8 x 256 over 0": tuple((256 * i, 256, i, 0) for i in range(8)),
+}
+
+
+def _cache(seed: int, pages: int, dtype) -> tuple[jax.Array, jax.Array]:
+    """Keys and values; in 8 bits the values lie with keys contiguous."""
+    k, v = (random_pages(jax.random.key(2 * seed + i), pages, K, H) for i in range(2))
+    return (k, v) if dtype == jnp.bfloat16 else (k.astype(dtype), jnp.swapaxes(v, 2, 3).astype(dtype))
+
+
+def _queries(calls: int, rows: int) -> list[jax.Array]:
+    """Other queries for each call: XLA would run equal calls once."""
+    return [jax.random.normal(jax.random.key(i), (rows, N, H), jnp.bfloat16) for i in range(calls)]
+
+
+def _paged(kernel, table, counts, qs, caches, amount: float, work: float | None = None, **settings: Any) -> Way:
+    """A program of a call for each of `qs`, over the caches in turn."""
+    one = jax.jit(functools.partial(kernel, scale=SCALE, **settings))  # its lowering serves all calls
+    program = jax.jit(lambda qs, caches, table, counts: [one(q, *caches[i % len(caches)], table, counts) for i, q in enumerate(qs)])
+    arguments = qs, caches, jnp.asarray(table), jnp.asarray(counts, jnp.int32)
+    return Way(lambda: program(*arguments), len(qs), amount, work)
+
+
+def _decode(lengths: Sequence[int], kinds: Sequence[str]):
+    """The ways `kinds` of reading `lengths` keys: bf16, unified, fp8, fp8 unified, jax, cudnn."""
+    table, pages = page_tables(np.random.default_rng(len(lengths)), lengths)
+    keys = float(sum(lengths))
+    read = keys * K * H * 4  # bytes of a bfloat16 cache
+    caches = max(2, min(8, int(480e6 / read) + 1))
+    calls = max(caches, 16 if read < 4e9 else 6)
+    calls += -calls % caches
+    qs = _queries(calls, len(lengths))
+    made = {dtype: [_cache(i, pages, dtype) for i in range(caches)] for dtype in {_dtype(kind) for kind in kinds}}
+    ways = {}
+    for kind in kinds:
+        cache = made[_dtype(kind)]
+        if kind in ("jax", "cudnn"):
+            rival = {"jax": jax_paged, "cudnn": cudnn_paged}[kind](table, np.asarray(lengths), H)
+            ways[kind] = Way(functools.partial(rival, qs[0], cache), caches, read, keys)
+            continue
+        settings: dict[str, Any] = {"unified": jnp.asarray(PHI, jnp.float32)} if "unified" in kind else {}
+        if "fp8" in kind:
+            settings |= {"k_scale": jnp.ones(K, jnp.float32), "v_scale": jnp.ones(K, jnp.float32)}
+        ways[kind] = _paged(decode_attention, table, lengths, qs, cache, read / 2 if "fp8" in kind else read, keys, **settings)
+    return ways
+
+
+def _dtype(kind: str):
+    return jnp.float8_e4m3fn if "fp8" in kind else jnp.bfloat16
+
+
+def _pairs(chunks) -> float:
+    """(query, key) pairs that the causal mask leaves."""
+    return sum(c[1] * c[3] + c[1] * (c[1] + 1) // 2 for c in chunks)
+
+
+def _chunk(chunks, kinds: Sequence[str]):
+    """The ways of attending chunks: bf16, unified, fp8; cudnn, causal and square where nothing lies before, else unmasked."""
+    tokens = sum(c[1] for c in chunks)
+    table, pages = page_tables(np.random.default_rng(3), [c[3] + c[1] for c in chunks])
+    flop = 4.0 * _pairs(chunks) * N * H
+    qs = _queries(8 if flop < 1e12 else 3, tokens)
+    ways = {}
+    for kind in kinds:
+        if kind == "cudnn":
+            ways[kind] = _cudnn(len(chunks), chunks[0][1], chunks[0][3], len(qs))
+            continue
+        settings: dict[str, Any] = {"unified": jnp.asarray(PHI, jnp.float32)} if kind == "unified" else {}
+        if kind == "fp8":
+            settings |= {"k_scale": jnp.ones(K, jnp.float32), "v_scale": jnp.ones(K, jnp.float32)}
+        ways[kind] = _paged(chunk_attention, table, chunks, qs, [_cache(i, pages, _dtype(kind)) for i in range(2)], flop, **settings)
+    return ways
+
+
+def _cudnn(chunks: int, tokens: int, context: int, calls: int) -> Way:
+    """It has no causal mask at an offset: square and causal over no context, else unmasked over all keys."""
+    keys, causal = context + tokens, context == 0
+    k, v = (jax.random.normal(jax.random.key(i), (chunks, keys, K, H), jnp.bfloat16) for i in range(2))
+    qs = [q.reshape(chunks, tokens, N, H) for q in _queries(calls, chunks * tokens)]
+    program = jax.jit(lambda qs, k, v: [jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn") for q in qs])
+    pairs = chunks * (tokens * (tokens + 1) // 2 if causal else tokens * keys)
+    return Way(lambda: program(qs, k, v), calls, 4.0 * pairs * N * H)
+
+
+def _cases(batches, make, kinds, **must) -> tuple[Case, ...]:
+    return tuple(Case(name, functools.partial(make, batch, kinds), **must) for name, batch in batches.items())
+
+
+_MUST = {"1 x 131072": 3.7e12, "64 x 1100": None}
+GROUPS = (
+    Group(
+        "decode_attention",
+        "TB/s",
+        tuple(
+            Case(name, functools.partial(_decode, batch, ("bf16", "jax", "cudnn")), rate=_MUST.get(name, 4.2e12))
+            for name, batch in BATCHES.items()
+        ),
+    ),
+    Group("decode_attention_fp8", "TB/s", _cases(BATCHES, _decode, ("fp8", "bf16"), ratio=1.8)),
+    Group("decode_unified", "TB/s", _cases(BATCHES, _decode, ("unified", "bf16"), ratio=1.0)),
+    Group("decode_fp8_unified", "TB/s", _cases(BATCHES, _decode, ("fp8 unified", "fp8"), ratio=1.0)),
+    Group("chunk_attention", "TFLOP/s", _cases(CHUNKS, _chunk, ("bf16", "cudnn"), ratio=1.0)),
+    Group("chunk_unified", "TFLOP/s", _cases(CHUNKS, _chunk, ("unified", "bf16"), ratio=1.0)),
+    Group("chunk_attention_fp8", "TFLOP/s", _cases(CHUNKS, _chunk, ("fp8", "bf16"))),
+)

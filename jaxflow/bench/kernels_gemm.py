@@ -1,0 +1,147 @@
+"""Cases of the matrix products: the four of a Llama 8B layer, and those of a Llama 70B layer on one of four GPUs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxflow.bench.kernels_case import Case, Group, Way
+from pallas_kernels import reference
+from pallas_kernels.dense_gemm import dense_gemm
+from pallas_kernels.flat_gemm import flat_gemm
+from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
+from pallas_kernels.fp8_gemm import fp8_gemm
+from pallas_kernels.int4_gemm import int4_gemm
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.reference.int4 import quantize_int4
+
+SHAPES: dict[str, tuple[int, int]] = {  # [K, N]
+    "8B qkv": (4096, 6144),
+    "8B out_proj": (4096, 4096),
+    "8B up_gate": (4096, 28672),
+    "8B down": (14336, 4096),
+    "70B/4 qkv": (8192, 2560),
+    "70B/4 out_proj": (2048, 8192),
+    "70B/4 up_gate": (8192, 14336),
+    "70B/4 down": (7168, 8192),
+}
+ROTATED = 240 << 20  # bytes of weights that a program walks through: four times the L2
+GATE: dict[str, Any] = {"activation": "silu", "gate_block": 64}
+
+
+def _normal(i: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+
+
+def _program(gemm: Callable, xs: list, ws: list, amount: float, **settings) -> Way:
+    """A program of a call for each x, over the weights in turn."""
+    one = jax.jit(functools.partial(gemm, **settings))
+    program = jax.jit(lambda xs, ws: [one(x, ws[i % len(ws)]) for i, x in enumerate(xs)])
+    return Way(lambda: program(xs, ws), len(xs), amount)
+
+
+def _operands(m: int, k: int, n: int, bytes_a_weight: float = 2) -> tuple[int, int]:
+    """How many weights to rotate over, and how many calls make a program of a millisecond or more."""
+    weights = max(2, -(-ROTATED // int(k * n * bytes_a_weight)))
+    least = 1e-3 / max(2 * m * k * n / 700e12, k * n * bytes_a_weight / 4e12)
+    return weights, weights * max(1, round(least / weights))
+
+
+def _bf16(m: int, shape: tuple[int, int], flop: bool, ways: dict[str, Callable]) -> dict[str, Way]:
+    k, n = shape
+    weights, calls = _operands(m, k, n)
+    ws, xs = [_normal(i, n, k) * k**-0.5 for i in range(weights)], [_normal(i, m, k) for i in range(calls)]
+    amount = 2.0 * m * k * n if flop else 2.0 * k * n
+    return {name: _program(gemm, xs, ws, amount) for name, gemm in ways.items()}
+
+
+def xla_fp8(
+    x: Quantized, w: Quantized, bias=None, *, activation=None, gate_block=None, quantize: bool = False, **_
+) -> jax.Array | Quantized:
+    """What XLA makes of the same product through cuBLAS, which takes one scale a token and one a channel, and gives such."""
+    x = reference.quantize_rows(reference.dequantize(x)) if x.scale.ndim == 2 else x
+    y = lax.dot_general(x.values, w.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+    y = y.astype(jnp.float32) * x.scale[:, None] * w.scale
+    if gate_block:
+        y = reference.gate_mul(y, gate_block, activation)
+    return reference.quantize_rows(y) if quantize else y.astype(jnp.bfloat16)
+
+
+def _fp8(m: int, shape: tuple[int, int], name: str) -> dict[str, Way]:
+    """Ours takes what the layer gives it: blocks of 128 columns into `out_proj` and `down`, gates and quantises behind `up_gate`."""
+    k, n = shape
+    weights, calls = _operands(m, k, n, 1)
+    rows = jax.jit(reference.quantize_rows)
+    ws, plain = [rows(_normal(i, n, k)) for i in range(weights)], [_normal(i, m, k) for i in range(calls)]
+    xs = [rows(x) for x in plain]
+    flop, settings = 2.0 * m * k * n, (GATE | {"quantize": True} if "up_gate" in name else {})
+    blocks = "down" in name or "out_proj" in name
+    ours = list(map(jax.jit(reference.quantize_blocks), plain)) if blocks else xs
+    return {
+        "fp8": _program(fp8_flat_gemm if m <= 64 else fp8_gemm, ours, ws, flop, **settings),
+        "xla": _program(xla_fp8, xs, ws, flop, **settings),
+    }
+
+
+def _products(rows, make: Callable, **must) -> tuple[Case, ...]:
+    """Cases of every shape and number of rows; make(m, shape, name) prepares one."""
+    return tuple(Case(f"{name} M {m}", functools.partial(make, m, shape, name), **must) for name, shape in SHAPES.items() for m in rows)
+
+
+def _dense(m, shape, _):
+    return _bf16(m, shape, True, {"dense": dense_gemm, "xla": reference.gemm})
+
+
+def _gated(m, shape, _):
+    return _bf16(m, shape, True, {"dense": functools.partial(dense_gemm, **GATE), "xla": _xla_gated})
+
+
+def _xla_gated(x, w):
+    return reference.gemm(x, w, **GATE)
+
+
+def _flat(m, shape, _):
+    return _bf16(m, shape, False, {"flat": flat_gemm, "xla": reference.gemm})
+
+
+def _int4(m, shape, _):
+    """Of the bytes that each reads: a ratio is of products in the same time."""
+    k, n = shape
+    ways = _flat(m, shape, _)
+    weights, calls = _operands(m, k, n, 0.5)
+    ws = [jax.jit(quantize_int4)(_normal(i, n, k) * k**-0.5) for i in range(weights)]
+    four = _program(int4_gemm, [_normal(i, m, k) for i in range(calls)], ws, (0.5 + 4 / 64) * k * n)
+    return {"int4": dataclasses.replace(four, work=1.0), "flat": dataclasses.replace(ways["flat"], work=1.0)}
+
+
+def _bounded(sms: int, m, shape, _):
+    return _bf16(m, shape, True, {f"dense, {sms} SMs": functools.partial(dense_gemm, sms=sms), "dense, 132": dense_gemm})
+
+
+def _large(case: Case) -> Case:
+    """A flat product of more than 100 MB of weights must reach 4.0 TB/s."""
+    k, n = next(shape for name, shape in SHAPES.items() if case.name.startswith(f"{name} "))
+    return Case(case.name, case.prepare, rate=4.0e12 if 2 * k * n > 100e6 else None, ratio=case.ratio)
+
+
+def _only(cases: tuple[Case, ...], part: str) -> tuple[Case, ...]:
+    return tuple(case for case in cases if part in case.name)
+
+
+DENSE_ROWS = (256, 512, 1024, 2048)
+GROUPS = (
+    Group("dense_gemm", "TFLOP/s", _products(DENSE_ROWS, _dense, ratio=0.95), geomean=1.0),
+    Group("dense_gemm_gated", "TFLOP/s", _only(_products(DENSE_ROWS, _gated, ratio=0.95), "up_gate"), geomean=1.0),
+    *(
+        Group(f"dense_gemm_{sms}", "TFLOP/s", _only(_products((832, 1280, 2048), functools.partial(_bounded, sms), ratio=least), "8B"))
+        for sms, least in ((104, 0.87), (112, 0.90), (120, 0.93))
+    ),
+    Group("fp8_gemm", "TFLOP/s", _products(DENSE_ROWS, _fp8), geomean=1.0),
+    Group("fp8_flat_gemm", "TFLOP/s", _products((1, 16, 64), _fp8), geomean=1.0),
+    Group("int4_gemm", "TB/s", _products((1, 4, 16), _int4), geomean=2.5),
+    Group("flat_gemm", "TB/s", tuple(map(_large, _products((1, 4, 16, 64), _flat, ratio=0.97))), geomean=1.1),
+)

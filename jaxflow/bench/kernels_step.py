@@ -1,0 +1,142 @@
+"""Cases of whole steps: a layer's dense ops through our kernels and through XLA, and Llama 8B's decode step, sampling included."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxflow.bench.kernels_case import Case, Group, Way
+from jaxflow.bench.kernels_gemm import xla_fp8
+from jaxflow.config import EngineConfig
+from jaxflow.engine.build import make_executor, resolve
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.layout import SlotTable, pack
+from jaxflow.engine.programs import PLAIN
+from jaxflow.engine.work import StepWork
+from jaxflow.model import ops
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.weights import dummy_weights
+from jaxflow.pipeline.handmade import sequential_plan
+from pallas_kernels import reference
+from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
+
+MODEL = "llama-3.1-8b"
+LAYERS = 4  # of a layer case: 1.7 GB of weights in bfloat16
+CONTEXT = 1100  # tokens of each request
+REQUESTS = (1, 64, 256)
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+}
+LIMIT_MS = {"bf16": (4.2, 6.8, 15.5), "fp8": (2.6, 4.3, 9.5)}
+VLLM_MS = {"bf16": (4.93, 7.67, 18.4), "fp8": (3.50, None, 13.9)}  # 0.24.0, on the same kind of machine
+
+
+@functools.cache
+def _executor(precision: str) -> Executor:
+    """A warm executor of the model, dummy weights, with a bucket for each number of requests."""
+    checkpoint = open_checkpoint(MODEL, load_format="dummy")
+    most, pages = max(REQUESTS), -(-(CONTEXT + 1) // 64)
+    config = resolve(
+        EngineConfig(
+            MODEL,
+            load_format="dummy",
+            max_num_seqs=most,
+            max_num_batched_tokens=most,
+            max_model_len=2048,
+            num_kv_pages=most * pages + 1,
+            **PRECISIONS[precision],
+        ),
+        checkpoint.model_config,
+    )
+    buckets = sorted({max(8, requests) for requests in REQUESTS})
+    plans = {tokens: sequential_plan(checkpoint.model_config, tokens) for tokens in buckets}
+    executor = make_executor(config, checkpoint, plans, progress=False)
+    executor.warm_up()
+    return executor
+
+
+def _decode_step(precision: str, requests: int) -> dict[str, Way]:
+    """Each run is a step in which every request decodes its token at position CONTEXT - 1, again and again."""
+    if _executor.cache_info().currsize and _last[0] != precision:  # one model at a time fits beside its cache
+        _executor.cache_clear()
+    _last[0] = precision
+    executor = _executor(precision)
+    layout = executor.layouts[max(8, requests)]
+    per = -(-(CONTEXT + 1) // layout.page_size)
+    order = np.random.default_rng(0).permutation(executor.num_pages[0])
+    slots = np.arange(requests, dtype=np.int32)
+    appends = np.array([(0, slot, i, order[slot * per + i]) for slot in slots for i in range(per)], np.int32)
+    table = SlotTable.empty(executor.slots)
+    table.sampler[:] = PLAIN
+    nobody: Any = np.empty(0, object)
+    positions = np.full(requests, CONTEXT - 1, np.int32)
+    work = StepWork(nobody, slots, positions, (), (), requests, layout.tokens, np.empty((0, 4), np.int32))
+    buffer, _ = pack(layout, work, table)
+    executor.run(layout, buffer, appends, full=False)
+    return {precision: Way(lambda: executor.run(layout, buffer, appends[:0], full=False).tokens, 1, float(requests))}
+
+
+_last = [""]
+
+
+def _layer(fp8: bool, tokens: int) -> dict[str, Way]:
+    """The dense ops and norms of LAYERS layers, one after another; queries stand for attention's output."""
+    model = open_checkpoint(MODEL, load_format="dummy").model_config
+    model = dataclasses.replace(model, layers=model.layers[:LAYERS])
+    weights = dummy_weights(model, jnp.bfloat16)["layers"]
+    if fp8:
+        dense = {"qkv", "out_proj", "up_gate", "down"}
+        rows = jax.jit(reference.quantize_rows)
+        weights = [{name: rows(a) if name in dense else a for name, a in layer.items()} for layer in weights]
+    x = jax.random.normal(jax.random.key(0), (tokens, model.hidden_size), jnp.bfloat16)
+    shapes = [layer[name].shape for layer in weights for name in ("qkv", "out_proj", "up_gate", "down")]
+    flop = 2.0 * tokens * sum(n * k for n, k in shapes)
+    xla = dataclasses.replace(REFERENCE, name="xla", gemm=xla_fp8) if fp8 else REFERENCE
+    hopper = kernel_set_for(
+        "gpu",
+        "9.0",
+        head_dim=model.head_dim,
+        queries_per_kv_head=model.num_heads // model.num_kv_heads,
+        page_size=64,
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        device=jax.devices()[0].device_kind,
+    )
+    return {name: _through(ops.Context(model, kernels), weights, x, flop) for name, kernels in (("ours", hopper), ("xla", xla))}
+
+
+def _through(c: ops.Context, weights: list, x: jax.Array, flop: float) -> Way:
+    def run(weights, x):
+        y, nobody = None, jnp.zeros(x.shape[0], bool)
+        for w in weights:
+            x, h = ops.attn_norm(c, w, x, y)
+            q = ops.qkv(c, w, h)[:, : c.config.num_heads * c.config.head_dim].reshape(x.shape[0], c.config.num_heads, -1)
+            y = ops.out_proj(c, w, nobody, q[:0], q)
+            x, h = ops.mlp_norm(c, w, x, y)
+            y = ops.down(c, w, ops.up_gate(c, w, h))
+        return x, y
+
+    program = jax.jit(run)
+    return Way(lambda: program(weights, x), LAYERS, flop / LAYERS)
+
+
+def _steps(precision: str) -> tuple[Case, ...]:
+    cases = []
+    for requests, limit, vllm in zip(REQUESTS, LIMIT_MS[precision], VLLM_MS[precision], strict=True):
+        recorded = {} if vllm is None else {"vLLM 0.24": vllm * 1e3}
+        make = functools.partial(_decode_step, precision, requests)
+        cases.append(Case(f"{requests} x {CONTEXT}", make, rate=requests / limit * 1e3, recorded_us=recorded))
+    return tuple(cases)
+
+
+GROUPS = (
+    *(
+        Group(f"layer_{name}", "TFLOP/s", tuple(Case(f"M {m}", functools.partial(_layer, fp8, m), ratio=1.05) for m in (1024, 2048)))
+        for name, fp8 in (("bf16", False), ("fp8", True))
+    ),
+    *(Group(f"decode_step_{precision}", "tok/s", _steps(precision)) for precision in PRECISIONS),
+)

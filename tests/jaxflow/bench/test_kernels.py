@@ -1,0 +1,105 @@
+"""The kernel bench: its cases can be traced, what it says of them, and that it wants a GPU."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxflow.bench import kernels
+from jaxflow.bench.kernels_case import Case, Group, Way
+from pallas_kernels.checks import timing
+from pallas_kernels.checks.timing import Timing
+
+BY_NAME = {group.name: group for group in kernels.GROUPS}
+
+
+@pytest.mark.parametrize("name", [name for name in BY_NAME if not name.startswith("decode_step")])
+def test_a_case_of_each_group_can_be_traced(name):
+    """Inputs, ways and rivals, all but the running; whole steps have tests of their own."""
+    case = BY_NAME[name].cases[-1]
+    ways = lambda: [jax.tree.leaves(way.run()) for name, way in case.prepare().items() if name != "cudnn"]  # noqa: E731  (cuDNN asks for its library)
+    shapes = jax.eval_shape(ways)
+    assert shapes and all(shapes)
+
+
+def test_names_can_be_asked_for():
+    names = [(group.name, case.name) for group in kernels.GROUPS for case in group.cases]
+    assert len(set(names)) == len(names)
+    assert not any("," in part or "/" in group for group, case in names for part in (group, case.replace("/4", "")))
+    assert [case.name for _, case in kernels.chosen(["ceilings"])] == [case.name for case in BY_NAME["ceilings"].cases]
+    assert {case.name for _, case in kernels.chosen(["dense_gemm/8B up_gate"])} == {f"8B up_gate M {m}" for m in (256, 512, 1024, 2048)}
+    assert len(kernels.chosen([])) == len(names)
+    with pytest.raises(ValueError, match="no such case; groups are ceilings"):
+        kernels.chosen(["dense_gemm/nothing"])
+
+
+def measured(monkeypatch, us: dict[str, float], ways: dict[str, Way], **must) -> dict:
+    def interleaved(runs, *, calls, seconds):
+        assert {name: way.calls for name, way in ways.items()} == calls
+        return {name: Timing(us[name], 0.02, 1500.0, 600.0, 0.1, seconds) for name in runs}
+
+    monkeypatch.setattr(kernels, "interleaved", interleaved)
+    return kernels.measure(Group("some", "TB/s", ()), Case("one", lambda: ways, **must), 0.5)
+
+
+def way(amount: float, work: float | None = None) -> Way:
+    return Way(lambda: jnp.zeros(1), 2, amount, work)
+
+
+@pytest.mark.parametrize(
+    ("must", "reached"),
+    [
+        ({}, None),
+        ({"rate": 2e12}, True),
+        ({"rate": 2.1e12}, False),
+        ({"ratio": 2.0}, True),
+        ({"ratio": 2.1}, False),
+        ({"rate": 1.0, "ratio": 3.0}, False),
+    ],
+)
+def test_a_row_has_rates_ratios_and_whether_it_is_reached(monkeypatch, must, reached):
+    row = measured(monkeypatch, {"ours": 10.0, "rival": 20.0}, {"ours": way(2e7), "rival": way(2e7)}, **must)
+    assert row["ways"]["ours"]["rate"] == pytest.approx(2e12)
+    assert row["ratios"] == {"rival": pytest.approx(2.0)}
+    assert row["reached"] is reached
+    lines = list(kernels.text(row))
+    assert len(lines) == 2 and ("short" in lines[0]) is (reached is False) and "2.000 TB/s" in lines[0] and "x2.000" in lines[1]
+
+
+def test_ways_that_move_other_amounts_are_compared_by_their_work(monkeypatch):
+    row = measured(monkeypatch, {"fp8": 6.0, "bf16": 12.0}, {"fp8": way(1e7, 1.0), "bf16": way(2e7, 1.0)})
+    assert row["ratios"] == {"bf16": pytest.approx(2.0)}
+
+
+def test_a_summary_is_of_a_groups_first_rival():
+    rows = [{"group": "flat_gemm", "case": str(i), "ratios": {"xla": r, "other": 9.0}} for i, r in enumerate((0.5, 2.0))]
+    rows += [{"group": "flat_gemm", "case": "x", "failed": "it did"}, {"group": "ceilings", "case": "y", "ratios": {}}]
+    assert kernels.summaries(rows) == [
+        {"group": "flat_gemm", "rival": "xla", "cases": 2, "geomean": pytest.approx(1.0), "least": 0.5, "must": 1.1}
+    ]
+    assert list(kernels.text(rows[2])) == [f"{'flat_gemm':18} {'x':28} failed: it did"]
+
+
+def test_it_refuses_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(kernels.flags, "FLAGS", type("Flags", (), {"only": []}))
+    with pytest.raises(ValueError, match="needs a GPU: JAX's backend here is 'cpu'"):
+        kernels.run()
+
+
+class Sensor:
+    clocks, joules = (1500, 1600, 1700), 3.0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_): ...
+
+
+def test_ways_take_turns_and_each_is_timed_by_its_calls(monkeypatch):
+    order = []
+    monkeypatch.setattr(timing, "_Sensor", Sensor)
+    monkeypatch.setattr(timing, "_once", lambda run: 0.1)
+    monkeypatch.setattr(timing, "_repeat", lambda run, times: order.append((run(), times)))
+    found = timing.interleaved({"a": lambda: "a", "b": lambda: "b"}, calls={"a": 1, "b": 4}, seconds=0.6, rounds=3)
+    assert order == [("b", 2), ("a", 2), ("a", 2), ("b", 2)] * 2
+    assert found["a"].mhz == 1600 and found["a"].joules == pytest.approx(1.5)
+    assert found["b"].joules == pytest.approx(1.5 / 4)
