@@ -25,13 +25,9 @@ FAMILIES = {
     "opt": "opt-6.7b",
     "tiny llama": "smollm2-135m",
 }
-OPS = ("add_norm", "rope_append", "decode_attention", "chunk_attention")
-MOSAIC = {
-    "add_norm": "rms_norm",
-    "rope_append": "rope_append",
-    "decode_attention": "decode_attention",
-    "chunk_attention": "chunk_attention",
-}
+PAGED = ("rope_append", "decode_attention", "chunk_attention")
+OPS = (*PAGED, "add_norm", "token_limits")
+MOSAIC = {name: name for name in OPS} | {"add_norm": "rms_norm"}
 TWINS = dict.fromkeys(OPS, "reference")
 TRITON = TWINS | {"decode_attention": "triton.decode_attention"}
 
