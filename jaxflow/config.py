@@ -109,6 +109,16 @@ def gate_block(intermediate_size: int) -> int:
     return max(1, min(64, power_of_two // 8))
 
 
+# The settings of `kv_cache_dtype`, and the array dtype each stands for; auto is the model's.
+KV_DTYPES = {
+    "auto": None,
+    "bfloat16": "bfloat16",
+    "float32": "float32",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "int8": "int8",
+}
 SCHEDULING_POLICIES = ("decode-maximal", "request-level", "orca-best", "orca-worst", "prefill-first", "hybrid")
 
 
@@ -124,7 +134,7 @@ class EngineConfig:
     tokenizer: str | None = None  # None: the model's own
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on CPU
     load_format: str = "auto"  # auto or dummy
-    quantization: str | None = None
+    quantization: str | None = None  # fp8: e4m3 products, from any checkpoint; None: as the checkpoint is
     kv_cache_dtype: str = "auto"
     block_size: int = 64
     tensor_parallel_size: int = 1
@@ -150,8 +160,8 @@ class EngineConfig:
         check("model", bool(self.model), "a folder, a .gguf file, a hub id or the name of a shipped config")
         check("dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16")
         check("load_format", self.load_format in ("auto", "dummy"), "auto or dummy")
-        check("quantization", self.quantization is None, "no quantized kernels are built yet; leave it unset")
-        check("kv_cache_dtype", self.kv_cache_dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16")
+        check("quantization", self.quantization in (None, "fp8"), "fp8, or unset for what the checkpoint is")
+        check("kv_cache_dtype", self.kv_cache_dtype in KV_DTYPES, ", ".join(KV_DTYPES))
         check("block_size", 1 <= self.block_size <= 1024, "1 to 1024 tokens a page")
         check("tensor_parallel_size", self.tensor_parallel_size >= 1, "a positive number of devices")
         for field in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "num_kv_pages", "chunk_size"):

@@ -17,14 +17,23 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprob
 
 
 def executor(
-    model: str, tp: int = 1, budget: int = 64, seqs: int = 8, pages: int = 96, plan: str = "sequential"
+    model: str,
+    tp: int = 1,
+    budget: int = 64,
+    seqs: int = 8,
+    pages: int = 96,
+    plan: str = "sequential",
+    quantization: str | None = None,
+    kv: str = "auto",
 ) -> tuple[EngineConfig, Executor]:
     """A warm executor of a checkpoint under tests/data/models, one for all tests that ask for the same."""
-    return _executor(model, tp, budget, seqs, pages, plan)
+    return _executor(model, tp, budget, seqs, pages, plan, quantization, kv)
 
 
 @functools.cache  # by position: to a cache, an argument left out is not the same as its default
-def _executor(model: str, tp: int, budget: int, seqs: int, pages: int, plan: str) -> tuple[EngineConfig, Executor]:
+def _executor(
+    model: str, tp: int, budget: int, seqs: int, pages: int, plan: str, quantization: str | None, kv: str
+) -> tuple[EngineConfig, Executor]:
     settings = EngineConfig(
         model=str(paths.MODELS / model),
         block_size=16,
@@ -33,6 +42,8 @@ def _executor(model: str, tp: int, budget: int, seqs: int, pages: int, plan: str
         max_num_seqs=seqs,
         num_kv_pages=pages,
         plan=plan,
+        quantization=quantization,
+        kv_cache_dtype=kv,
     )
     checkpoint = open_checkpoint(settings.model)
     config = resolve(settings, checkpoint.model_config)
@@ -41,9 +52,9 @@ def _executor(model: str, tp: int, budget: int, seqs: int, pages: int, plan: str
     return config, made
 
 
-def loop(model: str, *, tp: int = 1, plan: str = "sequential", **changes) -> Loop:
+def loop(model: str, *, tp: int = 1, plan: str = "sequential", quantization: str | None = None, kv: str = "auto", **changes) -> Loop:
     """A fresh loop (empty pages, empty prefix cache) over the shared executor; `changes` are of its `SchedulerConfig`."""
-    config, made = executor(model, tp, plan=plan)
+    config, made = executor(model, tp, plan=plan, quantization=quantization, kv=kv)
     return make_loop(config, made.programs.context.config, made, dict.fromkeys(made.layouts, plan), **changes)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jaxflow.config import ConfigError, EngineConfig, ModelConfig
+from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
@@ -24,7 +24,6 @@ from jaxflow.memory.kv_cache import fit_pages
 from jaxflow.mesh import axis_of, choose_platform, make_mesh
 from jaxflow.model.checkpoint import Checkpoint
 from jaxflow.model.ops import Context
-from jaxflow.model.weights import shardings
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan, borders, load, shipped
@@ -66,7 +65,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     return dataclasses.replace(
         config,
         dtype=dtype,
-        kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        kv_cache_dtype=KV_DTYPES[config.kv_cache_dtype] or dtype,
         max_model_len=longest,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
@@ -131,6 +130,7 @@ class Engine:
 def start_engine(config: EngineConfig, checkpoint: Checkpoint, *, progress: bool = True) -> Engine:
     """Loads, compiles and starts. Raises: ConfigError, CheckpointError, PlanError."""
     config = resolve(config, checkpoint.model_config)
+    config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
     plans = choose_plans(config, checkpoint.model_config)
     executor = make_executor(config, checkpoint, plans, progress=progress)
     with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
@@ -151,17 +151,21 @@ def make_executor(
     model, tp, seqs = checkpoint.model_config, config.tensor_parallel_size, config.max_num_seqs
     assert seqs is not None and config.max_model_len is not None
     mesh = make_mesh(tp)
-    weights = checkpoint.load(config.dtype, mesh, progress=progress, seed=config.seed)
+    kv_scales, fp8 = config.kv_cache_dtype == "float8_e4m3fn", config.quantization == "fp8"
+    weights = checkpoint.load(config.dtype, mesh, progress=progress, seed=config.seed, fp8=fp8, kv_scales=kv_scales)
+    fp8 = fp8 or checkpoint.quantization == "fp8"
+    if fp8 and any(layer.experts for layer in model.layers):
+        log.info("quantization: fp8 attention and dense MLPs; experts stay in %s", config.dtype)
     kernels = kernels or choose_kernels(config, model)
     log.info(kernels.describe(dense_products(model, weights)))
     layouts = [
         StepLayout(tokens, min(tokens, seqs), seqs, config.block_size, borders(plan), len(model.windows)) for tokens, plan in plans.items()
     ]
     executor = Executor(
-        Programs(Context(model, kernels, axis_of(mesh)), mesh, shardings(model, mesh)),
+        Programs(Context(model, kernels, axis_of(mesh)), mesh, jax.tree.map(lambda array: array.sharding.spec, weights)),
         weights,
         layouts,
-        lambda tokens: compile_plan(plans[tokens], model, tp),
+        lambda tokens: compile_plan(plans[tokens], model, tp, quantized=fp8),
         # The sequential step is measured with XLA's own choices; plans with streams do not overlap under them.
         options_of=lambda tokens: xla_options(plans[tokens], tp) if on_gpu() and borders(plans[tokens]) else {},
         kv_dtype=jnp.dtype(config.kv_cache_dtype),

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.programs import REPLICATED, Programs, Rows, head, prompt_head
-from jaxflow.memory.kv_cache import cache_spec, kv_heads, make_cache
+from jaxflow.memory.kv_cache import cache_shapes, cache_spec, make_cache
 from jaxflow.mesh import TP
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.slot_params import NO_TOKEN, SlotParams, empty_slots, slot_values
@@ -205,14 +205,10 @@ class Executor:
     def _state(self, num_pages: tuple[int, ...]) -> tuple:
         """Shapes of (kv, page_table, last_tokens)."""
         config, mesh = self.programs.context.config, self.programs.mesh
-        heads, spec = kv_heads(config, mesh.shape[TP]), cache_spec(mesh)
-
-        def pages(layer):
-            shape = (num_pages[config.windows.index(layer.window)], heads, self.page_size, config.head_dim)
-            return (self._abstract(shape, self._kv_dtype, spec),) * 2
-
+        cache = cache_shapes(config, num_pages, self.page_size, self._kv_dtype, mesh.shape[TP])
+        cache = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype, cache_spec(mesh)), cache)
         table = self._abstract((self.groups, self.slots, self.pages_per_sequence), jnp.int32)
-        return [pages(layer) for layer in config.layers], table, self._abstract((self.slots,), jnp.int32)
+        return cache, table, self._abstract((self.slots,), jnp.int32)
 
     def _hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         return self._abstract((rows, self.programs.context.config.hidden_size), self._dtype())

@@ -1,9 +1,12 @@
-"""The paged KV cache on the device: one array of keys and one of values a layer, and how many pages fit.
+"""The paged KV cache on the device: keys and values of each layer, and how many pages fit.
 
-Each is [P, K, S, H]: a page of one head is one contiguous box, which is what the attention kernels load. Layers of
-one window share a page table (a layer group, axis G) and so a number of pages; a group of window layers needs no more
-pages than its windows can see.
+Each is [P, K, S, H]: a page of one head is one contiguous box, which is what the attention kernels load. Of 8 bits
+(e4m3, int8), values are [P, K, H, S], as Hopper's tensor cores need them; int8 has a float32 scale for each token and
+head beside it, e4m3 one for each head, which is among the weights. Layers of one window share a page table (a layer
+group, axis G) and so a number of pages; a group of window layers needs no more pages than its windows can see.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.mesh import TP, axis_of, sharded
+from pallas_kernels.quantized import Quantized
 
 
 def kv_heads(config: ModelConfig, tp: int) -> int:
@@ -23,21 +27,31 @@ def cache_spec(mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(None, axis_of(mesh))
 
 
-def make_cache(config: ModelConfig, num_pages: tuple[int, ...], block_size: int, dtype, mesh: Mesh) -> list[tuple[jax.Array, jax.Array]]:
-    """Zeroed (keys, values) of every layer, each [P, K, S, H], P being the pages of the layer's group."""
-    sharding = sharded(mesh, cache_spec(mesh))
-    heads, width = kv_heads(config, mesh.shape[TP]), config.head_dim
+def cache_shapes(config: ModelConfig, num_pages: tuple[int, ...], block_size: int, dtype, tp: int) -> list[tuple[Any, Any]]:
+    """(keys, values) of every layer as `jax.ShapeDtypeStruct`s, over all `tp` devices; P is the pages of the layer's group."""
+    heads, narrow = kv_heads(config, tp), jnp.dtype(dtype).itemsize == 1
 
-    def pages(layer):
-        return num_pages[config.windows.index(layer.window)]
+    def layer_shapes(p: int) -> tuple[Any, Any]:
+        keys, turned = (p, heads, block_size, config.head_dim), (p, heads, config.head_dim, block_size)
+        k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in (keys, turned if narrow else keys))
+        if jnp.dtype(dtype) != jnp.int8:
+            return k, v
+        scale = jax.ShapeDtypeStruct(keys[:-1], jnp.float32)
+        return Quantized(k, scale), Quantized(v, scale)  # pyright: ignore[reportArgumentType]
 
-    zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)
-    return [tuple(zeros((pages(layer), heads, block_size, width), dtype) for _ in "kv") for layer in config.layers]
+    return [layer_shapes(num_pages[config.windows.index(layer.window)]) for layer in config.layers]
+
+
+def make_cache(config: ModelConfig, num_pages: tuple[int, ...], block_size: int, dtype, mesh: Mesh) -> list[tuple[Any, Any]]:
+    """Zeroed (keys, values) of every layer, of `cache_shapes`."""
+    zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharded(mesh, cache_spec(mesh)))
+    return jax.tree.map(lambda a: zeros(a.shape, a.dtype), cache_shapes(config, num_pages, block_size, dtype, mesh.shape[TP]))
 
 
 def page_bytes(config: ModelConfig, block_size: int, dtype, tp: int) -> tuple[int, ...]:
-    """Bytes that one page of each layer group takes on one device, keys and values of all of the group's layers."""
-    one_layer = 2 * kv_heads(config, tp) // tp * block_size * config.head_dim * jnp.dtype(dtype).itemsize
+    """Bytes that one page of each layer group takes on one device, keys and values of all of the group's layers, and their scales."""
+    a_head = config.head_dim * jnp.dtype(dtype).itemsize + (4 if jnp.dtype(dtype) == jnp.int8 else 0)
+    one_layer = 2 * kv_heads(config, tp) // tp * block_size * a_head
     return tuple(one_layer * sum(layer.window == window for layer in config.layers) for window in config.windows)
 
 

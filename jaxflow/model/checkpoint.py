@@ -8,6 +8,7 @@
 
 import argparse
 import dataclasses
+import functools
 import re
 import shutil
 import sys
@@ -18,20 +19,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from tqdm import tqdm
 
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.mesh import TP, choose_platform, sharded
 from jaxflow.model import orbax_file
+from jaxflow.model.fp8_tensors import Fp8Tensors
 from jaxflow.model.generation_config import generation_settings
 from jaxflow.model.gguf_file import GgufFile
 from jaxflow.model.gguf_tensors import write_metadata_only
 from jaxflow.model.hf_config import model_config_from_hf
+from jaxflow.model.hf_quantization import check_fp8
 from jaxflow.model.hub import download
 from jaxflow.model.safetensors_file import SafetensorsFolder
 from jaxflow.model.source import CheckpointError, TensorSource, check_tensors, read_json
-from jaxflow.model.weights import Leaf, Weights, assemble, dummy_weights, leaves, tensors
+from jaxflow.model.weights import Leaf, Weights, assemble, dummy_weights, leaves, quantize_leaf, tensors
+from pallas_kernels.quantized import Quantized
 
 __all__ = ["Checkpoint", "CheckpointError", "convert", "open_checkpoint", "shipped_configs"]
 
@@ -53,12 +57,28 @@ class Checkpoint:
     tokenizer_path: Path | None  # a folder or a .gguf file; None: it brings no tokenizer
     generation_config: dict[str, Any]  # those of temperature, top_p, ... that it names; always eos_token_ids
     source: TensorSource | orbax_file.OrbaxFolder | None  # None: dummy weights
+    quantization: str | None = None  # fp8: its matrices are published in e4m3
 
-    def load(self, dtype: Any, mesh: Mesh | None = None, tp: int | None = None, progress: bool = True, seed: int = 0) -> Weights:
+    def load(
+        self,
+        dtype: Any,
+        mesh: Mesh | None = None,
+        tp: int | None = None,
+        progress: bool = True,
+        seed: int = 0,
+        *,
+        fp8: bool = False,
+        kv_scales: bool = False,
+    ) -> Weights:
         """The weights as `jaxflow.model.weights` lays them out for the mesh, on its devices; without one, on the default device.
 
-        One tensor at a time goes from the file through host memory to its device buffer: there are never two copies of
-        the model. `seed` is of dummy weights alone. Over a second, `progress` shows a bar.
+        One tensor at a time goes from the file through host memory to its device buffer, and is quantised there if that
+        is asked: there are never two copies of the model. Over a second, `progress` shows a bar.
+
+        Args:
+          seed: of dummy weights alone.
+          fp8: matrices in e4m3. A checkpoint published in e4m3 stays as it is whatever is asked, its wide matrices too.
+          kv_scales: the scales of an e4m3 cache: the checkpoint's, or 1.
 
         Raises:
           CheckpointError: tensors missing, unexpected or misshapen (by name), files damaged.
@@ -67,12 +87,13 @@ class Checkpoint:
         dtype, devices = jnp.dtype(dtype), 1 if mesh is None else mesh.shape[TP]
         if tp not in (None, devices):
             raise ConfigError("tensor_parallel_size", tp, f"{devices}, the size of the mesh")
+        options = {"fp8": fp8 or self.quantization == "fp8", "kv_scales": kv_scales}
         if self.source is None:
-            return dummy_weights(self.model_config, dtype, mesh, seed)
-        tree = leaves(self.model_config, devices)
+            return dummy_weights(self.model_config, dtype, mesh, seed, **options)
+        tree = leaves(self.model_config, devices, **options)
         with tqdm(total=len(jax.tree.leaves(tree)), desc="Loading weights", unit="array", delay=1, disable=not progress) as bar:
             if isinstance(self.source, orbax_file.OrbaxFolder):
-                return self.source.load(self.model_config, dtype, mesh, bar.update)
+                return self.source.load(self.model_config, dtype, mesh, bar.update, **options)
             return _load(self.source, self.model_config, tree, dtype, mesh, bar.update)
 
 
@@ -80,18 +101,35 @@ def _load(
     source: TensorSource, config: ModelConfig, tree: Weights, dtype: Any, mesh: Mesh | None, progress: Callable[[int], object]
 ) -> Weights:
     _check(source, config)
-    in_flight: list[jax.Array] = []
+    in_flight: list[Any] = []
 
-    def place(leaf: Leaf) -> jax.Array:
+    def put(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        return jax.device_put(array, None if mesh is None else sharded(mesh, spec))
+
+    def make(leaf: Leaf) -> jax.Array | Quantized:
+        if leaf.key in ("k_scale", "v_scale"):
+            return put(assemble(leaf, functools.partial(_kv_scale, source, config.num_kv_heads), np.float32), leaf.spec)
+        if leaf.scale is not None and isinstance(source, Fp8Tensors):
+            if all(source.is_e4m3(piece.name) for piece in leaf.pieces):
+                values = assemble(leaf, source.stored, jnp.float8_e4m3fn)
+                return Quantized(put(values, leaf.specs.values), put(assemble(leaf.scale, source.row_scale, np.float32), leaf.specs.scale))
+            leaf = dataclasses.replace(leaf, scale=None)
+        array = put(assemble(leaf, source.read, dtype), leaf.spec)
+        return array if leaf.scale is None else quantize_leaf(leaf, array, mesh)
+
+    def place(leaf: Leaf) -> jax.Array | Quantized:
         # Waiting for the transfer before the last bounds what the host holds to two arrays and one tensor.
         if len(in_flight) == 2:
-            in_flight.pop(0).block_until_ready()
-        array = jax.device_put(assemble(leaf, source.read, dtype), None if mesh is None else sharded(mesh, leaf.spec))
-        in_flight.append(array)
+            jax.block_until_ready(in_flight.pop(0))
+        in_flight.append(make(leaf))
         progress(1)
-        return array
+        return in_flight[-1]
 
     return jax.block_until_ready(jax.tree.map(place, tree))
+
+
+def _kv_scale(source: TensorSource, heads: int, name: str) -> np.ndarray:
+    return source.kv_scale(name, heads) if isinstance(source, Fp8Tensors) else np.ones(heads, np.float32)
 
 
 def _check(source: TensorSource, config: ModelConfig) -> None:
@@ -157,14 +195,23 @@ def _open_folder(folder: Path, name: str, dummy: bool) -> Checkpoint:
         hint = f"; give the file itself, as {folder / inside[0]}" if inside else ""
         raise CheckpointError(f"{folder}: no config.json in it{hint}")
     opened = _from_config(folder / "config.json", name)
-    return opened if dummy else dataclasses.replace(opened, source=SafetensorsFolder(folder))
+    if dummy:
+        return opened
+    published = opened.quantization is not None
+    source = SafetensorsFolder(folder, e4m3=published)
+    return dataclasses.replace(opened, source=Fp8Tensors(source) if published else source)
 
 
 def _from_config(path: Path, name: str) -> Checkpoint:
-    config = model_config_from_hf(read_json(path))
+    keys = read_json(path)
+    scheme = keys.pop("quantization_config", None) or keys.pop("compression_config", None)
+    if scheme is not None:
+        check_fp8(scheme)
+    config = model_config_from_hf(keys)
     beside = path.with_name("generation_config.json")
     settings = generation_settings(beside, read_json(beside)) if beside.exists() else {}
-    return _checkpoint(name, config, _tokenizer(path.parent), settings, None)
+    opened = _checkpoint(name, config, _tokenizer(path.parent), settings, None)
+    return dataclasses.replace(opened, quantization=None if scheme is None else "fp8")
 
 
 def _tokenizer(folder: Path) -> Path | None:
@@ -187,6 +234,8 @@ def convert(source: str, target: str | Path, dtype: str = "bfloat16") -> None:
     tensor_source = opened.source
     if tensor_source is None or isinstance(tensor_source, orbax_file.OrbaxFolder):
         raise CheckpointError(f"{source}: is converted already")
+    if opened.quantization is not None:
+        raise CheckpointError(f"{source}: is published in e4m3, which loads as it is; convert takes wide weights")
     _check(tensor_source, opened.model_config)
     settings = {key: value for key, value in opened.generation_config.items() if key != "eos_token_ids"}
     header = orbax_file.Header(orbax_file.VERSION, opened.name, dtype, opened.model_config, settings)

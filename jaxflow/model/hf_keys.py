@@ -100,7 +100,11 @@ class Keys:
                 if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in only[key]):
                     raise ConfigError(self.name(key), value, " or ".join(repr(allowed) for allowed in only[key]))
             elif key in ("quantization_config", "compression_config"):
-                raise ConfigError(self.name(key), value, "weights that are not quantised (GGUF files may be)")
+                raise ConfigError(
+                    self.name(key),
+                    value,
+                    "none here: e4m3 is known where a checkpoint is opened",
+                )
             elif key == "auto_map":
                 raise ConfigError(self.name(key), value, "no model code is ever taken from a checkpoint")
             else:

@@ -42,12 +42,6 @@ def top(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values, jnp.take_along_axis(best, at // block, axis=1) * block + at % block
 
 
-def log_sum_exp(x: jax.Array) -> jax.Array:
-    """log sum exp of each row of x [R, n], finite or -inf -> [R]; -inf (and no NaN) for a row of -inf."""
-    peak = finite(x.max(-1))
-    return peak + jnp.log(jnp.exp(x - peak[:, None]).sum(-1))
-
-
 def finite(peak: jax.Array) -> jax.Array:
     """A row's maximum to subtract: 0 in place of -inf, so that no -inf - -inf appears."""
     return jnp.where(jnp.isfinite(peak), peak, 0.0)
@@ -55,9 +49,10 @@ def finite(peak: jax.Array) -> jax.Array:
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array) -> LogprobsOut:
     """Of tokens [R] int32 under raw logits [R, V'] float32 (-inf beyond the vocabulary)."""
-    total = log_sum_exp(logits)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     values, ids = _top_padded(logits)
+    peak = finite(values[:, 0])
+    total = peak + jnp.log(jnp.exp(logits - peak[:, None]).sum(-1))
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     return LogprobsOut(
         chosen=chosen[:, 0] - total,
         rank=1 + (logits > chosen).sum(-1, dtype=jnp.int32),

@@ -2,6 +2,8 @@
 
 An op takes what it reads and returns what it makes. The residual stream is added where it is next normed, so that
 one kernel does both. `x` is the residual stream [t, D], `h` a normed input [t, D], `y` what a block adds to x [t, D].
+Where a weight is e4m3 (`Quantized`), so is the input of its product: `h` with a scale for each token, and the heads and
+`a`, whose rows no kernel sees whole, with one for every 128 columns.
 
     embed -> x                                   attn_norm(x, y) -> x, h
     qkv(h) -> qkv                                rope_append(qkv, kv) -> q, kv
@@ -25,10 +27,11 @@ from jaxflow.config import Layer, ModelConfig, gate_block
 from jaxflow.model.batch import Batch
 from jaxflow.model.rope import inverse_frequencies
 from pallas_kernels.kernel_set import KernelSet
-from pallas_kernels.reference import gate_mul
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.reference import gate_mul, quantize_blocks
 
 Weights = dict[str, Any]
-KV = tuple[Float[Array, "P K S H"], Float[Array, "P K S H"]]
+KV = tuple[Any, Any]  # keys and values of a layer, in one of the forms of `jaxflow.memory.kv_cache`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +89,25 @@ def embed(c: Context, w: Weights, token_ids: Int[Array, " t"], positions: Int[Ar
     return x
 
 
-def attn_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"] | None) -> tuple[Array, Array]:
+def _quantized(w: Weights, name: str) -> bool:
+    """Whether a weight takes its input in e4m3."""
+    return isinstance(w.get(name), Quantized)
+
+
+def _gemm(c: Context, w: Weights, name: str, x: Array | Quantized, bias: Array | None, **behind: Any) -> Any:
+    if isinstance(x, Quantized):  # its dtype does not say what the stream's is
+        behind["out_dtype"] = w["attn_norm"].dtype
+    return c.kernels.gemm(x, w[name], bias, **behind)
+
+
+def attn_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"] | None) -> tuple[Array, Any]:
     """(x + y, its norm); y is what the layer before adds, None in the first."""
-    return _add_norm(c, w, "attn_norm", x, y)
+    return _add_norm(c, w, "attn_norm", x, y, quantize=_quantized(w, "qkv"))
 
 
-def qkv(c: Context, w: Weights, h: Float[Array, "t D"]) -> Float[Array, "t A"]:
+def qkv(c: Context, w: Weights, h: Float[Array, "t D"] | Quantized) -> Float[Array, "t A"]:
     """All heads of one projection: for each key/value head its query heads, its key, its value."""
-    return c.kernels.gemm(h, w["qkv"], w.get("qkv_bias"))
+    return _gemm(c, w, "qkv", h, w.get("qkv_bias"))
 
 
 def rope_append(
@@ -112,31 +126,46 @@ def rope_append(
         k_norm=w.get("k_norm"),
         eps=c.config.norm_eps,
         norm_offset=c.config.norm_weight_offset,
+        **_kv_scales(w),
     )
     return q, (k_pages, v_pages)
 
 
-def _attention_settings(c: Context, layer: Layer) -> dict[str, Any]:
-    return {"scale": c.config.scale, "window": layer.window, "soft_cap": c.config.attention_soft_cap}
+def _attention(c: Context, layer: Layer, w: Weights, kv: KV) -> tuple[KV, dict[str, Any]]:
+    """The arrays of the cache, and what else an attention kernel is told."""
+    k, v = kv
+    settings = {"scale": c.config.scale, "window": layer.window, "soft_cap": c.config.attention_soft_cap}
+    if "unified" in w:
+        settings["unified"] = w["unified"]
+    if isinstance(k, Quantized) and isinstance(v, Quantized):
+        return (k.values, v.values), settings | {"k_scale": k.scale, "v_scale": v.scale}
+    return (k, v), settings | _kv_scales(w)
+
+
+def _kv_scales(w: Weights) -> dict[str, Array]:
+    """What the numbers of an e4m3 cache are multiplied with; nothing for other caches."""
+    return {name: w[name] for name in ("k_scale", "v_scale") if name in w}
 
 
 def decode_attention(
-    c: Context, layer: Layer, batch: Batch, start: int, stop: int, q: Float[Array, "t N H"], kv: KV
+    c: Context, layer: Layer, w: Weights, batch: Batch, start: int, stop: int, q: Float[Array, "t N H"], kv: KV
 ) -> Float[Array, "b N H"]:
     """Attention of the decode tokens of [start, stop): one output for each row that could decode there (b <= t)."""
     rows, lengths = batch.decode_rows(start, stop)
     if rows.start == rows.stop:  # the range lies beyond any decode
         return q[:0]
     table = batch.page_table[c.group(layer), rows]
-    return c.kernels.decode_attention(q[: rows.stop - rows.start], *kv, table, lengths, **_attention_settings(c, layer))
+    pages, settings = _attention(c, layer, w, kv)
+    return c.kernels.decode_attention(q[: rows.stop - rows.start], *pages, table, lengths, **settings)
 
 
 def chunk_attention(
-    c: Context, layer: Layer, batch: Batch, start: int, stop: int, q: Float[Array, "t N H"], kv: KV
+    c: Context, layer: Layer, w: Weights, batch: Batch, start: int, stop: int, q: Float[Array, "t N H"], kv: KV
 ) -> Float[Array, "t N H"]:
     """Attention of the prefill tokens of [start, stop); 0 at the decode tokens."""
     table = batch.page_table[c.group(layer)]
-    return c.kernels.chunk_attention(q, *kv, table, batch.chunks_in(start, stop), **_attention_settings(c, layer))
+    pages, settings = _attention(c, layer, w, kv)
+    return c.kernels.chunk_attention(q, *pages, table, batch.chunks_in(start, stop), **settings)
 
 
 def merge_heads(is_decode: Bool[Array, " t"], decoded: Float[Array, "b N H"], prefilled: Float[Array, "t N H"]) -> Float[Array, "t N H"]:
@@ -151,7 +180,9 @@ def out_proj(
 ) -> Float[Array, "t D"]:
     """Merges the heads of both attentions and projects; a partial sum under tensor parallelism."""
     o = merge_heads(is_decode, decoded, prefilled)
-    return c.kernels.gemm(o.reshape(o.shape[0], -1), w["out_proj"], _first_shard_only(c, w.get("out_proj_bias")))
+    o = o.reshape(o.shape[0], -1)
+    o = quantize_blocks(o) if _quantized(w, "out_proj") else o
+    return _gemm(c, w, "out_proj", o, _first_shard_only(c, w.get("out_proj_bias")))
 
 
 def attn_reduce(c: Context, y: Float[Array, "t D"]) -> Float[Array, "t D"]:
@@ -167,20 +198,20 @@ def post_attn_norm(c: Context, w: Weights, y: Float[Array, "t D"]) -> Float[Arra
     return _add_norm(c, w, "post_attn_norm", y, None)[1]
 
 
-def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"]) -> tuple[Array, Array]:
+def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"]) -> tuple[Array, Any]:
     """(x + y, its norm)."""
-    return _add_norm(c, w, "mlp_norm", x, y)
+    return _add_norm(c, w, "mlp_norm", x, y, quantize=_quantized(w, "up_gate"))
 
 
-def up_gate(c: Context, w: Weights, h: Float[Array, "t D"]) -> Float[Array, "t F"]:
+def up_gate(c: Context, w: Weights, h: Float[Array, "t D"] | Quantized) -> Float[Array, "t F"] | Quantized:
     """act(gate(h)) · up(h), or act(up(h)) where the MLP has no gate."""
-    block = c.config.gate_block if c.config.gated_mlp else None
-    return c.kernels.gemm(h, w["up_gate"], w.get("up_gate_bias"), activation=c.config.activation, gate_block=block)
+    behind = {"activation": c.config.activation, "gate_block": c.config.gate_block if c.config.gated_mlp else None}
+    return _gemm(c, w, "up_gate", h, w.get("up_gate_bias"), **behind, quantize=_quantized(w, "down"))
 
 
-def down(c: Context, w: Weights, a: Float[Array, "t F"]) -> Float[Array, "t D"]:
+def down(c: Context, w: Weights, a: Float[Array, "t F"] | Quantized) -> Float[Array, "t D"]:
     """Back to the model's width; a partial sum under tensor parallelism."""
-    return c.kernels.gemm(a, w["down"], _first_shard_only(c, w.get("down_bias")))
+    return _gemm(c, w, "down", a, _first_shard_only(c, w.get("down_bias")))
 
 
 def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxflow.config import ModelConfig
 from jaxflow.mesh import TP, sharded
 from jaxflow.model.source import CheckpointError
-from jaxflow.model.weights import Leaf, Weights, leaves
+from jaxflow.model.weights import Leaf, Weights, leaves, quantize_leaf
 
 HEADER = "jaxflow.json"
 VERSION = 1
@@ -73,9 +73,9 @@ def write_folder(folder: Path, header: Header, make: Callable[[Leaf], np.ndarray
     partial.rename(folder)
 
 
-def groups(config: ModelConfig, tp: int) -> Iterator[tuple[str, dict[str, Leaf]]]:
-    """The leaves by the folder they are stored in: those in no layer, then each layer's."""
-    tree = leaves(config, tp)
+def groups(config: ModelConfig, tp: int, **options: bool) -> Iterator[tuple[str, dict[str, Leaf]]]:
+    """The leaves by the folder they are stored in: those in no layer, then each layer's. options: those of `leaves`."""
+    tree = leaves(config, tp, **options)
     yield "outer", {key: leaf for key, leaf in tree.items() if key != "layers"}
     for i, layer in enumerate(tree["layers"]):
         yield f"layer_{i:05d}", layer
@@ -87,16 +87,26 @@ class OrbaxFolder:
 
     path: Path
 
-    def load(self, config: ModelConfig, dtype: Any, mesh: Mesh | None, progress: Callable[[int], object]) -> Weights:
+    def load(
+        self,
+        config: ModelConfig,
+        dtype: Any,
+        mesh: Mesh | None,
+        progress: Callable[[int], object],
+        **options: bool,
+    ) -> Weights:
         """The weights, each array read straight to its shards; `progress` is told how many arrays each step brought.
+
+        options: those of `leaves`; e4m3 is made of what is stored, layer by layer, and the scales of a cache are 1.
 
         Raises:
           CheckpointError: a group is missing or damaged, or its arrays are not those of the config, by name.
         """
-        stored_as = dict(groups(config, 1))
+        devices = 1 if mesh is None else mesh.shape[TP]
+        stored_as, wanted = dict(groups(config, 1)), dict(groups(config, devices, **options))
         read: list[dict[str, jax.Array]] = []
         with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
-            for name, group in groups(config, 1 if mesh is None else mesh.shape[TP]):
+            for name, group in groups(config, devices):
                 path = (self.path / name).absolute()
                 try:
                     _check_group(path, checkpointer, stored_as[name])
@@ -106,7 +116,8 @@ class OrbaxFolder:
                     raise
                 except Exception as error:  # Orbax and TensorStore raise many kinds
                     raise CheckpointError(f"{path}: cannot be restored, it may be damaged: {str(error)[:300]}") from error
-                read.append({key: _copy_rows(arrays[key], leaf, mesh) for key, leaf in group.items()})
+                stored = {key: _copy_rows(arrays[key], leaf, mesh) for key, leaf in group.items()}
+                read.append({key: _finished(leaf, stored.pop(key, None), mesh) for key, leaf in wanted[name].items()})
                 progress(len(group))
         outer, *layers = read
         return {**outer, "layers": layers}
@@ -133,6 +144,13 @@ def _restore_args(leaf: Leaf, stored: Leaf, dtype: Any, mesh: Mesh | None) -> oc
     # A vocabulary padded further than it is stored gets its rows of zeros from `strict=False`.
     shape = leaf.shape if leaf.rows is None else stored.shape
     return ocp.ArrayRestoreArgs(sharding=placed, global_shape=shape, dtype=dtype, strict=False)
+
+
+def _finished(leaf: Leaf, array: jax.Array | None, mesh: Mesh | None) -> Any:
+    """What stands in a leaf's place, of the array that is stored for it; None: no array is, it is a scale."""
+    if array is None:
+        return jax.device_put(np.ones(leaf.shape, np.float32), None if mesh is None else sharded(mesh, leaf.spec))
+    return array if leaf.scale is None else jax.block_until_ready(quantize_leaf(leaf, array, mesh))
 
 
 def _copy_rows(array: jax.Array, leaf: Leaf, mesh: Mesh | None) -> jax.Array:

@@ -2,7 +2,9 @@
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jaxflow.model.source import CheckpointError, read_json
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16, "F64": np.float64}
+_E4M3 = {"F8_E4M3": jnp.float8_e4m3fn}  # a number only with the scale beside it
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -20,15 +23,15 @@ class SafetensorsFolder:
 
     Raises:
       CheckpointError: no weights or only pickled ones, a damaged or missing file, an index that leads out of the folder,
-        a dtype of quantised weights.
+        a dtype of quantised weights other than e4m3, and that too unless `e4m3`.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, e4m3: bool = False):
         self.path = folder
         names, index = _files(folder)
         views: dict[str, np.ndarray] = {}
         for file_name in names:
-            for name, view in _views(folder / file_name).items():
+            for name, view in _views(folder / file_name, _DTYPES | _E4M3 if e4m3 else _DTYPES).items():
                 if index.get(name, file_name) != file_name:
                     continue
                 if name in views:
@@ -48,7 +51,7 @@ class SafetensorsFolder:
         return self._views[name]
 
 
-def _views(path: Path) -> dict[str, np.ndarray]:
+def _views(path: Path, dtypes: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Every tensor of a file that the library finds whole."""
     try:
         with safe_open(path, framework="np"):
@@ -64,10 +67,10 @@ def _views(path: Path) -> dict[str, np.ndarray]:
     for name, tensor in header.items():
         if name == "__metadata__":
             continue
-        if tensor["dtype"] not in _DTYPES:
-            raise CheckpointError(f"{path}: tensor {name!r} is of dtype {tensor['dtype']}; supported are {', '.join(_DTYPES)}")
+        if tensor["dtype"] not in dtypes:
+            raise CheckpointError(f"{path}: tensor {name!r} is of dtype {tensor['dtype']}; supported are {', '.join(dtypes)}")
         start, stop = (8 + header_bytes + offset for offset in tensor["data_offsets"])
-        views[name] = data[start:stop].view(_DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        views[name] = data[start:stop].view(dtypes[tensor["dtype"]]).reshape(tensor["shape"])
     return views
 
 

@@ -8,6 +8,7 @@ The limits of top-k and top-p are found by searching the bits of the limiting va
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,10 +69,11 @@ def full(
     slots = jnp.where(slots < 0, counts.shape[0], slots)
     row = rows_of(params, slots)
     x = adjust(logits, row, counts, slots, position)
-    limit = _limits(x, temperature, row, search)[:, None]
-    mass = _mass(finite(x.max(-1)), _heat(temperature))
+    few = _largest_blocks(x)
+    limit = _limits(x, few, temperature, row, search)[:, None]
+    mass = _mass(finite(few.peak), _heat(temperature))
     drawn, possible = _draw(x, lambda y: jnp.where(y >= limit, mass(y), 0.0), seed, position)
-    tokens = jnp.where((temperature > 0) & possible, drawn, x.argmax(-1).astype(jnp.int32))
+    tokens = jnp.where((temperature > 0) & possible, drawn, few.likeliest)
     return tokens, count_drawn(counts, slots, tokens), token_logprobs(logits, tokens)
 
 
@@ -85,50 +87,53 @@ def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
     return ((jax.vmap(bits)(seed, position) >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
 
 
-def _limits(x: jax.Array, temperature: jax.Array, row: SlotParams, search: Callable) -> jax.Array:
+class _Few(NamedTuple):
+    """The blocks of columns of [R, n] logits with the largest maxima."""
+
+    logits: jax.Array  # [R, m], the block with the largest maximum first
+    least: jax.Array  # [R]: they hold every logit from this on
+    peak: jax.Array  # [R], the largest logit
+    likeliest: jax.Array  # [R] int32, the first column that has it
+
+
+def _largest_blocks(x: jax.Array) -> _Few:
+    """The `BLOCKS` blocks of x [R, n] with the largest maxima; all of x where it has no more."""
+    rows, n = x.shape
+    width = math.gcd(n, BLOCK)
+    if n // width <= BLOCKS:
+        return _Few(x, jnp.full((rows,), -jnp.inf), x.max(-1), x.argmax(-1).astype(jnp.int32))
+    blocks = x.reshape(rows, n // width, width)
+    maxima, best = top(blocks.max(-1), BLOCKS)
+    few = jnp.take_along_axis(blocks, best[:, :, None], axis=1)
+    likeliest = best[:, 0] * width + few[:, 0].argmax(-1).astype(jnp.int32)
+    return _Few(few.reshape(rows, -1), maxima[:, -1], maxima[:, 0], likeliest)
+
+
+def _limits(x: jax.Array, blocks: _Few, temperature: jax.Array, row: SlotParams, search: Callable) -> jax.Array:
     """The smallest logit that min-p, top-k and top-p leave in each row of x [R, V'] -> [R]; -inf where nothing is cut off.
 
-    Nearly always all that top-k and top-p leave lies in the few blocks of columns with the largest maxima, which hold every logit from the
-    least of those maxima on (`least`): the limits are searched there. `search` looks through whole rows, where a limit lies below that.
+    Nearly always all that top-k and top-p leave lies in the few largest blocks: the limits are searched there. `search` looks through
+    whole rows, where a limit lies below what those blocks are sure to hold.
     """
     n = x.shape[1]
-    few, least, peak = _largest_blocks(x)
-    few = jnp.where(few >= least[:, None], few, -jnp.inf)  # below `least` the blocks do not have all
-    peak, heat = finite(peak), _heat(temperature)
+    few = jnp.where(blocks.logits >= blocks.least[:, None], blocks.logits, -jnp.inf)
+    peak, heat = finite(blocks.peak), _heat(temperature)
     mass = _mass(peak, heat)
-    total = mass(x).sum(-1)
 
     cuts_count, cuts_mass = (row.top_k > 0) & (row.top_k < n), row.top_p < 1.0
     k = jnp.where(cuts_count, row.top_k, n).astype(jnp.float32)  # a float32 counts a vocabulary exactly
     likely = peak + heat * jnp.log(row.min_p)  # where the mass is min_p of the largest
     count_limit = jnp.where(cuts_count, largest_limit(few, jnp.ones_like, k), -jnp.inf)
     floor = jnp.maximum(likely, count_limit)
-    held = floor >= least
-    left = jnp.where(held, jnp.where(few >= floor[:, None], mass(few), 0.0).sum(-1), total)
+    held = floor >= blocks.least
+    left = jnp.where(held, jnp.where(few >= floor[:, None], mass(few), 0.0).sum(-1), mass(x).sum(-1))
     nucleus = largest_limit(few, mass, left * row.top_p)
     limit = jnp.where(cuts_mass, jnp.maximum(floor, nucleus), floor)
-
     if few.shape[1] == n:
         return limit
     counted = ~cuts_count | (count_limit > -jnp.inf)
     known = counted & (~cuts_mass | held | ((floor == -jnp.inf) & (nucleus > -jnp.inf)))
-    searched = search(x, peak, heat, likely, k, row.top_p, ~known & (temperature > 0))
-    return jnp.where(known, limit, searched)
-
-
-def _largest_blocks(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The `BLOCKS` blocks of columns of x [R, n] with the largest maxima, side by side in the order of columns.
-
-    Returns: their logits [R, m]; the least [R] that is sure to be among them with all above it (-inf: these are all); the maximum [R].
-    """
-    rows, n = x.shape
-    width = math.gcd(n, BLOCK)
-    blocks = x.reshape(rows, n // width, width)
-    maxima = blocks.max(-1)
-    if n // width <= BLOCKS:
-        return x, jnp.full((rows,), -jnp.inf), maxima.max(-1)
-    values, best = top(maxima, BLOCKS)
-    return jnp.take_along_axis(blocks, best[:, :, None], axis=1).reshape(rows, -1), values[:, -1], values[:, 0]
+    return jnp.where(known, limit, search(x, peak, heat, likely, k, row.top_p, ~known & (temperature > 0)))
 
 
 def _mass(peak: jax.Array, heat: jax.Array) -> OfValues:

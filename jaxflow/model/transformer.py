@@ -28,9 +28,9 @@ def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[F
         with jax.named_scope("rope_append"):
             q, kv[i] = ops.rope_append(c, layer, w, batch, 0, t, fused, kv[i])
         with jax.named_scope("decode_attention"):
-            decoded = ops.decode_attention(c, layer, batch, 0, t, q, kv[i])
+            decoded = ops.decode_attention(c, layer, w, batch, 0, t, q, kv[i])
         with jax.named_scope("chunk_attention"):
-            prefilled = ops.chunk_attention(c, layer, batch, 0, t, q, kv[i])
+            prefilled = ops.chunk_attention(c, layer, w, batch, 0, t, q, kv[i])
         with jax.named_scope("out_proj"):
             y = ops.out_proj(c, w, is_decode, decoded, prefilled)
         with jax.named_scope("attn_reduce"):

@@ -8,6 +8,10 @@ Matrices that one GEMM can do together are fused, their rows in an order such th
 shard: `qkv` holds, for each key/value head, its query heads, its key head, its value head; `up_gate` alternates blocks
 of gate rows and up rows (`ModelConfig.gate_block`). With fewer key/value heads than shards, each is repeated, so that
 every shard has its own.
+
+With fp8, the matrices named in `FP8` are `Quantized` e4m3 with a scale for each row, in the place of the array; the
+embeddings, the head, norms, routers and experts stay as they are. An e4m3 cache has its scales here, "k_scale" and
+"v_scale" [K], float32, in each layer.
 """
 
 import dataclasses
@@ -23,9 +27,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxflow.config import ConfigError, Layer, ModelConfig, gate_block
 from jaxflow.mesh import TP, sharded
 from jaxflow.model.tensor_names import layer_names, model_names
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.reference import quantize_rows
 
 Weights = dict[str, Any]
+_Init = Literal["matrix", "norm", "zero", "one"]
 VOCAB_TILE = 64  # each shard's rows of the vocabulary are a multiple of this
+FP8 = ("qkv", "out_proj", "up_gate", "down")
 TENSOR_PARALLEL_AXIS = {
     "embed": 0,
     "lm_head": 0,
@@ -37,6 +45,8 @@ TENSOR_PARALLEL_AXIS = {
     "down": 1,
     "expert_up_gate": 1,
     "expert_down": 2,
+    "k_scale": 0,
+    "v_scale": 0,
 }
 
 
@@ -57,17 +67,46 @@ class Leaf:
     key: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    init: Literal["matrix", "norm", "zero"]  # what dummy weights have there
+    init: _Init  # what dummy weights have there
     rows: np.ndarray | None = None  # of the same leaf made for one device: which row each row is; None: the same rows
+    scale: "Leaf | None" = None  # e4m3: of the scales of its rows, as a checkpoint of e4m3 has them
 
     @property
     def spec(self) -> PartitionSpec:
-        axis = TENSOR_PARALLEL_AXIS.get(self.key)
-        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TP)
+        return _spec(self.key)
+
+    @property
+    def specs(self) -> Any:
+        """The `PartitionSpec` of what stands in the leaf's place: two of them for e4m3."""
+        return self.spec if self.scale is None else _fp8_specs(self.key)
+
+    def struct(self, dtype: Any) -> Any:
+        """The shape and dtype of what stands in the leaf's place."""
+        if self.scale is None:
+            return jax.ShapeDtypeStruct(self.shape, self.dtype(dtype))
+        values, scale = jax.ShapeDtypeStruct(self.shape, jnp.float8_e4m3fn), jax.ShapeDtypeStruct(self.shape[:1], jnp.float32)
+        return Quantized(values, scale)  # pyright: ignore[reportArgumentType]
+
+    def dtype(self, model: Any) -> Any:
+        """Of the array, where the model's is `model`: scales are float32."""
+        return jnp.float32 if self.key.endswith("_scale") else model
 
 
-def leaves(config: ModelConfig, tp: int = 1) -> Weights:
+def _spec(key: str) -> PartitionSpec:
+    axis = TENSOR_PARALLEL_AXIS.get(key)
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TP)
+
+
+def _fp8_specs(key: str) -> Any:
+    """Of an e4m3 matrix: its scales are cut where its rows are."""
+    return Quantized(_spec(key), PartitionSpec(*_spec(key)[:1]))  # pyright: ignore[reportArgumentType]
+
+
+def leaves(config: ModelConfig, tp: int = 1, *, fp8: bool = False, kv_scales: bool = False) -> Weights:
     """The pytree of weights for `tp` devices, a `Leaf` in the place of each array.
+
+    Args:
+      fp8: the matrices of `FP8` in e4m3. kv_scales: with the scales of an e4m3 cache.
 
     Raises:
       ConfigError: `tensor_parallel_size` does not cut the heads or the MLP evenly.
@@ -83,17 +122,24 @@ def leaves(config: ModelConfig, tp: int = 1) -> Weights:
     if not config.tie_word_embeddings:
         tree["lm_head"] = _padded("lm_head", names["lm_head"], (v, d), padded)
     tree["layers"] = [_layer(config, layer, names["layer"].format(i), tp) for i, layer in enumerate(config.layers)]
+    for i, layer in enumerate(tree["layers"]):
+        prefix = names["layer"].format(i)
+        if fp8:
+            scales = _scales(config, prefix, tp)
+            tree["layers"][i] = layer = {k: dataclasses.replace(leaf, scale=scales[k]) if k in FP8 else leaf for k, leaf in layer.items()}
+        if kv_scales:
+            layer |= {key: _kv_scale(key, f"{prefix}self_attn.{key}", config, tp) for key in ("k_scale", "v_scale")}
     return tree
 
 
-def shapes(config: ModelConfig, tp: int = 1, dtype: Any = jnp.float32) -> Weights:
-    """The pytree with a `jax.ShapeDtypeStruct` for each array: global shapes, over all `tp` devices."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), leaves(config, tp))
+def shapes(config: ModelConfig, tp: int = 1, dtype: Any = jnp.float32, *, fp8: bool = False, kv_scales: bool = False) -> Weights:
+    """The pytree with a `jax.ShapeDtypeStruct` for each array: global shapes, over all `tp` devices. Options: those of `leaves`."""
+    return jax.tree.map(lambda leaf: leaf.struct(dtype), leaves(config, tp, fp8=fp8, kv_scales=kv_scales))
 
 
-def shardings(config: ModelConfig, mesh: Mesh | None = None) -> Weights:
+def shardings(config: ModelConfig, mesh: Mesh | None = None, *, fp8: bool = False, kv_scales: bool = False) -> Weights:
     """The pytree with a `PartitionSpec` over the mesh axis "tp" for each array; the mesh's size changes only what is refused."""
-    return jax.tree.map(lambda leaf: leaf.spec, leaves(config, 1 if mesh is None else mesh.shape[TP]))
+    return jax.tree.map(lambda leaf: leaf.specs, leaves(config, 1 if mesh is None else mesh.shape[TP], fp8=fp8, kv_scales=kv_scales))
 
 
 def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.ndarray:
@@ -104,24 +150,39 @@ def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.nd
     return out
 
 
+def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized:
+    """The wide array of an e4m3 leaf, quantised by rows on the devices that hold it."""
+    return _quantize_placed(leaf.key, mesh)(array)
+
+
+@functools.cache
+def _quantize_placed(key: str, mesh: Mesh | None) -> Callable[[jax.Array], Quantized]:
+    placed = None if mesh is None else jax.tree.map(functools.partial(sharded, mesh), _fp8_specs(key))
+    return jax.jit(quantize_rows, out_shardings=placed)
+
+
 def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this model must have."""
     return {piece.name: piece.shape for leaf in jax.tree.leaves(leaves(config)) for piece in leaf.pieces}
 
 
-def dummy_weights(config: ModelConfig, dtype: Any, mesh: Mesh | None = None, seed: int = 0) -> Weights:
+def dummy_weights(
+    config: ModelConfig, dtype: Any, mesh: Mesh | None = None, seed: int = 0, *, fp8: bool = False, kv_scales: bool = False
+) -> Weights:
     """Random weights, made on the device(s) that hold them; the same numbers (rounded to `dtype`) for every mesh.
 
     Matrices are about normal with a variance of 1 / fan-in, norms scale by 1 and biases are 0, so that activations keep
-    their size from layer to layer. One compilation for each distinct layer, however many layers there are.
+    their size from layer to layer. One compilation for each distinct layer, however many layers there are. Options: those
+    of `leaves`; e4m3 matrices are the rounded ones, quantised.
     """
-    tree = leaves(config, 1 if mesh is None else mesh.shape[TP])
+    tree = leaves(config, 1 if mesh is None else mesh.shape[TP], fp8=fp8, kv_scales=kv_scales)
     makers: dict[tuple[Any, ...], Callable[[np.ndarray], Any]] = {}
 
     def make(group: dict[str, Leaf], number: int) -> dict[str, jax.Array]:
         kind = tuple((name, leaf.shape) for name, leaf in group.items())
         if kind not in makers:
-            placed = None if mesh is None else {name: sharded(mesh, leaf.spec) for name, leaf in group.items()}
+            specs = {name: leaf.specs for name, leaf in group.items()}
+            placed = None if mesh is None else jax.tree.map(functools.partial(sharded, mesh), specs)
             draw = functools.partial(_draw_group, group=group, dtype=dtype, norm=1.0 - config.norm_weight_offset)
             makers[kind] = jax.jit(draw, out_shardings=placed)
         return makers[kind](np.random.SeedSequence([seed, number]).generate_state(2 * len(group)).reshape(-1, 2))
@@ -130,13 +191,14 @@ def dummy_weights(config: ModelConfig, dtype: Any, mesh: Mesh | None = None, see
     return make(outer, 0) | {"layers": [make(layer, i) for i, layer in enumerate(tree["layers"], start=1)]}
 
 
-def _draw_group(seeds: jax.Array, *, group: Mapping[str, Leaf], dtype: Any, norm: float) -> dict[str, jax.Array]:
-    return {name: _draw(seeds[i], leaf, norm).astype(dtype) for i, (name, leaf) in enumerate(group.items())}
+def _draw_group(seeds: jax.Array, *, group: Mapping[str, Leaf], dtype: Any, norm: float) -> dict[str, Any]:
+    arrays = {name: _draw(seeds[i], leaf, norm).astype(leaf.dtype(dtype)) for i, (name, leaf) in enumerate(group.items())}
+    return {name: array if group[name].scale is None else quantize_rows(array) for name, array in arrays.items()}
 
 
 def _draw(seeds: jax.Array, leaf: Leaf, norm: float) -> jax.Array:
     if leaf.init != "matrix":
-        return jnp.full(leaf.shape, norm if leaf.init == "norm" else 0.0)
+        return jnp.full(leaf.shape, {"norm": norm, "zero": 0.0, "one": 1.0}[leaf.init])
     rows = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, 0) if leaf.rows is None else jnp.asarray(leaf.rows, jnp.uint32)[:, None]
     index = rows
     for axis, size in enumerate(leaf.shape[1:], start=1):
@@ -178,7 +240,7 @@ def kv_head_copies(config: ModelConfig, tp: int) -> int:
 # ---- how tensors fill leaves
 
 
-def _whole(key: str, name: str, shape: tuple[int, ...], init: Literal["matrix", "norm", "zero"]) -> Leaf:
+def _whole(key: str, name: str, shape: tuple[int, ...], init: _Init) -> Leaf:
     return Leaf(key, shape, (Piece(name, shape, shape, lambda out: out),), init)
 
 
@@ -282,6 +344,23 @@ def _mlp(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
     if config.mlp_bias:
         tree["down_bias"] = _whole("down_bias", names["down"] + ".bias", (d,), "zero")
     return tree
+
+
+def _scales(config: ModelConfig, prefix: str, tp: int) -> dict[str, Leaf]:
+    """The scales of the rows of each e4m3 matrix, as a checkpoint of e4m3 names them."""
+    names = {role: prefix + name for role, name in layer_names(config).items()}
+    d, suffix = config.hidden_size, ".weight_scale"
+    return {
+        "qkv": _qkv(config, names, tp, suffix),
+        "out_proj": _whole("out_proj_scale", names["out"] + suffix, (d,), "one"),
+        "up_gate": _up_gate(names, config.intermediate_size, config.gated_mlp, suffix),
+        "down": _whole("down_scale", names["down"] + suffix, (d,), "one"),
+    }
+
+
+def _kv_scale(key: str, name: str, config: ModelConfig, tp: int) -> Leaf:
+    k, copies = config.num_kv_heads, kv_head_copies(config, tp)
+    return Leaf(key, (k * copies,), (Piece(name, (k,), (k, 1), lambda out: out.reshape(k, copies)),), "one")
 
 
 def _experts(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:

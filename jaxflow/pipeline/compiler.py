@@ -28,10 +28,11 @@ from jaxflow.pipeline.regions import ADD_NORMS, Group, Segment, grouped
 Forward = Callable[[Context, Weights, list[KV], Batch], tuple[Float[Array, "R D"], Float[Array, "T D"], list[KV]]]
 
 
-def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1) -> Forward:
+def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: bool = False) -> Forward:
     """The function of a plan, of the signature and the meaning of `jaxflow.model.transformer.forward`.
 
-    Its batches have `plan.tokens` tokens, and no prefill chunk in them crosses one of `borders(plan)`.
+    Its batches have `plan.tokens` tokens, and no prefill chunk in them crosses one of `borders(plan)`. quantized: the
+    inputs of products are e4m3 with scales beside them, two arrays each.
 
     Raises:
       PlanError: for a plan that is not one of this model on `tp` devices, or that asks for what is not there.
@@ -43,7 +44,7 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1) -> Forward:
             raise PlanError(nano.id, f"sms={nano.sms}: no kernels that keep to a number of SMs are built yet; leave it out")
     runs, final = program(plan, graph), final_values(graph)
     reads = Reads(runs, final)
-    groups = grouped(runs, reads)
+    groups = grouped(runs, reads, quantized)
 
     def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[Array, Array, list[KV]]:
         if batch.num_tokens != plan.tokens:
@@ -172,7 +173,7 @@ class _Step:
         if name == "rope_append":
             return op(c, layer, w, self.batch, start, stop, *inputs, self.kv[run.layer])
         if name in ATTENTION:
-            return (op(c, layer, self.batch, start, stop, *inputs, self.kv[run.layer]),)
+            return (op(c, layer, w, self.batch, start, stop, *inputs, self.kv[run.layer]),)
         if name == "out_proj":
             return (op(c, w, self.batch.is_decode(start, stop), *inputs),)
         if run.op.kind == "network":

@@ -13,7 +13,8 @@ from jaxflow.pipeline.order import ATTENTION, MAIN, Reads, Run, Source, Span
 from jaxflow.pipeline.plan import PlanError
 
 ADD_NORMS = ("attn_norm", "mlp_norm")
-_ARRAYS = {"routing": 2}  # values that are not one array
+_PAIRS = ("routing",)  # values that are two arrays
+_QUANTIZED_PAIRS = ("routing", "h1", "h2", "a")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +49,16 @@ class Group:
         return self.last - len(self.runs)
 
 
-def grouped(runs: tuple[Run, ...], reads: Reads) -> tuple[Group, ...]:
+def grouped(runs: tuple[Run, ...], reads: Reads, quantized: bool = False) -> tuple[Group, ...]:
     """The program in groups; a run that waits begins one, and so does a change of tokens.
+
+    quantized: the inputs of products have scales beside them.
 
     Raises:
       PlanError: if a side stream would leave a value that is not one array.
     """
     groups: list[Group] = []
+    pairs = _QUANTIZED_PAIRS if quantized else _PAIRS
     current: list[Run] = []
     for index, run in enumerate(runs):
         current.append(run)
@@ -62,7 +66,7 @@ def grouped(runs: tuple[Run, ...], reads: Reads) -> tuple[Group, ...]:
         if stream != MAIN and index + 1 < len(runs) and _continues(run, runs[index + 1]):
             continue
         found = tuple(current)
-        groups.append(Group(found, index + 1, _segments(found, index + 1, reads) if stream != MAIN else ()))
+        groups.append(Group(found, index + 1, _segments(found, index + 1, reads, pairs) if stream != MAIN else ()))
         current = []
     return tuple(groups)
 
@@ -89,12 +93,12 @@ def _steps(runs: tuple[Run, ...]) -> list[Step]:
     return steps
 
 
-def _segments(runs: tuple[Run, ...], last: int, reads: Reads) -> tuple[Segment, ...]:
+def _segments(runs: tuple[Run, ...], last: int, reads: Reads, pairs: tuple[str, ...]) -> tuple[Segment, ...]:
     steps, segments, at = _steps(runs), [], 0
     while at < len(steps):
         for stop in range(len(steps), at, -1):
             left = _outliving(steps, at, stop, last, reads)
-            if len(left) == 1 and _ARRAYS.get(left[0][0][1], 1) == 1:
+            if len(left) == 1 and left[0][0][1] not in pairs:
                 break
         else:
             run = steps[at].run

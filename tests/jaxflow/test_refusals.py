@@ -126,9 +126,9 @@ def test_the_limits_themselves_are_taken(llm):
 SETTINGS = (
     ("model", {"model": ""}),
     ("quantization", {"quantization": "int4"}),
-    ("quantization", {"quantization": "fp8"}),
-    ("kv_cache_dtype", {"kv_cache_dtype": "fp8"}),
-    ("kv_cache_dtype", {"kv_cache_dtype": "int8"}),
+    ("quantization", {"quantization": "FP8"}),
+    ("kv_cache_dtype", {"kv_cache_dtype": "fp8_e5m2"}),
+    ("kv_cache_dtype", {"kv_cache_dtype": "int4"}),
     ("dtype", {"dtype": "float16"}),
     ("load_format", {"load_format": "pickle"}),
     ("block_size", {"block_size": 0}),
