@@ -1,0 +1,239 @@
+"""Checks the kernels that only move memory against their twins on a GPU, and times them beside XLA's fusions and a copy of the same bytes.
+
+    python -m pallas_kernels.checks.pointwise [--seconds 0.6] [--only check,time] [--json FILE]
+
+Prints one line a case. Errors are ‖kernel − twin‖ / ‖twin‖ on fresh random inputs, slots scattered and some outside the cache; rates are of
+the bytes that must move. Times are of a layer in a program of many, with buffers that rotate.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import shlex
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import reference
+from pallas_kernels.checks.timing import interleaved
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.rms_norm import add_norm
+from pallas_kernels.rope_append import rope_append
+from pallas_kernels.token_limits import token_limits
+
+TOLERANCE = {"bfloat16": 4e-3, "float8_e4m3fn": 4e-2, "int8": 1e-2}  # one rounding of each number, twice where the twin rounds in between
+PAGE = 64
+LAYERS = 32
+
+
+def say(rows: list, **row):
+    rows.append(row)
+    print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+
+
+def error(got, want) -> float:
+    got, want = (np.asarray(x, np.float32) for x in (got, want))
+    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+
+
+def normal(rng, *shape, dtype=jnp.bfloat16):
+    return jax.jit(lambda key: jax.random.normal(key, shape, jnp.float32).astype(dtype))(jax.random.key(rng.integers(2**31)))
+
+
+def check_norm(rows, rng, tokens, width, adds, centres, quantizes):
+    x, y, weight, bias = normal(rng, tokens, width), normal(rng, tokens, width), normal(rng, width), normal(rng, width)
+    args = (x, y if adds else None, weight, bias if centres else None)
+    how = {"eps": 1e-5, "offset": 0.0 if centres else 1.0, "quantize": quantizes}
+    got, want = (jax.jit(functools.partial(norm, **how))(*args) for norm in (add_norm, reference.add_norm))
+    true = [reference.dequantize(h) if quantizes else h for _, h in (got, want)]
+    err, kind = error(*true), "float8_e4m3fn" if quantizes else "bfloat16"
+    ok = bool((got[0] == want[0]).all()) and err < TOLERANCE[kind]
+    say(rows, what="check add_norm", ok=ok, error=err, t=tokens, d=width, adds=adds, centres=centres, quantizes=quantizes)
+
+
+def random_cache(rng, dtype, pages, kv, h):
+    k = jnp.asarray(rng.integers(-20, 20, (pages, kv, PAGE, h))).astype(dtype)
+    if dtype == jnp.bfloat16:
+        return k, -k
+    if dtype == jnp.int8:
+        scale = jnp.ones((pages, kv, PAGE))
+        return Quantized(k, scale), Quantized(k.transpose(0, 1, 3, 2), scale)
+    return k, k.transpose(0, 1, 3, 2)
+
+
+def check_rope(rows, rng, tokens, kv, group, h, dtype, normed=False, sms=None):
+    pages = tokens // 20 + 2
+    fused, cache = normal(rng, tokens, kv * (group + 2) * h), random_cache(rng, dtype, pages, kv, h)
+    positions = jnp.asarray(rng.integers(0, 100_000, tokens), jnp.int32)
+    slots = jnp.asarray(rng.permutation(pages * PAGE)[:tokens], jnp.int32).at[tokens // 3].set(-1).at[tokens // 2].set(pages * PAGE)
+    how = {"head_dim": h, "inv_freq": jnp.asarray(5e5 ** -(np.arange(0, h, 2) / h), jnp.float32)}
+    if normed:
+        how |= {"q_norm": normal(rng, h), "k_norm": normal(rng, h)}
+    if dtype == jnp.float8_e4m3fn:
+        how |= {name: jnp.asarray(rng.uniform(0.005, 0.1, kv), jnp.float32) for name in ("k_scale", "v_scale")}
+    want = jax.jit(functools.partial(reference.rope_append, **how))(fused, *cache, positions, slots)
+    kernel = functools.partial(rope_append, sms=sms, **how)
+    got = jax.jit(kernel)(fused, *cache, positions, slots)
+    again = jax.jit(kernel, donate_argnums=(1, 2))(fused, *jax.tree.map(jnp.copy, cache), positions, slots)
+    same = all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True))
+    errors = [error(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
+    ok = same and errors[0] < TOLERANCE["bfloat16"] and max(errors[1:]) < TOLERANCE[jnp.dtype(dtype).name]
+    name = jnp.dtype(dtype).name
+    say(
+        rows,
+        what="check rope_append",
+        ok=ok,
+        error=max(errors),
+        same_bits=same,
+        t=tokens,
+        kv=kv,
+        g=group,
+        h=h,
+        cache=name,
+        norms=normed,
+        sms=sms,
+    )
+
+
+def check_limits(rows, rng, count, columns, sigma):
+    x = rng.normal(size=(count, columns)).astype(np.float32) * sigma
+    x[1], x[2, 5:] = np.round(x[1]), -np.inf
+    row = np.arange(count)
+    k, p = np.where(row % 2, columns, 1000), np.where(row % 3, 0.9, 1.0)
+    args = (x, x.max(-1), np.full(count, 0.8), np.full(count, -np.inf), k, p)
+    args = (*(np.asarray(a, np.float32) for a in args), np.ones(count, bool))
+    got, want = (np.nan_to_num(np.asarray(jax.jit(search)(*args)), nan=-np.inf) for search in (token_limits, reference.token_limits))
+    kept = [(x >= limit[:, None]).sum(-1) for limit in (got, want)]
+    off = int(np.abs(kept[0] - kept[1]).max())  # a sum that meets its target within rounding may keep a token more or less
+    say(rows, what="check token_limits", ok=off <= 2, off=off, r=count, v=columns, sigma=sigma)
+
+
+def checks(rows):
+    rng = np.random.default_rng(time.time_ns())
+    for case in (
+        (300, 4096, True, False, False),
+        (7, 8192, True, False, True),
+        (300, 3584, False, True, False),
+        (64, 896, True, False, True),
+    ):
+        check_norm(rows, rng, *case)
+    shapes = ((300, 8, 4, 128), (64, 4, 2, 256), (77, 2, 7, 64), (1, 8, 8, 128), (100, 1, 5, 64), (2048, 8, 4, 128))
+    for i, shape in enumerate(shapes):
+        for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8):
+            check_rope(rows, rng, *shape, dtype, normed=i % 2 == 1, sms=28 if i % 3 == 2 else None)
+    check_limits(rows, rng, 64, 128256, 2.0)
+    check_limits(rows, rng, 8, 32000, 0.1)
+
+
+def timed(rows, seconds, ways, calls, moved, **case):
+    for name, t in interleaved(ways, calls=calls, seconds=seconds).items():
+        say(rows, what=name, tbs=moved / t.us / 1e6, **case, **dataclasses.asdict(t))
+
+
+def time_norm(rows, seconds, tokens, width=4096, quantizes=False):
+    """A chain, in which each layer waits for the one before, as in a step."""
+    rng, rounds = np.random.default_rng(tokens), LAYERS if tokens > 256 else 4 * LAYERS
+    x, ys, ws = normal(rng, tokens, width), [normal(rng, tokens, width) for _ in range(LAYERS)], [normal(rng, width) for _ in range(LAYERS)]
+
+    def chain(norm):
+        def run(x, ys, ws):
+            for i in range(rounds):
+                x, h = norm(x, ys[i % LAYERS], ws[i % LAYERS], eps=1e-5, quantize=quantizes)
+                x, h = jax.lax.optimization_barrier((x, h))
+            return x, h
+
+        program = jax.jit(run)
+        return lambda: program(x, ys, ws)
+
+    ways = {"add_norm": chain(jax.jit(add_norm, static_argnames=("eps", "quantize"))), "add_norm xla": chain(reference.add_norm)}
+    timed(rows, seconds, ways, rounds, (7 if quantizes else 8) * tokens * width, t=tokens, quantizes=quantizes)
+
+
+def time_rope(rows, seconds, tokens, dtype, kv=8, group=4, h=128, pages=320):
+    rng, rounds = np.random.default_rng(tokens), LAYERS if tokens > 256 else 4 * LAYERS
+    fused = [normal(rng, tokens, kv * (group + 2) * h) for _ in range(LAYERS)]
+    positions = jnp.asarray(rng.integers(0, 100_000, tokens), jnp.int32)
+    page, place = rng.permutation(pages), rng.integers(0, PAGE, tokens)
+    token = np.arange(tokens)
+    slots = page[token] * PAGE + place if tokens <= 256 else page[token // PAGE] * PAGE + token % PAGE  # decodes; chunks
+    slots = jnp.asarray(slots, jnp.int32)
+    how = {"head_dim": h, "inv_freq": jnp.asarray(5e5 ** -(np.arange(0, h, 2) / h), jnp.float32)}
+
+    def chain(rope):
+        def run(caches, fused, positions, slots):
+            caches, some = list(caches), []
+            for i in range(rounds):
+                out = rope(fused[i % LAYERS], *caches[i % LAYERS], positions, slots, **how)
+                q, *caches[i % LAYERS] = jax.lax.optimization_barrier(out)
+                some.append(q[0, 0, 0])
+            return caches, sum(some)
+
+        program = jax.jit(run, donate_argnums=(0,))
+        kept = [[random_cache(rng, dtype, pages, kv, h) for _ in range(LAYERS)]]
+
+        def step():
+            kept[0], some = program(kept[0], fused, positions, slots)
+            return some
+
+        return step
+
+    kernel = jax.jit(functools.partial(rope_append, **how))
+    ways = {"rope_append": chain(lambda *args, **_: kernel(*args)), "rope_append xla": chain(reference.rope_append)}
+    size = jnp.dtype(dtype).itemsize
+    moved = tokens * kv * h * (2 * (group + 2) + 2 * group + 2 * size)
+    timed(rows, seconds, ways, rounds, moved, t=tokens, cache=jnp.dtype(dtype).name)
+
+
+def time_copy(rows, seconds, tokens, width=6144):
+    rng = np.random.default_rng(0)
+    xs = [normal(rng, tokens, width) for _ in range(LAYERS)]
+    program = jax.jit(lambda xs: [-x for x in xs])
+    timed(rows, seconds, {"copy": lambda: program(xs)}, LAYERS, 4 * tokens * width, t=tokens)
+
+
+def time_limits(rows, seconds, count=1024, columns=128256):
+    x = normal(np.random.default_rng(0), count, columns, dtype=jnp.float32) * 2
+    one = jnp.ones((count,))
+    for name, k, p, wanted in (("top-p of all", columns, 0.9, count), ("top-k of all", 5000, 1.0, count), ("top-p of 4", columns, 0.9, 4)):
+        args = (x, x.max(-1), one, one * -jnp.inf, one * k, one * p, jnp.arange(count) < wanted)
+        ways = {
+            f"token_limits{how}": functools.partial(jax.jit(f), *args) for how, f in (("", token_limits), (" xla", reference.token_limits))
+        }
+        timed(rows, seconds, ways, 1, x.size * 4, case=name)
+
+
+def times(rows, seconds):
+    time_copy(rows, seconds, 2048)
+    for tokens in (2048, 256, 8):
+        for quantizes in (False, True):
+            time_norm(rows, seconds, tokens, quantizes=quantizes)
+        for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+            time_rope(rows, seconds, tokens, dtype)
+    time_limits(rows, seconds)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
+    parser.add_argument("--only", default="check,time", help="which parts, separated by commas")
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+    rows: list = []
+    parts = {"check": lambda: checks(rows), "time": lambda: times(rows, args.seconds)}
+    for part in args.only.split(","):
+        parts[part]()
+        if args.json:
+            with open(args.json, "w") as f:
+                command = shlex.join(["python", "-m", "pallas_kernels.checks.pointwise", *sys.argv[1:]])
+                json.dump({"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
+    bad = [r for r in rows if r.get("ok") is False]
+    print(f"{len(bad)} checks failed" if bad else "all checks passed")
+    raise SystemExit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()
