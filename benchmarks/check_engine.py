@@ -4,7 +4,10 @@ Greedy answers are made with the fast kernels (decode attention, chunks of every
 step); then both engines read the same prompts with these answers behind them, and the log-probabilities that they give
 each token are compared. In bfloat16 two right engines differ by rounding; a wrong key, page or mask shows as a difference of ones.
 
-    python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4]
+    python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4] [--fp8]
+
+With --fp8 both engines have e4m3 weights and cache. An activation that falls on another e4m3 step than the other engine's
+moves by 6 %, and the next layers' may follow, so that right engines differ by more.
 """
 
 import argparse
@@ -21,8 +24,8 @@ from jaxflow.engine.request import Delta, Logprob, Request, SamplingParams, Star
 from jaxflow.model.checkpoint import open_checkpoint
 from pallas_kernels.kernel_set import REFERENCE
 
-MEAN, LARGEST = 0.02, 0.5  # nats that log-probabilities may differ by
-BEST = 0.9  # share of drawn tokens
+# Nats that log-probabilities may differ by, in the mean and at most, and the share of drawn tokens that are the twins' best.
+LIMITS = {False: (0.02, 0.5, 0.9), True: (0.06, 1.0, 0.75)}
 
 
 def run(engine: Loop, requests: list[Request]) -> tuple[dict[str, list[int]], dict[str, list[Logprob]]]:
@@ -44,10 +47,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--output_json")
     given = parser.parse_args()
     settings = EngineConfig(
-        model=given.model, load_format="dummy", max_model_len=4096, max_num_batched_tokens=512, max_num_seqs=64, num_kv_pages=1024
+        model=given.model,
+        load_format="dummy",
+        quantization="fp8" if given.fp8 else None,
+        kv_cache_dtype="fp8" if given.fp8 else "auto",
+        max_model_len=4096,
+        max_num_batched_tokens=512,
+        max_num_seqs=64,
+        num_kv_pages=1024,
     )
     prepare_process(settings)
     checkpoint = open_checkpoint(settings.model, load_format="dummy")
@@ -82,6 +93,8 @@ def main() -> int:
     result = {
         "model": given.model,
         "layers": given.layers,
+        "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "kernels": fast.executor.programs.context.kernels.name,
         "tokens_compared": int(differences.size),
         "mean_difference_nats": float(differences.mean()),
@@ -94,8 +107,9 @@ def main() -> int:
     if given.output_json:
         with open(given.output_json, "w") as file:
             json.dump(result, file, indent=1)
-    close = result["mean_difference_nats"] < MEAN and result["largest_difference_nats"] < LARGEST
-    return 0 if close and result["drawn_tokens_that_are_the_twins_best"] > BEST and compilations == 0 else 1
+    mean, largest, share = LIMITS[given.fp8]
+    close = result["mean_difference_nats"] < mean and result["largest_difference_nats"] < largest
+    return 0 if close and result["drawn_tokens_that_are_the_twins_best"] > share and compilations == 0 else 1
 
 
 if __name__ == "__main__":
