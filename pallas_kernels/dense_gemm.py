@@ -3,7 +3,8 @@
 `sms` CTAs work through a table of items (`gemm_tiles.schedule`): whole output tiles, then tiles cut along K so that all CTAs end together.
 In a CTA one warpgroup copies the operands through a ring of stages and runs ahead over the borders of tiles; two compute half of the tile's
 rows each. Both operands have K contiguous: the weight is wgmma's transposed right-hand side. Where gates and ups alternate, a warpgroup
-holds both of a pair in its registers, so act(gate) · up costs no memory.
+holds both of a pair in its registers, so act(gate) · up costs no memory. A kernel that has the GPU to itself runs in clusters of two CTAs
+whose tiles lie below each other: each brings half of the weight's tile for both, a third less for the L2 cache to send.
 """
 
 import dataclasses
@@ -79,12 +80,14 @@ def dense_gemm(
     )
     out = [jax.ShapeDtypeStruct((x.shape[0], n if gate_block is None else n // 2), out_dtype)]
     if slots:
-        out.append(jax.ShapeDtypeStruct((slots, 2, tile.rows // 2, tile.cols), jnp.float32))
+        out.append(jax.ShapeDtypeStruct((slots * tile.cluster, 2, tile.rows // 2, tile.cols), jnp.float32))
     kernel = plgpu.kernel(
         functools.partial(_multiply, form=form),
         out_type=out,
         grid=(plan.schedule.table.shape[0],),
-        grid_names=("cta",),
+        grid_names=("worker",),
+        cluster=(tile.cluster,),
+        cluster_names=("rank",),
         num_threads=3,
         thread_name="wg",
         scratch_types=_scratch(form, out_dtype),
@@ -146,7 +149,10 @@ def _scratch(form: _Form, out_dtype) -> dict:
         w_s=plgpu.SMEM((tile.stages, tile.cols, tile.depth), jnp.bfloat16, transforms=operand),
         o_s=plgpu.SMEM((2, _BOXES, 64, form.width), out_dtype, transforms=swizzled(form.width, out_dtype.itemsize)),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-        empty=plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        # What a pair shares is overwritten when both are done with it.
+        empty=plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages)
+        if tile.cluster == 1
+        else plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=2, num_barriers=tile.stages),
     )
     return scratch | ({"read": plgpu.Barrier(num_barriers=2 * _BOXES)} if form.residual else {})
 
@@ -158,7 +164,7 @@ def _multiply(work_ref, x_ref, w_ref, *refs, form, x_s, w_s, o_s, full, empty, r
     o_ref, part_ref = refs.pop(0), refs.pop(0) if form.slots else None
     wg = lax.axis_index("wg")
     # The interpreter has no semaphores, and runs the CTAs in an order in which none has to wait.
-    given = pl.get_global(plgpu.SemaphoreType.REGULAR((2 * form.slots,))) if form.slots and not form.interpret else None
+    given = pl.get_global(plgpu.SemaphoreType.REGULAR((2 * form.slots * form.tile.cluster,))) if form.slots and not form.interpret else None
 
     @pl.when(wg == 2)
     def _():
@@ -174,11 +180,11 @@ def _multiply(work_ref, x_ref, w_ref, *refs, form, x_s, w_s, o_s, full, empty, r
 
 
 def for_items(work_ref, visit, step):
-    """visit(step, *item) -> step for each of this CTA's items; an item is read while the one before it is worked on."""
-    cta, items = lax.axis_index("cta"), work_ref.shape[1]
+    """visit(step, *item) -> step for each of this worker's items; an item is read while the one before it is worked on."""
+    worker, items = lax.axis_index("worker"), work_ref.shape[1]
 
     def item(i):
-        return tuple(work_ref[cta, jnp.minimum(i, items - 1), field] for field in range(FIELDS))
+        return tuple(work_ref[worker, jnp.minimum(i, items - 1), field] for field in range(FIELDS))
 
     def one(i, state):
         own, step = state
@@ -191,8 +197,11 @@ def for_items(work_ref, visit, step):
 def _copy(tile, work_ref, x_ref, w_ref, x_s, w_s, full, empty):
     """Brings the operands of every k step, as far ahead as there are stages."""
     stages, depth = jnp.int32(tile.stages), tile.depth
+    shared = {} if tile.cluster == 1 else {"collective_axes": "rank"}
 
     def visit(step, row, column, first, count, *_):
+        row = row * tile.cluster + lax.axis_index("rank")
+
         def copy(i, step):
             slot = lax.rem(step, stages)
 
@@ -202,7 +211,7 @@ def _copy(tile, work_ref, x_ref, w_ref, x_s, w_s, full, empty):
 
             at = pl.ds((first + i) * depth, depth)
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row * tile.rows, tile.rows), at], x_s.at[slot], full.at[slot])
-            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(column * tile.cols, tile.cols), at], w_s.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(column * tile.cols, tile.cols), at], w_s.at[slot], full.at[slot], **shared)
             return step + 1
 
         return lax.fori_loop(0, count, copy, step)
@@ -217,9 +226,13 @@ def _copy(tile, work_ref, x_ref, w_ref, x_s, w_s, full, empty):
 
 def _compute(form, wg, work_ref, x_s, w_s, full, empty, part_ref, given, store):
     """Sums this warpgroup's half of every item, and hands it over or stores it."""
-    half, stages = form.half, jnp.int32(form.tile.stages)
+    half, stages, cluster = form.half, jnp.int32(form.tile.stages), form.tile.cluster
+    rank = lax.axis_index("rank")
 
     def visit(step, row, column, _, count, give, take, taken):
+        def flag(part):
+            return given.at[(part * cluster + rank) * 2 + wg]
+
         def product(acc):
             def multiply(i, step):
                 slot = lax.rem(step, stages)
@@ -237,14 +250,14 @@ def _compute(form, wg, work_ref, x_s, w_s, full, empty, part_ref, given, store):
             y = acc[...]
             plgpu.barrier_arrive(empty.at[lax.rem(end - 1, stages)])
             if not form.slots:
-                store(y, row, column, 0, 0)
+                store(y, row * cluster + rank, column, 0, 0)
                 return
 
             @pl.when(give >= 0)
             def _():
-                part_ref[give, wg] = y
+                part_ref[give * cluster + rank, wg] = y
                 if given is not None:
-                    plgpu.semaphore_signal(given.at[give * 2 + wg], memory_scope="gpu")
+                    plgpu.semaphore_signal(flag(give), memory_scope="gpu")
 
             @pl.when(give < 0)
             def _():
@@ -252,9 +265,9 @@ def _compute(form, wg, work_ref, x_s, w_s, full, empty, part_ref, given, store):
 
                     @pl.loop(take, take + taken)
                     def _(part):
-                        plgpu.semaphore_wait(given.at[part * 2 + wg], memory_scope="gpu")
+                        plgpu.semaphore_wait(flag(part), memory_scope="gpu")
 
-                store(y, row, column, take, taken)
+                store(y, row * cluster + rank, column, take, taken)
 
         pl.run_scoped(product, plgpu.ACC((half, form.tile.cols), jnp.float32))
         return step + count
@@ -273,7 +286,7 @@ def _store(form, wg, o_ref, o_s, part_ref, bias_ref, residual_ref, read, y, row,
         if form.slots:
 
             def add(part, total):
-                source = part_ref.at[part, wg, pl.ds(r, 64), pl.ds(c, width)]
+                source = part_ref.at[part * form.tile.cluster + lax.axis_index("rank"), wg, pl.ds(r, 64), pl.ds(c, width)]
                 return total + plgpu.load(source, (), layout=plgpu.Layout.WGMMA, optimized=False)
 
             total = lax.fori_loop(take, take + taken, add, total)

@@ -7,8 +7,11 @@ A tile cut that way has several contributors; the CTA of its end adds up. All of
 
 import dataclasses
 import functools
+import math
 
 import numpy as np
+
+from pallas_kernels.tiles import SMS
 
 FIELDS = 7  # of an item: tile row, tile column, first k step, k steps, slot to give its part to or -1, first slot to take, slots to take
 _SNAP = 3  # a cut this close to a tile's border (in k steps) moves there: handing a part over costs more
@@ -16,14 +19,20 @@ _SNAP = 3  # a cut this close to a tile's border (in k steps) moves there: handi
 
 @dataclasses.dataclass(frozen=True)
 class GemmTile:
-    """Output tiles of rows x cols by two warpgroups of rows / 2 each, `depth` of K a step, `stages` steps in flight."""
+    """Output tiles of rows x cols by two warpgroups of rows / 2 each, `depth` of K a step, `stages` steps in flight.
+
+    cluster: 1, or 2 CTAs on tiles below each other that share the weight's: one worker of the schedule, with a tile of twice the rows.
+    """
 
     rows: int
     cols: int
     stages: int
     depth: int = 64
     cluster: int = 1
-    width: int = 8
+
+    def tiles(self, m: int, n: int) -> tuple[int, int]:
+        """Rows and columns of tiles (or of pairs of them) of a product."""
+        return -(-m // (self.rows * self.cluster)), -(-n // self.cols)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,7 +60,8 @@ def snake(tiles_m: int, tiles_n: int, width: int = 8) -> np.ndarray:
 def schedule(tiles_m: int, tiles_n: int, steps: int, sms: int, whole_rounds: int | None = None, width: int = 8) -> Schedule:
     """Divides tiles_m x tiles_n output tiles of `steps` k steps each among `sms` CTAs.
 
-    `whole_rounds` rounds of whole tiles come first, the tiles after them are cut into equal pieces; None: no tile is cut.
+    `whole_rounds` rounds of whole tiles come first, the tiles after them are cut into equal pieces; None: no tile is cut. The tiles are in
+    the order of `snake` with strips of `width` rows.
     """
     order = snake(tiles_m, tiles_n, width)
     tiles = len(order)
@@ -98,12 +108,14 @@ def _cuts(units: int, steps: int, sms: int) -> list[int]:
     return cuts
 
 
-# What a k step of a tile costs an SM when all are busy, in microseconds, and what a tile costs beside its steps; measured on an H200.
-_STEP_US = {(128, 256): 0.80, (128, 128): 0.48, (256, 128): 0.83}
-_TILE_US = 1.0  # store of the output
+# What a k step of a tile costs an SM when all are busy, in microseconds, and what a tile costs beside its steps. Estimates: 0.8 is
+# measured (an H200 at its power cap), the others follow from it and from bytes.
+_STEP_US = {128: 0.48, 256: 0.80}  # by columns
+_TILE_US = 1.0  # storing the output
 _CUT_US = 2.5  # zeroing the semaphores, once a product
 _PART_US = 1.5  # handing a part over, and as much for taking one
 _TILES = (GemmTile(128, 256, 4), GemmTile(128, 128, 6))
+_STRIP_ROWS = 2048  # with 16 x 8 tiles of 128 x 256 at work, the operands that are read together are the fewest bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,27 +126,36 @@ class GemmPlan:
     schedule: Schedule
 
 
+def plan_of(tile: GemmTile, m: int, n: int, k: int, sms: int, whole_rounds: int | None = None) -> GemmPlan:
+    """The plan of a given tile and number of rounds that stay whole (None: all)."""
+    strip = _STRIP_ROWS // (tile.rows * tile.cluster)
+    return GemmPlan(tile, schedule(*tile.tiles(m, n), k // tile.depth, sms // tile.cluster, whole_rounds, strip))
+
+
 @functools.cache
 def gemm_plan(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -> GemmPlan:
-    """The cheapest plan for a product [m, k] x [n, k] on `sms` SMs: which tile, and how many rounds stay whole."""
+    """The cheapest plan for a product [m, k] x [n, k] on `sms` SMs: which tile, and how many rounds stay whole.
+
+    In pairs only on all SMs: beside another kernel the SMs that are free may not be pairs, and a pair that waits for two doubles the time.
+    """
 
     def options():
         for tile in _TILES:
             if gate_block is not None and tile.cols % (2 * gate_block):
                 continue
-            tiles_m, tiles_n, steps = -(-m // tile.rows), -(-n // tile.cols), k // tile.depth
-            full = tiles_m * tiles_n // sms
+            if sms == SMS and -(-m // tile.rows) % 2 == 0:
+                tile = dataclasses.replace(tile, cluster=2)
+            full = math.prod(tile.tiles(m, n)) // (sms // tile.cluster)
             for rounds in (None, full, full - 1):
                 if rounds is None or rounds >= 0:
-                    yield tile, schedule(tiles_m, tiles_n, steps, sms, rounds)
+                    yield plan_of(tile, m, n, k, sms, rounds)
 
-    return GemmPlan(*min(options(), key=lambda option: cost_us(*option)))
+    return min(options(), key=cost_us)
 
 
-def cost_us(tile: GemmTile, made: Schedule) -> float:
+def cost_us(plan: GemmPlan) -> float:
     """An estimate of a product's time: its busiest CTA's."""
-    table = made.table
-    ends, gives = (table[:, :, 3] > 0) & (table[:, :, 4] < 0), table[:, :, 4] >= 0
-    per_cta = table[:, :, 3].sum(1) * _STEP_US[tile.rows, tile.cols] + ends.sum(1) * _TILE_US
-    per_cta = per_cta + (gives.sum(1) + (table[:, :, 6]).sum(1)) * _PART_US
-    return float(per_cta.max()) + (_CUT_US if made.slots else 0.0)
+    steps, give, taken = (plan.schedule.table[:, :, field] for field in (3, 4, 6))
+    stored, given = (steps > 0) & (give < 0), give >= 0
+    busy = steps.sum(1) * _STEP_US[plan.tile.cols] + stored.sum(1) * _TILE_US + (given + taken).sum(1) * _PART_US
+    return float(busy.max()) + (_CUT_US if plan.schedule.slots else 0.0)

@@ -94,6 +94,7 @@ def checks(rows, share):
 
 def chained(fn, calls):
     """`calls` products in one program, each after the other, so that XLA merges none and launches cost nothing."""
+    fn = jax.jit(fn)  # traced and lowered once
 
     def run(xs, ws):
         outs = []
@@ -141,6 +142,7 @@ def bounded(rows, share, seconds):
 
 def layers(gemm, count=3):
     """The products and the gate of `count` decoder layers of Llama-3.1-8B in one program: (x [M, D], o [M, D], weights) -> outputs."""
+    gemm = jax.jit(gemm, static_argnames=("gate_block", "activation"))  # traced and lowered once
 
     def run(x, o, weights):
         outs = []
