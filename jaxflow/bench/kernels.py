@@ -105,11 +105,10 @@ def text(row: dict[str, Any]) -> Iterator[str]:
         return
     for name, way in row["ways"].items():
         ratio = f"x{row['ratios'][name]:.3f}" if name in row["ratios"] else ""
-        mhz = f"{way['mhz']:.0f}" if way["mhz"] else "-"
+        sensed = f"{way['mhz']:5.0f} MHz {way['watts']:4.0f} W {way['joules'] * 1e3:9.3f} mJ" if way["mhz"] else "too short to sense"
         yield (
             f"{lead:47} {name:16} {way['us']:10.1f} us {way['rate'] / _SCALE[row['unit']]:9.3f} {row['unit']:8} {ratio:7}"
-            f" {mhz:>5} MHz {way['watts']:4.0f} W {way['joules'] * 1e3:9.3f} mJ ±{way['spread'] / 2:.1%}"
-            + ("  short" if lead and row["reached"] is False else "")
+            f" {sensed} ±{way['spread'] / 2:.1%}" + ("  short" if lead and row["reached"] is False else "")
         )
         lead = ""
     for name, us in row["recorded_us"].items():

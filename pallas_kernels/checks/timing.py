@@ -17,25 +17,27 @@ _AHEAD = 3  # programs in flight: enough to hide the host, few enough that their
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Of one call: `us`, its median time over windows; `spread` of the windows, relative; `mhz`, the SM clock's median (None: too short to
-    read); `watts`, the card's mean power; `joules`. `seconds`: how long was measured in all."""
+    """Of one call: `us`, its median time over windows; `spread` of the windows, relative; `mhz`, the SM clock's median; `watts`, the card's
+    mean power; `joules` (all three None where the windows were too short to read). `seconds`: how long was measured in all."""
 
     us: float
     spread: float
     mhz: float | None
-    watts: float
-    joules: float
+    watts: float | None
+    joules: float | None
     seconds: float
 
 
 class _Sensor:
-    """SM clock (MHz, readings 20 ms apart) and energy (J, the card's own counter) while open."""
+    """SM clock (MHz) and power (W) while open, read every 20 ms.
+
+    The card's energy counter moves in steps of a tenth of a second: too coarse for windows that rivals take in turn.
+    """
 
     def __enter__(self):
-        self.clocks, self._stop = [], threading.Event()
+        self.clocks, self.powers, self._stop = [], [], threading.Event()
         pynvml.nvmlInit()
         self._device = pynvml.nvmlDeviceGetHandleByIndex(0)
-        self._joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
@@ -43,9 +45,14 @@ class _Sensor:
     def _watch(self):
         while not self._stop.wait(0.02):
             self.clocks.append(pynvml.nvmlDeviceGetClockInfo(self._device, pynvml.NVML_CLOCK_SM))
+            self.powers.append(self._power())
+
+    def _power(self) -> float:
+        (instant,) = pynvml.nvmlDeviceGetFieldValues(self._device, [pynvml.NVML_FI_DEV_POWER_INSTANT])
+        known = instant.nvmlReturn == pynvml.NVML_SUCCESS  # older cards know only the mean of the last second
+        return (instant.value.uiVal if known else pynvml.nvmlDeviceGetPowerUsage(self._device)) / 1000
 
     def __exit__(self, *_):
-        self.joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(self._device) - self._joules) / 1000
         self._stop.set()
         self._thread.join()
 
@@ -83,7 +90,7 @@ def interleaved(
       seconds: how long each way is measured in all, in `rounds` windows. One more window, the first, only warms.
     """
     many = dict.fromkeys(ways, calls) if isinstance(calls, int) else calls
-    times, windows, clocks, joules = {}, {name: [] for name in ways}, {name: [] for name in ways}, dict.fromkeys(ways, 0.0)
+    times, windows, clocks, powers = {}, {name: [] for name in ways}, {name: [] for name in ways}, {name: [] for name in ways}
     for name, run in ways.items():
         times[name] = max(1, round(seconds / rounds / _once(run)))
     order = list(ways.items())
@@ -96,19 +103,19 @@ def interleaved(
             if i:
                 windows[name].append(took / times[name] / many[name])
                 clocks[name] += sensor.clocks
-                joules[name] += sensor.joules
-    return {name: _timing(windows[name], clocks[name], joules[name], times[name] * many[name]) for name in ways}
+                powers[name] += sensor.powers
+    return {name: _timing(windows[name], clocks[name], powers[name], times[name] * many[name]) for name in ways}
 
 
-def _timing(windows: list[float], clocks: list[float], joules: float, calls: int) -> Timing:
-    middle, total = float(np.median(windows)), sum(windows) * calls
+def _timing(windows: list[float], clocks: list[float], powers: list[float], calls: int) -> Timing:
+    middle, watts = float(np.median(windows)), float(np.mean(powers)) if powers else None
     return Timing(
         us=middle * 1e6,
         spread=(max(windows) - min(windows)) / middle,
         mhz=float(np.median(clocks)) if clocks else None,
-        watts=joules / total,
-        joules=joules / calls / len(windows),
-        seconds=total,
+        watts=watts,
+        joules=None if watts is None else watts * middle,
+        seconds=sum(windows) * calls,
     )
 
 

@@ -86,7 +86,7 @@ def test_it_refuses_without_a_gpu(monkeypatch):
 
 
 class Sensor:
-    clocks, joules = (1500, 1600, 1700), 3.0
+    clocks, powers = (1500, 1600, 1700), (300.0, 500.0)
 
     def __enter__(self):
         return self
@@ -101,5 +101,5 @@ def test_ways_take_turns_and_each_is_timed_by_its_calls(monkeypatch):
     monkeypatch.setattr(timing, "_repeat", lambda run, times: order.append((run(), times)))
     found = timing.interleaved({"a": lambda: "a", "b": lambda: "b"}, calls={"a": 1, "b": 4}, seconds=0.6, rounds=3)
     assert order == [("b", 2), ("a", 2), ("a", 2), ("b", 2)] * 2
-    assert found["a"].mhz == 1600 and found["a"].joules == pytest.approx(1.5)
-    assert found["b"].joules == pytest.approx(1.5 / 4)
+    assert found["a"].mhz == 1600 and found["a"].watts == 400.0
+    assert all(t.joules == pytest.approx(400e-6 * t.us) for t in found.values())
