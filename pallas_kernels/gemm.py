@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import reference
+from pallas_kernels.flat_tiles import FlatTile
 from pallas_kernels.quantized import Int4, Quantized
 from pallas_kernels.table import Choice, Shape, Table
 
@@ -131,9 +132,12 @@ def kernel(choice: Choice) -> Callable:
         return fma_gemm
     if choice.kernel == "flat":
         from pallas_kernels.flat_gemm import flat_gemm
-        from pallas_kernels.flat_tiles import FlatTile
 
-        return functools.partial(flat_gemm, tile=FlatTile(**dict(choice.tile))) if choice.tile else flat_gemm
+        return _with_tile(flat_gemm, choice)
+    if choice.kernel == "int4":
+        from pallas_kernels.int4_gemm import int4_gemm
+
+        return _with_tile(int4_gemm, choice)
     if choice.kernel == "dense":
         from pallas_kernels.dense_gemm import dense_gemm
 
@@ -146,11 +150,12 @@ def kernel(choice: Choice) -> Callable:
         from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
 
         return fp8_flat_gemm
-    if choice.kernel == "int4":
-        from pallas_kernels.int4_gemm import int4_gemm
-
-        return int4_gemm
     raise ValueError(f"kernel={choice.kernel!r} of a tuned table: fma, flat, dense, fp8, fp8_flat, int4 or xla")
+
+
+def _with_tile(function: Callable, choice: Choice) -> Callable:
+    """A kernel of few rows with a choice's tile, made for its most rows; fewer leave some of the ring unused."""
+    return functools.partial(function, tile=FlatTile(**dict(choice.tile))) if choice.tile else function
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from pallas_kernels import table
 from pallas_kernels.checks.timing import interleaved
-from pallas_kernels.flat_tiles import flat_tile
+from pallas_kernels.flat_tiles import filled
 from pallas_kernels.gemm import Product, activations_of, kernel, takers
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.reference.int4 import quantize_int4
@@ -37,6 +37,7 @@ from pallas_kernels.table import Choice, Shape
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ROTATED = 240 << 20  # bytes of weights that a program walks through: four times the L2
+FLAT_TILES = {"flat": (128, 16), "int4": (512, 4.5)}  # depth along K, and bits a weight, of the tiles that --tiles tries
 TIE = 0.01  # what must be gained to change kernels from one number of rows to the next
 
 
@@ -60,13 +61,14 @@ def parse_shape(text: str, weights: str) -> Shape:
 
 
 def tiles(name: str, p: Product, others: bool) -> list[tuple[tuple[str, int], ...]]:
-    """The tiles to try: () stands for the kernel's own; `others`: its neighbours too."""
-    if name != "flat" or not others:
+    """The tiles to try: () stands for the kernel's own; `others`: also those of `FLAT_TILES`, their rings filled."""
+    if name not in FLAT_TILES or not others:
         return [()]
-    own = flat_tile(p.rows, p.shape.n, p.shape.k, 132, gated=p.shape.gate_block > 0)
-    changes = [{"cluster": c} for c in (1, 2, 4) if c != own.cluster] + [{"stages": own.stages // 2}, {"warpgroups": 3 - own.warpgroups}]
-    near = (dataclasses.replace(own, **change) for change in changes if own.warpgroups < 3 or "warpgroups" not in change)
-    return [(), *(tuple(sorted(dataclasses.asdict(tile).items())) for tile in near)]
+    depth, bits = FLAT_TILES[name]
+    rows = (128,) if p.shape.gate_block else (64, 128)  # gates and ups of 64 lie in one warpgroup's rows
+    shapes = [(r, warpgroups, cluster) for r in rows for warpgroups in (1, 2) for cluster in (1, 2) if r * warpgroups <= 128]
+    made = (filled(p.rows, r, warpgroups, depth, cluster, bits) for r, warpgroups, cluster in shapes)
+    return [(), *(tuple(sorted(dataclasses.asdict(tile).items())) for tile in made)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,3 +106,15 @@ def test_a_shape_that_is_none_is_named(text):
         tune.parse_shape(text, "bfloat16")
     with pytest.raises(ValueError, match="--models"):
         tune.shapes_of(["no such model"], "bfloat16")
+
+
+@pytest.mark.parametrize("gate_block", [0, 64])
+def test_tiles_to_try_are_the_kernels_own_and_others_that_fit(gate_block):
+    p = Product(32, Shape(28672, 4096, gate_block=gate_block), "bfloat16")
+    assert tune.tiles("dense", p, True) == tune.tiles("flat", p, False) == [()]
+    own, *others = tune.tiles("flat", p, True)
+    assert own == () and len(set(others)) == len(others) == (2 if gate_block else 6)
+    for tile in others:
+        bound = kernel(Choice(32, "flat", tile)).keywords["tile"]  # type: ignore[attr-defined]
+        assert bound.stages >= 2 and dict(tile)["rows"] == bound.rows
+        assert bound.rows == 128 or not gate_block
