@@ -112,7 +112,7 @@ def _cuts(units: int, steps: int, sms: int) -> list[int]:
 # measured (an H200 at its power cap), the others follow from it and from bytes.
 _STEP_US = {128: 0.48, 256: 0.80}  # by columns
 _TILE_US = 1.0  # storing the output
-_CUT_US = 2.5  # zeroing the semaphores, once a product
+_CUT_US = 1.0  # zeroing the semaphores: one kernel of 2 us, which XLA often shares between products
 _PART_US = 1.5  # handing a part over, and as much for taking one
 _TILES = (GemmTile(128, 256, 4), GemmTile(128, 128, 6))
 _STRIP_ROWS = 2048  # with 16 x 8 tiles of 128 x 256 at work, the operands that are read together are the fewest bytes
@@ -145,10 +145,13 @@ def gemm_plan(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -
                 continue
             if sms == SMS and -(-m // tile.rows) % 2 == 0:
                 tile = dataclasses.replace(tile, cluster=2)
-            full = math.prod(tile.tiles(m, n)) // (sms // tile.cluster)
+            tiles, workers = math.prod(tile.tiles(m, n)), sms // tile.cluster
+            full = tiles // workers
             for rounds in (None, full, full - 1):
                 if rounds is None or rounds >= 0:
                     yield plan_of(tile, m, n, k, sms, rounds)
+            if full == 0:  # as many workers for each tile: no tile's parts are more than they must be
+                yield plan_of(tile, m, n, k, workers // tiles * tiles * tile.cluster, 0)
 
     return min(options(), key=cost_us)
 

@@ -6,6 +6,7 @@ Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands; weight
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -19,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import reference
-from pallas_kernels.checks.timing import sustained
+from pallas_kernels.checks.timing import interleaved
 from pallas_kernels.dense_gemm import dense_gemm
 
 L2_BYTES = 60e6
@@ -108,36 +109,35 @@ def chained(fn, calls):
     return jax.jit(run)
 
 
-def timed(rows, fn, m, n, k, seconds, **labels) -> float:
+def in_turn(rows, ways, m, n, k, seconds, **labels) -> dict[str, float]:
+    """TFLOP/s of products [m, k] x [n, k] made in several ways, timed in turn."""
     weights = min(max(2, math.ceil(4 * L2_BYTES / (n * k * 2))), 10)
     xs, ws = ([normal(seed, *shape, scale=k**-0.5) for seed in range(many)] for many, shape in ((2, (m, k)), (weights, (n, k))))
     calls = max(weights, min(24, int(1.2e12 / (2 * m * n * k)) + 1))
-    t = sustained(chained(fn, calls), xs, ws, calls=calls, seconds=seconds)
-    tflops = 2.0 * m * n * k / t["us"] / 1e6
-    say(rows, **labels, m=m, n=n, k=k, tflops=tflops, pj_a_flop=t["watts"] / tflops, **t)
-    return tflops
+    programs = {name: functools.partial(chained(fn, calls), xs, ws) for name, fn in ways.items()}
+    rates = {}
+    for name, t in interleaved(programs, calls=calls, seconds=seconds).items():
+        rates[name] = 2.0 * m * n * k / t.us / 1e6
+        say(rows, what=name, **labels, m=m, n=n, k=k, tflops=rates[name], **dataclasses.asdict(t))
+    return rates
 
 
 def times_of_shapes(rows, share, seconds, rows_of_x=(256, 512, 1024, 2048)):
     cases = [(model, op, m) for m in rows_of_x for model, ops in SHAPES.items() for op in ops]
     ratios = []
     for model, op, m in cases[share[0] :: share[1]]:
-        n, k = SHAPES[model][op]
-        rival = timed(rows, xla_gemm, m, n, k, seconds, what="xla", model=model, op=op)
-        own = timed(rows, dense_gemm, m, n, k, seconds, what="dense_gemm", model=model, op=op)
-        ratios.append(own / rival)
-        say(rows, what="ratio", model=model, op=op, m=m, ratio=own / rival)
+        got = in_turn(rows, {"xla": xla_gemm, "dense_gemm": dense_gemm}, m, *SHAPES[model][op], seconds, model=model, op=op)
+        ratios.append(got["dense_gemm"] / got["xla"])
+        say(rows, what="ratio", model=model, op=op, m=m, ratio=ratios[-1])
     say(rows, what="geomean", of=len(ratios), ratio=float(np.exp(np.mean(np.log(ratios)))), least=min(ratios))
 
 
 def bounded(rows, share, seconds):
     cases = [(op, m) for m in (832, 1024, 1664, 2048) for op in SHAPES["8B"]]
     for op, m in cases[share[0] :: share[1]]:
-        n, k = SHAPES["8B"][op]
-        whole = timed(rows, dense_gemm, m, n, k, seconds, what="bounded", op=op, sms=132)
-        for sms in (104, 112, 120):
-            part = timed(rows, functools.partial(dense_gemm, sms=sms), m, n, k, seconds, what="bounded", op=op, sms=sms)
-            say(rows, what="share of 132", op=op, m=m, sms=sms, ratio=part / whole)
+        ways = {f"{sms} SMs": functools.partial(dense_gemm, sms=sms) for sms in (132, 104, 112, 120)}
+        got = in_turn(rows, ways, m, *SHAPES["8B"][op], seconds, op=op)
+        say(rows, what="share of 132", op=op, m=m, **{name: rate / got["132 SMs"] for name, rate in got.items()})
 
 
 def layers(gemm, count=3):
@@ -163,12 +163,13 @@ def layer(rows, share, seconds):
     flop = sum(2.0 * n * k for n, k in ops.values())
     for m in (512, 1024, 2048, 4096)[share[0] :: share[1]]:
         x, o = normal(1, m, 4096), normal(2, m, 4096)
-        us = {}
-        for name, gemm in (("xla", xla_gemm), ("dense_gemm", dense_gemm), ("xla", xla_gemm), ("dense_gemm", dense_gemm)):
-            t = sustained(layers(gemm, count), x, o, weights, calls=count, seconds=seconds)
-            us.setdefault(name, []).append(t["us"])
-            say(rows, what="layer", name=name, m=m, tflops=m * flop / t["us"] / 1e6, **t)
-        say(rows, what="layer ratio", m=m, ratio=sum(us["xla"]) / sum(us["dense_gemm"]))
+        ways = {
+            name: functools.partial(layers(gemm, count), x, o, weights) for name, gemm in (("xla", xla_gemm), ("dense_gemm", dense_gemm))
+        }
+        got = interleaved(ways, calls=count, seconds=seconds)
+        for name, t in got.items():
+            say(rows, what="layer", name=name, m=m, tflops=m * flop / t.us / 1e6, **dataclasses.asdict(t))
+        say(rows, what="layer ratio", m=m, ratio=got["xla"].us / got["dense_gemm"].us)
 
 
 def main():
