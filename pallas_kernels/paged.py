@@ -15,16 +15,20 @@ LANE = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringS
 
 
 def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
-    """Raises ValueError for queries [_, N, H] and pages [P, K, 64, H] that the kernels do not take."""
-    (_, n, h), (_, kv, s, width) = q.shape, k_pages.shape
+    """Raises ValueError for queries [_, N, H] and pages [P, K, 64, H] (values of 8 bits: [P, K, H, 64]) that the kernels do not take."""
+    (_, n, h), (p, kv, s, width) = q.shape, k_pages.shape
     if h not in (64, 128, 256) or width != h:
         raise ValueError(f"head width {h} (pages: {width}): 64, 128 or 256, the same in both")
-    if s != PAGE or k_pages.shape != v_pages.shape:
-        raise ValueError(f"pages {k_pages.shape} and {v_pages.shape}: [P, K, {PAGE}, H], the same for both")
+    dtypes = [x.dtype for x in (q, k_pages, v_pages)]
+    if q.dtype != jnp.bfloat16 or k_pages.dtype != v_pages.dtype or k_pages.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
+        said = "queries bfloat16, keys and values both bfloat16 or both float8_e4m3fn"
+        raise ValueError(f"dtypes {', '.join(map(str, dtypes))}: {said}")
+    turned = k_pages.dtype != jnp.bfloat16
+    if s != PAGE or v_pages.shape != ((p, kv, h, s) if turned else (p, kv, s, h)):
+        said = f"[P, K, {PAGE}, H] and [P, K, H, {PAGE}]" if turned else f"[P, K, {PAGE}, H], the same for both"
+        raise ValueError(f"pages {k_pages.shape} and {v_pages.shape}: {said}")
     if n % kv or not 1 <= n // kv <= 16:
         raise ValueError(f"{n} query heads over {kv} KV heads: 1 to 16 a KV head")
-    if any(x.dtype != jnp.bfloat16 for x in (q, k_pages, v_pages)):
-        raise ValueError(f"dtypes {q.dtype}, {k_pages.dtype}, {v_pages.dtype}: bfloat16")
 
 
 def flat(pages: jax.Array) -> jax.Array:
@@ -60,3 +64,13 @@ def blank(values, keys, columns: int = 64) -> None:
         value = plgpu.load(part, (), layout=plgpu.Layout.WGMMA)
         row = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=plgpu.Layout.WGMMA)
         part[...] = jnp.where(row < keys, value, jnp.zeros_like(value))
+
+
+def blank_8(values, keys) -> None:
+    """The same for a page of 8-bit values [H, 64], whose columns are keys."""
+    layout = plgpu.Layout.WGMMA_8BIT
+    for row in range(0, values.shape[0], 64):
+        part = values.at[pl.ds(row, 64)]
+        value = plgpu.load(part, layout=layout).astype(jnp.float32)
+        column = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=layout)
+        part[...] = jnp.where(column < keys, value, jnp.zeros_like(value)).astype(part.dtype)

@@ -11,19 +11,56 @@ SMS = 132  # of an H100 or H200
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTile:
-    """Decode attention: `workers` (compute warpgroup + copying warpgroup) a CTA, each with a ring of `blocks` K or V pages."""
+    """Decode attention: `workers` compute warpgroups a CTA, each with rings of `blocks` K and V pages together.
+
+    `pages` of keys are taken in one round of the softmax (1 or 2). One or two workers have a copying warpgroup each, three or four share
+    one, a warp for each.
+    """
 
     workers: int
     blocks: int
+    pages: int = 2
+
+    @property
+    def key_pages(self) -> int:
+        return (self.blocks + 1) // 2
+
+    @property
+    def value_pages(self) -> int:
+        return self.blocks // 2
+
+    @property
+    def copy_registers(self) -> int:
+        """Of a copying thread; with `registers` they make up what the CTA was launched with."""
+        return 64 if self.workers == 4 else 56
+
+    @property
+    def registers(self) -> int:
+        """Of a computing thread."""
+        return {2: 192, 3: 152, 4: 104}[self.workers]
+
+
+def wgmma_columns(group: int, eight: bool) -> int:
+    """wgmma's N for a group of query heads: a column each, or a pair of them beside a cache of 8 bits."""
+    return next(n for n in (8, 16, 32) if group * (2 if eight else 1) <= n)
 
 
 def decode_tile(head_width: int, group: int, itemsize: int = 2) -> DecodeTile:
     """The tile for pages of 64 keys of `head_width` and `group` query heads a KV head: rings that fill the SM's shared memory."""
-    workers, cols = 2, 8 if group <= 8 else 16
-    # Beside its ring a worker has queries twice, the output, two pages' weights, and 2 KiB for sums across warps.
-    beside = 3 * cols * head_width * itemsize + 2 * cols * 64 * itemsize + 2048
-    ring = (SMEM_BYTES - 8 * 1024 - workers * beside) // (workers * 64 * head_width * itemsize)
-    return DecodeTile(workers=workers, blocks=min(ring, 12))
+    eight = itemsize == 1
+    cols = wgmma_columns(group, eight)
+
+    def fill(workers: int, pages: int) -> DecodeTile:
+        # Beside its rings a worker has queries twice, the output, pages' weights, and 2 KiB for sums across warps.
+        beside = cols * head_width * (5 if eight else 6) + pages * cols * 64 * itemsize + 2048
+        blocks = (SMEM_BYTES - 2 * 1024 - workers * beside) // (workers * 64 * head_width * itemsize)
+        return DecodeTile(workers=workers, blocks=min(12, blocks), pages=pages)
+
+    if eight and head_width <= 128 and cols <= 16:
+        return fill(4 if cols == 8 else 3, 1)
+    if cols == 32:
+        return fill(2 if head_width == 64 else 1, 1)  # two workers would spill
+    return fill(2, 2) if fill(2, 2).blocks >= 4 else fill(1, 2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from paged_cases import PAGE, error, exact, paged, queries
+from paged_cases import PAGE, error, paged, queries
 
 from pallas_kernels import reference
-from pallas_kernels.decode_attention import decode_attention, decode_work
-from pallas_kernels.tiles import DecodeTile
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_work import decode_work
+from pallas_kernels.tiles import SMEM_BYTES, DecodeTile, decode_tile
 
+E4M3 = jnp.float8_e4m3fn
 INTERPRET = plgpu.InterpretGPUParams()
 
 
@@ -61,21 +63,83 @@ def test_the_pieces_are_the_batchs_pages_cut_evenly(lengths, shape):
     assert work.chains.tolist() == chains.tolist()
 
 
+def run(q, cache, table, lengths, **settings):
+    """The kernel in the interpreter, and its twin in float32."""
+    k, v, scales = cache
+    settings = {"scale": q.shape[-1] ** -0.5, **settings}
+    how = {"sms": 3} | {name: settings.pop(name) for name in ("tile", "unified", "sms") if name in settings}
+    got = decode_attention(q, k, v, table, lengths, interpret=INTERPRET, **how, **scales, **settings)
+    # What no token wrote is 0 for the twin, which masks weights: 0 · NaN is NaN there.
+    blank = [jnp.where(jnp.isnan(x), jnp.zeros_like(x), x) for x in (k, v)]
+    return got, reference.decode_attention(q.astype(jnp.float32), *blank, table, lengths, **scales, **settings)
+
+
+def cached(k, v, dtype):
+    """Pages of a cache of `dtype`, with the scales of their heads."""
+    if dtype == jnp.bfloat16:
+        return k, v, {}
+    heads = k.shape[1]
+    scales = {"k_scale": jnp.linspace(0.5, 1.5, heads), "v_scale": jnp.linspace(2.0, 1.0, heads)}
+    return k.astype(dtype), v.astype(dtype).swapaxes(2, 3), scales
+
+
 @pytest.mark.parametrize(
-    ("lengths", "heads", "kv_heads", "width", "tile", "extra"),
+    ("lengths", "heads", "kv_heads", "width", "tile", "dtype", "extra"),
     [
-        ([70, 0, 5], 6, 2, 64, DecodeTile(2, 4), {}),  # a group of 3, a row to skip, pages cut between workers
-        ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), {"window": 100, "soft_cap": 20.0}),
-        ([300], 16, 1, 128, DecodeTile(2, 5), {}),  # more workers than pages: each page is a part
+        ([70, 0, 5], 6, 2, 64, DecodeTile(2, 4), jnp.bfloat16, {}),  # a group of 3, a row to skip, pages cut between workers
+        ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), jnp.bfloat16, {"window": 100, "soft_cap": 20.0}),
+        ([300], 16, 1, 128, DecodeTile(2, 5), jnp.bfloat16, {}),  # more workers than pages: each page is a part
+        ([70, 0, 5], 6, 2, 64, DecodeTile(3, 4, pages=1), E4M3, {}),  # workers that share a copying warpgroup
+        ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), E4M3, {"window": 100, "soft_cap": 20.0}),
+        ([300], 16, 1, 128, DecodeTile(2, 5), E4M3, {}),
     ],
 )
-def test_the_kernel_is_its_twin(lengths, heads, kv_heads, width, tile, extra):
+def test_the_kernel_is_its_twin(lengths, heads, kv_heads, width, tile, dtype, extra):
     k, v, table = paged(0, lengths, kv_heads, width)
     q, lengths = queries(0, len(lengths), heads, width), jnp.asarray(lengths, jnp.int32)
-    got = decode_attention(q, k, v, table, lengths, scale=width**-0.5, sms=3, tile=tile, interpret=INTERPRET, **extra)
-    want = exact(reference.decode_attention, q, k, v, table, lengths, scale=width**-0.5, **extra)
+    got, want = run(q, cached(k, v, dtype), table, lengths, tile=tile, **extra)
     assert error(got, want) < 6e-3
     assert not np.asarray(got, np.float32)[np.asarray(lengths) == 0].any()
+
+
+SCORES = (  # of a row's keys, for queries of ones
+    lambda rng, length: rng.choice([-1e4, 1e4], length),
+    lambda rng, length: rng.normal(size=length) - 300,  # all far below phi
+    lambda rng, length: np.zeros(length),  # a row of no keys
+    lambda rng, length: rng.normal(size=length) + 300,  # all far above
+    lambda rng, length: np.where(np.arange(length) == length - 1, 5e3, rng.normal(size=length)),  # one huge value in the last page
+    lambda rng, length: np.arange(length) // PAGE * 40.0 + rng.normal(size=length),  # a rise from page to page
+)
+
+
+@pytest.mark.parametrize(
+    ("unified", "dtype"),
+    [(None, jnp.bfloat16), ((0.0, 8.0), jnp.bfloat16), ((310.0, 30.0), jnp.bfloat16), (None, E4M3), ((0.0, 8.0), E4M3)],
+)
+def test_rows_that_leave_the_unified_maximum_behind_are_still_the_twins(unified, dtype):
+    lengths, heads, kv_heads, width = [130, 70, 0, 70, 130, 190], 4, 1, 64
+    k, v, table = paged(1, lengths, kv_heads, width)
+    rng, keys = np.random.default_rng(2), np.asarray(k, np.float32).copy()
+    for row, (length, scores) in enumerate(zip(lengths, SCORES, strict=True)):
+        for key, score in enumerate(scores(rng, length)):
+            keys[table[row, key // PAGE], :, key % PAGE] = score / width
+    cache = cached(jnp.asarray(keys if dtype == jnp.bfloat16 else keys / 20, jnp.bfloat16), v, dtype)
+    if dtype == E4M3:
+        cache[2]["k_scale"] = jnp.full((kv_heads,), 20.0)
+    q = jnp.ones((len(lengths), heads, width), jnp.bfloat16)
+    how = {"unified": None if unified is None else jnp.asarray(unified), "tile": DecodeTile(1, 4), "sms": 2}
+    got, want = run(q, cache, table, jnp.asarray(lengths, jnp.int32), scale=1.0, **how)
+    for row, length in enumerate(lengths):
+        assert error(got[row], want[row]) < 6e-3 if length else not np.asarray(got[row], np.float32).any()
+
+
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 5, 8, 16])
+def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group):
+    tile = decode_tile(width, group, itemsize)
+    assert tile.value_pages >= tile.pages
+    assert tile.workers * tile.blocks * 64 * width * itemsize < SMEM_BYTES
 
 
 @pytest.mark.parametrize(
@@ -86,35 +150,52 @@ def test_the_kernel_is_its_twin(lengths, heads, kv_heads, width, tile, extra):
         ({"q": (2, 7, 64)}, "7 query heads over 2"),
         ({"pages": (9, 2, 16, 64)}, "pages"),
         ({"dtype": jnp.float32}, "bfloat16"),
+        ({"dtype": E4M3, "q": (2, 8, 64)}, "queries bfloat16"),
+        ({"k_scale": jnp.ones(2)}, "k_scale"),
+        ({"unified": jnp.ones(3)}, "unified"),
     ],
 )
 def test_it_says_what_it_does_not_take(change, said):
     dtype = change.get("dtype", jnp.bfloat16)
     q, pages = jnp.zeros(change.get("q", (2, 8, 64)), dtype), jnp.zeros(change.get("pages", (9, 2, 64, 64)), dtype)
+    extra = {name: x for name, x in change.items() if name in ("k_scale", "unified")}
     with pytest.raises(ValueError, match=said):
+        decode_attention(q, pages, pages, jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32), scale=1.0, **extra)
+
+
+def test_an_e4m3_cache_has_its_values_turned():
+    q, pages = jnp.zeros((2, 8, 128), jnp.bfloat16), jnp.zeros((9, 2, 64, 128), E4M3)
+    with pytest.raises(ValueError, match=r"\[P, K, H, 64\]"):
         decode_attention(q, pages, pages, jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32), scale=1.0)
 
 
-def shapes(batch, heads, kv_heads, width, pages=4096):
-    cache = jax.ShapeDtypeStruct((pages, kv_heads, PAGE, width), jnp.bfloat16)
+def shapes(batch, heads, kv_heads, width, pages=4096, dtype=jnp.bfloat16):
+    k = jax.ShapeDtypeStruct((pages, kv_heads, PAGE, width), dtype)
+    v = k if dtype == jnp.bfloat16 else jax.ShapeDtypeStruct((pages, kv_heads, width, PAGE), dtype)
     q = jax.ShapeDtypeStruct((batch, heads, width), jnp.bfloat16)
-    return q, cache, cache, jax.ShapeDtypeStruct((batch, 64), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return q, k, v, jax.ShapeDtypeStruct((batch, 64), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "extra"),
-    [(32, 8, 128, {"sms": 28}), (14, 2, 64, {"window": 4096}), (32, 2, 256, {"soft_cap": 50.0})],
+    ("heads", "kv_heads", "width", "dtype", "extra"),
+    [
+        (32, 8, 128, jnp.bfloat16, {"sms": 28}),
+        (32, 2, 256, jnp.bfloat16, {"window": 4096, "soft_cap": 50.0}),
+        (32, 8, 128, E4M3, {"unified": jnp.ones(2)}),
+        (64, 8, 128, E4M3, {}),
+    ],
 )
-def test_for_the_h200_it_uses_its_units_and_spills_nothing(heads, kv_heads, width, extra, tmp_path, monkeypatch):
+def test_for_the_h200_it_uses_its_units_and_spills_nothing(heads, kv_heads, width, dtype, extra, tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     fn = functools.partial(decode_attention, scale=width**-0.5, **extra)
     # 2**18 pages of 8 heads are 2**34 elements: offsets past 2**31 go through TMA's coordinates.
-    compiled = compile_for_h200(fn, *abstract(h200_mesh(), shapes(256, heads, kv_heads, width, pages=2**18)))
+    compiled = compile_for_h200(fn, *abstract(h200_mesh(), shapes(256, heads, kv_heads, width, pages=2**18, dtype=dtype)))
     assert compiled.machine_code
     assert not compiled.copies((2**18, kv_heads, PAGE, width))
     logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"decode_attention*{end}")) for end in (".ptxas", ".ptx"))
     assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
-    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+    assert ("e4m3.e4m3" in ptx) == (dtype == E4M3)
 
 
 def test_it_fits_a_stream_region():

@@ -1,0 +1,72 @@
+"""Adds up the (row, head) pairs of decode attention that were cut between workers, in the order of their keys."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import decode_parts
+from pallas_kernels.paged import LANE, LOWEST
+
+_LEVEL = plgpu.Layout.WGMMA.reduce(0)
+
+
+def add_parts(parts, levels, ender, chain):
+    """The output [H, cols] of the pair that worker `ender` ends, of which `chain` earlier workers hold parts.
+
+    parts [workers, 2, H, cols] float32: the output of a part alone. levels [workers, 2, cols]: log2 of its weights' sum. 1 is a pair's
+    first part, some worker's last pair; 0 all others, a worker's first one.
+    """
+    h, cols = parts.shape[2:]
+    together = max(2, 48 * 128 // (h * cols))  # parts in flight: 48 registers of a thread
+
+    def part(i):
+        at = (ender - chain + i, jnp.where(i == 0, jnp.int32(1), jnp.int32(0)))
+        level = plgpu.load(levels.at[at], layout=_LEVEL, optimized=False)
+        return level, plgpu.load(parts.at[at], layout=plgpu.Layout.WGMMA, optimized=False)
+
+    def add(state, level, part):
+        top, total, out = state
+        new_top = jnp.maximum(top, level)
+        keep, weight = jnp.exp2(top - new_top), jnp.exp2(level - new_top)
+        out = out * lax.broadcast_in_dim(keep, out.shape, [1]) + part * lax.broadcast_in_dim(weight, out.shape, [1])
+        return new_top, total * keep + weight, out
+
+    def some(i, state):
+        read = [part(jnp.minimum(i * together + j, chain)) for j in range(together)]
+        for j, (level, values) in enumerate(read):  # a weight of 0 for those past the chain
+            there = jnp.full(level.shape, i * together + j) <= chain
+            state = add(state, jnp.where(plgpu.layout_cast(there, _LEVEL), level, 2 * LOWEST), values)
+        return state
+
+    by_head = lambda x: plgpu.layout_cast(jnp.full((cols,), x, jnp.float32), _LEVEL)  # noqa: E731
+    state = by_head(LOWEST), by_head(0.0), plgpu.layout_cast(jnp.zeros((h, cols), jnp.float32), plgpu.Layout.WGMMA)
+    _, total, out = lax.fori_loop(0, pl.cdiv(chain + 1, jnp.int32(together)), some, state)
+    return out / lax.broadcast_in_dim(total, out.shape, [1])
+
+
+def join(out, parts, levels, work, *, group, kv, eight, interpret):
+    """`out` with the cut pairs filled in, in place: each by the worker that ends it. A second, small kernel."""
+    workers, _, h, cols = parts.shape
+
+    def body(parts_ref, levels_ref, pieces_ref, chains_ref, o_ref, o_s):
+        worker = lax.axis_index("worker")
+        chain, row, head = chains_ref[worker], pieces_ref[worker, 0], pieces_ref[worker, 1]
+
+        @pl.when(chain > 0)
+        def _():
+            decode_parts.put(o_s, add_parts(parts_ref, levels_ref, worker, chain))
+            decode_parts.copy_heads(o_s, o_ref, (row * kv + head) * group, group, eight)
+            plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=(),
+        grid=(workers,),
+        grid_names=("worker",),
+        scratch_types={"o_s": plgpu.SMEM((cols, h), out.dtype)},
+        compiler_params=LANE,
+        kernel_name="decode_attention_join",
+        interpret=interpret,
+    )
+    return pl.run_state(lambda o: kernel(parts, levels, work.pieces, work.chains, o))(out)
