@@ -48,25 +48,24 @@ def load(ref, layout):
     return plgpu.load(ref, (), layout=layout, optimized=False)
 
 
-def columns_of(sums: list, ref: dict, s: dict, wg, more: Callable) -> Callable:
-    """finished(at, width): columns at .. at + width of a warpgroup's product, scaled, with its bias, float32 [64, width].
+def finished_columns(sums: Callable, start, column, ref: dict, s: dict, wg) -> Callable:
+    """finished(at, width): columns start + at .. + width of a warpgroup's tile, scaled, with their bias, float32 [64, width].
 
-    sums: pieces of the product's columns. more(y, at): adds what other CTAs summed up. s: scratch, whose scales have arrived.
+    sums(at, width): the product's sums. column: the tile's first in the product. s: scratch, whose scales have arrived.
     """
-    piece = sums[0].shape[1]
     tokens = load(s["token_s"].at[pl.ds(wg * ROWS, ROWS)], BY_ROW) if "token_s" in s else None
 
     def finished(at: int, width: int):
-        y = more(sums[at // piece][:, at % piece : at % piece + width], at)
-        channels = load(s["channel_s"].at[pl.ds(at, width)], BY_COLUMN)
+        y = sums(at, width)
+        channels = load(s["channel_s"].at[pl.ds(start + at, width)], BY_COLUMN)
         if len(ref["tokens"].shape) == 1 and tokens is None:
             channels = channels * ref["tokens"][0]
         y = y * lax.broadcast_in_dim(channels, y.shape, [1])
         if tokens is not None:
             y = y * lax.broadcast_in_dim(tokens, y.shape, [0])
-        if "bias_s" in s:
-            bias = load(s["bias_s"].at[pl.ds(at, width)], BY_COLUMN).astype(jnp.float32)
-            y = y + lax.broadcast_in_dim(bias, y.shape, [1])
+        if "bias" in ref:  # past the last channel any will do: those columns are not stored
+            here = jnp.minimum(column + start + at, ref["bias"].shape[0] - width)
+            y = y + lax.broadcast_in_dim(load(ref["bias"].at[pl.ds(here, width)], BY_COLUMN).astype(jnp.float32), y.shape, [1])
         return y
 
     return finished

@@ -47,15 +47,9 @@ def fp8_flat_gemm(
     out_dtype=None,
     sms: int | None = None,
     tile: Fp8FlatTile | None = None,
-    early: bool = True,
     interpret=None,
 ) -> jax.Array | Quantized:
-    """`fp8_gemm` of 1 to 64 rows (FlashDecoding++Next §4): the same arguments, result and errors, but for these.
-
-    Args:
-      gate_block: 64.
-      early: the next kernel of the stream may start while this one ends, and this one reads weights while the one before it ends.
-    """
+    """`fp8_gemm` of 1 to 64 rows (FlashDecoding++Next §4): the same arguments, result and errors; gate_block is 64."""
     (m, k), n = x.values.shape, w.values.shape[0]
     check_operands(x, w, activation, gate_block, quantize, residual, out_dtype)
     if m > ROWS or gate_block not in (None, 64):
@@ -76,7 +70,7 @@ def fp8_flat_gemm(
     tiles = pl.cdiv(n, tile.rows)
     most = min(tiles, sms // tile.cluster)
     out = plgpu.kernel(
-        functools.partial(_multiply, names=names, tile=tile, e=epilogue, early=early and not interpret, interpret=interpret is not None),
+        functools.partial(_multiply, names=names, tile=tile, e=epilogue, interpret=interpret is not None),
         out_type=out_type,
         grid=(pl.cdiv(tiles, pl.cdiv(tiles, most)),),  # no more CTAs than it takes, so that all have equally many tiles
         grid_names=("group",),
@@ -95,7 +89,8 @@ def fp8_flat_gemm(
 def fp8_flat_tile(m: int, n: int, k: int, sms: int, e: Epilogue, depth: int = DEPTH, **chosen) -> Fp8FlatTile:
     """The tile of x [m, k], w [n, k]: a ring that fills shared memory, and clusters where there are more SMs than tiles."""
     rows = chosen.get("rows") or (256 if e.quantize and e.gate_block else 128 if e.quantize or e.gate_block else 64)
-    cluster = chosen.get("cluster") or max(c for c in (1, 2, 4) if c == 1 or c * pl.cdiv(n, rows) <= sms)
+    pairs = 2 * pl.cdiv(n, rows) <= sms and k >= 2 * depth and rows * m <= 64 * 64  # larger parts would leave no room for the ring
+    cluster = chosen.get("cluster") or (2 if pairs else 1)
     beside = 4 * 1024 + m * rows * 4 + (cluster - 1) * rows * m * 4
     return Fp8FlatTile(rows, depth, min((SMEM_BYTES - beside) // ((rows + m) * depth), 16), cluster)
 
@@ -119,7 +114,7 @@ def _scratch(tile: Fp8FlatTile, rows: int, out_dtype, gated: bool, has_residual:
     return scratch
 
 
-def _multiply(*refs, names, tile, e, early, interpret, **s):
+def _multiply(*refs, names, tile, e, interpret, **s):
     ref = dict(zip(names, refs, strict=True))
     w_s, x_s, o_s, full, empty = (s[name] for name in ("w_s", "x_s", "o_s", "full", "empty"))
     group, groups = lax.axis_index("group"), lax.axis_size("group")
@@ -133,30 +128,19 @@ def _multiply(*refs, names, tile, e, early, interpret, **s):
 
     @pl.when(lax.axis_index("wg") == 1)
     def _copy():
-        def copy_w(step, slot):
-            item, block = lax.div(step, steps), first + lax.rem(step, steps)
-            at = pl.ds((group + item * groups) * tile.rows, tile.rows)
-            plgpu.copy_gmem_to_smem(ref["w"].at[at, pl.ds(block * tile.depth, tile.depth)], w_s.at[slot], full.at[slot])
-
-        def copy_x(step, slot):
-            block = first + lax.rem(step, steps)
-            plgpu.copy_gmem_to_smem(ref["x"].at[:, pl.ds(block * tile.depth, tile.depth)], x_s.at[slot], full.at[slot])
-
         total = mine * steps
-        ahead = jnp.minimum(total, stages)
-        if early:
-            plgpu.griddepcontrol_launch_dependents()
-        pl.loop(0, ahead)(lambda step: copy_w(step, step))
-        if early:  # from here on it reads what the kernel before it wrote
-            plgpu.griddepcontrol_wait()
-        pl.loop(0, ahead)(lambda step: copy_x(step, step))
 
-        @pl.loop(ahead, total)
+        @pl.loop(0, total)
         def _(step):
-            slot = lax.rem(step, stages)
-            plgpu.barrier_wait(empty.at[slot])
-            copy_w(step, slot)
-            copy_x(step, slot)
+            item, block, slot = lax.div(step, steps), first + lax.rem(step, steps), lax.rem(step, stages)
+
+            @pl.when(step >= stages)
+            def _():
+                plgpu.barrier_wait(empty.at[slot])
+
+            at, deep = pl.ds((group + item * groups) * tile.rows, tile.rows), pl.ds(block * tile.depth, tile.depth)
+            plgpu.copy_gmem_to_smem(ref["w"].at[at, deep], w_s.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(ref["x"].at[:, deep], x_s.at[slot], full.at[slot])
 
         @pl.loop(jnp.maximum(total - stages, 0), total)
         def _(step):  # every arrival is waited for
@@ -281,7 +265,5 @@ def _multiply(*refs, names, tile, e, early, interpret, **s):
 
     @pl.when(lax.axis_index("wg") == 0)
     def _compute():
-        if early:
-            plgpu.griddepcontrol_wait()
         lax.fori_loop(0, mine, visit, None)
         plgpu.wait_smem_to_gmem(0)

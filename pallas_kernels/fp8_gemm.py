@@ -9,7 +9,6 @@ The skeleton is `dense_gemm`'s: a table of items, one warpgroup that copies, two
 * fp8 eats operands twice as fast as bfloat16, so what the L2 delivers binds: clusters of two CTAs, one above the other, load a weight once.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -18,29 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp8_epilogue import BY_ROW, E4M3, WIDTH, Epilogue, columns_of, load, store
-from pallas_kernels.gemm_tiles import schedule
+from pallas_kernels.fp8_epilogue import BY_ROW, E4M3, WIDTH, Epilogue, finished_columns, load, store
+from pallas_kernels.fp8_plan import FIELDS, Fp8Tile, Work, fp8_plan
 from pallas_kernels.paged import LANE, rows_of_eight
 from pallas_kernels.quantized import BLOCK, Quantized
 from pallas_kernels.tiles import SMS
 
 DEPTH = 128  # of K a step: one swizzled row of e4m3, and one block of an activation's scales
 _HALF = 64  # rows of one compute warpgroup
-
-
-@dataclasses.dataclass(frozen=True)
-class Fp8Tile:
-    """Output tiles of 128 rows and `columns`, `stages` steps of 128 of K in flight, `cluster` CTAs (1 or 2) that share weights.
-
-    slots: pieces of a warpgroup's output on their way to memory. moved: columns whose sums leave the tensor core together, after each step;
-    0: all of them, at the end.
-    """
-
-    columns: int = 256
-    stages: int = 4
-    cluster: int = 1
-    slots: int = 2
-    moved: int = 0
 
 
 def fp8_gemm(
@@ -54,8 +38,7 @@ def fp8_gemm(
     quantize: bool = False,
     out_dtype=None,
     sms: int | None = None,
-    tile: Fp8Tile | None = None,
-    rounds: int | None = None,
+    plan: tuple[Fp8Tile, Work] | None = None,
     interpret=None,
 ) -> jax.Array | Quantized:
     """act(x @ w.T + bias) (+ residual) of e4m3 operands, accumulated in float32 (the twin: `reference.gemm`).
@@ -67,7 +50,7 @@ def fp8_gemm(
       gate_block: 16, 32 or 64: columns are blocks of that many gates, then as many ups, alternating; the result is act(gate) · up.
       quantize: the result in e4m3 with a scale for every 128 columns of a row (N' a multiple of 128).
       sms: SMs the kernel may occupy; None: all 132.
-      tile, rounds: what a table would choose (`gemm_tiles.schedule`).
+      plan: tile and work in place of `fp8_plan`'s.
     Returns:
       [M, N'] bfloat16, N' = N, or N / 2 with gate_block; or Quantized([M, N'] e4m3, [M, N' / 128] float32).
     Raises:
@@ -78,23 +61,20 @@ def fp8_gemm(
     x = Quantized(rows_of_eight(x.values), x.scale)
     residual = residual if residual is None else rows_of_eight(residual)
     blocked, sms = x.scale.ndim == 2, sms or SMS
-    tile = tile or Fp8Tile()
-    if blocked and not tile.moved:
-        tile = dataclasses.replace(tile, moved=min(128, tile.columns))
+    tile, work = plan or fp8_plan(m, n, k, sms, blocked=blocked, gate_block=gate_block, quantize=quantize)
     tall = 128 * tile.cluster
-    work = schedule(pl.cdiv(m, tall), pl.cdiv(n, tile.columns), k // DEPTH, sms // tile.cluster, rounds)
     width = n // 2 if gate_block else n
     out_type = [jax.ShapeDtypeStruct((x.values.shape[0], width), E4M3 if quantize else jnp.bfloat16)]
     if quantize:
         out_type.append(jax.ShapeDtypeStruct((m + -m % tall, width // BLOCK), jnp.float32))
-    if work.slots:
-        out_type.append(jax.ShapeDtypeStruct((work.slots, tile.cluster, 2, _HALF, tile.columns), jnp.float32))
+    if work.cut:
+        out_type.append(jax.ShapeDtypeStruct((work.cut, work.parts, tile.cluster, 2, _HALF, tile.columns), jnp.float32))
     operands = {"work": jnp.asarray(work.table), "x": x.values, "tokens": _whole_rows(x.scale, tall), "w": w.values, "channels": w.scale}
     operands |= {name: v for name, v in (("bias", bias), ("residual", residual)) if v is not None}
-    names = (*operands, "out", *(["scales"] if quantize else []), *(["parts"] if work.slots else []))
+    names = (*operands, "out", *(["scales"] if quantize else []), *(["parts"] if work.cut else []))
     epilogue = Epilogue(activation, gate_block, quantize, tile.slots)
     out = plgpu.kernel(
-        functools.partial(_multiply, names=names, tile=tile, epilogue=epilogue, handed=work.slots, interpret=interpret is not None),
+        functools.partial(_multiply, names=names, tile=tile, epilogue=epilogue, parts=work.parts if work.cut else 1),
         out_type=out_type,
         grid=(work.table.shape[0],),
         grid_names=("cta",),
@@ -154,30 +134,28 @@ def _scratch(tile: Fp8Tile, operands: dict, out_dtype) -> dict:
         "channel_s": plgpu.SMEM((tile.columns,), jnp.float32),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "empty": empty(num_arrivals=2, num_barriers=stages),
-        "scales_full": plgpu.Barrier(num_arrivals=1 + per_token + ("bias" in operands)),
+        "scales_full": plgpu.Barrier(num_arrivals=1 + per_token),
         "scales_empty": plgpu.Barrier(num_arrivals=2),
     }
     if per_token:
         scratch["token_s"] = plgpu.SMEM((128,), jnp.float32)
-    if "bias" in operands:
-        scratch["bias_s"] = plgpu.SMEM((tile.columns,), jnp.bfloat16)
     if "residual" in operands:
         scratch["read"] = plgpu.Barrier(num_barriers=2 * tile.slots)
     return scratch
 
 
-def _multiply(*refs, names, tile, epilogue, handed, interpret, **s):
+def _multiply(*refs, names, tile, epilogue, parts, **s):
     ref = dict(zip(names, refs, strict=True))
     x_s, w_s, full, empty = s["x_s"], s["w_s"], s["full"], s["empty"]
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
     pair = lax.axis_index("pair") if tile.cluster > 1 else jnp.int32(0)
     stages, items = jnp.int32(tile.stages), ref["work"].shape[1]
     blocked = len(ref["tokens"].shape) == 2
-    given = pl.get_global(plgpu.SemaphoreType.REGULAR((2 * handed * tile.cluster,))) if handed and not interpret else None
+    given = pl.get_global(plgpu.SemaphoreType.REGULAR((ref["parts"].shape[0] * tile.cluster * 2,))) if parts > 1 else None
 
     def item(i):
         i = jnp.minimum(i, items - 1)
-        return tuple(ref["work"][cta, i, field] for field in range(7))
+        return tuple(ref["work"][cta, i, field] for field in range(FIELDS))
 
     def for_items(visit, state):
         def one(i, carry):
@@ -191,7 +169,7 @@ def _multiply(*refs, names, tile, epilogue, handed, interpret, **s):
     def _copy():
         plgpu.set_max_registers(24, action="decrease")
 
-        def visit(state, row, column, first, count, give, *_):
+        def visit(state, row, column, first, count, *_):
             step, done = state
             row = pl.multiple_of((row * tile.cluster + pair) * 128, 128)
             rows, columns = pl.ds(row, 128), pl.ds(column * tile.columns, tile.columns)
@@ -211,17 +189,14 @@ def _multiply(*refs, names, tile, epilogue, handed, interpret, **s):
 
             step = lax.fori_loop(0, count, copy, step)
 
-            @pl.when(give < 0)
+            @pl.when(done > 0)
             def _():
-                @pl.when(done > 0)
-                def _():
-                    plgpu.barrier_wait(s["scales_empty"])
+                plgpu.barrier_wait(s["scales_empty"])
 
-                for source, to, at in (("channels", "channel_s", columns), ("tokens", "token_s", rows), ("bias", "bias_s", columns)):
-                    if to in s:
-                        plgpu.copy_gmem_to_smem(ref[source].at[at], s[to], s["scales_full"])
-
-            return step, done + (give < 0).astype(jnp.int32)
+            for source, to, at in (("channels", "channel_s", columns), ("tokens", "token_s", rows)):
+                if to in s:
+                    plgpu.copy_gmem_to_smem(ref[source].at[at], s[to], s["scales_full"])
+            return step, done + 1
 
         steps, done = for_items(visit, (jnp.int32(0), jnp.int32(0)))
 
@@ -291,45 +266,44 @@ def _multiply(*refs, names, tile, epilogue, handed, interpret, **s):
             start = (step, scales(first) if blocked else jnp.int32(0), *[zero] * (tile.columns // tile.moved))
             return list(lax.fori_loop(0, count, multiply, start)[2:])
 
-        def visit(step, row, column, first, count, give, take, taken):
-            row = (row * tile.cluster + pair) * 128 + wg * _HALF
+        def visit(step, row, column, first, count, part, cut):
+            row, column = (row * tile.cluster + pair) * 128 + wg * _HALF, column * tile.columns
             sums = moved_sums_of(step, first, count, row) if tile.moved else sums_of(step, count)
+            piece = sums[0].shape[1]
 
-            def mine(slot):
-                return given.at[(slot * tile.cluster + pair) * 2 + wg]  # pyright: ignore[reportOptionalMemberAccess]
+            def whole(at, width):
+                return sums[at // piece][:, at % piece : at % piece + width]
 
-            def more(y, at):
-                """y and the same columns of the parts that were handed over, in the order of K."""
-                if not handed:
-                    return y
+            def finish(sums_at, start, columns):
+                finished = finished_columns(sums_at, start, column, ref, s, wg)
+                store(finished, epilogue, ref, s, wg, row, column + start, columns)
 
-                def add(slot, y):
-                    return y + load(ref["parts"].at[slot, pair, wg, :, pl.ds(at, y.shape[1])], plgpu.Layout.WGMMA)
+            plgpu.barrier_wait(s["scales_full"])
+            if parts == 1:
+                finish(whole, 0, tile.columns)
+            else:
 
-                return lax.fori_loop(take, take + taken, add, y)
+                @pl.when(cut < 0)
+                def _():
+                    finish(whole, 0, tile.columns)
 
-            def last():
-                plgpu.barrier_wait(s["scales_full"])
-                store(columns_of(sums, ref, s, wg, more), epilogue, ref, s, wg, row, column * tile.columns, tile.columns)
-                plgpu.barrier_arrive(s["scales_empty"])
+                @pl.when(cut >= 0)
+                def _():
+                    share = tile.columns // parts
 
-            if not handed:
-                last()
-                return step + count
+                    def added(at, width):
+                        """This part's share of the columns, of all parts in the order of K."""
+                        of = [ref["parts"].at[cut, i, pair, wg, :, pl.ds(part * share + at, width)] for i in range(parts)]
+                        return functools.reduce(jnp.add, [load(x, plgpu.Layout.WGMMA) for x in of])
 
-            @pl.when(give >= 0)
-            def _():
-                for i, part in enumerate(sums):
-                    ref["parts"].at[give, pair, wg, :, pl.ds(i * part.shape[1], part.shape[1])][...] = part
-                if given is not None:
-                    plgpu.semaphore_signal(mine(give), memory_scope="gpu")
+                    for i, y in enumerate(sums):
+                        ref["parts"].at[cut, part, pair, wg, :, pl.ds(i * piece, piece)][...] = y
+                    there = given.at[(cut * tile.cluster + pair) * 2 + wg]  # pyright: ignore[reportOptionalMemberAccess]
+                    plgpu.semaphore_signal(there, memory_scope="gpu")
+                    plgpu.semaphore_wait(there, parts, decrement=False, memory_scope="gpu")
+                    finish(added, part * share, share)
 
-            @pl.when(give < 0)
-            def _():
-                if given is not None:
-                    pl.loop(take, take + taken)(lambda slot: plgpu.semaphore_wait(mine(slot), memory_scope="gpu"))
-                last()
-
+            plgpu.barrier_arrive(s["scales_empty"])
             return step + count
 
         for_items(visit, jnp.int32(0))

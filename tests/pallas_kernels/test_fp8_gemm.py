@@ -1,6 +1,8 @@
 """The fp8 products: both kernels in Mosaic's interpreter beside their twin, what ptxas makes of them for an H200, and a stream region."""
 
+import collections
 import functools
+import math
 import re
 from typing import Any
 
@@ -9,12 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import reference
+from pallas_kernels.fp8_epilogue import E4M3
 from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
-from pallas_kernels.fp8_gemm import E4M3, Fp8Tile, fp8_gemm
+from pallas_kernels.fp8_gemm import fp8_gemm
+from pallas_kernels.fp8_plan import Fp8Tile, fp8_plan, work
 from pallas_kernels.quantized import BLOCK, Quantized
 from pallas_kernels.reference.quantize import dequantize
 
@@ -44,14 +50,12 @@ DENSE, FLAT = functools.partial(fp8_gemm, sms=2), functools.partial(fp8_flat_gem
 @pytest.mark.parametrize(
     ("kernel", "m", "n", "k", "scales", "extra"),
     [
-        (DENSE, 136, 384, 256, 1, {"bias": True, "residual": True}),  # edges: tiles are 128 x 256
-        (DENSE, 77, 256, 256, 0, {"activation": "relu"}),
+        (DENSE, 77, 384, 256, 0, {"bias": True, "residual": True}),  # edges: tiles are 128 x 256
         (DENSE, 128, 256, 256, 2, {"residual": True}),
-        (functools.partial(DENSE, tile=Fp8Tile(cluster=2)), 256, 256, 128, 1, {}),
+        (functools.partial(DENSE, plan=(Fp8Tile(cluster=2), work(1, 1, 1, 1))), 256, 256, 128, 1, {}),
         (DENSE, 64, 512, 128, 1, {"activation": "gelu_tanh", "gate_block": 32, "bias": True}),
         (FLAT, 13, 256, 256, 1, {"bias": True, "residual": True}),
         (FLAT, 8, 128, 512, 2, {"residual": True}),
-        (FLAT, 16, 128, 256, 0, {}),
         (FLAT, 8, 256, 128, 1, {"activation": "silu", "gate_block": 64}),
     ],
 )
@@ -59,9 +63,9 @@ def test_the_kernel_is_its_twin(kernel, m, n, k, scales, extra):
     x, w = quantized(m, m, k, scales), quantized(n, n, k, 1)
     rng = np.random.default_rng(k)
     arrays = {"bias": jnp.asarray(rng.normal(size=n), jnp.bfloat16), "residual": jnp.asarray(rng.normal(size=(m, n)), jnp.bfloat16)}
-    settings = {name: arrays.get(name, value) for name, value in extra.items()}
-    got = kernel(x, w, interpret=INTERPRET, **settings)
-    assert off(got, exact(x, w, **settings)) < 3e-3  # bfloat16's rounding
+    extra = {name: arrays.get(name, value) for name, value in extra.items()}
+    got = kernel(x, w, interpret=INTERPRET, **extra)
+    assert off(got, exact(x, w, **extra)) < 3e-3  # bfloat16's rounding
 
 
 @pytest.mark.parametrize(("kernel", "m"), [(DENSE, 72), (FLAT, 16)])
@@ -74,6 +78,40 @@ def test_a_quantised_result_uses_its_range_and_loses_what_rounding_loses(kernel,
     # e4m3 keeps 4 bits; below 2**-6 of its unit it counts in steps of 2**-9.
     close = np.maximum(np.abs(want) / 16, np.repeat(np.asarray(got.scale), BLOCK, axis=1) * 2**-10)
     assert (np.abs(np.asarray(dequantize(got)) - want) <= close * 1.001).all()
+
+
+@settings(max_examples=60)
+@given(
+    tiles=st.tuples(st.integers(1, 9), st.integers(1, 40)),
+    steps=st.integers(1, 120),
+    groups=st.integers(1, 66),
+    parts=st.sampled_from([1, 2, 4]),
+)
+def test_every_step_of_every_tile_is_done_once(tiles, steps, groups, parts):
+    cut = math.prod(tiles) % groups if parts > 1 else 0
+    if cut * parts > groups or parts > steps:
+        with pytest.raises(ValueError, match="parts"):
+            work(*tiles, steps, groups, parts)
+        return
+    made = work(*tiles, steps, groups, parts)
+    assert made.cut == cut and len(made.table) <= groups
+    done = collections.Counter()
+    for own in made.table.tolist():
+        assert all(item[3] == 0 for item in own[next((i for i, item in enumerate(own) if item[3] == 0), len(own)) :])
+        for row, column, first, count, part, tile in own:
+            done.update((row, column, step) for step in range(first, first + count))
+            if tile >= 0:  # an equal share, and its turn in the order of K
+                assert first == steps * part // parts and count - steps // parts in (0, 1)
+    assert set(done.values()) == {1} and len(done) == math.prod(tiles) * steps
+
+
+@given(m=st.integers(1, 4096), n=st.integers(1, 240), k=st.integers(1, 112), sms=st.integers(1, 132), blocked=st.booleans())
+def test_a_plan_leaves_no_sm_out_that_it_could_use_and_has_whole_pairs(m, n, k, sms, blocked):
+    tile, made = fp8_plan(m, n * 128, k * 128, sms, blocked=blocked, gate_block=None, quantize=False)
+    assert len(made.table) * tile.cluster <= sms and bool(tile.moved) == blocked
+    assert made.parts == 1 or made.cut == 0 or tile.columns // made.parts % 64 == 0
+    rounds = made.table.shape[1]
+    assert (rounds - 1) * (sms // tile.cluster) < -(-m // (128 * tile.cluster)) * -(-n * 128 // tile.columns)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +154,8 @@ GATE = {"activation": "silu", "gate_block": 64}
         (fp8_gemm, (2048, 6144, 4096), [24, 240]),
         (fp8_gemm, (2048, 4096, 14336, 2), [24, 240]),
         (functools.partial(fp8_gemm, **GATE, quantize=True), (2048, 28672, 4096), [24, 240]),
-        (functools.partial(fp8_gemm, tile=Fp8Tile(cluster=2), sms=104, rounds=0), (512, 8192, 7168), [24, 240]),
+        (functools.partial(fp8_gemm, sms=104), (256, 8192, 7168, 2), [24, 240]),
         (fp8_flat_gemm, (64, 4096, 14336, 2), []),
-        (functools.partial(fp8_flat_gemm, early=False), (64, 6144, 4096), []),
         (functools.partial(fp8_flat_gemm, **GATE, quantize=True), (64, 28672, 4096), []),
     ],
 )
