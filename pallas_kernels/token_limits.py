@@ -12,9 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-_PIVOTS = 7
+_EVENLY = tuple(i / 8 for i in range(1, 8))  # pivots, as fractions of the interval
+_NEARBY = (-1 / 4, -1 / 16, -1 / 64, 0.0, 1 / 64, 1 / 16, 1 / 4)
 _UNIT = 128 * 4  # logits a step
-_PASSES = 100  # more than halving any interval of float32 by eight can take
+_PASSES = 200  # more than it can take to narrow any interval of float32 to one number
 _BELOW = -3.0e38  # below any bound
 
 
@@ -22,6 +23,7 @@ def token_limits(
     x: jax.Array,
     peak: jax.Array,
     heat: jax.Array,
+    total: jax.Array,
     floor: jax.Array,
     k: jax.Array,
     p: jax.Array,
@@ -33,7 +35,7 @@ def token_limits(
 
     Args:
       x: [R, V] float32, V a multiple of 4 and at least 512.
-      peak, heat, floor, k, p: [R] float32. wanted: [R] bool: rows that are searched at all.
+      peak, heat, total, floor, k, p: [R] float32. wanted: [R] bool: rows that are searched at all.
     Returns:
       [R] float32; the floor of rows that nobody wants.
     Raises:
@@ -52,10 +54,10 @@ def token_limits(
         ),
         kernel_name="token_limits",
         interpret=interpret,
-    )(x, peak, heat, floor, k, p, wanted.astype(jnp.int32))
+    )(x, peak, heat, total, floor, k, p, wanted.astype(jnp.int32))
 
 
-def _row(x_ref, peak_ref, heat_ref, floor_ref, k_ref, p_ref, wanted_ref, limit_ref):
+def _row(x_ref, peak_ref, heat_ref, total_ref, floor_ref, k_ref, p_ref, wanted_ref, limit_ref):
     row = lax.axis_index("row")
     floor = floor_ref[row]
 
@@ -70,8 +72,11 @@ def _row(x_ref, peak_ref, heat_ref, floor_ref, k_ref, p_ref, wanted_ref, limit_r
         n = x_ref.shape[1]
         low = lax.cond(k < n, lambda: jnp.maximum(floor, search(k, weighs=False)), lambda: floor)
 
+        def kept():
+            return _measure(x_ref.at[row], [low], low, low, peak, heat, weighs=True)[0][0]
+
         def nucleus():
-            (left,), _, _ = _measure(x_ref.at[row], [low], low, low, peak, heat, weighs=True)
+            left = lax.cond(low > _BELOW, kept, lambda: total_ref[row])
             return jnp.maximum(low, search(left * p, weighs=True))
 
         limit_ref[row] = lax.cond(p < 1.0, nucleus, lambda: low)
@@ -81,20 +86,38 @@ def _search(x_ref, peak, heat, target, *, weighs):
     """The largest logit such that those not below it weigh (or count) at least the target."""
 
     def narrow(state):
-        low, high, _, _, passes = state
-        base = jnp.where(low <= _BELOW, peak - 64.0 * heat, low)
-        pivots = [base * (1.0 - j / (_PIVOTS + 1)) + high * (j / (_PIVOTS + 1)) for j in range(1, _PIVOTS + 1)]
+        low, high, above_low, above_high, straight, _, _, passes = state
+        # Where a pass has narrowed the interval well, sums run nearly straight within it: pivots close around where they should meet the
+        # target. Else they are spread evenly.
+        guess = (above_low - target) / jnp.maximum(above_low - above_high, 1e-30)
+        begin = jnp.where(low <= _BELOW, peak - 64.0 * heat, low)
+        pivots = []
+        for even, near in zip(_EVENLY, _NEARBY, strict=True):
+            at = jnp.where(straight, jnp.clip(guess + near, 1 / 256, 255 / 256), even)
+            pivots.append(begin * (1.0 - at) + high * at)
         sums, least, largest = _measure(x_ref, pivots, low, high, peak, heat, weighs=weighs)
-        low = jnp.maximum(low, least)
-        for pivot, total in zip(pivots, sums, strict=True):
-            reached = total >= target
-            low, high = jnp.where(reached, jnp.maximum(low, pivot), low), jnp.where(reached, high, jnp.minimum(high, pivot))
-        return low, high, least, largest, passes + 1
+        width = high - low
+        above_low, low = jnp.where(least > low, -1.0, above_low), jnp.maximum(low, least)  # -1: not known
+        for pivot, above in zip(pivots, sums, strict=True):
+            up, down = (above >= target) & (pivot >= low), (above < target) & (pivot < high)
+            low, above_low = jnp.where(up, pivot, low), jnp.where(up, above, above_low)
+            high, above_high = jnp.where(down, pivot, high), jnp.where(down, above, above_high)
+        straight = (high - low <= 0.25 * width) & (above_low >= 0.0)
+        return low, high, above_low, above_high, straight, least, largest, passes + 1
 
     # The interval is [low, high): a little above the peak, lest it be left out.
     high = peak + jnp.maximum(jnp.abs(peak) * 1e-6, 1e-30)
-    start = (jnp.float32(_BELOW), high, jnp.float32(-jnp.inf), jnp.float32(jnp.inf), jnp.int32(0))
-    return lax.while_loop(lambda state: (state[2] < state[3]) & (state[4] < _PASSES), narrow, start)[3]
+    start = (
+        jnp.float32(_BELOW),
+        high,
+        jnp.float32(-1),
+        jnp.float32(0),
+        jnp.bool_(False),
+        jnp.float32(-jnp.inf),
+        jnp.float32(jnp.inf),
+        jnp.int32(0),
+    )
+    return lax.while_loop(lambda state: (state[5] < state[6]) & (state[7] < _PASSES), narrow, start)[6]
 
 
 def _measure(x_ref, pivots, low, high, peak, heat, *, weighs):

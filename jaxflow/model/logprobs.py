@@ -50,12 +50,15 @@ def finite(peak: jax.Array) -> jax.Array:
 def token_logprobs(logits: jax.Array, tokens: jax.Array) -> LogprobsOut:
     """Of tokens [R] int32 under raw logits [R, V'] float32 (-inf beyond the vocabulary)."""
     values, ids = _top_padded(logits)
-    peak = finite(values[:, 0])
-    total = peak + jnp.log(jnp.exp(logits - peak[:, None]).sum(-1))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+    peak = finite(values[:, 0])
+    # Both sums in one reading of the logits; a float32 counts a vocabulary exactly.
+    addends = (jnp.exp(logits - peak[:, None]), (logits > chosen).astype(jnp.float32))
+    total, larger = lax.reduce(addends, (jnp.float32(0),) * 2, lambda a, b: (a[0] + b[0], a[1] + b[1]), dimensions=(1,))
+    total = peak + jnp.log(total)
     return LogprobsOut(
         chosen=chosen[:, 0] - total,
-        rank=1 + (logits > chosen).sum(-1, dtype=jnp.int32),
+        rank=1 + larger.astype(jnp.int32),
         top_ids=ids,
         top_logprobs=values - total[:, None],
     )

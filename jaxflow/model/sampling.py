@@ -18,8 +18,8 @@ from jaxflow.model.slot_params import SlotParams, adjust, count_drawn, rows_of
 from pallas_kernels.reference.token_limits import largest_limit, token_limits
 
 SUM_BLOCK = 512  # logits summed into one entry of the upper level, at most
-BLOCK = 64  # columns of a block that is kept or not when limits are searched
-BLOCKS = 64  # blocks kept
+BLOCK = 16  # columns of a block that is kept or not when limits are searched
+BLOCKS = 256  # blocks kept: no less than the top-k that people ask for
 COLDEST = 1e-7  # a positive temperature below it is taken for it, lest a difference of logits overflows
 
 OfValues = Callable[[jax.Array], jax.Array]  # [R, n] -> [R, n]
@@ -126,14 +126,15 @@ def _limits(x: jax.Array, blocks: _Few, temperature: jax.Array, row: SlotParams,
     count_limit = jnp.where(cuts_count, largest_limit(few, jnp.ones_like, k), -jnp.inf)
     floor = jnp.maximum(likely, count_limit)
     held = floor >= blocks.least
-    left = jnp.where(held, jnp.where(few >= floor[:, None], mass(few), 0.0).sum(-1), mass(x).sum(-1))
+    total = mass(x).sum(-1)
+    left = jnp.where(held, jnp.where(few >= floor[:, None], mass(few), 0.0).sum(-1), total)
     nucleus = largest_limit(few, mass, left * row.top_p)
     limit = jnp.where(cuts_mass, jnp.maximum(floor, nucleus), floor)
     if few.shape[1] == n:
         return limit
     counted = ~cuts_count | (count_limit > -jnp.inf)
     known = counted & (~cuts_mass | held | ((floor == -jnp.inf) & (nucleus > -jnp.inf)))
-    return jnp.where(known, limit, search(x, peak, heat, likely, k, row.top_p, ~known & (temperature > 0)))
+    return jnp.where(known, limit, search(x, peak, heat, total, likely, k, row.top_p, ~known & (temperature > 0)))
 
 
 def _mass(peak: jax.Array, heat: jax.Array) -> OfValues:

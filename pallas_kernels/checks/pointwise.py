@@ -104,7 +104,8 @@ def check_limits(rows, rng, count, columns, sigma):
     x[1], x[2, 5:] = np.round(x[1]), -np.inf
     row = np.arange(count)
     k, p = np.where(row % 2, columns, 1000), np.where(row % 3, 0.9, 1.0)
-    args = (x, x.max(-1), np.full(count, 0.8), np.full(count, -np.inf), k, p)
+    total = np.exp((x - x.max(-1, keepdims=True)) / 0.8).sum(-1)
+    args = (x, x.max(-1), np.full(count, 0.8), total, np.full(count, -np.inf), k, p)
     args = (*(np.asarray(a, np.float32) for a in args), np.ones(count, bool))
     got, want = (np.nan_to_num(np.asarray(jax.jit(search)(*args)), nan=-np.inf) for search in (token_limits, reference.token_limits))
     kept = [(x >= limit[:, None]).sum(-1) for limit in (got, want)]
@@ -197,9 +198,9 @@ def time_copy(rows, seconds, tokens, width=6144):
 
 def time_limits(rows, seconds, count=1024, columns=128256):
     x = normal(np.random.default_rng(0), count, columns, dtype=jnp.float32) * 2
-    one = jnp.ones((count,))
+    one, total = jnp.ones((count,)), jnp.exp(x - x.max(-1, keepdims=True)).sum(-1)
     for name, k, p, wanted in (("top-p of all", columns, 0.9, count), ("top-k of all", 5000, 1.0, count), ("top-p of 4", columns, 0.9, 4)):
-        args = (x, x.max(-1), one, one * -jnp.inf, one * k, one * p, jnp.arange(count) < wanted)
+        args = (x, x.max(-1), one, total, one * -jnp.inf, one * k, one * p, jnp.arange(count) < wanted)
         ways = {
             f"token_limits{how}": functools.partial(jax.jit(f), *args) for how, f in (("", token_limits), (" xla", reference.token_limits))
         }

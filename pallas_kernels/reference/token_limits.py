@@ -17,6 +17,7 @@ def token_limits(
     x: Float[Array, "R V"],
     peak: Float[Array, " R"],
     heat: Float[Array, " R"],
+    total: Float[Array, " R"],
     floor: Float[Array, " R"],
     k: Float[Array, " R"],
     p: Float[Array, " R"],
@@ -30,6 +31,7 @@ def token_limits(
       x: finite or -inf.
       peak: what is subtracted before exp: the row's maximum (finite).
       heat: temperatures, positive. A logit weighs exp((x - peak) / heat).
+      total: what all logits of a row weigh.
       floor: min-p's limit as a logit; -inf for none.
       k: whole numbers from 1, V or more for no limit.
       p: of (0, 1]; 1 for no limit.
@@ -41,7 +43,7 @@ def token_limits(
             return jnp.exp((values - peak[:, None]) / heat[:, None])
 
         low = jnp.maximum(floor, largest_limit(x, jnp.ones_like, k))
-        left = jnp.where(x >= low[:, None], mass(x), 0.0).sum(-1)
+        left = jnp.where(low > -jnp.inf, jnp.where(x >= low[:, None], mass(x), 0.0).sum(-1), total)
         return jnp.where(p < 1.0, jnp.maximum(low, largest_limit(x, mass, left * p)), low)
 
     return lax.cond(wanted.any(), lambda: jnp.where(wanted, search(), floor), lambda: floor)

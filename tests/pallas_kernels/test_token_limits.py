@@ -49,7 +49,8 @@ def rows_to_search(seed, columns):
     floor = np.where(np.arange(8) == 7, peak - 1, -np.inf).astype(np.float32)
     k = np.array([700, columns, 3, columns, 40, 9, columns - 1, columns], np.float32)
     p = np.array([0.9, 0.8, 0.5, 0.7, 1, 0.3, 0.6, 0.99], np.float32)
-    return x, peak, heat, floor, k, p
+    total = np.exp((x - peak[:, None]) / heat[:, None]).sum(-1).astype(np.float32)
+    return x, peak, heat, total, floor, k, p
 
 
 @pytest.mark.parametrize("columns", [512, 2308])
@@ -69,21 +70,21 @@ def test_rows_that_nobody_wants_are_left_alone():
     got = np.asarray(token_limits(*map(jnp.asarray, (x, *rest, wanted)), interpret=INTERPRET))
     all_of_them = np.asarray(TWIN(x, *rest, np.ones(8, bool)))
     assert got[4] == all_of_them[4]
-    assert (got[~wanted] == rest[2][~wanted]).all()
-    assert (np.asarray(TWIN(x, *rest, np.zeros(8, bool))) == rest[2]).all()
+    assert (got[~wanted] == rest[3][~wanted]).all()
+    assert (np.asarray(TWIN(x, *rest, np.zeros(8, bool))) == rest[3]).all()
 
 
 def test_it_says_what_it_does_not_take():
     row = jnp.zeros(2)
     with pytest.raises(ValueError, match=r"float32\[2, 514\]: float32 \[R, V\]"):
-        token_limits(jnp.zeros((2, 514)), row, row, row, row, row, row == 0)
+        token_limits(jnp.zeros((2, 514)), row, row, row, row, row, row, row == 0)
 
 
 def test_for_the_h200_it_spills_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     row = jax.ShapeDtypeStruct((2**15,), jnp.float32)
     logits, wanted = jax.ShapeDtypeStruct((2**15, 128256), jnp.float32), jax.ShapeDtypeStruct((2**15,), jnp.bool_)  # beyond 2^31 numbers
-    compiled = compile_for_h200(token_limits, *abstract(h200_mesh(), (logits, row, row, row, row, row, wanted)))
+    compiled = compile_for_h200(token_limits, *abstract(h200_mesh(), (logits, row, row, row, row, row, row, wanted)))
     assert compiled.machine_code
     logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"token_limits*{end}")) for end in (".ptxas", ".ptx"))
     assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
