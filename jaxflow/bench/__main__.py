@@ -7,6 +7,7 @@
   serve        load on a running server over gRPC, at a rate or at a trace's times
   host         what a step costs on the CPU, with a device that takes no time
   kernels      each kernel beside its rivals, on one GPU
+  perplexity   of a text, under each way to keep a model's numbers
   sweep        rates, batch sizes or lengths of an engine; SARATHI's curves of the scheduler; JSON and a picture
 
 Every report holds the optimal throughput of NanoFlow's Eq. 5 for the device, and the fraction reached.
@@ -18,7 +19,7 @@ import sys
 
 from absl import flags
 
-COMMANDS = ("throughput", "latency", "serve", "host", "kernels", "sweep")
+COMMANDS = ("throughput", "latency", "serve", "host", "kernels", "perplexity", "sweep")
 
 
 def main(argv: list[str]) -> int:

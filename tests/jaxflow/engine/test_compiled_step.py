@@ -1,6 +1,7 @@
 """The engine's step, compiled ahead of time for the H200: nothing copies the cache or a weight, and nothing needs the host."""
 
 import dataclasses
+import math
 
 import h200
 import jax
@@ -22,41 +23,56 @@ PAGES = 8192
 LAYERS = 2
 
 
-def compiled(model: str, tokens: int, *, tp: int = 1, kernels: KernelSet | None = None) -> tuple[h200.Compiled, Executor]:
-    """A step of the model's first layers."""
+def compiled(
+    model: str, tokens: int, *, tp: int = 1, kernels: KernelSet | None = None, fp8: bool = False, kv="bfloat16"
+) -> tuple[h200.Compiled, Executor]:
+    """A step of the model's first layers. fp8: weights in e4m3; kv: the cache's dtype."""
     config = open_checkpoint(model, load_format="dummy").model_config
     config = dataclasses.replace(config, layers=config.layers[:LAYERS])
     if kernels is None:
         group = config.num_heads // config.num_kv_heads
         heads = {"head_dim": config.head_dim, "queries_per_kv_head": group}
-        kernels = kernel_set_for("gpu", "9.0", **heads, page_size=64, dtype="bfloat16", kv_dtype="bfloat16")
+        kernels = kernel_set_for("gpu", "9.0", **heads, page_size=64, dtype="bfloat16", kv_dtype=kv)
     mesh = h200.h200_mesh((tp,))
-    specs = shardings(config, mesh)
-    weights = h200.abstract(mesh, shapes(config, tp, jnp.bfloat16), specs)
+    options = {"fp8": fp8, "kv_scales": kv == "float8_e4m3fn"}
+    specs = shardings(config, mesh, **options)
+    weights = h200.abstract(mesh, shapes(config, tp, jnp.bfloat16, **options), specs)
     layout = StepLayout(tokens, min(tokens, 256), 256, 64, (), len(config.windows))
     programs = Programs(Context(config, kernels, axis_of(mesh)), mesh, specs)
     plan = sequential_plan(config, tokens, tp)
-    made = Executor(programs, weights, [layout], lambda _: compile_plan(plan, config, tp), kv_dtype=jnp.bfloat16, max_model_len=8192)
-    step = programs.step(layout, compile_plan(plan, config, tp))
+    forward = compile_plan(plan, config, tp, quantized=fp8)
+    made = Executor(programs, weights, [layout], lambda _: forward, kv_dtype=jnp.dtype(kv), max_model_len=8192)
+    step = programs.step(layout, forward)
     buffer = h200.abstract(mesh, jax.ShapeDtypeStruct((layout.size,), jnp.int32))
     arguments = (weights, *made._state((PAGES,) * len(config.windows)), buffer)
     return h200.compile_for_h200(step, *arguments), made
 
 
-@pytest.mark.parametrize(("model", "tp"), [("llama-3.1-8b", 1), ("llama-3.1-8b", 4)])
-@pytest.mark.parametrize("kernels", [REFERENCE, None], ids=["twins", "hopper"])
-def test_nothing_copies_the_cache_or_a_weight(model, tp, kernels):
-    step, executor = compiled(model, 256, tp=tp, kernels=kernels)
-    config = executor.programs.context.config
-    heads = config.num_kv_heads // tp
+def check(step: h200.Compiled, executor: Executor) -> None:
+    """No copy of the cache or of a weight, the cache aliased whole, nothing for the host to do."""
     assert step.machine_code
-    for shape in [(PAGES, heads, 64, config.head_dim), (PAGES * heads * 64, config.head_dim)]:
-        assert step.copies(shape) == 0
+    cache = jax.tree.leaves(executor._state((PAGES,) * executor.groups)[0])
+    kv_bytes = 0
+    for pages in cache:
+        shape = pages.sharding.shard_shape(pages.shape)
+        kv_bytes += math.prod(shape) * pages.dtype.itemsize
+        # The cache itself, and the flat views that appends write through.
+        for seen in (shape, (math.prod(shape[:3]), *shape[3:]), (math.prod(shape[:2]), *shape[2:])):
+            assert step.copies(seen) == 0, seen
     for leaf in jax.tree.leaves(executor.weights["layers"]):
         if leaf.ndim == 2:
             local = leaf.sharding.shard_shape(leaf.shape)
             assert step.copies(local) == step.copies(local[::-1]) == 0
-    cache = 2 * LAYERS * PAGES * heads * 64 * config.head_dim * 2
-    assert step.memory.alias_size_in_bytes >= cache
-    assert step.memory.temp_size_in_bytes < 0.1 * cache
+    assert step.memory.alias_size_in_bytes >= kv_bytes
+    assert step.memory.temp_size_in_bytes < 0.1 * kv_bytes
     assert not any(thunk.kind in ("kInfeed", "kOutfeed", "kHostSend", "kHostRecv") for thunk in step.thunks)
+
+
+@pytest.mark.parametrize(("model", "tp"), [("llama-3.1-8b", 1), ("llama-3.1-8b", 4)])
+@pytest.mark.parametrize("kernels", [REFERENCE, None], ids=["twins", "hopper"])
+def test_nothing_copies_the_cache_or_a_weight(model, tp, kernels):
+    check(*compiled(model, 256, tp=tp, kernels=kernels))
+
+
+def test_of_8_bits_neither():
+    check(*compiled("llama-3.1-8b", 64, fp8=True, kv="float8_e4m3fn"))
