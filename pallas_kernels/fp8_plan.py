@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from pallas_kernels.gemm_tiles import snake
+from pallas_kernels.tiles import SMS
 
 FIELDS = 6  # of an item: tile row, tile column, first step, steps, part, and which of the cut tiles it belongs to or -1
 
@@ -83,7 +84,8 @@ def fp8_plan(m: int, n: int, k: int, sms: int, *, blocked: bool, gate_block: int
 def _options(m: int, n: int, k: int, sms: int, blocked: bool, gate_block: int, quantize: bool) -> Iterator[tuple[Fp8Tile, Work]]:
     gated = 2 if gate_block else 1
     for columns, cluster in _STEP_US:
-        if cluster > sms or columns % (2 * gate_block or 1) or (quantize and columns < 128 * gated) or (cluster == 2 and m <= 128):
+        pairs = m > 128 and sms == SMS  # beside another kernel, free SMs may not be pairs
+        if (cluster == 2 and not pairs) or columns % (2 * gate_block or 1) or (quantize and columns < 128 * gated):
             continue
         tile = Fp8Tile(columns, stages=4 if columns == 256 else 6, cluster=cluster, moved=128 if blocked else 0)
         tiles_m, tiles_n, steps, groups = -(-m // (128 * cluster)), -(-n // columns), k // 128, sms // cluster
