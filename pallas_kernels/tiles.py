@@ -65,10 +65,14 @@ def decode_tile(head_width: int, group: int, itemsize: int = 2) -> DecodeTile:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkTile:
-    """Chunk attention: 2 compute warpgroups of 64 query rows each, `keys` keys a step (64 or 128), `stages` steps of K and V in flight."""
+    """Chunk attention: 2 compute warpgroups of 64 query rows each, `keys` keys a step (64 or 128), `stages` steps of K and V in flight.
+
+    `queries`: how many items' queries are in shared memory: with 2 the next item's come while this one's are multiplied.
+    """
 
     keys: int
     stages: int
+    queries: int = 2
 
     @property
     def rows(self) -> int:
@@ -76,5 +80,7 @@ class ChunkTile:
 
 
 def chunk_tile(head_width: int, itemsize: int = 2) -> ChunkTile:
-    """The tile for a head width: as many keys a step as the registers hold beside the output."""
-    return ChunkTile(keys=64 if head_width == 256 else 128, stages=4 if head_width == 64 else 2)
+    """The tile for a head width: as many keys a step as the registers hold beside the output, and what fits shared memory."""
+    if head_width == 256:
+        return ChunkTile(keys=64, stages=2, queries=1)
+    return ChunkTile(keys=128, stages=4 if head_width == 64 else 2 if itemsize == 2 else 3)

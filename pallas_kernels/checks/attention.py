@@ -1,9 +1,8 @@
-"""Checks the attention kernels against their float32 twins on a GPU, and times them beside what XLA and JAX have.
+"""Checks decode attention against its float32 twin on a GPU, and times it beside what XLA and JAX have.
 
-    python -m pallas_kernels.checks.attention [--seconds 0.6] [--only check,decode,chunk] [--json FILE]
+    python -m pallas_kernels.checks.attention [--seconds 0.6] [--only check,decode] [--json FILE]
 
-Prints one line a case; the errors are ‖kernel − twin‖ / ‖twin‖ on fresh random ragged inputs, the rates are of keys and values read, or
-of the products that the causal mask leaves.
+Prints one line a case; the errors are ‖kernel − twin‖ / ‖twin‖ on fresh random ragged inputs, the rates are of keys and values read.
 """
 
 import argparse
@@ -20,9 +19,9 @@ import numpy as np
 from pallas_kernels import reference
 from pallas_kernels.checks.inputs import PAGE, error, page_tables, poison, random_pages
 from pallas_kernels.checks.timing import sustained
-from pallas_kernels.chunk_attention import chunk_attention, chunk_work
-from pallas_kernels.decode_attention import decode_attention, decode_work
-from pallas_kernels.tiles import DecodeTile, chunk_tile, decode_tile
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_work import decode_work
+from pallas_kernels.tiles import DecodeTile, decode_tile
 
 TOLERANCE = 6e-3  # bfloat16 operands and weights against float32
 
@@ -34,87 +33,56 @@ def say(rows: list, **row):
 
 def exact(twin, q, k, v, *rest, **kw):
     """The twin in float32, NaN of unwritten places taken as 0 (it masks weights, and 0 · NaN is NaN there too)."""
-    plain = lambda x: jnp.nan_to_num(x.astype(jnp.float32))  # noqa: E731
+    known = lambda x: jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)  # noqa: E731
     with jax.default_matmul_precision("highest"):
-        return jax.jit(functools.partial(twin, **kw))(plain(q), plain(k), plain(v), *rest)
+        return jax.jit(functools.partial(twin, **kw))(q.astype(jnp.float32), known(k), known(v), *rest)
 
 
-def check_decode(rows, rng, lengths, n, kv, h, **kw):
+def cached(rng, k, v, dtype):
+    """(k, v, scales) of a cache of `dtype`: one of e4m3 has its values turned, and scales of its heads."""
+    if dtype == jnp.bfloat16:
+        return k, v, {}
+    scales = {name: jnp.asarray(rng.uniform(0.5, 1.5, k.shape[1]), jnp.float32) for name in ("k_scale", "v_scale")}
+    return k.astype(dtype), v.astype(dtype).swapaxes(2, 3), scales
+
+
+def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified=None, **kw):
     sms = kw.pop("sms", 132)
     table, pages = page_tables(rng, lengths)
     k, v = (poison(random_pages(jax.random.key(rng.integers(2**31)), pages, kv, h), table, lengths) for _ in range(2))
+    k, v, scales = cached(rng, k, v, dtype)
     q = jnp.asarray(rng.normal(size=(len(lengths), n, h)) * rng.choice([1, 4]), jnp.bfloat16)
     table, lengths = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
-    run = jax.jit(functools.partial(decode_attention, scale=h**-0.5, sms=sms, **kw))
-    got = run(q, k, v, table, lengths)
-    err = error(got, exact(reference.decode_attention, q, k, v, table, lengths, scale=h**-0.5, **kw))
-    same = bool((got == run(q, k, v, table, lengths)).all())
-    say(rows, what="check decode", ok=err < TOLERANCE and same, error=err, same_bits=same, b=len(lengths), n=n, kv=kv, h=h, sms=sms, **kw)
-
-
-def check_chunk(rows, rng, chunks, tokens, n, kv, h, **kw):
-    sms = kw.pop("sms", 132)
-    ends = [int(c[3] + c[1]) for c in chunks]
-    table, pages = page_tables(rng, ends)
-    k, v = (poison(random_pages(jax.random.key(rng.integers(2**31)), pages, kv, h), table, ends) for _ in range(2))
-    q = jnp.asarray(rng.normal(size=(tokens, n, h)) * rng.choice([1, 4]), jnp.bfloat16)
-    table, chunks = jnp.asarray(table), jnp.asarray(chunks, jnp.int32)
-    run = jax.jit(functools.partial(chunk_attention, scale=h**-0.5, sms=sms, **kw))
-    got = run(q, k, v, table, chunks)
-    err = error(got, exact(reference.chunk_attention, q, k, v, table, chunks, scale=h**-0.5, **kw))
-    same = bool((got == run(q, k, v, table, chunks)).all())
-    say(
-        rows,
-        what="check chunk",
-        ok=err < TOLERANCE and same,
-        error=err,
-        same_bits=same,
-        c=len(chunks),
-        t=tokens,
-        n=n,
-        kv=kv,
-        h=h,
-        sms=sms,
-        **kw,
-    )
-
-
-def random_chunks(rng, tokens, count, longest):
-    """`count` chunks that leave gaps in q, at random offsets, their page-table rows shuffled; one of them empty."""
-    cuts = np.sort(rng.choice(tokens + 1, 2 * count, replace=False))
-    chunks = [[int(a), int(b - a), 0, int(rng.integers(0, longest))] for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
-    chunks[-1][1] = 0
-    for row, c in zip(rng.permutation(count), chunks, strict=True):
-        c[2] = int(row)
-    chunks_by_row = sorted(chunks, key=lambda c: c[2])  # page_tables gives row i to the i-th
-    return chunks_by_row
+    how = {"sms": sms, "unified": None if unified is None else jnp.asarray(unified)}
+    run = jax.jit(functools.partial(decode_attention, scale=h**-0.5, **how, **kw))
+    got = run(q, k, v, table, lengths, **scales)
+    err = error(got, exact(functools.partial(reference.decode_attention, **scales), q, k, v, table, lengths, scale=h**-0.5, **kw))
+    same = bool((got == run(q, k, v, table, lengths, **scales)).all())
+    about = {"b": len(lengths), "n": n, "kv": kv, "h": h, "cache": jnp.dtype(dtype).name, "sms": sms, "unified": unified, **kw}
+    say(rows, what="check decode", ok=err < TOLERANCE and same, error=err, same_bits=same, **about)
 
 
 def checks(rows, share=(0, 1)):
     """All correctness cases, or every n-th from the i-th on for share (i, n), so that several processes can divide them."""
     rng = np.random.default_rng(time.time_ns())
-    decode, chunk = functools.partial(check_decode, rows, rng), functools.partial(check_chunk, rows, rng)
+    decode = functools.partial(check_decode, rows, rng)
 
     def ragged(b, top):
         return rng.integers(1, top, b) * (rng.random(b) > 0.1)
 
     shapes = [(32, 8, 128), (8, 8, 64), (16, 1, 128), (14, 2, 64), (9, 3, 64), (8, 4, 256), (20, 4, 128), (24, 2, 256)]
-    cases = [functools.partial(decode, ragged(37, 900), n, kv, h) for n, kv, h in shapes]
-    cases += [functools.partial(chunk, random_chunks(rng, 700, 5, 900), 700, n, kv, h) for n, kv, h in shapes]
-    cases += [
-        functools.partial(decode, ragged(200, 3000), 32, 8, 128, window=300),
-        functools.partial(decode, ragged(9, 900), 8, 4, 256, window=64, soft_cap=50.0),
-        functools.partial(decode, [1], 32, 8, 128),
-        functools.partial(decode, [0, 0, 65, 0], 32, 8, 128, sms=20),
-        functools.partial(decode, [20000, *[200] * 40], 32, 8, 128),
-        functools.partial(decode, ragged(256, 2000), 32, 8, 128, sms=28),
-        functools.partial(chunk, random_chunks(rng, 1500, 9, 3000), 1500, 8, 2, 128, window=200),
-        functools.partial(chunk, random_chunks(rng, 500, 4, 900), 500, 8, 4, 256, window=100, soft_cap=50.0),
-        functools.partial(chunk, random_chunks(rng, 500, 4, 900), 500, 8, 2, 128, soft_cap=20.0),
-        functools.partial(chunk, [[0, 2048, 0, 0]], 2048, 8, 2, 128),
-        functools.partial(chunk, [[3, 1, 0, 0]], 8, 8, 2, 128),
-        functools.partial(chunk, [[5, 640, 0, 5000]], 700, 8, 2, 128, sms=28),
-    ]
+    cases = []
+    for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+        for unified in (None, (0.0, 8.0)):
+            cases += [functools.partial(decode, ragged(37, 900), *shape, dtype=dtype, unified=unified) for shape in shapes]
+        cases += [
+            functools.partial(decode, ragged(200, 3000), 32, 8, 128, dtype, window=300),
+            functools.partial(decode, ragged(9, 900), 8, 4, 256, dtype, window=64, soft_cap=50.0),
+            functools.partial(decode, [1], 32, 8, 128, dtype),
+            functools.partial(decode, [0, 0, 65, 0], 32, 8, 128, dtype, sms=20),
+            functools.partial(decode, [20000, *[200] * 40], 32, 8, 128, dtype),
+            functools.partial(decode, ragged(256, 2000), 32, 8, 128, dtype, sms=28),
+        ]
     for case in cases[share[0] :: share[1]]:
         case()
 
@@ -212,56 +180,10 @@ def decodes(rows, seconds):
     time_decode(rows, seconds, "64 x 1100", [1100] * 64, caches=8, variants=[(132, DecodeTile(2, 6)), (132, DecodeTile(1, 12))])
 
 
-def time_chunk(rows, seconds, name, chunks, tokens, n=32, kv=8, h=128, layers=8, variants=None):
-    rng = np.random.default_rng(len(name))
-    ends = [c[3] + c[1] for c in chunks]
-    table, pages = page_tables(rng, ends)
-    cache = [tuple(random_pages(jax.random.key(2 * i + j), pages, kv, h) for j in range(2)) for i in range(2)]
-    qs = queries(layers, tokens, n, h)
-    pairs = sum(c[1] * c[3] + c[1] * (c[1] + 1) // 2 for c in chunks)
-    flop = 4.0 * pairs * n * h
-    for sms, tile in variants or [(132, chunk_tile(h))]:
-        layer = jax.jit(functools.partial(chunk_attention, scale=h**-0.5, sms=sms, tile=tile))
-
-        def run(qs, cache, table, chunks, tile=tile, layer=layer):
-            work = chunk_work(chunks, tokens, tile)
-            return [layer(q, *cache[i % 2], table, chunks, work=work) for i, q in enumerate(qs)]
-
-        t = sustained(jax.jit(run), qs, cache, jnp.asarray(table), jnp.asarray(chunks, jnp.int32), calls=layers, seconds=seconds)
-        say(rows, what="chunk", case=name, sms=sms, tile=f"{tile.keys}x{tile.stages}", tflops=flop / t["us"] / 1e6, **t)
-
-
-def time_cudnn(rows, seconds, name, tq, tk, causal, n=32, kv=8, h=128, layers=8):
-    q, k, v = (jax.random.normal(jax.random.key(i), (1, t, m, h), jnp.bfloat16) for i, (t, m) in enumerate([(tq, n), (tk, kv), (tk, kv)]))
-
-    def run(q, k, v):
-        outs = []
-        for _ in range(layers):
-            outs.append(jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn"))
-            q = q + 0.01 * outs[-1]
-        return outs
-
-    flop = 4.0 * (tq * (tq + 1) // 2 if causal else tq * tk) * n * h
-    try:
-        t = sustained(jax.jit(run), q, k, v, calls=layers, seconds=seconds)
-        say(rows, what="chunk rival", case=name, rival="cudnn", tflops=flop / t["us"] / 1e6, **t)
-    except Exception as e:
-        say(rows, what="chunk rival", case=name, rival="cudnn", failed=repr(e)[:300])
-
-
-def chunks(rows, seconds):
-    for context in (0, 2048, 8192, 32768):
-        time_chunk(rows, seconds, f"2048 over {context}", [[0, 2048, 0, context]], 2048, layers=8 if context < 8192 else 3)
-    time_chunk(rows, seconds, "8 x 256 over 0", [[256 * i, 256, i, 0] for i in range(8)], 2048, layers=16)
-    time_cudnn(rows, seconds, "causal 2048", 2048, 2048, True)
-    time_cudnn(rows, seconds, "causal 16384", 16384, 16384, True, layers=1)
-    time_cudnn(rows, seconds, "2048 x 32768 unmasked", 2048, 32768, False, layers=3)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
-    parser.add_argument("--only", default="check,decode,chunk", help="which parts, separated by commas")
+    parser.add_argument("--only", default="check,decode", help="which parts, separated by commas")
     parser.add_argument("--share", default="0/1", help="i/n: every n-th of the checks from the i-th on, for several processes")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
@@ -270,7 +192,6 @@ def main():
     parts = {
         "check": lambda: checks(rows, share),
         "decode": lambda: decodes(rows, args.seconds),
-        "chunk": lambda: chunks(rows, args.seconds),
     }
     for part in args.only.split(","):
         start = time.perf_counter()

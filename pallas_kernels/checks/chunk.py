@@ -1,0 +1,174 @@
+"""Checks chunk attention against its float32 twin on a GPU, and times it beside cuDNN's attention.
+
+    python -m pallas_kernels.checks.chunk [--seconds 0.6] [--only check,time] [--share 0/4] [--json FILE]
+
+Prints one line a case; the errors are ‖kernel − twin‖ / ‖twin‖ on fresh random ragged inputs, the rates are of the products that the
+causal mask leaves.
+"""
+
+import argparse
+import functools
+import json
+import shlex
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import reference
+from pallas_kernels.checks.attention import exact, queries, say
+from pallas_kernels.checks.inputs import error, page_tables, poison, random_pages
+from pallas_kernels.checks.timing import sustained
+from pallas_kernels.chunk_attention import chunk_attention
+from pallas_kernels.chunk_work import chunk_work
+from pallas_kernels.tiles import chunk_tile
+
+TOLERANCE = {"bfloat16": 6e-3, "float8_e4m3fn": 4e-2}  # of queries, weights and outputs in these bits; the cache is the twin's too
+HEADS = (32, 8, 128)  # Llama-3.1-8B: query heads, KV heads, head width
+
+
+def caches(rng, table, pages, ends, kv, h, dtype, spare=0):
+    """(the kernel's keys, values and scales, the twin's keys and values), NaN where no token was written; `spare` pages lie before."""
+    k, v = (poison(random_pages(jax.random.key(int(rng.integers(2**31))), pages, kv, h), table, ends) for _ in range(2))
+    scales = {}
+    plain = k, v
+    if dtype != "bfloat16":
+        scales = {name: jnp.asarray(rng.uniform(0.005, 0.02, kv), jnp.float32) for name in ("k_scale", "v_scale")}
+        wide = [scale[:, None, None] for scale in scales.values()]
+        k, v = ((x.astype(jnp.float32) / scale).astype(dtype) for x, scale in zip((k, v), wide, strict=True))
+        plain = tuple(x.astype(jnp.float32) * scale for x, scale in zip((k, v), wide, strict=True))
+        v = jnp.swapaxes(v, 2, 3)
+    if spare:
+        k, v = (jnp.concatenate([jnp.zeros((spare, *x.shape[1:]), x.dtype), x]) for x in (k, v))
+    return k, v, scales, plain
+
+
+def check(rows, rng, chunks, tokens, heads=HEADS, dtype="bfloat16", size=1.0, spare=0, unified=None, sms=None, **settings):
+    """One case: queries of standard deviation `size`, the same bits twice, zeros in rows that are in no chunk."""
+    (n, kv, h), ends = heads, [int(c[3] + c[1]) for c in chunks]
+    table, pages = page_tables(rng, ends)
+    k, v, scales, plain = caches(rng, table, pages, ends, kv, h, dtype, spare)
+    q = jnp.asarray(rng.normal(size=(tokens, n, h)) * size, jnp.bfloat16)
+    outside = np.ones(tokens, bool)
+    for first, length, *_ in chunks:
+        outside[first : first + length] = False
+    if unified is not None:
+        scales["unified"] = jnp.asarray(unified, jnp.float32)
+    run = jax.jit(functools.partial(chunk_attention, scale=h**-0.5, sms=sms, **settings))
+    far = jnp.asarray(np.where((table >= 0) & (table < pages), table + spare, table))
+    chunks = jnp.asarray(chunks, jnp.int32)
+    got = run(q, k, v, far, chunks, **scales)
+    err = error(got, exact(reference.chunk_attention, q, *plain, jnp.asarray(table), chunks, scale=h**-0.5, **settings))
+    same = bool((got == run(q, k, v, far, chunks, **scales)).all())
+    ok = err < TOLERANCE[dtype] and same and not np.asarray(got, np.float32)[outside].any()
+    facts = {"c": len(chunks), "t": tokens, "heads": heads, "dtype": dtype, "size": size, "unified": unified, "sms": sms, "spare": spare}
+    say(rows, what="check chunk", ok=ok, error=err, same_bits=same, **facts, **settings)
+
+
+def random_chunks(rng, tokens, count, longest):
+    """`count` chunks that leave gaps in q, at random offsets, their page-table rows shuffled; one of them empty."""
+    cuts = np.sort(rng.choice(tokens + 1, 2 * count, replace=False))
+    chunks = [[int(a), int(b - a), 0, int(rng.integers(0, longest))] for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+    chunks[-1][1] = 0
+    for row, c in zip(rng.permutation(count), chunks, strict=True):
+        c[2] = int(row)
+    return sorted(chunks, key=lambda c: c[2])  # page_tables gives row i to the i-th
+
+
+def checks(rows, share):
+    """Every n-th case from the i-th on, for share (i, n), so that several processes can divide them."""
+    rng = np.random.default_rng(time.time_ns())
+    case, some = functools.partial(check, rows, rng), functools.partial(random_chunks, rng)
+    few, eight = (8, 2, 128), {"dtype": "float8_e4m3fn"}
+    shapes = [HEADS, (8, 8, 64), (16, 1, 128), (14, 2, 64), (9, 3, 64), (8, 4, 256), (20, 4, 128), (24, 2, 256)]
+    cases = [functools.partial(case, some(700, 5, 900), 700, heads, size=size) for heads, size in zip(shapes, [1, 4] * 4, strict=True)]
+    cases += [functools.partial(case, some(700, 5, 900), 700, heads, **eight) for heads in (HEADS, (14, 2, 64), (8, 4, 256))]
+    for form in ({}, eight):
+        cases += [
+            functools.partial(case, some(1500, 9, 3000), 1500, few, window=200, **form),
+            functools.partial(case, some(1500, 9, 3000), 1500, few, window=70, **form),
+            functools.partial(case, some(500, 4, 900), 500, (8, 4, 256), window=100, soft_cap=50.0, **form),
+            functools.partial(case, some(500, 4, 900), 500, few, soft_cap=20.0, **form),
+            functools.partial(case, [[0, 2048, 0, 0]], 2048, few, **form),
+            functools.partial(case, [[5, 640, 0, 5000]], 700, few, sms=28, **form),
+            functools.partial(case, [[5, 640, 0, 5000]], 700, few, spare=2**17, **form),  # offsets beyond 2^31 elements
+        ]
+    cases += [
+        functools.partial(case, [[3, 1, 0, 0]], 8, few),
+        functools.partial(case, some(1500, 9, 3000), 1500, few, size=4, unified=(0.0, 60.0)),
+        # A row's first block says nothing of the others: every tile begins anew.
+        functools.partial(case, [[5, 640, 0, 5000]], 700, few, size=300),
+        functools.partial(case, some(1500, 9, 3000), 1500, few, size=300, unified=(0.0, 60.0)),
+        functools.partial(case, some(1500, 9, 3000), 1500, few, unified=(500.0, 60.0)),
+    ]
+    for run in cases[share[0] :: share[1]]:
+        run()
+
+
+def timed(rows, seconds, name, chunks, tokens=2048, calls=8, **settings):
+    (n, kv, h), rng = HEADS, np.random.default_rng(len(name))
+    ends = [c[3] + c[1] for c in chunks]
+    table, pages = page_tables(rng, ends)
+    flop = 4.0 * sum(c[1] * c[3] + c[1] * (c[1] + 1) // 2 for c in chunks) * n * h
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        tile, cache = chunk_tile(h, jnp.dtype(dtype).itemsize), []
+        for i in range(2):
+            k, v = (random_pages(jax.random.key(2 * i + j), pages, kv, h).astype(dtype) for j in range(2))
+            cache.append((k, v if dtype == "bfloat16" else jnp.swapaxes(v, 2, 3)))
+        layer = jax.jit(functools.partial(chunk_attention, scale=h**-0.5, tile=tile, **settings))  # its lowering serves all calls
+
+        def run(qs, cache, table, chunks, tile=tile, layer=layer):
+            work = chunk_work(chunks, tokens, tile)
+            return [layer(q, *cache[i % 2], table, chunks, work=work) for i, q in enumerate(qs)]
+
+        inputs = queries(calls, tokens, n, h), cache, jnp.asarray(table), jnp.asarray(chunks, jnp.int32)
+        t = sustained(jax.jit(run), *inputs, calls=calls, seconds=seconds)
+        say(rows, what="chunk", case=name, dtype=dtype, tflops=flop / t["us"] / 1e6, **t, **settings)
+
+
+def timed_cudnn(rows, seconds, name, batch, tq, tk, causal, calls=8):
+    n, kv, h = HEADS
+    keys = jax.random.split(jax.random.key(0), calls + 2)
+    k, v = (jax.random.normal(key, (batch, tk, kv, h), jnp.bfloat16) for key in keys[:2])
+    qs = [jax.random.normal(key, (batch, tq, n, h), jnp.bfloat16) for key in keys[2:]]
+    run = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
+    flop = 4.0 * batch * (tq * (tq + 1) // 2 if causal else tq * tk) * n * h
+    t = sustained(jax.jit(lambda qs, k, v: [run(q, k, v) for q in qs]), qs, k, v, calls=calls, seconds=seconds)
+    say(rows, what="chunk rival", case=name, rival="cudnn", tflops=flop / t["us"] / 1e6, **t)
+
+
+def timings(rows, seconds):
+    for context in (0, 2048, 8192, 32768):
+        timed(rows, seconds, f"2048 over {context}", [[0, 2048, 0, context]], calls=8 if context < 8192 else 2)
+    timed(rows, seconds, "8 x 256 over 0", [[256 * i, 256, i, 0] for i in range(8)], calls=16)
+    timed_cudnn(rows, seconds, "causal 2048", 1, 2048, 2048, True)
+    timed_cudnn(rows, seconds, "causal 8 x 256", 8, 256, 256, True, calls=16)
+    timed_cudnn(rows, seconds, "causal 16384", 1, 16384, 16384, True, calls=1)
+    timed_cudnn(rows, seconds, "2048 x 32768 unmasked", 1, 2048, 32768, False, calls=2)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
+    parser.add_argument("--only", default="check,time", help="which parts, separated by commas")
+    parser.add_argument("--share", default="0/1", help="i/n: every n-th of the checks from the i-th on, for several processes")
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+    rows: list = []
+    first, step = (int(x) for x in args.share.split("/"))
+    parts = {"check": lambda: checks(rows, (first, step)), "time": lambda: timings(rows, args.seconds)}
+    for part in args.only.split(","):
+        parts[part]()
+        if args.json:
+            with open(args.json, "w") as f:
+                command = shlex.join(["python", "-m", "pallas_kernels.checks.chunk", *sys.argv[1:]])
+                json.dump({"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
+    bad = [row for row in rows if row.get("ok") is False]
+    print(f"{len(bad)} checks failed" if bad else "all checks passed")
+    raise SystemExit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()
