@@ -173,7 +173,8 @@ def versus(rows, m, model, op, seconds, ways: dict, **labels):
 def ways_of(op, kernel) -> dict:
     """Ours as the layer calls it, and XLA's: (function, form of x's scales, whether it takes a residual)."""
     settings = {**GATE, "quantize": True} if op == "up_gate" else {}
-    add, scales = op in ("down", "out_proj"), "block" if op == "down" else "row"
+    add = op in ("down", "out_proj")
+    scales = "block" if add else "row"
 
     def way(gemm):
         return lambda x, w, *residual: gemm(x, w, **settings, **({"residual": residual[0]} if residual else {}))
@@ -217,9 +218,10 @@ def layer(rows, share, seconds):
     weights = [{op: random(keys[4 * i + j], *shape, "row") for j, (op, shape) in enumerate(ops.items())} for i in range(count)]
     flop = sum(2.0 * n * k for n, k in ops.values())
     for m in (2048, 1024)[share[0] :: share[1]]:
-        h, o = jax.random.normal(keys[0], (m, 4096), BF16), random(keys[1], m, 4096, "row")
+        h = jax.random.normal(keys[0], (m, 4096), BF16)
         both = {"fp8": fp8_gemm, "xla": xla}
-        runs = {name: functools.partial(layers(gemm, count), h, o, weights) for name, gemm in both.items()}
+        heads = {name: random(keys[1], m, 4096, "block" if name == "fp8" else "row") for name in both}
+        runs = {name: functools.partial(layers(gemm, count), h, heads[name], weights) for name, gemm in both.items()}
         times = interleaved(runs, calls=count, seconds=seconds)
         for name, t in times.items():
             say(rows, what=f"layer {name}", m=m, us=t.us, tflops=m * flop / t.us / 1e6, mhz=t.mhz, watts=t.watts, spread=t.spread)

@@ -154,7 +154,7 @@ GATE = {"activation": "silu", "gate_block": 64}
         (fp8_gemm, (2048, 6144, 4096), [24, 240]),
         (fp8_gemm, (2048, 4096, 14336, 2), [24, 240]),
         (functools.partial(fp8_gemm, **GATE, quantize=True), (2048, 28672, 4096), [24, 240]),
-        (functools.partial(fp8_gemm, sms=104), (256, 8192, 7168, 2), [24, 240]),
+        (fp8_gemm, (256, 4096, 14336, 2), [24, 240]),
         (fp8_flat_gemm, (64, 4096, 14336, 2), []),
         (functools.partial(fp8_flat_gemm, **GATE, quantize=True), (64, 28672, 4096), []),
     ],
