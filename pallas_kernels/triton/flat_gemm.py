@@ -1,0 +1,107 @@
+"""GEMM of few rows in Triton, for GPUs before Hopper: the weights are streamed once, split along K where N is small.
+
+The parts of a split are added up in their order by XLA, which fuses what is behind the product into that one pass over [M, N].
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# The extra `triton` may not be installed, and its language only looks like Python.
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import jax_triton as jt
+import triton
+import triton.language as tl
+
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.reference.gemm import finish
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A program's columns of the result, the step along K, and into how many parts K is cut."""
+
+    columns: int = 64
+    step: int = 128
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+def tile_for(n: int, k: int, multiprocessors: int) -> Tile:
+    """Narrow tiles, and K cut until every multiprocessor has two programs (§IV of FlashDecoding++: small N lacks parallelism)."""
+    columns = 64 if n >= 64 * 2 * multiprocessors else 32
+    programs = -(-n // columns)
+    splits = max(1, min(8, 2 * multiprocessors // programs, k // 512))
+    return Tile(columns=columns, splits=splits)
+
+
+@triton.jit
+def _multiply(
+    x, w, out,
+    M, N, K, PER_SPLIT,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(1) * PER_SPLIT
+    rows, columns = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for at in range(first, tl.minimum(first + PER_SPLIT, K), STEP):
+        along = at + tl.arange(0, STEP)
+        weights = tl.load(
+            w + columns[:, None].to(tl.int64) * K + along[None, :], mask=(columns[:, None] < N) & (along[None, :] < K), other=0.0
+        )
+        values = tl.load(x + rows[None, :] * K + along[:, None], mask=(rows[None, :] < M) & (along[:, None] < K), other=0.0)
+        acc += tl.dot(weights, values, input_precision="ieee")
+    split = tl.program_id(1).to(tl.int64) * M
+    tl.store(out + (split + rows[None, :]) * N + columns[:, None], acc, mask=(rows[None, :] < M) & (columns[:, None] < N))
+
+
+def flat_gemm(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    activation: str | None = None,
+    gate_block: int | None = None,
+    quantize: bool = False,
+    out_dtype=None,
+    sms: int | None = None,
+    tile: Tile | None = None,
+    capability: int | None = None,
+) -> jax.Array | Quantized:
+    """x @ w.T and what follows it (the twin: `reference.gemm`).
+
+    Args:
+      x: [M, K], M at most 64; w: [N, K]; both bfloat16, float16 or float32. Any N and K.
+      sms: multiprocessors that the split of K is made for; None: all of this device.
+      capability: compute capability to compile for, as 80; None: this device's.
+    Raises:
+      ValueError: for a shape or dtype that the kernel does not take.
+    """
+    (m, k), n = x.shape, w.shape[0]
+    if not 1 <= m <= 64 or w.shape != (n, k):
+        raise ValueError(f"x {x.shape} and w {w.shape}: [M, K] and [N, K], M from 1 to 64")
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(f"dtypes {x.dtype} and {w.dtype}: bfloat16, float16 or float32, the same for both")
+    tile = tile or tile_for(n, k, sms or getattr(jax.devices()[0], "core_count", 1))
+    steps = -(-k // tile.step)
+    per_split = -(-steps // tile.splits) * tile.step
+    splits = -(-k // per_split)
+    parts = jt.triton_call(
+        x, w,
+        kernel=_multiply,
+        name="flat_gemm",
+        out_type=jax.ShapeDtypeStruct((splits, m, n), jnp.float32),
+        grid=(-(-n // tile.columns), splits),
+        compute_capability=capability,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        M=m, N=n, K=k, PER_SPLIT=per_split, ROWS=max(16, 1 << (m - 1).bit_length()), COLUMNS=tile.columns, STEP=tile.step,
+    )  # fmt: skip
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    behind = {"residual": residual, "activation": activation, "gate_block": gate_block, "quantize": quantize, "out_dtype": out_dtype}
+    return finish(total, bias, dtype=x.dtype, **behind)

@@ -1,0 +1,70 @@
+"""The Triton kernels beside their twins, in Triton's interpreter; `test_triton.py` runs this file in a process of its own."""
+
+import functools
+
+import jax.numpy as jnp
+import jax_triton
+import numpy as np
+import pytest
+import triton_host
+from paged_cases import error, exact, paged, queries
+
+from pallas_kernels import reference
+from pallas_kernels.triton.decode_attention import decode_attention
+from pallas_kernels.triton.flat_gemm import Tile, flat_gemm
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(jax_triton, "triton_call", triton_host.triton_call)
+
+
+def floats(*arguments):
+    """`paged` in float32: Triton's interpreter multiplies no bfloat16."""
+    k, v, table = paged(*arguments)
+    return k.astype(jnp.float32), v.astype(jnp.float32), table
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shape", "settings"),
+    [
+        ([70, 0, 1, 200, 64], (8, 2, 16), {}),
+        ([300, 3, 130], (9, 3, 64), {"window": 70}),
+        ([90, 257], (4, 4, 16), {"soft_cap": 5.0}),
+        ([0, 0], (2, 1, 16), {}),
+    ],
+)
+def test_decode_attention_is_its_twin(lengths, shape, settings):
+    n, kv, h = shape
+    k, v, table = floats(len(lengths), lengths, kv, h)
+    q, lengths = queries(1, len(lengths), n, h).astype(jnp.float32), jnp.asarray(lengths, jnp.int32)
+    got = decode_attention(q, k, v, table, lengths, scale=h**-0.5, sms=2, **settings)
+    want = exact(reference.decode_attention, q, k, v, table, lengths, scale=h**-0.5, **settings)
+    assert error(got, want) < 1e-5 if want.any() else not np.asarray(got).any()
+
+
+def test_a_long_row_is_shared_by_many_programs_and_the_parts_add_up_to_the_same_bits():
+    lengths = [900, 40, 300]
+    k, v, table = floats(2, lengths, 1, 16)
+    q, lengths = queries(3, 3, 4, 16).astype(jnp.float32), jnp.asarray(lengths, jnp.int32)
+    run = functools.partial(decode_attention, q, k, v, table, lengths, scale=0.25)
+    want = exact(reference.decode_attention, q, k, v, table, lengths, scale=0.25)
+    assert error(run(sms=5), want) < 1e-5
+    assert (run(sms=5) == run(sms=5)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize(("m", "n", "k", "tile"), [(1, 70, 100, None), (5, 64, 512, Tile(32, 64, 3)), (33, 40, 256, Tile(32, 128, 2))])
+def test_flat_gemm_is_its_twin(m, n, k, tile, dtype):
+    rng = np.random.default_rng(m)
+    x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((m, k), (n, k)))
+    got = flat_gemm(x, w, sms=4, tile=tile)
+    assert got.dtype == dtype
+    assert error(got, np.asarray(x, np.float32) @ np.asarray(w, np.float32).T) < (1e-3 if dtype == jnp.float16 else 1e-6)
+
+
+def test_what_follows_a_product_is_the_twins():
+    rng = np.random.default_rng(0)
+    x, w, bias, residual = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 64), (64, 64), (64,), (3, 32)))
+    behind = {"residual": residual, "activation": "silu", "gate_block": 16}
+    assert error(flat_gemm(x, w, bias, sms=2, **behind), np.asarray(reference.gemm(x, w, bias, **behind))) < 1e-6
