@@ -36,11 +36,17 @@ KV = tuple[Any, Any]  # keys and values of a layer, in one of the forms of `jaxf
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What is fixed for a compiled step. `axis` is the tensor-parallel mesh axis inside `shard_map`, or None."""
+    """What is fixed for a compiled step. `axis` is the tensor-parallel mesh axis inside `shard_map`, or None.
+
+    sms: how many SMs products and attention may occupy, where a plan shares the device between ops; None: all.
+    beside: the op runs on a side stream, where XLA (jaxlib 0.11.2) cannot update an array in place.
+    """
 
     config: ModelConfig
     kernels: KernelSet
     axis: str | None = None
+    sms: int | None = None
+    beside: bool = False
 
     def group(self, layer: Layer) -> int:
         """The layer's row on the page table's group axis."""
@@ -97,6 +103,8 @@ def _quantized(w: Weights, name: str) -> bool:
 def _gemm(c: Context, w: Weights, name: str, x: Array | Quantized, bias: Array | None, **behind: Any) -> Any:
     if isinstance(x, Quantized):  # its dtype does not say what the stream's is
         behind["out_dtype"] = w["attn_norm"].dtype
+    if c.sms is not None:
+        behind["sms"] = c.sms
     return c.kernels.gemm(x, w[name], bias, **behind)
 
 
@@ -137,6 +145,8 @@ def _attention(c: Context, layer: Layer, w: Weights, kv: KV) -> tuple[KV, dict[s
     settings = {"scale": c.config.scale, "window": layer.window, "soft_cap": c.config.attention_soft_cap}
     if "unified" in w:
         settings["unified"] = w["unified"]
+    if c.sms is not None:
+        settings["sms"] = c.sms
     if isinstance(k, Quantized) and isinstance(v, Quantized):
         return (k.values, v.values), settings | {"k_scale": k.scale, "v_scale": v.scale}
     return (k, v), settings | _kv_scales(w)
@@ -168,18 +178,26 @@ def chunk_attention(
     return c.kernels.chunk_attention(q, *pages, table, batch.chunks_in(start, stop), **settings)
 
 
-def merge_heads(is_decode: Bool[Array, " t"], decoded: Float[Array, "b N H"], prefilled: Float[Array, "t N H"]) -> Float[Array, "t N H"]:
-    """Each token's heads from the attention that computed them. Merging the result with itself changes nothing."""
-    rows = decoded.shape[0]
-    # Not `.at[:rows].set`: two such scatters under shard_map crash XLA's CPU compiler (jaxlib 0.11.2).
-    return jnp.concatenate([jnp.where(is_decode[:rows, None, None], decoded, prefilled[:rows]), prefilled[rows:]])
+def merge_heads(
+    is_decode: Bool[Array, " t"], decoded: Float[Array, "b N H"], prefilled: Float[Array, "t N H"], *, in_place: bool = True
+) -> Float[Array, "t N H"]:
+    """Each token's heads from the attention that computed them. Merging the result with itself changes nothing.
+
+    in_place: only the rows that could decode are read and written; else all rows are, in one pass.
+    """
+    rows, t = decoded.shape[0], prefilled.shape[0]
+    if not in_place:
+        return jnp.where(is_decode[:, None, None], jnp.pad(decoded, ((0, t - rows), (0, 0), (0, 0))), prefilled)
+    # Not by `.at[:rows].set`: two such scatters under shard_map crash XLA's CPU compiler (jaxlib 0.11.2).
+    merged = jnp.where(is_decode[:rows, None, None], decoded, prefilled[:rows])
+    return lax.dynamic_update_slice_in_dim(prefilled, merged, 0, axis=0)
 
 
 def out_proj(
     c: Context, w: Weights, is_decode: Bool[Array, " t"], decoded: Float[Array, "b N H"], prefilled: Float[Array, "t N H"]
 ) -> Float[Array, "t D"]:
     """Merges the heads of both attentions and projects; a partial sum under tensor parallelism."""
-    o = merge_heads(is_decode, decoded, prefilled)
+    o = merge_heads(is_decode, decoded, prefilled, in_place=not c.beside)
     o = o.reshape(o.shape[0], -1)
     o = quantize_blocks(o) if _quantized(w, "out_proj") else o
     return _gemm(c, w, "out_proj", o, _first_shard_only(c, w.get("out_proj_bias")))

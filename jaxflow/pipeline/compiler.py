@@ -6,6 +6,7 @@ different tokens that follow each other on a stream (or it would merge their pro
 to a cache that earlier ops read (or it would copy the cache), and where the plan waits.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -39,9 +40,6 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: boo
     """
     graph = model_graph(config, tp)
     check(plan, graph)
-    for nano in plan.nano_ops:
-        if nano.sms is not None:
-            raise PlanError(nano.id, f"sms={nano.sms}: no kernels that keep to a number of SMs are built yet; leave it out")
     runs, final = program(plan, graph), final_values(graph)
     reads = Reads(runs, final)
     groups = grouped(runs, reads, quantized)
@@ -153,7 +151,7 @@ class _Step:
             inputs = [local.read(source, run.span) for source in step.reads]
             with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
                 if step.part == "merge":
-                    heads = ops.merge_heads(self.batch.is_decode(run.nano.start, run.nano.stop), *inputs)
+                    heads = ops.merge_heads(self.batch.is_decode(run.nano.start, run.nano.stop), *inputs, in_place=False)
                     local.put_merged(run.layer, run.span, heads)
                     continue
                 if step.part == "add":
@@ -168,7 +166,8 @@ class _Step:
 
     def call(self, run: Run, inputs: list[Any]) -> tuple:
         """One op of `jaxflow.model.ops` on its inputs; its outputs in the graph's order."""
-        c, name, start, stop = self.c, run.nano.op, run.nano.start, run.nano.stop
+        c = dataclasses.replace(self.c, sms=run.nano.sms, beside=run.nano.stream > 0)
+        name, start, stop = run.nano.op, run.nano.start, run.nano.stop
         op, w, layer = _traced_once(name), self.weights["layers"][run.layer], self.c.config.layers[run.layer]
         if name == "rope_append":
             return op(c, layer, w, self.batch, start, stop, *inputs, self.kv[run.layer])

@@ -28,16 +28,19 @@ def two_nano_batch_plan(config: ModelConfig, tokens: int, split: int, tp: int = 
     return Plan(f"two nano-batches, {split} + {tokens - split}", tokens, tuple(nano_ops))
 
 
-def phased_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1) -> Plan:
+def phased_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1, sms: tuple[int, int] | None = None) -> Plan:
     """Attention of one half beside the products of the other, layer after layer (NanoFlow's pipeline, two phases a layer).
 
     A phase appends one half's keys on the main stream, then runs its attention on stream 1 while stream 2 takes the
     other half from `out_proj` to the next layer's `qkv`. The next phase waits for both.
+
+    sms: how many SMs attention gets, and the products beside it; None: both may take all.
     """
     graph, ranges = model_graph(config, tp), _halves(tokens, split)
     names = _op_names(graph)
     network = _network(graph)
     tail = names[names.index("out_proj") :]
+    few, many = sms or (None, None)
 
     def nano(op: str, half: int, **rest) -> NanoOp:
         return NanoOp(f"{op}.{half}", op, *ranges[half], **rest)
@@ -47,9 +50,9 @@ def phased_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1) -> Pl
         other, behind = 1 - half, half - 1
         join = (f"decode_attention.{other}", f"chunk_attention.{other}", f"attn_norm.{half}", f"qkv.{half}")
         append = nano("rope_append", half, waits=join)
-        attention = [nano(op, half, stream=1) for op in reversed(ATTENTION)]
-        products = [nano(op, other, stream=0 if op in network else 2, ahead=behind) for op in tail]
-        fresh = [nano(op, other, stream=2, ahead=behind + 1) for op in ("attn_norm", "qkv")]
+        attention = [nano(op, half, stream=1, sms=few) for op in reversed(ATTENTION)]
+        products = [nano(op, other, ahead=behind, **({} if op in network else {"stream": 2, "sms": many})) for op in tail]
+        fresh = [nano(op, other, stream=2, sms=many, ahead=behind + 1) for op in ("attn_norm", "qkv")]
         return [append, *attention, *products, *fresh]
 
     return Plan(f"two phases a layer, {split} + {tokens - split}", tokens, (*phase(0), *phase(1)))

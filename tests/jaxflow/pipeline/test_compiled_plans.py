@@ -18,7 +18,7 @@ from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import phased_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import borders
 from pallas_kernels import chunk_attention, decode_attention
-from pallas_kernels.kernel_set import KernelSet
+from pallas_kernels.kernel_set import KernelSet, kernel_set_for
 
 TOKENS, SPLIT, ROWS, PAGES_A_ROW, PAGES = 512, 192, 64, 4, 2048
 MODEL = ModelConfig("llama", 32000, 1024, 8, 2, 128, 2816, (Layer(rope=Rope(1e4)),) * 2, 8192)
@@ -118,3 +118,17 @@ def test_phases_on_streams():
     assert not outside, "products left the side streams"
     for nano in ("qkv/qkv.1", "out_proj/out_proj.0", "up_gate/up_gate.1", "down/down.0"):  # profiles find ops by these names
         assert re.search(rf'op_name="[^"]*compute_on/{nano}/dot_general"', found.hlo), nano
+
+
+def test_shares_of_the_device_reach_the_kernels():
+    """24 SMs for attention, 108 for the products beside it: in the grids of the kernels that the step launches."""
+    kernels = kernel_set_for("gpu", "9.0", head_dim=128, queries_per_kv_head=4, page_size=64, dtype="bfloat16", kv_dtype="bfloat16")
+    found = compiled(phased_plan(MODEL, TOKENS, SPLIT, sms=(24, 108)), kernels, **NO_GRAPH)
+    layers = len(MODEL.layers)
+    names = re.findall(r"(decode_attention|chunk_attention|dense_gemm)_(\d+)", found.hlo)
+    assert {name: {int(sms) for other, sms in names if other == name} for name, _ in names} == {
+        "decode_attention": {24},
+        "chunk_attention": {24},
+        "dense_gemm": {108},
+    }
+    assert len(re.findall(r"custom-call[^\n]*dense_gemm_108", found.hlo)) >= 4 * 2 * layers - 1

@@ -16,8 +16,8 @@ TOKENS = 16
 LAW = settings(suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
 
 
-def bench(name, tp=1):
-    return drawn.Bench(drawn.config_of(name), tp)
+def bench(name, tp=1, **numbers):
+    return drawn.Bench(drawn.config_of(name), tp, **numbers)
 
 
 @pytest.mark.parametrize(("name", "streams"), [("tiny-llama", True), ("tiny-gemma2", False), ("tiny-mixtral", True), ("tiny-opt", False)])
@@ -38,6 +38,18 @@ def test_drawn_plans_on_two_devices(data):
 
 
 @pytest.mark.parametrize(
+    ("name", "tp", "streams", "kv"),
+    [("tiny-llama", 1, True, "float8_e4m3fn"), ("tiny-mixtral", 2, False, "float8_e4m3fn"), ("tiny-gemma2", 1, False, "int8")],
+)
+@settings(LAW, max_examples=1)
+@given(data=st.data())
+def test_drawn_plans_of_8_bits(name, tp, streams, kv, data):
+    model = bench(name, tp, fp8=True, kv=kv)
+    plan = data.draw(drawn.plans(model.graph, TOKENS, streams=streams))
+    model.check(plan, data.draw(drawn.steps(model.config, TOKENS, borders(plan))))
+
+
+@pytest.mark.parametrize(
     ("make", "name", "tp"),
     [
         (two_nano_batch_plan, "tiny-llama", 1),
@@ -46,9 +58,10 @@ def test_drawn_plans_on_two_devices(data):
         (phased_plan, "tiny-llama", 2),
     ],
 )
-def test_two_nano_batches(make, name, tp):
+@pytest.mark.parametrize("numbers", [{}, {"fp8": True, "kv": "float8_e4m3fn"}], ids=["float32", "fp8"])
+def test_two_nano_batches(make, name, tp, numbers):
     """One compiled plan over several steps: the cut falls among decodes, into a chunk, into the padding."""
-    model = bench(name, tp)
+    model = bench(name, tp, **numbers)
     plan = make(model.config, TOKENS, 6, tp)
     model.check(plan, *(drawn.step(model.config, TOKENS, (6,), *work) for work in ((8, (3, 2)), (2, (9, 4)), (6, (10,)), (3, ()))))
 
