@@ -56,8 +56,9 @@ def takers(p: Product) -> tuple[str, ...]:
         if (quantizes or p.out_dtype == "bfloat16") and n % 128 == k % 128 == 0 and gates in (0, 16, 32, 64):
             found += ["fp8_flat"] * few + ["fp8"]
     elif p.activations == "bfloat16" and p.out_dtype in ("bfloat16", "float32"):
-        if few and n % (128 if gates else 8) == k % 64 == 0:
-            found += {"int4": ["int4"], "bfloat16": ["flat"]}.get(p.shape.weights, [])
+        if few and n % (128 if gates else 8) == 0:
+            found += ["int4"] * (p.shape.weights == "int4" and k % 512 == 0)
+            found += ["flat"] * (p.shape.weights == "bfloat16" and k % 64 == 0)
         if p.shape.weights == "bfloat16":
             whole = n % (2 * gates or 64) == 0 and n % 64 == k % 64 == 0 and gates in (0, 16, 32, 64)
             found += ["dense"] * whole + ["fma"] * (p.rows <= 4 and not p.bounded)
@@ -112,7 +113,7 @@ class HopperGemm:
         p = product(x, w, gate_block=gate_block, quantize=quantize, out_dtype=out_dtype, sms=sms, residual=residual)
         settings: dict[str, Any] = {"residual": residual, "activation": activation, "gate_block": gate_block}
         settings |= {"quantize": True} if quantize else {}
-        settings |= {"out_dtype": out_dtype} if out_dtype is not None else {}
+        settings |= {"out_dtype": jnp.dtype(out_dtype)} if out_dtype is not None else {}
         settings |= {"sms": sms} if sms is not None else {}
         return kernel(self.choose(p))(x, w, bias, **settings)
 

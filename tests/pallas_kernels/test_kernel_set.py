@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from jaxflow.model.checkpoint import open_checkpoint
 from pallas_kernels import gemm, kernel_set, reference
@@ -168,3 +171,43 @@ def test_fma_gemm_is_its_twin(rows):
         gemm.kernel(Choice(4, "fma"))(jnp.zeros((5, 96)), w)
     with pytest.raises(ValueError, match="kernel='slow'"):
         gemm.kernel(Choice(4, "slow"))
+
+
+def operands(p: Product):
+    """(x, w, settings of `gemm`) of a product, as shapes."""
+
+    def array(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    m, n, k = p.rows, p.shape.n, p.shape.k
+    x: object = array(p.activations, m, k) if p.activations != E4M3 else Quantized(array(E4M3, m, k), array("float32", m))
+    w: object = array("bfloat16", n, k)
+    if p.shape.weights == E4M3:
+        w = Quantized(array(E4M3, n, k), array("float32", n))
+    elif p.shape.weights == "int4":
+        w = Int4(array("uint8", n, k // 2), array("bfloat16", n, k // 64), array("bfloat16", n, k // 64))
+    settings = {"sms": 96} if p.bounded else {}
+    if p.shape.gate_block:
+        settings |= {"activation": "silu", "gate_block": p.shape.gate_block}
+    return x, w, settings | ({"quantize": True} if p.out_dtype == E4M3 else {"out_dtype": jnp.dtype(p.out_dtype)})
+
+
+@settings(max_examples=30)
+@given(
+    rows=st.sampled_from([1, 2, 4, 5, 33, 64, 65, 200, 1000]),
+    n=st.sampled_from([8, 64, 100, 128, 384, 7392, 12288]),
+    k=st.sampled_from([64, 100, 128, 1792, 4096]),
+    kind=st.sampled_from([("bfloat16", "bfloat16"), (E4M3, E4M3), ("bfloat16", "int4")]),
+    gate_block=st.sampled_from([0, 0, 16, 64]),
+    out_dtype=st.sampled_from(["bfloat16", "float32", E4M3]),
+    bounded=st.booleans(),
+)
+def test_what_is_said_to_take_a_product_takes_it(rows, n, k, kind, gate_block, out_dtype, bounded):
+    activations, weights = kind
+    p = Product(rows, Shape(n, k, weights, gate_block), activations, out_dtype, bounded)
+    assume((k % 64 == 0 or weights != "int4") and (gate_block == 0 or n % (2 * gate_block) == 0))
+    x, w, behind = operands(p)
+    for name in takers(p):
+        out = jax.eval_shape(lambda x, w, name=name: gemm.kernel(Choice(rows, name))(x, w, **behind), x, w)
+        assert out.shape == (rows, n // 2 if gate_block else n)
+        assert (out.values if isinstance(out, Quantized) else out).dtype == out_dtype
