@@ -1,8 +1,8 @@
 """Paged decode attention for Hopper: every sequence's one query row against its pages, KV split over the whole chip.
 
 `decode_work` cuts the batch's pages into equal pieces, one a worker: a compute warpgroup, and a warp or a warpgroup that copies for it
-through rings of pages (`decode_kernel`). The partial results of the pairs (row, head) that were cut go to a workspace, and a second,
-small kernel adds them up in a fixed order (`decode_join`), so the same batch gives the same bits.
+through rings of pages (`decode_kernel`). The partial results of the pairs (row, head) that were cut go to a workspace, and the last of a
+pair's workers adds them up in a fixed order (`decode_join`), so the same batch gives the same bits.
 """
 
 import functools
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_join import join
+from pallas_kernels.decode_join import join_afterwards
 from pallas_kernels.decode_kernel import Form, attend, scratch
 from pallas_kernels.decode_work import DecodeWork, decode_work
 from pallas_kernels.paged import LANE, check_pages, flat, rows_of_eight
@@ -94,9 +94,14 @@ def decode_attention(
         page_table.astype(jnp.int32),
         work.rows,
         work.pieces,
+        work.chains,
+        work.enders,
+        work.arrived,
         *numbers,
     )
-    return join(out, parts, levels, work, group=group, kv=kv, eight=eight, interpret=interpret).reshape(b, n, h)
+    if form.interpret:
+        out = join_afterwards(out, parts, levels, work, group=group, kv=kv, eight=eight, interpret=interpret)
+    return out.reshape(b, n, h)
 
 
 def _numbers(kv, eight, k_scale, v_scale, unified) -> list[jax.Array]:

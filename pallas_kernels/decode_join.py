@@ -1,14 +1,50 @@
-"""Adds up the (row, head) pairs of decode attention that were cut between workers, in the order of their keys."""
+"""Adds up the (row, head) pairs of decode attention that were cut between workers.
+
+Each worker counts itself in when it has written a part of a pair; whoever comes last adds the parts up, in the order of their keys,
+whatever the order they came in. Nobody waits for anybody.
+"""
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels import decode_parts
 from pallas_kernels.paged import LANE, LOWEST
 
 _LEVEL = plgpu.Layout.WGMMA.reduce(0)
+
+
+def is_last(arrived, ender, chain):
+    """Counts the warpgroup in at arrived[ender], after what it wrote. True for the last of the chain + 1 parts, which sees all others'."""
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    def arrive(_, counter, chain):
+        i32 = ir.IntegerType.get_signless(32)
+        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
+        operands = [mgpu.utils.memref_ptr(counter), thread, chain.registers.item(), mgpu.utils.warpgroup_barrier_idx(sync=False)]
+        code = """{
+            .reg .pred p, q;
+            .reg .b32 before;
+            fence.acq_rel.gpu;
+            barrier.cta.sync $4, 128;
+            setp.eq.u32 p, $2, 0;
+            mov.b32 before, -1;
+            @p atom.add.acq_rel.gpu.u32 before, [$1], 1;
+            setp.eq.and.s32 p, before, $3, p;
+            @p st.u32 [$1], 0;
+            barrier.cta.red.or.pred q, $4, 128, p;
+            fence.acq_rel.gpu;
+            selp.b32 $0, 1, 0, q;
+            }"""
+        last = llvm.inline_asm(i32, operands, code, "=r,l,r,r,r,~{memory}", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(last, (), is_signed=True)
+
+    return arrive(arrived.at[pl.ds(ender, 1)], chain) != 0  # pyright: ignore[reportCallIssue]
 
 
 def add_parts(parts, levels, ender, chain):
@@ -45,8 +81,8 @@ def add_parts(parts, levels, ender, chain):
     return out / lax.broadcast_in_dim(total, out.shape, [1])
 
 
-def join(out, parts, levels, work, *, group, kv, eight, interpret):
-    """`out` with the cut pairs filled in, in place: each by the worker that ends it. A second, small kernel."""
+def join_afterwards(out, parts, levels, work, *, group, kv, eight, interpret):
+    """The same as a kernel of its own, in place in `out`: for the interpreter, which cannot count workers in."""
     workers, _, h, cols = parts.shape
 
     def body(parts_ref, levels_ref, pieces_ref, chains_ref, o_ref, o_s):

@@ -8,6 +8,7 @@ only.
 import dataclasses
 import functools
 import types
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import decode_parts, pairs
 from pallas_kernels import decode_softmax as softmax
+from pallas_kernels.decode_join import add_parts, is_last
 from pallas_kernels.decode_work import walk
 from pallas_kernels.paged import PAGE, blank, blank_8, tiled
 from pallas_kernels.tiles import DecodeTile
@@ -81,7 +83,7 @@ def scratch(form: Form, dtype) -> dict:
 
 def attend(*refs, form: Form, **shared):
     extra = (*(("k_scale", "v_scale") if form.eight else ()), *(("unified",) if form.unified else ()))
-    inputs = ("q", "k", "v", "table", "rows", "pieces", *extra, "o", "part", "level")
+    inputs = ("q", "k", "v", "table", "rows", "pieces", "chains", "enders", "arrived", *extra, "o", "part", "level")
     refs = types.SimpleNamespace(**dict(zip(inputs, refs, strict=True)), **shared)
     cta, wg, workers = lax.axis_index("cta"), lax.axis_index("wg"), form.tile.workers
     of_all = lambda w: cta * workers + w  # noqa: E731
@@ -121,7 +123,7 @@ def _copy_pages(refs, form: Form, w, worker):
         pair, index, page_ids = carry
         (first, _, length), q_place = visible, lax.rem(pair, jnp.int32(2))
         first = first + page
-        after = ids(*then, rounds_of)
+        after = ids(then[0], then[1], rounds_of)
 
         @pl.when(pair >= 2)
         def _():
@@ -167,7 +169,7 @@ def _copy_pages(refs, form: Form, w, worker):
 
     row, page = refs.pieces[worker, 0], refs.pieces[worker, 2]
     start = jnp.int32(0), jnp.int32(0), ids(row, refs.rows[row, 0] + page, rounds_of)
-    pairs_seen, copied, _ = walk(refs.rows, refs.pieces, worker, kv, visit, start)
+    pairs_seen, copied, _unused = walk(refs.rows, refs.pieces, worker, kv, visit, start)
 
     # Every arrival is waited for, also of the last blocks (a barrier that nobody watched is an error in the interpreter).
     for ring, empty in ((form.tile.key_pages, refs.k_empty), (form.tile.value_pages, refs.v_empty)):
@@ -208,13 +210,14 @@ def _compute_pages(refs, form: Form, w, worker):
         first, pages, length = visible
         q_place = lax.rem(pair, jnp.int32(2))
         plgpu.barrier_wait(refs.q_full.at[w * 2 + q_place])
+        q: Any = refs.q_s.at[w, q_place]
+        unit: Any = None
+        v_scale: Any = None
         if form.eight:
-            q, unit = refs.q_8.at[w], decode_parts.split_queries(refs.q_s.at[w, q_place], refs.q_8.at[w], group, across, form.interpret)
-            unit = unit * refs.k_scale[head]
+            rows, q = q, refs.q_8.at[w]
+            unit = decode_parts.split_queries(rows, q, group, across, form.interpret) * refs.k_scale[head]
             v_scale = refs.v_scale[head]
             plgpu.barrier_arrive(refs.q_empty.at[w * 2 + q_place])
-        else:
-            q, unit, v_scale = refs.q_s.at[w, q_place], None, None
 
         def step(i, state, count):
             """Pages i .. i + count of the pair, in one round of the softmax."""
@@ -260,17 +263,23 @@ def _compute_pages(refs, form: Form, w, worker):
             out = pairs.joined(out, form.interpret) * v_scale
         out = out / lax.broadcast_in_dim(total, out.shape, [1])
 
-        @pl.when(here == pages)
-        def _():
+        def finish(out):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             decode_parts.put(refs.o_s.at[w], out)
             store(row, head)
+
+        pl.when(here == pages)(lambda: finish(out))
 
         @pl.when(here < pages)
         def _():
             begun = jnp.where(page == 0, jnp.int32(1), jnp.int32(0))  # 0: continues an earlier worker's pair, 1: its first part
             refs.part.at[worker, begun][...] = out
             refs.level.at[worker, begun][...] = top + jnp.log2(total)
+            if not form.interpret:
+                ender = jnp.where(page + here == pages, worker, refs.enders[worker])
+                chain = refs.chains[ender]
+                last = is_last(refs.arrived, ender, chain)
+                pl.when(last)(lambda: finish(add_parts(refs.part, refs.level, ender, chain)))
 
         return pair + 1, index
 

@@ -148,11 +148,11 @@ def _leaves(highest, cap, floor, interpret: bool):
                 barrier.cta.red.or.pred q, $3, 128, p;
                 selp.b32 $0, 1, 0, q;
                 }}""",
-                "=r,r,r,r",
+                "=r,r,r,r,~{memory}",
                 has_side_effects=True,
             ),
             (),
             is_signed=True,
         )
 
-    return vote(highest, cap, floor) != 0
+    return vote(highest, cap, floor) != 0  # pyright: ignore[reportCallIssue]

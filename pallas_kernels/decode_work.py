@@ -22,11 +22,16 @@ class DecodeWork:
     rows [B, 4] int32: first visible page, visible pages, length (0: skipped), next row that has pages.
     pieces [workers, 4] int32: first row, first KV head, first page counted from the row's first visible one, pages in the piece.
     chains [workers] int32: where this piece ends a (row, head) pair that began in an earlier one, how many earlier ones hold parts of it.
+    enders [workers] int32: where this piece leaves a pair unfinished, the worker that ends it.
+    arrived [workers] int32: the parts written so far of the pair that a worker ends. Zero before a call and after it: kernels count in it,
+      so calls that share a list must not run at the same time.
     """
 
     rows: jax.Array
     pieces: jax.Array
     chains: jax.Array
+    enders: jax.Array
+    arrived: jax.Array
 
 
 def decode_work(lengths: jax.Array, kv_heads: int, workers: int, window: int | None = None) -> DecodeWork:
@@ -62,10 +67,14 @@ def decode_work(lengths: jax.Array, kv_heads: int, workers: int, window: int | N
     row, head, page, row_pages = locate(begin)
     ends_pair = (page > 0) & (count > 0) & (page + count >= row_pages)
     chains = jnp.where(ends_pair, worker[:-1] - holder(begin - page), 0)
+    last = begin + count - 1
+    _, _, last_page, last_pages = locate(last)
     return DecodeWork(
         rows=jnp.stack([first, pages, lengths, following], axis=1),
         pieces=jnp.stack([row, head, page, count], axis=1),
         chains=chains,
+        enders=jnp.where(count > 0, holder(last + last_pages - 1 - last_page), 0),
+        arrived=jnp.minimum(count, 0),  # not a constant, which XLA might share with others
     )
 
 

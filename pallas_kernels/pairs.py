@@ -39,7 +39,7 @@ def joined(x, interpret: bool):
             new.flat[at] = vector.broadcast(ir.VectorType.get((2,), f32), total)
         return mgpu.FragmentedArray(_registers=new, _layout=x.layout, _is_signed=None)
 
-    return add(x)
+    return add(x)  # pyright: ignore[reportCallIssue]
 
 
 def store_transposed(value, ref, interpret: bool) -> None:
@@ -75,7 +75,7 @@ def store_transposed(value, ref, interpret: bool) -> None:
         bits = mgpu.FragmentedArray(_registers=as_bytes(value.registers), _layout=value.layout, _is_signed=False)
         bits.foreach(put)
 
-    store(value, ref)
+    store(value, ref)  # pyright: ignore[reportCallIssue]
 
 
 def as_bytes(registers):

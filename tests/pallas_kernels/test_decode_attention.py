@@ -39,6 +39,7 @@ def test_the_pieces_are_the_batchs_pages_cut_evenly(lengths, shape):
         assert work.rows[row].tolist()[:3] == [first, pages, length]
         line += [(row, head, page) for head in range(kv_heads) for page in range(pages)]
 
+    assert not work.arrived.any()
     counts = work.pieces[:, 3]
     assert counts.max() - counts.min() <= 1
     walked, parts = [], {}
@@ -54,12 +55,13 @@ def test_the_pieces_are_the_batchs_pages_cut_evenly(lengths, shape):
             if head == kv_heads:
                 row, head = following, 0
     assert walked == line
-    # A cut pair's parts are one run of workers; the last of them, and nobody else, is told how many came before.
+    # A cut pair's parts are one run of workers; the last of them, and nobody else, is told how many came before, and all others who it is.
     chains = np.zeros(workers, int)
     for pieces in parts.values():
         first, last = pieces[0][0], pieces[-1][0]
         assert [worker for worker, _ in pieces] == list(range(first, last + 1))
         chains[last] = last - first
+        assert (work.enders[first:last] == last).all()
     assert work.chains.tolist() == chains.tolist()
 
 
@@ -70,8 +72,8 @@ def run(q, cache, table, lengths, **settings):
     how = {"sms": 3} | {name: settings.pop(name) for name in ("tile", "unified", "sms") if name in settings}
     got = decode_attention(q, k, v, table, lengths, interpret=INTERPRET, **how, **scales, **settings)
     # What no token wrote is 0 for the twin, which masks weights: 0 · NaN is NaN there.
-    blank = [jnp.where(jnp.isnan(x), jnp.zeros_like(x), x) for x in (k, v)]
-    return got, reference.decode_attention(q.astype(jnp.float32), *blank, table, lengths, **scales, **settings)
+    k, v = (jnp.where(jnp.isnan(x), jnp.zeros_like(x), x) for x in (k, v))
+    return got, reference.decode_attention(q.astype(jnp.float32), k, v, table, lengths, **scales, **settings)
 
 
 def cached(k, v, dtype):
@@ -207,4 +209,4 @@ def test_it_fits_a_stream_region():
 
     compiled = compile_for_h200(step, *abstract(h200_mesh(), shapes(64, 32, 8, 128)))
     on_stream = [thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"]
-    assert on_stream == ["kCustomCall", "kCustomCall"]  # the kernel and the join of cut pairs: no copy between them
+    assert on_stream == ["kCustomCall"]  # the kernel alone: it joins the cut pairs itself
