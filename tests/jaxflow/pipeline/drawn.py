@@ -161,7 +161,7 @@ class Bench:
             there = batch.lengths > 0
             close(logits[there], want_logits[there])
             first, second = np.sort(want_logits[there], -1)[:, :-3:-1].T
-            clear = first - second > (0.05 * np.abs(want_logits[there]).max() if self.narrow else 0)
+            clear = first - second > (0.05 * np.abs(want_logits[there]).max(initial=0) if self.narrow else 0)
             assert (np.argmax(logits, -1)[there] == np.argmax(want_logits, -1)[there])[clear].all()
             real = int((batch.slots[0] < ROWS * PAGES_A_ROW * PAGE).sum())
             close(x[:real], want_x[:real])

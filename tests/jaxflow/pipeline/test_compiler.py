@@ -38,14 +38,14 @@ def test_drawn_plans_on_two_devices(data):
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "streams", "kv"),
-    [("tiny-llama", 1, True, "float8_e4m3fn"), ("tiny-mixtral", 2, False, "float8_e4m3fn"), ("tiny-gemma2", 1, False, "int8")],
+    ("name", "tp", "kv"),
+    [("tiny-llama", 1, "float8_e4m3fn"), ("tiny-mixtral", 2, "float8_e4m3fn"), ("tiny-gemma2", 1, "int8")],
 )
 @settings(LAW, max_examples=1)
 @given(data=st.data())
-def test_drawn_plans_of_8_bits(name, tp, streams, kv, data):
+def test_drawn_plans_of_8_bits(name, tp, kv, data):
     model = bench(name, tp, fp8=True, kv=kv)
-    plan = data.draw(drawn.plans(model.graph, TOKENS, streams=streams))
+    plan = data.draw(drawn.plans(model.graph, TOKENS))
     model.check(plan, data.draw(drawn.steps(model.config, TOKENS, borders(plan))))
 
 
