@@ -1,0 +1,113 @@
+"""What is hard for decode attention, on a GPU: scores that leave the unified maximum, caches past 2**31 elements, steps as CUDA graphs.
+
+python -m pallas_kernels.checks.decode_hard
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import reference
+from pallas_kernels.checks.attention import TOLERANCE, cached, exact, say
+from pallas_kernels.checks.inputs import PAGE, error, page_tables, poison, random_pages
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_work import decode_work
+from pallas_kernels.tiles import SMS, decode_tile
+
+N, K, H = 32, 8, 128
+DTYPES = (jnp.bfloat16, jnp.float8_e4m3fn)
+SCORES = {  # of a row's keys, for queries of ones
+    "either side of 1e4": lambda rng, length: rng.choice([-1e4, 1e4], length),
+    "far below": lambda rng, length: rng.normal(size=length) - 300,
+    "far above": lambda rng, length: rng.normal(size=length) + 300,
+    "a huge value in the last page": lambda rng, length: np.where(np.arange(length) == length - 1, 5e3, rng.normal(size=length)),
+    "a rise from page to page": lambda rng, length: np.arange(length) // PAGE * 40.0 + rng.normal(size=length),
+}
+
+
+def adversarial(rows, rng):
+    """Every kind of scores in rows of one batch, with rows of no keys between them."""
+    lengths = rng.integers(1, 1500, 40) * (rng.random(40) > 0.1)
+    table, pages = page_tables(rng, lengths)
+    keys = np.zeros((pages, K, PAGE, H), np.float32)
+    for row, length in enumerate(lengths):
+        scores = list(SCORES.values())[row % len(SCORES)](rng, length)
+        for page in range(-(-int(length) // PAGE)):
+            part = scores[page * PAGE : (page + 1) * PAGE]
+            keys[table[row, page], :, : len(part)] = part[:, None] / H
+    v = poison(random_pages(jax.random.key(1), pages, K, H), table, lengths)
+    q, table, lengths = jnp.ones((40, N, H), jnp.bfloat16), jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
+    for dtype in DTYPES:
+        unit = 1.0 if dtype == jnp.bfloat16 else 20.0  # 5e3 / H would be near e4m3's end
+        k, values, scales = cached(rng, jnp.asarray(keys / unit, jnp.bfloat16), v, dtype)
+        if scales:
+            scales["k_scale"] = jnp.full((K,), unit)
+        for unified in (None, (0.0, 8.0), (300.0, 20.0), (0.0, 1e4)):
+            how = None if unified is None else jnp.asarray(unified, jnp.float32)
+            got = jax.jit(functools.partial(decode_attention, scale=1.0, unified=how, **scales))(q, k, values, table, lengths)
+            want = exact(functools.partial(reference.decode_attention, **scales), q, k, values, table, lengths, scale=1.0)
+            worst = max(error(got[i :: len(SCORES)], want[i :: len(SCORES)]) for i in range(len(SCORES)))
+            empty = float(jnp.abs(jnp.where((lengths == 0)[:, None, None], got, 0)).max())
+            ok = worst < TOLERANCE and empty == 0
+            say(rows, what="adversarial", ok=ok, error=worst, empty=empty, cache=jnp.dtype(dtype).name, unified=unified)
+
+
+def far_offsets(rows, rng):
+    """The pages past 2**31 elements give the same bits as when they are gathered into a small cache."""
+    lengths = rng.integers(1, 900, 37)
+    table, used = page_tables(rng, lengths)
+    first = 2**31 // (K * PAGE * H)
+    known = np.arange(table.shape[1]) * PAGE < lengths[:, None]
+    far, near = np.where(known, table + first, 0), np.where(known, table, 0)
+    for dtype in DTYPES:
+        pages = [jax.jit(lambda x: x.astype(dtype))(random_pages(jax.random.key(i), first + used, K, H)) for i in range(2)]  # noqa: B023
+        if dtype != jnp.bfloat16:
+            pages[1] = pages[1].reshape(first + used, K, H, PAGE)
+        q = jnp.asarray(rng.normal(size=(37, N, H)), jnp.bfloat16)
+        run = jax.jit(functools.partial(decode_attention, scale=H**-0.5))
+        got = run(q, *pages, jnp.asarray(far), jnp.asarray(lengths, jnp.int32))
+        want = run(q, *(x[first:] for x in pages), jnp.asarray(near), jnp.asarray(lengths, jnp.int32))
+        say(rows, what="far offsets", ok=bool((got == want).all()), elements=pages[0].size, cache=jnp.dtype(dtype).name)
+
+
+def graphs(rows, rng, steps=1000, layers=8):
+    """Steps of growing lengths as CUDA graphs and without: the same bits."""
+    lengths = rng.integers(1, 900, 32)
+    table, pages = page_tables(rng, lengths + steps)
+    table = jnp.asarray(np.clip(table, 0, pages - 1))
+    q = jnp.asarray(rng.normal(size=(32, N, H)), jnp.bfloat16)
+    for dtype in DTYPES:
+        k, v = (random_pages(jax.random.key(i), pages, K, H) for i in range(2))
+        k, v, scales = cached(rng, k, v, dtype)
+        layer = jax.jit(functools.partial(decode_attention, scale=H**-0.5, **scales))
+
+        def step(q, k, v, table, lengths):
+            work = decode_work(lengths, K, SMS * decode_tile(H, N // K, k.dtype.itemsize).workers)
+            for _ in range(layers):
+                q = q * jnp.bfloat16(0.5) + layer(q, k, v, table, lengths, work=work) * jnp.bfloat16(3)  # noqa: B023
+            return q, lengths + 1
+
+        lowered = jax.jit(step).lower(q, k, v, table, jnp.asarray(lengths, jnp.int32))
+        ends = []
+        for options in (None, {"xla_gpu_enable_command_buffer": ""}):
+            run, state, seen = lowered.compile(compiler_options=options), (q, jnp.asarray(lengths, jnp.int32)), []
+            for i in range(steps):
+                state = run(state[0], k, v, table, state[1])
+                seen += [state[0]] if i % 50 == 0 else []
+            ends.append([*seen, state[0]])
+        same = all(bool((a == b).all()) for a, b in zip(*ends, strict=True))
+        say(rows, what="graphs", ok=same, steps=steps, layers=layers, cache=jnp.dtype(dtype).name)
+
+
+def main():
+    rows, rng = [], np.random.default_rng()
+    adversarial(rows, rng)
+    graphs(rows, rng)
+    far_offsets(rows, rng)
+    raise SystemExit(any(not row["ok"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()
