@@ -1,6 +1,7 @@
 """Which op of each family of models runs on which kernel, by device: written down here, so that a change of it is seen."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ FAMILIES = {
     "opt": "opt-6.7b",
     "tiny llama": "smollm2-135m",
 }
+E4M3 = "float8_e4m3fn"
 PAGED = ("rope_append", "decode_attention", "chunk_attention")
 OPS = (*PAGED, "add_norm", "token_limits")
 MOSAIC = {name: name for name in OPS} | {"add_norm": "rms_norm"}
@@ -59,6 +61,39 @@ def test_hopper_runs_every_family_on_mosaic(model):
         expected = MOSAIC | ({"add_norm": "reference"} if model == "smollm2-135m" else {})  # rows of 576
         assert places(kernels) == expected
         assert isinstance(kernels.gemm, HopperGemm)
+
+
+@pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
+def test_the_kernels_take_what_the_family_gives_them(model):
+    config = open_checkpoint(model, load_format="dummy").model_config
+    n, kv, h, d = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
+
+    def array(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    norms = {"q_norm": array("bfloat16", h), "k_norm": array("bfloat16", h)} if config.qk_norm else {}
+    bias = [array("bfloat16", d)] if config.norm == "layer_norm" else []
+    table, lengths, tokens = array("int32", 8, 4), array("int32", 8), array("int32", 16)
+    for kv_dtype in ("bfloat16", E4M3):
+        kernels = of(model, "gpu", "9.0", kv_dtype=kv_dtype)
+        pages = [array(kv_dtype, 40, kv, 64, h), array(kv_dtype, 40, kv, *((64, h) if kv_dtype == "bfloat16" else (h, 64)))]
+        scales = {name: array("float32", kv) for name in ("k_scale", "v_scale")} if kv_dtype == E4M3 else {}
+        for layer in set(config.layers):
+            attend = {"scale": config.scale, "window": layer.window, "soft_cap": config.attention_soft_cap}
+            decode = functools.partial(kernels.decode_attention, **attend)
+            assert jax.eval_shape(decode, array("bfloat16", 8, n, h), *pages, table, lengths, **scales).shape == (8, n, h)
+            chunk = functools.partial(kernels.chunk_attention, **attend)
+            chunks = array("int32", 2, 4)
+            assert jax.eval_shape(chunk, array("bfloat16", 16, n, h), *pages, table, chunks, **scales).shape == (16, n, h)
+        rope = {"inv_freq": array("float32", h // 2) if config.layers[0].rope else None}
+        rotate = functools.partial(kernels.rope_append, head_dim=h)
+        fused = array("bfloat16", 16, (n + 2 * kv) * h)
+        q, k_pages, _ = jax.eval_shape(rotate, fused, *pages, tokens, tokens, **rope, **norms, **scales)
+        assert q.shape == (16, n, h) and k_pages.dtype == kv_dtype
+        x = array("bfloat16", 16, d)
+        for quantize in (False, True):
+            norm = functools.partial(kernels.add_norm, eps=1e-5, quantize=quantize)
+            assert jax.eval_shape(norm, x, x, array("bfloat16", d), *bias)[0].shape == (16, d)
 
 
 @pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
@@ -103,7 +138,6 @@ def test_a_setting_forces_the_kernels():
 
 
 # The dense products of a Llama 8B layer, and which kernels take them, the likely fastest first.
-E4M3 = "float8_e4m3fn"
 PRODUCTS = [
     (Product(1, Shape(6144, 4096), "bfloat16"), ("flat", "dense", "fma", "xla")),
     (Product(16, Shape(6144, 4096), "bfloat16"), ("flat", "dense", "xla")),
