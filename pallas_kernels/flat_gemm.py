@@ -48,7 +48,6 @@ def flat_gemm(
     out_dtype=None,
     sms: int | None = None,
     tile: FlatTile | None = None,
-    early: bool = False,
     interpret=None,
 ) -> jax.Array:
     """act(x @ w.T + bias) (+ residual), accumulated in float32 (the twin: `reference.gemm`; FlashDecoding++Next §4).
@@ -69,7 +68,7 @@ def flat_gemm(
     tile = tile or flat_tile(x.shape[0], w.shape[0], w.shape[1], sms or SMS, gated=gate_block is not None)
     return multiply_flat(
         x, [Operand(w, 1, swizzled(w.dtype))], _product, bias, residual=residual, activation=activation, gate_block=gate_block,
-        out_dtype=out_dtype, sms=sms or SMS, tile=tile, early=early, name="flat_gemm", interpret=interpret,
+        out_dtype=out_dtype, sms=sms or SMS, tile=tile, name="flat_gemm", interpret=interpret,
     )  # fmt: skip
 
 
@@ -80,7 +79,7 @@ def _product(acc, weight, x_s, own):
 
 def multiply_flat(
     x: jax.Array, weight: Sequence[Operand], product: Callable, bias: jax.Array | None, *, residual: jax.Array | None,
-    activation: str | None, gate_block: int | None, out_dtype, sms: int, tile: FlatTile, name: str, early: bool, interpret,
+    activation: str | None, gate_block: int | None, out_dtype, sms: int, tile: FlatTile, name: str, interpret,
 ) -> jax.Array:  # fmt: skip
     """The pipeline: copies tiles of the weight's arrays and of x, calls product(acc, tiles, x's tile, rows of the warpgroup) on each."""
     (m, k), n = x.shape, weight[0].array.shape[0]
@@ -88,17 +87,17 @@ def multiply_flat(
     _check(x, n, activation, gate_block, out_dtype)
     x = rows_of_eight(x)
     operands = [x, *(part.array for part in weight)]
-    if bias is not None:
-        operands.append(bias)
+    tiles, columns = pl.cdiv(n, tile.columns), n // 2 if gated else n
+    if bias is not None:  # padded: it is not TMA that reads it
+        operands.append(lax.pad(bias, jnp.zeros((), bias.dtype), [(0, tiles * tile.columns - n, 0)]) if n % tile.columns else bias)
     if residual is not None:
         operands.append(rows_of_eight(residual))
-    tiles, columns = pl.cdiv(n, tile.columns), n // 2 if gated else n
     most = min(tiles, sms // tile.cluster)
-    if not most:
-        raise ValueError(f"sms={sms}: at least {tile.cluster} for {tile}")
+    if not most or tile.cluster > pl.cdiv(k, tile.depth) or tile.stages % tile.turns:
+        raise ValueError(f"sms={sms}, K={k}: for {tile} at least {tile.cluster} SMs and steps along K, and stages a multiple of its turns")
     body = functools.partial(
         _multiply, weight=weight, product=product, tile=tile, has_bias=bias is not None, has_residual=residual is not None,
-        activation=activation, gated=gated, early=early,
+        activation=activation, gated=gated,
     )  # fmt: skip
     out = plgpu.kernel(
         body,
@@ -107,7 +106,7 @@ def multiply_flat(
         grid_names=("group",),
         cluster=(tile.cluster,) if tile.cluster > 1 else (),
         cluster_names=("part",) if tile.cluster > 1 else (),
-        num_threads=tile.warpgroups + 1,
+        num_threads=tile.warpgroups * tile.turns + 1,
         thread_name="wg",
         scratch_types=_scratch(tile, weight, x.shape[0], columns, out_dtype, gated, residual is not None),
         compiler_params=LANE,
@@ -146,8 +145,12 @@ def _scratch(tile: FlatTile, weight: Sequence[Operand], m: int, columns: int, ou
     if has_residual:
         scratch["r_s"] = plgpu.SMEM((tile.warpgroups, m, width), jnp.bfloat16, transforms=form(jnp.bfloat16))
         scratch["r_full"] = plgpu.Barrier(num_barriers=tile.warpgroups)
+    small = (plgpu.TilingTransform((8, 8)), plgpu.SwizzleTransform(32))  # pyright: ignore[reportAbstractUsage]
+    if tile.turns > 1:
+        scratch["sums"] = plgpu.SMEM((tile.warpgroups, tile.turns - 1, tile.rows, m), jnp.float32, transforms=small)
+        scratch["sums_full"] = plgpu.Barrier(num_arrivals=tile.turns - 1, num_barriers=tile.warpgroups)
+        scratch["sums_empty"] = plgpu.Barrier(num_barriers=tile.warpgroups)
     if tile.cluster > 1:
-        small = (plgpu.TilingTransform((8, 8)), plgpu.SwizzleTransform(32))  # pyright: ignore[reportAbstractUsage]
         scratch["parts"] = plgpu.SMEM((tile.warpgroups, tile.cluster - 1, tile.rows, m), jnp.float32, transforms=small)
         # One barrier for all warpgroups: Mosaic (0.11.2) adds a barrier's place in its array twice when it arrives at another CTA's.
         scratch["parts_full"] = plgpu.Barrier(num_arrivals=(tile.cluster - 1) * tile.warpgroups)
@@ -156,14 +159,16 @@ def _scratch(tile: FlatTile, weight: Sequence[Operand], m: int, columns: int, ou
 
 
 def _multiply(
-    x_ref, *refs, weight, product, tile, has_bias, has_residual, activation, gated, early,
+    x_ref, *refs, weight, product, tile, has_bias, has_residual, activation, gated,
     w_s, x_s, o_s, full, empty,
-    r_s: Any = None, r_full: Any = None, parts: Any = None, parts_full: Any = None, parts_empty: Any = None,
+    sums: Any = None, sums_full: Any = None, sums_empty: Any = None, r_s: Any = None, r_full: Any = None,
+    parts: Any = None, parts_full: Any = None, parts_empty: Any = None,
 ):  # fmt: skip
     w_refs, (*extras, o_ref) = refs[: len(weight)], refs[len(weight) :]
     bias_ref: Any = extras[0] if has_bias else None
     residual_ref: Any = extras[-1] if has_residual else None
-    group, wg = lax.axis_index("group"), lax.axis_index("wg")
+    group, thread = lax.axis_index("group"), lax.axis_index("wg")
+    wg, turn = lax.rem(thread, jnp.int32(tile.warpgroups)), lax.div(thread, jnp.int32(tile.warpgroups))
     part = lax.axis_index("part") if tile.cluster > 1 else jnp.int32(0)
     groups = lax.axis_size("group")
     m, width = o_s.shape[1:]
@@ -175,7 +180,7 @@ def _multiply(
     def slot_of(step):
         return lax.rem(step, jnp.int32(tile.stages))
 
-    @pl.when(wg == tile.warpgroups)
+    @pl.when(turn == tile.turns)
     def _copy():
         def copy_weight(step):
             item, block, slot = lax.div(step, steps), first + lax.rem(step, steps), slot_of(step)
@@ -190,11 +195,7 @@ def _multiply(
 
         total = mine * steps
         ahead = jnp.minimum(total, tile.stages)
-        if early:
-            plgpu.griddepcontrol_launch_dependents()
         pl.loop(0, ahead)(copy_weight)
-        if early:
-            plgpu.griddepcontrol_wait()
         pl.loop(0, ahead)(copy_tokens)
 
         @pl.loop(ahead, total)
@@ -207,7 +208,7 @@ def _multiply(
         def _(step):  # every arrival is waited for: one that nobody watched is an error in the interpreter
             plgpu.barrier_wait(empty.at[slot_of(step)])
 
-    @pl.when(wg < tile.warpgroups)
+    @pl.when(turn < tile.turns)
     def _compute():
         own = pl.ds(wg * tile.rows, tile.rows)
 
@@ -232,27 +233,60 @@ def _multiply(
             column = pl.multiple_of(lax.div(row, jnp.int32(2)) if gated else row, 64)
             if r_s is not None:
 
-                @pl.when(part == 0)
+                @pl.when((part == 0) & (turn == 0))
                 def _():
                     plgpu.copy_gmem_to_smem(residual_ref.at[:, pl.ds(column, width)], r_s.at[wg], r_full.at[wg])
 
+            # Every so many steps are this turn's, through all tiles: a place in the ring, whose barriers count phases, is of one turn.
+            begin = lax.rem(turn + tile.turns - lax.rem(item * steps, jnp.int32(tile.turns)), jnp.int32(tile.turns))
+            count = lax.div(steps - begin + tile.turns - 1, jnp.int32(tile.turns))
+
             def accumulate(acc):
-                @pl.loop(0, steps)
+                @pl.loop(0, count)
                 def _(i):
-                    step = item * steps + i
+                    step = item * steps + begin + i * tile.turns
                     plgpu.barrier_wait(full.at[slot_of(step)])
                     product(acc, [w.at[slot_of(step)] for w in w_s], x_s.at[slot_of(step)], own)
-                    plgpu.wgmma_wait(1)
-
-                    @pl.when(i > 0)
-                    def _():
-                        plgpu.barrier_arrive(empty.at[slot_of(step + tile.stages - 1)])
+                    if tile.turns > 1:  # the other turns multiply while this one waits
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(empty.at[slot_of(step)])
+                    else:
+                        plgpu.wgmma_wait(1)
+                        pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[slot_of(step + tile.stages - 1)]))
 
                 value = acc[...]
-                plgpu.barrier_arrive(empty.at[slot_of(item * steps + steps - 1)])
+                if tile.turns == 1:
+                    plgpu.barrier_arrive(empty.at[slot_of(item * steps + steps - 1)])
                 return value
 
             y = pl.run_scoped(accumulate, plgpu.ACC((tile.rows, m), jnp.float32))
+            if tile.turns == 1:
+                finish_tile(item, y, row, column)
+                return
+
+            @pl.when(turn > 0)
+            def _():
+                @pl.when(item > 0)
+                def _():
+                    plgpu.barrier_wait(sums_empty.at[wg])
+
+                sums.at[wg, turn - 1][...] = y
+                plgpu.barrier_arrive(sums_full.at[wg])
+
+            @pl.when(turn == 0)
+            def _():
+                plgpu.barrier_wait(sums_full.at[wg])
+                total = y
+                for i in range(tile.turns - 1):
+                    total = total + plgpu.load(sums.at[wg, i], layout=plgpu.Layout.WGMMA, optimized=False)
+
+                @pl.when(item + 1 < mine)
+                def _():
+                    plgpu.barrier_arrive(sums_empty.at[wg])
+
+                finish_tile(item, total, row, column)
+
+        def finish_tile(item, y, row, column):
             if tile.cluster == 1:
                 finish(y, row, column)
                 return

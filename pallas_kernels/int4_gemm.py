@@ -11,13 +11,13 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.flat_gemm import Operand, multiply_flat, swizzled
 from pallas_kernels.flat_tiles import FlatTile, int4_tile
 from pallas_kernels.quantized import GROUP, Int4
 from pallas_kernels.tiles import SMS
-
-ir, arith, llvm = mgpu.utils.ir, mgpu.utils.arith, mgpu.utils.llvm
 
 DEPTH = 512  # columns of a stage: 8 groups, whose scales are the 16 bytes a row that TMA copies at least
 
@@ -33,7 +33,6 @@ def int4_gemm(
     out_dtype=None,
     sms: int | None = None,
     tile: FlatTile | None = None,
-    early: bool = False,
 ) -> jax.Array:
     """act(x @ dequantized(w).T + bias) (+ residual) (the twin: `reference.gemm`).
 
@@ -48,71 +47,103 @@ def int4_gemm(
     tile = tile or int4_tile(x.shape[0], n, k, sms or SMS, gated=gate_block is not None)
 
     def product(acc, weight, x_s, own):
+        blocks = [[part.at[pl.ds(own.start + at, 64)] for part in weight] for at in range(0, tile.rows, 64)]
+        factors = [_factors(scale, zero) for _, scale, zero in blocks]
         for group in range(tile.depth // GROUP):
-            for at in range(0, tile.rows, 64):
-                rows = pl.ds(own.start + at, 64)
-                parts, tokens = [part.at[rows] for part in weight], x_s.at[:, pl.ds(group * GROUP, GROUP)].transpose((1, 0))
-                to = acc if tile.rows == 64 else acc.at[pl.ds(at, 64)]
-                plgpu.wgmma(to, _operand(parts, group), tokens)
+            tokens = x_s.at[:, pl.ds(group * GROUP, GROUP)].transpose((1, 0))
+            for i, (packed, _, _) in enumerate(blocks):
+                to = acc if tile.rows == 64 else acc.at[pl.ds(i * 64, 64)]
+                plgpu.wgmma(to, _operand(packed, factors[i], group), tokens)
                 plgpu.wgmma_wait(1)
 
     weight = [Operand(w.packed, 2, swizzled(jnp.uint8)), Operand(w.scale, GROUP), Operand(w.zero, GROUP)]
     return multiply_flat(
         x, weight, product, bias, residual=residual, activation=activation, gate_block=gate_block, out_dtype=out_dtype, sms=sms or SMS,
-        tile=tile, early=early, name="int4_gemm", interpret=None,
+        tile=tile, name="int4_gemm", interpret=None,
     )  # fmt: skip
 
 
-def _operand(parts, group: int) -> jax.Array:
-    """Columns of one group, [64, 64] bfloat16, as wgmma's first operand, from a tile's packed [64, depth / 2], scale and zero
-    [64, depth / 64] in shared memory."""
-    layout = plgpu.Layout.WGMMA
+_WORDS = (64, 32)  # 32-bit words of a thread: for each of its two rows 4 of scales and 4 of zeros, in the shape that holds 16 a thread
+
+
+def _factors(scale, zero) -> jax.Array:
+    """A stage's scales and zeros, [64, 8] each in shared memory, of the thread's rows in its registers."""
+    load = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(_WORDS, jnp.int32, layout=plgpu.Layout.WGMMA),
+    )
+    return load(lambda _, scale, zero: _load_factors(scale, zero))(scale, zero)
+
+
+def _operand(packed, factors: jax.Array, group: int) -> jax.Array:
+    """Columns of one group of a tile's packed [64, depth / 2] in shared memory: [64, 64] bfloat16, as wgmma's first operand."""
     take = plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(swizzled(jnp.uint8)), plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((64, GROUP), jnp.bfloat16, layout=layout),
+        arg_types=(plgpu.RefType(swizzled(jnp.uint8)), plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((64, GROUP), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
     )
-    return take(lambda _, packed, scale, zero: _unpack(packed, scale, zero, group))(*parts)
+    return take(lambda _, packed, factors: _unpack(packed, factors, group))(packed, factors)
 
 
-def _unpack(packed, scale, zero, group: int) -> mgpu.FragmentedArray:
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _const(value: int) -> ir.Value:
+    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
+
+
+def _place() -> tuple[ir.Value, ir.Value, ir.Value]:
+    """(warp of the warpgroup, row of a tile of 8, lane of 4 in that row) of the thread in wgmma's first operand."""
+    thread = arith.remui(mgpu.utils.thread_idx(), _const(128))
+    lane = arith.andi(thread, _const(31))
+    return arith.shrui(thread, _const(5)), arith.shrui(lane, _const(2)), arith.andi(lane, _const(3))
+
+
+def _words(ref: ir.Value, offset: ir.Value, count: int) -> list[ir.Value]:
+    """`count` 32-bit words at a byte offset in shared memory."""
+    base = mgpu.utils.memref_ptr(ref)
+    at = llvm.getelementptr(base.type, base, [offset], [-(2**31)], ir.IntegerType.get_signless(8), 0)
+    words = llvm.load(ir.VectorType.get((count,), _i32()), at, alignment=4 * count)
+    return [llvm.extractelement(words, _const(i)) for i in range(count)]
+
+
+def _load_factors(scale: ir.Value, zero: ir.Value) -> mgpu.FragmentedArray:
+    warp, row, _ = _place()
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(_WORDS), dtype=object)
+    pair = ir.VectorType.get((2,), _i32())
+    for half in range(2):  # rows 0 .. 7 and 8 .. 15 of the warp's
+        line = arith.addi(arith.muli(warp, _const(16)), arith.addi(row, _const(8 * half)))
+        for i, ref in enumerate((scale, zero)):
+            words = _words(ref, arith.muli(line, _const(DEPTH // GROUP * 2)), 4)
+            for j in range(2):
+                two = llvm.mlir_undef(pair)
+                for k in range(2):
+                    two = llvm.insertelement(two, words[2 * j + k], _const(k))
+                registers[0, 2 * i + j, 0, 0, half, 0, 0, 0, 0] = two
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=True)
+
+
+def _unpack(packed: ir.Value, factors: mgpu.FragmentedArray, group: int) -> mgpu.FragmentedArray:
     """The thread's part of wgmma's operand: rows lane / 4 and lane / 4 + 8 of its warp's 16, 16 nibbles of each."""
-    i32 = ir.IntegerType.get_signless(32)
-    const = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
-    thread = arith.remui(mgpu.utils.thread_idx(), const(128))
-    warp, lane = arith.shrui(thread, const(5)), arith.andi(thread, const(31))
-    row, quad = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
-    # Tiles of 8 rows of 128 bytes; the 16-byte pieces of a row lie at their place xor the row.
-    tiles = ir.MemRefType(packed.type)
-    strides, _ = tiles.get_strides_and_offset()
+    warp, row, quad = _place()
+    strides, _ = ir.MemRefType(packed.type).get_strides_and_offset()
     slab, place = divmod(group, 4)
-    piece = arith.xori(arith.xori(arith.shrui(quad, const(1)), const(2 * place)), row)
-    inside = arith.addi(
-        arith.muli(row, const(128)), arith.addi(arith.muli(piece, const(16)), arith.muli(arith.andi(quad, const(1)), const(8)))
-    )
-    ptr_type = mgpu.utils.memref_ptr(packed).type
-
-    def load(base, offset, kind):
-        at = llvm.getelementptr(ptr_type, base, [offset], [-(2**31)], ir.IntegerType.get_signless(8), 0)
-        return llvm.load(kind, at)
-
+    # Tiles of 8 rows of 128 bytes; the 16-byte pieces of a row lie at their place xor the row.
+    piece = arith.xori(arith.xori(arith.shrui(quad, _const(1)), _const(2 * place)), row)
+    inside = arith.addi(arith.muli(row, _const(128)), arith.muli(piece, _const(16)))
+    inside = arith.addi(inside, arith.muli(arith.andi(quad, _const(1)), _const(8)))
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, GROUP)), dtype=object)
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    for half in range(2):  # rows 0 .. 7 and 8 .. 15 of the warp's
-        block = arith.addi(arith.muli(warp, const(2)), const(half))
-        offset = arith.addi(arith.addi(arith.muli(block, const(strides[0])), const(slab * strides[1])), inside)
-        words = load(mgpu.utils.memref_ptr(packed), offset, ir.VectorType.get((2,), i32))
-        line = arith.addi(
-            arith.muli(arith.addi(arith.muli(block, const(8)), row), const(ir.MemRefType(scale.type).get_strides_and_offset()[0][0] * 2)),
-            const(2 * group),
-        )
+    which, high = divmod(group, 2)
+    for half in range(2):
+        block = arith.addi(arith.muli(warp, _const(2)), _const(half))
+        words = _words(packed, arith.addi(arith.addi(arith.muli(block, _const(strides[0])), _const(slab * strides[1])), inside), 2)
         doubled = []
-        for ref in (scale, zero):
-            value = arith.extui(i32, load(mgpu.utils.memref_ptr(ref), line, ir.IntegerType.get_signless(16)))
-            doubled.append(arith.muli(value, const(0x10001)))
-        for j in range(2):
-            word = llvm.extractelement(words, const(j))
-            four = mgpu.utils.inline_ptx(_FOUR_PAIRS, word, *doubled, result_types=[i32] * 4)
-            for i, value in enumerate(four):
+        for i in range(2):
+            word = llvm.extractelement(factors.registers[0, 2 * i + which // 2, 0, 0, half, 0, 0, 0, 0], _const(which % 2))
+            doubled.append(mgpu.utils.inline_ptx(f"prmt.b32 $0, $1, $1, {0x3232 if high else 0x1010};", word, result_types=_i32()))
+        for j, word in enumerate(words):
+            for i, value in enumerate(mgpu.utils.inline_ptx(_FOUR_PAIRS, word, *doubled, result_types=[_i32()] * 4)):
                 registers[0, 4 * j + i, 0, 0, half, 0, 0, 0, 0] = mgpu.utils.bitcast(value, pair)
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 

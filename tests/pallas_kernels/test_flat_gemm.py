@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import reference
 from pallas_kernels.flat_gemm import flat_gemm
-from pallas_kernels.flat_tiles import FlatTile, flat_tile
+from pallas_kernels.flat_tiles import FlatTile, flat_tile, int4_tile
 from pallas_kernels.tiles import SMEM_BYTES
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -37,6 +37,7 @@ def error(got, want):
         (1, 192, 128, 2, FlatTile(64, 1, 128, 2, 1), {}),  # two tiles on one SM, one on the other
         (5, 256, 192, 1, FlatTile(64, 2, 64, 2, 1), {"bias": True, "activation": "relu"}),
         (13, 256, 128, 2, FlatTile(128, 1, 64, 3, 1), {"gate_block": 64, "activation": "silu", "residual": True}),
+        (9, 256, 320, 1, FlatTile(64, 1, 64, 4, 1, turns=2), {"residual": True}),  # stages in turns, an odd number of them
         (24, 128, 64, 132, FlatTile(64, 2, 64, 1, 1), {"activation": "gelu_tanh", "out_dtype": jnp.float32}),
     ],
 )
@@ -61,13 +62,13 @@ def test_the_kernel_is_its_twin(m, n, k, sms, tile, extra):
     gated=st.booleans(),
 )
 def test_tiles_fit(m, n, k, sms, gated):
-    tile = flat_tile(m, n, k, sms, gated)
     padded = -(-m // 8) * 8
-    ring = tile.stages * (tile.columns + padded) * tile.depth * 2
-    beside = tile.columns * padded * (4 + 4 * (tile.cluster - 1))  # a float32 result, the parts of a cluster
-    assert tile.stages >= 2 and ring + beside <= SMEM_BYTES
-    assert 1 <= tile.cluster <= min(8, sms) and tile.cluster <= -(-k // tile.depth)
-    assert tile.rows == 128 or not gated
+    for tile, bits in ((flat_tile(m, n, k, sms, gated), 16), (int4_tile(m, n, k, sms, gated), 4.5)):
+        ring = tile.stages * (tile.columns * tile.depth * bits / 8 + padded * tile.depth * 2)
+        assert ring + tile.columns * padded * (6 + 4 * (tile.cluster - 1) + 4 * (tile.turns - 1)) <= SMEM_BYTES
+        assert tile.stages >= (2 if bits == 16 else 1) and tile.stages % tile.turns == 0
+        assert 1 <= tile.cluster <= sms and (tile.cluster - 1) * tile.depth < k
+        assert tile.rows == 128 or not gated
 
 
 @pytest.mark.parametrize(
