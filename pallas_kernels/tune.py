@@ -104,7 +104,16 @@ def compiled(choice: Choice, p: Product, inputs: Inputs) -> Callable[[], Any] | 
     """A program of a call for each x, or why there is none."""
     gate = {"activation": "silu", "gate_block": p.shape.gate_block} if p.shape.gate_block else {}
     one = jax.jit(functools.partial(kernel(choice), **gate))
-    program = jax.jit(lambda xs, ws: [one(x, ws[i % len(ws)]) for i, x in enumerate(xs)])
+
+    def run(xs, ws):
+        outs = []
+        for i, x in enumerate(xs):
+            if outs:  # one after the other: XLA would merge products that share a weight
+                x, outs[-1] = jax.lax.optimization_barrier((x, outs[-1]))
+            outs.append(one(x, ws[i % len(ws)]))
+        return outs
+
+    program = jax.jit(run)
     try:
         ready = program.lower(inputs.xs, inputs.ws).compile()
     except Exception as error:  # a tile that does not fit
