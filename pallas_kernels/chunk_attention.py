@@ -136,18 +136,24 @@ def _attend(
         index = jnp.minimum(lax.div(which, jnp.int32(n)), tiles_ref.shape[0] - 1)
         return which, lax.rem(which, jnp.int32(n)), *(tiles_ref[index, j] for j in range(7))
 
-    def for_items(visit, carry, again=None):
-        """carry = visit(carry, round, head, *tile) for this CTA's items; again: only for the rounds that are marked in it."""
+    def for_items(visit, carry):
+        """carry = visit(carry, round, head, *tile) for this CTA's items."""
 
         def round_(i, state):
             (which, *facts), carry = state
-            wanted = which < items
-            if again is not None:
-                wanted = wanted & (again[0, i] + again[1, i] > 0)
             following = tile_of(i + 1)  # read here, it is there when it is needed
-            return following, lax.cond(wanted, lambda carry: visit(carry, i, *facts), lambda carry: carry, carry)
+            return following, lax.cond(which < items, lambda carry: visit(carry, i, *facts), lambda carry: carry, carry)
 
         return lax.fori_loop(0, rounds, round_, (tile_of(jnp.int32(0)), carry))[1]
+
+    def for_marked(visit, carry):
+        """The same for the rounds that are marked."""
+        again = scratch["again"]
+
+        def round_(i, carry):
+            return lax.cond(again[0, i] + again[1, i] > 0, lambda carry: visit(carry, i, *tile_of(i)[1:]), lambda carry: carry, carry)
+
+        return lax.fori_loop(0, rounds, round_, carry)
 
     @pl.when(wg == 2)
     def _copy():
@@ -156,7 +162,7 @@ def _attend(
         done, steps = for_items(visit, (jnp.int32(0), jnp.int32(0)))
         if not rows.eight:
             plgpu.barrier_wait(scratch["decided"])
-            done, steps = for_items(visit, (done, steps), scratch["again"])
+            done, steps = for_marked(visit, (done, steps))
         _wait_for_all(done, rows.tile.queries, scratch["q_empty"])
         _wait_for_all(steps, rows.tile.stages, scratch["k_empty"], scratch["v_empty"])
 
@@ -179,7 +185,7 @@ def _attend(
         if not rows.eight:
             plgpu.barrier_arrive(scratch["decided"])
             plgpu.barrier_wait(scratch["decided"])
-            for_items(functools.partial(visit, running=True), carry, scratch["again"])
+            for_marked(functools.partial(visit, running=True), carry)
         plgpu.wait_smem_to_gmem(0)
 
 
