@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_kernels.tiles import SMEM_BYTES
+from pallas_kernels.tiles import SMEM_BYTES, SMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,9 @@ def flat_tile(m: int, n: int, k: int, sms: int, gated: bool) -> FlatTile:
     of a row from memory.
     """
     wide = -(-n // 128)
-    rows = 128 if gated or (m > 32 and 10 * wide * (2 if 2 * wide <= sms else 1) >= 7 * sms) else 64
+    rows = 128 if gated or (m > 32 and 10 * wide * (2 if 2 * wide <= sms == SMS else 1) >= 7 * sms) else 64
     few = 2 * -(-n // rows) <= sms
-    cluster = 2 if (few or (gated and m <= 16)) and k >= 512 and sms > 1 else 1
+    cluster = 2 if (few or (gated and m <= 16)) and k >= 512 and sms == SMS else 1  # beside another kernel free SMs may not be pairs
     if rows == 128:
         depth = 128 if m <= 16 else 64
     else:
@@ -58,7 +58,7 @@ def int4_tile(m: int, n: int, k: int, sms: int, gated: bool) -> FlatTile:
     What bounds it is unpacking, so as many warpgroups as registers and shared memory hold take the stages in turns.
     """
     rows = 128 if gated else 64
-    cluster = 2 if 2 * -(-n // rows) <= sms and k >= 1024 else 1
+    cluster = 2 if 2 * -(-n // rows) <= sms and k >= 1024 and sms == SMS else 1
     most = (4 if m <= 16 else 3 if m <= 32 else 2) if not gated else 3 if m <= 16 else 2
     tiles = [filled(m, rows, 1, 512, cluster, 4.5, turns) for turns in range(most, 0, -1)]
     return next((tile for tile in tiles if tile.stages >= max(tile.turns, 2)), tiles[-1])
