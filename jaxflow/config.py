@@ -146,6 +146,7 @@ class EngineConfig:
     num_kv_pages: int | None = None  # None: as memory allows
     enable_prefix_caching: bool = True
     seed: int = 0
+    calibration: str | None = None  # a file of jaxflow.model.calibrate; None: the one beside the model, if there is one; "": none
     plan: str = "sequential"  # sequential, searched, or a path
     scheduling_policy: str = "decode-maximal"
     chunk_size: int | None = None  # prefill tokens a step, with scheduling_policy=hybrid only

@@ -24,6 +24,7 @@ _HELP = {
     "num_kv_pages": "Pages of KV cache; default: as many as memory allows.",
     "enable_prefix_caching": "Share the KV of equal prompt beginnings between requests.",
     "seed": "Of dummy weights, and of requests that bring none.",
+    "calibration": "A file of `python -m jaxflow.model.calibrate`; default: the one beside the model, if there; empty: none.",
     "plan": "The plan of a step: sequential, searched, or a path to a plan file.",
     "scheduling_policy": f"How a step is filled: {', '.join(SCHEDULING_POLICIES)}.",
     "chunk_size": "Prefill tokens in a step at most, with --scheduling_policy=hybrid.",

@@ -22,8 +22,10 @@ from jaxflow.engine.programs import Programs
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
 from jaxflow.memory.kv_cache import fit_pages
 from jaxflow.mesh import axis_of, choose_platform, make_mesh
+from jaxflow.model import softmax_range
 from jaxflow.model.checkpoint import Checkpoint
 from jaxflow.model.ops import Context
+from jaxflow.model.weights import Weights
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan, borders, load, shipped
@@ -153,6 +155,7 @@ def make_executor(
     mesh = make_mesh(tp)
     kv_scales, fp8 = config.kv_cache_dtype == "float8_e4m3fn", config.quantization == "fp8"
     weights = checkpoint.load(config.dtype, mesh, progress=progress, seed=config.seed, fp8=fp8, kv_scales=kv_scales)
+    weights = _calibrated(config, checkpoint, weights, mesh)
     fp8 = fp8 or checkpoint.quantization == "fp8"
     if fp8 and any(layer.experts for layer in model.layers):
         log.info("quantization: fp8 attention and dense MLPs; experts stay in %s", config.dtype)
@@ -206,6 +209,23 @@ def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Sha
 def _one_shard(weight: Any) -> Any:
     """The shapes of what one device holds of a weight's arrays."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), weight)
+
+
+def _calibrated(config: EngineConfig, checkpoint: Checkpoint, weights: Weights, mesh: Mesh) -> Weights:
+    """The weights with the unified maximum of each layer, where the model was found to qualify.
+
+    Not over a cache of 8 bits: attention weights of 8 bits have no room for a maximum that is not the row's own.
+    """
+    path = Path(config.calibration) if config.calibration else None
+    if config.calibration is None and checkpoint.source is not None:
+        path = softmax_range.path_beside(checkpoint.source.path)
+        path = path if path.exists() else None
+    if path is None:
+        return weights
+    found = softmax_range.read(path, checkpoint.model_config.num_layers)
+    use = found.qualifies and jnp.dtype(config.kv_cache_dtype).itemsize > 1
+    log.info("softmax: %s (%s)", "unified maximum" if use else "running maximum", path)
+    return softmax_range.with_unified_maximum(weights, found, mesh) if use else weights
 
 
 def make_loop(config: EngineConfig, model: ModelConfig, executor: Executor, plan_names: Mapping[int, str], **changes: Any) -> Loop:

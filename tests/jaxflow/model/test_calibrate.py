@@ -1,0 +1,178 @@
+"""What calibration finds is what a float64 attention would; what it writes is what an engine reads."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import paths
+import pytest
+
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.build import choose_plans, make_executor, resolve
+from jaxflow.model.calibrate import main, softmax_range, text_windows
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.softmax_range import BOUND, layer_range, path_beside, read
+
+STEP = 1 / 8
+
+
+def opened(name):
+    checkpoint = open_checkpoint(str(paths.MODELS / name))
+    return checkpoint, checkpoint.load("float32")
+
+
+def first_layer_scores(config, weights, window):
+    """[N, n, n] scores of layer 0 and which of them are visible: for a model without q/k norms, in numpy."""
+    w, x = weights["layers"][0], np.asarray(weights["embed"], np.float64)[window] * config.embedding_scale
+    norm = np.asarray(w["attn_norm"], np.float64) + config.norm_weight_offset
+    h = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * norm
+    split = (h @ np.asarray(w["qkv"], np.float64).T).reshape(len(window), config.num_kv_heads, -1, config.head_dim)
+    half = config.head_dim // 2
+    angle = np.arange(len(window))[:, None] * config.layers[0].rope.theta ** (-np.arange(half) / half)
+
+    def turned(a):  # [n, H]
+        b, c = a[:, :half], a[:, half:]
+        return np.concatenate([b * np.cos(angle) - c * np.sin(angle), c * np.cos(angle) + b * np.sin(angle)], -1)
+
+    scores = np.stack(
+        [turned(split[:, k, g]) @ turned(split[:, k, -2]).T for k in range(config.num_kv_heads) for g in range(split.shape[2] - 2)]
+    )
+    scores *= config.scale
+    if config.attention_soft_cap:
+        scores = np.tanh(scores / config.attention_soft_cap) * config.attention_soft_cap
+    distance = np.subtract.outer(np.arange(len(window)), np.arange(len(window)))
+    return scores, (distance >= 0) & (distance < (config.layers[0].window or len(window)))
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma2", "tiny-mistral"])
+def test_what_is_found(name):
+    """Grouped heads, windows, soft caps: the layer's extremes to a step of the counting."""
+    checkpoint, weights = opened(name)
+    config = checkpoint.model_config
+    windows = np.random.default_rng(3).integers(0, config.vocab_size, (2, 40)).astype(np.int32)
+    found = softmax_range(name, config, weights, windows)
+    assert found.windows == (2, 40) and len(found.layers) == config.num_layers and found.model == name
+    scores = [first_layer_scores(config, weights, window) for window in windows]
+    every = np.concatenate([s[:, visible].ravel() for s, visible in scores])
+    tops = np.concatenate([np.where(visible, s, -np.inf).max(-1).ravel() for s, visible in scores])
+    layer = found.layers[0]
+    assert (layer.row_low, layer.row_high) == pytest.approx((tops.min(), tops.max()), abs=STEP + 1e-6)
+    assert (layer.score_low, layer.score_high) == pytest.approx((every.min(), every.max()), abs=STEP + 1e-6)  # so few scores have no tails
+    assert layer.phi == pytest.approx((tops.min() + tops.max()) / 2, abs=STEP)
+
+
+@pytest.mark.parametrize(
+    ("found", "qualifies"),
+    [
+        ((-16.8, 6.5, -2.0, 6.5), True),  # Llama2-7B's range in the paper
+        ((-50.0, 10.0, 0.0, 12.0), True),
+        ((-150.0, 30.0, 0.0, 31.0), False),  # weights that underflow
+        ((-20.0, 70.0, -10.0, 75.0), False),  # rows too far apart
+    ],
+)
+def test_who_qualifies(found, qualifies):
+    layer = layer_range(*found)
+    assert layer.qualifies == qualifies and layer.bound == BOUND
+    assert layer.row_low < layer.phi < layer.row_high
+
+
+def test_scores_that_are_too_wide_are_seen():
+    checkpoint, weights = opened("tiny-opt")
+    windows = np.arange(64, dtype=np.int32).reshape(2, 32)
+    assert softmax_range("opt", checkpoint.model_config, weights, windows).qualifies
+    weights["layers"][1]["qkv"] = weights["layers"][1]["qkv"] * 30
+    found = softmax_range("opt", checkpoint.model_config, weights, windows)
+    assert [layer.qualifies for layer in found.layers] == [True, False] and not found.qualifies
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder of a model that may be written into."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(paths.MODELS / "tiny-llama", folder)
+    return folder
+
+
+def test_a_model_with_a_wide_range_does_not_qualify(tmp_path, capsys):
+    """stories260K looks away from keys at scores down to -70."""
+    text, output = tmp_path / "text.txt", tmp_path / "found.json"
+    text.write_text("Once upon a time there was a little dog. " * 20)
+    assert main([str(paths.MODELS / "stories260K"), "--text", str(text), "--window", "32", "--windows", "2", "--output", str(output)]) == 0
+    out = capsys.readouterr().out
+    assert "stories260K: does not qualify for a unified maximum" in out and ": too wide" in out
+    found = read(output, 5)
+    assert found.windows == (2, 32) and not found.qualifies and found.layers[0].qualifies
+
+
+def test_the_command_writes_beside_the_model_and_an_engine_reads_it(model, tmp_path, capsys):
+    np.save(tmp_path / "ids.npy", np.arange(96).reshape(3, 32))
+    assert main([str(model), "--tokens", str(tmp_path / "ids.npy"), "--windows", "2"]) == 0
+    assert "tiny: qualifies for a unified maximum" in capsys.readouterr().out
+    written = read(path_beside(model), 2)
+    assert written.windows == (2, 32)
+
+    def engine(**settings):
+        config = EngineConfig(str(model), block_size=16, max_num_batched_tokens=32, max_num_seqs=4, num_kv_pages=32, **settings)
+        checkpoint = open_checkpoint(str(model))
+        config = resolve(config, checkpoint.model_config)
+        return make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False).weights["layers"]
+
+    for layer, found in zip(engine(tensor_parallel_size=2), written.layers, strict=True):
+        assert layer["unified"].tolist() == [pytest.approx(found.phi), found.bound] and layer["unified"].dtype == jnp.float32
+    assert not any("unified" in layer for layer in engine(calibration=""))
+    assert not any("unified" in layer for layer in engine(kv_cache_dtype="fp8"))
+    path_beside(model).write_bytes(msgspec.json.encode(msgspec.structs.replace(written, qualifies=False)))
+    assert not any("unified" in layer for layer in engine())
+    with pytest.raises(ConfigError, match="calibration"):
+        engine(calibration=str(model / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 9}, "version 1, and this is 9"),
+        ({"layers": []}, "5 layers, and this has 0"),
+        ({"layers": [{"phi": 1}]}, "jaxflow.model.calibrate"),
+        ({"more": 1}, "jaxflow.model.calibrate"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(tmp_path, change, message):
+    layer = msgspec.to_builtins(layer_range(-1, 1, 0, 1))
+    path = tmp_path / "softmax.json"
+    path.write_text(json.dumps({"version": 1, "model": "m", "windows": [1, 2], "qualifies": True, "layers": [layer] * 5} | change))
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(path, 5)
+    assert caught.value.field == "calibration"
+    with pytest.raises(ConfigError, match="No such file"):
+        read(tmp_path / "none.json", 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "--text", "x"], "nowhere"),
+        (["{stories}", "--text", "{missing}"], "No such file"),
+        (["{stories}", "--tokens", "{bad}"], "tokens=600"),
+        (["{stories}", "--tokens", "{flat}"], "token ids"),
+    ],
+)
+def test_a_command_that_cannot_work(tmp_path, capsys, arguments, message):
+    np.save(tmp_path / "bad.npy", np.array([[1, 600]]))
+    np.save(tmp_path / "flat.npy", np.array([1, 2]))
+    places = {"stories": paths.MODELS / "stories260K", "missing": tmp_path / "m.txt"}
+    places |= {"bad": tmp_path / "bad.npy", "flat": tmp_path / "flat.npy"}
+    assert main([argument.format(**places) for argument in arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_windows_of_a_text():
+    checkpoint = open_checkpoint(str(paths.MODELS / "stories260K"))
+    whole = text_windows(checkpoint, "One day a cat ran. " * 10, 10_000)
+    assert whole.shape[0] == 1
+    cut = text_windows(checkpoint, "One day a cat ran. " * 10, 7)
+    assert cut.shape == (whole.shape[1] // 7, 7)
+    np.testing.assert_array_equal(cut.ravel(), whole[0, : cut.size])
+    with pytest.raises(ConfigError, match="at least two tokens"):
+        text_windows(checkpoint, "", 7)
