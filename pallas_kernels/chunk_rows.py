@@ -86,8 +86,8 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
         plgpu.barrier_arrive(m["k_empty"].at[slot])
         if running or not r.unified:
             (top, total), _, weights = soften(scores, block, _start(LOWEST), True, True)
-            # A row that sees nothing of the block has LOWEST, a maximum that its sum will not pass for.
-            state = (top if running else jnp.maximum(top, -1e3), total)
+            # A row that sees nothing of its tile's first block (of a window) is given 0, which few models' scores are 60 away from.
+            state = (top if running else jnp.where(top > 0.5 * LOWEST, top, 0.0), total)
         else:
             state, _, weights = soften(scores, block, _start(unified_ref[0] * LOG2E), True, False)
         wait_for_keys(block + 1, step + 1)
