@@ -40,7 +40,16 @@ def _normal(i: int, *shape: int) -> jax.Array:
 def _program(gemm: Callable, xs: list, ws: list, amount: float, **settings) -> Way:
     """A program of a call for each x, over the weights in turn."""
     one = jax.jit(functools.partial(gemm, **settings))
-    program = jax.jit(lambda xs, ws: [one(x, ws[i % len(ws)]) for i, x in enumerate(xs)])
+
+    def run(xs, ws):
+        outs = []
+        for i, x in enumerate(xs):
+            if outs:  # one after the other: XLA would merge products that share a weight
+                x, outs[-1] = lax.optimization_barrier((x, outs[-1]))
+            outs.append(one(x, ws[i % len(ws)]))
+        return outs
+
+    program = jax.jit(run)
     return Way(lambda: program(xs, ws), len(xs), amount)
 
 
