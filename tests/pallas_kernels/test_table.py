@@ -73,14 +73,14 @@ def test_a_table_of_another_schema_is_refused():
         table.parse({"schema": 7, "device": "x", "rules": []})
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_a_shipped_table_names_kernels_that_take_its_products(path):
-    shipped = table.parse(json.loads(path.read_text("utf-8")))
-    assert table.file_of(shipped.device) == path
-    for rule in shipped.rules:
-        for choice in rule.choices:
-            assert choice.kernel in takers(Product(choice.rows, rule.shape, activations_of(rule.shape))), rule
-            assert callable(kernel(choice))
+def test_shipped_tables_name_kernels_that_take_their_products():
+    for path in SHIPPED:
+        shipped = table.parse(json.loads(path.read_text("utf-8")))
+        assert table.file_of(shipped.device) == path
+        for rule in shipped.rules:
+            for choice in rule.choices:
+                assert choice.kernel in takers(Product(choice.rows, rule.shape, activations_of(rule.shape))), rule
+                assert callable(kernel(choice))
 
 
 def test_the_shapes_are_those_of_the_models():
