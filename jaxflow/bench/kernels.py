@@ -20,7 +20,7 @@ import jax
 from absl import flags
 from tqdm import tqdm
 
-from jaxflow.bench import kernels_attention, kernels_gemm, kernels_other, kernels_step, machine
+from jaxflow.bench import kernels_attention, kernels_gemm, kernels_other, kernels_sampling, kernels_step, machine
 from jaxflow.bench.kernels_case import Case, Group
 from jaxflow.bench.report import write_json
 from pallas_kernels.checks.timing import interleaved
@@ -30,6 +30,7 @@ GROUPS: tuple[Group, ...] = (
     *kernels_attention.GROUPS,
     *kernels_gemm.GROUPS,
     *kernels_other.GROUPS,
+    *kernels_sampling.GROUPS,
     *kernels_step.GROUPS,
 )
 
