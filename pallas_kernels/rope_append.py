@@ -4,25 +4,27 @@ The copy engine does the moving: it brings a token's queries, keys and values in
 their place in the pages, so that threads touch only what is rotated or quantised. Every warpgroup is a pipeline of its own: the next token
 comes while one is turned. The pages are references that the kernel writes through: a donated cache is not copied.
 
-In transposed values [P, K, H, S] (8-bit caches) a token is a column. These are written in a second loop, byte by byte, the tokens by the
-lanes of a warp, so that 32 tokens of a chunk are one access to memory wherever in a page it begins.
+Transposed values [P, K, H, S] (8-bit caches) are written byte by byte, since a token is one column of them.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import memref
 
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.rope_rows import put_columns, turn_rows
 from pallas_kernels.tiles import SMS
 
 _STAGES = 2  # of a worker: a token that comes, a token that is turned and goes
 _WORKERS = 4  # warpgroups a CTA, each with tokens of its own
-_TOGETHER = (32, 16, 8)  # tokens whose transposed values a warpgroup writes at once
+_E4M3_MAX = 448.0
+_INT8_MAX = 127.0
 
 
 def rope_append(
@@ -80,7 +82,7 @@ def rope_append(
         grid_names=("cta",),
         num_threads=workers,
         thread_name="wg",
-        scratch_types=(_scratch(workers, t, kv, group, h, fused.dtype, k_values.dtype),),
+        scratch_types=(_scratch(workers, kv, group, h, fused.dtype, k_values.dtype),),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
         kernel_name="rope_append",
         interpret=interpret,
@@ -100,36 +102,90 @@ def _check(fused: jax.Array, k_values: jax.Array, v_values: jax.Array, h: int, s
     if (v_values.shape, v_values.dtype) != (shapes.get(name), k_values.dtype) or scaled_by_token != (name == "int8"):
         given = [f"{x.dtype}{list(x.shape)}" for x in (k_values, v_values)]
         raise ValueError(f"pages are {given}: bfloat16 [P, K, S, H], or e4m3 or Quantized int8 [P, K, S, H] and [P, K, H, S]")
-    if name != "bfloat16" and (fused.shape[0] < min(_TOGETHER) or h % 64):
-        raise ValueError(
-            f"{fused.shape[0]} tokens of heads of {h} for a cache of 8 bits: {min(_TOGETHER)} tokens or more, heads of 64, 128, ..."
-        )
 
 
-def _scratch(workers: int, t: int, kv: int, group: int, h: int, dtype, kv_dtype) -> dict:
+def _scratch(workers: int, kv: int, group: int, h: int, dtype, kv_dtype) -> dict:
     ring = (workers, _STAGES)
     scratch = {
         "q": plgpu.SMEM((*ring, kv, group, h), dtype),
         "k": plgpu.SMEM((*ring, kv, h), dtype),
-        "full": plgpu.Barrier(num_arrivals=3 if kv_dtype == dtype else 2, num_barriers=workers * _STAGES),
+        "v": plgpu.SMEM((*ring, kv, h), dtype),
+        "full": plgpu.Barrier(num_arrivals=3, num_barriers=workers * _STAGES),
     }
-    if kv_dtype == dtype:
-        return scratch | {"v": plgpu.SMEM((*ring, kv, h), dtype)}
-    columns = (workers, _columns_together(t))
-    scratch |= {
-        "k8": plgpu.SMEM((*ring, kv, h), kv_dtype),
-        "v": plgpu.SMEM((*columns, h), dtype),
-        "v8": plgpu.SMEM((*columns, h + 8), kv_dtype),  # rows that begin in other banks, since they are read across
-        "v_full": plgpu.Barrier(num_barriers=workers),
-    }
+    if kv_dtype != dtype:
+        scratch |= {name: plgpu.SMEM((*ring, kv, h), kv_dtype) for name in ("k8", "v8")}
     if kv_dtype == jnp.int8:
-        scratch |= {"k_scale": plgpu.SMEM((*ring, kv), jnp.float32), "v_scale": plgpu.SMEM(columns, jnp.float32)}
+        scratch |= {name: plgpu.SMEM((*ring, kv), jnp.float32) for name in ("k_scale", "v_scale")}
     return scratch
 
 
-def _columns_together(t: int) -> int:
-    """Tokens whose transposed values a warpgroup writes at once: as many as a warp has lanes, or nearly what there are."""
-    return next(n for n in _TOGETHER if t >= n)
+def _rows_layout(rows: int, columns: int) -> tuple:
+    """(rows a tile, how a warpgroup's threads share a tile of [rows, columns]); a row is within one warp wherever there are 4 rows."""
+    tile = math.gcd(rows, 16)
+    warps, vector = min(4, tile * columns // 32), max(1, tile * columns // 128)
+    down = min(tile, warps)  # warps that share the rows; the others share the columns
+    tiles = ((tile, columns), (tile // down, columns * down // warps), (1, vector))
+    warp_dims = (-6, -5) if warps == 4 else (plgpu.Replicated(4 // warps), -6, -5)
+    made = mgpu.TiledLayout(plgpu.Tiling(tiles), warp_dims, (-4, -3), -1, _check_canonical=False).canonicalize()
+    return tile, plgpu.Layout.TILED(made.tiling, warp_dims=made.warp_dims, lane_dims=made.lane_dims, vector_dim=made.vector_dim)
+
+
+def _turn(source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.0, scale=None, scales=None):
+    """Norms, rotates and quantises rows [rows, H] in shared memory, from `source` to `target`, which may be the same.
+
+    angles: the token's (cos, sin) [H/2]. norm: the weight [H]. scale: [rows] of a cache with given scales; scales: [rows], where the scale
+    found for each row is put.
+    """
+    (rows, h), half = source.shape, source.shape[1] // 2
+    tile, layout = _rows_layout(rows, half)
+    halves = (0, half)
+
+    def spread(x, axis):
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, (tile, half), [axis]), layout)
+
+    def column_values(ref):
+        return spread(plgpu.load(ref, layout=layout.reduce(0), optimized=False).astype(jnp.float32), 1)
+
+    if angles is not None:
+        cos, sin = (column_values(ref) for ref in angles)
+    if norm is not None:
+        weights = [column_values(norm.at[pl.ds(at, half)]) + norm_offset for at in halves]
+    for row in range(0, rows, tile):
+        here = pl.ds(row, tile)
+        values = [plgpu.load(source.at[here, pl.ds(at, half)], layout=layout, optimized=False).astype(jnp.float32) for at in halves]
+        if tile * half < 128:  # several threads hold each element: all have read it before one writes
+            plgpu.commit_smem()
+        if norm is not None:
+            mean = jnp.sum(values[0] * values[0] + values[1] * values[1], axis=1) * (1.0 / h)
+            factor = spread(lax.rsqrt(mean + eps), 0)
+            values = [x * factor * w for x, w in zip(values, weights, strict=True)]
+        if angles is not None:
+            a, b = values
+            values = [a * cos - b * sin, b * cos + a * sin]
+        if scale is not None:
+            factor = spread(1.0 / plgpu.load(scale.at[here], layout=layout.reduce(1), optimized=False), 0)
+            values = [x * factor for x in values]
+        if target.dtype == jnp.float8_e4m3fn:
+            values = [jnp.clip(x, -_E4M3_MAX, _E4M3_MAX) for x in values]
+        if scales is not None:
+            largest = jnp.max(jnp.maximum(jnp.abs(values[0]), jnp.abs(values[1])), axis=1)
+            found = jnp.maximum(largest, 1e-20) * (1.0 / _INT8_MAX)
+            scales.at[here][...] = found
+            values = [jnp.round(x * spread(1.0 / found, 0)) for x in values]
+        for at, x in zip(halves, values, strict=True):
+            target.at[here, pl.ds(at, half)][...] = x.astype(target.dtype)
+
+
+def _put_column(target, source, interpret):
+    """Copies [K, H] bytes from shared memory to a reference whose elements lie apart, which Pallas' own stores do not take."""
+    layout = plgpu.Layout.WG_STRIDED(source.shape, 1)
+    values = plgpu.load(source, layout=layout)
+    if interpret:
+        target[...] = values
+        return
+
+    put = plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
+    put(lambda _, values, ref: values.foreach(lambda value, at: memref.store(value, ref, list(at))))(values, target)
 
 
 def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, interpret):
@@ -141,38 +197,41 @@ def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, in
     narrow = k_ref.dtype != fused_ref.dtype
     wg = lax.axis_index("wg")
     first, step = wg * sms + lax.axis_index("cta"), sms * workers
-    ring = {name: ref.at[wg] for name, ref in scratch.items() if not name.endswith("full")}
+    ring = {name: ref.at[wg] for name, ref in scratch.items() if name != "full"}
 
     def load(token, stage):
         barrier = full.at[wg * _STAGES + stage]
         plgpu.copy_gmem_to_smem(fused_ref.at[token, :, pl.ds(0, group)], ring["q"].at[stage], barrier)
         plgpu.copy_gmem_to_smem(fused_ref.at[token, :, group], ring["k"].at[stage], barrier)
-        if not narrow:
-            plgpu.copy_gmem_to_smem(fused_ref.at[token, :, group + 1], ring["v"].at[stage], barrier)
+        plgpu.copy_gmem_to_smem(fused_ref.at[token, :, group + 1], ring["v"].at[stage], barrier)
 
     def turn(token, stage):
         angles = (inputs["cos"].at[token], inputs["sin"].at[token]) if "cos" in inputs else None
-        q_norm, k_norm = inputs.get("q_norm"), inputs.get("k_norm")
+        given = {name: inputs.get(name) for name in ("q_norm", "k_norm", "k_scale", "v_scale")}
+        found = {name: ring[name].at[stage] if name in ring else None for name in ("k_scale", "v_scale")}
         common = {"angles": angles, "norm_offset": norm_offset, "eps": eps}
-        q, k = ring["q"].at[stage], ring["k"].at[stage]
-        if angles is not None or q_norm is not None:
+        q, k, v = (ring[name].at[stage] for name in ("q", "k", "v"))
+        if angles is not None or given["q_norm"] is not None:
             # The interpreter knows no reshaped references.
             for rows in [q.at[i] for i in range(kv)] if interpret else [q.reshape(kv * group, h)]:
-                turn_rows(rows, rows, norm=q_norm, **common)
+                _turn(rows, rows, norm=given["q_norm"], **common)
             if not narrow:
-                turn_rows(k, k, norm=k_norm, **common)
+                _turn(k, k, norm=given["k_norm"], **common)
         if narrow:
-            scales = ring["k_scale"].at[stage] if "k_scale" in ring else None
-            turn_rows(k, ring["k8"].at[stage], norm=k_norm, scale=inputs.get("k_scale"), scales=scales, **common)
+            _turn(k, ring["k8"].at[stage], norm=given["k_norm"], scale=given["k_scale"], scales=found["k_scale"], **common)
+            _turn(v, ring["v8"].at[stage], scale=given["v_scale"], scales=found["v_scale"])
 
     def append(slot, stage):
         page, place = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
         plgpu.copy_smem_to_gmem(ring["k8" if narrow else "k"].at[stage], k_ref.at[page, :, place], commit_group=False)
         if not narrow:
             plgpu.copy_smem_to_gmem(ring["v"].at[stage], v_ref.at[page, :, place], commit_group=False)
+            return
+        _put_column(v_ref.at[page, :, :, place], ring["v8"].at[stage], interpret)
         if "k_scale" in ring:
-            for head in range(kv):
-                pages["k"].scale[page, head, place] = ring["k_scale"].at[stage][head]
+            for name in ("k", "v"):
+                for head in range(kv):
+                    pages[name].scale[page, head, place] = ring[name + "_scale"].at[stage][head]
 
     count = pl.cdiv(t - first, jnp.int32(step))
     pl.when(count > 0)(lambda: load(first, jnp.int32(0)))
@@ -193,22 +252,5 @@ def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, in
         plgpu.copy_smem_to_gmem(ring["q"].at[stage], q_ref.at[token], commit_group=False)
         pl.when((slot >= 0) & (slot < page_count * page_size))(lambda: append(slot, stage))
         plgpu.commit_smem_to_gmem_group()
-
-    if narrow:
-        n = ring["v"].shape[0]
-        blocks = -(-t // n)
-
-        @pl.loop(first, blocks * kv, step=step)
-        def _(item):
-            head = lax.rem(item, jnp.int32(kv))
-            start = jnp.minimum(lax.div(item, jnp.int32(kv)) * n, t - n)  # the last block writes some tokens once more
-            plgpu.copy_gmem_to_smem(fused_ref.at[pl.ds(start, n), head, group + 1], ring["v"], scratch["v_full"].at[wg])
-            plgpu.barrier_wait(scratch["v_full"].at[wg])
-            values = ring["v8"].at[:, pl.ds(0, h)]
-            turn_rows(ring["v"], values, scale=inputs["v_scale"].at[head] if "v_scale" in inputs else None, scales=ring.get("v_scale"))
-            plgpu.commit_smem()
-            scales_ref = pages["v"].scale if "v_scale" in ring else None
-            put_columns(v_ref, scales_ref, slots_ref, values, ring.get("v_scale"), start, head, interpret)
-            plgpu.commit_smem()  # read before the next copy comes
 
     plgpu.wait_smem_to_gmem(0)

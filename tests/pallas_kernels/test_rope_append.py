@@ -47,9 +47,9 @@ def steps_apart(got, want):
         (jnp.bfloat16, 5, 4, 2, 64, Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192), False, 2),
         (jnp.bfloat16, 3, 3, 2, 64, Rope(1e4, "linear", 4.0), True, None),
         (jnp.bfloat16, 2, 1, 1, 128, None, False, 1),  # one row of queries, shared by all four warps
-        (jnp.float8_e4m3fn, 11, 2, 2, 64, Rope(1e4), True, 2),
-        (jnp.int8, 16, 1, 2, 64, Rope(1e4), False, 1),
-        (jnp.float8_e4m3fn, 33, 1, 1, 64, None, False, 4),
+        (jnp.float8_e4m3fn, 5, 2, 2, 64, Rope(1e4), True, 2),
+        (jnp.int8, 3, 2, 4, 64, Rope(1e4), False, 1),
+        (jnp.float8_e4m3fn, 2, 1, 2, 64, None, False, None),
     ],
 )
 def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, normed, sms):
@@ -87,7 +87,6 @@ def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, 
         ({"fused_dtype": jnp.float32}, "the projection is float32"),
         ({"v": (3, 2, 64, 64)}, "pages are"),
         ({"dtype": jnp.int8}, "Quantized int8"),
-        ({}, "4 tokens of heads of 64"),
     ],
 )
 def test_it_says_what_it_does_not_take(changes, said):
