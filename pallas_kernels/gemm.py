@@ -61,7 +61,8 @@ def takers(p: Product) -> tuple[str, ...]:
             found += ["flat"] * (p.shape.weights == "bfloat16" and k % 64 == 0)
         if p.shape.weights == "bfloat16":
             whole = n % (2 * gates or 64) == 0 and n % 64 == k % 64 == 0 and gates in (0, 16, 32, 64)
-            found += ["dense"] * whole + ["fma"] * (p.rows <= 4 and not p.bounded)
+            ours = ["dense"] * whole + ["fma"] * (p.rows <= 4 and not p.bounded)
+            return tuple(found + ours) if p.bounded and (found or ours) else (*found, "xla", *ours)  # cuBLAS needs fewer joules a FLOP
     return tuple(found) if p.bounded and found else (*found, "xla")
 
 
@@ -71,7 +72,7 @@ def activations_of(shape: Shape) -> str:
 
 
 def _steps(choose: Callable[[int], str]) -> str:
-    """Which kernel runs from how many rows on, as `flat, from 65 rows dense`. Kernels' limits are powers of two."""
+    """Which kernel runs from how many rows on, as `flat, from 65 rows xla`. Kernels' limits are powers of two."""
     told, last = [], ""
     for rows in _ROWS:
         name = choose(rows)

@@ -139,12 +139,12 @@ def test_a_setting_forces_the_kernels():
 
 # The dense products of a Llama 8B layer, and which kernels take them, the likely fastest first.
 PRODUCTS = [
-    (Product(1, Shape(6144, 4096), "bfloat16"), ("flat", "dense", "fma", "xla")),
-    (Product(16, Shape(6144, 4096), "bfloat16"), ("flat", "dense", "xla")),
-    (Product(65, Shape(6144, 4096), "bfloat16"), ("dense", "xla")),
-    (Product(1024, Shape(28672, 4096, gate_block=64), "bfloat16"), ("dense", "xla")),
-    (Product(8, Shape(59136, 8192, gate_block=16), "bfloat16"), ("dense", "xla")),  # flat knows gates in blocks of 64 alone
-    (Product(8, Shape(128256, 4096), "bfloat16", "float32"), ("flat", "dense", "xla")),
+    (Product(1, Shape(6144, 4096), "bfloat16"), ("flat", "xla", "dense", "fma")),
+    (Product(16, Shape(6144, 4096), "bfloat16"), ("flat", "xla", "dense")),
+    (Product(65, Shape(6144, 4096), "bfloat16"), ("xla", "dense")),
+    (Product(1024, Shape(28672, 4096, gate_block=64), "bfloat16"), ("xla", "dense")),
+    (Product(8, Shape(59136, 8192, gate_block=16), "bfloat16"), ("xla", "dense")),  # flat knows gates in blocks of 64 alone
+    (Product(8, Shape(128256, 4096), "bfloat16", "float32"), ("flat", "xla", "dense")),
     (Product(1024, Shape(6144, 4096), "bfloat16", bounded=True), ("dense",)),
     (Product(2, Shape(6144, 4096), "bfloat16", bounded=True), ("flat", "dense")),
     (Product(1024, Shape(100, 4096), "bfloat16", bounded=True), ("xla",)),
@@ -190,7 +190,7 @@ def test_what_runs_is_told_by_rows():
     kernels = dataclasses.replace(kernel_set.REFERENCE, name="some", gemm=HopperGemm(Table("a GPU")))
     text = kernels.describe({"qkv": shape, "down": Shape(4096, 14336, E4M3)})
     assert "decode_attention: reference" in text
-    assert "qkv [6144, 4096] bfloat16: flat, from 65 rows dense" in text
+    assert "qkv [6144, 4096] bfloat16: flat, from 65 rows xla" in text
     assert "down [4096, 14336] float8_e4m3fn: fp8_flat, from 65 rows fp8" in text
     assert "qkv [6144, 4096] bfloat16: xla" in kernel_set.REFERENCE.describe({"qkv": shape})
 
