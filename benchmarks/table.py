@@ -35,8 +35,10 @@ def lengths(workload: Mapping[str, Any]) -> str:
 
 
 def precision(engine: Mapping[str, Any]) -> str:
+    """Of weights, and of the cache where that differs: bfloat16; fp8, fp8 KV."""
     kv = engine["kv_cache_dtype"]
-    return engine["dtype"] + (f", {kv} KV" if kv not in ("auto", engine["dtype"]) else "")
+    cache = "" if kv in ("auto", engine["dtype"]) else f", {'fp8' if kv == 'float8_e4m3fn' else kv} KV"
+    return (engine.get("quantization") or engine["dtype"]) + cache
 
 
 def power(readings: Mapping[str, float] | None) -> str:

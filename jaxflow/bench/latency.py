@@ -56,7 +56,7 @@ def measure(
                 latencies.append(duration_s)
     result = report.figures(records, sum(latencies)) | {"power": readings.summary()} | _statistics(latencies)
     engine = llm.engine_config
-    return result | with_optimum(result, llm, engine.dtype, engine.tensor_parallel_size, device)
+    return result | with_optimum(result, llm, machine.products_dtype(engine), engine.tensor_parallel_size, device)
 
 
 def _statistics(latencies: Sequence[float]) -> dict[str, Any]:

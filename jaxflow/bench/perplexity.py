@@ -7,7 +7,7 @@ of a token moved from the wide model's.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,11 +48,11 @@ def token_logprobs(llm: LLM, windows: np.ndarray) -> np.ndarray:
     return np.array([row(output, window) for output, window in zip(outputs, windows.tolist(), strict=True)])
 
 
-def measure(config: EngineConfig, windows: np.ndarray) -> Iterator[tuple[LLM, dict[str, Any]]]:
-    """For each of `WAYS` its engine, open, and {way, perplexity, mean_moved, max_moved}; the wide one comes first."""
+def measure(config: EngineConfig, windows: np.ndarray, ways: Sequence[str] = tuple(WAYS)) -> Iterator[tuple[LLM, dict[str, Any]]]:
+    """For each of some `WAYS` its engine, open, and {way, perplexity, mean_moved, max_moved}: moved from the first way."""
     wide: np.ndarray | None = None
-    for way, settings in WAYS.items():
-        with LLM.from_config(dataclasses.replace(config, **settings), progress=False) as llm:
+    for way in ways:
+        with LLM.from_config(dataclasses.replace(config, **WAYS[way]), progress=False) as llm:
             found = token_logprobs(llm, windows)
             wide = found if wide is None else wide
             moved = np.abs(found - wide)

@@ -52,7 +52,7 @@ def measure(
     result["engine_stats"] = _difference(msgspec.to_builtins(llm.driver.stats()), msgspec.to_builtins(before))
     result["power"] = readings.summary()
     engine = llm.engine_config
-    return result | with_optimum(result, llm, engine.dtype, engine.tensor_parallel_size, device)
+    return result | with_optimum(result, llm, machine.products_dtype(engine), engine.tensor_parallel_size, device)
 
 
 def with_optimum(result: Mapping[str, Any], llm: LLM, dtype: str, tp: int, device: str | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.graph import Graph, Op, Work, model_graph
 
 TERA, GIGA = 1e12, 1e9
+FP8_PRODUCTS = ("qkv", "out_proj", "up_gate", "down")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +143,12 @@ def work_times(work: Work, rates: Rates, dtype: str = "bfloat16") -> Times:
 
 
 def op_times(op: Op, step: Composition, rates: Rates, dtype: str = "bfloat16", tile_rows: int | None = None) -> Times:
-    """The times of an op. With `tile_rows`, a dense product computes whole tiles of so many rows (SARATHI §4.4)."""
+    """The times of an op. With `tile_rows`, a dense product computes whole tiles of so many rows (SARATHI §4.4).
+
+    dtype: of the products; float8_e4m3fn is that of a layer's four alone, all else of such a model is bfloat16.
+    """
+    if dtype == "float8_e4m3fn" and op.name not in FP8_PRODUCTS:
+        dtype = "bfloat16"
     times = work_times(op.work(step), rates, dtype)
     rows = op.rows(step)
     if not rows or tile_rows is None:

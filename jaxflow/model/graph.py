@@ -87,12 +87,14 @@ class Op:
 class Widths:
     """Bytes of one element."""
 
-    weights: float = 2.0
+    weights: float = 2.0  # of the products that fp8 narrows: qkv, out_proj, up_gate, down
     kv: float = 2.0
     activations: float = 2.0
+    wide_weights: float = 2.0  # of embeddings, the head, routers and experts
 
 
 BFLOAT16 = Widths()
+FP8 = Widths(weights=1.0, kv=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,11 +193,11 @@ def _expert_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
     moved = Work(activation_bytes=(d + chosen * f) * a)
 
     def grouped(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], elements: int) -> Op:
-        weights = Work(weight_bytes=number * elements * widths.weights)
+        weights = Work(weight_bytes=number * elements * widths.wide_weights)
         return Op(name, "dense", inputs, outputs, (("step", weights), ("tokens", moved + Work(2 * chosen * elements))), experts=experts)
 
     return [
-        _dense("router", ("h2",), ("routing",), d, number, widths),
+        _dense("router", ("h2",), ("routing",), d, number, dataclasses.replace(widths, weights=widths.wide_weights)),
         grouped("expert_up_gate", ("h2", "routing"), ("a",), d * 2 * f),
         grouped("expert_down", ("a", "routing"), ("y2",), f * d),
     ]
@@ -216,7 +218,7 @@ def _block_tail(config: ModelConfig, block: str, y: str, tp: int, widths: Widths
 def _first_ops(config: ModelConfig, tp: int, widths: Widths) -> tuple[Op, ...]:
     d, a = config.hidden_size, widths.activations
     tables = 1 if config.learned_position_offset is None else 1 + tp  # every device has all learned positions
-    work = Work(weight_bytes=d * tables / tp * widths.weights, activation_bytes=d * a)
+    work = Work(weight_bytes=d * tables / tp * widths.wide_weights, activation_bytes=d * a)
     if tp > 1:  # the vocabulary-parallel table sums over devices inside the op
         work += _ring(2 * d * a, tp, adds=d)
     return (Op("embed", "other", ("token_ids",), ("x",), (("tokens", work),)),)
@@ -228,9 +230,10 @@ def _last_ops(config: ModelConfig, tp: int, widths: Widths) -> tuple[Op, ...]:
     head = Work(2 * d * vocab / tp, activation_bytes=d * widths.activations + 4 * vocab)
     if tp > 1:  # the vocabulary's shares are gathered inside the op
         head += _ring(4 * vocab, tp, adds=0)
+    table = Work(weight_bytes=d * vocab / tp * widths.wide_weights)
     return (
         Op("final_norm", "other", ("x", "y"), ("hidden",), (("samples", Work(5 * d, activation_bytes=3 * d * widths.activations)),)),
-        Op("logits", "dense", ("hidden",), ("scores",), (("step", Work(weight_bytes=d * vocab / tp * widths.weights)), ("samples", head))),
+        Op("logits", "dense", ("hidden",), ("scores",), (("step", table), ("samples", head))),
         Op("sample", "other", ("scores",), ("tokens",), (("samples", Work(4 * vocab, activation_bytes=4 * vocab)),)),
     )
 

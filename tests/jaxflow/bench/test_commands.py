@@ -314,3 +314,14 @@ def test_the_command_as_a_process(tmp_path):
     result = json.loads(path.read_text())
     assert result["completed"] == 6 and result["total_output_tokens"] == 36
     assert result["command"].startswith("python -m jaxflow.bench throughput --model ")
+
+
+def test_perplexity_scores_every_way(bench, tmp_path, capsys):
+    """Over one engine for all ways, nothing moves."""
+    np.save(tmp_path / "ids.npy", np.arange(60, dtype=np.uint16).reshape(3, 20))
+    report = tmp_path / "report.json"
+    assert bench("perplexity", "--model", MODEL, "--tokens", str(tmp_path / "ids.npy"), "--windows", "2", "--output_json", str(report)) == 0
+    found = json.loads(report.read_text())
+    assert found["windows"] == [2, 20] and [way["way"] for way in found["ways"]] == ["wide", "fp8", "fp8, fp8 KV", "fp8 KV", "int8 KV"]
+    assert all(way["max_moved"] < 1e-4 for way in found["ways"])
+    assert "fp8, fp8 KV:" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxflow.config import Layer, ModelConfig, Rope
 from jaxflow.model.composition import Composition
-from jaxflow.model.graph import Widths, Work, dependences, layer_ops, model_graph
+from jaxflow.model.graph import FP8, Widths, Work, dependences, layer_ops, model_graph
 
 LLAMA_2_70B = ModelConfig("llama", 32000, 8192, 64, 8, 128, 28672, (Layer(rope=Rope(10000.0)),) * 80, 4096, eos_token_ids=(2,))
 TOY = ModelConfig("llama", 512, 64, 4, 2, 16, 128, (Layer(rope=Rope(10000.0)),) * 2, 256)
@@ -168,6 +168,16 @@ def test_widths_scale_the_bytes():
         assert (b.flops, b.weight_bytes, b.kv_bytes, b.activation_bytes) == (
             a.flops, a.weight_bytes / 2, a.kv_bytes / 4, a.activation_bytes
         )  # fmt: skip
+
+
+def test_fp8_narrows_what_it_narrows():
+    """Four products of a layer and the cache; tables, routers and experts are as wide as ever."""
+    step = Composition(8, 100, ((32, 5),), samples=8)
+    for model in (TOY, MIXTURE):
+        for wide, small in zip(model_graph(model).ops(), model_graph(model, 1, FP8).ops(), strict=True):
+            a, b = wide.work(step), small.work(step)
+            narrow = wide.name in ("qkv", "out_proj", "up_gate", "down")
+            assert (b.weight_bytes, b.kv_bytes) == (a.weight_bytes / (2 if narrow else 1), a.kv_bytes / 2), wide.name
 
 
 def test_window_layers_read_only_their_window():
