@@ -35,6 +35,8 @@ def gemm(
     behind = {"residual": residual, "activation": activation, "gate_block": gate_block, "quantize": quantize}
     plain = not (isinstance(x, Quantized) or isinstance(w, Quantized))
     operands = out if isinstance(x, Quantized) else x.dtype
+    if isinstance(x, Quantized) and isinstance(w, Quantized) and max(x.scale.ndim, w.scale.ndim) < 2:
+        operands = x.values.dtype  # XLA multiplies two e4m3 arrays as such, and scales what comes out
     w = dequantize_int4(w, operands) if isinstance(w, Int4) else w
     (x, of_rows), (w, of_columns) = _factors(x, operands), _factors(w, operands)
     # Without scales the product is rounded before what follows: where XLA computes it, that is half the bytes; in float32, nothing.
