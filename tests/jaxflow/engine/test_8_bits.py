@@ -80,6 +80,12 @@ def test_from_cached_pages():
     assert first.tokens[:8] == second.tokens[:8] and moved(one[:8], other[:8]) < 0.02
 
 
+def test_an_int8_cache_on_two_devices(alone):
+    """A token's scale is of one head, and heads are cut between devices: the same numbers."""
+    asked, found = alone("tiny-llama", kv="int8")
+    np.testing.assert_allclose(told(asked, toy.run(toy.loop("tiny-llama", tp=2, kv="int8"), asked)), found, atol=0.05)
+
+
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mixtral"])
 def test_on_two_devices(name, alone, goldens):
     """A shard's blocks of 128 columns are others where its cut is no multiple of 128: as far from the wide model, in another direction."""

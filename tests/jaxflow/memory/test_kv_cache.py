@@ -3,7 +3,9 @@
 import dataclasses
 import re
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,14 +124,19 @@ def test_window_layers_leave_room_for_full_attention():
         fit_pages(model, (64 + 5) * size - 1, **setting)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8], ids=str)
 @pytest.mark.parametrize("tp", [1, 4])
-def test_the_cache_takes_the_bytes_that_were_counted(tp):
+def test_the_cache_takes_the_bytes_that_were_counted(tp, dtype):
+    """Keys and values, and the scales of int8; values of 8 bits are turned."""
     model = dataclasses.replace(MODEL, layers=(Layer(), Layer(window=8), Layer()))
     mesh, pages = make_mesh(tp), (6, 3)
-    cache = make_cache(model, pages, 16, jnp.bfloat16, mesh)
+    cache = make_cache(model, pages, 16, dtype, mesh)
     heads = kv_heads(model, tp)
     assert heads == max(2, tp)
     assert [k.shape for k, _ in cache] == [(6, heads, 16, 4), (3, heads, 16, 4), (6, heads, 16, 4)]
-    on_one = sum(a.addressable_shards[0].data.nbytes for pair in cache for a in pair)
-    assert on_one == sum(n * size for n, size in zip(pages, page_bytes(model, 16, jnp.bfloat16, tp), strict=True))
-    assert not any(a.any() for pair in cache for a in pair)
+    assert cache[1][1].shape == ((3, heads, 16, 4) if dtype == jnp.bfloat16 else (3, heads, 4, 16))
+    arrays = jax.tree.leaves(cache)
+    assert len(arrays) == (12 if dtype == jnp.int8 else 6)
+    on_one = sum(a.addressable_shards[0].data.nbytes for a in arrays)
+    assert on_one == sum(n * size for n, size in zip(pages, page_bytes(model, 16, dtype, tp), strict=True))
+    assert not any(np.asarray(a, np.float32).any() for a in arrays)
