@@ -3,6 +3,8 @@
   python -m search COMMAND [flags]
 
   cost         compute, memory, network and energy of a model's step, what binds, and the optimal throughput
+  machine      measures the links, memories and rates that placements are searched with
+  placement    where to keep a model that does not fit the device: FlexGen's policy search
 
 `python -m search COMMAND --help` lists a command's flags.
 """
@@ -16,7 +18,7 @@ from jaxflow.config import ConfigError
 from jaxflow.mesh import choose_platform
 from jaxflow.model.checkpoint import CheckpointError
 
-COMMANDS = ("cost",)
+COMMANDS = ("cost", "machine", "placement")
 
 
 def main(argv: list[str]) -> int:

@@ -51,6 +51,7 @@ def test_what_is_refused_says_what_would_do(line, code, words, capsys):
 
 def test_help_of_every_command(capsys):
     assert main(["search", "--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
     assert main(["search", "cost", "--help"]) == 0
     assert "prompt_tokens" in capsys.readouterr().out

@@ -1,0 +1,143 @@
+"""Measures a machine for the placement search: links and disk, products, attention on device and host; fits its constants.
+
+  python -m search machine --name here --disk_dir /scratch --output here.json
+
+Times each curve of `search.machine_curves` at several sizes, the best of a few runs each, on random data. The device is JAX's; on
+CPU it is the host itself, and its link a copy. Reads of the disk are made after its pages were dropped from the cache.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from absl import flags, logging
+from jax.sharding import SingleDeviceSharding
+
+from jaxflow.config import ConfigError
+from search.machine_curves import CURVES, Measured, Point, errors, fit_machine, save_machine
+
+MEGA = 1 << 20
+_HEADS, _HEAD_DIM, _KEYS = 32, 128, 512
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("name", "here", "What the machine is called.")
+    flags.DEFINE_string("disk_dir", ".", "A folder on the disk that tensors would go to.")
+    flags.DEFINE_integer("largest_mb", 256, "Largest transfer.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 5, "Runs of each size; the best counts.", lower_bound=1)
+    flags.DEFINE_string("output", None, "File for the constants.")
+    flags.DEFINE_string("points", None, "File for what was measured.")
+
+
+def run() -> None:
+    """The command."""
+    f = flags.FLAGS
+    if not os.path.isdir(f.disk_dir):
+        raise ConfigError("disk_dir", f.disk_dir, "a folder that exists")
+    measured = measure(f.name, Path(f.disk_dir), largest_mb=f.largest_mb, repeats=f.repeats)
+    machine = fit_machine(measured)
+    off = errors(measured, machine)
+    print(f"{'curve':20}{'fixed (us)':>12}{'G units/s':>12}{'error':>8}")
+    for name in CURVES:
+        curve = getattr(machine, name)
+        print(f"{name:20}{1e6 * curve.fixed_s:>12.1f}{curve.units_per_s / 1e9:>12.2f}{off[name]:>8.1%}")
+    if f.points:
+        Path(f.points).write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n")
+    if f.output:
+        save_machine(machine, f.output)
+
+
+def measure(name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 5) -> Measured:
+    """Every curve at sizes that grow by fours up to the largest."""
+    device = jax.devices()[0]
+    sizes = [largest_mb * MEGA >> shift for shift in (6, 4, 2, 0)]
+    points: dict[str, list[Point]] = {curve: [] for curve in CURVES}
+
+    def add(curve: str, units: float, work: Callable[[], Any]) -> None:
+        points[curve].append(Point(float(units), _best(work, repeats)))
+        logging.info("%s: %.3g in %.3g s", curve, units, points[curve][-1].seconds)
+
+    pinned = "pinned_host" in {memory.kind for memory in device.addressable_memories()} and device.platform != "cpu"
+    here = SingleDeviceSharding(device)
+    away = SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
+    read = jax.jit(jnp.max)
+    for size in sizes:
+        data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+        on_device = jax.device_put(data, here)
+        if away is None:  # the host's memory is the device's: a transfer is a copy
+            target = np.empty_like(data)
+            add("host_to_device", size, lambda data=data, target=target: np.copyto(target, data))
+            add("device_to_host", size, lambda data=data, target=target: np.copyto(data, target))
+        else:
+            on_host = jax.device_put(on_device, away)
+            add("host_to_device", size, lambda x=on_host: jax.device_put(x, here))
+            add("device_to_host", size, lambda x=on_device: jax.device_put(x, away))
+        add("device_memory", size, lambda x=on_device: read(x))
+    with tempfile.TemporaryDirectory(dir=disk_dir) as folder:
+        for size in sizes:
+            path = Path(folder) / "tensor"
+            data = np.random.default_rng(size).bytes(size)
+            add("host_to_disk", size, lambda path=path, data=data: _write(path, data))
+            add("disk_to_host", size, lambda path=path: _read(path))
+    width = 4096 if device.platform != "cpu" else 1024
+    for rows in (width // 16, width // 4, width, 2 * width):
+        x, w = (jax.random.normal(jax.random.key(rows), shape, jnp.bfloat16) for shape in ((rows, width), (width, width)))
+        product = jax.jit(jnp.matmul)
+        add("device_products", 2 * rows * width * width, lambda x=x, w=w, product=product: product(x, w))
+    for tokens in (64, 128, 256, 512):
+        q, k, v = _query_key_value(tokens, tokens)
+        add("device_attention", 4 * _HEADS * _HEAD_DIM * tokens * tokens, lambda q=q, k=k, v=v: _prompt_attention(q, k, v))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        for sequences in (1, 2, 4, 8):
+            q, k, v = _query_key_value(sequences, sequences * _KEYS)
+            add("host_attention", k.nbytes + v.nbytes, lambda q=q, k=k, v=v: _decode_attention(q, k, v))
+    method = f"best of {repeats} runs, JAX {jax.__version__} on {device.device_kind}, {os.cpu_count()} host cores"
+    return Measured(name=name, method=method, points=points)
+
+
+def _query_key_value(queries: int, keys: int) -> tuple[jax.Array, ...]:
+    shapes = ((queries, _HEADS, _HEAD_DIM), (keys, _HEADS, _HEAD_DIM), (keys, _HEADS, _HEAD_DIM))
+    return tuple(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
+
+
+@jax.jit
+def _prompt_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)
+
+
+@jax.jit
+def _decode_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """A token of each sequence against its own keys."""
+    k, v = (x.reshape(q.shape[0], -1, *x.shape[1:]) for x in (k, v))
+    return jax.nn.dot_product_attention(q[:, None], k, v)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """To the disk itself, not to the cache of its pages."""
+    with path.open("wb") as file:
+        file.write(data)
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return file.read()
+
+
+def _best(work: Callable[[], Any], repeats: int) -> float:
+    """Seconds of the fastest of some runs, after one that warms up."""
+    jax.block_until_ready(work())
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(work())
+        found.append(time.perf_counter() - start)
+    return min(found)

@@ -1,0 +1,141 @@
+"""The constants of a machine that the placement's cost model needs (FlexGen Table 7), as a file fitted to what was measured.
+
+A transfer or a product of `units` (bytes, FLOPs) takes a fixed time and one that grows with them, so that small ones are slow:
+FlexGen's "piece-wise functions" of sizes that the search knows beforehand (A.3), which leaves its programs linear.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import optax
+
+SCHEMA_VERSION = 1
+FOLDER = Path(__file__).parent / "machines"
+_STEPS = 1500
+
+
+class MachineError(ValueError):
+    """A machine's file that cannot be read or used; it names the file and the field."""
+
+
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of some work: `fixed_s + units / units_per_s`."""
+
+    fixed_s: float
+    units_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.fixed_s >= 0 and self.units_per_s > 0):
+            raise MachineError(f"fixed_s={self.fixed_s}, units_per_s={self.units_per_s}: a time of 0 or more and a positive rate")
+
+    def seconds(self, units: float) -> float:
+        return self.fixed_s + units / self.units_per_s if units else 0.0
+
+    def seconds_of(self, units: float, piece: float) -> float:
+        """Of so many units that go in pieces of `piece`."""
+        return self.seconds(piece) * units / piece if units else 0.0
+
+
+class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Units are bytes for links and memories, FLOPs for products. `method`: what was measured, and what was taken from where."""
+
+    name: str
+    method: str
+    host_to_device: Curve
+    device_to_host: Curve
+    disk_to_host: Curve
+    host_to_disk: Curve
+    device_products: Curve  # dense products
+    device_attention: Curve  # FLOPs of attention where nothing but compute limits it
+    device_memory: Curve  # bytes read or written beside a product
+    host_attention: Curve  # bytes of KV that the host attends to
+    schema_version: int = SCHEMA_VERSION
+
+
+CURVES = tuple(field.name for field in msgspec.structs.fields(Machine) if field.type is Curve)
+
+
+class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One measurement of a curve."""
+
+    units: float
+    seconds: float
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured on a machine, by the name of `Machine`'s curve."""
+
+    name: str
+    method: str
+    points: dict[str, list[Point]]
+
+
+def fit_curve(points: Sequence[Point]) -> Curve:
+    """The curve with the least squared error of the logarithms of seconds, so that small and large sizes count the same.
+
+    Raises: ValueError without points of two sizes.
+    """
+    units, seconds = np.array([p.units for p in points]), np.array([p.seconds for p in points])
+    if len(set(units)) < 2 or min(units) <= 0 or min(seconds) <= 0:
+        raise ValueError(f"points={len(points)}: a curve is fitted to positive times of at least two sizes")
+    # In units of the largest point's, parameters are near 1 and one learning rate serves all.
+    x, y = jnp.array(units / units.max()), jnp.array(seconds / seconds.max())
+    params: Any = {"fixed": jnp.log(y.min() / 2), "slope": jnp.zeros(())}
+
+    def loss(params: Any) -> jax.Array:
+        return (jnp.log((jnp.exp(params["fixed"]) + jnp.exp(params["slope"]) * x) / y) ** 2).mean()
+
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.05, _STEPS))
+
+    def step(carry: Any, _: None) -> Any:
+        params, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    (params, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), length=_STEPS)
+    fixed, slope = (float(jnp.exp(params[key]) * seconds.max()) for key in ("fixed", "slope"))
+    return Curve(float(f"{fixed:.4g}"), float(f"{units.max() / slope:.4g}"))
+
+
+def fit_machine(measured: Measured) -> Machine:
+    """Raises: ValueError naming a curve that was not measured."""
+    missing = [name for name in CURVES if name not in measured.points]
+    if missing:
+        raise ValueError(f"points: {', '.join(missing)} were not measured on {measured.name}")
+    curves: dict[str, Any] = {name: fit_curve(measured.points[name]) for name in CURVES}
+    return Machine(name=measured.name, method=measured.method, **curves)
+
+
+def errors(measured: Measured, machine: Machine) -> dict[str, float]:
+    """Mean relative error of each fitted curve at its points."""
+    return {
+        name: float(np.mean([abs(getattr(machine, name).seconds(p.units) / p.seconds - 1) for p in measured.points[name]]))
+        for name in CURVES
+    }
+
+
+def save_machine(machine: Machine, path: str | os.PathLike) -> None:
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(machine), indent=1) + b"\n")
+
+
+def load_machine(name: str | os.PathLike) -> Machine:
+    """Reads a machine by its path, or by the name of one that comes with this release. Raises: MachineError."""
+    shipped = FOLDER / f"{name}.json"
+    path = shipped if shipped.exists() else Path(name)
+    try:
+        text = path.read_bytes()
+        version = msgspec.json.decode(text, type=dict).get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise MachineError(f"{path}: schema_version={version} is not supported: this release reads {SCHEMA_VERSION}")
+        return msgspec.json.decode(text, type=Machine)
+    except OSError as error:
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
+        raise MachineError(f"machine={str(name)!r}: {error.strerror}: a file, or one of {known}") from error
+    except msgspec.DecodeError as error:
+        raise MachineError(f"{path}: {error}") from error

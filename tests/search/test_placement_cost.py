@@ -1,0 +1,135 @@
+"""The cost model: FlexGen's own equations on OPT, and what it says of other families."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.offload.policy import Policy, Shares
+from search.machine_curves import CURVES, Curve, Machine
+from search.placement_cost import BYTES, TERMS, Choice, Placed, decode_terms, memory_bytes, predict, prefill_terms, workload
+
+RATES: dict[str, float] = {
+    "host_to_device": 11e9,
+    "device_to_host": 12e9,
+    "disk_to_host": 2e9,
+    "host_to_disk": 1e9,
+    "device_products": 4e13,
+    "device_attention": 2e13,
+    "device_memory": 1e18,  # the paper's device is bound by compute alone
+    "host_attention": 3e10,
+}
+CONSTANTS: dict[str, Any] = {name: Curve(0.0, RATES[name]) for name in CURVES}
+MACHINE = Machine(name="drawn", method="round numbers", **CONSTANTS)
+
+
+def config(name):
+    return open_checkpoint(name, load_format="dummy").model_config
+
+
+OPT = workload("opt-30b", config("opt-30b"), 512, 32)
+
+
+def thirds(draw):
+    a, b = sorted((draw(st.floats(0, 1)), draw(st.floats(0, 1))))
+    return (a, b - a, 1 - b)
+
+
+placements = st.composite(lambda draw: Placed(*(thirds(draw) for _ in range(3))))()
+choices = st.builds(Choice, st.integers(1, 64), st.integers(1, 20), host_attention=st.booleans())
+
+
+@given(placements, choices)
+def test_the_terms_are_those_of_appendix_a3(placed, choice):
+    """Literally, with the paper's letters; `+` marks what the paper leaves out and its runtime also moves."""
+    h1, h2, s, n, bls = 7168, 4 * 7168, 512, 32, choice.block_size
+    (_, wc, wd), (cg, cc, cd), (_, hc, hd) = placed.weights, placed.kv, placed.activations
+    away, w = cc + cd, 8 * h1**2 + 4 * h1 * h2
+    host = choice.host_attention
+    crossing = 2 * h1 * bls * away if host else 0  # + queries down, outputs up
+    prefill = {
+        "host to device": (w * (wc + wd) + 2 * (hc + hd) * s * h1 * bls) / 11e9,
+        "device to host": (4 * away * s * h1 * bls + 2 * (hc + hd) * s * h1 * bls) / 12e9,
+        "disk to host": (w * wd + 2 * hd * s * h1 * bls) / 2e9,
+        "host to disk": (4 * cd * bls * s * h1 + 2 * hd * s * h1 * bls) / 1e9,
+        # attention is causal: half of the paper's 4 bls s² h1
+        "device compute": bls * (8 * s * h1**2 + 4 * s * h1 * h2) / 4e13 + 2 * bls * s * (s + 1) * h1 / 2e13,
+        "host attention": 0,
+    }
+    keys = s + n / 2
+    decode = {
+        "host to device": (w * (wc + wd) + 2 * (hc + hd) * h1 * bls + (crossing if host else 4 * away * bls * keys * h1)) / 11e9,
+        "device to host": (2 * (hc + hd) * h1 * bls + crossing + 4 * away * bls * h1) / 12e9,  # + the new token's KV
+        "disk to host": (4 * cd * bls * keys * h1 + w * wd + 2 * hd * h1 * bls) / 2e9,
+        "host to disk": (4 * cd * bls * h1 + 2 * hd * h1 * bls) / 1e9,
+        "device compute": bls * (8 * h1**2 + 4 * h1 * h2) / 4e13 + (cg if host else 1) * 4 * bls * keys * h1 / 2e13,
+        "host attention": away * 4 * bls * keys * h1 / 3e10 if host else 0,  # the host's rate is in bytes of KV
+    }
+    assert prefill_terms(OPT, MACHINE, choice, placed) == pytest.approx(prefill, rel=1e-9, abs=1e-15)
+    assert decode_terms(OPT, MACHINE, choice, placed) == pytest.approx(decode, rel=1e-9, abs=1e-15)
+    assert tuple(prefill) == tuple(decode) == TERMS
+
+
+@given(placements, choices)
+def test_every_byte_has_a_home_and_peaks_are_those_of_appendix_a3(placed, choice):
+    h1, s, n, layers, bls = 7168, 512, 32, 48, choice.block_size
+    w = 24 * h1**2
+    used = memory_bytes(OPT, choice, placed)
+    for tier in (0, 1, 2):
+        home = layers * w * placed.weights[tier] + 2 * s * h1 * bls * placed.activations[tier]
+        home += 4 * (s + n) * h1 * bls * layers * placed.kv[tier]
+        assert used[tier] >= home * (1 - 1e-9)
+        assert tier < 2 or used[tier] == pytest.approx(home)
+    # The device's working memory: two layers' weights in flight, and the widest product of a batch (mlp_1).
+    working = 2 * (1 - placed.weights[0]) * w + 2 * choice.gpu_batch_size * s * 5 * h1
+    assert used[0] >= working
+    everything = layers * w + 2 * s * h1 * bls + 4 * (s + n) * h1 * bls * layers
+    assert sum(used) >= everything * (1 - 1e-9)
+
+
+def test_a_group_of_64_in_four_bits():
+    assert BYTES[4] * 64 == 32 + 2 * 2
+    choice = Choice(4, 2)
+    home = Placed(*[(0.0, 1.0, 0.0)] * 3)
+    small = [memory_bytes(OPT, dataclasses.replace(choice, **bits), home)[1] for bits in ({}, {"weight_bits": 4}, {"kv_bits": 4})]
+    assert small[0] - small[1] == pytest.approx(48 * OPT.weights * (2 - BYTES[4]))
+    assert small[0] - small[2] == pytest.approx(48 * 8 * 544 * OPT.kv * (2 - BYTES[4]))
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-7b", "gemma-2-9b", "mixtral-8x7b", "opt-175b"])
+def test_sizes_of_any_family(name):
+    made, model = config(name), workload(name, config(name), 512, 32)
+    assert model.kv == 2 * made.num_kv_heads * made.head_dim
+    assert model.weights * model.layers + model.ends == pytest.approx(PARAMETERS[name] * 1e9, rel=0.02)
+    assert model.linear_flops <= 2 * model.weights  # a token meets at most all weights
+    short = workload(name, made, 8, 8)
+    assert short.keys(10) == 10 and short.prompt_pairs == 36
+
+
+PARAMETERS = {"llama-3.1-8b": 8.03, "qwen2.5-7b": 7.62, "gemma-2-9b": 9.24, "mixtral-8x7b": 46.7, "opt-175b": 174.6}
+
+
+def test_a_window_bounds_what_is_kept():
+    gemma = workload("gemma-2-9b", config("gemma-2-9b"), 7000, 1000)
+    assert gemma.keys(8000) == (8000 + 4096) / 2
+
+
+def policy(weights, kv, activations, **changes):
+    fields: dict[str, Any] = {"model": "opt-30b", "prompt_tokens": 512, "output_tokens": 32, "gpu_batch_size": 48, "num_gpu_batches": 3}
+    return Policy(weights=weights, kv=kv, activations=activations, **(fields | changes))
+
+
+HOST = Shares(host=100.0)
+
+
+def test_throughput_and_what_binds():
+    found = predict(OPT, MACHINE, policy(Shares(20.0, 80.0), HOST, HOST, host_attention=True))
+    assert found.tokens_per_s * found.latency_s == pytest.approx(144 * 32)
+    assert found.binding == ("device compute", "host to device")
+    assert found.link_tokens_per_s > found.tokens_per_s
+    slower = predict(OPT, MACHINE, policy(Shares(20.0, 80.0), HOST, HOST, host_attention=True), overlap=False)
+    assert slower.tokens_per_s < found.tokens_per_s
+    assert predict(OPT, MACHINE, policy(Shares(20.0, 80.0), HOST, HOST)).tokens_per_s < found.tokens_per_s
