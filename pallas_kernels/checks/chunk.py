@@ -35,7 +35,7 @@ def caches(rng, table, pages, ends, kv, h, dtype, spare=0):
     scales = {}
     plain = k, v
     if dtype != "bfloat16":
-        scales = {name: jnp.asarray(rng.uniform(0.005, 0.02, kv), jnp.float32) for name in ("k_scale", "v_scale")}
+        scales = {name: jnp.asarray(rng.uniform(0.02, 0.05, kv), jnp.float32) for name in ("k_scale", "v_scale")}
         wide = [scale[:, None, None] for scale in scales.values()]
         k, v = ((x.astype(jnp.float32) / scale).astype(dtype) for x, scale in zip((k, v), wide, strict=True))
         plain = tuple(x.astype(jnp.float32) * scale for x, scale in zip((k, v), wide, strict=True))
