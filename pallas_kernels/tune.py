@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from pallas_kernels import table
-from pallas_kernels.checks.timing import interleaved
+from pallas_kernels.checks.timing import interleaved, looped
 from pallas_kernels.flat_tiles import filled
 from pallas_kernels.gemm import Product, activations_of, kernel, takers
 from pallas_kernels.quantized import Quantized
@@ -37,6 +37,7 @@ from pallas_kernels.table import Choice, Shape
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ROTATED = 240 << 20  # bytes of weights that a program walks through: four times the L2
+BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "int4": 0.5}  # of a weight's number
 FLAT_TILES = {"flat": (128, 16), "int4": (512, 4.5)}  # depth along K, and bits a weight, of the tiles that --tiles tries
 TIE = 0.01  # what must be gained to change kernels from one number of rows to the next
 
@@ -73,47 +74,38 @@ def tiles(name: str, p: Product, others: bool) -> list[tuple[tuple[str, int], ..
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """x [M, K] and weights [N, K] to walk through, of one shape and number of rows."""
+    """An x [M, K] for each of the weights [N, K], and how often a program walks through them."""
 
     xs: list
     ws: list
+    rounds: int
 
 
 def make_weights(shape: Shape) -> list:
     """Random weights, more than the L2 holds."""
-    bytes_each = shape.n * shape.k * {"bfloat16": 2, "float8_e4m3fn": 1, "int4": 0.5}[shape.weights]
+    bytes_each = shape.n * shape.k * BYTES[shape.weights]
     draw = jax.jit(lambda key: jax.random.normal(key, (shape.n, shape.k), jnp.bfloat16) * shape.k**-0.5)
     form: Callable = {
         "bfloat16": lambda w: w,
         "float8_e4m3fn": lambda w: Quantized((w * shape.k**0.5).astype(jnp.float8_e4m3fn), jnp.full(shape.n, shape.k**-0.5, jnp.float32)),
         "int4": jax.jit(quantize_int4),
     }[shape.weights]
-    return [form(draw(jax.random.key(i))) for i in range(max(2, -(-ROTATED // int(bytes_each))))]
+    return [form(draw(jax.random.key(i))) for i in range(max(4, -(-ROTATED // int(bytes_each))))]
 
 
 def make_inputs(p: Product, ws: list) -> Inputs:
-    """As many calls as take half a millisecond, each with rows of its own."""
-    least = 5e-4 / max(2 * p.rows * p.shape.n * p.shape.k / 600e12, p.shape.n * p.shape.k * 2 / 4e12)
-    xs = [jax.random.normal(jax.random.key(i), (p.rows, p.shape.k), jnp.bfloat16) for i in range(len(ws) * max(1, round(least / len(ws))))]
-    if p.activations != "float8_e4m3fn":
-        return Inputs(xs, ws)
-    return Inputs([Quantized(x.astype(jnp.float8_e4m3fn), jnp.ones(p.rows, jnp.float32)) for x in xs], ws)
+    """Rounds that last some milliseconds."""
+    once = len(ws) * max(2 * p.rows * p.shape.n * p.shape.k / 600e12, p.shape.n * p.shape.k * BYTES[p.shape.weights] / 4e12)
+    xs: list = [jax.random.normal(jax.random.key(i), (p.rows, p.shape.k), jnp.bfloat16) for i in range(len(ws))]
+    if p.activations == "float8_e4m3fn":
+        xs = [Quantized(x.astype(jnp.float8_e4m3fn), jnp.ones(p.rows, jnp.float32)) for x in xs]
+    return Inputs(xs, ws, max(1, round(5e-3 / once)))
 
 
 def compiled(choice: Choice, p: Product, inputs: Inputs) -> Callable[[], Any] | str:
-    """A program of a call for each x, or why there is none."""
+    """A program of the products, or why there is none."""
     gate = {"activation": "silu", "gate_block": p.shape.gate_block} if p.shape.gate_block else {}
-    one = jax.jit(functools.partial(kernel(choice), **gate))
-
-    def run(xs, ws):
-        outs = []
-        for i, x in enumerate(xs):
-            if outs:  # one after the other: XLA would merge products that share a weight
-                x, outs[-1] = jax.lax.optimization_barrier((x, outs[-1]))
-            outs.append(one(x, ws[i % len(ws)]))
-        return outs
-
-    program = jax.jit(run)
+    program = looped(jax.jit(functools.partial(kernel(choice), **gate)), inputs.rounds)
     try:
         ready = program.lower(inputs.xs, inputs.ws).compile()
     except Exception as error:  # a tile that does not fit
@@ -136,7 +128,7 @@ def measure(shape: Shape, rows: Iterable[int], *, seconds: float, others: bool, 
         progress(f"{shape.k} x {shape.n} M {p.rows}")
         programs = {choice: job.result() for (of, choice), job in jobs.items() if of == p}
         ways = {_label(choice): program for choice, program in programs.items() if callable(program)}
-        timings = interleaved(ways, calls=len(inputs[p.rows].xs), seconds=seconds)
+        timings = interleaved(ways, calls=inputs[p.rows].rounds * len(ws), seconds=seconds)
         us = {name: timing.us for name, timing in timings.items()}
         failed = {_label(choice): program for choice, program in programs.items() if isinstance(program, str)}
         measured.append({"rows": p.rows, "us": us} | ({"failed": failed} if failed else {}))

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxflow.bench.kernels_case import Case, Group, Way
 from pallas_kernels import reference
+from pallas_kernels.checks.timing import looped
 from pallas_kernels.dense_gemm import dense_gemm
 from pallas_kernels.flat_gemm import flat_gemm
 from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
@@ -37,35 +38,24 @@ def _normal(i: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
 
 
-def _program(gemm: Callable, xs: list, ws: list, amount: float, **settings) -> Way:
-    """A program of a call for each x, over the weights in turn."""
-    one = jax.jit(functools.partial(gemm, **settings))
-
-    def run(xs, ws):
-        outs = []
-        for i, x in enumerate(xs):
-            if outs:  # one after the other: XLA would merge products that share a weight
-                x, outs[-1] = lax.optimization_barrier((x, outs[-1]))
-            outs.append(one(x, ws[i % len(ws)]))
-        return outs
-
-    program = jax.jit(run)
-    return Way(lambda: program(xs, ws), len(xs), amount)
+def _program(gemm: Callable, xs: list, ws: list, rounds: int, amount: float, **settings) -> Way:
+    """A program that multiplies each x with its own weight, `rounds` times over."""
+    program = looped(jax.jit(functools.partial(gemm, **settings)), rounds)
+    return Way(lambda: program(xs, ws), rounds * len(xs), amount)
 
 
 def _operands(m: int, k: int, n: int, bytes_a_weight: float = 2) -> tuple[int, int]:
-    """How many weights to rotate over, and how many calls make a program of a millisecond or more."""
-    weights = max(2, -(-ROTATED // int(k * n * bytes_a_weight)))
-    least = 1e-3 / max(2 * m * k * n / 700e12, k * n * bytes_a_weight / 4e12)
-    return weights, weights * max(1, round(least / weights))
+    """How many weights to rotate over, and how often, so that a program lasts some milliseconds."""
+    weights = max(4, -(-ROTATED // int(k * n * bytes_a_weight)))
+    return weights, max(1, round(5e-3 / weights / max(2 * m * k * n / 700e12, k * n * bytes_a_weight / 4e12)))
 
 
 def _bf16(m: int, shape: tuple[int, int], flop: bool, ways: dict[str, Callable]) -> dict[str, Way]:
     k, n = shape
-    weights, calls = _operands(m, k, n)
-    ws, xs = [_normal(i, n, k) * k**-0.5 for i in range(weights)], [_normal(i, m, k) for i in range(calls)]
+    weights, rounds = _operands(m, k, n)
+    ws, xs = [_normal(i, n, k) * k**-0.5 for i in range(weights)], [_normal(i, m, k) for i in range(weights)]
     amount = 2.0 * m * k * n if flop else 2.0 * k * n
-    return {name: _program(gemm, xs, ws, amount) for name, gemm in ways.items()}
+    return {name: _program(gemm, xs, ws, rounds, amount) for name, gemm in ways.items()}
 
 
 def xla_fp8(
@@ -83,16 +73,16 @@ def xla_fp8(
 def _fp8(m: int, shape: tuple[int, int], name: str) -> dict[str, Way]:
     """Ours takes what the layer gives it: blocks of 128 columns into `out_proj` and `down`, gates and quantises behind `up_gate`."""
     k, n = shape
-    weights, calls = _operands(m, k, n, 1)
-    rows = jax.jit(reference.quantize_rows)
-    ws, plain = [rows(_normal(i, n, k)) for i in range(weights)], [_normal(i, m, k) for i in range(calls)]
-    xs = [rows(x) for x in plain]
+    weights, rounds = _operands(m, k, n, 1)
+    quantized = jax.jit(reference.quantize_rows)
+    ws, plain = [quantized(_normal(i, n, k)) for i in range(weights)], [_normal(i, m, k) for i in range(weights)]
+    xs = [quantized(x) for x in plain]
     flop, settings = 2.0 * m * k * n, (GATE | {"quantize": True} if "up_gate" in name else {})
     blocks = "down" in name or "out_proj" in name
     ours = list(map(jax.jit(reference.quantize_blocks), plain)) if blocks else xs
     return {
-        "fp8": _program(fp8_flat_gemm if m <= 64 else fp8_gemm, ours, ws, flop, **settings),
-        "xla": _program(xla_fp8, xs, ws, flop, **settings),
+        "fp8": _program(fp8_flat_gemm if m <= 64 else fp8_gemm, ours, ws, rounds, flop, **settings),
+        "xla": _program(xla_fp8, xs, ws, rounds, flop, **settings),
     }
 
 
@@ -121,9 +111,9 @@ def _int4(m, shape, _):
     """Of the bytes that each reads: a ratio is of products in the same time."""
     k, n = shape
     ways = _flat(m, shape, _)
-    weights, calls = _operands(m, k, n, 0.5)
+    weights, rounds = _operands(m, k, n, 0.5)
     ws = [jax.jit(quantize_int4)(_normal(i, n, k) * k**-0.5) for i in range(weights)]
-    four = _program(int4_gemm, [_normal(i, m, k) for i in range(calls)], ws, (0.5 + 4 / 64) * k * n)
+    four = _program(int4_gemm, [_normal(i, m, k) for i in range(weights)], ws, rounds, (0.5 + 4 / 64) * k * n)
     return {"int4": dataclasses.replace(four, work=1.0), "flat": dataclasses.replace(ways["flat"], work=1.0)}
 
 

@@ -103,3 +103,17 @@ def test_ways_take_turns_and_each_is_timed_by_its_calls(monkeypatch):
     assert order == [("b", 2), ("a", 2), ("a", 2), ("b", 2)] * 2
     assert found["a"].mhz == 1600 and found["a"].watts == 400.0
     assert all(t.joules == pytest.approx(400e-6 * t.us) for t in found.values())
+
+
+def test_a_looped_program_makes_every_product_once_a_round():
+    calls = []
+
+    def one(x, w):
+        jax.debug.callback(lambda x: calls.append(float(x)), x[0, 0])
+        return x @ w.T
+
+    xs, ws = [jnp.full((2, 4), float(i)) for i in range(3)], [jnp.ones((5, 4)) for _ in range(3)]
+    outs = timing.looped(one, 2)(xs, ws)
+    jax.effects_barrier()
+    assert sorted(calls) == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    assert all((out == 4 * i).all() for i, out in enumerate(outs))
