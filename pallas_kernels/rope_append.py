@@ -48,7 +48,7 @@ def rope_append(
     """Queries for attention, and the pages with the tokens' keys and values in them, of the same meaning as its twin.
 
     Args:
-      fused: [T, K · (G + 2) · H] bfloat16; for each KV head its G query heads, its key, its value. H a multiple of 32.
+      fused: [T, K · (G + 2) · H] bfloat16; for each KV head its G query heads, its key, its value. H a multiple of 64.
       k_pages, v_pages: bfloat16 [P, K, S, H] both; e4m3 [P, K, S, H] and [P, K, H, S], of true values over k_scale, v_scale; or
         `Quantized` int8 of these two shapes with scales [P, K, S], which are written too. Donate them: they are written in place.
       positions, slots: [T] int32. A slot is page · S + place; a token with one outside the cache is not written.
@@ -95,13 +95,15 @@ def rope_append(
 
 def _check(fused: jax.Array, k_values: jax.Array, v_values: jax.Array, h: int, scaled_by_token: bool) -> None:
     (p, kv, s, width), (_, columns), name = k_values.shape, fused.shape, k_values.dtype.name
-    if fused.dtype != jnp.bfloat16 or width != h or h % 32 or columns % (kv * h) or columns < 3 * kv * h:
+    if fused.dtype != jnp.bfloat16 or width != h or h % 64 or columns % (kv * h) or columns < 3 * kv * h:
         given = f"{fused.dtype}{list(fused.shape)} for {kv} KV heads of {width}"
-        raise ValueError(f"the projection is {given}: bfloat16 [T, K · (G + 2) · H], H a multiple of 32")
+        raise ValueError(f"the projection is {given}: bfloat16 [T, K · (G + 2) · H], H a multiple of 64")
     shapes = {"bfloat16": (p, kv, s, h), "float8_e4m3fn": (p, kv, h, s), "int8": (p, kv, h, s)}
     if (v_values.shape, v_values.dtype) != (shapes.get(name), k_values.dtype) or scaled_by_token != (name == "int8"):
         given = [f"{x.dtype}{list(x.shape)}" for x in (k_values, v_values)]
         raise ValueError(f"pages are {given}: bfloat16 [P, K, S, H], or e4m3 or Quantized int8 [P, K, S, H] and [P, K, H, S]")
+    if name == "int8" and kv % 2:
+        raise ValueError(f"{kv} KV heads for a cache of int8: an even number of them")
 
 
 def _scratch(workers: int, kv: int, group: int, h: int, dtype, kv_dtype) -> dict:
@@ -120,14 +122,18 @@ def _scratch(workers: int, kv: int, group: int, h: int, dtype, kv_dtype) -> dict
 
 
 def _rows_layout(rows: int, columns: int) -> tuple:
-    """(rows a tile, how a warpgroup's threads share a tile of [rows, columns]); a row is within one warp wherever there are 4 rows."""
+    """(rows a tile, whether several warps hold the same numbers, how a warpgroup's threads share a tile of [rows, columns]).
+
+    A row is always within one warp: sums across warps meet in one scratch of the whole CTA, where warpgroups would overwrite each other.
+    """
     tile = math.gcd(rows, 16)
-    warps, vector = min(4, tile * columns // 32), max(1, tile * columns // 128)
-    down = min(tile, warps)  # warps that share the rows; the others share the columns
-    tiles = ((tile, columns), (tile // down, columns * down // warps), (1, vector))
-    warp_dims = (-6, -5) if warps == 4 else (plgpu.Replicated(4 // warps), -6, -5)
+    warps = min(4, tile)
+    vector = tile // warps * columns // 32
+    tiles = ((tile, columns), (tile // warps, columns), (1, vector))
+    warp_dims = (-6,) if warps == 4 else (plgpu.Replicated(4 // warps), -6)
     made = mgpu.TiledLayout(plgpu.Tiling(tiles), warp_dims, (-4, -3), -1, _check_canonical=False).canonicalize()
-    return tile, plgpu.Layout.TILED(made.tiling, warp_dims=made.warp_dims, lane_dims=made.lane_dims, vector_dim=made.vector_dim)
+    layout = plgpu.Layout.TILED(made.tiling, warp_dims=made.warp_dims, lane_dims=made.lane_dims, vector_dim=made.vector_dim)
+    return tile, warps < 4, layout
 
 
 def _turn(source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.0, scale=None, scales=None):
@@ -137,7 +143,7 @@ def _turn(source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.0, s
     found for each row is put.
     """
     (rows, h), half = source.shape, source.shape[1] // 2
-    tile, layout = _rows_layout(rows, half)
+    tile, repeated, layout = _rows_layout(rows, half)
     halves = (0, half)
 
     def spread(x, axis):
@@ -153,7 +159,7 @@ def _turn(source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.0, s
     for row in range(0, rows, tile):
         here = pl.ds(row, tile)
         values = [plgpu.load(source.at[here, pl.ds(at, half)], layout=layout, optimized=False).astype(jnp.float32) for at in halves]
-        if tile * half < 128:  # several threads hold each element: all have read it before one writes
+        if repeated:  # all have read it before one writes
             plgpu.commit_smem()
         if norm is not None:
             mean = jnp.sum(values[0] * values[0] + values[1] * values[1], axis=1) * (1.0 / h)

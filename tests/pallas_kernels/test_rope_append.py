@@ -14,7 +14,7 @@ from jaxflow.config import Rope
 from jaxflow.model.rope import inverse_frequencies
 from pallas_kernels import reference
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.rope_append import rope_append
+from pallas_kernels.rope_append import _rows_layout, rope_append
 
 INTERPRET = plgpu.InterpretGPUParams()
 PAGES, PAGE = 3, 64
@@ -87,6 +87,7 @@ def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, 
         ({"fused_dtype": jnp.float32}, "the projection is float32"),
         ({"v": (3, 2, 64, 64)}, "pages are"),
         ({"dtype": jnp.int8}, "Quantized int8"),
+        ({"fused": (4, 3 * 2 * 32)}, "H a multiple of 64"),
     ],
 )
 def test_it_says_what_it_does_not_take(changes, said):
@@ -95,6 +96,17 @@ def test_it_says_what_it_does_not_take(changes, said):
     k, v = jnp.zeros((3, 2, 32, 64), dtype), jnp.zeros(changes.get("v", (3, 2, 64, 32)), dtype)
     with pytest.raises(ValueError, match=said):
         rope_append(fused, k, v, jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32), head_dim=64, inv_freq=None)
+
+
+@pytest.mark.parametrize("half", [32, 64, 128])
+def test_a_row_is_within_one_warp(half):
+    """Sums across warps meet in one scratch for all warpgroups, which would overwrite each other."""
+    for rows in range(1, 49):
+        tile, repeated, layout = _rows_layout(rows, half)
+        made = layout.to_mgpu()
+        along_a_row = made.tiling.tile_dimension(1)
+        assert rows % tile == 0 and not any(along_a_row[dim] for dim in made.partitioned_warp_dims)
+        assert repeated == any(isinstance(dim, plgpu.Replicated) for dim in made.warp_dims)
 
 
 @pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
