@@ -85,7 +85,13 @@ def fit_curve(points: Sequence[Point]) -> Curve:
     if len(set(units)) < 2 or min(units) <= 0 or min(seconds) <= 0:
         raise ValueError(f"points={len(points)}: a curve is fitted to positive times of at least two sizes")
     # In units of the largest point's, parameters are near 1 and one learning rate serves all.
-    x, y = jnp.array(units / units.max()), jnp.array(seconds / seconds.max())
+    fixed, slope = np.asarray(_least_squares(jnp.array(units / units.max()), jnp.array(seconds / seconds.max()))) * seconds.max()
+    return Curve(float(f"{fixed:.4g}"), float(f"{units.max() / slope:.4g}"))
+
+
+@jax.jit
+def _least_squares(x: jax.Array, y: jax.Array) -> jax.Array:
+    """[2]: a and b of y = a + b x, both positive."""
     params: Any = {"fixed": jnp.log(y.min() / 2), "slope": jnp.zeros(())}
 
     def loss(params: Any) -> jax.Array:
@@ -99,8 +105,7 @@ def fit_curve(points: Sequence[Point]) -> Curve:
         return (optax.apply_updates(params, updates), state), None
 
     (params, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), length=_STEPS)
-    fixed, slope = (float(jnp.exp(params[key]) * seconds.max()) for key in ("fixed", "slope"))
-    return Curve(float(f"{fixed:.4g}"), float(f"{units.max() / slope:.4g}"))
+    return jnp.exp(jnp.stack([params["fixed"], params["slope"]]))
 
 
 def fit_machine(measured: Measured) -> Machine:

@@ -3,6 +3,7 @@
 import pytest
 from absl import flags
 
+from jaxflow.offload.policy import load_policy
 from search.__main__ import COMMANDS, main
 
 
@@ -34,6 +35,16 @@ def test_cost_without_joules_says_so(capsys):
     assert "nobody has measured" in out and "attn_reduce" in out
 
 
+def test_placement_prints_a_policy_and_writes_it(capsys, tmp_path):
+    few = ["--gpu_batch_sizes", "1,12", "--num_gpu_batches", "1,4"]
+    files = ["--output", str(tmp_path / "policy.json"), "--front", str(tmp_path / "front.json")]
+    assert main(["search", "placement", "--model", "opt-30b", "--disk", "500", *few, *files]) == 0
+    out = capsys.readouterr().out
+    assert all(words in out for words in ("Predicted:", "Binding: prefill by", "Bound by the link", "no host attention", "does not fit"))
+    assert load_policy(tmp_path / "policy.json", model="opt-30b").gpu_batch_size == 12
+    assert (tmp_path / "front.png").exists()
+
+
 @pytest.mark.parametrize(
     ("line", "code", "words"),
     [
@@ -42,6 +53,13 @@ def test_cost_without_joules_says_so(capsys):
         (["cost", "--tokens", "0"], 2, "tokens"),
         (["cost", "--device", "A100-80GB", "--dtype", "float8_e4m3fn"], 1, "bfloat16"),
         (["cost", "stray"], 2, "stray"),
+        (["placement", "--gpu_mem", "16", "--cpu_mem", "10"], 1, "it would with gpu_mem="),
+        (["placement", "--machine", "abacus"], 1, "h200"),
+        (["placement", "--prompt_tokens", "4000"], 1, "at most 2048"),
+        (["placement", "--kv_bits", "4", "--host_attention", "on"], 1, "host_attention=on with kv_bits=4"),
+        (["placement", "--gpu_batch_sizes", "few"], 1, "gpu_batch_sizes=few"),
+        (["placement", "--output", "no/such/folder.json"], 1, "a folder that exists"),
+        (["machine", "--disk_dir", "no/such"], 1, "disk_dir"),
     ],
 )
 def test_what_is_refused_says_what_would_do(line, code, words, capsys):

@@ -1,0 +1,67 @@
+"""Constants of a machine: fitted, read back, refused, and measured where the tests run."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search.machine import measure
+from search.machine_curves import CURVES, Curve, MachineError, Measured, Point, errors, fit_curve, fit_machine, load_machine, save_machine
+
+SIZES = np.geomspace(1e6, 1e9, 7)
+
+
+@settings(max_examples=10)
+@given(st.floats(1e-6, 1e-2), st.floats(1e8, 1e12))
+def test_a_curve_is_found_in_its_own_points(fixed_s, rate):
+    truth = Curve(fixed_s, rate)
+    found = fit_curve([Point(size, truth.seconds(size)) for size in SIZES])
+    for size in SIZES:
+        assert found.seconds(size) == pytest.approx(truth.seconds(size), rel=0.03)
+
+
+def test_noise_does_not_move_a_curve_far():
+    truth, noise = Curve(1e-4, 2e10), np.random.default_rng(0)
+    points = [Point(size, truth.seconds(size) * noise.uniform(0.9, 1.1)) for size in SIZES for _ in range(5)]
+    assert fit_curve(points).units_per_s == pytest.approx(truth.units_per_s, rel=0.1)
+
+
+def test_pieces_cost_their_fixed_time_each():
+    curve = Curve(1.0, 10.0)
+    assert curve.seconds(0) == 0 and curve.seconds(20) == 3
+    assert curve.seconds_of(100, 20) == 5 * 3
+
+
+@pytest.mark.parametrize("points", [[], [Point(1, 1)], [Point(1, 1), Point(1, 2)], [Point(1, 1), Point(2, 0)]])
+def test_too_few_points_are_refused(points):
+    with pytest.raises(ValueError, match="two sizes"):
+        fit_curve(points)
+
+
+def test_a_machine_is_read_as_it_was_written_and_refused_otherwise(tmp_path):
+    machine, path = load_machine("h200"), tmp_path / "machine.json"
+    save_machine(machine, path)
+    assert load_machine(path) == machine
+    fields = msgspec.to_builtins(machine)
+    for change, word in (
+        ({"schema_version": 2}, "schema_version=2"),
+        ({"disk_to_host": {"fixed_s": 0, "units_per_s": 0}}, "units_per_s=0"),
+        ({"host_attention": 3}, "host_attention"),
+    ):
+        path.write_bytes(msgspec.json.encode(fields | change))
+        with pytest.raises(MachineError, match=word):
+            load_machine(path)
+    with pytest.raises(MachineError, match="one of h200"):
+        load_machine("t1000")
+
+
+def test_what_is_measured_here_makes_a_machine(tmp_path):
+    measured = measure("here", tmp_path, largest_mb=2, repeats=1)
+    assert set(measured.points) == set(CURVES)
+    machine = fit_machine(measured)
+    assert all(np.isfinite(error) for error in errors(measured, machine).values())
+    assert not list(tmp_path.iterdir())
+    fewer = Measured(name="here", method="", points={name: measured.points[name] for name in CURVES[1:]})
+    with pytest.raises(ValueError, match=f"{CURVES[0]} were not measured"):
+        fit_machine(fewer)

@@ -1,0 +1,187 @@
+"""The linear program: against brute force, against itself with more memory, and what it refuses."""
+
+import dataclasses
+import itertools
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.offload.policy import Policy, Shares
+from search.machine_curves import load_machine
+from search.placement_cost import Choice, Placed, memory_bytes, predict, split, workload
+from search.placement_solver import (
+    GIGA,
+    Memory,
+    Options,
+    PlacementError,
+    candidates,
+    least_bytes,
+    link_bound,
+    policy_of,
+    search,
+    solve,
+)
+
+MACHINE = load_machine("h200")
+OPT = workload("opt-30b", open_checkpoint("opt-30b", load_format="dummy").model_config, 512, 32)
+LLAMA = workload("llama-3.1-8b", open_checkpoint("llama-3.1-8b", load_format="dummy").model_config, 1024, 128)
+PAPER = Memory(16 * GIGA, 100 * GIGA, 500 * GIGA)
+FEW = Options(gpu_batch_sizes=(1, 8, 48), num_gpu_batches=(1, 3))
+
+
+def gigabytes(low, high):
+    return st.floats(low, high, allow_nan=False).map(lambda number: number * GIGA)
+
+
+memories = st.builds(Memory, gigabytes(3, 40), gigabytes(1, 120), gigabytes(0, 400))
+choices = st.builds(Choice, st.sampled_from((1, 4, 16)), st.integers(1, 8), host_attention=st.booleans())
+workloads = st.sampled_from((OPT, LLAMA))
+
+
+def predicted(work, policy):
+    return predict(work, MACHINE, policy)
+
+
+@settings(max_examples=25)
+@given(workloads, memories, choices, st.sampled_from((16, 4)))
+def test_a_placement_keeps_its_limits_and_takes_what_was_said(work, memory, choice, bits):
+    choice = dataclasses.replace(choice, weight_bits=bits)
+    solved = solve(work, MACHINE, memory, choice, Options())
+    if solved is None:
+        return
+    policy = policy_of(work, MACHINE, memory, choice, Options())
+    for kind in (policy.weights, policy.kv, policy.activations):
+        assert sum(kind) == pytest.approx(100, abs=1e-9)
+    for used, capacity in zip(memory_bytes(work, *split(policy)), memory, strict=True):
+        assert used <= capacity * (1 + 1e-6) + 1
+    assert predicted(work, policy).latency_s == pytest.approx(solved[0], rel=1e-5)
+
+
+@settings(max_examples=25)
+@given(workloads, memories, choices, st.sampled_from((0, 1, 2)), st.floats(1.0, 3.0))
+def test_more_memory_never_predicts_less_throughput(work, memory, choice, tier, factor):
+    larger = list(memory)
+    larger[tier] = larger[tier] * factor + GIGA
+    before, after = (solve(work, MACHINE, given, choice, Options()) for given in (memory, Memory(*larger)))
+    assert before is None or (after is not None and after[0] <= before[0] * (1 + 1e-6))
+
+
+def every(step):
+    return [tuple(part / step for part in parts) for parts in itertools.product(range(step + 1), repeat=3) if sum(parts) == step]
+
+
+@settings(max_examples=8)
+@given(workloads, memories, choices)
+def test_the_program_equals_brute_force_on_a_coarse_grid(work, memory, choice):
+    """In steps of 25 %: the integer program finds the grid's best exactly, and any share is at least as good."""
+    best = math.inf
+    for kinds in itertools.product(every(4), repeat=3):
+        placed = Placed(*kinds)
+        if all(used <= capacity for used, capacity in zip(memory_bytes(work, choice, placed), memory, strict=True)):
+            best = min(best, predicted(work, policy_from(work, choice, placed)).latency_s)
+    found = solve(work, MACHINE, memory, choice, Options(percent_step=25))
+    free = solve(work, MACHINE, memory, choice, Options())
+    if math.isinf(best):
+        assert found is None
+    else:
+        assert found is not None and free is not None
+        assert found[0] == pytest.approx(best, rel=1e-5)
+        assert free[0] <= best * (1 + 1e-6)
+
+
+def policy_from(work, choice, placed):
+    shares = [Shares(*(100 * share for share in kind)) for kind in (placed.weights, placed.kv, placed.activations)]
+    weights, kv, activations = shares
+    return Policy(
+        model=work.model,
+        prompt_tokens=work.prompt_tokens,
+        output_tokens=work.output_tokens,
+        weights=weights,
+        kv=kv,
+        activations=activations,
+        **dataclasses.asdict(choice),
+    )
+
+
+def test_the_search_is_the_best_of_its_candidates_and_near_the_papers_policy():
+    policy = search(OPT, MACHINE, PAPER)
+    best = predicted(OPT, policy)
+    assert best.tokens_per_s == pytest.approx(max(one.tokens_per_s for one in candidates(OPT, MACHINE, PAPER, Options())), rel=1e-5)
+    assert 10 < policy.weights.device < 30 and policy.kv.device < 5 and policy.host_attention  # the paper's (20, 80), KV on the host
+    assert policy.num_gpu_batches > 1
+    assert link_bound(OPT, MACHINE, PAPER, Options()) >= best.link_tokens_per_s >= best.tokens_per_s
+
+
+def test_a_latency_limit_costs_throughput_and_is_kept():
+    free = predicted(OPT, search(OPT, MACHINE, PAPER, FEW))
+    limit = 0.95 * free.latency_s
+    limited = predicted(OPT, search(OPT, MACHINE, PAPER, dataclasses.replace(FEW, max_latency_s=limit)))
+    assert limited.latency_s <= limit * (1 + 1e-6) and limited.tokens_per_s < free.tokens_per_s
+
+
+def test_what_fits_the_device_stays_there():
+    policy = search(LLAMA, MACHINE, Memory(80 * GIGA, 100 * GIGA, 0.0), dataclasses.replace(FEW, host_attention=False))
+    assert policy.weights == policy.kv == policy.activations == Shares(device=100.0)
+    assert predicted(LLAMA, policy).link_s == 0
+
+
+def test_four_bits_help_where_the_link_binds_and_exclude_the_host():
+    wide = predicted(OPT, search(OPT, MACHINE, PAPER, FEW)).tokens_per_s
+    assert predicted(OPT, search(OPT, MACHINE, PAPER, dataclasses.replace(FEW, weight_bits=4))).tokens_per_s > wide
+    both = search(OPT, MACHINE, PAPER, dataclasses.replace(FEW, weight_bits=4, kv_bits=4))
+    assert both.kv_bits == 4 and not both.host_attention and predicted(OPT, both).tokens_per_s > wide
+    with pytest.raises(PlacementError, match="host_attention=on with kv_bits=4"):
+        Options(kv_bits=4, host_attention=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_latency_s": 0.0}, "max_latency_s=0"),
+        ({"percent_step": 7}, "percent_step=7: a divisor"),
+        ({"gpu_batch_sizes": ()}, "gpu_batch_sizes"),
+        ({"num_gpu_batches": (0,)}, "num_gpu_batches"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(changes, words):
+    with pytest.raises(PlacementError, match=words):
+        Options(**changes)
+
+
+@pytest.mark.parametrize("memory", [(16, 10, 0), (1, 10, 0), (16, 0, 10), (0.5, 1, 1)])
+def test_what_is_advised_fits(memory):
+    """A refusal names amounts of memory; with them the search succeeds."""
+    given = dict(zip(("gpu_mem", "cpu_mem", "disk"), memory, strict=True))
+    with pytest.raises(PlacementError, match="does not fit; it would with") as refused:
+        search(OPT, MACHINE, Memory(*(GIGA * number for number in memory)), FEW)
+    advice = str(refused.value).split("it would with ")[1].replace(" at least", "")
+    ways = [given | _read(way) for way in advice.split(" or ")]
+    for way in ways:
+        search(OPT, MACHINE, Memory(*(GIGA * way[name] for name in given)), FEW)
+
+
+def _read(way):
+    return {name: float(number) for name, number in (part.split("=") for part in way.split(" and "))}
+
+
+def test_a_latency_that_no_block_reaches_is_refused_with_the_least():
+    with pytest.raises(PlacementError, match=r"max_latency_s=1 .* takes [\d.]+ s at least") as refused:
+        search(OPT, MACHINE, PAPER, dataclasses.replace(FEW, max_latency_s=1.0))
+    least = float(str(refused.value).split("takes ")[1].split()[0])
+    search(OPT, MACHINE, PAPER, dataclasses.replace(FEW, max_latency_s=least * 1.01))
+
+
+def test_the_least_memory_of_a_tier_is_enough_and_no_less():
+    choice, memory = Choice(4, 2, host_attention=True), Memory(6 * GIGA, 40 * GIGA, 50 * GIGA)
+    least = least_bytes(OPT, choice, memory, 0)
+    for factor, fits in ((1.001, True), (0.999, False)):
+        assert (solve(OPT, MACHINE, dataclasses.replace(memory, device=least * factor), choice, Options()) is not None) == fits
+
+
+def test_free_links_bound_nothing():
+    machine = msgspec.structs.replace(MACHINE, name="same")
+    assert link_bound(LLAMA, machine, Memory(80 * GIGA, 0.0, 0.0), FEW) == math.inf
