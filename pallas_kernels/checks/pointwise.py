@@ -124,7 +124,7 @@ def checks(rows):
         check_norm(rows, rng, *case)
     shapes = ((300, 8, 4, 128), (64, 4, 2, 256), (77, 2, 7, 64), (1, 8, 8, 128), (100, 1, 5, 64), (2048, 8, 4, 128))
     for i, shape in enumerate(shapes):
-        for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8) if shape[0] >= 8 else (jnp.bfloat16,):
+        for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)[: 2 if shape[1] % 2 else 3]:  # int8: an even number of KV heads
             check_rope(rows, rng, *shape, dtype, normed=i % 2 == 1, sms=28 if i % 3 == 2 else None)
     check_limits(rows, rng, 64, 128256, 2.0)
     check_limits(rows, rng, 8, 32000, 0.1)
