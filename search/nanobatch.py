@@ -1,0 +1,252 @@
+"""NanoFlow's two-stage search (§4.1): which nano-batches, in which order, with which share of the device.
+
+Stage I takes one set of cuts of the step's tokens and finds which ops use them and in what order, each op at its speed
+alone; only ops bound by different resources run together. Stage II keeps the nano-ops and gives each a share of the SMs,
+and the times that go with it. Cuts are tried in the order of what stage I could reach with them at best; stage II's best
+plan so far ends the search where no other cut can beat it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from jaxflow.model.cost import Device
+from jaxflow.model.energy import Power, bound
+from jaxflow.model.graph import Graph, Work
+from jaxflow.pipeline.plan import Plan, Target
+from search.cyclic import Option, Problem, Schedule, SearchError, solve
+from search.issue import to_plan
+from search.shares import Shares
+from search.structure import RESOURCES, Chain, Load, Task, apart, chains, follows, make_task, repeated_layer, starts_outside
+
+TILE = 128  # rows that a product computes at once: cuts are multiples of it
+_ENOUGH = 0.005  # a plan is taken where no other can be so much shorter
+_GAIN = 0.02  # of an op's time: what must be saved by cutting it less often
+_STAGE_I_S = 8.0
+_STAGE_II_S = 40.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is searched. overlap: the resources that may run beside compute. split: one nano-batch is not enough."""
+
+    graph: Graph
+    shares: Shares
+    load: Load
+    device: Device | None = None
+    power: Power | None = None
+    overlap: tuple[str, ...] = RESOURCES
+    nano_batches: int = 2
+    split: bool = False
+    quantized: bool = False
+    most_shares: int = 3  # of a task, beside the whole device, while cuts are compared; the best cut's plan gets twice as many
+    step: int | None = None  # cuts are multiples of it; None: `TILE`, or an eighth of a small step
+
+    def energy_s(self, parts: Iterable[tuple[int, int]]) -> float:
+        """What a layer takes at least for its joules, cut into these ranges of tokens."""
+        dtype = self.shares.profile.dtype
+        if self.device is None or self.power is None or dtype not in self.power.flop:
+            return 0.0
+        steps = [self.load.part(*part) for part in parts]
+        work = sum((op.work(step) for op in repeated_layer(self.graph) for step in steps), Work())
+        return bound(work, self.device, self.power, dtype).energy_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The best plan, its period, and that below which no plan of the structures tried, and no cut left out, can be."""
+
+    plan: Plan
+    period_s: float
+    bound_s: float
+    stage_one_s: float
+    sequential_s: float
+    cuts: tuple[int, ...]
+    tried: int = 1
+    cut_sets: int = 1
+
+    @property
+    def gap(self) -> float:
+        """How much shorter a period may yet be, as a share."""
+        return max(0.0, 1 - self.bound_s / self.period_s)
+
+
+def cut_sets(setting: Setting) -> list[tuple[int, ...]]:
+    """Where the step may be cut: at multiples of a tile; the tile next to the last decode is among them."""
+    tokens = setting.load.tokens
+    step = setting.step or (TILE if tokens >= 4 * TILE else max(1, tokens // 8))
+    places = range(step, tokens, step)
+    least = 1 if setting.split else 0
+    sets = [cuts for count in range(least, setting.nano_batches) for cuts in itertools.combinations(places, count)]
+    if not sets:
+        raise SearchError(f"tokens={tokens} has no cut at a multiple of {step}: fewer nano-batches, or more tokens")
+    return sets
+
+
+def make_tasks(setting: Setting, cuts: Sequence[int]) -> tuple[list[Task], list[tuple[int, ...]]]:
+    """All tasks that a layer could be made of, and groups of which one is run: each piece of tokens in one task of a chain.
+
+    A chain may leave out cuts. A longer task that saves next to nothing of its parts' time is left out.
+    """
+    load, rates = setting.load, None if setting.device is None else setting.device.rates
+    dtype, full = setting.shares.profile.dtype, setting.shares.profile.total_sms
+    if rates is not None and dtype not in rates.flops_per_s:
+        rates = None
+    edges, moe = (0, *cuts, load.tokens), any(op.experts for op in setting.graph.layers[-1])
+    tasks, covers = [], []
+    for chain in chains(repeated_layer(setting.graph), setting.quantized):
+        first, own = len(tasks), []
+        alone = {}
+        for count in range(1, len(edges)):
+            for a in range(len(edges) - count):
+                b = a + count
+                start, stop = edges[a], edges[b]
+                alone[a, b] = setting.shares.chain(chain, load.part(start, stop), full)
+                parts = min((alone[a, c] + alone[c, b] for c in range(a + 1, b)), default=float("inf"))
+                if alone[a, b] < parts * (1 - _GAIN):
+                    own.append((a, b))
+                    tasks.append(make_task(chain, start, stop, load, rates, dtype, setting.overlap, moe))
+                else:
+                    alone[a, b] = parts
+        if len(own) > len(edges) - 1:
+            covers += [tuple(first + at for at, (a, b) in enumerate(own) if a <= piece < b) for piece in range(len(edges) - 1)]
+    return tasks, covers
+
+
+def make_problem(tasks: Sequence[Task], options: Sequence[tuple[Option, ...]], **rest) -> Problem:
+    """The problem of these tasks; those that take no time exclude nobody."""
+    timed = [max(option.seconds for option in own) > 0 for own in options]
+    same = {
+        (i, j) for i, j in itertools.combinations(range(len(tasks)), 2) if tasks[i].chain is tasks[j].chain and tasks[i].meets(tasks[j])
+    }
+    pairs = [(i, j) for i, j in itertools.permutations(range(len(tasks)), 2) if timed[i] and timed[j] and not {(i, j), (j, i)} & same]
+    exclusive = frozenset((i, j) for i, j in pairs if i < j and apart(tasks[i], tasks[j]))
+    outside = frozenset((i, j) for i, j in pairs if starts_outside(tasks[i], tasks[j]) and not {(i, j), (j, i)} & exclusive)
+    return Problem(tuple(options), follows(tasks), exclusive, outside, **rest)
+
+
+def stage_one(setting: Setting, cuts: Sequence[int], time_limit_s: float) -> tuple[list[Task], Schedule]:
+    """The tasks of the best structure with these cuts, and its schedule at the ops' own speeds."""
+    tasks, covers = make_tasks(setting, cuts)
+    full = setting.shares.profile.total_sms
+    options = [(Option(0, setting.shares.chain(task.chain, setting.load.part(task.start, task.stop), full)),) for task in tasks]
+    least = setting.energy_s([(0, setting.load.tokens)])
+    found = solve(make_problem(tasks, options, covers=tuple(covers), least_s=least), time_limit_s)
+    return [task for task, option in zip(tasks, found.chosen, strict=True) if option is not None], found
+
+
+def stage_two(setting: Setting, tasks: Sequence[Task], most_s: float | None, time_limit_s: float) -> tuple[Problem, Schedule]:
+    """Shares for the tasks of a structure. Raises: SearchError if no period is at most `most_s`."""
+    full = setting.shares.profile.total_sms
+    alone = len({task.resource for task in tasks}) == 1  # nothing to share the device with
+    options = [
+        setting.shares.options(task, setting.load.part(task.start, task.stop), 0 if alone else setting.most_shares) for task in tasks
+    ]
+    parts = sorted({(task.start, task.stop) for task in tasks if "qkv" in task.chain.names})
+    problem = make_problem(tasks, options, capacity=full, least_s=setting.energy_s(parts), most_s=most_s)
+    return problem, solve(problem, time_limit_s)
+
+
+def least_s(setting: Setting, cuts: Sequence[int]) -> float:
+    """A bound on every period with these cuts: the busiest resource's ops at their own speeds, or the joules."""
+    tasks, covers = make_tasks(setting, cuts)
+    optional = {at for group in covers for at in group}
+    busy: dict[str, float] = collections.defaultdict(float)
+    chosen = collections.defaultdict(set)
+    for at, task in enumerate(tasks):
+        if at in optional:
+            chosen[task.chain].add(task.resource)
+        else:
+            busy[task.resource] += _alone_s(setting, task.chain, task.start, task.stop)
+    for chain, resources in chosen.items():
+        if len(resources) == 1:  # uncut is the shortest way
+            busy[resources.pop()] += _alone_s(setting, chain, 0, setting.load.tokens)
+    return max(*busy.values(), setting.energy_s([(0, setting.load.tokens)]))
+
+
+def estimate_s(setting: Setting, cuts: Sequence[int]) -> float:
+    """A guess at the period, by which cuts are tried: each nano-batch's memory-bound ops beside the next one's others."""
+    tasks, full = [task for task in make_tasks(setting, cuts)[0] if task.resource != "network"], setting.shares.profile.total_sms
+    edges = list(itertools.pairwise((0, *cuts, setting.load.tokens)))
+
+    def busy(memory: bool, part: tuple[int, int], sms: int) -> float:
+        step = setting.load.part(*part)
+        own = [task for task in tasks if (task.start, task.stop) == part and (task.resource == "memory") == memory]
+        return sum(min((o.seconds for o in setting.shares.options(t, step, 99) if o.share <= sms), default=math.inf) for t in own)
+
+    guesses = []
+    for few in (sms for sms in setting.shares.sizes() if 2 * sms <= full):
+        guess = 0.0
+        for part, other in zip(edges, edges[1:] + edges[:1], strict=True):
+            stream, beside, alone = busy(True, part, few), busy(False, other, full - few), busy(False, other, full)
+            guess += stream if stream >= beside else stream + (beside - stream) * alone / beside
+        guesses.append(guess)
+    return min(guesses, default=0.0)
+
+
+def _alone_s(setting: Setting, chain: Chain, start: int, stop: int) -> float:
+    return setting.shares.chain(chain, setting.load.part(start, stop), setting.shares.profile.total_sms)
+
+
+def search(
+    setting: Setting,
+    *,
+    time_limit_s: float = 600.0,
+    name: str = "searched",
+    target: Target | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Found:
+    """The best plan found in the time; the sequential one where none is shorter (unless `split`).
+
+    Raises: SearchError naming what leaves no plan.
+    """
+    stop = time.monotonic() + time_limit_s
+    whole = dataclasses.replace(setting, overlap=(), nano_batches=1, split=False)
+    sequential = _solve(whole, (), "sequential", target, None, stop)
+    best = None if setting.split else sequential
+    sets = [cuts for cuts in cut_sets(setting) if cuts]
+    bounds = {cuts: least_s(setting, cuts) for cuts in sets}
+    sets.sort(key=lambda cuts: (estimate_s(setting, cuts), cuts))
+    left, tried = [sequential.bound_s] if not setting.split else [], 0
+    for cuts in sets:
+        most_s = best and best.period_s * (1 - _ENOUGH)
+        if most_s is not None and (bounds[cuts] >= most_s or time.monotonic() > stop):
+            left.append(bounds[cuts])
+            continue
+        tried += 1
+        try:
+            found = _solve(setting, cuts, name, target, most_s, stop)
+            left.append(found.bound_s)
+            best = found
+            say(f"cuts {cuts}: {1e6 * found.period_s:.1f} us a layer, at most {100 * found.gap:.1f} % above the best of this structure")
+        except SearchError as error:
+            if best is None:
+                raise
+            left.append(bounds[cuts] if "time_limit" in str(error) else best.period_s * (1 - _ENOUGH))
+            say(f"cuts {cuts}: nothing shorter")
+    if best is None:
+        raise SearchError(
+            f"no cut of {setting.load.tokens} tokens: nano_batches={setting.nano_batches} must be 2 or more for a plan that splits"
+        )
+    if best.cuts and time.monotonic() < stop:
+        finer = dataclasses.replace(setting, most_shares=2 * setting.most_shares)
+        with contextlib.suppress(SearchError):
+            best = _solve(finer, best.cuts, name, target, best.period_s, stop)
+            say(f"finer shares: {1e6 * best.period_s:.1f} us a layer")
+    return dataclasses.replace(best, bound_s=min(best.period_s, *left), sequential_s=sequential.period_s, tried=tried, cut_sets=len(sets))
+
+
+def _solve(setting: Setting, cuts: tuple[int, ...], name: str, target: Target | None, most_s: float | None, stop: float) -> Found:
+    """Both stages for one set of cuts."""
+
+    def left(limit: float) -> float:
+        return max(1.0, min(limit, stop - time.monotonic()))
+
+    tasks, one = stage_one(setting, cuts, left(_STAGE_I_S))
+    problem, two = stage_two(setting, tasks, most_s, left(_STAGE_II_S))
+    plan = to_plan(name, tasks, problem, two, setting.shares.profile.total_sms, target)
+    return Found(plan, two.period_s, two.bound_s, one.period_s, two.period_s, cuts)

@@ -1,0 +1,177 @@
+"""What a search schedules: the ops of a layer in chains, on ranges of the step's tokens, and what binds and orders them.
+
+A chain is ops that stay together on a stream: pointwise ops go with the product that reads them, since nobody gains from
+scheduling them apart, and values of two arrays do not leave a stream. A task is a chain on a range of tokens. Tasks
+depend on each other where their chains do and their tokens meet, and through the layer's cache (`jaxflow.pipeline.order`).
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import Rates, work_times
+from jaxflow.model.graph import Graph, Op, Work
+from jaxflow.pipeline.order import ATTENTION
+from search.cyclic import SearchError
+
+APPEND = "rope_append"
+RESOURCES = ("memory", "network")  # what may run beside compute
+MAIN, MEMORY_STREAM, COMPUTE_STREAM = 0, 1, 2
+_TWO_ARRAYS = {"routing"}  # values that cannot leave a stream
+_TWO_ARRAYS_FP8 = _TWO_ARRAYS | {"h1", "h2", "a"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A step along its tokens: decodes first, then prefill chunks. Keys: those that a token sees, the mean."""
+
+    tokens: int
+    decode_tokens: int
+    decode_keys: float
+    chunk_keys: float
+
+    @classmethod
+    def steady_state(cls, tokens: int, prompt_tokens: float, output_tokens: float) -> "Load":
+        """The average step while requests of these lengths come and go (NanoFlow §3.1)."""
+        step = Composition.steady_state(tokens, prompt_tokens, output_tokens)
+        keys = step.count("chunk_pairs") / step.chunk_tokens if step.chunk_tokens else 0.0
+        return cls(tokens, round(step.decode_tokens), step.decode_keys, keys)
+
+    def part(self, start: int, stop: int) -> Composition:
+        """Tokens [start, stop) as a step of their own."""
+        decodes = max(0, min(stop, self.decode_tokens) - start)
+        rest = stop - start - decodes
+        chunks = ((rest, max(0.0, self.chunk_keys - (rest + 1) / 2)),) if rest else ()
+        return Composition(decodes, self.decode_keys if decodes else 0.0, chunks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Ops of a layer that stay together, in order."""
+
+    ops: tuple[Op, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(op.name for op in self.ops)
+
+    @property
+    def reads(self) -> set[str]:
+        return {value for op in self.ops for value in op.inputs}
+
+    @property
+    def makes(self) -> set[str]:
+        return {value for op in self.ops for value in op.outputs if value != "kv"}
+
+    @property
+    def is_attention(self) -> bool:
+        return self.ops[0].name in ATTENTION
+
+    @property
+    def is_append(self) -> bool:
+        return self.ops[0].name == APPEND
+
+    @property
+    def is_network(self) -> bool:
+        return self.ops[0].kind == "network"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A chain on tokens [start, stop), the resource that binds it and the stream it is issued on."""
+
+    chain: Chain
+    start: int
+    stop: int
+    resource: str  # compute, memory or network
+    stream: int
+
+    def meets(self, other: "Task") -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+
+def repeated_layer(graph: Graph) -> tuple[Op, ...]:
+    """The ops of the layer that stands for all: the last one.
+
+    Raises: SearchError if layers have different ops; one layer's plan does not fit them all.
+    """
+    last = graph.layers[-1]
+    for index, ops in enumerate(graph.layers):
+        if [op.name for op in ops] != [op.name for op in last]:
+            raise SearchError(f"layer {index} has other ops than the last layer: a plan repeats one layer's nano-ops")
+    return last
+
+
+def chains(ops: Iterable[Op], quantized: bool = False) -> tuple[Chain, ...]:
+    """The chains of a layer. quantized: the inputs of products are two arrays, values and scales."""
+    kept, together, found = [], _TWO_ARRAYS_FP8 if quantized else _TWO_ARRAYS, []
+    for op in ops:
+        if op.kind == "other" and op.name != APPEND:
+            kept.append(op)
+        elif found and not kept and together & set(op.inputs) & Chain(tuple(found[-1])).makes:
+            found[-1].append(op)
+        else:
+            if kept and op.kind != "dense":
+                found.append(kept)
+                kept = []
+            found.append([*kept, op])
+            kept = []
+    if kept and found[-1][-1].kind == "dense":
+        found[-1] += kept
+    elif kept:
+        found.append(kept)
+    return tuple(Chain(tuple(chain)) for chain in found)
+
+
+def resource(chain: Chain, step: Composition, rates: Rates | None, dtype: str) -> str:
+    """What binds the chain: the resource it needs longest; without known rates, what its kind usually needs."""
+    if chain.is_network:
+        return "network"
+    times = None if rates is None else work_times(sum((op.work(step) for op in chain.ops), Work()), rates, dtype)
+    if times is None or not times.longest_s:
+        return "memory" if chain.ops[0].name in ("decode_attention", APPEND) else "compute"
+    return "memory" if times.memory_s > times.compute_s else "compute"
+
+
+def make_task(chain: Chain, start: int, stop: int, load: Load, rates: Rates | None, dtype: str, overlap: Iterable[str], moe: bool) -> Task:
+    """overlap: the resources that may run beside compute. moe: the experts' products cannot leave the main stream."""
+    bound = resource(chain, load.part(start, stop), rates, dtype)
+    if "memory" not in overlap or chain.is_append or chain.is_network:
+        stream = MAIN
+    elif bound == "memory" and chain.is_attention:
+        stream = MEMORY_STREAM
+    else:
+        stream = MAIN if moe else COMPUTE_STREAM
+    return Task(chain, start, stop, bound if bound in overlap else "compute", stream)
+
+
+def follows(tasks: Sequence[Task]) -> tuple[tuple[int, int, int], ...]:
+    """(i, j, layers between them): data, and for attention the appends of all tokens up to its own.
+
+    Tasks are in the order of their chains in the layer.
+    """
+    found = []
+    leaves_x = next(task.chain for task in tasks if "mlp_norm" in task.chain.names)
+    leaves_y = tasks[-1].chain
+    for (i, one), (j, other) in itertools.permutations(enumerate(tasks), 2):
+        if other.chain.is_attention and one.chain.is_append and one.start < other.stop:
+            found.append((i, j, 0))
+        elif one.meets(other) and one.chain is not other.chain:
+            if one.chain.makes & other.chain.reads - {"x", "y", "kv"}:
+                found.append((i, j, 0))
+            elif other.chain.reads & {"x", "y"} and one.chain in (leaves_x, leaves_y):
+                found.append((i, j, 1))
+    return tuple(found)
+
+
+def apart(one: Task, other: Task) -> bool:
+    """Whether the two may never run at the same time: bound by the same resource, on one stream, or using the cache."""
+    cache = {one.chain.is_append, other.chain.is_append} == {True, False} and (one.chain.is_attention or other.chain.is_attention)
+    network = one.chain.is_network or other.chain.is_network
+    return cache or one.resource == other.resource or (one.stream == other.stream and not network)
+
+
+def starts_outside(one: Task, other: Task) -> bool:
+    """Whether `other`, a sum over devices, is issued on the stream that `one` is on: it starts when that has ended."""
+    return other.chain.is_network and not one.chain.is_network and one.stream == other.stream
