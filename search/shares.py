@@ -20,7 +20,7 @@ class Shares:
     """Answers for one profile and one model. `columns`: of products, where the profile knows nothing of waves."""
 
     def __init__(self, profile: Profile, graph: Graph, columns: Mapping[str, int] | None = None):
-        self.profile, self.columns = profile, columns or {}
+        self.profile, self.graph, self.columns = profile, graph, columns or {}
         self.windows: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
         for ops in graph.layers:
             for op in ops:

@@ -1,0 +1,171 @@
+"""Searches plans for a model on a machine: how a step is cut into nano-batches, in what order they run, on how many SMs.
+
+  python -m search plan --model llama-3.1-8b --profile profiles/h200.json --tokens 1664,2048 --out plan.json
+  python -m search plan --model llama-3.1-8b --modelled --device H200 --prompt_tokens 1024,512 --output_tokens 512,512 --out plans
+
+Times are of a profile that was measured on the machine, or with --modelled of the cost model. Of several --tokens, the
+one with the most tokens a second is kept. Several workloads (prompt and output tokens, in pairs) make a portfolio: a
+plan each, in the folder --out.
+"""
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+from absl import flags
+from tqdm import tqdm
+
+from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.cost import DEVICES
+from jaxflow.model.energy import shipped_power
+from jaxflow.model.graph import Widths, model_graph
+from jaxflow.pipeline.order import check
+from jaxflow.pipeline.plan import Target, save
+from search.cost import BYTES
+from search.nanobatch import Found, Setting, search
+from search.op_times import Profile, load_profile, modelled_profile
+from search.shares import Shares, product_columns
+from search.simulate import Timeline, simulate
+from search.structure import RESOURCES, Load
+
+FEW_SMS = (16, 24, 28, 32, 40, 48)  # that memory-bound ops are modelled on; products get the rest
+KEYS = (256, 1024, 4096, 16384)
+MODES = {"all": RESOURCES, "memory": ("memory",), "network": ("network",), "none": ()}
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("model", "llama-3.1-8b", "A shipped config's name, a folder or a hub id.")
+    flags.DEFINE_string("profile", None, "What `search measure` wrote.")
+    flags.DEFINE_boolean("modelled", False, "Take times from the cost model instead of a profile.")
+    flags.DEFINE_enum("device", "H200", sorted(DEVICES), "Which GPU, with --modelled.")
+    flags.DEFINE_integer("gpus", 1, "GPUs that share the model (tensor parallel), with --modelled.", lower_bound=1)
+    flags.DEFINE_enum("dtype", "bfloat16", sorted(BYTES), "Of weights and products, with --modelled.")
+    flags.DEFINE_enum("kv_cache_dtype", "bfloat16", sorted(BYTES), "Of the cache, with --modelled.")
+    flags.DEFINE_list("tokens", ["2048"], "Tokens of a step; of several, the best is kept.")
+    flags.DEFINE_list("prompt_tokens", ["1024"], "Mean prompt of each workload.")
+    flags.DEFINE_list("output_tokens", ["512"], "Mean output of each workload.")
+    flags.DEFINE_enum("overlap", "all", list(MODES), "Which resources may run beside compute.")
+    flags.DEFINE_boolean("split", False, "Cut the step even where one nano-batch is faster (ablations).")
+    flags.DEFINE_integer("nano_batches", 2, "At most so many; 1 is the sequential plan.", lower_bound=1, upper_bound=4)
+    flags.DEFINE_integer("time_limit_s", 600, "For everything together.", lower_bound=1)
+    flags.DEFINE_string("out", None, "The plan's file; for several workloads, a folder.", required=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A plan with what the solver and the simulation say of it."""
+
+    setting: Setting
+    found: Found
+    timeline: Timeline
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one layer, in the steady state: for comparing plans."""
+        return self.found.plan.tokens / self.timeline.period_s
+
+
+def run() -> None:
+    """The command."""
+    f = flags.FLAGS
+    prompts, outputs = _numbers("prompt_tokens"), _numbers("output_tokens")
+    if len(prompts) != len(outputs):
+        raise ConfigError("output_tokens", outputs, f"as many as prompt_tokens: {len(prompts)}")
+    if f.modelled == (f.profile is not None):
+        raise ConfigError("profile", f.profile, "a profile's path, or --modelled")
+    model = open_checkpoint(f.model, load_format="dummy").model_config
+    budgets, workloads = _numbers("tokens"), list(zip(prompts, outputs, strict=True))
+    shares = Shares(*_profile(f.model, model, budgets))
+    limit_s, start = f.time_limit_s / (len(budgets) * len(workloads)), time.monotonic()
+    with tqdm(total=len(budgets) * len(workloads), unit="step", disable=not sys.stderr.isatty()) as bar:
+        for prompt, output in workloads:
+            results = []
+            for tokens in budgets:
+                bar.set_description(f"{tokens} tokens, {prompt}/{output}")
+                results.append(solve_one(f.model, model, shares, tokens, prompt, output, limit_s, bar))
+                bar.update()
+            best = max(results, key=lambda result: result.tokens_per_s)
+            path = Path(f.out)
+            if len(workloads) > 1:
+                path.mkdir(parents=True, exist_ok=True)
+                path /= f"{prompt}-{output}.json"
+            save(best.found.plan, path)
+            bar.write(report(best, path), file=sys.stdout)
+    print(f"{time.monotonic() - start:.0f} s of {f.time_limit_s}")
+
+
+def solve_one(
+    name: str, model: ModelConfig, shares: Shares, tokens: int, prompt: float, output: float, time_limit_s: float, bar: tqdm
+) -> Result:
+    """The plan for steps of so many tokens of one workload."""
+    f, profile = flags.FLAGS, shares.profile
+    load = Load.steady_state(tokens, prompt, output)
+    setting = Setting(
+        shares.graph, shares, load, DEVICES.get(profile.device), shipped_power(profile.device),
+        overlap=MODES[f.overlap], nano_batches=f.nano_batches, split=f.split, quantized=profile.dtype == "float8_e4m3fn",
+    )  # fmt: skip
+    keys = round((load.decode_tokens * load.decode_keys + (tokens - load.decode_tokens) * load.chunk_keys) / tokens)
+    decodes = load.decode_tokens
+    target = Target(
+        name, profile.device, profile.tensor_parallel_size, profile.dtype, profile.kv_cache_dtype, decodes, tokens - decodes, keys
+    )
+    title = f"searched {name} {tokens} {prompt:g}/{output:g}"
+    found = search(setting, time_limit_s=time_limit_s, name=title, target=target, say=lambda line: bar.write(line, file=sys.stderr))
+    check(found.plan, shares.graph)
+    return Result(setting, found, simulate(found.plan, shares.graph, shares, load, device=setting.device, power=setting.power))
+
+
+def report(result: Result, path: Path) -> str:
+    """What a person wants to know of a plan."""
+    found, timeline = result.found, result.timeline
+    pieces: dict[str, int] = {}
+    for nano in found.plan.nano_ops:
+        pieces[nano.op] = pieces.get(nano.op, 0) + 1
+    us = {
+        "simulated": timeline.period_s,
+        f"by the solver (gap {100 * found.gap:.1f} %)": found.period_s,
+        "sequential": found.sequential_s,
+        "without interference": found.stage_one_s,
+        "by the joules": timeline.energy_s / timeline.layers,
+    }
+    decodes, cuts = result.setting.load.decode_tokens, ", ".join(map(str, found.cuts)) or "none"
+    return "\n".join(
+        (
+            f"{path}: {found.plan.name}; {decodes} of {found.plan.tokens} tokens decode",
+            f"  cuts: {cuts} ({found.tried} of {found.cut_sets} tried); nano-ops: {', '.join(f'{op} {n}' for op, n in pieces.items())}",
+            "  us a layer: " + ", ".join(f"{1e6 * value:.1f} {what}" for what, value in us.items()),
+            f"  against sequential: {found.sequential_s / timeline.period_s:.3f}x",
+        )
+    )
+
+
+def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple:
+    """The arguments of `Shares`."""
+    f = flags.FLAGS
+    if f.profile is not None:
+        profile = load_profile(f.profile, model=name)
+        widths = Widths(weights=BYTES.get(profile.dtype, 2.0), kv=BYTES.get(profile.kv_cache_dtype, 2.0))
+        return profile, model_graph(model, profile.tensor_parallel_size, widths), None
+    device = DEVICES[f.device]
+    if f.dtype not in device.rates.flops_per_s:
+        raise ConfigError("dtype", f.dtype, f"what a {f.device} multiplies: {', '.join(device.rates.flops_per_s)}")
+    widths = Widths(weights=BYTES[f.dtype], kv=BYTES[f.kv_cache_dtype])
+    made: Profile = modelled_profile(
+        name, model, device, shipped_power(f.device), tp=f.gpus, widths=widths, dtype=f.dtype, kv_dtype=f.kv_cache_dtype,
+        tokens=range(128, max(budgets) + 1, 128) if max(budgets) >= 128 else (max(budgets),),
+        keys=KEYS, sms=(132, *FEW_SMS, *(132 - few for few in FEW_SMS)),
+    )  # fmt: skip
+    return made, model_graph(model, f.gpus, widths), product_columns(model, f.gpus)
+
+
+def _numbers(flag: str) -> list[int]:
+    words = flags.FLAGS[flag].value or []
+    try:
+        found = [int(word) for word in words]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0 or (flag == "tokens" and not min(found)):
+        raise ConfigError(flag, ",".join(words), "whole numbers with commas between them")
+    return found
