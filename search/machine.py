@@ -1,6 +1,7 @@
 """Measures a machine for the placement search: links and disk, products, attention on device and host; fits its constants.
 
   python -m search machine --name here --disk_dir /scratch --output here.json
+  python -m search machine --runs runs.json --output here.json
 
 Times each curve of `search.machine_curves` at several sizes, the best of a few runs each, on random data. The device is JAX's; on
 CPU it is the host itself, and its link a copy. Reads of the disk are made after its pages were dropped from the cache.
@@ -21,7 +22,8 @@ from absl import flags, logging
 from jax.sharding import SingleDeviceSharding
 
 from jaxflow.config import ConfigError
-from search.machine_curves import CURVES, Measured, Point, errors, fit_machine, save_machine
+from search.machine_curves import CURVES, Machine, Measured, Point, errors, fit_machine, save_machine
+from search.machine_runs import Runs, fit_runs, load_runs, run_errors
 
 MEGA = 1 << 20
 _HEADS, _HEAD_DIM, _KEYS = 32, 128, 512
@@ -34,11 +36,17 @@ def define_flags() -> None:
     flags.DEFINE_integer("repeats", 5, "Runs of each size; the best counts.", lower_bound=1)
     flags.DEFINE_string("output", None, "File for the constants.")
     flags.DEFINE_string("points", None, "File for what was measured.")
+    flags.DEFINE_string(
+        "runs", None, "Measures nothing: corrects a machine by the latencies of whole blocks, a file of search.machine_runs."
+    )
 
 
 def run() -> None:
     """The command."""
     f = flags.FLAGS
+    if f.runs:
+        _correct(load_runs(f.runs), f.output)
+        return
     if not os.path.isdir(f.disk_dir):
         raise ConfigError("disk_dir", f.disk_dir, "a folder that exists")
     measured = measure(f.name, Path(f.disk_dir), largest_mb=f.largest_mb, repeats=f.repeats)
@@ -46,12 +54,30 @@ def run() -> None:
     off = errors(measured, machine)
     print(f"{'curve':20}{'fixed (us)':>12}{'G units/s':>12}{'error':>8}")
     for name in CURVES:
-        curve = getattr(machine, name)
-        print(f"{name:20}{1e6 * curve.fixed_s:>12.1f}{curve.units_per_s / 1e9:>12.2f}{off[name]:>8.1%}")
+        print(f"{_line(name, machine)}{off[name]:>8.1%}")
     if f.points:
         Path(f.points).write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n")
     if f.output:
         save_machine(machine, f.output)
+
+
+def _correct(runs: Runs, output: str | None) -> None:
+    """Fits, and shows what each run took beside what is now said of it."""
+    machine = fit_runs(runs)
+    print(*(_line(name, machine) for name in CURVES), sep="\n")
+    print(f"{'model':12}{'batch':>9}{'weights':>14}{'KV':>14}{'measured (s)':>14}{'error':>8}")
+    for run, error in zip(runs.runs, run_errors(machine, runs.runs), strict=True):
+        policy = run.policy
+        shares = ["/".join(f"{share:.0f}" for share in kind) for kind in (policy.weights, policy.kv)]
+        batch = f"{policy.gpu_batch_size}x{policy.num_gpu_batches}"
+        print(f"{policy.model:12}{batch:>9}{shares[0]:>14}{shares[1]:>14}{run.latency_s:>14.1f}{error:>8.1%}")
+    if output:
+        save_machine(machine, output)
+
+
+def _line(name: str, machine: Machine) -> str:
+    curve = getattr(machine, name)
+    return f"{name:20}{1e6 * curve.fixed_s:>12.1f}{curve.units_per_s / 1e9:>12.2f}"
 
 
 def measure(name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 5) -> Measured:
@@ -88,7 +114,7 @@ def measure(name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 
             add("disk_to_host", size, lambda path=path: _read(path))
     width = 4096 if device.platform != "cpu" else 1024
     for rows in (width // 16, width // 4, width, 2 * width):
-        x, w = (jax.random.normal(jax.random.key(rows), shape, jnp.bfloat16) for shape in ((rows, width), (width, width)))
+        x, w = (_random(rows, shape) for shape in ((rows, width), (width, width)))
         product = jax.jit(jnp.matmul)
         add("device_products", 2 * rows * width * width, lambda x=x, w=w, product=product: product(x, w))
     for tokens in (64, 128, 256, 512):
@@ -104,7 +130,11 @@ def measure(name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 
 
 def _query_key_value(queries: int, keys: int) -> tuple[jax.Array, ...]:
     shapes = ((queries, _HEADS, _HEAD_DIM), (keys, _HEADS, _HEAD_DIM), (keys, _HEADS, _HEAD_DIM))
-    return tuple(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
+    return tuple(_random(i, shape) for i, shape in enumerate(shapes))
+
+
+def _random(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), jnp.bfloat16)
 
 
 @jax.jit

@@ -11,7 +11,9 @@ It is written for any family through `jaxflow.model.graph`. Where it departs fro
 - a product takes at least as long as reading its weights; 4-bit tensors are unpacked before use, by the device's memory.
 """
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +40,7 @@ class Workload:
     weights: float
     linear_flops: float  # of a token
     widest: int  # elements of a token's largest product, input and output
-    windows: tuple[int | None, ...]  # a layer each
+    windows: tuple[tuple[int | None, int], ...]  # and how many layers have each
     ends: float  # elements of the embedding and the head
     vocabulary: int
     prompt_tokens: int
@@ -46,19 +48,19 @@ class Workload:
 
     def keys(self, tokens: float) -> float:
         """Keys that a mean layer keeps of a sequence of so many tokens."""
-        return sum(tokens if window is None else min(tokens, window) for window in self.windows) / self.layers
+        return sum(count * (tokens if window is None else min(tokens, window)) for window, count in self.windows) / self.layers
 
-    @property
+    @functools.cached_property
     def prompt_pairs(self) -> float:
         """Query-key pairs of a prompt, causal."""
         chunk = Composition(chunks=((self.prompt_tokens, 0),))
-        return sum(chunk.count("chunk_pairs", window) for window in self.windows) / self.layers
+        return sum(count * chunk.count("chunk_pairs", window) for window, count in self.windows) / self.layers
 
-    @property
+    @functools.cached_property
     def last_keys(self) -> float:
         return self.keys(self.prompt_tokens + self.output_tokens)
 
-    @property
+    @functools.cached_property
     def mean_keys(self) -> float:
         """Of a decode, over the output: the paper's s + n / 2."""
         return self.keys(self.prompt_tokens + self.output_tokens / 2)
@@ -81,7 +83,7 @@ def workload(name: str, config: ModelConfig, prompt_tokens: int, output_tokens: 
         weights=sum(op.work(many).weight_bytes for op in ops) / config.num_layers,
         linear_flops=sum(op.work(one).flops for op in ops if op.kind == "dense") / config.num_layers,
         widest=config.hidden_size + max(width, fused),
-        windows=tuple(layer.window for layer in config.layers),
+        windows=tuple(collections.Counter(layer.window for layer in config.layers).items()),
         ends=padded_vocabulary(config, 1) * config.hidden_size * (1 if config.tie_word_embeddings else 2),
         vocabulary=padded_vocabulary(config, 1),
         prompt_tokens=prompt_tokens,
@@ -240,5 +242,5 @@ def predict(work: Workload, machine: Machine, policy: Policy, *, overlap: bool =
     one = max if overlap else sum
     latency = layers * (one(prefill.values()) + steps * one(decode.values())) + work.output_tokens * ends_s(work, machine, choice)
     tokens = choice.block_size * work.output_tokens
-    link = max(layers * (prefill[term] + steps * decode[term]) for term in TERMS[:2])
+    link = layers * (max(prefill[term] for term in TERMS[:2]) + steps * max(decode[term] for term in TERMS[:2]))
     return Prediction(latency, tokens / latency, prefill, decode, memory_bytes(work, choice, placed), link)
