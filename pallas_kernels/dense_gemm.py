@@ -197,7 +197,7 @@ def for_items(work_ref, visit, step):
 def _copy(tile, work_ref, x_ref, w_ref, x_s, w_s, full, empty):
     """Brings the operands of every k step, as far ahead as there are stages."""
     stages, depth = jnp.int32(tile.stages), tile.depth
-    shared = {} if tile.cluster == 1 else {"collective_axes": "rank"}
+    shared = None if tile.cluster == 1 else "rank"
 
     def visit(step, row, column, first, count, *_):
         row = row * tile.cluster + lax.axis_index("rank")
@@ -211,7 +211,7 @@ def _copy(tile, work_ref, x_ref, w_ref, x_s, w_s, full, empty):
 
             at = pl.ds((first + i) * depth, depth)
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row * tile.rows, tile.rows), at], x_s.at[slot], full.at[slot])
-            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(column * tile.cols, tile.cols), at], w_s.at[slot], full.at[slot], **shared)
+            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(column * tile.cols, tile.cols), at], w_s.at[slot], full.at[slot], collective_axes=shared)
             return step + 1
 
         return lax.fori_loop(0, count, copy, step)
