@@ -132,7 +132,8 @@ def solve(
         for term in spent[-1][1].values():
             model += longest >= term * (1 / unit)
     for used, capacity in zip(memory_bytes(work, choice, placed), memory, strict=True):
-        model += used * (1 / GIGA) <= capacity / GIGA
+        if math.isfinite(capacity):
+            model += used * (1 / GIGA) <= capacity / GIGA
     layers = spent[0][0] + steps * spent[1][0]  # of one layer, in units
     constant = work.output_tokens * ends_s(work, machine, choice)
     if math.isfinite(options.max_latency_s):
@@ -161,6 +162,7 @@ def _program(percent_step: int | None) -> tuple[Any, Placed]:
     """A program with nine shares that sum to 1 for each kind of tensor."""
     model: Any = mip.Model(solver_name=mip.HIGHS)
     model.verbose = 0
+    model.max_mip_gap = 1e-9
     kinds = []
     for _ in range(3):
         if percent_step is None:
