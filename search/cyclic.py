@@ -5,6 +5,7 @@ overlap as in a software pipeline. Divided by the period, every constraint is li
 *rate* 1 / period, which is maximised: no bisection is needed. (In seconds they would hold products of period and stage.)
 """
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -78,16 +79,38 @@ class Schedule:
 
 
 def solve(problem: Problem, time_limit_s: float = 60.0) -> Schedule:
-    """The schedule of shortest period, and among such ones of shortest span of a layer; best so far when the time is over.
+    """The schedule of shortest period, and among such ones of fewest open layers; best so far when the time is over.
 
-    Raises: SearchError naming the constraints without which there would be a schedule, or that the time was too short.
+    Raises: SearchError naming the constraints without which there would be a schedule, or that the time was too short for
+      one of at most `most_s`.
     """
     found = _Milp(problem).solve(time_limit_s)
     if isinstance(found, Schedule):
         return found
     if found == mip.OptimizationStatus.INFEASIBLE:
         raise SearchError(f"no schedule: {_culprit(problem, time_limit_s)}")
-    raise SearchError(f"time_limit_s={time_limit_s:g} passed before any schedule was found ({found.name.lower()})")
+    if problem.most_s is None:
+        return one_by_one(problem)
+    raise SearchError(f"time_limit_s={time_limit_s:g} passed before a schedule was found of at most {problem.most_s:g} s")
+
+
+def one_by_one(problem: Problem) -> Schedule:
+    """A schedule without overlap, each task at its fastest, of covers the tasks that fill one group: where time is too short
+    for another."""
+    groups = collections.Counter(i for group in problem.covers for i in group)
+    left = {i for i in range(len(problem.options)) if groups[i] <= 1}
+    fastest = [min(own, key=lambda option: option.seconds) if i in left else None for i, own in enumerate(problem.options)]
+    period_s = max(problem.least_s, sum(option.seconds for option in fastest if option is not None))
+    phases, now = [0.0] * len(fastest), 0.0
+    while left:
+        ready = [j for j in left if not any(k == j and i in left and not distance for i, k, distance in problem.follows)]
+        if not ready:
+            raise SearchError("no schedule: what must follow what leaves none")
+        one = min(ready)
+        left.remove(one)
+        phases[one] = now / period_s
+        now += min(option.seconds for option in problem.options[one])
+    return Schedule(period_s, max(problem.least_s, 0.0), tuple(phases), (0,) * len(phases), tuple(fastest))
 
 
 def _culprit(problem: Problem, time_limit_s: float) -> str:

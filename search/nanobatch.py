@@ -77,6 +77,8 @@ class Found:
 
 def cut_sets(setting: Setting) -> list[tuple[int, ...]]:
     """Where the step may be cut: at multiples of a tile; the tile next to the last decode is among them."""
+    if setting.split and setting.nano_batches < 2:
+        raise SearchError(f"nano_batches={setting.nano_batches} leaves no plan that splits the step: 2 or more")
     tokens = setting.load.tokens
     step = setting.step or (TILE if tokens >= 4 * TILE else max(1, tokens // 8))
     places = range(step, tokens, step)
@@ -228,11 +230,8 @@ def search(
                 raise
             left.append(bounds[cuts] if "time_limit" in str(error) else best.period_s * (1 - _ENOUGH))
             say(f"cuts {cuts}: nothing shorter")
-    if best is None:
-        raise SearchError(
-            f"no cut of {setting.load.tokens} tokens: nano_batches={setting.nano_batches} must be 2 or more for a plan that splits"
-        )
-    if best.cuts and time.monotonic() < stop:
+    assert best is not None
+    if best.cuts and time.monotonic() < stop and len(setting.shares.sizes()) > 2 * setting.most_shares + 1:
         finer = dataclasses.replace(setting, most_shares=2 * setting.most_shares)
         with contextlib.suppress(SearchError):
             best = _solve(finer, best.cuts, name, target, best.period_s, stop)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search.cyclic import Option, Problem, SearchError, solve
+from search.cyclic import Option, Problem, SearchError, one_by_one, solve
 
 LIMIT = 60.0
 
@@ -79,8 +79,10 @@ def test_the_optimum_is_that_of_brute_force(shares):
     @settings(max_examples=20, deadline=None)
     @given(problems(shares))
     def law(problem):
-        found = solve(problem, LIMIT)
+        found, slow = solve(problem, LIMIT), one_by_one(problem)
         holds(problem, found)
+        holds(problem, slow)
+        assert found.period_s <= slow.period_s * (1 + 1e-6)
         want = max(brute_force(problem), problem.least_s)
         assert found.bound_s == pytest.approx(found.period_s, rel=1e-4)
         # Three that overlap in pairs only, never all at once, are not let overlap: brute force knows pairs alone.

@@ -1,0 +1,49 @@
+"""Toy profiles and settings for the tests of the search."""
+
+import functools
+
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.cost import DEVICES
+from jaxflow.model.energy import shipped_power
+from jaxflow.model.graph import model_graph
+from search.nanobatch import Setting
+from search.op_times import ATTENTION, OpTime, Profile, modelled_profile
+from search.shares import Shares, product_columns
+from search.structure import Load
+
+FEW = (28, 40)  # SMs of attention; products get the rest
+TOTAL = 132
+
+
+def toy_profile(graph, times: dict[str, float], fixed: float = 0.0) -> Profile:
+    """Each op takes its time in proportion to tokens, and a fixed part for each nano-op; more on fewer SMs.
+
+    times: seconds for 16 tokens on the whole device, by op.
+    """
+    found = []
+    for op in graph.layers[-1]:
+        for sms in (TOTAL, *FEW, *(TOTAL - few for few in FEW)) if op.kind in ("dense", "attention") else (TOTAL,):
+            slower = max(1.0, TOTAL / (3 * sms)) if op.name == "decode_attention" else TOTAL / sms
+            for tokens in (1, 16):
+                for keys in (1, 1000) if op.name in ATTENTION else (0,):
+                    found.append(OpTime(op.name, tokens, keys, sms, (times[op.name] * tokens / 16 + fixed) * slower))
+    return Profile("toy", {}, "toy", 1, "float32", "float32", TOTAL, "drawn", tuple(found))
+
+
+def toy_setting(graph, times: dict[str, float], decodes: int = 8, fixed: float = 0.0, **rest) -> Setting:
+    return Setting(graph, Shares(toy_profile(graph, times, fixed), graph), Load(16, decodes, 500.0, 500.0), step=8, **rest)
+
+
+@functools.cache
+def llama_shares() -> Shares:
+    config = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
+    sms = (TOTAL, *FEW, *(TOTAL - few for few in FEW))
+    made = modelled_profile("llama-3.1-8b", config, DEVICES["H200"], shipped_power("H200"), sms=sms)
+    return Shares(made, model_graph(config), product_columns(config, 1))
+
+
+def llama_setting(tokens: int, prompt: int, output: int, **rest) -> Setting:
+    shares = llama_shares()
+    config = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
+    load = Load.steady_state(tokens, prompt, output)
+    return Setting(model_graph(config), shares, load, DEVICES["H200"], shipped_power("H200"), **rest)
