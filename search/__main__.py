@@ -4,6 +4,7 @@
 
   cost         compute, memory, network and energy of a model's step, what binds, and the optimal throughput
   machine      measures the links, memories and rates that placements are searched with
+  measure      how long each op of a model takes on this GPU, alone and beside others: a profile for plan
   placement    where to keep a model that does not fit the device: FlexGen's policy search
   plan         how a step is cut into nano-batches that overlap: NanoFlow's two-stage search
 
@@ -19,7 +20,7 @@ from jaxflow.config import ConfigError
 from jaxflow.mesh import choose_platform
 from jaxflow.model.checkpoint import CheckpointError
 
-COMMANDS = ("cost", "machine", "placement", "plan")
+COMMANDS = ("cost", "machine", "measure", "placement", "plan")
 
 
 def main(argv: list[str]) -> int:

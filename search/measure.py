@@ -1,0 +1,284 @@
+"""Measures each op of a layer on this device, alone and in pairs, for the search of plans.
+
+  python -m search measure --model llama-3.1-8b --out profiles/h200.json
+
+Every op runs on dummy weights and a random cache, sustained, at a few batch sizes, attention at a few contexts; where kernels can be
+bounded to some SMs (Hopper's), also on shares of the device, and products beside attention at those shares. What matters most is
+measured first. The file is written after every entry; run again to continue one that the minutes did not suffice for.
+"""
+
+import dataclasses
+import importlib.metadata
+import itertools
+import os
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+from absl import flags
+from tqdm import tqdm
+
+from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.model.checkpoint import open_checkpoint
+from pallas_kernels.kernel_set import KernelSet, kernel_set_for
+from search.op_bench import PAGE_SIZE, PHASES, Case, Layer, Program, draw
+from search.op_times import ATTENTION, OpTime, Pair, Profile, held_out_error, load_profile, save_profile, seconds
+from search.sustain import Sustained, sustain
+
+DTYPES = ("auto", "bfloat16", "float32", "float8_e4m3fn")
+MOST_DECODES = 1024  # tokens of a step that decode: one a sequence
+PAIR_TOKENS, PAIR_DECODES = 1024, 256
+PAIR_KEYS = 4096  # that attention beside a product can be given, to last as long as the product
+_LOADS = (0.7, 0.85, 1.0, 1.15)  # of attention, around that which should end with the product
+_AT_ONCE = 16  # programs that are compiled before they are measured: compiling may use the device, too
+_SAME = ("device", "versions", "model", "tensor_parallel_size", "dtype", "kv_cache_dtype", "total_sms")
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("model", "llama-3.1-8b", "A shipped config's name, a folder or a hub id.")
+    flags.DEFINE_string("out", None, "File for the profile; one that is there is continued.")
+    flags.DEFINE_list("tokens", ["128", "256", "512", "768", "1024", "1536", "2048"], "Tokens of a step.")
+    flags.DEFINE_list("keys", ["256", "1024", "4096"], "Contexts of attention: keys a token sees on average.")
+    flags.DEFINE_list("sms", None, "SMs that attention gets beside products; default: 24,32,40,48 where kernels can be bounded.")
+    flags.DEFINE_enum("dtype", "auto", DTYPES, "Of weights and products; auto: bfloat16 on GPU, float32 on CPU.")
+    flags.DEFINE_enum("kv_cache_dtype", "auto", DTYPES, "Of the cache; auto: the model's.")
+    flags.DEFINE_float("max_minutes", 8.0, "No entry is begun after so long.", lower_bound=0.0)
+    flags.DEFINE_float("seconds", 0.4, "How long each entry is sustained.", lower_bound=0.001)
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """A product and attention at the same time, on all SMs between them. Attention's keys are what fits the product's duration."""
+
+    product: Case
+    attention: Case
+
+
+def run() -> None:
+    """The command."""
+    f = flags.FLAGS
+    if not f.out:
+        raise ConfigError("out", f.out, "a file for the profile")
+    if not Path(f.out).absolute().parent.is_dir():
+        raise ConfigError("out", f.out, "a file in a folder that exists")
+    config = open_checkpoint(f.model, load_format="dummy").model_config
+    tokens, keys = _numbers("tokens", f.tokens), _numbers("keys", f.keys)
+    layer, empty = this_device(f.model, config, f.dtype, f.kv_cache_dtype)
+    if max(keys) > config.max_position:
+        raise ConfigError("keys", max(keys), f"at most {config.max_position}, which {f.model} was made for")
+    if f.sms is not None and not bounded(layer.kernels):
+        raise ConfigError("sms", ",".join(f.sms), f"nothing: kernels {layer.kernels.name!r} of {empty.device} always take the whole device")
+    shares = () if not bounded(layer.kernels) else (24, 32, 40, 48) if f.sms is None else _numbers("sms", f.sms)
+    if any(share >= empty.total_sms for share in shares):
+        raise ConfigError("sms", max(shares), f"less than the device's {empty.total_sms} SMs")
+    profile = resumed(f.out, empty)
+    wanted = entries(layer, tokens, keys, shares, empty.total_sms)
+    profile, left = measure(profile, layer, wanted, f.out, max_minutes=f.max_minutes, seconds_each=f.seconds)
+    print(f"{f.out}: {len(profile.op_times)} times of ops and {len(profile.pairs)} pairs of {profile.model} on {profile.device}")
+    print(f"Mean error of interpolation at points left out: {held_out_error(profile):.1%}")
+    if not shares:
+        print(f"No pairs: kernels {layer.kernels.name!r} always take the whole device, so only sequential plans can be predicted.")
+    if left:
+        print(f"{left} entries are left: the same command continues where --max_minutes={f.max_minutes:g} ended this one.")
+
+
+def this_device(name: str, config: ModelConfig, dtype: str, kv_dtype: str) -> tuple[Layer, Profile]:
+    """A layer to measure with the kernels of the device that is here, and its profile without entries."""
+    device, platform = jax.devices()[0], jax.default_backend()
+    dtype = dtype if dtype != "auto" else "bfloat16" if platform == "gpu" else "float32"
+    fp8 = dtype == "float8_e4m3fn"
+    stream = "bfloat16" if fp8 else dtype
+    kv_dtype = stream if kv_dtype == "auto" else kv_dtype
+    kernels = kernel_set_for(
+        platform,
+        str(getattr(device, "compute_capability", "")),
+        head_dim=config.head_dim,
+        queries_per_kv_head=config.num_heads // config.num_kv_heads,
+        page_size=PAGE_SIZE,
+        dtype=stream,
+        kv_dtype=kv_dtype,
+        hidden_size=config.hidden_size,
+        device=device.device_kind,
+    )
+    empty = Profile(
+        device=device.device_kind,
+        versions={"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib"), "kernels": kernels.name},
+        model=name,
+        tensor_parallel_size=1,
+        dtype=dtype,
+        kv_cache_dtype=kv_dtype,
+        total_sms=getattr(device, "core_count", 1) if platform == "gpu" else 1,
+        method="measured: ops in a loop on the device, pairs joined after every two calls, random data",
+        op_times=(),
+    )
+    return Layer(config, kernels, dtype=stream, kv_dtype=kv_dtype, fp8=fp8, platform=platform), empty
+
+
+def bounded(kernels: KernelSet) -> bool:
+    """Whether ops can be kept to some of the SMs."""
+    return kernels.name == "mosaic-hopper"
+
+
+def resumed(path: str | os.PathLike, empty: Profile) -> Profile:
+    """What a file has already, or `empty`. Raises: ProfileError or ConfigError for a file that is not this device's and model's."""
+    if not Path(path).exists():
+        return empty
+    found = load_profile(path, device=empty.device, model=empty.model)
+    for field in _SAME:
+        there, here = getattr(found, field), getattr(empty, field)
+        if there != here:
+            raise ConfigError("out", str(path), f"a new file, or one with {field}={here!r}: this one's is {there!r}")
+    return found
+
+
+def entries(layer: Layer, tokens: Sequence[int], keys: Sequence[int], shares: Sequence[int], total: int) -> list[Case | Together]:
+    """All that is to be measured, the most important first: few sizes on the whole device, shares, pairs, sizes between."""
+    found: list[tuple[float, Case | Together]] = []
+    for op in layer.ops.values():
+        attends = op.name in ATTENTION
+        sizes = [count for count in tokens if count <= MOST_DECODES or op.name != "decode_attention"] or [min(tokens)]
+        parts = [None, *(shares if attends else [total - share for share in shares] if op.kind == "dense" else [])]
+        for (i, count), (j, context), sms in itertools.product(
+            enumerate(coarse_first(sizes)), enumerate(coarse_first(keys) if attends else [0]), parts
+        ):
+            found.append((max(i, j + 1 if attends else 0) + (0 if sms is None else 1.5), Case(op.name, count, context, sms)))
+    products = [op.name for op in layer.ops.values() if op.kind == "dense" and not op.experts and op.name != "router"]
+    for share, name in itertools.product(shares, products):
+        product = Case(name, PAIR_TOKENS, sms=total - share)
+        found.append((3.7, Together(product, Case("decode_attention", PAIR_DECODES, PAIR_KEYS, share))))
+        if name in ("up_gate", "down"):
+            found.append((3.8, Together(product, Case("chunk_attention", PAIR_TOKENS, PAIR_KEYS, share))))
+    return [entry for _, entry in sorted(found, key=lambda one: one[0])]
+
+
+def coarse_first(values: Iterable[int]) -> list[int]:
+    """The last, the first, the middle, the middles of the halves, and so on."""
+    rest = sorted(set(values))
+    order = [rest[-1], rest[0]] if len(rest) > 1 else rest[:]
+    spans = [(0, len(rest) - 1)]
+    while spans:
+        first, last = spans.pop(0)
+        if last - first > 1:
+            middle = (first + last) // 2
+            order.append(rest[middle])
+            spans += [(first, middle), (middle, last)]
+    return order
+
+
+def measure(
+    profile: Profile, layer: Layer, wanted: Sequence[Case | Together], path: str | os.PathLike, *, max_minutes: float, seconds_each: float
+) -> tuple[Profile, int]:
+    """Adds the entries that the profile lacks and writes it after each. Returns it, and how many are left."""
+    stop = time.monotonic() + 60 * max_minutes
+    missing = [entry for entry in wanted if not _has(profile, entry)]
+    left = len(missing)
+    bar = tqdm(total=len(wanted), initial=len(wanted) - left, desc="Measuring", unit="entry", delay=1.0)
+    with bar, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        for batch in itertools.batched(missing, _AT_ONCE if layer.platform == "gpu" else 1):
+            if time.monotonic() > stop:
+                break
+            programs = [_program(layer, entry) for entry in batch]
+            compiled = list(threads.map(Program.compile, programs))
+            for entry, program, executable in zip(batch, programs, compiled, strict=True):
+                if time.monotonic() > stop:
+                    return profile, left
+                bar.set_postfix_str(f"{_product(entry).op}, {_product(entry).tokens} tokens")
+                profile = _with(profile, layer, entry, program, executable, seconds_each)
+                _replace(profile, path)
+                left -= 1
+                bar.update()
+    return profile, left
+
+
+def _product(entry: Case | Together) -> Case:
+    return entry if isinstance(entry, Case) else entry.product
+
+
+def _has(profile: Profile, entry: Case | Together) -> bool:
+    total = profile.total_sms
+    if isinstance(entry, Case):
+        return any((t.op, t.tokens, t.keys, t.sms) == (entry.op, entry.tokens, entry.keys, entry.sms or total) for t in profile.op_times)
+    a, b = entry.product, entry.attention
+    return any((p.first, p.second, p.first_sms, p.second_sms) == (a.op, b.op, a.sms, b.sms) for p in profile.pairs)
+
+
+def _program(layer: Layer, entry: Case | Together) -> Program:
+    return layer.alone(entry) if isinstance(entry, Case) else layer.beside(entry.product, entry.attention, PAIR_KEYS)
+
+
+def _with(profile: Profile, layer: Layer, entry: Case | Together, program: Program, executable: Any, seconds_each: float) -> Profile:
+    experts = max(1, layer.config.num_experts)
+    given, kept = draw(program.given, experts), draw(program.kept, experts, seed=1)
+    if isinstance(entry, Case):
+        found = timed(executable, given, kept, seconds_each)
+        one = OpTime(
+            entry.op, entry.tokens, entry.keys, entry.sms or profile.total_sms, found.seconds / program.calls, found.watts, found.clock_mhz
+        )
+        return msgspec.structs.replace(profile, op_times=(*profile.op_times, one))
+    pair = _pair(profile, layer, entry, executable, given, seconds_each)
+    return msgspec.structs.replace(profile, pairs=(*profile.pairs, pair))
+
+
+def timed(executable: Any, given: Any, kept: Any, seconds_each: float) -> Sustained:
+    """Of a program; what it makes goes back in, and so stays in place."""
+    state = [kept]
+
+    def once() -> Any:
+        made = executable(given, state[0])
+        state[0] = made if kept is not None else None
+        return made
+
+    return sustain(once, seconds_each)
+
+
+def _pair(profile: Profile, layer: Layer, entry: Together, executable: Any, given: Any, seconds_each: float) -> Pair:
+    """The performances at the load of attention where their sum is largest: there neither side waits long for the other."""
+    a, b = entry.product, entry.attention
+    alone = _best(profile, a.op, a.tokens, 0)
+    least = b.tokens // 2 if b.op == "chunk_attention" else 1  # a chunk sees itself
+    balance = _keys_lasting(profile, b, seconds(profile, a.op, a.tokens, 0, a.sms))
+    found = []
+    for load in _LOADS:
+        keys = int(min(PAIR_KEYS, max(least, load * balance)))
+        batch = layer.batch(dataclasses.replace(b, keys=keys), PAIR_KEYS)
+        took = timed(executable, given | {"batch": batch}, None, seconds_each / 2)
+        together = took.seconds / PHASES
+        kept = (min(1.0, alone / together), min(1.0, _best(profile, b.op, b.tokens, keys) / together))
+        found.append((sum(kept), kept, took.watts))
+    _, (first, second), watts = max(found, key=lambda one: one[0])
+    return Pair(a.op, b.op, a.sms or profile.total_sms, b.sms or profile.total_sms, first, second, watts)
+
+
+def _best(profile: Profile, op: str, tokens: int, keys: int) -> float:
+    """Seconds alone on the SMs that suit the op best."""
+    return min(seconds(profile, op, tokens, keys, sms) for name, sms in profile.curves if name == op)
+
+
+def _keys_lasting(profile: Profile, case: Case, wanted_s: float) -> float:
+    """The context at which attention on its SMs takes so long alone."""
+    low, high = 1.0, float(PAIR_KEYS)
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(profile, case.op, case.tokens, middle, case.sms) < wanted_s else (low, middle)
+    return high
+
+
+def _replace(profile: Profile, path: str | os.PathLike) -> None:
+    """Writes a profile so that a cut does not leave half a file."""
+    part = Path(f"{os.fspath(path)}.part")
+    save_profile(profile, part)
+    part.replace(path)
+
+
+def _numbers(flag: str, words: Sequence[str]) -> tuple[int, ...]:
+    try:
+        found = tuple(sorted({int(word) for word in words}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1:
+        raise ConfigError(flag, ",".join(words), "positive integers, as 128,1024")
+    return found

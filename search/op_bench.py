@@ -1,0 +1,274 @@
+"""Programs that run one op of a layer, or two beside each other, many times over on random data: what `search.measure` times.
+
+An op is `jaxflow.model.ops`' on the device's kernels. It is called in a loop on the device, on several sets of inputs and weights in
+turn, so that neither the host nor the L2 cache is what is timed, and what it writes stays in place from call to call.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxflow.config import ModelConfig
+from jaxflow.memory.kv_cache import cache_shapes
+from jaxflow.model import ops
+from jaxflow.model.batch import Batch, cache_slots
+from jaxflow.model.composition import Composition
+from jaxflow.model.graph import Op, Widths, layer_ops
+from jaxflow.model.ops import Context, Routing
+from jaxflow.model.weights import shapes
+from jaxflow.pipeline import streams
+from pallas_kernels.kernel_set import KernelSet
+
+PAGE_SIZE = 64
+PHASES = 12  # of a program of pairs: how often the two streams are joined
+_COLD_BYTES = 256 << 20  # of weights that are read in turn on a GPU: several times its L2
+_MOST_CACHE_BYTES = 8 << 30  # beyond, rows share pages, which no L2 notices
+_GUESSED_RATES = {"gpu": (4e14, 3e12, 5e-3), "cpu": (5e10, 1e10, 2e-3)}  # FLOP/s, bytes/s, seconds that a program should last
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One op on `tokens` tokens that see `keys` keys each on average (attention), else 0; sms: how many it may take, None: all."""
+
+    op: str
+    tokens: int
+    keys: int = 0
+    sms: int | None = None
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """(tokens, position of the first) of prefill chunks: as few as can see so few keys."""
+        pieces = max(1, math.ceil(self.tokens / (2 * self.keys)) if self.keys else 1)
+        edges = [self.tokens * i // pieces for i in range(pieces + 1)]
+        return tuple((b - a, max(0, self.keys - (b - a) // 2)) for a, b in itertools.pairwise(edges))
+
+    @property
+    def composition(self) -> Composition:
+        if self.op == "chunk_attention":
+            return Composition(chunks=self.chunks)
+        return Composition(decode_tokens=self.tokens, decode_keys=self.keys or 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function (given, kept) -> kept that makes `calls` calls; `given` and `kept` are of shapes, drawn by `draw`."""
+
+    function: Callable[[Any, Any], Any]
+    given: Any
+    kept: Any
+    calls: int
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def compile(self) -> Any:
+        """For the device that is here."""
+        donated = () if self.kept is None else (1,)
+        return jax.jit(self.function, donate_argnums=donated).lower(_structs(self.given), _structs(self.kept)).compile(dict(self.options))
+
+
+class Layer:
+    """One layer of a model as the bench needs it: its ops, the shapes of its weights, and of what each op reads."""
+
+    def __init__(self, config: ModelConfig, kernels: KernelSet, *, dtype: Any, kv_dtype: Any, fp8: bool, platform: str):
+        whole = [i for i, layer in enumerate(config.layers) if layer.window is None]
+        self.config = dataclasses.replace(config, layers=(config.layers[whole[-1] if whole else -1],))
+        self.kernels, self.dtype, self.kv_dtype, self.platform = kernels, jnp.dtype(dtype), jnp.dtype(kv_dtype), platform
+        scaled = self.kv_dtype == jnp.float8_e4m3fn
+        self.weights: dict[str, Any] = shapes(self.config, 1, self.dtype, fp8=fp8, kv_scales=scaled)["layers"][0]
+        widths = Widths(1.0 if fp8 else self.dtype.itemsize, self.kv_dtype.itemsize, self.dtype.itemsize, self.dtype.itemsize)
+        self.ops: dict[str, Op] = {op.name: op for op in layer_ops(self.config, 0, 1, widths)}
+
+    def context(self, sms: int | None = None, *, beside: bool = False) -> Context:
+        return Context(self.config, self.kernels, sms=sms, beside=beside)
+
+    def inputs(self, op: str, tokens: int) -> tuple[Any, ...]:
+        """The shapes of the arrays that an op reads, cache and weights apart."""
+        c, w = self.context(), self.weights
+        stream = jax.ShapeDtypeStruct((tokens, self.config.hidden_size), self.dtype)
+        heads = jax.ShapeDtypeStruct((tokens, self.config.num_heads, self.config.head_dim), self.dtype)
+        match op:
+            case "attn_norm" | "mlp_norm":
+                return stream, stream
+            case "post_attn_norm" | "post_mlp_norm":
+                return (stream,)
+            case "decode_attention" | "chunk_attention":
+                return (heads,)
+            case "out_proj":
+                return jax.ShapeDtypeStruct((max(1, tokens // 2), *heads.shape[1:]), self.dtype), heads
+            case "qkv":
+                return (jax.eval_shape(lambda w, x: ops.attn_norm(c, w, x, x)[1], w, stream),)
+            case "rope_append":
+                return (jax.eval_shape(lambda w, h: ops.qkv(c, w, h), w, *self.inputs("qkv", tokens)),)
+            case "up_gate" | "router":
+                return (jax.eval_shape(lambda w, x: ops.mlp_norm(c, w, x, x)[1], w, stream),)
+            case "down":
+                return (jax.eval_shape(lambda w, h: ops.up_gate(c, w, h), w, *self.inputs("up_gate", tokens)),)
+            case "expert_up_gate" | "expert_down":
+                chosen = (tokens, self.config.experts_per_token)
+                routing: Any = jax.eval_shape(lambda: Routing(jnp.zeros(chosen, jnp.int32), jnp.zeros(chosen, jnp.float32)))
+                if op == "expert_up_gate":
+                    return stream, routing
+                return jax.eval_shape(lambda w, h, r: ops.expert_up_gate(c, w, h, r), w, stream, routing), routing
+            case _:
+                raise ValueError(f"op={op!r}: {', '.join(self.ops)} are this layer's, on one device")
+
+    def call(self, op: str, w: Any, batch: Batch, inputs: tuple[Any, ...], kv: Any, c: Context) -> Any:
+        """An op on what it reads; rope_append returns the cache it wrote, too."""
+        layer, tokens = self.config.layers[0], batch.num_tokens
+        w = self.weights | w  # of those that the op does not read it may ask the form: a norm quantises for what comes next
+        if op == "rope_append":
+            return ops.rope_append(c, layer, w, batch, 0, tokens, inputs[0], kv)
+        if op in ("decode_attention", "chunk_attention"):
+            return getattr(ops, op)(c, layer, w, batch, 0, tokens, *inputs, kv)
+        if op == "out_proj":
+            return ops.out_proj(c, w, batch.is_decode(0, tokens), *inputs)
+        return getattr(ops, op)(c, w, *inputs)
+
+    def cache(self, pages: int) -> Any:
+        """The shapes of this many pages."""
+        return cache_shapes(self.config, (pages,), PAGE_SIZE, self.kv_dtype, 1)[0]
+
+    def pages(self, case: Case, most_keys: int) -> tuple[int, int, int]:
+        """(rows of the page table, its columns, pages) for a case whose tokens see up to `most_keys` keys."""
+        rows, longest = case.tokens, most_keys
+        if case.op != "decode_attention":
+            rows, longest = len(case.chunks), max(size + start for size, start in case.chunks) + max(0, most_keys - case.keys)
+        columns = max(1, -(-longest // PAGE_SIZE))
+        a_page = sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(self.cache(1)))
+        return rows, columns, max(columns, min(rows * columns, _MOST_CACHE_BYTES // a_page))
+
+    def batch(self, case: Case, most_keys: int | None = None) -> Batch:
+        """The tokens of a case, in pages that lie anywhere. most_keys: that the page table has room for; None: the case's."""
+        rows, columns, pages = self.pages(case, most_keys or case.keys)
+        t, at = case.tokens, np.random.default_rng(0).permutation(rows * columns).reshape(1, rows, columns) % pages
+        chunks = np.zeros((max(1, len(case.chunks)), 4), np.int32)
+        lengths, positions, owners = np.full(rows, case.keys, np.int32), np.full(t, max(0, case.keys - 1)), np.arange(t)
+        if case.op != "decode_attention":
+            first = 0
+            for row, (size, start) in enumerate(case.chunks):
+                chunks[row] = first, size, row, start
+                lengths[row], owners[first : first + size] = start + size, row
+                positions[first : first + size] = np.arange(start, start + size)
+                first += size
+        decodes = t if case.op == "decode_attention" else t // 2 if case.op == "out_proj" else 0
+        table, places = jnp.asarray(at, jnp.int32), jnp.asarray(positions, jnp.int32)
+        return Batch(
+            token_ids=jnp.zeros(t, jnp.int32),
+            positions=places,
+            slots=cache_slots(table, jnp.asarray(owners, jnp.int32), places, PAGE_SIZE),
+            page_table=table,
+            lengths=jnp.asarray(lengths),
+            num_decodes=jnp.int32(decodes),
+            chunks=jnp.asarray(chunks),
+            sample_tokens=jnp.zeros(rows, jnp.int32),
+        )
+
+    def alone(self, case: Case) -> Program:
+        """A case, called in a loop."""
+        c, (_, _, pages) = self.context(case.sms), self.pages(case, case.keys)
+        batch, inputs, weights = self.batch(case), self.inputs(case.op, case.tokens), self.read(case.op)
+        copies = self.copies(weights)
+        appends, attends = case.op == "rope_append", self.ops[case.op].kind == "attention"
+        kv = self.cache(pages) if appends or attends else None
+        call = functools.partial(self.call, case.op, c=c)
+        outputs = jax.eval_shape(lambda w, x, kv: call(w, batch, x, kv), weights, inputs, kv)
+        rounds = self.rounds(case, copies)
+
+        def function(given: Any, kept: Any) -> Any:
+            def body(i: Any, kept: Any) -> Any:
+                # The inputs are others in each round, as far as XLA knows, so that no call is left out.
+                return [
+                    call(w, given["batch"], lax.optimization_barrier((x, i))[0], before[1] if appends else given["kv"])
+                    for w, x, before in zip(given["weights"], given["inputs"], kept, strict=True)
+                ]
+
+            return lax.fori_loop(0, rounds, body, kept)
+
+        given = {"batch": batch, "weights": [weights] * copies, "inputs": [inputs] * copies, "kv": None if appends else kv}
+        return Program(function, given, [outputs] * copies, copies * rounds)
+
+    def beside(self, first: Case, second: Case, most_keys: int, phases: int = PHASES) -> Program:
+        """Products on stream 2 beside attention on stream 1, joined after each call of both. Attention's batch is data."""
+        batch, own = self.batch(second, most_keys), self.batch(first)
+        weights, attention = self.read(first.op), self.read(second.op)
+        copies = min(phases, self.copies(weights))
+        call_first = functools.partial(self.call, first.op, kv=None, c=self.context(first.sms, beside=True))
+        call_second = functools.partial(self.call, second.op, c=self.context(second.sms, beside=True))
+
+        def function(given: Any, kept: None) -> Any:
+            made: list[Any] = []
+            x, q = given["inputs"], given["queries"]
+            for phase in range(phases):
+                w = given["weights"][phase % copies]
+                leaves, tree = jax.tree.flatten((x, q))
+                # A join holds what is read behind it, so all that was made is handed on to the end.
+                joined = streams.together([*leaves, *made])
+                (x, q), made = jax.tree.unflatten(tree, joined[: len(leaves)]), joined[len(leaves) :]
+                beside = functools.partial(call_second, given["attention"], given["batch"], q, given["kv"])
+                product = functools.partial(call_first, w, given["own"], x)
+                # A region makes one array: of a quantised result the values, with which the scales come.
+                made = [*made, streams.region(1, beside), streams.region(2, lambda product=product: jax.tree.leaves(product())[0])]
+            return made
+
+        given = {
+            "batch": batch,
+            "own": own,
+            "weights": [weights] * copies,
+            "attention": attention,
+            "inputs": self.inputs(first.op, first.tokens),
+            "queries": self.inputs(second.op, second.tokens),
+            "kv": self.cache(self.pages(second, most_keys)[2]),
+        }
+        options = streams.xla_options(side_streams=True, collectives=False) if self.platform == "gpu" else {}
+        return Program(function, given, None, phases, options)
+
+    def read(self, op: str) -> dict[str, Any]:
+        """The weights that an op may read: its own, and those that are no product's."""
+        products = {name for name in self.weights if name in self.ops and self.ops[name].kind == "dense"}
+        return {name: leaf for name, leaf in self.weights.items() if name == op or name not in products}
+
+    def copies(self, weights: Any) -> int:
+        """How many sets of weights and inputs are taken in turn."""
+        if self.platform != "gpu":
+            return 1
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+        return min(8, max(2, -(-_COLD_BYTES // max(1, size)))) if size > _COLD_BYTES // 64 else 2
+
+    def rounds(self, case: Case, copies: int) -> int:
+        """How often the sets are gone through, for a program of a few milliseconds."""
+        flops, moved, lasting = _GUESSED_RATES.get(self.platform, _GUESSED_RATES["cpu"])
+        work = self.ops[case.op].work(case.composition)
+        call = 2e-6 + max(work.flops / flops, work.memory_bytes / moved)
+        return min(256, max(1, round(lasting / call / copies)))
+
+
+def draw(tree: Any, experts: int = 1, seed: int = 0) -> Any:
+    """Random arrays of the shapes in a tree, about normal; arrays that are there stay. Integers are experts' numbers."""
+    leaves, form = jax.tree.flatten(tree)
+    seeds = np.random.SeedSequence(seed).generate_state(max(1, len(leaves)))
+    return jax.tree.unflatten(
+        form, [x if isinstance(x, jax.Array) else _draw(seeds[i], x.shape, x.dtype, experts) for i, x in enumerate(leaves)]
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw(seed: jax.Array, shape: tuple[int, ...], dtype: Any, experts: int) -> jax.Array:
+    x = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + seed
+    for factor in (0x85EBCA6B, 0xC2B2AE35):  # a hash: unlike jax.random it compiles in no time, and needs no room
+        x = (x ^ (x >> 16)) * np.uint32(factor)
+    x = x ^ (x >> 16)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return (x % experts).astype(dtype)
+    drawn = (sum((((x >> shift) & 255).astype(jnp.float32) for shift in (0, 8, 16, 24)), jnp.float32(0)) - 510) / 148
+    return (1 + drawn / 16 if len(shape) <= 1 else drawn).astype(dtype)  # norms and scales are near 1
+
+
+def _structs(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -1,0 +1,200 @@
+"""Measuring ops: a real profile of a tiny model where the tests run, and the programs for an H200 as its compiler sees them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import paths
+import pytest
+from h200 import abstract, compile_for_h200, h200_mesh
+
+from jaxflow.config import ConfigError
+from jaxflow.model.checkpoint import open_checkpoint
+from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
+from search import measure as command
+from search.measure import PAIR_KEYS, Together, coarse_first, entries, resumed, this_device
+from search.op_bench import Case, Layer, draw
+from search.op_times import ATTENTION, ProfileError, load_profile, save_profile, seconds
+
+NAME = str(paths.MODELS / "tiny-llama")
+LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
+SHARES = (24, 32, 40, 48)
+
+
+def tiny():
+    return this_device(NAME, open_checkpoint(NAME).model_config, "auto", "auto")
+
+
+def llama(fp8: bool = False) -> Layer:
+    kv = "float8_e4m3fn" if fp8 else "bfloat16"
+    kernels = kernel_set_for("gpu", "9.0", head_dim=128, queries_per_kv_head=4, page_size=64, dtype="bfloat16", kv_dtype=kv)
+    return Layer(LLAMA, kernels, dtype="bfloat16", kv_dtype=kv, fp8=fp8, platform="gpu")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A real profile: (path, profile)."""
+    path = tmp_path_factory.mktemp("profiles") / "here.json"
+    layer, empty = tiny()
+    wanted = entries(layer, (8, 32), (32,), (), empty.total_sms)
+    profile, left = command.measure(empty, layer, wanted, path, max_minutes=5, seconds_each=0.003)
+    assert left == 0
+    return path, profile
+
+
+def test_a_profile_of_this_machine_answers_for_every_op(measured):
+    path, profile = measured
+    assert load_profile(path, device="cpu", model=NAME) == profile
+    assert profile.total_sms == 1 and not profile.pairs
+    for op in tiny()[0].ops:
+        for tokens in (8, 20, 64):
+            assert 0 < seconds(profile, op, tokens, 32) < 1
+    assert all(one.watts is None and one.clock_mhz is None for one in profile.op_times)
+
+
+def test_a_profile_that_was_cut_short_is_continued(measured, tmp_path):
+    _, whole = measured
+    path = tmp_path / "cut.json"
+    kept = [one for one in whole.op_times if one.op != "down"]
+    save_profile(msgspec.structs.replace(whole, op_times=tuple(kept)), path)
+    layer, empty = tiny()
+    wanted = entries(layer, (8, 32), (32,), (), 1)
+    cut = resumed(path, empty)
+    assert command.measure(cut, layer, wanted, path, max_minutes=0, seconds_each=0.003) == (cut, 2)
+    profile, left = command.measure(cut, layer, wanted, path, max_minutes=5, seconds_each=0.003)
+    assert left == 0 and list(profile.op_times[: len(kept)]) == kept
+    assert {one.op for one in profile.op_times[len(kept) :]} == {"down"}
+    assert load_profile(path) == profile
+    assert command.measure(profile, layer, wanted, path, max_minutes=5, seconds_each=0.003) == (profile, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "abacus"}, "device='abacus'"),
+        ({"model": "llama-2-7b"}, "model='llama-2-7b'"),
+        ({"versions": {"jax": "0"}}, "versions="),
+        ({"dtype": "bfloat16"}, "dtype='float32'"),
+        ({"total_sms": 132}, "total_sms=1"),
+    ],
+)
+def test_anothers_profile_is_refused(tmp_path, changes, words):
+    _, empty = tiny()
+    save_profile(msgspec.structs.replace(empty, **changes), tmp_path / "p.json")
+    with pytest.raises((ProfileError, ConfigError)) as error:
+        resumed(tmp_path / "p.json", empty)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("model", ["tiny-gemma2", "tiny-mixtral", "tiny-opt", "tiny-qwen3", "tiny-qwen3_moe"])
+def test_every_family_has_a_program_for_each_op(model):
+    layer, _ = this_device(model, open_checkpoint(str(paths.MODELS / model)).model_config, "auto", "auto")
+    for name in layer.ops:
+        program = layer.alone(Case(name, 8, 16 if name in ATTENTION else 0))
+        made = jax.eval_shape(program.function, program.given, program.kept)
+        assert made == program.kept, name
+
+
+def test_experts_are_chosen_among_those_that_are_there():
+    layer, _ = this_device("", open_checkpoint(str(paths.MODELS / "tiny-mixtral")).model_config, "auto", "auto")
+    program = layer.alone(Case("expert_up_gate", 8))
+    given = draw(program.given, layer.config.num_experts)
+    assert int(given["inputs"][0][1].experts.max()) == layer.config.num_experts - 1
+    made = program.function(given, draw(program.kept))
+    assert all(np.isfinite(leaf).all() and np.ptp(leaf) > 0 for leaf in jax.tree.leaves(made))
+
+
+def test_what_is_drawn_is_about_normal():
+    (x,) = jax.tree.leaves(draw(jax.ShapeDtypeStruct((100, 1000), jnp.float32)))
+    assert abs(float(x.mean())) < 0.02 and abs(float(x.std()) - 1) < 0.02
+    assert abs(float(jnp.corrcoef(x[:, :-1].ravel(), x[:, 1:].ravel())[0, 1])) < 0.02
+
+
+@pytest.mark.parametrize("name", ["up_gate", "attn_norm", "mlp_norm", "down", "out_proj", "qkv"])
+def test_with_fp8_what_goes_into_a_product_is_e4m3(name):
+    layer = Layer(LLAMA, REFERENCE, dtype="bfloat16", kv_dtype="float8_e4m3fn", fp8=True, platform="gpu")
+    made = jax.tree.leaves(layer.alone(Case(name, 128)).kept[0])
+    assert any(leaf.dtype == jnp.float8_e4m3fn for leaf in made) == (name in ("up_gate", "attn_norm", "mlp_norm"))
+
+
+def test_a_program_of_pairs_computes_what_its_ops_do():
+    layer, _ = tiny()
+    product, attention = Case("up_gate", 16), Case("decode_attention", 4, 40)
+    program = layer.beside(product, attention, 128, phases=2)
+    given = draw(program.given)
+    made = program.function(given, None)
+    assert len(made) == 2 * program.calls
+    c = layer.context()
+    for at, op, weights, batch, inputs, kv in (
+        (0, "decode_attention", given["attention"], given["batch"], given["queries"], given["kv"]),
+        (1, "up_gate", given["weights"][0], given["own"], given["inputs"], None),
+    ):
+        expected = layer.call(op, weights, batch, inputs, kv, c)
+        for one in made[at::2]:
+            np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
+    other = layer.batch(dataclasses.replace(attention, keys=100), 128)  # another load is data
+    assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, given["batch"])
+
+
+def test_chunks_see_the_keys_that_they_say():
+    for tokens, keys in ((2048, 256), (128, 4096), (1536, 1024), (100, 7)):
+        case = Case("chunk_attention", tokens, keys)
+        step = case.composition
+        assert step.chunk_tokens == tokens
+        assert step.count("chunk_pairs") / tokens == pytest.approx(keys + 0.5, abs=1)
+
+
+def test_what_matters_most_is_measured_first():
+    assert coarse_first([128, 256, 512, 1024, 2048]) == [2048, 128, 512, 256, 1024]
+    assert coarse_first([7]) == [7]
+    found = entries(llama(), (128, 256, 512, 768, 1024, 1536, 2048), (256, 1024, 4096), SHARES, 132)
+    pairs = [entry for entry in found if isinstance(entry, Together)]
+    assert len(pairs) == 24 and len(set(found)) == len(found)
+    assert all(pair.product.sms + pair.attention.sms == 132 for pair in pairs)
+    before = found[: found.index(pairs[0])]
+    for pair in pairs:  # its parts are known by then, alone and on their shares
+        for case in (pair.product, pair.attention):
+            for sms in (None, case.sms):
+                assert len({one.tokens for one in before if isinstance(one, Case) and (one.op, one.sms) == (case.op, sms)}) > 1
+    assert {case.op for case in found[:9] if isinstance(case, Case)} > {"up_gate", "qkv", "down"}
+
+
+def test_without_kernels_to_bound_there_are_no_shares_or_pairs():
+    layer = Layer(LLAMA, REFERENCE, dtype="bfloat16", kv_dtype="bfloat16", fp8=False, platform="gpu")
+    assert not command.bounded(layer.kernels) and command.bounded(llama().kernels)
+    assert all(isinstance(entry, Case) and entry.sms is None for entry in entries(layer, (128,), (256,), (), 132))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("up_gate", 256, sms=100),
+        Case("decode_attention", 64, 1024, 24),
+        Case("rope_append", 256),
+    ],
+    ids=lambda case: case.op,
+)
+def test_an_op_compiles_for_an_h200_and_leaves_caches_in_place(case):
+    layer = llama()
+    program = layer.alone(case)
+    mesh = h200_mesh()
+    compiled = compile_for_h200(program.function, abstract(mesh, program.given), abstract(mesh, program.kept), donate_argnums=(1,))
+    assert compiled.machine_code
+    pages = layer.pages(case, case.keys)[2]
+    assert compiled.copies(layer.cache(pages)[0].shape) == 0
+    if case.sms:
+        assert f"_{case.sms}" in compiled.hlo  # the kernel's name says its SMs
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])
+def test_pairs_compile_for_an_h200_on_two_streams(fp8):
+    product, attention = Case("up_gate", 256, sms=100), Case("decode_attention", 64, PAIR_KEYS, 32)
+    program = llama(fp8).beside(product, attention, PAIR_KEYS, phases=2)
+    mesh = h200_mesh()
+    compiled = compile_for_h200(program.function, abstract(mesh, program.given), None, options=program.options)
+    streams = {thunk.stream for thunk in compiled.thunks if thunk.kind == "kAsyncStart"}
+    assert streams == {"computation_stream[1]", "computation_stream[2]"}
+    starts = [thunk for thunk in compiled.thunks if thunk.kind == "kAsyncStart"]
+    assert len(starts) == 2 * program.calls
