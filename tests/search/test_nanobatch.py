@@ -1,0 +1,148 @@
+"""Plans that the search finds: legal, as fast as the solver says when simulated, and the plain forward when run."""
+
+import dataclasses
+
+import drawn
+import msgspec
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from searched import llama_setting, toy_setting
+
+from jaxflow.model.graph import model_graph
+from jaxflow.pipeline.handmade import phased_plan, sequential_plan
+from jaxflow.pipeline.order import check
+from jaxflow.pipeline.plan import borders, from_json, to_json
+from search.cyclic import SearchError
+from search.nanobatch import search
+from search.simulate import simulate
+from search.structure import Load
+
+TINY = drawn.config_of("tiny-llama")
+POINTWISE = ("attn_norm", "mlp_norm", "rope_append")
+
+
+def graph_of(tp=1, layers=16):
+    """Of a model like tiny-llama, but deeper: a pipeline that is full for some layers."""
+    config = dataclasses.replace(TINY, layers=TINY.layers[-1:] * layers)
+    return model_graph(config, tp)
+
+
+def times_of(graph, draw) -> dict[str, float]:
+    return {op.name: (0.2 if op.name in POINTWISE else draw()) for op in graph.layers[-1]}
+
+
+MODES = {
+    "all": {},
+    "memory": {"overlap": ("memory",)},
+    "network": {"overlap": ("network",), "split": True},
+    "nano-batches": {"overlap": (), "split": True},
+    "sequential": {"overlap": (), "nano_batches": 1},
+}
+
+
+def simulated(setting, plan, load=None):
+    return simulate(plan, setting.graph, setting.shares, load or setting.load, device=setting.device, power=setting.power)
+
+
+@pytest.mark.parametrize(("mode", "tp"), [("all", 1), ("all", 2), ("memory", 1), ("network", 2), ("nano-batches", 1), ("sequential", 2)])
+def test_the_simulation_agrees_with_the_solver(mode, tp):
+    graph = graph_of(tp)
+
+    @settings(max_examples=1, deadline=None, phases=[Phase.explicit, Phase.generate])
+    @given(data=st.data())
+    def law(data):
+        times = times_of(graph, lambda: float(data.draw(st.integers(1, 8))))
+        setting = toy_setting(graph, times, data.draw(st.sampled_from((8, 16))), most_shares=2, **MODES[mode])
+        found = search(setting, time_limit_s=2)
+        check(found.plan, graph)
+        period_s = simulated(setting, found.plan).period_s
+        assert found.bound_s * 0.998 <= period_s <= found.period_s * 1.002  # equal where the solver had time to prove its answer
+        assert found.stage_one_s <= found.period_s * (1 + 1e-6)
+        assert found.bound_s <= found.period_s
+        if mode != "nano-batches" and mode != "network":
+            assert found.period_s <= found.sequential_s * (1 + 1e-6)
+
+    law()
+
+
+def test_attention_beside_products_is_found_and_is_all_that_overlaps():
+    """Products 8, attention 6 of the device's time: products alone remain, but for what attention's SMs take from them."""
+    times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 0.0) | {"qkv": 1.0, "out_proj": 1.0, "up_gate": 4.0, "down": 2.0}
+    setting = toy_setting(graph_of(), times | {"decode_attention": 6.0}, decodes=16, most_shares=2)
+    found = search(setting, time_limit_s=10)
+    assert found.sequential_s == pytest.approx(14.0)
+    assert found.period_s < 0.85 * found.sequential_s
+    entries = simulated(setting, found.plan).entries
+    for one in entries:
+        for other in entries:
+            if one.start_s < other.start_s < one.stop_s and other.stop_s > other.start_s:
+                assert {"decode_attention"} & {one.run.op.name, other.run.op.name}, (one, other)
+
+
+def test_what_cannot_overlap_is_left_sequential():
+    """Without attention there is nothing to hide: cutting only costs."""
+    times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0) | {"decode_attention": 0.0, "rope_append": 0.0}
+    found = search(toy_setting(graph_of(), times, decodes=0, fixed=0.1), time_limit_s=5)
+    assert found.plan.name == "sequential" and found.cuts == ()
+    assert [nano.op for nano in found.plan.nano_ops] == [nano.op for nano in sequential_plan(TINY, 16).nano_ops]
+
+
+def test_an_op_may_leave_out_a_cut():
+    """Reading its weights twice costs `down` more than it gains: it stays whole while attention overlaps others."""
+    times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 0.0) | {
+        "qkv": 4.0,
+        "out_proj": 4.0,
+        "up_gate": 4.0,
+        "decode_attention": 4.0,
+    }
+    setting = toy_setting(graph_of(), times, decodes=16)
+    profile = setting.shares.profile
+    whole = tuple(msgspec.structs.replace(one, seconds=6.0) if one.op == "down" else one for one in profile.op_times)
+    shares = type(setting.shares)(msgspec.structs.replace(profile, op_times=whole), setting.graph)
+    found = search(dataclasses.replace(setting, shares=shares, split=True), time_limit_s=30)
+    assert sum(nano.op == "down" for nano in found.plan.nano_ops) == 1
+    assert sum(nano.op == "decode_attention" for nano in found.plan.nano_ops) == 2
+
+
+def test_llama_on_a_modelled_h200():
+    setting = llama_setting(2048, 1024, 512, most_shares=2, step=1024)
+    found = search(setting, time_limit_s=30)
+    check(found.plan, setting.graph)
+    timeline = simulated(setting, found.plan)
+    assert timeline.period_s == pytest.approx(found.period_s, rel=2e-3)
+    assert setting.energy_s([(0, 2048)]) < found.period_s < 0.95 * found.sequential_s
+    fewer = simulated(setting, found.plan, Load(2048, 200, 1280.0, 500.0))  # the counts are data: the plan stays, its time changes
+    assert 0.5 * timeline.step_s < fewer.step_s < timeline.step_s
+    assert from_json(to_json(found.plan)) == found.plan
+    assert all(nano.sms is None or nano.sms <= 132 for nano in found.plan.nano_ops)
+
+
+def test_a_plan_by_hand_is_simulated_too():
+    setting = llama_setting(2048, 1024, 512)
+    config = dataclasses.replace(TINY, layers=TINY.layers[:1] * 32)
+    sequential = simulated(setting, sequential_plan(config, 2048))
+    phased = simulated(setting, phased_plan(config, 2048, 384, sms=(40, 92)))
+    assert phased.step_s < sequential.step_s
+    assert sequential.step_s == pytest.approx(32 * search(llama_setting(2048, 1024, 512, overlap=(), nano_batches=1)).period_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(("tp", "numbers"), [(2, {}), (1, {"fp8": True, "kv": "float8_e4m3fn"})], ids=["float32", "fp8"])
+@settings(max_examples=1, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_found_plans_are_the_plain_forward(tp, numbers, data):
+    """Law 1, also where fewer decodes come than the plan was made for, and none."""
+    bench = drawn.Bench(TINY, tp, **numbers)
+    times = times_of(bench.graph, lambda: float(data.draw(st.integers(2, 8))))
+    found = search(toy_setting(bench.graph, times, 8, most_shares=2, split=True, quantized=bench.fp8), time_limit_s=3)
+    assert {nano.stream for nano in found.plan.nano_ops} == {0, 1, 2}
+    steps = (drawn.step(TINY, 16, borders(found.plan), *work) for work in ((8, (8,)), (3, (9, 4)), (0, (16,))))
+    bench.check(found.plan, *steps)
+
+
+def test_what_leaves_no_plan_is_named():
+    times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0)
+    with pytest.raises(SearchError, match="nano_batches=1"):
+        search(toy_setting(graph_of(), times, split=True, nano_batches=1))
+    with pytest.raises(SearchError, match="cut at a multiple of 16"):
+        search(dataclasses.replace(toy_setting(graph_of(), times, split=True), step=16))
