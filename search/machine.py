@@ -3,14 +3,15 @@
   python -m search machine --name here --disk_dir /scratch --output here.json
   python -m search machine --runs runs.json --output here.json
 
-Times each curve of `search.machine_curves` at several sizes, the best of a few runs each, on random data. The device is JAX's; on
-CPU it is the host itself, and its link a copy. Reads of the disk are made after its pages were dropped from the cache.
+Times each curve of `search.machine_curves` at several sizes, the best of a few runs each, on random data that no cache holds. The
+device is JAX's; on CPU it is the host itself, and its link a copy. Files are read after their pages were dropped from the cache.
 """
 
+import functools
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,51 +87,48 @@ def measure(name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 
     sizes = [largest_mb * MEGA >> shift for shift in (6, 4, 2, 0)]
     points: dict[str, list[Point]] = {curve: [] for curve in CURVES}
 
-    def add(curve: str, units: float, work: Callable[[], Any]) -> None:
-        points[curve].append(Point(float(units), _best(work, repeats)))
+    def add(curve: str, units: float, works: Sequence[Callable[[], Any]]) -> None:
+        points[curve].append(Point(float(units), _best(works, repeats)))
         logging.info("%s: %.3g in %.3g s", curve, units, points[curve][-1].seconds)
 
     pinned = "pinned_host" in {memory.kind for memory in device.addressable_memories()} and device.platform != "cpu"
     here = SingleDeviceSharding(device)
     away = SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
     read = jax.jit(jnp.max)
+    pool = np.random.default_rng(0).integers(0, 256, 2 * sizes[-1], np.uint8)
     for size in sizes:
-        data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-        on_device = jax.device_put(data, here)
+        chunks = np.split(pool, 2 * sizes[-1] // size)[: repeats + 1]
+        on_device = [jax.device_put(chunk, here) for chunk in chunks]
         if away is None:  # the host's memory is the device's: a transfer is a copy
-            target = np.empty_like(data)
-            add("host_to_device", size, lambda data=data, target=target: np.copyto(target, data))
-            add("device_to_host", size, lambda data=data, target=target: np.copyto(data, target))
+            targets = [np.zeros_like(chunk) for chunk in chunks]
+            add("host_to_device", size, [functools.partial(np.copyto, *pair) for pair in zip(targets, chunks, strict=True)])
+            add("device_to_host", size, [functools.partial(np.copyto, *pair) for pair in zip(chunks, targets, strict=True)])
         else:
-            on_host = jax.device_put(on_device, away)
-            add("host_to_device", size, lambda x=on_host: jax.device_put(x, here))
-            add("device_to_host", size, lambda x=on_device: jax.device_put(x, away))
-        add("device_memory", size, lambda x=on_device: read(x))
+            on_host = [jax.device_put(x, away) for x in on_device]
+            add("host_to_device", size, [functools.partial(jax.device_put, x, here) for x in on_host])
+            add("device_to_host", size, [functools.partial(jax.device_put, x, away) for x in on_device])
+        add("device_memory", size, [functools.partial(read, x) for x in on_device])
     with tempfile.TemporaryDirectory(dir=disk_dir) as folder:
         for size in sizes:
             path = Path(folder) / "tensor"
             data = np.random.default_rng(size).bytes(size)
-            add("host_to_disk", size, lambda path=path, data=data: _write(path, data))
-            add("disk_to_host", size, lambda path=path: _read(path))
+            add("host_to_disk", size, [functools.partial(_write, path, data)])
+            add("disk_to_host", size, [functools.partial(_read, path)])
+    product = jax.jit(jnp.matmul)
     width = 4096 if device.platform != "cpu" else 1024
     for rows in (width // 16, width // 4, width, 2 * width):
         x, w = (_random(rows, shape) for shape in ((rows, width), (width, width)))
-        product = jax.jit(jnp.matmul)
-        add("device_products", 2 * rows * width * width, lambda x=x, w=w, product=product: product(x, w))
+        add("device_products", 2 * rows * width * width, [functools.partial(product, x, w)])
     for tokens in (64, 128, 256, 512):
-        q, k, v = _query_key_value(tokens, tokens)
-        add("device_attention", 4 * _HEADS * _HEAD_DIM * tokens * tokens, lambda q=q, k=k, v=v: _prompt_attention(q, k, v))
+        q, k, v = (_random(seed, (1, tokens, _HEADS, _HEAD_DIM)) for seed in range(3))
+        add("device_attention", 4 * _HEADS * _HEAD_DIM * tokens * tokens, [functools.partial(_prompt_attention, q, k, v)])
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         for sequences in (1, 2, 4, 8):
-            q, k, v = _query_key_value(sequences, sequences * _KEYS)
-            add("host_attention", k.nbytes + v.nbytes, lambda q=q, k=k, v=v: _decode_attention(q, k, v))
+            q = _random(0, (sequences, _HEADS, _HEAD_DIM))
+            cache = [_random(seed, (sequences, 2, _HEADS, _KEYS, _HEAD_DIM)) for seed in range(min(repeats, 3))]
+            add("host_attention", cache[0].nbytes, [functools.partial(_decode_attention, q, kv) for kv in cache])
     method = f"best of {repeats} runs, JAX {jax.__version__} on {device.device_kind}, {os.cpu_count()} host cores"
     return Measured(name=name, method=method, points=points)
-
-
-def _query_key_value(queries: int, keys: int) -> tuple[jax.Array, ...]:
-    shapes = ((queries, _HEADS, _HEAD_DIM), (keys, _HEADS, _HEAD_DIM), (keys, _HEADS, _HEAD_DIM))
-    return tuple(_random(i, shape) for i, shape in enumerate(shapes))
 
 
 def _random(seed: int, shape: tuple[int, ...]) -> jax.Array:
@@ -139,14 +137,22 @@ def _random(seed: int, shape: tuple[int, ...]) -> jax.Array:
 
 @jax.jit
 def _prompt_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
 @jax.jit
-def _decode_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """A token of each sequence against its own keys."""
-    k, v = (x.reshape(q.shape[0], -1, *x.shape[1:]) for x in (k, v))
-    return jax.nn.dot_product_attention(q[:, None], k, v)
+def _decode_attention(q: jax.Array, kv: jax.Array) -> jax.Array:
+    """A token of each sequence against its own keys: q [B, N, H], kv [B, 2, N, keys, H].
+
+    One sequence after the other, whose numbers in between stay in the cache; products as sums, which XLA fuses on a CPU.
+    """
+
+    def one(both: tuple[jax.Array, jax.Array]) -> jax.Array:
+        query, (keys, values) = both[0].astype(jnp.float32), both[1].astype(jnp.float32)
+        weights = jax.nn.softmax((query[:, None] * keys).sum(-1) / _HEAD_DIM**0.5)
+        return (weights[..., None] * values).sum(1)
+
+    return jax.lax.map(one, (q, kv))
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -162,12 +168,12 @@ def _read(path: Path) -> bytes:
         return file.read()
 
 
-def _best(work: Callable[[], Any], repeats: int) -> float:
-    """Seconds of the fastest of some runs, after one that warms up."""
-    jax.block_until_ready(work())
+def _best(works: Sequence[Callable[[], Any]], repeats: int) -> float:
+    """Seconds of the fastest of some runs, which take turns, after one that warms up."""
+    jax.block_until_ready(works[0]())
     found = []
-    for _ in range(repeats):
+    for run in range(1, repeats + 1):
         start = time.perf_counter()
-        jax.block_until_ready(work())
+        jax.block_until_ready(works[run % len(works)]())
         found.append(time.perf_counter() - start)
     return min(found)
