@@ -70,7 +70,7 @@ def test_runs_that_cannot_be_read_are_refused(tmp_path):
 
 @pytest.mark.parametrize(("block", "latency_s"), [(1, 159), (2, 172), (4, 174), (8, 183), (16, 190), (32, 253), (64, 359), (144, 559)])
 def test_the_front_is_that_of_table_20(block, latency_s):
-    """OPT-30B: the shortest latency of each block that the authors report, of which the first and the last are also among the runs fitted to."""
+    """OPT-30B: the shortest latency of each block that the authors report; the first and the last are also among the runs fitted to."""
     sizes = [size for size in GPU_BATCH_SIZES if block % size == 0]
     found = [solve(work("opt-30b"), T4, TABLE_1, Choice(size, block // size, host_attention=True), Options()) for size in sizes]
     assert min(one[0] for one in found if one) == pytest.approx(latency_s, rel=0.2)
