@@ -182,17 +182,19 @@ class Layer:
         rounds = self.rounds(case, copies)
 
         def function(given: Any, kept: Any) -> Any:
-            def body(i: Any, kept: Any) -> Any:
-                # The inputs are others in each round, as far as XLA knows, so that no call is left out.
-                return [
-                    call(w, given["batch"], lax.optimization_barrier((x, i))[0], before[1] if appends else given["kv"])
-                    for w, x, before in zip(given["weights"], given["inputs"], kept, strict=True)
+            def body(_: Any, kept: Any) -> Any:
+                made = [
+                    call(w, given["batch"], x, before[1] if appends else given["kv"])
+                    for w, x, before in zip(given["weights"], kept["inputs"], kept["made"], strict=True)
                 ]
+                # The inputs of the next round come with what this one made, all of it: else XLA sees that rounds are equal, and does one.
+                inputs, made = streams.together([kept["inputs"], made])
+                return {"inputs": inputs, "made": made}
 
             return lax.fori_loop(0, rounds, body, kept)
 
-        given = {"batch": batch, "weights": [weights] * copies, "inputs": [inputs] * copies, "kv": None if appends else kv}
-        return Program(function, given, [outputs] * copies, copies * rounds)
+        given = {"batch": batch, "weights": [weights] * copies, "kv": None if appends else kv}
+        return Program(function, given, {"inputs": [inputs] * copies, "made": [outputs] * copies}, copies * rounds)
 
     def beside(self, first: Case, second: Case, most_keys: int, phases: int = PHASES) -> Program:
         """Products on stream 2 beside attention on stream 1, joined after each call of both. Attention's batch is data."""

@@ -1,6 +1,7 @@
 """Measuring ops: a real profile of a tiny model where the tests run, and the programs for an H200 as its compiler sees them."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -97,12 +98,21 @@ def test_every_family_has_a_program_for_each_op(model):
         assert made == program.kept, name
 
 
+@pytest.mark.parametrize("case", [Case("down", 8), Case("attn_norm", 8), Case("chunk_attention", 8, 16)], ids=lambda case: case.op)
+def test_every_round_is_run(case):
+    """What a program does grows with its rounds: XLA takes no op out of the loop."""
+    compiled = tiny()[0].alone(case).compile().as_text()
+    bodies = re.findall(r"body=%?([\w.-]+)", compiled)
+    loops = [re.search(rf"^%?{re.escape(name)} .*?^}}", compiled, re.M | re.S)[0] for name in bodies]
+    assert any("call(" in loop or "fusion(" in loop or "dot(" in loop for loop in loops), compiled
+
+
 def test_experts_are_chosen_among_those_that_are_there():
     layer, _ = this_device("", open_checkpoint(str(paths.MODELS / "tiny-mixtral")).model_config, "auto", "auto")
     program = layer.alone(Case("expert_up_gate", 8))
-    given = draw(program.given, layer.config.num_experts)
-    assert int(given["inputs"][0][1].experts.max()) == layer.config.num_experts - 1
-    made = program.function(given, draw(program.kept))
+    given, kept = draw(program.given), draw(program.kept, layer.config.num_experts)
+    assert int(kept["inputs"][0][1].experts.max()) == layer.config.num_experts - 1
+    made = program.function(given, kept)["made"]
     assert all(np.isfinite(leaf).all() and np.ptp(leaf) > 0 for leaf in jax.tree.leaves(made))
 
 
@@ -115,7 +125,7 @@ def test_what_is_drawn_is_about_normal():
 @pytest.mark.parametrize("name", ["up_gate", "attn_norm", "mlp_norm", "down", "out_proj", "qkv"])
 def test_with_fp8_what_goes_into_a_product_is_e4m3(name):
     layer = Layer(LLAMA, REFERENCE, dtype="bfloat16", kv_dtype="float8_e4m3fn", fp8=True, platform="gpu")
-    made = jax.tree.leaves(layer.alone(Case(name, 128)).kept[0])
+    made = jax.tree.leaves(layer.alone(Case(name, 128)).kept["made"])
     assert any(leaf.dtype == jnp.float8_e4m3fn for leaf in made) == (name in ("up_gate", "attn_norm", "mlp_norm"))
 
 
@@ -182,6 +192,8 @@ def test_an_op_compiles_for_an_h200_and_leaves_caches_in_place(case):
     mesh = h200_mesh()
     compiled = compile_for_h200(program.function, abstract(mesh, program.given), abstract(mesh, program.kept), donate_argnums=(1,))
     assert compiled.machine_code
+    kernels = [thunk for thunk in compiled.thunks if thunk.kind in ("kCustomCall", "kKernel", "kMosaicGpu", "kCustomKernel", "kGemm")]
+    assert max(thunk.depth for thunk in kernels) > 0, compiled.thunks
     pages = layer.pages(case, case.keys)[2]
     assert compiled.copies(layer.cache(pages)[0].shape) == 0
     if case.sms:
