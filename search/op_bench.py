@@ -31,6 +31,7 @@ PAGE_SIZE = 64
 PHASES = 12  # of a program of pairs: how often the two streams are joined
 _COLD_BYTES = 256 << 20  # of weights that are read in turn on a GPU: several times its L2
 _MOST_CACHE_BYTES = 8 << 30  # beyond, rows share pages, which no L2 notices
+_BODY_S, _MOST_CALLS = 3e-4, 32  # that a loop's body should last on a GPU, and calls in it
 _GUESSED_RATES = {"gpu": (4e14, 3e12, 5e-3), "cpu": (5e10, 1e10, 2e-3)}  # FLOP/s, bytes/s, seconds that a program should last
 
 
@@ -177,24 +178,26 @@ class Layer:
         copies = self.copies(weights)
         appends, attends = case.op == "rope_append", self.ops[case.op].kind == "attention"
         kv = self.cache(pages) if appends or attends else None
-        call = functools.partial(self.call, case.op, c=c)
+        call = jax.jit(functools.partial(self.call, case.op, c=c))  # jitted, so that all calls share one lowering
         outputs = jax.eval_shape(lambda w, x, kv: call(w, batch, x, kv), weights, inputs, kv)
-        rounds = self.rounds(case, copies)
+        turns, rounds = self.rounds(case, copies)
 
         def function(given: Any, kept: Any) -> Any:
             def body(_: Any, kept: Any) -> Any:
-                made = [
-                    call(w, given["batch"], x, before[1] if appends else given["kv"])
-                    for w, x, before in zip(given["weights"], kept["inputs"], kept["made"], strict=True)
-                ]
-                # The inputs of the next round come with what this one made, all of it: else XLA sees that rounds are equal, and does one.
-                inputs, made = streams.together([kept["inputs"], made])
+                inputs, made = kept["inputs"], kept["made"]
+                for _ in range(turns):
+                    made = [
+                        call(w, given["batch"], x, before[1] if appends else given["kv"])
+                        for w, x, before in zip(given["weights"], inputs, made, strict=True)
+                    ]
+                    # The next inputs come with what was made, all of it: else XLA sees that rounds are equal, and does one.
+                    inputs, made = streams.together([inputs, made])
                 return {"inputs": inputs, "made": made}
 
             return lax.fori_loop(0, rounds, body, kept)
 
         given = {"batch": batch, "weights": [weights] * copies, "kv": None if appends else kv}
-        return Program(function, given, {"inputs": [inputs] * copies, "made": [outputs] * copies}, copies * rounds)
+        return Program(function, given, {"inputs": [inputs] * copies, "made": [outputs] * copies}, copies * turns * rounds)
 
     def beside(self, first: Case, second: Case, most_keys: int, phases: int = PHASES) -> Program:
         """Products on stream 2 beside attention on stream 1, joined after each call of both. Attention's batch is data."""
@@ -243,12 +246,13 @@ class Layer:
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
         return min(8, max(2, -(-_COLD_BYTES // max(1, size)))) if size > _COLD_BYTES // 64 else 2
 
-    def rounds(self, case: Case, copies: int) -> int:
-        """How often the sets are gone through, for a program of a few milliseconds."""
+    def rounds(self, case: Case, copies: int) -> tuple[int, int]:
+        """How often the sets are gone through in the loop's body (a round costs a GPU some microseconds), and in how many rounds."""
         flops, moved, lasting = _GUESSED_RATES.get(self.platform, _GUESSED_RATES["cpu"])
         work = self.ops[case.op].work(case.composition)
-        call = 2e-6 + max(work.flops / flops, work.memory_bytes / moved)
-        return min(256, max(1, round(lasting / call / copies)))
+        turn = copies * (2e-6 + max(work.flops / flops, work.memory_bytes / moved))
+        turns = max(1, min(_MOST_CALLS // copies, round(_BODY_S / turn))) if self.platform == "gpu" else 1
+        return turns, min(256, max(1, round(lasting / turn / turns)))
 
 
 def draw(tree: Any, experts: int = 1, seed: int = 0) -> Any:
