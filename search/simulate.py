@@ -46,9 +46,11 @@ class Timeline:
 
     @property
     def period_s(self) -> float:
-        """A layer's time once the pipeline is full: the mean over the second half but the last two layers."""
-        ends = [max(entry.stop_s for entry in self.entries if entry.run.layer == layer) for layer in range(self.layers)]
-        first, last = self.layers // 2, max(self.layers - 3, self.layers // 2 + 1)
+        """A layer's time once the pipeline is full: the mean over the second half but the last two layers, of few layers what there is."""
+        ends = [0.0, *(max(entry.stop_s for entry in self.entries if entry.run.layer == layer) for layer in range(self.layers))]
+        first = (self.layers + 1) // 2
+        last = max(self.layers - 2, first + 1) if self.layers > 1 else 1
+        first = min(first, last - 1)
         return max((ends[last] - ends[first]) / (last - first), self.energy_s / self.layers)
 
 
