@@ -98,7 +98,7 @@ def test_a_port_in_use_is_one_line_and_an_exit_code():
     ("arguments", "says"),
     [
         (("--model=/no/such/model",), "/no/such/model"),
-        (("--model", MODEL, "--quantization=fp8"), "quantization='fp8'"),
+        (("--model", MODEL, "--quantization=int3"), "quantization='int3'"),
     ],
 )
 def test_a_setting_that_cannot_work_is_one_line_and_an_exit_code(arguments, says):
