@@ -5,11 +5,7 @@
 Prints one line a case; the errors are ‖kernel − twin‖ / ‖twin‖ on fresh random ragged inputs, the rates are of keys and values read.
 """
 
-import argparse
 import functools
-import json
-import shlex
-import sys
 import time
 
 import jax
@@ -17,18 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
+from pallas_kernels.checks import script
 from pallas_kernels.checks.inputs import PAGE, error, page_tables, poison, random_pages
+from pallas_kernels.checks.script import say
 from pallas_kernels.checks.timing import sustained
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_work import decode_work
 from pallas_kernels.tiles import DecodeTile, decode_tile
 
 TOLERANCE = 6e-3  # bfloat16 operands and weights against float32
-
-
-def say(rows: list, **row):
-    rows.append(row)
-    print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
 
 def exact(twin, q, k, v, *rest, **kw):
@@ -180,31 +173,9 @@ def decodes(rows, seconds):
     time_decode(rows, seconds, "64 x 1100", [1100] * 64, caches=8, variants=[(132, DecodeTile(2, 6)), (132, DecodeTile(1, 12))])
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
-    parser.add_argument("--only", default="check,decode", help="which parts, separated by commas")
-    parser.add_argument("--share", default="0/1", help="i/n: every n-th of the checks from the i-th on, for several processes")
-    parser.add_argument("--json", help="write the figures to this file")
-    args = parser.parse_args()
-    rows: list = []
-    share = tuple(int(x) for x in args.share.split("/"))
-    parts = {
-        "check": lambda: checks(rows, share),
-        "decode": lambda: decodes(rows, args.seconds),
-    }
-    for part in args.only.split(","):
-        start = time.perf_counter()
-        parts[part]()
-        print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
-        if args.json:
-            with open(args.json, "w") as f:
-                command = shlex.join(["python", "-m", "pallas_kernels.checks.attention", *sys.argv[1:]])
-                json.dump({"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
-    bad = [r for r in rows if r.get("ok") is False]
-    print(f"{len(bad)} checks failed" if bad else "all checks passed")
-    raise SystemExit(bool(bad))
-
-
 if __name__ == "__main__":
-    main()
+    script.main(
+        "attention",
+        __doc__,
+        {"check": lambda rows, share, _: checks(rows, share), "decode": lambda rows, _, seconds: decodes(rows, seconds)},
+    )

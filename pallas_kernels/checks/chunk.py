@@ -6,11 +6,7 @@ Prints one line a case; the errors are ‖kernel − twin‖ / ‖twin‖ on fre
 causal mask leaves.
 """
 
-import argparse
 import functools
-import json
-import shlex
-import sys
 import time
 
 import jax
@@ -18,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
-from pallas_kernels.checks.attention import exact, queries, say
+from pallas_kernels.checks import script
+from pallas_kernels.checks.attention import exact, queries
 from pallas_kernels.checks.inputs import error, page_tables, poison, random_pages
+from pallas_kernels.checks.script import say
 from pallas_kernels.checks.timing import sustained
 from pallas_kernels.chunk_attention import chunk_attention
 from pallas_kernels.chunk_work import chunk_work
@@ -149,26 +147,7 @@ def timings(rows, seconds):
     timed_cudnn(rows, seconds, "2048 x 32768 unmasked", 1, 2048, 32768, False, calls=2)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
-    parser.add_argument("--only", default="check,time", help="which parts, separated by commas")
-    parser.add_argument("--share", default="0/1", help="i/n: every n-th of the checks from the i-th on, for several processes")
-    parser.add_argument("--json", help="write the figures to this file")
-    args = parser.parse_args()
-    rows: list = []
-    first, step = (int(x) for x in args.share.split("/"))
-    parts = {"check": lambda: checks(rows, (first, step)), "time": lambda: timings(rows, args.seconds)}
-    for part in args.only.split(","):
-        parts[part]()
-        if args.json:
-            with open(args.json, "w") as f:
-                command = shlex.join(["python", "-m", "pallas_kernels.checks.chunk", *sys.argv[1:]])
-                json.dump({"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
-    bad = [row for row in rows if row.get("ok") is False]
-    print(f"{len(bad)} checks failed" if bad else "all checks passed")
-    raise SystemExit(bool(bad))
-
-
 if __name__ == "__main__":
-    main()
+    script.main(
+        "chunk", __doc__, {"check": lambda rows, share, _: checks(rows, share), "time": lambda rows, _, seconds: timings(rows, seconds)}
+    )

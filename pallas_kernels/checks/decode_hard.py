@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
-from pallas_kernels.checks.attention import TOLERANCE, cached, exact, say
+from pallas_kernels.checks import script
+from pallas_kernels.checks.attention import TOLERANCE, cached, exact
 from pallas_kernels.checks.inputs import PAGE, error, page_tables, poison, random_pages
+from pallas_kernels.checks.script import say
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_work import decode_work
 from pallas_kernels.tiles import SMS, decode_tile
@@ -101,13 +103,7 @@ def graphs(rows, rng, steps=1000, layers=8):
         say(rows, what="graphs", ok=same, steps=steps, layers=layers, cache=jnp.dtype(dtype).name)
 
 
-def main():
-    rows, rng = [], np.random.default_rng()
-    adversarial(rows, rng)
-    graphs(rows, rng)
-    far_offsets(rows, rng)
-    raise SystemExit(any(not row["ok"] for row in rows))
-
-
 if __name__ == "__main__":
-    main()
+    rng = np.random.default_rng()
+    parts = {"adversarial": adversarial, "graphs": graphs, "far": far_offsets}
+    script.main("decode_hard", __doc__, {name: lambda rows, *_, part=part: part(rows, rng) for name, part in parts.items()})

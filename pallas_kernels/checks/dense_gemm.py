@@ -5,13 +5,9 @@
 Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands; weights are rotated so that none is in the L2 cache when it is read.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 import math
-import shlex
-import sys
 import time
 
 import jax
@@ -20,20 +16,12 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import reference
+from pallas_kernels.checks import script
+from pallas_kernels.checks.script import L2_BYTES, SHAPES, say
 from pallas_kernels.checks.timing import interleaved
 from pallas_kernels.dense_gemm import dense_gemm
 
-L2_BYTES = 60e6
-SHAPES = {  # [N, K] of a layer's products, and whether gates and ups alternate in N
-    "8B": {"qkv": (6144, 4096), "out_proj": (4096, 4096), "up_gate": (28672, 4096), "down": (4096, 14336)},
-    "70B/tp4": {"qkv": (2560, 8192), "out_proj": (8192, 2048), "up_gate": (14336, 8192), "down": (8192, 7168)},
-}
 MLP = {"gate_block": 64, "activation": "silu"}
-
-
-def say(rows: list, **row):
-    rows.append(row)
-    print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -172,33 +160,9 @@ def layer(rows, share, seconds):
         say(rows, what="layer ratio", m=m, ratio=got["xla"].us / got["dense_gemm"].us)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
-    parser.add_argument("--only", default="check,shapes,bounded,layer", help="which parts, separated by commas")
-    parser.add_argument("--share", default="0/1", help="i/n: every n-th case from the i-th on, for several processes")
-    parser.add_argument("--json", help="write the figures to this file")
-    args = parser.parse_args()
-    rows: list = []
-    share = tuple(int(x) for x in args.share.split("/"))
-    parts = {
-        "check": lambda: checks(rows, share),
-        "shapes": lambda: times_of_shapes(rows, share, args.seconds),
-        "bounded": lambda: bounded(rows, share, args.seconds),
-        "layer": lambda: layer(rows, share, args.seconds),
-    }
-    for part in args.only.split(","):
-        start = time.perf_counter()
-        parts[part]()
-        print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
-        if args.json:
-            with open(args.json, "w") as f:
-                command = shlex.join(["python", "-m", "pallas_kernels.checks.dense_gemm", *sys.argv[1:]])
-                json.dump({"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
-    bad = [r for r in rows if r.get("ok") is False]
-    print(f"{len(bad)} checks failed" if bad else "all checks passed")
-    raise SystemExit(bool(bad))
-
-
 if __name__ == "__main__":
-    main()
+    script.main(
+        "dense_gemm",
+        __doc__,
+        {"check": lambda rows, share, _: checks(rows, share), "shapes": times_of_shapes, "bounded": bounded, "layer": layer},
+    )

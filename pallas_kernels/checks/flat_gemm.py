@@ -6,12 +6,8 @@ Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands. Weight
 device: its buffers stay where they are, so a CUDA graph is recorded once and not for every program.
 """
 
-import argparse
 import functools
-import json
 import math
-import shlex
-import sys
 import time
 
 import jax
@@ -20,22 +16,16 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import reference
+from pallas_kernels.checks import script
+from pallas_kernels.checks.script import L2_BYTES, say
 from pallas_kernels.checks.timing import sustained
 from pallas_kernels.flat_gemm import flat_gemm
 from pallas_kernels.int4_gemm import int4_gemm
 from pallas_kernels.reference.int4 import dequantize_int4, quantize_int4
 
-L2_BYTES = 60e6
-SHAPES = {  # [N, K] of a layer's products and of the head
-    "8B": {"qkv": (6144, 4096), "out_proj": (4096, 4096), "up_gate": (28672, 4096), "down": (4096, 14336), "lm_head": (128256, 4096)},
-    "70B/tp4": {"qkv": (2560, 8192), "out_proj": (8192, 2048), "up_gate": (14336, 8192), "down": (8192, 7168), "lm_head": (32064, 8192)},
-}
+HEADS = {"8B": {"lm_head": (128256, 4096)}, "70B/tp4": {"lm_head": (32064, 8192)}}
+SHAPES = {model: ops | HEADS[model] for model, ops in script.SHAPES.items()}  # [N, K], of a layer and of the head
 GATED = {"gate_block": 64, "activation": "silu"}
-
-
-def say(rows: list, **row):
-    rows.append(row)
-    print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
 
 def normal(key, *shape, scale=1.0) -> jax.Array:
@@ -160,30 +150,5 @@ def times_of_int4(rows, share, seconds):
     say(rows, what="int4 / flat, geometric mean", ratio=geomean(ratios), least=min(ratios))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
-    parser.add_argument("--only", default="check,flat,int4", help="which parts, separated by commas")
-    parser.add_argument("--share", default="0/1", help="i/n: every n-th case from the i-th on, for several processes")
-    parser.add_argument("--json", help="write the figures to this file")
-    args = parser.parse_args()
-    rows: list = []
-    share = tuple(int(x) for x in args.share.split("/"))
-    parts = {
-        "check": lambda: checks(rows, share),
-        "flat": lambda: times_of_flat(rows, share, args.seconds),
-        "int4": lambda: times_of_int4(rows, share, args.seconds),
-    }
-    for part in args.only.split(","):
-        parts[part]()
-        if args.json:
-            with open(args.json, "w") as f:
-                command = shlex.join(["python", "-m", "pallas_kernels.checks.flat_gemm", *sys.argv[1:]])
-                json.dump({"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
-    bad = [r for r in rows if r.get("ok") is False]
-    print(f"{len(bad)} checks failed" if bad else "all checks passed")
-    raise SystemExit(bool(bad))
-
-
 if __name__ == "__main__":
-    main()
+    script.main("flat_gemm", __doc__, {"check": lambda rows, share, _: checks(rows, share), "flat": times_of_flat, "int4": times_of_int4})

@@ -5,12 +5,8 @@
 Prints one line a case; errors are ‖kernel − exact‖ / ‖exact‖ of the same e4m3 operands, summed in float32.
 """
 
-import argparse
 import functools
-import json
 import math
-import shlex
-import sys
 import time
 
 import jax
@@ -19,6 +15,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import reference
+from pallas_kernels.checks import script
+from pallas_kernels.checks.script import L2_BYTES, SHAPES, say
 from pallas_kernels.checks.timing import interleaved
 from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
 from pallas_kernels.fp8_gemm import fp8_gemm
@@ -27,17 +25,7 @@ from pallas_kernels.reference.gemm import activate, gate_mul
 from pallas_kernels.reference.quantize import E4M3_MAX, dequantize, quantize_blocks, quantize_rows, to_e4m3
 
 E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
-SHAPES = {  # [N, K]
-    "8B": {"qkv": (6144, 4096), "out_proj": (4096, 4096), "up_gate": (28672, 4096), "down": (4096, 14336)},
-    "70B/tp4": {"qkv": (2560, 8192), "out_proj": (8192, 2048), "up_gate": (14336, 8192), "down": (8192, 7168)},
-}
 GATE = {"activation": "silu", "gate_block": 64}
-L2_BYTES = 60 << 20
-
-
-def say(rows: list, **row):
-    rows.append(row)
-    print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
 
 def quantized(x: jax.Array, scales: str) -> Quantized:
@@ -228,33 +216,14 @@ def layer(rows, share, seconds):
         say(rows, what="layer ratio", m=m, ratio=times["xla"].us / times["fp8"].us)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
-    parser.add_argument("--only", default="check,shapes,flat,layer", help="which parts, separated by commas")
-    parser.add_argument("--share", default="0/1", help="i/n: every n-th case from the i-th on, for several processes")
-    parser.add_argument("--json", help="write the figures to this file")
-    args = parser.parse_args()
-    rows: list = []
-    share = tuple(int(x) for x in args.share.split("/"))
-    parts = {
-        "check": lambda: checks(rows, share),
-        "shapes": lambda: times_of_shapes(rows, share, args.seconds),
-        "flat": lambda: times_of_shapes(rows, share, args.seconds, (64, 16), fp8_flat_gemm),
-        "layer": lambda: layer(rows, share, args.seconds),
-    }
-    for part in args.only.split(","):
-        start = time.perf_counter()
-        parts[part]()
-        print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
-        if args.json:
-            with open(args.json, "w") as f:
-                command = shlex.join(["python", "-m", "pallas_kernels.checks.fp8_gemm", *sys.argv[1:]])
-                json.dump({"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
-    bad = [r for r in rows if r.get("ok") is False]
-    print(f"{len(bad)} checks failed" if bad else "all checks passed")
-    raise SystemExit(bool(bad))
-
-
 if __name__ == "__main__":
-    main()
+    script.main(
+        "fp8_gemm",
+        __doc__,
+        {
+            "check": lambda rows, share, _: checks(rows, share),
+            "shapes": times_of_shapes,
+            "flat": functools.partial(times_of_shapes, rows_of_x=(64, 16), kernel=fp8_flat_gemm),
+            "layer": layer,
+        },
+    )

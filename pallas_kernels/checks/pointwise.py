@@ -6,12 +6,8 @@ Prints one line a case. Errors are ‖kernel − twin‖ / ‖twin‖ on fresh r
 the bytes that must move. Times are of a layer in a program of many, with buffers that rotate.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
-import shlex
-import sys
 import time
 
 import jax
@@ -19,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
+from pallas_kernels.checks import script
+from pallas_kernels.checks.script import say
 from pallas_kernels.checks.timing import interleaved
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.rms_norm import add_norm
@@ -28,11 +26,6 @@ from pallas_kernels.token_limits import token_limits
 TOLERANCE = {"bfloat16": 4e-3, "float8_e4m3fn": 4e-2, "int8": 1e-2}  # one rounding of each number, twice where the twin rounds in between
 PAGE = 64
 LAYERS = 32
-
-
-def say(rows: list, **row):
-    rows.append(row)
-    print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
 
 def error(got, want) -> float:
@@ -217,24 +210,5 @@ def times(rows, seconds):
     time_limits(rows, seconds)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
-    parser.add_argument("--only", default="check,time", help="which parts, separated by commas")
-    parser.add_argument("--json", help="write the figures to this file")
-    args = parser.parse_args()
-    rows: list = []
-    parts = {"check": lambda: checks(rows), "time": lambda: times(rows, args.seconds)}
-    for part in args.only.split(","):
-        parts[part]()
-        if args.json:
-            with open(args.json, "w") as f:
-                command = shlex.join(["python", "-m", "pallas_kernels.checks.pointwise", *sys.argv[1:]])
-                json.dump({"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
-    bad = [r for r in rows if r.get("ok") is False]
-    print(f"{len(bad)} checks failed" if bad else "all checks passed")
-    raise SystemExit(bool(bad))
-
-
 if __name__ == "__main__":
-    main()
+    script.main("pointwise", __doc__, {"check": lambda rows, *_: checks(rows), "time": lambda rows, _, seconds: times(rows, seconds)})

@@ -5,9 +5,7 @@
 Prints one line a case; errors are ‖kernel − twin‖ / ‖twin‖ on fresh random inputs, the twin in float32.
 """
 
-import argparse
 import functools
-import json
 import time
 
 import jax
@@ -15,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
-from pallas_kernels.checks.attention import exact, queries, say
+from pallas_kernels.checks import script
+from pallas_kernels.checks.attention import exact, queries
 from pallas_kernels.checks.inputs import error, page_tables, poison, random_pages
+from pallas_kernels.checks.script import say
 from pallas_kernels.checks.timing import sustained
 from pallas_kernels.triton.decode_attention import decode_attention
 from pallas_kernels.triton.flat_gemm import Tile, flat_gemm
@@ -89,33 +89,18 @@ def time_gemm(rows, m, n, k, tiles, seconds=0.5):
         say(rows, what="gemm", m=m, n=n, k=k, way=name, tbs=n * k * 2 / t["us"] / 1e6, **t)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,decode,gemm", help="which parts, separated by commas")
-    parser.add_argument("--json", help="write the figures to this file")
-    args = parser.parse_args()
-    rows: list = []
+def decodes(rows, _, seconds):
+    rng = np.random.default_rng(7)
+    ragged = np.clip(rng.exponential(1024, 256) * 0.5 + 512, 1, 4096).astype(int)
+    time_decode(rows, "256 x 1024 ragged", ragged, seconds=seconds)
+    time_decode(rows, "1 x 131072", [131072], caches=6, seconds=seconds)
 
-    def decodes():
-        rng = np.random.default_rng(7)
-        ragged = np.clip(rng.exponential(1024, 256) * 0.5 + 512, 1, 4096).astype(int)
-        time_decode(rows, "256 x 1024 ragged", ragged)
-        time_decode(rows, "1 x 131072", [131072], caches=6)
 
-    def gemms():
-        for m in (1, 16, 64):
-            time_gemm(rows, m, 28672, 4096, (None, Tile(128, 64, 1), Tile(32, 128, 1), Tile(64, 128, 1, 4, 3)))
-            time_gemm(rows, m, 4096, 4096, (None, Tile(32, 128, 4), Tile(32, 256, 2)))
-
-    for part in args.only.split(","):
-        {"check": lambda: checks(rows), "decode": decodes, "gemm": gemms}[part]()
-        if args.json:
-            with open(args.json, "w") as f:
-                json.dump({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
-    bad = [r for r in rows if r.get("ok") is False]
-    print(f"{len(bad)} checks failed" if bad else "all checks passed")
-    raise SystemExit(bool(bad))
+def gemms(rows, _, seconds):
+    for m in (1, 16, 64):
+        time_gemm(rows, m, 28672, 4096, (None, Tile(128, 64, 1), Tile(32, 128, 1), Tile(64, 128, 1, 4, 3)), seconds)
+        time_gemm(rows, m, 4096, 4096, (None, Tile(32, 128, 4), Tile(32, 256, 2)), seconds)
 
 
 if __name__ == "__main__":
-    main()
+    script.main("triton", __doc__, {"check": lambda rows, *_: checks(rows), "decode": decodes, "gemm": gemms})

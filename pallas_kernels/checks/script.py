@@ -1,0 +1,61 @@
+"""What the checking scripts share: their command line, the rows that they print and keep, and the products that they time."""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from pallas_kernels import table
+
+L2_BYTES = 60 << 20  # of an H200
+
+Rows = list[dict[str, Any]]
+Part = Callable[[Rows, tuple[int, int], float], None]  # rows, share (i, n), seconds of measured work a figure
+
+
+def _shapes() -> dict[str, dict[str, tuple[int, int]]]:
+    known = json.loads((table.FOLDER / "shapes.json").read_text("utf-8"))
+    names = {"8B": "llama-3.1-8b tp 1", "70B/tp4": "llama-3.1-70b tp 4"}
+    return {short: {op: (n, k) for op, (k, n, *_) in known[name].items() if op != "logits"} for short, name in names.items()}
+
+
+SHAPES = _shapes()  # model -> op -> [N, K] of a layer's products
+
+
+def say(rows: Rows, **row: Any) -> None:
+    """Keeps a row and prints it as one line."""
+    rows.append(row)
+    print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+
+
+def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
+    """Runs the parts that the command line names, all of them by default; exits with 1 if a row's `ok` is false.
+
+    module: the script's, for the command that its figures are kept with; about: its docstring.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
+    parser.add_argument("--only", default=",".join(parts), help="which parts, separated by commas")
+    parser.add_argument("--share", default="0/1", help="i/n: every n-th case from the i-th on, for several processes")
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+    unknown = [part for part in args.only.split(",") if part not in parts]
+    if unknown:
+        parser.error(f"--only {unknown[0]!r}: {', '.join(parts)}")
+    first, step = (int(x) for x in args.share.split("/"))
+    command, rows = shlex.join(["python", "-m", f"pallas_kernels.checks.{module}", *sys.argv[1:]]), []
+    for part in args.only.split(","):
+        start = time.perf_counter()
+        parts[part](rows, (first, step), args.seconds)
+        print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
+        if args.json:
+            with open(args.json, "w") as f:
+                json.dump({"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, f, indent=1)
+    bad = [row for row in rows if row.get("ok") is False]
+    print(f"{len(bad)} checks failed" if bad else "all checks passed")
+    raise SystemExit(bool(bad))
