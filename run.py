@@ -96,7 +96,8 @@ def main(arguments):
     if command == "demo":
         inside = ["--no-default-groups", "--group", "model", "python", "-m", "serving.demo", *rest]
     elif command == "test":
-        inside = ["--group", "aot", "pytest", *rest]
+        # A file's tests stay together: they share what its fixtures load and compile.
+        inside = ["--group", "aot", "pytest", "--numprocesses=logical", "--maxprocesses=4", "--dist=loadfile", *rest]
     elif command == "exec" and rest:
         inside = rest
     else:

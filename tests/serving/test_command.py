@@ -63,7 +63,7 @@ def test_serve_ask_and_end(tmp_path):
             ((target, "--auth_token=s3cret", "--top_p=7", "hi"), "sampling.top_p=7"),
             ((target, "--auth_token=s3cret", "--chat"), "no chat template"),
             ((target, "--auth_token=s3cret", "--tls_ca=/no/such/file", "hi"), "/no/such/file"),
-            ((target, "--auth_token=s3cret", "--timeout_s=0.000001", "hi"), "eadline"),
+            ((target, "--auth_token=s3cret", "--timeout_s=0.001", "--max_tokens=400", "--ignore_eos", "hi"), "eadline"),
         ):
             refused = run("serving.client", *arguments, stdin="")
             assert refused.returncode == 1 and says in refused.stderr and "Traceback" not in refused.stderr

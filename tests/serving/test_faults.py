@@ -118,7 +118,7 @@ def test_a_deadline_ends_the_request_waiting_or_running(running):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, 1e-9])
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0])
 def test_a_deadline_already_past_over_the_wire(timeout_s):
     async def scenario():
         async with serving() as (server, llm), stubs_of(server) as (generate, _, _):

@@ -105,7 +105,8 @@ def test_qwen2_composes_characters_and_llama_takes_whole_words_first(loaded):
 def test_sentencepiece_ids_are_those_of_the_tokenizer_it_came_from(stories_twice, text):
     ours, theirs = stories_twice
     assert ours.encode(text) == theirs.encode(text)
-    assert ours.decode(ours.encode(text)) == text
+    # SentencePiece writes a space as U+2581, so a U+2581 of the text comes back as a space.
+    assert ours.decode(ours.encode(text)) == text.replace("\u2581", " ")
 
 
 @given(ids=st.lists(st.integers(0, 520), max_size=20))
