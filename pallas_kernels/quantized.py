@@ -26,11 +26,12 @@ GROUP = 64  # columns of an Int4 weight that share a scale and a zero
 
 
 class Int4(NamedTuple):
-    """`nibble * scale + zero`: a weight [N, K] of 4-bit numbers in groups of 64 columns (`reference.int4` makes and reads it).
+    """`nibble * scale + zero`: 4-bit numbers in groups of columns, 64 in a weight [N, K] (`reference.int4` makes and reads it).
 
-    packed: uint8 [N, K / 2], 32 bytes a group. Byte 8·lane + 4·j + 2·odd + half of a group holds the columns 32·j + 16·half + 2·lane + odd
-    (low nibble) and the 8th after that (high nibble): the order in which a thread of Hopper's tensor cores needs them.
-    scale, zero: bfloat16 [N, K / 64]; the zero is the group's minimum.
+    packed: uint8 [N, K / 2], 32 bytes a group of 64. Byte 8·lane + 4·j + 2·odd + half of a group holds the columns
+    32·j + 16·half + 2·lane + odd (low nibble) and the 8th after that (high nibble): the order in which a thread of Hopper's tensor cores
+    needs them.
+    scale, zero: bfloat16 [N, K / group]; the zero is the group's minimum.
     """
 
     packed: Array
