@@ -1,0 +1,298 @@
+"""Pages of KV on a disk: the lowest tier of NanoFlow's hierarchy (§4.2.2). LRU, bounded, and never in the engine's way.
+
+Pages are written by one thread and read by a few; the caller waits for neither. What cannot be done is not done: a page
+that finds the queue full is not kept, a disk that fails is left alone for a while, a damaged file is removed. Each of
+these is counted, and said once; none of them is an exception. A file is a page (`jaxflow.memory.disk_file`), so what is
+there survives the process, however it ends: the index is made again from the folder's listing, the order of use from the
+times of the files.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import numpy as np
+
+from jaxflow.config import ConfigError
+from jaxflow.memory import disk_file
+from jaxflow.memory.disk_file import HEADER_BYTES, BadFile
+from jaxflow.memory.disk_folder import open_folder
+
+log = logging.getLogger(__name__)
+
+WRITE_QUEUE_BYTES = 256 << 20
+READ_AHEAD = 64  # pages being read, or waiting for it, at most
+READERS = 4
+RETRY_S = 60.0  # how long a disk that failed is not written to
+DRAIN_S = 10.0  # how long `close` lets what is queued be written
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskCounters:
+    """Since start; `pages` and `bytes` are what is there now, `bytes_...` counts payloads."""
+
+    hits: int = 0  # pages read
+    misses: int = 0  # pages asked for that were not there, or not whole
+    written: int = 0
+    dropped: int = 0  # not written: the queue was full, or the disk was left alone
+    evicted: int = 0
+    rejected: int = 0  # files that were corrupt, truncated or foreign
+    errors: int = 0  # of the operating system
+    bytes_written: int = 0
+    bytes_read: int = 0
+    pages: int = 0
+    bytes: int = 0
+
+
+class DiskTier:
+    """Pages by key: one byte of layer group, then the digest of the content (`jaxflow.memory.prefix`).
+
+    Args:
+      folder: must exist and be writable; the pages go to a folder of mode 0700 inside it, one server at a time.
+      capacity_bytes: of all files together, those of other models that are found there included.
+      fingerprint: of all that the bytes of a page depend on beside its key; files of another one are never served.
+      page_bytes: the length of a page of each layer group.
+
+    Raises:
+      ConfigError: for a folder that cannot be used, and a capacity below one page of each group.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        capacity_bytes: int,
+        fingerprint: bytes,
+        page_bytes: Sequence[int],
+        *,
+        write_queue_bytes: int = WRITE_QUEUE_BYTES,
+        read_ahead: int = READ_AHEAD,
+        retry_s: float = RETRY_S,
+    ):
+        self.page_bytes = tuple(page_bytes)
+        self.capacity_bytes = capacity_bytes
+        least = sum(size + HEADER_BYTES for size in self.page_bytes)
+        if capacity_bytes < least:
+            accepted = f"at least {least / 2**30:.6f} GiB, a page of each layer group"
+            raise ConfigError("kv_disk_size", capacity_bytes / 2**30, accepted)
+        self.folder, self._lock_file, found = open_folder(Path(folder))
+        self._fingerprint = disk_file.digest(fingerprint)
+        self._write_queue_bytes, self._read_ahead, self._retry_s = write_queue_bytes, read_ahead, retry_s
+        self._lock = threading.Lock()  # of all that follows
+        self._index: OrderedDict[bytes, int] = OrderedDict()  # key -> bytes of its file, least recently used first
+        self._bytes = 0
+        self._queued: OrderedDict[bytes, np.ndarray] = OrderedDict()  # not written yet, or being written
+        self._queued_bytes = 0
+        self._reading: dict[bytes, Future[np.ndarray | None]] = {}
+        self._counts: dict[str, int] = {}
+        self._failed: dict[str, bool] = {}  # what was warned of, by the kind of operation
+        self._writes_resume_s = 0.0
+        self._closed = False
+        for key, size in found:
+            self._index[key] = size
+            self._bytes += size
+        for victim in self._make_room(0):
+            disk_file.remove(self._path(victim))
+        self._writer = ThreadPoolExecutor(1, "jaxflow-kv-write")
+        self._readers = ThreadPoolExecutor(READERS, "jaxflow-kv-read")
+
+    # ---- any thread
+
+    def contains(self, key: bytes) -> bool:
+        with self._lock:
+            return key in self._index or key in self._queued
+
+    def put(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        """Has a copy of a page written, soon; returns whether it is there or will be, if nothing fails. Never waits.
+
+        Raises: ValueError for a key or a length that no page has.
+        """
+        size = sum(part.nbytes for part in parts)
+        if size != self._length(key):
+            raise ValueError(f"a page of {size} bytes, group {key[0]} has pages of {self._length(key)}")
+        with self._lock:
+            if key in self._index or key in self._queued:
+                return True
+            if not self._room_to_write(size):
+                return False
+            page = self._queued[key] = np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
+            self._queued_bytes += size
+            self._writer.submit(self._write, key, page)
+        return True
+
+    def prefetch(self, key: bytes) -> Future[np.ndarray | None] | None:
+        """Begins to read a page, uint8 [length], into memory of its own; the future gives None if that fails.
+
+        None at once: the page is not there, or so many are being read already that one more has to wait its turn outside.
+        """
+        with self._lock:
+            if self._closed:
+                return None
+            known = self._reading.get(key)
+            if known is not None:
+                return known
+            if key in self._queued:
+                return self._at_hand(key)
+            if key not in self._index:
+                self._count("misses")
+                return None
+            if len(self._reading) >= self._read_ahead:
+                return None
+            future = self._reading[key] = self._readers.submit(self._read, key)
+        return future
+
+    def get(self, key: bytes) -> np.ndarray | None:
+        """A page, uint8 [length], read on the caller's thread; None if it is not there or cannot be read."""
+        with self._lock:
+            if key in self._queued:
+                return self._at_hand(key).result()
+            if key not in self._index:
+                self._count("misses")
+                return None
+        return self._read(key)
+
+    def counters(self) -> DiskCounters:
+        with self._lock:
+            return DiskCounters(**self._counts, pages=len(self._index), bytes=self._bytes)
+
+    def close(self, drain_s: float = DRAIN_S) -> None:
+        """Writes what is queued, for so many seconds at most, and ends the threads. Nothing is taken or read from then on."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        done = self._writer.submit(lambda: None)
+        wait([done], timeout=drain_s)
+        with self._lock:
+            self._writes_resume_s = float("inf")
+        self._writer.shutdown()
+        self._readers.shutdown()
+        self._lock_file.close()
+
+    # ---- writing
+
+    def _room_to_write(self, size: int) -> bool:
+        """Whether a page can be queued; counts the one that cannot. The lock is held."""
+        fits = not self._queued or self._queued_bytes + size <= self._write_queue_bytes
+        if fits and not self._closed and time.monotonic() >= self._writes_resume_s:
+            return True
+        self._count("dropped")
+        return False
+
+    def _write(self, key: bytes, page: np.ndarray) -> None:
+        """The writer's work."""
+        size = HEADER_BYTES + page.nbytes
+        try:
+            with self._lock:
+                skip = time.monotonic() < self._writes_resume_s  # the queue may be older than the fault
+                victims = [] if skip else self._make_room(size)
+                if skip:
+                    self._count("dropped")
+                    return
+            stuck = [victim for victim in victims if not disk_file.remove(self._path(victim))]
+            if stuck:
+                raise OSError(f"{len(stuck)} files that should make room cannot be removed")
+            disk_file.write(self._path(key), self._fingerprint, key, [memoryview(page)])
+            with self._lock:
+                self._index[key] = size
+                self._bytes += size
+                self._count("written")
+                self._count("bytes_written", page.nbytes)
+            self._succeeded("written")
+        except OSError as error:
+            with self._lock:
+                self._writes_resume_s = max(self._writes_resume_s, time.monotonic() + self._retry_s)
+            self._fails("written", error)
+        finally:
+            with self._lock:
+                del self._queued[key]
+                self._queued_bytes -= page.nbytes
+
+    def _make_room(self, size: int) -> list[bytes]:
+        """Takes the least recently used pages out of the index until `size` bytes fit; returns their keys. The lock is held."""
+        victims = []
+        while self._index and self._bytes + size > self.capacity_bytes:
+            victim, freed = self._index.popitem(last=False)
+            self._bytes -= freed
+            self._count("evicted")
+            victims.append(victim)
+        return victims
+
+    # ---- reading
+
+    def _at_hand(self, key: bytes) -> Future[np.ndarray | None]:
+        """A page that is still in the queue. The lock is held."""
+        self._count("hits")
+        done: Future[np.ndarray | None] = Future()
+        done.set_result(self._queued[key])
+        return done
+
+    def _read(self, key: bytes) -> np.ndarray | None:
+        """A reader's work."""
+        path = self._path(key)
+        try:
+            if self._closed:
+                return None
+            page = disk_file.read(path, self._fingerprint, key, self._length(key))
+            with self._lock:
+                if key in self._index:
+                    self._index.move_to_end(key)
+                self._count("hits")
+                self._count("bytes_read", page.nbytes)
+            with contextlib.suppress(OSError):
+                os.utime(path)  # for the order of use after a restart
+            self._succeeded("read")
+            return page
+        except BadFile as error:
+            log.warning("dropped %s: %s", path, error)
+            self._forget(key, "rejected")
+            disk_file.remove(path)
+        except FileNotFoundError:  # evicted meanwhile, or removed by somebody else
+            self._forget(key, "misses")
+        except OSError as error:
+            self._forget(key, "misses")
+            self._fails("read", error)
+        finally:
+            with self._lock:
+                self._reading.pop(key, None)
+        return None
+
+    def _forget(self, key: bytes, count: str) -> None:
+        with self._lock:
+            self._bytes -= self._index.pop(key, 0)
+            self._count(count)
+
+    # ---- names and lengths
+
+    def _path(self, key: bytes) -> Path:
+        return self.folder / disk_file.name_of(key)
+
+    def _length(self, key: bytes) -> int:
+        """Bytes of a page of this key's group. Raises: ValueError for a key that no page has."""
+        disk_file.name_of(key)
+        if key[0] >= len(self.page_bytes):
+            raise ValueError(f"a page of group {key[0]}: there are {len(self.page_bytes)}")
+        return self.page_bytes[key[0]]
+
+    # ---- counting
+
+    def _count(self, name: str, number: int = 1) -> None:
+        self._counts[name] = self._counts.get(name, 0) + number
+
+    def _fails(self, operation: str, error: OSError) -> None:
+        """Counts a fault of the disk, and says it if the operation before it was not one."""
+        with self._lock:
+            self._count("errors")
+            known, self._failed[operation] = self._failed.get(operation, False), True
+        if not known:
+            log.warning("pages of KV cannot be %s at %s (%s): going on without", operation, self.folder, error)
+
+    def _succeeded(self, operation: str) -> None:
+        with self._lock:
+            self._failed[operation] = False
