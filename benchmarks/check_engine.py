@@ -72,7 +72,7 @@ def main() -> int:
         executor = make_executor(config, checkpoint, plans, kernels=kernels, progress=False)
         executor.warm_up()
         print(executor.programs.context.kernels.describe(), flush=True)
-        return make_loop(config, model, executor, dict.fromkeys(plans, "sequential"))
+        return make_loop(config, model, executor)
 
     rng = np.random.default_rng()
     lengths = [1, 2, 63, 64, 65, 127, 500, 1300, 2900, *rng.integers(1, 900, 30).tolist()]

@@ -147,7 +147,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     seed: int = 0
     calibration: str | None = None  # a file of jaxflow.model.calibrate; None: the one beside the model, if there is one; "": none
-    plan: str = "sequential"  # sequential, searched, or a path
+    plan: str = "sequential"  # sequential, searched, a plan file or a folder of them
     scheduling_policy: str = "decode-maximal"
     chunk_size: int | None = None  # prefill tokens a step, with scheduling_policy=hybrid only
     kernels: str = "auto"  # auto: by the device; reference, mosaic or triton

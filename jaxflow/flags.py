@@ -25,7 +25,7 @@ _HELP = {
     "enable_prefix_caching": "Share the KV of equal prompt beginnings between requests.",
     "seed": "Of dummy weights, and of requests that bring none.",
     "calibration": "A file of `python -m jaxflow.model.calibrate`; default: the one beside the model, if there; empty: none.",
-    "plan": "The plan of a step: sequential, searched, or a path to a plan file.",
+    "plan": "Plans of steps: sequential, searched (those shipped for this model and device), a plan file or a folder of them.",
     "scheduling_policy": f"How a step is filled: {', '.join(SCHEDULING_POLICIES)}.",
     "chunk_size": "Prefill tokens in a step at most, with --scheduling_policy=hybrid.",
     "kernels": "auto: by the device; reference (XLA), mosaic (Hopper) or triton (NVIDIA GPUs, with the extra triton) forces them.",

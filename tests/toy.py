@@ -55,7 +55,7 @@ def _executor(
 def loop(model: str, *, tp: int = 1, plan: str = "sequential", quantization: str | None = None, kv: str = "auto", **changes) -> Loop:
     """A fresh loop (empty pages, empty prefix cache) over the shared executor; `changes` are of its `SchedulerConfig`."""
     config, made = executor(model, tp, plan=plan, quantization=quantization, kv=kv)
-    return make_loop(config, made.programs.context.config, made, dict.fromkeys(made.layouts, plan), **changes)
+    return make_loop(config, made.programs.context.config, made, **changes)
 
 
 class Result:

@@ -16,11 +16,11 @@ from absl import flags
 
 from jaxflow.bench import machine, report, workload
 from jaxflow.bench.drive import greedy_requests
-from jaxflow.engine.build import token_buckets
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Pending
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
+from jaxflow.engine.plans import token_buckets
 from jaxflow.engine.request import Event
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
 
@@ -42,7 +42,7 @@ class InstantExecutor:
     compilations = 0
 
     def __init__(self, layouts: list[StepLayout]):
-        self.layouts = {layout.tokens: layout for layout in layouts}
+        self.layouts = {layout.tokens: (layout,) for layout in layouts}
         self.slots = layouts[0].slots
         self.calls: list[tuple[float, float, int, int]] = []  # (CPU time, clock, decodes, rows of the step)
 
@@ -81,7 +81,7 @@ def measure(running: int, budget: int, steps: int) -> dict[str, Any]:
     )
     items = workload.constant(number, prompt, OUTPUT_TOKENS)
     requests = greedy_requests(items, workload.prompts(items, 32000))
-    driver = Driver(Loop(scheduler, executor, eos_token_ids=(), plan_names=dict.fromkeys(buckets, "sequential")))  # type: ignore[arg-type]
+    driver = Driver(Loop(scheduler, executor, eos_token_ids=()))  # type: ignore[arg-type]
     mailbox = Unread()
     for request in requests:
         driver.submit(request, mailbox)

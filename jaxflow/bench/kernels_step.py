@@ -53,7 +53,7 @@ def _executor(precision: str) -> Executor:
         checkpoint.model_config,
     )
     buckets = sorted({max(8, requests) for requests in REQUESTS})
-    plans = {tokens: sequential_plan(checkpoint.model_config, tokens) for tokens in buckets}
+    plans = {tokens: (sequential_plan(checkpoint.model_config, tokens),) for tokens in buckets}
     executor = make_executor(config, checkpoint, plans, progress=False)
     executor.warm_up()
     return executor
@@ -65,7 +65,7 @@ def _decode_step(precision: str, requests: int) -> dict[str, Way]:
         _executor.cache_clear()
     _last[0] = precision
     executor = _executor(precision)
-    layout = executor.layouts[max(8, requests)]
+    (layout,) = executor.layouts[max(8, requests)]
     per = -(-(CONTEXT + 1) // layout.page_size)
     order = np.random.default_rng(0).permutation(executor.num_pages[0])
     slots = np.arange(requests, dtype=np.int32)

@@ -14,6 +14,7 @@ from jaxflow.bench import machine, options, report, workload
 from jaxflow.bench.drive import drive, greedy_requests
 from jaxflow.bench.report import Record
 from jaxflow.bench.throughput import head, with_optimum
+from jaxflow.engine.plans import products_dtype
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
 
@@ -56,7 +57,7 @@ def measure(
                 latencies.append(duration_s)
     result = report.figures(records, sum(latencies)) | {"power": readings.summary()} | _statistics(latencies)
     engine = llm.engine_config
-    return result | with_optimum(result, llm, machine.products_dtype(engine), engine.tensor_parallel_size, device)
+    return result | with_optimum(result, llm, products_dtype(engine), engine.tensor_parallel_size, device)
 
 
 def _statistics(latencies: Sequence[float]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import numpy as np
 import pynvml
 
 from jaxflow.bench.report import line
-from jaxflow.config import EngineConfig, ModelConfig
+from jaxflow.config import ModelConfig
 from jaxflow.model.cost import DEVICES, dense_parameters, find_device, optimal_throughput
 
 SAMPLE_EVERY_S = 0.2
@@ -148,11 +148,6 @@ def _measured_flops_per_s(dtype: str, size: int = 1024, seconds: float = 0.3) ->
         product(x).block_until_ready()
         best = max(best, 2 * size**3 / (time.perf_counter() - began))
     return best
-
-
-def products_dtype(config: EngineConfig) -> str:
-    """What an engine's products are of, for `optimal`."""
-    return "float8_e4m3fn" if config.quantization == "fp8" else config.dtype
 
 
 def optimal(

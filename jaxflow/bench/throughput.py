@@ -18,6 +18,7 @@ from absl import flags
 from jaxflow.bench import machine, options, report, steps, workload
 from jaxflow.bench.drive import drive, greedy_requests
 from jaxflow.bench.workload import Item
+from jaxflow.engine.plans import products_dtype
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
 
@@ -52,7 +53,7 @@ def measure(
     result["engine_stats"] = _difference(msgspec.to_builtins(llm.driver.stats()), msgspec.to_builtins(before))
     result["power"] = readings.summary()
     engine = llm.engine_config
-    return result | with_optimum(result, llm, machine.products_dtype(engine), engine.tensor_parallel_size, device)
+    return result | with_optimum(result, llm, products_dtype(engine), engine.tensor_parallel_size, device)
 
 
 def with_optimum(result: Mapping[str, Any], llm: LLM, dtype: str, tp: int, device: str | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
+from jaxflow.engine.plans import choose_plans, largest_step, make_layout, on_gpu
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
 from jaxflow.memory.kv_cache import fit_pages
@@ -27,8 +28,7 @@ from jaxflow.model.checkpoint import Checkpoint
 from jaxflow.model.ops import Context
 from jaxflow.model.weights import Weights
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import sequential_plan
-from jaxflow.pipeline.plan import Plan, borders, load, shipped
+from jaxflow.pipeline.plan import Plan
 from pallas_kernels.gemm import shape_of
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
 from pallas_kernels.table import Shape
@@ -49,10 +49,6 @@ def prepare_process(config: EngineConfig) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
-
-
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Fills in what was left open, for this device and model. Raises: ConfigError for what this model cannot do."""
     gpu = on_gpu()
@@ -61,28 +57,16 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if longest > model.max_position:
         raise ConfigError("max_model_len", longest, f"at most {model.max_position}, which the checkpoint was made for")
     seqs = config.max_num_seqs or (512 if gpu else 8)
-    budget = config.max_num_batched_tokens or (2048 if gpu else 256)
+    config = dataclasses.replace(config, dtype=dtype, kv_cache_dtype=KV_DTYPES[config.kv_cache_dtype] or dtype)
+    budget = config.max_num_batched_tokens or largest_step(config) or (2048 if gpu else 256)
     if budget < seqs:
         raise ConfigError("max_num_batched_tokens", budget, f"at least max_num_seqs={seqs}, a token for each running sequence")
     return dataclasses.replace(
         config,
-        dtype=dtype,
-        kv_cache_dtype=KV_DTYPES[config.kv_cache_dtype] or dtype,
         max_model_len=longest,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
     )
-
-
-def token_buckets(budget: int, *, few: bool) -> tuple[int, ...]:
-    """Sizes of a step that are compiled: powers of two from 8 to 256, multiples of 128 to 1024, of 256 above, and the budget.
-
-    Under load steps are filled to the budget, so few run at the sizes just below it; each costs a second of start-up.
-    `few`: only every third power of two, where compiling costs more than padding (CPU).
-    """
-    powers = [2**i for i in range(3, 9, 3 if few else 1)]
-    sizes = {*powers, *(() if few else (*range(384, 1025, 128), *range(1280, budget, 256)))}
-    return (*sorted(size for size in sizes if size < budget), budget)
 
 
 def memory_budget(mesh: Mesh, config: EngineConfig) -> int:
@@ -93,30 +77,6 @@ def memory_budget(mesh: Mesh, config: EngineConfig) -> int:
         return int(free - _SPARE * stats[0]["bytes_limit"])
     pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return int(pages * size * config.gpu_memory_utilization / 2 / mesh.size)  # CPU: half of what is free now
-
-
-def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, Plan]:
-    """The plan of each bucket: the named one at the tokens it is for, the sequential one at all others.
-
-    Raises: ConfigError for a plan that does not exist. PlanError for one that cannot be read.
-    """
-    budget, tp = config.max_num_batched_tokens, config.tensor_parallel_size
-    assert budget is not None
-    given: tuple[Plan, ...] = ()
-    if config.plan == "searched":
-        device = jax.devices()[0].device_kind
-        given = shipped(Path(config.model).name, device, tp, config.dtype, config.kv_cache_dtype)
-        if not given:
-            raise ConfigError(
-                "plan", config.plan, f"sequential or a path: no searched plan is shipped for {config.model} on {tp} x {device}"
-            )
-    elif config.plan != "sequential":
-        given = (load(config.plan),)
-    plans = {tokens: sequential_plan(model, tokens, tp) for tokens in token_buckets(budget, few=not on_gpu())}
-    too_large = [plan for plan in given if plan.tokens > budget]
-    if too_large:
-        raise ConfigError("max_num_batched_tokens", budget, f"at least {too_large[0].tokens}, which plan {too_large[0].name!r} is for")
-    return dict(sorted((plans | {plan.tokens: plan for plan in given}).items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +91,8 @@ class Engine:
 
 def start_engine(config: EngineConfig, checkpoint: Checkpoint, *, progress: bool = True) -> Engine:
     """Loads, compiles and starts. Raises: ConfigError, CheckpointError, PlanError."""
-    config = resolve(config, checkpoint.model_config)
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
+    config = resolve(config, checkpoint.model_config)
     plans = choose_plans(config, checkpoint.model_config)
     executor = make_executor(config, checkpoint, plans, progress=progress)
     with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
@@ -140,16 +100,24 @@ def start_engine(config: EngineConfig, checkpoint: Checkpoint, *, progress: bool
     # Compiled programs are millions of objects that live as long as the process: the collector need not walk them within a step.
     gc.collect()
     gc.freeze()
-    loop = make_loop(config, checkpoint.model_config, executor, {tokens: plan.name for tokens, plan in plans.items()})
+    loop = make_loop(config, checkpoint.model_config, executor)
     driver = Driver(loop)
     driver.start()
     return Engine(config, driver, executor, warm_up_s)
 
 
 def make_executor(
-    config: EngineConfig, checkpoint: Checkpoint, plans: Mapping[int, Plan], *, kernels: KernelSet | None = None, progress: bool = True
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    plans: Mapping[int, Sequence[Plan]],
+    *,
+    kernels: KernelSet | None = None,
+    progress: bool = True,
 ) -> Executor:
-    """An executor with its weights and cache, not warm yet. config: resolved. kernels: None for the device's own."""
+    """An executor with its weights and cache, not warm yet.
+
+    config: resolved. plans: of each bucket, at least one. kernels: None for the device's own.
+    """
     model, tp, seqs = checkpoint.model_config, config.tensor_parallel_size, config.max_num_seqs
     assert seqs is not None and config.max_model_len is not None
     mesh = make_mesh(tp)
@@ -161,16 +129,18 @@ def make_executor(
         log.info("quantization: fp8 attention and dense MLPs; experts stay in %s", config.dtype)
     kernels = kernels or choose_kernels(config, model)
     log.info(kernels.describe(dense_products(model, weights)))
-    layouts = [
-        StepLayout(tokens, min(tokens, seqs), seqs, config.block_size, borders(plan), len(model.windows)) for tokens, plan in plans.items()
-    ]
+    named = {(tokens, plan.name): plan for tokens, several in plans.items() for plan in several}
+
+    def plan_of(layout: StepLayout) -> Plan:
+        return named[layout.tokens, layout.plan]
+
     executor = Executor(
         Programs(Context(model, kernels, axis_of(mesh)), mesh, jax.tree.map(lambda array: array.sharding.spec, weights)),
         weights,
-        layouts,
-        lambda tokens: compile_plan(plans[tokens], model, tp, quantized=fp8),
+        [make_layout(config, model, plan) for plan in named.values()],
+        lambda layout: compile_plan(plan_of(layout), model, tp, quantized=fp8),
         # The sequential step is measured with XLA's own choices; plans with streams do not overlap under them.
-        options_of=lambda tokens: xla_options(plans[tokens], tp) if on_gpu() and borders(plans[tokens]) else {},
+        options_of=lambda layout: xla_options(plan_of(layout), tp) if on_gpu() and layout.borders else {},
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
     )
@@ -228,7 +198,7 @@ def _calibrated(config: EngineConfig, checkpoint: Checkpoint, weights: Weights, 
     return softmax_range.with_unified_maximum(weights, found, mesh) if use else weights
 
 
-def make_loop(config: EngineConfig, model: ModelConfig, executor: Executor, plan_names: Mapping[int, str], **changes: Any) -> Loop:
+def make_loop(config: EngineConfig, model: ModelConfig, executor: Executor, **changes: Any) -> Loop:
     """A loop over an executor; `changes` replace fields of its `SchedulerConfig`. config: resolved."""
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     scheduling = SchedulerConfig(
@@ -245,7 +215,7 @@ def make_loop(config: EngineConfig, model: ModelConfig, executor: Executor, plan
         max_waiting=config.max_waiting,
         seed=config.seed,
     )
-    return Loop(Scheduler(dataclasses.replace(scheduling, **changes)), executor, eos_token_ids=model.eos_token_ids, plan_names=plan_names)
+    return Loop(Scheduler(dataclasses.replace(scheduling, **changes)), executor, eos_token_ids=model.eos_token_ids)
 
 
 def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: Executor) -> tuple[int, ...]:

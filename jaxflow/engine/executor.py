@@ -1,12 +1,14 @@
 """Owns the weights and the KV cache on the device, and runs compiled steps over them.
 
-Everything is compiled before the first request: `warm_up` builds one forward for each token bucket, two samplers for
-each number of rows, and the small programs beside them. After that nothing compiles, and nothing waits for the host:
+Everything is compiled before the first request: `warm_up` builds one forward for each token bucket and plan of it, two
+samplers for each number of rows, and the small programs beside them. After that nothing compiles, and nothing waits for the host:
 `run` returns as soon as the step is enqueued.
 """
 
 import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -56,21 +58,23 @@ class Executor:
         programs: Programs,
         weights: dict,
         layouts: Iterable[StepLayout],
-        forward_of: Callable[[int], Callable],
+        forward_of: Callable[[StepLayout], Callable],
         *,
         kv_dtype,
         max_model_len: int,
-        options_of: Callable[[int], dict[str, Any]] = lambda tokens: {},
+        options_of: Callable[[StepLayout], dict[str, Any]] = lambda layout: {},
     ):
         self.programs, self.weights = programs, weights
-        self.layouts = {layout.tokens: layout for layout in layouts}
-        any_layout = next(iter(self.layouts.values()))
+        self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # of each bucket, one for each of its plans
+        for layout in layouts:
+            self.layouts[layout.tokens] = (*self.layouts.get(layout.tokens, ()), layout)
+        (any_layout, *_), *_ = self.layouts.values()
         self.slots, self.page_size, self.groups = any_layout.slots, any_layout.page_size, any_layout.groups
         self.pages_per_sequence = -(-max_model_len // self.page_size)
         self._forward_of, self._kv_dtype, self._options_of = forward_of, kv_dtype, options_of
         self._head, self._prompt_head = head(weights), prompt_head(weights)
         self._replicated = NamedSharding(programs.mesh, REPLICATED)
-        self._steps: dict[int, Callable] = {}
+        self._steps: dict[tuple[int, str], Callable] = {}  # by bucket and plan
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
         self._compiled_at_warm_up = 0
@@ -78,10 +82,13 @@ class Executor:
     # ---- before serving
 
     def temporary_bytes(self) -> int:
-        """Device memory that the largest step and the samplers after it need beside weights and cache."""
-        layout = self.layouts[max(self.layouts)]
+        """Device memory that the largest step and the samplers after it need beside weights and cache.
+
+        Of the bucket's first plan: others hold the same values, cut, and compiling them twice would cost their whole warm-up.
+        """
+        layout = self.layouts[max(self.layouts)][0]
         few = (self.pages_per_sequence + 1,) * self.groups
-        step = self._compile(self._lower_step(layout, few), self._options_of(layout.tokens))
+        step = self._compile(self._lower_step(layout, few), self._options_of(layout))
         memory = step.memory_analysis()
         bytes_ = [memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes]
         for kind in ("plain", "full"):
@@ -114,19 +121,20 @@ class Executor:
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> float:
         """Compiles every program, several at a time, and runs each once. Returns the seconds it took."""
         start = time.perf_counter()
-        rows = sorted({layout.rows for layout in self.layouts.values()})
-        jobs: list[tuple[dict, Any, Callable[[], Any]]] = []
-        for bucket, layout in sorted(self.layouts.items(), reverse=True):
-            jobs.append((self._steps, bucket, lambda layout=layout: self._lower_step(layout, self.num_pages)))
-            jobs.append((self._prompt, bucket, lambda layout=layout: self._lower_prompt(layout.tokens)))
+        rows = sorted({layouts[0].rows for layouts in self.layouts.values()})
+        jobs: list[tuple[dict, Any, Callable[[], Any], dict[str, Any]]] = []
+        for bucket, layouts in sorted(self.layouts.items(), reverse=True):
+            for layout in layouts:
+                step = functools.partial(self._lower_step, layout, self.num_pages)
+                jobs.append((self._steps, (bucket, layout.plan), step, self._options_of(layout)))
+            jobs.append((self._prompt, bucket, functools.partial(self._lower_prompt, bucket), {}))
         jobs += [
-            (self._samplers, (r, kind), lambda r=r, kind=kind: self._lower_sampler(r, kind)) for r in rows for kind in ("plain", "full")
+            (self._samplers, (r, kind), functools.partial(self._lower_sampler, r, kind), {}) for r in rows for kind in ("plain", "full")
         ]
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
             # Lowering is Python, one at a time whatever the threads; compiling is XLA's, and runs beside it.
             futures: dict[concurrent.futures.Future, tuple[dict, Any]] = {}
-            for table, key, lower in jobs:
-                options = self._options_of(key) if table is self._steps else None
+            for table, key, lower, options in jobs:
                 futures[pool.submit(self._compile, lower(), options)] = table, key
                 on_progress(sum(future.done() for future in futures), len(jobs))
             for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
@@ -134,7 +142,7 @@ class Executor:
                 table[key] = future.result()
                 on_progress(done, len(jobs))
         self._compile_small()
-        for layout in self.layouts.values():
+        for layout in itertools.chain(*self.layouts.values()):
             self._rehearse(layout)
         jax.block_until_ready(self.kv)
         self._compiled_at_warm_up = _compiled
@@ -162,7 +170,7 @@ class Executor:
             piece[: len(appends[i : i + APPENDS])] = appends[i : i + APPENDS]
             self.page_table = self._append_pages(self.page_table, self._put(piece))
         state = (self.kv, self.page_table, self.last_tokens)
-        hidden, x, rows, self.kv, self.page_table = self._steps[layout.tokens](self.weights, *state, self._put(buffer))
+        hidden, x, rows, self.kv, self.page_table = self._steps[layout.tokens, layout.plan](self.weights, *state, self._put(buffer))
         found = None
         if full:
             sampler = self._samplers[layout.rows, "full"]
@@ -220,7 +228,7 @@ class Executor:
         return lowered.compile(compiler_options=options or None)
 
     def _lower_step(self, layout: StepLayout, num_pages: tuple[int, ...]):
-        fn = self.programs.step(layout, self._forward_of(layout.tokens))
+        fn = self.programs.step(layout, self._forward_of(layout))
         return fn.lower(self.weights, *self._state(num_pages), self._abstract((layout.size,), jnp.int32))
 
     def _lower_sampler(self, rows: int, kind: str):
@@ -251,7 +259,7 @@ class Executor:
         self._append_pages = self._compile(self.programs.append_pages().lower(table, self._abstract((APPENDS, 4), jnp.int32)))
 
     def _rehearse(self, layout: StepLayout) -> None:
-        """Runs an empty step of a bucket with both samplers, so that first use costs nothing later."""
+        """Runs an empty step of a bucket and plan with both samplers, so that first use costs nothing later."""
         buffer = np.zeros(layout.size, np.int32)
         fields = layout.views(buffer)
         fields["token_rows"][:] = -1

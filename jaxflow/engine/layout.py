@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxflow.engine.work import StepWork
 from jaxflow.model.batch import Batch, cache_slots
+from jaxflow.pipeline.choice import Gain
 
 _KINDS = {"i": np.int32, "f": np.float32, "u": np.uint32}
 
@@ -24,7 +25,8 @@ _KINDS = {"i": np.int32, "f": np.float32, "u": np.uint32}
 class StepLayout:
     """The fixed shapes of a step: T tokens, R rows, C chunks, A page-table entries; Q slots, G layer groups.
 
-    `borders` are the token positions at which the plan cuts nano-batches: no chunk crosses one.
+    `borders` are the token positions at which the plan cuts nano-batches: no chunk crosses one. `gain`: what the plan is
+    chosen by among those of its bucket; None for the sequential one, and for one that has no choice beside it.
     """
 
     tokens: int
@@ -33,6 +35,8 @@ class StepLayout:
     page_size: int
     borders: tuple[int, ...] = ()
     groups: int = 1
+    plan: str = "sequential"  # a name that is unique among the bucket's
+    gain: Gain | None = None
 
     @property
     def chunks(self) -> int:

@@ -8,7 +8,7 @@ cache. A sequence that ends by length is known to end beforehand and runs no sur
 import collections
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from jaxflow.engine.request import Event, FinishReason, Request
 from jaxflow.engine.scheduler import Scheduler
 from jaxflow.engine.sequence import Sequence
 from jaxflow.engine.work import StepWork
+from jaxflow.pipeline.choice import pick
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -51,12 +52,11 @@ class InFlight:
 class Loop:
     """Schedules, runs and reads steps. Not thread-safe: one thread owns it."""
 
-    def __init__(
-        self, scheduler: Scheduler, executor: Executor, *, eos_token_ids: Iterable[int], plan_names: Mapping[int, str], clock=time.monotonic
-    ):
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, eos_token_ids: Iterable[int], clock=time.monotonic):
         self.scheduler, self.executor = scheduler, executor
         self._eos = frozenset(eos_token_ids)
-        self._plan_names, self._clock = plan_names, clock
+        self._clock = clock
+        self._gains = {bucket: [layout.gain for layout in layouts] for bucket, layouts in executor.layouts.items()}
         self._live: dict[str, LiveRequest] = {}
         self._slots = SlotTable.empty(executor.slots)
         self._plain = PlainSlots(executor.slots, self._eos)
@@ -151,13 +151,20 @@ class Loop:
     def _enqueue(self, work: StepWork) -> Pending:
         for seq in work.admitted:
             self._take_slot(seq)
-        layout = self.executor.layouts[work.bucket]
+        layout = self._choose(work)
         buffer, appends = pack(layout, work, self._slots)
         full = bool((self._slots.sampler[work.slots] == FULL).any())
         self._counts["steps"] += 1
-        self._steps_by_plan[self._plan_names[work.bucket]] += 1
+        self._steps_by_plan[layout.plan] += 1
         self._counts["prompt_tokens"] += sum(chunk.tokens for chunk in work.chunks)
         return self.executor.run(layout, buffer, appends, full=full, targets=self._targets(layout, work))
+
+    def _choose(self, work: StepWork) -> StepLayout:
+        """The plan that the step runs, of those of its bucket."""
+        layouts = self.executor.layouts[work.bucket]
+        if len(layouts) == 1:
+            return layouts[0]
+        return layouts[pick(self._gains[work.bucket], len(work.decode_slots), work.mean_context_tokens)]
 
     def _take_slot(self, seq: Sequence) -> None:
         """Tells the device what a newly admitted sequence samples with."""

@@ -48,6 +48,11 @@ class StepWork:
     page_appends: np.ndarray
 
     @property
+    def mean_context_tokens(self) -> float:
+        """Keys that a decode reads, its own included; the mean over the decodes, 0 without any."""
+        return 1 + float(self.decode_positions.sum()) / len(self.decode_positions) if len(self.decode_positions) else 0.0
+
+    @property
     def slots(self) -> np.ndarray:
         """int32, of the decodes, then of the chunks."""
         return np.concatenate([self.decode_slots, np.array([chunk.slot for chunk in self.chunks], np.int32)])

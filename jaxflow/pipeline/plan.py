@@ -14,7 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-SCHEMA_VERSION = 1
+from jaxflow.model.cost import find_device
+
+SCHEMA_VERSION = 2
 SHIPPED = Path(__file__).parent / "plans"
 
 
@@ -40,16 +42,53 @@ class NanoOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a plan was searched for: it is offered to runs of this model, device, parallelism and dtypes."""
+    """What a plan was searched for: it is offered to runs of this model, device, parallelism and dtypes.
+
+    The last three say of which composition the step is that it was made for. Others run it too: the plan's ranges are of
+    tokens, whatever these are, so with fewer decodes than `decode_tokens` prefill moves up into the ranges meant for
+    decodes, and with more, decodes move into those of prefill; chunks are cut at `borders` wherever they come to lie.
+    """
 
     model: str
     device: str
     tensor_parallel_size: int
-    dtype: str
+    dtype: str  # of the products: float8_e4m3fn where weights are fp8
     kv_cache_dtype: str
-    decode_tokens: int  # of the step that it was made for
+    decode_tokens: int
     prefill_tokens: int
-    mean_context_tokens: int
+    mean_context_tokens: int  # keys that a decode reads, the mean
+
+    def fits(self, model: str, device: str, tensor_parallel_size: int, dtype: str, kv_cache_dtype: str) -> bool:
+        """Whether runs of this kind may use the plan. device: as the driver or as `jaxflow.model.cost.DEVICES` calls it."""
+        known = find_device(device)
+        same = Path(self.model).name == Path(model).name and self.device in (device, known.name if known else device)
+        return same and (self.tensor_parallel_size, self.dtype, self.kv_cache_dtype) == (tensor_parallel_size, dtype, kv_cache_dtype)
+
+
+class Predictions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long a step takes by what it is made of, under its plan and under the sequential one: what plans are chosen by.
+
+    `step_s[i][j]` is of a step with `decode_tokens[i]` decodes, each of `mean_context_tokens[j]` keys in the mean. What does
+    not decode is prefill: a step is filled to its bucket, and padding costs products the same.
+
+    Raises: ValueError for tables that do not fit the two axes, or axes that do not rise.
+    """
+
+    decode_tokens: tuple[int, ...]
+    mean_context_tokens: tuple[int, ...]
+    step_s: tuple[tuple[float, ...], ...]
+    sequential_s: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        for name in ("decode_tokens", "mean_context_tokens"):
+            axis = getattr(self, name)
+            if not axis or list(axis) != sorted(set(axis)):
+                raise ValueError(f"{name}={axis}: one or more rising numbers")
+        rows, columns = len(self.decode_tokens), len(self.mean_context_tokens)
+        for name in ("step_s", "sequential_s"):
+            table = getattr(self, name)
+            if len(table) != rows or any(len(row) != columns or min(row) <= 0 for row in table):
+                raise ValueError(f"{name}: {rows} rows of {columns} seconds above 0, as many as the axes have numbers")
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -59,6 +98,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     tokens: int
     nano_ops: tuple[NanoOp, ...]
     target: Target | None = None
+    predictions: Predictions | None = None
     schema_version: int = msgspec.field(default=SCHEMA_VERSION)
 
 
@@ -100,13 +140,13 @@ def load(path: str | os.PathLike) -> Plan:
         raise PlanError(str(path), error.strerror or str(error)) from error
 
 
-def shipped(
-    model: str, device: str, tensor_parallel_size: int, dtype: str, kv_cache_dtype: str, folder: Path = SHIPPED
-) -> tuple[Plan, ...]:
-    """The plans that were searched for this model on this device; several, for steps of different composition, or none."""
-    plans = (load(path) for path in sorted(folder.glob("*.json")))
-    wanted = (model, device, tensor_parallel_size, dtype, kv_cache_dtype)
-    return tuple(plan for plan in plans if plan.target is not None and msgspec.structs.astuple(plan.target)[:5] == wanted)
+def fitting(folder: str | os.PathLike, *kind: str | int) -> tuple[Plan, ...]:
+    """The plans of a folder that were searched for runs of a kind (the arguments of `Target.fits`), in order of file names.
+
+    Several, for steps of different composition, or none. Raises: PlanError for a file that is no plan.
+    """
+    plans = (load(path) for path in sorted(Path(folder).glob("*.json")))
+    return tuple(plan for plan in plans if plan.target is not None and plan.target.fits(*kind))  # pyright: ignore[reportArgumentType]
 
 
 def borders(plan: Plan) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import msgspec
 import paths
 import pytest
 import toy
@@ -18,8 +19,8 @@ from jaxflow.engine.build import (
     prepare_process,
     resolve,
     start_engine,
-    token_buckets,
 )
+from jaxflow.engine.plans import token_buckets
 from jaxflow.engine.request import Request
 from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
@@ -92,15 +93,15 @@ class TestPlans:
     def test_sequential_for_every_bucket(self, checkpoint):
         found = choose_plans(self.settings(checkpoint), checkpoint.model_config)
         assert list(found) == [8, 64, 96]
-        assert all(plan == sequential_plan(checkpoint.model_config, tokens) for tokens, plan in found.items())
+        assert all(several == (sequential_plan(checkpoint.model_config, tokens),) for tokens, several in found.items())
 
     def test_a_file_is_taken_at_the_tokens_it_is_for(self, checkpoint, tmp_path):
         overlapped = two_nano_batch_plan(checkpoint.model_config, 48, 20)
         plans.save(overlapped, tmp_path / "plan.json")
         found = choose_plans(self.settings(checkpoint, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
         assert list(found) == [8, 48, 64, 96]
-        assert found[48] == overlapped
-        assert found[96] == sequential_plan(checkpoint.model_config, 96)
+        assert found[48] == (overlapped,)
+        assert found[96] == (sequential_plan(checkpoint.model_config, 96),)
 
     def test_a_plan_over_the_budget(self, checkpoint, tmp_path):
         plans.save(two_nano_batch_plan(checkpoint.model_config, 128, 64), tmp_path / "plan.json")
@@ -108,7 +109,7 @@ class TestPlans:
             choose_plans(self.settings(checkpoint, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
 
     def test_no_plan_was_searched_for_this_machine(self, checkpoint):
-        with pytest.raises(ConfigError, match=r"plan='searched' .*tiny-llama on 1 x cpu"):
+        with pytest.raises(ConfigError, match=r"plan='searched' .*tiny-llama on 1 x cpu, float32 over a float32 cache is shipped"):
             choose_plans(self.settings(checkpoint, plan="searched"), checkpoint.model_config)
 
     def test_an_overlapped_plan_serves_the_golden(self, checkpoint, tmp_path, goldens):
@@ -120,7 +121,27 @@ class TestPlans:
         results = toy.run(loop, requests)
         for i, prompt in enumerate(golden["prompts"]):
             assert results[f"{i}"].tokens == prompt["greedy_ids"][:32]
-        assert loop.executor.layouts[64].borders == (24,)
+        assert [layout.borders for layout in loop.executor.layouts[64]] == [(24,)]
+
+    def test_a_folder_is_a_portfolio_for_its_model(self, checkpoint, tmp_path):
+        """Several plans for one bucket, the sequential one beside them; the step's size is theirs where nothing else is said."""
+        target = plans.Target("tiny-llama", "cpu", 1, "float32", "float32", 30, 18, 100)
+        predicted = plans.Predictions((0,), (1,), ((1.0,),), ((2.0,),))
+        made = [
+            msgspec.structs.replace(
+                two_nano_batch_plan(checkpoint.model_config, 48, cut), name=f"{cut}", target=target, predictions=predicted
+            )
+            for cut in (20, 30)
+        ]
+        other = msgspec.structs.replace(made[0], target=msgspec.structs.replace(target, tensor_parallel_size=2))
+        for name, plan in {"a": made[0], "b": made[1], "c": other}.items():
+            plans.save(plan, tmp_path / f"{name}.json")
+        config = resolve(EngineConfig(model=LLAMA, plan=str(tmp_path)), checkpoint.model_config)
+        assert config.max_num_batched_tokens == 48
+        found = choose_plans(config, checkpoint.model_config)
+        assert found == {8: (sequential_plan(checkpoint.model_config, 8),), 48: (sequential_plan(checkpoint.model_config, 48), *made)}
+        with pytest.raises(ConfigError, match=r"no plan for .* on 2 x cpu, bfloat16 .* is in that folder"):
+            resolve(EngineConfig(model=LLAMA, plan=str(tmp_path), tensor_parallel_size=2, dtype="bfloat16"), checkpoint.model_config)
 
 
 def test_memory_is_shared_by_the_devices_of_one_host():

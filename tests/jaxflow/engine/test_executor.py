@@ -44,7 +44,7 @@ def test_rehearsal_writes_nothing(executor):
 
 def test_a_step_writes_its_own_rows_only(executor):
     """Two decodes on pages 3 and 5: their keys and their slots' last tokens change, and nothing else."""
-    layout, table = executor.layouts[8], SlotTable.empty(3)
+    (layout,), table = executor.layouts[8], SlotTable.empty(3)
     for slot in range(3):
         table.set(slot, 0.0, slot, PLAIN)
     before = [np.asarray(a) for a in jax.tree.leaves(executor.kv)]
@@ -72,7 +72,7 @@ def test_page_table_entries_beyond_the_buffer(executor, data):
     expected = np.asarray(executor.page_table).copy()
     for group, slot, index, page in appends:
         expected[group, slot, index] = page
-    layout = executor.layouts[8]
+    (layout,) = executor.layouts[8]
     executor.run(layout, *pack(layout, decodes([], [], appends), SlotTable.empty(slots)), full=False)
     np.testing.assert_array_equal(np.asarray(executor.page_table), expected)
 
@@ -94,7 +94,7 @@ def test_a_slot_remembers_the_tokens_that_penalties_look_back_on(executor, promp
 
 
 def test_the_full_sampler_counts_what_it_draws_for_those_who_ask(executor):
-    layout, table = executor.layouts[8], SlotTable.empty(3)
+    (layout,), table = executor.layouts[8], SlotTable.empty(3)
     for slot, sampler in enumerate((FULL, PLAIN, FULL)):
         table.set(slot, 0.0, slot, sampler)
         executor.set_slot(slot, slot_values(), np.zeros(0, np.int32), 0)
@@ -109,5 +109,5 @@ def test_memory_it_asks_for(executor):
     held = (executor.page_table, executor.params, executor.counts)
     assert executor.state_bytes() == sum(a.nbytes for a in jax.tree.leaves(held))
     widest = max(executor.layouts)
-    logits = executor.layouts[widest].rows * executor.counts.shape[1] * 4
+    logits = executor.layouts[widest][0].rows * executor.counts.shape[1] * 4
     assert executor.temporary_bytes() > logits

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import toy
 
+from jaxflow.bench.steps import step_log
 from jaxflow.engine.build import make_loop
 from jaxflow.engine.request import FinishReason, InvalidRequest, Request, SamplingParams
 from jaxflow.pipeline import plan as plans
@@ -209,7 +210,7 @@ class TestNoShapeSurprises:
         """Law 6: every bucket, both samplers, prompt log-probabilities, pre-emption, page-table entries beyond the buffer."""
         config, executor = toy.executor(MODEL, tp)
         before = executor.compilations
-        engine = make_loop(config, executor.programs.context.config, executor, {tokens: f"{tokens} tokens" for tokens in executor.layouts})
+        engine = make_loop(config, executor.programs.context.config, executor)
         rng = np.random.default_rng(3)
         requests = drawn_requests(40, seed=8)
         requests += [
@@ -217,10 +218,12 @@ class TestNoShapeSurprises:
             for i, length in enumerate((1, 2, 63, 64, 65, 300))
         ]
         requests.append(Request("long", rng.integers(0, vocab(), 500), SamplingParams(max_tokens=12, frequency_penalty=1.0)))
-        results = toy.run(engine, requests, at_step={60: [Request("late", [5], toy.GREEDY)]}, preempt_at=range(10, 60, 7))
+        with step_log(executor) as log:
+            results = toy.run(engine, requests, at_step={60: [Request("late", [5], toy.GREEDY)]}, preempt_at=range(10, 60, 7))
         assert all(len(result.finished) for result in results.values())
         assert executor.compilations == before
-        assert set(engine.stats(0).steps_by_plan) == {f"{tokens} tokens" for tokens in executor.layouts}
+        assert {step.bucket for step in log} == set(executor.layouts)
+        assert engine.stats(0).steps_by_plan == {"sequential": len(log)}
         assert engine.scheduler.pages_free == math.prod(executor.num_pages)
 
     def test_a_step_compiled_late_is_noticed(self):

@@ -38,7 +38,7 @@ def told(requests, seed, pages, preempt):
         enable_prefix_caching=False,
         max_waiting=99,
     )
-    loop = Loop(Scheduler(config), Dice(seed), eos_token_ids=[END], plan_names=dict.fromkeys(BUCKETS, "sequential"))  # type: ignore[arg-type]
+    loop = Loop(Scheduler(config), Dice(seed), eos_token_ids=[END])  # type: ignore[arg-type]
     for request in requests:
         loop.add(request, 0.0)
     found, step = {}, 0

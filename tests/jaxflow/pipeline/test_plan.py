@@ -10,11 +10,11 @@ from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.order import check, program
-from jaxflow.pipeline.plan import NanoOp, Plan, PlanError, Target, borders, from_json, load, save, shipped, to_json
+from jaxflow.pipeline.plan import NanoOp, Plan, PlanError, Target, borders, fitting, from_json, load, save, to_json
 
 CONFIGS = {name: drawn.config_of(name) for name in ("tiny-llama", "tiny-gemma2", "tiny-mixtral", "tiny-opt")}
 LLAMA = CONFIGS["tiny-llama"]
-TARGET = Target("llama-3.1-8b", "NVIDIA H200", 1, "bfloat16", "bfloat16", 1024, 1024, 800)
+TARGET = Target("llama-3.1-8b", "H200", 1, "bfloat16", "bfloat16", 1024, 1024, 800)
 
 
 def edited(plan, nano_id, **changes):
@@ -59,11 +59,15 @@ def test_files(tmp_path):
     save(msgspec.structs.replace(plan, name="other", target=msgspec.structs.replace(TARGET, tensor_parallel_size=4)), tmp_path / "b.json")
     save(sequential_plan(LLAMA, 24), tmp_path / "c.json")
     assert load(tmp_path / "a.json") == plan and borders(plan) == (7,)
-    assert shipped("llama-3.1-8b", "NVIDIA H200", 1, "bfloat16", "bfloat16", folder=tmp_path) == (plan,)
-    assert [p.name for p in shipped("llama-3.1-8b", "NVIDIA H200", 4, "bfloat16", "bfloat16", folder=tmp_path)] == ["other"]
-    assert shipped("llama-3.1-8b", "NVIDIA H200", 1, "float32", "bfloat16", folder=tmp_path) == ()
+    assert fitting(tmp_path, "llama-3.1-8b", "NVIDIA H200", 1, "bfloat16", "bfloat16") == (plan,)
+    assert [p.name for p in fitting(tmp_path, "some/llama-3.1-8b", "NVIDIA H200", 4, "bfloat16", "bfloat16")] == ["other"]
+    assert fitting(tmp_path, "llama-3.1-8b", "NVIDIA H200", 1, "float32", "bfloat16") == ()
     with pytest.raises(PlanError, match=r"nowhere\.json: No such file"):
         load(tmp_path / "nowhere.json")
+
+
+AXIS = b'{"decode_tokens": [8, 4], "mean_context_tokens": [9], "step_s": [[1.0]], "sequential_s": [[1.0]]}'
+TABLE = b'{"decode_tokens": [4], "mean_context_tokens": [9, 10], "step_s": [[1.0]], "sequential_s": [[1.0, 1.0]]}'
 
 
 @pytest.mark.parametrize(
@@ -72,11 +76,13 @@ def test_files(tmp_path):
         (b"{", "x.json: "),
         (b"[]", "x.json: "),
         (b'{"name": "a"}', "schema_version"),
-        (b'{"schema_version": 2, "name": "a"}', "schema_version=2 is not supported: this release reads 1"),
-        (b'{"schema_version": 1, "name": "a", "tokens": 8}', "nano_ops"),
-        (b'{"schema_version": 1, "name": "a", "tokens": "8", "nano_ops": []}', r"\$\.tokens"),
-        (b'{"schema_version": 1, "name": "a", "tokens": 8, "nano_ops": [{"id": "q", "op": "qkv", "start": 0}]}', r"nano_ops\[0\]"),
-        (b'{"schema_version": 1, "name": "a", "tokens": 8, "nano_ops": [], "speed": 9}', "speed"),
+        (b'{"schema_version": 1, "name": "a"}', "schema_version=1 is not supported: this release reads 2"),
+        (b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [], "predictions": %s}' % AXIS, "decode_tokens=.*rising"),
+        (b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [], "predictions": %s}' % TABLE, "step_s: 1 rows of 2"),
+        (b'{"schema_version": 2, "name": "a", "tokens": 8}', "nano_ops"),
+        (b'{"schema_version": 2, "name": "a", "tokens": "8", "nano_ops": []}', r"\$\.tokens"),
+        (b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [{"id": "q", "op": "qkv", "start": 0}]}', r"nano_ops\[0\]"),
+        (b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [], "speed": 9}', "speed"),
     ],
 )
 def test_what_is_no_plan_is_refused_by_name(text, message):

@@ -1,0 +1,81 @@
+"""Which steps an engine compiles: its token buckets, and the plans of each."""
+
+from pathlib import Path
+
+import jax
+
+from jaxflow.config import ConfigError, EngineConfig, ModelConfig
+from jaxflow.engine.layout import StepLayout
+from jaxflow.pipeline.choice import Gain, portfolio
+from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.plan import SHIPPED, Plan, borders, fitting, load
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def token_buckets(budget: int, *, few: bool) -> tuple[int, ...]:
+    """Sizes of a step that are compiled: powers of two from 8 to 256, multiples of 128 to 1024, of 256 above, and the budget.
+
+    Under load steps are filled to the budget, so few run at the sizes just below it; each costs a second of start-up.
+    `few`: only every third power of two, where compiling costs more than padding (CPU).
+    """
+    powers = [2**i for i in range(3, 9, 3 if few else 1)]
+    sizes = {*powers, *(() if few else (*range(384, 1025, 128), *range(1280, budget, 256)))}
+    return (*sorted(size for size in sizes if size < budget), budget)
+
+
+def products_dtype(config: EngineConfig) -> str:
+    """What the engine's products are of. config: resolved."""
+    return "float8_e4m3fn" if config.quantization == "fp8" else config.dtype
+
+
+def named_plans(config: EngineConfig) -> tuple[Plan, ...]:
+    """The plans that `--plan` names, the sequential one not among them: those shipped, of a folder, or of one file.
+
+    Of a folder, those that were searched for this model, device, parallelism and dtypes. config: resolved, at least its dtypes.
+
+    Raises: ConfigError where there is none. PlanError for a file that cannot be read.
+    """
+    if config.plan == "sequential":
+        return ()
+    folder = SHIPPED if config.plan == "searched" else Path(config.plan)
+    if config.plan != "searched" and not folder.is_dir():
+        return (load(folder),)
+    device, tp = jax.devices()[0].device_kind, config.tensor_parallel_size
+    found = fitting(folder, config.model, device, tp, products_dtype(config), config.kv_cache_dtype)
+    if not found:
+        kind = f"{config.model} on {tp} x {device}, {products_dtype(config)} over a {config.kv_cache_dtype} cache"
+        where = "is shipped" if config.plan == "searched" else "is in that folder"
+        raise ConfigError("plan", config.plan, f"sequential, a plan file or a folder of plans: no plan for {kind} {where}")
+    return found
+
+
+def largest_step(config: EngineConfig) -> int | None:
+    """Tokens of the largest step that the named plans are for; None without any. Raises: as `named_plans`."""
+    return max((plan.tokens for plan in named_plans(config)), default=None)
+
+
+def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Plan, ...]]:
+    """The plans of each bucket: the named ones at the tokens they are for, the sequential one everywhere else and beside those
+    that can be compared with it (`jaxflow.pipeline.choice`). config: resolved.
+
+    Raises: ConfigError for plans that do not exist or do not fit. PlanError for those that cannot be read or told apart.
+    """
+    budget, tp = config.max_num_batched_tokens, config.tensor_parallel_size
+    assert budget is not None
+    given = named_plans(config)
+    too_large = [plan for plan in given if plan.tokens > budget]
+    if too_large:
+        raise ConfigError("max_num_batched_tokens", budget, f"at least {too_large[0].tokens}, which plan {too_large[0].name!r} is for")
+    return portfolio(given, token_buckets(budget, few=not on_gpu()), lambda tokens: sequential_plan(model, tokens, tp))
+
+
+def make_layout(config: EngineConfig, model: ModelConfig, plan: Plan) -> StepLayout:
+    """The fixed shapes of a plan's steps. config: resolved."""
+    seqs, gain = config.max_num_seqs, None if plan.predictions is None else Gain.of(plan.predictions)
+    assert seqs is not None
+    return StepLayout(
+        plan.tokens, min(plan.tokens, seqs), seqs, config.block_size, borders(plan), len(model.windows), plan=plan.name, gain=gain
+    )

@@ -1,0 +1,95 @@
+"""Which plan a step runs: the fastest that is predicted for its composition, and never a guess where nothing is known."""
+
+import drawn
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxflow.pipeline.choice import Gain, between, is_sequential, pick, portfolio
+from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.plan import PlanError, Predictions, from_json, to_json
+
+LLAMA = drawn.config_of("tiny-llama")
+AXIS = st.lists(st.integers(0, 2000), min_size=1, max_size=5, unique=True).map(lambda axis: tuple(sorted(axis)))
+SECONDS = st.floats(1e-3, 1e3)
+
+
+@st.composite
+def predictions(draw):
+    decodes, contexts = draw(AXIS), draw(AXIS)
+    tables = [tuple(tuple(draw(SECONDS) for _ in contexts) for _ in decodes) for _ in range(2)]
+    return Predictions(decodes, contexts, *tables)
+
+
+def predicting(plan, **changes):
+    """The plan, half as long as the sequential one everywhere."""
+    return msgspec.structs.replace(plan, predictions=Predictions((0,), (1,), ((1.0,),), ((2.0,),)), **changes)
+
+
+@given(predictions())
+def test_predictions_are_met_where_they_were_made(predicted):
+    gain = Gain.of(predicted)
+    for i, decodes in enumerate(predicted.decode_tokens):
+        for j, context in enumerate(predicted.mean_context_tokens):
+            assert gain.at(decodes, context) == pytest.approx(predicted.sequential_s[i][j] / predicted.step_s[i][j])
+
+
+@given(predictions(), st.floats(-10, 3000), st.floats(-10, 3000))
+def test_between_predictions_nothing_is_made_up(predicted, decodes, context):
+    """As numpy interpolates along either axis; never outside of what was predicted, and level beyond it."""
+    xs, ys, table = predicted.decode_tokens, predicted.mean_context_tokens, predicted.step_s
+    found = between(xs, ys, table, decodes, context)
+    along_y = [np.interp(context, ys, row) for row in table]
+    assert found == pytest.approx(float(np.interp(decodes, xs, along_y)))
+    assert np.min(table) * (1 - 1e-9) <= found <= np.max(table) * (1 + 1e-9)
+
+
+@given(st.lists(st.none() | predictions().map(Gain.of), min_size=1, max_size=5), st.integers(0, 2000), st.integers(0, 4000))
+def test_the_picked_plan_is_predicted_to_be_no_slower_than_any(gains, decodes, context):
+    values = [1.0 if gain is None else gain.at(decodes, context) for gain in gains]
+    assert values[pick(gains, decodes, context)] == max(values)
+
+
+def test_each_composition_gets_its_plan_and_the_rest_are_sequential():
+    """One plan gains where many decode on long contexts, one where few do; with short contexts there is nothing to overlap."""
+    many = Gain((100, 600), (100, 1000), ((0.8, 0.9), (0.9, 1.2)))
+    few = Gain((100, 600), (100, 1000), ((0.8, 1.1), (0.9, 0.9)))
+    gains = [None, many, few]
+    picked = {(d, k): pick(gains, d, k) for d in (0, 100, 600, 2000) for k in (0, 100, 1000, 9000)}
+    assert picked == {(d, k): (0 if k <= 100 else 2 if d <= 100 else 1) for d, k in picked}
+
+
+def test_a_bucket_has_the_sequential_plan_beside_those_that_are_compared_with_it():
+    made = predicting(two_nano_batch_plan(LLAMA, 24, 7))
+    other = predicting(phased_plan(LLAMA, 24, 8))
+    alone = two_nano_batch_plan(LLAMA, 40, 8)
+    found = portfolio([made, other, alone], (8, 24), lambda tokens: sequential_plan(LLAMA, tokens))
+    assert {tokens: [plan.name for plan in plans] for tokens, plans in found.items()} == {
+        8: ["sequential"],
+        24: ["sequential", made.name, other.name],
+        40: [alone.name],
+    }
+    assert from_json(to_json(made)) == made
+
+
+def test_a_search_that_found_nothing_better_adds_no_plan():
+    sequential = predicting(sequential_plan(LLAMA, 16), name="searched")
+    assert is_sequential(sequential) and not is_sequential(phased_plan(LLAMA, 16, 8))
+    assert portfolio([sequential], (8,), lambda tokens: sequential_plan(LLAMA, tokens)) == {
+        tokens: (sequential_plan(LLAMA, tokens),) for tokens in (8, 16)
+    }
+
+
+@pytest.mark.parametrize(
+    ("plans", "message"),
+    [
+        ([two_nano_batch_plan(LLAMA, 24, 7), predicting(phased_plan(LLAMA, 24, 8))], "7 [+] 17: has no predictions"),
+        ([predicting(phased_plan(LLAMA, 24, 8))] * 2, "two plans for 24 tokens have this name"),
+        ([predicting(phased_plan(LLAMA, 24, 8), name="sequential")], "sequential: two plans for 24 tokens"),
+    ],
+)
+def test_plans_that_cannot_be_told_apart_are_refused(plans, message):
+    with pytest.raises(PlanError, match=message):
+        portfolio(plans, (24,), lambda tokens: sequential_plan(LLAMA, tokens))
