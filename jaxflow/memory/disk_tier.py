@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Buffer, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from jaxflow.memory.disk_file import HEADER_BYTES, BadFile
 from jaxflow.memory.disk_folder import open_folder
 
 log = logging.getLogger(__name__)
+
+Parts = Callable[[], Sequence[Buffer]]
 
 WRITE_QUEUE_BYTES = 256 << 20
 READ_AHEAD = 64  # pages being read, or waiting for it, at most
@@ -87,7 +89,7 @@ class DiskTier:
         self._lock = threading.Lock()  # of all that follows
         self._index: OrderedDict[bytes, int] = OrderedDict()  # key -> bytes of its file, least recently used first
         self._bytes = 0
-        self._queued: OrderedDict[bytes, np.ndarray] = OrderedDict()  # not written yet, or being written
+        self._queued: dict[bytes, Parts] = {}  # not written yet, or being written
         self._queued_bytes = 0
         self._reading: dict[bytes, Future[np.ndarray | None]] = {}
         self._counts: dict[str, int] = {}
@@ -108,22 +110,23 @@ class DiskTier:
         with self._lock:
             return key in self._index or key in self._queued
 
-    def put(self, key: bytes, parts: Sequence[memoryview]) -> bool:
-        """Has a copy of a page written, soon; returns whether it is there or will be, if nothing fails. Never waits.
+    def put(self, key: bytes, parts: Parts) -> bool:
+        """Has a page written, soon; returns whether it is there or will be, if nothing fails. Never waits, and copies nothing.
 
-        Raises: ValueError for a key or a length that no page has.
+        parts: gives the page's bytes, one piece after the other; called on a thread of the tier, now or later, so they must
+        not change. Raises: ValueError for a key that no page has.
         """
-        size = sum(part.nbytes for part in parts)
-        if size != self._length(key):
-            raise ValueError(f"a page of {size} bytes, group {key[0]} has pages of {self._length(key)}")
+        size = self._length(key)
         with self._lock:
             if key in self._index or key in self._queued:
                 return True
-            if not self._room_to_write(size):
+            fits = not self._queued or self._queued_bytes + size <= self._write_queue_bytes
+            if not fits or self._closed or time.monotonic() < self._writes_resume_s:
+                self._count("dropped")
                 return False
-            page = self._queued[key] = np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
+            self._queued[key] = parts
             self._queued_bytes += size
-            self._writer.submit(self._write, key, page)
+            self._writer.submit(self._write, key, parts)
         return True
 
     def prefetch(self, key: bytes) -> Future[np.ndarray | None] | None:
@@ -137,9 +140,7 @@ class DiskTier:
             known = self._reading.get(key)
             if known is not None:
                 return known
-            if key in self._queued:
-                return self._at_hand(key)
-            if key not in self._index:
+            if key not in self._index and key not in self._queued:
                 self._count("misses")
                 return None
             if len(self._reading) >= self._read_ahead:
@@ -149,13 +150,11 @@ class DiskTier:
 
     def get(self, key: bytes) -> np.ndarray | None:
         """A page, uint8 [length], read on the caller's thread; None if it is not there or cannot be read."""
+        if self.contains(key):
+            return self._read(key)
         with self._lock:
-            if key in self._queued:
-                return self._at_hand(key).result()
-            if key not in self._index:
-                self._count("misses")
-                return None
-        return self._read(key)
+            self._count("misses")
+        return None
 
     def counters(self) -> DiskCounters:
         with self._lock:
@@ -177,17 +176,10 @@ class DiskTier:
 
     # ---- writing
 
-    def _room_to_write(self, size: int) -> bool:
-        """Whether a page can be queued; counts the one that cannot. The lock is held."""
-        fits = not self._queued or self._queued_bytes + size <= self._write_queue_bytes
-        if fits and not self._closed and time.monotonic() >= self._writes_resume_s:
-            return True
-        self._count("dropped")
-        return False
-
-    def _write(self, key: bytes, page: np.ndarray) -> None:
+    def _write(self, key: bytes, parts: Parts) -> None:
         """The writer's work."""
-        size = HEADER_BYTES + page.nbytes
+        length = self._length(key)
+        size = HEADER_BYTES + length
         try:
             with self._lock:
                 skip = time.monotonic() < self._writes_resume_s  # the queue may be older than the fault
@@ -198,21 +190,23 @@ class DiskTier:
             stuck = [victim for victim in victims if not disk_file.remove(self._path(victim))]
             if stuck:
                 raise OSError(f"{len(stuck)} files that should make room cannot be removed")
-            disk_file.write(self._path(key), self._fingerprint, key, [memoryview(page)])
+            disk_file.write(self._path(key), self._fingerprint, key, _pieces(parts, length))
             with self._lock:
                 self._index[key] = size
                 self._bytes += size
                 self._count("written")
-                self._count("bytes_written", page.nbytes)
+                self._count("bytes_written", length)
             self._succeeded("written")
         except OSError as error:
             with self._lock:
                 self._writes_resume_s = max(self._writes_resume_s, time.monotonic() + self._retry_s)
             self._fails("written", error)
+        except Exception:  # the caller's, in `parts`
+            log.exception("page %s was not written", key.hex())
         finally:
             with self._lock:
                 del self._queued[key]
-                self._queued_bytes -= page.nbytes
+                self._queued_bytes -= length
 
     def _make_room(self, size: int) -> list[bytes]:
         """Takes the least recently used pages out of the index until `size` bytes fit; returns their keys. The lock is held."""
@@ -226,20 +220,18 @@ class DiskTier:
 
     # ---- reading
 
-    def _at_hand(self, key: bytes) -> Future[np.ndarray | None]:
-        """A page that is still in the queue. The lock is held."""
-        self._count("hits")
-        done: Future[np.ndarray | None] = Future()
-        done.set_result(self._queued[key])
-        return done
-
     def _read(self, key: bytes) -> np.ndarray | None:
         """A reader's work."""
         path = self._path(key)
         try:
-            if self._closed:
+            with self._lock:
+                queued, closed = self._queued.get(key), self._closed
+            if closed:
                 return None
-            page = disk_file.read(path, self._fingerprint, key, self._length(key))
+            if queued is not None:
+                page = np.concatenate(_pieces(queued, self._length(key)))
+            else:
+                page = disk_file.read(path, self._fingerprint, key, self._length(key))
             with self._lock:
                 if key in self._index:
                     self._index.move_to_end(key)
@@ -251,13 +243,15 @@ class DiskTier:
             return page
         except BadFile as error:
             log.warning("dropped %s: %s", path, error)
+            disk_file.remove(path)  # before the key can be written again
             self._forget(key, "rejected")
-            disk_file.remove(path)
         except FileNotFoundError:  # evicted meanwhile, or removed by somebody else
             self._forget(key, "misses")
         except OSError as error:
             self._forget(key, "misses")
             self._fails("read", error)
+        except Exception:  # the caller's, in `parts`
+            log.exception("page %s cannot be had", key.hex())
         finally:
             with self._lock:
                 self._reading.pop(key, None)
@@ -296,3 +290,12 @@ class DiskTier:
     def _succeeded(self, operation: str) -> None:
         with self._lock:
             self._failed[operation] = False
+
+
+def _pieces(parts: Parts, length: int) -> list[memoryview]:
+    """A page's bytes. Raises: ValueError, if they are not `length`, and whatever `parts` does."""
+    pieces = [memoryview(part).cast("B") for part in parts()]
+    found = sum(piece.nbytes for piece in pieces)
+    if found != length:
+        raise ValueError(f"a page of {found} bytes, {length} are expected")
+    return pieces

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -34,10 +35,9 @@ def page(i: int, group: int = 0) -> np.ndarray:
     return np.random.default_rng([i, group]).integers(0, 256, PAGE[group], dtype=np.uint8)
 
 
-def parts(i: int, group: int = 0) -> list[memoryview]:
+def parts(i: int, group: int = 0) -> Callable[[], list[np.ndarray]]:
     """A page as two shards hold it."""
-    whole = memoryview(page(i, group))
-    return [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+    return lambda: np.split(page(i, group).view(np.uint32), 2)
 
 
 def put(tier: DiskTier, *numbers: int) -> None:
@@ -134,9 +134,19 @@ class TestWholePages:
 
     def test_what_is_no_page_is_refused(self, opened):
         tier = opened()
-        for bad, content in ((b"", 0), (b"\0" * 34, 0), (key(0, 2), 0), (key(0, 1), 0)):
+        for bad in (b"", b"\0" * 34, key(0, 2)):
             with pytest.raises(ValueError, match=r"page|key"):
-                tier.put(bad, parts(content))
+                tier.put(bad, parts(0))
+
+    def test_a_fault_of_the_caller_is_told_and_leaves_nothing(self, opened, caplog):
+        tier = opened()
+        put(tier, 1)
+        for bad in (parts(2, 1), lambda: 1 / 0):
+            tier.put(key(2), bad)
+            assert tier.get(key(2)) is None
+            settled(tier)
+            assert not tier.contains(key(2)) and tier._queued_bytes == 0
+        assert "a page of 96 bytes" in caplog.text and "ZeroDivisionError" in caplog.text and holds(tier, 1)
 
     def test_what_else_is_in_the_folder_stays(self, opened):
         folder = opened().folder
@@ -416,7 +426,7 @@ class TestStart:
             f"tier = DiskTier(sys.argv[1], 1 << 30, {MODEL!r}, (1 << 20,))\n"
             "tier._succeeded = lambda *_: print(tier.counters().written, flush=True)\n"
             "for i in range(10_000):\n"
-            "    while not tier.put(b'\\0' + i.to_bytes(16, 'big'), [memoryview(np.full(1 << 20, i % 251, np.uint8))]):\n"
+            "    while not tier.put(b'\\0' + i.to_bytes(16, 'big'), lambda i=i: [np.full(1 << 20, i % 251, np.uint8)]):\n"
             "        pass\n"
         )
         for wanted in (3, 60):
