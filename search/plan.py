@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 from absl import flags
 from tqdm import tqdm
 
@@ -26,6 +27,7 @@ from jaxflow.pipeline.plan import Target, save
 from search.cost import BYTES
 from search.nanobatch import Found, Setting, search
 from search.op_times import Profile, load_profile, modelled_profile
+from search.predict import predict
 from search.shares import Shares, product_columns
 from search.simulate import Timeline, simulate
 from search.structure import RESOURCES, Load
@@ -106,14 +108,13 @@ def solve_one(
         shares.graph, shares, load, DEVICES.get(profile.device), shipped_power(profile.device),
         overlap=MODES[f.overlap], nano_batches=f.nano_batches, split=f.split, quantized=profile.dtype == "float8_e4m3fn",
     )  # fmt: skip
-    keys = round((load.decode_tokens * load.decode_keys + (tokens - load.decode_tokens) * load.chunk_keys) / tokens)
-    decodes = load.decode_tokens
-    target = Target(
-        name, profile.device, profile.tensor_parallel_size, profile.dtype, profile.kv_cache_dtype, decodes, tokens - decodes, keys
-    )
+    kind = (name, profile.device, profile.tensor_parallel_size, profile.dtype, profile.kv_cache_dtype)
+    target = Target(*kind, load.decode_tokens, tokens - load.decode_tokens, round(load.decode_keys))
     title = f"searched {name} {tokens} {prompt:g}/{output:g}"
     found = search(setting, time_limit_s=time_limit_s, name=title, target=target, say=lambda line: bar.write(line, file=sys.stderr))
     check(found.plan, shares.graph)
+    predicted = predict(found.plan, shares.graph, shares, load, device=setting.device, power=setting.power)
+    found = dataclasses.replace(found, plan=msgspec.structs.replace(found.plan, predictions=predicted))
     return Result(setting, found, simulate(found.plan, shares.graph, shares, load, device=setting.device, power=setting.power))
 
 

@@ -1,0 +1,52 @@
+"""How long a plan's steps take, by what they are made of: the table that the engine chooses a step's plan by.
+
+A plan is made for one composition but runs others. Each is simulated under the plan and under the sequential one, with what
+lies outside the layers (embedding, head, sampling) added from the cost model where the device is in its table.
+"""
+
+import dataclasses
+
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import Device, op_times
+from jaxflow.model.energy import Power
+from jaxflow.model.graph import Graph
+from jaxflow.pipeline.plan import NanoOp, Plan, Predictions
+from search.shares import Shares
+from search.simulate import simulate
+from search.structure import Load
+
+DECODES = (0.0, 0.5, 1.0, 1.5)  # of those that the plan was made for
+CONTEXTS = (0.25, 0.5, 1.0, 2.0)
+
+
+def predict(
+    plan: Plan, graph: Graph, shares: Shares, load: Load, *, device: Device | None = None, power: Power | None = None
+) -> Predictions:
+    """Seconds of steps around the load that the plan was made for: other numbers of decodes, shorter and longer contexts.
+
+    Raises: ProfileError for an op or a number of SMs that was not measured.
+    """
+    ops = tuple(dict.fromkeys(nano.op for nano in plan.nano_ops))
+    names = [op.name for op in graph.layers[-1]]
+    alone = Plan("sequential", plan.tokens, tuple(NanoOp(op, op, 0, plan.tokens) for op in sorted(ops, key=names.index)))
+    decodes = sorted({min(load.tokens, round(share * load.decode_tokens)) for share in DECODES})
+    contexts = sorted({max(1, round(share * load.decode_keys)) for share in CONTEXTS})
+
+    def seconds(which: Plan, count: int, context: int) -> float:
+        here = dataclasses.replace(
+            load, decode_tokens=count, decode_keys=context, chunk_keys=load.chunk_keys * context / max(1.0, load.decode_keys)
+        )
+        timeline = simulate(which, graph, shares, here, device=device, power=power)
+        return timeline.step_s + outside_s(graph, here.part(0, load.tokens), device, shares.profile.dtype)
+
+    def table(which: Plan) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(seconds(which, count, context) for context in contexts) for count in decodes)
+
+    return Predictions(tuple(decodes), tuple(contexts), table(plan), table(alone))
+
+
+def outside_s(graph: Graph, step: Composition, device: Device | None, dtype: str) -> float:
+    """What the ops before and after the layers take, one after the other; 0 where the device's rates are not known."""
+    if device is None or dtype not in device.rates.flops_per_s or "bfloat16" not in device.rates.flops_per_s:
+        return 0.0
+    return sum(op_times(op, step, device.rates, dtype).longest_s for op in (*graph.before, *graph.after))

@@ -1,0 +1,39 @@
+"""What a plan says of itself: the simulation's times, at the compositions around the one it was made for."""
+
+import dataclasses
+
+import drawn
+import pytest
+from searched import llama_setting
+
+from jaxflow.model.composition import Composition
+from jaxflow.pipeline.choice import Gain
+from jaxflow.pipeline.handmade import phased_plan, sequential_plan
+from search.predict import outside_s, predict
+from search.simulate import simulate
+
+LAYERS = drawn.config_of("tiny-llama").layers[:1] * 32
+
+
+def test_predictions_are_the_simulation_of_each_composition():
+    setting = llama_setting(2048, 1024, 512)
+    config = dataclasses.replace(drawn.config_of("tiny-llama"), layers=LAYERS)
+    plan = phased_plan(config, 2048, 384, sms=(40, 92))
+    settings = {"device": setting.device, "power": setting.power}
+    found = predict(plan, setting.graph, setting.shares, setting.load, **settings)
+    made_for = found.decode_tokens.index(setting.load.decode_tokens), found.mean_context_tokens.index(round(setting.load.decode_keys))
+    outside = outside_s(setting.graph, setting.load.part(0, 2048), setting.device, "bfloat16")
+    for which, table in ((plan, found.step_s), (sequential_plan(config, 2048), found.sequential_s)):
+        timeline = simulate(which, setting.graph, setting.shares, setting.load, **settings)
+        assert table[made_for[0]][made_for[1]] == pytest.approx(timeline.step_s + outside, rel=1e-3)
+    for table in (found.step_s, found.sequential_s):
+        assert all(list(row) == sorted(row) for row in table), "a longer context is a longer step"
+    gain = Gain.of(found)
+    assert gain.at(0, 500) < 1 < gain.at(1.5 * setting.load.decode_tokens, 2 * setting.load.decode_keys)
+
+
+def test_what_is_outside_the_layers_grows_with_the_rows_that_sample():
+    setting = llama_setting(2048, 1024, 512)
+    few, many = (outside_s(setting.graph, Composition(decode_tokens=n, decode_keys=9), setting.device, "bfloat16") for n in (8, 1024))
+    assert 0 < few < many < 5e-3
+    assert outside_s(setting.graph, Composition(decode_tokens=8, decode_keys=9), None, "bfloat16") == 0.0
