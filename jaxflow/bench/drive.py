@@ -10,13 +10,14 @@ from tqdm import tqdm
 
 from jaxflow.bench.report import Record
 from jaxflow.bench.workload import Item
+from jaxflow.engine.driver import Mailbox
 from jaxflow.engine.request import Delta, Draining, Event, Finished, InvalidRequest, QueueFull, Request, SamplingParams, Started
 
 
 class Submits(Protocol):
     """The part of an engine's driver that is needed here."""
 
-    def submit(self, request: Request, mailbox: "Recorder") -> None: ...
+    def submit(self, request: Request, mailbox: Mailbox) -> None: ...
 
 
 def greedy_requests(items: Sequence[Item], token_ids: Sequence[np.ndarray]) -> list[Request]:

@@ -7,35 +7,47 @@ from collections.abc import Sequence
 import numpy as np
 from tqdm import tqdm
 
+from jaxflow.bench.conversations import Conversation
 from jaxflow.bench.report import Record
-from jaxflow.bench.workload import Item
 from serving.client import Client, RequestFailed
 
 
-async def load(
-    client: Client, items: Sequence[Item], token_ids: Sequence[np.ndarray], *, timeout_s: float | None = None, progress: bool = False
-) -> tuple[list[Record], float]:
-    """Each item at its arrival time, greedy and past end tokens. Returns the records in order and the seconds it all took.
+async def converse(
+    client: Client, conversations: Sequence[Conversation], *, timeout_s: float | None = None, progress: bool = False
+) -> tuple[list[list[Record]], float]:
+    """Each conversation from its time on, greedy and past end tokens. Returns the records of each, and the seconds it all took.
 
-    A request is sent when it is due, however many are under way. One that the server refuses or breaks off is a failed record.
+    A round is sent when it is due, however many are under way. One that the server refuses or breaks off is a failed
+    record, and the last of its conversation.
     """
     start = time.perf_counter()
-    with tqdm(total=len(items), disable=not progress, unit="request", mininterval=1.0) as bar:
+    rounds = sum(len(one.rounds) for one in conversations)
+    with tqdm(total=rounds, disable=not progress, unit="request", mininterval=1.0) as bar:
 
-        async def one(item: Item, ids: np.ndarray) -> Record:
-            await asyncio.sleep(max(0.0, start + item.arrival_s - time.perf_counter()))
-            record = Record(item.prompt_tokens, time.perf_counter())
-            settings = {"temperature": 0.0, "max_tokens": item.output_tokens, "ignore_eos": True, "seed": 0}
-            answer = client.generate(ids.tolist(), timeout_s=timeout_s, **settings)
-            try:
-                await answer.read_all()
-                record.finished_s = time.perf_counter()
-            except RequestFailed as failure:
-                record.error = str(failure)
-            record.deliveries = [(answer.sent_at + seconds, number) for seconds, _, number in answer.arrivals]
-            record.cached_prompt_tokens = answer.started.cached_prompt_tokens if answer.started else 0
-            bar.update()
-            return record
+        async def one(talk: Conversation) -> list[Record]:
+            await asyncio.sleep(max(0.0, start + talk.arrival_s - time.perf_counter()))
+            records: list[Record] = []
+            said, known = np.zeros(0, np.int32), talk.known_tokens
+            for number, turn in enumerate(talk.rounds, start=talk.opening):
+                await asyncio.sleep(turn.think_s)
+                said = np.concatenate([said, turn.text])
+                record = Record(len(said), time.perf_counter(), round=number, known_tokens=known)
+                records.append(record)
+                settings = {"temperature": 0.0, "max_tokens": turn.output_tokens, "ignore_eos": True, "seed": 0}
+                answer = client.generate(said.tolist(), timeout_s=timeout_s, **settings)
+                try:
+                    await answer.read_all()
+                    record.finished_s = time.perf_counter()
+                except RequestFailed as failure:
+                    record.error = str(failure)
+                record.deliveries = [(answer.sent_at + seconds, count) for seconds, _, count in answer.arrivals]
+                record.cached_prompt_tokens = answer.started.cached_prompt_tokens if answer.started else 0
+                bar.update()
+                if record.error:
+                    break
+                said = np.concatenate([said, np.array(answer.token_ids[0], np.int32)])
+                known = len(said)
+            return records
 
-        records = await asyncio.gather(*(one(item, ids) for item, ids in zip(items, token_ids, strict=True)))
+        records = await asyncio.gather(*(one(talk) for talk in conversations))
     return list(records), time.perf_counter() - start

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from absl import flags
 
 from jaxflow.bench import workload
+from jaxflow.bench.conversations import Conversation, of_items, synthetic
 from jaxflow.bench.workload import NANOFLOW, UNLIMITED, Item, WorkloadError
 from jaxflow.flags import define_engine_flags
 from jaxflow.model.cost import DEVICES
@@ -31,6 +33,20 @@ def define_workload(input_len: int = 1024, output_len: int = 512) -> None:
         "num_requests", None, "Requests; default: 1200, 1000 at 1000/1000, 2000 of lognormal lengths or from a trace.", lower_bound=1
     )
     flags.DEFINE_integer("workload_seed", 0, "Of lengths, prompts and arrivals.", lower_bound=0)
+
+
+def define_conversations() -> None:
+    """Flags of requests that follow one another."""
+    flags.DEFINE_integer(
+        "rounds", 1, "Rounds of a conversation: each prompt is all that was said before and new text. --num_requests counts conversations.",
+        lower_bound=1,
+    )  # fmt: skip
+    flags.DEFINE_integer("next_input_len", 128, "New text tokens of every later round; the mean, if lengths are lognormal.", lower_bound=1)
+    flags.DEFINE_float("think_time_s", 0.0, "Mean of the exponential pauses between an answer and the next round.", lower_bound=0.0)
+    flags.DEFINE_integer(
+        "trace_shrink", 1, "Divide the lengths of a Mooncake trace's prompts, outputs and blocks, for contexts shorter than its.",
+        lower_bound=1,
+    )  # fmt: skip
 
 
 def define_report() -> None:
@@ -65,6 +81,7 @@ def items_from_flags(max_tokens: int, *, ordered: bool = False) -> tuple[list[It
     left_out = 0
     if kind == "trace":
         every = workload.read_trace(f.trace, {"auto": None, "nanoflow": NANOFLOW, "none": UNLIMITED}[f.trace_filter])
+        every = workload.shrink(every, f.trace_shrink) if "trace_shrink" in f and f.trace_shrink > 1 else every
         fitting = [item for item in every if item.prompt_tokens + item.output_tokens <= max_tokens]
         left_out = len(every) - len(fitting)
         items = fitting[:number] if ordered else workload.sample(fitting, number, seed)
@@ -78,6 +95,29 @@ def items_from_flags(max_tokens: int, *, ordered: bool = False) -> tuple[list[It
     if not items:
         raise WorkloadError(f"{f.trace}: no request fits in {max_tokens} tokens")
     return items, describe(items, kind, trace=f.trace, left_out=left_out, seed=seed)
+
+
+def conversations_from_flags(items: Sequence[Item], max_tokens: int, vocab_size: int) -> tuple[list[Conversation], dict[str, Any]]:
+    """The conversations that `items` open, as many rounds as the flags say, and what a report says of them.
+
+    Raises:
+      WorkloadError: for rounds of a trace, which has its own, and lengths that are not possible.
+    """
+    f = flags.FLAGS
+    seed = f.workload_seed
+    if f.rounds == 1:
+        return of_items(items, workload.prompts(items, vocab_size, seed)), {}
+    if f.trace:
+        raise WorkloadError(f"--rounds {f.rounds}: a trace has its own; without --trace it is possible")
+    number = len(items) * (f.rounds - 1)
+    if f.lengths == "lognormal":
+        later = workload.lognormal(number, f.next_input_len, f.output_len, prompt_cv=f.input_cv, output_cv=f.output_cv, seed=seed + 1)
+    else:
+        later = workload.constant(number, f.next_input_len, f.output_len)
+    talks = synthetic(items, later, vocab_size, think_s=f.think_time_s, max_tokens=max_tokens, seed=seed)
+    rounds = sum(len(talk.rounds) for talk in talks)
+    described = {"kind": "conversations", "rounds": f.rounds, "mean_rounds": rounds / len(talks), "think_time_s": f.think_time_s}
+    return talks, described | {"mean_next_prompt_tokens": float(np.mean([item.prompt_tokens for item in later]))}
 
 
 def describe(items: Sequence[Item], kind: str, **more: Any) -> dict[str, Any]:

@@ -28,7 +28,10 @@ GOODPUT_KEYS = ("ttft", "tpot", "e2el")
 
 @dataclasses.dataclass
 class Record:
-    """What happened to one request. `deliveries`: (time, number of tokens), in order."""
+    """What happened to one request. `deliveries`: (time, number of tokens), in order.
+
+    `round`: of a conversation, from 1. `known_tokens`: of the prompt's beginning, that an earlier request had too.
+    """
 
     prompt_tokens: int
     sent_s: float
@@ -36,6 +39,8 @@ class Record:
     finished_s: float | None = None
     error: str | None = None
     cached_prompt_tokens: int = 0
+    round: int = 1
+    known_tokens: int = 0
 
     @property
     def completed(self) -> bool:

@@ -3,19 +3,25 @@
   python -m serving --model llama-3.1-8b --load_format dummy --port 50051 &
   python -m jaxflow.bench serve --request_rate 8 --input_len 1024 --output_len 512 --goodput ttft:500 --goodput tpot:50
   python -m jaxflow.bench serve --trace azure2023_conv.csv --arrivals trace
+  python -m jaxflow.bench serve --trace mooncake_conversation.jsonl --arrivals trace --num_requests 500
+  python -m jaxflow.bench serve --rounds 5 --num_requests 64 --input_len 1024 --next_input_len 128 --output_len 256 --think_time_s 10
 
-A request is sent when it is due, whatever is still under way. Latencies are as the client sees them.
+A request is sent when it is due, whatever is still under way. Latencies are as the client sees them. With
+--rounds, or a trace whose prompts share blocks, the report says what the reuse of their KV saved; --admin_target tells of
+each tier of the KV hierarchy.
 """
 
 import asyncio
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
-from jaxflow.bench import machine, options, report, workload
-from jaxflow.bench.load import load
+from jaxflow.bench import conversations, machine, options, report, reuse, workload
+from jaxflow.bench.conversations import Conversation
+from jaxflow.bench.load import converse
 from jaxflow.bench.workload import Item
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.checkpoint import CheckpointError, open_checkpoint
@@ -36,6 +42,7 @@ def define_flags() -> None:
     flags.DEFINE_string("tls_key", None, "PEM file of its private key.")
     flags.DEFINE_string("auth_token", None, "The server's bearer token.")
     options.define_workload()
+    options.define_conversations()
     options.define_report()
 
 
@@ -57,10 +64,23 @@ async def measure(
     progress: bool = False,
 ) -> dict[str, Any]:
     """The report of one load, less its head and the optimum. `power` is of this machine's card, if it has one."""
-    prompts = workload.prompts(items, vocab_size, seed)
+    talks = conversations.of_items(items, workload.prompts(items, vocab_size, seed))
+    return await measure_conversations(client, talks, slo=slo, timeout_s=timeout_s, progress=progress)
+
+
+async def measure_conversations(
+    client: Client,
+    talks: Sequence[Conversation],
+    *,
+    slo: Mapping[str, float] | None = None,
+    timeout_s: float | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """The same of conversations; with what was reused."""
     with machine.watch() as readings:
-        records, duration_s = await load(client, items, prompts, timeout_s=timeout_s, progress=progress)
-    result = report.figures(records, duration_s, slo)
+        by_talk, duration_s = await converse(client, talks, timeout_s=timeout_s, progress=progress)
+    records = list(itertools.chain(*by_talk))
+    result = report.figures(records, duration_s, slo) | reuse.figures(records)
     return result | {"steady_state": report.steady_state(records), "power": readings.summary()}
 
 
@@ -82,7 +102,9 @@ async def _run() -> dict[str, Any]:
         items = arriving(items, f.arrivals, f.request_rate, f.workload_seed)
         result: dict[str, Any] = {"command_name": "serve", "model": served.name, **machine.describe(), "workload": described}
         result |= {"request_rate": "inf" if math.isinf(f.request_rate) else f.request_rate, "arrivals": f.arrivals}
-        result |= await measure(client, items, served.vocab_size, seed=f.workload_seed, slo=slo, timeout_s=f.timeout_s, progress=True)
+        talks, more = options.conversations_from_flags(items, served.max_model_len, served.vocab_size)
+        described |= more
+        result |= await measure_conversations(client, talks, slo=slo, timeout_s=f.timeout_s, progress=True)
     config = find_model_config(f.model or served.name)
     tokens = result["total_input_tokens"], result["total_output_tokens"]
     if config and sum(tokens):
@@ -96,5 +118,7 @@ def run() -> dict[str, Any]:
     result = asyncio.run(_run())
     extra = {"Model": result["model"], "Request rate configured (RPS)": f"{result['request_rate']} ({result['arrivals']})"}
     print(report.text("Serving Benchmark Result", result, extra))
+    if result["reusable_input_tokens"] or result["reused_input_tokens"]:
+        print(reuse.text(result))
     print(machine.text(result))
     return result

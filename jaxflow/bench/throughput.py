@@ -9,14 +9,18 @@ end to the last one's first token.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from absl import flags
 
-from jaxflow.bench import machine, options, report, steps, workload
+from jaxflow.bench import machine, options, report, reuse, steps, workload
+from jaxflow.bench.conversations import Conversation
+from jaxflow.bench.converse import converse
 from jaxflow.bench.drive import drive, greedy_requests
+from jaxflow.bench.report import Record
 from jaxflow.bench.workload import Item
 from jaxflow.engine.plans import products_dtype
 from jaxflow.flags import engine_config_from_flags
@@ -26,6 +30,7 @@ from jaxflow.llm import LLM
 def define_flags() -> None:
     options.define_engine(enable_prefix_caching=False)
     options.define_workload()
+    options.define_conversations()
     options.define_report()
 
 
@@ -44,10 +49,35 @@ def measure(
     device: a name in the cost model's table to take Eq. 5's peak from; None: this machine's.
     """
     requests = greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, seed))
+    arrivals = [item.arrival_s for item in items] if arrive else None
+    return _measured(llm, lambda: drive(llm.driver, requests, arrivals, progress=progress), slo, device)
+
+
+def measure_conversations(
+    llm: LLM,
+    talks: Sequence[Conversation],
+    *,
+    slo: Mapping[str, float] | None = None,
+    device: str | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """The same of conversations, from their times on; with what was reused."""
+
+    def run() -> tuple[list[Record], float]:
+        by_talk, duration_s = converse(llm.driver, talks, progress=progress)
+        return list(itertools.chain(*by_talk)), duration_s
+
+    return _measured(llm, run, slo, device)
+
+
+def _measured(
+    llm: LLM, run: Callable[[], tuple[list[Record], float]], slo: Mapping[str, float] | None, device: str | None
+) -> dict[str, Any]:
+    """The report of a run, which returns its records and seconds."""
     before = llm.driver.stats()
     with machine.watch() as readings, steps.step_log(llm.executor) as log:
-        records, duration_s = drive(llm.driver, requests, [item.arrival_s for item in items] if arrive else None, progress=progress)
-    result = report.figures(records, duration_s, slo)
+        records, duration_s = run()
+    result = report.figures(records, duration_s, slo) | reuse.figures(records)
     result["steady_state"] = report.steady_state(records)
     result["steps"] = steps.summary(log)
     result["engine_stats"] = _difference(msgspec.to_builtins(llm.driver.stats()), msgspec.to_builtins(before))
@@ -88,7 +118,13 @@ def run() -> dict[str, Any]:
     with LLM.from_config(config) as llm:
         items, described = options.items_from_flags(llm.max_model_len)
         result = {"command_name": "throughput", **head(llm), "workload": described}
-        result |= measure(llm, items, seed=f.workload_seed, slo=slo, device=f.optimal_device, progress=True)
+        if f.rounds > 1 or any(item.blocks for item in items):
+            items = [dataclasses.replace(item, arrival_s=0.0) for item in items]
+            talks, more = options.conversations_from_flags(items, llm.max_model_len, llm.model_config.vocab_size)
+            described |= more
+            result |= measure_conversations(llm, talks, slo=slo, device=f.optimal_device, progress=True)
+        else:
+            result |= measure(llm, items, seed=f.workload_seed, slo=slo, device=f.optimal_device, progress=True)
     result |= {  # the names of vllm bench throughput
         "elapsed_time": result["duration"],
         "num_requests": result["completed"],
@@ -109,6 +145,8 @@ def show(result: Mapping[str, Any], title: str = "Throughput Benchmark Result") 
     w = result["workload"]
     extra = {"Model": result["model"], "Workload": f"{w['kind']}, {w['mean_prompt_tokens']:.0f} in, {w['mean_output_tokens']:.0f} out"}
     print(report.text(title, result, extra))
+    if result["reusable_input_tokens"] or result["reused_input_tokens"]:
+        print(reuse.text(result))
     found = result.get("steps")
     if found:
         print("Steps".center(report.WIDTH, "-"))

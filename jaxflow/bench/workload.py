@@ -21,12 +21,13 @@ class WorkloadError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One request to come. `blocks`: an id for each 512 tokens of prompt; equal ids are equal tokens."""
+    """One request to come. `blocks`: an id for each `block_tokens` of prompt; equal ids are equal tokens."""
 
     prompt_tokens: int
     output_tokens: int
     arrival_s: float = 0.0
     blocks: tuple[int, ...] = ()
+    block_tokens: int = BLOCK_TOKENS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +142,25 @@ def read_trace(path: str | Path, limits: Limits | None = None) -> list[Item]:
     return reader(path) if limits is None else reader(path, limits)
 
 
+def shrink(items: Sequence[Item], factor: int) -> list[Item]:
+    """Items of `factor` times fewer tokens, their blocks too, rounded up: a trace's structure for a short context.
+
+    Raises:
+      WorkloadError: for a factor that does not divide a block.
+    """
+    if factor < 1 or BLOCK_TOKENS % factor:
+        raise WorkloadError(f"a trace cannot shrink {factor} times: the divisors of its blocks' {BLOCK_TOKENS} tokens are possible")
+    return [
+        dataclasses.replace(
+            item,
+            prompt_tokens=-(-item.prompt_tokens // factor),
+            output_tokens=-(-item.output_tokens // factor),
+            block_tokens=BLOCK_TOKENS // factor,
+        )
+        for item in items
+    ]
+
+
 def sample(items: Sequence[Item], number: int, seed: int = 0) -> list[Item]:
     """`number` of the items, drawn without replacement, or with it if there are fewer."""
     if not items:
@@ -172,7 +192,7 @@ def prompts(items: Sequence[Item], vocab_size: int, seed: int = 0) -> list[np.nd
     ids = []
     for index, item in enumerate(items):
         if item.blocks:
-            parts = [_random_ids(BLOCK_TOKENS, vocab_size, [seed, 4, block]) for block in item.blocks]
+            parts = [_random_ids(item.block_tokens, vocab_size, [seed, 4, block]) for block in item.blocks]
             ids.append(np.concatenate(parts)[: item.prompt_tokens])
         else:
             ids.append(_random_ids(item.prompt_tokens, vocab_size, [seed, 5, index]))
