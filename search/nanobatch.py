@@ -12,48 +12,19 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from jaxflow.model.cost import Device
-from jaxflow.model.energy import Power, bound
-from jaxflow.model.graph import Graph, Work
 from jaxflow.pipeline.plan import Plan, Target
 from search.cyclic import Option, Problem, Schedule, SearchError, solve
 from search.issue import to_plan
-from search.shares import Shares
-from search.structure import RESOURCES, Chain, Load, Task, apart, chains, follows, make_task, repeated_layer, starts_outside
+from search.setting import Setting
+from search.structure import Chain, Task, apart, chains, follows, make_task, repeated_layer, starts_outside
 
 TILE = 128  # rows that a product computes at once: cuts are multiples of it
 _ENOUGH = 0.005  # a plan is taken where no other can be so much shorter
 _GAIN = 0.02  # of an op's time: what must be saved by cutting it less often
 _STAGE_I_S = 8.0
 _STAGE_II_S = 40.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What is searched. overlap: the resources that may run beside compute. split: one nano-batch is not enough."""
-
-    graph: Graph
-    shares: Shares
-    load: Load
-    device: Device | None = None
-    power: Power | None = None
-    overlap: tuple[str, ...] = RESOURCES
-    nano_batches: int = 2
-    split: bool = False
-    quantized: bool = False
-    most_shares: int = 3  # of a task, beside the whole device, while cuts are compared; the best cut's plan gets twice as many
-    step: int | None = None  # cuts are multiples of it; None: `TILE`, or an eighth of a small step
-
-    def energy_s(self, parts: Iterable[tuple[int, int]]) -> float:
-        """What a layer takes at least for its joules, cut into these ranges of tokens."""
-        dtype = self.shares.profile.dtype
-        if self.device is None or self.power is None or dtype not in self.power.flop:
-            return 0.0
-        steps = [self.load.part(*part) for part in parts]
-        work = sum((op.work(step) for op in repeated_layer(self.graph) for step in steps), Work())
-        return bound(work, self.device, self.power, dtype).energy_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +144,7 @@ def least_s(setting: Setting, cuts: Sequence[int]) -> float:
 def estimate_s(setting: Setting, cuts: Sequence[int]) -> float:
     """A guess at the period, by which cuts are tried: each nano-batch's memory-bound ops beside the next one's others."""
     tasks, full = [task for task in make_tasks(setting, cuts)[0] if task.resource != "network"], setting.shares.profile.total_sms
-    edges = list(itertools.pairwise((0, *cuts, setting.load.tokens)))
+    edges = setting.edges(cuts)
 
     def busy(memory: bool, part: tuple[int, int], sms: int) -> float:
         step = setting.load.part(*part)
@@ -207,41 +178,61 @@ def search(
     Raises: SearchError naming what leaves no plan.
     """
     stop = time.monotonic() + time_limit_s
-    whole = dataclasses.replace(setting, overlap=(), nano_batches=1, split=False)
-    sequential = _solve(whole, (), "sequential", target, None, stop)
+    sequential = _sequential(setting, target, stop)
     best = None if setting.split else sequential
     sets = [cuts for cuts in cut_sets(setting) if cuts]
-    bounds = {cuts: least_s(setting, cuts) for cuts in sets}
-    sets.sort(key=lambda cuts: (estimate_s(setting, cuts), cuts))
+    around, _ = setting.in_time((), sequential.period_s)
+    sets.sort(key=lambda cuts: (estimate_s(around, cuts), cuts))
     left, tried = [sequential.bound_s] if not setting.split else [], 0
     for cuts in sets:
         most_s = best and best.period_s * (1 - _ENOUGH)
-        if most_s is not None and (bounds[cuts] >= most_s or time.monotonic() > stop):
-            left.append(bounds[cuts])
+        if most_s is not None and ((least := least_s(setting.in_time(cuts, most_s)[0], cuts)) >= most_s or time.monotonic() > stop):
+            left.append(least)
             continue
         tried += 1
         try:
-            found = _solve(setting, cuts, name, target, most_s, stop)
+            found = _solve(setting, cuts, name, target, most_s, sequential.period_s, stop)
             left.append(found.bound_s)
             best = found
             say(f"cuts {cuts}: {1e6 * found.period_s:.1f} us a layer, at most {100 * found.gap:.1f} % above the best of this structure")
         except SearchError as error:
             if best is None:
                 raise
-            left.append(bounds[cuts] if "time_limit" in str(error) else best.period_s * (1 - _ENOUGH))
+            unknown = "time_limit" in str(error)
+            left.append(least_s(setting.in_time(cuts, best.period_s)[0], cuts) if unknown else best.period_s * (1 - _ENOUGH))
             say(f"cuts {cuts}: nothing shorter")
     assert best is not None
     if best.cuts and time.monotonic() < stop and len(setting.shares.sizes()) > 2 * setting.most_shares + 1:
         finer = dataclasses.replace(setting, most_shares=2 * setting.most_shares)
         with contextlib.suppress(SearchError):
-            best = _solve(finer, best.cuts, name, target, best.period_s, stop)
+            best = _solve(finer, best.cuts, name, target, best.period_s, sequential.period_s, stop)
             say(f"finer shares: {1e6 * best.period_s:.1f} us a layer")
     return dataclasses.replace(best, bound_s=min(best.period_s, *left), sequential_s=sequential.period_s, tried=tried, cut_sets=len(sets))
 
 
-def _solve(setting: Setting, cuts: tuple[int, ...], name: str, target: Target | None, most_s: float | None, stop: float) -> Found:
-    """Both stages for one set of cuts."""
+def _sequential(setting: Setting, target: Target | None, stop: float) -> Found:
+    """Every op on all tokens, one after the other."""
+    whole, (part, governor) = dataclasses.replace(setting, overlap=(), nano_batches=1, split=False), (setting.edges(()), setting.governor)
+    if governor is not None:
+        full, step, ops = setting.shares.profile.total_sms, setting.load.part(*part[0]), repeated_layer(setting.graph)
+        clock = governor.settle(lambda hz: sum(setting.shares.at(hz).seconds(op, step, full) for op in ops), setting.work(part))
+        whole = dataclasses.replace(whole, shares=setting.shares.at(clock))
+    return _stages(whole, (), "sequential", target, None, stop)
 
+
+def _solve(
+    setting: Setting, cuts: tuple[int, ...], name: str, target: Target | None, most_s: float | None, sequential_s: float, stop: float
+) -> Found:
+    """Both stages for one set of cuts, at the clock at which its joules fit in what is to be beaten; then at that which it settles at."""
+    setting, clock = setting.in_time(cuts, most_s or sequential_s)
+    found = _stages(setting, cuts, name, target, most_s, stop)
+    settled = setting.settled_s(cuts, found.period_s, clock) / found.period_s
+    return dataclasses.replace(
+        found, period_s=found.period_s * settled, bound_s=found.bound_s * settled, stage_one_s=found.stage_one_s * settled
+    )
+
+
+def _stages(setting: Setting, cuts: tuple[int, ...], name: str, target: Target | None, most_s: float | None, stop: float) -> Found:
     def left(limit: float) -> float:
         return max(1.0, min(limit, stop - time.monotonic()))
 

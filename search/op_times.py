@@ -8,16 +8,12 @@ import bisect
 import collections
 import functools
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from jaxflow.config import ModelConfig
 from jaxflow.model.composition import Composition
-from jaxflow.model.cost import Device, op_times
-from jaxflow.model.energy import Power, bound
-from jaxflow.model.graph import BFLOAT16, Op, Widths, model_graph
+from jaxflow.model.graph import Op
 
 SCHEMA_VERSION = 1
 ATTENTION = ("decode_attention", "chunk_attention")
@@ -49,6 +45,7 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_performance: float
     second_performance: float
     watts: float | None = None
+    clock_mhz: float | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -144,58 +141,8 @@ def held_out_error(profile: Profile) -> float:
     return sum(errors) / len(errors) if errors else 0.0
 
 
-def modelled_profile(
-    name: str,
-    config: ModelConfig,
-    device: Device,
-    power: Power | None,
-    *,
-    tp: int = 1,
-    widths: Widths = BFLOAT16,
-    dtype: str = "bfloat16",
-    kv_dtype: str = "bfloat16",
-    tokens: Iterable[int] = tuple(range(128, 2049, 128)),
-    keys: Iterable[int] = (256, 1024, 4096),
-    sms: Iterable[int] = (132,),
-    total_sms: int = 132,
-) -> Profile:
-    """A profile from the cost model alone, so that a plan can be searched before anyone has measured.
-
-    An op takes the longest of its times at the device's measured rates, and of its joules. On a part of the SMs compute
-    shrinks in proportion; memory does not before the SMs' own intake limits it.
-    """
-    times = []
-    ops = {op.name: op for layer in model_graph(config, tp, widths).layers for op in layer}
-    for op in ops.values():
-        for count in sorted(set(tokens)):
-            for context in sorted(set(keys)) if op.name in ATTENTION else (0,):
-                for part in sorted(set(sms)):
-                    work = _alone(op, count, context)
-                    alone = op_times(op, work, device.rates, dtype)
-                    share = part / total_sms
-                    intake = min(1.0, share * _INTAKE)
-                    found = max(alone.compute_s / share, alone.memory_s / intake, alone.network_s)
-                    if power is not None:
-                        found = max(found, bound(op.work(work), device, power, dtype).energy_s)
-                    times.append(OpTime(op.name, count, context, part, found))
-    return Profile(
-        device=device.name,
-        versions={},
-        model=name,
-        tensor_parallel_size=tp,
-        dtype=dtype,
-        kv_cache_dtype=kv_dtype,
-        total_sms=total_sms,
-        method="modelled: datasheet and joules, nothing measured",
-        op_times=tuple(times),
-    )
-
-
-_INTAKE = 3.0  # an H200's SM takes in about three times its share of the memory's bandwidth (24 of 132 read 0.6 of it)
-
-
-def _alone(op: Op, tokens: int, keys: int) -> Composition:
-    """A step in which the op works on so many tokens."""
+def alone(op: Op, tokens: int, keys: int) -> Composition:
+    """A step in which the op works on so many tokens that see `keys` keys each."""
     if op.name == "chunk_attention":
         return Composition(chunks=((tokens, max(0.0, keys - tokens / 2)),))
     return Composition(decode_tokens=tokens, decode_keys=keys or 1)

@@ -25,9 +25,11 @@ from jaxflow.model.graph import Widths, model_graph
 from jaxflow.pipeline.order import check
 from jaxflow.pipeline.plan import Target, save
 from search.cost import BYTES
-from search.nanobatch import Found, Setting, search
-from search.op_times import Profile, load_profile, modelled_profile
+from search.modelled import modelled_profile
+from search.nanobatch import Found, search
+from search.op_times import Profile, load_profile
 from search.predict import predict
+from search.setting import Setting
 from search.shares import Shares, product_columns
 from search.simulate import Timeline, simulate
 from search.structure import RESOURCES, Load
@@ -154,7 +156,7 @@ def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple:
         raise ConfigError("dtype", f.dtype, f"what a {f.device} multiplies: {', '.join(device.rates.flops_per_s)}")
     widths = Widths(weights=BYTES[f.dtype], kv=BYTES[f.kv_cache_dtype])
     made: Profile = modelled_profile(
-        name, model, device, shipped_power(f.device), tp=f.gpus, widths=widths, dtype=f.dtype, kv_dtype=f.kv_cache_dtype,
+        name, model, device, tp=f.gpus, widths=widths, dtype=f.dtype, kv_dtype=f.kv_cache_dtype,
         tokens=range(128, max(budgets) + 1, 128) if max(budgets) >= 128 else (max(budgets),),
         keys=KEYS, sms=(132, *FEW_SMS, *(132 - few for few in FEW_SMS)),
     )  # fmt: skip

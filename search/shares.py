@@ -1,12 +1,14 @@
 """How long an op takes on a share of the device, in SMs: from a profile's times and its pairs (NanoFlow §4.1.1, Table 3)."""
 
 import collections
+import functools
 import math
 from collections.abc import Mapping
 
 from jaxflow.config import ModelConfig
 from jaxflow.model.composition import Composition
 from jaxflow.model.graph import Graph, Op
+from search.clocked import Clocks
 from search.cyclic import Option
 from search.op_times import ATTENTION, Profile, seconds
 from search.structure import Chain, Task
@@ -14,6 +16,7 @@ from search.structure import Chain, Task
 NETWORK_SMS = 16  # that a collective occupies where the profile does not say
 INTAKE = 3.0  # an SM takes in so many times its share of the memory's bandwidth
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of the persistent products
+_CLOCK_STEP_HZ = 5e6
 
 
 class Shares:
@@ -29,6 +32,28 @@ class Shares:
         for name, sms in sorted(profile.curves):
             self.known[name] = (*self.known.get(name, ()), sms)
         self.kept = _kept(profile)
+        self.root: Shares | None = None
+        self.by_clock: dict[float, Shares] = {}
+
+    @property
+    def clocked(self) -> bool:
+        """Whether the profile says at which clocks it was taken."""
+        return self.profile.op_times[0].clock_mhz is not None
+
+    def at(self, clock_hz: float) -> "Shares":
+        """The same ops at this clock, or one that is a little higher; as they are where the profile knows no clocks."""
+        if not self.clocked:
+            return self
+        root = self.root or self
+        clock_hz = math.ceil(clock_hz / _CLOCK_STEP_HZ - 1e-6) * _CLOCK_STEP_HZ
+        if clock_hz not in root.by_clock:
+            root.by_clock[clock_hz] = found = Shares(root.clocks.at(root.profile, clock_hz), root.graph, root.columns)
+            found.root = root
+        return root.by_clock[clock_hz]
+
+    @functools.cached_property
+    def clocks(self) -> Clocks:
+        return Clocks(self.graph, self.profile)
 
     def seconds(self, op: Op, step: Composition, sms: int) -> float:
         """An op on a layer, the mean over the model's layers. Raises: ProfileError if it was not measured."""

@@ -1,10 +1,11 @@
 """What a plan does with a device, simulated event by event: every nano-op of every layer, as the executor orders them.
 
 A nano-op starts once what it reads is made, the earlier nano-ops of its stream have ended, its waits are over and its SMs
-are free; first come, first served, in order of issue. It then takes what the profile says for its tokens and SMs. On a
-card at its power cap the whole is stretched to what its joules take.
+are free; first come, first served, in order of issue. It then takes what the profile says for its tokens and SMs, at the clock that
+the card settles at under this plan: where the step's joules are the cap's.
 """
 
+import collections
 import dataclasses
 import heapq
 
@@ -13,6 +14,7 @@ from jaxflow.model.energy import Power, bound
 from jaxflow.model.graph import Graph, Work
 from jaxflow.pipeline.order import ATTENTION, Run, Span, program
 from jaxflow.pipeline.plan import Plan
+from search.clock import governor_of
 from search.shares import NETWORK_SMS, Shares
 from search.structure import APPEND, Load
 
@@ -29,15 +31,20 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A simulated pass over the layers. energy_s: the least time for its joules, 0 where they are not known."""
+    """A simulated pass over the layers.
+
+    energy_s: the least time for its joules at any clock, 0 where they are not known. clock_hz: that the card settles at, where
+    the profile and the card's joules say.
+    """
 
     entries: tuple[Entry, ...]
     layers: int
     energy_s: float
+    clock_hz: float | None = None
 
     @property
     def busy_s(self) -> float:
-        """When the last nano-op ends, without the power cap."""
+        """When the last nano-op ends."""
         return max((entry.stop_s for entry in self.entries), default=0.0)
 
     @property
@@ -63,19 +70,29 @@ def simulate(plan: Plan, graph: Graph, shares: Shares, load: Load, *, device: De
     total = shares.profile.total_sms
     sms = [run.nano.sms or (min(NETWORK_SMS, total) if run.op.kind == "network" else total) for run in runs]
     steps = {(run.nano.start, run.nano.stop): load.part(run.nano.start, run.nano.stop) for run in runs}
-    times: dict[tuple, float] = {}
-    for run, count in zip(runs, sms, strict=True):
-        key = run.nano.id, run.op.window
-        if key not in times:
-            times[key] = shares.seconds(run.op, steps[run.nano.start, run.nano.stop], count)
-    lasts = [times[run.nano.id, run.op.window] for run in runs]
-    starts = _starts(_before(runs), lasts, sms, total)
-    entries = tuple(Entry(run, at, at + last, count) for run, at, last, count in zip(runs, starts, lasts, sms, strict=True))
-    work = sum((run.op.work(steps[run.nano.start, run.nano.stop]) for run in runs), Work())
+    before = _before(runs)
+
+    def entries(shares: Shares) -> tuple[Entry, ...]:
+        times: dict[tuple, float] = {}
+        for run, count in zip(runs, sms, strict=True):
+            key = run.nano.id, run.op.window
+            if key not in times:
+                times[key] = shares.seconds(run.op, steps[run.nano.start, run.nano.stop], count)
+        lasts = [times[run.nano.id, run.op.window] for run in runs]
+        starts = _starts(before, lasts, sms, total)
+        return tuple(Entry(run, at, at + last, count) for run, at, last, count in zip(runs, starts, lasts, sms, strict=True))
+
+    amounts = collections.Counter((run.op, (run.nano.start, run.nano.stop)) for run in runs)
+    work = sum((op.work(steps[part]) * number for (op, part), number in amounts.items()), Work())
+    dtype, clock_hz = shares.profile.dtype, None
+    governor = governor_of(device.name, dtype) if device is not None and shares.clocked else None
+    if governor is not None:
+        clock_hz = governor.settle(lambda hz: max(entry.stop_s for entry in entries(shares.at(hz))), work)
+    found = entries(shares if clock_hz is None else shares.at(clock_hz))
     energy_s = 0.0
-    if device is not None and power is not None and shares.profile.dtype in power.flop:
-        energy_s = bound(work, device, power, shares.profile.dtype).energy_s
-    return Timeline(entries, len(graph.layers), energy_s)
+    if device is not None and power is not None and dtype in power.flop:
+        energy_s = bound(work, device, power, dtype).energy_s
+    return Timeline(found, len(graph.layers), energy_s, clock_hz)
 
 
 def _starts(before: list[set[int]], lasts: list[float], sms: list[int], total: int) -> list[float]:

@@ -6,8 +6,9 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import model_graph
-from search.nanobatch import Setting
-from search.op_times import ATTENTION, OpTime, Profile, modelled_profile
+from search.modelled import modelled_profile
+from search.op_times import ATTENTION, OpTime, Profile
+from search.setting import Setting
 from search.shares import Shares, product_columns
 from search.structure import Load
 
@@ -38,7 +39,7 @@ def toy_setting(graph, times: dict[str, float], decodes: int = 8, fixed: float =
 def llama_shares() -> Shares:
     config = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
     sms = (TOTAL, *FEW, *(TOTAL - few for few in FEW))
-    made = modelled_profile("llama-3.1-8b", config, DEVICES["H200"], shipped_power("H200"), sms=sms)
+    made = modelled_profile("llama-3.1-8b", config, DEVICES["H200"], sms=sms)
     return Shares(made, model_graph(config), product_columns(config, 1))
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES
-from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import model_graph
+from search.modelled import modelled_profile
 from search.op_times import (
     OpTime,
     Pair,
@@ -20,14 +20,13 @@ from search.op_times import (
     ProfileError,
     held_out_error,
     load_profile,
-    modelled_profile,
     performance,
     save_profile,
     seconds,
 )
 
 CONFIG = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
-MODELLED = modelled_profile("llama-3.1-8b", CONFIG, DEVICES["H200"], shipped_power("H200"), sms=(24, 108, 132))
+MODELLED = modelled_profile("llama-3.1-8b", CONFIG, DEVICES["H200"], sms=(24, 108, 132))
 
 
 def profile(op_times, pairs=()):
