@@ -134,7 +134,7 @@ class EngineConfig:
     tokenizer: str | None = None  # None: the model's own
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on CPU
     load_format: str = "auto"  # auto or dummy
-    quantization: str | None = None  # fp8: e4m3 products, from any checkpoint; None: as the checkpoint is
+    quantization: str | None = None  # fp8: e4m3 products; int4: weights of 4 bits; from any checkpoint; None: as the checkpoint is
     kv_cache_dtype: str = "auto"
     block_size: int = 64
     tensor_parallel_size: int = 1
@@ -161,7 +161,7 @@ class EngineConfig:
         check("model", bool(self.model), "a folder, a .gguf file, a hub id or the name of a shipped config")
         check("dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16")
         check("load_format", self.load_format in ("auto", "dummy"), "auto or dummy")
-        check("quantization", self.quantization in (None, "fp8"), "fp8, or unset for what the checkpoint is")
+        check("quantization", self.quantization in (None, "fp8", "int4"), "fp8, int4, or unset for what the checkpoint is")
         check("kv_cache_dtype", self.kv_cache_dtype in KV_DTYPES, ", ".join(KV_DTYPES))
         check("block_size", 1 <= self.block_size <= 1024, "1 to 1024 tokens a page")
         check("tensor_parallel_size", self.tensor_parallel_size >= 1, "a positive number of devices")

@@ -12,7 +12,7 @@ _HELP = {
     "tokenizer": "A folder or .gguf file to take the tokenizer from instead of the model's own.",
     "dtype": "Of weights and activations: auto (bfloat16 on a GPU, float32 on CPU), bfloat16 or float32.",
     "load_format": "auto: the checkpoint's weights; dummy: random ones, from config.json alone.",
-    "quantization": "fp8: products of e4m3 weights (quantised on load) and activations; default: what the checkpoint is.",
+    "quantization": "On load: fp8 (e4m3 weights and activations) or int4 (weights in groups of 64); default: what the checkpoint is.",
     "kv_cache_dtype": "Of the KV cache: auto (as dtype), bfloat16, float32, fp8 (e4m3; scales are the checkpoint's, or 1) or int8.",
     "block_size": "Tokens in a page of the KV cache.",
     "tensor_parallel_size": "Devices to shard the model over.",

@@ -82,7 +82,8 @@ class Layer:
         self.config = dataclasses.replace(config, layers=(config.layers[whole[-1] if whole else -1],))
         self.kernels, self.dtype, self.kv_dtype, self.platform = kernels, jnp.dtype(dtype), jnp.dtype(kv_dtype), platform
         scaled = self.kv_dtype == jnp.float8_e4m3fn
-        self.weights: dict[str, Any] = shapes(self.config, 1, self.dtype, fp8=fp8, kv_scales=scaled)["layers"][0]
+        tree = shapes(self.config, 1, self.dtype, quantization="fp8" if fp8 else None, kv_scales=scaled)
+        self.weights: dict[str, Any] = tree["layers"][0]
         widths = Widths(1.0 if fp8 else self.dtype.itemsize, self.kv_dtype.itemsize, self.dtype.itemsize, self.dtype.itemsize)
         self.ops: dict[str, Op] = {op.name: op for op in layer_ops(self.config, 0, 1, widths)}
 

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,16 +123,16 @@ class Bench:
 
     config: ModelConfig
     tp: int = 1
-    fp8: bool = False  # e4m3 weights
+    quantization: str | None = None  # of weights
     kv: str = "float32"  # the cache's dtype
 
     @property
     def narrow(self) -> bool:
-        return self.fp8 or self.kv != "float32"
+        return self.quantization == "fp8" or self.kv != "float32"
 
     @property
-    def options(self) -> dict[str, bool]:
-        return {"fp8": self.fp8, "kv_scales": self.kv == "float8_e4m3fn"}
+    def options(self) -> dict[str, Any]:
+        return {"quantization": self.quantization, "kv_scales": self.kv == "float8_e4m3fn"}
 
     @property
     def graph(self) -> Graph:
@@ -153,7 +154,7 @@ class Bench:
     def check(self, plan: Plan, *batches: Batch) -> None:
         """Law 1: the plan computes what the plain forward computes."""
         w, kv, forward = plain(self)
-        planned = self.jitted(compile_plan(plan, self.config, self.tp, quantized=self.fp8))
+        planned = self.jitted(compile_plan(plan, self.config, self.tp, quantized=self.quantization == "fp8"))
         close = alike if self.narrow else equal
         for batch in batches:
             logits, x, cache = planned(w, kv, batch)

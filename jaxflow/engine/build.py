@@ -121,12 +121,11 @@ def make_executor(
     model, tp, seqs = checkpoint.model_config, config.tensor_parallel_size, config.max_num_seqs
     assert seqs is not None and config.max_model_len is not None
     mesh = make_mesh(tp)
-    kv_scales, fp8 = config.kv_cache_dtype == "float8_e4m3fn", config.quantization == "fp8"
-    weights = checkpoint.load(config.dtype, mesh, progress=progress, seed=config.seed, fp8=fp8, kv_scales=kv_scales)
+    kv_scales, quantization = config.kv_cache_dtype == "float8_e4m3fn", config.quantization or checkpoint.quantization
+    weights = checkpoint.load(config.dtype, mesh, progress=progress, seed=config.seed, quantization=quantization, kv_scales=kv_scales)
     weights = _calibrated(config, checkpoint, weights, mesh)
-    fp8 = fp8 or checkpoint.quantization == "fp8"
-    if fp8 and any(layer.experts for layer in model.layers):
-        log.info("quantization: fp8 attention and dense MLPs; experts stay in %s", config.dtype)
+    if quantization and any(layer.experts for layer in model.layers):
+        log.info("quantization: %s attention and dense MLPs; experts stay in %s", quantization, config.dtype)
     kernels = kernels or choose_kernels(config, model)
     log.info(kernels.describe(dense_products(model, weights)))
     named = {(tokens, plan.name): plan for tokens, several in plans.items() for plan in several}
@@ -138,7 +137,7 @@ def make_executor(
         Programs(Context(model, kernels, axis_of(mesh)), mesh, jax.tree.map(lambda array: array.sharding.spec, weights)),
         weights,
         [make_layout(config, model, plan) for plan in named.values()],
-        lambda layout: compile_plan(plan_of(layout), model, tp, quantized=fp8),
+        lambda layout: compile_plan(plan_of(layout), model, tp, quantized=quantization == "fp8"),
         # The sequential step is measured with XLA's own choices; plans with streams do not overlap under them.
         options_of=lambda layout: xla_options(plan_of(layout), tp) if on_gpu() and layout.borders else {},
         kv_dtype=jnp.dtype(config.kv_cache_dtype),

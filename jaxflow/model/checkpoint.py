@@ -32,9 +32,10 @@ from jaxflow.model.gguf_tensors import write_metadata_only
 from jaxflow.model.hf_config import model_config_from_hf
 from jaxflow.model.hf_quantization import check_fp8
 from jaxflow.model.hub import download
+from jaxflow.model.leaf import Leaf, assemble, quantize_leaf
 from jaxflow.model.safetensors_file import SafetensorsFolder
 from jaxflow.model.source import CheckpointError, TensorSource, check_tensors, read_json
-from jaxflow.model.weights import Leaf, Weights, assemble, dummy_weights, leaves, quantize_leaf, tensors
+from jaxflow.model.weights import Weights, dummy_weights, leaves, tensors
 from pallas_kernels.quantized import Quantized
 
 __all__ = ["Checkpoint", "CheckpointError", "convert", "open_checkpoint", "shipped_configs"]
@@ -67,7 +68,7 @@ class Checkpoint:
         progress: bool = True,
         seed: int = 0,
         *,
-        fp8: bool = False,
+        quantization: str | None = None,
         kv_scales: bool = False,
     ) -> Weights:
         """The weights as `jaxflow.model.weights` lays them out for the mesh, on its devices; without one, on the default device.
@@ -77,7 +78,7 @@ class Checkpoint:
 
         Args:
           seed: of dummy weights alone.
-          fp8: matrices in e4m3. A checkpoint published in e4m3 stays as it is whatever is asked, its wide matrices too.
+          quantization: of matrices, fp8 or int4; None: as published. Asked for fp8, a checkpoint of it keeps its wide matrices wide.
           kv_scales: the scales of an e4m3 cache: the checkpoint's, or 1.
 
         Raises:
@@ -87,7 +88,7 @@ class Checkpoint:
         dtype, devices = jnp.dtype(dtype), 1 if mesh is None else mesh.shape[TP]
         if tp not in (None, devices):
             raise ConfigError("tensor_parallel_size", tp, f"{devices}, the size of the mesh")
-        options = {"fp8": fp8 or self.quantization == "fp8", "kv_scales": kv_scales}
+        options: dict[str, Any] = {"quantization": quantization or self.quantization, "kv_scales": kv_scales}
         if self.source is None:
             return dummy_weights(self.model_config, dtype, mesh, seed, **options)
         tree = leaves(self.model_config, devices, **options)
@@ -106,18 +107,18 @@ def _load(
     def put(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
         return jax.device_put(array, None if mesh is None else sharded(mesh, spec))
 
-    def make(leaf: Leaf) -> jax.Array | Quantized:
+    def make(leaf: Leaf) -> Any:
         if leaf.key in ("k_scale", "v_scale"):
             return put(assemble(leaf, functools.partial(_kv_scale, source, config.num_kv_heads), np.float32), leaf.spec)
         if leaf.scale is not None and isinstance(source, Fp8Tensors):
             if all(source.is_e4m3(piece.name) for piece in leaf.pieces):
                 values = assemble(leaf, source.stored, jnp.float8_e4m3fn)
                 return Quantized(put(values, leaf.specs.values), put(assemble(leaf.scale, source.row_scale, np.float32), leaf.specs.scale))
-            leaf = dataclasses.replace(leaf, scale=None)
+            leaf = dataclasses.replace(leaf, quantization=None, scale=None)
         array = put(assemble(leaf, source.read, dtype), leaf.spec)
-        return array if leaf.scale is None else quantize_leaf(leaf, array, mesh)
+        return array if leaf.quantization is None else quantize_leaf(leaf, array, mesh)
 
-    def place(leaf: Leaf) -> jax.Array | Quantized:
+    def place(leaf: Leaf) -> Any:
         # Waiting for the transfer before the last bounds what the host holds to two arrays and one tensor.
         if len(in_flight) == 2:
             jax.block_until_ready(in_flight.pop(0))

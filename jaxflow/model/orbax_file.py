@@ -23,8 +23,9 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxflow.config import ModelConfig
 from jaxflow.mesh import TP, sharded
+from jaxflow.model.leaf import Leaf, quantize_leaf
 from jaxflow.model.source import CheckpointError
-from jaxflow.model.weights import Leaf, Weights, leaves, quantize_leaf
+from jaxflow.model.weights import Weights, leaves
 
 HEADER = "jaxflow.json"
 VERSION = 1
@@ -73,7 +74,7 @@ def write_folder(folder: Path, header: Header, make: Callable[[Leaf], np.ndarray
     partial.rename(folder)
 
 
-def groups(config: ModelConfig, tp: int, **options: bool) -> Iterator[tuple[str, dict[str, Leaf]]]:
+def groups(config: ModelConfig, tp: int, **options: Any) -> Iterator[tuple[str, dict[str, Leaf]]]:
     """The leaves by the folder they are stored in: those in no layer, then each layer's. options: those of `leaves`."""
     tree = leaves(config, tp, **options)
     yield "outer", {key: leaf for key, leaf in tree.items() if key != "layers"}
@@ -93,11 +94,11 @@ class OrbaxFolder:
         dtype: Any,
         mesh: Mesh | None,
         progress: Callable[[int], object],
-        **options: bool,
+        **options: Any,
     ) -> Weights:
         """The weights, each array read straight to its shards; `progress` is told how many arrays each step brought.
 
-        options: those of `leaves`; e4m3 is made of what is stored, layer by layer, and the scales of a cache are 1.
+        options: those of `leaves`; matrices are quantised as they are read, layer by layer, and the scales of a cache are 1.
 
         Raises:
           CheckpointError: a group is missing or damaged, or its arrays are not those of the config, by name.
@@ -150,7 +151,7 @@ def _finished(leaf: Leaf, array: jax.Array | None, mesh: Mesh | None) -> Any:
     """What stands in a leaf's place, of the array that is stored for it; None: no array is, it is a scale."""
     if array is None:
         return jax.device_put(np.ones(leaf.shape, np.float32), None if mesh is None else sharded(mesh, leaf.spec))
-    return array if leaf.scale is None else jax.block_until_ready(quantize_leaf(leaf, array, mesh))
+    return array if leaf.quantization is None else jax.block_until_ready(quantize_leaf(leaf, array, mesh))
 
 
 def _copy_rows(array: jax.Array, leaf: Leaf, mesh: Mesh | None) -> jax.Array:

@@ -9,107 +9,39 @@ shard: `qkv` holds, for each key/value head, its query heads, its key head, its 
 of gate rows and up rows (`ModelConfig.gate_block`). With fewer key/value heads than shards, each is repeated, so that
 every shard has its own.
 
-With fp8, the matrices named in `FP8` are `Quantized` e4m3 with a scale for each row, in the place of the array; the
-embeddings, the head, norms, routers and experts stay as they are. An e4m3 cache has its scales here, "k_scale" and
-"v_scale" [K], float32, in each layer.
+Quantised, the matrices named in `QUANTIZED` are in the place of the array `Quantized` e4m3 with a scale for each row (fp8)
+or `Int4` in groups of 64 columns (int4); the embeddings, the head, norms, routers and experts stay as they are. An e4m3
+cache has its scales here, "k_scale" and "v_scale" [K], float32, in each layer.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxflow.config import ConfigError, Layer, ModelConfig, gate_block
 from jaxflow.mesh import TP, sharded
+from jaxflow.model.leaf import QUANTIZED, TENSOR_PARALLEL_AXIS, Init, Leaf, Piece, draw
 from jaxflow.model.tensor_names import layer_names, model_names
-from pallas_kernels.quantized import Quantized
-from pallas_kernels.reference import quantize_rows
+from pallas_kernels.quantized import GROUP
 
 Weights = dict[str, Any]
-_Init = Literal["matrix", "norm", "zero", "one"]
 VOCAB_TILE = 64  # each shard's rows of the vocabulary are a multiple of this
-FP8 = ("qkv", "out_proj", "up_gate", "down")
-TENSOR_PARALLEL_AXIS = {
-    "embed": 0,
-    "lm_head": 0,
-    "qkv": 0,
-    "qkv_bias": 0,
-    "up_gate": 0,
-    "up_gate_bias": 0,
-    "out_proj": 1,
-    "down": 1,
-    "expert_up_gate": 1,
-    "expert_down": 2,
-    "k_scale": 0,
-    "v_scale": 0,
-}
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """One tensor of a checkpoint, by its Hugging Face name, and the view of the fused leaf that its numbers fill."""
-
-    name: str
-    shape: tuple[int, ...]  # as the checkpoint has it
-    block: tuple[int, ...]  # the same numbers, reshaped to broadcast over `view(leaf)`
-    view: Callable[[np.ndarray], np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One array of the weights, not made yet."""
-
-    key: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    init: _Init  # what dummy weights have there
-    rows: np.ndarray | None = None  # of the same leaf made for one device: which row each row is; None: the same rows
-    scale: "Leaf | None" = None  # e4m3: of the scales of its rows, as a checkpoint of e4m3 has them
-
-    @property
-    def spec(self) -> PartitionSpec:
-        return _spec(self.key)
-
-    @property
-    def specs(self) -> Any:
-        """The `PartitionSpec` of what stands in the leaf's place: two of them for e4m3."""
-        return self.spec if self.scale is None else _fp8_specs(self.key)
-
-    def struct(self, dtype: Any) -> Any:
-        """The shape and dtype of what stands in the leaf's place."""
-        if self.scale is None:
-            return jax.ShapeDtypeStruct(self.shape, self.dtype(dtype))
-        values, scale = jax.ShapeDtypeStruct(self.shape, jnp.float8_e4m3fn), jax.ShapeDtypeStruct(self.shape[:1], jnp.float32)
-        return Quantized(values, scale)  # pyright: ignore[reportArgumentType]
-
-    def dtype(self, model: Any) -> Any:
-        """Of the array, where the model's is `model`: scales are float32."""
-        return jnp.float32 if self.key.endswith("_scale") else model
-
-
-def _spec(key: str) -> PartitionSpec:
-    axis = TENSOR_PARALLEL_AXIS.get(key)
-    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TP)
-
-
-def _fp8_specs(key: str) -> Any:
-    """Of an e4m3 matrix: its scales are cut where its rows are."""
-    return Quantized(_spec(key), PartitionSpec(*_spec(key)[:1]))  # pyright: ignore[reportArgumentType]
-
-
-def leaves(config: ModelConfig, tp: int = 1, *, fp8: bool = False, kv_scales: bool = False) -> Weights:
+def leaves(config: ModelConfig, tp: int = 1, *, quantization: str | None = None, kv_scales: bool = False) -> Weights:
     """The pytree of weights for `tp` devices, a `Leaf` in the place of each array.
 
     Args:
-      fp8: the matrices of `FP8` in e4m3. kv_scales: with the scales of an e4m3 cache.
+      quantization: fp8 or int4: of the matrices of `QUANTIZED`. kv_scales: with the scales of an e4m3 cache.
 
     Raises:
-      ConfigError: `tensor_parallel_size` does not cut the heads or the MLP evenly.
+      ConfigError: `tensor_parallel_size` does not cut the heads or the MLP evenly, or cuts a group of an int4 matrix.
     """
     _check_cuts(config, tp)
     names = model_names(config)
@@ -124,41 +56,28 @@ def leaves(config: ModelConfig, tp: int = 1, *, fp8: bool = False, kv_scales: bo
     tree["layers"] = [_layer(config, layer, names["layer"].format(i), tp) for i, layer in enumerate(config.layers)]
     for i, layer in enumerate(tree["layers"]):
         prefix = names["layer"].format(i)
-        if fp8:
-            scales = _scales(config, prefix, tp)
-            tree["layers"][i] = layer = {k: dataclasses.replace(leaf, scale=scales[k]) if k in FP8 else leaf for k, leaf in layer.items()}
+        if quantization is not None:
+            scales = _scales(config, prefix, tp) if quantization == "fp8" else {}
+            for key in layer.keys() & set(QUANTIZED):
+                layer[key] = dataclasses.replace(layer[key], quantization=quantization, scale=scales.get(key))
+        if quantization == "int4":
+            _check_groups(layer, tp)
         if kv_scales:
             layer |= {key: _kv_scale(key, f"{prefix}self_attn.{key}", config, tp) for key in ("k_scale", "v_scale")}
     return tree
 
 
-def shapes(config: ModelConfig, tp: int = 1, dtype: Any = jnp.float32, *, fp8: bool = False, kv_scales: bool = False) -> Weights:
+def shapes(
+    config: ModelConfig, tp: int = 1, dtype: Any = jnp.float32, *, quantization: str | None = None, kv_scales: bool = False
+) -> Weights:
     """The pytree with a `jax.ShapeDtypeStruct` for each array: global shapes, over all `tp` devices. Options: those of `leaves`."""
-    return jax.tree.map(lambda leaf: leaf.struct(dtype), leaves(config, tp, fp8=fp8, kv_scales=kv_scales))
+    return jax.tree.map(lambda leaf: leaf.struct(dtype), leaves(config, tp, quantization=quantization, kv_scales=kv_scales))
 
 
-def shardings(config: ModelConfig, mesh: Mesh | None = None, *, fp8: bool = False, kv_scales: bool = False) -> Weights:
+def shardings(config: ModelConfig, mesh: Mesh | None = None, *, quantization: str | None = None, kv_scales: bool = False) -> Weights:
     """The pytree with a `PartitionSpec` over the mesh axis "tp" for each array; the mesh's size changes only what is refused."""
-    return jax.tree.map(lambda leaf: leaf.specs, leaves(config, 1 if mesh is None else mesh.shape[TP], fp8=fp8, kv_scales=kv_scales))
-
-
-def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.ndarray:
-    """The array of one leaf in host memory, made of the tensors that `read` returns by name, each dropped before the next is read."""
-    out = np.zeros(leaf.shape, dtype)
-    for piece in leaf.pieces:
-        piece.view(out)[...] = read(piece.name).reshape(piece.block)
-    return out
-
-
-def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized:
-    """The wide array of an e4m3 leaf, quantised by rows on the devices that hold it."""
-    return _quantize_placed(leaf.key, mesh)(array)
-
-
-@functools.cache
-def _quantize_placed(key: str, mesh: Mesh | None) -> Callable[[jax.Array], Quantized]:
-    placed = None if mesh is None else jax.tree.map(functools.partial(sharded, mesh), _fp8_specs(key))
-    return jax.jit(quantize_rows, out_shardings=placed)
+    devices = 1 if mesh is None else mesh.shape[TP]
+    return jax.tree.map(lambda leaf: leaf.specs, leaves(config, devices, quantization=quantization, kv_scales=kv_scales))
 
 
 def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -167,15 +86,15 @@ def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def dummy_weights(
-    config: ModelConfig, dtype: Any, mesh: Mesh | None = None, seed: int = 0, *, fp8: bool = False, kv_scales: bool = False
+    config: ModelConfig, dtype: Any, mesh: Mesh | None = None, seed: int = 0, *, quantization: str | None = None, kv_scales: bool = False
 ) -> Weights:
     """Random weights, made on the device(s) that hold them; the same numbers (rounded to `dtype`) for every mesh.
 
     Matrices are about normal with a variance of 1 / fan-in, norms scale by 1 and biases are 0, so that activations keep
     their size from layer to layer. One compilation for each distinct layer, however many layers there are. Options: those
-    of `leaves`; e4m3 matrices are the rounded ones, quantised.
+    of `leaves`; quantised matrices are the rounded ones, quantised.
     """
-    tree = leaves(config, 1 if mesh is None else mesh.shape[TP], fp8=fp8, kv_scales=kv_scales)
+    tree = leaves(config, 1 if mesh is None else mesh.shape[TP], quantization=quantization, kv_scales=kv_scales)
     makers: dict[tuple[Any, ...], Callable[[np.ndarray], Any]] = {}
 
     def make(group: dict[str, Leaf], number: int) -> dict[str, jax.Array]:
@@ -192,30 +111,7 @@ def dummy_weights(
 
 
 def _draw_group(seeds: jax.Array, *, group: Mapping[str, Leaf], dtype: Any, norm: float) -> dict[str, Any]:
-    arrays = {name: _draw(seeds[i], leaf, norm).astype(leaf.dtype(dtype)) for i, (name, leaf) in enumerate(group.items())}
-    return {name: array if group[name].scale is None else quantize_rows(array) for name, array in arrays.items()}
-
-
-def _draw(seeds: jax.Array, leaf: Leaf, norm: float) -> jax.Array:
-    if leaf.init != "matrix":
-        return jnp.full(leaf.shape, {"norm": norm, "zero": 0.0, "one": 1.0}[leaf.init])
-    rows = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, 0) if leaf.rows is None else jnp.asarray(leaf.rows, jnp.uint32)[:, None]
-    index = rows
-    for axis, size in enumerate(leaf.shape[1:], start=1):
-        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-    # A hash of each element's place: unlike jax.random it compiles in no time, and a shard needs nothing of another.
-    bits = _scramble(_scramble(index + seeds[0]) ^ seeds[1])
-    total = sum(((bits >> shift) & 255).astype(jnp.float32) for shift in (0, 8, 16, 24))  # of 4 bytes: about normal
-    drawn = (total - 510) * (leaf.shape[-1] * 4 * (256**2 - 1) / 12) ** -0.5
-    # The padding of the vocabulary is zero.
-    return jnp.where(rows < leaf.pieces[0].shape[0], drawn, 0) if leaf.key in ("embed", "lm_head") else drawn
-
-
-def _scramble(x: jax.Array) -> jax.Array:
-    """A one-to-one map of 32 bits in which every bit of the input moves every bit of the output."""
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+    return {name: draw(seeds[i], leaf, norm, dtype) for i, (name, leaf) in enumerate(group.items())}
 
 
 def _check_cuts(config: ModelConfig, tp: int) -> None:
@@ -232,6 +128,18 @@ def _check_cuts(config: ModelConfig, tp: int) -> None:
         check(width % (block * tp) == 0, f"a divisor of the {width // block} blocks of {block} rows of the MLP width {width}")
 
 
+def _check_groups(layer: Mapping[str, Leaf], tp: int) -> None:
+    """A group of an int4 matrix is whole, and on one device."""
+    for key in QUANTIZED:
+        if key in layer:
+            columns, devices = layer[key].shape[1], tp if TENSOR_PARALLEL_AXIS[key] == 1 else 1
+            if columns % GROUP:
+                raise ConfigError("quantization", "int4", f"fp8 or unset: {key} has {columns} columns, no multiple of a group's {GROUP}")
+            if columns % (GROUP * devices):
+                accepted = f"a divisor of the {columns // GROUP} groups of {GROUP} columns of {key} that quantization=int4 cuts"
+                raise ConfigError("tensor_parallel_size", tp, accepted)
+
+
 def kv_head_copies(config: ModelConfig, tp: int) -> int:
     """How often each key/value head is stored so that each of `tp` devices has one: 1 unless there are fewer heads than devices."""
     return max(1, tp // config.num_kv_heads)
@@ -240,7 +148,7 @@ def kv_head_copies(config: ModelConfig, tp: int) -> int:
 # ---- how tensors fill leaves
 
 
-def _whole(key: str, name: str, shape: tuple[int, ...], init: _Init) -> Leaf:
+def _whole(key: str, name: str, shape: tuple[int, ...], init: Init) -> Leaf:
     return Leaf(key, shape, (Piece(name, shape, shape, lambda out: out),), init)
 
 

@@ -74,7 +74,7 @@ def test_every_setting_has_a_flag_of_its_name(parse):
 
 @pytest.mark.parametrize(
     ("flag", "field"),
-    [("--quantization=int4", "quantization"), ("--kv_cache_dtype=fp4", "kv_cache_dtype"), ("--block_size=0", "block_size")],
+    [("--quantization=int3", "quantization"), ("--kv_cache_dtype=fp4", "kv_cache_dtype"), ("--block_size=0", "block_size")],
 )
 def test_a_value_that_cannot_be_names_its_flag(parse, flag, field):
     with pytest.raises(ConfigError) as caught:

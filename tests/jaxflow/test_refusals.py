@@ -125,7 +125,7 @@ def test_the_limits_themselves_are_taken(llm):
 
 SETTINGS = (
     ("model", {"model": ""}),
-    ("quantization", {"quantization": "int4"}),
+    ("quantization", {"quantization": "int3"}),
     ("quantization", {"quantization": "FP8"}),
     ("kv_cache_dtype", {"kv_cache_dtype": "fp8_e5m2"}),
     ("kv_cache_dtype", {"kv_cache_dtype": "int4"}),

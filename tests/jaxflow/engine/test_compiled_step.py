@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import h200
 import jax
@@ -17,16 +18,19 @@ from jaxflow.model.ops import Context
 from jaxflow.model.weights import shapes, shardings
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import sequential_plan
+from pallas_kernels.gemm import HopperGemm
 from pallas_kernels.kernel_set import REFERENCE, KernelSet, kernel_set_for
+from pallas_kernels.quantized import Int4
+from pallas_kernels.table import Table
 
 PAGES = 8192
 LAYERS = 2
 
 
 def compiled(
-    model: str, tokens: int, *, tp: int = 1, kernels: KernelSet | None = None, fp8: bool = False, kv="bfloat16"
+    model: str, tokens: int, *, tp: int = 1, kernels: KernelSet | None = None, quantization: str | None = None, kv="bfloat16"
 ) -> tuple[h200.Compiled, Executor]:
-    """A step of the model's first layers. fp8: weights in e4m3; kv: the cache's dtype."""
+    """A step of the model's first layers. kv: the cache's dtype."""
     config = open_checkpoint(model, load_format="dummy").model_config
     config = dataclasses.replace(config, layers=config.layers[:LAYERS])
     if kernels is None:
@@ -34,13 +38,13 @@ def compiled(
         heads = {"head_dim": config.head_dim, "queries_per_kv_head": group}
         kernels = kernel_set_for("gpu", "9.0", **heads, page_size=64, dtype="bfloat16", kv_dtype=kv)
     mesh = h200.h200_mesh((tp,))
-    options = {"fp8": fp8, "kv_scales": kv == "float8_e4m3fn"}
+    options = {"quantization": quantization, "kv_scales": kv == "float8_e4m3fn"}
     specs = shardings(config, mesh, **options)
     weights = h200.abstract(mesh, shapes(config, tp, jnp.bfloat16, **options), specs)
     layout = StepLayout(tokens, min(tokens, 256), 256, 64, (), len(config.windows))
     programs = Programs(Context(config, kernels, axis_of(mesh)), mesh, specs)
     plan = sequential_plan(config, tokens, tp)
-    forward = compile_plan(plan, config, tp, quantized=fp8)
+    forward = compile_plan(plan, config, tp, quantized=quantization == "fp8")
     made = Executor(programs, weights, [layout], lambda _: forward, kv_dtype=jnp.dtype(kv), max_model_len=8192)
     step = programs.step(layout, forward)
     buffer = h200.abstract(mesh, jax.ShapeDtypeStruct((layout.size,), jnp.int32))
@@ -75,4 +79,18 @@ def test_nothing_copies_the_cache_or_a_weight(model, tp, kernels):
 
 
 def test_of_8_bits_neither():
-    check(*compiled("llama-3.1-8b", 64, fp8=True, kv="float8_e4m3fn"))
+    check(*compiled("llama-3.1-8b", 64, quantization="fp8", kv="float8_e4m3fn"))
+
+
+def test_of_weights_of_4_bits_neither():
+    """Few rows: the kernel reads them as they are."""
+    step, executor = compiled("llama-3.1-8b", 64, quantization="int4")
+    check(step, executor)
+    assert len(re.findall(r"custom-call[^\n]*int4_gemm", step.hlo)) >= 4 * LAYERS
+
+
+def test_many_rows_on_weights_of_4_bits_cost_one_wide_copy_of_a_matrix():
+    half, factor = jax.ShapeDtypeStruct((6144, 2048), jnp.uint8), jax.ShapeDtypeStruct((6144, 64), jnp.bfloat16)
+    arguments = jax.ShapeDtypeStruct((512, 4096), jnp.bfloat16), Int4(half, factor, factor)
+    found = h200.compile_for_h200(HopperGemm(Table("H200")), *h200.abstract(h200.h200_mesh(), arguments))
+    assert found.memory.temp_size_in_bytes < 1.1 * 2 * 6144 * 4096

@@ -23,7 +23,8 @@ from jaxflow.config import ConfigError
 from jaxflow.mesh import make_mesh
 from jaxflow.model import checkpoint as checkpoint_module
 from jaxflow.model.checkpoint import CheckpointError, convert, main, open_checkpoint, shipped_configs
-from jaxflow.model.weights import assemble, leaves
+from jaxflow.model.leaf import assemble
+from jaxflow.model.weights import leaves
 from jaxflow.text.tokenizer import load_tokenizer
 
 MODELS = (*paths.TINY_MODELS, "stories260K")

@@ -17,9 +17,11 @@ from safetensors.numpy import load_file, save_file
 from jaxflow.config import ConfigError
 from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import CheckpointError, convert, open_checkpoint
-from jaxflow.model.weights import FP8, shapes, shardings
+from jaxflow.model.leaf import QUANTIZED
+from jaxflow.model.weights import shapes, shardings
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.reference import dequantize, quantize_rows
+from pallas_kernels.reference.int4 import dequantize_int4
 
 NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None, "actorder": None}
 COMPRESSED = {
@@ -87,12 +89,12 @@ def published(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mixtral", "tiny-opt", "tiny-gemma2"])
 def test_quantised_on_load(name: str) -> None:
-    wide, found = load(paths.MODELS / name), load(paths.MODELS / name, fp8=True)
+    wide, found = load(paths.MODELS / name), load(paths.MODELS / name, quantization="fp8")
     config = open_checkpoint(str(paths.MODELS / name)).model_config
-    told = shapes(config, 1, jnp.float32, fp8=True)
+    told = shapes(config, 1, jnp.float32, quantization="fp8")
     assert jax.tree.map(lambda a: (a.shape, a.dtype), found) == jax.tree.map(lambda a: (a.shape, a.dtype), told)
     for layer, before in zip(found["layers"], wide["layers"], strict=True):
-        assert {key for key, leaf in layer.items() if is_leaf(leaf)} == {key for key in FP8 if key in before}
+        assert {key for key, leaf in layer.items() if is_leaf(leaf)} == {key for key in QUANTIZED if key in before}
         for key, leaf in layer.items():
             same(leaf, jax.jit(quantize_rows)(before[key]) if is_leaf(leaf) else before[key])
     same({k: v for k, v in found.items() if k != "layers"}, {k: v for k, v in wide.items() if k != "layers"})
@@ -102,31 +104,32 @@ def test_quantised_on_load(name: str) -> None:
 def test_shards_are_cuts_of_the_whole(tp: int) -> None:
     """A row's scale is of the whole row, however many devices share it; with more devices than heads rows repeat."""
     mesh = make_mesh(tp)
-    spread = load(paths.MODELS / "tiny-llama", mesh=mesh, fp8=True, kv_scales=True)
+    spread = load(paths.MODELS / "tiny-llama", mesh=mesh, quantization="fp8", kv_scales=True)
     whole = load(paths.MODELS / "tiny-llama", mesh=mesh)
     config = open_checkpoint(str(paths.MODELS / "tiny-llama")).model_config
-    specs = shardings(config, mesh, fp8=True, kv_scales=True)
+    specs = shardings(config, mesh, quantization="fp8", kv_scales=True)
     assert jax.tree.map(lambda a: a.sharding.spec, spread) == jax.tree.map(lambda s: s, specs)
     assert specs["layers"][0]["out_proj"] == Quantized(PartitionSpec(None, "tp"), PartitionSpec(None))  # pyright: ignore
     for layer, before in zip(spread["layers"], whole["layers"], strict=True):
         assert layer["k_scale"].shape == layer["v_scale"].shape == (max(2, tp),)
-        for key in FP8:
+        for key in QUANTIZED:
             same(jax.device_get(layer[key]), jax.device_get(jax.jit(quantize_rows)(np.asarray(before[key]))))
 
 
 def test_dummy_weights_are_the_wide_ones_quantised() -> None:
     checkpoint = open_checkpoint(str(paths.MODELS / "tiny-llama"), load_format="dummy")
-    wide, found = (checkpoint.load("bfloat16", make_mesh(2), seed=3, fp8=fp8, kv_scales=fp8) for fp8 in (False, True))
+    options = {}, {"quantization": "fp8", "kv_scales": True}
+    wide, found = (checkpoint.load("bfloat16", make_mesh(2), seed=3, **chosen) for chosen in options)
     for layer, before in zip(found["layers"], wide["layers"], strict=True):
         assert layer["k_scale"].dtype == jnp.float32 and (layer["k_scale"] == 1).all()
-        for key in FP8:
+        for key in QUANTIZED:
             error = np.abs(np.asarray(dequantize(layer[key])) - np.asarray(before[key], np.float32))
             assert (error <= np.abs(np.asarray(before[key], np.float32)) / 15 + np.asarray(layer[key].scale)[:, None] / 1000).all()
 
 
 def test_a_converted_checkpoint_is_quantised_too(tmp_path: Path) -> None:
     convert(str(paths.MODELS / "tiny-llama"), tmp_path / "converted", "float32")
-    options = {"mesh": make_mesh(2), "fp8": True, "kv_scales": True}
+    options = {"mesh": make_mesh(2), "quantization": "fp8", "kv_scales": True}
     same(*(load(folder, **options) for folder in (tmp_path / "converted", paths.MODELS / "tiny-llama")))
 
 
@@ -138,11 +141,11 @@ def test_a_published_checkpoint_is_taken_as_it_is(published, scheme: dict, one_s
     assert opened.quantization == "fp8"
     found = opened.load("float32", make_mesh(2))
     for i, (layer, before) in enumerate(zip(found["layers"], wide["layers"], strict=True)):
-        assert {key for key, leaf in layer.items() if is_leaf(leaf)} == {*FP8}
+        assert {key for key, leaf in layer.items() if is_leaf(leaf)} == {*QUANTIZED}
         name = f"model.layers.{i}.mlp.down_proj.weight"
         same(np.asarray(layer["down"].values), opened.source.stored(name))
         same(np.asarray(layer["down"].scale), opened.source.row_scale(f"{name}_scale"))
-        for key in FP8:
+        for key in QUANTIZED:
             back, wanted = np.asarray(dequantize(jax.device_get(layer[key]))), np.asarray(before[key])
             assert (np.abs(back - wanted) <= np.abs(wanted) / 15 + np.asarray(layer[key].scale)[:, None] / 1000).all()
         if one_scale:  # three tensors of one scale each make the rows of qkv
@@ -151,11 +154,20 @@ def test_a_published_checkpoint_is_taken_as_it_is(published, scheme: dict, one_s
         convert(str(folder), folder / "converted")
 
 
+def test_in_4_bits_if_that_is_asked(published) -> None:
+    """Its e4m3 matrices are read wide, and those are quantised: the scales of the checkpoint are in them."""
+    found, wide = load(published(COMPRESSED), quantization="int4")["layers"][0], load(paths.MODELS / "tiny-llama")["layers"][0]
+    for key in QUANTIZED:  # e4m3 is off by a sixteenth at most; half a level, and the rounding of scale and zero, come on top
+        levels = np.repeat(np.asarray(found[key].scale, np.float32), 64, axis=1)
+        error = np.abs(np.asarray(dequantize_int4(found[key], jnp.float32)) - np.asarray(wide[key]))
+        assert (error <= 0.6 * levels + np.abs(np.asarray(wide[key])) / 15).all()
+
+
 def test_what_was_left_wide_stays_wide(published) -> None:
     """A fused matrix is e4m3 only if all its parts are."""
     found = load(published(COMPRESSED, wide=("layers.0.self_attn.k_proj", "layers.1.mlp.down_proj")))
-    assert [is_leaf(found["layers"][0][key]) for key in FP8] == [False, True, True, True]
-    assert [is_leaf(found["layers"][1][key]) for key in FP8] == [True, True, True, False]
+    assert [is_leaf(found["layers"][0][key]) for key in QUANTIZED] == [False, True, True, True]
+    assert [is_leaf(found["layers"][1][key]) for key in QUANTIZED] == [True, True, True, False]
     same(found["layers"][1]["down"], load(paths.MODELS / "tiny-llama")["layers"][1]["down"])
 
 

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from jaxflow.config import ConfigError, ModelConfig, gate_block
 from jaxflow.mesh import make_mesh
 from jaxflow.model.hf_config import model_config_from_hf
-from jaxflow.model.weights import Weights, assemble, dummy_weights, leaves, shapes, shardings, tensors
+from jaxflow.model.leaf import assemble
+from jaxflow.model.weights import Weights, dummy_weights, leaves, shapes, shardings, tensors
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:

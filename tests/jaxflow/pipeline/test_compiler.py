@@ -44,7 +44,7 @@ def test_drawn_plans_on_two_devices(data):
 @settings(LAW, max_examples=1)
 @given(data=st.data())
 def test_drawn_plans_of_8_bits(name, tp, kv, data):
-    model = bench(name, tp, fp8=True, kv=kv)
+    model = bench(name, tp, quantization="fp8", kv=kv)
     plan = data.draw(drawn.plans(model.graph, TOKENS))
     model.check(plan, data.draw(drawn.steps(model.config, TOKENS, borders(plan))))
 
@@ -58,12 +58,18 @@ def test_drawn_plans_of_8_bits(name, tp, kv, data):
         (phased_plan, "tiny-llama", 2),
     ],
 )
-@pytest.mark.parametrize("numbers", [{}, {"fp8": True, "kv": "float8_e4m3fn"}], ids=["float32", "fp8"])
+@pytest.mark.parametrize("numbers", [{}, {"quantization": "fp8", "kv": "float8_e4m3fn"}], ids=["float32", "fp8"])
 def test_two_nano_batches(make, name, tp, numbers):
     """One compiled plan over several steps: the cut falls among decodes, into a chunk, into the padding."""
     model = bench(name, tp, **numbers)
     plan = make(model.config, TOKENS, 6, tp)
     model.check(plan, *(drawn.step(model.config, TOKENS, (6,), *work) for work in ((8, (3, 2)), (2, (9, 4)), (6, (10,)), (3, ()))))
+
+
+@pytest.mark.parametrize(("make", "tp"), [(two_nano_batch_plan, 2), (phased_plan, 1)])
+def test_two_nano_batches_on_weights_of_4_bits(make, tp):
+    model = bench("tiny-qwen3", tp, quantization="int4")
+    model.check(make(model.config, TOKENS, 6, tp), drawn.step(model.config, TOKENS, (6,), 2, (9, 4)))
 
 
 def test_the_sequential_plan_is_the_plain_forward_bit_for_bit():
