@@ -14,7 +14,7 @@ import hashlib
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Buffer, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,9 @@ SUFFIX, TEMPORARY = ".kv", ".tmp"
 _FIELDS = struct.Struct(f"<8sHB{FINGERPRINT_BYTES}s{MAX_KEY_BYTES}sQI")
 _CHECK_BYTES = 16
 HEADER_BYTES = _FIELDS.size + _CHECK_BYTES
+
+
+Parts = Callable[[], Sequence[Buffer]]  # gives the bytes of a page, one piece after the other
 
 
 class BadFile(ValueError):
@@ -57,7 +60,7 @@ def digest(fingerprint: bytes) -> bytes:
 
 
 def header(fingerprint: bytes, key: bytes, parts: Sequence[memoryview]) -> bytes:
-    """The first HEADER_BYTES of the file of a page whose bytes are `parts`, one after the other. fingerprint: a `digest`."""
+    """The first HEADER_BYTES of the file of a page of these `pieces`. fingerprint: a `digest`."""
     length = crc = 0
     for part in parts:
         length, crc = length + part.nbytes, zlib.crc32(part, crc)
@@ -65,14 +68,23 @@ def header(fingerprint: bytes, key: bytes, parts: Sequence[memoryview]) -> bytes
     return fields + _check(fields)
 
 
+def pieces(parts: Parts, length: int) -> list[memoryview]:
+    """A page's bytes. Raises: ValueError, if they are not `length`, and whatever `parts` does."""
+    given = [memoryview(part).cast("B") for part in parts()]
+    found = sum(piece.nbytes for piece in given)
+    if found != length:
+        raise ValueError(f"a page of {found} bytes, {length} are expected")
+    return given
+
+
 def write(path: Path, fingerprint: bytes, key: bytes, parts: Sequence[memoryview]) -> None:
-    """Makes the file of a page, of mode 0600. Raises: OSError; nothing is left then, if it can be removed."""
+    """Makes the file of a page of these `pieces`, of mode 0600. Raises: OSError; nothing is left then, if it can be removed."""
     temporary = path.with_suffix(TEMPORARY)
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             for part in (memoryview(header(fingerprint, key, parts)), *parts):
-                _write_all(fd, part.cast("B"))
+                _write_all(fd, part)
         finally:
             os.close(fd)
         os.rename(temporary, path)

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Buffer, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -22,12 +22,10 @@ import numpy as np
 
 from jaxflow.config import ConfigError
 from jaxflow.memory import disk_file
-from jaxflow.memory.disk_file import HEADER_BYTES, BadFile
+from jaxflow.memory.disk_file import HEADER_BYTES, BadFile, Parts
 from jaxflow.memory.disk_folder import open_folder
 
 log = logging.getLogger(__name__)
-
-Parts = Callable[[], Sequence[Buffer]]
 
 WRITE_QUEUE_BYTES = 256 << 20
 READ_AHEAD = 64  # pages being read, or waiting for it, at most
@@ -110,19 +108,27 @@ class DiskTier:
         with self._lock:
             return key in self._index or key in self._queued
 
-    def put(self, key: bytes, parts: Parts) -> bool:
+    @property
+    def works(self) -> bool:
+        """Whether it is written to: not closed, and not failing."""
+        return not self._closed and time.monotonic() >= self._writes_resume_s
+
+    def put(self, key: bytes, parts: Parts, *, at_leisure: bool = False) -> bool:
         """Has a page written, soon; returns whether it is there or will be, if nothing fails. Never waits, and copies nothing.
 
         parts: gives the page's bytes, one piece after the other; called on a thread of the tier, now or later, so they must
-        not change. Raises: ValueError for a key that no page has.
+        not change. at_leisure: only if the queue is half empty, since the page can be put again.
+
+        Raises: ValueError for a key that no page has.
         """
         size = self._length(key)
         with self._lock:
             if key in self._index or key in self._queued:
                 return True
-            fits = not self._queued or self._queued_bytes + size <= self._write_queue_bytes
-            if not fits or self._closed or time.monotonic() < self._writes_resume_s:
-                self._count("dropped")
+            room = self._write_queue_bytes // 2 if at_leisure else self._write_queue_bytes
+            fits = not self._queued or self._queued_bytes + size <= room
+            if not fits or not self.works:
+                self._count("dropped", int(not at_leisure))
                 return False
             self._queued[key] = parts
             self._queued_bytes += size
@@ -190,7 +196,7 @@ class DiskTier:
             stuck = [victim for victim in victims if not disk_file.remove(self._path(victim))]
             if stuck:
                 raise OSError(f"{len(stuck)} files that should make room cannot be removed")
-            disk_file.write(self._path(key), self._fingerprint, key, _pieces(parts, length))
+            disk_file.write(self._path(key), self._fingerprint, key, disk_file.pieces(parts, length))
             with self._lock:
                 self._index[key] = size
                 self._bytes += size
@@ -229,7 +235,7 @@ class DiskTier:
             if closed:
                 return None
             if queued is not None:
-                page = np.concatenate(_pieces(queued, self._length(key)))
+                page = np.concatenate(disk_file.pieces(queued, self._length(key)))
             else:
                 page = disk_file.read(path, self._fingerprint, key, self._length(key))
             with self._lock:
@@ -290,12 +296,3 @@ class DiskTier:
     def _succeeded(self, operation: str) -> None:
         with self._lock:
             self._failed[operation] = False
-
-
-def _pieces(parts: Parts, length: int) -> list[memoryview]:
-    """A page's bytes. Raises: ValueError, if they are not `length`, and whatever `parts` does."""
-    pieces = [memoryview(part).cast("B") for part in parts()]
-    found = sum(piece.nbytes for piece in pieces)
-    if found != length:
-        raise ValueError(f"a page of {found} bytes, {length} are expected")
-    return pieces

@@ -38,12 +38,14 @@ class HostStore:
       page_bytes: of a page of each layer group, over all shards.
 
     Attributes:
+      on_put: told of each page that has arrived, with its data: the tier below may take a copy.
       on_evict: told of each page that makes room, with its data: the tier below may take it.
     """
 
     def __init__(self, capacity_bytes: int, page_bytes: Sequence[int]):
         self.capacity_bytes, self.page_bytes = capacity_bytes, tuple(page_bytes)
         self.counters = HostCounters()
+        self.on_put: Callable[[Key, Any], None] = lambda key, data: None
         self.on_evict: Callable[[Key, Any], None] = lambda key, data: None
         self._entries: OrderedDict[Key, Entry] = OrderedDict()  # least recently used first
         self._bytes = 0
@@ -92,6 +94,7 @@ class HostStore:
         """A page for which room was reserved has arrived."""
         self._entries[key].data = data
         self.counters.stored += 1
+        self.on_put(key, data)
 
     def drop(self, key: Key) -> None:
         """A page that will not arrive."""
@@ -105,7 +108,19 @@ class HostStore:
 
     def unpin(self, keys: Iterable[Key]) -> None:
         for key in keys:
-            self._entries[key].pins -= 1
+            if key in self._entries:  # it may have been on its way, and dropped
+                self._entries[key].pins = max(0, self._entries[key].pins - 1)
+
+    def discard(self, keys: Iterable[Key]) -> None:
+        """Forgets those that are there and that nobody has pinned: they are of no more use."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None and entry.data is not None and not entry.pins:
+                self.drop(key)
+
+    def newest_first(self) -> list[tuple[Key, Any]]:
+        """The pages that are there, the last used first."""
+        return [(key, entry.data) for key, entry in reversed(self._entries.items()) if entry.data is not None]
 
     def clear(self) -> None:
         """Forgets everything."""

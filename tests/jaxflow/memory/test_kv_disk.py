@@ -326,6 +326,15 @@ class TestBounds:
             settled(tier)
         assert tier.counters().dropped == 2 and tier.counters().written == 3 and tier._queued_bytes == 0
 
+    def test_half_of_it_is_for_what_has_time(self, opened, monkeypatch):
+        tier, go = opened(write_queue_bytes=4 * PAGE[0]), threading.Event()
+        with faults(monkeypatch, write=lambda fd, data: go.wait(30) and os.write(fd, data)):
+            assert [tier.put(key(i), parts(i), at_leisure=True) for i in range(4)] == [True] * 2 + [False] * 2
+            assert tier.put(key(2), parts(2)) and tier.counters().dropped == 0
+            go.set()
+            settled(tier)
+        assert tier.counters().written == 3
+
     def test_so_is_the_read_ahead(self, opened, monkeypatch):
         tier, go = opened(read_ahead=2), threading.Event()
         put(tier, 1, 2, 3)

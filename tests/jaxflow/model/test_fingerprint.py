@@ -1,0 +1,53 @@
+"""Two models have one fingerprint only if they are one."""
+
+import dataclasses
+import os
+import shutil
+
+import paths
+import pytest
+
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.fingerprint import fingerprint
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(paths.MODELS / "stories260K", tmp_path / "a")
+
+
+def of(path, seed=0, load_format="auto"):
+    return fingerprint(open_checkpoint(str(path), load_format=load_format), seed)
+
+
+def test_the_same_files_elsewhere_are_the_same_model(folder, tmp_path):
+    found = of(folder)
+    folder.rename(tmp_path / "b")
+    assert of(tmp_path / "b") == found == of(tmp_path / "b", seed=1) and len(found) == 16
+
+
+def test_other_weights_of_the_same_size_and_time_are_another_model(folder):
+    path, before = folder / "model.safetensors", of(folder)
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[-len(content) // 3 :] = bytes(len(content[-len(content) // 3 :]))
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert of(folder) != before
+
+
+def test_a_file_written_again_is_another_model(folder):
+    before = of(folder)
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert of(folder) != before
+
+
+def test_dummy_weights_are_their_architecture_and_seed(folder):
+    dummy = of(folder, load_format="dummy")
+    assert dummy == of(folder, load_format="dummy") and len({dummy, of(folder, 1, "dummy"), of(folder)}) == 3
+    checkpoint = open_checkpoint(str(folder), load_format="dummy")
+    other = dataclasses.replace(checkpoint, model_config=dataclasses.replace(checkpoint.model_config, norm_eps=1e-6))
+    assert fingerprint(other, 0) != dummy
+
+
+def test_a_single_file_has_one_too(smollm2_gguf):
+    assert len({of(smollm2_gguf), of(smollm2_gguf)}) == 1
