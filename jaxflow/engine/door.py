@@ -23,6 +23,7 @@ class SchedulerConfig:
       policy: a name in `POLICIES`; `chunk_size` goes with "hybrid".
       max_waiting: requests not yet begun.
       seed: of the seeds drawn for requests that have none.
+      fingerprint: of what the KV of equal tokens depends on, the model first of all: names of pages are made from it.
 
     Raises:
       ConfigError: naming the field.
@@ -40,6 +41,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     max_waiting: int = 4096
     seed: int = 0
+    fingerprint: bytes = b""
 
     def __post_init__(self) -> None:
         def check(field: str, ok: bool, accepted: str) -> None:

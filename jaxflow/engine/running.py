@@ -2,17 +2,16 @@
 
 import bisect
 import collections
-import operator
 
 import numpy as np
 
 from jaxflow.engine.admission import FOREVER, Forecast, OutputLengths
 from jaxflow.engine.door import SchedulerConfig, window_pages
+from jaxflow.engine.host_tier import HostTier
 from jaxflow.engine.sequence import Seats, Sequence
+from jaxflow.engine.waiting import BY_AGE
 from jaxflow.engine.work import Chunk
 from jaxflow.memory.page_tables import PageTables
-
-BY_AGE = operator.attrgetter("key")
 
 
 class Running:
@@ -22,36 +21,52 @@ class Running:
       seats, tables: counts and pages, by slot.
       prefilling: the sequences whose known tokens are not all computed, oldest first.
       computed: the sequences of the last step's chunks.
+      tier: what the host keeps of all this; None: nothing.
     """
 
-    def __init__(self, config: SchedulerConfig):
+    def __init__(self, config: SchedulerConfig, tier: HostTier | None = None):
         slots = min(config.max_num_seqs, config.token_budget)  # so that every decode has its token in every step
         self.config = config
         self.seats = Seats(slots, config.block_size)
         self.tables = PageTables(config.num_pages, config.windows, config.block_size, slots, keep=config.enable_prefix_caching)
         self.prefilling: list[Sequence] = []
         self.computed: list[Sequence] = []
+        self.tier = tier
+        if tier is not None:
+            tier.attach(self.tables)
         self._remaining = np.zeros(slots, np.int32)  # by slot, steps after which the forecast has it release its pages
         self._full = config.windows.index(None) if None in config.windows else None
         self._has_windows = any(window is not None for window in config.windows)
 
     # ---- coming and going
 
-    def enter(self, seq: Sequence, names: list[bytes]) -> None:
-        """Seats a sequence on the pages of its prefix that are known by these names."""
-        self.seats.seat(seq, len(names) * self.config.block_size)
+    def enter(self, seq: Sequence, names: list[bytes], part: tuple[int, list[int]] | None = None) -> None:
+        """Seats a sequence on the pages of its prefix that are known by these names.
+
+        `part`: positions computed if some of the page after those are too, and that page in each group.
+        """
+        self.seats.seat(seq, part[0] if part else len(names) * self.config.block_size)
         self.tables.adopt(seq.slot, names)
+        for group, page in enumerate(part[1] if part else ()):
+            self.tables.append(seq.slot, group, page)
         seq.pages = self.tables.rows[seq.slot]
         bisect.insort(self.prefilling, seq, key=BY_AGE)
 
     def leave(self, seq: Sequence) -> None:
         """Takes back a sequence's pages and slot."""
         self._register(seq)
+        if self.tier is not None and seq.chain is not None:
+            self.tier.used(seq.chain[1:])
         self.tables.release(seq.slot)
         if seq in self.prefilling:
             self.prefilling.remove(seq)
         self.seats.unseat(seq)
         seq.pages = []
+
+    @property
+    def num_loads(self) -> int:
+        """Seats that are kept for sequences whose pages are held."""
+        return 0 if self.tier is None else len(self.tier.loads)
 
     def youngest(self) -> Sequence:
         """Never the only one, whose needs the door has checked."""
@@ -140,11 +155,16 @@ class Running:
         forecast = Forecast(computed, final - computed, discount[slots], tables.common(full), size)
         for seq in self.prefilling:
             forecast.use = forecast.use_with(seq.num_total, lengths.final(seq), int(discount[seq.slot]))
+        for load in self.tier.loads if self.tier is not None else ():
+            held = len(load.held[full]) + (load.part is not None)
+            forecast.use = forecast.use_with(load.seq.num_total, lengths.final(load.seq), held)
         return forecast
 
     def fits(self, seq: Sequence, names: list[bytes], forecast: Forecast, lengths: OutputLengths) -> bool:
         """Whether one more would never run out of pages, as far as lengths are known; if so it is added to the forecast."""
         config, limits = self.config, self.seats.limit[self.seats.taken]
+        if self.tier is not None and self.tier.loads:
+            limits = np.append(limits, [load.seq.limit for load in self.tier.loads])
         for pages, window in zip(config.num_pages, config.windows, strict=True):
             if window is not None:
                 needs = -(-(np.append(limits, seq.limit) - 1) // config.block_size)

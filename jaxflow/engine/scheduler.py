@@ -5,22 +5,24 @@ counts as soon as it is scheduled (`num_total`), its value comes later (`commit`
 steps run in the order in which they are scheduled makes every hand-over of a page safe.
 """
 
-import bisect
 import random
 
 import numpy as np
 
 from jaxflow.engine.admission import Forecast, OutputLengths
 from jaxflow.engine.door import SchedulerConfig, limit_of
+from jaxflow.engine.host_tier import HostTier
+from jaxflow.engine.load import Load
 from jaxflow.engine.policies import POLICIES, bucket_of, surplus
 from jaxflow.engine.request import QueueFull, Request
-from jaxflow.engine.running import BY_AGE, Running
+from jaxflow.engine.running import Running
 from jaxflow.engine.sequence import Sequence
+from jaxflow.engine.waiting import Waiting
 from jaxflow.engine.work import Chunk, StepWork
 
 __all__ = ["Chunk", "Scheduler", "SchedulerConfig", "StepWork"]
 
-_SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of the n sequences lie far apart
+SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of the n sequences lie far apart
 
 
 class Scheduler:
@@ -50,13 +52,13 @@ class Scheduler:
     every page of the others, so it ends, and then the next is the oldest.
     """
 
-    def __init__(self, config: SchedulerConfig):
-        self.config = config
-        self.running = Running(config)
+    def __init__(self, config: SchedulerConfig, tier: HostTier | None = None):
+        self.config, self.tier = config, tier
+        self.running = Running(config, tier)
         self.lengths = OutputLengths()
         self.num_preemptions = 0
         self._policy = POLICIES[config.policy]
-        self._waiting: tuple[list[Sequence], list[Sequence]] = ([], [])  # short and long ones, oldest first
+        self._waiting = Waiting(config.token_budget)
         self._admitted: list[Sequence] = []
         self._requests = 0  # that ever came
         self._unbegun = 0
@@ -103,16 +105,18 @@ class Scheduler:
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         salt = None
         if self.config.enable_prefix_caching:
-            salt = b"shared:" + request.cache_salt.encode("utf-8", "surrogatepass")
+            salt = b"shared:" + self.config.fingerprint + request.cache_salt.encode("utf-8", "surrogatepass")
         elif sampling.n > 1:
             salt = b"private:%d" % arrival
         sequences = [
-            Sequence(request, i, seed=(seed + i * _SEED_STEP) % 2**64, limit=limit, arrival=arrival, now=now, salt=salt)
+            Sequence(request, i, seed=(seed + i * SEED_STEP) % 2**64, limit=limit, arrival=arrival, now=now, salt=salt)
             for i in range(sampling.n)
         ]
         sequences[0].siblings = tuple(sequences[1:])
         self._unbegun += 1
-        self._wait(sequences[0])
+        self._waiting.add(sequences[0])
+        if self.tier is not None:
+            self.tier.queued(sequences[0])
         return sequences
 
     def commit(self, sequences: list[Sequence], tokens: list[int] | np.ndarray) -> None:
@@ -128,7 +132,7 @@ class Scheduler:
             if not seq.finished:  # it left while the step ran: pre-empted, or with its last token
                 seq.append(int(tokens[i]))
                 if seq.num_known == seq.num_total < seq.limit:
-                    self._wait(seq)
+                    self._waiting.add(seq)
         self.running.commit(slots[seated], tokens[seated])
 
     def seated(self, work: StepWork) -> np.ndarray:
@@ -150,29 +154,21 @@ class Scheduler:
         if seq.finished:
             return
         seq.finished = True
+        if self.tier is not None:
+            self.tier.forget(seq)
         if seq.slot >= 0:
             self.running.leave(seq)
         else:
-            line = self._line(seq)
-            i = bisect.bisect_left(line, seq.key, key=BY_AGE)
-            if line[i : i + 1] == [seq]:
-                del line[i]
+            self._waiting.remove(seq)
         if seq.index == 0 and seq.t_first_schedule is None:
             self._unbegun -= 1
         self._start_siblings(seq)
-
-    def _line(self, seq: Sequence) -> list[Sequence]:
-        """Where it waits, if it does."""
-        return self._waiting[seq.num_total > self.config.token_budget]
-
-    def _wait(self, seq: Sequence) -> None:
-        bisect.insort(self._line(seq), seq, key=BY_AGE)
 
     def _start_siblings(self, seq: Sequence) -> None:
         siblings, seq.siblings = seq.siblings, ()
         for sibling in siblings:
             if not sibling.finished:
-                self._wait(sibling)
+                self._waiting.add(sibling)
 
     # ---- a step
 
@@ -185,6 +181,8 @@ class Scheduler:
             if seq.siblings and seq.num_computed >= seq.num_prompt:
                 self._start_siblings(seq)
         self.running.settle()
+        for seq in self.tier.settle() if self.tier is not None else ():
+            self._waiting.add(seq)
         if not self.num_running:
             self._open, self._batch_rows = True, 0
         policy, preempted = self._policy, self.num_preemptions
@@ -197,8 +195,8 @@ class Scheduler:
             if not grants:
                 self._open = not policy.lockstep
                 slots = self._decode()
-        while not grants and not len(slots) and self.num_running > 1:
-            self._preempt_youngest()  # prefills hold the pages that each of them needs: the forecast was wrong
+        while not grants and not len(slots) and (self.num_running > 1 or (self.num_running and self.running.num_loads)):
+            self._make_room()  # prefills hold the pages that each of them needs: the forecast was wrong
             grants = self._prefill(0, False, now)
         if not grants and not len(slots):
             return None
@@ -213,7 +211,7 @@ class Scheduler:
             if (crossing.sum(axis=1) <= tables.available()).all():
                 tables.grow_crossing(slots, crossing)
                 return slots
-            self._preempt_youngest()
+            self._make_room()
 
     def _prefill(self, decodes: int, admit: bool, now: float) -> list[tuple[Sequence, int]]:
         """Chunks as (sequence, tokens), oldest first, beside so many decodes."""
@@ -224,19 +222,25 @@ class Scheduler:
         planned = [0] * len(config.windows)
         grants: dict[Sequence, int] = {}
         forecast: Forecast | None = None
+        for load in self.tier.seatable() if admit and self.tier is not None else ():
+            if self.running.seats.free:
+                self._seat_loaded(load, now)
         # Long prompts may have half of the room at first, then what nobody else could use.
         for share in (left - left // 2, left) if policy.shares else (left,):
             begun = iter(list(self.running.prefilling))
             while left > 0 and len(grants) < (policy.max_chunks or config.max_num_seqs):
                 seq = next(begun, None)
                 if seq is None:
-                    head = self._head(long_too=share > 0) if admit and self.running.seats.free else None
+                    free = len(self.running.seats.free) > self.running.num_loads
+                    head = self._waiting.head(long_too=share > 0) if admit and free else None
                     if head is None:
                         break
                     forecast = forecast or self.running.forecast(self.lengths)
                     if not self._admit(head, forecast, left, now):
                         admit = False
                         break
+                    if head.slot < 0:  # it waits for pages from the host
+                        continue
                     seq = head
                 done = seq.num_computed + grants.get(seq, 0)
                 remaining = seq.num_total - done
@@ -271,39 +275,62 @@ class Scheduler:
 
     # ---- admission and pre-emption
 
-    def _head(self, long_too: bool) -> Sequence | None:
-        """The oldest waiting sequence."""
-        heads = [line[0] for line in self._waiting[: 1 + long_too] if line]
-        return min(heads, key=BY_AGE, default=None)
-
     def _admit(self, seq: Sequence, forecast: Forecast, room: int, now: float) -> bool:
-        """Seats a waiting sequence on the pages it finds, if memory will do."""
+        """Seats a waiting sequence on the pages it finds, or has it wait for what the host has of them, if memory will do."""
         size = self.config.block_size
         names: list[bytes] = []
         if seq.index > 0 or seq.request.sampling.prompt_logprobs is None:
-            names = seq.names((seq.num_known - 1) // size, size)
-            names = names[: self.running.tables.hit(names)]
+            known = seq.names((seq.num_known - 1) // size, size)
+            names = known[: self.running.tables.hit(known)]
+            if self.tier is not None and seq.chain is not None:
+                waits = self.tier.consider(seq, known, len(names), lambda names: self.running.fits(seq, names, forecast, self.lengths))
+                if waits:
+                    self._waiting.remove(seq)
+                if waits is not None:
+                    return waits
         if self._policy.whole and room < seq.num_total - len(names) * size <= self.config.token_budget:
             return False
         if not self.running.fits(seq, names, forecast, self.lengths):
             return False
-        self._line(seq).remove(seq)
+        self._waiting.remove(seq)
         self.running.enter(seq, names)
+        self._entered(seq, len(names) * size, 0, now)
+        return True
+
+    def _seat_loaded(self, load: Load, now: float) -> None:
+        """Seats a sequence on the pages that were held for it, for which memory was found when its load began."""
+        assert self.tier is not None
+        self.tier.seat(load)
+        self.running.enter(load.seq, load.names, load.seat)
+        self._entered(load.seq, load.seq.num_computed, load.tokens, now)
+
+    def _entered(self, seq: Sequence, found: int, loaded: int, now: float) -> None:
+        """A sequence has a slot; `found` of its positions are computed, `loaded` of these came from the host."""
         self._admitted.append(seq)
         self._batch_rows += 1
+        if self.tier is not None:
+            self.tier.seated(seq, found, loaded)
         if seq.t_first_schedule is None:
-            seq.t_first_schedule, seq.cached_tokens = now, len(names) * size
+            seq.t_first_schedule, seq.cached_tokens = now, found
             if seq.index == 0:
                 self._unbegun -= 1
                 if self._last_begin_s is not None:
                     self._begin_interval_s += 0.1 * (now - self._last_begin_s - self._begin_interval_s)
                 self._last_begin_s = now
-        return True
+
+    def _make_room(self) -> None:
+        """Takes the pages of who came last: those that are only held go first."""
+        if self.tier is not None and self.tier.loads:
+            self._waiting.add(self.tier.cancel(max(self.tier.loads, key=lambda load: load.seq.key)))
+        else:
+            self._preempt_youngest()
 
     def _preempt_youngest(self) -> None:
         seq = self.running.youngest()
+        if self.tier is not None:
+            self.tier.swap_out(seq)
         self.running.leave(seq)
         seq.preemptions += 1
         self.num_preemptions += 1
         if seq.num_known == seq.num_total:
-            self._wait(seq)
+            self._waiting.add(seq)

@@ -33,6 +33,8 @@ class Sequence:
       pages: for each layer group the page of every `block_size` positions; -1 once a window layer gave it back.
       cached_tokens: prompt tokens that a prefix hit spared, at its first start.
       preemptions: how often it lost its pages and began anew.
+      swapped: positions computed when it was last pre-empted, and the name of the page of which they fill a part; None if the
+        host was not given that page.
       finished: no token is wanted any more.
       t_arrival, t_first_schedule: seconds, on the clock of the caller.
     """
@@ -58,6 +60,7 @@ class Sequence:
         "seed",
         "siblings",
         "slot",
+        "swapped",
         "t_arrival",
         "t_first_schedule",
     )
@@ -76,6 +79,7 @@ class Sequence:
         self.chain = None if salt is None else [prefix.root(salt)]
         self.siblings: tuple[Sequence, ...] = ()  # wait until this one has computed the prompt they share
         self.cached_tokens = self.preemptions = 0
+        self.swapped: tuple[int, bytes] | None = None
         self.finished = False
         self.t_arrival = now
         self.t_first_schedule: float | None = None

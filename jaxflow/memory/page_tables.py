@@ -76,6 +76,42 @@ class PageTables:
             self._tell(g, slot, gone, pages)
         self.count[:, slot] = m
 
+    def append(self, slot: int, group: int, page: int) -> None:
+        """Makes a page that was allocated for nobody (`hold`) the next of a row."""
+        index = int(self.count[group, slot])
+        self.rows[slot][group].append(page)
+        self._owner[group][page] = slot
+        self.charged[group, slot] += 1
+        self.count[group, slot] = index + 1
+        self._tell(group, slot, index, [page])
+
+    def hold(self, group: int, names: Sequence[bytes], more: int) -> tuple[list[int], list[int]] | None:
+        """References pages of a group on nobody's behalf, until `release_held`: they stay, and are free to be filled.
+
+        Returns the page of each name, a new one where the content is not at hand, and `more` pages beside them; None if there
+        are not so many.
+        """
+        pool, owner = self.pools[group], self._owner[group]
+        found = [pool.find(name) for name in names]
+        there = [page for page in found if page >= 0]
+        needed = len(found) - len(there) + more
+        if needed > pool.available - sum(not pool.references(page) for page in there):
+            return None
+        for page in there:
+            if pool.references(page) and owner[page] >= 0:
+                self.charged[group, owner[page]] -= 1
+            owner[page] = -1
+        pool.reference(there)
+        new = pool.allocate(needed)
+        for page in new:
+            owner[page] = -1
+        fresh = iter(new)
+        return [page if page >= 0 else next(fresh) for page in found], list(fresh)
+
+    def release_held(self, group: int, pages: Sequence[int]) -> None:
+        """Gives back what `hold` gave."""
+        self.pools[group].release(reversed(pages))
+
     def fit(self, slot: int, end: int, tokens: int, planned: list[int]) -> int:
         """Of `tokens` positions after the first `end`, how many there are pages for.
 

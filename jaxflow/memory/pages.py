@@ -21,11 +21,15 @@ class PagePool:
 
     `keep`: whether pages that nobody references any more stay cached under their digest. Without it a page can be shared
     only while somebody references it.
+
+    Attributes:
+      newly_named: (page, digest) of what `register` named, in order, for who takes it from here; None: not written down.
     """
 
     def __init__(self, num_pages: int, *, keep: bool = True):
         self.num_pages = num_pages
         self.keep = keep
+        self.newly_named: list[tuple[int, bytes]] | None = None
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._digests: list[bytes | None] = [None] * num_pages
@@ -89,6 +93,8 @@ class PagePool:
         if digest not in self._named and self._digests[page] is None:
             self._named[digest] = page
             self._digests[page] = digest
+            if self.newly_named is not None:
+                self.newly_named.append((page, digest))
 
     def _evict(self, count: int) -> None:
         if count > len(self._cached):

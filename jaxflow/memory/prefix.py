@@ -7,12 +7,19 @@ share one is not a case to handle.
 
 import hashlib
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
-from jaxflow.memory.pages import PagePool
-
 DIGEST_BYTES = 16
+
+
+class Index(Protocol):
+    """Where content is found by its name: one layer group's `PagePool`, or more than that."""
+
+    def find(self, digest: bytes) -> int:
+        """At least 0 if it is at hand, else -1."""
+        ...
 
 
 def root(salt: bytes) -> bytes:
@@ -28,12 +35,21 @@ def extend(chain: list[bytes], tokens: np.ndarray, pages: int, block_size: int) 
         chain.append(hashlib.blake2b(chain[-1] + content[i * step : (i + 1) * step], digest_size=DIGEST_BYTES).digest())
 
 
+def part_name(chain: Sequence[bytes], tokens: np.ndarray, end: int, block_size: int) -> bytes:
+    """The name of a page of which only positions up to `end` are computed; all of `tokens` before them are known.
+
+    No whole page has it: less than a page's tokens went into it.
+    """
+    begin = end // block_size
+    return hashlib.blake2b(chain[begin] + tokens[begin * block_size : end].tobytes(), digest_size=DIGEST_BYTES).digest()
+
+
 def first_seen(position: int, window: int | None, block_size: int) -> int:
     """The first page that a query at `position`, or any later one, can see in a layer group of this window."""
     return 0 if window is None else max(0, position - window + 1) // block_size
 
 
-def longest_hit(pools: Sequence[PagePool], windows: Sequence[int | None], names: Sequence[bytes], block_size: int) -> int:
+def longest_hit(pools: Sequence[Index], windows: Sequence[int | None], names: Sequence[bytes], block_size: int) -> int:
     """How many of the leading pages `names` need not be computed.
 
     After a hit of m pages the next query is at position m * block_size. Full attention needs all m pages; a layer group

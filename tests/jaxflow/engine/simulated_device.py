@@ -88,6 +88,15 @@ class Device:
                 out.append(self.last[slot])
         return out
 
+    def page(self, group: int, page: int) -> dict[int, tuple[int, int]]:
+        """What is in a page, by offset."""
+        return {offset: self.kv[group, page, offset] for offset in range(self.config.block_size) if (group, page, offset) in self.kv}
+
+    def write_page(self, group: int, page: int, content: dict[int, tuple[int, int]]) -> None:
+        for offset in range(self.config.block_size):
+            self.kv.pop((group, page, offset), None)
+        self.kv.update({(group, page, offset): value for offset, value in content.items()})
+
     def read(self, group: int, slot: int, start: int, end: int) -> None:
         """Queries start..end-1 see what their sequence wrote, at its positions, and one same prefix."""
         window = self.config.windows[group]
@@ -133,6 +142,7 @@ class World:
         self.now += 1.0
         before = self.scheduler.num_preemptions
         work = self.scheduler.schedule(self.now)
+        self.before_step()
         if work is not None:
             self.check_step(work, self.scheduler.num_preemptions - before)
             self.under_way.append((work, self.device.run(work)))
@@ -140,6 +150,9 @@ class World:
         while self.under_way and (work is None or len(self.under_way) > self.lag):
             self.read(*self.under_way.pop(0))
         return work
+
+    def before_step(self) -> None:
+        """What the device does before the step runs that was just decided."""
 
     def read(self, work: StepWork, tokens: list[int]) -> None:
         sampled = work.sampled
@@ -196,10 +209,14 @@ class World:
                 for index, page in enumerate(rows[group]):
                     if page >= 0:
                         holders.setdefault(page, []).append((slot, index))
+            for load in self.scheduler.tier.loads if self.scheduler.tier is not None else ():
+                for page in [*load.held[group], *load.part_pages[group : group + 1]]:
+                    holders.setdefault(page, []).append((-1, -1))
             counts = [pool.references(page) for page in range(pool.num_pages)]
             assert counts == [len(holders.get(page, ())) for page in range(pool.num_pages)]
             assert pool.available == counts.count(0)
             for places in holders.values():
+                places = [place for place in places if place != (-1, -1)]
                 if len(places) > 1:
                     seqs = [self.scheduler.running.seats.sequences[slot] for slot, _ in places]
                     assert len({index for _, index in places}) == 1

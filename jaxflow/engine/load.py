@@ -1,0 +1,118 @@
+"""What a sequence that was set aside waits for: pages on their way from the host to places that are held for them."""
+
+import dataclasses
+
+from jaxflow.engine.sequence import Sequence
+from jaxflow.memory.host_store import HostStore, Key, key_of
+from jaxflow.memory.page_tables import PageTables
+from jaxflow.memory.prefix import first_seen, longest_hit
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A page of a load: where its content is to go."""
+
+    group: int
+    page: int
+    digest: bytes
+    whole: bool  # it has a name on the device, too
+
+    @property
+    def key(self) -> Key:
+        return key_of(self.group, self.digest)
+
+
+@dataclasses.dataclass(eq=False)
+class Load:
+    """The pages that a sequence will begin with.
+
+    Attributes:
+      names: of the whole pages.
+      tokens: positions that what comes from the host spares computing.
+      part: positions computed, and the name, if the page after those is known in part.
+      missing: keys of what the device does not have.
+      held: pages referenced for it, in each group; those of `part` apart, in `part_pages`.
+      pieces: all that is fetched; of them `to_fetch` are not on their way yet, and `flying` have not been scattered.
+    """
+
+    seq: Sequence
+    names: list[bytes]
+    tokens: int
+    part: tuple[int, bytes] | None
+    missing: frozenset[Key]
+    held: list[list[int]] = dataclasses.field(default_factory=list)
+    part_pages: list[int] = dataclasses.field(default_factory=list)
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    to_fetch: list[Piece] = dataclasses.field(default_factory=list)
+    flying: int = 0
+    ended: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return not self.to_fetch and not self.flying
+
+    @property
+    def seat(self) -> tuple[int, list[int]] | None:
+        """The page that is known in part, as `Running.enter` takes it."""
+        return None if self.part is None else (self.part[0], self.part_pages)
+
+    def hold(self, tables: PageTables) -> bool:
+        """Takes references and places; False, and nothing is taken, where there are not enough."""
+        for group, window in enumerate(tables.windows):
+            names = self.names[first_seen(len(self.names) * tables.block_size, window, tables.block_size) :]
+            missing = [key_of(group, name) in self.missing for name in names]
+            taken = tables.hold(group, names, more=self.part is not None)
+            if taken is None:
+                self.release(tables)
+                self.held, self.part_pages, self.pieces = [], [], []
+                return False
+            pages, more = taken
+            self.held.append(pages)
+            self.part_pages += more
+            self.pieces += [Piece(group, page, name, True) for page, name, away in zip(pages, names, missing, strict=True) if away]
+            if self.part is not None:
+                self.pieces.append(Piece(group, more[0], self.part[1], False))
+        self.to_fetch = list(self.pieces)
+        return True
+
+    def release(self, tables: PageTables, *, keep_part: bool = False) -> None:
+        """Gives back what `hold` took; `keep_part`: but the page that is known in part, which somebody takes over."""
+        for group, pages in enumerate(self.held):
+            tables.release_held(group, pages)
+        for group, page in enumerate(() if keep_part else self.part_pages):
+            tables.release_held(group, [page])
+
+
+class _Either:
+    """A pool's names and the host's as one, for `longest_hit`."""
+
+    def __init__(self, group: int, tables: PageTables, host: HostStore):
+        self._group, self._pool, self._host = group, tables.pools[group], host
+
+    def find(self, digest: bytes) -> int:
+        page = self._pool.find(digest)
+        return page if page >= 0 else int(self._host.contains(key_of(self._group, digest))) - 1
+
+
+def plan_load(seq: Sequence, names: list[bytes], hit: int, tables: PageTables, host: HostStore) -> Load | None:
+    """What the host has for a sequence beyond the first `hit` pages, which the device has; None if nothing.
+
+    `names`: of all pages it may begin with.
+    """
+    size, windows = tables.block_size, tables.windows
+    views = [_Either(group, tables, host) for group in range(len(windows))]
+    reach = longest_hit(views, windows, names, size)
+    end, part = reach * size, None
+    swapped = seq.swapped
+    if swapped is not None and swapped[0] // size == reach and swapped[0] < seq.num_known:
+        at_hand = all(host.contains(key_of(group, swapped[1])) for group in range(len(windows)))
+        part, end = (swapped, swapped[0]) if at_hand else (None, end)
+    if end <= hit * size:
+        return None
+    missing = {
+        key_of(group, name)
+        for group, window in enumerate(windows)
+        for name in names[first_seen(reach * size, window, size) : reach]
+        if tables.pools[group].find(name) < 0
+    }
+    return Load(seq, names[:reach], end - hit * size, part, frozenset(missing))
