@@ -7,6 +7,7 @@
   serve        load on a running server over gRPC, at a rate or at a trace's times
   host         what a step costs on the CPU, with a device that takes no time
   kernels      each kernel beside its rivals, on one GPU
+  plans        plans of a step beside each other, in the steady state of workloads
   perplexity   of a text, under each way to keep a model's numbers
   sweep        rates, batch sizes or lengths of an engine; SARATHI's curves of the scheduler; JSON and a picture
 
@@ -19,7 +20,7 @@ import sys
 
 from absl import flags
 
-COMMANDS = ("throughput", "latency", "serve", "host", "kernels", "perplexity", "sweep")
+COMMANDS = ("throughput", "latency", "serve", "host", "kernels", "plans", "perplexity", "sweep")
 
 
 def main(argv: list[str]) -> int:

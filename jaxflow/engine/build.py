@@ -112,11 +112,13 @@ def make_executor(
     plans: Mapping[int, Sequence[Plan]],
     *,
     kernels: KernelSet | None = None,
+    graphs: Mapping[str, str] | None = None,
     progress: bool = True,
 ) -> Executor:
     """An executor with its weights and cache, not warm yet.
 
-    config: resolved. plans: of each bucket, at least one. kernels: None for the device's own.
+    config: resolved. plans: of each bucket, at least one. kernels: None for the device's own. graphs: by a plan's name, how its
+    steps are launched (`jaxflow.pipeline.streams.GRAPHS`), where not as usual.
     """
     model, tp, seqs = checkpoint.model_config, config.tensor_parallel_size, config.max_num_seqs
     assert seqs is not None and config.max_model_len is not None
@@ -138,8 +140,7 @@ def make_executor(
         weights,
         [make_layout(config, model, plan) for plan in named.values()],
         lambda layout: compile_plan(plan_of(layout), model, tp, quantized=quantization == "fp8"),
-        # The sequential step is measured with XLA's own choices; plans with streams do not overlap under them.
-        options_of=lambda layout: xla_options(plan_of(layout), tp) if on_gpu() and layout.borders else {},
+        options_of=lambda layout: xla_options(plan_of(layout), tp, (graphs or {}).get(layout.plan)) if on_gpu() else {},
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
     )

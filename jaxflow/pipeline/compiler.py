@@ -13,15 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxflow.config import ModelConfig
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
-from jaxflow.model.graph import model_graph
 from jaxflow.model.ops import KV, Context, Weights
+from jaxflow.model.scattered import own_rows
 from jaxflow.pipeline import streams
-from jaxflow.pipeline.order import ATTENTION, Reads, Run, Span, check, final_values, program
+from jaxflow.pipeline.order import ATTENTION, Reads, Run, Source, Span, check, final_values, graph_of, program
 from jaxflow.pipeline.pieces import Piece, Pieces
 from jaxflow.pipeline.plan import Plan, PlanError
 from jaxflow.pipeline.regions import ADD_NORMS, Group, Segment, grouped
@@ -38,8 +39,10 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: boo
     Raises:
       PlanError: for a plan that is not one of this model on `tp` devices, or that asks for what is not there.
     """
-    graph = model_graph(config, tp)
+    graph = graph_of(plan, config, tp)
     check(plan, graph)
+    if any((nano.stop - nano.start) % tp for nano in plan.nano_ops if graph.scattered and nano.op == "attn_scatter"):
+        raise PlanError(plan.name, f"scatters rows over {tp} devices that do not divide among them")
     runs, final = program(plan, graph), final_values(graph)
     reads = Reads(runs, final)
     groups = grouped(runs, reads, quantized)
@@ -51,9 +54,8 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: boo
         for group in groups:
             step.issue(group)
         step.flush()
-        x, y = (step.values.read(source, Span(0, plan.tokens)) for source in final)
         with jax.named_scope("final_norm"):
-            x = x + y
+            x = step.stream_after(final, plan.tokens)
             _, hidden = ops.final_norm(c, weights, x[batch.sample_tokens], None)
         return hidden, x, step.kv
 
@@ -68,10 +70,16 @@ def _traced_once(name: str) -> Callable[..., Any]:
     return jax.jit(op, static_argnames=fixed)
 
 
-def xla_options(plan: Plan, tp: int = 1) -> dict[str, Any]:
-    """The XLA flags that a step of this plan must be compiled with on GPUs."""
+def xla_options(plan: Plan, tp: int = 1, graphs: str | None = None) -> dict[str, Any]:
+    """The XLA flags that a step of this plan is compiled with on GPUs.
+
+    graphs: a name in `streams.GRAPHS`; None: what is best as far as was measured. The sequential step was measured with XLA's
+    own; plans with streams do not overlap under them.
+    """
     several = len({(nano.start, nano.stop) for nano in plan.nano_ops}) > 1
-    return streams.xla_options(side_streams=any(nano.stream for nano in plan.nano_ops), collectives=several and tp > 1)
+    side = any(nano.stream for nano in plan.nano_ops)
+    graphs = graphs or ("concurrent" if side else "whole" if several else "xla")
+    return streams.xla_options(graphs, side_streams=side, collectives=several and tp > 1)
 
 
 class _Step:
@@ -120,6 +128,8 @@ class _Step:
         """A nano-op on the main stream."""
         inputs = [self.values.read(source, run.span) for source in run.reads]
         with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
+            if run.op.own_rows and run.reads[0][0] < 0:  # all devices have the embeddings
+                inputs[0] = own_rows(self.c, inputs[0])
             outputs = self.call(run, inputs)
         if run.nano.op == "rope_append":
             q, self.kv[run.layer] = outputs
@@ -200,6 +210,13 @@ class _Step:
         for piece, array in zip(pieces, streams.together([piece.array for piece in pieces]), strict=True):
             piece.array, piece.passed, piece.behind = array, piece.passed | 1 << self.barriers, behind
         self.barriers += 1
+
+    def stream_after(self, final: tuple[Source, Source], tokens: int) -> Array:
+        """The residual stream of all tokens after the last layer, whose two parts these are."""
+        scattered = any(run.op.own_rows for run in self.reads.runs)
+        spans = [piece.span for piece in self.values.find(final[1], Span(0, tokens))] if scattered else [Span(0, tokens)]
+        sums = [self.values.read(final[0], span) + self.values.read(final[1], span) for span in spans]
+        return jnp.concatenate([ops.attn_gather(self.c, own) for own in sums]) if scattered else sums[0]
 
     def alive(self, piece: Piece) -> bool:
         """Whether anything will still read a piece: XLA forgets the others' part in a barrier."""

@@ -15,22 +15,32 @@ from jax import lax
 from jax.experimental.compute_on import compute_on
 from jax.extend import core
 
+# How a step's kernels reach the GPU, by name, as XLA flags.
+#   xla: as XLA does of itself. A slice fused into the kernel that reads it, one in every layer, breaks the step's CUDA graph.
+#   whole: one graph for the step.
+#   concurrent: one graph, whose kernels wait for data alone; in the others it is a chain, side streams or not.
+#   streams: no graph; kernels are launched one by one, those of side streams on their own.
+GRAPHS: dict[str, dict[str, Any]] = {
+    "xla": {},
+    "whole": {"xla_gpu_enable_dynamic_slice_fusion": False},
+    "concurrent": {"xla_gpu_enable_dynamic_slice_fusion": False, "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
+    "streams": {"xla_gpu_enable_dynamic_slice_fusion": False, "xla_gpu_enable_command_buffer": ""},
+}
 
-def xla_options(*, side_streams: bool, collectives: bool) -> dict[str, Any]:
+
+def xla_options(graphs: str, *, side_streams: bool, collectives: bool) -> dict[str, Any]:
     """XLA flags that a GPU step needs, for `compile(compiler_options=...)`.
 
-    By default XLA fuses a slice into the kernel that reads it in a way that breaks the step's CUDA graph in every
-    layer; chains the kernels of side streams in the graph; makes small collectives kernels of the computing streams;
-    and, scheduling collectives, issues the side streams late.
+    By default XLA makes small collectives kernels of the computing streams and, scheduling collectives, issues the side
+    streams late.
 
     Args:
+      graphs: a name in `GRAPHS`.
       side_streams: a plan has some. collectives: nano-batches have, whose sums run beside others' products.
     """
-    options: dict[str, Any] = {"xla_gpu_enable_dynamic_slice_fusion": False}
+    options = dict(GRAPHS[graphs])
     if collectives:
         options["xla_gpu_experimental_use_collective_kernels"] = ""
-    if side_streams:
-        options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
     if collectives and side_streams:
         options["xla_gpu_enable_latency_hiding_scheduler"] = False
     return options

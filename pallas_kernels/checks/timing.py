@@ -32,16 +32,19 @@ class Timing:
 
 
 class _Sensor:
-    """SM clock (MHz) and power (W) while open, read every 20 ms.
+    """SM clock (MHz) and power (W) while open, read every 20 ms; nothing where there is no NVIDIA driver.
 
     The card's energy counter moves in steps of a tenth of a second: too coarse for windows that rivals take in turn.
     """
 
     def __enter__(self):
         self.clocks, self.powers, self._stop = [], [], threading.Event()
-        pynvml.nvmlInit()
-        self._device = pynvml.nvmlDeviceGetHandleByIndex(0)
         self._thread = threading.Thread(target=self._watch, daemon=True)
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            return self
+        self._device = pynvml.nvmlDeviceGetHandleByIndex(0)
         self._thread.start()
         return self
 
@@ -57,7 +60,8 @@ class _Sensor:
 
     def __exit__(self, *_):
         self._stop.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
 
 def _repeat(run: Callable[[], Any], times: int) -> None:

@@ -141,10 +141,13 @@ def test_what_the_compiler_cannot_do_is_refused():
 
 
 def test_xla_flags_are_those_that_a_plan_needs():
-    every = xla_options(sequential_plan(LLAMA, 16))
-    assert every == xla_options(TWO) == xla_options(sequential_plan(LLAMA, 16, 2), 2)
-    assert xla_options(two_nano_batch_plan(LLAMA, 16, 6, 2), 2).keys() - every.keys() == {"xla_gpu_experimental_use_collective_kernels"}
-    assert xla_options(phased_plan(LLAMA, 16, 6))["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
+    phased, two = phased_plan(LLAMA, 16, 6), two_nano_batch_plan(LLAMA, 16, 6, 2)
+    assert xla_options(sequential_plan(LLAMA, 16)) == xla_options(sequential_plan(LLAMA, 16, 2), 2) == {}
+    assert xla_options(TWO) == xla_options(TWO, graphs="whole") == xla_options(sequential_plan(LLAMA, 16), graphs="whole") != {}
+    assert xla_options(two, 2).keys() - xla_options(TWO).keys() == {"xla_gpu_experimental_use_collective_kernels"}
+    assert xla_options(phased)["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
+    assert xla_options(phased, graphs="streams")["xla_gpu_enable_command_buffer"] == ""
+    assert not xla_options(phased_plan(LLAMA, 16, 6, 2), 2)["xla_gpu_enable_latency_hiding_scheduler"]
 
 
 def test_nano_ops_are_small_in_files():

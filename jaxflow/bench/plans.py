@@ -1,0 +1,196 @@
+"""Plans beside each other in the steady state of workloads, in one process: full steps of the engine's executor, back to back.
+
+  python -m jaxflow.bench plans --model llama-3.1-8b --load_format dummy --plans plans/ --workloads 1024/512,512/512,512/1024
+  python -m jaxflow.bench plans --model llama-3.1-8b --load_format dummy --graphs xla,whole --workloads 64x1100,256x1100
+
+A workload is prompt/output tokens, or decodes x keys; its average step (NanoFlow §3.1) is run with random weights, pages and
+tokens. The sequential plan is there for every size of step that a plan has, and for --tokens. Plans take turns, so that clock
+and heat are the same for all; each is sustained for --seconds. --graphs runs every plan once for each way to launch its kernels.
+"""
+
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from absl import flags
+from tqdm import tqdm
+
+from jaxflow.bench import machine, options, plans_report
+from jaxflow.bench.steady import Steady, Workload, average_step, fill_cache, page_appends, parse_workload, step_work
+from jaxflow.config import ConfigError, EngineConfig, ModelConfig
+from jaxflow.engine.build import make_executor, prepare_process, resolve
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.plans import named_plans
+from jaxflow.flags import engine_config_from_flags
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.composition import Composition
+from jaxflow.pipeline.choice import is_sequential
+from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.plan import Plan
+from jaxflow.pipeline.streams import GRAPHS
+from pallas_kernels.checks.timing import interleaved
+
+USUAL = "usual"  # of --graphs: what the engine does
+
+
+def define_flags() -> None:
+    options.define_engine()
+    flags.DEFINE_list("plans", [], "Plan files, folders of them, or searched: those shipped for this model and device. --plan is one more.")
+    flags.DEFINE_list("workloads", ["1024/512"], "Prompt/output tokens (1024/512), or decodes x keys (256x1100).")
+    flags.DEFINE_list("tokens", [], "Tokens of sequential steps, beside those of the plans. Default without plans: the budget.")
+    flags.DEFINE_list("graphs", [USUAL], f"How kernels are launched: {USUAL}, {', '.join(GRAPHS)}. Every plan is run with each.")
+    flags.DEFINE_float("seconds", 6.0, "How long each plan is measured on each workload, in three windows.", lower_bound=0.0)
+    flags.DEFINE_float("max_minutes", 8.0, "No workload is begun after so long, compilation included.", lower_bound=0.0)
+    flags.DEFINE_string("output_json", None, "Write the report to this file.")
+
+
+def given_plans(paths: Iterable[str], config: EngineConfig) -> list[Plan]:
+    """The plans of files and folders, each under a name of its own; sequential ones are left out, they are there anyway.
+
+    Of folders, those for this model, device, parallelism and dtypes. Raises: ConfigError, PlanError.
+    """
+    found: dict[str, Plan] = {}
+    for path in paths:
+        for plan in named_plans(dataclasses.replace(config, plan=path)):
+            if not is_sequential(plan):
+                same = sum(plan.name == other.partition(" #")[0] for other in found)
+                name = f"{plan.name} #{same + 1}" if same else plan.name
+                found[name] = msgspec.structs.replace(plan, name=name)
+    return list(found.values())
+
+
+def variants(plans: Sequence[Plan], graphs: Sequence[str]) -> dict[str, tuple[Plan, str | None]]:
+    """By name: each plan, launched in each way. Raises: ConfigError for a way that is none."""
+    for way in graphs:
+        if way != USUAL and way not in GRAPHS:
+            raise ConfigError("graphs", way, f"{USUAL}, {', '.join(GRAPHS)}")
+    several = len(graphs) > 1
+    return {
+        f"{plan.name}, {plan.tokens} tokens" + (f" [{way}]" if several else ""): (plan, None if way == USUAL else way)
+        for plan, way in itertools.product(plans, graphs)
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Bed:
+    """What every measurement runs on."""
+
+    config: EngineConfig  # resolved
+    model: ModelConfig
+    executor: Executor
+    ways: dict[str, tuple[Plan, str | None]]
+    full_sizes: frozenset[int]  # of the steps that are filled with prefill; those of decodes alone have their own
+
+    def step(self, workload: Workload, tokens: int) -> Composition:
+        """The workload's step of a size, as large as the cache lets it be."""
+        pages = [pages for pages, window in zip(self.executor.num_pages, self.model.windows, strict=True) if window is None]
+        size = self.config.block_size
+        kv_tokens = (min(pages or self.executor.num_pages) - 1) * size
+        return average_step(workload, tokens, most_rows=self.executor.slots, kv_tokens=kv_tokens, page_size=size)
+
+    def names(self, workload: Workload) -> list[str]:
+        """The ways that the workload is run: of decodes alone, those of the smallest size that holds them."""
+        known = {plan.tokens for plan, _ in self.ways.values()}
+        wanted = self.full_sizes if workload.decodes is None else {min(size for size in known if size >= workload.decodes)}
+        return [name for name, (plan, _) in self.ways.items() if plan.tokens in wanted]
+
+    def ready(self, workload: Workload) -> dict[str, tuple[Steady, Composition]]:
+        """The workload's step under each plan, with its pages in the page table: those of the largest step serve all.
+
+        Raises: ConfigError for a cache that is too small.
+        """
+        found, most = {}, None
+        for name in self.names(workload):
+            tokens = self.ways[name][0].tokens
+            (layout,) = (layout for layout in self.executor.layouts[tokens] if layout.plan == name)
+            step = self.step(workload, tokens)
+            work = step_work(workload, step, layout, self.model.vocab_size)
+            found[name] = Steady.of(self.executor, layout, work), step
+            if most is None or work.num_tokens > most[0].num_tokens:
+                most = work, found[name][0]
+        assert most is not None
+        most[1].place(page_appends(most[0], self.executor.num_pages, self.model.windows, self.config.block_size))
+        return found
+
+
+def make_bed(
+    config: EngineConfig, plans: Sequence[str], tokens: Sequence[int], workloads: Sequence[Workload], graphs: Sequence[str]
+) -> Bed:
+    """Loads, compiles every plan once, and fills the cache. Raises: ConfigError, PlanError, CheckpointError."""
+    prepare_process(config)
+    checkpoint = open_checkpoint(config.model, load_format=config.load_format)
+    model, tp = checkpoint.model_config, config.tensor_parallel_size
+    config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
+    given = given_plans(plans, resolve(dataclasses.replace(config, max_num_seqs=1), model))
+    full = {*tokens, *(plan.tokens for plan in given)}
+    if not full and any(workload.decodes is None for workload in workloads):
+        full = {resolve(dataclasses.replace(config, max_num_seqs=1), model).max_num_batched_tokens or 0}
+    every = sorted(full | {max(8, workload.decodes) for workload in workloads if workload.decodes})
+    longest = max(w.prompt_tokens + w.output_tokens for w in workloads) + 1
+    rows = max(1, *(_rows(workload, max(every), config) for workload in workloads))
+    config = dataclasses.replace(
+        config,
+        max_num_batched_tokens=max(every),
+        max_num_seqs=min(config.max_num_seqs or rows, max(every)),
+        max_model_len=config.max_model_len or min(longest, model.max_position),
+    )
+    config = resolve(config, model)
+    ways = variants([*(sequential_plan(model, size, tp) for size in every), *given], graphs)
+    named: dict[int, list[Plan]] = {}
+    for name, (plan, _) in ways.items():
+        named.setdefault(plan.tokens, []).append(msgspec.structs.replace(plan, name=name))
+    launched = {name: way for name, (_, way) in ways.items() if way}
+    executor = make_executor(config, checkpoint, named, graphs=launched, progress=sys.stderr.isatty())
+    executor.warm_up()
+    fill_cache(executor)
+    return Bed(config, model, executor, ways, frozenset(full))
+
+
+def _rows(workload: Workload, tokens: int, config: EngineConfig) -> int:
+    """Rows of a step that has as many as fill it."""
+    step = average_step(workload, tokens, most_rows=tokens, kv_tokens=sys.maxsize, page_size=config.block_size)
+    return int(step.decode_tokens) + len(step.chunks)
+
+
+def measure(bed: Bed, workload: Workload, seconds: float) -> list[dict[str, Any]]:
+    """A row for each plan."""
+    ready = bed.ready(workload)
+    timings = interleaved({name: steady.enqueue for name, (steady, _) in ready.items()}, seconds=seconds)
+    return plans_report.rows(bed.config, bed.model, workload, [(bed.ways[name], name, ready[name][1], timings[name]) for name in ready])
+
+
+def run() -> dict[str, Any]:
+    """The command. Raises: ConfigError, PlanError, CheckpointError."""
+    f, begun = flags.FLAGS, time.monotonic()
+    workloads = [parse_workload(text) for text in f.workloads]
+    if not all(text.isdigit() and int(text) for text in f.tokens):
+        raise ConfigError("tokens", ",".join(f.tokens), "numbers of tokens with commas between them")
+    config = engine_config_from_flags()
+    plans = [*f.plans, *([config.plan] if config.plan != "sequential" else [])]
+    bed = make_bed(dataclasses.replace(config, plan="sequential"), plans, [int(text) for text in f.tokens], workloads, f.graphs)
+    made_s = time.monotonic() - begun
+    found, left_out = [], []
+    for workload in tqdm(workloads, unit="workload", disable=not sys.stderr.isatty()):
+        if time.monotonic() - begun > 60 * f.max_minutes:
+            left_out.append(workload.name)
+            continue
+        found += measure(bed, workload, f.seconds)
+    result = {
+        "command_name": "plans",
+        "model": Path(bed.config.model).name,
+        "engine_config": dataclasses.asdict(bed.config),
+        "kv_pages": list(bed.executor.num_pages),
+        "made_s": made_s,
+        "measured_s": time.monotonic() - begun - made_s,
+        "plans": found,
+        "left_out": left_out,
+        **plans_report.summary(found),
+        **machine.describe(),
+    }
+    print(plans_report.text(result))
+    return result

@@ -1,0 +1,143 @@
+"""From timed steps to the report of `bench plans`: rates, what was predicted, how near the optimum, and what the engine would pick."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxflow.bench import machine
+from jaxflow.bench.steady import Workload
+from jaxflow.config import EngineConfig, ModelConfig
+from jaxflow.engine.plans import products_dtype
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import find_device
+from jaxflow.model.energy import bound, shipped_power
+from jaxflow.model.graph import Widths, model_graph
+from jaxflow.pipeline.choice import Gain, between, is_sequential
+from jaxflow.pipeline.plan import Plan
+from pallas_kernels.checks.timing import Timing
+
+Measured = tuple[tuple[Plan, str | None], str, Composition, Timing]  # (plan, graphs), name, the step, its time
+
+
+def rows(config: EngineConfig, model: ModelConfig, workload: Workload, measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    """A row for each plan, against the sequential one of the same size and the best sequential one of any. config: resolved."""
+    tp = config.tensor_parallel_size
+    rates = [step.tokens / timing.us * 1e6 for _, _, step, timing in measured]
+    alone = [rate for rate, ((plan, _), *_) in zip(rates, measured, strict=True) if is_sequential(plan)]
+    predicted = {plan.tokens: plan for (plan, _), *_ in measured if plan.predictions is not None}
+    found = []
+    for rate, ((plan, graphs), name, step, timing) in zip(rates, measured, strict=True):
+        same = [r for r, ((p, _), *_) in zip(rates, measured, strict=True) if is_sequential(p) and p.tokens == plan.tokens]
+        row = {
+            "workload": workload.name,
+            "plan": name,
+            "graphs": graphs,
+            "tokens": plan.tokens,
+            "sequential": is_sequential(plan),
+            "decode_tokens": int(step.decode_tokens),
+            "prefill_tokens": int(step.chunk_tokens),
+            "mean_context_tokens": step.decode_keys,
+            "step_ms": timing.us / 1e3,
+            "spread": timing.spread,
+            "tokens_per_s": rate,
+            "watts": timing.watts,
+            "sm_clock_mhz": timing.mhz,
+            "joules_per_token": None if timing.joules is None else timing.joules / step.tokens,
+            "against_sequential_of_its_size": rate / max(same),
+            "against_best_sequential": rate / max(alone),
+        }
+        row |= _prediction(plan, predicted, step, timing)
+        row |= _optimum(config, model, step, tp, rate)
+        found.append(row)
+    return found
+
+
+def _prediction(plan: Plan, by_tokens: Mapping[int, Plan], step: Composition, timing: Timing) -> dict[str, Any]:
+    """What was predicted of the plan at this composition; of the sequential one, by the plans of its size."""
+    source = by_tokens.get(plan.tokens) if is_sequential(plan) else plan
+    if source is None or source.predictions is None:
+        return {"predicted_ms": None, "prediction_error": None, "predicted_gain": None}
+    p = source.predictions
+    table = p.sequential_s if is_sequential(plan) else p.step_s
+    predicted_ms = 1e3 * between(p.decode_tokens, p.mean_context_tokens, table, step.decode_tokens, step.decode_keys)
+    gain = 1.0 if is_sequential(plan) else Gain.of(p).at(step.decode_tokens, step.decode_keys)
+    return {"predicted_ms": predicted_ms, "prediction_error": predicted_ms / (timing.us / 1e3) - 1, "predicted_gain": gain}
+
+
+def _optimum(config: EngineConfig, model: ModelConfig, step: Composition, tp: int, rate: float) -> dict[str, Any]:
+    """The fractions reached of Eq. 5 (all devices together) and of the bound by all four resources, and which binds."""
+    dtype = products_dtype(config)
+    best = machine.optimal(model, step.chunk_tokens, step.decode_tokens, dtype=dtype, tp=tp)
+    found: dict[str, Any] = {"fraction_of_optimal": rate / best["optimal_token_throughput"], "fraction_of_bound": None, "binding": None}
+    device = find_device(jax.devices()[0].device_kind)
+    power = shipped_power(device.name) if device else None
+    if device is None or power is None or dtype not in power.flop:
+        return found
+    narrow = {"float8_e4m3fn": 1.0, "int8": 1.0}
+    graph = model_graph(model, tp, Widths(weights=narrow.get(dtype, 2.0), kv=narrow.get(config.kv_cache_dtype, 2.0)))
+    limit = bound(graph.work(step), device, power, dtype)
+    return found | {"fraction_of_bound": limit.longest_s * rate / step.tokens, "binding": limit.binding}
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Over all rows: the mean error of predictions; for each workload and size what the engine would pick, beside the best."""
+    errors = [abs(row["prediction_error"]) for row in found if row["prediction_error"] is not None]
+    picks = []
+    for workload, tokens in dict.fromkeys((row["workload"], row["tokens"]) for row in found):
+        here = [row for row in found if (row["workload"], row["tokens"]) == (workload, tokens) and row["predicted_gain"] is not None]
+        if len(here) > 1:
+            picked, best = max(here, key=lambda row: row["predicted_gain"]), max(here, key=lambda row: row["tokens_per_s"])
+            picks.append(
+                {
+                    "workload": workload,
+                    "tokens": tokens,
+                    "picked": picked["plan"],
+                    "best": best["plan"],
+                    "picked_to_best": picked["tokens_per_s"] / best["tokens_per_s"],
+                }
+            )
+    return {"mean_prediction_error": statistics.mean(errors) if errors else None, "picks": picks}
+
+
+def text(result: Mapping[str, Any]) -> str:
+    """The report for people."""
+    lines = [" Plans, in the Steady State ".center(132, "=")]
+    for workload in dict.fromkeys(row["workload"] for row in result["plans"]):
+        here = [row for row in result["plans"] if row["workload"] == workload]
+        one = here[0]
+        shape = f"{one['decode_tokens']} decodes of {one['mean_context_tokens']:.0f} keys, {one['prefill_tokens']} prefill tokens"
+        lines += [f" {workload}: {shape} ".center(132, "-"), _HEAD]
+        lines += [_line(row) for row in here]
+    if result["mean_prediction_error"] is not None:
+        lines.append(f"Predicted step times are off by {result['mean_prediction_error']:.1%} in the mean.")
+    for pick in result["picks"]:
+        where = f"{pick['workload']}, {pick['tokens']} tokens"
+        lines.append(f"{where}: the engine picks {pick['picked']!r}, at {pick['picked_to_best']:.3f} of the best, {pick['best']!r}.")
+    if result["left_out"]:
+        lines.append(f"Left out for time: {', '.join(result['left_out'])}")
+    took = f"Made in {result['made_s']:.0f} s, measured in {result['measured_s']:.0f} s"
+    lines.append(f"{took}, on {result['num_devices']} x {result['device']}")
+    return "\n".join([*lines, f"Command: {result['command']}", "=" * 132])
+
+
+_HEAD = (
+    f"{'plan':<52}{'ms':>9}{'tok/s':>9}{'/same':>7}{'/best':>7}{'predicted':>11}{'error':>8}{'Eq. 5':>7}{'bound':>7}{'watts':>7}{'MHz':>7}"
+)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    def cell(value: float | None, form: str, width: int) -> str:
+        return f"{'-' if value is None else format(value, form):>{width}}"
+
+    return (
+        f"{row['plan'][:51]:<52}{row['step_ms']:>9.3f}{row['tokens_per_s']:>9.0f}"
+        f"{row['against_sequential_of_its_size']:>7.3f}{row['against_best_sequential']:>7.3f}"
+        + cell(row["predicted_ms"], ".3f", 11)
+        + cell(row["prediction_error"], "+.1%", 8)
+        + cell(row["fraction_of_optimal"], ".1%", 7)
+        + cell(row["fraction_of_bound"], ".1%", 7)
+        + cell(row["watts"], ".0f", 7)
+        + cell(row["sm_clock_mhz"], ".0f", 7)
+    )

@@ -1,0 +1,130 @@
+"""`bench plans`: the average steps that it runs, and the command on a toy model."""
+
+import json
+
+import msgspec
+import numpy as np
+import paths
+import pytest
+from absl import flags
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxflow.bench import plans_report
+from jaxflow.bench.__main__ import main
+from jaxflow.bench.steady import Workload, average_step, page_appends, parse_workload, step_work
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.layout import SlotTable, StepLayout, pack
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.composition import Composition
+from jaxflow.pipeline.handmade import two_nano_batch_plan
+from jaxflow.pipeline.plan import Predictions, Target, save
+
+PAGE, ROWS = 16, 512
+LENGTHS = st.integers(1, 2000)
+
+
+@given(LENGTHS, st.integers(0, 2000), st.integers(16, 2048), st.integers(2, ROWS), st.integers(4, 4000))
+def test_an_average_step_fits_and_keeps_the_workloads_balance(prompt, output, tokens, rows, pages):
+    workload = Workload(prompt, output)
+    step = average_step(workload, tokens, most_rows=rows, kv_tokens=pages * PAGE, page_size=PAGE)
+    assert step.tokens <= tokens and step.decode_tokens + len(step.chunks) <= max(rows, len(step.chunks))
+    assert all(0 < size <= prompt and 0 <= start <= prompt - size for size, start in step.chunks)
+    mean = Composition.steady_state(tokens, prompt, output)
+    assert step.decode_tokens <= mean.decode_tokens + 1
+    if step.decode_tokens > 20:
+        assert step.chunk_tokens == pytest.approx(step.decode_tokens * prompt / output, rel=0.2, abs=prompt / output)
+        assert step.decode_keys == mean.decode_keys
+    roomy = average_step(workload, tokens, most_rows=tokens, kv_tokens=10**9, page_size=PAGE)
+    assert roomy.tokens == tokens and roomy.decode_tokens == round(mean.decode_tokens)
+
+
+@given(st.sampled_from([Workload(200, 90), Workload(64, 0), Workload(50, 200), Workload(33, 0, decodes=40)]), st.integers(0, 99))
+def test_the_step_that_runs_is_that_step(workload, seed):
+    """Mean context, chunks and rows as told; every key that is read lies on a page of its own, but those behind a window."""
+    tokens, windows, pages = 64, (None, 24), (2000, 2000)
+    step = average_step(workload, tokens, most_rows=tokens, kv_tokens=10**6, page_size=PAGE)
+    layout = StepLayout(tokens, tokens, tokens, PAGE, (20,), 2)
+    work = step_work(workload, step, layout, 100, seed)
+    assert work.mean_context_tokens == pytest.approx(step.decode_keys, rel=0.1)
+    assert len(work.decode_slots) == step.decode_tokens and [(c.tokens, c.start) for c in work.chunks] == list(step.chunks)
+    fields = layout.views(pack(layout, work, SlotTable.empty(tokens))[0])
+    assert fields["num_decodes"] == step.decode_tokens and (fields["token_rows"] >= 0).sum() == step.tokens
+    appends = page_appends(work, pages, windows, PAGE, seed)
+    for group, window in enumerate(windows):
+        table = {(slot, i): page for g, slot, i, page in appends.tolist() if g == group}
+        own = [page for page in table.values() if page]
+        assert len(own) == len(set(own)) and max(own) < pages[group]
+        for row, length in enumerate(fields["lengths"][: len(work.slots)].tolist()):
+            new = work.chunks[row - len(work.decode_slots)].tokens if row >= len(work.decode_slots) else 1
+            seen = range(0 if window is None else max(0, length - new - window + 1), length)
+            assert all(table[row, place // PAGE] for place in seen)
+    larger = step_work(workload, average_step(workload, 128, most_rows=128, kv_tokens=10**6, page_size=PAGE), layout, 100, seed)
+    same = min(len(work.decode_slots), len(larger.decode_slots))
+    np.testing.assert_array_equal(work.decode_positions[:same], larger.decode_positions[:same])
+
+
+@pytest.mark.parametrize("text", ["", "1024", "0/5", "4x0", "a/b", "1/2/3"])
+def test_what_is_no_workload(text):
+    with pytest.raises(ConfigError, match="workloads="):
+        parse_workload(text)
+
+
+def test_a_cache_that_is_too_small_is_named():
+    work = step_work(Workload(100, 100), Composition(4, 150.0), StepLayout(8, 8, 8, PAGE), 100)
+    with pytest.raises(ConfigError, match=r"num_kv_pages=20 .* at least "):
+        page_appends(work, (20,), (None,), PAGE)
+
+
+def _ours():
+    modules = {name: flags.FLAGS.find_module_defining_flag(name) or "" for name in flags.FLAGS}
+    return [name for name, module in modules.items() if module.startswith(("jaxflow", "serving", "search"))]
+
+
+@pytest.fixture
+def no_flags():
+    """The command's flags are alone, and gone afterwards: each command is a process of its own."""
+    away = {name: flags.FLAGS[name] for name in _ours()}
+    for name in away:
+        delattr(flags.FLAGS, name)
+    yield
+    for name in _ours():
+        delattr(flags.FLAGS, name)
+    for name, flag in away.items():
+        flags.FLAGS[name] = flag
+    flags.FLAGS.unparse_flags()
+
+
+def test_the_command(tmp_path, no_flags, capsys):
+    """One plan beside the sequential one on two workloads: what is reported belongs together."""
+    model = str(paths.MODELS / "tiny-llama")
+    target = Target("tiny-llama", "cpu", 1, "float32", "float32", 10, 22, 40)
+    predicted = Predictions((0, 32), (1, 100), ((0.5, 0.5),) * 2, ((1.0, 1.0),) * 2)
+    plan = msgspec.structs.replace(two_nano_batch_plan(open_checkpoint(model).model_config, 32, 12), target=target, predictions=predicted)
+    save(plan, tmp_path / "one.json")
+    line = ["--model", model, "--load_format", "dummy", "--plans", str(tmp_path), "--workloads", "24/12,8x30"]
+    line += ["--num_kv_pages", "99", "--block_size", "16", "--seconds", "0.02", "--output_json", str(tmp_path / "out.json")]
+    assert main(["bench", "plans", *line]) == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    sequential, cut, decodes = result["plans"]
+    assert [row["tokens"] for row in result["plans"]] == [32, 32, 8]
+    assert sequential["sequential"] and decodes["sequential"] and not cut["sequential"]
+    assert (cut["decode_tokens"], cut["prefill_tokens"], decodes["decode_tokens"], decodes["prefill_tokens"]) == (11, 21, 8, 0)
+    for row in result["plans"]:
+        assert row["tokens_per_s"] == pytest.approx((row["decode_tokens"] + row["prefill_tokens"]) / row["step_ms"] * 1e3)
+        assert row["fraction_of_optimal"] > 0
+    assert cut["against_best_sequential"] == pytest.approx(sequential["step_ms"] / cut["step_ms"])
+    assert (sequential["predicted_ms"], cut["predicted_ms"], decodes["predicted_ms"]) == (1000.0, 500.0, None)
+    assert cut["prediction_error"] == pytest.approx(500 / cut["step_ms"] - 1)
+    (pick,) = result["picks"]
+    assert pick["picked"] == cut["plan"] and pick["best"] in (cut["plan"], sequential["plan"])
+    assert "24/12: 11 decodes" in capsys.readouterr().out
+
+
+def test_what_an_h200_could_reach_at_best(monkeypatch):
+    """The four-resource bound of the step, on the device's own figures."""
+    monkeypatch.setattr(plans_report.jax, "devices", lambda: [type("Device", (), {"device_kind": "NVIDIA H200"})()])
+    config = EngineConfig("llama-3.1-8b", dtype="bfloat16", kv_cache_dtype="bfloat16")
+    model = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
+    found = plans_report._optimum(config, model, Composition.steady_state(2048, 1024, 512), 1, 28_000.0)
+    assert found["binding"] == "energy" and 0.5 < found["fraction_of_optimal"] < found["fraction_of_bound"] < 1
