@@ -52,6 +52,9 @@ class DiskLink:
         """A page leaves the host."""
         self.disk.put(key, self._parts(data))
 
+    def contains(self, key: Key) -> bool:
+        return self.disk.contains(key)
+
     def read_ahead(self, keys: Iterable[Key]) -> None:
         """Pages that will be needed, in the order of their need: those that only the disk has are on their way from now on.
 

@@ -7,10 +7,10 @@ the step runs that was decided with them; whoever copies tells `stored` and `fet
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jaxflow.engine.load import Load, Piece, plan_load
+from jaxflow.engine.load import Holds, Load, Piece, plan_load, reachable
 from jaxflow.engine.load_cost import LoadCosts, worth_loading
 from jaxflow.engine.sequence import Sequence as Seq
 from jaxflow.memory.host_store import HostStore, Key, key_of
@@ -18,10 +18,8 @@ from jaxflow.memory.page_tables import PageTables
 from jaxflow.memory.prefix import part_name
 
 
-class Below(Protocol):
+class Below(Holds, Protocol):
     """The tier below the host."""
-
-    def contains(self, key: Key) -> bool: ...
 
     def read_ahead(self, keys: Sequence[Key]) -> None:
         """Begins to read pages into the host's store, as many as it can now; `HostTier.arrived` is told of each that was reserved."""
@@ -34,6 +32,7 @@ class TierCounters:
 
     device_hit_tokens: int = 0  # of prompts, found on the device when they were seated first
     host_hit_tokens: int = 0  # of prompts, brought from the host
+    disk_hit_tokens: int = 0  # those of them that the host had to read first
     swapped_in: int = 0  # pre-empted sequences that went on in the middle of a page
     cancelled: int = 0  # loads given up
 
@@ -109,12 +108,12 @@ class HostTier:
         self._storing_bytes -= self.store.page_bytes[key[0]]
         self.arrived(key, data)
 
-    def arrived(self, key: Key, data: Any | None) -> None:
+    def arrived(self, key: Key, data: Any | None, *, from_below: bool = False) -> None:
         """A page for which room was reserved is on the host, from whichever side; None: it will not come."""
         if data is None:
             self.store.drop(key)
         else:
-            self.store.put(key, data)
+            self.store.put(key, data, from_below=from_below)
 
     def used(self, names: Sequence[bytes]) -> None:
         """A chain was used: its pages are the last to go, the first page last of all."""
@@ -123,19 +122,21 @@ class HostTier:
 
     # ---- to the device
 
-    def seated(self, seq: Seq, found: int, loaded: int) -> None:
-        """A sequence got a slot with `found` positions computed, `loaded` of them brought from the host."""
+    def seated(self, seq: Seq, found: int, load: Load | None) -> None:
+        """A sequence got a slot with `found` positions computed, some of them by way of a `load`."""
+        loaded = 0 if load is None else load.tokens
         self.used(seq.names(found // self._tables.block_size, self._tables.block_size))
         if seq.t_first_schedule is None:
             self.counters.device_hit_tokens += found - loaded
             self.counters.host_hit_tokens += loaded
+            if load is not None and load.pieces:
+                self.counters.disk_hit_tokens += loaded * load.from_below // len(load.pieces)
 
     def queued(self, seq: Seq) -> None:
         """A sequence begins to wait: what only the tier below has is read ahead."""
         if self.below is not None and seq.chain is not None:
             size = self._tables.block_size
-            names = seq.names((seq.num_known - 1) // size, size)
-            self._read_ahead(names[self._tables.hit(names) :])
+            self._read_ahead(seq.names((seq.num_known - 1) // size, size))
 
     def consider(self, seq: Seq, names: list[bytes], hit: int, fits: Callable[[list[bytes]], bool]) -> bool | None:
         """Whether a sequence whose turn it is should wait for pages from the host.
@@ -148,7 +149,7 @@ class HostTier:
           None: no, there is nothing to gain. True: it was set aside. False: it should, but there is no room yet.
         """
         if self.below is not None:
-            self._read_ahead(names[hit:])
+            self._read_ahead(names)
         load = plan_load(seq, names, hit, self._tables, self.store)
         if load is None:
             return None
@@ -178,6 +179,7 @@ class HostTier:
                 if self.store.ready(piece.key) and self._fetching_bytes + size <= self.staging_bytes:
                     self._fetching_bytes += size
                     load.flying += 1
+                    load.from_below += self.store.was_read(piece.key)
                     self.store.unpin([piece.key])
                     fetches.append((load, piece, self.store.get(piece.key)))
                 else:
@@ -255,10 +257,11 @@ class HostTier:
             self.store.discard(key_of(group, seq.swapped[1]) for group in range(len(self._tables.pools)))
             seq.swapped = None
 
-    def _read_ahead(self, names: Iterable[bytes]) -> None:
+    def _read_ahead(self, names: list[bytes]) -> None:
+        """Has those of a sequence's pages brought to the host that only the tier below has and that it could begin with."""
         assert self.below is not None
-        keys = (key_of(group, name) for name in names for group in range(len(self._tables.pools)))
-        self.below.read_ahead([key for key in keys if not self.store.contains(key) and self.below.contains(key)])
+        _, missing = reachable(names, self._tables, [self.store, self.below])
+        self.below.read_ahead([key for key in missing if not self.store.contains(key)])
 
     def _bytes_of(self, tokens: int) -> int:
         """Of the pages of one sequence."""

@@ -1,11 +1,19 @@
 """What a sequence that was set aside waits for: pages on their way from the host to places that are held for them."""
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Protocol
 
 from jaxflow.engine.sequence import Sequence
 from jaxflow.memory.host_store import HostStore, Key, key_of
 from jaxflow.memory.page_tables import PageTables
 from jaxflow.memory.prefix import first_seen, longest_hit
+
+
+class Holds(Protocol):
+    """A tier below the device."""
+
+    def contains(self, key: Key) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Load:
       missing: keys of what the device does not have.
       held: pages referenced for it, in each group; those of `part` apart, in `part_pages`.
       pieces: all that is fetched; of them `to_fetch` are not on their way yet, and `flying` have not been scattered.
+      from_below: how many of them the host had to read first.
     """
 
     seq: Sequence
@@ -45,6 +54,7 @@ class Load:
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     to_fetch: list[Piece] = dataclasses.field(default_factory=list)
     flying: int = 0
+    from_below: int = 0
     ended: bool = False
 
     @property
@@ -83,15 +93,30 @@ class Load:
             tables.release_held(group, [page])
 
 
-class _Either:
-    """A pool's names and the host's as one, for `longest_hit`."""
+class _Anywhere:
+    """A pool's names and those of the tiers below as one, for `longest_hit`."""
 
-    def __init__(self, group: int, tables: PageTables, host: HostStore):
-        self._group, self._pool, self._host = group, tables.pools[group], host
+    def __init__(self, group: int, tables: PageTables, tiers: Iterable[Holds]):
+        self._group, self._pool, self._tiers = group, tables.pools[group], tuple(tiers)
 
     def find(self, digest: bytes) -> int:
         page = self._pool.find(digest)
-        return page if page >= 0 else int(self._host.contains(key_of(self._group, digest))) - 1
+        if page >= 0:
+            return page
+        key = key_of(self._group, digest)
+        return 0 if any(tier.contains(key) for tier in self._tiers) else -1
+
+
+def reachable(names: list[bytes], tables: PageTables, tiers: Iterable[Holds]) -> tuple[int, list[Key]]:
+    """How many of the leading pages `names` the device and these tiers have, and what the device lacks of them, in order.
+
+    Of a layer group with a window only what is seen after them.
+    """
+    size, windows = tables.block_size, tables.windows
+    reach = longest_hit([_Anywhere(group, tables, tiers) for group in range(len(windows))], windows, names, size)
+    firsts = [first_seen(reach * size, window, size) for window in windows]
+    wanted = ((i, group) for i in range(reach) for group, first in enumerate(firsts) if i >= first)
+    return reach, [key_of(group, names[i]) for i, group in wanted if tables.pools[group].find(names[i]) < 0]
 
 
 def plan_load(seq: Sequence, names: list[bytes], hit: int, tables: PageTables, host: HostStore) -> Load | None:
@@ -99,20 +124,13 @@ def plan_load(seq: Sequence, names: list[bytes], hit: int, tables: PageTables, h
 
     `names`: of all pages it may begin with.
     """
-    size, windows = tables.block_size, tables.windows
-    views = [_Either(group, tables, host) for group in range(len(windows))]
-    reach = longest_hit(views, windows, names, size)
+    size, groups = tables.block_size, range(len(tables.windows))
+    reach, missing = reachable(names, tables, [host])
     end, part = reach * size, None
     swapped = seq.swapped
     if swapped is not None and swapped[0] // size == reach and swapped[0] < seq.num_known:
-        at_hand = all(host.contains(key_of(group, swapped[1])) for group in range(len(windows)))
+        at_hand = all(host.contains(key_of(group, swapped[1])) for group in groups)
         part, end = (swapped, swapped[0]) if at_hand else (None, end)
     if end <= hit * size:
         return None
-    missing = {
-        key_of(group, name)
-        for group, window in enumerate(windows)
-        for name in names[first_seen(reach * size, window, size) : reach]
-        if tables.pools[group].find(name) < 0
-    }
     return Load(seq, names[:reach], end - hit * size, part, frozenset(missing))

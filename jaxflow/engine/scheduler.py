@@ -294,7 +294,7 @@ class Scheduler:
             return False
         self._waiting.remove(seq)
         self.running.enter(seq, names)
-        self._entered(seq, len(names) * size, 0, now)
+        self._entered(seq, len(names) * size, None, now)
         return True
 
     def _seat_loaded(self, load: Load, now: float) -> None:
@@ -302,14 +302,14 @@ class Scheduler:
         assert self.tier is not None
         self.tier.seat(load)
         self.running.enter(load.seq, load.names, load.seat)
-        self._entered(load.seq, load.seq.num_computed, load.tokens, now)
+        self._entered(load.seq, load.seq.num_computed, load, now)
 
-    def _entered(self, seq: Sequence, found: int, loaded: int, now: float) -> None:
-        """A sequence has a slot; `found` of its positions are computed, `loaded` of these came from the host."""
+    def _entered(self, seq: Sequence, found: int, load: Load | None, now: float) -> None:
+        """A sequence has a slot; `found` of its positions are computed, some of them by way of a `load`."""
         self._admitted.append(seq)
         self._batch_rows += 1
         if self.tier is not None:
-            self.tier.seated(seq, found, loaded)
+            self.tier.seated(seq, found, load)
         if seq.t_first_schedule is None:
             seq.t_first_schedule, seq.cached_tokens = now, found
             if seq.index == 0:

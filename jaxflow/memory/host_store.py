@@ -19,6 +19,7 @@ def key_of(group: int, digest: bytes) -> Key:
 class Entry:
     data: Any = None  # None: on its way to the host
     pins: int = 0  # loads that read it
+    from_below: bool = False  # it was read for a load that has not taken it yet
 
 
 @dataclasses.dataclass
@@ -73,6 +74,12 @@ class HostStore:
         self._entries.move_to_end(key)
         return data
 
+    def was_read(self, key: Key) -> bool:
+        """Whether a page came from the tier below and this is asked for the first time."""
+        entry = self._entries[key]
+        found, entry.from_below = entry.from_below, False
+        return found
+
     def touch(self, keys: Iterable[Key]) -> None:
         """Those that are there are used now, the last of them most recently."""
         entries = self._entries
@@ -90,9 +97,10 @@ class HostStore:
         self._bytes += size
         return True
 
-    def put(self, key: Key, data: Any) -> None:
-        """A page for which room was reserved has arrived."""
-        self._entries[key].data = data
+    def put(self, key: Key, data: Any, *, from_below: bool = False) -> None:
+        """A page for which room was reserved has arrived, from the device or from the tier below."""
+        entry = self._entries[key]
+        entry.data, entry.from_below = data, from_below
         self.counters.stored += 1
         self.on_put(key, data)
 
