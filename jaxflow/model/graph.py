@@ -5,6 +5,10 @@ and bytes. Ops are named as in `jaxflow.model.ops`. Values are single-assignment
 stream, `y` what a block adds to it, `h` a normed input, `kv` the layer's cache. A layer reads the `x`, `y` and `kv`
 its neighbour and its last step left (the first layer has no `y`) and leaves `Graph.leaves(i)`.
 
+Under tensor parallelism a block's sum over devices has two forms. `…_reduce` gives every device all rows of it. Scattered
+(Korthikanti et al. 2023), `…_scatter` gives each device the sum of its own rows, T / tp of them; the residual stream and the norms
+stay on these, and the next block's `…_gather` brings what it reads, in e4m3 where its products do, to all devices.
+
 An op's work is *linear* in a few counts of the batch (`Composition`), so that a solver can use it as it stands. All
 work is of one of the `tp` tensor-parallel devices.
 """
@@ -52,6 +56,7 @@ class Op:
     demand: (count, work per one of it) terms, whose sum is the op's work.
     window: keys a query of this layer sees at most.
     experts: (E, experts per token): the weight bytes are of all E; a step reads those that its tokens choose.
+    own_rows: it works on each device's own rows of the step's tokens.
     """
 
     name: str
@@ -61,6 +66,7 @@ class Op:
     demand: tuple[tuple[Count, Work], ...]
     window: int | None = None
     experts: tuple[int, int] | None = None
+    own_rows: bool = False
 
     def work(self, step: Composition) -> Work:
         """The work of this op in a step."""
@@ -104,6 +110,7 @@ class Graph:
     before: tuple[Op, ...]  # embed
     layers: tuple[tuple[Op, ...], ...]
     after: tuple[Op, ...]  # final_norm, logits, sample
+    scattered: bool = False
 
     def ops(self) -> Iterator[Op]:
         """Every op of the step, in order."""
@@ -137,31 +144,51 @@ def padded_vocabulary(config: ModelConfig, tp: int) -> int:
     return -(-config.vocab_size // (64 * tp)) * 64 * tp
 
 
-def model_graph(config: ModelConfig, tp: int = 1, widths: Widths = BFLOAT16) -> Graph:
-    """The ops that a model has, for one of `tp` tensor-parallel devices."""
-    layers = tuple(layer_ops(config, index, tp, widths) for index in range(config.num_layers))
-    return Graph(_first_ops(config, tp, widths), layers, _last_ops(config, tp, widths))
+def model_graph(config: ModelConfig, tp: int = 1, widths: Widths = BFLOAT16, *, scattered: bool = False) -> Graph:
+    """The ops that a model has, for one of `tp` tensor-parallel devices. scattered: the form of its sums over devices.
+
+    Raises: ValueError for a scattered form on one device.
+    """
+    if scattered and tp == 1:
+        raise ValueError("scattered=True: one device has no sums to scatter; tp is 1")
+    layers = tuple(layer_ops(config, index, tp, widths, scattered) for index in range(config.num_layers))
+    return Graph(_first_ops(config, tp, widths), layers, _last_ops(config, tp, widths), scattered)
 
 
-def layer_ops(config: ModelConfig, index: int, tp: int = 1, widths: Widths = BFLOAT16) -> tuple[Op, ...]:
+def layer_ops(config: ModelConfig, index: int, tp: int = 1, widths: Widths = BFLOAT16, scattered: bool = False) -> tuple[Op, ...]:
     """The ops of layer `index`, in order."""
-    attention, y = _attention_ops(config, index, tp, widths)
+    experts = config.layers[index].experts
+    reads, moved = (("x",), 3) if index == 0 else (("x", "y"), 4)
+    ops = _block_head(config, "attn", reads, "1", moved, tp, widths, scattered)
+    ops += _attention_ops(config, index, tp, widths)
+    tail, y = _block_tail(config, "attn", "y1", tp, widths, scattered)
+    ops += [*tail, *_block_head(config, "mlp", ("x1", y), "2", 4, tp, widths, scattered, wide=experts)]
+    ops += _expert_ops(config, tp, widths) if experts else _mlp_ops(config, tp, widths)
+    tail, _ = _block_tail(config, "mlp", "y2", tp, widths, scattered)
+    return (*ops, *tail)
+
+
+def _block_head(
+    config: ModelConfig, block: str, reads: tuple[str, ...], number: str, moved: float, tp: int, widths: Widths, scattered: bool,
+    wide: bool = False,
+) -> list[Op]:  # fmt: skip
+    """The norm that a block begins with, of `moved` rows read and written for each token. wide: e4m3 weights do not narrow its result."""
     d, a = config.hidden_size, widths.activations
-    mlp_norm = _pointwise("mlp_norm", ("x1", y), ("x2", "h2"), 5 * d, 4 * d * a)
-    mlp = _expert_ops(config, tp, widths) if config.layers[index].experts else _mlp_ops(config, tp, widths)
-    tail, _ = _block_tail(config, "mlp", mlp[-1].outputs[0], tp, widths)
-    return (*attention, mlp_norm, *mlp, *tail)
+    if not scattered:
+        return [_pointwise(f"{block}_norm", reads, (f"x{number}", f"h{number}"), 5 * d, moved * d * a)]
+    own = f"h{number}_own"
+    norm = _pointwise(f"{block}_norm", reads, (f"x{number}", own), 5 * d / tp, moved * d * a / tp, own_rows=True)
+    sent = 1.0 if widths.weights == 1.0 and not wide else a
+    return [norm, _collective(f"{block}_gather", (own,), (f"h{number}",), "tokens", d * sent, tp, adds=0)]
 
 
-def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths) -> tuple[list[Op], str]:
-    """The attention block's ops, and the value that it adds to `x1`."""
+def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths) -> list[Op]:
+    """The attention block's ops, from the normed input to the projection."""
     d, h, a = config.hidden_size, config.head_dim, widths.activations
     heads, kv_heads = config.num_heads // tp, max(1, config.num_kv_heads // tp)  # fewer kv heads than devices: copies
     window = config.layers[index].window
     cached = 2 * kv_heads * h * widths.kv  # bytes of a token's key and value
-    reads, moved = (("x",), 3) if index == 0 else (("x", "y"), 4)
-    ops = [
-        _pointwise("attn_norm", reads, ("x1", "h1"), 5 * d, moved * d * a),
+    return [
         _dense("qkv", ("h1",), ("qkv",), d, (heads + 2 * kv_heads) * h, widths),
         Op("rope_append", "other", ("qkv", "kv"), ("q", "kv"), (
             ("tokens", Work(6 * (heads + kv_heads) * h, kv_bytes=cached, activation_bytes=(2 * heads + 2 * kv_heads) * h * a)),
@@ -177,8 +204,6 @@ def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths) -> 
         ), window),
         _dense("out_proj", ("o_decode", "o_chunk"), ("y1",), heads * h, d, widths),
     ]  # fmt: skip
-    tail, y = _block_tail(config, "attn", "y1", tp, widths)
-    return [*ops, *tail], y
 
 
 def _mlp_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
@@ -203,14 +228,16 @@ def _expert_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
     ]
 
 
-def _block_tail(config: ModelConfig, block: str, y: str, tp: int, widths: Widths) -> tuple[list[Op], str]:
+def _block_tail(config: ModelConfig, block: str, y: str, tp: int, widths: Widths, scattered: bool) -> tuple[list[Op], str]:
     """What follows a block's last product: the sum over devices, Gemma's norm. Returns them and the block's last value."""
-    d, ops = config.hidden_size, []
+    d, a, ops = config.hidden_size, widths.activations, []
     if tp > 1:
-        ops.append(_collective(f"{block}_reduce", (y,), (f"{y}_sum",), "tokens", 2 * d * widths.activations, tp, adds=d))
+        name, moved = (f"{block}_scatter", d * a) if scattered else (f"{block}_reduce", 2 * d * a)
+        ops.append(_collective(name, (y,), (f"{y}_sum",), "tokens", moved, tp, adds=d))
         y = f"{y}_sum"
     if config.post_norms:
-        ops.append(_pointwise(f"post_{block}_norm", (y,), (f"{y}_norm",), 4 * d, 2 * d * widths.activations))
+        share = tp if scattered else 1
+        ops.append(_pointwise(f"post_{block}_norm", (y,), (f"{y}_norm",), 4 * d / share, 2 * d * a / share, own_rows=scattered))
         y = f"{y}_norm"
     return ops, y
 
@@ -245,8 +272,8 @@ def _dense(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], k: int,
     return Op(name, "dense", inputs, outputs, (("step", step), ("tokens", Work(2 * k * n, activation_bytes=moved))))
 
 
-def _pointwise(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], flops: float, moved: float) -> Op:
-    return Op(name, "other", inputs, outputs, (("tokens", Work(flops, activation_bytes=moved)),))
+def _pointwise(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], flops: float, moved: float, own_rows: bool = False) -> Op:
+    return Op(name, "other", inputs, outputs, (("tokens", Work(flops, activation_bytes=moved)),), own_rows=own_rows)
 
 
 def _ring(moved: float, tp: int, adds: float) -> Work:

@@ -12,6 +12,10 @@ Where a weight is e4m3 (`Quantized`), so is the input of its product: `h` with a
     mlp_norm(x, y) -> x, h                       up_gate(h) -> a, down(a) -> y
     router(h) -> routing                         expert_up_gate(h, routing) -> a, expert_down(a, routing) -> y
     mlp_reduce(y) -> y, post_mlp_norm(y) -> y    final_norm(x, y) -> x, hidden; logits(hidden)
+
+Scattered (`jaxflow.model.scattered`), y, x and what a norm makes of them are each device's own rows:
+
+    attn_norm(x, y) -> x, h; attn_gather(h) -> h                attn_scatter(y) -> y; mlp_norm(x, y) -> x, h; mlp_gather(h) -> h
 """
 
 import dataclasses
@@ -26,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxflow.config import Layer, ModelConfig, gate_block
 from jaxflow.model.batch import Batch
 from jaxflow.model.rope import inverse_frequencies
+from jaxflow.model.scattered import attn_gather, attn_scatter, mlp_gather, mlp_scatter  # noqa: F401  (ops, too)
 from pallas_kernels.kernel_set import KernelSet
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.reference import gate_mul, quantize_blocks

@@ -6,29 +6,32 @@ from jaxflow.pipeline.order import ATTENTION
 from jaxflow.pipeline.plan import NanoOp, Plan, PlanError
 
 
-def sequential_plan(config: ModelConfig, tokens: int, tp: int = 1) -> Plan:
+def sequential_plan(config: ModelConfig, tokens: int, tp: int = 1, scattered: bool = False) -> Plan:
     """Every op over all tokens, in the graph's order: the plain forward as a plan."""
-    ops = _op_names(model_graph(config, tp))
+    ops = _op_names(model_graph(config, tp, scattered=scattered))
     return Plan("sequential", tokens, tuple(NanoOp(op, op, 0, tokens) for op in ops))
 
 
-def two_nano_batch_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1) -> Plan:
+def two_nano_batch_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1, scattered: bool = False) -> Plan:
     """Tokens [0, split) and [split, tokens) take turns on the main stream: attention of one and of the other, then their MLPs.
 
     Under tensor parallelism, one half's sum over devices is on its way while the other half computes (NanoFlow §4.1);
     what follows a sum is therefore of the next turn.
     """
-    ranges, graph = _halves(tokens, split), model_graph(config, tp)
+    ranges, graph = _halves(tokens, split), model_graph(config, tp, scattered=scattered)
     names, network = _op_names(graph), _network(graph)
-    last = len(names) if not network else 1 + names.index("mlp_reduce")
-    middle = names.index("attn_reduce") + 1 if network else names.index("mlp_norm")
+    form = "scatter" if scattered else "reduce"
+    last = len(names) if not network else 1 + names.index(f"mlp_{form}")
+    middle = names.index(f"attn_{form}") + 1 if network else names.index("mlp_norm")
     attention = [(op, -1) for op in names[last:]] + [(op, 0) for op in names[:middle]]
     mlp = [(op, 0) for op in names[middle:last]]
     nano_ops = [NanoOp(f"{op}.{i}", op, *ranges[i], ahead=ahead) for turn in (attention, mlp) for i in (0, 1) for op, ahead in turn]
     return Plan(f"two nano-batches, {split} + {tokens - split}", tokens, tuple(nano_ops))
 
 
-def phased_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1, sms: tuple[int, int] | None = None) -> Plan:
+def phased_plan(
+    config: ModelConfig, tokens: int, split: int, tp: int = 1, sms: tuple[int, int] | None = None, scattered: bool = False
+) -> Plan:
     """Attention of one half beside the products of the other, layer after layer (NanoFlow's pipeline, two phases a layer).
 
     A phase appends one half's keys on the main stream, then runs its attention on stream 1 while stream 2 takes the
@@ -36,10 +39,11 @@ def phased_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1, sms: 
 
     sms: how many SMs attention gets, and the products beside it; None: both may take all.
     """
-    graph, ranges = model_graph(config, tp), _halves(tokens, split)
+    graph, ranges = model_graph(config, tp, scattered=scattered), _halves(tokens, split)
     names = _op_names(graph)
-    network = _network(graph)
+    main = _network(graph) | {op.name for ops in graph.layers for op in ops if op.own_rows}
     tail = names[names.index("out_proj") :]
+    head = names[: names.index("qkv") + 1]
     few, many = sms or (None, None)
 
     def nano(op: str, half: int, **rest) -> NanoOp:
@@ -48,12 +52,12 @@ def phased_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1, sms: 
     def phase(half: int) -> list[NanoOp]:
         """Attention of `half`; the other half is a layer behind it in the first phase of a layer, and level in the second."""
         other, behind = 1 - half, half - 1
-        join = (f"decode_attention.{other}", f"chunk_attention.{other}", f"attn_norm.{half}", f"qkv.{half}")
+        join = (f"decode_attention.{other}", f"chunk_attention.{other}", *(f"{op}.{half}" for op in head))
         append = nano("rope_append", half, waits=join)
         attention = [nano(op, half, stream=1, sms=few) for op in reversed(ATTENTION)]
-        products = [nano(op, other, ahead=behind, **({} if op in network else {"stream": 2, "sms": many})) for op in tail]
-        fresh = [nano(op, other, stream=2, sms=many, ahead=behind + 1) for op in ("attn_norm", "qkv")]
-        return [append, *attention, *products, *fresh]
+        following = [(op, behind) for op in tail] + [(op, behind + 1) for op in head]
+        side = {"stream": 2, "sms": many}
+        return [append, *attention, *(nano(op, other, ahead=ahead, **({} if op in main else side)) for op, ahead in following)]
 
     return Plan(f"two phases a layer, {split} + {tokens - split}", tokens, (*phase(0), *phase(1)))
 

@@ -8,7 +8,8 @@ were issued before them.
 
 import dataclasses
 
-from jaxflow.model.graph import Graph, Op
+from jaxflow.config import ModelConfig
+from jaxflow.model.graph import Graph, Op, model_graph
 from jaxflow.pipeline.plan import NanoOp, Plan, PlanError
 
 ATTENTION = ("decode_attention", "chunk_attention")
@@ -46,6 +47,11 @@ class Span:
         return self.start < other.stop and other.start < self.stop
 
 
+def graph_of(plan: Plan, config: ModelConfig, tp: int = 1) -> Graph:
+    """The model's graph with its sums over devices in the form that the plan has them."""
+    return model_graph(config, tp, scattered=tp > 1 and any(nano.op.endswith("_scatter") for nano in plan.nano_ops))
+
+
 def program(plan: Plan, graph: Graph) -> tuple[Run, ...]:
     """Every nano-op of every layer, in order of issue.
 
@@ -80,6 +86,7 @@ class Reads:
     """Who reads which value when, in a program and after it."""
 
     def __init__(self, runs: tuple[Run, ...], final: tuple[Source, ...]):
+        self.runs = runs
         self._reads: dict[Source, list[tuple[int, Span]]] = {}
         for index, run in enumerate(runs):
             for source in run.reads:
@@ -100,6 +107,8 @@ def check(plan: Plan, graph: Graph) -> None:
     """
     _check_entries(plan, graph)
     _check_cover(plan, graph)
+    if graph.scattered:
+        _check_own_rows(plan, graph)
     made: dict[Source, list[Span]] = {(-1, "x"): [Span(0, plan.tokens)]}
     appended: dict[int, list[Span]] = {}
     for run in program(plan, graph):
@@ -130,7 +139,7 @@ def _check_entries(plan: Plan, graph: Graph) -> None:
         refuse(0 <= nano.start < nano.stop <= plan.tokens, f"tokens [{nano.start}, {nano.stop}) are not within [0, {plan.tokens})")
         refuse(nano.stream >= 0, f"stream={nano.stream}: 0 or a positive number")
         refuse(nano.sms is None or nano.sms > 0, f"sms={nano.sms}: a positive number, or absent for all")
-        main = nano.op == "rope_append" or known[nano.op].kind == "network"
+        main = nano.op == "rope_append" or known[nano.op].kind == "network" or known[nano.op].own_rows
         refuse(not main or nano.stream == MAIN, f"stream={nano.stream}: {nano.op} runs on the main stream, 0")
         for wait in nano.waits:
             refuse(wait in ids and wait != nano.id, f"waits for {wait!r}, which is no other nano-op's id")
@@ -149,6 +158,19 @@ def _check_cover(plan: Plan, graph: Graph) -> None:
             at = nano.stop
         if at != plan.tokens:
             raise PlanError(pieces[-1].id, f"{name} of tokens [{at}, {plan.tokens}) runs nowhere")
+
+
+def _check_own_rows(plan: Plan, graph: Graph) -> None:
+    """A device's own rows of some tokens are not those of a part of them: all that make or read such rows are cut alike."""
+    known = {op.name: op for ops in graph.layers for op in ops}
+    ranges = {}
+    for nano in plan.nano_ops:
+        if known[nano.op].own_rows or known[nano.op].kind == "network":
+            ranges.setdefault(nano.op, []).append((nano.start, nano.stop))
+    wanted = sorted(next(iter(ranges.values())))
+    for name, own in ranges.items():
+        if sorted(own) != wanted:
+            raise PlanError(name, f"is cut at {sorted(own)}, but {next(iter(ranges))} at {wanted}: scattered rows need the same cuts")
 
 
 def _missing(wanted: Span, pieces: list[Span]) -> Span | None:

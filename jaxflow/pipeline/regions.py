@@ -14,7 +14,7 @@ from jaxflow.pipeline.plan import PlanError
 
 ADD_NORMS = ("attn_norm", "mlp_norm")
 _PAIRS = ("routing",)  # values that are two arrays
-_QUANTIZED_PAIRS = ("routing", "h1", "h2", "a")
+_QUANTIZED_PAIRS = ("routing", "h1", "h2", "h1_own", "h2_own", "a")
 
 
 @dataclasses.dataclass(frozen=True)
