@@ -35,18 +35,19 @@ def define_workload(input_len: int = 1024, output_len: int = 512) -> None:
     flags.DEFINE_integer("workload_seed", 0, "Of lengths, prompts and arrivals.", lower_bound=0)
 
 
-def define_conversations() -> None:
+def define_conversations(rounds: int = 1) -> None:
     """Flags of requests that follow one another."""
     flags.DEFINE_integer(
-        "rounds", 1, "Rounds of a conversation: each prompt is all that was said before and new text. --num_requests counts conversations.",
+        "rounds",
+        rounds,
+        "Rounds of a conversation: each prompt is all that was said before, and new text. --num_requests counts conversations.",
         lower_bound=1,
-    )  # fmt: skip
+    )
     flags.DEFINE_integer("next_input_len", 128, "New text tokens of every later round; the mean, if lengths are lognormal.", lower_bound=1)
     flags.DEFINE_float("think_time_s", 0.0, "Mean of the exponential pauses between an answer and the next round.", lower_bound=0.0)
     flags.DEFINE_integer(
-        "trace_shrink", 1, "Divide the lengths of a Mooncake trace's prompts, outputs and blocks, for contexts shorter than its.",
-        lower_bound=1,
-    )  # fmt: skip
+        "trace_shrink", 1, "Divide a Mooncake trace's prompts, outputs and blocks by this, for contexts shorter than its.", lower_bound=1
+    )
 
 
 def define_report() -> None:
@@ -105,10 +106,10 @@ def conversations_from_flags(items: Sequence[Item], max_tokens: int, vocab_size:
     """
     f = flags.FLAGS
     seed = f.workload_seed
-    if f.rounds == 1:
-        return of_items(items, workload.prompts(items, vocab_size, seed)), {}
-    if f.trace:
+    if f.trace and f.rounds > 1 and f["rounds"].present:
         raise WorkloadError(f"--rounds {f.rounds}: a trace has its own; without --trace it is possible")
+    if f.trace or f.rounds == 1:
+        return of_items(items, workload.prompts(items, vocab_size, seed)), {}
     number = len(items) * (f.rounds - 1)
     if f.lengths == "lognormal":
         later = workload.lognormal(number, f.next_input_len, f.output_len, prompt_cv=f.input_cv, output_cv=f.output_cv, seed=seed + 1)

@@ -90,11 +90,25 @@ class DiskLink:
 
     def close(self, flush_s: float = FLUSH_S) -> None:
         """Writes what only the host has, the last used first, for so many seconds at most; then closes the disk."""
-        deadline = time.monotonic() + flush_s
+        if self.disk.works:
+            self._flush(time.monotonic() + flush_s)
+        self.disk.close()
+
+    def _flush(self, deadline: float) -> None:
+        self.disk.flush(max(0.1, deadline - time.monotonic()))  # what is queued may yet be evicted by what is behind it
+        kept, room = {}, self.disk.capacity_bytes
         for key, data in self._store.newest_first():
+            room -= self.disk.file_bytes(key)
+            if room < 0:
+                break
+            kept[key] = data
+        oldest_first = [*reversed(kept)]
+        self.disk.used(oldest_first)  # those that are there do not make room for the others
+        for key, data in kept.items():
             while not self.disk.put(key, self._parts(data), at_leisure=True) and self.disk.works and time.monotonic() < deadline:
                 time.sleep(0.01)
-        self.disk.close(max(0.1, deadline - time.monotonic()))
+        self.disk.flush(max(0.1, deadline - time.monotonic()))
+        self.disk.used(oldest_first)
 
     def _ask(self) -> None:
         while self._wanted and self._reading < READ_AHEAD:

@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -24,6 +23,7 @@ from jaxflow.config import ConfigError
 from jaxflow.memory import disk_file
 from jaxflow.memory.disk_file import HEADER_BYTES, BadFile, Parts
 from jaxflow.memory.disk_folder import open_folder
+from jaxflow.memory.disk_index import DiskIndex
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ WRITE_QUEUE_BYTES = 256 << 20
 READ_AHEAD = 64  # pages being read, or waiting for it, at most
 READERS = 4
 RETRY_S = 60.0  # how long a disk that failed is not written to
-DRAIN_S = 10.0  # how long `close` lets what is queued be written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +84,7 @@ class DiskTier:
         self._fingerprint = disk_file.digest(fingerprint)
         self._write_queue_bytes, self._read_ahead, self._retry_s = write_queue_bytes, read_ahead, retry_s
         self._lock = threading.Lock()  # of all that follows
-        self._index: OrderedDict[bytes, int] = OrderedDict()  # key -> bytes of its file, least recently used first
-        self._bytes = 0
+        self._index = DiskIndex(found)
         self._queued: dict[bytes, Parts] = {}  # not written yet, or being written
         self._queued_bytes = 0
         self._reading: dict[bytes, Future[np.ndarray | None]] = {}
@@ -94,9 +92,6 @@ class DiskTier:
         self._failed: dict[str, bool] = {}  # what was warned of, by the kind of operation
         self._writes_resume_s = 0.0
         self._closed = False
-        for key, size in found:
-            self._index[key] = size
-            self._bytes += size
         for victim in self._make_room(0):
             disk_file.remove(self._path(victim))
         self._writer = ThreadPoolExecutor(1, "jaxflow-kv-write")
@@ -162,20 +157,35 @@ class DiskTier:
             self._count("misses")
         return None
 
+    def file_bytes(self, key: bytes) -> int:
+        """What a page takes of the capacity. Raises: ValueError for a key that no page has."""
+        return self._length(key) + HEADER_BYTES
+
     def counters(self) -> DiskCounters:
         with self._lock:
-            return DiskCounters(**self._counts, pages=len(self._index), bytes=self._bytes)
+            return DiskCounters(**self._counts, pages=len(self._index), bytes=self._index.bytes)
 
-    def close(self, drain_s: float = DRAIN_S) -> None:
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Makes these pages the last to go, the last of them last of all, after a restart too."""
+        with self._lock:
+            there = self._index.use(keys)
+        now = time.time_ns()
+        for i, key in enumerate(there, start=now - len(there)):
+            with contextlib.suppress(OSError):
+                os.utime(self._path(key), ns=(i, i))
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until what is queued is written, for so many seconds at most."""
+        wait([self._writer.submit(lambda: None)], timeout=timeout_s)
+
+    def close(self, drain_s: float = 10.0) -> None:
         """Writes what is queued, for so many seconds at most, and ends the threads. Nothing is taken or read from then on."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        done = self._writer.submit(lambda: None)
-        wait([done], timeout=drain_s)
-        with self._lock:
-            self._writes_resume_s = float("inf")
+        self.flush(drain_s)
+        self._writes_resume_s = float("inf")
         self._writer.shutdown()
         self._readers.shutdown()
         self._lock_file.close()
@@ -184,8 +194,7 @@ class DiskTier:
 
     def _write(self, key: bytes, parts: Parts) -> None:
         """The writer's work."""
-        length = self._length(key)
-        size = HEADER_BYTES + length
+        length, size = self._length(key), self.file_bytes(key)
         try:
             with self._lock:
                 skip = time.monotonic() < self._writes_resume_s  # the queue may be older than the fault
@@ -198,8 +207,7 @@ class DiskTier:
                 raise OSError(f"{len(stuck)} files that should make room cannot be removed")
             disk_file.write(self._path(key), self._fingerprint, key, disk_file.pieces(parts, length))
             with self._lock:
-                self._index[key] = size
-                self._bytes += size
+                self._index.add(key, size)
                 self._count("written")
                 self._count("bytes_written", length)
             self._succeeded("written")
@@ -215,13 +223,9 @@ class DiskTier:
                 self._queued_bytes -= length
 
     def _make_room(self, size: int) -> list[bytes]:
-        """Takes the least recently used pages out of the index until `size` bytes fit; returns their keys. The lock is held."""
-        victims = []
-        while self._index and self._bytes + size > self.capacity_bytes:
-            victim, freed = self._index.popitem(last=False)
-            self._bytes -= freed
-            self._count("evicted")
-            victims.append(victim)
+        """The least recently used pages, until `size` bytes fit without them; they are not in the index any more. The lock is held."""
+        victims = self._index.make_room(size, self.capacity_bytes)
+        self._count("evicted", len(victims))
         return victims
 
     # ---- reading
@@ -239,8 +243,7 @@ class DiskTier:
             else:
                 page = disk_file.read(path, self._fingerprint, key, self._length(key))
             with self._lock:
-                if key in self._index:
-                    self._index.move_to_end(key)
+                self._index.use([key])
                 self._count("hits")
                 self._count("bytes_read", page.nbytes)
             with contextlib.suppress(OSError):
@@ -265,7 +268,7 @@ class DiskTier:
 
     def _forget(self, key: bytes, count: str) -> None:
         with self._lock:
-            self._bytes -= self._index.pop(key, 0)
+            self._index.forget(key)
             self._count(count)
 
     # ---- names and lengths
@@ -279,8 +282,6 @@ class DiskTier:
         if key[0] >= len(self.page_bytes):
             raise ValueError(f"a page of group {key[0]}: there are {len(self.page_bytes)}")
         return self.page_bytes[key[0]]
-
-    # ---- counting
 
     def _count(self, name: str, number: int = 1) -> None:
         self._counts[name] = self._counts.get(name, 0) + number

@@ -82,6 +82,17 @@ def test_at_the_end_all_of_the_host_is_on_the_disk_the_last_used_first(link, tmp
     assert store_of(link).newest_first()[0][0] == key(5)
 
 
+def test_a_small_disk_ends_with_what_was_used_last(link, tmp_path):
+    link.disk.capacity_bytes = 3 * link.disk.file_bytes(key(0))
+    keep(link, *range(8))
+    store_of(link).touch([key(5), key(2)])
+    link.close()
+    assert {i for i in range(8) if link.disk.contains(key(i))} == {7, 5, 2}
+    again = DiskTier(tmp_path, 2 * link.disk.file_bytes(key(0)), b"model", (PAGE,))
+    assert {i for i in range(8) if again.contains(key(i))} == {5, 2}, "its files tell the order of use"
+    again.close()
+
+
 def test_the_end_does_not_wait_for_a_disk_that_fails(link, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -1,0 +1,131 @@
+"""All three tiers under the scheduler, over a real folder that is damaged now and then: the same tokens as from nothing."""
+
+import pathlib
+import tempfile
+
+import msgspec
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_device import config, prompt
+from simulated_host import PAGE_BYTES, TieredWorld
+
+from jaxflow.engine.disk_link import DiskLink
+from jaxflow.memory.disk_file import HEADER_BYTES
+from jaxflow.memory.disk_tier import DiskTier
+
+LENGTH = 256  # of a page's file, its content packed and padded
+
+
+def to_bytes(content: dict) -> list[bytes]:
+    packed = msgspec.msgpack.encode(list(content.items()))
+    return [len(packed).to_bytes(4, "little") + packed, bytes(LENGTH - 4 - len(packed))]
+
+
+def from_bytes(_, page: np.ndarray) -> dict:
+    packed = page.tobytes()
+    items = msgspec.msgpack.decode(packed[4 : 4 + int.from_bytes(packed[:4], "little")])
+    return {offset: tuple(value) for offset, value in items}
+
+
+class DiskWorld(TieredWorld):
+    """A tiered world with a disk; `patience`: how often a step waits for it."""
+
+    def below(self, folder: pathlib.Path, disk_pages: int, patience: float) -> "DiskWorld":
+        groups = len(self.config.windows)
+        self.disk = DiskTier(folder, max(groups, disk_pages) * (LENGTH + HEADER_BYTES), b"", (LENGTH,) * groups, retry_s=0.0)
+        self.link = self.tier.below = DiskLink(self.disk, self.tier.store, to_bytes, from_bytes)
+        self.patience = patience
+        return self
+
+    def land(self) -> None:
+        super().land()
+        if self.random.random() < self.patience:
+            self.settle_disk()
+        for key, content in self.link.arrived():
+            self.tier.arrived(key, content, from_below=True)
+
+    def settle_disk(self) -> None:
+        """Until nothing is being written or read."""
+        self.disk._writer.submit(lambda: None).result(30)
+        for future in list(self.disk._reading.values()):
+            future.result(30)
+
+    def check_idle(self) -> None:
+        while self.link.pending:
+            self.patience = 1.0
+            self.land()
+        super().check_idle()
+
+    def damage(self) -> None:
+        """One file is not what it was."""
+        self.settle_disk()
+        files = sorted(self.disk.folder.glob("*.kv"))
+        if files:
+            file = files[self.random.integers(len(files))]
+            content = bytearray(file.read_bytes() or b"\0")
+            place = int(self.random.integers(len(content)))
+            content[place] ^= int(self.random.integers(1, 256))
+            file.write_bytes(content[: place if self.random.random() < 0.3 else None])
+
+
+@st.composite
+def machines(draw):
+    windows = draw(st.sampled_from([(None,), (None, 5), (6,)]))
+    pages = tuple(draw(st.sampled_from([16, 20])) for _ in windows)
+    return {
+        "config": config(windows=windows, num_pages=pages, max_num_seqs=draw(st.sampled_from([2, 6]))),
+        "lag": draw(st.integers(0, 2)),
+        "hope": draw(st.sampled_from([2, 256])),
+        "host_bytes": draw(st.sampled_from([4, 8, 16])) * sum(PAGE_BYTES[: len(windows)]),
+        "slowness": draw(st.integers(0, 2)),
+        "faults": draw(st.sampled_from([0.0, 0.0, 0.2])),
+        "seed": draw(st.integers(0, 10**6)),
+    }
+
+
+def converse(world: DiskWorld, talks: list[list[int]], rounds: int, damage: float) -> None:
+    """Rounds of conversations in turn, each prompt all that was said before: by the time one goes on, others had its pages."""
+    for _ in range(rounds):
+        for talk in talks:
+            if len(talk) > 44:
+                continue
+            [seq] = world.add(list(talk), max_tokens=4, ignore_eos=True, seed=5)
+            for _ in range(int(world.random.integers(1, 4))):
+                world.step()
+            if world.random.random() < damage:
+                world.damage()
+            while not seq.finished:
+                world.step()
+            talk += [*world.outputs[seq], 7]
+    world.run()
+
+
+@settings(max_examples=25)
+@given(machines(), st.integers(1, 5), st.integers(3, 60), st.sampled_from([0.2, 1.0]), st.sampled_from([0.0, 0.5]))
+def test_conversations_say_the_same_through_all_tiers_and_after_a_restart(machine, number, disk_pages, patience, damage):
+    with tempfile.TemporaryDirectory() as folder:
+        rng = np.random.default_rng(machine["seed"])
+        talks = [prompt(rng, 9, shared=8) for _ in range(number)]
+        for _ in range(2):  # two engines over one folder, one after the other
+            world = DiskWorld(**machine).below(pathlib.Path(folder), disk_pages, patience)
+            converse(world, talks, 3, damage)
+            world.link.close()
+            assert world.disk.counters().bytes <= world.disk.capacity_bytes
+            assert not world.disk.counters().errors
+
+
+def test_a_later_round_finds_what_the_engine_before_it_had():
+    """With a disk that is waited for, the second engine computes nothing of what was whole."""
+    machine = {"config": config(num_pages=(16,)), "host_bytes": 8 * PAGE_BYTES[0]}
+    with tempfile.TemporaryDirectory() as folder:
+        talk = prompt(np.random.default_rng(0), 16)
+        converse(world := DiskWorld(**machine).below(pathlib.Path(folder), 50, 1.0), [talk], 1, 0.0)
+        world.link.close()
+        world = DiskWorld(**machine).below(pathlib.Path(folder), 50, 1.0)
+        [seq] = world.add(list(talk), max_tokens=4, ignore_eos=True, seed=5)
+        world.run()
+        # Four pages of four: of the 20 tokens of the round before the last was sampled, and never computed.
+        assert seq.cached_tokens == world.tier.counters.disk_hit_tokens == world.tier.counters.host_hit_tokens == 16
+        assert world.disk.counters().hits == 4
+        world.link.close()
