@@ -232,7 +232,7 @@ class Layer:
             "queries": self.inputs(second.op, second.tokens),
             "kv": self.cache(self.pages(second, most_keys)[2]),
         }
-        options = streams.xla_options(side_streams=True, collectives=False) if self.platform == "gpu" else {}
+        options = streams.xla_options("concurrent", side_streams=True, collectives=False) if self.platform == "gpu" else {}
         return Program(function, given, None, phases, options)
 
     def read(self, op: str) -> dict[str, Any]:
