@@ -145,6 +145,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_kv_pages: int | None = None  # None: as memory allows
     enable_prefix_caching: bool = True
+    kv_offloading_size: float = 0.0  # GiB of host memory for KV pages; 0: none leave the device
     seed: int = 0
     calibration: str | None = None  # a file of jaxflow.model.calibrate; None: the one beside the model, if there is one; "": none
     plan: str = "sequential"  # sequential, searched, a plan file or a folder of them
@@ -172,6 +173,8 @@ class EngineConfig:
         check("max_waiting", self.max_waiting >= 1, "a positive number")
         ratio = self.gpu_memory_utilization
         check("gpu_memory_utilization", math.isfinite(ratio) and 0 < ratio <= 1, "a fraction in (0, 1]")
+        size = self.kv_offloading_size
+        check("kv_offloading_size", math.isfinite(size) and size >= 0, "GiB of host memory, or 0")
         check("kernels", self.kernels in ("auto", "reference", "mosaic", "triton"), "auto, reference, mosaic or triton")
         check("scheduling_policy", self.scheduling_policy in SCHEDULING_POLICIES, " or ".join(SCHEDULING_POLICIES))
         hybrid = self.scheduling_policy == "hybrid"

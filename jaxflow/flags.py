@@ -23,6 +23,7 @@ _HELP = {
     "gpu_memory_utilization": "Share of the device's memory to use.",
     "num_kv_pages": "Pages of KV cache; default: as many as memory allows.",
     "enable_prefix_caching": "Share the KV of equal prompt beginnings between requests.",
+    "kv_offloading_size": "GiB of host memory for KV pages: prefixes that left the device, and what pre-empted requests go on from. 0: none.",
     "seed": "Of dummy weights, and of requests that bring none.",
     "calibration": "A file of `python -m jaxflow.model.calibrate`; default: the one beside the model, if there; empty: none.",
     "plan": "Plans of steps: sequential, searched (those shipped for this model and device), a plan file or a folder of them.",

@@ -1,5 +1,6 @@
 """A toy engine for tests: any of the small checkpoints, driven step by step without a thread."""
 
+import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Sequence
 
@@ -9,10 +10,13 @@ import paths
 from jaxflow.config import EngineConfig
 from jaxflow.engine.build import choose_plans, make_executor, make_loop, resolve
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.load_cost import LoadCosts
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.request import Delta, Event, Finished, Request, SamplingParams, Started
+from jaxflow.engine.start_offload import page_copies, start_offload
 from jaxflow.model.checkpoint import open_checkpoint
 
+ALWAYS_LOAD = LoadCosts(bytes_per_s=1e15, latency_s=0.0, seconds_a_token=1.0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5)
 
 
@@ -56,6 +60,35 @@ def loop(model: str, *, tp: int = 1, plan: str = "sequential", quantization: str
     """A fresh loop (empty pages, empty prefix cache) over the shared executor; `changes` are of its `SchedulerConfig`."""
     config, made = executor(model, tp, plan=plan, quantization=quantization, kv=kv)
     return make_loop(config, made.programs.context.config, made, **changes)
+
+
+@functools.cache
+def _with_copies(model: str, tp: int, kv: str) -> tuple[EngineConfig, Executor]:
+    config, made = executor(model, tp, kv=kv)
+    made.copies = page_copies(config, made.programs.context.config, made, sizes=(1, 4))
+    made.kv = made.copies.warm_up(made.kv)
+    return config, made
+
+
+def offloading_loop(
+    model: str,
+    host_pages: int,
+    *,
+    tp: int = 1,
+    kv: str = "auto",
+    costs: LoadCosts = ALWAYS_LOAD,
+    staging_pages: int | None = None,
+    **changes,
+) -> Loop:
+    """Like `loop`, with a host tier of so many pages of the largest group; the caller closes it."""
+    config, made = _with_copies(model, tp, kv)
+    assert made.copies is not None
+    size = max(made.copies.page_bytes) * tp
+    config = dataclasses.replace(config, kv_offloading_size=host_pages * size / 2**30)
+    offload = start_offload(config, made, costs=costs)
+    if staging_pages is not None:
+        offload.tier.staging_bytes = staging_pages * size
+    return make_loop(config, made.programs.context.config, made, offload, **changes)
 
 
 class Result:

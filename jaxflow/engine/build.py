@@ -18,10 +18,12 @@ from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
+from jaxflow.engine.offload import Offload
 from jaxflow.engine.plans import choose_plans, largest_step, make_layout, on_gpu
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
-from jaxflow.memory.kv_cache import fit_pages
+from jaxflow.engine.start_offload import check_host, device_bytes, page_copies, pinned_pool_gib, start_offload
+from jaxflow.memory.kv_cache import fit_pages, page_bytes
 from jaxflow.mesh import axis_of, choose_platform, make_mesh
 from jaxflow.model import softmax_range
 from jaxflow.model.checkpoint import Checkpoint
@@ -41,6 +43,8 @@ def prepare_process(config: EngineConfig) -> None:
     """Settings of JAX that must stand before its first use: the platform, the memory it may take, its compilation cache."""
     choose_platform()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{config.gpu_memory_utilization:.3f}")
+    if config.kv_offloading_size:
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(pinned_pool_gib(config.kv_offloading_size)))
     where = config.compilation_cache_dir
     where = str(Path.home() / ".cache" / "jaxflow" / "compiled") if where is None else where
     if where and not jax.config.jax_compilation_cache_dir:
@@ -100,7 +104,8 @@ def start_engine(config: EngineConfig, checkpoint: Checkpoint, *, progress: bool
     # Compiled programs are millions of objects that live as long as the process: the collector need not walk them within a step.
     gc.collect()
     gc.freeze()
-    loop = make_loop(config, checkpoint.model_config, executor)
+    offload = start_offload(config, executor) if executor.copies is not None else None
+    loop = make_loop(config, checkpoint.model_config, executor, offload)
     driver = Driver(loop)
     driver.start()
     return Engine(config, driver, executor, warm_up_s)
@@ -122,6 +127,8 @@ def make_executor(
     """
     model, tp, seqs = checkpoint.model_config, config.tensor_parallel_size, config.max_num_seqs
     assert seqs is not None and config.max_model_len is not None
+    if config.kv_offloading_size:
+        check_host(config, model)
     mesh = make_mesh(tp)
     kv_scales, quantization = config.kv_cache_dtype == "float8_e4m3fn", config.quantization or checkpoint.quantization
     weights = checkpoint.load(config.dtype, mesh, progress=progress, seed=config.seed, quantization=quantization, kv_scales=kv_scales)
@@ -145,6 +152,8 @@ def make_executor(
         max_model_len=config.max_model_len,
     )
     executor.allocate(_num_pages(config, model, mesh, executor))
+    if config.kv_offloading_size:
+        executor.copies = page_copies(config, model, executor)
     return executor
 
 
@@ -198,8 +207,8 @@ def _calibrated(config: EngineConfig, checkpoint: Checkpoint, weights: Weights, 
     return softmax_range.with_unified_maximum(weights, found, mesh) if use else weights
 
 
-def make_loop(config: EngineConfig, model: ModelConfig, executor: Executor, **changes: Any) -> Loop:
-    """A loop over an executor; `changes` replace fields of its `SchedulerConfig`. config: resolved."""
+def make_loop(config: EngineConfig, model: ModelConfig, executor: Executor, offload: Offload | None = None, **changes: Any) -> Loop:
+    """A loop over an executor; `changes` replace fields of its `SchedulerConfig`. config: resolved. offload: the loop closes it."""
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     scheduling = SchedulerConfig(
         token_budget=config.max_num_batched_tokens,
@@ -215,7 +224,8 @@ def make_loop(config: EngineConfig, model: ModelConfig, executor: Executor, **ch
         max_waiting=config.max_waiting,
         seed=config.seed,
     )
-    return Loop(Scheduler(dataclasses.replace(scheduling, **changes)), executor, eos_token_ids=model.eos_token_ids)
+    scheduler = Scheduler(dataclasses.replace(scheduling, **changes), None if offload is None else offload.tier)
+    return Loop(scheduler, executor, eos_token_ids=model.eos_token_ids, offload=offload)
 
 
 def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: Executor) -> tuple[int, ...]:
@@ -226,6 +236,8 @@ def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: E
     free = memory_budget(mesh, config) - executor.state_bytes()
     if on_gpu():
         free -= executor.temporary_bytes()  # on CPU the half of memory that is left alone has room for it
+        if config.kv_offloading_size:
+            free -= device_bytes(page_bytes(model, config.block_size, jnp.dtype(config.kv_cache_dtype), config.tensor_parallel_size), free)
     return fit_pages(
         model,
         free,

@@ -119,6 +119,7 @@ class Driver:
         # What was live, then what was submitted until a moment ago and never reached the loop: nobody waits for ever.
         self._deliver(self._loop.end_all(self._fault))
         self._take_commands()
+        self._loop.close()
 
     def _next_commands(self) -> bool:
         """Runs what callers asked for; waits when there is nothing to do. Returns False once closed."""

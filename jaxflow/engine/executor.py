@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.programs import REPLICATED, Programs, Rows, head, prompt_head
 from jaxflow.memory.kv_cache import cache_shapes, cache_spec, make_cache
+from jaxflow.memory.page_copies import PageCopies
 from jaxflow.mesh import TP
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.slot_params import NO_TOKEN, SlotParams, empty_slots, slot_values
@@ -77,6 +78,7 @@ class Executor:
         self._steps: dict[tuple[int, str], Callable] = {}  # by bucket and plan
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
+        self.copies: PageCopies | None = None  # set before warm-up where pages are to leave the cache and come back
         self._compiled_at_warm_up = 0
 
     # ---- before serving
@@ -142,8 +144,10 @@ class Executor:
                 table[key] = future.result()
                 on_progress(done, len(jobs))
         self._compile_small()
+        if self.copies is not None:
+            self.kv = self.copies.warm_up(self.kv)
         for layout in itertools.chain(*self.layouts.values()):
-            self._rehearse(layout)
+            self.rehearse(layout)
         jax.block_until_ready(self.kv)
         self._compiled_at_warm_up = _compiled
         return time.perf_counter() - start
@@ -258,7 +262,7 @@ class Executor:
         self._count_tokens = self._compile(self.programs.count_tokens().lower(counts, slot, ids, outputs))
         self._append_pages = self._compile(self.programs.append_pages().lower(table, self._abstract((APPENDS, 4), jnp.int32)))
 
-    def _rehearse(self, layout: StepLayout) -> None:
+    def rehearse(self, layout: StepLayout) -> None:
         """Runs an empty step of a bucket and plan with both samplers, so that first use costs nothing later."""
         buffer = np.zeros(layout.size, np.int32)
         fields = layout.views(buffer)

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxflow.engine.executor import Executor, Pending
 from jaxflow.engine.layout import SlotTable, StepLayout, pack
+from jaxflow.engine.offload import Offload
 from jaxflow.engine.outputs import HostLogprobs, LiveRequest, needs_full_sampler, slot_settings
 from jaxflow.engine.plain_slots import PlainSlots
 from jaxflow.engine.programs import FULL, PLAIN
@@ -52,8 +53,17 @@ class InFlight:
 class Loop:
     """Schedules, runs and reads steps. Not thread-safe: one thread owns it."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, eos_token_ids: Iterable[int], clock=time.monotonic):
-        self.scheduler, self.executor = scheduler, executor
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        eos_token_ids: Iterable[int],
+        offload: Offload | None = None,
+        clock=time.monotonic,
+    ):
+        """`offload`: carries out what the scheduler's host tier decides; there if that is."""
+        self.scheduler, self.executor, self._offload = scheduler, executor, offload
         self._eos = frozenset(eos_token_ids)
         self._clock = clock
         self._gains = {bucket: [layout.gain for layout in layouts] for bucket, layouts in executor.layouts.items()}
@@ -104,7 +114,7 @@ class Loop:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live) or self._in_flight is not None
+        return bool(self._live) or self._in_flight is not None or (self._offload is not None and self._offload.busy)
 
     @property
     def waiting(self) -> int:
@@ -135,16 +145,27 @@ class Loop:
             steps_by_plan=dict(self._steps_by_plan),
         )
 
+    def close(self) -> None:
+        """Ends what runs beside the steps; there are no more of them."""
+        if self._offload is not None:
+            self._offload.close()
+
     # ---- steps
 
     def step(self) -> list[Event]:
         """Enqueues the next step, then reads the one before it."""
+        if self._offload is not None:
+            self._offload.receive()
         work = self.scheduler.schedule(self._clock())
         before, self._in_flight = self._in_flight, None
+        if self._offload is not None:
+            self._offload.send(self.executor)
         if work is not None:
             self._in_flight = InFlight(work, self._enqueue(work))
         if before is not None:
             self._read(before)
+        elif work is None and self._offload is not None and self._live:
+            self._offload.wait()  # for pages: nothing else can go on
         told, self._told = self._told, []
         return told
 

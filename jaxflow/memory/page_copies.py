@@ -190,6 +190,10 @@ class PageCopies:
                 kv = self.scatter(kv, g, [0], pages[:1])
         return kv
 
+    def blank(self, group: int) -> jax.Array:
+        """A page of zeros of a group, on the device."""
+        return self._blanks[group]
+
     def gather(self, kv: list, group: int, ids: Sequence[int]) -> list[jax.Array]:
         """Pages `ids` of a group, each uint32 [tp, W] on the device, as the steps enqueued so far leave them."""
         programs, layers, out = self._gathers[group], self._layers(kv, group), []

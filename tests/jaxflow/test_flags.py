@@ -58,6 +58,7 @@ def test_every_setting_has_a_flag_of_its_name(parse):
         gpu_memory_utilization=0.5,
         num_kv_pages=10,
         enable_prefix_caching=False,
+        kv_offloading_size=1.5,
         seed=3,
         calibration="softmax.json",
         plan="searched",

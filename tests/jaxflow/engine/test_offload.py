@@ -1,0 +1,237 @@
+"""The host tier in the engine: whatever leaves the device and comes back, the tokens are those of everything on the device."""
+
+import threading
+
+import numpy as np
+import pytest
+import toy
+
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.admission import OutputLengths
+from jaxflow.engine.build import make_executor, resolve
+from jaxflow.engine.driver import Driver
+from jaxflow.engine.load_cost import LoadCosts, worth_loading
+from jaxflow.engine.request import Request, SamplingParams
+from jaxflow.engine.start_offload import pinned_pool_gib, seconds_a_token, staging_bytes, start_offload
+from jaxflow.memory.transfers import Channel
+from jaxflow.model.checkpoint import open_checkpoint
+
+LLAMA, WINDOWS = ("stories260K", 1), ("tiny-gemma3_text", 2)  # full attention on one device; two layer groups on two
+NEVER_LOAD = LoadCosts(bytes_per_s=1.0, latency_s=1e9, seconds_a_token=0.0)
+
+
+def vocab(model, tp):
+    return toy.executor(model, tp)[1].programs.context.config.vocab_size
+
+
+def conversations(model, tp, count=10, seed=0):
+    """Requests that begin alike, of every kind of sampling, and what their answers are on the device alone."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(3, vocab(model, tp), 70)
+    kinds = [{"temperature": 0.0}, {"temperature": 0.9}, {"top_k": 20, "repetition_penalty": 1.3}, {"n": 2}, {"prompt_logprobs": 0}]
+    prompts = [
+        np.concatenate([shared[: int(rng.integers(0, 70))], rng.integers(3, vocab(model, tp), int(rng.integers(1, 60)))])
+        for _ in range(count)
+    ]
+    return [
+        Request(f"r{i}", prompt, SamplingParams(seed=i, max_tokens=30, ignore_eos=i % 2 == 0, **kinds[i % len(kinds)]))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.fixture(scope="module", params=[LLAMA, WINDOWS], ids=["llama", "windows-tp2"])
+def case(request):
+    """(model, tp, requests, their answers with everything on the device)."""
+    model, tp = request.param
+    requests = conversations(model, tp)
+    results = toy.run(toy.loop(model, tp=tp), requests)
+    return model, tp, requests, {name: result.token_ids for name, result in results.items()}
+
+
+def small_loop(case, host_pages, *, pages=20, **more):
+    """An engine of few pages that expects short answers, so that it pre-empts."""
+    model, tp, *_ = case
+    groups = toy.executor(model, tp)[1].groups
+    engine = toy.offloading_loop(model, host_pages, tp=tp, num_pages=(pages,) * groups, **more)
+    engine.scheduler.lengths = OutputLengths(2)
+    return engine
+
+
+def check_idle(engine):
+    """No page, slot, staging space or pin is taken, once the last copies have come."""
+    tier, transfers = engine.scheduler.tier, engine._offload.transfers
+    for _ in range(1000):
+        if not (tier.busy or tier._storing_bytes or tier._fetching_bytes):
+            break
+        transfers.wait(0.01)
+        engine.step()
+    assert not (tier.busy or tier._storing_bytes or tier._fetching_bytes or tier.loads or engine.has_work)
+    assert engine.scheduler.pages_free == sum(engine.scheduler.config.num_pages)
+    assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
+    assert all(entry.pins == 0 and entry.data is not None for entry in tier.store._entries.values())
+    assert tier.store.bytes <= tier.store.capacity_bytes
+
+
+def threads():
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("jaxflow"))
+
+
+@pytest.mark.parametrize(("host_pages", "staging_pages"), [(400, None), (12, 3)], ids=["roomy", "full"])
+def test_the_same_tokens_through_eviction_and_pre_emption(case, host_pages, staging_pages):
+    _, _, requests, expected = case
+    engine = small_loop(case, host_pages, staging_pages=staging_pages)
+    compilations = engine.executor.compilations
+    for _ in range(2):
+        results = toy.run(engine, requests, preempt_at=range(5, 60, 6))
+        assert {name: result.token_ids for name, result in results.items()} == expected
+        check_idle(engine)
+    tier = engine.scheduler.tier
+    assert engine.scheduler.num_preemptions > 0
+    assert tier.store.counters.stored > 20
+    assert tier.store.counters.loaded > 0
+    if staging_pages is None:
+        assert tier.counters.swapped_in > 0
+        assert tier.counters.host_hit_tokens > 100
+    else:
+        assert tier.store.counters.evicted > 0
+    assert engine.executor.compilations == compilations
+    engine.close()
+    assert threads() == []
+
+
+def test_a_pre_empted_sequence_goes_on_where_it_was(case):
+    """With a host it computes one token again, without, all of the page that it had filled in part."""
+    prompt, times = np.arange(3, 60), (21,)
+    requests = [Request(f"r{i}", prompt + i, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)) for i in (0, 1)]
+    again = {}
+    for costs in (toy.ALWAYS_LOAD, NEVER_LOAD):
+        engine = small_loop(case, 400, costs=costs)
+        results = toy.run(engine, requests, preempt_at=times)
+        assert [len(result.tokens) for result in results.values()] == [60, 60]
+        assert engine.scheduler.num_preemptions == len(times)
+        assert engine.scheduler.tier.counters.swapped_in == (len(times) if costs is toy.ALWAYS_LOAD else 0)
+        again[costs] = engine.stats(0).prompt_tokens - 2 * len(prompt)
+        check_idle(engine)
+        engine.close()
+    assert again[toy.ALWAYS_LOAD] == len(times)
+    assert again[NEVER_LOAD] > 5 * len(times)
+
+
+def test_aborts_at_any_moment_leave_nothing(case):
+    _, _, requests, expected = case
+    engine = small_loop(case, 60, staging_pages=4)
+    rng = np.random.default_rng(4)
+    for _ in range(2):
+        results = {request.request_id: toy.Result() for request in requests}
+        for request in requests:
+            engine.add(request, 0.0)
+        while engine.has_work:
+            events = engine.step()
+            if engine._live and rng.random() < 0.15:
+                events += engine.abort(rng.choice(list(engine._live)))
+            for event in events:
+                results[event.request_id].take(event)
+        for name, result in results.items():
+            for index, tokens in result.token_ids.items():
+                assert tokens == expected[name][index][: len(tokens)]
+        check_idle(engine)
+    engine.close()
+    assert threads() == []
+
+
+def test_copies_that_fail_cost_time_and_nothing_else(case, monkeypatch):
+    _, _, requests, expected = case
+    copy, calls = Channel._copy, iter(range(10**6))
+    monkeypatch.setattr(Channel, "_copy", lambda self, sources: [None] * len(sources) if next(calls) % 3 == 0 else copy(self, sources))
+    engine = small_loop(case, 100)
+    for _ in range(2):
+        results = toy.run(engine, requests, preempt_at=range(5, 60, 9))
+        assert {name: result.token_ids for name, result in results.items()} == expected
+        check_idle(engine)
+    engine.close()
+
+
+def test_a_fault_of_a_copy_is_said_once_and_kept_from_the_engine(caplog):
+    engine = toy.offloading_loop(*LLAMA[:1], 10)
+    channel = engine._offload.transfers.to_host
+    channel.copy([("a", None), ("b", None)])  # no arrays: the copy raises
+    channel.copy([("c", None)])
+    channel.close()
+    assert channel.done() == [("a", None), ("b", None), ("c", None)]
+    assert len([record for record in caplog.records if "cannot be copied" in record.message]) == 1
+    engine._offload.transfers.to_device.close()
+
+
+class TestDriver:
+    class Box:
+        def __init__(self):
+            self.result, self.done = toy.Result(), threading.Event()
+
+        def post(self, events):
+            for event in events:
+                self.result.take(event)
+            if self.result.finished:
+                self.done.set()
+
+    def test_a_driver_closes_the_threads(self):
+        engine = toy.offloading_loop(*LLAMA[:1], 50, costs=LoadCosts(1e9, 0.0, 1e-3))
+        driver = Driver(engine)
+        driver.start()
+        assert threads() == ["jaxflow-engine", "jaxflow-load-kv", "jaxflow-store-kv"]
+        prompt, answers = np.arange(3, 60), []
+        for name in ("first", "second"):
+            box = self.Box()
+            driver.submit(Request(name, prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)), box)
+            assert box.done.wait(60)
+            answers.append(box.result.tokens)
+        assert answers[0] == answers[1]
+        driver.close()
+        assert threads() == []
+
+
+class TestStart:
+    def test_costs_are_measured(self):
+        config, executor = toy._with_copies("stories260K", 1, "auto")
+        config = EngineConfig(**{**vars(config), "kv_offloading_size": 0.001})
+        before = executor.compilations
+        offload = start_offload(config, executor)
+        costs = offload.tier.costs
+        offload.close()
+        assert costs.bytes_per_s > 0
+        assert 0 < costs.latency_s < 10
+        assert 0 < costs.seconds_a_token < 1
+        assert 0 < seconds_a_token(executor) < 1
+        assert executor.compilations == before
+        assert threads() == []
+
+    @pytest.mark.parametrize(
+        ("changes", "accepted"),
+        [
+            ({"kv_offloading_size": 1e-7}, "0, or at least 0.00"),
+            ({"kv_offloading_size": 1e6}, "GiB of memory that are free"),
+            ({"kv_offloading_size": 0.1, "enable_prefix_caching": False}, "enable_prefix_caching"),
+            ({"kv_offloading_size": -1.0}, "or 0"),
+            ({"kv_offloading_size": float("nan")}, "or 0"),
+        ],
+    )
+    def test_a_host_that_cannot_work_is_refused(self, changes, accepted):
+        with pytest.raises(ConfigError, match="kv_offloading_size") as refused:
+            settings = EngineConfig(model=toy.executor("stories260K")[0].model, **changes)
+            checkpoint = open_checkpoint(settings.model)
+            make_executor(resolve(settings, checkpoint.model_config), checkpoint, {})
+        assert accepted in str(refused.value)
+
+    def test_sizes(self):
+        assert staging_bytes((1 << 20,), 100 << 30) == 1 << 30
+        assert staging_bytes((1 << 20,), 10 << 30) == (10 << 30) // 50
+        assert staging_bytes((1 << 20, 3 << 20), 1 << 20) == 12 << 20
+        assert pinned_pool_gib(1) == 64
+        assert pinned_pool_gib(100) >= 125
+
+
+def test_loading_is_worth_it_where_the_link_is_faster_than_the_device_computes():
+    costs = LoadCosts(bytes_per_s=50e9, latency_s=1e-4, seconds_a_token=27e-6)  # Llama 3.1 8B on an H200
+    assert worth_loading(64, 64 * 131072, costs)
+    assert not worth_loading(1, 131072 * 64, costs)
+    assert not worth_loading(3, 0, costs)
+    assert not worth_loading(64, 64 * 131072, LoadCosts(2.5e9, 1e-4, 27e-6))
