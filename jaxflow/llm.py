@@ -21,6 +21,7 @@ from jaxflow.text.chat import encode_chat
 from jaxflow.text.detokenizer import StopStrings
 from jaxflow.text.tokenizer import Tokenizer, load_tokenizer
 from jaxflow.text.vocabulary import TokenizerError
+from pallas_kernels.kernel_set import KernelSet
 
 __all__ = ["LLM", "CompletionOutput", "Prompt", "RequestFailed", "RequestOutput"]
 
@@ -43,13 +44,13 @@ class LLM:
         self._load(EngineConfig(model=model, **settings), progress)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, *, progress: bool = True) -> "LLM":
-        """The same, from settings that were read already."""
+    def from_config(cls, config: EngineConfig, *, progress: bool = True, kernels: KernelSet | None = None) -> "LLM":
+        """The same, from settings that were read already. kernels: instead of those that the settings choose."""
         llm = cls.__new__(cls)
-        llm._load(config, progress)
+        llm._load(config, progress, kernels)
         return llm
 
-    def _load(self, config: EngineConfig, progress: bool) -> None:
+    def _load(self, config: EngineConfig, progress: bool, kernels: KernelSet | None = None) -> None:
         prepare_process(config)
         checkpoint = open_checkpoint(config.model, load_format=config.load_format)
         self.name = checkpoint.name
@@ -57,7 +58,7 @@ class LLM:
         self.generation_config: Mapping[str, Any] = checkpoint.generation_config
         source = config.tokenizer or checkpoint.tokenizer_path
         self.tokenizer: Tokenizer | None = None if source is None else load_tokenizer(source)
-        self._engine = start_engine(config, checkpoint, progress=progress)
+        self._engine = start_engine(config, checkpoint, kernels=kernels, progress=progress)
         self.engine_config, self.driver = self._engine.config, self._engine.driver
         self._ids = itertools.count()
 

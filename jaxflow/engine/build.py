@@ -93,12 +93,12 @@ class Engine:
     warm_up_s: float
 
 
-def start_engine(config: EngineConfig, checkpoint: Checkpoint, *, progress: bool = True) -> Engine:
-    """Loads, compiles and starts. Raises: ConfigError, CheckpointError, PlanError."""
+def start_engine(config: EngineConfig, checkpoint: Checkpoint, *, kernels: KernelSet | None = None, progress: bool = True) -> Engine:
+    """Loads, compiles and starts. kernels: None for the device's own. Raises: ConfigError, CheckpointError, PlanError."""
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
     config = resolve(config, checkpoint.model_config)
     plans = choose_plans(config, checkpoint.model_config)
-    executor = make_executor(config, checkpoint, plans, progress=progress)
+    executor = make_executor(config, checkpoint, plans, kernels=kernels, progress=progress)
     with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
         warm_up_s = executor.warm_up(_advance(bar))
     # Compiled programs are millions of objects that live as long as the process: the collector need not walk them within a step.

@@ -1,25 +1,95 @@
-"""The default chat model in 8 bits: what its perplexity on real text loses."""
+"""The default chat model in 8 and in 4 bits: what its perplexity on real text loses.
 
+The report under benchmarks/ is of all eight windows, through engines; here are the first tokens of one, in one step whose
+ops are compiled one by one, once for all layers.
+"""
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import paths
 import pytest
 
-from jaxflow.bench.perplexity import measure
-from jaxflow.config import EngineConfig
+from jaxflow.bench.perplexity import KV_4_BITS, moved
+from jaxflow.memory.kv_cache import cache_shapes
+from jaxflow.model import ops
+from jaxflow.model.batch import Batch
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.leaf import QUANTIZED
+from jaxflow.pipeline.compiler import compile_plan
+from jaxflow.pipeline.handmade import sequential_plan
+from pallas_kernels import reference
+from pallas_kernels.kernel_set import REFERENCE
+from pallas_kernels.reference.int4 import quantize_int4
+
+TOKENS, PAGE = 128, 64
 
 
-def test_what_8_bits_cost(smollm2_gguf):
-    """The report under benchmarks/ is of all eight windows."""
-    settings = {"max_model_len": 320, "max_num_batched_tokens": 64, "max_num_seqs": 1, "num_kv_pages": 6, "enable_prefix_caching": False}
-    windows = np.load(paths.PPL / "wikitext2_8x1024.npy")[:1, :256].astype(np.int64)
-    config = EngineConfig(str(smollm2_gguf), **settings)
-    found = {way["way"]: way for _, way in measure(config, windows, ("wide", "fp8", "fp8, fp8 KV", "fp8 KV"))}
-    wide = found["wide"]["perplexity"]
-    lost = {name: way["perplexity"] / wide - 1 for name, way in found.items()}
-    assert 15 < wide < 40
-    assert lost["fp8"] == pytest.approx(0.02, abs=0.04)
-    assert lost["fp8, fp8 KV"] == pytest.approx(0.03, abs=0.05)
-    assert lost["fp8 KV"] == pytest.approx(0.01, abs=0.03)
-    # It is 8 bits that ran: tokens moved, and the more of it the further.
-    moved = {name: way["mean_moved"] for name, way in found.items()}
-    assert 0.02 < moved["fp8 KV"] < moved["fp8"] < moved["fp8, fp8 KV"] < 0.3
+@pytest.fixture(scope="module")
+def model(smollm2_gguf):
+    """(its config, its weights)"""
+    checkpoint = open_checkpoint(str(smollm2_gguf))
+    return checkpoint.model_config, checkpoint.load(jnp.float32, progress=False)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return np.load(paths.PPL / "wikitext2_8x1024.npy")[0, :TOKENS].astype(np.int32)
+
+
+def logprobs(model, text, *, quantize=None, kv=jnp.float32, kernels=REFERENCE):
+    """[TOKENS - 1]: of every token but the first, given those before it. quantize: of the matrices of all layers."""
+    config, weights = model
+    if quantize is not None:
+        quantize = jax.jit(quantize)
+        weights = weights | {"layers": [{k: quantize(w) if k in QUANTIZED else w for k, w in layer.items()} for layer in weights["layers"]]}
+    if kv == jnp.float8_e4m3fn:
+        ones = dict.fromkeys(("k_scale", "v_scale"), jnp.ones(config.num_kv_heads))
+        weights = weights | {"layers": [layer | ones for layer in weights["layers"]]}
+    pages, at = TOKENS // PAGE, jnp.arange(TOKENS, dtype=jnp.int32)
+    cache = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), cache_shapes(config, (pages,), PAGE, kv, 1))
+    batch = Batch(
+        token_ids=jnp.asarray(text),
+        positions=at,
+        slots=at[None],
+        page_table=jnp.broadcast_to(jnp.arange(pages, dtype=jnp.int32), (1, TOKENS, pages)),
+        lengths=jnp.zeros(TOKENS, jnp.int32).at[0].set(TOKENS),
+        num_decodes=jnp.int32(0),
+        chunks=jnp.array([[0, TOKENS, 0, 0]], jnp.int32),
+        sample_tokens=at,
+    )
+    context = ops.Context(config, kernels)
+    forward = compile_plan(sequential_plan(config, TOKENS), config, quantized=quantize is not None)
+    hidden, _, _ = forward(context, weights, cache, batch)
+    found = jax.nn.log_softmax(ops.logits(context, weights, hidden), axis=-1)
+    return np.asarray(found)[np.arange(TOKENS - 1), text[1:]].astype(np.float64)
+
+
+WAYS = {
+    "fp8 KV": {"kv": jnp.float8_e4m3fn},
+    "fp8": {"quantize": reference.quantize_rows},
+    "fp8, fp8 KV": {"quantize": reference.quantize_rows, "kv": jnp.float8_e4m3fn},
+    "4-bit KV": {"kernels": KV_4_BITS},
+    "int4": {"quantize": quantize_int4},
+}
+
+
+@pytest.fixture(scope="module")
+def costs(model, text):
+    wide = logprobs(model, text)
+    assert np.exp(-wide.mean()) == pytest.approx(24.09, abs=0.01)  # as an engine scores these tokens
+    return {way: moved(logprobs(model, text, **numbers), wide) | {"wide": np.exp(-wide.mean())} for way, numbers in WAYS.items()}
+
+
+@pytest.mark.parametrize(
+    ("way", "lost", "off"),
+    [("fp8 KV", 0.0, 0.03), ("fp8", 0.0, 0.04), ("fp8, fp8 KV", 0.03, 0.05), ("4-bit KV", 0.16, 0.08), ("int4", 0.18, 0.08)],
+)
+def test_what_few_bits_cost(way, lost, off, costs):
+    assert costs[way]["perplexity"] / costs[way]["wide"] - 1 == pytest.approx(lost, abs=off)
+
+
+def test_it_is_few_bits_that_ran(costs):
+    """Tokens moved, and the more the fewer the bits."""
+    found = [costs[way]["mean_moved"] for way in WAYS]
+    assert found[0] > 0.02 and found == sorted(found) and found[-1] < 0.8
