@@ -8,13 +8,13 @@ import pytest
 
 # The floors of the design, bottom up. A target may not depend on one of a later line.
 FLOORS = (
-    ("pallas_kernels", "kernel_checks", "config", "request", "text"),
+    ("pallas_kernels", "kernel_checks", "config", "request", "text", "offload_policy"),
     ("mesh",),
     ("pages", "memory"),
     ("graph", "model"),
     ("pipeline",),
     ("schedule", "engine"),
-    ("llm", "jaxflow"),
+    ("offload", "llm", "jaxflow"),
     ("serving_proto", "serving"),
     ("bench",),
 )

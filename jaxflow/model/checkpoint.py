@@ -12,7 +12,7 @@ import functools
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from jaxflow.model.hub import download
 from jaxflow.model.leaf import Leaf, assemble, quantize_leaf
 from jaxflow.model.safetensors_file import SafetensorsFolder
 from jaxflow.model.source import CheckpointError, TensorSource, check_tensors, read_json
-from jaxflow.model.weights import Weights, dummy_weights, leaves, tensors
+from jaxflow.model.weights import Weights, dummy_groups, dummy_weights, leaves, tensors
 from pallas_kernels.quantized import Quantized
 
 __all__ = ["Checkpoint", "CheckpointError", "convert", "open_checkpoint", "shipped_configs"]
@@ -95,13 +95,30 @@ class Checkpoint:
         with tqdm(total=len(jax.tree.leaves(tree)), desc="Loading weights", unit="array", delay=1, disable=not progress) as bar:
             if isinstance(self.source, orbax_file.OrbaxFolder):
                 return self.source.load(self.model_config, dtype, mesh, bar.update, **options)
+            _check(self.source, self.model_config)
             return _load(self.source, self.model_config, tree, dtype, mesh, bar.update)
+
+    def stream(self, dtype: Any, *, seed: int = 0, quantization: str | None = None) -> Iterator[Weights]:
+        """`load` for one device, a group at a time: what is in no layer, then each layer. Only the last one's arrays are kept here.
+
+        Raises: CheckpointError. ConfigError for a checkpoint published in 8 bits.
+        """
+        if self.quantization is not None:
+            raise ConfigError("quantization", self.quantization, "a checkpoint of wide weights, which are kept or turned to 4 bits")
+        config, source, options = self.model_config, self.source, {"quantization": quantization}
+        if source is None:
+            yield from dummy_groups(config, jnp.dtype(dtype), None, seed, quantization=quantization)
+        elif isinstance(source, orbax_file.OrbaxFolder):
+            yield from source.load_groups(config, jnp.dtype(dtype), None, lambda _: None, **options)
+        else:
+            _check(source, config)
+            for _, group in orbax_file.groups(config, 1, **options):
+                yield _load(source, config, group, jnp.dtype(dtype), None, lambda _: None)
 
 
 def _load(
     source: TensorSource, config: ModelConfig, tree: Weights, dtype: Any, mesh: Mesh | None, progress: Callable[[int], object]
 ) -> Weights:
-    _check(source, config)
     in_flight: list[Any] = []
 
     def put(array: np.ndarray, spec: PartitionSpec) -> jax.Array:

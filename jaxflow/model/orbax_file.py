@@ -103,9 +103,15 @@ class OrbaxFolder:
         Raises:
           CheckpointError: a group is missing or damaged, or its arrays are not those of the config, by name.
         """
+        outer, *layers = self.load_groups(config, dtype, mesh, progress, **options)
+        return {**outer, "layers": layers}
+
+    def load_groups(
+        self, config: ModelConfig, dtype: Any, mesh: Mesh | None, progress: Callable[[int], object], **options: Any
+    ) -> Iterator[dict[str, jax.Array]]:
+        """`load` a group at a time: what is in no layer, then each layer."""
         devices = 1 if mesh is None else mesh.shape[TP]
         stored_as, wanted = dict(groups(config, 1)), dict(groups(config, devices, **options))
-        read: list[dict[str, jax.Array]] = []
         with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
             for name, group in groups(config, devices):
                 path = (self.path / name).absolute()
@@ -118,10 +124,8 @@ class OrbaxFolder:
                 except Exception as error:  # Orbax and TensorStore raise many kinds
                     raise CheckpointError(f"{path}: cannot be restored, it may be damaged: {str(error)[:300]}") from error
                 stored = {key: _copy_rows(arrays[key], leaf, mesh) for key, leaf in group.items()}
-                read.append({key: _finished(leaf, stored.pop(key, None), mesh) for key, leaf in wanted[name].items()})
+                yield {key: _finished(leaf, stored.pop(key, None), mesh) for key, leaf in wanted[name].items()}
                 progress(len(group))
-        outer, *layers = read
-        return {**outer, "layers": layers}
 
 
 def _check_group(path: Path, checkpointer: ocp.PyTreeCheckpointer, group: dict[str, Leaf]) -> None:

@@ -16,7 +16,7 @@ cache has its scales here, "k_scale" and "v_scale" [K], float32, in each layer.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -94,6 +94,14 @@ def dummy_weights(
     their size from layer to layer. One compilation for each distinct layer, however many layers there are. Options: those
     of `leaves`; quantised matrices are the rounded ones, quantised.
     """
+    outer, *layers = dummy_groups(config, dtype, mesh, seed, quantization=quantization, kv_scales=kv_scales)
+    return outer | {"layers": layers}
+
+
+def dummy_groups(
+    config: ModelConfig, dtype: Any, mesh: Mesh | None = None, seed: int = 0, *, quantization: str | None = None, kv_scales: bool = False
+) -> Iterator[Weights]:
+    """`dummy_weights` a group at a time: what is in no layer, then each layer."""
     tree = leaves(config, 1 if mesh is None else mesh.shape[TP], quantization=quantization, kv_scales=kv_scales)
     makers: dict[tuple[Any, ...], Callable[[np.ndarray], Any]] = {}
 
@@ -106,8 +114,9 @@ def dummy_weights(
             makers[kind] = jax.jit(draw, out_shardings=placed)
         return makers[kind](np.random.SeedSequence([seed, number]).generate_state(2 * len(group)).reshape(-1, 2))
 
-    outer = {name: leaf for name, leaf in tree.items() if name != "layers"}
-    return make(outer, 0) | {"layers": [make(layer, i) for i, layer in enumerate(tree["layers"], start=1)]}
+    yield make({name: leaf for name, leaf in tree.items() if name != "layers"}, 0)
+    for number, layer in enumerate(tree["layers"], start=1):
+        yield make(layer, number)
 
 
 def _draw_group(seeds: jax.Array, *, group: Mapping[str, Leaf], dtype: Any, norm: float) -> dict[str, Any]:

@@ -1,0 +1,100 @@
+"""What a policy needs of each tier, in bytes, counted before anything is loaded; and the refusal of one that does not fit.
+
+The parts are those of the cost model (FlexGen A.3), counted of the very shapes that are allocated. Not counted: counters, positions and the
+like, a few kilobytes a batch; programs; and the space that the host's attention works in.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+
+from jaxflow.config import ConfigError
+from jaxflow.offload.compiled import attends_on_host
+from jaxflow.offload.disk_tier import HEADER_BYTES
+from jaxflow.offload.geometry import Geometry, PlacedWeights, array_bytes, tree_bytes
+from jaxflow.offload.kv_store import file_bytes
+from jaxflow.offload.policy import TIERS
+from jaxflow.offload.weight_store import disk_pairs, staging_bytes
+
+_GIGA = 1e9
+LIMITS = {"device": "gpu_memory_limit", "host": "host_memory_limit", "disk": "disk_limit"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """Bytes by tier, and by what takes them. `lives`: from the start to the end; `passes`: at most at once of what comes and goes."""
+
+    lives: Mapping[str, Mapping[str, int]]
+    passes: Mapping[str, Mapping[str, int]]
+
+    def total(self, tier: str) -> int:
+        return sum(self.lives[tier].values()) + sum(self.passes[tier].values())
+
+    def describe(self) -> str:
+        """A line for each tier."""
+        lines = []
+        for tier in TIERS:
+            parts = {**self.lives[tier], **{f"{name} in passing": size for name, size in self.passes[tier].items()}}
+            told = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items() if size)
+            lines.append(f"{tier:7}{_gb(self.total(tier))} GB{f' ({told})' if told else ''}")
+        return "\n".join(lines)
+
+
+def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
+    """What a run of a policy holds. working_bytes: what the largest program takes beside its inputs (0: not known yet)."""
+    layers, batches = range(g.config.num_layers), g.policy.num_gpu_batches
+    squares = len(layers) * batches
+    kv = {part.tier: part for part in g.kv_parts}
+    activations = {part.tier: part for part in g.activation_parts}
+    weights = {tier: sum(placed.bytes_of(layer, tier) for layer in layers) for tier in TIERS}  # type: ignore[arg-type]
+    pages = {tier: tree_bytes(g.kv_pages(part.rows)) for tier, part in kv.items()}
+    passed = {tier: array_bytes(g.activation(part.rows, g.prompt)) for tier, part in activations.items()}
+
+    def away(sizes: Mapping[str, int]) -> int:
+        return sum(size for tier, size in sizes.items() if tier != "device")
+
+    fetched = [sum(placed.bytes_of(layer, tier) for tier in ("host", "disk")) for layer in layers]
+    device = {
+        "embedding and head": tree_bytes(placed.ends),
+        "weights": weights["device"],
+        "KV": squares * pages.get("device", 0),
+    }
+    device_passes = {
+        "weights": max(one + two for one, two in zip(fetched, fetched[1:] + fetched[:1], strict=True)) if len(fetched) > 1 else fetched[0],
+        "KV": 2 * away(pages),
+        "activations": batches * passed.get("device", 0) + 2 * away(passed),
+        "programs": working_bytes,
+    }
+    steps = {tier: tree_bytes(g.kv_rows(part.rows)) for tier, part in kv.items()}
+    host_passes = {
+        "weights": staging_bytes(disk_pairs(placed)),
+        # read ahead and on its way down, and a prompt's on its way up
+        "KV": 4 * pages.get("disk", 0) + 2 * away(steps),
+        "activations": 4 * passed.get("disk", 0),
+    }
+    if attends_on_host(g):
+        heads = jax.ShapeDtypeStruct((g.batch, g.config.num_heads, g.config.head_dim), g.dtype)
+        host_passes["queries and outputs"] = 5 * array_bytes(heads)
+    disk = {
+        "weights": weights["disk"] + HEADER_BYTES * sum(placed.bytes_of(layer, "disk") > 0 for layer in layers),
+        "KV": squares * (file_bytes(g, kv["disk"]) + HEADER_BYTES) if "disk" in kv else 0,
+        "activations": batches * (passed["disk"] + HEADER_BYTES) if "disk" in activations else 0,
+    }
+    host = {"weights": weights["host"], "KV": squares * pages.get("host", 0), "activations": batches * passed.get("host", 0)}
+    nothing: dict[str, int] = {}
+    return Account({"device": device, "host": host, "disk": disk}, {"device": device_passes, "host": host_passes, "disk": nothing})
+
+
+def check_fits(found: Account, limits: Mapping[str, int | None]) -> None:
+    """Raises ConfigError, naming the limit and what would fit, where a tier has too little room. limits: bytes by tier; None: not known."""
+    for tier in TIERS:
+        limit, needed = limits.get(tier), found.total(tier)
+        if limit is not None and needed > limit:
+            accepted = f"at least {_gb(needed)} GB for this policy, or lower shares of the {tier}, or smaller batches\n{found.describe()}"
+            raise ConfigError(LIMITS[tier], f"{_gb(limit)} GB", accepted)
+
+
+def _gb(size: int) -> str:
+    """Rounded up, so that what is advised fits."""
+    return f"{-(-size // 1000) / 1e6:.6g}"

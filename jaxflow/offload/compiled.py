@@ -1,0 +1,109 @@
+"""The programs of a geometry, compiled for a device before anything is loaded: what they need beside their inputs is accounted for."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from jaxflow.config import Layer
+from jaxflow.model.slot_params import empty_slots
+from jaxflow.offload.geometry import Geometry, PlacedWeights, halves
+from jaxflow.offload.programs import Programs
+
+_compiled = 0  # backend compilations of this process
+
+
+def _count_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    global _compiled
+    _compiled += event == "/jax/core/compile/backend_compile_duration"
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+
+
+def compilations() -> int:
+    """Backend compilations of this process so far."""
+    return _compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """By layer kind, or by whether it is a prompt's (True) or a decode's. Each is called as the function of `Programs` of its name."""
+
+    embed: dict[bool, Callable]
+    prefill: dict[Layer, Callable]
+    decode: dict[Layer, Callable]
+    before: dict[Layer, Callable]
+    after: dict[Layer, Callable]
+    hidden: dict[bool, Callable]
+    sample: Callable
+    sample_full: Callable
+    vocabulary: int  # V', with padding
+    working_bytes: int  # device memory that the largest program takes beside what it is given
+
+
+def attends_on_host(g: Geometry) -> bool:
+    """Whether decodes attend on the host to a part of their KV."""
+    return g.policy.host_attention and any(part.tier != "device" for part in g.kv_parts)
+
+
+def compile_programs(programs: Programs, placed: PlacedWeights, device: Any, on_progress: Callable[[str], object]) -> Compiled:
+    """Compiles everything that a run calls. on_progress: told each program before it is compiled."""
+    g = programs.geometry
+    struct = _structs(SingleDeviceSharding(device))
+    b, working = g.batch, [0]
+
+    def build(name: str, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> Callable:
+        on_progress(name)
+        compiled = jax.jit(function, donate_argnums=donate).lower(*struct(arguments)).compile()
+        found = compiled.memory_analysis()
+        if found is not None:
+            working[0] = max(working[0], found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes)
+        return compiled
+
+    def vector(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def pieces(tokens: int) -> tuple:
+        return tuple(g.activation(part.rows, tokens) for part in g.activation_parts)
+
+    def by_phase(make: Callable[[bool], Callable]) -> dict[bool, Callable]:
+        return {prompt: make(prompt) for prompt in (True, False)}
+
+    away = [part for part in g.kv_parts if part.tier != "device"]
+    home = next((g.kv_pages(part.rows) for part in g.kv_parts if part.tier == "device"), ())
+    loaded = tuple(g.kv_pages(part.rows) for part in away)
+    kinds = dict(zip(g.config.layers, placed.layers, strict=True))
+    tokens = {True: g.prompt, False: 1}
+    embed = by_phase(lambda p: build("embed", programs.embed, placed.ends, vector(b * tokens[p]), vector(b * tokens[p])))
+    prefill = {
+        layer: build("prefill", programs.prefill(layer), w, pieces(g.prompt), home, vector(b), donate=(2,)) for layer, w in kinds.items()
+    }
+    decode, before, after = {}, {}, {}
+    live = vector(b, dtype=jnp.bool_)
+    for layer, w in kinds.items():
+        if attends_on_host(g):
+            first, second = ({key: w[key] for key in keys} for keys in halves(w))
+            before[layer] = build("before", programs.before(layer), first, pieces(1), home, vector(b), live, donate=(2,))
+            stream, heads = g.activation(b, 1), (g.config.num_heads, g.config.head_dim)
+            own = tuple(vector(part.rows, *heads, dtype=g.dtype) for part in g.kv_parts if part.tier == "device")
+            others = tuple(vector(part.rows, *heads, dtype=g.dtype) for part in away)
+            after[layer] = build("after", programs.after(layer), second, stream, own, others)
+        else:
+            donate = (2, 3) if g.policy.kv_bits == 16 else (2,)
+            decode[layer] = build("decode", programs.decode(layer), w, pieces(1), home, loaded, vector(b), live, donate=donate)
+    vocabulary = placed.ends.get("lm_head", placed.ends["embed"]).shape[0]
+    slots = jax.eval_shape(lambda: empty_slots(b, vocabulary))
+    rows = (vector(b, dtype=jnp.float32), vector(b, 2, dtype=jnp.uint32), vector(b))
+    states = jax.ShapeDtypeStruct((b, g.config.hidden_size), g.dtype)
+    hidden = by_phase(lambda p: build("hidden", programs.hidden, placed.ends, pieces(tokens[p]), vector(b)))
+    sample = build("sample", programs.sample, placed.ends, states, *rows)
+    full = build("sample_full", programs.sample_full, placed.ends, states, *rows, vector(b), *slots, donate=(7,))
+    return Compiled(embed, prefill, decode, before, after, hidden, sample, full, vocabulary, working[0])
+
+
+def _structs(sharding: SingleDeviceSharding) -> Callable[[Any], Any]:
+    return lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)

@@ -1,0 +1,61 @@
+"""Drives blocks through the model: FlexGen's Algorithm 1, its six verbs overlapped by what is enqueued before what.
+
+In the time of a square's compute the next layer's weights and the next square's KV and activation come down, and what the last square
+made goes up. One thread enqueues everything, and waits for the square before: a transfer that is issued before a compute runs beside
+it, one issued behind may wait for it, since the device's memory is handed out in the order of the compute. So the next square's loads
+are issued first, then this one's compute, then its stores.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from jaxflow.offload.block import Block
+from jaxflow.offload.run import Drawn, Run, Setup
+from jaxflow.offload.schedule import Square, squares
+
+
+class Driver:
+    """Runs blocks, one at a time."""
+
+    def __init__(self, setup: Setup):
+        self._setup = setup
+        self.prefill_s = 0.0  # of the last block
+
+    def run(self, block: Block, finished: Callable[[Sequence[int]], bool], on_square: Callable[[Square], object]) -> Iterator[Drawn]:
+        """Computes a block; yields each batch's tokens as they are enqueued.
+
+        Args:
+          finished: whether all sequences of these batches have ended, as far as the caller knows.
+          on_square: told each square as it is enqueued.
+
+        Raises: DiskError.
+        """
+        g, run = self._setup.geometry, Run(self._setup, block)
+        order = list(squares(block.batches, g.config.num_layers, g.policy.output_tokens, self._setup.schedule))
+        started, self.prefill_s = time.perf_counter(), 0.0
+        prompts_left = block.batches
+        try:
+            i = 0
+            while i < len(order):
+                begins = order[i].token > 0 and order[i].layer == 0 and run.place(order[i]) == 0
+                if begins and finished([one.batch for one in order[i : i + run.width]]):
+                    i = next((j for j in range(i, len(order)) if order[j].token == 0), len(order))
+                    yield from run.stop()
+                    continue
+                for drawn in run.step(order, i):
+                    yield drawn
+                    if drawn.token == 0:
+                        prompts_left -= 1
+                        if not prompts_left:
+                            jax.block_until_ready(drawn.tokens)
+                            self.prefill_s = time.perf_counter() - started
+                on_square(order[i])
+                i += 1
+            yield from run.stop()
+        finally:
+            run.end()
+
+    def close(self) -> None:
+        self._setup.host_thread.shutdown(cancel_futures=True)

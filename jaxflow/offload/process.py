@@ -1,0 +1,49 @@
+"""What must stand before JAX starts: how much of the device's memory this process may take, and how much of the host's it may pin."""
+
+import contextlib
+import math
+import os
+
+from jaxflow.config import EngineConfig
+from jaxflow.engine.build import prepare_process
+from jaxflow.offload.settings import GIGA, OffloadConfig
+
+
+def prepare(offload: OffloadConfig, config: EngineConfig) -> None:
+    """Settings that must stand before JAX's first use. On a GPU the memory limits become those of XLA's own allocators."""
+    total = device_memory_bytes()
+    if offload.gpu_memory_limit is not None and total is not None:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{min(1.0, offload.gpu_memory_limit * GIGA / total):.4f}"
+    # The pool of pinned memory ends at 64 GB unless it is told; its own unit is GiB.
+    limit = offload.host_memory_limit * GIGA if offload.host_memory_limit is not None else host_memory_bytes()
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(1, math.ceil(limit / 2**30))))
+    prepare_process(config)
+
+
+def device_memory_bytes() -> int | None:
+    """Of the first NVIDIA GPU that this process may see; None where there is none."""
+    with contextlib.suppress(Exception):  # no driver, no GPU
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+            handle = pynvml.nvmlDeviceGetHandleByIndex(int(first)) if first.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(first)
+            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        finally:
+            pynvml.nvmlShutdown()
+    return None
+
+
+def host_memory_bytes() -> int:
+    """What the host has, in use or not."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_host_bytes() -> int:
+    """What the host can still give, the system's caches included."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

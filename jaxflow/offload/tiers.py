@@ -1,0 +1,57 @@
+"""What the stores of weights, KV and activations share: the device, its host's memory, a folder on disk, and threads.
+
+Transfers between host and device are enqueued by the driver itself, in its order, since where a transfer is issued relative to compute
+decides what it can overlap with. Threads do what would keep the driver waiting: they read files ahead, wait for what comes up from the
+device, and write it to its home.
+"""
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from jaxflow.offload.disk_tier import DiskFolder
+from jaxflow.offload.host_tier import HostArray, Staging, host_array, on_host
+from jaxflow.offload.traffic import Traffic
+
+
+class Tiers:
+    """folder: None where nothing lives on disk."""
+
+    def __init__(self, device: Any, folder: DiskFolder | None):
+        self.device, self.folder = device, folder
+        self.traffic, self.staging = Traffic(), Staging(device)
+        self._on_device, self._on_host = SingleDeviceSharding(device), on_host(device)
+        self._weights = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read-weights")
+        self._reads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read-kv")
+        self._writes = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="write")
+
+    def down(self, tree: Any) -> Any:
+        """Host arrays (`HostArray`, or numpy) on their way to the device; returns before they are there."""
+        return jax.tree.map(lambda a: jax.device_put(a.array if isinstance(a, HostArray) else a, self._on_device), tree)
+
+    def up(self, tree: Any) -> Any:
+        """Device arrays on their way to pinned host memory; returns before they are there."""
+        return jax.device_put(tree, self._on_host)
+
+    def arrived(self, tree: Any) -> Any:
+        """The `HostArray`s of what `up` returned; waits for them."""
+        return jax.tree.map(host_array, tree)
+
+    def read_weights(self, work: Callable[[], Any]) -> concurrent.futures.Future:
+        return self._weights.submit(work)
+
+    def read(self, work: Callable[[], Any]) -> concurrent.futures.Future:
+        return self._reads.submit(work)
+
+    def write(self, work: Callable[[], Any]) -> concurrent.futures.Future:
+        return self._writes.submit(work)
+
+    def close(self) -> None:
+        """Ends the threads, once what they were given is done, and removes the files."""
+        for pool in (self._weights, self._reads, self._writes):
+            pool.shutdown(wait=True, cancel_futures=True)
+        if self.folder is not None:
+            self.folder.close()
