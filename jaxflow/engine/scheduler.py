@@ -56,7 +56,7 @@ class Scheduler:
         self.config, self.tier = config, tier
         self.running = Running(config, tier)
         self.lengths = OutputLengths()
-        self.num_preemptions = 0
+        self.num_preemptions = self._times_room_was_made = 0
         self._policy = POLICIES[config.policy]
         self._waiting = Waiting(config.token_budget)
         self._admitted: list[Sequence] = []
@@ -185,11 +185,11 @@ class Scheduler:
             self._waiting.add(seq)
         if not self.num_running:
             self._open, self._batch_rows = True, 0
-        policy, preempted = self._policy, self.num_preemptions
+        policy, taken = self._policy, self._times_room_was_made
         slots, grants = np.zeros(0, np.int32), []
         if policy.mixes:
             slots = self._decode()
-            grants = self._prefill(len(slots), preempted == self.num_preemptions, now)
+            grants = self._prefill(len(slots), taken == self._times_room_was_made, now)
         else:
             grants = self._prefill(0, self._open, now)
             if not grants:
@@ -320,6 +320,7 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Takes the pages of who came last: those that are only held go first."""
+        self._times_room_was_made += 1
         if self.tier is not None and self.tier.loads:
             self._waiting.add(self.tier.cancel(max(self.tier.loads, key=lambda load: load.seq.key)))
         else:

@@ -15,8 +15,10 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.host_tier import HostTier
 from jaxflow.engine.load_cost import LoadCosts
 from jaxflow.engine.offload import Offload
+from jaxflow.engine.plans import on_gpu
 from jaxflow.memory.host_store import HostStore
 from jaxflow.memory.kv_cache import page_bytes
+from jaxflow.memory.numa import bind, gpu_bus_ids, near_cpus, run_bound
 from jaxflow.memory.page_copies import MOST_BYTES, SIZES, PageCopies, sizes_of
 from jaxflow.memory.transfers import Transfers
 
@@ -77,11 +79,12 @@ def start_offload(config: EngineConfig, executor: Executor, *, costs: LoadCosts 
     copies = executor.copies
     assert copies is not None
     mesh = executor.programs.mesh
-    transfers = Transfers(mesh, copies.groups[0].spec)
+    cpus = near_cpus(gpu_bus_ids(mesh.size)) if on_gpu() else None
+    transfers = Transfers(mesh, copies.groups[0].spec, lambda: bind(cpus))
     capacity = int(config.kv_offloading_size * 2**30)
     begin = time.perf_counter()
-    if jax.default_backend() == "gpu":  # elsewhere host memory is not pinned, and nothing to be kept warm
-        reserve(copies, transfers, capacity)
+    if on_gpu():  # elsewhere host memory is not pinned, and nothing to be kept warm
+        run_bound(cpus, lambda: reserve(copies, transfers, capacity))
     costs = costs or LoadCosts(link_bytes_per_s(copies, transfers), latency_s(copies, transfers), seconds_a_token(executor))
     sizes = tuple(size * mesh.size for size in copies.page_bytes)
     log.info(

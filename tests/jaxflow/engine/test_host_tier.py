@@ -60,13 +60,13 @@ def play(world, arrivals, rounds):
     world.run()
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(worlds(), st.lists(st.lists(requests, max_size=3), max_size=12))
 def test_every_sequence_gets_the_tokens_it_gets_alone_and_leaves_nothing_behind(world, arrivals):
     play(world, arrivals, rounds=0.3)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(worlds(tight=True), st.lists(st.lists(requests, min_size=1, max_size=3), min_size=6, max_size=12))
 def test_the_same_when_pages_run_out_all_the_time(world, arrivals):
     changed = [[(own, shared, {**s, "n": 1, "max_tokens": 30, "prompt_logprobs": None}) for own, shared, s in new] for new in arrivals]
