@@ -146,6 +146,8 @@ class EngineConfig:
     num_kv_pages: int | None = None  # None: as memory allows
     enable_prefix_caching: bool = True
     kv_offloading_size: float = 0.0  # GiB of host memory for KV pages; 0: none leave the device
+    kv_disk_path: str | None = None  # a folder for KV pages that survive the process; None: none
+    kv_disk_size: float | None = None  # GiB of files there, with kv_disk_path only
     seed: int = 0
     calibration: str | None = None  # a file of jaxflow.model.calibrate; None: the one beside the model, if there is one; "": none
     plan: str = "sequential"  # sequential, searched, a plan file or a folder of them
@@ -175,6 +177,10 @@ class EngineConfig:
         check("gpu_memory_utilization", math.isfinite(ratio) and 0 < ratio <= 1, "a fraction in (0, 1]")
         size = self.kv_offloading_size
         check("kv_offloading_size", math.isfinite(size) and size >= 0, "GiB of host memory, or 0")
+        size, disk = self.kv_disk_size, self.kv_disk_path is not None
+        check("kv_disk_path", not disk or self.kv_offloading_size > 0, "unset without kv_offloading_size: pages pass the host's memory")
+        check("kv_disk_size", disk == (size is not None), "GiB of files with kv_disk_path, and only with it")
+        check("kv_disk_size", size is None or (math.isfinite(size) and size > 0), "a positive number of GiB")
         check("kernels", self.kernels in ("auto", "reference", "mosaic", "triton"), "auto, reference, mosaic or triton")
         check("scheduling_policy", self.scheduling_policy in SCHEDULING_POLICIES, " or ".join(SCHEDULING_POLICIES))
         hybrid = self.scheduling_policy == "hybrid"

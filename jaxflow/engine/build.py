@@ -1,5 +1,6 @@
 """From settings and a checkpoint to a running engine: every default is decided here, once, and can be read back."""
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -22,11 +23,13 @@ from jaxflow.engine.offload import Offload
 from jaxflow.engine.plans import choose_plans, largest_step, make_layout, on_gpu
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
+from jaxflow.engine.start_disk import open_disk, put_below
 from jaxflow.engine.start_offload import check_host, device_bytes, page_copies, pinned_pool_gib, start_offload
 from jaxflow.memory.kv_cache import fit_pages, page_bytes
 from jaxflow.mesh import axis_of, choose_platform, make_mesh
 from jaxflow.model import softmax_range
 from jaxflow.model.checkpoint import Checkpoint
+from jaxflow.model.fingerprint import kv_fingerprint
 from jaxflow.model.ops import Context
 from jaxflow.model.weights import Weights
 from jaxflow.pipeline.compiler import compile_plan, xla_options
@@ -98,16 +101,24 @@ def start_engine(config: EngineConfig, checkpoint: Checkpoint, *, kernels: Kerne
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
     config = resolve(config, checkpoint.model_config)
     plans = choose_plans(config, checkpoint.model_config)
-    executor = make_executor(config, checkpoint, plans, kernels=kernels, progress=progress)
-    with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
-        warm_up_s = executor.warm_up(_advance(bar))
-    # Compiled programs are millions of objects that live as long as the process: the collector need not walk them within a step.
-    gc.collect()
-    gc.freeze()
-    offload = start_offload(config, executor) if executor.copies is not None else None
-    loop = make_loop(config, checkpoint.model_config, executor, offload)
-    driver = Driver(loop)
-    driver.start()
+    fingerprint = kv_fingerprint(config, checkpoint)
+    with contextlib.ExitStack() as undo:
+        disk = open_disk(config, checkpoint.model_config, fingerprint)
+        if disk is not None:
+            undo.callback(disk.close)
+        executor = make_executor(config, checkpoint, plans, kernels=kernels, progress=progress)
+        with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
+            warm_up_s = executor.warm_up(_advance(bar))
+        # Compiled programs are millions of objects that live as long as the process: the collector need not walk them within a step.
+        gc.collect()
+        gc.freeze()
+        offload = start_offload(config, executor) if executor.copies is not None else None
+        if offload is not None and disk is not None:
+            put_below(offload, disk)
+        loop = make_loop(config, checkpoint.model_config, executor, offload, fingerprint=fingerprint)
+        driver = Driver(loop)
+        driver.start()
+        undo.pop_all()
     return Engine(config, driver, executor, warm_up_s)
 
 

@@ -59,6 +59,8 @@ def test_every_setting_has_a_flag_of_its_name(parse):
         num_kv_pages=10,
         enable_prefix_caching=False,
         kv_offloading_size=1.5,
+        kv_disk_path="pages",
+        kv_disk_size=2.5,
         seed=3,
         calibration="softmax.json",
         plan="searched",

@@ -123,8 +123,17 @@ def test_the_limits_themselves_are_taken(llm):
     assert llm.request([5] * (CONTEXT - 1), SamplingParams(max_tokens=1)).sampling.max_tokens == 1
 
 
+HOST = {"kv_offloading_size": 0.01}
 SETTINGS = (
     ("model", {"model": ""}),
+    ("kv_disk_path", {"kv_disk_path": "/tmp", "kv_disk_size": 1.0}),
+    ("kv_disk_size", {**HOST, "kv_disk_path": "/tmp"}),
+    ("kv_disk_size", {**HOST, "kv_disk_size": 1.0}),
+    ("kv_disk_size", {**HOST, "kv_disk_path": "/tmp", "kv_disk_size": 0.0}),
+    ("kv_disk_size", {**HOST, "kv_disk_path": "/tmp", "kv_disk_size": math.inf}),
+    ("kv_disk_size", {**HOST, "kv_disk_path": "/tmp", "kv_disk_size": 1e-9}),
+    ("kv_disk_path", {**HOST, "kv_disk_path": "/no/such/folder", "kv_disk_size": 1.0}),
+    ("kv_disk_path", {**HOST, "kv_disk_path": "/proc", "kv_disk_size": 1.0}),
     ("quantization", {"quantization": "int3"}),
     ("quantization", {"quantization": "FP8"}),
     ("kv_cache_dtype", {"kv_cache_dtype": "fp8_e5m2"}),

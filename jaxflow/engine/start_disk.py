@@ -1,0 +1,44 @@
+"""From settings to a disk tier below the host's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxflow.config import EngineConfig, ModelConfig
+from jaxflow.engine.disk_link import DiskLink
+from jaxflow.engine.offload import Offload
+from jaxflow.memory.disk_tier import DiskTier
+from jaxflow.memory.host_store import Key
+from jaxflow.memory.kv_cache import page_bytes
+
+
+def open_disk(config: EngineConfig, model: ModelConfig, fingerprint: bytes) -> DiskTier | None:
+    """The tier that the settings ask for, its folder locked: before a model is loaded for nothing.
+
+    config: resolved. fingerprint: of the model and its settings (`jaxflow.model.fingerprint`).
+
+    Raises: ConfigError.
+    """
+    if config.kv_disk_path is None or config.kv_disk_size is None:
+        return None
+    tp = config.tensor_parallel_size
+    sizes = page_bytes(model, config.block_size, jnp.dtype(config.kv_cache_dtype), tp)
+    return DiskTier(config.kv_disk_path, int(config.kv_disk_size * 2**30), fingerprint, [size * tp for size in sizes])
+
+
+def put_below(offload: Offload, disk: DiskTier) -> None:
+    """Makes a disk the tier below an offload's host; the offload closes it."""
+    sharding = offload.transfers.to_host.sharding
+    tp = sharding.mesh.size
+
+    def from_bytes(_: Key, page: np.ndarray) -> jax.Array:
+        """A page on the host as `page_copies` has it, uint32 [tp, W]."""
+        return jax.block_until_ready(jax.device_put(page.view(np.uint32).reshape(tp, -1), sharding))
+
+    offload.link = offload.tier.below = DiskLink(disk, offload.tier.store, to_bytes, from_bytes)
+
+
+def to_bytes(page: jax.Array) -> list[np.ndarray]:
+    """What each shard has of a page, in their order: numpy's views or copies of the host's memory."""
+    shards = sorted(page.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return [np.asarray(shard.data) for shard in shards]

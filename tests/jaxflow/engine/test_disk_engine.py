@@ -1,0 +1,182 @@
+"""The disk under a real engine: a later round finds it after a restart, and whatever the disk does, the tokens are the same."""
+
+import dataclasses
+import errno
+import os
+import shutil
+import threading
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import toy
+
+from jaxflow.engine.request import Request, SamplingParams
+from jaxflow.engine.start_disk import open_disk, put_below
+from jaxflow.memory import disk_file
+from jaxflow.memory.disk_folder import FOLDER
+
+CASES = {"llama": ("stories260K", 1, "auto"), "windows, 2 devices": ("tiny-gemma3_text", 2, "auto"), "int8": ("stories260K", 1, "int8")}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(params=CASES.values(), ids=list(CASES))
+def case(request):
+    return request.param
+
+
+def engine(case, folder, *, host_pages=400, fingerprint=b"a model", **more) -> Any:
+    """An engine of few pages over a host and a disk."""
+    model, tp, kv = case
+    config, made = toy.executor(model, tp, kv=kv)
+    loop: Any = toy.offloading_loop(model, host_pages, tp=tp, kv=kv, num_pages=(40,) * made.groups, fingerprint=fingerprint, **more)
+    config = dataclasses.replace(config, kv_offloading_size=1.0, kv_disk_path=str(folder), kv_disk_size=1.0)
+    disk = open_disk(config, made.programs.context.config, fingerprint)
+    assert disk is not None
+    put_below(loop._offload, disk)
+    return loop
+
+
+def first_rounds(case, salt=""):
+    """Prompts that begin alike."""
+    model, tp, kv = case
+    rng = np.random.default_rng(5)
+    vocabulary = toy.executor(model, tp, kv=kv)[1].programs.context.config.vocab_size
+    shared = rng.integers(3, vocabulary, 50)
+    prompts = [[*shared.tolist(), *rng.integers(3, vocabulary, 40 + i).tolist()] for i in range(4)]
+    return [Request(f"r{i}", prompt, GREEDY, cache_salt=salt) for i, prompt in enumerate(prompts)]
+
+
+def later_rounds(requests, results, salt=""):
+    """The same conversations, one question later."""
+    return [Request(r.request_id, [*r.prompt_token_ids, *results[r.request_id].tokens, 7, 8, 9], GREEDY, cache_salt=salt) for r in requests]
+
+
+def settle(loop):
+    """Until no page is on its way."""
+    while loop.has_work or loop.scheduler.tier._storing_bytes or loop._offload.link.pending:
+        loop.step()
+
+
+def converse(loop, requests):
+    """The tokens of each request, and its result, and how many prompt tokens were not computed; the engine is closed."""
+    results = toy.run(loop, requests)
+    settle(loop)
+    loop.close()
+    return results
+
+
+def tokens(results):
+    return {name: result.token_ids for name, result in results.items()}
+
+
+def cached(results):
+    return [result.started.cached_prompt_tokens for result in results.values()]
+
+
+@pytest.fixture
+def plain(case):
+    """First and later rounds of the conversations, and what is answered with everything on the device."""
+    model, tp, kv = case
+    one = first_rounds(case)
+    answers = toy.run(toy.loop(model, tp=tp, kv=kv), one)
+    two = later_rounds(one, answers)
+    return one, tokens(answers), two, tokens(toy.run(toy.loop(model, tp=tp, kv=kv), two))
+
+
+def test_a_later_round_goes_on_after_a_restart(case, plain, tmp_path):
+    before = threads()
+    one, first, two, second = plain
+    loop = engine(case, tmp_path)
+    assert tokens(converse(loop, one)) == first
+    loop = engine(case, tmp_path)
+    results = converse(loop, two)
+    assert tokens(results) == second
+    counters = loop.scheduler.tier.counters
+    assert min(cached(results)) >= 96, "all whole pages of what was computed before"
+    assert counters.disk_hit_tokens == counters.host_hit_tokens == sum(cached(results)) - counters.device_hit_tokens >= 240
+    assert loop._offload.link.disk.counters().rejected == 0
+    assert threads() == before and not list(tmp_path.rglob("*.tmp"))
+
+
+def threads():
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("jaxflow"))
+
+
+LLAMA = CASES["llama"]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    one = first_rounds(LLAMA)
+    found = toy.run(toy.loop(LLAMA[0]), one)
+    two = later_rounds(one, found)
+    return one, tokens(found), two, tokens(toy.run(toy.loop(LLAMA[0]), two))
+
+
+def test_a_killed_engine_leaves_what_it_had(answers, tmp_path):
+    """What is in the folder at one moment, with a half written file beside it, is what a kill leaves."""
+    one, _, two, second = answers
+    loop = engine(LLAMA, tmp_path)
+    toy.run(loop, one)
+    settle(loop)
+    loop._offload.link.disk.flush(30)
+    (tmp_path / FOLDER / "00aa.tmp").write_bytes(b"half")
+    shutil.copytree(tmp_path / FOLDER, tmp_path / "killed" / FOLDER)
+    loop.close()
+    loop = engine(LLAMA, tmp_path / "killed")
+    results = converse(loop, two)
+    assert tokens(results) == second and min(cached(results)) >= 96
+
+
+def test_through_a_host_that_is_too_small(answers, tmp_path):
+    one, first, two, second = answers
+    loop = engine(LLAMA, tmp_path, host_pages=9, staging_pages=4)
+    assert tokens(converse(loop, one)) == first
+    loop = engine(LLAMA, tmp_path, host_pages=9, staging_pages=4)
+    results = toy.run(loop, two)
+    assert tokens(results) == second
+    assert loop.scheduler.tier.counters.disk_hit_tokens > 0
+    settle(loop)
+    loop.close()
+
+
+@pytest.mark.parametrize("other", [{"salt": "another tenant"}, {"fingerprint": b"another model"}])
+def test_nobody_else_finds_it(answers, tmp_path, other):
+    one, first, _, _ = answers
+    converse(engine(LLAMA, tmp_path), one)
+    loop = engine(LLAMA, tmp_path, fingerprint=other.get("fingerprint", b"a model"))
+    results = converse(loop, first_rounds(LLAMA, other.get("salt", "")))
+    assert tokens(results) == first
+    assert loop.scheduler.tier.counters.disk_hit_tokens == 0 == loop._offload.link.disk.counters().hits
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "empty"])
+def test_damaged_files_are_computed_again(answers, tmp_path, damage, caplog):
+    one, _, two, second = answers
+    converse(engine(LLAMA, tmp_path), one)
+    for i, file in enumerate(sorted(tmp_path.rglob("*.kv"))):
+        content = bytearray(file.read_bytes())
+        content[37 * i % len(content)] ^= 1 << i % 8
+        file.write_bytes({"flipped": content, "short": content[: len(content) // 2], "empty": b""}[damage])
+    loop = engine(LLAMA, tmp_path)
+    results = converse(loop, two)
+    assert tokens(results) == second and loop.scheduler.tier.counters.disk_hit_tokens == 0
+    assert loop._offload.link.disk.counters().rejected >= 4 and "dropped" in caplog.text
+
+
+@pytest.mark.parametrize(("operation", "number"), [("write", errno.ENOSPC), ("rename", errno.EROFS), ("readv", errno.EIO)])
+def test_a_disk_that_fails_changes_no_token(answers, tmp_path, monkeypatch, caplog, operation, number):
+    one, _, two, second = answers
+    converse(engine(LLAMA, tmp_path), one[:2])
+
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    every = {name: getattr(os, name) for name in dir(os)} | {operation: fail}
+    monkeypatch.setattr(disk_file, "os", types.SimpleNamespace(**every))
+    loop = engine(LLAMA, tmp_path)
+    results = converse(loop, two)
+    assert tokens(results) == second
+    assert loop._offload.link.disk.counters().errors and len([r for r in caplog.records if "going on without" in r.message]) == 1
