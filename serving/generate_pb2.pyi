@@ -270,8 +270,15 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("running_requests", "waiting_requests", "kv_pages", "kv_pages_free", "steps", "prompt_tokens", "completion_tokens", "cached_prompt_tokens", "preemptions", "compilations_after_warmup", "steps_by_plan")
+    __slots__ = ("running_requests", "waiting_requests", "kv_pages", "kv_pages_free", "steps", "prompt_tokens", "completion_tokens", "cached_prompt_tokens", "preemptions", "compilations_after_warmup", "steps_by_plan", "kv_tiers")
     class StepsByPlanEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class KvTiersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +296,7 @@ class GetStatsResponse(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     COMPILATIONS_AFTER_WARMUP_FIELD_NUMBER: _ClassVar[int]
     STEPS_BY_PLAN_FIELD_NUMBER: _ClassVar[int]
+    KV_TIERS_FIELD_NUMBER: _ClassVar[int]
     running_requests: int
     waiting_requests: int
     kv_pages: int
@@ -300,7 +308,8 @@ class GetStatsResponse(_message.Message):
     preemptions: int
     compilations_after_warmup: int
     steps_by_plan: _containers.ScalarMap[str, int]
-    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., kv_pages: _Optional[int] = ..., kv_pages_free: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., compilations_after_warmup: _Optional[int] = ..., steps_by_plan: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    kv_tiers: _containers.ScalarMap[str, int]
+    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., kv_pages: _Optional[int] = ..., kv_pages_free: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., compilations_after_warmup: _Optional[int] = ..., steps_by_plan: _Optional[_Mapping[str, int]] = ..., kv_tiers: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s",)

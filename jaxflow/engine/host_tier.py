@@ -70,6 +70,11 @@ class HostTier:
         named = any(pool.newly_named for pool in self._tables.pools)
         return bool(named or self._parts or self.loads or self._behind or self._freed or self._scatters or self._landed)
 
+    @property
+    def copying(self) -> bool:
+        """Whether copies are under way."""
+        return self._storing_bytes > 0 or self._fetching_bytes > 0
+
     # ---- to the host
 
     def swap_out(self, seq: Seq) -> None:

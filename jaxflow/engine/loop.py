@@ -40,6 +40,7 @@ class Stats(msgspec.Struct, frozen=True):
     preemptions: int
     compilations_after_warmup: int
     steps_by_plan: dict[str, int]
+    kv_tiers: dict[str, int]  # of the tiers below the device, see `Offload.counters`; empty where there are none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +144,7 @@ class Loop:
             preemptions=scheduler.num_preemptions,
             compilations_after_warmup=self.executor.compilations,
             steps_by_plan=dict(self._steps_by_plan),
+            kv_tiers={} if self._offload is None else self._offload.counters(),
         )
 
     def close(self) -> None:
@@ -164,7 +166,7 @@ class Loop:
             self._in_flight = InFlight(work, self._enqueue(work))
         if before is not None:
             self._read(before)
-        elif work is None and self._offload is not None and self._live:
+        elif work is None and self._offload is not None and self._offload.busy:
             self._offload.wait()  # for pages: nothing else can go on
         told, self._told = self._told, []
         return told

@@ -5,6 +5,7 @@ is gathered, then the step runs. The copies themselves, `store_kv` and `load_kv`
 a gather made, and make what a later scatter reads.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -57,8 +58,24 @@ class Offload:
 
     @property
     def busy(self) -> bool:
-        """Whether another step should be looked at, though nothing may be there to compute."""
-        return self.tier.busy
+        """Whether there is something to send or to receive, though nothing may be there to compute."""
+        return self.tier.busy or self.tier.copying or (self.link is not None and self.link.pending > 0)
+
+    def counters(self) -> dict[str, int]:
+        """What each tier did since start, and what is there now; any thread may read them."""
+        tier, store = self.tier, self.tier.store
+        counts = {
+            **dataclasses.asdict(tier.counters),
+            "host_pages": len(store),
+            "host_bytes": store.bytes,
+            "host_capacity_bytes": store.capacity_bytes,
+            **{f"host_pages_{name}": value for name, value in dataclasses.asdict(store.counters).items()},
+            "bytes_to_host": self.transfers.to_host.bytes,
+            "bytes_to_device": self.transfers.to_device.bytes,
+        }
+        if self.link is not None:
+            counts |= {f"disk_{name}": value for name, value in dataclasses.asdict(self.link.disk.counters()).items()}
+        return counts
 
     def wait(self) -> None:
         """For a copy, for a moment: nothing can be computed before one comes."""

@@ -100,6 +100,7 @@ class FakeDriver:
             preemptions=0,
             compilations_after_warmup=0,
             steps_by_plan={"sequential": self.steps},
+            kv_tiers={},
         )
 
     def drain(self, timeout_s: float) -> int:

@@ -59,13 +59,8 @@ def small_loop(case, host_pages, *, pages=20, **more):
 
 def check_idle(engine):
     """No page, slot, staging space or pin is taken, once the last copies have come."""
-    tier, transfers = engine.scheduler.tier, engine._offload.transfers
-    for _ in range(1000):
-        if not (tier.busy or tier._storing_bytes or tier._fetching_bytes):
-            break
-        transfers.wait(0.01)
-        engine.step()
-    assert not (tier.busy or tier._storing_bytes or tier._fetching_bytes or tier.loads or engine.has_work)
+    tier = engine.scheduler.tier
+    assert not (tier.busy or tier.copying or tier.loads or engine.has_work)
     assert engine.scheduler.pages_free == sum(engine.scheduler.config.num_pages)
     assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
     assert all(entry.pins == 0 and entry.data is not None for entry in tier.store._entries.values())
@@ -185,6 +180,11 @@ class TestDriver:
             assert box.done.wait(60)
             answers.append(box.result.tokens)
         assert answers[0] == answers[1]
+        driver.drain(60)  # the last copies, too
+        counts = driver.stats().kv_tiers
+        assert counts["host_pages"] == counts["host_pages_stored"] == len(prompt) // 16 + 1
+        assert counts["bytes_to_host"] == counts["host_bytes"] <= counts["host_capacity_bytes"]
+        assert counts["device_hit_tokens"] + counts["host_hit_tokens"] == 48
         driver.close()
         assert threads() == []
 
