@@ -108,7 +108,7 @@ def _given(tasks: Sequence[Task], problem: Problem, found: Schedule, order: Sequ
             else:
                 add(j, i, -later)
     lanes = [[i for i in order if tasks[i].chain.is_network]]
-    lanes += [[i for i in order if tasks[i].stream == stream and not tasks[i].chain.is_network] for stream in range(3)]
+    lanes += [[i for i in order if tasks[i].stream == stream and tasks[i].chain.computes] for stream in range(3)]
     for lane in lanes:
         for at, i in enumerate(lane):
             add(i, lane[(at + 1) % len(lane)], int(at + 1 == len(lane)))

@@ -66,11 +66,14 @@ def modelled_profile(
     sms: Iterable[int] = (132,),
     total_sms: int = 132,
 ) -> Profile:
-    """Of one of `tp` devices. On a part of the SMs compute shrinks in proportion; memory does not before the SMs' own intake limits it."""
+    """Of one of `tp` devices, with both forms of sums over them.
+
+    On a part of the SMs compute shrinks in proportion; memory does not before the SMs' own intake limits it.
+    """
     card, governor = shipped_card(device.name), governor_of(device.name, dtype)
     kernels = None if card is None or governor is None else Kernels(device, card, governor, total_sms)
-    times = []
-    for op in {op.name: op for layer in model_graph(config, tp, widths).layers for op in layer}.values():
+    times, graphs = [], [model_graph(config, tp, widths, scattered=True)] if tp > 1 else []
+    for op in {op.name: op for graph in (*graphs, model_graph(config, tp, widths)) for layer in graph.layers for op in layer}.values():
         for count in sorted(set(tokens)):
             for context in sorted(set(keys)) if op.name in ATTENTION else (0,):
                 for part in sorted(set(sms)):

@@ -80,9 +80,10 @@ def make_tasks(setting: Setting, cuts: Sequence[int]) -> tuple[list[Task], list[
                 start, stop = edges[a], edges[b]
                 alone[a, b] = setting.shares.chain(chain, load.part(start, stop), full)
                 parts = min((alone[a, c] + alone[c, b] for c in range(a + 1, b)), default=float("inf"))
-                if alone[a, b] < parts * (1 - _GAIN):
+                uncut = count > 1 and chain.is_network and setting.graph.scattered  # scattered rows are cut alike everywhere
+                if alone[a, b] < parts * (1 - _GAIN) and not uncut:
                     own.append((a, b))
-                    tasks.append(make_task(chain, start, stop, load, rates, dtype, setting.overlap, moe))
+                    tasks.append(make_task(chain, start, stop, load, rates, dtype, setting.overlap, moe, setting.graph.scattered))
                 else:
                     alone[a, b] = parts
         if len(own) > len(edges) - 1:

@@ -4,13 +4,15 @@
   python -m search plan --model llama-3.1-8b --modelled --device H200 --prompt_tokens 1024,512 --output_tokens 512,512 --out plans
 
 Times are of a profile that was measured on the machine, or with --modelled of the cost model. Of several --tokens, the
-one with the most tokens a second is kept. Several workloads (prompt and output tokens, in pairs) make a portfolio: a
-plan each, in the folder --out.
+one with the most tokens a second is kept; under tensor parallelism, of both forms of the sums over devices (all-reduces, or
+reduce-scatters and all-gathers with the norms on each device's own rows) the better. Several workloads (prompt and output
+tokens, in pairs) make a portfolio: a plan each, in the folder --out.
 """
 
 import dataclasses
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +21,7 @@ from tqdm import tqdm
 
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.checkpoint import open_checkpoint
-from jaxflow.model.cost import DEVICES
+from jaxflow.model.cost import DEVICES, find_device
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import Widths, model_graph
 from jaxflow.pipeline.order import check
@@ -35,7 +37,9 @@ from search.simulate import Timeline, simulate
 from search.structure import RESOURCES, Load
 
 FEW_SMS = (16, 24, 28, 32, 40, 48)  # that memory-bound ops are modelled on; products get the rest
+_SEARCHED = 0.9  # of the time limit; the rest is for predictions
 KEYS = (256, 1024, 4096, 16384)
+FORMS = {"all": (False, True), "reduce": (False,), "scatter": (True,)}  # scattered or not
 MODES = {"all": RESOURCES, "memory": ("memory",), "network": ("network",), "none": ()}
 
 
@@ -52,6 +56,7 @@ def define_flags() -> None:
     flags.DEFINE_list("output_tokens", ["512"], "Mean output of each workload.")
     flags.DEFINE_enum("overlap", "all", list(MODES), "Which resources may run beside compute.")
     flags.DEFINE_boolean("split", False, "Cut the step even where one nano-batch is faster (ablations).")
+    flags.DEFINE_enum("sums", "all", list(FORMS), "Forms of the sums over devices that are tried.")
     flags.DEFINE_integer("nano_batches", 2, "At most so many; 1 is the sequential plan.", lower_bound=1, upper_bound=4)
     flags.DEFINE_integer("time_limit_s", 600, "For everything together.", lower_bound=1)
     flags.DEFINE_string("out", None, "The plan's file; for several workloads, a folder.", required=True)
@@ -81,8 +86,8 @@ def run() -> None:
         raise ConfigError("profile", f.profile, "a profile's path, or --modelled")
     model = open_checkpoint(f.model, load_format="dummy").model_config
     budgets, workloads = _numbers("tokens"), list(zip(prompts, outputs, strict=True))
-    shares = Shares(*_profile(f.model, model, budgets))
-    limit_s, start = f.time_limit_s / (len(budgets) * len(workloads)), time.monotonic()
+    shares = _shares(f.model, model, budgets)
+    limit_s, start = _SEARCHED * f.time_limit_s / (len(budgets) * len(workloads)), time.monotonic()
     with tqdm(total=len(budgets) * len(workloads), unit="step", disable=not sys.stderr.isatty()) as bar:
         for prompt, output in workloads:
             results = []
@@ -101,21 +106,29 @@ def run() -> None:
 
 
 def solve_one(
-    name: str, model: ModelConfig, shares: Shares, tokens: int, prompt: float, output: float, time_limit_s: float, bar: tqdm
+    name: str, model: ModelConfig, forms: Sequence[Shares], tokens: int, prompt: float, output: float, time_limit_s: float, bar: tqdm
 ) -> Result:
-    """The plan for steps of so many tokens of one workload."""
+    """The plan for steps of so many tokens of one workload, of the better form."""
+    results = [_solve_form(name, shares, forms[0], tokens, prompt, output, time_limit_s / len(forms), bar) for shares in forms]
+    best = max(results, key=lambda result: result.tokens_per_s)
+    least_s = min(result.found.sequential_s for result in results)
+    return dataclasses.replace(best, found=dataclasses.replace(best.found, sequential_s=least_s))
+
+
+def _solve_form(name: str, shares: Shares, rival: Shares, tokens: int, prompt: float, output: float, limit_s: float, bar: tqdm) -> Result:
+    """rival: those of the form that the engine's sequential step has."""
     f, profile = flags.FLAGS, shares.profile
-    load = Load.steady_state(tokens, prompt, output)
+    load, device = Load.steady_state(tokens, prompt, output), find_device(profile.device)
     setting = Setting(
-        shares.graph, shares, load, DEVICES.get(profile.device), shipped_power(profile.device),
+        shares.graph, shares, load, device, shipped_power(device.name) if device else None,
         overlap=MODES[f.overlap], nano_batches=f.nano_batches, split=f.split, quantized=profile.dtype == "float8_e4m3fn",
     )  # fmt: skip
     kind = (name, profile.device, profile.tensor_parallel_size, profile.dtype, profile.kv_cache_dtype)
     target = Target(*kind, load.decode_tokens, tokens - load.decode_tokens, round(load.decode_keys))
     title = f"searched {name} {tokens} {prompt:g}/{output:g}"
-    found = search(setting, time_limit_s=time_limit_s, name=title, target=target, say=lambda line: bar.write(line, file=sys.stderr))
+    found = search(setting, time_limit_s=limit_s, name=title, target=target, say=lambda line: bar.write(line, file=sys.stderr))
     check(found.plan, shares.graph)
-    predicted = predict(found.plan, shares.graph, shares, load, device=setting.device, power=setting.power)
+    predicted = predict(found.plan, shares.graph, shares, load, device=setting.device, power=setting.power, rival=rival)
     found = dataclasses.replace(found, plan=msgspec.structs.replace(found.plan, predictions=predicted))
     return Result(setting, found, simulate(found.plan, shares.graph, shares, load, device=setting.device, power=setting.power))
 
@@ -144,13 +157,24 @@ def report(result: Result, path: Path) -> str:
     )
 
 
-def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple:
-    """The arguments of `Shares`."""
+def _shares(name: str, model: ModelConfig, budgets: list[int]) -> list[Shares]:
+    """Of each form of the sums over devices that is asked for and was timed."""
+    f = flags.FLAGS
+    profile, widths, columns = _profile(name, model, budgets)
+    tp, timed = profile.tensor_parallel_size, {one.op for one in profile.op_times}
+    forms = [form for form in FORMS[f.sums] if not form or (tp > 1 and "attn_scatter" in timed)]
+    if not forms:
+        raise ConfigError("sums", f.sums, f"reduce: on {tp} devices, with a profile of {len(timed)} ops, nothing was scattered")
+    return [Shares(profile, model_graph(model, tp, widths, scattered=form), columns) for form in forms]
+
+
+def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile, Widths, dict[str, int] | None]:
+    """The profile, the widths of its numbers, and the columns of products where it knows nothing of waves."""
     f = flags.FLAGS
     if f.profile is not None:
         profile = load_profile(f.profile, model=name)
         widths = Widths(weights=BYTES.get(profile.dtype, 2.0), kv=BYTES.get(profile.kv_cache_dtype, 2.0))
-        return profile, model_graph(model, profile.tensor_parallel_size, widths), None
+        return profile, widths, None
     device = DEVICES[f.device]
     if f.dtype not in device.rates.flops_per_s:
         raise ConfigError("dtype", f.dtype, f"what a {f.device} multiplies: {', '.join(device.rates.flops_per_s)}")
@@ -160,7 +184,7 @@ def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple:
         tokens=range(128, max(budgets) + 1, 128) if max(budgets) >= 128 else (max(budgets),),
         keys=KEYS, sms=(132, *FEW_SMS, *(132 - few for few in FEW_SMS)),
     )  # fmt: skip
-    return made, model_graph(model, f.gpus, widths), product_columns(model, f.gpus)
+    return made, widths, product_columns(model, f.gpus)
 
 
 def _numbers(flag: str) -> list[int]:

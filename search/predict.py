@@ -20,15 +20,17 @@ CONTEXTS = (0.25, 0.5, 1.0, 2.0)
 
 
 def predict(
-    plan: Plan, graph: Graph, shares: Shares, load: Load, *, device: Device | None = None, power: Power | None = None
-) -> Predictions:
+    plan: Plan, graph: Graph, shares: Shares, load: Load, *, device: Device | None = None, power: Power | None = None,
+    rival: Shares | None = None,
+) -> Predictions:  # fmt: skip
     """Seconds of steps around the load that the plan was made for: other numbers of decodes, shorter and longer contexts.
+
+    rival: of the sequential step, where its sums over devices have another form than the plan's; None: `shares`.
 
     Raises: ProfileError for an op or a number of SMs that was not measured.
     """
-    ops = tuple(dict.fromkeys(nano.op for nano in plan.nano_ops))
-    names = [op.name for op in graph.layers[-1]]
-    alone = Plan("sequential", plan.tokens, tuple(NanoOp(op, op, 0, plan.tokens) for op in sorted(ops, key=names.index)))
+    rival = rival or shares
+    alone = Plan("sequential", plan.tokens, tuple(NanoOp(op.name, op.name, 0, plan.tokens) for op in rival.graph.layers[-1]))
     decodes = sorted({min(load.tokens, round(share * load.decode_tokens)) for share in DECODES})
     contexts = sorted({max(1, round(share * load.decode_keys)) for share in CONTEXTS})
 
@@ -36,7 +38,8 @@ def predict(
         here = dataclasses.replace(
             load, decode_tokens=count, decode_keys=context, chunk_keys=load.chunk_keys * context / max(1.0, load.decode_keys)
         )
-        timeline = simulate(which, graph, shares, here, device=device, power=power)
+        own = shares if which is plan else rival
+        timeline = simulate(which, own.graph, own, here, device=device, power=power)
         return timeline.step_s + outside_s(graph, here.part(0, load.tokens), device, shares.profile.dtype)
 
     def table(which: Plan) -> tuple[tuple[float, ...], ...]:

@@ -57,6 +57,9 @@ class Shares:
 
     def seconds(self, op: Op, step: Composition, sms: int) -> float:
         """An op on a layer, the mean over the model's layers. Raises: ProfileError if it was not measured."""
+        if op.own_rows:  # timed on all rows, but every device has its own
+            share = self.profile.tensor_parallel_size
+            step = Composition(step.tokens / share, 1.0)
         windows = self.windows[op.name]
         return sum(number * self._seconds(op.name, op.kind, step, window, sms) for window, number in windows.items()) / windows.total()
 
@@ -97,7 +100,8 @@ class Shares:
         """
         full, chain = self.profile.total_sms, task.chain
         if chain.is_network:
-            known = [sms for sms in self.known.get(chain.ops[0].name, ()) if sms < full] or [NETWORK_SMS]
+            first = next(op.name for op in chain.ops if op.kind == "network")
+            known = [sms for sms in self.known.get(first, ()) if sms < full] or [NETWORK_SMS]
             return tuple(Option(sms, self.chain(chain, step, sms)) for sms in known)
         bounded = [op.name for op in chain.ops if op.kind in ("dense", "attention")]
         sizes = [

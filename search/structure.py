@@ -7,7 +7,7 @@ depend on each other where their chains do and their tokens meet, and through th
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import Rates, work_times
@@ -74,7 +74,12 @@ class Chain:
 
     @property
     def is_network(self) -> bool:
-        return self.ops[0].kind == "network"
+        return any(op.kind == "network" for op in self.ops)
+
+    @property
+    def computes(self) -> bool:
+        """Whether it has ops that take a turn on their stream: a norm of scattered rows stays between its collectives."""
+        return any(op.kind != "network" for op in self.ops)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +114,12 @@ def chains(ops: Iterable[Op], quantized: bool = False) -> tuple[Chain, ...]:
     for op in ops:
         if op.kind == "other" and op.name != APPEND:
             kept.append(op)
+        elif kept and kept[0].own_rows:  # norms of scattered rows stay between their collectives
+            if found and found[-1][0].kind == "network":
+                found[-1] += [*kept, op]
+            else:
+                found.append([*kept, op])
+            kept = []
         elif found and not kept and together & set(op.inputs) & Chain(tuple(found[-1])).makes:
             found[-1].append(op)
         else:
@@ -117,7 +128,7 @@ def chains(ops: Iterable[Op], quantized: bool = False) -> tuple[Chain, ...]:
                 kept = []
             found.append([*kept, op])
             kept = []
-    if kept and found[-1][-1].kind == "dense":
+    if kept and (found[-1][-1].kind == "dense" or kept[0].own_rows):
         found[-1] += kept
     elif kept:
         found.append(kept)
@@ -134,11 +145,18 @@ def resource(chain: Chain, step: Composition, rates: Rates | None, dtype: str) -
     return "memory" if times.memory_s > times.compute_s else "compute"
 
 
-def make_task(chain: Chain, start: int, stop: int, load: Load, rates: Rates | None, dtype: str, overlap: Iterable[str], moe: bool) -> Task:
-    """overlap: the resources that may run beside compute. moe: the experts' products cannot leave the main stream."""
+def make_task(
+    chain: Chain, start: int, stop: int, load: Load, rates: Rates | None, dtype: str, overlap: Collection[str], moe: bool,
+    scattered: bool = False,
+) -> Task:  # fmt: skip
+    """overlap: the resources that may run beside compute. moe: the experts' products cannot leave the main stream.
+    scattered: the main stream is for sums over devices and the norms between them."""
     bound = resource(chain, load.part(start, stop), rates, dtype)
-    if "memory" not in overlap or chain.is_append or chain.is_network:
+    aside = "memory" in overlap or (scattered and "network" in overlap)
+    if not aside or chain.is_append or chain.is_network:
         stream = MAIN
+    elif "memory" not in overlap:
+        stream = MAIN if moe else COMPUTE_STREAM
     elif bound == "memory" and chain.is_attention:
         stream = MEMORY_STREAM
     else:
@@ -168,8 +186,7 @@ def follows(tasks: Sequence[Task]) -> tuple[tuple[int, int, int], ...]:
 def apart(one: Task, other: Task) -> bool:
     """Whether the two may never run at the same time: bound by the same resource, on one stream, or using the cache."""
     cache = {one.chain.is_append, other.chain.is_append} == {True, False} and (one.chain.is_attention or other.chain.is_attention)
-    network = one.chain.is_network or other.chain.is_network
-    return cache or one.resource == other.resource or (one.stream == other.stream and not network)
+    return cache or one.resource == other.resource or (one.stream == other.stream and one.chain.computes and other.chain.computes)
 
 
 def starts_outside(one: Task, other: Task) -> bool:
