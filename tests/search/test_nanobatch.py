@@ -22,10 +22,10 @@ TINY = drawn.config_of("tiny-llama")
 POINTWISE = ("attn_norm", "mlp_norm", "rope_append")
 
 
-def graph_of(tp=1, layers=16):
+def graph_of(tp=1, layers=16, scattered=False):
     """Of a model like tiny-llama, but deeper: a pipeline that is full for some layers."""
     config = dataclasses.replace(TINY, layers=TINY.layers[-1:] * layers)
-    return model_graph(config, tp)
+    return model_graph(config, tp, scattered=scattered)
 
 
 def times_of(graph, draw) -> dict[str, float]:
@@ -45,9 +45,21 @@ def simulated(setting, plan, load=None):
     return simulate(plan, setting.graph, setting.shares, load or setting.load, device=setting.device, power=setting.power)
 
 
-@pytest.mark.parametrize(("mode", "tp"), [("all", 1), ("all", 2), ("memory", 1), ("network", 2), ("nano-batches", 1), ("sequential", 2)])
-def test_the_simulation_agrees_with_the_solver(mode, tp):
-    graph = graph_of(tp)
+@pytest.mark.parametrize(
+    ("mode", "tp", "scattered"),
+    [
+        ("all", 1, False),
+        ("all", 2, False),
+        ("all", 2, True),
+        ("memory", 1, False),
+        ("network", 2, False),
+        ("network", 2, True),
+        ("nano-batches", 1, False),
+        ("sequential", 2, True),
+    ],
+)
+def test_the_simulation_agrees_with_the_solver(mode, tp, scattered):
+    graph = graph_of(tp, scattered=scattered)
 
     @settings(max_examples=1, deadline=None, phases=[Phase.explicit, Phase.generate])
     @given(data=st.data())
@@ -127,14 +139,20 @@ def test_a_plan_by_hand_is_simulated_too():
     assert sequential.step_s == pytest.approx(32 * search(llama_setting(2048, 1024, 512, overlap=(), nano_batches=1)).period_s, rel=1e-3)
 
 
-@pytest.mark.parametrize(("tp", "numbers"), [(2, {}), (1, {"quantization": "fp8", "kv": "float8_e4m3fn"})], ids=["float32", "fp8"])
+@pytest.mark.parametrize(
+    ("tp", "scattered", "numbers"),
+    [(4, False, {}), (4, True, {}), (1, False, {"quantization": "fp8", "kv": "float8_e4m3fn"})],
+    ids=["4 devices", "scattered", "fp8"],
+)
 @settings(max_examples=1, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_found_plans_are_the_plain_forward(tp, numbers, data):
+def test_found_plans_are_the_plain_forward(tp, scattered, numbers, data):
     """Law 1, also where fewer decodes come than the plan was made for, and none."""
     bench = drawn.Bench(TINY, tp, **numbers)
-    times = times_of(bench.graph, lambda: float(data.draw(st.integers(2, 8))))
-    found = search(toy_setting(bench.graph, times, 8, most_shares=2, split=True, quantized=bench.quantization == "fp8"), time_limit_s=3)
+    graph = model_graph(TINY, tp, scattered=scattered)
+    times = times_of(graph, lambda: float(data.draw(st.integers(2, 8))))
+    found = search(toy_setting(graph, times, 8, most_shares=2, split=True, quantized=bench.quantization == "fp8"), time_limit_s=3)
+    assert any(nano.op == "attn_scatter" for nano in found.plan.nano_ops) == scattered
     assert {nano.stream for nano in found.plan.nano_ops} == {0, 1, 2}
     steps = (drawn.step(TINY, 16, borders(found.plan), *work) for work in ((8, (8,)), (3, (9, 4)), (0, (16,))))
     bench.check(found.plan, *steps)
