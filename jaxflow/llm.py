@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import numbers
 import operator
+import os
 import queue
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
@@ -13,10 +14,14 @@ from tqdm import tqdm
 
 from jaxflow.answer import Answer, CompletionOutput, RequestFailed, RequestOutput
 from jaxflow.config import EngineConfig
-from jaxflow.engine.build import prepare_process, start_engine
+from jaxflow.engine.build import prepare_process, resolve, start_engine
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.request import Event, InvalidRequest, QueueFull, Request, SamplingParams
 from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.offload.policy import Policy
+from jaxflow.offload.process import prepare
+from jaxflow.offload.runtime import Runtime, start
+from jaxflow.offload.settings import OffloadConfig, offload_config
 from jaxflow.text.chat import encode_chat
 from jaxflow.text.detokenizer import StopStrings
 from jaxflow.text.tokenizer import Tokenizer, load_tokenizer
@@ -34,14 +39,19 @@ class LLM:
 
     Args:
       model: a folder, a .gguf file, a converted checkpoint, a hub id, or the name of a shipped config (dummy weights).
+      offload: for a model that does not fit the device: a policy, its file, or a `jaxflow.offload.settings.OffloadConfig`. `generate` and
+        `chat` then run through FlexGen's offline runtime, block after block; there is no stream, and one call at a time.
       settings: the other fields of `jaxflow.config.EngineConfig`, by name.
 
     Raises:
-      ConfigError, CheckpointError, TokenizerError: naming what is wrong.
+      ConfigError, CheckpointError, TokenizerError, PolicyError, DiskError: naming what is wrong.
     """
 
-    def __init__(self, model: str, *, progress: bool = True, **settings: Any):
-        self._load(EngineConfig(model=model, **settings), progress)
+    def __init__(
+        self, model: str, *, progress: bool = True, offload: "OffloadConfig | Policy | str | os.PathLike | None" = None, **settings: Any
+    ):
+        config = EngineConfig(model=model, **settings)
+        self._load(config, progress, offload=None if offload is None else offload_config(offload, model))
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, progress: bool = True, kernels: KernelSet | None = None) -> "LLM":
@@ -50,27 +60,37 @@ class LLM:
         llm._load(config, progress, kernels)
         return llm
 
-    def _load(self, config: EngineConfig, progress: bool, kernels: KernelSet | None = None) -> None:
-        prepare_process(config)
+    def _load(self, config: EngineConfig, progress: bool, kernels: KernelSet | None = None, offload: OffloadConfig | None = None) -> None:
+        if offload is None:
+            prepare_process(config)
+        else:
+            prepare(offload, config)
         checkpoint = open_checkpoint(config.model, load_format=config.load_format)
         self.name = checkpoint.name
         self.model_config = checkpoint.model_config
         self.generation_config: Mapping[str, Any] = checkpoint.generation_config
         source = config.tokenizer or checkpoint.tokenizer_path
         self.tokenizer: Tokenizer | None = None if source is None else load_tokenizer(source)
+        self._ids = itertools.count()
+        self.runtime: Runtime | None = None
+        if offload is not None:
+            self.engine_config = resolve(config, checkpoint.model_config)
+            self.runtime = start(offload, config, checkpoint, progress=progress)
+            return
         self._engine = start_engine(config, checkpoint, kernels=kernels, progress=progress)
         self.engine_config, self.driver = self._engine.config, self._engine.driver
-        self._ids = itertools.count()
 
     @property
     def max_model_len(self) -> int:
+        if self.runtime is not None:
+            return self.runtime.policy.prompt_tokens + self.runtime.policy.output_tokens
         assert self.engine_config.max_model_len is not None
         return self.engine_config.max_model_len
 
     @property
     def warm_up_s(self) -> float:
-        """Seconds that compiling took."""
-        return self._engine.warm_up_s
+        """Seconds that compiling took; of an offloaded model, all that came before the first request."""
+        return self._engine.warm_up_s if self.runtime is None else self.runtime.load_s
 
     @property
     def executor(self) -> Executor:
@@ -79,7 +99,10 @@ class LLM:
 
     def close(self) -> None:
         """Ends the engine's thread; what runs is aborted."""
-        self.driver.close()
+        if self.runtime is not None:
+            self.runtime.close()
+        else:
+            self.driver.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -173,10 +196,15 @@ class LLM:
         return self._run(requests, [None] * len(requests), use_tqdm)
 
     def _run(self, requests: Sequence[Request], texts: Sequence[str | None], use_tqdm: bool) -> list[RequestOutput]:
+        building = {r.request_id: self._answer(r, text) for r, text in zip(requests, texts, strict=True)}
+        if self.runtime is not None:
+            for event in itertools.chain.from_iterable(self.runtime.generate(requests, progress=use_tqdm)):
+                building[event.request_id].take(event)
+                building[event.request_id].raise_fault()
+            return [building[r.request_id].output for r in requests]
         for request in requests:
             self.driver.check(request)
         box: _Queue = _Queue()
-        building = {r.request_id: self._answer(r, text) for r, text in zip(requests, texts, strict=True)}
         left, waiting = len(requests), iter(requests)
         bar = tqdm(total=left, desc="generating", disable=not use_tqdm, unit="request", delay=1.0)
         try:
@@ -220,6 +248,8 @@ class LLM:
         Raises: InvalidRequest, QueueFull, Draining, RequestFailed.
         """
         request = self.request(prompt, params, request_id=request_id)
+        if self.runtime is not None:
+            raise InvalidRequest("prompt", prompt, "generate or chat: an offloaded model answers by the block, not in a stream")
         box = _AsyncQueue(asyncio.get_running_loop())
         one = self._answer(request, prompt if isinstance(prompt, str) else None)
         self.driver.submit(request, box)

@@ -63,6 +63,7 @@ class Staging:
         self._reserved: Counter = Counter()
         self._free: dict[Any, list[tuple[HostArray, Any]]] = {}
         self._changed = threading.Condition()
+        self._closed = False
 
     def reserve(self, structs: Iterable[Any]) -> None:
         """Sees to it that all of these can be out at once."""
@@ -82,7 +83,9 @@ class Staging:
         with self._changed:
             if not self._reserved[key]:
                 raise ValueError(f"no buffer of {key} was reserved")
-            self._changed.wait_for(lambda: self._free[key])
+            self._changed.wait_for(lambda: self._closed or self._free[key])
+            if self._closed:
+                raise RuntimeError("closed while a read waited for its buffer")
             buffer, after = self._free[key].pop(0)
         jax.block_until_ready(after)
         return buffer
@@ -91,6 +94,12 @@ class Staging:
         """Gives a buffer back; `after`: arrays that are still being made of it."""
         with self._changed:
             self._free[_key(buffer.view)].append((buffer, after))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nobody waits for a buffer any more: who does is refused."""
+        with self._changed:
+            self._closed = True
             self._changed.notify_all()
 
     def forget_transfers(self) -> None:

@@ -98,6 +98,11 @@ class Runtime:
         return self.offload.policy
 
     @property
+    def device(self) -> Any:
+        """The JAX device that computes."""
+        return self._tiers.device
+
+    @property
     def compilations(self) -> int:
         """Backend compilations since the start; anything but 0 is a fault."""
         return compilations() - self._compiled_at_start
@@ -133,6 +138,7 @@ class Runtime:
 
     def close(self) -> None:
         """Ends threads, removes files, frees memory; may be called again."""
+        self._tiers.staging.close()
         self._driver.close()
         if self._host is not None:
             self._host.close()

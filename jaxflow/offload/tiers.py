@@ -51,6 +51,7 @@ class Tiers:
 
     def close(self) -> None:
         """Ends the threads, once what they were given is done, and removes the files."""
+        self.staging.close()
         for pool in (self._weights, self._reads, self._writes):
             pool.shutdown(wait=True, cancel_futures=True)
         if self.folder is not None:

@@ -1,0 +1,37 @@
+"""How fast bytes cross between pinned host memory and the device, measured, so that a run can say how much of that it used."""
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+
+from jaxflow.offload.host_tier import on_host, reserve
+
+_REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Bytes per second to the device and from it, each direction alone."""
+
+    down_bytes_per_s: float
+    up_bytes_per_s: float
+
+
+def measure_link(device: jax.Device, megabytes: int = 256) -> Link:  # type: ignore[valid-type]
+    """The best of a few transfers each way, after one that warms the pool of pinned memory."""
+    size = megabytes << 20
+    host = reserve(jax.ShapeDtypeStruct((size,), jnp.uint8), device).array
+    here = jax.sharding.SingleDeviceSharding(device)
+    there = jax.device_put(host, here)
+    return Link(size / _best(host, here), size / _best(there, on_host(device)))
+
+
+def _best(array: jax.Array, target: jax.sharding.Sharding) -> float:
+    found = []
+    for _ in range(_REPEATS + 1):
+        started = time.perf_counter()
+        jax.device_put(array, target).block_until_ready()
+        found.append(time.perf_counter() - started)
+    return min(found[1:])

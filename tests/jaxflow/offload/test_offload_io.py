@@ -1,0 +1,146 @@
+"""What a run moves and holds: Theorem 4.1 counted on the real thing, and the account of bytes against what was allocated."""
+
+import os
+
+import jax
+import pytest
+from offloaded import DISK, HOST, MIXED, OUTPUT, PROMPT, changed, goldens, policy, requests, run, runtime
+
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.offload.accounting import account, check_fits
+from jaxflow.offload.geometry import place, tree_bytes
+from jaxflow.offload.host_tier import HostArray
+from jaxflow.offload.run import Run
+from jaxflow.offload.runtime import make_geometry, start
+from jaxflow.offload.schedule import squares
+from jaxflow.offload.settings import OffloadConfig
+from search.zigzag import Sizes, largest_block, least_weight_loads, row_by_row, traffic, zigzag
+
+MODEL = "stories260K"
+LAYERS, BATCHES = 5, 2
+
+
+def test_the_order_is_the_searchs():
+    assert list(map(tuple, squares(3, 4, 2))) == list(map(tuple, zigzag(3, 4, 2, 3)))
+    assert list(map(tuple, squares(3, 4, 2, "row"))) == list(map(tuple, row_by_row(3, 4, 2)))
+
+
+def test_weights_cross_as_often_as_theorem_4_1_allows(tmp_path):
+    prompts = [[i + 1] * PROMPT for i in range(6)]
+    sizes = Sizes(weights=1.0, kv=1.0, activation=1.0, prompt_tokens=PROMPT)
+    with runtime(MODEL, tmp_path, weights=HOST) as made:
+        away = sum(made._driver._setup.weights.placed.bytes_of(0, tier) for tier in ("host", "disk"))
+        moved = {}
+        for schedule in ("zigzag", "row"):
+            changed(made, schedule=schedule)
+            run(made, requests(prompts))
+            moved[schedule] = made.stats[-1].traffic["fetch_layer"]
+    counted = traffic(zigzag(BATCHES, LAYERS, OUTPUT, BATCHES), sizes, LAYERS, OUTPUT)
+    assert moved["zigzag"].times == counted.weight_loads == LAYERS * OUTPUT
+    assert moved["zigzag"].link_down_bytes == counted.weight_loads * away
+    assert moved["row"].times == traffic(row_by_row(BATCHES, LAYERS, OUTPUT), sizes, LAYERS, OUTPUT).weight_loads
+    assert moved["row"].times == BATCHES * moved["zigzag"].times
+    capacity = BATCHES * LAYERS * (PROMPT + OUTPUT - 1) * sizes.kv
+    assert counted.peak_kv <= capacity
+    assert largest_block(sizes, LAYERS, OUTPUT, capacity) == BATCHES
+    least = least_weight_loads(BATCHES, sizes, LAYERS, OUTPUT, capacity)
+    assert least <= moved["zigzag"].times <= 2 * least
+
+
+def test_the_account_is_what_is_allocated(tmp_path, monkeypatch):
+    prompts, _ = goldens("tiny-opt")
+    before = on_device()
+    peak = 0
+
+    def step(self, order, i, own=Run.step):
+        nonlocal peak
+        yield from own(self, order, i)
+        peak = max(peak, on_device() - before)
+
+    monkeypatch.setattr(Run, "step", step)
+    with runtime("tiny-opt", tmp_path, weights=MIXED, kv=MIXED, activations=MIXED) as made:
+        setup, lives = made._driver._setup, made.account.lives
+        assert view_bytes(setup.weights._host) == lives["host"]["weights"] > 0
+        assert view_bytes(setup.kv._host) == lives["host"]["KV"] > 0
+        assert setup.tiers.staging.reserved_bytes <= sum(made.account.passes["host"].values())
+        files = [path for path in setup.tiers.folder.path.iterdir() if path.name != "lock"]
+        assert sum(path.stat().st_size for path in files) == made.account.total("disk")
+        assert all(path.stat().st_mode & 0o077 == 0 for path in files)
+        assert tree_bytes(setup.weights.ends) == lives["device"]["embedding and head"]
+        assert tree_bytes(setup.weights._device) == lives["device"]["weights"]
+        assert tree_bytes(setup.kv.home) == lives["device"]["KV"]
+        peak = 0
+        run(made, requests(prompts))
+        small = 16 << 10  # positions, tokens and the like
+        assert sum(lives["device"].values()) < peak <= made.account.total("device") + small
+
+
+def on_device() -> int:
+    return sum(a.nbytes for a in jax.live_arrays() if a.sharding.memory_kind == "device")
+
+
+def view_bytes(tree) -> int:
+    return sum(a.view.nbytes for a in jax.tree.leaves(tree) if isinstance(a, HostArray))
+
+
+def settings(tmp_path, **changes):
+    limits = {name: changes.pop(name) for name in ("gpu_memory_limit", "host_memory_limit", "disk_limit") if name in changes}
+    return OffloadConfig(policy(MODEL, **changes), disk_path=str(tmp_path), **limits)
+
+
+def begin(offload, **engine):
+    folder = open_checkpoint(str(offload_model()))
+    return start(offload, EngineConfig(model=str(offload_model()), block_size=16, **engine), folder, progress=False)
+
+
+def offload_model():
+    import paths
+
+    return paths.MODELS / MODEL
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"gpu_memory_limit": 0.0001}, "gpu_memory_limit"),
+        ({"host_memory_limit": 0.0001, "weights": HOST}, "host_memory_limit"),
+        ({"disk_limit": 0.0001, "weights": DISK}, "disk_limit"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, changes, field):
+    monkeypatch.setattr("jaxflow.model.checkpoint.Checkpoint.stream", lambda *_, **__: pytest.fail("something was loaded"))
+    with pytest.raises(ConfigError, match=f"{field}='0.0001 GB' is not supported: at least 0.00") as caught:
+        begin(settings(tmp_path, **changes))
+    assert "weights" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_advised_fits(tmp_path):
+    offload = settings(tmp_path, weights=MIXED, kv=MIXED)
+    g = make_geometry(offload, EngineConfig(model=str(offload_model()), block_size=16), open_checkpoint(str(offload_model())))
+    found = account(g, place(g), 0)
+    for tier in ("device", "host", "disk"):
+        limits = {tier: found.total(tier) - 1}
+        with pytest.raises(ConfigError) as caught:
+            check_fits(found, limits)
+        advised = float(caught.value.accepted.split()[2])
+        check_fits(found, {tier: int(advised * 1e9)})
+
+
+def test_settings_that_cannot_work(tmp_path):
+    with pytest.raises(ConfigError, match=r"disk_path=None.*weights and kv on disk"):
+        OffloadConfig(policy(MODEL, weights=MIXED, kv=DISK))
+    with pytest.raises(ConfigError, match=r"disk_path=.*a folder that exists"):
+        begin(OffloadConfig(policy(MODEL, weights=DISK), disk_path=str(tmp_path / "gone")))
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2"):
+        begin(settings(tmp_path), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="quantization='fp8'"):
+        begin(settings(tmp_path), quantization="fp8")
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8'"):
+        begin(settings(tmp_path), kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match=r"prompt_tokens.*at most 512"):
+        begin(settings(tmp_path, prompt_tokens=510))
+    with pytest.raises(ValueError, match="model='other'"):
+        begin(OffloadConfig(policy("other")))
+    assert os.listdir(tmp_path) == []
