@@ -45,7 +45,7 @@ def chunk_attention(
       q: [T, N, H] bfloat16, H 64, 128 or 256.
       k_pages, v_pages: [P, K, 64, H] bfloat16, or float8_e4m3fn [P, K, 64, H] and [P, K, H, 64]; the chunks' own keys and values are in
         them already.
-      page_table: [R, MP] int32; entries past a sequence's last visible page are never read.
+      page_table: [R, MP] int32; entries before a sequence's first visible page and past its last one are never read.
       chunks: [C, 4] int32, a row each: first token in q, tokens (0: skipped), row of page_table, position of the first token. Chunks
         do not overlap in q.
       scale: the scores are q·k · scale. window: a token sees its last `window` keys only. soft_cap: scores become cap · tanh(score / cap).
@@ -54,7 +54,7 @@ def chunk_attention(
         not within exp(±bound) begins anew with the running maximum. None: each row's maximum over its first block stands for φ. A cache
         of 8 bits always uses the running maximum, since weights of 8 bits have no room for any other.
       sms: CTAs of the persistent grid: how many SMs the kernel may take; None: all.
-      work: `chunk_work(chunks, T, tile, window)`, where the caller shares it between layers.
+      work: `list_chunk_work(...)` of the same chunks, T, heads and window, where the caller shares it between layers.
     Returns:
       [T, N, H] bfloat16; 0 at tokens that are in no chunk.
     Raises:
@@ -93,6 +93,12 @@ def chunk_attention(
     )
     tables = page_table.astype(jnp.int32), work.tiles, work.count, work.gaps
     return kernel(rows_of_eight(q), flat(k_pages), flat(v_pages), *tables, *scalars).reshape(t, n, h)
+
+
+def list_chunk_work(chunks: jax.Array, tokens: int, *, head_dim: int, itemsize: int, window: int | None = None) -> ChunkWork:
+    """What `chunk_attention` is to do for these chunks among `tokens` rows of q and a cache of `itemsize` bytes a number, for all layers
+    of one window."""
+    return chunk_work(chunks, tokens, chunk_tile(head_dim, itemsize), window)
 
 
 def _scratch(rows: Rows, h: int, dtype, rounds: int) -> dict:
@@ -194,6 +200,7 @@ def _copy_item(q_ref, k_ref, v_ref, table_ref, scratch, rows, kv, carry, _, head
     done, step = carry
     tile, h, per = rows.tile, q_ref.shape[2], rows.tile.keys // PAGE
     kv_head, last_page = lax.div(head, jnp.int32(rows.group)), lax.div(position + end - 1, jnp.int32(PAGE))
+    first_page = 0 if rows.window is None else lax.div(jnp.maximum(position + begin - rows.window + 1, 0), jnp.int32(PAGE))
     place = lax.rem(done, jnp.int32(tile.queries))
     k_s, v_s, q_s = scratch["k_s"], scratch["v_s"], scratch["q_s"]
 
@@ -206,8 +213,9 @@ def _copy_item(q_ref, k_ref, v_ref, table_ref, scratch, rows, kv, carry, _, head
         plgpu.copy_gmem_to_smem(q_ref.at[at, head], q_s.at[place, half], scratch["q_full"].at[place])
 
     def pages_of(block):
-        # A block may reach past the sequence: its last page stands in for what is not there (those keys are masked).
-        return tuple(table_ref[row, jnp.minimum(block * per + j, last_page)] for j in range(per))
+        # A block may reach past the sequence, or begin before its window, whose pages may be another's by now, or hold NaN that no weight
+        # of 0 would cancel: the nearest page that is seen stands in for what is not there (those keys are masked).
+        return tuple(table_ref[row, jnp.clip(block * per + j, first_page, last_page)] for j in range(per))
 
     def copy(i, state):
         step, ids = state

@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_join import join_afterwards
@@ -35,60 +36,50 @@ def decode_attention(
     sms: int | None = None,
     tile: DecodeTile | None = None,
     work: DecodeWork | None = None,
+    into: jax.Array | None = None,
     interpret=None,
 ) -> jax.Array:
     """Attention of one new token a sequence over its pages (the twin: `reference.decode_attention`).
 
     Args:
-      q: [B, N, H] bfloat16, H 64, 128 or 256; N / K from 1 to 16. B is an upper bound: rows of length 0 cost nothing but their zeros.
+      q: [T, N, H] bfloat16, H 64, 128 or 256; N / K from 1 to 16. Its first B rows are the sequences'. B is an upper bound: rows of
+        length 0 cost nothing but their zeros.
       k_pages, v_pages: [P, K, 64, H] bfloat16, or [P, K, 64, H] and [P, K, H, 64] float8_e4m3fn.
-      page_table: [B, MP] int32; entries past a row's length are never read.
+      page_table: [B, MP] int32; entries before a row's first visible page and past its length are never read.
       lengths: [B] int32, keys of each row, its own included; 0 skips the row, whose output is 0.
       scale: the scores are q·k · scale. window: a row sees its last `window` keys only. soft_cap: scores become cap · tanh(score / cap).
       k_scale, v_scale: [K] float32, what the float8 numbers of a head are multiplied with; None: 1.
       unified: [2] float32 (phi, bound): rows whose scores stay within phi ± bound take phi for their maximum, all others one of their own
         (FlashDecoding++Next §3; `decode_softmax`). None: every row has its own. Changes rounding only.
       sms: CTAs of the persistent grid: how many SMs the kernel may take; None: all 132.
-      work: `decode_work(lengths, K, sms * tile.workers, window)`, where the caller shares it between layers.
+      work: `list_decode_work(...)` of the same lengths, heads, window and sms, where the caller shares it between layers.
+      into: [T, N, H] bfloat16, what the rows without keys become instead of 0: written in place where nobody reads it later.
     Returns:
-      [B, N, H] bfloat16.
+      [T, N, H] bfloat16.
     Raises:
       ValueError: for a shape or dtype that the kernel does not take.
     """
-    (b, n, h), kv = q.shape, k_pages.shape[1]
+    (t, n, h), b, kv = q.shape, lengths.shape[0], k_pages.shape[1]
     check_pages(q, k_pages, v_pages)
+    if b > t or (into is not None and (into.shape != q.shape or into.dtype != q.dtype)):
+        given = "" if into is None else f", into {into.dtype}{list(into.shape)}"
+        raise ValueError(f"{b} lengths for q {q.dtype}{list(q.shape)}{given}: at most a length a row of q, and into like q")
     sms, group, eight = SMS if sms is None else sms, n // kv, k_pages.dtype.itemsize == 1
     tile = tile or decode_tile(h, group, k_pages.dtype.itemsize)
     form = Form(
         group=group, kv=kv, h=h, cols=wgmma_columns(group, eight), eight=eight, tile=tile, scale=scale, window=window,
-        soft_cap=soft_cap, unified=unified is not None, interpret=interpret is not None,
+        soft_cap=soft_cap, unified=unified is not None, fill=into is None, interpret=interpret is not None,
     )  # fmt: skip
     workers = sms * tile.workers
     work = decode_work(lengths, kv, workers, window) if work is None else work
     if work.pieces.shape[0] != workers:
         raise ValueError(f"work.pieces has {work.pieces.shape[0]} workers: {workers} for sms={sms} and {tile}")
-    grouped = q.reshape(b * kv, group, h)
+    grouped = q
     if form.pitch > group:
+        grouped = q[:b].reshape(b * kv, group, h)
         grouped = lax.pad(grouped, jnp.zeros((), q.dtype), [(0, 0, 0), (0, form.pitch - group, 0), (0, 0, 0)])
-    queries = rows_of_eight(grouped.reshape(b * kv * form.pitch, h))
-    numbers = _numbers(kv, eight, k_scale, v_scale, unified)
-    out, parts, levels = plgpu.kernel(
-        functools.partial(attend, form=form),
-        out_type=(
-            jax.ShapeDtypeStruct((b * n, h), q.dtype),
-            jax.ShapeDtypeStruct((workers, 2, h, form.cols), jnp.float32),
-            jax.ShapeDtypeStruct((workers, 2, form.cols), jnp.float32),
-        ),
-        grid=(sms,),
-        grid_names=("cta",),
-        num_threads=2 * tile.workers if tile.workers <= 2 else tile.workers + 1,
-        thread_name="wg",
-        scratch_types=scratch(form, q.dtype),
-        compiler_params=LANE,
-        kernel_name=f"decode_attention_{sms}",
-        interpret=interpret,
-    )(
-        queries,
+    inputs = (
+        rows_of_eight(grouped.reshape(-1, h)),
         flat(k_pages),
         flat(v_pages),
         page_table.astype(jnp.int32),
@@ -97,11 +88,44 @@ def decode_attention(
         work.chains,
         work.enders,
         work.arrived,
-        *numbers,
+        *_numbers(kv, eight, k_scale, v_scale, unified),
     )
-    if form.interpret:
-        out = join_afterwards(out, parts, levels, work, group=group, kv=kv, eight=eight, interpret=interpret)
-    return out.reshape(b, n, h)
+    parts = (
+        jax.ShapeDtypeStruct((workers, 2, h, form.cols), jnp.float32),
+        jax.ShapeDtypeStruct((workers, 2, form.cols), jnp.float32),
+    )
+    result = jax.ShapeDtypeStruct((t * n, h), q.dtype)
+    kernel = plgpu.kernel(
+        functools.partial(attend, form=form),
+        out_type=(result, *parts) if into is None else parts,
+        grid=(sms,),
+        grid_names=("cta",),
+        num_threads=2 * tile.workers if tile.workers <= 2 else tile.workers + 1,
+        thread_name="wg",
+        scratch_types=scratch(form, q.dtype),
+        compiler_params=LANE,
+        kernel_name=f"decode_attention_{sms}",
+        interpret=interpret,
+    )
+    join = functools.partial(join_afterwards, work=work, group=group, kv=kv, eight=eight, interpret=interpret)
+    if into is None:
+        out, *cut = kernel(*inputs)
+        return (pl.run_state(join(*cut))(out) if form.interpret else out).reshape(t, n, h)
+
+    def in_place(o):
+        cut = kernel(*inputs, o)
+        if form.interpret:
+            join(*cut)(o)
+
+    return pl.run_state(in_place)(into.reshape(t * n, h)).reshape(t, n, h)
+
+
+def list_decode_work(
+    lengths: jax.Array, *, kv_heads: int, group: int, head_dim: int, itemsize: int, window: int | None = None, sms: int | None = None
+) -> DecodeWork:
+    """What `decode_attention` is to do for these lengths [B] and a cache of `itemsize` bytes a number, for all layers of one window."""
+    workers = (SMS if sms is None else sms) * decode_tile(head_dim, group, itemsize).workers
+    return decode_work(lengths, kv_heads, workers, window)
 
 
 def _numbers(kv, eight, k_scale, v_scale, unified) -> list[jax.Array]:

@@ -81,8 +81,9 @@ def add_parts(parts, levels, ender, chain):
     return out / lax.broadcast_in_dim(total, out.shape, [1])
 
 
-def join_afterwards(out, parts, levels, work, *, group, kv, eight, interpret):
-    """The same as a kernel of its own, in place in `out`: for the interpreter, which cannot count workers in."""
+def join_afterwards(parts, levels, *, work, group, kv, eight, interpret):
+    """A function that does the same to a reference of the output, by a kernel of its own: for the interpreter, which cannot count
+    workers in."""
     workers, _, h, cols = parts.shape
 
     def body(parts_ref, levels_ref, pieces_ref, chains_ref, o_ref, o_s):
@@ -100,9 +101,9 @@ def join_afterwards(out, parts, levels, work, *, group, kv, eight, interpret):
         out_type=(),
         grid=(workers,),
         grid_names=("worker",),
-        scratch_types={"o_s": plgpu.SMEM((cols, h), out.dtype)},
+        scratch_types={"o_s": plgpu.SMEM((cols, h), jnp.bfloat16)},
         compiler_params=LANE,
         kernel_name="decode_attention_join",
         interpret=interpret,
     )
-    return pl.run_state(lambda o: kernel(parts, levels, work.pieces, work.chains, o))(out)
+    return lambda o: kernel(parts, levels, work.pieces, work.chains, o)

@@ -39,6 +39,7 @@ class Form:
     window: int | None
     soft_cap: float | None
     unified: bool
+    fill: bool  # whether rows without keys become 0
     interpret: bool
 
     @property
@@ -284,14 +285,16 @@ def _compute_pages(refs, form: Form, w, worker):
         return pair + 1, index
 
     walk(refs.rows, refs.pieces, worker, kv, visit, (jnp.int32(0), jnp.int32(0)))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    decode_parts.put(refs.o_s.at[w], softmax.start(h, cols)[1])
+    if form.fill:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        decode_parts.put(refs.o_s.at[w], softmax.start(h, cols)[1])
+        rows = refs.rows.shape[0]
 
-    @pl.loop(worker, refs.rows.shape[0], step=refs.part.shape[0])
-    def _(row):
-        @pl.when(refs.rows[row, 1] == 0)
-        def _():
-            for head in range(kv):
-                store(row, head)
+        @pl.loop(worker, refs.o.shape[0] // (group * kv), step=refs.part.shape[0])
+        def _(row):
+            @pl.when((row >= rows) | (refs.rows[jnp.minimum(row, rows - 1), 1] == 0))
+            def _():
+                for head in range(kv):
+                    store(row, head)
 
     plgpu.wait_smem_to_gmem(0)

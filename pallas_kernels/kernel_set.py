@@ -20,7 +20,7 @@ KERNELS = ("auto", "reference", "mosaic", "triton")  # what may be asked for
 
 @dataclasses.dataclass(frozen=True)
 class KernelSet:
-    """One function for each op, of the signature of its twin in `reference`."""
+    """One function for each op, of the signature of its twin in `reference`; `list_…_work` makes what attention of all layers shares."""
 
     name: str
     gemm: Callable = reference.gemm
@@ -29,13 +29,16 @@ class KernelSet:
     decode_attention: Callable = reference.decode_attention
     chunk_attention: Callable = reference.chunk_attention
     token_limits: Callable = reference.token_limits
+    quantize_rows: Callable = reference.quantize_rows
+    list_decode_work: Callable = reference.list_decode_work
+    list_chunk_work: Callable = reference.list_chunk_work
 
     def describe(self, products: Mapping[str, Shape] | None = None) -> str:
         """Which kernel each op runs on: a line for all ops but the products, and one for each of those.
 
         products: the weight of each dense op, of one device.
         """
-        ops = [field.name for field in dataclasses.fields(self) if field.name not in ("name", "gemm")]
+        ops = [field.name for field in dataclasses.fields(self) if not field.name.startswith(("name", "gemm", "list_"))]
         lines = [f"kernels: {self.name} ({', '.join(f'{op}: {_place(getattr(self, op))}' for op in ops)})"]
         for op, shape in (products or {}).items():
             how = "xla" if self.gemm is reference.gemm else self.gemm.describe(shape)  # type: ignore[attr-defined]
@@ -114,13 +117,15 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     """Each op's Mosaic kernel where it takes the model. Mosaic GPU takes a second to import, and CPU has no use for it."""
     if m.dtype != "bfloat16":
         return dataclasses.replace(REFERENCE, name="reference (kernels are of bfloat16)")
-    from pallas_kernels import chunk_attention, decode_attention, rms_norm, rope_append, token_limits
+    from pallas_kernels import chunk_attention, decode_attention, quantize_rows, rms_norm, rope_append, token_limits
 
     ops: dict[str, Callable] = {"gemm": HopperGemm(load(device)), "token_limits": token_limits.token_limits}
     if m.head_dim in (64, 128, 256) and m.page_size == 64 and m.queries_per_kv_head <= 16 and m.kv_dtype in ("bfloat16", "float8_e4m3fn"):
-        ops["decode_attention"] = decode_attention.decode_attention
-        ops["chunk_attention"] = chunk_attention.chunk_attention
+        ops |= {name: getattr(decode_attention, name) for name in ("decode_attention", "list_decode_work")}
+        ops |= {name: getattr(chunk_attention, name) for name in ("chunk_attention", "list_chunk_work")}
         ops["rope_append"] = rope_append.rope_append
+    if m.head_dim * m.queries_per_kv_head % 128 == 0:  # a shard has whole groups of heads
+        ops["quantize_rows"] = quantize_rows.quantize_rows
     if m.hidden_size % 128 == 0:
         ops["add_norm"] = rms_norm.add_norm
     return KernelSet("mosaic-hopper", **ops)

@@ -87,8 +87,8 @@ class Layer:
         widths = Widths(1.0 if fp8 else self.dtype.itemsize, self.kv_dtype.itemsize, self.dtype.itemsize, self.dtype.itemsize)
         self.ops: dict[str, Op] = {op.name: op for op in layer_ops(self.config, 0, 1, widths)}
 
-    def context(self, sms: int | None = None, *, beside: bool = False) -> Context:
-        return Context(self.config, self.kernels, sms=sms, beside=beside)
+    def context(self, sms: int | None = None) -> Context:
+        return Context(self.config, self.kernels, sms=sms)
 
     def inputs(self, op: str, tokens: int) -> tuple[Any, ...]:
         """The shapes of the arrays that an op reads, cache and weights apart."""
@@ -100,10 +100,8 @@ class Layer:
                 return stream, stream
             case "post_attn_norm" | "post_mlp_norm":
                 return (stream,)
-            case "decode_attention" | "chunk_attention":
+            case "decode_attention" | "chunk_attention" | "out_proj":
                 return (heads,)
-            case "out_proj":
-                return jax.ShapeDtypeStruct((max(1, tokens // 2), *heads.shape[1:]), self.dtype), heads
             case "qkv":
                 return (jax.eval_shape(lambda w, x: ops.attn_norm(c, w, x, x)[1], w, stream),)
             case "rope_append":
@@ -129,8 +127,6 @@ class Layer:
             return ops.rope_append(c, layer, w, batch, 0, tokens, inputs[0], kv)
         if op in ("decode_attention", "chunk_attention"):
             return getattr(ops, op)(c, layer, w, batch, 0, tokens, *inputs, kv)
-        if op == "out_proj":
-            return ops.out_proj(c, w, batch.is_decode(0, tokens), *inputs)
         return getattr(ops, op)(c, w, *inputs)
 
     def cache(self, pages: int) -> Any:
@@ -205,8 +201,8 @@ class Layer:
         batch, own = self.batch(second, most_keys), self.batch(first)
         weights, attention = self.read(first.op), self.read(second.op)
         copies = min(phases, self.copies(weights))
-        call_first = functools.partial(self.call, first.op, kv=None, c=self.context(first.sms, beside=True))
-        call_second = functools.partial(self.call, second.op, c=self.context(second.sms, beside=True))
+        call_first = functools.partial(self.call, first.op, kv=None, c=self.context(first.sms))
+        call_second = functools.partial(self.call, second.op, c=self.context(second.sms))
 
         def function(given: Any, kept: None) -> Any:
             made: list[Any] = []

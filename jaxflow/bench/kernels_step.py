@@ -111,11 +111,11 @@ def _layer(fp8: bool, tokens: int) -> dict[str, Way]:
 
 def _through(c: ops.Context, weights: list, x: jax.Array, flop: float) -> Way:
     def run(weights, x):
-        y, nobody = None, jnp.zeros(x.shape[0], bool)
+        y = None
         for w in weights:
             x, h = ops.attn_norm(c, w, x, y)
             q = ops.qkv(c, w, h)[:, : c.config.num_heads * c.config.head_dim].reshape(x.shape[0], c.config.num_heads, -1)
-            y = ops.out_proj(c, w, nobody, q[:0], q)
+            y = ops.out_proj(c, w, q)
             x, h = ops.mlp_norm(c, w, x, y)
             y = ops.down(c, w, ops.up_gate(c, w, h))
         return x, y

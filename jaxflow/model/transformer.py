@@ -16,7 +16,6 @@ def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[F
       (for prompt log-probabilities), and the cache with this step's keys and values.
     """
     t = batch.num_tokens
-    is_decode = batch.is_decode(0, t)
     with jax.named_scope("embed"):
         x = ops.embed(c, weights, batch.token_ids, batch.positions)
     y, kv = None, list(kv)
@@ -27,12 +26,12 @@ def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[F
             fused = ops.qkv(c, w, h)
         with jax.named_scope("rope_append"):
             q, kv[i] = ops.rope_append(c, layer, w, batch, 0, t, fused, kv[i])
-        with jax.named_scope("decode_attention"):
-            decoded = ops.decode_attention(c, layer, w, batch, 0, t, q, kv[i])
         with jax.named_scope("chunk_attention"):
-            prefilled = ops.chunk_attention(c, layer, w, batch, 0, t, q, kv[i])
+            o = ops.chunk_attention(c, layer, w, batch, 0, t, q, kv[i])
+        with jax.named_scope("decode_attention"):
+            o = ops.decode_attention(c, layer, w, batch, 0, t, q, kv[i], o)
         with jax.named_scope("out_proj"):
-            y = ops.out_proj(c, w, is_decode, decoded, prefilled)
+            y = ops.out_proj(c, w, o)
         with jax.named_scope("attn_reduce"):
             y = ops.attn_reduce(c, y)
         if c.config.post_norms:

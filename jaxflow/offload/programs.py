@@ -169,7 +169,7 @@ class Programs:
         """What follows attention; the residual is added at once, so that one array goes on to the next layer."""
         c = self.context
         with jax.named_scope("out_proj"):
-            y = ops.out_proj(c, w, jnp.ones(o.shape[0], bool), o, o)
+            y = ops.out_proj(c, w, o)
         if c.config.post_norms:
             with jax.named_scope("post_attn_norm"):
                 y = ops.post_attn_norm(c, w, y)

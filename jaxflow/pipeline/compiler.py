@@ -22,7 +22,7 @@ from jaxflow.model.batch import Batch
 from jaxflow.model.ops import KV, Context, Weights
 from jaxflow.model.scattered import own_rows
 from jaxflow.pipeline import streams
-from jaxflow.pipeline.order import ATTENTION, Reads, Run, Source, Span, check, final_values, graph_of, program
+from jaxflow.pipeline.order import ATTENTION, MAIN, Reads, Run, Source, Span, check, final_values, graph_of, program
 from jaxflow.pipeline.pieces import Piece, Pieces
 from jaxflow.pipeline.plan import Plan, PlanError
 from jaxflow.pipeline.regions import ADD_NORMS, Group, Segment, grouped
@@ -95,6 +95,7 @@ class _Step:
         self.readers: dict[int, list[Piece]] = {}  # layer -> what was read from its cache since the last append
         self.last: dict[Any, Run] = {}  # stream, or "network" -> the last run there
         self.collectives: list[Run] = []  # issued, but not traced yet
+        self.works: dict[tuple, Any] = {}  # attention op, window, tokens and SMs -> the kernel's list of work
         self.at = 0  # where in the program this is
         self.barriers = 0
 
@@ -126,14 +127,20 @@ class _Step:
 
     def run(self, run: Run) -> None:
         """A nano-op on the main stream."""
-        inputs = [self.values.read(source, run.span) for source in run.reads]
+        prefilled = self.values.find((run.layer, "o_chunk"), run.span) if run.nano.op == "decode_attention" else []
+        into = len(prefilled) == 1 and prefilled[0].span == run.span and prefilled[0].stream == MAIN
         with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
+            inputs = [*self.inputs(self.values, run, run.reads), *(piece.array for piece in prefilled if into)]
             if run.op.own_rows and run.reads[0][0] < 0:  # all devices have the embeddings
                 inputs[0] = own_rows(self.c, inputs[0])
             outputs = self.call(run, inputs)
         if run.nano.op == "rope_append":
             q, self.kv[run.layer] = outputs
             outputs = (q,)
+        if into:
+            self.values.merge(prefilled[0], outputs[0])
+            self.record(run)
+            return
         for value, made in zip(run.makes, outputs, strict=True):
             self.values.put((run.layer, value), run.span, made)
         self.record(run)
@@ -143,13 +150,14 @@ class _Step:
         for run in group.runs:
             if run.nano.op == "attn_norm" and len(run.reads) == 1:  # the first layer: the embeddings are the residual stream
                 self.values.put((run.layer, run.makes[0]), run.span, self.values.read(run.reads[0], run.span))
+        for run in group.runs:
+            if run.nano.op in ATTENTION:
+                self.work(run)  # on the main stream, once for all layers
         for part in group.segments:
             out = streams.region(group.runs[0].nano.stream, functools.partial(self.trace, part))
             (layer, value), span = part.output
-            if part.merged:
-                self.values.put_merged(layer, span, out)
-            else:
-                self.values.put((layer, value), span, out)
+            put = self.values.put_merged(layer, span, out) if part.merged else self.values.put((layer, value), span, out)
+            put.stream = group.runs[0].nano.stream
         for run in group.runs:
             self.record(run)
 
@@ -158,10 +166,10 @@ class _Step:
         local = self.values.copy()
         for step in part.steps:
             run = step.run
-            inputs = [local.read(source, run.span) for source in step.reads]
             with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
-                if step.part == "merge":
-                    heads = ops.merge_heads(self.batch.is_decode(run.nano.start, run.nano.stop), *inputs, in_place=False)
+                inputs = self.inputs(local, run, step.reads)
+                if step.part in ("merge", "into"):
+                    heads = self.call(run, inputs)[0] if step.part == "into" else self.merge(run, inputs)
                     local.put_merged(run.layer, run.span, heads)
                     continue
                 if step.part == "add":
@@ -174,17 +182,38 @@ class _Step:
                 local.put((run.layer, value), run.span, made)
         return local.read(*part.output)
 
+    def inputs(self, values: Pieces, run: Run, reads: tuple[Source, ...]) -> list[Any]:
+        """What a nano-op reads of `values`; both attentions' outputs in one array."""
+        if run.nano.op == "out_proj" and values.merged(run.layer, run.span):
+            return [values.read((run.layer, "o_chunk"), run.span)]
+        found = [values.read(source, run.span) for source in reads]
+        return [self.merge(run, found)] if run.nano.op == "out_proj" else found
+
+    def merge(self, run: Run, outputs: list[Array]) -> Array:
+        """Both attentions' outputs, decode attention's first, in one array."""
+        is_decode = self.batch.is_decode(run.nano.start, run.nano.stop)
+        return ops.merge_heads(is_decode, *outputs, in_place=run.nano.stream == MAIN)
+
+    def work(self, run: Run) -> Any:
+        """What an attention kernel is to do, the same in all layers of a window."""
+        nano, layer = run.nano, self.c.config.layers[run.layer]
+        key = (nano.op, layer.window, nano.start, nano.stop, nano.sms)
+        if key not in self.works:
+            c = dataclasses.replace(self.c, sms=nano.sms)
+            with jax.named_scope(nano.op):
+                self.works[key] = ops.attention_work(c, layer, self.batch, nano.start, nano.stop, nano.op, self.kv[run.layer])
+        return self.works[key]
+
     def call(self, run: Run, inputs: list[Any]) -> tuple:
         """One op of `jaxflow.model.ops` on its inputs; its outputs in the graph's order."""
-        c = dataclasses.replace(self.c, sms=run.nano.sms, beside=run.nano.stream > 0)
+        c = dataclasses.replace(self.c, sms=run.nano.sms)
         name, start, stop = run.nano.op, run.nano.start, run.nano.stop
         op, w, layer = _traced_once(name), self.weights["layers"][run.layer], self.c.config.layers[run.layer]
         if name == "rope_append":
             return op(c, layer, w, self.batch, start, stop, *inputs, self.kv[run.layer])
         if name in ATTENTION:
-            return (op(c, layer, w, self.batch, start, stop, *inputs, self.kv[run.layer]),)
-        if name == "out_proj":
-            return (op(c, w, self.batch.is_decode(start, stop), *inputs),)
+            q, *into = inputs
+            return (op(c, layer, w, self.batch, start, stop, q, self.kv[run.layer], *into, work=self.work(run)),)
         if run.op.kind == "network":
             return (op(c, *inputs),)
         if name in ADD_NORMS:  # without a second input there is nothing to add

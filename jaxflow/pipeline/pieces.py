@@ -17,6 +17,7 @@ class Piece:
     source: Source
     span: Span
     array: Any
+    stream: int = 0  # where it was made
     merged: bool = False  # holds the outputs of both attentions
     passed: int = 0  # the barriers it went through, a bit each
     behind: int = 0  # the barriers that it, or what it was made from, went through
@@ -50,6 +51,14 @@ class Pieces:
         piece = Piece((layer, "o_chunk"), span, array, merged=True)
         self._pieces[layer, "o_chunk"].append(piece)
         return piece
+
+    def merge(self, piece: Piece, array: Array) -> None:
+        """The piece of what `chunk_attention` made now holds both attentions' outputs: nobody may use its former array."""
+        piece.array, piece.merged, piece.passed = array, True, 0
+
+    def merged(self, layer: int, span: Span) -> bool:
+        """Whether all of the span's heads are merged."""
+        return all(piece.merged for piece in self.find((layer, "o_chunk"), span))
 
     def find(self, source: Source, span: Span) -> list[Piece]:
         """The pieces that hold some of the span, in order of tokens."""

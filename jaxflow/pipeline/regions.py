@@ -2,8 +2,8 @@
 
 A run of nano-ops that follow each other on a stream is cut where just one array outlives what was computed since the
 last cut. Three rewrites make such places. A norm that adds to the residual stream is taken as two steps, so that a
-region may end with the sum and the next begin with its norm; both attentions of the same tokens are merged into one
-array, as `out_proj` would; the first layer's sum, of one term, is no step.
+region may end with the sum and the next begin with its norm; both attentions of the same tokens make one array,
+which decode attention writes into what chunk attention left where it comes second; the first layer's sum, of one term, is no step.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Step:
     """A part of a nano-op: what it reads and the values of its layer that it makes."""
 
     run: Run
-    part: Literal["all", "add", "norm", "merge"]
+    part: Literal["all", "add", "norm", "merge", "into"]
     reads: tuple[Source, ...]
     makes: tuple[str, ...]
 
@@ -85,9 +85,12 @@ def _steps(runs: tuple[Run, ...]) -> list[Step]:
             if len(run.reads) == 2:
                 steps.append(Step(run, "add", run.reads, (x,)))
             steps.append(Step(run, "norm", ((layer, x),), (h,)))
-        else:
-            steps.append(Step(run, "all", run.reads, run.op.outputs))
+            continue
         earlier = [other for other in runs[:at] if other.nano.op in ATTENTION and (other.layer, other.span) == (layer, run.span)]
+        if name == "decode_attention" and earlier:
+            steps.append(Step(run, "into", (*run.reads, (layer, "o_chunk")), ("o_chunk",)))
+            continue
+        steps.append(Step(run, "all", run.reads, run.op.outputs))
         if name in ATTENTION and earlier:
             steps.append(Step(run, "merge", ((layer, "o_decode"), (layer, "o_chunk")), ("o_chunk",)))
     return steps
@@ -105,7 +108,7 @@ def _segments(runs: tuple[Run, ...], last: int, reads: Reads, pairs: tuple[str, 
             raise PlanError(
                 run.nano.id, f"from here to {runs[-1].nano.id}, stream {run.nano.stream} leaves no single array to other streams"
             )
-        merged = any(step.part == "merge" and (step.run.layer, "o_chunk") == left[0][0] for step in steps[at:stop])
+        merged = any(step.part in ("merge", "into") and (step.run.layer, "o_chunk") == left[0][0] for step in steps[at:stop])
         segments.append(Segment(tuple(steps[at:stop]), left[0], merged))
         at = stop
     return tuple(segments)

@@ -5,7 +5,7 @@ Letters: T tokens, B and R sequences, N query heads, K key/value heads, H head w
 MP pages a sequence at most, C prefill chunks, M rows of a product.
 """
 
-from pallas_kernels.reference.attention import chunk_attention, decode_attention
+from pallas_kernels.reference.attention import chunk_attention, decode_attention, list_chunk_work, list_decode_work
 from pallas_kernels.reference.gemm import activate, finish, gate_mul, gemm
 from pallas_kernels.reference.norm import add_norm, rms_norm
 from pallas_kernels.reference.quantize import dequantize, quantize_blocks, quantize_rows, to_e4m3
@@ -22,6 +22,8 @@ __all__ = [
     "finish",
     "gate_mul",
     "gemm",
+    "list_chunk_work",
+    "list_decode_work",
     "quantize_blocks",
     "quantize_rows",
     "rms_norm",

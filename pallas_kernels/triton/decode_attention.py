@@ -130,20 +130,22 @@ def decode_attention(
     unified: jax.Array | None = None,
     sms: int | None = None,
     work: DecodeWork | None = None,
+    into: jax.Array | None = None,
     capability: int | None = None,
 ) -> jax.Array:
     """Attention of one new token a sequence over its pages (the twin: `reference.decode_attention`).
 
     Args:
-      q: [B, N, H] bfloat16, float16 or float32, H a power of two from 16; N / K from 1 to 16.
+      q: [T, N, H] bfloat16, float16 or float32, H a power of two from 16; N / K from 1 to 16. Its first B rows are the sequences'.
       k_pages, v_pages: [P, K, 64, H], of q's dtype; places that no token wrote are not read.
-      page_table: [B, MP] int32. lengths: [B] int32, 0 skips the row, whose output is 0.
+      page_table: [B, MP] int32. lengths: [B] int32, 0 skips the row.
       k_scale, v_scale: only None: the caches of few bits are the Hopper kernels'.
       unified: not needed here: the running maximum gives the same result.
       sms: multiprocessors to fill; None: all of this device. work: `decode_work(lengths, K, 4 * sms, window)`, shared between layers.
+      into: [T, N, H], the results of rows without keys, and from B on; None: 0.
       capability: compute capability to compile for, as 80; None: this device's.
     Returns:
-      [B, N, H] of q's dtype.
+      [T, N, H] of q's dtype.
     Raises:
       ValueError: for a shape or dtype that the kernel does not take.
     """
@@ -178,7 +180,9 @@ def decode_attention(
             kernel=_join, name="decode_attention_join", out_type=(), grid=(workers,), compute_capability=capability, num_warps=4, **shape,
         )  # fmt: skip
 
-    return jnp.where((lengths > 0)[:, None, None], pl.run_state(join)(out), 0)
+    there = jnp.arange(q.shape[0]) < lengths.shape[0]
+    there &= jnp.pad(lengths, (0, q.shape[0] - lengths.shape[0])) > 0
+    return jnp.where(there[:, None, None], pl.run_state(join)(out), 0 if into is None else into)
 
 
 def _check(q, k_pages, v_pages, k_scale, v_scale):

@@ -4,11 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 
 PAGE = 64
-WILD = 2**31 - 1  # what page tables hold past a sequence's end
+WILD = 2**31 - 1  # what page tables hold past a sequence's end and before its window
 
 
-def paged(seed: int, ends, kv_heads: int, width: int):
-    """(k pages, v pages [P, K, 64, H] bfloat16, page table [R, MP] int32) of sequences with `ends` tokens."""
+def paged(seed: int, ends, kv_heads: int, width: int, seen=None):
+    """(k pages, v pages [P, K, 64, H] bfloat16, page table [R, MP] int32) of sequences with `ends` tokens.
+
+    seen: the first token of each that a window still shows; pages that lie before it were given back.
+    """
     rng = np.random.default_rng(seed)
     needed = [-(-end // PAGE) for end in ends]
     pages = sum(needed) + 2
@@ -16,7 +19,7 @@ def paged(seed: int, ends, kv_heads: int, width: int):
     free = iter(rng.permutation(pages))
     written = np.zeros((pages, PAGE), bool)
     for row, end in enumerate(ends):
-        for j in range(needed[row]):
+        for j in range(0 if seen is None else max(seen[row], 0) // PAGE, needed[row]):
             table[row, j] = next(free)
             written[table[row, j], : end - j * PAGE] = True
     k, v = rng.normal(size=(2, pages, kv_heads, PAGE, width)).astype(np.float32)

@@ -66,12 +66,14 @@ def test_every_token_is_in_one_tile_that_reads_the_keys_it_sees(gaps, window):
     [
         # Chunks with a gap between them and rows of none around, an empty one, a start that is no multiple of 8, one in mid-page.
         ([(3, 70, 0, 0), (73, 0, 1, 0), (80, 5, 2, 77)], 90, 2, 1, 64, {}),
-        ([(0, 140, 0, 100), (150, 9, 1, 60)], 160, 1, 1, 64, {"window": 70, "soft_cap": 20.0}),
+        # A window that begins in the second page of a block of keys.
+        ([(0, 140, 0, 262), (150, 9, 1, 60)], 160, 1, 1, 64, {"window": 70, "soft_cap": 20.0}),
         ([(5, 90, 0, 70)], 100, 1, 1, 256, {}),
     ],
 )
 def test_the_kernel_is_its_twin(chunks, tokens, heads, kv_heads, width, extra):
-    k, v, table = paged(0, [chunk[1] + chunk[3] for chunk in chunks], kv_heads, width)
+    seen = [chunk[3] - extra["window"] + 1 for chunk in chunks] if "window" in extra else None
+    k, v, table = paged(0, [chunk[1] + chunk[3] for chunk in chunks], kv_heads, width, seen)
     q = queries(0, tokens, heads, width)
     got, want = both(q, k, v, table, chunks, extra)
     assert error(got, want) < 6e-3

@@ -69,8 +69,9 @@ def run(q, cache, table, lengths, **settings):
     """The kernel in the interpreter, and its twin in float32."""
     k, v, scales = cache
     settings = {"scale": q.shape[-1] ** -0.5, **settings}
-    how = {"sms": 3} | {name: settings.pop(name) for name in ("tile", "unified", "sms") if name in settings}
+    how = {"sms": 3} | {name: settings.pop(name) for name in ("tile", "unified", "sms", "work") if name in settings}
     got = decode_attention(q, k, v, table, lengths, interpret=INTERPRET, **how, **scales, **settings)
+    settings |= {"into": settings["into"].astype(jnp.float32)} if "into" in settings else {}
     # What no token wrote is 0 for the twin, which masks weights: 0 · NaN is NaN there.
     k, v = (jnp.where(jnp.isnan(x), jnp.zeros_like(x), x) for x in (k, v))
     return got, reference.decode_attention(q.astype(jnp.float32), k, v, table, lengths, **scales, **settings)
@@ -85,23 +86,30 @@ def cached(k, v, dtype):
     return k.astype(dtype), v.astype(dtype).swapaxes(2, 3), scales
 
 
+def into(rows, heads, width):
+    return {"into": queries(9, rows, heads, width)}
+
+
 @pytest.mark.parametrize(
     ("lengths", "heads", "kv_heads", "width", "tile", "dtype", "extra"),
     [
-        ([70, 0, 5], 6, 2, 64, DecodeTile(2, 4), jnp.bfloat16, {}),  # a group of 3, a row to skip, pages cut between workers
+        ([70, 0, 5], 6, 2, 64, DecodeTile(2, 4), jnp.bfloat16, into(5, 6, 64)),  # a group of 3, a row to skip, pages cut between workers
         ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), jnp.bfloat16, {"window": 100, "soft_cap": 20.0}),
         ([300], 16, 1, 128, DecodeTile(2, 5), jnp.bfloat16, {}),  # more workers than pages: each page is a part
         ([70, 0, 5], 6, 2, 64, DecodeTile(3, 4, pages=1), E4M3, {}),  # workers that share a copying warpgroup
         ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), E4M3, {"window": 100, "soft_cap": 20.0}),
-        ([300], 16, 1, 128, DecodeTile(2, 5), E4M3, {}),
+        ([300], 16, 1, 128, DecodeTile(2, 5), E4M3, into(3, 16, 128)),
     ],
 )
 def test_the_kernel_is_its_twin(lengths, heads, kv_heads, width, tile, dtype, extra):
-    k, v, table = paged(0, lengths, kv_heads, width)
-    q, lengths = queries(0, len(lengths), heads, width), jnp.asarray(lengths, jnp.int32)
+    """q has two more rows than there are sequences; where a sequence has no key, and there, lies what lay there before, or 0."""
+    seen = [length - extra["window"] for length in lengths] if "window" in extra else None
+    k, v, table = paged(0, lengths, kv_heads, width, seen)
+    q, lengths = queries(0, len(lengths) + 2, heads, width), jnp.asarray(lengths, jnp.int32)
     got, want = run(q, cached(k, v, dtype), table, lengths, tile=tile, **extra)
     assert error(got, want) < 6e-3
-    assert not np.asarray(got, np.float32)[np.asarray(lengths) == 0].any()
+    nobody = np.append(np.asarray(lengths) == 0, [True, True])
+    assert not np.asarray(got - extra.get("into", 0), np.float32)[nobody].any()
 
 
 SCORES = (  # of a row's keys, for queries of ones
@@ -155,12 +163,14 @@ def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group):
         ({"dtype": E4M3, "q": (2, 8, 64)}, "queries bfloat16"),
         ({"k_scale": jnp.ones(2)}, "k_scale"),
         ({"unified": jnp.ones(3)}, "unified"),
+        ({"q": (1, 8, 64)}, "2 lengths for q"),
+        ({"into": jnp.zeros((2, 8, 64))}, "into float32"),
     ],
 )
 def test_it_says_what_it_does_not_take(change, said):
     dtype = change.get("dtype", jnp.bfloat16)
     q, pages = jnp.zeros(change.get("q", (2, 8, 64)), dtype), jnp.zeros(change.get("pages", (9, 2, 64, 64)), dtype)
-    extra = {name: x for name, x in change.items() if name in ("k_scale", "unified")}
+    extra = {name: x for name, x in change.items() if name in ("k_scale", "unified", "into")}
     with pytest.raises(ValueError, match=said):
         decode_attention(q, pages, pages, jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32), scale=1.0, **extra)
 

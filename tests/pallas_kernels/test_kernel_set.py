@@ -31,7 +31,7 @@ FAMILIES = {
 }
 E4M3 = "float8_e4m3fn"
 PAGED = ("rope_append", "decode_attention", "chunk_attention")
-OPS = (*PAGED, "add_norm", "token_limits")
+OPS = (*PAGED, "add_norm", "token_limits", "quantize_rows")
 MOSAIC = {name: name for name in OPS} | {"add_norm": "rms_norm"}
 TWINS = dict.fromkeys(OPS, "reference")
 TRITON = TWINS | {"decode_attention": "triton.decode_attention"}
@@ -58,7 +58,7 @@ def places(kernels: KernelSet) -> dict[str, str]:
 def test_hopper_runs_every_family_on_mosaic(model):
     for kv_dtype in ("bfloat16", "float8_e4m3fn"):
         kernels = of(model, "gpu", "9.0", kv_dtype=kv_dtype)
-        expected = MOSAIC | ({"add_norm": "reference"} if model == "smollm2-135m" else {})  # rows of 576
+        expected = MOSAIC | (dict.fromkeys(("add_norm", "quantize_rows"), "reference") if model == "smollm2-135m" else {})  # rows of 576
         assert places(kernels) == expected
         assert isinstance(kernels.gemm, HopperGemm)
 
@@ -81,15 +81,16 @@ def test_the_kernels_take_what_the_family_gives_them(model):
         for layer in set(config.layers):
             attend = {"scale": config.scale, "window": layer.window, "soft_cap": config.attention_soft_cap}
             decode = functools.partial(kernels.decode_attention, **attend)
-            assert jax.eval_shape(decode, array("bfloat16", 8, n, h), *pages, table, lengths, **scales).shape == (8, n, h)
             chunk = functools.partial(kernels.chunk_attention, **attend)
-            chunks = array("int32", 2, 4)
-            assert jax.eval_shape(chunk, array("bfloat16", 16, n, h), *pages, table, chunks, **scales).shape == (16, n, h)
+            chunks, q = array("int32", 2, 4), array("bfloat16", 16, n, h)
+            assert jax.eval_shape(chunk, q, *pages, table, chunks, **scales).shape == q.shape
+            assert jax.eval_shape(lambda q, *rest, decode=decode: decode(q, *rest, into=q), q, *pages, table, lengths).shape == q.shape
         rope = {"inv_freq": array("float32", h // 2) if config.layers[0].rope else None}
         rotate = functools.partial(kernels.rope_append, head_dim=h)
         fused = array("bfloat16", 16, (n + 2 * kv) * h)
         q, k_pages, _ = jax.eval_shape(rotate, fused, *pages, tokens, tokens, **rope, **norms, **scales)
         assert q.shape == (16, n, h) and k_pages.dtype == kv_dtype
+        assert jax.eval_shape(kernels.quantize_rows, array("bfloat16", 16, n * h)).values.shape == (16, n * h)
         x = array("bfloat16", 16, d)
         for quantize in (False, True):
             norm = functools.partial(kernels.add_norm, eps=1e-5, quantize=quantize)

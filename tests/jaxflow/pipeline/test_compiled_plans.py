@@ -33,9 +33,14 @@ def some_attention(q, k_pages, v_pages, pages, **_):
     return jnp.einsum("tkgps,tpksh->tkgh", scores.astype(q.dtype), v_pages[pages]).reshape(shape)
 
 
+def some_decode_attention(q, k_pages, v_pages, table, lengths, *, into=None, **_):
+    heads = some_attention(q[: len(lengths)], k_pages, v_pages, table * (lengths > 0)[:, None])
+    return heads if len(heads) == len(q) else jnp.concatenate([heads, into[len(heads) :]])
+
+
 SIMPLE = KernelSet(
     "simple",
-    decode_attention=lambda q, k, v, table, lengths, **rest: some_attention(q, k, v, table * (lengths > 0)[:, None]),
+    decode_attention=some_decode_attention,
     chunk_attention=lambda q, k, v, table, chunks, **rest: some_attention(q, k, v, table[chunks[:1, 2]].repeat(len(q), 0)),
 )
 

@@ -1,0 +1,60 @@
+"""Rows to e4m3 with a scale each, in one pass over memory, for Hopper: XLA takes two kernels, one for the largest and one for the rest.
+
+A row stays in the registers of a warpgroup between its maximum and its quantised numbers, as in `rms_norm`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.tiles import SMS
+
+_PER_SM = 12  # CTAs dealt out an SM; as many run at once as the registers of a row leave room for
+_WIDEST = 16384  # columns whose 128 a thread fit its registers
+_E4M3_MAX = 448.0
+_SMALLEST = 1e-12  # a row of zeros needs a scale too
+
+
+def quantize_rows(x: jax.Array, *, interpret=None) -> Quantized:
+    """x as e4m3 with a scale for each row (the twin: `reference.quantize_rows`).
+
+    Args:
+      x: [M, C] bfloat16, C a multiple of 128, at most 16,384.
+    Returns:
+      values [M, C] e4m3 and scales [M] float32, the row's largest / 448.
+    Raises:
+      ValueError: for a shape or dtype that the kernel does not take.
+    """
+    m, c = x.shape
+    if x.dtype != jnp.bfloat16 or c % 128 or not 0 < c <= _WIDEST:
+        raise ValueError(f"x {x.dtype}{list(x.shape)}: bfloat16 [M, C], C a multiple of 128 up to {_WIDEST}")
+    ctas = min(m, SMS * _PER_SM)
+    values, scale = plgpu.kernel(
+        functools.partial(_rows, ctas=ctas),
+        out_type=(jax.ShapeDtypeStruct((m, c), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((m,), jnp.float32)),
+        grid=(ctas,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
+        kernel_name="quantize_rows",
+        interpret=interpret,
+    )(x)
+    return Quantized(values, scale)
+
+
+def _rows(x_ref, values_ref, scale_ref, *, ctas):
+    """This CTA's rows, every `ctas`-th."""
+    m, c = x_ref.shape
+    vector = next(v for v in (8, 4, 2, 1) if c % (128 * v) == 0)  # elements a thread reads at once: 16 bytes, where they divide the row
+    layout = plgpu.Layout.WG_STRIDED((c,), vector)
+
+    @pl.loop(lax.axis_index("cta"), m, step=ctas)
+    def _(row):
+        x = plgpu.load(x_ref.at[row], layout=layout).astype(jnp.float32)
+        scale = jnp.maximum(jnp.max(jnp.abs(x)), _SMALLEST) * (1.0 / _E4M3_MAX)
+        scale_ref[row] = scale
+        values_ref.at[row][...] = (x * (1.0 / scale)).astype(values_ref.dtype)
