@@ -4,15 +4,14 @@
 
 Every op runs on dummy weights and a random cache, sustained, at a few batch sizes, attention at a few contexts; where kernels can be
 bounded to some SMs (Hopper's), also on shares of the device, and products beside attention at those shares. What matters most is
-measured first. The file is written after every entry; run again to continue one that the minutes did not suffice for.
+measured first (`search.entries`); what does not fit --time_limit_s, compilation included, is left out and named. The file is written
+after every entry; run again to continue it. Programs are compiled in threads, between measurements, and kept between runs.
 """
 
 import dataclasses
 import importlib.metadata
-import itertools
 import os
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,13 @@ from tqdm import tqdm
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.checkpoint import open_checkpoint
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
+from search.budget import Budget
+from search.entries import PAIR_KEYS, Entry, Together, described, entries
 from search.op_bench import PAGE_SIZE, PHASES, Case, Layer, Program, draw
-from search.op_times import ATTENTION, OpTime, Pair, Profile, held_out_error, load_profile, save_profile, seconds
+from search.op_times import OpTime, Pair, Profile, held_out_error, load_profile, save_profile, seconds
 from search.sustain import Sustained, sustain
 
 DTYPES = ("auto", "bfloat16", "float32", "float8_e4m3fn")
-MOST_DECODES = 1024  # tokens of a step that decode: one a sequence
-PAIR_TOKENS, PAIR_DECODES = 1024, 256
-PAIR_KEYS = 4096  # that attention beside a product can be given, to last as long as the product
 _LOADS = (0.7, 0.85, 1.0, 1.15)  # of attention, around that which should end with the product
 _AT_ONCE = 16  # programs that are compiled before they are measured: compiling may use the device, too
 _SAME = ("device", "versions", "model", "tensor_parallel_size", "dtype", "kv_cache_dtype", "total_sms")
@@ -46,16 +44,9 @@ def define_flags() -> None:
     flags.DEFINE_list("sms", None, "SMs that attention gets beside products; default: 24,32,40,48 where kernels can be bounded.")
     flags.DEFINE_enum("dtype", "auto", DTYPES, "Of weights and products; auto: bfloat16 on GPU, float32 on CPU.")
     flags.DEFINE_enum("kv_cache_dtype", "auto", DTYPES, "Of the cache; auto: the model's.")
-    flags.DEFINE_float("max_minutes", 8.0, "No entry is begun after so long.", lower_bound=0.0)
+    flags.DEFINE_float("time_limit_s", 480.0, "For everything, compilation included; what does not fit is left out.", lower_bound=0.0)
+    flags.DEFINE_string("compilation_cache_dir", "~/.cache/jaxflow/compiled", "Where compiled programs are kept; empty: nowhere.")
     flags.DEFINE_float("seconds", 0.4, "How long each entry is sustained.", lower_bound=0.001)
-
-
-@dataclasses.dataclass(frozen=True)
-class Together:
-    """A product and attention at the same time, on all SMs between them. Attention's keys are what fits the product's duration."""
-
-    product: Case
-    attention: Case
 
 
 def run() -> None:
@@ -76,14 +67,17 @@ def run() -> None:
     if any(share >= empty.total_sms for share in shares):
         raise ConfigError("sms", max(shares), f"less than the device's {empty.total_sms} SMs")
     profile = resumed(f.out, empty)
-    wanted = entries(layer, tokens, keys, shares, empty.total_sms)
-    profile, left = measure(profile, layer, wanted, f.out, max_minutes=f.max_minutes, seconds_each=f.seconds)
+    if f.compilation_cache_dir and layer.platform == "gpu":
+        jax.config.update("jax_compilation_cache_dir", str(Path(f.compilation_cache_dir).expanduser()))
+    wanted, budget = entries(layer.ops, tokens, keys, shares, empty.total_sms), Budget(f.time_limit_s)
+    profile, left = measure(profile, layer, wanted, f.out, budget, seconds_each=f.seconds)
+    print(f"{budget.spent_s:.0f} s of {f.time_limit_s:g}")
     print(f"{f.out}: {len(profile.op_times)} times of ops and {len(profile.pairs)} pairs of {profile.model} on {profile.device}")
     print(f"Mean error of interpolation at points left out: {held_out_error(profile):.1%}")
     if not shares:
         print(f"No pairs: kernels {layer.kernels.name!r} always take the whole device, so only sequential plans can be predicted.")
     if left:
-        print(f"{left} entries are left: the same command continues where --max_minutes={f.max_minutes:g} ended this one.")
+        print(f"Left out for --time_limit_s={f.time_limit_s:g}: {described(left)}. The same command continues with them.")
 
 
 def this_device(name: str, config: ModelConfig, dtype: str, kv_dtype: str) -> tuple[Layer, Profile]:
@@ -135,70 +129,42 @@ def resumed(path: str | os.PathLike, empty: Profile) -> Profile:
     return found
 
 
-def entries(layer: Layer, tokens: Sequence[int], keys: Sequence[int], shares: Sequence[int], total: int) -> list[Case | Together]:
-    """All that is to be measured, the most important first: few sizes on the whole device, shares, pairs, sizes between."""
-    found: list[tuple[float, Case | Together]] = []
-    for op in layer.ops.values():
-        attends = op.name in ATTENTION
-        sizes = [count for count in tokens if count <= MOST_DECODES or op.name != "decode_attention"] or [min(tokens)]
-        parts = [None, *(shares if attends else [total - share for share in shares] if op.kind == "dense" else [])]
-        for (i, count), (j, context), sms in itertools.product(
-            enumerate(coarse_first(sizes)), enumerate(coarse_first(keys) if attends else [0]), parts
-        ):
-            found.append((max(i, j + 1 if attends else 0) + (0 if sms is None else 1.5), Case(op.name, count, context, sms)))
-    products = [op.name for op in layer.ops.values() if op.kind == "dense" and not op.experts and op.name != "router"]
-    for share, name in itertools.product(shares, products):
-        product = Case(name, PAIR_TOKENS, sms=total - share)
-        found.append((3.7, Together(product, Case("decode_attention", PAIR_DECODES, PAIR_KEYS, share))))
-        if name in ("up_gate", "down"):
-            found.append((3.8, Together(product, Case("chunk_attention", PAIR_TOKENS, PAIR_KEYS, share))))
-    return [entry for _, entry in sorted(found, key=lambda one: one[0])]
-
-
-def coarse_first(values: Iterable[int]) -> list[int]:
-    """The last, the first, the middle, the middles of the halves, and so on."""
-    rest = sorted(set(values))
-    order = [rest[-1], rest[0]] if len(rest) > 1 else rest[:]
-    spans = [(0, len(rest) - 1)]
-    while spans:
-        first, last = spans.pop(0)
-        if last - first > 1:
-            middle = (first + last) // 2
-            order.append(rest[middle])
-            spans += [(first, middle), (middle, last)]
-    return order
-
-
 def measure(
-    profile: Profile, layer: Layer, wanted: Sequence[Case | Together], path: str | os.PathLike, *, max_minutes: float, seconds_each: float
-) -> tuple[Profile, int]:
-    """Adds the entries that the profile lacks and writes it after each. Returns it, and how many are left."""
-    stop = time.monotonic() + 60 * max_minutes
-    missing = [entry for entry in wanted if not _has(profile, entry)]
-    left = len(missing)
-    bar = tqdm(total=len(wanted), initial=len(wanted) - left, desc="Measuring", unit="entry", delay=1.0)
+    profile: Profile, layer: Layer, wanted: Sequence[Entry], path: str | os.PathLike, budget: Budget, *, seconds_each: float
+) -> tuple[Profile, list[Entry]]:
+    """Adds the entries that the profile lacks and writes it after each. Returns it, and the entries that did not fit the budget."""
+    left = [entry for entry in wanted if not _has(profile, entry)]
+    bar = tqdm(total=len(wanted), initial=len(wanted) - len(left), desc="Measuring", unit="entry", delay=1.0)
     with bar, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        for batch in itertools.batched(missing, _AT_ONCE if layer.platform == "gpu" else 1):
-            if time.monotonic() > stop:
-                break
-            programs = [_program(layer, entry) for entry in batch]
-            compiled = list(threads.map(Program.compile, programs))
-            for entry, program, executable in zip(batch, programs, compiled, strict=True):
-                if time.monotonic() > stop:
+        while left and (number := min(budget.fits("compile", "measure"), _AT_ONCE if layer.platform == "gpu" else 1)):
+            begun = budget.spent_s
+            batch = left[:number]
+            programs = compiled(layer, batch, threads)
+            budget.took("compile", budget.spent_s - begun, number)
+            for entry, (program, executable) in zip(batch, programs, strict=True):
+                if budget.left_s < budget.a_piece_s("measure"):
                     return profile, left
+                begun = budget.spent_s
                 bar.set_postfix_str(f"{_product(entry).op}, {_product(entry).tokens} tokens")
                 profile = _with(profile, layer, entry, program, executable, seconds_each)
                 _replace(profile, path)
-                left -= 1
+                left = left[1:]
+                budget.took("measure", budget.spent_s - begun)
                 bar.update()
     return profile, left
 
 
-def _product(entry: Case | Together) -> Case:
+def compiled(layer: Layer, batch: Sequence[Entry], threads: ThreadPoolExecutor) -> list[tuple[Program, Any]]:
+    """Each entry's program with its executable, compiled at the same time."""
+    programs = [_program(layer, entry) for entry in batch]
+    return list(zip(programs, threads.map(Program.compile, programs), strict=True))
+
+
+def _product(entry: Entry) -> Case:
     return entry if isinstance(entry, Case) else entry.product
 
 
-def _has(profile: Profile, entry: Case | Together) -> bool:
+def _has(profile: Profile, entry: Entry) -> bool:
     total = profile.total_sms
     if isinstance(entry, Case):
         return any((t.op, t.tokens, t.keys, t.sms) == (entry.op, entry.tokens, entry.keys, entry.sms or total) for t in profile.op_times)
@@ -206,11 +172,11 @@ def _has(profile: Profile, entry: Case | Together) -> bool:
     return any((p.first, p.second, p.first_sms, p.second_sms) == (a.op, b.op, a.sms, b.sms) for p in profile.pairs)
 
 
-def _program(layer: Layer, entry: Case | Together) -> Program:
+def _program(layer: Layer, entry: Entry) -> Program:
     return layer.alone(entry) if isinstance(entry, Case) else layer.beside(entry.product, entry.attention, PAIR_KEYS)
 
 
-def _with(profile: Profile, layer: Layer, entry: Case | Together, program: Program, executable: Any, seconds_each: float) -> Profile:
+def _with(profile: Profile, layer: Layer, entry: Entry, program: Program, executable: Any, seconds_each: float) -> Profile:
     experts = max(1, layer.config.num_experts)
     given, kept = draw(program.given, experts), draw(program.kept, experts, seed=1)
     if isinstance(entry, Case):
@@ -248,9 +214,9 @@ def _pair(profile: Profile, layer: Layer, entry: Together, executable: Any, give
         took = timed(executable, given | {"batch": batch}, None, seconds_each / 2)
         together = took.seconds / PHASES
         kept = (min(1.0, alone / together), min(1.0, _best(profile, b.op, b.tokens, keys) / together))
-        found.append((sum(kept), kept, took.watts))
-    _, (first, second), watts = max(found, key=lambda one: one[0])
-    return Pair(a.op, b.op, a.sms or profile.total_sms, b.sms or profile.total_sms, first, second, watts)
+        found.append((sum(kept), kept, took.watts, took.clock_mhz))
+    _, (first, second), watts, clock_mhz = max(found, key=lambda one: one[0])
+    return Pair(a.op, b.op, a.sms or profile.total_sms, b.sms or profile.total_sms, first, second, watts, clock_mhz)
 
 
 def _best(profile: Profile, op: str, tokens: int, keys: int) -> float:

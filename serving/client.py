@@ -126,6 +126,7 @@ class Client:
         self._metadata = (("authorization", f"Bearer {auth_token}"),) if auth_token else ()
         self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel)
         self._model = generate_pb2_grpc.ModelServiceStub(self._channel)
+        self._admin = generate_pb2_grpc.AdminServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def __aenter__(self) -> "Client":
@@ -169,6 +170,13 @@ class Client:
         """What is being served. Raises: RequestFailed."""
         try:
             return await self._model.GetModel(pb.GetModelRequest(), timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error) from error
+
+    async def stats(self, timeout_s: float | None = 10.0) -> pb.GetStatsResponse:
+        """The engine's counters, of a client of the admin listener. Raises: RequestFailed."""
+        try:
+            return await self._admin.GetStats(pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise _failure(error) from error
 

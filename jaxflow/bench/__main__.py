@@ -5,7 +5,9 @@
   throughput   offline: all requests at once, till the last token; and the steady state
   latency      one batch of requests, repeated
   serve        load on a running server over gRPC, at a rate or at a trace's times
+  hierarchy    what each tier of the KV hierarchy saves conversations, and costs requests that share nothing
   host         what a step costs on the CPU, with a device that takes no time
+  offload      the link between device and host, and what copies beside a step cost it
   kernels      each kernel beside its rivals, on one GPU
   plans        plans of a step beside each other, in the steady state of workloads
   perplexity   of a text, under each way to keep a model's numbers
@@ -20,7 +22,7 @@ import sys
 
 from absl import flags
 
-COMMANDS = ("throughput", "latency", "serve", "host", "kernels", "plans", "perplexity", "sweep")
+COMMANDS = ("throughput", "latency", "serve", "hierarchy", "host", "offload", "kernels", "plans", "perplexity", "sweep")
 
 
 def main(argv: list[str]) -> int:

@@ -182,7 +182,12 @@ def text(result: Mapping[str, Any]) -> str:
         ]
     else:
         lines.append("unknown: the model's configuration was not found")
-    lines += [
+    return "\n".join([*lines, where(result)])
+
+
+def where(result: Mapping[str, Any]) -> str:
+    """The last of them: the machine, the command."""
+    lines = [
         "Machine".center(50, "-"),
         line("Device:", f"{result['num_devices']} x {result['device']}"),
         line("CPU:", f"{result['cpu']}, {result['cpu_cores']} cores"),

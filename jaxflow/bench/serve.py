@@ -12,6 +12,7 @@ each tier of the KV hierarchy.
 """
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ def define_flags() -> None:
     flags.DEFINE_enum("arrivals", "poisson", ["poisson", "trace"], "Exponential intervals, or the trace's (stretched, if a rate is given).")
     flags.DEFINE_float("timeout_s", None, "Give a request up after this many seconds.", lower_bound=0.0)
     flags.DEFINE_float("wait_s", 60.0, "Wait up to this many seconds for the server to be ready.", lower_bound=0.0)
+    flags.DEFINE_string("admin_target", None, "The server's admin service, as host:port: tells what each tier of the KV hierarchy gave.")
     flags.DEFINE_string("tls_ca", None, "PEM file of the authority that signed the server's certificate; makes the connection TLS.")
     flags.DEFINE_string("tls_cert", None, "PEM file of this client's certificate, for a server that wants one.")
     flags.DEFINE_string("tls_key", None, "PEM file of its private key.")
@@ -72,15 +74,19 @@ async def measure_conversations(
     client: Client,
     talks: Sequence[Conversation],
     *,
+    admin: Client | None = None,
     slo: Mapping[str, float] | None = None,
     timeout_s: float | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """The same of conversations; with what was reused."""
+    """The same of conversations; with what was reused, and by tier where there is an `admin` client to ask."""
+    before = await admin.stats() if admin is not None else None
     with machine.watch() as readings:
         by_talk, duration_s = await converse(client, talks, timeout_s=timeout_s, progress=progress)
+    after = await admin.stats() if admin is not None else None
+    tiers = None if before is None or after is None else reuse.tier_tokens(before.kv_tiers, after.kv_tiers)
     records = list(itertools.chain(*by_talk))
-    result = report.figures(records, duration_s, slo) | reuse.figures(records)
+    result = report.figures(records, duration_s, slo) | reuse.figures(records, tiers)
     return result | {"steady_state": report.steady_state(records), "power": readings.summary()}
 
 
@@ -95,7 +101,9 @@ def find_model_config(name: str) -> ModelConfig | None:
 async def _run() -> dict[str, Any]:
     f = flags.FLAGS
     slo = report.parse_goodput(f.goodput)
-    async with Client(f.target, tls_ca=f.tls_ca, tls_cert=f.tls_cert, tls_key=f.tls_key, auth_token=f.auth_token) as client:
+    access = {"tls_ca": f.tls_ca, "tls_cert": f.tls_cert, "tls_key": f.tls_key, "auth_token": f.auth_token}
+    async with Client(f.target, **access) as client, contextlib.AsyncExitStack() as stack:
+        admin = await stack.enter_async_context(Client(f.admin_target, **access)) if f.admin_target else None
         await client.wait_until_ready(f.wait_s)
         served = await client.model()
         items, described = options.items_from_flags(served.max_model_len, ordered=f.arrivals == "trace")
@@ -104,7 +112,7 @@ async def _run() -> dict[str, Any]:
         result |= {"request_rate": "inf" if math.isinf(f.request_rate) else f.request_rate, "arrivals": f.arrivals}
         talks, more = options.conversations_from_flags(items, served.max_model_len, served.vocab_size)
         described |= more
-        result |= await measure_conversations(client, talks, slo=slo, timeout_s=f.timeout_s, progress=True)
+        result |= await measure_conversations(client, talks, admin=admin, slo=slo, timeout_s=f.timeout_s, progress=True)
     config = find_model_config(f.model or served.name)
     tokens = result["total_input_tokens"], result["total_output_tokens"]
     if config and sum(tokens):

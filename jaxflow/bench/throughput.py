@@ -26,6 +26,8 @@ from jaxflow.engine.plans import products_dtype
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
 
+TIER_LEVELS = ("host_pages", "host_bytes", "host_capacity_bytes", "disk_pages", "disk_bytes")  # what is there, of `Stats.kv_tiers`
+
 
 def define_flags() -> None:
     options.define_engine(enable_prefix_caching=False)
@@ -77,10 +79,11 @@ def _measured(
     before = llm.driver.stats()
     with machine.watch() as readings, steps.step_log(llm.executor) as log:
         records, duration_s = run()
-    result = report.figures(records, duration_s, slo) | reuse.figures(records)
+    after = llm.driver.stats()
+    result = report.figures(records, duration_s, slo) | reuse.figures(records, reuse.tier_tokens(before.kv_tiers, after.kv_tiers))
     result["steady_state"] = report.steady_state(records)
     result["steps"] = steps.summary(log)
-    result["engine_stats"] = _difference(msgspec.to_builtins(llm.driver.stats()), msgspec.to_builtins(before))
+    result["engine_stats"] = _difference(msgspec.to_builtins(after), msgspec.to_builtins(before))
     result["power"] = readings.summary()
     engine = llm.engine_config
     return result | with_optimum(result, llm, products_dtype(engine), engine.tensor_parallel_size, device)
@@ -101,7 +104,8 @@ def with_optimum(result: Mapping[str, Any], llm: LLM, dtype: str, tp: int, devic
 def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """Counters of this run alone; what is not a counter (pages, running and waiting requests) as it is at the end."""
     counters = ("steps", "prompt_tokens", "completion_tokens", "cached_prompt_tokens", "preemptions")
-    return {name: value - before[name] if name in counters else value for name, value in after.items()}
+    found = {name: value - before[name] if name in counters else value for name, value in after.items()}
+    return found | {"kv_tiers": {n: v if n in TIER_LEVELS else v - before["kv_tiers"][n] for n, v in after["kv_tiers"].items()}}
 
 
 def head(llm: LLM) -> dict[str, Any]:

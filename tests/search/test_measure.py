@@ -15,9 +15,11 @@ from jaxflow.config import ConfigError
 from jaxflow.model.checkpoint import open_checkpoint
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
 from search import measure as command
-from search.measure import PAIR_KEYS, Together, coarse_first, entries, resumed, this_device
+from search.budget import Budget
+from search.entries import PAIR_KEYS, Together, coarse_first, described, entries
+from search.measure import resumed, this_device
 from search.op_bench import Case, Layer, draw
-from search.op_times import ATTENTION, ProfileError, load_profile, save_profile, seconds
+from search.op_times import ATTENTION, OpTime, Pair, ProfileError, load_profile, save_profile, seconds
 
 NAME = str(paths.MODELS / "tiny-llama")
 LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
@@ -39,9 +41,9 @@ def measured(tmp_path_factory):
     """A real profile: (path, profile)."""
     path = tmp_path_factory.mktemp("profiles") / "here.json"
     layer, empty = tiny()
-    wanted = entries(layer, (8, 32), (32,), (), empty.total_sms)
-    profile, left = command.measure(empty, layer, wanted, path, max_minutes=5, seconds_each=0.003)
-    assert left == 0
+    wanted = entries(layer.ops, (8, 32), (32,), (), empty.total_sms)
+    profile, left = command.measure(empty, layer, wanted, path, Budget(300), seconds_each=0.003)
+    assert not left
     return path, profile
 
 
@@ -61,14 +63,14 @@ def test_a_profile_that_was_cut_short_is_continued(measured, tmp_path):
     kept = [one for one in whole.op_times if one.op != "down"]
     save_profile(msgspec.structs.replace(whole, op_times=tuple(kept)), path)
     layer, empty = tiny()
-    wanted = entries(layer, (8, 32), (32,), (), 1)
+    wanted = entries(layer.ops, (8, 32), (32,), (), 1)
     cut = resumed(path, empty)
-    assert command.measure(cut, layer, wanted, path, max_minutes=0, seconds_each=0.003) == (cut, 2)
-    profile, left = command.measure(cut, layer, wanted, path, max_minutes=5, seconds_each=0.003)
-    assert left == 0 and list(profile.op_times[: len(kept)]) == kept
+    assert command.measure(cut, layer, wanted, path, Budget(0), seconds_each=0.003) == (cut, [Case("down", 32), Case("down", 8)])
+    profile, left = command.measure(cut, layer, wanted, path, Budget(300), seconds_each=0.003)
+    assert not left and list(profile.op_times[: len(kept)]) == kept
     assert {one.op for one in profile.op_times[len(kept) :]} == {"down"}
     assert load_profile(path) == profile
-    assert command.measure(profile, layer, wanted, path, max_minutes=5, seconds_each=0.003) == (profile, 0)
+    assert command.measure(profile, layer, wanted, path, Budget(300), seconds_each=0.003) == (profile, [])
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_chunks_see_the_keys_that_they_say():
 def test_what_matters_most_is_measured_first():
     assert coarse_first([128, 256, 512, 1024, 2048]) == [2048, 128, 512, 256, 1024]
     assert coarse_first([7]) == [7]
-    found = entries(llama(), (128, 256, 512, 768, 1024, 1536, 2048), (256, 1024, 4096), SHARES, 132)
+    found = entries(llama().ops, (128, 256, 512, 768, 1024, 1536, 2048), (256, 1024, 4096), SHARES, 132)
     pairs = [entry for entry in found if isinstance(entry, Together)]
     assert len(pairs) == 24 and len(set(found)) == len(found)
     assert all(pair.product.sms + pair.attention.sms == 132 for pair in pairs)
@@ -171,10 +173,66 @@ def test_what_matters_most_is_measured_first():
     assert {case.op for case in found[:9] if isinstance(case, Case)} > {"up_gate", "qkv", "down"}
 
 
+class Machine:
+    """A GPU that takes as long as an H200 may, on a clock of its own: compiling eight at a time, but XLA tunes its products one by one."""
+
+    def __init__(self, monkeypatch, tuning_s: float, kernel_s: float, measure_s: float):
+        self.now, self.tuning_s, self.kernel_s, self.measure_s = 0.0, tuning_s, kernel_s, measure_s
+        monkeypatch.setattr(command, "compiled", self.compile)
+        monkeypatch.setattr(command, "_with", self.measure)
+        monkeypatch.setattr(command, "_replace", lambda profile, path: None)
+
+    def compile(self, layer, batch, threads):
+        tuned = sum(isinstance(entry, Case) and entry.sms is None and layer.ops[entry.op].kind == "dense" for entry in batch)
+        self.now += tuned * self.tuning_s + self.kernel_s * -(-len(batch) // 8)
+        return [(None, None)] * len(batch)
+
+    def measure(self, profile, layer, entry, program, executable, seconds_each):
+        self.now += self.measure_s * (4 if isinstance(entry, Together) else 1)
+        if isinstance(entry, Case):
+            one = OpTime(entry.op, entry.tokens, entry.keys, entry.sms or 132, 1e-6 * entry.tokens)
+            return msgspec.structs.replace(profile, op_times=(*profile.op_times, one))
+        a, b = entry.product, entry.attention
+        return msgspec.structs.replace(profile, pairs=(*profile.pairs, Pair(a.op, b.op, a.sms, b.sms, 0.7, 0.5)))
+
+
+@pytest.mark.parametrize(
+    ("tuning_s", "kernel_s", "measure_s", "complete"),
+    [(5.0, 4.0, 0.8, True), (12.0, 5.0, 0.8, False), (23.0, 5.0, 1.0, False), (60.0, 20.0, 3.0, False)],
+)
+def test_a_profile_takes_no_longer_than_it_may(monkeypatch, tmp_path, tuning_s, kernel_s, measure_s, complete):
+    """However slow the compiler: what is left out is what matters least, and is named."""
+    machine, layer = Machine(monkeypatch, tuning_s, kernel_s, measure_s), llama()
+    empty = msgspec.structs.replace(tiny()[1], total_sms=132)
+    wanted = entries(layer.ops, (128, 256, 512, 768, 1024, 1536, 2048), (256, 1024, 4096), SHARES, 132)
+    profile, left = command.measure(empty, layer, wanted, tmp_path / "p", Budget(480, lambda: machine.now), seconds_each=0.4)
+    assert machine.now <= 480 + 4 * tuning_s  # a batch of products to tune may come unexpected
+    assert len(profile.op_times) + len(profile.pairs) + len(left) == len(wanted)
+    assert left == wanted[len(wanted) - len(left) :] and (not left) == complete
+    if tuning_s < 20:  # enough for a plan: every pair, and all ops on the whole device
+        assert len(profile.pairs) == 24 and {time.op for time in profile.op_times if time.sms == 132} == set(layer.ops)
+    assert not left or "of up_gate" in described(left)
+    before = len(profile.op_times)
+    again, rest = command.measure(profile, layer, wanted, tmp_path / "p", Budget(480, lambda: machine.now), seconds_each=0.4)
+    assert len(again.op_times) - before + len(again.pairs) - len(profile.pairs) == len(left) - len(rest)
+
+
+def test_a_budget_learns_what_pieces_take():
+    now = [0.0]
+    budget = Budget(100, lambda: now[0])
+    assert budget.fits("compile") == 33  # a guess
+    for _ in range(8):
+        now[0] += 4
+        budget.took("compile", 4.0, 2)
+    assert budget.a_piece_s("compile") == pytest.approx(2.0, rel=0.3) and budget.left_s == 68
+    now[0] = 200.0
+    assert budget.fits("compile", "measure") == 0 and budget.left_s == 0
+
+
 def test_without_kernels_to_bound_there_are_no_shares_or_pairs():
     layer = Layer(LLAMA, REFERENCE, dtype="bfloat16", kv_dtype="bfloat16", fp8=False, platform="gpu")
     assert not command.bounded(layer.kernels) and command.bounded(llama().kernels)
-    assert all(isinstance(entry, Case) and entry.sms is None for entry in entries(layer, (128,), (256,), (), 132))
+    assert all(isinstance(entry, Case) and entry.sms is None for entry in entries(layer.ops, (128,), (256,), (), 132))
 
 
 @pytest.mark.parametrize(

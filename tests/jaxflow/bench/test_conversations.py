@@ -149,6 +149,7 @@ def test_figures_of_reuse():
     assert (found["compute_saved"], found["reuse_hit_rate"]) == (0.6, 0.9)
     assert found["reused_input_tokens_by_tier"] == {"device": 120, "host": 160, "disk": 80}
     assert found["reuse_hit_rate_by_tier"] == {"device": 0.3, "host": 0.4, "disk": 0.2}
+    assert found["compute_saved_by_tier"] == {"device": 0.2, "host": 160 / 600, "disk": 80 / 600}
     assert found["first_round"]["mean_ttft_ms"] == pytest.approx(200) and found["first_round"]["completed"] == 1
     assert found["later_rounds"]["median_ttft_ms"] == pytest.approx(200) and found["later_rounds"]["total_input_tokens"] == 500
     text = reuse.text(found)

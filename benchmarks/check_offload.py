@@ -1,0 +1,161 @@
+"""Holds the KV hierarchy to its law on this device: what leaves the cache and comes back is what was there.
+
+First pages of every cache dtype go to pinned host memory and back to other places, and are compared bit by bit. Then an
+engine with a host tier and few pages, so that prefixes leave the device and running requests are pre-empted, answers
+prompts twice over, beside one that keeps everything on the device: the log-probabilities of each answer's first token,
+which all of the prompt's KV goes into, are compared. Right engines differ by rounding, since their batches do; a page
+that is wrong, or in a wrong place, shows as a difference of ones.
+
+    python benchmarks/check_offload.py [--model llama-3.1-8b] [--layers 4] [--output_json check.json]
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxflow.config import EngineConfig, ModelConfig
+from jaxflow.engine.admission import OutputLengths
+from jaxflow.engine.build import choose_plans, make_executor, make_loop, prepare_process, resolve
+from jaxflow.engine.load_cost import LoadCosts
+from jaxflow.engine.loop import Loop
+from jaxflow.engine.request import Delta, Logprob, Request, SamplingParams
+from jaxflow.engine.start_offload import start_offload
+from jaxflow.memory.kv_cache import make_cache
+from jaxflow.memory.page_copies import PageCopies
+from jaxflow.memory.transfers import Transfers
+from jaxflow.mesh import make_mesh
+from jaxflow.model.checkpoint import open_checkpoint
+
+ALWAYS = LoadCosts(bytes_per_s=1e15, latency_s=0.0, seconds_a_token=1.0)
+MEAN_NATS, MOST_NATS = 0.03, 0.6
+DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "int8")
+
+
+def check_pages(model: ModelConfig, dtype: str, block_size: int, pages: int = 96, moved: int = 40) -> dict[str, Any]:
+    """Moves pages through the host to other places; whether all bits are the same there, and elsewhere as before."""
+    mesh = make_mesh(1)
+    kv = make_cache(model, (pages,) * len(model.windows), block_size, jnp.dtype(dtype), mesh)
+    copies = PageCopies(model, (pages,) * len(model.windows), block_size, jnp.dtype(dtype), mesh)
+    kv = copies.warm_up(kv)
+    transfers, rng, right = Transfers(mesh, copies.groups[0].spec), np.random.default_rng(0), True
+    try:
+        for group, programs in enumerate(copies.groups):
+            drawn = [rng.integers(0, 2**32, (1, programs.words), dtype=np.uint32) for _ in range(pages)]
+            kv = copies.scatter(kv, group, range(pages), [jax.device_put(page, transfers.to_device.sharding) for page in drawn])
+            order = rng.permutation(pages).tolist()
+            source, target = order[:moved], order[moved : 2 * moved]
+            transfers.to_host.copy([(i, page) for i, page in enumerate(copies.gather(kv, group, source))])
+            transfers.to_device.copy(_wait(transfers, transfers.to_host, moved))
+            kv = copies.scatter(kv, group, target, [page for _, page in _wait(transfers, transfers.to_device, moved)])
+            expected = list(drawn)
+            for a, b in zip(source, target, strict=True):
+                expected[b] = drawn[a]
+            found = copies.gather(kv, group, range(pages))
+            right &= all(np.array_equal(np.asarray(page), wanted) for page, wanted in zip(found, expected, strict=True))
+    finally:
+        transfers.close()
+    return {"dtype": dtype, "page_bytes": list(copies.page_bytes), "pages_moved": moved, "same_bits": right}
+
+
+def _wait(transfers: Transfers, channel: Any, count: int) -> list[tuple[Any, Any]]:
+    found: list[tuple[Any, Any]] = []
+    while len(found) < count:
+        transfers.wait(0.01)
+        found += channel.done()
+    return found
+
+
+def first_tokens(engine: Loop, requests: list[Request]) -> dict[str, dict[int, Logprob]]:
+    """Of each answer's first token: the likeliest ones."""
+    found: dict[str, dict[int, Logprob]] = {}
+    for request in requests:
+        engine.add(request, 0.0)
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, Delta) and event.request_id not in found and event.logprobs:
+                found[event.request_id] = event.logprobs[0]
+    return found
+
+
+def check_engine(name: str, layers: int, num_kv_pages: int, kv_offloading_size: float, block_size: int) -> dict[str, Any]:
+    """Two rounds of the same prompts with and without a host tier."""
+    settings = EngineConfig(
+        model=name,
+        load_format="dummy",
+        block_size=block_size,
+        max_model_len=32 * block_size,
+        max_num_batched_tokens=8 * block_size,
+        max_num_seqs=8,
+        num_kv_pages=num_kv_pages,
+        kv_offloading_size=kv_offloading_size,
+    )
+    checkpoint = open_checkpoint(name, load_format="dummy")
+    model = dataclasses.replace(checkpoint.model_config, layers=checkpoint.model_config.layers[:layers])
+    checkpoint = dataclasses.replace(checkpoint, model_config=model)
+    config = resolve(settings, model)
+    plans = {tokens: plan for tokens, plan in choose_plans(config, model).items() if tokens in (8, 8 * block_size)}
+    executor = make_executor(config, checkpoint, plans, progress=False)
+    executor.warm_up()
+    rng = np.random.default_rng(1)
+    shared = rng.integers(0, model.vocab_size, 6 * block_size)
+    lengths = rng.integers(block_size, 6 * block_size, 24)
+    sampling = SamplingParams(temperature=0.0, max_tokens=2 * block_size, ignore_eos=False, logprobs=5)
+    prompts = [np.concatenate([shared[: int(n)], rng.integers(0, model.vocab_size, int(n))]).tolist() for n in lengths]
+    requests = [Request(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+    expected = first_tokens(make_loop(config, model, executor, enable_prefix_caching=False), requests)
+    offload = start_offload(config, executor, costs=ALWAYS)
+    engine = make_loop(config, model, executor, offload)
+    engine.scheduler.lengths = OutputLengths(prior=2)  # it admits too much, and has to pre-empt
+    nats: list[float] = []
+    for _ in range(2):
+        for request, found in first_tokens(engine, requests).items():
+            common = set(found) & set(expected[request])
+            nats += [abs(found[token].logprob - expected[request][token].logprob) for token in common] or [np.inf]
+    stats = engine.stats(0)
+    engine.close()
+    return {
+        "mean_nats": float(np.mean(nats)),
+        "most_nats": float(np.max(nats)),
+        "preemptions": stats.preemptions,
+        "compilations_after_warmup": stats.compilations_after_warmup,
+        **stats.kv_tiers,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--num_kv_pages", type=int, default=64)
+    parser.add_argument("--kv_offloading_size", type=float, default=4.0)
+    parser.add_argument("--block_size", type=int, default=64)
+    parser.add_argument("--output_json")
+    given = parser.parse_args()
+    prepare_process(EngineConfig(model=given.model, kv_offloading_size=given.kv_offloading_size))
+    model = open_checkpoint(given.model, load_format="dummy").model_config
+    model = dataclasses.replace(model, layers=model.layers[: given.layers])
+    result: dict[str, Any] = {"pages": [check_pages(model, dtype, given.block_size) for dtype in DTYPES]}
+    result["engine"] = check_engine(given.model, given.layers, given.num_kv_pages, given.kv_offloading_size, given.block_size)
+    engine = result["engine"]
+    result["right"] = (
+        all(row["same_bits"] for row in result["pages"])
+        and engine["mean_nats"] < MEAN_NATS
+        and engine["most_nats"] < MOST_NATS
+        and engine["host_pages_loaded"] > 0
+        and engine["compilations_after_warmup"] == 0
+    )
+    print(json.dumps(result, indent=1))
+    if given.output_json:
+        with open(given.output_json, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+    return 0 if result["right"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

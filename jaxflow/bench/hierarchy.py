@@ -1,0 +1,108 @@
+"""What each tier of the KV hierarchy saves conversations, and what it costs requests that share nothing (NanoFlow §4.2.2, §6.4).
+
+  python -m jaxflow.bench hierarchy --model llama-3.1-8b --load_format dummy --rounds 5 --num_requests 256 --request_rate 4
+      --kv_offloading_size 64 --kv_disk_path /mnt/nvme --kv_disk_size 500
+
+The same conversations meet the engine with no reuse at all, then with one tier more each time, and once more with a new
+engine that finds the disk as the last one left it. After them each engine runs requests without anything in common, all at
+once, some times over: the paper loses 3 % of throughput to offloading there. A tier is left out where its flag is not set.
+"""
+
+import dataclasses
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from jaxflow.bench import machine, options, reuse, throughput, workload
+from jaxflow.bench.conversations import Conversation
+from jaxflow.bench.workload import Item
+from jaxflow.config import EngineConfig
+from jaxflow.flags import engine_config_from_flags
+from jaxflow.llm import LLM
+
+COLUMNS = f"{'lowest tier':<16}{'1st ms':>11}{'later ms':>11}{'saved':>9}{'device':>9}{'host':>9}{'disk':>9}{'tok/s':>11}{'no reuse':>11}"
+
+
+_NO_DISK = {"kv_disk_path": None, "kv_disk_size": None}
+_DEVICE = {"enable_prefix_caching": True, "kv_offloading_size": 0.0, **_NO_DISK}
+WAYS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
+    "recompute": lambda config: dataclasses.replace(config, **{**_DEVICE, "enable_prefix_caching": False}),
+    "device": lambda config: dataclasses.replace(config, **_DEVICE),
+    "host": lambda config: dataclasses.replace(config, enable_prefix_caching=True, **_NO_DISK),
+    "disk": lambda config: dataclasses.replace(config, enable_prefix_caching=True),
+    "disk, restarted": lambda config: dataclasses.replace(config, enable_prefix_caching=True),
+}
+
+
+def define_flags() -> None:
+    options.define_engine()
+    options.define_workload()
+    options.define_conversations(rounds=4)
+    options.define_report()
+    flags.DEFINE_float("request_rate", math.inf, "Conversations that begin in a second, on average; inf: all at once.")
+    flags.DEFINE_integer("repeats", 3, "How often the requests without reuse are run.", lower_bound=1)
+
+
+def ways(config: EngineConfig) -> dict[str, EngineConfig]:
+    """The engines to compare, by the lowest tier that each has; without the tiers that `config` does not have."""
+    host, disk = config.kv_offloading_size > 0, config.kv_disk_path is not None
+    there = {"recompute": True, "device": True, "host": host, "disk": disk, "disk, restarted": disk}
+    return {name: way(config) for name, way in WAYS.items() if there[name]}
+
+
+def measure(llm: LLM, talks: Sequence[Conversation], alone: Sequence[Item], repeats: int, seed: int) -> dict[str, Any]:
+    """The conversations' report, and of the requests without reuse the throughput of each repeat."""
+    found = throughput.measure_conversations(llm, talks, progress=True)
+    rates = [throughput.measure(llm, alone, seed=seed + 1 + i, progress=True)["total_token_throughput"] for i in range(repeats)]
+    return {"conversations": found, "no_reuse": {"total_token_throughput": rates, "median": statistics.median(rates)}}
+
+
+def _measure_way(config: EngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The head of the report and one engine's figures. The engine is gone when this returns: the next one needs its memory."""
+    f = flags.FLAGS
+    seed = f.workload_seed
+    with LLM.from_config(
+        dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values())))
+    ) as llm:
+        items, described = options.items_from_flags(llm.max_model_len)
+        openings = workload.poisson_arrivals(items, f.request_rate, seed)
+        talks, more = options.conversations_from_flags(openings, llm.max_model_len, llm.model_config.vocab_size)
+        alone = [Item(item.prompt_tokens, item.output_tokens) for item in items]
+        return {**throughput.head(llm), "workload": described | more}, measure(llm, talks, alone, f.repeats, seed)
+
+
+def run() -> dict[str, Any]:
+    """The command. Raises: ConfigError, WorkloadError, ValueError for flags that do not work."""
+    f = flags.FLAGS
+    head: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    for name, config in ways(engine_config_from_flags()).items():
+        print(f"{name}:", file=sys.stderr)
+        first, found[name] = _measure_way(config)
+        head = head or first
+    rate = "inf" if math.isinf(f.request_rate) else f.request_rate
+    result = {"command_name": "hierarchy", **head, "request_rate": rate, "ways": found}
+    print(text(result))
+    print(machine.where(result))
+    return result
+
+
+def text(result: Mapping[str, Any]) -> str:
+    """A line for each engine: median times to the first token, shares of the input tokens, tokens a second."""
+    lines = [f" KV hierarchy, {result['model']} on {result['device']} ".center(100, "="), COLUMNS]
+    for name, found in result["ways"].items():
+        talks = found["conversations"]
+        sides = [talks[side]["median_ttft_ms"] if side in talks else math.nan for side in reuse.ROUNDS]
+        shares = [talks["compute_saved"], *talks["compute_saved_by_tier"].values()]
+        rates = [talks["total_token_throughput"], found["no_reuse"]["median"]]
+        lines.append(
+            f"{name:<16}"
+            + "".join(f"{ms:11.1f}" for ms in sides)
+            + "".join(f"{s:9.1%}" for s in shares)
+            + "".join(f"{r:11.1f}" for r in rates)
+        )
+    return "\n".join(lines)

@@ -1,0 +1,36 @@
+"""A time limit for work of many pieces: how many more fit, by what those before them took."""
+
+import time
+from collections.abc import Callable
+
+_FIRST_S = 3.0  # that a piece is thought to take before any was done
+
+
+class Budget:
+    """Seconds since its making. `clock` is read for the time, in seconds."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic):
+        self.limit_s, self.clock, self.begun = limit_s, clock, clock()
+        self._took: dict[str, tuple[float, int]] = {}
+
+    @property
+    def spent_s(self) -> float:
+        return self.clock() - self.begun
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.limit_s - self.spent_s)
+
+    def took(self, kind: str, seconds: float, pieces: int = 1) -> None:
+        """Remembers it. Later pieces count more than early ones: what was first compiled or warmed up says little of the rest."""
+        before, number = self._took.get(kind, (0.0, 0))
+        self._took[kind] = (0.7 * before + seconds, round(0.7 * number) + pieces)
+
+    def a_piece_s(self, kind: str) -> float:
+        """What a piece is expected to take."""
+        seconds, number = self._took.get(kind, (_FIRST_S, 1))
+        return seconds / max(1, number)
+
+    def fits(self, *kinds: str) -> int:
+        """How many pieces that need one of each kind are expected to be done in time."""
+        return int(self.left_s / max(1e-9, sum(map(self.a_piece_s, kinds))))
