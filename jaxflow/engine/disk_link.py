@@ -23,6 +23,7 @@ from jaxflow.memory.host_store import HostStore, Key
 log = logging.getLogger(__name__)
 
 FLUSH_S = 30.0
+FORGET = 0.9  # of the rate seen before, with each batch of pages that comes
 MOST_OF_THE_HOST = 0.5  # what is on its way cannot be evicted: the rest stays free for what the device stores
 
 
@@ -42,7 +43,9 @@ class DiskLink:
         store.on_put, store.on_evict = self.on_put, self.on_evict
         self._wanted: collections.deque[Key] = collections.deque()  # room is reserved for each
         self._reading = self._coming_bytes = 0
-        self._read: queue.SimpleQueue[tuple[Key, Any]] = queue.SimpleQueue()
+        self._begun_s = self._ended_s = 0.0  # of the reads under way: the first one's begin, the last one's end so far
+        self._rate_bytes = self._rate_seconds = 0.0
+        self._read: queue.SimpleQueue[tuple[Key, Any, float]] = queue.SimpleQueue()  # (key, page, when it was there)
 
     def on_put(self, key: Key, data: Any) -> None:
         """A page has reached the host."""
@@ -70,16 +73,27 @@ class DiskLink:
             self._wanted.append(key)
         self._ask()
 
+    def seconds(self, num_bytes: int) -> float:
+        """When so much more would have been read, at the rate seen lately; 0 before anything was."""
+        return self._rate_seconds / self._rate_bytes * (self._coming_bytes + num_bytes) if self._rate_bytes else 0.0
+
     def arrived(self) -> list[tuple[Key, Any]]:
         """(key, page) of what was read since the last call; None for a page that cannot be had after all."""
         found = []
         while True:
             try:
-                found.append(self._read.get_nowait())
+                key, data, self._ended_s = self._read.get_nowait()
             except queue.Empty:
                 break
-        self._reading -= len(found)
-        self._coming_bytes -= sum(self._store.page_bytes[key[0]] for key, _ in found)
+            found.append((key, data))
+        if found:
+            num_bytes = sum(self._store.page_bytes[key[0]] for key, _ in found)
+            self._reading -= len(found)
+            self._coming_bytes -= num_bytes
+            seconds = max(0.0, self._ended_s - self._begun_s)
+            self._rate_bytes = FORGET * self._rate_bytes + num_bytes
+            self._rate_seconds = FORGET * self._rate_seconds + seconds
+            self._begun_s = self._ended_s
         self._ask()
         return found
 
@@ -113,10 +127,12 @@ class DiskLink:
     def _ask(self) -> None:
         while self._wanted and self._reading < READ_AHEAD:
             key = self._wanted.popleft()
+            if not self._reading:
+                self._begun_s = time.monotonic()
             future = self.disk.prefetch(key)
             self._reading += 1
             if future is None:
-                self._read.put((key, None))
+                self._read.put((key, None, time.monotonic()))
             else:
                 future.add_done_callback(lambda future, key=key: self._on_read(key, future))
 
@@ -128,7 +144,7 @@ class DiskLink:
             data = None if page is None else self._from_bytes(key, page)
         except Exception:
             log.exception("page %s cannot be had", key.hex())
-        self._read.put((key, data))
+        self._read.put((key, data, time.monotonic()))
 
     def _parts(self, data: Any) -> Parts:
         return lambda: self._to_bytes(data)

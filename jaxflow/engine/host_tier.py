@@ -17,9 +17,15 @@ from jaxflow.memory.host_store import HostStore, Key, key_of
 from jaxflow.memory.page_tables import PageTables
 from jaxflow.memory.prefix import part_name
 
+PATIENCE = 8.0  # a sequence waits for pages from below this many times as long as their tokens take to compute, at most
+
 
 class Below(Holds, Protocol):
     """The tier below the host."""
+
+    def seconds(self, num_bytes: int) -> float:
+        """How long it would take to read so much now."""
+        ...
 
     def read_ahead(self, keys: Sequence[Key]) -> None:
         """Begins to read pages into the host's store, as many as it can now; `HostTier.arrived` is told of each that was reserved."""
@@ -263,10 +269,19 @@ class HostTier:
             seq.swapped = None
 
     def _read_ahead(self, names: list[bytes]) -> None:
-        """Has those of a sequence's pages brought to the host that only the tier below has and that it could begin with."""
+        """Has those of a sequence's pages brought to the host that only the tier below has and that it could begin with.
+
+        Not where computing them is sooner by far. A little later is no loss: the device works for others meanwhile.
+        """
         assert self.below is not None
-        _, missing = reachable(names, self._tables, [self.store, self.below])
-        self.below.read_ahead([key for key in missing if not self.store.contains(key)])
+        reach, missing = reachable(names, self._tables, [self.store, self.below])
+        keys = [key for key in missing if not self.store.contains(key)]
+        if not keys:
+            return
+        tokens = (reach - reachable(names, self._tables, [self.store])[0]) * self._tables.block_size
+        seconds = self.below.seconds(sum(self.store.page_bytes[key[0]] for key in keys))
+        if seconds <= PATIENCE * tokens * self.costs.seconds_a_token:
+            self.below.read_ahead(keys)
 
     def _bytes_of(self, tokens: int) -> int:
         """Of the pages of one sequence."""

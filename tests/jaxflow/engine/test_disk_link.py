@@ -148,3 +148,16 @@ def test_a_closed_disk_gives_nothing(link):
     link.read_ahead([key(0)])
     assert set(arrive(link, link.pending).values()) <= {None}
     keep(link, *range(30, 40))
+
+
+def test_the_rate_is_what_was_seen_lately(link):
+    assert link.seconds(1000) == 0.0
+    for rate in (100.0, 10.0):
+        for _ in range(100):
+            link._reading, link._coming_bytes, link._begun_s = 1, PAGE, 5.0
+            link._read.put((key(0), None, 5.0 + PAGE / rate))
+            assert link.arrived() == [(key(0), None)]
+        assert link.seconds(1000) == pytest.approx(1000 / rate, rel=1e-3)
+    link._coming_bytes = 500
+    assert link.seconds(500) == pytest.approx(100, rel=1e-3)
+    link._coming_bytes = 0

@@ -11,6 +11,7 @@ from simulated_device import config, prompt
 from simulated_host import PAGE_BYTES, TieredWorld
 
 from jaxflow.engine.disk_link import DiskLink
+from jaxflow.engine.host_tier import PATIENCE
 from jaxflow.memory.disk_file import HEADER_BYTES
 from jaxflow.memory.disk_tier import DiskTier
 
@@ -129,3 +130,18 @@ def test_a_later_round_finds_what_the_engine_before_it_had():
         assert seq.cached_tokens == world.tier.counters.disk_hit_tokens == world.tier.counters.host_hit_tokens == 16
         assert world.disk.counters().hits == 4
         world.link.close()
+
+
+def test_what_is_computed_much_sooner_is_not_read(monkeypatch):
+    machine = {"config": config(num_pages=(16,)), "host_bytes": 8 * PAGE_BYTES[0]}
+    with tempfile.TemporaryDirectory() as folder:
+        talk = prompt(np.random.default_rng(0), 16)
+        converse(world := DiskWorld(**machine).below(pathlib.Path(folder), 50, 1.0), [talk], 1, 0.0)
+        world.link.close()
+        for seconds_a_page, reads in ((PATIENCE * 4 * 1.01, False), (PATIENCE * 4 * 0.99, True)):  # a token takes a second to compute
+            world = DiskWorld(**machine).below(pathlib.Path(folder), 50, 1.0)
+            monkeypatch.setattr(world.link, "seconds", lambda bytes, each=seconds_a_page: each * bytes / PAGE_BYTES[0])
+            world.add(list(talk), max_tokens=4, ignore_eos=True, seed=5)
+            world.run()
+            assert bool(world.disk.counters().hits) == reads
+            world.link.close()
