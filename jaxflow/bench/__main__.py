@@ -7,7 +7,8 @@
   serve        load on a running server over gRPC, at a rate or at a trace's times
   hierarchy    what each tier of the KV hierarchy saves conversations, and costs requests that share nothing
   host         what a step costs on the CPU, with a device that takes no time
-  offload      the link between device and host, and what copies beside a step cost it
+  link         between device and host: its rates, and what copies beside a step cost the step
+  offload      blocks of a model that does not fit the device: latency against throughput, JSON and a picture
   kernels      each kernel beside its rivals, on one GPU
   plans        plans of a step beside each other, in the steady state of workloads
   perplexity   of a text, under each way to keep a model's numbers
@@ -22,7 +23,7 @@ import sys
 
 from absl import flags
 
-COMMANDS = ("throughput", "latency", "serve", "hierarchy", "host", "offload", "kernels", "plans", "perplexity", "sweep")
+COMMANDS = ("throughput", "latency", "serve", "hierarchy", "host", "link", "offload", "kernels", "plans", "perplexity", "sweep")
 
 
 def main(argv: list[str]) -> int:
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _flag_help(command) -> list[str]:
-    modules = (command.__name__, "jaxflow.bench.options", "jaxflow.flags")
+    modules = (command.__name__, "jaxflow.bench.options", "jaxflow.offload.options", "jaxflow.flags")
     return [flags.FLAGS.module_help(sys.modules[name]) for name in modules if name in flags.FLAGS.flags_by_module_dict()]
 
 

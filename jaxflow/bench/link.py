@@ -1,102 +1,165 @@
-"""What the link between device and pinned host memory gives: each way, both at once, in pages, in pieces and through numpy."""
+"""The link between device and host, and what copying pages beside a step costs the step (NanoFlow §4.2.2).
 
-import threading
+  python -m jaxflow.bench link --model llama-3.1-8b --load_format dummy --kv_offloading_size 8 --workload 1024/512
+
+First the link, from pinned memory reserved as the engine reserves it: each direction alone and both at once; contiguous pages
+against the pieces that a page has in the cache; and pages brought to their places. Then the average step of a workload, alone
+and with copies beside it, in turns: `storing` all pages that such a step completes, as the engine does in every step,
+`loading` as many, or both; and `storing x4`, four times what there is to store.
+"""
+
+import collections
+import dataclasses
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+from absl import flags
 
-from jaxflow.memory.page_copies import PageCopies
+from jaxflow.bench import link_rates, machine, options
+from jaxflow.bench.plans import USUAL, make_bed
+from jaxflow.bench.steady import Steady, parse_workload
+from jaxflow.config import ConfigError
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.plans import on_gpu
+from jaxflow.engine.start_offload import link_bytes_per_s, reserve, seconds_a_token
+from jaxflow.flags import engine_config_from_flags
+from jaxflow.memory.numa import bind, gpu_bus_ids, near_cpus, run_bound
 from jaxflow.memory.transfers import Transfers
+from pallas_kernels.checks.timing import interleaved
+
+GOAL_GB_PER_S = 48
+GOAL_SLOWDOWN = 1.03
+UNDER_WAY = 2  # steps whose copies may be under way
 
 
-def rate(run: Callable[[], Any], num_bytes: int, seconds: float) -> float:
-    """Bytes per second of what moves `num_bytes` and returns its arrays: the median over so long, after one time that warms."""
-    jax.block_until_ready(run())
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        begin = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - begin)
-    return num_bytes / float(np.median(times))
+def define_flags() -> None:
+    options.define_engine(kv_offloading_size=8.0)
+    flags.DEFINE_string("workload", "1024/512", "Of the step: prompt/output tokens (1024/512), or decodes x keys (256x1100).")
+    flags.DEFINE_integer("pages", 64, "Pages moved at once where the link is measured.", lower_bound=1)
+    flags.DEFINE_float("seconds", 2.0, "How long each rate is measured, and each kind of step.", lower_bound=0.0)
+    flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
-def both(down: Callable[[], Any], up: Callable[[], Any], num_bytes: int, seconds: float) -> tuple[float, float]:
-    """The rates of two that run at the same time."""
-    found: dict[str, float] = {}
-    gate = threading.Barrier(2)
+class Beside:
+    """Steps with copies beside them, on the engine's own threads."""
 
-    def measure(name: str, run: Callable[[], Any]) -> None:
-        gate.wait()
-        found[name] = rate(run, num_bytes, seconds)
+    def __init__(self, steady: Steady, transfers: Transfers, pages: int):
+        self.steady, self.transfers, self.pages = steady, transfers, pages
+        assert steady.executor.copies is not None
+        self.copies, self.executor = steady.executor.copies, steady.executor
+        ids = list(range(min(self.copies.num_pages[0], 4 * pages)))
+        self._ids = ids
+        self._host = jax.device_put(self.copies.gather(self.executor.kv, 0, ids[:pages]), transfers.to_host.sharding)
+        self._down, self._up = 0, 0  # copies asked for
+        self._came: collections.deque[jax.Array] = collections.deque(maxlen=pages)
 
-    threads = [threading.Thread(target=measure, args=pair) for pair in (("down", down), ("up", up))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found["down"], found["up"]
+    def step(self, *, stored: int = 0, loaded: int = 0) -> jax.Array:
+        """A step after which `stored` times as many pages are stored as it completes, and `loaded` times as many come."""
+        self._drain()
+        ids = self._ids[: stored * self.pages]
+        if loaded and len(self._came) == self.pages:
+            self.executor.kv = self.copies.scatter(self.executor.kv, 0, self._ids[: self.pages], list(self._came))
+            self._came.clear()
+        if ids:
+            self._down += len(ids)
+            self.transfers.to_host.copy([(None, page) for page in self.copies.gather(self.executor.kv, 0, ids)])
+        if loaded:
+            self._up += self.pages
+            self.transfers.to_device.copy([(None, page) for page in self._host])
+        return self.steady.enqueue()
+
+    def _drain(self) -> None:
+        """Takes what has come, and waits where more than two steps' copies are under way: then the link is what limits."""
+        while True:
+            self._down -= len(self.transfers.to_host.done())
+            arrived = [page for _, page in self.transfers.to_device.done() if page is not None]
+            self._up -= len(arrived)
+            self._came.extend(arrived)
+            if self._down <= UNDER_WAY * 4 * self.pages and self._up <= UNDER_WAY * self.pages:
+                return
+            self.transfers.wait(0.001)
 
 
-def pieces_of(kv: list, pages: Sequence[int]) -> list[jax.Array]:
-    """Pages as they lie in the cache: an array for each layer's keys, values and scales of each."""
-    cut = jax.jit(lambda kv, page: [array[page] for array in jax.tree.leaves(kv)])
-    return [piece for page in pages for piece in cut(kv, page)]
-
-
-def measure(copies: PageCopies, transfers: Transfers, kv: list, group: int, count: int, seconds: float) -> dict[str, float]:
-    """GB/s of `count` pages of a layer group, all shards together; and how much faster contiguous pages are than pieces."""
-    ids = np.random.default_rng(0).permutation(copies.num_pages[group])[:count].tolist()
-    host, device = transfers.to_host.sharding, transfers.to_device.sharding
-    layers = [kv[i] for i in copies.groups[group].layers]
-    there = jax.block_until_ready(copies.gather(kv, group, ids))
-    num_bytes = sum(page.nbytes for page in there)
-    here = jax.block_until_ready(jax.device_put(there, host))
-    few = ids[: max(1, count // 16)]
-    pieces = jax.block_until_ready(pieces_of(layers, few))
-    pieces_here = jax.block_until_ready(jax.device_put(pieces, [_on_host(piece) for piece in pieces]))
-    piece_bytes = sum(piece.nbytes for piece in pieces)
-    found = {
-        "to_host": rate(lambda: jax.device_put(there, host), num_bytes, seconds),
-        "to_device": rate(lambda: jax.device_put(here, device), num_bytes, seconds),
-        "pieces_to_host": rate(lambda: jax.device_put(pieces, [_on_host(piece) for piece in pieces]), piece_bytes, seconds),
-        "pieces_to_device": rate(lambda: jax.device_put(pieces_here, [piece.sharding for piece in pieces]), piece_bytes, seconds),
-        "numpy_to_host": rate(lambda: [np.array(page) for page in _again(there[:1])], there[0].nbytes, min(seconds, 0.5)),
-        "gather": rate(lambda: copies.gather(kv, group, ids), num_bytes, seconds),
+def measure_steps(steady: Steady, transfers: Transfers, tokens: int, seconds: float) -> dict[str, Any]:
+    """Milliseconds of a step of so many tokens, alone and with copies beside it, and how much slower they make it."""
+    pages = max(1, tokens // steady.layout.page_size)
+    beside = Beside(steady, transfers, pages)
+    kinds: dict[str, dict[str, int]] = {
+        "alone": {},
+        "storing": {"stored": 1},
+        "loading": {"loaded": 1},
+        "storing and loading": {"stored": 1, "loaded": 1},
+        "storing x4": {"stored": 4},
     }
-    found["both_to_host"], found["both_to_device"] = both(
-        lambda: jax.device_put(there, host), lambda: jax.device_put(here, device), num_bytes, seconds
-    )
-    whole = jax.block_until_ready(jax.jit(lambda pages: jax.numpy.concatenate(pages, axis=1))(there))  # in one array, for comparison
-    whole_here = jax.block_until_ready(jax.device_put(whole, host))
-    found["one_array_to_host"] = rate(lambda: jax.device_put(whole, host), num_bytes, seconds)
-    found["one_array_to_device"] = rate(lambda: jax.device_put(whole_here, device), num_bytes, seconds)
-    return {f"{name}_gb_per_s": value / 1e9 for name, value in found.items()} | {
-        "contiguous_over_pieces_to_host": found["to_host"] / found["pieces_to_host"],
-        "contiguous_over_pieces_to_device": found["to_device"] / found["pieces_to_device"],
+    ways: dict[str, Callable[[], Any]] = {name: functools.partial(beside.step, **kind) for name, kind in kinds.items()}
+    timings = interleaved(ways, seconds=seconds)
+    alone = timings["alone"].us
+    return {
+        "pages_a_step": pages,
+        "bytes_a_step": pages * sum(page.nbytes for page in beside._host[:1]),
+        "steps": {name: {"ms": t.us / 1e3, "slowdown": t.us / alone, "spread": t.spread, "watts": t.watts} for name, t in timings.items()},
     }
 
 
-def loaded_rate(executor: Any, group: int, count: int, transfers: Transfers, seconds: float) -> float:
-    """GB/s of pages from the host to their places in the cache: copied in one go, then scattered."""
-    copies: PageCopies = executor.copies
-    ids = list(range(count))
-    here = jax.device_put(copies.gather(executor.kv, group, ids), transfers.to_host.sharding)
+def run() -> dict[str, Any]:
+    """The command. Raises: ConfigError, CheckpointError."""
+    f = flags.FLAGS
+    config, workload = engine_config_from_flags(), parse_workload(f.workload)
+    if not config.kv_offloading_size:
+        raise ConfigError("kv_offloading_size", 0, "GiB of host memory, more than 0")
+    bed = make_bed(dataclasses.replace(config, plan="sequential"), [], [], [workload], [USUAL])
+    executor: Executor = bed.executor
+    copies = executor.copies
+    assert copies is not None
+    mesh = executor.programs.mesh
+    cpus = near_cpus(gpu_bus_ids(mesh.size)) if on_gpu() else None
+    transfers = Transfers(mesh, copies.groups[0].spec, lambda: bind(cpus))
+    try:
+        begin, capacity = time.perf_counter(), int(config.kv_offloading_size * 2**30)
+        run_bound(cpus, lambda: reserve(copies, transfers, capacity))
+        reserved_s = time.perf_counter() - begin
+        count = min(f.pages, min(copies.num_pages), max(1, capacity // (max(copies.page_bytes) * mesh.size)))
+        rates = link_rates.measure(copies, transfers, executor.kv, 0, count, f.seconds)
+        rates["loaded_to_its_place_gb_per_s"] = link_rates.loaded_rate(executor, 0, count, transfers, f.seconds)
+        ((steady, step),) = bed.ready(workload).values()
+        steps = measure_steps(steady, transfers, int(step.tokens), f.seconds)
+        result = {
+            "command_name": "link",
+            "model": Path(bed.config.model).name,
+            "engine_config": dataclasses.asdict(bed.config),
+            "page_bytes": [size * mesh.size for size in copies.page_bytes],
+            "pages": count,
+            "near_cpus": None if cpus is None else len(cpus),
+            "reserved_s": reserved_s,
+            "reserve_gb_per_s": capacity / reserved_s / 1e9,
+            "goals": {"gb_per_s": GOAL_GB_PER_S, "slowdown": GOAL_SLOWDOWN},
+            "link": rates,
+            "workload": workload.name,
+            "step_tokens": int(step.tokens),
+            **steps,
+            "costs": {
+                "link_gb_per_s": link_bytes_per_s(copies, transfers) / 1e9,
+                "us_a_token": seconds_a_token(executor) * 1e6,
+                "load_us_a_token": 1e6 * sum(copies.page_bytes) * mesh.size / bed.config.block_size / 1e9 / rates["to_device_gb_per_s"],
+            },
+            **machine.describe(),
+        }
+    finally:
+        transfers.close()
+    print(text(result))
+    return result
 
-    def load() -> Any:
-        executor.kv = copies.scatter(executor.kv, group, ids, jax.device_put(here, transfers.to_device.sharding))
-        return executor.kv
 
-    return rate(load, sum(page.nbytes for page in here), seconds) / 1e9
-
-
-def _on_host(array: jax.Array) -> Any:
-    return array.sharding.with_memory_kind("pinned_host")
-
-
-def _again(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """New arrays of the same content: an array keeps what numpy once read of it."""
-    return jax.block_until_ready([array + 0 for array in arrays])
+def text(result: dict[str, Any]) -> str:
+    """The report as a table."""
+    lines = [f"{'pages of ' + '/'.join(map(str, result['page_bytes'])) + ' bytes':<44}{'GB/s':>12}"]
+    lines += [f"{name.removesuffix('_gb_per_s').replace('_', ' '):<44}{value:>12.2f}" for name, value in result["link"].items()]
+    lines.append(f"{result['step_tokens']} tokens, {result['pages_a_step']} pages a step".ljust(44) + f"{'ms':>12}{'slowdown':>12}")
+    lines += [f"{name:<44}{row['ms']:>12.3f}{row['slowdown']:>12.3f}" for name, row in result["steps"].items()]
+    costs = result["costs"]
+    lines.append(f"a token: {costs['us_a_token']:.2f} us to compute, {costs['load_us_a_token']:.2f} us to load")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`bench offload` on a toy model: what is reported is complete and belongs together; rates are nobody's here."""
+"""`bench link` on a toy model: what is reported is complete and belongs together; rates are nobody's here."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import paths
 import pytest
 from absl import flags
 
-from jaxflow.bench import link
+from jaxflow.bench import link_rates
 from jaxflow.bench.__main__ import main
 
 
@@ -35,7 +35,7 @@ def no_flags():
 def test_the_command(tmp_path, no_flags, capsys):
     line = ["--model", str(paths.MODELS / "stories260K"), "--kv_offloading_size", "0.001", "--workload", "20/10", "--seconds", "0.01"]
     line += ["--pages", "5", "--max_num_batched_tokens", "32", "--max_num_seqs", "8", "--block_size", "16", "--num_kv_pages", "64"]
-    assert main(["bench", "offload", *line, "--output_json", str(tmp_path / "out.json")]) == 0
+    assert main(["bench", "link", *line, "--output_json", str(tmp_path / "out.json")]) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert all(value > 0 and math.isfinite(value) for value in result["link"].values())
     ways = {"to_host", "to_device", "both_to_host", "both_to_device", "pieces_to_host", "pieces_to_device", "loaded_to_its_place"}
@@ -54,7 +54,7 @@ def test_the_command(tmp_path, no_flags, capsys):
 
 
 def test_it_needs_a_host(no_flags, capsys):
-    assert main(["bench", "offload", "--model", "x", "--kv_offloading_size", "0"]) == 1
+    assert main(["bench", "link", "--model", "x", "--kv_offloading_size", "0"]) == 1
     assert "kv_offloading_size" in capsys.readouterr().err
 
 
@@ -64,12 +64,12 @@ def test_a_rate_is_of_the_median_time(monkeypatch):
     def run():
         now[0] += next(times)
 
-    monkeypatch.setattr(link, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    assert link.rate(run, 100, 6.0) == 100 / 2.0
+    monkeypatch.setattr(link_rates, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    assert link_rates.rate(run, 100, 6.0) == 100 / 2.0
     assert next(times) == 90.0
 
 
 def test_both_directions_run_at_once():
     together = threading.Barrier(2, timeout=30)  # each waits for the other
-    down, up = link.both(together.wait, together.wait, 10, 0.0)
+    down, up = link_rates.both(together.wait, together.wait, 10, 0.0)
     assert down > 0 < up

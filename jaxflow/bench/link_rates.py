@@ -1,0 +1,102 @@
+"""What the link between device and pinned host memory gives: each way, both at once, in pages, in pieces and through numpy."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxflow.memory.page_copies import PageCopies
+from jaxflow.memory.transfers import Transfers
+
+
+def rate(run: Callable[[], Any], num_bytes: int, seconds: float) -> float:
+    """Bytes per second of what moves `num_bytes` and returns its arrays: the median over so long, after one time that warms."""
+    jax.block_until_ready(run())
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
+        begin = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - begin)
+    return num_bytes / float(np.median(times))
+
+
+def both(down: Callable[[], Any], up: Callable[[], Any], num_bytes: int, seconds: float) -> tuple[float, float]:
+    """The rates of two that run at the same time."""
+    found: dict[str, float] = {}
+    gate = threading.Barrier(2)
+
+    def measure(name: str, run: Callable[[], Any]) -> None:
+        gate.wait()
+        found[name] = rate(run, num_bytes, seconds)
+
+    threads = [threading.Thread(target=measure, args=pair) for pair in (("down", down), ("up", up))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found["down"], found["up"]
+
+
+def pieces_of(kv: list, pages: Sequence[int]) -> list[jax.Array]:
+    """Pages as they lie in the cache: an array for each layer's keys, values and scales of each."""
+    cut = jax.jit(lambda kv, page: [array[page] for array in jax.tree.leaves(kv)])
+    return [piece for page in pages for piece in cut(kv, page)]
+
+
+def measure(copies: PageCopies, transfers: Transfers, kv: list, group: int, count: int, seconds: float) -> dict[str, float]:
+    """GB/s of `count` pages of a layer group, all shards together; and how much faster contiguous pages are than pieces."""
+    ids = np.random.default_rng(0).permutation(copies.num_pages[group])[:count].tolist()
+    host, device = transfers.to_host.sharding, transfers.to_device.sharding
+    layers = [kv[i] for i in copies.groups[group].layers]
+    there = jax.block_until_ready(copies.gather(kv, group, ids))
+    num_bytes = sum(page.nbytes for page in there)
+    here = jax.block_until_ready(jax.device_put(there, host))
+    few = ids[: max(1, count // 16)]
+    pieces = jax.block_until_ready(pieces_of(layers, few))
+    pieces_here = jax.block_until_ready(jax.device_put(pieces, [_on_host(piece) for piece in pieces]))
+    piece_bytes = sum(piece.nbytes for piece in pieces)
+    found = {
+        "to_host": rate(lambda: jax.device_put(there, host), num_bytes, seconds),
+        "to_device": rate(lambda: jax.device_put(here, device), num_bytes, seconds),
+        "pieces_to_host": rate(lambda: jax.device_put(pieces, [_on_host(piece) for piece in pieces]), piece_bytes, seconds),
+        "pieces_to_device": rate(lambda: jax.device_put(pieces_here, [piece.sharding for piece in pieces]), piece_bytes, seconds),
+        "numpy_to_host": rate(lambda: [np.array(page) for page in _again(there[:1])], there[0].nbytes, min(seconds, 0.5)),
+        "gather": rate(lambda: copies.gather(kv, group, ids), num_bytes, seconds),
+    }
+    found["both_to_host"], found["both_to_device"] = both(
+        lambda: jax.device_put(there, host), lambda: jax.device_put(here, device), num_bytes, seconds
+    )
+    whole = jax.block_until_ready(jax.jit(lambda pages: jax.numpy.concatenate(pages, axis=1))(there))  # in one array, for comparison
+    whole_here = jax.block_until_ready(jax.device_put(whole, host))
+    found["one_array_to_host"] = rate(lambda: jax.device_put(whole, host), num_bytes, seconds)
+    found["one_array_to_device"] = rate(lambda: jax.device_put(whole_here, device), num_bytes, seconds)
+    return {f"{name}_gb_per_s": value / 1e9 for name, value in found.items()} | {
+        "contiguous_over_pieces_to_host": found["to_host"] / found["pieces_to_host"],
+        "contiguous_over_pieces_to_device": found["to_device"] / found["pieces_to_device"],
+    }
+
+
+def loaded_rate(executor: Any, group: int, count: int, transfers: Transfers, seconds: float) -> float:
+    """GB/s of pages from the host to their places in the cache: copied in one go, then scattered."""
+    copies: PageCopies = executor.copies
+    ids = list(range(count))
+    here = jax.device_put(copies.gather(executor.kv, group, ids), transfers.to_host.sharding)
+
+    def load() -> Any:
+        executor.kv = copies.scatter(executor.kv, group, ids, jax.device_put(here, transfers.to_device.sharding))
+        return executor.kv
+
+    return rate(load, sum(page.nbytes for page in here), seconds) / 1e9
+
+
+def _on_host(array: jax.Array) -> Any:
+    return array.sharding.with_memory_kind("pinned_host")
+
+
+def _again(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """New arrays of the same content: an array keeps what numpy once read of it."""
+    return jax.block_until_ready([array + 0 for array in arrays])
