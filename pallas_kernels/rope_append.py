@@ -23,6 +23,7 @@ from pallas_kernels.tiles import SMS
 
 _STAGES = 2  # of a worker: a token that comes, a token that is turned and goes
 _WORKERS = 4  # warpgroups a CTA, each with tokens of its own
+_RING_BYTES = 220 << 10  # of an SM's shared memory for the tokens that come and are turned
 _E4M3_MAX = 448.0
 _INT8_MAX = 127.0
 
@@ -66,7 +67,8 @@ def rope_append(
     t, kv, h = fused.shape[0], k_values.shape[1], head_dim
     group = fused.shape[1] // (kv * h) - 2
     sms = min(SMS if sms is None else sms, t)
-    workers = min(_WORKERS, -(-t // sms))
+    token_bytes = fused.shape[1] * fused.dtype.itemsize + (2 * kv * (h + 4) if k_values.dtype != fused.dtype else 0)
+    workers = max(1, min(_WORKERS, -(-t // sms), _RING_BYTES // (_STAGES * token_bytes)))  # a token of 56 heads of their own is 43 KB
     inputs = {"fused": fused.reshape(t, kv, group + 2, h), "slots": slots.astype(jnp.int32)}
     if inv_freq is not None:  # the same for all layers of a step: XLA makes it once
         angle = positions.astype(jnp.float32)[:, None] * inv_freq

@@ -6,6 +6,7 @@
   machine      measures the links, memories and rates that placements are searched with
   measure      how long each op of a model takes on this GPU, alone and beside others: a profile for plan
   placement    where to keep a model that does not fit the device: FlexGen's policy search
+  offload      runs the policy of placement beside its rivals, and holds what was predicted against it
   plan         how a step is cut into nano-batches that overlap: NanoFlow's two-stage search
 
 `python -m search COMMAND --help` lists a command's flags.
@@ -20,7 +21,7 @@ from jaxflow.config import ConfigError
 from jaxflow.mesh import choose_platform
 from jaxflow.model.checkpoint import CheckpointError
 
-COMMANDS = ("cost", "machine", "measure", "placement", "plan")
+COMMANDS = ("cost", "machine", "measure", "offload", "placement", "plan")
 
 
 def main(argv: list[str]) -> int:

@@ -66,15 +66,7 @@ def run() -> None:
         raise ConfigError("prompt_tokens", f.prompt_tokens, accepted)
     machine, work = load_machine(f.machine), workload(f.model, config, f.prompt_tokens, f.output_tokens)
     memory = Memory(*(getattr(f, tier) * GIGA for tier in TIERS))
-    options = Options(
-        weight_bits=int(f.weight_bits),
-        kv_bits=int(f.kv_bits),
-        host_attention=HOST_ATTENTION[f.host_attention],
-        max_latency_s=f.max_latency_s,
-        percent_step=f.percent_step,
-        gpu_batch_sizes=_numbers("gpu_batch_sizes"),
-        num_gpu_batches=_numbers("num_gpu_batches"),
-    )
+    options = options_from_flags()
     for path in filter(None, (f.output, f.front)):
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise ConfigError("output" if path == f.output else "front", path, "a file in a folder that exists")
@@ -89,6 +81,20 @@ def run() -> None:
         found = candidates(work, machine, memory, options)
         save_front(front(f.model, machine.name, found), f.front)
         logging.info("%d blocks fit, %d are on the front", len(found), len(pareto(found)))
+
+
+def options_from_flags() -> Options:
+    """Raises: PlacementError."""
+    f = flags.FLAGS
+    return Options(
+        weight_bits=int(f.weight_bits),
+        kv_bits=int(f.kv_bits),
+        host_attention=HOST_ATTENTION[f.host_attention],
+        max_latency_s=f.max_latency_s,
+        percent_step=f.percent_step,
+        gpu_batch_sizes=_numbers("gpu_batch_sizes"),
+        num_gpu_batches=_numbers("num_gpu_batches"),
+    )
 
 
 def describe(work: Workload, machine: Machine, memory: Memory, options: Options, policy: Policy) -> list[str]:

@@ -1,165 +1,111 @@
-"""The link between device and host, and what copying pages beside a step costs the step (NanoFlow §4.2.2).
+"""Latency against throughput of an offloaded model as its block grows: FlexGen's Figure 1, measured.
 
-  python -m jaxflow.bench offload --model llama-3.1-8b --load_format dummy --kv_offloading_size 8 --workload 1024/512
+  python -m jaxflow.bench offload --model opt-30b --load_format dummy --policy policy.json --gpu_memory_limit 16 --blocks 8x1,16x1,32x2,48x3
 
-First the link, from pinned memory reserved as the engine reserves it: each direction alone and both at once; contiguous pages
-against the pieces that a page has in the cache; and pages brought to their places. Then the average step of a workload, alone
-and with copies beside it, in turns: `storing` all pages that such a step completes, as the engine does in every step,
-`loading` as many, or both; and `storing x4`, four times what there is to store.
+The percentages are the policy's; each block is started, warmed up and run once. The front is of those that none beats in both.
 """
 
-import collections
 import dataclasses
-import functools
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
+import msgspec
 from absl import flags
 
-from jaxflow.bench import link, machine, options
-from jaxflow.bench.plans import USUAL, make_bed
-from jaxflow.bench.steady import Steady, parse_workload
-from jaxflow.config import ConfigError
-from jaxflow.engine.executor import Executor
-from jaxflow.engine.plans import on_gpu
-from jaxflow.engine.start_offload import link_bytes_per_s, reserve, seconds_a_token
-from jaxflow.flags import engine_config_from_flags
-from jaxflow.memory.numa import bind, gpu_bus_ids, near_cpus, run_bound
-from jaxflow.memory.transfers import Transfers
-from pallas_kernels.checks.timing import interleaved
+from jaxflow.bench import machine, plot
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.request import SamplingParams
+from jaxflow.flags import define_engine_flags, engine_config_from_flags
+from jaxflow.llm import LLM
+from jaxflow.offload import options
+from jaxflow.offload.link import measure_link
+from jaxflow.offload.options import offload_from_flags, random_prompts
+from jaxflow.offload.report import report
+from jaxflow.offload.settings import OffloadConfig
 
-GOAL_GB_PER_S = 48
-GOAL_SLOWDOWN = 1.03
-UNDER_WAY = 2  # steps whose copies may be under way
+Size = tuple[int, int]  # sequences of a batch, batches
 
 
 def define_flags() -> None:
-    options.define_engine(kv_offloading_size=8.0)
-    flags.DEFINE_string("workload", "1024/512", "Of the step: prompt/output tokens (1024/512), or decodes x keys (256x1100).")
-    flags.DEFINE_integer("pages", 64, "Pages moved at once where the link is measured.", lower_bound=1)
-    flags.DEFINE_float("seconds", 2.0, "How long each rate is measured, and each kind of step.", lower_bound=0.0)
-    flags.DEFINE_string("output_json", None, "Write the report to this file.")
+    define_engine_flags()
+    options.define_flags()
+    flags.DEFINE_list("blocks", ["1x1", "4x1", "4x2", "8x4"], "Blocks that are run, as gpu_batch_size x num_gpu_batches.")
+    flags.DEFINE_string("output_json", None, "File for the report.")
+    flags.DEFINE_string("output_png", None, "File for the picture.")
 
 
-class Beside:
-    """Steps with copies beside them, on the engine's own threads."""
-
-    def __init__(self, steady: Steady, transfers: Transfers, pages: int):
-        self.steady, self.transfers, self.pages = steady, transfers, pages
-        assert steady.executor.copies is not None
-        self.copies, self.executor = steady.executor.copies, steady.executor
-        ids = list(range(min(self.copies.num_pages[0], 4 * pages)))
-        self._ids = ids
-        self._host = jax.device_put(self.copies.gather(self.executor.kv, 0, ids[:pages]), transfers.to_host.sharding)
-        self._down, self._up = 0, 0  # copies asked for
-        self._came: collections.deque[jax.Array] = collections.deque(maxlen=pages)
-
-    def step(self, *, stored: int = 0, loaded: int = 0) -> jax.Array:
-        """A step after which `stored` times as many pages are stored as it completes, and `loaded` times as many come."""
-        self._drain()
-        ids = self._ids[: stored * self.pages]
-        if loaded and len(self._came) == self.pages:
-            self.executor.kv = self.copies.scatter(self.executor.kv, 0, self._ids[: self.pages], list(self._came))
-            self._came.clear()
-        if ids:
-            self._down += len(ids)
-            self.transfers.to_host.copy([(None, page) for page in self.copies.gather(self.executor.kv, 0, ids)])
-        if loaded:
-            self._up += self.pages
-            self.transfers.to_device.copy([(None, page) for page in self._host])
-        return self.steady.enqueue()
-
-    def _drain(self) -> None:
-        """Takes what has come, and waits where more than two steps' copies are under way: then the link is what limits."""
-        while True:
-            self._down -= len(self.transfers.to_host.done())
-            arrived = [page for _, page in self.transfers.to_device.done() if page is not None]
-            self._up -= len(arrived)
-            self._came.extend(arrived)
-            if self._down <= UNDER_WAY * 4 * self.pages and self._up <= UNDER_WAY * self.pages:
-                return
-            self.transfers.wait(0.001)
-
-
-def measure_steps(steady: Steady, transfers: Transfers, tokens: int, seconds: float) -> dict[str, Any]:
-    """Milliseconds of a step of so many tokens, alone and with copies beside it, and how much slower they make it."""
-    pages = max(1, tokens // steady.layout.page_size)
-    beside = Beside(steady, transfers, pages)
-    kinds: dict[str, dict[str, int]] = {
-        "alone": {},
-        "storing": {"stored": 1},
-        "loading": {"loaded": 1},
-        "storing and loading": {"stored": 1, "loaded": 1},
-        "storing x4": {"stored": 4},
-    }
-    ways: dict[str, Callable[[], Any]] = {name: functools.partial(beside.step, **kind) for name, kind in kinds.items()}
-    timings = interleaved(ways, seconds=seconds)
-    alone = timings["alone"].us
+def sweep(config: EngineConfig, offload: OffloadConfig, blocks: Iterable[Size], *, progress: bool = False) -> dict[str, Any]:
+    """Runs a block of each size; those that do not fit are left out. Raises: ConfigError where none fits."""
+    points, refused = [], None
+    for size, batches in blocks:
+        policy = msgspec.structs.replace(offload.policy, gpu_batch_size=size, num_gpu_batches=batches)
+        try:
+            point = _run(config, dataclasses.replace(offload, policy=policy), progress)
+        except ConfigError as error:
+            refused = error
+            continue
+        points.append(point)
+    if not points:
+        raise refused or ConfigError("blocks", "", "at least one")
+    _mark_front(points)
+    policy = offload.policy
+    about = {"model": policy.model, "prompt_tokens": policy.prompt_tokens, "output_tokens": policy.output_tokens}
     return {
-        "pages_a_step": pages,
-        "bytes_a_step": pages * sum(page.nbytes for page in beside._host[:1]),
-        "steps": {name: {"ms": t.us / 1e3, "slowdown": t.us / alone, "spread": t.spread, "watts": t.watts} for name, t in timings.items()},
+        "command_name": "offload",
+        "kind": "blocks",
+        **about,
+        "policy": msgspec.to_builtins(policy),
+        "points": points,
+        **machine.describe(),
     }
+
+
+def _run(config: EngineConfig, offload: OffloadConfig, progress: bool) -> dict[str, Any]:
+    policy = offload.policy
+    with LLM(offload=offload, progress=progress, **dataclasses.asdict(config)) as llm:
+        assert llm.runtime is not None
+        prompts = random_prompts(policy.block_size, policy.prompt_tokens, llm.model_config.vocab_size, config.seed)
+        sampling = SamplingParams(temperature=0.0, max_tokens=policy.output_tokens, ignore_eos=True, seed=0)
+        llm.generate(prompts, sampling, use_tqdm=progress)
+        found = report(llm.runtime, measure_link(llm.runtime.device, 16))
+    keys = ("effective_block_size", "latency_s", "tokens_per_s", "decode_tokens_per_s", "prefill_s", "decode_s", "link")
+    return {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches} | {key: found[key] for key in keys}
+
+
+def _mark_front(points: Sequence[dict[str, Any]]) -> None:
+    """Sets `best` of each point: no other has as much throughput in less time."""
+    for point in points:
+        rivals = [other for other in points if other["latency_s"] < point["latency_s"]]
+        point["best"] = all(other["tokens_per_s"] < point["tokens_per_s"] for other in rivals)
+
+
+def parse_blocks(words: Iterable[str]) -> list[Size]:
+    """Raises: ConfigError."""
+    try:
+        found = [tuple(int(part) for part in word.split("x")) for word in words]
+        if not found or any(len(size) != 2 or min(size) < 1 for size in found):
+            raise ValueError
+    except ValueError:
+        raise ConfigError("blocks", ",".join(words), "sizes between commas, each gpu_batch_size x num_gpu_batches, as 48x3") from None
+    return [(size[0], size[1]) for size in found]
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Lines for a person."""
+    lines = [f"{'block':>10}{'latency (s)':>14}{'tokens/s':>12}{'link busy':>12}  front"]
+    for point in result["points"]:
+        block = f"{point['gpu_batch_size']}x{point['num_gpu_batches']}"
+        busy = f"{point['link']['busy_share']:.0%}"
+        lines.append(f"{block:>10}{point['latency_s']:>14.3f}{point['tokens_per_s']:>12.2f}{busy:>12}  {'*' if point['best'] else ''}")
+    return lines
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, CheckpointError."""
+    """The command. Raises: ConfigError, PolicyError, CheckpointError, DiskError."""
     f = flags.FLAGS
-    config, workload = engine_config_from_flags(), parse_workload(f.workload)
-    if not config.kv_offloading_size:
-        raise ConfigError("kv_offloading_size", 0, "GiB of host memory, more than 0")
-    bed = make_bed(dataclasses.replace(config, plan="sequential"), [], [], [workload], [USUAL])
-    executor: Executor = bed.executor
-    copies = executor.copies
-    assert copies is not None
-    mesh = executor.programs.mesh
-    cpus = near_cpus(gpu_bus_ids(mesh.size)) if on_gpu() else None
-    transfers = Transfers(mesh, copies.groups[0].spec, lambda: bind(cpus))
-    try:
-        begin, capacity = time.perf_counter(), int(config.kv_offloading_size * 2**30)
-        run_bound(cpus, lambda: reserve(copies, transfers, capacity))
-        reserved_s = time.perf_counter() - begin
-        count = min(f.pages, min(copies.num_pages), max(1, capacity // (max(copies.page_bytes) * mesh.size)))
-        rates = link.measure(copies, transfers, executor.kv, 0, count, f.seconds)
-        rates["loaded_to_its_place_gb_per_s"] = link.loaded_rate(executor, 0, count, transfers, f.seconds)
-        ((steady, step),) = bed.ready(workload).values()
-        steps = measure_steps(steady, transfers, int(step.tokens), f.seconds)
-        result = {
-            "command_name": "offload",
-            "model": Path(bed.config.model).name,
-            "engine_config": dataclasses.asdict(bed.config),
-            "page_bytes": [size * mesh.size for size in copies.page_bytes],
-            "pages": count,
-            "near_cpus": None if cpus is None else len(cpus),
-            "reserved_s": reserved_s,
-            "reserve_gb_per_s": capacity / reserved_s / 1e9,
-            "goals": {"gb_per_s": GOAL_GB_PER_S, "slowdown": GOAL_SLOWDOWN},
-            "link": rates,
-            "workload": workload.name,
-            "step_tokens": int(step.tokens),
-            **steps,
-            "costs": {
-                "link_gb_per_s": link_bytes_per_s(copies, transfers) / 1e9,
-                "us_a_token": seconds_a_token(executor) * 1e6,
-                "load_us_a_token": 1e6 * sum(copies.page_bytes) * mesh.size / bed.config.block_size / 1e9 / rates["to_device_gb_per_s"],
-            },
-            **machine.describe(),
-        }
-    finally:
-        transfers.close()
-    print(text(result))
+    config = engine_config_from_flags()
+    result = sweep(config, offload_from_flags(config.model), parse_blocks(f.blocks), progress=True)
+    print(*table(result), sep="\n")
+    if f.output_png:
+        plot.save(result, f.output_png)
     return result
-
-
-def text(result: dict[str, Any]) -> str:
-    """The report as a table."""
-    lines = [f"{'pages of ' + '/'.join(map(str, result['page_bytes'])) + ' bytes':<44}{'GB/s':>12}"]
-    lines += [f"{name.removesuffix('_gb_per_s').replace('_', ' '):<44}{value:>12.2f}" for name, value in result["link"].items()]
-    lines.append(f"{result['step_tokens']} tokens, {result['pages_a_step']} pages a step".ljust(44) + f"{'ms':>12}{'slowdown':>12}")
-    lines += [f"{name:<44}{row['ms']:>12.3f}{row['slowdown']:>12.3f}" for name, row in result["steps"].items()]
-    costs = result["costs"]
-    lines.append(f"a token: {costs['us_a_token']:.2f} us to compute, {costs['load_us_a_token']:.2f} us to load")
-    return "\n".join(lines)

@@ -18,6 +18,7 @@ def draw(sweep: Mapping[str, Any]) -> Figure:
         "pd_ratio": (_pd_ratio, 1),
         "tiles": (_tiles, 1),
         "policies": (_policies, 1),
+        "blocks": (_blocks, 1),
     }[sweep["kind"]]
     figure = Figure(figsize=(6.0 * panels, 4.2), layout="constrained")
     draw_kind(sweep, [figure.add_subplot(1, panels, i + 1) for i in range(panels)])
@@ -104,3 +105,17 @@ def _policies(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
     axes[0].set_ylim(0.8, 1.15 * axes[0].get_ylim()[1])
     _label(axes[0], "sequence length", "throughput over request-level batches", legend=False)
     axes[0].legend(frameon=False, ncols=3, loc="upper center")
+
+
+def _blocks(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
+    """FlexGen's Figure 1: latency of a block against throughput; the line joins what none beats in both."""
+    points = sorted(sweep["points"], key=lambda point: point["latency_s"])
+    front = [point for point in points if point["best"]]
+    for chosen, style, label in ((points, ".", "blocks"), (front, "-o", "best for its latency")):
+        axes[0].plot([p["latency_s"] for p in chosen], [p["tokens_per_s"] for p in chosen], style, label=label)
+    for point in points:
+        name = f"{point['gpu_batch_size']}×{point['num_gpu_batches']}"
+        axes[0].annotate(name, (point["latency_s"], point["tokens_per_s"]), fontsize=7, xytext=(3, -8), textcoords="offset points")
+    axes[0].set(xscale="log", yscale="log")
+    axes[0].set_title(f"{sweep['model']}, {sweep['prompt_tokens']} in, {sweep['output_tokens']} out", fontsize=9)
+    _label(axes[0], "latency of a block (s)", "tokens generated per second")

@@ -12,12 +12,10 @@ report.
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from absl import flags
 
 from jaxflow.config import ConfigError
@@ -25,63 +23,12 @@ from jaxflow.engine.request import SamplingParams
 from jaxflow.flags import define_engine_flags, engine_config_from_flags
 from jaxflow.llm import LLM, Prompt
 from jaxflow.mesh import choose_platform
-from jaxflow.model.checkpoint import CheckpointError, open_checkpoint
+from jaxflow.model.checkpoint import CheckpointError
 from jaxflow.offload.disk_tier import DiskError
-from jaxflow.offload.policy import Policy, PolicyError, Shares, load_policy
-from jaxflow.offload.schedule import SCHEDULES
-from jaxflow.offload.settings import OffloadConfig
-
-KINDS = ("weights", "kv", "activations")
-
-
-def define_flags() -> None:
-    """Flags of the settings that `OffloadConfig` has, and of what overrides a policy."""
-    flags.DEFINE_string("policy", None, "The policy: a file that `python -m search placement` wrote.")
-    for kind in KINDS:
-        flags.DEFINE_list(f"{kind}_percent", None, f"Overrides the policy: percentages of {kind} on device, host and disk, as 20,80,0.")
-    for name in ("prompt_tokens", "output_tokens", "gpu_batch_size", "num_gpu_batches"):
-        flags.DEFINE_integer(name, None, "Overrides the policy.", lower_bound=1)
-    for name in ("weight_bits", "kv_bits"):
-        flags.DEFINE_enum(name, None, ["16", "4"], "Overrides the policy.")
-    flags.DEFINE_bool("host_attention", None, "Overrides the policy: whether decodes attend on the host to what KV is not on the device.")
-    flags.DEFINE_float("gpu_memory_limit", None, "GB of the device that may be used.")
-    flags.DEFINE_float("host_memory_limit", None, "GB of the host that may be used.")
-    flags.DEFINE_float("disk_limit", None, "GB of disk that may be used.")
-    flags.DEFINE_string("disk_path", None, "A folder for what the policy keeps on disk.")
-    flags.DEFINE_enum("schedule", "zigzag", list(SCHEDULES), "row: batch by batch, which fetches the weights for each.")
-    flags.DEFINE_bool("overlap", True, "False: each transfer ends before the next step begins.")
-
-
-def policy_from_flags(model: str) -> Policy:
-    """The policy file with what overrides it. Raises: ConfigError, PolicyError."""
-    f = flags.FLAGS
-    if f.policy is None:
-        name = open_checkpoint(model, load_format="dummy").name
-        raise ConfigError("policy", None, f"a policy's file: `python -m search placement --model {name} --output policy.json` writes one")
-    changes: dict[str, Any] = {}
-    for kind in KINDS:
-        given = f[f"{kind}_percent"].value
-        if given is not None:
-            changes[kind] = _shares(f"{kind}_percent", given)
-    for name in ("prompt_tokens", "output_tokens", "gpu_batch_size", "num_gpu_batches", "weight_bits", "kv_bits", "host_attention"):
-        if f[name].value is not None:
-            changes[name] = int(str(f[name].value)) if name.endswith("bits") else f[name].value
-    return msgspec.structs.replace(load_policy(f.policy), **changes)
-
-
-def _shares(flag: str, given: Sequence[str]) -> Shares:
-    try:
-        device, host, disk = map(float, given)
-    except ValueError:
-        raise ConfigError(flag, ",".join(given), "three percentages: device, host, disk") from None
-    return Shares(device, host, disk)
-
-
-def offload_from_flags(model: str) -> OffloadConfig:
-    """Raises: ConfigError, PolicyError."""
-    names = [field.name for field in dataclasses.fields(OffloadConfig) if field.name != "policy"]
-    given: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
-    return OffloadConfig(policy_from_flags(model), **given)
+from jaxflow.offload.link import measure_link
+from jaxflow.offload.options import define_flags, offload_from_flags, random_prompts
+from jaxflow.offload.policy import PolicyError
+from jaxflow.offload.report import report, text
 
 
 def read_prompts(path: str) -> list[Prompt]:
@@ -98,16 +45,8 @@ def read_prompts(path: str) -> list[Prompt]:
     return found
 
 
-def random_prompts(number: int, tokens: int, vocabulary: int, seed: int) -> list[Prompt]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, vocabulary, tokens).tolist() for _ in range(number)]
-
-
 def run() -> dict[str, Any]:
     """The command: generates, and returns the report. Raises: ConfigError, PolicyError, CheckpointError, DiskError, InvalidRequest."""
-    from jaxflow.offload.link import measure_link
-    from jaxflow.offload.report import report, text
-
     f = flags.FLAGS
     config = engine_config_from_flags()
     offload = offload_from_flags(config.model)
@@ -139,7 +78,7 @@ def main(argv: list[str]) -> int:
     flags.DEFINE_string("output_json", None, "File for the report.")
     flags.DEFINE_integer("link_mb", 256, "Size of the transfers that the link is measured with.", lower_bound=1)
     if {"--help", "-h"} & set(argv[1:]):
-        modules = [flags.FLAGS.module_help(sys.modules[name]) for name in (__name__, "jaxflow.flags")]
+        modules = [flags.FLAGS.module_help(sys.modules[name]) for name in (__name__, "jaxflow.offload.options", "jaxflow.flags")]
         print(__doc__, *modules, sep="\n")
         return 0
     try:

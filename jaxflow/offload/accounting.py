@@ -21,6 +21,14 @@ _GIGA = 1e9
 LIMITS = {"device": "gpu_memory_limit", "host": "host_memory_limit", "disk": "disk_limit"}
 
 
+class DoesNotFit(ConfigError):
+    """A tier has too little room. tier; needed_bytes: what the policy needs of it; limit_bytes."""
+
+    def __init__(self, tier: str, needed_bytes: int, limit_bytes: int, accepted: str):
+        self.tier, self.needed_bytes, self.limit_bytes = tier, needed_bytes, limit_bytes
+        super().__init__(LIMITS[tier], f"{_gb(limit_bytes)} GB", accepted)
+
+
 @dataclasses.dataclass(frozen=True)
 class Account:
     """Bytes by tier, and by what takes them. `lives`: from the start to the end; `passes`: at most at once of what comes and goes."""
@@ -87,12 +95,12 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
 
 
 def check_fits(found: Account, limits: Mapping[str, int | None]) -> None:
-    """Raises ConfigError, naming the limit and what would fit, where a tier has too little room. limits: bytes by tier; None: not known."""
+    """Raises DoesNotFit, naming the limit and what would fit, where a tier has too little room. limits: bytes by tier; None: not known."""
     for tier in TIERS:
         limit, needed = limits.get(tier), found.total(tier)
         if limit is not None and needed > limit:
             accepted = f"at least {_gb(needed)} GB for this policy, or lower shares of the {tier}, or smaller batches\n{found.describe()}"
-            raise ConfigError(LIMITS[tier], f"{_gb(limit)} GB", accepted)
+            raise DoesNotFit(tier, needed, limit, accepted)
 
 
 def _gb(size: int) -> str:
