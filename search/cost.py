@@ -3,23 +3,24 @@
   python -m search cost --model llama-3.1-8b --device H200 --prompt_tokens 1024 --output_tokens 512
 
 Times are lower bounds: ops at the datasheet's rates, joules at the lowest that any implementation was measured at (where the
-device's were measured). The optimal throughput of Eq. 5 counts dense products alone, at the best measured rate.
+device's were measured). The optimal throughput of Eq. 5 counts dense products alone, at the best measured rate. The largest batch
+is what NanoFlow's classification assumes (Eq. 1, 2 and 4; docs/cost-model.md): requests fill the memory beside the weights.
 """
 
 import dataclasses
-from typing import Any
 
 from absl import flags
 
-from jaxflow.config import ConfigError
+from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
-from jaxflow.model.cost import DEVICES, dense_parameters, optimal_throughput
-from jaxflow.model.energy import Bound, bound, shipped_power
+from jaxflow.model.cost import DEVICES, Device, dense_parameters, optimal_throughput, work_times
+from jaxflow.model.energy import Bound, Power, bound, shipped_power
 from jaxflow.model.graph import Widths, Work, model_graph
+from search.regimes import largest_batch, weight_bytes
 
 BYTES = {"bfloat16": 2.0, "float8_e4m3fn": 1.0}
-WIDTH = 96
+WIDTH = 107
 
 
 def define_flags() -> None:
@@ -35,21 +36,28 @@ def define_flags() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One op's share of a step, on one GPU, over all layers. `bound` is None where the device's joules are not known."""
+    """One op's share of a step, on one GPU, over all layers. The bound by energy is 0 where the device's joules are not known."""
 
     name: str
     work: Work
-    bound: Bound | None
+    bound: Bound
 
 
-def rows(model: Any, gpus: int, device_name: str, dtype: str, kv_dtype: str, step: Composition) -> list[Row]:
+def rows(model: ModelConfig, gpus: int, device_name: str, dtype: str, kv_dtype: str, step: Composition) -> list[Row]:
     """A row for each op of the model, in order of the step, and one for their sum."""
     device, power = DEVICES[device_name], shipped_power(device_name)
     works: dict[str, Work] = {}
     for op in model_graph(model, gpus, Widths(weights=BYTES[dtype], kv=BYTES[kv_dtype])).ops():
         works[op.name] = works.get(op.name, Work()) + op.work(step)
     works["total"] = sum(works.values(), Work())
-    return [Row(name, work, None if power is None else bound(work, device, power, dtype)) for name, work in works.items()]
+    return [Row(name, work, _bound(work, device, power, dtype)) for name, work in works.items()]
+
+
+def _bound(work: Work, device: Device, power: Power | None, dtype: str) -> Bound:
+    if power is not None:
+        return bound(work, device, power, dtype)
+    times = work_times(work, device.datasheet, dtype)
+    return Bound(times.compute_s, times.memory_s, times.network_s, 0.0, 0.0)
 
 
 def run() -> None:
@@ -58,28 +66,55 @@ def run() -> None:
     model, device = open_checkpoint(f.model, load_format="dummy").model_config, DEVICES[f.device]
     if f.dtype not in device.datasheet.flops_per_s:
         raise ConfigError("dtype", f.dtype, f"what a {f.device} multiplies: {', '.join(device.datasheet.flops_per_s)}")
+    if model.num_heads % f.gpus:
+        raise ConfigError("gpus", f.gpus, f"a divisor of {f.model}'s {model.num_heads} heads")
+    if f.prompt_tokens + f.output_tokens > model.max_position:
+        raise ConfigError("prompt_tokens", f.prompt_tokens, f"with the output at most {model.max_position}, which {f.model} was made for")
     step = Composition.steady_state(f.tokens, f.prompt_tokens, f.output_tokens)
     title = f" {f.model} on {f.gpus} x {f.device}, {f.tokens} tokens a step, {f.prompt_tokens} in / {f.output_tokens} out "
     print(title.center(WIDTH, "="))
-    print(f"{'op':18}{'GFLOP':>11}{'GB moved':>11}{'GB sent':>10}{'compute':>11}{'memory':>10}{'network':>10}{'energy':>10}  ms")
+    head = f"{'a GPU, all layers':18}{'GFLOP':>11}{'GB moved':>11}{'GB sent':>10}"
+    print(f"{head}{'compute':>11}{'memory':>10}{'network':>10}{'energy':>10}  ms  bound by")
     found = rows(model, f.gpus, f.device, f.dtype, f.kv_cache_dtype, step)
     for row in found:
-        print(_line(row, device.datasheet, f.dtype))
+        if row.name == "total":
+            print("-" * WIDTH)
+        print(_line(row))
+    total, ops = found[-1].bound, found[:-1]
+    known = shipped_power(f.device) is not None
+    print(f"One op after the other takes {1e3 * sum(row.bound.longest_s for row in ops):.1f} ms at least, all resources at once", end=" ")
+    print(f"{1e3 * total.longest_s:.1f} ms: {total.binding} binds.")
+    if known:
+        print(f"Binding: {total.binding}; the best clock for the step's joules is {total.clock_hz / 1e6:.0f} MHz")
+    else:
+        print(f"Energy: nobody has measured the joules of a {f.device} here.")
+    _print_throughput(model, device, total)
+
+
+def _print_throughput(model: ModelConfig, device: Device, total: Bound) -> None:
+    f = flags.FLAGS
     parameters = dense_parameters(model, sampled=f.output_tokens / (f.prompt_tokens + f.output_tokens))
     best = optimal_throughput(device.rates.flops_per_s[f.dtype], parameters)
     print(f"Optimal throughput, Eq. 5 (tokens/s/GPU): {best:.0f}")
-    total = found[-1].bound
-    if total is None:
-        print(f"Energy: nobody has measured the joules of a {f.device} here.")
-    else:
-        print(f"Bound by all four resources (tokens/s/GPU): {f.tokens / f.gpus / total.longest_s:.0f}")
-        print(f"Binding: {total.binding}; the best clock for the step's joules is {total.clock_hz / 1e6:.0f} MHz")
+    resources = "four resources" if total.energy_s else "compute, memory and network"
+    print(f"Bound by {resources} (tokens/s/GPU): {f.tokens / f.gpus / total.longest_s:.0f}")
+    widths = Widths(weights=BYTES[f.dtype], kv=BYTES[f.kv_cache_dtype])
+    lengths = f.gpus, f.prompt_tokens, f.output_tokens
+    batch = largest_batch(model, device.datasheet, device.memory_bytes, *lengths, widths=widths, dtype=f.dtype)
+    if batch is not None:
+        print(
+            f"Largest batch: {batch.tokens:.0f} tokens, of which {batch.requests:.0f} decode; T_mem / T_compute (Eq. 4): "
+            f"{1e3 * batch.memory_s:.1f} / {1e3 * batch.compute_s:.1f} ms = {batch.ratio:.2f}"
+        )
+    elif weight_bytes(model, widths) > f.gpus * device.memory_bytes:
+        need = weight_bytes(model, widths) / device.memory_bytes
+        print(f"Largest batch: none, the weights alone fill {need:.1f} x {f.device}")
 
 
-def _line(row: Row, rates: Any, dtype: str) -> str:
+def _line(row: Row) -> str:
     work, times = row.work, row.bound
-    compute = work.flops / rates.flops_per_s[dtype] if times is None else times.compute_s
-    seconds = [compute, work.memory_bytes / rates.memory_bytes_per_s, work.network_bytes / rates.network_bytes_per_s]
+    seconds = (times.compute_s, times.memory_s, times.network_s)
     cells = "".join(f"{1e3 * value:>{width}.3f}" for value, width in zip(seconds, (11, 10, 10), strict=True))
-    energy = "-" if times is None else f"{1e3 * times.energy_s:.3f}"
-    return f"{row.name:18}{work.flops / 1e9:>11.1f}{work.memory_bytes / 1e9:>11.2f}{work.network_bytes / 1e9:>10.2f}{cells}{energy:>10}"
+    energy = f"{1e3 * times.energy_s:.3f}" if times.clock_hz else "-"
+    amounts = f"{row.name:18}{work.flops / 1e9:>11.1f}{work.memory_bytes / 1e9:>11.2f}{work.network_bytes / 1e9:>10.2f}"
+    return f"{amounts}{cells}{energy:>10}      {times.binding}"

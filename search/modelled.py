@@ -68,7 +68,8 @@ def modelled_profile(
 ) -> Profile:
     """Of one of `tp` devices, with both forms of sums over them.
 
-    On a part of the SMs compute shrinks in proportion; memory does not before the SMs' own intake limits it.
+    On a part of the SMs compute shrinks in proportion; memory does not before the SMs' own intake limits it. No kernel keeps other
+    ops to a part.
     """
     card, governor = shipped_card(device.name), governor_of(device.name, dtype)
     kernels = None if card is None or governor is None else Kernels(device, card, governor, total_sms)
@@ -76,7 +77,7 @@ def modelled_profile(
     for op in {op.name: op for graph in (*graphs, model_graph(config, tp, widths)) for layer in graph.layers for op in layer}.values():
         for count in sorted(set(tokens)):
             for context in sorted(set(keys)) if op.name in ATTENTION else (0,):
-                for part in sorted(set(sms)):
+                for part in sorted(set(sms)) if op.kind in ("dense", "attention") else (total_sms,):
                     if kernels is not None:
                         times.append(kernels.alone(op, count, context, part))
                         continue

@@ -27,12 +27,21 @@ def test_cost_prints_four_resources_and_what_binds(capsys):
     assert main(["search", "cost", "--model", "llama-3.1-8b", "--tokens", "2048"]) == 0
     out = capsys.readouterr().out
     assert "up_gate" in out and "Binding: energy" in out and "Eq. 5" in out
+    last = [line.split() for line in out.splitlines() if line.endswith((" memory", " energy", " network", " compute"))]
+    bound_by = {words[0]: words[-1] for words in last}
+    assert bound_by["decode_attention"] == "memory" and bound_by["up_gate"] == bound_by["total"] == "energy"
+    assert "Largest batch: 2234 tokens, of which 745 decode; T_mem / T_compute (Eq. 4): 29.4 / 32.3 ms = 0.91" in out
 
 
 def test_cost_without_joules_says_so(capsys):
     assert main(["search", "cost", "--model", "llama-2-70b", "--device", "A100-80GB", "--gpus", "8"]) == 0
     out = capsys.readouterr().out
-    assert "nobody has measured" in out and "attn_reduce" in out
+    assert "nobody has measured" in out and "attn_reduce" in out and "compute binds" in out
+
+
+def test_cost_says_where_a_model_does_not_fit(capsys):
+    assert main(["search", "cost", "--model", "llama-2-70b", "--device", "A100-80GB"]) == 0
+    assert "the weights alone fill 1.7 x A100-80GB" in capsys.readouterr().out
 
 
 def test_placement_prints_a_policy_and_writes_it(capsys, tmp_path):
@@ -53,6 +62,8 @@ def test_placement_prints_a_policy_and_writes_it(capsys, tmp_path):
         (["cost", "--tokens", "0"], 2, "tokens"),
         (["cost", "--device", "A100-80GB", "--dtype", "float8_e4m3fn"], 1, "bfloat16"),
         (["cost", "stray"], 2, "stray"),
+        (["cost", "--gpus", "3"], 1, "a divisor of llama-3.1-8b's 32 heads"),
+        (["cost", "--model", "llama-2-70b", "--prompt_tokens", "4000"], 1, "at most 4096"),
         (["placement", "--gpu_mem", "16", "--cpu_mem", "10"], 1, "it would with gpu_mem="),
         (["placement", "--machine", "abacus"], 1, "h200"),
         (["placement", "--prompt_tokens", "4000"], 1, "at most 2048"),
