@@ -7,9 +7,11 @@ import numpy as np
 from jaxflow.config import EngineConfig, ModelConfig
 from jaxflow.engine.disk_link import DiskLink
 from jaxflow.engine.offload import Offload
+from jaxflow.engine.plans import on_gpu
 from jaxflow.memory.disk_tier import DiskTier
 from jaxflow.memory.host_store import Key
 from jaxflow.memory.kv_cache import page_bytes
+from jaxflow.memory.numa import bind, gpu_bus_ids, near_cpus
 
 
 def open_disk(config: EngineConfig, model: ModelConfig, fingerprint: bytes) -> DiskTier | None:
@@ -23,7 +25,9 @@ def open_disk(config: EngineConfig, model: ModelConfig, fingerprint: bytes) -> D
         return None
     tp = config.tensor_parallel_size
     sizes = page_bytes(model, config.block_size, jnp.dtype(config.kv_cache_dtype), tp)
-    return DiskTier(config.kv_disk_path, int(config.kv_disk_size * 2**30), fingerprint, [size * tp for size in sizes])
+    cpus = near_cpus(gpu_bus_ids(tp)) if on_gpu() else None
+    capacity, sizes = int(config.kv_disk_size * 2**30), [size * tp for size in sizes]
+    return DiskTier(config.kv_disk_path, capacity, fingerprint, sizes, prepare=lambda: bind(cpus))
 
 
 def put_below(offload: Offload, disk: DiskTier) -> None:

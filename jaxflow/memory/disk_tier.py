@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -58,6 +58,7 @@ class DiskTier:
       capacity_bytes: of all files together, those of other models that are found there included.
       fingerprint: of all that the bytes of a page depend on beside its key; files of another one are never served.
       page_bytes: the length of a page of each layer group.
+      prepare: run first on each thread, to bind it to some CPUs, say.
 
     Raises:
       ConfigError: for a folder that cannot be used, and a capacity below one page of each group.
@@ -73,13 +74,13 @@ class DiskTier:
         write_queue_bytes: int = WRITE_QUEUE_BYTES,
         read_ahead: int = READ_AHEAD,
         retry_s: float = RETRY_S,
+        prepare: Callable[[], None] = lambda: None,
     ):
         self.page_bytes = tuple(page_bytes)
         self.capacity_bytes = capacity_bytes
         least = sum(size + HEADER_BYTES for size in self.page_bytes)
         if capacity_bytes < least:
-            accepted = f"at least {least / 2**30:.6f} GiB, a page of each layer group"
-            raise ConfigError("kv_disk_size", capacity_bytes / 2**30, accepted)
+            raise ConfigError("kv_disk_size", capacity_bytes / 2**30, f"at least {least / 2**30:.6f} GiB, a page of each layer group")
         self.folder, self._lock_file, found = open_folder(Path(folder))
         self._fingerprint = disk_file.digest(fingerprint)
         self._write_queue_bytes, self._read_ahead, self._retry_s = write_queue_bytes, read_ahead, retry_s
@@ -94,8 +95,8 @@ class DiskTier:
         self._closed = False
         for victim in self._make_room(0):
             disk_file.remove(self._path(victim))
-        self._writer = ThreadPoolExecutor(1, "jaxflow-kv-write")
-        self._readers = ThreadPoolExecutor(READERS, "jaxflow-kv-read")
+        self._writer = ThreadPoolExecutor(1, "jaxflow-kv-write", prepare)
+        self._readers = ThreadPoolExecutor(READERS, "jaxflow-kv-read", prepare)
 
     # ---- any thread
 
@@ -151,11 +152,10 @@ class DiskTier:
 
     def get(self, key: bytes) -> np.ndarray | None:
         """A page, uint8 [length], read on the caller's thread; None if it is not there or cannot be read."""
-        if self.contains(key):
-            return self._read(key)
         with self._lock:
-            self._count("misses")
-        return None
+            there = key in self._index or key in self._queued
+            self._count("misses", int(not there))
+        return self._read(key) if there else None
 
     def file_bytes(self, key: bytes) -> int:
         """What a page takes of the capacity. Raises: ValueError for a key that no page has."""

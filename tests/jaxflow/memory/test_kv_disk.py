@@ -158,6 +158,13 @@ class TestWholePages:
         put(tier, 1, 2, 3)
         assert (folder / "README").exists() and (folder / "00AB.kv").exists() and tier.counters().pages == 2
 
+    def test_its_threads_are_prepared(self, opened):
+        names = []
+        tier = opened(prepare=lambda: names.append(threading.current_thread().name[: len("jaxflow-kv-xxxx")]))
+        put(tier, 1)
+        fetched(tier, key(1))
+        assert sorted(names) == ["jaxflow-kv-read", "jaxflow-kv-writ"]
+
 
 class TestBadFiles:
     @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
