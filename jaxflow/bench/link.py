@@ -45,7 +45,7 @@ def define_flags() -> None:
 
 
 class Beside:
-    """Steps with copies beside them, on the engine's own threads."""
+    """Steps with copies beside them, begun as the engine begins them."""
 
     def __init__(self, steady: Steady, transfers: Transfers, pages: int):
         self.steady, self.transfers, self.pages = steady, transfers, pages
@@ -117,7 +117,8 @@ def run() -> dict[str, Any]:
     assert copies is not None
     mesh = executor.programs.mesh
     cpus = near_cpus(gpu_bus_ids(mesh.size)) if on_gpu() else None
-    transfers = Transfers(mesh, copies.groups[0].spec, lambda: bind(cpus))
+    bind(cpus)
+    transfers = Transfers(mesh, copies.groups[0].spec)
     try:
         begin, capacity = time.perf_counter(), int(config.kv_offloading_size * 2**30)
         run_bound(cpus, lambda: reserve(copies, transfers, capacity))

@@ -65,6 +65,8 @@ def measure(copies: PageCopies, transfers: Transfers, kv: list, group: int, coun
         "pieces_to_host": rate(lambda: jax.device_put(pieces, [_on_host(piece) for piece in pieces]), piece_bytes, seconds),
         "pieces_to_device": rate(lambda: jax.device_put(pieces_here, [piece.sharding for piece in pieces]), piece_bytes, seconds),
         "numpy_to_host": rate(lambda: [np.array(page) for page in _again(there[:1])], there[0].nbytes, min(seconds, 0.5)),
+        "begin_to_host": _begin_rate(there, host),
+        "begin_to_device": _begin_rate(here, device),
         "gather": rate(lambda: copies.gather(kv, group, ids), num_bytes, seconds),
     }
     found["both_to_host"], found["both_to_device"] = both(
@@ -91,6 +93,17 @@ def loaded_rate(executor: Any, group: int, count: int, transfers: Transfers, sec
         return executor.kv
 
     return rate(load, sum(page.nbytes for page in here), seconds) / 1e9
+
+
+def _begin_rate(pages: list[jax.Array], sharding: Any) -> float:
+    """Bytes per second at which copies are begun: far more than the link's, unless beginning waits for the copy."""
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        copies = jax.device_put(pages, sharding)
+        times.append(time.perf_counter() - begin)
+        jax.block_until_ready(copies)
+    return sum(page.nbytes for page in pages) / float(np.median(times))
 
 
 def _on_host(array: jax.Array) -> Any:

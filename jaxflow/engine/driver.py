@@ -108,6 +108,7 @@ class Driver:
 
     def _run(self) -> None:
         try:
+            self._loop.begin()
             while self._next_commands():
                 self._deliver(self._loop.step())
         except BaseException as fault:

@@ -147,6 +147,11 @@ class Loop:
             kv_tiers={} if self._offload is None else self._offload.counters(),
         )
 
+    def begin(self) -> None:
+        """To be called first on the thread that will call `step`, if that is another than this loop's maker."""
+        if self._offload is not None:
+            self._offload.begin()
+
     def close(self) -> None:
         """Ends what runs beside the steps; there are no more of them."""
         if self._offload is not None:

@@ -17,19 +17,25 @@ from jaxflow.engine.disk_link import DiskLink
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.host_tier import HostTier
 from jaxflow.engine.load import Load, Piece
+from jaxflow.memory.numa import bind
 from jaxflow.memory.transfers import Transfers
 
-IDLE_S = 0.001  # how often a loop that waits for nothing but copies looks around
+IDLE_S = 0.0005  # how often a loop that waits for nothing but copies looks around
 
 
 class Offload:
     """Carries out what a `HostTier` decides, on an executor's cache. One thread owns it, the engine's.
 
-    `link`: the disk below the host, if there is one.
+    `cpus`: those near the devices, None for any. `link`: the disk below the host, if there is one.
     """
 
-    def __init__(self, tier: HostTier, transfers: Transfers, link: DiskLink | None = None):
+    def __init__(self, tier: HostTier, transfers: Transfers, cpus: set[int] | None = None, link: DiskLink | None = None):
         self.tier, self.transfers, self.link = tier, transfers, link
+        self._cpus = cpus
+
+    def begin(self) -> None:
+        """Keeps the thread that calls, the engine's, near the devices."""
+        bind(self._cpus)
 
     def receive(self) -> None:
         """Tells the tier which copies have come. To be called before a step is decided."""
@@ -82,12 +88,14 @@ class Offload:
         self.transfers.wait(IDLE_S)
 
     def close(self) -> None:
-        """Ends the threads; with a disk, what only the host has is written to it."""
-        self.transfers.close()
-        self.receive()
-        if self.link is not None:
-            self.link.close()
-        self.tier.store.clear()
+        """Waits for copies under way; with a disk, what only the host has is written to it."""
+        try:
+            self.transfers.close()
+            self.receive()
+        finally:  # after a fault of the engine the tier may be in any state
+            if self.link is not None:
+                self.link.close()
+            self.tier.store.clear()
 
 
 def _by_group(items: list[Any], group_of) -> Iterable[tuple[int, list[Any]]]:

@@ -18,7 +18,7 @@ from jaxflow.engine.offload import Offload
 from jaxflow.engine.plans import on_gpu
 from jaxflow.memory.host_store import HostStore
 from jaxflow.memory.kv_cache import page_bytes
-from jaxflow.memory.numa import bind, gpu_bus_ids, near_cpus, run_bound
+from jaxflow.memory.numa import gpu_bus_ids, near_cpus, run_bound
 from jaxflow.memory.page_copies import MOST_BYTES, SIZES, PageCopies, sizes_of
 from jaxflow.memory.transfers import Transfers
 
@@ -80,7 +80,7 @@ def start_offload(config: EngineConfig, executor: Executor, *, costs: LoadCosts 
     assert copies is not None
     mesh = executor.programs.mesh
     cpus = near_cpus(gpu_bus_ids(mesh.size)) if on_gpu() else None
-    transfers = Transfers(mesh, copies.groups[0].spec, lambda: bind(cpus))
+    transfers = Transfers(mesh, copies.groups[0].spec)
     capacity = int(config.kv_offloading_size * 2**30)
     begin = time.perf_counter()
     if on_gpu():  # elsewhere host memory is not pinned, and nothing to be kept warm
@@ -96,7 +96,7 @@ def start_offload(config: EngineConfig, executor: Executor, *, costs: LoadCosts 
         costs.seconds_a_token * 1e6,
     )
     tier = HostTier(HostStore(capacity, sizes), costs, staging_bytes(copies.page_bytes) * mesh.size)
-    return Offload(tier, transfers)
+    return Offload(tier, transfers, cpus)
 
 
 def reserve(copies: PageCopies, transfers: Transfers, capacity_bytes: int) -> None:

@@ -1,17 +1,16 @@
-"""Pages between device and pinned host memory, beside the steps: one thread down, one up, neither ever waited for.
+"""Pages between device and pinned host memory, beside the steps: begun at once, never waited for.
 
 A copy is `jax.device_put` between memory kinds of one sharding, each shard to and from its own device's host memory. On a
-GPU it runs on a stream of its own, ordered behind what makes its source, and so behind the gather that was enqueued
-before it; copies up and down are on different streams. To begin one costs the CPU some 20 µs a page, and its end has to
-be waited for somewhere: that is what the threads are for.
+GPU that enqueues it on a stream beside the computation's, ordered behind what made its source, a gather for instance, and
+behind what was enqueued when it was begun. So it is begun by the engine's thread, before the step that it is to run beside:
+from a thread of its own it would come after that step was enqueued, and run a step later. That costs the engine some 20 us
+a page.
 """
 
 import collections
+import contextlib
 import logging
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,57 +22,59 @@ HOST_MEMORY = "pinned_host"
 
 
 class Channel:
-    """A thread that copies to one memory kind, in the order in which it is asked."""
+    """Copies to one memory kind.
 
-    def __init__(self, name: str, sharding: NamedSharding, on_done: Callable[[], None], prepare: Callable[[], None]):
-        self.sharding = sharding
-        self.bytes, self.seconds = 0, 0.0  # copied, and how long that took; begin to end of each batch
-        self._on_done, self._prepare, self._failed = on_done, prepare, False
-        self._asked: queue.SimpleQueue[list[tuple[Any, jax.Array]] | None] = queue.SimpleQueue()
-        self._done: collections.deque[tuple[Any, jax.Array | None]] = collections.deque()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+    Attributes:
+      bytes: copied since start.
+    """
+
+    def __init__(self, sharding: NamedSharding):
+        self.sharding, self.bytes = sharding, 0
+        self._flying: collections.deque[tuple[list[Any], list[Any] | None]] = collections.deque()  # tags, copies
+        self._failed = False
 
     def copy(self, batch: list[tuple[Any, jax.Array]]) -> None:
-        """Asks for copies; `done` gives each back with its tag. Bounded by who asks: `HostTier.staging_bytes`."""
+        """Begins copies; `done` gives each back with its tag. Bounded by who asks: `HostTier.staging_bytes`."""
         if batch:
-            self._asked.put(batch)
+            self._flying.append(([tag for tag, _ in batch], self._begin([array for _, array in batch])))
 
     def done(self) -> list[tuple[Any, jax.Array | None]]:
-        """(tag, copy) of what has been copied since the last call; None for what could not be."""
-        found = []
-        while self._done:
-            found.append(self._done.popleft())
+        """(tag, copy) of what has been copied since the last call, in the order of asking; None for what could not be."""
+        found: list[tuple[Any, jax.Array | None]] = []
+        while self._flying:
+            tags, copies = self._flying[0]
+            if copies is not None and not all(copy.is_ready() for copy in copies):
+                break
+            self._flying.popleft()
+            whole = self._end(copies)
+            found += zip(tags, whole or [None] * len(tags), strict=True)
         return found
 
     def close(self) -> None:
-        """Ends the thread, after what was asked for."""
-        self._asked.put(None)
-        self._thread.join()
+        """Waits for what is under way."""
+        for _, copies in self._flying:
+            with contextlib.suppress(Exception):  # `done` tells
+                jax.block_until_ready(copies)
 
-    def _run(self) -> None:
-        self._prepare()
-        while (batch := self._asked.get()) is not None:
-            tags = [tag for tag, _ in batch]
-            sources = [array for _, array in batch]
-            del batch  # what is copied must not stay alive until the next batch comes
-            self._done.extend(zip(tags, self._copy(sources), strict=True))
-            del sources
-            self._on_done()
-
-    def _copy(self, sources: list[jax.Array]) -> Sequence[jax.Array | None]:
+    def _begin(self, sources: list[jax.Array]) -> list[jax.Array] | None:
         try:
-            jax.block_until_ready(sources)  # so that the time is the copy's own
-            begin = time.perf_counter()
-            copies = jax.block_until_ready(jax.device_put(sources, self.sharding))
-            self.seconds += time.perf_counter() - begin
-            self.bytes += sum(array.nbytes for array in copies)
+            return jax.device_put(sources, self.sharding)
         except Exception as fault:
-            if not self._failed:  # pinned memory that is used up, most likely; the engine goes on without
-                log.warning("pages cannot be copied to %s: %s", self.sharding.memory_kind, fault)
-            self._failed = True
-            return [None] * len(sources)
+            return self._fail(fault)
+
+    def _end(self, copies: list[jax.Array] | None) -> list[jax.Array] | None:
+        """The copies, if they have come without a fault; waits for them."""
+        try:
+            jax.block_until_ready(copies)
+        except Exception as fault:
+            return self._fail(fault)
+        self.bytes += sum(copy.nbytes for copy in copies or ())
         return copies
+
+    def _fail(self, fault: Exception) -> None:
+        if not self._failed:  # pinned memory that is used up, most likely; the engine goes on without
+            log.warning("pages cannot be copied to %s: %s", self.sharding.memory_kind, fault)
+        self._failed = True
 
 
 class Transfers:
@@ -81,21 +82,18 @@ class Transfers:
 
     Args:
       spec: how a page is cut over the mesh.
-      prepare: run first on each thread, to bind it to some CPUs, say.
 
     Attributes:
       to_host, to_device: the channels.
     """
 
-    def __init__(self, mesh: Mesh, spec: PartitionSpec, prepare: Callable[[], None] = lambda: None):
-        self._arrived = threading.Event()
-        self.to_host = Channel("jaxflow-store-kv", NamedSharding(mesh, spec, memory_kind=HOST_MEMORY), self._arrived.set, prepare)
-        self.to_device = Channel("jaxflow-load-kv", NamedSharding(mesh, spec), self._arrived.set, prepare)
+    def __init__(self, mesh: Mesh, spec: PartitionSpec):
+        self.to_host = Channel(NamedSharding(mesh, spec, memory_kind=HOST_MEMORY))
+        self.to_device = Channel(NamedSharding(mesh, spec))
 
     def wait(self, timeout_s: float) -> None:
-        """Until a copy has come in either direction since the last call, or so long."""
-        self._arrived.wait(timeout_s)
-        self._arrived.clear()
+        """Lets some time pass in which copies may come."""
+        time.sleep(timeout_s)
 
     def close(self) -> None:
         self.to_host.close()

@@ -136,8 +136,9 @@ def test_aborts_at_any_moment_leave_nothing(case):
 
 def test_copies_that_fail_cost_time_and_nothing_else(case, monkeypatch):
     _, _, requests, expected = case
-    copy, calls = Channel._copy, iter(range(10**6))
-    monkeypatch.setattr(Channel, "_copy", lambda self, sources: [None] * len(sources) if next(calls) % 3 == 0 else copy(self, sources))
+    begin, end, calls = Channel._begin, Channel._end, iter(range(10**6))
+    monkeypatch.setattr(Channel, "_begin", lambda self, sources: None if next(calls) % 5 == 0 else begin(self, sources))
+    monkeypatch.setattr(Channel, "_end", lambda self, copies: None if next(calls) % 5 == 0 else end(self, copies))
     engine = small_loop(case, 100)
     for _ in range(2):
         results = toy.run(engine, requests, preempt_at=range(5, 60, 9))
@@ -149,12 +150,12 @@ def test_copies_that_fail_cost_time_and_nothing_else(case, monkeypatch):
 def test_a_fault_of_a_copy_is_said_once_and_kept_from_the_engine(caplog):
     engine = toy.offloading_loop(*LLAMA[:1], 10)
     channel = engine._offload.transfers.to_host
-    channel.copy([("a", None), ("b", None)])  # no arrays: the copy raises
-    channel.copy([("c", None)])
+    channel.copy([("a", "no array"), ("b", "none either")])
+    channel.copy([("c", "nor this")])
     channel.close()
     assert channel.done() == [("a", None), ("b", None), ("c", None)]
+    engine.close()
     assert len([record for record in caplog.records if "cannot be copied" in record.message]) == 1
-    engine._offload.transfers.to_device.close()
 
 
 class TestDriver:
@@ -172,7 +173,7 @@ class TestDriver:
         engine = toy.offloading_loop(*LLAMA[:1], 50, costs=LoadCosts(1e9, 0.0, 1e-3))
         driver = Driver(engine)
         driver.start()
-        assert threads() == ["jaxflow-engine", "jaxflow-load-kv", "jaxflow-store-kv"]
+        assert threads() == ["jaxflow-engine"]
         prompt, answers = np.arange(3, 60), []
         for name in ("first", "second"):
             box = self.Box()
