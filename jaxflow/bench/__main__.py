@@ -6,6 +6,7 @@
   latency      one batch of requests, repeated
   serve        load on a running server over gRPC, at a rate or at a trace's times
   hierarchy    what each tier of the KV hierarchy saves conversations, and costs requests that share nothing
+  disk         the disk tier alone: pages down, up, and found at a start
   host         what a step costs on the CPU, with a device that takes no time
   link         between device and host: its rates, and what copies beside a step cost the step
   offload      blocks of a model that does not fit the device: latency against throughput, JSON and a picture
@@ -23,7 +24,7 @@ import sys
 
 from absl import flags
 
-COMMANDS = ("throughput", "latency", "serve", "hierarchy", "host", "link", "offload", "kernels", "plans", "perplexity", "sweep")
+COMMANDS = ("throughput", "latency", "serve", "hierarchy", "disk", "host", "link", "offload", "kernels", "plans", "perplexity", "sweep")
 
 
 def main(argv: list[str]) -> int:

@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxflow.config import EngineConfig, ModelConfig
 from jaxflow.engine.disk_link import DiskLink
 from jaxflow.engine.offload import Offload
 from jaxflow.engine.plans import on_gpu
 from jaxflow.memory.disk_tier import DiskTier
-from jaxflow.memory.host_store import Key
 from jaxflow.memory.kv_cache import page_bytes
 from jaxflow.memory.numa import bind, gpu_bus_ids, near_cpus
 
@@ -33,16 +33,15 @@ def open_disk(config: EngineConfig, model: ModelConfig, fingerprint: bytes) -> D
 def put_below(offload: Offload, disk: DiskTier) -> None:
     """Makes a disk the tier below an offload's host; the offload closes it."""
     sharding = offload.transfers.to_host.sharding
-    tp = sharding.mesh.size
+    offload.link = offload.tier.below = DiskLink(disk, offload.tier.store, to_bytes, lambda _, page: from_bytes(page, sharding))
 
-    def from_bytes(_: Key, page: np.ndarray) -> jax.Array:
-        """A page on the host as `page_copies` has it, uint32 [tp, W]."""
-        return jax.block_until_ready(jax.device_put(page.view(np.uint32).reshape(tp, -1), sharding))
 
-    offload.link = offload.tier.below = DiskLink(disk, offload.tier.store, to_bytes, from_bytes)
+def from_bytes(page: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """uint8 [length] as a page of `jaxflow.memory.page_copies`, uint32 [tp, W], in the host memory of its shards' devices."""
+    return jax.block_until_ready(jax.device_put(page.view(np.uint32).reshape(sharding.mesh.size, -1), sharding))
 
 
 def to_bytes(page: jax.Array) -> list[np.ndarray]:
-    """What each shard has of a page, in their order: numpy's views or copies of the host's memory."""
+    """What each shard has of such a page, in their order: numpy's views or copies of the host's memory."""
     shards = sorted(page.addressable_shards, key=lambda shard: shard.index[0].start or 0)
     return [np.asarray(shard.data) for shard in shards]

@@ -149,6 +149,29 @@ def test_hierarchy_command_compares_the_tiers(bench, always_load, tmp_path, caps
     assert "KV hierarchy, stories260K on cpu" in capsys.readouterr().out
 
 
+def test_disk_command(bench, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    settings = [
+        "--block_size=16",
+        "--kv_offloading_size=0.01",
+        f"--kv_disk_path={tmp_path}",
+        "--kv_disk_size=0.001",
+        "--output_json",
+        str(path),
+    ]
+    assert bench("disk", "--model", MODEL, *settings, "--pages=20") == 0
+    result = json.loads(path.read_text())
+    assert result["same_bytes"] is True and result["page_bytes"] == 5 * 2 * 4 * 16 * 8 * 4 and result["pages"] == 20
+    assert all(result[name] > 0 for name in result if name.endswith("_per_s"))
+    assert "Read into host memory (GB/s):" in capsys.readouterr().out and not list(tmp_path.rglob("*.kv"))
+
+
+def test_a_disk_that_cannot_be_measured(bench, tmp_path, capsys):
+    settings = ["--block_size=16", "--kv_offloading_size=0.01", f"--kv_disk_path={tmp_path}", "--kv_disk_size=0.001"]
+    assert bench("disk", "--model", MODEL, *settings, "--pages=400") == 1
+    assert "--pages 400" in capsys.readouterr().err
+
+
 def test_a_tier_is_compared_where_there_is_one():
     whole = EngineConfig("m", kv_offloading_size=1.0, kv_disk_path="/tmp", kv_disk_size=2.0, enable_prefix_caching=False)
     found = hierarchy.ways(whole)

@@ -1,0 +1,156 @@
+"""The disk tier of the KV hierarchy on this machine: how fast pages go down, come up, and are found at a start.
+
+  python -m jaxflow.bench disk --model llama-3.1-8b --kv_offloading_size 8 --kv_disk_path /mnt/nvme --kv_disk_size 32
+
+Random pages of the model's size are written as the engine's are, from the host's memory, until the disk has --pages of them; a new
+tier makes its index from the folder; then they are read ahead, back into host memory, after the kernel was told to forget them,
+and each is compared with what was written. Reading pays where its tokens a second, beside those that the device computes, are
+not far fewer. The folder must not have pages already.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from absl import flags
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxflow.bench import machine, report
+from jaxflow.bench.serve import find_model_config
+from jaxflow.bench.workload import WorkloadError
+from jaxflow.config import ConfigError, EngineConfig, ModelConfig
+from jaxflow.engine.build import prepare_process, resolve
+from jaxflow.engine.start_disk import from_bytes, open_disk, to_bytes
+from jaxflow.flags import define_engine_flags, engine_config_from_flags
+from jaxflow.memory.disk_tier import DiskTier
+from jaxflow.memory.transfers import HOST_MEMORY
+from jaxflow.mesh import TP, make_mesh
+
+DISTINCT = 8  # pages of random bytes that are written again and again under new names
+
+
+def define_flags() -> None:
+    define_engine_flags()
+    flags.DEFINE_integer("pages", 256, "Pages to write and read.", lower_bound=DISTINCT)
+    flags.DEFINE_string("output_json", None, "Write the report to this file.")
+
+
+def key_of(number: int) -> bytes:
+    return b"\0" + number.to_bytes(16, "big")
+
+
+def measure(config: EngineConfig, model: ModelConfig, pages: int) -> dict[str, Any]:
+    """GB/s of each stage, and whether all pages came back as they were. config: resolved.
+
+    Raises: ConfigError; WorkloadError where the disk has pages or cannot have so many.
+    """
+    mesh = make_mesh(config.tensor_parallel_size)
+    sharding = NamedSharding(mesh, PartitionSpec(TP), memory_kind=HOST_MEMORY)
+    disk = _open(config, model)
+    length = disk.page_bytes[0]
+    if disk.counters().pages:
+        disk.close()
+        raise WorkloadError(f"--kv_disk_path {config.kv_disk_path}: {disk.counters().pages} pages are there; an empty folder is possible")
+    if pages * disk.file_bytes(key_of(0)) > disk.capacity_bytes:
+        disk.close()
+        raise WorkloadError(f"--pages {pages} of {length} bytes are more than --kv_disk_size {config.kv_disk_size} GiB holds")
+    rng = np.random.default_rng(0)
+    drawn = [rng.integers(0, 256, length, dtype=np.uint8) for _ in range(DISTINCT)]
+    result: dict[str, Any] = {"page_bytes": length, "pages": pages, "bytes": pages * length}
+
+    def rate(seconds: float, moved: int = pages) -> float:
+        return moved * length / seconds / 1e9
+
+    begin = time.perf_counter()
+    held = [from_bytes(page, sharding) for page in drawn]
+    result["into_host_memory_gb_per_s"] = rate(time.perf_counter() - begin, DISTINCT)
+    begin = time.perf_counter()
+    for page in held:
+        np.concatenate([piece.reshape(-1) for piece in to_bytes(page)])
+    result["out_of_host_memory_gb_per_s"] = rate(time.perf_counter() - begin, DISTINCT)
+
+    whole = begin = time.perf_counter()
+    for i in range(pages):
+        while not disk.put(key_of(i), lambda page=held[i % DISTINCT]: to_bytes(page)):
+            if not disk.works:
+                raise ConfigError("kv_disk_path", config.kv_disk_path, "a disk that can be written to")
+            time.sleep(0.001)
+    disk.flush(600.0)
+    result["written_gb_per_s"] = rate(time.perf_counter() - begin)
+    disk.close()
+    _forget(disk)
+    result["written_to_the_medium_gb_per_s"] = rate(time.perf_counter() - whole)
+
+    begin = time.perf_counter()
+    disk = _open(config, model)
+    result["index_s"] = time.perf_counter() - begin
+    begin = time.perf_counter()
+    right, asked, under_way = True, 0, []
+    while asked < pages or under_way:
+        while asked < pages and (future := disk.prefetch(key_of(asked))) is not None:
+            under_way.append((asked, future))
+            asked += 1
+        i, future = under_way.pop(0)
+        found = future.result()
+        right &= found is not None and np.array_equal(found, drawn[i % DISTINCT])
+        if found is not None:
+            from_bytes(found, sharding)
+    seconds = time.perf_counter() - begin
+    result |= {"read_gb_per_s": rate(seconds), "read_tokens_per_s": pages * config.block_size / seconds, "same_bytes": right}
+    disk.close()
+    for i in range(pages):
+        (disk.folder / f"{key_of(i).hex()}.kv").unlink(missing_ok=True)
+    return result
+
+
+def _open(config: EngineConfig, model: ModelConfig) -> DiskTier:
+    disk = open_disk(config, model, b"bench")
+    if disk is None:
+        raise ConfigError("kv_disk_path", None, "a folder")
+    return disk
+
+
+def _forget(disk: DiskTier) -> None:
+    """Has the kernel write what it holds of the files, and forget it, so that they are read from the disk itself."""
+    for file in disk.folder.glob("*.kv"):
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def run() -> dict[str, Any]:
+    """The command. Raises: ConfigError, WorkloadError, OSError."""
+    f = flags.FLAGS
+    config = engine_config_from_flags()
+    model = find_model_config(config.model)
+    if model is None:
+        raise WorkloadError(f"--model {config.model}: no configuration of that name or path")
+    prepare_process(config)
+    config = resolve(config, model)
+    result = {"command_name": "disk", "model": config.model, "engine_config": dataclasses.asdict(config), **machine.describe()}
+    result |= measure(config, model, f.pages)
+    print(text(result))
+    return result
+
+
+def text(result: Mapping[str, Any]) -> str:
+    """The report for people."""
+    rows = [
+        ("Pages:", f"{result['pages']} of {result['page_bytes']} bytes"),
+        ("Into host memory (GB/s):", result["into_host_memory_gb_per_s"]),
+        ("Out of host memory (GB/s):", result["out_of_host_memory_gb_per_s"]),
+        ("Written (GB/s):", result["written_gb_per_s"]),
+        ("Written to the medium (GB/s):", result["written_to_the_medium_gb_per_s"]),
+        ("Read into host memory (GB/s):", result["read_gb_per_s"]),
+        ("Read (tokens/s):", result["read_tokens_per_s"]),
+        ("Index made (s):", result["index_s"]),
+        ("Same bytes:", result["same_bytes"]),
+    ]
+    lines = [" Disk tier ".center(report.WIDTH, "="), *(report.line(label, value) for label, value in rows)]
+    return "\n".join([*lines, machine.where(result)])
