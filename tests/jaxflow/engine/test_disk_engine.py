@@ -9,15 +9,19 @@ import types
 from typing import Any
 
 import numpy as np
+import paths
 import pytest
 import toy
 
+from jaxflow import LLM
+from jaxflow.config import ConfigError
+from jaxflow.engine import host_tier
 from jaxflow.engine.request import Request, SamplingParams
 from jaxflow.engine.start_disk import open_disk, put_below
 from jaxflow.memory import disk_file
 from jaxflow.memory.disk_folder import FOLDER
 
-CASES = {"llama": ("stories260K", 1, "auto"), "windows, 2 devices": ("tiny-gemma3_text", 2, "auto"), "int8": ("stories260K", 1, "int8")}
+CASES = {"llama": ("stories260K", 1, "auto"), "windows, 2 devices": ("tiny-gemma3_text", 2, "auto")}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
@@ -180,3 +184,23 @@ def test_a_disk_that_fails_changes_no_token(answers, tmp_path, monkeypatch, capl
     results = converse(loop, two)
     assert tokens(results) == second
     assert loop._offload.link.disk.counters().errors and len([r for r in caplog.records if "going on without" in r.message]) == 1
+
+
+def test_the_python_api_after_a_restart(tmp_path, monkeypatch):
+    """Serve, end, start over the same folder: the later round is not computed again, and says the same."""
+    monkeypatch.setattr(host_tier, "worth_loading", lambda *_: True)  # which depends on how busy the machine is
+    settings = {"block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 4, "num_kv_pages": 40, "progress": False}
+    settings |= {"kv_offloading_size": 0.01, "kv_disk_path": str(tmp_path), "kv_disk_size": 0.1}
+    prompt = np.random.default_rng(3).integers(3, 512, 150).tolist()
+    with LLM(str(paths.MODELS / LLAMA[0]), **settings) as llm:
+        [first] = llm.generate(prompt, GREEDY, use_tqdm=False)
+        later = [*prompt, *first.outputs[0].token_ids, 5, 6, 7]
+        [expected] = llm.generate(later, GREEDY, use_tqdm=False)
+        with pytest.raises(ConfigError, match="kv_disk_path"):
+            LLM(str(paths.MODELS / LLAMA[0]), **settings)
+    with LLM(str(paths.MODELS / LLAMA[0]), **settings) as llm:
+        [found] = llm.generate(later, GREEDY, use_tqdm=False)
+        tiers = llm.driver.stats().kv_tiers
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert tiers["disk_hit_tokens"] == found.num_cached_tokens == 160 and tiers["disk_hits"] == 10
+    assert not threads()
