@@ -61,6 +61,16 @@ class SchedulerConfig:
         )
 
 
+def salt_of(config: SchedulerConfig, request: Request, arrival: int) -> bytes | None:
+    """What the names of a request's pages are made from, beside their tokens; None if it shares none, not even among its own.
+
+    Requests of another salt neither find them nor, by the time that an answer takes, find out whether they are there.
+    """
+    if config.enable_prefix_caching:
+        return b"shared:" + config.fingerprint + request.cache_salt.encode("utf-8", "surrogatepass")
+    return b"private:%d" % arrival if request.sampling.n > 1 else None
+
+
 def window_pages(window: int, block_size: int) -> int:
     """Pages that one query of a window group can see, at most."""
     return -(-(window - 1) // block_size) + 1

@@ -10,19 +10,17 @@ import random
 import numpy as np
 
 from jaxflow.engine.admission import Forecast, OutputLengths
-from jaxflow.engine.door import SchedulerConfig, limit_of
+from jaxflow.engine.door import SchedulerConfig, limit_of, salt_of
 from jaxflow.engine.host_tier import HostTier
 from jaxflow.engine.load import Load
 from jaxflow.engine.policies import POLICIES, bucket_of, surplus
 from jaxflow.engine.request import QueueFull, Request
 from jaxflow.engine.running import Running
-from jaxflow.engine.sequence import Sequence
-from jaxflow.engine.waiting import Waiting
+from jaxflow.engine.sequence import Sequence, sequences_of
+from jaxflow.engine.waiting import Interval, Waiting
 from jaxflow.engine.work import Chunk, StepWork
 
 __all__ = ["Chunk", "Scheduler", "SchedulerConfig", "StepWork"]
-
-SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of the n sequences lie far apart
 
 
 class Scheduler:
@@ -30,11 +28,12 @@ class Scheduler:
 
     A step, with the default policy:
       1. Every decode gets its token. Where pages run out, the youngest running sequence is pre-empted: it gives up its
-         slot and pages, waits, and later computes its known tokens again.
+         slot and pages, waits, and later goes on from what the host has of it, or computes its known tokens again.
       2. Sequences whose prefill has begun go on, oldest first.
       3. Unless this step pre-empted, waiting sequences are admitted, oldest first, while a slot is free and the forecast
          peak of memory fits (`jaxflow.engine.admission`). The first that does not fit ends it: nobody overtakes it, so
-         the pages it waits for are not given to others.
+         the pages it waits for are not given to others. One of which the host has more than the device is set aside until
+         its pages have come (`jaxflow.engine.host_tier`); its seat and its memory are kept, and others go on.
       4. The step is filled to the budget exactly, or holds all there is to do; a chunk that fills little of the last tile
          is cut back to the tile's border.
     Older means smaller `Sequence.key`: by priority, then arrival.
@@ -65,8 +64,7 @@ class Scheduler:
         self._open = True  # lockstep: the batch still takes requests
         self._batch_rows = 0
         self._random = random.Random(config.seed)
-        self._last_begin_s: float | None = None
-        self._begin_interval_s = 1.0
+        self._begins = Interval()
 
     # ---- what there is
 
@@ -87,7 +85,7 @@ class Scheduler:
 
     def seconds_until_room(self) -> float:
         """A guess at when a waiting request's place gets free: the recent time between two requests' beginnings."""
-        return min(60.0, max(0.1, self._begin_interval_s))
+        return min(60.0, max(0.1, self._begins.seconds))
 
     # ---- requests
 
@@ -101,18 +99,8 @@ class Scheduler:
         if self._unbegun >= self.config.max_waiting:
             raise QueueFull(self._unbegun, self.seconds_until_room())
         arrival, self._requests = self._requests, self._requests + 1
-        sampling = request.sampling
-        seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
-        salt = None
-        if self.config.enable_prefix_caching:
-            salt = b"shared:" + self.config.fingerprint + request.cache_salt.encode("utf-8", "surrogatepass")
-        elif sampling.n > 1:
-            salt = b"private:%d" % arrival
-        sequences = [
-            Sequence(request, i, seed=(seed + i * SEED_STEP) % 2**64, limit=limit, arrival=arrival, now=now, salt=salt)
-            for i in range(sampling.n)
-        ]
-        sequences[0].siblings = tuple(sequences[1:])
+        seed = self._random.getrandbits(64) if request.sampling.seed is None else request.sampling.seed
+        sequences = sequences_of(request, seed=seed, limit=limit, arrival=arrival, now=now, salt=salt_of(self.config, request, arrival))
         self._unbegun += 1
         self._waiting.add(sequences[0])
         if self.tier is not None:
@@ -314,9 +302,7 @@ class Scheduler:
             seq.t_first_schedule, seq.cached_tokens = now, found
             if seq.index == 0:
                 self._unbegun -= 1
-                if self._last_begin_s is not None:
-                    self._begin_interval_s += 0.1 * (now - self._last_begin_s - self._begin_interval_s)
-                self._last_begin_s = now
+                self._begins.count(now)
 
     def _make_room(self) -> None:
         """Takes the pages of who came last: those that are only held go first."""

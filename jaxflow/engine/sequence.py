@@ -12,6 +12,7 @@ from jaxflow.memory import prefix
 
 NEVER = 2**30  # more pages than any row has
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, spread evenly however many there are
+SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of the n sequences lie far apart
 LOWEST_RANK = 0.1  # a little caution: nobody is expected to be the shortest
 
 
@@ -127,6 +128,14 @@ class Sequence:
     def __repr__(self) -> str:
         counts = f"computed {self.num_computed}, known {self.num_known}, total {self.num_total}, limit {self.limit}"
         return f"Sequence({self.request.request_id!r}[{self.index}], slot {self.slot}, {counts})"
+
+
+def sequences_of(request: Request, *, seed: int, limit: int, arrival: int, now: float, salt: bytes | None) -> list[Sequence]:
+    """The n sequences of a request; all but the first wait for its prompt."""
+    seeds = [(seed + i * SEED_STEP) % 2**64 for i in range(request.sampling.n)]
+    sequences = [Sequence(request, i, seed=seed, limit=limit, arrival=arrival, now=now, salt=salt) for i, seed in enumerate(seeds)]
+    sequences[0].siblings = tuple(sequences[1:])
+    return sequences
 
 
 class Seats:

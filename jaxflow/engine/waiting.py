@@ -1,4 +1,4 @@
-"""The sequences that wait for a seat, oldest first."""
+"""The sequences that wait for a seat, oldest first, and how long one of them takes to get it."""
 
 import bisect
 import operator
@@ -35,3 +35,17 @@ class Waiting:
 
     def _line(self, seq: Sequence) -> list[Sequence]:
         return self._lines[seq.num_total > self._budget]
+
+
+class Interval:
+    """The recent mean time between two events."""
+
+    def __init__(self) -> None:
+        self.seconds = 1.0
+        self._last_s: float | None = None
+
+    def count(self, now: float) -> None:
+        """An event at this time, in seconds."""
+        if self._last_s is not None:
+            self.seconds += 0.1 * (now - self._last_s - self.seconds)
+        self._last_s = now

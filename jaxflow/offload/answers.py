@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxflow.engine.outputs import HostLogprobs, LiveRequest
 from jaxflow.engine.request import Event, Finished, FinishReason, InvalidRequest, Request
-from jaxflow.engine.scheduler import SEED_STEP
+from jaxflow.engine.sequence import SEED_STEP
 from jaxflow.engine.sequence import Sequence as Seq
 from jaxflow.offload.policy import Policy
 
