@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp8_epilogue import BY_COLUMN, BY_ROW, E4M3, Epilogue, activate, load, scale_of
-from pallas_kernels.fp8_gemm import DEPTH, check_operands, form
+from pallas_kernels.fp8_gemm import check_operands
+from pallas_kernels.fp8_kernel import DEPTH, form
 from pallas_kernels.paged import LANE, rows_of_eight
 from pallas_kernels.pairs import store_transposed
 from pallas_kernels.quantized import BLOCK, Quantized

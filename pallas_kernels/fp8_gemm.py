@@ -14,17 +14,14 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp8_epilogue import BY_ROW, E4M3, WIDTH, Epilogue, finished_columns, load, store
-from pallas_kernels.fp8_plan import FIELDS, Fp8Tile, Work, fp8_plan
+from pallas_kernels.fp8_epilogue import E4M3, Epilogue
+from pallas_kernels.fp8_kernel import HALF, multiply, scratch
+from pallas_kernels.fp8_plan import Fp8Tile, Work, fp8_plan
 from pallas_kernels.paged import LANE, rows_of_eight
 from pallas_kernels.quantized import BLOCK, Quantized
 from pallas_kernels.tiles import SMS
-
-DEPTH = 128  # of K a step: one swizzled row of e4m3, and one block of an activation's scales
-_HALF = 64  # rows of one compute warpgroup
 
 
 def fp8_gemm(
@@ -68,13 +65,13 @@ def fp8_gemm(
     if quantize:
         out_type.append(jax.ShapeDtypeStruct((m + -m % tall, width // BLOCK), jnp.float32))
     if work.cut:
-        out_type.append(jax.ShapeDtypeStruct((work.cut, work.parts, tile.cluster, 2, _HALF, tile.columns), jnp.float32))
+        out_type.append(jax.ShapeDtypeStruct((work.cut, work.parts, tile.cluster, 2, HALF, tile.columns), jnp.float32))
     operands = {"work": jnp.asarray(work.table), "x": x.values, "tokens": _whole_rows(x.scale, tall), "w": w.values, "channels": w.scale}
     operands |= {name: v for name, v in (("bias", bias), ("residual", residual)) if v is not None}
     names = (*operands, "out", *(["scales"] if quantize else []), *(["parts"] if work.cut else []))
     epilogue = Epilogue(activation, gate_block, quantize, tile.slots)
     out = plgpu.kernel(
-        functools.partial(_multiply, names=names, tile=tile, epilogue=epilogue, parts=work.parts if work.cut else 1),
+        functools.partial(multiply, names=names, tile=tile, epilogue=epilogue, parts=work.parts if work.cut else 1),
         out_type=out_type,
         grid=(work.table.shape[0],),
         grid_names=("cta",),
@@ -82,7 +79,7 @@ def fp8_gemm(
         cluster_names=("pair",) if tile.cluster > 1 else (),
         num_threads=3,
         thread_name="wg",
-        scratch_types=_scratch(tile, operands, out_type[0].dtype),
+        scratch_types=scratch(tile, operands, out_type[0].dtype),
         compiler_params=LANE,
         kernel_name=f"fp8_gemm_{sms}_{tile.columns}",
         interpret=interpret,
@@ -116,195 +113,3 @@ def _whole_rows(scale, rows: int):
         return scale.reshape(1)
     short = -scale.shape[0] % rows
     return lax.pad(scale, jnp.zeros((), scale.dtype), [(0, short, 0)] + [(0, 0, 0)] * (scale.ndim - 1)) if short else scale
-
-
-def form(columns: int, dtype) -> tuple:
-    """The shared-memory form of a matrix whose rows of `columns` are copied by swizzled tiles of 8 rows."""
-    bytes_a_row = columns * jnp.dtype(dtype).itemsize
-    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(bytes_a_row))  # pyright: ignore[reportAbstractUsage]
-
-
-def _scratch(tile: Fp8Tile, operands: dict, out_dtype) -> dict:
-    stages, per_token = tile.stages, operands["tokens"].ndim == 1 and operands["tokens"].shape[0] > 1
-    empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if tile.cluster > 1 else plgpu.Barrier
-    scratch = {
-        "x_s": plgpu.SMEM((stages, 128, DEPTH), E4M3, transforms=form(DEPTH, E4M3)),
-        "w_s": plgpu.SMEM((stages, tile.columns, DEPTH), E4M3, transforms=form(DEPTH, E4M3)),
-        "o_s": plgpu.SMEM((2, tile.slots, _HALF, WIDTH), out_dtype, transforms=form(WIDTH, out_dtype)),
-        "channel_s": plgpu.SMEM((tile.columns,), jnp.float32),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        "empty": empty(num_arrivals=2, num_barriers=stages),
-        "scales_full": plgpu.Barrier(num_arrivals=1 + per_token),
-        "scales_empty": plgpu.Barrier(num_arrivals=2),
-    }
-    if per_token:
-        scratch["token_s"] = plgpu.SMEM((128,), jnp.float32)
-    if "residual" in operands:
-        scratch["read"] = plgpu.Barrier(num_barriers=2 * tile.slots)
-    return scratch
-
-
-def _multiply(*refs, names, tile, epilogue, parts, **s):
-    ref = dict(zip(names, refs, strict=True))
-    x_s, w_s, full, empty = s["x_s"], s["w_s"], s["full"], s["empty"]
-    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-    pair = lax.axis_index("pair") if tile.cluster > 1 else jnp.int32(0)
-    stages, items = jnp.int32(tile.stages), ref["work"].shape[1]
-    blocked = len(ref["tokens"].shape) == 2
-    given = pl.get_global(plgpu.SemaphoreType.REGULAR((ref["parts"].shape[0] * tile.cluster * 2,))) if parts > 1 else None
-
-    def item(i):
-        i = jnp.minimum(i, items - 1)
-        return tuple(ref["work"][cta, i, field] for field in range(FIELDS))
-
-    def for_items(visit, state):
-        def one(i, carry):
-            own, state = carry
-            following = item(i + 1)  # read under the products of this one
-            return following, lax.cond(own[3] > 0, lambda state: visit(state, *own), lambda state: state, state)
-
-        return lax.fori_loop(0, items, one, (item(0), state))[1]
-
-    @pl.when(wg == 2)
-    def _copy():
-        plgpu.set_max_registers(24, action="decrease")
-
-        def visit(state, row, column, first, count, *_):
-            step, done = state
-            row = pl.multiple_of((row * tile.cluster + pair) * 128, 128)
-            rows, columns = pl.ds(row, 128), pl.ds(column * tile.columns, tile.columns)
-
-            def copy(i, step):
-                slot = lax.rem(step, stages)
-
-                @pl.when(step >= stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[slot])
-
-                at = pl.ds((first + i) * DEPTH, DEPTH)
-                plgpu.copy_gmem_to_smem(ref["x"].at[rows, at], x_s.at[slot], full.at[slot])
-                together = "pair" if tile.cluster > 1 else None
-                plgpu.copy_gmem_to_smem(ref["w"].at[columns, at], w_s.at[slot], full.at[slot], collective_axes=together)
-                return step + 1
-
-            step = lax.fori_loop(0, count, copy, step)
-
-            @pl.when(done > 0)
-            def _():
-                plgpu.barrier_wait(s["scales_empty"])
-
-            for source, to, at in (("channels", "channel_s", columns), ("tokens", "token_s", rows)):
-                if to in s:
-                    plgpu.copy_gmem_to_smem(ref[source].at[at], s[to], s["scales_full"])
-            return step, done + 1
-
-        steps, done = for_items(visit, (jnp.int32(0), jnp.int32(0)))
-
-        # Every arrival is waited for, also the last ones (a barrier that nobody watched is an error in the interpreter).
-        @pl.loop(jnp.maximum(steps - stages, 0), steps)
-        def _(step):
-            plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
-
-        @pl.when(done > 0)
-        def _():
-            plgpu.barrier_wait(s["scales_empty"])
-
-    @pl.when(wg < 2)
-    def _compute():
-        plgpu.set_max_registers(240, action="increase")
-        own = pl.ds(wg * _HALF, _HALF)
-
-        def sums_of(step, count):
-            """The tile's sums [64, columns], as they leave the tensor core."""
-
-            def product(acc):
-                def multiply(i, step):
-                    slot = lax.rem(step, stages)
-                    plgpu.barrier_wait(full.at[slot])
-                    plgpu.wgmma(acc, x_s.at[slot, own], w_s.at[slot].transpose((1, 0)))
-                    plgpu.wgmma_wait(1)
-
-                    @pl.when(i > 0)
-                    def _():  # the step before this one is done
-                        plgpu.barrier_arrive(empty.at[lax.rem(step + stages - 1, stages)])
-
-                    return step + 1
-
-                end = lax.fori_loop(0, count, multiply, step)
-                y = acc[...]
-                plgpu.barrier_arrive(empty.at[lax.rem(end - 1, stages)])
-                return y
-
-            return [pl.run_scoped(product, plgpu.ACC((_HALF, tile.columns), jnp.float32))]
-
-        def moved_sums_of(step, first, count, row):
-            """The tile's sums in pieces [64, moved], each step's added to float32 registers, times the rows' scales for its 128 of K."""
-
-            def scales(i):
-                i = jnp.minimum(i, ref["tokens"].shape[1] - 1)
-                return load(ref["tokens"].at[pl.ds(row, _HALF), i], BY_ROW)
-
-            def multiply(i, state):
-                step, scale, *sums = state
-                slot = lax.rem(step, stages)
-                following = scales(first + i + 1) if blocked else scale
-                plgpu.barrier_wait(full.at[slot])
-                for piece in range(len(sums)):
-
-                    def product(acc, piece=piece):
-                        columns = pl.ds(piece * tile.moved, tile.moved)
-                        plgpu.wgmma(acc, x_s.at[slot, own], w_s.at[slot, columns].transpose((1, 0)))
-                        return acc[...]
-
-                    part = pl.run_scoped(product, plgpu.ACC((_HALF, tile.moved), jnp.float32))
-                    if piece == len(sums) - 1:
-                        plgpu.barrier_arrive(empty.at[slot])
-                    sums[piece] += part * lax.broadcast_in_dim(scale, part.shape, [0]) if blocked else part
-                return step + 1, following, *sums
-
-            zero = plgpu.layout_cast(jnp.zeros((_HALF, tile.moved), jnp.float32), plgpu.Layout.WGMMA)
-            start = (step, scales(first) if blocked else jnp.int32(0), *[zero] * (tile.columns // tile.moved))
-            return list(lax.fori_loop(0, count, multiply, start)[2:])
-
-        def visit(step, row, column, first, count, part, cut):
-            row, column = (row * tile.cluster + pair) * 128 + wg * _HALF, column * tile.columns
-            sums = moved_sums_of(step, first, count, row) if tile.moved else sums_of(step, count)
-            piece = sums[0].shape[1]
-
-            def whole(at, width):
-                return sums[at // piece][:, at % piece : at % piece + width]
-
-            def finish(sums_at, start, columns):
-                finished = finished_columns(sums_at, start, column, ref, s, wg)
-                store(finished, epilogue, ref, s, wg, row, column + start, columns)
-
-            plgpu.barrier_wait(s["scales_full"])
-            if parts == 1:
-                finish(whole, 0, tile.columns)
-            else:
-
-                @pl.when(cut < 0)
-                def _():
-                    finish(whole, 0, tile.columns)
-
-                @pl.when(cut >= 0)
-                def _():
-                    share = tile.columns // parts
-
-                    def added(at, width):
-                        """This part's share of the columns, of all parts in the order of K."""
-                        of = [ref["parts"].at[cut, i, pair, wg, :, pl.ds(part * share + at, width)] for i in range(parts)]
-                        return functools.reduce(jnp.add, [load(x, plgpu.Layout.WGMMA) for x in of])
-
-                    for i, y in enumerate(sums):
-                        ref["parts"].at[cut, part, pair, wg, :, pl.ds(i * piece, piece)][...] = y
-                    there = given.at[(cut * tile.cluster + pair) * 2 + wg]  # pyright: ignore[reportOptionalMemberAccess]
-                    plgpu.semaphore_signal(there, memory_scope="gpu")
-                    plgpu.semaphore_wait(there, parts, decrement=False, memory_scope="gpu")
-                    finish(added, part * share, share)
-
-            plgpu.barrier_arrive(s["scales_empty"])
-            return step + count
-
-        for_items(visit, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)

@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.flat_gemm import Operand, multiply_flat, swizzled
+from pallas_kernels.flat_gemm import multiply_flat
+from pallas_kernels.flat_kernel import Operand, swizzled
 from pallas_kernels.flat_tiles import FlatTile, int4_tile
 from pallas_kernels.quantized import GROUP, Int4
 from pallas_kernels.tiles import SMS

@@ -20,7 +20,7 @@ KERNELS = ("auto", "reference", "mosaic", "triton")  # what may be asked for
 
 @dataclasses.dataclass(frozen=True)
 class KernelSet:
-    """One function for each op, of the signature of its twin in `reference`; `list_…_work` makes what attention of all layers shares."""
+    """One function for each op, of the signature of its twin in `reference`; `list_…` makes what they are told to do."""
 
     name: str
     gemm: Callable = reference.gemm
@@ -30,8 +30,10 @@ class KernelSet:
     chunk_attention: Callable = reference.chunk_attention
     token_limits: Callable = reference.token_limits
     quantize_rows: Callable = reference.quantize_rows
+    grouped_gemm: Callable = reference.grouped_gemm
     list_decode_work: Callable = reference.list_decode_work
     list_chunk_work: Callable = reference.list_chunk_work
+    list_groups: Callable = reference.list_groups
 
     def describe(self, products: Mapping[str, Shape] | None = None) -> str:
         """Which kernel each op runs on: a line for all ops but the products, and one for each of those.
@@ -117,9 +119,10 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     """Each op's Mosaic kernel where it takes the model. Mosaic GPU takes a second to import, and CPU has no use for it."""
     if m.dtype != "bfloat16":
         return dataclasses.replace(REFERENCE, name="reference (kernels are of bfloat16)")
-    from pallas_kernels import chunk_attention, decode_attention, quantize_rows, rms_norm, rope_append, token_limits
+    from pallas_kernels import chunk_attention, decode_attention, grouped_gemm, quantize_rows, rms_norm, rope_append, token_limits
 
     ops: dict[str, Callable] = {"gemm": HopperGemm(load(device)), "token_limits": token_limits.token_limits}
+    ops |= {name: getattr(grouped_gemm, name) for name in ("grouped_gemm", "list_groups")}
     if m.head_dim in (64, 128, 256) and m.page_size == 64 and m.queries_per_kv_head <= 16 and m.kv_dtype in ("bfloat16", "float8_e4m3fn"):
         ops |= {name: getattr(decode_attention, name) for name in ("decode_attention", "list_decode_work")}
         ops |= {name: getattr(chunk_attention, name) for name in ("chunk_attention", "list_chunk_work")}

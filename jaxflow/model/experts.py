@@ -8,7 +8,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxflow.config import gate_block
 from jaxflow.model.context import Context, Weights
-from pallas_kernels.reference import gate_mul
 
 
 @flax.struct.dataclass
@@ -28,30 +27,21 @@ def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:
     return Routing(experts, weights)
 
 
-def _by_expert(routing: Routing, num_experts: int) -> tuple[Array, Array, Array]:
-    """(order that sorts the (token, choice) pairs by expert, its inverse, pairs of each expert)."""
-    flat = routing.experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    return order, jnp.argsort(order), jnp.bincount(flat, length=num_experts).astype(jnp.int32)
-
-
-def _expert_gemm(x: Float[Array, "m D"], w: Float[Array, "E F D"], group_sizes: Int[Array, " E"]) -> Float[Array, "m F"]:
-    """Rows grouped by expert, each group times its expert's matrix."""
-    numbers = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0])
-    return lax.ragged_dot_general(x, w, group_sizes, numbers)
-
-
 def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Routing) -> Float[Array, "t e F"]:
     """act(gate) · up of each token at each of its experts."""
-    order, back, sizes = _by_expert(routing, c.config.num_experts)
-    y = _expert_gemm(h[order // routing.experts.shape[1]], w["expert_up_gate"], sizes)
-    a = gate_mul(y, gate_block(c.config.expert_intermediate_size), c.config.activation)
-    return a[back].reshape(*routing.experts.shape, -1)
+    groups = c.kernels.list_groups(routing.experts, c.config.num_experts)
+    gates = {"activation": c.config.activation, "gate_block": gate_block(c.config.expert_intermediate_size)}
+    tokens = groups.pairs // routing.experts.shape[1]
+    return c.kernels.grouped_gemm(h[tokens], w["expert_up_gate"], groups, **gates, **_share(c))[groups.places]
 
 
 def expert_down(c: Context, w: Weights, a: Float[Array, "t e F"], routing: Routing) -> Float[Array, "t D"]:
     """The experts' outputs, weighed and summed; a partial sum under tensor parallelism."""
-    order, back, sizes = _by_expert(routing, c.config.num_experts)
-    y = _expert_gemm(a.reshape(-1, a.shape[-1])[order], w["expert_down"], sizes)[back]
-    y = y.reshape(*routing.experts.shape, -1).astype(jnp.float32) * routing.weights[..., None]
-    return y.sum(1).astype(a.dtype)
+    groups = c.kernels.list_groups(routing.experts, c.config.num_experts)
+    y = c.kernels.grouped_gemm(a.reshape(-1, a.shape[-1])[groups.pairs], w["expert_down"], groups, **_share(c))[groups.places]
+    return (y.astype(jnp.float32) * routing.weights[..., None]).sum(1).astype(a.dtype)
+
+
+def _share(c: Context) -> dict[str, int]:
+    """How many SMs the plan leaves to a product."""
+    return {} if c.sms is None else {"sms": c.sms}

@@ -7,12 +7,14 @@ MP pages a sequence at most, C prefill chunks, M rows of a product.
 
 from pallas_kernels.reference.attention import chunk_attention, decode_attention, list_chunk_work, list_decode_work
 from pallas_kernels.reference.gemm import activate, finish, gate_mul, gemm
+from pallas_kernels.reference.grouped import Groups, grouped_gemm, list_groups
 from pallas_kernels.reference.norm import add_norm, rms_norm
 from pallas_kernels.reference.quantize import dequantize, quantize_blocks, quantize_rows, to_e4m3
 from pallas_kernels.reference.rope_append import append, rope, rope_append
 from pallas_kernels.reference.token_limits import token_limits
 
 __all__ = [
+    "Groups",
     "activate",
     "add_norm",
     "append",
@@ -22,8 +24,10 @@ __all__ = [
     "finish",
     "gate_mul",
     "gemm",
+    "grouped_gemm",
     "list_chunk_work",
     "list_decode_work",
+    "list_groups",
     "quantize_blocks",
     "quantize_rows",
     "rms_norm",

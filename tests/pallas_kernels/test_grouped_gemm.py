@@ -1,0 +1,89 @@
+"""A mixture's products: the groups' laws, the kernel in Mosaic's interpreter beside its twin, and the ops as compiled for an H200."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200 import abstract, compile_for_h200, h200_mesh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxflow.model import ops
+from jaxflow.model.checkpoint import open_checkpoint
+from pallas_kernels import reference
+from pallas_kernels.gemm_tiles import GemmTile
+from pallas_kernels.grouped_gemm import ROWS, grouped_gemm, list_groups
+from pallas_kernels.kernel_set import kernel_set_for
+
+
+@settings(max_examples=12)
+@given(data=st.data(), rows=st.sampled_from([1, 4, 128]), experts=st.sampled_from([2, 7]))
+def test_every_pair_has_a_row_in_a_tile_of_its_expert(data, rows, experts):
+    chosen = data.draw(st.lists(st.permutations(range(experts)).map(lambda e: e[:2]), min_size=9, max_size=9))
+    groups = jax.tree.map(np.asarray, jax.jit(reference.list_groups, static_argnums=(1, 2))(jnp.asarray(chosen), experts, rows))
+    flat, places = np.ravel(chosen), groups.places.ravel()
+    assert len(set(places.tolist())) == len(places)
+    assert (groups.pairs[places] == np.arange(len(places))).all()
+    assert (groups.experts[places // rows] == flat).all()
+    tiles = -(-np.bincount(flat, minlength=experts) // rows)
+    assert groups.sizes.tolist() == (tiles * rows).tolist() and groups.count.tolist() == [tiles.sum()]
+    assert len(groups.pairs) == rows * len(groups.experts) >= rows * tiles.sum()
+    for expert in range(experts):  # in the tokens' order, so that equal batches give equal bits
+        assert (np.diff(places[flat == expert]) == 1).all()
+
+
+def given_rows(tokens, experts, n, k, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(tokens)
+    x, w = jnp.asarray(rng.normal(size=(tokens, k)), dtype), jnp.asarray(rng.normal(size=(experts, n, k)) / k**0.5, dtype)
+    return x, w, jnp.asarray(rng.integers(0, experts, (tokens, 2)), jnp.int32)
+
+
+def test_the_kernel_is_each_row_times_its_experts_weight():
+    gates = {"activation": "silu", "gate_block": 32}
+    x, w, chosen = given_rows(70, 2, 192, 64)
+    groups = list_groups(chosen, 2)
+    tile = GemmTile(ROWS, 128, 2)  # a column of tiles that is half beyond the weight: the next expert's rows, which are not stored
+    rows = grouped_gemm(x[groups.pairs // 2], w, groups, **gates, sms=2, tile=tile, interpret=plgpu.InterpretGPUParams())
+    got = np.asarray(rows[groups.places], np.float32)
+    for e in range(2):
+        want = np.asarray(reference.gemm(x.astype(jnp.float32), w[e].astype(jnp.float32), **gates))
+        for choice in range(2):
+            here = np.asarray(chosen)[:, choice] == e
+            assert np.linalg.norm(got[here, choice] - want[here]) < 4e-3 * np.linalg.norm(want[here])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [({"k": 64}, "the same K"), ({"rows": 4}, "a tile for every 128"), ({"dtype": jnp.float32}, "bfloat16 twice")]
+)
+def test_it_says_what_it_does_not_take(change, said):
+    x, w, chosen = given_rows(8, 2, 128, 128, change.get("dtype", jnp.bfloat16))
+    groups = reference.list_groups(chosen, 2, change.get("rows", ROWS))
+    with pytest.raises(ValueError, match=said):
+        grouped_gemm(x[groups.pairs // 2], w[:, :, : change.get("k")], groups)
+
+
+def test_for_the_h200_an_experts_weights_are_neither_copied_nor_multiplied_with_others_rows(tmp_path, monkeypatch):
+    """Mixtral's two products of 512 tokens; XLA's own copies every weight, transposed, and multiplies every row with all of them."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    config = open_checkpoint("mixtral-8x7b", load_format="dummy").model_config
+    heads: dict[str, Any] = {"head_dim": config.head_dim, "queries_per_kv_head": config.num_heads // config.num_kv_heads, "page_size": 64}
+    c = ops.Context(config, kernel_set_for("gpu", "9.0", **heads, dtype="bfloat16", kv_dtype="bfloat16"))
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    e, d, f = config.num_experts, config.hidden_size, config.expert_intermediate_size
+    weights = {"router": shape((e, d)), "expert_up_gate": shape((e, 2 * f, d)), "expert_down": shape((e, d, f))}
+
+    def layer(w, h):
+        routing = ops.router(c, w, h)
+        return ops.expert_down(c, w, ops.expert_up_gate(c, w, h, routing), routing)
+
+    compiled = compile_for_h200(layer, *abstract(h200_mesh(), (weights, shape((512, d)))))
+    assert [thunk.kind for thunk in compiled.thunks].count("kCustomCall") >= 2
+    rows = (512 * 2 // ROWS + e) * ROWS
+    assert compiled.memory.temp_size_in_bytes < 2 * 2 * rows * (f + 2 * d)
+    logs = "".join(path.read_text(errors="replace") for path in tmp_path.glob("grouped_gemm*.ptxas"))
+    assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
