@@ -22,12 +22,13 @@ import numpy as np
 from absl import flags, logging
 from jax.sharding import SingleDeviceSharding
 
-from jaxflow.config import ConfigError
+from jaxflow.config import ConfigError, Layer, ModelConfig
+from jaxflow.offload.host_attention import HostAttention
 from search.machine_curves import CURVES, Machine, Measured, Point, errors, fit_machine, save_machine
 from search.machine_runs import Runs, fit_runs, load_runs, run_errors
 
 MEGA = 1 << 20
-_HEADS, _HEAD_DIM, _KEYS = 32, 128, 512
+_HEADS, _HEAD_DIM, _KEYS, _PAGE = 32, 128, 512, 64
 
 
 def define_flags() -> None:
@@ -122,11 +123,18 @@ def measure(name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 
     for tokens in (64, 128, 256, 512):
         q, k, v = (_random(seed, (1, tokens, _HEADS, _HEAD_DIM)) for seed in range(3))
         add("device_attention", 4 * _HEADS * _HEAD_DIM * tokens * tokens, [functools.partial(_prompt_attention, q, k, v)])
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for sequences in (1, 2, 4, 8):
-            q = _random(0, (sequences, _HEADS, _HEAD_DIM))
-            cache = [_random(seed, (sequences, 2, _HEADS, _KEYS, _HEAD_DIM)) for seed in range(min(repeats, 3))]
-            add("host_attention", cache[0].nbytes, [functools.partial(_decode_attention, q, kv) for kv in cache])
+    config = _attention_config()
+    most = max(2, min(32, largest_mb * MEGA // (4 * _KEYS * _HEADS * _HEAD_DIM)))
+    for sequences in sorted({max(1, most >> shift) for shift in (3, 2, 1, 0)}):
+        attention = HostAttention(config, [sequences], _KEYS // _PAGE, _PAGE, np.dtype(jnp.bfloat16))
+        q = np.asarray(_random(0, (sequences, _HEADS, _HEAD_DIM)))
+        pages = (sequences * _KEYS // _PAGE, _HEADS, _PAGE, _HEAD_DIM)
+        once = [np.asarray(_random(i, (_KEYS // _PAGE, *pages[1:]))) for i in range(2)]
+        caches = [[np.tile(a, (sequences, 1, 1, 1)) for a in once] for _ in range(min(repeats, 2))]
+        rest = np.full(sequences, _KEYS, np.int32), np.empty_like(q)
+        works = [functools.partial(attention, config.layers[0], q, *cache, *rest) for cache in caches]
+        add("host_attention", sum(a.nbytes for a in caches[0]), works)
+        attention.close()
     method = f"best of {repeats} runs, JAX {jax.__version__} on {device.device_kind}, {os.cpu_count()} host cores"
     return Measured(name=name, method=method, points=points)
 
@@ -140,19 +148,9 @@ def _prompt_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-@jax.jit
-def _decode_attention(q: jax.Array, kv: jax.Array) -> jax.Array:
-    """A token of each sequence against its own keys: q [B, N, H], kv [B, 2, N, keys, H].
-
-    One sequence after the other, whose numbers in between stay in the cache; products as sums, which XLA fuses on a CPU.
-    """
-
-    def one(both: tuple[jax.Array, jax.Array]) -> jax.Array:
-        query, (keys, values) = both[0].astype(jnp.float32), both[1].astype(jnp.float32)
-        weights = jax.nn.softmax((query[:, None] * keys).sum(-1) / _HEAD_DIM**0.5)
-        return (weights[..., None] * values).sum(1)
-
-    return jax.lax.map(one, (q, kv))
+def _attention_config() -> ModelConfig:
+    """What the runtime's attention on the host reads of a model."""
+    return ModelConfig("", 0, 0, _HEADS, _HEADS, _HEAD_DIM, 0, (Layer(),), _KEYS)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -70,8 +70,10 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
     }
     device_passes = {
         "weights": max(one + two for one, two in zip(fetched, fetched[1:] + fetched[:1], strict=True)) if len(fetched) > 1 else fetched[0],
-        "KV": 2 * away(pages),
-        "activations": batches * passed.get("device", 0) + 2 * away(passed),
+        # what decodes with and what comes for the next; attended to on the host, only a prompt's on its way home
+        "KV": (1 if attends_on_host(g) else 2) * away(pages),
+        # of the square before on its way home, of this one and of the next
+        "activations": batches * passed.get("device", 0) + 3 * away(passed),
         "programs": working_bytes,
     }
     steps = {tier: tree_bytes(g.kv_rows(part.rows)) for tier, part in kv.items()}

@@ -1,6 +1,7 @@
 """The programs of a geometry, compiled for a device before anything is loaded: what they need beside their inputs is accounted for."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxflow.offload.geometry import Geometry, PlacedWeights, halves
 from jaxflow.offload.programs import Programs
 
 _compiled = 0  # backend compilations of this process
+_programs: dict[tuple[bytes, Any], Any] = {}
 
 
 def _count_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -58,7 +60,7 @@ def compile_programs(programs: Programs, placed: PlacedWeights, device: Any, on_
 
     def build(name: str, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> Callable:
         on_progress(name)
-        compiled = jax.jit(function, donate_argnums=donate).lower(*struct(arguments)).compile()
+        compiled = _compile(jax.jit(function, donate_argnums=donate).lower(*struct(arguments)), device)
         found = compiled.memory_analysis()
         if found is not None:
             working[0] = max(working[0], found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes)
@@ -103,6 +105,15 @@ def compile_programs(programs: Programs, placed: PlacedWeights, device: Any, on_
     sample = build("sample", programs.sample, placed.ends, states, *rows)
     full = build("sample_full", programs.sample_full, placed.ends, states, *rows, vector(b), *slots, donate=(7,))
     return Compiled(embed, prefill, decode, before, after, hidden, sample, full, vocabulary, working[0])
+
+
+def _compile(lowered: Any, device: Any) -> Any:
+    """Compiles what this process has not compiled yet: a sweep starts many runs, which differ in few of their programs."""
+    text = f"{lowered.args_info}\n{lowered.as_text()}"  # the text alone does not say what arguments it leaves unused
+    key = hashlib.sha256(text.encode()).digest(), device
+    if key not in _programs:
+        _programs[key] = lowered.compile()
+    return _programs[key]
 
 
 def _structs(sharding: SingleDeviceSharding) -> Callable[[Any], Any]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from jaxflow.offload.block import Block
-from jaxflow.offload.run import Drawn, Run, Setup
+from jaxflow.offload.inputs import Drawn
+from jaxflow.offload.run import Run, Setup
 from jaxflow.offload.schedule import Square, squares
 
 

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 
 from jaxflow.offload.activation_store import ActivationStore
-from jaxflow.offload.block import Block, slots_of
+from jaxflow.offload.block import Block
 from jaxflow.offload.compiled import Compiled
 from jaxflow.offload.geometry import BEFORE, Geometry, halves
 from jaxflow.offload.host_attention import HostAttention
+from jaxflow.offload.inputs import Drawn, Inputs
 from jaxflow.offload.kv_store import KvStore
 from jaxflow.offload.schedule import Schedule, Square
 from jaxflow.offload.tiers import Tiers
@@ -50,16 +51,6 @@ class Half:
     attended: concurrent.futures.Future
 
 
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """A token of each row of a batch: number `token` of its output. Reading an array waits for it."""
-
-    token: int
-    batch: int
-    tokens: jax.Array  # [b] int32
-    logprobs: Any = None  # `LogprobsOut` of the full sampler
-
-
 class Run:
     """The state of a block."""
 
@@ -71,12 +62,10 @@ class Run:
         self._layers: dict[int, dict[str, Any]] = {}  # weights on the device
         self._loaded: dict[Square, tuple] = {}  # KV that is on its way for a square
         self._x: dict[int, tuple] = {}  # activations on the device, by batch
-        self._tokens: dict[int, jax.Array] = {}  # last drawn
         self._halves: collections.deque[Half] = collections.deque()
         self._stores: collections.deque[concurrent.futures.Future] = collections.deque()
         self._last: Any = ()  # what the last square computes
-        self._rows = [self._row_inputs(batch) for batch in range(block.batches)]
-        self._steps: dict[tuple[int, int], tuple] = {}
+        self._inputs = Inputs(setup.geometry, block, setup.compiled.vocabulary, setup.eos, setup.tiers.device)
 
     # ---- a square
 
@@ -139,13 +128,13 @@ class Run:
         x, lengths = self._take_x(one), self._block.lengths[one.batch]
         if one.token == 0:
             program = self._d.compiled.prefill[layer]
-            x, self._kv.home[key], pages = program(weights, x, self._kv.home[key], self._rows[one.batch].lengths)
+            x, self._kv.home[key], pages = program(weights, x, self._kv.home[key], self._inputs.rows[one.batch].lengths)
             self._last = x
             self._store(self._kv.store_pages(key, pages))
         else:
             loaded = self._loaded.pop(one, None)
             loaded = self._settled(self._kv.load(key, one.token, lengths)) if loaded is None else loaded
-            positions, live = self._positions(one)
+            positions, live = self._inputs.positions(one)
             program = self._d.compiled.decode[layer]
             x, self._kv.home[key], _, rows = program(weights, x, self._kv.home[key], loaded, positions, live)
             self._last = x
@@ -159,7 +148,7 @@ class Run:
         d, layer, key = self._d, self._g.config.layers[one.layer], (one.layer, one.batch)
         before, after = halves(weights)
         x, lengths = self._take_x(one), self._block.lengths[one.batch]
-        positions, live = self._positions(one)
+        positions, live = self._inputs.positions(one)
         stream, outputs, self._kv.home[key], queries, rows = d.compiled.before[layer](
             {name: weights[name] for name in before}, x, self._kv.home[key], positions, live
         )
@@ -215,7 +204,7 @@ class Run:
     def _take_x(self, one: Square) -> tuple:
         """A square's input on the device: embedded tokens, what is there, or what its store has."""
         if one.layer == 0:
-            ids, positions = self._inputs(one)
+            ids, positions = self._inputs.tokens(one)
             return self._d.compiled.embed[one.token == 0](self._d.weights.ends, ids, positions)
         x = self._x.pop(one.batch, None)
         return self._settled(self._activations.load(one.batch)) if x is None else x
@@ -225,57 +214,7 @@ class Run:
         if one.layer + 1 < self._g.config.num_layers:
             self._store(self._activations.store(one.batch, x))
             return
-        rows = self._rows[one.batch]
-        last = rows.last if one.token == 0 else rows.rows
-        ends, compiled = self._d.weights.ends, self._d.compiled
-        hidden, found = compiled.hidden[one.token == 0](ends, x, last), None
-        arguments = (ends, hidden, rows.temperature, rows.seeds, self._drawn_at(one))
-        if rows.slots is None:
-            tokens = compiled.sample(*arguments)
-        else:
-            tokens, rows.counts, found = compiled.sample_full(*arguments, rows.slots, rows.params, rows.counts)
-        self._tokens[one.batch] = tokens
-        for array in jax.tree.leaves((tokens, found)):
-            array.copy_to_host_async()
-        yield Drawn(one.token, one.batch, tokens, found)
-
-    def _row_inputs(self, batch: int) -> "_Rows":
-        block, put = self._block, self._put
-        lengths = block.lengths[batch]
-        rows = np.arange(self._g.batch, dtype=np.int32)
-        made = _Rows(
-            lengths=put(lengths),
-            last=put(rows * self._g.prompt + np.maximum(lengths, 1) - 1),
-            rows=put(rows),
-            live=put(block.live(batch)),
-            temperature=put(block.temperature[batch]),
-            seeds=put(block.seeds[batch]),
-        )
-        if block.needs_full(batch):
-            vocabulary = self._d.compiled.vocabulary
-            made.slots, made.params, made.counts = jax.tree.map(put, slots_of(self._g, block, batch, vocabulary, self._d.eos))
-        return made
-
-    def _inputs(self, one: Square) -> tuple[jax.Array, jax.Array]:
-        if one.token == 0:
-            ids = self._block.token_ids[one.batch].reshape(-1)
-            return self._put(ids), self._put(np.tile(np.arange(self._g.prompt, dtype=np.int32), self._g.batch))
-        return self._tokens[one.batch], self._positions(one)[0]
-
-    def _positions(self, one: Square) -> tuple[jax.Array, jax.Array]:
-        """Of the token that a decode reads: the last one drawn."""
-        lengths = self._block.lengths[one.batch]
-        key = (one.token, one.batch)
-        if key not in self._steps:
-            self._steps = {k: v for k, v in self._steps.items() if k[1] != one.batch}
-            self._steps[key] = self._put(np.where(lengths > 0, lengths + (one.token - 1), 0).astype(np.int32)), self._rows[one.batch].live
-        return self._steps[key]
-
-    def _drawn_at(self, one: Square) -> jax.Array:
-        return self._put((self._block.lengths[one.batch] + one.token).astype(np.int32))
-
-    def _put(self, x: np.ndarray) -> jax.Array:
-        return jax.device_put(np.array(x), self._tiers.device)
+        yield self._inputs.draw(self._d.compiled, self._d.weights.ends, one, x)
 
     # ---- what comes and goes beside
 
@@ -338,18 +277,3 @@ class Run:
     def _settled(self, tree: Any) -> Any:
         """Without overlap, waits for it."""
         return tree if self._d.overlap else jax.block_until_ready(tree)
-
-
-@dataclasses.dataclass
-class _Rows:
-    """A batch's inputs that do not change from token to token, on the device."""
-
-    lengths: jax.Array
-    last: jax.Array
-    rows: jax.Array
-    live: jax.Array
-    temperature: jax.Array
-    seeds: jax.Array
-    slots: Any = None
-    params: Any = None
-    counts: Any = None

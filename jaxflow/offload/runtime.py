@@ -36,17 +36,19 @@ from jaxflow.offload.driver import Driver
 from jaxflow.offload.geometry import Geometry, PlacedWeights, place
 from jaxflow.offload.host_attention import HostAttention
 from jaxflow.offload.host_tier import check_views
+from jaxflow.offload.inputs import Drawn
 from jaxflow.offload.kv_store import KvStore
 from jaxflow.offload.policy import Policy, PolicyError
 from jaxflow.offload.process import free_host_bytes
 from jaxflow.offload.programs import Programs
-from jaxflow.offload.run import Drawn, Setup
+from jaxflow.offload.run import Setup
 from jaxflow.offload.settings import GIGA, OffloadConfig
 from jaxflow.offload.tiers import Tiers
 from jaxflow.offload.traffic import Moved
 from jaxflow.offload.weight_store import WeightStore
 
 log = logging.getLogger(__name__)
+_SPARE = 0.06  # of a GPU's memory: what comes and goes leaves gaps in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,8 +247,9 @@ def _limits(offload: OffloadConfig, device: Any) -> dict[str, int | None]:
         return there if limit is None else int(limit * GIGA)
 
     stats = device.memory_stats()
+    limit = told(offload.gpu_memory_limit, int(stats["bytes_limit"]) if stats else None)
     return {
-        "device": told(offload.gpu_memory_limit, int(stats["bytes_limit"]) if stats else None),
+        "device": int(limit * (1 - _SPARE)) if stats and limit else limit,
         "host": told(offload.host_memory_limit, free_host_bytes()),
         "disk": told(offload.disk_limit, free_bytes(str(offload.disk_path)) if offload.on_disk else None),
     }

@@ -1,0 +1,106 @@
+"""`python -m jaxflow.offload`, which is `LLM(offload=...)` with flags; and what runs policies in the bench and the search."""
+
+import json
+
+import paths
+import pytest
+from absl import flags
+from offloaded import HOST, policy
+
+from jaxflow import LLM
+from jaxflow.bench.offload import parse_blocks
+from jaxflow.config import ConfigError
+from jaxflow.engine.request import InvalidRequest, SamplingParams
+from jaxflow.offload.__main__ import main
+from jaxflow.offload.policy import save_policy
+from search.__main__ import main as search
+
+MODEL = "stories260K"
+FOLDER = str(paths.MODELS / MODEL)
+
+
+@pytest.fixture(autouse=True)
+def no_flags():
+    """Flags that other tests have defined are away: each command is a process of its own."""
+    ours = ("jaxflow", "serving", "search")
+    away = {name: flags.FLAGS[name] for name in flags.FLAGS if (flags.FLAGS.find_module_defining_flag(name) or "").startswith(ours)}
+    for name in away:
+        delattr(flags.FLAGS, name)
+    before = set(flags.FLAGS)
+    yield
+    for name in set(flags.FLAGS) - before:
+        delattr(flags.FLAGS, name)
+    for name, flag in away.items():
+        flags.FLAGS[name] = flag
+    flags.FLAGS.unparse_flags()
+
+
+@pytest.fixture
+def file(tmp_path):
+    save_policy(policy(MODEL, weights=HOST, kv=HOST, activations=HOST, gpu_batch_size=2), tmp_path / "policy.json")
+    return tmp_path / "policy.json"
+
+
+def test_prompts_of_a_file_are_continued_as_the_engine_does(file, tmp_path, capsys):
+    golden = paths.golden(MODEL)["prompts"][:3]
+    lines = [json.dumps({"prompt": p["prompt_ids"]}) for p in golden] + ["Once upon a time", ""]
+    (tmp_path / "prompts").write_text("\n".join(lines))
+    out, report = tmp_path / "out.jsonl", tmp_path / "report.json"
+    arguments = ["--prompts", str(tmp_path / "prompts"), "--output", str(out), "--output_json", str(report), "--link_mb", "1"]
+    common = ["--model", FOLDER, "--policy", str(file), "--block_size", "16", "--weights_percent", "50,50,0", "--host_memory_limit", "1"]
+    assert main(["offload", *common, *arguments]) == 0
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["token_ids"] for one in written[:3]] == [p["greedy_ids"][:6] for p in golden]
+    assert written[3]["prompt"] == "Once upon a time" and written[3]["text"].startswith(", there was")
+    result = json.loads(report.read_text())
+    assert result["tokens"] == 4 * 6 and result["policy"]["weights"]["host"] == 50 and result["compilations_after_warmup"] == 0
+    assert result["traffic"]["fetch_layer"]["link_down_bytes"] > 0 < result["link"]["busy_share"]
+    assert "Generated tokens/s:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "`python -m search placement --model stories260K"),
+        (["--policy", "FILE", "--weights_percent", "50,60,0"], "percentages that sum to 100"),
+        (["--policy", "FILE", "--kv_percent", "all"], "three percentages"),
+        (["--policy", "FILE", "--weights_percent", "0,0,100"], "disk_path=None"),
+        (["--policy", "FILE", "--gpu_memory_limit", "0.00001"], "gpu_memory_limit"),
+        (["--policy", "FILE", "--kv_bits", "4", "--host_attention"], "host_attention=True with kv_bits=4"),
+        (["--policy", "no-such-file"], "no-such-file"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_line(file, arguments, words, capsys):
+    assert main(["offload", "--model", FOLDER, *[str(file) if one == "FILE" else one for one in arguments]]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_the_python_api(file, tmp_path):
+    params = SamplingParams(temperature=0.0, max_tokens=6, stop=["there"])
+    with LLM(FOLDER, offload=str(file), block_size=16, progress=False) as llm:
+        [out] = llm.generate("Once upon a time", params, use_tqdm=False)
+        assert out.outputs[0].text == ", " and out.outputs[0].stop_reason == "there" and out.finished
+        assert llm.max_model_len == 46 and llm.warm_up_s > 0
+        for bad, field in (({"max_tokens": 7}, "max_tokens"), ({"max_tokens": 2, "prompt_logprobs": 1}, "prompt_logprobs")):
+            with pytest.raises(InvalidRequest, match=field):
+                llm.generate("Once", SamplingParams(**bad), use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="prompt='41 tokens'"):
+            llm.generate([[5] * 41], SamplingParams(max_tokens=2), use_tqdm=False)
+    with pytest.raises(ValueError, match=r"offload=3.*python -m search placement"):
+        LLM(FOLDER, offload=3)  # type: ignore[arg-type]
+
+
+def test_blocks_of_a_sweep():
+    assert parse_blocks(["4x1", "48x3"]) == [(4, 1), (48, 3)]
+    for bad in (["4"], ["0x1"], ["axb"], []):
+        with pytest.raises(ConfigError, match="blocks="):
+            parse_blocks(bad)
+
+
+def test_search_runs_a_policy_beside_its_prediction(tmp_path, capsys):
+    arguments = ["--model", FOLDER, "--machine", "t4", "--prompt_tokens", "8", "--output_tokens", "2", "--gpu_mem", "1", "--cpu_mem", "1"]
+    arguments += ["--gpu_batch_sizes", "2", "--num_gpu_batches", "1", "--link_mb", "1", "--block_size", "8", "--only", "all on the host"]
+    assert search(["search", "offload", *arguments, "--output_json", str(tmp_path / "runs.json")]) == 0
+    assert "all on the host" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "runs.json").read_text())["rows"]
+    assert row["tokens"] == 4 and row["policy"]["kv"]["host"] == 100 and row["predicted"]["tokens_per_s"] > 0
