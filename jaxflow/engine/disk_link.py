@@ -58,6 +58,10 @@ class DiskLink:
     def contains(self, key: Key) -> bool:
         return self.disk.contains(key)
 
+    def used(self, keys: Sequence[Key]) -> None:
+        """Pages that were used on another tier are used here too, the last of them most recently."""
+        self.disk.used(keys)
+
     def read_ahead(self, keys: Iterable[Key]) -> None:
         """Pages that will be needed, in the order of their need: those that only the disk has are on their way from now on.
 

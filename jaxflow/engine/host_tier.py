@@ -23,6 +23,10 @@ PATIENCE = 8.0  # a sequence waits for pages from below this many times as long 
 class Below(Holds, Protocol):
     """The tier below the host."""
 
+    def used(self, keys: Sequence[Key]) -> None:
+        """Pages that are the last to go, the last of them last of all."""
+        ...
+
     def seconds(self, num_bytes: int) -> float:
         """How long it would take to read so much now."""
         ...
@@ -128,8 +132,10 @@ class HostTier:
 
     def used(self, names: Sequence[bytes]) -> None:
         """A chain was used: its pages are the last to go, the first page last of all."""
-        groups = range(len(self._tables.pools))
-        self.store.touch(key_of(group, name) for name in reversed(names) for group in groups)
+        keys = [key_of(group, name) for name in reversed(names) for group in range(len(self._tables.pools))]
+        self.store.touch(keys)
+        if self.below is not None:
+            self.below.used(keys)
 
     # ---- to the device
 

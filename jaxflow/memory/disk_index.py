@@ -1,7 +1,7 @@
 """Which pages the disk has and how long their files are, in the order of use. Not thread-safe: its owner has a lock."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class DiskIndex:
@@ -18,6 +18,10 @@ class DiskIndex:
     def __len__(self) -> int:
         return len(self._files)
 
+    def __iter__(self) -> Iterator[bytes]:
+        """The least recently used first."""
+        return iter(self._files)
+
     def __contains__(self, key: bytes) -> bool:
         return key in self._files
 
@@ -30,12 +34,11 @@ class DiskIndex:
         """A file that is not there any more, if it was."""
         self.bytes -= self._files.pop(key, 0)
 
-    def use(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those that are there are used now, the last of them most recently; returns them."""
-        there = [key for key in keys if key in self._files]
-        for key in there:
-            self._files.move_to_end(key)
-        return there
+    def use(self, keys: Iterable[bytes]) -> None:
+        """Those that are there are used now, the last of them most recently."""
+        for key in keys:
+            if key in self._files:
+                self._files.move_to_end(key)
 
     def make_room(self, size: int, capacity: int) -> list[bytes]:
         """Forgets the least recently used until `size` bytes more fit in `capacity`; returns their keys."""

@@ -166,13 +166,9 @@ class DiskTier:
             return DiskCounters(**self._counts, pages=len(self._index), bytes=self._index.bytes)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Makes these pages the last to go, the last of them last of all, after a restart too."""
+        """Makes those of these pages that are there the last to go, the last of them last of all."""
         with self._lock:
-            there = self._index.use(keys)
-        now = time.time_ns()
-        for i, key in enumerate(there, start=now - len(there)):
-            with contextlib.suppress(OSError):
-                os.utime(self._path(key), ns=(i, i))
+            self._index.use(keys)
 
     def flush(self, timeout_s: float) -> None:
         """Waits until what is queued is written, for so many seconds at most."""
@@ -188,6 +184,9 @@ class DiskTier:
         self._writes_resume_s = float("inf")
         self._writer.shutdown()
         self._readers.shutdown()
+        for i, key in enumerate(self._index, start=time.time_ns() - len(self._index)):
+            with contextlib.suppress(OSError):
+                os.utime(self._path(key), ns=(i, i))  # the order of use, for the next start
         self._lock_file.close()
 
     # ---- writing
@@ -247,7 +246,7 @@ class DiskTier:
                 self._count("hits")
                 self._count("bytes_read", page.nbytes)
             with contextlib.suppress(OSError):
-                os.utime(path)  # for the order of use after a restart
+                os.utime(path)  # the order of use, should the process be killed
             self._succeeded("read")
             return page
         except BadFile as error:

@@ -129,6 +129,7 @@ def test_a_later_round_finds_what_the_engine_before_it_had():
         # Four pages of four: of the 20 tokens of the round before the last was sampled, and never computed.
         assert seq.cached_tokens == world.tier.counters.disk_hit_tokens == world.tier.counters.host_hit_tokens == 16
         assert world.disk.counters().hits == 4
+        assert seq.chain is not None and [key[1:] for key in world.disk._index][1:5] == seq.chain[4:0:-1], "the first page goes last"
         world.link.close()
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jaxflow.config import ConfigError
 from jaxflow.memory import disk_file
 from jaxflow.memory.disk_file import HEADER_BYTES
-from jaxflow.memory.disk_folder import FOLDER
+from jaxflow.memory.disk_folder import FOLDER, find_pages
 from jaxflow.memory.disk_tier import DiskCounters, DiskTier
 
 PAGE = (512, 96)  # bytes of a page of each group
@@ -110,16 +110,24 @@ class TestWholePages:
         assert tier.counters() == DiskCounters(written=1, bytes_written=PAGE[0], pages=1, bytes=FILE)
 
     def test_the_least_recently_used_goes_first_after_a_restart_too(self, opened):
-        tier = opened(pages=3)
-        put(tier, 1, 2, 3)
-        for i, name in enumerate((1, 2, 3)):  # the clock of file times is coarser than this test
-            os.utime(tier.folder / disk_file.name_of(key(name)), ns=(i, i))
+        tier = opened(pages=4)
+        put(tier, 1, 2, 3, 5)
         assert holds(tier, 1)
+        tier.used([key(3), key(77), key(2)])
         put(tier, 4)
-        assert [tier.contains(key(i)) for i in (1, 2, 3, 4)] == [True, False, True, True]
-        tier = opened(pages=2)
-        assert not tier.contains(key(3)) and tier.contains(key(1)) and tier.contains(key(4))
-        assert len(list(tier.folder.glob("*.kv"))) == tier.counters().pages == 2
+        assert [tier.contains(key(i)) for i in (1, 2, 3, 4, 5)] == [True, True, True, True, False]
+        for pages, gone in ((3, 1), (2, 3)):
+            tier = opened(pages=pages)
+            assert not tier.contains(key(gone)) and tier.contains(key(4))
+            assert len(list(tier.folder.glob("*.kv"))) == tier.counters().pages == pages
+
+    def test_a_read_counts_as_use_though_the_process_is_killed(self, opened):
+        tier = opened()
+        put(tier, 1, 2)
+        for i in (1, 2):
+            os.utime(tier.folder / disk_file.name_of(key(i)), ns=(i, i))
+        assert holds(tier, 1)
+        assert [name for name, _ in find_pages(tier.folder)] == [key(2), key(1)]
 
     def test_names_are_hexadecimal_and_private(self, opened, tmp_path):
         tier = opened()
