@@ -127,6 +127,9 @@ def _solve_form(name: str, shares: Shares, rival: Shares, tokens: int, prompt: f
     target = Target(*kind, load.decode_tokens, tokens - load.decode_tokens, round(load.decode_keys))
     title = f"searched {name} {tokens} {prompt:g}/{output:g}"
     found = search(setting, time_limit_s=limit_s, name=title, target=target, say=lambda line: bar.write(line, file=sys.stderr))
+    if not f.split and simulate(found.plan, shares.graph, shares, load, device=device, power=setting.power).period_s > found.sequential_s:
+        bar.write(f"{title}: as a plan it is slower than the solver's answer, and than the sequential step", file=sys.stderr)
+        found = search(dataclasses.replace(setting, nano_batches=1), time_limit_s=limit_s, target=target)
     check(found.plan, shares.graph)
     predicted = predict(found.plan, shares.graph, shares, load, device=setting.device, power=setting.power, rival=rival)
     found = dataclasses.replace(found, plan=msgspec.structs.replace(found.plan, predictions=predicted))

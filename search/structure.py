@@ -150,14 +150,17 @@ def make_task(
     scattered: bool = False,
 ) -> Task:  # fmt: skip
     """overlap: the resources that may run beside compute. moe: the experts' products cannot leave the main stream.
-    scattered: the main stream is for sums over devices and the norms between them."""
+    scattered: the main stream is for sums over devices and the norms between them.
+
+    Attention that has nothing to do stays with the products that follow: on its own stream they would wait for another's.
+    """
     bound = resource(chain, load.part(start, stop), rates, dtype)
     aside = "memory" in overlap or (scattered and "network" in overlap)
     if not aside or chain.is_append or chain.is_network:
         stream = MAIN
     elif "memory" not in overlap:
         stream = MAIN if moe else COMPUTE_STREAM
-    elif bound == "memory" and chain.is_attention:
+    elif bound == "memory" and chain.is_attention and any(op.work(load.part(start, stop)).memory_bytes for op in chain.ops):
         stream = MEMORY_STREAM
     else:
         stream = MAIN if moe else COMPUTE_STREAM

@@ -92,6 +92,16 @@ def test_attention_beside_products_is_found_and_is_all_that_overlaps():
                 assert {"decode_attention"} & {one.run.op.name, other.run.op.name}, (one, other)
 
 
+def test_tokens_that_do_not_decode_wait_for_no_attention():
+    """Their own takes no time, but behind another's on its stream it would hold up their products."""
+    times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 0.0) | {"qkv": 1.0, "out_proj": 1.0}
+    times |= {"up_gate": 4.0, "down": 2.0, "rope_append": 0.2}
+    setting = toy_setting(graph_of(), times | {"decode_attention": 12.0}, decodes=8, most_shares=2)  # 12 for 16 tokens that decode
+    found = search(setting, time_limit_s=10)
+    assert found.cuts == (8,) and simulated(setting, found.plan).period_s == pytest.approx(found.period_s, rel=2e-3)
+    assert {nano.start: nano.stream for nano in found.plan.nano_ops if nano.op == "decode_attention"} == {0: 1, 8: 2}
+
+
 def test_what_cannot_overlap_is_left_sequential():
     """Without attention there is nothing to hide: cutting only costs."""
     times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0) | {"decode_attention": 0.0, "rope_append": 0.0}
