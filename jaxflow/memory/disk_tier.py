@@ -95,8 +95,8 @@ class DiskTier:
         self._closed = False
         for victim in self._make_room(0):
             disk_file.remove(self._path(victim))
-        self._writer = ThreadPoolExecutor(1, "jaxflow-kv-write", prepare)
-        self._readers = ThreadPoolExecutor(READERS, "jaxflow-kv-read", prepare)
+        self._writer = _threads(1, "jaxflow-kv-write", prepare)
+        self._readers = _threads(READERS, "jaxflow-kv-read", prepare)
 
     # ---- any thread
 
@@ -209,11 +209,11 @@ class DiskTier:
                 self._index.add(key, size)
                 self._count("written")
                 self._count("bytes_written", length)
-            self._succeeded("written")
+            self._went("written")
         except OSError as error:
             with self._lock:
                 self._writes_resume_s = max(self._writes_resume_s, time.monotonic() + self._retry_s)
-            self._fails("written", error)
+            self._went("written", error)
         except Exception:  # the caller's, in `parts`
             log.exception("page %s was not written", key.hex())
         finally:
@@ -247,7 +247,7 @@ class DiskTier:
                 self._count("bytes_read", page.nbytes)
             with contextlib.suppress(OSError):
                 os.utime(path)  # the order of use, should the process be killed
-            self._succeeded("read")
+            self._went("read")
             return page
         except BadFile as error:
             log.warning("dropped %s: %s", path, error)
@@ -257,7 +257,7 @@ class DiskTier:
             self._forget(key, "misses")
         except OSError as error:
             self._forget(key, "misses")
-            self._fails("read", error)
+            self._went("read", error)
         except Exception:  # the caller's, in `parts`
             log.exception("page %s cannot be had", key.hex())
         finally:
@@ -269,8 +269,6 @@ class DiskTier:
         with self._lock:
             self._index.forget(key)
             self._count(count)
-
-    # ---- names and lengths
 
     def _path(self, key: bytes) -> Path:
         return self.folder / disk_file.name_of(key)
@@ -285,14 +283,17 @@ class DiskTier:
     def _count(self, name: str, number: int = 1) -> None:
         self._counts[name] = self._counts.get(name, 0) + number
 
-    def _fails(self, operation: str, error: OSError) -> None:
-        """Counts a fault of the disk, and says it if the operation before it was not one."""
+    def _went(self, operation: str, error: OSError | None = None) -> None:
+        """Counts a fault of the disk, and says it if the same operation did not fail the last time."""
         with self._lock:
-            self._count("errors")
-            known, self._failed[operation] = self._failed.get(operation, False), True
-        if not known:
+            said, self._failed[operation] = self._failed.get(operation, False), error is not None
+            self._count("errors", int(error is not None))
+        if error is not None and not said:
             log.warning("pages of KV cannot be %s at %s (%s): going on without", operation, self.folder, error)
 
-    def _succeeded(self, operation: str) -> None:
-        with self._lock:
-            self._failed[operation] = False
+
+def _threads(number: int, name: str, prepare: Callable[[], None]) -> ThreadPoolExecutor:
+    """All of them started: later there may be no more to be had."""
+    pool, started = ThreadPoolExecutor(number, name, prepare), threading.Barrier(number)
+    wait([pool.submit(started.wait) for _ in range(number)])
+    return pool

@@ -20,7 +20,7 @@ from jaxflow.config import ConfigError
 from jaxflow.memory import disk_file
 from jaxflow.memory.disk_file import HEADER_BYTES
 from jaxflow.memory.disk_folder import FOLDER, find_pages
-from jaxflow.memory.disk_tier import DiskCounters, DiskTier
+from jaxflow.memory.disk_tier import READERS, DiskCounters, DiskTier
 
 PAGE = (512, 96)  # bytes of a page of each group
 FILE = PAGE[0] + HEADER_BYTES
@@ -168,10 +168,10 @@ class TestWholePages:
 
     def test_its_threads_are_prepared(self, opened):
         names = []
-        tier = opened(prepare=lambda: names.append(threading.current_thread().name[: len("jaxflow-kv-xxxx")]))
+        tier = opened(prepare=lambda: names.append(threading.current_thread().name))
+        assert sorted(names) == [*(f"jaxflow-kv-read_{i}" for i in range(READERS)), "jaxflow-kv-write_0"], "at once"
         put(tier, 1)
-        fetched(tier, key(1))
-        assert sorted(names) == ["jaxflow-kv-read", "jaxflow-kv-writ"]
+        assert same(fetched(tier, key(1)), 1) and len(names) == READERS + 1
 
 
 class TestBadFiles:
@@ -448,7 +448,7 @@ class TestStart:
             "import numpy as np\n"
             "from jaxflow.memory.disk_tier import DiskTier\n"
             f"tier = DiskTier(sys.argv[1], 1 << 30, {MODEL!r}, (1 << 20,))\n"
-            "tier._succeeded = lambda *_: print(tier.counters().written, flush=True)\n"
+            "tier._went = lambda *_: print(tier.counters().written, flush=True)\n"
             "for i in range(10_000):\n"
             "    while not tier.put(b'\\0' + i.to_bytes(16, 'big'), lambda i=i: [np.full(1 << 20, i % 251, np.uint8)]):\n"
             "        pass\n"
