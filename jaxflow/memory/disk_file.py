@@ -6,8 +6,8 @@ A file is written under a temporary name and renamed, so a process that dies mid
 It is not flushed to the disk before (`fsync`): this is a cache, and to wait for the disk at every page would cost more
 than the pages that a power failure loses. What such a failure leaves, an empty file or one of zeros, the length and the
 checksums tell, like every other damage. The payload's checksum is CRC-32, which runs at the speed of the disk (4 GB/s a
-core, a cryptographic hash a tenth of it to a half); it finds every damage of three bits or of 32 neighbouring ones, and
-misses one in four billion of the others.
+core, a cryptographic hash a tenth of it to a half); it finds every damage of one or two bits or of 32 neighbouring ones,
+and misses one in four billion of the others.
 """
 
 import hashlib
