@@ -4,28 +4,27 @@ The copy engine does the moving: it brings a token's queries, keys and values in
 their place in the pages, so that threads touch only what is rotated or quantised. Every warpgroup is a pipeline of its own: the next token
 comes while one is turned. The pages are references that the kernel writes through: a donated cache is not copied.
 
-Transposed values [P, K, H, S] (8-bit caches) are written byte by byte, since a token is one column of them.
+In transposed values [P, K, H, S] (8-bit caches) a token is a column, written byte by byte: token by token, or (`together`) in a second
+loop in which lanes of a warp are tokens, so that 32 tokens of a chunk are one access to memory wherever in a page they begin.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import memref
 
 from pallas_kernels.quantized import Quantized
+from pallas_kernels.rope_rows import put_column, put_columns, turn_rows
 from pallas_kernels.tiles import SMS
 
 _STAGES = 2  # of a worker: a token that comes, a token that is turned and goes
 _WORKERS = 4  # warpgroups a CTA, each with tokens of its own
 _RING_BYTES = 220 << 10  # of an SM's shared memory for the tokens that come and are turned
-_E4M3_MAX = 448.0
-_INT8_MAX = 127.0
+_TOGETHER = (1, 8, 16, 32)  # tokens whose transposed values a warpgroup may write at once
+_TMA = 128  # bytes that a tensor copy's place in shared memory is a multiple of
 
 
 def rope_append(
@@ -44,6 +43,7 @@ def rope_append(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     sms: int | None = None,
+    together: int = 1,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array | Quantized, jax.Array | Quantized]:
     """Queries for attention, and the pages with the tokens' keys and values in them, of the same meaning as its twin.
@@ -57,6 +57,7 @@ def rope_append(
       q_norm, k_norm: [H], RMSNorm of each head by norm_offset + weight before the rotation; both or none.
       k_scale, v_scale: [K] float32, for an e4m3 cache; both or none.
       sms: SMs the kernel may take; None: all.
+      together: tokens whose transposed values a warpgroup writes at once: 1, 8, 16 or 32, as far as there are so many.
     Returns:
       queries [T, K · G, H] bfloat16, and both page arrays.
     Raises:
@@ -64,11 +65,15 @@ def rope_append(
     """
     k_values, v_values = (pages.values if isinstance(pages, Quantized) else pages for pages in (k_pages, v_pages))
     _check(fused, k_values, v_values, head_dim, isinstance(k_pages, Quantized))
+    if together not in _TOGETHER:
+        raise ValueError(f"{together=}: {_TOGETHER}")
+    together = max(n for n in _TOGETHER if n <= min(together, fused.shape[0])) if k_values.dtype != fused.dtype else 1
     t, kv, h = fused.shape[0], k_values.shape[1], head_dim
     group = fused.shape[1] // (kv * h) - 2
     sms = min(SMS if sms is None else sms, t)
-    token_bytes = fused.shape[1] * fused.dtype.itemsize + (2 * kv * (h + 4) if k_values.dtype != fused.dtype else 0)
-    workers = max(1, min(_WORKERS, -(-t // sms), _RING_BYTES // (_STAGES * token_bytes)))  # a token of 56 heads of their own is 43 KB
+    token_bytes = fused.shape[1] * fused.dtype.itemsize + (2 * (kv + 1) * (h + 4) if k_values.dtype != fused.dtype else 0)
+    worker_bytes = _STAGES * token_bytes + (together * (3 * h + 24) if together > 1 else 0)
+    workers = max(1, min(_WORKERS, -(-t // sms), _RING_BYTES // worker_bytes))  # a token of 56 heads of their own is 43 KB
     inputs = {"fused": fused.reshape(t, kv, group + 2, h), "slots": slots.astype(jnp.int32)}
     if inv_freq is not None:  # the same for all layers of a step: XLA makes it once
         angle = positions.astype(jnp.float32)[:, None] * inv_freq
@@ -78,13 +83,15 @@ def rope_append(
     if k_scale is not None and v_scale is not None:
         inputs |= {"k_scale": k_scale, "v_scale": v_scale}
     kernel = plgpu.kernel(
-        functools.partial(_tokens, eps=eps, norm_offset=norm_offset, sms=sms, workers=workers, interpret=interpret is not None),
+        functools.partial(
+            _tokens, eps=eps, norm_offset=norm_offset, sms=sms, workers=workers, together=together, interpret=interpret is not None
+        ),
         out_type=jax.ShapeDtypeStruct((t, kv, group, h), fused.dtype),
         grid=(sms,),
         grid_names=("cta",),
         num_threads=workers,
         thread_name="wg",
-        scratch_types=(_scratch(workers, kv, group, h, fused.dtype, k_values.dtype),),
+        scratch_types=(_scratch(workers, kv, group, h, fused.dtype, k_values.dtype, together),),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
         kernel_name="rope_append",
         interpret=interpret,
@@ -108,95 +115,33 @@ def _check(fused: jax.Array, k_values: jax.Array, v_values: jax.Array, h: int, s
         raise ValueError(f"{kv} KV heads for a cache of int8: an even number of them")
 
 
-def _scratch(workers: int, kv: int, group: int, h: int, dtype, kv_dtype) -> dict:
+def _scratch(workers: int, kv: int, group: int, h: int, dtype, kv_dtype, together: int) -> dict:
     ring = (workers, _STAGES)
     scratch = {
         "q": plgpu.SMEM((*ring, kv, group, h), dtype),
         "k": plgpu.SMEM((*ring, kv, h), dtype),
-        "v": plgpu.SMEM((*ring, kv, h), dtype),
-        "full": plgpu.Barrier(num_arrivals=3, num_barriers=workers * _STAGES),
+        "full": plgpu.Barrier(num_arrivals=3 if together == 1 else 2, num_barriers=workers * _STAGES),
     }
-    if kv_dtype != dtype:
-        scratch |= {name: plgpu.SMEM((*ring, kv, h), kv_dtype) for name in ("k8", "v8")}
+    if together == 1:
+        scratch["v"] = plgpu.SMEM((*ring, kv, h), dtype)
+    if kv_dtype == dtype:
+        return scratch
+    heads = next(n for n in (kv, kv + 1) if n * h % _TMA == 0)  # an odd number of heads of 64 bytes has one more of padding
+    scratch["k8"] = plgpu.SMEM((*ring, heads, h), kv_dtype)
+    if together == 1:
+        scratch["v8"] = plgpu.SMEM((*ring, heads, h), kv_dtype)
+    else:
+        scratch["v"] = plgpu.SMEM((workers, together, h), dtype)
+        # Rows that begin in other banks, since they are read across, and at multiples of 16 bytes, as the stores to them (`stmatrix`) must.
+        scratch["v8"] = plgpu.SMEM((workers, together, h + 16), kv_dtype)
+        scratch["v_full"] = plgpu.Barrier(num_barriers=workers)
     if kv_dtype == jnp.int8:
-        scratch |= {name: plgpu.SMEM((*ring, kv), jnp.float32) for name in ("k_scale", "v_scale")}
+        scratch["k_scale"] = plgpu.SMEM((*ring, kv), jnp.float32)
+        scratch["v_scale"] = plgpu.SMEM((*ring, kv) if together == 1 else (workers, together), jnp.float32)
     return scratch
 
 
-def _rows_layout(rows: int, columns: int) -> tuple:
-    """(rows a tile, whether several warps hold the same numbers, how a warpgroup's threads share a tile of [rows, columns]).
-
-    A row is always within one warp: sums across warps meet in one scratch of the whole CTA, where warpgroups would overwrite each other.
-    """
-    tile = math.gcd(rows, 16)
-    warps = min(4, tile)
-    vector = tile // warps * columns // 32
-    tiles = ((tile, columns), (tile // warps, columns), (1, vector))
-    warp_dims = (-6,) if warps == 4 else (plgpu.Replicated(4 // warps), -6)
-    made = mgpu.TiledLayout(plgpu.Tiling(tiles), warp_dims, (-4, -3), -1, _check_canonical=False).canonicalize()
-    layout = plgpu.Layout.TILED(made.tiling, warp_dims=made.warp_dims, lane_dims=made.lane_dims, vector_dim=made.vector_dim)
-    return tile, warps < 4, layout
-
-
-def _turn(source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.0, scale=None, scales=None):
-    """Norms, rotates and quantises rows [rows, H] in shared memory, from `source` to `target`, which may be the same.
-
-    angles: the token's (cos, sin) [H/2]. norm: the weight [H]. scale: [rows] of a cache with given scales; scales: [rows], where the scale
-    found for each row is put.
-    """
-    (rows, h), half = source.shape, source.shape[1] // 2
-    tile, repeated, layout = _rows_layout(rows, half)
-    halves = (0, half)
-
-    def spread(x, axis):
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, (tile, half), [axis]), layout)
-
-    def column_values(ref):
-        return spread(plgpu.load(ref, layout=layout.reduce(0), optimized=False).astype(jnp.float32), 1)
-
-    if angles is not None:
-        cos, sin = (column_values(ref) for ref in angles)
-    if norm is not None:
-        weights = [column_values(norm.at[pl.ds(at, half)]) + norm_offset for at in halves]
-    for row in range(0, rows, tile):
-        here = pl.ds(row, tile)
-        values = [plgpu.load(source.at[here, pl.ds(at, half)], layout=layout, optimized=False).astype(jnp.float32) for at in halves]
-        if repeated:  # all have read it before one writes
-            plgpu.commit_smem()
-        if norm is not None:
-            mean = jnp.sum(values[0] * values[0] + values[1] * values[1], axis=1) * (1.0 / h)
-            factor = spread(lax.rsqrt(mean + eps), 0)
-            values = [x * factor * w for x, w in zip(values, weights, strict=True)]
-        if angles is not None:
-            a, b = values
-            values = [a * cos - b * sin, b * cos + a * sin]
-        if scale is not None:
-            factor = spread(1.0 / plgpu.load(scale.at[here], layout=layout.reduce(1), optimized=False), 0)
-            values = [x * factor for x in values]
-        if target.dtype == jnp.float8_e4m3fn:
-            values = [jnp.clip(x, -_E4M3_MAX, _E4M3_MAX) for x in values]
-        if scales is not None:
-            largest = jnp.max(jnp.maximum(jnp.abs(values[0]), jnp.abs(values[1])), axis=1)
-            found = jnp.maximum(largest, 1e-20) * (1.0 / _INT8_MAX)
-            scales.at[here][...] = found
-            values = [jnp.round(x * spread(1.0 / found, 0)) for x in values]
-        for at, x in zip(halves, values, strict=True):
-            target.at[here, pl.ds(at, half)][...] = x.astype(target.dtype)
-
-
-def _put_column(target, source, interpret):
-    """Copies [K, H] bytes from shared memory to a reference whose elements lie apart, which Pallas' own stores do not take."""
-    layout = plgpu.Layout.WG_STRIDED(source.shape, 1)
-    values = plgpu.load(source, layout=layout)
-    if interpret:
-        target[...] = values
-        return
-
-    put = plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
-    put(lambda _, values, ref: values.foreach(lambda value, at: memref.store(value, ref, list(at))))(values, target)
-
-
-def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, interpret):
+def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, together, interpret):
     """One warpgroup's tokens, every sms · workers-th, from the fused projection to the queries and the pages."""
     fused_ref, slots_ref, full = inputs["fused"], inputs["slots"], scratch["full"]
     k_ref, v_ref = (pages[name].values if isinstance(pages[name], Quantized) else pages[name] for name in ("k", "v"))
@@ -205,39 +150,48 @@ def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, in
     narrow = k_ref.dtype != fused_ref.dtype
     wg = lax.axis_index("wg")
     first, step = wg * sms + lax.axis_index("cta"), sms * workers
-    ring = {name: ref.at[wg] for name, ref in scratch.items() if name != "full"}
+    ring = {name: ref.at[wg] for name, ref in scratch.items() if not name.endswith("full")}
 
     def load(token, stage):
         barrier = full.at[wg * _STAGES + stage]
         plgpu.copy_gmem_to_smem(fused_ref.at[token, :, pl.ds(0, group)], ring["q"].at[stage], barrier)
         plgpu.copy_gmem_to_smem(fused_ref.at[token, :, group], ring["k"].at[stage], barrier)
-        plgpu.copy_gmem_to_smem(fused_ref.at[token, :, group + 1], ring["v"].at[stage], barrier)
+        if together == 1:
+            plgpu.copy_gmem_to_smem(fused_ref.at[token, :, group + 1], ring["v"].at[stage], barrier)
+
+    def heads_of(name, stage):
+        """A stage's heads of 8 bits, without padding."""
+        ref = ring[name].at[stage]
+        return ref if ref.shape[0] == kv else ref.at[pl.ds(0, kv)]
 
     def turn(token, stage):
         angles = (inputs["cos"].at[token], inputs["sin"].at[token]) if "cos" in inputs else None
         given = {name: inputs.get(name) for name in ("q_norm", "k_norm", "k_scale", "v_scale")}
-        found = {name: ring[name].at[stage] if name in ring else None for name in ("k_scale", "v_scale")}
         common = {"angles": angles, "norm_offset": norm_offset, "eps": eps}
-        q, k, v = (ring[name].at[stage] for name in ("q", "k", "v"))
+        q, k = ring["q"].at[stage], ring["k"].at[stage]
         if angles is not None or given["q_norm"] is not None:
             # The interpreter knows no reshaped references.
             for rows in [q.at[i] for i in range(kv)] if interpret else [q.reshape(kv * group, h)]:
-                _turn(rows, rows, norm=given["q_norm"], **common)
+                turn_rows(rows, rows, norm=given["q_norm"], **common)
             if not narrow:
-                _turn(k, k, norm=given["k_norm"], **common)
+                turn_rows(k, k, norm=given["k_norm"], **common)
         if narrow:
-            _turn(k, ring["k8"].at[stage], norm=given["k_norm"], scale=given["k_scale"], scales=found["k_scale"], **common)
-            _turn(v, ring["v8"].at[stage], scale=given["v_scale"], scales=found["v_scale"])
+            scales = ring["k_scale"].at[stage] if "k_scale" in ring else None
+            turn_rows(k, heads_of("k8", stage), norm=given["k_norm"], scale=given["k_scale"], scales=scales, **common)
+        if narrow and together == 1:
+            scales = ring["v_scale"].at[stage] if "v_scale" in ring else None
+            turn_rows(ring["v"].at[stage], heads_of("v8", stage), scale=given["v_scale"], scales=scales)
 
     def append(slot, stage):
         page, place = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
-        plgpu.copy_smem_to_gmem(ring["k8" if narrow else "k"].at[stage], k_ref.at[page, :, place], commit_group=False)
+        keys = heads_of("k8", stage) if narrow else ring["k"].at[stage]
+        plgpu.copy_smem_to_gmem(keys, k_ref.at[page, :, place], commit_group=False)
         if not narrow:
             plgpu.copy_smem_to_gmem(ring["v"].at[stage], v_ref.at[page, :, place], commit_group=False)
-            return
-        _put_column(v_ref.at[page, :, :, place], ring["v8"].at[stage], interpret)
+        elif together == 1:
+            put_column(v_ref.at[page, :, :, place], ring["v8"].at[stage], interpret)
         if "k_scale" in ring:
-            for name in ("k", "v"):
+            for name in ("k", "v")[: 2 if together == 1 else 1]:
                 for head in range(kv):
                     pages[name].scale[page, head, place] = ring[name + "_scale"].at[stage][head]
 
@@ -260,5 +214,19 @@ def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, in
         plgpu.copy_smem_to_gmem(ring["q"].at[stage], q_ref.at[token], commit_group=False)
         pl.when((slot >= 0) & (slot < page_count * page_size))(lambda: append(slot, stage))
         plgpu.commit_smem_to_gmem_group()
+
+    if together > 1:
+
+        @pl.loop(first, -(-t // together) * kv, step=step)
+        def _(item):
+            head = lax.rem(item, jnp.int32(kv))
+            start = jnp.minimum(lax.div(item, jnp.int32(kv)) * together, t - together)  # the last block writes some tokens once more
+            plgpu.copy_gmem_to_smem(fused_ref.at[pl.ds(start, together), head, group + 1], ring["v"], scratch["v_full"].at[wg])
+            plgpu.barrier_wait(scratch["v_full"].at[wg])
+            values, scales = ring["v8"].at[:, pl.ds(0, h)], ring.get("v_scale")
+            turn_rows(ring["v"], values, scale=inputs["v_scale"].at[head] if "v_scale" in inputs else None, scales=scales)
+            plgpu.commit_smem()
+            put_columns(v_ref, None if scales is None else pages["v"].scale, slots_ref, values, scales, start, head, interpret)
+            plgpu.commit_smem()  # read before the next copy comes
 
     plgpu.wait_smem_to_gmem(0)

@@ -58,7 +58,7 @@ def random_cache(rng, dtype, pages, kv, h):
     return k, k.transpose(0, 1, 3, 2)
 
 
-def check_rope(rows, rng, tokens, kv, group, h, dtype, normed=False, sms=None):
+def check_rope(rows, rng, tokens, kv, group, h, dtype, normed=False, sms=None, together=1):
     pages = tokens // 20 + 2
     fused, cache = normal(rng, tokens, kv * (group + 2) * h), random_cache(rng, dtype, pages, kv, h)
     positions = jnp.asarray(rng.integers(0, 100_000, tokens), jnp.int32)
@@ -69,7 +69,7 @@ def check_rope(rows, rng, tokens, kv, group, h, dtype, normed=False, sms=None):
     if dtype == jnp.float8_e4m3fn:
         how |= {name: jnp.asarray(rng.uniform(0.005, 0.1, kv), jnp.float32) for name in ("k_scale", "v_scale")}
     want = jax.jit(functools.partial(reference.rope_append, **how))(fused, *cache, positions, slots)
-    kernel = functools.partial(rope_append, sms=sms, **how)
+    kernel = functools.partial(rope_append, sms=sms, together=together, **how)
     got = jax.jit(kernel)(fused, *cache, positions, slots)
     again = jax.jit(kernel, donate_argnums=(1, 2))(fused, *jax.tree.map(jnp.copy, cache), positions, slots)
     same = all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True))
@@ -89,6 +89,7 @@ def check_rope(rows, rng, tokens, kv, group, h, dtype, normed=False, sms=None):
         cache=name,
         norms=normed,
         sms=sms,
+        together=together,
     )
 
 
@@ -115,10 +116,20 @@ def checks(rows):
         (64, 896, True, False, True),
     ):
         check_norm(rows, rng, *case)
-    shapes = ((300, 8, 4, 128), (64, 4, 2, 256), (77, 2, 7, 64), (1, 8, 8, 128), (100, 1, 5, 64), (2048, 8, 4, 128))
+    shapes = (
+        (300, 8, 4, 128),
+        (64, 4, 2, 256),
+        (77, 2, 7, 64),
+        (1, 8, 8, 128),
+        (33, 3, 5, 64),
+        (100, 1, 5, 64),
+        (8, 8, 4, 128),
+        (2048, 8, 4, 128),
+    )
     for i, shape in enumerate(shapes):
         for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)[: 2 if shape[1] % 2 else 3]:  # int8: an even number of KV heads
-            check_rope(rows, rng, *shape, dtype, normed=i % 2 == 1, sms=28 if i % 3 == 2 else None)
+            for together in (1, 32) if dtype != jnp.bfloat16 else (1,):
+                check_rope(rows, rng, *shape, dtype, normed=i % 2 == 1, sms=28 if i % 3 == 2 else None, together=together)
     check_limits(rows, rng, 64, 128256, 2.0)
     check_limits(rows, rng, 8, 32000, 0.1)
 
@@ -175,9 +186,13 @@ def time_rope(rows, seconds, tokens, dtype, kv=8, group=4, h=128, pages=320):
 
         return step
 
-    kernel = jax.jit(functools.partial(rope_append, **how))
-    ways = {"rope_append": chain(lambda *args, **_: kernel(*args)), "rope_append xla": chain(reference.rope_append)}
+    def ours(together):
+        kernel = jax.jit(functools.partial(rope_append, together=together, **how))
+        return chain(lambda *args, **_: kernel(*args))
+
     size = jnp.dtype(dtype).itemsize
+    ways = {"rope_append": ours(1)} | ({"rope_append, 32 together": ours(32)} if size == 1 else {})
+    ways["rope_append xla"] = chain(reference.rope_append)
     moved = tokens * kv * h * (2 * (group + 2) + 2 * group + 2 * size)
     timed(rows, seconds, ways, rounds, moved, t=tokens, cache=jnp.dtype(dtype).name)
 

@@ -1,7 +1,7 @@
 """Rotation and append in Mosaic's interpreter beside the twin, in every form of cache, and as compiled for an H200."""
 
-import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from ptx import misaligned
 
 from jaxflow.config import Rope
 from jaxflow.model.rope import inverse_frequencies
 from pallas_kernels import reference
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.rope_append import _rows_layout, rope_append
+from pallas_kernels.rope_append import rope_append
+from pallas_kernels.rope_rows import rows_layout
 
 INTERPRET = plgpu.InterpretGPUParams()
 PAGES, PAGE = 3, 64
@@ -42,17 +44,19 @@ def steps_apart(got, want):
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "tokens", "group", "kv_heads", "width", "rope", "normed", "sms"),
+    ("kv_dtype", "tokens", "group", "kv_heads", "width", "rope", "normed", "settings"),
     [
-        (jnp.bfloat16, 5, 4, 2, 64, Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192), False, 2),
-        (jnp.bfloat16, 3, 3, 2, 64, Rope(1e4, "linear", 4.0), True, None),
-        (jnp.bfloat16, 2, 1, 1, 128, None, False, 1),  # one row of queries, shared by all four warps
-        (jnp.float8_e4m3fn, 5, 2, 2, 64, Rope(1e4), True, 2),
-        (jnp.int8, 3, 2, 4, 64, Rope(1e4), False, 1),
-        (jnp.float8_e4m3fn, 2, 1, 2, 64, None, False, None),
+        (jnp.bfloat16, 5, 4, 2, 64, Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192), False, {"sms": 2}),
+        (jnp.bfloat16, 3, 3, 2, 64, Rope(1e4, "linear", 4.0), True, {}),
+        (jnp.bfloat16, 2, 1, 1, 128, None, False, {"sms": 1}),  # one row of queries, shared by all four warps
+        (jnp.float8_e4m3fn, 5, 2, 2, 64, Rope(1e4), True, {"sms": 2}),
+        (jnp.int8, 3, 2, 4, 64, Rope(1e4), False, {"sms": 1}),
+        (jnp.float8_e4m3fn, 2, 1, 3, 64, None, False, {}),  # an odd number of heads of 64 bytes
+        (jnp.float8_e4m3fn, 11, 1, 2, 64, None, False, {"together": 32}),  # in blocks of 8
+        (jnp.int8, 9, 1, 2, 64, None, False, {"together": 8, "sms": 1}),
     ],
 )
-def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, normed, sms):
+def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, normed, settings):
     rng = np.random.default_rng(tokens + group)
     fused = jnp.asarray(rng.normal(size=(tokens, kv_heads * (group + 2) * width)), jnp.bfloat16)
     k, v = cache(rng, kv_dtype, kv_heads, width)
@@ -64,7 +68,7 @@ def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, 
         how |= {"q_norm": weights[0], "k_norm": weights[1], "norm_offset": 1.0}
     if kv_dtype == jnp.float8_e4m3fn and normed:
         how |= {"k_scale": jnp.linspace(0.002, 0.1, kv_heads), "v_scale": jnp.linspace(0.05, 0.01, kv_heads)}  # some values saturate
-    got = rope_append(fused, k, v, positions, slots, **how, sms=sms, interpret=INTERPRET)
+    got = rope_append(fused, k, v, positions, slots, **how, **settings, interpret=INTERPRET)
     want = reference.rope_append(fused, k, v, positions, slots, **how)
     # The twin rounds to bfloat16 between norm and rotation: a step or two of the last bit, more where a sum cancels.
     np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (got, want)), rtol=0.02, atol=0.04 if normed else 1e-6)
@@ -102,33 +106,75 @@ def test_it_says_what_it_does_not_take(changes, said):
 def test_a_row_is_within_one_warp(half):
     """Sums across warps meet in one scratch for all warpgroups, which would overwrite each other."""
     for rows in range(1, 49):
-        tile, repeated, layout = _rows_layout(rows, half)
+        tile, repeated, layout = rows_layout(rows, half)
         made = layout.to_mgpu()
         along_a_row = made.tiling.tile_dimension(1)
         assert rows % tile == 0 and not any(along_a_row[dim] for dim in made.partitioned_warp_dims)
         assert repeated == any(isinstance(dim, plgpu.Replicated) for dim in made.warp_dims)
 
 
-@pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
-def test_for_the_h200_the_pages_are_written_in_place(kv_dtype, tmp_path, monkeypatch):
-    """Two layers in one program: the table of angles is made once, no cache is copied, nothing spills."""
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    k, v = jax.eval_shape(lambda: cache(np.random.default_rng(0), kv_dtype, 8, 128))
+FORMS = [  # (cache, KV heads, head width, tokens together)
+    (jnp.bfloat16, 8, 128, 1),
+    (jnp.bfloat16, 8, 128, 1),  # another layer: the table of angles is the same
+    (jnp.float8_e4m3fn, 8, 128, 1),
+    (jnp.int8, 8, 128, 1),
+    (jnp.bfloat16, 1, 64, 1),
+    (jnp.float8_e4m3fn, 3, 64, 1),
+    (jnp.float8_e4m3fn, 2, 256, 1),
+    (jnp.float8_e4m3fn, 8, 128, 32),
+    (jnp.float8_e4m3fn, 1, 64, 8),
+    (jnp.int8, 2, 256, 8),
+]
 
-    def grown(x):  # 2^18 pages of 8 heads: beyond 2^31 elements
+
+def test_for_the_h200_pages_are_written_in_place_and_no_access_is_misaligned(tmp_path, monkeypatch):
+    """All forms in one program: no cache is copied, nothing spills, and every address can be shown to be a multiple of what it must."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+
+    def grown(x):  # 2^18 pages: beyond 2^31 elements
         return jax.ShapeDtypeStruct((2**18, *x.shape[1:]), x.dtype)
 
-    pages = jax.tree.map(grown, [(k, v), (k, v)])
-    fused = [jax.ShapeDtypeStruct((256, 8 * 6 * 128), jnp.bfloat16)] * 2
-    integers, floats = jax.ShapeDtypeStruct((256,), jnp.int32), jax.ShapeDtypeStruct((64,), jnp.float32)
+    made = [jax.eval_shape(lambda form=form: cache(np.random.default_rng(0), *form[:3])) for form in FORMS]
+    pages = jax.tree.map(grown, made)
+    fused = [jax.ShapeDtypeStruct((256, heads * 6 * width), jnp.bfloat16) for _, heads, width, _ in FORMS]
+    integers, floats = jax.ShapeDtypeStruct((256,), jnp.int32), jax.ShapeDtypeStruct((128,), jnp.float32)
 
     def step(pages, fused, positions, slots, inv_freq):
-        layer = functools.partial(rope_append, head_dim=128, inv_freq=inv_freq)
-        return [layer(f, *kv, positions, slots) for f, kv in zip(fused, pages, strict=True)]
+        def layer(form, kv: Any, x):
+            width, together = form[2:]
+            return rope_append(x, *kv, positions, slots, head_dim=width, inv_freq=inv_freq[: width // 2], together=together)
+
+        return [layer(*of) for of in zip(FORMS, pages, fused, strict=True)]
 
     compiled = compile_for_h200(step, *abstract(h200_mesh(), (pages, fused, integers, integers, floats)), donate_argnums=(0,))
-    assert [thunk.kind for thunk in compiled.thunks].count("kCustomCall") == 2 and len(compiled.thunks) <= 4
+    assert [thunk.kind for thunk in compiled.thunks].count("kCustomCall") == len(FORMS)
+    assert len(compiled.thunks) - len(FORMS) <= 2 * 3  # the tables of angles, for each of three head widths
     assert compiled.memory.alias_size_in_bytes == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
     assert not any(compiled.copies(x.shape) for x in jax.tree.leaves(pages))
-    logs = "".join(path.read_text(errors="replace") for path in tmp_path.glob("rope_append*.ptxas"))
-    assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
+    logs, texts = ([path.read_text(errors="replace") for path in tmp_path.glob(f"rope_append*{end}")] for end in (".ptxas", ".ptx"))
+    assert set(re.findall(r"(\d+) bytes spill", "".join(logs))) == {"0"}
+    assert len(texts) >= len(set(FORMS)) and not [access for text in texts for access in misaligned(text)]
+
+
+def test_what_is_misaligned_is_found():
+    """Rows of 136 bytes, to which `stmatrix` stored: what faulted on a GPU. Rows of 144 are fine."""
+
+    def kernel(pitch):
+        return f"""
+.visible .entry rows(.param .u64 .ptr .align 256 out) {{
+	.shared .align 16 .b8 __dynamic_shmem__0;
+	mov.u32 	%r1, %tid.x;
+	shr.u32 	%r2, %r1, 4;
+	and.b32 	%r3, %r1, 7;
+	mov.b32 	%r4, __dynamic_shmem__0;
+	mad.lo.s32 	%r5, %r2, {pitch}, %r4;
+	shl.b32 	%r6, %r3, 4;
+	add.s32 	%r7, %r5, %r6;
+	stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r7+1024], {{%r8}};
+	st.shared.v2.b32 	[%r7], {{%r9, %r10}};
+}}
+"""
+
+    assert misaligned(kernel(144)) == []
+    (found,) = misaligned(kernel(136))
+    assert found.startswith("stmatrix") and found.endswith("a multiple of 8, not of 16")
