@@ -251,12 +251,11 @@ class DiskTier:
             return page
         except BadFile as error:
             log.warning("dropped %s: %s", path, error)
-            disk_file.remove(path)  # before the key can be written again
-            self._forget(key, "rejected")
+            self._remove(key, "rejected")
         except FileNotFoundError:  # evicted meanwhile, or removed by somebody else
-            self._forget(key, "misses")
+            self._remove(key, "misses")
         except OSError as error:
-            self._forget(key, "misses")
+            self._remove(key, "misses")
             self._went("read", error)
         except Exception:  # the caller's, in `parts`
             log.exception("page %s cannot be had", key.hex())
@@ -265,10 +264,12 @@ class DiskTier:
                 self._reading.pop(key, None)
         return None
 
-    def _forget(self, key: bytes, count: str) -> None:
+    def _remove(self, key: bytes, count: str) -> None:
+        gone = disk_file.remove(self._path(key))
         with self._lock:
-            self._index.forget(key)
             self._count(count)
+            if not gone or not self._path(key).exists():  # else it was written again meanwhile
+                self._index.forget(key)
 
     def _path(self, key: bytes) -> Path:
         return self.folder / disk_file.name_of(key)

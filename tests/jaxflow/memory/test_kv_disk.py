@@ -235,6 +235,7 @@ class TestBadFiles:
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
         assert tier.get(key(1)) is None and tier.counters().errors == 1
+        assert not path.is_symlink() and (tmp_path / "elsewhere").exists()
 
 
 class faults:
@@ -312,7 +313,7 @@ class TestBadDisks:
         put(tier, 1, 2, 3)
         with faults(monkeypatch, **{operation: fails(number)}):
             assert fetched(tier, key(1)) is tier.get(key(2)) is None
-        assert len(caplog.records) == 1 and not tier.contains(key(1))
+        assert len(caplog.records) == 1 and not tier.contains(key(1)) and [*tier.folder.glob("*.kv")] == [tier._path(key(3))]
         assert (tier.counters().errors, tier.counters().misses) == (2, 2) and holds(tier, 3)
 
     def test_little_by_little_is_enough(self, opened, monkeypatch):
