@@ -74,7 +74,7 @@ def check_host(config: EngineConfig, model: ModelConfig) -> None:
 def start_offload(config: EngineConfig, executor: Executor, *, costs: LoadCosts | None = None) -> Offload:
     """A host tier over a warm executor that has `copies`.
 
-    config: resolved. costs: None to measure them.
+    config: resolved. costs: None to measure them. Raises: ConfigError for more memory than can be pinned.
     """
     copies = executor.copies
     assert copies is not None
@@ -84,7 +84,11 @@ def start_offload(config: EngineConfig, executor: Executor, *, costs: LoadCosts 
     capacity = int(config.kv_offloading_size * 2**30)
     begin = time.perf_counter()
     if on_gpu():  # elsewhere host memory is not pinned, and nothing to be kept warm
-        run_bound(cpus, lambda: reserve(copies, transfers, capacity))
+        try:
+            run_bound(cpus, lambda: reserve(copies, transfers, capacity))
+        except jax.errors.JaxRuntimeError as error:
+            accepted = f"what can be pinned of the host's memory ({str(error).splitlines()[0]})"
+            raise ConfigError("kv_offloading_size", config.kv_offloading_size, accepted) from None
     costs = costs or LoadCosts(link_bytes_per_s(copies, transfers), latency_s(copies, transfers), seconds_a_token(executor))
     sizes = tuple(size * mesh.size for size in copies.page_bytes)
     log.info(

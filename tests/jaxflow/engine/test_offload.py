@@ -2,11 +2,13 @@
 
 import threading
 
+import jax
 import numpy as np
 import pytest
 import toy
 
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine import start_offload as start
 from jaxflow.engine.admission import OutputLengths
 from jaxflow.engine.build import make_executor, resolve
 from jaxflow.engine.driver import Driver
@@ -204,6 +206,24 @@ class TestStart:
         assert 0 < seconds_a_token(executor) < 1
         assert executor.compilations == before
         assert threads() == []
+
+    def test_all_of_the_hosts_memory_is_filled_once_where_it_is_pinned(self, monkeypatch):
+        config, executor = toy._with_copies("stories260K", 1, "auto")
+        config = EngineConfig(**{**vars(config), "kv_offloading_size": 0.001})
+        put, pages = jax.device_put, []
+        monkeypatch.setattr(start, "on_gpu", lambda: True)
+        monkeypatch.setattr(start.jax, "device_put", lambda x, sharding: pages.append((x, sharding.memory_kind)) or put(x, sharding))
+        start_offload(config, executor, costs=toy.ALWAYS_LOAD).close()
+        assert {kind for _, kind in pages} == {"pinned_host"}
+        reserved = sum(page.nbytes for batch, _ in pages for page in batch)
+        assert 0 <= reserved - 0.001 * 2**30 < executor.copies.page_bytes[0]
+
+        def none_left(x, sharding):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nand more lines")
+
+        monkeypatch.setattr(start.jax, "device_put", none_left)
+        with pytest.raises(ConfigError, match=r"kv_offloading_size=0.001 .*RESOURCE_EXHAUSTED: no memory\)$"):
+            start_offload(config, executor, costs=toy.ALWAYS_LOAD)
 
     @pytest.mark.parametrize(
         ("changes", "accepted"),
