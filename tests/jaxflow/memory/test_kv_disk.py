@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable
 
@@ -389,8 +390,12 @@ class TestBounds:
             for i in range(10):
                 tier.put(key(i), parts(i))
             assert writing.wait(30)
-            threading.Timer(0.2, go.set).start()
-            tier.close(drain_s=0.05)
+            closing = threading.Thread(target=tier.close, args=(0.01,))
+            closing.start()
+            while tier._writes_resume_s == 0.0:  # until it gives up waiting
+                time.sleep(0.001)
+            go.set()
+            closing.join()
         assert tier.counters().dropped >= 8, "only the one under way was waited for"
 
     @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
