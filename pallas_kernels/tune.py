@@ -4,10 +4,12 @@
     python -m pallas_kernels.tune --models 'llama-3.1-8b tp 1' --weights float8_e4m3fn
     python -m pallas_kernels.tune --shapes 4096x6144 4096x28672g64     K x N; g64: gates and ups in blocks of 64
     python -m pallas_kernels.tune --tiles                    also other tiles than the kernels' own choice
+    python -m pallas_kernels.tune --time_limit_s 300         what fits; the same command goes on from there
 
 For each [K, N] it times every kernel that takes it, and XLA's own product, at 1, 2, 4, 8, ..., 256 rows and more, on random data, the
 weights rotated past the L2 and the rivals in turn; keeps the fastest, and merges neighbours that agree: what is left are the inflection
-points (FlashDecoding++Next §4). Rules of a table that are not measured again stay.
+points (FlashDecoding++Next §4). The table is written after every shape. A shape whose rule it has, of the same numbers of rows, is not
+measured again unless --again says so; what does not fit --time_limit_s, compilation included, is left out and named.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -148,6 +151,12 @@ def _label(choice: Choice) -> str:
     return choice.kernel + "".join(f" {name}={value}" for name, value in choice.tile)
 
 
+def missing(shapes: Iterable[Shape], rows: Iterable[int], old: Mapping[str, Any] | None) -> list[Shape]:
+    """The shapes that a table's JSON has no rule for that was measured at these numbers of rows."""
+    known = [(rule["shape"], {one["rows"] for one in rule.get("measured", ())}) for rule in (old or {}).get("rules", [])]
+    return [shape for shape in shapes if not any(of == dataclasses.asdict(shape) and set(rows) <= at for of, at in known)]
+
+
 def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
     """A table's JSON in which new rules stand in for old ones of the same shape."""
     kept = [rule for rule in (old or {}).get("rules", []) if rule["shape"] not in [rule["shape"] for rule in new["rules"]]]
@@ -162,6 +171,8 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
     parser.add_argument("--tiles", action="store_true", help="try other tiles than the kernels' own choice")
     parser.add_argument("--seconds", type=float, default=0.1, help="measured work a figure")
+    parser.add_argument("--time_limit_s", type=float, help="leave out shapes that would end later than this after the start")
+    parser.add_argument("--again", action="store_true", help="measure also what the table has")
     parser.add_argument("--output", help="the table's file; default: this GPU's own in the package")
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -172,6 +183,9 @@ def main() -> None:
         shapes = [parse_shape(text, args.weights) for text in args.shapes] or shapes_of(args.models, args.weights)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
+    old = json.loads(path.read_text("utf-8")) if path.exists() else None
+    shapes = shapes if args.again else missing(shapes, args.rows, old)
+    start, took, left_out = time.monotonic(), 0.0, []
     command = shlex.join(["python", "-m", "pallas_kernels.tune", *sys.argv[1:]])
     with (
         concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool,
@@ -183,11 +197,18 @@ def main() -> None:
             bar.update()
 
         for shape in shapes:
+            began = time.monotonic()
+            if args.time_limit_s is not None and began - start + took > args.time_limit_s:  # as long as the longest so far
+                left_out.append(f"{shape.k}x{shape.n}" + (f"g{shape.gate_block}" if shape.gate_block else ""))
+                continue
             rule = measure(shape, args.rows, seconds=args.seconds, others=args.tiles, pool=pool, progress=progress)
             bar.write(f"{shape}: " + ", ".join(f"{c['kernel']} to {c['rows']}" for c in rule["choices"]))
             new = {"schema": table.SCHEMA, "device": device, "jax": jax.__version__, "command": command, "rules": [rule]}
-            old = json.loads(path.read_text("utf-8")) if path.exists() else None
-            path.write_text(json.dumps(merged(old, new), indent=1) + "\n", "utf-8")  # a shape at a time: what is measured is kept
+            old = merged(old, new)
+            path.write_text(json.dumps(old, indent=1) + "\n", "utf-8")  # a shape at a time: what is measured is kept
+            took = max(took, time.monotonic() - began)
+    if left_out:
+        print(f"left out after {args.time_limit_s:g} s: --shapes {' '.join(left_out)}")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class InstantExecutor:
     compilations = 0
 
     def __init__(self, layouts: list[StepLayout]):
-        self.layouts = {layout.tokens: (layout,) for layout in layouts}
+        self.layouts, self.decode_layouts = {layout.tokens: (layout,) for layout in layouts}, {}
         self.slots = layouts[0].slots
         self.calls: list[tuple[float, float, int, int]] = []  # (CPU time, clock, decodes, rows of the step)
 

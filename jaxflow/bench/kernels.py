@@ -1,19 +1,25 @@
 """Each kernel beside its rivals on one GPU: rates, clock, watts and joules, measured in turn in one run.
 
   python -m jaxflow.bench kernels --output_json benchmarks/h200-kernels.json
+  python -m jaxflow.bench kernels --time_limit_s 300 --seconds 0.3
   python -m jaxflow.bench kernels --only ceilings,decode_attention
   python -m jaxflow.bench kernels --only 'dense_gemm/M 2048'
 
 Two ceilings come first: what a copy and a read move, and what cuBLAS multiplies. Then each kernel's cases (`kernels_*.py`): random data,
 the rivals in turn with ours, at least half a second of back-to-back work each, weights and caches rotated past the L2. A ratio above 1
 means that ours is faster. What a case must reach stands beside it; one that does not is marked `short`.
+
+The first case of every group comes first, groups by how much of a served token's time their kernels take; then every second case, and so
+on. What does not fit --time_limit_s, compilation included, is left out and named. The file is written after every case.
 """
 
 import dataclasses
 import gc
 import math
+import statistics
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,25 +31,40 @@ from jaxflow.bench.kernels_case import Case, Group
 from jaxflow.bench.report import write_json
 from pallas_kernels.checks.timing import interleaved
 
-GROUPS: tuple[Group, ...] = (
-    *kernels_other.CEILINGS,
-    *kernels_attention.GROUPS,
-    *kernels_gemm.GROUPS,
-    *kernels_other.GROUPS,
-    *kernels_sampling.GROUPS,
-    *kernels_step.GROUPS,
+_ALL = (kernels_other.CEILINGS, kernels_attention.GROUPS, kernels_gemm.GROUPS, kernels_other.GROUPS, kernels_sampling.GROUPS)
+_FIRST = ("ceilings", "ceiling_gemm", "decode_attention", "dense_gemm", "fp8_gemm", "decode_attention_fp8", "chunk_attention", "flat_gemm")
+_FIRST += (
+    "fp8_flat_gemm",
+    "decode_step_bf16",
+    "decode_step_fp8",
+    "layer_bf16",
+    "layer_fp8",
+    "chunk_attention_fp8",
+    "rope_append",
+    "add_norm",
 )
+
+
+def _by_importance(groups: Iterable[Group]) -> tuple[Group, ...]:
+    """Those that a served token's time goes into, then the others as they come."""
+    return tuple(sorted(groups, key=lambda group: _FIRST.index(group.name) if group.name in _FIRST else len(_FIRST)))
+
+
+GROUPS: tuple[Group, ...] = _by_importance(group for groups in (*_ALL, kernels_step.GROUPS) for group in groups)
 
 
 def define_flags() -> None:
     flags.DEFINE_list("only", [], "Names of groups (" + ", ".join(group.name for group in GROUPS) + "), or group/part of a case's name.")
     flags.DEFINE_float("seconds", 0.6, "How long each way is measured.", lower_bound=0.0)
+    flags.DEFINE_float("time_limit_s", None, "Leave out what would end later than this many seconds after the start.", lower_bound=0.0)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
 def chosen(only: Iterable[str]) -> list[tuple[Group, Case]]:
-    """The cases that `--only` names, all if it names none. Raises: ValueError for a name that no case has."""
-    every = [(group, case) for group in GROUPS for case in group.cases]
+    """The cases that `--only` names, all if it names none: the first of each group, then the second. Raises: ValueError for a name that no
+    case has."""
+    most = max(len(group.cases) for group in GROUPS)
+    every = [(group, group.cases[i]) for i in range(most) for group in GROUPS if i < len(group.cases)]
     wanted = [item.partition("/") for item in only]
     for name, _, part in wanted:
         if not any(group.name == name and part in case.name for group, case in every):
@@ -51,6 +72,12 @@ def chosen(only: Iterable[str]) -> list[tuple[Group, Case]]:
     return [
         (group, case) for group, case in every if not wanted or any(group.name == name and part in case.name for name, _, part in wanted)
     ]
+
+
+def expected(group: str, took: Sequence[tuple[str, float]]) -> float:
+    """Seconds that the next case of a group will take, by what (group, seconds) others took: its own median, else that of all."""
+    own = [seconds for name, seconds in took if name == group] or [seconds for _, seconds in took]
+    return statistics.median(own) if own else 0.0
 
 
 def measure(group: Group, case: Case, seconds: float) -> dict[str, Any]:
@@ -126,21 +153,33 @@ def run() -> dict[str, Any]:
     if jax.default_backend() != "gpu":
         raise ValueError(f"bench kernels needs a GPU: JAX's backend here is {jax.default_backend()!r}")
     rows: list[dict[str, Any]] = []
-    result = {"command_name": "kernels", **machine.describe(), "seconds": f.seconds, "rows": rows}
+    left_out: list[str] = []
+    took: list[tuple[str, float]] = []
+    result = {"command_name": "kernels", **machine.describe(), "seconds": f.seconds, "rows": rows, "left_out": left_out}
+    start = time.monotonic()
     with tqdm(cases, unit="case", file=sys.stderr) as bar:
         for group, case in bar:
             bar.set_description(f"{group.name} {case.name}")
+            began = time.monotonic()
+            if f.time_limit_s is not None and began - start + expected(group.name, took) > f.time_limit_s:
+                left_out.append(f"{group.name}/{case.name}")
+                continue
             try:
                 rows.append(measure(group, case, f.seconds))
             except Exception as error:  # a rival that does not run, or a kernel: the other rows are still wanted
                 rows.append({"group": group.name, "case": case.name, "failed": f"{type(error).__name__}: {error}"[:300]})
+            took.append((group.name, time.monotonic() - began))
             for line in text(rows[-1]):
                 bar.write(line, file=sys.stdout)
             sys.stdout.flush()
             if f.output_json:  # what is measured is kept, whatever comes next
                 write_json(f.output_json, result | {"summaries": summaries(rows)})
             gc.collect()
+    if left_out:
+        print(f"left out after {f.time_limit_s:g} s, {len(left_out)} of {len(cases)} cases: {', '.join(left_out)}")
     result["summaries"] = summaries(rows)
+    if f.output_json:
+        write_json(f.output_json, result)
     for s in result["summaries"]:
         print(f"{s['group']}: x{s['geomean']:.3f} of {s['rival']} (geomean of {s['cases']}), least x{s['least']:.3f}")
     return result

@@ -3,35 +3,26 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxflow.bench.kernels_case import Case, Group, Way
 from pallas_kernels import reference
+from pallas_kernels.checks import script
+from pallas_kernels.checks.fp8_gemm import GATE, xla
 from pallas_kernels.checks.timing import looped
 from pallas_kernels.dense_gemm import dense_gemm
 from pallas_kernels.flat_gemm import flat_gemm
 from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
 from pallas_kernels.fp8_gemm import fp8_gemm
 from pallas_kernels.int4_gemm import int4_gemm
-from pallas_kernels.quantized import Quantized
 from pallas_kernels.reference.int4 import quantize_int4
 
-SHAPES: dict[str, tuple[int, int]] = {  # [K, N]
-    "8B qkv": (4096, 6144),
-    "8B out_proj": (4096, 4096),
-    "8B up_gate": (4096, 28672),
-    "8B down": (14336, 4096),
-    "70B/4 qkv": (8192, 2560),
-    "70B/4 out_proj": (2048, 8192),
-    "70B/4 up_gate": (8192, 14336),
-    "70B/4 down": (7168, 8192),
+SHAPES: dict[str, tuple[int, int]] = {  # [K, N]; the largest products first
+    f"{model} {op}": (k, n) for op in ("up_gate", "down", "qkv", "out_proj") for model, ops in script.SHAPES.items() for n, k in [ops[op]]
 }
 ROTATED = 240 << 20  # bytes of weights that a program walks through: four times the L2
-GATE: dict[str, Any] = {"activation": "silu", "gate_block": 64}
 
 
 def _normal(i: int, *shape: int) -> jax.Array:
@@ -58,18 +49,6 @@ def _bf16(m: int, shape: tuple[int, int], flop: bool, ways: dict[str, Callable])
     return {name: _program(gemm, xs, ws, rounds, amount) for name, gemm in ways.items()}
 
 
-def xla_fp8(
-    x: Quantized, w: Quantized, bias=None, *, activation=None, gate_block=None, quantize: bool = False, **_
-) -> jax.Array | Quantized:
-    """What XLA makes of the same product through cuBLAS, which takes one scale a token and one a channel, and gives such."""
-    x = reference.quantize_rows(reference.dequantize(x)) if x.scale.ndim == 2 else x
-    y = lax.dot_general(x.values, w.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
-    y = y.astype(jnp.float32) * x.scale[:, None] * w.scale
-    if gate_block:
-        y = reference.gate_mul(y, gate_block, activation)
-    return reference.quantize_rows(y) if quantize else y.astype(jnp.bfloat16)
-
-
 def _fp8(m: int, shape: tuple[int, int], name: str) -> dict[str, Way]:
     """Ours takes what the layer gives it: blocks of 128 columns into `out_proj` and `down`, gates and quantises behind `up_gate`."""
     k, n = shape
@@ -82,13 +61,13 @@ def _fp8(m: int, shape: tuple[int, int], name: str) -> dict[str, Way]:
     ours = list(map(jax.jit(reference.quantize_blocks), plain)) if blocks else xs
     return {
         "fp8": _program(fp8_flat_gemm if m <= 64 else fp8_gemm, ours, ws, rounds, flop, **settings),
-        "xla": _program(xla_fp8, xs, ws, rounds, flop, **settings),
+        "xla": _program(xla, xs, ws, rounds, flop, **settings),
     }
 
 
 def _products(rows, make: Callable, **must) -> tuple[Case, ...]:
     """Cases of every shape and number of rows; make(m, shape, name) prepares one."""
-    return tuple(Case(f"{name} M {m}", functools.partial(make, m, shape, name), **must) for name, shape in SHAPES.items() for m in rows)
+    return tuple(Case(f"{name} M {m}", functools.partial(make, m, shape, name), **must) for m in rows for name, shape in SHAPES.items())
 
 
 def _dense(m, shape, _):
@@ -131,16 +110,16 @@ def _only(cases: tuple[Case, ...], part: str) -> tuple[Case, ...]:
     return tuple(case for case in cases if part in case.name)
 
 
-DENSE_ROWS = (256, 512, 1024, 2048)
+DENSE_ROWS = (2048, 1024, 512, 256)
 GROUPS = (
     Group("dense_gemm", "TFLOP/s", _products(DENSE_ROWS, _dense, ratio=0.95), geomean=1.0),
     Group("dense_gemm_gated", "TFLOP/s", _only(_products(DENSE_ROWS, _gated, ratio=0.95), "up_gate"), geomean=1.0),
     *(
-        Group(f"dense_gemm_{sms}", "TFLOP/s", _only(_products((832, 1280, 2048), functools.partial(_bounded, sms), ratio=least), "8B"))
+        Group(f"dense_gemm_{sms}", "TFLOP/s", _only(_products((2048, 1280, 832), functools.partial(_bounded, sms), ratio=least), "8B"))
         for sms, least in ((104, 0.87), (112, 0.90), (120, 0.93))
     ),
     Group("fp8_gemm", "TFLOP/s", _products(DENSE_ROWS, _fp8), geomean=1.0),
-    Group("fp8_flat_gemm", "TFLOP/s", _products((1, 16, 64), _fp8), geomean=1.0),
-    Group("int4_gemm", "TB/s", _products((1, 4, 16), _int4), geomean=2.5),
-    Group("flat_gemm", "TB/s", tuple(map(_large, _products((1, 4, 16, 64), _flat, ratio=0.97))), geomean=1.1),
+    Group("fp8_flat_gemm", "TFLOP/s", _products((64, 16, 1), _fp8), geomean=1.0),
+    Group("int4_gemm", "TB/s", _products((16, 4, 1), _int4), geomean=2.5),
+    Group("flat_gemm", "TB/s", tuple(map(_large, _products((64, 16, 4, 1), _flat, ratio=0.97))), geomean=1.1),
 )

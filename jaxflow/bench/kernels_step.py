@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxflow.bench.kernels_case import Case, Group, Way
-from jaxflow.bench.kernels_gemm import xla_fp8
 from jaxflow.config import EngineConfig
 from jaxflow.engine.build import make_executor, resolve
 from jaxflow.engine.executor import Executor
@@ -21,6 +20,7 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.weights import dummy_weights
 from jaxflow.pipeline.handmade import sequential_plan
 from pallas_kernels import reference
+from pallas_kernels.checks.fp8_gemm import xla
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
 
 MODEL = "llama-3.1-8b"
@@ -65,7 +65,7 @@ def _decode_step(precision: str, requests: int) -> dict[str, Way]:
         _executor.cache_clear()
     _last[0] = precision
     executor = _executor(precision)
-    (layout,) = executor.layouts[max(8, requests)]
+    layout = executor.decode_layouts[max(8, requests)]
     per = -(-(CONTEXT + 1) // layout.page_size)
     order = np.random.default_rng(0).permutation(executor.num_pages[0])
     slots = np.arange(requests, dtype=np.int32)
@@ -95,7 +95,9 @@ def _layer(fp8: bool, tokens: int) -> dict[str, Way]:
     x = jax.random.normal(jax.random.key(0), (tokens, model.hidden_size), jnp.bfloat16)
     shapes = [layer[name].shape for layer in weights for name in ("qkv", "out_proj", "up_gate", "down")]
     flop = 2.0 * tokens * sum(n * k for n, k in shapes)
-    xla = dataclasses.replace(REFERENCE, name="xla", gemm=xla_fp8) if fp8 else REFERENCE
+    rival = (
+        dataclasses.replace(REFERENCE, name="xla", gemm=lambda *args, out_dtype=None, **behind: xla(*args, **behind)) if fp8 else REFERENCE
+    )
     hopper = kernel_set_for(
         "gpu",
         "9.0",
@@ -106,7 +108,7 @@ def _layer(fp8: bool, tokens: int) -> dict[str, Way]:
         kv_dtype="bfloat16",
         device=jax.devices()[0].device_kind,
     )
-    return {name: _through(ops.Context(model, kernels), weights, x, flop) for name, kernels in (("ours", hopper), ("xla", xla))}
+    return {name: _through(ops.Context(model, kernels), weights, x, flop) for name, kernels in (("ours", hopper), ("xla", rival))}
 
 
 def _through(c: ops.Context, weights: list, x: jax.Array, flop: float) -> Way:

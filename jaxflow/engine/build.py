@@ -20,7 +20,7 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.offload import Offload
-from jaxflow.engine.plans import choose_plans, largest_step, make_layout, on_gpu
+from jaxflow.engine.plans import choose_plans, largest_step, make_layouts, on_gpu
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
 from jaxflow.engine.start_disk import open_disk, put_below
@@ -156,7 +156,7 @@ def make_executor(
     executor = Executor(
         Programs(Context(model, kernels, axis_of(mesh)), mesh, jax.tree.map(lambda array: array.sharding.spec, weights)),
         weights,
-        [make_layout(config, model, plan) for plan in named.values()],
+        make_layouts(config, model, named.values(), decodes_alone=on_gpu()),
         lambda layout: compile_plan(plan_of(layout), model, tp, quantized=quantization == "fp8"),
         options_of=lambda layout: xla_options(plan_of(layout), tp, (graphs or {}).get(layout.plan)) if on_gpu() else {},
         kv_dtype=jnp.dtype(config.kv_cache_dtype),

@@ -67,15 +67,19 @@ class Executor:
     ):
         self.programs, self.weights = programs, weights
         self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # of each bucket, one for each of its plans
+        self.decode_layouts: dict[int, StepLayout] = {}  # of buckets whose steps of decodes alone have a program of their own
         for layout in layouts:
-            self.layouts[layout.tokens] = (*self.layouts.get(layout.tokens, ()), layout)
+            if layout.decodes:
+                self.decode_layouts[layout.tokens] = layout
+            else:
+                self.layouts[layout.tokens] = (*self.layouts.get(layout.tokens, ()), layout)
         (any_layout, *_), *_ = self.layouts.values()
         self.slots, self.page_size, self.groups = any_layout.slots, any_layout.page_size, any_layout.groups
         self.pages_per_sequence = -(-max_model_len // self.page_size)
         self._forward_of, self._kv_dtype, self._options_of = forward_of, kv_dtype, options_of
         self._head, self._prompt_head = head(weights), prompt_head(weights)
         self._replicated = NamedSharding(programs.mesh, REPLICATED)
-        self._steps: dict[tuple[int, str], Callable] = {}  # by bucket and plan
+        self._steps: dict[tuple[int, str, bool], Callable] = {}  # by layouts' keys
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
         self.copies: PageCopies | None = None  # set before warm-up where pages are to leave the cache and come back
@@ -126,9 +130,10 @@ class Executor:
         rows = sorted({layouts[0].rows for layouts in self.layouts.values()})
         jobs: list[tuple[dict, Any, Callable[[], Any], dict[str, Any]]] = []
         for bucket, layouts in sorted(self.layouts.items(), reverse=True):
-            for layout in layouts:
+            alone = [self.decode_layouts[bucket]] if bucket in self.decode_layouts else []
+            for layout in (*layouts, *alone):
                 step = functools.partial(self._lower_step, layout, self.num_pages)
-                jobs.append((self._steps, (bucket, layout.plan), step, self._options_of(layout)))
+                jobs.append((self._steps, layout.key, step, self._options_of(layout)))
             jobs.append((self._prompt, bucket, functools.partial(self._lower_prompt, bucket), {}))
         jobs += [
             (self._samplers, (r, kind), functools.partial(self._lower_sampler, r, kind), {}) for r in rows for kind in ("plain", "full")
@@ -146,7 +151,7 @@ class Executor:
         self._compile_small()
         if self.copies is not None:
             self.kv = self.copies.warm_up(self.kv)
-        for layout in itertools.chain(*self.layouts.values()):
+        for layout in itertools.chain(*self.layouts.values(), self.decode_layouts.values()):
             self.rehearse(layout)
         jax.block_until_ready(self.kv)
         self._compiled_at_warm_up = _compiled
@@ -174,7 +179,7 @@ class Executor:
             piece[: len(appends[i : i + APPENDS])] = appends[i : i + APPENDS]
             self.page_table = self._append_pages(self.page_table, self._put(piece))
         state = (self.kv, self.page_table, self.last_tokens)
-        hidden, x, rows, self.kv, self.page_table = self._steps[layout.tokens, layout.plan](self.weights, *state, self._put(buffer))
+        hidden, x, rows, self.kv, self.page_table = self._steps[layout.key](self.weights, *state, self._put(buffer))
         found = None
         if full:
             sampler = self._samplers[layout.rows, "full"]

@@ -26,7 +26,8 @@ class StepLayout:
     """The fixed shapes of a step: T tokens, R rows, C chunks, A page-table entries; Q slots, G layer groups.
 
     `borders` are the token positions at which the plan cuts nano-batches: no chunk crosses one. `gain`: what the plan is
-    chosen by among those of its bucket; None for the sequential one, and for one that has no choice beside it.
+    chosen by among those of its bucket; None for the sequential one, and for one that has no choice beside it. `decodes`: of
+    steps in which nobody prefills: no chunks, and so no kernel for them in any layer.
     """
 
     tokens: int
@@ -37,10 +38,16 @@ class StepLayout:
     groups: int = 1
     plan: str = "sequential"  # a name that is unique among the bucket's
     gain: Gain | None = None
+    decodes: bool = False
+
+    @property
+    def key(self) -> tuple[int, str, bool]:
+        """What tells its program from others of the engine."""
+        return self.tokens, self.plan, self.decodes
 
     @property
     def chunks(self) -> int:
-        return self.rows + len(self.borders)
+        return 0 if self.decodes else self.rows + len(self.borders)
 
     @property
     def page_appends(self) -> int:

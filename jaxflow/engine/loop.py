@@ -188,11 +188,12 @@ class Loop:
         return self.executor.run(layout, buffer, appends, full=full, targets=self._targets(layout, work))
 
     def _choose(self, work: StepWork) -> StepLayout:
-        """The plan that the step runs, of those of its bucket."""
+        """The plan that the step runs, of those of its bucket, and of that the form without chunks where it has none."""
         layouts = self.executor.layouts[work.bucket]
-        if len(layouts) == 1:
-            return layouts[0]
-        return layouts[pick(self._gains[work.bucket], len(work.decode_slots), work.mean_context_tokens)]
+        one = len(layouts) == 1
+        chosen = layouts[0 if one else pick(self._gains[work.bucket], len(work.decode_slots), work.mean_context_tokens)]
+        alone = None if work.chunks else self.executor.decode_layouts.get(work.bucket)
+        return alone if alone is not None and alone.plan == chosen.plan else chosen
 
     def _take_slot(self, seq: Sequence) -> None:
         """Tells the device what a newly admitted sequence samples with."""

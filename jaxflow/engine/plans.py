@@ -1,5 +1,7 @@
 """Which steps an engine compiles: its token buckets, and the plans of each."""
 
+import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -72,10 +74,20 @@ def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Pl
     return portfolio(given, token_buckets(budget, few=not on_gpu()), lambda tokens: sequential_plan(model, tokens, tp))
 
 
-def make_layout(config: EngineConfig, model: ModelConfig, plan: Plan) -> StepLayout:
-    """The fixed shapes of a plan's steps. config: resolved."""
-    seqs, gain = config.max_num_seqs, None if plan.predictions is None else Gain.of(plan.predictions)
+def make_layouts(config: EngineConfig, model: ModelConfig, plans: Iterable[Plan], *, decodes_alone: bool) -> list[StepLayout]:
+    """The fixed shapes of the plans' steps. config: resolved.
+
+    decodes_alone: also those of the sequential plan's steps of decodes alone, at the buckets that such steps may need: small
+    programs, in which the kernel that would find no chunk costs most.
+    """
+    seqs = config.max_num_seqs
     assert seqs is not None
-    return StepLayout(
-        plan.tokens, min(plan.tokens, seqs), seqs, config.block_size, borders(plan), len(model.windows), plan=plan.name, gain=gain
-    )
+    layouts = []
+    for plan in plans:
+        gain = None if plan.predictions is None else Gain.of(plan.predictions)
+        shape = (plan.tokens, min(plan.tokens, seqs), seqs, config.block_size, borders(plan), len(model.windows))
+        layouts.append(StepLayout(*shape, plan=plan.name, gain=gain))
+    sequential = sorted((layout for layout in layouts if layout.plan == "sequential"), key=lambda layout: layout.tokens)
+    smaller = [0, *(layout.tokens for layout in sequential)]
+    alone = [dataclasses.replace(layout, decodes=True) for layout, below in zip(sequential, smaller, strict=False) if below < seqs]
+    return layouts + alone if decodes_alone else layouts

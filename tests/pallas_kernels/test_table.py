@@ -1,5 +1,6 @@
 """The tuned table: what it chooses, how measurements become rules, and that the shipped files are of the models they name."""
 
+import dataclasses
 import json
 import logging
 
@@ -66,6 +67,30 @@ def test_new_rules_stand_in_for_old_ones_of_their_shape():
 
     assert tune.merged(file((1, "a"), (2, "b")), file((2, "c")))["rules"] == file((1, "a"), (2, "c"))["rules"]
     assert tune.merged(None, file((2, "c"))) == file((2, "c"))
+
+
+def test_tuning_leaves_out_what_does_not_fit_its_time_and_goes_on_from_there(monkeypatch, tmp_path, capsys):
+    measured, clock = [], iter(range(0, 1000, 10))
+
+    def measure(shape, rows, **_):
+        measured.append(f"{shape.k}x{shape.n}")
+        return {"shape": dataclasses.asdict(shape), "choices": [], "measured": [{"rows": m, "us": {}} for m in rows]}
+
+    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(tune.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tune.time, "monotonic", lambda: float(next(clock)))
+    file = tmp_path / "table.json"
+    command = ["tune", "--output", str(file), "--rows", "1", "8", "--shapes", "64x128", "64x256", "64x512g64"]
+    for limit, done in (("45", ["64x128", "64x256"]), ("1000", ["64x512"]), ("1000", [])):
+        measured.clear()
+        monkeypatch.setattr("sys.argv", [*command, "--time_limit_s", limit])
+        tune.main()  # a shape takes 10 s on this clock
+        assert measured == done
+        assert ("left out after 45 s: --shapes 64x512g64" in capsys.readouterr().out) == (limit == "45")
+    assert len(json.loads(file.read_text("utf-8"))["rules"]) == 3
+    monkeypatch.setattr("sys.argv", [*command, "--rows", "1", "16"])  # other numbers of rows
+    tune.main()
+    assert len(measured) == 3
 
 
 def test_a_table_of_another_schema_is_refused():

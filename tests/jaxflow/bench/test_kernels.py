@@ -24,12 +24,34 @@ def test_a_case_of_each_group_can_be_traced(name):
 def test_names_can_be_asked_for():
     names = [(group.name, case.name) for group in kernels.GROUPS for case in group.cases]
     assert len(set(names)) == len(names)
-    assert not any("," in part or "/" in group for group, case in names for part in (group, case.replace("/4", "")))
+    assert not any("," in part or "/" in group for group, case in names for part in (group, case.replace("/tp4", "")))
     assert [case.name for _, case in kernels.chosen(["ceilings"])] == [case.name for case in BY_NAME["ceilings"].cases]
     assert {case.name for _, case in kernels.chosen(["dense_gemm/8B up_gate"])} == {f"8B up_gate M {m}" for m in (256, 512, 1024, 2048)}
     assert len(kernels.chosen([])) == len(names)
     with pytest.raises(ValueError, match="no such case; groups are ceilings"):
         kernels.chosen(["dense_gemm/nothing"])
+
+
+def test_the_first_case_of_each_group_comes_before_the_second_of_any():
+    order = [(BY_NAME[group.name].cases.index(case), group.name) for group, case in kernels.chosen([])]
+    assert [place for place, _ in order] == sorted(place for place, _ in order)
+    assert [name for _, name in order[:3]] == ["ceilings", "ceiling_gemm", "decode_attention"]
+    assert set(kernels._FIRST) <= set(BY_NAME)
+
+
+def test_what_would_end_after_the_time_limit_is_left_out_and_named(monkeypatch, tmp_path, capsys):
+    clock = iter(range(0, 1000, 10))
+    settings = {"only": ["ceilings", "rope_append"], "seconds": 0.1, "time_limit_s": 45.0, "output_json": str(tmp_path / "rows.json")}
+    monkeypatch.setattr(kernels.flags, "FLAGS", type("Flags", (), settings))
+    monkeypatch.setattr(kernels.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(kernels.machine, "describe", dict)
+    monkeypatch.setattr(kernels.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(kernels, "measure", lambda group, case, _: {"group": group.name, "case": case.name, "failed": "in a test"})
+    result = kernels.run()  # a case takes 10 s on this clock, and so does looking at it
+    assert [row["case"] for row in result["rows"]] == ["read 2 GiB", "2048 tokens bf16"]
+    assert result["left_out"] == ["ceilings/copy 2 GiB both ways", "rope_append/2048 tokens fp8"]
+    assert "left out after 45 s, 2 of 4 cases: ceilings/copy" in capsys.readouterr().out
+    assert (tmp_path / "rows.json").read_text().count("left_out") == 1
 
 
 def measured(monkeypatch, us: dict[str, float], ways: dict[str, Way], **must) -> dict:

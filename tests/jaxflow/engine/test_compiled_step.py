@@ -28,9 +28,16 @@ LAYERS = 2
 
 
 def compiled(
-    model: str, tokens: int, *, tp: int = 1, kernels: KernelSet | None = None, quantization: str | None = None, kv="bfloat16"
+    model: str,
+    tokens: int,
+    *,
+    tp: int = 1,
+    kernels: KernelSet | None = None,
+    quantization: str | None = None,
+    kv="bfloat16",
+    decodes=False,
 ) -> tuple[h200.Compiled, Executor]:
-    """A step of the model's first layers. kv: the cache's dtype."""
+    """A step of the model's first layers. kv: the cache's dtype. decodes: a step in which nobody prefills."""
     config = open_checkpoint(model, load_format="dummy").model_config
     config = dataclasses.replace(config, layers=config.layers[:LAYERS])
     if kernels is None:
@@ -46,7 +53,7 @@ def compiled(
     plan = sequential_plan(config, tokens, tp)
     forward = compile_plan(plan, config, tp, quantized=quantization == "fp8")
     made = Executor(programs, weights, [layout], lambda _: forward, kv_dtype=jnp.dtype(kv), max_model_len=8192)
-    step = programs.step(layout, forward)
+    step = programs.step(dataclasses.replace(layout, decodes=decodes), forward)
     buffer = h200.abstract(mesh, jax.ShapeDtypeStruct((layout.size,), jnp.int32))
     arguments = (weights, *made._state((PAGES,) * len(config.windows)), buffer)
     return h200.compile_for_h200(step, *arguments), made
@@ -72,21 +79,43 @@ def check(step: h200.Compiled, executor: Executor) -> None:
     assert not any(thunk.kind in ("kInfeed", "kOutfeed", "kHostSend", "kHostRecv") for thunk in step.thunks)
 
 
-@pytest.mark.parametrize(("model", "tp"), [("llama-3.1-8b", 1), ("llama-3.1-8b", 4)])
+def last_layer(step: h200.Compiled) -> list[str]:
+    """The kernels from the last append to the pages to the last product of its layer, XLA's own as fusions, in order."""
+    entry = step.hlo[step.hlo.index("\nENTRY") :]
+    found = []
+    for line in entry.splitlines():
+        if " custom-call(" in line:
+            names = re.findall(
+                r"(rope_append|(?:chunk|decode)_attention|quantize_rows|add_norm|[a-z0-9]+(?:_flat)?_gemm)_?",
+                line.partition("custom_call")[2],
+            )
+            found.append(names[0] if names else "custom call")
+        elif re.search(r" (fusion|copy|while|conditional)\(", line):
+            found.append("xla")
+    found = found[len(found) - found[::-1].index("rope_append") :]
+    return found[: len(found) - next(i for i, name in enumerate(found[::-1]) if name.endswith("_gemm"))]
+
+
 @pytest.mark.parametrize("kernels", [REFERENCE, None], ids=["twins", "hopper"])
-def test_nothing_copies_the_cache_or_a_weight(model, tp, kernels):
-    check(*compiled(model, 256, tp=tp, kernels=kernels))
+def test_nothing_copies_the_cache_or_a_weight(kernels):
+    check(*compiled("llama-3.1-8b", 256, tp=4, kernels=kernels))
 
 
 def test_of_8_bits_neither():
-    check(*compiled("llama-3.1-8b", 64, quantization="fp8", kv="float8_e4m3fn"))
+    """Of decodes alone: no kernel for chunks, none that merges, one that quantises what no product before it does."""
+    step, executor = compiled("llama-3.1-8b", 64, quantization="fp8", kv="float8_e4m3fn", decodes=True)
+    check(step, executor)
+    fp8 = "fp8_flat_gemm"
+    assert last_layer(step) == ["decode_attention", "quantize_rows", fp8, "add_norm", fp8, fp8]
 
 
 def test_of_weights_of_4_bits_neither():
-    """Few rows: the kernel reads them as they are."""
+    """Few rows: the kernel reads them as they are. Decodes write beside what the chunks' kernel wrote."""
     step, executor = compiled("llama-3.1-8b", 64, quantization="int4")
     check(step, executor)
-    assert len(re.findall(r"custom-call[^\n]*int4_gemm", step.hlo)) >= 4 * LAYERS
+    int4 = "int4_gemm"
+    assert last_layer(step) == ["chunk_attention", "decode_attention", int4, "add_norm", int4, int4]
+    assert [thunk.kind for thunk in step.graph_thunks if not thunk.depth and thunk.kind != "kCopy"] == ["kCommandBuffer"], "not one graph"
 
 
 def test_many_rows_on_weights_of_4_bits_cost_one_wide_copy_of_a_matrix():

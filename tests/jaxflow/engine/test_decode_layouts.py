@@ -1,0 +1,50 @@
+"""Steps of decodes alone run a program that knows of no chunks, and answers are the golden ones."""
+
+import pytest
+import toy
+
+from jaxflow.engine import build
+from jaxflow.engine.plans import make_layouts
+from jaxflow.engine.request import Request
+from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
+
+MODEL = "tiny-llama"
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with pytest.MonkeyPatch.context() as patch:  # as on a GPU
+        patch.setattr(build, "make_layouts", lambda *args, decodes_alone: make_layouts(*args, decodes_alone=True))
+        config, made = toy._executor.__wrapped__(MODEL, 1, 32, 6, 96, "sequential", None, "auto")
+    return build.make_loop(config, made.programs.context.config, made)
+
+
+def test_buckets_that_decodes_may_need_have_a_program_for_them_alone(loop):
+    config = loop.executor.programs.context.config
+    settings = toy.EngineConfig(model=MODEL, max_num_seqs=6, block_size=16)
+    plans = [two_nano_batch_plan(config, 32, 8), *(sequential_plan(config, tokens) for tokens in (4, 8, 16))]
+    assert [layout.key for layout in make_layouts(settings, config, plans, decodes_alone=False)] == [
+        (32, plans[0].name, False),
+        *((tokens, "sequential", False) for tokens in (4, 8, 16)),
+    ]
+    *others, few, more = make_layouts(settings, config, plans, decodes_alone=True)  # 6 sequences never need 16
+    assert [layout.key for layout in (few, more)] == [(4, "sequential", True), (8, "sequential", True)] and len(others) == 4
+    assert few.chunks == more.chunks == 0 and others[0].chunks == 7
+
+
+def test_steps_of_decodes_alone_run_them(loop, goldens):
+    seen, run = [], loop.executor.run
+
+    def watched(layout, buffer, *args, **kwargs):
+        fields = layout.views(buffer)
+        seen.append((layout.decodes, bool((fields["token_rows"] >= fields["num_decodes"]).any())))
+        return run(layout, buffer, *args, **kwargs)
+
+    loop.executor.run = watched
+    golden = goldens(MODEL)
+    prompts = toy.prompts(golden)
+    results = toy.run(loop, [Request(str(i), prompt.tolist(), toy.GREEDY) for i, prompt in enumerate(prompts)])
+    for i, prompt in enumerate(golden["prompts"]):
+        assert results[str(i)].tokens == prompt["greedy_ids"][:32]
+    assert set(seen) == {(True, False), (False, True)}  # (a program without chunks, whether somebody prefills)
+    assert loop.executor.compilations == 0
