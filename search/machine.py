@@ -126,7 +126,7 @@ def measure(name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 
     config = _attention_config()
     most = max(2, min(32, largest_mb * MEGA // (4 * _KEYS * _HEADS * _HEAD_DIM)))
     for sequences in sorted({max(1, most >> shift) for shift in (3, 2, 1, 0)}):
-        attention = HostAttention(config, [sequences], _KEYS // _PAGE, _PAGE, np.dtype(jnp.bfloat16))
+        attention = HostAttention(config, sequences)
         q = np.asarray(_random(0, (sequences, _HEADS, _HEAD_DIM)))
         pages = (sequences * _KEYS // _PAGE, _HEADS, _PAGE, _HEAD_DIM)
         once = [np.asarray(_random(i, (_KEYS // _PAGE, *pages[1:]))) for i in range(2)]

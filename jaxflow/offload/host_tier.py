@@ -52,6 +52,11 @@ def check_views(device: Any) -> None:
         raise RuntimeError(f"{device}: what is written to pinned host memory through its pointer does not reach the device")
 
 
+def bits(a: np.ndarray) -> np.ndarray:
+    """The same bytes as unsigned integers: numpy copies a dtype that is not its own element by element."""
+    return a.view(f"u{a.dtype.itemsize}")
+
+
 class Staging:
     """Host buffers that files are read into before they cross to the device: as many as are reserved, used in turn.
 

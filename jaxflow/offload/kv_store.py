@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxflow.offload.disk_tier import DiskFile
 from jaxflow.offload.geometry import Geometry, Part, array_bytes, tree_bytes
-from jaxflow.offload.host_tier import HostArray, reserve
+from jaxflow.offload.host_tier import HostArray, bits, reserve
 from jaxflow.offload.tiers import Tiers
 
 Key = tuple[int, int]  # layer, batch
@@ -213,8 +213,8 @@ class KvStore:
         at = positions[part.start : part.stop]
         row, page, place = np.arange(part.rows), at // self._g.page_size, at % self._g.page_size
         for target, new in zip(jax.tree.leaves(pages), jax.tree.leaves(rows), strict=True):
-            by_row = target.view.reshape(-1, self._g.pages, *target.view.shape[1:])
-            by_row[row, page, :, place] = new.view if isinstance(new, HostArray) else new
+            by_row = bits(target.view).reshape(-1, self._g.pages, *target.view.shape[1:])
+            by_row[row, page, :, place] = bits(new.view if isinstance(new, HostArray) else new)
 
 
 def prompt_bytes(g: Geometry, part: Part) -> int:

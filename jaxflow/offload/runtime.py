@@ -275,7 +275,7 @@ def _driver(
     host = None
     if attends_on_host(g):
         rows = [part.rows for part in kv.away]
-        host = HostAttention(g.config, rows, g.pages, g.page_size, g.dtype)
+        host = HostAttention(g.config, max(rows))
         queries = [jax.ShapeDtypeStruct((r, g.config.num_heads, g.config.head_dim), g.dtype) for r in rows]
         tiers.staging.reserve(3 * queries)
     thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="host-attention-order")

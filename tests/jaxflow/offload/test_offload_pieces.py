@@ -182,7 +182,7 @@ class TestHost:
         expected = decode_attention(
             jnp.asarray(q), jnp.asarray(k.view), jnp.asarray(v.view), table, jnp.asarray(lengths), scale=0.25, window=window, soft_cap=cap
         )
-        attention = HostAttention(config, [rows], pages, size, np.dtype(dtype), threads=2)  # type: ignore[arg-type]
+        attention = HostAttention(config, rows, threads=2)  # type: ignore[arg-type]
         out = np.full_like(q, 7)
         attention(config.layers[0], q, k.view, v.view, lengths, out)
         attention.close()
