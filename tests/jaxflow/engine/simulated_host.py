@@ -70,7 +70,7 @@ class TieredWorld(World):
 
     def check_idle(self) -> None:
         """Nothing is left: no page, no load, no copy, no pin."""
-        for _ in range(self.slowness + 2):
+        for _ in range(self.slowness + 6):
             self.land()
             self.tier.settle()
             self.before_step()

@@ -5,6 +5,10 @@ from hypothesis import strategies as st
 from simulated_device import config, prompt
 from simulated_host import TieredWorld
 
+from jaxflow.engine.load_cost import LoadCosts
+from jaxflow.engine.request import Request, SamplingParams
+from jaxflow.engine.scheduler import Scheduler
+
 requests = st.tuples(
     st.integers(1, 16),  # tokens of its own
     st.sampled_from([0, 0, 8, 15]),  # after a beginning that others share
@@ -71,3 +75,62 @@ def test_every_sequence_gets_the_tokens_it_gets_alone_and_leaves_nothing_behind(
 def test_the_same_when_pages_run_out_all_the_time(world, arrivals):
     changed = [[(own, shared, {**s, "n": 1, "max_tokens": 30, "prompt_logprobs": None}) for own, shared, s in new] for new in arrivals]
     play(world, changed, rounds=0.8)
+
+
+def on_the_host_alone(tokens, **more):
+    """A world whose host has the pages of a prompt, and whose device has lost them."""
+    world = TieredWorld(config(num_pages=(20,), max_num_seqs=4), slowness=0, **more)
+    world.add(tokens, max_tokens=1)
+    world.run()
+    world.add(prompt(world.random, 60), max_tokens=1)  # takes all pages but five
+    world.add(prompt(world.random, 30), max_tokens=1)
+    world.run()
+    assert world.scheduler.running.tables.hit(world.sequences[0].names(5, 4)) < 5
+    return world
+
+
+def test_while_one_waits_for_the_host_others_go_on_and_it_loads_once_for_all():
+    prefix = [1 + i % 7 for i in range(21)]
+    world = on_the_host_alone(prefix)
+    [running] = world.add([9, 9, 9], max_tokens=20, ignore_eos=True)
+    world.step()
+    lost = 5 - world.scheduler.running.tables.hit(world.sequences[0].names(5, 4))
+    world.fly = lambda done: world.copies.append((4, lambda: done(False)))  # from now on copies take five steps
+    first, second = (world.add([*prefix[:20], 20 + i], max_tokens=4, ignore_eos=True)[0] for i in range(2))
+    [behind] = world.add([8, 8, 8], max_tokens=3, ignore_eos=True)
+    before = world.tier.store.counters.loaded
+    for _ in range(3):
+        work = world.step()
+        assert running in work.decodes.tolist()
+        assert first.slot == second.slot == -1  # set aside: their pages are under way
+    assert behind.slot >= 0 or behind.finished
+    world.run()
+    assert world.tier.store.counters.loaded - before == lost
+    assert (first.cached_tokens, second.cached_tokens) == (20, 20)
+    assert world.tier.counters.host_hit_tokens == 4 * lost
+
+
+def test_what_another_tenant_or_model_has_is_not_found():
+    prefix = [1 + i % 7 for i in range(21)]
+    world = on_the_host_alone(prefix)
+    [other] = world.add(prefix, salt="another", max_tokens=1)
+    world.run()
+    assert other.cached_tokens == 0
+    names = {
+        fingerprint: Scheduler(config(fingerprint=fingerprint)).add(Request("r", prefix, SamplingParams()), 0.0)[0].names(5, 4)
+        for fingerprint in (b"", b"model a", b"model b")
+    }
+    assert len({name for chain in names.values() for name in chain}) == 15
+    [same] = world.add(prefix, max_tokens=1)
+    world.run()
+    assert same.cached_tokens == 20
+
+
+def test_what_is_cheaper_to_compute_is_computed():
+    prefix = [1 + i % 7 for i in range(21)]
+    world = on_the_host_alone(prefix)
+    world.tier.costs = LoadCosts(bytes_per_s=1.0, latency_s=0.0, seconds_a_token=0.1)  # two bytes a page of four tokens
+    [again] = world.add(prefix, max_tokens=1)
+    world.run()
+    assert world.tier.store.counters.loaded == world.tier.counters.host_hit_tokens == 0
+    assert again.cached_tokens < 20
