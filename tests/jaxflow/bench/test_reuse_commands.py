@@ -33,6 +33,7 @@ def always_load():
     """Whether loading is worth its while depends on how busy the machine was at start."""
     patch = pytest.MonkeyPatch()
     patch.setattr(host_tier, "worth_loading", lambda *_: True)
+    patch.setattr(host_tier, "PATIENCE", 1e9)
     yield
     patch.undo()
 
