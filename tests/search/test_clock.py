@@ -193,3 +193,16 @@ def test_every_measured_clock_is_near_the_one_predicted():
         work = products(pair["tokens"])[1] + Work(kv_bytes=pair["stream_bytes"])
         off.append(1e6 * statistics.mean(pair["clock_mhz"]) / GOVERNOR.clock_for(work, together) - 1)
     assert statistics.mean(map(abs, off)) < 0.06, off
+
+
+def test_the_page_has_the_predictions_that_are_made():
+    text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
+    rows = text.partition("<!-- pairs -->\n")[2].partition("\n<!-- /pairs -->")[0].splitlines()[2:]
+    assert rows == [table_row(pair) for pair in MEASURED["pairs"]]
+
+
+def table_row(pair: dict) -> str:
+    together, sequential = predicted(pair)
+    gain = statistics.mean(b / a for a, b in zip(pair["together_us"], pair["sequential_us"], strict=False))
+    took = statistics.mean(pair["together_us"])
+    return f"| {pair['name']} | {took:.0f} | {1e6 * together:.0f} | {gain:.2f} | {sequential / together:.2f} |"
