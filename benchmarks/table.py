@@ -18,6 +18,8 @@ BLOCK = re.compile(r"(?<=<!-- benchmarks -->\n).*?(?=<!-- /benchmarks -->)", re.
 THROUGHPUT = ("machine", "model", "in / out tokens", "total tokens/s", "of the optimum", "watts at MHz", "beside it", "report")
 HOST = ("CPU", "requests running", "tokens a step", "median ms of CPU a step", "p99", "report")
 
+PERPLEXITY = ("model, text", "numbers", "perplexity", "a token's log-probability moved by, mean", "report")
+
 
 def reports(folder: Path, command: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file name, report) of every committed run of a bench command, by name."""
@@ -83,6 +85,16 @@ def host_rows(folder: Path) -> Iterator[tuple[str, ...]]:
             yield (report["cpu"], *figures, f"[json](benchmarks/{name})")
 
 
+def perplexity_rows(folder: Path) -> Iterator[tuple[str, ...]]:
+    for name, report in reports(folder, "perplexity"):
+        windows, tokens = report["windows"]
+        text = f"{report['model']}, {windows} × {tokens} tokens of {Path(report['tokens']).stem.partition('_')[0]}"
+        for way in report["ways"]:
+            wide = way["way"] == "wide"
+            numbers = report["engine_config"]["dtype"] if wide else way["way"]
+            yield (text, numbers, f"{way['perplexity']:.2f}", "–" if wide else f"{way['mean_moved']:.3f}", f"[json](benchmarks/{name})")
+
+
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = (head, ("---",) * len(head), *rows)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -90,7 +102,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def render(folder: Path = HERE) -> str:
     """The tables that there are reports for, as Markdown."""
-    found = ((THROUGHPUT, list(throughput_rows(folder))), (HOST, list(host_rows(folder))))
+    found = ((THROUGHPUT, list(throughput_rows(folder))), (HOST, list(host_rows(folder))), (PERPLEXITY, list(perplexity_rows(folder))))
     return "\n" + ("\n".join(table(head, rows) for head, rows in found if rows) or "No measurement has been committed yet.\n") + "\n"
 
 

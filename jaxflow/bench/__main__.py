@@ -12,6 +12,7 @@
   offload      blocks of a model that does not fit the device: latency against throughput, JSON and a picture
   kernels      each kernel beside its rivals, on one GPU
   plans        plans of a step beside each other, in the steady state of workloads
+  memory       what a step's programs need beside weights and cache, and what room that leaves for KV
   perplexity   of a text, under each way to keep a model's numbers
   sweep        rates, batch sizes or lengths of an engine; SARATHI's curves of the scheduler; JSON and a picture
 
@@ -24,7 +25,10 @@ import sys
 
 from absl import flags
 
-COMMANDS = ("throughput", "latency", "serve", "hierarchy", "disk", "host", "link", "offload", "kernels", "plans", "perplexity", "sweep")
+COMMANDS = (
+    *("throughput", "latency", "serve", "hierarchy", "disk", "host", "link", "offload", "kernels", "plans", "memory", "perplexity"),
+    "sweep",
+)
 
 
 def main(argv: list[str]) -> int:

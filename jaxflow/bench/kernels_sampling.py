@@ -41,14 +41,18 @@ def _full(top_k: int, top_p: float, penalty: float):
     params, counts = slot_params.empty_slots(ROWS, VOCABULARY)
     settings = {"top_k": jnp.int32(top_k), "top_p": jnp.float32(top_p), "repetition_penalty": jnp.float32(penalty)}
     params = dataclasses.replace(params, **{name: jnp.full((ROWS,), value) for name, value in settings.items()})
-    program = jax.jit(functools.partial(sampling.full, search=token_limits), donate_argnums=(6,))
     kept = [counts]
 
-    def run():
-        tokens, kept[0], logprobs = program(*rows, rows[3], params, kept[0])
-        return tokens, logprobs
+    def way(sampler: Callable) -> Callable:
+        program = jax.jit(functools.partial(sampler, search=token_limits), donate_argnums=(6,))
 
-    return _with_reading("full", run, rows[0])
+        def run():
+            tokens, kept[0], logprobs = program(*rows, rows[3], params, kept[0])
+            return tokens, logprobs
+
+        return run
+
+    return _with_reading("full", way(sampling.full_by_rows), rows[0]) | {"rows together": Way(way(sampling.full), 1, LOGITS)}
 
 
 GROUPS = (

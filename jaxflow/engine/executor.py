@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxflow.engine import temporary
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.programs import REPLICATED, Programs, Rows, head, prompt_head
 from jaxflow.memory.kv_cache import cache_shapes, cache_spec, make_cache
@@ -88,19 +89,20 @@ class Executor:
     # ---- before serving
 
     def temporary_bytes(self) -> int:
-        """Device memory that the largest step and the samplers after it need beside weights and cache.
+        """Device memory that the largest bucket's programs need beside weights and cache."""
+        return temporary.together(self.temporary_needs(max(self.layouts)).values())
+
+    def temporary_needs(self, tokens: int) -> dict[str, temporary.Need]:
+        """What each program that a step of a bucket may run needs of the device's memory while it runs.
 
         Of the bucket's first plan: others hold the same values, cut, and compiling them twice would cost their whole warm-up.
         """
-        layout = self.layouts[max(self.layouts)][0]
+        layout = self.layouts[tokens][0]
         few = (self.pages_per_sequence + 1,) * self.groups
-        step = self._compile(self._lower_step(layout, few), self._options_of(layout))
-        memory = step.memory_analysis()
-        bytes_ = [memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes]
-        for kind in ("plain", "full"):
-            memory = self._compile(self._lower_sampler(layout.rows, kind)).memory_analysis()
-            bytes_.append(memory.temp_size_in_bytes + memory.output_size_in_bytes)
-        return bytes_[0] + max(bytes_[1:])
+        programs = {"step": self._compile(self._lower_step(layout, few), self._options_of(layout))}
+        programs |= {kind: self._compile(self._lower_sampler(layout.rows, kind)) for kind in ("plain", "full")}
+        programs["prompt"] = self._compile(self._lower_prompt(tokens))
+        return {name: temporary.Need.of(program) for name, program in programs.items()}
 
     def state_bytes(self) -> int:
         """Device memory of the per-slot state: page tables, sampling settings and token counts."""

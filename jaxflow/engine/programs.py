@@ -89,7 +89,7 @@ class Programs:
             with jax.named_scope("sample"):
                 slots = jnp.where(rows.samples == FULL, rows.slots, counts.shape[0])
                 search = self.context.kernels.token_limits
-                tokens, counts, found = sampling.full(
+                tokens, counts, found = sampling.full_by_rows(
                     logits, rows.temperature, rows.seeds, rows.lengths, slots, params, counts, search=search
                 )
             return tokens, found, _keep(last_tokens, rows, tokens), counts

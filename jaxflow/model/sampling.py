@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxflow.model.logprobs import LogprobsOut, finite, token_logprobs, top
 from jaxflow.model.slot_params import SlotParams, adjust, count_drawn, rows_of
@@ -19,6 +20,7 @@ from pallas_kernels.reference.token_limits import largest_limit, token_limits
 
 SUM_BLOCK = 512  # logits summed into one entry of the upper level, at most
 BLOCK = 16  # columns of a block that is kept or not when limits are searched
+ROWS = 128  # rows that `full_by_rows` adjusts at once
 BLOCKS = 256  # blocks kept: no less than the top-k that people ask for
 COLDEST = 1e-7  # a positive temperature below it is taken for it, lest a difference of logits overflows
 
@@ -75,6 +77,41 @@ def full(
     drawn, possible = _draw(x, lambda y: jnp.where(y >= limit, mass(y), 0.0), seed, position)
     tokens = jnp.where((temperature > 0) & possible, drawn, few.likeliest)
     return tokens, count_drawn(counts, slots, tokens), token_logprobs(logits, tokens)
+
+
+def full_by_rows(
+    logits: jax.Array,
+    temperature: jax.Array,
+    seed: jax.Array,
+    position: jax.Array,
+    slots: jax.Array,
+    params: SlotParams,
+    counts: jax.Array,
+    *,
+    search: Callable = token_limits,
+    most: int = ROWS,
+) -> tuple[jax.Array, jax.Array, LogprobsOut]:
+    """`full`, at most `most` rows at a time, so that what it makes of the logits' size exists for so many rows only."""
+    rows = logits.shape[0]
+    blocks = -(-rows // most)
+    size = -(-rows // blocks)
+    if blocks == 1:
+        return full(logits, temperature, seed, position, slots, params, counts, search=search)
+
+    def block(counts: jax.Array, number: jax.Array) -> tuple[jax.Array, tuple[jax.Array, LogprobsOut]]:
+        start = jnp.minimum(number * size, rows - size)
+        x, heat, key, at, mine = (lax.dynamic_slice_in_dim(a, start, size) for a in (logits, temperature, seed, position, slots))
+        mine = jnp.where(start + jnp.arange(size) < number * size, -1, mine)  # the last block repeats rows to be whole
+        tokens, counts, found = full(x, heat, key, at, mine, params, counts, search=search)
+        return counts, (tokens, found)
+
+    def whole(made: jax.Array) -> jax.Array:
+        """[blocks, size, ...] -> [R, ...], without the rows that the last block repeats."""
+        return jnp.concatenate([made[:-1].reshape(-1, *made.shape[2:]), made[-1, blocks * size - rows :]])
+
+    counts, made = lax.scan(block, counts, jnp.arange(blocks))
+    tokens, found = jax.tree.map(whole, made)
+    return tokens, counts, found
 
 
 def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxflow.engine.layout import SlotTable, pack
 from jaxflow.engine.programs import FULL, PLAIN
+from jaxflow.engine.temporary import together
 from jaxflow.engine.work import StepWork
 from jaxflow.model.slot_params import COUNT, IN_PROMPT, slot_values
 
@@ -110,4 +111,9 @@ def test_memory_it_asks_for(executor):
     assert executor.state_bytes() == sum(a.nbytes for a in jax.tree.leaves(held))
     widest = max(executor.layouts)
     logits = executor.layouts[widest][0].rows * executor.counts.shape[1] * 4
-    assert executor.temporary_bytes() > logits
+    needs = executor.temporary_needs(widest)
+    assert needs["plain"].temporary > logits
+    assert needs["full"].results < executor.counts.nbytes, "counts are updated in place"
+    # They run one after another: what the step takes is free for the sampler.
+    results = 2 * sum(need.results for need in needs.values())
+    assert together(needs.values()) == max(need.temporary for need in needs.values()) + results

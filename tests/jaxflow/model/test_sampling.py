@@ -1,5 +1,6 @@
 """The samplers against a plain numpy reading of vLLM's semantics, and the laws of drawing."""
 
+import functools
 from unittest import mock
 
 import jax
@@ -149,6 +150,24 @@ def random_logits(rows, vocab=VOCAB, padded=PADDED, seed=0, scale=3.0):
     logits = np.full((rows, padded), -np.inf, np.float32)
     logits[:, :vocab] = np.random.default_rng(seed).normal(size=(rows, vocab)) * scale
     return logits
+
+
+@pytest.mark.parametrize(("rows", "most"), [(5, 2), (6, 3)])
+def test_rows_a_block_at_a_time_are_rows_together(rows, most):
+    """Also where the last block repeats rows to be whole: they draw once, and count once."""
+    rng = np.random.default_rng(rows)
+    params, counts = empty_slots(SLOTS, PADDED)
+    for slot in range(SLOTS):
+        chosen = slot_values(top_k=slot, top_p=0.9, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2)
+        params, counts = fill_slot(params, counts, slot, chosen, rng.integers(0, VOCAB, 4).tolist(), rng.integers(0, VOCAB, 4).tolist())
+    logits = np.full((rows, PADDED), -np.inf, np.float32)
+    logits[:, :VOCAB] = rng.normal(size=(rows, VOCAB)) * 3
+    temperature, position = rng.choice([0.0, 0.7, 1.5], rows).astype(np.float32), rng.integers(1, 40, rows).astype(np.int32)
+    slots = np.where(np.arange(rows) == 1, -1, rng.permutation(SLOTS)[:rows]).astype(np.int32)
+    asked = logits, temperature, seeds_of(rng.integers(0, 2**62, rows).tolist()), position, slots, params, counts
+    together, apart = FULL(*asked), jax.jit(functools.partial(sampling.full_by_rows, most=most))(*asked)
+    for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_greedy_is_argmax_and_ties_go_to_the_first():

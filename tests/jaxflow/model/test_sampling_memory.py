@@ -13,12 +13,12 @@ from pallas_kernels import reference, token_limits
 ROWS, SLOTS, VOCAB = 128, 256, 128256
 
 
-def arguments(**slots):
+def arguments(rows=ROWS, **slots):
     def shape(*dims, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(dims, dtype)
 
-    position = shape(ROWS, dtype=jnp.int32)
-    plain = (shape(ROWS, VOCAB), shape(ROWS), shape(ROWS, 2, dtype=jnp.uint32), position)
+    position = shape(rows, dtype=jnp.int32)
+    plain = (shape(rows, VOCAB), shape(rows), shape(rows, 2, dtype=jnp.uint32), position)
     return abstract(h200_mesh(), (*plain, position, *slots.values()) if slots else plain)
 
 
@@ -36,3 +36,13 @@ def test_full_makes_few_and_counts_in_place(search, arrays):
     assert found.memory.temp_size_in_bytes < (arrays + 0.7) * ROWS * VOCAB * 4
     assert found.memory.alias_size_in_bytes == SLOTS * VOCAB * 2
     assert found.copies((SLOTS, VOCAB)) == 0
+
+
+def test_of_many_rows_it_makes_as_few_as_of_a_block():
+    rows = 4 * sampling.ROWS
+    params, counts = jax.eval_shape(lambda: slot_params.empty_slots(rows, VOCAB))
+    full = functools.partial(sampling.full_by_rows, search=token_limits.token_limits)
+    found = compile_for_h200(full, *arguments(rows, params=params, counts=counts), donate_argnums=(6,))
+    assert found.memory.temp_size_in_bytes < 2.7 * sampling.ROWS * VOCAB * 4  # a block's logits are cut out of all
+    assert found.memory.alias_size_in_bytes == rows * VOCAB * 2
+    assert found.copies((rows, VOCAB)) == 0
