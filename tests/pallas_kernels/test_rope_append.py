@@ -118,6 +118,7 @@ FORMS = [  # (cache, KV heads, head width, tokens together)
     (jnp.bfloat16, 8, 128, 1),  # another layer: the table of angles is the same
     (jnp.float8_e4m3fn, 8, 128, 1),
     (jnp.int8, 8, 128, 1),
+    (jnp.bfloat16, 28, 128, 1),  # as many bytes a token as OPT-30B's: two workers' ring is all that fits
     (jnp.bfloat16, 1, 64, 1),
     (jnp.float8_e4m3fn, 3, 64, 1),
     (jnp.float8_e4m3fn, 2, 256, 1),
