@@ -22,7 +22,7 @@ from jaxflow.bench import machine, options, report
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.build import choose_kernels, resolve
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.plans import make_layout, on_gpu
+from jaxflow.engine.plans import make_layouts, on_gpu
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.temporary import IN_FLIGHT, Need, together
 from jaxflow.flags import engine_config_from_flags
@@ -52,7 +52,8 @@ def define_flags() -> None:
 
 def abstract_executor(config: EngineConfig, model: ModelConfig, mesh: Mesh, kernels: KernelSet, tokens: int) -> Executor:
     """An executor of one bucket to compile with: shapes for weights. config: resolved."""
-    tp, layout_plan = mesh.shape[TP], sequential_plan(model, tokens, mesh.shape[TP])
+    tp = mesh.shape[TP]
+    plan = sequential_plan(model, tokens, tp)
     chosen: dict[str, Any] = {"quantization": config.quantization, "kv_scales": config.kv_cache_dtype == "float8_e4m3fn"}
     specs = shardings(model, mesh, **chosen)
     weights = jax.tree.map(
@@ -60,12 +61,12 @@ def abstract_executor(config: EngineConfig, model: ModelConfig, mesh: Mesh, kern
         shapes(model, tp, config.dtype, **chosen),
         specs,
     )
-    forward = compile_plan(layout_plan, model, tp, quantized=config.quantization == "fp8")
+    forward = compile_plan(plan, model, tp, quantized=config.quantization == "fp8")
     assert config.max_model_len is not None
     return Executor(
         Programs(Context(model, kernels, axis_of(mesh)), mesh, specs),
         weights,
-        [make_layout(config, model, layout_plan)],
+        make_layouts(config, model, [plan], decodes_alone=False),
         lambda _: forward,
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
