@@ -1,7 +1,9 @@
 """The programs of a geometry, compiled for a device before anything is loaded: what they need beside their inputs is accounted for."""
 
+import concurrent.futures
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -53,18 +55,25 @@ def attends_on_host(g: Geometry) -> bool:
 
 
 def compile_programs(programs: Programs, placed: PlacedWeights, device: Any, on_progress: Callable[[str], object]) -> Compiled:
-    """Compiles everything that a run calls. on_progress: told each program before it is compiled."""
-    g = programs.geometry
-    struct = _structs(SingleDeviceSharding(device))
-    b, working = g.batch, [0]
+    """Compiles everything that a run calls. on_progress: told each program as it is handed over."""
+    # Lowering is Python, one at a time whatever the threads; compiling is XLA's, and runs beside it.
+    with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
+        begun = _begin(programs, placed, device, pool, on_progress)
+        fields = {name: _finished(value) for name, value in begun.items()}
+    working = [_working_bytes(one) for value in fields.values() for one in (value.values() if isinstance(value, dict) else [value])]
+    return Compiled(**fields, vocabulary=_vocabulary(placed), working_bytes=max(working))
 
-    def build(name: str, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> Callable:
+
+def _begin(
+    programs: Programs, placed: PlacedWeights, device: Any, pool: concurrent.futures.Executor, on_progress: Callable[[str], object]
+) -> dict[str, Any]:
+    """The fields of `Compiled` that are programs, each a future, or a dict of them."""
+    g = programs.geometry
+    struct, b = _structs(SingleDeviceSharding(device)), g.batch
+
+    def build(name: str, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> concurrent.futures.Future:
         on_progress(name)
-        compiled = _compile(jax.jit(function, donate_argnums=donate).lower(*struct(arguments)), device)
-        found = compiled.memory_analysis()
-        if found is not None:
-            working[0] = max(working[0], found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes)
-        return compiled
+        return pool.submit(_compile, jax.jit(function, donate_argnums=donate).lower(*struct(arguments)), device)
 
     def vector(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -72,7 +81,7 @@ def compile_programs(programs: Programs, placed: PlacedWeights, device: Any, on_
     def pieces(tokens: int) -> tuple:
         return tuple(g.activation(part.rows, tokens) for part in g.activation_parts)
 
-    def by_phase(make: Callable[[bool], Callable]) -> dict[bool, Callable]:
+    def by_phase(make: Callable[[bool], Any]) -> dict[bool, Any]:
         return {prompt: make(prompt) for prompt in (True, False)}
 
     away = [part for part in g.kv_parts if part.tier != "device"]
@@ -97,14 +106,34 @@ def compile_programs(programs: Programs, placed: PlacedWeights, device: Any, on_
         else:
             donate = (2, 3) if g.policy.kv_bits == 16 else (2,)
             decode[layer] = build("decode", programs.decode(layer), w, pieces(1), home, loaded, vector(b), live, donate=donate)
-    vocabulary = placed.ends.get("lm_head", placed.ends["embed"]).shape[0]
-    slots = jax.eval_shape(lambda: empty_slots(b, vocabulary))
+    slots = jax.eval_shape(lambda: empty_slots(b, _vocabulary(placed)))
     rows = (vector(b, dtype=jnp.float32), vector(b, 2, dtype=jnp.uint32), vector(b))
     states = jax.ShapeDtypeStruct((b, g.config.hidden_size), g.dtype)
-    hidden = by_phase(lambda p: build("hidden", programs.hidden, placed.ends, pieces(tokens[p]), vector(b)))
-    sample = build("sample", programs.sample, placed.ends, states, *rows)
-    full = build("sample_full", programs.sample_full, placed.ends, states, *rows, vector(b), *slots, donate=(7,))
-    return Compiled(embed, prefill, decode, before, after, hidden, sample, full, vocabulary, working[0])
+    return {
+        "embed": embed,
+        "prefill": prefill,
+        "decode": decode,
+        "before": before,
+        "after": after,
+        "hidden": by_phase(lambda p: build("hidden", programs.hidden, placed.ends, pieces(tokens[p]), vector(b))),
+        "sample": build("sample", programs.sample, placed.ends, states, *rows),
+        "sample_full": build("sample_full", programs.sample_full, placed.ends, states, *rows, vector(b), *slots, donate=(7,)),
+    }
+
+
+def _finished(value: Any) -> Any:
+    return {key: one.result() for key, one in value.items()} if isinstance(value, dict) else value.result()
+
+
+def _working_bytes(compiled: Any) -> int:
+    """What a program takes beside its inputs: its outputs too, but for those that are its inputs updated in place."""
+    found = compiled.memory_analysis()
+    return 0 if found is None else found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+
+
+def _vocabulary(placed: PlacedWeights) -> int:
+    """V', with padding."""
+    return placed.ends.get("lm_head", placed.ends["embed"]).shape[0]
 
 
 def _compile(lowered: Any, device: Any) -> Any:

@@ -1,7 +1,9 @@
 """`python -m jaxflow.offload`, which is `LLM(offload=...)` with flags; and what runs policies in the bench and the search."""
 
+import contextlib
 import json
 
+import msgspec
 import paths
 import pytest
 from absl import flags
@@ -12,10 +14,13 @@ from jaxflow.bench.offload import parse_blocks
 from jaxflow.config import ConfigError
 from jaxflow.engine.request import InvalidRequest, SamplingParams
 from jaxflow.offload.__main__ import main
+from jaxflow.offload.accounting import DoesNotFit
 from jaxflow.offload.policy import save_policy
+from search import offload
 from search.__main__ import main as search
 
 MODEL = "stories260K"
+POLICY = msgspec.to_builtins(policy(MODEL))
 FOLDER = str(paths.MODELS / MODEL)
 
 
@@ -104,3 +109,38 @@ def test_search_runs_a_policy_beside_its_prediction(tmp_path, capsys):
     assert "all on the host" in capsys.readouterr().out
     (row,) = json.loads((tmp_path / "runs.json").read_text())["rows"]
     assert row["tokens"] == 4 and row["policy"]["kv"]["host"] == 100 and row["predicted"]["tokens_per_s"] > 0
+
+
+def test_search_looks_for_less_where_the_account_says_that_a_policy_does_not_fit(monkeypatch, capsys):
+    tried = []
+
+    @contextlib.contextmanager
+    def start(offload, *_, **__):
+        tried.append(offload.policy.weights.device)
+        if len(tried) < 3:
+            raise DoesNotFit("device", 1_000_000, 850_000, "more")
+        yield None
+
+    measured = {"name": "all optimisations", "overlap": True, "tokens_per_s": 1.0, "predicted": {"tokens_per_s": 1.0, "latency_error": 0.0}}
+    monkeypatch.setattr(offload, "start", start)
+    monkeypatch.setattr(
+        offload, "_measured", lambda name, runtime, predicted, link: measured | {"policy": POLICY, "link": {"busy_share": 0.5}}
+    )
+    arguments = [
+        "--model",
+        FOLDER,
+        "--prompt_tokens",
+        "8",
+        "--output_tokens",
+        "2",
+        "--gpu_mem",
+        "0.0008",
+        "--cpu_mem",
+        "1",
+        "--link_mb",
+        "1",
+    ]
+    arguments += ["--gpu_batch_sizes", "2", "--num_gpu_batches", "1", "--only", "all optimisations"]
+    assert search(["search", "offload", *arguments]) == 0
+    assert tried == sorted(tried, reverse=True) and tried[0] > tried[-1]
+    assert "link busy 50%" in capsys.readouterr().out
