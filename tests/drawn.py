@@ -154,7 +154,7 @@ class Bench:
     def check(self, plan: Plan, *batches: Batch) -> None:
         """Law 1: the plan computes what the plain forward computes."""
         w, kv, forward = plain(self)
-        planned = self.jitted(compile_plan(plan, self.config, self.tp, quantized=self.quantization == "fp8"))
+        planned = _planned(self, plan)
         close = alike if self.narrow else equal
         for batch in batches:
             logits, x, cache = planned(w, kv, batch)
@@ -167,6 +167,12 @@ class Bench:
             real = int((batch.slots[0] < ROWS * PAGES_A_ROW * PAGE).sum())
             close(x[:real], want_x[:real])
             jax.tree.map(close, cache, want_cache)
+
+
+@functools.lru_cache(maxsize=4)
+def _planned(bench: Bench, plan: Plan):
+    """The plan's step, compiled once for many batches."""
+    return bench.jitted(compile_plan(plan, bench.config, bench.tp, quantized=bench.quantization == "fp8"))
 
 
 def equal(got, want) -> None:

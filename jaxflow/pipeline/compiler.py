@@ -56,7 +56,7 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: boo
         step.flush()
         with jax.named_scope("final_norm"):
             x = step.stream_after(final, plan.tokens)
-            _, hidden = ops.final_norm(c, weights, x[batch.sample_tokens], None)
+            _, hidden = ops.final_norm(c, weights, x[step.sample_tokens()], None)
         return hidden, x, step.kv
 
     return forward
@@ -98,6 +98,9 @@ class _Step:
         self.works: dict[tuple, Any] = {}  # attention op, window, tokens and SMs -> the kernel's list of work
         self.at = 0  # where in the program this is
         self.barriers = 0
+        beside = {run.nano.op in ATTENTION for run in reads.runs if run.nano.stream}
+        self.overlaps = len(beside) == 2  # attention and others are on side streams
+        self.zero = Piece((-2, "zero"), Span(0, batch.num_tokens), streams.zero_behind(jax.tree.leaves(batch)))
 
     def issue(self, group: Group) -> None:
         """The next nano-ops of the program.
@@ -153,6 +156,9 @@ class _Step:
         for run in group.runs:
             if run.nano.op in ATTENTION:
                 self.work(run)  # on the main stream, once for all layers
+        attends = self.overlaps and group.runs[0].nano.op in ATTENTION
+        if attends:  # the region must read what `zero_behind` reads, not another form of it
+            self.join([self.zero, *self.values.find((group.runs[0].layer, "q"), group.runs[0].span)])
         for part in group.segments:
             out = streams.region(group.runs[0].nano.stream, functools.partial(self.trace, part))
             (layer, value), span = part.output
@@ -160,6 +166,20 @@ class _Step:
             put.stream = group.runs[0].nano.stream
         for run in group.runs:
             self.record(run)
+        if attends:
+            self.begin([run for run in group.runs if run.nano.op in ATTENTION])
+
+    def begin(self, runs: list[Run]) -> None:
+        """Attention on a side stream has what it needs: what the plan issues after it is issued behind its beginning."""
+        layer, own = runs[0].layer, self.weights["layers"][runs[0].layer]
+        scales = [own[name] for name in ("unified", "k_scale", "v_scale") if name in own]
+        needed = [self.values.read((layer, "q"), runs[0].span), self.kv[layer], scales, [self.work(run) for run in runs]]
+        zero = streams.zero_behind([self.zero.array, *(leaf for leaf in jax.tree.leaves(needed) if leaf.size)])
+        self.zero = Piece(self.zero.source, self.zero.span, zero)
+
+    def sample_tokens(self) -> Array:
+        """The batch's, in a form that reads `zero`: XLA would forget it otherwise."""
+        return self.batch.sample_tokens + self.zero.array if self.overlaps else self.batch.sample_tokens
 
     def trace(self, part: Segment) -> Array:
         """The steps of a segment; returns the one value that outlives it."""
@@ -231,10 +251,15 @@ class _Step:
             if not before.span.meets(run.span):
                 first += filter(self.alive, self.made[before.nano.id])
         inputs = [piece for source in run.reads for piece in self.values.find(source, run.span)]
+        if self.overlaps and (run.nano.op == "rope_append" or (run.nano.stream and run.nano.op not in ATTENTION)):
+            first.append(self.zero)
         first = [piece for piece in first if not any(piece.passed & other.behind for other in inputs)]
-        if not first:  # nothing to follow, or an earlier barrier sees to it
-            return
-        pieces = list({id(piece): piece for piece in (*first, *inputs)}.values())
+        if first:  # else there is nothing to follow, or an earlier barrier sees to it
+            self.join([*first, *inputs])
+
+    def join(self, pieces: list[Piece]) -> None:
+        """A barrier: whatever uses one of the pieces from now on comes after all of them are there."""
+        pieces = list({id(piece): piece for piece in pieces}.values())
         behind = functools.reduce(int.__or__, (piece.behind for piece in pieces), 1 << self.barriers)
         for piece, array in zip(pieces, streams.together([piece.array for piece in pieces]), strict=True):
             piece.array, piece.passed, piece.behind = array, piece.passed | 1 << self.barriers, behind

@@ -51,6 +51,23 @@ def together[T](values: list[T]) -> list[T]:
     return lax.optimization_barrier(values)
 
 
+def zero_behind(values: list[jax.Array]) -> jax.Array:
+    """0, int32, which is known once all the values are there.
+
+    XLA issues a region as soon as it has issued what makes its inputs, but chooses itself which inputs to make first. What
+    needs this number is issued behind every region that reads nothing but the values; it waits for them, not for the region.
+    """
+    bits = [_first_bits(value) & 1 for value in values]
+    return (functools.reduce(jax.numpy.bitwise_or, bits) >> 1).astype(jax.numpy.int32)
+
+
+def _first_bits(value: jax.Array) -> jax.Array:
+    """The first element's bits, uint32: of what is read here only XLA's order matters."""
+    first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())
+    width = 8 * value.dtype.itemsize
+    return lax.bitcast_convert_type(first, f"uint{width}").astype(jax.numpy.uint32)
+
+
 def region(stream: int, work: Callable[[], jax.Array]) -> jax.Array:
     """`work()` on stream 1 or higher, beside what the main stream and other streams do.
 

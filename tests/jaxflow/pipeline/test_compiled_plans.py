@@ -1,12 +1,16 @@
-"""What XLA makes of plans for an H200: nano-batches stay apart, caches are not copied, streams are where the plan says."""
+"""What XLA makes of plans for an H200: the schedule is the plan's, nano-batches stay apart, caches are not copied."""
 
 import functools
 import re
 
 import jax
 import jax.numpy as jnp
+import msgspec
+import paths
+import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from jax.sharding import PartitionSpec
+from schedule import check_schedule, read
 
 from jaxflow.config import Layer, ModelConfig, Rope
 from jaxflow.memory.kv_cache import cache_spec
@@ -15,15 +19,14 @@ from jaxflow.model import ops, weights
 from jaxflow.model.batch import Batch
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import phased_plan, two_nano_batch_plan
-from jaxflow.pipeline.plan import borders
-from pallas_kernels import chunk_attention, decode_attention
+from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.order import graph_of
+from jaxflow.pipeline.plan import borders, load
+from pallas_kernels import rope_append
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
 
 TOKENS, SPLIT, ROWS, PAGES_A_ROW, PAGES = 512, 192, 64, 4, 2048
-MODEL = ModelConfig("llama", 32000, 1024, 8, 2, 128, 2816, (Layer(rope=Rope(1e4)),) * 2, 8192)
-HOPPER = KernelSet("hopper", decode_attention=decode_attention.decode_attention, chunk_attention=chunk_attention.chunk_attention)
-NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}  # so that the schedule shows streams
+MODEL = ModelConfig("llama", 32000, 1024, 8, 2, 128, 2816, (Layer(rope=Rope(1e4)),) * 3, 8192)
 
 
 def some_attention(q, k_pages, v_pages, pages, **_):
@@ -38,15 +41,28 @@ def some_decode_attention(q, k_pages, v_pages, table, lengths, *, into=None, **_
     return heads if len(heads) == len(q) else jnp.concatenate([heads, into[len(heads) :]])
 
 
+# Appends are one kernel, as they are on a GPU: the twin's two scatters are ordered otherwise.
 SIMPLE = KernelSet(
     "simple",
     decode_attention=some_decode_attention,
     chunk_attention=lambda q, k, v, table, chunks, **rest: some_attention(q, k, v, table[chunks[:1, 2]].repeat(len(q), 0)),
+    rope_append=rope_append.rope_append,
 )
 
 
+def arguments(plan, mesh, tp):
+    """Shapes and shardings of a step's weights, cache and batch."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    tokens, chunks, table = plan.tokens, shape((ROWS + len(borders(plan)), 4)), shape((1, ROWS, PAGES_A_ROW))
+    batch = Batch(shape((tokens,)), shape((tokens,)), shape((1, tokens)), table, shape((ROWS,)), shape(()), chunks, shape((ROWS,)))
+    cache = jax.ShapeDtypeStruct((PAGES, MODEL.num_kv_heads, 64, MODEL.head_dim), jnp.bfloat16)
+    kv, kv_specs = [(cache, cache) for _ in MODEL.layers], [(cache_spec(mesh),) * 2 for _ in MODEL.layers]
+    specs = (weights.shardings(MODEL, mesh), kv_specs, jax.tree.map(lambda _: PartitionSpec(), batch))
+    return (weights.shapes(MODEL, tp, jnp.bfloat16), kv, batch), specs
+
+
 def compiled(plan, kernels, tp=1, **options):
-    """A step of the plan; the cache of a device must be aliased whole and never copied."""
+    """A step of the plan; the cache of a device must be aliased whole and never copied, and no weight may be."""
     mesh = h200_mesh((tp,))
     context, forward = ops.Context(MODEL, kernels, axis_of(mesh)), compile_plan(plan, MODEL, tp)
 
@@ -54,86 +70,107 @@ def compiled(plan, kernels, tp=1, **options):
         hidden, _, kv = forward(context, w, kv, batch)
         return hidden, kv
 
-    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    chunks = shape((ROWS + len(borders(plan)), 4))
-    table = shape((1, ROWS, PAGES_A_ROW))
-    batch = Batch(shape((TOKENS,)), shape((TOKENS,)), shape((1, TOKENS)), table, shape((ROWS,)), shape(()), chunks, shape((ROWS,)))
-    cache = jax.ShapeDtypeStruct((PAGES, MODEL.num_kv_heads, 64, MODEL.head_dim), jnp.bfloat16)
-    kv, kv_specs = [(cache, cache) for _ in MODEL.layers], [(cache_spec(mesh),) * 2 for _ in MODEL.layers]
-    replicated = PartitionSpec()
-    specs = (weights.shardings(MODEL, mesh), kv_specs, jax.tree.map(lambda _: replicated, batch))
-    jitted = jax.jit(over_shards(step, mesh, specs, (replicated, kv_specs)), donate_argnums=(1,))
-    args = abstract(mesh, (weights.shapes(MODEL, tp, jnp.bfloat16), kv, batch), specs)
-    found = compile_for_h200(jitted, *args, options=xla_options(plan, tp) | options)
+    shapes, specs = arguments(plan, mesh, tp)
+    jitted = jax.jit(over_shards(step, mesh, specs, (PartitionSpec(), specs[1])), donate_argnums=(1,))
+    found = compile_for_h200(jitted, *abstract(mesh, shapes, specs), options=xla_options(plan, tp) | options)
     mine = (PAGES, MODEL.num_kv_heads // tp, 64, MODEL.head_dim)
     flat = (mine[0] * mine[1] * mine[2], mine[3])
     assert found.memory.alias_size_in_bytes == 2 * 2 * len(MODEL.layers) * flat[0] * flat[1]
     assert found.copies(mine) == found.copies(flat) == 0
+    d, f = MODEL.hidden_size, MODEL.intermediate_size // tp
+    assert not any(found.copies(shape) for shape in ((2 * f, d), (d, f), ((8 + 2 * 2) * 128 // tp, d), (d, d // tp)))
     return found
 
 
-def rows_of_products(found):
+def rows_of_products(found, tp=1):
     """Rows of every product that has a weight; XLA may have cut its inner dimension (a leading axis)."""
     shapes = [[int(n) for n in result[result.index("[") + 1 : -1].split(",")] for result in found.instructions("dot")]
-    widths = {(MODEL.num_heads + 2 * MODEL.num_kv_heads) * MODEL.head_dim, MODEL.hidden_size, 2 * MODEL.intermediate_size}
+    widths = {(MODEL.num_heads + 2 * MODEL.num_kv_heads) * MODEL.head_dim // tp, MODEL.hidden_size, 2 * MODEL.intermediate_size // tp}
     return sorted(shape[-2] for shape in shapes if shape[-1] in widths)
 
 
-def test_nano_batches_stay_apart_and_caches_in_place():
-    """The Hopper kernels, on the main stream: four products a layer for each half, none for both."""
-    found = compiled(two_nano_batch_plan(MODEL, TOKENS, SPLIT), HOPPER)
-    assert rows_of_products(found) == [SPLIT] * 8 + [TOKENS - SPLIT] * 8
-    assert [thunk.kind for thunk in found.graph_thunks if not thunk.depth] == ["kCommandBuffer"], "the step is not one CUDA graph"
+SEARCHED = paths.DATA / "plans" / "llama-3.1-8b-2048.json"
+PLANS = {
+    "two nano-batches": (two_nano_batch_plan(MODEL, TOKENS, SPLIT), 1),
+    "phases": (phased_plan(MODEL, TOKENS, 72), 1),  # halves as unequal as decodes and chunks are
+    "searched": (load(SEARCHED), 1),
+    "two nano-batches on two devices": (two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2), 2),
+}
+
+
+@functools.cache
+def on_streams(name):
+    """Without a CUDA graph, so that the schedule shows streams."""
+    plan, tp = PLANS[name]
+    return compiled(plan, SIMPLE, tp, **streams.GRAPHS["streams"])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_schedule_is_the_plans(name):
+    """Every nano-op on its stream in its order; attention beside its products; sums over devices under theirs."""
+    (plan, tp), found = PLANS[name], on_streams(name)
+    check_schedule(found.hlo, plan, graph_of(plan, MODEL, tp), ROWS)
+    sizes = [nano.stop - nano.start for nano in plan.nano_ops if nano.op in ("qkv", "out_proj", "up_gate", "down")]
+    assert set(rows_of_products(found, tp)) == set(sizes), "nano-batches were merged, or cut"
+
+
+def edited(plan, name, **changes):
+    return msgspec.structs.replace(
+        plan, nano_ops=tuple(msgspec.structs.replace(n, **changes) if n.id == name else n for n in plan.nano_ops)
+    )
+
+
+def test_the_checker_knows_a_schedule_that_is_not_the_plans():
+    """The phases' own schedule, held against plans that say otherwise."""
+    (plan, _), hlo = PLANS["phases"], on_streams("phases").hlo
+    graph = graph_of(plan, MODEL)
+    assert {window.stream for window in read(hlo, plan)} == {0, 1, 2}
+    for other, message in (
+        (edited(plan, "up_gate.1", stream=0), "up_gate on stream"),
+        (edited(plan, "chunk_attention.0", stream=2), "chunk_attention on stream"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            check_schedule(hlo, other, graph, ROWS)
 
 
 def test_without_barriers_xla_merges_the_nano_batches(monkeypatch):
+    """And the checker says so."""
     monkeypatch.setattr(streams, "together", lambda values: values)
-    assert TOKENS in rows_of_products(compiled(two_nano_batch_plan(MODEL, TOKENS, SPLIT), SIMPLE))
+    plan, _ = PLANS["two nano-batches"]
+    found = compiled(plan, SIMPLE)
+    assert TOKENS in rows_of_products(found)
+    with pytest.raises(AssertionError, match="qkv on stream 0"):
+        check_schedule(found.hlo, plan, graph_of(plan, MODEL), ROWS)
 
 
-def test_sums_over_devices_run_beside_products_of_the_other_half():
-    found = compiled(two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2), SIMPLE, tp=2, **NO_GRAPH)
-    open_sums, beside = {}, []
-    for thunk in found.thunks:
-        if thunk.kind == "kAsyncStart" and thunk.stream.startswith("communication"):
-            open_sums[thunk.async_id] = 0
-        elif thunk.kind == "kAsyncDone" and thunk.async_id in open_sums:
-            beside.append(open_sums.pop(thunk.async_id))
-        elif "gemm" in thunk.name and not thunk.stream.startswith("communication"):
-            open_sums = {key: count + 1 for key, count in open_sums.items()}
-    # Two sums a layer for each half; the embeddings' is one more, and the very last has nothing left to hide behind.
-    assert sum(count > 0 for count in beside) >= 4 * len(MODEL.layers) - 1, beside
+def test_what_is_behind_attentions_beginning_is_issued_behind_it(monkeypatch):
+    """Without that XLA awaits products first that should run beside attention; the checker says so."""
+    monkeypatch.setattr(streams, "zero_behind", lambda values: jnp.zeros((), jnp.int32))
+    plan, _ = PLANS["phases"]
+    found = compiled(plan, SIMPLE, **streams.GRAPHS["streams"])
+    with pytest.raises(AssertionError, match="beside it should be"):
+        check_schedule(found.hlo, plan, graph_of(plan, MODEL), ROWS)
 
 
-def test_phases_on_streams():
-    """Each attention is in a region of stream 1, with a region of products on stream 2 open beside it at some time."""
-    found = compiled(phased_plan(MODEL, TOKENS, SPLIT), HOPPER, **NO_GRAPH)
-    assert rows_of_products(found) == [SPLIT] * 8 + [TOKENS - SPLIT] * 8
-    names = {1: "computation_stream[1]", 2: "computation_stream[2]"}
-    spans = {stream: [] for stream in names}
-    for start, thunk in enumerate(found.thunks):
-        for stream, name in names.items():
-            if thunk.kind == "kAsyncStart" and thunk.stream == name:
-                stop = next(i for i, other in enumerate(found.thunks) if other.kind == "kAsyncDone" and other.async_id == thunk.async_id)
-                spans[stream].append((start, stop))
-    assert len(spans[1]) == 2 * len(MODEL.layers)
-    for start, stop in spans[1]:
-        assert any(first < stop and start < last for first, last in spans[2]), (start, stop, spans[2])
-    outside = [thunk.name for thunk in found.thunks if "gemm" in thunk.name and thunk.stream not in names.values()]
-    assert not outside, "products left the side streams"
-    for nano in ("qkv/qkv.1", "out_proj/out_proj.0", "up_gate/up_gate.1", "down/down.0"):  # profiles find ops by these names
-        assert re.search(rf'op_name="[^"]*compute_on/{nano}/dot_general"', found.hlo), nano
+def test_a_sequential_step_in_one_cuda_graph():
+    plan = sequential_plan(MODEL, TOKENS)
+    found = compiled(plan, SIMPLE, **streams.GRAPHS["whole"])
+    assert [thunk.kind for thunk in found.graph_thunks if not thunk.depth] == ["kCommandBuffer"]
+    check_schedule(found.hlo, plan, graph_of(plan, MODEL), ROWS)
 
 
-def test_shares_of_the_device_reach_the_kernels():
-    """24 SMs for attention, 108 for the products beside it: in the grids of the kernels that the step launches."""
+def test_the_hopper_kernels_on_their_shares_of_the_device():
+    """24 SMs for attention, 108 for the products beside it: in the grids of the kernels, on the plan's streams, as one CUDA graph."""
     kernels = kernel_set_for("gpu", "9.0", head_dim=128, queries_per_kv_head=4, page_size=64, dtype="bfloat16", kv_dtype="bfloat16")
-    found = compiled(phased_plan(MODEL, TOKENS, SPLIT, sms=(24, 108)), kernels, **NO_GRAPH)
-    layers = len(MODEL.layers)
+    plan = phased_plan(MODEL, TOKENS, SPLIT, sms=(24, 108))
+    found = compiled(plan, kernels)
+    check_schedule(found.hlo, plan, graph_of(plan, MODEL), ROWS)
+    assert [thunk.kind for thunk in found.graph_thunks if not thunk.depth] == ["kCommandBuffer"], "the step is not one CUDA graph"
     names = re.findall(r"(decode_attention|chunk_attention|dense_gemm)_(\d+)", found.hlo)
     assert {name: {int(sms) for other, sms in names if other == name} for name, _ in names} == {
         "decode_attention": {24},
         "chunk_attention": {24},
         "dense_gemm": {108},
     }
-    assert len(re.findall(r"custom-call[^\n]*dense_gemm_108", found.hlo)) >= 4 * 2 * layers - 1
+    for nano in ("qkv/qkv.1", "out_proj/out_proj.0", "up_gate/up_gate.1", "down/down.0"):  # profiles find ops by these names
+        assert re.search(rf'op_name="[^"]*compute_on/{nano}/', found.hlo), nano

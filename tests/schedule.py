@@ -1,0 +1,153 @@
+"""The schedule that XLA made of a step, read from its optimised program, and held against the step's plan.
+
+A program's entry lists instructions in the order in which they are issued. Work of a side stream is a region: a `call-start`
+that names a computation, and the `call-done` where the main stream waits for it; a collective may be a start and a done too.
+What belongs to which nano-op is told by the names that the compiler of plans gives (`.../qkv/qkv.1/...`).
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+
+from jaxflow.model.graph import Graph
+from jaxflow.pipeline.order import ATTENTION, Run, program
+from jaxflow.pipeline.plan import Plan
+
+_INSTRUCTION = re.compile(r"^ *(?:ROOT )?%(?P<name>\S+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<rest>.*)$", re.M)
+_WORK = ("dot", "custom-call", "scatter", "all-reduce", "all-reduce-start")  # what a nano-op is known by
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Work that is under way from one place of the schedule to another: nano-ops by id, each once, as they are issued."""
+
+    first: int
+    last: int
+    stream: int
+    nano_ops: tuple[str, ...]
+    opcodes: tuple[str, ...]
+
+    def meets(self, other: "Window") -> bool:
+        return self.first < other.last and other.first < self.last
+
+
+def read(hlo: str, plan: Plan) -> list[Window]:
+    """The windows of a compiled step, by their beginning."""
+    ids = {(nano.op, nano.id) for nano in plan.nano_ops}
+    bodies, entry = _computations(hlo)
+    windows, open_ = [], {}
+    for at, found in enumerate(_INSTRUCTION.finditer(bodies[entry])):
+        opcode, rest, name = found["opcode"], found["rest"], found["name"]
+        if opcode in ("call-done", "all-reduce-done"):
+            start = open_.pop(re.match(r"%(\S+?)[,)]", rest)[1])
+            windows.append(dataclasses.replace(start, last=at))
+            continue
+        body = re.search(r"(?:calls|to_apply)=%([\w.-]+)", rest)
+        work = _work(bodies, body[1], ids) if body and opcode in ("fusion", "call", "call-start", "async-start") else []
+        own = _named(rest, ids) if opcode in _WORK else None
+        work += [(own, opcode)] if own else []
+        stream = re.search(r'_xla_stream_annotation="(\d+)"', rest)
+        window = Window(at, at + 1, int(stream[1]) if stream else 0, tuple(dict.fromkeys(i for i, _ in work)), tuple(c for _, c in work))
+        if opcode.endswith("-start"):
+            open_[name] = window
+        elif work:
+            windows.append(window)
+    assert not open_, f"regions without an end: {list(open_)}"
+    return sorted((window for window in windows if window.nano_ops), key=lambda window: window.first)
+
+
+def _computations(hlo: str) -> tuple[dict[str, str], str]:
+    """The text of each computation, by name, and the entry's name."""
+    heads = list(re.finditer(r"^(ENTRY )?%([\w.-]+) \(.*\{$", hlo, re.M))
+    ends = [head.start() for head in heads[1:]] + [len(hlo)]
+    return {h[2]: hlo[h.end() : end] for h, end in zip(heads, ends, strict=True)}, next(h[2] for h in heads if h[1])
+
+
+def _named(rest: str, ids: set[tuple[str, str]]) -> str | None:
+    """The nano-op that an instruction's metadata names."""
+    path = re.search(r'op_name="([^"]*)"', rest)
+    parts = path[1].split("/") if path else []
+    return next((nano for op, nano in itertools.pairwise(parts) if (op, nano) in ids), None)
+
+
+def _work(bodies: dict[str, str], name: str, ids: set[tuple[str, str]]) -> list[tuple[str, str]]:
+    """(nano-op, opcode) of the work in a computation and in those that it calls, in order."""
+    found = []
+    for one in _INSTRUCTION.finditer(bodies[name]):
+        body = re.search(r"(?:calls|to_apply)=%([\w.-]+)", one["rest"])
+        if body and one["opcode"] in ("fusion", "call"):
+            found += _work(bodies, body[1], ids)
+        elif one["opcode"] in _WORK and (nano := _named(one["rest"], ids)):
+            found.append((nano, one["opcode"]))
+    return found
+
+
+def check_schedule(hlo: str, plan: Plan, graph: Graph, rows: int) -> list[Window]:
+    """Asserts that the schedule is the plan's; returns it. rows: of the batch; decode attention of tokens behind them is nothing.
+
+    Every product, attention and collective of every layer is there once, on its stream, products and collectives in the
+    plan's order on that stream; attention on a side stream is open while all that the plan lets run beside it is issued; a
+    collective is under way while products run that the plan has between it and the first reader of its result (the first of
+    them, at least: XLA awaits it when it guesses that it is over).
+    """
+    windows, runs = read(hlo, plan), program(plan, graph)
+    like = {nano.id: (nano.op, nano.stop - nano.start) for nano in plan.nano_ops}  # XLA runs equal regions by one computation
+    place: dict[tuple[str, int], Window] = {}
+    for stream, op in dict.fromkeys((run.nano.stream, run.nano.op) for run in runs if run.op.kind in ("dense", "attention", "network")):
+        wanted = [run for run in runs if (run.nano.stream, run.nano.op) == (stream, op)]
+        wanted = [run for run in wanted if op != "decode_attention" or run.nano.start < rows]
+        there = [(like[nano], window) for window in windows for nano in window.nano_ops if like[nano][0] == op and window.stream == stream]
+        kernels = max(1, len(there) // max(1, len(wanted))) if op in ATTENTION and not stream else 1  # each a window of its own
+        assert [one for one, _ in there] == [like[run.nano.id] for run in wanted for _ in range(kernels)], f"{op} on stream {stream}"
+        for at, run in enumerate(wanted):
+            own = [window for _, window in there[at * kernels : (at + 1) * kernels]]
+            place[run.nano.id, run.layer] = dataclasses.replace(own[0], last=own[-1].last)
+    for stream in {run.nano.stream for run in runs}:
+        order = [place[run.nano.id, run.layer].first for run in runs if run.nano.stream == stream and run.op.kind == "dense"]
+        assert order == sorted(order), f"products of stream {stream} are in another order"
+    placed = {nano for nano, _ in place}
+    theirs = {(run.nano.op, run.nano.stream) for run in runs}
+    strays = {(nano, w.stream) for w in windows for nano in w.nano_ops if (like[nano][0], w.stream) not in theirs and (nano in placed)}
+    assert not strays, f"work on another stream than the plan's: {strays}"
+    behind = _behind(runs)
+    on_streams = any(nano.stream for nano in plan.nano_ops)
+    for index, run in enumerate(runs):
+        window = place.get((run.nano.id, run.layer))
+        if run.op.name in ATTENTION and run.nano.stream and window:
+            beside = [i for i, other in enumerate(runs) if other.op.kind == "dense" and other.nano.stream not in (0, run.nano.stream)]
+            beside = [runs[i] for i in beside if not behind[i] >> index & 1 and not behind[index] >> i & 1]
+            apart = [other.nano.id for other in beside if not place[other.nano.id, other.layer].meets(window)]
+            assert not apart, f"{run.nano.id} of layer {run.layer}: beside it should be {apart}"
+        if run.op.kind == "network" and window and not on_streams:
+            under = _under(runs, index)
+            spanned = [other for other in under if window.meets(place[other.nano.id, other.layer])]
+            assert spanned or not under, f"{run.nano.id} of layer {run.layer} has ended before {[other.nano.id for other in under]}"
+    return windows
+
+
+def _behind(runs: Sequence[Run]) -> list[int]:
+    """For each run all that it follows, a bit each: what made its inputs, its stream, its waits, its layer's cache."""
+    found: list[int] = []
+    for index, run in enumerate(runs):
+        before = 0
+        for i, other in enumerate(runs[:index]):
+            data = any((other.layer, value) in run.reads for value in other.makes) and other.span.meets(run.span)
+            cache = other.layer == run.layer and {other.nano.op == "rope_append", run.nano.op == "rope_append"} == {True, False}
+            cache = cache and (other.nano.op in ATTENTION or run.nano.op in ATTENTION)
+            lane = other.nano.stream == run.nano.stream and other.op.kind != "network"
+            if data or cache or lane or other.nano.id in run.nano.waits:
+                before |= found[i] | 1 << i
+        found.append(before)
+    return found
+
+
+def _under(runs: Sequence[Run], index: int) -> list[Run]:
+    """The products that are issued after a collective and before what first reads its result."""
+    sent = runs[index]
+    found = []
+    for run in runs[index + 1 :]:
+        if any((sent.layer, value) in run.reads for value in sent.makes) and run.span.meets(sent.span):
+            break
+        found += [run] if run.op.kind == "dense" else []
+    return found
