@@ -44,15 +44,20 @@ def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified=None,
     table, pages = page_tables(rng, lengths)
     k, v = (poison(random_pages(jax.random.key(rng.integers(2**31)), pages, kv, h), table, lengths) for _ in range(2))
     k, v, scales = cached(rng, k, v, dtype)
-    q = jnp.asarray(rng.normal(size=(len(lengths), n, h)) * rng.choice([1, 4]), jnp.bfloat16)
+    b, more = len(lengths), int(rng.choice([0, 43]))  # rows of q behind the sequences'
+    q = jnp.asarray(rng.normal(size=(b + more, n, h)) * rng.choice([1, 4]), jnp.bfloat16)
+    into = jnp.asarray(rng.normal(size=q.shape), jnp.bfloat16) if more else None
+    nobody = np.append(np.asarray(lengths) == 0, np.ones(more, bool))
     table, lengths = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
     how = {"sms": sms, "unified": None if unified is None else jnp.asarray(unified)}
     run = jax.jit(functools.partial(decode_attention, scale=h**-0.5, **how, **kw))
-    got = run(q, k, v, table, lengths, **scales)
-    err = error(got, exact(functools.partial(reference.decode_attention, **scales), q, k, v, table, lengths, scale=h**-0.5, **kw))
-    same = bool((got == run(q, k, v, table, lengths, **scales)).all())
-    about = {"b": len(lengths), "n": n, "kv": kv, "h": h, "cache": jnp.dtype(dtype).name, "sms": sms, "unified": unified, **kw}
-    say(rows, what="check decode", ok=err < TOLERANCE and same, error=err, same_bits=same, **about)
+    got = run(q, k, v, table, lengths, into=into, **scales)
+    want = exact(functools.partial(reference.decode_attention, **scales), q, k, v, table, lengths, scale=h**-0.5, **kw)
+    err = error(got[~nobody], want[~nobody])
+    same = bool((got == run(q, k, v, table, lengths, into=into, **scales)).all())
+    kept = bool((got[nobody] == (jnp.zeros_like(q) if into is None else into)[nobody]).all())
+    about = {"b": b, "n": n, "kv": kv, "h": h, "cache": jnp.dtype(dtype).name, "sms": sms, "unified": unified, "into": more > 0, **kw}
+    say(rows, what="check decode", ok=err < TOLERANCE and same and kept, error=err, same_bits=same, kept=kept, **about)
 
 
 def checks(rows, share=(0, 1)):

@@ -18,6 +18,7 @@ from pallas_kernels import reference
 from pallas_kernels.checks import script
 from pallas_kernels.checks.script import say
 from pallas_kernels.checks.timing import interleaved
+from pallas_kernels.quantize_rows import quantize_rows
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.rms_norm import add_norm
 from pallas_kernels.rope_append import rope_append
@@ -46,6 +47,14 @@ def check_norm(rows, rng, tokens, width, adds, centres, quantizes):
     err, kind = error(*true), "float8_e4m3fn" if quantizes else "bfloat16"
     ok = bool((got[0] == want[0]).all()) and err < TOLERANCE[kind]
     say(rows, what="check add_norm", ok=ok, error=err, t=tokens, d=width, adds=adds, centres=centres, quantizes=quantizes)
+
+
+def check_quantize(rows, rng, tokens, width):
+    x = normal(rng, tokens, width) * jnp.asarray(10.0 ** rng.integers(-6, 6, (tokens, 1)), jnp.bfloat16)
+    got, want = (jax.jit(quantize)(x) for quantize in (quantize_rows, reference.quantize_rows))
+    steps = np.abs(np.asarray(got.values).view(np.int8).astype(int) - np.asarray(want.values).view(np.int8).astype(int))
+    ok = bool((got.scale == want.scale).all()) and steps.max() <= 1 and (steps > 0).mean() < 0.01  # 1 / scale rounds once more
+    say(rows, what="check quantize_rows", ok=ok, off=float((steps > 0).mean()), t=tokens, d=width)
 
 
 def random_cache(rng, dtype, pages, kv, h):
@@ -116,6 +125,8 @@ def checks(rows):
         (64, 896, True, False, True),
     ):
         check_norm(rows, rng, *case)
+    for case in ((300, 4096), (2048, 8192), (7, 384), (1, 16384)):
+        check_quantize(rows, rng, *case)
     shapes = (
         (300, 8, 4, 128),
         (64, 4, 2, 256),
@@ -156,6 +167,19 @@ def time_norm(rows, seconds, tokens, width=4096, quantizes=False):
 
     ways = {"add_norm": chain(jax.jit(add_norm, static_argnames=("eps", "quantize"))), "add_norm xla": chain(reference.add_norm)}
     timed(rows, seconds, ways, rounds, (7 if quantizes else 8) * tokens * width, t=tokens, quantizes=quantizes)
+
+
+def time_quantize(rows, seconds, tokens, width=4096):
+    rng = np.random.default_rng(tokens)
+    xs = [normal(rng, tokens, width) for _ in range(LAYERS)]
+
+    def all_of(quantize):
+        one = jax.jit(quantize)
+        program = jax.jit(lambda xs: [one(x) for x in xs])
+        return lambda: program(xs)
+
+    ways = {"quantize_rows": all_of(quantize_rows), "quantize_rows xla": all_of(reference.quantize_rows)}
+    timed(rows, seconds, ways, LAYERS, 3 * tokens * width, t=tokens)
 
 
 def time_rope(rows, seconds, tokens, dtype, kv=8, group=4, h=128, pages=320):
@@ -220,6 +244,7 @@ def times(rows, seconds):
     for tokens in (2048, 256, 8):
         for quantizes in (False, True):
             time_norm(rows, seconds, tokens, quantizes=quantizes)
+        time_quantize(rows, seconds, tokens)
         for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
             time_rope(rows, seconds, tokens, dtype)
     time_limits(rows, seconds)

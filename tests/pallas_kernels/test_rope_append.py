@@ -142,8 +142,8 @@ def test_for_the_h200_pages_are_written_in_place_and_no_access_is_misaligned(tmp
 
     def step(pages, fused, positions, slots, inv_freq):
         def layer(form, kv: Any, x):
-            width, together = form[2:]
-            return rope_append(x, *kv, positions, slots, head_dim=width, inv_freq=inv_freq[: width // 2], together=together)
+            (k, v), (width, together) = kv, form[2:]
+            return rope_append(x, k, v, positions, slots, head_dim=width, inv_freq=inv_freq[: width // 2], together=together)
 
         return [layer(*of) for of in zip(FORMS, pages, fused, strict=True)]
 
