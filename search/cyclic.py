@@ -17,7 +17,7 @@ import mip
 
 STAGES = 3  # layers that a task may be ahead of, or behind, the first task
 _SAFE = 1e-7  # of a rate: what a solver calls feasible may be off by this
-_TIDY_S = 5.0  # for the second question: it decides no period
+_TIDY_S = 2.0  # for the second question: it decides no period
 _OPEN = (mip.OptimizationStatus.FEASIBLE, mip.OptimizationStatus.OPTIMAL)
 
 
@@ -84,13 +84,19 @@ def solve(problem: Problem, time_limit_s: float = 60.0) -> Schedule:
     Raises: SearchError naming the constraints without which there would be a schedule, or that the time was too short for
       one of at most `most_s`.
     """
-    found = _Milp(problem).solve(time_limit_s)
+    if problem.capacity is not None:
+        for i, options in enumerate(problem.options):
+            if min(option.share for option in options) > problem.capacity:
+                raise SearchError(f"no schedule: task {i} needs a share of more than {problem.capacity}, which is all there is")
+    milp = _Milp(problem)
+    found = milp.solve(time_limit_s)
     if isinstance(found, Schedule):
         return found
     if found == mip.OptimizationStatus.INFEASIBLE:
         raise SearchError(f"no schedule: {_culprit(problem, time_limit_s)}")
     if problem.most_s is None:
-        return one_by_one(problem)
+        slow = one_by_one(problem)
+        return dataclasses.replace(slow, bound_s=min(slow.period_s, max(slow.bound_s, milp.busiest_s())))
     raise SearchError(f"time_limit_s={time_limit_s:g} passed before a schedule was found of at most {problem.most_s:g} s")
 
 
@@ -135,7 +141,7 @@ class _Milp:
         model: Any = mip.Model(sense=mip.MAXIMIZE, solver_name=mip.HIGHS)
         self.model, model.verbose, model.threads = model, 0, 1
         self.grouped = {i for group in problem.covers for i in group}
-        least = max(problem.least_s, self._busiest_s(), self.unit / (len(problem.options) + 1))
+        least = max(problem.least_s, self.busiest_s(), self.unit / (len(problem.options) + 1))
         self.top = max(1.0, self.unit / least)
         self.rate = model.add_var("rate", lb=max(1 - _SAFE, self.unit / (problem.most_s or math.inf)), ub=self.top)
         self.phase = [model.add_var(f"phase{i}", lb=0, ub=1) for i in self.tasks]
@@ -185,7 +191,7 @@ class _Milp:
         phases, stages = [phase.x for phase in self.phase], [round(stage.x) for stage in self.stage]
         return Schedule(self.unit / rate, self.unit / bound, tuple(phases), tuple(stages), chosen)
 
-    def _busiest_s(self) -> float:
+    def busiest_s(self) -> float:
         """The longest time of tasks that exclude each other and are all run: a bound on the period."""
         best = [0.0 if i in self.grouped else min(option.seconds for option in options) for i, options in enumerate(self.problem.options)]
         return max((sum(best[i] for i in clique) for clique in self._cliques()), default=0.0)

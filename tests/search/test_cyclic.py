@@ -93,6 +93,18 @@ def test_the_optimum_is_that_of_brute_force(shares):
     law()
 
 
+def test_where_time_is_too_short_the_best_so_far_comes_with_its_gap():
+    """Twelve tasks of two kinds, any of which may overlap: no solver proves that in a hundredth of a second."""
+    n = 12
+    options = tuple((Option(2, 1.0 + i / n), Option(4, 0.6 + i / n)) for i in range(n))
+    follows = tuple((i, i + 1, 0) for i in range(n - 1))
+    problem = Problem(options, follows, frozenset((i, i + 6) for i in range(6)), capacity=4)
+    quick, slow = solve(problem, 0.01), one_by_one(problem)
+    holds(problem, quick)
+    assert quick.bound_s <= quick.period_s <= slow.period_s * (1 + 1e-6)
+    assert 0 <= quick.gap < 0.95
+
+
 def chain(*seconds: float, **rest) -> Problem:
     """Each follows the one before it, and the next layer's first the last."""
     n = len(seconds)
@@ -128,6 +140,7 @@ def test_the_least_period_is_kept():
     [
         ({"most_s": 5.0}, "period of at most 5"),
         ({"follows": ((0, 1, 0), (1, 0, 0))}, "follow"),
+        ({"options": ((Option(5, 1.0),),) * 3, "capacity": 4}, "share of more than 4"),
     ],
 )
 def test_an_infeasible_problem_names_its_constraint(change, word):

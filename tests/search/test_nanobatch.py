@@ -105,7 +105,7 @@ def test_tokens_that_do_not_decode_wait_for_no_attention():
 def test_what_cannot_overlap_is_left_sequential():
     """Without attention there is nothing to hide: cutting only costs."""
     times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0) | {"decode_attention": 0.0, "rope_append": 0.0}
-    found = search(toy_setting(graph_of(), times, decodes=0, fixed=0.1), time_limit_s=5)
+    found = search(toy_setting(graph_of(), times, decodes=0, fixed=0.1), time_limit_s=3)
     assert found.plan.name == "sequential" and found.cuts == ()
     assert [nano.op for nano in found.plan.nano_ops] == [nano.op for nano in sequential_plan(TINY, 16).nano_ops]
 
@@ -151,8 +151,8 @@ def test_a_plan_by_hand_is_simulated_too():
 
 @pytest.mark.parametrize(
     ("tp", "scattered", "numbers"),
-    [(4, False, {}), (4, True, {}), (1, False, {"quantization": "fp8", "kv": "float8_e4m3fn"})],
-    ids=["4 devices", "scattered", "fp8"],
+    [(4, True, {}), (1, False, {"quantization": "fp8", "kv": "float8_e4m3fn"})],
+    ids=["scattered", "fp8"],
 )
 @settings(max_examples=1, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
 @given(data=st.data())

@@ -70,10 +70,9 @@ SIMPLE = KernelSet(
 )
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_it_compiles_for_four_h200_with_its_sums_beside_products(name):
+def test_it_compiles_for_four_h200_with_its_sums_beside_products():
     """The plan's order alone: the caches in place, and sums on their way while a side stream works."""
-    plan = PLANS[name]
+    plan = PLANS["bfloat16"]
     open_layers = 1 + max(nano.ahead for nano in plan.nano_ops) - min(nano.ahead for nano in plan.nano_ops)
     model = dataclasses.replace(LLAMA, layers=LLAMA.layers[: open_layers + 2])
     mesh = h200_mesh((TP,))
