@@ -109,31 +109,31 @@ def shapes(m, n, k):
     return tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(m, k), (n, k), (n,), (m, n)])
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "k", "extra"),
-    [
-        (1000, 6144, 4096, {"sms": 104}),
-        (256, 28672, 4096, {"gate_block": 64, "activation": "silu"}),
-        (1024, 4096, 14336, {"bias": True, "residual": True, "activation": "relu"}),
-        (2**20, 256, 4096, {}),  # 2^32 elements
-    ],
-)
-def test_for_the_h200_it_uses_its_units_and_spills_nothing(m, n, k, extra, tmp_path, monkeypatch):
+FORMS = [
+    (1000, 6144, 4096, {"sms": 104}),
+    (256, 28672, 4096, {"gate_block": 64, "activation": "silu"}),
+    (1024, 4096, 14336, {"activation": "relu"}),  # with bias and residual
+    (2**20, 256, 4096, {}),  # 2^32 elements
+]
+
+
+def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch):
+    """All forms in one program."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    with_bias, with_residual = extra.pop("bias", False), extra.pop("residual", False)
 
-    def fn(x, w, bias, residual):
-        return dense_gemm(x, w, bias if with_bias else None, residual=residual if with_residual else None, **extra)
+    def step(inputs):
+        more = [(b, r) if form[3].get("activation") == "relu" else (None, None) for (_, _, b, r), form in zip(inputs, FORMS, strict=True)]
+        return [dense_gemm(x, w, b, residual=r, **form[3]) for (x, w, *_), (b, r), form in zip(inputs, more, FORMS, strict=True)]
 
-    compiled = compile_for_h200(fn, *abstract(h200_mesh(), shapes(m, n, k)))
+    compiled = compile_for_h200(step, *abstract(h200_mesh(), ([shapes(*form[:3]) for form in FORMS],)))
     assert compiled.machine_code
-    assert not compiled.copies((m, k)) and not compiled.copies((n, k))
-    logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"dense_gemm*{end}")) for end in (".ptxas", ".ptx"))
-    assert {int(n) for n in re.findall(r"(\d+) bytes spill stores", logs)} == {0}
-    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
-    # The warpgroups' registers are exactly what the CTA was given: an increase beyond it waits for ever.
-    registers = [int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)]
-    assert sorted(registers) == [24, 240] and 24 + 2 * 240 == 3 * 168
+    assert not any(compiled.copies((m, k)) or compiled.copies((n, k)) for m, n, k, _ in FORMS)
+    logs, texts = ([path.read_text(errors="replace") for path in tmp_path.glob(f"dense_gemm*{end}")] for end in (".ptxas", ".ptx"))
+    assert {int(n) for n in re.findall(r"(\d+) bytes spill stores", "".join(logs))} == {0}
+    assert len(texts) == len(FORMS) and all("wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx for ptx in texts)
+    for ptx in texts:  # the warpgroups' registers are exactly what the CTA was given: an increase beyond it waits for ever
+        registers = [int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)]
+        assert sorted(registers) == [24, 240] and 24 + 2 * 240 == 3 * 168
 
 
 def test_it_fits_a_stream_region():

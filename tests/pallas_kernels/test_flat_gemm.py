@@ -1,6 +1,5 @@
 """Flat GEMM: the kernel in Mosaic's interpreter beside its twin, its tiles, and what ptxas makes of it for an H200."""
 
-import functools
 import re
 from typing import Any
 
@@ -96,23 +95,29 @@ def shapes(m, n, k):
     return jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((n, k), jnp.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("shape", "extra"),
-    [
-        ((8, 4096, 4096), {}),
-        ((64, 28672, 4096), {"activation": "silu", "gate_block": 64}),
-        ((64, 4096, 14336), {"sms": 28}),
-        ((40, 128256, 4096), {"out_dtype": jnp.float32}),
-        ((16, 2**20 + 8, 4096), {}),  # more than 2**31 elements, and a last tile that is not whole
-    ],
-)
-def test_for_the_h200_it_uses_its_units_and_spills_nothing(shape, extra, tmp_path, monkeypatch):
+FORMS = [
+    ((8, 4096, 4096), {}),
+    ((64, 28672, 4096), {"activation": "silu", "gate_block": 64}),
+    ((64, 4096, 14336), {"sms": 28}),
+    ((40, 128256, 4096), {"out_dtype": jnp.float32}),
+    ((16, 2**20 + 8, 4096), {}),  # more than 2**31 elements, and a last tile that is not whole
+]
+
+
+def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch):
+    """All forms in one program."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    compiled = compile_for_h200(functools.partial(flat_gemm, **extra), *abstract(h200_mesh(), shapes(*shape)))
+
+    def step(operands):
+        return [flat_gemm(*x, **extra) for (_, extra), x in zip(FORMS, operands, strict=True)]
+
+    compiled = compile_for_h200(step, *abstract(h200_mesh(), ([shapes(*shape) for shape, _ in FORMS],)))
     assert compiled.machine_code
-    logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"flat_gemm*{end}")) for end in (".ptxas", ".ptx"))
-    assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
-    assert f"wgmma.mma_async.sync.aligned.m64n{shape[0]}k16" in ptx and "cp.async.bulk.tensor" in ptx
+    logs, texts = ([path.read_text(errors="replace") for path in tmp_path.glob(f"flat_gemm*{end}")] for end in (".ptxas", ".ptx"))
+    assert set(re.findall(r"(\d+) bytes spill", "".join(logs))) == {"0"}
+    columns = [int(n) for ptx in texts for n in set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16", ptx))]
+    assert sorted(columns) == sorted(shape[0] for shape, _ in FORMS)
+    assert all("cp.async.bulk.tensor" in ptx for ptx in texts)
 
 
 def test_it_fits_a_stream_region():

@@ -148,26 +148,31 @@ def shapes(m, n, k, scales=1) -> tuple[Any, Any]:
 GATE = {"activation": "silu", "gate_block": 64}
 
 
-@pytest.mark.parametrize(
-    ("kernel", "shape", "registers"),
-    [
-        (fp8_gemm, (2048, 6144, 4096), [24, 240]),
-        (fp8_gemm, (2048, 4096, 14336, 2), [24, 240]),
-        (functools.partial(fp8_gemm, **GATE, quantize=True), (2048, 28672, 4096), [24, 240]),
-        (fp8_gemm, (256, 4096, 14336, 2), [24, 240]),
-        (fp8_flat_gemm, (64, 4096, 14336, 2), []),
-        (functools.partial(fp8_flat_gemm, **GATE, quantize=True), (64, 28672, 4096), []),
-    ],
-)
-def test_for_the_h200_it_uses_its_units_and_does_not_spill(kernel, shape, registers, tmp_path, monkeypatch):
+FORMS = [
+    (fp8_gemm, (2048, 6144, 4096)),
+    (fp8_gemm, (2048, 4096, 14336, 2)),
+    (functools.partial(fp8_gemm, **GATE, quantize=True), (2048, 28672, 4096)),
+    (fp8_gemm, (256, 4096, 14336, 2)),
+    (fp8_flat_gemm, (64, 4096, 14336, 2)),
+    (functools.partial(fp8_flat_gemm, **GATE, quantize=True), (64, 28672, 4096)),
+]
+
+
+def test_for_the_h200_it_uses_its_units_and_does_not_spill(tmp_path, monkeypatch):
+    """All forms in one program."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    compiled = compile_for_h200(lambda x, w: kernel(x, w), *abstract(h200_mesh(), shapes(*shape)))
+
+    def step(operands):
+        return [kernel(*x) for (kernel, _), x in zip(FORMS, operands, strict=True)]
+
+    compiled = compile_for_h200(step, *abstract(h200_mesh(), ([shapes(*shape) for _, shape in FORMS],)))
     assert compiled.machine_code
-    logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"fp8*{end}")) for end in (".ptxas", ".ptx"))
-    assert max(int(n) for n in re.findall(r"(\d+) bytes spill stores", logs)) == 0
-    assert "f32.e4m3.e4m3" in ptx and "cp.async.bulk.tensor" in ptx
+    logs, texts = ([path.read_text(errors="replace") for path in tmp_path.glob(f"fp8*{end}")] for end in (".ptxas", ".ptx"))
+    assert max(int(n) for n in re.findall(r"(\d+) bytes spill stores", "".join(logs))) == 0
+    assert len(texts) == len(FORMS) and all("f32.e4m3.e4m3" in ptx and "cp.async.bulk.tensor" in ptx for ptx in texts)
     # The warpgroups' registers are exactly what the CTA was given (3 · 168): an increase beyond it waits for ever.
-    assert sorted(int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)) == registers
+    registers = [sorted(int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)) for ptx in texts]
+    assert sorted(registers) == [[]] * 2 + [[24, 240]] * 4
 
 
 @pytest.mark.parametrize(("kernel", "m"), [(fp8_gemm, 512), (fp8_flat_gemm, 64)])
