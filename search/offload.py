@@ -32,11 +32,12 @@ from search import placement
 from search.machine_curves import Machine, load_machine
 from search.machine_runs import Run, Runs
 from search.placement_cost import predict, workload
-from search.placement_rivals import Row, rivals
+from search.placement_rivals import rivals
 from search.placement_solver import GIGA, Memory, Options, PlacementError, search
 
 SCHEMA_VERSION = 1
 PAPER_TOKENS_PER_S = {"opt-30b": {"16": 7.32, "4": 8.70}}  # FlexGen Table 2, 512 in, 32 out, on a T4 of 16 GB
+SEARCHED = ("all optimisations", "no overlap", "no host attention", "no disk")  # the others are made by hand, as large as fits
 _TRIES = 6
 _WIDTH = 110
 
@@ -90,42 +91,72 @@ def run() -> None:
         Path(f.runs_json).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n")
 
 
+@dataclasses.dataclass
+class Room:
+    """What each tier has for a policy, as far as it is known: runs take more than the cost model says, the more the larger a batch."""
+
+    memory: Memory
+    beyond: dict[str, float]  # bytes that a sequence of a batch takes of a tier beyond the cost model
+
+    def of(self, gpu_batch_size: int) -> Memory:
+        """What the cost model may fill with batches of this size."""
+        return Memory(*(max(0.0, capacity - self.beyond[tier] * gpu_batch_size) for tier, capacity in zip(TIERS, self.memory, strict=True)))
+
+    def learn(self, error: DoesNotFit, policy: Policy, modelled: float) -> None:
+        """From a policy that the account refused; modelled: what the cost model thought it takes of the tier."""
+        self.memory = dataclasses.replace(self.memory, **{error.tier: min(getattr(self.memory, error.tier), error.limit_bytes)})
+        # Whole tensors do not follow shares smoothly: a percent of the tier is left besides.
+        beyond = (error.needed_bytes - modelled + 0.01 * error.limit_bytes) / policy.gpu_batch_size
+        self.beyond[error.tier] = max(self.beyond[error.tier], beyond)
+
+
 def _run_one(
     name: str, work: Any, machine: Machine, memory: Memory, options: Options, engine: EngineConfig, checkpoint: Checkpoint, link: Link
 ) -> dict[str, Any] | None:
     """A rival's best policy that really fits, run; None where there is none."""
-    f, budget = flags.FLAGS, memory
+    room = Room(memory, dict.fromkeys(TIERS, 0.0))
     limits = dict(zip(("gpu_memory_limit", "host_memory_limit", "disk_limit"), (m / GIGA or None for m in memory), strict=True))
+    overlap, schedule = name != "no overlap", "row" if name == "row by row" else "zigzag"
     for _ in range(_TRIES):
-        try:
-            row = _row(name, work, machine, budget, options)
-        except PlacementError as error:
-            logging.info("%s: %s", name, error)
-            return None
-        if row is None or row.policy is None:
+        policy = _policy(name, work, machine, room, options)
+        if policy is None:
             logging.info("%s does not fit", name)
             return None
-        overlap, schedule = name != "no overlap", "row" if name == "row by row" else "zigzag"
-        offload = OffloadConfig(row.policy, disk_path=f.disk_path, overlap=overlap, schedule=schedule, **limits)
+        predicted = predict(work, machine, policy, overlap=overlap)
+        offload = OffloadConfig(policy, disk_path=flags.FLAGS.disk_path, overlap=overlap, schedule=schedule, **limits)
         try:
             with start(offload, engine, checkpoint, progress=False) as runtime:
-                return _measured(name, runtime, predict(work, machine, row.policy, overlap=overlap), link)
+                return _measured(name, runtime, predicted, link)
         except DoesNotFit as error:
-            less = budget.__dict__[error.tier] - 1.02 * (error.needed_bytes - error.limit_bytes)
-            logging.info("%s: %s needs %.3f GB: searching for %.3f", name, error.tier, error.needed_bytes / GIGA, less / GIGA)
-            budget = dataclasses.replace(budget, **{error.tier: max(0.0, less)})
+            room.learn(error, policy, predicted.memory_bytes[TIERS.index(error.tier)])
+            logging.info("%s of batches of %d: %s needs %.3f GB", name, policy.gpu_batch_size, error.tier, error.needed_bytes / GIGA)
         finally:
             gc.collect()
     logging.warning("%s: no policy was found that fits in %d tries", name, _TRIES)
     return None
 
 
-def _row(name: str, work: Any, machine: Machine, memory: Memory, options: Options) -> Row | None:
-    """The policy of a name, searched."""
-    found = search(work, machine, memory, options)
-    if name == "all optimisations":
-        return Row(name, found, predict(work, machine, found))
-    return next((row for row in rivals(work, machine, memory, options, found) if row.name == name), None)
+def _policy(name: str, work: Any, machine: Machine, room: Room, options: Options) -> Policy | None:
+    """The fastest policy of a name that is thought to fit."""
+    if name == "no host attention":
+        options = dataclasses.replace(options, host_attention=False)
+    if name == "no disk":
+        room = Room(dataclasses.replace(room.memory, disk=0.0), room.beyond)
+    found: list[tuple[float, float, Policy]] = []
+    for size in options.gpu_batch_sizes:
+        own, memory = dataclasses.replace(options, gpu_batch_sizes=(size,)), room.of(size)
+        try:
+            policy = search(work, machine, memory, own)
+        except PlacementError:
+            continue
+        if name not in SEARCHED:
+            row = next(row for row in rivals(work, machine, memory, own, policy) if row.name == name)
+            if row.policy is None:
+                continue
+            policy = row.policy
+        made = predict(work, machine, policy)
+        found.append((made.tokens_per_s, -made.latency_s, policy))
+    return max(found, key=lambda one: one[:2])[2] if found else None
 
 
 def _measured(name: str, runtime: Runtime, predicted: Any, link: Link) -> dict[str, Any]:
