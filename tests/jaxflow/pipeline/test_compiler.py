@@ -66,10 +66,9 @@ def test_a_plan_runs_every_composition(make, name, tp, numbers, data):
     model.check(plan, *steps, data.draw(drawn.steps(model.config, TOKENS, (SPLIT,))))
 
 
-@pytest.mark.parametrize(("make", "tp"), [(two_nano_batch_plan, 2), (phased_plan, 1)])
-def test_two_nano_batches_on_weights_of_4_bits(make, tp):
-    model = bench("tiny-qwen3", tp, quantization="int4")
-    model.check(make(model.config, TOKENS, SPLIT, tp), drawn.step(model.config, TOKENS, (SPLIT,), 2, (9, 4)))
+def test_two_nano_batches_on_weights_of_4_bits():
+    model = bench("tiny-qwen3", 2, quantization="int4")
+    model.check(two_nano_batch_plan(model.config, TOKENS, SPLIT, 2), drawn.step(model.config, TOKENS, (SPLIT,), 2, (9, 4)))
 
 
 def test_the_sequential_plan_is_the_plain_forward_bit_for_bit():
