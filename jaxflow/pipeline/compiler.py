@@ -174,7 +174,7 @@ class _Step:
         layer, own = runs[0].layer, self.weights["layers"][runs[0].layer]
         scales = [own[name] for name in ("unified", "k_scale", "v_scale") if name in own]
         needed = [self.values.read((layer, "q"), runs[0].span), self.kv[layer], scales, [self.work(run) for run in runs]]
-        zero = streams.zero_behind([self.zero.array, *(leaf for leaf in jax.tree.leaves(needed) if leaf.size)])
+        zero = streams.zero_behind([self.zero.array, *jax.tree.leaves(needed)])
         self.zero = Piece(self.zero.source, self.zero.span, zero)
 
     def sample_tokens(self) -> Array:

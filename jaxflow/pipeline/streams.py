@@ -57,7 +57,7 @@ def zero_behind(values: list[jax.Array]) -> jax.Array:
     XLA issues a region as soon as it has issued what makes its inputs, but chooses itself which inputs to make first. What
     needs this number is issued behind every region that reads nothing but the values; it waits for them, not for the region.
     """
-    bits = [_first_bits(value) & 1 for value in values]
+    bits = [_first_bits(value) & 1 for value in values if value.size]
     return (functools.reduce(jax.numpy.bitwise_or, bits) >> 1).astype(jax.numpy.int32)
 
 
