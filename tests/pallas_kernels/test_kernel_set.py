@@ -31,7 +31,7 @@ FAMILIES = {
 }
 E4M3 = "float8_e4m3fn"
 PAGED = ("rope_append", "decode_attention", "chunk_attention")
-OPS = (*PAGED, "add_norm", "token_limits", "quantize_rows")
+OPS = (*PAGED, "add_norm", "token_limits", "quantize_rows", "grouped_gemm")
 MOSAIC = {name: name for name in OPS} | {"add_norm": "rms_norm"}
 TWINS = dict.fromkeys(OPS, "reference")
 TRITON = TWINS | {"decode_attention": "triton.decode_attention"}
