@@ -2,11 +2,13 @@
 
 import drawn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from jaxflow.pipeline import streams
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import PlanError, borders
@@ -77,6 +79,13 @@ def test_the_sequential_plan_is_the_plain_forward_bit_for_bit():
     w, kv, plain = drawn.plain(model)
     got = model.jitted(compile_plan(sequential_plan(model.config, TOKENS), model.config))(w, kv, step)
     jax.tree.map(np.testing.assert_array_equal, got, plain(w, kv, step))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int32", "uint8"])
+def test_zero_is_zero_whatever_it_is_made_of(dtype):
+    values = [jnp.asarray(x, "float32").astype(dtype) for x in (-7.3, [[1.5, 2]], [3], np.zeros((0, 4)), [np.pi] * 5)]
+    zero = streams.zero_behind([*values, jnp.asarray(float("nan"))])
+    assert zero.dtype == jnp.int32 and zero.shape == () and zero == 0
 
 
 def test_a_batch_of_another_size_is_refused():
