@@ -207,13 +207,15 @@ def start(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint, 
     log.info("offload: %s\n%s", _described(geometry), found.describe())
     folder = DiskFolder(str(offload.disk_path)) if offload.on_disk else None
     tiers = Tiers(device, folder)
+    undo = tiers.close
     try:
         check_views(device)
         driver, host = _driver(offload, geometry, compiled, tiers, _load(placed, tiers, geometry, checkpoint, resolved.seed, progress))
         runtime = Runtime(offload, geometry, found, tiers, driver, host, resolved.seed)
+        undo = runtime.close
         runtime.warm_up()
     except BaseException:
-        tiers.close()
+        undo()
         raise
     runtime.load_s = time.perf_counter() - began
     return runtime

@@ -1,6 +1,8 @@
 """What a run moves and holds: Theorem 4.1 counted on the real thing, and the account of bytes against what was allocated."""
 
+import errno
 import os
+import threading
 
 import jax
 import pytest
@@ -9,6 +11,7 @@ from offloaded import DISK, HOST, MIXED, OUTPUT, PROMPT, changed, goldens, polic
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.accounting import account, check_fits
+from jaxflow.offload.disk_tier import DiskError
 from jaxflow.offload.geometry import place, tree_bytes
 from jaxflow.offload.host_tier import HostArray
 from jaxflow.offload.run import Run
@@ -126,6 +129,19 @@ def test_what_is_advised_fits(tmp_path):
             check_fits(found, limits)
         advised = float(caught.value.accepted.split()[2])
         check_fits(found, {tier: int(advised * 1e9)})
+
+
+def test_a_disk_that_fills_up_while_layers_are_placed(tmp_path, monkeypatch):
+    """Another's files may take the room between the account and the placing."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    threads = threading.active_count()
+    with pytest.raises(DiskError, match=r"layer-00000\.weights: cannot reserve .*lower the policy's disk shares"):
+        begin(settings(tmp_path, weights=DISK))
+    assert list(tmp_path.iterdir()) == [] and threading.active_count() <= threads
 
 
 def test_settings_that_cannot_work(tmp_path):
