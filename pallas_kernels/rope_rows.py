@@ -98,7 +98,7 @@ def put_column(target, source, interpret):
 
         values.foreach(one)
 
-    put(values, target)
+    put(values, target)  # pyright: ignore[reportCallIssue]
 
 
 def put_columns(pages_ref, scales_ref, slots_ref, source, scales, first, head, interpret):
