@@ -91,7 +91,6 @@ def rows_of_products(found, tp=1):
 
 SEARCHED = paths.DATA / "plans" / "llama-3.1-8b-2048.json"
 PLANS = {
-    "two nano-batches": (two_nano_batch_plan(MODEL, TOKENS, SPLIT), 1),
     "phases": (phased_plan(MODEL, TOKENS, 72), 1),  # halves as unequal as decodes and chunks are
     "searched": (load(SEARCHED), 1),
     "two nano-batches on two devices": (two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2), 2),
@@ -137,7 +136,7 @@ def test_the_checker_knows_a_schedule_that_is_not_the_plans():
 def test_without_barriers_xla_merges_the_nano_batches(monkeypatch):
     """And the checker says so."""
     monkeypatch.setattr(streams, "together", lambda values: values)
-    plan, _ = PLANS["two nano-batches"]
+    plan = two_nano_batch_plan(MODEL, TOKENS, SPLIT)
     found = compiled(plan, SIMPLE)
     assert TOKENS in rows_of_products(found)
     with pytest.raises(AssertionError, match="qkv on stream 0"):
