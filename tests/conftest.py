@@ -9,6 +9,7 @@ from typing import Any
 import hypothesis
 import paths
 import pytest
+from absl import flags
 
 from serving.default_model import default_model
 
@@ -53,3 +54,24 @@ def goldens() -> Callable[[str], dict[str, Any]]:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     return default_model()
+
+
+@pytest.fixture
+def no_flags():
+    """absl's own flags alone, as in a process of a command's own; all others are back afterwards, with their modules."""
+    state = vars(flags.FLAGS)
+    before = {name: _copied(value) for name, value in state.items()}
+    for name in list(flags.FLAGS):
+        if not (flags.FLAGS.find_module_defining_flag(name) or "").startswith("absl"):
+            delattr(flags.FLAGS, name)
+    yield
+    state.clear()
+    state.update(before)
+    flags.FLAGS.unparse_flags()
+
+
+def _copied(value):
+    """Flags by name, or lists of them by module, in dicts and lists that nobody else changes."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return list(value) if isinstance(value, list) else value

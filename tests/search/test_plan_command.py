@@ -1,7 +1,6 @@
 """`python -m search plan`: files that the engine reads, and what it refuses."""
 
 import pytest
-from absl import flags
 from searched import llama_shares
 
 from jaxflow.model.checkpoint import open_checkpoint
@@ -15,22 +14,7 @@ from search.structure import Load, chains, make_task, repeated_layer
 
 CONFIG = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 
-
-@pytest.fixture(autouse=True)
-def no_flags():
-    """Flags that other commands have defined are away: each command is a process of its own."""
-    away = {name: flags.FLAGS[name] for name in list(flags.FLAGS) if _ours(name)}
-    for name in away:
-        delattr(flags.FLAGS, name)
-    yield
-    for name in [name for name in flags.FLAGS if _ours(name)]:
-        delattr(flags.FLAGS, name)
-    for name, flag in away.items():
-        flags.FLAGS[name] = flag
-
-
-def _ours(name: str) -> bool:
-    return (flags.FLAGS.find_module_defining_flag(name) or "").startswith(("jaxflow", "serving", "search"))
+pytestmark = pytest.mark.usefixtures("no_flags")
 
 
 def test_a_portfolio_of_a_profile(tmp_path, capsys):

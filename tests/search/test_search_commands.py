@@ -1,26 +1,11 @@
 """`python -m search`: what a person sees."""
 
 import pytest
-from absl import flags
 
 from jaxflow.offload.policy import load_policy
 from search.__main__ import COMMANDS, main
 
-
-@pytest.fixture(autouse=True)
-def no_flags():
-    """Flags that imports of other tests, or a command before, have defined are away: each command is a process of its own."""
-    away = {}
-    for name in list(flags.FLAGS):
-        if (flags.FLAGS.find_module_defining_flag(name) or "").startswith(("jaxflow", "serving", "search")):
-            away[name] = flags.FLAGS[name]
-            delattr(flags.FLAGS, name)
-    yield
-    for name in list(flags.FLAGS):
-        if (flags.FLAGS.find_module_defining_flag(name) or "").startswith("search"):
-            delattr(flags.FLAGS, name)
-    for name, flag in away.items():
-        flags.FLAGS[name] = flag
+pytestmark = pytest.mark.usefixtures("no_flags")
 
 
 def test_cost_prints_four_resources_and_what_binds(capsys):

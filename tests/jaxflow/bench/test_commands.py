@@ -29,27 +29,11 @@ def llm():
         yield llm
 
 
-@pytest.fixture(scope="module")
-def no_flags():
-    """Flags that other tests' imports have defined are away meanwhile: a process of the bench has none of them."""
-    modules = {name: flags.FLAGS.find_module_defining_flag(name) or "" for name in flags.FLAGS}
-    away = {name: flags.FLAGS[name] for name, module in modules.items() if module.startswith(("jaxflow", "serving"))}
-    for name in away:
-        delattr(flags.FLAGS, name)
-    yield
-    for name, flag in away.items():
-        flags.FLAGS[name] = flag
-
-
 @pytest.fixture
 def bench(llm, no_flags, monkeypatch):
-    """The command line over the shared engine, in this process, its flags gone afterwards."""
+    """The command line over the shared engine, in this process."""
     monkeypatch.setattr(LLM, "from_config", classmethod(lambda cls, config, **_: contextlib.nullcontext(llm)))
-    before = set(flags.FLAGS)
-    yield lambda *arguments: main(["bench", *arguments])
-    for name in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, name)
-    flags.FLAGS.unparse_flags()
+    return lambda *arguments: main(["bench", *arguments])
 
 
 def test_throughput_measures_what_it_ran(llm):

@@ -7,29 +7,9 @@ import types
 
 import paths
 import pytest
-from absl import flags
 
 from jaxflow.bench import link_rates
 from jaxflow.bench.__main__ import main
-
-
-def _ours():
-    modules = {name: flags.FLAGS.find_module_defining_flag(name) or "" for name in flags.FLAGS}
-    return [name for name, module in modules.items() if module.startswith(("jaxflow", "serving", "search"))]
-
-
-@pytest.fixture
-def no_flags():
-    """The command's flags are alone, and gone afterwards: each command is a process of its own."""
-    away = {name: flags.FLAGS[name] for name in _ours()}
-    for name in away:
-        delattr(flags.FLAGS, name)
-    yield
-    for name in _ours():
-        delattr(flags.FLAGS, name)
-    for name, flag in away.items():
-        flags.FLAGS[name] = flag
-    flags.FLAGS.unparse_flags()
 
 
 def test_the_command(tmp_path, no_flags, capsys):

@@ -4,7 +4,6 @@ import json
 
 import paths
 import pytest
-from absl import flags
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,13 +30,9 @@ def test_results_of_two_steps_stand_beside_the_largest_program():
 
 
 @pytest.fixture
-def bench():
-    """The command line in this process, its flags gone afterwards."""
-    before = set(flags.FLAGS)
-    yield lambda **settings: main(["bench", "memory", *(f"--{name}={value}" for name, value in settings.items())])
-    for name in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, name)
-    flags.FLAGS.unparse_flags()
+def bench(no_flags):
+    """The command line in this process."""
+    return lambda **settings: main(["bench", "memory", *(f"--{name}={value}" for name, value in settings.items())])
 
 
 def test_the_command(bench, tmp_path, capsys):

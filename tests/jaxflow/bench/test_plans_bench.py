@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import paths
 import pytest
-from absl import flags
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,25 +73,6 @@ def test_a_cache_that_is_too_small_is_named():
     work = step_work(Workload(100, 100), Composition(4, 150.0), StepLayout(8, 8, 8, PAGE), 100)
     with pytest.raises(ConfigError, match=r"num_kv_pages=20 .* at least "):
         page_appends(work, (20,), (None,), PAGE)
-
-
-def _ours():
-    modules = {name: flags.FLAGS.find_module_defining_flag(name) or "" for name in flags.FLAGS}
-    return [name for name, module in modules.items() if module.startswith(("jaxflow", "serving", "search"))]
-
-
-@pytest.fixture
-def no_flags():
-    """The command's flags are alone, and gone afterwards: each command is a process of its own."""
-    away = {name: flags.FLAGS[name] for name in _ours()}
-    for name in away:
-        delattr(flags.FLAGS, name)
-    yield
-    for name in _ours():
-        delattr(flags.FLAGS, name)
-    for name, flag in away.items():
-        flags.FLAGS[name] = flag
-    flags.FLAGS.unparse_flags()
 
 
 def test_the_command(tmp_path, no_flags, capsys):

@@ -6,7 +6,6 @@ import threading
 
 import paths
 import pytest
-from absl import flags
 
 from jaxflow.bench import hierarchy, serve, workload
 from jaxflow.bench.__main__ import main
@@ -59,19 +58,9 @@ def served(always_load, tmp_path_factory):
 
 
 @pytest.fixture
-def bench():
-    """The command line in this process, its flags gone afterwards, other tests' away meanwhile."""
-    modules = {name: flags.FLAGS.find_module_defining_flag(name) or "" for name in flags.FLAGS}
-    away = {name: flags.FLAGS[name] for name, module in modules.items() if module.startswith(("jaxflow", "serving"))}
-    for name in away:
-        delattr(flags.FLAGS, name)
-    before = set(flags.FLAGS)
-    yield lambda *arguments: main(["bench", *arguments])
-    for name in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, name)
-    for name, flag in away.items():
-        flags.FLAGS[name] = flag
-    flags.FLAGS.unparse_flags()
+def bench(no_flags):
+    """The command line in this process."""
+    return lambda *arguments: main(["bench", *arguments])
 
 
 def test_every_tier_is_found_over_grpc(served):

@@ -6,7 +6,6 @@ import json
 import msgspec
 import paths
 import pytest
-from absl import flags
 from offloaded import HOST, policy
 
 from jaxflow import LLM
@@ -26,21 +25,7 @@ MODEL = "stories260K"
 POLICY = msgspec.to_builtins(policy(MODEL))
 FOLDER = str(paths.MODELS / MODEL)
 
-
-@pytest.fixture(autouse=True)
-def no_flags():
-    """Flags that other tests have defined are away: each command is a process of its own."""
-    ours = ("jaxflow", "serving", "search")
-    away = {name: flags.FLAGS[name] for name in flags.FLAGS if (flags.FLAGS.find_module_defining_flag(name) or "").startswith(ours)}
-    for name in away:
-        delattr(flags.FLAGS, name)
-    before = set(flags.FLAGS)
-    yield
-    for name in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, name)
-    for name, flag in away.items():
-        flags.FLAGS[name] = flag
-    flags.FLAGS.unparse_flags()
+pytestmark = pytest.mark.usefixtures("no_flags")
 
 
 @pytest.fixture
