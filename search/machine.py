@@ -1,6 +1,7 @@
 """Measures a machine for the placement search: links and disk, products, attention on device and host; fits its constants.
 
   python -m search machine --name here --disk_dir /scratch --output here.json
+  python -m search machine --points there.json; python -m search machine --measured there.json --output there.json
   python -m search machine --runs runs.json --output here.json
 
 Times each curve of `search.machine_curves` at several sizes, the best of a few runs each, on random data that no cache holds. The
@@ -24,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxflow.config import ConfigError, Layer, ModelConfig
 from jaxflow.offload.host_attention import HostAttention
-from search.machine_curves import CURVES, Machine, Measured, Point, errors, fit_machine, save_machine
+from search.machine_curves import CURVES, Machine, Measured, Point, errors, fit_machine, load_measured, save_machine
 from search.machine_runs import Runs, fit_runs, load_runs, run_errors
 
 MEGA = 1 << 20
@@ -37,7 +38,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("largest_mb", 256, "Largest transfer.", lower_bound=1)
     flags.DEFINE_integer("repeats", 5, "Runs of each size; the best counts.", lower_bound=1)
     flags.DEFINE_string("output", None, "File for the constants.")
-    flags.DEFINE_string("points", None, "File for what was measured.")
+    flags.DEFINE_string("points", None, "File for what was measured; without --output nothing is fitted.")
+    flags.DEFINE_string("measured", None, "Measures nothing: fits what another machine wrote as --points.")
     flags.DEFINE_string(
         "runs", None, "Measures nothing: corrects a machine by the latencies of whole blocks, a file of search.machine_runs."
     )
@@ -49,18 +51,27 @@ def run() -> None:
     if f.runs:
         _correct(load_runs(f.runs), f.output)
         return
+    if f.measured:
+        _fit(load_measured(f.measured), f.output)
+        return
     if not os.path.isdir(f.disk_dir):
         raise ConfigError("disk_dir", f.disk_dir, "a folder that exists")
     measured = measure(f.name, Path(f.disk_dir), largest_mb=f.largest_mb, repeats=f.repeats)
+    if f.points:
+        Path(f.points).write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n")
+    if f.output or not f.points:
+        _fit(measured, f.output)
+
+
+def _fit(measured: Measured, output: str | None) -> None:
+    """Fits, and shows how far each curve is from its points."""
     machine = fit_machine(measured)
     off = errors(measured, machine)
     print(f"{'curve':20}{'fixed (us)':>12}{'G units/s':>12}{'error':>8}")
     for name in CURVES:
         print(f"{_line(name, machine)}{off[name]:>8.1%}")
-    if f.points:
-        Path(f.points).write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n")
-    if f.output:
-        save_machine(machine, f.output)
+    if output:
+        save_machine(machine, output)
 
 
 def _correct(runs: Runs, output: str | None) -> None:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-import optax
 
 SCHEMA_VERSION = 1
 FOLDER = Path(__file__).parent / "machines"
@@ -92,6 +91,8 @@ def fit_curve(points: Sequence[Point]) -> Curve:
 @jax.jit
 def _least_squares(x: jax.Array, y: jax.Array) -> jax.Array:
     """[2]: a and b of y = a + b x, both positive."""
+    import optax  # a machine that only runs policies reads constants and fits none
+
     params: Any = {"fixed": jnp.log(y.min() / 2), "slope": jnp.zeros(())}
 
     def loss(params: Any) -> jax.Array:
@@ -123,6 +124,16 @@ def errors(measured: Measured, machine: Machine) -> dict[str, float]:
         name: float(np.mean([abs(getattr(machine, name).seconds(p.units) / p.seconds - 1) for p in measured.points[name]]))
         for name in CURVES
     }
+
+
+def load_measured(path: str | os.PathLike) -> Measured:
+    """Reads what `python -m search machine --points` wrote. Raises: MachineError naming the file and the field."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Measured)
+    except OSError as error:
+        raise MachineError(f"{path}: {error.strerror or error}") from error
+    except msgspec.DecodeError as error:
+        raise MachineError(f"{path}: {error}") from error
 
 
 def save_machine(machine: Machine, path: str | os.PathLike) -> None:

@@ -57,6 +57,7 @@ def test_placement_prints_a_policy_and_writes_it(capsys, tmp_path):
         (["placement", "--output", "no/such/folder.json"], 1, "a folder that exists"),
         (["machine", "--disk_dir", "no/such"], 1, "disk_dir"),
         (["machine", "--runs", "absent.json"], 1, "absent.json"),
+        (["machine", "--measured", "gone.json"], 1, "gone.json"),
     ],
 )
 def test_what_is_refused_says_what_would_do(line, code, words, capsys):
