@@ -1,10 +1,10 @@
-"""Holds the engine on this device's kernels against the engine on their jnp twins, on one GPU.
+"""Holds the engine on this device's kernels, on one device or several, against the engine on their jnp twins on one.
 
 Greedy answers are made with the fast kernels (decode attention, chunks of every size, batches that change from step to
 step); then both engines read the same prompts with these answers behind them, and the log-probabilities that they give
 each token are compared. In bfloat16 two right engines differ by rounding; a wrong key, page or mask shows as a difference of ones.
 
-    python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4] [--fp8]
+    python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4] [--fp8] [--tensor_parallel_size 4]
 
 With --fp8 both engines have e4m3 weights and cache. An activation that falls on another e4m3 step than the other engine's
 moves by 6 %, and the next layers' may follow, so that right engines differ by more.
@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1)
     parser.add_argument("--output_json")
     given = parser.parse_args()
     settings = EngineConfig(
@@ -55,6 +56,7 @@ def main() -> int:
         load_format="dummy",
         quantization="fp8" if given.fp8 else None,
         kv_cache_dtype="fp8" if given.fp8 else "auto",
+        tensor_parallel_size=given.tensor_parallel_size,
         max_model_len=4096,
         max_num_batched_tokens=512,
         max_num_seqs=64,
@@ -65,19 +67,19 @@ def main() -> int:
     model = dataclasses.replace(checkpoint.model_config, layers=checkpoint.model_config.layers[: given.layers])
     checkpoint = dataclasses.replace(checkpoint, model_config=model)
     config = resolve(settings, model)
-    plans = choose_plans(config, model)
-    plans = {tokens: plan for tokens, plan in plans.items() if tokens in (8, 64, 256, 512)}
 
-    def engine(kernels) -> Loop:
-        executor = make_executor(config, checkpoint, plans, kernels=kernels, progress=False)
+    def engine(kernels, devices: int) -> Loop:
+        own = dataclasses.replace(config, tensor_parallel_size=devices)
+        plans = {tokens: plan for tokens, plan in choose_plans(own, model).items() if tokens in (8, 64, 256, 512)}
+        executor = make_executor(own, checkpoint, plans, kernels=kernels, progress=False)
         executor.warm_up()
         print(executor.programs.context.kernels.describe(), flush=True)
-        return make_loop(config, model, executor)
+        return make_loop(own, model, executor)
 
     rng = np.random.default_rng()
     lengths = [1, 2, 63, 64, 65, 127, 500, 1300, 2900, *rng.integers(1, 900, 30).tolist()]
     prompts = [rng.integers(0, model.vocab_size, n).tolist() for n in lengths]
-    fast = engine(None)
+    fast = engine(None, given.tensor_parallel_size)
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     drawn, _ = run(fast, [Request(f"{i}", p, greedy) for i, p in enumerate(prompts)])
     again, _ = run(fast, [Request(f"{i}", p, greedy) for i, p in reversed(list(enumerate(prompts)))])
@@ -85,7 +87,7 @@ def main() -> int:
     whole = [Request(f"{i}", p + drawn[f"{i}"], score) for i, p in enumerate(prompts)]
     _, ours = run(fast, whole)
     compilations = fast.executor.compilations
-    _, twins = run(engine(REFERENCE), whole)
+    _, twins = run(engine(REFERENCE, 1), whole)
     pairs = [(a.logprob, b.logprob) for r in whole for a, b in zip(ours[r.request_id], twins[r.request_id], strict=True)]
     differences = np.abs(np.subtract(*np.array(pairs).T))
     # Tokens that decode attention drew must be the twins' best too, but where the two best are a rounding apart.
@@ -93,6 +95,7 @@ def main() -> int:
     result = {
         "model": given.model,
         "layers": given.layers,
+        "tensor_parallel_size": given.tensor_parallel_size,
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "kernels": fast.executor.programs.context.kernels.name,

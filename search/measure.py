@@ -3,9 +3,11 @@
   python -m search measure --model llama-3.1-8b --out profiles/h200.json
 
 Every op runs on dummy weights and a random cache, sustained, at a few batch sizes, attention at a few contexts; where kernels can be
-bounded to some SMs (Hopper's), also on shares of the device, and products beside attention at those shares. What matters most is
-measured first (`search.entries`); what does not fit --time_limit_s, compilation included, is left out and named. The file is written
-after every entry; run again to continue it. Programs are compiled in threads, between measurements, and kept between runs.
+bounded to some SMs (Hopper's), also on shares of the device, and products beside attention at those shares. With
+--tensor_parallel_size, ops are those of one device's shard, measured on the first; sums and gathers over devices are measured on all
+of them, and --ops can leave them to a machine that has so many. What matters most is measured first (`search.entries`); what does not
+fit --time_limit_s, compilation included, is left out and named. The file is written after every entry; run again to continue it.
+Programs are compiled in threads, between measurements, and kept between runs.
 """
 
 import dataclasses
@@ -22,12 +24,16 @@ from absl import flags
 from tqdm import tqdm
 
 from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.graph import Op
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
 from search.budget import Budget
+from search.collective_bench import collective, equal_ops
 from search.entries import PAIR_KEYS, Entry, Together, described, entries
-from search.op_bench import PAGE_SIZE, PHASES, Case, Layer, Program, draw
+from search.op_bench import PAGE_SIZE, PHASES, Case, Layer
 from search.op_times import OpTime, Pair, Profile, held_out_error, load_profile, save_profile, seconds
+from search.program import Program
 from search.sustain import Sustained, sustain
 
 DTYPES = ("auto", "bfloat16", "float32", "float8_e4m3fn")
@@ -39,6 +45,8 @@ _SAME = ("device", "versions", "model", "tensor_parallel_size", "dtype", "kv_cac
 def define_flags() -> None:
     flags.DEFINE_string("model", "llama-3.1-8b", "A shipped config's name, a folder or a hub id.")
     flags.DEFINE_string("out", None, "File for the profile; one that is there is continued.")
+    flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that the model is cut over.", lower_bound=1)
+    flags.DEFINE_list("ops", [], "Ops that are measured; network: all sums and gathers over devices. Default: all.")
     flags.DEFINE_list("tokens", ["128", "256", "512", "768", "1024", "1536", "2048"], "Tokens of a step.")
     flags.DEFINE_list("keys", ["256", "1024", "4096"], "Contexts of attention: keys a token sees on average.")
     flags.DEFINE_list("sms", None, "SMs that attention gets beside products; default: 24,32,40,48 where kernels can be bounded.")
@@ -58,7 +66,8 @@ def run() -> None:
         raise ConfigError("out", f.out, "a file in a folder that exists")
     config = open_checkpoint(f.model, load_format="dummy").model_config
     tokens, keys = _numbers("tokens", f.tokens), _numbers("keys", f.keys)
-    layer, empty = this_device(f.model, config, f.dtype, f.kv_cache_dtype)
+    layer, empty = this_device(f.model, config, f.dtype, f.kv_cache_dtype, f.tensor_parallel_size)
+    chosen = chosen_ops(layer, f.ops)
     if max(keys) > config.max_position:
         raise ConfigError("keys", max(keys), f"at most {config.max_position}, which {f.model} was made for")
     if f.sms is not None and not bounded(layer.kernels):
@@ -69,7 +78,7 @@ def run() -> None:
     profile = resumed(f.out, empty)
     if f.compilation_cache_dir and layer.platform == "gpu":
         jax.config.update("jax_compilation_cache_dir", str(Path(f.compilation_cache_dir).expanduser()))
-    wanted, budget = entries(layer.ops, tokens, keys, shares, empty.total_sms), Budget(f.time_limit_s)
+    wanted, budget = entries(chosen, tokens, keys, shares, empty.total_sms), Budget(f.time_limit_s)
     profile, left = measure(profile, layer, wanted, f.out, budget, seconds_each=f.seconds)
     print(f"{budget.spent_s:.0f} s of {f.time_limit_s:g}")
     print(f"{f.out}: {len(profile.op_times)} times of ops and {len(profile.pairs)} pairs of {profile.model} on {profile.device}")
@@ -80,8 +89,11 @@ def run() -> None:
         print(f"Left out for --time_limit_s={f.time_limit_s:g}: {described(left)}. The same command continues with them.")
 
 
-def this_device(name: str, config: ModelConfig, dtype: str, kv_dtype: str) -> tuple[Layer, Profile]:
-    """A layer to measure with the kernels of the device that is here, and its profile without entries."""
+def this_device(name: str, config: ModelConfig, dtype: str, kv_dtype: str, tp: int = 1) -> tuple[Layer, Profile]:
+    """A layer to measure with the kernels of the device that is here, and its profile without entries.
+
+    tp: devices that the layer is cut over. Raises: ConfigError where it cannot be.
+    """
     device, platform = jax.devices()[0], jax.default_backend()
     dtype = dtype if dtype != "auto" else "bfloat16" if platform == "gpu" else "float32"
     fp8 = dtype == "float8_e4m3fn"
@@ -102,14 +114,32 @@ def this_device(name: str, config: ModelConfig, dtype: str, kv_dtype: str) -> tu
         device=device.device_kind,
         versions={"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib"), "kernels": kernels.name},
         model=name,
-        tensor_parallel_size=1,
+        tensor_parallel_size=tp,
         dtype=dtype,
         kv_cache_dtype=kv_dtype,
         total_sms=getattr(device, "core_count", 1) if platform == "gpu" else 1,
         method="measured: ops in a loop on the device, pairs joined after every two calls, random data",
         op_times=(),
     )
-    return Layer(config, kernels, dtype=stream, kv_dtype=kv_dtype, fp8=fp8, platform=platform), empty
+    return Layer(config, kernels, dtype=stream, kv_dtype=kv_dtype, fp8=fp8, platform=platform, tp=tp), empty
+
+
+def chosen_ops(layer: Layer, names: Sequence[str]) -> dict[str, Op]:
+    """The ops to measure: those named, or all; of collectives that do the same, the first.
+
+    Raises: ConfigError for a name that is no op's, and for collectives over more devices than are here.
+    """
+    same = equal_ops(layer)
+    measured = {name: op for name, op in layer.ops.items() if op.kind != "network" or name in same}
+    found = {n: op for n, op in measured.items() if not names or n in names or (op.kind == "network" and "network" in names)}
+    known = (*measured, *(["network"] if same else []))
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError("ops", ",".join(unknown), ", ".join(known))
+    devices = len(jax.devices())
+    if layer.tp > devices and any(op.kind == "network" for op in found.values()):
+        accepted = f"at most the {devices} devices here, unless --ops leaves out {', '.join(same)}"
+        raise ConfigError("tensor_parallel_size", layer.tp, accepted)
+    return found
 
 
 def bounded(kernels: KernelSet) -> bool:
@@ -173,18 +203,21 @@ def _has(profile: Profile, entry: Entry) -> bool:
 
 
 def _program(layer: Layer, entry: Entry) -> Program:
-    return layer.alone(entry) if isinstance(entry, Case) else layer.beside(entry.product, entry.attention, PAIR_KEYS)
+    if isinstance(entry, Together):
+        return layer.beside(entry.product, entry.attention, PAIR_KEYS)
+    if layer.ops[entry.op].kind == "network":
+        return collective(layer, entry, make_mesh(layer.tp))
+    return layer.alone(entry)
 
 
 def _with(profile: Profile, layer: Layer, entry: Entry, program: Program, executable: Any, seconds_each: float) -> Profile:
-    experts = max(1, layer.config.num_experts)
-    given, kept = draw(program.given, experts), draw(program.kept, experts, seed=1)
+    given, kept = program.drawn(max(1, layer.config.num_experts))
     if isinstance(entry, Case):
         found = timed(executable, given, kept, seconds_each)
-        one = OpTime(
-            entry.op, entry.tokens, entry.keys, entry.sms or profile.total_sms, found.seconds / program.calls, found.watts, found.clock_mhz
-        )
-        return msgspec.structs.replace(profile, op_times=(*profile.op_times, one))
+        took, sms = found.seconds / program.calls, entry.sms or profile.total_sms
+        names = equal_ops(layer).get(entry.op, (entry.op,))
+        times = (OpTime(name, entry.tokens, entry.keys, sms, took, found.watts, found.clock_mhz) for name in names)
+        return msgspec.structs.replace(profile, op_times=(*profile.op_times, *times))
     pair = _pair(profile, layer, entry, executable, given, seconds_each)
     return msgspec.structs.replace(profile, pairs=(*profile.pairs, pair))
 

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from jaxflow.model.ops import Context, Routing
 from jaxflow.model.weights import shapes
 from jaxflow.pipeline import streams
 from pallas_kernels.kernel_set import KernelSet
+from search.program import Program
 
 PAGE_SIZE = 64
 PHASES = 12  # of a program of pairs: how often the two streams are joined
@@ -58,34 +58,36 @@ class Case:
         return Composition(decode_tokens=self.tokens, decode_keys=self.keys or 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A function (given, kept) -> kept that makes `calls` calls; `given` and `kept` are of shapes, drawn by `draw`."""
-
-    function: Callable[[Any, Any], Any]
-    given: Any
-    kept: Any
-    calls: int
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def compile(self) -> Any:
-        """For the device that is here."""
-        donated = () if self.kept is None else (1,)
-        return jax.jit(self.function, donate_argnums=donated).lower(_structs(self.given), _structs(self.kept)).compile(dict(self.options))
+def one_shard(config: ModelConfig, tp: int) -> ModelConfig:
+    """A model of one device whose layers are what one of `tp` devices has of this one's."""
+    return dataclasses.replace(
+        config,
+        num_heads=config.num_heads // tp,
+        num_kv_heads=max(1, config.num_kv_heads // tp),
+        intermediate_size=config.intermediate_size // tp,
+        expert_intermediate_size=config.expert_intermediate_size // tp,
+    )
 
 
 class Layer:
-    """One layer of a model as the bench needs it: its ops, the shapes of its weights, and of what each op reads."""
+    """One layer of a model as the bench needs it: its ops, the shapes of its weights, and of what each op reads.
 
-    def __init__(self, config: ModelConfig, kernels: KernelSet, *, dtype: Any, kv_dtype: Any, fp8: bool, platform: str):
+    tp: of a model over so many devices, what one of them has; `ops` are those of both forms of the sums over devices.
+
+    Raises: ConfigError for devices that the model cannot be cut over.
+    """
+
+    def __init__(self, config: ModelConfig, kernels: KernelSet, *, dtype: Any, kv_dtype: Any, fp8: bool, platform: str, tp: int = 1):
         whole = [i for i, layer in enumerate(config.layers) if layer.window is None]
-        self.config = dataclasses.replace(config, layers=(config.layers[whole[-1] if whole else -1],))
-        self.kernels, self.dtype, self.kv_dtype, self.platform = kernels, jnp.dtype(dtype), jnp.dtype(kv_dtype), platform
-        scaled = self.kv_dtype == jnp.float8_e4m3fn
-        tree = shapes(self.config, 1, self.dtype, quantization="fp8" if fp8 else None, kv_scales=scaled)
-        self.weights: dict[str, Any] = tree["layers"][0]
+        config = dataclasses.replace(config, layers=(config.layers[whole[-1] if whole else -1],))
+        self.kernels, self.dtype, self.kv_dtype, self.platform, self.tp = kernels, jnp.dtype(dtype), jnp.dtype(kv_dtype), platform, tp
+        options = {"quantization": "fp8" if fp8 else None, "kv_scales": self.kv_dtype == jnp.float8_e4m3fn}
+        shapes(config, tp, self.dtype, **options)  # refuses what cannot be cut
+        self.config = one_shard(config, tp)
+        self.weights: dict[str, Any] = shapes(self.config, 1, self.dtype, **options)["layers"][0]
         widths = Widths(1.0 if fp8 else self.dtype.itemsize, self.kv_dtype.itemsize, self.dtype.itemsize, self.dtype.itemsize)
-        self.ops: dict[str, Op] = {op.name: op for op in layer_ops(self.config, 0, 1, widths)}
+        forms = (True, False) if tp > 1 else (False,)
+        self.ops: dict[str, Op] = {op.name: op for form in forms for op in layer_ops(config, 0, tp, widths, form)}
 
     def context(self, sms: int | None = None) -> Context:
         return Context(self.config, self.kernels, sms=sms)
@@ -98,8 +100,10 @@ class Layer:
         match op:
             case "attn_norm" | "mlp_norm":
                 return stream, stream
-            case "post_attn_norm" | "post_mlp_norm":
+            case "post_attn_norm" | "post_mlp_norm" | "attn_reduce" | "mlp_reduce" | "attn_scatter" | "mlp_scatter":
                 return (stream,)
+            case "attn_gather" | "mlp_gather":
+                return self.inputs("qkv" if op == "attn_gather" else "up_gate", tokens // self.tp)
             case "decode_attention" | "chunk_attention" | "out_proj":
                 return (heads,)
             case "qkv":
@@ -117,7 +121,7 @@ class Layer:
                     return stream, routing
                 return jax.eval_shape(lambda w, h, r: ops.expert_up_gate(c, w, h, r), w, stream, routing), routing
             case _:
-                raise ValueError(f"op={op!r}: {', '.join(self.ops)} are this layer's, on one device")
+                raise ValueError(f"op={op!r}: {', '.join(self.ops)} are this layer's")
 
     def call(self, op: str, w: Any, batch: Batch, inputs: tuple[Any, ...], kv: Any, c: Context) -> Any:
         """An op on what it reads; rope_append returns the cache it wrote, too."""
@@ -181,20 +185,23 @@ class Layer:
 
         def function(given: Any, kept: Any) -> Any:
             def body(_: Any, kept: Any) -> Any:
-                inputs, made = kept["inputs"], kept["made"]
+                inputs, made, several = kept["inputs"], kept["made"], []
                 for _ in range(turns):
                     made = [
                         call(w, given["batch"], x, before[1] if appends else given["kv"])
-                        for w, x, before in zip(given["weights"], inputs, made, strict=True)
+                        for w, x, before in zip(given["weights"], inputs, made, strict=False)
                     ]
-                    # The next inputs come with what was made, all of it: else XLA sees that rounds are equal, and does one.
-                    inputs, made = streams.together([inputs, made])
-                return {"inputs": inputs, "made": made}
+                    # The next inputs come with all that was made, and the loop keeps it: else XLA sees that turns are equal, and does one.
+                    several = made if appends else [*several, *made]
+                    inputs, several = streams.together([inputs, several])
+                    made = several
+                return {"inputs": inputs, "made": several}
 
             return lax.fori_loop(0, rounds, body, kept)
 
         given = {"batch": batch, "weights": [weights] * copies, "kv": None if appends else kv}
-        return Program(function, given, {"inputs": [inputs] * copies, "made": [outputs] * copies}, copies * turns * rounds)
+        made = [outputs] * (copies if appends else copies * turns)
+        return Program(function, given, {"inputs": [inputs] * copies, "made": made}, copies * turns * rounds)
 
     def beside(self, first: Case, second: Case, most_keys: int, phases: int = PHASES) -> Program:
         """Products on stream 2 beside attention on stream 1, joined after each call of both. Attention's batch is data."""
@@ -250,28 +257,3 @@ class Layer:
         turn = copies * (2e-6 + max(work.flops / flops, work.memory_bytes / moved))
         turns = max(1, min(_MOST_CALLS // copies, round(_BODY_S / turn))) if self.platform == "gpu" else 1
         return turns, min(256, max(1, round(lasting / turn / turns)))
-
-
-def draw(tree: Any, experts: int = 1, seed: int = 0) -> Any:
-    """Random arrays of the shapes in a tree, about normal; arrays that are there stay. Integers are experts' numbers."""
-    leaves, form = jax.tree.flatten(tree)
-    seeds = np.random.SeedSequence(seed).generate_state(max(1, len(leaves)))
-    return jax.tree.unflatten(
-        form, [x if isinstance(x, jax.Array) else _draw(seeds[i], x.shape, x.dtype, experts) for i, x in enumerate(leaves)]
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw(seed: jax.Array, shape: tuple[int, ...], dtype: Any, experts: int) -> jax.Array:
-    x = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + seed
-    for factor in (0x85EBCA6B, 0xC2B2AE35):  # a hash: unlike jax.random it compiles in no time, and needs no room
-        x = (x ^ (x >> 16)) * np.uint32(factor)
-    x = x ^ (x >> 16)
-    if jnp.issubdtype(dtype, jnp.integer):
-        return (x % experts).astype(dtype)
-    drawn = (sum((((x >> shift) & 255).astype(jnp.float32) for shift in (0, 8, 16, 24)), jnp.float32(0)) - 510) / 148
-    return (1 + drawn / 16 if len(shape) <= 1 else drawn).astype(dtype)  # norms and scales are near 1
-
-
-def _structs(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

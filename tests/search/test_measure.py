@@ -18,8 +18,9 @@ from search import measure as command
 from search.budget import Budget
 from search.entries import PAIR_KEYS, Together, coarse_first, described, entries
 from search.measure import resumed, this_device
-from search.op_bench import Case, Layer, draw
+from search.op_bench import Case, Layer
 from search.op_times import ATTENTION, OpTime, Pair, ProfileError, load_profile, save_profile, seconds
+from search.program import draw
 
 NAME = str(paths.MODELS / "tiny-llama")
 LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
