@@ -99,9 +99,11 @@ class Executor:
         """
         layout = self.layouts[tokens][0]
         few = (self.pages_per_sequence + 1,) * self.groups
-        programs = {"step": self._compile(self._lower_step(layout, few), self._options_of(layout))}
-        programs |= {kind: self._compile(self._lower_sampler(layout.rows, kind)) for kind in ("plain", "full")}
-        programs["prompt"] = self._compile(self._lower_prompt(tokens))
+        lowered: dict[str, Any] = {kind: self._lower_sampler(layout.rows, kind) for kind in ("plain", "full")}
+        lowered |= {"prompt": self._lower_prompt(tokens), "step": self._lower_step(layout, few)}
+        options = {name: self._options_of(layout) if name == "step" else {} for name in lowered}
+        with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
+            programs = dict(zip(lowered, pool.map(self._compile, lowered.values(), options.values()), strict=True))
         return {name: temporary.Need.of(program) for name, program in programs.items()}
 
     def state_bytes(self) -> int:

@@ -12,20 +12,23 @@ from jaxflow.pipeline.choice import Gain, portfolio
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, borders, fitting, load
 
+FEW = 64  # decodes of a step that has a program without chunks
+
 
 def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
 def token_buckets(budget: int, *, few: bool) -> tuple[int, ...]:
-    """Sizes of a step that are compiled: powers of two from 8 to 256, multiples of 128 to 1024, of 256 above, and the budget.
+    """Sizes of a step that are compiled: powers of two from 8 on, from 256 on also what lies half-way between two, and the budget.
 
-    Under load steps are filled to the budget, so few run at the sizes just below it; each costs a second of start-up.
-    `few`: only every third power of two, where compiling costs more than padding (CPU).
+    Under load steps are filled to the budget, so few run at the sizes below it; each costs seconds of start-up, since kernels
+    compile one at a time.
+    `few`: only every third power of two, up to 64, where compiling costs more than padding (CPU).
     """
-    powers = [2**i for i in range(3, 9, 3 if few else 1)]
-    sizes = {*powers, *(() if few else (*range(384, 1025, 128), *range(1280, budget, 256)))}
-    return (*sorted(size for size in sizes if size < budget), budget)
+    powers = [2**i for i in range(3, 9 if few else budget.bit_length() + 1, 3 if few else 1)]
+    between = () if few else (3 * power // 2 for power in powers if power >= 256)
+    return (*sorted(size for size in {*powers, *between} if size < budget), budget)
 
 
 def products_dtype(config: EngineConfig) -> str:
@@ -77,8 +80,8 @@ def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Pl
 def make_layouts(config: EngineConfig, model: ModelConfig, plans: Iterable[Plan], *, decodes_alone: bool) -> list[StepLayout]:
     """The fixed shapes of the plans' steps. config: resolved.
 
-    decodes_alone: also those of the sequential plan's steps of decodes alone, at the buckets that such steps may need: small
-    programs, in which the kernel that would find no chunk costs most.
+    decodes_alone: also those of the sequential plan's steps of few decodes alone: there the kernel that would find no chunk costs
+    most, and in larger ones less than its programs' start-up is worth.
     """
     seqs = config.max_num_seqs
     assert seqs is not None
@@ -89,5 +92,5 @@ def make_layouts(config: EngineConfig, model: ModelConfig, plans: Iterable[Plan]
         layouts.append(StepLayout(*shape, plan=plan.name, gain=gain))
     sequential = sorted((layout for layout in layouts if layout.plan == "sequential"), key=lambda layout: layout.tokens)
     smaller = [0, *(layout.tokens for layout in sequential)]
-    alone = [dataclasses.replace(layout, decodes=True) for layout, below in zip(sequential, smaller, strict=False) if below < seqs]
-    return layouts + alone if decodes_alone else layouts
+    few = [layout for layout, below in zip(sequential, smaller, strict=False) if below < min(seqs, FEW)]
+    return layouts + [dataclasses.replace(layout, decodes=True) for layout in few] if decodes_alone else layouts

@@ -48,7 +48,7 @@ def test_buckets(budget, few):
     else:
         for tokens in range(8, min(budget, 3000) + 1):  # little padding
             bucket = next(size for size in sizes if size >= tokens)
-            assert bucket - tokens < (tokens if tokens <= 256 else 128 if tokens <= 1024 else 256)
+            assert bucket - tokens < (tokens if tokens <= 256 else tokens / 2)
 
 
 class TestResolve:
