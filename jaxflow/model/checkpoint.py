@@ -98,8 +98,8 @@ class Checkpoint:
             _check(self.source, self.model_config)
             return _load(self.source, self.model_config, tree, dtype, mesh, bar.update)
 
-    def stream(self, dtype: Any, *, seed: int = 0, quantization: str | None = None) -> Iterator[Weights]:
-        """`load` for one device, a group at a time: what is in no layer, then each layer. Only the last one's arrays are kept here.
+    def stream(self, dtype: Any, mesh: Mesh | None = None, *, seed: int = 0, quantization: str | None = None) -> Iterator[Weights]:
+        """`load` a group at a time: what is in no layer, then each layer. Only the last one's arrays are kept here.
 
         Raises: CheckpointError. ConfigError for a checkpoint published in 8 bits.
         """
@@ -107,13 +107,13 @@ class Checkpoint:
             raise ConfigError("quantization", self.quantization, "a checkpoint of wide weights, which are kept or turned to 4 bits")
         config, source, options = self.model_config, self.source, {"quantization": quantization}
         if source is None:
-            yield from dummy_groups(config, jnp.dtype(dtype), None, seed, quantization=quantization)
+            yield from dummy_groups(config, jnp.dtype(dtype), mesh, seed, quantization=quantization)
         elif isinstance(source, orbax_file.OrbaxFolder):
-            yield from source.load_groups(config, jnp.dtype(dtype), None, lambda _: None, **options)
+            yield from source.load_groups(config, jnp.dtype(dtype), mesh, lambda _: None, **options)
         else:
             _check(source, config)
-            for _, group in orbax_file.groups(config, 1, **options):
-                yield _load(source, config, group, jnp.dtype(dtype), None, lambda _: None)
+            for _, group in orbax_file.groups(config, 1 if mesh is None else mesh.shape[TP], **options):
+                yield _load(source, config, group, jnp.dtype(dtype), mesh, lambda _: None)
 
 
 def _load(

@@ -1,20 +1,20 @@
 """What a policy needs of each tier, in bytes, counted before anything is loaded; and the refusal of one that does not fit.
 
-The parts are those of the cost model (FlexGen A.3), counted of the very shapes that are allocated. Not counted: counters, positions and the
+The parts are those of the cost model (FlexGen A.3), counted of the very shapes that are allocated: of several devices what each one holds,
+of host and disk what all of them need. Not counted: counters, positions and the
 like, a few kilobytes a batch; programs; and the space that the host's attention works in.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
-import jax
-
 from jaxflow.config import ConfigError
 from jaxflow.offload.compiled import attends_on_host
 from jaxflow.offload.disk_tier import HEADER_BYTES
-from jaxflow.offload.geometry import Geometry, PlacedWeights, array_bytes, tree_bytes
+from jaxflow.offload.geometry import Geometry, PlacedWeights
 from jaxflow.offload.kv_store import file_bytes
 from jaxflow.offload.policy import TIERS
+from jaxflow.offload.shards import array_bytes, device_bytes, tree_bytes
 from jaxflow.offload.weight_store import disk_pairs, staging_bytes
 
 _GIGA = 1e9
@@ -55,25 +55,27 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
     squares = len(layers) * batches
     kv = {part.tier: part for part in g.kv_parts}
     activations = {part.tier: part for part in g.activation_parts}
-    weights = {tier: sum(placed.bytes_of(layer, tier) for layer in layers) for tier in TIERS}  # type: ignore[arg-type]
+    weights = {tier: sum(placed.bytes_of(layer, tier) for layer in layers) for tier in ("host", "disk")}  # type: ignore[arg-type]
     pages = {tier: tree_bytes(g.kv_pages(part.rows)) for tier, part in kv.items()}
     passed = {tier: array_bytes(g.activation(part.rows, g.prompt)) for tier, part in activations.items()}
+    own_pages = {tier: device_bytes(g.kv_pages(part.rows)) for tier, part in kv.items()}
+    own_passed = {tier: device_bytes(g.activation(part.rows, g.prompt)) for tier, part in activations.items()}
 
     def away(sizes: Mapping[str, int]) -> int:
         return sum(size for tier, size in sizes.items() if tier != "device")
 
-    fetched = [sum(placed.bytes_of(layer, tier) for tier in ("host", "disk")) for layer in layers]
+    fetched = [sum(device_bytes(placed.of_tier(layer, tier)) for tier in ("host", "disk")) for layer in layers]
     device = {
-        "embedding and head": tree_bytes(placed.ends),
-        "weights": weights["device"],
-        "KV": squares * pages.get("device", 0),
+        "embedding and head": device_bytes(placed.ends),
+        "weights": sum(device_bytes(placed.of_tier(layer, "device")) for layer in layers),
+        "KV": squares * own_pages.get("device", 0),
     }
     device_passes = {
         "weights": max(one + two for one, two in zip(fetched, fetched[1:] + fetched[:1], strict=True)) if len(fetched) > 1 else fetched[0],
         # what decodes with and what comes for the next; attended to on the host, only a prompt's on its way home
-        "KV": (1 if attends_on_host(g) else 2) * away(pages),
+        "KV": (1 if attends_on_host(g) else 2) * away(own_pages),
         # of the square before on its way home, of this one and of the next
-        "activations": batches * passed.get("device", 0) + 3 * away(passed),
+        "activations": batches * own_passed.get("device", 0) + 3 * away(own_passed),
         "programs": working_bytes,
     }
     steps = {tier: tree_bytes(g.kv_rows(part.rows)) for tier, part in kv.items()}
@@ -84,8 +86,7 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
         "activations": 4 * passed.get("disk", 0),
     }
     if attends_on_host(g):
-        heads = jax.ShapeDtypeStruct((g.batch, g.config.num_heads, g.config.head_dim), g.dtype)
-        host_passes["queries and outputs"] = 5 * array_bytes(heads)
+        host_passes["queries and outputs"] = 5 * array_bytes(g.heads(g.batch))
     disk = {
         "weights": weights["disk"] + HEADER_BYTES * sum(placed.bytes_of(layer, "disk") > 0 for layer in layers),
         "KV": squares * (file_bytes(g, kv["disk"]) + HEADER_BYTES) if "disk" in kv else 0,

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 
 from jaxflow.offload.disk_tier import DiskFile
-from jaxflow.offload.geometry import Geometry, array_bytes
-from jaxflow.offload.host_tier import HostArray
+from jaxflow.offload.geometry import Geometry
+from jaxflow.offload.host_tier import HostArray, views
+from jaxflow.offload.shards import array_bytes
 from jaxflow.offload.tiers import Tiers
 
 
@@ -44,7 +45,7 @@ class ActivationStore:
             if part.tier == "host":
                 piece = tiers.up(piece)
             elif part.tier == "disk":
-                struct, rising = jax.ShapeDtypeStruct(piece.shape, piece.dtype), tiers.up(piece)
+                struct, rising = jax.ShapeDtypeStruct(piece.shape, piece.dtype, sharding=piece.sharding), tiers.up(piece)
                 self._stores[batch] = future = tiers.write(lambda rising=rising: self._write(batch, rising))
                 piece = struct
             kept.append(piece)
@@ -84,7 +85,7 @@ class ActivationStore:
         self._pieces.clear()
 
     def _write(self, batch: int, rising: jax.Array) -> None:
-        size = self._files[batch].write(0, [self._tiers.arrived(rising).view])
+        size = self._files[batch].write(0, views(self._tiers.arrived(rising)))
         self._tiers.traffic.add("store_activation", written=size)
 
     def _read(self, batch: int, struct: Any) -> HostArray:
@@ -93,7 +94,7 @@ class ActivationStore:
             store.result()
         buffer = self._tiers.staging.take(struct)
         try:
-            size = self._files[batch].read(0, [buffer.view])
+            size = self._files[batch].read(0, views(buffer))
         except BaseException:
             self._tiers.staging.give(buffer)
             raise

@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh
 
 from jaxflow.config import Layer
+from jaxflow.mesh import axis_of, over_shards, sharded
 from jaxflow.model.slot_params import empty_slots
 from jaxflow.offload.geometry import Geometry, PlacedWeights, halves
 from jaxflow.offload.programs import Programs
+from jaxflow.offload.shards import CUT, WHOLE, on_device, spec_of
 
 _compiled = 0  # backend compilations of this process
 _programs: dict[tuple[bytes, Any], Any] = {}
@@ -54,26 +56,27 @@ def attends_on_host(g: Geometry) -> bool:
     return g.policy.host_attention and any(part.tier != "device" for part in g.kv_parts)
 
 
-def compile_programs(programs: Programs, placed: PlacedWeights, device: Any, on_progress: Callable[[str], object]) -> Compiled:
+def compile_programs(programs: Programs, placed: PlacedWeights, on_progress: Callable[[str], object]) -> Compiled:
     """Compiles everything that a run calls. on_progress: told each program as it is handed over."""
     # Lowering is Python, one at a time whatever the threads; compiling is XLA's, and runs beside it.
     with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
-        begun = _begin(programs, placed, device, pool, on_progress)
+        begun = _begin(programs, placed, pool, on_progress)
         fields = {name: _finished(value) for name, value in begun.items()}
     working = [_working_bytes(one) for value in fields.values() for one in (value.values() if isinstance(value, dict) else [value])]
     return Compiled(**fields, vocabulary=_vocabulary(placed), working_bytes=max(working))
 
 
 def _begin(
-    programs: Programs, placed: PlacedWeights, device: Any, pool: concurrent.futures.Executor, on_progress: Callable[[str], object]
+    programs: Programs, placed: PlacedWeights, pool: concurrent.futures.Executor, on_progress: Callable[[str], object]
 ) -> dict[str, Any]:
     """The fields of `Compiled` that are programs, each a future, or a dict of them."""
-    g = programs.geometry
-    struct, b = _structs(SingleDeviceSharding(device)), g.batch
+    g, b = programs.geometry, programs.geometry.batch
 
-    def build(name: str, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> concurrent.futures.Future:
+    def build(name: str, function: Callable, made: Any, *arguments: Any, donate: tuple[int, ...] = ()) -> concurrent.futures.Future:
+        """made: how its results are cut."""
         on_progress(name)
-        return pool.submit(_compile, jax.jit(function, donate_argnums=donate).lower(*struct(arguments)), device)
+        jitted, arguments = _over_devices(function, g.mesh, arguments, made, donate)
+        return pool.submit(_compile, jitted.lower(*arguments), g.mesh)
 
     def vector(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -89,23 +92,26 @@ def _begin(
     loaded = tuple(g.kv_pages(part.rows) for part in away)
     kinds = dict(zip(g.config.layers, placed.layers, strict=True))
     tokens = {True: g.prompt, False: 1}
-    embed = by_phase(lambda p: build("embed", programs.embed, placed.ends, vector(b * tokens[p]), vector(b * tokens[p])))
+    embed = by_phase(lambda p: build("embed", programs.embed, CUT, placed.ends, vector(b * tokens[p]), vector(b * tokens[p])))
     prefill = {
-        layer: build("prefill", programs.prefill(layer), w, pieces(g.prompt), home, vector(b), donate=(2,)) for layer, w in kinds.items()
+        layer: build("prefill", programs.prefill(layer), (CUT, CUT, CUT), w, pieces(g.prompt), home, vector(b), donate=(2,))
+        for layer, w in kinds.items()
     }
     decode, before, after = {}, {}, {}
     live = vector(b, dtype=jnp.bool_)
     for layer, w in kinds.items():
         if attends_on_host(g):
             first, second = ({key: w[key] for key in keys} for keys in halves(w))
-            before[layer] = build("before", programs.before(layer), first, pieces(1), home, vector(b), live, donate=(2,))
-            stream, heads = g.activation(b, 1), (g.config.num_heads, g.config.head_dim)
-            own = tuple(vector(part.rows, *heads, dtype=g.dtype) for part in g.kv_parts if part.tier == "device")
-            others = tuple(vector(part.rows, *heads, dtype=g.dtype) for part in away)
-            after[layer] = build("after", programs.after(layer), second, stream, own, others)
+            made = (WHOLE, CUT, CUT, CUT, CUT)
+            before[layer] = build("before", programs.before(layer), made, first, pieces(1), home, vector(b), live, donate=(2,))
+            stream = vector(b, g.config.hidden_size, dtype=g.dtype)
+            own = tuple(g.heads(part.rows) for part in g.kv_parts if part.tier == "device")
+            others = tuple(g.heads(part.rows) for part in away)
+            after[layer] = build("after", programs.after(layer), CUT, second, stream, own, others)
         else:
             donate = (2, 3) if g.policy.kv_bits == 16 else (2,)
-            decode[layer] = build("decode", programs.decode(layer), w, pieces(1), home, loaded, vector(b), live, donate=donate)
+            made = (CUT, CUT, CUT, CUT)
+            decode[layer] = build("decode", programs.decode(layer), made, w, pieces(1), home, loaded, vector(b), live, donate=donate)
     slots = jax.eval_shape(lambda: empty_slots(b, _vocabulary(placed)))
     rows = (vector(b, dtype=jnp.float32), vector(b, 2, dtype=jnp.uint32), vector(b))
     states = jax.ShapeDtypeStruct((b, g.config.hidden_size), g.dtype)
@@ -115,9 +121,9 @@ def _begin(
         "decode": decode,
         "before": before,
         "after": after,
-        "hidden": by_phase(lambda p: build("hidden", programs.hidden, placed.ends, pieces(tokens[p]), vector(b))),
-        "sample": build("sample", programs.sample, placed.ends, states, *rows),
-        "sample_full": build("sample_full", programs.sample_full, placed.ends, states, *rows, vector(b), *slots, donate=(7,)),
+        "hidden": by_phase(lambda p: build("hidden", programs.hidden, WHOLE, placed.ends, pieces(tokens[p]), vector(b))),
+        "sample": build("sample", programs.sample, WHOLE, placed.ends, states, *rows),
+        "sample_full": build("sample_full", programs.sample_full, WHOLE, placed.ends, states, *rows, vector(b), *slots, donate=(7,)),
     }
 
 
@@ -136,14 +142,25 @@ def _vocabulary(placed: PlacedWeights) -> int:
     return placed.ends.get("lm_head", placed.ends["embed"]).shape[0]
 
 
-def _compile(lowered: Any, device: Any) -> Any:
+def _over_devices(function: Callable, mesh: Mesh, arguments: tuple, made: Any, donate: tuple[int, ...]) -> tuple[Any, tuple]:
+    """The function as it runs on each device, jitted, and the shapes of its arguments with their shardings."""
+
+    def placed(a: Any) -> Any:
+        sharding = getattr(a, "sharding", None) or on_device(mesh)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    arguments = jax.tree.map(placed, arguments)
+    if axis_of(mesh) is None:
+        return jax.jit(function, donate_argnums=donate), arguments
+    run = over_shards(function, mesh, jax.tree.map(spec_of, arguments), made)
+    lie = jax.tree.map(lambda spec: sharded(mesh, spec), made)
+    return jax.jit(run, donate_argnums=donate, out_shardings=lie), arguments
+
+
+def _compile(lowered: Any, mesh: Mesh) -> Any:
     """Compiles what this process has not compiled yet: a sweep starts many runs, which differ in few of their programs."""
     text = f"{lowered.args_info}\n{lowered.as_text()}"  # the text alone does not say what arguments it leaves unused
-    key = hashlib.sha256(text.encode()).digest(), device
+    key = hashlib.sha256(text.encode()).digest(), mesh
     if key not in _programs:
         _programs[key] = lowered.compile()
     return _programs[key]
-
-
-def _structs(sharding: SingleDeviceSharding) -> Callable[[Any], Any]:
-    return lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)

@@ -9,13 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxflow.config import ModelConfig
 from jaxflow.memory.quantize import kv_shape
-from jaxflow.model.weights import leaves
+from jaxflow.mesh import TP
+from jaxflow.model.leaf import TENSOR_PARALLEL_AXIS
+from jaxflow.model.weights import kv_head_copies, leaves
 from jaxflow.offload.placement import Tier, place_rows, place_weights
 from jaxflow.offload.policy import TIERS, Policy
+from jaxflow.offload.shards import CUT, placed, tree_bytes
 
 BEFORE = ("attn_norm", "attn_norm_bias", "qkv", "qkv_bias", "q_norm", "k_norm")  # what a layer needs before it attends
 
@@ -35,12 +38,26 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """dtype: of activations, and of weights and KV of 16 bits (float32 where the model runs in it). page_size: S, tokens in a page."""
+    """dtype: of activations, and of weights and KV of 16 bits (float32 where the model runs in it). page_size: S, tokens in a page.
+
+    Shapes that it gives are those over all devices of the mesh, with their shardings.
+    """
 
     config: ModelConfig
     policy: Policy
     dtype: Any
     page_size: int
+    mesh: Mesh
+
+    @property
+    def tp(self) -> int:
+        """Devices."""
+        return self.mesh.shape[TP]
+
+    @property
+    def kv_heads(self) -> int:
+        """K of all devices: heads fewer than devices are repeated, so that each has one."""
+        return self.config.num_kv_heads * kv_head_copies(self.config, self.tp)
 
     @property
     def quantization(self) -> str | None:
@@ -77,19 +94,23 @@ class Geometry:
 
     def kv_pages(self, rows: int) -> tuple[Any, Any]:
         """Shapes of the keys and values of `rows` sequences at one layer, as they are stored."""
-        return self._stored((rows * self.pages, self.config.num_kv_heads, self.page_size, self.config.head_dim))
+        return self._stored((rows * self.pages, self.kv_heads, self.page_size, self.config.head_dim))
 
     def kv_rows(self, rows: int) -> tuple[Any, Any]:
         """Shapes of one token's key and value of `rows` sequences at one layer, as they are stored."""
-        return self._stored((rows, self.config.num_kv_heads, self.config.head_dim))
+        return self._stored((rows, self.kv_heads, self.config.head_dim))
 
     def activation(self, rows: int, tokens: int) -> Any:
         """The shape of what `rows` sequences of `tokens` tokens pass from layer to layer."""
-        return jax.ShapeDtypeStruct((rows * tokens, self.config.hidden_size), self.dtype)
+        return placed(self.mesh, jax.ShapeDtypeStruct((rows * tokens, self.config.hidden_size), self.dtype), CUT)
+
+    def heads(self, rows: int) -> Any:
+        """The shape of one token's queries, or of its attention's output, of `rows` sequences."""
+        return placed(self.mesh, jax.ShapeDtypeStruct((rows, self.config.num_heads, self.config.head_dim), self.dtype), CUT)
 
     def _stored(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
         one = kv_shape(shape) if self.policy.kv_bits == 4 else jax.ShapeDtypeStruct(shape, self.dtype)
-        return one, one
+        return placed(self.mesh, (one, one), CUT)
 
 
 def _parts(counts: tuple[int, int, int]) -> tuple[Part, ...]:
@@ -120,31 +141,25 @@ class PlacedWeights:
 
 
 def place(g: Geometry) -> PlacedWeights:
-    """Norms and biases stay on the device: they are a few millionths of a model, and each would cost a transfer of its own."""
-    tree = leaves(g.config, quantization=g.quantization)
-    ends = {key: leaf.struct(g.dtype) for key, leaf in tree.items() if key != "layers"}
-    layers = tuple({key: leaf.struct(g.dtype) for key, leaf in layer.items()} for layer in tree["layers"])
-    matrices = [{key: tree_bytes(leaf) for key, leaf in layer.items() if is_matrix(leaf)} for layer in layers]
-    placed = place_weights(matrices, g.policy.weights)
-    tiers: Any = tuple({key: one.get(key, "device") for key in layer} for one, layer in zip(placed, layers, strict=True))
-    return PlacedWeights(ends, layers, tiers)
+    """Norms, biases and routers stay on the device: they are a few millionths of a model, and each would cost a transfer of its own.
+
+    Raises: ConfigError: `tensor_parallel_size` does not cut the model.
+    """
+    tree = leaves(g.config, g.tp, quantization=g.quantization)
+
+    def shapes(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: placed(g.mesh, leaf.struct(g.dtype), leaf.specs) for key, leaf in group.items() if key != "layers"}
+
+    layers = tuple(shapes(layer) for layer in tree["layers"])
+    matrices = [{key: tree_bytes(struct) for key, struct in layer.items() if is_matrix(key, struct)} for layer in layers]
+    found = place_weights(matrices, g.policy.weights)
+    tiers: Any = tuple({key: one.get(key, "device") for key in layer} for one, layer in zip(found, layers, strict=True))
+    return PlacedWeights(shapes(tree), layers, tiers)
 
 
-def is_matrix(leaf: Any) -> bool:
-    return len(leaf.shape) > 1
-
-
-def array_bytes(a: Any) -> int:
-    """Of an array or its shape."""
-    size = 1
-    for extent in a.shape:
-        size *= extent
-    return size * jnp.dtype(a.dtype).itemsize
-
-
-def tree_bytes(tree: Any) -> int:
-    """Of all arrays of a pytree, or of their shapes."""
-    return sum(array_bytes(a) for a in jax.tree.leaves(tree))
+def is_matrix(key: str, struct: Any) -> bool:
+    """Whether a tensor of a layer is a matrix that devices share: all but norms, biases and routers."""
+    return len(struct.shape) > 1 and key in TENSOR_PARALLEL_AXIS
 
 
 def halves(keys: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """Memory of the host that the device's copy engine reads and writes at the link's speed, seen from numpy at the same time.
 
 An array in `pinned_host` memory is what `jax.device_put` moves at full speed; through numpy's own memory the link is 25 times slower.
-`HostArray.view` is the same bytes as a numpy array, so that the CPU can add a token's KV, attend, or read a file into them without a
+`HostArray.views` are the same bytes as numpy arrays, so that the CPU can add a token's KV, attend, or read a file into them without a
 copy. JAX takes arrays for constant: nobody may write to a view while a transfer of its array is under way, which the driver sees to.
 """
 
@@ -13,43 +13,54 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh
 
-PINNED = "pinned_host"
+from jaxflow.offload.shards import CUT, array_bytes, home_of, on_device, placed, spec_of
 
 
 @dataclasses.dataclass(frozen=True)
 class HostArray:
-    """An array in pinned host memory, and its bytes as numpy sees them. Both live as long as this does."""
+    """An array in pinned host memory, and the bytes of each device's piece as numpy sees them. Both live as long as this does."""
 
     array: jax.Array
-    view: np.ndarray
-
-
-def on_host(device: Any) -> SingleDeviceSharding:
-    """Where arrays of the host tier lie."""
-    return SingleDeviceSharding(device, memory_kind=PINNED)
+    views: tuple[np.ndarray, ...]
 
 
 def host_array(array: jax.Array) -> HostArray:
-    """The view of an array in pinned memory; waits until the array is there."""
+    """The views of an array in pinned memory; waits until the array is there."""
     array.block_until_ready()
-    buffer = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    return HostArray(array, np.frombuffer(buffer, np.uint8).view(array.dtype).reshape(array.shape))
+    return HostArray(array, tuple(_view(shard.data) for shard in array.addressable_shards))
 
 
-def reserve(struct: Any, device: Any) -> HostArray:
-    """An array of zeros: the first use of pinned memory is slow, so that it is made before the clock runs."""
-    return host_array(jax.device_put(np.zeros(struct.shape, struct.dtype), on_host(device)))
+def _view(piece: jax.Array) -> np.ndarray:
+    buffer = (ctypes.c_uint8 * piece.nbytes).from_address(piece.unsafe_buffer_pointer())
+    return np.frombuffer(buffer, np.uint8).view(piece.dtype).reshape(piece.shape)
 
 
-def check_views(device: Any) -> None:
-    """Whether a view and its array are the same bytes here, as everything in this folder takes for granted. Raises: RuntimeError."""
-    made = reserve(jax.ShapeDtypeStruct((64,), np.int32), device)
-    made.view[:] = 7
-    if not (np.asarray(jax.device_put(made.array, SingleDeviceSharding(device))) == 7).all():
-        raise RuntimeError(f"{device}: what is written to pinned host memory through its pointer does not reach the device")
+def views(tree: Any) -> list[np.ndarray]:
+    """Of all pieces of all arrays of a pytree of `HostArray`s, in order."""
+    return [view for a in jax.tree.leaves(tree) for view in a.views]
+
+
+def reserve(struct: Any) -> HostArray:
+    """An array of zeros, cut as its shape says: the first use of pinned memory is slow, so that it is made before the clock runs.
+
+    The zeros are the device's: numpy's memory crosses to the pinned one 25 times slower than they do.
+    """
+    return host_array(jax.device_put(jnp.zeros(struct.shape, struct.dtype, device=struct.sharding), home_of(struct.sharding)))
+
+
+def check_views(mesh: Mesh) -> None:
+    """Whether views and their array are the same bytes here, as everything in this folder takes for granted. Raises: RuntimeError."""
+    made = reserve(placed(mesh, jax.ShapeDtypeStruct((8, 64), np.int32), CUT))
+    for i, view in enumerate(made.views):
+        view[:] = 7 + i
+    found = jax.device_put(made.array, on_device(mesh, CUT))
+    for i, shard in enumerate(found.addressable_shards):
+        if not (np.asarray(shard.data) == 7 + i).all():
+            raise RuntimeError(f"{shard.device}: what is written to pinned host memory through its pointer does not reach the device")
 
 
 def bits(a: np.ndarray) -> np.ndarray:
@@ -63,28 +74,31 @@ class Staging:
     A buffer that was given back waits for the transfer that read it, at its next use and not before.
     """
 
-    def __init__(self, device: Any):
-        self._device = device
+    def __init__(self) -> None:
         self._reserved: Counter = Counter()
+        self._bytes = 0
         self._free: dict[Any, list[tuple[HostArray, Any]]] = {}
         self._changed = threading.Condition()
         self._closed = False
 
     def reserve(self, structs: Iterable[Any]) -> None:
         """Sees to it that all of these can be out at once."""
-        for key, count in Counter(_key(struct) for struct in structs).items():
-            while self._reserved[key] < count:
-                struct = jax.ShapeDtypeStruct(*key)
-                self._free.setdefault(key, []).append((reserve(struct, self._device), None))
+        by_key: dict[Any, list[Any]] = {}
+        for struct in structs:
+            by_key.setdefault(buffer_key(struct), []).append(struct)
+        for key, alike in by_key.items():
+            for struct in alike[self._reserved[key] :]:
+                self._free.setdefault(key, []).append((reserve(struct), None))
                 self._reserved[key] += 1
+                self._bytes += array_bytes(struct)
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(np.dtype(dtype).itemsize * int(np.prod(shape)) * n for (shape, dtype), n in self._reserved.items())
+        return self._bytes
 
     def take(self, struct: Any) -> HostArray:
         """A buffer of this shape; waits for one to be given back."""
-        key = _key(struct)
+        key = buffer_key(struct)
         with self._changed:
             if not self._reserved[key]:
                 raise ValueError(f"no buffer of {key} was reserved")
@@ -98,7 +112,7 @@ class Staging:
     def give(self, buffer: HostArray, after: Any = None) -> None:
         """Gives a buffer back; `after`: arrays that are still being made of it."""
         with self._changed:
-            self._free[_key(buffer.view)].append((buffer, after))
+            self._free[buffer_key(buffer.array)].append((buffer, after))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -115,5 +129,6 @@ class Staging:
                 self._free[key] = [(buffer, None) for buffer, _ in entries]
 
 
-def _key(a: Any) -> tuple[tuple[int, ...], Any]:
-    return tuple(a.shape), np.dtype(a.dtype)
+def buffer_key(a: Any) -> tuple[tuple[int, ...], Any, Any]:
+    """What a buffer must share with an array to take its place: shape, dtype, how they are cut."""
+    return tuple(a.shape), np.dtype(a.dtype), spec_of(a)

@@ -10,6 +10,7 @@ from jaxflow.offload.block import Block, slots_of
 from jaxflow.offload.compiled import Compiled
 from jaxflow.offload.geometry import Geometry
 from jaxflow.offload.schedule import Square
+from jaxflow.offload.shards import on_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Rows:
 class Inputs:
     """Of one block, made as they are asked for. Tokens that were drawn stay on the device."""
 
-    def __init__(self, geometry: Geometry, block: Block, vocabulary: int, eos: frozenset[int], device: Any):
-        self._g, self._block, self._device = geometry, block, device
+    def __init__(self, geometry: Geometry, block: Block, vocabulary: int, eos: frozenset[int]):
+        self._g, self._block, self._everywhere = geometry, block, on_device(geometry.mesh)
         self._vocabulary, self._eos = vocabulary, eos
         self.rows = [self._make_rows(batch) for batch in range(block.batches)]
         self._tokens: dict[int, jax.Array] = {}  # last drawn
@@ -93,4 +94,4 @@ class Inputs:
         return made
 
     def _put(self, x: np.ndarray) -> jax.Array:
-        return jax.device_put(np.array(x), self._device)
+        return jax.device_put(np.array(x), self._everywhere)

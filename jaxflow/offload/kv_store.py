@@ -9,11 +9,13 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxflow.offload.disk_tier import DiskFile
-from jaxflow.offload.geometry import Geometry, Part, array_bytes, tree_bytes
-from jaxflow.offload.host_tier import HostArray, bits, reserve
+from jaxflow.offload.geometry import Geometry, Part
+from jaxflow.offload.host_tier import bits, reserve, views
+from jaxflow.offload.shards import array_bytes, tree_bytes
 from jaxflow.offload.tiers import Tiers
 
 Key = tuple[int, int]  # layer, batch
@@ -41,9 +43,9 @@ class KvStore:
             for part in self.parts:
                 structs = g.kv_pages(part.rows)
                 if part.tier == "device":
-                    self.home[key] = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), tiers.device), structs)
+                    self.home[key] = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs)
                 elif part.tier == "host":
-                    self._host[key] = jax.tree.map(lambda s: reserve(s, tiers.device), structs)
+                    self._host[key] = jax.tree.map(reserve, structs)
                 else:
                     assert tiers.folder is not None
                     self._files[key] = tiers.folder.create(f"layer-{key[0]:05d}-batch-{key[1]:03d}.kv", file_bytes(g, part))
@@ -130,12 +132,12 @@ class KvStore:
     def write_row(self, part: Part, key: Key, rows: Any, token: int, lengths: np.ndarray) -> None:
         """Puts one token's KV, `HostArray`s, in its place; blocks. Raises: DiskError."""
         if part.tier == "host":
-            self.place(self._host[key], rows, part, lengths + (token - 1))
+            self.place(self._host[key], views(rows), part, lengths + (token - 1))
         else:
             g = self._g
             size = tree_bytes(g.kv_rows(part.rows))
             offset = prompt_bytes(g, part) + (token - 1) * size
-            self._files[key].write(offset, [a.view for a in jax.tree.leaves(rows)])
+            self._files[key].write(offset, views(rows))
             self._tiers.traffic.add("store_kv", written=size)
 
     def rest(self) -> None:
@@ -177,7 +179,7 @@ class KvStore:
         pages = jax.tree.map(tiers.staging.take, g.kv_pages(part.rows))
         try:
             size = file.read(0, self._prompt_pieces(pages))
-            record = [np.empty(s.shape, s.dtype) for s in jax.tree.leaves(g.kv_rows(part.rows))]
+            record = [np.empty((part.rows, *view.shape[1:2], *view.shape[3:]), view.dtype) for view in views(pages)]
             for step in range(token - 1):
                 size += file.read(prompt_bytes(g, part) + step * tree_bytes(g.kv_rows(part.rows)), record)
                 self.place(pages, record, part, lengths + step)
@@ -203,18 +205,18 @@ class KvStore:
     def _prompt_pieces(self, pages: Any) -> list[np.ndarray]:
         """The pages that hold prompt tokens, row by row."""
         g, pieces = self._g, []
-        for a in jax.tree.leaves(pages):
-            by_row = a.view.reshape(-1, g.pages, *a.view.shape[1:])
+        for view in views(pages):
+            by_row = view.reshape(-1, g.pages, *view.shape[1:])
             pieces += [by_row[row, : g.prompt_pages] for row in range(by_row.shape[0])]
         return pieces
 
-    def place(self, pages: Any, rows: Any, part: Part, positions: np.ndarray) -> None:
-        """Writes one token's numbers of each row into its page."""
+    def place(self, pages: Any, rows: list[np.ndarray], part: Part, positions: np.ndarray) -> None:
+        """Writes one token's numbers of each row into its page. rows: as `views` has those of `g.kv_rows`."""
         at = positions[part.start : part.stop]
         row, page, place = np.arange(part.rows), at // self._g.page_size, at % self._g.page_size
-        for target, new in zip(jax.tree.leaves(pages), jax.tree.leaves(rows), strict=True):
-            by_row = bits(target.view).reshape(-1, self._g.pages, *target.view.shape[1:])
-            by_row[row, page, :, place] = bits(new.view if isinstance(new, HostArray) else new)
+        for target, new in zip(views(pages), rows, strict=True):
+            by_row = bits(target).reshape(-1, self._g.pages, *target.shape[1:])
+            by_row[row, page, :, place] = bits(new)
 
 
 def prompt_bytes(g: Geometry, part: Part) -> int:

@@ -4,9 +4,9 @@ import dataclasses
 import time
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from jaxflow.offload.host_tier import on_host, reserve
+from jaxflow.offload.shards import home_of
 
 _REPEATS = 5
 
@@ -22,10 +22,10 @@ class Link:
 def measure_link(device: jax.Device, megabytes: int = 256) -> Link:  # type: ignore[valid-type]
     """The best of a few transfers each way, after one that warms the pool of pinned memory."""
     size = megabytes << 20
-    host = reserve(jax.ShapeDtypeStruct((size,), jnp.uint8), device).array
     here = jax.sharding.SingleDeviceSharding(device)
+    host = jax.device_put(np.zeros(size, np.uint8), home_of(here))
     there = jax.device_put(host, here)
-    return Link(size / _best(host, here), size / _best(there, on_host(device)))
+    return Link(size / _best(host, here), size / _best(there, home_of(here)))
 
 
 def _best(array: jax.Array, target: jax.sharding.Sharding) -> float:

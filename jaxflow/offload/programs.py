@@ -6,7 +6,8 @@
     before, after    a decode in two halves, between which the host attends to what is not on the device
     hidden, sample   the ends' weights, x -> one token a row
 
-`x` comes and goes in pieces, one for each tier of the activations. KV is as it is stored, (keys, values); of 4 bits it is unpacked before
+`x` comes and goes in pieces, one for each tier of the activations; of several devices each has its own columns of it, and its own heads
+(`jaxflow.offload.shards`). KV is as it is stored, (keys, values); of 4 bits it is unpacked before
 it is attended to and this token's is packed, wherever it lives, so that a placement does not change what is computed. Loaded KV is
 returned only so that it can be updated in place.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxflow.config import Layer
 from jaxflow.memory.quantize import dequantize_kv, quantize_kv
@@ -49,7 +51,7 @@ class Programs:
     def hidden(self, ends: Weights, x: Pieces, last: Array) -> Array:
         """The normed hidden state [b, D] that each row's next token is drawn from. last: [b] int32, its place in x."""
         with jax.named_scope("final_norm"):
-            return ops.final_norm(self.context, ends, _whole(x)[last], None)[1]
+            return ops.final_norm(self.context, ends, self._gathered(_whole(x)[last]), None)[1]
 
     def sample(self, ends: Weights, hidden: Array, temperature: Array, seeds: Array, positions: Array) -> Array:
         """Greedy and temperature: one token a row, [b] int32; arguments as `sampling.plain`'s."""
@@ -138,7 +140,7 @@ class Programs:
                     at = slice(part.start, part.stop)
                     batch = self._decodes(part, positions[at], live[at])
                     batch = dataclasses.replace(batch, slots=jnp.broadcast_to(jnp.arange(part.rows), batch.slots.shape))
-                    shape = (few, g.config.num_kv_heads, g.page_size, g.config.head_dim)
+                    shape = (few, self._kv_heads, g.page_size, g.config.head_dim)
                     pages = (jnp.zeros(shape, g.dtype), jnp.zeros(shape, g.dtype))
                     with jax.named_scope("rope_append"):
                         q, pages = ops.rope_append(c, layer, w, batch, 0, part.rows, fused[at], pages)
@@ -161,7 +163,7 @@ class Programs:
     def _before(self, w: Weights, x: Pieces) -> tuple[Array, Array]:
         """The residual stream and the fused projection."""
         with jax.named_scope("attn_norm"):
-            stream, h = ops.attn_norm(self.context, w, _whole(x), None)
+            stream, h = ops.attn_norm(self.context, w, self._gathered(_whole(x)), None)
         with jax.named_scope("qkv"):
             return stream, ops.qkv(self.context, w, h)
 
@@ -170,6 +172,8 @@ class Programs:
         c = self.context
         with jax.named_scope("out_proj"):
             y = ops.out_proj(c, w, o)
+        with jax.named_scope("attn_reduce"):
+            y = ops.attn_reduce(c, y)
         if c.config.post_norms:
             with jax.named_scope("post_attn_norm"):
                 y = ops.post_attn_norm(c, w, y)
@@ -182,6 +186,8 @@ class Programs:
         else:
             with jax.named_scope("mlp"):
                 y = ops.down(c, w, ops.up_gate(c, w, h))
+        with jax.named_scope("mlp_reduce"):
+            y = ops.mlp_reduce(c, y)
         if c.config.post_norms:
             with jax.named_scope("post_mlp_norm"):
                 y = ops.post_mlp_norm(c, w, y)
@@ -238,15 +244,28 @@ class Programs:
 
     def _empty(self, rows: int) -> KV:
         g = self.geometry
-        shape = (rows * g.pages, g.config.num_kv_heads, g.page_size, g.config.head_dim)
+        shape = (rows * g.pages, self._kv_heads, g.page_size, g.config.head_dim)
         return jnp.zeros(shape, g.dtype), jnp.zeros(shape, g.dtype)
+
+    @property
+    def _kv_heads(self) -> int:
+        """Those of one device."""
+        return self.geometry.kv_heads // self.geometry.tp
 
     def _packed(self, kv: KV) -> Any:
         return tuple(map(quantize_kv, kv)) if self.geometry.policy.kv_bits == 4 else kv
 
+    def _gathered(self, x: Array) -> Array:
+        """All columns of what has this device's."""
+        axis = self.context.axis
+        return x if axis is None else lax.all_gather(x, axis, axis=1, tiled=True)
+
     def _cut(self, x: Array) -> Pieces:
-        """x [T, D] in the pieces that the activations' tiers have."""
-        g = self.geometry
+        """x [T, D] in the pieces that the activations' tiers have, this device's columns of it."""
+        g, axis = self.geometry, self.context.axis
+        if axis is not None:
+            width = x.shape[1] // g.tp
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * width, width, axis=1)
         tokens = x.shape[0] // g.batch
         return tuple(x[part.start * tokens : part.stop * tokens] for part in g.activation_parts)
 

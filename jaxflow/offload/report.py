@@ -21,13 +21,15 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
     decoded = sum(one.tokens - one.sequences for one in blocks)
     moved = totals(blocks)
     down, up = (sum(getattr(one, f"link_{way}_bytes") for one in moved.values()) for way in ("down", "up"))
-    down_s, up_s = down / link.down_bytes_per_s, up / link.up_bytes_per_s
+    links = runtime.geometry.tp  # each device has its own, and its part of what crosses
+    down_s, up_s = down / links / link.down_bytes_per_s, up / links / link.up_bytes_per_s
     busiest_s = max(down_s, up_s)
     return {
         "command_name": "offload",
         "policy": msgspec.to_builtins(policy),
         "schedule": runtime.offload.schedule,
         "overlap": runtime.offload.overlap,
+        "tensor_parallel_size": links,
         "effective_block_size": policy.block_size,
         "sequences_by_tier": {tier: sum(p.rows for p in runtime.geometry.kv_parts if p.tier == tier) for tier in TIERS},
         "load_s": runtime.load_s,

@@ -14,6 +14,7 @@ from jaxflow.offload.block import Block
 from jaxflow.offload.compiled import Compiled
 from jaxflow.offload.geometry import BEFORE, Geometry, halves
 from jaxflow.offload.host_attention import HostAttention
+from jaxflow.offload.host_tier import views
 from jaxflow.offload.inputs import Drawn, Inputs
 from jaxflow.offload.kv_store import KvStore
 from jaxflow.offload.schedule import Schedule, Square
@@ -65,7 +66,7 @@ class Run:
         self._halves: collections.deque[Half] = collections.deque()
         self._stores: collections.deque[concurrent.futures.Future] = collections.deque()
         self._last: Any = ()  # what the last square computes
-        self._inputs = Inputs(setup.geometry, block, setup.compiled.vocabulary, setup.eos, setup.tiers.device)
+        self._inputs = Inputs(setup.geometry, block, setup.compiled.vocabulary, setup.eos)
 
     # ---- a square
 
@@ -175,13 +176,14 @@ class Run:
             try:
                 self._kv.write_row(part, key, new, one.token, lengths)
                 if part.tier == "disk":
-                    self._kv.place(kv, new, part, lengths + (one.token - 1))
-                out = self._tiers.staging.take(q.view)
+                    self._kv.place(kv, views(new), part, lengths + (one.token - 1))
+                out = self._tiers.staging.take(q.array)
                 at = slice(part.start, part.stop)
                 keys = np.where(lengths[at] > 0, lengths[at] + one.token, 0).astype(np.int32)
-                host(layer, q.view, kv[0].view, kv[1].view, keys, out.view)
+                for heads, k, v, attended in zip(q.views, kv[0].views, kv[1].views, out.views, strict=True):
+                    host(layer, heads, k, v, keys, attended)
                 outputs.append(out)
-                self._tiers.traffic.add("host_attention", host_kv=sum(a.view.nbytes for a in kv))
+                self._tiers.traffic.add("host_attention", host_kv=sum(view.nbytes for view in views(kv)))
             finally:
                 self._kv.done(part, kv)
         return outputs

@@ -3,7 +3,7 @@
     runtime = start(OffloadConfig(policy, disk_path="/scratch"), engine_config, checkpoint)
     for events in runtime.generate(requests): ...
 
-One device: FlexGen goes to several by cutting the layers between them (§4.4), which is not built.
+On several devices tensors are cut over them (`jaxflow.offload.shards`); FlexGen cuts the layers between them (§4.4), which is not built.
 """
 
 import concurrent.futures
@@ -24,6 +24,7 @@ from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.build import choose_kernels, resolve
 from jaxflow.engine.outputs import HostLogprobs
 from jaxflow.engine.request import Event, Request, SamplingParams
+from jaxflow.mesh import axis_of, make_mesh
 from jaxflow.model.checkpoint import Checkpoint
 from jaxflow.model.ops import Context
 from jaxflow.offload.accounting import Account, account, check_fits
@@ -101,8 +102,8 @@ class Runtime:
 
     @property
     def device(self) -> Any:
-        """The JAX device that computes."""
-        return self._tiers.device
+        """The first of the JAX devices that compute."""
+        return self.geometry.mesh.devices.flat[0]
 
     @property
     def compilations(self) -> int:
@@ -195,21 +196,21 @@ def start(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint, 
     if offload.on_disk:
         check_folder(str(offload.disk_path))
     placed = place(geometry)
-    device = jax.devices()[0]
-    limits = _limits(offload, device)
+    mesh = geometry.mesh
+    limits = _limits(offload, mesh.devices.flat[0])
     check_fits(account(geometry, placed, 0), limits)
     resolved = resolve(config, checkpoint.model_config)
-    context = Context(geometry.config, choose_kernels(resolved, geometry.config))
+    context = Context(geometry.config, choose_kernels(resolved, geometry.config), axis_of(mesh))
     with tqdm(desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
-        compiled = compile_programs(Programs(geometry, context), placed, device, lambda _: bar.update())
+        compiled = compile_programs(Programs(geometry, context), placed, lambda _: bar.update())
     found = account(geometry, placed, compiled.working_bytes)
     check_fits(found, limits)
     log.info("offload: %s\n%s", _described(geometry), found.describe())
     folder = DiskFolder(str(offload.disk_path)) if offload.on_disk else None
-    tiers = Tiers(device, folder)
+    tiers = Tiers(mesh, folder)
     undo = tiers.close
     try:
-        check_views(device)
+        check_views(mesh)
         driver, host = _driver(offload, geometry, compiled, tiers, _load(placed, tiers, geometry, checkpoint, resolved.seed, progress))
         runtime = Runtime(offload, geometry, found, tiers, driver, host, resolved.seed)
         undo = runtime.close
@@ -228,8 +229,11 @@ def make_geometry(offload: OffloadConfig, config: EngineConfig, checkpoint: Chec
         raise PolicyError(
             f"model={policy.model!r}, but it is used for {checkpoint.name!r}: `python -m search placement` makes one for that"
         )
-    if config.tensor_parallel_size != 1:
-        raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, "1: an offloaded run drives one device")
+    tp = config.tensor_parallel_size
+    if model.hidden_size % tp:
+        raise ConfigError(
+            "tensor_parallel_size", tp, f"a divisor of the hidden size {model.hidden_size}: what passes between layers is cut"
+        )
     if config.quantization not in (None, "int4") or (config.quantization == "int4") > (policy.weight_bits == 4):
         raise ConfigError("quantization", config.quantization, "unset: an offloaded run's policy says weight_bits, 16 or 4")
     if config.kv_cache_dtype != "auto":
@@ -239,7 +243,7 @@ def make_geometry(offload: OffloadConfig, config: EngineConfig, checkpoint: Chec
         raise PolicyError(f"prompt_tokens + output_tokens={tokens}: at most {model.max_position}, what {checkpoint.name} was made for")
     if policy.kv_bits == 4 and model.head_dim % 2:
         raise PolicyError(f"kv_bits=4 with head_dim={model.head_dim}: 16, two numbers of 4 bits make a byte")
-    return Geometry(model, policy, jnp.dtype(resolve(config, model).dtype), config.block_size)
+    return Geometry(model, policy, jnp.dtype(resolve(config, model).dtype), config.block_size, make_mesh(tp))
 
 
 def _limits(offload: OffloadConfig, device: Any) -> dict[str, int | None]:
@@ -260,10 +264,15 @@ def _limits(offload: OffloadConfig, device: Any) -> dict[str, int | None]:
 def _load(placed: PlacedWeights, tiers: Tiers, g: Geometry, checkpoint: Checkpoint, seed: int, progress: bool) -> WeightStore:
     """Each layer goes through the device to its tiers; no more than one is there at a time beside what stays."""
     weights = WeightStore(placed, tiers)
-    groups = checkpoint.stream(g.dtype, seed=seed, quantization=g.quantization)
-    weights.ends = jax.device_put(next(groups), tiers.device)
-    for layer in tqdm(groups, total=g.config.num_layers, desc="Placing layers", unit="layer", delay=1.0, disable=not progress):
-        weights.add(jax.device_put(layer, tiers.device))
+    groups = checkpoint.stream(g.dtype, g.mesh, seed=seed, quantization=g.quantization)
+
+    def put(arrays: dict[str, Any], structs: dict[str, Any]) -> dict[str, Any]:
+        return jax.device_put(arrays, jax.tree.map(lambda s: s.sharding, structs))
+
+    weights.ends = put(next(groups), placed.ends)
+    bar = tqdm(groups, total=g.config.num_layers, desc="Placing layers", unit="layer", delay=1.0, disable=not progress)
+    for arrays, structs in zip(bar, placed.layers, strict=True):
+        weights.add(put(arrays, structs))
     weights.reserve_staging()
     return weights
 
@@ -278,8 +287,7 @@ def _driver(
     if attends_on_host(g):
         rows = [part.rows for part in kv.away]
         host = HostAttention(g.config, max(rows))
-        queries = [jax.ShapeDtypeStruct((r, g.config.num_heads, g.config.head_dim), g.dtype) for r in rows]
-        tiers.staging.reserve(3 * queries)
+        tiers.staging.reserve(3 * [g.heads(r) for r in rows])
     thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="host-attention-order")
     eos = frozenset(g.config.eos_token_ids)
     return Driver(Setup(g, compiled, tiers, weights, kv, activations, host, thread, offload.schedule, offload.overlap, eos)), host

@@ -1,4 +1,4 @@
-"""What the stores of weights, KV and activations share: the device, its host's memory, a folder on disk, and threads.
+"""What the stores of weights, KV and activations share: the devices, their host's memory, a folder on disk, and threads.
 
 Transfers between host and device are enqueued by the driver itself, in its order, since where a transfer is issued relative to compute
 decides what it can overlap with. Threads do what would keep the driver waiting: they read files ahead, wait for what comes up from the
@@ -10,31 +10,36 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh
 
 from jaxflow.offload.disk_tier import DiskFolder
-from jaxflow.offload.host_tier import HostArray, Staging, host_array, on_host
+from jaxflow.offload.host_tier import HostArray, Staging, host_array
+from jaxflow.offload.shards import home_of, on_device, spec_of
 from jaxflow.offload.traffic import Traffic
 
 
 class Tiers:
     """folder: None where nothing lives on disk."""
 
-    def __init__(self, device: Any, folder: DiskFolder | None):
-        self.device, self.folder = device, folder
-        self.traffic, self.staging = Traffic(), Staging(device)
-        self._on_device, self._on_host = SingleDeviceSharding(device), on_host(device)
+    def __init__(self, mesh: Mesh, folder: DiskFolder | None):
+        self.mesh, self.folder = mesh, folder
+        self.traffic, self.staging = Traffic(), Staging()
         self._weights = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read-weights")
         self._reads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="read-kv")
         self._writes = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="write")
 
     def down(self, tree: Any) -> Any:
-        """Host arrays (`HostArray`, or numpy) on their way to the device; returns before they are there."""
-        return jax.tree.map(lambda a: jax.device_put(a.array if isinstance(a, HostArray) else a, self._on_device), tree)
+        """`HostArray`s, or what `up` returned, on their way to the device, each piece to its own; returns before they are there."""
+
+        def send(a: Any) -> jax.Array:
+            array = a.array if isinstance(a, HostArray) else a
+            return jax.device_put(array, on_device(self.mesh, spec_of(array)))
+
+        return jax.tree.map(send, tree)
 
     def up(self, tree: Any) -> Any:
         """Device arrays on their way to pinned host memory; returns before they are there."""
-        return jax.device_put(tree, self._on_host)
+        return jax.tree.map(lambda a: jax.device_put(a, home_of(on_device(self.mesh, spec_of(a)))), tree)
 
     def arrived(self, tree: Any) -> Any:
         """The `HostArray`s of what `up` returned; waits for them."""

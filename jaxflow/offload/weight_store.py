@@ -7,15 +7,16 @@ from typing import Any
 import jax
 
 from jaxflow.offload.disk_tier import DiskFile
-from jaxflow.offload.geometry import PlacedWeights, array_bytes, tree_bytes
-from jaxflow.offload.host_tier import HostArray
+from jaxflow.offload.geometry import PlacedWeights
+from jaxflow.offload.host_tier import buffer_key, views
+from jaxflow.offload.shards import array_bytes, tree_bytes
 from jaxflow.offload.tiers import Tiers
 
 Keys = tuple[str, ...]
 
 
 class WeightStore:
-    """Filled layer by layer, then read. A layer's tensors on disk lie in one file."""
+    """Filled layer by layer, then read. A layer's tensors on disk lie in one file, each by the pieces of the devices."""
 
     def __init__(self, placed: PlacedWeights, tiers: Tiers):
         self.placed, self._tiers = placed, tiers
@@ -38,7 +39,7 @@ class WeightStore:
             file = tiers.folder.create(f"layer-{layer:05d}.weights", tree_bytes(away))
             on_host = tiers.arrived(tiers.up({key: arrays[key] for key in away}))
             for key, offset in self._offsets(layer).items():
-                file.write(offset, [a.view for a in jax.tree.leaves(on_host[key])])
+                file.write(offset, views(on_host[key]))
             file.drop_cache()
         self._files.append(file)
 
@@ -88,7 +89,7 @@ class WeightStore:
         assert file is not None
         buffers = jax.tree.map(staging.take, self.placed.layers[layer][key])
         try:
-            size = file.read(self._offsets(layer)[key], [a.view for a in _leaves(buffers)])
+            size = file.read(self._offsets(layer)[key], views(buffers))
         except BaseException:
             jax.tree.map(staging.give, buffers)
             raise
@@ -105,10 +106,6 @@ class WeightStore:
         return offsets
 
 
-def _leaves(tree: Any) -> list[HostArray]:
-    return jax.tree.leaves(tree)
-
-
 def disk_pairs(placed: PlacedWeights) -> list[list[Any]]:
     """For each layer, the shapes of what it and the next have on disk: what staging must hold at once."""
     layers = [jax.tree.leaves(placed.of_tier(i, "disk")) for i in range(len(placed.layers))]
@@ -119,5 +116,5 @@ def staging_bytes(pairs: list[list[Any]]) -> int:
     """Of the buffers that hold any one of these, by shape."""
     most: Counter = Counter()
     for structs in pairs:
-        most |= Counter((tuple(s.shape), s.dtype) for s in structs)
-    return sum(count * array_bytes(jax.ShapeDtypeStruct(*key)) for key, count in most.items())
+        most |= Counter(map(buffer_key, structs))
+    return sum(count * array_bytes(jax.ShapeDtypeStruct(*key[:2])) for key, count in most.items())

@@ -26,12 +26,12 @@ def policy(model: str, **changes: Any) -> Policy:
 
 
 @contextlib.contextmanager
-def runtime(model: str, folder: Any, *, page_size: int = 16, **changes: Any) -> Iterator[Runtime]:
+def runtime(model: str, folder: Any, *, page_size: int = 16, tp: int = 1, **changes: Any) -> Iterator[Runtime]:
     """A warm runtime over a toy checkpoint; it leaves neither thread nor file. changes: of the policy."""
     before = {thread for thread in threading.enumerate() if not thread.daemon}
     made = start(
         OffloadConfig(policy(model, **changes), disk_path=str(folder)),
-        EngineConfig(model=str(paths.MODELS / model), block_size=page_size),
+        EngineConfig(model=str(paths.MODELS / model), block_size=page_size, tensor_parallel_size=tp),
         open_checkpoint(str(paths.MODELS / model)),
         progress=False,
     )

@@ -12,12 +12,13 @@ from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.accounting import account, check_fits
 from jaxflow.offload.disk_tier import DiskError
-from jaxflow.offload.geometry import place, tree_bytes
+from jaxflow.offload.geometry import place
 from jaxflow.offload.host_tier import HostArray
 from jaxflow.offload.run import Run
 from jaxflow.offload.runtime import make_geometry, start
 from jaxflow.offload.schedule import squares
 from jaxflow.offload.settings import OffloadConfig
+from jaxflow.offload.shards import device_bytes
 from search.zigzag import Sizes, largest_block, least_weight_loads, row_by_row, traffic, zigzag
 
 MODEL = "stories260K"
@@ -51,7 +52,8 @@ def test_weights_cross_as_often_as_theorem_4_1_allows(tmp_path):
     assert least <= moved["zigzag"].times <= 2 * least
 
 
-def test_the_account_is_what_is_allocated(tmp_path, monkeypatch):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_account_is_what_is_allocated(tmp_path, monkeypatch, tp):
     prompts, _ = goldens("tiny-opt")
     before = on_device()
     peak = 0
@@ -62,7 +64,7 @@ def test_the_account_is_what_is_allocated(tmp_path, monkeypatch):
         peak = max(peak, on_device() - before)
 
     monkeypatch.setattr(Run, "step", step)
-    with runtime("tiny-opt", tmp_path, weights=MIXED, kv=MIXED, activations=MIXED) as made:
+    with runtime("tiny-opt", tmp_path, tp=tp, weights=MIXED, kv=MIXED, activations=MIXED) as made:
         setup, lives = made._driver._setup, made.account.lives
         assert view_bytes(setup.weights._host) == lives["host"]["weights"] > 0
         assert view_bytes(setup.kv._host) == lives["host"]["KV"] > 0
@@ -70,9 +72,9 @@ def test_the_account_is_what_is_allocated(tmp_path, monkeypatch):
         files = [path for path in setup.tiers.folder.path.iterdir() if path.name != "lock"]
         assert sum(path.stat().st_size for path in files) == made.account.total("disk")
         assert all(path.stat().st_mode & 0o077 == 0 for path in files)
-        assert tree_bytes(setup.weights.ends) == lives["device"]["embedding and head"]
-        assert tree_bytes(setup.weights._device) == lives["device"]["weights"]
-        assert tree_bytes(setup.kv.home) == lives["device"]["KV"]
+        assert device_bytes(setup.weights.ends) == lives["device"]["embedding and head"]
+        assert device_bytes(setup.weights._device) == lives["device"]["weights"]
+        assert device_bytes(setup.kv.home) == lives["device"]["KV"]
         peak = 0
         run(made, requests(prompts))
         small = 16 << 10  # positions, tokens and the like
@@ -80,11 +82,11 @@ def test_the_account_is_what_is_allocated(tmp_path, monkeypatch):
 
 
 def on_device() -> int:
-    return sum(a.nbytes for a in jax.live_arrays() if a.sharding.memory_kind == "device")
+    return device_bytes([a for a in jax.live_arrays() if a.sharding.memory_kind == "device" and jax.devices()[0] in a.sharding.device_set])
 
 
 def view_bytes(tree) -> int:
-    return sum(a.view.nbytes for a in jax.tree.leaves(tree) if isinstance(a, HostArray))
+    return sum(view.nbytes for a in jax.tree.leaves(tree) if isinstance(a, HostArray) for view in a.views)
 
 
 def settings(tmp_path, **changes):
@@ -149,8 +151,10 @@ def test_settings_that_cannot_work(tmp_path):
         OffloadConfig(policy(MODEL, weights=MIXED, kv=DISK))
     with pytest.raises(ConfigError, match=r"disk_path=.*a folder that exists"):
         begin(OffloadConfig(policy(MODEL, weights=DISK), disk_path=str(tmp_path / "gone")))
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2"):
-        begin(settings(tmp_path), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=3.*a divisor"):
+        begin(settings(tmp_path), tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=8.*at most the 4 devices"):
+        begin(settings(tmp_path), tensor_parallel_size=8)
     with pytest.raises(ConfigError, match="quantization='fp8'"):
         begin(settings(tmp_path), quantization="fp8")
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp8'"):

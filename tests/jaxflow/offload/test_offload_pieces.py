@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from offloaded import DISK, goldens, requests, run, runtime
 
 from jaxflow.config import ConfigError, Layer
+from jaxflow.mesh import make_mesh
 from jaxflow.offload import disk_tier
 from jaxflow.offload.disk_tier import PREFIX, DiskError, DiskFolder
 from jaxflow.offload.host_attention import HostAttention
-from jaxflow.offload.host_tier import Staging, check_views, reserve
+from jaxflow.offload.host_tier import Staging, check_views
 from jaxflow.offload.placement import place_rows, place_weights
 from jaxflow.offload.policy import TIERS, Shares
 from pallas_kernels.reference import decode_attention
@@ -152,19 +153,20 @@ class TestDisk:
 
 
 class TestHost:
-    def test_a_view_is_the_array(self):
-        check_views(jax.devices()[0])
+    @pytest.mark.parametrize("devices", [1, 2])
+    def test_views_are_the_array(self, devices):
+        check_views(make_mesh(devices))
 
     def test_staging_waits_and_is_let_go(self):
-        staging = Staging(jax.devices()[0])
-        struct = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
+        staging, here = Staging(), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        struct = jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=here)
         staging.reserve([struct, struct])
         one, two = staging.take(struct), staging.take(struct)
         assert one is not two and staging.reserved_bytes == 16
         staging.give(two, jnp.ones(3))
         assert staging.take(struct) is two
         with pytest.raises(ValueError, match="was reserved"):
-            staging.take(jax.ShapeDtypeStruct((5,), jnp.bfloat16))
+            staging.take(jax.ShapeDtypeStruct((5,), jnp.bfloat16, sharding=here))
         staging.close()
         with pytest.raises(RuntimeError, match="closed"):
             staging.take(struct)
@@ -174,17 +176,15 @@ class TestHost:
         config = _Sized(window, cap)
         rng, rows, pages, size = np.random.default_rng(1), 5, 3, 8
         q = rng.standard_normal((rows, 4, 16)).astype(dtype)
-        k, v = (reserve(jax.ShapeDtypeStruct((rows * pages, 2, size, 16), dtype), jax.devices()[0]) for _ in range(2))
-        for a in (k, v):
-            a.view[:] = rng.standard_normal(a.view.shape)
+        k, v = (rng.standard_normal((rows * pages, 2, size, 16)).astype(dtype) for _ in range(2))
         lengths = np.array([1, 24, 0, 13, 7], np.int32)
         table = jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
         expected = decode_attention(
-            jnp.asarray(q), jnp.asarray(k.view), jnp.asarray(v.view), table, jnp.asarray(lengths), scale=0.25, window=window, soft_cap=cap
+            jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), table, jnp.asarray(lengths), scale=0.25, window=window, soft_cap=cap
         )
         attention = HostAttention(config, rows, threads=2)  # type: ignore[arg-type]
         out = np.full_like(q, 7)
-        attention(config.layers[0], q, k.view, v.view, lengths, out)
+        attention(config.layers[0], q, k, v, lengths, out)
         attention.close()
         np.testing.assert_allclose(out.astype(np.float32), np.asarray(expected, np.float32), atol=1e-5 if dtype == "float32" else 2e-2)
 

@@ -34,13 +34,13 @@ def test_llama_in_4_bits_wherever_it_lies_is_the_engine_with_the_same_weights(tm
         assert run(made, requests(prompts)) == [plain[f"r{i}"].tokens for i in range(len(prompts))]
 
 
-def test_kv_of_4_bits_is_the_same_on_every_tier(tmp_path):
+def test_kv_of_4_bits_is_the_same_on_every_tier_and_cut_over_devices(tmp_path):
     prompts, wide = goldens("tiny-llama")
     found = []
-    for kv in (DEVICE, MIXED):
-        with runtime("tiny-llama", tmp_path, weight_bits=4, kv_bits=4, kv=kv, num_gpu_batches=1) as made:
+    for kv, tp in ((DEVICE, 1), (MIXED, 1), (MIXED, 2)):
+        with runtime("tiny-llama", tmp_path, tp=tp, kv_bits=4, kv=kv, num_gpu_batches=1) as made:
             found.append(run(made, requests(prompts)))
-    assert found[0] == found[1] != wide
+    assert found[0] == found[1] == found[2] != wide
 
 
 shares = st.sampled_from([DEVICE, HOST, DISK, MIXED, Shares(50.0, 50.0), Shares(0.0, 60.0, 40.0)])
