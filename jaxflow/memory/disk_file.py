@@ -61,10 +61,8 @@ def digest(fingerprint: bytes) -> bytes:
 
 def header(fingerprint: bytes, key: bytes, parts: Sequence[memoryview]) -> bytes:
     """The first HEADER_BYTES of the file of a page of these `pieces`. fingerprint: a `digest`."""
-    length = crc = 0
-    for part in parts:
-        length, crc = length + part.nbytes, zlib.crc32(part, crc)
-    fields = _FIELDS.pack(MAGIC, SCHEMA, len(key), fingerprint, key, length, crc)
+    length = sum(part.nbytes for part in parts)
+    fields = _FIELDS.pack(MAGIC, SCHEMA, len(key), fingerprint, key, length, checksum(parts))
     return fields + _check(fields)
 
 
@@ -110,9 +108,16 @@ def read(path: Path, fingerprint: bytes, key: bytes, length: int) -> np.ndarray:
         _read_all(fd, memoryview(payload))
     finally:
         os.close(fd)
-    if zlib.crc32(payload) != crc:
+    if checksum([payload]) != crc:
         raise BadFile("its payload is not what was written")
     return payload
+
+
+def checksum(parts: Sequence[Buffer], before: int = 0) -> int:
+    """CRC-32 of some bytes, one piece behind the other, that follow those whose checksum is `before`."""
+    for part in parts:
+        before = zlib.crc32(part, before)
+    return before
 
 
 def remove(path: Path) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloaded import DISK, goldens, requests, run, runtime
 
@@ -105,6 +105,8 @@ class TestDisk:
     def test_a_file_that_was_cut_or_overwritten_is_not_served(self, tmp_path):
         folder = DiskFolder(tmp_path)
         cut, other = folder.create("cut", 100), folder.create("other", 100)
+        for file in (cut, other):
+            file.write(0, [np.zeros(100, np.uint8)])
         os.truncate(cut.path, disk_tier.HEADER_BYTES + 50)
         with pytest.raises(DiskError, match=r"cut: ends at .*something cut it"):
             cut.read(0, [np.empty(100, np.uint8)])
@@ -113,6 +115,46 @@ class TestDisk:
         with pytest.raises(DiskError, match="header is not the one that was written"):
             other.read(0, [np.empty(100, np.uint8)])
         folder.close()
+
+    @given(sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=4), cuts=st.integers(1, 500), data=st.data())
+    @settings(max_examples=25)
+    def test_no_flipped_bit_is_served(self, tmp_path_factory, sizes, cuts, data):
+        """However writes and reads are cut, each record is whole; and one bit of one record spoils that record and no other."""
+        folder = DiskFolder(tmp_path_factory.mktemp("disk"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(disk_tier, "_CHUNK", cuts)
+            self.flip_one(folder, sizes, data)
+        folder.close()
+
+    def flip_one(self, folder, sizes, data):
+        file = folder.create("x", sum(sizes))
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        rng = np.random.default_rng(0)
+        records = [rng.integers(0, 256, size, np.uint8) for size in sizes]
+        for start, record in zip(starts, records, strict=True):
+            file.write(start, np.array_split(record, 3))
+        bad = data.draw(st.integers(0, len(sizes) - 1))
+        at = disk_tier.HEADER_BYTES + starts[bad] + data.draw(st.integers(0, sizes[bad] - 1))
+        with open(file.path, "r+b") as raw:
+            raw.seek(at)
+            byte = raw.read(1)[0] ^ (1 << data.draw(st.integers(0, 7)))
+            raw.seek(at)
+            raw.write(bytes([byte]))
+        for i, (start, record) in enumerate(zip(starts, records, strict=True)):
+            back = np.empty_like(record)
+            if i == bad:
+                with pytest.raises(DiskError, match=rf"x: bytes {start} to {start + sizes[i]} are not what was written"):
+                    file.read(start, np.array_split(back, 2))
+            else:
+                file.read(start, np.array_split(back, 2))
+                assert (back == record).all()
+
+    def test_what_was_not_written_is_not_read(self, tmp_path):
+        file = DiskFolder(tmp_path).create("x", 100)
+        file.write(0, [np.ones(40, np.uint8)])
+        for offset, size in ((0, 30), (10, 30), (50, 10)):
+            with pytest.raises(ValueError, match="were written"):
+                file.read(offset, [np.empty(size, np.uint8)])
 
     def test_a_killed_run_leaves_nothing_for_the_next(self, tmp_path):
         script = (
@@ -131,22 +173,35 @@ class TestDisk:
             DiskFolder(tmp_path / "missing")
 
     @pytest.mark.parametrize(
-        ("call", "changes"), [("preadv", {"weights": DISK, "kv": DISK, "host_attention": True}), ("pwritev", {"kv": DISK})]
+        ("call", "fault", "words", "changes"),
+        [
+            ("preadv", errno.EIO, "cannot read .*Input/output error", {"weights": DISK, "kv": DISK, "host_attention": True}),
+            ("preadv", None, "weights: bytes .* are not what was written", {"weights": DISK}),
+            ("preadv", None, "kv: bytes .* are not what was written", {"kv": DISK, "host_attention": True}),
+            ("preadv", "cut", "activation: ends at .*something cut it", {"activations": DISK}),
+            ("pwritev", errno.ENOSPC, "cannot write .*GB are free there", {"kv": DISK}),
+        ],
+        ids=["EIO", "a bit of weights", "a bit of KV", "a short file", "ENOSPC"],
     )
-    def test_a_fault_within_a_block_ends_the_run_and_leaves_nothing(self, tmp_path, monkeypatch, call, changes):
+    def test_a_fault_within_a_block_ends_the_run_and_leaves_nothing(self, tmp_path, monkeypatch, call, fault, words, changes):
         prompts, _ = goldens("tiny-opt")
         with runtime("tiny-opt", tmp_path, **changes) as made:
             calls, own = 0, getattr(os, call)
 
-            def failing(*arguments):
+            def failing(fd, buffers, at):
                 nonlocal calls
                 calls += 1
-                if calls == 20:
-                    raise OSError(errno.EIO, os.strerror(errno.EIO))
-                return own(*arguments)
+                if calls == 5 and fault == "cut":
+                    return 0
+                if calls == 5 and fault is not None:
+                    raise OSError(fault, os.strerror(fault))
+                done = own(fd, buffers, at)
+                if calls == 5:
+                    buffers[0][len(buffers[0]) // 2] ^= 4
+                return done
 
             monkeypatch.setattr(os, call, failing)
-            with pytest.raises(DiskError, match=rf"{PREFIX}.*cannot .*Input/output error"):
+            with pytest.raises(DiskError, match=rf"{PREFIX}.*{words}"):
                 run(made, requests(prompts))
             with pytest.raises(RuntimeError, match="close it"):
                 run(made, requests(prompts))
