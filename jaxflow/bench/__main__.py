@@ -12,6 +12,7 @@
   offload      blocks of a model that does not fit the device: latency against throughput, JSON and a picture
   kernels      each kernel beside its rivals, on one GPU
   plans        plans of a step beside each other, in the steady state of workloads
+  trace        what each resource does over one layer of a step, from a profiler's trace; JSON and a picture
   memory       what a step's programs need beside weights and cache, and what room that leaves for KV
   perplexity   of a text, under each way to keep a model's numbers
   sweep        rates, batch sizes or lengths of an engine; SARATHI's curves of the scheduler; JSON and a picture
@@ -26,8 +27,8 @@ import sys
 from absl import flags
 
 COMMANDS = (
-    *("throughput", "latency", "serve", "hierarchy", "disk", "host", "link", "offload", "kernels", "plans", "memory", "perplexity"),
-    "sweep",
+    *("throughput", "latency", "serve", "hierarchy", "disk", "host", "link", "offload", "kernels", "plans", "trace"),
+    *("memory", "perplexity", "sweep"),
 )
 
 

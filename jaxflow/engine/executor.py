@@ -80,7 +80,7 @@ class Executor:
         self._forward_of, self._kv_dtype, self._options_of = forward_of, kv_dtype, options_of
         self._head, self._prompt_head = head(weights), prompt_head(weights)
         self._replicated = NamedSharding(programs.mesh, REPLICATED)
-        self._steps: dict[tuple[int, str, bool], Callable] = {}  # by layouts' keys
+        self._steps: dict[tuple[int, str, bool], jax.stages.Compiled] = {}  # by layouts' keys
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
         self.copies: PageCopies | None = None  # set before warm-up where pages are to leave the cache and come back
@@ -165,6 +165,10 @@ class Executor:
     def compilations(self) -> int:
         """Backend compilations since warm-up; anything but 0 is a fault."""
         return _compiled - self._compiled_at_warm_up
+
+    def program(self, layout: StepLayout) -> jax.stages.Compiled:
+        """The compiled step of a layout. After warm-up."""
+        return self._steps[layout.key]
 
     # ---- serving
 

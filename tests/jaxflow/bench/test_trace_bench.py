@@ -1,0 +1,138 @@
+"""`bench trace`: what is made of a profiler's kernels, and the command on a toy model, by a real trace."""
+
+import dataclasses
+import itertools
+import json
+import sys
+
+import jax
+import paths
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxflow.bench.__main__ import main
+from jaxflow.bench.trace import peaks_of
+from jaxflow.bench.trace_events import RESOURCES, Kernel, means, one_layer, part, scopes, shares
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.composition import Composition
+from jaxflow.model.graph import Work, model_graph
+from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.order import program
+from jaxflow.pipeline.plan import save
+
+NAME = str(paths.MODELS / "tiny-llama")
+TINY = open_checkpoint(NAME).model_config
+SIX = dataclasses.replace(TINY, layers=TINY.layers[:1] * 6)
+STEP = Composition(20, 50.0, ((30, 10), (14, 3)))
+TOKENS = 64
+COUNTS = ("tokens", "decode_tokens", "decode_keys", "chunk_tokens", "chunk_pairs")
+
+
+@given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), max_size=4), st.sets(st.integers(1, 199)))
+def test_the_parts_of_a_step_are_the_step(decodes, chunks, cuts):
+    step = Composition(decodes, 33.0, tuple(chunks))
+    edges = [0, *sorted(cut for cut in cuts if cut < step.tokens), int(step.tokens) + 7]  # padding is nothing
+    parts = [part(step, low, high) for low, high in itertools.pairwise(edges)]
+    for what in COUNTS:
+        assert sum(one.count(what) for one in parts) == pytest.approx(step.count(what))
+
+
+def fake(plan, tp, seconds, *, steps=4, beside=0.0):
+    """(kernels, names) of steps of a plan: its nano-ops one after the other, `seconds[i % n]` each, those of side streams with a second
+    kernel `beside` as long; between steps another program, which has the same names."""
+    graph = model_graph(SIX, tp, scattered=False)
+    kernels, names, at = [], {}, 0.0
+    lasting = itertools.cycle(seconds)
+    for _ in range(steps):
+        for i, run in enumerate(program(plan, graph)):
+            took = next(lasting)
+            for j in range(2 if beside and run.nano.stream else 1):
+                name = f"kernel.{i}.{j}"
+                names[name] = f"jit(run)/{run.nano.op}/{run.nano.id}/dot"
+                kernels.append(Kernel("k", name, ("jit_run", "1"), "", f"Stream #{run.nano.stream}", at, took * (beside if j else 1)))
+            at += took
+        kernels.append(Kernel("sampler", "kernel.0.0", ("jit_run", "2"), "", "Stream #0", at, 1e-6))
+        at += 1e-6
+    return kernels, names, graph
+
+
+@pytest.mark.parametrize(("plan", "tp"), [
+    (sequential_plan(SIX, TOKENS), 1), (phased_plan(SIX, TOKENS, 24), 1), (two_nano_batch_plan(SIX, TOKENS, 40, 2), 2),
+], ids=["sequential", "phased", "two devices"])  # fmt: skip
+@pytest.mark.parametrize("beside", [0.0, 0.5])
+def test_a_layers_time_has_a_layers_work(plan, tp, beside):
+    """However its kernels last: all of it, at the moments when they run."""
+    kernels, names, graph = fake(plan, tp, [3e-6, 1e-6, 5e-6], beside=beside)
+    trace = one_layer(kernels, names, plan, graph, STEP)
+    whole = sum(
+        (op.work(part(STEP, nano.start, nano.stop)) for op in graph.layers[2] for nano in plan.nano_ops if nano.op == op.name), Work()
+    )
+    found = sum((one.work for one in trace.used), Work())
+    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(whole))
+    assert found.network_bytes if tp > 1 else not found.network_bytes
+    assert all(one.nano is not None and one.kind is not None for one in trace.used)
+    assert {one.nano.id for one in trace.used if one.nano} == {nano.id for nano in plan.nano_ops}
+    peaks = {"compute": {"": 1e9, "down": 2e9}, "memory": {"": 1e8}, "network": {"": 1e7}}
+    rows = shares(trace, peaks)
+    mean, fast = means(rows), sum(one.work.flops for one in trace.used if one.nano and one.nano.op == "down")
+    assert mean["compute"] * trace.seconds == pytest.approx((found.flops - fast) / 1e9 + fast / 2e9)
+    assert mean["memory"] * trace.seconds == pytest.approx(found.memory_bytes / 1e8)
+    assert mean["network"] * trace.seconds == pytest.approx(found.network_bytes / 1e7)
+    assert trace.step_s == pytest.approx(max(k.start_s for k in kernels if k.name == "sampler") / 4, rel=0.1)
+    source, own = peaks_of(None, "float32", trace)
+    assert source == "the most in this trace"
+    if not beside:
+        assert max(row["memory"] for row in shares(trace, own)) == pytest.approx(1.0)
+
+
+def test_a_trace_that_shows_too_little_is_refused():
+    plan = sequential_plan(SIX, TOKENS)
+    kernels, names, graph = fake(plan, 1, [1e-6], steps=2)
+    with pytest.raises(ValueError, match="2 whole steps"):
+        one_layer(kernels, names, plan, graph, STEP)
+    with pytest.raises(ValueError, match="no kernels"):
+        one_layer([], names, plan, graph, STEP)
+    with pytest.raises(ValueError, match=r"0 layers .* has 6"):
+        one_layer(kernels, {}, plan, graph, STEP)
+
+
+def test_eight_bits_have_a_peak_of_their_own():
+    trace = one_layer(*fake(sequential_plan(SIX, TOKENS), 1, [1e-6])[:2], sequential_plan(SIX, TOKENS), model_graph(SIX), STEP)
+    source, peaks = peaks_of("H200", "float8_e4m3fn", trace)
+    assert source == "H200, datasheet" and peaks["compute"]["qkv"] == 2 * peaks["compute"][""] + 1e12
+
+
+def test_a_program_says_in_which_scope_an_instruction_was_made():
+    def named(x):
+        with jax.named_scope("qkv"), jax.named_scope("qkv.1"):
+            return jax.numpy.tanh(x @ x.T)
+
+    found = scopes(jax.jit(named).lower(jax.numpy.ones((8, 8))).compile().as_text() or "")
+    assert any("/qkv/qkv.1/" in scope for scope in found.values())
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trace")
+    save(two_nano_batch_plan(TINY, TOKENS, 32, 2), folder / "two.json")
+    line = f"bench trace --model {NAME} --load_format dummy --tensor_parallel_size 2 --workload 64/32 --seconds 0.1 --traced_seconds 0.05"
+    line += f" --num_kv_pages 64 --plans {folder}/two.json --plot {folder}/plot.png --output_json {folder}/out.json"
+    sys.argv = line.split()
+    assert main(line.split()) == 0
+    return json.loads((folder / "out.json").read_text()), folder
+
+
+def test_the_command_shows_where_a_layers_time_goes(report):
+    result, folder = report
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    sequential, two = result["plans"]
+    for plan, pieces in ((sequential, 1), (two, 2)):
+        assert 0 < plan["layer_us"] <= 1e3 * plan["traced_step_ms"] and plan["assigned_share_of_kernel_time"] > 0.5
+        wanted = {f"{op}.{i}" if pieces > 1 else op for op in ("qkv", "out_proj", "up_gate", "down", "mlp_reduce") for i in range(pieces)}
+        assert wanted <= {kernel["nano_op"] for kernel in plan["kernels"]}
+        assert all(0 < plan["mean_shares"][name] <= 1 for name in RESOURCES)
+        assert {kernel["kind"] for kernel in plan["kernels"]} >= {"dense", "network", "attention"}
+        rows = plan["shares"]
+        assert all(a["stop_us"] == b["start_us"] for a, b in itertools.pairwise(rows))
+        assert rows[0]["start_us"] == 0 and rows[-1]["stop_us"] == pytest.approx(plan["layer_us"])
