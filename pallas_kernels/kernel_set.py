@@ -119,8 +119,18 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     """Each op's Mosaic kernel where it takes the model. Mosaic GPU takes a second to import, and CPU has no use for it."""
     if m.dtype != "bfloat16":
         return dataclasses.replace(REFERENCE, name="reference (kernels are of bfloat16)")
-    from pallas_kernels import chunk_attention, decode_attention, grouped_gemm, quantize_rows, rms_norm, rope_append, token_limits
+    from pallas_kernels import (
+        chunk_attention,
+        decode_attention,
+        grouped_gemm,
+        ptxas_version,
+        quantize_rows,
+        rms_norm,
+        rope_append,
+        token_limits,
+    )
 
+    ptxas_version.ask_once()
     ops: dict[str, Callable] = {"gemm": HopperGemm(load(device)), "token_limits": token_limits.token_limits}
     ops |= {name: getattr(grouped_gemm, name) for name in ("grouped_gemm", "list_groups")}
     if m.head_dim in (64, 128, 256) and m.page_size == 64 and m.queries_per_kv_head <= 16 and m.kv_dtype in ("bfloat16", "float8_e4m3fn"):

@@ -2,6 +2,7 @@
 and joules beside each."""
 
 import dataclasses
+import os
 import threading
 import time
 from collections import deque
@@ -44,7 +45,9 @@ class _Sensor:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
             return self
-        self._device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        by = pynvml.nvmlDeviceGetHandleByIndex if visible.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+        self._device = by(int(visible) if visible.isdigit() else visible)
         self._thread.start()
         return self
 
