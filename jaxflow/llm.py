@@ -20,8 +20,9 @@ from jaxflow.engine.request import Event, InvalidRequest, QueueFull, Request, Sa
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.policy import Policy
 from jaxflow.offload.process import prepare
-from jaxflow.offload.runtime import Runtime, start
+from jaxflow.offload.runtime import Runtime
 from jaxflow.offload.settings import OffloadConfig, offload_config
+from jaxflow.offload.start import start
 from jaxflow.text.chat import encode_chat
 from jaxflow.text.detokenizer import StopStrings
 from jaxflow.text.tokenizer import Tokenizer, load_tokenizer

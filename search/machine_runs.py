@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-import optax
 
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.policy import Policy
@@ -56,6 +55,8 @@ def load_runs(path: str | os.PathLike) -> Runs:
 
 def fit_runs(measured: Runs) -> Machine:
     """The machine whose predictions are nearest to the runs."""
+    import optax  # who runs policies reads this module's files and fits nothing
+
     works = [_workload(run.policy) for run in measured.runs]
 
     def loss(factors: np.ndarray) -> float:

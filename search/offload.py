@@ -1,6 +1,7 @@
 """Runs policies: the one found beside its rivals and each tier alone, in one process, each measured against what is predicted of it.
 
   python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 --output_json runs.json
+  python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 --policies a.json,b.json --output_json runs.json
   python -m search offload --model opt-125m --machine here.json --gpu_mem 0.5 --cpu_mem 2 --disk 2 --disk_path /scratch
 
 The policy is searched for this machine and these memories, and for less of them where the account of bytes, which knows what the
@@ -11,6 +12,7 @@ warms up. `--runs_json` gets the same runs as `python -m search machine --runs` 
 import dataclasses
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +25,21 @@ from jaxflow.engine.request import Request, SamplingParams
 from jaxflow.model.checkpoint import Checkpoint, open_checkpoint
 from jaxflow.offload.accounting import DoesNotFit
 from jaxflow.offload.link import Link, measure_link
-from jaxflow.offload.policy import TIERS, Policy
+from jaxflow.offload.policy import TIERS, Policy, PolicyError, load_policy
 from jaxflow.offload.process import prepare
 from jaxflow.offload.report import report
-from jaxflow.offload.runtime import Runtime, start
+from jaxflow.offload.runtime import Runtime
 from jaxflow.offload.settings import OffloadConfig
+from jaxflow.offload.start import start
 from search import placement
 from search.machine_curves import Machine, load_machine
 from search.machine_runs import Run, Runs
-from search.placement_cost import predict, workload
-from search.placement_rivals import rivals
-from search.placement_solver import GIGA, Memory, Options, PlacementError, search
+from search.offload_rivals import Room, chosen, policy_named
+from search.placement_cost import Workload, predict, workload
+from search.placement_solver import GIGA, Memory, Options
 
 SCHEMA_VERSION = 1
-PAPER_TOKENS_PER_S = {"opt-30b": {"16": 7.32, "4": 8.70}}  # FlexGen Table 2, 512 in, 32 out, on a T4 of 16 GB
-SEARCHED = ("all optimisations", "no overlap", "no host attention", "no disk")  # the others are made by hand, as large as fits
+PAPER_TOKENS_PER_S = {"opt-30b": {16: 7.32, 4: 8.70}}  # FlexGen Table 2, 512 in, 32 out, on a T4 of 16 GB
 _TRIES = 6
 _WIDTH = 110
 
@@ -48,6 +50,7 @@ def define_flags() -> None:
     flags.DEFINE_string("dtype", "auto", "Of weights and activations: auto, bfloat16 or float32.")
     flags.DEFINE_integer("block_size", 64, "Tokens in a page of KV.", lower_bound=1)
     flags.DEFINE_string("disk_path", None, "A folder for what lives on disk.")
+    flags.DEFINE_list("policies", None, "Files of policies that are run as they are, instead of searched ones: this needs no solver.")
     flags.DEFINE_list("only", None, "Which of the rivals run, by name; default: all that fit.")
     flags.DEFINE_integer("blocks", 1, "Blocks that are timed of each policy.", lower_bound=1)
     flags.DEFINE_integer("link_mb", 256, "Size of the transfers that the link is measured with.", lower_bound=1)
@@ -55,8 +58,26 @@ def define_flags() -> None:
     flags.DEFINE_string("runs_json", None, "File for the runs, as search.machine_runs reads them.")
 
 
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What all runs share."""
+
+    work: Workload
+    machine: Machine
+    memory: Memory
+    engine: EngineConfig
+    checkpoint: Checkpoint
+    link: Link
+
+    def config(self, policy: Policy, **settings: Any) -> OffloadConfig:
+        """A policy under this bench's limits."""
+        names = ("gpu_memory_limit", "host_memory_limit", "disk_limit")
+        limits = dict(zip(names, (capacity / GIGA or None for capacity in self.memory), strict=True))
+        return OffloadConfig(policy, disk_path=flags.FLAGS.disk_path, **limits, **settings)
+
+
 def run() -> None:
-    """The command. Raises: ConfigError, PlacementError where nothing fits."""
+    """The command. Raises: ConfigError, PolicyError, PlacementError where nothing fits."""
     f = flags.FLAGS
     memory = Memory(*(getattr(f, tier) * GIGA for tier in placement.TIERS))
     engine = EngineConfig(model=f.model, load_format=f.load_format, dtype=f.dtype, block_size=f.block_size)
@@ -64,69 +85,73 @@ def run() -> None:
     checkpoint = open_checkpoint(f.model, load_format=f.load_format)
     machine = load_machine(f.machine)
     work = workload(checkpoint.name, checkpoint.model_config, f.prompt_tokens, f.output_tokens)
-    options = placement.options_from_flags()
-    link = measure_link(jax.devices()[0], f.link_mb)
+    bench = Bench(work, machine, memory, engine, checkpoint, measure_link(jax.devices()[0], f.link_mb))
     rows: list[dict[str, Any]] = []
-    for name in _names(f.only):
-        found = _run_one(name, work, machine, memory, options, engine, checkpoint, link)
-        if found is not None:
-            rows.append(found)
-            print(_line(found), flush=True)
+    for row in _given(bench, f.policies) if f.policies else _searched(bench, placement.options_from_flags(), chosen(f.only)):
+        rows.append(row)
+        print(_line(row), flush=True)
+        _save(bench, rows)  # after each: a run that is cut off has told what it did
+
+
+def _save(bench: Bench, rows: list[dict[str, Any]]) -> None:
+    f = flags.FLAGS
     result = {
         "schema_version": SCHEMA_VERSION,
         "command_name": "search offload",
-        "model": checkpoint.name,
-        "machine": machine.name,
+        "model": bench.checkpoint.name,
+        "machine": bench.machine.name,
         "device": jax.devices()[0].device_kind,
         "host_cores": os.cpu_count(),
-        "memory_gb": dict(zip(TIERS, (capacity / GIGA for capacity in memory), strict=True)),
-        "paper_tokens_per_s": PAPER_TOKENS_PER_S.get(checkpoint.name, {}).get(f.weight_bits),
+        "memory_gb": dict(zip(TIERS, (capacity / GIGA for capacity in bench.memory), strict=True)),
         "rows": rows,
     }
     if f.output_json:
         Path(f.output_json).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     if f.runs_json:
-        runs = tuple(Run(msgspec.convert(row["policy"], Policy), row["block_latency_s"][0]) for row in rows if row["overlap"])
-        made = Runs(method=f"whole blocks on {result['device']}", start=machine, runs=runs)
+        runs = tuple(Run(msgspec.convert(row["policy"], Policy), row["block_latency_s"][0]) for row in rows if row.get("overlap"))
+        made = Runs(method=f"whole blocks on {result['device']}", start=bench.machine, runs=runs)
         Path(f.runs_json).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n")
 
 
-@dataclasses.dataclass
-class Room:
-    """What each tier has for a policy, as far as it is known: runs take more than the cost model says, the more the larger a batch."""
+def _given(bench: Bench, files: list[str]) -> Iterator[dict[str, Any]]:
+    """Runs policies as they are, of the bench's model and lengths. One that cannot be is a row that says why; the next is run."""
+    policies = {Path(file).stem: load_policy(file, model=bench.work.model) for file in files}
+    for name, policy in policies.items():
+        asked = bench.work.prompt_tokens, bench.work.output_tokens
+        if (policy.prompt_tokens, policy.output_tokens) != asked:
+            raise PolicyError(
+                f"{name}: a policy for {policy.prompt_tokens} + {policy.output_tokens} tokens, {asked[0]} + {asked[1]} are run"
+            )
+    for name, policy in policies.items():
+        try:
+            with start(bench.config(policy), bench.engine, bench.checkpoint, progress=False) as runtime:
+                row = _measured(name, runtime, predict(bench.work, bench.machine, policy), bench.link)
+        except (ConfigError, jax.errors.JaxRuntimeError) as error:  # too little of some memory, which the next may need less of
+            row = {"name": name, "policy": msgspec.to_builtins(policy), "failed": str(error)}
+        gc.collect()
+        yield row
 
-    memory: Memory
-    beyond: dict[str, float]  # bytes that a sequence of a batch takes of a tier beyond the cost model
 
-    def of(self, gpu_batch_size: int) -> Memory:
-        """What the cost model may fill with batches of this size."""
-        return Memory(*(max(0.0, capacity - self.beyond[tier] * gpu_batch_size) for tier, capacity in zip(TIERS, self.memory, strict=True)))
-
-    def learn(self, error: DoesNotFit, policy: Policy, modelled: float) -> None:
-        """From a policy that the account refused; modelled: what the cost model thought it takes of the tier."""
-        self.memory = dataclasses.replace(self.memory, **{error.tier: min(getattr(self.memory, error.tier), error.limit_bytes)})
-        # Whole tensors do not follow shares smoothly: a percent of the tier is left besides.
-        beyond = (error.needed_bytes - modelled + 0.01 * error.limit_bytes) / policy.gpu_batch_size
-        self.beyond[error.tier] = max(self.beyond[error.tier], beyond)
+def _searched(bench: Bench, options: Options, names: list[str]) -> Iterator[dict[str, Any]]:
+    for name in names:
+        row = _run_named(bench, options, name)
+        if row is not None:
+            yield row
 
 
-def _run_one(
-    name: str, work: Any, machine: Machine, memory: Memory, options: Options, engine: EngineConfig, checkpoint: Checkpoint, link: Link
-) -> dict[str, Any] | None:
+def _run_named(bench: Bench, options: Options, name: str) -> dict[str, Any] | None:
     """A rival's best policy that really fits, run; None where there is none."""
-    room = Room(memory, dict.fromkeys(TIERS, 0.0))
-    limits = dict(zip(("gpu_memory_limit", "host_memory_limit", "disk_limit"), (m / GIGA or None for m in memory), strict=True))
+    room = Room(bench.memory, dict.fromkeys(TIERS, 0.0))
     overlap, schedule = name != "no overlap", "row" if name == "row by row" else "zigzag"
     for _ in range(_TRIES):
-        policy = _policy(name, work, machine, room, options)
+        policy = policy_named(name, bench.work, bench.machine, room, options)
         if policy is None:
             logging.info("%s does not fit", name)
             return None
-        predicted = predict(work, machine, policy, overlap=overlap)
-        offload = OffloadConfig(policy, disk_path=flags.FLAGS.disk_path, overlap=overlap, schedule=schedule, **limits)
+        predicted = predict(bench.work, bench.machine, policy, overlap=overlap)
         try:
-            with start(offload, engine, checkpoint, progress=False) as runtime:
-                return _measured(name, runtime, predicted, link)
+            with start(bench.config(policy, overlap=overlap, schedule=schedule), bench.engine, bench.checkpoint, progress=False) as runtime:
+                return _measured(name, runtime, predicted, bench.link)
         except DoesNotFit as error:
             room.learn(error, policy, predicted.memory_bytes[TIERS.index(error.tier)])
             logging.info("%s of batches of %d: %s needs %.3f GB", name, policy.gpu_batch_size, error.tier, error.needed_bytes / GIGA)
@@ -134,29 +159,6 @@ def _run_one(
             gc.collect()
     logging.warning("%s: no policy was found that fits in %d tries", name, _TRIES)
     return None
-
-
-def _policy(name: str, work: Any, machine: Machine, room: Room, options: Options) -> Policy | None:
-    """The fastest policy of a name that is thought to fit."""
-    if name == "no host attention":
-        options = dataclasses.replace(options, host_attention=False)
-    if name == "no disk":
-        room = Room(dataclasses.replace(room.memory, disk=0.0), room.beyond)
-    found: list[tuple[float, float, Policy]] = []
-    for size in options.gpu_batch_sizes:
-        own, memory = dataclasses.replace(options, gpu_batch_sizes=(size,)), room.of(size)
-        try:
-            policy = search(work, machine, memory, own)
-        except PlacementError:
-            continue
-        if name not in SEARCHED:
-            row = next(row for row in rivals(work, machine, memory, own, policy) if row.name == name)
-            if row.policy is None:
-                continue
-            policy = row.policy
-        made = predict(work, machine, policy)
-        found.append((made.tokens_per_s, -made.latency_s, policy))
-    return max(found, key=lambda one: one[:2])[2] if found else None
 
 
 def _measured(name: str, runtime: Runtime, predicted: Any, link: Link) -> dict[str, Any]:
@@ -169,17 +171,16 @@ def _measured(name: str, runtime: Runtime, predicted: Any, link: Link) -> dict[s
             pass
     result = report(runtime, link)
     error = predicted.latency_s * flags.FLAGS.blocks / result["latency_s"] - 1
-    about = {"latency_s": predicted.latency_s, "tokens_per_s": predicted.tokens_per_s, "latency_error": error}
-    return {"name": name, "predicted": about | {"memory_bytes": predicted.memory_bytes}} | result
-
-
-def _names(only: list[str] | None) -> list[str]:
-    known = ["all optimisations", "no overlap", "no search", "no host attention", "no disk", "row by row"]
-    known += ["all on the device", "all on the host", "all on disk"]
-    unknown = set(only or ()) - set(known)
-    if unknown:
-        raise ConfigError("only", ",".join(sorted(unknown)), ", ".join(known))
-    return [name for name in known if only is None or name in only]
+    about = {
+        "latency_s": predicted.latency_s,
+        "prefill_s": predicted.prefill_s,
+        "tokens_per_s": predicted.tokens_per_s,
+        "latency_error": error,
+        "seconds_a_layer": {"prefill": predicted.prefill, "decode": predicted.decode},
+        "memory_bytes": predicted.memory_bytes,
+    }
+    paper = PAPER_TOKENS_PER_S.get(policy.model, {}).get(policy.weight_bits)
+    return {"name": name, "predicted": about, "paper_tokens_per_s": paper} | result
 
 
 def _smallest(model: str) -> Policy:
@@ -193,6 +194,8 @@ def _smallest(model: str) -> Policy:
 
 
 def _line(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"{row['name']:20} failed: {row['failed'].partition(chr(10))[0]}"
     policy = row["policy"]
     shares = " ".join("/".join(f"{policy[kind][tier]:.0f}" for tier in TIERS) for kind in ("weights", "kv", "activations"))
     block = f"{policy['gpu_batch_size']}x{policy['num_gpu_batches']}"

@@ -217,6 +217,7 @@ class Prediction:
     """What a policy takes. `prefill`, `decode`: seconds of each term for a layer; `link_s`: the busier direction's, of a whole block."""
 
     latency_s: float
+    prefill_s: float  # of it
     tokens_per_s: float
     prefill: dict[str, float]
     decode: dict[str, float]
@@ -239,8 +240,9 @@ def predict(work: Workload, machine: Machine, policy: Policy, *, overlap: bool =
     choice, placed = split(policy)
     prefill, decode = prefill_terms(work, machine, choice, placed), decode_terms(work, machine, choice, placed)
     layers, steps = work.layers, work.output_tokens - 1
-    one = max if overlap else sum
-    latency = layers * (one(prefill.values()) + steps * one(decode.values())) + work.output_tokens * ends_s(work, machine, choice)
+    one, ends = max if overlap else sum, ends_s(work, machine, choice)
+    prompts = layers * one(prefill.values()) + ends
+    latency = prompts + steps * (layers * one(decode.values()) + ends)
     tokens = choice.block_size * work.output_tokens
     link = layers * (max(prefill[term] for term in TERMS[:2]) + steps * max(decode[term] for term in TERMS[:2]))
-    return Prediction(latency, tokens / latency, prefill, decode, memory_bytes(work, choice, placed), link)
+    return Prediction(latency, prompts, tokens / latency, prefill, decode, memory_bytes(work, choice, placed), link)

@@ -5,7 +5,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import mip
+try:
+    import mip
+except ImportError:  # a machine that only runs policies has no solver
+    mip: Any = None
 
 from jaxflow.offload.policy import Policy, Shares
 from search.machine_curves import CURVES, Curve, Machine
@@ -159,7 +162,9 @@ def link_bound(work: Workload, machine: Machine, memory: Memory, options: Option
 
 
 def _program(percent_step: int | None) -> tuple[Any, Placed]:
-    """A program with nine shares that sum to 1 for each kind of tensor."""
+    """A program with nine shares that sum to 1 for each kind of tensor. Raises: PlacementError where there is no solver."""
+    if mip is None:
+        raise PlacementError("searching a policy needs a solver: install the extra `search` (mip with HiGHS)")
     model: Any = mip.Model(solver_name=mip.HIGHS)
     model.verbose = 0
     model.max_mip_gap = 1e-9

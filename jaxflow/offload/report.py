@@ -33,6 +33,7 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
         "effective_block_size": policy.block_size,
         "sequences_by_tier": {tier: sum(p.rows for p in runtime.geometry.kv_parts if p.tier == tier) for tier in TIERS},
         "load_s": runtime.load_s,
+        "start_s": dict(runtime.start_s),
         "sequences": sum(one.sequences for one in blocks),
         "tokens": tokens,
         "latency_s": latency_s,

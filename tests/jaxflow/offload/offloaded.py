@@ -12,8 +12,9 @@ from jaxflow.config import EngineConfig
 from jaxflow.engine.request import Delta, Finished, Request, SamplingParams
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.policy import Policy, Shares
-from jaxflow.offload.runtime import Runtime, start
+from jaxflow.offload.runtime import Runtime
 from jaxflow.offload.settings import OffloadConfig
+from jaxflow.offload.start import start
 
 DEVICE, HOST, DISK = Shares(device=100.0), Shares(host=100.0), Shares(disk=100.0)
 MIXED = Shares(34.0, 34.0, 32.0)

@@ -16,7 +16,7 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.__main__ import main
 from jaxflow.offload.accounting import DoesNotFit
 from jaxflow.offload.policy import save_policy
-from search import offload
+from search import offload, placement_solver
 from search.__main__ import main as search
 from search.machine_curves import load_machine
 from search.placement_cost import predict, workload
@@ -97,6 +97,20 @@ def test_search_runs_a_policy_beside_its_prediction(tmp_path, capsys):
     assert "all on the host" in capsys.readouterr().out
     (row,) = json.loads((tmp_path / "runs.json").read_text())["rows"]
     assert row["tokens"] == 4 and row["policy"]["kv"]["host"] == 100 and row["predicted"]["tokens_per_s"] > 0
+
+
+def test_search_runs_given_policies_where_there_is_no_solver(tmp_path, capsys, monkeypatch):
+    """One that does not fit is a row that says so, and the next is run."""
+    monkeypatch.setattr(placement_solver, "mip", None)
+    files = [str(tmp_path / name) for name in ("large.json", "small.json")]
+    for path, size in zip(files, (4000, 2), strict=True):
+        save_policy(policy(MODEL, prompt_tokens=8, output_tokens=2, gpu_batch_size=size, num_gpu_batches=1, kv=HOST), path)
+    common = ["search", "offload", "--model", FOLDER, "--gpu_mem", "0.02", "--cpu_mem", "1", "--link_mb", "1", "--output_tokens", "2"]
+    arguments = ["--prompt_tokens", "8", "--policies", ",".join(files), "--output_json", str(tmp_path / "runs.json")]
+    assert search([*common, *arguments]) == 0
+    large, small = json.loads((tmp_path / "runs.json").read_text())["rows"]
+    assert "gpu_memory_limit" in large["failed"] and small["tokens"] == 4 and small["start_s"].keys() >= {"compile", "warm_up"}
+    assert "large" in capsys.readouterr().out
 
 
 def test_search_looks_for_less_where_the_account_says_that_a_policy_does_not_fit(monkeypatch, capsys):

@@ -15,10 +15,10 @@ from jaxflow.offload.disk_tier import DiskError
 from jaxflow.offload.geometry import place
 from jaxflow.offload.host_tier import HostArray
 from jaxflow.offload.run import Run
-from jaxflow.offload.runtime import make_geometry, start
 from jaxflow.offload.schedule import squares
 from jaxflow.offload.settings import OffloadConfig
 from jaxflow.offload.shards import device_bytes
+from jaxflow.offload.start import make_geometry, start
 from search.zigzag import Sizes, largest_block, least_weight_loads, row_by_row, traffic, zigzag
 
 MODEL = "stories260K"

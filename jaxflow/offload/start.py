@@ -1,0 +1,172 @@
+"""Starts an offloaded run: what cannot work is refused, programs are compiled, the model is placed, what a block needs is reserved."""
+
+import concurrent.futures
+import logging
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.build import choose_kernels, resolve
+from jaxflow.mesh import axis_of, make_mesh
+from jaxflow.model.checkpoint import Checkpoint
+from jaxflow.model.ops import Context
+from jaxflow.offload.accounting import account, check_fits
+from jaxflow.offload.activation_store import ActivationStore
+from jaxflow.offload.compiled import Compiled, attends_on_host, compile_programs
+from jaxflow.offload.disk_tier import DiskFolder, check_folder, free_bytes
+from jaxflow.offload.driver import Driver
+from jaxflow.offload.geometry import Geometry, PlacedWeights, place
+from jaxflow.offload.host_attention import HostAttention
+from jaxflow.offload.host_tier import check_views
+from jaxflow.offload.kv_store import KvStore
+from jaxflow.offload.policy import PolicyError
+from jaxflow.offload.process import free_host_bytes
+from jaxflow.offload.programs import Programs
+from jaxflow.offload.run import Setup
+from jaxflow.offload.runtime import Runtime
+from jaxflow.offload.settings import GIGA, OffloadConfig
+from jaxflow.offload.tiers import Tiers
+from jaxflow.offload.weight_store import WeightStore
+
+log = logging.getLogger(__name__)
+_SPARE = 0.06  # of a GPU's memory: what comes and goes leaves gaps in it
+
+
+class _Phases:
+    """Seconds of each phase of a start, told as it ends."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def ended(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self._since = now - self._since, now
+        log.info("offload: %s took %.1f s", name, self.seconds[name])
+
+
+def start(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint, *, progress: bool = True) -> Runtime:
+    """Places and loads a model. What cannot work is refused before the first weight is read.
+
+    Raises: ConfigError, PolicyError, CheckpointError, DiskError.
+    """
+    phases = _Phases()
+    geometry = make_geometry(offload, config, checkpoint)
+    if offload.on_disk:
+        check_folder(str(offload.disk_path))
+    placed = place(geometry)
+    mesh = geometry.mesh
+    limits = _limits(offload, mesh.devices.flat[0])
+    check_fits(account(geometry, placed, 0), limits)
+    resolved = resolve(config, checkpoint.model_config)
+    context = Context(geometry.config, choose_kernels(resolved, geometry.config), axis_of(mesh))
+    with tqdm(desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
+        compiled = compile_programs(Programs(geometry, context), placed, lambda _: bar.update())
+    phases.ended("compile")
+    found = account(geometry, placed, compiled.working_bytes)
+    check_fits(found, limits)
+    log.info("offload: %s\n%s", _described(geometry), found.describe())
+    folder = DiskFolder(str(offload.disk_path)) if offload.on_disk else None
+    tiers = Tiers(mesh, folder)
+    undo = tiers.close
+    try:
+        check_views(mesh)
+        weights = _load(placed, tiers, geometry, checkpoint, resolved.seed, progress)
+        phases.ended("place")
+        driver, host = _driver(offload, geometry, compiled, tiers, weights)
+        phases.ended("reserve")
+        runtime = Runtime(offload, geometry, found, tiers, driver, host, resolved.seed)
+        undo = runtime.close
+        runtime.warm_up()
+        phases.ended("warm_up")
+    except BaseException:
+        undo()
+        raise
+    runtime.start_s = phases.seconds
+    return runtime
+
+
+def make_geometry(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint) -> Geometry:
+    """Raises: ConfigError, PolicyError: settings that an offloaded run cannot have."""
+    policy, model = offload.policy, checkpoint.model_config
+    if policy.model not in (config.model, checkpoint.name):
+        raise PolicyError(
+            f"model={policy.model!r}, but it is used for {checkpoint.name!r}: `python -m search placement` makes one for that"
+        )
+    tp = config.tensor_parallel_size
+    if model.hidden_size % tp:
+        raise ConfigError(
+            "tensor_parallel_size", tp, f"a divisor of the hidden size {model.hidden_size}: what passes between layers is cut"
+        )
+    if config.quantization not in (None, "int4") or (config.quantization == "int4") > (policy.weight_bits == 4):
+        raise ConfigError("quantization", config.quantization, "unset: an offloaded run's policy says weight_bits, 16 or 4")
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError("kv_cache_dtype", config.kv_cache_dtype, "auto: an offloaded run's policy says kv_bits, 16 or 4")
+    if policy.prompt_tokens + policy.output_tokens > model.max_position:
+        tokens = f"{policy.prompt_tokens} + {policy.output_tokens}"
+        raise PolicyError(f"prompt_tokens + output_tokens={tokens}: at most {model.max_position}, what {checkpoint.name} was made for")
+    if policy.kv_bits == 4 and model.head_dim % 2:
+        raise PolicyError(f"kv_bits=4 with head_dim={model.head_dim}: 16, two numbers of 4 bits make a byte")
+    return Geometry(model, policy, jnp.dtype(resolve(config, model).dtype), config.block_size, make_mesh(tp))
+
+
+def _limits(offload: OffloadConfig, device: Any) -> dict[str, int | None]:
+    """Bytes by tier: as told, or what is there."""
+
+    def told(limit: float | None, there: int | None) -> int | None:
+        return there if limit is None else int(limit * GIGA)
+
+    stats = device.memory_stats()
+    limit = told(offload.gpu_memory_limit, int(stats["bytes_limit"]) if stats else None)
+    return {
+        "device": int(limit * (1 - _SPARE)) if stats and limit else limit,
+        "host": told(offload.host_memory_limit, free_host_bytes()),
+        "disk": told(offload.disk_limit, free_bytes(str(offload.disk_path)) if offload.on_disk else None),
+    }
+
+
+def _load(placed: PlacedWeights, tiers: Tiers, g: Geometry, checkpoint: Checkpoint, seed: int, progress: bool) -> WeightStore:
+    """Each layer goes through the device to its tiers; no more than one is there at a time beside what stays."""
+    weights = WeightStore(placed, tiers)
+    groups = checkpoint.stream(g.dtype, g.mesh, seed=seed, quantization=g.quantization)
+
+    def put(arrays: dict[str, Any], structs: dict[str, Any]) -> dict[str, Any]:
+        return jax.device_put(arrays, jax.tree.map(lambda s: s.sharding, structs))
+
+    weights.ends = put(next(groups), placed.ends)
+    bar = tqdm(groups, total=g.config.num_layers, desc="Placing layers", unit="layer", delay=1.0, disable=not progress)
+    for arrays, structs in zip(bar, placed.layers, strict=True):
+        weights.add(put(arrays, structs))
+    weights.reserve_staging()
+    return weights
+
+
+def _driver(
+    offload: OffloadConfig, g: Geometry, compiled: Compiled, tiers: Tiers, weights: WeightStore
+) -> tuple[Driver, HostAttention | None]:
+    kv, activations = KvStore(g, tiers), ActivationStore(g, tiers)
+    kv.reserve()
+    activations.reserve()
+    host = None
+    if attends_on_host(g):
+        rows = [part.rows for part in kv.away]
+        host = HostAttention(g.config, max(rows))
+        tiers.staging.reserve(3 * [g.heads(r) for r in rows])
+    thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="host-attention-order")
+    eos = frozenset(g.config.eos_token_ids)
+    return Driver(Setup(g, compiled, tiers, weights, kv, activations, host, thread, offload.schedule, offload.overlap, eos)), host
+
+
+def _described(g: Geometry) -> str:
+    p = g.policy
+    shares = ", ".join(f"{kind} {'/'.join(f'{share:g}' for share in getattr(p, kind))}" for kind in ("weights", "kv", "activations"))
+    rows = "/".join(str(sum(part.rows for part in g.kv_parts if part.tier == tier)) for tier in ("device", "host", "disk"))
+    attention = "host" if attends_on_host(g) else "device"
+    return (
+        f"blocks of {p.num_gpu_batches} x {p.gpu_batch_size}, device/host/disk: {shares} % (KV of {rows} sequences a batch), "
+        f"weights of {p.weight_bits} bits, KV of {p.kv_bits}, decodes attend on the {attention}"
+    )
