@@ -17,6 +17,7 @@ from jaxflow.model.graph import Op
 
 SCHEMA_VERSION = 1
 ATTENTION = ("decode_attention", "chunk_attention")
+COLLECTIVES = ("_reduce", "_scatter", "_gather")  # what their names end with
 
 
 class ProfileError(ValueError):
@@ -92,6 +93,23 @@ def load_profile(path: str | os.PathLike, *, device: str | None = None, model: s
         if wanted is not None and getattr(profile, field) != wanted:
             raise ProfileError(f"{path}: {field}={getattr(profile, field)!r}, but it is asked about {wanted!r}: measure that one")
     return profile
+
+
+def with_collectives(profile: Profile, measured: Profile) -> Profile:
+    """A profile with another's times of the sums and gathers over devices in place of its own, as far as it has them.
+
+    Raises: ProfileError for a profile of other parallelism or dtype, or without any.
+    """
+    for field in ("tensor_parallel_size", "dtype"):
+        wanted, there = getattr(profile, field), getattr(measured, field)
+        if wanted != there:
+            raise ProfileError(f"{field}={there!r} of the collectives: {wanted!r} is needed")
+    found = {one.op for one in measured.op_times if one.op.endswith(COLLECTIVES)}
+    if not found:
+        raise ProfileError("no collectives were measured: `search measure --ops network` does")
+    kept = tuple(one for one in profile.op_times if one.op not in found)
+    theirs = tuple(msgspec.structs.replace(one, sms=profile.total_sms) for one in measured.op_times if one.op in found)
+    return msgspec.structs.replace(profile, op_times=(*kept, *theirs), method=f"{profile.method}; collectives measured")
 
 
 def seconds(profile: Profile, op: str, tokens: float, keys: float = 0, sms: int | None = None) -> float:

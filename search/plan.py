@@ -3,10 +3,10 @@
   python -m search plan --model llama-3.1-8b --profile profiles/h200.json --tokens 1664,2048 --out plan.json
   python -m search plan --model llama-3.1-8b --modelled --device H200 --prompt_tokens 1024,512 --output_tokens 512,512 --out plans
 
-Times are of a profile that was measured on the machine, or with --modelled of the cost model. Of several --tokens, the
-one with the most tokens a second is kept; under tensor parallelism, of both forms of the sums over devices (all-reduces, or
-reduce-scatters and all-gathers with the norms on each device's own rows) the better. Several workloads (prompt and output
-tokens, in pairs) make a portfolio: a plan each, in the folder --out.
+Times are of a profile that was measured on the machine, or with --modelled of the cost model (and --collectives as they were
+measured). Of several --tokens, the one with the most tokens a second is kept; under tensor parallelism, of both forms of the sums
+over devices (all-reduces, or reduce-scatters and all-gathers with the norms on each device's own rows) the better. Several workloads
+(prompt and output tokens, in pairs) make a portfolio: a plan each, in the folder --out.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jaxflow.pipeline.plan import Target, save
 from search.cost import BYTES
 from search.modelled import modelled_profile
 from search.nanobatch import Found, search
-from search.op_times import Profile, load_profile
+from search.op_times import Profile, load_profile, with_collectives
 from search.predict import predict
 from search.setting import Setting
 from search.shares import Shares, product_columns
@@ -47,6 +47,7 @@ def define_flags() -> None:
     flags.DEFINE_string("model", "llama-3.1-8b", "A shipped config's name, a folder or a hub id.")
     flags.DEFINE_string("profile", None, "What `search measure` wrote.")
     flags.DEFINE_boolean("modelled", False, "Take times from the cost model instead of a profile.")
+    flags.DEFINE_string("collectives", None, "With --modelled: what `search measure --ops network` wrote, in place of modelled times.")
     flags.DEFINE_enum("device", "H200", sorted(DEVICES), "Which GPU, with --modelled.")
     flags.DEFINE_integer("gpus", 1, "GPUs that share the model (tensor parallel), with --modelled.", lower_bound=1)
     flags.DEFINE_enum("dtype", "bfloat16", sorted(BYTES), "Of weights and products, with --modelled.")
@@ -82,6 +83,8 @@ def run() -> None:
     prompts, outputs = _numbers("prompt_tokens"), _numbers("output_tokens")
     if len(prompts) != len(outputs):
         raise ConfigError("output_tokens", outputs, f"as many as prompt_tokens: {len(prompts)}")
+    if f.collectives is not None and not f.modelled:
+        raise ConfigError("collectives", f.collectives, "nothing without --modelled: a profile has its own")
     if f.modelled == (f.profile is not None):
         raise ConfigError("profile", f.profile, "a profile's path, or --modelled")
     model = open_checkpoint(f.model, load_format="dummy").model_config
@@ -187,6 +190,8 @@ def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile
         tokens=range(128, max(budgets) + 1, 128) if max(budgets) >= 128 else (max(budgets),),
         keys=KEYS, sms=(132, *FEW_SMS, *(132 - few for few in FEW_SMS)),
     )  # fmt: skip
+    if f.collectives is not None:
+        made = with_collectives(made, load_profile(f.collectives, model=name))
     return made, widths, product_columns(model, f.gpus)
 
 

@@ -23,6 +23,7 @@ from search.op_times import (
     performance,
     save_profile,
     seconds,
+    with_collectives,
 )
 
 CONFIG = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
@@ -58,6 +59,25 @@ def test_what_does_not_belong_is_refused(tmp_path):
         load_profile(tmp_path / "absent.json")
     with pytest.raises(ProfileError, match="108"):
         seconds(MODELLED, "qkv", 128, sms=77)
+
+
+def test_collectives_as_they_were_measured():
+    """They replace those that are modelled, whatever the SMs of the file they come from; the rest stays."""
+    model = open_checkpoint("llama-3-70b", load_format="dummy").model_config
+    modelled = modelled_profile("llama-3-70b", model, DEVICES["H200"], tp=4, tokens=(256, 1024), keys=(256,))
+    times = tuple(OpTime(op, tokens, 0, 1, 7e-5) for op in ("attn_reduce", "mlp_reduce") for tokens in (64, 4096))
+    measured = msgspec.structs.replace(modelled, op_times=(OpTime("qkv", 64, 0, 1, 5.0), *times), total_sms=1)
+    found = with_collectives(modelled, measured)
+    assert seconds(found, "attn_reduce", 1000) == seconds(found, "mlp_reduce", 64) == 7e-5
+    for op in ("qkv", "attn_scatter", "decode_attention"):
+        assert seconds(found, op, 300, 200) == seconds(modelled, op, 300, 200)
+    for change, word in (
+        ({"tensor_parallel_size": 8}, "tensor_parallel_size=8"),
+        ({"dtype": "float32"}, "float32"),
+        ({"op_times": ()}, "none|no "),
+    ):
+        with pytest.raises(ProfileError, match=word):
+            with_collectives(modelled, msgspec.structs.replace(measured, **change))
 
 
 points = st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-6, 1.0)), min_size=1, max_size=8, unique_by=lambda p: p[0])
