@@ -24,8 +24,9 @@ from jaxflow.engine.request import Delta, Logprob, Request, SamplingParams, Star
 from jaxflow.model.checkpoint import open_checkpoint
 from pallas_kernels.kernel_set import REFERENCE
 
-# Nats that log-probabilities may differ by, in the mean and at most, and the share of drawn tokens that are the twins' best.
-LIMITS = {False: (0.02, 0.5, 0.9), True: (0.06, 1.0, 0.75)}
+# Nats that log-probabilities may differ by, in the mean and at most, and the share of drawn tokens that are the twins' best. The
+# twins' own engines in bfloat16 and in float32 differ by 0.010 nats in the mean, and by 0.103 with e4m3 (two layers, hidden size 1024).
+LIMITS = {False: (0.02, 0.5, 0.9), True: (0.12, 1.0, 0.75)}
 
 
 def run(engine: Loop, requests: list[Request]) -> tuple[dict[str, list[int]], dict[str, list[Logprob]]]:
