@@ -1,4 +1,4 @@
-"""One block under way: each square's compute, and what comes and goes beside it."""
+"""One block under way: each square's compute, and what it makes on its way home. What comes before it is `jaxflow.offload.ahead`'s."""
 
 import collections
 import concurrent.futures
@@ -10,18 +10,18 @@ import jax
 import numpy as np
 
 from jaxflow.offload.activation_store import ActivationStore
+from jaxflow.offload.ahead import Ahead
 from jaxflow.offload.block import Block
 from jaxflow.offload.compiled import Compiled
-from jaxflow.offload.geometry import BEFORE, Geometry, halves
+from jaxflow.offload.geometry import Geometry, halves
 from jaxflow.offload.host_attention import HostAttention
 from jaxflow.offload.host_tier import views
 from jaxflow.offload.inputs import Drawn, Inputs
 from jaxflow.offload.kv_store import KvStore
 from jaxflow.offload.schedule import Schedule, Square
 from jaxflow.offload.tiers import Tiers
+from jaxflow.offload.verbs import Verbs
 from jaxflow.offload.weight_store import WeightStore
-
-_IN_FLIGHT = 2  # stores that may be under way when the next is issued
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +59,11 @@ class Run:
         self._d, self._block, self._g = setup, block, setup.geometry
         self.width = block.batches if setup.schedule == "zigzag" else 1  # batches that pass a layer together
         self._tiers, self._kv, self._activations = setup.tiers, setup.kv, setup.activations
-        self._all = tuple(dict.fromkeys(key for layer in setup.weights.placed.layers for key in layer))
-        self._layers: dict[int, dict[str, Any]] = {}  # weights on the device
-        self._loaded: dict[Square, tuple] = {}  # KV that is on its way for a square
-        self._x: dict[int, tuple] = {}  # activations on the device, by batch
+        self._verbs = Verbs(setup.overlap, setup.tiers.traffic)
+        self._ahead = Ahead(
+            setup.tiers, setup.weights, setup.kv, setup.activations, self._verbs, block, self.width, setup.host_attention is not None
+        )
         self._halves: collections.deque[Half] = collections.deque()
-        self._stores: collections.deque[concurrent.futures.Future] = collections.deque()
         self._last: Any = ()  # what the last square computes
         self._inputs = Inputs(setup.geometry, block, setup.compiled.vocabulary, setup.eos)
 
@@ -72,7 +71,7 @@ class Run:
 
     def place(self, one: Square) -> int:
         """Which of the batches that pass a layer together a square is."""
-        return one.batch if self.width > 1 else 0
+        return self._ahead.place(one)
 
     def step(self, order: Sequence[Square], i: int) -> Iterator[Drawn]:
         """Computes square i of the order, and brings what the next ones need."""
@@ -84,64 +83,53 @@ class Run:
             yield from self._finish_half()
         jax.block_until_ready(self._last)
         self._last = ()
-        nxt_layer, later_layer = self._coming(order, i)
-        if self.place(one) == 0:
-            self._layers = {layer: arrays for layer, arrays in self._layers.items() if layer in (one.layer, nxt_layer)}
-        weights = self._need(one.layer, self._all)
+        weights = self._ahead.weights(order, i)
         if d.overlap:
-            self._fetch_next(self.place(one), lag, nxt_layer, later_layer)
+            self._ahead.fetch_next(order, i, lag)
             if nxt is not None and not host:
-                self._load_next(one, nxt)
+                self._ahead.load_next(one, nxt)
         if host:
             self._begin_half(one, weights)
             if len(self._halves) > lag:
                 yield from self._finish_half()
         else:
             yield from self._compute(one, weights)
-        if d.overlap:
-            self._load_later(order, i)
-        self._bound_stores(_IN_FLIGHT if d.overlap else 0)
+        if d.overlap and i + 2 < len(order):
+            self._ahead.read_later(order[i + 1], order[i + 2], {half.square.batch for half in self._halves})
+        self._verbs.bound_stores()
 
     def stop(self) -> Iterator[Drawn]:
         """Ends what is under way between two batches or at the end; loads that nobody will use are given up."""
         while self._halves:
             yield from self._finish_half()
-        jax.block_until_ready((self._last, list(self._loaded.values())))
-        self._bound_stores(0)
-        for one, loaded in self._loaded.items():
-            self._kv.used((one.layer, one.batch), loaded)
-        self._loaded.clear()
-        self._x.clear()
-        self._layers.clear()
-        self._kv.rest()
-        self._activations.rest()
-        self._d.weights.rest()
+        jax.block_until_ready((self._last, self._ahead.under_way))
+        self._verbs.bound_stores(0)
+        self._ahead.forget()
 
     def end(self) -> None:
         """Leaves nothing under way, whatever happened."""
         for half in self._halves:
             concurrent.futures.wait([half.attended])
-        concurrent.futures.wait(self._stores)
+        self._verbs.rest()
         self._tiers.staging.forget_transfers()
 
     def _compute(self, one: Square, weights: dict[str, Any]) -> Iterator[Drawn]:
         layer, key = self._g.config.layers[one.layer], (one.layer, one.batch)
         x, lengths = self._take_x(one), self._block.lengths[one.batch]
         if one.token == 0:
-            program = self._d.compiled.prefill[layer]
-            x, self._kv.home[key], pages = program(weights, x, self._kv.home[key], self._inputs.rows[one.batch].lengths)
+            program, given = self._d.compiled.prefill[layer], self._inputs.rows[one.batch].lengths
+            x, self._kv.home[key], pages = self._verbs.do("compute", lambda: program(weights, x, self._kv.home[key], given))
             self._last = x
-            self._store(self._kv.store_pages(key, pages))
+            self._verbs.store("store_kv", lambda: self._kv.store_pages(key, pages))
         else:
-            loaded = self._loaded.pop(one, None)
-            loaded = self._settled(self._kv.load(key, one.token, lengths)) if loaded is None else loaded
-            positions, live = self._inputs.positions(one)
+            loaded, (positions, live) = self._ahead.kv(one), self._inputs.positions(one)
             program = self._d.compiled.decode[layer]
-            x, self._kv.home[key], _, rows = program(weights, x, self._kv.home[key], loaded, positions, live)
+            x, self._kv.home[key], _, rows = self._verbs.do(
+                "compute", lambda: program(weights, x, self._kv.home[key], loaded, positions, live)
+            )
             self._last = x
             self._kv.used(key, x)
-            self._store(self._kv.store_rows(key, rows, one.token, lengths))
-        self._settled(x)
+            self._verbs.store("store_kv", lambda: self._kv.store_rows(key, rows, one.token, lengths))
         yield from self._pass_on(one, x)
 
     def _begin_half(self, one: Square, weights: dict[str, Any]) -> None:
@@ -150,8 +138,9 @@ class Run:
         before, after = halves(weights)
         x, lengths = self._take_x(one), self._block.lengths[one.batch]
         positions, live = self._inputs.positions(one)
-        stream, outputs, self._kv.home[key], queries, rows = d.compiled.before[layer](
-            {name: weights[name] for name in before}, x, self._kv.home[key], positions, live
+        first = {name: weights[name] for name in before}
+        stream, outputs, self._kv.home[key], queries, rows = self._verbs.do(
+            "compute", lambda: d.compiled.before[layer](first, x, self._kv.home[key], positions, live)
         )
         self._last = stream
         rising = self._tiers.up((queries, rows))
@@ -163,7 +152,7 @@ class Run:
         self._kv.follow(key, attended)
         self._halves.append(Half(one, {name: weights[name] for name in after}, stream, outputs, attended))
         if not d.overlap:
-            concurrent.futures.wait([attended])
+            self._verbs.do("host_attention", attended.result)
 
     def _attend(self, one: Square, rising: Any, cached: list, lengths: np.ndarray) -> list:
         """On the host's thread: stores this token's KV, attends; returns the outputs as `HostArray`s to be given back."""
@@ -196,9 +185,8 @@ class Run:
         for out, array in zip(attended, arrived, strict=True):
             self._tiers.staging.give(out, array)
         after = self._d.compiled.after[self._g.config.layers[half.square.layer]]
-        x = after(half.weights, half.stream, half.outputs, arrived)
+        x = self._verbs.do("compute", lambda: after(half.weights, half.stream, half.outputs, arrived))
         self._last = (self._last, x)
-        self._settled(x)
         yield from self._pass_on(half.square, x)
 
     # ---- activations and tokens
@@ -207,75 +195,12 @@ class Run:
         """A square's input on the device: embedded tokens, what is there, or what its store has."""
         if one.layer == 0:
             ids, positions = self._inputs.tokens(one)
-            return self._d.compiled.embed[one.token == 0](self._d.weights.ends, ids, positions)
-        x = self._x.pop(one.batch, None)
-        return self._settled(self._activations.load(one.batch)) if x is None else x
+            return self._verbs.do("compute", lambda: self._d.compiled.embed[one.token == 0](self._d.weights.ends, ids, positions))
+        return self._ahead.activations(one.batch)
 
     def _pass_on(self, one: Square, x: tuple) -> Iterator[Drawn]:
         """A square's output: to its home, or after the last layer to the sampler."""
         if one.layer + 1 < self._g.config.num_layers:
-            self._store(self._activations.store(one.batch, x))
+            self._verbs.store("store_activation", lambda: self._activations.store(one.batch, x))
             return
         yield self._inputs.draw(self._d.compiled, self._d.weights.ends, one, x)
-
-    # ---- what comes and goes beside
-
-    def _need(self, layer: int, keys: tuple[str, ...]) -> dict[str, Any]:
-        """A layer's weights on the device; fetches what is not on its way."""
-        own = self._d.weights.placed.layers[layer]
-        found = self._layers.setdefault(layer, {})
-        missing = tuple(key for key in keys if key in own and key not in found)
-        if missing:
-            found |= self._settled(self._d.weights.fetch(layer, missing))
-            if set(missing) - set(BEFORE) and self._d.weights.is_away(layer):
-                self._tiers.traffic.add("fetch_layer", times=1)
-        return {key: found[key] for key in own if key in keys}
-
-    def _coming(self, order: Sequence[Square], i: int) -> tuple[int | None, int | None]:
-        """The layer whose weights are wanted after this one's, and the one after it; None: none, or this one's again."""
-        found: list[int | None] = []
-        for ahead in (1, 2):
-            j = i - self.place(order[i]) + ahead * self.width
-            found.append(order[j].layer if j < len(order) and order[j].layer != order[i].layer else None)
-        return found[0], found[1]
-
-    def _fetch_next(self, place: int, lag: int, layer: int | None, later: int | None) -> None:
-        """Sends the next layer's weights on their way, where the last layer's have left the device."""
-        if layer is None:
-            return
-        if place == 0:
-            self._need(layer, BEFORE if lag else self._all)
-        if place == lag:  # from here on nothing of the layer before is computed, its second half included
-            self._need(layer, self._all)
-            if later is not None:
-                self._d.weights.read_ahead(later)
-
-    def _load_next(self, one: Square, nxt: Square) -> None:
-        """What the next square needs and this one does not make."""
-        if nxt.token > 0 and self._d.host_attention is None and nxt[1:] != one[1:]:
-            self._loaded[nxt] = self._kv.load((nxt.layer, nxt.batch), nxt.token, self._block.lengths[nxt.batch])
-        if nxt.layer > 0 and nxt.batch != one.batch:
-            self._x[nxt.batch] = self._activations.load(nxt.batch)
-
-    def _load_later(self, order: Sequence[Square], i: int) -> None:
-        """Starts to read from disk what the square after the next needs, if the next does not make it."""
-        if i + 2 >= len(order):
-            return
-        nxt, later = order[i + 1], order[i + 2]
-        if later.token > 0 and later[1:] != nxt[1:]:
-            self._kv.read_ahead((later.layer, later.batch), later.token, self._block.lengths[later.batch])
-        pending = {half.square.batch for half in self._halves}
-        if later.layer > 0 and later.batch not in (nxt.batch, *pending):
-            self._activations.read_ahead(later.batch)
-
-    def _store(self, future: concurrent.futures.Future | None) -> None:
-        if future is not None:
-            self._stores.append(future)
-
-    def _bound_stores(self, most: int) -> None:
-        while len(self._stores) > most:
-            self._stores.popleft().result()
-
-    def _settled(self, tree: Any) -> Any:
-        """Without overlap, waits for it."""
-        return tree if self._d.overlap else jax.block_until_ready(tree)

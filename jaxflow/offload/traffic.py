@@ -5,13 +5,14 @@ from collections import defaultdict
 
 import msgspec
 
-VERBS = ("fetch_layer", "load_kv", "store_kv", "load_activation", "store_activation", "host_attention")
-# On whose way each verb's bytes are: host and disk tensors both cross the link to the device, those of the disk come from a file before.
-TO_DEVICE, FROM_DEVICE = ("fetch_layer", "load_kv", "load_activation"), ("store_kv", "store_activation")
+VERBS = ("fetch_layer", "load_kv", "store_kv", "load_activation", "store_activation", "host_attention", "compute")
 
 
 class Moved(msgspec.Struct):
-    """times: layers, parts of a batch or batches that were moved. link_down, link_up: bytes to and from the device."""
+    """times: layers, parts of a batch or batches that were moved. link_down, link_up: bytes to and from the device.
+
+    seconds: known of runs without overlap alone.
+    """
 
     times: int = 0
     link_down_bytes: int = 0
@@ -19,6 +20,7 @@ class Moved(msgspec.Struct):
     disk_read_bytes: int = 0
     disk_write_bytes: int = 0
     host_kv_bytes: int = 0  # read by attention on the host
+    seconds: float = 0.0
 
 
 class Traffic:
@@ -28,7 +30,18 @@ class Traffic:
         self._moved: defaultdict[str, Moved] = defaultdict(Moved)
         self._lock = threading.Lock()
 
-    def add(self, verb: str, *, times: int = 0, down: int = 0, up: int = 0, read: int = 0, written: int = 0, host_kv: int = 0) -> None:
+    def add(
+        self,
+        verb: str,
+        *,
+        times: int = 0,
+        down: int = 0,
+        up: int = 0,
+        read: int = 0,
+        written: int = 0,
+        host_kv: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
         with self._lock:
             one = self._moved[verb]
             one.times += times
@@ -37,6 +50,7 @@ class Traffic:
             one.disk_read_bytes += read
             one.disk_write_bytes += written
             one.host_kv_bytes += host_kv
+            one.seconds += seconds
 
     def take(self) -> dict[str, Moved]:
         """The counts since the last call, by verb."""
