@@ -15,7 +15,9 @@ from jaxflow.pipeline.order import ATTENTION, Run, program
 from jaxflow.pipeline.plan import Plan
 
 _INSTRUCTION = re.compile(r"^ *(?:ROOT )?%(?P<name>\S+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<rest>.*)$", re.M)
-_WORK = ("dot", "custom-call", "scatter", "all-reduce", "all-reduce-start")  # what a nano-op is known by
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
+# What a nano-op is known by.
+_WORK = ("dot", "custom-call", "scatter", *_COLLECTIVES, *(f"{name}-start" for name in _COLLECTIVES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ def read(hlo: str, plan: Plan) -> list[Window]:
     windows, open_ = [], {}
     for at, found in enumerate(_INSTRUCTION.finditer(bodies[entry])):
         opcode, rest, name = found["opcode"], found["rest"], found["name"]
-        if opcode in ("call-done", "all-reduce-done"):
+        if opcode in ("call-done", *(f"{name}-done" for name in _COLLECTIVES)):
             start = open_.pop(re.match(r"%(\S+?)[,)]", rest)[1])
             windows.append(dataclasses.replace(start, last=at))
             continue
@@ -88,8 +90,8 @@ def check_schedule(hlo: str, plan: Plan, graph: Graph, rows: int) -> list[Window
 
     Every product, attention and collective of every layer is there once, on its stream, products and collectives in the
     plan's order on that stream; attention on a side stream is open while all that the plan lets run beside it is issued; a
-    collective is under way while products run that the plan has between it and the first reader of its result (the first of
-    them, at least: XLA awaits it when it guesses that it is over).
+    collective is under way while products or attention run that the plan has between it and the first reader of its result (some
+    of them, at least: XLA awaits it when it guesses that it is over).
     """
     windows, runs = read(hlo, plan), program(plan, graph)
     like = {nano.id: (nano.op, nano.stop - nano.start) for nano in plan.nano_ops}  # XLA runs equal regions by one computation
@@ -121,7 +123,7 @@ def check_schedule(hlo: str, plan: Plan, graph: Graph, rows: int) -> list[Window
             assert not apart, f"{run.nano.id} of layer {run.layer}: beside it should be {apart}"
         if run.op.kind == "network" and window and not on_streams:
             under = _under(runs, index)
-            spanned = [other for other in under if window.meets(place[other.nano.id, other.layer])]
+            spanned = [other for other in under if (at := place.get((other.nano.id, other.layer))) and window.meets(at)]
             assert spanned or not under, f"{run.nano.id} of layer {run.layer} has ended before {[other.nano.id for other in under]}"
     return windows
 
@@ -143,11 +145,11 @@ def _behind(runs: Sequence[Run]) -> list[int]:
 
 
 def _under(runs: Sequence[Run], index: int) -> list[Run]:
-    """The products that are issued after a collective and before what first reads its result."""
+    """The products and attention that are issued after a collective and before what first reads its result."""
     sent = runs[index]
     found = []
     for run in runs[index + 1 :]:
         if any((sent.layer, value) in run.reads for value in sent.makes) and run.span.meets(sent.span):
             break
-        found += [run] if run.op.kind == "dense" else []
+        found += [run] if run.op.kind in ("dense", "attention") else []
     return found

@@ -16,7 +16,8 @@ def two_nano_batch_plan(config: ModelConfig, tokens: int, split: int, tp: int = 
     """Tokens [0, split) and [split, tokens) take turns on the main stream: attention of one and of the other, then their MLPs.
 
     Under tensor parallelism, one half's sum over devices is on its way while the other half computes (NanoFlow §4.1);
-    what follows a sum is therefore of the next turn.
+    what follows a sum is therefore of the next turn. Scattered, what gathers it again is issued before the last product of
+    the other half's turn, so that this, too, has a product beside it.
     """
     ranges, graph = _halves(tokens, split), model_graph(config, tp, scattered=scattered)
     names, network = _op_names(graph), _network(graph)
@@ -25,8 +26,27 @@ def two_nano_batch_plan(config: ModelConfig, tokens: int, split: int, tp: int = 
     middle = names.index(f"attn_{form}") + 1 if network else names.index("mlp_norm")
     attention = [(op, -1) for op in names[last:]] + [(op, 0) for op in names[:middle]]
     mlp = [(op, 0) for op in names[middle:last]]
-    nano_ops = [NanoOp(f"{op}.{i}", op, *ranges[i], ahead=ahead) for turn in (attention, mlp) for i in (0, 1) for op, ahead in turn]
+    turns = [(i, turn) for turn in (attention, mlp) for i in (0, 1)]
+    if scattered:
+        turns = _gathering_early(turns)
+    nano_ops = [NanoOp(f"{op}.{i}", op, *ranges[i], ahead=ahead) for i, turn in turns for op, ahead in turn]
     return Plan(f"two nano-batches, {split} + {tokens - split}", tokens, tuple(nano_ops))
+
+
+def _gathering_early(turns: list[tuple[int, list[tuple[str, int]]]]) -> list[tuple[int, list[tuple[str, int]]]]:
+    """The turns (half, [(op, ahead)]) with each one's ops up to its gather moved before the last product of the turn before it."""
+    heads, tails = [], []
+    for half, turn in turns:
+        gathered = 1 + next(at for at, (op, _) in enumerate(turn) if op.endswith("_gather"))
+        heads.append((half, turn[:gathered]))
+        tails.append((half, turn[gathered:]))
+    half, first = heads[0]
+    heads.append((half, [(op, ahead + 1) for op, ahead in first]))  # of the next round's first turn
+    found = []
+    for (half, tail), following in zip(tails, heads[1:], strict=True):
+        product = max(at for at, (op, _) in enumerate(tail) if op in ("out_proj", "down", "expert_down"))
+        found += [(half, tail[:product]), following, (half, tail[product:])]
+    return found
 
 
 def phased_plan(

@@ -94,6 +94,7 @@ PLANS = {
     "phases": (phased_plan(MODEL, TOKENS, 72), 1),  # halves as unequal as decodes and chunks are
     "searched": (load(SEARCHED), 1),
     "two nano-batches on two devices": (two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2), 2),
+    "two nano-batches, scattered": (two_nano_batch_plan(MODEL, 2 * TOKENS, TOKENS, tp=2, scattered=True), 2),
     "phases on two devices": (phased_plan(MODEL, TOKENS, SPLIT, tp=2), 2),
 }
 
