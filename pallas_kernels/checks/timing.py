@@ -73,7 +73,7 @@ def _repeat(run: Callable[[], Any], times: int) -> None:
         ahead.append(run())
         if len(ahead) > _AHEAD:
             jax.block_until_ready(ahead.popleft())
-    jax.block_until_ready(ahead)
+    jax.block_until_ready(list(ahead))  # a deque is a leaf to JAX: it would wait for nothing
 
 
 def looped(one: Callable[[Any, Any], Any], rounds: int) -> Wrapped:

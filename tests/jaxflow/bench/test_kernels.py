@@ -127,6 +127,19 @@ def test_ways_take_turns_and_each_is_timed_by_its_calls(monkeypatch):
     assert all(t.joules == pytest.approx(400e-6 * t.us) for t in found.values())
 
 
+@pytest.mark.parametrize("times", [1, 3, 7])
+def test_every_program_of_a_window_is_waited_for(times):
+    """A clock that stops before the last ones end says how long it takes to enqueue them."""
+    waited = []
+
+    class Output:
+        def block_until_ready(self):
+            waited.append(self)
+
+    timing._repeat(lambda: [Output()], times)
+    assert len(waited) == times
+
+
 def test_a_looped_program_makes_every_product_once_a_round():
     calls = []
 
