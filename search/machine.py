@@ -30,12 +30,14 @@ from search.machine_runs import Runs, fit_runs, load_runs, run_errors
 
 MEGA = 1 << 20
 _HEADS, _HEAD_DIM, _KEYS, _PAGE = 32, 128, 512, 64
+_TRAIN = 4
 
 
 def define_flags() -> None:
     flags.DEFINE_string("name", "here", "What the machine is called.")
     flags.DEFINE_string("disk_dir", ".", "A folder on the disk that tensors would go to.")
     flags.DEFINE_integer("largest_mb", 256, "Largest transfer.", lower_bound=1)
+    flags.DEFINE_enum("dtype", "auto", ["auto", "bfloat16", "float32"], "Of what is multiplied and attended to; auto: as models run here.")
     flags.DEFINE_integer("repeats", 5, "Runs of each size; the best counts.", lower_bound=1)
     flags.DEFINE_string("output", None, "File for the constants.")
     flags.DEFINE_string("points", None, "File for what was measured; without --output nothing is fitted.")
@@ -56,7 +58,7 @@ def run() -> None:
         return
     if not os.path.isdir(f.disk_dir):
         raise ConfigError("disk_dir", f.disk_dir, "a folder that exists")
-    measured = measure(f.name, Path(f.disk_dir), largest_mb=f.largest_mb, repeats=f.repeats)
+    measured = measure(f.name, Path(f.disk_dir), largest_mb=f.largest_mb, repeats=f.repeats, dtype=f.dtype)
     if f.points:
         Path(f.points).write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n")
     if f.output or not f.points:
@@ -93,65 +95,63 @@ def _line(name: str, machine: Machine) -> str:
     return f"{name:20}{1e6 * curve.fixed_s:>12.1f}{curve.units_per_s / 1e9:>12.2f}"
 
 
-def measure(name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 5) -> Measured:
+def measure(name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 5, dtype: str = "auto") -> Measured:
     """Every curve at sizes that grow by fours up to the largest."""
     device = jax.devices()[0]
     sizes = [largest_mb * MEGA >> shift for shift in (6, 4, 2, 0)]
     points: dict[str, list[Point]] = {curve: [] for curve in CURVES}
 
-    def add(curve: str, units: float, works: Sequence[Callable[[], Any]]) -> None:
-        points[curve].append(Point(float(units), _best(works, repeats)))
+    def add(curve: str, units: float, works: Sequence[Callable[[], Any]], train: int = _TRAIN) -> None:
+        points[curve].append(Point(float(units), _best(works, repeats, train)))
         logging.info("%s: %.3g in %.3g s", curve, units, points[curve][-1].seconds)
 
-    pinned = "pinned_host" in {memory.kind for memory in device.addressable_memories()} and device.platform != "cpu"
-    here = SingleDeviceSharding(device)
-    away = SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
-    read = jax.jit(jnp.max)
+    on_cpu = device.platform == "cpu"
+    wide = jnp.dtype(("float32" if on_cpu else "bfloat16") if dtype == "auto" else dtype)
+    width = 1024 if on_cpu else 4096
+    here, away = SingleDeviceSharding(device), SingleDeviceSharding(device, memory_kind="pinned_host")
+    product = jax.jit(functools.partial(jnp.einsum, "tk,nk->tn"))
     pool = np.random.default_rng(0).integers(0, 256, 2 * sizes[-1], np.uint8)
     for size in sizes:
         chunks = np.split(pool, 2 * sizes[-1] // size)[: repeats + 1]
         on_device = [jax.device_put(chunk, here) for chunk in chunks]
-        if away is None:  # the host's memory is the device's: a transfer is a copy
-            targets = [np.zeros_like(chunk) for chunk in chunks]
-            add("host_to_device", size, [functools.partial(np.copyto, *pair) for pair in zip(targets, chunks, strict=True)])
-            add("device_to_host", size, [functools.partial(np.copyto, *pair) for pair in zip(chunks, targets, strict=True)])
-        else:
-            on_host = [jax.device_put(x, away) for x in on_device]
-            add("host_to_device", size, [functools.partial(jax.device_put, x, here) for x in on_host])
-            add("device_to_host", size, [functools.partial(jax.device_put, x, away) for x in on_device])
-        add("device_memory", size, [functools.partial(read, x) for x in on_device])
+        on_host = [jax.device_put(x, away) for x in on_device]
+        add("host_to_device", size, [functools.partial(jax.device_put, x, here) for x in on_host])
+        add("device_to_host", size, [functools.partial(jax.device_put, x, away) for x in on_device])
+        del on_device, on_host
+        # Memory as it is mostly read: the weights of a product of few rows.
+        few, tall = _random(0, (8, width), wide), size // (wide.itemsize * width)
+        weights = [_random(i, (tall, width), wide) for i in range(2)]
+        add("device_memory", weights[0].nbytes, [functools.partial(product, few, w) for w in weights])
     with tempfile.TemporaryDirectory(dir=disk_dir) as folder:
         for size in sizes:
             path = Path(folder) / "tensor"
             data = np.random.default_rng(size).bytes(size)
-            add("host_to_disk", size, [functools.partial(_write, path, data)])
-            add("disk_to_host", size, [functools.partial(_read, path)])
-    product = jax.jit(jnp.matmul)
-    width = 4096 if device.platform != "cpu" else 1024
+            add("host_to_disk", size, [functools.partial(_write, path, data)], 1)
+            add("disk_to_host", size, [functools.partial(_read, path)], 1)
     for rows in (width // 16, width // 4, width, 2 * width):
-        x, w = (_random(rows, shape) for shape in ((rows, width), (width, width)))
+        x, w = (_random(rows, shape, wide) for shape in ((rows, width), (width, width)))
         add("device_products", 2 * rows * width * width, [functools.partial(product, x, w)])
     for tokens in (64, 128, 256, 512):
-        q, k, v = (_random(seed, (1, tokens, _HEADS, _HEAD_DIM)) for seed in range(3))
+        q, k, v = (_random(seed, (1, tokens, _HEADS, _HEAD_DIM), wide) for seed in range(3))
         add("device_attention", 4 * _HEADS * _HEAD_DIM * tokens * tokens, [functools.partial(_prompt_attention, q, k, v)])
     config = _attention_config()
     most = max(2, min(32, largest_mb * MEGA // (4 * _KEYS * _HEADS * _HEAD_DIM)))
     for sequences in sorted({max(1, most >> shift) for shift in (3, 2, 1, 0)}):
         attention = HostAttention(config, sequences)
-        q = np.asarray(_random(0, (sequences, _HEADS, _HEAD_DIM)))
+        q = np.asarray(_random(0, (sequences, _HEADS, _HEAD_DIM), wide))
         pages = (sequences * _KEYS // _PAGE, _HEADS, _PAGE, _HEAD_DIM)
-        once = [np.asarray(_random(i, (_KEYS // _PAGE, *pages[1:]))) for i in range(2)]
+        once = [np.asarray(_random(i, (_KEYS // _PAGE, *pages[1:]), wide)) for i in range(2)]
         caches = [[np.tile(a, (sequences, 1, 1, 1)) for a in once] for _ in range(min(repeats, 2))]
         rest = np.full(sequences, _KEYS, np.int32), np.empty_like(q)
         works = [functools.partial(attention, config.layers[0], q, *cache, *rest) for cache in caches]
-        add("host_attention", sum(a.nbytes for a in caches[0]), works)
+        add("host_attention", sum(a.nbytes for a in caches[0]), works, 1)
         attention.close()
-    method = f"best of {repeats} runs, JAX {jax.__version__} on {device.device_kind}, {os.cpu_count()} host cores"
-    return Measured(name=name, method=method, points=points)
+    method = f"best of {repeats} runs, JAX {jax.__version__}, {wide} on {device.device_kind}, {os.cpu_count()} host cores"
+    return Measured(name=name, method=method, points=points, one_processor=on_cpu)
 
 
-def _random(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), jnp.bfloat16)
+def _random(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 @jax.jit
@@ -177,12 +177,15 @@ def _read(path: Path) -> bytes:
         return file.read()
 
 
-def _best(works: Sequence[Callable[[], Any]], repeats: int) -> float:
-    """Seconds of the fastest of some runs, which take turns, after one that warms up."""
+def _best(works: Sequence[Callable[[], Any]], repeats: int, train: int) -> float:
+    """Seconds of each of some runs, which take turns, in the fastest train, after one that warms up.
+
+    train: how many are issued one behind the other, as the runtime's are, before the last is waited for.
+    """
     jax.block_until_ready(works[0]())
     found = []
     for run in range(1, repeats + 1):
         start = time.perf_counter()
-        jax.block_until_ready(works[run % len(works)]())
-        found.append(time.perf_counter() - start)
+        jax.block_until_ready([works[(run * train + i) % len(works)]() for i in range(train)])
+        found.append((time.perf_counter() - start) / train)
     return min(found)

@@ -54,6 +54,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_attention: Curve  # FLOPs of attention where nothing but compute limits it
     device_memory: Curve  # bytes read or written beside a product
     host_attention: Curve  # bytes of KV that the host attends to
+    one_processor: bool = False  # the device is the host: their work takes turns
     schema_version: int = SCHEMA_VERSION
 
 
@@ -73,6 +74,7 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     method: str
     points: dict[str, list[Point]]
+    one_processor: bool = False
 
 
 def fit_curve(points: Sequence[Point]) -> Curve:
@@ -115,7 +117,7 @@ def fit_machine(measured: Measured) -> Machine:
     if missing:
         raise ValueError(f"points: {', '.join(missing)} were not measured on {measured.name}")
     curves: dict[str, Any] = {name: fit_curve(measured.points[name]) for name in CURVES}
-    return Machine(name=measured.name, method=measured.method, **curves)
+    return Machine(name=measured.name, method=measured.method, one_processor=measured.one_processor, **curves)
 
 
 def errors(measured: Measured, machine: Machine) -> dict[str, float]:

@@ -27,6 +27,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     policy: Policy
     latency_s: float
+    wide_bytes: float = 2.0  # as `Workload` has them
+    page_size: int | None = None
 
 
 class Runs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,7 +59,7 @@ def fit_runs(measured: Runs) -> Machine:
     """The machine whose predictions are nearest to the runs."""
     import optax  # who runs policies reads this module's files and fits nothing
 
-    works = [_workload(run.policy) for run in measured.runs]
+    works = [_workload(run) for run in measured.runs]
 
     def loss(factors: np.ndarray) -> float:
         machine = _scaled(measured.start, factors)
@@ -76,16 +78,18 @@ def fit_runs(measured: Runs) -> Machine:
 
 def run_errors(machine: Machine, runs: Sequence[Run]) -> list[float]:
     """Predicted over measured latency, less 1."""
-    return [float(np.exp(off) - 1) for off in _off(machine, runs, [_workload(run.policy) for run in runs])]
+    return [float(np.exp(off) - 1) for off in _off(machine, runs, [_workload(run) for run in runs])]
 
 
 def _off(machine: Machine, runs: Sequence[Run], works: Sequence[Workload]) -> list[float]:
     return [float(np.log(predict(work, machine, run.policy).latency_s / run.latency_s)) for run, work in zip(runs, works, strict=True)]
 
 
-def _workload(policy: Policy) -> Workload:
+def _workload(run: Run) -> Workload:
+    policy = run.policy
     config = open_checkpoint(policy.model, load_format="dummy").model_config
-    return workload(policy.model, config, policy.prompt_tokens, policy.output_tokens)
+    lengths = policy.prompt_tokens, policy.output_tokens
+    return workload(policy.model, config, *lengths, wide_bytes=run.wide_bytes, page_size=run.page_size)
 
 
 def _nudges() -> np.ndarray:

@@ -21,6 +21,7 @@ import msgspec
 from absl import flags, logging
 
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.build import resolve
 from jaxflow.engine.request import Request, SamplingParams
 from jaxflow.model.checkpoint import Checkpoint, open_checkpoint
 from jaxflow.offload.accounting import DoesNotFit
@@ -35,7 +36,7 @@ from search import placement
 from search.machine_curves import Machine, load_machine
 from search.machine_runs import Run, Runs
 from search.offload_rivals import Room, chosen, policy_named
-from search.placement_cost import Workload, predict, workload
+from search.placement_cost import Workload, predict
 from search.placement_solver import GIGA, Memory, Options
 
 SCHEMA_VERSION = 1
@@ -47,8 +48,6 @@ _WIDTH = 110
 def define_flags() -> None:
     placement.define_flags()
     flags.DEFINE_enum("load_format", "dummy", ["auto", "dummy"], "dummy: random weights.")
-    flags.DEFINE_string("dtype", "auto", "Of weights and activations: auto, bfloat16 or float32.")
-    flags.DEFINE_integer("block_size", 64, "Tokens in a page of KV.", lower_bound=1)
     flags.DEFINE_string("disk_path", None, "A folder for what lives on disk.")
     flags.DEFINE_list("policies", None, "Files of policies that are run as they are, instead of searched ones: this needs no solver.")
     flags.DEFINE_list("only", None, "Which of the rivals run, by name; default: all that fit.")
@@ -84,7 +83,7 @@ def run() -> None:
     prepare(OffloadConfig(_smallest(f.model), gpu_memory_limit=f.gpu_mem, host_memory_limit=f.cpu_mem), engine)
     checkpoint = open_checkpoint(f.model, load_format=f.load_format)
     machine = load_machine(f.machine)
-    work = workload(checkpoint.name, checkpoint.model_config, f.prompt_tokens, f.output_tokens)
+    work = placement.workload_from_flags(checkpoint.name, checkpoint.model_config, resolve(engine, checkpoint.model_config).dtype)
     bench = Bench(work, machine, memory, engine, checkpoint, measure_link(jax.devices()[0], f.link_mb))
     rows: list[dict[str, Any]] = []
     for row in _given(bench, f.policies) if f.policies else _searched(bench, placement.options_from_flags(), chosen(f.only)):
@@ -108,7 +107,11 @@ def _save(bench: Bench, rows: list[dict[str, Any]]) -> None:
     if f.output_json:
         Path(f.output_json).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     if f.runs_json:
-        runs = tuple(Run(msgspec.convert(row["policy"], Policy), row["block_latency_s"][0]) for row in rows if row.get("overlap"))
+        runs = tuple(
+            Run(msgspec.convert(row["policy"], Policy), row["block_latency_s"][0], bench.work.wide_bytes, bench.work.page_size)
+            for row in rows
+            if row.get("overlap")
+        )
         made = Runs(method=f"whole blocks on {result['device']}", start=bench.machine, runs=runs)
         Path(f.runs_json).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n")
 
@@ -124,8 +127,7 @@ def _given(bench: Bench, files: list[str]) -> Iterator[dict[str, Any]]:
             )
     for name, policy in policies.items():
         try:
-            with start(bench.config(policy), bench.engine, bench.checkpoint, progress=False) as runtime:
-                row = _measured(name, runtime, predict(bench.work, bench.machine, policy), bench.link)
+            row = _run(bench, name, policy)
         except (ConfigError, jax.errors.JaxRuntimeError) as error:  # too little of some memory, which the next may need less of
             row = {"name": name, "policy": msgspec.to_builtins(policy), "failed": str(error)}
         gc.collect()
@@ -150,8 +152,7 @@ def _run_named(bench: Bench, options: Options, name: str) -> dict[str, Any] | No
             return None
         predicted = predict(bench.work, bench.machine, policy, overlap=overlap)
         try:
-            with start(bench.config(policy, overlap=overlap, schedule=schedule), bench.engine, bench.checkpoint, progress=False) as runtime:
-                return _measured(name, runtime, predicted, bench.link)
+            return _run(bench, name, policy, overlap=overlap, schedule=schedule)
         except DoesNotFit as error:
             room.learn(error, policy, predicted.memory_bytes[TIERS.index(error.tier)])
             logging.info("%s of batches of %d: %s needs %.3f GB", name, policy.gpu_batch_size, error.tier, error.needed_bytes / GIGA)
@@ -159,6 +160,13 @@ def _run_named(bench: Bench, options: Options, name: str) -> dict[str, Any] | No
             gc.collect()
     logging.warning("%s: no policy was found that fits in %d tries", name, _TRIES)
     return None
+
+
+def _run(bench: Bench, name: str, policy: Policy, **settings: Any) -> dict[str, Any]:
+    """A policy's blocks, beside what is predicted of them."""
+    predicted = predict(bench.work, bench.machine, policy, overlap=settings.get("overlap", True))
+    with start(bench.config(policy, **settings), bench.engine, bench.checkpoint, progress=False) as runtime:
+        return _measured(name, runtime, predicted, bench.link)
 
 
 def _measured(name: str, runtime: Runtime, predicted: Any, link: Link) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import os
 
 from absl import flags, logging
 
-from jaxflow.config import ConfigError
+from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.policy import Policy, Shares, save_policy
 from search.machine_curves import Machine, load_machine
@@ -44,6 +44,8 @@ def define_flags() -> None:
     flags.DEFINE_float("disk", 0.0, "GB of disk.", lower_bound=0.0)
     flags.DEFINE_integer("prompt_tokens", 512, "Of each sequence, padded.", lower_bound=1)
     flags.DEFINE_integer("output_tokens", 32, "Of each sequence.", lower_bound=1)
+    flags.DEFINE_enum("dtype", "auto", ["auto", "bfloat16", "float32"], "What weights and activations of 16 bits are; auto: bfloat16.")
+    flags.DEFINE_integer("block_size", 64, "Tokens in a page of KV.", lower_bound=1)
     flags.DEFINE_enum("weight_bits", "16", ["16", "4"], "4: groups of 64 with a scale and a minimum.")
     flags.DEFINE_enum("kv_bits", "16", ["16", "4"], "As for weights; 4 excludes attention on the host.")
     flags.DEFINE_enum(
@@ -64,7 +66,7 @@ def run() -> None:
     if f.prompt_tokens + f.output_tokens > config.max_position:
         accepted = f"prompt_tokens + output_tokens of at most {config.max_position}, what {f.model} was made for"
         raise ConfigError("prompt_tokens", f.prompt_tokens, accepted)
-    machine, work = load_machine(f.machine), workload(f.model, config, f.prompt_tokens, f.output_tokens)
+    machine, work = load_machine(f.machine), workload_from_flags(f.model, config, f.dtype)
     memory = Memory(*(getattr(f, tier) * GIGA for tier in TIERS))
     options = options_from_flags()
     for path in filter(None, (f.output, f.front)):
@@ -81,6 +83,13 @@ def run() -> None:
         found = candidates(work, machine, memory, options)
         save_front(front(f.model, machine.name, found), f.front)
         logging.info("%d blocks fit, %d are on the front", len(found), len(pareto(found)))
+
+
+def workload_from_flags(name: str, config: ModelConfig, dtype: str) -> Workload:
+    """What is asked of a model that runs in `dtype`."""
+    f = flags.FLAGS
+    wide_bytes = 4.0 if dtype == "float32" else 2.0
+    return workload(name, config, f.prompt_tokens, f.output_tokens, wide_bytes=wide_bytes, page_size=f.block_size)
 
 
 def options_from_flags() -> Options:

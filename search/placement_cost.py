@@ -8,7 +8,9 @@ It is written for any family through `jaxflow.model.graph`. Where it departs fro
 - without host attention, KV that is not on the device crosses each step;
 - attention keeps no matrix of scores on the device, pinned weights need no second copy on the host, and the embedding and
   head stay on the device;
-- a product takes at least as long as reading its weights; 4-bit tensors are unpacked before use, by the device's memory.
+- a product takes at least as long as reading its weights; 4-bit tensors are unpacked before use, by the device's memory, for each batch;
+- where the runtime keeps KV in pages, whole pages cross, with room for all tokens of a sequence and beyond a window too;
+- where the device is the host itself, what both compute and copy takes turns: these terms add up.
 """
 
 import collections
@@ -45,6 +47,12 @@ class Workload:
     vocabulary: int
     prompt_tokens: int
     output_tokens: int
+    wide_bytes: float = BYTES[16]  # of an element of "16 bits": 4 where the model runs in float32
+    page_size: int | None = None  # tokens; None: the paper's count, token by token
+
+    def bytes_of(self, bits: int) -> float:
+        """Of an element that is stored in so many bits."""
+        return BYTES[bits] if bits == 4 else self.wide_bytes
 
     def keys(self, tokens: float) -> float:
         """Keys that a mean layer keeps of a sequence of so many tokens."""
@@ -61,12 +69,47 @@ class Workload:
         return self.keys(self.prompt_tokens + self.output_tokens)
 
     @functools.cached_property
+    def kept_keys(self) -> float:
+        """For which a sequence has memory at a layer: all tokens but the last, in whole pages."""
+        return self.last_keys if self.page_size is None else self._paged(self.prompt_tokens + self.output_tokens - 1)
+
+    @functools.cached_property
+    def made(self) -> "Crossing":
+        """Keys that a prompt's KV takes home."""
+        return Crossing(*(self.keys(self.prompt_tokens),) * 2) if self.page_size is None else Crossing(self.kept_keys, self._prompt_pages)
+
+    @functools.cached_property
+    def read(self) -> "Crossing":
+        """Keys that a decode brings, over the output. A file has the prompt's pages, and behind them a record a token."""
+        if self.page_size is None:
+            return Crossing(self.mean_keys, self.mean_keys)
+        return Crossing(self.kept_keys, self._prompt_pages + (self.output_tokens - 2) / 2)
+
+    @property
+    def _prompt_pages(self) -> float:
+        return self._paged(self.prompt_tokens)
+
+    def _paged(self, tokens: int) -> float:
+        assert self.page_size is not None
+        return float(-(-tokens // self.page_size) * self.page_size)
+
+    @functools.cached_property
     def mean_keys(self) -> float:
         """Of a decode, over the output: the paper's s + n / 2."""
         return self.keys(self.prompt_tokens + self.output_tokens / 2)
 
 
-def workload(name: str, config: ModelConfig, prompt_tokens: int, output_tokens: int) -> Workload:
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """Keys of a sequence that cross the link to the device, or between disk and host."""
+
+    link: float
+    disk: float
+
+
+def workload(
+    name: str, config: ModelConfig, prompt_tokens: int, output_tokens: int, *, wide_bytes: float = BYTES[16], page_size: int | None = None
+) -> Workload:
     """Reads the sizes off the model's graph; what differs between layers is averaged."""
     graph = model_graph(config, 1, Widths(weights=1.0, wide_weights=1.0))
     many, one = Composition(decode_tokens=1e9, decode_keys=1), Composition(decode_tokens=1, decode_keys=1)
@@ -88,6 +131,8 @@ def workload(name: str, config: ModelConfig, prompt_tokens: int, output_tokens: 
         vocabulary=padded_vocabulary(config, 1),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
+        wide_bytes=wide_bytes,
+        page_size=page_size,
     )
 
 
@@ -129,11 +174,10 @@ def split(policy: Policy) -> tuple[Choice, Placed]:
 def prefill_terms(work: Workload, machine: Machine, choice: Choice, placed: Placed) -> dict[str, Any]:
     """T_pre's terms: seconds of one layer for the prompts of a block, by `TERMS`."""
     tokens = choice.gpu_batch_size * work.prompt_tokens
-    made = choice.gpu_batch_size * work.keys(work.prompt_tokens) * work.kv
-    device = _products(work, machine, choice, tokens) + choice.num_gpu_batches * (
-        machine.device_attention.seconds(4 * work.query * work.prompt_pairs * choice.gpu_batch_size) + _unpack_kv(machine, choice, made)
-    )
-    return _terms(work, machine, choice, placed, tokens, device, 0.0, read=0.0, written=made)
+    pairs = 4 * work.query * work.prompt_pairs * choice.gpu_batch_size
+    packed = _unpack_kv(work, machine, choice, choice.gpu_batch_size * work.keys(work.prompt_tokens) * work.kv)
+    device = _products(work, machine, choice, tokens) + choice.num_gpu_batches * (machine.device_attention.seconds(pairs) + packed)
+    return _terms(work, machine, choice, placed, tokens, device, 0.0, read=Crossing(0.0, 0.0), written=work.made)
 
 
 def decode_terms(work: Workload, machine: Machine, choice: Choice, placed: Placed) -> dict[str, Any]:
@@ -142,53 +186,72 @@ def decode_terms(work: Workload, machine: Machine, choice: Choice, placed: Place
     cached = size * work.mean_keys * work.kv
     attention = max(
         machine.device_attention.seconds(4 * work.query * work.mean_keys * size),
-        machine.device_memory.seconds(cached * BYTES[choice.kv_bits]),
-    ) + _unpack_kv(machine, choice, cached)
+        machine.device_memory.seconds(cached * work.bytes_of(choice.kv_bits)),
+    ) + _unpack_kv(work, machine, choice, cached)
     at_home = placed.kv[0] if choice.host_attention else 1.0  # attended to on the device
     device = _products(work, machine, choice, size) + batches * attention * at_home
-    host = machine.host_attention.seconds(cached * BYTES[16]) * batches * (1 - placed.kv[0]) if choice.host_attention else 0.0
-    return _terms(work, machine, choice, placed, size, device, host, read=cached, written=size * work.kv)
+    host = machine.host_attention.seconds(cached * work.wide_bytes) * batches * (1 - placed.kv[0]) if choice.host_attention else 0.0
+    return _terms(work, machine, choice, placed, size, device, host, read=work.read, written=Crossing(1.0, 1.0))
 
 
 def ends_s(work: Workload, machine: Machine, choice: Choice) -> float:
     """Seconds of the head for one token of each of a block's sequences."""
     elements = work.vocabulary * work.hidden
     product = machine.device_products.seconds(2 * elements * choice.gpu_batch_size)
-    return choice.num_gpu_batches * max(product, machine.device_memory.seconds(elements * BYTES[16]))
+    return choice.num_gpu_batches * max(product, machine.device_memory.seconds(elements * work.wide_bytes))
 
 
 def _terms(
-    work: Workload, machine: Machine, choice: Choice, placed: Placed, tokens: float, device: Any, host: Any, *, read: float, written: float
+    work: Workload,
+    machine: Machine,
+    choice: Choice,
+    placed: Placed,
+    tokens: float,
+    device: Any,
+    host: Any,
+    *,
+    read: Crossing,
+    written: Crossing,
 ) -> dict[str, Any]:
-    """The I/O of a layer, by `TERMS`, for batches of `tokens`. read, written: elements of KV a batch."""
-    weights, batches = work.weights * BYTES[choice.weight_bits], choice.num_gpu_batches
-    activation, kv = tokens * work.hidden * BYTES[16], BYTES[choice.kv_bits]
-    on_host = choice.host_attention and read > 0
-    crossing = tokens * work.query * BYTES[16] if on_host else 0.0  # queries one way, outputs the other
+    """The I/O of a layer, by `TERMS`, for batches of `tokens`. read, written: keys of a sequence."""
+    weights, batches = work.weights * work.bytes_of(choice.weight_bits), choice.num_gpu_batches
+    activation, kv = tokens * work.hidden * work.wide_bytes, choice.gpu_batch_size * work.kv * work.bytes_of(choice.kv_bits)
+    on_host = choice.host_attention and read.link > 0
+    crossing = tokens * work.query * work.wide_bytes if on_host else 0.0  # queries one way, outputs the other
     away_w, away_c, away_h = (1 - kind[0] for kind in _kinds(placed))
     disk_w, disk_c, disk_h = (kind[2] for kind in _kinds(placed))
     down, up, load, store = machine.host_to_device, machine.device_to_host, machine.disk_to_host, machine.host_to_disk
-    loaded = down.seconds(crossing) if on_host else down.seconds(read * kv)
+    loaded = down.seconds(crossing) if on_host else down.seconds(read.link * kv)
     return dict(zip(TERMS, (
         down.seconds(weights) * away_w + batches * (loaded * away_c + down.seconds(activation) * away_h),
-        batches * ((up.seconds(written * kv) + up.seconds(crossing)) * away_c + up.seconds(activation) * away_h),
-        load.seconds(weights) * disk_w + batches * (load.seconds(read * kv) * disk_c + load.seconds(activation) * disk_h),
-        batches * (store.seconds(written * kv) * disk_c + store.seconds(activation) * disk_h),
+        batches * ((up.seconds(written.link * kv) + up.seconds(crossing)) * away_c + up.seconds(activation) * away_h),
+        load.seconds(weights) * disk_w + batches * (load.seconds(read.disk * kv) * disk_c + load.seconds(activation) * disk_h),
+        batches * (store.seconds(written.disk * kv) * disk_c + store.seconds(activation) * disk_h),
         device,
         host,
     ), strict=True))  # fmt: skip
 
 
 def _products(work: Workload, machine: Machine, choice: Choice, tokens: float) -> float:
-    """Of a layer for all batches of a block, `tokens` each; 4-bit weights are unpacked once for the block."""
-    product = max(machine.device_products.seconds(work.linear_flops * tokens), machine.device_memory.seconds(work.weights * BYTES[16]))
-    unpacked = machine.device_memory.seconds(work.weights * (BYTES[4] + BYTES[16])) if choice.weight_bits == 4 else 0.0
-    return choice.num_gpu_batches * product + unpacked
+    """Of a layer for all batches of a block, `tokens` each; 4-bit weights are unpacked by each batch's program."""
+    product = max(
+        machine.device_products.seconds(work.linear_flops * tokens), machine.device_memory.seconds(work.weights * work.wide_bytes)
+    )
+    unpacked = machine.device_memory.seconds(work.weights * (BYTES[4] + work.wide_bytes)) if choice.weight_bits == 4 else 0.0
+    return choice.num_gpu_batches * (product + unpacked)
 
 
-def _unpack_kv(machine: Machine, choice: Choice, elements: float) -> float:
+def _unpack_kv(work: Workload, machine: Machine, choice: Choice, elements: float) -> float:
     """Between 4 bits and 16, either way."""
-    return machine.device_memory.seconds(elements * (BYTES[4] + BYTES[16])) if choice.kv_bits == 4 else 0.0
+    return machine.device_memory.seconds(elements * (BYTES[4] + work.wide_bytes)) if choice.kv_bits == 4 else 0.0
+
+
+def resources(machine: Machine, terms: dict[str, Any]) -> list[Any]:
+    """What takes the time of a layer that its verbs overlap in: the longest of these, seconds of what is in use at the same time."""
+    if not machine.one_processor:
+        return list(terms.values())
+    disk = ("disk to host", "host to disk")
+    return [sum(term for name, term in terms.items() if name not in disk), *(terms[name] for name in disk)]
 
 
 def memory_bytes(work: Workload, choice: Choice, placed: Placed) -> tuple[Any, Any, Any]:
@@ -197,18 +260,18 @@ def memory_bytes(work: Workload, choice: Choice, placed: Placed) -> tuple[Any, A
     The peak is over prefill and decode: activations are the prompts', KV that of the finished sequences.
     """
     size, block, layers = choice.gpu_batch_size, choice.block_size, work.layers
-    weights, kv = work.weights * BYTES[choice.weight_bits], work.kv * BYTES[choice.kv_bits]
-    activation = work.prompt_tokens * work.hidden * BYTES[16]
-    totals = layers * weights, layers * block * work.last_keys * kv, block * activation
+    weights, kv = work.weights * work.bytes_of(choice.weight_bits), work.kv * work.bytes_of(choice.kv_bits)
+    activation = work.prompt_tokens * work.hidden * work.wide_bytes
+    totals = layers * weights, layers * block * work.kept_keys * kv, block * activation
     homes = [sum(total * kind[tier] for total, kind in zip(totals, _kinds(placed), strict=True)) for tier in range(3)]
     away_w, away_c, away_h = (1 - kind[0] for kind in _kinds(placed))
-    passing = work.keys(work.prompt_tokens) if choice.host_attention else work.last_keys  # KV of a batch that the device ever holds
-    working = size * work.prompt_tokens * work.widest * BYTES[16] + size * work.vocabulary * 4.0 + work.ends * BYTES[16]
-    working += work.weights * BYTES[16] if choice.weight_bits == 4 else 0.0
-    working += size * work.last_keys * work.kv * BYTES[16] if choice.kv_bits == 4 else 0.0
+    passing = work.made.link if choice.host_attention else work.kept_keys  # KV of a batch that the device ever holds
+    working = size * work.prompt_tokens * work.widest * work.wide_bytes + size * work.vocabulary * 4.0 + work.ends * work.wide_bytes
+    working += work.weights * work.wide_bytes if choice.weight_bits == 4 else 0.0
+    working += size * work.kept_keys * work.kv * work.wide_bytes if choice.kv_bits == 4 else 0.0
     device = homes[0] + working + 2 * (weights * away_w + size * passing * kv * away_c + size * activation * away_h)
-    staged = weights * placed.weights[2] + size * work.last_keys * kv * placed.kv[2] + size * activation * placed.activations[2]
-    scores = size * (work.heads * work.last_keys * 4.0 + 2 * work.query * BYTES[16]) * away_c if choice.host_attention else 0.0
+    staged = weights * placed.weights[2] + size * work.kept_keys * kv * placed.kv[2] + size * activation * placed.activations[2]
+    scores = size * (work.heads * work.last_keys * 4.0 + 2 * work.query * work.wide_bytes) * away_c if choice.host_attention else 0.0
     return device, homes[1] + 2 * staged + scores, homes[2]
 
 
@@ -240,9 +303,10 @@ def predict(work: Workload, machine: Machine, policy: Policy, *, overlap: bool =
     choice, placed = split(policy)
     prefill, decode = prefill_terms(work, machine, choice, placed), decode_terms(work, machine, choice, placed)
     layers, steps = work.layers, work.output_tokens - 1
-    one, ends = max if overlap else sum, ends_s(work, machine, choice)
-    prompts = layers * one(prefill.values()) + ends
-    latency = prompts + steps * (layers * one(decode.values()) + ends)
+    ends = ends_s(work, machine, choice)
+    one_prompt, one_token = (max(resources(machine, terms)) if overlap else sum(terms.values()) for terms in (prefill, decode))
+    prompts = layers * one_prompt + ends
+    latency = prompts + steps * (layers * one_token + ends)
     tokens = choice.block_size * work.output_tokens
     link = layers * (max(prefill[term] for term in TERMS[:2]) + steps * max(decode[term] for term in TERMS[:2]))
     return Prediction(latency, prompts, tokens / latency, prefill, decode, memory_bytes(work, choice, placed), link)

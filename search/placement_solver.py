@@ -12,7 +12,7 @@ except ImportError:  # a machine that only runs policies has no solver
 
 from jaxflow.offload.policy import Policy, Shares
 from search.machine_curves import CURVES, Curve, Machine
-from search.placement_cost import Choice, Placed, Workload, decode_terms, ends_s, memory_bytes, prefill_terms
+from search.placement_cost import Choice, Placed, Workload, decode_terms, ends_s, memory_bytes, prefill_terms, resources
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
 NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20)  # "bls is less than 20" batches, with the paper's own 16 x 20
@@ -132,7 +132,7 @@ def solve(
     for terms in (prefill_terms, decode_terms):
         longest = model.add_var(lb=0.0)
         spent.append((longest, terms(work, machine, choice, placed)))
-        for term in spent[-1][1].values():
+        for term in resources(machine, spent[-1][1]):
             model += longest >= term * (1 / unit)
     for used, capacity in zip(memory_bytes(work, choice, placed), memory, strict=True):
         if math.isfinite(capacity):

@@ -84,6 +84,11 @@ class ActivationStore:
         self._ahead.clear()
         self._pieces.clear()
 
+    def free(self) -> None:
+        """Lets go of all activations."""
+        for held in (self._pieces, self._stores, self._ahead):
+            held.clear()
+
     def _write(self, batch: int, rising: jax.Array) -> None:
         size = self._files[batch].write(0, views(self._tiers.arrived(rising)))
         self._tiers.traffic.add("store_activation", written=size)

@@ -58,5 +58,10 @@ class Driver:
         finally:
             run.end()
 
+    def free(self) -> None:
+        """Lets go of all memory of device and host, whoever still holds this; nothing runs afterwards."""
+        for store in (self._setup.weights, self._setup.kv, self._setup.activations, self._setup.tiers.staging):
+            store.free()
+
     def close(self) -> None:
         self._setup.host_thread.shutdown(cancel_futures=True)

@@ -121,6 +121,12 @@ class Staging:
             self._closed = True
             self._changed.notify_all()
 
+    def free(self) -> None:
+        """Lets go of all buffers; those that are out are gone when they are dropped."""
+        with self._changed:
+            for entries in self._free.values():
+                entries.clear()
+
     def forget_transfers(self) -> None:
         """Drops the arrays that free buffers wait for, once they are made: what the device holds no longer hangs on them."""
         with self._changed:

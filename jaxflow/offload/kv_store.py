@@ -148,6 +148,11 @@ class KvStore:
             jax.tree.map(self._tiers.staging.give, future.result())
         self._ahead.clear()
 
+    def free(self) -> None:
+        """Lets go of all KV."""
+        for held in (self.home, self._host, self._stores, self._ahead, self._down):
+            held.clear()
+
     # ---- pieces
 
     def _submit(self, key: Key, waits: list) -> concurrent.futures.Future | None:

@@ -132,6 +132,7 @@ class Runtime:
         if self._host is not None:
             self._host.close()
         self._tiers.close()
+        self._driver.free()
 
     def __enter__(self) -> "Runtime":
         return self

@@ -80,6 +80,12 @@ class WeightStore:
                 self._tiers.staging.give(buffer)
         self._ahead.clear()
 
+    def free(self) -> None:
+        """Lets go of all weights."""
+        self.ends.clear()
+        self._device.clear()
+        self._host.clear()
+
     def _on_disk(self, layer: int, keys: Keys) -> dict[str, Any]:
         return self.placed.of_tier(layer, "disk", keys)
 

@@ -81,6 +81,14 @@ def test_the_account_is_what_is_allocated(tmp_path, monkeypatch, tp):
         assert sum(lives["device"].values()) < peak <= made.account.total("device") + small
 
 
+def test_a_closed_run_holds_no_memory_whoever_holds_it(tmp_path):
+    before = on_device()
+    with runtime("tiny-opt", tmp_path, weights=MIXED, kv=MIXED, activations=MIXED) as made:
+        setup = made._driver._setup
+        assert on_device() > before
+    assert on_device() == before and view_bytes([setup.weights._host, list(setup.kv._host.values()), setup.tiers.staging._free]) == 0
+
+
 def on_device() -> int:
     return device_bytes([a for a in jax.live_arrays() if a.sharding.memory_kind == "device" and jax.devices()[0] in a.sharding.device_set])
 
