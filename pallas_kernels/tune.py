@@ -5,11 +5,15 @@
     python -m pallas_kernels.tune --shapes 4096x6144 4096x28672g64     K x N; g64: gates and ups in blocks of 64
     python -m pallas_kernels.tune --tiles                    also other tiles than the kernels' own choice
     python -m pallas_kernels.tune --time_limit_s 300         what fits; the same command goes on from there
+    python -m pallas_kernels.tune --share 0/4 --output a.json             every fourth shape, for a process on each of four GPUs
+    python -m pallas_kernels.tune --merge a.json b.json --output t.json   what they wrote, in one table; measures nothing
 
 For each [K, N] it times every kernel that takes it, and XLA's own product, at 1, 2, 4, 8, ..., 256 rows and more, on random data, the
 weights rotated past the L2 and the rivals in turn; keeps the fastest, and merges neighbours that agree: what is left are the inflection
-points (FlashDecoding++Next §4). The table is written after every shape. A shape whose rule it has, of the same numbers of rows, is not
-measured again unless --again says so; what does not fit --time_limit_s, compilation included, is left out and named.
+points (FlashDecoding++Next §4). All programs of a shape are compiled before the first is timed: XLA times its own candidates on the GPU.
+A time that the card cannot have met ends the run with an error. The table is written after every shape. A shape whose rule it has, of the
+same numbers of rows, is not measured again unless --again says so; what does not fit --time_limit_s, compilation included, is left out
+and named.
 """
 
 import argparse
@@ -31,6 +35,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from pallas_kernels import table
+from pallas_kernels.checks.peaks import ImpossibleTime, Least, refuse_impossible
 from pallas_kernels.checks.timing import interleaved, looped
 from pallas_kernels.flat_tiles import filled
 from pallas_kernels.gemm import Product, activations_of, kernel, takers
@@ -84,16 +89,20 @@ class Inputs:
     rounds: int
 
 
+def rotated(shape: Shape) -> int:
+    """How many weights a program walks through: more than the L2 holds."""
+    return max(4, -(-ROTATED // int(shape.n * shape.k * BYTES[shape.weights])))
+
+
 def make_weights(shape: Shape) -> list:
-    """Random weights, more than the L2 holds."""
-    bytes_each = shape.n * shape.k * BYTES[shape.weights]
+    """Random weights, as many as `rotated` says."""
     draw = jax.jit(lambda key: jax.random.normal(key, (shape.n, shape.k), jnp.bfloat16) * shape.k**-0.5)
     form: Callable = {
         "bfloat16": lambda w: w,
         "float8_e4m3fn": lambda w: Quantized((w * shape.k**0.5).astype(jnp.float8_e4m3fn), jnp.full(shape.n, shape.k**-0.5, jnp.float32)),
         "int4": jax.jit(quantize_int4),
     }[shape.weights]
-    return [form(draw(jax.random.key(i))) for i in range(max(4, -(-ROTATED // int(bytes_each))))]
+    return [form(draw(jax.random.key(i))) for i in range(rotated(shape))]
 
 
 def make_inputs(p: Product, ws: list) -> Inputs:
@@ -127,18 +136,27 @@ def measure(shape: Shape, rows: Iterable[int], *, seconds: float, others: bool, 
         for name in takers(p)
         for tile in tiles(name, p, others)
     }
+    concurrent.futures.wait(jobs.values())
     for p in products:
         progress(f"{shape.k} x {shape.n} M {p.rows}")
         programs = {choice: job.result() for (of, choice), job in jobs.items() if of == p}
         ways = {_label(choice): program for choice, program in programs.items() if callable(program)}
         timings = interleaved(ways, calls=inputs[p.rows].rounds * len(ws), seconds=seconds)
         us = {name: timing.us for name, timing in timings.items()}
+        for name, took in us.items():
+            refuse_impossible(f"{shape.k} x {shape.n} M {p.rows} {name}", took, least(p), jax.devices()[0].device_kind)
         failed = {_label(choice): program for choice, program in programs.items() if isinstance(program, str)}
         measured.append({"rows": p.rows, "us": us} | ({"failed": failed} if failed else {}))
         by_label = {_label(choice): choice for choice in programs}
         best.append(by_label[fastest(us, _label(best[-1]) if best else None)])
     rules = [{"rows": c.rows, "kernel": c.kernel} | ({"tile": dict(c.tile)} if c.tile else {}) for c in table.choices(best)]
     return {"shape": dataclasses.asdict(shape), "choices": rules, "measured": measured}
+
+
+def least(p: Product) -> Least:
+    """What any kernel must do for a product: read the weight, which is in no cache, and multiply."""
+    shape = p.shape
+    return Least(shape.n * shape.k * BYTES[shape.weights], 2.0 * p.rows * shape.n * shape.k, p.activations)
 
 
 def fastest(us: Mapping[str, float], before: str | None) -> str:
@@ -163,6 +181,26 @@ def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, A
     return {**new, "rules": kept + new["rules"]}
 
 
+def merge(paths: Iterable[str], output: str) -> None:
+    """Writes one table of what shares of the shapes wrote, of which some may have been left no shape and no file.
+
+    Raises: ValueError where there is no file at all, or files are of several devices.
+    """
+    files = [json.loads(Path(path).read_text("utf-8")) for path in paths if Path(path).exists()]
+    devices = {file["device"] for file in files}
+    if len(devices) != 1:
+        raise ValueError(f"--merge: tables of one device, not of {', '.join(sorted(devices)) or 'none'}")
+    Path(output).write_text(json.dumps(functools.reduce(merged, files), indent=1) + "\n", "utf-8")
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """`i/n` with 0 <= i < n. Raises: ValueError."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or int(found[1]) >= int(found[2]):
+        raise ValueError(f"--share {text!r}: i/n with i below n, as 0/4")
+    return int(found[1]), int(found[2])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=[], help="names in tables/shapes.json; default: all")
@@ -174,16 +212,28 @@ def main() -> None:
     parser.add_argument("--time_limit_s", type=float, help="leave out shapes that would end later than this after the start")
     parser.add_argument("--again", action="store_true", help="measure also what the table has")
     parser.add_argument("--output", help="the table's file; default: this GPU's own in the package")
+    parser.add_argument("--share", default="0/1", help="i/n: every n-th shape from the i-th on, for several processes with a file each")
+    parser.add_argument("--merge", nargs="+", metavar="FILE", help="only join the tables of several shares in --output")
     args = parser.parse_args()
+    if args.merge:
+        if not args.output:
+            parser.error("--merge needs --output")
+        try:
+            merge(args.merge, args.output)
+        except ValueError as error:
+            parser.exit(2, f"error: {error}\n")
+        return
     if jax.default_backend() != "gpu":
         parser.exit(1, f"error: tuning needs a GPU: JAX's backend here is {jax.default_backend()!r}\n")
     device = jax.devices()[0].device_kind
     path = Path(args.output) if args.output else table.file_of(device)
     try:
+        share = parse_share(args.share)
         shapes = [parse_shape(text, args.weights) for text in args.shapes] or shapes_of(args.models, args.weights)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
     old = json.loads(path.read_text("utf-8")) if path.exists() else None
+    shapes = shapes[share[0] :: share[1]]
     shapes = shapes if args.again else missing(shapes, args.rows, old)
     start, took, left_out = time.monotonic(), 0.0, []
     command = shlex.join(["python", "-m", "pallas_kernels.tune", *sys.argv[1:]])
@@ -201,7 +251,10 @@ def main() -> None:
             if args.time_limit_s is not None and began - start + took > args.time_limit_s:  # as long as the longest so far
                 left_out.append(f"{shape.k}x{shape.n}" + (f"g{shape.gate_block}" if shape.gate_block else ""))
                 continue
-            rule = measure(shape, args.rows, seconds=args.seconds, others=args.tiles, pool=pool, progress=progress)
+            try:
+                rule = measure(shape, args.rows, seconds=args.seconds, others=args.tiles, pool=pool, progress=progress)
+            except ImpossibleTime as error:
+                parser.exit(1, f"error: {error}\n")
             bar.write(f"{shape}: " + ", ".join(f"{c['kernel']} to {c['rows']}" for c in rule["choices"]))
             new = {"schema": table.SCHEMA, "device": device, "jax": jax.__version__, "command": command, "rules": [rule]}
             old = merged(old, new)

@@ -1,0 +1,109 @@
+"""What is timed is what was asked for: loops that XLA keeps, times that the card can have met, tables of several processes in one."""
+
+import json
+
+import h200
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxflow.model.cost import DEVICES
+from pallas_kernels import tune
+from pallas_kernels.checks import peaks
+from pallas_kernels.checks.peaks import ImpossibleTime, Least, refuse_impossible
+from pallas_kernels.checks.timing import Timing, looped
+from pallas_kernels.gemm import Product, kernel
+from pallas_kernels.table import Choice, Shape
+
+SHAPE = Shape(4096, 4096)
+
+
+@pytest.mark.parametrize(("name", "rows", "kernels"), [("flat", 1, 1), ("dense", 4, 1), ("xla", 128, 2)])  # untuned XLA cuts K, and adds up
+def test_the_tunes_loop_makes_every_product_in_every_round(name, rows, kernels):
+    made = []
+
+    def inputs():
+        made.append(tune.make_inputs(Product(rows, SHAPE, "bfloat16"), [None] * tune.rotated(SHAPE)))
+        return made[0].xs
+
+    xs = jax.eval_shape(inputs)
+    ws = [jax.ShapeDtypeStruct((SHAPE.n, SHAPE.k), jnp.bfloat16)] * len(xs)
+    program = looped(jax.jit(kernel(Choice(rows, name))), made[0].rounds)
+    found = h200.compile_for_h200(program, *h200.abstract(h200.h200_mesh(), (xs, ws)))
+    (loop,) = [i for i, thunk in enumerate(found.thunks) if thunk.kind == "kWhile"]
+    assert f'"known_trip_count":{{"n":"{made[0].rounds}"}}' in found.hlo
+    work = [
+        thunk
+        for thunk in found.thunks[loop:]
+        if thunk.depth and (thunk.kind == "kCustomCall" or "dot" in thunk.name or "reduce" in thunk.name)
+    ]
+    assert len(work) == kernels * len(xs) == kernels * 8
+    before = [thunk for thunk in found.thunks[:loop] if thunk.kind == "kCustomCall" or "dot" in thunk.name]
+    assert not before  # nothing was moved out of the loop
+
+
+def test_a_time_that_the_card_cannot_have_met_is_an_error_that_names_the_case():
+    product = tune.least(Product(4, Shape(6144, 4096), "bfloat16"))
+    assert product.us("NVIDIA H200") == pytest.approx(6144 * 4096 * 2 / 4.8e6 / 1.2)
+    refuse_impossible("x", 15.3, product, "NVIDIA H200")
+    refuse_impossible("x", 1.0, product, "another card")
+    with pytest.raises(ImpossibleTime, match=r"4096 x 6144 M 4 dense: 1\.00 us for 50\.3 MB"):
+        refuse_impossible("4096 x 6144 M 4 dense", 1.0, product, "NVIDIA H200")
+    with pytest.raises(ImpossibleTime, match=r"103\.1 GFLOP of bfloat16"):
+        refuse_impossible("x", 80.0, Least(flop=2.0 * 2048 * 6144 * 4096), "NVIDIA H200")
+    assert Least(flop=1e12, dtype="float8_e4m3fn").us("NVIDIA H100 80GB HBM3") < Least(flop=1e12).us("NVIDIA H100 80GB HBM3")
+
+
+@pytest.mark.parametrize("name", list(peaks.BYTES_PER_S))
+def test_the_peaks_are_the_cost_models(name):
+    rates = DEVICES[name].datasheet
+    assert rates.memory_bytes_per_s == peaks.BYTES_PER_S[name]
+    assert {dtype: rates.flops_per_s[dtype] for dtype in peaks.FLOPS_PER_S} == peaks.FLOPS_PER_S
+
+
+def test_the_tune_writes_no_row_of_an_impossible_time_and_measures_when_all_is_compiled(monkeypatch):
+    class Later:
+        """A pool whose jobs are done when they are waited for."""
+
+        def __init__(self):
+            self.waited = False
+
+        def submit(self, *_):
+            return self
+
+        def result(self):
+            assert self.waited
+            return lambda: None
+
+    pool = Later()
+    monkeypatch.setattr(tune.concurrent.futures, "wait", lambda jobs: setattr(pool, "waited", True))
+    monkeypatch.setattr(tune, "make_weights", lambda shape: [None] * 8)
+    monkeypatch.setattr(tune, "make_inputs", lambda p, ws: tune.Inputs([], ws, 10))
+    monkeypatch.setattr(tune, "interleaved", lambda ways, **_: {way: Timing(us[0], 0.0, None, None, None, 0.1) for way in ways})
+    monkeypatch.setattr(tune.jax, "devices", lambda: [type("Device", (), {"device_kind": "NVIDIA H200"})])
+    us = [20.0]
+    settings = {"seconds": 0.1, "others": False, "pool": pool, "progress": lambda _: None}
+    assert tune.measure(SHAPE, [8], **settings)["measured"] == [{"rows": 8, "us": {"flat": 20.0, "xla": 20.0, "dense": 20.0}}]
+    us[0] = 0.9
+    with pytest.raises(ImpossibleTime, match=r"4096 x 4096 M 8 flat: 0\.90 us"):
+        tune.measure(SHAPE, [8], **settings)
+
+
+def test_shares_are_all_shapes_once_and_their_tables_become_one(tmp_path, monkeypatch):
+    shapes = tune.shapes_of([], "bfloat16")
+    parts = [shapes[i::n] for i, n in (tune.parse_share(f"{i}/3") for i in range(3))]
+    assert sorted(map(str, shapes)) == sorted(str(shape) for part in parts for shape in part)
+    for i in range(2):
+        rules = [{"shape": {"n": i}, "choices": []}]
+        (tmp_path / f"{i}.json").write_text(json.dumps({"schema": 1, "device": "a GPU", "rules": rules}))
+    monkeypatch.setattr(
+        "sys.argv", ["tune", "--merge", *(str(tmp_path / f"{i}.json") for i in range(3)), "--output", str(tmp_path / "t.json")]
+    )
+    tune.main()
+    assert [rule["shape"]["n"] for rule in json.loads((tmp_path / "t.json").read_text())["rules"]] == [0, 1]
+    (tmp_path / "2.json").write_text(json.dumps({"schema": 1, "device": "another", "rules": []}))
+    with pytest.raises(SystemExit, match="2"):
+        tune.main()
+    for wrong in ("4/4", "1", "a/b"):
+        with pytest.raises(ValueError, match="--share"):
+            tune.parse_share(wrong)
