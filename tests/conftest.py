@@ -21,9 +21,14 @@ os.environ.update(
     JAX_NUM_CPU_DEVICES="4",
     JAX_ENABLE_X64="0",
     JAX_COMPILATION_CACHE_DIR=str(paths.ROOT / ".cache" / "compiled-tests"),
-    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.5",
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.2",
     HF_HUB_OFFLINE="1",
     TF_CPP_MIN_LOG_LEVEL="2",
+    # Most of the suite's time is XLA's and LLVM's, over programs that run once: half of it is saved where speed is not made for them.
+    XLA_FLAGS=(
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+        "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
+    ),
 )
 
 # The same examples every time, and no deadlines: a busy machine fails no test. Half the usual number: there are many properties.

@@ -22,6 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 REPLICATED = PartitionSpec()
 TARGET = paths.DATA / "xla" / "h200.txtpb"
+# What the tests' platform has for the CPU alone (conftest.py), as XLA has it.
+AS_XLA_HAS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 def h200_mesh(shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",)) -> Mesh:
@@ -91,8 +93,8 @@ def compile_for_h200(
 ) -> Compiled:
     """Compiles `fn` (jitted already, or not) for arguments that `abstract` made. `options` are XLA flags, of Python's types."""
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn, donate_argnums=donate_argnums, **jit_options)
-    with tempfile.TemporaryDirectory() as folder, _uncached():
-        compiled = jitted.lower(*args).compile(compiler_options={"xla_dump_to": folder, **(options or {})})
+    with tempfile.TemporaryDirectory() as folder, unkept():
+        compiled = jitted.lower(*args).compile(compiler_options={"xla_dump_to": folder, **AS_XLA_HAS, **(options or {})})
         dumps = {path.name: path.read_text("utf-8", errors="replace") for path in Path(folder).iterdir() if path.suffix == ".txt"}
 
     def dump(part: str) -> str:
@@ -108,11 +110,11 @@ def compile_for_h200(
 
 
 @contextlib.contextmanager
-def _uncached() -> Iterator[None]:
-    """A program from the persistent cache would come without its dumps."""
-    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    jax.config.update("jax_enable_compilation_cache", False)
+def unkept() -> Iterator[None]:
+    """Compiled programs do not go to the persistent cache: from it they would come without their dumps."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
