@@ -73,6 +73,14 @@ def test_no_sm_does_much_more_than_its_share(m, weight, sms, gate_block):
     assert busiest <= 1.13 * work / sms or m < 512
 
 
+@pytest.mark.parametrize(("m", "weight", "cols"), [(512, LLAMA[0], 192), (512, LLAMA[1], 128), (768, LLAMA[3], 192), (1024, LLAMA[1], 256)])
+def test_tiles_that_fill_the_sms_once_are_not_cut(m, weight, cols):
+    plan = gemm_plan(m, *weight, 132)
+    assert (plan.tile.cols, plan.tile.cluster, plan.schedule.slots) == (cols, 2, 0) and plan.schedule.table[:, :, 3].astype(
+        bool
+    ).sum() >= 64
+
+
 def operands(seed, m, n, k):
     rng = np.random.default_rng(seed)
     return (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in [(m, k), (n, k), (n,), (m, n)])
@@ -95,7 +103,7 @@ def test_the_kernel_is_its_twin(m, n, k, cluster, rounds, with_bias, with_residu
     x, w, bias, residual = operands(m, m, n, k)
     bias = bias if with_bias else None
     residual = residual[:, : n // 2 if "gate_block" in extra else n] if with_residual else None
-    plan = plan_of(dataclasses.replace(SMALL, cluster=cluster), m, n, k, 3 * cluster, rounds)
+    plan = plan_of(dataclasses.replace(SMALL, cols=192 if n == 192 else 128, cluster=cluster), m, n, k, 3 * cluster, rounds)
     residual = None if residual is None else residual.astype(extra.get("out_dtype", jnp.bfloat16))
     got = dense_gemm(x, w, bias, residual=residual, plan=plan, interpret=INTERPRET, **extra)
     exact = (None if v is None else v.astype(jnp.float32) for v in (x, w, bias, residual))
@@ -111,8 +119,10 @@ def shapes(m, n, k):
 
 FORMS = [
     (1000, 6144, 4096, {"sms": 104}),
+    (256, 6144, 4096, {"activation": "relu"}),  # 192 columns, cut, with bias and residual
     (256, 28672, 4096, {"gate_block": 64, "activation": "silu"}),
-    (1024, 4096, 14336, {"activation": "relu"}),  # with bias and residual
+    (768, 4096, 14336, {}),  # 192 columns, whole
+    (1024, 4096, 14336, {"activation": "gelu_tanh"}),  # 256 columns, with bias and residual
     (2**20, 256, 4096, {}),  # 2^32 elements
 ]
 
@@ -122,7 +132,7 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 
     def step(inputs):
-        more = [(b, r) if form[3].get("activation") == "relu" else (None, None) for (_, _, b, r), form in zip(inputs, FORMS, strict=True)]
+        more = [(b, r) if form[3].keys() == {"activation"} else (None, None) for (_, _, b, r), form in zip(inputs, FORMS, strict=True)]
         return [dense_gemm(x, w, b, residual=r, **form[3]) for (x, w, *_), (b, r), form in zip(inputs, more, FORMS, strict=True)]
 
     compiled = compile_for_h200(step, *abstract(h200_mesh(), ([shapes(*form[:3]) for form in FORMS],)))
