@@ -25,6 +25,7 @@ from jaxflow.model.ops import Context, Routing
 from jaxflow.model.weights import shapes
 from jaxflow.pipeline import streams
 from pallas_kernels.kernel_set import KernelSet
+from search.op_times import ATTENTION
 from search.program import Program
 
 PAGE_SIZE = 64
@@ -123,14 +124,20 @@ class Layer:
             case _:
                 raise ValueError(f"op={op!r}: {', '.join(self.ops)} are this layer's")
 
-    def call(self, op: str, w: Any, batch: Batch, inputs: tuple[Any, ...], kv: Any, c: Context) -> Any:
+    def work(self, case: Case, batch: Batch, kv: Any) -> Any:
+        """What attention is to do, which the engine lists once a step and not in every layer; None of other ops."""
+        if case.op not in ATTENTION:
+            return None
+        return ops.attention_work(self.context(case.sms), self.config.layers[0], batch, 0, batch.num_tokens, case.op, kv)
+
+    def call(self, op: str, w: Any, batch: Batch, inputs: tuple[Any, ...], kv: Any, work: Any = None, *, c: Context) -> Any:
         """An op on what it reads; rope_append returns the cache it wrote, too."""
         layer, tokens = self.config.layers[0], batch.num_tokens
         w = self.weights | w  # of those that the op does not read it may ask the form: a norm quantises for what comes next
         if op == "rope_append":
             return ops.rope_append(c, layer, w, batch, 0, tokens, inputs[0], kv)
-        if op in ("decode_attention", "chunk_attention"):
-            return getattr(ops, op)(c, layer, w, batch, 0, tokens, *inputs, kv)
+        if op in ATTENTION:
+            return getattr(ops, op)(c, layer, w, batch, 0, tokens, *inputs, kv, work=work)
         return getattr(ops, op)(c, w, *inputs)
 
     def cache(self, pages: int) -> Any:
@@ -184,11 +191,13 @@ class Layer:
         turns, rounds = self.rounds(case, copies)
 
         def function(given: Any, kept: Any) -> Any:
+            work = self.work(case, given["batch"], given["kv"])
+
             def body(_: Any, kept: Any) -> Any:
                 inputs, made, several = kept["inputs"], kept["made"], []
                 for _ in range(turns):
                     made = [
-                        call(w, given["batch"], x, before[1] if appends else given["kv"])
+                        call(w, given["batch"], x, before[1] if appends else given["kv"], work)
                         for w, x, before in zip(given["weights"], inputs, made, strict=False)
                     ]
                     # The next inputs come with all that was made, and the loop keeps it: else XLA sees that turns are equal, and does one.
@@ -208,11 +217,12 @@ class Layer:
         batch, own = self.batch(second, most_keys), self.batch(first)
         weights, attention = self.read(first.op), self.read(second.op)
         copies = min(phases, self.copies(weights))
-        call_first = functools.partial(self.call, first.op, kv=None, c=self.context(first.sms))
-        call_second = functools.partial(self.call, second.op, c=self.context(second.sms))
+        # Jitted, though regions dissolve that: what is traced once is lowered once and, byte for byte the same, compiled once.
+        call_first = jax.jit(functools.partial(self.call, first.op, kv=None, c=self.context(first.sms)))
+        call_second = jax.jit(functools.partial(self.call, second.op, c=self.context(second.sms)))
 
         def function(given: Any, kept: None) -> Any:
-            made: list[Any] = []
+            work, made = self.work(second, given["batch"], given["kv"]), []
             x, q = given["inputs"], given["queries"]
             for phase in range(phases):
                 w = given["weights"][phase % copies]
@@ -220,7 +230,7 @@ class Layer:
                 # A join holds what is read behind it, so all that was made is handed on to the end.
                 joined = streams.together([*leaves, *made])
                 (x, q), made = jax.tree.unflatten(tree, joined[: len(leaves)]), joined[len(leaves) :]
-                beside = functools.partial(call_second, given["attention"], given["batch"], q, given["kv"])
+                beside = functools.partial(call_second, given["attention"], given["batch"], q, given["kv"], work)
                 product = functools.partial(call_first, w, given["own"], x)
                 # A region makes one array: of a quantised result the values, with which the scales come.
                 made = [*made, streams.region(1, beside), streams.region(2, lambda product=product: jax.tree.leaves(product())[0])]

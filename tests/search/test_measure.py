@@ -144,7 +144,7 @@ def test_a_program_of_pairs_computes_what_its_ops_do():
         (0, "decode_attention", given["attention"], given["batch"], given["queries"], given["kv"]),
         (1, "up_gate", given["weights"][0], given["own"], given["inputs"], None),
     ):
-        expected = layer.call(op, weights, batch, inputs, kv, c)
+        expected = layer.call(op, weights, batch, inputs, kv, c=c)
         for one in made[at::2]:
             np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
     other = layer.batch(dataclasses.replace(attention, keys=100), 128)  # another load is data
