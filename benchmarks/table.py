@@ -18,6 +18,10 @@ BLOCK = re.compile(r"(?<=<!-- benchmarks -->\n).*?(?=<!-- /benchmarks -->)", re.
 THROUGHPUT = ("machine", "model", "in / out tokens", "total tokens/s", "of the optimum", "watts at MHz", "beside it", "report")
 HOST = ("CPU", "requests running", "tokens a step", "median ms of CPU a step", "p99", "report")
 
+OFFLOAD = (
+    *("machine: GB of device, of host", "model: bits of weights, of KV", "in / out tokens", "sequences a block", "generated tokens/s"),
+    *("predicted", "GB/s to the device, mean", "FlexGen on a T4", "report"),
+)
 PERPLEXITY = ("model, text", "numbers", "perplexity", "a token's log-probability moved by, mean", "report")
 
 
@@ -95,6 +99,25 @@ def perplexity_rows(folder: Path) -> Iterator[tuple[str, ...]]:
             yield (text, numbers, f"{way['perplexity']:.2f}", "–" if wide else f"{way['mean_moved']:.3f}", f"[json](benchmarks/{name})")
 
 
+def offload_rows(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Each policy that was run of a model that does not fit the device."""
+    for name, report in reports(folder, "search offload"):
+        machine = f"{report['device']}: {report['memory_gb']['device']:g}, {report['memory_gb']['host']:g}"
+        for row in (row for row in report["rows"] if "failed" not in row):
+            policy, paper = row["policy"], row["paper_tokens_per_s"]
+            model = f"{report['model']}: {policy['weight_bits']}, {policy['kv_bits']}"
+            block = f"{policy['num_gpu_batches']} × {policy['gpu_batch_size']}"
+            rate = row["link"]["down_bytes"] / row["latency_s"] / 1e9
+            figures = (
+                f"{row['tokens_per_s']:.2f}",
+                f"{row['predicted']['tokens_per_s']:.2f}",
+                f"{rate:.1f}",
+                f"{paper:.2f}" if paper else "–",
+            )
+            lengths = f"{policy['prompt_tokens']} / {policy['output_tokens']}"
+            yield (machine, model, lengths, block, *figures, f"[json](benchmarks/{name})")
+
+
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = (head, ("---",) * len(head), *rows)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -102,7 +125,8 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def render(folder: Path = HERE) -> str:
     """The tables that there are reports for, as Markdown."""
-    found = ((THROUGHPUT, list(throughput_rows(folder))), (HOST, list(host_rows(folder))), (PERPLEXITY, list(perplexity_rows(folder))))
+    made = ((THROUGHPUT, throughput_rows), (OFFLOAD, offload_rows), (HOST, host_rows), (PERPLEXITY, perplexity_rows))
+    found = [(head, list(rows(folder))) for head, rows in made]
     return "\n" + ("\n".join(table(head, rows) for head, rows in found if rows) or "No measurement has been committed yet.\n") + "\n"
 
 

@@ -51,6 +51,27 @@ def test_the_hosts_cost_has_a_table_of_its_own(folder):
     ]
 
 
+def test_policies_of_a_model_that_does_not_fit(folder):
+    row = {
+        "policy": {"weight_bits": 4, "kv_bits": 16, "num_gpu_batches": 3, "gpu_batch_size": 48, "prompt_tokens": 512, "output_tokens": 32},
+        "paper_tokens_per_s": 7.32,
+        "latency_s": 10.0,
+        "tokens_per_s": 8.123,
+        "predicted": {"tokens_per_s": 9.0},
+        "link": {"down_bytes": 512e9},
+    }
+    report = {
+        "command_name": "search offload",
+        "device": "NVIDIA H200",
+        "model": "opt-30b",
+        "memory_gb": {"device": 16.0, "host": 100.0},
+    }
+    (folder / "a.json").write_text(json.dumps(report | {"rows": [row, {"name": "b", "failed": "no room"}]}))
+    (line,) = TABLE["render"](folder).strip().splitlines()[2:]
+    cells = ["NVIDIA H200: 16, 100", "opt-30b: 4, 16", "512 / 32", "3 × 48", "8.12", "9.00", "51.2", "7.32", "[json](benchmarks/a.json)"]
+    assert line == f"| {' | '.join(cells)} |"
+
+
 @pytest.mark.parametrize(
     "change",
     [
