@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.policy import Policy, Shares
-from search.machine_curves import load_machine
+from search.machine_curves import Curve, load_machine
 from search.placement_cost import Choice, Placed, memory_bytes, predict, split, workload
 from search.placement_solver import (
     GIGA,
@@ -26,7 +26,8 @@ from search.placement_solver import (
     solve,
 )
 
-MACHINE = load_machine("h200")
+# With a host that attends as fast as it reads its memory, so that every term can bind.
+MACHINE = msgspec.structs.replace(load_machine("h200"), host_attention=Curve(5e-5, 1e11))
 OPT = workload("opt-30b", open_checkpoint("opt-30b", load_format="dummy").model_config, 512, 32)
 LLAMA = workload("llama-3.1-8b", open_checkpoint("llama-3.1-8b", load_format="dummy").model_config, 1024, 128)
 PAPER = Memory(16 * GIGA, 100 * GIGA, 500 * GIGA)
