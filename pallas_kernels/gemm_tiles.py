@@ -8,6 +8,7 @@ A tile cut that way has several contributors; the CTA of its end adds up. All of
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -109,8 +110,8 @@ def _cuts(units: int, steps: int, sms: int) -> list[int]:
 
 
 # What a k step of a tile costs an SM when all are busy, in microseconds, and what a tile costs beside its steps. Fitted to an H200 at its
-# power cap: to products of 256 to 2048 rows, ours and (of 128 and 192 columns) cuBLAS', which lie on these lines where no tile is cut. Alone
-# a CTA brings the whole of the weight's tile from the L2: narrow tiles gain less, by bytes.
+# power cap: to products of 256 to 2048 rows, ours and (of 128 and 192 columns) cuBLAS', which lie on these lines where no tile is cut.
+# Alone a CTA brings the whole of the weight's tile from the L2: narrow tiles gain less, by bytes.
 _STEP_US = {(128, 1): 0.48, (192, 1): 0.65, (256, 1): 0.80, (128, 2): 0.42, (192, 2): 0.62, (256, 2): 0.80}  # by columns and cluster
 _TILE_US = 1.0  # storing the output
 _CUT_US = 2.5  # zeroing the semaphores: a kernel or a copy before each product
@@ -133,28 +134,29 @@ def plan_of(tile: GemmTile, m: int, n: int, k: int, sms: int, whole_rounds: int 
     return GemmPlan(tile, schedule(*tile.tiles(m, n), k // tile.depth, sms // tile.cluster, whole_rounds, strip))
 
 
-@functools.cache
-def gemm_plan(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -> GemmPlan:
-    """The cheapest plan for a product [m, k] x [n, k] on `sms` SMs: which tile, and how many rounds stay whole.
+def plans(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -> Iterator[GemmPlan]:
+    """The plans to choose from: every tile, its last tiles whole or cut in one way or another.
 
     In pairs only on all SMs: beside another kernel the SMs that are free may not be pairs, and a pair that waits for two doubles the time.
     """
+    for tile in _TILES:
+        if gate_block is not None and tile.cols % (2 * gate_block):
+            continue
+        if sms == SMS and -(-m // tile.rows) % 2 == 0:
+            tile = dataclasses.replace(tile, cluster=2)
+        tiles, workers = math.prod(tile.tiles(m, n)), sms // tile.cluster
+        full = tiles // workers
+        for rounds in (None, full, full - 1):
+            if rounds is None or rounds >= 0:
+                yield plan_of(tile, m, n, k, sms, rounds)
+        if full == 0:  # as many workers for each tile: no tile's parts are more than they must be
+            yield plan_of(tile, m, n, k, workers // tiles * tiles * tile.cluster, 0)
 
-    def options():
-        for tile in _TILES:
-            if gate_block is not None and tile.cols % (2 * gate_block):
-                continue
-            if sms == SMS and -(-m // tile.rows) % 2 == 0:
-                tile = dataclasses.replace(tile, cluster=2)
-            tiles, workers = math.prod(tile.tiles(m, n)), sms // tile.cluster
-            full = tiles // workers
-            for rounds in (None, full, full - 1):
-                if rounds is None or rounds >= 0:
-                    yield plan_of(tile, m, n, k, sms, rounds)
-            if full == 0:  # as many workers for each tile: no tile's parts are more than they must be
-                yield plan_of(tile, m, n, k, workers // tiles * tiles * tile.cluster, 0)
 
-    return min(options(), key=cost_us)
+@functools.cache
+def gemm_plan(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -> GemmPlan:
+    """The cheapest plan for a product [m, k] x [n, k] on `sms` SMs: which tile, and how many rounds stay whole."""
+    return min(plans(m, n, k, sms, gate_block), key=cost_us)
 
 
 def cost_us(plan: GemmPlan) -> float:

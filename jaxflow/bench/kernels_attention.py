@@ -121,13 +121,14 @@ def _cases(batches, make, kinds, **must) -> tuple[Case, ...]:
     return tuple(Case(name, functools.partial(make, batch, kinds), **must) for name, batch in batches.items())
 
 
+_CUDNN = ("256 x mean 1024", "1 x 131072", "64 x 1100")  # it wants as many pages a row as the longest has: elsewhere they do not fit
 _MUST = {"1 x 131072": 3.7e12, "64 x 1100": None}
 GROUPS = (
     Group(
         "decode_attention",
         "TB/s",
         tuple(
-            Case(name, functools.partial(_decode, batch, ("bf16", "jax", "cudnn")), rate=_MUST.get(name, 4.2e12))
+            Case(name, functools.partial(_decode, batch, ("bf16", "jax", *["cudnn"] * (name in _CUDNN))), rate=_MUST.get(name, 4.2e12))
             for name, batch in BATCHES.items()
         ),
     ),

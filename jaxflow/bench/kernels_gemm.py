@@ -11,13 +11,16 @@ from jaxflow.bench.kernels_case import Case, Group, Way
 from pallas_kernels import reference
 from pallas_kernels.checks import script
 from pallas_kernels.checks.fp8_gemm import GATE, xla
+from pallas_kernels.checks.peaks import Least
 from pallas_kernels.checks.timing import looped
 from pallas_kernels.dense_gemm import dense_gemm
 from pallas_kernels.flat_gemm import flat_gemm
 from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
 from pallas_kernels.fp8_gemm import fp8_gemm
+from pallas_kernels.gemm_tiles import GemmPlan, cost_us, plans
 from pallas_kernels.int4_gemm import int4_gemm
 from pallas_kernels.reference.int4 import quantize_int4
+from pallas_kernels.tiles import SMS
 
 SHAPES: dict[str, tuple[int, int]] = {  # [K, N]; the largest products first
     f"{model} {op}": (k, n) for op in ("up_gate", "down", "qkv", "out_proj") for model, ops in script.SHAPES.items() for n, k in [ops[op]]
@@ -29,10 +32,10 @@ def _normal(i: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
 
 
-def _program(gemm: Callable, xs: list, ws: list, rounds: int, amount: float, **settings) -> Way:
+def _program(gemm: Callable, xs: list, ws: list, rounds: int, amount: float, least: Least, **settings) -> Way:
     """A program that multiplies each x with its own weight, `rounds` times over."""
     program = looped(jax.jit(functools.partial(gemm, **settings)), rounds)
-    return Way(lambda: program(xs, ws), rounds * len(xs), amount)
+    return Way(lambda: program(xs, ws), rounds * len(xs), amount, least=least, tuned=gemm in (xla, reference.gemm, _xla_gated))
 
 
 def _operands(m: int, k: int, n: int, bytes_a_weight: float = 2) -> tuple[int, int]:
@@ -45,8 +48,8 @@ def _bf16(m: int, shape: tuple[int, int], flop: bool, ways: dict[str, Callable])
     k, n = shape
     weights, rounds = _operands(m, k, n)
     ws, xs = [_normal(i, n, k) * k**-0.5 for i in range(weights)], [_normal(i, m, k) for i in range(weights)]
-    amount = 2.0 * m * k * n if flop else 2.0 * k * n
-    return {name: _program(gemm, xs, ws, rounds, amount) for name, gemm in ways.items()}
+    amount, least = 2.0 * m * k * n if flop else 2.0 * k * n, Least(2.0 * k * n, 2.0 * m * k * n)
+    return {name: _program(gemm, xs, ws, rounds, amount, least) for name, gemm in ways.items()}
 
 
 def _fp8(m: int, shape: tuple[int, int], name: str) -> dict[str, Way]:
@@ -57,11 +60,12 @@ def _fp8(m: int, shape: tuple[int, int], name: str) -> dict[str, Way]:
     ws, plain = [quantized(_normal(i, n, k)) for i in range(weights)], [_normal(i, m, k) for i in range(weights)]
     xs = [quantized(x) for x in plain]
     flop, settings = 2.0 * m * k * n, (GATE | {"quantize": True} if "up_gate" in name else {})
+    least = Least(1.0 * k * n, flop, "float8_e4m3fn")
     blocks = "down" in name or "out_proj" in name
     ours = list(map(jax.jit(reference.quantize_blocks), plain)) if blocks else xs
     return {
-        "fp8": _program(fp8_flat_gemm if m <= 64 else fp8_gemm, ours, ws, rounds, flop, **settings),
-        "xla": _program(xla, xs, ws, rounds, flop, **settings),
+        "fp8": _program(fp8_flat_gemm if m <= 64 else fp8_gemm, ours, ws, rounds, flop, least, **settings),
+        "xla": _program(xla, xs, ws, rounds, flop, least, **settings),
     }
 
 
@@ -92,7 +96,8 @@ def _int4(m, shape, _):
     ways = _flat(m, shape, _)
     weights, rounds = _operands(m, k, n, 0.5)
     ws = [jax.jit(quantize_int4)(_normal(i, n, k) * k**-0.5) for i in range(weights)]
-    four = _program(int4_gemm, [_normal(i, m, k) for i in range(weights)], ws, rounds, (0.5 + 4 / 64) * k * n)
+    read = (0.5 + 4 / 64) * k * n
+    four = _program(int4_gemm, [_normal(i, m, k) for i in range(weights)], ws, rounds, read, Least(read, 2.0 * m * k * n))
     return {"int4": dataclasses.replace(four, work=1.0), "flat": dataclasses.replace(ways["flat"], work=1.0)}
 
 
@@ -110,16 +115,30 @@ def _only(cases: tuple[Case, ...], part: str) -> tuple[Case, ...]:
     return tuple(case for case in cases if part in case.name)
 
 
+def _tiles(m, shape, name):
+    """The plan that is chosen, the cheapest others by the estimate, among them the cheapest cut one of 256 columns, and XLA."""
+    k, n = shape
+    gates = GATE if "up_gate" in name else {}
+    by_cost: dict[str, GemmPlan] = {}
+    for plan in sorted(plans(m, n, k, SMS, gates.get("gate_block")), key=cost_us):
+        by_cost.setdefault(f"{plan.tile.cols} {'cut' if plan.schedule.slots else 'whole'}", plan)
+    own, *others = by_cost
+    kept = dict.fromkeys([*others[:2], *(other for other in others if other == "256 cut")])
+    ours = {f"{label}{', chosen' * (label == own)}": functools.partial(dense_gemm, plan=by_cost[label], **gates) for label in (own, *kept)}
+    return _bf16(m, shape, True, ours | {"xla": _xla_gated if gates else reference.gemm})
+
+
 DENSE_ROWS = (2048, 1024, 512, 256)
 GROUPS = (
     Group("dense_gemm", "TFLOP/s", _products(DENSE_ROWS, _dense, ratio=0.95), geomean=1.0),
-    Group("dense_gemm_gated", "TFLOP/s", _only(_products(DENSE_ROWS, _gated, ratio=0.95), "up_gate"), geomean=1.0),
+    Group("dense_gemm_gated", "TFLOP/s", _only(_products(DENSE_ROWS, _gated, ratio=0.95), "8B up_gate"), geomean=1.0),
     *(
-        Group(f"dense_gemm_{sms}", "TFLOP/s", _only(_products((2048, 1280, 832), functools.partial(_bounded, sms), ratio=least), "8B"))
+        Group(f"dense_gemm_{sms}", "TFLOP/s", _only(_products((2048, 832), functools.partial(_bounded, sms), ratio=least), "8B"))
         for sms, least in ((104, 0.87), (112, 0.90), (120, 0.93))
     ),
     Group("fp8_gemm", "TFLOP/s", _products(DENSE_ROWS, _fp8), geomean=1.0),
-    Group("fp8_flat_gemm", "TFLOP/s", _products((64, 16, 1), _fp8), geomean=1.0),
-    Group("int4_gemm", "TB/s", _products((16, 4, 1), _int4), geomean=2.5),
-    Group("flat_gemm", "TB/s", tuple(map(_large, _products((64, 16, 4, 1), _flat, ratio=0.97))), geomean=1.1),
+    Group("fp8_flat_gemm", "TFLOP/s", _products((64, 1), _fp8), geomean=1.0),
+    Group("int4_gemm", "TB/s", _products((16, 1), _int4), geomean=2.5),
+    Group("flat_gemm", "TB/s", tuple(map(_large, _products((64, 16, 1), _flat, ratio=0.97))), geomean=1.1),
+    Group("dense_tiles", "TFLOP/s", _only(_products((512, 256, 1024, 768, 384), _tiles), "8B"), asked=True),
 )

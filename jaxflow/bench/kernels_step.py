@@ -123,7 +123,7 @@ def _through(c: ops.Context, weights: list, x: jax.Array, flop: float) -> Way:
         return x, y
 
     program = jax.jit(run)
-    return Way(lambda: program(weights, x), LAYERS, flop / LAYERS)
+    return Way(lambda: program(weights, x), LAYERS, flop / LAYERS, tuned=True)
 
 
 def _steps(precision: str) -> tuple[Case, ...]:
@@ -140,5 +140,5 @@ GROUPS = (
         Group(f"layer_{name}", "TFLOP/s", tuple(Case(f"M {m}", functools.partial(_layer, fp8, m), ratio=1.05) for m in (1024, 2048)))
         for name, fp8 in (("bf16", False), ("fp8", True))
     ),
-    *(Group(f"decode_step_{precision}", "tok/s", _steps(precision)) for precision in PRECISIONS),
+    *(Group(f"decode_step_{precision}", "tok/s", _steps(precision), together=True) for precision in PRECISIONS),
 )

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxflow.bench import kernels
+from jaxflow.bench import kernels, kernels_report, kernels_worker
 from jaxflow.bench.kernels_case import Case, Group, Way
 from pallas_kernels.checks import timing
 from pallas_kernels.checks.timing import Timing
@@ -27,7 +27,9 @@ def test_names_can_be_asked_for():
     assert not any("," in part or "/" in group for group, case in names for part in (group, case.replace("/tp4", "")))
     assert [case.name for _, case in kernels.chosen(["ceilings"])] == [case.name for case in BY_NAME["ceilings"].cases]
     assert {case.name for _, case in kernels.chosen(["dense_gemm/8B up_gate"])} == {f"8B up_gate M {m}" for m in (256, 512, 1024, 2048)}
-    assert len(kernels.chosen([])) == len(names)
+    asked = [group.name for group in kernels.GROUPS if group.asked]
+    assert {(group.name, case.name) for group, case in kernels.chosen([])} == {name for name in names if name[0] not in asked}
+    assert kernels.chosen(asked) and {group.name for group, _ in kernels.chosen(asked)} == set(asked)
     with pytest.raises(ValueError, match="no such case; groups are ceilings"):
         kernels.chosen(["dense_gemm/nothing"])
 
@@ -39,28 +41,13 @@ def test_the_first_case_of_each_group_comes_before_the_second_of_any():
     assert set(kernels._FIRST) <= set(BY_NAME)
 
 
-def test_what_would_end_after_the_time_limit_is_left_out_and_named(monkeypatch, tmp_path, capsys):
-    clock = iter(range(0, 1000, 10))
-    settings = {"only": ["ceilings", "rope_append"], "seconds": 0.1, "time_limit_s": 45.0, "output_json": str(tmp_path / "rows.json")}
-    monkeypatch.setattr(kernels.flags, "FLAGS", type("Flags", (), settings))
-    monkeypatch.setattr(kernels.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(kernels.machine, "describe", dict)
-    monkeypatch.setattr(kernels.time, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(kernels, "measure", lambda group, case, _: {"group": group.name, "case": case.name, "failed": "in a test"})
-    result = kernels.run()  # a case takes 10 s on this clock, and so does looking at it
-    assert [row["case"] for row in result["rows"]] == ["read 2 GiB", "2048 tokens bf16"]
-    assert result["left_out"] == ["ceilings/copy 2 GiB both ways", "rope_append/2048 tokens fp8"]
-    assert "left out after 45 s, 2 of 4 cases: ceilings/copy" in capsys.readouterr().out
-    assert (tmp_path / "rows.json").read_text().count("left_out") == 1
-
-
 def measured(monkeypatch, us: dict[str, float], ways: dict[str, Way], **must) -> dict:
     def interleaved(runs, *, calls, seconds):
         assert {name: way.calls for name, way in ways.items()} == calls
         return {name: Timing(us[name], 0.02, 1500.0, 600.0, 0.1, seconds) for name in runs}
 
-    monkeypatch.setattr(kernels, "interleaved", interleaved)
-    return kernels.measure(Group("some", "TB/s", ()), Case("one", lambda: ways, **must), 0.5)
+    monkeypatch.setattr(kernels_worker, "interleaved", interleaved)
+    return kernels_worker.measure(Group("some", "TB/s", ()), Case("one", lambda: ways, **must), ways, 0.5)
 
 
 def way(amount: float, work: float | None = None) -> Way:
@@ -83,7 +70,7 @@ def test_a_row_has_rates_ratios_and_whether_it_is_reached(monkeypatch, must, rea
     assert row["ways"]["ours"]["rate"] == pytest.approx(2e12)
     assert row["ratios"] == {"rival": pytest.approx(2.0)}
     assert row["reached"] is reached
-    lines = list(kernels.text(row))
+    lines = list(kernels_report.text(row))
     assert len(lines) == 2 and ("short" in lines[0]) is (reached is False) and "2.000 TB/s" in lines[0] and "x2.000" in lines[1]
 
 
@@ -95,14 +82,14 @@ def test_ways_that_move_other_amounts_are_compared_by_their_work(monkeypatch):
 def test_a_summary_is_of_a_groups_first_rival():
     rows = [{"group": "flat_gemm", "case": str(i), "ratios": {"xla": r, "other": 9.0}} for i, r in enumerate((0.5, 2.0))]
     rows += [{"group": "flat_gemm", "case": "x", "failed": "it did"}, {"group": "ceilings", "case": "y", "ratios": {}}]
-    assert kernels.summaries(rows) == [
+    assert kernels_report.summaries(rows, kernels.GROUPS) == [
         {"group": "flat_gemm", "rival": "xla", "cases": 2, "geomean": pytest.approx(1.0), "least": 0.5, "must": 1.1}
     ]
-    assert list(kernels.text(rows[2])) == [f"{'flat_gemm':18} {'x':28} failed: it did"]
+    assert list(kernels_report.text(rows[2])) == [f"{'flat_gemm':18} {'x':28} failed: it did"]
 
 
 def test_it_refuses_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(kernels.flags, "FLAGS", type("Flags", (), {"only": []}))
+    monkeypatch.setattr(kernels.flags, "FLAGS", type("Flags", (), {"only": [], "merge": [], "share": "0/1"}))
     with pytest.raises(ValueError, match="needs a GPU: JAX's backend here is 'cpu'"):
         kernels.run()
 

@@ -1,0 +1,72 @@
+"""What `bench kernels` says of its rows: lines, summaries of groups, and one report of the shares of several processes."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxflow.bench.kernels_case import Group
+
+_SCALE = {"TB/s": 1e12, "TFLOP/s": 1e12, "tok/s": 1.0}
+
+
+def summaries(rows: Sequence[Mapping[str, Any]], groups: Iterable[Group]) -> list[dict[str, Any]]:
+    """The geometric mean and the least of each group's ratios to its first rival, over its cases."""
+    must = {group.name: group.geomean for group in groups}
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        for rival, ratio in list(row.get("ratios", {}).items())[:1]:
+            found.setdefault((row["group"], rival), []).append(ratio)
+    return [
+        {
+            "group": group,
+            "rival": rival,
+            "cases": len(values),
+            "geomean": math.exp(sum(map(math.log, values)) / len(values)),
+            "least": min(values),
+            "must": must[group],
+        }
+        for (group, rival), values in found.items()
+    ]
+
+
+def text(row: Mapping[str, Any]) -> Iterator[str]:
+    """A row as lines: one a way."""
+    lead = f"{row['group']:18} {row['case']:28}"
+    if "failed" in row:
+        yield f"{lead} failed: {row['failed']}"
+        return
+    for name, way in row["ways"].items():
+        ratio = f"x{row['ratios'][name]:.3f}" if name in row["ratios"] else ""
+        sensed = f"{way['mhz']:5.0f} MHz {way['watts']:4.0f} W {way['joules'] * 1e3:9.3f} mJ" if way["mhz"] else "too short to sense"
+        yield (
+            f"{lead:47} {name:16} {way['us']:10.1f} us {way['rate'] / _SCALE[row['unit']]:9.3f} {row['unit']:8} {ratio:7}"
+            f" {sensed} ±{way['spread'] / 2:.1%}" + ("  short" if lead and row["reached"] is False else "")
+        )
+        lead = ""
+    for name, us in row["recorded_us"].items():
+        yield f"{'':47} {name:16} {us:10.1f} us, recorded"
+
+
+def merged(paths: Iterable[str], groups: Iterable[Group]) -> dict[str, Any]:
+    """One report of those of several shares, each case once, groups and cases in the bench's order; a row that failed gives way to another.
+
+    Raises: ValueError for reports of several devices; OSError for a file that is not there.
+    """
+    groups = tuple(groups)
+    parts = [json.loads(Path(path).read_text("utf-8")) for path in paths]
+    devices = {part["device"] for part in parts}
+    if len(devices) != 1:
+        raise ValueError(f"--merge: reports of one device, not of {', '.join(sorted(devices)) or 'none'}")
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in (row for part in parts for row in part["rows"]):
+        key = (row["group"], row["case"])
+        if key not in found or "failed" in found[key]:
+            found[key] = row
+    order = {(group.name, case.name): i for i, (group, case) in enumerate((g, c) for g in groups for c in g.cases)}
+    rows = [found[key] for key in sorted(found, key=lambda key: order.get(key, len(order)))]
+    names = {f"{group}/{case}" for group, case in found}
+    left = [name for name in dict.fromkeys(name for part in parts for name in part["left_out"]) if name not in names]
+    commands = [part["command"] for part in parts]
+    return parts[0] | {"commands": commands, "rows": rows, "left_out": left, "summaries": summaries(rows, groups)}

@@ -1,0 +1,129 @@
+"""A process of `bench kernels`: compiles cases when it is told to, and times them when it is its turn.
+
+    python -m jaxflow.bench.kernels_worker
+
+Orders come as lines of JSON on stdin and each is answered by a line on stdout; all else that is printed goes to stderr. Mosaic compiles one
+kernel at a time in a process, so several of these stand beside each other on one GPU; the one that times has it to itself.
+"""
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from jaxflow.bench.kernels_case import Case, Group, Way
+from jaxflow.mesh import choose_platform
+from pallas_kernels.checks.peaks import refuse_impossible
+from pallas_kernels.checks.timing import interleaved
+
+_THREADS = 4
+Ways = Mapping[str, Way]
+
+
+class Cases:
+    """The cases that this process has compiled and not yet dropped. groups: of all cases, by which they are named group/case."""
+
+    def __init__(self, groups: Iterable[Group]):
+        self._named = {f"{group.name}/{case.name}": (group, case) for group in groups for case in group.cases}
+        self._ready: dict[str, Ways | str] = {}  # ways, or why there are none
+
+    def obey(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """One of: compile [names], all but what XLA tunes on the GPU; tune, the rest; measure a name for `seconds`; drop all."""
+        if "compile" in order:
+            units: dict[str, list[str]] = {}  # cases that share a model: one after the other
+            for name in order["compile"]:
+                units.setdefault(self._named[name][0].name if self._named[name][0].together else name, []).append(name)
+            with ThreadPoolExecutor(_THREADS) as threads:
+                list(threads.map(lambda names: [self._compile(name) for name in names], units.values()))
+        elif "tune" in order:
+            with ThreadPoolExecutor(_THREADS) as threads:
+                list(threads.map(self._tune, list(self._ready)))
+        elif "measure" in order:
+            return self._measured(order["measure"], order["seconds"])
+        else:
+            self._ready.clear()
+            gc.collect()
+        return {}
+
+    def _compile(self, name: str) -> None:
+        try:
+            ways = self._named[name][1].prepare()
+            self._ready[name] = ways
+            _run_once(way for way in ways.values() if not way.tuned)
+        except Exception as error:  # a rival that does not run, or a kernel: the other rows are still wanted
+            self._ready[name] = _said(error)
+
+    def _tune(self, name: str) -> None:
+        ways = self._ready[name]
+        try:
+            if not isinstance(ways, str):
+                _run_once(way for way in ways.values() if way.tuned)
+        except Exception as error:
+            self._ready[name] = _said(error)
+
+    def _measured(self, name: str, seconds: float) -> dict[str, Any]:
+        group, case = self._named[name]
+        ways = self._ready.get(name, "it was not compiled")
+        try:
+            if not isinstance(ways, str):
+                return measure(group, case, ways, seconds)
+        except Exception as error:
+            ways = _said(error)
+        return {"group": group.name, "case": case.name, "failed": ways}
+
+
+def _run_once(ways: Iterable[Way]) -> None:
+    for way in ways:
+        jax.block_until_ready(way.run())
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def measure(group: Group, case: Case, ways: Ways, seconds: float) -> dict[str, Any]:
+    """One case's row: each way's rate, and ours against each rival. Raises: ImpossibleTime for a time that the card cannot have met."""
+    timings = interleaved({name: way.run for name, way in ways.items()}, calls={n: w.calls for n, w in ways.items()}, seconds=seconds)
+    for name, way in ways.items():
+        refuse_impossible(f"{group.name}/{case.name} {name}", timings[name].us, way.must(group.unit), jax.devices()[0].device_kind)
+    ours = next(iter(ways))
+    row: dict[str, Any] = {"group": group.name, "case": case.name, "unit": group.unit, "ways": {}}
+    for name, way in ways.items():
+        row["ways"][name] = {"rate": way.amount / timings[name].us * 1e6} | dataclasses.asdict(timings[name])
+    speed = {name: (way.amount if way.work is None else way.work) / timings[name].us for name, way in ways.items()}
+    row["ratios"] = {name: speed[ours] / speed[name] for name in ways if name != ours}
+    row["recorded_us"] = dict(case.recorded_us)
+    row["must"] = {"rate": case.rate, "ratio": case.ratio}
+    row["reached"] = reached(row)
+    return row
+
+
+def reached(row: Mapping[str, Any]) -> bool | None:
+    """Whether ours reaches what the case must; None if it must nothing."""
+    rate, ratio = row["must"]["rate"], row["must"]["ratio"]
+    if rate is None and ratio is None:
+        return None
+    ours = next(iter(row["ways"].values()))["rate"]
+    return (rate is None or ours >= rate) and (ratio is None or next(iter(row["ratios"].values())) >= ratio)
+
+
+def main() -> None:
+    """Obeys until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    choose_platform()
+    from jaxflow.bench.kernels import GROUPS
+
+    cases = Cases(GROUPS)
+    for line in sys.stdin:
+        print(json.dumps(cases.obey(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

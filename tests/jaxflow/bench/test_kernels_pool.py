@@ -1,0 +1,161 @@
+"""The processes of the kernel bench: who compiles what and when, that nobody compiles while one times, shares and their one report."""
+
+import itertools
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from jaxflow.bench import kernels, kernels_pool, kernels_report, kernels_worker
+from jaxflow.bench.kernels_case import Case, Group, Way
+from pallas_kernels.checks.peaks import Least
+from pallas_kernels.checks.timing import Timing
+
+ALL = kernels.chosen([])
+NAMES = [f"{group.name}/{case.name}" for group, case in ALL]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 8])
+def test_every_case_is_some_process_once_and_the_first_cases_come_first(processes):
+    plan = kernels_pool.rounds(ALL, processes)
+    assert sorted(NAMES) == sorted(name for turn in plan for names in turn for name in names)
+    assert all(len(turn) == processes for turn in plan)
+    place = {name: (i, worker) for i, turn in enumerate(plan) for worker, names in enumerate(turn) for name in names}
+    for group in kernels.GROUPS:
+        if group.together:  # in one round of one process: the model is made once
+            assert len({place[f"{group.name}/{case.name}"] for case in group.cases}) == 1
+    if processes == 8:
+        firsts = {f"{group.name}/{group.cases[0].name}" for group in kernels.GROUPS if not group.asked and not group.together}
+        assert all(place[name][0] == 0 for name in firsts)
+
+
+def test_shares_are_all_cases_once_and_what_belongs_together_stays_so():
+    parts = [kernels.shared(ALL, f"{i}/3") for i in range(3)]
+    assert sorted(NAMES) == sorted(f"{group.name}/{case.name}" for part in parts for group, case in part)
+    for group in kernels.GROUPS:
+        assert not group.together or sum(any(other.name == group.name for other, _ in part) for part in parts) == 1
+    for wrong in ("3/3", "1", "a/b", ""):
+        with pytest.raises(ValueError, match="--share"):
+            kernels.shared(ALL, wrong)
+
+
+class Fake(kernels_pool.Worker):
+    """A worker in this process, which notes what it was told."""
+
+    def __init__(self, told, ends_at=None):
+        self.told, self.ends_at, self.last = told, ends_at, {}
+
+    def tell(self, **order):
+        self.last = order
+        self.told.append((self, order))
+
+    def answer(self):
+        self.told.append((self, "answered"))
+        if self.last.get("measure") == self.ends_at and self.ends_at:
+            return None
+        return {"row": self.last["measure"]} if "measure" in self.last else {}
+
+
+def test_one_times_while_nobody_compiles_and_a_process_that_ended_is_said():
+    told = []
+    workers = [Fake(told), Fake(told, "g/d")]
+    rows = dict(kernels_pool.measured([[["g/a", "g/b"], ["g/c", "g/d"]], [["g/e"], []]], workers, 0.1, float("inf")))
+    assert rows.pop("g/d") == {"group": "g", "case": "d", "failed": "its process ended"}
+    assert rows == {name: {"row": name} for name in ("g/a", "g/b", "g/c", "g/e")}
+    open_orders = set()
+    for worker, what in told:
+        if what == "answered":
+            open_orders.discard(id(worker))
+            continue
+        if "measure" in what or "tune" in what:
+            assert not open_orders  # the GPU is this one's
+        open_orders.add(id(worker))
+
+
+def test_what_would_end_after_the_time_limit_is_left_out():
+    clock = itertools.count(0.0, 10.0)  # looking at it takes 10 s, and so does everything
+    plan = [[["g/a", "g/b", "g/c"]], [["g/d"]]]
+    rows = list(kernels_pool.measured(plan, [Fake([])], 0.1, 45.0, clock=lambda: next(clock)))
+    assert [name for name, row in rows if row] == ["g/a"] and [name for name, row in rows if row is None] == ["g/b", "g/c", "g/d"]
+
+
+def cases(monkeypatch, us=20.0):
+    def fails():
+        raise RuntimeError("it does not compile")
+
+    def interleaved(ways, **_):
+        return {name: Timing(us, 0.02, 1500.0, 600.0, 0.1, 0.1) for name in ways}
+
+    ran = []
+    ways = {name: Way(lambda name=name: ran.append(name) or jnp.zeros(1), 1, 4e7, tuned=name == "xla") for name in ("ours", "xla")}
+    monkeypatch.setattr(kernels_worker, "interleaved", interleaved)
+    monkeypatch.setattr(kernels_worker.jax, "devices", lambda: [type("Device", (), {"device_kind": "NVIDIA H200"})])
+    group = Group("g", "TB/s", (Case("good", lambda: ways), Case("bad", fails)))
+    return kernels_worker.Cases([group]), ran
+
+
+def test_a_worker_compiles_then_lets_xla_tune_and_a_case_that_fails_takes_no_other_with_it(monkeypatch):
+    made, ran = cases(monkeypatch)
+    made.obey({"compile": ["g/good", "g/bad"]})
+    assert ran == ["ours"]
+    made.obey({"tune": True})
+    assert ran == ["ours", "xla"]
+    good, bad = (made.obey({"measure": f"g/{name}", "seconds": 0.1}) for name in ("good", "bad"))
+    assert good["ratios"] == {"xla": 1.0} and good["ways"]["ours"]["rate"] == pytest.approx(2e12)
+    assert bad == {"group": "g", "case": "bad", "failed": "RuntimeError: it does not compile"}
+    made.obey({"drop": True})
+    assert made.obey({"measure": "g/good", "seconds": 0.1})["failed"] == "it was not compiled"
+
+
+def test_a_time_that_the_card_cannot_have_met_is_no_row(monkeypatch):
+    made, _ = cases(monkeypatch, us=1.0)
+    made.obey({"compile": ["g/good"]})
+    row = made.obey({"measure": "g/good", "seconds": 0.1})
+    assert row["failed"].startswith("ImpossibleTime: g/good ours: 1.00 us for 40.0 MB") and "ways" not in row
+
+
+def test_products_must_read_their_weights_whatever_their_unit():
+    assert Way(lambda: None, 1, 5.0).must("TB/s") == Least(moved=5.0)
+    assert Way(lambda: None, 1, 5.0).must("tok/s") == Least()
+    assert Way(lambda: None, 1, 5.0, least=Least(7.0)).must("TFLOP/s") == Least(7.0)
+
+
+def test_a_worker_is_a_process_that_answers_each_order_until_its_stdin_ends():
+    worker = kernels_pool.Worker()
+    worker.tell(compile=[])
+    assert worker.answer() == {}
+    worker.tell(measure="ceilings/read 2 GiB", seconds=0.1)
+    assert worker.answer() == {"group": "ceilings", "case": "read 2 GiB", "failed": "it was not compiled"}
+    worker.end()
+    assert worker._process.returncode == 0
+
+
+def test_xlas_products_are_cublas_unless_the_flags_say_otherwise():
+    ours = kernels_pool.environment({"XLA_FLAGS": "--xla_some=1"})
+    assert ours["XLA_FLAGS"] == "--xla_some=1 --xla_gpu_enable_triton_gemm=false" and ours["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert kernels_pool.environment({})["XLA_FLAGS"] == "--xla_gpu_enable_triton_gemm=false"
+    given = "--xla_gpu_enable_triton_gemm=true"
+    assert kernels_pool.environment({"XLA_FLAGS": given})["XLA_FLAGS"] == given
+
+
+def test_reports_of_shares_become_one(tmp_path):
+    def row(case, **more):
+        return {"group": "flat_gemm", "case": case, "ratios": {"xla": 2.0}} | more
+
+    first, second = (case.name for case in next(g for g in kernels.GROUPS if g.name == "flat_gemm").cases[:2])
+    failed = {"group": "flat_gemm", "case": first, "failed": "it did"}
+    for i, rows in enumerate(([row(second), failed], [row(first)])):
+        part = {
+            "device": "a GPU",
+            "command": f"share {i}",
+            "rows": rows,
+            "left_out": [f"flat_gemm/{first}", "flat_gemm/third"][: 2 * i or 1],
+        }
+        (tmp_path / f"{i}.json").write_text(json.dumps(part))
+    made = kernels_report.merged([str(tmp_path / f"{i}.json") for i in range(2)], kernels.GROUPS)
+    assert [(r["case"], "failed" in r) for r in made["rows"]] == [(first, False), (second, False)]
+    assert made["left_out"] == ["flat_gemm/third"] and made["commands"] == ["share 0", "share 1"]
+    assert made["summaries"][0]["cases"] == 2
+    (tmp_path / "1.json").write_text(json.dumps({"device": "another", "rows": [], "left_out": [], "command": ""}))
+    with pytest.raises(ValueError, match="one device"):
+        kernels_report.merged([str(tmp_path / f"{i}.json") for i in range(2)], kernels.GROUPS)
