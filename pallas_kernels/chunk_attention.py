@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.chunk_rows import HALF, MOST, WIDTH, Rows, attend_rows, store_rows
+from pallas_kernels.chunk_rows import HALF, MARKS, MOST, WIDTH, Rows, attend_rows, store_rows
 from pallas_kernels.chunk_work import ChunkWork, chunk_work
 from pallas_kernels.paged import LANE, PAGE, check_pages, flat, rows_of_eight, tiled
 from pallas_kernels.tiles import SMS, ChunkTile, chunk_tile
@@ -116,7 +116,7 @@ def _scratch(rows: Rows, h: int, dtype, rounds: int) -> dict:
     return ring | {
         "q_s": plgpu.SMEM((tile.queries, 2, HALF, h), jnp.bfloat16, transforms=tiled()),
         "o_s": plgpu.SMEM((2, 2, HALF, WIDTH), jnp.bfloat16),  # plain rows: the end of a chunk is stored row by row
-        "again": plgpu.SMEM((2, rounds), jnp.int32),  # by warpgroup and round: whether the item is to be done with the running maximum
+        "again": plgpu.SMEM((2, min(rounds, MARKS)), jnp.int32),  # by warpgroup and round: whether the running maximum is needed
         "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.queries),
         "q_empty": plgpu.Barrier(num_arrivals=2, num_barriers=tile.queries),
         "k_full": plgpu.Barrier(num_arrivals=pages, num_barriers=tile.stages),
@@ -153,11 +153,12 @@ def _attend(
         return lax.fori_loop(0, rounds, round_, (tile_of(jnp.int32(0)), carry))[1]
 
     def for_marked(visit, carry):
-        """The same for the rounds that are marked."""
+        """The same for the rounds that are marked. Marks may be shared: then some are done again without need."""
         again = scratch["again"]
 
         def round_(i, carry):
-            return lax.cond(again[0, i] + again[1, i] > 0, lambda carry: visit(carry, i, *tile_of(i)[1:]), lambda carry: carry, carry)
+            at = lax.rem(i, jnp.int32(MARKS))
+            return lax.cond(again[0, at] + again[1, at] > 0, lambda carry: visit(carry, i, *tile_of(i)[1:]), lambda carry: carry, carry)
 
         return lax.fori_loop(0, rounds, round_, carry)
 
@@ -186,7 +187,7 @@ def _attend(
 
         _fill_gaps(gaps_ref, count_ref[1], scratch["o_s"].at[wg, 0], o_ref, cta * 2 + wg, sms * 2)
         if not rows.eight:
-            _clear_marks(scratch["again"], wg, rounds)
+            _clear_marks(scratch["again"], wg, jnp.minimum(rounds, MARKS))
         carry = for_items(functools.partial(visit, running=rows.eight), (jnp.int32(0), jnp.int32(0)))
         if not rows.eight:
             plgpu.barrier_arrive(scratch["decided"])

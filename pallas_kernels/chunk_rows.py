@@ -28,6 +28,7 @@ from pallas_kernels.tiles import ChunkTile
 HALF = 64  # query rows of one warpgroup
 WIDTH = 64  # columns that are stored together
 _SHIFT = 8.0  # weights of 8 bits are 2^8 times too large: at most 256 of e4m3's 448, and 14 powers of two below that are normal numbers
+MARKS = 256  # places for marks: a worker's rounds share them from there on
 MOST = 60.0  # natural logarithm of how far a row's sum may be from 1: weights that matter then stay far from float32's ends
 
 
@@ -128,7 +129,7 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     plgpu.barrier_arrive(m["v_empty"].at[slot])
     total = total.sum(axis=1)
     if not running:
-        _mark_rows(total, unified_ref[1], place, m["again"].at[wg, pl.ds(round_, 1)], r.interpret)
+        _mark_rows(total, unified_ref[1], place, m["again"].at[wg, pl.ds(lax.rem(round_, jnp.int32(MARKS)), 1)], r.interpret)
     total = (v_scale_ref[kv_head] if r.eight else 1.0) / total
     return out * lax.broadcast_in_dim(total, out.shape, [0]), (done + 1, step + 1)
 
