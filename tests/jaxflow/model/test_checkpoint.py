@@ -1,6 +1,5 @@
 """Checkpoints from their files to their shards, and every way in which a file can be wrong."""
 
-import gc
 import json
 import shutil
 import struct
@@ -9,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,14 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from same_weights import same
 
 from jaxflow.config import ConfigError
 from jaxflow.mesh import make_mesh
-from jaxflow.model import checkpoint as checkpoint_module
-from jaxflow.model.checkpoint import CheckpointError, convert, main, open_checkpoint, shipped_configs
+from jaxflow.model.checkpoint import CheckpointError, open_checkpoint
 from jaxflow.model.leaf import assemble
 from jaxflow.model.weights import leaves
-from jaxflow.text.tokenizer import load_tokenizer
 
 MODELS = (*paths.TINY_MODELS, "stories260K")
 
@@ -35,31 +32,6 @@ def read_all(folder: Path) -> dict[str, np.ndarray]:
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
     return tensors
-
-
-def same(one: Any, other: Any) -> None:
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=str(path))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Callable[..., Path]:
-    """A copy of a model that a test may damage, with tensors and config changed as asked."""
-
-    def make(name: str = "tiny-llama", change: Callable[[dict[str, np.ndarray]], Any] | None = None, **config: Any) -> Path:
-        copy = tmp_path / name
-        shutil.copytree(paths.MODELS / name, copy)
-        if change is not None:
-            tensors = read_all(copy)
-            change(tensors)
-            save_file(tensors, copy / "model.safetensors")
-        if config:
-            path = copy / "config.json"
-            path.write_text(json.dumps(json.loads(path.read_text()) | config))
-        return copy
-
-    return make
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -285,76 +257,6 @@ def test_pickled_weights_are_never_read(folder: Callable[..., Path], tmp_path: P
         open_checkpoint(str(path / "pytorch_model.bin"))
 
 
-# ---- what a model may be called
-
-
-@pytest.mark.parametrize("name", ["no-such-model", "./nothing/here/at all", "a/b/c", "", "..x/y"])
-def test_an_unknown_model_lists_what_there_is(name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"llama-3\.1-8b|no config\.json"):
-        open_checkpoint(name)
-
-
-def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no config.json"):
-        open_checkpoint(str(tmp_path))
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"give the file itself, as .*x\.gguf"):
-        open_checkpoint(str(tmp_path))
-
-
-def test_a_hub_id_without_a_connection_says_so() -> None:
-    with pytest.raises(CheckpointError, match=r"^nobody/nothing: no folder .* hub"):
-        open_checkpoint("nobody/nothing")
-
-
-def test_a_hub_id_is_the_folder_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def snapshot(repo: str, **arguments: Any) -> str:
-        asked.append({"repo": repo} | arguments)
-        return str(paths.MODELS / "tiny-llama")
-
-    monkeypatch.setattr("jaxflow.model.hub.snapshot_download", snapshot)
-    opened = open_checkpoint("someone/tiny")
-    assert opened.name == "someone/tiny"
-    same(opened.load("float32"), open_checkpoint(str(paths.MODELS / "tiny-llama")).load("float32"))
-    assert open_checkpoint("someone/tiny", load_format="dummy").source is None
-    kept = [list(huggingface_hub.utils.filter_repo_objects(FILES, **_patterns(call))) for call in asked]
-    configs = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-    assert kept == [[*configs, "model-00001-of-00002.safetensors", INDEX], configs]
-
-
-FILES = [
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-    *("model-00001-of-00002.safetensors", INDEX, "pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors"),
-    *("modeling_custom.py", "README.md"),
-]
-
-
-def _patterns(call: dict[str, Any]) -> dict[str, Any]:
-    return {key: call[key] for key in ("allow_patterns", "ignore_patterns")}
-
-
-def test_shipped_configs_are_for_dummy_weights_alone() -> None:
-    assert {"llama-3.1-8b", "llama-2-70b", "qwen2-72b", "mixtral-8x7b", "opt-30b"} <= {*shipped_configs()}
-    with pytest.raises(CheckpointError, match="load_format=dummy"):
-        open_checkpoint("llama-3.1-8b")
-    opened = open_checkpoint("llama-3.1-8b", load_format="dummy")
-    assert (opened.name, opened.tokenizer_path, opened.model_config.num_layers) == ("llama-3.1-8b", None, 32)
-    with pytest.raises(ConfigError, match="load_format"):
-        open_checkpoint("llama-3.1-8b", load_format="pickle")
-
-
-def test_dummy_weights_need_a_config_alone(tmp_path: Path) -> None:
-    shutil.copy(paths.MODELS / "tiny-llama" / "config.json", tmp_path)
-    with pytest.raises(CheckpointError, match=r"no \*.safetensors"):
-        open_checkpoint(str(tmp_path))
-    with pytest.raises(CheckpointError, match="no weights"):
-        open_checkpoint(str(tmp_path / "config.json"))
-    one = open_checkpoint(str(tmp_path), load_format="dummy").load("float32", make_mesh(2), seed=5)
-    same(one, open_checkpoint(str(tmp_path / "config.json"), load_format="dummy").load("float32", seed=5))
-
-
 # ---- generation settings
 
 
@@ -378,95 +280,3 @@ def test_generation_settings_out_of_range_are_named(folder: Callable[..., Path],
     (path / "generation_config.json").write_text(json.dumps(settings_))
     with pytest.raises(CheckpointError, match=rf"generation_config\.json: {next(iter(settings_))}="):
         open_checkpoint(str(path))
-
-
-# ---- converted checkpoints
-
-
-@pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-qwen3_moe", "tiny-opt", "tiny-gemma3_text"])
-def test_a_converted_checkpoint_loads_the_same_on_every_mesh(name: str, tmp_path: Path) -> None:
-    original = open_checkpoint(str(paths.MODELS / name))
-    convert(str(paths.MODELS / name), tmp_path / "converted", "float32")
-    converted = open_checkpoint(str(tmp_path / "converted"))
-    assert (converted.name, converted.model_config) == (original.name, original.model_config)
-    assert converted.generation_config == original.generation_config
-    for mesh in (None, make_mesh(1), make_mesh(2), make_mesh(4)):  # 2 key/value heads: repeated on 4
-        expected, weights = original.load("float32", mesh), converted.load("float32", mesh)
-        same(weights, expected)
-        for one, other in zip(jax.tree.leaves(weights), jax.tree.leaves(expected), strict=True):
-            assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
-    same(converted.load("bfloat16"), original.load("bfloat16"))
-
-
-def test_a_vocabulary_padded_further_gets_zeros(folder: Callable[..., Path], tmp_path: Path) -> None:
-    def shorten(tensors: dict[str, np.ndarray]) -> None:
-        for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            tensors[name] = tensors[name][:450]
-
-    path = folder("tiny-llama", shorten, vocab_size=450)
-    convert(str(path), tmp_path / "converted", "float32")
-    for tp in (1, 2, 4):
-        same(*(open_checkpoint(str(one)).load("float32", make_mesh(tp)) for one in (tmp_path / "converted", path)))
-
-
-def test_convert_brings_the_tokenizer_and_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = paths.MODELS / "stories260K"
-    target = tmp_path / "deep" / "converted"
-    assert main(["convert", str(source), str(target)]) == 0
-    opened = open_checkpoint(str(target))
-    assert opened.model_config.eos_token_ids == (1, 2) and opened.tokenizer_path == target
-    text = "Once upon a time"
-    assert load_tokenizer(target).encode(text) == load_tokenizer(source).encode(text)
-    same(opened.load("bfloat16"), open_checkpoint(str(source)).load("bfloat16"))
-    assert open_checkpoint(str(target), load_format="dummy").source is None
-    assert main(["convert", str(source), str(target)]) == 1  # never over what is there
-    assert main(["convert", str(target), str(tmp_path / "again")]) == 1
-    assert main(["convert", "no-such-model", str(tmp_path / "again")]) == 1
-    assert not (tmp_path / "again").exists()
-    assert "is there already" in capsys.readouterr().err
-
-
-def test_a_conversion_that_breaks_off_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = checkpoint_module.assemble
-    calls = iter(range(100))
-
-    def breaks(*arguments: Any) -> np.ndarray:
-        if next(calls) == 10:
-            raise KeyboardInterrupt
-        return whole(*arguments)
-
-    monkeypatch.setattr(checkpoint_module, "assemble", breaks)
-    with pytest.raises(KeyboardInterrupt):
-        convert(str(paths.MODELS / "tiny-llama"), tmp_path / "converted")
-    assert not (tmp_path / "converted").exists()
-    monkeypatch.undo()
-    convert(str(paths.MODELS / "tiny-llama"), tmp_path / "converted")  # the remains are no obstacle
-    assert [path.name for path in tmp_path.iterdir()] == ["converted"]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax does not await all its reads that fail
-def test_a_damaged_converted_checkpoint_is_named(tmp_path: Path) -> None:
-    target = tmp_path / "converted"
-    convert(str(paths.MODELS / "tiny-llama"), target, "float32")
-    header = json.loads((target / "jaxflow.json").read_text())
-
-    def refused(message: str) -> None:
-        with pytest.raises(CheckpointError, match=message):
-            open_checkpoint(str(target)).load("float32")
-
-    for text in ("", "{}", "[]", json.dumps(header | {"version": "x"}), json.dumps(header | {"model_config": {"layers": []}})):
-        (target / "jaxflow.json").write_text(text)
-        refused(r"jaxflow\.json: ")
-    (target / "jaxflow.json").write_text(json.dumps(header | {"version": 99}))
-    refused("version=99")
-    wider = json.loads(json.dumps(header))
-    wider["model_config"]["intermediate_size"] = 256
-    (target / "jaxflow.json").write_text(json.dumps(wider))
-    refused(r"layer_00000: does not fit jaxflow.json: down is \(64, 128\) and should be \(64, 256\)")
-    (target / "jaxflow.json").write_text(json.dumps(header))
-    data = max((path for path in (target / "layer_00001").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    data.write_bytes(data.read_bytes()[:100])
-    refused(r"layer_00001: cannot be restored")
-    gc.collect()
-    shutil.rmtree(target / "layer_00001")
-    refused(r"layer_00001: missing")
