@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.policy import Policy, Shares
 from search.machine_curves import CURVES, Curve, Machine
-from search.placement_cost import BYTES, TERMS, Choice, Placed, decode_terms, memory_bytes, predict, prefill_terms, workload
+from search.placement_cost import BYTES, TERMS, Choice, Placed, decode_terms, memory_bytes, predict, prefill_terms, resources, workload
 
 RATES: dict[str, float] = {
     "host_to_device": 11e9,
@@ -133,3 +133,13 @@ def test_throughput_and_what_binds():
     slower = predict(OPT, MACHINE, policy(Shares(20.0, 80.0), HOST, HOST, host_attention=True), overlap=False)
     assert slower.tokens_per_s < found.tokens_per_s
     assert predict(OPT, MACHINE, policy(Shares(20.0, 80.0), HOST, HOST)).tokens_per_s < found.tokens_per_s
+
+
+def test_where_the_device_is_the_host_their_times_add_up():
+    terms = dict(zip(TERMS, (1.0, 2.0, 40.0, 8.0, 16.0, 32.0), strict=True))
+    one = Machine(name="a CPU", method="round numbers", one_processor=True, **CONSTANTS)
+    assert resources(one, terms) == [51.0, 40.0, 8.0]
+    assert resources(MACHINE, terms) == list(terms.values())
+    policy = Policy("opt-30b", 512, 32, 8, 2, *[Shares(host=100.0)] * 3)
+    assert predict(OPT, one, policy).latency_s == pytest.approx(predict(OPT, one, policy, overlap=False).latency_s)
+    assert predict(OPT, MACHINE, policy).latency_s < predict(OPT, MACHINE, policy, overlap=False).latency_s

@@ -19,6 +19,8 @@ from jaxflow.offload.schedule import squares
 from jaxflow.offload.settings import OffloadConfig
 from jaxflow.offload.shards import device_bytes
 from jaxflow.offload.start import make_geometry, start
+from search.machine_curves import CURVES, Curve, Machine
+from search.placement_cost import predict, workload
 from search.zigzag import Sizes, largest_block, least_weight_loads, row_by_row, traffic, zigzag
 
 MODEL = "stories260K"
@@ -79,6 +81,26 @@ def test_the_account_is_what_is_allocated(tmp_path, monkeypatch, tp):
         run(made, requests(prompts))
         small = 16 << 10  # positions, tokens and the like
         assert sum(lives["device"].values()) < peak <= made.account.total("device") + small
+
+
+@pytest.mark.parametrize(("kv", "host_attention"), [(HOST, False), (DISK, False), (HOST, True)])
+def test_the_cost_model_counts_what_crosses(tmp_path, kv, host_attention):
+    """A byte a second: the terms of a layer are the bytes that the runtime moves, KV in whole pages of the model's own width."""
+    prompts = [[i + 1] * PROMPT for i in range(6)]
+    asked = policy(MODEL, kv=kv, host_attention=host_attention)
+    config = open_checkpoint(str(offload_model())).model_config
+    work = workload(MODEL, config, PROMPT, OUTPUT, wide_bytes=4.0, page_size=16)
+    made = predict(work, Machine("bytes", "", **dict.fromkeys(CURVES, Curve(0.0, 1.0))), asked)
+    with runtime(MODEL, tmp_path, kv=kv, host_attention=host_attention) as ran:
+        run(ran, requests(prompts))
+        moved = ran.stats[-1].traffic.values()
+    found = {
+        "host to device": sum(one.link_down_bytes for one in moved),
+        "device to host": sum(one.link_up_bytes for one in moved),
+        "disk to host": sum(one.disk_read_bytes for one in moved),
+        "host to disk": sum(one.disk_write_bytes for one in moved),
+    }
+    assert found == {term: pytest.approx(LAYERS * (made.prefill[term] + (OUTPUT - 1) * made.decode[term])) for term in found}
 
 
 def test_a_closed_run_holds_no_memory_whoever_holds_it(tmp_path):
