@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator
 
 import numpy as np
+from hypothesis import strategies as st
 
 from jaxflow.engine.admission import OutputLengths
 from jaxflow.engine.request import Request, SamplingParams
@@ -19,6 +20,23 @@ from jaxflow.engine.sequence import Sequence
 
 VOCABULARY = 29
 EOS = 0
+
+# What a test draws of a request.
+requests = st.tuples(
+    st.integers(1, 16),  # tokens of its own
+    st.sampled_from([0, 0, 8, 15]),  # after a beginning that others share
+    st.fixed_dictionaries(
+        {
+            "max_tokens": st.integers(1, 32),
+            "n": st.sampled_from([1, 1, 1, 3]),
+            "ignore_eos": st.booleans(),
+            "priority": st.sampled_from([0, 0, 1]),
+            "salt": st.sampled_from(["", "", "x"]),
+            "seed": st.sampled_from([None, 5]),
+            "prompt_logprobs": st.sampled_from([None, None, 0]),
+        }
+    ),
+)
 
 
 def link(chain: int, token: int) -> int:

@@ -2,28 +2,12 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_device import config, prompt
+from simulated_device import config, prompt, requests
 from simulated_host import TieredWorld
 
 from jaxflow.engine.load_cost import LoadCosts
 from jaxflow.engine.request import Request, SamplingParams
 from jaxflow.engine.scheduler import Scheduler
-
-requests = st.tuples(
-    st.integers(1, 16),  # tokens of its own
-    st.sampled_from([0, 0, 8, 15]),  # after a beginning that others share
-    st.fixed_dictionaries(
-        {
-            "max_tokens": st.integers(1, 32),
-            "n": st.sampled_from([1, 1, 1, 3]),
-            "ignore_eos": st.booleans(),
-            "priority": st.sampled_from([0, 0, 1]),
-            "salt": st.sampled_from(["", "", "x"]),
-            "seed": st.sampled_from([None, 5]),
-            "prompt_logprobs": st.sampled_from([None, None, 0]),
-        }
-    ),
-)
 
 
 @st.composite

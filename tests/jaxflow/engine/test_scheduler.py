@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_device import World, config, prompt, roomy
+from simulated_device import World, config, prompt, requests, roomy
 
 # ---- everything at once, held against a device that notices a wrong read
 
@@ -20,21 +20,6 @@ def worlds(draw, **changes):
         "enable_prefix_caching": draw(st.booleans()),
     }
     world = World(config(**{**machine, **changes}), lag=draw(st.integers(0, 2)), hope=draw(st.sampled_from([1, 2, 256])))
-    requests = st.tuples(
-        st.integers(1, 16),  # tokens of its own
-        st.sampled_from([0, 0, 8, 15]),  # after a beginning that others share
-        st.fixed_dictionaries(
-            {
-                "max_tokens": st.integers(1, 32),
-                "n": st.sampled_from([1, 1, 1, 3]),
-                "ignore_eos": st.booleans(),
-                "priority": st.sampled_from([0, 0, 1]),
-                "salt": st.sampled_from(["", "", "x"]),
-                "seed": st.sampled_from([None, 5]),
-                "prompt_logprobs": st.sampled_from([None, None, 0]),
-            }
-        ),
-    )
     return world, draw(st.lists(st.lists(requests, max_size=3), max_size=12)), draw(st.integers(0, 10**6))
 
 
