@@ -62,8 +62,15 @@ def takers(p: Product) -> tuple[str, ...]:
         if p.shape.weights == "bfloat16":
             whole = n % (2 * gates or 64) == 0 and n % 64 == k % 64 == 0 and gates in (0, 16, 32, 64)
             ours = ["dense"] * whole + ["fma"] * (p.rows <= 4 and not p.bounded)
-            return tuple(found + ours) if p.bounded and (found or ours) else (*found, "xla", *ours)  # cuBLAS needs fewer joules a FLOP
+            if p.bounded and (found or ours):
+                return tuple(found + ours)
+            return (*found, *ours, "xla") if whole and _gate_pays(p) else (*found, "xla", *ours)  # bare, cuBLAS needs fewer joules a FLOP
     return tuple(found) if p.bounded and found else (*found, "xla")
+
+
+def _gate_pays(p: Product) -> bool:
+    """Whether XLA's pass over memory for the gate costs more than its bare product is faster by, as measured (docs/kernels.md)."""
+    return p.shape.gate_block > 0 and 128 < p.rows <= 256
 
 
 def activations_of(shape: Shape) -> str:
