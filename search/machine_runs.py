@@ -16,7 +16,8 @@ import numpy as np
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.policy import Policy
 from search.machine_curves import CURVES, Curve, Machine, MachineError
-from search.placement_cost import Workload, predict, workload
+from search.placement_cost import predict
+from search.placement_workload import Workload, workload
 
 SCHEMA_VERSION = 1
 _STEPS, _PRIOR, _NUDGE = 400, 0.02, 1e-3

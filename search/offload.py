@@ -36,8 +36,9 @@ from search import placement
 from search.machine_curves import Machine, load_machine
 from search.machine_runs import Run, Runs
 from search.offload_rivals import Room, chosen, policy_named
-from search.placement_cost import Workload, predict
+from search.placement_cost import predict
 from search.placement_solver import GIGA, Memory, Options
+from search.placement_workload import Workload
 
 SCHEMA_VERSION = 1
 PAPER_TOKENS_PER_S = {"opt-30b": {16: 7.32, 4: 8.70}}  # FlexGen Table 2, 512 in, 32 out, on a T4 of 16 GB

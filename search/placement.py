@@ -16,7 +16,7 @@ from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.policy import Policy, Shares, save_policy
 from search.machine_curves import Machine, load_machine
-from search.placement_cost import Prediction, Workload, predict, workload
+from search.placement_cost import Prediction, predict
 from search.placement_front import front, pareto, save_front
 from search.placement_rivals import Row, rivals
 from search.placement_solver import (
@@ -31,6 +31,7 @@ from search.placement_solver import (
     link_bound,
     search,
 )
+from search.placement_workload import Workload, workload
 
 WIDTH = 96
 HOST_ATTENTION = {"auto": None, "on": True, "off": False}

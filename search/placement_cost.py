@@ -13,127 +13,15 @@ It is written for any family through `jaxflow.model.graph`. Where it departs fro
 - where the device is the host itself, what both compute and copy takes turns: these terms add up.
 """
 
-import collections
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-from jaxflow.config import ModelConfig
-from jaxflow.model.composition import Composition
-from jaxflow.model.graph import Widths, model_graph, padded_vocabulary
 from jaxflow.offload.policy import Policy
 from search.machine_curves import Machine
+from search.placement_workload import BYTES, Crossing, Workload
 
-BYTES = {16: 2.0, 4: 0.5 + 4 / 64}  # of an element; a group of 64 has a scale and a minimum of 2 bytes each
 TERMS = ("host to device", "device to host", "disk to host", "host to disk", "device compute", "host attention")
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """Sizes of a mean layer, in elements or FLOPs, and what is asked of the model."""
-
-    model: str
-    layers: int
-    hidden: int  # elements of a token's activation
-    query: int  # elements of a token's queries, and of its attention's output
-    heads: int
-    kv: int  # elements of a token's key and value
-    weights: float
-    linear_flops: float  # of a token
-    widest: int  # elements of a token's largest product, input and output
-    windows: tuple[tuple[int | None, int], ...]  # and how many layers have each
-    ends: float  # elements of the embedding and the head
-    vocabulary: int
-    prompt_tokens: int
-    output_tokens: int
-    wide_bytes: float = BYTES[16]  # of an element of "16 bits": 4 where the model runs in float32
-    page_size: int | None = None  # tokens; None: the paper's count, token by token
-
-    def bytes_of(self, bits: int) -> float:
-        """Of an element that is stored in so many bits."""
-        return BYTES[bits] if bits == 4 else self.wide_bytes
-
-    def keys(self, tokens: float) -> float:
-        """Keys that a mean layer keeps of a sequence of so many tokens."""
-        return sum(count * (tokens if window is None else min(tokens, window)) for window, count in self.windows) / self.layers
-
-    @functools.cached_property
-    def prompt_pairs(self) -> float:
-        """Query-key pairs of a prompt, causal."""
-        chunk = Composition(chunks=((self.prompt_tokens, 0),))
-        return sum(count * chunk.count("chunk_pairs", window) for window, count in self.windows) / self.layers
-
-    @functools.cached_property
-    def last_keys(self) -> float:
-        return self.keys(self.prompt_tokens + self.output_tokens)
-
-    @functools.cached_property
-    def kept_keys(self) -> float:
-        """For which a sequence has memory at a layer: all tokens but the last, in whole pages."""
-        return self.last_keys if self.page_size is None else self._paged(self.prompt_tokens + self.output_tokens - 1)
-
-    @functools.cached_property
-    def made(self) -> "Crossing":
-        """Keys that a prompt's KV takes home."""
-        return Crossing(*(self.keys(self.prompt_tokens),) * 2) if self.page_size is None else Crossing(self.kept_keys, self._prompt_pages)
-
-    @functools.cached_property
-    def read(self) -> "Crossing":
-        """Keys that a decode brings, over the output. A file has the prompt's pages, and behind them a record a token."""
-        if self.page_size is None:
-            return Crossing(self.mean_keys, self.mean_keys)
-        return Crossing(self.kept_keys, self._prompt_pages + (self.output_tokens - 2) / 2)
-
-    @property
-    def _prompt_pages(self) -> float:
-        return self._paged(self.prompt_tokens)
-
-    def _paged(self, tokens: int) -> float:
-        assert self.page_size is not None
-        return float(-(-tokens // self.page_size) * self.page_size)
-
-    @functools.cached_property
-    def mean_keys(self) -> float:
-        """Of a decode, over the output: the paper's s + n / 2."""
-        return self.keys(self.prompt_tokens + self.output_tokens / 2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Crossing:
-    """Keys of a sequence that cross the link to the device, or between disk and host."""
-
-    link: float
-    disk: float
-
-
-def workload(
-    name: str, config: ModelConfig, prompt_tokens: int, output_tokens: int, *, wide_bytes: float = BYTES[16], page_size: int | None = None
-) -> Workload:
-    """Reads the sizes off the model's graph; what differs between layers is averaged."""
-    graph = model_graph(config, 1, Widths(weights=1.0, wide_weights=1.0))
-    many, one = Composition(decode_tokens=1e9, decode_keys=1), Composition(decode_tokens=1, decode_keys=1)
-    ops = [op for layer in graph.layers for op in layer]
-    width = max(config.intermediate_size, config.experts_per_token * config.expert_intermediate_size)
-    fused = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    return Workload(
-        model=name,
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        query=config.num_heads * config.head_dim,
-        heads=config.num_heads,
-        kv=2 * config.num_kv_heads * config.head_dim,
-        weights=sum(op.work(many).weight_bytes for op in ops) / config.num_layers,
-        linear_flops=sum(op.work(one).flops for op in ops if op.kind == "dense") / config.num_layers,
-        widest=config.hidden_size + max(width, fused),
-        windows=tuple(collections.Counter(layer.window for layer in config.layers).items()),
-        ends=padded_vocabulary(config, 1) * config.hidden_size * (1 if config.tie_word_embeddings else 2),
-        vocabulary=padded_vocabulary(config, 1),
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        wide_bytes=wide_bytes,
-        page_size=page_size,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 
 from jaxflow.offload.policy import Policy, Shares
 from search.machine_curves import Machine
-from search.placement_cost import Prediction, Workload, memory_bytes, predict, split
+from search.placement_cost import Prediction, memory_bytes, predict, split
 from search.placement_solver import Memory, Options, candidates, policy_of
+from search.placement_workload import Workload
 
 DEVICE, HOST, DISK = Shares(device=100.0), Shares(host=100.0), Shares(disk=100.0)
 

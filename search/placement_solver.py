@@ -12,7 +12,8 @@ except ImportError:  # a machine that only runs policies has no solver
 
 from jaxflow.offload.policy import Policy, Shares
 from search.machine_curves import CURVES, Curve, Machine
-from search.placement_cost import Choice, Placed, Workload, decode_terms, ends_s, memory_bytes, prefill_terms, resources
+from search.placement_cost import Choice, Placed, decode_terms, ends_s, memory_bytes, prefill_terms, resources
+from search.placement_workload import Workload
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
 NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20)  # "bls is less than 20" batches, with the paper's own 16 x 20

@@ -10,8 +10,9 @@ from jaxflow.model.checkpoint import open_checkpoint
 from search import machine_runs
 from search.machine_curves import Curve, MachineError, load_machine
 from search.machine_runs import Run, fit_runs, load_runs, run_errors
-from search.placement_cost import Choice, predict, workload
+from search.placement_cost import Choice, predict
 from search.placement_solver import GIGA, GPU_BATCH_SIZES, Memory, Options, search, solve
+from search.placement_workload import workload
 
 PAPER = load_runs(machine_runs.__file__.replace("machine_runs.py", "runs/t4.json"))
 T4 = load_machine("t4")

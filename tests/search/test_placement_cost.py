@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.policy import Policy, Shares
 from search.machine_curves import CURVES, Curve, Machine
-from search.placement_cost import BYTES, TERMS, Choice, Placed, decode_terms, memory_bytes, predict, prefill_terms, resources, workload
+from search.placement_cost import TERMS, Choice, Placed, decode_terms, memory_bytes, predict, prefill_terms, resources
+from search.placement_workload import BYTES, workload
 
 RATES: dict[str, float] = {
     "host_to_device": 11e9,

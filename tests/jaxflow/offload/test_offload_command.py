@@ -19,7 +19,8 @@ from jaxflow.offload.policy import save_policy
 from search import offload, placement_solver
 from search.__main__ import main as search
 from search.machine_curves import load_machine
-from search.placement_cost import predict, workload
+from search.placement_cost import predict
+from search.placement_workload import workload
 
 MODEL = "stories260K"
 POLICY = msgspec.to_builtins(policy(MODEL))

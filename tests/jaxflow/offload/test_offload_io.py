@@ -20,7 +20,8 @@ from jaxflow.offload.settings import OffloadConfig
 from jaxflow.offload.shards import device_bytes
 from jaxflow.offload.start import make_geometry, start
 from search.machine_curves import CURVES, Curve, Machine
-from search.placement_cost import predict, workload
+from search.placement_cost import predict
+from search.placement_workload import workload
 from search.zigzag import Sizes, largest_block, least_weight_loads, row_by_row, traffic, zigzag
 
 MODEL = "stories260K"
