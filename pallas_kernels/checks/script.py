@@ -55,8 +55,8 @@ def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
         print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
         if args.json:
             with open(args.json, "w") as f:
-                about = {"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
-                json.dump(about | {"rows": rows}, f, indent=1, default=lambda dtype: jax.numpy.dtype(dtype).name)
+                run = {"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+                json.dump(run | {"rows": rows}, f, indent=1, default=lambda dtype: jax.numpy.dtype(dtype).name)
     bad = [row for row in rows if row.get("ok") is False]
     print(f"{len(bad)} checks failed" if bad else "all checks passed")
     raise SystemExit(bool(bad))
