@@ -3,8 +3,8 @@
 Only queries and outputs cross the link, fewer bytes than the KV by its length. A row is a few products over numbers that are read once,
 so it takes as long as the host's memory, if little else is done: bfloat16 is widened by a shift, in pieces that stay in a core's cache, and
 multiplied by numpy's BLAS; rows are shared out to threads, which hold Python's lock only between those calls. XLA's own loops of the
-same (jaxlib 0.11.2) took two to five times a core's time. Each thread keeps the memory it widens into, since fresh memory is a page fault every
-4 KB. With arrays made anew for each piece 16 cores read 7 GB/s of KV, hardly more than two; whether this was why is not measured yet.
+same (jaxlib 0.11.2) took two to five times a core's time. Each thread keeps the memory it widens into, since fresh memory is a page fault
+every 4 KB. With arrays made anew for each piece 16 cores read 7 GB/s of KV, hardly more than two; whether this was why is not measured yet.
 """
 
 import concurrent.futures
