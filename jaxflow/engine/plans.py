@@ -12,7 +12,7 @@ from jaxflow.pipeline.choice import Gain, portfolio
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, borders, fitting, load
 
-FEW = 64  # decodes of a step that has a program without chunks
+FEW = 16  # decodes of a step that has a program without chunks
 
 
 def on_gpu() -> bool:
@@ -20,15 +20,14 @@ def on_gpu() -> bool:
 
 
 def token_buckets(budget: int, *, few: bool) -> tuple[int, ...]:
-    """Sizes of a step that are compiled: powers of two from 8 on, from 256 on also what lies half-way between two, and the budget.
+    """Sizes of a step that are compiled: powers of two from 8 on, 384, and the budget.
 
-    Under load steps are filled to the budget, so few run at the sizes below it; each costs seconds of start-up, since kernels
-    compile one at a time.
-    `few`: only every third power of two, up to 64, where compiling costs more than padding (CPU).
+    Each costs seconds of start-up, since kernels are lowered and compiled one at a time. Under load steps are filled to the
+    budget; those between 512 and it hold chunks, which the scheduler cuts to a size if little is over.
+    `few`: only 8 and 64 and the budget, where compiling costs more than padding (CPU).
     """
-    powers = [2**i for i in range(3, 9 if few else budget.bit_length() + 1, 3 if few else 1)]
-    between = () if few else (3 * power // 2 for power in powers if power >= 256)
-    return (*sorted(size for size in {*powers, *between} if size < budget), budget)
+    sizes = {8, 64} if few else {2**i for i in range(3, budget.bit_length())} | {384}
+    return (*sorted(size for size in sizes if size < budget), budget)
 
 
 def products_dtype(config: EngineConfig) -> str:

@@ -42,13 +42,13 @@ def test_buckets(budget, few):
     sizes = token_buckets(budget, few=few)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == budget
-    assert all(size in (8, 16, 32, 64, 128, 256, budget) or size % 128 == 0 for size in sizes)
+    assert all(size in (384, budget) or (size >= 8 and size & (size - 1) == 0) for size in sizes)
     if few:
         assert len(sizes) <= 3
     else:
         for tokens in range(8, min(budget, 3000) + 1):  # little padding
             bucket = next(size for size in sizes if size >= tokens)
-            assert bucket - tokens < (tokens if tokens <= 256 else tokens / 2)
+            assert bucket - tokens < (tokens / 2 if 256 < tokens <= 512 else tokens)
 
 
 class TestResolve:
