@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 from pallas_kernels import table
 from pallas_kernels.checks.peaks import ImpossibleTime, Least, refuse_impossible
+from pallas_kernels.checks.script import parse_share
 from pallas_kernels.checks.timing import interleaved, looped
 from pallas_kernels.flat_tiles import filled
 from pallas_kernels.gemm import Product, activations_of, kernel, takers
@@ -191,14 +192,6 @@ def merge(paths: Iterable[str], output: str) -> None:
     if len(devices) != 1:
         raise ValueError(f"--merge: tables of one device, not of {', '.join(sorted(devices)) or 'none'}")
     Path(output).write_text(json.dumps(functools.reduce(merged, files), indent=1) + "\n", "utf-8")
-
-
-def parse_share(text: str) -> tuple[int, int]:
-    """`i/n` with 0 <= i < n. Raises: ValueError."""
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found or int(found[1]) >= int(found[2]):
-        raise ValueError(f"--share {text!r}: i/n with i below n, as 0/4")
-    return int(found[1]), int(found[2])
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import statistics
 import threading
 import time
@@ -11,6 +10,8 @@ from typing import Any
 
 import jax
 import pynvml
+
+from pallas_kernels.card import first_visible
 
 _EVERY_S = 0.02
 _WINDOWS = 3
@@ -65,7 +66,7 @@ def _sensor() -> Iterator[tuple[list[float], list[float]]]:
         return
     try:
         pynvml.nvmlInit()
-        card = _card()
+        card = first_visible()
     except pynvml.NVMLError:
         yield watts, clocks
         return
@@ -84,11 +85,6 @@ def _sensor() -> Iterator[tuple[list[float], list[float]]]:
         stop.set()
         thread.join()
         pynvml.nvmlShutdown()
-
-
-def _card() -> Any:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    return pynvml.nvmlDeviceGetHandleByIndex(int(visible)) if visible.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(visible)
 
 
 def _power(card: Any) -> float:

@@ -31,6 +31,7 @@ from jaxflow.bench.kernels_case import Case, Group
 from jaxflow.bench.kernels_pool import Worker, environment, measured, rounds
 from jaxflow.bench.kernels_report import merged, summaries, text
 from jaxflow.bench.report import write_json
+from pallas_kernels.checks.script import parse_share
 
 _ALL = (kernels_other.CEILINGS, kernels_attention.GROUPS, kernels_gemm.GROUPS, kernels_other.GROUPS, kernels_sampling.GROUPS)
 _FIRST = ("ceilings", "ceiling_gemm", "decode_attention", "dense_gemm", "fp8_gemm", "decode_attention_fp8", "chunk_attention", "flat_gemm")
@@ -82,11 +83,9 @@ def chosen(only: Iterable[str]) -> list[tuple[Group, Case]]:
 
 def shared(cases: Sequence[tuple[Group, Case]], share: str) -> list[tuple[Group, Case]]:
     """A share `i/n` of the cases; those that belong together are in one share. Raises: ValueError for what is none."""
-    first, _, step = share.partition("/")
-    if not (first.isdigit() and step.isdigit() and int(first) < int(step)):
-        raise ValueError(f"--share {share!r}: i/n with i below n, as 0/4")
+    first, step = parse_share(share)
     units = list(dict.fromkeys(group.name if group.together else (group.name, case.name) for group, case in cases))
-    mine = set(units[int(first) :: int(step)])
+    mine = set(units[first::step])
     return [(group, case) for group, case in cases if {group.name, (group.name, case.name)} & mine]
 
 

@@ -22,6 +22,7 @@ import pynvml
 from jaxflow.bench.report import line
 from jaxflow.config import ModelConfig
 from jaxflow.model.cost import DEVICES, dense_parameters, find_device, optimal_throughput
+from pallas_kernels.card import first_visible
 
 SAMPLE_EVERY_S = 0.2
 
@@ -84,7 +85,7 @@ def watch() -> Iterator[Readings]:
     readings = Readings()
     try:
         pynvml.nvmlInit()
-        handle = _first_visible()
+        handle = first_visible()
     except pynvml.NVMLError:  # no driver here: nothing to sample
         yield readings
         return
@@ -104,13 +105,6 @@ def watch() -> Iterator[Readings]:
         done.set()
         thread.join()
         pynvml.nvmlShutdown()
-
-
-def _first_visible() -> Any:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    if visible.isdigit():
-        return pynvml.nvmlDeviceGetHandleByIndex(int(visible))
-    return pynvml.nvmlDeviceGetHandleByUUID(visible)
 
 
 @dataclasses.dataclass(frozen=True)

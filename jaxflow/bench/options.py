@@ -66,6 +66,14 @@ def define_engine(model: str | None = None, **defaults: Any) -> None:
         flags.FLAGS.set_default(name, value)
 
 
+def define_bed() -> None:
+    """What plans run on beside each other (`plans.bed_of_flags`), and the report."""
+    define_engine()
+    flags.DEFINE_list("plans", [], "Plan files, folders of them, or searched: those shipped for this model and device. --plan is one more.")
+    flags.DEFINE_list("tokens", [], "Tokens of sequential steps, beside those of the plans. Default without plans: the budget.")
+    flags.DEFINE_string("output_json", None, "Write the report to this file.")
+
+
 def items_from_flags(max_tokens: int, *, ordered: bool = False) -> tuple[list[Item], dict[str, Any]]:
     """The requests that the flags ask for, and a description for the report.
 

@@ -39,14 +39,11 @@ USUAL = "usual"  # of --graphs: what the engine does
 
 
 def define_flags() -> None:
-    options.define_engine()
-    flags.DEFINE_list("plans", [], "Plan files, folders of them, or searched: those shipped for this model and device. --plan is one more.")
+    options.define_bed()
     flags.DEFINE_list("workloads", ["1024/512"], "Prompt/output tokens (1024/512), or decodes x keys (256x1100).")
-    flags.DEFINE_list("tokens", [], "Tokens of sequential steps, beside those of the plans. Default without plans: the budget.")
     flags.DEFINE_list("graphs", [USUAL], f"How kernels are launched: {USUAL}, {', '.join(GRAPHS)}. Every plan is run with each.")
     flags.DEFINE_float("seconds", 6.0, "How long each plan is measured on each workload, in three windows.", lower_bound=0.0)
     flags.DEFINE_float("max_minutes", 8.0, "No workload is begun after so long, compilation included.", lower_bound=0.0)
-    flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
 def given_plans(paths: Iterable[str], config: EngineConfig) -> list[Plan]:
@@ -151,6 +148,16 @@ def make_bed(
     return Bed(config, model, executor, ways, frozenset(full))
 
 
+def bed_of_flags(workloads: Sequence[Workload], graphs: Sequence[str]) -> Bed:
+    """What the flags of `options.define_bed` ask for. Raises: ConfigError, PlanError, CheckpointError."""
+    f = flags.FLAGS
+    if not all(text.isdigit() and int(text) for text in f.tokens):
+        raise ConfigError("tokens", ",".join(f.tokens), "numbers of tokens with commas between them")
+    config = engine_config_from_flags()
+    plans = [*f.plans, *([config.plan] if config.plan != "sequential" else [])]
+    return make_bed(dataclasses.replace(config, plan="sequential"), plans, [int(text) for text in f.tokens], workloads, graphs)
+
+
 def _rows(workload: Workload, tokens: int, config: EngineConfig) -> int:
     """Rows of a step that has as many as fill it."""
     step = average_step(workload, tokens, most_rows=tokens, kv_tokens=sys.maxsize, page_size=config.block_size)
@@ -168,11 +175,7 @@ def run() -> dict[str, Any]:
     """The command. Raises: ConfigError, PlanError, CheckpointError."""
     f, begun = flags.FLAGS, time.monotonic()
     workloads = [parse_workload(text) for text in f.workloads]
-    if not all(text.isdigit() and int(text) for text in f.tokens):
-        raise ConfigError("tokens", ",".join(f.tokens), "numbers of tokens with commas between them")
-    config = engine_config_from_flags()
-    plans = [*f.plans, *([config.plan] if config.plan != "sequential" else [])]
-    bed = make_bed(dataclasses.replace(config, plan="sequential"), plans, [int(text) for text in f.tokens], workloads, f.graphs)
+    bed = bed_of_flags(workloads, f.graphs)
     made_s = time.monotonic() - begun
     found, left_out = [], []
     for workload in tqdm(workloads, unit="workload", disable=not sys.stderr.isatty()):

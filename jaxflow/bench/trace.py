@@ -22,13 +22,11 @@ import jax.numpy as jnp
 from absl import flags
 
 from jaxflow.bench import machine, options, trace_plot
-from jaxflow.bench.plans import Bed, make_bed
+from jaxflow.bench.plans import Bed, bed_of_flags
 from jaxflow.bench.report import line
 from jaxflow.bench.steady import Steady, parse_workload
 from jaxflow.bench.trace_events import RESOURCES, Kernel, LayerTrace, Used, means, one_layer, read_kernels, scopes, shares
-from jaxflow.config import ConfigError
 from jaxflow.engine.plans import products_dtype
-from jaxflow.flags import engine_config_from_flags
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, FP8_PRODUCTS, find_device
 from jaxflow.model.graph import Graph, Widths, model_graph
@@ -39,15 +37,12 @@ _LEAST_STEPS = 4  # in a trace
 
 
 def define_flags() -> None:
-    options.define_engine()
-    flags.DEFINE_list("plans", [], "Plan files, folders of them, or searched: those shipped for this model and device. --plan is one more.")
+    options.define_bed()
     flags.DEFINE_string("workload", "1024/512", "Prompt/output tokens (1024/512), or decodes x keys (256x1100).")
-    flags.DEFINE_list("tokens", [], "Tokens of sequential steps, beside those of the plans. Default without plans: the budget.")
     flags.DEFINE_float("seconds", 3.0, "How long each plan is timed.", lower_bound=0.0)
     flags.DEFINE_float("traced_seconds", 0.5, "How long each plan runs under the profiler.", lower_bound=0.0)
     flags.DEFINE_string("trace_dir", None, "Keep the profiler's files in this folder, for other viewers.")
     flags.DEFINE_string("plot", None, "Draw into this file (.png, .svg).")
-    flags.DEFINE_string("output_json", None, "Write the report to this file.")
     flags.DEFINE_enum("optimal_device", None, sorted(DEVICES), "Device whose datasheet peaks are taken; default: this machine's.")
 
 
@@ -155,11 +150,7 @@ def run() -> dict[str, Any]:
     """The command. Raises: ConfigError, PlanError, CheckpointError, ValueError."""
     f, begun = flags.FLAGS, time.monotonic()
     workload = parse_workload(f.workload)
-    if not all(text.isdigit() and int(text) for text in f.tokens):
-        raise ConfigError("tokens", ",".join(f.tokens), "numbers of tokens with commas between them")
-    config = engine_config_from_flags()
-    plans = [*f.plans, *([config.plan] if config.plan != "sequential" else [])]
-    bed = make_bed(dataclasses.replace(config, plan="sequential"), plans, [int(text) for text in f.tokens], [workload], ["streams"])
+    bed = bed_of_flags([workload], ["streams"])
     with tempfile.TemporaryDirectory() as temporary:
         found = measure(bed, f.workload, f.seconds, f.traced_seconds, Path(f.trace_dir or temporary), f.optimal_device)
     result = {

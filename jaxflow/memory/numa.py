@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pynvml
 
+from pallas_kernels import card
+
 log = logging.getLogger(__name__)
 
 SYS = Path("/sys")
@@ -48,15 +50,13 @@ def parse_cpus(text: str) -> set[int]:
 
 def gpu_bus_ids(count: int) -> list[str]:
     """PCI addresses of the first `count` GPUs that this process sees; none without a driver."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return []
     try:
-        names = visible[:count] or [str(i) for i in range(count)]
-        get = (pynvml.nvmlDeviceGetHandleByUUID, lambda name: pynvml.nvmlDeviceGetHandleByIndex(int(name)))
-        return [str(pynvml.nvmlDeviceGetPciInfo(get[name.isdigit()](name)).busId) for name in names]
+        names = card.visible()[:count] or [str(i) for i in range(count)]
+        return [str(pynvml.nvmlDeviceGetPciInfo(card.handle(name)).busId) for name in names]
     except pynvml.NVMLError as error:
         log.warning("the NUMA node of the GPUs is not known: %s", error)
         return []

@@ -25,11 +25,11 @@ def device_memory_bytes() -> int | None:
     with contextlib.suppress(Exception):  # no driver, no GPU
         import pynvml
 
+        from pallas_kernels.card import first_visible
+
         pynvml.nvmlInit()
         try:
-            first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-            handle = pynvml.nvmlDeviceGetHandleByIndex(int(first)) if first.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(first)
-            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+            return int(pynvml.nvmlDeviceGetMemoryInfo(first_visible()).total)
         finally:
             pynvml.nvmlShutdown()
     return None

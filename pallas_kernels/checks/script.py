@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shlex
 import sys
 import time
@@ -33,6 +34,14 @@ def say(rows: Rows, **row: Any) -> None:
     print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
 
+def parse_share(text: str) -> tuple[int, int]:
+    """`i/n` with 0 <= i < n. Raises: ValueError."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or int(found[1]) >= int(found[2]):
+        raise ValueError(f"--share {text!r}: i/n with i below n, as 0/4")
+    return int(found[1]), int(found[2])
+
+
 def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
     """Runs the parts that the command line names, all of them by default; exits with 1 if a row's `ok` is false.
 
@@ -47,11 +56,14 @@ def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
     unknown = [part for part in args.only.split(",") if part not in parts]
     if unknown:
         parser.error(f"--only {unknown[0]!r}: {', '.join(parts)}")
-    first, step = (int(x) for x in args.share.split("/"))
+    try:
+        share = parse_share(args.share)
+    except ValueError as error:
+        parser.error(str(error))
     command, rows = shlex.join(["python", "-m", f"pallas_kernels.checks.{module}", *sys.argv[1:]]), []
     for part in args.only.split(","):
         start = time.perf_counter()
-        parts[part](rows, (first, step), args.seconds)
+        parts[part](rows, share, args.seconds)
         print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
         if args.json:
             with open(args.json, "w") as f:

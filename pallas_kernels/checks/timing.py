@@ -2,7 +2,6 @@
 and joules beside each."""
 
 import dataclasses
-import os
 import threading
 import time
 from collections import deque
@@ -15,6 +14,8 @@ import numpy as np
 import pynvml
 from jax import lax
 from jax.stages import Wrapped
+
+from pallas_kernels.card import first_visible
 
 _AHEAD = 3  # programs in flight: enough to hide the host, few enough that their outputs fit in memory
 
@@ -45,9 +46,7 @@ class _Sensor:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
             return self
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        by = pynvml.nvmlDeviceGetHandleByIndex if visible.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
-        self._device = by(int(visible) if visible.isdigit() else visible)
+        self._device = first_visible()
         self._thread.start()
         return self
 

@@ -11,6 +11,7 @@ from jaxflow.model.cost import DEVICES
 from pallas_kernels import tune
 from pallas_kernels.checks import peaks
 from pallas_kernels.checks.peaks import ImpossibleTime, Least, refuse_impossible
+from pallas_kernels.checks.script import parse_share
 from pallas_kernels.checks.timing import Timing, looped
 from pallas_kernels.gemm import Product, kernel
 from pallas_kernels.table import Choice, Shape
@@ -91,7 +92,7 @@ def test_the_tune_writes_no_row_of_an_impossible_time_and_measures_when_all_is_c
 
 def test_shares_are_all_shapes_once_and_their_tables_become_one(tmp_path, monkeypatch):
     shapes = tune.shapes_of([], "bfloat16")
-    parts = [shapes[i::n] for i, n in (tune.parse_share(f"{i}/3") for i in range(3))]
+    parts = [shapes[i::n] for i, n in (parse_share(f"{i}/3") for i in range(3))]
     assert sorted(map(str, shapes)) == sorted(str(shape) for part in parts for shape in part)
     for i in range(2):
         rules = [{"shape": {"n": i}, "choices": []}]
@@ -106,4 +107,4 @@ def test_shares_are_all_shapes_once_and_their_tables_become_one(tmp_path, monkey
         tune.main()
     for wrong in ("4/4", "1", "a/b"):
         with pytest.raises(ValueError, match="--share"):
-            tune.parse_share(wrong)
+            parse_share(wrong)
