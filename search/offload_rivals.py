@@ -1,7 +1,6 @@
 """Which policies a run compares, by name: the one found, and its rivals, each searched for what tiers really have room for."""
 
 import dataclasses
-from typing import Any
 
 from jaxflow.config import ConfigError
 from jaxflow.offload.accounting import DoesNotFit
@@ -10,6 +9,7 @@ from search.machine_curves import Machine
 from search.placement_cost import predict
 from search.placement_rivals import rivals
 from search.placement_solver import Memory, Options, PlacementError, search
+from search.placement_workload import Workload
 
 NAMES = (
     *("all optimisations", "no overlap", "no search", "no host attention", "no disk", "row by row"),
@@ -45,7 +45,7 @@ class Room:
         self.beyond[error.tier] = max(self.beyond[error.tier], beyond)
 
 
-def policy_named(name: str, work: Any, machine: Machine, room: Room, options: Options) -> Policy | None:
+def policy_named(name: str, work: Workload, machine: Machine, room: Room, options: Options) -> Policy | None:
     """The fastest policy of a name that is thought to fit."""
     if name == "no host attention":
         options = dataclasses.replace(options, host_attention=False)
