@@ -47,7 +47,9 @@ class Case:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, position of the first) of prefill chunks: as few as can see so few keys."""
+        """(tokens, position of the first) of prefill chunks: as few as can see so few keys; of what has none, one."""
+        if self.op != "chunk_attention":
+            return ((self.tokens, 0),)
         pieces = max(1, math.ceil(self.tokens / (2 * self.keys)) if self.keys else 1)
         edges = [self.tokens * i // pieces for i in range(pieces + 1)]
         return tuple((b - a, max(0, self.keys - (b - a) // 2)) for a, b in itertools.pairwise(edges))

@@ -147,8 +147,9 @@ def test_a_program_of_pairs_computes_what_its_ops_do():
         expected = layer.call(op, weights, batch, inputs, kv, c=c)
         for one in made[at::2]:
             np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
-    other = layer.batch(dataclasses.replace(attention, keys=100), 128)  # another load is data
-    assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, given["batch"])
+    for keys in (1, 100, 128):  # another load is data
+        other = layer.batch(dataclasses.replace(attention, keys=keys), 128)
+        assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, given["batch"])
 
 
 def test_chunks_see_the_keys_that_they_say():
