@@ -1,8 +1,12 @@
-"""The processes of `bench kernels`: in every round all of them compile, then they time in turn, with nobody compiling."""
+"""The processes of `bench kernels`: in every round all of them compile, then they time in turn, with nobody compiling.
+
+One that does not answer in time, because a kernel waits for ever, is ended: its cases are failed rows, and another takes its place.
+"""
 
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -12,6 +16,7 @@ from typing import Any
 from jaxflow.bench.kernels_case import Case, Group
 
 AT_ONCE = 4  # cases that a process compiles in one round
+COMPILE_S, MEASURE_S = 100.0, 20.0  # that an answer is waited for; the second beside what is measured
 _RIVAL = (
     "--xla_gpu_enable_triton_gemm=false"  # the rival that counts is cuBLAS; to time Triton's products beside it takes XLA 5-20 s a shape
 )
@@ -42,21 +47,34 @@ def rounds(cases: Sequence[tuple[Group, Case]], processes: int, at_once: int = A
 
 
 class Worker:
-    """One process, which answers every order."""
+    """One process, which answers every order; where it ended or was ended, the next order is another's."""
 
     def __init__(self):
+        self._begin()
+
+    def _begin(self) -> None:
         command = [sys.executable, "-m", "jaxflow.bench.kernels_worker"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(os.environ))
 
     def tell(self, **order: Any) -> None:
+        if self._process.poll() is not None:
+            self.end()
+            self._begin()
         with contextlib.suppress(BrokenPipeError):  # it ended; the answer says so
             print(json.dumps(order), file=self._process.stdin, flush=True)
 
-    def answer(self) -> dict[str, Any] | None:
-        """None: the process ended."""
+    def answer(self, limit_s: float | None = None) -> dict[str, Any] | str:
+        """The answer to its last order, or why there is none: the process ended, or had not answered after `limit_s` and was ended."""
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], limit_s)[0]:  # an order has one line of answer, so none is in a buffer
+            self._process.kill()
+            self._process.wait()
+            return f"no answer within {limit_s:g} s"
         line = self._process.stdout.readline()
-        return json.loads(line) if line else None
+        if not line:
+            self._process.wait()
+            return "its process ended"
+        return json.loads(line)
 
     def end(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):
@@ -82,29 +100,45 @@ def measured(
     for wanted in plan:
         began = clock()
         late = began - start + compiling > limit_s
+        failed: dict[str, str] = {}
         if not late:
-            _compile(wanted, workers)
+            failed = _compile(wanted, workers)
             compiling = clock() - began
         for worker, names in zip(workers, wanted, strict=True):
             for name in names:
                 began = clock()
+                if name in failed:
+                    yield name, _failed(name, failed[name])
+                    continue
                 if late or began - start + longest > limit_s:
                     yield name, None
                     continue
                 worker.tell(measure=name, seconds=seconds)
-                yield name, worker.answer() or dict(zip(("group", "case"), name.split("/", 1), strict=True), failed="its process ended")
+                row = worker.answer(MEASURE_S + 20 * seconds)
+                yield name, _failed(name, row) if isinstance(row, str) else row
                 longest = max(longest, clock() - began)
         for worker in workers:
             worker.tell(drop=True)
-            worker.answer()
+            worker.answer(MEASURE_S)
 
 
-def _compile(wanted: Sequence[Sequence[str]], workers: Sequence[Worker]) -> None:
-    """All at once; then, one after the other, what XLA times on the GPU."""
+def _failed(name: str, why: str) -> dict[str, Any]:
+    group, case = name.split("/", 1)
+    return {"group": group, "case": case, "failed": why}
+
+
+def _compile(wanted: Sequence[Sequence[str]], workers: Sequence[Worker]) -> dict[str, str]:
+    """All at once; then, one after the other, what XLA times on the GPU. Returns why, of the cases of processes that did not answer."""
+    failed: dict[str, str] = {}
     for worker, names in zip(workers, wanted, strict=True):
         worker.tell(compile=list(names))
-    for worker in workers:
-        worker.answer()
-    for worker in workers:
+    for worker, names in zip(workers, wanted, strict=True):
+        answer = worker.answer(COMPILE_S)
+        if isinstance(answer, str):
+            failed |= dict.fromkeys(names, f"{answer} to: compile {', '.join(names)}")
+    for worker, names in zip(workers, wanted, strict=True):
         worker.tell(tune=True)
-        worker.answer()
+        answer = worker.answer(COMPILE_S)
+        if isinstance(answer, str):
+            failed |= dict.fromkeys(names, f"{answer} to: tune {', '.join(names)}")
+    return failed

@@ -65,7 +65,8 @@ def _decode_step(precision: str, requests: int) -> dict[str, Way]:
         _executor.cache_clear()
     _last[0] = precision
     executor = _executor(precision)
-    layout = executor.decode_layouts[max(8, requests)]
+    bucket = max(8, requests)
+    layout = executor.decode_layouts.get(bucket) or executor.layouts[bucket][0]
     per = -(-(CONTEXT + 1) // layout.page_size)
     order = np.random.default_rng(0).permutation(executor.num_pages[0])
     slots = np.arange(requests, dtype=np.int32)

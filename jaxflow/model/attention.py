@@ -102,6 +102,8 @@ def merge_heads(
     in_place: only the rows that could decode are read and written; else all rows are, in one pass, which a side stream needs.
     """
     rows, t = decoded.shape[0], prefilled.shape[0]
+    if not rows:
+        return prefilled
     if not in_place:
         return jnp.where(is_decode[:, None, None], jnp.pad(decoded, ((0, t - rows), (0, 0), (0, 0))), prefilled)
     # Not by `.at[:rows].set`: two such scatters under shard_map crash XLA's CPU compiler (jaxlib 0.11.2).

@@ -20,7 +20,7 @@ from pallas_kernels.reference.token_limits import largest_limit, token_limits
 
 SUM_BLOCK = 512  # logits summed into one entry of the upper level, at most
 BLOCK = 16  # columns of a block that is kept or not when limits are searched
-ROWS = 128  # rows that `full_by_rows` adjusts at once
+ROWS = 512  # rows that `full_by_rows` adjusts at once
 BLOCKS = 256  # blocks kept: no less than the top-k that people ask for
 COLDEST = 1e-7  # a positive temperature below it is taken for it, lest a difference of logits overflows
 

@@ -130,6 +130,8 @@ class _Step:
 
     def run(self, run: Run) -> None:
         """A nano-op on the main stream."""
+        if run.nano.op == "rope_append":
+            return self.append(run)
         prefilled = self.values.find((run.layer, "o_chunk"), run.span) if run.nano.op == "decode_attention" else []
         into = len(prefilled) == 1 and prefilled[0].span == run.span and prefilled[0].stream == MAIN
         with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
@@ -137,9 +139,6 @@ class _Step:
             if run.op.own_rows and run.reads[0][0] < 0:  # all devices have the embeddings
                 inputs[0] = own_rows(self.c, inputs[0])
             outputs = self.call(run, inputs)
-        if run.nano.op == "rope_append":
-            q, self.kv[run.layer] = outputs
-            outputs = (q,)
         if into:
             self.values.merge(prefilled[0], outputs[0])
             self.record(run)
@@ -148,11 +147,19 @@ class _Step:
             self.values.put((run.layer, value), run.span, made)
         self.record(run)
 
+    def append(self, run: Run) -> None:
+        """`rope_append`, a kernel for each array that its tokens lie in: to join them first, and to cut the queries, would take longer."""
+        c, w, layer = dataclasses.replace(self.c, sms=run.nano.sms), self.weights["layers"][run.layer], self.c.config.layers[run.layer]
+        for piece in self.values.find(run.reads[0], run.span):
+            own = Span(max(piece.span.start, run.nano.start), min(piece.span.stop, run.nano.stop))
+            fused, kv = self.values.read(run.reads[0], own), self.kv[run.layer]
+            with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
+                q, self.kv[run.layer] = _traced_once(run.nano.op)(c, layer, w, self.batch, own.start, own.stop, fused, kv)
+            self.values.put((run.layer, "q"), own, q)
+        self.record(run)
+
     def place(self, group: Group) -> None:
         """Nano-ops that follow each other on a side stream, as regions of one output each."""
-        for run in group.runs:
-            if run.nano.op == "attn_norm" and len(run.reads) == 1:  # the first layer: the embeddings are the residual stream
-                self.values.put((run.layer, run.makes[0]), run.span, self.values.read(run.reads[0], run.span))
         for run in group.runs:
             if run.nano.op in ATTENTION:
                 self.work(run)  # on the main stream, once for all layers
@@ -192,12 +199,7 @@ class _Step:
                     heads = self.call(run, inputs)[0] if step.part == "into" else self.merge(run, inputs)
                     local.put_merged(run.layer, run.span, heads)
                     continue
-                if step.part == "add":
-                    outputs = (inputs[0] + inputs[1],)
-                elif step.part == "norm":
-                    outputs = (self.call(run, inputs)[1],)
-                else:
-                    outputs = self.call(run, inputs)
+                outputs = self.call(run, inputs)
             for value, made in zip(step.makes, outputs, strict=True):
                 local.put((run.layer, value), run.span, made)
         return local.read(*part.output)
@@ -229,8 +231,6 @@ class _Step:
         c = dataclasses.replace(self.c, sms=run.nano.sms)
         name, start, stop = run.nano.op, run.nano.start, run.nano.stop
         op, w, layer = _traced_once(name), self.weights["layers"][run.layer], self.c.config.layers[run.layer]
-        if name == "rope_append":
-            return op(c, layer, w, self.batch, start, stop, *inputs, self.kv[run.layer])
         if name in ATTENTION:
             q, *into = inputs
             return (op(c, layer, w, self.batch, start, stop, q, self.kv[run.layer], *into, work=self.work(run)),)

@@ -1,9 +1,10 @@
 """How nano-ops of a side stream become regions that return one array each (`streams.region` says why one).
 
 A run of nano-ops that follow each other on a stream is cut where just one array outlives what was computed since the
-last cut. Three rewrites make such places. A norm that adds to the residual stream is taken as two steps, so that a
-region may end with the sum and the next begin with its norm; both attentions of the same tokens make one array,
-which decode attention writes into what chunk attention left where it comes second; the first layer's sum, of one term, is no step.
+last cut. Both attentions of the same tokens make one array, which decode attention writes into what chunk attention left where it
+comes second. A norm that adds to the residual stream makes two arrays in one pass, the sum and its norm: it runs between
+regions, on the main stream, where it waits for no more than a region would. A region begins when all that it reads is
+there, so that what another side stream makes is read by the first nano-ops of one, or by none.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from typing import Literal
 from jaxflow.pipeline.order import ATTENTION, MAIN, Reads, Run, Source, Span
 from jaxflow.pipeline.plan import PlanError
 
-ADD_NORMS = ("attn_norm", "mlp_norm")
+ADD_NORMS = ("attn_norm", "mlp_norm")  # two outputs each
 _PAIRS = ("routing",)  # values that are two arrays
 _QUANTIZED_PAIRS = ("routing", "h1", "h2", "h1_own", "h2_own", "a")
 
@@ -22,7 +23,7 @@ class Step:
     """A part of a nano-op: what it reads and the values of its layer that it makes."""
 
     run: Run
-    part: Literal["all", "add", "norm", "merge", "into"]
+    part: Literal["all", "merge", "into"]
     reads: tuple[Source, ...]
     makes: tuple[str, ...]
 
@@ -38,7 +39,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Runs [first, last) of the program: one on the main stream, or some that follow each other on a side stream."""
+    """Runs [first, last) of the program: one on the main stream (no segments), or some that follow each other on a side stream."""
 
     runs: tuple[Run, ...]
     last: int
@@ -50,7 +51,7 @@ class Group:
 
 
 def grouped(runs: tuple[Run, ...], reads: Reads, quantized: bool = False) -> tuple[Group, ...]:
-    """The program in groups; a run that waits begins one, and so does a change of tokens.
+    """The program in groups; a run that waits begins one, and so do a change of tokens and what another side stream made.
 
     quantized: the inputs of products have scales beside them.
 
@@ -60,32 +61,33 @@ def grouped(runs: tuple[Run, ...], reads: Reads, quantized: bool = False) -> tup
     groups: list[Group] = []
     pairs = _QUANTIZED_PAIRS if quantized else _PAIRS
     current: list[Run] = []
+    makers: dict[Source, set[int]] = {}  # the side streams that made some of a value
     for index, run in enumerate(runs):
         current.append(run)
-        stream = run.nano.stream
-        if stream != MAIN and index + 1 < len(runs) and _continues(run, runs[index + 1]):
+        on_main = run.nano.stream == MAIN or run.nano.op in ADD_NORMS
+        if not on_main:
+            for value in run.makes:
+                makers.setdefault((run.layer, value), set()).add(run.nano.stream)
+        if not on_main and index + 1 < len(runs) and _continues(current, runs[index + 1], makers):
             continue
         found = tuple(current)
-        groups.append(Group(found, index + 1, _segments(found, index + 1, reads, pairs) if stream != MAIN else ()))
+        groups.append(Group(found, index + 1, () if on_main else _segments(found, index + 1, reads, pairs)))
         current = []
     return tuple(groups)
 
 
-def _continues(run: Run, following: Run) -> bool:
-    """Whether both may share a region: of different tokens, XLA would merge their products."""
-    return following.nano.stream == run.nano.stream and not following.nano.waits and following.span.meets(run.span)
+def _continues(current: list[Run], following: Run, makers: dict[Source, set[int]]) -> bool:
+    """Whether a run may share a region with those before it: of different tokens, XLA would merge their products."""
+    nano, read = following.nano, {source for run in current for source in run.reads}
+    if nano.stream != current[-1].nano.stream or nano.op in ADD_NORMS or nano.waits or not following.span.meets(current[-1].span):
+        return False
+    return all(makers.get(source, set()) <= {nano.stream} for source in following.reads if source not in read)
 
 
 def _steps(runs: tuple[Run, ...]) -> list[Step]:
     steps: list[Step] = []
     for at, run in enumerate(runs):
         name, layer = run.nano.op, run.layer
-        if name in ADD_NORMS:
-            x, h = run.op.outputs
-            if len(run.reads) == 2:
-                steps.append(Step(run, "add", run.reads, (x,)))
-            steps.append(Step(run, "norm", ((layer, x),), (h,)))
-            continue
         earlier = [other for other in runs[:at] if other.nano.op in ATTENTION and (other.layer, other.span) == (layer, run.span)]
         if name == "decode_attention" and earlier:
             steps.append(Step(run, "into", (*run.reads, (layer, "o_chunk")), ("o_chunk",)))

@@ -42,17 +42,17 @@ def test_shares_are_all_cases_once_and_what_belongs_together_stays_so():
 class Fake(kernels_pool.Worker):
     """A worker in this process, which notes what it was told."""
 
-    def __init__(self, told, ends_at=None):
-        self.told, self.ends_at, self.last = told, ends_at, {}
+    def __init__(self, told, ends_at=None, compiles_all=True):
+        self.told, self.ends_at, self.compiles_all, self.last = told, ends_at, compiles_all, {}
 
     def tell(self, **order):
         self.last = order
         self.told.append((self, order))
 
-    def answer(self):
+    def answer(self, limit_s=None):
         self.told.append((self, "answered"))
-        if self.last.get("measure") == self.ends_at and self.ends_at:
-            return None
+        if (self.ends_at and self.last.get("measure") == self.ends_at) or ("compile" in self.last and not self.compiles_all):
+            return "its process ended"
         return {"row": self.last["measure"]} if "measure" in self.last else {}
 
 
@@ -70,6 +70,12 @@ def test_one_times_while_nobody_compiles_and_a_process_that_ended_is_said():
         if "measure" in what or "tune" in what:
             assert not open_orders  # the GPU is this one's
         open_orders.add(id(worker))
+
+
+def test_cases_of_a_process_that_ended_while_it_compiled_are_failed_rows_and_the_others_are_measured():
+    rows = dict(kernels_pool.measured([[["g/a"], ["g/c", "g/d"]]], [Fake([]), Fake([], compiles_all=False)], 0.1, float("inf")))
+    assert rows["g/a"] == {"row": "g/a"}
+    assert {rows[f"g/{name}"]["failed"] for name in "cd"} == {"its process ended to: compile g/c, g/d"}
 
 
 def test_what_would_end_after_the_time_limit_is_left_out():
@@ -126,6 +132,12 @@ def test_a_worker_is_a_process_that_answers_each_order_until_its_stdin_ends():
     assert worker.answer() == {}
     worker.tell(measure="ceilings/read 2 GiB", seconds=0.1)
     assert worker.answer() == {"group": "ceilings", "case": "read 2 GiB", "failed": "it was not compiled"}
+    worker.tell(measure="no such case", seconds=0.1)
+    assert worker.answer() == "its process ended"
+    worker.tell(compile=[])
+    assert worker.answer(0.0) == "no answer within 0 s"
+    worker.tell(compile=[])
+    assert worker.answer() == {}
     worker.end()
     assert worker._process.returncode == 0
 
