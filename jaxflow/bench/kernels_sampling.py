@@ -52,7 +52,9 @@ def _full(top_k: int, top_p: float, penalty: float):
 
         return run
 
-    return _with_reading("full", way(sampling.full_by_rows), rows[0]) | {"rows together": Way(way(sampling.full), 1, LOGITS)}
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    engines = functools.partial(sampling.full_by_rows, most=sampling.rows_at_once(memory, VOCABULARY))
+    return _with_reading("full", way(engines), rows[0]) | {"rows together": Way(way(sampling.full), 1, LOGITS)}
 
 
 GROUPS = (

@@ -58,12 +58,17 @@ def _prediction(plan: Plan, by_tokens: Mapping[int, Plan], step: Composition, ti
     """What was predicted of the plan at this composition; of the sequential one, by the plans of its size."""
     source = by_tokens.get(plan.tokens) if is_sequential(plan) else plan
     if source is None or source.predictions is None:
-        return {"predicted_ms": None, "prediction_error": None, "predicted_gain": None}
+        return {"predicted_ms": None, "prediction_error": None, "predicted_gain": None, "sure_gain": None}
     p = source.predictions
     table = p.sequential_s if is_sequential(plan) else p.step_s
     predicted_ms = 1e3 * between(p.decode_tokens, p.mean_context_tokens, table, step.decode_tokens, step.decode_keys)
-    gain = 1.0 if is_sequential(plan) else Gain.of(p).at(step.decode_tokens, step.decode_keys)
-    return {"predicted_ms": predicted_ms, "prediction_error": predicted_ms / (timing.us / 1e3) - 1, "predicted_gain": gain}
+    gain = Gain((0,), (0,), ((1.0,),)) if is_sequential(plan) else Gain.of(p)
+    return {
+        "predicted_ms": predicted_ms,
+        "prediction_error": predicted_ms / (timing.us / 1e3) - 1,
+        "predicted_gain": gain.at(step.decode_tokens, step.decode_keys),
+        "sure_gain": gain.sure(step.decode_tokens, step.decode_keys),
+    }
 
 
 def _optimum(config: EngineConfig, model: ModelConfig, step: Composition, tp: int, rate: float) -> dict[str, Any]:
@@ -86,9 +91,9 @@ def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     errors = [abs(row["prediction_error"]) for row in found if row["prediction_error"] is not None]
     picks = []
     for workload, tokens in dict.fromkeys((row["workload"], row["tokens"]) for row in found):
-        here = [row for row in found if (row["workload"], row["tokens"]) == (workload, tokens) and row["predicted_gain"] is not None]
+        here = [row for row in found if (row["workload"], row["tokens"]) == (workload, tokens) and row["sure_gain"] is not None]
         if len(here) > 1:
-            picked, best = max(here, key=lambda row: row["predicted_gain"]), max(here, key=lambda row: row["tokens_per_s"])
+            picked, best = max(here, key=lambda row: row["sure_gain"]), max(here, key=lambda row: row["tokens_per_s"])
             picks.append(
                 {
                     "workload": workload,

@@ -31,6 +31,7 @@ from jaxflow.model import softmax_range
 from jaxflow.model.checkpoint import Checkpoint
 from jaxflow.model.fingerprint import kv_fingerprint
 from jaxflow.model.ops import Context
+from jaxflow.model.sampling import rows_at_once
 from jaxflow.model.weights import Weights
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.plan import Plan
@@ -153,8 +154,10 @@ def make_executor(
     def plan_of(layout: StepLayout) -> Plan:
         return named[layout.tokens, layout.plan]
 
+    memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices)
+    specs = jax.tree.map(lambda array: array.sharding.spec, weights)
     executor = Executor(
-        Programs(Context(model, kernels, axis_of(mesh)), mesh, jax.tree.map(lambda array: array.sharding.spec, weights)),
+        Programs(Context(model, kernels, axis_of(mesh)), mesh, specs, rows_at_once(memory, model.vocab_size)),
         weights,
         make_layouts(config, model, named.values(), decodes_alone=on_gpu()),
         lambda layout: compile_plan(plan_of(layout), model, tp, quantized=quantization == "fp8"),

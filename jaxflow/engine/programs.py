@@ -44,6 +44,7 @@ class Programs:
     context: Context
     mesh: Mesh
     weight_specs: Any  # a pytree of PartitionSpec
+    rows_at_once: int = sampling.ROWS  # of the full sampler
 
     def step(self, layout: StepLayout, forward: Callable) -> Wrapped:
         """(weights, kv, page_table, last_tokens, buffer) -> (hidden, x, rows, kv, page_table).
@@ -90,7 +91,7 @@ class Programs:
                 slots = jnp.where(rows.samples == FULL, rows.slots, counts.shape[0])
                 search = self.context.kernels.token_limits
                 tokens, counts, found = sampling.full_by_rows(
-                    logits, rows.temperature, rows.seeds, rows.lengths, slots, params, counts, search=search
+                    logits, rows.temperature, rows.seeds, rows.lengths, slots, params, counts, search=search, most=self.rows_at_once
                 )
             return tokens, found, _keep(last_tokens, rows, tokens), counts
 

@@ -59,9 +59,9 @@ def decode_attention(
     prefilled: Float[Array, "t N H"] | None = None,
     work: Any = None,
 ) -> Float[Array, "b N H"]:
-    """Attention of the decode tokens of [start, stop): one output for each row that could decode there (b <= t).
+    """Attention of the decode tokens of [start, stop), 0 at the others; of no tokens at all (b = 0, else t) where none could decode.
 
-    prefilled: what `chunk_attention` made of the same tokens; the result is then both's, [t, N, H]. work: of `attention_work`.
+    prefilled: what `chunk_attention` made of the same tokens; the result is then both's. work: of `attention_work`.
     """
     rows, lengths = batch.decode_rows(start, stop)
     if rows.start == rows.stop:  # the range lies beyond any decode
@@ -69,8 +69,6 @@ def decode_attention(
     table = batch.page_table[c.group(layer), rows]
     pages, settings = _attention(c, layer, w, kv)
     settings["work"] = work
-    if prefilled is None:
-        return c.kernels.decode_attention(q[: rows.stop - rows.start], *pages, table, lengths, **settings)
     into = prefilled if batch.chunks.shape[0] else None  # where nobody prefills, 0 is what the kernel gives all others
     return c.kernels.decode_attention(q, *pages, table, lengths, into=into, **settings)
 

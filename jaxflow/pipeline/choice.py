@@ -2,7 +2,8 @@
 
 A bucket may have several plans, each searched for another composition: how many tokens decode, and how many keys each of
 them reads. What is compared is a plan's gain over the sequential one, interpolated between the compositions that were
-predicted; where no plan gains anything, the step is sequential. A step pays a few microseconds for it.
+predicted, and from it is taken what a prediction may be too good by (`Predictions.margin`): where no plan then gains anything, the
+step is sequential. A step pays a few microseconds for it.
 """
 
 import bisect
@@ -14,11 +15,15 @@ from jaxflow.pipeline.plan import Plan, PlanError, Predictions
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """How many times faster than the sequential step a plan is: `table[i][j]` at `decode_tokens[i]`, `mean_context_tokens[j]`."""
+    """How many times faster than the sequential step a plan is: `table[i][j]` at `decode_tokens[i]`, `mean_context_tokens[j]`.
+
+    margin: by how much of itself that may be too good.
+    """
 
     decode_tokens: tuple[int, ...]
     mean_context_tokens: tuple[int, ...]
     table: tuple[tuple[float, ...], ...]
+    margin: float = 0.0
 
     @classmethod
     def of(cls, predicted: Predictions) -> "Gain":
@@ -26,11 +31,15 @@ class Gain:
             tuple(alone / step for alone, step in zip(*rows, strict=True))
             for rows in zip(predicted.sequential_s, predicted.step_s, strict=True)
         )
-        return cls(predicted.decode_tokens, predicted.mean_context_tokens, table)
+        return cls(predicted.decode_tokens, predicted.mean_context_tokens, table, predicted.margin)
 
     def at(self, decode_tokens: float, mean_context_tokens: float) -> float:
         """Of a step of this composition."""
         return between(self.decode_tokens, self.mean_context_tokens, self.table, decode_tokens, mean_context_tokens)
+
+    def sure(self, decode_tokens: float, mean_context_tokens: float) -> float:
+        """What is left of it if it was predicted as much too large as it may be."""
+        return self.at(decode_tokens, mean_context_tokens) / (1 + self.margin)
 
 
 def between(xs: Sequence[float], ys: Sequence[float], table: Sequence[Sequence[float]], x: float, y: float) -> float:
@@ -55,10 +64,10 @@ def _place(axis: Sequence[float], value: float) -> tuple[int, float]:
 
 
 def pick(gains: Sequence[Gain | None], decode_tokens: float, mean_context_tokens: float) -> int:
-    """Which of a bucket's plans to run, by index: the largest gain, the first of equals. None is the sequential plan."""
+    """Which of a bucket's plans to run, by index: the largest sure gain, the first of equals. None is the sequential plan."""
     best, index = 0.0, 0
     for at, gain in enumerate(gains):
-        value = 1.0 if gain is None else gain.at(decode_tokens, mean_context_tokens)
+        value = 1.0 if gain is None else gain.sure(decode_tokens, mean_context_tokens)
         if value > best:
             best, index = value, at
     return index

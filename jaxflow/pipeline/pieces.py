@@ -25,7 +25,7 @@ class Piece:
 
 
 class Pieces:
-    """The pieces of every (layer, value). `rows`: decode attention has outputs of the first `rows` tokens only."""
+    """The pieces of every (layer, value). `rows`: decode attention has no outputs for token ranges that begin behind the first `rows`."""
 
     def __init__(self, rows: int):
         self._rows = rows
@@ -86,4 +86,4 @@ class Pieces:
         return self._pieces.get(source, []) + merged
 
     def _clip(self, source: Source, span: Span) -> Span:
-        return Span(min(span.start, self._rows), min(span.stop, self._rows)) if source[1] == "o_decode" else span
+        return Span(span.start, span.start) if source[1] == "o_decode" and span.start >= self._rows else span

@@ -16,6 +16,7 @@ from jaxflow.model.rope import inverse_frequencies
 from pallas_kernels import reference
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.rope_append import rope_append
+from pallas_kernels.rope_columns import block_of
 from pallas_kernels.rope_rows import rows_layout
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -54,6 +55,7 @@ def steps_apart(got, want):
         (jnp.float8_e4m3fn, 2, 1, 3, 64, None, False, {}),  # an odd number of heads of 64 bytes
         (jnp.float8_e4m3fn, 11, 1, 2, 64, None, False, {"together": 32}),  # in blocks of 8
         (jnp.int8, 9, 1, 2, 64, None, False, {"together": 8, "sms": 1}),
+        (jnp.float8_e4m3fn, 19, 1, 2, 64, Rope(1e4), True, {"together": 16, "sms": 2}),  # three rounds of a CTA's blocks
     ],
 )
 def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, normed, settings):
@@ -102,6 +104,12 @@ def test_it_says_what_it_does_not_take(changes, said):
         rope_append(fused, k, v, jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32), head_dim=64, inv_freq=None)
 
 
+def test_blocks_of_values_are_as_many_as_keep_all_sms_alike():
+    assert [block_of(None, tokens, 8, 132) for tokens in (7, 8, 512, 2048, 8192)] == [1, 8, 8, 16, 32]
+    assert block_of(None, 2048, 8, 24) == 32 and block_of(None, 2048, 1, 132) == 8
+    assert [block_of(32, tokens, 8, 132) for tokens in (7, 15, 31, 32)] == [1, 8, 16, 32] and block_of(1, 2048, 8, 132) == 1
+
+
 @pytest.mark.parametrize("half", [32, 64, 128])
 def test_a_row_is_within_one_warp(half):
     """Sums across warps meet in one scratch for all warpgroups, which would overwrite each other."""
@@ -113,7 +121,7 @@ def test_a_row_is_within_one_warp(half):
         assert repeated == any(isinstance(dim, plgpu.Replicated) for dim in made.warp_dims)
 
 
-FORMS = [  # (cache, KV heads, head width, tokens together)
+FORMS = [  # (cache, KV heads, head width, tokens whose values are written at once)
     (jnp.bfloat16, 8, 128, 1),
     (jnp.bfloat16, 8, 128, 1),  # another layer: the table of angles is the same
     (jnp.float8_e4m3fn, 8, 128, 1),
@@ -125,6 +133,8 @@ FORMS = [  # (cache, KV heads, head width, tokens together)
     (jnp.float8_e4m3fn, 8, 128, 32),
     (jnp.float8_e4m3fn, 1, 64, 8),
     (jnp.int8, 2, 256, 8),
+    (jnp.float8_e4m3fn, 8, 128, None),
+    (jnp.int8, 8, 128, 16),
 ]
 
 

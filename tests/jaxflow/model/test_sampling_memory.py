@@ -46,3 +46,10 @@ def test_of_many_rows_it_makes_as_few_as_of_a_block():
     assert found.memory.temp_size_in_bytes < 2.7 * sampling.ROWS * VOCAB * 4  # a block's logits are cut out of all
     assert found.memory.alias_size_in_bytes == rows * VOCAB * 2
     assert found.copies((rows, VOCAB)) == 0
+
+
+def test_a_large_device_takes_more_rows_at_once_and_no_more_than_its_part():
+    assert [sampling.rows_at_once(gib << 30, 128256) for gib in (0, 24, 80, 141)] == [128, 128, 256, 512]
+    for gib in (24, 80, 141, 288):
+        rows = sampling.rows_at_once(gib << 30, 151936)
+        assert rows == sampling.ROWS or rows * 151936 * sampling.ROW_BYTES <= (gib << 30) / 128

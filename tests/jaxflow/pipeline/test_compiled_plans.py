@@ -38,7 +38,7 @@ def some_attention(q, k_pages, v_pages, pages, **_):
 
 def some_decode_attention(q, k_pages, v_pages, table, lengths, *, into=None, **_):
     heads = some_attention(q[: len(lengths)], k_pages, v_pages, table * (lengths > 0)[:, None])
-    return heads if len(heads) == len(q) else jnp.concatenate([heads, into[len(heads) :]])
+    return heads if len(heads) == len(q) else jnp.concatenate([heads, (jnp.zeros_like(q) if into is None else into)[len(heads) :]])
 
 
 # Appends are one kernel, as they are on a GPU: the twin's two scatters are ordered otherwise.
