@@ -4,8 +4,8 @@ The copy engine does the moving: it brings a token's queries, keys and values in
 their place in the pages, so that threads touch only what is rotated or quantised. Every warpgroup is a pipeline of its own: the next token
 comes while one is turned. The pages are references that the kernel writes through: a donated cache is not copied.
 
-In transposed values [P, K, H, S] (8-bit caches) a token is a column, written byte by byte: token by token, or (`together`) in a second
-loop in which lanes of a warp are tokens, so that 32 tokens of a chunk are one access to memory wherever in a page they begin.
+In transposed values [P, K, H, S] (8-bit caches) a token is a column, written byte by byte: by a warpgroup of its own beside the others
+(`rope_columns.py`), or, of a step of fewer tokens than it takes at once, token by token.
 """
 
 import functools
@@ -17,13 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.rope_rows import put_column, put_columns, turn_rows
+from pallas_kernels.rope_columns import BLOCKS, append_columns, block_of, columns_bytes, columns_scratch, put_column
+from pallas_kernels.rope_rows import turn_rows
 from pallas_kernels.tiles import SMS
 
 _STAGES = 2  # of a worker: a token that comes, a token that is turned and goes
 _WORKERS = 4  # warpgroups a CTA, each with tokens of its own
 _RING_BYTES = 220 << 10  # of an SM's shared memory for the tokens that come and are turned
-_TOGETHER = (1, 8, 16, 32)  # tokens whose transposed values a warpgroup may write at once
+_TOGETHER = (1, *BLOCKS)  # tokens whose transposed values may be written at once
 _TMA = 128  # bytes that a tensor copy's place in shared memory is a multiple of
 
 
@@ -43,7 +44,7 @@ def rope_append(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     sms: int | None = None,
-    together: int = 1,
+    together: int | None = None,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array | Quantized, jax.Array | Quantized]:
     """Queries for attention, and the pages with the tokens' keys and values in them, of the same meaning as its twin.
@@ -57,7 +58,7 @@ def rope_append(
       q_norm, k_norm: [H], RMSNorm of each head by norm_offset + weight before the rotation; both or none.
       k_scale, v_scale: [K] float32, for an e4m3 cache; both or none.
       sms: SMs the kernel may take; None: all.
-      together: tokens whose transposed values a warpgroup writes at once: 1, 8, 16 or 32, as far as there are so many.
+      together: tokens whose transposed values are written at once: 1, 8, 16 or 32, as far as there are so many; None: by the shapes.
     Returns:
       queries [T, K · G, H] bfloat16, and both page arrays.
     Raises:
@@ -65,15 +66,15 @@ def rope_append(
     """
     k_values, v_values = (pages.values if isinstance(pages, Quantized) else pages for pages in (k_pages, v_pages))
     _check(fused, k_values, v_values, head_dim, isinstance(k_pages, Quantized))
-    if together not in _TOGETHER:
-        raise ValueError(f"{together=}: {_TOGETHER}")
-    together = max(n for n in _TOGETHER if n <= min(together, fused.shape[0])) if k_values.dtype != fused.dtype else 1
+    if together not in (None, *_TOGETHER):
+        raise ValueError(f"{together=}: {_TOGETHER}, or None")
     t, kv, h = fused.shape[0], k_values.shape[1], head_dim
     group = fused.shape[1] // (kv * h) - 2
     sms = min(SMS if sms is None else sms, t)
+    together = block_of(together, t, kv, sms) if k_values.dtype != fused.dtype else 1
     token_bytes = fused.shape[1] * fused.dtype.itemsize + (2 * (kv + 1) * (h + 4) if k_values.dtype != fused.dtype else 0)
-    worker_bytes = _STAGES * token_bytes + (together * (3 * h + 24) if together > 1 else 0)
-    workers = max(1, min(_WORKERS, -(-t // sms), _RING_BYTES // worker_bytes))  # a token of 56 heads of their own is 43 KB
+    ring_bytes = _RING_BYTES - (columns_bytes(together, h) if together > 1 else 0)
+    workers = max(1, min(_WORKERS, -(-t // sms), ring_bytes // (_STAGES * token_bytes)))  # a token of 56 heads of their own is 43 KB
     inputs = {"fused": fused.reshape(t, kv, group + 2, h), "slots": slots.astype(jnp.int32)}
     if inv_freq is not None:  # the same for all layers of a step: XLA makes it once
         angle = positions.astype(jnp.float32)[:, None] * inv_freq
@@ -89,7 +90,7 @@ def rope_append(
         out_type=jax.ShapeDtypeStruct((t, kv, group, h), fused.dtype),
         grid=(sms,),
         grid_names=("cta",),
-        num_threads=workers,
+        num_threads=workers + (together > 1),
         thread_name="wg",
         scratch_types=(_scratch(workers, kv, group, h, fused.dtype, k_values.dtype, together),),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
@@ -116,47 +117,52 @@ def _check(fused: jax.Array, k_values: jax.Array, v_values: jax.Array, h: int, s
 
 
 def _scratch(workers: int, kv: int, group: int, h: int, dtype, kv_dtype, together: int) -> dict:
-    ring = (workers, _STAGES)
-    scratch = {
-        "q": plgpu.SMEM((*ring, kv, group, h), dtype),
-        "k": plgpu.SMEM((*ring, kv, h), dtype),
-        "full": plgpu.Barrier(num_arrivals=3 if together == 1 else 2, num_barriers=workers * _STAGES),
-    }
-    if together == 1:
-        scratch["v"] = plgpu.SMEM((*ring, kv, h), dtype)
-    if kv_dtype == dtype:
-        return scratch
+    stages, narrow, alone = (workers, _STAGES), kv_dtype != dtype, together == 1
     heads = next(n for n in (kv, kv + 1) if n * h % _TMA == 0)  # an odd number of heads of 64 bytes has one more of padding
-    scratch["k8"] = plgpu.SMEM((*ring, heads, h), kv_dtype)
-    if together == 1:
-        scratch["v8"] = plgpu.SMEM((*ring, heads, h), kv_dtype)
-    else:
-        scratch["v"] = plgpu.SMEM((workers, together, h), dtype)
-        # Rows that begin in other banks, since they are read across, and at multiples of 16 bytes, as the stores to them (`stmatrix`) must.
-        scratch["v8"] = plgpu.SMEM((workers, together, h + 16), kv_dtype)
-        scratch["v_full"] = plgpu.Barrier(num_barriers=workers)
-    if kv_dtype == jnp.int8:
-        scratch["k_scale"] = plgpu.SMEM((*ring, kv), jnp.float32)
-        scratch["v_scale"] = plgpu.SMEM((*ring, kv) if together == 1 else (workers, together), jnp.float32)
-    return scratch
+    ring = {"q": plgpu.SMEM((*stages, kv, group, h), dtype)}
+    for name in ("k", "v")[: 2 if alone else 1]:
+        ring[name] = plgpu.SMEM((*stages, kv, h), dtype)
+        if narrow:
+            ring[name + "8"] = plgpu.SMEM((*stages, heads, h), kv_dtype)
+        if kv_dtype == jnp.int8:
+            ring[name + "_scale"] = plgpu.SMEM((*stages, kv), jnp.float32)
+    scratch = {"ring": ring, "full": plgpu.Barrier(num_arrivals=3 if alone else 2, num_barriers=workers * _STAGES)}
+    return scratch if alone else scratch | {"columns": columns_scratch(together, h, dtype, kv_dtype)}
 
 
 def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, together, interpret):
-    """One warpgroup's tokens, every sms · workers-th, from the fused projection to the queries and the pages."""
+    """One warpgroup's part: tokens of its own, or, of the last one, all of the CTA's blocks of transposed values."""
+    wg = lax.axis_index("wg")
+    move = functools.partial(
+        _move_tokens, inputs, pages, q_ref, scratch, wg=wg, eps=eps, norm_offset=norm_offset, sms=sms, workers=workers, interpret=interpret
+    )
+    if together == 1:
+        move(with_values=True)
+        return
+    pl.when(wg < workers)(functools.partial(move, with_values=False))
+
+    @pl.when(wg == workers)
+    def _():
+        given = inputs.get("v_scale")
+        how = {"block": together, "sms": sms, "interpret": interpret}
+        append_columns(inputs["fused"], inputs["slots"], pages["v"], given, scratch["columns"], **how)
+
+
+def _move_tokens(inputs, pages, q_ref, scratch, *, wg, with_values, eps, norm_offset, sms, workers, interpret):
+    """A warpgroup's tokens, every sms · workers-th, from the fused projection to the queries and the pages."""
     fused_ref, slots_ref, full = inputs["fused"], inputs["slots"], scratch["full"]
     k_ref, v_ref = (pages[name].values if isinstance(pages[name], Quantized) else pages[name] for name in ("k", "v"))
     t, kv, pitch, h = fused_ref.shape
     group, (page_count, _, page_size, _) = pitch - 2, k_ref.shape
     narrow = k_ref.dtype != fused_ref.dtype
-    wg = lax.axis_index("wg")
     first, step = wg * sms + lax.axis_index("cta"), sms * workers
-    ring = {name: ref.at[wg] for name, ref in scratch.items() if not name.endswith("full")}
+    ring = {name: ref.at[wg] for name, ref in scratch["ring"].items()}
 
     def load(token, stage):
         barrier = full.at[wg * _STAGES + stage]
         plgpu.copy_gmem_to_smem(fused_ref.at[token, :, pl.ds(0, group)], ring["q"].at[stage], barrier)
         plgpu.copy_gmem_to_smem(fused_ref.at[token, :, group], ring["k"].at[stage], barrier)
-        if together == 1:
+        if with_values:
             plgpu.copy_gmem_to_smem(fused_ref.at[token, :, group + 1], ring["v"].at[stage], barrier)
 
     def heads_of(name, stage):
@@ -178,7 +184,7 @@ def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, to
         if narrow:
             scales = ring["k_scale"].at[stage] if "k_scale" in ring else None
             turn_rows(k, heads_of("k8", stage), norm=given["k_norm"], scale=given["k_scale"], scales=scales, **common)
-        if narrow and together == 1:
+        if narrow and with_values:
             scales = ring["v_scale"].at[stage] if "v_scale" in ring else None
             turn_rows(ring["v"].at[stage], heads_of("v8", stage), scale=given["v_scale"], scales=scales)
 
@@ -188,10 +194,10 @@ def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, to
         plgpu.copy_smem_to_gmem(keys, k_ref.at[page, :, place], commit_group=False)
         if not narrow:
             plgpu.copy_smem_to_gmem(ring["v"].at[stage], v_ref.at[page, :, place], commit_group=False)
-        elif together == 1:
+        elif with_values:
             put_column(v_ref.at[page, :, :, place], ring["v8"].at[stage], interpret)
         if "k_scale" in ring:
-            for name in ("k", "v")[: 2 if together == 1 else 1]:
+            for name in ("k", "v")[: 2 if with_values else 1]:
                 for head in range(kv):
                     pages[name].scale[page, head, place] = ring[name + "_scale"].at[stage][head]
 
@@ -214,19 +220,5 @@ def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, to
         plgpu.copy_smem_to_gmem(ring["q"].at[stage], q_ref.at[token], commit_group=False)
         pl.when((slot >= 0) & (slot < page_count * page_size))(lambda: append(slot, stage))
         plgpu.commit_smem_to_gmem_group()
-
-    if together > 1:
-
-        @pl.loop(first, -(-t // together) * kv, step=step)
-        def _(item):
-            head = lax.rem(item, jnp.int32(kv))
-            start = jnp.minimum(lax.div(item, jnp.int32(kv)) * together, t - together)  # the last block writes some tokens once more
-            plgpu.copy_gmem_to_smem(fused_ref.at[pl.ds(start, together), head, group + 1], ring["v"], scratch["v_full"].at[wg])
-            plgpu.barrier_wait(scratch["v_full"].at[wg])
-            values, scales = ring["v8"].at[:, pl.ds(0, h)], ring.get("v_scale")
-            turn_rows(ring["v"], values, scale=inputs["v_scale"].at[head] if "v_scale" in inputs else None, scales=scales)
-            plgpu.commit_smem()
-            put_columns(v_ref, None if scales is None else pages["v"].scale, slots_ref, values, scales, start, head, interpret)
-            plgpu.commit_smem()  # read before the next copy comes
 
     plgpu.wait_smem_to_gmem(0)

@@ -1,4 +1,4 @@
-"""What `rope_append`'s threads do with heads in shared memory: norm, rotate, quantise, and write a cache's columns."""
+"""What `rope_append`'s threads do with heads in shared memory: norm, rotate, quantise."""
 
 import math
 
@@ -6,10 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref
 
 _E4M3_MAX = 448.0
 _INT8_MAX = 127.0
@@ -34,8 +31,8 @@ def rows_layout(rows: int, columns: int) -> tuple:
 def turn_rows(source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.0, scale=None, scales=None):
     """Norms, rotates and quantises rows [rows, H] in shared memory, from `source` to `target`, which may be the same.
 
-    angles: the token's (cos, sin) [H/2]. norm: the weight [H]. scale: [rows] or one, of a cache whose scales are given; scales: [rows],
-    where the scale found for each row is put.
+    angles: the token's (cos, sin) [H/2]. norm: the weight [H]. scale: of a cache whose scales are given, a reference to [rows] or a number
+    for all. scales: [rows], where the scale found for each row is put.
     """
     (rows, h), half = source.shape, source.shape[1] // 2
     tile, repeated, layout = rows_layout(rows, half)
@@ -65,7 +62,7 @@ def turn_rows(source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.
             values = [a * cos - b * sin, b * cos + a * sin]
         if scale is not None:
             one_a_row = len(scale.shape) > 0
-            factor = 1.0 / (plgpu.load(scale.at[here], layout=layout.reduce(1), optimized=False) if one_a_row else scale[...])
+            factor = 1.0 / (plgpu.load(scale.at[here], layout=layout.reduce(1), optimized=False) if one_a_row else scale)
             values = [x * (spread(factor, 0) if one_a_row else factor) for x in values]
         if target.dtype == jnp.float8_e4m3fn:
             values = [jnp.clip(x, -_E4M3_MAX, _E4M3_MAX) for x in values]
@@ -76,65 +73,3 @@ def turn_rows(source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.
             values = [jnp.round(x * spread(1.0 / found, 0)) for x in values]
         for at, x in zip(halves, values, strict=True):
             target.at[here, pl.ds(at, half)][...] = x.astype(target.dtype)
-
-
-def put_column(target, source, interpret):
-    """Copies [K, H] bytes from shared memory, where rows may follow that are padding, to a reference whose elements lie apart, which
-    Pallas' own stores do not take."""
-    heads, layout = target.shape[0], plgpu.Layout.WG_STRIDED(source.shape, 1)
-    values = plgpu.load(source, layout=layout)
-    if interpret:
-        target[...] = values[:heads]
-        return
-
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
-    def put(_, values, ref):
-        def one(value, at):
-            if heads == source.shape[0]:
-                memref.store(value, ref, list(at))
-                return
-            with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.ult, at[0], arith.constant(ir.IndexType.get(), heads))):
-                memref.store(value, ref, list(at))
-
-        values.foreach(one)
-
-    put(values, target)  # pyright: ignore[reportCallIssue]
-
-
-def put_columns(pages_ref, scales_ref, slots_ref, source, scales, first, head, interpret):
-    """Writes values [n, H] of tokens first .. first + n, which lie in shared memory, to their columns in the pages, a lane a token."""
-    n, (page_count, _, h, page_size) = source.shape[0], pages_ref.shape
-    if interpret:
-        for i in range(n):
-            slot = slots_ref[first + i]
-            page, place = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
-
-            @pl.when((slot >= 0) & (slot < page_count * page_size))
-            def _(i=i, page=page, place=place):
-                pages_ref.at[page, head, :, place][...] = source[i]
-                if scales_ref is not None:
-                    scales_ref[page, head, place] = scales[i]
-
-        return
-    across = 32 // n  # lanes that share a token
-    tiles = ((n, h), (n, h // 4), (n, 4 * across), (1, 4))
-    made = mgpu.TiledLayout(plgpu.Tiling(tiles), (-7,), (-4, -3), -1, _check_canonical=False).canonicalize()
-    layout = plgpu.Layout.TILED(made.tiling, warp_dims=made.warp_dims, lane_dims=made.lane_dims, vector_dim=made.vector_dim)
-    refs = [slots_ref, pages_ref] if scales_ref is None else [slots_ref, pages_ref, scales, scales_ref]
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(layout, scalar, scalar, *[plgpu.RefType()] * len(refs)))
-    def put(_, values, first, head, slots_ref, pages_ref, *scale_refs):
-        index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
-        token, _ = next(iter(values.layout.thread_idxs(values.shape)))
-        first, head = (arith.index_cast(index, x.registers.item()) for x in (first, head))
-        slot = memref.load(slots_ref, [arith.addi(first, token)])
-        size = arith.constant(i32, page_size)
-        page, place = (arith.index_cast(index, op(slot, size)) for op in (arith.divui, arith.remui))
-        inside = arith.cmpi(arith.CmpIPredicate.ult, slot, arith.constant(i32, page_count * page_size))  # of a slot below 0 neither
-        with mgpu_utils.when(inside):
-            values.foreach(lambda value, at: memref.store(value, pages_ref, [page, head, at[1], place]))
-            if scale_refs:
-                memref.store(memref.load(scale_refs[0], [token]), scale_refs[1], [page, head, place])
-
-    put(plgpu.load(source, layout=layout, optimized=False), first, head, *refs)

@@ -67,7 +67,7 @@ def random_cache(rng, dtype, pages, kv, h):
     return k, k.transpose(0, 1, 3, 2)
 
 
-def check_rope(rows, rng, tokens, kv, group, h, dtype, normed=False, sms=None, together=1):
+def check_rope(rows, rng, tokens, kv, group, h, dtype, normed=False, sms=None, together=None):
     pages = tokens // 20 + 2
     fused, cache = normal(rng, tokens, kv * (group + 2) * h), random_cache(rng, dtype, pages, kv, h)
     positions = jnp.asarray(rng.integers(0, 100_000, tokens), jnp.int32)
@@ -139,7 +139,7 @@ def checks(rows):
     )
     for i, shape in enumerate(shapes):
         for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)[: 2 if shape[1] % 2 else 3]:  # int8: an even number of KV heads
-            for together in (1, 32) if dtype != jnp.bfloat16 else (1,):
+            for together in (None, 1, 32) if dtype != jnp.bfloat16 else (None,):
                 check_rope(rows, rng, *shape, dtype, normed=i % 2 == 1, sms=28 if i % 3 == 2 else None, together=together)
     check_limits(rows, rng, 64, 128256, 2.0)
     check_limits(rows, rng, 8, 32000, 0.1)
@@ -182,14 +182,16 @@ def time_quantize(rows, seconds, tokens, width=4096):
     timed(rows, seconds, ways, LAYERS, 3 * tokens * width, t=tokens)
 
 
-def time_rope(rows, seconds, tokens, dtype, kv=8, group=4, h=128, pages=320):
+def time_rope(rows, seconds, tokens, decodes, dtype, kv=8, group=4, h=128):
+    """Decodes, each in a page of its own, then a chunk."""
     rng, rounds = np.random.default_rng(tokens), LAYERS if tokens > 256 else 4 * LAYERS
     fused = [normal(rng, tokens, kv * (group + 2) * h) for _ in range(LAYERS)]
     positions = jnp.asarray(rng.integers(0, 100_000, tokens), jnp.int32)
-    page, place = rng.permutation(pages), rng.integers(0, PAGE, tokens)
-    token = np.arange(tokens)
-    slots = page[token] * PAGE + place if tokens <= 256 else page[token // PAGE] * PAGE + token % PAGE  # decodes; chunks
-    slots = jnp.asarray(slots, jnp.int32)
+    pages = decodes + -(-(tokens - decodes) // PAGE)
+    token, page = np.arange(tokens), rng.permutation(pages)
+    order = np.where(token < decodes, token, decodes + (token - decodes) // PAGE)
+    place = np.where(token < decodes, rng.integers(0, PAGE, tokens), (token - decodes) % PAGE)
+    slots = jnp.asarray(page[order] * PAGE + place, jnp.int32)
     how = {"head_dim": h, "inv_freq": jnp.asarray(5e5 ** -(np.arange(0, h, 2) / h), jnp.float32)}
 
     def chain(rope):
@@ -202,7 +204,8 @@ def time_rope(rows, seconds, tokens, dtype, kv=8, group=4, h=128, pages=320):
             return caches, sum(some)
 
         program = jax.jit(run, donate_argnums=(0,))
-        kept = [[random_cache(rng, dtype, pages, kv, h) for _ in range(LAYERS)]]
+        made = random_cache(rng, dtype, pages, kv, h)
+        kept = [[jax.tree.map(jnp.copy, made) for _ in range(LAYERS)]]
 
         def step():
             kept[0], some = program(kept[0], fused, positions, slots)
@@ -215,10 +218,10 @@ def time_rope(rows, seconds, tokens, dtype, kv=8, group=4, h=128, pages=320):
         return chain(lambda *args, **_: kernel(*args))
 
     size = jnp.dtype(dtype).itemsize
-    ways = {"rope_append": ours(1)} | ({"rope_append, 32 together": ours(32)} if size == 1 else {})
+    ways = {"rope_append": ours(None)} | ({"rope_append, token by token": ours(1)} if size == 1 else {})
     ways["rope_append xla"] = chain(reference.rope_append)
     moved = tokens * kv * h * (2 * (group + 2) + 2 * group + 2 * size)
-    timed(rows, seconds, ways, rounds, moved, t=tokens, cache=jnp.dtype(dtype).name)
+    timed(rows, seconds, ways, rounds, moved, t=tokens, decodes=decodes, cache=jnp.dtype(dtype).name)
 
 
 def time_copy(rows, seconds, tokens, width=6144):
@@ -246,7 +249,7 @@ def times(rows, seconds):
             time_norm(rows, seconds, tokens, quantizes=quantizes)
         time_quantize(rows, seconds, tokens)
         for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
-            time_rope(rows, seconds, tokens, dtype)
+            time_rope(rows, seconds, tokens, tokens // 3 if tokens > 256 else tokens, dtype)
     time_limits(rows, seconds)
 
 

@@ -55,7 +55,7 @@ def steps_apart(got, want):
         (jnp.float8_e4m3fn, 2, 1, 3, 64, None, False, {}),  # an odd number of heads of 64 bytes
         (jnp.float8_e4m3fn, 11, 1, 2, 64, None, False, {"together": 32}),  # in blocks of 8
         (jnp.int8, 9, 1, 2, 64, None, False, {"together": 8, "sms": 1}),
-        (jnp.float8_e4m3fn, 19, 1, 2, 64, Rope(1e4), True, {"together": 16, "sms": 2}),  # three rounds of a CTA's blocks
+        (jnp.float8_e4m3fn, 19, 1, 2, 64, Rope(1e4), True, {"together": 16, "sms": 1}),  # four rounds of blocks
     ],
 )
 def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, normed, settings):
