@@ -85,6 +85,27 @@ def _work(bodies: dict[str, str], name: str, ids: set[tuple[str, str]]) -> list[
     return found
 
 
+def kernels(hlo: str, plan: Plan) -> list[tuple[str | None, str]]:
+    """(nano-op, what) of everything that is launched, as it is issued: what is a product's or a custom call's opcode, else the name."""
+    ids = {(nano.op, nano.id) for nano in plan.nano_ops}
+    bodies, entry = _computations(hlo)
+
+    def launched(name: str) -> list[tuple[str | None, str]]:
+        found = []
+        for one in _INSTRUCTION.finditer(bodies[name]):
+            body = re.search(r"(?:calls|to_apply)=%([\w.-]+)", one["rest"])
+            if body and one["opcode"] in ("call", "call-start"):
+                found += launched(body[1])
+            elif one["opcode"] in ("fusion", "custom-call", "copy", "dot", "scatter", "copy-start"):
+                inside = _work(bodies, body[1], ids) if body else []
+                nano = _named(one["rest"], ids) or next((nano for nano, _ in inside), None)
+                plain = one["opcode"] in ("custom-call", "dot") or any(opcode == "dot" for _, opcode in inside)
+                found.append((nano, "op" if plain else re.sub(r"[._]?\d*$", "", one["name"])))
+        return found
+
+    return launched(entry)
+
+
 def check_schedule(hlo: str, plan: Plan, graph: Graph, rows: int) -> list[Window]:
     """Asserts that the schedule is the plan's; returns it. rows: of the batch; decode attention of tokens behind them is nothing.
 

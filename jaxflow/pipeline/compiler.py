@@ -8,12 +8,12 @@ to a cache that earlier ops read (or it would copy the cache), and where the pla
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from jaxtyping import Array, Float
 
 from jaxflow.config import ModelConfig
@@ -22,10 +22,11 @@ from jaxflow.model.batch import Batch
 from jaxflow.model.ops import KV, Context, Weights
 from jaxflow.model.scattered import own_rows
 from jaxflow.pipeline import streams
+from jaxflow.pipeline.calls import call
 from jaxflow.pipeline.order import ATTENTION, MAIN, Reads, Run, Source, Span, check, final_values, graph_of, program
 from jaxflow.pipeline.pieces import Piece, Pieces
 from jaxflow.pipeline.plan import Plan, PlanError
-from jaxflow.pipeline.regions import ADD_NORMS, Group, Segment, grouped
+from jaxflow.pipeline.regions import Group, Segment, grouped
 
 Forward = Callable[[Context, Weights, list[KV], Batch], tuple[Float[Array, "R D"], Float[Array, "T D"], list[KV]]]
 
@@ -62,14 +63,6 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: boo
     return forward
 
 
-@functools.cache
-def _traced_once(name: str) -> Callable[..., Any]:
-    """An op as a jitted function, so that layers of equal shapes share one tracing and one lowering."""
-    op = getattr(ops, name)
-    fixed = [p for p in inspect.signature(op).parameters if p in ("c", "layer", "start", "stop")]
-    return jax.jit(op, static_argnames=fixed)
-
-
 def xla_options(plan: Plan, tp: int = 1, graphs: str | None = None) -> dict[str, Any]:
     """The XLA flags that a step of this plan is compiled with on GPUs.
 
@@ -100,6 +93,7 @@ class _Step:
         self.barriers = 0
         beside = {run.nano.op in ATTENTION for run in reads.runs if run.nano.stream}
         self.overlaps = len(beside) == 2  # attention and others are on side streams
+        self.awaited: list[Array] = []  # what the next op waits for by the plan alone, where there are side streams
         self.zero = Piece((-2, "zero"), Span(0, batch.num_tokens), streams.zero_behind(jax.tree.leaves(batch)))
 
     def issue(self, group: Group) -> None:
@@ -117,10 +111,19 @@ class _Step:
             return
         self.order(group.runs[0])
         self.flush()
+        self.awaited = self.waited_for(group.runs[0])
         if group.segments:
             self.place(group)
         else:
             self.run(group.runs[0])
+        self.awaited = []
+
+    def waited_for(self, run: Run) -> list[Array]:
+        """What of the plan's waits only data can order: barriers are not in a CUDA graph."""
+        if not any(other.nano.stream for other in self.reads.runs):
+            return []
+        waits = [piece for wait in run.nano.waits for piece in self.made.get(wait, [])]
+        return [jax.tree.leaves(alive.array)[0] for piece in waits for alive in self.frontier(piece)]
 
     def flush(self) -> None:
         """Traces the collectives that were issued."""
@@ -149,12 +152,11 @@ class _Step:
 
     def append(self, run: Run) -> None:
         """`rope_append`, a kernel for each array that its tokens lie in: to join them first, and to cut the queries, would take longer."""
-        c, w, layer = dataclasses.replace(self.c, sms=run.nano.sms), self.weights["layers"][run.layer], self.c.config.layers[run.layer]
         for piece in self.values.find(run.reads[0], run.span):
             own = Span(max(piece.span.start, run.nano.start), min(piece.span.stop, run.nano.stop))
-            fused, kv = self.values.read(run.reads[0], own), self.kv[run.layer]
+            part = dataclasses.replace(run, nano=msgspec.structs.replace(run.nano, start=own.start, stop=own.stop))
             with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
-                q, self.kv[run.layer] = _traced_once(run.nano.op)(c, layer, w, self.batch, own.start, own.stop, fused, kv)
+                q, self.kv[run.layer] = self.call(part, [self.values.read(run.reads[0], own)])
             self.values.put((run.layer, "q"), own, q)
         self.record(run)
 
@@ -228,17 +230,8 @@ class _Step:
 
     def call(self, run: Run, inputs: list[Any]) -> tuple:
         """One op of `jaxflow.model.ops` on its inputs; its outputs in the graph's order."""
-        c = dataclasses.replace(self.c, sms=run.nano.sms)
-        name, start, stop = run.nano.op, run.nano.start, run.nano.stop
-        op, w, layer = _traced_once(name), self.weights["layers"][run.layer], self.c.config.layers[run.layer]
-        if name in ATTENTION:
-            q, *into = inputs
-            return (op(c, layer, w, self.batch, start, stop, q, self.kv[run.layer], *into, work=self.work(run)),)
-        if run.op.kind == "network":
-            return (op(c, *inputs),)
-        if name in ADD_NORMS:  # without a second input there is nothing to add
-            return op(c, w, inputs[0], inputs[1] if len(inputs) > 1 else None)
-        return (op(c, w, *inputs),)
+        work = self.work(run) if run.nano.op in ATTENTION else None
+        return call(self.c, self.weights["layers"][run.layer], self.batch, self.kv[run.layer], run, inputs, work, self.awaited)
 
     def order(self, run: Run) -> None:
         """Makes a run, by its inputs, follow what the plan issued before it."""

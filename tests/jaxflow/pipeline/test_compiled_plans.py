@@ -1,5 +1,6 @@
 """What XLA makes of plans for an H200: the schedule is the plan's, nano-batches stay apart, caches are not copied."""
 
+import collections
 import functools
 import re
 
@@ -10,7 +11,7 @@ import paths
 import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from jax.sharding import PartitionSpec
-from schedule import check_schedule, read
+from schedule import check_schedule, kernels, read
 
 from jaxflow.config import Layer, ModelConfig, Rope
 from jaxflow.memory.kv_cache import cache_spec
@@ -89,6 +90,7 @@ def rows_of_products(found, tp=1):
     return sorted(shape[-2] for shape in shapes if shape[-1] in widths)
 
 
+WAITING = load(paths.DATA / "plans" / "llama-3.1-8b-2048-waits.json")
 SEARCHED = paths.DATA / "plans" / "llama-3.1-8b-2048.json"
 PLANS = {
     "phases": (phased_plan(MODEL, TOKENS, 72), 1),  # halves as unequal as decodes and chunks are
@@ -160,18 +162,42 @@ def test_a_sequential_step_in_one_cuda_graph():
     check_schedule(found.hlo, plan, graph_of(plan, MODEL), ROWS)
 
 
-def test_the_hopper_kernels_on_their_shares_of_the_device():
-    """24 SMs for attention, 108 for the products beside it: in the grids of the kernels, on the plan's streams, as one CUDA graph."""
-    kernels = kernel_set_for("gpu", "9.0", head_dim=128, queries_per_kv_head=4, page_size=64, dtype="bfloat16", kv_dtype="bfloat16")
-    plan = phased_plan(MODEL, TOKENS, SPLIT, sms=(24, 108))
-    found = compiled(plan, kernels)
-    check_schedule(found.hlo, plan, graph_of(plan, MODEL), ROWS)
+@pytest.fixture(scope="module")
+def on_hopper():
+    """A searched plan, with waits, on the kernels that an H200 runs."""
+    kernel_set = kernel_set_for("gpu", "9.0", head_dim=128, queries_per_kv_head=4, page_size=64, dtype="bfloat16", kv_dtype="bfloat16")
+    return compiled(WAITING, kernel_set)
+
+
+def test_the_hopper_kernels_on_their_shares_of_the_device(on_hopper):
+    """As the plan has them: in the grids of the kernels, on its streams, as one CUDA graph."""
+    found = on_hopper
+    check_schedule(found.hlo, WAITING, graph_of(WAITING, MODEL), ROWS)
     assert [thunk.kind for thunk in found.graph_thunks if not thunk.depth] == ["kCommandBuffer"], "the step is not one CUDA graph"
     names = re.findall(r"(decode_attention|chunk_attention|dense_gemm)_(\d+)", found.hlo)
-    assert {name: {int(sms) for other, sms in names if other == name} for name, _ in names} == {
-        "decode_attention": {24},
-        "chunk_attention": {24},
-        "dense_gemm": {108},
-    }
-    for nano in ("qkv/qkv.1", "out_proj/out_proj.0", "up_gate/up_gate.1", "down/down.0"):  # profiles find ops by these names
+    shares = {name: {int(sms) for other, sms in names if other == name} for name, _ in names}
+    assert shares == {"decode_attention": {40}, "chunk_attention": {84, 132}, "dense_gemm": {84, 92, 100}}
+    for nano in ("qkv/qkv.1", "out_proj/out_proj.1", "up_gate/up_gate.1", "down/down.1"):  # profiles find ops by these names
         assert re.search(rf'op_name="[^"]*compute_on/{nano}/', found.hlo), nano
+
+
+def test_a_layer_is_its_nano_ops_and_little_else(on_hopper):
+    """One kernel each, but for what is said here: no sums apart from their norms, no arrays joined, cut or copied for a kernel to read."""
+    issued = kernels(on_hopper.hlo, WAITING)
+    appends = [at for at, (nano, _) in enumerate(issued) if nano == "rope_append"]
+    layer = issued[appends[-4] : appends[-2]]  # from the append of the last layer but one to the last one's
+    ops = collections.Counter(nano for nano, what in layer if what == "op")
+    empty = {"decode_attention.1"}  # behind all rows
+    assert ops == {nano.id: 2 if nano.id == "rope_append" else 1 for nano in WAITING.nano_ops if nano.id not in empty}
+    rest = collections.Counter((nano, what) for nano, what in layer if what != "op")
+    partial_sums = {(f"{name}.1", "loop_broadcast_fusion"): 1 for name in ("qkv", "out_proj", "up_gate", "down")}  # their semaphores
+    assert rest <= collections.Counter(
+        {
+            ("decode_attention.0", "loop_or_fusion"): 1,  # its wait, as data
+            ("out_proj.0", "loop_select_fusion"): 1,  # the heads of both attentions, which ran beside each other
+            ("up_gate.0", "loop_convert_fusion"): 1,  # the activation, behind XLA's product
+            ("down.0", "loop_reduce_fusion"): 1,  # XLA's product in two halves of its inner dimension, at these sizes
+            (None, "loop_convert_fusion"): 3,  # `zero_behind` of three attentions, a number each
+            **partial_sums,
+        }
+    )

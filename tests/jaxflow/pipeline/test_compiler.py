@@ -86,6 +86,17 @@ def test_zero_is_zero_whatever_it_is_made_of(dtype):
     assert zero.dtype == jnp.int32 and zero.shape == () and zero == 0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32", "uint8"])
+def test_what_is_behind_something_is_as_it_was(dtype):
+    """Bit for bit, the first of a tree's arrays, too; nothing at all is nothing still."""
+    bits = np.random.default_rng(0).integers(0, 256, 64, np.uint8)
+    small = (jnp.asarray(bits.view(dtype)), jnp.arange(3))
+    made = jax.jit(streams.behind)([jnp.full((2, 2), -1.0), jnp.arange(4, 6)], small)
+    assert np.asarray(made[0]).tobytes() == bits.tobytes()
+    assert np.array_equal(made[1], small[1])
+    assert streams.behind([jnp.ones(1)], None) is None
+
+
 def test_a_batch_of_another_size_is_refused():
     model = bench("tiny-llama")
     w, kv, _ = drawn.plain(model)
