@@ -7,8 +7,9 @@ interference there is between products and attention (`docs/overlap.md` holds it
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ import msgspec
 from jaxflow.model.energy import Power, shipped_power
 from jaxflow.model.graph import Work
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FOLDER = Path(__file__).parent / "cards"
 
 
@@ -25,15 +26,21 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     schema_version: int
     device: str  # as in `jaxflow.model.cost.DEVICES`
-    tensor_share: float  # of the tensor cores' FLOP a cycle, in waves that are full
+    tensor_share: Mapping[str, float]  # by the products' dtype: of the tensor cores' FLOP a cycle, in waves that are full
     attention_share: float  # the same of attention's products
-    sm_bytes_per_cycle: float  # that an SM takes in
+    attention_bytes_per_s: Mapping[str, float]  # by the cache's dtype: that decode attention reads on the whole device
+    sm_bytes_per_cycle: Mapping[str, float]  # by the cache's dtype: that an SM takes in
     kernel_s: float  # that a kernel's start and end take
     collective_s: float  # the same of a sum over devices
     joules_factor: float  # joules of ordinary kernels over the least that any were measured at (`jaxflow.model.energy`)
+    beside: float  # how many times as long ops take beside others as alone on the same SMs at the same clock
+    hot_factor: float  # joules of an engine's steps, sustained for seconds, over those of kernels in windows of half a second
+    nano_s: float  # that a chain of ops costs beyond their times, in a layer with side streams
+    step_s: float  # that a step costs beyond its ops' times
     method: str
 
 
+@functools.cache
 def shipped_card(device: str) -> Card | None:
     """What comes with this release for a device of `jaxflow.model.cost.DEVICES`, or None. Raises: ValueError for another schema."""
     path = FOLDER / f"{device.lower()}.json"
@@ -96,7 +103,10 @@ class Governor:
         return seconds * clock_hz / clock
 
 
+@functools.cache
 def governor_of(device: str, dtype: str) -> Governor | None:
-    """Of a device whose joules and kernels are known, or None."""
+    """Of a device whose joules and kernels are known, as hot as an engine's steps keep it; or None."""
     power, card = shipped_power(device), shipped_card(device)
-    return None if power is None or card is None or dtype not in power.flop else Governor(power, dtype, card.joules_factor)
+    if power is None or card is None or dtype not in power.flop:
+        return None
+    return Governor(power, dtype, card.joules_factor * card.hot_factor)

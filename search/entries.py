@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jaxflow.model.graph import Op
 from search.op_bench import Case
-from search.op_times import ATTENTION
+from search.op_times import ATTENTION, PAIR_DECODES, PAIR_TOKENS
 
 MOST_DECODES = 1024  # tokens of a step that decode: one a sequence
-PAIR_TOKENS, PAIR_DECODES = 1024, 256
 PAIR_KEYS = 4096  # that attention beside a product can be given, to last as long as the product
 _ENDS, _SHARES, _PAIRS, _BETWEEN = range(4)
 

@@ -1,6 +1,6 @@
 """Measures each op of a layer on this device, alone and in pairs, for the search of plans.
 
-  python -m search measure --model llama-3.1-8b --out profiles/h200.json
+  python -m search measure --model llama-3.1-8b --out profiles/h200-llama-3.1-8b.json
 
 Every op runs on dummy weights and a random cache, sustained, at a few batch sizes, attention at a few contexts; where kernels can be
 bounded to some SMs (Hopper's), also on shares of the device, and products beside attention at those shares. With

@@ -5,6 +5,7 @@ it does nothing else, or what its bytes take; elsewhere the longest of its times
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 from jaxflow.config import ModelConfig
@@ -24,19 +25,23 @@ class Kernels:
     card: Card
     governor: Governor
     total_sms: int
+    kv_dtype: str = "bfloat16"
 
     def seconds(self, op: Op, work: Work, sms: int, clock_hz: float) -> float:
-        """On `sms` SMs, in waves that are full."""
+        """On `sms` SMs, in waves that are full; on a part of the device beside others."""
         card, governor, share = self.card, self.governor, 0.0
+        dtype, rates = product_dtype(op, governor.dtype), self.device.rates
         if op.kind == "dense":
-            share = card.tensor_share
+            share = card.tensor_share[dtype]
         elif op.kind == "attention":
             share = card.attention_share
-        peak = governor.power.flops_per_cycle[product_dtype(op, governor.dtype)] * clock_hz * sms / self.total_sms
-        bytes_s = work_times(work, self.device.rates, governor.dtype)
-        intake_s = work.memory_bytes / (sms * card.sm_bytes_per_cycle * clock_hz)
+            rates = dataclasses.replace(rates, memory_bytes_per_s=card.attention_bytes_per_s.get(self.kv_dtype, rates.memory_bytes_per_s))
+        peak = governor.power.flops_per_cycle[dtype] * clock_hz * sms / self.total_sms
+        least = work_times(work, rates, governor.dtype)
+        intake_s = work.memory_bytes / (sms * card.sm_bytes_per_cycle.get(self.kv_dtype, math.inf) * clock_hz)
         fixed_s = card.collective_s if op.kind == "network" else card.kernel_s
-        return fixed_s + max(work.flops / (share * peak) if share else 0.0, intake_s, bytes_s.memory_s, bytes_s.network_s)
+        took = fixed_s + max(work.flops / (share * peak) if share else 0.0, intake_s, least.memory_s, least.network_s)
+        return took if sms == self.total_sms else card.beside * took
 
     def alone(self, op: Op, tokens: int, keys: int, sms: int) -> OpTime:
         """At the clock that the card settles at, doing nothing else."""
@@ -65,14 +70,15 @@ def modelled_profile(
     keys: Iterable[int] = (256, 1024, 4096),
     sms: Iterable[int] = (132,),
     total_sms: int = 132,
+    card: Card | None = None,
 ) -> Profile:
     """Of one of `tp` devices, with both forms of sums over them.
 
     On a part of the SMs compute shrinks in proportion; memory does not before the SMs' own intake limits it. No kernel keeps other
-    ops to a part.
+    ops to a part. card: of the device's kernels; None: that which comes with this release.
     """
-    card, governor = shipped_card(device.name), governor_of(device.name, dtype)
-    kernels = None if card is None or governor is None else Kernels(device, card, governor, total_sms)
+    card, governor = card or shipped_card(device.name), governor_of(device.name, dtype)
+    kernels = None if card is None or governor is None else Kernels(device, card, governor, total_sms, kv_dtype)
     times, graphs = [], [model_graph(config, tp, widths, scattered=True)] if tp > 1 else []
     for op in {op.name: op for graph in (*graphs, model_graph(config, tp, widths)) for layer in graph.layers for op in layer}.values():
         for count in sorted(set(tokens)):

@@ -18,7 +18,7 @@ from jaxflow.pipeline.plan import Plan, Target
 from search.cyclic import Option, Problem, Schedule, SearchError, solve
 from search.issue import to_plan
 from search.setting import Setting
-from search.structure import Chain, Task, apart, chains, follows, make_task, repeated_layer, starts_outside
+from search.structure import Chain, Task, apart, chains, follows, has_side_streams, make_task, repeated_layer, starts_outside
 
 TILE = 128  # rows that a product computes at once: cuts are multiples of it
 _ENOUGH = 0.005  # a plan is taken where no other can be so much shorter
@@ -70,6 +70,7 @@ def make_tasks(setting: Setting, cuts: Sequence[int]) -> tuple[list[Task], list[
     if rates is not None and dtype not in rates.flops_per_s:
         rates = None
     edges, moe = (0, *cuts, load.tokens), any(op.experts for op in setting.graph.layers[-1])
+    aside = has_side_streams(setting.overlap, setting.graph.scattered)
     tasks, covers = [], []
     for chain in chains(repeated_layer(setting.graph), setting.quantized):
         first, own = len(tasks), []
@@ -78,7 +79,7 @@ def make_tasks(setting: Setting, cuts: Sequence[int]) -> tuple[list[Task], list[
             for a in range(len(edges) - count):
                 b = a + count
                 start, stop = edges[a], edges[b]
-                alone[a, b] = setting.shares.chain(chain, load.part(start, stop), full)
+                alone[a, b] = setting.shares.chain(chain, load.part(start, stop), full, aside)
                 parts = min((alone[a, c] + alone[c, b] for c in range(a + 1, b)), default=float("inf"))
                 uncut = count > 1 and chain.is_network and setting.graph.scattered  # scattered rows are cut alike everywhere
                 if alone[a, b] < parts * (1 - _GAIN) and not uncut:
@@ -107,7 +108,7 @@ def stage_one(setting: Setting, cuts: Sequence[int], time_limit_s: float) -> tup
     """The tasks of the best structure with these cuts, and its schedule at the ops' own speeds."""
     tasks, covers = make_tasks(setting, cuts)
     full = setting.shares.profile.total_sms
-    options = [(Option(0, setting.shares.chain(task.chain, setting.load.part(task.start, task.stop), full)),) for task in tasks]
+    options = [(Option(0, setting.shares.task(task, setting.load.part(task.start, task.stop), full)),) for task in tasks]
     least = setting.energy_s([(0, setting.load.tokens)])
     found = solve(make_problem(tasks, options, covers=tuple(covers), least_s=least), time_limit_s)
     return [task for task, option in zip(tasks, found.chosen, strict=True) if option is not None], found

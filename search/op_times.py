@@ -17,6 +17,7 @@ from jaxflow.model.graph import Op
 
 SCHEMA_VERSION = 1
 ATTENTION = ("decode_attention", "chunk_attention")
+PAIR_TOKENS, PAIR_DECODES = 1024, 256  # of a pair's product and chunk attention; of its decode attention
 COLLECTIVES = ("_reduce", "_scatter", "_gather")  # what their names end with
 
 

@@ -1,6 +1,6 @@
 """Searches plans for a model on a machine: how a step is cut into nano-batches, in what order they run, on how many SMs.
 
-  python -m search plan --model llama-3.1-8b --profile profiles/h200.json --tokens 1664,2048 --out plan.json
+  python -m search plan --model llama-3.1-8b --profile profiles/h200-llama-3.1-8b.json --tokens 1664,2048 --out plan.json
   python -m search plan --model llama-3.1-8b --modelled --device H200 --prompt_tokens 1024,512 --output_tokens 512,512 --out plans
 
 Times are of a profile that was measured on the machine, or with --modelled of the cost model (and --collectives as they were
@@ -175,12 +175,12 @@ def _shares(name: str, model: ModelConfig, budgets: list[int]) -> list[Shares]:
 
 
 def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile, Widths, dict[str, int] | None]:
-    """The profile, the widths of its numbers, and the columns of products where it knows nothing of waves."""
+    """The profile, the widths of its numbers, and the columns of products where it does not know all of waves."""
     f = flags.FLAGS
     if f.profile is not None:
         profile = load_profile(f.profile, model=name)
         widths = Widths(weights=BYTES.get(profile.dtype, 2.0), kv=BYTES.get(profile.kv_cache_dtype, 2.0))
-        return profile, widths, None
+        return profile, widths, product_columns(model, profile.tensor_parallel_size) if profile.pairs else None
     device = DEVICES[f.device]
     if f.dtype not in device.rates.flops_per_s:
         raise ConfigError("dtype", f.dtype, f"what a {f.device} multiplies: {', '.join(device.rates.flops_per_s)}")

@@ -1,5 +1,6 @@
 """How long an op takes on a share of the device, in SMs: from a profile's times and its pairs (NanoFlow §4.1.1, Table 3)."""
 
+import bisect
 import collections
 import functools
 import math
@@ -7,7 +8,10 @@ from collections.abc import Mapping
 
 from jaxflow.config import ModelConfig
 from jaxflow.model.composition import Composition
+from jaxflow.model.cost import find_device
 from jaxflow.model.graph import Graph, Op
+from search.beside import slowdown
+from search.clock import Card, shipped_card
 from search.clocked import Clocks
 from search.cyclic import Option
 from search.op_times import ATTENTION, Profile, seconds
@@ -20,9 +24,15 @@ _CLOCK_STEP_HZ = 5e6
 
 
 class Shares:
-    """Answers for one profile and one model. `columns`: of products, where the profile knows nothing of waves."""
+    """Answers for one profile and one model.
 
-    def __init__(self, profile: Profile, graph: Graph, columns: Mapping[str, int] | None = None):
+    columns: of products, where the profile knows nothing of waves. A profile of pairs knows them on the whole device, where it was
+    taken at many sizes, but not on parts of it. card: of the device's kernels; None: that which comes with this release, if any.
+    """
+
+    def __init__(self, profile: Profile, graph: Graph, columns: Mapping[str, int] | None = None, card: Card | None = None):
+        device = find_device(profile.device)
+        self.card = card or (shipped_card(device.name) if device else None)
         self.profile, self.graph, self.columns = profile, graph, columns or {}
         self.windows: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
         for ops in graph.layers:
@@ -31,7 +41,6 @@ class Shares:
         self.known: dict[str, tuple[int, ...]] = {}
         for name, sms in sorted(profile.curves):
             self.known[name] = (*self.known.get(name, ()), sms)
-        self.kept = _kept(profile)
         self.root: Shares | None = None
         self.by_clock: dict[float, Shares] = {}
 
@@ -47,13 +56,23 @@ class Shares:
         root = self.root or self
         clock_hz = math.ceil(clock_hz / _CLOCK_STEP_HZ - 1e-6) * _CLOCK_STEP_HZ
         if clock_hz not in root.by_clock:
-            root.by_clock[clock_hz] = found = Shares(root.clocks.at(root.profile, clock_hz), root.graph, root.columns)
+            root.by_clock[clock_hz] = found = Shares(root.clocks.at(root.profile, clock_hz), root.graph, root.columns, root.card)
             found.root = root
         return root.by_clock[clock_hz]
 
     @functools.cached_property
+    def beside(self) -> float:
+        """How many times as long ops take beside others (`search.beside`)."""
+        return self.root.beside if self.root else slowdown(self.profile, self.clocks)
+
+    @property
+    def nano_s(self) -> float:
+        """What a chain of a plan with side streams costs beyond its ops' times: joins, copies, what XLA no longer fuses."""
+        return self.card.nano_s if self.card else 0.0
+
+    @functools.cached_property
     def clocks(self) -> Clocks:
-        return Clocks(self.graph, self.profile)
+        return Clocks(self.graph, self.profile, self.card)
 
     def seconds(self, op: Op, step: Composition, sms: int) -> float:
         """An op on a layer, the mean over the model's layers. Raises: ProfileError if it was not measured."""
@@ -69,14 +88,41 @@ class Shares:
             count, total = ("decode_tokens", "decode_keys") if name == "decode_attention" else ("chunk_tokens", "chunk_pairs")
             tokens = step.count(count)
             keys = step.count(total, window) / tokens if tokens else 0.0
+        if not tokens:
+            return 0.0
         full = self.profile.total_sms
         if kind in ("other", "network") and sms not in self.known.get(name, ()):
             alone = seconds(self.profile, name, tokens, keys)
             return alone if kind == "network" else alone * max(1.0, full / (INTAKE * sms))  # no kernel that a share bounds
-        kept = self.kept[name].get(sms)
-        if kept is not None and sms != full:
-            return min(seconds(self.profile, name, tokens, keys, known) for known in self.known[name]) / kept
-        return seconds(self.profile, name, tokens, keys, sms) / self.fill(name, tokens, sms)
+        if sms == full:
+            return seconds(self.profile, name, tokens, keys, sms) / (1.0 if self.profile.pairs else self.fill(name, tokens, sms))
+        return self.beside * self._on(name, tokens, keys, sms) / self.fill(name, tokens, sms)
+
+    def _on(self, name: str, tokens: float, keys: float, sms: int) -> float:
+        """On a part of the device, of full waves: a rate between those of the shares that were timed.
+
+        Raises: ProfileError for fewer SMs than any that were.
+        """
+        known = self.known.get(name, ())
+        if sms in known or not known or not known[0] < sms < known[-1]:
+            return self._full_waves(name, tokens, keys, sms)
+        at = bisect.bisect(known, sms)
+        few, many = known[at - 1], known[at]
+        low, high = (1 / self._full_waves(name, tokens, keys, share) for share in (few, many))
+        return 1 / (low + (high - low) * (sms - few) / (many - few))
+
+    def _full_waves(self, name: str, tokens: float, keys: float, sms: int) -> float:
+        """What it would take if waves of products were full: measured times are of waves as they were."""
+        if not self.profile.pairs or name not in self.columns:
+            return seconds(self.profile, name, tokens, keys, sms)
+        curve = next(iter(self.profile.curves[name, sms].values())) if (name, sms) in self.profile.curves else []
+        if len(curve) < 2:
+            return seconds(self.profile, name, tokens, keys, sms)
+        xs = [count for count, _ in curve]
+        at = min(max(1, bisect.bisect_left(xs, tokens)), len(xs) - 1)
+        (x0, y0), (x1, y1) = curve[at - 1], curve[at]
+        y0, y1 = y0 * self.fill(name, x0, sms), y1 * self.fill(name, x1, sms)
+        return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0) if tokens > x0 else y0
 
     def fill(self, name: str, tokens: float, sms: int) -> float:
         """The part of a product's waves that holds tiles; the last wave is cut in two along K (1 where columns are not given)."""
@@ -85,8 +131,13 @@ class Shares:
         waves = math.ceil(tokens / TILE_ROWS) * math.ceil(self.columns[name] / TILE_COLUMNS) / sms
         return 2 * waves / math.ceil(2 * waves - 1e-9)
 
-    def chain(self, chain: Chain, step: Composition, sms: int) -> float:
-        return sum(self.seconds(op, step, sms) for op in chain.ops)
+    def chain(self, chain: Chain, step: Composition, sms: int, aside: bool = False) -> float:
+        """aside: in a plan with side streams."""
+        took = sum(self.seconds(op, step, sms) for op in chain.ops)
+        return took + self.nano_s if aside and took and not chain.is_network else took
+
+    def task(self, task: Task, step: Composition, sms: int) -> float:
+        return self.chain(task.chain, step, sms, aside=task.aside)
 
     def sizes(self) -> tuple[int, ...]:
         """All shares that some product or attention was timed on."""
@@ -106,26 +157,16 @@ class Shares:
         bounded = [op.name for op in chain.ops if op.kind in ("dense", "attention")]
         sizes = [
             sms for sms in self.sizes()
-            if all(sms in self.known.get(name, ()) or sms in self.kept[name] for name in bounded)
+            if all(sms in self.known.get(name, ()) for name in bounded)
             and (2 * sms >= full if task.resource == "compute" else 2 * sms <= full)
         ]  # fmt: skip
-        found = [Option(sms, self.chain(chain, step, sms)) for sms in sorted({*sizes, full})]
+        found = [Option(sms, self.task(task, step, sms)) for sms in sorted({*sizes, full})]
         if not found[-1].seconds:
             return (Option(0, 0.0),)
         if not most:
             return (found[-1],)
         kept = [option for i, option in enumerate(found) if all(option.seconds < other.seconds for other in found[:i])]
         return tuple(_spread(kept[:-1], most) + kept[-1:])
-
-
-def _kept(profile: Profile) -> dict[str, dict[int, float]]:
-    """op -> sms -> P: the share of its best speed that the op kept beside others, the mean over its pairs."""
-    found: dict[str, dict[int, list[float]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for pair in profile.pairs:
-        found[pair.first][pair.first_sms].append(pair.first_performance)
-        found[pair.second][pair.second_sms].append(pair.second_performance)
-    kept = {name: {sms: sum(ps) / len(ps) for sms, ps in by_sms.items() if min(ps) > 0} for name, by_sms in found.items()}
-    return collections.defaultdict(dict, kept)
 
 
 def _spread(options: list[Option], most: int) -> list[Option]:

@@ -14,7 +14,7 @@ from jaxflow.model.energy import Power, bound
 from jaxflow.model.graph import Graph, Work
 from jaxflow.pipeline.order import ATTENTION, Run, Span, program
 from jaxflow.pipeline.plan import Plan
-from search.clock import governor_of
+from search.clock import Governor, governor_of
 from search.shares import NETWORK_SMS, Shares
 from search.structure import APPEND, Load
 
@@ -36,13 +36,14 @@ class Timeline:
     """A simulated pass over the layers.
 
     energy_s: the least time for its joules at any clock, 0 where they are not known. clock_hz: that the card settles at, where
-    the profile and the card's joules say.
+    the profile and the card's joules say. work: of all layers, as the plan cuts it.
     """
 
     entries: tuple[Entry, ...]
     layers: int
     energy_s: float
     clock_hz: float | None = None
+    work: Work = Work()
 
     @property
     def busy_s(self) -> float:
@@ -63,8 +64,13 @@ class Timeline:
         return max((ends[last] - ends[first]) / (last - first), self.energy_s / self.layers)
 
 
-def simulate(plan: Plan, graph: Graph, shares: Shares, load: Load, *, device: Device | None = None, power: Power | None = None) -> Timeline:
+def simulate(
+    plan: Plan, graph: Graph, shares: Shares, load: Load, *, device: Device | None = None, power: Power | None = None,
+    governor: Governor | None = None,
+) -> Timeline:  # fmt: skip
     """The plan on a step of this load, which may be another than the one it was made for; all layers of the graph.
+
+    governor: what keeps the card at its cap; None: `governor_of` the device.
 
     Raises: ProfileError for an op or a number of SMs that was not measured.
     """
@@ -72,14 +78,16 @@ def simulate(plan: Plan, graph: Graph, shares: Shares, load: Load, *, device: De
     total = shares.profile.total_sms
     sms = [run.nano.sms or (min(NETWORK_SMS, total) if run.op.kind == "network" else total) for run in runs]
     steps = {(run.nano.start, run.nano.stop): load.part(run.nano.start, run.nano.stop) for run in runs}
-    before = _before(runs)
+    before, aside = _before(runs), any(nano.stream for nano in plan.nano_ops)
 
     def entries(shares: Shares) -> tuple[Entry, ...]:
         times: dict[tuple, float] = {}
         for run, count in zip(runs, sms, strict=True):
             key = run.nano.id, run.op.window
             if key not in times:
-                times[key] = shares.seconds(run.op, steps[run.nano.start, run.nano.stop], count)
+                took = shares.seconds(run.op, steps[run.nano.start, run.nano.stop], count)
+                costs = aside and took and (run.op.kind in ("dense", "attention") or run.nano.op == APPEND)
+                times[key] = took + shares.nano_s if costs else took
         lasts = [times[run.nano.id, run.op.window] for run in runs]
         starts = _starts(before, lasts, sms, total)
         return tuple(Entry(run, at, at + last, count) for run, at, last, count in zip(runs, starts, lasts, sms, strict=True))
@@ -87,7 +95,8 @@ def simulate(plan: Plan, graph: Graph, shares: Shares, load: Load, *, device: De
     amounts = collections.Counter((run.op, (run.nano.start, run.nano.stop)) for run in runs)
     work = sum((op.work(steps[part]) * number for (op, part), number in amounts.items()), Work())
     dtype, clock_hz = shares.profile.dtype, None
-    governor = governor_of(device.name, dtype) if device is not None and shares.clocked else None
+    if governor is None and device is not None and shares.clocked:
+        governor = governor_of(device.name, dtype)
     if governor is not None:
         clock_hz = 0.75 * governor.highest_hz
         for _ in range(_GUESSES):
@@ -97,7 +106,7 @@ def simulate(plan: Plan, graph: Graph, shares: Shares, load: Load, *, device: De
     energy_s = 0.0
     if device is not None and power is not None and dtype in power.flop:
         energy_s = bound(work, device, power, dtype).energy_s
-    return Timeline(found, len(graph.layers), energy_s, clock_hz)
+    return Timeline(found, len(graph.layers), energy_s, clock_hz, work)
 
 
 def _starts(before: list[set[int]], lasts: list[float], sms: list[int], total: int) -> list[float]:

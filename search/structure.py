@@ -91,6 +91,7 @@ class Task:
     stop: int
     resource: str  # compute, memory or network
     stream: int
+    aside: bool = False  # whether its plan has side streams
 
     def meets(self, other: "Task") -> bool:
         return self.start < other.stop and other.start < self.stop
@@ -155,7 +156,7 @@ def make_task(
     Attention that has nothing to do stays with the products that follow: on its own stream they would wait for another's.
     """
     bound = resource(chain, load.part(start, stop), rates, dtype)
-    aside = "memory" in overlap or (scattered and "network" in overlap)
+    aside = has_side_streams(overlap, scattered)
     if not aside or chain.is_append or chain.is_network:
         stream = MAIN
     elif "memory" not in overlap:
@@ -164,7 +165,12 @@ def make_task(
         stream = MEMORY_STREAM
     else:
         stream = MAIN if moe else COMPUTE_STREAM
-    return Task(chain, start, stop, bound if bound in overlap else "compute", stream)
+    return Task(chain, start, stop, bound if bound in overlap else "compute", stream, aside)
+
+
+def has_side_streams(overlap: Collection[str], scattered: bool = False) -> bool:
+    """Whether plans in which these resources run beside compute issue ops on streams of their own."""
+    return "memory" in overlap or (scattered and "network" in overlap)
 
 
 def follows(tasks: Sequence[Task]) -> tuple[tuple[int, int, int], ...]:

@@ -128,7 +128,7 @@ def test_an_op_may_leave_out_a_cut():
 
 
 def test_llama_on_a_modelled_h200():
-    setting = llama_setting(2048, 1024, 512, most_shares=2, step=1024)
+    setting = llama_setting(2048, 1024, 512, most_shares=1, step=1024)
     found = search(setting, time_limit_s=30)
     check(found.plan, setting.graph)
     timeline = simulated(setting, found.plan)
@@ -145,7 +145,7 @@ def test_a_plan_by_hand_is_simulated_too():
     config = dataclasses.replace(TINY, layers=TINY.layers[:1] * 32)
     sequential = simulated(setting, sequential_plan(config, 2048))
     phased = simulated(setting, phased_plan(config, 2048, 384, sms=(40, 92)))
-    assert phased.step_s < sequential.step_s
+    assert phased.step_s < 0.85 * sum(entry.stop_s - entry.start_s for entry in phased.entries)  # attention is beside products
     assert sequential.step_s == pytest.approx(32 * search(llama_setting(2048, 1024, 512, overlap=(), nano_batches=1)).period_s, rel=1e-3)
 
 

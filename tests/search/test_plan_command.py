@@ -1,5 +1,6 @@
 """`python -m search plan`: files that the engine reads, and what it refuses."""
 
+import msgspec
 import pytest
 from searched import llama_shares
 
@@ -8,7 +9,8 @@ from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.order import check
 from jaxflow.pipeline.plan import load
 from search.__main__ import main
-from search.op_times import Pair, save_profile
+from search.clocked import Clocks
+from search.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, ProfileError, save_profile, seconds
 from search.shares import Shares, product_columns
 from search.structure import Load, chains, make_task, repeated_layer
 
@@ -54,17 +56,36 @@ def tasks_of(shares):
     }, whole.part(0, 2048)
 
 
-def test_what_pairs_kept_beside_each_other_decides_their_times():
-    """Table 3: D / P for the shares that were measured in pairs."""
+def pair(profile, slower: float, clock_mhz: float, op="up_gate", load: float = 1.0) -> Pair:
+    """As `search measure` would write it of attention that lasts `load` times as long as the product, both `slower` than alone."""
+    here = Clocks(model_graph(CONFIG), profile).at(profile, clock_mhz * 1e6)
+    product_s = seconds(here, op, PAIR_TOKENS, 0, 104)
+    keys = next(keys for keys in range(1, 4096) if seconds(here, "decode_attention", PAIR_DECODES, keys, 28) >= load * product_s)
+    together_s = slower * max(product_s, seconds(here, "decode_attention", PAIR_DECODES, keys, 28))
+    best = seconds(profile, op, PAIR_TOKENS, 0, 132), seconds(profile, "decode_attention", PAIR_DECODES, keys, 132)
+    return Pair(op, "decode_attention", 104, 28, *(alone / together_s for alone in best), 700.0, clock_mhz)
+
+
+@pytest.mark.parametrize("load", [0.8, 1.0, 1.2])
+def test_what_pairs_lose_beyond_sms_and_clock_is_found_whichever_of_them_ended_first(load):
+    """Table 3, of pairs on a grid of loads: the median of the slowdowns; pairs below the keys that were measured say nothing."""
     base = llama_shares()
-    profile = type(base.profile)(
-        **{name: getattr(base.profile, name) for name in base.profile.__struct_fields__}
-        | {"pairs": (Pair("up_gate", "decode_attention", 104, 28, 0.75, 0.5),)}
-    )
-    shares = Shares(profile, base.graph)
+    drawn = [pair(base.profile, slower, clock, load=load) for slower, clock in ((1.1, 1440.0), (1.2, 1500.0), (1.9, 1700.0))]
+    short = Pair("out_proj", "decode_attention", 104, 28, 0.95, 1.0, 700.0, 1980.0)
+    shares = Shares(msgspec.structs.replace(base.profile, pairs=(*drawn, short)), base.graph)
+    assert shares.beside == pytest.approx(1.2, rel=0.01)
     tasks, step = tasks_of(shares)
-    found = {option.share: option.seconds for option in shares.options(tasks["decode_attention"], step, 9)}
-    assert found[28] == pytest.approx(min(found.values()) / 0.5)
+    found, alone = ({o.share: o.seconds for o in one.options(tasks["decode_attention"], step, 9)} for one in (shares, base))
+    assert found[28] == pytest.approx(1.2 * alone[28], rel=0.01)
+
+
+def test_a_share_between_those_that_were_timed_has_a_rate_between_theirs():
+    shares, step = llama_shares(), Load.steady_state(2048, 1024, 512).part(0, 2048)
+    ops = {op.name: op for op in shares.graph.layers[-1]}
+    few, between, many = (shares.seconds(ops["decode_attention"], step, sms) for sms in (28, 34, 40))
+    assert 1 / between == pytest.approx((1 / few + 1 / many) / 2)
+    with pytest.raises(ProfileError, match="sms=8"):
+        shares.seconds(ops["decode_attention"], step, 8)
 
 
 def test_shares_are_told_by_the_waves_they_fill():

@@ -9,7 +9,7 @@ from searched import llama_setting
 from jaxflow.model.composition import Composition
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan
-from search.predict import outside_s, predict
+from search.predict import MARGIN, outside_s, predict
 from search.simulate import simulate
 
 LAYERS = drawn.config_of("tiny-llama").layers[:1] * 32
@@ -29,7 +29,8 @@ def test_predictions_are_the_simulation_of_each_composition():
     for table in (found.step_s, found.sequential_s):
         assert all(list(row) == sorted(row) for row in table), "a longer context is a longer step"
     gain = Gain.of(found)
-    assert gain.at(0, 500) < 1 < gain.at(1.5 * setting.load.decode_tokens, 2 * setting.load.decode_keys)
+    assert gain.at(0, 500) < gain.at(1.5 * setting.load.decode_tokens, 2 * setting.load.decode_keys)
+    assert gain.margin == MARGIN
 
 
 def test_what_is_outside_the_layers_grows_with_the_rows_that_sample():
