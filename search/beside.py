@@ -8,7 +8,7 @@ pair's clock. Single pairs scatter: their loads of attention are a grid, and a p
 import statistics
 
 from search.clocked import Clocks
-from search.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, Profile, seconds
+from search.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, Profile, fastest, seconds
 
 _LONGEST = 1 << 20  # keys
 
@@ -24,7 +24,7 @@ def of_pair(profile: Profile, clocks: Clocks, pair: Pair) -> float | None:
     if not pair.first_performance or not pair.second_performance:
         return None
     tokens = PAIR_DECODES if pair.second == "decode_attention" else PAIR_TOKENS
-    together_s = _best(profile, pair.first, PAIR_TOKENS, 0) / pair.first_performance
+    together_s = fastest(profile, pair.first, PAIR_TOKENS, 0) / pair.first_performance
     keys = _keys_lasting(profile, pair.second, tokens, pair.second_performance * together_s)
     if keys <= min(one.keys for one in profile.op_times if one.op == pair.second):
         return None
@@ -36,14 +36,9 @@ def of_pair(profile: Profile, clocks: Clocks, pair: Pair) -> float | None:
     return together_s / max(alone_s)
 
 
-def _best(profile: Profile, op: str, tokens: int, keys: float) -> float:
-    """Seconds alone on the SMs that suit the op best."""
-    return min(seconds(profile, op, tokens, keys, sms) for name, sms in profile.curves if name == op)
-
-
 def _keys_lasting(profile: Profile, op: str, tokens: int, wanted_s: float) -> float:
     low, high = 0.0, float(_LONGEST)
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if _best(profile, op, tokens, middle) < wanted_s else (low, middle)
+        low, high = (middle, high) if fastest(profile, op, tokens, middle) < wanted_s else (low, middle)
     return high

@@ -32,7 +32,7 @@ from search.budget import Budget
 from search.collective_bench import collective, equal_ops
 from search.entries import PAIR_KEYS, Entry, Together, described, entries
 from search.op_bench import PAGE_SIZE, PHASES, Case, Layer
-from search.op_times import OpTime, Pair, Profile, held_out_error, load_profile, save_profile, seconds
+from search.op_times import OpTime, Pair, Profile, fastest, held_out_error, load_profile, save_profile, seconds
 from search.program import Program
 from search.sustain import Sustained, sustain
 
@@ -237,7 +237,7 @@ def timed(executable: Any, given: Any, kept: Any, seconds_each: float) -> Sustai
 def _pair(profile: Profile, layer: Layer, entry: Together, executable: Any, given: Any, seconds_each: float) -> Pair:
     """The performances at the load of attention where their sum is largest: there neither side waits long for the other."""
     a, b = entry.product, entry.attention
-    alone = _best(profile, a.op, a.tokens, 0)
+    alone = fastest(profile, a.op, a.tokens, 0)
     least = b.tokens // 2 if b.op == "chunk_attention" else 1  # a chunk sees itself
     balance = _keys_lasting(profile, b, seconds(profile, a.op, a.tokens, 0, a.sms))
     found = []
@@ -246,15 +246,10 @@ def _pair(profile: Profile, layer: Layer, entry: Together, executable: Any, give
         batch = layer.batch(dataclasses.replace(b, keys=keys), PAIR_KEYS)
         took = timed(executable, given | {"batch": batch}, None, seconds_each / 2)
         together = took.seconds / PHASES
-        kept = (min(1.0, alone / together), min(1.0, _best(profile, b.op, b.tokens, keys) / together))
+        kept = (min(1.0, alone / together), min(1.0, fastest(profile, b.op, b.tokens, keys) / together))
         found.append((sum(kept), kept, took.watts, took.clock_mhz))
     _, (first, second), watts, clock_mhz = max(found, key=lambda one: one[0])
     return Pair(a.op, b.op, a.sms or profile.total_sms, b.sms or profile.total_sms, first, second, watts, clock_mhz)
-
-
-def _best(profile: Profile, op: str, tokens: int, keys: int) -> float:
-    """Seconds alone on the SMs that suit the op best."""
-    return min(seconds(profile, op, tokens, keys, sms) for name, sms in profile.curves if name == op)
 
 
 def _keys_lasting(profile: Profile, case: Case, wanted_s: float) -> float:

@@ -127,6 +127,11 @@ def seconds(profile: Profile, op: str, tokens: float, keys: float = 0, sms: int 
     return _between([(at, _between(curve, tokens)) for at, curve in sorted(by_keys.items())], keys)
 
 
+def fastest(profile: Profile, op: str, tokens: float, keys: float = 0) -> float:
+    """Seconds alone on the SMs that suit the op best. Raises: as `seconds`."""
+    return min(seconds(profile, op, tokens, keys, sms) for name, sms in profile.curves if name == op)
+
+
 def _between(points: list[tuple[int, float]], x: float) -> float:
     """Linear between points, level before the first, through the origin's slope of the last beyond it."""
     i = bisect.bisect_left(points, x, key=lambda point: point[0])

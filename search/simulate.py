@@ -43,7 +43,7 @@ class Timeline:
     layers: int
     energy_s: float
     clock_hz: float | None = None
-    work: Work = Work()
+    work: Work = dataclasses.field(default_factory=Work)
 
     @property
     def busy_s(self) -> float:
