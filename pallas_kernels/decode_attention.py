@@ -65,7 +65,7 @@ def decode_attention(
         given = "" if into is None else f", into {into.dtype}{list(into.shape)}"
         raise ValueError(f"{b} lengths for q {q.dtype}{list(q.shape)}{given}: at most a length a row of q, and into like q")
     sms, group, eight = SMS if sms is None else sms, n // kv, k_pages.dtype.itemsize == 1
-    tile = tile or decode_tile(h, group, k_pages.dtype.itemsize)
+    tile = tile or decode_tile(h, group, k_pages.dtype.itemsize, sms)
     form = Form(
         group=group, kv=kv, h=h, cols=wgmma_columns(group, eight), eight=eight, tile=tile, scale=scale, window=window,
         soft_cap=soft_cap, unified=unified is not None, fill=into is None, interpret=interpret is not None,
@@ -124,7 +124,8 @@ def list_decode_work(
     lengths: jax.Array, *, kv_heads: int, group: int, head_dim: int, itemsize: int, window: int | None = None, sms: int | None = None
 ) -> DecodeWork:
     """What `decode_attention` is to do for these lengths [B] and a cache of `itemsize` bytes a number, for all layers of one window."""
-    workers = (SMS if sms is None else sms) * decode_tile(head_dim, group, itemsize).workers
+    sms = SMS if sms is None else sms
+    workers = sms * decode_tile(head_dim, group, itemsize, sms).workers
     return decode_work(lengths, kv_heads, workers, window)
 
 

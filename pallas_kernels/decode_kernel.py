@@ -239,7 +239,7 @@ def _compute_pages(refs, form: Form, w, worker):
                 if form.eight:
                     pairs.store_transposed(pairs.split(weights), p, form.interpret)
                 else:
-                    p.transpose((1, 0))[...] = weights.astype(p.dtype)
+                    decode_parts.put_weights(p, weights, page == 0, form.interpret)
 
             top, total, out = soften(scores, seen, bounds, i > 0, put, across, *state)
             operands = []

@@ -5,9 +5,11 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import pairs
+from pallas_kernels.paged import tiled
 
 _WGMMA = plgpu.Layout.WGMMA
 
@@ -41,6 +43,26 @@ def split_queries(q, q_8, group, across, interpret):
     pairs.store_transposed(pairs.split(values / lax.broadcast_in_dim(unit, values.shape, [1])), q_8, interpret)
     plgpu.commit_smem()
     return unit
+
+
+def put_weights(place, weights, first, interpret):
+    """Writes weights [keys, cols] to place [cols, keys] in shared memory, rounded.
+
+    A store of Pallas' has a barrier before it and one behind it. Here the first page's has one before it, for what the last round may still
+    be reading, and the round's vote (`decode_softmax`) is the one behind.
+    """
+    weights = weights.astype(place.dtype)
+    if interpret:
+        place.transpose((1, 0))[...] = weights
+        return
+
+    @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(tiled())))
+    def store(_, weights, place):
+        if first:
+            mgpu.warpgroup_barrier()
+        weights.store_tiled(mgpu.memref_transpose(place, (1, 0, 3, 2)), swizzle=128)
+
+    store(weights, place)  # pyright: ignore[reportCallIssue]
 
 
 def put(place, out):

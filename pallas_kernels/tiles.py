@@ -7,6 +7,7 @@ import dataclasses
 
 SMEM_BYTES = 227 * 1024  # what one CTA may have of an SM's shared memory on Hopper
 SMS = 132  # of an H100 or H200
+FEW_SMS = 64  # so many cannot saturate the memory: what each of them takes in counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +46,11 @@ def wgmma_columns(group: int, eight: bool) -> int:
     return next(n for n in (8, 16, 32) if group * (2 if eight else 1) <= n)
 
 
-def decode_tile(head_width: int, group: int, itemsize: int = 2) -> DecodeTile:
-    """The tile for pages of 64 keys of `head_width` and `group` query heads a KV head: rings that fill the SM's shared memory."""
+def decode_tile(head_width: int, group: int, itemsize: int = 2, sms: int = SMS) -> DecodeTile:
+    """The tile for pages of 64 keys of `head_width` and `group` query heads a KV head: rings that fill the SM's shared memory.
+
+    On few SMs a third worker hides what the other two wait for (products, the ends of pairs): there what one SM takes in counts.
+    """
     eight = itemsize == 1
     cols = wgmma_columns(group, eight)
 
@@ -58,6 +62,8 @@ def decode_tile(head_width: int, group: int, itemsize: int = 2) -> DecodeTile:
 
     if eight and head_width <= 128 and cols <= 16:
         return fill(4 if cols == 8 else 3, 1)
+    if not eight and sms <= FEW_SMS and cols <= 16 and fill(3, 1).blocks >= 4:
+        return fill(3, 1)
     if cols == 32:
         return fill(2 if head_width == 64 else 1, 1)  # two workers would spill
     return fill(2, 2) if fill(2, 2).blocks >= 4 else fill(1, 2)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from paged_cases import PAGE, error, paged, queries
 
 from pallas_kernels import reference
-from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention import decode_attention, list_decode_work
 from pallas_kernels.decode_work import decode_work
 from pallas_kernels.tiles import SMEM_BYTES, DecodeTile, decode_tile
 
@@ -95,6 +95,7 @@ def into(rows, heads, width):
     [
         ([70, 0, 5], 6, 2, 64, DecodeTile(2, 4), jnp.bfloat16, into(5, 6, 64)),  # a group of 3, a row to skip, pages cut between workers
         ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), jnp.bfloat16, {"window": 100, "soft_cap": 20.0}),
+        ([70, 0, 5, 270], 8, 2, 64, DecodeTile(3, 4, pages=1), jnp.bfloat16, {"window": 200}),
         ([300], 16, 1, 128, DecodeTile(2, 5), jnp.bfloat16, {}),  # more workers than pages: each page is a part
         ([70, 0, 5], 6, 2, 64, DecodeTile(3, 4, pages=1), E4M3, {}),  # workers that share a copying warpgroup
         ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), E4M3, {"window": 100, "soft_cap": 20.0}),
@@ -143,11 +144,12 @@ def test_rows_that_leave_the_unified_maximum_behind_are_still_the_twins(unified,
         assert error(got[row], want[row]) < 6e-3 if length else not np.asarray(got[row], np.float32).any()
 
 
+@pytest.mark.parametrize("sms", [28, 132])
 @pytest.mark.parametrize("itemsize", [1, 2])
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("group", [1, 5, 8, 16])
-def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group):
-    tile = decode_tile(width, group, itemsize)
+def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group, sms):
+    tile = decode_tile(width, group, itemsize, sms)
     assert tile.value_pages >= tile.pages
     assert tile.workers * tile.blocks * 64 * width * itemsize < SMEM_BYTES
 
@@ -189,7 +191,8 @@ def shapes(batch, heads, kv_heads, width, pages=4096, dtype=jnp.bfloat16):
 
 
 FORMS = [
-    (32, 8, 128, jnp.bfloat16, {"sms": 28}),
+    (32, 8, 128, jnp.bfloat16, {"sms": 28}),  # three workers
+    (32, 8, 128, jnp.bfloat16, {}),
     (32, 2, 256, jnp.bfloat16, {"window": 4096, "soft_cap": 50.0}),
     (32, 8, 128, E4M3, {"unified": jnp.ones(2)}),
     (64, 8, 128, E4M3, {}),
@@ -216,7 +219,7 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
 
 def test_it_fits_a_stream_region():
     def step(q, k, v, table, lengths):
-        work = decode_work(lengths, k.shape[1], 2 * 28)
+        work = list_decode_work(lengths, kv_heads=8, group=4, head_dim=128, itemsize=2, sms=28)
         attend = functools.partial(decode_attention, scale=1.0, sms=28, work=work)
         region = compute_on.compute_on(lambda *args: attend(*args), compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
         return region(q, k, v, table, lengths)
