@@ -7,6 +7,7 @@ depend on each other where their chains do and their tokens meet, and through th
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 from jaxflow.model.composition import Composition
@@ -39,10 +40,12 @@ class Load:
         return cls(tokens, round(step.decode_tokens), step.decode_keys, keys)
 
     def part(self, start: int, stop: int) -> Composition:
-        """Tokens [start, stop) as a step of their own."""
+        """Tokens [start, stop) as a step of their own; its prefill is in as few chunks as can see so few keys."""
         decodes = max(0, min(stop, self.decode_tokens) - start)
         rest = stop - start - decodes
-        chunks = ((rest, max(0.0, self.chunk_keys - (rest + 1) / 2)),) if rest else ()
+        pieces = max(1, math.ceil((rest + 1) / 2 / self.chunk_keys - 0.01)) if rest and self.chunk_keys else min(1, rest)
+        edges = [rest * i // pieces for i in range(pieces + 1)] if pieces else [0]
+        chunks = tuple((b - a, max(0.0, self.chunk_keys - (b - a + 1) / 2)) for a, b in itertools.pairwise(edges))
         return Composition(decodes, self.decode_keys if decodes else 0.0, chunks)
 
 
