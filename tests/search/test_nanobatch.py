@@ -132,7 +132,7 @@ def test_llama_on_a_modelled_h200():
     found = search(setting, time_limit_s=90)
     check(found.plan, setting.graph)
     timeline = simulated(setting, found.plan)
-    assert timeline.period_s == pytest.approx(found.period_s, rel=1e-2)  # what costs no cycles does not follow the clock
+    assert timeline.period_s == pytest.approx(found.period_s, rel=2e-2)  # what costs no cycles does not follow the clock
     assert setting.energy_s([(0, 2048)]) < found.period_s < 0.95 * found.sequential_s
     fewer = simulated(setting, found.plan, Load(2048, 200, 1280.0, 500.0))  # the counts are data: the plan stays, its time changes
     assert 0.5 * timeline.step_s < fewer.step_s < timeline.step_s
