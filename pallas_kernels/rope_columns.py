@@ -20,7 +20,7 @@ from pallas_kernels.rope_rows import turn_rows
 
 BLOCKS = (8, 16, 32)  # tokens of a block: a power of two, so that they divide a warp's lanes
 _STAGES = 2  # a block that comes, a block that is turned and written
-_ITEMS = 4  # blocks of a head, at least, that an SM has of a large step: one of decodes is 32 times the work of a chunk's
+_ITEMS = 8  # blocks of a head, at least, that an SM has of a large step: one of decodes is 32 times the work of a chunk's
 
 
 def block_of(asked: int | None, tokens: int, kv: int, sms: int) -> int:

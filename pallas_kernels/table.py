@@ -28,10 +28,11 @@ class Shape:
     gate_block: int = 0
 
     def distance(self, other: "Shape") -> float:
-        """How unlike two shapes are: octaves of N and K, and half a one for other gates; infinite between kinds of weights."""
+        """How unlike two shapes are: octaves of N and K; infinite between kinds of weights. Gates are worth four octaves: bare products have
+        no pass behind them that a kernel with an epilogue saves."""
         if self.weights != other.weights:
             return math.inf
-        return abs(math.log2(self.n / other.n)) + abs(math.log2(self.k / other.k)) + 0.5 * (self.gate_block != other.gate_block)
+        return abs(math.log2(self.n / other.n)) + abs(math.log2(self.k / other.k)) + 4.0 * (bool(self.gate_block) != bool(other.gate_block))
 
 
 @dataclasses.dataclass(frozen=True)

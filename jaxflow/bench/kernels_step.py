@@ -141,5 +141,5 @@ GROUPS = (
         Group(f"layer_{name}", "TFLOP/s", tuple(Case(f"M {m}", functools.partial(_layer, fp8, m), ratio=1.05) for m in (1024, 2048)))
         for name, fp8 in (("bf16", False), ("fp8", True))
     ),
-    *(Group(f"decode_step_{precision}", "tok/s", _steps(precision), together=True) for precision in PRECISIONS),
+    *(Group(f"decode_step_{precision}", "tok/s", _steps(precision), together=True, asked=True) for precision in PRECISIONS),
 )

@@ -105,7 +105,7 @@ def test_it_says_what_it_does_not_take(changes, said):
 
 
 def test_blocks_of_values_are_as_many_as_keep_all_sms_alike():
-    assert [block_of(None, tokens, 8, 132) for tokens in (7, 8, 512, 2048, 8192)] == [1, 8, 8, 16, 32]
+    assert [block_of(None, tokens, 8, 132) for tokens in (7, 8, 512, 2048, 8192)] == [1, 8, 8, 8, 32]
     assert block_of(None, 2048, 8, 24) == 32 and block_of(None, 2048, 1, 132) == 8
     assert [block_of(32, tokens, 8, 132) for tokens in (7, 15, 31, 32)] == [1, 8, 16, 32] and block_of(1, 2048, 8, 132) == 1
 
