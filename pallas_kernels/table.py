@@ -28,8 +28,10 @@ class Shape:
     gate_block: int = 0
 
     def distance(self, other: "Shape") -> float:
-        """How unlike two shapes are: octaves of N and K; infinite between kinds of weights. Gates are worth four octaves: bare products have
-        no pass behind them that a kernel with an epilogue saves."""
+        """How unlike two shapes are: octaves of N and K; infinite between kinds of weights.
+
+        A gate is worth four octaves: bare products have no pass behind them that a kernel with an epilogue saves.
+        """
         if self.weights != other.weights:
             return math.inf
         return abs(math.log2(self.n / other.n)) + abs(math.log2(self.k / other.k)) + 4.0 * (bool(self.gate_block) != bool(other.gate_block))

@@ -161,8 +161,11 @@ def least(p: Product) -> Least:
 
 
 def fastest(us: Mapping[str, float], before: str | None) -> str:
-    """The way of least time. The one before it stays where it is as good, so that noise makes no inflection points; else XLA's is taken where
-    that is as good: ours cost some seconds of compiling for every number of rows."""
+    """The way of least time.
+
+    The one before it stays where it is as good, so that noise makes no inflection points; else XLA's is taken where that is as good: ours
+    cost some seconds of compiling for every number of rows.
+    """
     name = min(us, key=lambda way: us[way])
     as_good = [way for way in (before, "xla") if way is not None and us.get(way, float("inf")) <= us[name] * (1 + TIE)]
     return as_good[0] if as_good else name
