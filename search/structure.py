@@ -124,8 +124,8 @@ def chains(ops: Iterable[Op], quantized: bool = False) -> tuple[Chain, ...]:
             else:
                 found.append([*kept, op])
             kept = []
-        elif found and not kept and together & set(op.inputs) & Chain(tuple(found[-1])).makes:
-            found[-1].append(op)
+        elif found and not kept and not Chain(tuple(found[-1])).is_network and together & set(op.inputs) & Chain(tuple(found[-1])).makes:
+            found[-1].append(op)  # what a collective makes is on the main stream, which values of two arrays may leave
         else:
             if kept and op.kind != "dense":
                 found.append(kept)

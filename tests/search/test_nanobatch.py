@@ -16,7 +16,7 @@ from jaxflow.pipeline.plan import borders, from_json, to_json
 from search.cyclic import SearchError
 from search.nanobatch import search
 from search.simulate import simulate
-from search.structure import Load
+from search.structure import Load, chains, repeated_layer
 
 TINY = drawn.config_of("tiny-llama")
 POINTWISE = ("attn_norm", "mlp_norm", "rope_append")
@@ -151,7 +151,7 @@ def test_a_plan_by_hand_is_simulated_too():
 
 @pytest.mark.parametrize(
     ("tp", "scattered", "numbers"),
-    [(4, True, {}), (1, False, {"quantization": "fp8", "kv": "float8_e4m3fn"})],
+    [(4, True, {"quantization": "fp8"}), (1, False, {"quantization": "fp8", "kv": "float8_e4m3fn"})],
     ids=["scattered", "fp8"],
 )
 @settings(max_examples=1, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
@@ -166,6 +166,14 @@ def test_found_plans_are_the_plain_forward(tp, scattered, numbers, data):
     assert {nano.stream for nano in found.plan.nano_ops} == {0, 1, 2}
     steps = (drawn.step(TINY, 16, borders(found.plan), *work) for work in ((8, (8,)), (3, (9, 4)), (0, (16,))))
     bench.check(found.plan, *steps)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_collectives_do_not_drag_products_along(quantized):
+    """Rows of 8 bits are two arrays, values and scales, but a gather makes them on the main stream: who reads them is free."""
+    found = chains(repeated_layer(graph_of(4, scattered=True)), quantized)
+    assert [op.name for chain in found for op in chain.ops] == [op.name for op in graph_of(4, scattered=True).layers[-1]]
+    assert not any(chain.is_network and any(op.kind == "dense" for op in chain.ops) for chain in found)
 
 
 def test_what_leaves_no_plan_is_named():
