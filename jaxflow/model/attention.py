@@ -33,7 +33,7 @@ def kv_scales(w: Weights) -> dict[str, Array]:
 def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int, op: str, kv: KV) -> Any:
     """What the kernel of `op`, one of both attentions, is to do for tokens [start, stop) in every layer of this one's window.
 
-    kv: of any layer, for its shapes.
+    kv: of any layer, for its shapes. Returns the kernel's list of work and its rows of the page table, or None for nothing to do.
     """
     keys = kv[0].values if isinstance(kv[0], Quantized) else kv[0]
     rows, lengths = batch.decode_rows(start, stop)
@@ -42,9 +42,10 @@ def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int
     _, kv_heads, _, h = keys.shape
     common = {"head_dim": h, "itemsize": keys.dtype.itemsize, "window": layer.window}
     if op == "chunk_attention":
-        return c.kernels.list_chunk_work(batch.chunks_in(start, stop), stop - start, **common)
+        return c.kernels.list_chunk_work(batch.chunks_in(start, stop), stop - start, **common), batch.page_table[c.group(layer)]
     group = c.config.num_heads // c.config.num_kv_heads
-    return c.kernels.list_decode_work(lengths, kv_heads=kv_heads, group=group, sms=c.sms, **common)
+    listed = c.kernels.list_decode_work(lengths, kv_heads=kv_heads, group=group, sms=c.sms, **common)
+    return listed, batch.page_table[c.group(layer), rows]
 
 
 def decode_attention(
@@ -66,11 +67,10 @@ def decode_attention(
     rows, lengths = batch.decode_rows(start, stop)
     if rows.start == rows.stop:  # the range lies beyond any decode
         return q[:0] if prefilled is None else prefilled
-    table = batch.page_table[c.group(layer), rows]
+    listed, table = work or (None, batch.page_table[c.group(layer), rows])
     pages, settings = _attention(c, layer, w, kv)
-    settings["work"] = work
     into = prefilled if batch.chunks.shape[0] else None  # where nobody prefills, 0 is what the kernel gives all others
-    return c.kernels.decode_attention(q, *pages, table, lengths, into=into, **settings)
+    return c.kernels.decode_attention(q, *pages, table, lengths, into=into, work=listed, **settings)
 
 
 def chunk_attention(
@@ -87,9 +87,9 @@ def chunk_attention(
     """Attention of the prefill tokens of [start, stop); 0 at the decode tokens. work: of `attention_work`."""
     if batch.chunks.shape[0] == 0:  # a step of decodes alone
         return jnp.zeros_like(q)
-    table = batch.page_table[c.group(layer)]
+    listed, table = work or (None, batch.page_table[c.group(layer)])
     pages, settings = _attention(c, layer, w, kv)
-    return c.kernels.chunk_attention(q, *pages, table, batch.chunks_in(start, stop), work=work, **settings)
+    return c.kernels.chunk_attention(q, *pages, table, batch.chunks_in(start, stop), work=listed, **settings)
 
 
 def merge_heads(

@@ -112,10 +112,27 @@ def rope_append(
     return q, (k_pages, v_pages)
 
 
-def out_proj(c: Context, w: Weights, o: Float[Array, "t N H"]) -> Float[Array, "t D"]:
-    """Projects the heads of both attentions; a partial sum under tensor parallelism."""
+def out_proj(
+    c: Context,
+    w: Weights,
+    o: Float[Array, "t N H"],
+    decoded: Float[Array, "t N H"] | None = None,
+    num_decodes: Int[Array, ""] | None = None,
+    start: int = 0,
+) -> Float[Array, "t D"]:
+    """Projects the heads of both attentions; a partial sum under tensor parallelism.
+
+    decoded: the heads of decodes, where o has the others' alone; the step's first `num_decodes` tokens are decodes, these begin at `start`.
+    """
     o = o.reshape(o.shape[0], -1)
-    o = c.kernels.quantize_rows(o) if _quantized(w, "out_proj") else o
+    if decoded is not None and num_decodes is not None:
+        decoded = decoded.reshape(o.shape)
+        if _quantized(w, "out_proj"):
+            o = c.kernels.quantize_rows(o, decoded, num_decodes, start=start)
+        else:
+            o = jnp.where((start + jnp.arange(o.shape[0]) < num_decodes)[:, None], decoded, o)
+    elif _quantized(w, "out_proj"):
+        o = c.kernels.quantize_rows(o)
     return _gemm(c, w, "out_proj", o, _first_shard_only(c, w.get("out_proj_bias")))
 
 

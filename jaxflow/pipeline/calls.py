@@ -35,6 +35,8 @@ def call(c: Context, w: Weights, batch: Batch, kv: KV, run: Run, inputs: list[An
         return (op(c, *inputs),)
     if name in ADD_NORMS:  # without a second input there is nothing to add
         return op(c, {**w, name: streams.behind(awaited, w[name])}, inputs[0], inputs[1] if len(inputs) > 1 else None)
+    if name == "out_proj" and len(inputs) > 1:
+        return (op(c, w, *inputs, start=start),)
     return (op(c, w, *inputs),)
 
 

@@ -119,10 +119,16 @@ class _Step:
         self.awaited = []
 
     def waited_for(self, run: Run) -> list[Array]:
-        """What of the plan's waits only data can order: barriers are not in a CUDA graph."""
+        """What of the plan's order only data can say, in a CUDA graph, which has no barriers: waits, and what attention has before it.
+
+        Attention that is ready long before the products before it on its stream would take their SMs (`qkv`'s it follows by its keys).
+        """
         if not any(other.nano.stream for other in self.reads.runs):
             return []
         waits = [piece for wait in run.nano.waits for piece in self.made.get(wait, [])]
+        before = self.last.get(run.nano.stream) if run.nano.op in ATTENTION and run.nano.stream else None
+        if before is not None and before.op.kind == "dense" and before.nano.op != "qkv" and not before.span.meets(run.span):
+            waits += self.made[before.nano.id]
         return [jax.tree.leaves(alive.array)[0] for piece in waits for alive in self.frontier(piece)]
 
     def flush(self) -> None:
@@ -211,7 +217,11 @@ class _Step:
         if run.nano.op == "out_proj" and values.merged(run.layer, run.span):
             return [values.read((run.layer, "o_chunk"), run.span)]
         found = [values.read(source, run.span) for source in reads]
-        return [self.merge(run, found)] if run.nano.op == "out_proj" else found
+        if run.nano.op != "out_proj":
+            return found
+        decoded, prefilled = found
+        apart = run.nano.stream != MAIN and decoded.shape == prefilled.shape
+        return [prefilled, decoded, self.batch.num_decodes] if apart else [self.merge(run, found)]
 
     def merge(self, run: Run, outputs: list[Array]) -> Array:
         """Both attentions' outputs, decode attention's first, in one array."""

@@ -51,7 +51,8 @@ def check_norm(rows, rng, tokens, width, adds, centres, quantizes):
 
 def check_quantize(rows, rng, tokens, width):
     x = normal(rng, tokens, width) * jnp.asarray(10.0 ** rng.integers(-6, 6, (tokens, 1)), jnp.bfloat16)
-    got, want = (jax.jit(quantize)(x) for quantize in (quantize_rows, reference.quantize_rows))
+    beside = (-x, jnp.int32(tokens // 2))  # the first half of the rows from another array
+    got, want = (jax.jit(quantize)(x, *beside) for quantize in (quantize_rows, reference.quantize_rows))
     steps = np.abs(np.asarray(got.values).view(np.int8).astype(int) - np.asarray(want.values).view(np.int8).astype(int))
     ok = bool((got.scale == want.scale).all()) and steps.max() <= 1 and (steps > 0).mean() < 0.01  # 1 / scale rounds once more
     say(rows, what="check quantize_rows", ok=ok, off=float((steps > 0).mean()), t=tokens, d=width)

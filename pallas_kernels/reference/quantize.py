@@ -1,7 +1,7 @@
 """To e4m3 and back: a scale is what makes the largest number it covers 448, e4m3's largest."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.quantized import BLOCK, Quantized
 
@@ -14,8 +14,15 @@ def to_e4m3(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Array:
     return jnp.clip(x.astype(jnp.float32) / scale, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
 
 
-def quantize_rows(x: Float[Array, "*M C"]) -> Quantized:
-    """A scale [*M] for each row of the last axis: an activation's token, a weight's output channel."""
+def quantize_rows(
+    x: Float[Array, "*M C"], top: Float[Array, "M C"] | None = None, top_rows: Int[Array, ""] | None = None, *, start: int = 0
+) -> Quantized:
+    """A scale [*M] for each row of the last axis: an activation's token, a weight's output channel.
+
+    top, top_rows: both or none. Of a longer array that x's row 0 is row `start` of, the first `top_rows` rows are top's, not x's.
+    """
+    if top is not None and top_rows is not None:
+        x = jnp.where((start + jnp.arange(x.shape[0]) < top_rows)[:, None], top, x)
     # Scaled before the maximum is taken, which changes no bit: nothing is left to do behind the reduction, so XLA needs no kernel for it.
     scale = (jnp.maximum(jnp.abs(x.astype(jnp.float32)), _SMALLEST) * (1 / E4M3_MAX)).max(-1)
     return Quantized(to_e4m3(x, scale[..., None]), scale)

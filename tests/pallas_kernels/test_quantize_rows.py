@@ -1,5 +1,6 @@
 """Rows to e4m3 in Mosaic's interpreter beside the twin, and as compiled for an H200."""
 
+import functools
 import re
 
 import jax
@@ -22,6 +23,17 @@ def test_the_kernel_is_its_twin():
     # 1 / scale rounds once more than a division: a number between two of e4m3's may fall to the other.
     bits = [np.asarray(q.values).view(np.int8).astype(int) for q in (got, want)]
     assert np.abs(bits[0] - bits[1]).max() <= 1 and (bits[0] == bits[1]).mean() > 0.99
+
+
+@pytest.mark.parametrize(("start", "top_rows"), [(0, 2), (7, 10), (3, 2), (1, 99)])
+def test_its_first_rows_may_be_anothers(start, top_rows):
+    """Some, none and all of them: bit for bit what the chosen rows give."""
+    x, top = jax.random.normal(jax.random.key(0), (2, 5, 128), jnp.bfloat16)
+    chosen = jnp.concatenate([top, x])[jnp.asarray([i if start + i < top_rows else 5 + i for i in range(5)])]
+    for quantize in (functools.partial(quantize_rows, interpret=plgpu.InterpretGPUParams()), reference.quantize_rows):
+        jax.tree.map(np.testing.assert_array_equal, quantize(x, top, jnp.int32(top_rows), start=start), quantize(chosen))
+    with pytest.raises(ValueError, match="or none of both"):
+        quantize_rows(x, top)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((4, 100), jnp.bfloat16), ((4, 128), jnp.float32), ((1, 32768), jnp.bfloat16)])

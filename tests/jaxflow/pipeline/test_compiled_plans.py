@@ -194,6 +194,7 @@ def test_a_layer_is_its_nano_ops_and_little_else(on_hopper):
     assert rest <= collections.Counter(
         {
             ("decode_attention.0", "loop_or_fusion"): 1,  # its wait, as data
+            ("chunk_attention.0", "loop_or_fusion"): 1,  # its place behind the other nano-batch's products, as data
             ("out_proj.0", "loop_select_fusion"): 1,  # the heads of both attentions, which ran beside each other
             ("up_gate.0", "loop_convert_fusion"): 1,  # the activation, behind XLA's product
             ("down.0", "loop_reduce_fusion"): 1,  # XLA's product in two halves of its inner dimension, at these sizes
