@@ -95,6 +95,21 @@ def test_steps_are_predicted(dtype, mean, most):
         assert row.timeline.clock_hz is not None and row.timeline.clock_hz / 1e6 == pytest.approx(row.measured["sm_clock_mhz"], rel=0.12)
 
 
+def test_sequential_steps_after_another_start_of_the_machine_are_predicted():
+    """Two sizes, with decodes and of prefill alone: nothing of the model comes from these."""
+    base, errors = shares("bfloat16"), {}
+    for row in json.loads((BENCHMARKS / "h200-plans-llama-3.1-8b-sequential.json").read_text("utf-8"))["plans"]:
+        if row["prefill_tokens"]:
+            prompt, output = map(int, row["workload"].split("/"))
+            chunk_keys = Load.steady_state(row["tokens"], prompt, output).chunk_keys
+            load_ = Load(row["tokens"], row["decode_tokens"], row["mean_context_tokens"] or 0.0, chunk_keys)
+            timeline = simulate(sequential_plan(LLAMA, row["tokens"], 1), base.graph, base, load_, device=H200, power=POWER)
+            outside = outside_s(base.graph, load_.part(0, row["tokens"]), H200, "bfloat16")
+            errors[row["workload"], row["tokens"]] = (timeline.step_s + outside) / (row["step_ms"] / 1e3) - 1
+    assert set(errors) == {("1024/512", 512), ("1024/512", 2048), ("1024/1", 512), ("1024/1", 2048)}
+    assert all(abs(error) < (0.02 if workload == "1024/512" else 0.08) for (workload, _), error in errors.items()), errors
+
+
 def test_the_model_alone_predicts_them_nearly_as_well():
     """bfloat16 without its profile: constants of a card, no times of ops."""
     assert statistics.mean(abs(row.error) for row in rows("bfloat16", modelled("bfloat16"))) < 0.05
@@ -131,3 +146,29 @@ def test_no_plan_is_picked_that_loses(dtype):
         picked = [alone, *others][pick(gains, 1, 1)]
         assert picked.measured["step_ms"] < 1.03 * min(row.measured["step_ms"] for row in found)
         assert picked is alone
+
+
+def table() -> list[str]:
+    """The page's rows: each plan on each workload, launched as the engine does."""
+    lines = []
+    for dtype, name in (("bfloat16", "bf16"), ("float8_e4m3fn", "fp8")):
+        found = [row for row in rows(dtype, shares(dtype)) if row.measured["graphs"] is None]
+        for row in found:
+            measured, plan = row.measured, row.measured["plan"].partition(", ")[0].removeprefix("searched llama-3.1-8b 2048 ")
+            alone = next(r for r in found if r.measured["sequential"] and r.measured["workload"] == measured["workload"])
+            gains = alone.measured["step_ms"] / measured["step_ms"], alone.seconds / row.seconds
+            cells = (
+                name,
+                measured["workload"],
+                plan,
+                f"{measured['step_ms']:.1f}",
+                f"{1e3 * row.seconds:.1f}",
+                *(f"{g:.2f}" for g in gains),
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def test_the_page_has_the_steps():
+    text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
+    assert text.partition("<!-- steps -->\n")[2].partition("\n<!-- /steps -->")[0].splitlines()[2:] == table()
