@@ -24,6 +24,7 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES, find_device
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import Widths, model_graph
+from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.order import check
 from jaxflow.pipeline.plan import Target, save
 from search.cost import BYTES
@@ -158,9 +159,19 @@ def report(result: Result, path: Path) -> str:
             f"{path}: {found.plan.name}; {decodes} of {found.plan.tokens} tokens decode",
             f"  cuts: {cuts} ({found.tried} of {found.cut_sets} tried); nano-ops: {', '.join(f'{op} {n}' for op, n in pieces.items())}",
             "  us a layer: " + ", ".join(f"{1e6 * value:.1f} {what}" for what, value in us.items()),
-            f"  against sequential: {found.sequential_s / timeline.period_s:.3f}x",
+            f"  against sequential: {found.sequential_s / timeline.period_s:.3f}x; {_of_a_step(result)}",
         )
     )
+
+
+def _of_a_step(result: Result) -> str:
+    """What is predicted of a whole step, and whether an engine believes it."""
+    predicted, load = result.found.plan.predictions, result.setting.load
+    assert predicted is not None
+    gain = Gain.of(predicted)
+    at = load.decode_tokens, load.decode_keys
+    runs = "this plan" if gain.sure(*at) > 1 else f"the sequential one, since gains of up to {predicted.margin:.0%} may be none"
+    return f"of a step {gain.at(*at):.3f}x: an engine runs {runs}"
 
 
 def _shares(name: str, model: ModelConfig, budgets: list[int]) -> list[Shares]:
