@@ -4,6 +4,8 @@ import dataclasses
 
 import drawn
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from searched import llama_setting
 
 from jaxflow.model.composition import Composition
@@ -11,6 +13,7 @@ from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan
 from search.predict import MARGIN, outside_s, predict
 from search.simulate import simulate
+from search.structure import Load
 
 LAYERS = drawn.config_of("tiny-llama").layers[:1] * 32
 
@@ -38,3 +41,15 @@ def test_what_is_outside_the_layers_grows_with_the_rows_that_sample():
     few, many = (outside_s(setting.graph, Composition(decode_tokens=n, decode_keys=9), setting.device, "bfloat16") for n in (8, 1024))
     assert 0 < few < many < 5e-3
     assert outside_s(setting.graph, Composition(decode_tokens=8, decode_keys=9), None, "bfloat16") == 0.0
+
+
+@given(st.integers(1, 4096), st.floats(0, 1), st.floats(2, 4096), st.floats(0, 1))
+def test_prefill_of_a_part_sees_the_keys_that_the_load_says(tokens, share, keys, cut):
+    """In as few chunks as can: a chunk's tokens see half of it in the mean, at least."""
+    load = Load(tokens, round(share * tokens), 100.0, keys)
+    stop = max(1, round(cut * tokens))
+    part = load.part(0, stop)
+    assert part.decode_tokens + part.chunk_tokens == stop
+    if part.chunk_tokens:
+        assert part.count("chunk_pairs") / part.chunk_tokens == pytest.approx(keys, rel=0.03, abs=1)
+        assert len(part.chunks) <= 1 + part.chunk_tokens / 2 / (keys - 1)

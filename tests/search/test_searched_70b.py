@@ -65,7 +65,9 @@ def attention(q, k_pages, v_pages, pages):
 
 SIMPLE = KernelSet(
     "simple",
-    decode_attention=lambda q, k, v, table, lengths, **rest: attention(q, k, v, table * (lengths > 0)[:, None]),
+    decode_attention=lambda q, k, v, table, lengths, **rest: jnp.pad(
+        attention(q[: len(table)], k, v, table * (lengths > 0)[:, None]), ((0, len(q) - len(table)), (0, 0), (0, 0))
+    ),
     chunk_attention=lambda q, k, v, table, chunks, **rest: attention(q, k, v, table[chunks[:1, 2]].repeat(len(q), 0)),
 )
 
