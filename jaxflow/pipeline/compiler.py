@@ -157,8 +157,8 @@ class _Step:
         self.record(run)
 
     def append(self, run: Run) -> None:
-        """`rope_append`, a kernel for each array that its tokens lie in: to join them first, and to cut the queries, would take longer."""
-        for piece in self.values.find(run.reads[0], run.span):
+        """`rope_append`: a kernel for each array that its tokens lie in, the first made first, beside the product that makes the next."""
+        for piece in self.values.as_made(run.reads[0], run.span):
             own = Span(max(piece.span.start, run.nano.start), min(piece.span.stop, run.nano.stop))
             part = dataclasses.replace(run, nano=msgspec.structs.replace(run.nano, start=own.start, stop=own.stop))
             with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
@@ -235,7 +235,9 @@ class _Step:
         if key not in self.works:
             c = dataclasses.replace(self.c, sms=nano.sms)
             with jax.named_scope(nano.op):
-                self.works[key] = ops.attention_work(c, layer, self.batch, nano.start, nano.stop, nano.op, self.kv[run.layer])
+                listed = ops.attention_work(c, layer, self.batch, nano.start, nano.stop, nano.op, self.kv[run.layer])
+            leaves, tree = jax.tree.flatten(listed)  # made before anything reads a part of it, `zero_behind` too
+            self.works[key] = jax.tree.unflatten(tree, streams.together(leaves))
         return self.works[key]
 
     def call(self, run: Run, inputs: list[Any]) -> tuple:

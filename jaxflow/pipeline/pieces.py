@@ -62,8 +62,12 @@ class Pieces:
 
     def find(self, source: Source, span: Span) -> list[Piece]:
         """The pieces that hold some of the span, in order of tokens."""
+        return sorted(self.as_made(source, span), key=lambda piece: piece.span.start)
+
+    def as_made(self, source: Source, span: Span) -> list[Piece]:
+        """The same, the first made first."""
         span = self._clip(source, span)
-        return sorted((piece for piece in self._held(source) if piece.span.meets(span)), key=lambda piece: piece.span.start)
+        return [piece for piece in self._held(source) if piece.span.meets(span)]
 
     def read(self, source: Source, span: Span) -> Any:
         """The rows of the span in one array."""
