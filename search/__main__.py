@@ -2,6 +2,7 @@
 
   python -m search COMMAND [flags]
 
+  correct      puts what a plan gained on a GPU in place of what was predicted of it
   cost         compute, memory, network and energy of a model's step, what binds, and the optimal throughput
   machine      measures the links, memories and rates that placements are searched with
   measure      how long each op of a model takes on this GPU, alone and beside others: a profile for plan
@@ -21,7 +22,7 @@ from jaxflow.config import ConfigError
 from jaxflow.mesh import choose_platform
 from jaxflow.model.checkpoint import CheckpointError
 
-COMMANDS = ("cost", "machine", "measure", "offload", "placement", "plan")
+COMMANDS = ("correct", "cost", "machine", "measure", "offload", "placement", "plan")
 
 
 def main(argv: list[str]) -> int:
