@@ -54,6 +54,15 @@ def plans(dtype: str) -> dict[str, Plan]:
     return {plan.name: plan for plan in (sequential_plan(LLAMA, 2048, 1), *found)}
 
 
+@functools.cache
+def lean_rows() -> list["Row"]:
+    """Of the layer as it has been issued since, with attention's newer kernel for few SMs."""
+    found = [load(path) for path in (BENCHMARKS / "plans" / "lean").glob("*.json")]
+    return timed(
+        "h200-plans-llama-3.1-8b-lean.json", shares("bfloat16"), {plan.name: plan for plan in (*plans("bfloat16").values(), *found)}
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     measured: dict
@@ -68,17 +77,22 @@ class Row:
 
 @functools.cache
 def rows(dtype: str, base: Shares) -> list[Row]:
+    return timed(FILES[dtype], base, plans(dtype))
+
+
+def timed(file: str, base: Shares, named: dict[str, Plan]) -> list[Row]:
     """All that were filled with prefill: a step of 2048 tokens."""
-    found, timed = [], {}
-    for row in json.loads((BENCHMARKS / FILES[dtype]).read_text("utf-8"))["plans"]:
+    found, simulated = [], {}
+    for row in json.loads((BENCHMARKS / file).read_text("utf-8"))["plans"]:
         if row["prefill_tokens"]:
             prompt, output = map(int, row["workload"].split("/"))
             load_ = Load(2048, row["decode_tokens"], row["mean_context_tokens"], Load.steady_state(2048, prompt, output).chunk_keys)
             name = row["plan"].partition(", ")[0]
-            if (name, row["workload"]) not in timed:
-                timed[name, row["workload"]] = simulate(plans(dtype)[name], base.graph, base, load_, device=H200, power=POWER)
-            timeline, step = timed[name, row["workload"]], load_.part(0, 2048)
+            if (name, row["workload"]) not in simulated:
+                simulated[name, row["workload"]] = simulate(named[name], base.graph, base, load_, device=H200, power=POWER)
+            timeline, step = simulated[name, row["workload"]], load_.part(0, 2048)
             outside = sum((op.work(step) for op in (*base.graph.before, *base.graph.after)), Work())
+            dtype = base.profile.dtype
             found.append(Row(row, timeline, outside, timeline.step_s + outside_s(base.graph, step, H200, dtype)))
     return found
 
@@ -130,11 +144,17 @@ def test_the_joules_of_a_hot_card_are_those_of_the_fitted_rows():
     assert hot is not None and hot.joules_factor == CARD.joules_factor * CARD.hot_factor
 
 
-@pytest.mark.parametrize("dtype", FILES)
+def test_steps_of_a_layer_that_is_issued_otherwise_are_predicted_too():
+    """14 steps of six plans that were made after the model: within the tenth that predictions are to be good for, and two plans gain."""
+    errors = [abs(row.error) for row in lean_rows()]
+    assert len(errors) == 14 and statistics.mean(errors) < 0.07 and max(errors) < 0.16, errors
+
+
+@pytest.mark.parametrize("dtype", [*FILES, "lean"])
 def test_no_plan_is_picked_that_loses(dtype):
     """A gain is never predicted more than the margin too large, so with it the pick is within 3 % of the best, on every workload."""
     by_workload: dict[str, list[Row]] = {}
-    for row in rows(dtype, shares(dtype)):
+    for row in lean_rows() if dtype == "lean" else rows(dtype, shares(dtype)):
         by_workload.setdefault(row.measured["workload"], []).append(row)
     for found in by_workload.values():
         alone = next(row for row in found if row.measured["sequential"])
