@@ -1,6 +1,6 @@
 """Puts what a plan gained where it was measured in place of what it was predicted to gain there.
 
-  python -m jaxflow.bench plans --model llama-3.1-8b --load_format dummy --plans plans --workloads 1024/512,512/1024 --output_json report.json
+  python -m jaxflow.bench plans --model llama-3.1-8b --plans plans --workloads 1024/512,512/1024 --output_json report.json
   python -m search correct --plan plans/1024-512.json --report report.json --out corrected.json
 
 A prediction that is off is off alike for steps that are alike: a plan's predicted gains over the sequential step are multiplied by the
