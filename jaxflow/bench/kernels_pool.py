@@ -16,6 +16,7 @@ from typing import Any
 from jaxflow.bench.kernels_case import Case, Group
 
 AT_ONCE = 4  # cases that a process compiles in one round
+COMMAND = (sys.executable, "-m", "jaxflow.bench.kernels_worker")
 COMPILE_S, MEASURE_S = 100.0, 20.0  # that an answer is waited for; the second beside what is measured
 _RIVAL = (
     "--xla_gpu_enable_triton_gemm=false"  # the rival that counts is cuBLAS; to time Triton's products beside it takes XLA 5-20 s a shape
@@ -53,8 +54,7 @@ class Worker:
         self._begin()
 
     def _begin(self) -> None:
-        command = [sys.executable, "-m", "jaxflow.bench.kernels_worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(os.environ))
+        self._process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(os.environ))
 
     def tell(self, **order: Any) -> None:
         if self._process.poll() is not None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -132,14 +133,18 @@ def test_a_worker_is_a_process_that_answers_each_order_until_its_stdin_ends():
     assert worker.answer() == {}
     worker.tell(measure="ceilings/read 2 GiB", seconds=0.1)
     assert worker.answer() == {"group": "ceilings", "case": "read 2 GiB", "failed": "it was not compiled"}
-    worker.tell(measure="no such case", seconds=0.1)
-    assert worker.answer() == "its process ended"
-    worker.tell(compile=[])
-    assert worker.answer(0.0) == "no answer within 0 s"
-    worker.tell(compile=[])
-    assert worker.answer() == {}
     worker.end()
     assert worker._process.returncode == 0
+
+
+def test_a_process_that_ended_or_does_not_answer_is_replaced(monkeypatch):
+    ends = "import sys; [print('{}', flush=True) if 'good' in line else sys.exit() if 'ends' in line else None for line in sys.stdin]"
+    monkeypatch.setattr(kernels_pool, "COMMAND", (sys.executable, "-c", ends))
+    worker = kernels_pool.Worker()
+    for order, wanted in (("good", {}), ("ends", "its process ended"), ("good", {}), ("waits", "no answer within 0.1 s"), ("good", {})):
+        worker.tell(measure=order)
+        assert worker.answer(0.1 if order == "waits" else None) == wanted
+    worker.end()
 
 
 def test_xlas_products_are_cublas_unless_the_flags_say_otherwise():
