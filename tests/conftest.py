@@ -1,6 +1,5 @@
 """The tests' platform, set before anything imports JAX, and where their data is."""
 
-import gc
 import os
 import sys
 from collections.abc import Callable
@@ -35,17 +34,6 @@ os.environ.update(
 # The same examples every time, and no deadlines: a busy machine fails no test. Half the usual number: there are many properties.
 hypothesis.settings.register_profile("jaxflow", max_examples=50, deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("jaxflow")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def what_is_left_is_not_walked_again():
-    """What a file leaves behind, traced and compiled programs above all, is millions of objects that live as long as the process.
-
-    The collector would walk gigabytes of them for each later test that makes many.
-    """
-    yield
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")
