@@ -31,8 +31,8 @@ os.environ.update(
     ),
 )
 
-# The same examples every time, and no deadlines: a busy machine fails no test. Half the usual number: there are many properties.
-hypothesis.settings.register_profile("jaxflow", max_examples=50, deadline=None, derandomize=True, database=None)
+# The same examples every time, and no deadlines: a busy machine fails no test. A third of the usual number: there are many properties.
+hypothesis.settings.register_profile("jaxflow", max_examples=30, deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("jaxflow")
 
 
