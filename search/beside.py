@@ -8,7 +8,7 @@ pair's clock. Single pairs scatter: their loads of attention are a grid, and a p
 import statistics
 
 from search.clocked import Clocks
-from search.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, Profile, fastest, seconds
+from search.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, Profile, fastest, keys_lasting, seconds
 
 _LONGEST = 1 << 20  # keys
 
@@ -25,7 +25,7 @@ def of_pair(profile: Profile, clocks: Clocks, pair: Pair) -> float | None:
         return None
     tokens = PAIR_DECODES if pair.second == "decode_attention" else PAIR_TOKENS
     together_s = fastest(profile, pair.first, PAIR_TOKENS, 0) / pair.first_performance
-    keys = _keys_lasting(profile, pair.second, tokens, pair.second_performance * together_s)
+    keys = keys_lasting(lambda keys: fastest(profile, pair.second, tokens, keys), pair.second_performance * together_s, _LONGEST)
     if keys <= min(one.keys for one in profile.op_times if one.op == pair.second):
         return None
     here = profile if pair.clock_mhz is None else clocks.at(profile, pair.clock_mhz * 1e6)
@@ -34,11 +34,3 @@ def of_pair(profile: Profile, clocks: Clocks, pair: Pair) -> float | None:
         seconds(here, pair.second, tokens, keys, pair.second_sms),
     )
     return together_s / max(alone_s)
-
-
-def _keys_lasting(profile: Profile, op: str, tokens: int, wanted_s: float) -> float:
-    low, high = 0.0, float(_LONGEST)
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if fastest(profile, op, tokens, middle) < wanted_s else (low, middle)
-    return high

@@ -32,7 +32,7 @@ from search.budget import Budget
 from search.collective_bench import collective, equal_ops
 from search.entries import PAIR_KEYS, Entry, Together, described, entries
 from search.op_bench import PAGE_SIZE, PHASES, Case, Layer
-from search.op_times import OpTime, Pair, Profile, fastest, held_out_error, load_profile, save_profile, seconds
+from search.op_times import OpTime, Pair, Profile, fastest, held_out_error, keys_lasting, load_profile, save_profile, seconds
 from search.program import Program
 from search.sustain import Sustained, sustain
 
@@ -239,7 +239,8 @@ def _pair(profile: Profile, layer: Layer, entry: Together, executable: Any, give
     a, b = entry.product, entry.attention
     alone = fastest(profile, a.op, a.tokens, 0)
     least = b.tokens // 2 if b.op == "chunk_attention" else 1  # a chunk sees itself
-    balance = _keys_lasting(profile, b, seconds(profile, a.op, a.tokens, 0, a.sms))
+    wanted_s = seconds(profile, a.op, a.tokens, 0, a.sms)
+    balance = keys_lasting(lambda keys: seconds(profile, b.op, b.tokens, keys, b.sms), wanted_s, PAIR_KEYS)
     found = []
     for load in _LOADS:
         keys = int(min(PAIR_KEYS, max(least, load * balance)))
@@ -250,15 +251,6 @@ def _pair(profile: Profile, layer: Layer, entry: Together, executable: Any, give
         found.append((sum(kept), kept, took.watts, took.clock_mhz))
     _, (first, second), watts, clock_mhz = max(found, key=lambda one: one[0])
     return Pair(a.op, b.op, a.sms or profile.total_sms, b.sms or profile.total_sms, first, second, watts, clock_mhz)
-
-
-def _keys_lasting(profile: Profile, case: Case, wanted_s: float) -> float:
-    """The context at which attention on its SMs takes so long alone."""
-    low, high = 1.0, float(PAIR_KEYS)
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (middle, high) if seconds(profile, case.op, case.tokens, middle, case.sms) < wanted_s else (low, middle)
-    return high
 
 
 def _replace(profile: Profile, path: str | os.PathLike) -> None:

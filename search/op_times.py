@@ -8,6 +8,7 @@ import bisect
 import collections
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -130,6 +131,15 @@ def seconds(profile: Profile, op: str, tokens: float, keys: float = 0, sms: int 
 def fastest(profile: Profile, op: str, tokens: float, keys: float = 0) -> float:
     """Seconds alone on the SMs that suit the op best. Raises: as `seconds`."""
     return min(seconds(profile, op, tokens, keys, sms) for name, sms in profile.curves if name == op)
+
+
+def keys_lasting(took_s: Callable[[float], float], wanted_s: float, most: float) -> float:
+    """The keys, of `most` at most, at which an attention lasts so long. took_s: seconds by keys, rising."""
+    low, high = 0.0, most
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if took_s(middle) < wanted_s else (low, middle)
+    return high
 
 
 def _between(points: list[tuple[int, float]], x: float) -> float:

@@ -92,6 +92,7 @@ class _Step:
         self.at = 0  # where in the program this is
         self.barriers = 0
         beside = {run.nano.op in ATTENTION for run in reads.runs if run.nano.stream}
+        self.aside = bool(beside)  # whether there are side streams
         self.overlaps = len(beside) == 2  # attention and others are on side streams
         self.awaited: list[Array] = []  # what the next op waits for by the plan alone, where there are side streams
         self.zero = Piece((-2, "zero"), Span(0, batch.num_tokens), streams.zero_behind(jax.tree.leaves(batch)))
@@ -123,7 +124,7 @@ class _Step:
 
         Attention that is ready long before the products before it on its stream would take their SMs (`qkv`'s it follows by its keys).
         """
-        if not any(other.nano.stream for other in self.reads.runs):
+        if not self.aside:
             return []
         waits = [piece for wait in run.nano.waits for piece in self.made.get(wait, [])]
         before = self.last.get(run.nano.stream) if run.nano.op in ATTENTION and run.nano.stream else None

@@ -34,7 +34,7 @@ def test_the_snake_visits_each_tile_once_and_moves_to_a_neighbour(tiles_m, tiles
         assert before[1] == after[1] or abs(before[1] - after[1]) == 1 or before[0] // width != after[0] // width
 
 
-@settings(max_examples=40)
+@settings(max_examples=150)
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(1, 40), st.integers(1, 40), st.one_of(st.none(), st.integers(0, 4)))
 def test_every_step_of_every_tile_is_done_once_and_no_one_waits_for_a_later_cta(tiles_m, tiles_n, steps, sms, whole_rounds):
     made = schedule(tiles_m, tiles_n, steps, sms, whole_rounds)
@@ -62,7 +62,7 @@ def test_every_step_of_every_tile_is_done_once_and_no_one_waits_for_a_later_cta(
     assert giver.keys() == takes.keys() == set(range(made.slots))
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(st.integers(1, 2048), st.sampled_from(LLAMA), st.sampled_from([20, 104, 112, 120, 132]), st.sampled_from([None, 64]))
 def test_no_sm_does_much_more_than_its_share(m, weight, sms, gate_block):
     (n, k), plan = weight, gemm_plan(m, *weight, sms, gate_block)

@@ -128,7 +128,7 @@ def test_the_command_shows_where_a_layers_time_goes(report):
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     sequential, two = result["plans"]
     for plan, pieces in ((sequential, 1), (two, 2)):
-        assert 0 < plan["layer_us"] <= 1e3 * plan["traced_step_ms"] and 0 < plan["assigned_share_of_kernel_time"] <= 1
+        assert 0 < plan["layer_us"] <= 1e3 * plan["traced_step_ms"] and plan["assigned_share_of_kernel_time"] > 0.5
         wanted = {f"{op}.{i}" if pieces > 1 else op for op in ("qkv", "out_proj", "up_gate", "down", "mlp_reduce") for i in range(pieces)}
         assert wanted <= {kernel["nano_op"] for kernel in plan["kernels"]}
         assert all(0 < plan["mean_shares"][name] <= 1 for name in RESOURCES)
