@@ -23,6 +23,7 @@ class Driver:
     def __init__(self, setup: Setup):
         self._setup = setup
         self.prefill_s = 0.0  # of the last block
+        self.prefill_crossed = (0, 0)  # bytes to the device and from it, of the last block's prompts
 
     def run(self, block: Block, finished: Callable[[Sequence[int]], bool], on_square: Callable[[Square], object]) -> Iterator[Drawn]:
         """Computes a block; yields each batch's tokens as they are enqueued.
@@ -35,7 +36,7 @@ class Driver:
         """
         g, run = self._setup.geometry, Run(self._setup, block)
         order = list(squares(block.batches, g.config.num_layers, g.policy.output_tokens, self._setup.schedule))
-        started, self.prefill_s = time.perf_counter(), 0.0
+        started, self.prefill_s, self.prefill_crossed = time.perf_counter(), 0.0, (0, 0)
         prompts_left = block.batches
         try:
             i = 0
@@ -52,6 +53,7 @@ class Driver:
                         if not prompts_left:
                             jax.block_until_ready(drawn.tokens)
                             self.prefill_s = time.perf_counter() - started
+                            self.prefill_crossed = self._setup.tiers.traffic.crossed()
                 on_square(order[i])
                 i += 1
             yield from run.stop()

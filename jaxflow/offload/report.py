@@ -1,4 +1,8 @@
-"""What an offloaded run reached, as JSON and for people: throughput as FlexGen counts it, and how busy the link was."""
+"""What an offloaded run reached, as JSON and for people: throughput as FlexGen counts it, and how busy the link was.
+
+A link's share is of what trains of transfers reach on this machine (`jaxflow.offload.link`), over a run, and over its decodes alone: of
+4 bits the device computes prompts longer than their KV takes to go home.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +28,10 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
     links = runtime.geometry.tp  # each device has its own, and its part of what crosses
     down_s, up_s = down / links / link.down_bytes_per_s, up / links / link.up_bytes_per_s
     busiest_s = max(down_s, up_s)
+    rates = (link.down_bytes_per_s, link.up_bytes_per_s)
+    prompts = [sum(one.prefill_crossed[way] for one in blocks) for way in (0, 1)]
+    decode_s = sum(one.decode_s for one in blocks)
+    decodes_s = max((total - early) / links / rate for total, early, rate in zip((down, up), prompts, rates, strict=True))
     return {
         "command_name": "offload",
         "policy": msgspec.to_builtins(policy),
@@ -38,9 +46,9 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
         "tokens": tokens,
         "latency_s": latency_s,
         "prefill_s": sum(one.prefill_s for one in blocks),
-        "decode_s": sum(one.decode_s for one in blocks),
+        "decode_s": decode_s,
         "tokens_per_s": tokens / latency_s if latency_s else 0.0,
-        "decode_tokens_per_s": decoded / sum(one.decode_s for one in blocks) if decoded else 0.0,
+        "decode_tokens_per_s": decoded / decode_s if decoded else 0.0,
         "block_latency_s": [one.latency_s for one in blocks],
         "traffic": {verb: msgspec.to_builtins(one) for verb, one in moved.items()},
         "link": {
@@ -51,6 +59,10 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
             "down_busy_share": down_s / latency_s if latency_s else 0.0,
             "up_busy_share": up_s / latency_s if latency_s else 0.0,
             "busy_share": busiest_s / latency_s if latency_s else 0.0,
+            "prefill_down_bytes": prompts[0],
+            "prefill_up_bytes": prompts[1],
+            "decode_busy_share": decodes_s / decode_s if decode_s else 0.0,
+            "down_mean_bytes_per_s": down / links / latency_s if latency_s else 0.0,
             "bound_tokens_per_s": tokens / busiest_s if busiest_s else None,
         },
         "account_bytes": {tier: runtime.account.total(tier) for tier in TIERS},
@@ -86,7 +98,7 @@ def text(result: dict[str, Any]) -> str:
     add("Prefill + decode (s):", f"{result['prefill_s']:.2f} + {result['decode_s']:.2f}")
     add("Generated tokens/s:", f"{result['tokens_per_s']:.3f} (decode alone {result['decode_tokens_per_s']:.3f})")
     add("Link, measured (GB/s down, up):", f"{link['down_bytes_per_s'] / 1e9:.1f}, {link['up_bytes_per_s'] / 1e9:.1f}")
-    add("Link busy (down, up):", f"{link['down_busy_share']:.0%}, {link['up_busy_share']:.0%}")
+    add("Link busy (down, up):", f"{link['down_busy_share']:.0%}, {link['up_busy_share']:.0%}; in decodes {link['decode_busy_share']:.0%}")
     if link["bound_tokens_per_s"]:
         add("Bound by the link's bandwidth (tokens/s):", f"{link['bound_tokens_per_s']:.3f}")
     lines.append(f"{'verb':18}{'times':>9}{'GB down':>11}{'GB up':>11}{'GB read':>11}{'GB written':>12}")

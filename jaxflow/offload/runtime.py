@@ -35,13 +35,17 @@ from jaxflow.offload.traffic import Moved
 
 @dataclasses.dataclass(frozen=True)
 class BlockStats:
-    """What one block took. tokens: generated, of sequences that were there; seconds of the prompts, and of all other tokens."""
+    """What one block took. tokens: generated, of sequences that were there; seconds of the prompts, and of all other tokens.
+
+    prefill_crossed: bytes to the device and from it that were asked for until the last prompt was done.
+    """
 
     sequences: int
     tokens: int
     prefill_s: float
     decode_s: float
     traffic: Mapping[str, Moved]
+    prefill_crossed: tuple[int, int] = (0, 0)
 
     @property
     def latency_s(self) -> float:
@@ -161,7 +165,8 @@ class Runtime:
             yield self._tell(block, answers, drawn)
         tokens = sum(seq.num_known - seq.num_prompt for seq in sequences)
         prefill_s = self._driver.prefill_s
-        self.stats.append(BlockStats(len(sequences), tokens, prefill_s, elapsed_s - prefill_s, self._tiers.traffic.take()))
+        decode_s, crossed = elapsed_s - prefill_s, self._driver.prefill_crossed
+        self.stats.append(BlockStats(len(sequences), tokens, prefill_s, decode_s, self._tiers.traffic.take(), crossed))
 
     def _tell(self, block: Block, answers: Answers, drawn: Drawn) -> list[Event]:
         tokens = np.asarray(drawn.tokens).tolist()

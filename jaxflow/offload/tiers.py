@@ -31,15 +31,17 @@ class Tiers:
     def down(self, tree: Any) -> Any:
         """`HostArray`s, or what `up` returned, on their way to the device, each piece to its own; returns before they are there."""
 
-        def send(a: Any) -> jax.Array:
-            array = a.array if isinstance(a, HostArray) else a
-            return jax.device_put(array, on_device(self.mesh, spec_of(array)))
-
-        return jax.tree.map(send, tree)
+        arrays = jax.tree.map(lambda a: a.array if isinstance(a, HostArray) else a, tree)
+        return self._put(arrays, lambda a: on_device(self.mesh, spec_of(a)))
 
     def up(self, tree: Any) -> Any:
         """Device arrays on their way to pinned host memory; returns before they are there."""
-        return jax.tree.map(lambda a: jax.device_put(a, home_of(on_device(self.mesh, spec_of(a)))), tree)
+        return self._put(tree, lambda a: home_of(on_device(self.mesh, spec_of(a))))
+
+    def _put(self, tree: Any, where: Callable[[jax.Array], Any]) -> Any:
+        """All of a tree by one call: of 4 bits a layer is a dozen arrays and more, and a call for each takes the driver 80 us, not 20."""
+        arrays, structure = jax.tree.flatten(tree)
+        return jax.tree.unflatten(structure, jax.device_put(arrays, [where(a) for a in arrays]) if arrays else [])
 
     def arrived(self, tree: Any) -> Any:
         """The `HostArray`s of what `up` returned; waits for them."""

@@ -52,6 +52,11 @@ class Traffic:
             one.host_kv_bytes += host_kv
             one.seconds += seconds
 
+    def crossed(self) -> tuple[int, int]:
+        """Bytes to the device and from it since the last `take`."""
+        with self._lock:
+            return sum(one.link_down_bytes for one in self._moved.values()), sum(one.link_up_bytes for one in self._moved.values())
+
     def take(self) -> dict[str, Moved]:
         """The counts since the last call, by verb."""
         with self._lock:

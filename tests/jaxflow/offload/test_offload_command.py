@@ -48,7 +48,13 @@ def test_prompts_of_a_file_are_continued_as_the_engine_does(file, tmp_path, caps
     assert written[3]["prompt"] == "Once upon a time" and written[3]["text"].startswith(", there was")
     result = json.loads(report.read_text())
     assert result["tokens"] == 4 * 6 and result["policy"]["weights"]["host"] == 50 and result["compilations_after_warmup"] == 0
-    assert result["traffic"]["fetch_layer"]["link_down_bytes"] > 0 < result["link"]["busy_share"]
+    link = result["link"]
+    assert result["traffic"]["fetch_layer"]["link_down_bytes"] > 0 < link["busy_share"]
+    moved = [sum(one[f"link_{way}_bytes"] for one in result["traffic"].values()) for way in ("down", "up")]
+    assert 0 < link["prefill_down_bytes"] < link["down_bytes"] == moved[0] and 0 < link["prefill_up_bytes"] < link["up_bytes"] == moved[1]
+    decodes = [(link[f"{way}_bytes"] - link[f"prefill_{way}_bytes"]) / link[f"{way}_bytes_per_s"] for way in ("down", "up")]
+    assert link["decode_busy_share"] == pytest.approx(max(decodes) / result["decode_s"])
+    assert link["down_mean_bytes_per_s"] == pytest.approx(moved[0] / result["latency_s"])
     assert "Generated tokens/s:" in capsys.readouterr().out
 
 
