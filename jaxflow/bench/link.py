@@ -60,16 +60,15 @@ class Beside:
     def step(self, *, stored: int = 0, loaded: int = 0) -> jax.Array:
         """A step after which `stored` times as many pages are stored as it completes, and `loaded` times as many come."""
         self._drain()
-        ids = self._ids[: stored * self.pages]
+        ids, down = self._ids[: stored * self.pages], []
         if loaded and len(self._came) == self.pages:
             self.executor.kv = self.copies.scatter(self.executor.kv, 0, self._ids[: self.pages], list(self._came))
             self._came.clear()
         if ids:
             self._down += len(ids)
-            self.transfers.to_host.copy([(None, page) for page in self.copies.gather(self.executor.kv, 0, ids)])
-        if loaded:
-            self._up += self.pages
-            self.transfers.to_device.copy([(None, page) for page in self._host])
+            down = [(None, page) for page in self.copies.gather(self.executor.kv, 0, ids)]
+        self._up += self.pages if loaded else 0
+        self.transfers.copy(down, [(None, page) for page in self._host] if loaded else [])
         return self.steady.enqueue()
 
     def _drain(self) -> None:

@@ -1,5 +1,9 @@
-"""What the link between device and pinned host memory gives: each way, both at once, in pages, in pieces and through numpy."""
+"""What the link between device and pinned host memory gives: each way, both at once, in pages, in pieces and through numpy.
 
+Pages are begun as the engine begins them (`to_host`, `to_device`, `both_…`), beside all of them by one call, and one array of their size.
+"""
+
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +13,10 @@ import jax
 import numpy as np
 
 from jaxflow.memory.page_copies import PageCopies
-from jaxflow.memory.transfers import Transfers
+from jaxflow.memory.transfers import PAGES_A_CALL, Transfers, in_calls
+
+TRAIN = 4  # times that pages are asked for before they are waited for: what a run that keeps the link busy gets
+CALLS = (1, 2, 4, 16)  # pages that a call begins
 
 
 def rate(run: Callable[[], Any], num_bytes: int, seconds: float) -> float:
@@ -41,6 +48,16 @@ def both(down: Callable[[], Any], up: Callable[[], Any], num_bytes: int, seconds
     return found["down"], found["up"]
 
 
+def in_turns(there: list[jax.Array], here: list[jax.Array], transfers: Transfers, pages_a_call: int) -> list[jax.Array]:
+    """A train of as many pages each way, so many down and then so many up, as `Transfers.copy` begins them."""
+    calls = (itertools.batched(pages, pages_a_call) for pages in (there * TRAIN, here * TRAIN))
+    copies = []
+    for down, up in zip(*calls, strict=True):
+        copies += jax.device_put(down, transfers.to_host.sharding)
+        copies += jax.device_put(up, transfers.to_device.sharding)
+    return copies
+
+
 def pieces_of(kv: list, pages: Sequence[int]) -> list[jax.Array]:
     """Pages as they lie in the cache: an array for each layer's keys, values and scales of each."""
     cut = jax.jit(lambda kv, page: [array[page] for array in jax.tree.leaves(kv)])
@@ -60,22 +77,32 @@ def measure(copies: PageCopies, transfers: Transfers, kv: list, group: int, coun
     pieces_here = jax.block_until_ready(jax.device_put(pieces, [_on_host(piece) for piece in pieces]))
     piece_bytes = sum(piece.nbytes for piece in pieces)
     found = {
-        "to_host": rate(lambda: jax.device_put(there, host), num_bytes, seconds),
-        "to_device": rate(lambda: jax.device_put(here, device), num_bytes, seconds),
+        "to_host": rate(lambda: in_calls(there, host), num_bytes, seconds),
+        "to_device": rate(lambda: in_calls(here, device), num_bytes, seconds),
+        "one_call_to_host": rate(lambda: jax.device_put(there, host), num_bytes, seconds),
+        "one_call_to_device": rate(lambda: jax.device_put(here, device), num_bytes, seconds),
+        "train_to_host": rate(lambda: [in_calls(there, host) for _ in range(TRAIN)], TRAIN * num_bytes, seconds),
+        "train_to_device": rate(lambda: [in_calls(here, device) for _ in range(TRAIN)], TRAIN * num_bytes, seconds),
         "pieces_to_host": rate(lambda: jax.device_put(pieces, [_on_host(piece) for piece in pieces]), piece_bytes, seconds),
         "pieces_to_device": rate(lambda: jax.device_put(pieces_here, [piece.sharding for piece in pieces]), piece_bytes, seconds),
         "numpy_to_host": rate(lambda: [np.array(page) for page in _again(there[:1])], there[0].nbytes, min(seconds, 0.5)),
-        "begin_to_host": _begin_rate(there, host),
-        "begin_to_device": _begin_rate(here, device),
+        "begin_to_host": _begin_rate(lambda: in_calls(there, host), num_bytes),
+        "begin_to_device": _begin_rate(lambda: in_calls(here, device), num_bytes),
         "gather": rate(lambda: copies.gather(kv, group, ids), num_bytes, seconds),
     }
-    found["both_to_host"], found["both_to_device"] = both(
+    for few in CALLS:  # each direction's, until both are there
+        found[f"both_in_turns_of_{few}"] = rate(lambda few=few: in_turns(there, here, transfers, few), TRAIN * num_bytes, seconds)
+    found["both_to_host"] = found["both_to_device"] = found[f"both_in_turns_of_{PAGES_A_CALL}"]
+    found["both_one_call_to_host"], found["both_one_call_to_device"] = both(
         lambda: jax.device_put(there, host), lambda: jax.device_put(here, device), num_bytes, seconds
     )
     whole = jax.block_until_ready(jax.jit(lambda pages: jax.numpy.concatenate(pages, axis=1))(there))  # in one array, for comparison
     whole_here = jax.block_until_ready(jax.device_put(whole, host))
     found["one_array_to_host"] = rate(lambda: jax.device_put(whole, host), num_bytes, seconds)
     found["one_array_to_device"] = rate(lambda: jax.device_put(whole_here, device), num_bytes, seconds)
+    found["both_one_array_to_host"], found["both_one_array_to_device"] = both(
+        lambda: jax.device_put(whole, host), lambda: jax.device_put(whole_here, device), num_bytes, seconds
+    )
     return {f"{name}_gb_per_s": value / 1e9 for name, value in found.items()} | {
         "contiguous_over_pieces_to_host": found["to_host"] / found["pieces_to_host"],
         "contiguous_over_pieces_to_device": found["to_device"] / found["pieces_to_device"],
@@ -89,21 +116,21 @@ def loaded_rate(executor: Any, group: int, count: int, transfers: Transfers, sec
     here = jax.device_put(copies.gather(executor.kv, group, ids), transfers.to_host.sharding)
 
     def load() -> Any:
-        executor.kv = copies.scatter(executor.kv, group, ids, jax.device_put(here, transfers.to_device.sharding))
+        executor.kv = copies.scatter(executor.kv, group, ids, in_calls(here, transfers.to_device.sharding))
         return executor.kv
 
     return rate(load, sum(page.nbytes for page in here), seconds) / 1e9
 
 
-def _begin_rate(pages: list[jax.Array], sharding: Any) -> float:
+def _begin_rate(run: Callable[[], Any], num_bytes: int) -> float:
     """Bytes per second at which copies are begun: far more than the link's, unless beginning waits for the copy."""
     times = []
     for _ in range(3):
         begin = time.perf_counter()
-        copies = jax.device_put(pages, sharding)
+        copies = run()
         times.append(time.perf_counter() - begin)
         jax.block_until_ready(copies)
-    return sum(page.nbytes for page in pages) / float(np.median(times))
+    return num_bytes / float(np.median(times))
 
 
 def _on_host(array: jax.Array) -> Any:

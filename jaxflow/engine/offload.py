@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.profiler
 
 from jaxflow.engine.disk_link import DiskLink
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.host_tier import HostTier
 from jaxflow.engine.load import Load, Piece
+from jaxflow.memory.host_store import Key
 from jaxflow.memory.numa import bind
 from jaxflow.memory.transfers import Transfers
 
@@ -54,13 +54,12 @@ class Offload:
         for group, pieces in _by_group(self.tier.take_scatters(), lambda scatter: scatter[0].group):
             pages, data = [piece.page for piece, _ in pieces], [data for _, data in pieces]
             executor.kv = copies.scatter(executor.kv, group, pages, data)
+        down: list[tuple[Key, jax.Array]] = []
         for group, stores in _by_group(self.tier.take_stores(), lambda store: store[0]):
             pages = copies.gather(executor.kv, group, [page for _, page, _ in stores])
-            with jax.profiler.TraceAnnotation("store_kv"):
-                self.transfers.to_host.copy([(key, page) for (_, _, key), page in zip(stores, pages, strict=True)])
+            down += [(key, page) for (_, _, key), page in zip(stores, pages, strict=True)]
         fetches: list[tuple[Load, Piece, jax.Array]] = self.tier.take_fetches()
-        with jax.profiler.TraceAnnotation("load_kv"):
-            self.transfers.to_device.copy([((load, piece), data) for load, piece, data in fetches])
+        self.transfers.copy(down, [((load, piece), data) for load, piece, data in fetches])
 
     @property
     def busy(self) -> bool:

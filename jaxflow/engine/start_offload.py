@@ -20,7 +20,7 @@ from jaxflow.memory.host_store import HostStore
 from jaxflow.memory.kv_cache import page_bytes
 from jaxflow.memory.numa import gpu_bus_ids, near_cpus, run_bound
 from jaxflow.memory.page_copies import MOST_BYTES, SIZES, PageCopies, sizes_of
-from jaxflow.memory.transfers import Transfers
+from jaxflow.memory.transfers import Transfers, in_calls
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +117,9 @@ def reserve(copies: PageCopies, transfers: Transfers, capacity_bytes: int) -> No
 
 
 def link_bytes_per_s(copies: PageCopies, transfers: Transfers) -> float:
-    """To the device, all shards together, of a batch of pages: the best of three."""
+    """To the device, all shards together, of pages begun as the engine begins them: the best of three."""
     pages = jax.device_put([copies.blank(0)] * _BATCH, transfers.to_host.sharding)
-    seconds = _best(lambda: jax.block_until_ready(jax.device_put(pages, transfers.to_device.sharding)))
+    seconds = _best(lambda: jax.block_until_ready(in_calls(pages, transfers.to_device.sharding)))
     return sum(page.nbytes for page in pages) / seconds
 
 

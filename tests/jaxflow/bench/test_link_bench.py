@@ -19,7 +19,8 @@ def test_the_command(tmp_path, no_flags, capsys):
     result = json.loads((tmp_path / "out.json").read_text())
     assert all(value > 0 and math.isfinite(value) for value in result["link"].values())
     ways = {"to_host", "to_device", "both_to_host", "both_to_device", "pieces_to_host", "pieces_to_device", "loaded_to_its_place"}
-    assert {f"{way}_gb_per_s" for way in ways} <= set(result["link"])
+    ways |= {f"{both}{form}_to_{way}" for both in ("", "both_") for form in ("one_call", "one_array") for way in ("host", "device")}
+    assert {f"{way}_gb_per_s" for way in ways | {"train_to_host", "train_to_device", "both_in_turns_of_4"}} <= set(result["link"])
     rates = result["link"]
     for way in ("to_host", "to_device"):
         expected = rates[f"{way}_gb_per_s"] / rates[f"pieces_{way}_gb_per_s"]

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxflow.config import Layer, ModelConfig
 from jaxflow.memory.kv_cache import make_cache, page_bytes
 from jaxflow.memory.page_copies import PageCopies, PagePrograms, sizes_of, split
+from jaxflow.memory.transfers import Transfers
 from jaxflow.mesh import TP, make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
 
@@ -106,3 +108,21 @@ def test_on_an_h200_the_cache_is_written_in_place(dtype, tp):
     assert mesh.shape[TP] == tp
     assert "gather_pages" in gather.hlo
     assert "scatter_pages" in scatter.hlo
+
+
+def test_copies_are_begun_a_few_by_a_call_and_the_directions_in_turns(monkeypatch):
+    transfers = Transfers(make_mesh(1), PartitionSpec(None))
+    calls = []
+    for channel, name in ((transfers.to_host, "down"), (transfers.to_device, "up")):
+        monkeypatch.setattr(
+            channel, "_begin", lambda sources, name=name, begin=channel._begin: calls.append((name, len(sources))) or begin(sources)
+        )
+    pages = [jax.device_put(np.full((1, 4), i, np.uint32), transfers.to_device.sharding) for i in range(7)]
+    here = jax.device_put(pages, transfers.to_host.sharding)
+    transfers.copy([(i, page) for i, page in enumerate(pages)], [(i, page) for i, page in enumerate(here[:3])])
+    assert calls == [("down", 2), ("up", 2), ("down", 2), ("up", 1), ("down", 2), ("down", 1)]
+    transfers.close()
+    for channel, count in ((transfers.to_host, 7), (transfers.to_device, 3)):
+        found = channel.done()
+        assert [(tag, int(page[0, 0]), page.sharding) for tag, page in found] == [(i, i, channel.sharding) for i in range(count)]
+        assert channel.bytes == count * 16
