@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from jaxflow.config import ConfigError
 from jaxflow.engine.executor import Executor
 
 
@@ -55,6 +56,24 @@ def step_log(executor: Executor) -> Iterator[list[Step]]:
         del executor.run
         enqueued.put(None)
         thread.join()
+
+
+@contextlib.contextmanager
+def sequential_alone(executor: Executor) -> Iterator[None]:
+    """While the block runs, every step runs its bucket's sequential plan: what searched plans are compared with, in one engine.
+
+    Raises: ConfigError for an engine in which a bucket has no sequential plan.
+    """
+    every = executor.layouts
+    alone = {bucket: tuple(one for one in several if one.plan == "sequential") for bucket, several in every.items()}
+    without = [several[0].plan for bucket, several in every.items() if not alone[bucket]]
+    if without:
+        raise ConfigError("plan", without[0], "plans with predictions, which have the sequential one beside them")
+    executor.layouts = alone
+    try:
+        yield
+    finally:
+        executor.layouts = every
 
 
 def summary(log: list[Step]) -> dict[str, Any] | None:

@@ -2,10 +2,11 @@
 
   python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --input_len 1024 --output_len 512
   python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --lengths lognormal --input_len 246 --output_len 322
+  python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --plan searched --beside_sequential
 
 Ramp-up and tail are in the clock; sampling is greedy, end tokens are ignored, prompts are random token ids, and prefix
 caching is off unless asked for. A second figure leaves ramp-up and tail out: the steady state, from the first request's
-end to the last one's first token.
+end to the last one's first token. With --beside_sequential the same requests run twice, first by the sequential plan.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from jaxflow.bench.converse import converse
 from jaxflow.bench.drive import drive, greedy_requests
 from jaxflow.bench.report import Record
 from jaxflow.bench.workload import Item
+from jaxflow.config import ConfigError
 from jaxflow.engine.plans import products_dtype
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
@@ -34,6 +36,9 @@ def define_flags() -> None:
     options.define_workload()
     options.define_conversations()
     options.define_report()
+    flags.DEFINE_boolean(
+        "beside_sequential", False, "Run the requests twice in the same engine, first by the sequential plan alone: what --plan gains."
+    )
 
 
 def measure(
@@ -53,6 +58,20 @@ def measure(
     requests = greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, seed))
     arrivals = [item.arrival_s for item in items] if arrive else None
     return _measured(llm, lambda: drive(llm.driver, requests, arrivals, progress=progress), slo, device)
+
+
+def _measure(llm: LLM, items: Sequence[Item], slo: Mapping[str, float] | None) -> dict[str, Any]:
+    """`measure` by the command's flags."""
+    f = flags.FLAGS
+    return measure(llm, items, seed=f.workload_seed, slo=slo, device=f.optimal_device, progress=True)
+
+
+def _compared(llm: LLM, items: Sequence[Item], slo: Mapping[str, float] | None) -> dict[str, Any]:
+    """The report of the engine's plans; with that of the sequential one, run before it, and how many times faster they are."""
+    with steps.sequential_alone(llm.executor):
+        alone = _measure(llm, items, slo)
+    found = _measure(llm, items, slo)
+    return found | {"sequential": alone, "against_sequential": found["total_token_throughput"] / alone["total_token_throughput"]}
 
 
 def measure_conversations(
@@ -105,7 +124,9 @@ def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]
     """Counters of this run alone; what is not a counter (pages, running and waiting requests) as it is at the end."""
     counters = ("steps", "prompt_tokens", "completion_tokens", "cached_prompt_tokens", "preemptions")
     found = {name: value - before[name] if name in counters else value for name, value in after.items()}
-    return found | {"kv_tiers": {n: v if n in TIER_LEVELS else v - before["kv_tiers"][n] for n, v in after["kv_tiers"].items()}}
+    plans = {plan: number - before["steps_by_plan"].get(plan, 0) for plan, number in after["steps_by_plan"].items()}
+    tiers = {n: v if n in TIER_LEVELS else v - before["kv_tiers"][n] for n, v in after["kv_tiers"].items()}
+    return found | {"steps_by_plan": {plan: number for plan, number in plans.items() if number}, "kv_tiers": tiers}
 
 
 def head(llm: LLM) -> dict[str, Any]:
@@ -119,6 +140,8 @@ def run() -> dict[str, Any]:
     slo = report.parse_goodput(f.goodput)
     config = engine_config_from_flags()
     config = dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values())))
+    if f.beside_sequential and (f.rounds > 1 or (f.trace and f.trace.endswith(".jsonl"))):
+        raise ConfigError("beside_sequential", True, "requests without conversations: no --rounds, no trace of shared blocks")
     with LLM.from_config(config) as llm:
         items, described = options.items_from_flags(llm.max_model_len)
         result = {"command_name": "throughput", **head(llm), "workload": described}
@@ -128,7 +151,7 @@ def run() -> dict[str, Any]:
             described |= more
             result |= measure_conversations(llm, talks, slo=slo, device=f.optimal_device, progress=True)
         else:
-            result |= measure(llm, items, seed=f.workload_seed, slo=slo, device=f.optimal_device, progress=True)
+            result |= _compared(llm, items, slo) if f.beside_sequential else _measure(llm, items, slo)
     result |= {  # the names of vllm bench throughput
         "elapsed_time": result["duration"],
         "num_requests": result["completed"],
@@ -160,4 +183,8 @@ def show(result: Mapping[str, Any], title: str = "Throughput Benchmark Result") 
         print(report.line("Device idle between steps:", f"{found['device_idle_share']:.2%}"))
         for bucket, one in found["by_bucket"].items():
             print(report.line(f"Steps of {bucket} rows (mean ms):", f"{one['steps']} ({one['mean_ms']:.2f})"))
+    for plan, number in result["engine_stats"]["steps_by_plan"].items():
+        print(report.line(f"Steps by {plan!r}:", number))
+    if "against_sequential" in result:
+        print(report.line("Against the sequential plan (x):", result["against_sequential"]))
     print(machine.text(result))

@@ -19,14 +19,16 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def token_buckets(budget: int, *, few: bool) -> tuple[int, ...]:
-    """Sizes of a step that are compiled: powers of two from 8 on, 384, and the budget.
+def token_buckets(budget: int, *, few: bool, seqs: int = 0) -> tuple[int, ...]:
+    """Sizes of a step that are compiled: powers of two from 8 on, 384, and the budget; and `seqs`, if over 512, in whole tiles.
 
     Each costs seconds of start-up, since kernels are lowered and compiled one at a time. Under load steps are filled to the
     budget; those between 512 and it hold chunks, which the scheduler cuts to a size if little is over.
-    `few`: only 8 and 64 and the budget, where compiling costs more than padding (CPU).
+    `few`: only 8 and 64 and the budget, where compiling costs more than padding (CPU). `seqs`: the most sequences of a step. All
+    of them decoding alone is a usual step, which above 512 would be padded by up to half: of 560 decodes, 40 % of the products.
     """
     sizes = {8, 64} if few else {2**i for i in range(3, budget.bit_length())} | {384}
+    sizes |= {seqs + -seqs % 64} if seqs > 512 and not few else set()
     return (*sorted(size for size in sizes if size < budget), budget)
 
 
@@ -73,7 +75,8 @@ def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Pl
     too_large = [plan for plan in given if plan.tokens > budget]
     if too_large:
         raise ConfigError("max_num_batched_tokens", budget, f"at least {too_large[0].tokens}, which plan {too_large[0].name!r} is for")
-    return portfolio(given, token_buckets(budget, few=not on_gpu()), lambda tokens: sequential_plan(model, tokens, tp))
+    sizes = token_buckets(budget, few=not on_gpu(), seqs=config.max_num_seqs or 0)
+    return portfolio(given, sizes, lambda tokens: sequential_plan(model, tokens, tp))
 
 
 def make_layouts(config: EngineConfig, model: ModelConfig, plans: Iterable[Plan], *, decodes_alone: bool) -> list[StepLayout]:

@@ -2,19 +2,23 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import threading
+import types
+from typing import Any
 
 import numpy as np
 import paths
 import pytest
 from absl import flags
 
-from jaxflow.bench import latency, machine, options, perplexity, plot, serve, sweep, throughput, workload
+from jaxflow.bench import latency, machine, options, perplexity, plot, serve, steps, sweep, throughput, workload
 from jaxflow.bench.__main__ import COMMANDS, main
+from jaxflow.config import ConfigError
 from jaxflow.llm import LLM
 from serving.client import Client
 from serving.server import Server, ServerConfig
@@ -175,6 +179,22 @@ def test_throughput_command(bench, tmp_path, capsys):
         "Throughput: ",
     ):
         assert line in out
+
+
+def test_searched_plans_beside_the_sequential_one_in_one_run(bench, llm, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    settings = ["--num_requests", "2", "--input_len", "5", "--output_len", "3", "--beside_sequential", "--output_json", str(path)]
+    assert bench("throughput", "--model", MODEL, *settings) == 0
+    found = json.loads(path.read_text())
+    assert found["completed"] == found["sequential"]["completed"] == 2
+    for one in (found, found["sequential"]):  # of each run its own
+        assert one["engine_stats"]["steps_by_plan"] == {"sequential": one["engine_stats"]["steps"]}
+    assert found["against_sequential"] == found["total_token_throughput"] / found["sequential"]["total_token_throughput"]
+    assert "Against the sequential plan" in capsys.readouterr().out
+    layouts = {size: (dataclasses.replace(several[0], plan="its only one"),) for size, several in llm.executor.layouts.items()}
+    named: Any = types.SimpleNamespace(layouts=layouts)
+    with pytest.raises(ConfigError, match="plan='its only one'"), steps.sequential_alone(named):
+        pass
 
 
 def test_latency_command(bench, tmp_path, capsys):

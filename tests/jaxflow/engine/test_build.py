@@ -51,6 +51,13 @@ def test_buckets(budget, few):
             assert bucket - tokens < (tokens / 2 if 256 < tokens <= 512 else tokens)
 
 
+def test_all_sequences_decoding_are_not_padded_by_half():
+    assert set(token_buckets(2048, few=False, seqs=640)) - set(token_buckets(2048, few=False)) == {640}
+    assert token_buckets(2048, few=False, seqs=560)[-3:] == (576, 1024, 2048)
+    for seqs, few in ((512, False), (2048, False), (640, True)):
+        assert token_buckets(2048, few=few, seqs=seqs) == token_buckets(2048, few=few)
+
+
 class TestResolve:
     def test_everything_left_open_is_decided(self, checkpoint):
         model = checkpoint.model_config
