@@ -31,18 +31,25 @@ class Product:
     residual: bool = False
 
 
-def shape_of(w, gate_block: int | None = None) -> Shape:
-    """The shape of a weight [N, K]: plain, `Quantized` or `Int4`."""
+def shape_of(w, gate_block: int | None = None, scales: str = "") -> Shape:
+    """The shape of a weight [N, K]: plain, `Quantized` or `Int4`. scales: how its input is scaled (`scales_of`)."""
     n, k = w.shape
     weights = "int4" if isinstance(w, Int4) else jnp.dtype((w.values if isinstance(w, Quantized) else w).dtype).name
-    return Shape(n, k, weights, gate_block or 0)
+    return Shape(n, k, weights, gate_block or 0, scales)
+
+
+def scales_of(x) -> str:
+    """How an input is scaled, as `Shape.scales` says it."""
+    if not isinstance(x, Quantized):
+        return ""
+    return "blocks" if x.scale.ndim == 2 else "rows"
 
 
 def product(x, w, *, gate_block: int | None, quantize: bool, out_dtype, sms: int | None, residual=None) -> Product:
     """The product of `gemm`'s arguments."""
     activations = jnp.dtype((x.values if isinstance(x, Quantized) else x).dtype).name
     out = "float8_e4m3fn" if quantize else jnp.dtype(out_dtype or ("bfloat16" if isinstance(x, Quantized) else activations)).name
-    return Product(x.shape[0], shape_of(w, gate_block), activations, out, sms is not None, residual is not None)
+    return Product(x.shape[0], shape_of(w, gate_block, scales_of(x)), activations, out, sms is not None, residual is not None)
 
 
 def takers(p: Product) -> tuple[str, ...]:

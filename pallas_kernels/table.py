@@ -13,28 +13,34 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 FOLDER = Path(__file__).parent / "tables"
+FARTHEST = 1.0  # octaves of N and K together that a rule is believed over
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A product's weight: [n, k] of `weights` (bfloat16, float8_e4m3fn, int4), and the block in which gates and ups alternate (0: none)."""
+    """A product's weight: [n, k] of `weights` (bfloat16, float8_e4m3fn, int4), and the block in which gates and ups alternate (0: none).
+
+    scales: of the input, where it is quantised: "rows", one a row (or one for all), which multiply finished sums; "blocks", one for every
+    128 columns of a row, by which sums are moved on the way. Other kernels win for either.
+    """
 
     n: int
     k: int
     weights: str = "bfloat16"
     gate_block: int = 0
+    scales: str = ""
 
     def distance(self, other: "Shape") -> float:
-        """How unlike two shapes are: octaves of N and K; infinite between kinds of weights.
+        """How unlike two shapes are: octaves of N and K; infinite between kinds of weights or scales, and of gated products and bare.
 
-        A gate is worth four octaves: bare products have no pass behind them that a kernel with an epilogue saves.
+        Bare products have no pass behind them that a kernel with an epilogue saves.
         """
-        if self.weights != other.weights:
+        if (self.weights, self.scales, self.gate_block > 0) != (other.weights, other.scales, other.gate_block > 0):
             return math.inf
-        return abs(math.log2(self.n / other.n)) + abs(math.log2(self.k / other.k)) + 4.0 * (bool(self.gate_block) != bool(other.gate_block))
+        return abs(math.log2(self.n / other.n)) + abs(math.log2(self.k / other.k))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +71,9 @@ class Table:
     rules: tuple[Rule, ...] = ()
 
     def choose(self, shape: Shape, rows: int) -> Choice | None:
-        """The choice for a product, from the nearest rule (which then gives no tile, and is said once); None without any rule."""
+        """The choice for a product, from the nearest rule (which then gives no tile, and is said once); None without one that is near."""
         nearest = min(self.rules, key=lambda rule: rule.shape.distance(shape), default=None)
-        if nearest is None or nearest.shape.weights != shape.weights:
+        if nearest is None or nearest.shape.distance(shape) > FARTHEST:
             return None
         choice = nearest.choose(rows)
         if nearest.shape == shape:

@@ -3,14 +3,18 @@
     python -m pallas_kernels.tune                            every shape of tables/shapes.json, bfloat16 weights
     python -m pallas_kernels.tune --models 'llama-3.1-8b tp 1' --weights float8_e4m3fn
     python -m pallas_kernels.tune --shapes 4096x6144 4096x28672g64     K x N; g64: gates and ups in blocks of 64
+    python -m pallas_kernels.tune --weights float8_e4m3fn --shapes 14336x4096b     b: the input has a scale for every 128 columns
     python -m pallas_kernels.tune --tiles                    also other tiles than the kernels' own choice
     python -m pallas_kernels.tune --time_limit_s 300         what fits; the same command goes on from there
     python -m pallas_kernels.tune --share 0/4 --output a.json             every fourth shape, for a process on each of four GPUs
+    python -m pallas_kernels.tune --share 0/8 --lock gpu0 --output a.json one of eight that compile beside each other for one GPU
     python -m pallas_kernels.tune --merge a.json b.json --output t.json   what they wrote, in one table; measures nothing
 
 For each [K, N] it times every kernel that takes it, and XLA's own product, at 1, 2, 4, 8, ..., 256 rows and more, on random data, the
 weights rotated past the L2 and the rivals in turn; keeps the fastest, and merges neighbours that agree: what is left are the inflection
 points (FlashDecoding++Next §4). All programs of a shape are compiled before the first is timed: XLA times its own candidates on the GPU.
+Mosaic compiles one kernel at a time in a process, so several may share a GPU: with --lock each compiles ours as it likes, and has the GPU
+to itself while XLA's are compiled and all are timed (XLA_PYTHON_CLIENT_PREALLOCATE=false, so that memory suffices).
 A time that the card cannot have met ends the run with an error. The table is written after every shape. A shape whose rule it has, of the
 same numbers of rows, is not measured again unless --again says so; what does not fit --time_limit_s, compilation included, is left out
 and named.
@@ -18,15 +22,16 @@ and named.
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import os
-import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,35 +44,17 @@ from pallas_kernels.checks.peaks import ImpossibleTime, Least, refuse_impossible
 from pallas_kernels.checks.script import parse_share
 from pallas_kernels.checks.timing import interleaved, looped
 from pallas_kernels.flat_tiles import filled
-from pallas_kernels.gemm import Product, activations_of, kernel, takers
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.gemm import Product, kernel, takers
+from pallas_kernels.quantized import BLOCK, Quantized
 from pallas_kernels.reference.int4 import quantize_int4
 from pallas_kernels.table import Choice, Shape
+from pallas_kernels.tune_shapes import parse_shape, product_of, shapes_of, told
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ROTATED = 240 << 20  # bytes of weights that a program walks through: four times the L2
 BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "int4": 0.5}  # of a weight's number
 FLAT_TILES = {"flat": (128, 16), "int4": (512, 4.5)}  # depth along K, and bits a weight, of the tiles that --tiles tries
 TIE = 0.01  # what must be gained to change kernels from one number of rows to the next, and by a kernel that must be compiled over XLA's
-
-
-def shapes_of(models: Iterable[str], weights: str) -> list[Shape]:
-    """The distinct shapes of the named models of tables/shapes.json, of all if none is named. Raises: ValueError for an unknown name."""
-    known: dict[str, dict[str, Any]] = json.loads((table.FOLDER / "shapes.json").read_text("utf-8"))
-    names = list(models) or list(known)
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"--models {unknown[0]!r}: {', '.join(known)}")
-    found = (Shape(n, k, weights, *gates) for name in names for k, n, *gates in known[name].values())
-    return list(dict.fromkeys(found))
-
-
-def parse_shape(text: str, weights: str) -> Shape:
-    """`4096x6144` or `4096x28672g64`: K x N, and the block of gates. Raises: ValueError."""
-    found = re.fullmatch(r"(\d+)x(\d+)(?:g(\d+))?", text)
-    if not found:
-        raise ValueError(f"--shapes {text!r}: KxN, and g with a block behind it where act(gate) · up follows")
-    return Shape(int(found[2]), int(found[1]), weights, int(found[3] or 0))
 
 
 def tiles(name: str, p: Product, others: bool) -> list[tuple[tuple[str, int], ...]]:
@@ -111,14 +98,16 @@ def make_inputs(p: Product, ws: list) -> Inputs:
     once = len(ws) * max(2 * p.rows * p.shape.n * p.shape.k / 600e12, p.shape.n * p.shape.k * BYTES[p.shape.weights] / 4e12)
     xs: list = [jax.random.normal(jax.random.key(i), (p.rows, p.shape.k), jnp.bfloat16) for i in range(len(ws))]
     if p.activations == "float8_e4m3fn":
-        xs = [Quantized(x.astype(jnp.float8_e4m3fn), jnp.ones(p.rows, jnp.float32)) for x in xs]
+        scale = jnp.ones((p.rows, p.shape.k // BLOCK) if p.shape.scales == "blocks" else p.rows, jnp.float32)
+        xs = [Quantized(x.astype(jnp.float8_e4m3fn), scale) for x in xs]
     return Inputs(xs, ws, max(1, round(5e-3 / once)))
 
 
 def compiled(choice: Choice, p: Product, inputs: Inputs) -> Callable[[], Any] | str:
     """A program of the products, or why there is none."""
-    gate = {"activation": "silu", "gate_block": p.shape.gate_block} if p.shape.gate_block else {}
-    program = looped(jax.jit(functools.partial(kernel(choice), **gate)), inputs.rounds)
+    behind: dict[str, Any] = {"activation": "silu", "gate_block": p.shape.gate_block} if p.shape.gate_block else {}
+    behind |= {"quantize": True} if p.out_dtype == "float8_e4m3fn" else {}
+    program = looped(jax.jit(functools.partial(kernel(choice), **behind)), inputs.rounds)
     try:
         ready = program.lower(inputs.xs, inputs.ws).compile()
     except Exception as error:  # a tile that does not fit
@@ -126,23 +115,50 @@ def compiled(choice: Choice, p: Product, inputs: Inputs) -> Callable[[], Any] | 
     return lambda: ready(inputs.xs, inputs.ws)
 
 
-def measure(shape: Shape, rows: Iterable[int], *, seconds: float, others: bool, pool, progress: Callable[[str], None]) -> dict[str, Any]:
+@contextlib.contextmanager
+def alone(lock: str | None) -> Iterator[None]:
+    """While no other process holds the lock, a file that is made; at once without one."""
+    if lock is None:
+        yield
+        return
+    with open(lock, "a") as file:  # closing gives it back
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def measure(
+    shape: Shape, rows: Iterable[int], *, seconds: float, others: bool, pool, progress: Callable[[str], None], lock: str | None = None
+) -> dict[str, Any]:
     """A shape's rule, as it stands in the table's JSON, with what was measured."""
-    ws, best, measured = make_weights(shape), [], []
-    products = [Product(m, shape, activations_of(shape)) for m in rows]
+    products, ws = [product_of(shape, m) for m in rows], make_weights(shape)
     inputs = {p.rows: make_inputs(p, ws) for p in products}
-    jobs = {
-        (p, Choice(p.rows, name, tile)): pool.submit(compiled, Choice(p.rows, name, tile), p, inputs[p.rows])
-        for p in products
-        for name in takers(p)
-        for tile in tiles(name, p, others)
-    }
-    concurrent.futures.wait(jobs.values())
+    wanted = [(p, Choice(p.rows, name, tile)) for p in products for name in takers(p) for tile in tiles(name, p, others)]
+
+    def compile_all(rivals: bool) -> dict[tuple[Product, Choice], Callable | str]:
+        mine = [one for one in wanted if (one[1].kernel == "xla") is rivals]
+        return dict(zip(mine, pool.map(lambda one: compiled(one[1], one[0], inputs[one[0].rows]), mine), strict=True))
+
+    jax.block_until_ready([inputs, ws])
+    ours = compile_all(rivals=False)
+    with alone(lock):
+        return _measured(shape, products, ours | compile_all(rivals=True), inputs, seconds, progress)
+
+
+def _measured(
+    shape: Shape,
+    products: Iterable[Product],
+    made: Mapping[tuple[Product, Choice], Callable | str],
+    inputs: Mapping[int, Inputs],
+    seconds: float,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Times what was compiled: made has a program of every (product, choice), or why there is none."""
+    best, measured = [], []
     for p in products:
         progress(f"{shape.k} x {shape.n} M {p.rows}")
-        programs = {choice: job.result() for (of, choice), job in jobs.items() if of == p}
+        programs = {choice: program for (of, choice), program in made.items() if of == p}
         ways = {_label(choice): program for choice, program in programs.items() if callable(program)}
-        timings = interleaved(ways, calls=inputs[p.rows].rounds * len(ws), seconds=seconds)
+        timings = interleaved(ways, calls=inputs[p.rows].rounds * len(inputs[p.rows].ws), seconds=seconds)
         us = {name: timing.us for name, timing in timings.items()}
         for name, took in us.items():
             refuse_impossible(f"{shape.k} x {shape.n} M {p.rows} {name}", took, least(p), jax.devices()[0].device_kind)
@@ -211,6 +227,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure also what the table has")
     parser.add_argument("--output", help="the table's file; default: this GPU's own in the package")
     parser.add_argument("--share", default="0/1", help="i/n: every n-th shape from the i-th on, for several processes with a file each")
+    parser.add_argument("--lock", metavar="FILE", help="held while the GPU is used, by all processes that share it")
     parser.add_argument("--merge", nargs="+", metavar="FILE", help="only join the tables of several shares in --output")
     args = parser.parse_args()
     if args.merge:
@@ -228,9 +245,11 @@ def main() -> None:
     try:
         share = parse_share(args.share)
         shapes = [parse_shape(text, args.weights) for text in args.shapes] or shapes_of(args.models, args.weights)
+        old = json.loads(path.read_text("utf-8")) if path.exists() else None
+        if old is not None:
+            table.parse(old)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
-    old = json.loads(path.read_text("utf-8")) if path.exists() else None
     shapes = shapes[share[0] :: share[1]]
     shapes = shapes if args.again else missing(shapes, args.rows, old)
     start, took, left_out = time.monotonic(), 0.0, []
@@ -247,10 +266,10 @@ def main() -> None:
         for shape in shapes:
             began = time.monotonic()
             if args.time_limit_s is not None and began - start + took > args.time_limit_s:  # as long as the longest so far
-                left_out.append(f"{shape.k}x{shape.n}" + (f"g{shape.gate_block}" if shape.gate_block else ""))
+                left_out.append(told(shape))
                 continue
             try:
-                rule = measure(shape, args.rows, seconds=args.seconds, others=args.tiles, pool=pool, progress=progress)
+                rule = measure(shape, args.rows, seconds=args.seconds, others=args.tiles, pool=pool, progress=progress, lock=args.lock)
             except ImpossibleTime as error:
                 parser.exit(1, f"error: {error}\n")
             bar.write(f"{shape}: " + ", ".join(f"{c['kernel']} to {c['rows']}" for c in rule["choices"]))

@@ -53,7 +53,7 @@ def _bf16(m: int, shape: tuple[int, int], flop: bool, ways: dict[str, Callable])
 
 
 def _fp8(m: int, shape: tuple[int, int], name: str) -> dict[str, Way]:
-    """Ours takes what the layer gives it: blocks of 128 columns into `out_proj` and `down`, gates and quantises behind `up_gate`."""
+    """Ours takes what the layer gives it: scales of 128 columns into `down`, of a token into the others; `up_gate` gates and quantises."""
     k, n = shape
     weights, rounds = _operands(m, k, n, 1)
     quantized = jax.jit(reference.quantize_rows)
@@ -61,8 +61,7 @@ def _fp8(m: int, shape: tuple[int, int], name: str) -> dict[str, Way]:
     xs = [quantized(x) for x in plain]
     flop, settings = 2.0 * m * k * n, (GATE | {"quantize": True} if "up_gate" in name else {})
     least = Least(1.0 * k * n, flop, "float8_e4m3fn")
-    blocks = "down" in name or "out_proj" in name
-    ours = list(map(jax.jit(reference.quantize_blocks), plain)) if blocks else xs
+    ours = list(map(jax.jit(reference.quantize_blocks), plain)) if "down" in name else xs
     return {
         "fp8": _program(fp8_flat_gemm if m <= 64 else fp8_gemm, ours, ws, rounds, flop, least, **settings),
         "xla": _program(xla, xs, ws, rounds, flop, least, **settings),

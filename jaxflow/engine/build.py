@@ -37,6 +37,7 @@ from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.plan import Plan
 from pallas_kernels.gemm import shape_of
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
+from pallas_kernels.quantized import Quantized
 from pallas_kernels.table import Shape
 
 log = logging.getLogger(__name__)
@@ -192,11 +193,12 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
 
 
 def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Shape]:
-    """The weight of each dense op of the first layer, and the head's, as one device holds it."""
+    """The weight of each dense op of the first layer, and the head's, as one device holds it, and its input's scales."""
     named = {op: weights["layers"][0].get(op) for op in ("qkv", "out_proj", "up_gate", "down")}
     named["logits"] = weights.get("lm_head", weights["embed"])
     gates = {"up_gate": model.gate_block if model.gated_mlp else 0}
-    return {op: shape_of(_one_shard(w), gates.get(op, 0)) for op, w in named.items() if w is not None}
+    scales = {op: ("blocks" if op == "down" else "rows") if isinstance(w, Quantized) else "" for op, w in named.items()}
+    return {op: shape_of(_one_shard(w), gates.get(op, 0), scales[op]) for op, w in named.items() if w is not None}
 
 
 def _one_shard(weight: Any) -> Any:

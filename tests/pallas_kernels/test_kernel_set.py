@@ -171,9 +171,11 @@ def test_a_product_is_known_by_its_arguments():
     x, w = jnp.zeros((3, 256), jnp.bfloat16), jnp.zeros((128, 256), jnp.bfloat16)
     assert gemm.product(x, w, **plain) == Product(3, Shape(128, 256), "bfloat16")
     qx, qw = Quantized(x.astype(E4M3), jnp.ones(3)), Quantized(w.astype(E4M3), jnp.ones(128))
-    assert gemm.product(qx, qw, **plain) == Product(3, Shape(128, 256, E4M3), E4M3)
+    assert gemm.product(qx, qw, **plain) == Product(3, Shape(128, 256, E4M3, scales="rows"), E4M3)
+    by_blocks = Quantized(qx.values, jnp.ones((3, 2)))
+    assert gemm.product(by_blocks, qw, **plain) == Product(3, Shape(128, 256, E4M3, scales="blocks"), E4M3)
     told = gemm.product(qx, qw, gate_block=64, quantize=True, out_dtype=None, sms=100, residual=x)
-    assert told == Product(3, Shape(128, 256, E4M3, 64), E4M3, E4M3, bounded=True, residual=True)
+    assert told == Product(3, Shape(128, 256, E4M3, 64, "rows"), E4M3, E4M3, bounded=True, residual=True)
     i4 = Int4(jnp.zeros((128, 128), jnp.uint8), jnp.zeros((128, 4), jnp.bfloat16), jnp.zeros((128, 4), jnp.bfloat16))
     assert gemm.product(x, i4, **(plain | {"out_dtype": jnp.float32})) == Product(3, Shape(128, 256, "int4"), "bfloat16", "float32")
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from jaxflow.mesh import TP
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.weights import leaves
-from pallas_kernels import table, tune
-from pallas_kernels.gemm import Product, activations_of, kernel, takers
+from pallas_kernels import table, tune, tune_shapes
+from pallas_kernels.gemm import HopperGemm, Product, kernel, takers
 from pallas_kernels.table import Choice, Rule, Shape, Table
 
+E4M3 = "float8_e4m3fn"
 A, B = Shape(6144, 4096), Shape(28672, 4096, gate_block=64)
 TABLE = Table(
     "a GPU",
@@ -41,9 +42,20 @@ def test_an_unknown_shape_takes_the_nearest_rule_without_its_tile_and_says_so_on
     assert gated and gated.kernel == "dense"
 
 
-def test_other_weights_have_no_rule():
-    assert TABLE.choose(Shape(6144, 4096, "int4"), 1) is None
+@pytest.mark.parametrize("shape", [Shape(6144, 4096, "int4"), Shape(6144, 4096, gate_block=64), Shape(3000, 4096), Shape(6144, 16384)])
+def test_other_weights_other_epilogues_and_what_is_far_have_no_rule(shape):
+    assert TABLE.choose(shape, 1) is None
     assert Table("a GPU").choose(A, 1) is None
+
+
+def test_a_rule_of_inputs_with_a_scale_a_row_is_none_for_scales_of_blocks():
+    qkv, down = (Shape(n, k, E4M3, scales=scales) for n, k, scales in ((6144, 4096, "rows"), (4096, 8192, "blocks")))
+    measured = Table("a GPU", (Rule(qkv, (Choice(512, "xla"),)),))
+    out_proj = measured.choose(dataclasses.replace(qkv, n=4096), 512)
+    assert out_proj and out_proj.kernel == "xla"
+    assert measured.choose(down, 512) is None and measured.choose(dataclasses.replace(qkv, scales="blocks"), 512) is None
+    assert HopperGemm(measured).choose(tune_shapes.product_of(down, 512)).kernel == "fp8"
+    assert HopperGemm(measured).choose(tune_shapes.product_of(qkv, 512)).kernel == "xla"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["flat", "dense", "xla"]), st.sampled_from([(), (("rows", 64),)])), min_size=1, max_size=12))
@@ -105,8 +117,9 @@ def test_shipped_tables_name_kernels_that_take_their_products():
         assert table.file_of(shipped.device) == path
         for rule in shipped.rules:
             for choice in rule.choices:
-                assert choice.kernel in takers(Product(choice.rows, rule.shape, activations_of(rule.shape))), rule
+                assert choice.kernel in takers(tune_shapes.product_of(rule.shape, choice.rows)), rule
                 assert callable(kernel(choice))
+            assert rule.shape.scales in (("",) if rule.shape.weights != E4M3 else ("rows", "blocks"))
 
 
 def test_the_shapes_are_those_of_the_models():
@@ -123,15 +136,29 @@ def test_the_shapes_are_those_of_the_models():
 
 @pytest.mark.parametrize(("text", "shape"), [("4096x6144", Shape(6144, 4096)), ("4096x28672g64", Shape(28672, 4096, gate_block=64))])
 def test_shapes_are_written_k_by_n(text, shape):
-    assert tune.parse_shape(text, "bfloat16") == shape
+    assert tune_shapes.parse_shape(text, "bfloat16") == shape
+    assert tune_shapes.told(shape) == text
+
+
+def test_e4m3_shapes_say_how_their_input_is_scaled_and_what_is_quantised_behind_them():
+    assert tune_shapes.parse_shape("4096x6144", E4M3) == Shape(6144, 4096, E4M3, scales="rows")
+    down = tune_shapes.parse_shape("14336x4096b", E4M3)
+    assert down == Shape(4096, 14336, E4M3, scales="blocks") and tune_shapes.told(down) == "14336x4096b"
+    with pytest.raises(ValueError, match="--shapes"):
+        tune_shapes.parse_shape("14336x4096b", "bfloat16")
+    of_model = tune_shapes.shapes_of(["llama-3.1-8b tp 1"], E4M3)
+    assert [shape.scales for shape in of_model] == ["rows", "rows", "rows", "blocks"]  # and no head, which stays as it is
+    assert [tune_shapes.product_of(shape, 8).out_dtype for shape in of_model] == ["bfloat16", "bfloat16", E4M3, "bfloat16"]
+    x = tune.make_inputs(tune_shapes.product_of(Shape(64, 256, E4M3, scales="blocks"), 8), [None])
+    assert x.xs[0].scale.shape == (8, 2)
 
 
 @pytest.mark.parametrize("text", ["4096", "4096x", "axb", "4096x6144x2", "4096x6144g"])
 def test_a_shape_that_is_none_is_named(text):
     with pytest.raises(ValueError, match="--shapes"):
-        tune.parse_shape(text, "bfloat16")
+        tune_shapes.parse_shape(text, "bfloat16")
     with pytest.raises(ValueError, match="--models"):
-        tune.shapes_of(["no such model"], "bfloat16")
+        tune_shapes.shapes_of(["no such model"], "bfloat16")
 
 
 @pytest.mark.parametrize("gate_block", [0, 64])

@@ -1,0 +1,49 @@
+"""The weights that `pallas_kernels.tune` measures: those of the models in tables/shapes.json, or as they are named on its command line."""
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from pallas_kernels.gemm import Product, activations_of
+from pallas_kernels.table import FOLDER, Shape
+
+
+def shapes_of(models: Iterable[str], weights: str) -> list[Shape]:
+    """The distinct shapes of the named models of tables/shapes.json, of all if none is named. Raises: ValueError for an unknown name."""
+    known: dict[str, dict[str, Any]] = json.loads((FOLDER / "shapes.json").read_text("utf-8"))
+    names = list(models) or list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"--models {unknown[0]!r}: {', '.join(known)}")
+    found = (
+        Shape(n, k, weights, gates[0] if gates else 0, scales_into(weights, op == "down"))
+        for name in names
+        for op, (k, n, *gates) in known[name].items()
+        if op != "logits" or weights == "bfloat16"  # the head stays as it is in a quantised model
+    )
+    return list(dict.fromkeys(found))
+
+
+def scales_into(weights: str, blocks: bool) -> str:
+    """How a model scales the input of such weights (`Shape.scales`); blocks: its producer sees a tile of a row only, as that of `down`."""
+    return "" if activations_of(Shape(0, 0, weights)) == "bfloat16" else "blocks" if blocks else "rows"
+
+
+def parse_shape(text: str, weights: str) -> Shape:
+    """`4096x6144`, `4096x28672g64` or `14336x4096b`: K x N, the block of gates, a scale for every 128 columns of x. Raises: ValueError."""
+    found = re.fullmatch(r"(\d+)x(\d+)(?:g(\d+))?(b?)", text)
+    if not found or (found[4] and not scales_into(weights, True)):
+        raise ValueError(f"--shapes {text!r}: KxN, g with a block behind it where act(gate) · up follows, b in e4m3 for scales of blocks")
+    return Shape(int(found[2]), int(found[1]), weights, int(found[3] or 0), scales_into(weights, bool(found[4])))
+
+
+def told(shape: Shape) -> str:
+    """A shape as `parse_shape` reads it."""
+    return f"{shape.k}x{shape.n}" + (f"g{shape.gate_block}" if shape.gate_block else "") + "b" * (shape.scales == "blocks")
+
+
+def product_of(shape: Shape, rows: int) -> Product:
+    """The product that a model makes of a weight: behind gates of e4m3 the result is quantised for `down`."""
+    activations = activations_of(shape)
+    return Product(rows, shape, activations, activations if shape.gate_block else "bfloat16")
