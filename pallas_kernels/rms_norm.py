@@ -26,6 +26,7 @@ def add_norm(
     weight: jax.Array,
     bias: jax.Array | None = None,
     *,
+    other: jax.Array | None = None,
     eps: float,
     offset: float = 0.0,
     quantize: bool = False,
@@ -35,6 +36,7 @@ def add_norm(
 
     Args:
       x, y: [T, D] bfloat16, D a multiple of 128; y None: nothing to add.
+      other: as y, and added to it first, rounded.
       weight, bias: [D] bfloat16 or float32. With a bias it is LayerNorm, without RMSNorm, which scales by offset + weight.
       quantize: the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token.
     Returns:
@@ -43,21 +45,22 @@ def add_norm(
       ValueError: for a shape or dtype that the kernel does not take.
     """
     t, d = x.shape
-    if d % 128 or x.dtype != jnp.bfloat16 or (y is not None and (y.shape, y.dtype) != (x.shape, x.dtype)):
-        given = [f"{v.dtype}{list(v.shape)}" for v in (x, y) if v is not None]
-        raise ValueError(f"x and y are {given}: bfloat16 [T, D], D a multiple of 128, both the same")
+    rows = [v for v in (x, y, other) if v is not None]
+    if d % 128 or x.dtype != jnp.bfloat16 or any((v.shape, v.dtype) != (x.shape, x.dtype) for v in rows) or (y is None and len(rows) > 1):
+        given = [f"{v.dtype}{list(v.shape)}" for v in rows]
+        raise ValueError(f"x, y and other are {given}: bfloat16 [T, D], D a multiple of 128, all the same; other only beside y")
     row = jax.ShapeDtypeStruct((t, d), x.dtype)
     normed = [jax.ShapeDtypeStruct((t, d), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((t,), jnp.float32)] if quantize else [row]
     ctas = min(t, SMS * _PER_SM)
     total, *normed = plgpu.kernel(
-        functools.partial(_rows, adds=y is not None, centres=bias is not None, quantizes=quantize, eps=eps, offset=offset, ctas=ctas),
+        functools.partial(_rows, adds=len(rows) - 1, centres=bias is not None, quantizes=quantize, eps=eps, offset=offset, ctas=ctas),
         out_type=normed if y is None else [row, *normed],
         grid=(ctas,),
         grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
         kernel_name="add_norm",
         interpret=interpret,
-    )(*(v for v in (x, y, weight, bias) if v is not None))
+    )(*rows, *(v for v in (weight, bias) if v is not None))
     if y is None:
         total, normed = x, [total, *normed]
     return total, Quantized(*normed) if quantize else normed[0]
@@ -66,7 +69,7 @@ def add_norm(
 def _rows(*refs, adds, centres, quantizes, eps, offset, ctas):
     """This CTA's rows, every `ctas`-th."""
     refs = iter(refs)
-    x_ref, y_ref = next(refs), next(refs) if adds else None
+    x_ref, *added = (next(refs) for _ in range(1 + adds))
     weight_ref, bias_ref = next(refs), next(refs) if centres else None
     sum_ref, h_ref = next(refs) if adds else None, next(refs)
     scale_ref = next(refs) if quantizes else None
@@ -81,8 +84,11 @@ def _rows(*refs, adds, centres, quantizes, eps, offset, ctas):
         x = read(x_ref.at[row])
         # Asked for before the statistics are waited for.
         weight, bias = read(weight_ref), read(bias_ref) if bias_ref is not None else None
-        if y_ref is not None and sum_ref is not None:
-            total = (x + read(y_ref.at[row])).astype(sum_ref.dtype)
+        if sum_ref is not None:
+            y, *others = (read(ref.at[row]) for ref in added)
+            for other in others:
+                y = (y + other).astype(sum_ref.dtype).astype(jnp.float32)
+            total = (x + y).astype(sum_ref.dtype)
             sum_ref.at[row][...] = total
             x = total.astype(jnp.float32)
         if bias is not None:

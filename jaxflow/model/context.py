@@ -15,12 +15,14 @@ class Context:
     """What is fixed for a compiled step. `axis` is the tensor-parallel mesh axis inside `shard_map`, or None.
 
     sms: how many SMs products and attention may occupy, where a plan shares the device between ops; None: all.
+    copies: of two devices, whether sums are sent by the copy engines (`jaxflow.model.exchange`).
     """
 
     config: ModelConfig
     kernels: KernelSet
     axis: str | None = None
     sms: int | None = None
+    copies: bool = False
 
     def group(self, layer: Layer) -> int:
         """The layer's row on the page table's group axis."""

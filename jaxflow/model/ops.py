@@ -28,14 +28,17 @@ from jaxflow.config import Layer
 from jaxflow.model.attention import attention_work, chunk_attention, decode_attention, kv_scales, merge_heads  # noqa: F401  (ops, too)
 from jaxflow.model.batch import Batch
 from jaxflow.model.context import KV, Context, Weights
+from jaxflow.model.exchange import Halves, added, exchanged
 from jaxflow.model.experts import Routing, expert_down, expert_up_gate, router  # noqa: F401  (ops, too)
 from jaxflow.model.rope import inverse_frequencies
 from jaxflow.model.scattered import attn_gather, attn_scatter, mlp_gather, mlp_scatter  # noqa: F401  (ops, too)
 from pallas_kernels.quantized import Quantized
 
 
-def _add_norm(c: Context, w: Weights, name: str, x: Array, y: Array | None, *, quantize: bool = False) -> tuple[Array, Any]:
-    settings = {"eps": c.config.norm_eps, "offset": c.config.norm_weight_offset, "quantize": quantize}
+def _add_norm(c: Context, w: Weights, name: str, x: Array, y: Array | Halves | None, *, quantize: bool = False) -> tuple[Array, Any]:
+    settings: dict[str, Any] = {"eps": c.config.norm_eps, "offset": c.config.norm_weight_offset, "quantize": quantize}
+    if isinstance(y, Halves):
+        y, settings["other"] = y
     return c.kernels.add_norm(x, y, w[name], w.get(f"{name}_bias"), **settings)
 
 
@@ -136,9 +139,9 @@ def out_proj(
     return _gemm(c, w, "out_proj", o, _first_shard_only(c, w.get("out_proj_bias")))
 
 
-def attn_reduce(c: Context, y: Float[Array, "t D"]) -> Float[Array, "t D"]:
+def attn_reduce(c: Context, y: Float[Array, "t D"]) -> Float[Array, "t D"] | Halves:
     """The sum over tensor-parallel shards."""
-    return _sum_shards(c, y)
+    return exchanged(c, y) if c.copies else _sum_shards(c, y)
 
 
 mlp_reduce = attn_reduce
@@ -146,7 +149,7 @@ mlp_reduce = attn_reduce
 
 def post_attn_norm(c: Context, w: Weights, y: Float[Array, "t D"]) -> Float[Array, "t D"]:
     """Gemma's norm of what attention adds."""
-    return _add_norm(c, w, "post_attn_norm", y, None)[1]
+    return _add_norm(c, w, "post_attn_norm", added(y), None)[1]
 
 
 def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"]) -> tuple[Array, Any]:
@@ -167,7 +170,7 @@ def down(c: Context, w: Weights, a: Float[Array, "t F"] | Quantized) -> Float[Ar
 
 def post_mlp_norm(c: Context, w: Weights, y: Float[Array, "t D"]) -> Float[Array, "t D"]:
     """Gemma's norm of what the MLP adds."""
-    return _add_norm(c, w, "post_mlp_norm", y, None)[1]
+    return _add_norm(c, w, "post_mlp_norm", added(y), None)[1]
 
 
 def final_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"] | None) -> tuple[Array, Array]:

@@ -99,5 +99,5 @@ def portfolio(searched: Iterable[Plan], buckets: Iterable[int], sequential: Call
 
 
 def is_sequential(plan: Plan) -> bool:
-    """Whether nothing is cut and nothing overlaps."""
-    return all(nano.stop - nano.start == plan.tokens and not nano.stream for nano in plan.nano_ops)
+    """Whether nothing is cut, nothing overlaps, and sums over devices are as usual."""
+    return plan.sums == "kernels" and all(nano.stop - nano.start == plan.tokens and not nano.stream for nano in plan.nano_ops)

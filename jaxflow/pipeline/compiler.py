@@ -19,11 +19,12 @@ from jaxtyping import Array, Float
 from jaxflow.config import ModelConfig
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
+from jaxflow.model.exchange import added
 from jaxflow.model.ops import KV, Context, Weights
 from jaxflow.model.scattered import own_rows
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.calls import call
-from jaxflow.pipeline.order import ATTENTION, MAIN, Reads, Run, Source, Span, check, final_values, graph_of, program
+from jaxflow.pipeline.order import ATTENTION, MAIN, Reads, Run, Source, Span, check, check_sums, final_values, graph_of, program
 from jaxflow.pipeline.pieces import Piece, Pieces
 from jaxflow.pipeline.plan import Plan, PlanError
 from jaxflow.pipeline.regions import Group, Segment, grouped
@@ -42,8 +43,7 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: boo
     """
     graph = graph_of(plan, config, tp)
     check(plan, graph)
-    if any((nano.stop - nano.start) % tp for nano in plan.nano_ops if graph.scattered and nano.op == "attn_scatter"):
-        raise PlanError(plan.name, f"scatters rows over {tp} devices that do not divide among them")
+    check_sums(plan, graph, tp)
     runs, final = program(plan, graph), final_values(graph)
     reads = Reads(runs, final)
     groups = grouped(runs, reads, quantized)
@@ -51,7 +51,7 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: boo
     def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[Array, Array, list[KV]]:
         if batch.num_tokens != plan.tokens:
             raise PlanError(plan.name, f"a batch of {batch.num_tokens} tokens in a plan for {plan.tokens}")
-        step = _Step(c, weights, list(kv), batch, reads)
+        step = _Step(dataclasses.replace(c, copies=plan.sums == "copies"), weights, list(kv), batch, reads)
         for group in groups:
             step.issue(group)
         step.flush()
@@ -66,13 +66,13 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: boo
 def xla_options(plan: Plan, tp: int = 1, graphs: str | None = None) -> dict[str, Any]:
     """The XLA flags that a step of this plan is compiled with on GPUs.
 
-    graphs: a name in `streams.GRAPHS`; None: what is best as far as was measured. The sequential step was measured with XLA's
-    own; plans with streams do not overlap under them.
+    graphs: a name in `streams.GRAPHS`; None: the best measured. The sequential step was measured with XLA's own; streams do not overlap so.
     """
     several = len({(nano.start, nano.stop) for nano in plan.nano_ops}) > 1
     side = any(nano.stream for nano in plan.nano_ops)
     graphs = graphs or ("concurrent" if side else "whole" if several else "xla")
-    return streams.xla_options(graphs, side_streams=side, collectives=several and tp > 1)
+    copies = streams.COPIES if plan.sums == "copies" else {}
+    return streams.xla_options(graphs, side_streams=side, collectives=several and tp > 1) | copies
 
 
 class _Step:
@@ -275,7 +275,7 @@ class _Step:
         """The residual stream of all tokens after the last layer, whose two parts these are."""
         scattered = any(run.op.own_rows for run in self.reads.runs)
         spans = [piece.span for piece in self.values.find(final[1], Span(0, tokens))] if scattered else [Span(0, tokens)]
-        sums = [self.values.read(final[0], span) + self.values.read(final[1], span) for span in spans]
+        sums = [self.values.read(final[0], span) + added(self.values.read(final[1], span)) for span in spans]
         return jnp.concatenate([ops.attn_gather(self.c, own) for own in sums]) if scattered else sums[0]
 
     def alive(self, piece: Piece) -> bool:

@@ -1,4 +1,6 @@
-"""Plans written by hand: one after the other, two nano-batches, and two nano-batches beside each other on streams."""
+"""Plans written by hand: one after the other, two nano-batches, the products alone in two, nano-batches beside each other on streams."""
+
+import msgspec
 
 from jaxflow.config import ModelConfig
 from jaxflow.model.graph import Graph, model_graph
@@ -47,6 +49,30 @@ def _gathering_early(turns: list[tuple[int, list[tuple[str, int]]]]) -> list[tup
         product = max(at for at, (op, _) in enumerate(tail) if op in ("out_proj", "down", "expert_down"))
         found += [(half, tail[:product]), following, (half, tail[product:])]
     return found
+
+
+def products_in_two_plan(config: ModelConfig, tokens: int, split: int, tp: int) -> Plan:
+    """Attention over all tokens; what lies between one and the next in two pieces, tokens [0, split) and [split, tokens).
+
+    Each piece's sum over devices is on its way beside the next piece's product: of the first half beside the same product of the
+    second, of the second beside what follows of the first. Attention is not cut, and one kernel of it is enough.
+    """
+    ranges, names = _halves(tokens, split), _op_names(model_graph(config, tp))
+    out, norm, down = names.index("out_proj"), names.index("mlp_norm"), names.index("mlp_reduce") - 1
+
+    def pieces(ops: tuple[str, ...], first: tuple[int, ...] = (0, 1)) -> list[NanoOp]:
+        return [NanoOp(f"{op}.{i}", op, *ranges[i]) for i in first for op in ops]
+
+    whole = [NanoOp(op, op, 0, tokens) for op in ATTENTION[::-1]]
+    blocks = (names[out:norm], names[norm:down], names[down:])
+    head = pieces(tuple(op for op in names[:out] if op not in ATTENTION))
+    nano_ops = (*head, *whole, *(nano for block in blocks for nano in pieces(block)))
+    return Plan(f"products in two, {split} + {tokens - split}", tokens, nano_ops)
+
+
+def copied(plan: Plan) -> Plan:
+    """The plan with its sums over two devices sent by the copy engines."""
+    return msgspec.structs.replace(plan, name=f"{plan.name}, sums copied", sums="copies")
 
 
 def phased_plan(

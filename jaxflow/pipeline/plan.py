@@ -11,6 +11,7 @@ What a nano-op must follow is not written down: it follows from the values it re
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -96,13 +97,17 @@ class Predictions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The nano-ops of a layer for steps of `tokens` tokens, in order of issue."""
+    """The nano-ops of a layer for steps of `tokens` tokens, in order of issue.
+
+    sums: who carries what is summed over devices: NCCL's kernels, or of two devices the copy engines (`jaxflow.model.exchange`).
+    """
 
     name: str
     tokens: int
     nano_ops: tuple[NanoOp, ...]
     target: Target | None = None
     predictions: Predictions | None = None
+    sums: Literal["kernels", "copies"] = "kernels"
     schema_version: int = msgspec.field(default=SCHEMA_VERSION)
 
 

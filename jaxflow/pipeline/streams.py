@@ -28,6 +28,10 @@ GRAPHS: dict[str, dict[str, Any]] = {
 }
 
 
+# An exchange between devices of one process is a copy into the other's memory: the copy engines', where NCCL's would be a kernel.
+COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+
+
 def xla_options(graphs: str, *, side_streams: bool, collectives: bool) -> dict[str, Any]:
     """XLA flags that a GPU step needs, for `compile(compiler_options=...)`.
 

@@ -42,7 +42,8 @@ def check_norm(rows, rng, tokens, width, adds, centres, quantizes):
     x, y, weight, bias = normal(rng, tokens, width), normal(rng, tokens, width), normal(rng, width), normal(rng, width)
     args = (x, y if adds else None, weight, bias if centres else None)
     how = {"eps": 1e-5, "offset": 0.0 if centres else 1.0, "quantize": quantizes}
-    got, want = (jax.jit(functools.partial(norm, **how))(*args) for norm in (add_norm, reference.add_norm))
+    other = {"other": normal(rng, tokens, width)} if adds > 1 else {}
+    got, want = (jax.jit(functools.partial(norm, **how))(*args, **other) for norm in (add_norm, reference.add_norm))
     true = [reference.dequantize(h) if quantizes else h for _, h in (got, want)]
     err, kind = error(*true), "float8_e4m3fn" if quantizes else "bfloat16"
     ok = bool((got[0] == want[0]).all()) and err < TOLERANCE[kind]
@@ -120,10 +121,11 @@ def check_limits(rows, rng, count, columns, sigma):
 def checks(rows):
     rng = np.random.default_rng(time.time_ns())
     for case in (
-        (300, 4096, True, False, False),
-        (7, 8192, True, False, True),
-        (300, 3584, False, True, False),
-        (64, 896, True, False, True),
+        (300, 4096, 1, False, False),
+        (7, 8192, 1, False, True),
+        (2048, 8192, 2, False, True),
+        (300, 3584, 0, True, False),
+        (64, 896, 2, False, False),
     ):
         check_norm(rows, rng, *case)
     for case in ((300, 4096), (2048, 8192), (7, 384), (1, 16384)):

@@ -14,6 +14,7 @@ def add_norm(
     weight: Float[Array, " D"],
     bias: Float[Array, " D"] | None = None,
     *,
+    other: Float[Array, "T D"] | None = None,
     eps: float,
     offset: float = 0.0,
     quantize: bool = False,
@@ -22,9 +23,11 @@ def add_norm(
 
     Args:
       y: None where there is nothing to add.
+      other: added to y first, and rounded: a sum over two devices in its two parts.
       bias: with one it is LayerNorm, without RMSNorm, which scales by offset + weight.
       quantize: the norm in e4m3 with a scale for each token, of the float32 values.
     """
+    y = y if other is None else y + other
     x = x if y is None else x + y
     x32 = x.astype(jnp.float32)
     h = _rms(x32, weight, eps, offset) if bias is None else _layer(x32, weight, bias, eps)

@@ -20,7 +20,7 @@ from jaxflow.model import ops, weights
 from jaxflow.model.batch import Batch
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handmade import copied, phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.order import graph_of
 from jaxflow.pipeline.plan import borders, load
 from pallas_kernels import rope_append
@@ -96,6 +96,7 @@ PLANS = {
     "phases": (phased_plan(MODEL, TOKENS, 72), 1),  # halves as unequal as decodes and chunks are
     "searched": (load(SEARCHED), 1),
     "two nano-batches on two devices": (two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2), 2),
+    "two nano-batches, sums copied": (copied(two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2)), 2),
     "two nano-batches, scattered": (two_nano_batch_plan(MODEL, 2 * TOKENS, TOKENS, tp=2, scattered=True), 2),
     "phases on two devices": (phased_plan(MODEL, TOKENS, SPLIT, tp=2), 2),
 }
