@@ -40,7 +40,8 @@ def define_flags() -> None:
     options.define_engine(kv_offloading_size=8.0)
     flags.DEFINE_string("workload", "1024/512", "Of the step: prompt/output tokens (1024/512), or decodes x keys (256x1100).")
     flags.DEFINE_integer("pages", 64, "Pages moved at once where the link is measured.", lower_bound=1)
-    flags.DEFINE_float("seconds", 2.0, "How long each rate is measured, and each kind of step.", lower_bound=0.0)
+    flags.DEFINE_float("seconds", 0.5, "How long each rate is measured.", lower_bound=0.0)
+    flags.DEFINE_float("step_seconds", 2.0, "How long each kind of step is measured.", lower_bound=0.0)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
@@ -126,7 +127,7 @@ def run() -> dict[str, Any]:
         rates = link_rates.measure(copies, transfers, executor.kv, 0, count, f.seconds)
         rates["loaded_to_its_place_gb_per_s"] = link_rates.loaded_rate(executor, 0, count, transfers, f.seconds)
         ((steady, step),) = bed.ready(workload).values()
-        steps = measure_steps(steady, transfers, int(step.tokens), f.seconds)
+        steps = measure_steps(steady, transfers, int(step.tokens), f.step_seconds)
         result = {
             "command_name": "link",
             "model": Path(bed.config.model).name,

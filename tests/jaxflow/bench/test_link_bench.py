@@ -13,7 +13,18 @@ from jaxflow.bench.__main__ import main
 
 
 def test_the_command(tmp_path, no_flags, capsys):
-    line = ["--model", str(paths.MODELS / "stories260K"), "--kv_offloading_size", "0.001", "--workload", "20/10", "--seconds", "0.01"]
+    line = [
+        "--model",
+        str(paths.MODELS / "stories260K"),
+        "--kv_offloading_size",
+        "0.001",
+        "--workload",
+        "20/10",
+        "--seconds",
+        "0.01",
+        "--step_seconds",
+        "0.01",
+    ]
     line += ["--pages", "5", "--max_num_batched_tokens", "32", "--max_num_seqs", "8", "--block_size", "16", "--num_kv_pages", "64"]
     assert main(["bench", "link", *line, "--output_json", str(tmp_path / "out.json")]) == 0
     result = json.loads((tmp_path / "out.json").read_text())
