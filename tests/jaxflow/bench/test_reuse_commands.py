@@ -124,19 +124,25 @@ def test_serve_command_with_a_trace_of_shared_blocks(bench, served, tmp_path, ca
     assert "reused_input_tokens_by_tier" not in result and "Reuse of KV" in capsys.readouterr().out
 
 
-def test_hierarchy_command_compares_the_tiers(bench, always_load, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(hierarchy, "ways", lambda config: {name: hierarchy.WAYS[name](config) for name in ("disk", "disk, restarted")})
+def test_hierarchy_command_compares_the_tiers(bench, always_load, tmp_path, capsys):
     path = tmp_path / "out.json"
     engine = [f"--{name}={value}" for name, value in ENGINE.items()]
     work = ["--rounds=3", "--num_requests=5", "--input_len=90", "--next_input_len=16", "--output_len=8", "--repeats=1"]
+    work += ["--only", "disk", "--only", "disk, restarted"]
     assert bench("hierarchy", "--model", MODEL, *engine, f"--kv_disk_path={tmp_path}", *work, "--output_json", str(path)) == 0
     ways = json.loads(path.read_text())["ways"]
+    assert list(ways) == ["disk", "disk, restarted"]
     disk, restarted = (ways[name]["conversations"] for name in ("disk", "disk, restarted"))
     assert disk["first_round"]["reused_input_tokens"] == 0
     assert restarted["reused_input_tokens_by_tier"]["disk"] >= 5 * 80 and restarted["first_round"]["reused_input_tokens"] == 5 * 80
     assert disk["completed"] == restarted["completed"] == 15
     assert all(len(way["no_reuse"]["total_token_throughput"]) == 1 for way in ways.values())
     assert "KV hierarchy, stories260K on cpu" in capsys.readouterr().out
+
+
+def test_an_engine_is_chosen_whose_tiers_are_there(bench, capsys):
+    assert bench("hierarchy", "--model", MODEL, "--only", "host") == 1
+    assert "only='host'" in capsys.readouterr().err.replace('"', "'")
 
 
 def test_disk_command(bench, tmp_path, capsys):
