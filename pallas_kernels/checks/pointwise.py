@@ -1,6 +1,6 @@
 """Checks the kernels that only move memory against their twins on a GPU, and times them beside XLA's fusions and a copy of the same bytes.
 
-    python -m pallas_kernels.checks.pointwise [--seconds 0.6] [--only check,time] [--json FILE]
+    python -m pallas_kernels.checks.pointwise [--seconds 0.6] [--only check,time] [--share 0/6] [--json FILE]
 
 Prints one line a case. Errors are ‖kernel − twin‖ / ‖twin‖ on fresh random inputs, slots scattered and some outside the cache; rates are of
 the bytes that must move. Times are of a layer in a program of many, with buffers that rotate.
@@ -118,18 +118,18 @@ def check_limits(rows, rng, count, columns, sigma):
     say(rows, what="check token_limits", ok=off <= 2, off=off, r=count, v=columns, sigma=sigma)
 
 
-def checks(rows):
+def checks(rows, share=(0, 1)):
+    """All cases, or every n-th from the i-th on for share (i, n)."""
     rng = np.random.default_rng(time.time_ns())
-    for case in (
+    norms = (
         (300, 4096, 1, False, False),
         (7, 8192, 1, False, True),
         (2048, 8192, 2, False, True),
         (300, 3584, 0, True, False),
         (64, 896, 2, False, False),
-    ):
-        check_norm(rows, rng, *case)
-    for case in ((300, 4096), (2048, 8192), (7, 384), (1, 16384)):
-        check_quantize(rows, rng, *case)
+    )
+    cases = [functools.partial(check_norm, rows, rng, *case) for case in norms]
+    cases += [functools.partial(check_quantize, rows, rng, *case) for case in ((300, 4096), (2048, 8192), (7, 384), (1, 16384))]
     shapes = (
         (300, 8, 4, 128),
         (64, 4, 2, 256),
@@ -143,9 +143,11 @@ def checks(rows):
     for i, shape in enumerate(shapes):
         for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)[: 2 if shape[1] % 2 else 3]:  # int8: an even number of KV heads
             for together in (None, 1, 32) if dtype != jnp.bfloat16 else (None,):
-                check_rope(rows, rng, *shape, dtype, normed=i % 2 == 1, sms=28 if i % 3 == 2 else None, together=together)
-    check_limits(rows, rng, 64, 128256, 2.0)
-    check_limits(rows, rng, 8, 32000, 0.1)
+                how = {"normed": i % 2 == 1, "sms": 28 if i % 3 == 2 else None, "together": together}
+                cases.append(functools.partial(check_rope, rows, rng, *shape, dtype, **how))
+    cases += [functools.partial(check_limits, rows, rng, *case) for case in ((64, 128256, 2.0), (8, 32000, 0.1))]
+    for case in cases[share[0] :: share[1]]:
+        case()
 
 
 def timed(rows, seconds, ways, calls, moved, **case):
@@ -257,4 +259,8 @@ def times(rows, seconds):
 
 
 if __name__ == "__main__":
-    script.main("pointwise", __doc__, {"check": lambda rows, *_: checks(rows), "time": lambda rows, _, seconds: times(rows, seconds)})
+    script.main(
+        "pointwise",
+        __doc__,
+        {"check": lambda rows, share, _: checks(rows, share), "time": lambda rows, _, seconds: times(rows, seconds)},
+    )
