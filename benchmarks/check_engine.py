@@ -4,7 +4,9 @@ Greedy answers are made with the fast kernels (decode attention, chunks of every
 step); then both engines read the same prompts with these answers behind them, and the log-probabilities that they give
 each token are compared. In bfloat16 two right engines differ by rounding; a wrong key, page or mask shows as a difference of ones.
 
-    python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4] [--fp8] [--tensor_parallel_size 4]
+    python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4] [--fp8] [--tensor_parallel_size 4] [--plan plan.json]
+
+--plan: a plan for steps of 512 tokens, which the first engine's full steps then run.
 
 With --fp8 both engines have e4m3 weights and cache. An activation that falls on another e4m3 step than the other engine's
 moves by 6 %, and the next layers' may follow, so that right engines differ by more.
@@ -50,6 +52,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--tensor_parallel_size", type=int, default=1)
+    parser.add_argument("--plan", default="sequential")
     parser.add_argument("--output_json")
     given = parser.parse_args()
     settings = EngineConfig(
@@ -70,7 +73,7 @@ def main() -> int:
     config = resolve(settings, model)
 
     def engine(kernels, devices: int) -> Loop:
-        own = dataclasses.replace(config, tensor_parallel_size=devices)
+        own = dataclasses.replace(config, tensor_parallel_size=devices, plan=given.plan if kernels is None else "sequential")
         plans = {tokens: plan for tokens, plan in choose_plans(own, model).items() if tokens in (8, 64, 256, 512)}
         executor = make_executor(own, checkpoint, plans, kernels=kernels, progress=False)
         executor.warm_up()
@@ -99,6 +102,7 @@ def main() -> int:
         "tensor_parallel_size": given.tensor_parallel_size,
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "plan": given.plan,
         "kernels": fast.executor.programs.context.kernels.name,
         "tokens_compared": int(differences.size),
         "mean_difference_nats": float(differences.mean()),
