@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError
+from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.pipeline.choice import Gain, pick
-from jaxflow.pipeline.plan import SHIPPED, Plan, Predictions, load
+from jaxflow.pipeline.handmade import copied, two_nano_batch_plan
+from jaxflow.pipeline.plan import SHIPPED, Plan, Predictions, load, save
 from search.__main__ import main
-from search.correct import Point, corrected, points
+from search.correct import Point, corrected, points, target
 
 PLAN = load(paths.ROOT / "benchmarks" / "plans" / "lean" / "1024-512-92-40.json")
 REPORT = paths.ROOT / "benchmarks" / "h200-plans-llama-3.1-8b-lean.json"
@@ -60,6 +62,38 @@ def test_the_shipped_plan_is_the_searched_one_as_it_was_measured(tmp_path, capsy
         best = max(1.0, point.gain)
         picked = (1.0, point.gain)[pick([None, gain], *at)]
         assert picked >= 1.0 and best / picked <= 1.03  # never a loss, and within 3 % of the better
+
+
+def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_measured_on(tmp_path, capsys):
+    """By name: a plan whose name begins alike is another. On two devices of the report's, in 8 bits, and for no other run."""
+    by_hand = copied(two_nano_batch_plan(open_checkpoint("llama-3-70b", load_format="dummy").model_config, 2048, 1024, 2))
+    other = msgspec.structs.replace(by_hand, name=f"{by_hand.name}, narrower")
+    engine = {"model": "llama-3-70b", "quantization": "fp8", "dtype": "bfloat16", "kv_cache_dtype": "float8_e4m3fn"}
+    engine |= {"tensor_parallel_size": 2}
+    rows = [
+        {
+            "workload": work, "plan": f"{name}, 2048 tokens", "graphs": None, "tokens": 2048, "sequential": name == "sequential",
+            "decode_tokens": decodes, "prefill_tokens": 2048 - decodes, "mean_context_tokens": keys, "step_ms": ms, "spread": 0.004,
+        }
+        for work, decodes, keys, times in (("1024/512", 683, 1280.5, (110, 100, 1)), ("512/0", 0, 0.0, (101, 100, 1)))
+        for name, ms in zip(("sequential", by_hand.name, other.name), times, strict=True)
+    ]  # fmt: skip
+    report, plan, out = tmp_path / "report.json", tmp_path / "plan.json", tmp_path / "out.json"
+    report.write_text(json.dumps({"plans": rows, "device": "NVIDIA H200", "engine_config": engine}))
+    save(by_hand, plan)
+    line = ["--plan", str(plan), "--report", str(report), "--out", str(out), "--model", "llama-3.1-70b"]
+    assert main(["search", "correct", *line]) == 0
+    made = load(out)
+    gains = Gain.of(made.predictions)
+    assert gains.at(683, 1280) == pytest.approx(1.1) and gains.at(0, 900) == pytest.approx(1.01)
+    assert gains.margin == pytest.approx(0.008) and 1.01 < gains.at(300, 1280) < 1.1
+    kind = ("llama-3.1-70b", "NVIDIA H200", 2, "float8_e4m3fn", "float8_e4m3fn")
+    assert made.target.fits(*kind) and made.nano_ops == by_hand.nano_ops and made.sums == "copies"
+    for at, wrong in enumerate(("llama-3-70b", "NVIDIA H100", 1, "bfloat16", "bfloat16")):
+        assert not made.target.fits(*(wrong if i == at else value for i, value in enumerate(kind)))
+    assert "683 decodes of 1280 keys: measured 1.100, predicted nothing" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="differ in intermediate_size, vocab_size"):
+        target(json.loads(report.read_text()), "qwen2-72b", [Point(683, 1280.5, 1.1, 0.0)])
 
 
 def test_a_report_without_the_plan_and_a_plan_without_predictions_are_refused(tmp_path, capsys):
