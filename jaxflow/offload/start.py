@@ -23,7 +23,7 @@ from jaxflow.offload.geometry import Geometry, PlacedWeights, place
 from jaxflow.offload.host_attention import HostAttention
 from jaxflow.offload.host_tier import check_views
 from jaxflow.offload.kv_store import KvStore
-from jaxflow.offload.policy import PolicyError
+from jaxflow.offload.policy import TIERS, PolicyError
 from jaxflow.offload.process import free_host_bytes
 from jaxflow.offload.programs import Programs
 from jaxflow.offload.run import Setup
@@ -75,7 +75,8 @@ def start(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint, 
     undo = tiers.close
     try:
         check_views(mesh)
-        weights = _load(placed, tiers, geometry, checkpoint, resolved.seed, progress)
+        room = limits["host"] is None or _weight_bytes(placed) <= limits["host"]  # KV is reserved behind the weights
+        weights = _load(placed, tiers, geometry, checkpoint, resolved.seed, progress, wait_on_host=room)
         phases.ended("place")
         driver, host = _driver(offload, geometry, compiled, tiers, weights)
         phases.ended("reserve")
@@ -83,6 +84,12 @@ def start(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint, 
         undo = runtime.close
         runtime.warm_up()
         phases.ended("warm_up")
+    except jax.errors.JaxRuntimeError as error:
+        undo()
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        accepted = f"more, or lower shares of the device, or smaller batches: {str(error).splitlines()[0]}\n{found.describe()}"
+        raise ConfigError("gpu_memory_limit", offload.gpu_memory_limit, accepted) from None
     except BaseException:
         undo()
         raise
@@ -129,8 +136,18 @@ def _limits(offload: OffloadConfig, device: Any) -> dict[str, int | None]:
     }
 
 
-def _load(placed: PlacedWeights, tiers: Tiers, g: Geometry, checkpoint: Checkpoint, seed: int, progress: bool) -> WeightStore:
-    """Each layer goes through the device to its tiers; no more than one is there at a time beside what stays."""
+def _weight_bytes(placed: PlacedWeights) -> int:
+    """Of all layers, wherever they live."""
+    return sum(placed.bytes_of(layer, tier) for layer in range(len(placed.layers)) for tier in TIERS)  # type: ignore[arg-type]
+
+
+def _load(
+    placed: PlacedWeights, tiers: Tiers, g: Geometry, checkpoint: Checkpoint, seed: int, progress: bool, *, wait_on_host: bool
+) -> WeightStore:
+    """Each layer goes through the device to its tiers; no more than one is there at a time beside what stays.
+
+    wait_on_host: what stays comes back from the host when the last layer was made.
+    """
     weights = WeightStore(placed, tiers)
     groups = checkpoint.stream(g.dtype, g.mesh, seed=seed, quantization=g.quantization)
 
@@ -140,7 +157,9 @@ def _load(placed: PlacedWeights, tiers: Tiers, g: Geometry, checkpoint: Checkpoi
     weights.ends = put(next(groups), placed.ends)
     bar = tqdm(groups, total=g.config.num_layers, desc="Placing layers", unit="layer", delay=1.0, disable=not progress)
     for arrays, structs in zip(bar, placed.layers, strict=True):
-        weights.add(put(arrays, structs))
+        weights.add(put(arrays, structs), wait_on_host=wait_on_host)
+    if wait_on_host:
+        weights.settle()
     weights.reserve_staging()
     return weights
 

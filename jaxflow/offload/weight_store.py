@@ -26,11 +26,15 @@ class WeightStore:
         self._files: list[DiskFile | None] = []
         self._ahead: dict[tuple[int, str], concurrent.futures.Future] = {}
 
-    def add(self, arrays: dict[str, Any]) -> None:
-        """The next layer's weights, on the device; those that live elsewhere leave it. Raises: DiskError."""
+    def add(self, arrays: dict[str, Any], *, wait_on_host: bool = False) -> None:
+        """The next layer's weights, on the device; those that live elsewhere leave it. Raises: DiskError.
+
+        wait_on_host: those that live on the device leave it too, until `settle`.
+        """
         layer, tiers = len(self._device), self._tiers
         of = self.placed.tiers[layer]
-        self._device.append({key: a for key, a in arrays.items() if of[key] == "device"})
+        stays = {key: a for key, a in arrays.items() if of[key] == "device"}
+        self._device.append(tiers.up(stays) if wait_on_host else stays)
         self._host.append(tiers.arrived(tiers.up({key: a for key, a in arrays.items() if of[key] == "host"})))
         away = self.placed.of_tier(layer, "disk")
         file = None
@@ -42,6 +46,14 @@ class WeightStore:
                 file.write(offset, views(on_host[key]))
             file.drop_cache()
         self._files.append(file)
+
+    def settle(self) -> None:
+        """Brings what waited on the host to the device, side by side.
+
+        Put there as layers are made it lies between gaps as large as what a layer is made of, too small for the largest program.
+        """
+        self._device = [self._tiers.down(stays) for stays in self._device]
+        jax.block_until_ready(self._device)
 
     def reserve_staging(self) -> None:
         """Host buffers for two layers' tensors of the disk: one on its way to the device, one being read."""

@@ -3,6 +3,7 @@
 import contextlib
 import json
 
+import jax
 import msgspec
 import paths
 import pytest
@@ -16,6 +17,7 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.__main__ import main
 from jaxflow.offload.accounting import DoesNotFit
 from jaxflow.offload.policy import save_policy
+from jaxflow.offload.runtime import Runtime
 from search import offload, placement_solver
 from search.__main__ import main as search
 from search.machine_curves import load_machine
@@ -88,6 +90,15 @@ def test_the_python_api(file, tmp_path):
             llm.generate([[5] * 41], SamplingParams(max_tokens=2), use_tqdm=False)
     with pytest.raises(ValueError, match=r"offload=3.*python -m search placement"):
         LLM(FOLDER, offload=3)  # type: ignore[arg-type]
+
+
+def test_a_device_that_is_full_at_the_start_is_a_limit_to_raise(file, monkeypatch):
+    def full(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nand more lines")
+
+    monkeypatch.setattr(Runtime, "warm_up", full)
+    with pytest.raises(ConfigError, match=r"(?s)gpu_memory_limit=.*RESOURCE_EXHAUSTED: no memory\ndevice .*GB"):
+        LLM(FOLDER, offload=str(file), block_size=16, progress=False)
 
 
 def test_blocks_of_a_sweep():
