@@ -19,8 +19,14 @@ THROUGHPUT = ("machine", "model", "in / out tokens", "total tokens/s", "of the o
 HOST = ("CPU", "requests running", "tokens a step", "median ms of CPU a step", "p99", "report")
 
 OFFLOAD = (
-    *("machine: GB of device, of host", "model: bits of weights, of KV", "in / out tokens", "sequences a block", "generated tokens/s"),
-    *("predicted", "GB/s to the device, mean", "FlexGen on a T4", "report"),
+    *(
+        "machine: GB of device, of host",
+        "model: bits of weights, of KV",
+        "in / out tokens",
+        "sequences a block: policy",
+        "generated tokens/s",
+    ),
+    *("predicted", "GB/s to the device, mean", "link busy, in decodes", "FlexGen on a T4", "report"),
 )
 PERPLEXITY = ("model, text", "numbers", "perplexity", "a token's log-probability moved by, mean", "report")
 
@@ -106,12 +112,14 @@ def offload_rows(folder: Path) -> Iterator[tuple[str, ...]]:
         for row in (row for row in report["rows"] if "failed" not in row):
             policy, paper = row["policy"], row["paper_tokens_per_s"]
             model = f"{report['model']}: {policy['weight_bits']}, {policy['kv_bits']}"
-            block = f"{policy['num_gpu_batches']} × {policy['gpu_batch_size']}"
-            rate = row["link"]["down_bytes"] / row["latency_s"] / 1e9
+            block = f"{policy['num_gpu_batches']} × {policy['gpu_batch_size']}: {row['name'].replace('-', ' ')}"
+            rate, link = row["link"]["down_bytes"] / row["latency_s"] / 1e9, row["link"]
+            shares = f"{link['busy_share']:.0%}, {link['decode_busy_share']:.0%}" if "decode_busy_share" in link else "–"  # of trains
             figures = (
                 f"{row['tokens_per_s']:.2f}",
                 f"{row['predicted']['tokens_per_s']:.2f}",
                 f"{rate:.1f}",
+                shares,
                 f"{paper:.2f}" if paper else "–",
             )
             lengths = f"{policy['prompt_tokens']} / {policy['output_tokens']}"

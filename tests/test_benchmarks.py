@@ -53,12 +53,13 @@ def test_the_hosts_cost_has_a_table_of_its_own(folder):
 
 def test_policies_of_a_model_that_does_not_fit(folder):
     row = {
+        "name": "by-hand",
         "policy": {"weight_bits": 4, "kv_bits": 16, "num_gpu_batches": 3, "gpu_batch_size": 48, "prompt_tokens": 512, "output_tokens": 32},
         "paper_tokens_per_s": 7.32,
         "latency_s": 10.0,
         "tokens_per_s": 8.123,
         "predicted": {"tokens_per_s": 9.0},
-        "link": {"down_bytes": 512e9},
+        "link": {"down_bytes": 512e9, "busy_share": 0.84, "decode_busy_share": 0.97},
     }
     report = {
         "command_name": "search offload",
@@ -68,8 +69,11 @@ def test_policies_of_a_model_that_does_not_fit(folder):
     }
     (folder / "a.json").write_text(json.dumps(report | {"rows": [row, {"name": "b", "failed": "no room"}]}))
     (line,) = TABLE["render"](folder).strip().splitlines()[2:]
-    cells = ["NVIDIA H200: 16, 100", "opt-30b: 4, 16", "512 / 32", "3 × 48", "8.12", "9.00", "51.2", "7.32", "[json](benchmarks/a.json)"]
-    assert line == f"| {' | '.join(cells)} |"
+    cells = ["NVIDIA H200: 16, 100", "opt-30b: 4, 16", "512 / 32", "3 × 48: by hand", "8.12", "9.00", "51.2", "84%, 97%", "7.32"]
+    assert line == f"| {' | '.join([*cells, '[json](benchmarks/a.json)'])} |"
+    del row["link"]["decode_busy_share"]  # as reports of single transfers have it
+    (folder / "a.json").write_text(json.dumps(report | {"rows": [row]}))
+    assert "| 51.2 | – | 7.32 |" in TABLE["render"](folder)
 
 
 @pytest.mark.parametrize(
