@@ -41,6 +41,11 @@ class Gain:
         """What is left of it if it was predicted as much too large as it may be."""
         return self.at(decode_tokens, mean_context_tokens) / (1 + self.margin)
 
+    @property
+    def ever(self) -> bool:
+        """Whether it is sure to gain anything, for any composition: else it is never picked."""
+        return max(map(max, self.table)) > 1 + self.margin
+
 
 def between(xs: Sequence[float], ys: Sequence[float], table: Sequence[Sequence[float]], x: float, y: float) -> float:
     """A table's value at (x, y): bilinear between its points, level beyond them."""
@@ -77,14 +82,16 @@ def portfolio(searched: Iterable[Plan], buckets: Iterable[int], sequential: Call
     """The plans of each bucket, where there is a choice the sequential one first.
 
     searched: each is for the bucket of its tokens, and makes one where there is none. A plan without predictions cannot be
-    compared: it is its bucket's only one, for every composition. One that cuts nothing and uses no stream is the sequential one.
+    compared: it is its bucket's only one, for every composition. One that cuts nothing and uses no stream is the sequential one; one
+    that no step would pick, since it is sure to gain nowhere, is left out: an engine need not compile it.
     sequential: makes the sequential plan of so many tokens.
 
     Raises: PlanError for several plans of a bucket that cannot be told apart.
     """
     by_tokens: dict[int, list[Plan]] = {tokens: [] for tokens in buckets}
     for plan in searched:
-        by_tokens.setdefault(plan.tokens, []).extend([] if is_sequential(plan) else [plan])
+        never = is_sequential(plan) or (plan.predictions is not None and not Gain.of(plan.predictions).ever)
+        by_tokens.setdefault(plan.tokens, []).extend([] if never else [plan])
     found = {}
     for tokens, plans in sorted(by_tokens.items()):
         uncompared = [plan for plan in plans if plan.predictions is None]

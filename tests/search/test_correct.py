@@ -17,7 +17,7 @@ from search.__main__ import main
 from search.correct import Point, corrected, points, target
 
 PLAN = load(paths.ROOT / "benchmarks" / "plans" / "lean" / "1024-512-92-40.json")
-REPORT = paths.ROOT / "benchmarks" / "h200-plans-llama-3.1-8b-lean.json"
+REPORTS = [paths.ROOT / "benchmarks" / f"h200-plans-llama-3.1-8b-{name}.json" for name in ("lean", "variants")]
 FOUND = PLAN.predictions
 SECONDS = st.floats(0.01, 0.1)
 pytestmark = pytest.mark.usefixtures("no_flags")
@@ -48,7 +48,7 @@ def test_the_shipped_plan_is_the_searched_one_as_it_was_measured(tmp_path, capsy
         "--plan",
         str(paths.ROOT / "benchmarks" / "plans" / "lean" / "1024-512-92-40.json"),
         "--report",
-        str(REPORT),
+        ",".join(map(str, REPORTS)),
         "--out",
         str(out),
     ]
@@ -57,7 +57,7 @@ def test_the_shipped_plan_is_the_searched_one_as_it_was_measured(tmp_path, capsy
     made, shipped = load(out), load(SHIPPED / "h200-llama-3.1-8b-bfloat16.json")
     assert made == shipped
     gain = Gain.of(shipped.predictions)
-    for point in points(shipped, json.loads(REPORT.read_text("utf-8"))):
+    for point in (point for report in REPORTS for point in points(shipped, json.loads(report.read_text("utf-8")))):
         at = point.decode_tokens, point.mean_context_tokens
         best = max(1.0, point.gain)
         picked = (1.0, point.gain)[pick([None, gain], *at)]

@@ -96,6 +96,14 @@ def test_a_search_that_found_nothing_better_adds_no_plan():
     }
 
 
+@given(predictions(), st.floats(0, 1), st.integers(0, 2000), st.integers(0, 4000))
+def test_a_plan_that_is_left_out_would_never_have_been_picked(predicted, margin, decodes, context):
+    predicted = msgspec.structs.replace(predicted, margin=margin)
+    plan = msgspec.structs.replace(phased_plan(LLAMA, 24, 8), predictions=predicted)
+    (found,) = portfolio([plan], (), lambda tokens: sequential_plan(LLAMA, tokens)).values()
+    assert plan in found or pick([None, Gain.of(predicted)], decodes, context) == 0
+
+
 @pytest.mark.parametrize(
     ("plans", "message"),
     [
