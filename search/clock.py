@@ -38,6 +38,8 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nano_s: float  # that a chain of ops costs beyond their times, in a layer with side streams
     step_s: float  # that a step costs beyond its ops' times
     method: str
+    exchange_s: float | None = None  # that a sum over two devices by the copy engines takes beside its bytes
+    exchange_bytes_per_s: float | None = None  # that each of the two then sends
 
 
 @functools.cache

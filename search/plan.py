@@ -4,9 +4,9 @@
   python -m search plan --model llama-3.1-8b --modelled --device H200 --prompt_tokens 1024,512 --output_tokens 512,512 --out plans
 
 Times are of a profile that was measured on the machine, or with --modelled of the cost model (and --collectives as they were
-measured). Of several --tokens, the one with the most tokens a second is kept; under tensor parallelism, of both forms of the sums
-over devices (all-reduces, or reduce-scatters and all-gathers with the norms on each device's own rows) the better. Several workloads
-(prompt and output tokens, in pairs) make a portfolio: a plan each, in the folder --out.
+measured). Of several --tokens, the one with the most tokens a second is kept; under tensor parallelism, of the forms of the sums over
+devices (all-reduces, reduce-scatters and all-gathers with the norms on each device's own rows, or of two devices copies) the best.
+Several workloads (prompt and output tokens, in pairs) make a portfolio: a plan each, in the folder --out.
 """
 
 import dataclasses
@@ -25,8 +25,11 @@ from jaxflow.model.cost import DEVICES, find_device
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import Widths, model_graph
 from jaxflow.pipeline.choice import Gain
+from jaxflow.pipeline.handmade import copied as with_copies
 from jaxflow.pipeline.order import check
 from jaxflow.pipeline.plan import Target, save
+from search.clock import shipped_card
+from search.copies import copied
 from search.cost import BYTES
 from search.modelled import modelled_profile
 from search.nanobatch import Found, search
@@ -40,7 +43,7 @@ from search.structure import RESOURCES, Load
 FEW_SMS = (16, 24, 28, 32, 40, 48)  # that memory-bound ops are modelled on; products get the rest
 _SEARCHED = 0.9  # of the time limit; the rest is for predictions
 KEYS = (256, 1024, 4096, 16384)
-FORMS = {"all": (False, True), "reduce": (False,), "scatter": (True,)}  # scattered or not
+FORMS = ("all", "reduce", "scatter", "copies")
 MODES = {"all": RESOURCES, "memory": ("memory",), "network": ("network",), "none": ()}
 
 
@@ -58,7 +61,7 @@ def define_flags() -> None:
     flags.DEFINE_list("output_tokens", ["512"], "Mean output of each workload.")
     flags.DEFINE_enum("overlap", "all", list(MODES), "Which resources may run beside compute.")
     flags.DEFINE_boolean("split", False, "Cut the step even where one nano-batch is faster (ablations).")
-    flags.DEFINE_enum("sums", "all", list(FORMS), "Forms of the sums over devices that are tried.")
+    flags.DEFINE_enum("sums", "all", FORMS, "Forms of the sums over devices that are tried; copies: of two, by the copy engines.")
     flags.DEFINE_integer("nano_batches", 2, "At most so many; 1 is the sequential plan.", lower_bound=1, upper_bound=4)
     flags.DEFINE_integer("time_limit_s", 600, "For everything together.", lower_bound=1)
     flags.DEFINE_string("out", None, "The plan's file; for several workloads, a folder.", required=True)
@@ -90,14 +93,14 @@ def run() -> None:
         raise ConfigError("profile", f.profile, "a profile's path, or --modelled")
     model = open_checkpoint(f.model, load_format="dummy").model_config
     budgets, workloads = _numbers("tokens"), list(zip(prompts, outputs, strict=True))
-    shares = _shares(f.model, model, budgets)
+    rival, forms = _shares(f.model, model, budgets)
     limit_s, start = _SEARCHED * f.time_limit_s / (len(budgets) * len(workloads)), time.monotonic()
     with tqdm(total=len(budgets) * len(workloads), unit="step", disable=not sys.stderr.isatty()) as bar:
         for prompt, output in workloads:
             results = []
             for tokens in budgets:
                 bar.set_description(f"{tokens} tokens, {prompt}/{output}")
-                results.append(solve_one(f.model, model, shares, tokens, prompt, output, limit_s, bar))
+                results.append(solve_one(f.model, rival, forms, tokens, prompt, output, limit_s, bar))
                 bar.update()
             best = max(results, key=lambda result: result.tokens_per_s)
             path = Path(f.out)
@@ -110,10 +113,10 @@ def run() -> None:
 
 
 def solve_one(
-    name: str, model: ModelConfig, forms: Sequence[Shares], tokens: int, prompt: float, output: float, time_limit_s: float, bar: tqdm
+    name: str, rival: Shares, forms: Sequence[Shares], tokens: int, prompt: float, output: float, time_limit_s: float, bar: tqdm
 ) -> Result:
     """The plan for steps of so many tokens of one workload, of the better form."""
-    results = [_solve_form(name, shares, forms[0], tokens, prompt, output, time_limit_s / len(forms), bar) for shares in forms]
+    results = [_solve_form(name, shares, rival, tokens, prompt, output, time_limit_s / len(forms), bar) for shares in forms]
     best = max(results, key=lambda result: result.tokens_per_s)
     least_s = min(result.found.sequential_s for result in results)
     return dataclasses.replace(best, found=dataclasses.replace(best.found, sequential_s=least_s))
@@ -131,13 +134,19 @@ def _solve_form(name: str, shares: Shares, rival: Shares, tokens: int, prompt: f
     target = Target(*kind, load.decode_tokens, tokens - load.decode_tokens, round(load.decode_keys))
     title = f"searched {name} {tokens} {prompt:g}/{output:g}"
     found = search(setting, time_limit_s=limit_s, name=title, target=target, say=lambda line: bar.write(line, file=sys.stderr))
+    found = _summed(found, shares)
     if not f.split and simulate(found.plan, shares.graph, shares, load, device=device, power=setting.power).period_s > found.sequential_s:
         bar.write(f"{title}: as a plan it is slower than the solver's answer, and than the sequential step", file=sys.stderr)
-        found = search(dataclasses.replace(setting, nano_batches=1), time_limit_s=limit_s, target=target)
+        found = _summed(search(dataclasses.replace(setting, nano_batches=1), time_limit_s=limit_s, target=target), shares)
     check(found.plan, shares.graph)
     predicted = predict(found.plan, shares.graph, shares, load, device=setting.device, power=setting.power, rival=rival)
     found = dataclasses.replace(found, plan=msgspec.structs.replace(found.plan, predictions=predicted))
     return Result(setting, found, simulate(found.plan, shares.graph, shares, load, device=setting.device, power=setting.power))
+
+
+def _summed(found: Found, shares: Shares) -> Found:
+    """With a plan that says how its sums over devices are sent."""
+    return dataclasses.replace(found, plan=with_copies(found.plan)) if shares.copies else found
 
 
 def report(result: Result, path: Path) -> str:
@@ -174,15 +183,23 @@ def _of_a_step(result: Result) -> str:
     return f"of a step {gain.at(*at):.3f}x: an engine runs {runs}"
 
 
-def _shares(name: str, model: ModelConfig, budgets: list[int]) -> list[Shares]:
-    """Of each form of the sums over devices that is asked for and was timed."""
+def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, list[Shares]]:
+    """Of the form that the sequential step has, and of each form of the sums over devices that is asked for and whose times are known."""
     f = flags.FLAGS
     profile, widths, columns = _profile(name, model, budgets)
     tp, timed = profile.tensor_parallel_size, {one.op for one in profile.op_times}
-    forms = [form for form in FORMS[f.sums] if not form or (tp > 1 and "attn_scatter" in timed)]
-    if not forms:
-        raise ConfigError("sums", f.sums, f"reduce: on {tp} devices, with a profile of {len(timed)} ops, nothing was scattered")
-    return [Shares(profile, model_graph(model, tp, widths, scattered=form), columns) for form in forms]
+    plain, device = model_graph(model, tp, widths), find_device(profile.device)
+    card = shipped_card(device.name) if device else None
+    rival = Shares(profile, plain, columns)
+    forms = {"reduce": lambda: rival}
+    if tp > 1 and "attn_scatter" in timed:
+        forms["scatter"] = lambda: Shares(profile, model_graph(model, tp, widths, scattered=True), columns)
+    if tp == 2 and card is not None and card.exchange_s is not None:
+        forms["copies"] = lambda: Shares(copied(profile, plain, card), plain, columns)
+    wanted = [form for name, form in forms.items() if f.sums in ("all", name)]
+    if not wanted:
+        raise ConfigError("sums", f.sums, f"{', '.join(forms)}: on {tp} devices, with a profile of {len(timed)} ops")
+    return rival, [form() for form in wanted]
 
 
 def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile, Widths, dict[str, int] | None]:

@@ -13,6 +13,7 @@ from jaxflow.model.graph import Graph, Op
 from search.beside import slowdown
 from search.clock import Card, shipped_card
 from search.clocked import Clocks
+from search.copies import SMS
 from search.cyclic import Option
 from search.op_times import ATTENTION, Profile, seconds
 from search.structure import Chain, Task
@@ -66,6 +67,11 @@ class Shares:
         return self.root.beside if self.root else slowdown(self.profile, self.clocks)
 
     @property
+    def copies(self) -> bool:
+        """Whether sums over devices are by the copy engines (`search.copies`)."""
+        return self.known.get("attn_reduce") == (SMS,)
+
+    @property
     def nano_s(self) -> float:
         """What a chain of a plan with side streams costs beyond its ops' times: joins, copies, what XLA no longer fuses."""
         return self.card.nano_s if self.card else 0.0
@@ -91,6 +97,8 @@ class Shares:
         if not tokens:
             return 0.0
         full = self.profile.total_sms
+        if kind == "network" and self.copies:
+            return seconds(self.profile, name, tokens, keys, SMS)
         if kind in ("other", "network") and sms not in self.known.get(name, ()):
             alone = seconds(self.profile, name, tokens, keys)
             return alone if kind == "network" else alone * max(1.0, full / (INTAKE * sms))  # no kernel that a share bounds

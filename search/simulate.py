@@ -76,7 +76,8 @@ def simulate(
     """
     runs = program(plan, graph)
     total = shares.profile.total_sms
-    sms = [run.nano.sms or (min(NETWORK_SMS, total) if run.op.kind == "network" else total) for run in runs]
+    network = 0 if plan.sums == "copies" else min(NETWORK_SMS, total)
+    sms = [run.nano.sms or (network if run.op.kind == "network" else total) for run in runs]
     steps = {(run.nano.start, run.nano.stop): load.part(run.nano.start, run.nano.stop) for run in runs}
     before, aside = _before(runs), any(nano.stream for nano in plan.nano_ops)
 

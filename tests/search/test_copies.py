@@ -1,0 +1,63 @@
+"""Sums over two devices by the copy engines, in the search: nothing takes SMs from the products beside them, and their plans say so."""
+
+import msgspec
+import pytest
+
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.cost import DEVICES
+from jaxflow.model.graph import FP8, model_graph
+from jaxflow.pipeline.handmade import copied as with_copies
+from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.plan import load
+from search.__main__ import main
+from search.clock import shipped_card
+from search.copies import copied
+from search.modelled import modelled_profile
+from search.shares import Shares, product_columns
+from search.simulate import simulate
+from search.structure import Load
+
+MODEL = open_checkpoint("llama-3-70b", load_format="dummy").model_config
+TOKENS, E4M3 = 2048, "float8_e4m3fn"
+CARD = shipped_card("H200")
+
+
+@pytest.fixture(scope="module")
+def forms():
+    """Shares of both ways to send a sum, on two H200s."""
+    graph = model_graph(MODEL, 2, FP8)
+    settings = {"tp": 2, "widths": FP8, "dtype": E4M3, "kv_dtype": E4M3, "tokens": (512, 1024, TOKENS)}
+    profile = modelled_profile("llama-3-70b", MODEL, DEVICES["H200"], **settings)
+    return [Shares(one, graph, product_columns(MODEL, 2)) for one in (profile, copied(profile, graph, CARD))]
+
+
+def test_what_is_copied_costs_no_sms_and_about_what_was_measured(forms):
+    kernels, copies = forms
+    op, step = next(op for op in copies.graph.layers[0] if op.name == "attn_reduce"), Load.steady_state(1024, 1024, 512).part(0, 1024)
+    assert (kernels.copies, copies.copies) == (False, True)
+    assert copies.seconds(op, step, 132) == pytest.approx(62e-6, rel=0.02)  # benchmarks/h200-sums-of-two.json
+    load = Load.steady_state(TOKENS, 1024, 512)
+    two = two_nano_batch_plan(MODEL, TOKENS, TOKENS // 2, 2)
+    plans = [(two, kernels), (with_copies(two), copies), (sequential_plan(MODEL, TOKENS, 2), kernels)]
+    by_kernels, by_copies, alone = (simulate(plan, shares.graph, shares, load).period_s for plan, shares in plans)
+    assert by_copies < by_kernels and by_copies < alone / 1.05
+
+
+def test_a_card_whose_copies_nobody_measured(forms):
+    card = msgspec.structs.replace(CARD, exchange_s=None)
+    with pytest.raises(ValueError, match="sums='copies': how long they take on a H200 is not known"):
+        copied(forms[0].profile, forms[0].graph, card)
+
+
+def test_the_command(tmp_path, no_flags, capsys):
+    """One nano-batch: the search itself has tests of its own."""
+    line = ["--modelled", "--model", "llama-3-70b", "--tokens", "512", "--nano_batches", "1", "--sums", "copies", "--out"]
+    assert main(["search", "plan", *line, str(tmp_path / "plan.json"), "--gpus", "2"]) == 0
+    found = load(tmp_path / "plan.json")
+    assert found.name == "sequential, sums copied" and found.sums == "copies" and found.target.tensor_parallel_size == 2
+
+
+def test_of_other_numbers_of_devices_there_is_no_such_form(tmp_path, no_flags, capsys):
+    line = ["--modelled", "--model", "llama-3-70b", "--tokens", "512", "--sums", "copies", "--out", str(tmp_path / "plan.json")]
+    assert main(["search", "plan", *line, "--gpus", "4"]) == 1
+    assert "sums='copies' is not supported: reduce, scatter: on 4 devices" in capsys.readouterr().err
