@@ -64,6 +64,16 @@ class TestGoldens:
         preempted = [result.finished[0].timings.preemptions for result in results.values()]
         assert sum(preempted) == engine.scheduler.num_preemptions == 4
 
+    @pytest.mark.parametrize("tp", [1, 2])
+    def test_through_the_host(self, model, tp, goldens):
+        """Few pages and pre-empted requests: what leaves the device comes back, in the second round everything."""
+        golden, groups = goldens(model), toy.executor(model, tp)[1].groups
+        engine = toy.offloading_loop(model, 60, tp=tp, num_pages=(16,) * groups)
+        for _ in range(2):
+            check(golden, toy.run(engine, requests(golden), preempt_at=(5, 15, 25)))
+        assert engine.scheduler.num_preemptions >= 3 and engine.scheduler.tier.store.counters.loaded > 0
+        engine.close()
+
     def test_warm_prefix_cache(self, model, goldens):
         golden = goldens(model)
         engine = toy.loop(model)

@@ -67,6 +67,16 @@ def test_windows_caps_and_norms_behind_blocks(tmp_path):
         assert run(made, requests(prompts)) == expected
 
 
+@pytest.mark.parametrize(
+    ("model", "tp"),
+    [("tiny-mistral", 2), ("tiny-qwen2", 1), ("tiny-qwen3", 2), ("tiny-gemma3_text", 2), ("tiny-mixtral", 2), ("tiny-qwen3_moe", 1)],
+)
+def test_every_other_family(model, tp, tmp_path):
+    prompts, expected = goldens(model, copies=1)
+    with runtime(model, tmp_path, tp=tp, gpu_batch_size=2, weights=MIXED, kv=Shares(0.0, 50.0, 50.0), activations=HOST) as made:
+        assert run(made, requests(prompts)) == expected
+
+
 def test_sampling_is_the_engines(tmp_path):
     """Seeds, filters, penalties, several sequences of a request, stop tokens, log-probabilities: the same events."""
     prompts, _ = goldens("tiny-opt", copies=1)
