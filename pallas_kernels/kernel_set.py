@@ -31,7 +31,6 @@ class KernelSet:
     token_limits: Callable = reference.token_limits
     quantize_rows: Callable = reference.quantize_rows
     grouped_gemm: Callable = reference.grouped_gemm
-    scatter_pages: Callable = reference.scatter_pages
     list_decode_work: Callable = reference.list_decode_work
     list_chunk_work: Callable = reference.list_chunk_work
     list_groups: Callable = reference.list_groups

@@ -12,16 +12,15 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import flags
 
 from jaxflow.bench import link_rates, machine, options
-from jaxflow.bench.plans import USUAL, Bed, make_bed
+from jaxflow.bench.plans import USUAL, make_bed
 from jaxflow.bench.steady import Steady, parse_workload
 from jaxflow.config import ConfigError
 from jaxflow.engine.executor import Executor
@@ -29,9 +28,7 @@ from jaxflow.engine.plans import on_gpu
 from jaxflow.engine.start_offload import link_bytes_per_s, reserve, seconds_a_token
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.memory.numa import bind, gpu_bus_ids, near_cpus, run_bound
-from jaxflow.memory.page_copies import PageCopies
 from jaxflow.memory.transfers import Transfers
-from pallas_kernels import reference
 from pallas_kernels.checks.timing import interleaved
 
 GOAL_GB_PER_S = 48
@@ -49,30 +46,24 @@ def define_flags() -> None:
 
 
 class Beside:
-    """Steps with copies beside them, begun as the engine begins them.
+    """Steps with copies beside them, begun as the engine begins them."""
 
-    scatters: ways to take pages to their places, by name, the engine's first.
-    """
-
-    def __init__(self, steady: Steady, transfers: Transfers, pages: int, scatters: Mapping[str, PageCopies]):
-        self.steady, self.transfers, self.pages, self.scatters = steady, transfers, pages, scatters
-        self.copies, self.executor = next(iter(scatters.values())), steady.executor
+    def __init__(self, steady: Steady, transfers: Transfers, pages: int):
+        self.steady, self.transfers, self.pages = steady, transfers, pages
+        assert steady.executor.copies is not None
+        self.copies, self.executor = steady.executor.copies, steady.executor
         ids = list(range(min(self.copies.num_pages[0], 4 * pages)))
         self._ids = ids
         self._host = jax.device_put(self.copies.gather(self.executor.kv, 0, ids[:pages]), transfers.to_host.sharding)
         self._down, self._up = 0, 0  # copies asked for
         self._came: collections.deque[jax.Array] = collections.deque(maxlen=pages)
 
-    def step(self, *, stored: int = 0, loaded: int = 0, scatter: str | None = None) -> jax.Array:
-        """A step after which `stored` times as many pages are stored as it completes, and `loaded` times as many come.
-
-        scatter: the way that those of the step before take to their places; None: the engine's.
-        """
+    def step(self, *, stored: int = 0, loaded: int = 0) -> jax.Array:
+        """A step after which `stored` times as many pages are stored as it completes, and `loaded` times as many come."""
         self._drain()
         ids, down = self._ids[: stored * self.pages], []
         if loaded and len(self._came) == self.pages:
-            copies = self.copies if scatter is None else self.scatters[scatter]
-            self.executor.kv = copies.scatter(self.executor.kv, 0, self._ids[: self.pages], list(self._came))
+            self.executor.kv = self.copies.scatter(self.executor.kv, 0, self._ids[: self.pages], list(self._came))
             self._came.clear()
         if ids:
             self._down += len(ids)
@@ -93,13 +84,10 @@ class Beside:
             self.transfers.wait(0.001)
 
 
-def measure_steps(steady: Steady, transfers: Transfers, tokens: int, seconds: float, scatters: Mapping[str, PageCopies]) -> dict[str, Any]:
-    """Milliseconds of a step of so many tokens, alone and with copies beside it, and how much slower they make it.
-
-    scatters: ways to take pages to their places, by name; the first is the engine's, and its steps have no name added.
-    """
+def measure_steps(steady: Steady, transfers: Transfers, tokens: int, seconds: float) -> dict[str, Any]:
+    """Milliseconds of a step of so many tokens, alone and with copies beside it, and how much slower they make it."""
     pages = max(1, tokens // steady.layout.page_size)
-    beside = Beside(steady, transfers, pages, scatters)
+    beside = Beside(steady, transfers, pages)
     kinds: dict[str, dict[str, int]] = {
         "alone": {},
         "storing": {"stored": 1},
@@ -108,9 +96,6 @@ def measure_steps(steady: Steady, transfers: Transfers, tokens: int, seconds: fl
         "storing x4": {"stored": 4},
     }
     ways: dict[str, Callable[[], Any]] = {name: functools.partial(beside.step, **kind) for name, kind in kinds.items()}
-    for other in list(scatters)[1:]:
-        for name in ("loading", "storing and loading"):
-            ways[f"{name}, {other}"] = functools.partial(beside.step, scatter=other, **kinds[name])
     timings = interleaved(ways, seconds=seconds)
     alone = timings["alone"].us
     return {
@@ -118,23 +103,6 @@ def measure_steps(steady: Steady, transfers: Transfers, tokens: int, seconds: fl
         "bytes_a_step": pages * sum(page.nbytes for page in beside._host[:1]),
         "steps": {name: {"ms": t.us / 1e3, "slowdown": t.us / alone, "spread": t.spread, "watts": t.watts} for name, t in timings.items()},
     }
-
-
-def _other_scatters(bed: Bed) -> dict[str, PageCopies]:
-    """Ways to take pages to their places that the engine does not use: XLA's kernels or ours, whichever it has not. Ours needs Hopper."""
-    executor: Executor = bed.executor
-    first = jax.devices()[0]
-    if first.platform != "gpu" or getattr(first, "compute_capability", "") != "9.0":
-        return {}
-    from pallas_kernels.scatter_pages import scatter_pages
-
-    assert executor.copies is not None
-    of_xla = executor.copies.groups[0].scatter_strings is reference.scatter_pages
-    name, other = ("one kernel", scatter_pages) if of_xla else ("XLA", reference.scatter_pages)
-    dtype, mesh = jnp.dtype(bed.config.kv_cache_dtype), executor.programs.mesh
-    copies = PageCopies(bed.model, executor.num_pages, bed.config.block_size, dtype, mesh, scatter=other)
-    executor.kv = copies.warm_up(executor.kv)
-    return {name: copies}
 
 
 def run() -> dict[str, Any]:
@@ -157,14 +125,9 @@ def run() -> dict[str, Any]:
         reserved_s = time.perf_counter() - begin
         count = min(f.pages, min(copies.num_pages), max(1, capacity // (max(copies.page_bytes) * mesh.size)))
         rates = link_rates.measure(copies, transfers, executor.kv, 0, count, f.seconds)
-        scatters = {"engine": copies, **_other_scatters(bed)}
-        rates["loaded_to_its_place_gb_per_s"] = link_rates.loaded_rate(executor, copies, 0, count, transfers, f.seconds)
-        rates |= {
-            f"scatter_{name.replace(' ', '_')}_gb_per_s": link_rates.scatter_rate(executor, way, 0, count, f.seconds)
-            for name, way in scatters.items()
-        }
+        rates["loaded_to_its_place_gb_per_s"] = link_rates.loaded_rate(executor, 0, count, transfers, f.seconds)
         ((steady, step),) = bed.ready(workload).values()
-        steps = measure_steps(steady, transfers, int(step.tokens), f.step_seconds, scatters)
+        steps = measure_steps(steady, transfers, int(step.tokens), f.step_seconds)
         result = {
             "command_name": "link",
             "model": Path(bed.config.model).name,

@@ -109,24 +109,9 @@ def measure(copies: PageCopies, transfers: Transfers, kv: list, group: int, coun
     }
 
 
-def scatter_rate(executor: Any, copies: PageCopies, group: int, count: int, seconds: float) -> float:
-    """GB/s of pages that are on the device to their places in the cache. Raises: RuntimeError where they do not lie there then."""
-    ids = np.random.default_rng(1).permutation(copies.num_pages[group])[:count].tolist()
-    drawn = copies.gather(executor.kv, group, list(reversed(range(count))))
-
-    def scatter() -> Any:
-        executor.kv = copies.scatter(executor.kv, group, ids, drawn)
-        return executor.kv
-
-    found = rate(scatter, sum(page.nbytes for page in drawn), seconds)
-    for there, wanted in zip(copies.gather(executor.kv, group, ids), drawn, strict=True):
-        if not bool((there == wanted).all()):
-            raise RuntimeError(f"a page of {len(ids)} is not what was scattered to its place")
-    return found / 1e9
-
-
-def loaded_rate(executor: Any, copies: PageCopies, group: int, count: int, transfers: Transfers, seconds: float) -> float:
-    """GB/s of pages from the host to their places in the cache: copied, then scattered."""
+def loaded_rate(executor: Any, group: int, count: int, transfers: Transfers, seconds: float) -> float:
+    """GB/s of pages from the host to their places in the cache: copied in one go, then scattered."""
+    copies: PageCopies = executor.copies
     ids = list(range(count))
     here = jax.device_put(copies.gather(executor.kv, group, ids), transfers.to_host.sharding)
 

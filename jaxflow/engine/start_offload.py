@@ -51,9 +51,8 @@ def device_bytes(sizes: tuple[int, ...], free_bytes: int) -> int:
 
 def page_copies(config: EngineConfig, model: ModelConfig, executor: Executor, sizes: tuple[int, ...] = SIZES) -> PageCopies:
     """The programs, to be compiled with the executor's. config: resolved."""
-    dtype, programs = jnp.dtype(config.kv_cache_dtype), executor.programs
-    scatter = programs.context.kernels.scatter_pages
-    return PageCopies(model, executor.num_pages, config.block_size, dtype, programs.mesh, sizes, scatter)
+    dtype = jnp.dtype(config.kv_cache_dtype)
+    return PageCopies(model, executor.num_pages, config.block_size, dtype, executor.programs.mesh, sizes)
 
 
 def check_host(config: EngineConfig, model: ModelConfig) -> None:

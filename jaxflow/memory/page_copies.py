@@ -15,6 +15,7 @@ come back, in other company than it left in; a call of n moves n of them.
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,17 +23,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
 from jaxflow.config import ModelConfig
 from jaxflow.memory.kv_cache import cache_shapes, cache_spec, page_bytes
 from jaxflow.mesh import TP, axis_of, over_shards
-from pallas_kernels import reference
-from pallas_kernels.reference.scatter_pages import WORD, words_of
 
 SIZES = (1, 4, 16)
 MOST_BYTES = 256 << 20  # of one shard, in one call
+WORD = 4  # bytes
 
 
 def sizes_of(bytes_a_page: int, sizes: Sequence[int] = SIZES) -> tuple[int, ...]:
@@ -66,7 +67,6 @@ class PagePrograms:
     dtype: Any
     mesh: Mesh
     group: int
-    scatter_strings: Callable = reference.scatter_pages  # the kernel that takes pages to their places
 
     @functools.cached_property
     def layers(self) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class PagePrograms:
 
         def run(kv, ids):
             with jax.named_scope("gather_pages"):
-                pieces = [words_of(jnp.take(array, ids, axis=0, mode="clip")) for array in jax.tree.leaves(kv)]
+                pieces = [_words(jnp.take(array, ids, axis=0, mode="clip")) for array in jax.tree.leaves(kv)]
                 whole = jnp.concatenate(pieces, axis=1)
                 return [whole[i : i + 1] for i in range(n)]
 
@@ -103,8 +103,15 @@ class PagePrograms:
 
         def run(kv, ids, pages):
             with jax.named_scope("scatter_pages"):
+                whole, arrays, offset = jnp.concatenate(pages, axis=0), [], 0
                 leaves, structure = jax.tree.flatten(kv)
-                return jax.tree.unflatten(structure, self.scatter_strings(leaves, ids, jnp.concatenate(pages, axis=0)))
+                for array in leaves:
+                    shape = (n, *array.shape[1:])
+                    words = math.prod(shape[1:]) * array.dtype.itemsize // WORD
+                    values = _from_words(whole[:, offset : offset + words], shape, array.dtype)
+                    offset += words
+                    arrays.append(array.at[ids].set(values, mode="drop", unique_indices=True, wrap_negative_indices=False))
+                return jax.tree.unflatten(structure, arrays)
 
         kv, replicated = self._specs(), PartitionSpec()
         return jax.jit(over_shards(run, self.mesh, (kv, replicated, [self.spec] * n), kv), donate_argnums=(0,))
@@ -131,26 +138,31 @@ class PagePrograms:
         return [(cache_spec(self.mesh),) * 2 for _ in self.layers]
 
 
+def _words(array: jax.Array) -> jax.Array:
+    """[n, ...] of any dtype as uint32 [n, words]."""
+    flat = array.reshape(array.shape[0], -1)
+    if array.dtype.itemsize < WORD:
+        flat = flat.reshape(array.shape[0], -1, WORD // array.dtype.itemsize)
+    return lax.bitcast_convert_type(flat, jnp.uint32)
+
+
+def _from_words(words: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+    """The inverse of `_words`."""
+    return lax.bitcast_convert_type(words, dtype).reshape(shape)
+
+
 class PageCopies:
     """Compiled programs that move pages of every layer group.
 
     Args:
       num_pages: of each layer group, of the cache that will be passed.
       sizes: pages that a call moves, ascending from 1, those of them that large pages allow.
-      scatter: the kernel that takes pages to their places, of `reference.scatter_pages`' signature.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        num_pages: tuple[int, ...],
-        block_size: int,
-        dtype: Any,
-        mesh: Mesh,
-        sizes: Sequence[int] = SIZES,
-        scatter: Callable = reference.scatter_pages,
+        self, config: ModelConfig, num_pages: tuple[int, ...], block_size: int, dtype: Any, mesh: Mesh, sizes: Sequence[int] = SIZES
     ):
-        self.groups = [PagePrograms(config, num_pages, block_size, dtype, mesh, g, scatter) for g in range(len(config.windows))]
+        self.groups = [PagePrograms(config, num_pages, block_size, dtype, mesh, g) for g in range(len(config.windows))]
         self.sizes = [sizes_of(group.words * WORD, sizes) for group in self.groups]
         self.num_pages, self.mesh = num_pages, mesh
         self._gathers: list[dict[int, Callable]] = []

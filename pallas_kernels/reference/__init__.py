@@ -11,7 +11,6 @@ from pallas_kernels.reference.grouped import Groups, grouped_gemm, list_groups
 from pallas_kernels.reference.norm import add_norm, rms_norm
 from pallas_kernels.reference.quantize import dequantize, quantize_blocks, quantize_rows, to_e4m3
 from pallas_kernels.reference.rope_append import append, rope, rope_append
-from pallas_kernels.reference.scatter_pages import scatter_pages
 from pallas_kernels.reference.token_limits import token_limits
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_append",
-    "scatter_pages",
     "to_e4m3",
     "token_limits",
 ]

@@ -8,12 +8,11 @@ import types
 import paths
 import pytest
 
-from jaxflow.bench import link, link_rates
+from jaxflow.bench import link_rates
 from jaxflow.bench.__main__ import main
 
 
-def test_the_command(tmp_path, no_flags, capsys, monkeypatch):
-    monkeypatch.setattr(link, "_other_scatters", lambda bed: {"one kernel": bed.executor.copies})
+def test_the_command(tmp_path, no_flags, capsys):
     line = [
         "--model",
         str(paths.MODELS / "stories260K"),
@@ -38,9 +37,7 @@ def test_the_command(tmp_path, no_flags, capsys, monkeypatch):
         expected = rates[f"{way}_gb_per_s"] / rates[f"pieces_{way}_gb_per_s"]
         assert rates[f"contiguous_over_pieces_{way}"] == pytest.approx(expected)
     steps = result["steps"]
-    kinds = ["alone", "storing", "loading", "storing and loading", "storing x4"]
-    assert list(steps) == [*kinds, "loading, one kernel", "storing and loading, one kernel"]
-    assert {"scatter_engine_gb_per_s", "scatter_one_kernel_gb_per_s"} <= set(rates)
+    assert list(steps) == ["alone", "storing", "loading", "storing and loading", "storing x4"]
     assert all(row["slowdown"] == pytest.approx(row["ms"] / steps["alone"]["ms"]) for row in steps.values())
     assert result["pages_a_step"] == result["step_tokens"] // 16
     assert result["bytes_a_step"] == result["pages_a_step"] * result["page_bytes"][0]

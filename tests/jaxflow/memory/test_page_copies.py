@@ -16,8 +16,6 @@ from jaxflow.memory.page_copies import PageCopies, PagePrograms, sizes_of, split
 from jaxflow.memory.transfers import Transfers
 from jaxflow.mesh import TP, make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
-from pallas_kernels import reference
-from pallas_kernels.scatter_pages import scatter_pages
 
 PAGES = (40, 24)
 BLOCK = 4
@@ -91,28 +89,25 @@ def test_large_pages_go_in_small_calls():
 
 
 @pytest.mark.parametrize(("dtype", "tp"), [("bfloat16", 1), ("float8_e4m3fn", 1), ("int8", 4)])
-@pytest.mark.parametrize("scatter", [reference.scatter_pages, scatter_pages], ids=["xla", "kernel"])
-def test_on_an_h200_the_cache_is_written_in_place(dtype, tp, scatter):
+def test_on_an_h200_the_cache_is_written_in_place(dtype, tp):
     config = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
     config = dataclasses.replace(config, layers=config.layers[:2])
     mesh = h200.h200_mesh((tp,))
-    programs = PagePrograms(config, (8192,), 64, jnp.dtype(dtype), mesh, 0, scatter)
+    programs = PagePrograms(config, (8192,), 64, jnp.dtype(dtype), mesh, 0)
     n, page = 4, programs.words * 4
     cache = jax.tree.leaves(programs.shapes())
     kv_bytes = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in cache)
     gather = h200.compile_for_h200(programs.gather(n), programs.shapes(), programs.ids_shape(n))
-    made_scatter = h200.compile_for_h200(programs.scatter(n), programs.shapes(), programs.ids_shape(n), [programs.page_shape()] * n)
-    for made in (gather, made_scatter):
+    scatter = h200.compile_for_h200(programs.scatter(n), programs.shapes(), programs.ids_shape(n), [programs.page_shape()] * n)
+    for made in (gather, scatter):
         assert made.machine_code
         assert made.memory.temp_size_in_bytes < 2 * n * page
         for array in cache:
             assert made.copies(array.sharding.shard_shape(array.shape)) == 0
-    kernels = len(made_scatter.thunks)
-    assert kernels == 2 if scatter is scatter_pages else kernels > len(cache)
-    assert made_scatter.memory.alias_size_in_bytes >= kv_bytes
+    assert scatter.memory.alias_size_in_bytes >= kv_bytes
     assert mesh.shape[TP] == tp
     assert "gather_pages" in gather.hlo
-    assert "scatter_pages" in made_scatter.hlo
+    assert "scatter_pages" in scatter.hlo
 
 
 def test_copies_are_begun_a_few_by_a_call_and_the_directions_in_turns(monkeypatch):
@@ -122,12 +117,12 @@ def test_copies_are_begun_a_few_by_a_call_and_the_directions_in_turns(monkeypatc
         monkeypatch.setattr(
             channel, "_begin", lambda sources, name=name, begin=channel._begin: calls.append((name, len(sources))) or begin(sources)
         )
-    pages = [jax.device_put(np.full((1, 4), i, np.uint32), transfers.to_device.sharding) for i in range(7)]
+    pages = [jax.device_put(np.full((1, 4), i, np.uint32), transfers.to_device.sharding) for i in range(9)]
     here = jax.device_put(pages, transfers.to_host.sharding)
-    transfers.copy([(i, page) for i, page in enumerate(pages)], [(i, page) for i, page in enumerate(here[:3])])
-    assert calls == [("down", 2), ("up", 2), ("down", 2), ("up", 1), ("down", 2), ("down", 1)]
+    transfers.copy([(i, page) for i, page in enumerate(pages)], [(i, page) for i, page in enumerate(here[:5])])
+    assert calls == [("down", 4), ("up", 4), ("down", 4), ("up", 1), ("down", 1)]
     transfers.close()
-    for channel, count in ((transfers.to_host, 7), (transfers.to_device, 3)):
+    for channel, count in ((transfers.to_host, 9), (transfers.to_device, 5)):
         found = channel.done()
         assert [(tag, int(page[0, 0]), page.sharding) for tag, page in found] == [(i, i, channel.sharding) for i in range(count)]
         assert channel.bytes == count * 16
