@@ -55,13 +55,23 @@ class LLM:
         self._load(config, progress, offload=None if offload is None else offload_config(offload, model))
 
     @classmethod
-    def from_config(cls, config: EngineConfig, *, progress: bool = True, kernels: KernelSet | None = None) -> "LLM":
-        """The same, from settings that were read already. kernels: instead of those that the settings choose."""
+    def from_config(
+        cls, config: EngineConfig, *, progress: bool = True, kernels: KernelSet | None = None, executor: Executor | None = None
+    ) -> "LLM":
+        """The same, from settings that were read already. kernels: instead of those that the settings choose. executor: of an engine
+        that has ended, with its weights and compiled programs (`start_engine`)."""
         llm = cls.__new__(cls)
-        llm._load(config, progress, kernels)
+        llm._load(config, progress, kernels, executor=executor)
         return llm
 
-    def _load(self, config: EngineConfig, progress: bool, kernels: KernelSet | None = None, offload: OffloadConfig | None = None) -> None:
+    def _load(
+        self,
+        config: EngineConfig,
+        progress: bool,
+        kernels: KernelSet | None = None,
+        offload: OffloadConfig | None = None,
+        executor: Executor | None = None,
+    ) -> None:
         if offload is None:
             prepare_process(config)
         else:
@@ -78,7 +88,7 @@ class LLM:
             self.engine_config = resolve(config, checkpoint.model_config)
             self.runtime = start(offload, config, checkpoint, progress=progress)
             return
-        self._engine = start_engine(config, checkpoint, kernels=kernels, progress=progress)
+        self._engine = start_engine(config, checkpoint, kernels=kernels, executor=executor, progress=progress)
         self.engine_config, self.driver = self._engine.config, self._engine.driver
 
     @property

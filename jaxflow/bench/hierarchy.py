@@ -3,10 +3,10 @@
   python -m jaxflow.bench hierarchy --model llama-3.1-8b --load_format dummy --rounds 5 --num_requests 256 --request_rate 4
       --kv_offloading_size 64 --kv_disk_path /mnt/nvme --kv_disk_size 500
 
-The same conversations meet the engine with no reuse at all, then with one tier more each time, and once more with a new
-engine that finds the disk as the last one left it. After them each engine runs requests without anything in common, all at
-once, some times over: the paper loses 3 % of throughput to offloading there. A tier is left out where its flag is not set.
-Of a trace of Mooncake's it is the first requests in their order, at random times.
+The same conversations meet an engine with all tiers, a new one that finds the disk as the last one left it, then engines with
+one tier less each time, down to no reuse at all; all on the same weights, cache and compiled programs. After them each engine
+runs requests without anything in common, all at once, some times over: the paper loses 3 % of throughput to offloading there.
+A tier is left out where its flag is not set. Of a trace of Mooncake's it is the first requests in their order, at random times.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from jaxflow.bench.conversations import Conversation
 from jaxflow.bench.report import write_json
 from jaxflow.bench.workload import Item
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.executor import Executor
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
 
@@ -38,6 +39,7 @@ WAYS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
     "disk": lambda config: dataclasses.replace(config, enable_prefix_caching=True),
     "disk, restarted": lambda config: dataclasses.replace(config, enable_prefix_caching=True),
 }
+ORDER = ("disk", "disk, restarted", "host", "device", "recompute")  # whose executor serves the others comes first
 
 
 def define_flags() -> None:
@@ -66,18 +68,17 @@ def measure(llm: LLM, talks: Sequence[Conversation], alone: Sequence[Item], repe
     return {"conversations": found, "no_reuse": {"total_token_throughput": rates, "median": statistics.median(rates)}}
 
 
-def _measure_way(config: EngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The head of the report and one engine's figures. The engine is gone when this returns: the next one needs its memory."""
+def _measure_way(config: EngineConfig, executor: Executor | None) -> tuple[dict[str, Any], dict[str, Any], Executor]:
+    """The head of the report, one engine's figures, and its executor for the next."""
     f = flags.FLAGS
     seed = f.workload_seed
-    with LLM.from_config(
-        dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values())))
-    ) as llm:
+    config = dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values())))
+    with LLM.from_config(config, executor=executor) as llm:
         items, described = options.items_from_flags(llm.max_model_len, ordered=True)  # who shares blocks comes near each other
         openings = workload.poisson_arrivals(items, f.request_rate, seed)
         talks, more = options.conversations_from_flags(openings, llm.max_model_len, llm.model_config.vocab_size)
         alone = [Item(item.prompt_tokens, item.output_tokens) for item in items]
-        return {**throughput.head(llm), "workload": described | more}, measure(llm, talks, alone, f.repeats, seed)
+        return {**throughput.head(llm), "workload": described | more}, measure(llm, talks, alone, f.repeats, seed), llm.executor
 
 
 def run() -> dict[str, Any]:
@@ -88,11 +89,12 @@ def run() -> dict[str, Any]:
         raise ConfigError("only", ",".join(f.only), "an engine whose tiers are given: --kv_offloading_size, --kv_disk_path")
     rate = "inf" if math.isinf(f.request_rate) else f.request_rate
     result: dict[str, Any] = {}
-    for name, config in chosen.items():
+    executor: Executor | None = None
+    for name in (name for name in ORDER if name in chosen):
         print(f"{name}:", file=sys.stderr)
-        head, found = _measure_way(config)
+        head, found, executor = _measure_way(chosen[name], executor)
         result = result or {"command_name": "hierarchy", **head, "request_rate": rate, "ways": {}}
-        result["ways"][name] = found
+        result["ways"] = {way: found if way == name else result["ways"][way] for way in WAYS if way == name or way in result["ways"]}
         if f.output_json:
             write_json(f.output_json, result)
     print(text(result))

@@ -98,8 +98,19 @@ class Engine:
     warm_up_s: float
 
 
-def start_engine(config: EngineConfig, checkpoint: Checkpoint, *, kernels: KernelSet | None = None, progress: bool = True) -> Engine:
-    """Loads, compiles and starts. kernels: None for the device's own. Raises: ConfigError, CheckpointError, PlanError."""
+def start_engine(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    *,
+    kernels: KernelSet | None = None,
+    executor: Executor | None = None,
+    progress: bool = True,
+) -> Engine:
+    """Loads, compiles and starts.
+
+    kernels: None for the device's own. executor: one of an engine that has ended, of these settings but for the tiers below the device;
+    it must have `copies` where these have a host tier. Raises: ConfigError, CheckpointError, PlanError.
+    """
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
     config = resolve(config, checkpoint.model_config)
     plans = choose_plans(config, checkpoint.model_config)
@@ -108,13 +119,15 @@ def start_engine(config: EngineConfig, checkpoint: Checkpoint, *, kernels: Kerne
         disk = open_disk(config, checkpoint.model_config, fingerprint)
         if disk is not None:
             undo.callback(disk.close)
-        executor = make_executor(config, checkpoint, plans, kernels=kernels, progress=progress)
-        with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
-            warm_up_s = executor.warm_up(_advance(bar))
+        warm_up_s = 0.0
+        if executor is None:
+            executor = make_executor(config, checkpoint, plans, kernels=kernels, progress=progress)
+            with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
+                warm_up_s = executor.warm_up(_advance(bar))
         # Compiled programs are millions of objects that live as long as the process: the collector need not walk them within a step.
         gc.collect()
         gc.freeze()
-        offload = start_offload(config, executor) if executor.copies is not None else None
+        offload = start_offload(config, executor) if config.kv_offloading_size else None
         if offload is not None and disk is not None:
             put_below(offload, disk)
         loop = make_loop(config, checkpoint.model_config, executor, offload, fingerprint=fingerprint)

@@ -128,10 +128,11 @@ def test_hierarchy_command_compares_the_tiers(bench, always_load, tmp_path, caps
     path = tmp_path / "out.json"
     engine = [f"--{name}={value}" for name, value in ENGINE.items()]
     work = ["--rounds=3", "--num_requests=5", "--input_len=90", "--next_input_len=16", "--output_len=8", "--repeats=1"]
-    work += ["--only", "disk", "--only", "disk, restarted"]
+    work += ["--only", "recompute", "--only", "disk", "--only", "disk, restarted"]
     assert bench("hierarchy", "--model", MODEL, *engine, f"--kv_disk_path={tmp_path}", *work, "--output_json", str(path)) == 0
     ways = json.loads(path.read_text())["ways"]
-    assert list(ways) == ["disk", "disk, restarted"]
+    assert list(ways) == ["recompute", "disk", "disk, restarted"]
+    assert ways["recompute"]["conversations"]["reused_input_tokens"] == 0 == ways["recompute"]["conversations"]["compute_saved"]
     disk, restarted = (ways[name]["conversations"] for name in ("disk", "disk, restarted"))
     assert disk["first_round"]["reused_input_tokens"] == 0
     assert restarted["reused_input_tokens_by_tier"]["disk"] >= 5 * 80 and restarted["first_round"]["reused_input_tokens"] == 5 * 80
