@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxflow.config import ConfigError
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.pipeline.choice import Gain, pick
+from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import copied, two_nano_batch_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, Predictions, load, save
 from search.__main__ import main
@@ -86,7 +87,7 @@ def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_mea
     made = load(out)
     gains = Gain.of(made.predictions)
     assert gains.at(683, 1280) == pytest.approx(1.1) and gains.at(0, 900) == pytest.approx(1.01)
-    assert gains.margin == pytest.approx(0.008) and 1.01 < gains.at(300, 1280) < 1.1
+    assert gains.margin == pytest.approx(0.038) and 1.01 < gains.at(300, 1280) < 1.1
     kind = ("llama-3.1-70b", "NVIDIA H200", 2, "float8_e4m3fn", "float8_e4m3fn")
     assert made.target.fits(*kind) and made.nano_ops == by_hand.nano_ops and made.sums == "copies"
     for at, wrong in enumerate(("llama-3-70b", "NVIDIA H100", 1, "bfloat16", "bfloat16")):
@@ -94,6 +95,15 @@ def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_mea
     assert "683 decodes of 1280 keys: measured 1.100, predicted nothing" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="differ in intermediate_size, vocab_size"):
         target(json.loads(report.read_text()), "qwen2-72b", [Point(683, 1280.5, 1.1, 0.0)])
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_what_is_shipped_is_a_plan_of_the_model_that_it_is_offered_to(path):
+    plan = load(path)
+    tp = plan.target.tensor_parallel_size
+    compile_plan(plan, open_checkpoint(plan.target.model, load_format="dummy").model_config, tp, quantized=plan.target.dtype[:5] == "float")
+    at = plan.target.decode_tokens, plan.target.mean_context_tokens
+    assert tp == 1 or pick([None, Gain.of(plan.predictions)], *at) == 1  # by hand, and faster where it was measured
 
 
 def test_a_report_without_the_plan_and_a_plan_without_predictions_are_refused(tmp_path, capsys):
