@@ -20,6 +20,7 @@ from search.structure import Load
 MODEL = open_checkpoint("llama-3-70b", load_format="dummy").model_config
 TOKENS, E4M3 = 2048, "float8_e4m3fn"
 CARD = shipped_card("H200")
+assert CARD is not None
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from search.structure import Load
 BENCHMARKS = paths.ROOT / "benchmarks"
 H200, POWER, CARD = DEVICES["H200"], shipped_power("H200"), shipped_card("H200")
 LLAMA = open_checkpoint("llama-3-70b", load_format="dummy").model_config
+assert CARD is not None
 KINDS = {"fp8": ("-fp8", FP8, "float8_e4m3fn"), "bfloat16": ("", BFLOAT16, "bfloat16")}  # the report's name, widths, dtype
 
 
@@ -55,6 +56,7 @@ def rows(kind: str) -> list[Row]:
         keys = Load.steady_state(row["tokens"], *map(int, row["workload"].split("/"))).chunk_keys
         step, own = Load(row["tokens"], row["decode_tokens"], row["mean_context_tokens"], keys), forms[plan.sums]
         timeline = simulate(plan, graph, own, step, device=H200, power=POWER)
+        assert timeline.clock_hz is not None
         seconds = timeline.step_s + outside_s(graph, step.part(0, step.tokens), H200, dtype)
         found.append(Row(row, seconds, timeline.clock_hz / 1e6))
     return found
