@@ -14,7 +14,7 @@ SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf):
-    with LLM(str(smollm2_gguf), max_model_len=1152, max_num_batched_tokens=256, max_num_seqs=8, progress=False) as llm:
+    with LLM(str(smollm2_gguf), max_model_len=1152, max_num_batched_tokens=64, max_num_seqs=8, progress=False) as llm:
         yield llm
         assert llm.driver.stats().compilations_after_warmup == 0
 
