@@ -103,9 +103,9 @@ class HopperGemm:
     table: Table
 
     def choose(self, p: Product) -> Choice:
-        """The kernel of a product."""
+        """The kernel of a product. The table's rules are of results that stay in a layer: none is of the head's, in float32."""
         can = takers(p)
-        choice = self.table.choose(p.shape, p.rows)
+        choice = None if p.out_dtype == "float32" else self.table.choose(p.shape, p.rows)
         return choice if choice and choice.kernel in can else Choice(p.rows, can[0])
 
     def describe(self, shape: Shape) -> str:

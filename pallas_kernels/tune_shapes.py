@@ -20,7 +20,7 @@ def shapes_of(models: Iterable[str], weights: str) -> list[Shape]:
         Shape(n, k, weights, gates[0] if gates else 0, scales_into(weights, op == "down"))
         for name in names
         for op, (k, n, *gates) in known[name].items()
-        if op != "logits" or weights == "bfloat16"  # the head stays as it is in a quantised model
+        if op != "logits"  # its result is float32, for which no rule is asked
     )
     return list(dict.fromkeys(found))
 

@@ -56,6 +56,8 @@ def test_a_rule_of_inputs_with_a_scale_a_row_is_none_for_scales_of_blocks():
     assert measured.choose(down, 512) is None and measured.choose(dataclasses.replace(qkv, scales="blocks"), 512) is None
     assert HopperGemm(measured).choose(tune_shapes.product_of(down, 512)).kernel == "fp8"
     assert HopperGemm(measured).choose(tune_shapes.product_of(qkv, 512)).kernel == "xla"
+    head = Product(8, Shape(128256, 4096), "bfloat16", "float32")
+    assert HopperGemm(Table("a GPU", (Rule(head.shape, (Choice(8, "xla"),)),))).choose(head).kernel == "flat"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["flat", "dense", "xla"]), st.sampled_from([(), (("rows", 64),)])), min_size=1, max_size=12))
