@@ -6,7 +6,7 @@ import matplotlib
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from search.regimes import Map
+from search.regimes import DOCS, Map, memory_map, network_map, rewritten
 
 
 def draw(shown: Map) -> Figure:
@@ -29,3 +29,10 @@ def save(shown: Map, path: str | Path) -> None:
     """Draws a map into a file, the same for the same map."""
     with matplotlib.rc_context({"svg.hashsalt": "jaxflow", "svg.fonttype": "none"}):
         draw(shown).savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
+
+
+if __name__ == "__main__":
+    page = DOCS / "cost-model.md"
+    page.write_text(rewritten(page.read_text("utf-8")), "utf-8")
+    save(network_map(), DOCS / "network-over-compute.svg")
+    save(memory_map(), DOCS / "memory-over-compute.svg")

@@ -1,6 +1,6 @@
 """Which resource binds serving: NanoFlow's classification of devices, models and workloads (§3.2 and 3.3, Tables 1 and 2, Figures 2 and 3).
 
-  python -m search.regimes        writes the tables of docs/cost-model.md and its two heat maps anew
+  python -m search.heat_maps      writes the tables of docs/cost-model.md and its two heat maps anew
 
 Compute, bandwidths and sizes are datasheets'; nothing here is measured.
 """
@@ -236,12 +236,3 @@ def rewritten(text: str) -> str:
     for name, table in tables().items():
         text = re.sub(rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)", lambda _, table=table: table, text, flags=re.S)
     return text
-
-
-if __name__ == "__main__":
-    from search.heat_maps import save
-
-    page = DOCS / "cost-model.md"
-    page.write_text(rewritten(page.read_text("utf-8")), "utf-8")
-    save(network_map(), DOCS / "network-over-compute.svg")
-    save(memory_map(), DOCS / "memory-over-compute.svg")

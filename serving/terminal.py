@@ -10,7 +10,7 @@ import grpc
 from absl import app, flags
 
 from serving import generate_pb2 as pb
-from serving.client import DEFAULT_TARGET, Answer, Client, Prompt, RequestFailed
+from serving.connection import DEFAULT_TARGET, Answer, Client, Prompt, RequestFailed
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (gives input() its editing and history)

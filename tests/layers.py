@@ -80,13 +80,6 @@ def imports(path: Path, module: str) -> Iterator[tuple[ast.stmt | ast.expr, str]
                 yield node, str(node.args[0].value)
 
 
-def entry_lines(path: Path) -> set[int]:
-    """The lines under `if __name__ == "__main__":`, which run when the file is the command, never when it is imported."""
-    top = ast.parse(path.read_text("utf-8")).body
-    blocks = [node for node in top if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"]
-    return {line for block in blocks for line in range(block.lineno, (block.end_lineno or block.lineno) + 1)}
-
-
 def module_name(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
@@ -136,7 +129,6 @@ def violations(root: Path) -> list[str]:
             found.append(f"{src}: no target of BUILD owns it")
             continue
         target, edges = owner[src], graph.setdefault(src, set())
-        entry = entry_lines(root / src)
         for node, name in imports(root / src, module_name(src)):
             where, first = f"{src}:{node.lineno}", name.split(".")[0]
             if first in top_level:
@@ -145,7 +137,7 @@ def violations(root: Path) -> list[str]:
                     found.append(f"{where}: no file is the module {name}")
                 elif imported not in target.srcs and (imported not in owner or f":{owner[imported].name}" not in target.deps):
                     found.append(f"{where}: {target.name} may not import {name}")
-                elif imported != src and node.lineno not in entry:
+                elif imported != src:
                     edges.add(imported)
             elif first not in sys.stdlib_module_names:
                 labels = {_label(distribution) for distribution in distributions.get(first, [first])}
