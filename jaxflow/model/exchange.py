@@ -17,11 +17,14 @@ class Halves(NamedTuple):
     other: Float[Array, "t D"]
 
 
+Sum = Float[Array, "t D"] | Halves  # over devices: whoever reads it adds what is in two parts
+
+
 def exchanged(c: Any, y: Float[Array, "t D"]) -> Halves:
     """The sum over the two tensor-parallel shards."""
     return Halves(y, lax.ppermute(y, c.axis, ((0, 1), (1, 0))))
 
 
-def added(y: Any) -> Any:
+def added(y: Sum) -> Float[Array, "t D"]:
     """A sum in one array; what is one already as it is."""
     return y.own + y.other if isinstance(y, Halves) else y

@@ -28,14 +28,14 @@ from jaxflow.config import Layer
 from jaxflow.model.attention import attention_work, chunk_attention, decode_attention, kv_scales, merge_heads  # noqa: F401  (ops, too)
 from jaxflow.model.batch import Batch
 from jaxflow.model.context import KV, Context, Weights
-from jaxflow.model.exchange import Halves, added, exchanged
+from jaxflow.model.exchange import Halves, Sum, added, exchanged
 from jaxflow.model.experts import Routing, expert_down, expert_up_gate, router  # noqa: F401  (ops, too)
 from jaxflow.model.rope import inverse_frequencies
 from jaxflow.model.scattered import attn_gather, attn_scatter, mlp_gather, mlp_scatter  # noqa: F401  (ops, too)
 from pallas_kernels.quantized import Quantized
 
 
-def _add_norm(c: Context, w: Weights, name: str, x: Array, y: Array | Halves | None, *, quantize: bool = False) -> tuple[Array, Any]:
+def _add_norm(c: Context, w: Weights, name: str, x: Array, y: Sum | None, *, quantize: bool = False) -> tuple[Array, Any]:
     settings: dict[str, Any] = {"eps": c.config.norm_eps, "offset": c.config.norm_weight_offset, "quantize": quantize}
     if isinstance(y, Halves):
         y, settings["other"] = y
@@ -84,7 +84,7 @@ def _gemm(c: Context, w: Weights, name: str, x: Array | Quantized, bias: Array |
     return c.kernels.gemm(x, w[name], bias, **behind)
 
 
-def attn_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"] | None) -> tuple[Array, Any]:
+def attn_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Sum | None) -> tuple[Array, Any]:
     """(x + y, its norm); y is what the layer before adds, None in the first."""
     return _add_norm(c, w, "attn_norm", x, y, quantize=_quantized(w, "qkv"))
 
@@ -139,7 +139,7 @@ def out_proj(
     return _gemm(c, w, "out_proj", o, _first_shard_only(c, w.get("out_proj_bias")))
 
 
-def attn_reduce(c: Context, y: Float[Array, "t D"]) -> Float[Array, "t D"] | Halves:
+def attn_reduce(c: Context, y: Float[Array, "t D"]) -> Sum:
     """The sum over tensor-parallel shards."""
     return exchanged(c, y) if c.copies else _sum_shards(c, y)
 
@@ -147,12 +147,12 @@ def attn_reduce(c: Context, y: Float[Array, "t D"]) -> Float[Array, "t D"] | Hal
 mlp_reduce = attn_reduce
 
 
-def post_attn_norm(c: Context, w: Weights, y: Float[Array, "t D"]) -> Float[Array, "t D"]:
+def post_attn_norm(c: Context, w: Weights, y: Sum) -> Float[Array, "t D"]:
     """Gemma's norm of what attention adds."""
     return _add_norm(c, w, "post_attn_norm", added(y), None)[1]
 
 
-def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"]) -> tuple[Array, Any]:
+def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Sum) -> tuple[Array, Any]:
     """(x + y, its norm)."""
     return _add_norm(c, w, "mlp_norm", x, y, quantize=_quantized(w, "up_gate"))
 
@@ -168,7 +168,7 @@ def down(c: Context, w: Weights, a: Float[Array, "t F"] | Quantized) -> Float[Ar
     return _gemm(c, w, "down", a, _first_shard_only(c, w.get("down_bias")))
 
 
-def post_mlp_norm(c: Context, w: Weights, y: Float[Array, "t D"]) -> Float[Array, "t D"]:
+def post_mlp_norm(c: Context, w: Weights, y: Sum) -> Float[Array, "t D"]:
     """Gemma's norm of what the MLP adds."""
     return _add_norm(c, w, "post_mlp_norm", added(y), None)[1]
 

@@ -5,6 +5,7 @@ from jaxtyping import Array, Float
 
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
+from jaxflow.model.exchange import added
 from jaxflow.model.ops import KV, Context, Weights
 
 
@@ -46,7 +47,7 @@ def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[F
             with jax.named_scope("post_mlp_norm"):
                 y = ops.post_mlp_norm(c, w, y)
     with jax.named_scope("final_norm"):
-        x = x if y is None else x + y
+        x = x if y is None else x + added(y)
         _, hidden = ops.final_norm(c, weights, x[batch.sample_tokens], None)
     return hidden, x, kv
 

@@ -24,6 +24,7 @@ from jaxflow.config import Layer
 from jaxflow.memory.quantize import dequantize_kv, quantize_kv
 from jaxflow.model import ops, sampling
 from jaxflow.model.batch import Batch
+from jaxflow.model.exchange import added
 from jaxflow.model.ops import KV, Context, Weights
 from jaxflow.model.slot_params import SlotParams
 from jaxflow.offload.geometry import Geometry, Part
@@ -191,7 +192,7 @@ class Programs:
         if c.config.post_norms:
             with jax.named_scope("post_mlp_norm"):
                 y = ops.post_mlp_norm(c, w, y)
-        return self._cut(x + y)
+        return self._cut(x + added(y))
 
     def _attend(
         self, layer: Layer, w: Weights, part: Part, fused: Array, stored: Any, positions: Array, live: Array

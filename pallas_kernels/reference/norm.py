@@ -27,7 +27,7 @@ def add_norm(
       bias: with one it is LayerNorm, without RMSNorm, which scales by offset + weight.
       quantize: the norm in e4m3 with a scale for each token, of the float32 values.
     """
-    y = y if other is None else y + other
+    y = y if other is None or y is None else y + other
     x = x if y is None else x + y
     x32 = x.astype(jnp.float32)
     h = _rms(x32, weight, eps, offset) if bias is None else _layer(x32, weight, bias, eps)

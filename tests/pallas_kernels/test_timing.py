@@ -63,29 +63,26 @@ def test_the_peaks_are_the_cost_models(name):
 
 
 def test_the_tune_writes_no_row_of_an_impossible_time_and_measures_when_all_is_compiled(monkeypatch):
-    class Later:
-        """A pool whose jobs are done when they are waited for."""
+    class Pool:
+        compiled = 0
 
-        def __init__(self):
-            self.waited = False
+        def map(self, _, jobs):
+            self.compiled += len(jobs)
+            return [lambda: None for _ in jobs]
 
-        def submit(self, *_):
-            return self
+    def timed(ways, **_):
+        assert pool.compiled == compiled + len(ways)
+        return {way: Timing(us[0], 0.0, None, None, None, 0.1) for way in ways}
 
-        def result(self):
-            assert self.waited
-            return lambda: None
-
-    pool = Later()
-    monkeypatch.setattr(tune.concurrent.futures, "wait", lambda jobs: setattr(pool, "waited", True))
+    pool, compiled = Pool(), 0
     monkeypatch.setattr(tune, "make_weights", lambda shape: [None] * 8)
     monkeypatch.setattr(tune, "make_inputs", lambda p, ws: tune.Inputs([], ws, 10))
-    monkeypatch.setattr(tune, "interleaved", lambda ways, **_: {way: Timing(us[0], 0.0, None, None, None, 0.1) for way in ways})
+    monkeypatch.setattr(tune, "interleaved", timed)
     monkeypatch.setattr(tune.jax, "devices", lambda: [type("Device", (), {"device_kind": "NVIDIA H200"})])
     us = [20.0]
     settings = {"seconds": 0.1, "others": False, "pool": pool, "progress": lambda _: None}
     assert tune.measure(SHAPE, [8], **settings)["measured"] == [{"rows": 8, "us": {"flat": 20.0, "xla": 20.0, "dense": 20.0}}]
-    us[0] = 0.9
+    us[0], compiled = 0.9, pool.compiled
     with pytest.raises(ImpossibleTime, match=r"4096 x 4096 M 8 flat: 0\.90 us"):
         tune.measure(SHAPE, [8], **settings)
 
