@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import paths
@@ -13,7 +14,9 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.load_cost import LoadCosts
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.request import Delta, Event, Finished, Request, SamplingParams, Started
+from jaxflow.engine.start_disk import open_disk, put_below
 from jaxflow.engine.start_offload import page_copies, start_offload
+from jaxflow.memory.disk_tier import DiskTier
 from jaxflow.model.checkpoint import open_checkpoint
 
 ALWAYS_LOAD = LoadCosts(bytes_per_s=1e15, latency_s=0.0, seconds_a_token=1.0)
@@ -63,9 +66,9 @@ def loop(model: str, *, tp: int = 1, plan: str = "sequential", quantization: str
 
 
 @functools.cache
-def _with_copies(model: str, tp: int, kv: str) -> tuple[EngineConfig, Executor]:
+def _with_copies(model: str, tp: int, kv: str, sizes: tuple[int, ...] = (1, 4)) -> tuple[EngineConfig, Executor]:
     config, made = executor(model, tp, kv=kv)
-    made.copies = page_copies(config, made.programs.context.config, made, sizes=(1, 4))
+    made.copies = page_copies(config, made.programs.context.config, made, sizes=sizes)
     made.kv = made.copies.warm_up(made.kv)
     return config, made
 
@@ -89,6 +92,16 @@ def offloading_loop(
     if staging_pages is not None:
         offload.tier.staging_bytes = staging_pages * size
     return make_loop(config, made.programs.context.config, made, offload, **changes)
+
+
+def over_disk(loop: Loop, model: str, folder: Path, *, tp: int = 1, kv: str = "auto", fingerprint: bytes = b"a model") -> DiskTier:
+    """The disk that is from now on below an `offloading_loop`'s host; the loop closes it."""
+    config, made = executor(model, tp, kv=kv)
+    config = dataclasses.replace(config, kv_offloading_size=1.0, kv_disk_path=str(folder), kv_disk_size=1.0)
+    disk = open_disk(config, made.programs.context.config, fingerprint)
+    assert disk is not None and loop._offload is not None
+    put_below(loop._offload, disk)
+    return disk
 
 
 class Result:

@@ -1,6 +1,5 @@
 """The disk under a real engine: a later round finds it after a restart, and whatever the disk does, the tokens are the same."""
 
-import dataclasses
 import errno
 import os
 import shutil
@@ -17,7 +16,6 @@ from jaxflow import LLM
 from jaxflow.config import ConfigError
 from jaxflow.engine import host_tier
 from jaxflow.engine.request import Request, SamplingParams
-from jaxflow.engine.start_disk import open_disk, put_below
 from jaxflow.memory import disk_file
 from jaxflow.memory.disk_folder import FOLDER
 
@@ -33,12 +31,9 @@ def case(request):
 def engine(case, folder, *, host_pages=400, fingerprint=b"a model", **more) -> Any:
     """An engine of few pages over a host and a disk."""
     model, tp, kv = case
-    config, made = toy.executor(model, tp, kv=kv)
-    loop: Any = toy.offloading_loop(model, host_pages, tp=tp, kv=kv, num_pages=(40,) * made.groups, fingerprint=fingerprint, **more)
-    config = dataclasses.replace(config, kv_offloading_size=1.0, kv_disk_path=str(folder), kv_disk_size=1.0)
-    disk = open_disk(config, made.programs.context.config, fingerprint)
-    assert disk is not None
-    put_below(loop._offload, disk)
+    groups = toy.executor(model, tp, kv=kv)[1].groups
+    loop: Any = toy.offloading_loop(model, host_pages, tp=tp, kv=kv, num_pages=(40,) * groups, fingerprint=fingerprint, **more)
+    toy.over_disk(loop, model, folder, tp=tp, kv=kv, fingerprint=fingerprint)
     return loop
 
 

@@ -1,5 +1,8 @@
 """Every small checkpoint gives its golden tokens and logits, whatever else the engine does at the time."""
 
+import threading
+from typing import Any
+
 import numpy as np
 import paths
 import pytest
@@ -65,14 +68,19 @@ class TestGoldens:
         assert sum(preempted) == engine.scheduler.num_preemptions == 4
 
     @pytest.mark.parametrize("tp", [1, 2])
-    def test_through_the_host(self, model, tp, goldens):
-        """Few pages and pre-empted requests: what leaves the device comes back, in the second round everything."""
+    def test_through_host_and_disk(self, model, tp, goldens, tmp_path):
+        """Few pages on the device, fewer on the host, pre-emptions at drawn steps: what leaves comes back, much of it as files."""
         golden, groups = goldens(model), toy.executor(model, tp)[1].groups
-        engine = toy.offloading_loop(model, 60, tp=tp, num_pages=(16,) * groups)
-        for _ in range(2):
-            check(golden, toy.run(engine, requests(golden), preempt_at=(5, 15, 25)))
-        assert engine.scheduler.num_preemptions >= 3 and engine.scheduler.tier.store.counters.loaded > 0
-        engine.close()
+        rng = np.random.default_rng(tp)
+        for restarted in (False, True):
+            engine: Any = toy.offloading_loop(model, 8, tp=tp, num_pages=(16,) * groups, fingerprint=b"a model")
+            disk = toy.over_disk(engine, model, tmp_path, tp=tp)
+            check(golden, toy.run(engine, requests(golden), preempt_at=rng.choice(30, 5, replace=False).tolist()))
+            assert engine.scheduler.num_preemptions >= 2 and engine.scheduler.tier.store.counters.stored > 0
+            assert restarted or engine.scheduler.tier.store.counters.evicted > 0
+            engine.close()
+            assert (disk.counters().hits > 0) >= restarted and disk.counters().rejected == 0
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("jaxflow")] and not list(tmp_path.rglob("*.tmp"))
 
     def test_warm_prefix_cache(self, model, goldens):
         golden = goldens(model)
