@@ -96,9 +96,8 @@ def main(arguments):
     if command == "demo":
         inside = ["--no-default-groups", "--group", "model", "python", "-m", "serving.demo", *rest]
     elif command == "test":
-        # A file's tests stay together: they share what its fixtures load and compile. Files come in the order of tests/conftest.py.
-        spread = ["--numprocesses=logical", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
-        inside = ["--group", "aot", "pytest", *spread, *rest]
+        # A file's tests stay together: they share what its fixtures load and compile.
+        inside = ["--group", "aot", "pytest", "--numprocesses=logical", "--maxprocesses=4", "--dist=loadfile", *rest]
     elif command == "exec" and rest:
         inside = rest
     else:

@@ -36,18 +36,6 @@ hypothesis.settings.register_profile("jaxflow", max_examples=30, deadline=None, 
 hypothesis.settings.load_profile("jaxflow")
 
 
-# Files of half a minute and more. They come first, so that no process is left with one while the others have nothing to do.
-LONG = (
-    *("test_smollm2", "test_compiled_plans", "test_goldens", "test_8_bits", "test_offloaded_tokens", "test_compiler", "test_nanobatch"),
-    *("test_decode_attention", "test_chunk_attention", "test_compiled_step", "test_sampling", "test_sampling_memory", "test_notebooks"),
-    *("test_command", "test_commands", "test_end_to_end", "test_offload_shards", "test_readme", "test_triton", "test_scattered"),
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
-
-
 @pytest.fixture(scope="session")
 def models_dir() -> Path:
     return paths.MODELS
