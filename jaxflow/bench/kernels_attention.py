@@ -57,7 +57,7 @@ def _paged(kernel, table, counts, qs, caches, amount: float, work: float | None 
 
 
 def _decode(lengths: Sequence[int], kinds: Sequence[str]):
-    """The ways `kinds` of reading `lengths` keys: bf16, unified, fp8, fp8 unified, jax, cudnn."""
+    """The ways `kinds` of reading `lengths` keys: bf16, unified, fp8, fp8 unified, triton, jax, cudnn."""
     table, pages = page_tables(np.random.default_rng(len(lengths)), lengths)
     keys = float(sum(lengths))
     read = keys * K * H * 4  # bytes of a bfloat16 cache
@@ -76,8 +76,16 @@ def _decode(lengths: Sequence[int], kinds: Sequence[str]):
         settings: dict[str, Any] = {"unified": jnp.asarray(PHI, jnp.float32)} if "unified" in kind else {}
         if "fp8" in kind:
             settings |= {"k_scale": jnp.ones(K, jnp.float32), "v_scale": jnp.ones(K, jnp.float32)}
-        ways[kind] = _paged(decode_attention, table, lengths, qs, cache, read / 2 if "fp8" in kind else read, keys, **settings)
+        kernel = _before_hopper() if kind == "triton" else decode_attention
+        ways[kind] = _paged(kernel, table, lengths, qs, cache, read / 2 if "fp8" in kind else read, keys, **settings)
     return ways
+
+
+def _before_hopper():
+    """The kernel of older GPUs, which needs the extra `triton`."""
+    from pallas_kernels.triton import decode_attention as before
+
+    return before.decode_attention
 
 
 def _dtype(kind: str):
@@ -135,6 +143,7 @@ GROUPS = (
     Group("decode_attention_fp8", "TB/s", _cases(BATCHES, _decode, ("fp8", "bf16"), ratio=1.8)),
     Group("decode_unified", "TB/s", _cases(BATCHES, _decode, ("unified", "bf16"), ratio=1.0)),
     Group("decode_fp8_unified", "TB/s", _cases(BATCHES, _decode, ("fp8 unified", "fp8"), ratio=1.0)),
+    Group("decode_attention_triton", "TB/s", _cases(BATCHES, _decode, ("triton", "jax", "bf16")), asked=True),
     Group("chunk_attention", "TFLOP/s", _cases(CHUNKS, _chunk, ("bf16", "cudnn"), ratio=1.0)),
     Group("chunk_unified", "TFLOP/s", _cases(CHUNKS, _chunk, ("unified", "bf16"), ratio=1.0)),
     Group("chunk_attention_fp8", "TFLOP/s", _cases(CHUNKS, _chunk, ("fp8", "bf16"))),

@@ -89,6 +89,13 @@ def _flat(m, shape, _):
     return _bf16(m, shape, False, {"flat": flat_gemm, "xla": reference.gemm})
 
 
+def _flat_triton(m, shape, _):
+    """The kernel of GPUs before Hopper, which needs the extra `triton`."""
+    from pallas_kernels.triton import flat_gemm as before
+
+    return _bf16(m, shape, False, {"triton": before.flat_gemm, "xla": reference.gemm, "flat": flat_gemm})
+
+
 def _int4(m, shape, _):
     """Of the bytes that each reads: a ratio is of products in the same time."""
     k, n = shape
@@ -139,5 +146,6 @@ GROUPS = (
     Group("fp8_flat_gemm", "TFLOP/s", _products((64, 1), _fp8), geomean=1.0),
     Group("int4_gemm", "TB/s", _products((16, 1), _int4), geomean=2.5),
     Group("flat_gemm", "TB/s", tuple(map(_large, _products((64, 16, 1), _flat, ratio=0.97))), geomean=1.1),
+    Group("flat_gemm_triton", "TB/s", _only(_products((64, 16, 1), _flat_triton), "8B"), asked=True),
     Group("dense_tiles", "TFLOP/s", _only(_products((512, 256, 1024, 768, 384), _tiles), "8B"), asked=True),
 )
