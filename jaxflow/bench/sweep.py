@@ -7,7 +7,8 @@
   python -m jaxflow.bench sweep --sweep pd_ratio
 
 rate: requests at random times, so many a second. batch_size: that many at once, again and again. length: a throughput
-run for each PROMPT/OUTPUT. The others are SARATHI's curves, from the engine's scheduler and the model's op costs on a
+run for each PROMPT/OUTPUT. The report of an engine's sweep is written after every value: what is cut short keeps what it
+has. The others are SARATHI's curves, from the engine's scheduler and the model's op costs on a
 device of the table, without running a model: pd_ratio (gain of chunked prefill by P:D ratio and chunk size), tiles
 (tile quantisation), policies (request-level, Orca's best and worst case, prefill-first, hybrid, decode-maximal).
 """
@@ -15,7 +16,7 @@ device of the table, without running a model: pd_ratio (gain of chunked prefill 
 import asyncio
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -28,6 +29,7 @@ from jaxflow.model.cost import DEVICES
 from serving.client import Client
 
 SIMULATED = ("pd_ratio", "tiles", "policies")
+Keep = Callable[[Mapping[str, Any]], None]
 
 
 def define_flags() -> None:
@@ -46,14 +48,23 @@ def define_flags() -> None:
 
 
 def rates(
-    llm: LLM, items: Sequence[Item], values: Sequence[float], *, seed: int = 0, slo: Mapping[str, float] | None = None, **kwargs: Any
+    llm: LLM,
+    items: Sequence[Item],
+    values: Sequence[float],
+    *,
+    seed: int = 0,
+    slo: Mapping[str, float] | None = None,
+    keep: Keep = lambda sweep: None,
+    **kwargs: Any,
 ) -> dict[str, Any]:
-    """The same requests at each rate. kwargs: of `throughput.measure`."""
-    points = []
+    """The same requests at each rate. keep: is given the sweep as far as it is, after each. kwargs: of `throughput.measure`."""
+    found: dict[str, Any] = {"kind": "rate", "points": []}
     for rate in values:
         arriving = workload.poisson_arrivals(items, rate, seed)
-        points.append({"request_rate": rate, **throughput.measure(llm, arriving, arrive=True, seed=seed, slo=slo, **kwargs)})
-    return {"kind": "rate", "points": points}
+        point = throughput.measure(llm, arriving, arrive=True, seed=seed, slo=slo, **kwargs)
+        found["points"].append({"request_rate": rate, **point})
+        keep(found)
+    return found
 
 
 async def server_rates(
@@ -67,19 +78,26 @@ async def server_rates(
     return {"kind": "rate", "points": points}
 
 
-def batch_sizes(llm: LLM, values: Sequence[int], input_len: int, output_len: int, **kwargs: Any) -> dict[str, Any]:
-    """Batches of each size. kwargs: of `latency.measure`."""
-    points = [{"batch_size": size, **latency.measure(llm, size, input_len, output_len, **kwargs)} for size in values]
-    return {"kind": "batch_size", "points": points}
+def batch_sizes(
+    llm: LLM, values: Sequence[int], input_len: int, output_len: int, *, keep: Keep = lambda sweep: None, **kwargs: Any
+) -> dict[str, Any]:
+    """Batches of each size. keep: as of `rates`. kwargs: of `latency.measure`."""
+    found: dict[str, Any] = {"kind": "batch_size", "points": []}
+    for size in values:
+        found["points"].append({"batch_size": size, **latency.measure(llm, size, input_len, output_len, **kwargs)})
+        keep(found)
+    return found
 
 
-def lengths(llm: LLM, values: Sequence[tuple[int, int]], number: int, **kwargs: Any) -> dict[str, Any]:
-    """`number` requests of each (prompt, output) length, all at once. kwargs: of `throughput.measure`."""
-    points = []
+def lengths(llm: LLM, values: Sequence[tuple[int, int]], number: int, *, keep: Keep = lambda sweep: None, **kwargs: Any) -> dict[str, Any]:
+    """`number` requests of each (prompt, output) length, all at once. keep: as of `rates`. kwargs: of `throughput.measure`."""
+    found: dict[str, Any] = {"kind": "length", "points": []}
     for prompt, output in values:
-        measured = throughput.measure(llm, workload.constant(number, prompt, output), **kwargs)
-        points.append({"input_len": prompt, "output_len": output, **measured})
-    return {"kind": "length", "points": points}
+        items = workload.constant(number, prompt, output)
+        described = {"input_len": prompt, "output_len": output, "workload": options.describe(items, "constant")}
+        found["points"].append(described | throughput.measure(llm, items, **kwargs))
+        keep(found)
+    return found
 
 
 def _simulated(kind: str) -> dict[str, Any]:
@@ -103,17 +121,19 @@ def _simulated(kind: str) -> dict[str, Any]:
 def _measured(kind: str) -> dict[str, Any]:
     f = flags.FLAGS
     values = _values(kind)
-    common = {"seed": f.workload_seed, "device": f.optimal_device}
+    common: dict[str, Any] = {"seed": f.workload_seed, "device": f.optimal_device}
     slo = report.parse_goodput(f.goodput)
     config = engine_config_from_flags()
     with LLM.from_config(dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or 2000))) as llm:
-        head = throughput.head(llm)
+        head = {"command_name": "sweep", **throughput.head(llm)}
+        if f.output_json:
+            common["keep"] = lambda sweep: report.write_json(f.output_json, head | sweep)
         if kind == "batch_size":
             found = batch_sizes(llm, values, f.input_len, f.output_len, iterations=f.num_iters, warm_up=1, **common)
         elif kind == "length":
             found = lengths(llm, values, f.num_requests or options.PROTOCOL["constant"], progress=True, **common)
         else:
-            items, _ = options.items_from_flags(llm.max_model_len)
+            items, head["workload"] = options.items_from_flags(llm.max_model_len)
             found = rates(llm, items, values, slo=slo, progress=True, **common)
     return head | found
 

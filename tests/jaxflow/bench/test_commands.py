@@ -86,18 +86,24 @@ def test_latency_repeats_a_batch(llm):
 
 
 def test_sweeps_and_their_pictures(llm, tmp_path):
+    kept: list[tuple[str, int]] = []
+
+    def keep(one) -> None:
+        kept.append((one["kind"], len(one["points"])))
+
     found = [
-        sweep.rates(llm, workload.constant(4, 8, 4), [50.0, 100.0]),
-        sweep.batch_sizes(llm, [1, 4], 8, 4, iterations=1),
-        sweep.lengths(llm, [(8, 4), (16, 8)], 4),
+        sweep.rates(llm, workload.constant(4, 8, 4), [50.0, 100.0], keep=keep),
+        sweep.batch_sizes(llm, [1, 4], 8, 4, iterations=1, keep=keep),
+        sweep.lengths(llm, [(8, 4), (16, 8)], 4, keep=keep),
     ]
+    assert kept == [(kind, number) for kind in ("rate", "batch_size", "length") for number in (1, 2)]
     for one in found:
         rows = sweep.table(one)
         assert len(rows) == 3 and len({len(row) for row in rows}) == 1
         assert all(point["completed"] == 4 for point in one["points"]) or one["kind"] == "batch_size"
         plot.save(one, tmp_path / "new" / f"{one['kind']}.png")
         assert (tmp_path / "new" / f"{one['kind']}.png").read_bytes().startswith(b"\x89PNG")
-    assert [point["input_len"] for point in found[2]["points"]] == [8, 16]
+    assert [point["workload"]["mean_prompt_tokens"] for point in found[2]["points"]] == [8.0, 16.0]
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +216,11 @@ def test_latency_command(bench, tmp_path, capsys):
 )
 def test_sweep_command(bench, tmp_path, capsys, kind, values, columns):
     settings = ["--num_requests", "3", "--input_len", "8", "--output_len", "4", "--num_iters", "1"]
-    png = tmp_path / "a.png"
-    assert bench("sweep", "--sweep", kind, "--values", values, "--model", MODEL, *settings, "--output_png", str(png)) == 0
+    png, path = tmp_path / "a.png", tmp_path / "a.json"
+    files = ["--output_png", str(png), "--output_json", str(path)]
+    assert bench("sweep", "--sweep", kind, "--values", values, "--model", MODEL, *settings, *files) == 0
     assert columns in capsys.readouterr().out and png.exists()
+    assert len(json.loads(path.read_text())["points"]) == 2
 
 
 @pytest.mark.parametrize(
