@@ -7,6 +7,7 @@
 Ramp-up and tail are in the clock; sampling is greedy, end tokens are ignored, prompts are random token ids, and prefix
 caching is off unless asked for. A second figure leaves ramp-up and tail out: the steady state, from the first request's
 end to the last one's first token. With --beside_sequential the same requests run twice, first by the sequential plan.
+With --profiled_seconds they run once more, then under a profiler that says how long the device does nothing.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 from absl import flags
 
-from jaxflow.bench import machine, options, report, reuse, steps, workload
+from jaxflow.bench import gaps, machine, options, report, reuse, steps, workload
 from jaxflow.bench.conversations import Conversation
 from jaxflow.bench.converse import converse
 from jaxflow.bench.drive import drive, greedy_requests
@@ -38,6 +39,12 @@ def define_flags() -> None:
     options.define_report()
     flags.DEFINE_boolean(
         "beside_sequential", False, "Run the requests twice in the same engine, first by the sequential plan alone: what --plan gains."
+    )
+    flags.DEFINE_float(
+        "profiled_seconds",
+        0.0,
+        "Run the requests once more and profile so long of it: the share of it in which no kernel runs.",
+        lower_bound=0.0,
     )
 
 
@@ -72,6 +79,15 @@ def _compared(llm: LLM, items: Sequence[Item], slo: Mapping[str, float] | None) 
         alone = _measure(llm, items, slo)
     found = _measure(llm, items, slo)
     return found | {"sequential": alone, "against_sequential": found["total_token_throughput"] / alone["total_token_throughput"]}
+
+
+def profiled(llm: LLM, items: Sequence[Item], seconds: float, seed: int = 0) -> dict[str, Any] | None:
+    """`gaps.shares` of so long in the middle of a run of the items, all at once; None without a kernel."""
+    requests = greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, seed))
+    done, half = llm.driver.stats().completion_tokens, sum(item.output_tokens for item in items) / 2
+    with gaps.watch(seconds, lambda: llm.driver.stats().completion_tokens - done >= half) as watched:
+        drive(llm.driver, requests, progress=True)
+    return watched.summary()
 
 
 def measure_conversations(
@@ -140,8 +156,10 @@ def run() -> dict[str, Any]:
     slo = report.parse_goodput(f.goodput)
     config = engine_config_from_flags()
     config = dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values())))
-    if f.beside_sequential and (f.rounds > 1 or (f.trace and f.trace.endswith(".jsonl"))):
-        raise ConfigError("beside_sequential", True, "requests without conversations: no --rounds, no trace of shared blocks")
+    talking = f.rounds > 1 or (f.trace and f.trace.endswith(".jsonl"))
+    for name in ("beside_sequential", "profiled_seconds"):
+        if talking and f[name].value:
+            raise ConfigError(name, f[name].value, "requests without conversations: no --rounds, no trace of shared blocks")
     with LLM.from_config(config) as llm:
         items, described = options.items_from_flags(llm.max_model_len)
         result = {"command_name": "throughput", **head(llm), "workload": described}
@@ -152,6 +170,8 @@ def run() -> dict[str, Any]:
             result |= measure_conversations(llm, talks, slo=slo, device=f.optimal_device, progress=True)
         else:
             result |= _compared(llm, items, slo) if f.beside_sequential else _measure(llm, items, slo)
+            if f.profiled_seconds:
+                result["profile"] = profiled(llm, items, f.profiled_seconds, f.workload_seed)
     result |= {  # the names of vllm bench throughput
         "elapsed_time": result["duration"],
         "num_requests": result["completed"],
@@ -183,6 +203,10 @@ def show(result: Mapping[str, Any], title: str = "Throughput Benchmark Result") 
         print(report.line("Device idle between steps:", f"{found['device_idle_share']:.2%}"))
         for bucket, one in found["by_bucket"].items():
             print(report.line(f"Steps of {bucket} rows (mean ms):", f"{one['steps']} ({one['mean_ms']:.2f})"))
+    profile = result.get("profile")
+    if profile:
+        print(report.line("No kernel runs, profiled:", f"{profile['idle_share']:.2%}"))
+        print(report.line("No kernel runs, between steps:", f"{profile['idle_share_between_steps']:.2%}"))
     for plan, number in result["engine_stats"]["steps_by_plan"].items():
         print(report.line(f"Steps by {plan!r}:", number))
     if "against_sequential" in result:

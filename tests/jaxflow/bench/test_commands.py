@@ -168,9 +168,11 @@ def test_rate_sweep_of_a_running_server(bench, target, tmp_path):
 def test_throughput_command(bench, tmp_path, capsys):
     path = tmp_path / "out.json"
     trace = str(paths.TRACES / "lmsys_1000.csv")
-    assert bench("throughput", "--model", MODEL, "--trace", trace, "--num_requests", "5", "--output_json", str(path)) == 0
+    settings = ["--num_requests", "5", "--profiled_seconds", "0.05", "--output_json", str(path)]
+    assert bench("throughput", "--model", MODEL, "--trace", trace, *settings) == 0
     result = json.loads(path.read_text())
     out = capsys.readouterr().out
+    assert 0 <= result["profile"]["idle_share_between_steps"] <= result["profile"]["idle_share"] < 1 and result["profile"]["programs"]
     assert result["command_name"] == "throughput" and result["model"] == "stories260K"
     assert result["workload"]["kind"] == "trace" and result["workload"]["requests"] == 5 == result["completed"]
     assert result["workload"]["left_out"] > 0  # requests that are too long for this context
@@ -181,6 +183,7 @@ def test_throughput_command(bench, tmp_path, capsys):
         "Optimal token throughput",
         "Fraction of optimal",
         "Device idle",
+        "No kernel runs, between steps:",
         "Versions:",
         "Throughput: ",
     ):
