@@ -35,7 +35,7 @@ def add_norm(
     """(x + y, its norm), of the same meaning as its twin, `reference.add_norm`.
 
     Args:
-      x, y: [T, D] bfloat16, D a multiple of 128; y None: nothing to add.
+      x, y: [T, D] bfloat16, D a multiple of 128; y None: nothing to add; y [n, T, D]: parts of a sum, added first, and rounded once.
       other: as y, and added to it first, rounded.
       weight, bias: [D] bfloat16 or float32. With a bias it is LayerNorm, without RMSNorm, which scales by offset + weight.
       quantize: the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token.
@@ -46,9 +46,13 @@ def add_norm(
     """
     t, d = x.shape
     rows = [v for v in (x, y, other) if v is not None]
-    if d % 128 or x.dtype != jnp.bfloat16 or any((v.shape, v.dtype) != (x.shape, x.dtype) for v in rows) or (y is None and len(rows) > 1):
+    most = [3 if v is y and other is None else 2 for v in rows]  # axes
+    alike = all((v.shape[-2:], v.dtype) == (x.shape, jnp.bfloat16) and v.ndim <= axes for v, axes in zip(rows, most, strict=True))
+    if d % 128 or not alike or (y is None and len(rows) > 1):
         given = [f"{v.dtype}{list(v.shape)}" for v in rows]
-        raise ValueError(f"x, y and other are {given}: bfloat16 [T, D], D a multiple of 128, all the same; other only beside y")
+        raise ValueError(
+            f"x, y and other are {given}: bfloat16 [T, D], D a multiple of 128, all the same; other only beside y; y alone may be [n, T, D]"
+        )
     row = jax.ShapeDtypeStruct((t, d), x.dtype)
     normed = [jax.ShapeDtypeStruct((t, d), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((t,), jnp.float32)] if quantize else [row]
     ctas = min(t, SMS * _PER_SM)
@@ -85,9 +89,8 @@ def _rows(*refs, adds, centres, quantizes, eps, offset, ctas):
         # Asked for before the statistics are waited for.
         weight, bias = read(weight_ref), read(bias_ref) if bias_ref is not None else None
         if sum_ref is not None:
-            y, *others = (read(ref.at[row]) for ref in added)
-            for other in others:
-                y = (y + other).astype(sum_ref.dtype).astype(jnp.float32)
+            first, *others = (read(part) for ref in added for part in _parts(ref, row))
+            y = sum(others, first).astype(sum_ref.dtype).astype(jnp.float32) if others else first
             total = (x + y).astype(sum_ref.dtype)
             sum_ref.at[row][...] = total
             x = total.astype(jnp.float32)
@@ -103,3 +106,8 @@ def _rows(*refs, adds, centres, quantizes, eps, offset, ctas):
         h_ref.at[row][...] = h.astype(h_ref.dtype)
 
     pl.loop(lax.axis_index("cta"), t, step=ctas)(norm)
+
+
+def _parts(ref, row):
+    """A row of an array of rows, or of each of several."""
+    return [ref.at[row]] if len(ref.shape) == 2 else [ref.at[part, row] for part in range(ref.shape[0])]

@@ -15,7 +15,7 @@ class Context:
     """What is fixed for a compiled step. `axis` is the tensor-parallel mesh axis inside `shard_map`, or None.
 
     sms: how many SMs products and attention may occupy, where a plan shares the device between ops; None: all.
-    copies: of two devices, whether sums are sent by the copy engines (`jaxflow.model.exchange`).
+    copies: whether sums over devices are sent by the copy engines (`jaxflow.model.exchange`).
     """
 
     config: ModelConfig

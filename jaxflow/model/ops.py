@@ -28,7 +28,7 @@ from jaxflow.config import Layer
 from jaxflow.model.attention import attention_work, chunk_attention, decode_attention, kv_scales, merge_heads  # noqa: F401  (ops, too)
 from jaxflow.model.batch import Batch
 from jaxflow.model.context import KV, Context, Weights
-from jaxflow.model.exchange import Halves, Sum, added, exchanged
+from jaxflow.model.exchange import Halves, Parts, Sum, added, exchanged
 from jaxflow.model.experts import Routing, expert_down, expert_up_gate, router  # noqa: F401  (ops, too)
 from jaxflow.model.rope import inverse_frequencies
 from jaxflow.model.scattered import attn_gather, attn_scatter, mlp_gather, mlp_scatter  # noqa: F401  (ops, too)
@@ -39,6 +39,8 @@ def _add_norm(c: Context, w: Weights, name: str, x: Array, y: Sum | None, *, qua
     settings: dict[str, Any] = {"eps": c.config.norm_eps, "offset": c.config.norm_weight_offset, "quantize": quantize}
     if isinstance(y, Halves):
         y, settings["other"] = y
+    elif isinstance(y, Parts):
+        y = y.parts
     return c.kernels.add_norm(x, y, w[name], w.get(f"{name}_bias"), **settings)
 
 

@@ -71,7 +71,7 @@ def products_in_two_plan(config: ModelConfig, tokens: int, split: int, tp: int) 
 
 
 def copied(plan: Plan) -> Plan:
-    """The plan with its sums over two devices sent by the copy engines."""
+    """The plan with its sums over devices sent by the copy engines: of two, or scattered."""
     return msgspec.structs.replace(plan, name=f"{plan.name}, sums copied", sums="copies")
 
 

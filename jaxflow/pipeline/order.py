@@ -129,9 +129,8 @@ def check_sums(plan: Plan, graph: Graph, tp: int) -> None:
     """Refuses sums over devices that so many devices cannot do so. Raises: PlanError."""
     if any((nano.stop - nano.start) % tp for nano in plan.nano_ops if graph.scattered and nano.op == "attn_scatter"):
         raise PlanError(plan.name, f"scatters rows over {tp} devices that do not divide among them")
-    if plan.sums == "copies" and (tp != 2 or graph.scattered):
-        form = "scattered" if graph.scattered else "all-reduces"
-        raise PlanError(plan.name, f"sums='copies': for two devices and all-reduces; these are {form} over {tp}")
+    if plan.sums == "copies" and tp != 2 and not graph.scattered:
+        raise PlanError(plan.name, f"sums='copies': all-reduces over two devices, or scattered rows; these are all-reduces over {tp}")
 
 
 def _check_entries(plan: Plan, graph: Graph) -> None:

@@ -98,6 +98,7 @@ PLANS = {
     "two nano-batches on two devices": (two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2), 2),
     "two nano-batches, sums copied": (copied(two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2)), 2),
     "two nano-batches, scattered": (two_nano_batch_plan(MODEL, 2 * TOKENS, TOKENS, tp=2, scattered=True), 2),
+    "two nano-batches, scattered, sums copied": (copied(two_nano_batch_plan(MODEL, 2 * TOKENS, TOKENS, tp=2, scattered=True)), 2),
     "phases on two devices": (phased_plan(MODEL, TOKENS, SPLIT, tp=2), 2),
 }
 
