@@ -54,6 +54,7 @@ class Leaf:
     init: Init  # what dummy weights have there
     rows: np.ndarray | None = None  # of the same leaf made for one device: which row each row is; None: the same rows
     quantization: str | None = None  # fp8 or int4: what stands in its place is `Quantized` or `Int4`
+    filled: tuple[int, ...] | None = None  # the shape of what is not padding; behind it are zeros; None: all
     scale: "Leaf | None" = None  # fp8: of the scales of its rows, as a checkpoint of e4m3 has them
 
     @property
@@ -123,16 +124,18 @@ def draw(seeds: jax.Array, leaf: Leaf, norm: float, dtype: Any) -> Any:
 def _drawn(seeds: jax.Array, leaf: Leaf, norm: float) -> jax.Array:
     if leaf.init != "matrix":
         return jnp.full(leaf.shape, {"norm": norm, "zero": 0.0, "one": 1.0}[leaf.init])
+    filled = leaf.filled or leaf.shape
     rows = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, 0) if leaf.rows is None else jnp.asarray(leaf.rows, jnp.uint32)[:, None]
     index = rows
-    for axis, size in enumerate(leaf.shape[1:], start=1):
+    for axis, size in enumerate(filled[1:], start=1):
         index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
     # A hash of each element's place: unlike jax.random it compiles in no time, and a shard needs nothing of another.
     bits = _scramble(_scramble(index + seeds[0]) ^ seeds[1])
     total = sum(((bits >> shift) & 255).astype(jnp.float32) for shift in (0, 8, 16, 24))  # of 4 bytes: about normal
-    drawn = (total - 510) * (leaf.shape[-1] * 4 * (256**2 - 1) / 12) ** -0.5
-    # The padding of the vocabulary is zero.
-    return jnp.where(rows < leaf.pieces[0].shape[0], drawn, 0) if leaf.key in ("embed", "lm_head") else drawn
+    drawn = (total - 510) * (filled[-1] * 4 * (256**2 - 1) / 12) ** -0.5
+    for axis in (axis for axis, size in enumerate(filled) if size < leaf.shape[axis]):
+        drawn = jnp.where(jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) < filled[axis], drawn, 0)
+    return drawn
 
 
 def _scramble(x: jax.Array) -> jax.Array:

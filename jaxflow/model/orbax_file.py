@@ -113,7 +113,8 @@ class OrbaxFolder:
         devices = 1 if mesh is None else mesh.shape[TP]
         stored_as, wanted = dict(groups(config, 1)), dict(groups(config, devices, **options))
         with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
-            for name, group in groups(config, devices):
+            for name, leaves_of in wanted.items():
+                group = {key: leaf for key, leaf in leaves_of.items() if key in stored_as[name]}
                 path = (self.path / name).absolute()
                 try:
                     _check_group(path, checkpointer, stored_as[name])
@@ -124,7 +125,7 @@ class OrbaxFolder:
                 except Exception as error:  # Orbax and TensorStore raise many kinds
                     raise CheckpointError(f"{path}: cannot be restored, it may be damaged: {str(error)[:300]}") from error
                 stored = {key: _copy_rows(arrays[key], leaf, mesh) for key, leaf in group.items()}
-                yield {key: _finished(leaf, stored.pop(key, None), mesh) for key, leaf in wanted[name].items()}
+                yield {key: _finished(leaf, stored.pop(key, None), mesh) for key, leaf in leaves_of.items()}
                 progress(len(group))
 
 
@@ -146,7 +147,7 @@ def _restore_args(leaf: Leaf, stored: Leaf, dtype: Any, mesh: Mesh | None) -> oc
     else:
         # Rows that are to be repeated are read whole to each device first.
         placed = sharded(mesh, leaf.spec if leaf.rows is None else jax.sharding.PartitionSpec())
-    # A vocabulary padded further than it is stored gets its rows of zeros from `strict=False`.
+    # What is padded further than it is stored, a vocabulary or an e4m3 MLP, gets its zeros from `strict=False`.
     shape = leaf.shape if leaf.rows is None else stored.shape
     return ocp.ArrayRestoreArgs(sharding=placed, global_shape=shape, dtype=dtype, strict=False)
 

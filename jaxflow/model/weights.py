@@ -11,7 +11,7 @@ every shard has its own.
 
 Quantised, the matrices named in `QUANTIZED` are in the place of the array `Quantized` e4m3 with a scale for each row (fp8)
 or `Int4` in groups of 64 columns (int4); the embeddings, the head, norms, routers and experts stay as they are. An e4m3
-cache has its scales here, "k_scale" and "v_scale" [K], float32, in each layer.
+cache has its scales here, "k_scale" and "v_scale" [K], float32, in each layer. An e4m3 MLP may be wider by some zeros (`mlp_width`).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jaxflow.config import ConfigError, Layer, ModelConfig, gate_block
 from jaxflow.mesh import TP, sharded
 from jaxflow.model.leaf import QUANTIZED, TENSOR_PARALLEL_AXIS, Init, Leaf, Piece, draw
 from jaxflow.model.tensor_names import layer_names, model_names
-from pallas_kernels.quantized import GROUP
+from pallas_kernels.quantized import BLOCK, GROUP
 
 Weights = dict[str, Any]
 VOCAB_TILE = 64  # each shard's rows of the vocabulary are a multiple of this
@@ -53,11 +53,12 @@ def leaves(config: ModelConfig, tp: int = 1, *, quantization: str | None = None,
     tree |= _norm("final_norm", names["final_norm"], d, config)
     if not config.tie_word_embeddings:
         tree["lm_head"] = _padded("lm_head", names["lm_head"], (v, d), padded)
-    tree["layers"] = [_layer(config, layer, names["layer"].format(i), tp) for i, layer in enumerate(config.layers)]
+    width = mlp_width(config.intermediate_size, tp, quantization)
+    tree["layers"] = [_layer(config, layer, names["layer"].format(i), tp, width) for i, layer in enumerate(config.layers)]
     for i, layer in enumerate(tree["layers"]):
         prefix = names["layer"].format(i)
         if quantization is not None:
-            scales = _scales(config, prefix, tp) if quantization == "fp8" else {}
+            scales = _scales(config, prefix, tp, width) if quantization == "fp8" else {}
             for key in layer.keys() & set(QUANTIZED):
                 layer[key] = dataclasses.replace(layer[key], quantization=quantization, scale=scales.get(key))
         if quantization == "int4":
@@ -149,6 +150,16 @@ def _check_groups(layer: Mapping[str, Leaf], tp: int) -> None:
                 raise ConfigError("tensor_parallel_size", tp, accepted)
 
 
+def mlp_width(width: int, tp: int, quantization: str | None) -> int:
+    """Columns of a dense MLP of width F as they are stored for `tp` devices: F, or a little more.
+
+    Products of e4m3 take whole blocks of 128 columns of each device (Qwen2-72B's 29,568 are 115.5 of them on each of two): what is missing
+    is filled with zeros, which add nothing, where that is at most a 32nd.
+    """
+    whole = -(-width // (BLOCK * tp)) * BLOCK * tp
+    return whole if quantization == "fp8" and whole - width <= width // 32 else width
+
+
 def kv_head_copies(config: ModelConfig, tp: int) -> int:
     """How often each key/value head is stored so that each of `tp` devices has one: 1 unless there are fewer heads than devices."""
     return max(1, tp // config.num_kv_heads)
@@ -161,8 +172,10 @@ def _whole(key: str, name: str, shape: tuple[int, ...], init: Init) -> Leaf:
     return Leaf(key, shape, (Piece(name, shape, shape, lambda out: out),), init)
 
 
-def _padded(key: str, name: str, shape: tuple[int, int], rows: int) -> Leaf:
-    return Leaf(key, (rows, shape[1]), (Piece(name, shape, shape, lambda out: out[: shape[0]]),), "matrix")
+def _padded(key: str, name: str, shape: tuple[int, int], rows: int, columns: int | None = None) -> Leaf:
+    """A matrix of `shape` with rows, and columns, of zeros behind it."""
+    piece = Piece(name, shape, shape, lambda out: out[: shape[0], : shape[1]])
+    return Leaf(key, (rows, columns or shape[1]), (piece,), "matrix", filled=shape)
 
 
 def _norm(key: str, name: str, width: int, config: ModelConfig) -> dict[str, Leaf]:
@@ -200,22 +213,24 @@ def _copied_rows(config: ModelConfig, copies: int) -> np.ndarray:
     return np.concatenate([queries, keys_values], axis=2).reshape(-1)
 
 
-def _up_gate(names: Mapping[str, str], width: int, gated: bool, suffix: str, *tail: int) -> Leaf:
+def _up_gate(names: Mapping[str, str], width: int, gated: bool, suffix: str, *tail: int, stored: int | None = None) -> Leaf:
+    """stored: `mlp_width` of the width; None: as many."""
     key = "up_gate" if tail else "up_gate_bias"
-    init = "matrix" if tail else "zero"
+    init, stored = "matrix" if tail else "zero", stored or width
     if not gated:
-        return _whole(key, names["up"] + suffix, (width, *tail), init)
+        piece = Piece(names["up"] + suffix, (width, *tail), (width, *tail), lambda out: out[:width])
+        return Leaf(key, (stored, *tail), (piece,), init, filled=(width, *tail))
     block = gate_block(width)
     shape, blocks = (width, *tail), (width // block, block, *tail)
 
     def alternating(out: np.ndarray) -> np.ndarray:
-        return out.reshape(width // block, 2, block, *tail)
+        return out[: 2 * width].reshape(width // block, 2, block, *tail)
 
     pieces = (
         Piece(names["gate"] + suffix, shape, blocks, lambda out: alternating(out)[:, 0]),
         Piece(names["up"] + suffix, shape, blocks, lambda out: alternating(out)[:, 1]),
     )
-    return Leaf(key, (2 * width, *tail), pieces, init)
+    return Leaf(key, (2 * stored, *tail), pieces, init, filled=(2 * width, *tail))
 
 
 def _per_expert(key: str, one: Callable[[int], Leaf], experts: int) -> Leaf:
@@ -229,8 +244,8 @@ def _per_expert(key: str, one: Callable[[int], Leaf], experts: int) -> Leaf:
     return Leaf(key, (experts, *made[0].shape), pieces, "matrix")
 
 
-def _layer(config: ModelConfig, layer: Layer, prefix: str, tp: int) -> dict[str, Leaf]:
-    """The leaves of one layer."""
+def _layer(config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int) -> dict[str, Leaf]:
+    """The leaves of one layer. width: `mlp_width` of its dense MLP's."""
     names = {role: prefix + name for role, name in layer_names(config).items()}
     d, attention_width = config.hidden_size, config.num_heads * config.head_dim
     tree = _norm("attn_norm", names["attn_norm"], d, config)
@@ -246,31 +261,31 @@ def _layer(config: ModelConfig, layer: Layer, prefix: str, tp: int) -> dict[str,
     if config.post_norms:
         tree |= _norm("post_attn_norm", names["post_attn_norm"], d, config)
     tree |= _norm("mlp_norm", names["mlp_norm"], d, config)
-    tree |= _experts(config, names) if layer.experts else _mlp(config, names)
+    tree |= _experts(config, names) if layer.experts else _mlp(config, names, width)
     if config.post_norms:
         tree |= _norm("post_mlp_norm", names["post_mlp_norm"], d, config)
     return tree
 
 
-def _mlp(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
+def _mlp(config: ModelConfig, names: Mapping[str, str], stored: int) -> dict[str, Leaf]:
     d, width = config.hidden_size, config.intermediate_size
-    tree = {"up_gate": _up_gate(names, width, config.gated_mlp, ".weight", d)}
+    tree = {"up_gate": _up_gate(names, width, config.gated_mlp, ".weight", d, stored=stored)}
     if config.mlp_bias:
-        tree["up_gate_bias"] = _up_gate(names, width, config.gated_mlp, ".bias")
-    tree["down"] = _whole("down", names["down"] + ".weight", (d, width), "matrix")
+        tree["up_gate_bias"] = _up_gate(names, width, config.gated_mlp, ".bias", stored=stored)
+    tree["down"] = _padded("down", names["down"] + ".weight", (d, width), d, stored)
     if config.mlp_bias:
         tree["down_bias"] = _whole("down_bias", names["down"] + ".bias", (d,), "zero")
     return tree
 
 
-def _scales(config: ModelConfig, prefix: str, tp: int) -> dict[str, Leaf]:
+def _scales(config: ModelConfig, prefix: str, tp: int, stored: int) -> dict[str, Leaf]:
     """The scales of the rows of each e4m3 matrix, as a checkpoint of e4m3 names them."""
     names = {role: prefix + name for role, name in layer_names(config).items()}
     d, suffix = config.hidden_size, ".weight_scale"
     return {
         "qkv": _qkv(config, names, tp, suffix),
         "out_proj": _whole("out_proj_scale", names["out"] + suffix, (d,), "one"),
-        "up_gate": _up_gate(names, config.intermediate_size, config.gated_mlp, suffix),
+        "up_gate": _up_gate(names, config.intermediate_size, config.gated_mlp, suffix, stored=stored),
         "down": _whole("down_scale", names["down"] + suffix, (d,), "one"),
     }
 

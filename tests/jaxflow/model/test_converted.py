@@ -45,6 +45,19 @@ def test_a_vocabulary_padded_further_gets_zeros(folder: Callable[..., Path], tmp
         same(*(open_checkpoint(str(one)).load("float32", make_mesh(tp)) for one in (tmp_path / "converted", path)))
 
 
+def test_an_mlp_of_8_bits_gets_zeros_that_are_not_stored(folder: Callable[..., Path], tmp_path: Path) -> None:
+    def widen(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if ".mlp." in name]:
+            axis = int("down" in name)
+            tensors[name] = np.resize(tensors[name], [2016 if i == axis else size for i, size in enumerate(tensors[name].shape)])
+
+    path = folder("tiny-llama", widen, intermediate_size=2016)
+    convert(str(path), tmp_path / "converted", "float32")
+    loaded = [open_checkpoint(str(one)).load("float32", make_mesh(2), quantization="fp8") for one in (tmp_path / "converted", path)]
+    same(*loaded)
+    assert loaded[0]["layers"][0]["down"].shape[1] == 2048
+
+
 def test_convert_brings_the_tokenizer_and_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = paths.MODELS / "stories260K"
     target = tmp_path / "deep" / "converted"

@@ -17,7 +17,8 @@ from jaxflow.config import ConfigError, ModelConfig, gate_block
 from jaxflow.mesh import make_mesh
 from jaxflow.model.hf_config import model_config_from_hf
 from jaxflow.model.leaf import assemble
-from jaxflow.model.weights import Weights, dummy_weights, leaves, shapes, shardings, tensors
+from jaxflow.model.weights import Weights, dummy_weights, leaves, mlp_width, shapes, shardings, tensors
+from pallas_kernels.reference import dequantize, quantize_rows
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:
@@ -252,3 +253,23 @@ def test_dummy_weights_compile_once_a_kind_of_layer(monkeypatch: pytest.MonkeyPa
     dense = dataclasses.replace(config.layers[0], experts=False)
     dummy_weights(dataclasses.replace(config, layers=(config.layers * 3 + (dense,) * 2)), jnp.float32)
     assert len(compiled) == 3  # what is in no layer, layers of experts, dense layers
+
+
+def test_an_mlp_of_8_bits_is_filled_up_to_whole_blocks_of_each_device() -> None:
+    """Of 2016 columns and 32 of zeros; the numbers before them are those of the plain layout, dummy ones too."""
+    assert [mlp_width(29568, tp, "fp8") for tp in (1, 2, 4)] == [29568, 29696, 29696]  # Qwen2-72B
+    assert mlp_width(29568, 2, None) == mlp_width(29568, 2, "int4") == 29568 and mlp_width(176, 2, "fp8") == 176
+    config = config_of("tiny-llama", intermediate_size=2016)
+    config = dataclasses.replace(config, layers=config.layers[:1])
+    source = random_tensors(config)
+    filled = jax.tree.map(lambda leaf: assemble(leaf, source.__getitem__, np.float32), leaves(config, 2, quantization="fp8"))
+    for key, (rows, columns) in {"up_gate": (4032, None), "down": (None, 2016)}.items():
+        plain, wide = assembled(config, source, 2)["layers"][0][key], filled["layers"][0][key]
+        np.testing.assert_array_equal(wide[:rows, :columns], plain)
+        assert np.count_nonzero(wide) == np.count_nonzero(plain) and max(wide.shape) == max(rows or 0, columns or 0) // 63 * 64
+    drawn = {tp: dummy_weights(config, jnp.float32, make_mesh(tp), quantization="fp8")["layers"][0] for tp in (1, 2)}
+    plain = dummy_weights(config, jnp.float32)["layers"][0]
+    for key in ("up_gate", "down"):
+        one, two = (np.asarray(dequantize(drawn[tp][key])) for tp in (1, 2))
+        np.testing.assert_array_equal(one, two)
+        np.testing.assert_array_equal(np.asarray(dequantize(quantize_rows(plain[key]))), one[: plain[key].shape[0], : plain[key].shape[1]])
