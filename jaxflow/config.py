@@ -150,7 +150,7 @@ class EngineConfig:
     kv_disk_size: float | None = None  # GiB of files there, with kv_disk_path only
     seed: int = 0
     calibration: str | None = None  # a file of jaxflow.model.calibrate; None: the one beside the model, if there is one; "": none
-    plan: str = "sequential"  # sequential, searched, a plan file or a folder of them
+    plan: str = "auto"  # auto: searched where that is sure to gain; sequential, searched, a plan file or a folder of them
     scheduling_policy: str = "decode-maximal"
     chunk_size: int | None = None  # prefill tokens a step, with scheduling_policy=hybrid only
     kernels: str = "auto"  # auto: by the device; reference, mosaic or triton

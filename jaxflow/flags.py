@@ -28,7 +28,8 @@ _HELP = {
     "kv_disk_size": "GiB of files in --kv_disk_path at most.",
     "seed": "Of dummy weights, and of requests that bring none.",
     "calibration": "A file of `python -m jaxflow.model.calibrate`; default: the one beside the model, if there; empty: none.",
-    "plan": "Plans of steps: sequential, searched (those shipped for this model and device), a plan file or a folder of them.",
+    "plan": "Plans of steps: sequential, searched (those shipped for this model and device), a plan file or a folder of them; auto: "
+    "searched where one of those is sure to gain, else sequential.",
     "scheduling_policy": f"How a step is filled: {', '.join(SCHEDULING_POLICIES)}.",
     "chunk_size": "Prefill tokens in a step at most, with --scheduling_policy=hybrid.",
     "kernels": "auto: by the device; reference (XLA), mosaic (Hopper) or triton (NVIDIA GPUs, with the extra triton) forces them.",

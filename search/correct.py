@@ -22,13 +22,12 @@ import msgspec
 from absl import flags
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine.plans import products_dtype
+from jaxflow.engine.plans import SHAPES, products_dtype
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.plan import Plan, Predictions, Target, load, save
 
 _ANOTHER_START = 0.03  # docs/overlap.md: 74.4 and 72.1 ms
-_SHAPES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size", "num_experts")
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -138,7 +137,7 @@ def target(report: Mapping[str, Any], model: str | None, measured: Sequence[Poin
     config, most = EngineConfig(**report["engine_config"]), max(measured, key=lambda point: point.decode_tokens)
     if model is not None:
         theirs, ours = (open_checkpoint(name, load_format="dummy").model_config for name in (config.model, model))
-        if different := [name for name in _SHAPES if getattr(theirs, name) != getattr(ours, name)]:
+        if different := [name for name in SHAPES if getattr(theirs, name) != getattr(ours, name)]:
             raise ConfigError("model", model, f"a model of {config.model}'s shapes: they differ in {', '.join(different)}")
     rows = [row for row in report["plans"] if row["decode_tokens"] == most.decode_tokens]
     return Target(

@@ -46,14 +46,14 @@ def define_flags() -> None:
     flags.DEFINE_float("max_minutes", 8.0, "No workload is begun after so long, compilation included.", lower_bound=0.0)
 
 
-def given_plans(paths: Iterable[str], config: EngineConfig) -> list[Plan]:
+def given_plans(paths: Iterable[str], config: EngineConfig, model: ModelConfig) -> list[Plan]:
     """The plans of files and folders, each under a name of its own; sequential ones are left out, they are there anyway.
 
     Of folders, those for this model, device, parallelism and dtypes. Raises: ConfigError, PlanError.
     """
     found: dict[str, Plan] = {}
     for path in paths:
-        for plan in named_plans(dataclasses.replace(config, plan=path)):
+        for plan in named_plans(dataclasses.replace(config, plan=path), model):
             if not is_sequential(plan):
                 same = sum(plan.name == other.partition(" #")[0] for other in found)
                 name = f"{plan.name} #{same + 1}" if same else plan.name
@@ -123,7 +123,7 @@ def make_bed(
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model, tp = checkpoint.model_config, config.tensor_parallel_size
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
-    given = given_plans(plans, resolve(dataclasses.replace(config, max_num_seqs=1), model))
+    given = given_plans(plans, resolve(dataclasses.replace(config, max_num_seqs=1), model), model)
     full = {*tokens, *(plan.tokens for plan in given)}
     if not full and any(workload.decodes is None for workload in workloads):
         full = {resolve(dataclasses.replace(config, max_num_seqs=1), model).max_num_batched_tokens or 0}
@@ -154,7 +154,7 @@ def bed_of_flags(workloads: Sequence[Workload], graphs: Sequence[str]) -> Bed:
     if not all(text.isdigit() and int(text) for text in f.tokens):
         raise ConfigError("tokens", ",".join(f.tokens), "numbers of tokens with commas between them")
     config = engine_config_from_flags()
-    plans = [*f.plans, *([config.plan] if config.plan != "sequential" else [])]
+    plans = [*f.plans, *([config.plan] if config.plan not in ("auto", "sequential") else [])]
     return make_bed(dataclasses.replace(config, plan="sequential"), plans, [int(text) for text in f.tokens], workloads, graphs)
 
 

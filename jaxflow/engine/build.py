@@ -20,7 +20,7 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.offload import Offload
-from jaxflow.engine.plans import choose_plans, largest_step, make_layouts, on_gpu
+from jaxflow.engine.plans import choose_plans, default_plan, largest_step, make_layouts, on_gpu
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
 from jaxflow.engine.start_disk import open_disk, put_below
@@ -67,15 +67,11 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         raise ConfigError("max_model_len", longest, f"at most {model.max_position}, which the checkpoint was made for")
     seqs = config.max_num_seqs or (512 if gpu else 8)
     config = dataclasses.replace(config, dtype=dtype, kv_cache_dtype=KV_DTYPES[config.kv_cache_dtype] or dtype)
-    budget = config.max_num_batched_tokens or largest_step(config) or (2048 if gpu else 256)
+    budget = config.max_num_batched_tokens or largest_step(config, model) or (2048 if gpu else 256)
     if budget < seqs:
         raise ConfigError("max_num_batched_tokens", budget, f"at least max_num_seqs={seqs}, a token for each running sequence")
-    return dataclasses.replace(
-        config,
-        max_model_len=longest,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=budget,
-    )
+    config = dataclasses.replace(config, max_model_len=longest, max_num_seqs=seqs, max_num_batched_tokens=budget)
+    return dataclasses.replace(config, plan=default_plan(config, model)) if config.plan == "auto" else config
 
 
 def memory_budget(mesh: Mesh, config: EngineConfig) -> int:

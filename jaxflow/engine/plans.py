@@ -1,6 +1,7 @@
 """Which steps an engine compiles: its token buckets, and the plans of each."""
 
 import dataclasses
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -8,11 +9,14 @@ import jax
 
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.layout import StepLayout
-from jaxflow.pipeline.choice import Gain, portfolio
+from jaxflow.model.checkpoint import open_checkpoint, shipped_configs
+from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, borders, fitting, load
 
+log = logging.getLogger(__name__)
 FEW = 16  # decodes of a step that has a program without chunks
+SHAPES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size", "num_experts")
 
 
 def on_gpu() -> bool:
@@ -37,30 +41,52 @@ def products_dtype(config: EngineConfig) -> str:
     return "float8_e4m3fn" if config.quantization == "fp8" else config.dtype
 
 
-def named_plans(config: EngineConfig) -> tuple[Plan, ...]:
+def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
     """The plans that `--plan` names, the sequential one not among them: those shipped, of a folder, or of one file.
 
-    Of a folder, those that were searched for this model, device, parallelism and dtypes. config: resolved, at least its dtypes.
+    Of a folder, those that were searched for this model, device, parallelism and dtypes. config: resolved, at least its dtypes; none are
+    named yet where its plan is `auto` still.
 
     Raises: ConfigError where there is none. PlanError for a file that cannot be read.
     """
-    if config.plan == "sequential":
+    if config.plan in ("auto", "sequential"):
         return ()
     folder = SHIPPED if config.plan == "searched" else Path(config.plan)
     if config.plan != "searched" and not folder.is_dir():
         return (load(folder),)
-    device, tp = jax.devices()[0].device_kind, config.tensor_parallel_size
-    found = fitting(folder, config.model, device, tp, products_dtype(config), config.kv_cache_dtype)
+    found = _made_for(folder, config, model)
     if not found:
+        device, tp = jax.devices()[0].device_kind, config.tensor_parallel_size
         kind = f"{config.model} on {tp} x {device}, {products_dtype(config)} over a {config.kv_cache_dtype} cache"
         where = "is shipped" if config.plan == "searched" else "is in that folder"
-        raise ConfigError("plan", config.plan, f"sequential, a plan file or a folder of plans: no plan for {kind} {where}")
+        raise ConfigError("plan", config.plan, f"auto, sequential, a plan file or a folder of plans: no plan for {kind} {where}")
     return found
 
 
-def largest_step(config: EngineConfig) -> int | None:
+def _made_for(folder: Path, config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
+    """The plans of a folder for runs of this kind: for the model by its name, or if there is none, for a shipped one of the same shapes."""
+    kind = jax.devices()[0].device_kind, config.tensor_parallel_size, products_dtype(config), config.kv_cache_dtype
+    by_name = fitting(folder, config.model, *kind)
+    alike = () if by_name else (name for name in shipped_configs() if same_shapes(name, model))
+    return by_name or next((found for name in alike if (found := fitting(folder, name, *kind))), ())
+
+
+def same_shapes(name: str, model: ModelConfig) -> bool:
+    """Whether a shipped config has the products and the attention of a model, whatever that one's name."""
+    config = open_checkpoint(name, load_format="dummy").model_config
+    return all(getattr(config, field) == getattr(model, field) for field in SHAPES)
+
+
+def default_plan(config: EngineConfig, model: ModelConfig) -> str:
+    """What `plan=auto` stands for: searched where a shipped plan is sure to gain within the budget. config: resolved, but for the plan."""
+    budget = config.max_num_batched_tokens or 0
+    sure = (p for p in _made_for(SHIPPED, config, model) if p.tokens <= budget and p.predictions and Gain.of(p.predictions).ever)
+    return "searched" if any(sure) else "sequential"
+
+
+def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:
     """Tokens of the largest step that the named plans are for; None without any. Raises: as `named_plans`."""
-    return max((plan.tokens for plan in named_plans(config)), default=None)
+    return max((plan.tokens for plan in named_plans(config, model)), default=None)
 
 
 def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Plan, ...]]:
@@ -71,12 +97,19 @@ def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Pl
     """
     budget, tp = config.max_num_batched_tokens, config.tensor_parallel_size
     assert budget is not None
-    given = named_plans(config)
+    given = named_plans(config, model)
     too_large = [plan for plan in given if plan.tokens > budget]
+    if config.plan == "searched" and len(too_large) < len(given):  # one of those shipped will do
+        given, too_large = tuple(plan for plan in given if plan.tokens <= budget), []
     if too_large:
         raise ConfigError("max_num_batched_tokens", budget, f"at least {too_large[0].tokens}, which plan {too_large[0].name!r} is for")
     sizes = token_buckets(budget, few=not on_gpu(), seqs=config.max_num_seqs or 0)
-    return portfolio(given, sizes, lambda tokens: sequential_plan(model, tokens, tp))
+    found = portfolio(given, sizes, lambda tokens: sequential_plan(model, tokens, tp))
+    for tokens, several in found.items():
+        for plan in (plan for plan in several if not is_sequential(plan)):
+            when = "always" if plan.predictions is None else "where it is sure to gain"
+            log.info("plan: steps of %d tokens run %r, %s (--plan sequential: never)", tokens, plan.name, when)
+    return found
 
 
 def make_layouts(config: EngineConfig, model: ModelConfig, plans: Iterable[Plan], *, decodes_alone: bool) -> list[StepLayout]:

@@ -182,7 +182,7 @@ class FakeLLM:
         self.tokenizer = tokenizer if has_tokenizer else None
         self.max_model_len = max_model_len
         self.generation_config = generation_config or {}
-        self.engine_config = EngineConfig(model="fake")
+        self.engine_config = EngineConfig(model="fake", plan="sequential")
         self.model_config = ModelConfig(
             architecture="llama",
             vocab_size=512,

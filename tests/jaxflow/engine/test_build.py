@@ -1,6 +1,7 @@
 """From settings to an engine: defaults, buckets, plans."""
 
 import dataclasses
+import types
 
 import jax
 import msgspec
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine import build
+from jaxflow.engine import plans as engine_plans
 from jaxflow.engine.build import (
     choose_kernels,
     choose_plans,
@@ -64,7 +67,7 @@ class TestResolve:
         config = resolve(EngineConfig(model=LLAMA), model)
         assert (config.dtype, config.kv_cache_dtype) == ("float32", "float32")
         assert config.max_model_len == model.max_position
-        assert (config.max_num_seqs, config.max_num_batched_tokens) == (8, 256)
+        assert (config.max_num_seqs, config.max_num_batched_tokens, config.plan) == (8, 256, "sequential")
 
     def test_everything_given_is_kept(self, checkpoint):
         given = EngineConfig(
@@ -75,6 +78,7 @@ class TestResolve:
             max_num_seqs=3,
             max_num_batched_tokens=5,
             block_size=7,
+            plan="sequential",
         )
         assert resolve(given, checkpoint.model_config) == given
 
@@ -151,6 +155,41 @@ class TestPlans:
             resolve(EngineConfig(model=LLAMA, plan=str(tmp_path), tensor_parallel_size=2, dtype="bfloat16"), checkpoint.model_config)
 
 
+class TestShipped:
+    """What is shipped for the H200, by a machine that says it is one."""
+
+    @pytest.fixture(autouse=True)
+    def h200(self, monkeypatch):
+        monkeypatch.setattr(build, "on_gpu", lambda: True)
+        monkeypatch.setattr(engine_plans, "on_gpu", lambda: True)
+        monkeypatch.setattr(jax, "devices", lambda *_: [types.SimpleNamespace(device_kind="NVIDIA H200")])
+
+    def resolved(self, name, model=None, **settings):
+        config = EngineConfig(model=name, tensor_parallel_size=2, quantization="fp8", kv_cache_dtype="fp8", **settings)
+        return resolve(config, model or open_checkpoint(name, load_format="dummy").model_config)
+
+    def test_it_is_what_an_engine_runs_if_nothing_is_said(self, caplog):
+        model = open_checkpoint("llama-3-70b", load_format="dummy").model_config
+        config = self.resolved("llama-3-70b")
+        assert (config.plan, config.max_num_batched_tokens) == ("searched", 2048)
+        with caplog.at_level("INFO"):
+            found = choose_plans(config, model)
+        assert [len(several) for several in found.values()] == [1] * (len(found) - 1) + [2] and list(found)[-1] == 2048
+        assert "steps of 2048 tokens run 'two nano-batches, 1024 + 1024, sums copied', where it is sure to gain" in caplog.text
+        assert self.resolved("llama-3-70b", plan="sequential").plan == "sequential"
+        assert self.resolved("llama-3-70b", max_num_batched_tokens=1024).plan == "sequential", "a plan that no step could run"
+
+    def test_a_model_of_its_shapes_has_it_whatever_its_name(self):
+        model = open_checkpoint("llama-3-70b", load_format="dummy").model_config
+        assert self.resolved("somewhere/My-Finetune", model).plan == "searched"
+        other = dataclasses.replace(model, vocab_size=model.vocab_size + 64)
+        assert self.resolved("somewhere/My-Finetune", other).plan == "sequential"
+
+    def test_a_plan_that_gains_nowhere_for_sure_is_none(self):
+        config = EngineConfig(model="llama-3.1-8b")
+        assert resolve(config, open_checkpoint("llama-3.1-8b", load_format="dummy").model_config).plan == "sequential"
+
+
 def test_memory_is_shared_by_the_devices_of_one_host():
     config = EngineConfig(model=LLAMA, gpu_memory_utilization=0.5)
     one, four = memory_budget(make_mesh(1), config), memory_budget(make_mesh(4), config)
@@ -166,9 +205,8 @@ def test_an_engine_with_nothing_said_about_pages(checkpoint):
         assert engine.executor.num_pages == (2 * 7 + 1,)
         assert engine.driver.stats().kv_pages_free == 15
         assert engine.warm_up_s > 0
-        assert dataclasses.replace(engine.config, max_model_len=None, dtype="auto", kv_cache_dtype="auto") == dataclasses.replace(
-            config, max_model_len=None
-        )
+        left_open = {"max_model_len": None, "dtype": "auto", "kv_cache_dtype": "auto", "plan": "auto"}
+        assert dataclasses.replace(engine.config, **left_open) == dataclasses.replace(config, max_model_len=None)
     finally:
         engine.driver.close()
 
