@@ -16,6 +16,19 @@ HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 BLOCK = re.compile(r"(?<=<!-- benchmarks -->\n).*?(?=<!-- /benchmarks -->)", re.S)
 THROUGHPUT = ("machine", "model", "in / out tokens", "total tokens/s", "of the optimum", "watts at MHz", "beside it", "report")
+RATE = (
+    *(
+        "machine",
+        "model",
+        "trace: mean in / out",
+        "requests/s, offered",
+        "total tokens/s",
+        "latency a token, ms: mean",
+        "p99",
+        "p99 / mean",
+    ),
+    *("to the first token, ms", "report"),
+)
 HOST = ("CPU", "requests running", "tokens a step", "median ms of CPU a step", "p99", "report")
 
 OFFLOAD = (
@@ -71,14 +84,26 @@ def beside(rivals: list[dict[str, Any]], report: Mapping[str, Any]) -> str:
     return ", ".join(found) or "not measured"
 
 
+def sweeps(folder: Path, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file name, a point with the report's own fields) of each point of the sweeps of a kind."""
+    for name, report in reports(folder, "sweep"):
+        if report["kind"] == kind:
+            head = {key: value for key, value in report.items() if key != "points"}
+            yield from ((name, head | point) for point in report["points"])
+
+
+def ran_on(report: Mapping[str, Any]) -> tuple[str, str]:
+    """The machine; the model and its numbers."""
+    machines = report["engine_config"]["tensor_parallel_size"]
+    of_several = f"{machines} × " if machines > 1 else ""
+    return of_several + report["device"], f"{report['model']}, {precision(report['engine_config'])}"
+
+
 def throughput_rows(folder: Path) -> Iterator[tuple[str, ...]]:
     rivals = json.loads((folder / "rivals.json").read_text("utf-8"))["results"]
-    for name, report in reports(folder, "throughput"):
-        engine = report["engine_config"]
-        machines = engine["tensor_parallel_size"]
+    for name, report in (*reports(folder, "throughput"), *sweeps(folder, "length")):
         yield (
-            (f"{machines} × " if machines > 1 else "") + report["device"],
-            f"{report['model']}, {precision(engine)}",
+            *ran_on(report),
             lengths(report["workload"]),
             f"{report['total_token_throughput']:,.0f}",
             f"{report['fraction_of_optimal']:.0%}",
@@ -86,6 +111,19 @@ def throughput_rows(folder: Path) -> Iterator[tuple[str, ...]]:
             beside(rivals, report),
             f"[json](benchmarks/{name})",
         )
+
+
+def rate_rows(folder: Path) -> Iterator[tuple[str, ...]]:
+    for name, point in sweeps(folder, "rate"):
+        mean, p99 = point["mean_normalized_latency_ms"], point["p99_normalized_latency_ms"]
+        figures = (
+            f"{point['request_rate']:g}",
+            f"{point['total_token_throughput']:,.0f}",
+            f"{mean:.0f}",
+            f"{p99:.0f}",
+            f"{p99 / mean:.2f}",
+        )
+        yield (*ran_on(point), lengths(point["workload"]), *figures, f"{point['mean_ttft_ms']:,.0f}", f"[json](benchmarks/{name})")
 
 
 def host_rows(folder: Path) -> Iterator[tuple[str, ...]]:
@@ -133,7 +171,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def render(folder: Path = HERE) -> str:
     """The tables that there are reports for, as Markdown."""
-    made = ((THROUGHPUT, throughput_rows), (OFFLOAD, offload_rows), (HOST, host_rows), (PERPLEXITY, perplexity_rows))
+    made = ((THROUGHPUT, throughput_rows), (RATE, rate_rows), (OFFLOAD, offload_rows), (HOST, host_rows), (PERPLEXITY, perplexity_rows))
     found = [(head, list(rows(folder))) for head, rows in made]
     return "\n" + ("\n".join(table(head, rows) for head, rows in found if rows) or "No measurement has been committed yet.\n") + "\n"
 

@@ -42,6 +42,20 @@ def test_a_report_becomes_a_line_beside_its_rival(folder):
     assert "| 30% | – |" in of_a_cpu
 
 
+def test_a_sweep_becomes_a_line_for_each_point(folder):
+    head = {key: REPORT[key] for key in ("model", "device", "engine_config")} | {"command_name": "sweep"}
+    point = {key: REPORT[key] for key in ("workload", "total_token_throughput", "fraction_of_optimal", "power")}
+    (folder / "a.json").write_text(json.dumps(head | {"kind": "length", "points": [point, point | {"total_token_throughput": 9.0}]}))
+    figures = {"mean_normalized_latency_ms": 20.0, "p99_normalized_latency_ms": 25.0, "mean_ttft_ms": 1234.5}
+    trace = {"kind": "trace", "trace": "sharegpt.csv", "mean_prompt_tokens": 223.0, "mean_output_tokens": 318.0}
+    rates = [{"request_rate": rate, "total_token_throughput": 500.0 * rate, **figures} for rate in (36.0, 44.0)]
+    (folder / "b.json").write_text(json.dumps(head | {"kind": "rate", "workload": trace, "points": rates}))
+    lines = [line for line in TABLE["render"](folder).splitlines() if "H200" in line]
+    assert [line.split(" | ")[3] for line in lines[:2]] == ["12,346", "9"]
+    cells = ["NVIDIA H200", "llama-3.1-8b, bfloat16", "223 / 318 (sharegpt)", "44", "22,000", "20", "25", "1.25", "1,234"]
+    assert lines[3] == f"| {' | '.join(cells)} | [json](benchmarks/b.json) |"
+
+
 def test_the_hosts_cost_has_a_table_of_its_own(folder):
     host = [{"running": n, "mean_rows": 2048.0, "median_ms": ms, "p99_ms": 2 * ms} for n, ms in ((1, 0.111), (1024, 1.26))]
     (folder / "host.json").write_text(json.dumps({"command_name": "host", "cpu": "a CPU", "host": host}))

@@ -21,6 +21,7 @@ from absl import flags
 from tqdm import tqdm
 
 from jaxflow.bench import machine, options, plans_report
+from jaxflow.bench.report import write_json
 from jaxflow.bench.steady import Steady, Workload, average_step, fill_cache, page_appends, parse_workload, step_work
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.build import make_executor, prepare_process, resolve
@@ -177,23 +178,29 @@ def run() -> dict[str, Any]:
     workloads = [parse_workload(text) for text in f.workloads]
     bed = bed_of_flags(workloads, f.graphs)
     made_s = time.monotonic() - begun
-    found, left_out = [], []
+    found: list[dict[str, Any]] = []
+    left_out: list[str] = []
+
+    def result() -> dict[str, Any]:
+        return {
+            "command_name": "plans",
+            "model": Path(bed.config.model).name,
+            "engine_config": dataclasses.asdict(bed.config),
+            "kv_pages": list(bed.executor.num_pages),
+            "made_s": made_s,
+            "measured_s": time.monotonic() - begun - made_s,
+            "plans": found,
+            "left_out": left_out,
+            **plans_report.summary(found),
+            **machine.describe(),
+        }
+
     for workload in tqdm(workloads, unit="workload", disable=not sys.stderr.isatty()):
         if time.monotonic() - begun > 60 * f.max_minutes:
             left_out.append(workload.name)
             continue
         found += measure(bed, workload, f.seconds)
-    result = {
-        "command_name": "plans",
-        "model": Path(bed.config.model).name,
-        "engine_config": dataclasses.asdict(bed.config),
-        "kv_pages": list(bed.executor.num_pages),
-        "made_s": made_s,
-        "measured_s": time.monotonic() - begun - made_s,
-        "plans": found,
-        "left_out": left_out,
-        **plans_report.summary(found),
-        **machine.describe(),
-    }
-    print(plans_report.text(result))
-    return result
+        if f.output_json:  # what is measured is kept, whatever comes next
+            write_json(f.output_json, result())
+    print(plans_report.text(result()))
+    return result()
