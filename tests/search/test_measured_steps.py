@@ -225,20 +225,3 @@ def variants() -> list[str]:
 def test_the_page_has_the_variants():
     text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
     assert text.partition("<!-- variants -->\n")[2].partition("\n<!-- /variants -->")[0].splitlines() == variants()
-
-
-def fractions() -> list[str]:
-    """The page's sequential steps of 2048 rows, beside what no engine can beat."""
-    lines = []
-    for name, file in (("bf16", "h200-plans-llama-3.1-8b-variants.json"), ("fp8", FILES["float8_e4m3fn"])):
-        for row in json.loads((BENCHMARKS / file).read_text("utf-8"))["plans"]:
-            if row["sequential"] and row["tokens"] == 2048 and row["graphs"] is None:
-                tokens = row["decode_tokens"] + row["prefill_tokens"]
-                shares = f"{row['fraction_of_optimal']:.0%} | {row['fraction_of_bound']:.0%} | {row['binding']}"
-                lines.append(f"| {name} | {row['workload']} | {tokens} | {row['tokens_per_s']:,.0f} | {shares} |")
-    return lines
-
-
-def test_the_page_has_the_fractions():
-    text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    assert text.partition("<!-- fractions -->\n")[2].partition("\n<!-- /fractions -->")[0].splitlines()[2:] == fractions()

@@ -1,0 +1,35 @@
+"""The page's table of how near to what no engine can beat steps are: that of the reports."""
+
+import json
+
+import paths
+
+BENCHMARKS = paths.ROOT / "benchmarks"
+FRACTIONS = {
+    "8B bf16": "h200-plans-llama-3.1-8b-variants.json",
+    "8B fp8": "h200-plans-llama-3.1-8b-fp8.json",
+    "70B bf16, 2 GPUs": "h200-plans-llama-3-70b-tp2.json",
+    "70B fp8, 2 GPUs": "h200-plans-llama-3-70b-tp2-fp8.json",
+}
+
+
+def fractions() -> list[str]:
+    """The page's full steps beside what no engine can beat: the sequential one, and the best plan where that is faster."""
+    lines = []
+    for name, file in FRACTIONS.items():
+        every = json.loads((BENCHMARKS / file).read_text("utf-8"))["plans"]
+        full = [row for row in every if row["prefill_tokens"] and row["tokens"] >= 1024 and row["graphs"] is None]
+        for workload in dict.fromkeys(row["workload"] for row in full):
+            here = [row for row in full if row["workload"] == workload]
+            best = max(here, key=lambda row: row["tokens_per_s"])
+            for row in (next(row for row in here if row["sequential"]), *([] if best["sequential"] else [best])):
+                tokens = row["decode_tokens"] + row["prefill_tokens"]
+                shares = f"{row['fraction_of_optimal']:.0%} | {row['fraction_of_bound']:.0%} | {row['binding']}"
+                plan = row["plan"].rpartition(", ")[0]
+                lines.append(f"| {name} | {workload} | {plan} | {tokens} | {row['tokens_per_s']:,.0f} | {shares} |")
+    return lines
+
+
+def test_the_page_has_the_fractions():
+    text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
+    assert text.partition("<!-- fractions -->\n")[2].partition("\n<!-- /fractions -->")[0].splitlines()[2:] == fractions()
