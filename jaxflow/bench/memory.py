@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxflow.bench import machine, options, report
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
-from jaxflow.engine.build import choose_kernels, resolve
+from jaxflow.engine.build import choose_kernels, prepare_process, resolve
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.plans import make_layouts, on_gpu
 from jaxflow.engine.programs import Programs
@@ -151,6 +151,8 @@ def rooms(found: Mapping[str, Any], model: ModelConfig, config: EngineConfig, gi
 def run() -> dict[str, Any]:
     """The command. Raises: ConfigError, OSError, ValueError for flags that do not work."""
     f, config = flags.FLAGS, engine_config_from_flags()
+    if not f.target_config:  # the share of memory that the engine may take stands when JAX begins
+        prepare_process(config)
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model = checkpoint.model_config
     config = resolve(dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization), model)

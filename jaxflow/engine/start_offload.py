@@ -16,6 +16,7 @@ from jaxflow.engine.host_tier import HostTier
 from jaxflow.engine.load_cost import LoadCosts
 from jaxflow.engine.offload import Offload
 from jaxflow.engine.plans import on_gpu
+from jaxflow.memory.disk_tier import READERS, WRITE_QUEUE_BYTES
 from jaxflow.memory.host_store import HostStore
 from jaxflow.memory.kv_cache import page_bytes
 from jaxflow.memory.numa import gpu_bus_ids, near_cpus, run_bound
@@ -85,7 +86,7 @@ def start_offload(config: EngineConfig, executor: Executor, *, costs: LoadCosts 
     begin = time.perf_counter()
     if on_gpu():  # elsewhere host memory is not pinned, and nothing to be kept warm
         try:
-            run_bound(cpus, lambda: reserve(copies, transfers, capacity))
+            run_bound(cpus, lambda: reserve(copies, transfers, capacity + beside_disk(config, max(copies.page_bytes) * mesh.size)))
         except jax.errors.JaxRuntimeError as error:
             accepted = f"what can be pinned of the host's memory ({str(error).splitlines()[0]})"
             raise ConfigError("kv_offloading_size", config.kv_offloading_size, accepted) from None
@@ -101,6 +102,14 @@ def start_offload(config: EngineConfig, executor: Executor, *, costs: LoadCosts 
     )
     tier = HostTier(HostStore(capacity, sizes), costs, staging_bytes(copies.page_bytes) * mesh.size)
     return Offload(tier, transfers, cpus)
+
+
+def beside_disk(config: EngineConfig, page_bytes: int) -> int:
+    """Pinned bytes beyond the host's capacity: of pages that have left it and wait for the disk, and of those that its readers bring.
+
+    XLA's pool would get them from the driver at the moment when the host is full, gigabytes at once, and the engine's thread would wait.
+    """
+    return 0 if config.kv_disk_path is None else WRITE_QUEUE_BYTES + 2 * READERS * page_bytes
 
 
 def reserve(copies: PageCopies, transfers: Transfers, capacity_bytes: int) -> None:

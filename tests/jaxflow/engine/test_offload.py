@@ -1,5 +1,6 @@
 """The host tier in the engine: whatever leaves the device and comes back, the tokens are those of everything on the device."""
 
+import dataclasses
 import threading
 
 import jax
@@ -217,6 +218,12 @@ class TestStart:
         assert {kind for _, kind in pages} == {"pinned_host"}
         reserved = sum(page.nbytes for batch, _ in pages for page in batch)
         assert 0 <= reserved - 0.001 * 2**30 < executor.copies.page_bytes[0]
+
+        monkeypatch.setattr(start, "WRITE_QUEUE_BYTES", 1 << 20)  # pages that wait for the disk are the host's no more
+        pages.clear()
+        config = dataclasses.replace(config, kv_disk_path="somewhere", kv_disk_size=1.0)
+        start_offload(config, executor, costs=toy.ALWAYS_LOAD).close()
+        assert 0 <= sum(page.nbytes for batch, _ in pages for page in batch) - reserved - 2**20 <= 9 * executor.copies.page_bytes[0]
 
         def none_left(x, sharding):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nand more lines")
