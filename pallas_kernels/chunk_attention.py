@@ -61,7 +61,7 @@ def chunk_attention(
       ValueError: for a shape or dtype that the kernel does not take.
     """
     (t, n, h), kv, eight = q.shape, k_pages.shape[1], k_pages.dtype.itemsize == 1
-    check_pages(q, k_pages, v_pages)
+    check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn))
     sms = SMS if sms is None else sms
     tile = tile or chunk_tile(h, k_pages.dtype.itemsize)
     work = chunk_work(chunks, t, tile, window) if work is None else work

@@ -13,8 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.decode_form import Form, scratch
 from pallas_kernels.decode_join import join_afterwards
-from pallas_kernels.decode_kernel import Form, attend, scratch
+from pallas_kernels.decode_kernel import attend
 from pallas_kernels.decode_work import DecodeWork, decode_work
 from pallas_kernels.paged import LANE, check_pages, flat, rows_of_eight
 from pallas_kernels.tiles import SMS, DecodeTile, decode_tile, wgmma_columns
@@ -44,11 +45,12 @@ def decode_attention(
     Args:
       q: [T, N, H] bfloat16, H 64, 128 or 256; N / K from 1 to 16. Its first B rows are the sequences'. B is an upper bound: rows of
         length 0 cost nothing but their zeros.
-      k_pages, v_pages: [P, K, 64, H] bfloat16, or [P, K, 64, H] and [P, K, H, 64] float8_e4m3fn.
+      k_pages, v_pages: [P, K, 64, H] bfloat16, or [P, K, 64, H] and [P, K, H, 64] float8_e4m3fn or int8.
       page_table: [B, MP] int32; entries before a row's first visible page and past its length are never read.
       lengths: [B] int32, keys of each row, its own included; 0 skips the row, whose output is 0.
       scale: the scores are q·k · scale. window: a row sees its last `window` keys only. soft_cap: scores become cap · tanh(score / cap).
-      k_scale, v_scale: [K] float32, what the float8 numbers of a head are multiplied with; None: 1.
+      k_scale, v_scale: float32, what the numbers of 8 bits are multiplied with: of float8 [K], one a head, or None, 1; of int8
+        [P, K, 64], one a token and head. A scale that no token wrote is never multiplied with.
       unified: [2] float32 (phi, bound): rows whose scores stay within phi ± bound take phi for their maximum, all others one of their own
         (FlashDecoding++Next §3; `decode_softmax`). None: every row has its own. Changes rounding only.
       sms: CTAs of the persistent grid: how many SMs the kernel may take; None: all 132.
@@ -60,14 +62,14 @@ def decode_attention(
       ValueError: for a shape or dtype that the kernel does not take.
     """
     (t, n, h), b, kv = q.shape, lengths.shape[0], k_pages.shape[1]
-    check_pages(q, k_pages, v_pages)
+    check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8))
     if b > t or (into is not None and (into.shape != q.shape or into.dtype != q.dtype)):
         given = "" if into is None else f", into {into.dtype}{list(into.shape)}"
         raise ValueError(f"{b} lengths for q {q.dtype}{list(q.shape)}{given}: at most a length a row of q, and into like q")
-    sms, group, eight = SMS if sms is None else sms, n // kv, k_pages.dtype.itemsize == 1
-    tile = tile or decode_tile(h, group, k_pages.dtype.itemsize, sms)
+    sms, group, eight, int8 = SMS if sms is None else sms, n // kv, k_pages.dtype == jnp.float8_e4m3fn, k_pages.dtype == jnp.int8
+    tile = tile or decode_tile(h, group, k_pages.dtype.itemsize, sms, int8)
     form = Form(
-        group=group, kv=kv, h=h, cols=wgmma_columns(group, eight), eight=eight, tile=tile, scale=scale, window=window,
+        group=group, kv=kv, h=h, cols=wgmma_columns(group, eight), eight=eight, int8=int8, tile=tile, scale=scale, window=window,
         soft_cap=soft_cap, unified=unified is not None, fill=into is None, interpret=interpret is not None,
     )  # fmt: skip
     workers = sms * tile.workers
@@ -88,7 +90,7 @@ def decode_attention(
         work.chains,
         work.enders,
         work.arrived,
-        *_numbers(kv, eight, k_scale, v_scale, unified),
+        *_numbers(k_pages, k_scale, v_scale, unified),
     )
     parts = (
         jax.ShapeDtypeStruct((workers, 2, h, form.cols), jnp.float32),
@@ -129,13 +131,17 @@ def list_decode_work(
     return decode_work(lengths, kv_heads, workers, window)
 
 
-def _numbers(kv, eight, k_scale, v_scale, unified) -> list[jax.Array]:
+def _numbers(k_pages, k_scale, v_scale, unified) -> list[jax.Array]:
     """The arrays of scales and bounds that this form of the kernel reads."""
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    (p, kv, s, _), scales = k_pages.shape, {"k_scale": k_scale, "v_scale": v_scale}
+    wanted = {jnp.dtype(jnp.bfloat16): (None,), jnp.dtype(jnp.float8_e4m3fn): (None, (kv,)), jnp.dtype(jnp.int8): ((p, kv, s),)}
     for name, x in scales.items():
-        if x is not None and (not eight or x.shape != (kv,)):
-            raise ValueError(f"{name} {x.shape}: [{kv}], one a head, for a cache of float8_e4m3fn, and None for one of bfloat16")
+        if (None if x is None else x.shape) not in wanted[k_pages.dtype]:
+            said = f"[{kv}], one a head, for a cache of float8_e4m3fn, {[p, kv, s]} for one of int8, and None for one of bfloat16"
+            raise ValueError(f"{name} {None if x is None else x.shape}: {said}")
     if unified is not None and unified.shape != (2,):
         raise ValueError(f"unified {unified.shape}: [2], phi and bound")
-    numbers = [jnp.ones((kv,)) if x is None else x for x in scales.values()] if eight else []
+    numbers = []
+    if k_pages.dtype != jnp.bfloat16:
+        numbers = [jnp.ones((kv,)) if x is None else x.reshape(-1, s) if x.ndim == 3 else x for x in scales.values()]
     return [x.astype(jnp.float32) for x in [*numbers, *([] if unified is None else [unified])]]

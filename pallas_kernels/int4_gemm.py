@@ -17,6 +17,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.flat_gemm import multiply_flat
 from pallas_kernels.flat_kernel import Operand, swizzled
 from pallas_kernels.flat_tiles import FlatTile, int4_tile
+from pallas_kernels.lanes import const, i32, place, read_words
 from pallas_kernels.quantized import GROUP, Int4
 from pallas_kernels.tiles import SMS
 
@@ -85,66 +86,43 @@ def _operand(packed, factors: jax.Array, group: int) -> jax.Array:
     return take(lambda _, packed, factors: _unpack(packed, factors, group))(packed, factors)
 
 
-def _i32() -> ir.Type:
-    return ir.IntegerType.get_signless(32)
-
-
-def _const(value: int) -> ir.Value:
-    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
-
-
-def _place() -> tuple[ir.Value, ir.Value, ir.Value]:
-    """(warp of the warpgroup, row of a tile of 8, lane of 4 in that row) of the thread in wgmma's first operand."""
-    thread = arith.remui(mgpu.utils.thread_idx(), _const(128))
-    lane = arith.andi(thread, _const(31))
-    return arith.shrui(thread, _const(5)), arith.shrui(lane, _const(2)), arith.andi(lane, _const(3))
-
-
-def _words(ref: ir.Value, offset: ir.Value, count: int) -> list[ir.Value]:
-    """`count` 32-bit words at a byte offset in shared memory."""
-    base = mgpu.utils.memref_ptr(ref)
-    at = llvm.getelementptr(base.type, base, [offset], [-(2**31)], ir.IntegerType.get_signless(8), 0)
-    words = llvm.load(ir.VectorType.get((count,), _i32()), at, alignment=4 * count)
-    return [llvm.extractelement(words, _const(i)) for i in range(count)]
-
-
 def _load_factors(scale: ir.Value, zero: ir.Value) -> mgpu.FragmentedArray:
-    warp, row, _ = _place()
+    warp, row, _ = place()
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(_WORDS), dtype=object)
-    pair = ir.VectorType.get((2,), _i32())
+    pair = ir.VectorType.get((2,), i32())
     for half in range(2):  # rows 0 .. 7 and 8 .. 15 of the warp's
-        line = arith.addi(arith.muli(warp, _const(16)), arith.addi(row, _const(8 * half)))
+        line = arith.addi(arith.muli(warp, const(16)), arith.addi(row, const(8 * half)))
         for i, ref in enumerate((scale, zero)):
-            words = _words(ref, arith.muli(line, _const(DEPTH // GROUP * 2)), 4)
+            words = read_words(ref, arith.muli(line, const(DEPTH // GROUP * 2)), 4)
             for j in range(2):
                 two = llvm.mlir_undef(pair)
                 for k in range(2):
-                    two = llvm.insertelement(two, words[2 * j + k], _const(k))
+                    two = llvm.insertelement(two, words[2 * j + k], const(k))
                 registers[0, 2 * i + j, 0, 0, half, 0, 0, 0, 0] = two
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=True)
 
 
 def _unpack(packed: ir.Value, factors: mgpu.FragmentedArray, group: int) -> mgpu.FragmentedArray:
     """The thread's part of wgmma's operand: rows lane / 4 and lane / 4 + 8 of its warp's 16, 16 nibbles of each."""
-    warp, row, quad = _place()
+    warp, row, quad = place()
     strides, _ = ir.MemRefType(packed.type).get_strides_and_offset()
-    slab, place = divmod(group, 4)
+    slab, part = divmod(group, 4)
     # Tiles of 8 rows of 128 bytes; the 16-byte pieces of a row lie at their place xor the row.
-    piece = arith.xori(arith.xori(arith.shrui(quad, _const(1)), _const(2 * place)), row)
-    inside = arith.addi(arith.muli(row, _const(128)), arith.muli(piece, _const(16)))
-    inside = arith.addi(inside, arith.muli(arith.andi(quad, _const(1)), _const(8)))
+    piece = arith.xori(arith.xori(arith.shrui(quad, const(1)), const(2 * part)), row)
+    inside = arith.addi(arith.muli(row, const(128)), arith.muli(piece, const(16)))
+    inside = arith.addi(inside, arith.muli(arith.andi(quad, const(1)), const(8)))
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, GROUP)), dtype=object)
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     which, high = divmod(group, 2)
     for half in range(2):
-        block = arith.addi(arith.muli(warp, _const(2)), _const(half))
-        words = _words(packed, arith.addi(arith.addi(arith.muli(block, _const(strides[0])), _const(slab * strides[1])), inside), 2)
+        block = arith.addi(arith.muli(warp, const(2)), const(half))
+        words = read_words(packed, arith.addi(arith.addi(arith.muli(block, const(strides[0])), const(slab * strides[1])), inside), 2)
         doubled = []
         for i in range(2):
-            word = llvm.extractelement(factors.registers[0, 2 * i + which // 2, 0, 0, half, 0, 0, 0, 0], _const(which % 2))
-            doubled.append(mgpu.utils.inline_ptx(f"prmt.b32 $0, $1, $1, {0x3232 if high else 0x1010};", word, result_types=_i32()))
+            word = llvm.extractelement(factors.registers[0, 2 * i + which // 2, 0, 0, half, 0, 0, 0, 0], const(which % 2))
+            doubled.append(mgpu.utils.inline_ptx(f"prmt.b32 $0, $1, $1, {0x3232 if high else 0x1010};", word, result_types=i32()))
         for j, word in enumerate(words):
-            for i, value in enumerate(mgpu.utils.inline_ptx(_FOUR_PAIRS, word, *doubled, result_types=[_i32()] * 4)):
+            for i, value in enumerate(mgpu.utils.inline_ptx(_FOUR_PAIRS, word, *doubled, result_types=[i32()] * 4)):
                 registers[0, 4 * j + i, 0, 0, half, 0, 0, 0, 0] = mgpu.utils.bitcast(value, pair)
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 

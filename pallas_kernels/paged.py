@@ -14,14 +14,17 @@ LOWEST = -1e30  # below any score: a running maximum starts here, so that a mask
 LANE = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
-def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
-    """Raises ValueError for queries [_, N, H] and pages [P, K, 64, H] (values of 8 bits: [P, K, H, 64]) that the kernels do not take."""
+def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, kinds: tuple) -> None:
+    """Raises ValueError for queries [_, N, H] and pages [P, K, 64, H] (values of 8 bits: [P, K, H, 64]) that a kernel does not take.
+
+    kinds: the dtypes of pages that it takes.
+    """
     (_, n, h), (p, kv, s, width) = q.shape, k_pages.shape
     if h not in (64, 128, 256) or width != h:
         raise ValueError(f"head width {h} (pages: {width}): 64, 128 or 256, the same in both")
     dtypes = [x.dtype for x in (q, k_pages, v_pages)]
-    if q.dtype != jnp.bfloat16 or k_pages.dtype != v_pages.dtype or k_pages.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
-        said = "queries bfloat16, keys and values both bfloat16 or both float8_e4m3fn"
+    if q.dtype != jnp.bfloat16 or k_pages.dtype != v_pages.dtype or k_pages.dtype not in kinds:
+        said = "queries bfloat16, keys and values both " + " or both ".join(jnp.dtype(kind).name for kind in kinds)
         raise ValueError(f"dtypes {', '.join(map(str, dtypes))}: {said}")
     turned = k_pages.dtype != jnp.bfloat16
     if s != PAGE or v_pages.shape != ((p, kv, h, s) if turned else (p, kv, s, h)):

@@ -46,9 +46,10 @@ def wgmma_columns(group: int, eight: bool) -> int:
     return next(n for n in (8, 16, 32) if group * (2 if eight else 1) <= n)
 
 
-def decode_tile(head_width: int, group: int, itemsize: int = 2, sms: int = SMS) -> DecodeTile:
+def decode_tile(head_width: int, group: int, itemsize: int = 2, sms: int = SMS, int8: bool = False) -> DecodeTile:
     """The tile for pages of 64 keys of `head_width` and `group` query heads a KV head: rings that fill the SM's shared memory.
 
+    int8: of such a cache, not of e4m3, which has as many workers and rounds of as many pages, but smaller rings beside its own numbers.
     On few SMs a third worker hides what the other two wait for (products, the ends of pairs): there what one SM takes in counts.
     """
     eight = itemsize == 1
@@ -57,7 +58,11 @@ def decode_tile(head_width: int, group: int, itemsize: int = 2, sms: int = SMS) 
     def fill(workers: int, pages: int) -> DecodeTile:
         # Beside its rings a worker has queries twice, the output, pages' weights, and 2 KiB for sums across warps.
         beside = cols * head_width * (5 if eight else 6) + pages * cols * 64 * itemsize + 2048
-        blocks = (SMEM_BYTES - 2 * 1024 - workers * beside) // (workers * 64 * head_width * itemsize)
+        block = 64 * head_width * itemsize
+        if int8:  # queries come, are turned, and are bfloat16, as weights are; a key page brings two scales a token, half of them a block
+            wide = wgmma_columns(group, False)
+            beside, block = wide * head_width * 8 + pages * wide * 64 * 2 + 2048 + 256, block + 256
+        blocks = (SMEM_BYTES - 2 * 1024 - workers * beside) // (workers * block)
         return DecodeTile(workers=workers, blocks=min(12, blocks), pages=pages)
 
     if eight and head_width <= 128 and cols <= 16:

@@ -16,6 +16,7 @@ from pallas_kernels.decode_attention import decode_attention
 
 N, K, H = 32, 8, 128
 SCALE = H**-0.5
+INT8_SCALE = 4 / 127  # normal random numbers beyond 4 are cut off
 PHI = (0.0, 60.0)  # of normal random queries and keys, whose scores lie within ±6
 
 
@@ -37,9 +38,12 @@ CHUNKS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 }
 
 
-def _cache(seed: int, pages: int, dtype) -> tuple[jax.Array, jax.Array]:
-    """Keys and values; in 8 bits the values lie with keys contiguous."""
+def _cache(seed: int, pages: int, dtype) -> tuple[jax.Array, ...]:
+    """Keys and values; in 8 bits the values lie with keys contiguous; of int8 their scales, too, which are all the same here."""
     k, v = (random_pages(jax.random.key(2 * seed + i), pages, K, H) for i in range(2))
+    if dtype == jnp.int8:
+        k, v = (jnp.clip(jnp.round(x * (1 / INT8_SCALE)), -127, 127).astype(jnp.int8) for x in (k, v))
+        return k, jnp.swapaxes(v, 2, 3), *(jnp.full((pages, K, 64), INT8_SCALE, jnp.float32) for _ in range(2))
     return (k, v) if dtype == jnp.bfloat16 else (k.astype(dtype), jnp.swapaxes(v, 2, 3).astype(dtype))
 
 
@@ -57,7 +61,7 @@ def _paged(kernel, table, counts, qs, caches, amount: float, work: float | None 
 
 
 def _decode(lengths: Sequence[int], kinds: Sequence[str]):
-    """The ways `kinds` of reading `lengths` keys: bf16, unified, fp8, fp8 unified, triton, jax, cudnn."""
+    """The ways `kinds` of reading `lengths` keys: bf16, unified, fp8, fp8 unified, int8, triton, jax, cudnn."""
     table, pages = page_tables(np.random.default_rng(len(lengths)), lengths)
     keys = float(sum(lengths))
     read = keys * K * H * 4  # bytes of a bfloat16 cache
@@ -76,9 +80,14 @@ def _decode(lengths: Sequence[int], kinds: Sequence[str]):
         settings: dict[str, Any] = {"unified": jnp.asarray(PHI, jnp.float32)} if "unified" in kind else {}
         if "fp8" in kind:
             settings |= {"k_scale": jnp.ones(K, jnp.float32), "v_scale": jnp.ones(K, jnp.float32)}
-        kernel = _before_hopper() if kind == "triton" else decode_attention
-        ways[kind] = _paged(kernel, table, lengths, qs, cache, read / 2 if "fp8" in kind else read, keys, **settings)
+        kernel = {"triton": _before_hopper, "int8": lambda: _int8_attention}.get(kind, lambda: decode_attention)()
+        size = {"int8": read / 2 + keys * K * 8}.get(kind, read / 2 if "fp8" in kind else read)
+        ways[kind] = _paged(kernel, table, lengths, qs, cache, size, keys, **settings)
     return ways
+
+
+def _int8_attention(q, k, v, k_scale, v_scale, table, lengths, **settings):
+    return decode_attention(q, k, v, table, lengths, k_scale=k_scale, v_scale=v_scale, **settings)
 
 
 def _before_hopper():
@@ -89,7 +98,7 @@ def _before_hopper():
 
 
 def _dtype(kind: str):
-    return jnp.float8_e4m3fn if "fp8" in kind else jnp.bfloat16
+    return jnp.float8_e4m3fn if "fp8" in kind else jnp.int8 if kind == "int8" else jnp.bfloat16
 
 
 def _pairs(chunks) -> float:
@@ -143,6 +152,7 @@ GROUPS = (
     Group("decode_attention_fp8", "TB/s", _cases(BATCHES, _decode, ("fp8", "bf16"), ratio=1.8)),
     Group("decode_unified", "TB/s", _cases(BATCHES, _decode, ("unified", "bf16"), ratio=1.0)),
     Group("decode_fp8_unified", "TB/s", _cases(BATCHES, _decode, ("fp8 unified", "fp8"), ratio=1.0)),
+    Group("decode_attention_int8", "TB/s", _cases(BATCHES, _decode, ("int8", "bf16", "fp8"))),
     Group("decode_attention_triton", "TB/s", _cases(BATCHES, _decode, ("triton", "jax", "bf16")), asked=True),
     Group("chunk_attention", "TFLOP/s", _cases(CHUNKS, _chunk, ("bf16", "cudnn"), ratio=1.0)),
     Group("chunk_unified", "TFLOP/s", _cases(CHUNKS, _chunk, ("unified", "bf16"), ratio=1.0)),

@@ -1,6 +1,6 @@
 """Checks decode attention against its float32 twin on a GPU, and times it beside what XLA and JAX have.
 
-    python -m pallas_kernels.checks.attention [--seconds 0.6] [--only check,decode] [--json FILE]
+    python -m pallas_kernels.checks.attention [--seconds 0.6] [--only check,int8,decode] [--json FILE]
 
 Prints one line a case; the errors are ‖kernel − twin‖ / ‖twin‖ on fresh random ragged inputs, the rates are of keys and values read.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels import reference
 from pallas_kernels.checks import script
-from pallas_kernels.checks.inputs import PAGE, error, page_tables, poison, random_pages
+from pallas_kernels.checks.inputs import PAGE, error, page_tables, poison, quantized, random_pages
 from pallas_kernels.checks.script import say
 from pallas_kernels.checks.timing import sustained
 from pallas_kernels.decode_attention import decode_attention
@@ -27,14 +27,18 @@ TOLERANCE = 6e-3  # bfloat16 operands and weights against float32
 def exact(twin, q, k, v, *rest, **kw):
     """The twin in float32, NaN of unwritten places taken as 0 (it masks weights, and 0 · NaN is NaN there too)."""
     known = lambda x: jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)  # noqa: E731
+    kw |= {name: known(kw[name]) for name in ("k_scale", "v_scale") if name in kw}
     with jax.default_matmul_precision("highest"):
         return jax.jit(functools.partial(twin, **kw))(q.astype(jnp.float32), known(k), known(v), *rest)
 
 
 def cached(rng, k, v, dtype):
-    """(k, v, scales) of a cache of `dtype`: one of e4m3 has its values turned, and scales of its heads."""
+    """(k, v, scales) of a cache of `dtype`: one of 8 bits has its values turned, and scales, of heads (e4m3) or tokens (int8)."""
     if dtype == jnp.bfloat16:
         return k, v, {}
+    if dtype == jnp.int8:
+        (k, k_scale), (v, v_scale) = quantized(k), quantized(v)
+        return k, v.swapaxes(2, 3), {"k_scale": k_scale, "v_scale": v_scale}
     scales = {name: jnp.asarray(rng.uniform(0.5, 1.5, k.shape[1]), jnp.float32) for name in ("k_scale", "v_scale")}
     return k.astype(dtype), v.astype(dtype).swapaxes(2, 3), scales
 
@@ -52,7 +56,7 @@ def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified=None,
     how = {"sms": sms, "unified": None if unified is None else jnp.asarray(unified)}
     run = jax.jit(functools.partial(decode_attention, scale=h**-0.5, **how, **kw))
     got = run(q, k, v, table, lengths, into=into, **scales)
-    want = exact(functools.partial(reference.decode_attention, **scales), q, k, v, table, lengths, scale=h**-0.5, **kw)
+    want = exact(reference.decode_attention, q, k, v, table, lengths, scale=h**-0.5, **scales, **kw)
     err = error(got[~nobody], want[~nobody])
     same = bool((got == run(q, k, v, table, lengths, into=into, **scales)).all())
     kept = bool((got[nobody] == (jnp.zeros_like(q) if into is None else into)[nobody]).all())
@@ -60,8 +64,8 @@ def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified=None,
     say(rows, what="check decode", ok=err < TOLERANCE and same and kept, error=err, same_bits=same, kept=kept, **about)
 
 
-def checks(rows, share=(0, 1)):
-    """All correctness cases, or every n-th from the i-th on for share (i, n), so that several processes can divide them."""
+def checks(rows, share, dtypes):
+    """All correctness cases of these caches, or every n-th from the i-th on for share (i, n), so that several processes can divide them."""
     rng = np.random.default_rng(time.time_ns())
     decode = functools.partial(check_decode, rows, rng)
 
@@ -70,7 +74,7 @@ def checks(rows, share=(0, 1)):
 
     shapes = [(32, 8, 128), (8, 8, 64), (16, 1, 128), (14, 2, 64), (9, 3, 64), (8, 4, 256), (20, 4, 128), (24, 2, 256)]
     cases = []
-    for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+    for dtype in dtypes:
         for unified in (None, (0.0, 8.0)):
             cases += [functools.partial(decode, ragged(37, 900), *shape, dtype=dtype, unified=unified) for shape in shapes]
         cases += [
@@ -179,8 +183,9 @@ def decodes(rows, seconds):
 
 
 if __name__ == "__main__":
-    script.main(
-        "attention",
-        __doc__,
-        {"check": lambda rows, share, _: checks(rows, share), "decode": lambda rows, _, seconds: decodes(rows, seconds)},
-    )
+    parts: dict[str, script.Part] = {
+        "check": lambda rows, share, _: checks(rows, share, (jnp.bfloat16, jnp.float8_e4m3fn)),
+        "int8": lambda rows, share, _: checks(rows, share, (jnp.int8,)),
+        "decode": lambda rows, _, seconds: decodes(rows, seconds),
+    }
+    script.main("attention", __doc__, parts)

@@ -34,6 +34,14 @@ def poison(pages: jax.Array, table: np.ndarray, ends) -> jax.Array:
     return jnp.where(jnp.asarray(written)[:, None, :, None], pages, jnp.nan)
 
 
+def quantized(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(int8, scales [P, K, S] float32) of pages [P, K, S, H]; where no token wrote, which is NaN, any numbers and a scale of NaN."""
+    unwritten = jnp.isnan(pages[..., 0])
+    pages = jnp.where(unwritten[..., None], 1.0, pages.astype(jnp.float32))
+    scale = jnp.maximum(jnp.abs(pages).max(-1), 1e-20) / 127
+    return jnp.round(pages / scale[..., None]).astype(jnp.int8), jnp.where(unwritten, jnp.nan, scale)
+
+
 def error(got, want) -> float:
     """‖got − want‖ / ‖want‖, NaN where either has one."""
     got, want = got.astype(jnp.float32), want.astype(jnp.float32)

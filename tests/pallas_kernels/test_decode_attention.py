@@ -15,11 +15,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from paged_cases import PAGE, error, paged, queries
 
 from pallas_kernels import reference
+from pallas_kernels.checks.inputs import quantized
 from pallas_kernels.decode_attention import decode_attention, list_decode_work
 from pallas_kernels.decode_work import decode_work
 from pallas_kernels.tiles import SMEM_BYTES, DecodeTile, decode_tile
 
-E4M3 = jnp.float8_e4m3fn
+E4M3, INT8 = jnp.float8_e4m3fn, jnp.int8
 INTERPRET = plgpu.InterpretGPUParams()
 
 
@@ -73,14 +74,18 @@ def run(q, cache, table, lengths, **settings):
     got = decode_attention(q, k, v, table, lengths, interpret=INTERPRET, **how, **scales, **settings)
     settings |= {"into": settings["into"].astype(jnp.float32)} if "into" in settings else {}
     # What no token wrote is 0 for the twin, which masks weights: 0 · NaN is NaN there.
-    k, v = (jnp.where(jnp.isnan(x), jnp.zeros_like(x), x) for x in (k, v))
+    known = lambda x: jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)  # noqa: E731
+    k, v, scales = jax.tree.map(known, (k, v, scales))
     return got, reference.decode_attention(q.astype(jnp.float32), k, v, table, lengths, **scales, **settings)
 
 
 def cached(k, v, dtype):
-    """Pages of a cache of `dtype`, with the scales of their heads."""
+    """Pages of a cache of `dtype`, with the scales of their heads, or tokens: NaN where no token wrote."""
     if dtype == jnp.bfloat16:
         return k, v, {}
+    if dtype == INT8:
+        (k, k_scale), (v, v_scale) = quantized(k), quantized(v)
+        return k, v.swapaxes(2, 3), {"k_scale": k_scale, "v_scale": v_scale}
     heads = k.shape[1]
     scales = {"k_scale": jnp.linspace(0.5, 1.5, heads), "v_scale": jnp.linspace(2.0, 1.0, heads)}
     return k.astype(dtype), v.astype(dtype).swapaxes(2, 3), scales
@@ -100,6 +105,7 @@ def into(rows, heads, width):
         ([70, 0, 5], 6, 2, 64, DecodeTile(3, 4, pages=1), E4M3, {}),  # workers that share a copying warpgroup
         ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), E4M3, {"window": 100, "soft_cap": 20.0}),
         ([300], 16, 1, 128, DecodeTile(2, 5), E4M3, into(3, 16, 128)),
+        ([70, 0, 200], 4, 2, 128, DecodeTile(3, 5, pages=1), INT8, {"window": 100, "soft_cap": 20.0}),
     ],
 )
 def test_the_kernel_is_its_twin(lengths, heads, kv_heads, width, tile, dtype, extra):
@@ -125,7 +131,7 @@ SCORES = (  # of a row's keys, for queries of ones
 
 @pytest.mark.parametrize(
     ("unified", "dtype"),
-    [(None, jnp.bfloat16), ((0.0, 8.0), jnp.bfloat16), ((310.0, 30.0), jnp.bfloat16), (None, E4M3), ((0.0, 8.0), E4M3)],
+    [(None, jnp.bfloat16), ((0.0, 8.0), jnp.bfloat16), ((310.0, 30.0), jnp.bfloat16), (None, E4M3), ((0.0, 8.0), E4M3), ((0.0, 8.0), INT8)],
 )
 def test_rows_that_leave_the_unified_maximum_behind_are_still_the_twins(unified, dtype):
     lengths, heads, kv_heads, width = [130, 70, 0, 70, 130, 190], 4, 1, 64
@@ -134,7 +140,7 @@ def test_rows_that_leave_the_unified_maximum_behind_are_still_the_twins(unified,
     for row, (length, scores) in enumerate(zip(lengths, SCORES, strict=True)):
         for key, score in enumerate(scores(rng, length)):
             keys[table[row, key // PAGE], :, key % PAGE] = score / width
-    cache = cached(jnp.asarray(keys if dtype == jnp.bfloat16 else keys / 20, jnp.bfloat16), v, dtype)
+    cache = cached(jnp.asarray(keys / 20 if dtype == E4M3 else keys, jnp.bfloat16), v, dtype)
     if dtype == E4M3:
         cache[2]["k_scale"] = jnp.full((kv_heads,), 20.0)
     q = jnp.ones((len(lengths), heads, width), jnp.bfloat16)
@@ -164,6 +170,8 @@ def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group, sms):
         ({"dtype": jnp.float32}, "bfloat16"),
         ({"dtype": E4M3, "q": (2, 8, 64)}, "queries bfloat16"),
         ({"k_scale": jnp.ones(2)}, "k_scale"),
+        ({"int8": True, "k_scale": jnp.ones(2)}, r"k_scale \(2,\): .* \[9, 2, 64\] for one of int8"),
+        ({"int8": True, "k_scale": jnp.ones((9, 2, 64))}, "v_scale None"),
         ({"unified": jnp.ones(3)}, "unified"),
         ({"q": (1, 8, 64)}, "2 lengths for q"),
         ({"into": jnp.zeros((2, 8, 64))}, "into float32"),
@@ -171,7 +179,8 @@ def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group, sms):
 )
 def test_it_says_what_it_does_not_take(change, said):
     dtype = change.get("dtype", jnp.bfloat16)
-    q, pages = jnp.zeros(change.get("q", (2, 8, 64)), dtype), jnp.zeros(change.get("pages", (9, 2, 64, 64)), dtype)
+    q = jnp.zeros(change.get("q", (2, 8, 64)), dtype)
+    pages = jnp.zeros(change.get("pages", (9, 2, 64, 64)), INT8 if "int8" in change else dtype)
     extra = {name: x for name, x in change.items() if name in ("k_scale", "unified", "into")}
     with pytest.raises(ValueError, match=said):
         decode_attention(q, pages, pages, jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32), scale=1.0, **extra)
@@ -187,7 +196,8 @@ def shapes(batch, heads, kv_heads, width, pages=4096, dtype=jnp.bfloat16):
     k = jax.ShapeDtypeStruct((pages, kv_heads, PAGE, width), dtype)
     v = k if dtype == jnp.bfloat16 else jax.ShapeDtypeStruct((pages, kv_heads, width, PAGE), dtype)
     q = jax.ShapeDtypeStruct((batch, heads, width), jnp.bfloat16)
-    return q, k, v, jax.ShapeDtypeStruct((batch, 64), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    scales = [jax.ShapeDtypeStruct(k.shape[:3], jnp.float32)] * 2 if dtype == INT8 else []
+    return q, k, v, jax.ShapeDtypeStruct((batch, 64), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32), *scales
 
 
 FORMS = [
@@ -195,6 +205,7 @@ FORMS = [
     (32, 8, 128, jnp.bfloat16, {}),
     (32, 2, 256, jnp.bfloat16, {"window": 4096, "soft_cap": 50.0}),
     (64, 8, 128, E4M3, {"unified": jnp.ones(2)}),
+    (32, 8, 128, INT8, {}),
 ]
 
 
@@ -203,7 +214,9 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 
     def step(inputs):
-        return [decode_attention(*x, scale=form[2] ** -0.5, **form[4]) for x, form in zip(inputs, FORMS, strict=True)]
+        scaled = lambda *x, **how: decode_attention(*x[:5], k_scale=x[5], v_scale=x[6], **how)  # noqa: E731
+        kernels = [scaled if len(x) == 7 else decode_attention for x in inputs]
+        return [kernel(*x, scale=form[2] ** -0.5, **form[4]) for kernel, x, form in zip(kernels, inputs, FORMS, strict=True)]
 
     # 2**18 pages of 8 heads are 2**34 elements: offsets past 2**31 go through TMA's coordinates.
     inputs = [shapes(256, *form[:3], pages=2**18, dtype=form[3]) for form in FORMS]

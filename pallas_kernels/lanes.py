@@ -1,0 +1,32 @@
+"""What a kernel that reads shared memory into wgmma's first operand itself needs to know of its threads, as MLIR values."""
+
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+
+def i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def const(value: int) -> ir.Value:
+    return arith.constant(i32(), ir.IntegerAttr.get(i32(), value))
+
+
+def place() -> tuple[ir.Value, ir.Value, ir.Value]:
+    """(warp of the warpgroup, row of a tile of 8, lane of 4 in that row) of the thread in wgmma's first operand."""
+    thread = arith.remui(mgpu.utils.thread_idx(), const(128))
+    lane = arith.andi(thread, const(31))
+    return arith.shrui(thread, const(5)), arith.shrui(lane, const(2)), arith.andi(lane, const(3))
+
+
+def read_words(ref: ir.Value, offset: ir.Value, count: int) -> list[ir.Value]:
+    """`count` 32-bit words at a byte offset in shared memory, a multiple of their size."""
+    loaded = llvm.load(ir.VectorType.get((count,), i32()), at(ref, offset), alignment=4 * count)
+    return [llvm.extractelement(loaded, const(i)) for i in range(count)]
+
+
+def at(ref: ir.Value, offset: ir.Value) -> ir.Value:
+    """The address of a byte offset in shared memory."""
+    base = mgpu.utils.memref_ptr(ref)
+    return llvm.getelementptr(base.type, base, [offset], [-(2**31)], ir.IntegerType.get_signless(8), 0)
