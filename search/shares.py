@@ -69,7 +69,7 @@ class Shares:
     @property
     def copies(self) -> bool:
         """Whether sums over devices are by the copy engines (`search.copies`)."""
-        return self.known.get("attn_reduce") == (SMS,)
+        return any(self.known.get(op.name) == (SMS,) for op in self.graph.layers[0])
 
     @property
     def nano_s(self) -> float:
@@ -101,7 +101,8 @@ class Shares:
             return seconds(self.profile, name, tokens, keys, SMS)
         if kind in ("other", "network") and sms not in self.known.get(name, ()):
             alone = seconds(self.profile, name, tokens, keys)
-            return alone if kind == "network" else alone * max(1.0, full / (INTAKE * sms))  # no kernel that a share bounds
+            free = kind == "network" or sms == SMS  # a norm between two copies has what it finds
+            return alone if free else alone * max(1.0, full / (INTAKE * sms))  # no kernel that a share bounds
         if sms == full:
             return seconds(self.profile, name, tokens, keys, sms) / (1.0 if self.profile.pairs else self.fill(name, tokens, sms))
         return self.beside * self._on(name, tokens, keys, sms) / self.fill(name, tokens, sms)
