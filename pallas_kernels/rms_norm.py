@@ -30,6 +30,7 @@ def add_norm(
     eps: float,
     offset: float = 0.0,
     quantize: bool = False,
+    times: int = 1,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array | Quantized]:
     """(x + y, its norm), of the same meaning as its twin, `reference.add_norm`.
@@ -39,8 +40,9 @@ def add_norm(
       other: as y, and added to it first, rounded.
       weight, bias: [D] bfloat16 or float32. With a bias it is LayerNorm, without RMSNorm, which scales by offset + weight.
       quantize: the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token.
+      times: how often the norm is written, all of its rows and then all again: for copies of it that are sent to so many devices.
     Returns:
-      the sum [T, D], and its norm.
+      the sum [T, D], and its norm [times · T, D].
     Raises:
       ValueError: for a shape or dtype that the kernel does not take.
     """
@@ -54,10 +56,13 @@ def add_norm(
             f"x, y and other are {given}: bfloat16 [T, D], D a multiple of 128, all the same; other only beside y; y alone may be [n, T, D]"
         )
     row = jax.ShapeDtypeStruct((t, d), x.dtype)
-    normed = [jax.ShapeDtypeStruct((t, d), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((t,), jnp.float32)] if quantize else [row]
+    dtypes = [jnp.float8_e4m3fn, jnp.float32] if quantize else [x.dtype]
+    normed = [jax.ShapeDtypeStruct((times * t, d)[: 2 - i], dtype) for i, dtype in enumerate(dtypes)]
     ctas = min(t, SMS * _PER_SM)
     total, *normed = plgpu.kernel(
-        functools.partial(_rows, adds=len(rows) - 1, centres=bias is not None, quantizes=quantize, eps=eps, offset=offset, ctas=ctas),
+        functools.partial(
+            _rows, adds=len(rows) - 1, centres=bias is not None, quantizes=quantize, eps=eps, offset=offset, ctas=ctas, times=times
+        ),
         out_type=normed if y is None else [row, *normed],
         grid=(ctas,),
         grid_names=("cta",),
@@ -70,7 +75,7 @@ def add_norm(
     return total, Quantized(*normed) if quantize else normed[0]
 
 
-def _rows(*refs, adds, centres, quantizes, eps, offset, ctas):
+def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, times):
     """This CTA's rows, every `ctas`-th."""
     refs = iter(refs)
     x_ref, *added = (next(refs) for _ in range(1 + adds))
@@ -101,9 +106,11 @@ def _rows(*refs, adds, centres, quantizes, eps, offset, ctas):
             h = h + bias
         if scale_ref is not None:
             scale = jnp.maximum(jnp.max(jnp.abs(h)), _SMALLEST) * (1.0 / _E4M3_MAX)
-            scale_ref[row] = scale
+            for time in range(times):
+                scale_ref[time * t + row] = scale
             h = h * (1.0 / scale)
-        h_ref.at[row][...] = h.astype(h_ref.dtype)
+        for time in range(times):
+            h_ref.at[time * t + row][...] = h.astype(h_ref.dtype)
 
     pl.loop(lax.axis_index("cta"), t, step=ctas)(norm)
 

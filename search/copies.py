@@ -10,7 +10,7 @@ SMS = 0  # of the sums of such a profile: what runs beside them has all
 
 
 def copied(profile: Profile, graph: Graph, card: Card) -> Profile:
-    """The profile with the graph's sums, and gathers where it is scattered, sent by the copy engines, at each number of tokens it has them for.
+    """The profile with the graph's sums over devices sent by the copy engines, at each number of tokens at which it has them.
 
     Raises: ValueError for a card whose copies were not measured.
     """

@@ -40,10 +40,9 @@ def own_parts(c: Any, y: Float[Array, "n*t D"]) -> Parts:
     return Parts(sent.reshape(lax.axis_size(c.axis), -1, *y.shape[1:]))
 
 
-def everywhere(c: Any, own: Float[Array, "t *D"]) -> Float[Array, "n*t *D"]:
-    """All devices' rows, each of which sends its own to every one: the copy engines read them once for each, from a place of its own."""
-    each = lax.broadcast(own, (lax.axis_size(c.axis),)).reshape(-1, *own.shape[1:])
-    return lax.all_to_all(each, c.axis, split_axis=0, concat_axis=0, tiled=True)
+def everywhere(c: Any, own: Float[Array, "n*t *D"]) -> Float[Array, "n*t *D"]:
+    """All devices' rows, of each device's own rows n times over: one for every device."""
+    return lax.all_to_all(own, c.axis, split_axis=0, concat_axis=0, tiled=True)
 
 
 def added(y: Sum) -> Float[Array, "t D"]:

@@ -25,13 +25,16 @@ mlp_scatter = attn_scatter
 
 
 def attn_gather(c: Any, own: Any) -> Any:
-    """All rows, from the devices that have them; of values with scales (`Quantized`) both."""
-    if c.copies:
-        return jax.tree.map(functools.partial(everywhere, c), own)
-    return jax.tree.map(lambda a: lax.all_gather(a, c.axis, axis=0, tiled=True), own)
+    """All rows, from the devices that have them; of values with scales (`Quantized`) both. What is copied is there once for each."""
+    return jax.tree.map(functools.partial(everywhere if c.copies else gathered, c), own)
 
 
 mlp_gather = attn_gather
+
+
+def gathered(c: Any, own: Float[Array, "t/tp *D"]) -> Float[Array, "t *D"]:
+    """All rows of one array, from the devices that have them."""
+    return lax.all_gather(own, c.axis, axis=0, tiled=True)
 
 
 def own_rows(c: Any, x: Float[Array, "t D"]) -> Float[Array, "t/tp D"]:

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -20,7 +21,8 @@ def add_norm(
     eps: float,
     offset: float = 0.0,
     quantize: bool = False,
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Quantized]:
+    times: int = 1,
+) -> tuple[Float[Array, "T D"], Float[Array, "times*T D"] | Quantized]:
     """(x + y, its norm): the residual sum, rounded to x's dtype, and what the next block reads.
 
     Args:
@@ -28,6 +30,7 @@ def add_norm(
       other: added to y first, and rounded: a sum over two devices in its two parts.
       bias: with one it is LayerNorm, without RMSNorm, which scales by offset + weight.
       quantize: the norm in e4m3 with a scale for each token, of the float32 values.
+      times: how often the norm is written, all of its rows and then all again.
     """
     if y is not None and y.ndim == 3:
         y = sum_of_parts(y)
@@ -35,7 +38,8 @@ def add_norm(
     x = x if y is None else x + y
     x32 = x.astype(jnp.float32)
     h = _rms(x32, weight, eps, offset) if bias is None else _layer(x32, weight, bias, eps)
-    return x, quantize_rows(h) if quantize else h.astype(x.dtype)
+    h = quantize_rows(h) if quantize else h.astype(x.dtype)
+    return x, h if times == 1 else jax.tree.map(lambda a: jnp.concatenate([a] * times), h)
 
 
 def sum_of_parts(parts: Float[Array, "n T D"]) -> Float[Array, "T D"]:
