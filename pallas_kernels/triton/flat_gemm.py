@@ -40,7 +40,7 @@ def tile_for(n: int, k: int, multiprocessors: int) -> Tile:
 @triton.jit
 def _multiply(
     x, w, out,
-    M, N, K, PER_SPLIT,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PER_SPLIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(1) * PER_SPLIT
