@@ -68,5 +68,5 @@ def merged(paths: Iterable[str], groups: Iterable[Group]) -> dict[str, Any]:
     rows = [found[key] for key in sorted(found, key=lambda key: order.get(key, len(order)))]
     names = {f"{group}/{case}" for group, case in found}
     left = [name for name in dict.fromkeys(name for part in parts for name in part["left_out"]) if name not in names]
-    commands = [part["command"] for part in parts]
+    commands = [command for part in parts for command in part.get("commands", [part["command"]])]
     return parts[0] | {"commands": commands, "rows": rows, "left_out": left, "summaries": summaries(rows, groups)}
