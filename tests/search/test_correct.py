@@ -87,7 +87,7 @@ def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_mea
     made = load(out)
     gains = Gain.of(made.predictions)
     assert gains.at(683, 1280) == pytest.approx(1.1) and gains.at(0, 900) == pytest.approx(1.01)
-    assert gains.margin == pytest.approx(0.038) and 1.01 < gains.at(300, 1280) < 1.1
+    assert gains.margin == pytest.approx(0.018) and 1.01 < gains.at(300, 1280) < 1.1
     kind = ("llama-3.1-70b", "NVIDIA H200", 2, "float8_e4m3fn", "float8_e4m3fn")
     assert made.target.fits(*kind) and made.nano_ops == by_hand.nano_ops and made.sums == "copies"
     for at, wrong in enumerate(("llama-3-70b", "NVIDIA H100", 1, "bfloat16", "bfloat16")):
