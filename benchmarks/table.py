@@ -99,7 +99,12 @@ def ran_on(report: Mapping[str, Any]) -> tuple[str, str]:
     return of_several + report["device"], f"{report['model']}, {precision(report['engine_config'])}"
 
 
-def throughput_rows(folder: Path) -> Iterator[tuple[str, ...]]:
+def throughput_rows(folder: Path) -> list[tuple[str, ...]]:
+    """By machine, model and lengths, whatever files they are in."""
+    return sorted(_throughput_rows(folder), key=lambda row: row[:3])
+
+
+def _throughput_rows(folder: Path) -> Iterator[tuple[str, ...]]:
     rivals = json.loads((folder / "rivals.json").read_text("utf-8"))["results"]
     for name, report in (*reports(folder, "throughput"), *sweeps(folder, "length")):
         yield (
