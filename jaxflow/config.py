@@ -140,6 +140,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     max_model_len: int | None = None  # None: what the checkpoint was made for
     max_num_batched_tokens: int | None = None  # the dense batch of a step; None: 2048 on a GPU, 256 on CPU
+    step_sizes: str | None = None  # "256,512": tokens of the steps compiled below that batch; None: powers of two, and what pads little
     max_num_seqs: int | None = None  # running sequences; None: 512 on a GPU, 8 on CPU
     max_waiting: int = 4096  # requests waiting at most; one more is refused
     gpu_memory_utilization: float = 0.9
@@ -171,6 +172,8 @@ class EngineConfig:
         for field in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "num_kv_pages", "chunk_size"):
             value = getattr(self, field)
             check(field, value is None or value >= 1, "a positive number")
+        sizes = self.step_sizes
+        check("step_sizes", sizes is None or all(one.isdigit() and int(one) for one in sizes.split(",")), "numbers of tokens, like 256,512")
         check("max_num_seqs", self.max_num_seqs is None or self.max_num_seqs <= 4096, "at most 4096")
         check("max_waiting", self.max_waiting >= 1, "a positive number")
         ratio = self.gpu_memory_utilization

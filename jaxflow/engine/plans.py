@@ -36,6 +36,18 @@ def token_buckets(budget: int, *, few: bool, seqs: int = 0) -> tuple[int, ...]:
     return (*sorted(size for size in sizes if size < budget), budget)
 
 
+def step_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Those that are compiled: as told and the budget, or `token_buckets`. config: resolved. Raises: ConfigError over the budget."""
+    budget = config.max_num_batched_tokens
+    assert budget is not None
+    if config.step_sizes is None:
+        return token_buckets(budget, few=not on_gpu(), seqs=config.max_num_seqs or 0)
+    sizes = {int(size) for size in config.step_sizes.split(",")}
+    if max(sizes) > budget:
+        raise ConfigError("step_sizes", config.step_sizes, f"at most max_num_batched_tokens={budget}")
+    return tuple(sorted(sizes | {budget}))
+
+
 def products_dtype(config: EngineConfig) -> str:
     """What the engine's products are of. config: resolved."""
     return "float8_e4m3fn" if config.quantization == "fp8" else config.dtype
@@ -103,8 +115,7 @@ def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Pl
         given, too_large = tuple(plan for plan in given if plan.tokens <= budget), []
     if too_large:
         raise ConfigError("max_num_batched_tokens", budget, f"at least {too_large[0].tokens}, which plan {too_large[0].name!r} is for")
-    sizes = token_buckets(budget, few=not on_gpu(), seqs=config.max_num_seqs or 0)
-    found = portfolio(given, sizes, lambda tokens: sequential_plan(model, tokens, tp))
+    found = portfolio(given, step_sizes(config), lambda tokens: sequential_plan(model, tokens, tp))
     for tokens, several in found.items():
         for plan in (plan for plan in several if not is_sequential(plan)):
             when = "always" if plan.predictions is None else "where it is sure to gain"

@@ -53,6 +53,7 @@ def test_every_setting_has_a_flag_of_its_name(parse):
         tensor_parallel_size=2,
         max_model_len=100,
         max_num_batched_tokens=512,
+        step_sizes="8,256",
         max_num_seqs=7,
         max_waiting=9,
         gpu_memory_utilization=0.5,

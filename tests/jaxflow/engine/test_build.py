@@ -23,7 +23,7 @@ from jaxflow.engine.build import (
     resolve,
     start_engine,
 )
-from jaxflow.engine.plans import token_buckets
+from jaxflow.engine.plans import step_sizes, token_buckets
 from jaxflow.engine.request import Request
 from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
@@ -59,6 +59,12 @@ def test_all_sequences_decoding_are_not_padded_by_half():
     assert token_buckets(2048, few=False, seqs=560)[-3:] == (576, 1024, 2048)
     for seqs, few in ((512, False), (2048, False), (640, True)):
         assert token_buckets(2048, few=few, seqs=seqs) == token_buckets(2048, few=few)
+
+
+def test_the_sizes_that_are_asked_for_and_the_budget_are_compiled(checkpoint):
+    config = EngineConfig(LLAMA, max_num_batched_tokens=512, max_num_seqs=4, step_sizes="128,16,128", plan="sequential")
+    assert list(choose_plans(config, checkpoint.model_config)) == [16, 128, 512]
+    assert step_sizes(dataclasses.replace(config, step_sizes=None)) == token_buckets(512, few=True)
 
 
 class TestResolve:
