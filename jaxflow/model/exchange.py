@@ -29,9 +29,10 @@ class Parts(NamedTuple):
 Sum = Float[Array, "t D"] | Halves | Parts  # over devices: whoever reads it adds what is in parts
 
 
-def exchanged(c: Any, y: Float[Array, "t D"]) -> Halves:
-    """The sum over the two tensor-parallel shards."""
-    return Halves(y, lax.ppermute(y, c.axis, ((0, 1), (1, 0))))
+def exchanged(c: Any, y: Float[Array, "t D"], distance: int = 1) -> Halves:
+    """The sum over pairs of tensor-parallel shards: those whose numbers differ by the bit `distance`."""
+    pairs = [(i, i ^ distance) for i in range(lax.axis_size(c.axis))]
+    return Halves(y, lax.ppermute(y, c.axis, pairs))
 
 
 def own_parts(c: Any, y: Float[Array, "n*t D"]) -> Parts:

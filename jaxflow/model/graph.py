@@ -144,27 +144,31 @@ def padded_vocabulary(config: ModelConfig, tp: int) -> int:
     return -(-config.vocab_size // (64 * tp)) * 64 * tp
 
 
-def model_graph(config: ModelConfig, tp: int = 1, widths: Widths = BFLOAT16, *, scattered: bool = False) -> Graph:
-    """The ops that a model has, for one of `tp` tensor-parallel devices. scattered: the form of its sums over devices.
+def model_graph(config: ModelConfig, tp: int = 1, widths: Widths = BFLOAT16, *, scattered: bool = False, swapped: bool = False) -> Graph:
+    """The ops that a model has, for one of `tp` tensor-parallel devices. scattered, swapped: the form of its sums over devices.
 
-    Raises: ValueError for a scattered form on one device.
+    Raises: ValueError for a scattered form on one device, and a swapped one on other numbers than four.
     """
     if scattered and tp == 1:
         raise ValueError("scattered=True: one device has no sums to scatter; tp is 1")
-    layers = tuple(layer_ops(config, index, tp, widths, scattered) for index in range(config.num_layers))
+    if swapped and (tp != 4 or scattered):
+        raise ValueError(f"swapped=True: sums over four devices in two steps, not scattered; tp is {tp}")
+    layers = tuple(layer_ops(config, index, tp, widths, scattered, swapped) for index in range(config.num_layers))
     return Graph(_first_ops(config, tp, widths), layers, _last_ops(config, tp, widths), scattered)
 
 
-def layer_ops(config: ModelConfig, index: int, tp: int = 1, widths: Widths = BFLOAT16, scattered: bool = False) -> tuple[Op, ...]:
+def layer_ops(
+    config: ModelConfig, index: int, tp: int = 1, widths: Widths = BFLOAT16, scattered: bool = False, swapped: bool = False
+) -> tuple[Op, ...]:
     """The ops of layer `index`, in order."""
     experts = config.layers[index].experts
     reads, moved = (("x",), 3) if index == 0 else (("x", "y"), 4)
     ops = _block_head(config, "attn", reads, "1", moved, tp, widths, scattered)
     ops += _attention_ops(config, index, tp, widths)
-    tail, y = _block_tail(config, "attn", "y1", tp, widths, scattered)
+    tail, y = _block_tail(config, "attn", "y1", tp, widths, scattered, swapped)
     ops += [*tail, *_block_head(config, "mlp", ("x1", y), "2", 4, tp, widths, scattered, wide=experts)]
     ops += _expert_ops(config, tp, widths) if experts else _mlp_ops(config, tp, widths)
-    tail, _ = _block_tail(config, "mlp", "y2", tp, widths, scattered)
+    tail, _ = _block_tail(config, "mlp", "y2", tp, widths, scattered, swapped)
     return (*ops, *tail)
 
 
@@ -228,10 +232,20 @@ def _expert_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
     ]
 
 
-def _block_tail(config: ModelConfig, block: str, y: str, tp: int, widths: Widths, scattered: bool) -> tuple[list[Op], str]:
-    """What follows a block's last product: the sum over devices, Gemma's norm. Returns them and the block's last value."""
+def _block_tail(config: ModelConfig, block: str, y: str, tp: int, widths: Widths, scattered: bool, swapped: bool) -> tuple[list[Op], str]:
+    """What follows a block's last product: the sum over devices, Gemma's norm. Returns them and the block's last value.
+
+    Swapped, a device adds its partner's part to its own, and then the other pair's sum: twice a whole part is sent.
+    """
     d, a, ops = config.hidden_size, widths.activations, []
-    if tp > 1:
+    if swapped:
+        step = Work(d, activation_bytes=3 * d * a, network_bytes=d * a)
+        ops += [
+            Op(f"{block}_swap", "network", (y,), (f"{y}_swap",), (("tokens", step),)),
+            Op(f"{block}_reduce", "network", (f"{y}_swap",), (f"{y}_sum",), (("tokens", step),)),
+        ]
+        y = f"{y}_sum"
+    elif tp > 1:
         name, moved = (f"{block}_scatter", d * a) if scattered else (f"{block}_reduce", 2 * d * a)
         ops.append(_collective(name, (y,), (f"{y}_sum",), "tokens", moved, tp, adds=d))
         y = f"{y}_sum"

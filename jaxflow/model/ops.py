@@ -148,9 +148,19 @@ def out_proj(
     return _gemm(c, w, "out_proj", o, _first_shard_only(c, w.get("out_proj_bias")))
 
 
-def attn_reduce(c: Context, y: Float[Array, "t D"]) -> Sum:
-    """The sum over tensor-parallel shards."""
-    return exchanged(c, y) if c.copies else _sum_shards(c, y)
+def attn_swap(c: Context, y: Float[Array, "t D"]) -> Halves:
+    """The sum over pairs of four tensor-parallel shards."""
+    return exchanged(c, y)
+
+
+mlp_swap = attn_swap
+
+
+def attn_reduce(c: Context, y: Sum) -> Sum:
+    """The sum over tensor-parallel shards; of what was swapped, over both pairs."""
+    if not c.copies:
+        return _sum_shards(c, added(y))
+    return exchanged(c, added(y), distance=2 if isinstance(y, Halves) else 1)
 
 
 mlp_reduce = attn_reduce

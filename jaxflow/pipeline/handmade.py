@@ -70,6 +70,32 @@ def products_in_two_plan(config: ModelConfig, tokens: int, split: int, tp: int) 
     return Plan(f"products in two, {split} + {tokens - split}", tokens, nano_ops)
 
 
+def swapped(plan: Plan) -> Plan:
+    """A plan over four devices with its sums sent by the copy engines in two steps: of pairs, and of these pairs' sums.
+
+    The second step is issued amid what the plan has between a sum and its reader: before attention or a block's last product.
+    """
+    found, later = [], {}
+    for at, nano in enumerate(plan.nano_ops):
+        if nano.op.endswith("_reduce"):
+            following = [*range(at + 1, len(plan.nano_ops)), *range(at)]
+            to = next(i for i in following if plan.nano_ops[i].op in _AMID or _reads_sum(plan.nano_ops[i], nano))
+            amid = plan.nano_ops[to].op in _AMID
+            later.setdefault(to if amid else at + 1, []).append(msgspec.structs.replace(nano, ahead=nano.ahead - (amid and to < at)))
+    for at, nano in enumerate(plan.nano_ops):
+        sent = {name: getattr(nano, name).replace("_reduce", "_swap") for name in ("id", "op")}
+        found += [*later.pop(at, []), msgspec.structs.replace(nano, **sent) if nano.op.endswith("_reduce") else nano]
+    nano_ops = (*found, *(nano for rest in later.values() for nano in rest))
+    return msgspec.structs.replace(plan, name=f"{plan.name}, sums swapped", sums="copies", nano_ops=nano_ops)
+
+
+_AMID = ("chunk_attention", "down", "expert_down")
+
+
+def _reads_sum(nano: NanoOp, sent: NanoOp) -> bool:
+    return nano.op.endswith("_norm") and nano.start < sent.stop and sent.start < nano.stop
+
+
 def copied(plan: Plan) -> Plan:
     """The plan with its sums over devices sent by the copy engines: of two, or scattered."""
     return msgspec.structs.replace(plan, name=f"{plan.name}, sums copied", sums="copies")

@@ -49,7 +49,8 @@ class Span:
 
 def graph_of(plan: Plan, config: ModelConfig, tp: int = 1) -> Graph:
     """The model's graph with its sums over devices in the form that the plan has them."""
-    return model_graph(config, tp, scattered=tp > 1 and any(nano.op.endswith("_scatter") for nano in plan.nano_ops))
+    scattered, swapped = (any(nano.op.endswith(end) for nano in plan.nano_ops) for end in ("_scatter", "_swap"))
+    return model_graph(config, tp, scattered=tp > 1 and scattered, swapped=tp == 4 and swapped)
 
 
 def program(plan: Plan, graph: Graph) -> tuple[Run, ...]:
@@ -129,8 +130,11 @@ def check_sums(plan: Plan, graph: Graph, tp: int) -> None:
     """Refuses sums over devices that so many devices cannot do so. Raises: PlanError."""
     if any((nano.stop - nano.start) % tp for nano in plan.nano_ops if graph.scattered and nano.op == "attn_scatter"):
         raise PlanError(plan.name, f"scatters rows over {tp} devices that do not divide among them")
-    if plan.sums == "copies" and tp != 2 and not graph.scattered:
-        raise PlanError(plan.name, f"sums='copies': all-reduces over two devices, or scattered rows; these are all-reduces over {tp}")
+    swaps = any(op.name.endswith("_swap") for op in graph.layers[0])
+    if plan.sums == "copies" and tp != 2 and not (graph.scattered or swaps):
+        raise PlanError(plan.name, f"sums='copies': over two devices, swapped over four or scattered; these are all-reduces over {tp}")
+    if swaps and plan.sums != "copies":
+        raise PlanError(plan.name, f"sums={plan.sums!r}: what is swapped is copied")
 
 
 def _check_entries(plan: Plan, graph: Graph) -> None:

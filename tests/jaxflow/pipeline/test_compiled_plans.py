@@ -20,7 +20,7 @@ from jaxflow.model import ops, weights
 from jaxflow.model.batch import Batch
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import copied, phased_plan, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handmade import copied, phased_plan, sequential_plan, swapped, two_nano_batch_plan
 from jaxflow.pipeline.order import graph_of
 from jaxflow.pipeline.plan import borders, load
 from pallas_kernels import rope_append
@@ -56,7 +56,7 @@ def arguments(plan, mesh, tp):
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     tokens, chunks, table = plan.tokens, shape((ROWS + len(borders(plan)), 4)), shape((1, ROWS, PAGES_A_ROW))
     batch = Batch(shape((tokens,)), shape((tokens,)), shape((1, tokens)), table, shape((ROWS,)), shape(()), chunks, shape((ROWS,)))
-    cache = jax.ShapeDtypeStruct((PAGES, MODEL.num_kv_heads, 64, MODEL.head_dim), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((PAGES, max(tp, MODEL.num_kv_heads), 64, MODEL.head_dim), jnp.bfloat16)
     kv, kv_specs = [(cache, cache) for _ in MODEL.layers], [(cache_spec(mesh),) * 2 for _ in MODEL.layers]
     specs = (weights.shardings(MODEL, mesh), kv_specs, jax.tree.map(lambda _: PartitionSpec(), batch))
     return (weights.shapes(MODEL, tp, jnp.bfloat16), kv, batch), specs
@@ -74,7 +74,7 @@ def compiled(plan, kernels, tp=1, **options):
     shapes, specs = arguments(plan, mesh, tp)
     jitted = jax.jit(over_shards(step, mesh, specs, (PartitionSpec(), specs[1])), donate_argnums=(1,))
     found = compile_for_h200(jitted, *abstract(mesh, shapes, specs), options=xla_options(plan, tp) | options)
-    mine = (PAGES, MODEL.num_kv_heads // tp, 64, MODEL.head_dim)
+    mine = (PAGES, max(1, MODEL.num_kv_heads // tp), 64, MODEL.head_dim)
     flat = (mine[0] * mine[1] * mine[2], mine[3])
     assert found.memory.alias_size_in_bytes == 2 * 2 * len(MODEL.layers) * flat[0] * flat[1]
     assert found.copies(mine) == found.copies(flat) == 0
@@ -98,6 +98,7 @@ PLANS = {
     "two nano-batches on two devices": (two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2), 2),
     "two nano-batches, sums copied": (copied(two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2)), 2),
     "two nano-batches, scattered": (two_nano_batch_plan(MODEL, 2 * TOKENS, TOKENS, tp=2, scattered=True), 2),
+    "two nano-batches, sums swapped over four devices": (swapped(two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=4)), 4),
     "two nano-batches, scattered, sums copied": (copied(two_nano_batch_plan(MODEL, 2 * TOKENS, TOKENS, tp=2, scattered=True)), 2),
     "phases on two devices": (phased_plan(MODEL, TOKENS, SPLIT, tp=2), 2),
 }

@@ -1,33 +1,37 @@
 """Sums over two devices that the copy engines send: every such plan is the plain forward, and what cannot be one is refused."""
 
 import drawn
+import msgspec
 import pytest
 
+from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import copied, products_in_two_plan, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handmade import copied, products_in_two_plan, sequential_plan, swapped, two_nano_batch_plan
 from jaxflow.pipeline.order import check, graph_of
 from jaxflow.pipeline.plan import PlanError, from_json, to_json
 
 TOKENS = 16
 WORK = ((8, (3, 2)), (2, (9, 4)))
 LLAMA = drawn.config_of("tiny-llama")
+FP8_NUMBERS = {"quantization": "fp8", "kv": "float8_e4m3fn"}
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "numbers"),
+    ("make", "name", "tp", "numbers"),
     [
-        (two_nano_batch_plan, "tiny-gemma2", {}),
-        (products_in_two_plan, "tiny-mixtral", {}),
-        (products_in_two_plan, "tiny-llama", {"quantization": "fp8", "kv": "float8_e4m3fn"}),
+        (two_nano_batch_plan, "tiny-gemma2", 2, {}),
+        (products_in_two_plan, "tiny-mixtral", 2, {}),
+        (products_in_two_plan, "tiny-llama", 2, FP8_NUMBERS),
+        (two_nano_batch_plan, "tiny-llama", 4, FP8_NUMBERS),
     ],
-    ids=["post-norms", "experts", "fp8"],
+    ids=["post-norms", "experts", "fp8", "fp8, four devices"],
 )
-def test_copied_sums_are_the_plain_forwards(make, name, numbers):
+def test_copied_sums_are_the_plain_forwards(make, name, tp, numbers):
     """The cut falls among decodes and into a chunk; the plain forward sums by all-reduces."""
-    model = drawn.Bench(drawn.config_of(name), 2, **numbers)
-    plan = copied(make(model.config, TOKENS, 6, 2))
-    check(plan, graph_of(plan, model.config, 2))
+    model = drawn.Bench(drawn.config_of(name), tp, **numbers)
+    plan = (copied if tp == 2 else swapped)(make(model.config, TOKENS, 6, tp))
+    check(plan, graph_of(plan, model.config, tp))
     model.check(plan, *(drawn.step(model.config, TOKENS, (6,), *work) for work in WORK))
 
 
@@ -46,3 +50,19 @@ def test_only_two_devices_exchange_whole_what_they_add(tp):
     plan = copied(two_nano_batch_plan(LLAMA, TOKENS, 8, tp))
     with pytest.raises(PlanError, match="sums='copies'"):
         compile_plan(plan, LLAMA, tp)
+
+
+def test_four_devices_swap_in_two_steps():
+    """The second step of each half's sum is amid the other half's turn; of one batch, right behind the first."""
+    ids = [nano.id for nano in swapped(two_nano_batch_plan(LLAMA, TOKENS, 8, 4)).nano_ops]
+    for swap, reduce, last in (("attn_swap.0", "attn_reduce.0", "out_proj.1"), ("mlp_swap.0", "mlp_reduce.0", "down.1")):
+        assert ids.index(swap) + 1 < ids.index(reduce) < ids.index(last)
+    alone = [nano.id for nano in swapped(sequential_plan(LLAMA, TOKENS, 4)).nano_ops]
+    assert alone.index("attn_reduce") == alone.index("attn_swap") + 1 and alone[-2:] == ["mlp_swap", "mlp_reduce"]
+    plan = swapped(two_nano_batch_plan(LLAMA, TOKENS, 8, 4))
+    with pytest.raises(PlanError, match=r"attn_swap.0: op='attn_swap' is not in this model's layers"):
+        compile_plan(plan, LLAMA, 2)
+    with pytest.raises(PlanError, match=r"sums='kernels': what is swapped is copied"):
+        compile_plan(msgspec.structs.replace(plan, sums="kernels"), LLAMA, 4)
+    with pytest.raises(ValueError, match="tp is 2"):
+        model_graph(LLAMA, 2, swapped=True)
