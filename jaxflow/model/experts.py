@@ -10,6 +10,9 @@ from jaxflow.config import gate_block
 from jaxflow.model.context import Context, Weights
 
 
+_FEW = 32  # experts that are ranked by comparing each with each
+
+
 @flax.struct.dataclass
 class Routing:
     """Which experts a token goes to (E' of them) and how much each weighs."""
@@ -21,10 +24,22 @@ class Routing:
 def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:
     """The likeliest experts of each token; weights are softmax over all, renormed over the chosen where the model says."""
     scores = jax.nn.softmax(c.kernels.gemm(h, w["router"], out_dtype=jnp.float32), axis=-1)
-    weights, experts = lax.top_k(scores, c.config.experts_per_token)
+    weights, experts = likeliest(scores, c.config.experts_per_token)
     if c.config.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdims=True)
     return Routing(experts, weights)
+
+
+def likeliest(scores: Float[Array, "t E"], chosen: int) -> tuple[Float[Array, "t e"], Int[Array, "t e"]]:
+    """`lax.top_k`. Few scores are ranked by comparing each with each: XLA sorts, which takes a kernel for each part of it."""
+    number = scores.shape[1]
+    if number > _FEW:
+        return lax.top_k(scores, chosen)
+    at = jnp.arange(number, dtype=jnp.int32)
+    one, other = scores[:, :, None], scores[:, None, :]
+    rank = jnp.sum(((other > one) | ((other == one) & (at[None, :] < at[:, None]))).astype(jnp.int32), axis=2)
+    here = rank[:, None, :] == at[:chosen, None]  # [t, e, E]: whether an expert is a token's first, second, ...
+    return jnp.sum(jnp.where(here, scores[:, None, :], 0.0), axis=2), jnp.sum(jnp.where(here, at, 0), axis=2)
 
 
 def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Routing) -> Float[Array, "t e F"]:

@@ -10,6 +10,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.reference.gemm import finish
 
 
+_COUNTED = 128  # pairs of a block that are counted together
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Groups:
@@ -28,23 +31,29 @@ class Groups:
 
 
 def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1) -> Groups:
-    """Sorts pairs by expert. M, what tiles of `rows` may take at most, is static; how many there are of each expert is data."""
+    """Sorts pairs by expert. M, what tiles of `rows` may take at most, is static; how many there are of each expert is data.
+
+    By counting: a pair's place is that of its expert's first, and how many of its expert come before it, in blocks before its own and in its
+    own. XLA's sort is several kernels of its own, and what it gives is the other way round.
+    """
     flat = experts.reshape(-1).astype(jnp.int32)
-    n, index = flat.shape[0], jnp.arange(flat.shape[0], dtype=jnp.int32)
+    n = flat.shape[0]
     tiles = min(n, n // rows + num_experts)  # an expert's last tile may be part-filled, and none has less than a pair
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    expert = jnp.arange(num_experts, dtype=jnp.int32)
-    counts = jnp.sum((flat[None, :] == expert[:, None]).astype(jnp.int32), axis=1)
-    of_expert = (counts + rows - 1) // rows
-    before = expert[None, :] < expert[:, None]
-    first_tile, first_pair = (jnp.sum(jnp.where(before, x[None, :], 0), axis=1) for x in (of_expert, counts))
-    sorted_experts = flat[order]
-    row = (first_tile * rows - first_pair)[sorted_experts] + index
+    blocks = jnp.pad(flat, (0, -n % _COUNTED), constant_values=num_experts).reshape(-1, _COUNTED)  # what fills up is of nobody
+    expert, lane, block = (jnp.arange(size, dtype=jnp.int32) for size in (num_experts, _COUNTED, blocks.shape[0]))
+    earlier = (blocks[:, :, None] == blocks[:, None, :]) & (lane[:, None] > lane[None, :])
+    within = jnp.sum(earlier.astype(jnp.int32), axis=2)
+    counts = jnp.sum((blocks[:, :, None] == expert).astype(jnp.int32), axis=1)
+    before = jnp.sum(jnp.where((block[:, None] > block[None, :])[:, :, None], counts[None], 0), axis=1)
+    of_expert = (jnp.sum(counts, axis=0) + rows - 1) // rows
+    first_tile = jnp.sum(jnp.where(expert[None, :] < expert[:, None], of_expert[None, :], 0), axis=1)
+    first = jnp.take_along_axis(first_tile * rows + before, jnp.minimum(blocks, num_experts - 1), axis=1)
+    places = (first + within).reshape(-1)[:n]
     tile = jnp.arange(tiles, dtype=jnp.int32)
     holder = jnp.sum((first_tile[None, :] + of_expert[None, :] <= tile[:, None]).astype(jnp.int32), axis=1)
     return Groups(
-        places=jnp.zeros(n, jnp.int32).at[order].set(row, unique_indices=True).reshape(experts.shape),
-        pairs=jnp.zeros(tiles * rows, jnp.int32).at[row].set(order, unique_indices=True),
+        places=places.reshape(experts.shape),
+        pairs=jnp.zeros(tiles * rows, jnp.int32).at[places].set(jnp.arange(n, dtype=jnp.int32), unique_indices=True),
         experts=jnp.minimum(holder, num_experts - 1),
         count=jnp.sum(of_expert, keepdims=True),
         sizes=of_expert * rows,
