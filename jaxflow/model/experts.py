@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int
 from jaxflow.config import gate_block
 from jaxflow.model.context import Context, Weights
 
-
 _FEW = 32  # experts that are ranked by comparing each with each
 
 

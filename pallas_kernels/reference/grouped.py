@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.reference.gemm import finish
 
-
 _COUNTED = 128  # pairs of a block that are counted together
 
 
@@ -33,8 +32,8 @@ class Groups:
 def list_groups(experts: Int[Array, "T e"], num_experts: int, rows: int = 1) -> Groups:
     """Sorts pairs by expert. M, what tiles of `rows` may take at most, is static; how many there are of each expert is data.
 
-    By counting: a pair's place is that of its expert's first, and how many of its expert come before it, in blocks before its own and in its
-    own. XLA's sort is several kernels of its own, and what it gives is the other way round.
+    By counting: a pair's place is that of its expert's first, and how many of its expert come before it, in blocks before its own and in
+    its own. XLA's sort is several kernels of its own, and what it gives is the other way round.
     """
     flat = experts.reshape(-1).astype(jnp.int32)
     n = flat.shape[0]
