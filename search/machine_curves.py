@@ -55,7 +55,12 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_memory: Curve  # bytes read or written beside a product
     host_attention: Curve  # bytes of KV that the host attends to
     one_processor: bool = False  # the device is the host: their work takes turns
+    square_s: float = 0.0  # of a batch at a layer, in which the driver issues what comes next and the device waits
     schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if not self.square_s >= 0:
+            raise MachineError(f"square_s={self.square_s}: seconds, 0 or more")
 
 
 CURVES = tuple(field.name for field in msgspec.structs.fields(Machine) if field.type is Curve)

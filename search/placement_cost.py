@@ -8,6 +8,7 @@ It is written for any family through `jaxflow.model.graph`. Where it departs fro
 - without host attention, KV that is not on the device crosses each step;
 - attention keeps no matrix of scores on the device, pinned weights need no second copy on the host, and the embedding and
   head stay on the device;
+- a batch at a layer takes the driver some time in which the device waits, so that small batches are not free;
 - a product takes at least as long as reading its weights; 4-bit tensors are unpacked before use, by the device's memory, for each batch;
 - where the runtime keeps KV in pages, whole pages cross, with room for all tokens of a sequence and beyond a window too;
 - where the device is the host itself, what both compute and copy takes turns: these terms add up.
@@ -121,12 +122,12 @@ def _terms(
 
 
 def _products(work: Workload, machine: Machine, choice: Choice, tokens: float) -> float:
-    """Of a layer for all batches of a block, `tokens` each; 4-bit weights are unpacked by each batch's program."""
+    """Of a layer for all batches of a block, `tokens` each, and of their issue; 4-bit weights are unpacked by each batch's program."""
     product = max(
         machine.device_products.seconds(work.linear_flops * tokens), machine.device_memory.seconds(work.weights * work.wide_bytes)
     )
     unpacked = machine.device_memory.seconds(work.weights * (BYTES[4] + work.wide_bytes)) if choice.weight_bits == 4 else 0.0
-    return choice.num_gpu_batches * (product + unpacked)
+    return choice.num_gpu_batches * (machine.square_s + product + unpacked)
 
 
 def _unpack_kv(work: Workload, machine: Machine, choice: Choice, elements: float) -> float:

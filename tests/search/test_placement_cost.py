@@ -1,15 +1,18 @@
 """The cost model: FlexGen's own equations on OPT, and what it says of other families."""
 
 import dataclasses
+import json
 from typing import Any
 
+import msgspec
+import paths
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.policy import Policy, Shares
-from search.machine_curves import CURVES, Curve, Machine
+from search.machine_curves import CURVES, Curve, Machine, MachineError, load_machine
 from search.placement_cost import TERMS, Choice, Placed, decode_terms, memory_bytes, predict, prefill_terms, resources
 from search.placement_workload import BYTES, workload
 
@@ -134,6 +137,27 @@ def test_throughput_and_what_binds():
     slower = predict(OPT, MACHINE, policy(Shares(20.0, 80.0), HOST, HOST, host_attention=True), overlap=False)
     assert slower.tokens_per_s < found.tokens_per_s
     assert predict(OPT, MACHINE, policy(Shares(20.0, 80.0), HOST, HOST)).tokens_per_s < found.tokens_per_s
+
+
+def test_every_square_takes_the_driver_some_time():
+    """So that small batches are not free; FlexGen's blocks on an H200 are predicted with it."""
+    slow = msgspec.structs.replace(MACHINE, square_s=0.01)
+    asked = policy(Shares(20.0, 80.0), HOST, HOST)
+    for without, found in zip(*((p.prefill, p.decode) for p in (predict(OPT, one, asked) for one in (MACHINE, slow))), strict=True):
+        more = asked.num_gpu_batches * 0.01
+        assert found == without | {"device compute": pytest.approx(without["device compute"] + more)}
+    with pytest.raises(MachineError, match="square_s=-1"):
+        Machine(name="drawn", method="", square_s=-1.0, **CONSTANTS)
+
+
+@pytest.mark.parametrize("report", ["h200-offload-opt-30b", "h200-offload-opt-30b-4", "h200-offload-opt-30b-4-rivals"])
+def test_blocks_that_an_h200_ran_are_predicted_within_3_percent(report):
+    work = dataclasses.replace(OPT, page_size=64)
+    rows = [row for row in json.loads((paths.ROOT / "benchmarks" / f"{report}.json").read_text())["rows"] if "failed" not in row]
+    assert rows
+    for row in rows:
+        made = predict(work, load_machine("h200"), msgspec.convert(row["policy"], Policy))
+        assert made.latency_s == pytest.approx(row["latency_s"], rel=0.03), row["name"]
 
 
 def test_where_the_device_is_the_host_their_times_add_up():
