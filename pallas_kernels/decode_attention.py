@@ -87,6 +87,7 @@ def decode_attention(
         page_table.astype(jnp.int32),
         work.rows,
         work.pieces,
+        work.starts,
         work.chains,
         work.enders,
         work.arrived,

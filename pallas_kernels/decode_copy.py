@@ -71,8 +71,8 @@ def copy_pages(refs, form: Form, w, worker):
         return pair + 1, index, after
 
     row, page = refs.pieces[worker, 0], refs.pieces[worker, 2]
-    start = jnp.int32(0), jnp.int32(0), ids(row, refs.rows[row, 0] + page, rounds_of)
-    pairs_seen, copied, _unused = walk(refs.rows, refs.pieces, worker, kv, visit, start)
+    start = jnp.int32(0), jnp.int32(0), ids(row, refs.starts[worker, 0] + page, rounds_of)
+    pairs_seen, copied, _unused = walk(refs.rows, refs.pieces, refs.starts, worker, kv, visit, start)
 
     # Every arrival is waited for, also of the last blocks (a barrier that nobody watched is an error in the interpreter).
     for ring, empty in ((form.tile.key_pages, refs.k_empty), (form.tile.value_pages, refs.v_empty)):

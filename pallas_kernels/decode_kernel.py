@@ -25,7 +25,7 @@ from pallas_kernels.paged import PAGE, blank, blank_8
 
 def attend(*refs, form: Form, **shared):
     extra = (*(("k_scale", "v_scale") if form.eight or form.int8 else ()), *(("unified",) if form.unified else ()))
-    inputs = ("q", "k", "v", "table", "rows", "pieces", "chains", "enders", "arrived", *extra, "o", "part", "level")
+    inputs = ("q", "k", "v", "table", "rows", "pieces", "starts", "chains", "enders", "arrived", *extra, "o", "part", "level")
     refs = types.SimpleNamespace(**dict(zip(inputs, refs, strict=True)), **shared)
     cta, wg, workers = lax.axis_index("cta"), lax.axis_index("wg"), form.tile.workers
     of_all = lambda w: cta * workers + w  # noqa: E731
@@ -175,7 +175,7 @@ def _compute_pages(refs, form: Form, w, worker):
 
         return pair + 1, index
 
-    walk(refs.rows, refs.pieces, worker, kv, visit, (jnp.int32(0), jnp.int32(0)))
+    walk(refs.rows, refs.pieces, refs.starts, worker, kv, visit, (jnp.int32(0), jnp.int32(0)))
     if form.fill:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         decode_parts.put(refs.o_s.at[w], softmax.start(h, cols)[1])

@@ -21,6 +21,8 @@ class DecodeWork:
 
     rows [B, 4] int32: first visible page, visible pages, length (0: skipped), next row that has pages.
     pieces [workers, 4] int32: first row, first KV head, first page counted from the row's first visible one, pages in the piece.
+    starts [workers, 5] int32: of the piece's first row what `rows` says, and the first visible page of the row after it: a worker's first
+      copy waits for two reads instead of four.
     chains [workers] int32: where this piece ends a (row, head) pair that began in an earlier one, how many earlier ones hold parts of it.
     enders [workers] int32: where this piece leaves a pair unfinished, the worker that ends it.
     arrived [workers] int32: the parts written so far of the pair that a worker ends. Zero before a call and after it: kernels count in it,
@@ -29,6 +31,7 @@ class DecodeWork:
 
     rows: jax.Array
     pieces: jax.Array
+    starts: jax.Array
     chains: jax.Array
     enders: jax.Array
     arrived: jax.Array
@@ -69,16 +72,18 @@ def decode_work(lengths: jax.Array, kv_heads: int, workers: int, window: int | N
     chains = jnp.where(ends_pair, worker[:-1] - holder(begin - page), 0)
     last = begin + count - 1
     _, _, last_page, last_pages = locate(last)
+    next_row = following[row]
     return DecodeWork(
         rows=jnp.stack([first, pages, lengths, following], axis=1),
         pieces=jnp.stack([row, head, page, count], axis=1),
+        starts=jnp.stack([first[row], pages[row], lengths[row], next_row, first[jnp.minimum(next_row, b - 1)]], axis=1),
         chains=chains,
         enders=jnp.where(count > 0, holder(last + last_pages - 1 - last_page), 0),
         arrived=jnp.minimum(count, 0),  # not a constant, which XLA might share with others
     )
 
 
-def walk(rows, pieces, worker, kv, visit, carry):
+def walk(rows, pieces, starts, worker, kv, visit, carry):
     """In a kernel: calls visit(carry, row, head, page, here, (first, pages, length), (next row, its first)) for each pair of the piece.
 
     The pair's `here` pages begin at `page`, counted from the row's `first` visible one. What comes next is read a row ahead, so that
@@ -99,5 +104,6 @@ def walk(rows, pieces, worker, kv, visit, carry):
         return then[0], jnp.where(done, 0, head + 1), jnp.int32(0), left - here, now, ahead, carry
 
     row, head, page, left = (pieces[worker, i] for i in range(4))
-    now = facts(row)
-    return lax.while_loop(lambda state: state[3] > 0, step, (row, head, page, left, now, facts(now[3]), carry))[-1]
+    *now, next_first = (starts[worker, i] for i in range(5))
+    ahead = (next_first, *facts(now[3])[1:])
+    return lax.while_loop(lambda state: state[3] > 0, step, (row, head, page, left, tuple(now), ahead, carry))[-1]

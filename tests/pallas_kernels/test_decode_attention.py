@@ -64,6 +64,8 @@ def test_the_pieces_are_the_batchs_pages_cut_evenly(lengths, shape):
         chains[last] = last - first
         assert (work.enders[first:last] == last).all()
     assert work.chains.tolist() == chains.tolist()
+    for (row, _, _, _), start in zip(work.pieces, work.starts, strict=True):
+        assert start.tolist() == [*work.rows[row], work.rows[min(work.rows[row][3], len(lengths) - 1)][0]]
 
 
 def run(q, cache, table, lengths, **settings):
