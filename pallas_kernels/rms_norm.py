@@ -30,39 +30,30 @@ def add_norm(
     eps: float,
     offset: float = 0.0,
     quantize: bool = False,
-    times: int = 1,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array | Quantized]:
     """(x + y, its norm), of the same meaning as its twin, `reference.add_norm`.
 
     Args:
-      x, y: [T, D] bfloat16, D a multiple of 128; y None: nothing to add; y [n, T, D]: parts of a sum, added first, and rounded once.
+      x, y: [T, D] bfloat16, D a multiple of 128; y None: nothing to add.
       other: as y, and added to it first, rounded.
       weight, bias: [D] bfloat16 or float32. With a bias it is LayerNorm, without RMSNorm, which scales by offset + weight.
       quantize: the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token.
-      times: how often the norm is written, all of its rows and then all again: for copies of it that are sent to so many devices.
     Returns:
-      the sum [T, D], and its norm [times · T, D].
+      the sum [T, D], and its norm.
     Raises:
       ValueError: for a shape or dtype that the kernel does not take.
     """
     t, d = x.shape
     rows = [v for v in (x, y, other) if v is not None]
-    most = [3 if v is y and other is None else 2 for v in rows]  # axes
-    alike = all((v.shape[-2:], v.dtype) == (x.shape, jnp.bfloat16) and v.ndim <= axes for v, axes in zip(rows, most, strict=True))
-    if d % 128 or not alike or (y is None and len(rows) > 1):
+    if d % 128 or x.dtype != jnp.bfloat16 or any((v.shape, v.dtype) != (x.shape, x.dtype) for v in rows) or (y is None and len(rows) > 1):
         given = [f"{v.dtype}{list(v.shape)}" for v in rows]
-        raise ValueError(
-            f"x, y and other are {given}: bfloat16 [T, D], D a multiple of 128, all the same; other only beside y; y alone may be [n, T, D]"
-        )
+        raise ValueError(f"x, y and other are {given}: bfloat16 [T, D], D a multiple of 128, all the same; other only beside y")
     row = jax.ShapeDtypeStruct((t, d), x.dtype)
-    dtypes = [jnp.float8_e4m3fn, jnp.float32] if quantize else [x.dtype]
-    normed = [jax.ShapeDtypeStruct((times * t, d)[: 2 - i], dtype) for i, dtype in enumerate(dtypes)]
+    normed = [jax.ShapeDtypeStruct((t, d), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((t,), jnp.float32)] if quantize else [row]
     ctas = min(t, SMS * _PER_SM)
     total, *normed = plgpu.kernel(
-        functools.partial(
-            _rows, adds=len(rows) - 1, centres=bias is not None, quantizes=quantize, eps=eps, offset=offset, ctas=ctas, times=times
-        ),
+        functools.partial(_rows, adds=len(rows) - 1, centres=bias is not None, quantizes=quantize, eps=eps, offset=offset, ctas=ctas),
         out_type=normed if y is None else [row, *normed],
         grid=(ctas,),
         grid_names=("cta",),
@@ -75,7 +66,7 @@ def add_norm(
     return total, Quantized(*normed) if quantize else normed[0]
 
 
-def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, times):
+def _rows(*refs, adds, centres, quantizes, eps, offset, ctas):
     """This CTA's rows, every `ctas`-th."""
     refs = iter(refs)
     x_ref, *added = (next(refs) for _ in range(1 + adds))
@@ -94,8 +85,9 @@ def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, times):
         # Asked for before the statistics are waited for.
         weight, bias = read(weight_ref), read(bias_ref) if bias_ref is not None else None
         if sum_ref is not None:
-            first, *others = (read(part) for ref in added for part in _parts(ref, row))
-            y = sum(others, first).astype(sum_ref.dtype).astype(jnp.float32) if others else first
+            y, *others = (read(ref.at[row]) for ref in added)
+            for other in others:
+                y = (y + other).astype(sum_ref.dtype).astype(jnp.float32)
             total = (x + y).astype(sum_ref.dtype)
             sum_ref.at[row][...] = total
             x = total.astype(jnp.float32)
@@ -106,15 +98,8 @@ def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, times):
             h = h + bias
         if scale_ref is not None:
             scale = jnp.maximum(jnp.max(jnp.abs(h)), _SMALLEST) * (1.0 / _E4M3_MAX)
-            for time in range(times):
-                scale_ref[time * t + row] = scale
+            scale_ref[row] = scale
             h = h * (1.0 / scale)
-        for time in range(times):
-            h_ref.at[time * t + row][...] = h.astype(h_ref.dtype)
+        h_ref.at[row][...] = h.astype(h_ref.dtype)
 
     pl.loop(lax.axis_index("cta"), t, step=ctas)(norm)
-
-
-def _parts(ref, row):
-    """A row of an array of rows, or of each of several."""
-    return [ref.at[row]] if len(ref.shape) == 2 else [ref.at[part, row] for part in range(ref.shape[0])]

@@ -5,8 +5,8 @@
 
 Times are of a profile that was measured on the machine, or with --modelled of the cost model (and --collectives as they were
 measured). Of several --tokens, the one with the most tokens a second is kept; under tensor parallelism, of the forms of the sums over
-devices (all-reduces, reduce-scatters and all-gathers with the norms on each device's own rows, or copies: of two devices whole, of
-more scattered) the best.
+devices (all-reduces, reduce-scatters and all-gathers with the norms on each device's own rows, or copies: of two devices, or in two
+steps of four) the best.
 Several workloads (prompt and output tokens, in pairs) make a portfolio: a plan each, in the folder --out.
 """
 
@@ -62,7 +62,7 @@ def define_flags() -> None:
     flags.DEFINE_list("output_tokens", ["512"], "Mean output of each workload.")
     flags.DEFINE_enum("overlap", "all", list(MODES), "Which resources may run beside compute.")
     flags.DEFINE_boolean("split", False, "Cut the step even where one nano-batch is faster (ablations).")
-    flags.DEFINE_enum("sums", "all", FORMS, "Forms of the sums over devices that are tried; copies: by the copy engines.")
+    flags.DEFINE_enum("sums", "all", FORMS, "Forms of the sums over devices that are tried; copies: of two or four, by the copy engines.")
     flags.DEFINE_integer("nano_batches", 2, "At most so many; 1 is the sequential plan.", lower_bound=1, upper_bound=4)
     flags.DEFINE_integer("time_limit_s", 600, "For everything together.", lower_bound=1)
     flags.DEFINE_string("out", None, "The plan's file; for several workloads, a folder.", required=True)
@@ -195,8 +195,8 @@ def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, 
     forms = {"reduce": lambda: rival}
     if tp > 1 and "attn_scatter" in timed:
         forms["scatter"] = lambda: Shares(profile, model_graph(model, tp, widths, scattered=True), columns)
-    if card is not None and card.exchange_s is not None and (tp == 2 or "scatter" in forms):  # of more than two, whole sums are too much
-        exchanged = plain if tp == 2 else model_graph(model, tp, widths, scattered=True)
+    if tp in (2, 4) and card is not None and card.exchange_s is not None:
+        exchanged = model_graph(model, tp, widths, swapped=tp == 4)
         forms["copies"] = lambda: Shares(copied(profile, exchanged, card), exchanged, columns)
     wanted = [form for name, form in forms.items() if f.sums in ("all", name)]
     if not wanted:

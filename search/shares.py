@@ -103,8 +103,7 @@ class Shares:
             return seconds(self.profile, name, tokens, keys, SMS)
         if kind in ("other", "network") and sms not in self.known.get(name, ()):
             alone = seconds(self.profile, name, tokens, keys)
-            free = kind == "network" or sms == SMS  # a norm between two copies has what it finds
-            return alone if free else alone * max(1.0, full / (INTAKE * sms))  # no kernel that a share bounds
+            return alone if kind == "network" else alone * max(1.0, full / (INTAKE * sms))  # no kernel that a share bounds
         if sms == full:
             return seconds(self.profile, name, tokens, keys, sms) / (1.0 if self.profile.pairs else self.fill(name, tokens, sms))
         return self.beside * self._on(name, tokens, keys, sms) / self.fill(name, tokens, sms)

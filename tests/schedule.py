@@ -15,7 +15,7 @@ from jaxflow.pipeline.order import ATTENTION, Run, program
 from jaxflow.pipeline.plan import Plan
 
 _INSTRUCTION = re.compile(r"^ *(?:ROOT )?%(?P<name>\S+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<rest>.*)$", re.M)
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
 # What a nano-op is known by.
 _WORK = ("dot", "custom-call", "scatter", *_COLLECTIVES, *(f"{name}-start" for name in _COLLECTIVES))
 

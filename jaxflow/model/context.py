@@ -1,7 +1,7 @@
 """What every op of a step is told, and the forms of what it works on."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 from jaxflow.config import Layer, ModelConfig
 from pallas_kernels.kernel_set import KernelSet
@@ -15,15 +15,14 @@ class Context:
     """What is fixed for a compiled step. `axis` is the tensor-parallel mesh axis inside `shard_map`, or None.
 
     sms: how many SMs products and attention may occupy, where a plan shares the device between ops; None: all.
-    copies: what of sums over devices is sent by the copy engines (`jaxflow.model.exchange`): of two devices a part whole, scattered the
-    rows that every other device owns, or nothing.
+    copies: of two or four devices, whether sums are sent by the copy engines (`jaxflow.model.exchange`).
     """
 
     config: ModelConfig
     kernels: KernelSet
     axis: str | None = None
     sms: int | None = None
-    copies: Literal["whole", "rows"] | None = None
+    copies: bool = False
 
     def group(self, layer: Layer) -> int:
         """The layer's row on the page table's group axis."""

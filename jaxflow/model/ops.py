@@ -28,27 +28,18 @@ from jaxflow.config import Layer
 from jaxflow.model.attention import attention_work, chunk_attention, decode_attention, kv_scales, merge_heads  # noqa: F401  (ops, too)
 from jaxflow.model.batch import Batch
 from jaxflow.model.context import KV, Context, Weights
-from jaxflow.model.exchange import Halves, Parts, Sum, added, exchanged
+from jaxflow.model.exchange import Halves, Sum, added, exchanged
 from jaxflow.model.experts import Routing, expert_down, expert_up_gate, router  # noqa: F401  (ops, too)
 from jaxflow.model.rope import inverse_frequencies
 from jaxflow.model.scattered import attn_gather, attn_scatter, mlp_gather, mlp_scatter  # noqa: F401  (ops, too)
 from pallas_kernels.quantized import Quantized
 
 
-def _add_norm(c: Context, w: Weights, name: str, x: Array, y: Sum | None, *, quantize: bool = False, times: int = 1) -> tuple[Array, Any]:
+def _add_norm(c: Context, w: Weights, name: str, x: Array, y: Sum | None, *, quantize: bool = False) -> tuple[Array, Any]:
     settings: dict[str, Any] = {"eps": c.config.norm_eps, "offset": c.config.norm_weight_offset, "quantize": quantize}
-    if times > 1:
-        settings["times"] = times
     if isinstance(y, Halves):
         y, settings["other"] = y
-    elif isinstance(y, Parts):
-        y = y.parts
     return c.kernels.add_norm(x, y, w[name], w.get(f"{name}_bias"), **settings)
-
-
-def _senders(c: Context) -> int:
-    """How often a norm is written: once for each device that copies of a device's own rows go to."""
-    return lax.axis_size(c.axis) if c.copies == "rows" else 1
 
 
 def _first_shard_only(c: Context, bias: Array | None) -> Array | None:
@@ -95,7 +86,7 @@ def _gemm(c: Context, w: Weights, name: str, x: Array | Quantized, bias: Array |
 
 def attn_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Sum | None) -> tuple[Array, Any]:
     """(x + y, its norm); y is what the layer before adds, None in the first."""
-    return _add_norm(c, w, "attn_norm", x, y, quantize=_quantized(w, "qkv"), times=_senders(c))
+    return _add_norm(c, w, "attn_norm", x, y, quantize=_quantized(w, "qkv"))
 
 
 def qkv(c: Context, w: Weights, h: Float[Array, "t D"] | Quantized) -> Float[Array, "t A"]:
@@ -173,7 +164,7 @@ def post_attn_norm(c: Context, w: Weights, y: Sum) -> Float[Array, "t D"]:
 
 def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Sum) -> tuple[Array, Any]:
     """(x + y, its norm)."""
-    return _add_norm(c, w, "mlp_norm", x, y, quantize=_quantized(w, "up_gate"), times=_senders(c))
+    return _add_norm(c, w, "mlp_norm", x, y, quantize=_quantized(w, "up_gate"))
 
 
 def up_gate(c: Context, w: Weights, h: Float[Array, "t D"] | Quantized) -> Float[Array, "t F"] | Quantized:

@@ -4,20 +4,15 @@ Of t rows device i has rows [i · t / tp, (i + 1) · t / tp). Everything between
 is done once, not once a device. (Korthikanti et al. 2023; NanoFlow §4.1.2 calls such rewrites operation transformations.)
 """
 
-import functools
 from typing import Any
 
 import jax
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxflow.model.exchange import Parts, everywhere, own_parts
 
-
-def attn_scatter(c: Any, y: Float[Array, "t D"]) -> Float[Array, "t/tp D"] | Parts:
+def attn_scatter(c: Any, y: Float[Array, "t D"]) -> Float[Array, "t/tp D"]:
     """The sum over tensor-parallel shards, of the device's own rows. t is a multiple of tp."""
-    if c.copies:
-        return own_parts(c, y)
     return lax.psum_scatter(y, c.axis, scatter_dimension=0, tiled=True)
 
 
@@ -25,16 +20,11 @@ mlp_scatter = attn_scatter
 
 
 def attn_gather(c: Any, own: Any) -> Any:
-    """All rows, from the devices that have them; of values with scales (`Quantized`) both. What is copied is there once for each."""
-    return jax.tree.map(functools.partial(everywhere if c.copies else gathered, c), own)
+    """All rows, from the devices that have them; of values with scales (`Quantized`) both."""
+    return jax.tree.map(lambda a: lax.all_gather(a, c.axis, axis=0, tiled=True), own)
 
 
 mlp_gather = attn_gather
-
-
-def gathered(c: Any, own: Float[Array, "t/tp *D"]) -> Float[Array, "t *D"]:
-    """All rows of one array, from the devices that have them."""
-    return lax.all_gather(own, c.axis, axis=0, tiled=True)
 
 
 def own_rows(c: Any, x: Float[Array, "t D"]) -> Float[Array, "t/tp D"]:

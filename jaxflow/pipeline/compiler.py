@@ -21,7 +21,7 @@ from jaxflow.model import ops
 from jaxflow.model.batch import Batch
 from jaxflow.model.exchange import added
 from jaxflow.model.ops import KV, Context, Weights
-from jaxflow.model.scattered import gathered, own_rows
+from jaxflow.model.scattered import own_rows
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.calls import call
 from jaxflow.pipeline.order import ATTENTION, MAIN, Reads, Run, Source, Span, check, check_sums, final_values, graph_of, program
@@ -47,12 +47,11 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: boo
     runs, final = program(plan, graph), final_values(graph)
     reads = Reads(runs, final)
     groups = grouped(runs, reads, quantized)
-    copies = None if plan.sums == "kernels" else "rows" if graph.scattered else "whole"
 
     def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[Array, Array, list[KV]]:
         if batch.num_tokens != plan.tokens:
             raise PlanError(plan.name, f"a batch of {batch.num_tokens} tokens in a plan for {plan.tokens}")
-        step = _Step(dataclasses.replace(c, copies=copies), weights, list(kv), batch, reads)
+        step = _Step(dataclasses.replace(c, copies=plan.sums == "copies"), weights, list(kv), batch, reads)
         for group in groups:
             step.issue(group)
         step.flush()
@@ -277,7 +276,7 @@ class _Step:
         scattered = any(run.op.own_rows for run in self.reads.runs)
         spans = [piece.span for piece in self.values.find(final[1], Span(0, tokens))] if scattered else [Span(0, tokens)]
         sums = [self.values.read(final[0], span) + added(self.values.read(final[1], span)) for span in spans]
-        return jnp.concatenate([gathered(self.c, own) for own in sums]) if scattered else sums[0]
+        return jnp.concatenate([ops.attn_gather(self.c, own) for own in sums]) if scattered else sums[0]
 
     def alive(self, piece: Piece) -> bool:
         """Whether anything will still read a piece: XLA forgets the others' part in a barrier."""

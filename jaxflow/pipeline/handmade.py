@@ -97,7 +97,7 @@ def _reads_sum(nano: NanoOp, sent: NanoOp) -> bool:
 
 
 def copied(plan: Plan) -> Plan:
-    """The plan with its sums over devices sent by the copy engines: of two, or scattered."""
+    """The plan with its sums over two devices sent by the copy engines."""
     return msgspec.structs.replace(plan, name=f"{plan.name}, sums copied", sums="copies")
 
 

@@ -131,8 +131,9 @@ def check_sums(plan: Plan, graph: Graph, tp: int) -> None:
     if any((nano.stop - nano.start) % tp for nano in plan.nano_ops if graph.scattered and nano.op == "attn_scatter"):
         raise PlanError(plan.name, f"scatters rows over {tp} devices that do not divide among them")
     swaps = any(op.name.endswith("_swap") for op in graph.layers[0])
-    if plan.sums == "copies" and tp != 2 and not (graph.scattered or swaps):
-        raise PlanError(plan.name, f"sums='copies': over two devices, swapped over four or scattered; these are all-reduces over {tp}")
+    if plan.sums == "copies" and not swaps and (tp != 2 or graph.scattered):
+        form = "scattered" if graph.scattered else "all-reduces"
+        raise PlanError(plan.name, f"sums='copies': for two devices and all-reduces, or swapped over four; these are {form} over {tp}")
     if swaps and plan.sums != "copies":
         raise PlanError(plan.name, f"sums={plan.sums!r}: what is swapped is copied")
 

@@ -99,8 +99,7 @@ class Predictions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The nano-ops of a layer for steps of `tokens` tokens, in order of issue.
 
-    sums: who carries what is summed over devices: NCCL's kernels, or, over two devices or scattered, the copy engines
-    (`jaxflow.model.exchange`).
+    sums: who carries what is summed over devices: NCCL's kernels, or of two or four devices the copy engines (`jaxflow.model.exchange`).
     """
 
     name: str

@@ -28,9 +28,8 @@ GRAPHS: dict[str, dict[str, Any]] = {
 }
 
 
-# An exchange between devices of one process, of two by a permutation, of more by an all-to-all, is a copy into the other's memory: the
-# copy engines', where NCCL's would be a kernel.
-COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY", "xla_gpu_use_memcpy_local_p2p": True}
+# An exchange between devices of one process is a copy into the other's memory: the copy engines', where NCCL's would be a kernel.
+COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 
 
 def xla_options(graphs: str, *, side_streams: bool, collectives: bool) -> dict[str, Any]:

@@ -1,8 +1,5 @@
 """Norms, computed in float32 whatever the inputs are."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -13,7 +10,7 @@ from pallas_kernels.reference.quantize import quantize_rows
 
 def add_norm(
     x: Float[Array, "T D"],
-    y: Float[Array, "T D"] | Float[Array, "n T D"] | None,
+    y: Float[Array, "T D"] | None,
     weight: Float[Array, " D"],
     bias: Float[Array, " D"] | None = None,
     *,
@@ -21,30 +18,20 @@ def add_norm(
     eps: float,
     offset: float = 0.0,
     quantize: bool = False,
-    times: int = 1,
-) -> tuple[Float[Array, "T D"], Float[Array, "times*T D"] | Quantized]:
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Quantized]:
     """(x + y, its norm): the residual sum, rounded to x's dtype, and what the next block reads.
 
     Args:
-      y: None where there is nothing to add; n parts of a sum over devices are added first, in order, and rounded once.
+      y: None where there is nothing to add.
       other: added to y first, and rounded: a sum over two devices in its two parts.
       bias: with one it is LayerNorm, without RMSNorm, which scales by offset + weight.
       quantize: the norm in e4m3 with a scale for each token, of the float32 values.
-      times: how often the norm is written, all of its rows and then all again.
     """
-    if y is not None and y.ndim == 3:
-        y = sum_of_parts(y)
     y = y if other is None or y is None else y + other
     x = x if y is None else x + y
     x32 = x.astype(jnp.float32)
     h = _rms(x32, weight, eps, offset) if bias is None else _layer(x32, weight, bias, eps)
-    h = quantize_rows(h) if quantize else h.astype(x.dtype)
-    return x, h if times == 1 else jax.tree.map(lambda a: jnp.concatenate([a] * times), h)
-
-
-def sum_of_parts(parts: Float[Array, "n T D"]) -> Float[Array, "T D"]:
-    """The parts added in order in float32, rounded once."""
-    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts)).astype(parts.dtype)
+    return x, quantize_rows(h) if quantize else h.astype(x.dtype)
 
 
 def rms_norm(x: Float[Array, "*M D"], weight: Float[Array, " D"], *, eps: float, offset: float = 0.0) -> Float[Array, "*M D"]:

@@ -99,7 +99,6 @@ PLANS = {
     "two nano-batches, sums copied": (copied(two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2)), 2),
     "two nano-batches, scattered": (two_nano_batch_plan(MODEL, 2 * TOKENS, TOKENS, tp=2, scattered=True), 2),
     "two nano-batches, sums swapped over four devices": (swapped(two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=4)), 4),
-    "two nano-batches, scattered, sums copied": (copied(two_nano_batch_plan(MODEL, 2 * TOKENS, TOKENS, tp=2, scattered=True)), 2),
     "phases on two devices": (phased_plan(MODEL, TOKENS, SPLIT, tp=2), 2),
 }
 
