@@ -13,8 +13,9 @@ from jaxflow.offload.accounting import account
 from jaxflow.offload.geometry import place
 
 
-@pytest.mark.parametrize("host_attention", [True, False], ids=["attends on the host", "attends on the devices"])
-@pytest.mark.parametrize("model", ["tiny-opt", "tiny-llama"])
+@pytest.mark.parametrize(
+    ("model", "host_attention"), [("tiny-llama", True), ("tiny-opt", False)], ids=["attends on the host", "attends on the devices"]
+)
 def test_two_devices_say_what_one_does_in_every_order(model, host_attention, tmp_path):
     prompts, expected = goldens(model)
     with runtime(model, tmp_path, tp=2, weights=MIXED, kv=MIXED, activations=MIXED, host_attention=host_attention) as made:

@@ -39,10 +39,10 @@ def test_llama_in_4_bits_wherever_it_lies_is_the_engine_with_the_same_weights(tm
 def test_kv_of_4_bits_is_the_same_on_every_tier_and_cut_over_devices(tmp_path):
     prompts, wide = goldens("tiny-llama")
     found = []
-    for kv, tp in ((DEVICE, 1), (MIXED, 1), (MIXED, 2)):
+    for kv, tp in ((DEVICE, 1), (MIXED, 2)):
         with runtime("tiny-llama", tmp_path, tp=tp, kv_bits=4, kv=kv, num_gpu_batches=1) as made:
             found.append(run(made, requests(prompts)))
-    assert found[0] == found[1] == found[2] != wide
+    assert found[0] == found[1] != wide
 
 
 shares = st.sampled_from([DEVICE, HOST, DISK, MIXED, Shares(50.0, 50.0), Shares(0.0, 60.0, 40.0)])
@@ -50,7 +50,7 @@ shares = st.sampled_from([DEVICE, HOST, DISK, MIXED, Shares(50.0, 50.0), Shares(
 
 @given(
     weights=shares, kv=shares, activations=shares, host_attention=st.booleans(),
-    gpu_batch_size=st.integers(1, 4), num_gpu_batches=st.integers(1, 3), order=st.sampled_from(ORDERS),
+    num_gpu_batches=st.integers(1, 3), order=st.sampled_from(ORDERS),
 )  # fmt: skip
 @settings(max_examples=2)
 def test_drawn_policies(tmp_path_factory, order, **changes):
@@ -67,13 +67,17 @@ def test_windows_caps_and_norms_behind_blocks(tmp_path):
         assert run(made, requests(prompts)) == expected
 
 
+FAMILIES = ["tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-gemma2", "tiny-gemma3_text", "tiny-mixtral", "tiny-qwen3_moe"]
+
+
 @pytest.mark.parametrize(
     ("model", "tp"),
-    [("tiny-mistral", 2), ("tiny-qwen2", 1), ("tiny-qwen3", 2), ("tiny-gemma3_text", 2), ("tiny-mixtral", 2), ("tiny-qwen3_moe", 1)],
+    [(name, tp) for name in FAMILIES for tp in (1, 2) if (name, tp) != ("tiny-gemma2", 1)],  # that one is above
 )
 def test_every_other_family(model, tp, tmp_path):
+    """KV in one piece, so that what is compiled is small: how pieces are put together is no matter of the family."""
     prompts, expected = goldens(model, copies=1)
-    with runtime(model, tmp_path, tp=tp, gpu_batch_size=2, weights=MIXED, kv=Shares(0.0, 50.0, 50.0), activations=HOST) as made:
+    with runtime(model, tmp_path, tp=tp, weights=MIXED, kv=DISK if tp == 1 else HOST) as made:
         assert run(made, requests(prompts)) == expected
 
 
@@ -89,7 +93,7 @@ def test_sampling_is_the_engines(tmp_path):
     ]
     plain = toy.run(toy.loop("tiny-opt"), asked)
     found = {request.request_id: toy.Result() for request in asked}
-    with runtime("tiny-opt", tmp_path, gpu_batch_size=2, num_gpu_batches=3, kv=HOST) as made:
+    with runtime("tiny-opt", tmp_path, kv=HOST) as made:
         for event in itertools.chain.from_iterable(made.generate(asked)):
             found[event.request_id].take(event)
     for name, result in found.items():
