@@ -1,6 +1,6 @@
 """How long the device does nothing while an engine runs: what a profiler sees of its kernels, by the length of the gaps between them.
 
-The profiler runs for a moment in the middle of a run, and slows it: kernels of a CUDA graph are traced one by one. So the shares are
+The profiler runs for a moment in the middle of a run, and may slow it: kernels of a CUDA graph are traced one by one. So the shares are
 at most too large, and the run that they are of is no measurement of throughput.
 """
 

@@ -44,6 +44,7 @@ def _label(axes: Axes, x: str, y: str, *, legend: bool = True) -> None:
 
 
 def _rate(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
+    sweep = {**sweep, "points": sorted(sweep["points"], key=lambda point: point["request_rate"])}
     rates = _column(sweep, "request_rate")
     for key, label in (("mean", "mean"), ("median", "median"), ("p99", "99th percentile")):
         axes[0].plot(rates, _column(sweep, f"{key}_normalized_latency_ms"), marker="o", label=label)
