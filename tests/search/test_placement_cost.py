@@ -150,10 +150,12 @@ def test_every_square_takes_the_driver_some_time():
         Machine(name="drawn", method="", square_s=-1.0, **CONSTANTS)
 
 
-@pytest.mark.parametrize("report", ["h200-offload-opt-30b", "h200-offload-opt-30b-4", "h200-offload-opt-30b-4-rivals"])
+@pytest.mark.parametrize("report", ["opt-30b", "opt-30b-4", "opt-30b-4-rivals", "opt-30b-4-again"])
 def test_blocks_that_an_h200_ran_are_predicted_within_3_percent(report):
     work = dataclasses.replace(OPT, page_size=64)
-    rows = [row for row in json.loads((paths.ROOT / "benchmarks" / f"{report}.json").read_text())["rows"] if "failed" not in row]
+    rows = [
+        row for row in json.loads((paths.ROOT / "benchmarks" / f"h200-offload-{report}.json").read_text())["rows"] if "failed" not in row
+    ]
     assert rows
     for row in rows:
         made = predict(work, load_machine("h200"), msgspec.convert(row["policy"], Policy))
