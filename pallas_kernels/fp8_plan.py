@@ -100,3 +100,11 @@ def _cost_us(tile: Fp8Tile, made: Work) -> float:
     steps = made.table[:, :, 3]
     busiest = (steps.sum(1) * _STEP_US[tile.columns, tile.cluster] + (steps > 0).sum(1) * _TILE_US).max()
     return float(busiest) + (_PARTS_US if made.cut else 0.0)
+
+
+@functools.cache
+def filled(m: int, n: int, k: int, sms: int, *, quantize: bool) -> float:
+    """What a product would take if all of the `sms` SMs had equally many steps of their best tile, over what the busiest takes."""
+    tile, made = fp8_plan(m, n, k, sms, blocked=False, gate_block=64 if quantize else None, quantize=quantize)
+    even = m * n / (128 * 256) * (k / 128) * _STEP_US[256, 2 if sms == SMS else 1] / sms
+    return min(1.0, float(even / (made.table[:, :, 3].sum(1).max() * _STEP_US[tile.columns, tile.cluster])))

@@ -10,8 +10,7 @@ from jaxflow.config import ModelConfig
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import find_device
 from jaxflow.model.graph import Graph, Op
-from pallas_kernels.fp8_plan import fp8_plan
-from pallas_kernels.quantized import BLOCK
+from pallas_kernels.fp8_plan import filled
 from search.beside import slowdown
 from search.clock import Card, shipped_card
 from search.clocked import Clocks
@@ -24,6 +23,7 @@ NETWORK_SMS = 16  # that a collective occupies where the profile does not say
 INTAKE = 3.0  # an SM takes in so many times its share of the memory's bandwidth
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of the persistent products
 _CLOCK_STEP_HZ = 5e6
+_DEEP = 8192  # K of a product of which only the waves are asked
 
 
 class Shares:
@@ -137,12 +137,12 @@ class Shares:
     def fill(self, name: str, tokens: float, sms: int) -> float:
         """The part of a product's waves that holds tiles; the last wave is cut in two along K (1 where columns are not given).
 
-        In e4m3 as `fp8_plan` deals tiles out; `up_gate`, whose result is quantised, is never cut along K.
+        In e4m3 as the kernel deals out its tiles; `up_gate`, whose result is quantised, is never cut along K.
         """
         if name not in self.columns or not tokens:
             return 1.0
         if self.profile.dtype == "float8_e4m3fn":
-            return fp8_fill(math.ceil(tokens), self.columns[name], sms, name == "up_gate")
+            return filled(math.ceil(tokens), self.columns[name], _DEEP, sms, quantize=name == "up_gate")
         waves = math.ceil(tokens / TILE_ROWS) * math.ceil(self.columns[name] / TILE_COLUMNS) / sms
         return 2 * waves / math.ceil(2 * waves - 1e-9)
 
@@ -182,15 +182,6 @@ class Shares:
             return (found[-1],)
         kept = [option for i, option in enumerate(found) if all(option.seconds < other.seconds for other in found[:i])]
         return tuple(_spread(kept[:-1], most) + kept[-1:])
-
-
-@functools.cache
-def fp8_fill(tokens: int, columns: int, sms: int, quantize: bool) -> float:
-    """The steps of an e4m3 product, divided evenly, over those of the cluster that has the most."""
-    gate = 64 if quantize else None
-    tile, work = fp8_plan(tokens, columns, 64 * BLOCK, sms, blocked=False, gate_block=gate, quantize=quantize)
-    steps = work.table[:, :, 3].sum(1)
-    return float(steps.sum() / (sms // tile.cluster) / steps.max())
 
 
 def _spread(options: list[Option], most: int) -> list[Option]:

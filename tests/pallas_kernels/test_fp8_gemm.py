@@ -20,7 +20,7 @@ from pallas_kernels import reference
 from pallas_kernels.fp8_epilogue import E4M3
 from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
 from pallas_kernels.fp8_gemm import fp8_gemm
-from pallas_kernels.fp8_plan import Fp8Tile, fp8_plan, work
+from pallas_kernels.fp8_plan import Fp8Tile, filled, fp8_plan, work
 from pallas_kernels.quantized import BLOCK, Quantized
 from pallas_kernels.reference.quantize import dequantize
 
@@ -112,6 +112,20 @@ def test_a_plan_leaves_no_sm_out_that_it_could_use_and_has_whole_pairs(m, n, k, 
     assert made.parts == 1 or made.cut == 0 or tile.columns // made.parts % 64 == 0
     rounds = made.table.shape[1]
     assert (rounds - 1) * (sms // tile.cluster) < -(-m // (128 * tile.cluster)) * -(-n * 128 // tile.columns)
+
+
+@pytest.mark.parametrize(("columns", "whole", "others"), [(28672, 1024, 1280), (22016, 1280, 1024), (29696, 1280, 1024)])
+def test_which_cut_of_2048_rows_costs_a_gated_product_nothing_is_told_by_the_tiles_it_fills(columns, whole, others):
+    """`up_gate` of Llama-3-70B, DeepSeek-67B and Qwen2-72B on one of two devices: halves suit the first alone."""
+
+    def steps(rows):
+        return rows / filled(rows, columns, 8192, 132, quantize=True)
+
+    def parts(cut):
+        return steps(cut) + steps(2048 - cut)
+
+    assert parts(whole) == pytest.approx(parts(2048 - whole)) and parts(whole) <= 1.001 * steps(2048)
+    assert parts(others) > 1.05 * parts(whole)
 
 
 @pytest.mark.parametrize(
