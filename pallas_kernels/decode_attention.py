@@ -38,6 +38,7 @@ def decode_attention(
     tile: DecodeTile | None = None,
     work: DecodeWork | None = None,
     into: jax.Array | None = None,
+    early: bool = False,
     interpret=None,
 ) -> jax.Array:
     """Attention of one new token a sequence over its pages (the twin: `reference.decode_attention`).
@@ -56,6 +57,7 @@ def decode_attention(
       sms: CTAs of the persistent grid: how many SMs the kernel may take; None: all 132.
       work: `list_decode_work(...)` of the same lengths, heads, window and sms, where the caller shares it between layers.
       into: [T, N, H] bfloat16, what the rows without keys become instead of 0: written in place where nobody reads it later.
+      early: it begins before the kernel before it has ended (`pallas_kernels.dependent`).
     Returns:
       [T, N, H] bfloat16.
     Raises:
@@ -70,7 +72,7 @@ def decode_attention(
     tile = tile or decode_tile(h, group, k_pages.dtype.itemsize, sms, int8)
     form = Form(
         group=group, kv=kv, h=h, cols=wgmma_columns(group, eight), eight=eight, int8=int8, tile=tile, scale=scale, window=window,
-        soft_cap=soft_cap, unified=unified is not None, fill=into is None, interpret=interpret is not None,
+        soft_cap=soft_cap, unified=unified is not None, fill=into is None, early=early, interpret=interpret is not None,
     )  # fmt: skip
     workers = sms * tile.workers
     work = decode_work(lengths, kv, workers, window) if work is None else work

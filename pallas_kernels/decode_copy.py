@@ -7,6 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_form import BOX, Form
 from pallas_kernels.decode_work import walk
+from pallas_kernels.dependent import launch_next
 from pallas_kernels.paged import PAGE
 
 
@@ -73,6 +74,8 @@ def copy_pages(refs, form: Form, w, worker):
     row, page = refs.pieces[worker, 0], refs.pieces[worker, 2]
     start = jnp.int32(0), jnp.int32(0), ids(row, refs.starts[worker, 0] + page, rounds_of)
     pairs_seen, copied, _unused = walk(refs.rows, refs.pieces, refs.starts, worker, kv, visit, start)
+
+    launch_next(form.early)  # now, not before: the next product's copies of its weight would be in front of these
 
     # Every arrival is waited for, also of the last blocks (a barrier that nobody watched is an error in the interpreter).
     for ring, empty in ((form.tile.key_pages, refs.k_empty), (form.tile.value_pages, refs.v_empty)):

@@ -28,6 +28,7 @@ class Form:
     soft_cap: float | None
     unified: bool
     fill: bool  # whether rows without keys become 0
+    early: bool  # whether it begins before the kernel before it has ended
     interpret: bool
 
     @property

@@ -20,6 +20,7 @@ from pallas_kernels.decode_copy import copy_pages
 from pallas_kernels.decode_form import Form
 from pallas_kernels.decode_join import add_parts, is_last
 from pallas_kernels.decode_work import walk
+from pallas_kernels.dependent import wait_for_last
 from pallas_kernels.paged import PAGE, blank, blank_8
 
 
@@ -27,6 +28,7 @@ def attend(*refs, form: Form, **shared):
     extra = (*(("k_scale", "v_scale") if form.eight or form.int8 else ()), *(("unified",) if form.unified else ()))
     inputs = ("q", "k", "v", "table", "rows", "pieces", "starts", "chains", "enders", "arrived", *extra, "o", "part", "level")
     refs = types.SimpleNamespace(**dict(zip(inputs, refs, strict=True)), **shared)
+    wait_for_last(form.early)
     cta, wg, workers = lax.axis_index("cta"), lax.axis_index("wg"), form.tile.workers
     of_all = lambda w: cta * workers + w  # noqa: E731
 

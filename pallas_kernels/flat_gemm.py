@@ -37,6 +37,7 @@ def flat_gemm(
     out_dtype=None,
     sms: int | None = None,
     tile: FlatTile | None = None,
+    early: bool = False,
     interpret=None,
 ) -> jax.Array:
     """act(x @ w.T + bias) (+ residual), accumulated in float32 (the twin: `reference.gemm`; FlashDecoding++Next §4).
@@ -47,6 +48,7 @@ def flat_gemm(
       gate_block: 64: columns are blocks of 64 gates, then 64 ups, alternating (N a multiple of 128); the result is act(gate) · up.
       out_dtype: bfloat16 (default) or float32.
       sms: SMs the kernel may occupy; None: all 132.
+      early: it begins before the kernel before it has ended (`pallas_kernels.dependent`); w is then an argument of the program.
     Returns:
       [M, N'], N' = N, or N / 2 with gate_block.
     Raises:
@@ -57,7 +59,7 @@ def flat_gemm(
     tile = tile or flat_tile(x.shape[0], w.shape[0], w.shape[1], sms or SMS, gated=gate_block is not None)
     return multiply_flat(
         x, [Operand(w, 1, swizzled(w.dtype))], _product, bias, residual=residual, activation=activation, gate_block=gate_block,
-        out_dtype=out_dtype, sms=sms or SMS, tile=tile, name="flat_gemm", interpret=interpret,
+        out_dtype=out_dtype, sms=sms or SMS, tile=tile, name="flat_gemm", early=early, interpret=interpret,
     )  # fmt: skip
 
 
@@ -68,7 +70,7 @@ def _product(acc, weight, x_s, own):
 
 def multiply_flat(
     x: jax.Array, weight: Sequence[Operand], product: Callable, bias: jax.Array | None, *, residual: jax.Array | None,
-    activation: str | None, gate_block: int | None, out_dtype, sms: int, tile: FlatTile, name: str, interpret,
+    activation: str | None, gate_block: int | None, out_dtype, sms: int, tile: FlatTile, name: str, early: bool = False, interpret,
 ) -> jax.Array:  # fmt: skip
     """The pipeline: copies tiles of the weight's arrays and of x, calls product(acc, tiles, x's tile, rows of the warpgroup) on each."""
     (m, k), n = x.shape, weight[0].array.shape[0]
@@ -86,7 +88,7 @@ def multiply_flat(
         raise ValueError(f"sms={sms}, K={k}: for {tile} at least {tile.cluster} SMs and steps along K, and stages a multiple of its turns")
     body = functools.partial(
         multiply, weight=weight, product=product, tile=tile, has_bias=bias is not None, has_residual=residual is not None,
-        activation=activation, gated=gated,
+        activation=activation, gated=gated, early=early,
     )  # fmt: skip
     out = plgpu.kernel(
         body,

@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.dependent import launch_next, wait_for_last
 from pallas_kernels.flat_tiles import FlatTile
 from pallas_kernels.paged import LOG2E
 
@@ -57,7 +58,7 @@ def scratch(tile: FlatTile, weight: Sequence[Operand], m: int, columns: int, out
 
 
 def multiply(
-    x_ref, *refs, weight, product, tile, has_bias, has_residual, activation, gated,
+    x_ref, *refs, weight, product, tile, has_bias, has_residual, activation, gated, early,
     w_s, x_s, o_s, full, empty,
     sums: Any = None, sums_full: Any = None, sums_empty: Any = None, r_s: Any = None, r_full: Any = None,
     parts: Any = None, parts_full: Any = None, parts_empty: Any = None,
@@ -65,6 +66,7 @@ def multiply(
     w_refs, (*extras, o_ref) = refs[: len(weight)], refs[len(weight) :]
     bias_ref: Any = extras[0] if has_bias else None
     residual_ref: Any = extras[-1] if has_residual else None
+    launch_next(early)
     group, thread = lax.axis_index("group"), lax.axis_index("wg")
     wg, turn = lax.rem(thread, jnp.int32(tile.warpgroups)), lax.div(thread, jnp.int32(tile.warpgroups))
     part = lax.axis_index("part") if tile.cluster > 1 else jnp.int32(0)
@@ -94,6 +96,7 @@ def multiply(
         total = mine * steps
         ahead = jnp.minimum(total, tile.stages)
         pl.loop(0, ahead)(copy_weight)
+        wait_for_last(early)
         pl.loop(0, ahead)(copy_tokens)
 
         @pl.loop(ahead, total)
@@ -108,6 +111,7 @@ def multiply(
 
     @pl.when(turn < tile.turns)
     def _compute():
+        wait_for_last(early)
         own = pl.ds(wg * tile.rows, tile.rows)
 
         def finish(y, row, column):

@@ -5,7 +5,6 @@ memory, a cluster of CTAs shares a tile along K where tiles are few. fp8's own a
 128 columns) and the quantised result, whose 128 columns of a token one warpgroup holds.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -14,26 +13,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.dependent import launch_next, wait_for_last
 from pallas_kernels.fp8_epilogue import BY_COLUMN, BY_ROW, E4M3, Epilogue, activate, load, scale_of
+from pallas_kernels.fp8_flat_tiles import Fp8FlatTile, fp8_flat_tile
 from pallas_kernels.fp8_gemm import check_operands
 from pallas_kernels.fp8_kernel import DEPTH, form
 from pallas_kernels.paged import LANE, rows_of_eight
 from pallas_kernels.pairs import store_transposed
 from pallas_kernels.quantized import BLOCK, Quantized
-from pallas_kernels.tiles import SMEM_BYTES, SMS
+from pallas_kernels.tiles import SMS
 
 ROWS = 64  # most tokens
 _ONE_BY_ONE = plgpu.Layout._WGMMA_ACC_32BIT  # the accumulator's layout without pairs: neighbours in a column of a matrix are no vector
-
-
-@dataclasses.dataclass(frozen=True)
-class Fp8FlatTile:
-    """`rows` of the weight a tile, `depth` of K a step, `stages` steps in flight, `cluster` CTAs that share a tile along K."""
-
-    rows: int
-    depth: int
-    stages: int
-    cluster: int
 
 
 def fp8_flat_gemm(
@@ -48,9 +39,13 @@ def fp8_flat_gemm(
     out_dtype=None,
     sms: int | None = None,
     tile: Fp8FlatTile | None = None,
+    early: bool = False,
     interpret=None,
 ) -> jax.Array | Quantized:
-    """`fp8_gemm` of 1 to 64 rows (FlashDecoding++Next §4): the same arguments, result and errors; gate_block is 64."""
+    """`fp8_gemm` of 1 to 64 rows (FlashDecoding++Next §4): the same arguments, result and errors; gate_block is 64.
+
+    early: it begins before the kernel before it has ended (`pallas_kernels.dependent`); w is then an argument of the program.
+    """
     (m, k), n = x.values.shape, w.values.shape[0]
     check_operands(x, w, activation, gate_block, quantize, residual, out_dtype)
     if m > ROWS or gate_block not in (None, 64):
@@ -58,7 +53,7 @@ def fp8_flat_gemm(
     x = Quantized(rows_of_eight(x.values), rows_of_eight(x.scale) if x.scale.ndim else x.scale.reshape(1))
     rows, sms = x.values.shape[0], sms or SMS
     epilogue = Epilogue(activation, gate_block, quantize, slots=1)
-    tile = tile or fp8_flat_tile(rows, n, k, sms, epilogue)
+    tile = tile or fp8_flat_tile(rows, n, k, sms, epilogue, blocked=x.scale.ndim == 2)
     out_dtype = jnp.dtype(E4M3 if quantize else jnp.bfloat16)
     columns = n // 2 if gate_block else n
     out_type = [jax.ShapeDtypeStruct((rows, columns), out_dtype)]
@@ -71,13 +66,13 @@ def fp8_flat_gemm(
     tiles = pl.cdiv(n, tile.rows)
     most = min(tiles, sms // tile.cluster)
     out = plgpu.kernel(
-        functools.partial(_multiply, names=names, tile=tile, e=epilogue, interpret=interpret is not None),
+        functools.partial(_multiply, names=names, tile=tile, e=epilogue, early=early, interpret=interpret is not None),
         out_type=out_type,
         grid=(pl.cdiv(tiles, pl.cdiv(tiles, most)),),  # no more CTAs than it takes, so that all have equally many tiles
         grid_names=("group",),
         cluster=(tile.cluster,) if tile.cluster > 1 else (),
         cluster_names=("part",) if tile.cluster > 1 else (),
-        num_threads=2,
+        num_threads=tile.turns + 1,
         thread_name="wg",
         scratch_types=_scratch(tile, rows, out_dtype, gate_block is not None, residual is not None),
         compiler_params=LANE,
@@ -85,15 +80,6 @@ def fp8_flat_gemm(
         interpret=interpret,
     )(*operands.values())
     return Quantized(out[0][:m], out[1][:m]) if quantize else out[0][:m]
-
-
-def fp8_flat_tile(m: int, n: int, k: int, sms: int, e: Epilogue, depth: int = DEPTH, **chosen) -> Fp8FlatTile:
-    """The tile of x [m, k], w [n, k]: a ring that fills shared memory, and clusters where there are more SMs than tiles."""
-    rows = chosen.get("rows") or (256 if e.quantize and e.gate_block else 128 if e.quantize or e.gate_block else 64)
-    pairs = 2 * pl.cdiv(n, rows) <= sms and k >= 2 * depth and rows * m <= 64 * 64  # larger parts would leave no room for the ring
-    cluster = chosen.get("cluster") or (2 if pairs else 1)
-    beside = 4 * 1024 + m * rows * 4 + (cluster - 1) * rows * m * 4
-    return Fp8FlatTile(rows, depth, min((SMEM_BYTES - beside) // ((rows + m) * depth), 16), cluster)
 
 
 def _scratch(tile: Fp8FlatTile, rows: int, out_dtype, gated: bool, has_residual: bool) -> dict:
@@ -108,6 +94,10 @@ def _scratch(tile: Fp8FlatTile, rows: int, out_dtype, gated: bool, has_residual:
     if has_residual:
         scratch["r_s"] = plgpu.SMEM((rows, width), jnp.bfloat16, transforms=form(64, jnp.bfloat16))
         scratch["r_full"] = plgpu.Barrier()
+    if tile.turns > 1:
+        scratch["sums"] = plgpu.SMEM((tile.turns - 1, tile.rows, rows), jnp.float32, transforms=form(8, jnp.float32))
+        scratch["sums_full"] = plgpu.Barrier(num_arrivals=tile.turns - 1)
+        scratch["sums_empty"] = plgpu.Barrier()
     if tile.cluster > 1:
         scratch["parts"] = plgpu.SMEM((tile.cluster - 1, tile.rows, rows), jnp.float32, transforms=form(8, jnp.float32))
         scratch["parts_full"] = plgpu.Barrier(num_arrivals=tile.cluster - 1)
@@ -115,7 +105,8 @@ def _scratch(tile: Fp8FlatTile, rows: int, out_dtype, gated: bool, has_residual:
     return scratch
 
 
-def _multiply(*refs, names, tile, e, interpret, **s):
+def _multiply(*refs, names, tile, e, early, interpret, **s):
+    launch_next(early)
     ref = dict(zip(names, refs, strict=True))
     w_s, x_s, o_s, full, empty = (s[name] for name in ("w_s", "x_s", "o_s", "full", "empty"))
     group, groups = lax.axis_index("group"), lax.axis_size("group")
@@ -125,23 +116,31 @@ def _multiply(*refs, names, tile, e, interpret, **s):
     tiles, blocks = pl.cdiv(n, tile.rows), pl.cdiv(k, tile.depth)
     mine = lax.div(tiles - group + groups - 1, jnp.int32(groups))
     first, last = (lax.div(blocks * (part + i), jnp.int32(tile.cluster)) for i in (0, 1))
-    steps = last - first
+    steps, turn = last - first, lax.axis_index("wg")
 
-    @pl.when(lax.axis_index("wg") == 1)
+    @pl.when(turn == tile.turns)
     def _copy():
         total = mine * steps
+        ahead = jnp.minimum(total, stages)
 
-        @pl.loop(0, total)
-        def _(step):
+        def copy_weight(step):
             item, block, slot = lax.div(step, steps), first + lax.rem(step, steps), lax.rem(step, stages)
-
-            @pl.when(step >= stages)
-            def _():
-                plgpu.barrier_wait(empty.at[slot])
-
             at, deep = pl.ds((group + item * groups) * tile.rows, tile.rows), pl.ds(block * tile.depth, tile.depth)
             plgpu.copy_gmem_to_smem(ref["w"].at[at, deep], w_s.at[slot], full.at[slot])
-            plgpu.copy_gmem_to_smem(ref["x"].at[:, deep], x_s.at[slot], full.at[slot])
+
+        def copy_tokens(step):
+            block, slot = first + lax.rem(step, steps), lax.rem(step, stages)
+            plgpu.copy_gmem_to_smem(ref["x"].at[:, pl.ds(block * tile.depth, tile.depth)], x_s.at[slot], full.at[slot])
+
+        pl.loop(0, ahead)(copy_weight)
+        wait_for_last(early)
+        pl.loop(0, ahead)(copy_tokens)
+
+        @pl.loop(ahead, total)
+        def _(step):
+            plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
+            copy_weight(step)
+            copy_tokens(step)
 
         @pl.loop(jnp.maximum(total - stages, 0), total)
         def _(step):  # every arrival is waited for
@@ -180,11 +179,14 @@ def _multiply(*refs, names, tile, e, interpret, **s):
             scale = load(ref["tokens"].at[:, jnp.minimum(block, ref["tokens"].shape[1] - 1)], _ONE_BY_ONE.reduce(0))
             return plgpu.layout_cast(along_rows(scale, tile.rows), plgpu.Layout.WGMMA)
 
-        def step(i, state):
+        # Every so many steps are this turn's, through all tiles: a place in the ring, whose barriers count phases, is of one turn.
+        begin = lax.rem(turn + tile.turns - lax.rem(item * steps, jnp.int32(tile.turns)), jnp.int32(tile.turns))
+
+        def step(n, state):
             total, *own = state
-            g = item * steps + i
-            slot = lax.rem(g, stages)
-            following = [scales((first + i + 1) * per + j) for j in range(per)]
+            i = begin + n * tile.turns
+            slot = lax.rem(item * steps + i, stages)
+            following = [scales((first + i + tile.turns) * per + j) for j in range(per)]
             plgpu.barrier_wait(full.at[slot])
             for j, scale in enumerate(own):
 
@@ -198,7 +200,8 @@ def _multiply(*refs, names, tile, e, interpret, **s):
             return total, *following
 
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, m), jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, steps, step, (zero, *(scales(first * per + j) for j in range(per))))[0]
+        count = lax.div(steps - begin + tile.turns - 1, jnp.int32(tile.turns))
+        return lax.fori_loop(0, count, step, (zero, *(scales((first + begin) * per + j) for j in range(per))))[0]
 
     def finish(y, at, to):
         """Scales and stores the sums of the weight's rows from `at` on, which are the result's columns from `to` on."""
@@ -236,11 +239,36 @@ def _multiply(*refs, names, tile, e, interpret, **s):
         to = pl.multiple_of(lax.div(at, jnp.int32(2)) if e.gate_block else at, 64)
         if "residual" in ref:
 
-            @pl.when(part == 0)
+            @pl.when((part == 0) & (turn == 0))
             def _():
                 plgpu.copy_gmem_to_smem(ref["residual"].at[:, pl.ds(to, width)], s["r_s"], s["r_full"])
 
         y = scaled_sums_of(item) if blocked else sums_of(item)
+        if tile.turns == 1:
+            finish_tile(item, y, at, to)
+            return
+
+        @pl.when(turn > 0)
+        def _():
+            @pl.when(item > 0)
+            def _():
+                plgpu.barrier_wait(s["sums_empty"])
+
+            s["sums"].at[turn - 1][...] = y
+            plgpu.barrier_arrive(s["sums_full"])
+
+        @pl.when(turn == 0)
+        def _():
+            plgpu.barrier_wait(s["sums_full"])
+            others = [load(s["sums"].at[i], plgpu.Layout.WGMMA) for i in range(tile.turns - 1)]
+
+            @pl.when(item + 1 < mine)
+            def _():
+                plgpu.barrier_arrive(s["sums_empty"])
+
+            finish_tile(item, functools.reduce(jnp.add, others, y), at, to)
+
+    def finish_tile(item, y, at, to):
         if tile.cluster == 1:
             finish(y, at, to)
             return
@@ -264,7 +292,8 @@ def _multiply(*refs, names, tile, e, interpret, **s):
         def _():
             plgpu.barrier_arrive(s["parts_empty"])
 
-    @pl.when(lax.axis_index("wg") == 0)
+    @pl.when(turn < tile.turns)
     def _compute():
+        wait_for_last(early)
         lax.fori_loop(0, mine, visit, None)
         plgpu.wait_smem_to_gmem(0)

@@ -16,6 +16,7 @@ from pallas_kernels.flat_tiles import FlatTile
 from pallas_kernels.quantized import Int4, Quantized
 from pallas_kernels.table import Choice, Shape, Table
 
+_EARLY = ("flat", "fp8_flat")  # can begin before the kernel before them has ended
 _ROWS = tuple(2**i for i in range(14))  # at which a choice is told
 
 
@@ -98,9 +99,13 @@ def _steps(choose: Callable[[int], str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class HopperGemm:
-    """`reference.gemm` by the fastest kernel for the shape: a table's choice, or the first taker where the table has none."""
+    """`reference.gemm` by the fastest kernel for the shape: a table's choice, or the first taker where the table has none.
+
+    early: those that can begin before the kernel before them has ended.
+    """
 
     table: Table
+    early: bool = False
 
     def choose(self, p: Product) -> Choice:
         """The kernel of a product. The table's rules are of results that stay in a layer: none is of the head's, in float32."""
@@ -130,7 +135,9 @@ class HopperGemm:
         settings |= {"quantize": True} if quantize else {}
         settings |= {"out_dtype": jnp.dtype(out_dtype)} if out_dtype is not None else {}
         settings |= {"sms": sms} if sms is not None else {}
-        return kernel(self.choose(p))(x, w, bias, **settings)
+        choice = self.choose(p)
+        settings |= {"early": True} if self.early and choice.kernel in _EARLY else {}
+        return kernel(choice)(x, w, bias, **settings)
 
 
 @functools.cache

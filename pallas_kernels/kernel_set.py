@@ -6,6 +6,7 @@ of it.
 """
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 
@@ -35,6 +36,18 @@ class KernelSet:
     list_chunk_work: Callable = reference.list_chunk_work
     list_groups: Callable = reference.list_groups
 
+    @property
+    def can_begin_early(self) -> bool:
+        """Whether its kernels of few rows can begin before the ones before them have ended."""
+        return isinstance(self.gemm, HopperGemm)
+
+    def begun_early(self) -> "KernelSet":
+        """The same, whose kernels of few rows begin before the ones before them have ended (`pallas_kernels.dependent`).
+
+        Where each is launched by itself, the weights being arguments of the program. Kernels that know nothing of it stay as they are.
+        """
+        return _begun_early(self)
+
     def describe(self, products: Mapping[str, Shape] | None = None) -> str:
         """Which kernel each op runs on: a line for all ops but the products, and one for each of those.
 
@@ -46,6 +59,20 @@ class KernelSet:
             how = "xla" if self.gemm is reference.gemm else self.gemm.describe(shape)  # type: ignore[attr-defined]
             lines.append(f"kernels: {op} [{shape.n}, {shape.k}] {shape.weights}: {how}")
         return "\n".join(lines)
+
+
+@functools.cache
+def _begun_early(kernels: KernelSet) -> KernelSet:
+    """One for each set: an op is known by its function where its tracing is kept."""
+    names = [name for name in ("add_norm", "rope_append", "decode_attention", "quantize_rows") if _is_mosaic(getattr(kernels, name))]
+    ops: dict[str, Callable] = {name: functools.partial(getattr(kernels, name), early=True) for name in names}
+    if isinstance(kernels.gemm, HopperGemm):
+        ops["gemm"] = dataclasses.replace(kernels.gemm, early=True)
+    return dataclasses.replace(kernels, **ops)
+
+
+def _is_mosaic(kernel: Callable) -> bool:
+    return not kernel.__module__.startswith((reference.__name__, "pallas_kernels.triton"))
 
 
 def _place(kernel: Callable) -> str:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.dependent import launch_next, wait_for_last
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.tiles import SMS
 
@@ -21,7 +22,7 @@ _SMALLEST = 1e-12  # a row of zeros needs a scale too
 
 
 def quantize_rows(
-    x: jax.Array, top: jax.Array | None = None, top_rows: jax.Array | None = None, *, start: int = 0, interpret=None
+    x: jax.Array, top: jax.Array | None = None, top_rows: jax.Array | None = None, *, start: int = 0, early: bool = False, interpret=None
 ) -> Quantized:
     """x as e4m3 with a scale for each row (the twin: `reference.quantize_rows`).
 
@@ -29,6 +30,7 @@ def quantize_rows(
       x: [M, C] bfloat16, C a multiple of 128, at most 16,384.
       top, top_rows: like x, and an int32; both or none. Of a longer array that x's row 0 is row `start` of, the first `top_rows` rows are
         top's, not x's.
+      early: it begins before the kernel before it has ended (`pallas_kernels.dependent`).
     Returns:
       values [M, C] e4m3 and scales [M] float32, the row's largest / 448.
     Raises:
@@ -42,7 +44,7 @@ def quantize_rows(
         raise ValueError(f"top {given}, {top_rows=}: like x {x.dtype}{list(x.shape)} and a number, or none of both")
     ctas = min(m, SMS * _PER_SM)
     values, scale = plgpu.kernel(
-        functools.partial(_rows, start=start, ctas=ctas),
+        functools.partial(_rows, start=start, ctas=ctas, early=early),
         out_type=(jax.ShapeDtypeStruct((m, c), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((m,), jnp.float32)),
         grid=(ctas,),
         grid_names=("cta",),
@@ -53,8 +55,10 @@ def quantize_rows(
     return Quantized(values, scale)
 
 
-def _rows(x_ref, *refs, start, ctas):
+def _rows(x_ref, *refs, start, ctas, early):
     """This CTA's rows, every `ctas`-th."""
+    launch_next(early)
+    wait_for_last(early)
     *tops, values_ref, scale_ref = refs
     m, c = x_ref.shape
     vector = next(v for v in (8, 4, 2, 1) if c % (128 * v) == 0)  # elements a thread reads at once: 16 bytes, where they divide the row

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.dependent import launch_next, wait_for_last
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.tiles import SMS
 
@@ -30,6 +31,7 @@ def add_norm(
     eps: float,
     offset: float = 0.0,
     quantize: bool = False,
+    early: bool = False,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array | Quantized]:
     """(x + y, its norm), of the same meaning as its twin, `reference.add_norm`.
@@ -39,6 +41,7 @@ def add_norm(
       other: as y, and added to it first, rounded.
       weight, bias: [D] bfloat16 or float32. With a bias it is LayerNorm, without RMSNorm, which scales by offset + weight.
       quantize: the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token.
+      early: it begins before the kernel before it has ended (`pallas_kernels.dependent`); weight and bias are the program's arguments then.
     Returns:
       the sum [T, D], and its norm.
     Raises:
@@ -53,7 +56,9 @@ def add_norm(
     normed = [jax.ShapeDtypeStruct((t, d), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((t,), jnp.float32)] if quantize else [row]
     ctas = min(t, SMS * _PER_SM)
     total, *normed = plgpu.kernel(
-        functools.partial(_rows, adds=len(rows) - 1, centres=bias is not None, quantizes=quantize, eps=eps, offset=offset, ctas=ctas),
+        functools.partial(
+            _rows, adds=len(rows) - 1, centres=bias is not None, quantizes=quantize, eps=eps, offset=offset, ctas=ctas, early=early
+        ),
         out_type=normed if y is None else [row, *normed],
         grid=(ctas,),
         grid_names=("cta",),
@@ -66,8 +71,9 @@ def add_norm(
     return total, Quantized(*normed) if quantize else normed[0]
 
 
-def _rows(*refs, adds, centres, quantizes, eps, offset, ctas):
+def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, early):
     """This CTA's rows, every `ctas`-th."""
+    launch_next(early)
     refs = iter(refs)
     x_ref, *added = (next(refs) for _ in range(1 + adds))
     weight_ref, bias_ref = next(refs), next(refs) if centres else None
@@ -80,10 +86,15 @@ def _rows(*refs, adds, centres, quantizes, eps, offset, ctas):
     def read(ref):
         return plgpu.load(ref, layout=layout).astype(jnp.float32)
 
+    def factors():
+        return read(weight_ref), read(bias_ref) if bias_ref is not None else None
+
+    known = factors() if early else None
+    wait_for_last(early)
+
     def norm(row):
         x = read(x_ref.at[row])
-        # Asked for before the statistics are waited for.
-        weight, bias = read(weight_ref), read(bias_ref) if bias_ref is not None else None
+        weight, bias = known or factors()  # asked for before the statistics are waited for
         if sum_ref is not None:
             y, *others = (read(ref.at[row]) for ref in added)
             for other in others:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.dependent import launch_next, wait_for_last
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.rope_columns import BLOCKS, append_columns, block_of, columns_bytes, columns_scratch, put_column
 from pallas_kernels.rope_rows import turn_rows
@@ -45,6 +46,7 @@ def rope_append(
     v_scale: jax.Array | None = None,
     sms: int | None = None,
     together: int | None = None,
+    early: bool = False,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array | Quantized, jax.Array | Quantized]:
     """Queries for attention, and the pages with the tokens' keys and values in them, of the same meaning as its twin.
@@ -59,6 +61,7 @@ def rope_append(
       k_scale, v_scale: [K] float32, for an e4m3 cache; both or none.
       sms: SMs the kernel may take; None: all.
       together: tokens whose transposed values are written at once: 1, 8, 16 or 32, as far as there are so many; None: by the shapes.
+      early: it begins before the kernel before it has ended (`pallas_kernels.dependent`).
     Returns:
       queries [T, K · G, H] bfloat16, and both page arrays.
     Raises:
@@ -85,7 +88,14 @@ def rope_append(
         inputs |= {"k_scale": k_scale, "v_scale": v_scale}
     kernel = plgpu.kernel(
         functools.partial(
-            _tokens, eps=eps, norm_offset=norm_offset, sms=sms, workers=workers, together=together, interpret=interpret is not None
+            _tokens,
+            eps=eps,
+            norm_offset=norm_offset,
+            sms=sms,
+            workers=workers,
+            together=together,
+            early=early,
+            interpret=interpret is not None,
         ),
         out_type=jax.ShapeDtypeStruct((t, kv, group, h), fused.dtype),
         grid=(sms,),
@@ -130,8 +140,10 @@ def _scratch(workers: int, kv: int, group: int, h: int, dtype, kv_dtype, togethe
     return scratch if alone else scratch | {"columns": columns_scratch(together, h, dtype, kv_dtype)}
 
 
-def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, together, interpret):
+def _tokens(inputs, pages, q_ref, scratch, *, eps, norm_offset, sms, workers, together, early, interpret):
     """One warpgroup's part: tokens of its own, or, of the last one, all of the CTA's blocks of transposed values."""
+    launch_next(early)
+    wait_for_last(early)
     wg = lax.axis_index("wg")
     move = functools.partial(
         _move_tokens, inputs, pages, q_ref, scratch, wg=wg, eps=eps, norm_offset=norm_offset, sms=sms, workers=workers, interpret=interpret

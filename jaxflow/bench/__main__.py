@@ -11,6 +11,7 @@
   link         between device and host: its rates, and what copies beside a step cost the step
   offload      blocks of a model that does not fit the device: latency against throughput, JSON and a picture
   kernels      each kernel beside its rivals, on one GPU
+  decode_step  a step of decodes under each way to launch its kernels, and each kernel's time
   plans        plans of a step beside each other, in the steady state of workloads
   trace        what each resource does over one layer of a step, from a profiler's trace; JSON and a picture
   memory       what a step's programs need beside weights and cache, and what room that leaves for KV
@@ -27,8 +28,8 @@ import sys
 from absl import flags
 
 COMMANDS = (
-    *("throughput", "latency", "serve", "hierarchy", "disk", "host", "link", "offload", "kernels", "plans", "trace"),
-    *("memory", "perplexity", "sweep"),
+    *("throughput", "latency", "serve", "hierarchy", "disk", "host", "link", "offload", "kernels"),
+    *("decode_step", "plans", "trace", "memory", "perplexity", "sweep"),
 )
 
 

@@ -20,7 +20,7 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.offload import Offload
-from jaxflow.engine.plans import choose_plans, default_plan, largest_step, make_layouts, on_gpu
+from jaxflow.engine.plans import begins_early, choose_plans, default_plan, largest_step, make_layouts, on_gpu
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
 from jaxflow.engine.start_disk import open_disk, put_below
@@ -164,14 +164,23 @@ def make_executor(
     def plan_of(layout: StepLayout) -> Plan:
         return named[layout.tokens, layout.plan]
 
+    layer_bytes = min(sum(a.nbytes for a in jax.tree.leaves(layer)) for layer in weights["layers"])
+
+    def early(layout: StepLayout) -> bool:
+        return layout.plan not in (graphs or {}) and begins_early(layout, kernels, tp, layer_bytes)
+
+    def options_of(layout: StepLayout) -> dict[str, Any]:
+        launched = "streams" if early(layout) else (graphs or {}).get(layout.plan)
+        return xla_options(plan_of(layout), tp, launched) if on_gpu() else {}
+
     memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices)
     specs = jax.tree.map(lambda array: array.sharding.spec, weights)
     executor = Executor(
         Programs(Context(model, kernels, axis_of(mesh)), mesh, specs, rows_at_once(memory, model.vocab_size)),
         weights,
         make_layouts(config, model, named.values(), decodes_alone=on_gpu()),
-        lambda layout: compile_plan(plan_of(layout), model, tp, quantized=quantization == "fp8"),
-        options_of=lambda layout: xla_options(plan_of(layout), tp, (graphs or {}).get(layout.plan)) if on_gpu() else {},
+        lambda layout: compile_plan(plan_of(layout), model, tp, quantized=quantization == "fp8", early=early(layout)),
+        options_of=options_of,
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
     )

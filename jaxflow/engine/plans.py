@@ -13,8 +13,11 @@ from jaxflow.model.checkpoint import open_checkpoint, shipped_configs
 from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, borders, fitting, load
+from pallas_kernels.kernel_set import KernelSet
 
 log = logging.getLogger(__name__)
+EARLY = 64  # decodes of a step whose kernels begin before the ones before them have ended
+EARLY_BYTES = 400 * 10**6  # of a layer's weights: so long they take to read that a host keeps ahead, which launches eight kernels meanwhile
 FEW = 256  # decodes of a step that has a program without chunks
 SHAPES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size", "num_experts")
 
@@ -121,6 +124,15 @@ def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Pl
             when = "always" if plan.predictions is None else "where it is sure to gain"
             log.info("plan: steps of %d tokens run %r, %s (--plan sequential: never)", tokens, plan.name, when)
     return found
+
+
+def begins_early(layout: StepLayout, kernels: KernelSet, tp: int, layer_bytes: int) -> bool:
+    """Whether a step's kernels are launched one by one, each before the one before it has ended, and not in a CUDA graph.
+
+    So are few decodes alone on one device: their products are reads of weights, which then begin while the last kernel ends.
+    layer_bytes: of the smallest layer's weights.
+    """
+    return layout.decodes and layout.tokens <= EARLY and tp == 1 and layer_bytes >= EARLY_BYTES and kernels.can_begin_early
 
 
 def make_layouts(config: EngineConfig, model: ModelConfig, plans: Iterable[Plan], *, decodes_alone: bool) -> list[StepLayout]:

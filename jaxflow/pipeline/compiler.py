@@ -32,11 +32,12 @@ from jaxflow.pipeline.regions import Group, Segment, grouped
 Forward = Callable[[Context, Weights, list[KV], Batch], tuple[Float[Array, "R D"], Float[Array, "T D"], list[KV]]]
 
 
-def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: bool = False) -> Forward:
+def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: bool = False, early: bool = False) -> Forward:
     """The function of a plan, of the signature and the meaning of `jaxflow.model.transformer.forward`.
 
     Its batches have `plan.tokens` tokens, and no prefill chunk in them crosses one of `borders(plan)`. quantized: the
-    inputs of products are e4m3 with scales beside them, two arrays each.
+    inputs of products are e4m3 with scales beside them, two arrays each. early: kernels begin before the ones before them have ended
+    (`KernelSet.begun_early`), which is for a step whose kernels are launched one by one.
 
     Raises:
       PlanError: for a plan that is not one of this model on `tp` devices, or that asks for what is not there.
@@ -51,6 +52,7 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: boo
     def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[Array, Array, list[KV]]:
         if batch.num_tokens != plan.tokens:
             raise PlanError(plan.name, f"a batch of {batch.num_tokens} tokens in a plan for {plan.tokens}")
+        c = dataclasses.replace(c, kernels=c.kernels.begun_early()) if early else c
         step = _Step(dataclasses.replace(c, copies=plan.sums == "copies"), weights, list(kv), batch, reads)
         for group in groups:
             step.issue(group)

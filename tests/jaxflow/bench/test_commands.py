@@ -262,7 +262,7 @@ def test_help_of_every_command_lists_its_flags(bench, capsys, command):
     assert bench(command, "--help") == 0
     out = capsys.readouterr().out
     assert f"python -m jaxflow.bench {command}" in out and "--output_json" in out
-    assert ("--max_num_batched_tokens" in out) == (command not in ("serve", "kernels"))
+    assert ("--max_num_batched_tokens" in out) == (command not in ("serve", "kernels", "decode_step"))
 
 
 def test_help_of_the_bench_names_the_commands(capsys):

@@ -1,12 +1,18 @@
 """Steps of decodes alone run a program that knows of no chunks, and answers are the golden ones."""
 
+import dataclasses
+
 import pytest
 import toy
 
 from jaxflow.engine import build
-from jaxflow.engine.plans import make_layouts
+from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.plans import begins_early, make_layouts
 from jaxflow.engine.request import Request
 from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
+from pallas_kernels.gemm import HopperGemm
+from pallas_kernels.kernel_set import REFERENCE
+from pallas_kernels.table import Table
 
 MODEL = "tiny-llama"
 
@@ -30,6 +36,19 @@ def test_buckets_that_decodes_may_need_have_a_program_for_them_alone(loop):
     *others, few, more = make_layouts(settings, config, plans, decodes_alone=True)  # 6 sequences never need 16
     assert [layout.key for layout in (few, more)] == [(4, "sequential", True), (8, "sequential", True)] and len(others) == 4
     assert few.chunks == more.chunks == 0 and others[0].chunks == 7
+
+
+def test_few_decodes_alone_begin_their_kernels_early_where_kernels_can():
+    hopper = dataclasses.replace(REFERENCE, gemm=HopperGemm(Table("")))
+    alone = StepLayout(64, 64, 64, 64, decodes=True)
+    assert begins_early(alone, hopper, 1, 436 * 10**6)  # Llama-3.1-8B in bfloat16
+    assert not begins_early(alone, hopper, 1, 218 * 10**6)  # in fp8: the host would be what is waited for
+    assert not begins_early(alone, REFERENCE, 1, 436 * 10**6)
+    assert not begins_early(alone, hopper, 2, 436 * 10**6)
+    assert not any(
+        begins_early(layout, hopper, 1, 10**9)
+        for layout in (dataclasses.replace(alone, decodes=False), dataclasses.replace(alone, tokens=128))
+    )
 
 
 def test_steps_of_decodes_alone_run_them(loop, goldens):

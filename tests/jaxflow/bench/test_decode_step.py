@@ -1,0 +1,32 @@
+"""`bench decode_step` on a tiny model: ways of launching are timed, give the same bits, and kernels are listed."""
+
+import paths
+import pytest
+from absl import flags
+
+from jaxflow.bench import decode_step
+
+
+@pytest.fixture
+def given():
+    before = set(flags.FLAGS)
+    decode_step.define_flags()
+    own = [name for name in flags.FLAGS if name not in before]
+    flags.FLAGS.mark_as_parsed()
+    yield flags.FLAGS
+    for name in own:
+        delattr(flags.FLAGS, name)
+    flags.FLAGS.unparse_flags()
+
+
+def test_every_way_is_timed_and_gives_the_same_bits(given, capsys, monkeypatch):
+    monkeypatch.setattr(decode_step, "WAYS", {name: decode_step.WAYS[name] for name in ("graph and chunks", "early")})
+    given.model, given.requests, given.context, given.seconds = str(paths.MODELS / "tiny-llama"), ["3"], 40, 0.0
+    result = decode_step.run()
+    (step,) = result["steps"]
+    assert step["requests"] == 3 and list(step["ways"]) == list(decode_step.WAYS)
+    assert all(way["us"] > 0 and way["enqueue_us"] > 0 and way["same_bits"] for way in step["ways"].values())
+    assert "3 requests, early" in capsys.readouterr().out
+    for profile in step["profiles"].values():
+        assert profile["launches"] == sum(kernel["runs"] for kernel in profile["kernels"]) > 0
+        assert profile["kernels_us"] == pytest.approx(sum(kernel["us"] for kernel in profile["kernels"]))

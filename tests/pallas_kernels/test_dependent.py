@@ -1,0 +1,63 @@
+"""Kernels that begin early: each waits before it touches what others write, products after they asked for their weight."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+from h200 import abstract, compile_for_h200, h200_mesh
+
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.flat_gemm import flat_gemm
+from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
+from pallas_kernels.gemm import HopperGemm
+from pallas_kernels.kernel_set import REFERENCE
+from pallas_kernels.quantize_rows import quantize_rows
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.rms_norm import add_norm
+from pallas_kernels.rope_append import rope_append
+from pallas_kernels.table import Table
+
+D, H, PAGES = 512, 128, 16
+WAIT, NEXT, COPY = "griddepcontrol.wait", "griddepcontrol.launch_dependents", "cp.async.bulk.tensor"
+
+
+def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def steps(x, w, w8, norm, pages, table, ints):
+    """Every kernel that can begin early, once each."""
+    early = {"early": True}
+    x, h = add_norm(x, x, norm, eps=1e-5, **early)
+    fused = flat_gemm(h, w, **early)
+    inv_freq = jnp.ones(H // 2)
+    q, k, v = rope_append(fused, pages, pages * 1, ints, ints, head_dim=H, inv_freq=inv_freq, **early)
+    o = decode_attention(q, k, v, table, ints, scale=1.0, **early)
+    return fp8_flat_gemm(quantize_rows(o.reshape(8, D), **early), w8, out_dtype=jnp.bfloat16, **early)
+
+
+def test_each_waits_and_lets_the_next_begin(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    pages, ints = array(PAGES, 4, 64, H), array(8, dtype=jnp.int32)
+    weight8 = Quantized(array(D, D, dtype=jnp.float8_e4m3fn), array(D, dtype=jnp.float32))
+    shapes = (array(8, D), array(3 * D, D), weight8, array(D), pages, array(8, 4, dtype=jnp.int32), ints)
+    assert compile_for_h200(steps, *abstract(h200_mesh(), shapes)).machine_code
+    texts = {re.sub(r"_[\dx_]+$", "", path.stem): path.read_text(errors="replace") for path in tmp_path.glob("*.ptx")}
+    assert set(texts) == {"add_norm", "flat_gemm", "rope_append", "decode_attention", "quantize_rows", "fp8_flat_gemm"}
+    for name, ptx in texts.items():
+        places = {what: [one.start() for one in re.finditer(re.escape(what), ptx)] for what in (WAIT, NEXT, COPY)}
+        assert places[WAIT] and places[NEXT], name
+        if "gemm" in name:  # its copies of the weight are in front of a wait, and all others behind one
+            assert any(min(places[COPY]) < wait for wait in places[WAIT]) and len(places[WAIT]) >= 2, name
+        elif places[COPY]:
+            assert min(places[WAIT]) < min(places[COPY]), name
+
+
+def test_a_set_has_one_form_that_begins_early():
+    hopper = dataclasses.replace(REFERENCE, add_norm=add_norm, gemm=HopperGemm(Table("")))
+    early = hopper.begun_early()
+    assert early is hopper.begun_early() and early != hopper
+    assert early.add_norm.keywords == {"early": True} and early.gemm.early
+    assert early.rope_append is REFERENCE.rope_append
+    assert REFERENCE.begun_early() == REFERENCE and not REFERENCE.can_begin_early
