@@ -15,10 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import chunk_int8
 from pallas_kernels.chunk_rows import HALF, MARKS, MOST, WIDTH, Rows, attend_rows, store_rows
 from pallas_kernels.chunk_work import ChunkWork, chunk_work
-from pallas_kernels.paged import LANE, PAGE, check_pages, flat, rows_of_eight, tiled
-from pallas_kernels.tiles import SMS, ChunkTile, chunk_tile
+from pallas_kernels.paged import LANE, PAGE, check_pages, check_scales, flat, rows_of_eight, tiled
+from pallas_kernels.tiles import SMS, ChunkTile, chunk_tile, int8_chunk_tile
 
 
 def chunk_attention(
@@ -43,13 +44,14 @@ def chunk_attention(
 
     Args:
       q: [T, N, H] bfloat16, H 64, 128 or 256.
-      k_pages, v_pages: [P, K, 64, H] bfloat16, or float8_e4m3fn [P, K, 64, H] and [P, K, H, 64]; the chunks' own keys and values are in
-        them already.
+      k_pages, v_pages: [P, K, 64, H] bfloat16, or float8_e4m3fn or int8 (H 64 or 128) [P, K, 64, H] and [P, K, H, 64]; the chunks' own
+        keys and values are in them already.
       page_table: [R, MP] int32; entries before a sequence's first visible page and past its last one are never read.
       chunks: [C, 4] int32, a row each: first token in q, tokens (0: skipped), row of page_table, position of the first token. Chunks
         do not overlap in q.
       scale: the scores are q·k · scale. window: a token sees its last `window` keys only. soft_cap: scores become cap · tanh(score / cap).
-      k_scale, v_scale: [K] float32, what a head's keys and values of 8 bits are multiplied with; None: 1.
+      k_scale, v_scale: float32, what keys and values of 8 bits are multiplied with: of float8 [K], one a head, or None, 1; of int8
+        [P, K, 64], one a token and head.
       unified: [2] float32, φ and bound: weights are exp(score - φ) (FlashDecoding++Next §3), and a tile with a row whose weights' sum is
         not within exp(±bound) begins anew with the running maximum. None: each row's maximum over its first block stands for φ. A cache
         of 8 bits always uses the running maximum, since weights of 8 bits have no room for any other.
@@ -60,10 +62,14 @@ def chunk_attention(
     Raises:
       ValueError: for a shape or dtype that the kernel does not take.
     """
-    (t, n, h), kv, eight = q.shape, k_pages.shape[1], k_pages.dtype.itemsize == 1
-    check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn))
+    (t, n, h), kv, eight = q.shape, k_pages.shape[1], k_pages.dtype == jnp.float8_e4m3fn
+    int8 = k_pages.dtype == jnp.int8
+    check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8))
+    check_scales(k_pages, k_scale, v_scale)
+    if int8 and h > 128:
+        raise ValueError(f"head width {h} of a cache of int8: 64 or 128")
     sms = SMS if sms is None else sms
-    tile = tile or chunk_tile(h, k_pages.dtype.itemsize)
+    tile = tile or (int8_chunk_tile(h) if int8 else chunk_tile(h, k_pages.dtype.itemsize))
     work = chunk_work(chunks, t, tile, window) if work is None else work
     rows = Rows(
         group=n // kv,
@@ -72,13 +78,14 @@ def chunk_attention(
         window=window,
         soft_cap=soft_cap,
         eight=eight,
+        int8=int8,
         unified=unified is not None,
         interpret=interpret is not None,
     )
     rounds = -(-work.tiles.shape[0] * n // sms)
     one = np.ones((kv,), np.float32)  # constants of the program; jnp's would be kernels
     scalars = [(k_scale, one), (v_scale, one), (unified, np.asarray([0.0, MOST], np.float32))]
-    scalars = [default if x is None else x.astype(jnp.float32) for x, default in scalars]
+    scalars = [default if x is None else x.reshape(-1, PAGE) if x.ndim == 3 else x.astype(jnp.float32) for x, default in scalars]
     kernel = plgpu.kernel(
         functools.partial(_attend, sms=sms, kv=kv, rows=rows),
         out_type=jax.ShapeDtypeStruct((t, n * h // WIDTH, WIDTH), q.dtype),
@@ -112,15 +119,19 @@ def _scratch(rows: Rows, h: int, dtype, rounds: int) -> dict:
             "q8_s": plgpu.SMEM((2, HALF, h), dtype, transforms=wide),
         }
     else:
-        ring = {name: plgpu.SMEM((tile.stages, tile.keys, h), dtype, transforms=tiled()) for name in ("k_s", "v_s")}
+        keys = plgpu.SMEM((tile.stages, tile.keys, h), jnp.bfloat16, transforms=tiled())
+        by_page = plgpu.SMEM((tile.stages, pages, h, PAGE), jnp.bfloat16, transforms=tiled())
+        ring = {"k_s": keys, "v_s": by_page if rows.int8 else keys}
+        ring |= chunk_int8.scratch(tile, h) if rows.int8 else {}
+    come = 1 if rows.int8 else pages  # what fills a block: its pages' copies, or the warpgroup that made it
     return ring | {
         "q_s": plgpu.SMEM((tile.queries, 2, HALF, h), jnp.bfloat16, transforms=tiled()),
         "o_s": plgpu.SMEM((2, 2, HALF, WIDTH), jnp.bfloat16),  # plain rows: the end of a chunk is stored row by row
         "again": plgpu.SMEM((2, min(rounds, MARKS)), jnp.int32),  # by warpgroup and round: whether the running maximum is needed
         "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.queries),
         "q_empty": plgpu.Barrier(num_arrivals=2, num_barriers=tile.queries),
-        "k_full": plgpu.Barrier(num_arrivals=pages, num_barriers=tile.stages),
-        "v_full": plgpu.Barrier(num_arrivals=pages, num_barriers=tile.stages),
+        "k_full": plgpu.Barrier(num_arrivals=come, num_barriers=tile.stages),
+        "v_full": plgpu.Barrier(num_arrivals=come, num_barriers=tile.stages),
         "k_empty": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         "v_empty": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         "blanked": plgpu.Barrier(num_arrivals=2),
@@ -165,7 +176,7 @@ def _attend(
     @pl.when(wg == 2)
     def _copy():
         plgpu.set_max_registers(40, action="decrease")  # 40 + 2 · 232 = 3 · 168, what the CTA was given
-        visit = functools.partial(_copy_item, q_ref, k_ref, v_ref, table_ref, scratch, rows, kv)
+        visit = functools.partial(_copy_item, q_ref, k_ref, v_ref, table_ref, (k_scale_ref, v_scale_ref), scratch, rows, kv)
         done, steps = for_items(visit, (jnp.int32(0), jnp.int32(0)))
         if not rows.eight:
             plgpu.barrier_wait(scratch["decided"])
@@ -196,7 +207,10 @@ def _attend(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _copy_item(q_ref, k_ref, v_ref, table_ref, scratch, rows, kv, carry, _, head, first, begin, end, row, position, block, block_end):
+def _copy_item(
+    q_ref, k_ref, v_ref, table_ref, scales, scratch, rows, kv, carry, _,
+    head, first, begin, end, row, position, block, block_end,
+):  # fmt: skip
     """Queries, then blocks of keys and values, each as soon as its place is free."""
     done, step = carry
     tile, h, per = rows.tile, q_ref.shape[2], rows.tile.keys // PAGE
@@ -236,6 +250,9 @@ def _copy_item(q_ref, k_ref, v_ref, table_ref, scratch, rows, kv, carry, _, head
         pages(v_ref, v_s, scratch["v_full"], scratch["v_empty"], h if rows.eight else PAGE)
         return step + 1, following
 
+    if rows.int8:
+        how = {"kv": kv, "kv_head": kv_head, "stages": tile.stages, "interpret": rows.interpret}
+        return done + 1, chunk_int8.copy_blocks(k_ref, v_ref, scales, scratch, block, block_end, step, pages_of, **how)
     step, _ = lax.fori_loop(block, block_end, copy, (step, pages_of(block)))
     return done + 1, step
 

@@ -34,7 +34,7 @@ MOST = 60.0  # natural logarithm of how far a row's sum may be from 1: weights t
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What is fixed for a kernel. eight: a cache of 8 bits. unified: φ is the maximum, not the first block's."""
+    """What is fixed for a kernel. eight: a cache of e4m3; int8: bfloat16 here. unified: φ is the maximum, not the first block's."""
 
     group: int
     tile: ChunkTile
@@ -42,6 +42,7 @@ class Rows:
     window: int | None
     soft_cap: float | None
     eight: bool
+    int8: bool
     unified: bool
     interpret: bool
 
@@ -124,7 +125,8 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
         plgpu.barrier_arrive(m["q_empty"].at[queries])
     slot = lax.rem(step, stages)
     plgpu.barrier_wait(m["v_full"].at[slot])
-    _blank_block(m["v_s"].at[slot], position + end - (block_end - 1) * keys, wg, m["blanked"], r)
+    if not r.int8:  # its values are numbers everywhere
+        _blank_block(m["v_s"].at[slot], position + end - (block_end - 1) * keys, wg, m["blanked"], r)
     out = _product(out, weights, m["v_s"].at[slot], r)
     plgpu.barrier_arrive(m["v_empty"].at[slot])
     total = total.sum(axis=1)
@@ -197,9 +199,9 @@ def _operand(weights, r: Rows):
     return as_operand(weights.astype(jnp.float8_e4m3fn), r.interpret) if r.eight else weights.astype(jnp.bfloat16)
 
 
-def _multiply(acc, weights, v, r: Rows):
-    """acc += weights @ v, begun. A block of 8 bits is [pages, H, 64]: a product a page."""
-    if not r.eight:
+def _multiply(acc, weights, v):
+    """acc += weights @ v, begun. A block of a cache of 8 bits is [pages, H, 64]: a product a page."""
+    if len(v.shape) == 2:
         plgpu.wgmma(acc, weights, v)
         return
     for page in range(v.shape[0]):
@@ -209,8 +211,8 @@ def _multiply(acc, weights, v, r: Rows):
 def _product(out, weights, v, r: Rows) -> Any:
     """out + weights @ v, in place in out's registers, which the interpreter has no accumulator for."""
     if not r.interpret:
-        return pl.run_state(lambda acc: _multiply(acc, weights, v, r))(plgpu.ACC.init(out))
-    v = jnp.concatenate([v[page].T for page in range(v.shape[0])]) if r.eight else v[...]
+        return pl.run_state(lambda acc: _multiply(acc, weights, v))(plgpu.ACC.init(out))
+    v = jnp.concatenate([v[page].T for page in range(v.shape[0])]) if len(v.shape) == 3 else v[...]
     return out + jnp.dot(weights.astype(jnp.float32), v.astype(jnp.float32))
 
 
@@ -236,8 +238,9 @@ def _overlapped(score, made, out, weights, v, v_full, r: Rows):
 
         def rest(refs):
             acc, top, total, keep, new = refs
-            _multiply(acc, weights, v, r)
-            (top[...], total[...]), keep[...], new[...] = made(plgpu.wgmma_accumulator_load(scores, wait_n=v.shape[0] if r.eight else 1))
+            _multiply(acc, weights, v)
+            products = 1 if len(v.shape) == 2 else v.shape[0]
+            (top[...], total[...]), keep[...], new[...] = made(plgpu.wgmma_accumulator_load(scores, wait_n=products))
 
         top, total = _start(LOWEST)
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)

@@ -17,7 +17,7 @@ from pallas_kernels.decode_form import Form, scratch
 from pallas_kernels.decode_join import join_afterwards
 from pallas_kernels.decode_kernel import attend
 from pallas_kernels.decode_work import DecodeWork, decode_work
-from pallas_kernels.paged import LANE, check_pages, flat, rows_of_eight
+from pallas_kernels.paged import LANE, check_pages, check_scales, flat, rows_of_eight
 from pallas_kernels.tiles import SMS, DecodeTile, decode_tile, wgmma_columns
 
 
@@ -136,15 +136,11 @@ def list_decode_work(
 
 def _numbers(k_pages, k_scale, v_scale, unified) -> list[jax.Array]:
     """The arrays of scales and bounds that this form of the kernel reads."""
-    (p, kv, s, _), scales = k_pages.shape, {"k_scale": k_scale, "v_scale": v_scale}
-    wanted = {jnp.dtype(jnp.bfloat16): (None,), jnp.dtype(jnp.float8_e4m3fn): (None, (kv,)), jnp.dtype(jnp.int8): ((p, kv, s),)}
-    for name, x in scales.items():
-        if (None if x is None else x.shape) not in wanted[k_pages.dtype]:
-            said = f"[{kv}], one a head, for a cache of float8_e4m3fn, {[p, kv, s]} for one of int8, and None for one of bfloat16"
-            raise ValueError(f"{name} {None if x is None else x.shape}: {said}")
+    (_, kv, s, _) = k_pages.shape
+    check_scales(k_pages, k_scale, v_scale)
     if unified is not None and unified.shape != (2,):
         raise ValueError(f"unified {unified.shape}: [2], phi and bound")
     numbers = []
     if k_pages.dtype != jnp.bfloat16:
-        numbers = [jnp.ones((kv,)) if x is None else x.reshape(-1, s) if x.ndim == 3 else x for x in scales.values()]
+        numbers = [jnp.ones((kv,)) if x is None else x.reshape(-1, s) if x.ndim == 3 else x for x in (k_scale, v_scale)]
     return [x.astype(jnp.float32) for x in [*numbers, *([] if unified is None else [unified])]]

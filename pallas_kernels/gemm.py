@@ -183,11 +183,11 @@ def _with_tile(function: Callable, choice: Choice) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class TritonGemm:
-    """`reference.gemm` before Hopper: up to 64 rows stream the weight through Triton, all else is XLA's."""
+    """`reference.gemm` before Hopper: up to 16 rows stream the weight through Triton, all else is XLA's (docs/kernels.md: cuBLAS won at 64)."""
 
     def choose(self, rows: int, activations: str, weights: str) -> str:
         """triton or xla."""
-        return "triton" if rows <= 64 and activations == weights and weights in ("bfloat16", "float16", "float32") else "xla"
+        return "triton" if rows <= 16 and activations == weights and weights in ("bfloat16", "float16", "float32") else "xla"
 
     def describe(self, shape: Shape) -> str:
         """Which kernel a weight's products run on, by their rows."""

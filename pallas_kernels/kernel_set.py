@@ -91,6 +91,7 @@ class Model:
 
     head_dim: int
     queries_per_kv_head: int
+    kv_heads: int
     page_size: int
     dtype: str
     kv_dtype: str
@@ -106,6 +107,7 @@ def kernel_set_for(
     page_size: int,
     dtype,
     kv_dtype,
+    kv_heads: int = 8,
     hidden_size: int = 4096,
     device: str = "",
     kernels: str = "auto",
@@ -115,12 +117,12 @@ def kernel_set_for(
     Args:
       platform: JAX's name of the backend, `gpu` or `cpu`.
       capability: CUDA's compute capability, as "9.0"; empty where there is none.
-      device: JAX's `device_kind`, whose tuned table the products go by.
+      kv_heads: those of one device. device: JAX's `device_kind`, whose tuned table the products go by.
       kernels: one of `KERNELS`; auto: by the device.
     Raises:
       ValueError: where the kernels asked for cannot run.
     """
-    model = Model(head_dim, queries_per_kv_head, page_size, jnp.dtype(dtype).name, jnp.dtype(kv_dtype).name, hidden_size)
+    model = Model(head_dim, queries_per_kv_head, kv_heads, page_size, jnp.dtype(dtype).name, jnp.dtype(kv_dtype).name, hidden_size)
     hopper, cuda = platform == "gpu" and capability == "9.0", platform == "gpu" and capability != ""
     if kernels == "auto":
         kernels = "mosaic" if hopper else "triton" if cuda and has_triton() else "reference"
@@ -160,10 +162,13 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     ptxas_version.ask_once()
     ops: dict[str, Callable] = {"gemm": HopperGemm(load(device)), "token_limits": token_limits.token_limits}
     ops |= {name: getattr(grouped_gemm, name) for name in ("grouped_gemm", "list_groups")}
-    if m.head_dim in (64, 128, 256) and m.page_size == 64 and m.queries_per_kv_head <= 16 and m.kv_dtype in ("bfloat16", "float8_e4m3fn"):
-        ops |= {name: getattr(decode_attention, name) for name in ("decode_attention", "list_decode_work")}
-        ops |= {name: getattr(chunk_attention, name) for name in ("chunk_attention", "list_chunk_work")}
-        ops["rope_append"] = rope_append.rope_append
+    if m.head_dim in (64, 128, 256) and m.page_size == 64 and m.queries_per_kv_head <= 16:
+        if m.kv_dtype in ("bfloat16", "float8_e4m3fn", "int8"):
+            ops |= {name: getattr(decode_attention, name) for name in ("decode_attention", "list_decode_work")}
+        if m.kv_dtype in ("bfloat16", "float8_e4m3fn") or (m.kv_dtype == "int8" and m.head_dim <= 128):
+            ops |= {name: getattr(chunk_attention, name) for name in ("chunk_attention", "list_chunk_work")}
+        if m.kv_dtype in ("bfloat16", "float8_e4m3fn") or (m.kv_dtype == "int8" and m.kv_heads % 2 == 0):
+            ops["rope_append"] = rope_append.rope_append
     if m.head_dim * m.queries_per_kv_head % 128 == 0:  # a shard has whole groups of heads
         ops["quantize_rows"] = quantize_rows.quantize_rows
     if m.hidden_size % 128 == 0:

@@ -34,6 +34,16 @@ def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, kinds: tup
         raise ValueError(f"{n} query heads over {kv} KV heads: 1 to 16 a KV head")
 
 
+def check_scales(k_pages: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None) -> None:
+    """Raises ValueError for scales that a cache of this dtype does not have."""
+    p, kv, s, _ = k_pages.shape
+    wanted = {"bfloat16": (None,), "float8_e4m3fn": (None, (kv,)), "int8": ((p, kv, s),)}[k_pages.dtype.name]
+    for name, x in {"k_scale": k_scale, "v_scale": v_scale}.items():
+        if (None if x is None else x.shape) not in wanted:
+            said = f"[{kv}], one a head, for a cache of float8_e4m3fn, {[p, kv, s]} for one of int8, and None for one of bfloat16"
+            raise ValueError(f"{name} {None if x is None else x.shape}: {said}")
+
+
 def flat(pages: jax.Array) -> jax.Array:
     """[P, K, S, H] as rows [P * K * S, H]: the rows of page p and head k begin at (p * K + k) * S."""
     return pages.reshape(-1, pages.shape[-1])

@@ -95,3 +95,8 @@ def chunk_tile(head_width: int, itemsize: int = 2) -> ChunkTile:
     if head_width == 256:
         return ChunkTile(keys=64, stages=2, queries=1)
     return ChunkTile(keys=128, stages=4 if head_width == 64 else 2 if itemsize == 2 else 3)
+
+
+def int8_chunk_tile(head_width: int) -> ChunkTile:
+    """The same for a cache of int8, beside whose blocks of bfloat16 lies one as it came, where the next item's queries do elsewhere."""
+    return dataclasses.replace(chunk_tile(head_width, 2), queries=1)

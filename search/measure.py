@@ -24,6 +24,7 @@ from absl import flags
 from tqdm import tqdm
 
 from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.memory.kv_cache import kv_heads
 from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.graph import Op
@@ -104,6 +105,7 @@ def this_device(name: str, config: ModelConfig, dtype: str, kv_dtype: str, tp: i
         str(getattr(device, "compute_capability", "")),
         head_dim=config.head_dim,
         queries_per_kv_head=config.num_heads // config.num_kv_heads,
+        kv_heads=kv_heads(config, tp) // tp,
         page_size=PAGE_SIZE,
         dtype=stream,
         kv_dtype=kv_dtype,

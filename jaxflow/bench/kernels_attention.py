@@ -1,7 +1,7 @@
 """Cases of the attention kernels: 32 query and 8 KV heads of 128, pages of 64 tokens scattered at random."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,14 +80,15 @@ def _decode(lengths: Sequence[int], kinds: Sequence[str]):
         settings: dict[str, Any] = {"unified": jnp.asarray(PHI, jnp.float32)} if "unified" in kind else {}
         if "fp8" in kind:
             settings |= {"k_scale": jnp.ones(K, jnp.float32), "v_scale": jnp.ones(K, jnp.float32)}
-        kernel = {"triton": _before_hopper, "int8": lambda: _int8_attention}.get(kind, lambda: decode_attention)()
+        kernel = {"triton": _before_hopper, "int8": lambda: _int8(decode_attention)}.get(kind, lambda: decode_attention)()
         size = {"int8": read / 2 + keys * K * 8}.get(kind, read / 2 if "fp8" in kind else read)
         ways[kind] = _paged(kernel, table, lengths, qs, cache, size, keys, **settings)
     return ways
 
 
-def _int8_attention(q, k, v, k_scale, v_scale, table, lengths, **settings):
-    return decode_attention(q, k, v, table, lengths, k_scale=k_scale, v_scale=v_scale, **settings)
+def _int8(attention: Callable) -> Callable:
+    """The same with the scales behind the pages that they are of."""
+    return lambda q, k, v, k_scale, v_scale, *rest, **settings: attention(q, k, v, *rest, k_scale=k_scale, v_scale=v_scale, **settings)
 
 
 def _before_hopper():
@@ -107,7 +108,7 @@ def _pairs(chunks) -> float:
 
 
 def _chunk(chunks, kinds: Sequence[str]):
-    """The ways of attending chunks: bf16, unified, fp8; cudnn, causal and square where nothing lies before, else unmasked."""
+    """The ways of attending chunks: bf16, unified, fp8, int8; cudnn, causal and square where nothing lies before, else unmasked."""
     tokens = sum(c[1] for c in chunks)
     table, pages = page_tables(np.random.default_rng(3), [c[3] + c[1] for c in chunks])
     flop = 4.0 * _pairs(chunks) * N * H
@@ -120,7 +121,8 @@ def _chunk(chunks, kinds: Sequence[str]):
         settings: dict[str, Any] = {"unified": jnp.asarray(PHI, jnp.float32)} if kind == "unified" else {}
         if kind == "fp8":
             settings |= {"k_scale": jnp.ones(K, jnp.float32), "v_scale": jnp.ones(K, jnp.float32)}
-        ways[kind] = _paged(chunk_attention, table, chunks, qs, [_cache(i, pages, _dtype(kind)) for i in range(2)], flop, **settings)
+        kernel = _int8(chunk_attention) if kind == "int8" else chunk_attention
+        ways[kind] = _paged(kernel, table, chunks, qs, [_cache(i, pages, _dtype(kind)) for i in range(2)], flop, **settings)
     return ways
 
 
@@ -157,4 +159,5 @@ GROUPS = (
     Group("chunk_attention", "TFLOP/s", _cases(CHUNKS, _chunk, ("bf16", "cudnn"), ratio=1.0)),
     Group("chunk_unified", "TFLOP/s", _cases(CHUNKS, _chunk, ("unified", "bf16"), ratio=1.0)),
     Group("chunk_attention_fp8", "TFLOP/s", _cases(CHUNKS, _chunk, ("fp8", "bf16"))),
+    Group("chunk_attention_int8", "TFLOP/s", _cases(CHUNKS, _chunk, ("int8", "bf16"))),
 )

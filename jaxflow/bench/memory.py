@@ -27,7 +27,7 @@ from jaxflow.engine.programs import Programs
 from jaxflow.engine.temporary import IN_FLIGHT, Need, together
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
-from jaxflow.memory.kv_cache import page_bytes
+from jaxflow.memory.kv_cache import kv_heads, page_bytes
 from jaxflow.mesh import TP, axis_of, make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.ops import Context
@@ -185,6 +185,7 @@ def _hopper(config: EngineConfig, model: ModelConfig, device: str) -> KernelSet:
         "9.0",
         head_dim=model.head_dim,
         queries_per_kv_head=model.num_heads // model.num_kv_heads,
+        kv_heads=kv_heads(model, config.tensor_parallel_size) // config.tensor_parallel_size,
         hidden_size=model.hidden_size,
         page_size=config.block_size,
         dtype=config.dtype,

@@ -25,7 +25,7 @@ from jaxflow.engine.programs import Programs
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
 from jaxflow.engine.start_disk import open_disk, put_below
 from jaxflow.engine.start_offload import check_host, device_bytes, page_copies, pinned_pool_gib, start_offload
-from jaxflow.memory.kv_cache import fit_pages, page_bytes
+from jaxflow.memory.kv_cache import fit_pages, kv_heads, page_bytes
 from jaxflow.mesh import axis_of, choose_platform, make_mesh
 from jaxflow.model import softmax_range
 from jaxflow.model.checkpoint import Checkpoint
@@ -199,6 +199,7 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
             str(getattr(device, "compute_capability", "")),
             head_dim=model.head_dim,
             queries_per_kv_head=model.num_heads // model.num_kv_heads,
+            kv_heads=kv_heads(model, config.tensor_parallel_size) // config.tensor_parallel_size,
             hidden_size=model.hidden_size,
             page_size=config.block_size,
             dtype=config.dtype,

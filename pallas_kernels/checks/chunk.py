@@ -16,14 +16,18 @@ import numpy as np
 from pallas_kernels import reference
 from pallas_kernels.checks import script
 from pallas_kernels.checks.attention import exact, queries
-from pallas_kernels.checks.inputs import error, page_tables, poison, random_pages
+from pallas_kernels.checks.inputs import error, page_tables, poison, quantized, random_pages
 from pallas_kernels.checks.script import say
 from pallas_kernels.checks.timing import sustained
 from pallas_kernels.chunk_attention import chunk_attention
 from pallas_kernels.chunk_work import chunk_work
 from pallas_kernels.tiles import chunk_tile
 
-TOLERANCE = {"bfloat16": 6e-3, "float8_e4m3fn": 4e-2}  # of queries, weights and outputs in these bits; the cache is the twin's too
+TOLERANCE = {
+    "bfloat16": 6e-3,
+    "float8_e4m3fn": 4e-2,
+    "int8": 6e-3,
+}  # of queries, weights and outputs in these bits; the cache is the twin's too
 HEADS = (32, 8, 128)  # Llama-3.1-8B: query heads, KV heads, head width
 
 
@@ -32,7 +36,11 @@ def caches(rng, table, pages, ends, kv, h, dtype, spare=0):
     k, v = (poison(random_pages(jax.random.key(int(rng.integers(2**31))), pages, kv, h), table, ends) for _ in range(2))
     scales = {}
     plain = k, v
-    if dtype != "bfloat16":
+    if dtype == "int8":
+        (k, k_scale), (v, v_scale) = quantized(k), quantized(v)
+        plain = tuple(x.astype(jnp.float32) * scale[..., None] for x, scale in ((k, k_scale), (v, v_scale)))
+        v, scales = jnp.swapaxes(v, 2, 3), {"k_scale": k_scale, "v_scale": v_scale}
+    elif dtype != "bfloat16":
         scales = {name: jnp.asarray(rng.uniform(0.02, 0.05, kv), jnp.float32) for name in ("k_scale", "v_scale")}
         wide = [scale[:, None, None] for scale in scales.values()]
         k, v = ((x.astype(jnp.float32) / scale).astype(dtype) for x, scale in zip((k, v), wide, strict=True))
@@ -40,6 +48,8 @@ def caches(rng, table, pages, ends, kv, h, dtype, spare=0):
         v = jnp.swapaxes(v, 2, 3)
     if spare:
         k, v = (jnp.concatenate([jnp.zeros((spare, *x.shape[1:]), x.dtype), x]) for x in (k, v))
+        if dtype == "int8":
+            scales = {name: jnp.concatenate([jnp.zeros((spare, *x.shape[1:])), x]) for name, x in scales.items()}
     return k, v, scales, plain
 
 
@@ -79,15 +89,16 @@ def checks(rows, share):
     """Every n-th case from the i-th on, for share (i, n), so that several processes can divide them."""
     rng = np.random.default_rng(time.time_ns())
     case, some = functools.partial(check, rows, rng), functools.partial(random_chunks, rng)
-    few, eight = (8, 2, 128), {"dtype": "float8_e4m3fn"}
+    few, eight, int8 = (8, 2, 128), {"dtype": "float8_e4m3fn"}, {"dtype": "int8"}
     shapes = [HEADS, (8, 8, 64), (16, 1, 128), (14, 2, 64), (9, 3, 64), (8, 4, 256), (20, 4, 128), (24, 2, 256)]
     cases = [functools.partial(case, some(700, 5, 900), 700, heads, size=size) for heads, size in zip(shapes, [1, 4] * 4, strict=True)]
     cases += [functools.partial(case, some(700, 5, 900), 700, heads, **eight) for heads in (HEADS, (14, 2, 64), (8, 4, 256))]
-    for form in ({}, eight):
+    cases += [functools.partial(case, some(700, 5, 900), 700, heads, **int8) for heads in (HEADS, (14, 2, 64), (9, 3, 64))]
+    for form in ({}, eight, int8):
         cases += [
             functools.partial(case, some(1500, 9, 3000), 1500, few, window=200, **form),
             functools.partial(case, some(1500, 9, 3000), 1500, few, window=70, **form),
-            functools.partial(case, some(500, 4, 900), 500, (8, 4, 256), window=100, soft_cap=50.0, **form),
+            functools.partial(case, some(500, 4, 900), 500, (8, 4, 64 if form == int8 else 256), window=100, soft_cap=50.0, **form),
             functools.partial(case, some(500, 4, 900), 500, few, soft_cap=20.0, **form),
             functools.partial(case, [[0, 2048, 0, 0]], 2048, few, **form),
             functools.partial(case, [[5, 640, 0, 5000]], 700, few, sms=28, **form),

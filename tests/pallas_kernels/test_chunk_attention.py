@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from paged_cases import PAGE, error, exact, paged, queries
 
 from pallas_kernels import reference
+from pallas_kernels.checks.inputs import quantized
 from pallas_kernels.chunk_attention import chunk_attention
 from pallas_kernels.chunk_work import chunk_work
 from pallas_kernels.tiles import ChunkTile, chunk_tile
@@ -87,7 +88,8 @@ def both(q, k, v, table, chunks, extra):
     """The kernel's result in the interpreter and the twin's in float32."""
     chunks, scale = jnp.asarray(chunks, jnp.int32), q.shape[2] ** -0.5
     got = chunk_attention(q, k, v, table, chunks, scale=scale, sms=2, interpret=INTERPRET, **extra)
-    plain = v if v.shape == k.shape else jnp.swapaxes(v, 2, 3)
+    plain = v if v.dtype.itemsize == 2 else jnp.swapaxes(v, 2, 3)
+    extra |= {name: jnp.nan_to_num(extra[name]) for name in ("k_scale", "v_scale") if name in extra}
     return got, exact(reference.chunk_attention, q, k, plain, table, chunks, scale=scale, **extra)
 
 
@@ -99,6 +101,15 @@ def test_a_cache_of_8_bits_is_multiplied_as_it_is(soft_cap):
     chunks = [(3, 70, 0, 5), (80, 8, 1, 192)]
     got, want = both(queries(1, 90, 2, 128), k, v, table, chunks, {"soft_cap": soft_cap, **scales})
     assert error(got, want) < 4e-2  # queries and weights are rounded to 8 bits: 2.6 % each, at random
+
+
+def test_a_cache_of_int8_is_multiplied_as_bfloat16():
+    k, v, table = paged(1, [75, 330], 1, 64)
+    (k, k_scale), (v, v_scale) = quantized(k), quantized(v)
+    chunks = [(3, 70, 0, 5), (80, 8, 1, 322)]
+    extra = {"k_scale": k_scale, "v_scale": v_scale, "soft_cap": 20.0}
+    got, want = both(queries(1, 90, 2, 64), k, jnp.swapaxes(v, 2, 3), table, chunks, extra)
+    assert error(got, want) < 6e-3
 
 
 def scores_of(kind, k, table):
@@ -130,7 +141,8 @@ def shapes(tokens, heads, kv_heads, width, pages=4096, dtype=jnp.bfloat16):
     keys = jax.ShapeDtypeStruct((pages, kv_heads, PAGE, width), dtype)
     values = keys if dtype == jnp.bfloat16 else jax.ShapeDtypeStruct((pages, kv_heads, width, PAGE), dtype)
     q = jax.ShapeDtypeStruct((tokens, heads, width), jnp.bfloat16)
-    return q, keys, values, jax.ShapeDtypeStruct((256, 64), jnp.int32), jax.ShapeDtypeStruct((16, 4), jnp.int32)
+    scales = [jax.ShapeDtypeStruct(keys.shape[:3], jnp.float32)] * 2 if dtype == jnp.int8 else []
+    return q, keys, values, jax.ShapeDtypeStruct((256, 64), jnp.int32), jax.ShapeDtypeStruct((16, 4), jnp.int32), *scales
 
 
 def compiled_with(fn, inputs, folder, monkeypatch):
@@ -152,10 +164,12 @@ def compiled_with(fn, inputs, folder, monkeypatch):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "dtype", "extra"),
-    [(8, 4, 256, jnp.bfloat16, {"window": 4096, "soft_cap": 30.0}), (32, 8, 128, jnp.float8_e4m3fn, {})],
+    [(8, 4, 256, jnp.bfloat16, {"window": 4096, "soft_cap": 30.0}), (32, 8, 128, jnp.float8_e4m3fn, {}), (32, 8, 128, jnp.int8, {})],
 )
 def test_for_the_h200_it_uses_its_units(heads, kv_heads, width, dtype, extra, tmp_path, monkeypatch):
-    fn = functools.partial(chunk_attention, scale=width**-0.5, **extra)
+    def fn(q, k, v, table, chunks, k_scale=None, v_scale=None):
+        return chunk_attention(q, k, v, table, chunks, scale=width**-0.5, k_scale=k_scale, v_scale=v_scale, **extra)
+
     compiled_with(fn, shapes(2048, heads, kv_heads, width, pages=2**18, dtype=dtype), tmp_path, monkeypatch)
 
 

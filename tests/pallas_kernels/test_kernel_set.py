@@ -74,27 +74,38 @@ def test_the_kernels_take_what_the_family_gives_them(model):
     norms = {"q_norm": array("bfloat16", h), "k_norm": array("bfloat16", h)} if config.qk_norm else {}
     bias = [array("bfloat16", d)] if config.norm == "layer_norm" else []
     table, lengths, tokens = array("int32", 8, 4), array("int32", 8), array("int32", 16)
-    for kv_dtype in ("bfloat16", E4M3):
-        kernels = of(model, "gpu", "9.0", kv_dtype=kv_dtype)
+    for kv_dtype in ("bfloat16", E4M3, "int8"):
+        kernels = of(model, "gpu", "9.0", kv_dtype=kv_dtype, kv_heads=kv)
         pages = [array(kv_dtype, 40, kv, 64, h), array(kv_dtype, 40, kv, *((64, h) if kv_dtype == "bfloat16" else (h, 64)))]
-        scales = {name: array("float32", kv) for name in ("k_scale", "v_scale")} if kv_dtype == E4M3 else {}
+        shape = {E4M3: (kv,), "int8": (40, kv, 64)}.get(kv_dtype)
+        scales = {name: array("float32", *shape) for name in ("k_scale", "v_scale")} if shape else {}
         for layer in set(config.layers):
             attend = {"scale": config.scale, "window": layer.window, "soft_cap": config.attention_soft_cap}
             decode = functools.partial(kernels.decode_attention, **attend)
             chunk = functools.partial(kernels.chunk_attention, **attend)
             chunks, q = array("int32", 2, 4), array("bfloat16", 16, n, h)
             assert jax.eval_shape(chunk, q, *pages, table, chunks, **scales).shape == q.shape
-            assert jax.eval_shape(lambda q, *rest, decode=decode: decode(q, *rest, into=q), q, *pages, table, lengths).shape == q.shape
+            into = lambda q, *rest, decode=decode, **scales: decode(q, *rest, into=q, **scales)  # noqa: E731
+            assert jax.eval_shape(into, q, *pages, table, lengths, **scales).shape == q.shape
         rope = {"inv_freq": array("float32", h // 2) if config.layers[0].rope else None}
         rotate = functools.partial(kernels.rope_append, head_dim=h)
         fused = array("bfloat16", 16, (n + 2 * kv) * h)
+        if kv_dtype == "int8":
+            pages, scales = [Quantized(x, array("float32", *x.shape[:2], 64)) for x in pages], {}
         q, k_pages, _ = jax.eval_shape(rotate, fused, *pages, tokens, tokens, **rope, **norms, **scales)
-        assert q.shape == (16, n, h) and k_pages.dtype == kv_dtype
+        assert q.shape == (16, n, h) and (k_pages.values if kv_dtype == "int8" else k_pages).dtype == kv_dtype
         assert jax.eval_shape(kernels.quantize_rows, array("bfloat16", 16, n * h)).values.shape == (16, n * h)
         x = array("bfloat16", 16, d)
         for quantize in (False, True):
             norm = functools.partial(kernels.add_norm, eps=1e-5, quantize=quantize)
             assert jax.eval_shape(norm, x, x, array("bfloat16", d), *bias)[0].shape == (16, d)
+
+
+def test_an_int8_cache_runs_on_mosaic_but_for_odd_heads_and_wide_ones():
+    kernels = functools.partial(of, "llama-3.1-8b", "gpu", "9.0", kv_dtype="int8")
+    assert places(kernels()) == MOSAIC
+    assert places(kernels(kv_heads=3)) == MOSAIC | {"rope_append": "reference"}
+    assert places(kernels(head_dim=256)) == MOSAIC | {"chunk_attention": "reference"}
 
 
 @pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
