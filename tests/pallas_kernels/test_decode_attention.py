@@ -160,6 +160,9 @@ def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group, sms):
     tile = decode_tile(width, group, itemsize, sms)
     assert tile.value_pages >= tile.pages
     assert tile.workers * tile.blocks * 64 * width * itemsize < SMEM_BYTES
+    of_int8 = decode_tile(width, group, 1, sms, int8=True)  # one list of work serves both caches of 8 bits
+    assert itemsize == 2 or (of_int8.workers, of_int8.pages) == (tile.workers, tile.pages)
+    assert of_int8.value_pages >= of_int8.pages and of_int8.workers * of_int8.blocks * (64 * width + 256) < SMEM_BYTES
 
 
 @pytest.mark.parametrize(
