@@ -108,6 +108,9 @@ def main(arguments):
     uv = find_uv(python)
     environ = dict(os.environ)
     environ.pop("VIRTUAL_ENV", None)
+    if environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+        # Not among the sources, then; with none at all every process would compile all its packages again.
+        environ.setdefault("PYTHONPYCACHEPREFIX", os.path.join(ROOT, ".cache", "bytecode"))
     if not version_of(os.path.join(ENVIRONMENT, "bin", "python"), "--version"):
         if python is None:
             say("No Python 3.12 to 3.14 found: uv tries to download one. Where it cannot, install Python 3.12 and run this again.")

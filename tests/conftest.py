@@ -1,11 +1,13 @@
 """The tests' platform, set before anything imports JAX, and where their data is."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hurry
 import hypothesis
 import paths
 import pytest
@@ -21,19 +23,32 @@ os.environ.update(
     JAX_NUM_CPU_DEVICES="4",
     JAX_ENABLE_X64="0",
     JAX_COMPILATION_CACHE_DIR=str(paths.ROOT / ".cache" / "compiled-tests"),
-    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.2",
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.05",  # the workers, and tests that build the same engine again, share what is above
     HF_HUB_OFFLINE="1",
     TF_CPP_MIN_LOG_LEVEL="2",
-    # Most of the suite's time is XLA's and LLVM's, over programs that run once: half of it is saved where speed is not made for them.
-    XLA_FLAGS=(
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
-        "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
-    ),
+    XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {hurry.FLAGS}",
 )
 
 # The same examples every time, and no deadlines: a busy machine fails no test. A third of the usual number: there are many properties.
 hypothesis.settings.register_profile("jaxflow", max_examples=30, deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("jaxflow")
+
+
+def pytest_collection_finish():
+    """Hundreds of modules live as long as the process: the collector need not walk them within a test."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def samplers_run_often():
+    """The full one searches the vocabulary, ten times as long in code made in a hurry; the plain one must draw the very same tokens."""
+    from jaxflow.engine.executor import Executor  # not above: it imports JAX
+
+    lower = Executor._lower_sampler
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "_lower_sampler", lambda *args: hurry.Often(lower(*args)))
+        yield
 
 
 @pytest.fixture(scope="session")

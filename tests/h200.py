@@ -17,13 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 import paths
+from hurry import AS_XLA_HAS
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 REPLICATED = PartitionSpec()
 TARGET = paths.DATA / "xla" / "h200.txtpb"
-# What the tests' platform has for the CPU alone (conftest.py), as XLA has it.
-AS_XLA_HAS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 def h200_mesh(shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",)) -> Mesh:

@@ -4,11 +4,14 @@ The report under benchmarks/ is of all eight windows, through engines; here are 
 ops are compiled one by one, once for all layers.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import paths
 import pytest
+from hurry import OFTEN
 
 from jaxflow.bench.perplexity import KV_4_BITS, moved
 from jaxflow.memory.kv_cache import cache_shapes
@@ -16,6 +19,7 @@ from jaxflow.model import ops
 from jaxflow.model.batch import Batch
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.leaf import QUANTIZED
+from jaxflow.pipeline import calls
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import sequential_plan
 from pallas_kernels import reference
@@ -75,7 +79,16 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def costs(model, text):
+def few_and_large():
+    """Ops that run over a hundred million weights, compiled with more care than the tests' programs are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=OFTEN))
+        patch.setattr(calls, "_traced_once", functools.cache(calls._traced_once.__wrapped__))
+        yield
+
+
+@pytest.fixture(scope="module")
+def costs(model, text, few_and_large):
     wide = logprobs(model, text)
     assert np.exp(-wide.mean()) == pytest.approx(24.09, abs=0.01)  # as an engine scores these tokens
     return {way: moved(logprobs(model, text, **numbers), wide) | {"wide": np.exp(-wide.mean())} for way, numbers in WAYS.items()}

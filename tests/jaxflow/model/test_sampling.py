@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hurry import OFTEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,10 +16,10 @@ from jaxflow.model.slot_params import BIASED, NO_TOKEN, SUPPRESSED, count_tokens
 
 VOCAB, PADDED, ROWS, SLOTS = 50, 64, 4, 6
 PLAIN = jax.jit(sampling.plain)
-FULL = jax.jit(sampling.full)
+FULL = jax.jit(sampling.full, compiler_options=OFTEN)
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=OFTEN)
 def of_few_blocks(*args):
     """The full sampler when the largest blocks hold 16 of the 64 logits, so that some limits lie below them."""
     with mock.patch.multiple(sampling, BLOCK=8, BLOCKS=2):
@@ -167,7 +168,7 @@ def test_rows_a_block_at_a_time_are_rows_together(rows, most):
     temperature, position = rng.choice([0.0, 0.7, 1.5], rows).astype(np.float32), rng.integers(1, 40, rows).astype(np.int32)
     slots = np.where(np.arange(rows) == 1, -1, rng.permutation(SLOTS)[:rows]).astype(np.int32)
     asked = logits, temperature, seeds_of(rng.integers(0, 2**62, rows).tolist()), position, slots, params, counts
-    together, apart = FULL(*asked), jax.jit(functools.partial(sampling.full_by_rows, most=most))(*asked)
+    together, apart = FULL(*asked), jax.jit(functools.partial(sampling.full_by_rows, most=most), compiler_options=OFTEN)(*asked)
     for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import paths
 import pytest
+from hurry import AS_XLA_HAS, EMITTERS_AS_XLA_HAS
 
 from jaxflow import LLM, SamplingParams
+from jaxflow.engine.executor import Executor
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=5)
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -14,7 +16,12 @@ SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf):
-    with LLM(str(smollm2_gguf), max_model_len=1152, max_num_batched_tokens=64, max_num_seqs=8, progress=False) as llm:
+    """Compiled as XLA has it: here running takes the time."""
+    options, compiled = AS_XLA_HAS | EMITTERS_AS_XLA_HAS, Executor._compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "_compile", lambda self, lowered, given=None: compiled(self, lowered, options | (given or {})))
+        made = LLM(str(smollm2_gguf), max_model_len=1152, max_num_batched_tokens=64, max_num_seqs=8, progress=False)
+    with made as llm:
         yield llm
         assert llm.driver.stats().compilations_after_warmup == 0
 
