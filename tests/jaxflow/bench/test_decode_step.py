@@ -1,5 +1,8 @@
 """`bench decode_step` on a tiny model: ways of launching are timed, give the same bits, and kernels are listed."""
 
+import functools
+import types
+
 import paths
 import pytest
 from absl import flags
@@ -8,15 +11,14 @@ from jaxflow.bench import decode_step
 
 
 @pytest.fixture
-def given():
-    before = set(flags.FLAGS)
+def given(monkeypatch):
+    """The command's flags, apart from those that other commands' tests have left in this process."""
+    own = flags.FlagValues()
+    defines = {name: functools.partial(getattr(flags, name), flag_values=own) for name in dir(flags) if name.startswith("DEFINE_")}
+    monkeypatch.setattr(decode_step, "flags", types.SimpleNamespace(FLAGS=own, **defines))
     decode_step.define_flags()
-    own = [name for name in flags.FLAGS if name not in before]
-    flags.FLAGS.mark_as_parsed()
-    yield flags.FLAGS
-    for name in own:
-        delattr(flags.FLAGS, name)
-    flags.FLAGS.unparse_flags()
+    own.mark_as_parsed()
+    return own
 
 
 def test_every_way_is_timed_and_gives_the_same_bits(given, capsys, monkeypatch):
