@@ -125,7 +125,7 @@ def kernels_of(run: Callable[[], jax.Array], steps: int = 6) -> dict[str, Any]:
         (path,) = Path(folder).rglob("*.xplane.pb")
         found = read_kernels(path)
     marks = [i for i, kernel in enumerate(found) if kernel.instruction == found[len(found) // 2].instruction]
-    one = found[marks[-2] : marks[-1]] if len(marks) > 1 else found
+    one = found[marks[-2] : marks[-1]]
     by_name: dict[str, list[float]] = collections.defaultdict(list)
     for kernel in one:
         by_name[re.sub(r"_mosaic_gpu_kernel$", "", kernel.name)].append(1e6 * kernel.seconds)

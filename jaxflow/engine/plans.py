@@ -81,9 +81,13 @@ def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
 def _made_for(folder: Path, config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
     """The plans of a folder for runs of this kind: for the model by its name, or if there is none, for a shipped one of the same shapes."""
     kind = jax.devices()[0].device_kind, config.tensor_parallel_size, products_dtype(config), config.kv_cache_dtype
-    by_name = fitting(folder, config.model, *kind)
-    alike = () if by_name else (name for name in shipped_configs() if same_shapes(name, model))
-    return by_name or next((found for name in alike if (found := fitting(folder, name, *kind))), ())
+    of_kind = [(plan.target.model, plan) for plan in fitting(folder, None, *kind) if plan.target]
+    by_name = tuple(plan for name, plan in of_kind if Path(name).name == Path(config.model).name)
+    if by_name or not of_kind:
+        return by_name
+    names = {name for name, _ in of_kind} & set(shipped_configs())
+    alike = next((name for name in sorted(names) if same_shapes(name, model)), None)
+    return tuple(plan for name, plan in of_kind if name == alike)
 
 
 def same_shapes(name: str, model: ModelConfig) -> bool:

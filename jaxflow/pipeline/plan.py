@@ -59,10 +59,10 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_tokens: int
     mean_context_tokens: int  # keys that a decode reads, the mean
 
-    def fits(self, model: str, device: str, tensor_parallel_size: int, dtype: str, kv_cache_dtype: str) -> bool:
-        """Whether runs of this kind may use the plan. device: as the driver or as `jaxflow.model.cost.DEVICES` calls it."""
+    def fits(self, model: str | None, device: str, tensor_parallel_size: int, dtype: str, kv_cache_dtype: str) -> bool:
+        """Whether runs of this kind may use the plan. model: None is any. device: as the driver or `jaxflow.model.cost.DEVICES` has it."""
         known = find_device(device)
-        same = Path(self.model).name == Path(model).name and self.device in (device, known.name if known else device)
+        same = (model is None or Path(self.model).name == Path(model).name) and self.device in (device, known.name if known else device)
         return same and (self.tensor_parallel_size, self.dtype, self.kv_cache_dtype) == (tensor_parallel_size, dtype, kv_cache_dtype)
 
 
@@ -149,7 +149,7 @@ def load(path: str | os.PathLike) -> Plan:
         raise PlanError(str(path), error.strerror or str(error)) from error
 
 
-def fitting(folder: str | os.PathLike, *kind: str | int) -> tuple[Plan, ...]:
+def fitting(folder: str | os.PathLike, *kind: str | int | None) -> tuple[Plan, ...]:
     """The plans of a folder that were searched for runs of a kind (the arguments of `Target.fits`), in order of file names.
 
     Several, for steps of different composition, or none. Raises: PlanError for a file that is no plan.
