@@ -10,6 +10,8 @@ FRACTIONS = {
     "8B fp8": "h200-plans-llama-3.1-8b-fp8.json",
     "70B bf16, 2 GPUs": "h200-plans-llama-3-70b-tp2.json",
     "70B fp8, 2 GPUs": "h200-plans-llama-3-70b-tp2-fp8.json",
+    "70B bf16, 4 GPUs": "h200-plans-llama-3-70b-tp4.json",
+    "70B fp8, 4 GPUs": "h200-plans-llama-3-70b-tp4-fp8.json",
 }
 
 
