@@ -6,7 +6,8 @@ each token are compared. In bfloat16 two right engines differ by rounding; a wro
 
     python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4] [--fp8] [--tensor_parallel_size 4] [--plan plan.json]
 
---plan: a plan for steps of 512 tokens, which the first engine's full steps then run.
+--plan: a plan for steps of 512 tokens, which the first engine's full steps then run: plans/tp2/check-512-copied.json for two
+devices, plans/tp4/check-512-swapped.json for four.
 
 With --fp8 both engines have e4m3 weights and cache. An activation that falls on another e4m3 step than the other engine's
 moves by 6 %, and the next layers' may follow, so that right engines differ by more.

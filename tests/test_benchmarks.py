@@ -6,6 +6,8 @@ import runpy
 import paths
 import pytest
 
+from jaxflow.pipeline.plan import load
+
 FOLDER = paths.ROOT / "benchmarks"
 TABLE = runpy.run_path(str(FOLDER / "table.py"))
 
@@ -30,6 +32,12 @@ def folder(tmp_path):
 def test_the_readme_has_the_table_of_the_reports():
     readme = (paths.ROOT / "README.md").read_text("utf-8")
     assert TABLE["rewritten"](readme) == readme
+
+
+def test_the_plans_of_engines_that_were_checked_are_there():
+    named = {json.loads(path.read_text("utf-8")).get("plan", "sequential") for path in FOLDER.glob("h200-check-engine*.json")}
+    assert "benchmarks/plans/tp2/check-512-copied.json" in named
+    assert {load(paths.ROOT / plan).tokens for plan in named - {"sequential"}} == {512}
 
 
 def test_a_report_becomes_a_line_beside_its_rival(folder):
