@@ -1,16 +1,18 @@
 """Searches plans for a model on a machine: how a step is cut into nano-batches, in what order they run, on how many SMs.
 
-  python -m search plan --model llama-3.1-8b --profile profiles/h200-llama-3.1-8b.json --tokens 1664,2048 --out plan.json
+  python -m search plan --model llama-3.1-8b --profile profiles/h200-llama-3.1-8b.json --tokens 1664,2048
   python -m search plan --model llama-3.1-8b --modelled --device H200 --prompt_tokens 1024,512 --output_tokens 512,512 --out plans
 
 Times are of a profile that was measured on the machine, or with --modelled of the cost model (and --collectives as they were
 measured). Of several --tokens, the one with the most tokens a second is kept; under tensor parallelism, of the forms of the sums over
 devices (all-reduces, reduce-scatters and all-gathers with the norms on each device's own rows, or copies: of two devices, or in two
 steps of four) the best.
-Several workloads (prompt and output tokens, in pairs) make a portfolio: a plan each, in the folder --out.
+Several workloads (prompt and output tokens, in pairs) make a portfolio: a plan each, in the folder --out. The last line printed is
+the command that runs what was found.
 """
 
 import dataclasses
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -41,10 +43,13 @@ from search.shares import Shares, product_columns
 from search.simulate import Timeline, simulate
 from search.structure import RESOURCES, Load
 
+SMS = 132  # of a device that is modelled
 FEW_SMS = (16, 24, 28, 32, 40, 48)  # that memory-bound ops are modelled on; products get the rest
 _SEARCHED = 0.9  # of the time limit; the rest is for predictions
 KEYS = (256, 1024, 4096, 16384)
 FORMS = ("all", "reduce", "scatter", "copies")
+FOLDER = Path("plans")  # where plans are written without --out, named as the shipped ones are
+_NEEDS_E4M3 = {"dtype": "--quantization fp8", "kv_cache_dtype": "--kv_cache_dtype fp8"}  # of an engine that runs such a plan
 MODES = {"all": RESOURCES, "memory": ("memory",), "network": ("network",), "none": ()}
 
 
@@ -63,9 +68,10 @@ def define_flags() -> None:
     flags.DEFINE_enum("overlap", "all", list(MODES), "Which resources may run beside compute.")
     flags.DEFINE_boolean("split", False, "Cut the step even where one nano-batch is faster (ablations).")
     flags.DEFINE_enum("sums", "all", FORMS, "Forms of the sums over devices that are tried; copies: of two or four, by the copy engines.")
+    flags.DEFINE_list("sms", [], "SMs that ops bound by memory are offered, products the rest; default: all of a profile, a few modelled.")
     flags.DEFINE_integer("nano_batches", 2, "At most so many; 1 is the sequential plan.", lower_bound=1, upper_bound=4)
     flags.DEFINE_integer("time_limit_s", 600, "For everything together.", lower_bound=1)
-    flags.DEFINE_string("out", None, "The plan's file; for several workloads, a folder.", required=True)
+    flags.DEFINE_string("out", None, f"A file; for several workloads, a folder. Default: in {FOLDER}/, by device, model and dtype.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +101,8 @@ def run() -> None:
     model = open_checkpoint(f.model, load_format="dummy").model_config
     budgets, workloads = _numbers("tokens"), list(zip(prompts, outputs, strict=True))
     rival, forms = _shares(f.model, model, budgets)
+    out = Path(f.out) if f.out else default_out(rival.profile, several=len(workloads) > 1)
+    (out if len(workloads) > 1 else out.parent).mkdir(parents=True, exist_ok=True)
     limit_s, start = _SEARCHED * f.time_limit_s / (len(budgets) * len(workloads)), time.monotonic()
     with tqdm(total=len(budgets) * len(workloads), unit="step", disable=not sys.stderr.isatty()) as bar:
         for prompt, output in workloads:
@@ -104,13 +112,26 @@ def run() -> None:
                 results.append(solve_one(f.model, rival, forms, tokens, prompt, output, limit_s, bar))
                 bar.update()
             best = max(results, key=lambda result: result.tokens_per_s)
-            path = Path(f.out)
-            if len(workloads) > 1:
-                path.mkdir(parents=True, exist_ok=True)
-                path /= f"{prompt}-{output}.json"
+            path = out / f"{prompt}-{output}.json" if len(workloads) > 1 else out
             save(best.found.plan, path)
             bar.write(report(best, path), file=sys.stdout)
     print(f"{time.monotonic() - start:.0f} s of {f.time_limit_s}")
+    print(going_on(rival.profile, f.model, out, *workloads[0]))
+
+
+def default_out(profile: Profile, *, several: bool) -> Path:
+    """Where plans of a kind are written unless told: `plans/h200-llama-3-70b-tp2-bfloat16.json`, a folder of that name for several."""
+    device, tp = find_device(profile.device), profile.tensor_parallel_size
+    kind = (device.name if device else profile.device, Path(profile.model).name, f"tp{tp}" if tp > 1 else "", profile.dtype)
+    return FOLDER / (re.sub(r"[^\w.]+", "-", "-".join(filter(None, kind))).lower() + ("" if several else ".json"))
+
+
+def going_on(profile: Profile, model: str, out: Path, prompt: int, output: int) -> str:
+    """The command line that runs the plans of `out`, on a machine of the profile's kind."""
+    kind = [words for field, words in _NEEDS_E4M3.items() if getattr(profile, field) == "float8_e4m3fn"]
+    kind += [f"--tensor_parallel_size {profile.tensor_parallel_size}"] if profile.tensor_parallel_size > 1 else []
+    lengths = f"--input_len {prompt} --output_len {max(1, output)}"
+    return " ".join(("python -m jaxflow.bench throughput --model", model, *kind, f"--plan {out}", lengths, "--beside_sequential"))
 
 
 def solve_one(
@@ -191,13 +212,16 @@ def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, 
     tp, timed = profile.tensor_parallel_size, {one.op for one in profile.op_times}
     plain, device = model_graph(model, tp, widths), find_device(profile.device)
     card = shipped_card(device.name) if device else None
-    rival = Shares(profile, plain, columns)
+    few = tuple(_numbers("sms")) if f.sms else None
+    if few and (unknown := sorted(set(few) - {one.sms for one in profile.op_times})):
+        raise ConfigError("sms", unknown[0], "SMs that ops of the profile were timed on, of which the products beside them get the rest")
+    rival = Shares(profile, plain, columns, few=few)
     forms = {"reduce": lambda: rival}
     if tp > 1 and "attn_scatter" in timed:
-        forms["scatter"] = lambda: Shares(profile, model_graph(model, tp, widths, scattered=True), columns)
+        forms["scatter"] = lambda: Shares(profile, model_graph(model, tp, widths, scattered=True), columns, few=few)
     if tp in (2, 4) and card is not None and card.exchange_s is not None:
         exchanged = model_graph(model, tp, widths, swapped=tp == 4)
-        forms["copies"] = lambda: Shares(copied(profile, exchanged, card), exchanged, columns)
+        forms["copies"] = lambda: Shares(copied(profile, exchanged, card), exchanged, columns, few=few)
     wanted = [form for name, form in forms.items() if f.sums in ("all", name)]
     if not wanted:
         raise ConfigError("sums", f.sums, f"{', '.join(forms)}: on {tp} devices, with a profile of {len(timed)} ops")
@@ -215,10 +239,13 @@ def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile
     if f.dtype not in device.rates.flops_per_s:
         raise ConfigError("dtype", f.dtype, f"what a {f.device} multiplies: {', '.join(device.rates.flops_per_s)}")
     widths = Widths(weights=BYTES[f.dtype], kv=BYTES[f.kv_cache_dtype])
+    parts = _numbers("sms") if f.sms else FEW_SMS
+    if max(parts) >= SMS or not min(parts):
+        raise ConfigError("sms", ",".join(f.sms), f"1 to {SMS - 1} of a device's {SMS} SMs")
     made: Profile = modelled_profile(
         name, model, device, tp=f.gpus, widths=widths, dtype=f.dtype, kv_dtype=f.kv_cache_dtype,
         tokens=range(128, max(budgets) + 1, 128) if max(budgets) >= 128 else (max(budgets),),
-        keys=KEYS, sms=(132, *FEW_SMS, *(132 - few for few in FEW_SMS)),
+        keys=KEYS, sms=(SMS, *parts, *(SMS - few for few in parts)),
     )  # fmt: skip
     if f.collectives is not None:
         made = with_collectives(made, load_profile(f.collectives, model=name))

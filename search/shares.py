@@ -4,7 +4,7 @@ import bisect
 import collections
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from jaxflow.config import ModelConfig
 from jaxflow.model.composition import Composition
@@ -31,12 +31,20 @@ class Shares:
 
     columns: of products, where the profile knows nothing of waves. A profile of pairs knows them on the whole device, where it was
     taken at many sizes, but not on parts of it. card: of the device's kernels; None: that which comes with this release, if any.
+    few: the SMs that ops bound by memory are offered, and compute-bound ones what these leave; None: all that were timed.
     """
 
-    def __init__(self, profile: Profile, graph: Graph, columns: Mapping[str, int] | None = None, card: Card | None = None):
+    def __init__(
+        self,
+        profile: Profile,
+        graph: Graph,
+        columns: Mapping[str, int] | None = None,
+        card: Card | None = None,
+        few: Collection[int] | None = None,
+    ):
         device = find_device(profile.device)
         self.card = card or (shipped_card(device.name) if device else None)
-        self.profile, self.graph, self.columns = profile, graph, columns or {}
+        self.profile, self.graph, self.columns, self.few = profile, graph, columns or {}, few
         self.windows: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
         for ops in graph.layers:
             for op in ops:
@@ -59,7 +67,7 @@ class Shares:
         root = self.root or self
         clock_hz = math.ceil(clock_hz / _CLOCK_STEP_HZ - 1e-6) * _CLOCK_STEP_HZ
         if clock_hz not in root.by_clock:
-            root.by_clock[clock_hz] = found = Shares(root.clocks.at(root.profile, clock_hz), root.graph, root.columns, root.card)
+            root.by_clock[clock_hz] = found = Shares(root.clocks.at(root.profile, clock_hz), root.graph, root.columns, root.card, root.few)
             found.root = root
         return root.by_clock[clock_hz]
 
@@ -155,9 +163,11 @@ class Shares:
         return self.chain(task.chain, step, sms, aside=task.aside)
 
     def sizes(self) -> tuple[int, ...]:
-        """All shares that some product or attention was timed on."""
+        """All shares that some product or attention was timed on, of those that are offered."""
         bounded = {sms for name, known in self.known.items() for sms in known if name in ATTENTION or name in ("qkv", "up_gate", "down")}
-        return tuple(sorted(bounded | {sms for pair in self.profile.pairs for sms in (pair.first_sms, pair.second_sms)}))
+        known, full = bounded | {sms for pair in self.profile.pairs for sms in (pair.first_sms, pair.second_sms)}, self.profile.total_sms
+        offered = known if self.few is None else {full, *self.few, *(full - few for few in self.few)}
+        return tuple(sorted(known & offered))
 
     def options(self, task: Task, step: Composition, most: int) -> tuple[Option, ...]:
         """The ways to run a task, of rising share and falling time; at most `most` beside the whole device.

@@ -1,5 +1,7 @@
 """`python -m search plan`: files that the engine reads, and what it refuses."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from searched import llama_shares
@@ -7,10 +9,11 @@ from searched import llama_shares
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.order import check
-from jaxflow.pipeline.plan import load
+from jaxflow.pipeline.plan import SHIPPED, load
 from search.__main__ import main
 from search.clocked import Clocks
 from search.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, ProfileError, save_profile, seconds
+from search.plan import default_out, going_on
 from search.shares import Shares, product_columns
 from search.structure import Load, chains, make_task, repeated_layer
 
@@ -19,22 +22,50 @@ CONFIG = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 pytestmark = pytest.mark.usefixtures("no_flags")
 
 
-def test_a_portfolio_of_a_profile(tmp_path, capsys):
+def test_a_portfolio_of_a_profile(tmp_path, capsys, monkeypatch):
     """Two workloads, a plan each; of two budgets the better. Sequential here: the search itself has tests of its own."""
+    monkeypatch.chdir(tmp_path)
     save_profile(llama_shares().profile, tmp_path / "h200.json")
-    line = ["--profile", str(tmp_path / "h200.json"), "--tokens", "1024,2048", "--nano_batches", "1", "--out", str(tmp_path / "plans")]
+    line = ["--profile", str(tmp_path / "h200.json"), "--tokens", "1024,2048", "--nano_batches", "1"]
     assert main(["search", "plan", *line, "--prompt_tokens", "1024,512", "--output_tokens", "512,512"]) == 0
     out = capsys.readouterr().out
     assert "1024-512.json" in out and "sequential" in out and "joules" in out
+    folder = Path("plans") / "h200-llama-3.1-8b-bfloat16"
+    assert f"bench throughput --model llama-3.1-8b --plan {folder} --input_len 1024 --output_len 512" in out.splitlines()[-1]
     for name, decodes in (("1024-512", 1 / 3), ("512-512", 1 / 2)):
-        plan = load(tmp_path / "plans" / f"{name}.json")
+        plan = load(folder / f"{name}.json")
         check(plan, model_graph(CONFIG))
         assert plan.tokens in (1024, 2048) and plan.target.decode_tokens == round(plan.tokens * decodes) and plan.target.device == "H200"
+
+
+def test_what_was_found_is_run_by_the_line_that_is_printed():
+    """The plan's kind is the engine's: two devices, weights and cache of 8 bits. Without --out a file is named as the shipped ones are."""
+    profile = msgspec.structs.replace(
+        llama_shares().profile, model="org/llama-3-70b", tensor_parallel_size=2, dtype="float8_e4m3fn", kv_cache_dtype="float8_e4m3fn"
+    )
+    out = default_out(profile, several=False)
+    assert out == Path("plans/h200-llama-3-70b-tp2-float8_e4m3fn.json") and (SHIPPED / out.name).exists()
+    words = going_on(profile, "org/llama-3-70b", out, 512, 0).split()
+    assert words[4:] == [
+        "--model", "org/llama-3-70b", "--quantization", "fp8", "--kv_cache_dtype", "fp8", "--tensor_parallel_size", "2",
+        "--plan", str(out), "--input_len", "512", "--output_len", "1", "--beside_sequential",
+    ]  # fmt: skip
+
+
+def test_shares_that_are_offered():
+    base = llama_shares()
+    assert base.sizes() == (28, 40, 92, 104, 132)
+    tasks, step = tasks_of(base)
+    few = Shares(base.profile, base.graph, few=(40,)).at(1.5e9)
+    assert few.sizes() == (40, 92, 132)
+    offered = {name: [option.share for option in few.options(tasks[name], step, 9)] for name in ("decode_attention", "up_gate")}
+    assert offered == {"decode_attention": [40, 132], "up_gate": [92, 132]}
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        (["--modelled", "--sms", "40,132"], "1 to 131"),
         (["--modelled", "--tokens", "few"], "whole numbers"),
         (["--modelled", "--prompt_tokens", "1,2"], "output_tokens"),
         ([], "--modelled"),

@@ -17,7 +17,7 @@ import pytest
 from absl import flags
 
 from jaxflow.bench import latency, machine, options, perplexity, plot, serve, steps, sweep, throughput, workload
-from jaxflow.bench.__main__ import COMMANDS, main
+from jaxflow.bench.__main__ import COMMANDS, main, without_weights
 from jaxflow.config import ConfigError
 from jaxflow.llm import LLM
 from serving.client import Client
@@ -204,6 +204,18 @@ def test_searched_plans_beside_the_sequential_one_in_one_run(bench, llm, tmp_pat
     named: Any = types.SimpleNamespace(layouts=layouts)
     with pytest.raises(ConfigError, match="plan='its only one'"), steps.sequential_alone(named):
         pass
+
+
+def test_a_shipped_name_is_measured_with_random_weights(llm, no_flags, monkeypatch):
+    """It has no others: `bench throughput --model llama-3.1-8b --plan searched` is all that need be said. A folder's are loaded."""
+    given = []
+    monkeypatch.setattr(LLM, "from_config", classmethod(lambda cls, config, **_: given.append(config) or contextlib.nullcontext(llm)))
+    settings = ["--plan", "searched", "--num_requests", "1", "--input_len", "5", "--output_len", "3"]
+    assert main(["bench", "throughput", "--model", "llama-3.1-8b", *settings]) == 0
+    assert (given[0].load_format, given[0].plan) == ("dummy", "searched")
+    flags.FLAGS.model, flags.FLAGS.load_format = MODEL, "auto"
+    without_weights()
+    assert flags.FLAGS.load_format == "auto"
 
 
 def test_latency_command(bench, tmp_path, capsys):
