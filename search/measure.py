@@ -218,8 +218,10 @@ def _with(profile: Profile, layer: Layer, entry: Entry, program: Program, execut
         found = timed(executable, given, kept, seconds_each)
         took, sms = found.seconds / program.calls, entry.sms or profile.total_sms
         names = equal_ops(layer).get(entry.op, (entry.op,))
-        times = (OpTime(name, entry.tokens, entry.keys, sms, took, found.watts, found.clock_mhz) for name in names)
-        return msgspec.structs.replace(profile, op_times=(*profile.op_times, *times))
+        joules = None if found.joules is None else found.joules / program.calls
+        times = (OpTime(name, entry.tokens, entry.keys, sms, took, found.watts, found.clock_mhz, joules) for name in names)
+        step_s = found.energy_step_s or profile.energy_step_s
+        return msgspec.structs.replace(profile, op_times=(*profile.op_times, *times), energy_step_s=step_s)
     pair = _pair(profile, layer, entry, executable, given, seconds_each)
     return msgspec.structs.replace(profile, pairs=(*profile.pairs, pair))
 

@@ -27,7 +27,10 @@ class ProfileError(ValueError):
 
 
 class OpTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One op of `jaxflow.model.graph` on one layer, alone, on `sms` SMs; `keys` a token sees on average (attention), else 0."""
+    """One op of `jaxflow.model.graph` on one layer, alone, on `sms` SMs; `keys` a token sees on average (attention), else 0.
+
+    watts, clock_mhz: by the sensors; joules: of the whole card for one call, by its energy counter. None where nothing tells.
+    """
 
     op: str
     tokens: int
@@ -36,6 +39,7 @@ class OpTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float
     watts: float | None = None
     clock_mhz: float | None = None
+    joules: float | None = None
 
 
 class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,10 +53,14 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     second_performance: float
     watts: float | None = None
     clock_mhz: float | None = None
+    joules: float | None = None  # of both, by the card's energy counter
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """Everything that was measured on one device for one model. `method`: measured how, or modelled from what."""
+    """Everything that was measured on one device for one model. `method`: measured how, or modelled from what.
+
+    energy_step_s: how often the card's energy counter moved, where it was read.
+    """
 
     device: str
     versions: dict[str, str]
@@ -65,6 +73,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     op_times: tuple[OpTime, ...]
     pairs: tuple[Pair, ...] = ()
     schema_version: int = SCHEMA_VERSION
+    energy_step_s: float | None = None
 
     @functools.cached_property
     def curves(self) -> dict[tuple[str, int], dict[int, list[tuple[int, float]]]]:
