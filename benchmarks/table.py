@@ -12,10 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxflow.bench import optimum
+from jaxflow.model.checkpoint import open_checkpoint
+
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 BLOCK = re.compile(r"(?<=<!-- benchmarks -->\n).*?(?=<!-- /benchmarks -->)", re.S)
-THROUGHPUT = ("machine", "model", "in / out tokens", "total tokens/s", "of the optimum", "watts at MHz", "beside it", "report")
+THROUGHPUT = (
+    *("machine", "model", "in / out tokens", "total tokens/s", "of the optimum", "of the bound, by what", "watts at MHz"),
+    *("beside it", "report"),
+)
 RATE = (
     *(
         "machine",
@@ -71,6 +77,12 @@ def power(readings: Mapping[str, float] | None) -> str:
     return f"{readings['mean_watts']:.0f} at {readings['mean_sm_clock_mhz']:.0f}" if readings else "–"
 
 
+def of_the_bound(report: Mapping[str, Any]) -> str:
+    """The fraction of the bound by four resources, and which of them binds, by the function that the bench has it from."""
+    found = optimum.of_report(open_checkpoint(report["model"], load_format="dummy").model_config, report)
+    return "–" if found["fraction_of_bound"] is None else f"{found['fraction_of_bound']:.0%}, {found['binding']}"
+
+
 def beside(rivals: list[dict[str, Any]], report: Mapping[str, Any]) -> str:
     """What the others reached on the same device, model, dtype and workload."""
     found = [
@@ -112,6 +124,7 @@ def _throughput_rows(folder: Path) -> Iterator[tuple[str, ...]]:
             lengths(report["workload"]),
             f"{report['total_token_throughput']:,.0f}",
             f"{report['fraction_of_optimal']:.0%}",
+            of_the_bound(report),
             power(report["power"]),
             beside(rivals, report),
             f"[json](benchmarks/{name})",

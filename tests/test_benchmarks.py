@@ -17,6 +17,12 @@ REPORT = {
     "device": "NVIDIA H200",
     "engine_config": {"dtype": "bfloat16", "kv_cache_dtype": "auto", "tensor_parallel_size": 1},
     "workload": {"kind": "constant", "mean_prompt_tokens": 1024.0, "mean_output_tokens": 512.0},
+    "completed": 3,
+    "total_input_tokens": 3 * 1024,
+    "total_output_tokens": 3 * 512,
+    "cached_input_tokens": 0,
+    "duration": 4608 / 12345.6,
+    "engine_stats": {"steps": 3},
     "total_token_throughput": 12345.6,
     "fraction_of_optimal": 0.3,
     "power": {"mean_watts": 689.4, "mean_sm_clock_mhz": 1503.2},
@@ -45,14 +51,14 @@ def test_a_report_becomes_a_line_beside_its_rival(folder):
     (folder / "b.json").write_text(json.dumps(REPORT | {"power": None}))
     (folder / "other.json").write_text(json.dumps(REPORT | {"command_name": "latency"}))
     line, of_a_cpu = TABLE["render"](folder).strip().splitlines()[2:]
-    cells = ["NVIDIA H200", "llama-3.1-8b, bfloat16", "1024 / 512", "12,346", "30%", "689 at 1503", "vLLM 0.24.0 25,378"]
+    cells = ["NVIDIA H200", "llama-3.1-8b, bfloat16", "1024 / 512", "12,346", "30%", "29%, energy", "689 at 1503", "vLLM 0.24.0 25,378"]
     assert line == f"| {' | '.join(cells)} | [json](benchmarks/a.json) |"
-    assert "| 30% | – |" in of_a_cpu
+    assert "| 30% | 29%, energy | – |" in of_a_cpu
 
 
 def test_a_sweep_becomes_a_line_for_each_point(folder):
     head = {key: REPORT[key] for key in ("model", "device", "engine_config")} | {"command_name": "sweep"}
-    point = {key: REPORT[key] for key in ("workload", "total_token_throughput", "fraction_of_optimal", "power")}
+    point = {key: value for key, value in REPORT.items() if key not in (*head, "command_name")}
     (folder / "a.json").write_text(json.dumps(head | {"kind": "length", "points": [point, point | {"total_token_throughput": 9.0}]}))
     figures = {"mean_normalized_latency_ms": 20.0, "p99_normalized_latency_ms": 25.0, "mean_ttft_ms": 1234.5}
     trace = {"kind": "trace", "trace": "sharegpt.csv", "mean_prompt_tokens": 223.0, "mean_output_tokens": 318.0}

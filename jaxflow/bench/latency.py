@@ -14,7 +14,6 @@ from jaxflow.bench import machine, options, report, workload
 from jaxflow.bench.drive import drive, greedy_requests
 from jaxflow.bench.report import Record
 from jaxflow.bench.throughput import head, with_optimum
-from jaxflow.engine.plans import products_dtype
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
 
@@ -48,16 +47,18 @@ def measure(
     items = workload.constant(batch_size, input_len, output_len)
     records: list[Record] = []
     latencies: list[float] = []
+    steps = 0
     with machine.watch() as readings:
         for i in tqdm(range(warm_up + iterations), disable=not progress, unit="batch"):
             prompts = workload.prompts(items, llm.model_config.vocab_size, seed + i)
+            before = llm.driver.stats().steps
             done, duration_s = drive(llm.driver, greedy_requests(items, prompts))
             if i >= warm_up:
                 records += done
                 latencies.append(duration_s)
+                steps += llm.driver.stats().steps - before
     result = report.figures(records, sum(latencies)) | {"power": readings.summary()} | _statistics(latencies)
-    engine = llm.engine_config
-    return result | with_optimum(result, llm, products_dtype(engine), engine.tensor_parallel_size, device)
+    return result | with_optimum(result, llm, steps, device)
 
 
 def _statistics(latencies: Sequence[float]) -> dict[str, Any]:

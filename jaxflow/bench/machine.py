@@ -167,6 +167,11 @@ def text(result: Mapping[str, Any]) -> str:
             line("Optimal token throughput (tok/s):", result["optimal_token_throughput"]),
             line("Fraction of optimal:", f"{result['fraction_of_optimal']:.2%}"),
             *(
+                [line("Fraction of the bound:", f"{result['fraction_of_bound']:.2%}, by {result['binding']}")]
+                if result.get("fraction_of_bound")
+                else []
+            ),
+            *(
                 [line("Fraction of optimal, steady state:", f"{steady['fraction_of_optimal']:.2%}")]
                 if "fraction_of_optimal" in steady
                 else []

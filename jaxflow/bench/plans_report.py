@@ -1,19 +1,17 @@
 """From timed steps to the report of `bench plans`: rates, what was predicted, how near the optimum, and what the engine would pick."""
 
+import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jaxflow.bench import machine
+from jaxflow.bench import machine, optimum
 from jaxflow.bench.steady import Workload
 from jaxflow.config import EngineConfig, ModelConfig
 from jaxflow.engine.plans import products_dtype
 from jaxflow.model.composition import Composition
-from jaxflow.model.cost import find_device
-from jaxflow.model.energy import bound, shipped_power
-from jaxflow.model.graph import Widths, model_graph
 from jaxflow.pipeline.choice import Gain, between, is_sequential
 from jaxflow.pipeline.plan import Plan
 from pallas_kernels.checks.timing import Timing
@@ -75,15 +73,8 @@ def _optimum(config: EngineConfig, model: ModelConfig, step: Composition, tp: in
     """The fractions reached of Eq. 5 (all devices together) and of the bound by all four resources, and which binds."""
     dtype = products_dtype(config)
     best = machine.optimal(model, step.chunk_tokens, step.decode_tokens, dtype=dtype, tp=tp)
-    found: dict[str, Any] = {"fraction_of_optimal": rate / best["optimal_token_throughput"], "fraction_of_bound": None, "binding": None}
-    device = find_device(jax.devices()[0].device_kind)
-    power = shipped_power(device.name) if device else None
-    if device is None or power is None or dtype not in power.flop:
-        return found
-    narrow = {"float8_e4m3fn": 1.0, "int8": 1.0}
-    graph = model_graph(model, tp, Widths(weights=narrow.get(dtype, 2.0), kv=narrow.get(config.kv_cache_dtype, 2.0)))
-    limit = bound(graph.work(step), device, power, dtype)
-    return found | {"fraction_of_bound": limit.longest_s * rate / step.tokens, "binding": limit.binding}
+    reached = rate / best["optimal_token_throughput"]
+    return {"fraction_of_optimal": reached} | optimum.of_step(model, dataclasses.asdict(config), jax.devices()[0].device_kind, step, rate)
 
 
 def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

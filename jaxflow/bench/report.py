@@ -89,6 +89,7 @@ def figures(records: Sequence[Record], duration_s: float, slo: Mapping[str, floa
         "total_input_tokens": prompt,
         "total_output_tokens": output,
         "cached_input_tokens": sum(r.cached_prompt_tokens for r in done),
+        **_mean_keys(done),
         "request_throughput": len(done) / duration_s,
         "request_goodput": None if good is None else good / duration_s,
         "output_throughput": output / duration_s,
@@ -103,6 +104,17 @@ def figures(records: Sequence[Record], duration_s: float, slo: Mapping[str, floa
         result |= _statistics(key, samples[key])
     errors = sorted({record.error for record in records if record.error})
     return result | ({"errors": errors} if errors else {})
+
+
+def _mean_keys(done: Sequence[Record]) -> dict[str, float]:
+    """Keys, their own included, that a prompt's computed token and a decode had in the mean; 0 where there was none."""
+    prompt = [(r.prompt_tokens - r.cached_prompt_tokens, (r.prompt_tokens + r.cached_prompt_tokens + 1) / 2) for r in done]
+    decodes = [(r.output_tokens - 1, r.prompt_tokens + r.output_tokens / 2) for r in done]
+
+    def mean(pairs: Sequence[tuple[int, float]]) -> float:
+        return sum(number * keys for number, keys in pairs) / max(1, sum(number for number, _ in pairs))
+
+    return {"mean_prompt_keys": mean(prompt), "mean_decode_keys": mean(decodes)}
 
 
 def _statistics(key: str, seconds: Sequence[float]) -> dict[str, float]:

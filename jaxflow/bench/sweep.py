@@ -198,7 +198,7 @@ def table(sweep: Mapping[str, Any]) -> list[str]:
         columns = ["length, B", *sweep["rows"][0]["token_throughput"]]
         rows = [[f"{r['length']}, {r['slots']}", *(f"{v:.0f}" for v in r["token_throughput"].values())] for r in sweep["rows"]]
     else:
-        columns = [kind, "tok/s", "output tok/s", "of optimal", "TTFT ms", "TPOT ms", "p99 TPOT", "norm. ms"]
+        columns = [kind, "tok/s", "output tok/s", "of optimal", "of bound", "TTFT ms", "TPOT ms", "p99 TPOT", "norm. ms"]
         rows = [_row(kind, point) for point in sweep["points"]]
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]
@@ -206,12 +206,15 @@ def table(sweep: Mapping[str, Any]) -> list[str]:
 
 def _row(kind: str, point: Mapping[str, Any]) -> list[str]:
     varied = f"{point['input_len']}/{point['output_len']}" if kind == "length" else f"{point[{'rate': 'request_rate'}.get(kind, kind)]:g}"
-    fraction = point.get("fraction_of_optimal")
+    reached = point.get("fraction_of_optimal"), point.get("fraction_of_bound")
     numbers = ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_normalized_latency_ms")
     return [
         varied,
         f"{point['total_token_throughput']:.1f}",
         f"{point['output_throughput']:.1f}",
-        "-" if fraction is None else f"{fraction:.2%}",
+        *(
+            "-" if fraction is None else f"{fraction:.2%}"
+            for fraction in (point.get("fraction_of_optimal"), point.get("fraction_of_bound"))
+        ),
         *(f"{point[key]:.2f}" for key in numbers),
     ]

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import msgspec
 from absl import flags
 
@@ -22,6 +23,7 @@ from jaxflow.bench import gaps, machine, options, report, reuse, steps, workload
 from jaxflow.bench.conversations import Conversation
 from jaxflow.bench.converse import converse
 from jaxflow.bench.drive import drive, greedy_requests
+from jaxflow.bench.optimum import of_run
 from jaxflow.bench.report import Record
 from jaxflow.bench.workload import Item
 from jaxflow.config import ConfigError
@@ -120,20 +122,24 @@ def _measured(
     result["steps"] = steps.summary(log)
     result["engine_stats"] = _difference(msgspec.to_builtins(after), msgspec.to_builtins(before))
     result["power"] = readings.summary()
-    engine = llm.engine_config
-    return result | with_optimum(result, llm, products_dtype(engine), engine.tensor_parallel_size, device)
+    return result | with_optimum(result, llm, result["engine_stats"]["steps"], device)
 
 
-def with_optimum(result: Mapping[str, Any], llm: LLM, dtype: str, tp: int, device: str | None) -> dict[str, Any]:
-    """Eq. 5's optimum for what a run computed, and the fraction that it reached: the whole run's, and the steady state's."""
+def with_optimum(result: Mapping[str, Any], llm: LLM, steps: int, device: str | None) -> dict[str, Any]:
+    """Eq. 5's optimum for what a run computed, and the fraction that it reached: the whole run's, and the steady state's.
+
+    Beside it the fraction of the bound by four resources, of as many steps of the run's mean composition.
+    """
     tokens = result["total_input_tokens"], result["total_output_tokens"]
     if not sum(tokens):
         return {}
-    best = machine.optimal(llm.model_config, *tokens, dtype=dtype, tp=tp, device=device)
+    model, engine = llm.model_config, llm.engine_config
+    best = machine.optimal(model, *tokens, dtype=products_dtype(engine), tp=engine.tensor_parallel_size, device=device)
     optimum, steady = best["optimal_token_throughput"], result.get("steady_state")
     if steady:
         best["steady_state"] = {**steady, "fraction_of_optimal": steady["total_token_throughput"] / optimum}
-    return best | {"fraction_of_optimal": result["total_token_throughput"] / optimum}
+    best["fraction_of_optimal"] = result["total_token_throughput"] / optimum
+    return best | of_run(model, dataclasses.asdict(engine), device or jax.devices()[0].device_kind, result, steps)
 
 
 def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

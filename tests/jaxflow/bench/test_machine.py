@@ -75,9 +75,19 @@ def test_the_report_names_optimum_machine_and_command():
     result = machine.describe() | machine.optimal(LLAMA, 1, 1, dtype="bfloat16", device="H100")
     result |= {
         "fraction_of_optimal": 0.5,
+        "fraction_of_bound": 0.6,
+        "binding": "energy",
         "power": {"mean_watts": 650.4, "max_watts": 702.0, "mean_sm_clock_mhz": 1500, "min_sm_clock_mhz": 1400},
     }
     text = machine.text(result)
-    for part in ("50.00%", "H100 bfloat16, datasheet", "650 (702)", "1500 (1400)", "jax 0.11", "Command: python -m jaxflow.bench"):
+    for part in (
+        "50.00%",
+        "60.00%, by energy",
+        "H100 bfloat16, datasheet",
+        "650 (702)",
+        "1500 (1400)",
+        "jax 0.11",
+        "Command: python -m jaxflow.bench",
+    ):
         assert part in text
     assert "unknown" in machine.text(machine.describe())

@@ -1,0 +1,42 @@
+"""The bound of a run, on the work that its requests were."""
+
+import dataclasses
+
+import pytest
+
+from jaxflow.bench import optimum, report
+from jaxflow.bench.report import Record
+from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
+from jaxflow.model.cost import DEVICES
+from jaxflow.model.energy import bound, shipped_power
+from jaxflow.model.graph import model_graph
+
+LLAMA = ModelConfig("llama", 128256, 4096, 32, 8, 128, 14336, (Layer(rope=Rope(500000.0)),) * 32, 8192)
+POWER = shipped_power("H200")
+
+
+def test_a_runs_mean_step_is_its_steps_means():
+    """Two requests of 100 + 3 and 60 + 5 tokens, in 4 steps; the first 20 tokens of the first came from elsewhere."""
+    records = [Record(100, 0.0, [(1.0, 3)], 1.0, cached_prompt_tokens=20), Record(60, 0.0, [(1.0, 5)], 1.0)]
+    run = report.figures(records, 2.0)
+    found = optimum.mean_step(run, 4)
+    assert found.tokens * 4 == 80 + 60 + 2 + 4  # what is sampled last is not computed
+    assert 4 * found.decode_tokens * found.decode_keys == sum((101, 102)) + sum((61, 62, 63, 64))
+    assert 4 * found.count("chunk_pairs") == pytest.approx(sum(range(21, 101)) + sum(range(1, 61)))
+    assert 4 * found.count("samples") == 8
+    alike = report.figures([Record(100, 0.0, [(1.0, 3)], 1.0, cached_prompt_tokens=20)] * 2, 2.0)
+    means = {name: value for name, value in alike.items() if not name.endswith("_keys")}
+    assert optimum.mean_step(means, 5) == optimum.mean_step(alike, 5)  # as reports have it that came before those fields
+
+
+def test_the_bound_of_a_run_is_that_of_its_steps():
+    run = report.figures([Record(1024, 0.0, [(1.0, 512)], 1.0)] * 12, 1.0)
+    engine = dataclasses.asdict(EngineConfig("llama-3.1-8b", dtype="bfloat16", kv_cache_dtype="bfloat16"))
+    found = optimum.of_run(LLAMA, engine, "NVIDIA H200", run, 9)
+    assert POWER is not None
+    least = bound(model_graph(LLAMA).work(optimum.mean_step(run, 9)), DEVICES["H200"], POWER)
+    assert found == {"fraction_of_bound": pytest.approx(9 * least.energy_s / 1.0), "binding": "energy"}
+    fp8 = optimum.of_run(LLAMA, engine | {"quantization": "fp8", "kv_cache_dtype": "float8_e4m3fn"}, "H200", run, 9)
+    assert fp8["fraction_of_bound"] < 0.7 * found["fraction_of_bound"]
+    for engine_, device in ((engine, "cpu"), (engine | {"dtype": "float32"}, "H200"), (engine, "NVIDIA H100")):
+        assert optimum.of_run(LLAMA, engine_, device, run, 9) == {"fraction_of_bound": None, "binding": None}
