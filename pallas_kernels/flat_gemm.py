@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flat_kernel import GATE_BLOCK, Operand, multiply, scratch, swizzled
 from pallas_kernels.flat_tiles import FlatTile, flat_tile
-from pallas_kernels.paged import LANE, rows_of_eight
+from pallas_kernels.paged import LANE, tile_of_eight
 from pallas_kernels.tiles import SMS
 
 ROWS = 64  # most tokens
@@ -76,13 +76,14 @@ def multiply_flat(
     (m, k), n = x.shape, weight[0].array.shape[0]
     out_dtype, gated = jnp.dtype(out_dtype or x.dtype), gate_block is not None
     _check(x, n, activation, gate_block, out_dtype)
-    x = rows_of_eight(x)
+    x = tile_of_eight(x)
+    rows = max(8, x.shape[0])
     operands = [x, *(part.array for part in weight)]
     tiles, columns = pl.cdiv(n, tile.columns), n // 2 if gated else n
     if bias is not None:  # padded: it is not TMA that reads it
         operands.append(lax.pad(bias, jnp.zeros((), bias.dtype), [(0, tiles * tile.columns - n, 0)]) if n % tile.columns else bias)
     if residual is not None:
-        operands.append(rows_of_eight(residual))
+        operands.append(tile_of_eight(residual))
     most = min(tiles, sms // tile.cluster)
     if not most or tile.cluster > pl.cdiv(k, tile.depth) or tile.stages % tile.turns:
         raise ValueError(f"sms={sms}, K={k}: for {tile} at least {tile.cluster} SMs and steps along K, and stages a multiple of its turns")
@@ -99,9 +100,9 @@ def multiply_flat(
         cluster_names=("part",) if tile.cluster > 1 else (),
         num_threads=tile.warpgroups * tile.turns + 1,
         thread_name="wg",
-        scratch_types=scratch(tile, weight, x.shape[0], columns, out_dtype, gated, residual is not None),
+        scratch_types=scratch(tile, weight, rows, columns, out_dtype, gated, residual is not None),
         compiler_params=LANE,
-        kernel_name=f"{name}_{x.shape[0]}x{n}x{k}",
+        kernel_name=f"{name}_{rows}x{n}x{k}",
         interpret=interpret,
     )(*operands)
     return out if x.shape[0] == m else out[:m]

@@ -72,6 +72,7 @@ def multiply(
     part = lax.axis_index("part") if tile.cluster > 1 else jnp.int32(0)
     groups = lax.axis_size("group")
     m, width = o_s.shape[1:]
+    tokens = pl.ds(jnp.int32(0), m)  # TMA fills and cuts the tile of fewer than 8; a beginning that Pallas knew it would hold to be too long
     tiles, blocks = pl.cdiv(w_refs[0].shape[0], tile.columns), pl.cdiv(x_ref.shape[1], tile.depth)
     mine = lax.div(tiles - group + groups - 1, jnp.int32(groups))
     first, last = (lax.div(blocks * (part + i), jnp.int32(tile.cluster)) for i in (0, 1))
@@ -91,7 +92,7 @@ def multiply(
 
         def copy_tokens(step):
             block, slot = first + lax.rem(step, steps), slot_of(step)
-            plgpu.copy_gmem_to_smem(x_ref.at[:, pl.ds(block * tile.depth, tile.depth)], x_s.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(x_ref.at[tokens, pl.ds(block * tile.depth, tile.depth)], x_s.at[slot], full.at[slot])
 
         total = mine * steps
         ahead = jnp.minimum(total, tile.stages)
@@ -128,7 +129,7 @@ def multiply(
                 y = plgpu.layout_cast(y, plgpu.Layout._WGMMA_ACC_32BIT)
             o_s.at[wg].transpose((1, 0))[...] = y.astype(o_s.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_s.at[wg], o_ref.at[:, pl.ds(column, width)])
+            plgpu.copy_smem_to_gmem(o_s.at[wg], o_ref.at[tokens, pl.ds(column, width)])
 
         def one_tile(item, _):
             row = (group + item * groups) * tile.columns + wg * tile.rows
@@ -137,7 +138,7 @@ def multiply(
 
                 @pl.when((part == 0) & (turn == 0))
                 def _():
-                    plgpu.copy_gmem_to_smem(residual_ref.at[:, pl.ds(column, width)], r_s.at[wg], r_full.at[wg])
+                    plgpu.copy_gmem_to_smem(residual_ref.at[tokens, pl.ds(column, width)], r_s.at[wg], r_full.at[wg])
 
             # Every so many steps are this turn's, through all tiles: a place in the ring, whose barriers count phases, is of one turn.
             begin = lax.rem(turn + tile.turns - lax.rem(item * steps, jnp.int32(tile.turns)), jnp.int32(tile.turns))

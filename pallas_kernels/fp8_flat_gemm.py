@@ -18,7 +18,7 @@ from pallas_kernels.fp8_epilogue import BY_COLUMN, BY_ROW, E4M3, Epilogue, activ
 from pallas_kernels.fp8_flat_tiles import Fp8FlatTile, fp8_flat_tile
 from pallas_kernels.fp8_gemm import check_operands
 from pallas_kernels.fp8_kernel import DEPTH, form
-from pallas_kernels.paged import LANE, rows_of_eight
+from pallas_kernels.paged import LANE, rows_of_eight, tile_of_eight
 from pallas_kernels.pairs import store_transposed
 from pallas_kernels.quantized import BLOCK, Quantized
 from pallas_kernels.tiles import SMS
@@ -50,18 +50,18 @@ def fp8_flat_gemm(
     check_operands(x, w, activation, gate_block, quantize, residual, out_dtype)
     if m > ROWS or gate_block not in (None, 64):
         raise ValueError(f"{m} rows, gate_block={gate_block}: up to {ROWS} rows, gate_block None or 64")
-    x = Quantized(rows_of_eight(x.values), rows_of_eight(x.scale) if x.scale.ndim else x.scale.reshape(1))
-    rows, sms = x.values.shape[0], sms or SMS
+    x = Quantized(tile_of_eight(x.values), rows_of_eight(x.scale) if x.scale.ndim else x.scale.reshape(1))
+    rows, sms = max(8, x.values.shape[0]), sms or SMS
     epilogue = Epilogue(activation, gate_block, quantize, slots=1)
     tile = tile or fp8_flat_tile(rows, n, k, sms, epilogue, blocked=x.scale.ndim == 2)
     out_dtype = jnp.dtype(E4M3 if quantize else jnp.bfloat16)
     columns = n // 2 if gate_block else n
-    out_type = [jax.ShapeDtypeStruct((rows, columns), out_dtype)]
+    out_type = [jax.ShapeDtypeStruct((x.values.shape[0], columns), out_dtype)]
     if quantize:
         out_type.append(jax.ShapeDtypeStruct((rows, columns // BLOCK), jnp.float32))
     operands = {"x": x.values, "tokens": x.scale, "w": w.values, "channels": w.scale}
     operands |= {"bias": bias} if bias is not None else {}
-    operands |= {"residual": rows_of_eight(residual)} if residual is not None else {}
+    operands |= {"residual": tile_of_eight(residual)} if residual is not None else {}
     names = (*operands, "out", *(["scales"] if quantize else []))
     tiles = pl.cdiv(n, tile.rows)
     most = min(tiles, sms // tile.cluster)
@@ -113,6 +113,7 @@ def _multiply(*refs, names, tile, e, early, interpret, **s):
     part = lax.axis_index("part") if tile.cluster > 1 else jnp.int32(0)
     m, stages, blocked = x_s.shape[1], jnp.int32(tile.stages), len(ref["tokens"].shape) == 2
     (n, k), (_, width) = ref["w"].shape, o_s.shape
+    tokens = pl.ds(jnp.int32(0), m)  # as in `flat_kernel.multiply`
     tiles, blocks = pl.cdiv(n, tile.rows), pl.cdiv(k, tile.depth)
     mine = lax.div(tiles - group + groups - 1, jnp.int32(groups))
     first, last = (lax.div(blocks * (part + i), jnp.int32(tile.cluster)) for i in (0, 1))
@@ -130,7 +131,7 @@ def _multiply(*refs, names, tile, e, early, interpret, **s):
 
         def copy_tokens(step):
             block, slot = first + lax.rem(step, steps), lax.rem(step, stages)
-            plgpu.copy_gmem_to_smem(ref["x"].at[:, pl.ds(block * tile.depth, tile.depth)], x_s.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(ref["x"].at[tokens, pl.ds(block * tile.depth, tile.depth)], x_s.at[slot], full.at[slot])
 
         pl.loop(0, ahead)(copy_weight)
         wait_for_last(early)
@@ -232,7 +233,7 @@ def _multiply(*refs, names, tile, e, early, interpret, **s):
         else:
             o_s.transpose((1, 0))[...] = y.astype(o_s.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_s, ref["out"].at[:, pl.ds(to, width)])
+        plgpu.copy_smem_to_gmem(o_s, ref["out"].at[tokens, pl.ds(to, width)])
 
     def visit(item, _):
         at = (group + item * groups) * tile.rows
@@ -241,7 +242,7 @@ def _multiply(*refs, names, tile, e, early, interpret, **s):
 
             @pl.when((part == 0) & (turn == 0))
             def _():
-                plgpu.copy_gmem_to_smem(ref["residual"].at[:, pl.ds(to, width)], s["r_s"], s["r_full"])
+                plgpu.copy_gmem_to_smem(ref["residual"].at[tokens, pl.ds(to, width)], s["r_s"], s["r_full"])
 
         y = scaled_sums_of(item) if blocked else sums_of(item)
         if tile.turns == 1:

@@ -55,6 +55,11 @@ def rows_of_eight(x: jax.Array) -> jax.Array:
     return x if short == 0 else lax.pad(x, jnp.zeros((), x.dtype), [(0, short, 0)] + [(0, 0, 0)] * (x.ndim - 1))
 
 
+def tile_of_eight(x: jax.Array) -> jax.Array:
+    """x as `rows_of_eight` has it, but fewer than 8 rows as they are: TMA fills their one tile with zeros, and cuts a result's."""
+    return x if x.shape[0] < 8 else rows_of_eight(x)
+
+
 def tiled() -> tuple:
     """The shared-memory form of 16-bit matrices that TMA writes and wgmma reads: 128-byte swizzled tiles of 8 rows."""
     return (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
