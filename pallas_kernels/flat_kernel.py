@@ -72,7 +72,7 @@ def multiply(
     part = lax.axis_index("part") if tile.cluster > 1 else jnp.int32(0)
     groups = lax.axis_size("group")
     m, width = o_s.shape[1:]
-    tokens = pl.ds(jnp.int32(0), m)  # TMA fills and cuts the tile of fewer than 8; a beginning that Pallas knew it would hold to be too long
+    tokens = pl.ds(jnp.int32(0), m)  # TMA fills and cuts the tile of fewer than 8, whose end Pallas would refuse if it knew the beginning
     tiles, blocks = pl.cdiv(w_refs[0].shape[0], tile.columns), pl.cdiv(x_ref.shape[1], tile.depth)
     mine = lax.div(tiles - group + groups - 1, jnp.int32(groups))
     first, last = (lax.div(blocks * (part + i), jnp.int32(tile.cluster)) for i in (0, 1))
