@@ -96,6 +96,22 @@ def _reads_sum(nano: NanoOp, sent: NanoOp) -> bool:
     return nano.op.endswith("_norm") and nano.start < sent.stop and sent.start < nano.stop
 
 
+def waited(plan: Plan) -> Plan:
+    """The plan with what reads a sum over devices moved to right behind it, so that nothing is beside any sum: nano-batches alone.
+
+    For plans whose sums are read in the pieces that they were made in.
+    """
+    order = list(plan.nano_ops)
+    for sent in (nano for nano in plan.nano_ops if nano.op.endswith("_reduce")):
+        at = order.index(sent)
+        following = (*range(at + 1, len(order)), *range(at))
+        reader = next(i for i in following if _reads_sum(order[i], sent))
+        moved = order.pop(reader)
+        earlier = reader < at  # in the next round
+        order.insert(at + 1 - earlier, msgspec.structs.replace(moved, ahead=moved.ahead + earlier))
+    return msgspec.structs.replace(plan, name=f"{plan.name}, waited for", nano_ops=tuple(order))
+
+
 def copied(plan: Plan) -> Plan:
     """The plan with its sums over two devices sent by the copy engines."""
     return msgspec.structs.replace(plan, name=f"{plan.name}, sums copied", sums="copies")

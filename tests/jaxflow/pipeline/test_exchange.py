@@ -2,14 +2,16 @@
 
 import drawn
 import msgspec
+import paths
 import pytest
 
+from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import copied, products_in_two_plan, sequential_plan, swapped, two_nano_batch_plan
+from jaxflow.pipeline.handmade import copied, products_in_two_plan, sequential_plan, swapped, two_nano_batch_plan, waited
 from jaxflow.pipeline.order import check, graph_of
-from jaxflow.pipeline.plan import PlanError, from_json, to_json
+from jaxflow.pipeline.plan import PlanError, from_json, load, to_json
 
 TOKENS = 16
 WORK = ((8, (3, 2)), (2, (9, 4)))
@@ -66,3 +68,14 @@ def test_four_devices_swap_in_two_steps():
         compile_plan(msgspec.structs.replace(plan, sums="kernels"), LLAMA, 4)
     with pytest.raises(ValueError, match="tp is 2"):
         model_graph(LLAMA, 2, swapped=True)
+
+
+def test_sums_that_are_waited_for_have_nothing_beside_them():
+    """What reads a sum is issued right behind it, of the next layer's round too: nano-batches alone, as the ablation has them."""
+    model = open_checkpoint("llama-3-70b", load_format="dummy").model_config
+    plan = waited(copied(two_nano_batch_plan(model, 2048, 1024, 2)))
+    check(plan, graph_of(plan, model, 2))
+    assert plan == load(paths.ROOT / "benchmarks" / "plans" / "tp2" / "fp8" / "ablation-nano-batches.json")
+    for sent, reader in zip(plan.nano_ops, plan.nano_ops[1:], strict=False):
+        if sent.op.endswith("_reduce"):
+            assert (reader.op.endswith("_norm"), reader.start, reader.ahead) == (True, sent.start, int(sent.op == "mlp_reduce"))
