@@ -55,9 +55,16 @@ def predict(
 
 
 def outside_s(graph: Graph, step: Composition, device: Device | None, dtype: str) -> float:
-    """What the ops before and after the layers take, one after the other, and the step itself; 0 where the device's rates are not known."""
+    """What the ops before and after the layers take, one after the other, and the step itself; 0 where the device's rates are not known.
+
+    Of several devices two of these ops sum or gather over them what they have made: after it, not beside it.
+    """
     if device is None or dtype not in device.rates.flops_per_s or "bfloat16" not in device.rates.flops_per_s:
         return 0.0
     card = shipped_card(device.name)
-    ops_s = sum(op_times(op, step, device.rates, dtype).longest_s for op in (*graph.before, *graph.after))
+    ops_s = 0.0
+    for op in (*graph.before, *graph.after):
+        times = op_times(op, step, device.rates, dtype)
+        ops_s += max(times.compute_s, times.memory_s) + times.network_s
+        ops_s += card.collective_s if card and times.network_s else 0.0
     return ops_s + (card.step_s if card else 0.0)

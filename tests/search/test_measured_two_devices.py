@@ -6,6 +6,7 @@ import itertools
 import json
 import statistics
 
+import msgspec
 import paths
 import pytest
 
@@ -18,6 +19,7 @@ from jaxflow.pipeline.plan import load
 from search.clock import shipped_card
 from search.copies import copied
 from search.modelled import modelled_profile
+from search.op_times import ATTENTION
 from search.plan import KEYS
 from search.predict import outside_s
 from search.shares import Shares, product_columns
@@ -25,13 +27,15 @@ from search.simulate import simulate
 from search.structure import Load
 
 BENCHMARKS = paths.ROOT / "benchmarks"
-H200, POWER, CARD = DEVICES["H200"], shipped_power("H200"), shipped_card("H200")
-assert CARD is not None
+H200, POWER, SHIPPED = DEVICES["H200"], shipped_power("H200"), shipped_card("H200")
+assert SHIPPED is not None
+CARD = SHIPPED
 KINDS = {"fp8": (FP8, "float8_e4m3fn"), "bfloat16": (BFLOAT16, "bfloat16")}  # widths, dtype
 DENSE = (  # (model, the products' kind)
     ("llama-3-70b", "fp8"), ("llama-3-70b", "bfloat16"), ("llama-2-70b", "fp8"), ("deepseek-67b", "fp8"), ("qwen2-72b", "bfloat16"),
 )  # fmt: skip
 REPORTS = (*DENSE, ("mixtral-8x7b", "bfloat16"))
+H200_SMS, ON_A_PART = 132, 108  # of one plan's products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,28 +54,49 @@ def report(model: str, kind: str, tp: int = 2) -> str:
 
 
 @functools.cache
-def rows(model: str, kind: str, tp: int = 2) -> list[Row]:
-    """Of the cost model and the card's constants alone: nothing was fitted to these steps."""
+def rows(model: str, kind: str, tp: int = 2, file: str | None = None, layers: int | None = None) -> list[Row]:
+    """Of the cost model and the card's constants alone: nothing was fitted to these steps. layers: that were measured; None: all."""
     config, (widths, dtype) = open_checkpoint(model, load_format="dummy").model_config, KINDS[kind]
-    graph, columns = model_graph(config, tp, widths), product_columns(config, tp)
-    exchanged = model_graph(config, tp, widths, swapped=True) if tp == 4 else graph
-    settings = {"tp": tp, "widths": widths, "dtype": dtype, "kv_dtype": dtype, "keys": KEYS}
+    config = dataclasses.replace(config, layers=config.layers[:layers])
+    columns = product_columns(config, tp)
+    settings = {"tp": tp, "widths": widths, "dtype": dtype, "kv_dtype": dtype, "keys": KEYS, "sms": (ON_A_PART, H200_SMS)}
     profile = modelled_profile(model, config, H200, **settings)
-    forms = {"kernels": Shares(profile, graph, columns), "copies": Shares(copied(profile, exchanged, CARD), exchanged, columns)}
+    products = tuple(one for one in profile.op_times if one.sms == H200_SMS or one.op not in ATTENTION)
+    profile = msgspec.structs.replace(profile, op_times=products)
+
+    @functools.cache
+    def shares(sums: str, scattered: bool, swapped: bool) -> Shares:
+        graph = model_graph(config, tp, widths, scattered=scattered, swapped=swapped)
+        return Shares(copied(profile, graph, CARD) if sums == "copies" else profile, graph, columns)
+
     plans = {
         plan.name: plan
         for plan in (load(path) for path in (BENCHMARKS / "plans" / f"tp{tp}" / ("mixtral" if config.num_experts else kind)).glob("*.json"))
     }
     found = []
-    for row in json.loads((BENCHMARKS / report(model, kind, tp)).read_text("utf-8"))["plans"]:
-        plan = plans.get(row["plan"].rpartition(", ")[0]) or sequential_plan(config, row["tokens"], tp)
+    for row in json.loads((BENCHMARKS / (file or report(model, kind, tp))).read_text("utf-8"))["plans"]:
+        plan = plans.get(name_of(row)) or sequential_plan(config, row["tokens"], tp)
+        assert plan.name == name_of(row)
+        own = shares(plan.sums, *(any(nano.op.endswith(end) for nano in plan.nano_ops) for end in ("_scatter", "_swap")))
         keys = Load.steady_state(row["tokens"], *map(int, row["workload"].split("/"))).chunk_keys
-        step, own = Load(row["tokens"], row["decode_tokens"], row["mean_context_tokens"], keys), forms[plan.sums]
+        step = Load(row["tokens"], row["decode_tokens"], row["mean_context_tokens"], keys)
         timeline = simulate(plan, own.graph, own, step, device=H200, power=POWER)
         assert timeline.clock_hz is not None
-        seconds = timeline.step_s + outside_s(graph, step.part(0, step.tokens), H200, dtype)
+        seconds = timeline.step_s + outside_s(own.graph, step.part(0, step.tokens), H200, dtype)
         found.append(Row(row, seconds, timeline.clock_hz / 1e6))
     return found
+
+
+def name_of(measured: dict) -> str:
+    """The plan's own, which reports have before the step's tokens."""
+    return measured["plan"].rpartition(", ")[0]
+
+
+def all_rows() -> dict[str, list[Row]]:
+    """All of Llama-3-70B that was measured under plans, by report: of fp8 twelve plans and the sequential one."""
+    eight, kernels = "h200-plans-llama-3-70b-8-layers-tp2-fp8.json", "h200-plans-llama-3-70b-tp4-fp8-kernels.json"
+    found = {eight: rows("llama-3-70b", "fp8", 2, eight, 8), kernels: rows("llama-3-70b", "fp8", 4, kernels)}
+    return found | {report("llama-3-70b", kind, tp): rows("llama-3-70b", kind, tp) for kind, tp in itertools.product(KINDS, (2, 4))}
 
 
 @pytest.mark.parametrize(("model", "kind"), DENSE)
@@ -93,6 +118,40 @@ def test_steps_of_four_devices_are_predicted():
     assert len(late) == 1 and -0.13 < late[0].error < -0.09
 
 
+def plans_table() -> list[str]:
+    """The page's rows: of each report how many steps, how far off, and what the plan that is predicted best loses to the best."""
+    lines = []
+    for file, found in all_rows().items():
+        errors, lost = [row.error for row in found], [picked_loses(one) for one in by_step(found)]
+        plans = {name_of(row.measured) for row in found if not row.measured["sequential"]}
+        link = f"[{file.removeprefix('h200-plans-llama-3-70b-').removesuffix('.json')}](../benchmarks/{file})"
+        shares = f"{statistics.mean(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}", f"{max(lost):.1%}"
+        lines.append(f"| {' | '.join((link, str(len(plans)), str(len(found)), *shares))} |")
+    return lines
+
+
+def by_step(found: list[Row]) -> list[list[Row]]:
+    """Rows that did the same work: of one workload and size of step."""
+    key = lambda row: (row.measured["workload"], row.measured["tokens"])  # noqa: E731
+    return [list(rows) for _, rows in itertools.groupby(sorted(found, key=key), key)]
+
+
+def picked_loses(found: list[Row]) -> float:
+    """How much longer the step that is predicted shortest took than the shortest."""
+    return min(found, key=lambda row: row.seconds).measured["step_ms"] / min(row.measured["step_ms"] for row in found) - 1
+
+
+def test_twelve_plans_of_a_model_are_predicted():
+    """In fp8, with sums by kernels, copied, swapped and scattered, of all layers and of eight; and what is predicted best is the best."""
+    found = {file: rows for file, rows in all_rows().items() if "fp8" in file}
+    plans = {(file.partition("-tp")[2][0], name_of(row.measured)) for file, rows in found.items() for row in rows}
+    assert len({plan for plan in plans if plan[1] != "sequential"}) >= 12
+    errors = sorted(abs(row.error) for rows in found.values() for row in rows)
+    assert len(errors) >= 38 and statistics.mean(errors) < 0.035 and errors[-1] < 0.12 and errors[-2] < 0.09, errors
+    for rows in all_rows().values():
+        assert max(picked_loses(one) for one in by_step(rows)) < 0.03
+
+
 def test_a_mixtures_steps_are_thought_shorter_than_they_are():
     """Of its routing the model knows nothing, nor of the rows that fill up an expert's last tile: more in two nano-batches."""
     errors = {row.measured["plan"]: row.error for row in rows("mixtral-8x7b", "bfloat16") if row.measured["workload"] == "1024/512"}
@@ -110,7 +169,7 @@ def table(tp: int = 2) -> list[str]:
             alone = next(r for r in found if r.measured["sequential"] and r.measured["workload"] == measured["workload"])
             gains = alone.measured["step_ms"] / measured["step_ms"], alone.seconds / row.seconds
             cells = (
-                kind, measured["workload"], measured["plan"].rpartition(", ")[0], f"{measured['tokens_per_s']:,.0f}",
+                kind, measured["workload"], name_of(measured), f"{measured['tokens_per_s']:,.0f}",
                 f"{measured['step_ms']:.1f}", f"{1e3 * row.seconds:.1f}", f"{gains[0]:.3f}", f"{gains[1]:.2f}",
                 f"{measured['watts']:.0f} at {measured['sm_clock_mhz']:.0f}",
             )  # fmt: skip
@@ -122,9 +181,7 @@ def models() -> list[str]:
     """The page's rows of all models: the best plan beside the sequential step, and that step with its sums copied."""
     lines = []
     for (model, kind), workload in itertools.product(REPORTS, ("1024/512", "512/0")):
-        found = {
-            row.measured["plan"].rpartition(", ")[0]: row.measured for row in rows(model, kind) if row.measured["workload"] == workload
-        }
+        found = {name_of(row.measured): row.measured for row in rows(model, kind) if row.measured["workload"] == workload}
         alone, short = found.pop("sequential"), found.pop("sequential, sums copied")
         name, best = max(found.items(), key=lambda item: item[1]["tokens_per_s"])
         cells = (
@@ -137,7 +194,10 @@ def models() -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(("name", "made"), [("two devices", table), ("four devices", functools.partial(table, 4)), ("models", models)])
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [("two devices", table), ("four devices", functools.partial(table, 4)), ("models", models), ("plans", plans_table)],
+)
 def test_the_page_has_the_steps_of_two_devices(name, made):
     text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
     assert text.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0].splitlines()[2:] == made()
