@@ -1,5 +1,6 @@
 """Pictures of sweeps."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,27 @@ def _label(axes: Axes, x: str, y: str, *, legend: bool = True) -> None:
 
 def _rate(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
     sweep = {**sweep, "points": sorted(sweep["points"], key=lambda point: point["request_rate"])}
-    rates = _column(sweep, "request_rate")
+    rates, points = _column(sweep, "request_rate"), sweep["points"]
+    alone = [point["sequential"] for point in points if "sequential" in point]
     for key, label in (("mean", "mean"), ("median", "median"), ("p99", "99th percentile")):
-        axes[0].plot(rates, _column(sweep, f"{key}_normalized_latency_ms"), marker="o", label=label)
+        (line,) = axes[0].plot(rates, _column(sweep, f"{key}_normalized_latency_ms"), marker="o", label=label)
+        if len(alone) == len(points):
+            values = [point[f"{key}_normalized_latency_ms"] for point in alone]
+            axes[0].plot(rates, values, marker="x", linestyle="--", color=line.get_color(), label=f"{label}, sequential plan")
+    later = [point.get("settled") for point in points]
+    if all(later):
+        for key, color in (("mean", "tab:blue"), ("p99", "tab:green")):
+            values = [one[f"{key}_normalized_latency_ms"] for one in later]
+            axes[0].plot(rates, values, linestyle=":", color=color, label=f"{'mean' if key == 'mean' else '99th percentile'}, later half")
+    limit = sweep.get("highest_rate", {}).get("limit_ms", math.inf)
+    if limit < axes[0].get_ylim()[1]:
+        axes[0].axhline(limit, color="gray", linewidth=1)
     _label(axes[0], "requests per second, offered", "latency per output token (ms)")
+    if sweep.get("beside_sequential") and not alone:
+        axes[0].set_title("no plan is sure to gain: by the sequential plan alone it is the same", fontsize=9)
     axes[1].plot(rates, _column(sweep, "total_token_throughput"), marker="o", label="reached")
+    if len(alone) == len(points):
+        axes[1].plot(rates, [point["total_token_throughput"] for point in alone], "x--", label="sequential plan")
     optimal = [point.get("optimal_token_throughput") for point in sweep["points"]]
     if all(optimal) and max(_column(sweep, "total_token_throughput")) > 0.05 * max(optimal):
         axes[1].plot(rates, optimal, "--", color="gray", label="optimal (NanoFlow Eq. 5)")

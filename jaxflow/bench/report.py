@@ -161,6 +161,21 @@ def steady_state(records: Sequence[Record]) -> dict[str, float] | None:
     }
 
 
+def settled(records: Sequence[Record]) -> dict[str, float] | None:
+    """Latencies of the requests that came in the later half of the time in which any came: those that met no empty engine.
+
+    None where all came at once, and where none of them was completed.
+    """
+    start, end = min(record.sent_s for record in records), max(record.sent_s for record in records)
+    late = [record.latencies() for record in records if record.completed and record.sent_s > (start + end) / 2]
+    if not late:
+        return None
+    found = {"after_s": (end - start) / 2, "completed": len(late)}
+    for key in ("ttft", "normalized_latency"):
+        found |= _statistics(key, [one[key] for one in late])
+    return found | {"p99_to_mean_normalized_latency": found["p99_normalized_latency_ms"] / found["mean_normalized_latency_ms"]}
+
+
 def text(title: str, result: Mapping[str, Any], extra: Mapping[str, str] | None = None) -> str:
     """The report for people. `extra`: more lines for its head, as label -> value."""
     rows: list[tuple[str, Any]] = [

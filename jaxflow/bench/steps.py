@@ -76,6 +76,11 @@ def sequential_alone(executor: Executor) -> Iterator[None]:
         executor.layouts = every
 
 
+def plans_of(executor: Executor) -> set[str]:
+    """The plans that an executor may run: the sequential one alone where no other is sure to gain."""
+    return {layout.plan for several in executor.layouts.values() for layout in several}
+
+
 def summary(log: list[Step]) -> dict[str, Any] | None:
     """Steps by bucket with their mean time, and the share of the time between first and last step that the device idled.
 

@@ -6,22 +6,26 @@
   python -m jaxflow.bench sweep --sweep length --values 512/512,1024/512 --model llama-3.1-8b --load_format dummy
   python -m jaxflow.bench sweep --sweep pd_ratio
 
-rate: requests at random times, so many a second. batch_size: that many at once, again and again. length: a throughput
-run for each PROMPT/OUTPUT. The report of an engine's sweep is written after every value: what is cut short keeps what it
-has. The others are SARATHI's curves, from the engine's scheduler and the model's op costs on a
-device of the table, without running a model: pd_ratio (gain of chunked prefill by P:D ratio and chunk size), tiles
-(tile quantisation), policies (request-level, Orca's best and worst case, prefill-first, hybrid, decode-maximal).
+rate: requests at random times, so many a second; with --beside_sequential each rate by the sequential plan, too, where the
+engine has another. The highest rate whose latency a token is at most 200 ms in the mean is NanoFlow's measure: at a rate that
+is too high the queue grows for as long as requests come, so it belongs to the seconds of arrivals that it is told with.
+batch_size: that many at once, again and again. length: a throughput run for each PROMPT/OUTPUT. The report of an engine's
+sweep is written after every value: what is cut short keeps what it has. The others are SARATHI's curves, from the engine's
+scheduler and the model's op costs on a device of the table, without running a model: pd_ratio (gain of chunked prefill by P:D
+ratio and chunk size), tiles (tile quantisation), policies (request-level, Orca's best and worst case, prefill-first, hybrid,
+decode-maximal).
 """
 
 import asyncio
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
-from jaxflow.bench import latency, machine, options, plot, report, sarathi, serve, throughput, workload
+from jaxflow.bench import latency, machine, options, plot, report, sarathi, serve, steps, throughput, workload
 from jaxflow.bench.workload import Item, WorkloadError
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
@@ -29,6 +33,8 @@ from jaxflow.model.cost import DEVICES
 from serving.client import Client
 
 SIMULATED = ("pd_ratio", "tiles", "policies")
+_SAME = "The engine has no plan that is sure to gain: by the sequential plan alone it is the same."
+LIMIT_MS = 200.0  # a token's latency in the mean, NanoFlow §6.3
 Keep = Callable[[Mapping[str, Any]], None]
 
 
@@ -36,6 +42,7 @@ def define_flags() -> None:
     flags.DEFINE_enum("sweep", None, ["rate", "batch_size", "length", *SIMULATED], "What varies.", required=True)
     flags.DEFINE_list("values", None, "Its values: numbers; PROMPT/OUTPUT for length. Default, for what is simulated: the paper's.")
     flags.DEFINE_string("target", None, "For rate: a running server, host:port, instead of an engine in this process.")
+    flags.DEFINE_boolean("beside_sequential", False, "For rate: run each twice in the same engine, first by the sequential plan alone.")
     flags.DEFINE_integer("num_iters", 3, "For batch_size: batches measured of each size.", lower_bound=1)
     flags.DEFINE_string("output_png", None, "Draw the sweep into this file.")
     flags.DEFINE_list("chunk_sizes", ["128", "256", "512"], "For pd_ratio: tokens of a step that chunks fill.")
@@ -55,16 +62,45 @@ def rates(
     seed: int = 0,
     slo: Mapping[str, float] | None = None,
     keep: Keep = lambda sweep: None,
+    beside_sequential: bool = False,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """The same requests at each rate. keep: is given the sweep as far as it is, after each. kwargs: of `throughput.measure`."""
-    found: dict[str, Any] = {"kind": "rate", "points": []}
+    """The same requests at each rate.
+
+    keep: is given the sweep as far as it is, after each. beside_sequential: by the sequential plan alone, too, unless the engine
+    has no other plan. kwargs: of `throughput.measure`.
+    """
+    others = any(plan != "sequential" for plan in steps.plans_of(llm.executor))
+    found: dict[str, Any] = {"kind": "rate", "beside_sequential": beside_sequential, "points": []}
     for rate in values:
         arriving = workload.poisson_arrivals(items, rate, seed)
-        point = throughput.measure(llm, arriving, arrive=True, seed=seed, slo=slo, **kwargs)
-        found["points"].append({"request_rate": rate, **point})
+        once = functools.partial(throughput.measure, llm, arriving, arrive=True, seed=seed, slo=slo, **kwargs)
+        point = throughput.compared(llm, once) if beside_sequential and others else once()
+        found["points"].append({"request_rate": rate, "arrivals_s": arriving[-1].arrival_s, **point})
+        found["highest_rate"] = highest_rate(found["points"])
         keep(found)
     return found
+
+
+def highest_rate(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The highest rate at which, and below which at all that were run, a token took at most `LIMIT_MS` in the mean; None if none.
+
+    Of all requests, of those of the later half of the arrivals, and, where it was run, by the sequential plan.
+    """
+
+    def highest(of: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> float | None:
+        found = None
+        for point in sorted(points, key=lambda point: point["request_rate"]):
+            one = of(point)
+            if one is None or one["mean_normalized_latency_ms"] > LIMIT_MS:
+                break
+            found = point["request_rate"]
+        return found
+
+    result = {"limit_ms": LIMIT_MS, "requests_per_s": highest(lambda p: p), "settled": highest(lambda p: p["settled"])}
+    if all("sequential" in point for point in points):
+        result["sequential"] = highest(lambda p: p["sequential"])
+    return result | {"least_arrivals_s": min(point["arrivals_s"] for point in points)}
 
 
 async def server_rates(
@@ -134,7 +170,7 @@ def _measured(kind: str) -> dict[str, Any]:
             found = lengths(llm, values, f.num_requests or options.PROTOCOL["constant"], progress=True, **common)
         else:
             items, head["workload"] = options.items_from_flags(llm.max_model_len)
-            found = rates(llm, items, values, slo=slo, progress=True, **common)
+            found = rates(llm, items, values, slo=slo, beside_sequential=f.beside_sequential, progress=True, **common)
     return head | found
 
 
@@ -177,7 +213,7 @@ def run() -> dict[str, Any]:
     else:
         result = asyncio.run(_served()) if f.sweep == "rate" and f.target else _measured(f.sweep)
     result = {"command_name": "sweep", **result}
-    for row in table(result):
+    for row in [*table(result), *_said(result)]:
         print(row)
     if f.output_png:
         plot.save(result, f.output_png)
@@ -204,6 +240,18 @@ def table(sweep: Mapping[str, Any]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]
 
 
+def _said(sweep: Mapping[str, Any]) -> list[str]:
+    """What a sweep of rates comes to."""
+    if "highest_rate" not in sweep:
+        return []
+    found = sweep["highest_rate"]
+    told = {"requests_per_s": "all requests", "settled": "the later half", "sequential": "by the sequential plan"}
+    rates = ", ".join(f"{'none' if found[key] is None else format(found[key], 'g')} ({of})" for key, of in told.items() if key in found)
+    limit, seconds = f"{found['limit_ms']:g} ms a token in the mean", f"at least {found['least_arrivals_s']:.0f} s of arrivals"
+    same = sweep["beside_sequential"] and "sequential" not in found
+    return [f"Highest rate with at most {limit}, with {seconds}: {rates} requests/s", *([_SAME] if same else [])]
+
+
 def _row(kind: str, point: Mapping[str, Any]) -> list[str]:
     varied = f"{point['input_len']}/{point['output_len']}" if kind == "length" else f"{point[{'rate': 'request_rate'}.get(kind, kind)]:g}"
     reached = point.get("fraction_of_optimal"), point.get("fraction_of_bound")
@@ -212,9 +260,6 @@ def _row(kind: str, point: Mapping[str, Any]) -> list[str]:
         varied,
         f"{point['total_token_throughput']:.1f}",
         f"{point['output_throughput']:.1f}",
-        *(
-            "-" if fraction is None else f"{fraction:.2%}"
-            for fraction in (point.get("fraction_of_optimal"), point.get("fraction_of_bound"))
-        ),
+        *("-" if fraction is None else f"{fraction:.2%}" for fraction in reached),
         *(f"{point[key]:.2f}" for key in numbers),
     ]

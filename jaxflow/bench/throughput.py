@@ -66,7 +66,7 @@ def measure(
     """
     requests = greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, seed))
     arrivals = [item.arrival_s for item in items] if arrive else None
-    return _measured(llm, lambda: drive(llm.driver, requests, arrivals, progress=progress), slo, device)
+    return _measured(llm, lambda: drive(llm.driver, requests, arrivals, progress=progress), slo, device, arrive=arrive)
 
 
 def _measure(llm: LLM, items: Sequence[Item], slo: Mapping[str, float] | None) -> dict[str, Any]:
@@ -75,11 +75,11 @@ def _measure(llm: LLM, items: Sequence[Item], slo: Mapping[str, float] | None) -
     return measure(llm, items, seed=f.workload_seed, slo=slo, device=f.optimal_device, progress=True)
 
 
-def _compared(llm: LLM, items: Sequence[Item], slo: Mapping[str, float] | None) -> dict[str, Any]:
-    """The report of the engine's plans; with that of the sequential one, run before it, and how many times faster they are."""
+def compared(llm: LLM, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The report of a run by the engine's plans; with that of the sequential one, made before it, and how many times faster they are."""
     with steps.sequential_alone(llm.executor):
-        alone = _measure(llm, items, slo)
-    found = _measure(llm, items, slo)
+        alone = run()
+    found = run()
     return found | {"sequential": alone, "against_sequential": found["total_token_throughput"] / alone["total_token_throughput"]}
 
 
@@ -110,7 +110,7 @@ def measure_conversations(
 
 
 def _measured(
-    llm: LLM, run: Callable[[], tuple[list[Record], float]], slo: Mapping[str, float] | None, device: str | None
+    llm: LLM, run: Callable[[], tuple[list[Record], float]], slo: Mapping[str, float] | None, device: str | None, *, arrive: bool = False
 ) -> dict[str, Any]:
     """The report of a run, which returns its records and seconds."""
     before = llm.driver.stats()
@@ -119,6 +119,8 @@ def _measured(
     after = llm.driver.stats()
     result = report.figures(records, duration_s, slo) | reuse.figures(records, reuse.tier_tokens(before.kv_tiers, after.kv_tiers))
     result["steady_state"] = report.steady_state(records)
+    if arrive:
+        result["settled"] = report.settled(records)
     result["steps"] = steps.summary(log)
     result["engine_stats"] = _difference(msgspec.to_builtins(after), msgspec.to_builtins(before))
     result["power"] = readings.summary()
@@ -175,7 +177,11 @@ def run() -> dict[str, Any]:
             described |= more
             result |= measure_conversations(llm, talks, slo=slo, device=f.optimal_device, progress=True)
         else:
-            result |= _compared(llm, items, slo) if f.beside_sequential else _measure(llm, items, slo)
+
+            def once() -> dict[str, Any]:
+                return _measure(llm, items, slo)
+
+            result |= compared(llm, once) if f.beside_sequential else once()
             if f.profiled_seconds:
                 result["profile"] = profiled(llm, items, f.profiled_seconds, f.workload_seed)
     result |= {  # the names of vllm bench throughput
