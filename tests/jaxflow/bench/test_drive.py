@@ -108,21 +108,22 @@ def test_step_log_notes_every_step_and_leaves_no_trace():
         assert isinstance(pending, FakePending)
         executor.run(FakeLayout(), None, None, full=True)
     assert [(s.bucket, s.decode_tokens, s.prefill_tokens) for s in log] == [(8, 2, 3)] * 2
-    assert all(step.done_s >= step.enqueued_s + 0.009 for step in log)
+    assert all(step.done_s >= step.enqueued_s + 0.009 and step.enqueued_s >= step.began_s for step in log)
     executor.run(FakeLayout(), None, None, full=False)
     assert len(log) == 2 and "run" not in vars(executor)
 
 
 def test_idle_time_is_what_passes_between_a_steps_end_and_the_next_ones_enqueueing():
     log = [
-        Step(8, 4, 4, 0.0, 1.0),
-        Step(8, 4, 4, 0.5, 2.0),  # enqueued while the first ran
-        Step(4, 3, 0, 2.5, 3.0),  # half a second late
+        Step(8, 4, 4, 0.0, 0.0, 1.0),
+        Step(8, 4, 4, 0.5, 0.5, 2.0),  # enqueued while the first ran
+        Step(4, 3, 0, 2.25, 2.5, 3.0),  # half a second late, of which it was being enqueued for one half
     ]
     found = steps.summary(log)
     assert found is not None
     assert found["device_idle_share"] == pytest.approx(0.5 / 3)
+    assert found["device_idle_share_at_least"] == pytest.approx(0.25 / 3)
     assert (found["steps"], found["steps_after_idle"]) == (3, 1)
-    assert found["by_bucket"] == {"4": {"steps": 1, "mean_ms": 500.0}, "8": {"steps": 2, "mean_ms": 1000.0}}
+    assert found["by_bucket"] == {"4": {"steps": 1, "mean_ms": 750.0}, "8": {"steps": 2, "mean_ms": 1000.0}}
     assert found["padding_share"] == pytest.approx(1 - 19 / 20)
     assert steps.summary([]) is None
