@@ -56,9 +56,9 @@ WAYS = {  # (a name in jaxflow.pipeline.streams.GRAPHS, whether kernels begin ea
 class Steps:
     """Steps of one number of requests, by way. They share the executor's cache, which each step is given and gives back."""
 
-    def __init__(self, executor: Executor, requests: int, context: int, quantized: bool):
-        self.executor, self.requests, self.context = executor, requests, context
-        model, tokens = executor.programs.context.config, max(8, requests)
+    def __init__(self, executor: Executor, requests: int, tokens: int, context: int, quantized: bool):
+        self.executor, self.requests, self.tokens, self.context = executor, requests, tokens, context
+        model = executor.programs.context.config
         plan = sequential_plan(model, tokens)
         base = executor.layouts[tokens][0]
         layouts = {way: dataclasses.replace(base, decodes=not chunks) for way, (_, _, chunks) in WAYS.items()}
@@ -142,15 +142,15 @@ def define_flags() -> None:
     flags.DEFINE_string("model", MODEL, "Its shapes, with dummy weights.")
     flags.DEFINE_enum("precision", "bf16", sorted(PRECISIONS), "fp8: with an fp8 cache, too.")
     flags.DEFINE_list("requests", [str(n) for n in REQUESTS], "How many requests decode.")
+    flags.DEFINE_list("smallest", ["8"], "Fewer requests run in a step of so many tokens, as the engine has it; several: in each.")
     flags.DEFINE_integer("context", CONTEXT, "Tokens of each request, the new one included.", lower_bound=2)
     flags.DEFINE_float("seconds", 0.5, "How long each way is measured.", lower_bound=0.0)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
-def _executor(model: str, precision: str, requests: list[int], context: int) -> Executor:
-    """An executor, not warm, each of whose slots has pages of a random cache."""
+def _executor(model: str, precision: str, sizes: list[int], context: int) -> Executor:
+    """An executor, not warm, of steps of these sizes, ascending. Each of its slots has pages of a random cache."""
     checkpoint = open_checkpoint(model, load_format="dummy")
-    sizes = sorted({max(8, n) for n in requests})
     most, per = sizes[-1], -(-(context + 1) // 64)
     settings = {"load_format": "dummy", "max_num_seqs": most, "max_num_batched_tokens": most, "num_kv_pages": most * per + 1}
     config = resolve(EngineConfig(model, max_model_len=64 * per, **settings, **PRECISIONS[precision]), checkpoint.model_config)
@@ -167,8 +167,9 @@ def run() -> dict[str, Any]:
     """The command. Raises: ConfigError, CheckpointError."""
     f = flags.FLAGS
     requests = [int(n) for n in f.requests]
-    executor = _executor(f.model, f.precision, requests, f.context)
-    every = [Steps(executor, n, f.context, f.precision == "fp8") for n in requests]
+    wanted = [(n, tokens) for n in requests for tokens in sorted({max(int(least), n) for least in f.smallest})]
+    executor = _executor(f.model, f.precision, sorted({tokens for _, tokens in wanted}), f.context)
+    every = [Steps(executor, *one, f.context, f.precision == "fp8") for one in wanted]
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda job: job[0].compile(job[1]), [(steps, way) for steps in every for way in WAYS]))
     rows: list[dict[str, Any]] = []
@@ -177,11 +178,9 @@ def run() -> dict[str, Any]:
         timings = interleaved({way: functools.partial(steps.run, way) for way in WAYS}, seconds=f.seconds)
         ways = {way: dataclasses.asdict(timings[way]) | {"same_bits": same[way], "enqueue_us": steps.enqueue_us(way)} for way in WAYS}
         for way, row in ways.items():
-            print(
-                f"{steps.requests:4} requests, {way:17} {row['us'] / 1e3:7.3f} ms ±{row['spread'] / 2:.1%}, the same bits: {same[way]}",
-                flush=True,
-            )
+            took = f"{row['us'] / 1e3:7.3f} ms ±{row['spread'] / 2:.1%}, the same bits: {same[way]}"
+            print(f"{steps.requests:4} requests in {steps.tokens}, {way:17} {took}", flush=True)
         profiles = {way: kernels_of(functools.partial(steps.run, way)) for way, (graphs, *_) in WAYS.items() if graphs == "streams"}
-        rows.append({"requests": steps.requests, "ways": ways, "profiles": profiles})
+        rows.append({"requests": steps.requests, "tokens": steps.tokens, "ways": ways, "profiles": profiles})
     given = {name: f[name].value for name in ("model", "precision", "context", "seconds")}
     return {"command_name": "decode_step", **machine.describe(), "xla_flags": os.environ.get("XLA_FLAGS", ""), **given, "steps": rows}
