@@ -6,7 +6,7 @@ The workload's average step runs full and back to back, first for --seconds to t
 assigned to its op; an op's counted FLOPs and bytes over its kernels' time, over the device's datasheet peak, is the share used (of
 a device that is not in the cost model's table: over the most that the trace has). Kernels are launched one by one here, in the
 streams of the plan: the profiler sees no ops in a CUDA graph. Watts and clock are the card's sensors', of many steps: they are too
-slow for one layer. On several devices it is the first that is shown.
+slow for one layer, whose watts in the picture are the energy model's, by kernel. On several devices it is the first that is shown.
 """
 
 import dataclasses
@@ -98,6 +98,8 @@ def described(bed: Bed, name: str, step: Composition, kernels: list[Kernel], tex
         "mean_context_tokens": step.decode_keys,
         "layer_us": 1e6 * trace.seconds,
         "traced_step_ms": 1e3 * trace.step_s,
+        "traced_idle_ms": 1e3 * trace.idle_s,
+        "longest_pause_ms": 1e3 * trace.pause_s,
         "assigned_share_of_kernel_time": assigned / sum(one.seconds for one in trace.used),
         "peaks": source,
         "mean_shares": means(rows),
@@ -177,6 +179,8 @@ def text(result: Mapping[str, Any]) -> str:
             plan["plan"].center(50, "-"),
             line("Step, not traced (ms):", plan["step_ms"]),
             line("Step, traced (ms):", plan["traced_step_ms"]),
+            line("No kernel runs in it (ms):", plan["traced_idle_ms"]),
+            line("The longest of that in one piece (ms):", plan["longest_pause_ms"]),
             line("One layer, traced (us):", plan["layer_us"]),
             *(line(f"Mean share of {name}:", f"{plan['mean_shares'][name]:.1%}") for name in RESOURCES),
             line("Kernel time assigned to ops:", f"{plan['assigned_share_of_kernel_time']:.1%}"),

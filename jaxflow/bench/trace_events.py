@@ -92,10 +92,16 @@ class Used:
 
 @dataclasses.dataclass(frozen=True)
 class LayerTrace:
-    """One layer's time of a step in the steady state: as long as a layer takes, whichever layers' ops run in it."""
+    """One layer's time of a step in the steady state: as long as a layer takes, whichever layers' ops run in it.
+
+    `idle_s`: of the step's time, in which no kernel ran; `pause_s`: the longest of it in one piece, which is the host's, before
+    a step's first kernel, where steps are not ready before the one ahead is done.
+    """
 
     seconds: float
     step_s: float
+    idle_s: float
+    pause_s: float
     used: tuple[Used, ...]
 
 
@@ -134,7 +140,19 @@ def one_layer(kernels: Sequence[Kernel], names: Mapping[str, str], plan: Plan, g
         op = None if nano is None else ops.get(nano.op)
         work = Work() if nano is None or op is None else op.work(part(step, nano.start, nano.stop)) * (seconds / busy[nano.id])
         used.append(Used(kernel, nano, op.kind if op else None, max(0.0, kernel.start_s - begin), seconds, work))
-    return LayerTrace(end - begin, step_s, tuple(used))
+    gaps = _gaps(kernels, anchors[first - layers], anchors[first])
+    return LayerTrace(end - begin, step_s, sum(gaps), max(gaps, default=0.0), tuple(used))
+
+
+def _gaps(kernels: Iterable[Kernel], begin: float, end: float) -> list[float]:
+    """Seconds of each time between two moments in which no kernel runs. kernels: in order of their start."""
+    found, at = [], begin
+    for kernel in kernels:
+        if kernel.stop_s > begin and kernel.start_s < end:
+            if kernel.start_s > at:
+                found.append(kernel.start_s - at)
+            at = max(at, kernel.stop_s)
+    return found
 
 
 def _assigned(kernel: Kernel, program: tuple[str, str], names: Mapping[str, str], known: Mapping[tuple[str, str], NanoOp]) -> NanoOp | None:

@@ -1,4 +1,4 @@
-"""The picture of `bench trace`: for each plan a layer's kernels by stream, and the shares of the device's peaks below."""
+"""The picture of `bench trace`: for each plan a layer's kernels by stream, the shares of the device's peaks, and modelled watts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxflow.bench.trace_events import RESOURCES
+from jaxflow.bench.trace_watts import Watts, modelled
 
 _COLORS = {"compute": "tab:red", "memory": "tab:blue", "network": "tab:green"}
 _KINDS = {"dense": "tab:red", "attention": "tab:blue", "network": "tab:green", "other": "tab:gray", None: "lightgray"}  # None: of no op
@@ -23,17 +24,21 @@ def save(result: Mapping[str, Any], path: str | Path) -> None:
 def draw(result: Mapping[str, Any]) -> Figure:
     """A column for each plan, on one scale of time."""
     plans = result["plans"]
-    figure = Figure(figsize=(6.5 * len(plans), 6.0), layout="constrained")
+    watts = [modelled(result, plan) for plan in plans]
+    heights = (1, 1.6, 0.8) if any(watts) else (1, 1.6)
+    figure = Figure(figsize=(6.5 * len(plans), 2.3 * sum(heights)), layout="constrained")
     longest = max(plan["layer_us"] for plan in plans)
-    grid = figure.add_gridspec(2, len(plans), height_ratios=(1, 1.6))
-    for column, plan in enumerate(plans):
-        above, below = (figure.add_subplot(grid[row, column]) for row in (0, 1))
-        _streams(above, plan["kernels"], plan["layer_us"])
-        _shares(below, plan["shares"], plan["mean_shares"])
-        above.set_title(_title(plan), fontsize=9)
-        for axes in (above, below):
+    grid = figure.add_gridspec(len(heights), len(plans), height_ratios=heights)
+    for column, (plan, drawn) in enumerate(zip(plans, watts, strict=True)):
+        panels = [figure.add_subplot(grid[row, column]) for row in range(len(heights))]
+        _streams(panels[0], plan["kernels"], plan["layer_us"])
+        _shares(panels[1], plan["shares"], plan["mean_shares"])
+        if drawn:
+            _watts(panels[2], plan["shares"], drawn)
+        panels[0].set_title(_title(plan), fontsize=9)
+        for axes in panels:
             axes.set_xlim(0, longest)
-        below.set_xlabel("µs of one layer's time")
+        panels[-1].set_xlabel("µs of one layer's time")
     return figure
 
 
@@ -41,7 +46,7 @@ def _title(plan: Mapping[str, Any]) -> str:
     title = f"{plan['plan']}: {plan['layer_us']:.0f} µs"
     if plan["watts"] is None:
         return title
-    return f"{title}; {plan['watts']:.0f} W at {plan['sm_clock_mhz']:.0f} MHz, of steps of {plan['step_ms']:.1f} ms"
+    return f"{title}\n{plan['watts']:.0f} W at {plan['sm_clock_mhz']:.0f} MHz, of steps of {plan['step_ms']:.1f} ms"
 
 
 def _streams(axes: Axes, kernels: Sequence[Mapping[str, Any]], layer_us: float) -> None:
@@ -51,7 +56,7 @@ def _streams(axes: Axes, kernels: Sequence[Mapping[str, Any]], layer_us: float) 
         axes.barh(row, kernel["us"], left=kernel["start_us"], height=0.8, color=_KINDS[kernel["kind"]], edgecolor="white", linewidth=0.5)
         if kernel["op"] and kernel["us"] > _LABELLED * layer_us:
             label = kernel["op"] if kernel["blocks"] is None else f"{kernel['op']}, {kernel['blocks']} blocks"
-            axes.text(kernel["start_us"] + kernel["us"] / 2, row, label, ha="center", va="center", fontsize=6, rotation=90)
+            axes.text(kernel["start_us"] + kernel["us"] / 2, row, label, ha="center", va="center", fontsize=6, rotation=90, clip_on=True)
     axes.set_yticks(range(len(streams)), [stream[:24] for stream in streams], fontsize=6)
     axes.invert_yaxis()
 
@@ -66,3 +71,13 @@ def _shares(axes: Axes, rows: Sequence[Mapping[str, float]], means: Mapping[str,
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
+
+
+def _watts(axes: Axes, rows: Sequence[Mapping[str, float]], watts: Watts) -> None:
+    edges = [row["start_us"] for row in rows] + [rows[-1]["stop_us"]]
+    axes.stairs(watts.values, edges, color="tab:purple", linewidth=1.2, label=f"by the model × {watts.scale:.2f}, for the sensor's mean")
+    axes.axhline(watts.cap, color="gray", linewidth=1, linestyle=":")
+    axes.set_ylabel("watts, modelled")
+    axes.set_ylim(0, 1.3 * max(watts.values))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8, loc="upper right")

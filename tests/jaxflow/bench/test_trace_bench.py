@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from jaxflow.bench.__main__ import main
 from jaxflow.bench.trace import peaks_of
-from jaxflow.bench.trace_events import RESOURCES, Kernel, means, one_layer, part, scopes, shares
+from jaxflow.bench.trace_events import RESOURCES, Kernel, _gaps, means, one_layer, part, scopes, shares
+from jaxflow.bench.trace_watts import modelled
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
+from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import Work, model_graph
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.order import program
@@ -79,6 +81,7 @@ def test_a_layers_time_has_a_layers_work(plan, tp, beside):
     assert mean["compute"] * trace.seconds == pytest.approx((found.flops - fast) / 1e9 + fast / 2e9)
     assert mean["memory"] * trace.seconds == pytest.approx(found.memory_bytes / 1e8)
     assert mean["network"] * trace.seconds == pytest.approx(found.network_bytes / 1e7)
+    assert trace.idle_s == pytest.approx(0.0, abs=1e-12) and trace.pause_s == pytest.approx(0.0, abs=1e-12)
     assert trace.step_s == pytest.approx(max(k.start_s for k in kernels if k.name == "sampler") / 4, rel=0.1)
     source, own = peaks_of(None, "float32", trace)
     assert source == "the most in this trace"
@@ -95,6 +98,30 @@ def test_a_trace_that_shows_too_little_is_refused():
         one_layer([], names, plan, graph, STEP)
     with pytest.raises(ValueError, match=r"0 layers .* has 6"):
         one_layer(kernels, {}, plan, graph, STEP)
+
+
+def test_the_pauses_of_a_step():
+    kernels = [Kernel("k", "k", ("p", "1"), "", "s", start, seconds) for start, seconds in ((0, 3), (1, 1), (4, 2), (5, 4), (11, 5))]
+    assert _gaps(kernels, 2.0, 13.0) == [1, 2]
+    assert _gaps(kernels, 4.5, 10.0) == []  # what comes after the last is not seen to end
+
+
+def test_watts_are_the_models_with_the_sensors_mean():
+    kernel = {"op": "down", "start_us": 0.0, "us": 100.0, "flops": 4e10, "memory_bytes": 1e8}
+    stream = {"op": "decode_attention", "start_us": 50.0, "us": 100.0, "flops": 1e9, "memory_bytes": 4e8}
+    rows = [{"start_us": 0.0, "stop_us": 50.0}, {"start_us": 50.0, "stop_us": 100.0}, {"start_us": 100.0, "stop_us": 200.0}]
+    plan = {"kernels": [kernel, stream], "shares": rows, "layer_us": 200.0, "watts": 500.0, "sm_clock_mhz": 1500.0}
+    result = {"device": "NVIDIA H200", "engine_config": {"quantization": "fp8", "dtype": "bfloat16"}}
+    found, power = modelled(result, plan), shipped_power("H200")
+    assert found is not None and power is not None and found.cap == power.cap_w
+    assert sum(w * (row["stop_us"] - row["start_us"]) for w, row in zip(found.values, rows, strict=True)) / 200 == pytest.approx(500.0)
+    alone = modelled(result, plan | {"kernels": [kernel]})
+    assert alone is not None and alone.values[2] == power.idle_w and alone.values[0] == alone.values[1]
+    unread = modelled(result, plan | {"watts": None, "sm_clock_mhz": None})
+    work = Work(flops=4e10, activation_bytes=1e8)
+    assert unread is not None and unread.scale == 1.0
+    assert unread.values[0] == pytest.approx(power.idle_w + float(power.dynamic_j(work, "float8_e4m3fn")) / 100e-6)
+    assert modelled(result | {"device": "cpu"}, plan) is None
 
 
 def test_eight_bits_have_a_peak_of_their_own():
@@ -128,6 +155,7 @@ def test_the_command_shows_where_a_layers_time_goes(report):
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     sequential, two = result["plans"]
     for plan, pieces in ((sequential, 1), (two, 2)):
+        assert 0 <= plan["longest_pause_ms"] <= plan["traced_idle_ms"] <= plan["traced_step_ms"]
         assert 0 < plan["layer_us"] <= 1e3 * plan["traced_step_ms"] and plan["assigned_share_of_kernel_time"] > 0.5
         wanted = {f"{op}.{i}" if pieces > 1 else op for op in ("qkv", "out_proj", "up_gate", "down", "mlp_reduce") for i in range(pieces)}
         assert wanted <= {kernel["nano_op"] for kernel in plan["kernels"]}
