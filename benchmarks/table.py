@@ -32,6 +32,8 @@ RATE = (
         "latency a token, ms: mean",
         "p99",
         "p99 / mean",
+        "later half's mean",
+        "p99 / mean",
     ),
     *("to the first token, ms", "report"),
 )
@@ -134,12 +136,14 @@ def _throughput_rows(folder: Path) -> Iterator[tuple[str, ...]]:
 def rate_rows(folder: Path) -> Iterator[tuple[str, ...]]:
     for name, point in sweeps(folder, "rate"):
         mean, p99 = point["mean_normalized_latency_ms"], point["p99_normalized_latency_ms"]
+        later = point.get("settled")  # of those that came in the later half
         figures = (
             f"{point['request_rate']:g}",
             f"{point['total_token_throughput']:,.0f}",
             f"{mean:.0f}",
             f"{p99:.0f}",
             f"{p99 / mean:.2f}",
+            *((f"{later['mean_normalized_latency_ms']:.0f}", f"{later['p99_to_mean_normalized_latency']:.2f}") if later else ("–", "–")),
         )
         yield (*ran_on(point), lengths(point["workload"]), *figures, f"{point['mean_ttft_ms']:,.0f}", f"[json](benchmarks/{name})")
 

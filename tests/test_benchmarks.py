@@ -63,10 +63,12 @@ def test_a_sweep_becomes_a_line_for_each_point(folder):
     figures = {"mean_normalized_latency_ms": 20.0, "p99_normalized_latency_ms": 25.0, "mean_ttft_ms": 1234.5}
     trace = {"kind": "trace", "trace": "sharegpt.csv", "mean_prompt_tokens": 223.0, "mean_output_tokens": 318.0}
     rates = [{"request_rate": rate, "total_token_throughput": 500.0 * rate, **figures} for rate in (36.0, 44.0)]
+    rates[1]["settled"] = {"mean_normalized_latency_ms": 24.0, "p99_to_mean_normalized_latency": 1.07}
     (folder / "b.json").write_text(json.dumps(head | {"kind": "rate", "workload": trace, "points": rates}))
     lines = [line for line in TABLE["render"](folder).splitlines() if "H200" in line]
     assert [line.split(" | ")[3] for line in lines[:2]] == ["12,346", "9"]
-    cells = ["NVIDIA H200", "llama-3.1-8b, bfloat16", "223 / 318 (sharegpt)", "44", "22,000", "20", "25", "1.25", "1,234"]
+    cells = ["NVIDIA H200", "llama-3.1-8b, bfloat16", "223 / 318 (sharegpt)", "44", "22,000", "20", "25", "1.25", "24", "1.07", "1,234"]
+    assert "| 1.25 | – | – |" in lines[2]
     assert lines[3] == f"| {' | '.join(cells)} | [json](benchmarks/b.json) |"
 
 
