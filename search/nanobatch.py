@@ -151,7 +151,8 @@ def estimate_s(setting: Setting, cuts: Sequence[int]) -> float:
     def busy(memory: bool, part: tuple[int, int], sms: int) -> float:
         step = setting.load.part(*part)
         own = [task for task in tasks if (task.start, task.stop) == part and (task.resource == "memory") == memory]
-        return sum(min((o.seconds for o in setting.shares.options(t, step, 99) if o.share <= sms), default=math.inf) for t in own)
+        ways = [[(o.share > sms, o.seconds) for o in setting.shares.options(task, step, 99)] for task in own]
+        return sum(min(one)[1] for one in ways)  # on the whole device what was timed on no such part, as chunk attention
 
     guesses = []
     for few in (sms for sms in setting.shares.sizes() if 2 * sms <= full):
@@ -167,6 +168,22 @@ def _alone_s(setting: Setting, chain: Chain, start: int, stop: int) -> float:
     return setting.shares.chain(chain, setting.load.part(start, stop), setting.shares.profile.total_sms)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Limit:
+    """When a search is to end, by a clock in seconds."""
+
+    stop: float
+    clock: Callable[[], float]
+
+    @property
+    def passed(self) -> bool:
+        return self.clock() > self.stop
+
+    def most(self, seconds: float) -> float:
+        """So long, or what is left; a second for what is begun all the same."""
+        return max(1.0, min(seconds, self.stop - self.clock()))
+
+
 def search(
     setting: Setting,
     *,
@@ -174,26 +191,29 @@ def search(
     name: str = "searched",
     target: Target | None = None,
     say: Callable[[str], None] = lambda line: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Found:
     """The best plan found in the time; the sequential one where none is shorter (unless `split`).
 
+    When the time is over, nothing is begun but what the first answer needs. clock: is read for the time, in seconds.
+
     Raises: SearchError naming what leaves no plan.
     """
-    stop = time.monotonic() + time_limit_s
-    sequential = _sequential(setting, target, stop)
+    limit = _Limit(clock() + time_limit_s, clock)
+    sequential = _sequential(setting, target, limit)
     best = None if setting.split else sequential
     sets = [cuts for cuts in cut_sets(setting) if cuts]
     around, _ = setting.in_time((), sequential.period_s)
-    sets.sort(key=lambda cuts: (estimate_s(around, cuts), cuts))
+    sets.sort(key=lambda cuts: (math.inf if limit.passed else estimate_s(around, cuts), cuts))
     left, tried = [sequential.bound_s] if not setting.split else [], 0
     for cuts in sets:
         most_s = best and best.period_s * (1 - _ENOUGH)
-        if most_s is not None and ((least := least_s(setting.in_time(cuts, most_s)[0], cuts)) >= most_s or time.monotonic() > stop):
+        if most_s is not None and ((least := least_s(setting.in_time(cuts, most_s)[0], cuts)) >= most_s or limit.passed):
             left.append(least)
             continue
         tried += 1
         try:
-            found = _solve(setting, cuts, name, target, most_s, sequential.period_s, stop)
+            found = _solve(setting, cuts, name, target, most_s, sequential.period_s, limit)
             left.append(found.bound_s)
             best = found
             say(f"cuts {cuts}: {1e6 * found.period_s:.1f} us a layer, at most {100 * found.gap:.1f} % above the best of this structure")
@@ -204,41 +224,40 @@ def search(
             left.append(least_s(setting.in_time(cuts, best.period_s)[0], cuts) if unknown else best.period_s * (1 - _ENOUGH))
             say(f"cuts {cuts}: nothing shorter")
     assert best is not None
-    if best.cuts and time.monotonic() < stop and len(setting.shares.sizes()) > 2 * setting.most_shares + 1:
+    if best.cuts and not limit.passed and len(setting.shares.sizes()) > 2 * setting.most_shares + 1:
         finer = dataclasses.replace(setting, most_shares=2 * setting.most_shares)
         with contextlib.suppress(SearchError):
-            best = _solve(finer, best.cuts, name, target, best.period_s, sequential.period_s, stop)
+            best = _solve(finer, best.cuts, name, target, best.period_s, sequential.period_s, limit)
             say(f"finer shares: {1e6 * best.period_s:.1f} us a layer")
     return dataclasses.replace(best, bound_s=min(best.period_s, *left), sequential_s=sequential.period_s, tried=tried, cut_sets=len(sets))
 
 
-def _sequential(setting: Setting, target: Target | None, stop: float) -> Found:
+def _sequential(setting: Setting, target: Target | None, limit: _Limit) -> Found:
     """Every op on all tokens, one after the other."""
     whole, (part, governor) = dataclasses.replace(setting, overlap=(), nano_batches=1, split=False), (setting.edges(()), setting.governor)
     if governor is not None:
         full, step, ops = setting.shares.profile.total_sms, setting.load.part(*part[0]), repeated_layer(setting.graph)
         clock = governor.settle(lambda hz: sum(setting.shares.at(hz).seconds(op, step, full) for op in ops), setting.work(part))
         whole = dataclasses.replace(whole, shares=setting.shares.at(clock))
-    return _stages(whole, (), "sequential", target, None, stop)
+    return _stages(whole, (), "sequential", target, None, limit)
 
 
 def _solve(
-    setting: Setting, cuts: tuple[int, ...], name: str, target: Target | None, most_s: float | None, sequential_s: float, stop: float
+    setting: Setting, cuts: tuple[int, ...], name: str, target: Target | None, most_s: float | None, sequential_s: float, limit: _Limit
 ) -> Found:
     """Both stages for one set of cuts, at the clock at which its joules fit in what is to be beaten; then at that which it settles at."""
     setting, clock = setting.in_time(cuts, most_s or sequential_s)
-    found = _stages(setting, cuts, name, target, most_s, stop)
+    found = _stages(setting, cuts, name, target, most_s, limit)
     settled = setting.settled_s(cuts, found.period_s, clock) / found.period_s
     return dataclasses.replace(
         found, period_s=found.period_s * settled, bound_s=found.bound_s * settled, stage_one_s=found.stage_one_s * settled
     )
 
 
-def _stages(setting: Setting, cuts: tuple[int, ...], name: str, target: Target | None, most_s: float | None, stop: float) -> Found:
-    def left(limit: float) -> float:
-        return max(1.0, min(limit, stop - time.monotonic()))
-
-    tasks, one = stage_one(setting, cuts, left(_STAGE_I_S))
-    problem, two = stage_two(setting, tasks, most_s, left(_STAGE_II_S))
+def _stages(setting: Setting, cuts: tuple[int, ...], name: str, target: Target | None, most_s: float | None, limit: _Limit) -> Found:
+    tasks, one = stage_one(setting, cuts, limit.most(_STAGE_I_S))
+    if most_s is not None and limit.passed:
+        raise SearchError(f"the time_limit passed between the stages of cuts {cuts}")
+    problem, two = stage_two(setting, tasks, most_s, limit.most(_STAGE_II_S))
     plan = to_plan(name, tasks, problem, two, setting.shares.profile.total_sms, target)
     return Found(plan, two.period_s, two.bound_s, one.period_s, two.period_s, cuts)

@@ -13,7 +13,8 @@ from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan
 from jaxflow.pipeline.order import check
 from jaxflow.pipeline.plan import borders, from_json, to_json
-from search.cyclic import SearchError
+from search import nanobatch
+from search.cyclic import SearchError, one_by_one
 from search.nanobatch import search
 from search.simulate import simulate
 from search.structure import Load, chains, repeated_layer
@@ -182,3 +183,31 @@ def test_what_leaves_no_plan_is_named():
         search(toy_setting(graph_of(), times, split=True, nano_batches=1))
     with pytest.raises(SearchError, match="cut at a multiple of 16"):
         search(dataclasses.replace(toy_setting(graph_of(), times, split=True), step=16))
+
+
+def test_no_stage_is_begun_when_the_time_is_over(monkeypatch):
+    """By a clock that a stage moves on by ten seconds: of 35 the sequential answer takes two stages, the first cut two, no other any."""
+    now, begun = [0.0], []
+
+    def slow(stage):
+        def staged(*arguments):
+            begun.append((stage.__name__, now[0]))
+            now[0] += 10.0
+            return stage(*arguments)
+
+        return staged
+
+    monkeypatch.setattr(nanobatch, "solve", lambda problem, _: one_by_one(problem))
+    for stage in (nanobatch.stage_one, nanobatch.stage_two):
+        monkeypatch.setattr(nanobatch, stage.__name__, slow(stage))
+    times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0) | {"decode_attention": 6.0}
+    setting = dataclasses.replace(toy_setting(graph_of(), times, decodes=16, most_shares=1), step=4)
+    found = search(setting, time_limit_s=35, clock=lambda: now[0])
+    assert begun == [(f"stage_{name}", at) for name, at in (("one", 0.0), ("two", 10.0), ("one", 20.0), ("two", 30.0))]
+    assert (found.tried, found.cut_sets) == (1, 3)
+    begun.clear()
+    assert search(setting, time_limit_s=25, clock=lambda: now[0]).cuts == ()  # a first stage alone is no answer
+    assert [name for name, _ in begun] == ["stage_one", "stage_two", "stage_one"]
+    begun.clear()
+    split = search(dataclasses.replace(setting, split=True), time_limit_s=5, clock=lambda: now[0])
+    assert split.cuts and len(begun) == 4  # asked for a cut, it owes one
