@@ -110,12 +110,11 @@ def test_steps_of_two_devices_are_predicted(model, kind):
 
 
 def test_steps_of_four_devices_are_predicted():
-    """But that of fp8 with swapped sums, which is thought shorter: the model knows nothing of the host."""
+    """The sequential step, the same with swapped sums, and two nano-batches; in fp8 these are thought the shortest by too much."""
     found = [row for kind in KINDS for row in rows("llama-3-70b", kind, 4)]
-    late = [row for row in found if row.measured["tokens"] == 4096 and not row.measured["sequential"]]
-    errors = [abs(row.error) for row in found if row not in late]
-    assert len(errors) == 7 and statistics.mean(errors) < 0.035 and max(errors) < 0.05, errors
-    assert len(late) == 1 and -0.13 < late[0].error < -0.09
+    errors = {kind: [abs(row.error) for row in rows("llama-3-70b", kind, 4)] for kind in KINDS}
+    assert len(found) == 18 and statistics.mean(errors["bfloat16"]) < 0.02 and max(errors["bfloat16"]) < 0.045, errors
+    assert statistics.mean(errors["fp8"]) < 0.045 and max(errors["fp8"]) < 0.075, errors
 
 
 def plans_table() -> list[str]:
