@@ -110,13 +110,17 @@ def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:
 
 def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Plan, ...]]:
     """The plans of each bucket: the named ones at the tokens they are for, the sequential one everywhere else and beside those
-    that can be compared with it (`jaxflow.pipeline.choice`). config: resolved.
+    that can be compared with it (`jaxflow.pipeline.choice`). A named plan that is the sequential one says that no other is faster.
+    config: resolved.
 
     Raises: ConfigError for plans that do not exist or do not fit. PlanError for those that cannot be read or told apart.
     """
     budget, tp = config.max_num_batched_tokens, config.tensor_parallel_size
     assert budget is not None
-    given = named_plans(config, model)
+    named = named_plans(config, model)
+    given = tuple(plan for plan in named if not is_sequential(plan))
+    if named and not given:
+        log.info("plan: of the plans tried for this model on this device none is faster than the sequential step, which runs")
     too_large = [plan for plan in given if plan.tokens > budget]
     if config.plan == "searched" and len(too_large) < len(given):  # one of those shipped will do
         given, too_large = tuple(plan for plan in given if plan.tokens <= budget), []
@@ -127,6 +131,8 @@ def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Pl
         for plan in (plan for plan in several if not is_sequential(plan)):
             when = "always" if plan.predictions is None else "where it is sure to gain"
             log.info("plan: steps of %d tokens run %r, %s (--plan sequential: never)", tokens, plan.name, when)
+    for plan in (plan for plan in given if plan not in found[plan.tokens]):
+        log.info("plan: %r is sure to gain nowhere: steps of %d tokens are sequential", plan.name, plan.tokens)
     return found
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError
 from jaxflow.model.checkpoint import open_checkpoint
-from jaxflow.pipeline.choice import Gain, pick
+from jaxflow.pipeline.choice import Gain, is_sequential, pick
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import copied, two_nano_batch_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, Predictions, load, save
@@ -102,6 +102,8 @@ def test_what_is_shipped_is_a_plan_of_the_model_that_it_is_offered_to(path):
     plan = load(path)
     tp = plan.target.tensor_parallel_size
     compile_plan(plan, open_checkpoint(plan.target.model, load_format="dummy").model_config, tp, quantized=plan.target.dtype[:5] == "float")
+    if is_sequential(plan):  # none tried is faster
+        return
     at = plan.target.decode_tokens, plan.target.mean_context_tokens
     assert tp == 1 or pick([None, Gain.of(plan.predictions)], *at) == 1  # by hand, and faster where it was measured
 

@@ -161,6 +161,9 @@ class TestPlans:
             resolve(EngineConfig(model=LLAMA, plan=str(tmp_path), tensor_parallel_size=2, dtype="bfloat16"), checkpoint.model_config)
 
 
+FP8_NUMBERS = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+
+
 class TestShipped:
     """What is shipped for the H200, by a machine that says it is one."""
 
@@ -171,7 +174,7 @@ class TestShipped:
         monkeypatch.setattr(jax, "devices", lambda *_: [types.SimpleNamespace(device_kind="NVIDIA H200")])
 
     def resolved(self, name, model=None, **settings):
-        config = EngineConfig(model=name, tensor_parallel_size=2, quantization="fp8", kv_cache_dtype="fp8", **settings)
+        config = EngineConfig(model=name, tensor_parallel_size=2, **FP8_NUMBERS, **settings)
         return resolve(config, model or open_checkpoint(name, load_format="dummy").model_config)
 
     def test_it_is_what_an_engine_runs_if_nothing_is_said(self, caplog):
@@ -191,9 +194,15 @@ class TestShipped:
         other = dataclasses.replace(model, vocab_size=model.vocab_size + 64)
         assert self.resolved("somewhere/My-Finetune", other).plan == "sequential"
 
-    def test_a_plan_that_gains_nowhere_for_sure_is_none(self):
-        config = EngineConfig(model="llama-3.1-8b")
-        assert resolve(config, open_checkpoint("llama-3.1-8b", load_format="dummy").model_config).plan == "sequential"
+    def test_a_plan_that_gains_nowhere_for_sure_is_none(self, caplog):
+        """Nor is one that is the sequential step, as is shipped where no other is faster: `searched` loads it, and the log says so."""
+        model = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
+        for numbers, words in (({}, "'92+40 1024/512' is sure to gain nowhere"), (FP8_NUMBERS, "none is faster than the sequential step")):
+            assert resolve(EngineConfig(model="llama-3.1-8b", **numbers), model).plan == "sequential"
+            config = resolve(EngineConfig(model="llama-3.1-8b", plan="searched", max_num_batched_tokens=2048, **numbers), model)
+            with caplog.at_level("INFO"):
+                found = choose_plans(config, model)
+            assert {plan.name for several in found.values() for plan in several} == {"sequential"} and words in caplog.text
 
 
 def test_memory_is_shared_by_the_devices_of_one_host():
