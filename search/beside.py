@@ -1,21 +1,22 @@
 """What ops lose beside others, beyond the SMs and the clock: one number of a profile, from its pairs (NanoFlow §4.1.1).
 
-A pair's two performances are both of the time until both ops had ended, so the op that ended first waited for the other in it: alone,
-neither says what sharing costs. What does is how much longer the two took than the slower of them takes alone, on its SMs and at the
-pair's clock. Single pairs scatter: their loads of attention are a grid, and a phase ends in a join. So the median is taken.
+What sharing costs is how much longer the two took, until both had ended, than the slower of them takes alone, on its SMs and at the
+pair's clock. In profiles from before both ended together (`Pair.seconds`) this time is in the performances, and attention's keys are found
+from what it kept. Single pairs scatter: a phase ends in a join, and the time alone is between measured points. So the median is taken.
 """
 
 import statistics
 
 from search.clocked import Clocks
-from search.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, Profile, fastest, keys_lasting, seconds
+from search.op_times import ATTENTION, PAIR_DECODES, PAIR_TOKENS, Pair, Profile, fastest, keys_lasting, seconds
 
 _LONGEST = 1 << 20  # keys
 
 
 def slowdown(profile: Profile, clocks: Clocks) -> float:
     """How many times as long ops take beside others as alone on the same SMs at the same clock; 1 of a profile without pairs."""
-    found = [one for one in (of_pair(profile, clocks, pair) for pair in profile.pairs) if one is not None]
+    beside = [of_pair(profile, clocks, pair) for pair in profile.pairs if pair.second in ATTENTION]
+    found = [one for one in beside if one is not None]
     return max(1.0, statistics.median(found)) if found else 1.0
 
 
@@ -23,14 +24,18 @@ def of_pair(profile: Profile, clocks: Clocks, pair: Pair) -> float | None:
     """Of one pair; None where attention had fewer keys than the profile knows its time at: what it kept is then not known."""
     if not pair.first_performance or not pair.second_performance:
         return None
-    tokens = PAIR_DECODES if pair.second == "decode_attention" else PAIR_TOKENS
-    together_s = fastest(profile, pair.first, PAIR_TOKENS, 0) / pair.first_performance
-    keys = keys_lasting(lambda keys: fastest(profile, pair.second, tokens, keys), pair.second_performance * together_s, _LONGEST)
-    if keys <= min(one.keys for one in profile.op_times if one.op == pair.second):
+    first_tokens = pair.first_tokens or PAIR_TOKENS
+    tokens = pair.second_tokens or (PAIR_DECODES if pair.second == "decode_attention" else PAIR_TOKENS)
+    if pair.seconds is not None and pair.keys is not None:
+        together_s, keys = pair.seconds, float(pair.keys)
+    else:
+        together_s = fastest(profile, pair.first, first_tokens, 0) / pair.first_performance
+        keys = keys_lasting(lambda keys: fastest(profile, pair.second, tokens, keys), pair.second_performance * together_s, _LONGEST)
+    if keys < min(one.keys for one in profile.op_times if one.op == pair.second):
         return None
     here = profile if pair.clock_mhz is None else clocks.at(profile, pair.clock_mhz * 1e6)
     alone_s = (
-        seconds(here, pair.first, PAIR_TOKENS, 0, pair.first_sms),
+        seconds(here, pair.first, first_tokens, 0, pair.first_sms),
         seconds(here, pair.second, tokens, keys, pair.second_sms),
     )
     return together_s / max(alone_s)

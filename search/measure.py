@@ -4,13 +4,12 @@
 
 Every op runs on dummy weights and a random cache, sustained, at a few batch sizes, attention at a few contexts; where kernels can be
 bounded to some SMs (Hopper's), also on shares of the device, and products beside attention at those shares. With
---tensor_parallel_size, ops are those of one device's shard, measured on the first; sums and gathers over devices are measured on all
-of them, and --ops can leave them to a machine that has so many. What matters most is measured first (`search.entries`); what does not
-fit --time_limit_s, compilation included, is left out and named. The file is written after every entry; run again to continue it.
-Programs are compiled in threads, between measurements, and kept between runs.
+--tensor_parallel_size, ops are those of one device's shard, measured on the first; sums and gathers over devices, and the largest
+products beside a sum, are measured on all of them, and --ops can leave them to a machine that has so many. What matters most is
+measured first (`search.entries`); what does not fit --time_limit_s, compilation included, is left out and named. The file is written
+after every entry; run again to continue it. Programs are compiled in threads, between measurements, and kept between runs.
 """
 
-import dataclasses
 import importlib.metadata
 import os
 from collections.abc import Sequence
@@ -30,15 +29,15 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.graph import Op
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
 from search.budget import Budget
-from search.collective_bench import collective, equal_ops
+from search.collective_bench import beside, collective, equal_ops
 from search.entries import PAIR_KEYS, Entry, Together, described, entries
-from search.op_bench import PAGE_SIZE, PHASES, Case, Layer
-from search.op_times import OpTime, Pair, Profile, fastest, held_out_error, keys_lasting, load_profile, save_profile, seconds
+from search.op_bench import PAGE_SIZE, Case, Layer
+from search.op_times import OpTime, Profile, held_out_error, load_profile, save_profile
+from search.pairs import held_sms, timed_pair
 from search.program import Program
 from search.sustain import Sustained, sustain
 
 DTYPES = ("auto", "bfloat16", "float32", "float8_e4m3fn")
-_LOADS = (0.7, 0.85, 1.0, 1.15)  # of attention, around that which should end with the product
 _AT_ONCE = 16  # programs that are compiled before they are measured: compiling may use the device, too
 _SAME = ("device", "versions", "model", "tensor_parallel_size", "dtype", "kv_cache_dtype", "total_sms")
 
@@ -85,7 +84,7 @@ def run() -> None:
     print(f"{f.out}: {len(profile.op_times)} times of ops and {len(profile.pairs)} pairs of {profile.model} on {profile.device}")
     print(f"Mean error of interpolation at points left out: {held_out_error(profile):.1%}")
     if not shares:
-        print(f"No pairs: kernels {layer.kernels.name!r} always take the whole device, so only sequential plans can be predicted.")
+        print(f"No attention beside products: kernels {layer.kernels.name!r} always take the whole device, so plans are sequential.")
     if left:
         print(f"Left out for --time_limit_s={f.time_limit_s:g}: {described(left)}. The same command continues with them.")
 
@@ -200,13 +199,15 @@ def _has(profile: Profile, entry: Entry) -> bool:
     total = profile.total_sms
     if isinstance(entry, Case):
         return any((t.op, t.tokens, t.keys, t.sms) == (entry.op, entry.tokens, entry.keys, entry.sms or total) for t in profile.op_times)
-    a, b = entry.product, entry.attention
-    return any((p.first, p.second, p.first_sms, p.second_sms) == (a.op, b.op, a.sms, b.sms) for p in profile.pairs)
+    a, b = entry.product, entry.other
+    return any((p.first, p.second, p.first_sms, p.second_sms) == (a.op, b.op, *held_sms(entry, total)) for p in profile.pairs)
 
 
 def _program(layer: Layer, entry: Entry) -> Program:
     if isinstance(entry, Together):
-        return layer.beside(entry.product, entry.attention, PAIR_KEYS)
+        if layer.ops[entry.other.op].kind == "network":
+            return beside(layer, entry.product, entry.other, make_mesh(layer.tp))
+        return layer.beside(entry.product, entry.other, PAIR_KEYS)
     if layer.ops[entry.op].kind == "network":
         return collective(layer, entry, make_mesh(layer.tp))
     return layer.alone(entry)
@@ -222,7 +223,7 @@ def _with(profile: Profile, layer: Layer, entry: Entry, program: Program, execut
         times = (OpTime(name, entry.tokens, entry.keys, sms, took, found.watts, found.clock_mhz, joules) for name in names)
         step_s = found.energy_step_s or profile.energy_step_s
         return msgspec.structs.replace(profile, op_times=(*profile.op_times, *times), energy_step_s=step_s)
-    pair = _pair(profile, layer, entry, executable, given, seconds_each)
+    pair = timed_pair(profile, layer, entry, given, lambda given, lasting_s: timed(executable, given, None, lasting_s), seconds_each)
     return msgspec.structs.replace(profile, pairs=(*profile.pairs, pair))
 
 
@@ -236,25 +237,6 @@ def timed(executable: Any, given: Any, kept: Any, seconds_each: float) -> Sustai
         return made
 
     return sustain(once, seconds_each)
-
-
-def _pair(profile: Profile, layer: Layer, entry: Together, executable: Any, given: Any, seconds_each: float) -> Pair:
-    """The performances at the load of attention where their sum is largest: there neither side waits long for the other."""
-    a, b = entry.product, entry.attention
-    alone = fastest(profile, a.op, a.tokens, 0)
-    least = b.tokens // 2 if b.op == "chunk_attention" else 1  # a chunk sees itself
-    wanted_s = seconds(profile, a.op, a.tokens, 0, a.sms)
-    balance = keys_lasting(lambda keys: seconds(profile, b.op, b.tokens, keys, b.sms), wanted_s, PAIR_KEYS)
-    found = []
-    for load in _LOADS:
-        keys = int(min(PAIR_KEYS, max(least, load * balance)))
-        batch = layer.batch(dataclasses.replace(b, keys=keys), PAIR_KEYS)
-        took = timed(executable, given | {"batch": batch}, None, seconds_each / 2)
-        together = took.seconds / PHASES
-        kept = (min(1.0, alone / together), min(1.0, fastest(profile, b.op, b.tokens, keys) / together))
-        found.append((sum(kept), kept, took.watts, took.clock_mhz))
-    _, (first, second), watts, clock_mhz = max(found, key=lambda one: one[0])
-    return Pair(a.op, b.op, a.sms or profile.total_sms, b.sms or profile.total_sms, first, second, watts, clock_mhz)
 
 
 def _replace(profile: Profile, path: str | os.PathLike) -> None:

@@ -20,12 +20,12 @@ from jaxflow.memory.kv_cache import cache_shapes
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch, cache_slots
 from jaxflow.model.composition import Composition
-from jaxflow.model.graph import Op, Widths, layer_ops
+from jaxflow.model.graph import Op, Widths, Work, layer_ops
 from jaxflow.model.ops import Context, Routing
 from jaxflow.model.weights import shapes
 from jaxflow.pipeline import streams
 from pallas_kernels.kernel_set import KernelSet
-from search.op_times import ATTENTION
+from search.op_times import ATTENTION, EXCHANGE
 from search.program import Program
 
 PAGE_SIZE = 64
@@ -75,7 +75,8 @@ def one_shard(config: ModelConfig, tp: int) -> ModelConfig:
 class Layer:
     """One layer of a model as the bench needs it: its ops, the shapes of its weights, and of what each op reads.
 
-    tp: of a model over so many devices, what one of them has; `ops` are those of both forms of the sums over devices.
+    tp: of a model over so many devices, what one of them has; `ops` are those of both forms of the sums over devices, and, of two or four
+    devices, an exchange.
 
     Raises: ConfigError for devices that the model cannot be cut over.
     """
@@ -91,6 +92,9 @@ class Layer:
         widths = Widths(1.0 if fp8 else self.dtype.itemsize, self.kv_dtype.itemsize, self.dtype.itemsize, self.dtype.itemsize)
         forms = (True, False) if tp > 1 else (False,)
         self.ops: dict[str, Op] = {op.name: op for form in forms for op in layer_ops(config, 0, tp, widths, form)}
+        if tp in (2, 4):
+            sent = config.hidden_size * self.dtype.itemsize
+            self.ops[EXCHANGE] = Op(EXCHANGE, "network", ("y1",), (), (("tokens", Work(activation_bytes=2 * sent, network_bytes=sent)),))
 
     def context(self, sms: int | None = None) -> Context:
         return Context(self.config, self.kernels, sms=sms)
@@ -103,7 +107,7 @@ class Layer:
         match op:
             case "attn_norm" | "mlp_norm":
                 return stream, stream
-            case "post_attn_norm" | "post_mlp_norm" | "attn_reduce" | "mlp_reduce" | "attn_scatter" | "mlp_scatter":
+            case "post_attn_norm" | "post_mlp_norm" | "attn_reduce" | "mlp_reduce" | "attn_scatter" | "mlp_scatter" | "exchange":
                 return (stream,)
             case "attn_gather" | "mlp_gather":
                 return self.inputs("qkv" if op == "attn_gather" else "up_gate", tokens // self.tp)

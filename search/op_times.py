@@ -19,7 +19,9 @@ from jaxflow.model.graph import Op
 SCHEMA_VERSION = 1
 ATTENTION = ("decode_attention", "chunk_attention")
 PAIR_TOKENS, PAIR_DECODES = 1024, 256  # of a pair's product and chunk attention; of its decode attention
-COLLECTIVES = ("_reduce", "_scatter", "_gather")  # what their names end with
+NETWORK_SMS = 24  # that a collective by NCCL holds where a profile does not say: its channels on H200s (benchmarks/h200-sums-of-two.json)
+EXCHANGE = "exchange"  # of pairs of devices, each sends the other a whole part by the copy engines (`jaxflow.model.exchange`)
+COLLECTIVES = ("_reduce", "_scatter", "_gather", EXCHANGE)  # what their names end with
 
 
 class ProfileError(ValueError):
@@ -43,7 +45,12 @@ class OpTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two ops at the same time; a performance P is a share of the op's best speed alone (NanoFlow §4.1.1)."""
+    """Two ops at the same time; a performance P is a share of the op's best speed alone (NanoFlow §4.1.1).
+
+    seconds: until both had ended. Of products and attention that is both ops' own end, which they reached together; a collective beside
+    a product ended earlier, and its performance is the least that it may be. None in profiles whose pairs were at some load of
+    attention: of `PAIR_TOKENS` and `PAIR_DECODES`, and whichever ended first waited. joules: of both, by the card's energy counter.
+    """
 
     first: str  # the compute-bound one: its P is its share R of the device
     second: str
@@ -53,7 +60,11 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     second_performance: float
     watts: float | None = None
     clock_mhz: float | None = None
-    joules: float | None = None  # of both, by the card's energy counter
+    joules: float | None = None
+    seconds: float | None = None
+    first_tokens: int | None = None
+    second_tokens: int | None = None
+    keys: int | None = None  # that the second's tokens see; 0 of a collective
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):

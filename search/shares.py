@@ -16,10 +16,9 @@ from search.clock import Card, shipped_card
 from search.clocked import Clocks
 from search.copies import SMS
 from search.cyclic import Option
-from search.op_times import ATTENTION, Profile, seconds
+from search.op_times import ATTENTION, NETWORK_SMS, Profile, seconds
 from search.structure import Chain, Task
 
-NETWORK_SMS = 16  # that a collective occupies where the profile does not say
 INTAKE = 3.0  # an SM takes in so many times its share of the memory's bandwidth
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of the persistent products
 _CLOCK_STEP_HZ = 5e6

@@ -15,7 +15,8 @@ from jaxflow.model.graph import Graph, Work
 from jaxflow.pipeline.order import ATTENTION, Run, Span, program
 from jaxflow.pipeline.plan import Plan
 from search.clock import Governor, governor_of
-from search.shares import NETWORK_SMS, Shares
+from search.op_times import NETWORK_SMS
+from search.shares import Shares
 from search.structure import APPEND, Load
 
 _GUESSES = 3  # of the clock, each as if all of the step counted cycles: what they leave is below 0.5 %

@@ -2,9 +2,11 @@
 
 import collections
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import paths
 import pytest
@@ -18,16 +20,19 @@ from jaxflow.model.weights import shapes, shardings
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
 from search import measure as command
 from search.budget import Budget
-from search.collective_bench import collective
+from search.clock import shipped_card
+from search.collective_bench import beside, collective
+from search.copies import copied
 from search.entries import entries
 from search.measure import chosen_ops, this_device
 from search.op_bench import Case, Layer, one_shard
-from search.op_times import load_profile, seconds
+from search.op_times import PAIR_TOKENS, load_profile, seconds
 
 NAME = str(paths.MODELS / "tiny-llama")
 TINY = open_checkpoint(NAME).model_config
 LLAMA = open_checkpoint("llama-3-70b", load_format="dummy").model_config
 TP = 2
+NO_COPIES = msgspec.structs.replace(shipped_card("H200"), exchange_s=None)  # they are the profile's, or unknown
 
 
 def layer_of(fp8: bool = False, kernels=REFERENCE, config=TINY, tp: int = TP, dtype="float32") -> Layer:
@@ -49,8 +54,9 @@ def test_a_shard_has_what_one_device_has(model, tp):
     assert cut == {name: leaf.shape for name, leaf in shapes(one_shard(config, tp), 1, jnp.bfloat16)["layers"][0].items()}
 
 
-@pytest.mark.parametrize("op", ["attn_reduce", "attn_scatter", "attn_gather"])
-@pytest.mark.parametrize("fp8", [False, True], ids=["wide", "fp8"])
+@pytest.mark.parametrize(
+    ("op", "fp8"), [*itertools.product(["attn_reduce", "attn_scatter", "attn_gather"], [False, True]), ("exchange", False)]
+)
 def test_a_program_makes_what_its_collective_makes(op, fp8):
     program = collective(layer_of(fp8), Case(op, 8), make_mesh(TP))
     given, kept = program.drawn(1)
@@ -59,6 +65,8 @@ def test_a_program_makes_what_its_collective_makes(op, fp8):
         rows = np.asarray(x).astype(np.float32).reshape(TP, -1, *x.shape[1:])
         if op == "attn_gather":
             wanted = np.tile(rows.reshape(-1, *x.shape[1:]), (TP, *[1] * (x.ndim - 1)))
+        elif op == "exchange":
+            wanted = rows[::-1].reshape(-1, *x.shape[1:])
         else:
             wanted = np.tile(rows.sum(0), (TP, 1)) if op == "attn_reduce" else rows.sum(0)
         for result in results:
@@ -79,6 +87,40 @@ def test_a_profile_of_two_devices_is_continued_where_two_are(tmp_path):
         for op in model_graph(TINY, TP, scattered=scattered).layers[1]:
             assert 0 < seconds(profile, op.name, 8, 16) < 1
     assert seconds(profile, "attn_reduce", 8) == seconds(profile, "mlp_reduce", 8)
+
+
+@pytest.mark.parametrize("sent", ["attn_reduce", "exchange"])
+def test_a_product_beside_a_sum_makes_what_both_make(sent):
+    """On four devices, in the order of a plan's step."""
+    layer, mesh = layer_of(tp=4), make_mesh(4)
+    program = beside(layer, Case("down", 8), Case(sent, 8), mesh, phases=2)
+    given, _ = program.drawn(1)
+    summed, product, again = program.compile()(given, None)
+    rows, (x,) = np.asarray(given["sent"]).reshape(4, 8, -1), given["inputs"]
+    wanted = np.tile(4 * rows.sum(0), (4, 1)) if sent == "attn_reduce" else rows.reshape(32, -1)  # once and again
+    np.testing.assert_allclose(summed, wanted, rtol=1e-5, atol=1e-5)
+    w = np.asarray(given["weights"][0]["down"]).reshape(4, -1, x.shape[-1])
+    each = [one @ part.T for one, part in zip(np.asarray(x).reshape(4, 8, -1), w, strict=True)]
+    np.testing.assert_allclose(product, np.concatenate(each), rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(product, again)
+
+
+def test_pairs_of_products_and_sums_are_measured(tmp_path):
+    """Each product beside a sum by kernels and by copies, after the times alone that they are held against."""
+    path = tmp_path / "pairs.json"
+    layer, empty = this_device(NAME, TINY, "auto", "auto", TP)
+    ops = chosen_ops(layer, ["attn_reduce", "exchange", "down"])
+    profile, left = command.measure(empty, layer, entries(ops, (8, 64), (16,), (), 1), path, Budget(300), seconds_each=0.003)
+    assert not left and load_profile(path) == profile
+    assert {(pair.first, pair.second, pair.second_sms, pair.keys) for pair in profile.pairs} == {
+        ("down", "attn_reduce", 1, 0),
+        ("down", "exchange", 0, 0),
+    }
+    for pair in profile.pairs:
+        assert pair.seconds and pair.first_tokens == pair.second_tokens == PAIR_TOKENS
+        assert pair.first_performance == min(1.0, seconds(profile, "down", PAIR_TOKENS) / pair.seconds)
+    copies = copied(profile, model_graph(TINY, TP), NO_COPIES)
+    assert seconds(copies, "attn_reduce", 64, sms=0) == seconds(profile, "exchange", 64)
 
 
 def test_what_cannot_be_measured_is_refused(monkeypatch):
@@ -110,3 +152,14 @@ def test_every_call_is_in_the_loop_for_the_h200(op):
         calls = 8
     found = compile_for_h200(program.function, *program.structs, donate_argnums=(1,))
     assert calls > 4 and collections.Counter(thunk.kind for thunk in found.thunks)[kind] == calls
+
+
+def test_a_sum_is_on_its_way_while_the_product_runs():
+    kernels = kernel_set_for("gpu", "9.0", head_dim=128, queries_per_kv_head=8, page_size=64, dtype="bfloat16", kv_dtype="bfloat16")
+    layer, mesh = layer_of(kernels=kernels, config=LLAMA, tp=4, dtype="bfloat16"), h200_mesh((4,))
+    program = beside(layer, Case("out_proj", 128), Case("exchange", 512), mesh, phases=2)
+    found = compile_for_h200(program.function, *program.structs, options=program.options)
+    kinds = [thunk.kind for thunk in found.thunks if not thunk.depth]
+    starts, dones = ([at for at, kind in enumerate(kinds) if kind == wanted] for wanted in ("kAsyncStart", "kAsyncDone"))
+    assert len(starts) == len(dones) == 2 and starts[0] < dones[0] < starts[1] < dones[1]
+    assert all(done > start + 1 for start, done in zip(starts, dones, strict=True)) and found.copies((512, LLAMA.hidden_size)) == 0

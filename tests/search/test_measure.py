@@ -166,10 +166,10 @@ def test_what_matters_most_is_measured_first():
     found = entries(llama().ops, (128, 256, 512, 768, 1024, 1536, 2048), (256, 1024, 4096), SHARES, 132)
     pairs = [entry for entry in found if isinstance(entry, Together)]
     assert len(pairs) == 24 and len(set(found)) == len(found)
-    assert all(pair.product.sms + pair.attention.sms == 132 for pair in pairs)
+    assert all(pair.product.sms + pair.other.sms == 132 for pair in pairs)
     before = found[: found.index(pairs[0])]
     for pair in pairs:  # its parts are known by then, alone and on their shares
-        for case in (pair.product, pair.attention):
+        for case in (pair.product, pair.other):
             for sms in (None, case.sms):
                 assert len({one.tokens for one in before if isinstance(one, Case) and (one.op, one.sms) == (case.op, sms)}) > 1
     assert {case.op for case in found[:9] if isinstance(case, Case)} > {"up_gate", "qkv", "down"}
@@ -194,7 +194,7 @@ class Machine:
         if isinstance(entry, Case):
             one = OpTime(entry.op, entry.tokens, entry.keys, entry.sms or 132, 1e-6 * entry.tokens)
             return msgspec.structs.replace(profile, op_times=(*profile.op_times, one))
-        a, b = entry.product, entry.attention
+        a, b = entry.product, entry.other
         return msgspec.structs.replace(profile, pairs=(*profile.pairs, Pair(a.op, b.op, a.sms, b.sms, 0.7, 0.5)))
 
 
