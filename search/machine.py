@@ -134,20 +134,28 @@ def measure(name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 
     for tokens in (64, 128, 256, 512):
         q, k, v = (_random(seed, (1, tokens, _HEADS, _HEAD_DIM), wide) for seed in range(3))
         add("device_attention", 4 * _HEADS * _HEAD_DIM * tokens * tokens, [functools.partial(_prompt_attention, q, k, v)])
+    points["host_attention"] = host_attention_points(largest_mb, repeats, wide)
+    method = f"best of {repeats} runs, JAX {jax.__version__}, {wide} on {device.device_kind}, {os.cpu_count()} host cores"
+    return Measured(name=name, method=method, points=points, one_processor=on_cpu)
+
+
+def host_attention_points(largest_mb: int, repeats: int, dtype: Any) -> list[Point]:
+    """Seconds of the host's attention to so many bytes of KV, which no cache holds, as a decode has it: a sequence a row, pages of 64."""
     config = _attention_config()
+    points: list[Point] = []
     most = max(2, min(32, largest_mb * MEGA // (4 * _KEYS * _HEADS * _HEAD_DIM)))
     for sequences in sorted({max(1, most >> shift) for shift in (3, 2, 1, 0)}):
         attention = HostAttention(config, sequences)
-        q = np.asarray(_random(0, (sequences, _HEADS, _HEAD_DIM), wide))
+        q = np.asarray(_random(0, (sequences, _HEADS, _HEAD_DIM), dtype))
         pages = (sequences * _KEYS // _PAGE, _HEADS, _PAGE, _HEAD_DIM)
-        once = [np.asarray(_random(i, (_KEYS // _PAGE, *pages[1:]), wide)) for i in range(2)]
+        once = [np.asarray(_random(i, (_KEYS // _PAGE, *pages[1:]), dtype)) for i in range(2)]
         caches = [[np.tile(a, (sequences, 1, 1, 1)) for a in once] for _ in range(min(repeats, 2))]
         rest = np.full(sequences, _KEYS, np.int32), np.empty_like(q)
         works = [functools.partial(attention, config.layers[0], q, *cache, *rest) for cache in caches]
-        add("host_attention", sum(a.nbytes for a in caches[0]), works, 1)
+        points.append(Point(float(sum(a.nbytes for a in caches[0])), _best(works, repeats, 1)))
+        logging.info("host_attention: %.3g in %.3g s", points[-1].units, points[-1].seconds)
         attention.close()
-    method = f"best of {repeats} runs, JAX {jax.__version__}, {wide} on {device.device_kind}, {os.cpu_count()} host cores"
-    return Measured(name=name, method=method, points=points, one_processor=on_cpu)
+    return points
 
 
 def _random(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:

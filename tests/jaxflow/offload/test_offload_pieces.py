@@ -17,7 +17,7 @@ from jaxflow.config import ConfigError, Layer
 from jaxflow.mesh import make_mesh
 from jaxflow.offload import disk_tier
 from jaxflow.offload.disk_tier import PREFIX, DiskError, DiskFolder
-from jaxflow.offload.host_attention import HostAttention
+from jaxflow.offload.host_attention import HostAttention, head_parts, usable_cores
 from jaxflow.offload.host_tier import Staging, check_views
 from jaxflow.offload.placement import place_rows, place_weights
 from jaxflow.offload.policy import TIERS, Shares
@@ -242,6 +242,11 @@ class TestHost:
         attention(config.layers[0], q, k, v, lengths, out)
         attention.close()
         np.testing.assert_allclose(out.astype(np.float32), np.asarray(expected, np.float32), atol=1e-5 if dtype == "float32" else 2e-2)
+
+    @pytest.mark.parametrize(("rows", "heads", "threads", "parts"), [(20, 56, 16, 4), (48, 56, 16, 1), (3, 56, 2, 2), (1, 1, 8, 1)])
+    def test_rows_are_cut_by_heads_where_threads_would_be_idle(self, rows, heads, threads, parts):
+        assert head_parts(rows, heads, threads) == parts
+        assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
 
 
 class _Sized:
