@@ -66,7 +66,7 @@ def _decode(lengths: Sequence[int], kinds: Sequence[str]):
     keys = float(sum(lengths))
     read = keys * K * H * 4  # bytes of a bfloat16 cache
     caches = max(2, min(8, int(480e6 / read) + 1))
-    calls = max(caches, 16 if read < 4e9 else 6)
+    calls = 64 if read < 4e8 else 32 if read < 4e9 else 8  # as many as a model has layers, of one list of work; 2 ms a program at least
     calls += -calls % caches
     qs = _queries(calls, len(lengths))
     made = {dtype: [_cache(i, pages, dtype) for i in range(caches)] for dtype in {_dtype(kind) for kind in kinds}}
@@ -75,7 +75,7 @@ def _decode(lengths: Sequence[int], kinds: Sequence[str]):
         cache = made[_dtype(kind)]
         if kind in ("jax", "cudnn"):
             rival = {"jax": jax_paged, "cudnn": cudnn_paged}[kind](table, np.asarray(lengths), H)
-            ways[kind] = Way(functools.partial(rival, qs[0], cache), caches, read, keys)
+            ways[kind] = Way(functools.partial(rival, qs, cache), calls, read, keys)
             continue
         settings: dict[str, Any] = {"unified": jnp.asarray(PHI, jnp.float32)} if "unified" in kind else {}
         if "fp8" in kind:
@@ -112,7 +112,7 @@ def _chunk(chunks, kinds: Sequence[str]):
     tokens = sum(c[1] for c in chunks)
     table, pages = page_tables(np.random.default_rng(3), [c[3] + c[1] for c in chunks])
     flop = 4.0 * _pairs(chunks) * N * H
-    qs = _queries(8 if flop < 1e12 else 3, tokens)
+    qs = _queries(max(3, min(64, int(1.2e12 / flop) + 1)), tokens)  # 2 ms a program: of 8 chunks of 256 eight calls timed the host
     ways = {}
     for kind in kinds:
         if kind == "cudnn":
