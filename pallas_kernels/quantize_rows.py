@@ -22,7 +22,14 @@ _SMALLEST = 1e-12  # a row of zeros needs a scale too
 
 
 def quantize_rows(
-    x: jax.Array, top: jax.Array | None = None, top_rows: jax.Array | None = None, *, start: int = 0, early: bool = False, interpret=None
+    x: jax.Array,
+    top: jax.Array | None = None,
+    top_rows: jax.Array | None = None,
+    *,
+    start: int = 0,
+    sms: int | None = None,
+    early: bool = False,
+    interpret=None,
 ) -> Quantized:
     """x as e4m3 with a scale for each row (the twin: `reference.quantize_rows`).
 
@@ -30,6 +37,7 @@ def quantize_rows(
       x: [M, C] bfloat16, C a multiple of 128, at most 16,384.
       top, top_rows: like x, and an int32; both or none. Of a longer array that x's row 0 is row `start` of, the first `top_rows` rows are
         top's, not x's.
+      sms: how many SMs' worth of CTAs it starts, all by default.
       early: it begins before the kernel before it has ended (`pallas_kernels.dependent`).
     Returns:
       values [M, C] e4m3 and scales [M] float32, the row's largest / 448.
@@ -42,7 +50,7 @@ def quantize_rows(
     if (top is None) != (top_rows is None) or (top is not None and (top.shape, top.dtype) != (x.shape, x.dtype)):
         given = None if top is None else f"{top.dtype}{list(top.shape)}"
         raise ValueError(f"top {given}, {top_rows=}: like x {x.dtype}{list(x.shape)} and a number, or none of both")
-    ctas = min(m, SMS * _PER_SM)
+    ctas = min(m, (sms or SMS) * _PER_SM)
     values, scale = plgpu.kernel(
         functools.partial(_rows, start=start, ctas=ctas, early=early),
         out_type=(jax.ShapeDtypeStruct((m, c), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((m,), jnp.float32)),

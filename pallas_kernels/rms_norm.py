@@ -31,6 +31,7 @@ def add_norm(
     eps: float,
     offset: float = 0.0,
     quantize: bool = False,
+    sms: int | None = None,
     early: bool = False,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array | Quantized]:
@@ -41,6 +42,7 @@ def add_norm(
       other: as y, and added to it first, rounded.
       weight, bias: [D] bfloat16 or float32. With a bias it is LayerNorm, without RMSNorm, which scales by offset + weight.
       quantize: the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token.
+      sms: how many SMs' worth of CTAs it starts, all by default.
       early: it begins before the kernel before it has ended (`pallas_kernels.dependent`); weight and bias are the program's arguments then.
     Returns:
       the sum [T, D], and its norm.
@@ -54,7 +56,7 @@ def add_norm(
         raise ValueError(f"x, y and other are {given}: bfloat16 [T, D], D a multiple of 128, all the same; other only beside y")
     row = jax.ShapeDtypeStruct((t, d), x.dtype)
     normed = [jax.ShapeDtypeStruct((t, d), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((t,), jnp.float32)] if quantize else [row]
-    ctas = min(t, SMS * _PER_SM)
+    ctas = min(t, (sms or SMS) * _PER_SM)
     total, *normed = plgpu.kernel(
         functools.partial(
             _rows, adds=len(rows) - 1, centres=bias is not None, quantizes=quantize, eps=eps, offset=offset, ctas=ctas, early=early

@@ -1,4 +1,5 @@
-"""Where top-k and top-p cut the rows of logits whose limits are not found cheaply, for Hopper: a row a CTA, the rest skipped.
+"""Where top-k and top-p cut the rows of logits whose limits are not found cheaply, for Hopper: a row a CTA at a time,
+the rest skipped.
 
 A row's limit is closed in on by passes over the row, each of which sums up what lies beyond seven pivots and notes the least and the
 largest logit between the bounds so far. It is found when these two are one: after six passes or so, whatever the numbers.
@@ -16,6 +17,7 @@ _EVENLY = tuple(i / 8 for i in range(1, 8))  # pivots, as fractions of the inter
 _NEARBY = (-1 / 4, -1 / 16, -1 / 64, 0.0, 1 / 64, 1 / 16, 1 / 4)
 _UNIT = 128 * 4  # logits a step
 _PASSES = 200  # more than it can take to narrow any interval of float32 to one number
+_PER_SM = 4  # CTAs dealt out an SM where SMs are counted
 _BELOW = -3.0e38  # below any bound
 
 
@@ -29,6 +31,7 @@ def token_limits(
     p: jax.Array,
     wanted: jax.Array,
     *,
+    sms: int | None = None,
     interpret=None,
 ) -> jax.Array:
     """The smallest logit that min-p, top-k and top-p leave in each row, of the same meaning as its twin, `reference.token_limits`.
@@ -36,6 +39,7 @@ def token_limits(
     Args:
       x: [R, V] float32, V a multiple of 4 and at least 512.
       peak, heat, total, floor, k, p: [R] float32. wanted: [R] bool: rows that are searched at all.
+      sms: how many SMs' worth of CTAs it starts; by default a CTA for each row, of which an SM takes the next when it has room.
     Returns:
       [R] float32; the floor of rows that nobody wants.
     Raises:
@@ -44,11 +48,12 @@ def token_limits(
     rows, n = x.shape
     if n < _UNIT or n % 4 or x.dtype != jnp.float32:
         raise ValueError(f"logits are {x.dtype}{list(x.shape)}: float32 [R, V], V a multiple of 4 and at least {_UNIT}")
+    ctas = rows if sms is None else min(rows, sms * _PER_SM)
     return plgpu.kernel(
-        _row,
+        functools.partial(_rows, ctas=ctas),
         out_type=jax.ShapeDtypeStruct((rows,), jnp.float32),
-        grid=(rows,),
-        grid_names=("row",),
+        grid=(ctas,),
+        grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
@@ -57,8 +62,12 @@ def token_limits(
     )(x, peak, heat, total, floor, k, p, wanted.astype(jnp.int32))
 
 
-def _row(x_ref, peak_ref, heat_ref, total_ref, floor_ref, k_ref, p_ref, wanted_ref, limit_ref):
-    row = lax.axis_index("row")
+def _rows(*refs, ctas):
+    """This CTA's rows, every `ctas`-th."""
+    pl.loop(lax.axis_index("cta"), refs[0].shape[0], step=ctas)(lambda row: _row(row, *refs))
+
+
+def _row(row, x_ref, peak_ref, heat_ref, total_ref, floor_ref, k_ref, p_ref, wanted_ref, limit_ref):
     floor = floor_ref[row]
 
     @pl.when(wanted_ref[row] == 0)

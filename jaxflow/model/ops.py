@@ -39,6 +39,8 @@ def _add_norm(c: Context, w: Weights, name: str, x: Array, y: Sum | None, *, qua
     settings: dict[str, Any] = {"eps": c.config.norm_eps, "offset": c.config.norm_weight_offset, "quantize": quantize}
     if isinstance(y, Halves):
         y, settings["other"] = y
+    if c.sms is not None:
+        settings["sms"] = c.sms
     return c.kernels.add_norm(x, y, w[name], w.get(f"{name}_bias"), **settings)
 
 
@@ -131,11 +133,11 @@ def out_proj(
     if decoded is not None and num_decodes is not None:
         decoded = decoded.reshape(o.shape)
         if _quantized(w, "out_proj"):
-            o = c.kernels.quantize_rows(o, decoded, num_decodes, start=start)
+            o = c.kernels.quantize_rows(o, decoded, num_decodes, start=start, sms=c.sms)
         else:
             o = jnp.where((start + jnp.arange(o.shape[0]) < num_decodes)[:, None], decoded, o)
     elif _quantized(w, "out_proj"):
-        o = c.kernels.quantize_rows(o)
+        o = c.kernels.quantize_rows(o, sms=c.sms)
     return _gemm(c, w, "out_proj", o, _first_shard_only(c, w.get("out_proj_bias")))
 
 

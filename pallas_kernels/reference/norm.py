@@ -18,6 +18,7 @@ def add_norm(
     eps: float,
     offset: float = 0.0,
     quantize: bool = False,
+    sms: int | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Quantized]:
     """(x + y, its norm): the residual sum, rounded to x's dtype, and what the next block reads.
 
@@ -26,7 +27,9 @@ def add_norm(
       other: added to y first, and rounded: a sum over two devices in its two parts.
       bias: with one it is LayerNorm, without RMSNorm, which scales by offset + weight.
       quantize: the norm in e4m3 with a scale for each token, of the float32 values.
+      sms: how many SMs a kernel may occupy; it does not change what is computed.
     """
+    del sms
     y = y if other is None or y is None else y + other
     x = x if y is None else x + y
     x32 = x.astype(jnp.float32)

@@ -15,12 +15,19 @@ def to_e4m3(x: Float[Array, "..."], scale: Float[Array, "..."]) -> Array:
 
 
 def quantize_rows(
-    x: Float[Array, "*M C"], top: Float[Array, "M C"] | None = None, top_rows: Int[Array, ""] | None = None, *, start: int = 0
+    x: Float[Array, "*M C"],
+    top: Float[Array, "M C"] | None = None,
+    top_rows: Int[Array, ""] | None = None,
+    *,
+    start: int = 0,
+    sms: int | None = None,
 ) -> Quantized:
     """A scale [*M] for each row of the last axis: an activation's token, a weight's output channel.
 
     top, top_rows: both or none. Of a longer array that x's row 0 is row `start` of, the first `top_rows` rows are top's, not x's.
+    sms: how many SMs a kernel may occupy; it does not change what is computed.
     """
+    del sms
     if top is not None and top_rows is not None:
         x = jnp.where((start + jnp.arange(x.shape[0]) < top_rows)[:, None], top, x)
     # Scaled before the maximum is taken, which changes no bit: nothing is left to do behind the reduction, so XLA needs no kernel for it.

@@ -22,6 +22,8 @@ def token_limits(
     k: Float[Array, " R"],
     p: Float[Array, " R"],
     wanted: Bool[Array, " R"],
+    *,
+    sms: int | None = None,
 ) -> Float[Array, " R"]:
     """The smallest logit that min-p, top-k and top-p leave in each row; what ties with it stays too.
 
@@ -36,7 +38,9 @@ def token_limits(
       k: whole numbers from 1, V or more for no limit.
       p: of (0, 1]; 1 for no limit.
       wanted: rows that are searched; the others get their floor.
+      sms: how many SMs a kernel may occupy; it does not change what is computed.
     """
+    del sms
 
     def search() -> jax.Array:
         def mass(values):

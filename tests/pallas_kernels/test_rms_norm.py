@@ -29,7 +29,7 @@ def true_values(h):
 
 @settings(max_examples=12)
 @given(
-    rows=st.integers(1, 5),
+    rows=st.integers(1, 5) | st.just(13),
     width=st.sampled_from([128, 256, 384, 2048]),
     adds=st.integers(0, 2),
     centres=st.booleans(),
@@ -41,7 +41,7 @@ def test_the_kernel_is_its_twin(rows, width, adds, centres, quantizes, offset, s
     x, y = numbers(seed, rows, width, scale=3.0).at[0].set(0), numbers(seed + 1, rows, width)
     y, other = y.at[0].set(0) if adds else None, numbers(seed + 4, rows, width).at[0].set(0) if adds > 1 else None
     weight, bias = numbers(seed + 2, width), numbers(seed + 3, width) if centres else None
-    how = {"eps": 1e-5, "offset": 0.0 if centres else offset, "quantize": quantizes, "other": other}
+    how = {"eps": 1e-5, "offset": 0.0 if centres else offset, "quantize": quantizes, "other": other, "sms": 1 if rows > 5 else None}
     got_sum, got = add_norm(x, y, weight, bias, **how, interpret=INTERPRET)
     want_sum, want = reference.add_norm(x, y, weight, bias, **how)
     np.testing.assert_array_equal(got_sum, want_sum)
@@ -64,7 +64,7 @@ def test_for_the_h200_it_spills_nothing(width, quantizes, tmp_path, monkeypatch)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     row, weight = jax.ShapeDtypeStruct((2**19, width), jnp.bfloat16), jax.ShapeDtypeStruct((width,), jnp.bfloat16)  # 2^31 numbers and more
     other = {"other": row} if quantizes else {}  # the most that a row may need
-    kernel = functools.partial(add_norm, eps=1e-5, quantize=quantizes)
+    kernel = functools.partial(add_norm, eps=1e-5, quantize=quantizes, sms=20 if quantizes else None)
     arguments = abstract(h200_mesh(), ((row, row, weight), other))
     compiled = compile_for_h200(lambda given, other: kernel(*given, **other), *arguments)
     assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"]

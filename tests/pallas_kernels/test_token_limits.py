@@ -67,7 +67,7 @@ def test_the_kernel_keeps_what_its_twin_keeps(columns):
 def test_rows_that_nobody_wants_are_left_alone():
     x, *rest = rows_to_search(0, 512)
     wanted = np.arange(8) == 4
-    got = np.asarray(token_limits(*map(jnp.asarray, (x, *rest, wanted)), interpret=INTERPRET))
+    got = np.asarray(token_limits(*map(jnp.asarray, (x, *rest, wanted)), sms=1, interpret=INTERPRET))
     all_of_them = np.asarray(TWIN(x, *rest, np.ones(8, bool)))
     assert got[4] == all_of_them[4]
     assert (got[~wanted] == rest[3][~wanted]).all()
