@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels import reference
 from pallas_kernels.checks import script
-from pallas_kernels.checks.inputs import PAGE, error, page_tables, poison, quantized, random_pages
+from pallas_kernels.checks.inputs import PAGE, error, page_tables, poison, poison_memory, quantized, random_pages
 from pallas_kernels.checks.script import say
 from pallas_kernels.checks.timing import sustained
 from pallas_kernels.decode_attention import decode_attention
@@ -55,6 +55,7 @@ def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified=None,
     table, lengths = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
     how = {"sms": sms, "unified": None if unified is None else jnp.asarray(unified)}
     run = jax.jit(functools.partial(decode_attention, scale=h**-0.5, **how, **kw))
+    poison_memory(q)
     got = run(q, k, v, table, lengths, into=into, **scales)
     want = exact(reference.decode_attention, q, k, v, table, lengths, scale=h**-0.5, **scales, **kw)
     err = error(got[~nobody], want[~nobody])

@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels import reference
 from pallas_kernels.checks import script
 from pallas_kernels.checks.attention import exact, queries
-from pallas_kernels.checks.inputs import error, page_tables, poison, quantized, random_pages
+from pallas_kernels.checks.inputs import error, page_tables, poison, poison_memory, quantized, random_pages
 from pallas_kernels.checks.script import say
 from pallas_kernels.checks.timing import sustained
 from pallas_kernels.chunk_attention import chunk_attention
@@ -67,6 +67,7 @@ def check(rows, rng, chunks, tokens, heads=HEADS, dtype="bfloat16", size=1.0, sp
     run = jax.jit(functools.partial(chunk_attention, scale=h**-0.5, sms=sms, **settings))
     far = jnp.asarray(np.where((table >= 0) & (table < pages), table + spare, table))
     chunks = jnp.asarray(chunks, jnp.int32)
+    poison_memory(q)
     got = run(q, k, v, far, chunks, **scales)
     err = error(got, exact(reference.chunk_attention, q, *plain, jnp.asarray(table), chunks, scale=h**-0.5, **settings))
     same = bool((got == run(q, k, v, far, chunks, **scales)).all())

@@ -1,6 +1,6 @@
 """What is hard for decode attention, on a GPU: scores that leave the unified maximum, caches past 2**31 elements, steps as CUDA graphs.
 
-python -m pallas_kernels.checks.decode_hard
+python -m pallas_kernels.checks.decode_hard [--only adversarial,graphs,far] [--json FILE]
 """
 
 import functools
@@ -12,14 +12,14 @@ import numpy as np
 from pallas_kernels import reference
 from pallas_kernels.checks import script
 from pallas_kernels.checks.attention import TOLERANCE, cached, exact
-from pallas_kernels.checks.inputs import PAGE, error, page_tables, poison, random_pages
+from pallas_kernels.checks.inputs import PAGE, error, page_tables, poison, poison_memory, random_pages
 from pallas_kernels.checks.script import say
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_work import decode_work
 from pallas_kernels.tiles import SMS, decode_tile
 
 N, K, H = 32, 8, 128
-DTYPES = (jnp.bfloat16, jnp.float8_e4m3fn)
+DTYPES = (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)
 SCORES = {  # of a row's keys, for queries of ones
     "either side of 1e4": lambda rng, length: rng.choice([-1e4, 1e4], length),
     "far below": lambda rng, length: rng.normal(size=length) - 300,
@@ -42,14 +42,16 @@ def adversarial(rows, rng):
     v = poison(random_pages(jax.random.key(1), pages, K, H), table, lengths)
     q, table, lengths = jnp.ones((40, N, H), jnp.bfloat16), jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
     for dtype in DTYPES:
-        unit = 1.0 if dtype == jnp.bfloat16 else 20.0  # 5e3 / H would be near e4m3's end
+        unit = 20.0 if dtype == jnp.float8_e4m3fn else 1.0  # 5e3 / H would be near e4m3's end
         k, values, scales = cached(rng, jnp.asarray(keys / unit, jnp.bfloat16), v, dtype)
-        if scales:
+        if dtype == jnp.float8_e4m3fn:
             scales["k_scale"] = jnp.full((K,), unit)
         for unified in (None, (0.0, 8.0), (300.0, 20.0), (0.0, 1e4)):
             how = None if unified is None else jnp.asarray(unified, jnp.float32)
-            got = jax.jit(functools.partial(decode_attention, scale=1.0, unified=how, **scales))(q, k, values, table, lengths)
-            want = exact(functools.partial(reference.decode_attention, **scales), q, k, values, table, lengths, scale=1.0)
+            run = jax.jit(functools.partial(decode_attention, scale=1.0, unified=how))
+            poison_memory(q)
+            got = run(q, k, values, table, lengths, **scales)
+            want = exact(reference.decode_attention, q, k, values, table, lengths, scale=1.0, **scales)
             worst = max(error(got[i :: len(SCORES)], want[i :: len(SCORES)]) for i in range(len(SCORES)))
             empty = float(jnp.abs(jnp.where((lengths == 0)[:, None, None], got, 0)).max())
             ok = worst < TOLERANCE and empty == 0
@@ -64,13 +66,21 @@ def far_offsets(rows, rng):
     known = np.arange(table.shape[1]) * PAGE < lengths[:, None]
     far, near = np.where(known, table + first, 0), np.where(known, table, 0)
     for dtype in DTYPES:
-        pages = [jax.jit(lambda x: x.astype(dtype))(random_pages(jax.random.key(i), first + used, K, H)) for i in range(2)]  # noqa: B023
+        size = 20.0 if dtype == jnp.int8 else 1.0
+        make = jax.jit(lambda x: (x * size).astype(dtype))  # noqa: B023
+        pages = [make(random_pages(jax.random.key(i), first + used, K, H)) for i in range(2)]
+        scales = {}
         if dtype != jnp.bfloat16:
             pages[1] = pages[1].reshape(first + used, K, H, PAGE)
+        if dtype == jnp.int8:
+            drawn = jax.random.uniform(jax.random.key(2), (2, first + used, K, PAGE), minval=0.03, maxval=0.07)
+            scales = dict(zip(("k_scale", "v_scale"), drawn, strict=True))
         q = jnp.asarray(rng.normal(size=(37, N, H)), jnp.bfloat16)
         run = jax.jit(functools.partial(decode_attention, scale=H**-0.5))
-        got = run(q, *pages, jnp.asarray(far), jnp.asarray(lengths, jnp.int32))
-        want = run(q, *(x[first:] for x in pages), jnp.asarray(near), jnp.asarray(lengths, jnp.int32))
+        poison_memory(q)
+        got = run(q, *pages, jnp.asarray(far), jnp.asarray(lengths, jnp.int32), **scales)
+        small = {name: x[first:] for name, x in scales.items()}
+        want = run(q, *(x[first:] for x in pages), jnp.asarray(near), jnp.asarray(lengths, jnp.int32), **small)
         say(rows, what="far offsets", ok=bool((got == want).all()), elements=pages[0].size, cache=jnp.dtype(dtype).name)
 
 

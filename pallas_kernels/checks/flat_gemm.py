@@ -17,10 +17,12 @@ from jax import lax
 
 from pallas_kernels import reference
 from pallas_kernels.checks import script
+from pallas_kernels.checks.inputs import poison_memory
 from pallas_kernels.checks.script import L2_BYTES, say
 from pallas_kernels.checks.timing import sustained
 from pallas_kernels.flat_gemm import flat_gemm
 from pallas_kernels.int4_gemm import int4_gemm
+from pallas_kernels.quantized import Int4
 from pallas_kernels.reference.int4 import dequantize_int4, quantize_int4
 
 HEADS = {"8B": {"lm_head": (128256, 4096)}, "70B/tp4": {"lm_head": (32064, 8192)}}
@@ -51,7 +53,7 @@ def check(rows, rng, kernel, m, n, k, bias=False, residual=False, **kw):
         plain = dequantize_int4(w)
     run = jax.jit(lambda x, w, b, r: kernel(x, w, b, residual=r, **kw))
     dtype = kw.get("out_dtype", jnp.bfloat16)
-    jax.block_until_ready([jnp.full((m, columns), jnp.nan, dtype) for _ in range(4)])  # freed: the result takes this memory
+    poison_memory(jax.eval_shape(run, x, w, b, r))
     got = run(x, w, b, r)
     settings = {name: value for name, value in kw.items() if name in ("gate_block", "activation")}
     want = exact(x, plain, b, r, **settings)
@@ -59,6 +61,18 @@ def check(rows, rng, kernel, m, n, k, bias=False, residual=False, **kw):
     same = bool((got == run(x, w, b, r)).all())
     ok = same and error < (1e-4 if dtype == jnp.float32 else 3e-3)
     say(rows, what=f"check {kernel.__name__}", ok=ok, error=error, same_bits=same, m=m, n=n, k=k, bias=bias, residual=residual, **kw)
+
+
+def check_far_int4(rows, rng, m=8, n=2**20 + 8, k=4096, last=4096):
+    """A weight of more than 2**31 bytes: its last rows are those of a small one."""
+    keys = jax.random.split(jax.random.key(rng.integers(2**31)))
+    tail = jax.jit(quantize_int4)(normal(keys[1], last, k, scale=k**-0.5))
+    x, w = normal(keys[0], m, k), Int4(*(jnp.concatenate([jnp.ones((n - last, part.shape[1]), part.dtype), part]) for part in tail))
+    run = jax.jit(int4_gemm)
+    poison_memory(jax.eval_shape(run, x, w))
+    got, want = run(x, w)[:, n - last :].astype(jnp.float32), exact(x, dequantize_int4(tail), None, None)
+    error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+    say(rows, what="check int4_gemm, far offsets", ok=error < 3e-3, error=error, m=m, n=n, k=k)
 
 
 def checks(rows, share):
@@ -81,6 +95,7 @@ def checks(rows, share):
         functools.partial(int4, 16, 28672, 4096, bias=True, **GATED),
         functools.partial(int4, 33, 200, 512, activation="relu", out_dtype=jnp.float32),
         functools.partial(int4, 8, 4096, 14336, sms=28),
+        functools.partial(check_far_int4, rows, rng),
     ]
     for case in cases[share[0] :: share[1]]:
         case()

@@ -15,6 +15,7 @@ import numpy as np
 
 from pallas_kernels import reference
 from pallas_kernels.checks import script
+from pallas_kernels.checks.inputs import poison_memory
 from pallas_kernels.checks.script import say
 from pallas_kernels.checks.timing import interleaved
 from pallas_kernels.dense_gemm import dense_gemm
@@ -52,6 +53,7 @@ def check(rows, rng, tokens, experts, chosen, n, k, block=None, sms=None, skewed
         groups = list_groups(picked, experts)
         return grouped_gemm(x[groups.pairs // chosen], w, groups, **gates_of(block), sms=sms)[groups.places]
 
+    poison_memory(jax.eval_shape(run, x, w, picked))
     got, again = run(x, w, picked), run(x, w, picked)
     off = total = 0.0
     with jax.default_matmul_precision("highest"):
@@ -77,6 +79,7 @@ def checks(rows):
     case(700, 8, 2, 3584, 4096, 64, sms=104)
     case(2048, 128, 8, 192, 2048, 32, skewed=True)
     case(77, 5, 1, 320, 192, skewed=True)
+    case(200, 40, 2, 14336, 4096)  # 2.3e9 elements of weights
 
 
 def timings(rows, seconds):

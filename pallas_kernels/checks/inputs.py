@@ -1,4 +1,6 @@
-"""Fresh random inputs for the attention checks: ragged lengths, scattered pages, and NaN wherever no token was written."""
+"""What the checks give kernels: fresh random inputs, pages that are NaN wherever no token was written, and memory that held NaN."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,18 @@ def quantized(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
     pages = jnp.where(unwritten[..., None], 1.0, pages.astype(jnp.float32))
     scale = jnp.maximum(jnp.abs(pages).max(-1), 1e-20) / 127
     return jnp.round(pages / scale[..., None]).astype(jnp.int8), jnp.where(unwritten, jnp.nan, scale)
+
+
+def poison_memory(results: Any, copies: int = 4) -> None:
+    """Leaves NaN, or 99 in integers, in the memory that the next arrays like `results` take, a tree of arrays or shapes.
+
+    What a kernel does not write is then seen. `jax.eval_shape` says what a program's results are; they take memory that was just freed.
+    """
+
+    def spoilt(like: Any) -> jax.Array:
+        return jnp.full(like.shape, jnp.nan if jnp.issubdtype(like.dtype, jnp.inexact) else 99, like.dtype)
+
+    jax.block_until_ready([jax.tree.map(spoilt, results) for _ in range(copies)])
 
 
 def error(got, want) -> float:

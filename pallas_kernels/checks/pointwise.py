@@ -2,8 +2,8 @@
 
     python -m pallas_kernels.checks.pointwise [--seconds 0.6] [--only check,time] [--share 0/6] [--json FILE]
 
-Prints one line a case. Errors are ‖kernel − twin‖ / ‖twin‖ on fresh random inputs, slots scattered and some outside the cache; rates are of
-the bytes that must move. Times are of a layer in a program of many, with buffers that rotate.
+Prints one line a case. Errors are ‖kernel − twin‖ / ‖twin‖, the twin in float32, on fresh random inputs, slots scattered and some of them
+outside the cache; rates are of the bytes that must move. Times are of a layer in a program of many, with buffers that rotate.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import numpy as np
 
 from pallas_kernels import reference
 from pallas_kernels.checks import script
+from pallas_kernels.checks.inputs import poison_memory
 from pallas_kernels.checks.script import say
 from pallas_kernels.checks.timing import interleaved
 from pallas_kernels.quantize_rows import quantize_rows
@@ -38,22 +39,29 @@ def normal(rng, *shape, dtype=jnp.bfloat16):
     return jax.jit(lambda key: jax.random.normal(key, shape, jnp.float32).astype(dtype))(jax.random.key(rng.integers(2**31)))
 
 
-def check_norm(rows, rng, tokens, width, adds, centres, quantizes):
+def check_norm(rows, rng, tokens, width, adds, centres, quantizes, sms=None):
     x, y, weight, bias = normal(rng, tokens, width), normal(rng, tokens, width), normal(rng, width), normal(rng, width)
     args = (x, y if adds else None, weight, bias if centres else None)
     how = {"eps": 1e-5, "offset": 0.0 if centres else 1.0, "quantize": quantizes}
     other = {"other": normal(rng, tokens, width)} if adds > 1 else {}
-    got, want = (jax.jit(functools.partial(norm, **how))(*args, **other) for norm in (add_norm, reference.add_norm))
-    true = [reference.dequantize(h) if quantizes else h for _, h in (got, want)]
-    err, kind = error(*true), "float8_e4m3fn" if quantizes else "bfloat16"
-    ok = bool((got[0] == want[0]).all()) and err < TOLERANCE[kind]
-    say(rows, what="check add_norm", ok=ok, error=err, t=tokens, d=width, adds=adds, centres=centres, quantizes=quantizes)
+    run = jax.jit(functools.partial(add_norm, **how, sms=sms))
+    poison_memory(jax.eval_shape(run, *args, **other))
+    total, h = run(*args, **other)
+    exact_args, exact_other = jax.tree.map(lambda v: v.astype(jnp.float32), (args, other))
+    _, want = jax.jit(functools.partial(reference.add_norm, **(how | {"quantize": False})))(*exact_args, **exact_other)
+    err, kind = error(reference.dequantize(h) if quantizes else h, want), "float8_e4m3fn" if quantizes else "bfloat16"
+    summed, _ = jax.jit(functools.partial(reference.add_norm, **how))(*args, **other)  # rounded where the kernel rounds: the same bits
+    ok = bool((total == summed).all()) and err < TOLERANCE[kind]
+    say(rows, what="check add_norm", ok=ok, error=err, t=tokens, d=width, adds=adds, centres=centres, quantizes=quantizes, sms=sms)
 
 
 def check_quantize(rows, rng, tokens, width):
     x = normal(rng, tokens, width) * jnp.asarray(10.0 ** rng.integers(-6, 6, (tokens, 1)), jnp.bfloat16)
     beside = (-x, jnp.int32(tokens // 2))  # the first half of the rows from another array
-    got, want = (jax.jit(quantize)(x, *beside) for quantize in (quantize_rows, reference.quantize_rows))
+    run = jax.jit(quantize_rows)
+    poison_memory(jax.eval_shape(run, x, *beside))
+    got = run(x, *beside)
+    want = jax.jit(reference.quantize_rows)(x.astype(jnp.float32), -x.astype(jnp.float32), beside[1])
     steps = np.abs(np.asarray(got.values).view(np.int8).astype(int) - np.asarray(want.values).view(np.int8).astype(int))
     ok = bool((got.scale == want.scale).all()) and steps.max() <= 1 and (steps > 0).mean() < 0.01  # 1 / scale rounds once more
     say(rows, what="check quantize_rows", ok=ok, off=float((steps > 0).mean()), t=tokens, d=width)
@@ -79,8 +87,9 @@ def check_rope(rows, rng, tokens, kv, group, h, dtype, normed=False, sms=None, t
         how |= {"q_norm": normal(rng, h), "k_norm": normal(rng, h)}
     if dtype == jnp.float8_e4m3fn:
         how |= {name: jnp.asarray(rng.uniform(0.005, 0.1, kv), jnp.float32) for name in ("k_scale", "v_scale")}
-    want = jax.jit(functools.partial(reference.rope_append, **how))(fused, *cache, positions, slots)
+    want = jax.jit(functools.partial(reference.rope_append, **how))(fused.astype(jnp.float32), *cache, positions, slots)
     kernel = functools.partial(rope_append, sms=sms, together=together, **how)
+    poison_memory(jax.eval_shape(kernel, fused, *cache, positions, slots))
     got = jax.jit(kernel)(fused, *cache, positions, slots)
     again = jax.jit(kernel, donate_argnums=(1, 2))(fused, *jax.tree.map(jnp.copy, cache), positions, slots)
     same = all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True))
@@ -112,10 +121,48 @@ def check_limits(rows, rng, count, columns, sigma):
     total = np.exp((x - x.max(-1, keepdims=True)) / 0.8).sum(-1)
     args = (x, x.max(-1), np.full(count, 0.8), total, np.full(count, -np.inf), k, p)
     args = (*(np.asarray(a, np.float32) for a in args), np.ones(count, bool))
+    poison_memory(jax.eval_shape(token_limits, *args))
     got, want = (np.nan_to_num(np.asarray(jax.jit(search)(*args)), nan=-np.inf) for search in (token_limits, reference.token_limits))
     kept = [(x >= limit[:, None]).sum(-1) for limit in (got, want)]
     off = int(np.abs(kept[0] - kept[1]).max())  # a sum that meets its target within rounding may keep a token more or less
     say(rows, what="check token_limits", ok=off <= 2, off=off, r=count, v=columns, sigma=sigma)
+
+
+def last_rows(x: jax.Array, count: int) -> jax.Array:
+    return x[x.shape[0] - count :]
+
+
+def check_far_rows(rows, rng, kernel, tokens=2**19 + 8, width=4096, last=64):
+    """The last rows of arrays of more than 2**31 numbers give the bits that they give alone."""
+    x = normal(rng, tokens, width)
+    args = (x, x) if kernel is add_norm else (x,)
+    run = jax.jit(functools.partial(add_norm, weight=normal(rng, width), eps=1e-5) if kernel is add_norm else kernel)
+    poison_memory(jax.eval_shape(run, *args), 1)
+    got = jax.tree.map(lambda a: last_rows(a, last), run(*args))
+    want = run(*(last_rows(a, last) for a in args))
+    same = all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+    say(rows, what=f"check {kernel.__name__}, far offsets", ok=same, same_bits=same, elements=x.size)
+
+
+def check_far_pages(rows, rng, dtype, tokens=100, kv=8, group=4, h=128):
+    """Pages past 2**31 numbers of a cache get the bits that those of a small one get."""
+    pages = tokens // 20 + 2
+    first = 2**31 // (kv * PAGE * h)
+    fused, positions = normal(rng, tokens, kv * (group + 2) * h), jnp.asarray(rng.integers(0, 100_000, tokens), jnp.int32)
+    slots = jnp.asarray(rng.permutation(pages * PAGE)[:tokens], jnp.int32)
+    how = {"head_dim": h, "inv_freq": jnp.asarray(5e5 ** -(np.arange(0, h, 2) / h), jnp.float32)}
+    run = jax.jit(functools.partial(rope_append, **how), donate_argnums=(1, 2))
+
+    def empty(count):
+        return jax.tree.map(lambda page: jnp.zeros((count, *page.shape[1:]), page.dtype), random_cache(rng, dtype, 1, kv, h))
+
+    q, *far = run(fused, *empty(first + pages), positions, slots + first * PAGE)
+    want_q, *near = run(fused, *empty(pages), positions, slots)
+    ends = jax.tree.map(lambda a: last_rows(a, pages), far)
+    pairs = zip(jax.tree.leaves((q, ends)), jax.tree.leaves((want_q, near)), strict=True)
+    same = all(bool((a == b).all()) for a, b in pairs)
+    size = max(leaf.size for leaf in jax.tree.leaves(far))
+    say(rows, what="check rope_append, far offsets", ok=same, same_bits=same, elements=size, cache=jnp.dtype(dtype).name)
 
 
 def checks(rows, share=(0, 1)):
@@ -127,9 +174,12 @@ def checks(rows, share=(0, 1)):
         (2048, 8192, 2, False, True),
         (300, 3584, 0, True, False),
         (64, 896, 2, False, False),
+        (2048, 4096, 1, False, False, 20),
     )
     cases = [functools.partial(check_norm, rows, rng, *case) for case in norms]
     cases += [functools.partial(check_quantize, rows, rng, *case) for case in ((300, 4096), (2048, 8192), (7, 384), (1, 16384))]
+    cases += [functools.partial(check_far_rows, rows, rng, kernel) for kernel in (add_norm, quantize_rows)]
+    cases += [functools.partial(check_far_pages, rows, rng, dtype) for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)]
     shapes = (
         (300, 8, 4, 128),
         (64, 4, 2, 256),

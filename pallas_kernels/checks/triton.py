@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels import reference
 from pallas_kernels.checks import script
 from pallas_kernels.checks.attention import exact, queries
-from pallas_kernels.checks.inputs import error, page_tables, poison, random_pages
+from pallas_kernels.checks.inputs import error, page_tables, poison, poison_memory, random_pages
 from pallas_kernels.checks.script import say
 from pallas_kernels.checks.timing import sustained
 from pallas_kernels.triton.decode_attention import decode_attention
@@ -30,6 +30,7 @@ def check_decode(rows, rng, lengths, n, kv, h, **kw):
     q = jnp.asarray(rng.normal(size=(len(lengths), n, h)) * rng.choice([1, 4]), jnp.bfloat16)
     table, lengths = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
     run = jax.jit(functools.partial(decode_attention, scale=h**-0.5, **kw))
+    poison_memory(q)
     got, again = run(q, k, v, table, lengths), run(q, k, v, table, lengths)
     err = error(got, exact(reference.decode_attention, q, k, v, table, lengths, scale=h**-0.5, **kw))
     same = bool((got == again).all())
@@ -41,6 +42,7 @@ def check_gemm(rows, rng, m, n, k, **tile):
     run = jax.jit(functools.partial(flat_gemm, tile=Tile(**tile) if tile else None))
     with jax.default_matmul_precision("highest"):
         want = x.astype(jnp.float32) @ w.astype(jnp.float32).T
+    poison_memory(jax.eval_shape(run, x, w))
     got = run(x, w)
     err, same = error(got, want), bool((got == run(x, w)).all())
     say(rows, what="check gemm", ok=err < TOLERANCE and same, error=err, same_bits=same, m=m, n=n, k=k, **tile)
