@@ -1,6 +1,7 @@
 """Where a decode step's time goes: whole steps of Llama-3.1-8B under each way of launching their kernels, and every kernel's time.
 
   python -m jaxflow.bench decode_step --precision fp8 --requests 1,64,256 --output_json FILE
+  python -m jaxflow.bench decode_step --precision fp8 --requests 1,64 --steps 1000 --output_json FILE    nothing is timed: `graph_steps`
 
 All requests decode their last token over a random cache, again and again, head and sampling included. In turn, in one process:
 
@@ -32,6 +33,7 @@ import numpy as np
 from absl import flags
 
 from jaxflow.bench import machine
+from jaxflow.bench.graph_steps import agreement
 from jaxflow.bench.kernels_step import CONTEXT, MODEL, PRECISIONS, REQUESTS, fill_cache
 from jaxflow.bench.trace_events import read_kernels
 from jaxflow.config import EngineConfig
@@ -145,6 +147,7 @@ def define_flags() -> None:
     flags.DEFINE_list("smallest", ["8"], "Fewer requests run in a step of so many tokens, as the engine has it; several: in each.")
     flags.DEFINE_integer("context", CONTEXT, "Tokens of each request, the new one included.", lower_bound=2)
     flags.DEFINE_float("seconds", 0.5, "How long each way is measured.", lower_bound=0.0)
+    flags.DEFINE_integer("steps", 0, "Times nothing: so many steps as a graph and launched one by one must be the same.", lower_bound=0)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
@@ -163,12 +166,32 @@ def _executor(model: str, precision: str, sizes: list[int], context: int) -> Exe
     return executor
 
 
+def _compared(executor: Executor, wanted: list[tuple[int, int]]) -> dict[str, Any]:
+    """Of each (requests, tokens of a step): steps of decodes alone, and steps most of whose tokens are a chunk."""
+    f, rows = flags.FLAGS, []
+    given = {name: f[name].value for name in ("model", "precision", "context", "steps")}
+    for n, tokens in wanted:
+        few = 3 * tokens // 8
+        for decodes, chunk in ((n, 0), (few, tokens - few)):
+            if decodes:
+                how = {"context": f.context, "steps": f.steps, "quantized": f.precision == "fp8", "early": not chunk}
+                rows.append(agreement(executor, tokens, decodes=decodes, chunk=chunk, **how))
+                print(
+                    f"{decodes:4} decodes, a chunk of {chunk:3}: first to differ of {f.steps} steps: {rows[-1]['first_difference']}",
+                    flush=True,
+                )
+    about = {"command_name": "decode_step", **machine.describe(), "xla_flags": os.environ.get("XLA_FLAGS", "")}
+    return about | given | {"compared": rows, "same": all(row["same"] for row in rows)}
+
+
 def run() -> dict[str, Any]:
     """The command. Raises: ConfigError, CheckpointError."""
     f = flags.FLAGS
     requests = [int(n) for n in f.requests]
     wanted = [(n, tokens) for n in requests for tokens in sorted({max(int(least), n) for least in f.smallest})]
     executor = _executor(f.model, f.precision, sorted({tokens for _, tokens in wanted}), f.context)
+    if f.steps:
+        return _compared(executor, wanted)
     every = [Steps(executor, *one, f.context, f.precision == "fp8") for one in wanted]
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda job: job[0].compile(job[1]), [(steps, way) for steps in every for way in WAYS]))

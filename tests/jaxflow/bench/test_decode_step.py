@@ -1,13 +1,15 @@
-"""`bench decode_step` on a tiny model: ways of launching are timed, give the same bits, and kernels are listed."""
+"""`bench decode_step` on a tiny model: ways of launching are timed, give the same bits, and kernels are listed; many steps are compared."""
 
 import functools
 import types
 
+import jax.numpy as jnp
+import numpy as np
 import paths
 import pytest
 from absl import flags
 
-from jaxflow.bench import decode_step
+from jaxflow.bench import decode_step, graph_steps
 
 
 @pytest.fixture
@@ -33,3 +35,23 @@ def test_every_way_is_timed_and_gives_the_same_bits(given, capsys, monkeypatch):
     for profile in step["profiles"].values():
         assert profile["launches"] == sum(kernel["runs"] for kernel in profile["kernels"]) > 0
         assert profile["kernels_us"] == pytest.approx(sum(kernel["us"] for kernel in profile["kernels"]))
+
+
+def test_many_steps_are_compared_each_way(given, capsys, monkeypatch):
+    monkeypatch.setattr(graph_steps, "WAYS", {name: graph_steps.WAYS[name] for name in ("graph", "one by one")})
+    given.model, given.requests, given.context, given.steps = str(paths.MODELS / "tiny-llama"), ["3"], 40, 20
+    result = decode_step.run()
+    assert result["same"] and [(row["decodes"], row["chunk"]) for row in result["compared"]] == [(3, 0), (3, 5)]
+    assert all(row["first_difference"] == {"one by one": None} and row["distinct_tokens_drawn"] > 10 for row in result["compared"])
+    assert "a chunk of   5: first to differ of 20 steps" in capsys.readouterr().out
+
+
+def test_a_difference_is_found_wherever_it_is():
+    one = np.zeros((4, 2), np.uint32), np.zeros((4, 3), np.int32)
+    other = tuple(a.copy() for a in one)
+    assert graph_steps._first_difference(one, other) is None
+    other[1][2, 1] = 5
+    assert graph_steps._first_difference(one, other) == 2
+    hidden = jnp.arange(12.0).reshape(3, 4)
+    assert (graph_steps.digest(hidden, 2) == graph_steps.digest(hidden.at[2].set(9), 2)).all()
+    assert (graph_steps.digest(hidden, 3) != graph_steps.digest(hidden[:, ::-1], 3)).any()
