@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxflow.bench.kernels_case import Case, Group
+from jaxflow.config import EngineConfig
 
 AT_ONCE = 4  # cases that a process compiles in one round
 COMMAND = (sys.executable, "-m", "jaxflow.bench.kernels_worker")
@@ -24,10 +25,13 @@ _RIVAL = (
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """A worker's: memory as it is needed, for several share the GPU, and XLA's products by cuBLAS unless XLA_FLAGS says otherwise."""
+    """A worker's: as much memory as an engine has by default, as it is needed, for several share the GPU; XLA's products by cuBLAS unless
+    XLA_FLAGS says otherwise."""
     flags = given.get("XLA_FLAGS", "")
     name = _RIVAL.partition("=")[0]
-    return {**given, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags if name in flags else f"{flags} {_RIVAL}".strip()}
+    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{EngineConfig.gpu_memory_utilization:.3f}"}
+    own = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags if name in flags else f"{flags} {_RIVAL}".strip()}
+    return {**memory, **given, **own}
 
 
 def rounds(cases: Sequence[tuple[Group, Case]], processes: int, at_once: int = AT_ONCE) -> list[list[list[str]]]:

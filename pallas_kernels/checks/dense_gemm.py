@@ -17,7 +17,7 @@ from jax import lax
 
 from pallas_kernels import reference
 from pallas_kernels.checks import script
-from pallas_kernels.checks.inputs import poison_memory
+from pallas_kernels.checks.inputs import error, poison_memory
 from pallas_kernels.checks.script import L2_BYTES, SHAPES, say
 from pallas_kernels.checks.timing import interleaved
 from pallas_kernels.dense_gemm import dense_gemm
@@ -54,10 +54,10 @@ def check(rows, rng, m, n, k, bias=False, residual=False, **kw):
     settings = {key: value for key, value in kw.items() if key in ("gate_block", "activation")}
     with jax.default_matmul_precision("highest"):
         want = jax.jit(lambda x, w, bias, residual: reference.gemm(x, w, bias, residual=residual, **settings))(*exact)
-    error = float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want))
+    err = error(got, want)
     same = all(bool((got == run(*made)).all()) for _ in range(3))
-    ok = same and error < (1e-4 if got.dtype == jnp.float32 else 3e-3)
-    say(rows, what="check", ok=ok, error=error, same_bits=same, m=m, n=n, k=k, bias=bias, residual=residual, **kw)
+    ok = same and err < (1e-4 if got.dtype == jnp.float32 else 3e-3)
+    say(rows, what="check", ok=ok, error=err, same_bits=same, m=m, n=n, k=k, bias=bias, residual=residual, **kw)
 
 
 def checks(rows, share):

@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels import reference
 from pallas_kernels.checks import script
-from pallas_kernels.checks.inputs import poison_memory
+from pallas_kernels.checks.inputs import error, poison_memory
 from pallas_kernels.checks.script import L2_BYTES, SHAPES, say
 from pallas_kernels.checks.timing import interleaved
 from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
@@ -66,15 +66,14 @@ def check(rows, rng, m, n, k, scales="row", bias=False, residual=False, **kw):
         want = jax.jit(lambda x, w, bias, residual: twin(x, w, bias, residual=residual))(x, w, bias, residual)
     again = [jax.tree.leaves(run(x, w, bias, residual)) for _ in range(4)]
     same = all(bool((a == b).all()) for other in again for a, b in zip(jax.tree.leaves(got), other, strict=True))
-    off = lambda y: float(jnp.linalg.norm(y - want) / jnp.linalg.norm(want))  # noqa: E731
-    best = off(dequantize(quantize_blocks(want))) if kw.get("quantize") else 0.0
-    error = off(dequantize(got) if isinstance(got, Quantized) else got.astype(F32))
-    ok = same and error < (1.02 * best if best else 4e-3)
+    best = error(dequantize(quantize_blocks(want)), want) if kw.get("quantize") else 0.0
+    err = error(dequantize(got) if isinstance(got, Quantized) else got, want)
+    ok = same and err < (1.02 * best if best else 4e-3)
     say(
         rows,
         what="check",
         ok=ok,
-        error=error,
+        error=err,
         best=best,
         same_bits=same,
         m=m,

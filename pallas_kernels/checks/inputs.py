@@ -44,7 +44,7 @@ def quantized(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(pages / scale[..., None]).astype(jnp.int8), jnp.where(unwritten, jnp.nan, scale)
 
 
-def poison_memory(results: Any, copies: int = 4) -> None:
+def poison_memory(results: Any) -> None:
     """Leaves NaN, or 99 in integers, in the memory that the next arrays like `results` take, a tree of arrays or shapes.
 
     What a kernel does not write is then seen. `jax.eval_shape` says what a program's results are; they take memory that was just freed.
@@ -53,10 +53,16 @@ def poison_memory(results: Any, copies: int = 4) -> None:
     def spoilt(like: Any) -> jax.Array:
         return jnp.full(like.shape, jnp.nan if jnp.issubdtype(like.dtype, jnp.inexact) else 99, like.dtype)
 
-    jax.block_until_ready([jax.tree.map(spoilt, results) for _ in range(copies)])
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(results))
+    jax.block_until_ready([jax.tree.map(spoilt, results) for _ in range(4 if size < 2**30 else 1)])
 
 
 def error(got, want) -> float:
     """‖got − want‖ / ‖want‖, NaN where either has one."""
+    return float(_error(got, want))
+
+
+@jax.jit
+def _error(got, want):
     got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    return float(jnp.linalg.norm(got - want) / jnp.maximum(jnp.linalg.norm(want), 1e-30))
+    return jnp.linalg.norm(got - want) / jnp.maximum(jnp.linalg.norm(want), 1e-30)

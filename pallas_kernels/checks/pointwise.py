@@ -134,10 +134,10 @@ def last_rows(x: jax.Array, count: int) -> jax.Array:
 
 def check_far_rows(rows, rng, kernel, tokens=2**19 + 8, width=4096, last=64):
     """The last rows of arrays of more than 2**31 numbers give the bits that they give alone."""
-    x = normal(rng, tokens, width)
+    x = normal(rng, 1025, width)[jnp.arange(tokens) % 1025]
     args = (x, x) if kernel is add_norm else (x,)
     run = jax.jit(functools.partial(add_norm, weight=normal(rng, width), eps=1e-5) if kernel is add_norm else kernel)
-    poison_memory(jax.eval_shape(run, *args), 1)
+    poison_memory(jax.eval_shape(run, *args))
     got = jax.tree.map(lambda a: last_rows(a, last), run(*args))
     want = run(*(last_rows(a, last) for a in args))
     same = all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))

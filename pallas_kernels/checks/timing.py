@@ -93,16 +93,19 @@ def looped(one: Callable[[Any, Any], Any], rounds: int) -> Wrapped:
 
 
 def _once(run: Callable[[], Any]) -> float:
-    """Seconds of one run, roughly: of ever more of them, until they last 30 ms."""
-    _repeat(run, 1)
-    times = 1
+    """Seconds of one run, roughly: of ever more of them, until they last 30 ms twice. The first ones may record a graph."""
+    _repeat(run, 3)
+    times, least = 1, 0.0
     while True:
         start = time.perf_counter()
         _repeat(run, times)
-        took = time.perf_counter() - start
-        if took > 0.03:
-            return took / times
-        times *= 4
+        took = (time.perf_counter() - start) / times
+        if took * times <= 0.03:
+            times, least = 4 * times, 0.0
+        elif least:
+            return min(least, took)
+        else:
+            least = took
 
 
 def interleaved(

@@ -74,6 +74,20 @@ def test_a_row_has_rates_ratios_and_whether_it_is_reached(monkeypatch, must, rea
     assert len(lines) == 2 and ("short" in lines[0]) is (reached is False) and "2.000 TB/s" in lines[0] and "x2.000" in lines[1]
 
 
+def test_a_way_without_clock_and_watts_is_measured_again_and_then_refused(monkeypatch):
+    asked = []
+
+    def interleaved(runs, *, calls, seconds):
+        asked.append(list(runs))
+        seen = len(asked) % 2 == 0 and "never" not in runs
+        return {name: Timing(10.0, 0.0, 1500.0 if seen else None, 600.0 if seen else None, None, 0.013) for name in runs}
+
+    monkeypatch.setattr(kernels_worker, "interleaved", interleaved)
+    assert kernels_worker.timed({"ours": way(1.0)}, 0.5)["ours"].mhz == 1500.0 and len(asked) == 2
+    with pytest.raises(kernels_worker.NoReading, match="no clock or watts of never: 13 ms measured"):
+        kernels_worker.timed({"never": way(1.0)}, 0.5)
+
+
 def test_ways_that_move_other_amounts_are_compared_by_their_work(monkeypatch):
     row = measured(monkeypatch, {"fp8": 6.0, "bf16": 12.0}, {"fp8": way(1e7, 1.0), "bf16": way(2e7, 1.0)})
     assert row["ratios"] == {"bf16": pytest.approx(2.0)}
