@@ -11,6 +11,7 @@ import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxflow.model import ops
@@ -87,3 +88,16 @@ def test_for_the_h200_an_experts_weights_are_neither_copied_nor_multiplied_with_
     assert compiled.memory.temp_size_in_bytes < 2 * 2 * rows * (f + 2 * d)
     logs = "".join(path.read_text(errors="replace") for path in tmp_path.glob("grouped_gemm*.ptxas"))
     assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
+
+
+def test_it_fits_a_stream_region():
+    def step(x, w, groups):
+        region = compute_on.compute_on(
+            lambda *args: grouped_gemm(*args, sms=104), compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device
+        )
+        return region(x, w, groups)
+
+    groups = jax.eval_shape(functools.partial(list_groups, num_experts=8), jax.ShapeDtypeStruct((512, 2), jnp.int32))
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((len(groups.pairs), 4096), (8, 4096, 4096)))
+    compiled = compile_for_h200(step, *abstract(h200_mesh(), (x, w, groups)))
+    assert [thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"] == ["kCustomCall"]
