@@ -3,9 +3,10 @@
 A run has rates of work, the mean power and the clock it settled at. Its power above idle is the sum of its rates times their
 joules at that clock. Logarithms of the joules and logits of their fixed shares are fitted with optax to the logarithm of that
 power; then all joules are lowered together until no run beat the model: as a bound it must never be above what was reached.
+A profile of `search measure` holds such runs, too (`with_profile`): its products and attention, with their watts and clocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,12 @@ import jax.numpy as jnp
 import msgspec
 import optax
 
+from jaxflow.model.cost import find_device
 from jaxflow.model.energy import SCHEMA_VERSION, Curve, Power
+from jaxflow.model.graph import Graph, Op, Work
+from search.modelled import product_dtype
+from search.op_bench import Case
+from search.op_times import OpTime, Pair, Profile
 
 FIXED_PRIOR = 0.4  # a guess that the runs may move: few of them ran at very different clocks
 _PRIOR_RUNS = 0.05  # how much the guess weighs, beside a run's 1
@@ -49,6 +55,40 @@ class Runs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def load_runs(path: str | Path) -> Runs:
     """Raises: msgspec.DecodeError naming the field."""
     return msgspec.json.decode(Path(path).read_bytes(), type=Runs)
+
+
+def with_profile(measured: Runs, profile: Profile, graph: Graph) -> Runs:
+    """The runs and those that a profile holds: its products and attention alone, and pairs of them that say what they worked on.
+
+    Watts are the energy counter's where it was read, else the sensor's. Norms and appends are left out: alone in a loop, what they read
+    and write stays in the L2, and its bytes cost less than the memory's. graph: the profile's model, on one of its devices.
+
+    Raises: ValueError for a profile of another device.
+    """
+    device = find_device(profile.device)
+    if device is None or device.name != measured.device:
+        raise ValueError(f"device={profile.device!r} of the profile: the runs are of {measured.device!r}")
+    ops = {op.name: op for op in graph.layers[0] if op.kind in ("dense", "attention")}
+    runs = list(measured.runs)
+    for one in profile.op_times:
+        if one.op in ops:
+            cases = (Case(one.op, one.tokens, one.keys),)
+            runs += _run(f"{one.op} {one.tokens} {one.keys} on {one.sms}", cases, one, one.seconds, profile, ops)
+    for pair in profile.pairs:
+        if pair.second in ops and pair.seconds and pair.first_tokens and pair.second_tokens and pair.keys:
+            cases = Case(pair.first, pair.first_tokens), Case(pair.second, pair.second_tokens, pair.keys)
+            runs += _run(f"{pair.first} on {pair.first_sms} beside {pair.second}", cases, pair, pair.seconds, profile, ops)
+    return msgspec.structs.replace(measured, runs=runs)
+
+
+def _run(name: str, cases: tuple[Case, ...], found: OpTime | Pair, took_s: float, profile: Profile, ops: Mapping[str, Op]) -> list[Run]:
+    """Of an entry; none of one without watts or a clock, nor of a pair whose FLOPs are of two dtypes, which no run can say."""
+    watts = found.watts if found.joules is None else found.joules / took_s
+    dtypes = {product_dtype(ops[case.op], profile.dtype) for case in cases}
+    if watts is None or found.clock_mhz is None or len(dtypes) > 1:
+        return []
+    work = sum((ops[case.op].work(case.composition) for case in cases), Work())
+    return [Run(f"{profile.model} {name}", dtypes.pop(), work.flops / took_s, work.memory_bytes / took_s, watts, found.clock_mhz)]
 
 
 def predicted(params: Any, rates: jax.Array, clock_share: jax.Array) -> jax.Array:

@@ -5,12 +5,16 @@ import numpy as np
 import paths
 import pytest
 
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import Curve, bound, shipped_power
-from jaxflow.model.graph import Work
-from search.energy_fit import Run, errors, fit, load_runs
+from jaxflow.model.graph import BFLOAT16, FP8, Work, model_graph
+from search.energy_fit import Run, errors, fit, load_runs, with_profile
+from search.op_times import Pair, Profile, load_profile
 
 MEASURED = paths.ROOT / "benchmarks" / "h200-energy.json"
+LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 
 
 def test_what_is_shipped_is_the_fit_of_the_committed_runs():
@@ -27,6 +31,48 @@ def test_no_run_needed_fewer_joules_and_none_was_faster_than_the_bound():
     for run in measured.runs:
         second = bound(Work(run.flops_per_s, kv_bytes=run.bytes_per_s), DEVICES["H200"], power, run.dtype)
         assert second.longest_s < 1.0, run.name
+
+
+@pytest.mark.parametrize("path", sorted((paths.ROOT / "profiles").glob("*.json")), ids=lambda path: path.stem)
+def test_the_frozen_bound_lies_below_every_entry_of_a_profile(path):
+    """Products and attention, on all SMs and on some: in joules at the clock of each, and in time."""
+    measured, power, profile = load_runs(MEASURED), shipped_power("H200"), load_profile(path)
+    assert power is not None
+    config = open_checkpoint(profile.model, load_format="dummy").model_config
+    graph = model_graph(config, profile.tensor_parallel_size, FP8 if profile.dtype == "float8_e4m3fn" else BFLOAT16)
+    found = msgspec.structs.replace(measured, runs=with_profile(measured, profile, graph).runs[len(measured.runs) :])
+    assert found.runs and min(errors(found, power)) >= 1.0
+    for run in found.runs:
+        second = bound(Work(run.flops_per_s, kv_bytes=run.bytes_per_s), DEVICES["H200"], power, run.dtype)
+        assert second.longest_s < 1.0, run.name
+
+
+def test_a_profile_is_fitted_as_runs_are():
+    """With the shipped one's entries: a bound of all. The frozen one, which is below them all anyhow, is the tighter."""
+    measured, shipped = load_runs(MEASURED), shipped_power("H200")
+    profile = load_profile(paths.ROOT / "profiles" / "h200-llama-3.1-8b.json")
+    assert shipped is not None
+    both = with_profile(measured, profile, model_graph(LLAMA))
+    assert len(both.runs) > 100 + len(measured.runs)
+    made = fit(both)
+    assert min(errors(both, made)) >= 0.995
+    for ours, theirs in ((made.byte, shipped.byte), *((made.flop[kind], shipped.flop[kind]) for kind in made.flop)):
+        assert 0.85 < ours.at(0.77) / theirs.at(0.77) < 1.0  # where products settle, 1525 MHz
+    with pytest.raises(ValueError, match="device='abacus'"):
+        with_profile(measured, msgspec.structs.replace(profile, device="abacus"), model_graph(LLAMA))
+
+
+def test_what_a_pair_needed_is_a_run_too():
+    pair = Pair("down", "decode_attention", 100, 32, 0.7, 0.5, 700.0, 1500.0, 0.2, 4e-4, 1024, 256, 800)
+    profile = Profile(
+        "NVIDIA H200", {}, "toy", 1, "bfloat16", "bfloat16", 132, "drawn", (), (pair, msgspec.structs.replace(pair, keys=None))
+    )
+    measured = load_runs(MEASURED)
+    (run,) = with_profile(measured, profile, model_graph(LLAMA)).runs[len(measured.runs) :]
+    assert run.watts == pytest.approx(0.2 / 4e-4) and run.clock_mhz == 1500.0  # the counter's
+    ops = {op.name: op for op in model_graph(LLAMA).layers[0]}
+    works = [ops[name].work(Composition(tokens, keys)) for name, tokens, keys in (("down", 1024, 1), ("decode_attention", 256, 800))]
+    assert run.bytes_per_s == pytest.approx(sum(work.memory_bytes for work in works) / 4e-4)
 
 
 def test_it_finds_the_joules_that_made_the_data():
