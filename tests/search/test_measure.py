@@ -9,18 +9,26 @@ import msgspec
 import numpy as np
 import paths
 import pytest
+import toy
 from h200 import abstract, compile_for_h200, h200_mesh
 
 from jaxflow.config import ConfigError
+from jaxflow.engine.request import Request
 from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.graph import model_graph
+from jaxflow.pipeline.plan import load, save
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
 from search import measure as command
+from search.__main__ import main
 from search.budget import Budget
 from search.entries import PAIR_KEYS, Together, coarse_first, described, entries
 from search.measure import resumed, this_device
 from search.op_bench import Case, Layer
 from search.op_times import ATTENTION, OpTime, Pair, ProfileError, load_profile, save_profile, seconds
 from search.program import draw
+from search.shares import Shares
+from search.simulate import simulate
+from search.structure import Load
 
 NAME = str(paths.MODELS / "tiny-llama")
 LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
@@ -268,3 +276,22 @@ def test_pairs_compile_for_an_h200_on_two_streams():
     assert streams == {"computation_stream[1]", "computation_stream[2]"}
     starts = [thunk for thunk in compiled.thunks if thunk.kind == "kAsyncStart"]
     assert len(starts) == 2 * program.calls
+
+
+def test_from_a_real_profile_to_an_engine_that_serves_under_its_plan(measured, tmp_path, no_flags, capsys, goldens):
+    """Measured here, searched with that, simulated, served: two nano-batches, which a CPU of one stream does not gain by."""
+    path, profile = measured
+    line = ["search", "plan", "--profile", str(path), "--model", NAME, "--tokens", "64", "--prompt_tokens", "24", "--output_tokens", "16"]
+    assert main([*line, "--split", "--overlap", "none", "--time_limit_s", "20", "--out", str(tmp_path / "found.json")]) == 0
+    found, graph = load(tmp_path / "found.json"), model_graph(open_checkpoint(NAME).model_config)
+    assert found.target is not None and (found.target.device, found.target.dtype) == ("cpu", "float32")
+    cuts = {nano.start for nano in found.nano_ops} - {0}
+    assert len(cuts) == 1 and found.predictions is not None
+    whole = sum(seconds(profile, op.name, 64, 32) for op in graph.layers[-1] if op.kind == "dense")
+    timeline = simulate(found, graph, Shares(profile, graph), Load.steady_state(64, 24, 16))
+    assert 0.5 * whole < timeline.period_s < 10 * whole
+    save(msgspec.structs.replace(found, predictions=None), tmp_path / "plan.json")  # else the engine knows that it does not gain
+    loop, golden = toy.loop("tiny-llama", plan=str(tmp_path / "plan.json")), goldens("tiny-llama")
+    results = toy.run(loop, [Request(f"{i}", prompt, toy.GREEDY) for i, prompt in enumerate(toy.prompts(golden))])
+    assert [results[f"{i}"].tokens for i in range(len(results))] == [prompt["greedy_ids"][:32] for prompt in golden["prompts"]]
+    assert [set(layout.borders) for layout in loop.executor.layouts[64]] == [cuts]
