@@ -36,7 +36,7 @@ from search.copies import copied
 from search.cost import BYTES
 from search.modelled import modelled_profile
 from search.nanobatch import Found, search
-from search.op_times import Profile, load_profile, with_collectives
+from search.op_times import EXCHANGE, Profile, load_profile, with_collectives
 from search.predict import predict
 from search.setting import Setting
 from search.shares import Shares, product_columns
@@ -219,7 +219,7 @@ def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, 
     forms = {"reduce": lambda: rival}
     if tp > 1 and "attn_scatter" in timed:
         forms["scatter"] = lambda: Shares(profile, model_graph(model, tp, widths, scattered=True), columns, few=few)
-    if tp in (2, 4) and card is not None and card.exchange_s is not None:
+    if tp in (2, 4) and card is not None and (card.exchange_s is not None or EXCHANGE in timed):
         exchanged = model_graph(model, tp, widths, swapped=tp == 4)
         forms["copies"] = lambda: Shares(copied(profile, exchanged, card), exchanged, columns, few=few)
     wanted = [form for name, form in forms.items() if f.sums in ("all", name)]

@@ -1,6 +1,7 @@
 """Plans for Llama-3-70B on four devices as the search found them: the plain forward, and for H200s compiled as they say.
 
-The files are what this made, at the default time limit (with both dtypes float8_e4m3fn for the second):
+The files are what this made, at the default time limit (with both dtypes float8_e4m3fn for the second), when a collective was thought to
+hold 16 SMs and all sums were NCCL's. Today's search prefers copies; these stand for plans with side streams beside such sums:
 
   python -m search plan --modelled --gpus 4 --model llama-3-70b --tokens 2048 --out llama-3-70b-tp4.json
 """
