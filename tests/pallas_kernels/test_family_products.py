@@ -1,0 +1,62 @@
+"""Which kernels the dense products of each family of models run on, on an H200, by rows: written down in `products.txt`.
+
+What an engine prints at its start, for each form of weights, on one device and on eight. After a change of the tuned table or of the rules
+beside it `python tests/pallas_kernels/test_family_products.py` (`tests` on PYTHONPATH) writes the file anew: its diff says what changed.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+
+from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.engine.build import dense_products
+from jaxflow.mesh import TP
+from jaxflow.model import weights
+from jaxflow.model.checkpoint import open_checkpoint
+from pallas_kernels.kernel_set import kernel_set_for
+from pallas_kernels.table import Shape
+
+WRITTEN = Path(__file__).with_name("products.txt")
+FAMILIES = ("llama-3.1-8b", "llama-3.1-70b", "mistral-7b", "qwen2-72b", "qwen3-8b", "qwen3-30b-a3b", "gemma-2-9b", "gemma-3-1b")
+FAMILIES += ("mixtral-8x7b", "opt-6.7b", "smollm2-135m")
+
+
+def products(config: ModelConfig, tp: int, quantization: str | None) -> dict[str, Shape]:
+    """Of the first layer and the head. Raises: ConfigError where the model is not cut over so many devices."""
+    mesh = AbstractMesh((tp,), (TP,))
+    specs = weights.shardings(config, mesh, quantization=quantization)  # type: ignore[arg-type]
+    shapes = weights.shapes(config, tp, jnp.bfloat16, quantization=quantization)
+    placed = jax.tree.map(lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)), shapes, specs)
+    return dense_products(config, placed)
+
+
+def lines(model: str) -> Iterator[str]:
+    config = open_checkpoint(model, load_format="dummy").model_config
+    config = dataclasses.replace(config, layers=config.layers[:1])
+    heads = {"head_dim": config.head_dim, "queries_per_kv_head": config.num_heads // config.num_kv_heads, "hidden_size": config.hidden_size}
+    common = {"page_size": 64, "dtype": "bfloat16", "kv_dtype": "bfloat16", "device": "NVIDIA H200"}
+    kernels = kernel_set_for("gpu", "9.0", **heads, **common)
+    for quantization in (None, "fp8", "int4"):
+        for tp in (1, 8):
+            try:
+                found = products(config, tp, quantization)
+            except ConfigError as error:
+                yield f"{model}, {quantization or 'bfloat16'}, tp {tp}: not cut: {error.field}"
+                continue
+            for line in kernels.describe(found).splitlines()[1:]:
+                yield f"{model}, {quantization or 'bfloat16'}, tp {tp}: {line.removeprefix('kernels: ')}"
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_the_products_of_a_family_run_on_what_is_written_down(model):
+    written = [line for line in WRITTEN.read_text("utf-8").splitlines() if line.startswith(f"{model}, ")]
+    assert list(lines(model)) == written
+
+
+if __name__ == "__main__":
+    WRITTEN.write_text("\n".join(line for model in FAMILIES for line in lines(model)) + "\n", "utf-8")
