@@ -71,6 +71,21 @@ def variant_rows() -> list["Row"]:
     return timed("h200-plans-llama-3.1-8b-variants.json", shares("bfloat16"), named)
 
 
+@functools.cache
+def trace_rows() -> list["Row"]:
+    """The plan that gained, where it gained and at the traces' mean lengths, after a third start; windows of 3 s."""
+    plan = load(BENCHMARKS / "plans" / "lean" / "1024-512-92-40.json")
+    return timed("h200-plans-llama-3.1-8b-traces.json", shares("bfloat16"), plans("bfloat16") | {plan.name: plan})
+
+
+@functools.cache
+def lean_fp8_rows() -> list["Row"]:
+    """What the search finds in fp8 for the layer as it has been issued since, at six workloads."""
+    found = [load(path) for path in (BENCHMARKS / "plans" / "lean-fp8").glob("*.json")]
+    named = {plan.name: plan for plan in (sequential_plan(LLAMA, 2048, 1), *found)}
+    return timed("h200-plans-llama-3.1-8b-lean-fp8.json", shares("float8_e4m3fn"), named)
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     measured: dict
@@ -164,11 +179,23 @@ def test_steps_of_variants_of_the_plan_that_gained_are_predicted():
     assert len(errors) == 36 and statistics.mean(errors) < 0.05 and max(errors) < 0.1, errors
 
 
-@pytest.mark.parametrize("dtype", [*FILES, "lean", "variants"])
-def test_no_plan_is_picked_that_loses(dtype):
-    """A gain is never predicted more than the margin too large, so with it the pick is within 3 % of the best, on every workload."""
+def test_sequential_steps_at_traces_lengths_and_in_fp8_are_predicted():
+    """Ten that the model had not seen. Of the plans beside them it is 14 % off in bf16, on the safe side, and 9 % in fp8, on the other."""
+    alone = [abs(row.error) for row in (*trace_rows(), *lean_fp8_rows()) if row.measured["sequential"]]
+    assert len(alone) == 10 and statistics.mean(alone) < 0.025 and max(alone) < 0.06, alone
+    others = {name: [row.error for row in GAINS[name]() if not row.measured["sequential"]] for name in ("traces", "lean fp8")}
+    assert min(others["traces"]) > 0.05 and -0.17 < statistics.mean(others["lean fp8"]) < 0, others
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within"),
+    [*((name, 1.03) for name in (*FILES, "lean", "variants", "lean fp8")), ("traces", 1.04)],
+    ids=lambda value: str(value),
+)
+def test_no_plan_is_picked_that_loses(dtype, within):
+    """A gain is never predicted more than the margin too large, so with it the pick is within 3 % of the best; of the third start, 4 %."""
     by_workload: dict[str, list[Row]] = {}
-    later = {"lean": lean_rows, "variants": variant_rows}
+    later = {"lean": lean_rows, **GAINS}
     for row in later[dtype]() if dtype in later else rows(dtype, shares(dtype)):
         by_workload.setdefault(row.measured["workload"], []).append(row)
     for found in by_workload.values():
@@ -179,7 +206,7 @@ def test_no_plan_is_picked_that_loses(dtype):
             assert alone.seconds / row.seconds < (1 + MARGIN) * gained
         gains = [None, *(Gain((0,), (0,), ((alone.seconds / row.seconds,),), MARGIN) for row in others)]
         picked = [alone, *others][pick(gains, 1, 1)]
-        assert picked.measured["step_ms"] < 1.03 * min(row.measured["step_ms"] for row in found)
+        assert picked.measured["step_ms"] < within * min(row.measured["step_ms"] for row in found)
         assert picked is alone
 
 
@@ -209,19 +236,22 @@ def test_the_page_has_the_steps():
     assert text.partition("<!-- steps -->\n")[2].partition("\n<!-- /steps -->")[0].splitlines()[2:] == table()
 
 
-def variants() -> list[str]:
+GAINS = {"variants": variant_rows, "traces": trace_rows, "lean fp8": lean_fp8_rows}
+
+
+def gains(found: list[Row]) -> list[str]:
     """The page's gains, measured (predicted): a row for each plan, a column for each workload."""
-    found = variant_rows()
     workloads, names = (list(dict.fromkeys(row.measured[key] for row in found)) for key in ("workload", "plan"))
     by = {(row.measured["workload"], row.measured["plan"]): row for row in found}
     lines = [f"| plan | {' | '.join(workloads)} |", "| --- |" + " --- |" * len(workloads)]
     for name in names[1:]:
         pairs = [(by[workload, names[0]], by[workload, name]) for workload in workloads]
-        gains = [f"{a.measured['step_ms'] / b.measured['step_ms']:.3f} ({a.seconds / b.seconds:.2f})" for a, b in pairs]
-        lines.append(f"| {name.partition(', ')[0]} | {' | '.join(gains)} |")
+        cells = [f"{a.measured['step_ms'] / b.measured['step_ms']:.3f} ({a.seconds / b.seconds:.2f})" for a, b in pairs]
+        lines.append(f"| {name.partition(', ')[0].removeprefix('searched llama-3.1-8b 2048 ')} | {' | '.join(cells)} |")
     return lines
 
 
-def test_the_page_has_the_variants():
+@pytest.mark.parametrize("name", GAINS)
+def test_the_page_has_the_gains(name):
     text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    assert text.partition("<!-- variants -->\n")[2].partition("\n<!-- /variants -->")[0].splitlines() == variants()
+    assert text.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0].splitlines() == gains(GAINS[name]())
