@@ -8,7 +8,7 @@ What belongs to which nano-op is told by the names that the compiler of plans gi
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxflow.model.graph import Graph
 from jaxflow.pipeline.order import ATTENTION, Run, program
@@ -111,11 +111,61 @@ def check_schedule(hlo: str, plan: Plan, graph: Graph, rows: int) -> list[Window
 
     Every product, attention and collective of every layer is there once, on its stream, products and collectives in the
     plan's order on that stream; attention on a side stream is open while all that the plan lets run beside it is issued; a
-    collective is under way while products or attention run that the plan has between it and the first reader of its result (some
-    of them, at least: XLA awaits it when it guesses that it is over).
+    collective is under way while products or attention run that the plan lets run beside it (some of them, at least: XLA awaits
+    it when it guesses that it is over; `spans` counts them).
     """
     windows, runs = read(hlo, plan), program(plan, graph)
-    like = {nano.id: (nano.op, nano.stop - nano.start) for nano in plan.nano_ops}  # XLA runs equal regions by one computation
+    place = _places(windows, runs, rows)
+    for stream in {run.nano.stream for run in runs}:
+        order = [place[run.nano.id, run.layer].first for run in runs if run.nano.stream == stream and run.op.kind == "dense"]
+        assert order == sorted(order), f"products of stream {stream} are in another order"
+    placed = {nano for nano, _ in place}
+    ops, theirs = {nano.id: nano.op for nano in plan.nano_ops}, {(run.nano.op, run.nano.stream) for run in runs}
+    strays = {(nano, w.stream) for w in windows for nano in w.nano_ops if (ops[nano], w.stream) not in theirs and (nano in placed)}
+    assert not strays, f"work on another stream than the plan's: {strays}"
+    behind = _behind(runs)
+    for index, run in enumerate(runs):
+        window = place.get((run.nano.id, run.layer))
+        if run.op.name in ATTENTION and run.nano.stream and window:
+            beside = [runs[i] for i in _beside(runs, behind, index) if runs[i].op.kind == "dense" and runs[i].nano.stream]
+            beside = [other for other in beside if other.nano.stream != run.nano.stream]
+            apart = [other.nano.id for other in beside if not place[other.nano.id, other.layer].meets(window)]
+            assert not apart, f"{run.nano.id} of layer {run.layer}: beside it should be {apart}"
+    for sent in _spans(place, runs, behind):
+        assert sent.spanned or not sent.beside, f"{sent.nano_op} of layer {sent.layer} runs beside none of {sent.beside}"
+    return windows
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """A collective of a layer. beside: products and attention that the plan lets run beside it, by id; spanned: those of them that do."""
+
+    nano_op: str
+    layer: int
+    beside: tuple[str, ...]
+    spanned: tuple[str, ...]
+
+
+def spans(hlo: str, plan: Plan, graph: Graph, rows: int) -> list[Sent]:
+    """Every collective of every layer, as the plan issues them, with what runs beside it in the schedule."""
+    runs = program(plan, graph)
+    return _spans(_places(read(hlo, plan), runs, rows), runs, _behind(runs))
+
+
+def _spans(place: Mapping[tuple[str, int], Window], runs: Sequence[Run], behind: Sequence[int]) -> list[Sent]:
+    found = []
+    for index, run in enumerate(runs):
+        if run.op.kind == "network" and (window := place.get((run.nano.id, run.layer))):
+            near = [runs[i] for i in _beside(runs, behind, index) if runs[i].op.kind in ("dense", "attention")]
+            near = [other for other in near if (other.nano.id, other.layer) in place]
+            spanned = [other for other in near if place[other.nano.id, other.layer].meets(window)]
+            found.append(Sent(run.nano.id, run.layer, *(tuple(other.nano.id for other in each) for each in (near, spanned))))
+    return found
+
+
+def _places(windows: Sequence[Window], runs: Sequence[Run], rows: int) -> dict[tuple[str, int], Window]:
+    """Where each product, attention and collective is, by (nano-op, layer); asserts that each is there once, on its stream."""
+    like = {run.nano.id: (run.nano.op, run.nano.stop - run.nano.start) for run in runs}  # XLA runs equal regions by one computation
     place: dict[tuple[str, int], Window] = {}
     for stream, op in dict.fromkeys((run.nano.stream, run.nano.op) for run in runs if run.op.kind in ("dense", "attention", "network")):
         wanted = [run for run in runs if (run.nano.stream, run.nano.op) == (stream, op)]
@@ -126,27 +176,12 @@ def check_schedule(hlo: str, plan: Plan, graph: Graph, rows: int) -> list[Window
         for at, run in enumerate(wanted):
             own = [window for _, window in there[at * kernels : (at + 1) * kernels]]
             place[run.nano.id, run.layer] = dataclasses.replace(own[0], last=own[-1].last)
-    for stream in {run.nano.stream for run in runs}:
-        order = [place[run.nano.id, run.layer].first for run in runs if run.nano.stream == stream and run.op.kind == "dense"]
-        assert order == sorted(order), f"products of stream {stream} are in another order"
-    placed = {nano for nano, _ in place}
-    theirs = {(run.nano.op, run.nano.stream) for run in runs}
-    strays = {(nano, w.stream) for w in windows for nano in w.nano_ops if (like[nano][0], w.stream) not in theirs and (nano in placed)}
-    assert not strays, f"work on another stream than the plan's: {strays}"
-    behind = _behind(runs)
-    on_streams = any(nano.stream for nano in plan.nano_ops)
-    for index, run in enumerate(runs):
-        window = place.get((run.nano.id, run.layer))
-        if run.op.name in ATTENTION and run.nano.stream and window:
-            beside = [i for i, other in enumerate(runs) if other.op.kind == "dense" and other.nano.stream not in (0, run.nano.stream)]
-            beside = [runs[i] for i in beside if not behind[i] >> index & 1 and not behind[index] >> i & 1]
-            apart = [other.nano.id for other in beside if not place[other.nano.id, other.layer].meets(window)]
-            assert not apart, f"{run.nano.id} of layer {run.layer}: beside it should be {apart}"
-        if run.op.kind == "network" and window and not on_streams:
-            under = _under(runs, index)
-            spanned = [other for other in under if (at := place.get((other.nano.id, other.layer))) and window.meets(at)]
-            assert spanned or not under, f"{run.nano.id} of layer {run.layer} has ended before {[other.nano.id for other in under]}"
-    return windows
+    return place
+
+
+def _beside(runs: Sequence[Run], behind: Sequence[int], index: int) -> list[int]:
+    """The runs that neither follow a run nor are followed by it."""
+    return [i for i in range(len(runs)) if i != index and not behind[i] >> index & 1 and not behind[index] >> i & 1]
 
 
 def _behind(runs: Sequence[Run]) -> list[int]:
@@ -162,15 +197,4 @@ def _behind(runs: Sequence[Run]) -> list[int]:
             if data or cache or lane or other.nano.id in run.nano.waits:
                 before |= found[i] | 1 << i
         found.append(before)
-    return found
-
-
-def _under(runs: Sequence[Run], index: int) -> list[Run]:
-    """The products and attention that are issued after a collective and before what first reads its result."""
-    sent = runs[index]
-    found = []
-    for run in runs[index + 1 :]:
-        if any((sent.layer, value) in run.reads for value in sent.makes) and run.span.meets(sent.span):
-            break
-        found += [run] if run.op.kind in ("dense", "attention") else []
     return found
