@@ -79,7 +79,7 @@ def _fit(measured: Measured, output: str | None) -> None:
 def _correct(runs: Runs, output: str | None) -> None:
     """Fits, and shows what each run took beside what is now said of it."""
     machine = fit_runs(runs)
-    print(*(_line(name, machine) for name in CURVES), sep="\n")
+    print(*(_line(name, machine) for name in CURVES), f"{'square_s':20}{1e6 * machine.square_s:>12.1f}", sep="\n")
     print(f"{'model':12}{'batch':>9}{'weights':>14}{'KV':>14}{'measured (s)':>14}{'error':>8}")
     for run, error in zip(runs.runs, run_errors(machine, runs.runs), strict=True):
         policy = run.policy

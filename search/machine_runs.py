@@ -1,7 +1,8 @@
 """Corrects a machine's rates by whole runs: blocks whose latency was measured, against what the cost model says of their policies.
 
-Curves are measured one at a time; in a run they share caches, threads and links. Each rate gets a factor, fitted with optax to
-the logarithms of the latencies; factors far from 1 are paid for, so that a rate that no run depends on stays as measured.
+Curves are measured one at a time; in a run they share caches, threads and links. Each rate gets a factor, and so does what a square
+takes the driver (`square_s`, which no curve has), fitted with optax to the logarithms of the latencies; factors far from 1 are paid
+for, so that a rate that no run depends on stays as measured.
 """
 
 import os
@@ -21,6 +22,7 @@ from search.placement_workload import Workload, workload
 
 SCHEMA_VERSION = 1
 _STEPS, _PRIOR, _NUDGE = 400, 0.02, 1e-3
+_SQUARE_S = 1e-3  # of a driver that nothing is known of: some twenty calls of Python that begin transfers
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,12 +63,13 @@ def fit_runs(measured: Runs) -> Machine:
     import optax  # who runs policies reads this module's files and fits nothing
 
     works = [_workload(run) for run in measured.runs]
+    start = msgspec.structs.replace(measured.start, square_s=measured.start.square_s or _SQUARE_S)
 
     def loss(factors: np.ndarray) -> float:
-        machine = _scaled(measured.start, factors)
+        machine = _scaled(start, factors)
         return float(np.mean(np.square(_off(machine, measured.runs, works))) + _PRIOR * np.mean(np.square(factors)))
 
-    factors: Any = jnp.zeros(len(CURVES))
+    factors: Any = jnp.zeros(len(CURVES) + 1)
     optimizer = optax.adam(optax.cosine_decay_schedule(0.05, _STEPS))
     state = optimizer.init(factors)
     for _ in range(_STEPS):
@@ -74,7 +77,7 @@ def fit_runs(measured: Runs) -> Machine:
         around = [(loss(here + nudge) - loss(here - nudge)) / (2 * _NUDGE) for here in (np.asarray(factors),) for nudge in _nudges()]
         updates, state = optimizer.update(jnp.array(around), state, factors)
         factors = optax.apply_updates(factors, updates)
-    return msgspec.structs.replace(_scaled(measured.start, np.asarray(factors)), method=measured.method)
+    return msgspec.structs.replace(_scaled(start, np.asarray(factors)), method=measured.method)
 
 
 def run_errors(machine: Machine, runs: Sequence[Run]) -> list[float]:
@@ -94,13 +97,14 @@ def _workload(run: Run) -> Workload:
 
 
 def _nudges() -> np.ndarray:
-    return _NUDGE * np.eye(len(CURVES))
+    return _NUDGE * np.eye(len(CURVES) + 1)
 
 
 def _scaled(machine: Machine, factors: np.ndarray) -> Machine:
-    """With each rate times the exponential of its factor."""
+    """With each rate, and then the seconds of a square, times the exponential of its factor."""
+    *rates, square = np.exp(factors)
     curves = {}
-    for name, factor in zip(CURVES, np.exp(factors), strict=True):
+    for name, factor in zip(CURVES, rates, strict=True):
         curve = getattr(machine, name)
         curves[name] = Curve(curve.fixed_s, float(f"{curve.units_per_s * factor:.6g}"))
-    return msgspec.structs.replace(machine, **curves)
+    return msgspec.structs.replace(machine, square_s=float(f"{machine.square_s * square:.6g}"), **curves)

@@ -4,9 +4,11 @@ import itertools
 
 import msgspec
 import numpy as np
+import paths
 import pytest
 
 from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.offload.policy import Policy, Shares
 from search import machine_runs
 from search.machine_curves import Curve, MachineError, load_machine
 from search.machine_runs import Run, fit_runs, load_runs, run_errors
@@ -15,7 +17,8 @@ from search.placement_solver import GIGA, GPU_BATCH_SIZES, Memory, Options, sear
 from search.placement_workload import workload
 
 PAPER = load_runs(machine_runs.__file__.replace("machine_runs.py", "runs/t4.json"))
-T4 = load_machine("t4")
+T4, H200 = load_machine("t4"), load_machine("h200")
+SETTINGS = paths.ROOT / "benchmarks" / "settings"
 TABLE_1 = Memory(15 * GIGA, 200 * GIGA, 1500 * GIGA)  # 16, 208 and 1500 GB, less what the systems themselves take
 
 
@@ -58,6 +61,25 @@ def test_rates_are_found_in_runs_of_a_known_machine(monkeypatch):
     assert found.host_to_device.units_per_s == pytest.approx(slower.host_to_device.units_per_s, rel=0.15)
     assert found.disk_to_host.units_per_s == pytest.approx(T4.disk_to_host.units_per_s, rel=0.01)
     assert np.abs(run_errors(found, runs)).max() < 0.1
+
+
+def test_what_a_square_takes_the_driver_is_found_in_a_small_models_blocks(monkeypatch):
+    """Its products take microseconds, so that nothing else can be why it is slow."""
+    monkeypatch.setattr(machine_runs, "_STEPS", 60)
+    known = msgspec.structs.replace(H200, square_s=3e-3)
+    host = Shares(host=100.0)
+    policy = Policy("opt-125m", 512, 32, 8, 4, host, host, host)
+    runs = (Run(policy, predict(work("opt-125m"), known, policy).latency_s),)
+    found = fit_runs(msgspec.structs.replace(PAPER, start=msgspec.structs.replace(H200, square_s=0.0), runs=runs))
+    assert found.square_s == pytest.approx(known.square_s, rel=0.15)
+
+
+@pytest.mark.parametrize(("fitted_to", "held_out", "most"), [("", "-rivals", 0.14), ("-by-rivals", "", 0.12)])
+def test_a_machine_corrected_by_some_blocks_says_what_the_others_took(fitted_to, held_out, most):
+    """A CPU of two cores: with curves alone they are up to 37 % off. Of disks the first of the two files has no block."""
+    runs = [run for run in load_runs(SETTINGS / f"cpu-runs-opt-125m{held_out}.json").runs if not run.policy.weights.disk]
+    found, start = (load_machine(SETTINGS / f"cpu-machine{name}.json") for name in (f"-corrected{fitted_to}", ""))
+    assert np.abs(run_errors(found, runs)).max() < most < np.abs(run_errors(start, runs)).max()
 
 
 def test_runs_that_cannot_be_read_are_refused(tmp_path):
