@@ -20,7 +20,7 @@ def llm(smollm2_gguf):
     options, compiled = AS_XLA_HAS | EMITTERS_AS_XLA_HAS, Executor._compile
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executor, "_compile", lambda self, lowered, given=None: compiled(self, lowered, options | (given or {})))
-        made = LLM(str(smollm2_gguf), max_model_len=1152, max_num_batched_tokens=64, max_num_seqs=8, progress=False)
+        made = LLM(str(smollm2_gguf), max_model_len=1152, max_num_batched_tokens=256, step_sizes="8,64", max_num_seqs=8, progress=False)
     with made as llm:
         yield llm
         assert llm.driver.stats().compilations_after_warmup == 0
