@@ -232,28 +232,36 @@ def _copy_item(
         # of 0 would cancel: the nearest page that is seen stands in for what is not there (those keys are masked).
         return tuple(table_ref[row, jnp.clip(block * per + j, first_page, last_page)] for j in range(per))
 
+    def bring(source, ring, full, empty, height, step, ids):
+        slot = lax.rem(step, jnp.int32(ring.shape[0]))
+
+        @pl.when(step >= ring.shape[0])
+        def _():
+            plgpu.barrier_wait(empty.at[slot])
+
+        for j, page_id in enumerate(ids):
+            to = ring.at[slot, pl.ds(j * PAGE, PAGE)] if len(ring.shape) == 3 else ring.at[slot, j]
+            plgpu.copy_gmem_to_smem(source.at[pl.ds((page_id * kv + kv_head) * height, height)], to, full.at[slot])
+
     def copy(i, state):
-        step, ids = state
-        following = pages_of(i + 1)
-        slot = lax.rem(step, jnp.int32(tile.stages))
+        # The next block's keys, then this one's values: so their places become free, and so they are wanted. The other way round keys
+        # waited for the place of values, the warpgroups for keys before they gave that place back: each block took the L2's whole latency.
+        step, ids, following = state
+        then = pages_of(i + 2)
 
-        def pages(source, ring, full, empty, height):
-            @pl.when(step >= tile.stages)
-            def _():
-                plgpu.barrier_wait(empty.at[slot])
+        @pl.when(i + 1 < block_end)
+        def _():
+            bring(k_ref, k_s, scratch["k_full"], scratch["k_empty"], PAGE, step + 1, following)
 
-            for j, page_id in enumerate(ids):
-                to = ring.at[slot, pl.ds(j * PAGE, PAGE)] if len(ring.shape) == 3 else ring.at[slot, j]
-                plgpu.copy_gmem_to_smem(source.at[pl.ds((page_id * kv + kv_head) * height, height)], to, full.at[slot])
-
-        pages(k_ref, k_s, scratch["k_full"], scratch["k_empty"], PAGE)
-        pages(v_ref, v_s, scratch["v_full"], scratch["v_empty"], h if rows.eight else PAGE)
-        return step + 1, following
+        bring(v_ref, v_s, scratch["v_full"], scratch["v_empty"], h if rows.eight else PAGE, step, ids)
+        return step + 1, following, then
 
     if rows.int8:
         how = {"kv": kv, "kv_head": kv_head, "stages": tile.stages, "interpret": rows.interpret}
         return done + 1, chunk_int8.copy_blocks(k_ref, v_ref, scales, scratch, block, block_end, step, pages_of, **how)
-    step, _ = lax.fori_loop(block, block_end, copy, (step, pages_of(block)))
+    ids = pages_of(block)
+    bring(k_ref, k_s, scratch["k_full"], scratch["k_empty"], PAGE, step, ids)
+    step, *_ = lax.fori_loop(block, block_end, copy, (step, ids, pages_of(block + 1)))
     return done + 1, step
 
 
