@@ -261,7 +261,7 @@ def _copy_item(
         return done + 1, chunk_int8.copy_blocks(k_ref, v_ref, scales, scratch, block, block_end, step, pages_of, **how)
     ids = pages_of(block)
     bring(k_ref, k_s, scratch["k_full"], scratch["k_empty"], PAGE, step, ids)
-    step, *_ = lax.fori_loop(block, block_end, copy, (step, ids, pages_of(block + 1)))
+    step, *_unused = lax.fori_loop(block, block_end, copy, (step, ids, pages_of(block + 1)))
     return done + 1, step
 
 
