@@ -47,7 +47,7 @@ OFFLOAD = (
         "sequences a block: policy",
         "generated tokens/s",
     ),
-    *("predicted", "GB/s to the device, mean", "link busy, in decodes", "FlexGen on a T4", "report"),
+    *("predicted", "GB/s to the device, mean", "link busy, in decodes", "tokens/s if the link were all", "FlexGen on a T4", "report"),
 )
 PERPLEXITY = ("model, text", "numbers", "perplexity", "a token's log-probability moved by, mean", "report")
 
@@ -174,12 +174,14 @@ def offload_rows(folder: Path) -> Iterator[tuple[str, ...]]:
             model = f"{report['model']}: {policy['weight_bits']}, {policy['kv_bits']}"
             block = f"{policy['num_gpu_batches']} × {policy['gpu_batch_size']}: {row['name'].replace('-', ' ')}"
             rate, link = row["link"]["down_bytes"] / row["latency_s"] / 1e9, row["link"]
-            shares = f"{link['busy_share']:.0%}, {link['decode_busy_share']:.0%}" if "decode_busy_share" in link else "–"  # of trains
+            trains = "decode_busy_share" in link  # what the link gives was measured in trains of transfers, as a run has them
+            shares = f"{link['busy_share']:.0%}, {link['decode_busy_share']:.0%}" if trains else "–"
             figures = (
                 f"{row['tokens_per_s']:.2f}",
                 f"{row['predicted']['tokens_per_s']:.2f}",
                 f"{rate:.1f}",
                 shares,
+                f"{link['bound_tokens_per_s']:.1f}" if trains else "–",
                 f"{paper:.2f}" if paper else "–",
             )
             lengths = f"{policy['prompt_tokens']} / {policy['output_tokens']}"

@@ -89,7 +89,7 @@ def test_policies_of_a_model_that_does_not_fit(folder):
         "latency_s": 10.0,
         "tokens_per_s": 8.123,
         "predicted": {"tokens_per_s": 9.0},
-        "link": {"down_bytes": 512e9, "busy_share": 0.84, "decode_busy_share": 0.97},
+        "link": {"down_bytes": 512e9, "busy_share": 0.84, "decode_busy_share": 0.97, "bound_tokens_per_s": 9.67},
     }
     report = {
         "command_name": "search offload",
@@ -99,11 +99,11 @@ def test_policies_of_a_model_that_does_not_fit(folder):
     }
     (folder / "a.json").write_text(json.dumps(report | {"rows": [row, {"name": "b", "failed": "no room"}]}))
     (line,) = TABLE["render"](folder).strip().splitlines()[2:]
-    cells = ["NVIDIA H200: 16, 100", "opt-30b: 4, 16", "512 / 32", "3 × 48: by hand", "8.12", "9.00", "51.2", "84%, 97%", "7.32"]
+    cells = ["NVIDIA H200: 16, 100", "opt-30b: 4, 16", "512 / 32", "3 × 48: by hand", "8.12", "9.00", "51.2", "84%, 97%", "9.7", "7.32"]
     assert line == f"| {' | '.join([*cells, '[json](benchmarks/a.json)'])} |"
     del row["link"]["decode_busy_share"]  # as reports of single transfers have it
     (folder / "a.json").write_text(json.dumps(report | {"rows": [row]}))
-    assert "| 51.2 | – | 7.32 |" in TABLE["render"](folder)
+    assert "| 51.2 | – | – | 7.32 |" in TABLE["render"](folder)
 
 
 @pytest.mark.parametrize(

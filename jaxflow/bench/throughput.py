@@ -146,7 +146,7 @@ def with_optimum(result: Mapping[str, Any], llm: LLM, steps: int, device: str | 
 
 def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """Counters of this run alone; what is not a counter (pages, running and waiting requests) as it is at the end."""
-    counters = ("steps", "prompt_tokens", "completion_tokens", "cached_prompt_tokens", "preemptions")
+    counters = ("steps", "prompt_tokens", "completion_tokens", "cached_prompt_tokens", "preemptions", "compilations_after_warmup")
     found = {name: value - before[name] if name in counters else value for name, value in after.items()}
     plans = {plan: number - before["steps_by_plan"].get(plan, 0) for plan, number in after["steps_by_plan"].items()}
     tiers = {n: v if n in TIER_LEVELS else v - before["kv_tiers"][n] for n, v in after["kv_tiers"].items()}

@@ -138,6 +138,11 @@ def test_hierarchy_command_compares_the_tiers(bench, always_load, tmp_path, caps
     assert restarted["reused_input_tokens_by_tier"]["disk"] >= 5 * 80 and restarted["first_round"]["reused_input_tokens"] == 5 * 80
     assert disk["completed"] == restarted["completed"] == 15
     assert all(len(way["no_reuse"]["total_token_throughput"]) == 1 for way in ways.values())
+    assert [way["conversations"]["engine_stats"]["compilations_after_warmup"] for way in ways.values()] == [
+        0,
+        0,
+        0,
+    ]  # the bench's own are not
     assert "KV hierarchy, stories260K on cpu" in capsys.readouterr().out
 
 
