@@ -142,7 +142,7 @@ def test_hierarchy_command_compares_the_tiers(bench, always_load, tmp_path, caps
         0,
         0,
         0,
-    ]  # the bench's own are not
+    ]
     assert "KV hierarchy, stories260K on cpu" in capsys.readouterr().out
 
 
