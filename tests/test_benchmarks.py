@@ -46,6 +46,22 @@ def test_the_plans_of_engines_that_were_checked_are_there():
     assert {load(paths.ROOT / plan).tokens for plan in named - {"sequential"}} == {512}
 
 
+def test_what_moves_memory_is_in_the_kernels_table_as_it_was_measured():
+    """Norms, appends and sampling of docs/kernels.md's "Measured"; each figure is of one case."""
+    doc = (paths.ROOT / "docs" / "kernels.md").read_text("utf-8").split("## Measured")[1]
+    rows = json.loads((FOLDER / "h200-kernels.json").read_text("utf-8"))["rows"]
+    cases = {(row["group"], row["case"]): row for row in rows}
+    of = lambda start: next(line for line in doc.splitlines() if line.startswith(start))  # noqa: E731
+    for start, group in (("| norms,", "add_norm"), ("| append,", "rope_append")):
+        each = [cases[group, f"2048 tokens {form}"] for form in ("bf16", "fp8")]
+        assert f"{', '.join(f'{row["ways"][group]["us"]:.1f}' for row in each)} µs" in of(start)
+        assert f"{', '.join(f'{row["ratios"]["copy"]:.2f}' for row in each)} of a copy" in of(start)
+        assert all(row["reached"] for row in each) and "| 0.8: reached |" in of(start)
+    plain, full, flat, many = (row for (group, _), row in cases.items() if group == "sampling")
+    figures = [f"{row['ways'][way]['us']:,.0f}" for row, way in ((plain, "plain"), (full, "full"), (flat, "full"), (many, "full"))]
+    assert "{}, {} µs (top-p 0.9 of a flat softmax {}, top-k 5000 {})".format(*figures) in of("| sampling,")
+
+
 def test_a_report_becomes_a_line_beside_its_rival(folder):
     (folder / "a.json").write_text(json.dumps(REPORT))
     (folder / "b.json").write_text(json.dumps(REPORT | {"power": None}))

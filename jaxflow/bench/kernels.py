@@ -8,7 +8,7 @@
   python -m jaxflow.bench kernels --merge 0.json,1.json --output_json FILE   one report of several; measures nothing
 
 Two ceilings come first: what a copy and a read move, and what cuBLAS multiplies. Then each kernel's cases (`kernels_*.py`): random data,
-the rivals in turn with ours, at least half a second of back-to-back work each, weights and caches rotated past the L2. A ratio above 1
+the rivals in turn with ours, `--seconds` of back-to-back work each, weights and caches rotated past the L2. A ratio above 1
 means that ours is faster. What a case must reach stands beside it; one that does not is marked `short`.
 
 The first case of every group comes first, groups by how much of a served token's time their kernels take; then every second case, and so
