@@ -93,7 +93,7 @@ def name_of(measured: dict) -> str:
 
 
 def all_rows() -> dict[str, list[Row]]:
-    """All of Llama-3-70B that was measured under plans, by report: of fp8 twelve plans and the sequential one."""
+    """All of Llama-3-70B that was measured under plans, by report: of fp8 thirteen plans and the sequential one."""
     eight, kernels = "h200-plans-llama-3-70b-8-layers-tp2-fp8.json", "h200-plans-llama-3-70b-tp4-fp8-kernels.json"
     found = {eight: rows("llama-3-70b", "fp8", 2, eight, 8), kernels: rows("llama-3-70b", "fp8", 4, kernels)}
     return found | {report("llama-3-70b", kind, tp): rows("llama-3-70b", kind, tp) for kind, tp in itertools.product(KINDS, (2, 4))}
@@ -140,13 +140,13 @@ def picked_loses(found: list[Row]) -> float:
     return min(found, key=lambda row: row.seconds).measured["step_ms"] / min(row.measured["step_ms"] for row in found) - 1
 
 
-def test_twelve_plans_of_a_model_are_predicted():
+def test_thirteen_plans_of_a_model_are_predicted():
     """In fp8, with sums by kernels, copied, swapped and scattered, of all layers and of eight; and what is predicted best is the best."""
     found = {file: rows for file, rows in all_rows().items() if "fp8" in file}
     plans = {(file.partition("-tp")[2][0], name_of(row.measured)) for file, rows in found.items() for row in rows}
-    assert len({plan for plan in plans if plan[1] != "sequential"}) >= 12
-    errors = sorted(abs(row.error) for rows in found.values() for row in rows)
-    assert len(errors) >= 38 and statistics.mean(errors) < 0.035 and errors[-1] < 0.12 and errors[-2] < 0.09, errors
+    assert len({plan for plan in plans if plan[1] != "sequential"}) >= 13
+    errors = [abs(row.error) for rows in found.values() for row in rows]
+    assert len(errors) >= 45 and statistics.mean(errors) < 0.035 and max(errors) < 0.09, errors
     for rows in all_rows().values():
         assert max(picked_loses(one) for one in by_step(rows)) < 0.03
 
