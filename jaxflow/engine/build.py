@@ -20,7 +20,7 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.offload import Offload
-from jaxflow.engine.plans import begins_early, choose_plans, default_plan, largest_step, make_layouts, on_gpu
+from jaxflow.engine.plans import begins_early, choose_plans, default_plan, largest_step, make_layouts, on_gpu, one_alone
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
 from jaxflow.engine.start_disk import open_disk, put_below
@@ -34,6 +34,7 @@ from jaxflow.model.ops import Context
 from jaxflow.model.sampling import rows_at_once
 from jaxflow.model.weights import Weights
 from jaxflow.pipeline.compiler import compile_plan, xla_options
+from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan
 from pallas_kernels.gemm import shape_of
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
@@ -158,11 +159,12 @@ def make_executor(
     if quantization and any(layer.experts for layer in model.layers):
         log.info("quantization: %s attention and dense MLPs; experts stay in %s", quantization, config.dtype)
     kernels = kernels or choose_kernels(config, model)
-    log.info(kernels.describe(dense_products(model, weights)))
+    products = dense_products(model, weights)
+    log.info(kernels.describe(products))
     named = {(tokens, plan.name): plan for tokens, several in plans.items() for plan in several}
 
     def plan_of(layout: StepLayout) -> Plan:
-        return named[layout.tokens, layout.plan]
+        return named.get((layout.tokens, layout.plan)) or sequential_plan(model, layout.tokens, tp)  # a single decode's is in no bucket
 
     layer_bytes = min(sum(a.nbytes for a in jax.tree.leaves(layer)) for layer in weights["layers"])
 
@@ -178,7 +180,7 @@ def make_executor(
     executor = Executor(
         Programs(Context(model, kernels, axis_of(mesh)), mesh, specs, rows_at_once(memory, model.vocab_size)),
         weights,
-        make_layouts(config, model, named.values(), decodes_alone=on_gpu()),
+        make_layouts(config, model, named.values(), decodes_alone=on_gpu(), one=one_alone(products.values(), kernels)),
         lambda layout: compile_plan(plan_of(layout), model, tp, quantized=quantization == "fp8", early=early(layout)),
         options_of=options_of,
         kv_dtype=jnp.dtype(config.kv_cache_dtype),

@@ -68,7 +68,7 @@ class Executor:
     ):
         self.programs, self.weights = programs, weights
         self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # of each bucket, one for each of its plans
-        self.decode_layouts: dict[int, StepLayout] = {}  # of buckets whose steps of decodes alone have a program of their own
+        self.decode_layouts: dict[int, StepLayout] = {}  # by tokens: steps of decodes alone that have a program of their own
         for layout in layouts:
             if layout.decodes:
                 self.decode_layouts[layout.tokens] = layout
@@ -131,7 +131,7 @@ class Executor:
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> float:
         """Compiles every program, several at a time, and runs each once. Returns the seconds it took."""
         start = time.perf_counter()
-        rows = sorted({layouts[0].rows for layouts in self.layouts.values()})
+        rows = sorted({layout.rows for layout in (*itertools.chain(*self.layouts.values()), *self.decode_layouts.values())})
         jobs: list[tuple[dict, Any, Callable[[], Any], dict[str, Any]]] = []
         for bucket, layouts in sorted(self.layouts.items(), reverse=True):
             alone = [self.decode_layouts[bucket]] if bucket in self.decode_layouts else []
@@ -139,6 +139,8 @@ class Executor:
                 step = functools.partial(self._lower_step, layout, self.num_pages)
                 jobs.append((self._steps, layout.key, step, self._options_of(layout)))
             jobs.append((self._prompt, bucket, functools.partial(self._lower_prompt, bucket), {}))
+        for layout in (layout for tokens, layout in self.decode_layouts.items() if tokens not in self.layouts):
+            jobs.append((self._steps, layout.key, functools.partial(self._lower_step, layout, self.num_pages), self._options_of(layout)))
         jobs += [
             (self._samplers, (r, kind), functools.partial(self._lower_sampler, r, kind), {}) for r in rows for kind in ("plain", "full")
         ]
@@ -283,6 +285,7 @@ class Executor:
         fields["row_slots"][:] = self.slots
         fields["page_appends"][:, 0] = self.groups
         nothing = np.full((1, 4), self.groups, np.int32)
-        self.run(layout, buffer, nothing, full=False, targets=np.zeros(layout.tokens, np.int32))
+        targets = np.zeros(layout.tokens, np.int32) if layout.tokens in self._prompt else None
+        self.run(layout, buffer, nothing, full=False, targets=targets)
         np.asarray(self.run(layout, buffer, nothing, full=True).tokens)
         self.set_slot(0, slot_values(), np.zeros(1, np.int32), 0)

@@ -192,7 +192,9 @@ class Loop:
         layouts = self.executor.layouts[work.bucket]
         one = len(layouts) == 1
         chosen = layouts[0 if one else pick(self._gains[work.bucket], len(work.decode_slots), work.mean_context_tokens)]
-        alone = None if work.chunks else self.executor.decode_layouts.get(work.bucket)
+        single = len(work.decode_slots) == 1 and work.bucket == min(self.executor.layouts)
+        few = self.executor.decode_layouts
+        alone = None if work.chunks else (few.get(1) if single else None) or few.get(work.bucket)
         return alone if alone is not None and alone.plan == chosen.plan else chosen
 
     def _take_slot(self, seq: Sequence) -> None:

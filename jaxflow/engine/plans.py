@@ -13,7 +13,9 @@ from jaxflow.model.checkpoint import open_checkpoint, shipped_configs
 from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, borders, fitting, load
+from pallas_kernels.gemm import HopperGemm, Product, activations_of
 from pallas_kernels.kernel_set import KernelSet
+from pallas_kernels.table import Shape
 
 log = logging.getLogger(__name__)
 EARLY = 64  # decodes of a step whose kernels begin before the ones before them have ended
@@ -145,11 +147,21 @@ def begins_early(layout: StepLayout, kernels: KernelSet, tp: int, layer_bytes: i
     return layout.decodes and layout.tokens <= EARLY and tp == 1 and layer_bytes >= EARLY_BYTES and kernels.can_begin_early
 
 
-def make_layouts(config: EngineConfig, model: ModelConfig, plans: Iterable[Plan], *, decodes_alone: bool) -> list[StepLayout]:
+def one_alone(products: Iterable[Shape], kernels: KernelSet) -> bool:
+    """Whether one request that decodes alone has a step of its own: where its products go faster without tensor cores, as measured."""
+    gemm = kernels.gemm
+    one = [gemm.choose(Product(1, shape, activations_of(shape))).kernel for shape in products] if isinstance(gemm, HopperGemm) else []
+    return "fma" in one
+
+
+def make_layouts(
+    config: EngineConfig, model: ModelConfig, plans: Iterable[Plan], *, decodes_alone: bool, one: bool = False
+) -> list[StepLayout]:
     """The fixed shapes of the plans' steps. config: resolved.
 
     decodes_alone: also those of the sequential plan's steps of few decodes alone: the kernel that would find no chunk costs them 3 to 1.5 %
     (docs/kernels.md), and larger ones less than its programs' start-up is worth.
+    one: with those, also one of a single decode.
     """
     seqs = config.max_num_seqs
     assert seqs is not None
@@ -161,4 +173,6 @@ def make_layouts(config: EngineConfig, model: ModelConfig, plans: Iterable[Plan]
     sequential = sorted((layout for layout in layouts if layout.plan == "sequential"), key=lambda layout: layout.tokens)
     smaller = [0, *(layout.tokens for layout in sequential)]
     few = [layout for layout, below in zip(sequential, smaller, strict=False) if below < min(seqs, FEW)]
+    if one and sequential and sequential[0].tokens > 1:
+        few.insert(0, dataclasses.replace(sequential[0], tokens=1, rows=1))
     return layouts + [dataclasses.replace(layout, decodes=True) for layout in few] if decodes_alone else layouts

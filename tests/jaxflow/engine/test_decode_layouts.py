@@ -7,12 +7,12 @@ import toy
 
 from jaxflow.engine import build
 from jaxflow.engine.layout import StepLayout
-from jaxflow.engine.plans import begins_early, make_layouts
+from jaxflow.engine.plans import begins_early, make_layouts, one_alone
 from jaxflow.engine.request import Request
 from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
 from pallas_kernels.gemm import HopperGemm
 from pallas_kernels.kernel_set import REFERENCE
-from pallas_kernels.table import Table
+from pallas_kernels.table import Choice, Rule, Shape, Table
 
 MODEL = "tiny-llama"
 
@@ -20,7 +20,7 @@ MODEL = "tiny-llama"
 @pytest.fixture(scope="module")
 def loop():
     with pytest.MonkeyPatch.context() as patch:  # as on a GPU
-        patch.setattr(build, "make_layouts", lambda *args, decodes_alone: make_layouts(*args, decodes_alone=True))
+        patch.setattr(build, "make_layouts", lambda *args, **_: make_layouts(*args, decodes_alone=True, one=True))
         config, made = toy._executor.__wrapped__(MODEL, 1, 32, 6, 96, "sequential", None, "auto")
     return build.make_loop(config, made.programs.context.config, made)
 
@@ -36,6 +36,16 @@ def test_buckets_that_decodes_may_need_have_a_program_for_them_alone(loop):
     *others, few, more = make_layouts(settings, config, plans, decodes_alone=True)  # 6 sequences never need 16
     assert [layout.key for layout in (few, more)] == [(4, "sequential", True), (8, "sequential", True)] and len(others) == 4
     assert few.chunks == more.chunks == 0 and others[0].chunks == 7
+    *_, one, few, _ = make_layouts(settings, config, plans, decodes_alone=True, one=True)
+    assert (one.tokens, one.rows, one.plan, one.decodes) == (1, 1, "sequential", True) and few.tokens == 4
+
+
+def test_one_decode_has_a_step_of_its_own_where_its_products_want_no_tensor_cores():
+    shape = Shape(4096, 4096)
+    tables = [Table("", (Rule(shape, (Choice(1, kernel), Choice(64, "flat"))),)) for kernel in ("fma", "flat")]
+    sets = [dataclasses.replace(REFERENCE, gemm=HopperGemm(table)) for table in tables]
+    assert [one_alone([shape], kernels) for kernels in (*sets, REFERENCE)] == [True, False, False]
+    assert not one_alone([dataclasses.replace(shape, weights="float8_e4m3fn", scales="rows")], sets[0])
 
 
 def test_few_decodes_alone_begin_their_kernels_early_where_kernels_can():
@@ -52,10 +62,11 @@ def test_few_decodes_alone_begin_their_kernels_early_where_kernels_can():
 
 
 def test_steps_of_decodes_alone_run_them(loop, goldens):
-    seen, run = [], loop.executor.run
+    seen, single, run = [], [], loop.executor.run
 
     def watched(layout, buffer, *args, **kwargs):
         fields = layout.views(buffer)
+        single.append(layout.tokens == 1)
         seen.append((layout.decodes, bool((fields["token_rows"] >= fields["num_decodes"]).any())))
         return run(layout, buffer, *args, **kwargs)
 
@@ -66,4 +77,7 @@ def test_steps_of_decodes_alone_run_them(loop, goldens):
     for i, prompt in enumerate(golden["prompts"]):
         assert results[str(i)].tokens == prompt["greedy_ids"][:32]
     assert set(seen) == {(True, False), (False, True)}  # (a program without chunks, whether somebody prefills)
+    single.clear()
+    alone = toy.run(loop, [Request("alone", prompts[0].tolist(), toy.GREEDY)])["alone"]
+    assert alone.tokens == golden["prompts"][0]["greedy_ids"][:32] and sum(single) == 31
     assert loop.executor.compilations == 0
