@@ -35,6 +35,7 @@ DENSE = (  # (model, the products' kind)
     ("llama-3-70b", "fp8"), ("llama-3-70b", "bfloat16"), ("llama-2-70b", "fp8"), ("deepseek-67b", "fp8"), ("qwen2-72b", "bfloat16"),
 )  # fmt: skip
 REPORTS = (*DENSE, ("mixtral-8x7b", "bfloat16"))
+ABLATION, LAYERS = "h200-plans-llama-3-70b-16-layers-tp2-fp8-ablation.json", 16
 H200_SMS, ON_A_PART = 132, 108  # of one plan's products
 
 
@@ -59,20 +60,21 @@ def rows(model: str, kind: str, tp: int = 2, file: str | None = None, layers: in
     config, (widths, dtype) = open_checkpoint(model, load_format="dummy").model_config, KINDS[kind]
     config = dataclasses.replace(config, layers=config.layers[:layers])
     columns = product_columns(config, tp)
-    settings = {"tp": tp, "widths": widths, "dtype": dtype, "kv_dtype": dtype, "keys": KEYS, "sms": (ON_A_PART, H200_SMS)}
+    parts = (48, 84) if file == ABLATION else (ON_A_PART,)
+    settings = {"tp": tp, "widths": widths, "dtype": dtype, "kv_dtype": dtype, "keys": KEYS, "sms": (*parts, H200_SMS)}
     profile = modelled_profile(model, config, H200, **settings)
-    products = tuple(one for one in profile.op_times if one.sms == H200_SMS or one.op not in ATTENTION)
-    profile = msgspec.structs.replace(profile, op_times=products)
+    if file != ABLATION:  # whose attention is on a part of the device, too
+        products = tuple(one for one in profile.op_times if one.sms == H200_SMS or one.op not in ATTENTION)
+        profile = msgspec.structs.replace(profile, op_times=products)
 
     @functools.cache
     def shares(sums: str, scattered: bool, swapped: bool) -> Shares:
         graph = model_graph(config, tp, widths, scattered=scattered, swapped=swapped)
         return Shares(copied(profile, graph, CARD) if sums == "copies" else profile, graph, columns)
 
-    plans = {
-        plan.name: plan
-        for plan in (load(path) for path in (BENCHMARKS / "plans" / f"tp{tp}" / ("mixtral" if config.num_experts else kind)).glob("*.json"))
-    }
+    folder = BENCHMARKS / "plans"
+    files = [*(folder / f"tp{tp}" / ("mixtral" if config.num_experts else kind)).glob("*.json")]
+    plans = {plan.name: plan for plan in map(load, (*files, *folder.glob(f"searched/{model}-tp{tp}-{kind}.json")))}
     found = []
     for row in json.loads((BENCHMARKS / (file or report(model, kind, tp))).read_text("utf-8"))["plans"]:
         plan = plans.get(name_of(row)) or sequential_plan(config, row["tokens"], tp)
@@ -93,9 +95,10 @@ def name_of(measured: dict) -> str:
 
 
 def all_rows() -> dict[str, list[Row]]:
-    """All of Llama-3-70B that was measured under plans, by report: of fp8 thirteen plans and the sequential one."""
+    """All of Llama-3-70B that was measured under plans, by report: of fp8 sixteen plans and the sequential one."""
     eight, kernels = "h200-plans-llama-3-70b-8-layers-tp2-fp8.json", "h200-plans-llama-3-70b-tp4-fp8-kernels.json"
     found = {eight: rows("llama-3-70b", "fp8", 2, eight, 8), kernels: rows("llama-3-70b", "fp8", 4, kernels)}
+    found[ABLATION] = rows("llama-3-70b", "fp8", 2, ABLATION, LAYERS)
     return found | {report("llama-3-70b", kind, tp): rows("llama-3-70b", kind, tp) for kind, tp in itertools.product(KINDS, (2, 4))}
 
 
@@ -176,6 +179,33 @@ def table(tp: int = 2) -> list[str]:
     return lines
 
 
+STEPS = {  # of the ablation, by the plan's name: what each adds to the one before it
+    "sequential": "sequential",
+    "sequential, sums copied": "sequential, sums copied",
+    "two nano-batches, 1024 + 1024, sums copied, waited for": "two nano-batches alone: sums copied, waited for",
+    "two nano-batches, 1024 + 1024, sums copied": "+ network overlap: sums beside the other half",
+    "two nano-batches, 1024 + 1024, sums copied, attention on 48 SMs beside products": "+ memory overlap: decode attention beside products",
+    "searched llama-3-70b 2048 1024/512, sums copied": "network overlap in the order that the search found",
+}
+
+
+def ablation() -> list[str]:
+    """The page's ablation of Llama-3-70B in fp8 on two devices: each plan on both workloads, as it was measured in one run."""
+    found = rows("llama-3-70b", "fp8", 2, ABLATION, LAYERS)
+    by = {(name_of(row.measured), row.measured["workload"]): row for row in found}
+    lines = []
+    for name, what in STEPS.items():
+        cells = [what]
+        for workload in ("1024/512", "512/0"):
+            row, alone = by[name, workload], by["sequential", workload]
+            one = row.measured
+            cells += [f"{one['step_ms']:.1f}", f"{one['against_sequential_of_its_size']:.3f}", f"{alone.seconds / row.seconds:.2f}"]
+            cells += [f"{one['watts']:.0f} at {one['sm_clock_mhz']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    assert len(by) == 2 * len(STEPS)
+    return lines
+
+
 def models() -> list[str]:
     """The page's rows of all models: the best plan beside the sequential step, and that step with its sums copied."""
     lines = []
@@ -195,7 +225,13 @@ def models() -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "made"),
-    [("two devices", table), ("four devices", functools.partial(table, 4)), ("models", models), ("plans", plans_table)],
+    [
+        ("two devices", table),
+        ("four devices", functools.partial(table, 4)),
+        ("models", models),
+        ("plans", plans_table),
+        ("ablation", ablation),
+    ],
 )
 def test_the_page_has_the_steps_of_two_devices(name, made):
     text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
