@@ -1,10 +1,11 @@
 """A decode's attention where its KV is: on the host, of one new token a sequence over pages in host memory (FlexGen §4.2).
 
 Only queries and outputs cross the link, fewer bytes than the KV by its length. A row is a few products over numbers that are read once,
-so it takes as long as the host's memory, if little else is done: bfloat16 is widened by a shift and a mask, in pieces that stay in a
-core's cache, and multiplied by numpy's BLAS; rows, and parts of their heads, are shared out to threads, which hold Python's lock only
-between those calls. XLA's own loops of the same (jaxlib 0.11.2) took two to five times a core's time. Each thread keeps the memory it
-widens into, since fresh memory is a page fault every 4 KB.
+so it would take as long as the host's memory, if little else were done: bfloat16 is widened by a shift and a mask, in pieces, and
+multiplied by numpy's BLAS; rows, and parts of their heads, are shared out to threads, which hold Python's lock only between those calls.
+It is the lock that limits it, most likely: on an H200's host one thread reads 3.6 GB/s of bfloat16, eight 13, sixteen 6.5, and with
+pieces of half the size eight read a third less (benchmarks/settings/h200-host-attention.json). XLA's own loops of the same (jaxlib 0.11.2) took two to five times a core's time. Each
+thread keeps the memory it widens into, since fresh memory is a page fault every 4 KB.
 """
 
 import concurrent.futures
@@ -19,7 +20,8 @@ from jaxflow.config import Layer, ModelConfig
 
 _LOWEST = np.float32(-1e30)
 _SHIFT, _MASK = np.uint32(16), np.uint32(0xFFFF0000)
-_PIECE_BYTES = 1 << 20  # of keys or values that are widened at a time
+_PIECE_BYTES = 1 << 21  # of keys or values that are widened at a time: with half of it eight threads read a third less
+_MOST_THREADS = 8  # more of them take longer, since they wait for the lock
 
 
 class Scratch(threading.local):
@@ -108,7 +110,7 @@ class HostAttention:
 
     def __init__(self, config: ModelConfig, rows: int, threads: int | None = None):
         self._config = config
-        self._threads = max(1, min(threads or usable_cores(), rows * config.num_kv_heads))
+        self._threads = max(1, min(threads or min(usable_cores(), _MOST_THREADS), rows * config.num_kv_heads))
         self._scratch = Scratch()
         self._pool = concurrent.futures.ThreadPoolExecutor(self._threads, thread_name_prefix="host-attention")
 

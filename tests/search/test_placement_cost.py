@@ -150,16 +150,20 @@ def test_every_square_takes_the_driver_some_time():
         Machine(name="drawn", method="", square_s=-1.0, **CONSTANTS)
 
 
-@pytest.mark.parametrize("report", ["opt-30b", "opt-30b-4", "opt-30b-4-rivals", "opt-30b-4-again"])
+@pytest.mark.parametrize("report", ["opt-30b", "opt-30b-4", "opt-30b-4-rivals", "opt-30b-4-again", "opt-30b-4-one-run"])
 def test_blocks_that_an_h200_ran_are_predicted_within_3_percent(report):
+    """Within 1 % by the constants that were fitted to the blocks of the first four reports."""
     work = dataclasses.replace(OPT, page_size=64)
     rows = [
         row for row in json.loads((paths.ROOT / "benchmarks" / f"h200-offload-{report}.json").read_text())["rows"] if "failed" not in row
     ]
     assert rows
     for row in rows:
-        made = predict(work, load_machine("h200"), msgspec.convert(row["policy"], Policy))
+        policy = msgspec.convert(row["policy"], Policy)
+        made = predict(work, load_machine("h200"), policy)
         assert made.latency_s == pytest.approx(row["latency_s"], rel=0.03), row["name"]
+        corrected = predict(work, load_machine(paths.ROOT / "benchmarks" / "settings" / "h200-machine-corrected.json"), policy)
+        assert corrected.latency_s == pytest.approx(row["latency_s"], rel=0.01), row["name"]
 
 
 def test_where_the_device_is_the_host_their_times_add_up():
