@@ -161,14 +161,24 @@ class Executor:
         ]
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
             # Lowering is Python, one at a time whatever the threads; compiling is XLA's, and runs beside it.
-            futures: dict[concurrent.futures.Future, tuple[dict, Any]] = {}
+            futures: dict[concurrent.futures.Future, tuple[dict, Any, Any, dict[str, Any]]] = {}
+            crowded = []
             for table, key, lower, options in jobs:
-                futures[pool.submit(self._compile, lower(), options)] = table, key
+                lowered = lower()
+                futures[pool.submit(self._compile, lowered, options)] = table, key, lowered, options
                 on_progress(sum(future.done() for future in futures), len(jobs))
             for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
-                table, key = futures[future]
-                table[key] = future.result()
+                table, key, lowered, options = futures.pop(future)
+                try:
+                    table[key] = future.result()
+                except jax.errors.JaxRuntimeError as error:
+                    if "RESOURCE_EXHAUSTED" not in str(error):
+                        raise
+                    crowded.append((table, key, lowered, options))
                 on_progress(done, len(jobs))
+        # XLA tries products on the device, in what the cache leaves: room for one (a head takes 1 GB), not for as many as compile at once.
+        for table, key, lowered, options in crowded:
+            table[key] = self._compile(lowered, options)
         self._compile_small()
         if self.copies is not None:
             self.kv = self.copies.warm_up(self.kv)

@@ -23,6 +23,7 @@ from jaxflow.engine.build import (
     resolve,
     start_engine,
 )
+from jaxflow.engine.executor import Executor
 from jaxflow.engine.plans import step_sizes, token_buckets
 from jaxflow.engine.request import Request
 from jaxflow.mesh import make_mesh
@@ -212,14 +213,25 @@ def test_memory_is_shared_by_the_devices_of_one_host():
     assert four == pytest.approx(one / 4, rel=0.2)
 
 
-def test_an_engine_with_nothing_said_about_pages(checkpoint):
-    """As many pages as all sequences can use, where memory is plenty."""
+def test_an_engine_with_nothing_said_about_pages(checkpoint, monkeypatch):
+    """As many pages as all sequences can use, where memory is plenty; what found no memory to compile in is compiled again, alone."""
+    tried = []
+
+    def crowded(executor, lowered, options=None):
+        tried.append(lowered)
+        if len(tried) == 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1018.00MiB")
+        return compiled(executor, lowered, options)
+
+    compiled = Executor._compile
+    monkeypatch.setattr(Executor, "_compile", crowded)
     config = EngineConfig(model=LLAMA, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=100, block_size=16)
     engine = start_engine(config, checkpoint, progress=False)
     try:
         assert engine.executor.num_pages == (2 * 7 + 1,)
         assert engine.driver.stats().kv_pages_free == 15
         assert engine.warm_up_s > 0
+        assert [tried.count(one) for one in dict.fromkeys(tried)].count(2) == 1 and tried.count(tried[1]) == 2
         left_open = {"max_model_len": None, "dtype": "auto", "kv_cache_dtype": "auto", "plan": "auto"}
         assert dataclasses.replace(engine.config, **left_open) == dataclasses.replace(config, max_model_len=None)
     finally:
