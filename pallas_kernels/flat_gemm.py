@@ -70,9 +70,13 @@ def _product(acc, weight, x_s, own):
 
 def multiply_flat(
     x: jax.Array, weight: Sequence[Operand], product: Callable, bias: jax.Array | None, *, residual: jax.Array | None,
-    activation: str | None, gate_block: int | None, out_dtype, sms: int, tile: FlatTile, name: str, early: bool = False, interpret,
+    activation: str | None, gate_block: int | None, out_dtype, sms: int, tile: FlatTile, name: str, early: bool = False,
+    in_registers: bool = False, interpret,
 ) -> jax.Array:  # fmt: skip
-    """The pipeline: copies tiles of the weight's arrays and of x, calls product(acc, tiles, x's tile, rows of the warpgroup) on each."""
+    """The pipeline: copies tiles of the weight's arrays and of x, calls product(acc, tiles, x's tile, rows of the warpgroup) on each.
+
+    in_registers: acc is a value, and product returns the next one, done with the tiles; else a reference that wgmma adds to.
+    """
     (m, k), n = x.shape, weight[0].array.shape[0]
     out_dtype, gated = jnp.dtype(out_dtype or x.dtype), gate_block is not None
     _check(x, n, activation, gate_block, out_dtype)
@@ -89,7 +93,7 @@ def multiply_flat(
         raise ValueError(f"sms={sms}, K={k}: for {tile} at least {tile.cluster} SMs and steps along K, and stages a multiple of its turns")
     body = functools.partial(
         multiply, weight=weight, product=product, tile=tile, has_bias=bias is not None, has_residual=residual is not None,
-        activation=activation, gated=gated, early=early,
+        activation=activation, gated=gated, early=early, in_registers=in_registers,
     )  # fmt: skip
     out = plgpu.kernel(
         body,

@@ -14,6 +14,7 @@ from pallas_kernels.dependent import launch_next, wait_for_last
 from pallas_kernels.flat_tiles import FlatTile
 from pallas_kernels.paged import LOG2E
 
+_FEW = 40  # registers of a thread that copies, where those that multiply want them
 GATE_BLOCK = 64  # the one block of gates and ups that the epilogue knows
 
 
@@ -58,7 +59,7 @@ def scratch(tile: FlatTile, weight: Sequence[Operand], m: int, columns: int, out
 
 
 def multiply(
-    x_ref, *refs, weight, product, tile, has_bias, has_residual, activation, gated, early,
+    x_ref, *refs, weight, product, tile, has_bias, has_residual, activation, gated, early, in_registers,
     w_s, x_s, o_s, full, empty,
     sums: Any = None, sums_full: Any = None, sums_empty: Any = None, r_s: Any = None, r_full: Any = None,
     parts: Any = None, parts_full: Any = None, parts_empty: Any = None,
@@ -83,6 +84,9 @@ def multiply(
 
     @pl.when(turn == tile.turns)
     def _copy():
+        if in_registers:
+            plgpu.set_max_registers(_FEW, action="decrease")
+
         def copy_weight(step):
             item, block, slot = lax.div(step, steps), first + lax.rem(step, steps), slot_of(step)
             rows = pl.ds((group + item * groups) * tile.columns, tile.columns)
@@ -112,6 +116,10 @@ def multiply(
 
     @pl.when(turn < tile.turns)
     def _compute():
+        if in_registers:
+            threads = tile.warpgroups * tile.turns
+            launched = 65536 // (128 * (threads + 1)) // 8 * 8
+            plgpu.set_max_registers(min(240, (launched * (threads + 1) - _FEW) // threads // 8 * 8), action="increase")
         wait_for_last(early)
         own = pl.ds(wg * tile.rows, tile.rows)
 
@@ -162,7 +170,17 @@ def multiply(
                     plgpu.barrier_arrive(empty.at[slot_of(item * steps + steps - 1)])
                 return value
 
-            y = pl.run_scoped(accumulate, plgpu.ACC((tile.rows, m), jnp.float32))
+            def add(i, total):
+                slot = slot_of(item * steps + begin + i * tile.turns)
+                plgpu.barrier_wait(full.at[slot])
+                total = product(total, [w.at[slot] for w in w_s], x_s.at[slot], own)
+                plgpu.barrier_arrive(empty.at[slot])
+                return total
+
+            if in_registers:
+                y = lax.fori_loop(0, count, add, plgpu.layout_cast(jnp.zeros((tile.rows, m), jnp.float32), plgpu.Layout.WGMMA))
+            else:
+                y = pl.run_scoped(accumulate, plgpu.ACC((tile.rows, m), jnp.float32))
             if tile.turns == 1:
                 finish_tile(item, y, row, column)
                 return

@@ -55,10 +55,10 @@ def flat_tile(m: int, n: int, k: int, sms: int, gated: bool) -> FlatTile:
 def int4_tile(m: int, n: int, k: int, sms: int, gated: bool) -> FlatTile:
     """The tile of int4 GEMM for x [m, k], w [n, k].
 
-    What bounds it is unpacking, so as many warpgroups as registers and shared memory hold take the stages in turns.
+    Warpgroups take the stages in turns: as many as registers and shared memory hold with wgmma, fewer, by measurement, with `mma`.
     """
     rows = 128 if gated else 64
     cluster = 2 if 2 * -(-n // rows) <= sms and k >= 1024 and sms == SMS else 1
-    most = (4 if m <= 16 else 3 if m <= 32 else 2) if not gated else 3 if m <= 16 else 2
+    most = (3 if m <= 8 else 4 if m <= 16 else 3 if m <= 32 else 2) if not gated else 3 if 8 < m <= 16 else 2
     tiles = [filled(m, rows, 1, 512, cluster, 4.5, turns) for turns in range(most, 0, -1)]
     return next((tile for tile in tiles if tile.stages >= max(tile.turns, 2)), tiles[-1])

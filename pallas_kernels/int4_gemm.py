@@ -1,8 +1,8 @@
 """Products of few rows with a weight of 4 bits (`quantized.Int4`) for Hopper.
 
-The pipeline is flat GEMM's. A warpgroup takes a group of 64 columns of its 64 rows out of shared memory as wgmma's first operand, in
-registers: `Int4`'s order of nibbles makes that one 8-byte load a row and, for each pair of weights, a shift, a mask, an exact subtraction
-and a multiply-add in bfloat16. So the weights that are multiplied are `reference.dequantize_int4`'s, bit for bit.
+The pipeline is flat GEMM's. Up to 8 tokens the product is `int4_mma`'s. Beyond, a warpgroup takes a group of 64 columns of its 64 rows out
+of shared memory as wgmma's first operand, in registers: `Int4`'s order of nibbles makes that one 8-byte load a row and, for each pair of
+weights, a shift, a mask, an exact subtraction and a multiply-add in bfloat16, so the weights multiplied are `reference.dequantize_int4`'s.
 """
 
 import jax
@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels import int4_mma
 from pallas_kernels.flat_gemm import multiply_flat
 from pallas_kernels.flat_kernel import Operand, swizzled
 from pallas_kernels.flat_tiles import FlatTile, int4_tile
@@ -58,10 +59,15 @@ def int4_gemm(
                 plgpu.wgmma(to, _operand(packed, factors[i], group), tokens)
                 plgpu.wgmma_wait(1)
 
+    def product_in_registers(total, weight, x_s, own):
+        packed, scale, zero = (part.at[own] for part in weight)
+        return int4_mma.multiply_add(total, packed, scale, zero, x_s)
+
+    few = x.shape[0] <= int4_mma.ROWS
     weight = [Operand(w.packed, 2, swizzled(jnp.uint8)), Operand(w.scale, GROUP), Operand(w.zero, GROUP)]
     return multiply_flat(
-        x, weight, product, bias, residual=residual, activation=activation, gate_block=gate_block, out_dtype=out_dtype, sms=sms or SMS,
-        tile=tile, name="int4_gemm", interpret=None,
+        x, weight, product_in_registers if few else product, bias, residual=residual, activation=activation, gate_block=gate_block,
+        out_dtype=out_dtype, sms=sms or SMS, tile=tile, name="int4_gemm", in_registers=few, interpret=None,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import compute_on
 
 from pallas_kernels.int4_gemm import int4_gemm
 from pallas_kernels.quantized import Int4
@@ -68,8 +69,13 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(m, n, k, extra, tmp_p
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     half, group = jax.ShapeDtypeStruct((n, k // 2), jnp.uint8), jax.ShapeDtypeStruct((n, k // 64), jnp.bfloat16)
     args = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), Int4(half, group, group)
-    compiled = compile_for_h200(functools.partial(int4_gemm, **extra), *abstract(h200_mesh(), args))
-    assert compiled.machine_code and [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"]
+    region = compute_on.compute_on(
+        functools.partial(int4_gemm, **extra), compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device
+    )
+    compiled = compile_for_h200(lambda *args: region(*args), *abstract(h200_mesh(), args))
+    assert compiled.machine_code
+    assert [thunk.kind for thunk in compiled.thunks if thunk.stream == "computation_stream[1]" and thunk.depth] == ["kCustomCall"]
+    assert [thunk.kind for thunk in compiled.thunks].count("kCustomCall") == 1
     logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"int4_gemm*{end}")) for end in (".ptxas", ".ptx"))
     assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
-    assert f"wgmma.mma_async.sync.aligned.m64n{max(8, m)}k16" in ptx and "lop3.b32" in ptx
+    assert ("mma.sync.aligned.m16n8k16" if m <= 8 else f"wgmma.mma_async.sync.aligned.m64n{m}k16") in ptx and "lop3.b32" in ptx
