@@ -144,7 +144,9 @@ def define_flags() -> None:
     flags.DEFINE_string("model", MODEL, "Its shapes, with dummy weights.")
     flags.DEFINE_enum("precision", "bf16", sorted(PRECISIONS), "fp8: with an fp8 cache, too.")
     flags.DEFINE_list("requests", [str(n) for n in REQUESTS], "How many requests decode.")
-    flags.DEFINE_list("smallest", ["8"], "Fewer requests run in a step of so many tokens, as the engine has it; several: in each.")
+    flags.DEFINE_list(
+        "smallest", ["8"], "Fewer requests run in a step of so many tokens (8; an engine's of one, in bfloat16, 1); several: in each."
+    )
     flags.DEFINE_integer("context", CONTEXT, "Tokens of each request, the new one included.", lower_bound=2)
     flags.DEFINE_float("seconds", 0.5, "How long each way is measured.", lower_bound=0.0)
     flags.DEFINE_integer("steps", 0, "Times nothing: so many steps as a graph and launched one by one must be the same.", lower_bound=0)

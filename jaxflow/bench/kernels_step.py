@@ -82,7 +82,8 @@ def _decode_step(precision: str, requests: int) -> dict[str, Way]:
     _last[0] = precision
     executor = _executor(precision)
     bucket = max(8, requests)
-    layout = executor.decode_layouts.get(bucket) or executor.layouts[bucket][0]
+    few = executor.decode_layouts
+    layout = few.get(requests) or few.get(bucket) or executor.layouts[bucket][0]
     per = -(-(CONTEXT + 1) // layout.page_size)
     order = np.random.default_rng(0).permutation(executor.num_pages[0])
     slots = np.arange(requests, dtype=np.int32)
