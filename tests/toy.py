@@ -48,6 +48,7 @@ def _executor(
         max_num_batched_tokens=budget,
         max_num_seqs=seqs,
         num_kv_pages=pages,
+        step_sizes="16" if budget > 16 else None,  # each more is two programs, for each of dozens of engines
         plan=plan,
         quantization=quantization,
         kv_cache_dtype=kv,
