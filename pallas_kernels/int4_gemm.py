@@ -18,7 +18,7 @@ from pallas_kernels import int4_mma
 from pallas_kernels.flat_gemm import multiply_flat
 from pallas_kernels.flat_kernel import Operand, swizzled
 from pallas_kernels.flat_tiles import FlatTile, int4_tile
-from pallas_kernels.lanes import const, i32, place, read_words
+from pallas_kernels.lanes import const, i32, in_tile, place, read_words
 from pallas_kernels.quantized import GROUP, Int4
 from pallas_kernels.tiles import SMS
 
@@ -113,10 +113,7 @@ def _unpack(packed: ir.Value, factors: mgpu.FragmentedArray, group: int) -> mgpu
     warp, row, quad = place()
     strides, _ = ir.MemRefType(packed.type).get_strides_and_offset()
     slab, part = divmod(group, 4)
-    # Tiles of 8 rows of 128 bytes; the 16-byte pieces of a row lie at their place xor the row.
-    piece = arith.xori(arith.xori(arith.shrui(quad, const(1)), const(2 * part)), row)
-    inside = arith.addi(arith.muli(row, const(128)), arith.muli(piece, const(16)))
-    inside = arith.addi(inside, arith.muli(arith.andi(quad, const(1)), const(8)))
+    inside = in_tile(row, quad, part)
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, GROUP)), dtype=object)
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
     which, high = divmod(group, 2)

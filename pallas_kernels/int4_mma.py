@@ -15,7 +15,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxlib.mlir.dialects import math as mlir_math
 
 from pallas_kernels.flat_kernel import swizzled
-from pallas_kernels.lanes import at, const, i32, place, read_words
+from pallas_kernels.lanes import at, const, i32, in_tile, place, read_words
 
 ROWS = 8  # most tokens: with 16 wgmma was as fast
 _ONES = 0x3F803F80  # a pair of bfloat16
@@ -112,9 +112,7 @@ def _weight(packed: ir.Value, block: int, group: int) -> list[list[ir.Value]]:
     warp, row, quad = place()
     strides, _ = ir.MemRefType(packed.type).get_strides_and_offset()
     slab, part = divmod(group, 4)
-    piece = arith.xori(arith.xori(arith.shrui(quad, const(1)), const(2 * part)), row)
-    inside = arith.addi(arith.muli(row, const(128)), arith.muli(piece, const(16)))
-    inside = arith.addi(inside, arith.muli(arith.andi(quad, const(1)), const(8)))
+    inside = in_tile(row, quad, part)
     halves = []
     for half in range(2):
         eight = arith.addi(arith.muli(warp, const(2)), const(8 * block + half))

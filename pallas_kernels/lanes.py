@@ -20,6 +20,16 @@ def place() -> tuple[ir.Value, ir.Value, ir.Value]:
     return arith.shrui(thread, const(5)), arith.shrui(lane, const(2)), arith.andi(lane, const(3))
 
 
+def in_tile(row: ir.Value, quad: ir.Value, part: int) -> ir.Value:
+    """Where a thread's 8 bytes of an Int4's group lie in a tile of 8 rows of 128 bytes, four groups (`part`) each.
+
+    The 16-byte pieces of a row lie at their place xor the row.
+    """
+    piece = arith.xori(arith.xori(arith.shrui(quad, const(1)), const(2 * part)), row)
+    inside = arith.addi(arith.muli(row, const(128)), arith.muli(piece, const(16)))
+    return arith.addi(inside, arith.muli(arith.andi(quad, const(1)), const(8)))
+
+
 def read_words(ref: ir.Value, offset: ir.Value, count: int) -> list[ir.Value]:
     """`count` 32-bit words at a byte offset in shared memory, a multiple of their size."""
     loaded = llvm.load(ir.VectorType.get((count,), i32()), at(ref, offset), alignment=4 * count)

@@ -33,15 +33,14 @@ import numpy as np
 from absl import flags
 
 from jaxflow.bench import machine
-from jaxflow.bench.graph_steps import agreement
+from jaxflow.bench.graph_steps import agreement, packed
 from jaxflow.bench.kernels_step import CONTEXT, MODEL, PRECISIONS, REQUESTS, fill_cache
 from jaxflow.bench.trace_events import read_kernels
 from jaxflow.config import EngineConfig
 from jaxflow.engine.build import make_executor, resolve
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.layout import SlotTable, StepLayout, pack
+from jaxflow.engine.layout import SlotTable, StepLayout
 from jaxflow.engine.programs import PLAIN, head
-from jaxflow.engine.work import StepWork
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import sequential_plan
@@ -77,10 +76,7 @@ class Steps:
     def _buffer(self, layout: StepLayout) -> np.ndarray:
         table = SlotTable.empty(self.executor.slots)
         table.sampler[:] = PLAIN
-        slots, nobody = np.arange(self.requests, dtype=np.int32), np.empty(0, object)
-        positions = np.full(self.requests, self.context - 1, np.int32)
-        work = StepWork(nobody, slots, positions, (), (), self.requests, layout.tokens, np.empty((0, 4), np.int32))
-        return pack(layout, work, table)[0]
+        return packed(layout, table, self.requests, self.context - 1)
 
     def compile(self, way: str) -> None:
         self.programs[way] = self.lowered[way].compile(compiler_options=self.options[way] or None)

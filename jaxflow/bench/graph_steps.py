@@ -39,20 +39,24 @@ def digest(hidden: jax.Array, rows: int) -> jax.Array:
     return jnp.stack([bits.sum(dtype=jnp.uint32), (bits * weights).sum(dtype=jnp.uint32)])
 
 
+def packed(layout: StepLayout, table: SlotTable, decodes: int, position: int, chunks: tuple[Chunk, ...] = ()) -> np.ndarray:
+    """The packed input of a step in which requests in the first slots decode, all at one position, beside chunks."""
+    slots, positions, tokens = np.arange(decodes, dtype=np.int32), np.full(decodes, position, np.int32), sum(one.tokens for one in chunks)
+    work = StepWork(np.empty(0, object), slots, positions, chunks, (), decodes + tokens, layout.tokens, np.empty((0, 4), np.int32))
+    return pack(layout, work, table)[0]
+
+
 def buffers_of(layout: StepLayout, decodes: int, chunk: int, context: int, vocabulary: int) -> list[jax.Array]:
     """The packed inputs of TURNS steps: requests in the first slots decode, `chunk` tokens are of the next slot's prompt."""
     rng = np.random.default_rng(0)
     table = SlotTable.empty(layout.slots)
     table.sampler[:], table.temperature[:], table.seeds[:] = PLAIN, 1.0, rng.integers(0, 2**32, table.seeds.shape)
-    slots = np.arange(decodes, dtype=np.int32)
     prompt: Any = types.SimpleNamespace(token_ids=rng.integers(0, vocabulary, context).astype(np.int32))
     buffers = []
     for turn in range(TURNS):
         at = context - TURNS + turn
         chunks = (Chunk(prompt, decodes, at - chunk, chunk, samples=True),) if chunk else ()
-        positions, appends = np.full(decodes, at, np.int32), np.empty((0, 4), np.int32)
-        work = StepWork(np.empty(0, object), slots, positions, chunks, (), decodes + chunk, layout.tokens, appends)
-        buffers.append(jnp.asarray(pack(layout, work, table)[0]))
+        buffers.append(jnp.asarray(packed(layout, table, decodes, at, chunks)))
     return buffers
 
 
