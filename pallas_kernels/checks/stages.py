@@ -1,0 +1,148 @@
+"""Times bfloat16 products with a stage left out, beside the whole kernel and cuBLAS through XLA, in turn: what of a product costs what.
+
+    python -m pallas_kernels.checks.stages [--only dense,flat] [--share 0/6] [--seconds 0.3] [--json FILE]
+
+The kernels are the ones that serve. A stage is left out by the place that a copy is told: beyond an array's end TMA writes nothing, and
+fills with zeros without reading (products of zeros take less power: see the clock beside them); a few rows of a weight again and again are in
+the L2. Otherwise weights are rotated over four times the L2.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import dense_gemm as dense
+from pallas_kernels import flat_gemm as flat
+from pallas_kernels import reference
+from pallas_kernels.checks import script
+from pallas_kernels.checks.script import L2_BYTES, say
+from pallas_kernels.checks.timing import interleaved, looped
+from pallas_kernels.gemm_tiles import GemmPlan, Schedule, gemm_plan, plan_of
+from pallas_kernels.tiles import SMS
+
+Move = Callable[[tuple[int, ...], Any, Any], tuple[Any, Any]]  # an array's shape, a slice's first row and column -> those to take
+
+DENSE = [(m, "8B", op) for op in ("qkv", "down") for m in (256, 512)]
+FLAT = [(64, "70B/tp4", "out_proj"), (64, "8B", "qkv")]
+
+
+def below(shape, row, column):
+    return row + shape[0], column
+
+
+def behind(shape, row, column):
+    return row, column + shape[1]
+
+
+def again(shape, row, column):
+    """Rows that are a quarter of the L2 together."""
+    return lax.rem(row, jnp.int32(L2_BYTES // 4 // (2 * shape[1]))), column
+
+
+LEFT_OUT: dict[str, dict[str, Move]] = {
+    "nothing stored": {"o": behind},
+    "weight in the L2": {"w": again},
+    "x not read": {"x": below},
+    "nothing read": {"x": below, "w": below},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """A Ref as a kernel copies from or to it: each slice is taken where `move` says."""
+
+    ref: Any
+    move: Move
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.ref.shape
+
+    @property
+    def at(self) -> "Moved":
+        return self
+
+    def __getitem__(self, index):
+        rows, columns = index
+        row, column = self.move(self.shape, rows.start, columns.start)
+        return self.ref.at[pl.ds(row, rows.size), pl.ds(column, columns.size)]
+
+
+def without(module: ModuleType, moves: dict[str, Move], gemm: Callable) -> Callable:
+    """gemm(x, w), of `module`, whose kernel (`multiply`) takes its last arrays, which are x, w and the output o, as `moves` says."""
+    whole = module.multiply
+
+    def multiply(*refs, **kw):
+        arrays = dict(zip("xwo", refs[-3:], strict=True))
+        arrays |= {name: Moved(arrays[name], move) for name, move in moves.items()}
+        whole(*refs[:-3], *arrays.values(), **kw)
+
+    def product(x, w):
+        with mock.patch.object(module, "multiply", multiply):  # while it is traced
+            return gemm(x, w)
+
+    return product
+
+
+def dense_ways(m: int, n: int, k: int) -> dict[str, Callable]:
+    """The kernel whole, with stages left out, and with its tiles cut otherwise, where it cuts them."""
+    gemm, own = dense.dense_gemm, gemm_plan(m, n, k, SMS)
+    ways = {name: without(dense, moves, gemm) for name, moves in LEFT_OUT.items() if name != "x not read"}
+    if own.schedule.slots:
+        ways["tiles not cut"] = functools.partial(gemm, plan=plan_of(own.tile, m, n, k, SMS))
+        ways["parts not added up"] = functools.partial(gemm, plan=unsummed(own))
+    return {"whole": gemm, **ways}
+
+
+def unsummed(plan: GemmPlan) -> GemmPlan:
+    """The same cuts, but each part is stored as if it were its tile's sums: nothing is handed over, waited for or zeroed before."""
+    table = plan.schedule.table.copy()
+    table[:, :, 4], table[:, :, 5:] = -1, 0
+    return dataclasses.replace(plan, schedule=Schedule(table, 0))
+
+
+def flat_ways(*_: int) -> dict[str, Callable]:
+    """The kernel whole, and with stages left out."""
+    gemm = flat.flat_gemm
+    return {"whole": gemm, **{name: without(flat, moves, gemm) for name, moves in LEFT_OUT.items()}}
+
+
+def operands(m: int, n: int, k: int) -> tuple[list, list]:
+    """Each x with a weight of its own."""
+    weights = max(4, -(-4 * L2_BYTES // (2 * n * k)))
+    normal = jax.jit(lambda i, shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16), static_argnums=1)
+    return [normal(i, (m, k)) for i in range(weights)], [normal(i + weights, (n, k)) * k**-0.5 for i in range(weights)]
+
+
+def times(kernel: str, ways_of: Callable, cases, rows, share, seconds) -> None:
+    for m, model, op in cases[share[0] :: share[1]]:
+        n, k = script.SHAPES[model][op]
+        xs, ws = operands(m, n, k)
+        rounds = max(1, round(5e-3 / len(ws) / max(2 * m * k * n / 700e12, 2 * k * n / 4e12)))
+        lowered = {name: looped(jax.jit(gemm), rounds).lower(xs, ws) for name, gemm in ways_of(m, n, k).items()}
+        with ThreadPoolExecutor() as pool:
+            compiled = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
+        # Alone, for XLA times its candidates. Those are cuBLAS': to time Triton's takes it 5 to 20 s a shape.
+        compiled["xla"] = looped(reference.gemm, rounds).lower(xs, ws).compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+        runs = {name: functools.partial(program, xs, ws) for name, program in compiled.items()}
+        timings = interleaved(runs, calls=rounds * len(xs), seconds=seconds)
+        for name, t in timings.items():
+            labels = {"what": name, "kernel": kernel, "model": model, "op": op, "m": m, "n": n, "k": k}
+            say(rows, **labels, of_whole=t.us / timings["whole"].us, tflops=2 * m * n * k / t.us / 1e6, **dataclasses.asdict(t))
+
+
+if __name__ == "__main__":
+    parts: dict[str, script.Part] = {
+        "dense": functools.partial(times, "dense_gemm", dense_ways, DENSE),
+        "flat": functools.partial(times, "flat_gemm", flat_ways, FLAT),
+    }
+    script.main("stages", __doc__, parts)
