@@ -3,8 +3,8 @@
     python -m pallas_kernels.checks.stages [--only dense,flat] [--share 0/6] [--seconds 0.3] [--json FILE]
 
 The kernels are the ones that serve. A stage is left out by the place that a copy is told: beyond an array's end TMA writes nothing, and
-fills with zeros without reading (products of zeros take less power: see the clock beside them); a few rows of a weight again and again are in
-the L2. Otherwise weights are rotated over four times the L2.
+fills with zeros without reading (products of zeros take less power: see the clock beside them); a few rows of a weight again and again are
+in the L2. Otherwise weights are rotated over four times the L2.
 """
 
 import dataclasses
