@@ -19,6 +19,7 @@ from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
+from jaxflow.engine.lowered import LoweredPrograms
 from jaxflow.engine.offload import Offload
 from jaxflow.engine.plans import begins_early, choose_plans, default_plan, largest_step, make_layouts, on_gpu, one_alone
 from jaxflow.engine.programs import Programs
@@ -158,6 +159,8 @@ def make_executor(
     weights = _calibrated(config, checkpoint, weights, mesh)
     if quantization and any(layer.experts for layer in model.layers):
         log.info("quantization: %s attention and dense MLPs; experts stay in %s", quantization, config.dtype)
+    memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices)
+    lowered = _lowered_programs((config, model, plans, graphs, memory)) if kernels is None else None
     kernels = kernels or choose_kernels(config, model)
     products = dense_products(model, weights)
     log.info(kernels.describe(products))
@@ -175,7 +178,6 @@ def make_executor(
         launched = "streams" if early(layout) else (graphs or {}).get(layout.plan)
         return xla_options(plan_of(layout), tp, launched) if on_gpu() else {}
 
-    memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices)
     specs = jax.tree.map(lambda array: array.sharding.spec, weights)
     executor = Executor(
         Programs(Context(model, kernels, axis_of(mesh)), mesh, specs, rows_at_once(memory, model.vocab_size)),
@@ -183,6 +185,7 @@ def make_executor(
         make_layouts(config, model, named.values(), decodes_alone=on_gpu(), one=one_alone(products.values(), kernels)),
         lambda layout: compile_plan(plan_of(layout), model, tp, quantized=quantization == "fp8", early=early(layout)),
         options_of=options_of,
+        lowered=lowered,
         kv_dtype=jnp.dtype(config.kv_cache_dtype),
         max_model_len=config.max_model_len,
     )
@@ -190,6 +193,14 @@ def make_executor(
     if config.kv_offloading_size:
         executor.copies = page_copies(config, model, executor)
     return executor
+
+
+def _lowered_programs(made_of: tuple) -> LoweredPrograms | None:
+    """Those kept beside XLA's cache, if there is one, for this device. Not on a CPU: without Mosaic's kernels lowering is quick."""
+    cache = jax.config.jax_compilation_cache_dir
+    if not cache or not on_gpu():
+        return None
+    return LoweredPrograms(Path(cache) / "lowered", repr((made_of, jax.devices()[0].device_kind)))
 
 
 def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:

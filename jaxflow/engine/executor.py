@@ -23,7 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxflow.engine import temporary
 from jaxflow.engine.layout import StepLayout
-from jaxflow.engine.programs import REPLICATED, Programs, Rows, head, prompt_head
+from jaxflow.engine.lowered import LoweredPrograms
+from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Programs, Rows, head, prompt_head
 from jaxflow.memory.kv_cache import cache_shapes, cache_spec, make_cache
 from jaxflow.memory.page_copies import PageCopies
 from jaxflow.mesh import TP
@@ -79,6 +80,7 @@ class Executor:
         kv_dtype,
         max_model_len: int,
         options_of: Callable[[StepLayout], dict[str, Any]] = lambda layout: {},
+        lowered: LoweredPrograms | None = None,
     ):
         self.programs, self.weights = programs, weights
         self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # of each bucket, one for each of its plans
@@ -92,6 +94,7 @@ class Executor:
         self.slots, self.page_size, self.groups = any_layout.slots, any_layout.page_size, any_layout.groups
         self.pages_per_sequence = -(-max_model_len // self.page_size)
         self._forward_of, self._kv_dtype, self._options_of = forward_of, kv_dtype, options_of
+        self.lowered = lowered  # of earlier starts; None: every program is traced and lowered
         self._head, self._prompt_head = head(weights), prompt_head(weights)
         self._replicated = NamedSharding(programs.mesh, REPLICATED)
         self._steps: dict[tuple[int, str, bool], jax.stages.Compiled] = {}  # by layouts' keys
@@ -271,9 +274,13 @@ class Executor:
     def _compile(self, lowered: Any, options: dict[str, Any] | None = None) -> Any:
         return lowered.compile(compiler_options=options or None)
 
+    def _lower(self, name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any) -> jax.stages.Lowered:
+        return fn.lower(*args) if self.lowered is None else self.lowered.lower(name, fn, donated, *args)
+
     def _lower_step(self, layout: StepLayout, num_pages: tuple[int, ...]):
         fn = self.programs.step(layout, self._forward_of(layout))
-        return fn.lower(self.weights, *self._state(num_pages), self._abstract((layout.size,), jnp.int32))
+        args = (self.weights, *self._state(num_pages), self._abstract((layout.size,), jnp.int32))
+        return self._lower(f"step {layout}", fn, STEP_DONATES, *args)
 
     def _lower_sampler(self, rows: int, kind: str):
         def vector(dtype, *more) -> Any:
@@ -282,14 +289,14 @@ class Executor:
         row = Rows(vector(jnp.int32), vector(jnp.int32), vector(jnp.int32), vector(jnp.float32), vector(jnp.uint32, 2))
         last = self._abstract((self.slots,), jnp.int32)
         if kind == "plain":
-            return self.programs.sample_plain().lower(self._head, self._hidden(rows), row, last)
+            return self._lower(kind, self.programs.sample_plain(), (), self._head, self._hidden(rows), row, last)
         slots = jax.eval_shape(lambda: empty_slots(self.slots, self._vocabulary()))
         slots = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype), slots)
-        return self.programs.sample_full().lower(self._head, self._hidden(rows), row, last, *slots)
+        return self._lower(kind, self.programs.sample_full(), FULL_DONATES, self._head, self._hidden(rows), row, last, *slots)
 
     def _lower_prompt(self, tokens: int):
         targets = self._abstract((tokens,), jnp.int32)
-        return self.programs.prompt_logprobs().lower(self._prompt_head, self._hidden(tokens), targets)
+        return self._lower("prompt", self.programs.prompt_logprobs(), (), self._prompt_head, self._hidden(tokens), targets)
 
     def _compile_small(self) -> None:
         def shape(a):

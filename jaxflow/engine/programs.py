@@ -24,6 +24,7 @@ from jaxflow.model.ops import Context
 
 REPLICATED = PartitionSpec()
 PLAIN, FULL = 1, 2  # the sampler that a row of a step needs
+STEP_DONATES, FULL_DONATES = (1, 2), (5,)  # arguments of a step and of the full sampler that are updated in place
 
 
 @flax.struct.dataclass
@@ -63,7 +64,7 @@ class Programs:
         kv_specs = [(cache_spec(self.mesh),) * 2 for _ in self.context.config.layers]
         specs = (self.weight_specs, kv_specs, REPLICATED, REPLICATED, REPLICATED)
         out = (REPLICATED, REPLICATED, REPLICATED, kv_specs, REPLICATED)
-        return jax.jit(over_shards(run, self.mesh, specs, out), donate_argnums=(1, 2))
+        return jax.jit(over_shards(run, self.mesh, specs, out), donate_argnums=STEP_DONATES)
 
     def _logits(self, head: dict, hidden: Float[Array, "R D"]) -> Float[Array, "R W"]:
         specs = ({name: self.weight_specs[name] for name in head}, REPLICATED)
@@ -95,7 +96,7 @@ class Programs:
                 )
             return tokens, found, _keep(last_tokens, rows, tokens), counts
 
-        return jax.jit(run, donate_argnums=(5,))
+        return jax.jit(run, donate_argnums=FULL_DONATES)
 
     def prompt_logprobs(self) -> Wrapped:
         """(weights of `prompt_head`, x [T, D], targets [T]) -> `LogprobsOut` of each token's successor, T rows."""

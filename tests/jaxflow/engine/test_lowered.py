@@ -1,0 +1,140 @@
+"""Lowered programs that are kept: the same program as one that was lowered just now, had again without Python's part."""
+
+import dataclasses
+import logging
+
+import h200
+import jax
+import jax.numpy as jnp
+import numpy as np
+import paths
+import planned
+import pytest
+import toy
+
+from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
+from jaxflow.engine import lowered
+from jaxflow.engine.build import choose_plans, make_executor, make_loop, resolve
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.lowered import LoweredPrograms
+from jaxflow.engine.programs import STEP_DONATES, Programs
+from jaxflow.engine.request import Request
+from jaxflow.mesh import axis_of
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.ops import Context
+from jaxflow.model.weights import shapes, shardings
+from jaxflow.pipeline.compiler import compile_plan, xla_options
+from jaxflow.pipeline.handmade import phased_plan
+from jaxflow.pipeline.plan import borders
+
+
+@jax.jit
+def doubled(x):
+    return {"twice": 2 * x}
+
+
+def refuse(*_, **__):
+    raise AssertionError("a kept program was lowered again")
+
+
+def lower(programs, name="double", shape=(4,)):
+    return programs.lower(name, doubled, (), jax.device_put(np.arange(shape[0], dtype=np.float32)))
+
+
+def files(folder):
+    return sorted(path for path in folder.iterdir())
+
+
+def test_it_is_lowered_once_and_damage_is_seen(tmp_path, monkeypatch, caplog):
+    programs = LoweredPrograms(tmp_path / "lowered", "settings")
+    assert lower(programs).compile()(np.arange(4, dtype=np.float32))["twice"].tolist() == [0, 2, 4, 6]
+    (path,) = files(programs.folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(lowered.export, "export", refuse)
+        assert lower(programs).compile()(np.arange(4, dtype=np.float32))["twice"].tolist() == [0, 2, 4, 6]
+        with pytest.raises(AssertionError, match="lowered again"):
+            lower(programs, shape=(5,))
+    content = path.read_bytes()
+    for damaged in (b"", content[:-1], content[:40] + bytes([content[40] ^ 1]) + content[41:]):
+        path.write_bytes(damaged)
+        caplog.clear()
+        assert lower(programs).compile()(np.arange(4, dtype=np.float32))["twice"].tolist() == [0, 2, 4, 6]
+        assert "damaged" in caplog.text
+        assert path.read_bytes() == content and files(programs.folder) == [path]
+
+
+def test_other_settings_names_shapes_and_code_are_other_programs(tmp_path, monkeypatch):
+    programs = LoweredPrograms(tmp_path, "settings")
+    lower(programs)
+    lower(programs, name="another")
+    lower(programs, shape=(5,))
+    lower(dataclasses.replace(programs, made_of="others"))
+    monkeypatch.setattr(lowered, "_code", lambda: "changed")
+    lower(programs)
+    assert len(files(tmp_path)) == 5
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        found = lower(LoweredPrograms(tmp_path / "file" / "below", "settings"))
+    assert found.compile()(np.arange(4, dtype=np.float32))["twice"].tolist() == [0, 2, 4, 6]
+    assert "not kept" in caplog.text
+
+
+def test_an_engine_of_kept_programs_draws_the_same_tokens(tmp_path, monkeypatch):
+    """On two devices, with every kind of program: drawn logprobs, prompt logprobs; the second time without lowering any."""
+    settings = EngineConfig(
+        model=str(paths.MODELS / "tiny-llama"),
+        block_size=16,
+        tensor_parallel_size=2,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        num_kv_pages=32,
+        step_sizes="16",
+        plan="sequential",
+    )
+    checkpoint = open_checkpoint(settings.model)
+    config = resolve(settings, checkpoint.model_config)
+    sampling = dataclasses.replace(toy.GREEDY, max_tokens=6, prompt_logprobs=2)
+    drawn = []
+    for again in (False, True):
+        made = make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False)
+        made.lowered = LoweredPrograms(tmp_path, "settings")
+        if again:
+            monkeypatch.setattr(lowered.export, "export", refuse)
+        made.warm_up()
+        request = Request("a", list(range(3, 24)), sampling)
+        drawn.append(toy.run(make_loop(config, checkpoint.model_config, made), [request])["a"])
+    assert len(files(tmp_path)) == 4, "a step, two samplers, prompt log-probabilities"
+    alone = toy.run(toy.loop("tiny-llama"), [Request("a", list(range(3, 24)), sampling)])["a"]
+    assert drawn[0].tokens == drawn[1].tokens == alone.tokens
+    assert drawn[0].logprobs == drawn[1].logprobs
+
+
+def test_a_kept_plan_is_compiled_as_the_plan(tmp_path):
+    """Of two nano-batches on two devices, on side streams and with sums between them: the same schedule and memory; caches are aliased."""
+    layers = (Layer(rope=Rope(1e4)),) * 2
+    model, tokens = ModelConfig("llama", 32000, 1024, 8, 2, 128, 2816, layers, 8192), 512
+    plan = phased_plan(model, tokens, 192, tp=2)
+    mesh = h200.h200_mesh((2,))
+    specs = shardings(model, mesh)
+    programs = Programs(Context(model, planned.SIMPLE, axis_of(mesh)), mesh, specs)
+    forward = compile_plan(plan, model, 2)
+    weights = h200.abstract(mesh, shapes(model, 2, jnp.bfloat16), specs)
+    layout = StepLayout(tokens, 64, 64, 64, borders(plan), plan=plan.name)
+    made = Executor(programs, weights, [layout], lambda _: forward, kv_dtype=jnp.dtype(jnp.bfloat16), max_model_len=4096)
+    step = programs.step(layout, forward)
+    args = (weights, *made._state((1024,)), h200.abstract(mesh, jax.ShapeDtypeStruct((layout.size,), jnp.int32)))
+    options = xla_options(plan, 2, "streams")
+    first = h200.compile_for_h200(step, *args, options=options)
+    assert {thunk.stream for thunk in first.thunks} > {""}
+    LoweredPrograms(tmp_path, "", ("cuda",)).lower("step", step, STEP_DONATES, *args)
+    (path,) = files(tmp_path)
+    kept = lowered._read(path)
+    assert kept is not None
+    again = h200.compile_for_h200(jax.jit(kept.call, donate_argnums=STEP_DONATES), *args, options=options)
+    assert again.thunks == first.thunks
+    assert again.memory.temp_size_in_bytes == first.memory.temp_size_in_bytes
+    assert again.memory.alias_size_in_bytes == first.memory.alias_size_in_bytes > 0
