@@ -54,7 +54,7 @@ def chunk_attention(
         [P, K, 64], one a token and head.
       unified: [2] float32, φ and bound: weights are exp(score - φ) (FlashDecoding++Next §3), and a tile with a row whose weights' sum is
         not within exp(±bound) begins anew with the running maximum. None: each row's maximum over its first block stands for φ. A cache
-        of 8 bits always uses the running maximum, since weights of 8 bits have no room for any other.
+        of e4m3 always uses the running maximum, since its weights are e4m3, which has no room for any other.
       sms: CTAs of the persistent grid: how many SMs the kernel may take; None: all.
       work: `list_chunk_work(...)` of the same chunks, T, heads and window, where the caller shares it between layers.
     Returns:

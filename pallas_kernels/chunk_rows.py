@@ -8,7 +8,7 @@ maximum of FlashDecoding++Next §3. Weights of 16 bits have float32's range, so 
 a row's sum tells in the end whether it was, and if not the item begins anew with the running maximum. What that saves is a maximum for
 each score, and the wait for it, in each block.
 
-A cache of 8 bits is multiplied as it is: queries are rounded to 8 bits, scaled by their row's largest, and so are weights, times 2^8 to lie
+A cache of e4m3 is multiplied as it is: queries are rounded to 8 bits, scaled by their row's largest, and so are weights, times 2^8 to lie
 in e4m3's normal range. That range is too short for any m but the running maximum.
 """
 

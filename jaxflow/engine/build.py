@@ -241,7 +241,8 @@ def _one_shard(weight: Any) -> Any:
 def _calibrated(config: EngineConfig, checkpoint: Checkpoint, weights: Weights, mesh: Mesh) -> Weights:
     """The weights with the unified maximum of each layer, where the model was found to qualify.
 
-    Not over a cache of 8 bits: attention weights of 8 bits have no room for a maximum that is not the row's own.
+    Not over a cache of e4m3: its chunks' attention weights are e4m3 too, which has no room for a maximum that is not the row's own, and its
+    decodes gain nothing (docs/kernels.md).
     """
     path = Path(config.calibration) if config.calibration else None
     if config.calibration is None and checkpoint.source is not None:
@@ -250,7 +251,7 @@ def _calibrated(config: EngineConfig, checkpoint: Checkpoint, weights: Weights, 
     if path is None:
         return weights
     found = softmax_range.read(path, checkpoint.model_config.num_layers)
-    use = found.qualifies and jnp.dtype(config.kv_cache_dtype).itemsize > 1
+    use = found.qualifies and jnp.dtype(config.kv_cache_dtype) != jnp.float8_e4m3fn
     log.info("softmax: %s (%s)", "unified maximum" if use else "running maximum", path)
     return softmax_range.with_unified_maximum(weights, found, mesh) if use else weights
 

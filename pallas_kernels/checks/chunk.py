@@ -111,6 +111,7 @@ def checks(rows, share):
         # A row's first block says nothing of the others: every tile begins anew.
         functools.partial(case, [[5, 640, 0, 5000]], 700, few, size=300),
         functools.partial(case, some(1500, 9, 3000), 1500, few, size=300, unified=(0.0, 60.0)),
+        *(functools.partial(case, some(1500, 9, 3000), 1500, few, unified=(phi, 60.0), **int8) for phi in (0.0, 500.0)),
         functools.partial(case, some(1500, 9, 3000), 1500, few, unified=(500.0, 60.0)),
     ]
     for run in cases[share[0] :: share[1]]:

@@ -125,15 +125,21 @@ def scores_of(kind, k, table):
     return jnp.asarray(k, jnp.bfloat16)
 
 
-@pytest.mark.parametrize(("kind", "marks"), [("within", 256), ("above", 1), ("below", 256), ("both", 256)])
-def test_with_a_unified_maximum_rows_that_it_does_not_fit_fall_back(kind, marks, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "marks", "int8"),
+    [("within", 256, False), ("above", 1, False), ("below", 256, False), ("both", 256, False), ("both", 256, True)],
+)
+def test_with_a_unified_maximum_rows_that_it_does_not_fit_fall_back(kind, marks, int8, monkeypatch):
     monkeypatch.setattr("pallas_kernels.chunk_attention.MARKS", marks)  # of one mark, which all rounds share, more is done again
     monkeypatch.setattr("pallas_kernels.chunk_rows.MARKS", marks)
     k, v, table = paged(2, [150, 20], 1, 64)
     q = queries(2, 48, 1, 64) * 0.1 + 1
     chunks = [(0, 20, 0, 130), (24, 20, 1, 0)]
-    unified = {"unified": jnp.asarray([0.0, 20.0])}
-    got, want = both(q.astype(jnp.bfloat16), scores_of(kind, k, table), v, table, chunks, unified)
+    extra, k = {"unified": jnp.asarray([0.0, 20.0])}, scores_of(kind, k, table)
+    if int8:
+        (k, extra["k_scale"]), (v, extra["v_scale"]) = quantized(k), quantized(v)
+        v = jnp.swapaxes(v, 2, 3)
+    got, want = both(q.astype(jnp.bfloat16), k, v, table, chunks, extra)
     assert error(got, want) < 6e-3
 
 
@@ -164,7 +170,11 @@ def compiled_with(fn, inputs, folder, monkeypatch):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "dtype", "extra"),
-    [(8, 4, 256, jnp.bfloat16, {"window": 4096, "soft_cap": 30.0}), (32, 8, 128, jnp.float8_e4m3fn, {}), (32, 8, 128, jnp.int8, {})],
+    [
+        (8, 4, 256, jnp.bfloat16, {"window": 4096, "soft_cap": 30.0}),
+        (32, 8, 128, jnp.float8_e4m3fn, {}),
+        (32, 8, 128, jnp.int8, {"unified": jnp.ones(2)}),
+    ],
 )
 def test_for_the_h200_it_uses_its_units(heads, kv_heads, width, dtype, extra, tmp_path, monkeypatch):
     def fn(q, k, v, table, chunks, k_scale=None, v_scale=None):

@@ -210,7 +210,7 @@ FORMS = [
     (32, 8, 128, jnp.bfloat16, {}),
     (32, 2, 256, jnp.bfloat16, {"window": 4096, "soft_cap": 50.0}),
     (64, 8, 128, E4M3, {"unified": jnp.ones(2)}),
-    (32, 8, 128, INT8, {}),
+    (32, 8, 128, INT8, {"unified": jnp.ones(2)}),
 ]
 
 

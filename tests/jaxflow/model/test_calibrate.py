@@ -123,6 +123,7 @@ def test_the_command_writes_beside_the_model_and_an_engine_reads_it(model, tmp_p
         assert layer["unified"].tolist() == [pytest.approx(found.phi), found.bound] and layer["unified"].dtype == jnp.float32
     assert not any("unified" in layer for layer in engine(calibration=""))
     assert not any("unified" in layer for layer in engine(kv_cache_dtype="fp8"))
+    assert all("unified" in layer for layer in engine(kv_cache_dtype="int8"))  # multiplied as bfloat16
     path_beside(model).write_bytes(msgspec.json.encode(msgspec.structs.replace(written, qualifies=False)))
     assert not any("unified" in layer for layer in engine())
     with pytest.raises(ConfigError, match="calibration"):
