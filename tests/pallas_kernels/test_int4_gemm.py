@@ -61,6 +61,8 @@ def test_the_format_says_what_it_does_not_take():
     ("m", "n", "k", "extra"),
     [
         (1, 4096, 4096, {}),
+        (8, 28672, 4096, {"activation": "silu", "gate_block": 64}),
+        (8, 4096, 14336, {"residual": np.ones((8, 4096), jnp.bfloat16)}),
         (16, 28672, 4096, {"activation": "silu", "gate_block": 64}),
         (64, 4096, 14336, {"sms": 28, "out_dtype": jnp.float32}),
     ],
@@ -78,4 +80,9 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(m, n, k, extra, tmp_p
     assert [thunk.kind for thunk in compiled.thunks].count("kCustomCall") == 1
     logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"int4_gemm*{end}")) for end in (".ptxas", ".ptx"))
     assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
+    # What the warpgroups ask for is no more than the CTA was given: an increase beyond it waits for ever.
+    threads, given = (int(re.findall(pattern, text)[0]) for pattern, text in ((r"maxntid (\d+)", ptx), (r"Used (\d+) registers", logs)))
+    asked = {how: int(n) for how, n in re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+(\d+)", ptx)}
+    assert asked.keys() == ({"inc", "dec"} if m <= 8 else set())
+    assert not asked or asked["dec"] + asked["inc"] * (threads // 128 - 1) <= given * (threads // 128)
     assert ("mma.sync.aligned.m16n8k16" if m <= 8 else f"wgmma.mma_async.sync.aligned.m64n{m}k16") in ptx and "lop3.b32" in ptx
