@@ -26,6 +26,7 @@ from jaxflow.engine.programs import Programs
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
 from jaxflow.engine.start_disk import open_disk, put_below
 from jaxflow.engine.start_offload import check_host, device_bytes, page_copies, pinned_pool_gib, start_offload
+from jaxflow.memory.host_memory import free_host_bytes
 from jaxflow.memory.kv_cache import fit_pages, kv_heads, page_bytes
 from jaxflow.mesh import axis_of, choose_platform, make_mesh
 from jaxflow.model import softmax_range
@@ -82,8 +83,7 @@ def memory_budget(mesh: Mesh, config: EngineConfig) -> int:
     if all(stats):
         free = min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)
         return int(free - _SPARE * stats[0]["bytes_limit"])
-    pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return int(pages * size * config.gpu_memory_utilization / 2 / mesh.size)  # CPU: half of what is free now
+    return int(free_host_bytes() * config.gpu_memory_utilization / 2 / mesh.size)  # CPU: half of what is free now
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,6 +296,7 @@ def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: E
         max_num_seqs=config.max_num_seqs,
         token_budget=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
+        memory="the device's" if on_gpu() else "the host's",
     )
 
 

@@ -1,7 +1,6 @@
 """From settings to a host tier: how much goes where, what is reserved at start, and what the link and a step are measured to cost."""
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from jaxflow.engine.load_cost import LoadCosts
 from jaxflow.engine.offload import Offload
 from jaxflow.engine.plans import on_gpu
 from jaxflow.memory.disk_tier import READERS, WRITE_QUEUE_BYTES
+from jaxflow.memory.host_memory import free_host_bytes
 from jaxflow.memory.host_store import HostStore
 from jaxflow.memory.kv_cache import page_bytes
 from jaxflow.memory.numa import gpu_bus_ids, near_cpus, run_bound
@@ -63,7 +63,7 @@ def check_host(config: EngineConfig, model: ModelConfig) -> None:
     if wanted < least:
         accepted = f"0, or at least {least / 2**30:.6f} GiB, a page of each layer group"
         raise ConfigError("kv_offloading_size", config.kv_offloading_size, accepted)
-    there = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = free_host_bytes()
     if wanted > there:
         raise ConfigError("kv_offloading_size", config.kv_offloading_size, f"at most the {there / 2**30:.1f} GiB of memory that are free")
     if not config.enable_prefix_caching:

@@ -56,13 +56,23 @@ def page_bytes(config: ModelConfig, block_size: int, dtype, tp: int) -> tuple[in
 
 
 def fit_pages(
-    config: ModelConfig, budget_bytes: int, *, block_size: int, dtype, tp: int, max_num_seqs: int, token_budget: int, max_model_len: int
+    config: ModelConfig,
+    budget_bytes: int,
+    *,
+    block_size: int,
+    dtype,
+    tp: int,
+    max_num_seqs: int,
+    token_budget: int,
+    max_model_len: int,
+    memory: str = "the device's",
 ) -> tuple[int, ...]:
     """Pages of each layer group that fit in `budget_bytes` of one device.
 
     Every group can hold one sequence of `max_model_len` tokens. Of the rest, window groups get what `max_num_seqs`
     sequences can see at most, full attention what is left. Counts are rounded down to two significant digits or so: free
     memory differs a little from start to start, and with another number of pages no compiled program is found again.
+    memory: whose it is, in the refusal.
 
     Raises:
       ConfigError: when not even one sequence of `max_model_len` tokens fits, naming what would.
@@ -77,8 +87,8 @@ def fit_pages(
         raise ConfigError(
             "max_model_len",
             max_model_len,
-            f"one such sequence needs {need / 2**30:.3f} GiB of KV pages and {max(0, budget_bytes) / 2**30:.3f} GiB are free; "
-            "lower max_model_len or raise gpu_memory_utilization",
+            f"one such sequence needs {need / 2**30:.3f} GiB of KV pages and {max(0, budget_bytes) / 2**30:.3f} GiB of {memory} memory "
+            "are free for them; lower max_model_len or raise gpu_memory_utilization",
         )
     counts, left = list(needs), budget_bytes - need
     for g in sorted(range(len(sizes)), key=lambda g: config.windows[g] is None):  # windows first, full attention last

@@ -6,6 +6,7 @@ import os
 
 from jaxflow.config import EngineConfig
 from jaxflow.engine.build import prepare_process
+from jaxflow.memory.host_memory import host_memory_bytes
 from jaxflow.offload.settings import GIGA, OffloadConfig
 
 
@@ -33,17 +34,3 @@ def device_memory_bytes() -> int | None:
         finally:
             pynvml.nvmlShutdown()
     return None
-
-
-def host_memory_bytes() -> int:
-    """What the host has, in use or not."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def free_host_bytes() -> int:
-    """What the host can still give, the system's caches included."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.build import choose_kernels, resolve
+from jaxflow.memory.host_memory import free_host_bytes
 from jaxflow.mesh import axis_of, make_mesh
 from jaxflow.model.checkpoint import Checkpoint
 from jaxflow.model.ops import Context
@@ -24,7 +25,6 @@ from jaxflow.offload.host_attention import HostAttention
 from jaxflow.offload.host_tier import check_views
 from jaxflow.offload.kv_store import KvStore
 from jaxflow.offload.policy import TIERS, PolicyError
-from jaxflow.offload.process import free_host_bytes
 from jaxflow.offload.programs import Programs
 from jaxflow.offload.run import Setup
 from jaxflow.offload.runtime import Runtime

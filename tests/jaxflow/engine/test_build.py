@@ -26,6 +26,8 @@ from jaxflow.engine.build import (
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.plans import step_sizes, token_buckets
 from jaxflow.engine.request import Request
+from jaxflow.engine.start_offload import check_host
+from jaxflow.memory import host_memory
 from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.pipeline import plan as plans
@@ -211,6 +213,34 @@ def test_memory_is_shared_by_the_devices_of_one_host():
     one, four = memory_budget(make_mesh(1), config), memory_budget(make_mesh(4), config)
     assert 0 < four < one
     assert four == pytest.approx(one / 4, rel=0.2)
+
+
+def test_memory_that_the_cache_of_files_holds_is_free(checkpoint, tmp_path, monkeypatch):
+    """A laptop with 200 MB unused and 6 GB of files in its cache; half of what is free is for pages."""
+    (tmp_path / "meminfo").write_text("MemTotal: 8000000 kB\nMemFree: 200000 kB\nMemAvailable: 6000000 kB\nCached: 6100000 kB\n")
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    assert memory_budget(make_mesh(1), EngineConfig(model=LLAMA, gpu_memory_utilization=0.5)) == 6_000_000 * 1024 // 4
+    config = resolve(EngineConfig(model=LLAMA, kv_offloading_size=5.0), checkpoint.model_config)
+    check_host(config, checkpoint.model_config)
+    with pytest.raises(ConfigError, match=r"kv_offloading_size=6.0 .* at most the 5.7 GiB of memory that are free"):
+        check_host(dataclasses.replace(config, kv_offloading_size=6.0), checkpoint.model_config)
+    (tmp_path / "meminfo").write_text("MemTotal: 8000000 kB\n")  # a kernel that does not say; macOS, which has not even the file
+    assert 0 < host_memory.free_host_bytes() <= host_memory.host_memory_bytes()
+
+    def unknown(name):
+        if name == "SC_AVPHYS_PAGES":
+            raise ValueError("unrecognized configuration name")
+        return {"SC_PHYS_PAGES": 2000, "SC_PAGE_SIZE": 4096}[name]
+
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(host_memory.os, "sysconf", unknown)
+    assert host_memory.free_host_bytes() == 2000 * 4096
+
+
+def test_pages_that_the_host_has_no_memory_for_are_refused(checkpoint, monkeypatch):
+    monkeypatch.setattr(build, "free_host_bytes", lambda: 2**10)
+    with pytest.raises(ConfigError, match=r"max_model_len=.* GiB of KV pages and .* GiB of the host's memory are free for them"):
+        start_engine(EngineConfig(model=checkpoint.name), checkpoint, progress=False)
 
 
 def test_an_engine_with_nothing_said_about_pages(checkpoint, monkeypatch):
