@@ -1,6 +1,5 @@
 """Int4: the format's laws, and what ptxas makes of the kernel for an H200. (Mosaic's interpreter knows no operand in registers.)"""
 
-import functools
 import re
 
 import jax
@@ -58,22 +57,24 @@ def test_the_format_says_what_it_does_not_take():
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "extra"),
+    ("m", "n", "k", "added", "extra"),
     [
-        (1, 4096, 4096, {}),
-        (8, 28672, 4096, {"activation": "silu", "gate_block": 64}),
-        (8, 4096, 14336, {"residual": np.ones((8, 4096), jnp.bfloat16)}),
-        (16, 28672, 4096, {"activation": "silu", "gate_block": 64}),
-        (64, 4096, 14336, {"sms": 28, "out_dtype": jnp.float32}),
+        (1, 4096, 4096, False, {}),
+        (8, 28672, 4096, False, {"activation": "silu", "gate_block": 64}),
+        (8, 4096, 14336, True, {}),
+        (16, 28672, 4096, False, {"activation": "silu", "gate_block": 64}),
+        (64, 4096, 14336, False, {"sms": 28, "out_dtype": jnp.float32}),
     ],
 )
-def test_for_the_h200_it_uses_its_units_and_spills_nothing(m, n, k, extra, tmp_path, monkeypatch):
+def test_for_the_h200_it_uses_its_units_and_spills_nothing(m, n, k, added, extra, tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     half, group = jax.ShapeDtypeStruct((n, k // 2), jnp.uint8), jax.ShapeDtypeStruct((n, k // 64), jnp.bfloat16)
-    args = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), Int4(half, group, group)
-    region = compute_on.compute_on(
-        functools.partial(int4_gemm, **extra), compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device
-    )
+    args = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), Int4(half, group, group), jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
+
+    def product(x, w, residual):
+        return int4_gemm(x, w, residual=residual if added else None, **extra)
+
+    region = compute_on.compute_on(product, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
     compiled = compile_for_h200(lambda *args: region(*args), *abstract(h200_mesh(), args))
     assert compiled.machine_code
     assert [thunk.kind for thunk in compiled.thunks if thunk.stream == "computation_stream[1]" and thunk.depth] == ["kCustomCall"]
