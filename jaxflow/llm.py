@@ -21,7 +21,7 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.policy import Policy
 from jaxflow.offload.process import prepare
 from jaxflow.offload.runtime import Runtime
-from jaxflow.offload.settings import OffloadConfig, offload_config
+from jaxflow.offload.settings import OffloadConfig, check_engine, offload_config
 from jaxflow.offload.start import start
 from jaxflow.text.chat import encode_chat
 from jaxflow.text.detokenizer import StopStrings
@@ -42,7 +42,7 @@ class LLM:
       model: a folder, a .gguf file, a converted checkpoint, a hub id, or the name of a shipped config (dummy weights).
       offload: for a model that does not fit the device: a policy, its file, or a `jaxflow.offload.settings.OffloadConfig`. `generate` and
         `chat` then run through FlexGen's offline runtime, block after block; there is no stream, and one call at a time.
-      settings: the other fields of `jaxflow.config.EngineConfig`, by name.
+      settings: the other fields of `jaxflow.config.EngineConfig`, by name; with `offload`, of `jaxflow.offload.settings.ENGINE_FIELDS`.
 
     Raises:
       ConfigError, CheckpointError, TokenizerError, PolicyError, DiskError: naming what is wrong.
@@ -75,6 +75,7 @@ class LLM:
         if offload is None:
             prepare_process(config)
         else:
+            check_engine(config)
             prepare(offload, config)
         checkpoint = open_checkpoint(config.model, load_format=config.load_format)
         self.name = checkpoint.name

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from absl import flags
@@ -29,11 +28,15 @@ from jaxflow.offload.link import measure_link
 from jaxflow.offload.options import define_flags, offload_from_flags, random_prompts
 from jaxflow.offload.policy import PolicyError
 from jaxflow.offload.report import report, text
+from jaxflow.offload.settings import ENGINE_FIELDS
+from jaxflow.outputs import check_outputs
 
 
 def read_prompts(path: str) -> list[Prompt]:
     """The prompts of a file, a line each. Raises: ConfigError naming the line."""
     found: list[Prompt] = []
+    if not Path(path).is_file():
+        raise ConfigError("prompts", path, "a file that exists")
     for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), start=1):
         if line.startswith("{"):
             try:
@@ -42,29 +45,33 @@ def read_prompts(path: str) -> list[Prompt]:
                 raise ConfigError("prompts", f"{path}, line {number}", "a text, or a JSON object with `prompt`") from error
         elif line.strip():
             found.append(line)
+    if not found:
+        raise ConfigError("prompts", path, "a file with at least one prompt")
     return found
 
 
-def run() -> dict[str, Any]:
-    """The command: generates, and returns the report. Raises: ConfigError, PolicyError, CheckpointError, DiskError, InvalidRequest."""
+def run() -> None:
+    """The command: generates, and reports. Raises: ConfigError, PolicyError, CheckpointError, DiskError, InvalidRequest."""
     f = flags.FLAGS
+    check_outputs("output", "output_json")
     config = engine_config_from_flags()
     offload = offload_from_flags(config.model)
     policy = offload.policy
     given = read_prompts(f.prompts) if f.prompts else None
+    sampling = SamplingParams(temperature=f.temperature, max_tokens=policy.output_tokens, ignore_eos=given is None, seed=config.seed)
     with LLM(offload=offload, **dataclasses.asdict(config)) as llm:
         assert llm.runtime is not None
         prompts = given or random_prompts(
             f.num_prompts or policy.block_size, policy.prompt_tokens, llm.model_config.vocab_size, config.seed
         )
-        sampling = SamplingParams(temperature=f.temperature, max_tokens=policy.output_tokens, ignore_eos=given is None, seed=config.seed)
         outputs = llm.generate(prompts, sampling)
         result = report(llm.runtime, measure_link(llm.runtime.device, f.link_mb))
     if f.output:
         lines = [{"prompt": out.prompt, "text": out.outputs[0].text, "token_ids": out.outputs[0].token_ids} for out in outputs]
         Path(f.output).write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    if f.output_json:
+        Path(f.output_json).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     print(text(result))
-    return result
 
 
 def main(argv: list[str]) -> int:
@@ -78,8 +85,7 @@ def main(argv: list[str]) -> int:
     flags.DEFINE_string("output_json", None, "File for the report.")
     flags.DEFINE_integer("link_mb", 256, "Size of the transfers that the link is measured with.", lower_bound=1)
     if {"--help", "-h"} & set(argv[1:]):
-        modules = [flags.FLAGS.module_help(sys.modules[name]) for name in (__name__, "jaxflow.offload.options", "jaxflow.flags")]
-        print(__doc__, *modules, sep="\n")
+        print(__doc__, _flag_help(), sep="\n")
         return 0
     try:
         rest = flags.FLAGS(argv)[1:]
@@ -90,13 +96,20 @@ def main(argv: list[str]) -> int:
         return 2
     choose_platform()
     try:
-        result = run()
+        run()
     except (ConfigError, PolicyError, CheckpointError, DiskError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if flags.FLAGS.output_json:
-        Path(flags.FLAGS.output_json).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     return 0
+
+
+def _flag_help() -> str:
+    """Of every flag that is of effect here."""
+    shown, f = flags.FlagValues(), flags.FLAGS
+    ours = [flag.name for name in (__name__, "jaxflow.offload.options") for flag in f.get_key_flags_for_module(sys.modules[name])]
+    for name in (*ours, *ENGINE_FIELDS):
+        shown[name] = f[name]
+    return shown.get_help(include_special_flags=False)
 
 
 if __name__ == "__main__":

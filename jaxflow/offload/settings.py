@@ -4,11 +4,16 @@ import dataclasses
 import math
 import os
 
-from jaxflow.config import ConfigError
+from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.offload.policy import Policy, PolicyError, load_policy
 from jaxflow.offload.schedule import SCHEDULES, Schedule
 
 GIGA = 1e9
+# Of `EngineConfig`, what an offloaded run goes by; the rest is of a scheduler, a cache of pages and plans, which it does not have.
+ENGINE_FIELDS = (
+    *("model", "tokenizer", "dtype", "load_format", "quantization", "kv_cache_dtype", "block_size", "tensor_parallel_size"),
+    *("gpu_memory_utilization", "seed", "kernels", "compilation_cache_dir"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,3 +59,11 @@ def offload_config(given: "OffloadConfig | Policy | str | os.PathLike", model: s
     raise PolicyError(
         f"offload={given!r}: a Policy, a policy's file, or an OffloadConfig; `python -m search placement --model {model}` writes one"
     )
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Refuses a setting that would be of no effect. Raises: ConfigError."""
+    for field in dataclasses.fields(EngineConfig):
+        value = getattr(config, field.name)
+        if field.name not in ENGINE_FIELDS and value != field.default:
+            raise ConfigError(field.name, value, "unset: an offloaded run goes by its policy and limits, block after block")

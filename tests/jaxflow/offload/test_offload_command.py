@@ -14,6 +14,7 @@ from jaxflow.bench.offload import parse_blocks
 from jaxflow.config import ConfigError
 from jaxflow.engine.request import InvalidRequest, SamplingParams
 from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.offload import start
 from jaxflow.offload.__main__ import main
 from jaxflow.offload.accounting import DoesNotFit
 from jaxflow.offload.policy import save_policy
@@ -60,6 +61,21 @@ def test_prompts_of_a_file_are_continued_as_the_engine_does(file, tmp_path, caps
     assert "Generated tokens/s:" in capsys.readouterr().out
 
 
+OF_NO_EFFECT = (
+    ("--num_kv_pages", "40"),
+    ("--kv_offloading_size", "1"),
+    ("--max_num_seqs", "4"),
+    ("--max_num_batched_tokens", "64"),
+    ("--step_sizes", "16,32"),
+    ("--max_model_len", "64"),
+    ("--scheduling_policy", "orca-best"),
+    ("--max_waiting", "3"),
+    ("--calibration", "no-such-file"),
+    ("--plan", "no-such-file"),
+    ("--noenable_prefix_caching",),
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -70,11 +86,25 @@ def test_prompts_of_a_file_are_continued_as_the_engine_does(file, tmp_path, caps
         (["--policy", "FILE", "--gpu_memory_limit", "0.00001"], "gpu_memory_limit"),
         (["--policy", "FILE", "--kv_bits", "4", "--host_attention"], "host_attention=True with kv_bits=4"),
         (["--policy", "no-such-file"], "no-such-file"),
+        (["--policy", "FILE", "--prompts", "no-such-file"], "prompts='no-such-file' is not supported: a file that exists"),
+        (["--policy", "FILE", "--prompts", "/dev/null"], "prompts='/dev/null'"),
+        (["--policy", "FILE", "--temperature", "nan"], "temperature"),
+        (["--policy", "FILE", "--output", "no/such/folder/out"], "output='no/such/folder/out' is not supported: a file"),
+        (["--policy", "FILE", "--output_json", "/"], "output_json='/' is not supported: a file that can be written"),
+        *((["--policy", "FILE", *given], "is not supported: unset: an offloaded run goes by its policy") for given in OF_NO_EFFECT),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_line(file, arguments, words, capsys):
+def test_what_cannot_work_is_refused_in_a_line(file, arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr(start, "compile_programs", lambda *_: pytest.fail("refused only when it was compiled"))
     assert main(["offload", "--model", FOLDER, *[str(file) if one == "FILE" else one for one in arguments]]) == 1
     assert words in capsys.readouterr().err
+
+
+def test_help_has_what_an_offloaded_run_goes_by_alone(capsys):
+    assert main(["offload", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("--prompts", "--[no]overlap", "--kernels", "--policy"))
+    assert not any(name in out for name in ("__main__", "--num_kv_pages", "--scheduling_policy"))
 
 
 def test_the_python_api(file, tmp_path):

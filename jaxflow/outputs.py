@@ -1,0 +1,24 @@
+"""The files that a command is to write: looked at before its work, whose results would be lost with them."""
+
+import os
+
+from absl import flags
+
+from jaxflow.config import ConfigError
+
+
+def check_outputs(*names: str, make_folders: bool = False) -> None:
+    """Of flags that name files; those that are not set are passed over.
+
+    Raises: ConfigError for a file that could not be written, naming the flag. OSError: a folder that cannot be made.
+    """
+    for name in names:
+        path = flags.FLAGS[name].value
+        if not path:
+            continue
+        folder = os.path.dirname(path) or "."
+        if make_folders:
+            os.makedirs(folder, exist_ok=True)
+        writable = os.path.isdir(folder) and os.access(path if os.path.exists(path) else folder, os.W_OK)
+        if os.path.isdir(path) or not writable:
+            raise ConfigError(name, path, "a file that can be written, in a folder that exists")
