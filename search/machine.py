@@ -25,6 +25,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxflow.config import ConfigError, Layer, ModelConfig
 from jaxflow.offload.host_attention import HostAttention
+from jaxflow.outputs import check_outputs
 from search.machine_curves import CURVES, Machine, Measured, Point, errors, fit_machine, load_measured, save_machine
 from search.machine_runs import Runs, fit_runs, load_runs, run_errors
 
@@ -50,6 +51,7 @@ def define_flags() -> None:
 def run() -> None:
     """The command."""
     f = flags.FLAGS
+    check_outputs("output", "points")
     if f.runs:
         _correct(load_runs(f.runs), f.output)
         return

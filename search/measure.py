@@ -27,6 +27,7 @@ from jaxflow.memory.kv_cache import kv_heads
 from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.graph import Op
+from jaxflow.outputs import check_outputs
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
 from search.budget import Budget
 from search.collective_bench import beside, collective, equal_ops
@@ -62,8 +63,7 @@ def run() -> None:
     f = flags.FLAGS
     if not f.out:
         raise ConfigError("out", f.out, "a file for the profile")
-    if not Path(f.out).absolute().parent.is_dir():
-        raise ConfigError("out", f.out, "a file in a folder that exists")
+    check_outputs("out")
     config = open_checkpoint(f.model, load_format="dummy").model_config
     tokens, keys = _numbers("tokens", f.tokens), _numbers("keys", f.keys)
     layer, empty = this_device(f.model, config, f.dtype, f.kv_cache_dtype, f.tensor_parallel_size)

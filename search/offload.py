@@ -32,6 +32,7 @@ from jaxflow.offload.report import report
 from jaxflow.offload.runtime import Runtime
 from jaxflow.offload.settings import OffloadConfig
 from jaxflow.offload.start import start
+from jaxflow.outputs import check_outputs
 from search import placement
 from search.machine_curves import Machine, load_machine
 from search.machine_runs import Run, Runs
@@ -79,6 +80,7 @@ class Bench:
 def run() -> None:
     """The command. Raises: ConfigError, PolicyError, PlacementError where nothing fits."""
     f = flags.FLAGS
+    check_outputs("output_json", "runs_json")
     memory = Memory(*(getattr(f, tier) * GIGA for tier in placement.TIERS))
     engine = EngineConfig(model=f.model, load_format=f.load_format, dtype=f.dtype, block_size=f.block_size)
     prepare(OffloadConfig(_smallest(f.model), gpu_memory_limit=f.gpu_mem, host_memory_limit=f.cpu_mem), engine)

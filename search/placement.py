@@ -8,13 +8,13 @@ over all blocks (JSON, and a PNG beside it).
 """
 
 import math
-import os
 
 from absl import flags, logging
 
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload.policy import Policy, Shares, save_policy
+from jaxflow.outputs import check_outputs
 from search.machine_curves import Machine, load_machine
 from search.placement_cost import Prediction, predict
 from search.placement_front import front, pareto, save_front
@@ -70,9 +70,7 @@ def run() -> None:
     machine, work = load_machine(f.machine), workload_from_flags(f.model, config, f.dtype)
     memory = Memory(*(getattr(f, tier) * GIGA for tier in TIERS))
     options = options_from_flags()
-    for path in filter(None, (f.output, f.front)):
-        if not os.path.isdir(os.path.dirname(path) or "."):
-            raise ConfigError("output" if path == f.output else "front", path, "a file in a folder that exists")
+    check_outputs("output", "front")
     policy = search(work, machine, memory, options)
     print(f" {f.model} on {machine.name}, {f.prompt_tokens} in / {f.output_tokens} out ".center(WIDTH, "="))
     print(*describe(work, machine, memory, options, policy), sep="\n")

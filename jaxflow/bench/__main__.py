@@ -33,6 +33,8 @@ COMMANDS = (
     *("decode_step", "plans", "trace", "memory", "perplexity", "sweep"),
 )
 
+FILES = ("output_json", "output_png", "plot")  # flags that name what a command writes
+
 
 def main(argv: list[str]) -> int:
     """Runs one command; returns the exit status: 2 for a wrong command line, 1 for a run that could not be."""
@@ -66,18 +68,20 @@ def _run(command) -> int:
     from jaxflow.bench.report import write_json
     from jaxflow.mesh import choose_platform
     from jaxflow.model.checkpoint import CheckpointError
+    from jaxflow.outputs import check_outputs
     from serving.client import RequestFailed
 
     choose_platform()
     without_weights()
     try:
+        check_outputs(*(name for name in FILES if name in flags.FLAGS), make_folders=True)
         result = command.run()
+        if flags.FLAGS.output_json:
+            write_json(flags.FLAGS.output_json, result)
+            print(f"wrote {flags.FLAGS.output_json}", file=sys.stderr)
     except (ValueError, OSError, CheckpointError, RequestFailed) as error:  # ConfigError and WorkloadError are ValueErrors
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if flags.FLAGS.output_json:
-        write_json(flags.FLAGS.output_json, result)
-        print(f"wrote {flags.FLAGS.output_json}", file=sys.stderr)
     return 0
 
 
