@@ -2,8 +2,8 @@
 
   python -m search cost --model llama-3.1-8b --device H200 --prompt_tokens 1024 --output_tokens 512
 
-Times are lower bounds: ops at the datasheet's rates, joules at the lowest that any implementation was measured at (where the
-device's were measured). The optimal throughput of Eq. 5 counts dense products alone, at the best measured rate. The largest batch
+Times are lower bounds: ops at the datasheet's rates, joules at the least that sustained runs took (where the device's were
+measured). The optimal throughput of Eq. 5 counts dense products alone, at the best measured rate. The largest batch
 is what NanoFlow's classification assumes (Eq. 1, 2 and 4; docs/cost-model.md): requests fill the memory beside the weights.
 """
 

@@ -1,7 +1,7 @@
 """Watts over a layer's time, by the energy model: a card's sensor follows some tens of milliseconds, not one kernel.
 
 Every kernel's counted work has its joules at the clock that the steps ran at; what runs beside each other adds up, over idle.
-The model's constants are the least that any implementation needed, so its dynamic watts are scaled until their mean over the
+The model's constants are the least that sustained runs took, so its dynamic watts are scaled until their mean over the
 layer is what the sensor read over many steps. A sum over devices costs nothing by the model but the memory that it moves.
 """
 

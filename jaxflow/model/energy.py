@@ -33,7 +33,10 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Power(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What work costs on one device. The constants are the lowest that any implementation was measured at."""
+    """What work costs on one device. None of the sustained runs that it was fitted to needed less than the constants say.
+
+    Windows of a tenth of a second tell no joules: a sensor's watts are up to a quarter apart for one product (docs/cost-model.md).
+    """
 
     schema_version: int
     device: str  # as in `jaxflow.model.cost.DEVICES`

@@ -1,5 +1,8 @@
 """The fit of joules: finds what made the data, is a bound for the runs it was made of, and is what the release ships."""
 
+import json
+import re
+
 import msgspec
 import numpy as np
 import paths
@@ -10,6 +13,7 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import Curve, bound, shipped_power
 from jaxflow.model.graph import BFLOAT16, FP8, Work, model_graph
+from pallas_kernels.checks.script import SHAPES
 from search.energy_fit import Run, errors, fit, load_runs, with_profile
 from search.op_times import Pair, Profile, load_profile
 
@@ -45,6 +49,38 @@ def test_the_frozen_bound_lies_below_every_entry_of_a_profile(path):
     for run in found.runs:
         second = bound(Work(run.flops_per_s, kv_bytes=run.bytes_per_s), DEVICES["H200"], power, run.dtype)
         assert second.longest_s < 1.0, run.name
+
+
+def timed_products():
+    """(group, case, way, run, its timing) of every product of the kernels' report in bfloat16 and e4m3, with its weight's bytes alone."""
+    for row in json.loads((paths.ROOT / "benchmarks" / "h200-kernels.json").read_bytes())["rows"]:
+        about = re.fullmatch(r"(8B|70B/tp4) (\w+) M (\d+)", row["case"])
+        if not about or "gemm" not in row["group"]:
+            continue
+        n, k = SHAPES[about[1]][about[2]]
+        dtype = "float8_e4m3fn" if row["group"].startswith("fp8") else "bfloat16"
+        for way, t in row["ways"].items():
+            if way != "int4":
+                flops, moved = 2e6 * int(about[3]) * n * k / t["us"], 1e6 * n * k * (1 if dtype == "float8_e4m3fn" else 2) / t["us"]
+                yield row["group"], row["case"], way, Run(way, dtype, flops, moved, t["watts"], t["mhz"]), t
+
+
+def test_the_kernels_report_is_held_to_the_bound_in_time_and_its_watts_are_not_joules():
+    measured, power, products = load_runs(MEASURED), shipped_power("H200"), list(timed_products())
+    assert power is not None and len(products) > 300
+    for group, case, way, run, _ in products:
+        second = bound(Work(run.flops_per_s, weight_bytes=run.bytes_per_s), DEVICES["H200"], power, run.dtype)
+        assert second.longest_s < 1.0, (group, case, way)
+    doc = (paths.ROOT / "docs" / "cost-model.md").read_text("utf-8").replace("\n", " ")
+    dense = [run for group, *_, run, _ in products if group.startswith(("dense_gemm", "fp8_gemm"))]
+    ratios = errors(msgspec.structs.replace(measured, runs=dense), power)
+    less = sum(ratio < 1 for ratio in ratios)
+    assert (
+        f"{less} of the {len(dense)} timings of dense products need less than the constants say, the least {min(ratios):.3f} of it" in doc
+    )
+    twice = [t for _, case, way, _, t in products if (case, way) == ("70B/tp4 qkv M 1", "flat")]
+    (watts, us), (later_watts, later_us) = sorted((t["watts"], t["us"]) for t in twice)
+    assert f"{watts:.0f} W and at {later_watts:.0f} W, in {us:.1f} and in {later_us:.1f} µs" in doc
 
 
 def test_a_profile_is_fitted_as_runs_are():
