@@ -3,7 +3,8 @@
   python -m search cost --model llama-3.1-8b --device H200 --prompt_tokens 1024 --output_tokens 512
 
 Times are lower bounds: ops at the datasheet's rates, joules at the least that sustained runs took (where the device's were
-measured). The optimal throughput of Eq. 5 counts dense products alone, at the best measured rate. The largest batch
+measured). The optimal throughput of Eq. 5 counts dense products alone, at the rate that they kept up for a second or
+longer where that was measured (`jaxflow.model.cost.DEVICES`): single products in short windows may be faster. The largest batch
 is what NanoFlow's classification assumes (Eq. 1, 2 and 4; docs/cost-model.md): requests fill the memory beside the weights.
 """
 

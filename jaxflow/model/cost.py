@@ -55,7 +55,8 @@ DEVICES = {
         # Measured: the paper's own peak of a CUTLASS product (NanoFlow §3.5).
         Device("A100-80GB", 80 * GIGA, Rates(_flops(312, float32=156), 2.0 * TERA, 300 * GIGA), Rates(_flops(280), 2.0 * TERA, 300 * GIGA)),
         Device("H100", 80 * GIGA, Rates(_flops(989, 1979, 494), 3.35 * TERA, 450 * GIGA)),
-        # Measured: chains of cuBLAS products, decode attention, an all-reduce of 134 MB over four devices.
+        # Measured: chains of products in bf16, Llama-3.1-8B's layers in fp8 (XLA, 8,192 rows), decode attention, an all-reduce of 134 MB
+        # over four devices. Single fp8 products in windows of a tenth of a second are faster: no ceiling of a step's (docs/cost-model.md).
         Device(
             "H200",
             141 * GIGA,

@@ -1,7 +1,9 @@
 """The cost model, against the numbers that NanoFlow prints."""
 
 import dataclasses
+import json
 
+import paths
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,6 +126,19 @@ def test_measured_ceilings_are_below_the_datasheet():
             assert flops <= device.datasheet.flops_per_s[dtype]
         assert device.rates.memory_bytes_per_s <= device.datasheet.memory_bytes_per_s
         assert device.rates.network_bytes_per_s <= device.datasheet.network_bytes_per_s
+
+
+def test_the_documented_ceilings_are_those_of_the_reports():
+    doc = (paths.ROOT / "docs" / "cost-model.md").read_text("utf-8")
+    energy, kernels = (json.loads((paths.ROOT / "benchmarks" / f"h200-{name}.json").read_bytes()) for name in ("energy", "kernels"))
+    kept = {dtype: [run["flops_per_s"] for run in energy["runs"] if run["dtype"] == dtype] for dtype in ("bfloat16", "float8_e4m3fn")}
+    for dtype, best in kept.items():
+        assert DEVICES["H200"].rates.flops_per_s[dtype] == pytest.approx(max(best), rel=0.01)
+        assert f"{max(best) / 1e12:,.0f}" in doc
+    fastest = max(way["rate"] for row in kernels["rows"] if row["group"] == "fp8_gemm" for way in row["ways"].values())
+    assert f"product made {fastest / 1e12:,.0f} TFLOP/s" in doc
+    layer = max(way["rate"] for row in kernels["rows"] if row["group"] == "layer_fp8" for way in row["ways"].values())
+    assert f"reach {layer / 1e12:,.0f} there" in doc
 
 
 def test_one_token_past_a_tile_costs_a_whole_tile():
