@@ -35,7 +35,8 @@ _HELP = {
     "scheduling_policy": f"How a step is filled: {', '.join(SCHEDULING_POLICIES)}.",
     "chunk_size": "Prefill tokens in a step at most, with --scheduling_policy=hybrid.",
     "kernels": "auto: by the device; reference (XLA), mosaic (Hopper) or triton (NVIDIA GPUs, with the extra triton) forces them.",
-    "compilation_cache_dir": "Where compiled programs are kept between runs, lowered ones beside them; empty: nowhere. Default: ~/.cache/jaxflow/compiled.",
+    "compilation_cache_dir": "Where compiled programs are kept between runs, lowered ones beside them; empty: nowhere. "
+    "Default: ~/.cache/jaxflow/compiled.",
 }
 
 

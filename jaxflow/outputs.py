@@ -1,5 +1,6 @@
 """The files that a command is to write: looked at before its work, whose results would be lost with them."""
 
+import contextlib
 import os
 
 from absl import flags
@@ -8,9 +9,9 @@ from jaxflow.config import ConfigError
 
 
 def check_outputs(*names: str, make_folders: bool = False) -> None:
-    """Of flags that name files; those that are not set are passed over.
+    """Of flags that name files; those that are not set are passed over. make_folders: they need not be there.
 
-    Raises: ConfigError for a file that could not be written, naming the flag. OSError: a folder that cannot be made.
+    Raises: ConfigError for a file that could not be written, naming the flag.
     """
     for name in names:
         path = flags.FLAGS[name].value
@@ -18,7 +19,8 @@ def check_outputs(*names: str, make_folders: bool = False) -> None:
             continue
         folder = os.path.dirname(path) or "."
         if make_folders:
-            os.makedirs(folder, exist_ok=True)
+            with contextlib.suppress(OSError):
+                os.makedirs(folder, exist_ok=True)
         writable = os.path.isdir(folder) and os.access(path if os.path.exists(path) else folder, os.W_OK)
         if os.path.isdir(path) or not writable:
-            raise ConfigError(name, path, "a file that can be written, in a folder that exists")
+            raise ConfigError(name, path, "a file that can be written, in a folder that " + ("can be made" if make_folders else "exists"))
