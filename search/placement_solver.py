@@ -29,11 +29,19 @@ class PlacementError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that a run may use of each tier."""
+    """Bytes that a run may use of each tier; inf for a bound without that limit.
+
+    Raises: PlacementError.
+    """
 
     device: float
     host: float
     disk: float
+
+    def __post_init__(self) -> None:
+        for flag, capacity in zip(TIERS, self, strict=True):
+            if not capacity >= 0:
+                raise PlacementError(f"{flag}={capacity / GIGA}: GB, 0 or more")
 
     def __iter__(self) -> Iterator[float]:
         return iter((self.device, self.host, self.disk))

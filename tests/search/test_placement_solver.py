@@ -154,6 +154,12 @@ def test_options_that_mean_nothing_are_refused(changes, words):
         Options(**changes)
 
 
+@pytest.mark.parametrize(("capacity", "words"), [(math.nan, "gpu_mem=nan: GB, 0 or more"), (-1.0, "gpu_mem=-1e-09")])
+def test_memory_that_is_no_amount_is_refused(capacity, words):
+    with pytest.raises(PlacementError, match=words):
+        Memory(capacity, 0.0, 0.0)
+
+
 @pytest.mark.parametrize("memory", [(16, 10, 0), (1, 10, 0), (16, 0, 10), (0.5, 1, 1)])
 def test_what_is_advised_fits(memory):
     """A refusal names amounts of memory; with them the search succeeds."""
