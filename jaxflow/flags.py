@@ -1,6 +1,8 @@
 """The settings of the engine as command-line flags, under the names of `EngineConfig`."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
 from absl import flags
@@ -57,3 +59,13 @@ def engine_config_from_flags() -> EngineConfig:
     values = flags.FLAGS
     given: dict[str, Any] = {field.name: values[field.name].value for field in dataclasses.fields(EngineConfig)}
     return EngineConfig(**given)
+
+
+def parse(argv: Sequence[str]) -> None:
+    """Reads a command line of flags alone. Raises: flags.Error, for NaN too: absl finds it within any bounds."""
+    rest = flags.FLAGS(argv)[1:]
+    if rest:
+        raise flags.Error(f"unexpected arguments: {' '.join(rest)}")
+    for name, value in flags.FLAGS.flag_values_dict().items():
+        if isinstance(value, float) and math.isnan(value):
+            raise flags.Error(f"flag --{name}={value}: a number is accepted")

@@ -19,6 +19,7 @@ import sys
 from absl import flags
 
 from jaxflow.config import ConfigError
+from jaxflow.flags import parse
 from jaxflow.mesh import choose_platform
 from jaxflow.model.checkpoint import CheckpointError
 
@@ -39,9 +40,7 @@ def main(argv: list[str]) -> int:
         print(command.__doc__, flags.FLAGS.module_help(command), sep="\n")
         return 0
     try:
-        rest = flags.FLAGS(argv[1:])[1:]
-        if rest:
-            raise flags.Error(f"unexpected arguments: {' '.join(rest)}")
+        parse(argv[1:])
     except flags.Error as error:
         print(f"error: {error}\n`python -m search {argv[1]} --help` lists the flags", file=sys.stderr)
         return 2

@@ -28,6 +28,8 @@ from pathlib import Path
 
 from absl import flags
 
+from jaxflow.flags import parse
+
 COMMANDS = (
     *("throughput", "latency", "serve", "hierarchy", "disk", "host", "link", "offload", "kernels"),
     *("decode_step", "plans", "trace", "memory", "perplexity", "sweep"),
@@ -50,9 +52,7 @@ def main(argv: list[str]) -> int:
         print(command.__doc__, *_flag_help(command), sep="\n")
         return 0
     try:
-        rest = flags.FLAGS(argv[1:])[1:]
-        if rest:
-            raise flags.Error(f"unexpected arguments: {' '.join(rest)}")
+        parse(argv[1:])
     except flags.Error as error:
         print(f"error: {error}\n`python -m jaxflow.bench {argv[1]} --help` lists the flags", file=sys.stderr)
         return 2

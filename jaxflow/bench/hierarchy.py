@@ -87,6 +87,8 @@ def run() -> dict[str, Any]:
     chosen = {name: config for name, config in ways(engine_config_from_flags()).items() if name in (f.only or WAYS)}
     if not chosen:
         raise ConfigError("only", ",".join(f.only), "an engine whose tiers are given: --kv_offloading_size, --kv_disk_path")
+    options.check_workload(min(map(options.longest, chosen.values())))
+    workload.poisson_arrivals((), f.request_rate)
     rate = "inf" if math.isinf(f.request_rate) else f.request_rate
     result: dict[str, Any] = {}
     executor: Executor | None = None

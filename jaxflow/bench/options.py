@@ -1,6 +1,7 @@
 """Flags that the commands of the bench share, and what they stand for."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ from absl import flags
 from jaxflow.bench import workload
 from jaxflow.bench.conversations import Conversation, of_items, synthetic
 from jaxflow.bench.workload import NANOFLOW, UNLIMITED, Item, WorkloadError
+from jaxflow.config import EngineConfig
 from jaxflow.flags import define_engine_flags
+from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 
 PROTOCOL = {"constant": 1200, "lognormal": 2000, "trace": 2000}  # requests handed over; 1000 at 1000/1000
@@ -74,7 +77,19 @@ def define_bed() -> None:
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
-def items_from_flags(max_tokens: int, *, ordered: bool = False) -> tuple[list[Item], dict[str, Any]]:
+def check_workload(max_tokens: float) -> None:
+    """Refuses what `items_from_flags` and `conversations_from_flags` would, before a model is loaded for nothing. Raises: WorkloadError."""
+    items, _ = items_from_flags(max_tokens)
+    if "rounds" in flags.FLAGS:
+        conversations_from_flags(items[:1], max_tokens, vocab_size=2)
+
+
+def longest(config: EngineConfig) -> int:
+    """Tokens of a sequence that an engine will take, known before it is there. Raises: ConfigError, CheckpointError."""
+    return config.max_model_len or open_checkpoint(config.model, load_format="dummy").model_config.max_position
+
+
+def items_from_flags(max_tokens: float, *, ordered: bool = False) -> tuple[list[Item], dict[str, Any]]:
     """The requests that the flags ask for, and a description for the report.
 
     max_tokens: of prompt and output together that the engine takes; a trace's longer requests are left out.
@@ -89,6 +104,8 @@ def items_from_flags(max_tokens: int, *, ordered: bool = False) -> tuple[list[It
     number = f.num_requests or (1000 if (kind, prompt, output) == ("constant", 1000, 1000) else PROTOCOL[kind])
     left_out = 0
     if kind == "trace":
+        if not Path(f.trace).is_file():
+            raise WorkloadError(f"--trace {f.trace}: a file that exists is accepted")
         every = workload.read_trace(f.trace, {"auto": None, "nanoflow": NANOFLOW, "none": UNLIMITED}[f.trace_filter])
         every = workload.shrink(every, f.trace_shrink) if "trace_shrink" in f and f.trace_shrink > 1 else every
         fitting = [item for item in every if item.prompt_tokens + item.output_tokens <= max_tokens]
@@ -106,7 +123,7 @@ def items_from_flags(max_tokens: int, *, ordered: bool = False) -> tuple[list[It
     return items, describe(items, kind, trace=f.trace, left_out=left_out, seed=seed)
 
 
-def conversations_from_flags(items: Sequence[Item], max_tokens: int, vocab_size: int) -> tuple[list[Conversation], dict[str, Any]]:
+def conversations_from_flags(items: Sequence[Item], max_tokens: float, vocab_size: int) -> tuple[list[Conversation], dict[str, Any]]:
     """The conversations that `items` open, as many rounds as the flags say, and what a report says of them.
 
     Raises:

@@ -23,7 +23,7 @@ from absl import flags
 from jaxflow.bench import conversations, machine, options, report, reuse, workload
 from jaxflow.bench.conversations import Conversation
 from jaxflow.bench.load import converse
-from jaxflow.bench.workload import Item
+from jaxflow.bench.workload import Item, WorkloadError
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model.checkpoint import CheckpointError, open_checkpoint
 from serving.client import DEFAULT_TARGET, Client
@@ -98,8 +98,18 @@ def find_model_config(name: str) -> ModelConfig | None:
         return None
 
 
+def check_flags() -> None:
+    """Refuses what can be refused before a server is waited for. Raises: WorkloadError."""
+    f = flags.FLAGS
+    if f.arrivals == "trace" and not f.trace:
+        raise WorkloadError("--arrivals trace: with --trace it is possible, whose times they are")
+    options.check_workload(math.inf)
+    arriving([Item(1, 1), Item(1, 1, arrival_s=1.0)], f.arrivals, f.request_rate, seed=0)
+
+
 async def _run() -> dict[str, Any]:
     f = flags.FLAGS
+    check_flags()
     slo = report.parse_goodput(f.goodput)
     access = {"tls_ca": f.tls_ca, "tls_cert": f.tls_cert, "tls_key": f.tls_key, "auth_token": f.auth_token}
     async with Client(f.target, **access) as client, contextlib.AsyncExitStack() as stack:

@@ -160,6 +160,8 @@ def _measured(kind: str) -> dict[str, Any]:
     common: dict[str, Any] = {"seed": f.workload_seed, "device": f.optimal_device}
     slo = report.parse_goodput(f.goodput)
     config = engine_config_from_flags()
+    if kind == "rate":
+        options.check_workload(options.longest(config))
     with LLM.from_config(dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or 2000))) as llm:
         head = {"command_name": "sweep", **throughput.head(llm)}
         if f.output_json:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 BLOCK_TOKENS = 512  # of prompt that one of Mooncake's hash ids stands for
+MOST_SPREAD = 100.0  # standard deviation over mean
 
 
 class WorkloadError(ValueError):
@@ -45,6 +46,7 @@ class Limits:
 
 
 NANOFLOW = Limits(3072, 1024, 4096)  # what it keeps of its traces
+_NO_RATE = "rate={}: a positive number of requests a second is possible"
 UNLIMITED = Limits(math.inf, math.inf, math.inf)
 
 
@@ -68,7 +70,7 @@ def lognormal(
     cv is the standard deviation over the mean before the cut; the defaults are ShareGPT's (NanoFlow, Table 4).
 
     Raises:
-      WorkloadError: if a mean is not below its limit.
+      WorkloadError: if a mean is not below its limit, or a spread not possible.
     """
     rng = np.random.default_rng([seed, 1])
     most_prompt = min(limits.prompt_tokens, limits.total_tokens - 1)
@@ -79,6 +81,8 @@ def lognormal(
 
 def _lognormal(rng: np.random.Generator, number: int, mean: float, cv: float, most: np.ndarray) -> np.ndarray:
     """Whole numbers from 1 to `most` [number] whose mean is within a token of `mean`."""
+    if not 0 <= cv <= MOST_SPREAD:
+        raise WorkloadError(f"a spread (cv) of {cv} is not possible: 0 to {MOST_SPREAD} is")
     if not 1 <= mean < most.mean():
         raise WorkloadError(f"a mean length of {mean} is not possible: 1 to below {most.mean():.0f} tokens, the limit, is")
     drawn = np.exp(math.sqrt(math.log1p(cv**2)) * rng.standard_normal(number))
@@ -172,13 +176,19 @@ def sample(items: Sequence[Item], number: int, seed: int = 0) -> list[Item]:
 def poisson_arrivals(items: Sequence[Item], rate: float, seed: int = 0) -> list[Item]:
     """The items at exponential intervals, `rate` a second on average, all at once for an infinite rate."""
     if not rate > 0:
-        raise WorkloadError(f"rate={rate}: a positive number of requests a second is possible")
+        raise WorkloadError(_NO_RATE.format(rate))
     gaps = np.random.default_rng([seed, 3]).exponential(1 / rate, len(items))
     return [dataclasses.replace(item, arrival_s=float(t)) for item, t in zip(items, np.cumsum(gaps), strict=True)]
 
 
 def trace_arrivals(items: Sequence[Item], rate: float | None = None) -> list[Item]:
-    """The items at the trace's own times, from 0 on; with a rate, stretched so that so many a second come on average."""
+    """The items at the trace's own times, from 0 on; with a rate, stretched so that so many a second come on average.
+
+    Raises:
+      WorkloadError: for a rate that is none, or times that are all the same.
+    """
+    if rate is not None and not rate > 0:
+        raise WorkloadError(_NO_RATE.format(rate))
     ordered = sorted(items, key=lambda item: item.arrival_s)
     first, span = ordered[0].arrival_s, ordered[-1].arrival_s - ordered[0].arrival_s
     if rate is not None and span == 0:

@@ -19,7 +19,7 @@ from absl import flags
 
 from jaxflow.config import ConfigError
 from jaxflow.engine.request import SamplingParams
-from jaxflow.flags import define_engine_flags, engine_config_from_flags
+from jaxflow.flags import define_engine_flags, engine_config_from_flags, parse
 from jaxflow.llm import LLM, Prompt
 from jaxflow.mesh import choose_platform
 from jaxflow.model.checkpoint import CheckpointError
@@ -88,9 +88,7 @@ def main(argv: list[str]) -> int:
         print(__doc__, _flag_help(), sep="\n")
         return 0
     try:
-        rest = flags.FLAGS(argv)[1:]
-        if rest:
-            raise flags.Error(f"unexpected arguments: {' '.join(rest)}")
+        parse(argv)
     except flags.Error as error:
         print(f"error: {error}\n`python -m jaxflow.offload --help` lists the flags", file=sys.stderr)
         return 2

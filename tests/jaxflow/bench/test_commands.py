@@ -24,6 +24,8 @@ from serving.client import Client
 from serving.server import Server, ServerConfig
 
 MODEL = str(paths.MODELS / "stories260K")
+TRACE = str(paths.TRACES / "azure2023_conv_1000.csv")
+SPREADS = (("input", "-1.0"), ("output", "inf"))
 ENGINE = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 128, "num_kv_pages": 16, "enable_prefix_caching": False}
 
 
@@ -339,8 +341,8 @@ def test_help_of_the_bench_names_the_commands(capsys):
         (["throughput", "--model", MODEL, "--goodput", "itl:3"], 1, "itl:3"),
         (["throughput", "--model", MODEL, "--block_size", "0"], 1, "block_size"),
         (["throughput", "--model", MODEL, "--input_len", "120", "--output_len", "20"], 1, "over the 128 tokens"),
-        (["throughput", "--model", MODEL, "--trace", "absent.csv"], 1, "absent.csv"),
-        (["throughput", "--model", MODEL, "--lengths", "lognormal", "--input_len", "500"], 1, "500"),
+        (["throughput", "--model", MODEL, "--trace", "absent.csv"], 1, "--trace absent.csv: a file that exists"),
+        (["throughput", "--model", MODEL, "--max_model_len", "128", "--lengths", "lognormal", "--input_len", "500"], 1, "500"),
         (["throughput", "--model", MODEL, "--output_json", "/"], 1, "output_json='/' is not supported: a file that can be written"),
         (["latency", "--model", MODEL, "--output_json", "/dev/null/out.json"], 1, "in a folder that can be made"),
         (["latency", "--model", MODEL, "--input_len", "128"], 1, "--input_len 128"),
@@ -348,6 +350,11 @@ def test_help_of_the_bench_names_the_commands(capsys):
         (["sweep", "--sweep", "rate", "--model", MODEL], 1, "--values is needed"),
         (["sweep", "--sweep", "rate", "--values", "4,inf", "--model", MODEL, "--num_requests", "2", "--input_len", "9"], 1, "4,inf"),
         (["sweep", "--sweep", "tiles", "--model", "no-such-model"], 1, "no-such-model"),
+        *((["serve", "--trace", TRACE, "--arrivals", "trace", "--request_rate", rate], 1, f"rate={rate}") for rate in ("0.0", "-2.0")),
+        (["serve", "--arrivals", "trace"], 1, "with --trace it is possible"),
+        *((["serve", f"--{flag}", "nan"], 2, f"--{flag}=nan") for flag in ("request_rate", "timeout_s", "think_time_s")),
+        *((["serve", "--lengths", "lognormal", f"--{flag}_cv", cv], 1, f"a spread (cv) of {cv}") for flag, cv in SPREADS),
+        (["serve", "--trace", "absent.csv"], 1, "--trace absent.csv: a file that exists"),
         (["serve", "--target", "127.0.0.1:1", "--wait_s", "0.2"], 1, "DEADLINE_EXCEEDED"),
     ],
 )  # fmt: skip
@@ -355,6 +362,24 @@ def test_what_cannot_be_is_said_in_a_line(bench, capsys, arguments, status, mess
     assert bench(*arguments) == status
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("throughput", ["--trace", "absent.csv"], "--trace absent.csv"),
+        ("throughput", ["--input_len", "600"], "over the 512 tokens"),
+        ("throughput", ["--input_len", "100", "--max_model_len", "128"], "over the 128 tokens"),
+        ("hierarchy", ["--input_len", "600"], "over the 512 tokens"),
+        ("hierarchy", ["--trace", TRACE, "--rounds", "3"], "--rounds 3"),
+        ("hierarchy", ["--input_len", "8", "--output_len", "8", "--request_rate", "0"], "rate=0.0"),
+        ("sweep", ["--sweep", "rate", "--values", "4", "--trace", "absent.jsonl"], "--trace absent.jsonl"),
+    ],
+)
+def test_a_workload_is_refused_before_a_model_is_loaded_for_it(no_flags, monkeypatch, capsys, command, arguments, message):
+    monkeypatch.setattr(LLM, "from_config", classmethod(lambda *_, **__: pytest.fail("a model was loaded")))
+    assert main(["bench", command, "--model", MODEL, *arguments]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_lengths_and_numbers_follow_the_rivals_protocol(bench):

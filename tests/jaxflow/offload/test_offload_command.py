@@ -88,7 +88,7 @@ OF_NO_EFFECT = (
         (["--policy", "no-such-file"], "no-such-file"),
         (["--policy", "FILE", "--prompts", "no-such-file"], "prompts='no-such-file' is not supported: a file that exists"),
         (["--policy", "FILE", "--prompts", "/dev/null"], "prompts='/dev/null'"),
-        (["--policy", "FILE", "--temperature", "nan"], "temperature"),
+        (["--policy", "FILE", "--temperature", "inf"], "temperature"),
         (["--policy", "FILE", "--output", "no/such/folder/out"], "output='no/such/folder/out' is not supported: a file"),
         (["--policy", "FILE", "--output_json", "/"], "output_json='/' is not supported: a file that can be written"),
         *((["--policy", "FILE", *given], "is not supported: unset: an offloaded run goes by its policy") for given in OF_NO_EFFECT),
