@@ -18,6 +18,7 @@ from absl import app, flags
 
 import jaxflow.flags
 from jaxflow.config import ConfigError, EngineConfig
+from serving import command
 from serving.server import ListenError, Server, ServerConfig
 
 if TYPE_CHECKING:
@@ -175,4 +176,4 @@ def say(text: str) -> None:
 if __name__ == "__main__":
     jaxflow.flags.define_engine_flags()
     flags.adopt_module_key_flags(jaxflow.flags)
-    app.run(main)
+    command.run(main)

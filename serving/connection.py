@@ -14,6 +14,7 @@ from serving import generate_pb2 as pb
 from serving import generate_pb2_grpc
 
 DEFAULT_TARGET = "127.0.0.1:50051"
+_LONGEST_S = 1e9
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, token ids, or chat messages {"role", "content"}
 
@@ -156,7 +157,7 @@ class Client:
             request.chat.CopyFrom(pb.Chat(messages=messages, continue_final_message=continue_final_message))
         else:
             request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
-        return Answer(self._generate.Generate(request, timeout=timeout_s, metadata=self._metadata), settings.n or 1)
+        return Answer(self._generate.Generate(request, timeout=_deadline(timeout_s), metadata=self._metadata), settings.n or 1)
 
     async def model(self, timeout_s: float | None = 10.0) -> pb.GetModelResponse:
         """What is being served. Raises: RequestFailed."""
@@ -174,7 +175,7 @@ class Client:
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Returns once the server says that it serves. Raises: RequestFailed, if it does not within `timeout_s`."""
-        watch = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)  # type: ignore[attr-defined]
+        watch = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=_deadline(timeout_s), wait_for_ready=True)  # type: ignore[attr-defined]
         try:
             async for reply in watch:
                 if reply.status == health_pb2.HealthCheckResponse.SERVING:
@@ -186,6 +187,11 @@ class Client:
             watch.cancel()
         message = f"no server was ready at {self.target} within {timeout_s:g} s"
         raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, message, from_server=False)
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    """A timeout that gRPC understands: one beyond the end of its clock, infinity too, is over at once."""
+    return None if timeout_s is None else min(_LONGEST_S, timeout_s)
 
 
 def _failure(error: grpc.aio.AioRpcError) -> RequestFailed:

@@ -11,14 +11,15 @@ import signal
 import subprocess
 import sys
 
-from absl import app, flags
+from absl import flags
 
+from serving import command
 from serving.default_model import default_model
 
 QUESTION = "What is gravity? Answer in three sentences."
 
 MODEL = flags.DEFINE_string("model", None, "What to serve: a folder, a .gguf file or a hub id; default: SmolLM2-135M-Instruct.")
-MAX_TOKENS = flags.DEFINE_integer("max_tokens", 200, "Tokens of the answer at most.", lower_bound=1)
+MAX_TOKENS = flags.DEFINE_integer("max_tokens", 200, "Tokens of the answer at most.", lower_bound=1, upper_bound=2**32 - 1)
 KEEP = flags.DEFINE_bool("keep", False, "Leave the server running after the answer, until Ctrl-C.")
 
 
@@ -69,4 +70,4 @@ def show(*command: str) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

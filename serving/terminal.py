@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import grpc
 from absl import app, flags
 
+from serving import command
 from serving import generate_pb2 as pb
 from serving.connection import DEFAULT_TARGET, Answer, Client, Prompt, RequestFailed
 
@@ -29,17 +31,21 @@ TLS_CERT = flags.DEFINE_string("tls_cert", None, "PEM file of this client's cert
 TLS_KEY = flags.DEFINE_string("tls_key", None, "PEM file of its private key.")
 AUTH_TOKEN = flags.DEFINE_string("auth_token", None, f"The server's bearer token; default: the environment's {_TOKEN_VARIABLE}.")
 
+for _name in ("timeout_s", "wait_s"):
+    flags.register_validator(_name, lambda value: value is None or not math.isnan(value), "a number of seconds is accepted")
+
+# The bounds are those of the numbers in the proto; what a model can do, the server says.
 _SAMPLING = (
-    flags.DEFINE_integer("max_tokens", 512, "Tokens to generate at most."),
-    flags.DEFINE_integer("min_tokens", None, "Tokens to generate at least."),
+    flags.DEFINE_integer("max_tokens", 512, "Tokens to generate at most.", lower_bound=0, upper_bound=2**32 - 1),
+    flags.DEFINE_integer("min_tokens", None, "Tokens to generate at least.", lower_bound=0, upper_bound=2**32 - 1),
     flags.DEFINE_float("temperature", None, "0 takes the likeliest token always; higher is wilder."),
     flags.DEFINE_float("top_p", None, "Draw from the likeliest tokens that together have this probability."),
-    flags.DEFINE_integer("top_k", None, "Draw from this many of the likeliest tokens; 0: from all."),
+    flags.DEFINE_integer("top_k", None, "Draw from this many of the likeliest tokens; 0: from all.", lower_bound=-1, upper_bound=2**31 - 1),
     flags.DEFINE_float("min_p", None, "Draw from tokens at least this likely, relative to the likeliest."),
     flags.DEFINE_float("repetition_penalty", None, "Above 1: tokens that have occurred, in the prompt too, become less likely."),
     flags.DEFINE_float("presence_penalty", None, "Above 0: tokens that were generated become less likely."),
     flags.DEFINE_float("frequency_penalty", None, "The same, for each time they were generated."),
-    flags.DEFINE_integer("seed", None, "The same seed draws the same answer."),
+    flags.DEFINE_integer("seed", None, "The same seed draws the same answer.", lower_bound=-(2**63), upper_bound=2**63 - 1),
     flags.DEFINE_multi_string("stop", None, "End the answer before this text."),
     flags.DEFINE_bool("ignore_eos", None, "Go on after the model's end token."),
 )
@@ -47,7 +53,7 @@ _SAMPLING = (
 
 def run() -> None:
     """The command; ends the process."""
-    app.run(_main)
+    command.run(_main)
 
 
 def _main(argv: list[str]) -> int:

@@ -52,7 +52,7 @@ def test_serve_ask_and_end(tmp_path):
     (tmp_path / "tokens").write_text("s3cret\n")
     with process("--model", MODEL, *SMALL, f"--auth_token_file={tmp_path / 'tokens'}") as server:
         target = f"--target={ready(server)}"
-        greedy = ("--temperature=0", f"--max_tokens={len(PROMPT['greedy_ids'])}", "--ignore_eos")
+        greedy = ("--temperature=0", f"--max_tokens={len(PROMPT['greedy_ids'])}", "--ignore_eos", "--timeout_s=inf")
         asked = run("serving.client", target, "--auth_token=s3cret", *greedy, PROMPT["text"])
         assert (asked.returncode, asked.stdout) == (0, PROMPT["greedy_text"] + "\n")
         assert re.search(r"\[\d+ tokens, prompt \d+ \(\d+ cached\), first after .* tokens/s", asked.stderr)
@@ -109,13 +109,28 @@ def test_a_setting_that_cannot_work_is_one_line_and_an_exit_code(arguments, says
 
 @pytest.mark.parametrize(
     ("module", "says"),
-    [("serving", ("--port", "--model", "--tls_cert", "ready on")), ("serving.client", ("--chat", "--temperature", "--target"))],
+    [
+        ("serving", ("--port", "--model", "--tls_cert", "ready on")),
+        ("serving.client", ("--chat", "--temperature", "--target")),
+        ("serving.demo", ("--max_tokens", "keep")),
+    ],
 )
 def test_help_reads_well(module, says):
     done = run(module, "--help")
+    assert done.returncode == 0
     usage, flags = done.stdout.split("flags:")
     assert f"python -m {module}" in usage and all(word in done.stdout for word in says)
     assert "absl" not in flags, "only flags of this command"
+
+
+@pytest.mark.parametrize(
+    ("flag", "accepted"),
+    [("--seed=99999999999999999999", "[-9223372036854775808, 9223372036854775807]"), ("--timeout_s=nan", "a number of seconds")],
+)
+def test_what_the_client_cannot_send_names_the_flag(flag, accepted):
+    done = run("serving.client", flag, "hi")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert flag.partition("=")[0] in done.stderr and accepted in done.stderr
 
 
 def test_no_server():
