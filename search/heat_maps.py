@@ -1,5 +1,6 @@
 """Pictures of `search.regimes`' heat maps."""
 
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -7,6 +8,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from search.regimes import DOCS, Map, memory_map, network_map, rewritten
+
+USAGE = "usage: python -m search.heat_maps   (writes the tables of docs/cost-model.md and its two pictures anew; takes no arguments)"
 
 
 def draw(shown: Map) -> Figure:
@@ -31,8 +34,17 @@ def save(shown: Map, path: str | Path) -> None:
         draw(shown).savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> int:
+    """Writes the page and its pictures anew; returns the exit status."""
+    if argv[1:]:
+        print(USAGE, file=sys.stdout if (helped := argv[1] in ("--help", "-h")) else sys.stderr)
+        return 0 if helped else 2
     page = DOCS / "cost-model.md"
     page.write_text(rewritten(page.read_text("utf-8")), "utf-8")
     save(network_map(), DOCS / "network-over-compute.svg")
     save(memory_map(), DOCS / "memory-over-compute.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -152,7 +152,7 @@ def make_bed(
 def bed_of_flags(workloads: Sequence[Workload], graphs: Sequence[str]) -> Bed:
     """What the flags of `options.define_bed` ask for. Raises: ConfigError, PlanError, CheckpointError."""
     f = flags.FLAGS
-    if not all(text.isdigit() and int(text) for text in f.tokens):
+    if not all(text.isdecimal() and int(text) for text in f.tokens):
         raise ConfigError("tokens", ",".join(f.tokens), "numbers of tokens with commas between them")
     config = engine_config_from_flags()
     plans = [*f.plans, *([config.plan] if config.plan not in ("auto", "sequential") else [])]

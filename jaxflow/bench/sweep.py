@@ -202,7 +202,7 @@ def _values(kind: str) -> list[Any]:
 
 def _shape(value: str) -> tuple[int, int]:
     prompt, _, output = value.partition("/")
-    if not (prompt.isdigit() and output.isdigit() and int(prompt) and int(output)):
+    if not (prompt.isdecimal() and output.isdecimal() and int(prompt) and int(output)):
         raise WorkloadError(f"--values {value!r}: PROMPT/OUTPUT tokens, like 1024/512, are accepted")
     return int(prompt), int(output)
 

@@ -148,6 +148,7 @@ SETTINGS = (
     ("max_num_batched_tokens", {"max_num_batched_tokens": -5}),
     ("max_num_batched_tokens", {"max_num_batched_tokens": 4, "max_num_seqs": 5}),
     ("step_sizes", {"step_sizes": "16;32"}),
+    ("step_sizes", {"step_sizes": "²"}),
     ("step_sizes", {"step_sizes": "0"}),
     ("step_sizes", {"step_sizes": "8,100000"}),
     ("max_num_seqs", {"max_num_seqs": 100_000}),

@@ -6,6 +6,7 @@ import paths
 import pytest
 
 from jaxflow.model.composition import Composition
+from search import heat_maps
 from search.heat_maps import save
 from search.regimes import TABLE_1, TABLE_2, TODAY, largest_batch, memory_map, network_map, rewritten, table_2, weight_bytes
 from search.regimes import _config as config_of
@@ -94,6 +95,12 @@ def test_the_page_has_the_tables_that_are_computed():
     text = PAGE.read_text("utf-8")
     assert rewritten(text) == text
     assert all(f"| {device.vendor} {device.name} |" in text for device in (*TABLE_1, *TODAY))
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("stray", 2)])
+def test_the_command_that_writes_them_takes_no_arguments(argument, code, monkeypatch):
+    monkeypatch.setattr(heat_maps, "rewritten", lambda _: pytest.fail("the page was written"))
+    assert heat_maps.main(["heat_maps", argument]) == code
 
 
 def test_the_pictures_show_the_numbers(tmp_path):
