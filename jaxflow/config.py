@@ -172,8 +172,8 @@ class EngineConfig:
         for field in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "num_kv_pages", "chunk_size"):
             value = getattr(self, field)
             check(field, value is None or value >= 1, "a positive number")
-        sizes = self.step_sizes
-        check("step_sizes", sizes is None or all(one.isdecimal() and int(one) for one in sizes.split(",")), "numbers of tokens, like 256,512")
+        sizes = [] if self.step_sizes is None else self.step_sizes.split(",")
+        check("step_sizes", all(one.isdecimal() and int(one) for one in sizes), "numbers of tokens, like 256,512")
         check("max_num_seqs", self.max_num_seqs is None or self.max_num_seqs <= 4096, "at most 4096")
         check("max_waiting", self.max_waiting >= 1, "a positive number")
         ratio = self.gpu_memory_utilization
