@@ -18,7 +18,8 @@
   perplexity   of a text, under each way to keep a model's numbers
   sweep        rates, batch sizes or lengths of an engine; SARATHI's curves of the scheduler; JSON and a picture
 
-Every report holds the optimal throughput of NanoFlow's Eq. 5 for the device, and the fraction reached.
+Reports of throughput, latency, serve, sweep of an engine, hierarchy and plans hold the fraction reached of the optimal throughput of
+NanoFlow's Eq. 5 for the device; all but serve's also that of the bound by compute, memory, network and energy, where joules are known.
 `python -m jaxflow.bench COMMAND --help` lists a command's flags.
 """
 
