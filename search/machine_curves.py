@@ -36,10 +36,6 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def seconds(self, units: float) -> float:
         return self.fixed_s + units / self.units_per_s if units else 0.0
 
-    def seconds_of(self, units: float, piece: float) -> float:
-        """Of so many units that go in pieces of `piece`."""
-        return self.seconds(piece) * units / piece if units else 0.0
-
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Units are bytes for links and memories, FLOPs for products. `method`: what was measured, and what was taken from where."""

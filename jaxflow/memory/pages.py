@@ -41,10 +41,6 @@ class PagePool:
         """Pages that `allocate` can give: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
-    @property
-    def num_cached(self) -> int:
-        return len(self._cached)
-
     def references(self, page: int) -> int:
         return self._references[page]
 

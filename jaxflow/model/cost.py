@@ -92,12 +92,6 @@ def network_time_s(devices: int, dense_tokens: float, hidden: int, element_bytes
     return 4 * devices * dense_tokens * hidden * element_bytes * layers / bytes_per_s
 
 
-def memory_to_compute_ratio(rates: Rates, memory_bytes: float, parameters: float, dense_tokens: float, dtype: str = "bfloat16") -> float:
-    """Eq. 4: below 1, serving is bound by compute. Rates and bytes are of all devices together (or all of one)."""
-    memory = memory_time_s(memory_bytes, rates.memory_bytes_per_s)
-    return memory / compute_time_s(dense_tokens, parameters, rates.flops_per_s[dtype])
-
-
 def optimal_throughput(flops_per_s: float, parameters: float) -> float:
     """Eq. 5: tokens per second, prompt and output together, of devices that do nothing but dense products."""
     return flops_per_s / (2 * parameters)
@@ -159,15 +153,11 @@ def op_times(op: Op, step: Composition, rates: Rates, dtype: str = "bfloat16", t
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """`sequential_s`: op after op, each bound by its own resource. `resources`: their sums, if ops could overlap at will."""
+    """`sequential_s`: op after op, each bound by its own resource. `resources`: their sums, if ops could overlap at will; the longest
+    is what perfect overlap would take (NanoFlow §3.7)."""
 
     sequential_s: float
     resources: Times
-
-    @property
-    def overlapped_s(self) -> float:
-        """What perfect overlap would take (NanoFlow §3.7): the most wanted resource, always busy."""
-        return self.resources.longest_s
 
 
 def step_timer(graph: Graph, rates: Rates, dtype: str = "bfloat16", tile_rows: int | None = None) -> Callable[[Composition], StepTimes]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxflow.offload.shards import CUT, array_bytes, home_of, on_device, placed, spec_of
+from jaxflow.offload.shards import CUT, home_of, on_device, placed, spec_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,6 @@ class Staging:
 
     def __init__(self) -> None:
         self._reserved: Counter = Counter()
-        self._bytes = 0
         self._free: dict[Any, list[tuple[HostArray, Any]]] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -90,11 +89,6 @@ class Staging:
             for struct in alike[self._reserved[key] :]:
                 self._free.setdefault(key, []).append((reserve(struct), None))
                 self._reserved[key] += 1
-                self._bytes += array_bytes(struct)
-
-    @property
-    def reserved_bytes(self) -> int:
-        return self._bytes
 
     def take(self, struct: Any) -> HostArray:
         """A buffer of this shape; waits for one to be given back."""

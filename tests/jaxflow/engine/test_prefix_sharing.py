@@ -30,7 +30,7 @@ def test_without_prefix_caching_nothing_is_shared_or_kept():
     world = roomy(enable_prefix_caching=False)
     finished(world, [1] * 20)
     assert finished(world, [1] * 20).cached_tokens == 0
-    assert [pool.num_cached for pool in world.scheduler.running.tables.pools] == [0]
+    assert [len(pool._cached) for pool in world.scheduler.running.tables.pools] == [0]
 
 
 def test_outputs_are_shared_too_and_a_surplus_token_is_not():
@@ -55,7 +55,7 @@ def test_two_that_compute_one_prefix_at_once_do_not_disturb_each_other():
     assert [chunk.tokens for chunk in work.chunks] == [20, 20]  # what is computed in this step cannot be shared in it
     world.run()
     assert [seq.cached_tokens for seq in sequences] == [0, 0]
-    assert world.scheduler.running.tables.pools[0].num_cached == 5 + 2  # the prompt's pages once, and one of each output
+    assert len(world.scheduler.running.tables.pools[0]._cached) == 5 + 2  # the prompt's pages once, and one of each output
     assert finished(world, [1] * 20).cached_tokens == 16
 
 

@@ -69,7 +69,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def agrees(self):
         assert [self.pool.references(page) for page in range(PAGES)] == [self.holds.count(page) for page in range(PAGES)]
         assert self.pool.available == PAGES - len(set(self.holds))
-        assert self.pool.num_cached == len(self.cached)
+        assert len(self.pool._cached) == len(self.cached)
         assert {name: self.pool.find(name) for name in NAMES} == {name: self.named.get(name, -1) for name in NAMES}
 
 
