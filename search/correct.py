@@ -3,8 +3,8 @@
   python -m jaxflow.bench plans --model llama-3.1-8b --plans plans --workloads 1024/512,512/1024 --output_json report.json
   python -m search correct --plan plans/1024-512.json --report report.json --out corrected.json
 
-A plan without predictions, as one written by hand, gets what was measured in their place: between two measured compositions the engine
-takes what lies between, beyond them the nearest; and it is offered to the model, device, parallelism and dtypes of the report
+A plan without predictions, or with --measured_alone any, gets what was measured in their place: between two measured compositions the
+engine takes what lies between, beyond them the nearest; and it is offered to the model, device, parallelism and dtypes of the report
 (--model: to another model of the same shapes). Of a plan with predictions:
 
 A prediction that is off is off alike for steps that are alike: a plan's predicted gains over the sequential step are multiplied by the
@@ -49,6 +49,7 @@ def define_flags() -> None:
     flags.DEFINE_string("plan", None, "A plan's file.")
     flags.DEFINE_list("report", [], "Reports of `bench plans` in which it is.")
     flags.DEFINE_string("model", None, "The model that a plan without predictions is offered to; default: the report's.")
+    flags.DEFINE_boolean("measured_alone", False, "Leave out what was predicted.")
     flags.DEFINE_string("out", None, "The file for the plan as corrected.")
 
 
@@ -58,7 +59,10 @@ def run() -> None:
     for name in ("plan", "report", "out"):
         if not getattr(f, name):
             raise ConfigError(name, getattr(f, name), "a file")
-    plan, reports = load(f.plan), [json.loads(Path(path).read_text("utf-8")) for path in f.report]
+    plan = load(f.plan)
+    if f.measured_alone:
+        plan = msgspec.structs.replace(plan, predictions=None)
+    reports = [json.loads(Path(path).read_text("utf-8")) for path in f.report]
     found = [point for report in reports for point in points(plan, report)]
     if not found:
         raise ConfigError(

@@ -47,12 +47,12 @@ class Found:
 
 
 def cut_sets(setting: Setting) -> list[tuple[int, ...]]:
-    """Where the step may be cut: at multiples of a tile; the tile next to the last decode is among them."""
+    """Where the step may be cut: at multiples of a tile, or where the setting says; the tile next to the last decode is among them."""
     if setting.split and setting.nano_batches < 2:
         raise SearchError(f"nano_batches={setting.nano_batches} leaves no plan that splits the step: 2 or more")
     tokens = setting.load.tokens
     step = setting.step or (TILE if tokens >= 4 * TILE else max(1, tokens // 8))
-    places = range(step, tokens, step)
+    places = setting.places or range(step, tokens, step)
     least = 1 if setting.split else 0
     sets = [cuts for count in range(least, setting.nano_batches) for cuts in itertools.combinations(places, count)]
     if not sets:
@@ -72,7 +72,7 @@ def make_tasks(setting: Setting, cuts: Sequence[int]) -> tuple[list[Task], list[
     edges, moe = (0, *cuts, load.tokens), any(op.experts for op in setting.graph.layers[-1])
     aside = has_side_streams(setting.overlap, setting.graph.scattered)
     tasks, covers = [], []
-    for chain in chains(repeated_layer(setting.graph), setting.quantized):
+    for chain in chains(repeated_layer(setting.graph), setting.quantized and aside):  # on one stream no value of two arrays leaves it
         first, own = len(tasks), []
         alone = {}
         for count in range(1, len(edges)):

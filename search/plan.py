@@ -6,11 +6,16 @@
 Times are of a profile that was measured on the machine, or with --modelled of the cost model (and --collectives as they were
 measured). Of several --tokens, the one with the most tokens a second is kept; under tensor parallelism, of the forms of the sums over
 devices (all-reduces, reduce-scatters and all-gathers with the norms on each device's own rows, or copies: of two devices, or in two
-steps of four) the best.
+steps of four) the best. Beside the solver's order, orders written by hand are simulated at every cut (`search.orders`), and the best
+of all is kept; --orders and --cuts leave out the rest, so that a known plan is written again:
+
+  python -m search plan --model llama-3-70b --modelled --gpus 4 --sums copies --orders two --cuts 1024
+
 Several workloads (prompt and output tokens, in pairs) make a portfolio: a plan each, in the folder --out. The last line printed is
 the command that runs what was found.
 """
 
+import collections
 import dataclasses
 import re
 import sys
@@ -27,20 +32,22 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES, find_device
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import Widths, model_graph
-from jaxflow.pipeline.choice import Gain
+from jaxflow.pipeline.choice import Gain, is_sequential
 from jaxflow.pipeline.handmade import copied as with_copies
 from jaxflow.pipeline.order import check
-from jaxflow.pipeline.plan import Target, save
+from jaxflow.pipeline.plan import Plan, Target, save
 from search.clock import shipped_card
 from search.copies import copied
 from search.cost import BYTES
+from search.cyclic import SearchError
 from search.modelled import modelled_profile
-from search.nanobatch import Found, search
+from search.nanobatch import TILE, Found, search
 from search.op_times import EXCHANGE, Profile, load_profile, with_collectives
+from search.orders import ORDERS, Simulated, best_known, cuts_of, sequential, simulated
 from search.predict import predict
 from search.setting import Setting
 from search.shares import Shares, product_columns
-from search.simulate import Timeline, simulate
+from search.simulate import Timeline
 from search.structure import RESOURCES, Load
 
 SMS = 132  # of a device that is modelled
@@ -48,6 +55,7 @@ FEW_SMS = (16, 24, 28, 32, 40, 48)  # that memory-bound ops are modelled on; pro
 _SEARCHED = 0.9  # of the time limit; the rest is for predictions
 KEYS = (256, 1024, 4096, 16384)
 FORMS = ("all", "reduce", "scatter", "copies")
+SOLVER = "solver"  # of --orders: whatever it finds
 FOLDER = Path("plans")  # where plans are written without --out, named as the shipped ones are
 _NEEDS_E4M3 = {"dtype": "--quantization fp8", "kv_cache_dtype": "--kv_cache_dtype fp8"}  # of an engine that runs such a plan
 MODES = {"all": RESOURCES, "memory": ("memory",), "network": ("network",), "none": ()}
@@ -67,6 +75,8 @@ def define_flags() -> None:
     flags.DEFINE_list("output_tokens", ["512"], "Mean output of each workload.")
     flags.DEFINE_enum("overlap", "all", list(MODES), "Which resources may run beside compute.")
     flags.DEFINE_boolean("split", False, "Cut the step even where one nano-batch is faster (ablations).")
+    flags.DEFINE_list("orders", [SOLVER, *ORDERS], f"Orders that are tried: the {SOLVER}'s, and by hand {', '.join(ORDERS)}.")
+    flags.DEFINE_list("cuts", [], f"Where the step may be cut; default: at multiples of {TILE}.")
     flags.DEFINE_enum("sums", "all", FORMS, "Forms of the sums over devices that are tried; copies: of two or four, by the copy engines.")
     flags.DEFINE_list("sms", [], "SMs that ops bound by memory are offered, products the rest; default: all of a profile, a few modelled.")
     flags.DEFINE_integer("nano_batches", 2, "At most so many; 1 is the sequential plan.", lower_bound=1, upper_bound=4)
@@ -76,16 +86,25 @@ def define_flags() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A plan with what the solver and the simulation say of it."""
+    """A plan with what the simulation says of it, and both that were compared: the solver's answer and the best known order."""
 
     setting: Setting
-    found: Found
+    plan: Plan
     timeline: Timeline
+    sequential_s: float  # of a layer, as it is simulated
+    found: Found | None
+    solved: Simulated | None
+    known: Simulated | None
+
+    @property
+    def was_known(self) -> bool:
+        """Whether its order was known before the solver began."""
+        return self.known is not None and self.timeline is self.known.timeline
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one layer, in the steady state: for comparing plans."""
-        return self.found.plan.tokens / self.timeline.period_s
+        """Of a step's layers: for comparing plans."""
+        return self.plan.tokens / self.timeline.step_s
 
 
 def run() -> None:
@@ -100,6 +119,10 @@ def run() -> None:
         raise ConfigError("profile", f.profile, "a profile's path, or --modelled")
     model = open_checkpoint(f.model, load_format="dummy").model_config
     budgets, workloads = _numbers("tokens"), list(zip(prompts, outputs, strict=True))
+    if unknown := sorted(set(f.orders) - {SOLVER, *ORDERS}):
+        raise ConfigError("orders", unknown[0], ", ".join((SOLVER, *ORDERS)))
+    if f.cuts and not 0 < min(_numbers("cuts")) <= max(_numbers("cuts")) < min(budgets):
+        raise ConfigError("cuts", ",".join(f.cuts), f"1 to {min(budgets) - 1}: within every step")
     rival, forms = _shares(f.model, model, budgets)
     out = Path(f.out) if f.out else default_out(rival.profile, several=len(workloads) > 1)
     (out if len(workloads) > 1 else out.parent).mkdir(parents=True, exist_ok=True)
@@ -109,11 +132,11 @@ def run() -> None:
             results = []
             for tokens in budgets:
                 bar.set_description(f"{tokens} tokens, {prompt}/{output}")
-                results.append(solve_one(f.model, rival, forms, tokens, prompt, output, limit_s, bar))
+                results.append(solve_one(f.model, model, rival, forms, tokens, prompt, output, limit_s, bar))
                 bar.update()
             best = max(results, key=lambda result: result.tokens_per_s)
             path = out / f"{prompt}-{output}.json" if len(workloads) > 1 else out
-            save(best.found.plan, path)
+            save(best.plan, path)
             bar.write(report(best, path), file=sys.stdout)
     print(f"{time.monotonic() - start:.0f} s of {f.time_limit_s}")
     print(going_on(rival.profile, f.model, out, *workloads[0]))
@@ -135,35 +158,44 @@ def going_on(profile: Profile, model: str, out: Path, prompt: int, output: int) 
 
 
 def solve_one(
-    name: str, rival: Shares, forms: Sequence[Shares], tokens: int, prompt: float, output: float, time_limit_s: float, bar: tqdm
-) -> Result:
+    name: str, model: ModelConfig, rival: Shares, forms: Sequence[Shares], tokens: int, prompt: float, output: float, time_limit_s: float,
+    bar: tqdm,
+) -> Result:  # fmt: skip
     """The plan for steps of so many tokens of one workload, of the better form."""
-    results = [_solve_form(name, shares, rival, tokens, prompt, output, time_limit_s / len(forms), bar) for shares in forms]
+    results = [_solve_form(name, model, shares, rival, tokens, prompt, output, time_limit_s / len(forms), bar) for shares in forms]
     best = max(results, key=lambda result: result.tokens_per_s)
-    least_s = min(result.found.sequential_s for result in results)
-    return dataclasses.replace(best, found=dataclasses.replace(best.found, sequential_s=least_s))
+    return dataclasses.replace(best, sequential_s=min(result.sequential_s for result in results))
 
 
-def _solve_form(name: str, shares: Shares, rival: Shares, tokens: int, prompt: float, output: float, limit_s: float, bar: tqdm) -> Result:
-    """rival: those of the form that the engine's sequential step has."""
-    f, profile = flags.FLAGS, shares.profile
+def _solve_form(
+    name: str, model: ModelConfig, shares: Shares, rival: Shares, tokens: int, prompt: float, output: float, limit_s: float, bar: tqdm
+) -> Result:
+    """rival: those of the form that the engine's sequential step has. Raises: SearchError where no order is left."""
+    f, profile, stop_s = flags.FLAGS, shares.profile, time.monotonic() + limit_s
     load, device = Load.steady_state(tokens, prompt, output), find_device(profile.device)
     setting = Setting(
-        shares.graph, shares, load, device, shipped_power(device.name) if device else None,
-        overlap=MODES[f.overlap], nano_batches=f.nano_batches, split=f.split, quantized=profile.dtype == "float8_e4m3fn",
+        shares.graph, shares, load, device, shipped_power(device.name) if device else None, overlap=MODES[f.overlap],
+        nano_batches=f.nano_batches, split=f.split, quantized=profile.dtype == "float8_e4m3fn",
+        places=tuple(sorted(set(_numbers("cuts")))) if f.cuts else (),
     )  # fmt: skip
     kind = (name, profile.device, profile.tensor_parallel_size, profile.dtype, profile.kv_cache_dtype)
     target = Target(*kind, load.decode_tokens, tokens - load.decode_tokens, round(load.decode_keys))
     title = f"searched {name} {tokens} {prompt:g}/{output:g}"
-    found = search(setting, time_limit_s=limit_s, name=title, target=target, say=lambda line: bar.write(line, file=sys.stderr))
-    found = _summed(found, shares)
-    if not f.split and simulate(found.plan, shares.graph, shares, load, device=device, power=setting.power).period_s > found.sequential_s:
-        bar.write(f"{title}: as a plan it is slower than the solver's answer, and than the sequential step", file=sys.stderr)
-        found = _summed(search(dataclasses.replace(setting, nano_batches=1), time_limit_s=limit_s, target=target), shares)
-    check(found.plan, shares.graph)
-    predicted = predict(found.plan, shares.graph, shares, load, device=setting.device, power=setting.power, rival=rival)
-    found = dataclasses.replace(found, plan=msgspec.structs.replace(found.plan, predictions=predicted))
-    return Result(setting, found, simulate(found.plan, shares.graph, shares, load, device=setting.device, power=setting.power))
+    known, found, solved = best_known(model, setting, f.orders, stop_s), None, None
+    if SOLVER in f.orders:
+        left_s, say = max(1.0, stop_s - time.monotonic()), lambda line: bar.write(line, file=sys.stderr)
+        found = _summed(search(setting, time_limit_s=left_s, name=title, target=target, say=say), shares)
+        solved = simulated(found.plan, setting)
+    tried = [one for one in (known, solved) if one is not None]
+    if not tried:
+        raise SearchError(f"orders={','.join(f.orders)}: none of them may be cut and overlap as asked; --orders {SOLVER} is without bounds")
+    best = min(tried, key=lambda one: one.step_s)
+    check(best.plan, shares.graph)
+    predicted = None
+    if not is_sequential(best.plan):
+        predicted = predict(best.plan, shares.graph, shares, load, device=setting.device, power=setting.power, rival=rival)
+    plan = msgspec.structs.replace(best.plan, target=target, predictions=predicted)
+    return Result(setting, plan, best.timeline, sequential(model, setting).timeline.period_s, found, solved, known)
 
 
 def _summed(found: Found, shares: Shares) -> Found:
@@ -173,32 +205,36 @@ def _summed(found: Found, shares: Shares) -> Found:
 
 def report(result: Result, path: Path) -> str:
     """What a person wants to know of a plan."""
-    found, timeline = result.found, result.timeline
-    pieces: dict[str, int] = {}
-    for nano in found.plan.nano_ops:
-        pieces[nano.op] = pieces.get(nano.op, 0) + 1
-    us = {
-        "simulated": timeline.period_s,
-        f"by the solver (gap {100 * found.gap:.1f} %)": found.period_s,
-        "sequential": found.sequential_s,
-        "without interference": found.stage_one_s,
-        "by the joules": timeline.energy_s / timeline.layers,
-    }
-    decodes, cuts = result.setting.load.decode_tokens, ", ".join(map(str, found.cuts)) or "none"
+    plan, timeline, pieces = result.plan, result.timeline, collections.Counter(nano.op for nano in result.plan.nano_ops)
+    us = {"simulated": timeline.period_s, "sequential": result.sequential_s, "by the joules": timeline.energy_s / timeline.layers}
+    decodes, cuts = result.setting.load.decode_tokens, ", ".join(map(str, cuts_of(plan))) or "none"
     return "\n".join(
         (
-            f"{path}: {found.plan.name}; {decodes} of {found.plan.tokens} tokens decode",
-            f"  cuts: {cuts} ({found.tried} of {found.cut_sets} tried); nano-ops: {', '.join(f'{op} {n}' for op, n in pieces.items())}",
+            f"{path}: {plan.name}; {decodes} of {plan.tokens} tokens decode",
+            f"  cuts: {cuts}; nano-ops: {', '.join(f'{op} {n}' for op, n in pieces.items())}",
             "  us a layer: " + ", ".join(f"{1e6 * value:.1f} {what}" for what, value in us.items()),
-            f"  against sequential: {found.sequential_s / timeline.period_s:.3f}x; {_of_a_step(result)}",
+            f"  {'a known order' if result.was_known else "the solver's order"}: {_of_orders(result)}",
+            f"  against sequential: {result.sequential_s / timeline.period_s:.3f}x; {_of_a_step(result)}",
         )
     )
 
 
+def _of_orders(result: Result) -> str:
+    """What a step's layers take in the best of the known orders and in the solver's; of that what it says itself, a layer."""
+    known, found, solved, said = result.known, result.found, result.solved, []
+    if known is not None:
+        said.append(f"{1e3 * known.step_s:.2f} ms as known ({known.plan.name})")
+    if found is not None and solved is not None:
+        own = f"{1e6 * found.period_s:.1f} us a layer, gap {100 * found.gap:.1f} %, {1e6 * found.stage_one_s:.1f} without interference"
+        said.append(f"{1e3 * solved.step_s:.2f} ms by the solver (by itself {own}; {found.tried} of {found.cut_sets} cuts tried)")
+    return ", ".join(said)
+
+
 def _of_a_step(result: Result) -> str:
     """What is predicted of a whole step, and whether an engine believes it."""
-    predicted, load = result.found.plan.predictions, result.setting.load
-    assert predicted is not None
+    predicted, load = result.plan.predictions, result.setting.load
+    if predicted is None:
+        return "an engine runs the sequential step"
     gain = Gain.of(predicted)
     at = load.decode_tokens, load.decode_keys
     runs = "this plan" if gain.sure(*at) > 1 else f"the sequential one, since gains of up to {predicted.margin:.0%} may be none"

@@ -27,6 +27,7 @@ class Setting:
     quantized: bool = False
     most_shares: int = 3  # of a task, beside the whole device, while cuts are compared; the best cut's plan gets twice as many
     step: int | None = None  # cuts are multiples of it; None: `TILE`, or an eighth of a small step
+    places: tuple[int, ...] = ()  # where alone it may be cut, if given
 
     @property
     def governor(self) -> Governor | None:

@@ -151,20 +151,24 @@ def test_a_plan_by_hand_is_simulated_too():
 
 
 @pytest.mark.parametrize(
-    ("tp", "scattered", "numbers"),
-    [(4, True, {"quantization": "fp8"}), (1, False, {"quantization": "fp8", "kv": "float8_e4m3fn"})],
-    ids=["scattered", "fp8"],
+    ("tp", "scattered", "numbers", "streams", "rest"),
+    [
+        (4, True, {"quantization": "fp8"}, {0, 1, 2}, {}),
+        (1, False, {"quantization": "fp8", "kv": "float8_e4m3fn"}, {0, 1, 2}, {}),
+        (2, False, {"quantization": "fp8"}, {0}, {"overlap": ("network",)}),
+    ],
+    ids=["scattered", "fp8", "fp8, sums alone"],
 )
 @settings(max_examples=1, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_found_plans_are_the_plain_forward(tp, scattered, numbers, data):
+def test_found_plans_are_the_plain_forward(tp, scattered, numbers, streams, rest, data):
     """Law 1, also where fewer decodes come than the plan was made for, and none."""
     bench = drawn.Bench(TINY, tp, **numbers)
     graph = model_graph(TINY, tp, scattered=scattered)
     times = times_of(graph, lambda: float(data.draw(st.integers(2, 8))))
-    found = search(toy_setting(graph, times, 8, most_shares=2, split=True, quantized=bench.quantization == "fp8"), time_limit_s=3)
+    found = search(toy_setting(graph, times, 8, most_shares=2, split=True, quantized=bench.quantization == "fp8", **rest), time_limit_s=3)
     assert any(nano.op == "attn_scatter" for nano in found.plan.nano_ops) == scattered
-    assert {nano.stream for nano in found.plan.nano_ops} == {0, 1, 2}
+    assert {nano.stream for nano in found.plan.nano_ops} == streams
     steps = (drawn.step(TINY, 16, borders(found.plan), *work) for work in ((8, (8,)), (3, (9, 4)), (0, (16,))))
     bench.check(found.plan, *steps)
 

@@ -9,7 +9,7 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import copied, products_in_two_plan, sequential_plan, swapped, two_nano_batch_plan, waited
+from jaxflow.pipeline.handmade import copied, phased_plan, products_in_two_plan, sequential_plan, swapped, two_nano_batch_plan, waited
 from jaxflow.pipeline.order import check, graph_of
 from jaxflow.pipeline.plan import PlanError, from_json, load, to_json
 
@@ -26,8 +26,9 @@ FP8_NUMBERS = {"quantization": "fp8", "kv": "float8_e4m3fn"}
         (products_in_two_plan, "tiny-mixtral", 2, {}),
         (products_in_two_plan, "tiny-llama", 2, FP8_NUMBERS),
         (two_nano_batch_plan, "tiny-llama", 4, FP8_NUMBERS),
+        (phased_plan, "tiny-llama", 2, FP8_NUMBERS),
     ],
-    ids=["post-norms", "experts", "fp8", "fp8, four devices"],
+    ids=["post-norms", "experts", "fp8", "fp8, four devices", "fp8, streams"],
 )
 def test_copied_sums_are_the_plain_forwards(make, name, tp, numbers):
     """The cut falls among decodes and into a chunk; the plain forward sums by all-reduces."""

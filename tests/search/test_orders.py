@@ -1,0 +1,121 @@
+"""Orders that are known before a search begins: plans of the model, and what is found is behind none of them."""
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.cost import DEVICES
+from jaxflow.model.graph import FP8, model_graph
+from jaxflow.pipeline.choice import is_sequential
+from jaxflow.pipeline.compiler import compile_plan
+from jaxflow.pipeline.handmade import copied, two_nano_batch_plan
+from jaxflow.pipeline.plan import load
+from search import plan as command
+from search.__main__ import main
+from search.clock import shipped_card
+from search.copies import copied as with_exchanges
+from search.modelled import modelled_profile
+from search.nanobatch import cut_sets
+from search.nanobatch import search as solve
+from search.orders import ORDERS, best_known, cuts_of, known_plans, sequential, simulated
+from search.setting import Setting
+from search.shares import Shares
+from search.structure import Load
+
+TOKENS, CUTS = 1024, (384, 512)
+CARD = shipped_card("H200")
+
+
+def setting_of(model: str, tp: int, form: str, **rest) -> Setting:
+    """Of a step that may be cut at two places, its sums over devices in one of the search's forms."""
+    config, dtype = open_checkpoint(model, load_format="dummy").model_config, "float8_e4m3fn"
+    profile = modelled_profile(
+        model, config, DEVICES["H200"], tp=tp, widths=FP8, dtype=dtype, kv_dtype=dtype,
+        tokens=(128, TOKENS), keys=(1024,), sms=(132, 40, 92),
+    )  # fmt: skip
+    graph = model_graph(config, tp, FP8, scattered=form == "scatter", swapped=form == "copies" and tp == 4)
+    profile = with_exchanges(profile, graph, CARD) if form == "copies" and CARD else profile
+    return Setting(graph, Shares(profile, graph), Load.steady_state(TOKENS, 512, 512), DEVICES["H200"], places=CUTS, **rest)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "form", "rest", "names"),
+    [
+        ("llama-3.1-8b", 1, "reduce", {}, ("sequential", "two nano", "two phases")),
+        ("llama-3.1-8b", 2, "reduce", {}, ("sequential", "two nano", "products", "two phases")),
+        ("llama-3.1-8b", 2, "scatter", {}, ("sequential", "two nano", "two phases")),
+        ("llama-3.1-8b", 2, "copies", {"split": True}, ("two nano", "products", "two phases")),
+        ("llama-3.1-8b", 4, "copies", {}, ("sequential", "two nano", "products")),
+        ("llama-3.1-8b", 4, "copies", {"overlap": ()}, ("sequential",)),
+        ("llama-3.1-8b", 2, "copies", {"overlap": ()}, ("sequential", "waited for")),
+        ("llama-3.1-8b", 2, "reduce", {"overlap": ("network",)}, ("sequential", "two nano", "products")),
+        ("mixtral-8x7b", 2, "copies", {}, ("sequential", "two nano", "products")),
+        ("llama-3.1-8b", 1, "reduce", {"nano_batches": 1}, ("sequential",)),
+    ],
+)
+def test_every_known_order_is_a_plan_of_the_model(model, tp, form, rest, names):
+    """Of those that the setting allows, each at every cut; only what it allows to overlap does."""
+    setting, config = setting_of(model, tp, form, **rest), open_checkpoint(model, load_format="dummy").model_config
+    plans = list(known_plans(config, setting, ORDERS))
+    assert {next(name for name in reversed(names) if name in plan.name) for plan in plans} == set(names)
+    assert {cuts_of(plan) for plan in plans} <= {(), *((cut,) for cut in CUTS)}
+    for plan in plans:
+        compile_plan(plan, config, tp, quantized=True)
+        assert plan.sums == ("copies" if form == "copies" else "kernels")
+        assert any(nano.stream for nano in plan.nano_ops) == ("phases" in plan.name)
+        simulated(plan, setting)
+
+
+def test_the_best_of_them_is_as_the_simulation_says():
+    setting, config = setting_of("llama-3.1-8b", 4, "copies"), open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
+    best = best_known(config, setting, ORDERS)
+    steps = [simulated(plan, setting).step_s for plan in known_plans(config, setting, ORDERS)]
+    assert best is not None and best.step_s == min(steps) and sequential(config, setting).step_s == steps[0]
+    assert best_known(config, setting, ORDERS, stop_s=0.0).plan.nano_ops == sequential(config, setting).plan.nano_ops  # time for one
+    assert best_known(config, setting, ()) is None
+
+
+def test_on_shares_that_were_not_timed_it_is_no_candidate():
+    """As chunk attention on few SMs in the profile that is shipped."""
+    config, setting = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config, setting_of("llama-3.1-8b", 1, "reduce")
+    profile = setting.shares.profile
+    kept = tuple(one for one in profile.op_times if one.op != "chunk_attention" or one.sms == profile.total_sms)
+    shares = Shares(msgspec.structs.replace(profile, op_times=kept), setting.graph)
+    assert best_known(config, setting, ("phases",)) is not None
+    assert best_known(config, dataclasses.replace(setting, shares=shares), ("phases",)) is None
+
+
+def test_cuts_are_where_they_are_asked_for():
+    assert cut_sets(setting_of("llama-3.1-8b", 1, "reduce", nano_batches=3)) == [(), (384,), (512,), (384, 512)]
+    assert cut_sets(setting_of("llama-3.1-8b", 1, "reduce", split=True)) == [(384,), (512,)]
+
+
+LINE = ["--model", "llama-3-70b", "--modelled", "--gpus", "2", "--sums", "copies", "--overlap", "network", "--tokens", "2048"]
+FP8_LINE = [*LINE, "--dtype", "float8_e4m3fn", "--kv_cache_dtype", "float8_e4m3fn", "--cuts", "1024"]
+
+
+@pytest.mark.usefixtures("no_flags")
+def test_what_is_found_is_not_behind_what_is_known(tmp_path, capsys, monkeypatch):
+    """With a solver that has the sequential step when its time is over: the order by hand is found, and the report says so."""
+    whole = lambda setting, **rest: solve(dataclasses.replace(setting, nano_batches=1), **rest)  # noqa: E731
+    monkeypatch.setattr(command, "search", whole)
+    assert main(["search", "plan", *FP8_LINE, "--orders", "solver,two", "--out", str(tmp_path / "found.json")]) == 0
+    found, model = load(tmp_path / "found.json"), open_checkpoint("llama-3-70b", load_format="dummy").model_config
+    assert found.nano_ops == copied(two_nano_batch_plan(model, 2048, 1024, 2)).nano_ops and not is_sequential(found)
+    assert "a known order: " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_flags")
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["--orders", "any"], "solver, sequential, two"),
+        (["--cuts", "2048"], "1 to 2047"),
+        (["--orders", "products", "--gpus", "1", "--sums", "reduce"], "none of them"),
+    ],
+)
+def test_orders_and_cuts_that_there_are_not(line, words, tmp_path, capsys):
+    assert main(["search", "plan", *LINE, *line, "--out", str(tmp_path / "p.json")]) == 1
+    assert words in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""Every plan that is shipped can be made again by commands: `search plan`, and `search correct` with what was measured of it.
+
+  python -m search plan --modelled --model llama-3-70b --gpus 2 --tokens 1024 --sums copies --orders two --cuts 512 --out two.json
+  python -m search correct --measured_alone --plan two.json --report benchmarks/h200-plans-llama-3-70b-tp2.json --out shipped.json
+
+One was found by a search with an earlier model of the card: of it the file that was corrected is kept (`test_correct.py`).
+"""
+
+import msgspec
+import paths
+import pytest
+
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.pipeline.handmade import copied, swapped, two_nano_batch_plan
+from jaxflow.pipeline.plan import SHIPPED, Predictions, load, save
+from search.__main__ import main
+
+BENCHMARKS = paths.ROOT / "benchmarks"
+FP8 = ["--dtype", "float8_e4m3fn", "--kv_cache_dtype", "float8_e4m3fn"]
+MEASURED = {  # by file: the plan that was measured, and in which report
+    "llama-3-70b-tp2-float8_e4m3fn": ("tp2/fp8/two-copied", "llama-3-70b-tp2-fp8"),
+    "llama-3-70b-tp2-bfloat16": ("tp2/bfloat16/two-copied", "llama-3-70b-tp2"),
+    "llama-2-70b-tp2-float8_e4m3fn": ("tp2/fp8/two-copied", "llama-2-70b-tp2-fp8"),
+    "deepseek-67b-tp2-float8_e4m3fn": ("tp2/fp8/two-copied", "deepseek-67b-tp2-fp8"),
+    "qwen2-72b-tp2-bfloat16": ("tp2/bfloat16/two-copied", "qwen2-72b-tp2"),
+    "llama-3-70b-tp4-float8_e4m3fn": ("tp4/fp8/two-swapped", "llama-3-70b-tp4-fp8"),
+    "llama-3-70b-tp4-bfloat16": ("tp4/bfloat16/two-swapped", "llama-3-70b-tp4"),
+}
+SEQUENTIAL = {  # by file: the words of `search plan`
+    "llama-3.1-8b-float8_e4m3fn": FP8,
+    "mixtral-8x7b-tp2-bfloat16": ["--model", "mixtral-8x7b", "--gpus", "2", "--sums", "reduce"],
+}
+SEARCHED = {"llama-3.1-8b-bfloat16"}
+pytestmark = pytest.mark.usefixtures("no_flags")
+
+
+def shipped(name: str) -> bytes:
+    return (SHIPPED / f"h200-{name}.json").read_bytes()
+
+
+def test_there_are_no_others():
+    assert {path.stem for path in SHIPPED.glob("*.json")} == {f"h200-{name}" for name in (*MEASURED, *SEQUENTIAL, *SEARCHED)}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_it_is_an_order_by_hand_with_what_was_measured_of_it(name, tmp_path):
+    """What was predicted of it leaves no trace."""
+    file, report = MEASURED[name]
+    plan, made, out = load(BENCHMARKS / "plans" / f"{file}.json"), load(SHIPPED / f"h200-{name}.json"), tmp_path / "shipped.json"
+    tp, model = made.target.tensor_parallel_size, open_checkpoint(made.target.model, load_format="dummy").model_config
+    by_hand = (copied if tp == 2 else swapped)(two_nano_batch_plan(model, plan.tokens, plan.tokens // 2, tp))
+    assert by_hand == plan
+    save(msgspec.structs.replace(by_hand, predictions=Predictions((0,), (0,), ((1.0,),), ((2.0,),))), tmp_path / "plan.json")
+    line = ["--plan", str(tmp_path / "plan.json"), "--report", str(BENCHMARKS / f"h200-plans-{report}.json")]
+    assert main(["search", "correct", "--measured_alone", *line, "--out", str(out)]) == 0
+    assert out.read_bytes() == shipped(name)
+
+
+def test_the_search_writes_an_order_by_hand(tmp_path):
+    """As the first line has it."""
+    kind = ["--model", "llama-3-70b", "--gpus", "2", "--tokens", "1024", "--sums", "copies", "--orders", "two", "--cuts", "512"]
+    assert main(["search", "plan", "--modelled", *kind, "--out", str(tmp_path / "two.json")]) == 0
+    found = load(tmp_path / "two.json")
+    assert found.predictions is not None and found.target is not None
+    by_hand = msgspec.structs.replace(found, predictions=None, target=None)
+    assert by_hand == load(BENCHMARKS / "plans" / "tp2" / "bfloat16" / "two-copied.json")
+
+
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_the_sequential_one_is_written_by_the_search(name, tmp_path):
+    out = tmp_path / "plan.json"
+    assert main(["search", "plan", "--modelled", "--orders", "sequential", *SEQUENTIAL[name], "--out", str(out)]) == 0
+    assert out.read_bytes() == shipped(name)
