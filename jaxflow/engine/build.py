@@ -19,7 +19,7 @@ from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
-from jaxflow.engine.lowered import LoweredPrograms
+from jaxflow.engine.lowered import beside_compiled
 from jaxflow.engine.offload import Offload
 from jaxflow.engine.plans import begins_early, choose_plans, default_plan, largest_step, make_layouts, on_gpu, one_alone
 from jaxflow.engine.programs import Programs
@@ -45,6 +45,11 @@ from pallas_kernels.table import Shape
 
 log = logging.getLogger(__name__)
 _SPARE = 0.02  # of the device's memory, left for fragmentation
+# Settings by which no program differs: where things are, and what is decided without the device.
+_OF_NO_PROGRAM = (
+    *("model", "tokenizer", "load_format", "seed", "calibration", "compilation_cache_dir", "max_waiting", "enable_prefix_caching"),
+    *("kv_disk_path", "kv_disk_size", "scheduling_policy", "chunk_size"),
+)
 
 
 def prepare_process(config: EngineConfig) -> None:
@@ -160,7 +165,9 @@ def make_executor(
     if quantization and any(layer.experts for layer in model.layers):
         log.info("quantization: %s attention and dense MLPs; experts stay in %s", quantization, config.dtype)
     memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices)
-    lowered = _lowered_programs((config, model, plans, graphs, memory)) if kernels is None else None
+    # Not on a CPU: without Mosaic's kernels lowering is quick.
+    settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_NO_PROGRAM}
+    lowered = beside_compiled((settings, model, plans, graphs, memory)) if kernels is None and on_gpu() else None
     kernels = kernels or choose_kernels(config, model)
     products = dense_products(model, weights)
     log.info(kernels.describe(products))
@@ -193,14 +200,6 @@ def make_executor(
     if config.kv_offloading_size:
         executor.copies = page_copies(config, model, executor)
     return executor
-
-
-def _lowered_programs(made_of: tuple) -> LoweredPrograms | None:
-    """Those kept beside XLA's cache, if there is one, for this device. Not on a CPU: without Mosaic's kernels lowering is quick."""
-    cache = jax.config.jax_compilation_cache_dir
-    if not cache or not on_gpu():
-        return None
-    return LoweredPrograms(Path(cache) / "lowered", repr((made_of, jax.devices()[0].device_kind)))
 
 
 def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:

@@ -78,6 +78,12 @@ class LoweredPrograms:
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
+def beside_compiled(made_of: tuple) -> LoweredPrograms | None:
+    """Those of this device, in XLA's cache, if there is one. made_of: what decides what they are, of values whose repr says all."""
+    cache = jax.config.jax_compilation_cache_dir
+    return LoweredPrograms(Path(cache) / "lowered", repr((made_of, jax.devices()[0].device_kind))) if cache else None
+
+
 @functools.cache
 def _code() -> str:
     """A hash of what turns settings into programs: versions, and the source and tables of our packages that run in a step."""

@@ -13,7 +13,7 @@ import pytest
 import toy
 
 from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
-from jaxflow.engine import lowered
+from jaxflow.engine import build, lowered
 from jaxflow.engine.build import choose_plans, make_executor, make_loop, resolve
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
@@ -138,3 +138,24 @@ def test_a_kept_plan_is_compiled_as_the_plan(tmp_path):
     assert again.thunks == first.thunks
     assert again.memory.temp_size_in_bytes == first.memory.temp_size_in_bytes
     assert again.memory.alias_size_in_bytes == first.memory.alias_size_in_bytes > 0
+
+
+@pytest.fixture
+def cache_folder():
+    """Sets XLA's, for a test."""
+    before = jax.config.jax_compilation_cache_dir
+    yield lambda folder: jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_programs_are_kept_beside_compiled_ones_if_these_are(tmp_path, cache_folder):
+    cache_folder(None)
+    assert lowered.beside_compiled(("settings",)) is None
+    cache_folder(str(tmp_path))
+    found, other = lowered.beside_compiled(("settings",)), lowered.beside_compiled(("others",))
+    assert found is not None and other is not None
+    assert found.folder == tmp_path / "lowered" and found.made_of != other.made_of
+
+
+def test_settings_of_no_program_are_settings():
+    assert set(build._OF_NO_PROGRAM) < {field.name for field in dataclasses.fields(EngineConfig)}
