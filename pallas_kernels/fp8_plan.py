@@ -77,15 +77,16 @@ _PARTS_US = 5.0
 @functools.cache
 def fp8_plan(m: int, n: int, k: int, sms: int, *, blocked: bool, gate_block: int | None, quantize: bool) -> tuple[Fp8Tile, Work]:
     """The cheapest tile and work for x [m, k], w [n, k] on `sms` SMs."""
-    options = list(_options(m, n, k, sms, blocked, gate_block or 0, quantize))
+    options = fp8_plans(m, n, k, sms, blocked=blocked, gate_block=gate_block, quantize=quantize)
     return min(options, key=lambda option: _cost_us(*option))
 
 
-def _options(m: int, n: int, k: int, sms: int, blocked: bool, gate_block: int, quantize: bool) -> Iterator[tuple[Fp8Tile, Work]]:
+def fp8_plans(m: int, n: int, k: int, sms: int, *, blocked: bool, gate_block: int | None, quantize: bool) -> Iterator[tuple[Fp8Tile, Work]]:
+    """What there is to choose from: every tile, the last round's whole or cut in two or four."""
     gated = 2 if gate_block else 1
     for columns, cluster in _STEP_US:
         pairs = m > 128 and sms == SMS  # beside another kernel, free SMs may not be pairs
-        if (cluster == 2 and not pairs) or columns % (2 * gate_block or 1) or (quantize and columns < 128 * gated):
+        if (cluster == 2 and not pairs) or columns % (2 * (gate_block or 0) or 1) or (quantize and columns < 128 * gated):
             continue
         tile = Fp8Tile(columns, stages=4 if columns == 256 else 6, cluster=cluster, moved=128 if blocked else 0)
         tiles_m, tiles_n, steps, groups = -(-m // (128 * cluster)), -(-n // columns), k // 128, sms // cluster

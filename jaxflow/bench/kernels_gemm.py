@@ -17,6 +17,7 @@ from pallas_kernels.dense_gemm import dense_gemm
 from pallas_kernels.flat_gemm import flat_gemm
 from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
 from pallas_kernels.fp8_gemm import fp8_gemm
+from pallas_kernels.fp8_plan import fp8_plan, fp8_plans
 from pallas_kernels.gemm_tiles import GemmPlan, cost_us, plans
 from pallas_kernels.int4_gemm import int4_gemm
 from pallas_kernels.reference.int4 import quantize_int4
@@ -52,8 +53,11 @@ def _bf16(m: int, shape: tuple[int, int], flop: bool, ways: dict[str, Callable])
     return {name: _program(gemm, xs, ws, rounds, amount, least) for name, gemm in ways.items()}
 
 
-def _fp8(m: int, shape: tuple[int, int], name: str) -> dict[str, Way]:
-    """Ours takes what the layer gives it: scales of 128 columns into `down`, of a token into the others; `up_gate` gates and quantises."""
+def _fp8(m: int, shape: tuple[int, int], name: str, forms: Callable[[dict], dict[str, Callable]] | None = None) -> dict[str, Way]:
+    """Ours takes what the layer gives it: scales of 128 columns into `down`, of a token into the others; `up_gate` gates and quantises.
+
+    forms: of the epilogue, what is timed in place of the kernel that `m` rows have.
+    """
     k, n = shape
     weights, rounds = _operands(m, k, n, 1)
     quantized = jax.jit(reference.quantize_rows)
@@ -62,10 +66,9 @@ def _fp8(m: int, shape: tuple[int, int], name: str) -> dict[str, Way]:
     flop, settings = 2.0 * m * k * n, (GATE | {"quantize": True} if "up_gate" in name else {})
     least = Least(1.0 * k * n, flop, "float8_e4m3fn")
     ours = list(map(jax.jit(reference.quantize_blocks), plain)) if "down" in name else xs
-    return {
-        "fp8": _program(fp8_flat_gemm if m <= 64 else fp8_gemm, ours, ws, rounds, flop, least, **settings),
-        "xla": _program(xla, xs, ws, rounds, flop, least, **settings),
-    }
+    kernels = forms(settings) if forms else {"fp8": fp8_flat_gemm if m <= 64 else fp8_gemm}
+    found = {label: _program(kernel, ours, ws, rounds, flop, least, **settings) for label, kernel in kernels.items()}
+    return found | {"xla": _program(xla, xs, ws, rounds, flop, least, **settings)}
 
 
 def _products(rows, make: Callable, **must) -> tuple[Case, ...]:
@@ -134,6 +137,22 @@ def _tiles(m, shape, name):
     return _bf16(m, shape, True, ours | {"xla": _xla_gated if gates else reference.gemm})
 
 
+def _fp8_tiles(m: int, sms: int) -> dict[str, Way]:
+    """8B's `down` on so many SMs: the plan that is chosen, and the others."""
+    k, n = SHAPES["8B down"]
+
+    def forms(epilogue: dict) -> dict[str, Callable]:
+        told = {"blocked": True, "gate_block": None, "quantize": False}
+        chosen, found = fp8_plan(m, n, k, sms, **told), {}
+        for tile, work in fp8_plans(m, n, k, sms, **told):
+            own = tile == chosen[0] and work.parts == chosen[1].parts
+            label = f"{tile.columns}, {tile.cluster} CTAs, {work.parts} parts{', chosen' * own}"
+            found[label] = functools.partial(fp8_gemm, sms=sms, plan=(tile, work))
+        return found
+
+    return _fp8(m, (k, n), "8B down", forms)
+
+
 DENSE_ROWS = (2048, 1024, 512, 256)
 GROUPS = (
     Group("dense_gemm", "TFLOP/s", _products(DENSE_ROWS, _dense, ratio=0.95), geomean=1.0),
@@ -148,4 +167,13 @@ GROUPS = (
     Group("flat_gemm", "TB/s", tuple(map(_large, _products((64, 16, 1), _flat, ratio=0.97))), geomean=1.1),
     Group("flat_gemm_triton", "TB/s", _only(_products((64, 16, 1), _flat_triton), "8B"), asked=True),
     Group("dense_tiles", "TFLOP/s", _only(_products((512, 256, 1024, 768, 384), _tiles), "8B"), asked=True),
+    Group(
+        "fp8_tiles",
+        "TFLOP/s",
+        tuple(
+            Case(f"8B down M {m} on {sms}", functools.partial(_fp8_tiles, m, sms))
+            for m, sms in ((1024, 100), (768, 84), (1024, 108), (2048, 108), (1280, 132), (512, 132), (256, 132))
+        ),
+        asked=True,
+    ),
 )
