@@ -64,8 +64,12 @@ class LoweredPrograms:
         path = self.folder / self._digest(name, args)
         exported = _read(path)
         if exported is None:
-            exported = export.export(fn, platforms=self.platforms, disabled_checks=_ANY_CALL)(*args)
-            _write(path, exported.serialize())
+            try:
+                exported = export.export(fn, platforms=self.platforms, disabled_checks=_ANY_CALL)(*args)
+                _write(path, exported.serialize())
+            except (NotImplementedError, ValueError) as error:  # it calls Python, say
+                log.warning("program %r cannot be kept, and is lowered at each start: %s", name, error)
+                return fn.lower(*args)
 
         def run(*args):
             return exported.call(*args)

@@ -83,6 +83,43 @@ def test_a_folder_that_cannot_be_written_to_is_a_warning(tmp_path, caplog):
     assert "not kept" in caplog.text
 
 
+def test_a_program_that_cannot_be_kept_is_lowered_all_the_same(tmp_path, caplog):
+    @jax.jit
+    def calling_python(x):
+        return jax.pure_callback(lambda y: 2 * y, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    x = jax.device_put(np.arange(4, dtype=np.float32))
+    found = LoweredPrograms(tmp_path / "lowered", "settings").lower("calls", calling_python, (), x)
+    assert found.compile()(x).tolist() == [0, 2, 4, 6]
+    assert "'calls' cannot be kept" in caplog.text
+    assert not (tmp_path / "lowered").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "quantization", "kv"),
+    [
+        *(("tiny-opt", None, "auto"), ("tiny-gemma3_text", None, "auto"), ("tiny-mixtral", "fp8", "auto")),
+        *(("tiny-llama", "fp8", "fp8"), ("tiny-llama", "int4", "int8")),
+    ],
+)
+def test_the_programs_of_all_kinds_of_weights_and_caches_can_be_kept(model, quantization, kv, tmp_path, caplog, monkeypatch):
+    settings = EngineConfig(
+        str(paths.MODELS / model), block_size=16, max_num_batched_tokens=16, max_num_seqs=4, num_kv_pages=32, plan="sequential"
+    )
+    checkpoint = open_checkpoint(settings.model)
+    config = resolve(dataclasses.replace(settings, quantization=quantization, kv_cache_dtype=kv), checkpoint.model_config)
+    made = make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False)
+    made.lowered = LoweredPrograms(tmp_path, "settings")
+    for again in (False, True):
+        if again:
+            monkeypatch.setattr(lowered.export, "export", refuse)
+        made._lower_step(made.layouts[16][0], made.num_pages)
+        made._lower_sampler(4, "plain")
+        made._lower_sampler(4, "full")
+        made._lower_prompt(16)
+    assert len(files(tmp_path)) == 4 and not caplog.records
+
+
 def test_an_engine_of_kept_programs_draws_the_same_tokens(tmp_path, monkeypatch):
     """On two devices, with every kind of program: drawn logprobs, prompt logprobs; the second time without lowering any."""
     settings = EngineConfig(
