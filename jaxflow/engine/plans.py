@@ -35,10 +35,11 @@ def token_buckets(budget: int, *, few: bool, seqs: int = 0) -> tuple[int, ...]:
     Each costs a first start seconds, since kernels are lowered and compiled one at a time, and later ones a tenth of one. With requests
     waiting, steps are filled to the budget; near the rate that the engine can do they lie anywhere below it, and what pads them makes
     others wait.
-    `few`: only 8 and 64 and the budget, where compiling costs more than padding (CPU). `seqs`: the most sequences of a step. All
-    of them decoding alone is a usual step, which above 512 would be padded by up to half: of 560 decodes, 40 % of the products.
+    `few`: only 8 and 64 and the budget, where compiling costs more than padding (CPU), and 1: for one request alone eight rows would
+    take twice as long. `seqs`: the most sequences of a step. All of them decoding alone is a usual step, which above 512 would be
+    padded by up to half: of 560 decodes, 40 % of the products.
     """
-    sizes = {8, 64} if few else {2**i for i in range(3, budget.bit_length())} | {3 * 2**i for i in range(7, budget.bit_length())}
+    sizes = {1, 8, 64} if few else {2**i for i in range(3, budget.bit_length())} | {3 * 2**i for i in range(7, budget.bit_length())}
     sizes |= {seqs + -seqs % 64} if seqs > 512 and not few else set()
     return (*sorted(size for size in sizes if size < budget), budget)
 

@@ -49,9 +49,9 @@ def test_buckets(budget, few):
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == budget
     halfway = {3 * 2**i for i in range(7, 14)}
-    assert all(size == budget or size in halfway or (size >= 8 and size & (size - 1) == 0) for size in sizes)
+    assert all(size == budget or size in halfway or (size >= (1 if few else 8) and size & (size - 1) == 0) for size in sizes)
     if few:
-        assert len(sizes) <= 3
+        assert len(sizes) <= 4
     else:
         for tokens in range(8, min(budget, 3000) + 1):  # little padding
             bucket = next(size for size in sizes if size >= tokens)
@@ -113,14 +113,14 @@ class TestPlans:
 
     def test_sequential_for_every_bucket(self, checkpoint):
         found = choose_plans(self.settings(checkpoint), checkpoint.model_config)
-        assert list(found) == [8, 64, 96]
+        assert list(found) == [1, 8, 64, 96]
         assert all(several == (sequential_plan(checkpoint.model_config, tokens),) for tokens, several in found.items())
 
     def test_a_file_is_taken_at_the_tokens_it_is_for(self, checkpoint, tmp_path):
         overlapped = two_nano_batch_plan(checkpoint.model_config, 48, 20)
         plans.save(overlapped, tmp_path / "plan.json")
         found = choose_plans(self.settings(checkpoint, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
-        assert list(found) == [8, 48, 64, 96]
+        assert list(found) == [1, 8, 48, 64, 96]
         assert found[48] == (overlapped,)
         assert found[96] == (sequential_plan(checkpoint.model_config, 96),)
 
@@ -160,7 +160,8 @@ class TestPlans:
         config = resolve(EngineConfig(model=LLAMA, plan=str(tmp_path)), checkpoint.model_config)
         assert config.max_num_batched_tokens == 48
         found = choose_plans(config, checkpoint.model_config)
-        assert found == {8: (sequential_plan(checkpoint.model_config, 8),), 48: (sequential_plan(checkpoint.model_config, 48), *made)}
+        alone = {tokens: (sequential_plan(checkpoint.model_config, tokens),) for tokens in (1, 8)}
+        assert found == alone | {48: (sequential_plan(checkpoint.model_config, 48), *made)}
         with pytest.raises(ConfigError, match=r"no plan for .* on 2 x cpu, bfloat16 .* is in that folder"):
             resolve(EngineConfig(model=LLAMA, plan=str(tmp_path), tensor_parallel_size=2, dtype="bfloat16"), checkpoint.model_config)
 
