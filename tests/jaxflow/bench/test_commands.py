@@ -26,7 +26,14 @@ from serving.server import Server, ServerConfig
 MODEL = str(paths.MODELS / "stories260K")
 TRACE = str(paths.TRACES / "azure2023_conv_1000.csv")
 SPREADS = (("input", "-1.0"), ("output", "inf"))
-ENGINE = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 128, "num_kv_pages": 16, "enable_prefix_caching": False}
+ENGINE = {
+    "max_num_batched_tokens": 32,
+    "step_sizes": "8",
+    "max_num_seqs": 4,
+    "max_model_len": 128,
+    "num_kv_pages": 16,
+    "enable_prefix_caching": False,
+}
 
 
 @pytest.fixture(scope="module")
