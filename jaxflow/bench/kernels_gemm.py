@@ -53,10 +53,10 @@ def _bf16(m: int, shape: tuple[int, int], flop: bool, ways: dict[str, Callable])
     return {name: _program(gemm, xs, ws, rounds, amount, least) for name, gemm in ways.items()}
 
 
-def _fp8(m: int, shape: tuple[int, int], name: str, forms: Callable[[dict], dict[str, Callable]] | None = None) -> dict[str, Way]:
+def _fp8(m: int, shape: tuple[int, int], name: str, forms: dict[str, Callable] | None = None) -> dict[str, Way]:
     """Ours takes what the layer gives it: scales of 128 columns into `down`, of a token into the others; `up_gate` gates and quantises.
 
-    forms: of the epilogue, what is timed in place of the kernel that `m` rows have.
+    forms: what is timed in place of the kernel that `m` rows have.
     """
     k, n = shape
     weights, rounds = _operands(m, k, n, 1)
@@ -66,7 +66,7 @@ def _fp8(m: int, shape: tuple[int, int], name: str, forms: Callable[[dict], dict
     flop, settings = 2.0 * m * k * n, (GATE | {"quantize": True} if "up_gate" in name else {})
     least = Least(1.0 * k * n, flop, "float8_e4m3fn")
     ours = list(map(jax.jit(reference.quantize_blocks), plain)) if "down" in name else xs
-    kernels = forms(settings) if forms else {"fp8": fp8_flat_gemm if m <= 64 else fp8_gemm}
+    kernels = forms or {"fp8": fp8_flat_gemm if m <= 64 else fp8_gemm}
     found = {label: _program(kernel, ours, ws, rounds, flop, least, **settings) for label, kernel in kernels.items()}
     return found | {"xla": _program(xla, xs, ws, rounds, flop, least, **settings)}
 
@@ -140,17 +140,13 @@ def _tiles(m, shape, name):
 def _fp8_tiles(m: int, sms: int) -> dict[str, Way]:
     """8B's `down` on so many SMs: the plan that is chosen, and the others."""
     k, n = SHAPES["8B down"]
-
-    def forms(epilogue: dict) -> dict[str, Callable]:
-        told = {"blocked": True, "gate_block": None, "quantize": False}
-        chosen, found = fp8_plan(m, n, k, sms, **told), {}
-        for tile, work in fp8_plans(m, n, k, sms, **told):
-            own = tile == chosen[0] and work.parts == chosen[1].parts
-            label = f"{tile.columns}, {tile.cluster} CTAs, {work.parts} parts{', chosen' * own}"
-            found[label] = functools.partial(fp8_gemm, sms=sms, plan=(tile, work))
-        return found
-
-    return _fp8(m, (k, n), "8B down", forms)
+    told = {"blocked": True, "gate_block": None, "quantize": False}
+    chosen, found = fp8_plan(m, n, k, sms, **told), {}
+    for tile, work in fp8_plans(m, n, k, sms, **told):
+        own = tile == chosen[0] and work.parts == chosen[1].parts
+        label = f"{tile.columns}, {tile.cluster} CTAs, {work.parts} parts{', chosen' * own}"
+        found[label] = functools.partial(fp8_gemm, sms=sms, plan=(tile, work))
+    return _fp8(m, (k, n), "8B down", found)
 
 
 DENSE_ROWS = (2048, 1024, 512, 256)
