@@ -16,8 +16,8 @@ import paths
 import pytest
 from absl import flags
 
-from jaxflow.bench import latency, machine, options, perplexity, plot, serve, steps, sweep, throughput, workload
-from jaxflow.bench.__main__ import COMMANDS, main, without_weights
+from jaxflow.bench import latency, options, perplexity, plot, serve, steps, sweep, throughput, workload
+from jaxflow.bench.__main__ import main, without_weights
 from jaxflow.config import ConfigError
 from jaxflow.llm import LLM
 from serving.client import Client
@@ -323,20 +323,6 @@ def test_host_command(bench, tmp_path, capsys):
     assert "CPU time" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_every_command_lists_its_flags(bench, capsys, command):
-    assert bench(command, "--help") == 0
-    out = capsys.readouterr().out
-    assert f"python -m jaxflow.bench {command}" in out and "--output_json" in out
-    assert ("--max_num_batched_tokens" in out) == (command not in ("serve", "kernels", "decode_step"))
-
-
-def test_help_of_the_bench_names_the_commands(capsys):
-    assert main(["bench", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert all(command in out for command in COMMANDS)
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
@@ -371,24 +357,6 @@ def test_what_cannot_be_is_said_in_a_line(bench, capsys, arguments, status, mess
     assert message in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments", "message"),
-    [
-        ("throughput", ["--trace", "absent.csv"], "--trace absent.csv"),
-        ("throughput", ["--input_len", "600"], "over the 512 tokens"),
-        ("throughput", ["--input_len", "100", "--max_model_len", "128"], "over the 128 tokens"),
-        ("hierarchy", ["--input_len", "600"], "over the 512 tokens"),
-        ("hierarchy", ["--trace", TRACE, "--rounds", "3"], "--rounds 3"),
-        ("hierarchy", ["--input_len", "8", "--output_len", "8", "--request_rate", "0"], "rate=0.0"),
-        ("sweep", ["--sweep", "rate", "--values", "4", "--trace", "absent.jsonl"], "--trace absent.jsonl"),
-    ],
-)
-def test_a_workload_is_refused_before_a_model_is_loaded_for_it(no_flags, monkeypatch, capsys, command, arguments, message):
-    monkeypatch.setattr(LLM, "from_config", classmethod(lambda *_, **__: pytest.fail("a model was loaded")))
-    assert main(["bench", command, "--model", MODEL, *arguments]) == 1
-    assert message in capsys.readouterr().err
-
-
 def test_lengths_and_numbers_follow_the_rivals_protocol(bench):
     main(["bench", "throughput", "--help"])  # defines the flags
     for given, number, prompt in [
@@ -401,13 +369,6 @@ def test_lengths_and_numbers_follow_the_rivals_protocol(bench):
         items, described = options.items_from_flags(131072)
         assert len(items) == described["requests"] == number
         assert described["mean_prompt_tokens"] == pytest.approx(prompt, abs=1)
-
-
-def test_an_unknown_device_is_measured(llm):
-    best = machine.ceiling("float32")
-    assert best.flops_per_s > 1e8 and "measured here" in best.source
-    with pytest.raises(KeyError, match="int4 on H200"):
-        machine.ceiling("int4", "H200")
 
 
 def test_the_command_as_a_process(tmp_path):

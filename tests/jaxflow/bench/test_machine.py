@@ -91,3 +91,10 @@ def test_the_report_names_optimum_machine_and_command():
     ):
         assert part in text
     assert "unknown" in machine.text(machine.describe())
+
+
+def test_an_unknown_device_is_measured():
+    best = machine.ceiling("float32")
+    assert best.flops_per_s > 1e8 and "measured here" in best.source
+    with pytest.raises(KeyError, match="int4 on H200"):
+        machine.ceiling("int4", "H200")
