@@ -71,7 +71,9 @@ def fp8_gemm(
     names = (*operands, "out", *(["scales"] if quantize else []), *(["parts"] if work.cut else []))
     epilogue = Epilogue(activation, gate_block, quantize, tile.slots)
     out = plgpu.kernel(
-        functools.partial(multiply, names=names, tile=tile, epilogue=epilogue, parts=work.parts if work.cut else 1),
+        functools.partial(
+            multiply, names=names, tile=tile, epilogue=epilogue, parts=work.parts if work.cut else 1, interpreted=interpret is not None
+        ),
         out_type=out_type,
         grid=(work.table.shape[0],),
         grid_names=("cta",),

@@ -43,7 +43,7 @@ def scratch(tile: Fp8Tile, operands: dict, out_dtype) -> dict:
     return arrays
 
 
-def multiply(*refs, names, tile, epilogue, parts, **s):
+def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
     ref = dict(zip(names, refs, strict=True))
     x_s, w_s, full, empty = s["x_s"], s["w_s"], s["full"], s["empty"]
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
@@ -143,6 +143,8 @@ def multiply(*refs, names, tile, epilogue, parts, **s):
                 i = jnp.minimum(i, ref["tokens"].shape[1] - 1)
                 return load(ref["tokens"].at[pl.ds(row, HALF), i], BY_ROW)
 
+            nothing = first >> 31  # 0, which the compiler cannot know
+
             def multiply(i, state):
                 step, scale, *sums = state
                 slot = lax.rem(step, stages)
@@ -155,7 +157,16 @@ def multiply(*refs, names, tile, epilogue, parts, **s):
                         plgpu.wgmma(acc, x_s.at[slot, own], w_s.at[slot, columns].transpose((1, 0)))
                         return acc[...]
 
-                    part = pl.run_scoped(product, plgpu.ACC((HALF, tile.moved), jnp.float32))
+                    def product_after(acc, product=product):
+                        product(acc)
+
+                    if piece == 0 or interpreted:  # the interpreter has no accumulators that begin with something
+                        part = pl.run_scoped(product, plgpu.ACC((HALF, tile.moved), jnp.float32))
+                    else:
+                        # Its zeros are made of the sums before, so that it begins when they are added and can use the same registers:
+                        # two products' at a time are more than there are, and ptxas now and then spilled at each step (twice the time).
+                        bits = lax.bitcast_convert_type(sums[piece - 1], jnp.int32) & nothing
+                        part = pl.run_state(product_after)(plgpu.ACC.init(lax.bitcast_convert_type(bits, jnp.float32)))
                     if piece == len(sums) - 1:
                         plgpu.barrier_arrive(empty.at[slot])
                     sums[piece] += part * lax.broadcast_in_dim(scale, part.shape, [0]) if blocked else part

@@ -122,12 +122,13 @@ def test_the_python_api(file, tmp_path):
         LLM(FOLDER, offload=3)  # type: ignore[arg-type]
 
 
-def test_a_device_that_is_full_at_the_start_is_a_limit_to_raise(file, monkeypatch):
+@pytest.mark.parametrize(("message", "tier"), [("no memory", "gpu"), ("Out of host memory while trying to allocate", "host")])
+def test_a_tier_that_is_full_at_the_start_is_a_limit_to_raise(file, monkeypatch, message, tier):
     def full(self):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nand more lines")
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}\nand more lines")
 
     monkeypatch.setattr(Runtime, "warm_up", full)
-    with pytest.raises(ConfigError, match=r"(?s)gpu_memory_limit=.*RESOURCE_EXHAUSTED: no memory\ndevice .*GB"):
+    with pytest.raises(ConfigError, match=rf"(?s)^{tier}_memory_limit=.*RESOURCE_EXHAUSTED: {message}\ndevice .*GB"):
         LLM(FOLDER, offload=str(file), block_size=16, progress=False)
 
 
