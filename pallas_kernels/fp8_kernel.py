@@ -4,6 +4,7 @@ The tiles of a last round that is part-filled are cut along K; each part adds up
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -166,7 +167,8 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
                         # Its zeros are made of the sums before, so that it begins when they are added and can use the same registers:
                         # two products' at a time are more than there are, and ptxas now and then spilled at each step (twice the time).
                         bits = lax.bitcast_convert_type(sums[piece - 1], jnp.int32) & nothing
-                        part = pl.run_state(product_after)(plgpu.ACC.init(lax.bitcast_convert_type(bits, jnp.float32)))
+                        begun: Any = plgpu.ACC.init(lax.bitcast_convert_type(bits, jnp.float32))
+                        part = pl.run_state(product_after)(begun)
                     if piece == len(sums) - 1:
                         plgpu.barrier_arrive(empty.at[slot])
                     sums[piece] += part * lax.broadcast_in_dim(scale, part.shape, [0]) if blocked else part
