@@ -144,7 +144,9 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
                 i = jnp.minimum(i, ref["tokens"].shape[1] - 1)
                 return load(ref["tokens"].at[pl.ds(row, HALF), i], BY_ROW)
 
-            nothing = first >> 31  # 0, which the compiler cannot know
+            # A product begins while the sums of the one before are added, of registers of its own. Where parts follow whole tiles ptxas
+            # spilled some of them at each step, and took twice the time; waiting costs 8 %. (The interpreter cannot begin with something.)
+            ordered, nothing = parts > 1 and items > 1 and not interpreted, first >> 31  # 0, which the compiler cannot know
 
             def multiply(i, state):
                 step, scale, *sums = state
@@ -161,14 +163,13 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
                     def product_after(acc, product=product):
                         product(acc)
 
-                    if piece == 0 or interpreted:  # the interpreter has no accumulators that begin with something
-                        part = pl.run_scoped(product, plgpu.ACC((HALF, tile.moved), jnp.float32))
-                    else:
-                        # Its zeros are made of the sums before, so that it begins when they are added and can use the same registers:
-                        # two products' at a time are more than there are, and ptxas now and then spilled at each step (twice the time).
+                    if piece and ordered:
+                        # Its zeros are made of the sums before, so that it begins when they are added and can use the same registers.
                         bits = lax.bitcast_convert_type(sums[piece - 1], jnp.int32) & nothing
                         begun: Any = plgpu.ACC.init(lax.bitcast_convert_type(bits, jnp.float32))
                         part = pl.run_state(product_after)(begun)
+                    else:
+                        part = pl.run_scoped(product, plgpu.ACC((HALF, tile.moved), jnp.float32))
                     if piece == len(sums) - 1:
                         plgpu.barrier_arrive(empty.at[slot])
                     sums[piece] += part * lax.broadcast_in_dim(scale, part.shape, [0]) if blocked else part
