@@ -144,3 +144,24 @@ def test_a_stale_readme_is_seen(folder):
     )
     with pytest.raises(ValueError, match="README"):
         TABLE["rewritten"]("no place", folder)
+
+
+def test_the_page_has_what_each_tier_found_of_mooncakes_trace():
+    report = json.loads((paths.ROOT / "benchmarks" / "h200-kv-hierarchy-mooncake.json").read_text("utf-8"))
+    lines = []
+    for name, way in report["ways"].items():
+        found, tiers = way["conversations"], {"recompute": 0, "device": 1, "host": 2, "disk": 3}[name]
+        shares = [f"{share:.0%}".replace("%", " %") for share in list(found["reuse_hit_rate_by_tier"].values())[:tiers]]
+        cells = (
+            "none" if name == "recompute" else name,
+            *shares,
+            *("–" for _ in range(3 - tiers)),
+            f"{found['reuse_hit_rate']:.0%}".replace("%", " %") if tiers else "–",
+            f"{found['compute_saved']:.1%}".replace("%", " %"),
+            f"{found['later_rounds']['median_ttft_ms']:.0f}",
+            f"{found['median_tpot_ms']:.1f}",
+            f"{way['no_reuse']['median']:,.0f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    text = (paths.ROOT / "docs" / "memory.md").read_text("utf-8")
+    assert text.partition("<!-- mooncake -->\n")[2].partition("\n<!-- /mooncake -->")[0].splitlines()[2:] == lines

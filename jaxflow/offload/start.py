@@ -35,7 +35,7 @@ from jaxflow.offload.weight_store import WeightStore
 log = logging.getLogger(__name__)
 # Of a GPU's memory, in which what comes and goes leaves gaps, and of its pool of pinned memory, whose regions end in gaps smaller than
 # a tensor (98 GB of 101 were had on an H200's host, 99.2 were not).
-_SPARE, _HOST_SPARE = 0.06, 0.03
+_SPARE, _HOST_SPARE = 0.06, 0.02
 
 
 class _Phases:

@@ -96,6 +96,8 @@ def checks(rows, share):
         ),
         *(functools.partial(one, m, *SHAPES["8B"]["up_gate"], **mlp) for m in (2048, 256, 64, 8)),
         *(functools.partial(one, m, *SHAPES["8B"]["down"], scales="block", residual=True) for m in (2048, 256, 64, 8)),
+        functools.partial(one, 1536, *SHAPES["8B"]["down"], scales="block"),  # parts behind whole tiles, on all SMs and on some
+        functools.partial(one, 1024, *SHAPES["8B"]["down"], scales="block", residual=True, sms=100),
         functools.partial(one, 1000, 4096, 4096, bias=True, residual=True),
         functools.partial(one, 1000, 4096, 4096, scales="one", sms=104),
         functools.partial(one, 392, 4096, 7168, scales="block", sms=28),
