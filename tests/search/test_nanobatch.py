@@ -83,7 +83,7 @@ def test_attention_beside_products_is_found_and_is_all_that_overlaps():
     """Products 8, attention 6 of the device's time: products alone remain, but for what attention's SMs take from them."""
     times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 0.0) | {"qkv": 1.0, "out_proj": 1.0, "up_gate": 4.0, "down": 2.0}
     setting = toy_setting(graph_of(), times | {"decode_attention": 6.0}, decodes=16, most_shares=2)
-    found = search(setting, time_limit_s=10)
+    found = search(setting, time_limit_s=60)  # ends by itself within 5 s: a busy machine has longer
     assert found.sequential_s == pytest.approx(14.0)
     assert found.period_s < 0.85 * found.sequential_s
     entries = simulated(setting, found.plan).entries
@@ -98,7 +98,7 @@ def test_tokens_that_do_not_decode_wait_for_no_attention():
     times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 0.0) | {"qkv": 1.0, "out_proj": 1.0}
     times |= {"up_gate": 4.0, "down": 2.0, "rope_append": 0.2}
     setting = toy_setting(graph_of(), times | {"decode_attention": 12.0}, decodes=8, most_shares=2)  # 12 for 16 tokens that decode
-    found = search(setting, time_limit_s=10)
+    found = search(setting, time_limit_s=60)  # ends by itself within 5 s: a busy machine has longer
     assert found.cuts == (8,) and simulated(setting, found.plan).period_s == pytest.approx(found.period_s, rel=2e-3)
     assert {nano.start: nano.stream for nano in found.plan.nano_ops if nano.op == "decode_attention"} == {0: 1, 8: 2}
 
