@@ -1,11 +1,13 @@
 """From settings to a disk tier below the host's."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxflow.config import EngineConfig, ModelConfig
+from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.disk_link import DiskLink
 from jaxflow.engine.offload import Offload
 from jaxflow.engine.plans import on_gpu
@@ -27,7 +29,14 @@ def open_disk(config: EngineConfig, model: ModelConfig, fingerprint: bytes) -> D
     sizes = page_bytes(model, config.block_size, jnp.dtype(config.kv_cache_dtype), tp)
     cpus = near_cpus(gpu_bus_ids(tp)) if on_gpu() else None
     capacity, sizes = int(config.kv_disk_size * 2**30), [size * tp for size in sizes]
-    return DiskTier(config.kv_disk_path, capacity, fingerprint, sizes, prepare=lambda: bind(cpus))
+    disk = DiskTier(config.kv_disk_path, capacity, fingerprint, sizes, prepare=lambda: bind(cpus))
+    room = shutil.disk_usage(config.kv_disk_path).free + disk.counters().bytes
+    if capacity > room:
+        disk.close()
+        raise ConfigError(
+            "kv_disk_size", config.kv_disk_size, f"at most {room / 2**30:.2f} GiB, which is what {config.kv_disk_path} has room for"
+        )
+    return disk
 
 
 def put_below(offload: Offload, disk: DiskTier) -> None:

@@ -36,21 +36,23 @@ class ActivationStore:
                 for tokens in {g.prompt, 1}:
                     tiers.staging.reserve(2 * [g.activation(part.rows, tokens)])
 
-    def store(self, batch: int, pieces: tuple[jax.Array, ...]) -> concurrent.futures.Future | None:
-        """Takes a batch's activations home; those that live on the device stay."""
-        tiers, kept, future = self._tiers, [], None
+    def store(self, batch: int, pieces: tuple[jax.Array, ...]) -> list[Any]:
+        """Takes a batch's activations home; those on the device stay. Returns what is under way, for the disk a future."""
+        tiers, kept, under_way = self._tiers, [], []
         for part, piece in zip(self.parts, pieces, strict=True):
             if part.tier != "device":
                 tiers.traffic.add("store_activation", times=1, up=array_bytes(piece))
             if part.tier == "host":
                 piece = tiers.up(piece)
+                under_way.append(piece)
             elif part.tier == "disk":
                 struct, rising = jax.ShapeDtypeStruct(piece.shape, piece.dtype, sharding=piece.sharding), tiers.up(piece)
-                self._stores[batch] = future = tiers.write(lambda rising=rising: self._write(batch, rising))
+                self._stores[batch] = tiers.write(lambda rising=rising: self._write(batch, rising))
+                under_way.append(self._stores[batch])
                 piece = struct
             kept.append(piece)
         self._pieces[batch] = kept
-        return future
+        return under_way
 
     def load(self, batch: int) -> tuple[jax.Array, ...]:
         """A batch's activations, on their way to the device; they are no longer kept. Raises: DiskError."""

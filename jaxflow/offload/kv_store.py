@@ -107,8 +107,8 @@ class KvStore:
 
     # ---- home
 
-    def store_pages(self, key: Key, pages: tuple) -> concurrent.futures.Future | None:
-        """Takes the away parts of a prompt's KV home. The device's memory is free once the future is done."""
+    def store_pages(self, key: Key, pages: tuple) -> list[concurrent.futures.Future]:
+        """Takes the away parts of a prompt's KV home. The device's memory is free once what is returned is done."""
         tiers = self._tiers
         waits = []
         for part, tree in zip(self.away, pages, strict=True):
@@ -120,7 +120,7 @@ class KvStore:
                 waits.append(functools.partial(self._write_prompt, part, key, tiers.up(tree)))
         return self._submit(key, waits)
 
-    def store_rows(self, key: Key, rows: tuple, token: int, lengths: np.ndarray) -> concurrent.futures.Future | None:
+    def store_rows(self, key: Key, rows: tuple, token: int, lengths: np.ndarray) -> list[concurrent.futures.Future]:
         """Takes the away parts of one token's KV home."""
         tiers = self._tiers
         waits = []
@@ -155,9 +155,9 @@ class KvStore:
 
     # ---- pieces
 
-    def _submit(self, key: Key, waits: list) -> concurrent.futures.Future | None:
+    def _submit(self, key: Key, waits: list) -> list[concurrent.futures.Future]:
         if not waits:
-            return None
+            return []
 
         def run() -> None:
             for work in waits:
@@ -165,7 +165,7 @@ class KvStore:
 
         self._settle(key)
         self._stores[key] = self._tiers.write(run)
-        return self._stores[key]
+        return [self._stores[key]]
 
     def _settle(self, key: Key) -> None:
         """Waits until what was last stored is home."""

@@ -15,10 +15,14 @@ def prepare(offload: OffloadConfig, config: EngineConfig) -> None:
     total = device_memory_bytes()
     if offload.gpu_memory_limit is not None and total is not None:
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{min(1.0, offload.gpu_memory_limit * GIGA / total):.4f}"
-    # The pool of pinned memory ends at 64 GB unless it is told; its own unit is GiB.
     limit = offload.host_memory_limit * GIGA if offload.host_memory_limit is not None else host_memory_bytes()
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(1, math.ceil(limit / 2**30))))
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_pool_gib(limit)))
     prepare_process(config)
+
+
+def host_pool_gib(limit: float) -> int:
+    """What XLA's pool of pinned memory may take, for a limit in bytes: it ends at 64 GB unless it is told, and its own unit is GiB."""
+    return max(1, math.ceil(limit / 2**30))
 
 
 def device_memory_bytes() -> int | None:

@@ -11,7 +11,7 @@ from jaxflow.offload.schedule import SCHEDULES, Schedule
 GIGA = 1e9
 # Of `EngineConfig`, what an offloaded run goes by; the rest is of a scheduler, a cache of pages and plans, which it does not have.
 ENGINE_FIELDS = (
-    *("model", "tokenizer", "dtype", "load_format", "quantization", "kv_cache_dtype", "block_size", "tensor_parallel_size"),
+    *("model", "tokenizer", "dtype", "load_format", "quantization", "block_size", "tensor_parallel_size"),
     *("gpu_memory_utilization", "seed", "kernels", "compilation_cache_dir"),
 )
 
@@ -66,4 +66,6 @@ def check_engine(config: EngineConfig) -> None:
     for field in dataclasses.fields(EngineConfig):
         value = getattr(config, field.name)
         if field.name not in ENGINE_FIELDS and value != field.default:
-            raise ConfigError(field.name, value, "unset: an offloaded run goes by its policy and limits, block after block")
+            raise ConfigError(
+                field.name, value, "unset: an offloaded run goes by its policy (of KV its kv_bits) and limits, block after block"
+            )

@@ -25,6 +25,7 @@ from jaxflow.offload.host_attention import HostAttention
 from jaxflow.offload.host_tier import check_views
 from jaxflow.offload.kv_store import KvStore
 from jaxflow.offload.policy import TIERS, PolicyError
+from jaxflow.offload.process import host_pool_gib
 from jaxflow.offload.programs import Programs
 from jaxflow.offload.run import Setup
 from jaxflow.offload.runtime import Runtime
@@ -34,8 +35,8 @@ from jaxflow.offload.weight_store import WeightStore
 
 log = logging.getLogger(__name__)
 # Of a GPU's memory, in which what comes and goes leaves gaps, and of its pool of pinned memory, whose regions end in gaps smaller than
-# a tensor (98 GB of 101 were had on an H200's host, 99.2 were not).
-_SPARE, _HOST_SPARE = 0.06, 0.02
+# a tensor: of 100.9 GB on an H200's host 98.3 were had and 99.2 were not (benchmarks/settings/h200-offload-out-of-pinned-memory.json).
+_SPARE, _POOL_SPARE = 0.06, 0.025
 
 
 class _Phases:
@@ -137,7 +138,7 @@ def _limits(offload: OffloadConfig, device: Any) -> dict[str, int | None]:
     )
     return {
         "device": int(limit * (1 - _SPARE)) if stats and limit else limit,
-        "host": int(host * (1 - _HOST_SPARE)) if stats and host else host,
+        "host": min(host, int(host_pool_gib(host) * 2**30 * (1 - _POOL_SPARE))) if stats and host else host,
         "disk": told(offload.disk_limit, free_bytes(str(offload.disk_path)) if offload.on_disk else None),
     }
 

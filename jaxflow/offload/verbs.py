@@ -3,7 +3,7 @@
 import collections
 import concurrent.futures
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,14 +29,17 @@ class Verbs:
         self._traffic.add(verb, seconds=time.perf_counter() - started)
         return made
 
-    def store(self, verb: str, issue: Callable[[], concurrent.futures.Future | None]) -> None:
-        """Issues what takes something home; None: nothing had to be taken there."""
+    def store(self, verb: str, issue: Callable[[], Sequence[Any]]) -> None:
+        """Issues what takes something home: arrays that are on their way, and what threads do, which is all that is bounded."""
         started = time.perf_counter()
-        future = issue()
-        if future is not None and self._overlap:
-            self._stores.append(future)
-        elif future is not None:
-            future.result()
+        made = issue()
+        futures = [one for one in made if isinstance(one, concurrent.futures.Future)]
+        if self._overlap:
+            self._stores.extend(futures)
+        elif made:
+            for future in futures:
+                future.result()
+            jax.block_until_ready([one for one in made if not isinstance(one, concurrent.futures.Future)])
             self._traffic.add(verb, seconds=time.perf_counter() - started)
 
     def bound_stores(self, most: int = _IN_FLIGHT) -> None:

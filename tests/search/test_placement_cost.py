@@ -172,14 +172,15 @@ def ablations() -> list[dict[str, Any]]:
 
 
 def test_the_ablations_that_an_h200_ran_are_predicted_and_the_search_wins():
-    """Blocks that no constant was fitted to. Without overlap the driver's own time, which the model has not, is waited for, too."""
+    """Blocks that no constant was fitted to. Without overlap in 4 bits the goal of 20 % is missed: each store is waited for."""
     found = {(row["policy"]["weight_bits"], row["name"]): row for row in ablations()}
+    most = {"no search": 0.11, "no overlap": 0.22}
     assert len(found) == 9
     for (bits, name), row in found.items():
         made = predict(
             dataclasses.replace(OPT, page_size=64), load_machine("h200"), msgspec.convert(row["policy"], Policy), overlap=row["overlap"]
         )
-        assert made.latency_s == pytest.approx(row["latency_s"], rel=0.03 if row["overlap"] and name != "no search" else 0.22), name
+        assert made.latency_s == pytest.approx(row["latency_s"], rel=most.get(name, 0.03)), name
         assert row["tokens_per_s"] <= found[bits, "all optimisations"]["tokens_per_s"]
 
 

@@ -1,5 +1,6 @@
 """The disk under a real engine: a later round finds it after a restart, and whatever the disk does, the tokens are the same."""
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -16,6 +17,7 @@ from jaxflow import LLM
 from jaxflow.config import ConfigError
 from jaxflow.engine import host_tier
 from jaxflow.engine.request import Request, SamplingParams
+from jaxflow.engine.start_disk import open_disk
 from jaxflow.memory import disk_file
 from jaxflow.memory.disk_folder import FOLDER
 
@@ -179,6 +181,15 @@ def test_a_disk_that_fails_changes_no_token(answers, tmp_path, monkeypatch, capl
     results = converse(loop, two)
     assert tokens(results) == second
     assert loop._offload.link.disk.counters().errors and len([r for r in caplog.records if "going on without" in r.message]) == 1
+
+
+def test_more_than_the_disk_has_room_for_is_refused(tmp_path):
+    before, free = threads(), shutil.disk_usage(tmp_path).free
+    config, made = toy.executor("stories260K")
+    config = dataclasses.replace(config, kv_offloading_size=1.0, kv_disk_path=str(tmp_path), kv_disk_size=2 * free / 2**30)
+    with pytest.raises(ConfigError, match=r"kv_disk_size=.*at most \d+\.\d+ GiB, which is what .* has room for"):
+        open_disk(config, made.programs.context.config, b"a model")
+    assert threads() == before
 
 
 def test_the_python_api_after_a_restart(tmp_path, monkeypatch):
