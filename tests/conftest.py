@@ -1,5 +1,6 @@
 """The tests' platform, set before anything imports JAX, and where their data is."""
 
+import collections
 import gc
 import os
 import sys
@@ -29,9 +30,35 @@ os.environ.update(
     XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {hurry.FLAGS}",
 )
 
+# Dozens of tests start a process, and each would compile all its packages again: 3 s of its 5. Where none may be among the sources, apart.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(paths.ROOT / ".cache" / "bytecode"))
+
 # The same examples every time, and no deadlines: a busy machine fails no test. A third of the usual number: there are many properties.
 hypothesis.settings.register_profile("jaxflow", max_examples=30, deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("jaxflow")
+
+# By name, those of 15 s and more on two cores, the longest first. Not test_measure: it takes times, and is better beside short ones.
+LONG_FILES = (
+    *("test_smollm2", "test_goldens", "test_compiled_plans", "test_compiled_step", "test_8_bits", "test_nanobatch", "test_chunk_attention"),
+    *("test_decode_attention", "test_offloaded_tokens", "test_compiler", "test_loop", "test_sampling_memory", "test_end_to_end"),
+    *("test_kernel_set", "test_notebooks", "test_rope_append", "test_fp8_gemm", "test_lowered", "test_dense_gemm", "test_sampling"),
+    *("test_triton", "test_command", "test_commands", "test_disk_engine", "test_llm"),
+)
+
+
+def pytest_configure(config: pytest.Config):
+    """Workers get files in the order of `pytest_collection_modifyitems`: xdist itself would give out those of few tests last."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
+    """For workers the long files come first, then those of many tests: no worker is left with a long one when all others are done."""
+    if not hasattr(config, "workerinput"):
+        return
+    tests = collections.Counter(item.path for item in items)
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: (places.get(item.path.stem, len(places)), -tests[item.path]))
 
 
 def pytest_collection_finish():
