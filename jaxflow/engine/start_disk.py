@@ -1,5 +1,6 @@
 """From settings to a disk tier below the host's."""
 
+import logging
 import shutil
 
 import jax
@@ -14,6 +15,8 @@ from jaxflow.engine.plans import on_gpu
 from jaxflow.memory.disk_tier import DiskTier
 from jaxflow.memory.kv_cache import page_bytes
 from jaxflow.memory.numa import bind, gpu_bus_ids, near_cpus
+
+log = logging.getLogger(__name__)
 
 
 def open_disk(config: EngineConfig, model: ModelConfig, fingerprint: bytes) -> DiskTier | None:
@@ -30,12 +33,14 @@ def open_disk(config: EngineConfig, model: ModelConfig, fingerprint: bytes) -> D
     cpus = near_cpus(gpu_bus_ids(tp)) if on_gpu() else None
     capacity, sizes = int(config.kv_disk_size * 2**30), [size * tp for size in sizes]
     disk = DiskTier(config.kv_disk_path, capacity, fingerprint, sizes, prepare=lambda: bind(cpus))
-    room = shutil.disk_usage(config.kv_disk_path).free + disk.counters().bytes
-    if capacity > room:
+    usage = shutil.disk_usage(config.kv_disk_path)
+    if capacity > usage.total:
         disk.close()
         raise ConfigError(
-            "kv_disk_size", config.kv_disk_size, f"at most {room / 2**30:.2f} GiB, which is what {config.kv_disk_path} has room for"
+            "kv_disk_size", config.kv_disk_size, f"at most {usage.total / 2**30:.2f} GiB, the size of {config.kv_disk_path}'s disk"
         )
+    if capacity > (room := usage.free + disk.counters().bytes):  # which others may give back: a disk that is full is gone without
+        log.warning("kv_disk_size=%s: %s has room for %.2f GiB now", config.kv_disk_size, config.kv_disk_path, room / 2**30)
     return disk
 
 

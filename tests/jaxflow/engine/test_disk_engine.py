@@ -183,12 +183,16 @@ def test_a_disk_that_fails_changes_no_token(answers, tmp_path, monkeypatch, capl
     assert loop._offload.link.disk.counters().errors and len([r for r in caplog.records if "going on without" in r.message]) == 1
 
 
-def test_more_than_the_disk_has_room_for_is_refused(tmp_path):
-    before, free = threads(), shutil.disk_usage(tmp_path).free
-    config, made = toy.executor("stories260K")
-    config = dataclasses.replace(config, kv_offloading_size=1.0, kv_disk_path=str(tmp_path), kv_disk_size=2 * free / 2**30)
-    with pytest.raises(ConfigError, match=r"kv_disk_size=.*at most \d+\.\d+ GiB, which is what .* has room for"):
+def test_more_than_the_disk_is_refused_and_more_than_it_has_room_for_is_told(tmp_path, monkeypatch, caplog):
+    """What others keep there they may give back, and a server that comes back must not stay away for it."""
+    before, (config, made) = threads(), toy.executor("stories260K")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(total=3 << 30, free=1 << 30))
+    config = dataclasses.replace(config, kv_offloading_size=1.0, kv_disk_path=str(tmp_path), kv_disk_size=4.0)
+    with pytest.raises(ConfigError, match=r"kv_disk_size=4.0 .*at most 3.00 GiB, the size of .*'s disk"):
         open_disk(config, made.programs.context.config, b"a model")
+    disk = open_disk(dataclasses.replace(config, kv_disk_size=2.0), made.programs.context.config, b"a model")
+    assert disk is not None and [r.getMessage() for r in caplog.records] == [f"kv_disk_size=2.0: {tmp_path} has room for 1.00 GiB now"]
+    disk.close()
     assert threads() == before
 
 
