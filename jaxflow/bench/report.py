@@ -161,13 +161,14 @@ def steady_state(records: Sequence[Record]) -> dict[str, float] | None:
     }
 
 
-def settled(records: Sequence[Record]) -> dict[str, float] | None:
-    """Latencies of the requests that came in the later half of the time in which any came: those that met no empty engine.
+def settled(records: Sequence[Record], arrivals_s: Sequence[float]) -> dict[str, float] | None:
+    """Latencies of the requests due in the later half of the time in which any was: those that met no empty engine.
 
+    arrivals_s: when each record's request was due, not when a busy machine sent it, so that two runs compare the same requests.
     None where all came at once, and where none of them was completed.
     """
-    start, end = min(record.sent_s for record in records), max(record.sent_s for record in records)
-    late = [record.latencies() for record in records if record.completed and record.sent_s > (start + end) / 2]
+    start, end = min(arrivals_s), max(arrivals_s)
+    late = [r.latencies() for r, due in zip(records, arrivals_s, strict=True) if r.completed and due > (start + end) / 2]
     if not late:
         return None
     found = {"after_s": (end - start) / 2, "completed": len(late)}

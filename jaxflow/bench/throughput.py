@@ -66,7 +66,7 @@ def measure(
     """
     requests = greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, seed))
     arrivals = [item.arrival_s for item in items] if arrive else None
-    return _measured(llm, lambda: drive(llm.driver, requests, arrivals, progress=progress), slo, device, arrive=arrive)
+    return _measured(llm, lambda: drive(llm.driver, requests, arrivals, progress=progress), slo, device, arrivals)
 
 
 def _measure(llm: LLM, items: Sequence[Item], slo: Mapping[str, float] | None) -> dict[str, Any]:
@@ -110,17 +110,21 @@ def measure_conversations(
 
 
 def _measured(
-    llm: LLM, run: Callable[[], tuple[list[Record], float]], slo: Mapping[str, float] | None, device: str | None, *, arrive: bool = False
+    llm: LLM,
+    run: Callable[[], tuple[list[Record], float]],
+    slo: Mapping[str, float] | None,
+    device: str | None,
+    arrivals_s: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """The report of a run, which returns its records and seconds."""
+    """The report of a run, which returns its records and seconds. arrivals_s: of each record, where they did not come at once."""
     before = llm.driver.stats()
     with machine.watch() as readings, steps.step_log(llm.executor) as log:
         records, duration_s = run()
     after = llm.driver.stats()
     result = report.figures(records, duration_s, slo) | reuse.figures(records, reuse.tier_tokens(before.kv_tiers, after.kv_tiers))
     result["steady_state"] = report.steady_state(records)
-    if arrive:
-        result["settled"] = report.settled(records)
+    if arrivals_s:
+        result["settled"] = report.settled(records, arrivals_s)
     result["steps"] = steps.summary(log)
     result["engine_stats"] = _difference(msgspec.to_builtins(after), msgspec.to_builtins(before))
     result["power"] = readings.summary()

@@ -128,14 +128,15 @@ def test_no_steady_window_where_all_run_at_once():
 
 
 def test_requests_that_met_no_empty_engine():
-    """One request a second for ten, whose latencies grow: those that came after the middle of the arrivals."""
+    """One request a second for ten, whose latencies grow: those due after the middle of the arrivals, late as the sixth was sent."""
     records = [Record(5, float(i), [(i + 0.5, 1), (i + 1.0 + i, 1)], i + 1.0 + i) for i in range(11)]
-    found = report.settled([*records, Record(5, 10.0, error="full")])
+    records[5].sent_s = 5.2
+    found = report.settled([*records, Record(5, 10.0, error="full")], [*range(11), 10])
     assert found is not None and (found["after_s"], found["completed"]) == (5.0, 5)
     assert found["mean_normalized_latency_ms"] == pytest.approx(1e3 * np.mean([(1 + i) / 2 for i in range(6, 11)]))
     assert found["p99_to_mean_normalized_latency"] == found["p99_normalized_latency_ms"] / found["mean_normalized_latency_ms"]
     assert found["mean_ttft_ms"] == pytest.approx(500.0)
-    assert report.settled([FIRST, FIRST]) is None  # at once
+    assert report.settled([FIRST, SECOND], [0.0, 0.0]) is None  # at once
 
 
 def test_line_keeps_columns():
