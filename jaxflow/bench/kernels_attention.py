@@ -57,7 +57,8 @@ def _paged(kernel, table, counts, qs, caches, amount: float, work: float | None 
     one = jax.jit(functools.partial(kernel, scale=SCALE, **settings))  # its lowering serves all calls
     program = jax.jit(lambda qs, caches, table, counts: [one(q, *caches[i % len(caches)], table, counts) for i, q in enumerate(qs)])
     arguments = qs, caches, jnp.asarray(table), jnp.asarray(counts, jnp.int32)
-    return Way(lambda: program(*arguments), len(qs), amount, work)
+    dtype = "float8_e4m3fn" if caches[0][0].dtype == jnp.float8_e4m3fn else "bfloat16"  # int8 is multiplied as bfloat16
+    return Way(lambda: program(*arguments), len(qs), amount, work, dtype=dtype)
 
 
 def _decode(lengths: Sequence[int], kinds: Sequence[str]):

@@ -13,7 +13,7 @@ class Way:
 
     run: enqueues a program that makes `calls` calls. amount: bytes, FLOP or tokens of one call, for its rate.
     work: what a call accomplishes, where ways differ in that and ratios should count it; None: `amount`.
-    least: what a call must do, so that no time is believed that the card cannot have met; None: `amount`.
+    least: what a call must do, so that no time is believed that the card cannot have met; None: `amount`, FLOP being of `dtype`.
     tuned: XLA times candidates on the GPU when the program is compiled, which wants the GPU to itself.
     """
 
@@ -22,13 +22,14 @@ class Way:
     amount: float
     work: float | None = None
     least: Least | None = None
+    dtype: str = "bfloat16"
     tuned: bool = False
 
     def must(self, unit: str) -> Least:
         """What a call must do at least; `unit` is its group's."""
         if self.least is not None:
             return self.least
-        return {"TB/s": Least(moved=self.amount), "TFLOP/s": Least(flop=self.amount, dtype="float8_e4m3fn")}.get(unit, Least())
+        return {"TB/s": Least(moved=self.amount), "TFLOP/s": Least(flop=self.amount, dtype=self.dtype)}.get(unit, Least())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jaxflow.pipeline.handmade import sequential_plan
 from pallas_kernels import reference
 from pallas_kernels.checks.fp8_gemm import xla
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
+from pallas_kernels.quantized import Quantized
 
 MODEL = "llama-3.1-8b"
 LAYERS = 4  # of a layer case: 1.7 GB of weights in bfloat16
@@ -141,7 +142,8 @@ def _through(c: ops.Context, weights: list, x: jax.Array, flop: float) -> Way:
         return x, y
 
     program = jax.jit(run)
-    return Way(lambda: program(weights, x), LAYERS, flop / LAYERS, tuned=True)
+    dtype = "float8_e4m3fn" if isinstance(weights[0]["qkv"], Quantized) else "bfloat16"
+    return Way(lambda: program(weights, x), LAYERS, flop / LAYERS, dtype=dtype, tuned=True)
 
 
 def _steps(precision: str) -> tuple[Case, ...]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxflow.bench import latency, machine, options, plot, report, sarathi, serve, steps, throughput, workload
+from jaxflow.bench import latency, machine, options, plot, report, sarathi, serve, throughput, workload
 from jaxflow.bench.workload import Item, WorkloadError
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
@@ -33,7 +33,6 @@ from jaxflow.model.cost import DEVICES
 from serving.client import Client
 
 SIMULATED = ("pd_ratio", "tiles", "policies")
-_SAME = "The engine has no plan that is sure to gain: by the sequential plan alone it is the same."
 LIMIT_MS = 200.0  # a token's latency in the mean, NanoFlow §6.3
 Keep = Callable[[Mapping[str, Any]], None]
 
@@ -70,12 +69,11 @@ def rates(
     keep: is given the sweep as far as it is, after each. beside_sequential: by the sequential plan alone, too, unless the engine
     has no other plan. kwargs: of `throughput.measure`.
     """
-    others = any(plan != "sequential" for plan in steps.plans_of(llm.executor))
     found: dict[str, Any] = {"kind": "rate", "beside_sequential": beside_sequential, "points": []}
     for rate in values:
         arriving = workload.poisson_arrivals(items, rate, seed)
         once = functools.partial(throughput.measure, llm, arriving, arrive=True, seed=seed, slo=slo, **kwargs)
-        point = throughput.compared(llm, once) if beside_sequential and others else once()
+        point = throughput.compared(llm, once) if beside_sequential else once()
         found["points"].append({"request_rate": rate, "arrivals_s": arriving[-1].arrival_s, **point})
         found["highest_rate"] = highest_rate(found["points"])
         keep(found)
@@ -251,7 +249,7 @@ def _said(sweep: Mapping[str, Any]) -> list[str]:
     rates = ", ".join(f"{'none' if found[key] is None else format(found[key], 'g')} ({of})" for key, of in told.items() if key in found)
     limit, seconds = f"{found['limit_ms']:g} ms a token in the mean", f"at least {found['least_arrivals_s']:.0f} s of arrivals"
     same = sweep["beside_sequential"] and "sequential" not in found
-    return [f"Highest rate with at most {limit}, with {seconds}: {rates} requests/s", *([_SAME] if same else [])]
+    return [f"Highest rate with at most {limit}, with {seconds}: {rates} requests/s", *([throughput.SAME] if same else [])]
 
 
 def _row(kind: str, point: Mapping[str, Any]) -> list[str]:

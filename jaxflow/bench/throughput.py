@@ -6,7 +6,8 @@
 
 Ramp-up and tail are in the clock; sampling is greedy, end tokens are ignored, prompts are random token ids, and prefix
 caching is off unless asked for. A second figure leaves ramp-up and tail out: the steady state, from the first request's
-end to the last one's first token. With --beside_sequential the same requests run twice, first by the sequential plan.
+end to the last one's first token. With --beside_sequential the same requests run twice, first by the sequential plan, unless the
+engine has no other.
 With --profiled_seconds they run once more, then under a profiler that says how long the device does nothing.
 """
 
@@ -31,6 +32,7 @@ from jaxflow.engine.plans import products_dtype
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
 
+SAME = "The engine has no plan that is sure to gain: by the sequential plan alone it is the same."
 TIER_LEVELS = ("host_pages", "host_bytes", "host_capacity_bytes", "disk_pages", "disk_bytes")  # what is there, of `Stats.kv_tiers`
 
 
@@ -40,7 +42,9 @@ def define_flags() -> None:
     options.define_conversations()
     options.define_report()
     flags.DEFINE_boolean(
-        "beside_sequential", False, "Run the requests twice in the same engine, first by the sequential plan alone: what --plan gains."
+        "beside_sequential",
+        False,
+        "Run the requests twice in the same engine, first by the sequential plan: what --plan gains.",
     )
     flags.DEFINE_float(
         "profiled_seconds",
@@ -76,7 +80,12 @@ def _measure(llm: LLM, items: Sequence[Item], slo: Mapping[str, float] | None) -
 
 
 def compared(llm: LLM, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The report of a run by the engine's plans; with that of the sequential one, made before it, and how many times faster they are."""
+    """The report of a run by the engine's plans; with that of the sequential one, made before it, and how many times faster they are.
+
+    One run alone where the engine has no other plan than the sequential one: two would differ by noise.
+    """
+    if steps.plans_of(llm.executor) <= {"sequential"}:
+        return run()
     with steps.sequential_alone(llm.executor):
         alone = run()
     found = run()
@@ -187,6 +196,7 @@ def run() -> dict[str, Any]:
                 return _measure(llm, items, slo)
 
             result |= compared(llm, once) if f.beside_sequential else once()
+            result["beside_sequential"] = f.beside_sequential
             if f.profiled_seconds:
                 result["profile"] = profiled(llm, items, f.profiled_seconds, f.workload_seed)
     result |= {  # the names of vllm bench throughput
@@ -234,4 +244,6 @@ def show(result: Mapping[str, Any], title: str = "Throughput Benchmark Result") 
         print(report.line(f"Steps by {plan!r}:", number))
     if "against_sequential" in result:
         print(report.line("Against the sequential plan (x):", result["against_sequential"]))
+    elif result.get("beside_sequential"):
+        print(SAME)
     print(machine.text(result))

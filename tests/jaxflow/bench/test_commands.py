@@ -226,9 +226,10 @@ def test_throughput_command(bench, tmp_path, capsys):
         assert line in out
 
 
-def test_searched_plans_beside_the_sequential_one_in_one_run(bench, llm, tmp_path, capsys):
+def test_searched_plans_beside_the_sequential_one_in_one_run(bench, llm, tmp_path, capsys, monkeypatch):
     path = tmp_path / "out.json"
     settings = ["--num_requests", "2", "--input_len", "5", "--output_len", "3", "--beside_sequential", "--output_json", str(path)]
+    monkeypatch.setattr(steps, "plans_of", lambda executor: {"sequential", "another"})  # whose steps are the sequential one's here
     assert bench("throughput", "--model", MODEL, *settings) == 0
     found = json.loads(path.read_text())
     assert found["completed"] == found["sequential"]["completed"] == 2
@@ -240,6 +241,12 @@ def test_searched_plans_beside_the_sequential_one_in_one_run(bench, llm, tmp_pat
     named: Any = types.SimpleNamespace(layouts=layouts)
     with pytest.raises(ConfigError, match="plan='its only one'"), steps.sequential_alone(named):
         pass
+
+
+def test_without_a_plan_that_is_sure_to_gain_it_runs_once_and_says_so(bench, capsys):
+    assert bench("throughput", "--model", MODEL, "--num_requests", "2", "--input_len", "5", "--output_len", "3", "--beside_sequential") == 0
+    out = capsys.readouterr().out
+    assert "no plan that is sure to gain" in out and "Against the sequential plan" not in out
 
 
 def test_a_shipped_name_is_measured_with_random_weights(llm, no_flags, monkeypatch):

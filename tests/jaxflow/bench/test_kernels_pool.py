@@ -124,6 +124,8 @@ def test_a_time_that_the_card_cannot_have_met_is_no_row(monkeypatch):
 def test_products_must_read_their_weights_whatever_their_unit():
     assert Way(lambda: None, 1, 5.0).must("TB/s") == Least(moved=5.0)
     assert Way(lambda: None, 1, 5.0).must("tok/s") == Least()
+    assert Way(lambda: None, 1, 5.0).must("TFLOP/s") == Least(flop=5.0)
+    assert Way(lambda: None, 1, 5.0, dtype="float8_e4m3fn").must("TFLOP/s") == Least(flop=5.0, dtype="float8_e4m3fn")
     assert Way(lambda: None, 1, 5.0, least=Least(7.0)).must("TFLOP/s") == Least(7.0)
 
 
