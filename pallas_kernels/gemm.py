@@ -53,6 +53,17 @@ def product(x, w, *, gate_block: int | None, quantize: bool, out_dtype, sms: int
     return Product(x.shape[0], shape_of(w, gate_block, scales_of(x)), activations, out, sms is not None, residual is not None)
 
 
+def activations_of(shape: Shape) -> str:
+    """The dtype that a weight is multiplied with in a bfloat16 model."""
+    return "float8_e4m3fn" if shape.weights == "float8_e4m3fn" else "bfloat16"
+
+
+def product_of(shape: Shape, rows: int, out_dtype: str | None = None) -> Product:
+    """The product that a bfloat16 model makes of a weight. out_dtype: of its result; None: behind gates of e4m3 quantised for `down`."""
+    activations = activations_of(shape)
+    return Product(rows, shape, activations, out_dtype or (activations if shape.gate_block else "bfloat16"))
+
+
 def takers(p: Product) -> tuple[str, ...]:
     """The kernels that take a product on Hopper, the likely fastest first. XLA takes any, but always the whole GPU."""
     n, k, gates = p.shape.n, p.shape.k, p.shape.gate_block
@@ -79,11 +90,6 @@ def takers(p: Product) -> tuple[str, ...]:
 def _gate_pays(p: Product) -> bool:
     """Whether XLA's pass over memory for the gate costs more than its bare product is faster by, as measured (docs/kernels.md)."""
     return p.shape.gate_block > 0 and 128 < p.rows <= 256
-
-
-def activations_of(shape: Shape) -> str:
-    """The dtype that a weight is multiplied with in a bfloat16 model."""
-    return "float8_e4m3fn" if shape.weights == "float8_e4m3fn" else "bfloat16"
 
 
 def _steps(choose: Callable[[int], str]) -> str:
@@ -113,9 +119,9 @@ class HopperGemm:
         choice = None if p.out_dtype == "float32" else self.table.choose(p.shape, p.rows)
         return choice if choice and choice.kernel in can else Choice(p.rows, can[0])
 
-    def describe(self, shape: Shape) -> str:
-        """Which kernel a weight's products run on, by their rows."""
-        return _steps(lambda rows: self.choose(Product(rows, shape, activations_of(shape))).kernel)
+    def describe(self, p: Product) -> str:
+        """Which kernel a weight's products run on, by their rows, whatever those of `p`."""
+        return _steps(lambda rows: self.choose(dataclasses.replace(p, rows=rows)).kernel)
 
     def __call__(
         self,
@@ -189,9 +195,9 @@ class TritonGemm:
         """triton or xla."""
         return "triton" if rows <= 16 and activations == weights and weights in ("bfloat16", "float16", "float32") else "xla"
 
-    def describe(self, shape: Shape) -> str:
-        """Which kernel a weight's products run on, by their rows."""
-        return _steps(lambda rows: self.choose(rows, activations_of(shape), shape.weights))
+    def describe(self, p: Product) -> str:
+        """Which kernel a weight's products run on, by their rows, whatever those of `p`."""
+        return _steps(lambda rows: self.choose(rows, p.activations, p.shape.weights))
 
     def __call__(self, x, w, bias=None, **settings) -> jax.Array | Quantized:
         if isinstance(x, Quantized) or isinstance(w, Quantized | Int4) or self.choose(x.shape[0], x.dtype.name, w.dtype.name) == "xla":

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 
 from pallas_kernels import reference
-from pallas_kernels.gemm import HopperGemm, TritonGemm
-from pallas_kernels.table import Shape, load
+from pallas_kernels.gemm import HopperGemm, Product, TritonGemm
+from pallas_kernels.table import load
 
 KERNELS = ("auto", "reference", "mosaic", "triton")  # what may be asked for
 
@@ -48,16 +48,16 @@ class KernelSet:
         """
         return _begun_early(self)
 
-    def describe(self, products: Mapping[str, Shape] | None = None) -> str:
+    def describe(self, products: Mapping[str, Product] | None = None) -> str:
         """Which kernel each op runs on: a line for all ops but the products, and one for each of those.
 
-        products: the weight of each dense op, of one device.
+        products: of each dense op, on one device, of any number of rows.
         """
         ops = [field.name for field in dataclasses.fields(self) if not field.name.startswith(("name", "gemm", "list_"))]
         lines = [f"kernels: {self.name} ({', '.join(f'{op}: {_place(getattr(self, op))}' for op in ops)})"]
-        for op, shape in (products or {}).items():
-            how = "xla" if self.gemm is reference.gemm else self.gemm.describe(shape)  # type: ignore[attr-defined]
-            lines.append(f"kernels: {op} [{shape.n}, {shape.k}] {shape.weights}: {how}")
+        for op, p in (products or {}).items():
+            how = "xla" if self.gemm is reference.gemm else self.gemm.describe(p)  # type: ignore[attr-defined]
+            lines.append(f"kernels: {op} [{p.shape.n}, {p.shape.k}] {p.shape.weights}: {how}")
         return "\n".join(lines)
 
 
@@ -125,12 +125,16 @@ def kernel_set_for(
     model = Model(head_dim, queries_per_kv_head, kv_heads, page_size, jnp.dtype(dtype).name, jnp.dtype(kv_dtype).name, hidden_size)
     hopper, cuda = platform == "gpu" and capability == "9.0", platform == "gpu" and capability != ""
     if kernels == "auto":
+        if hopper and model.dtype != "bfloat16":
+            return dataclasses.replace(REFERENCE, name="reference (kernels are of bfloat16)")
         kernels = "mosaic" if hopper else "triton" if cuda and has_triton() else "reference"
     if kernels == "reference":
         return REFERENCE
     if kernels == "mosaic":
         if not hopper:
             raise ValueError(f"kernels='mosaic': they need compute capability 9.0, this is {platform} {capability}")
+        if model.dtype != "bfloat16":
+            raise ValueError(f"kernels='mosaic': they multiply bfloat16, the model's dtype is {model.dtype}")
         return _mosaic(model, device)
     if kernels == "triton":
         if not cuda or not has_triton():
@@ -146,8 +150,6 @@ def has_triton() -> bool:
 
 def _mosaic(m: Model, device: str) -> KernelSet:
     """Each op's Mosaic kernel where it takes the model. Mosaic GPU takes a second to import, and CPU has no use for it."""
-    if m.dtype != "bfloat16":
-        return dataclasses.replace(REFERENCE, name="reference (kernels are of bfloat16)")
     from pallas_kernels import (
         chunk_attention,
         decode_attention,

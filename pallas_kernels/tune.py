@@ -15,9 +15,9 @@ weights rotated past the L2 and the rivals in turn; keeps the fastest, and merge
 points (FlashDecoding++Next §4). All programs of a shape are compiled before the first is timed: XLA times its own candidates on the GPU.
 Mosaic compiles one kernel at a time in a process, so several may share a GPU: with --lock each compiles ours as it likes, and has the GPU
 to itself while XLA's are compiled and all are timed (XLA_PYTHON_CLIENT_PREALLOCATE=false, so that memory suffices).
-A time that the card cannot have met ends the run with an error. The table is written after every shape. A shape whose rule it has, of the
-same numbers of rows, is not measured again unless --again says so; what does not fit --time_limit_s, compilation included, is left out
-and named.
+A time that the card cannot have met ends the run with an error. The table is written after every shape. A shape that it has at all these
+numbers of rows is not measured again unless --again says so; what it has at others stays. What does not fit --time_limit_s, compilation
+included, is left out and named.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,11 @@ from pallas_kernels.checks.peaks import ImpossibleTime, Least, refuse_impossible
 from pallas_kernels.checks.script import parse_share
 from pallas_kernels.checks.timing import interleaved, looped
 from pallas_kernels.flat_tiles import filled
-from pallas_kernels.gemm import Product, kernel, takers
+from pallas_kernels.gemm import Product, kernel, product_of, takers
 from pallas_kernels.quantized import BLOCK, Quantized
 from pallas_kernels.reference.int4 import quantize_int4
 from pallas_kernels.table import Choice, Shape
-from pallas_kernels.tune_shapes import parse_shape, product_of, shapes_of, told
+from pallas_kernels.tune_shapes import parse_shape, shapes_of, told
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ROTATED = 240 << 20  # bytes of weights that a program walks through: four times the L2
@@ -153,7 +153,7 @@ def _measured(
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Times what was compiled: made has a program of every (product, choice), or why there is none."""
-    best, measured = [], []
+    measured = []
     for p in products:
         progress(f"{shape.k} x {shape.n} M {p.rows}")
         programs = {choice: program for (of, choice), program in made.items() if of == p}
@@ -164,10 +164,16 @@ def _measured(
             refuse_impossible(f"{shape.k} x {shape.n} M {p.rows} {name}", took, least(p), jax.devices()[0].device_kind)
         failed = {_label(choice): program for choice, program in programs.items() if isinstance(program, str)}
         measured.append({"rows": p.rows, "us": us} | ({"failed": failed} if failed else {}))
-        by_label = {_label(choice): choice for choice in programs}
-        best.append(by_label[fastest(us, _label(best[-1]) if best else None)])
+    return rule_of(dataclasses.asdict(shape), measured)
+
+
+def rule_of(shape: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A shape's rule, as it stands in the table's JSON. measured: the times of each way by number of rows, ascending."""
+    best: list[Choice] = []
+    for one in measured:
+        best.append(_labelled(fastest(one["us"], _label(best[-1]) if best else None), one["rows"]))
     rules = [{"rows": c.rows, "kernel": c.kernel} | ({"tile": dict(c.tile)} if c.tile else {}) for c in table.choices(best)]
-    return {"shape": dataclasses.asdict(shape), "choices": rules, "measured": measured}
+    return {"shape": shape, "choices": rules, "measured": measured}
 
 
 def least(p: Product) -> Least:
@@ -191,6 +197,12 @@ def _label(choice: Choice) -> str:
     return choice.kernel + "".join(f" {name}={value}" for name, value in choice.tile)
 
 
+def _labelled(label: str, rows: int) -> Choice:
+    """The choice of a `_label`, for so many rows."""
+    name, *tile = label.split(" ")
+    return Choice(rows, name, tuple((field, int(value)) for field, _, value in (each.partition("=") for each in tile)))
+
+
 def missing(shapes: Iterable[Shape], rows: Iterable[int], old: Mapping[str, Any] | None) -> list[Shape]:
     """The shapes that a table's JSON has no rule for that was measured at these numbers of rows."""
     known = [(rule["shape"], {one["rows"] for one in rule.get("measured", ())}) for rule in (old or {}).get("rules", [])]
@@ -198,9 +210,15 @@ def missing(shapes: Iterable[Shape], rows: Iterable[int], old: Mapping[str, Any]
 
 
 def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
-    """A table's JSON in which new rules stand in for old ones of the same shape."""
-    kept = [rule for rule in (old or {}).get("rules", []) if rule["shape"] not in [rule["shape"] for rule in new["rules"]]]
-    return {**new, "rules": kept + new["rules"]}
+    """A table's JSON with new rules: of a shape that it has, new times stand in for the old ones of as many rows, and others stay."""
+    kept = list((old or {}).get("rules", []))
+    rules = []
+    for rule in new["rules"]:
+        before = [one for one in kept if one["shape"] == rule["shape"]]
+        kept = [one for one in kept if one["shape"] != rule["shape"]]
+        at = {one["rows"]: one for of in (*before, rule) for one in of["measured"]}
+        rules.append(rule_of(rule["shape"], [at[rows] for rows in sorted(at)]))
+    return {**new, "rules": kept + rules}
 
 
 def merge(paths: Iterable[str], output: str) -> None:
@@ -243,7 +261,9 @@ def main() -> None:
     device = jax.devices()[0].device_kind
     path = Path(args.output) if args.output else table.file_of(device)
     try:
-        share = parse_share(args.share)
+        share, args.rows = parse_share(args.share), sorted(set(args.rows))
+        if not args.rows or args.rows[0] < 1:
+            raise ValueError(f"--rows {' '.join(map(str, args.rows)) or '(none)'}: numbers of 1 and more")
         shapes = [parse_shape(text, args.weights) for text in args.shapes] or shapes_of(args.models, args.weights)
         old = json.loads(path.read_text("utf-8")) if path.exists() else None
         if old is not None:

@@ -1,17 +1,26 @@
-"""The weights that `pallas_kernels.tune` measures: those of the models in tables/shapes.json, or as they are named on its command line."""
+"""The weights that `pallas_kernels.tune` measures: those of the models in tables/shapes.json, or as they are named on its command line.
+
+The file has, by model and tensor parallelism, each op's [K, N], with the block of its gates; and under a dtype what is otherwise in it.
+"""
 
 import json
 import re
 from collections.abc import Iterable
 from typing import Any
 
-from pallas_kernels.gemm import Product, activations_of
+from pallas_kernels.gemm import activations_of
 from pallas_kernels.table import FOLDER, Shape
+
+
+def known_shapes(weights: str) -> dict[str, dict[str, list[int]]]:
+    """What tables/shapes.json says of weights of a dtype."""
+    kinds: dict[str, dict[str, Any]] = json.loads((FOLDER / "shapes.json").read_text("utf-8"))
+    return {name: {op: dims for op, dims in (ops | ops.get(weights, {})).items() if isinstance(dims, list)} for name, ops in kinds.items()}
 
 
 def shapes_of(models: Iterable[str], weights: str) -> list[Shape]:
     """The distinct shapes of the named models of tables/shapes.json, of all if none is named. Raises: ValueError for an unknown name."""
-    known: dict[str, dict[str, Any]] = json.loads((FOLDER / "shapes.json").read_text("utf-8"))
+    known = known_shapes(weights)
     names = list(models) or list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -41,9 +50,3 @@ def parse_shape(text: str, weights: str) -> Shape:
 def told(shape: Shape) -> str:
     """A shape as `parse_shape` reads it."""
     return f"{shape.k}x{shape.n}" + (f"g{shape.gate_block}" if shape.gate_block else "") + "b" * (shape.scales == "blocks")
-
-
-def product_of(shape: Shape, rows: int) -> Product:
-    """The product that a model makes of a weight: behind gates of e4m3 the result is quantised for `down`."""
-    activations = activations_of(shape)
-    return Product(rows, shape, activations, activations if shape.gate_block else "bfloat16")

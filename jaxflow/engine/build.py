@@ -38,10 +38,9 @@ from jaxflow.model.weights import Weights
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan
-from pallas_kernels.gemm import shape_of
+from pallas_kernels.gemm import Product, product_of, shape_of
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.table import Shape
 
 log = logging.getLogger(__name__)
 _SPARE = 0.02  # of the device's memory, left for fragmentation
@@ -223,13 +222,15 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
         raise ConfigError("kernels", config.kernels, str(error)) from None
 
 
-def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Shape]:
-    """The weight of each dense op of the first layer, and the head's, as one device holds it, and its input's scales."""
+def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Product]:
+    """The product of a row and the weight of each dense op of the first layer, and the head's, as one device holds it."""
     named = {op: weights["layers"][0].get(op) for op in ("qkv", "out_proj", "up_gate", "down")}
     named["logits"] = weights.get("lm_head", weights["embed"])
     gates = {"up_gate": model.gate_block if model.gated_mlp else 0}
     scales = {op: ("blocks" if op == "down" else "rows") if isinstance(w, Quantized) else "" for op, w in named.items()}
-    return {op: shape_of(_one_shard(w), gates.get(op, 0), scales[op]) for op, w in named.items() if w is not None}
+    shapes = {op: shape_of(_one_shard(w), gates.get(op, 0), scales[op]) for op, w in named.items() if w is not None}
+    results = {"logits": "float32", "up_gate": "float8_e4m3fn" if isinstance(named["down"], Quantized) else "bfloat16"}
+    return {op: product_of(shape, 1, results.get(op, "bfloat16")) for op, shape in shapes.items()}
 
 
 def _one_shard(weight: Any) -> Any:

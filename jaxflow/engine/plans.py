@@ -13,9 +13,8 @@ from jaxflow.model.checkpoint import open_checkpoint, shipped_configs
 from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, borders, fitting, load
-from pallas_kernels.gemm import HopperGemm, Product, activations_of
+from pallas_kernels.gemm import HopperGemm, Product
 from pallas_kernels.kernel_set import KernelSet
-from pallas_kernels.table import Shape
 
 log = logging.getLogger(__name__)
 EARLY = 64  # decodes of a step whose kernels begin before the ones before them have ended
@@ -150,11 +149,10 @@ def begins_early(layout: StepLayout, kernels: KernelSet, tp: int, layer_bytes: i
     return layout.decodes and layout.tokens <= EARLY and tp == 1 and layer_bytes >= EARLY_BYTES and kernels.can_begin_early
 
 
-def one_alone(products: Iterable[Shape], kernels: KernelSet) -> bool:
+def one_alone(products: Iterable[Product], kernels: KernelSet) -> bool:
     """Whether one request that decodes alone has a step of its own: where its products go faster without tensor cores, as measured."""
     gemm = kernels.gemm
-    one = [gemm.choose(Product(1, shape, activations_of(shape))).kernel for shape in products] if isinstance(gemm, HopperGemm) else []
-    return "fma" in one
+    return isinstance(gemm, HopperGemm) and any(gemm.choose(dataclasses.replace(p, rows=1)).kernel == "fma" for p in products)
 
 
 def make_layouts(

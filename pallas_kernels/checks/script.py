@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import table
+from pallas_kernels.tune_shapes import known_shapes
 
 L2_BYTES = 60 << 20  # of an H200
 
@@ -20,7 +20,7 @@ Part = Callable[[Rows, tuple[int, int], float], None]  # rows, share (i, n), sec
 
 
 def _shapes() -> dict[str, dict[str, tuple[int, int]]]:
-    known = json.loads((table.FOLDER / "shapes.json").read_text("utf-8"))
+    known = known_shapes("bfloat16")
     names = {"8B": "llama-3.1-8b tp 1", "70B/tp4": "llama-3.1-70b tp 4"}
     return {short: {op: (n, k) for op, (k, n, *_) in known[name].items() if op != "logits"} for short, name in names.items()}
 

@@ -16,17 +16,19 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.engine.build import dense_products
 from jaxflow.mesh import TP
-from jaxflow.model import weights
+from jaxflow.model import ops, weights
 from jaxflow.model.checkpoint import open_checkpoint
-from pallas_kernels.kernel_set import kernel_set_for
-from pallas_kernels.table import Shape
+from jaxflow.model.context import Context
+from pallas_kernels import gemm, reference
+from pallas_kernels.gemm import Product
+from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
 
 WRITTEN = Path(__file__).with_name("products.txt")
 FAMILIES = ("llama-3.1-8b", "llama-3.1-70b", "mistral-7b", "qwen2-72b", "qwen3-8b", "qwen3-30b-a3b", "gemma-2-9b", "gemma-3-1b")
 FAMILIES += ("mixtral-8x7b", "opt-6.7b", "smollm2-135m")
 
 
-def products(config: ModelConfig, tp: int, quantization: str | None) -> dict[str, Shape]:
+def products(config: ModelConfig, tp: int, quantization: str | None) -> dict[str, Product]:
     """Of the first layer and the head. Raises: ConfigError where the model is not cut over so many devices."""
     mesh = AbstractMesh((tp,), (TP,))
     specs = weights.shardings(config, mesh, quantization=quantization)  # type: ignore[arg-type]
@@ -56,6 +58,32 @@ def lines(model: str) -> Iterator[str]:
 def test_the_products_of_a_family_run_on_what_is_written_down(model):
     written = [line for line in WRITTEN.read_text("utf-8").splitlines() if line.startswith(f"{model}, ")]
     assert list(lines(model)) == written
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gemma-2-9b", "opt-6.7b"])
+def test_what_is_told_is_what_the_ops_ask_for(model, quantization):
+    config = open_checkpoint(model, load_format="dummy").model_config
+    config, asked = dataclasses.replace(config, layers=config.layers[:1]), []
+
+    def record(x, w, bias=None, **settings):
+        given = {"gate_block": None, "quantize": False, "out_dtype": None, "sms": None}
+        asked.append(gemm.product(x, w, **{name: settings.get(name, default) for name, default in given.items()}))
+        return reference.gemm(x, w, bias, **settings)
+
+    c = Context(config, dataclasses.replace(REFERENCE, gemm=record))
+
+    def step(w, x, o):
+        layer = w["layers"][0]
+        x, h = ops.attn_norm(c, layer, x, None)
+        ops.qkv(c, layer, h)
+        x, h = ops.mlp_norm(c, layer, x, ops.out_proj(c, layer, o))
+        ops.down(c, layer, ops.up_gate(c, layer, h))
+        return ops.logits(c, w, x)
+
+    x, o = (jax.ShapeDtypeStruct((1, *dims), jnp.bfloat16) for dims in ((config.hidden_size,), (config.num_heads, config.head_dim)))
+    jax.eval_shape(step, weights.shapes(config, 1, jnp.bfloat16, quantization=quantization), x, o)
+    assert dict(zip(("qkv", "out_proj", "up_gate", "down", "logits"), asked, strict=True)) == products(config, 1, quantization)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxflow.model.checkpoint import open_checkpoint
 from pallas_kernels import gemm, kernel_set, reference
-from pallas_kernels.gemm import HopperGemm, Product, TritonGemm, takers
+from pallas_kernels.gemm import HopperGemm, Product, TritonGemm, product_of, takers
 from pallas_kernels.kernel_set import KERNELS, KernelSet, kernel_set_for
 from pallas_kernels.quantized import Int4, Quantized
 from pallas_kernels.table import Choice, Rule, Shape, Table
@@ -141,6 +141,8 @@ def test_an_op_that_its_kernel_does_not_take_falls_back_alone(change, place):
 def test_kernels_that_cannot_run_are_refused_by_name(kernels, platform, capability):
     with pytest.raises(ValueError, match=f"kernels='{kernels}'"):
         of("llama-3.1-8b", platform, capability, kernels=kernels)
+    with pytest.raises(ValueError, match=r"kernels='mosaic'.*dtype is float32"):
+        of("llama-3.1-8b", "gpu", "9.0", kernels="mosaic", dtype="float32")
 
 
 def test_a_setting_forces_the_kernels():
@@ -204,11 +206,14 @@ def test_the_table_chooses_among_those_that_take_it():
 def test_what_runs_is_told_by_rows():
     shape = Shape(6144, 4096)
     kernels = dataclasses.replace(kernel_set.REFERENCE, name="some", gemm=HopperGemm(Table("a GPU")))
-    text = kernels.describe({"qkv": shape, "down": Shape(4096, 14336, E4M3)})
+    down, head = product_of(Shape(4096, 14336, E4M3), 1), product_of(shape, 1, "float32")
+    tuned = HopperGemm(Table("a GPU", (Rule(shape, (Choice(64, "xla"),)),)))
+    assert "logits [6144, 4096] bfloat16: flat, from 65 rows xla" in dataclasses.replace(kernels, gemm=tuned).describe({"logits": head})
+    text = kernels.describe({"qkv": product_of(shape, 1), "down": down})
     assert "decode_attention: reference" in text
     assert "qkv [6144, 4096] bfloat16: flat, from 65 rows xla" in text
     assert "down [4096, 14336] float8_e4m3fn: fp8_flat, from 65 rows fp8" in text
-    assert "qkv [6144, 4096] bfloat16: xla" in kernel_set.REFERENCE.describe({"qkv": shape})
+    assert "qkv [6144, 4096] bfloat16: xla" in kernel_set.REFERENCE.describe({"qkv": product_of(shape, 1)})
 
 
 @pytest.mark.parametrize("rows", [1, 3])

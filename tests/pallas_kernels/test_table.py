@@ -12,7 +12,7 @@ from jaxflow.mesh import TP
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.weights import leaves
 from pallas_kernels import table, tune, tune_shapes
-from pallas_kernels.gemm import HopperGemm, Product, kernel, takers
+from pallas_kernels.gemm import HopperGemm, Product, kernel, product_of, takers
 from pallas_kernels.table import Choice, Rule, Shape, Table
 
 E4M3 = "float8_e4m3fn"
@@ -54,8 +54,8 @@ def test_a_rule_of_inputs_with_a_scale_a_row_is_none_for_scales_of_blocks():
     out_proj = measured.choose(dataclasses.replace(qkv, n=4096), 512)
     assert out_proj and out_proj.kernel == "xla"
     assert measured.choose(down, 512) is None and measured.choose(dataclasses.replace(qkv, scales="blocks"), 512) is None
-    assert HopperGemm(measured).choose(tune_shapes.product_of(down, 512)).kernel == "fp8"
-    assert HopperGemm(measured).choose(tune_shapes.product_of(qkv, 512)).kernel == "xla"
+    assert HopperGemm(measured).choose(product_of(down, 512)).kernel == "fp8"
+    assert HopperGemm(measured).choose(product_of(qkv, 512)).kernel == "xla"
     head = Product(8, Shape(128256, 4096), "bfloat16", "float32")
     assert HopperGemm(Table("a GPU", (Rule(head.shape, (Choice(8, "xla"),)),))).choose(head).kernel == "flat"
 
@@ -76,12 +76,23 @@ def test_noise_changes_no_kernel_and_ours_must_gain_something(us, before):
     assert name == before or name == "xla" or us[name] * (1 + tune.TIE) < us.get("xla", float("inf"))
 
 
-def test_new_rules_stand_in_for_old_ones_of_their_shape():
-    def file(*rules):
-        return {"schema": 1, "rules": [{"shape": {"n": n}, "choices": choice} for n, choice in rules]}
+def test_new_times_stand_in_for_old_ones_of_as_many_rows_and_others_stay():
+    def file(**rules):
+        times = {
+            "fast": {"flat": 1.0, "xla": 2.0},
+            "slow": {"flat": 3.0, "flat rows=64": 4.0, "xla": 2.0},
+            "tile": {"flat rows=64": 1.0, "xla": 2.0},
+        }
+        return {"schema": 1, "rules": [tune.rule_of({"n": n}, [{"rows": m, "us": times[t]} for m, t in at]) for n, at in rules.items()]}
 
-    assert tune.merged(file((1, "a"), (2, "b")), file((2, "c")))["rules"] == file((1, "a"), (2, "c"))["rules"]
-    assert tune.merged(None, file((2, "c"))) == file((2, "c"))
+    old = file(a=[(8, "fast")], b=[(64, "fast"), (2048, "slow")])
+    assert tune.merged(old, file(b=[(4, "tile"), (64, "slow")])) == file(a=[(8, "fast")], b=[(4, "tile"), (64, "slow"), (2048, "slow")])
+    assert tune.merged(old, file(b=[(4, "tile")]))["rules"][1]["choices"] == [
+        {"rows": 4, "kernel": "flat", "tile": {"rows": 64}},
+        {"rows": 64, "kernel": "flat"},
+        {"rows": 2048, "kernel": "xla"},
+    ]
+    assert tune.merged(None, file(b=[(4, "slow")])) == file(b=[(4, "slow")])
 
 
 def test_tuning_leaves_out_what_does_not_fit_its_time_and_goes_on_from_there(monkeypatch, tmp_path, capsys):
@@ -89,7 +100,7 @@ def test_tuning_leaves_out_what_does_not_fit_its_time_and_goes_on_from_there(mon
 
     def measure(shape, rows, **_):
         measured.append(f"{shape.k}x{shape.n}")
-        return {"shape": dataclasses.asdict(shape), "choices": [], "measured": [{"rows": m, "us": {}} for m in rows]}
+        return tune.rule_of(dataclasses.asdict(shape), [{"rows": m, "us": {"xla": 1.0}} for m in rows])
 
     monkeypatch.setattr(tune, "measure", measure)
     monkeypatch.setattr(tune.jax, "default_backend", lambda: "gpu")
@@ -103,9 +114,16 @@ def test_tuning_leaves_out_what_does_not_fit_its_time_and_goes_on_from_there(mon
         assert measured == done
         assert ("left out after 45 s: --shapes 64x512g64" in capsys.readouterr().out) == (limit == "45")
     assert len(json.loads(file.read_text("utf-8"))["rules"]) == 3
-    monkeypatch.setattr("sys.argv", [*command, "--rows", "1", "16"])  # other numbers of rows
+    monkeypatch.setattr("sys.argv", [*command, "--rows", "16", "1", "1"])  # other numbers of rows
     tune.main()
     assert len(measured) == 3
+    rules = json.loads(file.read_text("utf-8"))["rules"]
+    assert [[one["rows"] for one in rule["measured"]] for rule in rules] == [[1, 8, 16]] * 3
+    for rows in (["0", "8"], []):
+        monkeypatch.setattr("sys.argv", [*command, "--rows", *rows])
+        with pytest.raises(SystemExit):
+            tune.main()
+        assert "--rows" in capsys.readouterr().err
 
 
 def test_a_table_of_another_schema_is_refused():
@@ -119,16 +137,17 @@ def test_shipped_tables_name_kernels_that_take_their_products():
         assert table.file_of(shipped.device) == path
         for rule in shipped.rules:
             for choice in rule.choices:
-                assert choice.kernel in takers(tune_shapes.product_of(rule.shape, choice.rows)), rule
+                assert choice.kernel in takers(product_of(rule.shape, choice.rows)), rule
                 assert callable(kernel(choice))
             assert rule.shape.scales in (("",) if rule.shape.weights != E4M3 else ("rows", "blocks"))
 
 
-def test_the_shapes_are_those_of_the_models():
-    for name, ops in json.loads((table.FOLDER / "shapes.json").read_text("utf-8")).items():
+@pytest.mark.parametrize(("weights", "quantization"), [("bfloat16", None), (E4M3, "fp8")])
+def test_the_shapes_are_those_of_the_models(weights, quantization):
+    for name, ops in tune_shapes.known_shapes(weights).items():
         model, _, tp = name.partition(" tp ")
         config = open_checkpoint(model, load_format="dummy").model_config
-        tree = leaves(config, int(tp))
+        tree = leaves(config, int(tp), quantization=quantization)
         for op, (k, n, *gates) in ops.items():
             leaf = tree["lm_head"] if op == "logits" else tree["layers"][0][op]
             split = [size // (int(tp) if axis == TP else 1) for size, axis in zip(leaf.shape, (*leaf.spec, None), strict=False)]
@@ -150,8 +169,8 @@ def test_e4m3_shapes_say_how_their_input_is_scaled_and_what_is_quantised_behind_
         tune_shapes.parse_shape("14336x4096b", "bfloat16")
     of_model = tune_shapes.shapes_of(["llama-3.1-8b tp 1"], E4M3)
     assert [shape.scales for shape in of_model] == ["rows", "rows", "rows", "blocks"]  # and no head, which stays as it is
-    assert [tune_shapes.product_of(shape, 8).out_dtype for shape in of_model] == ["bfloat16", "bfloat16", E4M3, "bfloat16"]
-    x = tune.make_inputs(tune_shapes.product_of(Shape(64, 256, E4M3, scales="blocks"), 8), [None])
+    assert [product_of(shape, 8).out_dtype for shape in of_model] == ["bfloat16", "bfloat16", E4M3, "bfloat16"]
+    x = tune.make_inputs(product_of(Shape(64, 256, E4M3, scales="blocks"), 8), [None])
     assert x.xs[0].scale.shape == (8, 2)
 
 

@@ -92,7 +92,7 @@ def test_shares_are_all_shapes_once_and_their_tables_become_one(tmp_path, monkey
     parts = [shapes[i::n] for i, n in (parse_share(f"{i}/3") for i in range(3))]
     assert sorted(map(str, shapes)) == sorted(str(shape) for part in parts for shape in part)
     for i in range(2):
-        rules = [{"shape": {"n": i}, "choices": []}]
+        rules = [{"shape": {"n": i}, "choices": [], "measured": []}]
         (tmp_path / f"{i}.json").write_text(json.dumps({"schema": 1, "device": "a GPU", "rules": rules}))
     monkeypatch.setattr(
         "sys.argv", ["tune", "--merge", *(str(tmp_path / f"{i}.json") for i in range(3)), "--output", str(tmp_path / "t.json")]

@@ -10,7 +10,7 @@ from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.plans import begins_early, make_layouts, one_alone
 from jaxflow.engine.request import Request
 from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
-from pallas_kernels.gemm import HopperGemm
+from pallas_kernels.gemm import HopperGemm, product_of
 from pallas_kernels.kernel_set import REFERENCE
 from pallas_kernels.table import Choice, Rule, Shape, Table
 
@@ -44,8 +44,9 @@ def test_one_decode_has_a_step_of_its_own_where_its_products_want_no_tensor_core
     shape = Shape(4096, 4096)
     tables = [Table("", (Rule(shape, (Choice(1, kernel), Choice(64, "flat"))),)) for kernel in ("fma", "flat")]
     sets = [dataclasses.replace(REFERENCE, gemm=HopperGemm(table)) for table in tables]
-    assert [one_alone([shape], kernels) for kernels in (*sets, REFERENCE)] == [True, False, False]
-    assert not one_alone([dataclasses.replace(shape, weights="float8_e4m3fn", scales="rows")], sets[0])
+    assert [one_alone([product_of(shape, 8)], kernels) for kernels in (*sets, REFERENCE)] == [True, False, False]
+    assert not one_alone([product_of(dataclasses.replace(shape, weights="float8_e4m3fn", scales="rows"), 8)], sets[0])
+    assert not one_alone([product_of(shape, 8, "float32")], sets[0])  # of which no table speaks
 
 
 def test_few_decodes_alone_begin_their_kernels_early_where_kernels_can():
