@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import chunk_int8
 from pallas_kernels.chunk_rows import HALF, MARKS, MOST, WIDTH, Rows, attend_rows, store_rows
 from pallas_kernels.chunk_work import ChunkWork, chunk_work
-from pallas_kernels.paged import LANE, PAGE, check_pages, check_scales, flat, rows_of_eight, tiled
-from pallas_kernels.tiles import SMS, ChunkTile, chunk_tile, int8_chunk_tile
+from pallas_kernels.paged import LANE, PAGE, check_pages, check_scales, check_unified, flat, rows_of_eight, tiled
+from pallas_kernels.tiles import ChunkTile, chunk_tile, int8_chunk_tile, sms_of
 
 
 def chunk_attention(
@@ -55,20 +55,23 @@ def chunk_attention(
       unified: [2] float32, φ and bound: weights are exp(score - φ) (FlashDecoding++Next §3), and a tile with a row whose weights' sum is
         not within exp(±bound) begins anew with the running maximum. None: each row's maximum over its first block stands for φ. A cache
         of e4m3 always uses the running maximum, since its weights are e4m3, which has no room for any other.
-      sms: CTAs of the persistent grid: how many SMs the kernel may take; None: all.
+      sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
       work: `list_chunk_work(...)` of the same chunks, T, heads and window, where the caller shares it between layers.
     Returns:
       [T, N, H] bfloat16; 0 at tokens that are in no chunk.
     Raises:
-      ValueError: for a shape or dtype that the kernel does not take.
+      ValueError: for a shape, dtype or sms that the kernel does not take.
     """
     (t, n, h), kv, eight = q.shape, k_pages.shape[1], k_pages.dtype == jnp.float8_e4m3fn
     int8 = k_pages.dtype == jnp.int8
     check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8))
     check_scales(k_pages, k_scale, v_scale)
+    check_unified(unified)
     if int8 and h > 128:
         raise ValueError(f"head width {h} of a cache of int8: 64 or 128")
-    sms = SMS if sms is None else sms
+    if page_table.ndim != 2 or chunks.ndim != 2 or chunks.shape[1] != 4:
+        raise ValueError(f"page_table {list(page_table.shape)}, chunks {list(chunks.shape)}: [R, MP] and [C, 4]")
+    sms = sms_of(sms)
     tile = tile or (int8_chunk_tile(h) if int8 else chunk_tile(h, k_pages.dtype.itemsize))
     work = chunk_work(chunks, t, tile, window) if work is None else work
     rows = Rows(

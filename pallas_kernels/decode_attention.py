@@ -17,8 +17,8 @@ from pallas_kernels.decode_form import Form, scratch
 from pallas_kernels.decode_join import join_afterwards
 from pallas_kernels.decode_kernel import attend
 from pallas_kernels.decode_work import DecodeWork, decode_work
-from pallas_kernels.paged import LANE, check_pages, check_scales, flat, rows_of_eight
-from pallas_kernels.tiles import SMS, DecodeTile, decode_tile, wgmma_columns
+from pallas_kernels.paged import LANE, check_pages, check_scales, check_unified, flat, rows_of_eight
+from pallas_kernels.tiles import DecodeTile, decode_tile, sms_of, wgmma_columns
 
 
 def decode_attention(
@@ -54,21 +54,23 @@ def decode_attention(
         [P, K, 64], one a token and head. A scale that no token wrote is never multiplied with.
       unified: [2] float32 (phi, bound): rows whose scores stay within phi ± bound take phi for their maximum, all others one of their own
         (FlashDecoding++Next §3; `decode_softmax`). None: every row has its own. Changes rounding only.
-      sms: CTAs of the persistent grid: how many SMs the kernel may take; None: all 132.
+      sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
       work: `list_decode_work(...)` of the same lengths, heads, window and sms, where the caller shares it between layers.
       into: [T, N, H] bfloat16, what the rows without keys become instead of 0: written in place where nobody reads it later.
       early: it begins before the kernel before it has ended (`pallas_kernels.dependent`).
     Returns:
       [T, N, H] bfloat16.
     Raises:
-      ValueError: for a shape or dtype that the kernel does not take.
+      ValueError: for a shape, dtype or sms that the kernel does not take.
     """
     (t, n, h), b, kv = q.shape, lengths.shape[0], k_pages.shape[1]
     check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8))
     if b > t or (into is not None and (into.shape != q.shape or into.dtype != q.dtype)):
         given = "" if into is None else f", into {into.dtype}{list(into.shape)}"
         raise ValueError(f"{b} lengths for q {q.dtype}{list(q.shape)}{given}: at most a length a row of q, and into like q")
-    sms, group, eight, int8 = SMS if sms is None else sms, n // kv, k_pages.dtype == jnp.float8_e4m3fn, k_pages.dtype == jnp.int8
+    if page_table.ndim != 2 or page_table.shape[0] != b:
+        raise ValueError(f"page_table {list(page_table.shape)} for {b} lengths: [{b}, MP], a row a length")
+    sms, group, eight, int8 = sms_of(sms), n // kv, k_pages.dtype == jnp.float8_e4m3fn, k_pages.dtype == jnp.int8
     tile = tile or decode_tile(h, group, k_pages.dtype.itemsize, sms, int8)
     form = Form(
         group=group, kv=kv, h=h, cols=wgmma_columns(group, eight), eight=eight, int8=int8, tile=tile, scale=scale, window=window,
@@ -129,7 +131,7 @@ def list_decode_work(
     lengths: jax.Array, *, kv_heads: int, group: int, head_dim: int, itemsize: int, window: int | None = None, sms: int | None = None
 ) -> DecodeWork:
     """What `decode_attention` is to do for these lengths [B] and a cache of `itemsize` bytes a number, for all layers of one window."""
-    sms = SMS if sms is None else sms
+    sms = sms_of(sms)
     workers = sms * decode_tile(head_dim, group, itemsize, sms).workers
     return decode_work(lengths, kv_heads, workers, window)
 
@@ -138,8 +140,7 @@ def _numbers(k_pages, k_scale, v_scale, unified) -> list[jax.Array]:
     """The arrays of scales and bounds that this form of the kernel reads."""
     (_, kv, s, _) = k_pages.shape
     check_scales(k_pages, k_scale, v_scale)
-    if unified is not None and unified.shape != (2,):
-        raise ValueError(f"unified {unified.shape}: [2], phi and bound")
+    check_unified(unified)
     numbers = []
     if k_pages.dtype != jnp.bfloat16:
         numbers = [jnp.ones((kv,)) if x is None else x.reshape(-1, s) if x.ndim == 3 else x for x in (k_scale, v_scale)]

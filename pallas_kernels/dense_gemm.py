@@ -15,9 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dense_kernel import multiply, scratch, table_items
 from pallas_kernels.dense_store import Form
+from pallas_kernels.gemm_limits import check_behind
 from pallas_kernels.gemm_tiles import GemmPlan, gemm_plan
 from pallas_kernels.paged import LANE, rows_of_eight
-from pallas_kernels.tiles import SMS
+from pallas_kernels.tiles import sms_of
 
 _ACTIVATIONS = (None, "silu", "gelu_tanh", "relu")
 
@@ -51,15 +52,16 @@ def dense_gemm(
       activation: silu, gelu_tanh, relu or None.
       gate_block: columns lie as blocks of so many (16, 32 or 64) gates, then as many ups, alternating; the result is act(gate) · up.
       out_dtype: bfloat16 or float32; None: x's.
-      sms: CTAs of the persistent grid: how many SMs the kernel may take; None: all.
+      sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
       plan: tile and schedule; None: `gemm_plan`'s.
     Returns:
       [M, N], or [M, N / 2] with gates.
     Raises:
-      ValueError: for a shape, dtype or activation that the kernel does not take.
+      ValueError: for a shape, dtype, activation or sms that the kernel does not take.
     """
-    out_dtype, sms = jnp.dtype(out_dtype or x.dtype), sms or SMS
-    _check(x, w, residual, activation, gate_block, out_dtype)
+    out_dtype, sms = jnp.dtype(out_dtype or x.dtype), sms_of(sms)
+    _check(x, w, activation, gate_block, out_dtype)
+    check_behind(x.shape[0], w.shape[0], bias, residual, gated=gate_block is not None, dtype=out_dtype)
     m, x = x.shape[0], rows_of_eight(x)
     residual = None if residual is None else rows_of_eight(residual)
     n, k = w.shape
@@ -104,7 +106,7 @@ def _multiply(work_ref, x_ref, w_ref, *refs, form: Form, **shared):
     multiply(table_items(work_ref, form.tile.cols), x_ref, w_ref, o_ref, form=form, **rest, **shared)
 
 
-def _check(x, w, residual, activation, gate_block, out_dtype):
+def _check(x, w, activation, gate_block, out_dtype):
     (m, k), (n, width) = x.shape, w.shape
     if k != width or not supports(m, n, k, gate_block):
         raise ValueError(f"{m=}, {n=}, k={k} and {width}, {gate_block=}: one k, n and k multiples of 64, blocks of 16, 32 or 64 or None")
@@ -112,6 +114,3 @@ def _check(x, w, residual, activation, gate_block, out_dtype):
         raise ValueError(f"dtypes {x.dtype}, {w.dtype} -> {out_dtype}: bfloat16, to bfloat16 or float32")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"{activation=}: one of {_ACTIVATIONS}")
-    shape = (m, n if gate_block is None else n // 2)
-    if residual is not None and (residual.shape != shape or residual.dtype != out_dtype):
-        raise ValueError(f"residual {residual.dtype}{residual.shape}: {out_dtype}{shape}, as the result")

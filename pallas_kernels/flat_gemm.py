@@ -20,8 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flat_kernel import GATE_BLOCK, Operand, multiply, scratch, swizzled
 from pallas_kernels.flat_tiles import FlatTile, flat_tile
+from pallas_kernels.gemm_limits import check_behind
 from pallas_kernels.paged import LANE, tile_of_eight
-from pallas_kernels.tiles import SMS
+from pallas_kernels.tiles import sms_of
 
 ROWS = 64  # most tokens
 
@@ -47,19 +48,20 @@ def flat_gemm(
       residual: [M, N'] bfloat16, added last. activation: None, "silu", "gelu_tanh" or "relu".
       gate_block: 64: columns are blocks of 64 gates, then 64 ups, alternating (N a multiple of 128); the result is act(gate) · up.
       out_dtype: bfloat16 (default) or float32.
-      sms: SMs the kernel may occupy; None: all 132.
+      sms: SMs the kernel may occupy, 1 to 132; None: all.
       early: it begins before the kernel before it has ended (`pallas_kernels.dependent`); w is then an argument of the program.
     Returns:
       [M, N'], N' = N, or N / 2 with gate_block.
     Raises:
-      ValueError: for a shape, dtype or epilogue that the kernel does not take.
+      ValueError: for a shape, dtype, epilogue or sms that the kernel does not take.
     """
     if w.dtype != jnp.bfloat16 or x.shape[1] != w.shape[1] or w.shape[1] % 64:
         raise ValueError(f"x {x.shape}, w {w.shape} of {w.dtype}: bfloat16 and the same K, a multiple of 64")
-    tile = tile or flat_tile(x.shape[0], w.shape[0], w.shape[1], sms or SMS, gated=gate_block is not None)
+    sms = sms_of(sms)
+    tile = tile or flat_tile(x.shape[0], w.shape[0], w.shape[1], sms, gated=gate_block is not None)
     return multiply_flat(
         x, [Operand(w, 1, swizzled(w.dtype))], _product, bias, residual=residual, activation=activation, gate_block=gate_block,
-        out_dtype=out_dtype, sms=sms or SMS, tile=tile, name="flat_gemm", early=early, interpret=interpret,
+        out_dtype=out_dtype, sms=sms, tile=tile, name="flat_gemm", early=early, interpret=interpret,
     )  # fmt: skip
 
 
@@ -80,6 +82,7 @@ def multiply_flat(
     (m, k), n = x.shape, weight[0].array.shape[0]
     out_dtype, gated = jnp.dtype(out_dtype or x.dtype), gate_block is not None
     _check(x, n, activation, gate_block, out_dtype)
+    check_behind(m, n, bias, residual, gated=gated)
     x = tile_of_eight(x)
     rows = max(8, x.shape[0])
     operands = [x, *(part.array for part in weight)]

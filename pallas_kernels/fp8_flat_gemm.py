@@ -21,7 +21,7 @@ from pallas_kernels.fp8_kernel import DEPTH, form
 from pallas_kernels.paged import LANE, rows_of_eight, tile_of_eight
 from pallas_kernels.pairs import store_transposed
 from pallas_kernels.quantized import BLOCK, Quantized
-from pallas_kernels.tiles import SMS
+from pallas_kernels.tiles import sms_of
 
 ROWS = 64  # most tokens
 _ONE_BY_ONE = plgpu.Layout._WGMMA_ACC_32BIT  # the accumulator's layout without pairs: neighbours in a column of a matrix are no vector
@@ -47,11 +47,11 @@ def fp8_flat_gemm(
     early: it begins before the kernel before it has ended (`pallas_kernels.dependent`); w is then an argument of the program.
     """
     (m, k), n = x.values.shape, w.values.shape[0]
-    check_operands(x, w, activation, gate_block, quantize, residual, out_dtype)
+    check_operands(x, w, bias, residual, activation, gate_block, quantize, out_dtype)
     if m > ROWS or gate_block not in (None, 64):
         raise ValueError(f"{m} rows, gate_block={gate_block}: up to {ROWS} rows, gate_block None or 64")
     x = Quantized(tile_of_eight(x.values), rows_of_eight(x.scale) if x.scale.ndim else x.scale.reshape(1))
-    rows, sms = max(8, x.values.shape[0]), sms or SMS
+    rows, sms = max(8, x.values.shape[0]), sms_of(sms)
     epilogue = Epilogue(activation, gate_block, quantize, slots=1)
     tile = tile or fp8_flat_tile(rows, n, k, sms, epilogue, blocked=x.scale.ndim == 2)
     out_dtype = jnp.dtype(E4M3 if quantize else jnp.bfloat16)

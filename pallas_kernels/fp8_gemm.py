@@ -19,9 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fp8_epilogue import E4M3, Epilogue
 from pallas_kernels.fp8_kernel import HALF, multiply, scratch
 from pallas_kernels.fp8_plan import Fp8Tile, Work, fp8_plan
+from pallas_kernels.gemm_limits import check_behind
 from pallas_kernels.paged import LANE, rows_of_eight
 from pallas_kernels.quantized import BLOCK, Quantized
-from pallas_kernels.tiles import SMS
+from pallas_kernels.tiles import sms_of
 
 
 def fp8_gemm(
@@ -46,18 +47,18 @@ def fp8_gemm(
       bias: [N] bfloat16. residual: [M, N'] bfloat16, added last. activation: None, "silu", "gelu_tanh" or "relu".
       gate_block: 16, 32 or 64: columns are blocks of that many gates, then as many ups, alternating; the result is act(gate) · up.
       quantize: the result in e4m3 with a scale for every 128 columns of a row (N' a multiple of 128).
-      sms: SMs the kernel may occupy; None: all 132.
+      sms: SMs the kernel may occupy, 1 to 132; None: all.
       plan: tile and work in place of `fp8_plan`'s.
     Returns:
       [M, N'] bfloat16, N' = N, or N / 2 with gate_block; or Quantized([M, N'] e4m3, [M, N' / 128] float32).
     Raises:
-      ValueError: for a shape, dtype or epilogue that the kernel does not take.
+      ValueError: for a shape, dtype, epilogue or sms that the kernel does not take.
     """
     (m, k), (n, _) = x.values.shape, w.values.shape
-    check_operands(x, w, activation, gate_block, quantize, residual, out_dtype)
+    check_operands(x, w, bias, residual, activation, gate_block, quantize, out_dtype)
     x = Quantized(rows_of_eight(x.values), x.scale)
     residual = residual if residual is None else rows_of_eight(residual)
-    blocked, sms = x.scale.ndim == 2, sms or SMS
+    blocked, sms = x.scale.ndim == 2, sms_of(sms)
     tile, work = plan or fp8_plan(m, n, k, sms, blocked=blocked, gate_block=gate_block, quantize=quantize)
     tall = 128 * tile.cluster
     width = n // 2 if gate_block else n
@@ -94,7 +95,7 @@ def supports(n: int, k: int, gate_block: int | None = None) -> bool:
     return n > 0 and k > 0 and n % 128 == 0 and k % 128 == 0 and (gate_block in (None, 16, 32, 64))
 
 
-def check_operands(x: Quantized, w: Quantized, activation, gate_block, quantize, residual, out_dtype) -> None:
+def check_operands(x: Quantized, w: Quantized, bias, residual, activation, gate_block, quantize, out_dtype) -> None:
     """Raises ValueError for what neither fp8 kernel takes."""
     (m, k), (n, depth) = x.values.shape, w.values.shape
     if x.values.dtype != E4M3 or w.values.dtype != E4M3 or out_dtype not in (None, jnp.bfloat16):
@@ -107,6 +108,7 @@ def check_operands(x: Quantized, w: Quantized, activation, gate_block, quantize,
         raise ValueError(f"quantize=True with N={n}, gate_block={gate_block}: no residual, and whole blocks of {BLOCK} columns")
     if activation not in (None, "silu", "gelu_tanh", "relu"):
         raise ValueError(f"activation={activation!r}: None, silu, gelu_tanh or relu")
+    check_behind(m, n, bias, residual, gated=gate_block is not None)
 
 
 def _whole_rows(scale, rows: int):

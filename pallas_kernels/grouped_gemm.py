@@ -20,7 +20,7 @@ from pallas_kernels.dense_store import Form
 from pallas_kernels.gemm_tiles import GemmTile
 from pallas_kernels.paged import LANE
 from pallas_kernels.reference.grouped import Groups
-from pallas_kernels.tiles import SMS
+from pallas_kernels.tiles import sms_of
 
 ROWS = 128  # of a tile: what an expert's rows are padded to
 _STRIP = 16  # tiles of rows that are multiplied beside each other
@@ -50,14 +50,14 @@ def grouped_gemm(
       groups: of `list_groups`, in tiles of 128 rows.
       activation: silu, gelu_tanh, relu or None. gate_block: so many gates, then as many ups, alternating, or None; blocks of other than 16,
         32 or 64 are XLA's.
-      sms: CTAs of the persistent grid: how many SMs the kernel may take; None: all.
+      sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
       tile: of 128 rows, for the kernel alone; None: 128 x 256.
     Returns:
       [M, N] bfloat16, N / 2 with gates; tiles behind the last are not written.
     Raises:
-      ValueError: for a shape, dtype or activation that the kernel does not take.
+      ValueError: for a shape, dtype, activation or sms that the kernel does not take.
     """
-    (m, k), (experts, n, depth), sms = x.shape, w.shape, sms or SMS
+    (m, k), (experts, n, depth), sms = x.shape, w.shape, sms_of(sms)
     tile = tile or GemmTile(ROWS, 256, 4)
     if k != depth or m % ROWS or groups.experts.shape != (m // ROWS,) or tile.rows != ROWS:
         given = f"x {list(x.shape)}, w {list(w.shape)}, {groups.experts.shape[0]} tiles of rows"

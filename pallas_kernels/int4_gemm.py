@@ -20,7 +20,7 @@ from pallas_kernels.flat_kernel import Operand, swizzled
 from pallas_kernels.flat_tiles import FlatTile, int4_tile
 from pallas_kernels.lanes import const, i32, in_tile, place, read_words
 from pallas_kernels.quantized import GROUP, Int4
-from pallas_kernels.tiles import SMS
+from pallas_kernels.tiles import sms_of
 
 DEPTH = 512  # columns of a stage: 8 groups, whose scales are the 16 bytes a row that TMA copies at least
 
@@ -40,14 +40,17 @@ def int4_gemm(
     """act(x @ dequantized(w).T + bias) (+ residual) (the twin: `reference.gemm`).
 
     Args:
-      x: [M, K] bfloat16, 1 to 64 rows. w: Int4 of [N, K]; K a multiple of 512, N of 8. All else as of `flat_gemm`.
+      x: [M, K] bfloat16, 1 to 64 rows. w: Int4 of [N, K] in groups of 64; K a multiple of 512, N of 8. All else as of `flat_gemm`.
     Raises:
-      ValueError: for a shape, dtype or epilogue that the kernel does not take.
+      ValueError: for a shape, dtype, epilogue or sms that the kernel does not take.
     """
-    n, k = w.shape
+    (n, k), sms = w.shape, sms_of(sms)
     if x.shape[1] != k or k % DEPTH:
         raise ValueError(f"x {x.shape}, w {w.shape}: the same K, a multiple of {DEPTH}")
-    tile = tile or int4_tile(x.shape[0], n, k, sms or SMS, gated=gate_block is not None)
+    if any((factor.shape, factor.dtype) != ((n, k // GROUP), jnp.bfloat16) for factor in (w.scale, w.zero)):
+        given = [f"{factor.dtype}{list(factor.shape)}" for factor in (w.scale, w.zero)]
+        raise ValueError(f"w's scale and zero are {given}: bfloat16{[n, k // GROUP]} both, one for each {GROUP} columns")
+    tile = tile or int4_tile(x.shape[0], n, k, sms, gated=gate_block is not None)
 
     def product(acc, weight, x_s, own):
         blocks = [[part.at[pl.ds(own.start + at, 64)] for part in weight] for at in range(0, tile.rows, 64)]
@@ -67,7 +70,7 @@ def int4_gemm(
     weight = [Operand(w.packed, 2, swizzled(jnp.uint8)), Operand(w.scale, GROUP), Operand(w.zero, GROUP)]
     return multiply_flat(
         x, weight, product_in_registers if few else product, bias, residual=residual, activation=activation, gate_block=gate_block,
-        out_dtype=out_dtype, sms=sms or SMS, tile=tile, name="int4_gemm", in_registers=few, interpret=None,
+        out_dtype=out_dtype, sms=sms, tile=tile, name="int4_gemm", in_registers=few, interpret=None,
     )  # fmt: skip
 
 

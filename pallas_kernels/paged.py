@@ -44,6 +44,12 @@ def check_scales(k_pages: jax.Array, k_scale: jax.Array | None, v_scale: jax.Arr
             raise ValueError(f"{name} {None if x is None else x.shape}: {said}")
 
 
+def check_unified(unified: jax.Array | None) -> None:
+    """Raises ValueError for what is no unified maximum: φ and its bound."""
+    if unified is not None and unified.shape != (2,):
+        raise ValueError(f"unified {list(unified.shape)}: [2], phi and bound")
+
+
 def flat(pages: jax.Array) -> jax.Array:
     """[P, K, S, H] as rows [P * K * S, H]: the rows of page p and head k begin at (p * K + k) * S."""
     return pages.reshape(-1, pages.shape[-1])

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dependent import launch_next, wait_for_last
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.tiles import SMS
+from pallas_kernels.tiles import sms_of
 
 _PER_SM = 12  # CTAs dealt out an SM; as many run at once as the registers of a row leave room for
 _WIDEST = 16384  # columns whose 128 a thread fit its registers
@@ -37,12 +37,12 @@ def quantize_rows(
       x: [M, C] bfloat16, C a multiple of 128, at most 16,384.
       top, top_rows: like x, and an int32; both or none. Of a longer array that x's row 0 is row `start` of, the first `top_rows` rows are
         top's, not x's.
-      sms: how many SMs' worth of CTAs it starts, all by default.
+      sms: how many SMs' worth of CTAs it starts, 1 to 132; all by default.
       early: it begins before the kernel before it has ended (`pallas_kernels.dependent`).
     Returns:
       values [M, C] e4m3 and scales [M] float32, the row's largest / 448.
     Raises:
-      ValueError: for a shape or dtype that the kernel does not take.
+      ValueError: for a shape, dtype or sms that the kernel does not take.
     """
     m, c = x.shape
     if x.dtype != jnp.bfloat16 or c % 128 or not 0 < c <= _WIDEST:
@@ -50,7 +50,7 @@ def quantize_rows(
     if (top is None) != (top_rows is None) or (top is not None and (top.shape, top.dtype) != (x.shape, x.dtype)):
         given = None if top is None else f"{top.dtype}{list(top.shape)}"
         raise ValueError(f"top {given}, {top_rows=}: like x {x.dtype}{list(x.shape)} and a number, or none of both")
-    ctas = min(m, (sms or SMS) * _PER_SM)
+    ctas = min(m, sms_of(sms) * _PER_SM)
     values, scale = plgpu.kernel(
         functools.partial(_rows, start=start, ctas=ctas, early=early),
         out_type=(jax.ShapeDtypeStruct((m, c), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((m,), jnp.float32)),

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dependent import launch_next, wait_for_last
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.tiles import SMS
+from pallas_kernels.tiles import sms_of
 
 _PER_SM = 12  # CTAs dealt out an SM; as many run at once as the registers of a row leave room for
 _E4M3_MAX = 448.0
@@ -42,12 +42,12 @@ def add_norm(
       other: as y, and added to it first, rounded.
       weight, bias: [D] bfloat16 or float32. With a bias it is LayerNorm, without RMSNorm, which scales by offset + weight.
       quantize: the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token.
-      sms: how many SMs' worth of CTAs it starts, all by default.
+      sms: how many SMs' worth of CTAs it starts, 1 to 132; all by default.
       early: it begins before the kernel before it has ended (`pallas_kernels.dependent`); weight and bias are the program's arguments then.
     Returns:
       the sum [T, D], and its norm.
     Raises:
-      ValueError: for a shape or dtype that the kernel does not take.
+      ValueError: for a shape, dtype or sms that the kernel does not take.
     """
     t, d = x.shape
     rows = [v for v in (x, y, other) if v is not None]
@@ -56,7 +56,7 @@ def add_norm(
         raise ValueError(f"x, y and other are {given}: bfloat16 [T, D], D a multiple of 128, all the same; other only beside y")
     row = jax.ShapeDtypeStruct((t, d), x.dtype)
     normed = [jax.ShapeDtypeStruct((t, d), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((t,), jnp.float32)] if quantize else [row]
-    ctas = min(t, (sms or SMS) * _PER_SM)
+    ctas = min(t, sms_of(sms) * _PER_SM)
     total, *normed = plgpu.kernel(
         functools.partial(
             _rows, adds=len(rows) - 1, centres=bias is not None, quantizes=quantize, eps=eps, offset=offset, ctas=ctas, early=early

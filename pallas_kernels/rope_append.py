@@ -18,9 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dependent import launch_next, wait_for_last
 from pallas_kernels.quantized import Quantized
+from pallas_kernels.reference.rope_append import check_given
 from pallas_kernels.rope_columns import BLOCKS, append_columns, block_of, columns_bytes, columns_scratch, put_column
 from pallas_kernels.rope_rows import turn_rows
-from pallas_kernels.tiles import SMS
+from pallas_kernels.tiles import sms_of
 
 _STAGES = 2  # of a worker: a token that comes, a token that is turned and goes
 _WORKERS = 4  # warpgroups a CTA, each with tokens of its own
@@ -59,21 +60,25 @@ def rope_append(
       inv_freq: [H / 2] float32, radians a position; None: no rotation.
       q_norm, k_norm: [H], RMSNorm of each head by norm_offset + weight before the rotation; both or none.
       k_scale, v_scale: [K] float32, for an e4m3 cache; both or none.
-      sms: SMs the kernel may take; None: all.
+      sms: SMs the kernel may take, 1 to 132; None: all.
       together: tokens whose transposed values are written at once: 1, 8, 16 or 32, as far as there are so many; None: by the shapes.
       early: it begins before the kernel before it has ended (`pallas_kernels.dependent`).
     Returns:
       queries [T, K · G, H] bfloat16, and both page arrays.
     Raises:
-      ValueError: for a shape or dtype that the kernel does not take.
+      ValueError: for a shape, dtype or sms that the kernel does not take.
     """
     k_values, v_values = (pages.values if isinstance(pages, Quantized) else pages for pages in (k_pages, v_pages))
     _check(fused, k_values, v_values, head_dim, isinstance(k_pages, Quantized))
     if together not in (None, *_TOGETHER):
         raise ValueError(f"{together=}: {_TOGETHER}, or None")
     t, kv, h = fused.shape[0], k_values.shape[1], head_dim
+    check_given(
+        k_pages, t, h,
+        positions=positions, slots=slots, inv_freq=inv_freq, q_norm=q_norm, k_norm=k_norm, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
     group = fused.shape[1] // (kv * h) - 2
-    sms = min(SMS if sms is None else sms, t)
+    sms = min(sms_of(sms), t)
     together = block_of(together, t, kv, sms) if k_values.dtype != fused.dtype else 1
     token_bytes = fused.shape[1] * fused.dtype.itemsize + (2 * (kv + 1) * (h + 4) if k_values.dtype != fused.dtype else 0)
     ring_bytes = _RING_BYTES - (columns_bytes(together, h) if together > 1 else 0)

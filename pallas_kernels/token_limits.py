@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.tiles import sms_of
+
 _EVENLY = tuple(i / 8 for i in range(1, 8))  # pivots, as fractions of the interval
 _NEARBY = (-1 / 4, -1 / 16, -1 / 64, 0.0, 1 / 64, 1 / 16, 1 / 4)
 _UNIT = 128 * 4  # logits a step
@@ -39,16 +41,16 @@ def token_limits(
     Args:
       x: [R, V] float32, V a multiple of 4 and at least 512.
       peak, heat, total, floor, k, p: [R] float32. wanted: [R] bool: rows that are searched at all.
-      sms: how many SMs' worth of CTAs it starts; by default a CTA for each row, of which an SM takes the next when it has room.
+      sms: how many SMs' worth of CTAs it starts, 1 to 132; by default a CTA for each row, of which an SM takes the next when it has room.
     Returns:
       [R] float32; the floor of rows that nobody wants.
     Raises:
-      ValueError: for a shape that the kernel does not take.
+      ValueError: for a shape, dtype or sms that the kernel does not take.
     """
     rows, n = x.shape
     if n < _UNIT or n % 4 or x.dtype != jnp.float32:
         raise ValueError(f"logits are {x.dtype}{list(x.shape)}: float32 [R, V], V a multiple of 4 and at least {_UNIT}")
-    ctas = rows if sms is None else min(rows, sms * _PER_SM)
+    ctas = rows if sms is None else min(rows, sms_of(sms) * _PER_SM)
     return plgpu.kernel(
         functools.partial(_rows, ctas=ctas),
         out_type=jax.ShapeDtypeStruct((rows,), jnp.float32),

@@ -46,7 +46,12 @@ class Counts:
 
 
 def softmax_range(name: str, config: ModelConfig, weights: dict[str, Any], windows: np.ndarray, *, progress: bool = False) -> SoftmaxRange:
-    """What the scores of each layer are over `windows`, token ids [W, N], each a text of its own."""
+    """What the scores of each layer are over `windows`, token ids [W, N], each a text of its own.
+
+    Raises: ConfigError for no tokens at all, of which nothing can be counted.
+    """
+    if not windows.size:
+        raise ConfigError("windows", list(windows.shape), "token ids [windows, tokens], at least one of each")
     counts = [Counts(*np.zeros((2, 2 * _REACH * _STEPS_A_UNIT), np.int64)) for _ in config.layers]
     observe = jax.jit(functools.partial(_observe, config))
     for window in tqdm(windows, disable=not progress, unit="window"):
@@ -126,11 +131,18 @@ def text_windows(checkpoint: Checkpoint, text: str, tokens: int) -> np.ndarray:
     return ids[: len(ids) // tokens * tokens].reshape(-1, tokens)
 
 
+def _check(options: argparse.Namespace) -> None:
+    """Raises ConfigError for windows in which no token follows another, or no windows."""
+    for name, least in (("window", 2), ("windows", 1)):
+        if getattr(options, name) < least:
+            raise ConfigError(name, getattr(options, name), f"at least {least}")
+
+
 def _load_windows(options: argparse.Namespace, checkpoint: Checkpoint) -> np.ndarray:
     length = min(options.window, checkpoint.model_config.max_position)
     windows = text_windows(checkpoint, options.text.read_text("utf-8"), length) if options.text else np.load(options.tokens)
-    if windows.ndim != 2 or windows.shape[1] < 2 or windows.dtype.kind not in "iu":
-        raise ConfigError("tokens", f"{windows.dtype} {list(windows.shape)}", "token ids [windows, tokens]")
+    if windows.ndim != 2 or windows.shape[0] < 1 or windows.shape[1] < 2 or windows.dtype.kind not in "iu":
+        raise ConfigError("tokens", f"{windows.dtype} {list(windows.shape)}", "token ids [windows, tokens], at least one window of two")
     if windows.min() < 0 or windows.max() >= checkpoint.model_config.vocab_size:
         raise ConfigError("tokens", int(windows.max()), f"0 to {checkpoint.model_config.vocab_size - 1}")
     return windows[: options.windows, :length].astype(np.int32)
@@ -158,6 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     choose_platform()
     try:
+        _check(options)
         checkpoint = open_checkpoint(options.model)
         if checkpoint.source is None:
             raise ConfigError("model", options.model, "a model with weights: random ones have nothing to find")

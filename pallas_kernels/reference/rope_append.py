@@ -70,13 +70,20 @@ def rope_append(
       k_pages, v_pages: both [P, K, S, H]; or e4m3, values [P, K, H, S]; or int8, a `Quantized` with scales [P, K, S], values [P, K, H, S].
       slots: flat place of each token in the pages, page · S + place; anything outside is not written (padding).
       inv_freq: radians a position of each of the H/2 planes; None: no rotation.
-      k_scale, v_scale: of an e4m3 cache, whose numbers times its head's scale are the keys and values.
+      q_norm, k_norm: both or none.
+      k_scale, v_scale: of an e4m3 cache, whose numbers times its head's scale are the keys and values; both or none.
       sms: how many SMs a kernel may occupy; it does not change what is computed.
     Returns:
       the queries for attention, and both page arrays (aliasing the inputs where those are donated).
+    Raises:
+      ValueError: as `check_given`.
     """
     del sms
     t, heads = fused.shape[0], k_pages.shape[1]
+    check_given(
+        k_pages, t, head_dim,
+        positions=positions, slots=slots, inv_freq=inv_freq, q_norm=q_norm, k_norm=k_norm, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
     split = fused.reshape(t, heads, -1, head_dim)
     q, k, v = split[:, :, :-2].reshape(t, -1, head_dim), split[:, :, -2], split[:, :, -1]
     if q_norm is not None and k_norm is not None:
@@ -85,6 +92,24 @@ def rope_append(
     if inv_freq is not None:
         q, k = rope(q, positions, inv_freq), rope(k, positions, inv_freq)
     return q, _put(k_pages, k, slots, k_scale, append), _put(v_pages, v, slots, v_scale, append_turned)
+
+
+def check_given(k_pages: Pages, t: int, h: int, **given: Array | None) -> None:
+    """Raises ValueError where `rope_append`, twin or kernel, is given what fits no T tokens with heads of H for these pages.
+
+    given: all arrays but `fused` and the pages, by name: of another shape, one of a pair, or scales of a cache that has none or its own.
+    """
+    k, dtype = k_pages.shape[1], (k_pages.values if isinstance(k_pages, Quantized) else k_pages).dtype
+    shapes = {name: None if x is None else list(x.shape) for name, x in given.items()}
+    for one, other in (("q_norm", "k_norm"), ("k_scale", "v_scale")):
+        if (given[one] is None) != (given[other] is None):
+            raise ValueError(f"{one} {shapes[one]}, {other} {shapes[other]}: both or none")
+    if given["k_scale"] is not None and dtype != jnp.float8_e4m3fn:
+        raise ValueError(f"k_scale and v_scale for a cache of {dtype}: for float8_e4m3fn only (those of int8 are made with its pages)")
+    wanted = {"positions": t, "slots": t, "inv_freq": h // 2, "q_norm": h, "k_norm": h, "k_scale": k, "v_scale": k}
+    for name, shape in shapes.items():
+        if shape not in (None, [wanted[name]]):
+            raise ValueError(f"{name} {shape}: [{wanted[name]}], for {t} tokens and {k} KV heads of {h}")
 
 
 def _put(pages: Pages, new: Array, slots: Array, scale: Array | None, append_8bit) -> Pages:

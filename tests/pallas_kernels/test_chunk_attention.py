@@ -21,6 +21,7 @@ from pallas_kernels.chunk_work import chunk_work
 from pallas_kernels.tiles import ChunkTile, chunk_tile
 
 INTERPRET = plgpu.InterpretGPUParams()
+INT8_SCALES = {"k_scale": jnp.ones((9, 2, 64)), "v_scale": jnp.ones((9, 2, 64))}
 
 
 @settings(max_examples=40)
@@ -141,6 +142,35 @@ def test_with_a_unified_maximum_rows_that_it_does_not_fit_fall_back(kind, marks,
         v = jnp.swapaxes(v, 2, 3)
     got, want = both(q.astype(jnp.bfloat16), k, v, table, chunks, extra)
     assert error(got, want) < 6e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"q": (8, 8, 96)}, "head width 96"),
+        ({"q": (8, 7, 64)}, "7 query heads over 2"),
+        ({"pages": (9, 2, 16, 64)}, "pages"),
+        ({"dtype": jnp.float32}, "keys and values both bfloat16"),
+        ({"k_scale": jnp.ones(2)}, "k_scale"),
+        ({"dtype": jnp.int8, "k_scale": jnp.ones((9, 2, 64))}, "v_scale None"),
+        ({"dtype": jnp.int8, "q": (8, 8, 256), "pages": (9, 2, 64, 256), **INT8_SCALES}, "head width 256 of a cache of int8: 64 or 128"),
+        ({"unified": jnp.ones(3)}, r"unified \[3\]: \[2\]"),
+        ({"unified": jnp.ones(1)}, r"unified \[1\]: \[2\]"),
+        ({"chunks": (1, 3)}, r"chunks \[1, 3\]: .* \[C, 4\]"),
+        ({"chunks": (4,)}, r"chunks \[4\]"),
+        ({"table": (4,)}, r"page_table \[4\], .*: \[R, MP\]"),
+        ({"sms": 0}, "sms=0: 1 to 132"),
+        ({"sms": -1}, "sms=-1: 1 to 132"),
+    ],
+)
+def test_it_says_what_it_does_not_take(change, said):
+    k = jnp.zeros(change.get("pages", (9, 2, 64, 64)), change.get("dtype", jnp.bfloat16))
+    v = k.swapaxes(2, 3) if k.dtype == jnp.int8 else k
+    q = jnp.zeros(change.get("q", (8, 8, 64)), jnp.bfloat16)
+    table, chunks = (jnp.zeros(change.get(name, shape), jnp.int32) for name, shape in (("table", (2, 4)), ("chunks", (1, 4))))
+    extra = {name: x for name, x in change.items() if name in ("k_scale", "v_scale", "unified", "sms")}
+    with pytest.raises(ValueError, match=said):
+        chunk_attention(q, k, v, table, chunks, scale=1.0, **extra)
 
 
 def shapes(tokens, heads, kv_heads, width, pages=4096, dtype=jnp.bfloat16):

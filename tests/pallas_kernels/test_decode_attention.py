@@ -180,15 +180,26 @@ def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group, sms):
         ({"unified": jnp.ones(3)}, "unified"),
         ({"q": (1, 8, 64)}, "2 lengths for q"),
         ({"into": jnp.zeros((2, 8, 64))}, "into float32"),
+        ({"table": (1, 4)}, r"page_table \[1, 4\] for 2 lengths: \[2, MP\]"),
+        ({"table": (2,)}, r"page_table \[2\] for 2 lengths"),
+        ({"sms": 0}, "sms=0: 1 to 132"),
+        ({"sms": -1}, "sms=-1: 1 to 132"),
+        ({"sms": 133}, "sms=133: 1 to 132"),
     ],
 )
 def test_it_says_what_it_does_not_take(change, said):
     dtype = change.get("dtype", jnp.bfloat16)
     q = jnp.zeros(change.get("q", (2, 8, 64)), dtype)
     pages = jnp.zeros(change.get("pages", (9, 2, 64, 64)), INT8 if "int8" in change else dtype)
-    extra = {name: x for name, x in change.items() if name in ("k_scale", "unified", "into")}
+    table = jnp.zeros(change.get("table", (2, 4)), jnp.int32)
+    extra = {name: x for name, x in change.items() if name in ("k_scale", "unified", "into", "sms")}
     with pytest.raises(ValueError, match=said):
-        decode_attention(q, pages, pages, jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32), scale=1.0, **extra)
+        decode_attention(q, pages, pages, table, jnp.ones(2, jnp.int32), scale=1.0, **extra)
+
+
+def test_work_is_listed_for_sms_of_a_gpu():
+    with pytest.raises(ValueError, match="sms=0: 1 to 132"):
+        list_decode_work(jnp.ones(2, jnp.int32), kv_heads=2, group=4, head_dim=64, itemsize=2, sms=0)
 
 
 def test_an_e4m3_cache_has_its_values_turned():

@@ -164,3 +164,19 @@ def test_it_says_what_it_does_not_take():
         dense_gemm(x, w)
     with pytest.raises(ValueError, match="float32"):
         dense_gemm(x.astype(jnp.float32), w[:64])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"bias": jnp.zeros(64)}, r"bias \[64\]: \[256\]"),
+        ({"residual": jnp.zeros((8, 64), jnp.bfloat16)}, r"residual bfloat16\[8, 64\]: bfloat16\[8, 256\]"),
+        ({"residual": jnp.zeros((8, 256), jnp.bfloat16), "gate_block": 64}, r"residual bfloat16\[8, 256\]: bfloat16\[8, 128\]"),
+        ({"residual": jnp.zeros((8, 256), jnp.bfloat16), "out_dtype": jnp.float32}, r"residual bfloat16\[8, 256\]: float32\[8, 256\]"),
+        ({"sms": 0}, "sms=0: 1 to 132"),
+        ({"sms": -1}, "sms=-1: 1 to 132"),
+    ],
+)
+def test_it_says_what_it_does_not_take_beside_its_operands(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        dense_gemm(jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((256, 64), jnp.bfloat16), **wrong)

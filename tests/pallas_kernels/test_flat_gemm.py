@@ -81,6 +81,13 @@ def test_tiles_fit(m, n, k, sms, gated):
         ({"activation": "tanh"}, "activation='tanh'"),
         ({"dtype": jnp.float32}, "float32"),
         ({"out_dtype": jnp.float16}, "float16"),
+        ({"bias": jnp.zeros(64)}, r"bias \[64\]: \[128\]"),
+        ({"residual": jnp.zeros((8, 64), jnp.bfloat16)}, r"residual bfloat16\[8, 64\]: bfloat16\[8, 128\]"),
+        ({"residual": jnp.zeros((1, 128), jnp.bfloat16)}, r"residual bfloat16\[1, 128\]: bfloat16\[8, 128\]"),
+        ({"residual": jnp.zeros((8, 128), jnp.bfloat16), "gate_block": 64}, r"residual bfloat16\[8, 128\]: bfloat16\[8, 64\]"),
+        ({"residual": jnp.zeros((8, 128)), "out_dtype": jnp.float32}, r"residual float32\[8, 128\]: bfloat16\[8, 128\]"),
+        ({"sms": 0}, "sms=0: 1 to 132"),
+        ({"sms": 133}, "sms=133: 1 to 132"),
     ],
 )
 def test_it_says_what_it_does_not_take(change, said):

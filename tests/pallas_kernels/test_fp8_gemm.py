@@ -150,6 +150,25 @@ def test_it_says_what_it_does_not_take(kernel, wrong):
         kernel(x, w, **wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"bias": jnp.zeros(64)}, r"bias \[64\]: \[256\]"),
+        ({"residual": jnp.zeros((8, 64), jnp.bfloat16)}, r"residual bfloat16\[8, 64\]: bfloat16\[8, 256\]"),
+        ({"residual": jnp.zeros((200, 64), jnp.bfloat16)}, r"residual bfloat16\[200, 64\]: bfloat16\[8, 256\]"),
+        ({"residual": jnp.zeros((8, 256), jnp.bfloat16), "gate_block": 64}, r"residual bfloat16\[8, 256\]: bfloat16\[8, 128\]"),
+        ({"residual": jnp.zeros((8, 256))}, r"residual float32\[8, 256\]: bfloat16\[8, 256\]"),
+        ({"sms": 0}, "sms=0: 1 to 132"),
+        ({"sms": -1}, "sms=-1: 1 to 132"),
+    ],
+)
+@pytest.mark.parametrize("kernel", [DENSE, FLAT])
+def test_it_says_what_it_does_not_take_beside_its_operands(kernel, wrong, said):
+    x, w = (Quantized(jnp.zeros((rows, 128), E4M3), jnp.ones(rows)) for rows in (8, 256))
+    with pytest.raises(ValueError, match=said):
+        kernel(x, w, **wrong)
+
+
 def shapes(m, n, k, scales=1) -> tuple[Any, Any]:
     def of(rows, axes):
         scale: Any = jax.ShapeDtypeStruct(((), (rows,), (rows, k // BLOCK))[axes], jnp.float32)

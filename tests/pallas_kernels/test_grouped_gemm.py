@@ -59,13 +59,19 @@ def test_the_kernel_is_each_row_times_its_experts_weight():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [({"k": 64}, "the same K"), ({"rows": 4}, "a tile for every 128"), ({"dtype": jnp.float32}, "bfloat16 twice")]
+    ("change", "said"),
+    [
+        ({"k": 64}, "the same K"),
+        ({"rows": 4}, "a tile for every 128"),
+        ({"dtype": jnp.float32}, "bfloat16 twice"),
+        ({"sms": 0}, "sms=0: 1 to 132"),
+    ],
 )
 def test_it_says_what_it_does_not_take(change, said):
     x, w, chosen = given_rows(8, 2, 128, 128, change.get("dtype", jnp.bfloat16))
     groups = reference.list_groups(chosen, 2, change.get("rows", ROWS))
     with pytest.raises(ValueError, match=said):
-        grouped_gemm(x[groups.pairs // 2], w[:, :, : change.get("k")], groups)
+        grouped_gemm(x[groups.pairs // 2], w[:, :, : change.get("k")], groups, sms=change.get("sms"))
 
 
 def test_for_the_h200_an_experts_weights_are_neither_copied_nor_multiplied_with_others_rows(tmp_path, monkeypatch):

@@ -57,6 +57,28 @@ def test_the_format_says_what_it_does_not_take():
 
 
 @pytest.mark.parametrize(
+    ("group", "wrong", "said"),
+    [
+        (128, {}, r"w's scale and zero are \['bfloat16\[256, 4\]', 'bfloat16\[256, 4\]'\]: bfloat16\[256, 8\] both"),
+        (64, {"bias": jnp.zeros(64)}, r"bias \[64\]: \[256\]"),
+        (64, {"residual": jnp.zeros((8, 64), jnp.bfloat16)}, r"residual bfloat16\[8, 64\]: bfloat16\[8, 256\]"),
+        (64, {"residual": jnp.zeros((8, 256), jnp.bfloat16), "gate_block": 64}, r"residual bfloat16\[8, 256\]: bfloat16\[8, 128\]"),
+        (64, {"sms": 0}, "sms=0: 1 to 132"),
+    ],
+)
+def test_the_kernel_says_what_it_does_not_take(group, wrong, said):
+    factor = jnp.ones((256, 512 // group), jnp.bfloat16)
+    with pytest.raises(ValueError, match=said):
+        int4_gemm(jnp.zeros((8, 512), jnp.bfloat16), Int4(jnp.zeros((256, 256), jnp.uint8), factor, factor), **wrong)
+
+
+def test_the_kernel_takes_factors_of_bfloat16_alone():
+    w = Int4(jnp.zeros((256, 256), jnp.uint8), jnp.ones((256, 8), jnp.bfloat16), jnp.zeros((256, 8)))
+    with pytest.raises(ValueError, match=r"'bfloat16\[256, 8\]', 'float32\[256, 8\]'"):
+        int4_gemm(jnp.zeros((8, 512), jnp.bfloat16), w)
+
+
+@pytest.mark.parametrize(
     ("m", "n", "k", "added", "extra"),
     [
         (1, 4096, 4096, False, {}),

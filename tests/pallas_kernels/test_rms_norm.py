@@ -57,6 +57,8 @@ def test_the_kernel_is_its_twin(rows, width, adds, centres, quantizes, offset, s
 def test_it_says_what_it_does_not_take(x, y):
     with pytest.raises(ValueError, match=r"x, y and other are .*: bfloat16 \[T, D\]"):
         add_norm(jnp.zeros(x, jnp.bfloat16), jnp.zeros(y, jnp.bfloat16), jnp.zeros(x[1], jnp.bfloat16), eps=1e-5)
+    with pytest.raises(ValueError, match="sms=0: 1 to 132"):
+        add_norm(jnp.zeros((4, 256), jnp.bfloat16), None, jnp.zeros(256, jnp.bfloat16), eps=1e-5, sms=0)
 
 
 @pytest.mark.parametrize(("width", "quantizes"), [(4096, False), (8192, True), (3584, False)])

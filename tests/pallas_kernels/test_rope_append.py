@@ -104,6 +104,41 @@ def test_it_says_what_it_does_not_take(changes, said):
         rope_append(fused, k, v, jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32), head_dim=64, inv_freq=None)
 
 
+BOTH_NORMS, BOTH_SCALES = (dict.fromkeys(names, jnp.ones(2)) for names in (("q_norm", "k_norm"), ("k_scale", "v_scale")))
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "given", "said"),
+    [
+        (jnp.float8_e4m3fn, {"k_scale": jnp.ones(2)}, r"k_scale \[2\], v_scale None: both or none"),
+        (jnp.float8_e4m3fn, {"v_scale": jnp.ones(2)}, r"k_scale None, v_scale \[2\]: both or none"),
+        (jnp.bfloat16, {"q_norm": jnp.ones(64)}, r"q_norm \[64\], k_norm None: both or none"),
+        (jnp.bfloat16, {"k_norm": jnp.ones(64)}, r"q_norm None, k_norm \[64\]: both or none"),
+        (jnp.bfloat16, BOTH_SCALES, "for a cache of bfloat16: for float8_e4m3fn only"),
+        (jnp.int8, BOTH_SCALES, "for a cache of int8: for float8_e4m3fn only"),
+        (jnp.float8_e4m3fn, BOTH_SCALES | {"k_scale": jnp.ones(1)}, r"k_scale \[1\]: \[2\], for 4 tokens and 2 KV heads of 64"),
+        (jnp.float8_e4m3fn, BOTH_SCALES | {"v_scale": jnp.ones((2, 1))}, r"v_scale \[2, 1\]: \[2\]"),
+        (jnp.int8, BOTH_NORMS, r"q_norm \[2\]: \[64\]"),
+        (jnp.bfloat16, {"inv_freq": jnp.ones(64)}, r"inv_freq \[64\]: \[32\]"),
+        (jnp.bfloat16, {"slots": jnp.zeros(2, jnp.int32)}, r"slots \[2\]: \[4\]"),
+        (jnp.bfloat16, {"positions": jnp.zeros((4, 1), jnp.int32)}, r"positions \[4, 1\]: \[4\]"),
+    ],
+)
+@pytest.mark.parametrize("append", [rope_append, reference.rope_append], ids=["kernel", "twin"])
+def test_kernel_and_twin_say_what_is_not_given_whole(append, kv_dtype, given, said):
+    ints = jnp.zeros(4, jnp.int32)
+    given = {"positions": ints, "slots": ints, "inv_freq": None} | given
+    k, v = jax.eval_shape(lambda: cache(np.random.default_rng(0), kv_dtype, 2, 64))
+    with pytest.raises(ValueError, match=said):
+        append(jax.ShapeDtypeStruct((4, 512), jnp.bfloat16), k, v, head_dim=64, **given)
+
+
+def test_sms_are_of_a_gpu():
+    ints, pages = jnp.zeros(4, jnp.int32), jnp.zeros((3, 2, 32, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="sms=0: 1 to 132"):
+        rope_append(jnp.zeros((4, 512), jnp.bfloat16), pages, pages, ints, ints, head_dim=64, inv_freq=None, sms=0)
+
+
 def test_blocks_of_values_are_as_many_as_keep_all_sms_alike():
     assert [block_of(None, tokens, 8, 132) for tokens in (7, 8, 512, 2048, 8192)] == [1, 8, 8, 8, 32]
     assert block_of(None, 2048, 8, 24) == 32 and block_of(None, 2048, 1, 132) == 8

@@ -157,15 +157,29 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, change, message):
         (["{stories}", "--text", "{missing}"], "No such file"),
         (["{stories}", "--tokens", "{bad}"], "tokens=600"),
         (["{stories}", "--tokens", "{flat}"], "token ids"),
+        (["{stories}", "--tokens", "{none}"], "tokens='int64 [0, 32]' is not supported: token ids [windows, tokens], at least one window"),
+        (["{stories}", "--tokens", "{bad}", "--windows", "0"], "windows=0 is not supported: at least 1"),
+        (["{stories}", "--tokens", "{bad}", "--windows", "-5"], "windows=-5 is not supported: at least 1"),
+        (["{stories}", "--text", "{text}", "--window", "1"], "window=1 is not supported: at least 2"),
     ],
 )
 def test_a_command_that_cannot_work(tmp_path, capsys, arguments, message):
     np.save(tmp_path / "bad.npy", np.array([[1, 600]]))
     np.save(tmp_path / "flat.npy", np.array([1, 2]))
-    places = {"stories": paths.MODELS / "stories260K", "missing": tmp_path / "m.txt"}
-    places |= {"bad": tmp_path / "bad.npy", "flat": tmp_path / "flat.npy"}
-    assert main([argument.format(**places) for argument in arguments]) == 1
-    assert message in capsys.readouterr().err
+    np.save(tmp_path / "none.npy", np.zeros((0, 32), np.int64))
+    (tmp_path / "text.txt").write_text("Once upon a time there was a little dog.")
+    places = {"stories": paths.MODELS / "stories260K", "missing": tmp_path / "m.txt", "text": tmp_path / "text.txt"}
+    places |= {name: tmp_path / f"{name}.npy" for name in ("bad", "flat", "none")}
+    output = tmp_path / "found.json"
+    assert main([*(argument.format(**places) for argument in arguments), "--output", str(output)]) == 1
+    assert message in capsys.readouterr().err and not output.exists()
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0)])
+def test_of_no_tokens_nothing_is_found(shape):
+    checkpoint = open_checkpoint(str(paths.MODELS / "stories260K"))
+    with pytest.raises(ConfigError, match=r"windows=\[\d, \d+\] is not supported: token ids .*, at least one of each"):
+        softmax_range("stories", checkpoint.model_config, {}, np.zeros(shape, np.int32))
 
 
 def test_windows_of_a_text():
