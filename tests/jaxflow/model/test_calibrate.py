@@ -106,7 +106,7 @@ def test_a_model_with_a_wide_range_does_not_qualify(tmp_path, capsys):
     assert found.windows == (2, 32) and not found.qualifies and found.layers[0].qualifies
 
 
-def test_the_command_writes_beside_the_model_and_an_engine_reads_it(model, tmp_path, capsys):
+def test_the_command_writes_beside_the_model_and_an_engine_reads_it(model, tmp_path, capsys, caplog):
     np.save(tmp_path / "ids.npy", np.arange(96).reshape(3, 32))
     assert main([str(model), "--tokens", str(tmp_path / "ids.npy"), "--windows", "2"]) == 0
     assert "tiny: qualifies for a unified maximum" in capsys.readouterr().out
@@ -123,6 +123,9 @@ def test_the_command_writes_beside_the_model_and_an_engine_reads_it(model, tmp_p
         assert layer["unified"].tolist() == [pytest.approx(found.phi), found.bound] and layer["unified"].dtype == jnp.float32
     assert not any("unified" in layer for layer in engine(calibration=""))
     assert not any("unified" in layer for layer in engine(kv_cache_dtype="fp8"))
+    assert not caplog.records
+    assert not any("unified" in layer for layer in engine(kv_cache_dtype="fp8", calibration=str(path_beside(model))))
+    assert ["e4m3" in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [True]  # it was asked for
     assert all("unified" in layer for layer in engine(kv_cache_dtype="int8"))  # multiplied as bfloat16
     path_beside(model).write_bytes(msgspec.json.encode(msgspec.structs.replace(written, qualifies=False)))
     assert not any("unified" in layer for layer in engine())
