@@ -185,6 +185,7 @@ def run() -> dict[str, Any]:
         return {
             "command_name": "plans",
             "model": Path(bed.config.model).name,
+            "num_layers": bed.model.num_layers,
             "engine_config": dataclasses.asdict(bed.config),
             "kv_pages": list(bed.executor.num_pages),
             "made_s": made_s,

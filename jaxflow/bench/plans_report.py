@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxflow.bench import machine, optimum
+from jaxflow.bench.serve import find_model_config
 from jaxflow.bench.steady import Workload
 from jaxflow.config import EngineConfig, ModelConfig
 from jaxflow.engine.plans import products_dtype
@@ -46,24 +47,26 @@ def rows(config: EngineConfig, model: ModelConfig, workload: Workload, measured:
             "against_sequential_of_its_size": rate / max(same),
             "against_best_sequential": rate / max(alone),
         }
-        row |= _prediction(plan, predicted, step, timing)
+        row |= _prediction(plan, predicted, model, step, timing)
         row |= _optimum(config, model, step, tp, rate)
         found.append(row)
     return found
 
 
-def _prediction(plan: Plan, by_tokens: Mapping[int, Plan], step: Composition, timing: Timing) -> dict[str, Any]:
-    """What was predicted of the plan at this composition; of the sequential one, by the plans of its size."""
+def _prediction(plan: Plan, by_tokens: Mapping[int, Plan], model: ModelConfig, step: Composition, timing: Timing) -> dict[str, Any]:
+    """What was predicted of the plan at this composition; of the sequential one, by the plans of its size. No time of a model cut short."""
     source = by_tokens.get(plan.tokens) if is_sequential(plan) else plan
     if source is None or source.predictions is None:
         return {"predicted_ms": None, "prediction_error": None, "predicted_gain": None, "sure_gain": None}
     p = source.predictions
     table = p.sequential_s if is_sequential(plan) else p.step_s
     predicted_ms = 1e3 * between(p.decode_tokens, p.mean_context_tokens, table, step.decode_tokens, step.decode_keys)
+    of = find_model_config(source.target.model) if source.target else None
+    whole = of is None or of.num_layers == model.num_layers
     gain = Gain((0,), (0,), ((1.0,),)) if is_sequential(plan) else Gain.of(p)
     return {
-        "predicted_ms": predicted_ms,
-        "prediction_error": predicted_ms / (timing.us / 1e3) - 1,
+        "predicted_ms": predicted_ms if whole else None,
+        "prediction_error": predicted_ms / (timing.us / 1e3) - 1 if whole else None,
         "predicted_gain": gain.at(step.decode_tokens, step.decode_keys),
         "sure_gain": gain.sure(step.decode_tokens, step.decode_keys),
     }

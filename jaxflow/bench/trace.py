@@ -158,6 +158,7 @@ def run() -> dict[str, Any]:
     result = {
         "command_name": "trace",
         "model": Path(bed.config.model).name,
+        "num_layers": bed.model.num_layers,
         "engine_config": dataclasses.asdict(bed.config),
         "workload": workload.name,
         "seconds": time.monotonic() - begun,

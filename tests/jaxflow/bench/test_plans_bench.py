@@ -1,5 +1,6 @@
 """`bench plans`: the average steps that it runs, and the command on a toy model."""
 
+import dataclasses
 import json
 
 import msgspec
@@ -18,6 +19,7 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.pipeline.handmade import two_nano_batch_plan
 from jaxflow.pipeline.plan import Predictions, Target, save
+from pallas_kernels.checks.timing import Timing
 
 PAGE, ROWS = 16, 512
 LENGTHS = st.integers(1, 2000)
@@ -99,6 +101,18 @@ def test_the_command(tmp_path, no_flags, capsys):
     (pick,) = result["picks"]
     assert pick["picked"] == cut["plan"] and pick["best"] in (cut["plan"], sequential["plan"])
     assert "24/12: 11 decodes" in capsys.readouterr().out
+
+
+def test_a_model_cut_short_is_predicted_to_gain_and_no_times():
+    target = Target("llama-3.1-8b", "NVIDIA H200", 1, "bfloat16", "bfloat16", 10, 22, 40)
+    predicted = Predictions((0, 32), (1, 100), ((0.5, 0.5),) * 2, ((1.0, 1.0),) * 2)
+    model = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
+    plan = msgspec.structs.replace(two_nano_batch_plan(model, 32, 12), target=target, predictions=predicted)
+    for layers, ms in ((32, 500.0), (4, None)):
+        cut = dataclasses.replace(model, layers=model.layers[:layers])
+        found = plans_report._prediction(plan, {32: plan}, cut, Composition(10, 40.0), Timing(5e5, 0.0, None, None, None, 1.0))
+        assert found["predicted_ms"] == ms and found["predicted_gain"] == 2.0
+        assert found["prediction_error"] == (0.0 if ms else None)
 
 
 def test_what_an_h200_could_reach_at_best(monkeypatch):
