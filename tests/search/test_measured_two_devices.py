@@ -14,14 +14,15 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import BFLOAT16, FP8, model_graph
+from jaxflow.pipeline.choice import Gain, pick
 from jaxflow.pipeline.handmade import sequential_plan
-from jaxflow.pipeline.plan import load
+from jaxflow.pipeline.plan import Plan, load
 from search.clock import shipped_card
 from search.copies import copied
 from search.modelled import modelled_profile
 from search.op_times import ATTENTION
 from search.plan import KEYS
-from search.predict import outside_s
+from search.predict import margin, outside_s
 from search.shares import Shares, product_columns
 from search.simulate import simulate
 from search.structure import Load
@@ -124,10 +125,13 @@ def plans_table() -> list[str]:
     """The page's rows: of each report how many steps, how far off, and what the plan that is predicted best loses to the best."""
     lines = []
     for file, found in all_rows().items():
-        errors, lost = [row.error for row in found], [picked_loses(one) for one in by_step(found)]
+        errors, lost = (
+            [row.error for row in found],
+            [max(each) for each in zip(*(picked_loses(one, file) for one in by_step(found)), strict=True)],
+        )
         plans = {name_of(row.measured) for row in found if not row.measured["sequential"]}
         link = f"[{file.removeprefix('h200-plans-llama-3-70b-').removesuffix('.json')}](../benchmarks/{file})"
-        shares = f"{statistics.mean(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}", f"{max(lost):.1%}"
+        shares = f"{statistics.mean(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}", *(f"{one:.1%}" for one in lost)
         lines.append(f"| {' | '.join((link, str(len(plans)), str(len(found)), *shares))} |")
     return lines
 
@@ -138,9 +142,22 @@ def by_step(found: list[Row]) -> list[list[Row]]:
     return [list(rows) for _, rows in itertools.groupby(sorted(found, key=key), key)]
 
 
-def picked_loses(found: list[Row]) -> float:
-    """How much longer the step that is predicted shortest took than the shortest."""
-    return min(found, key=lambda row: row.seconds).measured["step_ms"] / min(row.measured["step_ms"] for row in found) - 1
+def margin_of(row: Row, file: str) -> float:
+    """What its kind's gain may be predicted too large by."""
+    model = next(model for model in sorted({model for model, _ in REPORTS}, key=len, reverse=True) if f"-{model}-" in file)
+    graph, (_, dtype) = model_graph(open_checkpoint(model, load_format="dummy").model_config), KINDS["fp8" if "fp8" in file else "bfloat16"]
+    exchanged = any(word in row.measured["plan"] for word in ("copied", "swapped"))
+    plan = Plan("", 1, (), sums="copies" if exchanged else "kernels")
+    return margin(plan, graph, 4 if "tp4" in file else 2, dtype)
+
+
+def picked_loses(found: list[Row], file: str) -> tuple[float, float]:
+    """How much longer than the shortest the step took that is predicted shortest, and the one that an engine would pick by its margin."""
+    alone, *others = sorted(found, key=lambda row: row.measured["plan"].rpartition(", ")[0] != "sequential")
+    gains = [None, *(Gain((0,), (0,), ((alone.seconds / row.seconds,),), margin_of(row, file)) for row in others)]
+    picked = min(found, key=lambda row: row.seconds), [alone, *others][pick(gains, 1, 1)]
+    shortest = min(row.measured["step_ms"] for row in found)
+    return tuple(row.measured["step_ms"] / shortest - 1 for row in picked)  # pyright: ignore[reportReturnType]
 
 
 def test_thirteen_plans_of_a_model_are_predicted():
@@ -150,8 +167,20 @@ def test_thirteen_plans_of_a_model_are_predicted():
     assert len({plan for plan in plans if plan[1] != "sequential"}) >= 13
     errors = [abs(row.error) for rows in found.values() for row in rows]
     assert len(errors) >= 45 and statistics.mean(errors) < 0.035 and max(errors) < 0.09, errors
-    for rows in all_rows().values():
-        assert max(picked_loses(one) for one in by_step(rows)) < 0.03
+    for file, rows in all_rows().items():
+        assert max(picked_loses(one, file)[0] for one in by_step(rows)) < 0.03
+
+
+def test_no_gain_is_predicted_more_than_its_kinds_margin_too_large():
+    """So what an engine picks by it is within 3 % of the best in fp8, and on four; within 4.5 in 16 bits on two, where gains are missed."""
+    files = {report(model, kind): rows(model, kind) for model, kind in REPORTS} | all_rows()
+    for file, found in files.items():
+        for one in by_step(found):
+            alone = next(row for row in one if name_of(row.measured) == "sequential")
+            for row in one:
+                gained = alone.measured["step_ms"] / row.measured["step_ms"]
+                assert row is alone or alone.seconds / row.seconds < (1 + margin_of(row, file)) * gained, (file, row.measured["plan"])
+            assert picked_loses(one, file)[1] < (0.03 if "fp8" in file or "tp4" in file else 0.045), file
 
 
 def test_a_mixtures_steps_are_thought_shorter_than_they_are():

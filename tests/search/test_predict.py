@@ -8,10 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searched import llama_setting
 
+from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
+from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan
-from search.predict import MARGIN, outside_s, predict
+from jaxflow.pipeline.plan import Plan
+from search.predict import MARGIN, margin, outside_s, predict
 from search.simulate import simulate
 from search.structure import Load
 
@@ -34,6 +37,15 @@ def test_predictions_are_the_simulation_of_each_composition():
     gain = Gain.of(found)
     assert gain.at(0, 500) < gain.at(1.5 * setting.load.decode_tokens, 2 * setting.load.decode_keys)
     assert gain.margin == MARGIN
+
+
+def test_the_margin_is_of_the_kind_of_plan():
+    config = open_checkpoint("llama-3-70b", load_format="dummy").model_config
+    graph, mixture = model_graph(config), model_graph(open_checkpoint("mixtral-8x7b", load_format="dummy").model_config)
+    kernels, copies = (Plan("", 1, (), sums=sums) for sums in ("kernels", "copies"))
+    of = [(2, "float8_e4m3fn"), (2, "bfloat16"), (4, "bfloat16"), (4, "float8_e4m3fn")]
+    assert [margin(copies, graph, *kind) for kind in of] == [0.03, 0.03, 0.05, 0.11]
+    assert {margin(kernels, graph, *kind) for kind in of} == {margin(copies, mixture, *kind) for kind in of} == {MARGIN}
 
 
 def test_what_is_outside_the_layers_grows_with_the_rows_that_sample():
