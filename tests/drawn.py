@@ -5,7 +5,7 @@ import functools
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,31 +43,36 @@ def ready(nano: NanoOp, issued: list[NanoOp], ops_by_name: dict, makers: dict[st
 
 
 @st.composite
-def plans(draw, graph: Graph, tokens: int, streams: bool = False) -> Plan:
-    """A plan with its own cuts for some ops, in any order that data allows, rotated over the layers' border."""
+def plans(draw, graph: Graph, tokens: int, streams: bool = False, sums: Literal["kernels", "copies"] = "kernels") -> Plan:
+    """A plan with its own cuts for some ops, in any order that data allows, rotated over the layers' border.
+
+    streams: each nano-op on one of its own, with SMs of its own. Scattered rows are cut alike, at multiples of 4.
+    """
     by_name = {op.name: op for layer in graph.layers for op in layer}
     makers = {value: op.name for op in graph.layers[-1] for value in op.outputs}
     cut = st.lists(st.integers(1, tokens - 1), max_size=2, unique=True).map(sorted)
-    common, left = draw(cut), []
-    for op in by_name:
-        cuts = draw(st.one_of(st.just(common), st.just(common), cut))
+    whole = st.lists(st.sampled_from(range(4, tokens, 4)), max_size=2, unique=True).map(sorted)
+    common, left = draw(whole if graph.scattered else cut), []
+    for name, op in by_name.items():
+        alike = graph.scattered and (op.own_rows or op.kind == "network")
+        cuts = common if alike else draw(st.one_of(st.just(common), st.just(common), cut))
         for i, (start, stop) in enumerate(zip([0, *cuts], [*cuts, tokens], strict=True)):
-            left.append(NanoOp(f"{op}.{i}", op, start, stop))
+            left.append(NanoOp(f"{name}.{i}", name, start, stop))
     issued: list[NanoOp] = []
     while left:
         nano = draw(st.sampled_from([nano for nano in left if ready(nano, issued, by_name, makers)]))
         left.remove(nano)
         issued.append(nano)
     if streams:
-        fixed = {op.name for op in by_name.values() if op.kind == "network" or "experts" in op.inputs or op.name == "rope_append"}
-        pinned = fixed | {name for name in by_name if "expert" in name or name == "router"}
-        chosen = {name: draw(st.integers(0, 2)) for name in by_name if name not in pinned}
-        issued = [_with(nano, stream=chosen.get(nano.op, 0)) for nano in issued]
+        fixed = {name for name, op in by_name.items() if op.kind == "network" or op.own_rows or "experts" in op.inputs}
+        pinned = fixed | {name for name in by_name if "expert" in name or name in ("router", "rope_append")}
+        of = lambda nano: 0 if nano.op in pinned else draw(st.integers(0, 2))  # noqa: E731
+        issued = [_with(nano, stream=of(nano), sms=draw(st.sampled_from([None, 40, 92]))) for nano in issued]
         waiting = draw(st.integers(0, len(issued) - 1))
         others = [nano.id for at, nano in enumerate(issued) if at != waiting]
         issued[waiting] = _with(issued[waiting], waits=tuple(draw(st.lists(st.sampled_from(others), max_size=3, unique=True))))
     turn = draw(st.integers(0, len(issued) - 1))
-    return Plan("drawn", tokens, (*issued[turn:], *(_with(nano, ahead=1) for nano in issued[:turn])))
+    return Plan("drawn", tokens, (*issued[turn:], *(_with(nano, ahead=1) for nano in issued[:turn])), sums=sums)
 
 
 def _with(nano: NanoOp, **changes) -> NanoOp:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from jaxflow.model.graph import model_graph
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
@@ -33,21 +34,24 @@ def bench(name, tp=1, **numbers):
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "streams", "numbers"),
+    ("name", "tp", "form", "streams", "numbers"),
     [
-        ("tiny-llama", 1, True, {}),
-        ("tiny-mixtral", 1, True, {}),
-        ("tiny-gemma2", 2, True, {}),
-        ("tiny-llama", 4, True, {}),
-        ("tiny-opt", 1, False, {"kv": "int8"}),
+        ("tiny-llama", 1, "", True, {}),
+        ("tiny-mixtral", 1, "", True, {}),
+        ("tiny-gemma2", 2, "", True, {}),
+        ("tiny-llama", 2, "copied", True, {}),
+        ("tiny-llama", 2, "scattered", True, {}),
+        ("tiny-llama", 4, "swapped", True, {}),
+        ("tiny-opt", 1, "", False, {"kv": "int8"}),
     ],
 )
 @settings(LAW, max_examples=EXAMPLES or 1, derandomize=not EXAMPLES)
 @given(data=st.data())
-def test_drawn_plans(name, tp, streams, numbers, data):
-    """A plan with cuts of its own, on several steps, whose chunks straddle them."""
+def test_drawn_plans(name, tp, form, streams, numbers, data):
+    """A plan with cuts of its own, on several steps, whose chunks straddle them. form: of its sums over devices."""
     model = bench(name, tp, **numbers)
-    plan = data.draw(drawn.plans(model.graph, TOKENS, streams=streams))
+    graph = model_graph(model.config, tp, scattered=form == "scattered", swapped=form == "swapped")
+    plan = data.draw(drawn.plans(graph, TOKENS, streams, "copies" if form in ("copied", "swapped") else "kernels"))
     assume(len(borders(plan)) > 0 and (not streams or len({nano.stream for nano in plan.nano_ops}) == 3))  # not the simplest plan
     cuts = borders(plan)
     model.check(
