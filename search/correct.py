@@ -4,26 +4,27 @@
   python -m search correct --plan plans/1024-512.json --report report.json --out corrected.json
 
 A plan without predictions, or with --measured_alone any, gets what was measured in their place: between two measured compositions the
-engine takes what lies between, beyond them the nearest; and it is offered to the model, device, parallelism and dtypes of the report
-(--model: to another model of the same shapes). Of a plan with predictions:
+engine takes what lies between, beyond them the nearest; and it is offered to the model, device, parallelism and dtypes of the reports
+(--model: to another model of the same shapes), which are alike. A plan with predictions is corrected by reports of what it was searched
+for alone, and a report of a model cut to some of its layers (`num_layers`) by none. Of a plan with predictions:
 
 A prediction that is off is off alike for steps that are alike: a plan's predicted gains over the sequential step are multiplied by the
 geometric mean of measured over predicted gain of the report's workloads. Their `margin` becomes the most that a corrected gain is above
 a measured one, and the spread of the measurements. The engine then runs the plan for steps like those where it was seen to gain.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import msgspec
 from absl import flags
 
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.plans import SHAPES, products_dtype
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoint import CheckpointError, open_checkpoint, shipped_configs
+from jaxflow.outputs import check_outputs
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.plan import Plan, Predictions, Target, load, save
 
@@ -35,7 +36,7 @@ _ANOTHER_START = {"kernels": 0.03, "copies": 0.01}
 class Point(msgspec.Struct, frozen=True):
     """A composition at which a plan was measured in turn with the sequential one: how many times faster it was, and the spread of that.
 
-    sequential_s: of the sequential step.
+    sequential_s: of the sequential step. prefill_tokens: beside the decodes.
     """
 
     decode_tokens: int
@@ -43,12 +44,54 @@ class Point(msgspec.Struct, frozen=True):
     gain: float
     spread: float
     sequential_s: float = 1.0
+    prefill_tokens: int = 0
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What `correct` reads of a row of `bench plans`: a plan's steps of a workload. step_ms, and how much of it it spread by."""
+
+    workload: str
+    plan: str
+    tokens: int
+    sequential: bool
+    decode_tokens: int
+    prefill_tokens: int
+    mean_context_tokens: float
+    step_ms: Annotated[float, msgspec.Meta(gt=0)]
+    spread: Annotated[float, msgspec.Meta(ge=0)]
+    graphs: str | None = None
+
+
+class Ran(msgspec.Struct, frozen=True):
+    """Of the engine's settings those that say what ran, as they were resolved."""
+
+    model: str
+    tensor_parallel_size: int
+    dtype: str
+    kv_cache_dtype: str
+    quantization: str | None = None
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What `correct` reads of a report. num_layers: that the model had; None: nobody wrote it, all are taken for granted."""
+
+    plans: tuple[Row, ...]
+    device: str
+    engine_config: Ran
+    num_layers: int | None = None
+
+    @property
+    def kind(self) -> tuple[str, str, int, str, str]:
+        """As `Target.fits` takes it."""
+        ran = self.engine_config
+        products = products_dtype(EngineConfig(ran.model, dtype=ran.dtype, quantization=ran.quantization))
+        return Path(ran.model).name, self.device, ran.tensor_parallel_size, products, ran.kv_cache_dtype
 
 
 def define_flags() -> None:
     flags.DEFINE_string("plan", None, "A plan's file.")
     flags.DEFINE_list("report", [], "Reports of `bench plans` in which it is.")
-    flags.DEFINE_string("model", None, "The model that a plan without predictions is offered to; default: the report's.")
+    flags.DEFINE_string("model", None, "The model that a plan without predictions is offered to; default: the reports'.")
     flags.DEFINE_boolean("measured_alone", False, "Leave out what was predicted.")
     flags.DEFINE_string("out", None, "The file for the plan as corrected.")
 
@@ -59,16 +102,19 @@ def run() -> None:
     for name in ("plan", "report", "out"):
         if not getattr(f, name):
             raise ConfigError(name, getattr(f, name), "a file")
+    check_outputs("out")
     plan = load(f.plan)
     if f.measured_alone:
         plan = msgspec.structs.replace(plan, predictions=None)
-    reports = [json.loads(Path(path).read_text("utf-8")) for path in f.report]
-    found = [point for report in reports for point in points(plan, report)]
+    reports = {path: read_report(path) for path in f.report}
+    check_kind(plan, reports, f.model)
+    found = [point for report in reports.values() for point in points(plan, report)]
     if not found:
         raise ConfigError(
             "report", ",".join(f.report), f"a report of plan {plan.name!r} for {plan.tokens} tokens beside the sequential one"
         )
-    made = corrected(plan, found) if plan.predictions else as_measured(plan, found, target(reports[0], f.model, found))
+    first = next(iter(reports.values()))
+    made = corrected(plan, found) if plan.predictions else as_measured(plan, found, target(first, f.model, found))
     save(made, f.out)
     assert made.predictions is not None
     after = Gain.of(made.predictions)
@@ -80,23 +126,68 @@ def run() -> None:
     print(f"{f.out}: margin {made.predictions.margin:.3f}")
 
 
-def points(plan: Plan, report: Mapping[str, Any]) -> list[Point]:
+def read_report(path: str) -> Report:
+    """Raises: ConfigError with the file, and the field that is not as `bench plans` writes it."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Report)
+    except OSError as error:
+        raise ConfigError("report", path, f"a file of `bench plans`: {error.strerror or error}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError("report", path, f"what `bench plans` writes: {error}") from error
+
+
+def check_kind(plan: Plan, reports: Mapping[str, Report], model: str | None) -> None:
+    """Whether reports, by file, are of what a plan with predictions was searched for; else of what the first of them is of.
+
+    model: which --model names; a plan with predictions keeps its own.
+
+    Raises: ConfigError for a report of another model, device, parallelism or dtype, or of some layers alone, and for another model.
+    CheckpointError for one that is not there.
+    """
+    wanted = (plan.predictions and plan.target) or Target(*next(iter(reports.values())).kind, 0, 0, 0)
+    name = Path(wanted.model).name
+    if plan.predictions and model is not None:
+        open_checkpoint(model, load_format="dummy")
+        if Path(model).name != name:
+            raise ConfigError("model", model, f"{name}, which the plan was searched for; with --measured_alone another of its shapes")
+    for path, report in reports.items():
+        if not wanted.fits(*report.kind):
+            kind = wanted.model, wanted.device, wanted.tensor_parallel_size, wanted.dtype, wanted.kv_cache_dtype
+            raise ConfigError("report", path, f"a report of {_said(*kind)}: this one is of {_said(*report.kind)}")
+        if report.num_layers is not None:
+            whole = _layers(name, model or report.engine_config.model)
+            if report.num_layers != whole:
+                raise ConfigError("report", path, f"a report of all {whole} layers of {name}: this one's num_layers is {report.num_layers}")
+
+
+def _layers(name: str, place: str) -> int:
+    """Of a model by its name, where it is shipped, or found here. Raises: ConfigError where it is neither."""
+    try:
+        return open_checkpoint(name if name in shipped_configs() else place, load_format="dummy").model_config.num_layers
+    except CheckpointError as error:
+        raise ConfigError("model", place, f"where {name} is, whose layers the report's are compared with: {error}") from error
+
+
+def _said(model: str, device: str, tp: int, dtype: str, kv_cache_dtype: str) -> str:
+    return f"{model} on {tp} x {device}, {dtype} over a {kv_cache_dtype} cache"
+
+
+def points(plan: Plan, report: Report) -> list[Point]:
     """Where a report of `bench plans` has a plan and the sequential one of its tokens, both launched as usual."""
-    rows: Sequence[Mapping[str, Any]] = [
-        row for row in report["plans"] if row["tokens"] == plan.tokens and row["graphs"] in (None, "usual")
-    ]
-    alone = {row["workload"]: row for row in rows if row["sequential"]}
+    rows = [row for row in report.plans if row.tokens == plan.tokens and row.graphs in (None, "usual")]
+    alone = {row.workload: row for row in rows if row.sequential}
     name = f"{plan.name}, {plan.tokens} tokens"
-    mine = (row for row in rows if row["plan"].partition(" [")[0] == name and row["workload"] in alone)
+    pairs = [(row, alone[row.workload]) for row in rows if row.plan.partition(" [")[0] == name and row.workload in alone]
     return [
         Point(
-            row["decode_tokens"],
-            row["mean_context_tokens"],
-            alone[row["workload"]]["step_ms"] / row["step_ms"],
-            row["spread"] + alone[row["workload"]]["spread"],
-            alone[row["workload"]]["step_ms"] / 1e3,
+            row.decode_tokens,
+            row.mean_context_tokens,
+            sequential.step_ms / row.step_ms,
+            row.spread + sequential.spread,
+            sequential.step_ms / 1e3,
+            row.prefill_tokens,
         )
-        for row in mine
+        for row, sequential in pairs
     ]
 
 
@@ -135,24 +226,18 @@ def as_measured(plan: Plan, measured: Iterable[Point], offered: Target) -> Plan:
     return msgspec.structs.replace(plan, predictions=predictions, target=offered)
 
 
-def target(report: Mapping[str, Any], model: str | None, measured: Sequence[Point]) -> Target:
-    """What a plan measured in a report is offered to; of compositions, the one with the most decodes.
+def target(report: Report, model: str | None, measured: Sequence[Point]) -> Target:
+    """What a plan measured in reports of this kind is offered to; of compositions, the one with the most decodes.
 
     Raises: ConfigError for a model of other shapes than the report's.
     """
-    config, most = EngineConfig(**report["engine_config"]), max(measured, key=lambda point: point.decode_tokens)
+    theirs, most = report.engine_config.model, max(measured, key=lambda point: point.decode_tokens)
     if model is not None:
-        theirs, ours = (open_checkpoint(name, load_format="dummy").model_config for name in (config.model, model))
-        if different := [name for name in SHAPES if getattr(theirs, name) != getattr(ours, name)]:
-            raise ConfigError("model", model, f"a model of {config.model}'s shapes: they differ in {', '.join(different)}")
-    rows = [row for row in report["plans"] if row["decode_tokens"] == most.decode_tokens]
+        one, other = (open_checkpoint(name, load_format="dummy").model_config for name in (theirs, model))
+        if different := [name for name in SHAPES if getattr(one, name) != getattr(other, name)]:
+            raise ConfigError("model", model, f"a model of {theirs}'s shapes: they differ in {', '.join(different)}")
+    name, device, tp, dtype, kv_dtype = report.kind
+    offered = Path(model).name if model else name
     return Target(
-        model=Path(model or config.model).name,
-        device=report["device"],
-        tensor_parallel_size=config.tensor_parallel_size,
-        dtype=products_dtype(config),
-        kv_cache_dtype=config.kv_cache_dtype,
-        decode_tokens=most.decode_tokens,
-        prefill_tokens=rows[0]["prefill_tokens"],
-        mean_context_tokens=round(most.mean_context_tokens),
+        offered, device, tp, dtype, kv_dtype, most.decode_tokens, most.prefill_tokens, mean_context_tokens=round(most.mean_context_tokens)
     )

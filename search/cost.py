@@ -18,6 +18,7 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, Device, dense_parameters, optimal_throughput, work_times
 from jaxflow.model.energy import Bound, Power, bound, shipped_power
 from jaxflow.model.graph import Widths, Work, model_graph
+from search.checks import check_gpus, check_lengths
 from search.regimes import largest_batch, weight_bytes
 
 BYTES = {"bfloat16": 2.0, "float8_e4m3fn": 1.0}
@@ -67,10 +68,8 @@ def run() -> None:
     model, device = open_checkpoint(f.model, load_format="dummy").model_config, DEVICES[f.device]
     if f.dtype not in device.datasheet.flops_per_s:
         raise ConfigError("dtype", f.dtype, f"what a {f.device} multiplies: {', '.join(device.datasheet.flops_per_s)}")
-    if model.num_heads % f.gpus:
-        raise ConfigError("gpus", f.gpus, f"a divisor of {f.model}'s {model.num_heads} heads")
-    if f.prompt_tokens + f.output_tokens > model.max_position:
-        raise ConfigError("prompt_tokens", f.prompt_tokens, f"with the output at most {model.max_position}, which {f.model} was made for")
+    check_gpus(f.model, model, f.gpus)
+    check_lengths(f.model, model, f.prompt_tokens, f.output_tokens)
     step = Composition.steady_state(f.tokens, f.prompt_tokens, f.output_tokens)
     title = f" {f.model} on {f.gpus} x {f.device}, {f.tokens} tokens a step, {f.prompt_tokens} in / {f.output_tokens} out "
     print(title.center(WIDTH, "="))

@@ -26,16 +26,18 @@ from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.memory.kv_cache import kv_heads
 from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
-from jaxflow.model.graph import Op
+from jaxflow.model.graph import Op, model_graph
 from jaxflow.outputs import check_outputs
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
 from search.budget import Budget
 from search.collective_bench import beside, collective, equal_ops
 from search.entries import PAIR_KEYS, Entry, Together, described, entries
+from search.held_out import held_out_errors, in_words
 from search.op_bench import PAGE_SIZE, Case, Layer
-from search.op_times import OpTime, Profile, held_out_error, load_profile, save_profile
+from search.op_times import OpTime, Profile, load_profile, save_profile
 from search.pairs import held_sms, timed_pair
 from search.program import Program
+from search.shares import Shares, product_columns
 from search.sustain import Sustained, sustain
 
 DTYPES = ("auto", "bfloat16", "float32", "float8_e4m3fn")
@@ -49,7 +51,9 @@ def define_flags() -> None:
     flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that the model is cut over.", lower_bound=1)
     flags.DEFINE_list("ops", [], "Ops that are measured; network: all sums and gathers over devices. Default: all.")
     flags.DEFINE_list("tokens", ["128", "256", "512", "768", "1024", "1536", "2048"], "Tokens of a step.")
-    flags.DEFINE_list("keys", ["256", "1024", "4096"], "Contexts of attention: keys a token sees on average.")
+    flags.DEFINE_list(
+        "keys", ["256", "1024", "4096"], "Contexts of attention: keys a token sees on average; unless given, the model's at most."
+    )
     flags.DEFINE_list("sms", None, "SMs that attention gets beside products; default: 24,32,40,48 where kernels can be bounded.")
     flags.DEFINE_enum("dtype", "auto", DTYPES, "Of weights and products; auto: bfloat16 on GPU, float32 on CPU.")
     flags.DEFINE_enum("kv_cache_dtype", "auto", DTYPES, "Of the cache; auto: the model's.")
@@ -65,11 +69,9 @@ def run() -> None:
         raise ConfigError("out", f.out, "a file for the profile")
     check_outputs("out")
     config = open_checkpoint(f.model, load_format="dummy").model_config
-    tokens, keys = _numbers("tokens", f.tokens), _numbers("keys", f.keys)
+    tokens, keys = _numbers("tokens", f.tokens), contexts(f.model, config.max_position)
     layer, empty = this_device(f.model, config, f.dtype, f.kv_cache_dtype, f.tensor_parallel_size)
     chosen = chosen_ops(layer, f.ops)
-    if max(keys) > config.max_position:
-        raise ConfigError("keys", max(keys), f"at most {config.max_position}, which {f.model} was made for")
     if f.sms is not None and not bounded(layer.kernels):
         raise ConfigError("sms", ",".join(f.sms), f"nothing: kernels {layer.kernels.name!r} of {empty.device} always take the whole device")
     shares = () if not bounded(layer.kernels) else (24, 32, 40, 48) if f.sms is None else _numbers("sms", f.sms)
@@ -82,11 +84,26 @@ def run() -> None:
     profile, left = measure(profile, layer, wanted, f.out, budget, seconds_each=f.seconds)
     print(f"{budget.spent_s:.0f} s of {f.time_limit_s:g}")
     print(f"{f.out}: {len(profile.op_times)} times of ops and {len(profile.pairs)} pairs of {profile.model} on {profile.device}")
-    print(f"Mean error of interpolation at points left out: {held_out_error(profile):.1%}")
+    print(in_words(interpolation_errors(profile, config)))
     if not shares:
         print(f"No attention beside products: kernels {layer.kernels.name!r} always take the whole device, so plans are sequential.")
     if left:
         print(f"Left out for --time_limit_s={f.time_limit_s:g}: {described(left)}. The same command continues with them.")
+
+
+def contexts(name: str, most: int) -> tuple[int, ...]:
+    """The keys of --keys; of those by default, as many as a model has, `most`. Raises: ConfigError for more that were asked for."""
+    keys = _numbers("keys", flags.FLAGS.keys)
+    if max(keys) > most and flags.FLAGS["keys"].present:
+        raise ConfigError("keys", max(keys), f"at most {most}, which {name} was made for")
+    return tuple(sorted({min(count, most) for count in keys}))
+
+
+def interpolation_errors(profile: Profile, config: ModelConfig) -> dict[str, float | None]:
+    """As a search interpolates in this profile (`search.held_out`): with pairs, it knows of the waves of products."""
+    tp = profile.tensor_parallel_size
+    shares = Shares(profile, model_graph(config, tp), product_columns(config, tp) if profile.pairs else None)
+    return held_out_errors(profile, shares.fill)
 
 
 def this_device(name: str, config: ModelConfig, dtype: str, kv_dtype: str, tp: int = 1) -> tuple[Layer, Profile]:

@@ -12,12 +12,14 @@ of all is kept; --orders and --cuts leave out the rest, so that a known plan is 
   python -m search plan --model llama-3-70b --modelled --gpus 4 --sums copies --orders two --cuts 1024
 
 Several workloads (prompt and output tokens, in pairs) make a portfolio: a plan each, in the folder --out. The last line printed is
-the command that runs what was found.
+the command that runs what was found. An engine runs a plan only where it is sure to gain, since a prediction may be too good by its
+margin (`search.predict`), and else the sequential one. Of plans that are not sure the lines before the last are the commands that measure
+them (`bench plans`) and write into their files what they gained (`search correct`): then they run where they were seen to.
 """
 
-import collections
+import contextlib
 import dataclasses
-import re
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -32,10 +34,11 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES, find_device
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import Widths, model_graph
-from jaxflow.pipeline.choice import Gain, is_sequential
+from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.handmade import copied as with_copies
 from jaxflow.pipeline.order import check
-from jaxflow.pipeline.plan import Plan, Target, save
+from jaxflow.pipeline.plan import Target, save
+from search.checks import check_gpus, check_lengths
 from search.clock import shipped_card
 from search.copies import copied
 from search.cost import BYTES
@@ -43,11 +46,11 @@ from search.cyclic import SearchError
 from search.modelled import modelled_profile
 from search.nanobatch import TILE, Found, search
 from search.op_times import EXCHANGE, Profile, load_profile, with_collectives
-from search.orders import ORDERS, Simulated, best_known, cuts_of, sequential, simulated
+from search.orders import ORDERS, best_known, sequential, simulated
+from search.plan_report import FOLDER, Result, default_out, going_on, measuring, report
 from search.predict import predict
 from search.setting import Setting
 from search.shares import Shares, product_columns
-from search.simulate import Timeline
 from search.structure import RESOURCES, Load
 
 SMS = 132  # of a device that is modelled
@@ -56,8 +59,6 @@ _SEARCHED = 0.9  # of the time limit; the rest is for predictions
 KEYS = (256, 1024, 4096, 16384)
 FORMS = ("all", "reduce", "scatter", "copies")
 SOLVER = "solver"  # of --orders: whatever it finds
-FOLDER = Path("plans")  # where plans are written without --out, named as the shipped ones are
-_NEEDS_E4M3 = {"dtype": "--quantization fp8", "kv_cache_dtype": "--kv_cache_dtype fp8"}  # of an engine that runs such a plan
 MODES = {"all": RESOURCES, "memory": ("memory",), "network": ("network",), "none": ()}
 
 
@@ -84,33 +85,10 @@ def define_flags() -> None:
     flags.DEFINE_string("out", None, f"A file; for several workloads, a folder. Default: in {FOLDER}/, by device, model and dtype.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """A plan with what the simulation says of it, and both that were compared: the solver's answer and the best known order."""
-
-    setting: Setting
-    plan: Plan
-    timeline: Timeline
-    sequential_s: float  # of a layer, as it is simulated
-    found: Found | None
-    solved: Simulated | None
-    known: Simulated | None
-
-    @property
-    def was_known(self) -> bool:
-        """Whether its order was known before the solver began."""
-        return self.known is not None and self.timeline is self.known.timeline
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of a step's layers: for comparing plans."""
-        return self.plan.tokens / self.timeline.step_s
-
-
 def run() -> None:
     """The command."""
     f = flags.FLAGS
-    prompts, outputs = _numbers("prompt_tokens"), _numbers("output_tokens")
+    prompts, outputs = _numbers("prompt_tokens", 1), _numbers("output_tokens")
     if len(prompts) != len(outputs):
         raise ConfigError("output_tokens", outputs, f"as many as prompt_tokens: {len(prompts)}")
     if f.collectives is not None and not f.modelled:
@@ -118,43 +96,55 @@ def run() -> None:
     if f.modelled == (f.profile is not None):
         raise ConfigError("profile", f.profile, "a profile's path, or --modelled")
     model = open_checkpoint(f.model, load_format="dummy").model_config
-    budgets, workloads = _numbers("tokens"), list(zip(prompts, outputs, strict=True))
-    if unknown := sorted(set(f.orders) - {SOLVER, *ORDERS}):
-        raise ConfigError("orders", unknown[0], ", ".join((SOLVER, *ORDERS)))
+    budgets, workloads = _numbers("tokens", 1), list(zip(prompts, outputs, strict=True))
+    for workload in workloads:
+        check_lengths(f.model, model, *workload)
+    if (unknown := sorted(set(f.orders) - {SOLVER, *ORDERS})) or not f.orders:
+        raise ConfigError("orders", ",".join(unknown), f"one or more of {', '.join((SOLVER, *ORDERS))}")
     if f.cuts and not 0 < min(_numbers("cuts")) <= max(_numbers("cuts")) < min(budgets):
         raise ConfigError("cuts", ",".join(f.cuts), f"1 to {min(budgets) - 1}: within every step")
     rival, forms = _shares(f.model, model, budgets)
     out = Path(f.out) if f.out else default_out(rival.profile, several=len(workloads) > 1)
-    (out if len(workloads) > 1 else out.parent).mkdir(parents=True, exist_ok=True)
+    files = [out / f"{prompt}-{output}.json" for prompt, output in workloads] if len(workloads) > 1 else [out]
+    _check_files(out, files)
     limit_s, start = _SEARCHED * f.time_limit_s / (len(budgets) * len(workloads)), time.monotonic()
+    names, unsure = set(), {}
     with tqdm(total=len(budgets) * len(workloads), unit="step", disable=not sys.stderr.isatty()) as bar:
-        for prompt, output in workloads:
+        for (prompt, output), path in zip(workloads, files, strict=True):
             results = []
             for tokens in budgets:
                 bar.set_description(f"{tokens} tokens, {prompt}/{output}")
                 results.append(solve_one(f.model, model, rival, forms, tokens, prompt, output, limit_s, bar))
                 bar.update()
-            best = max(results, key=lambda result: result.tokens_per_s)
-            path = out / f"{prompt}-{output}.json" if len(workloads) > 1 else out
+            best = _named(max(results, key=lambda result: result.tokens_per_s), f"{prompt}/{output}", names)
             save(best.plan, path)
+            unsure |= {path: f"{prompt}/{output}"} if best.unsure else {}
             bar.write(report(best, path), file=sys.stdout)
     print(f"{time.monotonic() - start:.0f} s of {f.time_limit_s}")
+    if unsure:
+        print(f"Not sure to gain, so that an engine runs the sequential step: {', '.join(map(str, unsure))}. To measure, then to run:")
+        print(*measuring(rival.profile, f.model, out, unsure), sep="\n")
     print(going_on(rival.profile, f.model, out, *workloads[0]))
 
 
-def default_out(profile: Profile, *, several: bool) -> Path:
-    """Where plans of a kind are written unless told: `plans/h200-llama-3-70b-tp2-bfloat16.json`, a folder of that name for several."""
-    device, tp = find_device(profile.device), profile.tensor_parallel_size
-    kind = (device.name if device else profile.device, Path(profile.model).name, f"tp{tp}" if tp > 1 else "", profile.dtype)
-    return FOLDER / (re.sub(r"[^\w.]+", "-", "-".join(filter(None, kind))).lower() + ("" if several else ".json"))
+def _check_files(out: Path, files: Sequence[Path]) -> None:
+    """Before the search, whose plans would be lost: makes the folder. Raises: ConfigError where a plan's file could not be written."""
+    with contextlib.suppress(OSError):
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        there = file if file.exists() else file.parent
+        if file.is_dir() or not file.parent.is_dir() or not os.access(there, os.W_OK):
+            accepted = "a folder that is there or can be made, of files that can be written: one for each workload's plan"
+            raise ConfigError("out", str(out), accepted if len(files) > 1 else "a file that can be written, for the plan of one workload")
 
 
-def going_on(profile: Profile, model: str, out: Path, prompt: int, output: int) -> str:
-    """The command line that runs the plans of `out`, on a machine of the profile's kind."""
-    kind = [words for field, words in _NEEDS_E4M3.items() if getattr(profile, field) == "float8_e4m3fn"]
-    kind += [f"--tensor_parallel_size {profile.tensor_parallel_size}"] if profile.tensor_parallel_size > 1 else []
-    lengths = f"--input_len {prompt} --output_len {max(1, output)}"
-    return " ".join(("python -m jaxflow.bench throughput --model", model, *kind, f"--plan {out}", lengths, "--beside_sequential"))
+def _named(result: Result, workload: str, names: set[str]) -> Result:
+    """With a name that no other plan of the portfolio has, by which an engine tells them apart. names: those so far; gets this one's."""
+    plan = result.plan
+    if plan.name in names and not is_sequential(plan):
+        plan = msgspec.structs.replace(plan, name=f"{plan.name}, {workload}")
+    names.add(plan.name)
+    return dataclasses.replace(result, plan=plan)
 
 
 def solve_one(
@@ -203,44 +193,6 @@ def _summed(found: Found, shares: Shares) -> Found:
     return dataclasses.replace(found, plan=with_copies(found.plan)) if shares.copies else found
 
 
-def report(result: Result, path: Path) -> str:
-    """What a person wants to know of a plan."""
-    plan, timeline, pieces = result.plan, result.timeline, collections.Counter(nano.op for nano in result.plan.nano_ops)
-    us = {"simulated": timeline.period_s, "sequential": result.sequential_s, "by the joules": timeline.energy_s / timeline.layers}
-    decodes, cuts = result.setting.load.decode_tokens, ", ".join(map(str, cuts_of(plan))) or "none"
-    return "\n".join(
-        (
-            f"{path}: {plan.name}; {decodes} of {plan.tokens} tokens decode",
-            f"  cuts: {cuts}; nano-ops: {', '.join(f'{op} {n}' for op, n in pieces.items())}",
-            "  us a layer: " + ", ".join(f"{1e6 * value:.1f} {what}" for what, value in us.items()),
-            f"  {'a known order' if result.was_known else "the solver's order"}: {_of_orders(result)}",
-            f"  against sequential: {result.sequential_s / timeline.period_s:.3f}x; {_of_a_step(result)}",
-        )
-    )
-
-
-def _of_orders(result: Result) -> str:
-    """What a step's layers take in the best of the known orders and in the solver's; of that what it says itself, a layer."""
-    known, found, solved, said = result.known, result.found, result.solved, []
-    if known is not None:
-        said.append(f"{1e3 * known.step_s:.2f} ms as known ({known.plan.name})")
-    if found is not None and solved is not None:
-        own = f"{1e6 * found.period_s:.1f} us a layer, gap {100 * found.gap:.1f} %, {1e6 * found.stage_one_s:.1f} without interference"
-        said.append(f"{1e3 * solved.step_s:.2f} ms by the solver (by itself {own}; {found.tried} of {found.cut_sets} cuts tried)")
-    return ", ".join(said)
-
-
-def _of_a_step(result: Result) -> str:
-    """What is predicted of a whole step, and whether an engine believes it."""
-    predicted, load = result.plan.predictions, result.setting.load
-    if predicted is None:
-        return "an engine runs the sequential step"
-    gain = Gain.of(predicted)
-    at = load.decode_tokens, load.decode_keys
-    runs = "this plan" if gain.sure(*at) > 1 else f"the sequential one, since gains of up to {predicted.margin:.0%} may be none"
-    return f"of a step {gain.at(*at):.3f}x: an engine runs {runs}"
-
-
 def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, list[Shares]]:
     """Of the form that the sequential step has, and of each form of the sums over devices that is asked for and whose times are known."""
     f = flags.FLAGS
@@ -269,8 +221,10 @@ def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile
     f = flags.FLAGS
     if f.profile is not None:
         profile = load_profile(f.profile, model=name)
+        _check_given(profile)
         widths = Widths(weights=BYTES.get(profile.dtype, 2.0), kv=BYTES.get(profile.kv_cache_dtype, 2.0))
         return profile, widths, product_columns(model, profile.tensor_parallel_size) if profile.pairs else None
+    check_gpus(name, model, f.gpus)
     device = DEVICES[f.device]
     if f.dtype not in device.rates.flops_per_s:
         raise ConfigError("dtype", f.dtype, f"what a {f.device} multiplies: {', '.join(device.rates.flops_per_s)}")
@@ -288,12 +242,26 @@ def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile
     return made, widths, product_columns(model, f.gpus)
 
 
-def _numbers(flag: str) -> list[int]:
+def _check_given(profile: Profile) -> None:
+    """Raises: ConfigError for a flag that was given, and says something else than the profile."""
+    f, device = flags.FLAGS, find_device(profile.device)
+    there = {
+        "gpus": profile.tensor_parallel_size,
+        "device": device.name if device else profile.device,
+        "dtype": profile.dtype,
+        "kv_cache_dtype": profile.kv_cache_dtype,
+    }
+    for flag, value in there.items():
+        if f[flag].present and f[flag].value != value:
+            raise ConfigError(flag, f[flag].value, f"{value!r}, which --profile {f.profile} was measured with")
+
+
+def _numbers(flag: str, least: int = 0) -> list[int]:
     words = flags.FLAGS[flag].value or []
     try:
         found = [int(word) for word in words]
     except ValueError:
         found = []
-    if not found or min(found) < 0 or (flag == "tokens" and not min(found)):
-        raise ConfigError(flag, ",".join(words), "whole numbers with commas between them")
+    if not found or min(found) < least:
+        raise ConfigError(flag, ",".join(words), f"whole numbers of {least} or more, with commas between them")
     return found

@@ -16,12 +16,12 @@ from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import copied, two_nano_batch_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, Predictions, load, save
 from search.__main__ import main
-from search.correct import Point, corrected, points, target
+from search.correct import Point, check_kind, corrected, points, read_report, target
 
-PLAN = load(paths.ROOT / "benchmarks" / "plans" / "lean" / "1024-512-92-40.json")
-REPORTS = [
-    paths.ROOT / "benchmarks" / f"h200-plans-llama-3.1-8b-{name}.json" for name in ("lean", "variants", "traces")
-]  # a start of the machine each
+BENCHMARKS = paths.ROOT / "benchmarks"
+PLAN = load(BENCHMARKS / "plans" / "lean" / "1024-512-92-40.json")
+REPORTS = [BENCHMARKS / f"h200-plans-llama-3.1-8b-{name}.json" for name in ("lean", "variants", "traces")]  # a start of the machine each
+PLAIN = BENCHMARKS / "h200-plans-llama-3-70b-tp2-fp8.json"
 FOUND = PLAN.predictions
 SECONDS = st.floats(0.01, 0.1)
 pytestmark = pytest.mark.usefixtures("no_flags")
@@ -60,7 +60,7 @@ def test_the_shipped_plan_is_the_searched_one_as_it_was_measured(tmp_path, capsy
     assert "measured 1.029" in capsys.readouterr().out
     made, shipped = load(out), load(SHIPPED / "h200-llama-3.1-8b-bfloat16.json")
     assert made == shipped
-    gain, starts = Gain.of(shipped.predictions), [points(shipped, json.loads(report.read_text("utf-8"))) for report in REPORTS]
+    gain, starts = Gain.of(shipped.predictions), [points(shipped, read_report(report)) for report in REPORTS]
     measured: dict[str, list[float]] = {}  # by decodes and their keys
     for start in starts:
         for point in start:
@@ -105,7 +105,7 @@ def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_mea
         assert not made.target.fits(*(wrong if i == at else value for i, value in enumerate(kind)))
     assert "683 decodes of 1280 keys: measured 1.100, predicted nothing" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="differ in intermediate_size, vocab_size"):
-        target(json.loads(report.read_text()), "qwen2-72b", [Point(683, 1280.5, 1.1, 0.0)])
+        target(read_report(report), "qwen2-72b", [Point(683, 1280.5, 1.1, 0.0)])
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
@@ -121,9 +121,110 @@ def test_what_is_shipped_is_a_plan_of_the_model_that_it_is_offered_to(path):
 
 def test_a_report_without_the_plan_and_a_plan_without_predictions_are_refused(tmp_path, capsys):
     other = tmp_path / "report.json"
-    other.write_text(json.dumps({"plans": []}))
+    other.write_text(json.dumps(json.loads(REPORTS[0].read_text("utf-8")) | {"plans": []}))
     line = ["--plan", str(SHIPPED / "h200-llama-3.1-8b-bfloat16.json"), "--report", str(other), "--out", str(tmp_path / "out.json")]
     assert main(["search", "correct", *line]) == 1
     assert "a report of plan '92+40 1024/512' for 2048 tokens" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="a plan with predictions"):
         corrected(msgspec.structs.replace(PLAN, predictions=None), [Point(1, 1.0, 1.0, 0.0)])
+
+
+def run(tmp_path, *words, report=PLAIN):
+    """`search correct` of Llama-3-70B's plan for two H200s in 8 bits, into out.json. Returns what it returns."""
+    plan = SHIPPED / "h200-llama-3-70b-tp2-float8_e4m3fn.json"
+    return main(["search", "correct", "--plan", str(plan), "--report", str(report), "--out", str(tmp_path / "out.json"), *words])
+
+
+@pytest.mark.parametrize("order", [("512/0", "1024/512"), ("1024/512", "512/0")])
+def test_of_several_reports_any_may_have_the_composition_with_most_decodes(order, tmp_path):
+    """Their order is of no consequence for what the plan is offered to."""
+    whole, files = json.loads(PLAIN.read_text("utf-8")), [tmp_path / f"{number}.json" for number in range(2)]
+    for work, file in zip(order, files, strict=True):
+        file.write_text(json.dumps(whole | {"plans": [row for row in whole["plans"] if row["workload"] == work]}))
+    assert run(tmp_path, "--measured_alone", report=",".join(map(str, files))) == 0
+    made = load(tmp_path / "out.json").target
+    assert (made.model, made.decode_tokens, made.prefill_tokens, made.mean_context_tokens) == ("llama-3-70b", 683, 1365, 1280)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", "missing required field `plans`"),
+        ("[]", "Expected `object`, got `array`"),
+        ('{"plans": [{"plan": "a"}]}', "missing required field `workload` - at `$.plans[0]`"),
+        ("plans", "JSON is malformed"),
+        ("", "truncated"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_is_no_report_is_refused_by_its_name_and_field(text, words, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / "report.json").write_text(text)
+    assert run(tmp_path, report=tmp_path / "report.json") == 1
+    said = capsys.readouterr().err
+    assert f"report='{tmp_path / 'report.json'}'" in said and words in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "deepseek-67b"}, "this one is of deepseek-67b on 2 x NVIDIA H200"),
+        ({"device": "NVIDIA B200"}, "this one is of llama-3-70b on 2 x NVIDIA B200"),
+        ({"tensor_parallel_size": 4}, "float8_e4m3fn over a float8_e4m3fn cache: this one is of llama-3-70b on 4 x"),
+        ({"quantization": None}, "NVIDIA H200, bfloat16 over a float8_e4m3fn cache"),
+        ({"num_layers": 8}, "all 80 layers of llama-3-70b: this one's num_layers is 8"),
+    ],
+)
+def test_a_report_of_something_else_is_refused(changes, words):
+    """Of what the plan was searched for; with what was measured alone, of what the first report is of."""
+    plain = read_report(PLAIN)
+    full = msgspec.structs.replace(plain, num_layers=80)
+    config = {name: value for name, value in changes.items() if name not in ("device", "num_layers")}
+    rest = {name: value for name, value in changes.items() if name not in config}
+    other = msgspec.structs.replace(full, engine_config=msgspec.structs.replace(full.engine_config, **config), **rest)
+    plan = load(SHIPPED / "h200-llama-3-70b-tp2-float8_e4m3fn.json")
+    searched = msgspec.structs.replace(plan, target=msgspec.structs.replace(plan.target, device="H200"))
+    by_hand = msgspec.structs.replace(plan, predictions=None, target=None)
+    for one in (plan, searched, by_hand):
+        check_kind(one, {"plain": plain, "full": full}, None)
+        with pytest.raises(ConfigError, match="report='other'") as error:
+            check_kind(one, {"plain": plain, "other": other}, None)
+        assert words in str(error.value)
+    with pytest.raises(ConfigError):
+        check_kind(plan, {"other": other}, None)
+
+
+def test_layers_are_counted_where_the_model_is():
+    plain = read_report(PLAIN)
+    gone = msgspec.structs.replace(
+        plain, num_layers=2, engine_config=msgspec.structs.replace(plain.engine_config, model="/gone/tiny-llama")
+    )
+    by_hand = two_nano_batch_plan(open_checkpoint("llama-3-70b", load_format="dummy").model_config, 2048, 1024, 2)
+    with pytest.raises(ConfigError, match="model='/gone/tiny-llama' is not supported: where tiny-llama is"):
+        check_kind(by_hand, {"gone": gone}, None)
+    check_kind(by_hand, {"gone": gone}, str(paths.MODELS / "tiny-llama"))
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [("deepseek-67b-tp2-fp8", "a report of llama-3-70b on 2 x NVIDIA H200"), ("llama-3-70b-8-layers-tp2-fp8", "all 80 layers")],
+)
+def test_another_models_report_of_a_plan_of_this_name_is_refused(report, words, tmp_path, capsys):
+    assert run(tmp_path, report=BENCHMARKS / f"h200-plans-{report}.json") == 1
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "words"),
+    [("nosuch", 1, "nosuch: no such folder"), ("llama-3.1-70b", 1, "model='llama-3.1-70b'"), ("llama-3-70b", 0, "")],
+)
+def test_a_plan_with_predictions_stays_of_its_model(model, code, words, tmp_path, capsys):
+    assert run(tmp_path, "--model", model) == code
+    assert words in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_reports_are_read(tmp_path, capsys):
+    (tmp_path / "out.json").mkdir()
+    assert run(tmp_path) == 1
+    assert "out=" in capsys.readouterr().err

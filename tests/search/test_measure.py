@@ -83,6 +83,21 @@ def test_a_profile_that_was_cut_short_is_continued(measured, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ([], 0, "not known along tokens, keys, SMs, where no point lies between others"),
+        ([], 0, "14 of chunk_attention"),  # 7 sizes, at 256 and 512 keys
+        (["--keys", "32,4096"], 1, "keys=4096 is not supported: at most 512"),
+    ],
+)
+def test_contexts_that_nobody_asked_for_are_cut_to_the_model(line, code, words, tmp_path, no_flags, capsys):
+    """In no time nothing is measured, and nothing said of how well it is interpolated."""
+    assert main(["search", "measure", "--model", NAME, "--time_limit_s", "0", "--out", str(tmp_path / "p.json"), *line]) == code
+    printed = capsys.readouterr()
+    assert words in printed.out + printed.err and "0.0%" not in printed.out
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"device": "abacus"}, "device='abacus'"),

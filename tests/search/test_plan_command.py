@@ -1,24 +1,37 @@
 """`python -m search plan`: files that the engine reads, and what it refuses."""
 
+import shlex
 from pathlib import Path
 
 import msgspec
 import pytest
+from absl import flags
 from searched import llama_shares
 
+from jaxflow.bench import plans as bench
+from jaxflow.bench.steady import parse_workload
+from jaxflow.engine.plans import products_dtype
+from jaxflow.flags import engine_config_from_flags, parse
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.graph import model_graph
+from jaxflow.pipeline.choice import Gain, portfolio
+from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.order import check
 from jaxflow.pipeline.plan import SHIPPED, load
+from search import correct
+from search import plan as command
 from search.__main__ import main
 from search.clocked import Clocks
 from search.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, ProfileError, save_profile, seconds
-from search.plan import default_out, going_on
+from search.plan_report import default_out, going_on, measuring
 from search.shares import Shares, product_columns
 from search.structure import Load, chains, make_task, repeated_layer
 
 CONFIG = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 
+FP8 = msgspec.structs.replace(
+    llama_shares().profile, model="org/llama-3-70b", tensor_parallel_size=2, dtype="float8_e4m3fn", kv_cache_dtype="float8_e4m3fn"
+)
 pytestmark = pytest.mark.usefixtures("no_flags")
 
 
@@ -40,16 +53,94 @@ def test_a_portfolio_of_a_profile(tmp_path, capsys, monkeypatch):
 
 def test_what_was_found_is_run_by_the_line_that_is_printed():
     """The plan's kind is the engine's: two devices, weights and cache of 8 bits. Without --out a file is named as the shipped ones are."""
-    profile = msgspec.structs.replace(
-        llama_shares().profile, model="org/llama-3-70b", tensor_parallel_size=2, dtype="float8_e4m3fn", kv_cache_dtype="float8_e4m3fn"
-    )
-    out = default_out(profile, several=False)
+    out = default_out(FP8, several=False)
     assert out == Path("plans/h200-llama-3-70b-tp2-float8_e4m3fn.json") and (SHIPPED / out.name).exists()
-    words = going_on(profile, "org/llama-3-70b", out, 512, 0).split()
+    words = going_on(FP8, "org/llama-3-70b", out, 512, 0).split()
     assert words[4:] == [
         "--model", "org/llama-3-70b", "--quantization", "fp8", "--kv_cache_dtype", "fp8", "--tensor_parallel_size", "2",
         "--plan", str(out), "--input_len", "512", "--output_len", "1", "--beside_sequential",
     ]  # fmt: skip
+
+
+UNSURE = {Path("plans/two of them/1024-512.json"): "1024/512", Path("plans/two of them/512-0.json"): "512/0"}
+LINES = [shlex.split(line) for line in measuring(FP8, "org/llama-3-70b", Path("plans/two of them"), UNSURE)]
+
+
+def test_the_bench_takes_the_line_that_measures_what_was_found():
+    """Of both plans on both workloads, by an engine of the plans' kind."""
+    assert LINES[0][:4] == ["python", "-m", "jaxflow.bench", "plans"] and len(LINES) == 3
+    bench.define_flags()
+    parse(LINES[0][3:])
+    f, config = flags.FLAGS, engine_config_from_flags()
+    assert (config.model, config.tensor_parallel_size, config.kv_cache_dtype) == ("org/llama-3-70b", 2, "fp8")
+    assert products_dtype(config) == "float8_e4m3fn" and f.output_json == "two of them-measured.json"
+    assert [Path(path) for path in f.plans] == list(UNSURE) and [parse_workload(text).name for text in f.workloads] == [*UNSURE.values()]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_was_measured_of_it_is_written_by_the_lines_after_that(number):
+    """Into the file itself, which the last line then runs."""
+    assert LINES[number][:4] == ["python", "-m", "search", "correct"]
+    correct.define_flags()
+    parse(LINES[number][3:])
+    f = flags.FLAGS
+    assert Path(f.plan) == Path(f.out) == list(UNSURE)[number - 1] and f.report == ["two of them-measured.json"]
+
+
+def test_plans_that_are_not_sure_to_gain_are_printed_with_what_makes_them_run(tmp_path, capsys):
+    """The last line alone would run the sequential step twice. An engine tells the plans of a portfolio apart when they do gain."""
+    kind = ["--modelled", "--orders", "phases", "--cuts", "1024", "--sms", "40", "--overlap", "memory"]
+    lengths = ["--prompt_tokens", "1024,512", "--output_tokens", "512,1024"]
+    assert main(["search", "plan", *kind, *lengths, "--out", str(tmp_path / "found")]) == 0
+    lines, files = capsys.readouterr().out.splitlines(), [tmp_path / "found" / name for name in ("1024-512.json", "512-1024.json")]
+    assert lines[-5].startswith("Not sure to gain, so that an engine runs the sequential step: ") and all(
+        str(file) in lines[-5] for file in files
+    )
+    assert f"--plans {files[0]},{files[1]} --workloads 1024/512,512/1024 --output_json found-measured.json" in lines[-4]
+    assert [f"--plan {file} --out {file}" in line for file, line in zip(files, lines[-3:-1], strict=True)] == [True, True]
+    assert f"bench throughput --model llama-3.1-8b --plan {tmp_path / 'found'}" in lines[-1]
+    plans = [load(file) for file in files]
+    assert not any(Gain.of(plan.predictions).ever for plan in plans) and plans[0].nano_ops == plans[1].nano_ops
+    measured = [correct.corrected(plan, [correct.Point(683, 1280.0, 1.1, 0.0)]) for plan in plans]
+    assert [len(found) for found in portfolio(measured, (), lambda tokens: sequential_plan(CONFIG, tokens, 1)).values()] == [3]
+
+
+@pytest.mark.parametrize(
+    ("out", "lengths", "words"),
+    [
+        ("folder", ["1024"], "a file that can be written, for the plan of one workload"),
+        ("file/p.json", ["1024"], "a file that can be written"),
+        ("file", ["1024", "512"], "a folder that is there or can be made"),
+        ("taken", ["1024", "512"], "of files that can be written"),
+    ],
+)
+def test_where_plans_could_not_be_written_is_refused_before_the_search(out, lengths, words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "taken" / "512-512.json").mkdir(parents=True)
+    monkeypatch.setattr(command, "solve_one", lambda *_: pytest.fail("searched"))
+    line = ["--prompt_tokens", ",".join(lengths), "--output_tokens", ",".join("512" for _ in lengths), "--out", str(tmp_path / out)]
+    assert main(["search", "plan", "--modelled", *line]) == 1
+    said = capsys.readouterr().err
+    assert f"out='{tmp_path / out}'" in said and words in said
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "there"),
+    [
+        ("gpus", "4", "1"),
+        ("dtype", "float8_e4m3fn", "'bfloat16'"),
+        ("kv_cache_dtype", "float8_e4m3fn", "'bfloat16'"),
+        ("device", "B200", "'H200'"),
+    ],
+)
+def test_a_flag_that_differs_from_the_profile_is_refused(flag, value, there, tmp_path, capsys):
+    save_profile(llama_shares().profile, tmp_path / "h200.json")
+    alike = {"gpus": "1", "dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "device": "H200"} | {flag: value}
+    given = [word for name, value in alike.items() for word in (f"--{name}", value)]
+    assert main(["search", "plan", "--profile", str(tmp_path / "h200.json"), *given, "--out", str(tmp_path / "p.json")]) == 1
+    said = capsys.readouterr().err
+    assert f"{flag}=" in said and value in said and f"{there}, which --profile" in said
 
 
 def test_shares_that_are_offered():
@@ -68,6 +159,13 @@ def test_shares_that_are_offered():
         (["--modelled", "--sms", "40,132"], "1 to 131"),
         (["--modelled", "--tokens", "few"], "whole numbers"),
         (["--modelled", "--prompt_tokens", "1,2"], "output_tokens"),
+        (["--modelled", "--prompt_tokens", "0", "--output_tokens", "0"], "prompt_tokens='0' is not supported: whole numbers of 1 or more"),
+        (["--modelled", "--prompt_tokens", "1000000"], "at most 131072, which llama-3.1-8b was made for"),
+        (["--modelled", "--prompt_tokens", "1024,131000", "--output_tokens", "512,512"], "prompt_tokens=131000"),
+        (["--modelled", "--gpus", "3"], "gpus=3 is not supported: a divisor of llama-3.1-8b's 32 heads"),
+        (["--modelled", "--output_tokens", "-1"], "output_tokens='-1' is not supported: whole numbers of 0 or more"),
+        (["--modelled", "--orders", ""], "orders='' is not supported: one or more of solver, sequential"),
+        (["--modelled", "--orders", "two,three"], "orders='three'"),
         ([], "--modelled"),
         (["--profile", "absent.json"], "absent.json"),
         (["--modelled", "--device", "A100-80GB", "--dtype", "float8_e4m3fn"], "bfloat16"),

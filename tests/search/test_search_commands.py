@@ -48,6 +48,7 @@ def test_placement_prints_a_policy_and_writes_it(capsys, tmp_path):
         (["cost", "--device", "A100-80GB", "--dtype", "float8_e4m3fn"], 1, "bfloat16"),
         (["cost", "stray"], 2, "stray"),
         (["cost", "--gpus", "3"], 1, "a divisor of llama-3.1-8b's 32 heads"),
+        (["cost", "--model", "qwen2.5-7b", "--gpus", "7"], 1, "a divisor or a multiple of qwen2.5-7b's 4 key/value heads"),
         (["cost", "--model", "llama-2-70b", "--prompt_tokens", "4000"], 1, "at most 4096"),
         (["placement", "--gpu_mem", "16", "--cpu_mem", "10"], 1, "it would with gpu_mem="),
         (["placement", "--gpu_mem", "nan"], 2, "--gpu_mem=nan: a number"),
