@@ -4,6 +4,7 @@
 
   correct      puts what a plan gained on a GPU in place of what was predicted of it
   cost         compute, memory, network and energy of a model's step, what binds, and the optimal throughput
+  energy       fits joules of a FLOP and a byte to runs that were measured: the fourth resource's constants
   machine      measures the links, memories and rates that placements are searched with
   measure      how long each op of a model takes on this GPU, alone and beside others: a profile for plan
   placement    where to keep a model that does not fit the device: FlexGen's policy search
@@ -23,7 +24,7 @@ from jaxflow.flags import parse
 from jaxflow.mesh import choose_platform
 from jaxflow.model.checkpoint import CheckpointError
 
-COMMANDS = ("correct", "cost", "machine", "measure", "offload", "placement", "plan")
+COMMANDS = ("correct", "cost", "energy", "machine", "measure", "offload", "placement", "plan")
 
 
 def main(argv: list[str]) -> int:

@@ -1,7 +1,9 @@
 """`python -m search`: what a person sees."""
 
+import paths
 import pytest
 
+from jaxflow.model.energy import load_power, shipped_power
 from jaxflow.offload.policy import load_policy
 from search.__main__ import COMMANDS, main
 
@@ -78,3 +80,29 @@ def test_help_of_every_command(capsys):
     assert all(name in out for name in COMMANDS)
     assert main(["search", "cost", "--help"]) == 0
     assert "prompt_tokens" in capsys.readouterr().out
+
+
+RUNS = str(paths.ROOT / "benchmarks" / "h200-energy.json")
+
+
+def test_energy_fits_runs_and_profiles_and_writes_what_engines_read(tmp_path, capsys):
+    out, profile = tmp_path / "h200.json", str(paths.ROOT / "profiles" / "h200-llama-3.1-8b.json")
+    assert main(["search", "energy", "--runs", RUNS, "--profile", profile, "--out", str(out)]) == 0
+    text, shipped, made = capsys.readouterr().out, shipped_power("H200"), load_power(out)
+    assert shipped is not None and made.flop.keys() == shipped.flop.keys()
+    assert 0.85 < made.byte.at(0.77) / shipped.byte.at(0.77) < 1.0  # lower with more runs, since none may need less
+    assert f"{1e12 * shipped.byte.joules:.3f}, {shipped.byte.fixed:.0%} fixed" in text and "runs needed 1.000 to" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--runs", "none.json"], "none.json"),
+        (["--runs", str(paths.ROOT / "profiles" / "h200-llama-3.1-8b.json")], "h200-llama-3.1-8b.json: Object contains unknown field"),
+        (["--runs", RUNS, "--profile", RUNS], "h200-energy.json"),
+        (["--runs", RUNS, "--out", "no/such/folder.json"], "out="),
+    ],
+)
+def test_energy_of_no_runs(given, said, capsys):
+    assert main(["search", "energy", *given]) == 1
+    assert said in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""What work costs a card in joules, fitted to runs that were measured on it: the constants of the fourth resource.
+
+  python -m search energy --runs benchmarks/h200-energy.json
+  python -m search energy --runs benchmarks/h200-energy.json --profile profiles/h200-llama-3.1-8b.json --out h200.json
+
+A file of runs holds sustained rates of work with the watts and the clock that they settled at, and what is known of the card (its
+power cap, idle watts, clocks, FLOPs a cycle). With profiles of `search measure` their products and attention are runs, too. The fit is a
+bound: it is lowered until no run needed less. It is printed beside the one that this release ships for the device, if any, and written
+in the form of `jaxflow/model/power`, from where an engine's and a search's bounds come.
+"""
+
+from pathlib import Path
+
+import msgspec
+from absl import flags
+
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.energy import Power, shipped_power
+from jaxflow.model.graph import BFLOAT16, FP8, model_graph
+from jaxflow.outputs import check_outputs
+from search.energy_fit import Runs, errors, fit, load_runs, with_profile
+from search.op_times import load_profile
+
+SETTLED = 0.77  # of the highest clock: where an H200's products settle at its cap
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("runs", None, "The sustained runs' file.", required=True)
+    flags.DEFINE_list("profile", [], "Profiles of the same device whose entries are runs, too.")
+    flags.DEFINE_string("out", None, "Where the fit is written.")
+
+
+def gathered(path: str, profiles: list[str]) -> Runs:
+    """A file's runs, and those of profiles. Raises: ValueError, ProfileError, CheckpointError or OSError, naming the file."""
+    measured = load_runs(path)
+    for one in profiles:
+        profile = load_profile(Path(one))
+        widths = FP8 if profile.dtype == "float8_e4m3fn" else BFLOAT16
+        model = open_checkpoint(profile.model, load_format="dummy").model_config
+        measured = with_profile(measured, profile, model_graph(model, profile.tensor_parallel_size, widths))
+    return measured
+
+
+def table(power: Power, shipped: Power | None) -> list[str]:
+    """A line for each kind of work: joules at the highest clock, what of them does not fall with it, and joules where products settle."""
+    lines = [f"{'pJ a':>16} {'at 100%':>8} {'fixed':>6} {f'at {SETTLED:.0%}':>8}  shipped"]
+    for name, curve in (*power.flop.items(), ("byte", power.byte)):
+        theirs = None if shipped is None else shipped.byte if name == "byte" else shipped.flop.get(name)
+        known = "-" if theirs is None else f"{1e12 * theirs.joules:.3f}, {theirs.fixed:.0%} fixed"
+        lines.append(f"{name:>16} {1e12 * curve.joules:8.3f} {curve.fixed:6.0%} {1e12 * curve.at(SETTLED):8.3f}  {known}")
+    return lines
+
+
+def run() -> None:
+    """The command. Raises: ConfigError, ValueError, CheckpointError, OSError."""
+    f = flags.FLAGS
+    check_outputs("out")
+    measured = gathered(f.runs, f.profile)
+    power = fit(measured)
+    above = errors(measured, power)
+    print(*table(power, shipped_power(power.device)), sep="\n")
+    print(f"{len(above)} runs needed {min(above):.3f} to {max(above):.3f} times these joules, {sum(above) / len(above):.3f} in the mean")
+    if f.out:
+        Path(f.out).write_bytes(msgspec.json.format(msgspec.json.encode(power), indent=1) + b"\n")
+        print(f"{f.out}: written")
