@@ -10,10 +10,11 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import mip
+
+from search.cyclic_shares import share, total
 
 STAGES = 3  # layers that a task may be ahead of, or behind, the first task
 _SAFE = 1e-7  # of a rate: what a solver calls feasible may be off by this
@@ -88,7 +89,7 @@ def solve(problem: Problem, time_limit_s: float = 60.0) -> Schedule:
         for i, options in enumerate(problem.options):
             if min(option.share for option in options) > problem.capacity:
                 raise SearchError(f"no schedule: task {i} needs a share of more than {problem.capacity}, which is all there is")
-    milp = _Milp(problem)
+    milp = Milp(problem)
     found = milp.solve(time_limit_s)
     if isinstance(found, Schedule):
         return found
@@ -128,12 +129,12 @@ def _culprit(problem: Problem, time_limit_s: float) -> str:
         "what must follow what": {"follows": ()},
     }
     for name, change in without.items():
-        if isinstance(_Milp(dataclasses.replace(problem, **change)).solve(time_limit_s), Schedule):
+        if isinstance(Milp(dataclasses.replace(problem, **change)).solve(time_limit_s), Schedule):
             return f"{name} leaves none"
     return "its constraints contradict each other in more than one way"
 
 
-class _Milp:
+class Milp:
     """Variables and constraints of a problem; seconds are in units of its longest period."""
 
     def __init__(self, problem: Problem):
@@ -141,27 +142,28 @@ class _Milp:
         model: Any = mip.Model(sense=mip.MAXIMIZE, solver_name=mip.HIGHS)
         self.model, model.verbose, model.threads = model, 0, 1
         self.grouped = {i for group in problem.covers for i in group}
-        least = max(problem.least_s, self.busiest_s(), self.unit / (len(problem.options) + 1))
-        self.top = max(1.0, self.unit / least)
+        fastest = [min(option.seconds for option in options) for options in problem.options]
+        least = max(problem.least_s, self.busiest_s(), *(min(fastest[i] for i in group) for group in problem.covers))
+        self.top = max(1.0, self.unit / (least or self.unit / (len(problem.options) + 1)))
         self.rate = model.add_var("rate", lb=max(1 - _SAFE, self.unit / (problem.most_s or math.inf)), ub=self.top)
         self.phase = [model.add_var(f"phase{i}", lb=0, ub=1) for i in self.tasks]
         self.stage = [model.add_var(f"stage{i}", lb=-STAGES, ub=STAGES, var_type=mip.INTEGER) for i in self.tasks]
         self.runs: list = [model.add_var(f"runs{i}", var_type=mip.BINARY) if i in self.grouped else 1.0 for i in self.tasks]
         for group in problem.covers:
-            self.model.add_constr(_sum(self.runs[i] for i in group) == 1)
+            self.model.add_constr(total(self.runs[i] for i in group) == 1)
         self.pick: list[list] = []
         self.rates: list[list] = []  # the rate where an option is chosen, else 0: its product with a binary, linear
         for i in self.tasks:
             self._choose(i)
         self.length = [
-            _sum(rate * (option.seconds / self.unit) for rate, option in zip(rates, options, strict=True))
+            total(rate * (option.seconds / self.unit) for rate, option in zip(rates, options, strict=True))
             for rates, options in zip(self.rates, problem.options, strict=True)
         ]  # of a period
         self._shift()
         self._order()
         self._exclude()
         if problem.capacity is not None:
-            self._share(problem.capacity)
+            share(self, problem.capacity)
 
     def solve(self, time_limit_s: float) -> Schedule | mip.OptimizationStatus:
         stop = time.monotonic() + time_limit_s
@@ -179,7 +181,7 @@ class _Milp:
             self.model.add_constr(span >= self.stage[j] - self.stage[i])
         self.model.add_constr(self.rate >= rate * (1 - _SAFE))
         self.model.sense = mip.MINIMIZE
-        self.model.objective = span + _sum(0.01 * (self.stage[i] + self.phase[i]) for i in self.tasks)
+        self.model.objective = span + total(0.01 * (self.stage[i] + self.phase[i]) for i in self.tasks)
         status = self.model.optimize(max_seconds=min(_TIDY_S, stop - time.monotonic()))
         return self._schedule(self.rate.x, bound) if status in _OPEN else found
 
@@ -213,20 +215,20 @@ class _Milp:
             self.pick.append([self.runs[i]])
         else:
             self.pick.append([self.model.add_var(f"pick{i}.{o}", var_type=mip.BINARY) for o in range(len(options))])
-            self.model.add_constr(_sum(self.pick[i]) == self.runs[i])
+            self.model.add_constr(total(self.pick[i]) == self.runs[i])
         if len(options) == 1 and i not in self.grouped:
             self.rates.append([self.rate])
             return
         self.rates.append([self.model.add_var(f"rate{i}.{o}", lb=0) for o in range(len(options))])
         for rate, pick in zip(self.rates[i], self.pick[i], strict=True):
             self.model.add_constr(rate <= self.top * pick)
-        self.model.add_constr(_sum(self.rates[i]) <= self.rate)
-        self.model.add_constr(_sum(self.rates[i]) >= self.rate - self.top * self._absent(i))
+        self.model.add_constr(total(self.rates[i]) <= self.rate)
+        self.model.add_constr(total(self.rates[i]) >= self.rate - self.top * self.absent(i))
 
-    def _absent(self, *tasks: int) -> Any:
+    def absent(self, *tasks: int) -> Any:
         """How many of these tasks are not run."""
         optional = [i for i in tasks if i in self.grouped]
-        return len(optional) - _sum(self.runs[i] for i in optional)
+        return len(optional) - total(self.runs[i] for i in optional)
 
     def _shift(self) -> None:
         """A schedule that is shifted in time is the same: the first task that is always run begins it."""
@@ -238,11 +240,11 @@ class _Milp:
     def _order(self) -> None:
         slack = 2 * STAGES + 3
         for i, j, distance in self.problem.follows:
-            absent, later = slack * self._absent(i, j), self.stage[j] + distance - self.stage[i]
+            absent, later = slack * self.absent(i, j), self.stage[j] + distance - self.stage[i]
             self.model.add_constr(self.phase[j] + later >= self.phase[i] + self.length[i] - absent)
             self.model.add_constr(later >= -1 * absent)
 
-    def _apart(self, i: int, j: int, length: Any, slack: Any) -> None:
+    def apart(self, i: int, j: int, length: Any, slack: Any) -> None:
         """Task i ends before j starts, and j, `length` long, ends before i's next start; or the other way round."""
         later = self.model.add_var(f"later{i}.{j}", var_type=mip.BINARY)
         after = self.phase[j] - self.phase[i] + 1 - later
@@ -251,45 +253,11 @@ class _Milp:
 
     def _exclude(self) -> None:
         for clique in self._cliques():
-            self.model.add_constr(_sum(self.length[i] for i in clique) <= 1)
+            self.model.add_constr(total(self.length[i] for i in clique) <= 1)
         for i, j in sorted(self.problem.exclusive):
-            self._apart(i, j, self.length[j], self._absent(i, j))
+            self.apart(i, j, self.length[j], self.absent(i, j))
         for i, j in sorted(self.problem.outside - self.problem.exclusive):
-            self._apart(i, j, 0.0, self._absent(i, j))
-
-    def _share(self, capacity: int) -> None:
-        """Shares of what runs at the same time add up to the capacity. Three tasks do if each two of them do: an arc's
-        chords may meet in pairs only, but then less is allowed, not more."""
-        shares = [
-            _sum(pick * option.share for pick, option in zip(picks, options, strict=True))
-            for picks, options in zip(self.pick, self.problem.options, strict=True)
-        ]
-        work = (
-            rate * (option.share * option.seconds / self.unit / capacity)
-            for rates, options in zip(self.rates, self.problem.options, strict=True)
-            for rate, option in zip(rates, options, strict=True)
-        )
-        self.model.add_constr(_sum(work) <= 1)
-        most = [max(option.share for option in options) for options in self.problem.options]
-        beside: dict[tuple[int, int], Any] = {}
-        for i, j in itertools.combinations(self.tasks, 2):
-            if {(i, j), (j, i)} & self.problem.exclusive:
-                continue
-            beside[i, j] = 1.0
-            if most[i] + most[j] > capacity:
-                beside[i, j] = allowed = self.model.add_var(f"beside{i}.{j}", var_type=mip.BINARY)
-                self._apart(i, j, self.length[j], self._absent(i, j) + allowed)
-                self.model.add_constr(shares[i] + shares[j] <= capacity + (most[i] + most[j] - capacity) * (1 - allowed))
-        for i, j, k in itertools.combinations(self.tasks, 3):
-            pairs, all_of_them = [(i, j), (i, k), (j, k)], most[i] + most[j] + most[k]
-            if all_of_them > capacity and all(pair in beside for pair in pairs):
-                less = 3 - _sum(beside[pair] * 1 for pair in pairs)
-                self.model.add_constr(shares[i] + shares[j] + shares[k] <= capacity + (all_of_them - capacity) * less)
-
-
-def _sum(terms: Iterable[Any]) -> Any:
-    """A linear expression; the library's types do not know its arithmetic."""
-    return mip.xsum(terms)
+            self.apart(i, j, 0.0, self.absent(i, j))
 
 
 def _value(variable: Any) -> float:

@@ -4,7 +4,7 @@ A run has rates of work, the mean power and the clock it settled at. Its power a
 joules at that clock. Logarithms of the joules and logits of their fixed shares are fitted with optax to the logarithm of that
 power; then all joules are lowered together until no run beat the model: as a bound it must never be above what was reached.
 A profile of `search measure` holds such runs, too (`with_profile`): its products and attention, with their watts and clocks.
-No command fits: the shipped constants are frozen, of the committed runs (`jaxflow/model/power`, `benchmarks/h200-energy.json`).
+`search energy` fits; the shipped constants are frozen, of the committed runs (`jaxflow/model/power`, `benchmarks/h200-energy.json`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,8 +64,7 @@ def load_runs(path: str | Path) -> Runs:
 def with_profile(measured: Runs, profile: Profile, graph: Graph) -> Runs:
     """The runs and those that a profile holds: its products and attention alone, and pairs of them that say what they worked on.
 
-    It is for checks, and no command calls it: whether the frozen constants lie below every entry of a profile, and what a fit with its
-    entries would be (docs/cost-model.md, tests/search/test_energy_fit.py).
+    For a fit with its entries, and to check that the frozen constants lie below every one of them (docs/cost-model.md).
 
     Watts are the energy counter's where it was read, else the sensor's. Norms and appends are left out: alone in a loop, what they read
     and write stays in the L2, and its bytes cost less than the memory's. graph: the profile's model, on one of its devices.

@@ -227,8 +227,11 @@ def search(
     if best.cuts and not limit.passed and len(setting.shares.sizes()) > 2 * setting.most_shares + 1:
         finer = dataclasses.replace(setting, most_shares=2 * setting.most_shares)
         with contextlib.suppress(SearchError):
-            best = _solve(finer, best.cuts, name, target, best.period_s, sequential.period_s, limit)
-            say(f"finer shares: {1e6 * best.period_s:.1f} us a layer")
+            found = _solve(finer, best.cuts, name, target, best.period_s, sequential.period_s, limit)
+            left.append(found.bound_s)
+            if found.period_s < best.period_s:  # the solver was held to it at another clock than that which it settles at
+                best = found
+                say(f"finer shares: {1e6 * best.period_s:.1f} us a layer")
     return dataclasses.replace(best, bound_s=min(best.period_s, *left), sequential_s=sequential.period_s, tried=tried, cut_sets=len(sets))
 
 

@@ -1,7 +1,7 @@
 """The profile of one GPU and model: how long each op takes alone, and what two ops keep of their speed when they run together.
 
 Files are JSON with a schema version; a profile is of one device, model and parallelism, and is refused for another.
-`seconds` answers between the measured points; `performance` is NanoFlow's Table 3, from the pairs that were measured.
+`seconds` answers between the measured points; what the pairs say of sharing is `search.beside`'s to ask.
 """
 
 import bisect
@@ -172,27 +172,6 @@ def _between(points: list[tuple[int, float]], x: float) -> float:
         return value * x / at if at else value
     (x0, y0), (x1, y1) = points[i - 1], points[i]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-
-
-def performance(profile: Profile, first: str, second: str) -> list[tuple[float, float]]:
-    """(R of the first, P of the second) where the two ran together, by R: pairs that another beats in both are left out."""
-    points = sorted({(p.first_performance, p.second_performance) for p in profile.pairs if (p.first, p.second) == (first, second)})
-    kept: list[tuple[float, float]] = []
-    for point in reversed(points):  # from the largest R down: P must grow
-        if not kept or point[1] > kept[-1][1]:
-            kept.append(point)
-    return kept[::-1]
-
-
-def held_out_error(profile: Profile) -> float:
-    """Mean relative error of interpolation at each measured point that lies between others of its curve, as if it were not there."""
-    errors = []
-    for by_keys in profile.curves.values():
-        for curve in by_keys.values():
-            for i in range(1, len(curve) - 1):
-                tokens, truth = curve[i]
-                errors.append(abs(_between(curve[:i] + curve[i + 1 :], tokens) / truth - 1))
-    return sum(errors) / len(errors) if errors else 0.0
 
 
 def alone(op: Op, tokens: int, keys: int) -> Composition:

@@ -1,4 +1,8 @@
-"""How long an op takes on a share of the device, in SMs: from a profile's times and its pairs (NanoFlow §4.1.1, Table 3)."""
+"""How long an op takes on a share of the device, in SMs: from a profile's times alone on so many SMs, and one number of its pairs.
+
+NanoFlow's stage II has a table of what is kept beside another op for each share (§4.1.1, Table 3). Here an op beside others takes its time
+alone on its own SMs, times one slowdown: the median of the pairs with attention (`search.beside`).
+"""
 
 import bisect
 import collections

@@ -215,3 +215,22 @@ def test_no_stage_is_begun_when_the_time_is_over(monkeypatch):
     begun.clear()
     split = search(dataclasses.replace(setting, split=True), time_limit_s=5, clock=lambda: now[0])
     assert split.cuts and len(begun) == 4  # asked for a cut, it owes one
+
+
+@pytest.mark.parametrize("times", [0.9, 1.001])
+def test_finer_shares_are_kept_only_where_the_plan_is_shorter(monkeypatch, times):
+    """The solver is asked for no longer a period, but at a clock that is not the one that the card settles at."""
+    asked, lines, solved = [], [], nanobatch._solve
+
+    def settled(setting, *rest):
+        found = solved(setting, *rest)
+        asked.append((setting.most_shares, found.period_s))
+        return dataclasses.replace(found, period_s=asked[0][1] * times) if setting.most_shares == 2 else found
+
+    monkeypatch.setattr(nanobatch, "_solve", settled)
+    monkeypatch.setattr(nanobatch, "solve", lambda problem, _: one_by_one(problem))
+    op_times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0)
+    found = search(toy_setting(graph_of(), op_times, most_shares=1, split=True), say=lines.append)
+    assert [most for most, _ in asked] == [1, 2]
+    assert found.period_s == pytest.approx(asked[0][1] * min(1.0, times))
+    assert any("finer" in line for line in lines) == (times < 1)

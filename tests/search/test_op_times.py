@@ -1,6 +1,5 @@
 """Profiles: read back as written, refused where they do not belong, and sane between the measured points."""
 
-import itertools
 import math
 
 import msgspec
@@ -15,12 +14,9 @@ from jaxflow.model.graph import model_graph
 from search.modelled import modelled_profile
 from search.op_times import (
     OpTime,
-    Pair,
     Profile,
     ProfileError,
-    held_out_error,
     load_profile,
-    performance,
     save_profile,
     seconds,
     with_collectives,
@@ -30,8 +26,8 @@ CONFIG = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 MODELLED = modelled_profile("llama-3.1-8b", CONFIG, DEVICES["H200"], sms=(24, 108, 132))
 
 
-def profile(op_times, pairs=()):
-    return Profile("H200", {"jax": "0.11.2"}, "toy", 1, "bfloat16", "bfloat16", 132, "drawn", tuple(op_times), tuple(pairs))
+def profile(op_times):
+    return Profile("H200", {"jax": "0.11.2"}, "toy", 1, "bfloat16", "bfloat16", 132, "drawn", tuple(op_times))
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
@@ -99,23 +95,6 @@ def test_keys_are_interpolated_too():
     made = profile(OpTime("decode_attention", t, k, 132, t * k * 1e-9) for t in (128, 256) for k in (1000, 3000))
     assert seconds(made, "decode_attention", 192, 2000) == pytest.approx(192 * 2000e-9)
     assert seconds(made, "decode_attention", 512, 6000) == pytest.approx(512 * 6000e-9)
-
-
-@given(st.lists(st.tuples(st.floats(0.1, 1), st.floats(0.1, 1)), max_size=12))
-def test_more_for_the_first_is_less_for_the_second(drawn):
-    made = profile((), (Pair("up_gate", "decode_attention", 108, 24, r, p) for r, p in drawn))
-    table = performance(made, "up_gate", "decode_attention")
-    assert table == sorted(table)
-    assert all(b[1] < a[1] for a, b in itertools.pairwise(table))
-    for r, p in drawn:
-        assert any(kept_r >= r and kept_p >= p for kept_r, kept_p in table)
-
-
-def test_interpolation_is_stated_on_points_left_out():
-    linear = profile(OpTime("qkv", t, 0, 132, 1e-6 * t) for t in range(128, 1025, 128))
-    assert held_out_error(linear) < 1e-9
-    bent = profile(OpTime("qkv", t, 0, 132, 1e-6 * t * (1 + (t == 512))) for t in range(128, 1025, 128))
-    assert held_out_error(bent) > 0.1
 
 
 def test_a_modelled_profile_sums_to_the_cost_models_step():
