@@ -1,6 +1,6 @@
 """Frozen tile configurations of the Hopper kernels, and the choice of one by shape.
 
-A tile is data: kernels take one, and the functions below say which, by what was best or fits. Sizes are in elements unless a name says bytes.
+A tile is data: kernels take one; the functions below say which is best or fits. Sizes are in elements unless a name says bytes.
 """
 
 import dataclasses
