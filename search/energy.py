@@ -16,8 +16,9 @@ from absl import flags
 
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.energy import Power, shipped_power
-from jaxflow.model.graph import BFLOAT16, FP8, model_graph
+from jaxflow.model.graph import Widths, model_graph
 from jaxflow.outputs import check_outputs
+from search.cost import BYTES
 from search.energy_fit import Runs, errors, fit, load_runs, with_profile
 from search.op_times import load_profile
 
@@ -35,7 +36,7 @@ def gathered(path: str, profiles: list[str]) -> Runs:
     measured = load_runs(path)
     for one in profiles:
         profile = load_profile(Path(one))
-        widths = FP8 if profile.dtype == "float8_e4m3fn" else BFLOAT16
+        widths = Widths(weights=BYTES.get(profile.dtype, 2.0), kv=BYTES.get(profile.kv_cache_dtype, 2.0))
         model = open_checkpoint(profile.model, load_format="dummy").model_config
         measured = with_profile(measured, profile, model_graph(model, profile.tensor_parallel_size, widths))
     return measured

@@ -1,0 +1,13 @@
+"""The small engine that the bench's commands are tested over."""
+
+import paths
+
+MODEL = str(paths.MODELS / "stories260K")
+ENGINE = {
+    "max_num_batched_tokens": 32,
+    "step_sizes": "8",
+    "max_num_seqs": 4,
+    "max_model_len": 128,
+    "num_kv_pages": 16,
+    "enable_prefix_caching": False,
+}
