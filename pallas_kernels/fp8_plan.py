@@ -103,9 +103,17 @@ def _cost_us(tile: Fp8Tile, made: Work) -> float:
     return float(busiest) + (_PARTS_US if made.cut else 0.0)
 
 
+# What is lost where cut tiles follow whole ones: microseconds of adding up, and how many times as long a step takes whose sums leave the
+# tensor core each time, since one half of it waits for the other's; by products of 768 to 1,536 rows on 84 to 132 SMs (docs/kernels.md).
+_ADDED_US, _WAITING = 10.0, 1.1
+
+
 @functools.cache
-def filled(m: int, n: int, k: int, sms: int, *, quantize: bool) -> float:
+def filled(m: int, n: int, k: int, sms: int, *, blocked: bool, quantize: bool) -> float:
     """What a product would take if all of the `sms` SMs had equally many steps of their best tile, over what the busiest takes."""
-    tile, made = fp8_plan(m, n, k, sms, blocked=False, gate_block=64 if quantize else None, quantize=quantize)
+    tile, made = fp8_plan(m, n, k, sms, blocked=blocked, gate_block=64 if quantize else None, quantize=quantize)
     even = m * n / (128 * 256) * (k / 128) * _STEP_US[256, 2 if sms == SMS else 1] / sms
-    return min(1.0, float(even / (made.table[:, :, 3].sum(1).max() * _STEP_US[tile.columns, tile.cluster])))
+    took = float(made.table[:, :, 3].sum(1).max() * _STEP_US[tile.columns, tile.cluster])
+    if made.cut and made.table.shape[1] > 1:
+        took = took * (_WAITING if tile.moved else 1.0) + _ADDED_US
+    return min(1.0, even / took)

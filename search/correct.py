@@ -207,13 +207,14 @@ def corrected(plan: Plan, measured: Iterable[Point]) -> Plan:
 def as_measured(plan: Plan, measured: Iterable[Point], offered: Target) -> Plan:
     """The plan with a table of what was measured: at a composition that was not, the measured one of the nearest contexts.
 
-    Its margin is the most that the measurements spread, and what such a gain differed by after another start of the machine.
+    Where one was measured several times, the least gain stands. The margin is the most that the measurements spread, and what such a gain
+    differed by after another start of the machine.
     """
     points = tuple(measured)
     decodes, contexts = sorted({p.decode_tokens for p in points}), sorted({round(p.mean_context_tokens) for p in points})
 
     def nearest(tokens: int, keys: int) -> Point:
-        return min((p for p in points if p.decode_tokens == tokens), key=lambda p: abs(p.mean_context_tokens - keys))
+        return min((p for p in points if p.decode_tokens == tokens), key=lambda p: (abs(p.mean_context_tokens - keys), p.gain))
 
     grid = [[nearest(tokens, keys) for keys in contexts] for tokens in decodes]
     predictions = Predictions(

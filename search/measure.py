@@ -37,7 +37,7 @@ from search.op_bench import PAGE_SIZE, Case, Layer
 from search.op_times import OpTime, Profile, load_profile, save_profile
 from search.pairs import held_sms, timed_pair
 from search.program import Program
-from search.shares import Shares, product_columns
+from search.shares import Shares, product_shapes
 from search.sustain import Sustained, sustain
 
 DTYPES = ("auto", "bfloat16", "float32", "float8_e4m3fn")
@@ -102,7 +102,7 @@ def contexts(name: str, most: int) -> tuple[int, ...]:
 def interpolation_errors(profile: Profile, config: ModelConfig) -> dict[str, float | None]:
     """As a search interpolates in this profile (`search.held_out`): with pairs, it knows of the waves of products."""
     tp = profile.tensor_parallel_size
-    shares = Shares(profile, model_graph(config, tp), product_columns(config, tp) if profile.pairs else None)
+    shares = Shares(profile, model_graph(config, tp), product_shapes(config, tp) if profile.pairs else None)
     return held_out_errors(profile, shares.fill)
 
 

@@ -28,7 +28,7 @@ class Kernels:
     kv_dtype: str = "bfloat16"
 
     def seconds(self, op: Op, work: Work, sms: int, clock_hz: float) -> float:
-        """On `sms` SMs, in waves that are full; on a part of the device beside others."""
+        """On `sms` SMs, in waves that are full."""
         card, governor, share = self.card, self.governor, 0.0
         dtype, rates = product_dtype(op, governor.dtype), self.device.rates
         if op.kind == "dense":
@@ -41,7 +41,7 @@ class Kernels:
         intake_s = work.memory_bytes / (sms * card.sm_bytes_per_cycle.get(self.kv_dtype, math.inf) * clock_hz)
         fixed_s = card.collective_s if op.kind == "network" else card.kernel_s
         took = fixed_s + max(work.flops / (share * peak) if share else 0.0, intake_s, least.memory_s, least.network_s)
-        return took if sms == self.total_sms else card.beside * took
+        return took
 
     def alone(self, op: Op, tokens: int, keys: int, sms: int) -> OpTime:
         """At the clock that the card settles at, doing nothing else."""

@@ -50,7 +50,7 @@ from search.orders import ORDERS, best_known, sequential, simulated
 from search.plan_report import FOLDER, Result, default_out, going_on, measuring, report
 from search.predict import predict
 from search.setting import Setting
-from search.shares import Shares, product_columns
+from search.shares import Shares, product_shapes
 from search.structure import RESOURCES, Load
 
 SMS = 132  # of a device that is modelled
@@ -196,20 +196,20 @@ def _summed(found: Found, shares: Shares) -> Found:
 def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, list[Shares]]:
     """Of the form that the sequential step has, and of each form of the sums over devices that is asked for and whose times are known."""
     f = flags.FLAGS
-    profile, widths, columns = _profile(name, model, budgets)
+    profile, widths, products = _profile(name, model, budgets)
     tp, timed = profile.tensor_parallel_size, {one.op for one in profile.op_times}
     plain, device = model_graph(model, tp, widths), find_device(profile.device)
     card = shipped_card(device.name) if device else None
     few = tuple(_numbers("sms")) if f.sms else None
     if few and (unknown := sorted(set(few) - {one.sms for one in profile.op_times})):
         raise ConfigError("sms", unknown[0], "SMs that ops of the profile were timed on, of which the products beside them get the rest")
-    rival = Shares(profile, plain, columns, few=few)
+    rival = Shares(profile, plain, products, few=few)
     forms = {"reduce": lambda: rival}
     if tp > 1 and "attn_scatter" in timed:
-        forms["scatter"] = lambda: Shares(profile, model_graph(model, tp, widths, scattered=True), columns, few=few)
+        forms["scatter"] = lambda: Shares(profile, model_graph(model, tp, widths, scattered=True), products, few=few)
     if tp in (2, 4) and card is not None and (card.exchange_s is not None or EXCHANGE in timed):
         exchanged = model_graph(model, tp, widths, swapped=tp == 4)
-        forms["copies"] = lambda: Shares(copied(profile, exchanged, card), exchanged, columns, few=few)
+        forms["copies"] = lambda: Shares(copied(profile, exchanged, card), exchanged, products, few=few)
     wanted = [form for name, form in forms.items() if f.sums in ("all", name)]
     if not wanted:
         raise ConfigError("sums", f.sums, f"{', '.join(forms)}: on {tp} devices, with a profile of {len(timed)} ops")
@@ -217,13 +217,13 @@ def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, 
 
 
 def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile, Widths, dict[str, int] | None]:
-    """The profile, the widths of its numbers, and the columns of products where it does not know all of waves."""
+    """The profile, the widths of its numbers, and the [K, N] of products where it does not know all of waves."""
     f = flags.FLAGS
     if f.profile is not None:
         profile = load_profile(f.profile, model=name)
         _check_given(profile)
         widths = Widths(weights=BYTES.get(profile.dtype, 2.0), kv=BYTES.get(profile.kv_cache_dtype, 2.0))
-        return profile, widths, product_columns(model, profile.tensor_parallel_size) if profile.pairs else None
+        return profile, widths, product_shapes(model, profile.tensor_parallel_size) if profile.pairs else None
     check_gpus(name, model, f.gpus)
     device = DEVICES[f.device]
     if f.dtype not in device.rates.flops_per_s:
@@ -239,7 +239,7 @@ def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile
     )  # fmt: skip
     if f.collectives is not None:
         made = with_collectives(made, load_profile(f.collectives, model=name))
-    return made, widths, product_columns(model, f.gpus)
+    return made, widths, product_shapes(model, f.gpus)
 
 
 def _check_given(profile: Profile) -> None:

@@ -26,13 +26,12 @@ from search.structure import Chain, Task
 INTAKE = 3.0  # an SM takes in so many times its share of the memory's bandwidth
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of the persistent products
 _CLOCK_STEP_HZ = 5e6
-_DEEP = 8192  # K of a product of which only the waves are asked
 
 
 class Shares:
     """Answers for one profile and one model.
 
-    columns: of products, where the profile knows nothing of waves. A profile of pairs knows them on the whole device, where it was
+    products: their [K, N], where the profile knows nothing of waves. A profile of pairs knows them on the whole device, where it was
     taken at many sizes, but not on parts of it. card: of the device's kernels; None: that which comes with this release, if any.
     few: the SMs that ops bound by memory are offered, and compute-bound ones what these leave; None: all that were timed.
     """
@@ -41,13 +40,13 @@ class Shares:
         self,
         profile: Profile,
         graph: Graph,
-        columns: Mapping[str, int] | None = None,
+        products: Mapping[str, tuple[int, int]] | None = None,
         card: Card | None = None,
         few: Collection[int] | None = None,
     ):
         device = find_device(profile.device)
         self.card = card or (shipped_card(device.name) if device else None)
-        self.profile, self.graph, self.columns, self.few = profile, graph, columns or {}, few
+        self.profile, self.graph, self.products, self.few = profile, graph, products or {}, few
         self.windows: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
         for ops in graph.layers:
             for op in ops:
@@ -70,13 +69,15 @@ class Shares:
         root = self.root or self
         clock_hz = math.ceil(clock_hz / _CLOCK_STEP_HZ - 1e-6) * _CLOCK_STEP_HZ
         if clock_hz not in root.by_clock:
-            root.by_clock[clock_hz] = found = Shares(root.clocks.at(root.profile, clock_hz), root.graph, root.columns, root.card, root.few)
+            root.by_clock[clock_hz] = found = Shares(root.clocks.at(root.profile, clock_hz), root.graph, root.products, root.card, root.few)
             found.root = root
         return root.by_clock[clock_hz]
 
     @functools.cached_property
     def beside(self) -> float:
         """How many times as long ops take beside others (`search.beside`)."""
+        if not self.profile.pairs:
+            return self.card.beside if self.card else 1.0
         return self.root.beside if self.root else slowdown(self.profile, self.clocks)
 
     @property
@@ -93,13 +94,18 @@ class Shares:
     def clocks(self) -> Clocks:
         return Clocks(self.graph, self.profile, self.card)
 
-    def seconds(self, op: Op, step: Composition, sms: int) -> float:
-        """An op on a layer, the mean over the model's layers. Raises: ProfileError if it was not measured."""
+    def seconds(self, op: Op, step: Composition, sms: int, aside: bool = False) -> float:
+        """An op on a layer, the mean over the model's layers. aside: in a plan with side streams, whose ops share the device.
+
+        Raises: ProfileError if it was not measured.
+        """
         if op.own_rows:  # timed on all rows, but every device has its own
             share = self.profile.tensor_parallel_size
             step = Composition(step.tokens / share, 1.0)
         windows = self.windows[op.name]
-        return sum(number * self._seconds(op.name, op.kind, step, window, sms) for window, number in windows.items()) / windows.total()
+        lost = self.beside if aside and sms < self.profile.total_sms and op.kind in ("dense", "attention") else 1.0
+        took = sum(number * self._seconds(op.name, op.kind, step, window, sms) for window, number in windows.items())
+        return lost * took / windows.total()
 
     def _seconds(self, name: str, kind: str, step: Composition, window: int | None, sms: int) -> float:
         tokens, keys = step.tokens, 0.0
@@ -117,7 +123,7 @@ class Shares:
             return alone if kind == "network" else alone * max(1.0, full / (INTAKE * sms))  # no kernel that a share bounds
         if sms == full:
             return seconds(self.profile, name, tokens, keys, sms) / (1.0 if self.profile.pairs else self.fill(name, tokens, sms))
-        return self.beside * self._on(name, tokens, keys, sms) / self.fill(name, tokens, sms)
+        return self._on(name, tokens, keys, sms) / self.fill(name, tokens, sms)
 
     def _on(self, name: str, tokens: float, keys: float, sms: int) -> float:
         """On a part of the device, of full waves: a rate between those of the shares that were timed.
@@ -134,7 +140,7 @@ class Shares:
 
     def _full_waves(self, name: str, tokens: float, keys: float, sms: int) -> float:
         """What it would take if waves of products were full: measured times are of waves as they were."""
-        if not self.profile.pairs or name not in self.columns:
+        if not self.profile.pairs or name not in self.products:
             return seconds(self.profile, name, tokens, keys, sms)
         curve = next(iter(self.profile.curves[name, sms].values())) if (name, sms) in self.profile.curves else []
         if len(curve) < 2:
@@ -146,20 +152,21 @@ class Shares:
         return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0) if tokens > x0 else y0
 
     def fill(self, name: str, tokens: float, sms: int) -> float:
-        """The part of a product's waves that holds tiles; the last wave is cut in two along K (1 where columns are not given).
+        """The part of a product's waves that holds tiles; the last wave is cut in two along K (1 where [K, N] are not given).
 
-        In e4m3 as the kernel deals out its tiles; `up_gate`, whose result is quantised, is never cut along K.
+        In e4m3 as the kernel deals out its tiles, and with what cutting costs; `up_gate`, whose result is quantised, is never cut along K.
         """
-        if name not in self.columns or not tokens:
+        if name not in self.products or not tokens:
             return 1.0
+        k, n = self.products[name]
         if self.profile.dtype == "float8_e4m3fn":
-            return filled(math.ceil(tokens), self.columns[name], _DEEP, sms, quantize=name == "up_gate")
-        waves = math.ceil(tokens / TILE_ROWS) * math.ceil(self.columns[name] / TILE_COLUMNS) / sms
+            return filled(math.ceil(tokens), n, k, sms, blocked=name == "down", quantize=name == "up_gate")
+        waves = math.ceil(tokens / TILE_ROWS) * math.ceil(n / TILE_COLUMNS) / sms
         return 2 * waves / math.ceil(2 * waves - 1e-9)
 
     def chain(self, chain: Chain, step: Composition, sms: int, aside: bool = False) -> float:
         """aside: in a plan with side streams."""
-        took = sum(self.seconds(op, step, sms) for op in chain.ops)
+        took = sum(self.seconds(op, step, sms, aside) for op in chain.ops)
         return took + self.nano_s if aside and took and not chain.is_network else took
 
     def task(self, task: Task, step: Composition, sms: int) -> float:
@@ -204,9 +211,13 @@ def _spread(options: list[Option], most: int) -> list[Option]:
     return [options[round(i * (len(options) - 1) / max(1, most - 1))] for i in range(most)]
 
 
-def product_columns(config: ModelConfig, tp: int) -> dict[str, int]:
-    """N of the dense layer's products, on one of `tp` devices."""
-    kv = max(1, config.num_kv_heads // tp)
-    up = config.intermediate_size // tp * (2 if config.gated_mlp else 1)
-    d = config.hidden_size
-    return {"qkv": (config.num_heads // tp + 2 * kv) * config.head_dim, "out_proj": d, "up_gate": up, "down": d}
+def product_shapes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
+    """[K, N] of the dense layer's products, on one of `tp` devices."""
+    heads, kv = config.num_heads // tp, max(1, config.num_kv_heads // tp)
+    up, d = config.intermediate_size // tp, config.hidden_size
+    return {
+        "qkv": (d, (heads + 2 * kv) * config.head_dim),
+        "out_proj": (heads * config.head_dim, d),
+        "up_gate": (d, up * (2 if config.gated_mlp else 1)),
+        "down": (up, d),
+    }

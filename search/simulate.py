@@ -87,7 +87,7 @@ def simulate(
         for run, count in zip(runs, sms, strict=True):
             key = run.nano.id, run.op.window
             if key not in times:
-                took = shares.seconds(run.op, steps[run.nano.start, run.nano.stop], count)
+                took = shares.seconds(run.op, steps[run.nano.start, run.nano.stop], count, aside)
                 costs = aside and took and (run.op.kind in ("dense", "attention") or run.nano.op == APPEND)
                 times[key] = took + shares.nano_s if costs else took
         lasts = [times[run.nano.id, run.op.window] for run in runs]

@@ -146,8 +146,9 @@ def test_a_stale_readme_is_seen(folder):
         TABLE["rewritten"]("no place", folder)
 
 
-def test_the_page_has_what_each_tier_found_of_mooncakes_trace():
-    report = json.loads((paths.ROOT / "benchmarks" / "h200-kv-hierarchy-mooncake.json").read_text("utf-8"))
+@pytest.mark.parametrize("run", ["mooncake", "1000-pages"])
+def test_the_page_has_what_each_tier_found(run):
+    report = json.loads((paths.ROOT / "benchmarks" / f"h200-kv-hierarchy-{run}.json").read_text("utf-8"))
     lines = []
     for name, way in report["ways"].items():
         found, tiers = way["conversations"], {"recompute": 0, "device": 1, "host": 2, "disk": 3}[name]
@@ -164,4 +165,4 @@ def test_the_page_has_what_each_tier_found_of_mooncakes_trace():
         )
         lines.append(f"| {' | '.join(cells)} |")
     text = (paths.ROOT / "docs" / "memory.md").read_text("utf-8")
-    assert text.partition("<!-- mooncake -->\n")[2].partition("\n<!-- /mooncake -->")[0].splitlines()[2:] == lines
+    assert text.partition(f"<!-- {run} -->\n")[2].partition(f"\n<!-- /{run} -->")[0].splitlines()[2:] == lines

@@ -89,6 +89,11 @@ def longest(config: EngineConfig) -> int:
     return config.max_model_len or open_checkpoint(config.model, load_format="dummy").model_config.max_position
 
 
+def protocol_requests(kind: str, prompt: int, output: int) -> int:
+    """How many requests the rivals' protocol has of such lengths. kind: constant, lognormal or trace."""
+    return 1000 if (kind, prompt, output) == ("constant", 1000, 1000) else PROTOCOL[kind]
+
+
 def items_from_flags(max_tokens: float, *, ordered: bool = False) -> tuple[list[Item], dict[str, Any]]:
     """The requests that the flags ask for, and a description for the report.
 
@@ -101,7 +106,7 @@ def items_from_flags(max_tokens: float, *, ordered: bool = False) -> tuple[list[
     f = flags.FLAGS
     kind = "trace" if f.trace else f.lengths
     prompt, output, seed = f.input_len, f.output_len, f.workload_seed
-    number = f.num_requests or (1000 if (kind, prompt, output) == ("constant", 1000, 1000) else PROTOCOL[kind])
+    number = f.num_requests or protocol_requests(kind, prompt, output)
     left_out = 0
     if kind == "trace":
         if not Path(f.trace).is_file():

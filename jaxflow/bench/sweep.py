@@ -123,11 +123,16 @@ def batch_sizes(
     return found
 
 
-def lengths(llm: LLM, values: Sequence[tuple[int, int]], number: int, *, keep: Keep = lambda sweep: None, **kwargs: Any) -> dict[str, Any]:
-    """`number` requests of each (prompt, output) length, all at once. keep: as of `rates`. kwargs: of `throughput.measure`."""
+def lengths(
+    llm: LLM, values: Sequence[tuple[int, int]], number: int | None = None, *, keep: Keep = lambda sweep: None, **kwargs: Any
+) -> dict[str, Any]:
+    """`number` requests, or as many as the protocol has, of each (prompt, output) length, all at once.
+
+    keep: as of `rates`. kwargs: of `throughput.measure`.
+    """
     found: dict[str, Any] = {"kind": "length", "points": []}
     for prompt, output in values:
-        items = workload.constant(number, prompt, output)
+        items = workload.constant(number or options.protocol_requests("constant", prompt, output), prompt, output)
         described = {"input_len": prompt, "output_len": output, "workload": options.describe(items, "constant")}
         found["points"].append(described | throughput.measure(llm, items, **kwargs))
         keep(found)
@@ -167,7 +172,7 @@ def _measured(kind: str) -> dict[str, Any]:
         if kind == "batch_size":
             found = batch_sizes(llm, values, f.input_len, f.output_len, iterations=f.num_iters, warm_up=1, **common)
         elif kind == "length":
-            found = lengths(llm, values, f.num_requests or options.PROTOCOL["constant"], progress=True, **common)
+            found = lengths(llm, values, f.num_requests, progress=True, **common)
         else:
             items, head["workload"] = options.items_from_flags(llm.max_model_len)
             found = rates(llm, items, values, slo=slo, beside_sequential=f.beside_sequential, progress=True, **common)

@@ -119,7 +119,7 @@ def test_which_cut_of_2048_rows_costs_a_gated_product_nothing_is_told_by_the_til
     """`up_gate` of Llama-3-70B, DeepSeek-67B and Qwen2-72B on one of two devices: halves suit the first alone."""
 
     def steps(rows):
-        return rows / filled(rows, columns, 8192, 132, quantize=True)
+        return rows / filled(rows, columns, 8192, 132, blocked=False, quantize=True)
 
     def parts(cut):
         return steps(cut) + steps(2048 - cut)

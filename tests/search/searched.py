@@ -12,7 +12,7 @@ from search.clock import shipped_card
 from search.modelled import modelled_profile
 from search.op_times import ATTENTION, OpTime, Profile
 from search.setting import Setting
-from search.shares import Shares, product_columns
+from search.shares import Shares, product_shapes
 from search.structure import Load
 
 FEW = (28, 40)  # SMs of attention; products get the rest
@@ -46,7 +46,7 @@ def llama_shares() -> Shares:
     config = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
     sms = (TOTAL, *FEW, *(TOTAL - few for few in FEW))
     made = modelled_profile("llama-3.1-8b", config, DEVICES["H200"], sms=sms, card=FREE)
-    return Shares(made, model_graph(config), product_columns(config, 1), FREE)
+    return Shares(made, model_graph(config), product_shapes(config, 1), FREE)
 
 
 def llama_setting(tokens: int, prompt: int, output: int, **rest) -> Setting:

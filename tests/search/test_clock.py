@@ -24,7 +24,7 @@ from jaxflow.pipeline.handmade import phased_plan, sequential_plan
 from search.clock import Governor, governor_of, shipped_card
 from search.modelled import modelled_profile
 from search.op_times import Pair
-from search.shares import Shares, product_columns
+from search.shares import Shares, product_shapes
 from search.simulate import simulate
 from search.structure import Load
 
@@ -52,7 +52,7 @@ def shares(gated: bool) -> Shares:
     profile = modelled_profile(
         "llama-3.1-8b", config, H200, tokens=(1024, 1664, 2048, 4096), keys=(256, 1024, 2048, 4096), sms=SMS, card=EARLY
     )
-    return Shares(profile, model_graph(config), product_columns(config, 1), EARLY)
+    return Shares(profile, model_graph(config), product_shapes(config, 1), EARLY)
 
 
 def products(tokens: int) -> tuple[Composition, Work]:
@@ -116,7 +116,7 @@ def layers_shares() -> Shares:
         return msgspec.structs.replace(one, seconds=EARLY.kernel_s + moved / H200.rates.memory_bytes_per_s)
 
     profile = msgspec.structs.replace(base.profile, op_times=tuple(map(own, base.profile.op_times)))
-    return Shares(profile, graph, base.columns, EARLY)
+    return Shares(profile, graph, base.products, EARLY)
 
 
 def test_whole_layers_are_predicted_within_six_percent_and_never_too_well():

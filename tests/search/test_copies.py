@@ -13,7 +13,7 @@ from search.__main__ import main
 from search.clock import shipped_card
 from search.copies import copied
 from search.modelled import modelled_profile
-from search.shares import Shares, product_columns
+from search.shares import Shares, product_shapes
 from search.simulate import simulate
 from search.structure import Load
 
@@ -29,7 +29,7 @@ def forms():
     graph = model_graph(MODEL, 2, FP8)
     settings = {"tp": 2, "widths": FP8, "dtype": E4M3, "kv_dtype": E4M3, "tokens": (512, 1024, TOKENS)}
     profile = modelled_profile("llama-3-70b", MODEL, DEVICES["H200"], **settings)
-    return [Shares(one, graph, product_columns(MODEL, 2)) for one in (profile, copied(profile, graph, CARD))]
+    return [Shares(one, graph, product_shapes(MODEL, 2)) for one in (profile, copied(profile, graph, CARD))]
 
 
 def test_what_is_copied_costs_no_sms_and_about_what_was_measured(forms):

@@ -14,9 +14,9 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.pipeline.choice import Gain, is_sequential, pick
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import copied, two_nano_batch_plan
-from jaxflow.pipeline.plan import SHIPPED, Plan, Predictions, load, save
+from jaxflow.pipeline.plan import SHIPPED, Plan, Predictions, Target, load, save
 from search.__main__ import main
-from search.correct import Point, check_kind, corrected, points, read_report, target
+from search.correct import Point, as_measured, check_kind, corrected, points, read_report, target
 
 BENCHMARKS = paths.ROOT / "benchmarks"
 PLAN = load(BENCHMARKS / "plans" / "lean" / "1024-512-92-40.json")
@@ -127,6 +127,13 @@ def test_a_report_without_the_plan_and_a_plan_without_predictions_are_refused(tm
     assert "a report of plan '92+40 1024/512' for 2048 tokens" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="a plan with predictions"):
         corrected(msgspec.structs.replace(PLAN, predictions=None), [Point(1, 1.0, 1.0, 0.0)])
+
+
+@pytest.mark.parametrize("gained", [(1.04, 1.06), (1.06, 1.04)])
+def test_where_a_composition_was_measured_twice_the_least_gain_stands(gained):
+    offered = Target("llama-3-70b", "NVIDIA H200", 2, "float8_e4m3fn", "float8_e4m3fn", 683, 1365, 1280)
+    made = as_measured(PLAN, [Point(683, 1280.0, gain, 0.001) for gain in gained], offered)
+    assert Gain.of(made.predictions).at(683, 1280) == pytest.approx(1.04)
 
 
 def run(tmp_path, *words, report=PLAIN):

@@ -25,7 +25,7 @@ from search.modelled import modelled_profile
 from search.orders import cuts_of
 from search.plan import KEYS
 from search.predict import outside_s
-from search.shares import Shares, product_columns
+from search.shares import Shares, product_shapes
 from search.simulate import simulate
 from search.structure import Load
 
@@ -34,7 +34,8 @@ H200, POWER, CARD = DEVICES["H200"], shipped_power("H200"), shipped_card("H200")
 KINDS = {True: (FP8, "float8_e4m3fn"), False: (BFLOAT16, "bfloat16")}
 CASES = {  # by file: model, devices, tokens, where the shipped plan cuts, and where what is found does (0: nowhere)
     "llama-3-70b-tp2-fp8": ("llama-3-70b", 2, 2048, 1024, 1024),
-    "deepseek-67b-tp2-fp8": ("deepseek-67b", 2, 2048, 1024, 1280),
+    "deepseek-67b-tp2-fp8": ("deepseek-67b", 2, 2048, 1024, 1536),
+    "qwen2-72b-tp2-fp8": ("qwen2-72b", 2, 2048, 1024, 1536),
     "llama-3-70b-tp2-bfloat16": ("llama-3-70b", 2, 1024, 512, 0),
     "qwen2-72b-tp2-bfloat16": ("qwen2-72b", 2, 1024, 512, 0),
     "llama-3-70b-tp4-bfloat16": ("llama-3-70b", 4, 2048, 1024, 768),
@@ -67,8 +68,8 @@ def gains(name: str) -> dict[str, float]:
     sizes, found = range(128, tokens + 1, 128), on_all_sms(load(FOLDER / f"{name}.json"))
     profile = modelled_profile(model, config, H200, tp=tp, widths=widths, dtype=dtype, kv_dtype=dtype, keys=KEYS, tokens=sizes)
     plain, exchanged = model_graph(config, tp, widths), model_graph(config, tp, widths, swapped=tp == 4)
-    columns, step = product_columns(config, tp), Load.steady_state(tokens, 1024, 512)
-    forms = {"kernels": Shares(profile, plain, columns), "copies": Shares(copies.copied(profile, exchanged, CARD), exchanged, columns)}
+    products, step = product_shapes(config, tp), Load.steady_state(tokens, 1024, 512)
+    forms = {"kernels": Shares(profile, plain, products), "copies": Shares(copies.copied(profile, exchanged, CARD), exchanged, products)}
     outside = outside_s(plain, step.part(0, tokens), H200, dtype)
     seconds = {}
     for what, plan in (by_hand(name) | {"found": found}).items():
@@ -89,22 +90,21 @@ def test_it_is_at_least_as_fast_as_what_was_written_by_hand(name):
     assert found["found"] > best - 1e-9, found
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "tp4" in name])
-def test_on_four_devices_it_is_an_order_by_hand(name):
-    """In fp8 that of the shipped plan, at its cut."""
+@pytest.mark.parametrize("name", ["llama-3-70b-tp2-fp8", "qwen2-72b-tp2-fp8", "llama-3-70b-tp4-bfloat16"])
+def test_some_are_an_order_by_hand(name):
+    """Of Llama-3-70B on two devices the shipped one."""
     found, shipped = load(FOLDER / f"{name}.json"), load(SHIPPED / f"h200-{name.replace('fp8', 'float8_e4m3fn')}.json")
     assert found.name.startswith("two nano-batches") and found.nano_ops == by_hand(name)[page_name(found)].nano_ops
-    assert (found.nano_ops == shipped.nano_ops) == name.endswith("fp8")
+    assert (found.nano_ops == shipped.nano_ops) == (name == "llama-3-70b-tp2-fp8")
 
 
-def test_the_solver_alone_has_the_shipped_order_of_four_devices():
-    """As `--orders solver --cuts 2048` found it: three nano-ops are issued elsewhere, and the step is as long."""
-    name = "llama-3-70b-tp4-fp8"
-    found, hand = load(FOLDER / f"{name}-solver.json"), load(FOLDER / f"{name}.json")
-    elsewhere = {"attn_reduce.0", "mlp_reduce.1", "chunk_attention.1"}
-    kept = [[nano for nano in on_all_sms(plan).nano_ops if nano.id not in elsewhere] for plan in (found, hand)]
-    assert found.name.startswith("searched") and kept[0] == kept[1]
-    assert predicted(found) == pytest.approx(predicted(hand), abs=1e-3)
+def test_the_solver_has_the_shipped_order_of_four_devices():
+    """In fp8: the second steps of two sums are issued a place earlier, for which the model takes the step for a thousandth shorter."""
+    name, earlier = "llama-3-70b-tp4-fp8", {"attn_reduce.0", "mlp_reduce.1"}
+    found, shipped = load(FOLDER / f"{name}.json"), load(SHIPPED / "h200-llama-3-70b-tp4-float8_e4m3fn.json")
+    orders = [[nano for nano in on_all_sms(plan).nano_ops if nano.id not in earlier] for plan in (found, shipped)]
+    assert found.name.startswith("searched") and orders[0] == orders[1]
+    assert gains(name)["found"] == pytest.approx(gains(name)["two nano-batches, 2048 + 2048"], abs=1e-3)
 
 
 def test_where_the_step_is_whole_it_is_the_sequential_one_with_its_sums_copied():

@@ -20,7 +20,7 @@ from search.modelled import modelled_profile
 from search.op_times import load_profile
 from search.plan import FEW_SMS, KEYS
 from search.predict import MARGIN, outside_s
-from search.shares import Shares, product_columns
+from search.shares import Shares, product_shapes
 from search.simulate import Timeline, simulate
 from search.structure import Load
 
@@ -36,7 +36,7 @@ def shares(dtype: str) -> Shares:
     """bfloat16: the profile that was measured. fp8: nothing of it was, but a layer's trace; modelled."""
     if dtype == "bfloat16":
         profile = load_profile(paths.ROOT / "profiles" / "h200-llama-3.1-8b.json", device="NVIDIA H200", model="llama-3.1-8b")
-        return Shares(profile, model_graph(LLAMA, 1, Widths()), product_columns(LLAMA, 1))
+        return Shares(profile, model_graph(LLAMA, 1, Widths()), product_shapes(LLAMA, 1))
     return modelled(dtype)
 
 
@@ -45,7 +45,7 @@ def modelled(dtype: str) -> Shares:
     widths = Widths(weights=1.0, kv=1.0) if dtype == "float8_e4m3fn" else Widths()
     sms = (132, *FEW_SMS, *(132 - few for few in FEW_SMS))
     profile = modelled_profile("llama-3.1-8b", LLAMA, H200, widths=widths, dtype=dtype, kv_dtype=dtype, keys=KEYS, sms=sms)
-    return Shares(profile, model_graph(LLAMA, 1, widths), product_columns(LLAMA, 1))
+    return Shares(profile, model_graph(LLAMA, 1, widths), product_shapes(LLAMA, 1))
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from search.__main__ import main
 from search.clocked import Clocks
 from search.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, ProfileError, save_profile, seconds
 from search.plan_report import default_out, going_on, measuring
-from search.shares import Shares, product_columns
+from search.shares import Shares, product_shapes
 from search.structure import Load, chains, make_task, repeated_layer
 
 CONFIG = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
@@ -219,7 +219,7 @@ def test_a_share_between_those_that_were_timed_has_a_rate_between_theirs():
 
 def test_shares_are_told_by_the_waves_they_fill():
     """M = 16 s tokens fill every wave: 104 SMs at 1664 tokens; at 2048 tokens 128 of them would."""
-    shares = Shares(llama_shares().profile, model_graph(CONFIG), product_columns(CONFIG, 1))
+    shares = Shares(llama_shares().profile, model_graph(CONFIG), product_shapes(CONFIG, 1))
     assert shares.fill("qkv", 1664, 104) == 1.0 == shares.fill("up_gate", 1664, 104)
     assert shares.fill("qkv", 2048, 128) == 1.0 > shares.fill("qkv", 2048, 132)
 

@@ -31,6 +31,12 @@ def test_sweeps_and_their_pictures(llm, tmp_path):
     assert found[0]["highest_rate"]["least_arrivals_s"] == min(point["arrivals_s"] for point in found[0]["points"])
 
 
+def test_lengths_have_the_protocols_requests(monkeypatch):
+    monkeypatch.setattr(sweep.throughput, "measure", lambda llm, items, **_: {"completed": len(items)})
+    points = sweep.lengths(None, [(1000, 1000), (1024, 512)])["points"]
+    assert [(point["completed"], point["workload"]["requests"]) for point in points] == [(1000, 1000), (1200, 1200)]
+
+
 def test_rates_by_the_plans_and_by_the_sequential_one(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "plans_of", lambda executor: {"sequential", "another"})  # whose steps are the sequential one's here
     found = sweep.rates(llm, workload.constant(3, 8, 4), [100.0], beside_sequential=True)
