@@ -181,6 +181,7 @@ class EngineConfig:
         size = self.kv_offloading_size
         check("kv_offloading_size", math.isfinite(size) and size >= 0, "GiB of host memory, or 0")
         size, disk = self.kv_disk_size, self.kv_disk_path is not None
+        check("kv_disk_path", self.kv_disk_path != "", "a folder, or unset")  # an empty path would be the working directory
         check("kv_disk_path", not disk or self.kv_offloading_size > 0, "unset without kv_offloading_size: pages pass the host's memory")
         check("kv_disk_size", disk == (size is not None), "GiB of files with kv_disk_path, and only with it")
         check("kv_disk_size", size is None or (math.isfinite(size) and size > 0), "a positive number of GiB")

@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 import itertools
-import numbers
-import operator
 import os
 import queue
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,15 +22,14 @@ from jaxflow.offload.process import prepare
 from jaxflow.offload.runtime import Runtime
 from jaxflow.offload.settings import OffloadConfig, check_engine, offload_config
 from jaxflow.offload.start import start
+from jaxflow.prompt import Prompt, as_list, open_tokenizer, token_ids
 from jaxflow.text.chat import encode_chat
 from jaxflow.text.detokenizer import StopStrings
-from jaxflow.text.tokenizer import Tokenizer, load_tokenizer
-from jaxflow.text.vocabulary import TokenizerError
+from jaxflow.text.tokenizer import Tokenizer
 from pallas_kernels.kernel_set import KernelSet
 
 __all__ = ["LLM", "CompletionOutput", "Prompt", "RequestFailed", "RequestOutput"]
 
-Prompt = str | Sequence[int]
 RETRY_S = 0.1  # between two tries to submit a request that found the queue full
 
 
@@ -41,7 +39,7 @@ class LLM:
     Args:
       model: a folder, a .gguf file, a converted checkpoint, a hub id, or the name of a shipped config (dummy weights).
       offload: for a model that does not fit the device: a policy, its file, or a `jaxflow.offload.settings.OffloadConfig`. `generate` and
-        `chat` then run through FlexGen's offline runtime, block after block; there is no stream, and one call at a time.
+        `chat` then run through FlexGen's offline runtime, block after block; there is no stream, and calls of several threads wait in turn.
       settings: the other fields of `jaxflow.config.EngineConfig`, by name; with `offload`, of `jaxflow.offload.settings.ENGINE_FIELDS`.
 
     Raises:
@@ -81,10 +79,10 @@ class LLM:
         self.name = checkpoint.name
         self.model_config = checkpoint.model_config
         self.generation_config: Mapping[str, Any] = checkpoint.generation_config
-        source = config.tokenizer or checkpoint.tokenizer_path
-        self.tokenizer: Tokenizer | None = None if source is None else load_tokenizer(source)
+        self.tokenizer: Tokenizer | None = open_tokenizer(config, checkpoint)
         self._ids = itertools.count()
         self.runtime: Runtime | None = None
+        self._turn = threading.Lock()  # held for a whole call of an offloaded model, which runs one at a time
         if offload is not None:
             self.engine_config = resolve(config, checkpoint.model_config)
             self.runtime = start(offload, config, checkpoint, progress=progress)
@@ -135,23 +133,16 @@ class LLM:
         """A request the engine can take. Raises: InvalidRequest, naming the field, for one that it cannot."""
         sampling = SamplingParams() if sampling is None else sampling
         sampling.check_vocabulary(self.model_config.vocab_size)
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest("prompt", prompt, "token ids: this model came without a tokenizer")
-            try:
-                ids = self.tokenizer.encode(prompt, add_special_tokens)
-            except TokenizerError as error:
-                raise InvalidRequest("prompt", prompt, str(error)) from error
-        else:
-            try:
-                ids = [operator.index(token) for token in prompt]
-            except TypeError:
-                raise InvalidRequest("prompt", prompt, "a text or a list of token ids") from None
-        self._check_prompt(ids, sampling)
+        ids = token_ids(prompt, self.tokenizer, self.model_config.vocab_size, add_special_tokens=add_special_tokens)
         if sampling.stop and self.tokenizer is None:
             raise InvalidRequest("stop", sampling.stop, "no stop strings: this model came without a tokenizer")
-        name = request_id or f"request-{next(self._ids)}"
-        return Request(name, ids, sampling, priority=priority, cache_salt=cache_salt, make_stop_checker=self._stop_checker(ids, sampling))
+        name, checker = request_id or f"request-{next(self._ids)}", self._stop_checker(ids, sampling)
+        made = Request(name, ids, sampling, priority=priority, cache_salt=cache_salt, make_stop_checker=checker)
+        if self.runtime is None:
+            self._check_room(ids, sampling)
+        else:
+            self.runtime.check(made)
+        return made
 
     def _stop_checker(self, ids: Sequence[int], s: SamplingParams) -> Callable[[], StopStrings] | None:
         """Makes what looks for stop strings in one of the n sequences."""
@@ -160,12 +151,8 @@ class LLM:
             return None
         return lambda: StopStrings(tokenizer, ids, s.stop, skip_special_tokens=s.skip_special_tokens, min_tokens=s.min_tokens)
 
-    def _check_prompt(self, ids: Sequence[int], sampling: SamplingParams) -> None:
-        if not ids:
-            raise InvalidRequest("prompt", [], "at least one token")
-        worst = min(ids) if min(ids) < 0 else max(ids)
-        if not 0 <= worst < self.model_config.vocab_size:
-            raise InvalidRequest("prompt", worst, f"token ids 0 to {self.model_config.vocab_size - 1}")
+    def _check_room(self, ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Refuses what does not fit the context. Raises: InvalidRequest."""
         room = self.max_model_len - len(ids)
         if room < 1:
             raise InvalidRequest(
@@ -186,7 +173,7 @@ class LLM:
         Raises:
           InvalidRequest: before anything runs, if one of them cannot be served. RequestFailed: a fault of the engine.
         """
-        many = _as_list(prompts)
+        many = as_list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(each) != len(many):
             raise InvalidRequest("params", f"{len(each)} of them", f"one, or one for each of the {len(many)} prompts")
@@ -210,9 +197,11 @@ class LLM:
     def _run(self, requests: Sequence[Request], texts: Sequence[str | None], use_tqdm: bool) -> list[RequestOutput]:
         building = {r.request_id: self._answer(r, text) for r, text in zip(requests, texts, strict=True)}
         if self.runtime is not None:
-            for event in itertools.chain.from_iterable(self.runtime.generate(requests, progress=use_tqdm)):
-                building[event.request_id].take(event)
-                building[event.request_id].raise_fault()
+            # Closed whatever happens: a block that is left halfway must end in order, so that the next finds nothing of it.
+            with self._turn, contextlib.closing(self.runtime.generate(requests, progress=use_tqdm)) as steps:
+                for event in itertools.chain.from_iterable(steps):
+                    building[event.request_id].take(event)
+                    building[event.request_id].raise_fault()
             return [building[r.request_id].output for r in requests]
         for request in requests:
             self.driver.check(request)
@@ -274,13 +263,6 @@ class LLM:
         finally:
             if not one.output.finished:
                 self.driver.abort(request.request_id)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 class _Queue:

@@ -16,6 +16,7 @@
 
 import importlib
 import sys
+from types import ModuleType
 
 from absl import flags
 
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
     command = importlib.import_module(f"search.{argv[1]}")
     command.define_flags()
     if {"--help", "-h"} & set(argv[2:]):
-        print(command.__doc__, flags.FLAGS.module_help(command), sep="\n")
+        print(command.__doc__, *_flag_help(command), sep="\n")
         return 0
     try:
         parse(argv[1:])
@@ -52,6 +53,12 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _flag_help(command: ModuleType) -> list[str]:
+    """Of the command's own flags, then of those that another command's module has for it."""
+    others = (name for name in flags.FLAGS.flags_by_module_dict() if name.startswith("search.") and name != command.__name__)
+    return [flags.FLAGS.module_help(name) for name in (command.__name__, *others)]
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ _WIDTH = 110
 
 
 def define_flags() -> None:
-    placement.define_flags()
+    placement.define_workload_flags()
     flags.DEFINE_enum("load_format", "dummy", ["auto", "dummy"], "dummy: random weights.")
     flags.DEFINE_string("disk_path", None, "A folder for what lives on disk.")
     flags.DEFINE_list("policies", None, "Files of policies that are run as they are, instead of searched ones: this needs no solver.")
@@ -81,6 +81,9 @@ def run() -> None:
     """The command. Raises: ConfigError, PolicyError, PlacementError where nothing fits."""
     f = flags.FLAGS
     check_outputs("output_json", "runs_json")
+    if f.policies and f.only:
+        raise ConfigError("only", ",".join(f.only), "unset with policies: all of those are run, and no rivals")
+    names = chosen(f.only)
     memory = Memory(*(getattr(f, tier) * GIGA for tier in placement.TIERS))
     engine = EngineConfig(model=f.model, load_format=f.load_format, dtype=f.dtype, block_size=f.block_size)
     prepare(OffloadConfig(_smallest(f.model), gpu_memory_limit=f.gpu_mem, host_memory_limit=f.cpu_mem), engine)
@@ -89,7 +92,7 @@ def run() -> None:
     work = placement.workload_from_flags(checkpoint.name, checkpoint.model_config, resolve(engine, checkpoint.model_config).dtype)
     bench = Bench(work, machine, memory, engine, checkpoint, measure_link(jax.devices()[0], f.link_mb))
     rows: list[dict[str, Any]] = []
-    for row in _given(bench, f.policies) if f.policies else _searched(bench, placement.options_from_flags(), chosen(f.only)):
+    for row in _given(bench, f.policies) if f.policies else _searched(bench, placement.options_from_flags(), names):
         rows.append(row)
         print(_line(row), flush=True)
         _save(bench, rows)  # after each: a run that is cut off has told what it did

@@ -38,6 +38,13 @@ HOST_ATTENTION = {"auto": None, "on": True, "off": False}
 
 
 def define_flags() -> None:
+    define_workload_flags()
+    flags.DEFINE_string("output", None, "File for the policy.")
+    flags.DEFINE_string("front", None, "File for latency against throughput.")
+
+
+def define_workload_flags() -> None:
+    """Of what is searched for: the model, the machine, their memories, the requests and the policies that may be."""
     flags.DEFINE_string("model", "opt-30b", "A shipped config's name, a folder or a hub id.")
     flags.DEFINE_string("machine", "h200", "Its constants: a file that `python -m search machine` wrote, or a shipped one's name.")
     flags.DEFINE_float("gpu_mem", 16.0, "GB of the device that the run may use.", lower_bound=0.0)
@@ -56,8 +63,6 @@ def define_flags() -> None:
     flags.DEFINE_integer("percent_step", None, "Shares are multiples of so many percent; unset: any share.")
     flags.DEFINE_list("gpu_batch_sizes", [str(size) for size in GPU_BATCH_SIZES], "Tried: sequences of a batch.")
     flags.DEFINE_list("num_gpu_batches", [str(number) for number in NUM_GPU_BATCHES], "Tried: batches of a block.")
-    flags.DEFINE_string("output", None, "File for the policy.")
-    flags.DEFINE_string("front", None, "File for latency against throughput.")
 
 
 def run() -> None:

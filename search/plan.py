@@ -216,7 +216,7 @@ def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, 
     return rival, [form() for form in wanted]
 
 
-def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile, Widths, dict[str, int] | None]:
+def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile, Widths, dict[str, tuple[int, int]] | None]:
     """The profile, the widths of its numbers, and the [K, N] of products where it does not know all of waves."""
     f = flags.FLAGS
     if f.profile is not None:

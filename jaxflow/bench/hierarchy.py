@@ -88,7 +88,8 @@ def run() -> dict[str, Any]:
     if not chosen:
         raise ConfigError("only", ",".join(f.only), "an engine whose tiers are given: --kv_offloading_size, --kv_disk_path")
     options.check_workload(min(map(options.longest, chosen.values())))
-    workload.poisson_arrivals((), f.request_rate)
+    if not f.request_rate > 0:
+        raise ConfigError("request_rate", f.request_rate, "a positive number of conversations a second, or inf")
     rate = "inf" if math.isinf(f.request_rate) else f.request_rate
     result: dict[str, Any] = {}
     executor: Executor | None = None

@@ -103,17 +103,17 @@ class HostTier:
 
     def take_stores(self) -> list[tuple[int, int, Key]]:
         """(group, page, key) of what is to be gathered now; `stored` is awaited for each."""
-        stores, candidates = [], self._parts
+        stores, candidates = [], [(group, page, digest, True) for group, page, digest in self._parts]
         self._parts = []
         for group, pool in enumerate(self._tables.pools):
             if pool.newly_named:
-                candidates = [*candidates, *((group, page, digest) for page, digest in pool.newly_named)]
+                candidates += [(group, page, digest, False) for page, digest in pool.newly_named]
                 pool.newly_named = []
-        for group, page, digest in candidates:
+        for group, page, digest, part in candidates:
             key, size = key_of(group, digest), self.store.page_bytes[group]
             if self.store.contains(key) or self._storing_bytes + size > self.staging_bytes:
                 continue
-            if self.store.reserve(key):
+            if self.store.reserve(key, part=part):
                 self._storing_bytes += size
                 stores.append((group, page, key))
         return stores

@@ -33,15 +33,25 @@ def open_disk(config: EngineConfig, model: ModelConfig, fingerprint: bytes) -> D
     cpus = near_cpus(gpu_bus_ids(tp)) if on_gpu() else None
     capacity, sizes = int(config.kv_disk_size * 2**30), [size * tp for size in sizes]
     disk = DiskTier(config.kv_disk_path, capacity, fingerprint, sizes, prepare=lambda: bind(cpus))
-    usage = shutil.disk_usage(config.kv_disk_path)
-    if capacity > usage.total:
+    try:
+        _check_room(config, disk)
+    except BaseException:
         disk.close()
-        raise ConfigError(
-            "kv_disk_size", config.kv_disk_size, f"at most {usage.total / 2**30:.2f} GiB, the size of {config.kv_disk_path}'s disk"
-        )
-    if capacity > (room := usage.free + disk.counters().bytes):  # which others may give back: a disk that is full is gone without
-        log.warning("kv_disk_size=%s: %s has room for %.2f GiB now", config.kv_disk_size, config.kv_disk_path, room / 2**30)
+        raise
     return disk
+
+
+def _check_room(config: EngineConfig, disk: DiskTier) -> None:
+    """Refuses more than the disk is large, and says where it has less room now. Raises: ConfigError."""
+    path, size, capacity = config.kv_disk_path, config.kv_disk_size, disk.capacity_bytes
+    try:
+        usage = shutil.disk_usage(disk.folder)
+    except OSError as error:
+        raise ConfigError("kv_disk_path", path, f"a folder whose disk says how large it is ({error.strerror})") from None
+    if capacity > usage.total:
+        raise ConfigError("kv_disk_size", size, f"at most {usage.total / 2**30:.2f} GiB, the size of {path}'s disk")
+    if capacity > (room := usage.free + disk.counters().bytes):  # which others may give back: a disk that is full is gone without
+        log.warning("kv_disk_size=%s: %s has room for %.2f GiB now", size, path, room / 2**30)
 
 
 def put_below(offload: Offload, disk: DiskTier) -> None:

@@ -20,6 +20,7 @@ class Entry:
     data: Any = None  # None: on its way to the host
     pins: int = 0  # loads that read it
     from_below: bool = False  # it was read for a load that has not taken it yet
+    part: bool = False  # a page filled in part, for which nobody asks the tier below: it is not told of it
 
 
 @dataclasses.dataclass
@@ -39,8 +40,8 @@ class HostStore:
       page_bytes: of a page of each layer group, over all shards.
 
     Attributes:
-      on_put: told of each page that has arrived, with its data: the tier below may take a copy.
-      on_evict: told of each page that makes room, with its data: the tier below may take it.
+      on_put: told of each whole page that has arrived, with its data: the tier below may take a copy.
+      on_evict: told of each whole page that makes room, with its data: the tier below may take it.
     """
 
     def __init__(self, capacity_bytes: int, page_bytes: Sequence[int]):
@@ -87,13 +88,16 @@ class HostStore:
             if key in entries:
                 entries.move_to_end(key)
 
-    def reserve(self, key: Key) -> bool:
-        """Makes room for a page that is not there yet; it is on its way from now on. False if nothing can be evicted for it."""
+    def reserve(self, key: Key, *, part: bool = False) -> bool:
+        """Makes room for a page that is not there yet; it is on its way from now on. False if nothing can be evicted for it.
+
+        part: the page is filled in part, and goes no further down than here.
+        """
         size = self.page_bytes[key[0]]
         if not self._evict(size):
             self.counters.refused += 1
             return False
-        self._entries[key] = Entry()
+        self._entries[key] = Entry(part=part)
         self._bytes += size
         return True
 
@@ -102,7 +106,8 @@ class HostStore:
         entry = self._entries[key]
         entry.data, entry.from_below = data, from_below
         self.counters.stored += 1
-        self.on_put(key, data)
+        if not entry.part:
+            self.on_put(key, data)
 
     def drop(self, key: Key) -> None:
         """A page that will not arrive."""
@@ -127,8 +132,8 @@ class HostStore:
                 self.drop(key)
 
     def newest_first(self) -> list[tuple[Key, Any]]:
-        """The pages that are there, the last used first."""
-        return [(key, entry.data) for key, entry in reversed(self._entries.items()) if entry.data is not None]
+        """The whole pages that are there, the last used first."""
+        return [(key, entry.data) for key, entry in reversed(self._entries.items()) if entry.data is not None and not entry.part]
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -150,8 +155,9 @@ class HostStore:
         if short > 0:
             return False
         for key in victims:
-            data = self._entries.pop(key).data
+            entry = self._entries.pop(key)
             self._bytes -= self.page_bytes[key[0]]
             self.counters.evicted += 1
-            self.on_evict(key, data)
+            if not entry.part:
+                self.on_evict(key, entry.data)
         return True

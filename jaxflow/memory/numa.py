@@ -3,10 +3,11 @@
 Memory lies where the thread runs that first touches it, and across sockets a copy has half of PCIe's bandwidth or less.
 """
 
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pynvml
@@ -71,6 +72,18 @@ def bind(cpus: set[int] | None) -> None:
     allowed = cpus & os.sched_getaffinity(0)
     if allowed:
         os.sched_setaffinity(0, allowed)  # of this thread alone
+
+
+@contextlib.contextmanager
+def bound(cpus: set[int] | None) -> Iterator[None]:
+    """Keeps the calling thread there meanwhile, and those that it starts for as long as they live: threads begin where their maker is."""
+    before = os.sched_getaffinity(0) if cpus and hasattr(os, "sched_setaffinity") else None
+    bind(cpus)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.sched_setaffinity(0, before)
 
 
 def run_bound(cpus: set[int] | None, work: Callable[[], None]) -> None:

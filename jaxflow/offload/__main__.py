@@ -17,37 +17,59 @@ from pathlib import Path
 import msgspec
 from absl import flags
 
-from jaxflow.config import ConfigError
-from jaxflow.engine.request import SamplingParams
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.request import InvalidRequest, Request, SamplingParams
 from jaxflow.flags import define_engine_flags, engine_config_from_flags, parse
-from jaxflow.llm import LLM, Prompt
+from jaxflow.llm import LLM
 from jaxflow.mesh import choose_platform
-from jaxflow.model.checkpoint import CheckpointError
+from jaxflow.model.checkpoint import CheckpointError, open_checkpoint
+from jaxflow.offload.answers import check_request
 from jaxflow.offload.disk_tier import DiskError
 from jaxflow.offload.link import measure_link
 from jaxflow.offload.options import define_flags, offload_from_flags, random_prompts
-from jaxflow.offload.policy import PolicyError
+from jaxflow.offload.policy import Policy, PolicyError
 from jaxflow.offload.report import report, text
 from jaxflow.offload.settings import ENGINE_FIELDS
 from jaxflow.outputs import check_outputs
+from jaxflow.prompt import Prompt, open_tokenizer, token_ids
 
 
-def read_prompts(path: str) -> list[Prompt]:
-    """The prompts of a file, a line each. Raises: ConfigError naming the line."""
-    found: list[Prompt] = []
+def read_prompts(path: str) -> dict[int, Prompt]:
+    """The prompts of a file, a line each, by the line's number. Raises: ConfigError naming the line."""
+    found: dict[int, Prompt] = {}
     if not Path(path).is_file():
         raise ConfigError("prompts", path, "a file that exists")
-    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), start=1):
-        if line.startswith("{"):
-            try:
-                found.append(json.loads(line)["prompt"])
-            except (ValueError, KeyError) as error:
-                raise ConfigError("prompts", f"{path}, line {number}", "a text, or a JSON object with `prompt`") from error
-        elif line.strip():
-            found.append(line)
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            written = line.decode("utf-8")
+            prompt = json.loads(written)["prompt"] if written.startswith("{") else written
+        except UnicodeDecodeError as error:
+            raise ConfigError("prompts", f"{path}, line {number}", f"text in UTF-8: {error.reason} at byte {error.start + 1}") from error
+        except (ValueError, KeyError) as error:
+            raise ConfigError("prompts", f"{path}, line {number}", "a text, or a JSON object with `prompt`") from error
+        if not (isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt))):
+            raise ConfigError("prompts", f"{path}, line {number}", "a `prompt` that is a text or a list of token ids")
+        found[number] = prompt
     if not found:
         raise ConfigError("prompts", path, "a file with at least one prompt")
     return found
+
+
+def servable_prompts(path: str, sampling: SamplingParams, config: EngineConfig, policy: Policy) -> list[Prompt]:
+    """The prompts of a file, where none is one that `LLM` would refuse once it has compiled and loaded.
+
+    Raises: ConfigError naming the line; CheckpointError, TokenizerError.
+    """
+    prompts, checkpoint = read_prompts(path), open_checkpoint(config.model, load_format=config.load_format)
+    tokenizer = open_tokenizer(config, checkpoint) if any(isinstance(prompt, str) for prompt in prompts.values()) else None
+    for number, prompt in prompts.items():
+        try:
+            check_request(policy, Request("", token_ids(prompt, tokenizer, checkpoint.model_config.vocab_size), sampling))
+        except InvalidRequest as error:
+            raise ConfigError("prompts", f"{path}, line {number}: {str(error.value)[:80]}", error.accepted) from error
+    return list(prompts.values())
 
 
 def run() -> None:
@@ -57,8 +79,11 @@ def run() -> None:
     config = engine_config_from_flags()
     offload = offload_from_flags(config.model)
     policy = offload.policy
-    given = read_prompts(f.prompts) if f.prompts else None
-    sampling = SamplingParams(temperature=f.temperature, max_tokens=policy.output_tokens, ignore_eos=given is None, seed=config.seed)
+    path: str | None = f.prompts
+    if path is not None and f.num_prompts is not None:
+        raise ConfigError("num_prompts", f.num_prompts, f"unset: the prompts are those of --prompts {path}")
+    sampling = SamplingParams(temperature=f.temperature, max_tokens=policy.output_tokens, ignore_eos=path is None, seed=config.seed)
+    given = None if path is None else servable_prompts(path, sampling, config, policy)
     with LLM(offload=offload, **dataclasses.asdict(config)) as llm:
         assert llm.runtime is not None
         prompts = given or random_prompts(

@@ -4,10 +4,11 @@ A file is a header and the bytes, reserved in full when it is made, so that a fu
 a block. Whatever is written at an offset is read back whole, and its checksum must be that of what was written: a bit that the disk
 changed ends the run, where it would have made other tokens. Checksums are kept in memory, since nothing is kept for a next run. The
 folder holds a lock as long as its process lives: a run that was killed leaves its folder behind, and the next one on the same disk
-removes it.
+removes it (`sweep`).
 """
 
 import concurrent.futures
+import contextlib
 import errno
 import fcntl
 import os
@@ -44,9 +45,7 @@ class DiskFolder:
     """
 
     def __init__(self, path: str | os.PathLike):
-        parent = check_folder(path)
-        _sweep(parent)
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=check_folder(path)))
         self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._files: list[DiskFile] = []
@@ -157,13 +156,14 @@ class DiskFile:
     def _fault(self, verb: str, size: int, error: OSError) -> DiskError:
         help_ = "the disk reported it: look at the system's log, or use another disk_path"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = free_bytes(self.path.parent) / _GIGA
-            help_ = f"{free:.3f} GB are free there; lower the policy's disk shares, or use another disk_path"
+            help_ = "lower the policy's disk shares, or use another disk_path"
+            with contextlib.suppress(DiskError):
+                help_ = f"{free_bytes(self.path.parent) / _GIGA:.3f} GB are free there; {help_}"
         return DiskError(error.errno, f"{self.path}: cannot {verb} {size / _GIGA:.3f} GB: {error.strerror}; {help_}")
 
 
 def check_folder(path: str | os.PathLike) -> Path:
-    """The folder that the disk tier may use. Raises: ConfigError."""
+    """The folder that the disk tier may use, `~` in its path expanded. Raises: ConfigError."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ConfigError("disk_path", str(path), "a folder that exists")
@@ -173,11 +173,11 @@ def check_folder(path: str | os.PathLike) -> Path:
 
 
 def free_bytes(folder: str | os.PathLike) -> int:
-    """What an unprivileged process may still write there."""
+    """What an unprivileged process may still write there. Raises: DiskError."""
     try:
         found = os.statvfs(folder)
-    except OSError:
-        return 0
+    except OSError as error:
+        raise DiskError(error.errno, f"{folder}: cannot tell what is free: {error.strerror}; use another disk_path") from error
     return found.f_bavail * found.f_frsize
 
 
@@ -206,7 +206,7 @@ def _behind(buffers: list[memoryview], done: int) -> list[memoryview]:
     return []
 
 
-def _sweep(parent: Path) -> None:
+def sweep(parent: Path) -> None:
     """Removes folders of runs that ended without closing theirs: those whose lock nobody holds."""
     for folder in parent.glob(f"{PREFIX}*"):
         if folder.is_symlink() or not folder.is_dir():

@@ -7,7 +7,7 @@ are issued first, then this one's compute, then its stores.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import jax
 
@@ -21,18 +21,20 @@ class Driver:
     """Runs blocks, one at a time."""
 
     def __init__(self, setup: Setup):
-        self._setup = setup
+        self._setup, self._closed = setup, False
         self.prefill_s = 0.0  # of the last block
         self.prefill_crossed = (0, 0)  # bytes to the device and from it, of the last block's prompts
 
-    def run(self, block: Block, finished: Callable[[Sequence[int]], bool], on_square: Callable[[Square], object]) -> Iterator[Drawn]:
-        """Computes a block; yields each batch's tokens as they are enqueued.
+    def run(
+        self, block: Block, finished: Callable[[Sequence[int]], bool], on_square: Callable[[Square], object]
+    ) -> Generator[Drawn, None, None]:
+        """Computes a block; yields each batch's tokens as they are enqueued. Who wants no more of them must close the iterator.
 
         Args:
           finished: whether all sequences of these batches have ended, as far as the caller knows.
           on_square: told each square as it is enqueued.
 
-        Raises: DiskError.
+        Raises: DiskError, also from closing the iterator.
         """
         g, run = self._setup.geometry, Run(self._setup, block)
         order = list(squares(block.batches, g.config.num_layers, g.policy.output_tokens, self._setup.schedule))
@@ -57,6 +59,11 @@ class Driver:
                 on_square(order[i])
                 i += 1
             yield from run.stop()
+        except GeneratorExit:  # the caller wants no more: what was read ahead must not be taken for the next block's
+            if not self._closed:
+                for _ in run.stop():
+                    pass
+            raise
         finally:
             run.end()
 
@@ -66,4 +73,5 @@ class Driver:
             store.free()
 
     def close(self) -> None:
+        self._closed = True
         self._setup.host_thread.shutdown(cancel_futures=True)

@@ -3,9 +3,10 @@
 Only queries and outputs cross the link, fewer bytes than the KV by its length. A row is a few products over numbers that are read once,
 so it would take as long as the host's memory, if little else were done: bfloat16 is widened by a shift and a mask, in pieces, and
 multiplied by numpy's BLAS; rows, and parts of their heads, are shared out to threads, which hold Python's lock only between those calls.
-It is the lock that limits it, most likely: on an H200's host one thread reads 3.6 GB/s of bfloat16, eight 13, sixteen 6.5, and with
-pieces of half the size eight read a third less (benchmarks/settings/h200-host-attention.json). XLA's own loops of the same (jaxlib
-0.11.2) took two to five times a core's time. Each thread keeps the memory it widens into, since fresh memory is a page fault every 4 KB.
+It is the lock that limits it, most likely: on an H200's host one thread reads 3.6 GB/s of bfloat16 in pieces of 1 MiB, eight read 13 and
+sixteen 6.5 in pieces of 2 MiB, and with half of that eight read a third less (benchmarks/settings/h200-host-attention.json: 330 MB of whole
+pages over median_s). XLA's own loops of the same (jaxlib 0.11.2) took two to five times a core's time. Each thread keeps the memory it
+widens into, since fresh memory is a page fault every 4 KB.
 """
 
 import concurrent.futures

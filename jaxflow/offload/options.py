@@ -10,11 +10,9 @@ from absl import flags
 
 from jaxflow.config import ConfigError
 from jaxflow.model.checkpoint import open_checkpoint
-from jaxflow.offload.policy import Policy, Shares, load_policy
+from jaxflow.offload.policy import KINDS, PERCENTAGES, Policy, Shares, load_policy
 from jaxflow.offload.schedule import SCHEDULES
 from jaxflow.offload.settings import OffloadConfig
-
-KINDS = ("weights", "kv", "activations")
 
 
 def define_flags() -> None:
@@ -55,9 +53,12 @@ def policy_from_flags(model: str) -> Policy:
 def _shares(flag: str, given: Sequence[str]) -> Shares:
     try:
         device, host, disk = map(float, given)
+        shares = Shares(device, host, disk)
+        if not shares.are_whole:
+            raise ValueError
     except ValueError:
-        raise ConfigError(flag, ",".join(given), "three percentages: device, host, disk") from None
-    return Shares(device, host, disk)
+        raise ConfigError(flag, ",".join(given), f"{PERCENTAGES}: of device, host and disk, as 20,80,0") from None
+    return shares
 
 
 def offload_from_flags(model: str) -> OffloadConfig:
@@ -68,5 +69,5 @@ def offload_from_flags(model: str) -> OffloadConfig:
 
 
 def random_prompts(number: int, tokens: int, vocabulary: int, seed: int) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed % 2**64)  # of numpy's generators alone a seed may not be negative
     return [rng.integers(0, vocabulary, tokens).tolist() for _ in range(number)]

@@ -10,6 +10,8 @@ import msgspec
 
 SCHEMA_VERSION = 1
 TIERS = ("device", "host", "disk")
+KINDS = ("weights", "kv", "activations")  # of tensors: each has its shares
+PERCENTAGES = "three percentages that sum to 100, each 0 to 100"
 WIDTHS = (16, 4)  # bits: bfloat16, or 4-bit groups of 64
 _TOLERANCE = 1e-6  # percent
 
@@ -19,21 +21,16 @@ class PolicyError(ValueError):
 
 
 class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Percentages, 0 to 100, that sum to 100.
-
-    Raises: PolicyError.
-    """
+    """Percentages, 0 to 100, that sum to 100. It is the policy that refuses others: it knows what they are shares of."""
 
     device: float = 0.0
     host: float = 0.0
     disk: float = 0.0
 
-    def __post_init__(self) -> None:
-        for tier, share in zip(TIERS, self, strict=True):
-            if not 0 <= share <= 100:
-                raise PolicyError(f"{tier}={share}: a percentage, 0 to 100")
-        if abs(sum(self) - 100) > _TOLERANCE:
-            raise PolicyError(f"device={self.device} + host={self.host} + disk={self.disk} = {sum(self):g}: percentages that sum to 100")
+    @property
+    def are_whole(self) -> bool:
+        """Whether they say where all of something lies."""
+        return all(0 <= share <= 100 for share in self) and abs(sum(self) - 100) <= _TOLERANCE
 
     def __iter__(self):
         return iter((self.device, self.host, self.disk))
@@ -66,6 +63,10 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for field in ("prompt_tokens", "output_tokens", "gpu_batch_size", "num_gpu_batches"):
             if getattr(self, field) < 1:
                 raise PolicyError(f"{field}={getattr(self, field)}: a positive number")
+        for field in KINDS:
+            shares = getattr(self, field)
+            if not (isinstance(shares, Shares) and shares.are_whole):
+                raise PolicyError(f"{field}={shares}: {PERCENTAGES}, as Shares(device=20.0, host=80.0, disk=0.0)")
         for field in ("weight_bits", "kv_bits"):
             if getattr(self, field) not in WIDTHS:
                 raise PolicyError(f"{field}={getattr(self, field)}: {' or '.join(map(str, WIDTHS))}")

@@ -99,7 +99,10 @@ class Run:
         self._verbs.bound_stores()
 
     def stop(self) -> Iterator[Drawn]:
-        """Ends what is under way between two batches or at the end; loads that nobody will use are given up."""
+        """Ends what is under way between two batches, at the end, or where the caller stops; loads that nobody will use are given up.
+
+        Raises: DiskError.
+        """
         while self._halves:
             yield from self._finish_half()
         jax.block_until_ready((self._last, self._ahead.under_way))

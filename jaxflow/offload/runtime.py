@@ -6,11 +6,13 @@
 On several devices tensors are cut over them (`jaxflow.offload.shards`); FlexGen cuts the layers between them (§4.4), which is not built.
 """
 
+import contextlib
 import dataclasses
 import random
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,6 +73,7 @@ class Runtime:
         self._tiers, self._driver, self._host = tiers, driver, host
         self._random = random.Random(seed)
         self._fault: BaseException | None = None
+        self._under_way = threading.Lock()  # held from the first events of a `generate` to its end
         self._compiled_at_start = 0
 
     def warm_up(self) -> None:
@@ -104,13 +107,23 @@ class Runtime:
         """Refuses a request that no block can hold. Raises: InvalidRequest."""
         check_request(self.policy, request)
 
-    def generate(self, requests: Sequence[Request], *, progress: bool = False) -> Iterator[list[Event]]:
-        """Runs requests, block after block; yields events as tokens become known.
+    def generate(self, requests: Sequence[Request], *, progress: bool = False) -> Generator[list[Event], None, None]:
+        """Runs requests, block after block; yields events as tokens become known. Who wants no more of them closes the iterator.
 
-        Raises: InvalidRequest before anything runs. DiskError: what was generated is lost, and the runtime must be closed.
+        Raises: InvalidRequest before anything runs. RuntimeError: another `generate` has not ended; it is not waited for, since this
+          thread itself may be who must end it. DiskError: what was generated is lost, and the runtime must be closed.
         """
         for request in requests:
             self.check(request)
+        if not self._under_way.acquire(blocking=False):
+            raise RuntimeError("an offloaded run is under way: another can begin when it has ended, or its iterator was closed")
+        try:
+            yield from self._blocks(requests, progress)
+        finally:
+            self._under_way.release()
+
+    def _blocks(self, requests: Sequence[Request], progress: bool) -> Iterator[list[Event]]:
+        """`generate`, where no other is under way."""
         if self._fault is not None:
             raise RuntimeError("an offloaded run failed and cannot go on: close it") from self._fault
         g = self.geometry
@@ -123,7 +136,7 @@ class Runtime:
             with tqdm(total=total, desc="Generating", unit="square", disable=not progress, smoothing=0.05) as bar:
                 for block in made:
                     yield from self._run(block, answers, bar)
-        except GeneratorExit:  # the caller wants no more: the block was ended in order
+        except GeneratorExit:  # the caller wants no more: the driver ended the block in order
             raise
         except BaseException as fault:
             self._fault = fault
@@ -155,10 +168,11 @@ class Runtime:
         def finished(batches: Sequence[int]) -> bool:
             return all(seq is None or seq.finished for batch in batches for seq in block.sequences[batch])
 
-        for drawn in self._driver.run(block, finished, lambda _: bar.update()):
-            late.append(drawn)
-            if len(late) > width:
-                yield self._tell(block, answers, late.popleft())
+        with contextlib.closing(self._driver.run(block, finished, lambda _: bar.update())) as under_way:
+            for drawn in under_way:
+                late.append(drawn)
+                if len(late) > width:
+                    yield self._tell(block, answers, late.popleft())
         jax.block_until_ready([drawn.tokens for drawn in late])
         elapsed_s = time.perf_counter() - started
         for drawn in late:

@@ -39,8 +39,8 @@ class OffloadConfig:
                 raise ConfigError(field, value, "a positive number of GB")
         if self.schedule not in SCHEDULES:
             raise ConfigError("schedule", self.schedule, " or ".join(SCHEDULES))
-        if self.on_disk and self.disk_path is None:
-            raise ConfigError("disk_path", None, f"a folder: the policy keeps {' and '.join(self.on_disk)} on disk")
+        if self.on_disk and not self.disk_path:  # an empty path would be the working directory
+            raise ConfigError("disk_path", self.disk_path, f"a folder: the policy keeps {' and '.join(self.on_disk)} on disk")
 
     @property
     def on_disk(self) -> list[str]:

@@ -3,6 +3,8 @@
 import concurrent.futures
 import logging
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,14 +13,16 @@ from tqdm import tqdm
 
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.build import choose_kernels, resolve
+from jaxflow.engine.plans import on_gpu
 from jaxflow.memory.host_memory import free_host_bytes
+from jaxflow.memory.numa import bound, gpu_bus_ids, near_cpus
 from jaxflow.mesh import axis_of, make_mesh
 from jaxflow.model.checkpoint import Checkpoint
 from jaxflow.model.ops import Context
-from jaxflow.offload.accounting import LIMITS, account, check_fits
+from jaxflow.offload.accounting import LIMITS, Account, DoesNotFit, account, check_fits
 from jaxflow.offload.activation_store import ActivationStore
 from jaxflow.offload.compiled import Compiled, attends_on_host, compile_programs
-from jaxflow.offload.disk_tier import DiskFolder, check_folder, free_bytes
+from jaxflow.offload.disk_tier import DiskFolder, check_folder, free_bytes, sweep
 from jaxflow.offload.driver import Driver
 from jaxflow.offload.geometry import Geometry, PlacedWeights, place
 from jaxflow.offload.host_attention import HostAttention
@@ -59,34 +63,38 @@ def start(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint, 
     """
     phases = _Phases()
     geometry = make_geometry(offload, config, checkpoint)
-    if offload.on_disk:
-        check_folder(str(offload.disk_path))
+    disk = check_folder(str(offload.disk_path)) if offload.on_disk else None
+    if disk is not None:
+        sweep(disk)  # first, since what a killed run left there is not free
     placed = place(geometry)
     mesh = geometry.mesh
-    limits = _limits(offload, mesh.devices.flat[0])
-    check_fits(account(geometry, placed, 0), limits)
+    there = _there(mesh.devices.flat[0], disk)
+    _check_fits(account(geometry, placed, 0), offload, there)
     resolved = resolve(config, checkpoint.model_config)
     context = Context(geometry.config, choose_kernels(resolved, geometry.config), axis_of(mesh))
     with tqdm(desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
         compiled = compile_programs(Programs(geometry, context), placed, lambda _: bar.update())
     phases.ended("compile")
     found = account(geometry, placed, compiled.working_bytes)
-    check_fits(found, limits)
+    _check_fits(found, offload, there)
     log.info("offload: %s\n%s", _described(geometry), found.describe())
-    folder = DiskFolder(str(offload.disk_path)) if offload.on_disk else None
+    cpus = near_cpus(gpu_bus_ids(mesh.size)) if on_gpu() else None
+    limits = _limits(offload, there)
+    folder = DiskFolder(disk) if disk is not None else None
     tiers = Tiers(mesh, folder)
     undo = tiers.close
     try:
-        check_views(mesh)
-        room = limits["host"] is None or _weight_bytes(placed) <= limits["host"]  # KV is reserved behind the weights
-        weights = _load(placed, tiers, geometry, checkpoint, resolved.seed, progress, wait_on_host=room)
-        phases.ended("place")
-        driver, host = _driver(offload, geometry, compiled, tiers, weights)
-        phases.ended("reserve")
-        runtime = Runtime(offload, geometry, found, tiers, driver, host, resolved.seed)
-        undo = runtime.close
-        runtime.warm_up()
-        phases.ended("warm_up")
+        with bound(cpus):  # what is pinned lies near the GPUs, and so do the threads that fill it and attend to it
+            check_views(mesh)
+            room = limits["host"] is None or _weight_bytes(placed) <= limits["host"]  # KV is reserved behind the weights
+            weights = _load(placed, tiers, geometry, checkpoint, resolved.seed, progress, wait_on_host=room)
+            phases.ended("place")
+            driver, host = _driver(offload, geometry, compiled, tiers, weights)
+            phases.ended("reserve")
+            runtime = Runtime(offload, geometry, found, tiers, driver, host, resolved.seed)
+            undo = runtime.close
+            runtime.warm_up()
+            phases.ended("warm_up")
     except jax.errors.JaxRuntimeError as error:
         undo()
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -125,22 +133,43 @@ def make_geometry(offload: OffloadConfig, config: EngineConfig, checkpoint: Chec
     return Geometry(model, policy, jnp.dtype(resolve(config, model).dtype), config.block_size, make_mesh(tp))
 
 
-def _limits(offload: OffloadConfig, device: Any) -> dict[str, int | None]:
-    """Bytes by tier: as told, or what is there."""
-
-    def told(limit: float | None, there: int | None) -> int | None:
-        return there if limit is None else int(limit * GIGA)
-
+def _there(device: Any, disk: Path | None) -> dict[str, int | None]:
+    """Bytes by tier that this machine still has; None: not known."""
     stats = device.memory_stats()
-    limit, host = (
-        told(offload.gpu_memory_limit, int(stats["bytes_limit"]) if stats else None),
-        told(offload.host_memory_limit, free_host_bytes()),
-    )
     return {
-        "device": int(limit * (1 - _SPARE)) if stats and limit else limit,
-        "host": min(host, int(host_pool_gib(host) * 2**30 * (1 - _POOL_SPARE))) if stats and host else host,
-        "disk": told(offload.disk_limit, free_bytes(str(offload.disk_path)) if offload.on_disk else None),
+        "device": int(stats["bytes_limit"]) if stats else None,
+        "host": free_host_bytes(),
+        "disk": None if disk is None else free_bytes(disk),
     }
+
+
+def _told(offload: OffloadConfig, tier: str) -> int | None:
+    """Bytes of a tier that the run may use, as far as somebody said."""
+    limit = getattr(offload, LIMITS[tier])
+    return None if limit is None else int(limit * GIGA)
+
+
+def _limits(offload: OffloadConfig, there: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Bytes by tier: of what is told and what is there the smaller, where a GPU is less what gaps take."""
+    known = {tier: [size for size in (_told(offload, tier), there[tier]) if size is not None] for tier in TIERS}
+    limits = {tier: min(sizes, default=None) for tier, sizes in known.items()}
+    device, host = limits["device"], limits["host"]
+    if there["device"] is not None and device and host:
+        limits["device"] = int(device * (1 - _SPARE))
+        limits["host"] = min(host, int(host_pool_gib(host) * 2**30 * (1 - _POOL_SPARE)))
+    return limits
+
+
+def _check_fits(found: Account, offload: OffloadConfig, there: Mapping[str, int | None]) -> None:
+    """Raises: DoesNotFit, which names both where more is told than is there."""
+    try:
+        check_fits(found, _limits(offload, there))
+    except DoesNotFit as error:
+        told, free = _told(offload, error.tier), there[error.tier]
+        if told is None or free is None or told <= free:
+            raise
+        accepted = f"{told / GIGA:g} GB are asked for, of which {free / GIGA:.6g} GB are free; {error.accepted}"
+        raise DoesNotFit(error.tier, error.needed_bytes, error.limit_bytes, accepted) from None
 
 
 def _weight_bytes(placed: PlacedWeights) -> int:

@@ -132,6 +132,7 @@ SETTINGS = (
     ("kv_disk_size", {**HOST, "kv_disk_path": "/tmp", "kv_disk_size": 0.0}),
     ("kv_disk_size", {**HOST, "kv_disk_path": "/tmp", "kv_disk_size": math.inf}),
     ("kv_disk_size", {**HOST, "kv_disk_path": "/tmp", "kv_disk_size": 1e-9}),
+    ("kv_disk_path", {**HOST, "kv_disk_path": "", "kv_disk_size": 1.0}),
     ("kv_disk_path", {**HOST, "kv_disk_path": "/no/such/folder", "kv_disk_size": 1.0}),
     ("kv_disk_path", {**HOST, "kv_disk_path": "/proc", "kv_disk_size": 1.0}),
     ("quantization", {"quantization": "int3"}),

@@ -32,7 +32,7 @@ def test_help_of_the_bench_names_the_commands(capsys):
         ("throughput", ["--input_len", "100", "--max_model_len", "128"], "over the 128 tokens"),
         ("hierarchy", ["--input_len", "600"], "over the 512 tokens"),
         ("hierarchy", ["--trace", TRACE, "--rounds", "3"], "--rounds 3"),
-        ("hierarchy", ["--input_len", "8", "--output_len", "8", "--request_rate", "0"], "rate=0.0"),
+        ("hierarchy", ["--input_len", "8", "--output_len", "8", "--request_rate", "0"], "request_rate=0.0 is not"),
         ("sweep", ["--sweep", "rate", "--values", "4", "--trace", "absent.jsonl"], "--trace absent.jsonl"),
     ],
 )

@@ -221,6 +221,7 @@ def test_memory_that_the_cache_of_files_holds_is_free(checkpoint, tmp_path, monk
     """A laptop with 200 MB unused and 6 GB of files in its cache; half of what is free is for pages."""
     (tmp_path / "meminfo").write_text("MemTotal: 8000000 kB\nMemFree: 200000 kB\nMemAvailable: 6000000 kB\nCached: 6100000 kB\n")
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path / "none")
     assert memory_budget(make_mesh(1), EngineConfig(model=LLAMA, gpu_memory_utilization=0.5)) == 6_000_000 * 1024 // 4
     config = resolve(EngineConfig(model=LLAMA, kv_offloading_size=5.0), checkpoint.model_config)
     check_host(config, checkpoint.model_config)

@@ -196,6 +196,22 @@ def test_more_than_the_disk_is_refused_and_more_than_it_has_room_for_is_told(tmp
     assert threads() == before
 
 
+def test_a_disk_that_does_not_say_how_large_it_is_leaves_nothing_open(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    before, (config, made) = threads(), toy.executor("stories260K")
+    config = dataclasses.replace(config, kv_offloading_size=1.0, kv_disk_path=str(tmp_path), kv_disk_size=1e-2)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", fail)
+        with pytest.raises(ConfigError, match=r"kv_disk_path='.*a folder whose disk says how large it is \(Stale file handle\)"):
+            open_disk(config, made.programs.context.config, b"a model")
+    assert threads() == before
+    disk = open_disk(config, made.programs.context.config, b"a model")  # nobody holds its lock
+    assert disk is not None
+    disk.close()
+
+
 def test_the_python_api_after_a_restart(tmp_path, monkeypatch):
     """Serve, end, start over the same folder: the later round is not computed again, and says the same."""
     monkeypatch.setattr(host_tier, "worth_loading", lambda *_: True)  # which depends on how busy the machine is

@@ -71,6 +71,22 @@ def test_what_the_host_has_is_on_the_disk_too_when_that_has_time(link):
     assert link.disk.contains(key(1)) and link.disk.contains(key(2)) and len(store_of(link)) == 2
 
 
+def test_a_page_filled_in_part_never_gets_there(link):
+    """Nobody asks the disk for it: not when it arrives, nor when it leaves the host, nor at the end."""
+    parts = [key(100), key(101)]
+    for part in parts:
+        assert store_of(link).reserve(part, part=True)
+        store_of(link).put(part, page(1))
+    store_of(link).discard(parts[:1])
+    keep(link, *range(8))
+    assert not store_of(link).contains(parts[1]), "evicted"
+    assert store_of(link).reserve(parts[0], part=True)
+    store_of(link).put(parts[0], page(1))
+    link.close()
+    assert [i for i in range(8) if link.disk.contains(key(i))] == [*range(8)]
+    assert not any(link.disk.contains(part) for part in parts) and link.disk.counters().pages == 8
+
+
 def test_at_the_end_all_of_the_host_is_on_the_disk_the_last_used_first(link, tmp_path):
     link.disk._write_queue_bytes = 0  # one at a time: none while another is being written
     keep(link, *range(8))

@@ -5,13 +5,16 @@ import tempfile
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import config, prompt
 from simulated_host import PAGE_BYTES, TieredWorld
 
+from jaxflow.engine import host_tier
 from jaxflow.engine.disk_link import DiskLink
 from jaxflow.engine.host_tier import PATIENCE
+from jaxflow.memory import prefix
 from jaxflow.memory.disk_file import HEADER_BYTES
 from jaxflow.memory.disk_tier import DiskTier
 
@@ -131,6 +134,28 @@ def test_a_later_round_finds_what_the_engine_before_it_had():
         assert world.disk.counters().hits == 4
         assert seq.chain is not None and [key[1:] for key in world.disk._index][1:5] == seq.chain[4:0:-1], "the first page goes last"
         world.link.close()
+
+
+@pytest.mark.parametrize("host_pages", [6, 10**6])
+def test_what_preempted_sequences_had_filled_in_part_is_never_on_the_disk(monkeypatch, host_pages):
+    """Outputs longer than is hoped: sequences are pre-empted, and say what they say alone; a small host loses parts, which are computed."""
+    parts: set[bytes] = set()
+
+    def part_name(*given):
+        parts.add(name := prefix.part_name(*given))
+        return name
+
+    monkeypatch.setattr(host_tier, "part_name", part_name)
+    machine = {"config": config(num_pages=(16,), max_num_seqs=8), "hope": 2, "host_bytes": host_pages * PAGE_BYTES[0]}
+    with tempfile.TemporaryDirectory() as folder:
+        world = DiskWorld(**machine).below(pathlib.Path(folder), 1000, 1.0)
+        for i in range(24):
+            world.add(prompt(world.random, 5 + i % 8), max_tokens=30, seed=i)
+        world.run()
+        world.link.close()
+        assert world.tier.counters.swapped_in > 4 and (world.tier.store.counters.evicted > 100) == (host_pages == 6)
+        assert len(world.disk._index) > 100
+        assert len(parts) > 4 and not parts & {key[1:] for key in world.disk._index}
 
 
 def test_what_is_computed_much_sooner_is_not_read(monkeypatch):

@@ -60,5 +60,21 @@ def test_a_bound_thread_is_bound_alone():
     assert not [thread for thread in threading.enumerate() if thread.name == "jaxflow-reserve"]
 
 
+def test_whoever_is_bound_for_a_while_starts_threads_that_stay():
+    before, found = os.sched_getaffinity(0), []
+    one, go = {min(before)}, threading.Event()
+    thread = threading.Thread(target=lambda: (go.wait(30), found.append(os.sched_getaffinity(0))))
+    with pytest.raises(ZeroDivisionError), numa.bound(one):
+        assert os.sched_getaffinity(0) == one
+        thread.start()
+        raise ZeroDivisionError
+    assert os.sched_getaffinity(0) == before
+    go.set()
+    thread.join()
+    assert found == [one]
+    with numa.bound(None):
+        assert os.sched_getaffinity(0) == before
+
+
 def test_without_a_driver_nothing_is_known():
     assert numa.gpu_bus_ids(1) == [] or all(":" in bus_id for bus_id in numa.gpu_bus_ids(1))

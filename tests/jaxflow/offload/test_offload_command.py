@@ -17,6 +17,7 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.offload import start
 from jaxflow.offload.__main__ import main
 from jaxflow.offload.accounting import DoesNotFit
+from jaxflow.offload.options import random_prompts
 from jaxflow.offload.policy import save_policy
 from jaxflow.offload.runtime import Runtime
 from search import offload, placement_solver
@@ -80,14 +81,18 @@ OF_NO_EFFECT = (
     ("arguments", "words"),
     [
         ([], "`python -m search placement --model stories260K"),
-        (["--policy", "FILE", "--weights_percent", "50,60,0"], "percentages that sum to 100"),
-        (["--policy", "FILE", "--kv_percent", "all"], "three percentages"),
+        *(
+            (["--policy", "FILE", f"--{kind}_percent", given], f"{kind}_percent='{given}' is not supported: three percentages that sum to")
+            for kind, given in (("weights", "20,90,0"), ("kv", "all"), ("kv", "nan,90,0"), ("activations", "130,-30,0"), ("weights", "100"))
+        ),
         (["--policy", "FILE", "--weights_percent", "0,0,100"], "disk_path=None"),
         (["--policy", "FILE", "--gpu_memory_limit", "0.00001"], "gpu_memory_limit"),
         (["--policy", "FILE", "--kv_bits", "4", "--host_attention"], "host_attention=True with kv_bits=4"),
         (["--policy", "no-such-file"], "no-such-file"),
         (["--policy", "FILE", "--prompts", "no-such-file"], "prompts='no-such-file' is not supported: a file that exists"),
         (["--policy", "FILE", "--prompts", "/dev/null"], "prompts='/dev/null'"),
+        (["--policy", "FILE", "--prompts", "no-such-file", "--num_prompts", "3"], "num_prompts=3 is not supported: unset: the prompts are"),
+        (["--policy", "FILE", "--seed", str(2**63)], "seed=9223372036854775808 is not accepted: a 64-bit integer"),
         (["--policy", "FILE", "--temperature", "inf"], "temperature"),
         (["--policy", "FILE", "--output", "no/such/folder/out"], "output='no/such/folder/out' is not supported: a file"),
         (["--policy", "FILE", "--output_json", "/"], "output_json='/' is not supported: a file that can be written"),
@@ -98,6 +103,38 @@ def test_what_cannot_work_is_refused_in_a_line(file, arguments, words, capsys, m
     monkeypatch.setattr(start, "compile_programs", lambda *_: pytest.fail("refused only when it was compiled"))
     assert main(["offload", "--model", FOLDER, *[str(file) if one == "FILE" else one for one in arguments]]) == 1
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        *(
+            (b'{"prompt": "Once"}\n\n{"prompt": %s}' % wrong, "line 3' is not supported: a `prompt` that is a text or a list of token ids")
+            for wrong in (b"42", b"null", b"[1, 2.5]", b"[1, true]", b"[[1]]", b'{"a": 1}')
+        ),
+        (b'{"prompt": 42}\n{"prompt": 43}', "line 1' is not supported: a `prompt` that is"),
+        (b"{Once", "line 1' is not supported: a text, or a JSON object with `prompt`"),
+        (b'{"text": "Once"}', "line 1' is not supported: a text, or a JSON object with `prompt`"),
+        (b"Once\nupon \xff a time", "line 2' is not supported: text in UTF-8: invalid start byte at byte 6"),
+        (b'Once\n{"prompt": [%s]}' % b",".join([b"5"] * 41), "line 2: 41 tokens' is not supported: at most 40, the policy's prompt_tokens"),
+        (b"Once " * 60, "tokens' is not supported: at most 40, the policy's prompt_tokens"),
+        (b'{"prompt": [5, 512]}', "line 1: 512' is not supported: token ids 0 to 511"),
+        (b'{"prompt": [-1]}', "line 1: -1' is not supported: token ids 0 to 511"),
+        (b'{"prompt": []}', "line 1: []' is not supported: at least one token"),
+        (b'{"prompt": "\\ud800"}', "surrogate"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused_by_its_line(file, tmp_path, lines, words, capsys, monkeypatch):
+    monkeypatch.setattr(start, "compile_programs", lambda *_: pytest.fail("refused only when it was compiled"))
+    (tmp_path / "prompts").write_bytes(lines)
+    assert main(["offload", "--model", FOLDER, "--policy", str(file), "--prompts", str(tmp_path / "prompts")]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: prompts='{tmp_path / 'prompts'}, line ") and words in told
+
+
+def test_random_prompts_of_any_seed():
+    assert random_prompts(2, 3, 512, 7) == random_prompts(2, 3, 512, 7) != random_prompts(2, 3, 512, -7)
+    assert all(0 <= token < 5 for prompt in random_prompts(9, 9, 5, -1) for token in prompt)
 
 
 def test_help_has_what_an_offloaded_run_goes_by_alone(capsys):
@@ -116,8 +153,9 @@ def test_the_python_api(file, tmp_path):
         for bad, field in (({"max_tokens": 7}, "max_tokens"), ({"max_tokens": 2, "prompt_logprobs": 1}, "prompt_logprobs")):
             with pytest.raises(InvalidRequest, match=field):
                 llm.generate("Once", SamplingParams(**bad), use_tqdm=False)
-        with pytest.raises(InvalidRequest, match="prompt='41 tokens'"):
-            llm.generate([[5] * 41], SamplingParams(max_tokens=2), use_tqdm=False)
+        for tokens in (2, 6):
+            with pytest.raises(InvalidRequest, match="prompt='41 tokens' is not accepted: at most 40, the policy's prompt_tokens"):
+                llm.generate([[5] * 41], SamplingParams(max_tokens=tokens), use_tqdm=False)
     with pytest.raises(ValueError, match=r"offload=3.*python -m search placement"):
         LLM(FOLDER, offload=3)  # type: ignore[arg-type]
 

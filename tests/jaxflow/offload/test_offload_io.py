@@ -1,6 +1,7 @@
 """What a run moves and holds: Theorem 4.1 counted on the real thing, and the account of bytes against what was allocated."""
 
 import errno
+import functools
 import os
 import threading
 
@@ -9,9 +10,10 @@ import pytest
 from offloaded import DISK, HOST, MIXED, OUTPUT, PROMPT, changed, goldens, policy, requests, run, runtime
 
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.memory.numa import near_cpus
 from jaxflow.model.checkpoint import open_checkpoint
-from jaxflow.offload.accounting import account, check_fits
-from jaxflow.offload.disk_tier import DiskError
+from jaxflow.offload.accounting import DoesNotFit, account, check_fits
+from jaxflow.offload.disk_tier import PREFIX, DiskError
 from jaxflow.offload.geometry import place
 from jaxflow.offload.host_tier import HostArray
 from jaxflow.offload.run import Run
@@ -19,6 +21,7 @@ from jaxflow.offload.schedule import squares
 from jaxflow.offload.settings import OffloadConfig
 from jaxflow.offload.shards import device_bytes
 from jaxflow.offload.start import make_geometry, start
+from jaxflow.offload.weight_store import WeightStore
 from search.machine_curves import CURVES, Curve, Machine
 from search.placement_cost import predict
 from search.placement_workload import workload
@@ -152,6 +155,50 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("field", "share", "free"), [("host_memory_limit", HOST, "free_host_bytes"), ("disk_limit", DISK, "free_bytes")])
+def test_what_is_told_beyond_what_is_free_does_not_count(tmp_path, monkeypatch, field, share, free):
+    monkeypatch.setattr(f"jaxflow.offload.start.{free}", lambda *_: 100_000)
+    said = f"{field}='0.0001 GB' is not supported: 1000 GB are asked for, of which 0.0001 GB are free; at least 0.00"
+    with pytest.raises(DoesNotFit, match=said) as caught:
+        begin(settings(tmp_path, weights=share, **{field: 1000.0}))
+    assert caught.value.limit_bytes == 100_000 < caught.value.needed_bytes
+    with pytest.raises(DoesNotFit, match=f"{field}='5e-05 GB' is not supported: at least 0.00"):  # less than is free
+        begin(settings(tmp_path, weights=share, **{field: 0.00005}))
+
+
+def test_a_path_from_home_and_what_a_killed_run_left_there(tmp_path, monkeypatch):
+    """Its files are gone before what is free is looked at: here nothing would be, with them."""
+    dead = tmp_path / f"{PREFIX}1-dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("jaxflow.offload.start.free_bytes", lambda folder: 0 if dead.exists() or folder != tmp_path else 10**9)
+    with begin(OffloadConfig(policy(MODEL, weights=DISK), disk_path="~")) as made:
+        assert made._driver._setup.tiers.folder.path.parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_and_pinned_memory_are_near_the_gpus(tmp_path, monkeypatch):
+    before, bound, own = os.sched_getaffinity(0), [], WeightStore.add
+    near = {min(before)}
+    for node, cpus in enumerate((min(before), 10**4)):  # two sockets, a GPU on the first
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpus}\n")
+    (tmp_path / "sys/bus/pci/devices/0000:17:00.0").mkdir(parents=True)
+    (tmp_path / "sys/bus/pci/devices/0000:17:00.0/numa_node").write_text("0\n")
+    monkeypatch.setattr("jaxflow.offload.start.on_gpu", lambda: True)
+    monkeypatch.setattr("jaxflow.offload.start.gpu_bus_ids", lambda count: ["00000000:17:00.0"][:count])
+    monkeypatch.setattr("jaxflow.offload.start.near_cpus", functools.partial(near_cpus, root=tmp_path / "sys"))
+    monkeypatch.setattr(WeightStore, "add", lambda *a, **k: (bound.append(os.sched_getaffinity(0)), own(*a, **k)))
+    others = set(threading.enumerate())
+    with begin(settings(tmp_path, weights=MIXED, kv=MIXED, host_attention=True)):
+        assert bound == [near] * LAYERS and os.sched_getaffinity(0) == before
+        started = {thread.name: os.sched_getaffinity(thread.native_id) for thread in set(threading.enumerate()) - others}
+    assert {name.rpartition("_")[0] for name in started} >= {"host-attention", "host-attention-order", "read-weights", "write", "checksum"}
+    assert all(cpus == near for cpus in started.values())
+
+
 def test_what_is_advised_fits(tmp_path):
     offload = settings(tmp_path, weights=MIXED, kv=MIXED)
     g = make_geometry(offload, EngineConfig(model=str(offload_model()), block_size=16), open_checkpoint(str(offload_model())))
@@ -180,6 +227,8 @@ def test_a_disk_that_fills_up_while_layers_are_placed(tmp_path, monkeypatch):
 def test_settings_that_cannot_work(tmp_path):
     with pytest.raises(ConfigError, match=r"disk_path=None.*weights and kv on disk"):
         OffloadConfig(policy(MODEL, weights=MIXED, kv=DISK))
+    with pytest.raises(ConfigError, match=r"disk_path=''.*weights and kv on disk"):
+        OffloadConfig(policy(MODEL, weights=MIXED, kv=DISK), disk_path="")
     with pytest.raises(ConfigError, match=r"disk_path=.*a folder that exists"):
         begin(OffloadConfig(policy(MODEL, weights=DISK), disk_path=str(tmp_path / "gone")))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3.*a divisor"):

@@ -162,8 +162,8 @@ class TestDisk:
         )
         subprocess.run([sys.executable, "-c", script], check=False)
         assert [path.name.startswith(PREFIX) for path in tmp_path.iterdir()] == [True]
-        first = DiskFolder(tmp_path)
-        second = DiskFolder(tmp_path)  # one that lives is left alone
+        first, second = DiskFolder(tmp_path), DiskFolder(tmp_path)
+        disk_tier.sweep(tmp_path)  # those that live are left alone
         assert sorted(tmp_path.iterdir()) == sorted([first.path, second.path])
         first.close()
         second.close()
@@ -171,6 +171,22 @@ class TestDisk:
     def test_no_folder(self, tmp_path):
         with pytest.raises(ConfigError, match="disk_path="):
             DiskFolder(tmp_path / "missing")
+        with pytest.raises(DiskError, match=r"missing: cannot tell what is free: No such file or directory"):
+            disk_tier.free_bytes(tmp_path / "missing")
+
+    def test_a_full_disk_that_does_not_say_what_is_free(self, tmp_path, monkeypatch):
+        def fails(number):
+            def fail(*_):
+                raise OSError(number, os.strerror(number))
+
+            return fail
+
+        folder = DiskFolder(tmp_path)
+        monkeypatch.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
+        monkeypatch.setattr(os, "statvfs", fails(errno.ESTALE))
+        with pytest.raises(DiskError, match=r"No space left on device; lower the policy's disk shares"):
+            folder.create("weights", 2_000_000_000)
+        folder.close()
 
     @pytest.mark.parametrize(
         ("call", "fault", "words", "changes"),

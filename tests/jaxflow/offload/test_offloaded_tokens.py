@@ -74,14 +74,18 @@ def test_windows_caps_and_norms_behind_blocks(tmp_path):
 FAMILIES = ["tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-gemma2", "tiny-gemma3_text", "tiny-mixtral", "tiny-qwen3_moe"]
 
 
+WAYS = {"disk": (1, DISK, False), "two devices": (2, HOST, False), "two devices, attends on the host": (2, HOST, True)}
+
+
 @pytest.mark.parametrize(
-    ("model", "tp"),
-    [(name, tp) for name in FAMILIES for tp in (1, 2) if (name, tp) != ("tiny-gemma2", 1)],  # that one is above
+    ("model", "way"),
+    [(name, way) for name in FAMILIES for way in WAYS if (name, way) != ("tiny-gemma2", "disk")],  # that one is above
 )
-def test_every_other_family(model, tp, tmp_path):
+def test_every_other_family(model, way, tmp_path):
     """KV in one piece, so that what is compiled is small: how pieces are put together is no matter of the family."""
     prompts, expected = goldens(model, copies=1)
-    with runtime(model, tmp_path, tp=tp, weights=MIXED, kv=DISK if tp == 1 else HOST) as made:
+    tp, kv, host_attention = WAYS[way]
+    with runtime(model, tmp_path, tp=tp, weights=MIXED, kv=kv, host_attention=host_attention) as made:
         assert run(made, requests(prompts)) == expected
 
 

@@ -1,5 +1,7 @@
 """Policies: read back as written, refused where they cannot be followed."""
 
+import math
+import re
 from typing import Any
 
 import msgspec
@@ -29,12 +31,19 @@ def test_a_policy_is_read_as_it_was_written(tmp_path):
 def test_shares_sum_to_100_or_are_refused(device, host):
     disk = 100 - device - host
     if disk >= 0:
-        assert sum(Shares(device, host, disk)) == pytest.approx(100)
+        assert sum(policy(kv=Shares(device, host, disk)).kv) == pytest.approx(100)
     elif disk < -1e-3:
-        with pytest.raises(PolicyError, match="disk"):
-            Shares(device, host, disk)
-        with pytest.raises(PolicyError, match="sum to 100"):
-            Shares(device, host)
+        for wrong in (Shares(device, host, disk), Shares(device, host)):
+            with pytest.raises(PolicyError, match=r"kv=Shares\(.*sum to 100"):
+                policy(kv=wrong)
+
+
+@pytest.mark.parametrize("kind", ["weights", "kv", "activations"])
+@pytest.mark.parametrize("wrong", [Shares(20.0, 90.0), Shares(math.nan, 90.0), Shares(130.0, -30.0), (20, 80, 0), None], ids=str)
+def test_wrong_shares_are_refused_with_whose_they_are(kind, wrong):
+    words = f"{kind}={wrong}: three percentages that sum to 100, each 0 to 100, as Shares(device=20.0, host=80.0, disk=0.0)"
+    with pytest.raises(PolicyError, match=f"^{re.escape(words)}$"):
+        policy(**{kind: wrong})
 
 
 @pytest.mark.parametrize(
@@ -59,8 +68,8 @@ def test_what_does_not_belong_is_refused(tmp_path):
     fields = msgspec.to_builtins(policy())
     for change, word in (
         ({"schema_version": 7}, "schema_version=7"),
-        ({"weights": {"device": 130.0}}, "device=130"),
-        ({"kv": {"device": 30.0}}, "sum to 100"),
+        ({"weights": {"device": 130.0}}, r"weights=Shares\(device=130"),
+        ({"kv": {"device": 30.0}}, "kv=.*sum to 100"),
         ({"colour": "red"}, "colour"),
     ):
         path.write_bytes(msgspec.json.encode(fields | change))
