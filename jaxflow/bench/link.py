@@ -108,11 +108,7 @@ def measure_steps(steady: Steady, transfers: Transfers, tokens: int, seconds: fl
 def run() -> dict[str, Any]:
     """The command. Raises: ConfigError, CheckpointError."""
     f = flags.FLAGS
-    config = engine_config_from_flags()
-    try:
-        workload = parse_workload(f.workload)
-    except ConfigError as error:  # which names the flag of commands that take several
-        raise ConfigError("workload", error.value, error.accepted) from None
+    config, workload = engine_config_from_flags(), parse_workload(f.workload, "workload")
     if not config.kv_offloading_size:
         raise ConfigError("kv_offloading_size", 0, "GiB of host memory, more than 0")
     bed = make_bed(dataclasses.replace(config, plan="sequential"), [], [], [workload], [USUAL])

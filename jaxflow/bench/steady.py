@@ -40,12 +40,12 @@ class Workload:
         return f"{self.prompt_tokens}/{self.output_tokens}" if self.decodes is None else f"{self.decodes}x{self.prompt_tokens}"
 
 
-def parse_workload(text: str) -> Workload:
-    """`1024/512`: prompt and output tokens. `256x1100`: 256 decodes of 1100 keys. Raises: ConfigError."""
+def parse_workload(text: str, flag: str = "workloads") -> Workload:
+    """`1024/512`: prompt and output tokens. `256x1100`: 256 decodes of 1100 keys. Raises: ConfigError of the flag."""
     found = re.fullmatch(r"(\d+)([/x])(\d+)", text)
     first, kind, second = (int(found[1]), found[2], int(found[3])) if found else (0, "", 0)
     if not first or (kind == "x" and not second):
-        raise ConfigError("workloads", text, "prompt/output tokens (1024/512), or decodes x keys (256x1100)")
+        raise ConfigError(flag, text, "prompt/output tokens (1024/512), or decodes x keys (256x1100)")
     return Workload(first, second) if kind == "/" else Workload(second, 0, decodes=first)
 
 

@@ -24,7 +24,7 @@ from absl import flags
 from jaxflow.bench import machine, options, trace_plot
 from jaxflow.bench.plans import Bed, bed_of_flags
 from jaxflow.bench.report import line
-from jaxflow.bench.steady import Steady, parse_workload
+from jaxflow.bench.steady import Steady, Workload, parse_workload
 from jaxflow.bench.trace_events import RESOURCES, Kernel, LayerTrace, Used, means, one_layer, read_kernels, scopes, shares
 from jaxflow.engine.plans import products_dtype
 from jaxflow.model.composition import Composition
@@ -132,9 +132,9 @@ def graph_of(bed: Bed, plan: Plan) -> Graph:
     return model_graph(bed.model, config.tensor_parallel_size, Widths(weights, kv, wide, wide), scattered=scattered)
 
 
-def measure(bed: Bed, workload: str, seconds: float, traced_seconds: float, folder: Path, device: str | None) -> list[dict[str, Any]]:
+def measure(bed: Bed, workload: Workload, seconds: float, traced_seconds: float, folder: Path, device: str | None) -> list[dict[str, Any]]:
     """Every plan's layer, timed and traced. Raises: ValueError for a trace that does not show the plan's ops."""
-    ready = bed.ready(parse_workload(workload))
+    ready = bed.ready(workload)
     timings = interleaved({name: steady.enqueue for name, (steady, _) in ready.items()}, seconds=seconds)
     found = []
     for number, (name, (steady, step)) in enumerate(ready.items()):
@@ -151,10 +151,10 @@ def measure(bed: Bed, workload: str, seconds: float, traced_seconds: float, fold
 def run() -> dict[str, Any]:
     """The command. Raises: ConfigError, PlanError, CheckpointError, ValueError."""
     f, begun = flags.FLAGS, time.monotonic()
-    workload = parse_workload(f.workload)
+    workload = parse_workload(f.workload, "workload")
     bed = bed_of_flags([workload], ["streams"])
     with tempfile.TemporaryDirectory() as temporary:
-        found = measure(bed, f.workload, f.seconds, f.traced_seconds, Path(f.trace_dir or temporary), f.optimal_device)
+        found = measure(bed, workload, f.seconds, f.traced_seconds, Path(f.trace_dir or temporary), f.optimal_device)
     result = {
         "command_name": "trace",
         "model": Path(bed.config.model).name,

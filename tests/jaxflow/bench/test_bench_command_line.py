@@ -34,6 +34,7 @@ def test_help_of_the_bench_names_the_commands(capsys):
         ("hierarchy", ["--trace", TRACE, "--rounds", "3"], "--rounds 3"),
         ("hierarchy", ["--input_len", "8", "--output_len", "8", "--request_rate", "0"], "request_rate=0.0 is not"),
         ("sweep", ["--sweep", "rate", "--values", "4", "--trace", "absent.jsonl"], "--trace absent.jsonl"),
+        ("trace", ["--workload", "foo"], "workload='foo'"),
     ],
 )
 def test_a_workload_is_refused_before_a_model_is_loaded_for_it(no_flags, monkeypatch, capsys, command, arguments, message):
