@@ -54,13 +54,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """choices: by rows, ascending; the last one also holds beyond."""
+    """choices: by rows, ascending; the last one also holds beyond, but for its tile, which was made for so many rows."""
 
     shape: Shape
     choices: tuple[Choice, ...]
 
     def choose(self, rows: int) -> Choice:
-        return next((choice for choice in self.choices if rows <= choice.rows), self.choices[-1])
+        return next((choice for choice in self.choices if rows <= choice.rows), dataclasses.replace(self.choices[-1], tile=()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,12 +26,11 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
-import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +47,13 @@ from pallas_kernels.gemm import Product, kernel, product_of, takers
 from pallas_kernels.quantized import BLOCK, Quantized
 from pallas_kernels.reference.int4 import quantize_int4
 from pallas_kernels.table import Choice, Shape
+from pallas_kernels.tune_rules import label, merge, merged, missing, read, rule_of, write
 from pallas_kernels.tune_shapes import parse_shape, shapes_of, told
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ROTATED = 240 << 20  # bytes of weights that a program walks through: four times the L2
 BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "int4": 0.5}  # of a weight's number
 FLAT_TILES = {"flat": (128, 16), "int4": (512, 4.5)}  # depth along K, and bits a weight, of the tiles that --tiles tries
-TIE = 0.01  # what must be gained to change kernels from one number of rows to the next, and by a kernel that must be compiled over XLA's
 
 
 def tiles(name: str, p: Product, others: bool) -> list[tuple[tuple[str, int], ...]]:
@@ -157,80 +156,20 @@ def _measured(
     for p in products:
         progress(f"{shape.k} x {shape.n} M {p.rows}")
         programs = {choice: program for (of, choice), program in made.items() if of == p}
-        ways = {_label(choice): program for choice, program in programs.items() if callable(program)}
+        ways = {label(choice): program for choice, program in programs.items() if callable(program)}
         timings = interleaved(ways, calls=inputs[p.rows].rounds * len(inputs[p.rows].ws), seconds=seconds)
         us = {name: timing.us for name, timing in timings.items()}
         for name, took in us.items():
             refuse_impossible(f"{shape.k} x {shape.n} M {p.rows} {name}", took, least(p), jax.devices()[0].device_kind)
-        failed = {_label(choice): program for choice, program in programs.items() if isinstance(program, str)}
+        failed = {label(choice): program for choice, program in programs.items() if isinstance(program, str)}
         measured.append({"rows": p.rows, "us": us} | ({"failed": failed} if failed else {}))
     return rule_of(dataclasses.asdict(shape), measured)
-
-
-def rule_of(shape: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A shape's rule, as it stands in the table's JSON. measured: the times of each way by number of rows, ascending."""
-    best: list[Choice] = []
-    for one in measured:
-        best.append(_labelled(fastest(one["us"], _label(best[-1]) if best else None), one["rows"]))
-    rules = [{"rows": c.rows, "kernel": c.kernel} | ({"tile": dict(c.tile)} if c.tile else {}) for c in table.choices(best)]
-    return {"shape": shape, "choices": rules, "measured": measured}
 
 
 def least(p: Product) -> Least:
     """What any kernel must do for a product: read the weight, which is in no cache, and multiply."""
     shape = p.shape
     return Least(shape.n * shape.k * BYTES[shape.weights], 2.0 * p.rows * shape.n * shape.k, p.activations)
-
-
-def fastest(us: Mapping[str, float], before: str | None) -> str:
-    """The way of least time.
-
-    The one before it stays where it is as good, so that noise makes no inflection points; else XLA's is taken where that is as good: ours
-    cost some seconds of compiling for every number of rows.
-    """
-    name = min(us, key=lambda way: us[way])
-    as_good = [way for way in (before, "xla") if way is not None and us.get(way, float("inf")) <= us[name] * (1 + TIE)]
-    return as_good[0] if as_good else name
-
-
-def _label(choice: Choice) -> str:
-    return choice.kernel + "".join(f" {name}={value}" for name, value in choice.tile)
-
-
-def _labelled(label: str, rows: int) -> Choice:
-    """The choice of a `_label`, for so many rows."""
-    name, *tile = label.split(" ")
-    return Choice(rows, name, tuple((field, int(value)) for field, _, value in (each.partition("=") for each in tile)))
-
-
-def missing(shapes: Iterable[Shape], rows: Iterable[int], old: Mapping[str, Any] | None) -> list[Shape]:
-    """The shapes that a table's JSON has no rule for that was measured at these numbers of rows."""
-    known = [(rule["shape"], {one["rows"] for one in rule.get("measured", ())}) for rule in (old or {}).get("rules", [])]
-    return [shape for shape in shapes if not any(of == dataclasses.asdict(shape) and set(rows) <= at for of, at in known)]
-
-
-def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
-    """A table's JSON with new rules: of a shape that it has, new times stand in for the old ones of as many rows, and others stay."""
-    kept = list((old or {}).get("rules", []))
-    rules = []
-    for rule in new["rules"]:
-        before = [one for one in kept if one["shape"] == rule["shape"]]
-        kept = [one for one in kept if one["shape"] != rule["shape"]]
-        at = {one["rows"]: one for of in (*before, rule) for one in of["measured"]}
-        rules.append(rule_of(rule["shape"], [at[rows] for rows in sorted(at)]))
-    return {**new, "rules": kept + rules}
-
-
-def merge(paths: Iterable[str], output: str) -> None:
-    """Writes one table of what shares of the shapes wrote, of which some may have been left no shape and no file.
-
-    Raises: ValueError where there is no file at all, or files are of several devices.
-    """
-    files = [json.loads(Path(path).read_text("utf-8")) for path in paths if Path(path).exists()]
-    devices = {file["device"] for file in files}
-    if len(devices) != 1:
-        raise ValueError(f"--merge: tables of one device, not of {', '.join(sorted(devices)) or 'none'}")
-    Path(output).write_text(json.dumps(functools.reduce(merged, files), indent=1) + "\n", "utf-8")
 
 
 def main() -> None:
@@ -265,9 +204,9 @@ def main() -> None:
         if not args.rows or args.rows[0] < 1:
             raise ValueError(f"--rows {' '.join(map(str, args.rows)) or '(none)'}: numbers of 1 and more")
         shapes = [parse_shape(text, args.weights) for text in args.shapes] or shapes_of(args.models, args.weights)
-        old = json.loads(path.read_text("utf-8")) if path.exists() else None
-        if old is not None:
-            table.parse(old)
+        old = read(path) if path.exists() else None
+        if old is not None and old["device"] != device:
+            raise ValueError(f"--output {path}: a table of this device, {device}, not of {old['device']}")
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
     shapes = shapes[share[0] :: share[1]]
@@ -295,7 +234,7 @@ def main() -> None:
             bar.write(f"{shape}: " + ", ".join(f"{c['kernel']} to {c['rows']}" for c in rule["choices"]))
             new = {"schema": table.SCHEMA, "device": device, "jax": jax.__version__, "command": command, "rules": [rule]}
             old = merged(old, new)
-            path.write_text(json.dumps(old, indent=1) + "\n", "utf-8")  # a shape at a time: what is measured is kept
+            write(path, old)  # a shape at a time: what is measured is kept
             took = max(took, time.monotonic() - began)
     if left_out:
         print(f"left out after {args.time_limit_s:g} s: --shapes {' '.join(left_out)}")

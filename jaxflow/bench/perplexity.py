@@ -23,6 +23,7 @@ from jaxflow.engine.request import SamplingParams
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
 from jaxflow.memory.quantize import dequantize_kv, quantize_kv
+from jaxflow.model.calibrate import load_tokens
 from pallas_kernels import reference
 from pallas_kernels.kernel_set import REFERENCE, KernelSet
 from pallas_kernels.reference.rope_append import append
@@ -101,7 +102,7 @@ def moved(found: np.ndarray, wide: np.ndarray) -> dict[str, float]:
 def run() -> dict[str, Any]:
     """The command. Raises: ConfigError, OSError, ValueError for flags that do not work."""
     f = flags.FLAGS
-    windows = np.load(f.tokens)[: f.windows].astype(np.int64)
+    windows = load_tokens(f.tokens)[: f.windows].astype(np.int64)
     result: dict[str, Any] = {}
     ways = []
     for llm, way in measure(engine_config_from_flags(), windows):

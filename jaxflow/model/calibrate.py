@@ -138,11 +138,23 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(name, getattr(options, name), f"at least {least}")
 
 
+def load_tokens(path: str | Path) -> np.ndarray:
+    """The array of a .npy file of token ids. Raises: ConfigError for what is no such file; OSError for one that cannot be read."""
+    accepted = "a .npy file of token ids [windows, tokens], at least one window of two"
+    try:
+        found = np.load(path)
+    except (EOFError, ValueError) as error:  # no file of numbers; objects, which are pickled, are none either
+        raise ConfigError("tokens", str(path), accepted) from error
+    if not isinstance(found, np.ndarray):  # an archive of several
+        raise ConfigError("tokens", str(path), accepted)
+    if found.ndim != 2 or found.shape[0] < 1 or found.shape[1] < 2 or found.dtype.kind not in "iu":
+        raise ConfigError("tokens", f"{path}, {found.dtype} {list(found.shape)}", accepted)
+    return found
+
+
 def _load_windows(options: argparse.Namespace, checkpoint: Checkpoint) -> np.ndarray:
     length = min(options.window, checkpoint.model_config.max_position)
-    windows = text_windows(checkpoint, options.text.read_text("utf-8"), length) if options.text else np.load(options.tokens)
-    if windows.ndim != 2 or windows.shape[0] < 1 or windows.shape[1] < 2 or windows.dtype.kind not in "iu":
-        raise ConfigError("tokens", f"{windows.dtype} {list(windows.shape)}", "token ids [windows, tokens], at least one window of two")
+    windows = text_windows(checkpoint, options.text.read_text("utf-8"), length) if options.text else load_tokens(options.tokens)
     if windows.min() < 0 or windows.max() >= checkpoint.model_config.vocab_size:
         raise ConfigError("tokens", int(windows.max()), f"0 to {checkpoint.model_config.vocab_size - 1}")
     return windows[: options.windows, :length].astype(np.int32)

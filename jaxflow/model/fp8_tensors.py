@@ -38,10 +38,14 @@ class Fp8Tensors:
         return self._scale(name, rows)
 
     def kv_scale(self, name: str, heads: int) -> np.ndarray:
-        """float32 [heads]: what the numbers of an e4m3 cache are multiplied with; 1 where the checkpoint does not say."""
+        """float32 [heads]: what the numbers of an e4m3 cache are multiplied with; 1 where the checkpoint does not say.
+
+        Older checkpoints have one `kv_scale` for keys and values.
+        """
         block, _, which = name.rpartition(".")  # ...self_attn, k_scale or v_scale
         projection = f"{block}.{which[0]}_proj"
-        known = [found for found in (name, f"{projection}.{which}", f"{projection}.output_scale") if found in self._scales]
+        names = (name, f"{projection}.{which}", f"{projection}.output_scale", f"{block}.kv_scale")
+        known = [found for found in names if found in self._scales]
         return self._scale(known[0], heads) if known else np.ones(heads, np.float32)
 
     def read(self, name: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxflow.mesh import TP
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.weights import leaves
-from pallas_kernels import table, tune, tune_shapes
+from pallas_kernels import table, tune, tune_rules, tune_shapes
 from pallas_kernels.gemm import HopperGemm, Product, kernel, product_of, takers
 from pallas_kernels.table import Choice, Rule, Shape, Table
 
@@ -31,6 +31,12 @@ SHIPPED = sorted(path for path in table.FOLDER.glob("*.json") if path.name != "s
 def test_a_rule_goes_by_rows_and_its_last_choice_holds_beyond(rows, kernel):
     choice = TABLE.choose(A, rows)
     assert choice and choice.kernel == kernel
+
+
+def test_beyond_its_last_rows_a_choice_has_no_tile():
+    """A tile of few rows is too large for more."""
+    rule = Rule(A, (Choice(8, "flat", (("rows", 8),)),))
+    assert [rule.choose(rows) for rows in (8, 9)] == [Choice(8, "flat", (("rows", 8),)), Choice(8, "flat")]
 
 
 def test_an_unknown_shape_takes_the_nearest_rule_without_its_tile_and_says_so_once(caplog):
@@ -70,10 +76,10 @@ def test_merged_choices_choose_what_was_best_where_it_was_measured(best):
 
 @given(st.dictionaries(st.sampled_from(["a", "b", "c", "xla"]), st.floats(1.0, 100.0), min_size=1), st.sampled_from([None, *"abc", "xla"]))
 def test_noise_changes_no_kernel_and_ours_must_gain_something(us, before):
-    name = tune.fastest(us, before)
-    assert us[name] <= min(us.values()) * (1 + tune.TIE)
+    name = tune_rules.fastest(us, before)
+    assert us[name] <= min(us.values()) * (1 + tune_rules.TIE)
     assert name in (before, "xla") or us[name] == min(us.values())
-    assert name == before or name == "xla" or us[name] * (1 + tune.TIE) < us.get("xla", float("inf"))
+    assert name == before or name == "xla" or us[name] * (1 + tune_rules.TIE) < us.get("xla", float("inf"))
 
 
 def test_new_times_stand_in_for_old_ones_of_as_many_rows_and_others_stay():
@@ -83,16 +89,21 @@ def test_new_times_stand_in_for_old_ones_of_as_many_rows_and_others_stay():
             "slow": {"flat": 3.0, "flat rows=64": 4.0, "xla": 2.0},
             "tile": {"flat rows=64": 1.0, "xla": 2.0},
         }
-        return {"schema": 1, "rules": [tune.rule_of({"n": n}, [{"rows": m, "us": times[t]} for m, t in at]) for n, at in rules.items()]}
+        return {
+            "schema": 1,
+            "rules": [tune_rules.rule_of({"n": n}, [{"rows": m, "us": times[t]} for m, t in at]) for n, at in rules.items()],
+        }
 
     old = file(a=[(8, "fast")], b=[(64, "fast"), (2048, "slow")])
-    assert tune.merged(old, file(b=[(4, "tile"), (64, "slow")])) == file(a=[(8, "fast")], b=[(4, "tile"), (64, "slow"), (2048, "slow")])
-    assert tune.merged(old, file(b=[(4, "tile")]))["rules"][1]["choices"] == [
+    assert tune_rules.merged(old, file(b=[(4, "tile"), (64, "slow")])) == file(
+        a=[(8, "fast")], b=[(4, "tile"), (64, "slow"), (2048, "slow")]
+    )
+    assert tune_rules.merged(old, file(b=[(4, "tile")]))["rules"][1]["choices"] == [
         {"rows": 4, "kernel": "flat", "tile": {"rows": 64}},
         {"rows": 64, "kernel": "flat"},
         {"rows": 2048, "kernel": "xla"},
     ]
-    assert tune.merged(None, file(b=[(4, "slow")])) == file(b=[(4, "slow")])
+    assert tune_rules.merged(None, file(b=[(4, "slow")])) == file(b=[(4, "slow")])
 
 
 def test_tuning_leaves_out_what_does_not_fit_its_time_and_goes_on_from_there(monkeypatch, tmp_path, capsys):
@@ -100,7 +111,7 @@ def test_tuning_leaves_out_what_does_not_fit_its_time_and_goes_on_from_there(mon
 
     def measure(shape, rows, **_):
         measured.append(f"{shape.k}x{shape.n}")
-        return tune.rule_of(dataclasses.asdict(shape), [{"rows": m, "us": {"xla": 1.0}} for m in rows])
+        return tune_rules.rule_of(dataclasses.asdict(shape), [{"rows": m, "us": {"xla": 1.0}} for m in rows])
 
     monkeypatch.setattr(tune, "measure", measure)
     monkeypatch.setattr(tune.jax, "default_backend", lambda: "gpu")
@@ -124,6 +135,31 @@ def test_tuning_leaves_out_what_does_not_fit_its_time_and_goes_on_from_there(mon
         with pytest.raises(SystemExit):
             tune.main()
         assert "--rows" in capsys.readouterr().err
+
+
+def test_what_is_no_table_of_this_device_is_refused_by_its_name(monkeypatch, tmp_path, capsys):
+    good, out = {"schema": table.SCHEMA, "device": "one", "rules": []}, tmp_path / "out.json"
+    (tmp_path / "good.json").write_text(json.dumps(good))
+    for text in ("{}", "[]", '{"schema"', json.dumps(good | {"schema": 1}), json.dumps(good | {"rules": [{}]})):
+        (tmp_path / "bad.json").write_text(text)
+        for files in (["bad"], ["good", "bad"]):
+            monkeypatch.setattr("sys.argv", ["tune", "--output", str(out), "--merge", *(str(tmp_path / f"{name}.json") for name in files)])
+            with pytest.raises(SystemExit):
+                tune.main()
+            assert "bad.json: no table" in capsys.readouterr().err and not out.exists()
+    monkeypatch.setattr(tune.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("sys.argv", ["tune", "--output", str(tmp_path / "good.json"), "--shapes", "64x128"])
+    with pytest.raises(SystemExit):
+        tune.main()
+    assert "good.json: a table of this device, cpu, not of one" in capsys.readouterr().err
+
+
+def test_a_rule_without_times_stays_until_it_is_measured():
+    bare = {"shape": {"n": 1}, "choices": [{"rows": 8, "kernel": "flat"}]}
+    new = tune_rules.rule_of({"n": 1}, [{"rows": 8, "us": {"xla": 1.0}}])
+    assert tune_rules.merged({"rules": [bare]}, {"rules": []})["rules"] == [bare]
+    assert tune_rules.merged({"rules": [bare]}, {"rules": [new]})["rules"] == [new]
+    assert tune_rules.merged({"rules": []}, {"rules": [bare]})["rules"] == [bare]
 
 
 def test_a_table_of_another_schema_is_refused():

@@ -160,7 +160,11 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, change, message):
         (["{stories}", "--text", "{missing}"], "No such file"),
         (["{stories}", "--tokens", "{bad}"], "tokens=600"),
         (["{stories}", "--tokens", "{flat}"], "token ids"),
-        (["{stories}", "--tokens", "{none}"], "tokens='int64 [0, 32]' is not supported: token ids [windows, tokens], at least one window"),
+        (["{stories}", "--tokens", "{none}"], "none.npy, int64 [0, 32]' is not supported: a .npy file of token ids [windows, tokens]"),
+        (["{stories}", "--tokens", "{text}"], "text.txt' is not supported: a .npy file of token ids"),
+        (["{stories}", "--tokens", "{empty}"], "empty.npy' is not supported: a .npy file of token ids"),
+        (["{stories}", "--tokens", "{objects}"], "objects.npy' is not supported: a .npy file of token ids"),
+        (["{stories}", "--tokens", "{several}"], "several.npz' is not supported: a .npy file of token ids"),
         (["{stories}", "--tokens", "{bad}", "--windows", "0"], "windows=0 is not supported: at least 1"),
         (["{stories}", "--tokens", "{bad}", "--windows", "-5"], "windows=-5 is not supported: at least 1"),
         (["{stories}", "--text", "{text}", "--window", "1"], "window=1 is not supported: at least 2"),
@@ -172,7 +176,12 @@ def test_a_command_that_cannot_work(tmp_path, capsys, arguments, message):
     np.save(tmp_path / "none.npy", np.zeros((0, 32), np.int64))
     (tmp_path / "text.txt").write_text("Once upon a time there was a little dog.")
     places = {"stories": paths.MODELS / "stories260K", "missing": tmp_path / "m.txt", "text": tmp_path / "text.txt"}
-    places |= {name: tmp_path / f"{name}.npy" for name in ("bad", "flat", "none")}
+    (tmp_path / "empty.npy").touch()
+    np.save(tmp_path / "objects.npy", np.array([{}], object), allow_pickle=True)
+    np.savez(tmp_path / "several.npz", np.zeros((2, 2), np.int64))
+    places |= {name: tmp_path / f"{name}.npy" for name in ("bad", "flat", "none", "empty", "objects")} | {
+        "several": tmp_path / "several.npz"
+    }
     output = tmp_path / "found.json"
     assert main([*(argument.format(**places) for argument in arguments), "--output", str(output)]) == 1
     assert message in capsys.readouterr().err and not output.exists()

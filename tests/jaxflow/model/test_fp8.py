@@ -182,6 +182,12 @@ def test_scales_of_the_cache(published, names: tuple[str, str]) -> None:
     assert found["layers"][1]["k_scale"].tolist() == [1] * 4
 
 
+def test_one_scale_of_the_cache_is_that_of_keys_and_values(published) -> None:
+    given = {"model.layers.0.self_attn.kv_scale": np.array(3.0, np.float32), "model.layers.0.self_attn.k_scale": np.array(0.5, np.float32)}
+    found = load(published(COMPRESSED, more=given), kv_scales=True)["layers"][0]
+    assert (set(found["k_scale"].tolist()), set(found["v_scale"].tolist())) == ({0.5}, {3.0})
+
+
 def changed(scheme: dict, where: str, value: Any) -> dict:
     copy = json.loads(json.dumps(scheme))
     *path, last = where.split(".")

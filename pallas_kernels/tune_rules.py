@@ -1,0 +1,92 @@
+"""The tuned table's JSON: rules of what was measured, shares and runs joined, files that are whole."""
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels import table
+from pallas_kernels.table import Choice, Shape
+
+TIE = 0.01  # what must be gained to change kernels from one number of rows to the next, and by a kernel that must be compiled over XLA's
+
+
+def rule_of(shape: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A shape's rule, as it stands in the table's JSON. measured: the times of each way by number of rows, ascending."""
+    best: list[Choice] = []
+    for one in measured:
+        best.append(labelled(fastest(one["us"], label(best[-1]) if best else None), one["rows"]))
+    rules = [{"rows": c.rows, "kernel": c.kernel} | ({"tile": dict(c.tile)} if c.tile else {}) for c in table.choices(best)]
+    return {"shape": shape, "choices": rules, "measured": measured}
+
+
+def fastest(us: Mapping[str, float], before: str | None) -> str:
+    """The way of least time.
+
+    The one before it stays where it is as good, so that noise makes no inflection points; else XLA's is taken where that is as good: ours
+    cost some seconds of compiling for every number of rows.
+    """
+    name = min(us, key=lambda way: us[way])
+    as_good = [way for way in (before, "xla") if way is not None and us.get(way, float("inf")) <= us[name] * (1 + TIE)]
+    return as_good[0] if as_good else name
+
+
+def label(choice: Choice) -> str:
+    """A way's name in the table: the kernel and its tile's fields."""
+    return choice.kernel + "".join(f" {name}={value}" for name, value in choice.tile)
+
+
+def labelled(text: str, rows: int) -> Choice:
+    """The choice of a `label`, for so many rows."""
+    name, *tile = text.split(" ")
+    return Choice(rows, name, tuple((field, int(value)) for field, _, value in (each.partition("=") for each in tile)))
+
+
+def missing(shapes: Iterable[Shape], rows: Iterable[int], old: Mapping[str, Any] | None) -> list[Shape]:
+    """The shapes that a table's JSON has no rule for that was measured at these numbers of rows."""
+    known = [(rule["shape"], {one["rows"] for one in rule.get("measured", ())}) for rule in (old or {}).get("rules", [])]
+    return [shape for shape in shapes if not any(of == dataclasses.asdict(shape) and set(rows) <= at for of, at in known)]
+
+
+def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
+    """A table's JSON with new rules: of a shape that it has, new times stand in for the old ones of as many rows, and others stay."""
+    kept = list((old or {}).get("rules", []))
+    rules = []
+    for rule in new["rules"]:
+        before = [one for one in kept if one["shape"] == rule["shape"]]
+        kept = [one for one in kept if one["shape"] != rule["shape"]]
+        at = {one["rows"]: one for of in (*before, rule) for one in of.get("measured", ())}
+        rules.append(rule_of(rule["shape"], [at[rows] for rows in sorted(at)]) if at else rule)
+    return {**new, "rules": kept + rules}
+
+
+def merge(paths: Iterable[str], output: str) -> None:
+    """Writes one table of what shares of the shapes wrote, of which some may have been left no shape and no file.
+
+    Raises: ValueError where there is no file at all, or files are of several devices.
+    """
+    files = [read(path) for path in paths if Path(path).exists()]
+    devices = {file["device"] for file in files}
+    if len(devices) != 1:
+        raise ValueError(f"--merge: tables of one device, not of {', '.join(sorted(devices)) or 'none'}")
+    write(output, functools.reduce(merged, files))
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A table's JSON. Raises: ValueError, which names the file, for what is none."""
+    try:
+        found = json.loads(Path(path).read_text("utf-8"))
+        table.parse(found)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: no table that this command wrote ({type(error).__name__}: {error})") from error
+    return found
+
+
+def write(path: str | Path, data: Mapping[str, Any]) -> None:
+    """In one go, so that what a run that is cut short leaves is whole."""
+    partial = Path(f"{path}.part")
+    partial.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+    os.replace(partial, path)
