@@ -110,7 +110,11 @@ _ADDED_US, _WAITING = 10.0, 1.1
 
 @functools.cache
 def filled(m: int, n: int, k: int, sms: int, *, blocked: bool, quantize: bool) -> float:
-    """What a product would take if all of the `sms` SMs had equally many steps of their best tile, over what the busiest takes."""
+    """What a product would take if all of the `sms` SMs had equally many steps of their best tile, over what the busiest takes.
+
+    K is filled up to whole blocks of 128 columns, as a model's are.
+    """
+    k = -(-k // 128) * 128
     tile, made = fp8_plan(m, n, k, sms, blocked=blocked, gate_block=64 if quantize else None, quantize=quantize)
     even = m * n / (128 * 256) * (k / 128) * _STEP_US[256, 2 if sms == SMS else 1] / sms
     took = float(made.table[:, :, 3].sum(1).max() * _STEP_US[tile.columns, tile.cluster])

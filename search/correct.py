@@ -132,7 +132,7 @@ def read_report(path: str) -> Report:
         return msgspec.json.decode(Path(path).read_bytes(), type=Report)
     except OSError as error:
         raise ConfigError("report", path, f"a file of `bench plans`: {error.strerror or error}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError("report", path, f"what `bench plans` writes: {error}") from error
 
 

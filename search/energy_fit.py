@@ -57,7 +57,7 @@ def load_runs(path: str | Path) -> Runs:
     """Raises: ValueError naming the file and the field; OSError."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Runs)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -135,7 +135,7 @@ def load_measured(path: str | os.PathLike) -> Measured:
         return msgspec.json.decode(Path(path).read_bytes(), type=Measured)
     except OSError as error:
         raise MachineError(f"{path}: {error.strerror or error}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MachineError(f"{path}: {error}") from error
 
 
@@ -156,5 +156,5 @@ def load_machine(name: str | os.PathLike) -> Machine:
     except OSError as error:
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
         raise MachineError(f"machine={str(name)!r}: {error.strerror}: a file, or one of {known}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MachineError(f"{path}: {error}") from error

@@ -49,7 +49,7 @@ def load_runs(path: str | os.PathLike) -> Runs:
         found = msgspec.json.decode(Path(path).read_bytes(), type=Runs)
     except OSError as error:
         raise MachineError(f"{path}: {error.strerror or error}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MachineError(f"{path}: {error}") from error
     if found.schema_version != SCHEMA_VERSION:
         raise MachineError(f"{path}: schema_version={found.schema_version} is not supported: this release reads {SCHEMA_VERSION}")

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from jaxflow.model.composition import Composition
+from jaxflow.model.cost import find_device
 from jaxflow.model.graph import Op
 
 SCHEMA_VERSION = 1
@@ -109,7 +110,7 @@ def load_profile(path: str | os.PathLike, *, device: str | None = None, model: s
         profile = msgspec.json.decode(text, type=Profile)
     except OSError as error:
         raise ProfileError(f"{path}: {error.strerror or error}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProfileError(f"{path}: {error}") from error
     for field, wanted in (("device", device), ("model", model)):
         if wanted is not None and getattr(profile, field) != wanted:
@@ -120,8 +121,12 @@ def load_profile(path: str | os.PathLike, *, device: str | None = None, model: s
 def with_collectives(profile: Profile, measured: Profile) -> Profile:
     """A profile with another's times of the sums and gathers over devices in place of its own, as far as it has them.
 
-    Raises: ProfileError for a profile of other parallelism or dtype, or without any.
+    Raises: ProfileError for a profile of another device, parallelism or dtype, or without any.
     """
+    known = [find_device(of.device) for of in (profile, measured)]
+    same = profile.device == measured.device or (known[0] is not None and known[0] == known[1])
+    if not same:
+        raise ProfileError(f"device={measured.device!r} of the collectives: {profile.device!r} is needed")
     for field in ("tensor_parallel_size", "dtype"):
         wanted, there = getattr(profile, field), getattr(measured, field)
         if wanted != there:

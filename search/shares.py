@@ -174,8 +174,9 @@ class Shares:
 
     def sizes(self) -> tuple[int, ...]:
         """All shares that some product or attention was timed on, of those that are offered."""
+        pairs = {sms for pair in self.profile.pairs for sms in (pair.first_sms, pair.second_sms)} - {0}  # copies hold none
         bounded = {sms for name, known in self.known.items() for sms in known if name in ATTENTION or name in ("qkv", "up_gate", "down")}
-        known, full = bounded | {sms for pair in self.profile.pairs for sms in (pair.first_sms, pair.second_sms)}, self.profile.total_sms
+        known, full = bounded | pairs, self.profile.total_sms
         offered = known if self.few is None else {full, *self.few, *(full - few for few in self.few)}
         return tuple(sorted(known & offered))
 
@@ -187,7 +188,7 @@ class Shares:
         full, chain = self.profile.total_sms, task.chain
         if chain.is_network:
             first = next(op.name for op in chain.ops if op.kind == "network")
-            known = [sms for sms in self.known.get(first, ()) if sms < full] or [NETWORK_SMS]
+            known = [sms for sms in self.known.get(first, ()) if sms < full] or [min(NETWORK_SMS, full)]
             return tuple(Option(sms, self.chain(chain, step, sms)) for sms in known)
         bounded = [op.name for op in chain.ops if op.kind in ("dense", "attention")]
         sizes = [

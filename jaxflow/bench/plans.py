@@ -48,17 +48,18 @@ def define_flags() -> None:
 
 
 def given_plans(paths: Iterable[str], config: EngineConfig, model: ModelConfig) -> list[Plan]:
-    """The plans of files and folders, each under a name of its own; sequential ones are left out, they are there anyway.
+    """The plans of files and folders, each of a name of its own and once; sequential ones are left out, they are there anyway.
 
-    Of folders, those for this model, device, parallelism and dtypes. Raises: ConfigError, PlanError.
+    Of folders, those for this model, device, parallelism and dtypes. Raises: ConfigError, also for two plans of one name and size, which
+    `search correct` would take for each other; PlanError.
     """
-    found: dict[str, Plan] = {}
+    found: dict[tuple[str, int], Plan] = {}
     for path in paths:
         for plan in named_plans(dataclasses.replace(config, plan=path), model):
             if not is_sequential(plan):
-                same = sum(plan.name == other.partition(" #")[0] for other in found)
-                name = f"{plan.name} #{same + 1}" if same else plan.name
-                found[name] = msgspec.structs.replace(plan, name=name)
+                same = found.setdefault((plan.name, plan.tokens), plan)
+                if (same.nano_ops, same.sums) != (plan.nano_ops, plan.sums):
+                    raise ConfigError("plans", path, f"plans of names of their own: another is named {plan.name!r}, too")
     return list(found.values())
 
 

@@ -12,7 +12,7 @@ from jaxflow.engine.layout import StepLayout
 from jaxflow.model.checkpoint import open_checkpoint, shipped_configs
 from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.handmade import sequential_plan
-from jaxflow.pipeline.plan import SHIPPED, Plan, borders, fitting, load
+from jaxflow.pipeline.plan import SHIPPED, Plan, PlanError, borders, fitting, load
 from pallas_kernels.gemm import HopperGemm, Product
 from pallas_kernels.kernel_set import KernelSet
 
@@ -71,9 +71,11 @@ def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
     if config.plan in ("auto", "sequential"):
         return ()
     folder = SHIPPED if config.plan == "searched" else Path(config.plan)
-    if config.plan != "searched" and not folder.is_dir():
-        return (load(folder),)
-    found = _made_for(folder, config, model)
+    single = config.plan != "searched" and not folder.is_dir()
+    found = (load(folder),) if single else _made_for(folder, config, model)
+    for plan in found:
+        if plan.name == "sequential" and not is_sequential(plan):
+            raise PlanError(plan.name, "a name of its own: this plan cuts its steps, or has streams or sums of its own")
     if not found:
         device, tp = jax.devices()[0].device_kind, config.tensor_parallel_size
         kind = f"{config.model} on {tp} x {device}, {products_dtype(config)} over a {config.kv_cache_dtype} cache"

@@ -99,7 +99,7 @@ def load_power(path: str | Path) -> Power:
     """Reads a fit. Raises: ValueError naming the file and the field."""
     try:
         power = msgspec.json.decode(Path(path).read_bytes(), type=Power)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
     if power.schema_version != SCHEMA_VERSION:
         raise ValueError(f"{path}: schema_version={power.schema_version} is not supported: this release reads {SCHEMA_VERSION}")

@@ -95,7 +95,7 @@ def load_policy(path: str | os.PathLike, *, model: str | None = None) -> Policy:
         policy = msgspec.json.decode(text, type=Policy)
     except OSError as error:
         raise PolicyError(f"{path}: {error.strerror or error}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise PolicyError(f"{path}: {error}") from error
     if model is not None and policy.model != model:
         raise PolicyError(f"{path}: model={policy.model!r}, but it is used for {model!r}: search a policy for that one")

@@ -150,6 +150,8 @@ def _check_entries(plan: Plan, graph: Graph) -> None:
         refuse(ids.count(nano.id) == 1, "another nano-op has this id")
         refuse(nano.op in known, f"op={nano.op!r} is not in this model's layers: {', '.join(known)}")
         refuse(0 <= nano.start < nano.stop <= plan.tokens, f"tokens [{nano.start}, {nano.stop}) are not within [0, {plan.tokens})")
+        most = len(graph.layers)
+        refuse(abs(nano.ahead) <= most, f"ahead={nano.ahead}: at most the model's {most} layers, either way")
         refuse(nano.stream >= 0, f"stream={nano.stream}: 0 or a positive number")
         refuse(nano.sms is None or nano.sms > 0, f"sms={nano.sms}: a positive number, or absent for all")
         main = nano.op == "rope_append" or known[nano.op].kind == "network" or known[nano.op].own_rows

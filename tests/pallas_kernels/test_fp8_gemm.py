@@ -114,6 +114,16 @@ def test_a_plan_leaves_no_sm_out_that_it_could_use_and_has_whole_pairs(m, n, k, 
     assert (rounds - 1) * (sms // tile.cluster) < -(-m // (128 * tile.cluster)) * -(-n * 128 // tile.columns)
 
 
+@pytest.mark.parametrize("k", [32, 128, 14784])
+def test_of_any_depth_a_product_fills_some_of_its_tiles(k):
+    """What is no multiple of 128 is filled up, as it is stored."""
+    assert (
+        0
+        < filled(256, 512, k, 132, blocked=False, quantize=False)
+        == filled(256, 512, -(-k // 128) * 128, 132, blocked=False, quantize=False)
+    )
+
+
 @pytest.mark.parametrize(("columns", "whole", "others"), [(28672, 1024, 1280), (22016, 1280, 1024), (29696, 1280, 1024)])
 def test_which_cut_of_2048_rows_costs_a_gated_product_nothing_is_told_by_the_tiles_it_fills(columns, whole, others):
     """`up_gate` of Llama-3-70B, DeepSeek-67B and Qwen2-72B on one of two devices: halves suit the first alone."""

@@ -68,12 +68,14 @@ def test_collectives_as_they_were_measured():
     for op in ("qkv", "attn_scatter", "decode_attention"):
         assert seconds(found, op, 300, 200) == seconds(modelled, op, 300, 200)
     for change, word in (
+        ({"device": "cpu"}, "device='cpu' of the collectives: 'H200' is needed"),
         ({"tensor_parallel_size": 8}, "tensor_parallel_size=8"),
         ({"dtype": "float32"}, "float32"),
         ({"op_times": ()}, "none|no "),
     ):
         with pytest.raises(ProfileError, match=word):
             with_collectives(modelled, msgspec.structs.replace(measured, **change))
+    assert with_collectives(modelled, msgspec.structs.replace(measured, device="NVIDIA H200")) == found
 
 
 points = st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-6, 1.0)), min_size=1, max_size=8, unique_by=lambda p: p[0])

@@ -13,6 +13,7 @@ from jaxflow.bench.steady import parse_workload
 from jaxflow.engine.plans import products_dtype
 from jaxflow.flags import engine_config_from_flags, parse
 from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.cost import DEVICES
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import Gain, portfolio
 from jaxflow.pipeline.handmade import sequential_plan
@@ -22,6 +23,7 @@ from search import correct
 from search import plan as command
 from search.__main__ import main
 from search.clocked import Clocks
+from search.modelled import modelled_profile
 from search.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, ProfileError, save_profile, seconds
 from search.plan_report import default_out, going_on, measuring
 from search.shares import Shares, product_shapes
@@ -151,6 +153,20 @@ def test_shares_that_are_offered():
     assert few.sizes() == (40, 92, 132)
     offered = {name: [option.share for option in few.options(tasks[name], step, 9)] for name in ("decode_attention", "up_gate")}
     assert offered == {"decode_attention": [40, 132], "up_gate": [92, 132]}
+    copied = Shares(
+        msgspec.structs.replace(base.profile, pairs=(Pair("up_gate", "exchange", 132, 0, 0.98, 0.9, 700.0, 1500.0),)), base.graph
+    )
+    assert copied.sizes() == base.sizes()  # beside copies, which hold no SMs
+
+
+def test_sums_of_a_small_device_hold_no_more_than_it_has():
+    """A CPU counts as one."""
+    graph = model_graph(CONFIG, 2)
+    shares = Shares(modelled_profile("llama-3.1-8b", CONFIG, DEVICES["H200"], tp=2, total_sms=1, sms=(1,)), graph)
+    whole = Load.steady_state(2048, 1024, 512)
+    sums = [chain for chain in chains(repeated_layer(graph)) if chain.is_network]
+    tasks = [make_task(chain, 0, 2048, whole, None, "bfloat16", ("network",), False) for chain in sums]
+    assert [[option.share for option in shares.options(task, whole.part(0, 2048), 9)] for task in tasks] == [[1], [1]]
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,27 @@ def test_the_command(tmp_path, no_flags, capsys):
     assert "24/12: 11 decodes" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["two nano-batches, 12 + 20", "sequential"])
+def test_plans_of_one_name_are_refused(tmp_path, no_flags, capsys, name):
+    """Two that differ, and one that is named as the sequential one is."""
+    model, tp = open_checkpoint(str(paths.MODELS / "tiny-llama")).model_config, 1
+    paths_ = [tmp_path / f"{cut}.json" for cut in (12, 16)]
+    for cut, path in zip((12, 16), paths_, strict=True):
+        save(msgspec.structs.replace(two_nano_batch_plan(model, 32, cut, tp), name=name), path)
+    line = [
+        "--model",
+        str(paths.MODELS / "tiny-llama"),
+        "--load_format",
+        "dummy",
+        "--plans",
+        ",".join(map(str, paths_)),
+        "--workloads",
+        "24/12",
+    ]
+    assert main(["bench", "plans", *line]) == 1
+    assert "name" in (said := capsys.readouterr().err) and name in said
+
+
 def test_a_model_cut_short_is_predicted_to_gain_and_no_times():
     target = Target("llama-3.1-8b", "NVIDIA H200", 1, "bfloat16", "bfloat16", 10, 22, 40)
     predicted = Predictions((0, 32), (1, 100), ((0.5, 0.5),) * 2, ((1.0, 1.0),) * 2)
