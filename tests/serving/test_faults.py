@@ -124,7 +124,9 @@ def test_a_deadline_already_past_over_the_wire(timeout_s):
         async with serving() as (server, llm), stubs_of(server) as (generate, _, _):
             error = await failure(generate.Generate(token_request(), timeout=timeout_s))
             assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            assert llm.driver.submitted == []
+            assert timeout_s == 0 or llm.driver.submitted == []  # of 0 the wire makes a millisecond, in which a request may arrive
+            await until(lambda: all_free(llm))
+            await others_are_served(server)
 
     asyncio.run(scenario())
 
