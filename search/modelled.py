@@ -40,8 +40,7 @@ class Kernels:
         least = work_times(work, rates, governor.dtype)
         intake_s = work.memory_bytes / (sms * card.sm_bytes_per_cycle.get(self.kv_dtype, math.inf) * clock_hz)
         fixed_s = card.collective_s if op.kind == "network" else card.kernel_s
-        took = fixed_s + max(work.flops / (share * peak) if share else 0.0, intake_s, least.memory_s, least.network_s)
-        return took
+        return fixed_s + max(work.flops / (share * peak) if share else 0.0, intake_s, least.memory_s, least.network_s)
 
     def alone(self, op: Op, tokens: int, keys: int, sms: int) -> OpTime:
         """At the clock that the card settles at, doing nothing else."""

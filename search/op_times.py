@@ -123,9 +123,8 @@ def with_collectives(profile: Profile, measured: Profile) -> Profile:
 
     Raises: ProfileError for a profile of another device, parallelism or dtype, or without any.
     """
-    known = [find_device(of.device) for of in (profile, measured)]
-    same = profile.device == measured.device or (known[0] is not None and known[0] == known[1])
-    if not same:
+    wanted, there = (find_device(of.device) or of.device for of in (profile, measured))  # by either of a device's names
+    if wanted != there:
         raise ProfileError(f"device={measured.device!r} of the collectives: {profile.device!r} is needed")
     for field in ("tensor_parallel_size", "dtype"):
         wanted, there = getattr(profile, field), getattr(measured, field)

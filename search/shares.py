@@ -75,7 +75,7 @@ class Shares:
 
     @functools.cached_property
     def beside(self) -> float:
-        """How many times as long ops take beside others (`search.beside`)."""
+        """How many times as long ops take beside others, by the profile's pairs (`search.beside`), or the card's where it has none."""
         if not self.profile.pairs:
             return self.card.beside if self.card else 1.0
         return self.root.beside if self.root else slowdown(self.profile, self.clocks)
