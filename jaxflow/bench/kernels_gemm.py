@@ -15,6 +15,7 @@ from pallas_kernels.checks.peaks import Least
 from pallas_kernels.checks.timing import looped
 from pallas_kernels.dense_gemm import dense_gemm
 from pallas_kernels.flat_gemm import flat_gemm
+from pallas_kernels.fma_gemm import ROWS, fma_gemm
 from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
 from pallas_kernels.fp8_gemm import fp8_gemm
 from pallas_kernels.fp8_plan import fp8_plan, fp8_plans
@@ -89,7 +90,9 @@ def _xla_gated(x, w):
 
 
 def _flat(m, shape, _):
-    return _bf16(m, shape, False, {"flat": flat_gemm, "xla": reference.gemm})
+    """Beside the path without tensor cores where it takes the rows: an engine has it for some products of one row."""
+    fma = {"fma": fma_gemm} if m <= ROWS else {}
+    return _bf16(m, shape, False, {"flat": flat_gemm, "xla": reference.gemm, **fma})
 
 
 def _flat_triton(m, shape, _):

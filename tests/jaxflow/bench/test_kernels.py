@@ -6,8 +6,10 @@ import pytest
 
 from jaxflow.bench import kernels, kernels_report, kernels_worker
 from jaxflow.bench.kernels_case import Case, Group, Way
+from pallas_kernels import int4_mma
 from pallas_kernels.checks import timing
 from pallas_kernels.checks.timing import Timing
+from pallas_kernels.table import load
 
 BY_NAME = {group.name: group for group in kernels.GROUPS}
 
@@ -19,6 +21,29 @@ def test_a_case_of_each_group_can_be_traced(name):
     ways = lambda: [jax.tree.leaves(way.run()) for name, way in case.prepare().items() if name != "cudnn"]  # noqa: E731  (cuDNN asks for its library)
     shapes = jax.eval_shape(ways)
     assert shapes and all(shapes)
+
+
+@pytest.mark.parametrize(("rows", "ways"), [(1, ["flat", "xla", "fma"]), (16, ["flat", "xla"])])
+def test_products_of_few_rows_are_timed_without_tensor_cores_too(rows, ways):
+    """As an engine has some of one row; last, so that a row's ratio and the summary stay flat GEMM's to XLA."""
+    (case,) = (case for case in BY_NAME["flat_gemm"].cases if case.name == f"70B/tp4 out_proj M {rows}")
+    found: list[str] = []
+    jax.eval_shape(lambda: found.extend(case.prepare()))
+    assert found == ways
+
+
+def test_int4_of_one_row_is_timed_as_the_engine_has_it(monkeypatch):
+    """By `mma`, in the tile of the kernel's own choice: the shipped table names int4 alone, no tile."""
+    (case,) = (case for case in BY_NAME["int4_gemm"].cases if case.name == "70B/tp4 out_proj M 1")
+    multiply_add, calls = int4_mma.multiply_add, []
+    monkeypatch.setattr(int4_mma, "multiply_add", lambda *refs: calls.append(refs) or multiply_add(*refs))
+    jax.eval_shape(lambda: jax.tree.leaves(case.prepare()["int4"].run()))
+    assert calls
+    assert {choice.tile for of, choice in shipped_choices() if of.weights == "int4"} == {()}
+
+
+def shipped_choices():
+    return [(rule.shape, choice) for rule in load("NVIDIA H200").rules for choice in rule.choices]
 
 
 def test_names_can_be_asked_for():
