@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxflow.bench.kernels_case import Case, Group, Way
 from pallas_kernels.checks.attention import cudnn_paged, jax_paged
-from pallas_kernels.checks.inputs import page_tables, random_pages
+from pallas_kernels.checks.inputs import page_tables, ragged, random_pages
 from pallas_kernels.chunk_attention import chunk_attention
 from pallas_kernels.decode_attention import decode_attention
 
@@ -18,11 +18,6 @@ N, K, H = 32, 8, 128
 SCALE = H**-0.5
 INT8_SCALE = 4 / 127  # normal random numbers beyond 4 are cut off
 PHI = (0.0, 60.0)  # of normal random queries and keys, whose scores lie within ±6
-
-
-def ragged(rows: int, mean: int) -> tuple[int, ...]:
-    """Lengths of half the mean plus an exponential of the other half, the same every time."""
-    return tuple(np.clip(np.random.default_rng(7).exponential(mean / 2, rows) + mean / 2, 1, 4 * mean).astype(int).tolist())
 
 
 BATCHES: dict[str, tuple[int, ...]] = {

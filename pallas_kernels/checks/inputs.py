@@ -9,6 +9,11 @@ import numpy as np
 PAGE = 64
 
 
+def ragged(rows: int, mean: int) -> tuple[int, ...]:
+    """Lengths of half the mean plus an exponential of the other half, the same every time."""
+    return tuple(np.clip(np.random.default_rng(7).exponential(mean / 2, rows) + mean / 2, 1, 4 * mean).astype(int).tolist())
+
+
 def page_tables(rng, ends) -> tuple[np.ndarray, int]:
     """Scattered pages for sequences of `ends` tokens: (page table [R, MP] int32, pages in all). Entries past a sequence are wild."""
     needed = [-(-int(e) // PAGE) for e in ends]

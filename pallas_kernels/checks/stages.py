@@ -1,10 +1,10 @@
 """Times bfloat16 products with a stage left out, beside the whole kernel and cuBLAS through XLA, in turn: what of a product costs what.
 
-    python -m pallas_kernels.checks.stages [--only dense,flat] [--share 0/6] [--seconds 0.3] [--json FILE]
+    python -m pallas_kernels.checks.stages [--only dense,flat,decode] [--share 0/6] [--seconds 0.3] [--json FILE]
 
-The kernels are the ones that serve. A stage is left out by the place that a copy is told: beyond an array's end TMA writes nothing, and
-fills with zeros without reading (products of zeros take less power: see the clock beside them); a few rows of a weight again and again are
-in the L2. Otherwise weights are rotated over four times the L2.
+The kernels are the ones that serve; decode attention is `decode_stages`'. A stage of a product is left out by the place that a copy is
+told: beyond an array's end TMA writes nothing, and fills with zeros without reading (products of zeros take less power: see the clock
+beside them); a few rows of a weight again and again are in the L2. Otherwise weights are rotated over four times the L2.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import dense_gemm as dense
 from pallas_kernels import flat_gemm as flat
 from pallas_kernels import reference
-from pallas_kernels.checks import script
+from pallas_kernels.checks import decode_stages, script
 from pallas_kernels.checks.script import L2_BYTES, say
 from pallas_kernels.checks.timing import interleaved, looped
 from pallas_kernels.gemm_tiles import GemmPlan, Schedule, gemm_plan, plan_of
@@ -32,7 +32,8 @@ from pallas_kernels.tiles import SMS
 Move = Callable[[tuple[int, ...], Any, Any], tuple[Any, Any]]  # an array's shape, a slice's first row and column -> those to take
 
 DENSE = [(m, "8B", op) for op in ("qkv", "down") for m in (256, 512)]
-FLAT = [(64, "70B/tp4", "out_proj"), (64, "8B", "qkv")]
+DENSE += [(512, "70B/tp4", "qkv"), (2048, "70B/tp4", "qkv"), (2048, "8B", "down")]
+FLAT = [(64, "70B/tp4", "out_proj"), (64, "8B", "qkv"), (64, "8B", "up_gate"), (64, "8B", "down")]
 
 
 def below(shape, row, column):
@@ -144,5 +145,6 @@ if __name__ == "__main__":
     parts: dict[str, script.Part] = {
         "dense": functools.partial(times, "dense_gemm", dense_ways, DENSE),
         "flat": functools.partial(times, "flat_gemm", flat_ways, FLAT),
+        "decode": decode_stages.times,
     }
     script.main("stages", __doc__, parts)

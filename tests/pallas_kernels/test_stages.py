@@ -1,12 +1,14 @@
-"""Products with a stage left out, as they are timed: an H200 takes them, and each is another kernel than the whole."""
+"""Products and decode attention with a stage left out, as they are timed: an H200 takes them, and each is another kernel than the whole."""
 
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 
-from pallas_kernels.checks import script, stages
+from pallas_kernels.checks import decode_stages, script, stages
 
 
 def test_an_h200_takes_products_with_a_stage_left_out(tmp_path, monkeypatch):
@@ -33,3 +35,41 @@ def test_parts_that_are_not_added_up_are_the_same_work():
     cut, stored = plan.schedule, stages.unsummed(plan).schedule
     assert cut.slots and not stored.slots and (stored.table[:, :, :4] == cut.table[:, :, :4]).all()
     assert (stored.table[:, :, 4:] == [-1, 0, 0]).all()
+
+
+def test_an_h200_takes_decode_attention_with_a_stage_left_out(tmp_path, monkeypatch):
+    """What is left out is not in the program, and everything else is: pages are copied by each."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    shaped = jax.eval_shape(lambda: [each[0] for each in decode_stages.operands([200, 65, 1])])
+    made, args = decode_stages.ways(), abstract(h200_mesh(), shaped)
+    texts = {}
+    for name, way in made.items():
+        assert compile_for_h200(way, *args).machine_code
+        (path,) = (path for path in tmp_path.glob("*.ptx"))
+        texts[name] = path.read_text()
+        path.unlink()
+    assert {int(n) for log in tmp_path.glob("*.ptxas") for n in re.findall(r"(\d+) bytes spill stores", log.read_text())} == {0}
+    instructions = {"wgmma.mma_async": "products", "redux.sync": "vote", "atom.add": "count", "cp.async.bulk.tensor": "copies"}
+    found = {name: {of for part, of in instructions.items() if part in ptx} for name, ptx in texts.items()}
+    assert found == {
+        "whole": {"products", "vote", "count", "copies"},
+        "nothing multiplied": {"vote", "count", "copies"},
+        "scores as weights": {"products", "count", "copies"},
+        "parts not added up": {"products", "vote", "copies"},
+        "pages only copied": {"copies"},
+    }
+
+
+def test_pages_in_the_l2_are_few():
+    table = np.array([[5, 123, -1], [7, 2**31 - 1, 300]], np.int32)
+    ((k, v, few, *beside),) = decode_stages.in_the_l2([("k", "v", jnp.asarray(table), "lengths", "work", "scale")])
+    assert (k, v, *beside) == ("k", "v", "lengths", "work", "scale")
+    assert few.dtype == jnp.int32 and few.min() >= 0 and few.max() < decode_stages.IN_L2
+    assert decode_stages.IN_L2 * decode_stages.PAGE_BYTES <= script.L2_BYTES / 4
+
+
+@pytest.mark.parametrize(("ways", "cases"), [(stages.dense_ways, stages.DENSE), (stages.flat_ways, stages.FLAT)])
+def test_every_case_has_a_plan(ways, cases):
+    for m, model, op in cases:
+        n, k = script.SHAPES[model][op]
+        assert {"whole", "nothing stored", "weight in the L2", "nothing read"} <= set(ways(m, n, k)), (m, model, op)

@@ -1,0 +1,150 @@
+"""Decode attention over an e4m3 cache with a stage left out, beside the whole kernel, in turn: what of it costs what.
+
+The kernel is the one that serves; while one is traced, the function that makes a stage is another. What is left out is left out of every
+page or pair alike, so results mean nothing. Where pages lie is the page table's: a few of them again and again are in the L2.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels import decode_kernel, decode_parts, decode_softmax, pairs
+from pallas_kernels.checks.inputs import page_tables, ragged, random_pages
+from pallas_kernels.checks.script import L2_BYTES, say
+from pallas_kernels.checks.timing import interleaved, looped
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_work import PAGE, decode_work
+from pallas_kernels.tiles import SMS, decode_tile
+
+N, K, H = 32, 8, 128  # query heads, KV heads, head width
+BATCHES = {f"256 x mean {mean}": ragged(256, mean) for mean in (1024, 4096)}  # lengths of rows: those of `bench kernels`
+CALLS = 4  # of one round of a program's loop
+PAGE_BYTES = 2 * K * PAGE * H  # keys and values of a page
+IN_L2 = L2_BYTES // 4 // PAGE_BYTES  # pages
+
+
+def a_word(operands, shape):
+    """In place of a product: of each page the first byte, and numbers that differ by row, so that what follows has as much to do."""
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA).astype(jnp.float32) * 2.0**-8
+    for page, _ in operands:
+        row = row + _first_byte(page)
+    return row
+
+
+def _first_byte(page):
+    """Of a page [rows, columns] of e4m3 in shared memory, as a number from 0 to 1."""
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(pairs.tiles(min(page.shape[1], 128))),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.float32, layout=scalar),
+    )
+    def read(_, page):
+        f32 = ir.F32Type.get()
+        byte = llvm.load(ir.IntegerType.get_signless(8), mgpu.utils.memref_ptr(page))
+        value = arith.mulf(arith.uitofp(f32, byte), arith.constant(f32, ir.FloatAttr.get(f32, 1 / 256)))
+        return mgpu.FragmentedArray.splat(value, ())
+
+    return read(page)  # pyright: ignore[reportCallIssue]
+
+
+def scores_as_weights(scores, seen, bounds, begun, put, across, top, total, out, **_):
+    """In place of the softmax: the scores are stored as if they were weights; no mask, maximum, power of two, vote or sum."""
+    for page, weights in enumerate(scores):
+        put(page, weights)
+    plgpu.commit_smem()
+    return top, total, out
+
+
+def no_weights(scores, seen, bounds, begun, put, across, top, total, out, **_):
+    """In place of the softmax: nothing at all, and what was multiplied for it goes unused."""
+    return top, total, out
+
+
+def never_last(arrived, ender, chain):
+    """In place of counting a part in: nobody is told to add the parts up, which are still written."""
+    return False
+
+
+Stage = tuple[ModuleType, str, Callable]  # where a stage's function is, its name, and what stands in for it
+
+MULTIPLIES: Stage = decode_parts, "product", a_word
+SOFTENS: Stage = decode_softmax, "soften", scores_as_weights
+JOINS: Stage = decode_kernel, "is_last", never_last
+LEFT_OUT: dict[str, tuple[Stage, ...]] = {
+    "nothing multiplied": (MULTIPLIES,),
+    "scores as weights": (SOFTENS,),
+    "parts not added up": (JOINS,),
+    "pages only copied": (MULTIPLIES, (decode_softmax, "soften", no_weights), JOINS),
+}
+
+
+@contextlib.contextmanager
+def _without(stages: Sequence[Stage]) -> Iterator[None]:
+    with contextlib.ExitStack() as patches:
+        for module, name, other in stages:
+            patches.enter_context(mock.patch.object(module, name, other))
+        yield
+
+
+def one_call(q, cache, stages: Sequence[Stage] = ()):
+    """decode_attention of q [B, 32, 128] over a cache: its pages, page table, lengths, list of work and scales; `stages` left out."""
+    k, v, table, lengths, work, scale = cache
+    with _without(stages):  # while it is traced
+        return decode_attention(q, k, v, table, lengths, scale=H**-0.5, k_scale=scale, v_scale=scale, work=work)
+
+
+def ways() -> dict[str, Callable]:
+    """The kernel whole, and with stages left out: functions of (q, cache)."""
+    return {"whole": one_call} | {name: functools.partial(one_call, stages=stages) for name, stages in LEFT_OUT.items()}
+
+
+def operands(lengths: Sequence[int]) -> tuple[list, list]:
+    """Queries for each call, and of each the cache, of two in turn, as `one_call` takes it."""
+    table, pages = page_tables(np.random.default_rng(len(lengths)), lengths)
+    workers = SMS * decode_tile(H, N // K, 1).workers
+    work = jax.jit(functools.partial(decode_work, kv_heads=K, workers=workers))(jnp.asarray(lengths, jnp.int32))
+    beside = jnp.asarray(table), jnp.asarray(lengths, jnp.int32), work, jnp.ones(K, jnp.float32)
+    e4m3 = jax.jit(lambda x: x.astype(jnp.float8_e4m3fn))
+    caches = []
+    for i in range(2):
+        k, v = (e4m3(random_pages(jax.random.key(2 * i + j), pages, K, H)) for j in range(2))
+        caches.append((k, v.reshape(pages, K, H, PAGE), *beside))  # values lie with keys contiguous: as random either way
+    qs = [jax.random.normal(jax.random.key(i), (len(lengths), N, H), jnp.bfloat16) for i in range(CALLS)]
+    return qs, [caches[i % 2] for i in range(CALLS)]
+
+
+def in_the_l2(caches: Sequence[tuple]) -> list[tuple]:
+    """The same caches, of which rows take a few pages again and again."""
+    few = caches[0][2] % IN_L2
+    return [(k, v, few, *beside) for k, v, _, *beside in caches]
+
+
+def times(rows, share: tuple[int, int], seconds: float) -> None:
+    """The part `decode` of the script."""
+    for case, lengths in list(BATCHES.items())[share[0] :: share[1]]:
+        qs, caches = operands(lengths)
+        read = float(sum(lengths)) * K * H * 2  # bytes of keys and values
+        rounds = max(1, round(5e-3 / CALLS / (read / 4e12)))
+        lowered = {name: looped(jax.jit(way), rounds).lower(qs, caches) for name, way in ways().items()}
+        with ThreadPoolExecutor() as pool:
+            compiled = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
+        runs: dict[str, Callable[[], Any]] = {name: functools.partial(program, qs, caches) for name, program in compiled.items()}
+        runs["pages in the L2"] = functools.partial(compiled["whole"], qs, in_the_l2(caches))
+        timings: Mapping[str, Any] = interleaved(runs, calls=rounds * CALLS, seconds=seconds)
+        for name, t in timings.items():
+            labels = {"what": name, "kernel": "decode_attention", "cache": "float8_e4m3fn", "case": case}
+            say(rows, **labels, of_whole=t.us / timings["whole"].us, tbs=read / t.us / 1e6, **dataclasses.asdict(t))
