@@ -14,13 +14,16 @@ def check_outputs(*names: str, make_folders: bool = False) -> None:
     Raises: ConfigError for a file that could not be written, naming the flag.
     """
     for name in names:
-        path = flags.FLAGS[name].value
-        if not path:
-            continue
-        folder = os.path.dirname(path) or "."
-        if make_folders:
-            with contextlib.suppress(OSError):
-                os.makedirs(folder, exist_ok=True)
-        writable = os.path.isdir(folder) and os.access(path if os.path.exists(path) else folder, os.W_OK)
-        if os.path.isdir(path) or not writable:
-            raise ConfigError(name, path, "a file that can be written, in a folder that " + ("can be made" if make_folders else "exists"))
+        if path := flags.FLAGS[name].value:
+            check_output(name, path, make_folders=make_folders)
+
+
+def check_output(name: str, path: str, *, make_folders: bool = False) -> None:
+    """The same of one file. Raises: ConfigError, of the field `name`."""
+    folder = os.path.dirname(path) or "."
+    if make_folders:
+        with contextlib.suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+    writable = os.path.isdir(folder) and os.access(path if os.path.exists(path) else folder, os.W_OK)
+    if os.path.isdir(path) or not writable:
+        raise ConfigError(name, path, "a file that can be written, in a folder that " + ("can be made" if make_folders else "exists"))

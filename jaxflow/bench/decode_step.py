@@ -183,7 +183,8 @@ def _compared(executor: Executor, wanted: list[tuple[int, int]]) -> dict[str, An
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, CheckpointError."""
+    """The command. Raises: ConfigError, CheckpointError; ValueError where there is no GPU: it holds a model of gigabytes by default."""
+    machine.need_gpu("decode_step")
     f = flags.FLAGS
     requests = [int(n) for n in f.requests]
     wanted = [(n, tokens) for n in requests for tokens in sorted({max(int(least), n) for least in f.smallest})]

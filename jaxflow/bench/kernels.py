@@ -22,7 +22,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 from absl import flags
 from tqdm import tqdm
 
@@ -99,8 +98,7 @@ def run() -> dict[str, Any]:
         return told(merged(f.merge, GROUPS))
     cases = shared(chosen(f.only), f.share)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the memory is the workers'
-    if jax.default_backend() != "gpu":
-        raise ValueError(f"bench kernels needs a GPU: JAX's backend here is {jax.default_backend()!r}")
+    machine.need_gpu("kernels")
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     xla_flags = environment(os.environ)["XLA_FLAGS"]

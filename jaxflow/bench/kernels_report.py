@@ -25,7 +25,7 @@ def summaries(rows: Sequence[Mapping[str, Any]], groups: Iterable[Group]) -> lis
             "cases": len(values),
             "geomean": math.exp(sum(map(math.log, values)) / len(values)),
             "least": min(values),
-            "must": must[group],
+            "must": must.get(group),
         }
         for (group, rival), values in found.items()
     ]
@@ -52,10 +52,10 @@ def text(row: Mapping[str, Any]) -> Iterator[str]:
 def merged(paths: Iterable[str], groups: Iterable[Group]) -> dict[str, Any]:
     """One report of those of several shares, each case once, groups and cases in the bench's order; a row that failed gives way to another.
 
-    Raises: ValueError for reports of several devices; OSError for a file that is not there.
+    Raises: ValueError for reports of several devices, and for a file, by its name, that is none of them; OSError for one that is not there.
     """
     groups = tuple(groups)
-    parts = [json.loads(Path(path).read_text("utf-8")) for path in paths]
+    parts = [read(path) for path in paths]
     devices = {part["device"] for part in parts}
     if len(devices) != 1:
         raise ValueError(f"--merge: reports of one device, not of {', '.join(sorted(devices)) or 'none'}")
@@ -70,3 +70,18 @@ def merged(paths: Iterable[str], groups: Iterable[Group]) -> dict[str, Any]:
     left = [name for name in dict.fromkeys(name for part in parts for name in part["left_out"]) if name not in names]
     commands = [command for part in parts for command in part.get("commands", [part["command"]])]
     return parts[0] | {"commands": commands, "rows": rows, "left_out": left, "summaries": summaries(rows, groups)}
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A report of this command. Raises: ValueError, which names the file, for what is none; OSError for a file that is not there."""
+    try:
+        found = json.loads(Path(path).read_text("utf-8"))
+        if found["command_name"] != "kernels":
+            raise ValueError(f"command_name={found['command_name']!r}, not 'kernels'")
+        missing = [name for name in ("device", "command", "left_out") if name not in found]
+        missing += [name for row in found["rows"] for name in ("group", "case") if name not in row]
+        if missing:
+            raise ValueError(f"it has no {missing[0]}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: no report of `bench kernels` ({type(error).__name__}: {error})") from error
+    return found

@@ -35,6 +35,12 @@ def _version(package: str) -> str:
         return "source"
 
 
+def need_gpu(command: str) -> None:
+    """Raises: ValueError, which names the command, where JAX has no GPU."""
+    if jax.default_backend() != "gpu":
+        raise ValueError(f"bench {command} needs a GPU: JAX's backend here is {jax.default_backend()!r}")
+
+
 def describe() -> dict[str, Any]:
     """Device, versions and the command of this process."""
     devices = jax.devices()

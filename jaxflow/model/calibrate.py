@@ -28,6 +28,7 @@ from jaxflow.model.batch import Batch
 from jaxflow.model.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from jaxflow.model.ops import Context
 from jaxflow.model.softmax_range import VERSION, SoftmaxRange, layer_range, path_beside
+from jaxflow.outputs import check_output
 from jaxflow.text.tokenizer import load_tokenizer
 from jaxflow.text.vocabulary import TokenizerError
 from pallas_kernels import reference
@@ -186,9 +187,10 @@ def main(arguments: list[str] | None = None) -> int:
         checkpoint = open_checkpoint(options.model)
         if checkpoint.source is None:
             raise ConfigError("model", options.model, "a model with weights: random ones have nothing to find")
+        path = options.output or path_beside(checkpoint.source.path)
+        check_output("output", str(path))  # before the model has run
         windows = _load_windows(options, checkpoint)
         found = softmax_range(checkpoint.name, checkpoint.model_config, checkpoint.load(options.dtype), windows, progress=True)
-        path = options.output or path_beside(checkpoint.source.path)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     except (CheckpointError, ConfigError, TokenizerError, OSError, UnicodeDecodeError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

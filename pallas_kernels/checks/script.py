@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import os
 import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,8 +44,15 @@ def parse_share(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def check_file(option: str, path: str | Path) -> None:
+    """Raises: ValueError, which names the option, for a path that no file could be written at, as it is before what goes there is known."""
+    folder = Path(path).parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{option} {path}: a file, in a folder that exists and can be written")
+
+
 def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
-    """Runs the parts that the command line names, all of them by default; exits with 1 if a row's `ok` is false.
+    """Runs the parts that the command line names, all of them by default; exits with 1 if a row's `ok` is false, or without a GPU.
 
     module: the script's, for the command that its figures are kept with; about: its docstring.
     """
@@ -58,8 +67,12 @@ def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
         parser.error(f"--only {unknown[0]!r}: {', '.join(parts)}")
     try:
         share = parse_share(args.share)
+        if args.json:
+            check_file("--json", args.json)
     except ValueError as error:
         parser.error(str(error))
+    if jax.default_backend() != "gpu":
+        parser.exit(1, f"error: these checks need a GPU: JAX's backend here is {jax.default_backend()!r}\n")
     command, rows = shlex.join(["python", "-m", f"pallas_kernels.checks.{module}", *sys.argv[1:]]), []
     for part in args.only.split(","):
         start = time.perf_counter()

@@ -23,7 +23,19 @@ def given(monkeypatch):
     return own
 
 
-def test_every_way_is_timed_and_gives_the_same_bits(given, capsys, monkeypatch):
+@pytest.fixture
+def anywhere(monkeypatch):
+    """A tiny model's steps run on the CPU, too."""
+    monkeypatch.setattr(decode_step.machine, "need_gpu", lambda command: None)
+
+
+def test_it_refuses_without_a_gpu_before_it_makes_a_model(given, monkeypatch):
+    monkeypatch.setattr(decode_step, "_executor", lambda *_: pytest.fail("a model was made"))
+    with pytest.raises(ValueError, match="bench decode_step needs a GPU: JAX's backend here is 'cpu'"):
+        decode_step.run()
+
+
+def test_every_way_is_timed_and_gives_the_same_bits(given, anywhere, capsys, monkeypatch):
     monkeypatch.setattr(decode_step, "WAYS", {name: decode_step.WAYS[name] for name in ("graph and chunks", "early")})
     given.model, given.requests, given.context, given.seconds = str(paths.MODELS / "tiny-llama"), ["3"], 40, 0.0
     given.smallest = ["4"]
@@ -37,7 +49,7 @@ def test_every_way_is_timed_and_gives_the_same_bits(given, capsys, monkeypatch):
         assert profile["kernels_us"] == pytest.approx(sum(kernel["us"] for kernel in profile["kernels"]))
 
 
-def test_many_steps_are_compared_each_way(given, capsys, monkeypatch):
+def test_many_steps_are_compared_each_way(given, anywhere, capsys, monkeypatch):
     monkeypatch.setattr(graph_steps, "WAYS", {name: graph_steps.WAYS[name] for name in ("graph", "one by one")})
     given.model, given.requests, given.context, given.steps = str(paths.MODELS / "tiny-llama"), ["3"], 40, 20
     result = decode_step.run()

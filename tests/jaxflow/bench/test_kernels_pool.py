@@ -157,6 +157,9 @@ def test_xlas_products_are_cublas_unless_the_flags_say_otherwise():
     assert kernels_pool.environment({"XLA_FLAGS": given})["XLA_FLAGS"] == given
 
 
+GOOD = {"command_name": "kernels", "device": "a GPU", "command": "", "left_out": [], "rows": []}
+
+
 def test_reports_of_shares_become_one(tmp_path):
     def row(case, **more):
         return {"group": "flat_gemm", "case": case, "ratios": {"xla": 2.0}} | more
@@ -164,8 +167,7 @@ def test_reports_of_shares_become_one(tmp_path):
     first, second = (case.name for case in next(g for g in kernels.GROUPS if g.name == "flat_gemm").cases[:2])
     failed = {"group": "flat_gemm", "case": first, "failed": "it did"}
     for i, rows in enumerate(([row(second), failed], [row(first)])):
-        part = {
-            "device": "a GPU",
+        part = GOOD | {
             "command": f"share {i}",
             "rows": rows,
             "left_out": [f"flat_gemm/{first}", "flat_gemm/third"][: 2 * i or 1],
@@ -175,6 +177,34 @@ def test_reports_of_shares_become_one(tmp_path):
     assert [(r["case"], "failed" in r) for r in made["rows"]] == [(first, False), (second, False)]
     assert made["left_out"] == ["flat_gemm/third"] and made["commands"] == ["share 0", "share 1"]
     assert made["summaries"][0]["cases"] == 2
-    (tmp_path / "1.json").write_text(json.dumps({"device": "another", "rows": [], "left_out": [], "command": ""}))
+    (tmp_path / "1.json").write_text(json.dumps(GOOD | {"device": "another"}))
     with pytest.raises(ValueError, match="one device"):
         kernels_report.merged([str(tmp_path / f"{i}.json") for i in range(2)], kernels.GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("no JSON", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ("{}", "KeyError: 'command_name'"),
+        (json.dumps(GOOD | {"command_name": "latency"}), "command_name='latency', not 'kernels'"),
+        (json.dumps({k: v for k, v in GOOD.items() if k != "rows"}), "KeyError: 'rows'"),
+        (json.dumps({k: v for k, v in GOOD.items() if k != "left_out"}), "it has no left_out"),
+        (json.dumps(GOOD | {"rows": [{"group": "flat_gemm"}]}), "it has no case"),
+        (json.dumps(GOOD | {"rows": [1]}), "TypeError"),
+    ],
+)
+def test_what_is_no_report_is_refused_by_its_name(tmp_path, text, why):
+    (tmp_path / "good.json").write_text(json.dumps(GOOD))
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(ValueError, match=r"bad.json: no report of `bench kernels`") as caught:
+        kernels_report.merged([str(tmp_path / f"{name}.json") for name in ("good", "bad")], kernels.GROUPS)
+    assert why in str(caught.value)
+
+
+def test_a_report_of_a_group_that_is_no_more_has_its_summary(tmp_path):
+    row = {"group": "gone", "case": "one", "ratios": {"xla": 2.0}}
+    (tmp_path / "old.json").write_text(json.dumps(GOOD | {"rows": [row]}))
+    (summary,) = kernels_report.merged([str(tmp_path / "old.json")], kernels.GROUPS)["summaries"]
+    assert summary["group"] == "gone" and summary["must"] is None and summary["cases"] == 1

@@ -11,6 +11,7 @@ import pytest
 
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.build import choose_plans, make_executor, resolve
+from jaxflow.model import calibrate
 from jaxflow.model.calibrate import main, softmax_range, text_windows
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.softmax_range import BOUND, layer_range, path_beside, read
@@ -185,6 +186,14 @@ def test_a_command_that_cannot_work(tmp_path, capsys, arguments, message):
     output = tmp_path / "found.json"
     assert main([*(argument.format(**places) for argument in arguments), "--output", str(output)]) == 1
     assert message in capsys.readouterr().err and not output.exists()
+
+
+def test_where_nothing_can_be_written_no_model_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(calibrate, "softmax_range", lambda *_, **__: pytest.fail("the model ran"))
+    np.save(tmp_path / "tokens.npy", np.ones((1, 4), np.int64))
+    for output in (tmp_path / "none" / "x.json", tmp_path):
+        assert main([str(paths.MODELS / "stories260K"), "--tokens", str(tmp_path / "tokens.npy"), "--output", str(output)]) == 1
+        assert f"output={str(output)!r} is not supported: a file that can be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (2, 0)])
