@@ -15,6 +15,7 @@ weights rotated past the L2 and the rivals in turn; keeps the fastest, and merge
 points (FlashDecoding++Next §4). All programs of a shape are compiled before the first is timed: XLA times its own candidates on the GPU.
 Mosaic compiles one kernel at a time in a process, so several may share a GPU: with --lock each compiles ours as it likes, and has the GPU
 to itself while XLA's are compiled and all are timed (XLA_PYTHON_CLIENT_PREALLOCATE=false, so that memory suffices).
+Beside its times stands what XLA's product was: `cublas` where XLA_FLAGS has --xla_gpu_enable_triton_gemm=false, else `cublas or triton`.
 A time that the card cannot have met ends the run with an error. The table is written after every shape. A shape that it has at all these
 numbers of rows is not measured again unless --again says so; what it has at others stays. What does not fit --time_limit_s, compilation
 included, is left out and named.
@@ -40,14 +41,14 @@ from tqdm import tqdm
 
 from pallas_kernels import table
 from pallas_kernels.checks.peaks import ImpossibleTime, Least, refuse_impossible
-from pallas_kernels.checks.script import parse_share
+from pallas_kernels.checks.script import check_file, parse_share
 from pallas_kernels.checks.timing import interleaved, looped
 from pallas_kernels.flat_tiles import filled
 from pallas_kernels.gemm import Product, kernel, product_of, takers
 from pallas_kernels.quantized import BLOCK, Quantized
 from pallas_kernels.reference.int4 import quantize_int4
 from pallas_kernels.table import Choice, Shape
-from pallas_kernels.tune_rules import label, merge, merged, missing, read, rule_of, write
+from pallas_kernels.tune_rules import label, merge, merged, missing, read, rival, rule_of, write
 from pallas_kernels.tune_shapes import parse_shape, shapes_of, told
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -162,7 +163,7 @@ def _measured(
         for name, took in us.items():
             refuse_impossible(f"{shape.k} x {shape.n} M {p.rows} {name}", took, least(p), jax.devices()[0].device_kind)
         failed = {label(choice): program for choice, program in programs.items() if isinstance(program, str)}
-        measured.append({"rows": p.rows, "us": us} | ({"failed": failed} if failed else {}))
+        measured.append({"rows": p.rows, "us": us, "xla": rival(os.environ.get("XLA_FLAGS", ""))} | ({"failed": failed} if failed else {}))
     return rule_of(dataclasses.asdict(shape), measured)
 
 
@@ -191,8 +192,9 @@ def main() -> None:
         if not args.output:
             parser.error("--merge needs --output")
         try:
+            check_file("--output", args.output)
             merge(args.merge, args.output)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             parser.exit(2, f"error: {error}\n")
         return
     if jax.default_backend() != "gpu":
@@ -200,6 +202,7 @@ def main() -> None:
     device = jax.devices()[0].device_kind
     path = Path(args.output) if args.output else table.file_of(device)
     try:
+        check_file("--output", path)
         share, args.rows = parse_share(args.share), sorted(set(args.rows))
         if not args.rows or args.rows[0] < 1:
             raise ValueError(f"--rows {' '.join(map(str, args.rows)) or '(none)'}: numbers of 1 and more")
@@ -207,7 +210,7 @@ def main() -> None:
         old = read(path) if path.exists() else None
         if old is not None and old["device"] != device:
             raise ValueError(f"--output {path}: a table of this device, {device}, not of {old['device']}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
     shapes = shapes[share[0] :: share[1]]
     shapes = shapes if args.again else missing(shapes, args.rows, old)

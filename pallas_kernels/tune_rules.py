@@ -13,9 +13,23 @@ from pallas_kernels.table import Choice, Shape
 
 TIE = 0.01  # what must be gained to change kernels from one number of rows to the next, and by a kernel that must be compiled over XLA's
 
+CUBLAS, ANY = "cublas", "cublas or triton"  # what XLA's product was, in a row's `xla`; a row without one was written before it was kept
+
+
+def rival(xla_flags: str) -> str:
+    """What XLA's products are under XLA_FLAGS: cuBLAS' alone, or the faster of cuBLAS' and Triton's. The last of equal flags holds."""
+    name, said = "--xla_gpu_enable_triton_gemm", ""
+    for flag in xla_flags.split():
+        key, _, value = flag.partition("=")
+        said = value if key == name else said
+    return CUBLAS if said.lower() == "false" else ANY
+
 
 def rule_of(shape: Mapping[str, Any], measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A shape's rule, as it stands in the table's JSON. measured: the times of each way by number of rows, ascending."""
+    """A shape's rule, as it stands in the table's JSON.
+
+    measured: by number of rows, ascending, the times of each way, and what XLA's product was (`rival`).
+    """
     best: list[Choice] = []
     for one in measured:
         best.append(labelled(fastest(one["us"], label(best[-1]) if best else None), one["rows"]))
@@ -80,6 +94,10 @@ def read(path: str | Path) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_text("utf-8"))
         table.parse(found)
+        for rule in found["rules"]:
+            for one in rule.get("measured", ()):
+                if one.get("xla", ANY) not in (CUBLAS, ANY):
+                    raise ValueError(f"xla={one['xla']!r} of {rule['shape']} at {one['rows']} rows: {CUBLAS!r}, {ANY!r}, or none")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: no table that this command wrote ({type(error).__name__}: {error})") from error
     return found

@@ -154,6 +154,50 @@ def test_what_is_no_table_of_this_device_is_refused_by_its_name(monkeypatch, tmp
     assert "good.json: a table of this device, cpu, not of one" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["--merge", "{good}"], ["--shapes", "64x128"]])
+def test_where_no_table_can_be_written_nothing_is_measured(monkeypatch, tmp_path, capsys, arguments):
+    (tmp_path / "good.json").write_text(json.dumps({"schema": table.SCHEMA, "device": "one", "rules": []}))
+    monkeypatch.setattr(tune, "measure", lambda *_, **__: pytest.fail("it measured"))
+    monkeypatch.setattr(tune.jax, "default_backend", lambda: "gpu")
+    for output in (tmp_path / "none" / "t.json", tmp_path):
+        given = [argument.format(good=tmp_path / "good.json") for argument in arguments]
+        monkeypatch.setattr("sys.argv", ["tune", "--output", str(output), *given])
+        with pytest.raises(SystemExit, match="2"):
+            tune.main()
+        assert capsys.readouterr().err == f"error: --output {output}: a file, in a folder that exists and can be written\n"
+
+
+@pytest.mark.parametrize(
+    ("xla_flags", "rival"),
+    [
+        ("", "cublas or triton"),
+        ("--xla_some=false", "cublas or triton"),
+        ("--xla_gpu_enable_triton_gemm", "cublas or triton"),
+        ("--xla_some=1 --xla_gpu_enable_triton_gemm=false", "cublas"),
+        ("--xla_gpu_enable_triton_gemm=false --xla_gpu_enable_triton_gemm=true", "cublas or triton"),
+    ],
+)
+def test_a_row_says_what_xlas_product_was(xla_flags, rival):
+    assert tune_rules.rival(xla_flags) == rival
+
+
+def test_what_xlas_product_was_is_kept_where_tables_become_one_and_checked_where_they_are_read(tmp_path):
+    def file(name: str, *rows: dict):
+        shape = {"n": 128, "k": 64, "weights": "bfloat16", "gate_block": 0, "scales": ""}
+        rule = tune_rules.rule_of(shape, [{"us": {"xla": 1.0}} | row for row in rows])
+        path = tmp_path / name
+        path.write_text(json.dumps({"schema": table.SCHEMA, "device": "one", "rules": [rule]}))
+        return str(path)
+
+    before = file("before.json", {"rows": 1}, {"rows": 8})  # as tables were that did not keep it
+    new = file("new.json", {"rows": 8, "xla": "cublas"}, {"rows": 64, "xla": "cublas or triton"})
+    tune_rules.merge([before, new], str(tmp_path / "t.json"))
+    (rule,) = tune_rules.read(tmp_path / "t.json")["rules"]
+    assert [one.get("xla") for one in rule["measured"]] == [None, "cublas", "cublas or triton"]
+    with pytest.raises(ValueError, match=r"bad.json: no table .*xla='triton' of .* at 8 rows: 'cublas', 'cublas or triton', or none"):
+        tune_rules.read(file("bad.json", {"rows": 8, "xla": "triton"}))
+
+
 def test_a_rule_without_times_stays_until_it_is_measured():
     bare = {"shape": {"n": 1}, "choices": [{"rows": 8, "kernel": "flat"}]}
     new = tune_rules.rule_of({"n": 1}, [{"rows": 8, "us": {"xla": 1.0}}])

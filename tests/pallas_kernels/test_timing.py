@@ -79,9 +79,12 @@ def test_the_tune_writes_no_row_of_an_impossible_time_and_measures_when_all_is_c
     monkeypatch.setattr(tune, "make_inputs", lambda p, ws: tune.Inputs([], ws, 10))
     monkeypatch.setattr(tune, "interleaved", timed)
     monkeypatch.setattr(tune.jax, "devices", lambda: [type("Device", (), {"device_kind": "NVIDIA H200"})])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     us = [20.0]
     settings = {"seconds": 0.1, "others": False, "pool": pool, "progress": lambda _: None}
-    assert tune.measure(SHAPE, [8], **settings)["measured"] == [{"rows": 8, "us": {"flat": 20.0, "xla": 20.0, "dense": 20.0}}]
+    assert tune.measure(SHAPE, [8], **settings)["measured"] == [
+        {"rows": 8, "us": {"flat": 20.0, "xla": 20.0, "dense": 20.0}, "xla": "cublas"}
+    ]
     us[0], compiled = 0.9, pool.compiled
     with pytest.raises(ImpossibleTime, match=r"4096 x 4096 M 8 flat: 0\.90 us"):
         tune.measure(SHAPE, [8], **settings)
