@@ -3,6 +3,9 @@
   python -m jaxflow.bench plans --model llama-3.1-8b --plans plans --workloads 1024/512,512/1024 --output_json report.json
   python -m search correct --plan plans/1024-512.json --report report.json --out corrected.json
 
+Names repeat: what was measured is the plan's where a row's digest of what its plan does is this plan's (`jaxflow.pipeline.plan.digest`). A
+row of its name and another digest is refused, and one without, in a report from before there were any, unless --by_name is given.
+
 A plan without predictions, or with --measured_alone any, gets what was measured in their place: between two measured compositions the
 engine takes what lies between, beyond them the nearest; and it is offered to the model, device, parallelism and dtypes of the reports
 (--model: to another model of the same shapes), which are alike. A plan with predictions is corrected by reports of what it was searched
@@ -26,7 +29,7 @@ from jaxflow.engine.plans import SHAPES, products_dtype
 from jaxflow.model.checkpoint import CheckpointError, open_checkpoint, shipped_configs
 from jaxflow.outputs import check_outputs
 from jaxflow.pipeline.choice import Gain
-from jaxflow.pipeline.plan import Plan, Predictions, Target, load, save
+from jaxflow.pipeline.plan import Plan, Predictions, Target, digest, load, save
 
 # What a gain may differ by after another start of the machine (docs/overlap.md): overlap with attention gained 1.029, then 1.003; sums
 # over two devices that products hide, or that are only shorter, 1.057 and 1.066, then 1.049 and 1.058.
@@ -48,7 +51,10 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What `correct` reads of a row of `bench plans`: a plan's steps of a workload. step_ms, and how much of it it spread by."""
+    """What `correct` reads of a row of `bench plans`: a plan's steps of a workload. step_ms, and how much of it it spread by.
+
+    digest: of what the plan does; None in a report from before rows had it.
+    """
 
     workload: str
     plan: str
@@ -60,6 +66,7 @@ class Row(msgspec.Struct, frozen=True):
     step_ms: Annotated[float, msgspec.Meta(gt=0)]
     spread: Annotated[float, msgspec.Meta(ge=0)]
     graphs: str | None = None
+    digest: str | None = None
 
 
 class Ran(msgspec.Struct, frozen=True):
@@ -93,6 +100,12 @@ def define_flags() -> None:
     flags.DEFINE_list("report", [], "Reports of `bench plans` in which it is.")
     flags.DEFINE_string("model", None, "The model that a plan without predictions is offered to; default: the reports'.")
     flags.DEFINE_boolean("measured_alone", False, "Leave out what was predicted.")
+    flags.DEFINE_boolean(
+        "by_name",
+        False,
+        "Take rows without digests by the plan's name and tokens. Right only where you know that what was measured under this name is this "
+        "plan: the name says all of it (two nano-batches, 1024 + 1024, sums copied), or nobody has written the file since.",
+    )
     flags.DEFINE_string("out", None, "The file for the plan as corrected.")
 
 
@@ -108,7 +121,7 @@ def run() -> None:
         plan = msgspec.structs.replace(plan, predictions=None)
     reports = {path: read_report(path) for path in f.report}
     check_kind(plan, reports, f.model)
-    found = [point for report in reports.values() for point in points(plan, report)]
+    found = [point for path, report in reports.items() for point in points(plan, report, path, by_name=f.by_name)]
     if not found:
         raise ConfigError(
             "report", ",".join(f.report), f"a report of plan {plan.name!r} for {plan.tokens} tokens beside the sequential one"
@@ -172,12 +185,14 @@ def _said(model: str, device: str, tp: int, dtype: str, kv_cache_dtype: str) -> 
     return f"{model} on {tp} x {device}, {dtype} over a {kv_cache_dtype} cache"
 
 
-def points(plan: Plan, report: Report) -> list[Point]:
-    """Where a report of `bench plans` has a plan and the sequential one of its tokens, both launched as usual."""
+def points(plan: Plan, report: Report, path: str = "", *, by_name: bool = False) -> list[Point]:
+    """Where a report of `bench plans`, of the file `path`, has a plan and the sequential one of its tokens, both launched as usual.
+
+    Raises: ConfigError for rows of its name that are of another plan, or, unless `by_name`, do not say of which.
+    """
     rows = [row for row in report.plans if row.tokens == plan.tokens and row.graphs in (None, "usual")]
     alone = {row.workload: row for row in rows if row.sequential}
-    name = f"{plan.name}, {plan.tokens} tokens"
-    pairs = [(row, alone[row.workload]) for row in rows if row.plan.partition(" [")[0] == name and row.workload in alone]
+    pairs = [(row, alone[row.workload]) for row in _rows_of(plan, rows, path, by_name) if row.workload in alone]
     return [
         Point(
             row.decode_tokens,
@@ -189,6 +204,22 @@ def points(plan: Plan, report: Report) -> list[Point]:
         )
         for row, sequential in pairs
     ]
+
+
+def _rows_of(plan: Plan, rows: Sequence[Row], path: str, by_name: bool) -> list[Row]:
+    """Those that are the plan's: by what it does, whatever it was called there; else by its name, where no row says more."""
+    own, name = digest(plan), f"{plan.name}, {plan.tokens} tokens"
+    if same := [row for row in rows if row.digest == own]:
+        return same
+    named = [row for row in rows if row.plan.partition(" [")[0] == name]
+    for row in named:
+        if row.digest is not None:
+            accepted = f"a report of this plan, {plan.name!r} of digest {own}: the one measured as {row.plan!r} has digest {row.digest}"
+            raise ConfigError("report", path, accepted)
+        if not by_name:
+            accepted = f"a report whose rows have digests, or --by_name: its {row.plan!r} may be another plan than this, of digest {own}"
+            raise ConfigError("report", path, accepted)
+    return named
 
 
 def corrected(plan: Plan, measured: Iterable[Point]) -> Plan:

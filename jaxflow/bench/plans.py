@@ -32,7 +32,7 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.handmade import sequential_plan
-from jaxflow.pipeline.plan import Plan
+from jaxflow.pipeline.plan import Plan, digest
 from jaxflow.pipeline.streams import GRAPHS
 from pallas_kernels.checks.timing import interleaved
 
@@ -51,14 +51,14 @@ def given_plans(paths: Iterable[str], config: EngineConfig, model: ModelConfig) 
     """The plans of files and folders, each of a name of its own and once; sequential ones are left out, they are there anyway.
 
     Of folders, those for this model, device, parallelism and dtypes. Raises: ConfigError, also for two plans of one name and size, which
-    `search correct` would take for each other; PlanError.
+    who reads the report would take for each other; PlanError.
     """
     found: dict[tuple[str, int], Plan] = {}
     for path in paths:
         for plan in named_plans(dataclasses.replace(config, plan=path), model):
             if not is_sequential(plan):
                 same = found.setdefault((plan.name, plan.tokens), plan)
-                if (same.nano_ops, same.sums) != (plan.nano_ops, plan.sums):
+                if digest(same) != digest(plan):
                     raise ConfigError("plans", path, f"plans of names of their own: another is named {plan.name!r}, too")
     return list(found.values())
 

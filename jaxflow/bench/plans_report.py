@@ -14,7 +14,7 @@ from jaxflow.config import EngineConfig, ModelConfig
 from jaxflow.engine.plans import products_dtype
 from jaxflow.model.composition import Composition
 from jaxflow.pipeline.choice import Gain, between, is_sequential
-from jaxflow.pipeline.plan import Plan
+from jaxflow.pipeline.plan import Plan, digest
 from pallas_kernels.checks.timing import Timing
 
 Measured = tuple[tuple[Plan, str | None], str, Composition, Timing]  # (plan, graphs), name, the step, its time
@@ -32,6 +32,7 @@ def rows(config: EngineConfig, model: ModelConfig, workload: Workload, measured:
         row = {
             "workload": workload.name,
             "plan": name,
+            "digest": digest(plan),
             "graphs": graphs,
             "tokens": plan.tokens,
             "sequential": is_sequential(plan),

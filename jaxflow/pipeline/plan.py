@@ -9,6 +9,7 @@ What a nano-op must follow is not written down: it follows from the values it re
 (`jaxflow.pipeline.order`). `waits` adds to that: joins of streams at the borders of phases.
 """
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Literal
@@ -156,6 +157,15 @@ def fitting(folder: str | os.PathLike, *kind: str | int | None) -> tuple[Plan, .
     """
     plans = (load(path) for path in sorted(Path(folder).glob("*.json")))
     return tuple(plan for plan in plans if plan.target is not None and plan.target.fits(*kind))  # pyright: ignore[reportArgumentType]
+
+
+def digest(plan: Plan) -> str:
+    """What tells plans apart that do different things: 16 hexadecimal digits of the nano-ops, the tokens and who carries the sums.
+
+    Not of its name, which many may have, nor of what is predicted of it and whom it is offered to, which change while it stays as it is.
+    """
+    does = msgspec.json.encode((plan.tokens, plan.sums, plan.nano_ops))
+    return hashlib.sha256(does).hexdigest()[:16]
 
 
 def borders(plan: Plan) -> tuple[int, ...]:

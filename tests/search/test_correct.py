@@ -14,7 +14,7 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.pipeline.choice import Gain, is_sequential, pick
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import copied, two_nano_batch_plan
-from jaxflow.pipeline.plan import SHIPPED, Plan, Predictions, Target, load, save
+from jaxflow.pipeline.plan import SHIPPED, Plan, Predictions, Target, digest, load, save
 from search.__main__ import main
 from search.correct import Point, as_measured, check_kind, corrected, points, read_report, target
 
@@ -53,6 +53,7 @@ def test_the_shipped_plan_is_the_searched_one_as_it_was_measured(tmp_path, capsy
         str(paths.ROOT / "benchmarks" / "plans" / "lean" / "1024-512-92-40.json"),
         "--report",
         ",".join(map(str, REPORTS)),
+        "--by_name",
         "--out",
         str(out),
     ]
@@ -60,7 +61,7 @@ def test_the_shipped_plan_is_the_searched_one_as_it_was_measured(tmp_path, capsy
     assert "measured 1.029" in capsys.readouterr().out
     made, shipped = load(out), load(SHIPPED / "h200-llama-3.1-8b-bfloat16.json")
     assert made == shipped
-    gain, starts = Gain.of(shipped.predictions), [points(shipped, read_report(report)) for report in REPORTS]
+    gain, starts = Gain.of(shipped.predictions), [points(shipped, read_report(report), by_name=True) for report in REPORTS]
     measured: dict[str, list[float]] = {}  # by decodes and their keys
     for start in starts:
         for point in start:
@@ -93,7 +94,7 @@ def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_mea
     report, plan, out = tmp_path / "report.json", tmp_path / "plan.json", tmp_path / "out.json"
     report.write_text(json.dumps({"plans": rows, "device": "NVIDIA H200", "engine_config": engine}))
     save(by_hand, plan)
-    line = ["--plan", str(plan), "--report", str(report), "--out", str(out), "--model", "llama-3.1-70b"]
+    line = ["--by_name", "--plan", str(plan), "--report", str(report), "--out", str(out), "--model", "llama-3.1-70b"]
     assert main(["search", "correct", *line]) == 0
     made = load(out)
     gains = Gain.of(made.predictions)
@@ -137,9 +138,52 @@ def test_where_a_composition_was_measured_twice_the_least_gain_stands(gained):
 
 
 def run(tmp_path, *words, report=PLAIN):
-    """`search correct` of Llama-3-70B's plan for two H200s in 8 bits, into out.json. Returns what it returns."""
+    """`search correct` of Llama-3-70B's plan for two H200s in 8 bits, whose name says all of it, into out.json. Returns what it returns."""
     plan = SHIPPED / "h200-llama-3-70b-tp2-float8_e4m3fn.json"
-    return main(["search", "correct", "--plan", str(plan), "--report", str(report), "--out", str(tmp_path / "out.json"), *words])
+    line = ["--by_name", "--plan", str(plan), "--report", str(report), "--out", str(tmp_path / "out.json"), *words]
+    return main(["search", "correct", *line])
+
+
+NEVER_MEASURED = BENCHMARKS / "plans" / "searched" / "deepseek-67b-tp2-fp8.json"  # cut at 1536
+MEASURED = BENCHMARKS / "plans" / "tp2" / "fp8" / "searched-1280-copied.json"  # of the same name, cut at 1280
+DEEPSEEK = BENCHMARKS / "h200-plans-deepseek-67b-tp2-fp8.json"
+
+
+def test_a_report_that_does_not_say_what_its_plans_do_is_taken_by_name_only_if_that_is_asked_for(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    line = ["--plan", str(NEVER_MEASURED), "--report", str(DEEPSEEK), "--out", str(out)]
+    assert main(["search", "correct", *line]) == 1
+    said = capsys.readouterr().err
+    assert f"report='{DEEPSEEK}'" in said and "--by_name" in said and not out.exists()
+    assert "'searched deepseek-67b 2048 1024/512, sums copied, 2048 tokens'" in said and digest(load(NEVER_MEASURED)) in said
+
+
+def told(tmp_path):
+    """DeepSeek's report as it would be with digests, in a file."""
+    whole, report = json.loads(DEEPSEEK.read_text("utf-8")), tmp_path / "report.json"
+    own = digest(load(MEASURED))
+    rows = [row | {"digest": own if "searched" in row["plan"] else "of another"} for row in whole["plans"]]
+    report.write_text(json.dumps(whole | {"plans": rows}))
+    return report
+
+
+@pytest.mark.parametrize("words", [[], ["--by_name"]])
+def test_what_was_measured_of_another_plan_of_the_same_name_is_refused(words, tmp_path, capsys):
+    plan, other, out = load(MEASURED), load(NEVER_MEASURED), tmp_path / "out.json"
+    assert plan.name == other.name and plan.tokens == other.tokens
+    line = ["--plan", str(NEVER_MEASURED), "--report", str(told(tmp_path)), "--out", str(out), *words]
+    assert main(["search", "correct", *line]) == 1
+    said = capsys.readouterr().err
+    assert plan.name in said and digest(plan) in said and digest(other) in said and not out.exists()
+
+
+@pytest.mark.parametrize("name", ["searched deepseek-67b 2048 1024/512, sums copied", "searched deepseek-67b 2048, 1280 + 768"])
+def test_what_was_measured_of_it_is_its_own_by_whatever_name(name, tmp_path, capsys):
+    plan, out = msgspec.structs.replace(load(MEASURED), name=name), tmp_path / "out.json"
+    save(plan, tmp_path / "plan.json")
+    line = ["--plan", str(tmp_path / "plan.json"), "--report", str(told(tmp_path)), "--out", str(out)]
+    assert main(["search", "correct", *line]) == 0
+    assert "measured 1.019" in capsys.readouterr().out and load(out).nano_ops == plan.nano_ops
 
 
 @pytest.mark.parametrize("order", [("512/0", "1024/512"), ("1024/512", "512/0")])

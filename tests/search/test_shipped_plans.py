@@ -1,7 +1,7 @@
 """Every plan that is shipped can be made again by commands: `search plan`, and `search correct` with what was measured of it.
 
   python -m search plan --modelled --model llama-3-70b --gpus 2 --tokens 1024 --sums copies --orders two --cuts 512 --out two.json
-  python -m search correct --measured_alone --plan two.json --report benchmarks/h200-plans-llama-3-70b-tp2.json --out shipped.json
+  python -m search correct --measured_alone --by_name --plan two.json --report benchmarks/h200-plans-llama-3-70b-tp2.json --out shipped.json
 
 One was found by a search with an earlier model of the card: of it the file that was corrected is kept (`test_correct.py`).
 """
@@ -54,7 +54,7 @@ def test_it_is_an_order_by_hand_with_what_was_measured_of_it(name, tmp_path):
     assert by_hand == plan
     save(msgspec.structs.replace(by_hand, predictions=Predictions((0,), (0,), ((1.0,),), ((2.0,),))), tmp_path / "plan.json")
     line = ["--plan", str(tmp_path / "plan.json"), "--report", ",".join(str(BENCHMARKS / f"{report}.json") for report in reports)]
-    assert main(["search", "correct", "--measured_alone", *line, "--out", str(out)]) == 0
+    assert main(["search", "correct", "--measured_alone", "--by_name", *line, "--out", str(out)]) == 0
     assert out.read_bytes() == shipped(name)
 
 

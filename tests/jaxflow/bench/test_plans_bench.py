@@ -17,8 +17,8 @@ from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.layout import SlotTable, StepLayout, pack
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
-from jaxflow.pipeline.handmade import two_nano_batch_plan
-from jaxflow.pipeline.plan import Predictions, Target, save
+from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.plan import Predictions, Target, digest, save
 from pallas_kernels.checks.timing import Timing
 
 PAGE, ROWS = 16, 512
@@ -92,6 +92,10 @@ def test_the_command(tmp_path, no_flags, capsys):
     assert [row["tokens"] for row in result["plans"]] == [32, 32, 8]
     assert sequential["sequential"] and decodes["sequential"] and not cut["sequential"]
     assert (cut["decode_tokens"], cut["prefill_tokens"], decodes["decode_tokens"], decodes["prefill_tokens"]) == (11, 21, 8, 0)
+    model_config = open_checkpoint(model).model_config
+    assert [row["digest"] for row in (sequential, cut, decodes)] == [
+        digest(one) for one in (sequential_plan(model_config, 32), plan, sequential_plan(model_config, 8))
+    ]
     for row in result["plans"]:
         assert row["tokens_per_s"] == pytest.approx((row["decode_tokens"] + row["prefill_tokens"]) / row["step_ms"] * 1e3)
         assert row["fraction_of_optimal"] > 0

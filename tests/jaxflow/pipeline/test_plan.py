@@ -2,6 +2,7 @@
 
 import drawn
 import msgspec
+import paths
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.order import check, program
-from jaxflow.pipeline.plan import NanoOp, Plan, PlanError, Target, borders, fitting, from_json, load, save, to_json
+from jaxflow.pipeline.plan import NanoOp, Plan, PlanError, Predictions, Target, borders, digest, fitting, from_json, load, save, to_json
 
 CONFIGS = {name: drawn.config_of(name) for name in ("tiny-llama", "tiny-gemma2", "tiny-mixtral", "tiny-opt")}
 LLAMA = CONFIGS["tiny-llama"]
@@ -51,6 +52,37 @@ def test_drawn_plans_are_plans_and_survive_files(data):
     assert from_json(to_json(plan)) == plan
     cuts = {t for n in plan.nano_ops if n.op == "chunk_attention" for t in (n.start, n.stop)}
     assert borders(plan) == tuple(sorted(cuts - {0, 16}))
+
+
+def test_a_digest_tells_what_a_plan_does_and_nothing_else():
+    plan = two_nano_batch_plan(LLAMA, 24, 7)
+    same = [
+        msgspec.structs.replace(plan, **changes)
+        for changes in ({"name": "other"}, {"target": TARGET}, {"predictions": Predictions((0,), (0,), ((1.0,),), ((2.0,),))})
+    ]
+    assert {digest(one) for one in (*same, from_json(to_json(plan)))} == {digest(plan)}
+    first, second = plan.nano_ops[0].id, plan.nano_ops[1].id
+    others = [
+        two_nano_batch_plan(LLAMA, 24, 8),
+        two_nano_batch_plan(LLAMA, 32, 7),
+        msgspec.structs.replace(plan, tokens=32),
+        msgspec.structs.replace(plan, sums="copies"),
+        swapped(plan, first, second),
+        *(edited(plan, second, **change) for change in ({"stream": 1}, {"sms": 40}, {"ahead": 1}, {"waits": (first,)}, {})),
+    ]
+    assert len({digest(one) for one in (plan, *others)}) == 1 + len(others)
+
+
+def test_committed_plans_of_one_name_that_differ_have_digests_of_their_own():
+    plans = [load(path) for path in (paths.ROOT / "benchmarks" / "plans").rglob("*.json")]
+    searched = [plan for plan in plans if plan.name == "searched llama-3.1-8b 2048 1024/512"]
+    assert len({digest(plan) for plan in searched}) == len(searched) == 6
+    for plan in plans:
+        assert all((digest(plan) == digest(other)) == (does(plan) == does(other)) for other in plans)
+
+
+def does(plan):
+    return plan.nano_ops, plan.tokens, plan.sums
 
 
 def test_files(tmp_path):
