@@ -19,6 +19,7 @@ them (`bench plans`) and write into their files what they gained (`search correc
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 import time
@@ -46,7 +47,7 @@ from search.cyclic import SearchError
 from search.modelled import modelled_profile
 from search.nanobatch import TILE, Found, search
 from search.op_times import EXCHANGE, Profile, load_profile, with_collectives
-from search.orders import ORDERS, best_known, sequential, simulated
+from search.orders import ORDERS, best_known, cuts_of, sequential, simulated
 from search.plan_report import FOLDER, Result, default_out, going_on, measuring, report
 from search.predict import predict
 from search.setting import Setting
@@ -174,7 +175,7 @@ def _solve_form(
     known, found, solved = best_known(model, setting, f.orders, stop_s), None, None
     if SOLVER in f.orders:
         left_s, say = max(1.0, stop_s - time.monotonic()), lambda line: bar.write(line, file=sys.stderr)
-        found = _summed(search(setting, time_limit_s=left_s, name=title, target=target, say=say), shares)
+        found = _told(search(setting, time_limit_s=left_s, name=title, target=target, say=say), shares)
         solved = simulated(found.plan, setting)
     tried = [one for one in (known, solved) if one is not None]
     if not tried:
@@ -188,9 +189,13 @@ def _solve_form(
     return Result(setting, plan, best.timeline, sequential(model, setting).timeline.period_s, found, solved, known)
 
 
-def _summed(found: Found, shares: Shares) -> Found:
-    """With a plan that says how its sums over devices are sent."""
-    return dataclasses.replace(found, plan=with_copies(found.plan)) if shares.copies else found
+def _told(found: Found, shares: Shares) -> Found:
+    """With a plan that says how its sums over devices are sent, and whose name says that and where it is cut."""
+    plan, cuts = found.plan, cuts_of(found.plan)
+    if cuts:
+        sizes = " + ".join(str(stop - start) for start, stop in itertools.pairwise((0, *cuts, plan.tokens)))
+        plan = msgspec.structs.replace(plan, name=f"{plan.name}, {sizes}")
+    return dataclasses.replace(found, plan=with_copies(plan) if shares.copies else plan)
 
 
 def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, list[Shares]]:

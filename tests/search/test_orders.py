@@ -17,7 +17,7 @@ from search.__main__ import main
 from search.clock import shipped_card
 from search.copies import copied as with_exchanges
 from search.modelled import modelled_profile
-from search.nanobatch import cut_sets
+from search.nanobatch import Found, cut_sets
 from search.nanobatch import search as solve
 from search.orders import ORDERS, best_known, cuts_of, known_plans, sequential, simulated
 from search.setting import Setting
@@ -105,6 +105,16 @@ def test_what_is_found_is_not_behind_what_is_known(tmp_path, capsys, monkeypatch
     found, model = load(tmp_path / "found.json"), open_checkpoint("llama-3-70b", load_format="dummy").model_config
     assert found.nano_ops == copied(two_nano_batch_plan(model, 2048, 1024, 2)).nano_ops and not is_sequential(found)
     assert "a known order: " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_flags")
+def test_the_name_of_what_is_found_tells_its_cuts(tmp_path, monkeypatch):
+    """Else all that a search ever finds for a workload would be named alike."""
+    by_hand = two_nano_batch_plan(open_checkpoint("llama-3-70b", load_format="dummy").model_config, 2048, 1536, 2)
+    solver = lambda _, *, name, **rest: Found(msgspec.structs.replace(by_hand, name=name), 1.0, 1.0, 1.0, 1.0, (1536,))  # noqa: E731
+    monkeypatch.setattr(command, "search", solver)
+    assert main(["search", "plan", *FP8_LINE, "--orders", "solver", "--out", str(tmp_path / "found.json")]) == 0
+    assert load(tmp_path / "found.json").name == "searched llama-3-70b 2048 1024/512, 1536 + 512, sums copied"
 
 
 @pytest.mark.usefixtures("no_flags")
