@@ -82,13 +82,17 @@ def _optimum(config: EngineConfig, model: ModelConfig, step: Composition, tp: in
 
 
 def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Over all rows: the mean error of predictions; for each workload and size what the engine would pick, beside the best."""
+    """Over all rows: the mean error of predictions; for each workload and size of step what the engine would pick of the plans that have
+    predictions, beside the best of all of that size, and the best of any size by tokens a second, padding not counted."""
     errors = [abs(row["prediction_error"]) for row in found if row["prediction_error"] is not None]
     picks = []
     for workload, tokens in dict.fromkeys((row["workload"], row["tokens"]) for row in found):
-        here = [row for row in found if (row["workload"], row["tokens"]) == (workload, tokens) and row["sure_gain"] is not None]
-        if len(here) > 1:
-            picked, best = max(here, key=lambda row: row["sure_gain"]), max(here, key=lambda row: row["tokens_per_s"])
+        every = [row for row in found if row["workload"] == workload]
+        here = [row for row in every if row["tokens"] == tokens]
+        compared = [row for row in here if row["sure_gain"] is not None]
+        if len(compared) > 1:
+            picked = max(compared, key=lambda row: row["sure_gain"])
+            best, of_any = (max(rows, key=lambda row: row["tokens_per_s"]) for rows in (here, every))
             picks.append(
                 {
                     "workload": workload,
@@ -96,6 +100,8 @@ def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     "picked": picked["plan"],
                     "best": best["plan"],
                     "picked_to_best": picked["tokens_per_s"] / best["tokens_per_s"],
+                    "best_of_any_size": of_any["plan"],
+                    "picked_to_best_of_any_size": picked["tokens_per_s"] / of_any["tokens_per_s"],
                 }
             )
     return {"mean_prediction_error": statistics.mean(errors) if errors else None, "picks": picks}
@@ -114,7 +120,10 @@ def text(result: Mapping[str, Any]) -> str:
         lines.append(f"Predicted step times are off by {result['mean_prediction_error']:.1%} in the mean.")
     for pick in result["picks"]:
         where = f"{pick['workload']}, {pick['tokens']} tokens"
-        lines.append(f"{where}: the engine picks {pick['picked']!r}, at {pick['picked_to_best']:.3f} of the best, {pick['best']!r}.")
+        said = f"{where}: the engine picks {pick['picked']!r}, at {pick['picked_to_best']:.3f} of the best, {pick['best']!r}"
+        if pick["best_of_any_size"] != pick["best"]:
+            said += f", and at {pick['picked_to_best_of_any_size']:.3f} of that of any size, {pick['best_of_any_size']!r}"
+        lines.append(f"{said}.")
     if result["left_out"]:
         lines.append(f"Left out for time: {', '.join(result['left_out'])}")
     took = f"Made in {result['made_s']:.0f} s, measured in {result['measured_s']:.0f} s"

@@ -103,8 +103,35 @@ def test_the_command(tmp_path, no_flags, capsys):
     assert (sequential["predicted_ms"], cut["predicted_ms"], decodes["predicted_ms"]) == (1000.0, 500.0, None)
     assert cut["prediction_error"] == pytest.approx(500 / cut["step_ms"] - 1)
     (pick,) = result["picks"]
-    assert pick["picked"] == cut["plan"] and pick["best"] in (cut["plan"], sequential["plan"])
+    assert pick["picked"] == cut["plan"] and pick["best"] in (cut["plan"], sequential["plan"]) and pick["best_of_any_size"] == pick["best"]
     assert "24/12: 11 decodes" in capsys.readouterr().out
+
+
+REPORTS = paths.ROOT / "benchmarks"
+
+
+def test_a_pick_is_held_against_plans_without_predictions_too():
+    """DeepSeek-67B's searched plan gained 1.019, an order by hand, of which nothing was predicted, 1.045."""
+    rows = json.loads((REPORTS / "h200-plans-deepseek-67b-tp2-fp8.json").read_text())["plans"]
+    sequential, two, searched, copied = rows[:4]
+    assert two["sure_gain"] is None and searched["sure_gain"] > 1
+    for pick, sizes in zip(plans_report.summary(rows)["picks"], ((sequential, two, searched, copied), rows[4:]), strict=True):
+        best = max(sizes, key=lambda row: row["tokens_per_s"])
+        assert pick["picked"] == searched["plan"] and pick["best"] == pick["best_of_any_size"] == two["plan"] == best["plan"]
+        assert pick["picked_to_best"] == pick["picked_to_best_of_any_size"] < 0.98
+
+
+def test_a_pick_is_held_against_steps_of_other_sizes():
+    """By real tokens: at 1000/1000 a step of 2048 is half padding, and the one of 512 was faster."""
+    rows = json.loads((REPORTS / "h200-plans-llama-3.1-8b-variants.json").read_text())["plans"]
+    pick = next(pick for pick in plans_report.summary(rows)["picks"] if pick["workload"] == "1000/1000")
+    picked = next(row for row in rows if (row["workload"], row["plan"]) == ("1000/1000", pick["picked"]))
+    assert (pick["tokens"], pick["best"], pick["picked_to_best"]) == (2048, "sequential, 2048 tokens", 1.0)
+    assert pick["best_of_any_size"] == "sequential, 512 tokens"
+    assert pick["picked_to_best_of_any_size"] == pytest.approx(picked["against_best_sequential"])
+    result = {"plans": rows, "picks": [pick], "mean_prediction_error": None, "left_out": [], "command": ""}
+    text = plans_report.text(result | {"made_s": 0.0, "measured_s": 0.0, "num_devices": 1, "device": "toy"})
+    assert "at 1.000 of the best, 'sequential, 2048 tokens', and at 0.750 of that of any size, 'sequential, 512 tokens'." in text
 
 
 @pytest.mark.parametrize("name", ["two nano-batches, 12 + 20", "sequential"])
