@@ -17,6 +17,7 @@ from pallas_kernels.gemm import HopperGemm, Product, TritonGemm
 from pallas_kernels.table import load
 
 KERNELS = ("auto", "reference", "mosaic", "triton")  # what may be asked for
+HOPPER, MOSAIC = "9.0", "mosaic-hopper"  # the compute capability of the Mosaic kernels, and their set's name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,11 @@ class KernelSet:
     def can_begin_early(self) -> bool:
         """Whether its kernels of few rows can begin before the ones before them have ended."""
         return isinstance(self.gemm, HopperGemm)
+
+    @property
+    def can_be_bounded(self) -> bool:
+        """Whether its ops can be kept to some of the SMs, so that others run on the rest; others always take the whole device."""
+        return self.name == MOSAIC
 
     def begun_early(self) -> "KernelSet":
         """The same, whose kernels of few rows begin before the ones before them have ended (`pallas_kernels.dependent`).
@@ -123,7 +129,7 @@ def kernel_set_for(
       ValueError: where the kernels asked for cannot run.
     """
     model = Model(head_dim, queries_per_kv_head, kv_heads, page_size, jnp.dtype(dtype).name, jnp.dtype(kv_dtype).name, hidden_size)
-    hopper, cuda = platform == "gpu" and capability == "9.0", platform == "gpu" and capability != ""
+    hopper, cuda = platform == "gpu" and has_bounded(capability), platform == "gpu" and capability != ""
     if kernels == "auto":
         if hopper and model.dtype != "bfloat16":
             return dataclasses.replace(REFERENCE, name="reference (kernels are of bfloat16)")
@@ -132,7 +138,7 @@ def kernel_set_for(
         return REFERENCE
     if kernels == "mosaic":
         if not hopper:
-            raise ValueError(f"kernels='mosaic': they need compute capability 9.0, this is {platform} {capability}")
+            raise ValueError(f"kernels='mosaic': they need compute capability {HOPPER}, this is {platform} {capability}")
         if model.dtype != "bfloat16":
             raise ValueError(f"kernels='mosaic': they multiply bfloat16, the model's dtype is {model.dtype}")
         return _mosaic(model, device)
@@ -141,6 +147,11 @@ def kernel_set_for(
             raise ValueError(f"kernels='triton': they need an NVIDIA GPU and the extra `triton`, this is {platform} {capability}")
         return _triton(model)
     raise ValueError(f"kernels={kernels!r}: {', '.join(KERNELS)}")
+
+
+def has_bounded(capability: str) -> bool:
+    """Whether there are kernels for GPUs of this compute capability that can be kept to some of the SMs (`KernelSet.can_be_bounded`)."""
+    return capability == HOPPER
 
 
 def has_triton() -> bool:
@@ -175,7 +186,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         ops["quantize_rows"] = quantize_rows.quantize_rows
     if m.hidden_size % 128 == 0:
         ops["add_norm"] = rms_norm.add_norm
-    return KernelSet("mosaic-hopper", **ops)
+    return KernelSet(MOSAIC, **ops)
 
 
 def _triton(m: Model) -> KernelSet:

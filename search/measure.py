@@ -28,7 +28,7 @@ from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.graph import Op, model_graph
 from jaxflow.outputs import check_outputs
-from pallas_kernels.kernel_set import KernelSet, kernel_set_for
+from pallas_kernels.kernel_set import kernel_set_for
 from search.budget import Budget
 from search.collective_bench import beside, collective, equal_ops
 from search.entries import PAIR_KEYS, Entry, Together, described, entries
@@ -72,9 +72,9 @@ def run() -> None:
     tokens, keys = _numbers("tokens", f.tokens), contexts(f.model, config.max_position)
     layer, empty = this_device(f.model, config, f.dtype, f.kv_cache_dtype, f.tensor_parallel_size)
     chosen = chosen_ops(layer, f.ops)
-    if f.sms is not None and not bounded(layer.kernels):
+    if f.sms is not None and not layer.kernels.can_be_bounded:
         raise ConfigError("sms", ",".join(f.sms), f"nothing: kernels {layer.kernels.name!r} of {empty.device} always take the whole device")
-    shares = () if not bounded(layer.kernels) else (24, 32, 40, 48) if f.sms is None else _numbers("sms", f.sms)
+    shares = () if not layer.kernels.can_be_bounded else (24, 32, 40, 48) if f.sms is None else _numbers("sms", f.sms)
     if any(share >= empty.total_sms for share in shares):
         raise ConfigError("sms", max(shares), f"less than the device's {empty.total_sms} SMs")
     profile = resumed(f.out, empty)
@@ -158,11 +158,6 @@ def chosen_ops(layer: Layer, names: Sequence[str]) -> dict[str, Op]:
         accepted = f"at most the {devices} devices here, unless --ops leaves out {', '.join(same)}"
         raise ConfigError("tensor_parallel_size", layer.tp, accepted)
     return found
-
-
-def bounded(kernels: KernelSet) -> bool:
-    """Whether ops can be kept to some of the SMs."""
-    return kernels.name == "mosaic-hopper"
 
 
 def resumed(path: str | os.PathLike, empty: Profile) -> Profile:

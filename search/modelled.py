@@ -67,22 +67,25 @@ def modelled_profile(
     kv_dtype: str = "bfloat16",
     tokens: Iterable[int] = tuple(range(128, 2049, 128)),
     keys: Iterable[int] = (256, 1024, 4096),
-    sms: Iterable[int] = (132,),
-    total_sms: int = 132,
+    sms: Iterable[int] | None = None,
+    total_sms: int | None = None,
     card: Card | None = None,
 ) -> Profile:
     """Of one of `tp` devices, with both forms of sums over them.
 
     On a part of the SMs compute shrinks in proportion; memory does not before the SMs' own intake limits it. No kernel keeps other
-    ops to a part. card: of the device's kernels; None: that which comes with this release.
+    ops to a part. sms: those that ops are modelled on; None: all. total_sms: None: as many as such a device has. card: of the device's
+    kernels; None: that which comes with this release.
     """
+    total_sms = device.sms if total_sms is None else total_sms
+    parts = sorted({total_sms} if sms is None else set(sms))
     card, governor = card or shipped_card(device.name), governor_of(device.name, dtype)
     kernels = None if card is None or governor is None else Kernels(device, card, governor, total_sms, kv_dtype)
     times, graphs = [], [model_graph(config, tp, widths, scattered=True)] if tp > 1 else []
     for op in {op.name: op for graph in (*graphs, model_graph(config, tp, widths)) for layer in graph.layers for op in layer}.values():
         for count in sorted(set(tokens)):
             for context in sorted(set(keys)) if op.name in ATTENTION else (0,):
-                for part in sorted(set(sms)) if op.kind in ("dense", "attention") else (total_sms,):
+                for part in parts if op.kind in ("dense", "attention") else (total_sms,):
                     if kernels is not None:
                         times.append(kernels.alone(op, count, context, part))
                         continue

@@ -11,6 +11,8 @@ of all is kept; --orders and --cuts leave out the rest, so that a known plan is 
 
   python -m search plan --model llama-3-70b --modelled --gpus 4 --sums copies --orders two --cuts 1024
 
+On a GPU whose kernels always take the whole device (any but Hopper's) no op is offered a part of it, and the first line says so.
+
 Several workloads (prompt and output tokens, in pairs) make a portfolio: a plan each, in the folder --out. The last line printed is
 the command that runs what was found. An engine runs a plan only where it is sure to gain, since a prediction may be too good by its
 margin (`search.predict`), and else the sequential one. Of plans that are not sure the lines before the last are the commands that measure
@@ -39,6 +41,7 @@ from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.handmade import copied as with_copies
 from jaxflow.pipeline.order import check
 from jaxflow.pipeline.plan import Target, save
+from pallas_kernels.kernel_set import has_bounded
 from search.checks import check_gpus, check_lengths
 from search.clock import shipped_card
 from search.copies import copied
@@ -48,14 +51,13 @@ from search.modelled import modelled_profile
 from search.nanobatch import TILE, Found, search
 from search.op_times import EXCHANGE, Profile, load_profile, with_collectives
 from search.orders import ORDERS, best_known, cuts_of, sequential, simulated
-from search.plan_report import FOLDER, Result, default_out, going_on, measuring, report
+from search.plan_report import FOLDER, Result, default_out, going_on, measuring, report, undivided, whole_device
 from search.predict import predict
 from search.setting import Setting
 from search.shares import Shares, product_shapes
 from search.structure import RESOURCES, Load
 
-SMS = 132  # of a device that is modelled
-FEW_SMS = (16, 24, 28, 32, 40, 48)  # that memory-bound ops are modelled on; products get the rest
+FEW_SMS = (16, 24, 28, 32, 40, 48)  # that memory-bound ops are modelled on, where kernels can be kept to them; products get the rest
 _SEARCHED = 0.9  # of the time limit; the rest is for predictions
 KEYS = (256, 1024, 4096, 16384)
 FORMS = ("all", "reduce", "scatter", "copies")
@@ -105,6 +107,8 @@ def run() -> None:
     if f.cuts and not 0 < min(_numbers("cuts")) <= max(_numbers("cuts")) < min(budgets):
         raise ConfigError("cuts", ",".join(f.cuts), f"1 to {min(budgets) - 1}: within every step")
     rival, forms = _shares(f.model, model, budgets)
+    if len(rival.sizes()) == 1:
+        print(undivided(rival.profile))
     out = Path(f.out) if f.out else default_out(rival.profile, several=len(workloads) > 1)
     files = [out / f"{prompt}-{output}.json" for prompt, output in workloads] if len(workloads) > 1 else [out]
     _check_files(out, files)
@@ -234,13 +238,16 @@ def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile
     if f.dtype not in device.rates.flops_per_s:
         raise ConfigError("dtype", f.dtype, f"what a {f.device} multiplies: {', '.join(device.rates.flops_per_s)}")
     widths = Widths(weights=BYTES[f.dtype], kv=BYTES[f.kv_cache_dtype])
-    parts = _numbers("sms") if f.sms else FEW_SMS
-    if max(parts) >= SMS or not min(parts):
-        raise ConfigError("sms", ",".join(f.sms), f"1 to {SMS - 1} of a device's {SMS} SMs")
+    bounded, total = has_bounded(device.compute_capability), device.sms
+    if f.sms and not bounded:
+        raise ConfigError("sms", ",".join(f.sms), f"nothing: {whole_device(device)}")
+    parts = () if not bounded else _numbers("sms") if f.sms else FEW_SMS
+    if parts and (max(parts) >= total or not min(parts)):
+        raise ConfigError("sms", ",".join(f.sms), f"1 to {total - 1} of a device's {total} SMs")
     made: Profile = modelled_profile(
         name, model, device, tp=f.gpus, widths=widths, dtype=f.dtype, kv_dtype=f.kv_cache_dtype,
         tokens=range(128, max(budgets) + 1, 128) if max(budgets) >= 128 else (max(budgets),),
-        keys=KEYS, sms=(SMS, *parts, *(SMS - few for few in parts)),
+        keys=KEYS, sms=(total, *parts, *(total - few for few in parts)),
     )  # fmt: skip
     if f.collectives is not None:
         made = with_collectives(made, load_profile(f.collectives, model=name))

@@ -7,9 +7,10 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxflow.model.cost import find_device
+from jaxflow.model.cost import Device, find_device
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.plan import Plan
+from pallas_kernels.kernel_set import HOPPER, has_bounded
 from search.nanobatch import Found
 from search.op_times import Profile
 from search.orders import Simulated, cuts_of
@@ -50,6 +51,20 @@ class Result:
     @property
     def _at(self) -> tuple[float, float]:
         return self.setting.load.decode_tokens, self.setting.load.decode_keys
+
+
+def whole_device(device: Device) -> str:
+    """Why ops cannot share it."""
+    own = f"{device.name} has {device.compute_capability}"
+    return f"kernels always take the whole device, unless it has compute capability {HOPPER}; {own}"
+
+
+def undivided(profile: Profile) -> str:
+    """What is said where no op is offered a part of the device, since the profile has no times of ops on one."""
+    device = find_device(profile.device)
+    timed = "the profile has no times on a part of the device"
+    why = timed if device is None or has_bounded(device.compute_capability) else whole_device(device)
+    return f"Nothing but copies is planned beside another op: {why}."
 
 
 def default_out(profile: Profile, *, several: bool) -> Path:

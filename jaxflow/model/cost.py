@@ -29,10 +29,15 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One accelerator. `measured` is None where nobody has measured; then the datasheet is all there is."""
+    """One accelerator. `measured` is None where nobody has measured; then the datasheet is all there is.
+
+    sms: its streaming multiprocessors. compute_capability: CUDA's, by which kernels are chosen (`pallas_kernels.kernel_set`).
+    """
 
     name: str
     memory_bytes: float
+    sms: int
+    compute_capability: str
     datasheet: Rates
     measured: Rates | None = None
 
@@ -51,21 +56,30 @@ def _flops(bfloat16: float, float8: float | None = None, float32: float | None =
 DEVICES = {
     device.name: device
     for device in (
-        Device("A100-40GB", 40 * GIGA, Rates(_flops(312, float32=156), 1.555 * TERA, 300 * GIGA)),
+        Device("A100-40GB", 40 * GIGA, 108, "8.0", Rates(_flops(312, float32=156), 1.555 * TERA, 300 * GIGA)),
         # Measured: the paper's own peak of a CUTLASS product (NanoFlow §3.5).
-        Device("A100-80GB", 80 * GIGA, Rates(_flops(312, float32=156), 2.0 * TERA, 300 * GIGA), Rates(_flops(280), 2.0 * TERA, 300 * GIGA)),
-        Device("H100", 80 * GIGA, Rates(_flops(989, 1979, 494), 3.35 * TERA, 450 * GIGA)),
+        Device(
+            "A100-80GB",
+            80 * GIGA,
+            108,
+            "8.0",
+            Rates(_flops(312, float32=156), 2.0 * TERA, 300 * GIGA),
+            Rates(_flops(280), 2.0 * TERA, 300 * GIGA),
+        ),
+        Device("H100", 80 * GIGA, 132, "9.0", Rates(_flops(989, 1979, 494), 3.35 * TERA, 450 * GIGA)),
         # Measured: chains of products in bf16, Llama-3.1-8B's layers in fp8 (XLA, 8,192 rows), decode attention, an all-reduce of 134 MB
         # over four devices. Single fp8 products in windows of a tenth of a second are faster: no ceiling of a step's (docs/cost-model.md).
         Device(
             "H200",
             141 * GIGA,
+            132,
+            "9.0",
             Rates(_flops(989, 1979, 494), 4.8 * TERA, 450 * GIGA),
             Rates(_flops(700, 1190), 4.6 * TERA, 281 * GIGA),
         ),
-        Device("B200", 180 * GIGA, Rates(_flops(2250, 4500, 1125), 8.0 * TERA, 900 * GIGA)),
-        Device("L40S", 48 * GIGA, Rates(_flops(362, 733, 183), 0.864 * TERA, 32 * GIGA)),
-        Device("RTX A6000", 48 * GIGA, Rates(_flops(155, float32=77), 0.768 * TERA, 56 * GIGA)),
+        Device("B200", 180 * GIGA, 148, "10.0", Rates(_flops(2250, 4500, 1125), 8.0 * TERA, 900 * GIGA)),
+        Device("L40S", 48 * GIGA, 142, "8.9", Rates(_flops(362, 733, 183), 0.864 * TERA, 32 * GIGA)),
+        Device("RTX A6000", 48 * GIGA, 84, "8.6", Rates(_flops(155, float32=77), 0.768 * TERA, 56 * GIGA)),
     )
 }
 

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.cost import DEVICES
 from pallas_kernels import gemm, kernel_set, reference
 from pallas_kernels.gemm import HopperGemm, Product, TritonGemm, product_of, takers
 from pallas_kernels.kernel_set import KERNELS, KernelSet, kernel_set_for
@@ -143,6 +144,13 @@ def test_kernels_that_cannot_run_are_refused_by_name(kernels, platform, capabili
         of("llama-3.1-8b", platform, capability, kernels=kernels)
     with pytest.raises(ValueError, match=r"kernels='mosaic'.*dtype is float32"):
         of("llama-3.1-8b", "gpu", "9.0", kernels="mosaic", dtype="float32")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_device_whose_kernels_can_be_kept_to_some_sms_is_known_without_it(name):
+    """To a search, by the table: no other set takes SMs."""
+    capability = DEVICES[name].compute_capability
+    assert of("llama-3.1-8b", "gpu", capability).can_be_bounded == kernel_set.has_bounded(capability) == (name in ("H100", "H200"))
 
 
 def test_a_setting_forces_the_kernels():

@@ -195,7 +195,8 @@ def test_measured_pairs_are_taken_to_other_clocks_too():
 
 def test_a_device_without_kernels_or_joules_has_no_clock():
     assert governor_of("A100-80GB", "bfloat16") is None and shipped_card("L40S") is None
-    profile = modelled_profile("llama-3.1-8b", LLAMA, DEVICES["A100-80GB"], tokens=(128,), keys=(256,), sms=(108,), total_sms=108)
+    profile = modelled_profile("llama-3.1-8b", LLAMA, DEVICES["A100-80GB"], tokens=(128,), keys=(256,))
+    assert profile.total_sms == 108 and {one.sms for one in profile.op_times} == {108}
     assert all(one.clock_mhz is None for one in profile.op_times)
     base = Shares(profile, model_graph(LLAMA))
     assert base.at(1e9) is base and not base.clocked

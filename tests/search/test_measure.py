@@ -256,7 +256,7 @@ def test_a_budget_learns_what_pieces_take():
 
 def test_without_kernels_to_bound_there_are_no_shares_or_pairs():
     layer = Layer(LLAMA, REFERENCE, dtype="bfloat16", kv_dtype="bfloat16", fp8=False, platform="gpu")
-    assert not command.bounded(layer.kernels) and command.bounded(llama().kernels)
+    assert not layer.kernels.can_be_bounded and llama().kernels.can_be_bounded
     assert all(isinstance(entry, Case) and entry.sms is None for entry in entries(layer.ops, (128,), (256,), (), 132))
 
 

@@ -15,7 +15,7 @@ from jaxflow.flags import engine_config_from_flags, parse
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.graph import model_graph
-from jaxflow.pipeline.choice import Gain, portfolio
+from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.order import check
 from jaxflow.pipeline.plan import SHIPPED, load
@@ -25,7 +25,7 @@ from search.__main__ import main
 from search.clocked import Clocks
 from search.modelled import modelled_profile
 from search.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, ProfileError, save_profile, seconds
-from search.plan_report import default_out, going_on, measuring
+from search.plan_report import default_out, going_on, measuring, undivided
 from search.shares import Shares, product_shapes
 from search.structure import Load, chains, make_task, repeated_layer
 
@@ -145,6 +145,25 @@ def test_a_flag_that_differs_from_the_profile_is_refused(flag, value, there, tmp
     assert f"{flag}=" in said and value in said and f"{there}, which --profile" in said
 
 
+@pytest.mark.parametrize(("device", "capability", "sms"), [("A100-80GB", "8.0", 108), ("B200", "10.0", 148)])
+def test_where_kernels_take_the_whole_device_none_is_offered_a_part(device, capability, sms, tmp_path, capsys):
+    """Such plans would be run by kernels that know of no SMs: what they are thought to gain is not to be had."""
+    out = tmp_path / "p.json"
+    assert main(["search", "plan", "--modelled", "--device", device, "--cuts", "1024", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert f"kernels always take the whole device, unless it has compute capability 9.0; {device} has {capability}." in said.splitlines()[0]
+    assert is_sequential(load(out)) and "an engine runs the sequential step" in said
+    assert DEVICES[device].sms == sms
+
+
+def test_a_profile_without_parts_of_a_device_says_so():
+    profile = llama_shares().profile
+    whole = msgspec.structs.replace(profile, op_times=tuple(one for one in profile.op_times if one.sms == 132))
+    assert len(Shares(whole, model_graph(CONFIG)).sizes()) == 1
+    assert undivided(whole).endswith("the profile has no times on a part of the device.")
+    assert "B200 has 10.0" in undivided(msgspec.structs.replace(whole, device="NVIDIA B200"))
+
+
 def test_shares_that_are_offered():
     base = llama_shares()
     assert base.sizes() == (28, 40, 92, 104, 132)
@@ -173,6 +192,8 @@ def test_sums_of_a_small_device_hold_no_more_than_it_has():
     ("line", "words"),
     [
         (["--modelled", "--sms", "40,132"], "1 to 131"),
+        (["--modelled", "--device", "H100", "--sms", "0,40"], "1 to 131 of a device's 132 SMs"),
+        (["--modelled", "--device", "B200", "--sms", "40"], "sms='40' is not supported: nothing: kernels always take the whole device"),
         (["--modelled", "--tokens", "few"], "whole numbers"),
         (["--modelled", "--prompt_tokens", "1,2"], "output_tokens"),
         (["--modelled", "--prompt_tokens", "0", "--output_tokens", "0"], "prompt_tokens='0' is not supported: whole numbers of 1 or more"),
