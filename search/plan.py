@@ -4,9 +4,10 @@
   python -m search plan --model llama-3.1-8b --modelled --device H200 --prompt_tokens 1024,512 --output_tokens 512,512 --out plans
 
 Times are of a profile that was measured on the machine, or with --modelled of the cost model (and --collectives as they were
-measured). Of several --tokens, the one with the most tokens a second is kept; under tensor parallelism, of the forms of the sums over
-devices (all-reduces, reduce-scatters and all-gathers with the norms on each device's own rows, or copies: of two devices, or in two
-steps of four) the best. Beside the solver's order, orders written by hand are simulated at every cut (`search.orders`), and the best
+measured). A step decodes no more requests than memory holds; the rows that it then lacks are padding, which makes no tokens. Of
+several --tokens, the one with the most tokens a second is kept; under tensor parallelism, of the forms of the sums over devices
+(all-reduces, reduce-scatters and all-gathers with the norms on each device's own rows, or copies: of two devices, or in two steps
+of four) the best. Beside the solver's order, orders written by hand are simulated at every cut (`search.orders`), and the best
 of all is kept; --orders and --cuts leave out the rest, so that a known plan is written again:
 
   python -m search plan --model llama-3-70b --modelled --gpus 4 --sums copies --orders two --cuts 1024
@@ -47,6 +48,7 @@ from search.clock import shipped_card
 from search.copies import copied
 from search.cost import BYTES
 from search.cyclic import SearchError
+from search.fitting import most_decodes
 from search.modelled import modelled_profile
 from search.nanobatch import TILE, Found, search
 from search.op_times import EXCHANGE, Profile, load_profile, with_collectives
@@ -109,6 +111,7 @@ def run() -> None:
     rival, forms = _shares(f.model, model, budgets)
     if len(rival.sizes()) == 1:
         print(undivided(rival.profile))
+    fitting = {workload: most_decodes(f.model, model, rival.profile, *workload) for workload in workloads}
     out = Path(f.out) if f.out else default_out(rival.profile, several=len(workloads) > 1)
     files = [out / f"{prompt}-{output}.json" for prompt, output in workloads] if len(workloads) > 1 else [out]
     _check_files(out, files)
@@ -119,7 +122,8 @@ def run() -> None:
             results = []
             for tokens in budgets:
                 bar.set_description(f"{tokens} tokens, {prompt}/{output}")
-                results.append(solve_one(f.model, model, rival, forms, tokens, prompt, output, limit_s, bar))
+                load = Load.steady_state(tokens, prompt, output, fitting[prompt, output])
+                results.append(solve_one(f.model, model, rival, forms, load, f"{prompt}/{output}", limit_s, bar))
                 bar.update()
             best = _named(max(results, key=lambda result: result.tokens_per_s), f"{prompt}/{output}", names)
             save(best.plan, path)
@@ -153,29 +157,28 @@ def _named(result: Result, workload: str, names: set[str]) -> Result:
 
 
 def solve_one(
-    name: str, model: ModelConfig, rival: Shares, forms: Sequence[Shares], tokens: int, prompt: float, output: float, time_limit_s: float,
-    bar: tqdm,
-) -> Result:  # fmt: skip
-    """The plan for steps of so many tokens of one workload, of the better form."""
-    results = [_solve_form(name, model, shares, rival, tokens, prompt, output, time_limit_s / len(forms), bar) for shares in forms]
+    name: str, model: ModelConfig, rival: Shares, forms: Sequence[Shares], load: Load, workload: str, time_limit_s: float, bar: tqdm
+) -> Result:
+    """The plan for a workload's step, of the better form."""
+    results = [_solve_form(name, model, shares, rival, load, workload, time_limit_s / len(forms), bar) for shares in forms]
     best = max(results, key=lambda result: result.tokens_per_s)
     return dataclasses.replace(best, sequential_s=min(result.sequential_s for result in results))
 
 
 def _solve_form(
-    name: str, model: ModelConfig, shares: Shares, rival: Shares, tokens: int, prompt: float, output: float, limit_s: float, bar: tqdm
+    name: str, model: ModelConfig, shares: Shares, rival: Shares, load: Load, workload: str, limit_s: float, bar: tqdm
 ) -> Result:
     """rival: those of the form that the engine's sequential step has. Raises: SearchError where no order is left."""
     f, profile, stop_s = flags.FLAGS, shares.profile, time.monotonic() + limit_s
-    load, device = Load.steady_state(tokens, prompt, output), find_device(profile.device)
+    device = find_device(profile.device)
     setting = Setting(
         shares.graph, shares, load, device, shipped_power(device.name) if device else None, overlap=MODES[f.overlap],
         nano_batches=f.nano_batches, split=f.split, quantized=profile.dtype == "float8_e4m3fn",
         places=tuple(sorted(set(_numbers("cuts")))) if f.cuts else (),
     )  # fmt: skip
     kind = (name, profile.device, profile.tensor_parallel_size, profile.dtype, profile.kv_cache_dtype)
-    target = Target(*kind, load.decode_tokens, tokens - load.decode_tokens, round(load.decode_keys))
-    title = f"searched {name} {tokens} {prompt:g}/{output:g}"
+    target = Target(*kind, load.decode_tokens, load.real_tokens - load.decode_tokens, round(load.decode_keys))
+    title = f"searched {name} {load.tokens} {workload}"
     known, found, solved = best_known(model, setting, f.orders, stop_s), None, None
     if SOLVER in f.orders:
         left_s, say = max(1.0, stop_s - time.monotonic()), lambda line: bar.write(line, file=sys.stderr)

@@ -40,8 +40,8 @@ class Result:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of a step's layers: for comparing plans."""
-        return self.plan.tokens / self.timeline.step_s
+        """Of a step's layers, padding not counted: for comparing plans."""
+        return self.setting.load.real_tokens / self.timeline.step_s
 
     @property
     def unsure(self) -> bool:
@@ -105,10 +105,11 @@ def report(result: Result, path: Path) -> str:
     """What a person wants to know of a plan."""
     plan, timeline, pieces = result.plan, result.timeline, collections.Counter(nano.op for nano in result.plan.nano_ops)
     us = {"simulated": timeline.period_s, "sequential": result.sequential_s, "by the joules": timeline.energy_s / timeline.layers}
-    decodes, cuts = result.setting.load.decode_tokens, ", ".join(map(str, cuts_of(plan))) or "none"
+    load, cuts = result.setting.load, ", ".join(map(str, cuts_of(plan))) or "none"
+    padded = f", {load.padding} are padding: memory holds no more requests" if load.padding else ""
     return "\n".join(
         (
-            f"{path}: {plan.name}; {decodes} of {plan.tokens} tokens decode",
+            f"{path}: {plan.name}; {load.decode_tokens} of {plan.tokens} tokens decode{padded}",
             f"  cuts: {cuts}; nano-ops: {', '.join(f'{op} {n}' for op, n in pieces.items())}",
             "  us a layer: " + ", ".join(f"{1e6 * value:.1f} {what}" for what, value in us.items()),
             f"  {'a known order' if result.was_known else "the solver's order"}: {_of_orders(result)}",

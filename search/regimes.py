@@ -107,6 +107,11 @@ def weight_bytes(config: ModelConfig, widths: Widths = BFLOAT16) -> float:
     return products + (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * widths.wide_weights)
 
 
+def request_bytes(config: ModelConfig, prompt: float, output: float, widths: Widths = BFLOAT16) -> float:
+    """What the cache holds of a request of so many tokens, in the mean over its outputs: p + d / 2 tokens, on all devices together."""
+    return sum(2 * config.num_kv_heads * config.head_dim * widths.kv for _ in config.layers) * (prompt + output / 2)
+
+
 def largest_batch(
     config: ModelConfig, rates: Rates, memory_bytes: float, gpus: int, prompt: float, output: float, *, widths: Widths = BFLOAT16,
     dtype: str = "bfloat16",
@@ -115,11 +120,10 @@ def largest_batch(
 
     rates and memory_bytes: of one device.
     """
-    kv = sum(2 * config.num_kv_heads * config.head_dim * widths.kv for _ in config.layers)
     left = gpus * memory_bytes - weight_bytes(config, widths)
     if left <= 0 or not output:
         return None
-    requests = left / kv / (prompt + output / 2)
+    requests = left / request_bytes(config, prompt, output, widths)
     tokens = requests * (prompt + output) / output
     parameters = dense_parameters(config, output / (prompt + output))
     return Batch(

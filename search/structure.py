@@ -25,22 +25,39 @@ _TWO_ARRAYS_FP8 = _TWO_ARRAYS | {"h1", "h2", "a"}
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A step along its tokens: decodes first, then prefill chunks. Keys: those that a token sees, the mean."""
+    """A step along its rows: decodes first, then prefill chunks. Keys: those that a token sees, the mean.
+
+    padding: how many of its rows hold no token. They are charged as prefill, since products compute them all the same.
+    """
 
     tokens: int
     decode_tokens: int
     decode_keys: float
     chunk_keys: float
+    padding: int = 0
 
     @classmethod
-    def steady_state(cls, tokens: int, prompt_tokens: float, output_tokens: float) -> "Load":
-        """The average step while requests of these lengths come and go (NanoFlow §3.1)."""
+    def steady_state(cls, tokens: int, prompt_tokens: float, output_tokens: float, most_decodes: float = math.inf) -> "Load":
+        """The average step of so many rows while requests of these lengths come and go (NanoFlow §3.1).
+
+        most_decodes: requests that memory holds (`search.fitting`). Where they are too few for the decodes that would fill the step, it has
+        the prefill that keeps so many decoding, as `bench plans` runs it, and the rest is padding.
+        """
         step = Composition.steady_state(tokens, prompt_tokens, output_tokens)
         keys = step.count("chunk_pairs") / step.chunk_tokens if step.chunk_tokens else 0.0
-        return cls(tokens, round(step.decode_tokens), step.decode_keys, keys)
+        decodes, padding = round(step.decode_tokens), 0
+        if decodes > most_decodes:
+            decodes = int(most_decodes)
+            padding = tokens - decodes - round(decodes * prompt_tokens / output_tokens)
+        return cls(tokens, decodes, step.decode_keys, keys, padding)
+
+    @property
+    def real_tokens(self) -> int:
+        """Decodes and prefill: what a step makes."""
+        return self.tokens - self.padding
 
     def part(self, start: int, stop: int) -> Composition:
-        """Tokens [start, stop) as a step of their own; its prefill is in as few chunks as can see so few keys."""
+        """Rows [start, stop) as a step of their own; its prefill is in as few chunks as can see so few keys."""
         decodes = max(0, min(stop, self.decode_tokens) - start)
         rest = stop - start - decodes
         pieces = max(1, math.ceil((rest + 1) / 2 / self.chunk_keys - 0.01)) if rest and self.chunk_keys else min(1, rest)

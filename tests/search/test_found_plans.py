@@ -21,6 +21,7 @@ from jaxflow.pipeline.handmade import copied, products_in_two_plan, sequential_p
 from jaxflow.pipeline.plan import SHIPPED, Plan, load
 from search import copies
 from search.clock import shipped_card
+from search.fitting import most_decodes
 from search.modelled import modelled_profile
 from search.orders import cuts_of
 from search.plan import KEYS
@@ -68,7 +69,7 @@ def gains(name: str) -> dict[str, float]:
     sizes, found = range(128, tokens + 1, 128), on_all_sms(load(FOLDER / f"{name}.json"))
     profile = modelled_profile(model, config, H200, tp=tp, widths=widths, dtype=dtype, kv_dtype=dtype, keys=KEYS, tokens=sizes)
     plain, exchanged = model_graph(config, tp, widths), model_graph(config, tp, widths, swapped=tp == 4)
-    products, step = product_shapes(config, tp), Load.steady_state(tokens, 1024, 512)
+    products, step = product_shapes(config, tp), Load.steady_state(tokens, 1024, 512, most_decodes(model, config, profile, 1024, 512))
     forms = {"kernels": Shares(profile, plain, products), "copies": Shares(copies.copied(profile, exchanged, CARD), exchanged, products)}
     outside = outside_s(plain, step.part(0, tokens), H200, dtype)
     seconds = {}

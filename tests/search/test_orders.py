@@ -123,7 +123,7 @@ def test_the_name_of_what_is_found_tells_its_cuts(tmp_path, monkeypatch):
     [
         (["--orders", "any"], "solver, sequential, two"),
         (["--cuts", "2048"], "1 to 2047"),
-        (["--orders", "products", "--gpus", "1", "--sums", "reduce"], "none of them"),
+        (["--orders", "products", "--model", "llama-3.1-8b", "--gpus", "1", "--sums", "reduce"], "none of them"),
     ],
 )
 def test_orders_and_cuts_that_there_are_not(line, words, tmp_path, capsys):
