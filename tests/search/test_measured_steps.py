@@ -277,13 +277,17 @@ GAINS = {"variants": variant_rows, "traces": trace_rows, "lean fp8": lean_fp8_ro
 
 
 def gains(found: list[Row]) -> list[str]:
-    """The page's gains, measured (predicted): a row for each plan, a column for each workload."""
+    """The page's gains, measured (predicted) [against the best sequential step, where that is of another size]: a row for each plan."""
     workloads, names = (list(dict.fromkeys(row.measured[key] for row in found)) for key in ("workload", "plan"))
     by = {(row.measured["workload"], row.measured["plan"]): row for row in found}
     lines = [f"| plan | {' | '.join(workloads)} |", "| --- |" + " --- |" * len(workloads)]
     for name in names[1:]:
         pairs = [(by[workload, names[0]], by[workload, name]) for workload in workloads]
-        cells = [f"{a.measured['step_ms'] / b.measured['step_ms']:.3f} ({a.seconds / b.seconds:.2f})" for a, b in pairs]
+        cells = [
+            f"{a.measured['step_ms'] / b.measured['step_ms']:.3f} ({a.seconds / b.seconds:.2f})"
+            + (f" [{b.measured['against_best_sequential']:.3f}]" if a.measured["against_best_sequential"] < 1 else "")
+            for a, b in pairs
+        ]
         lines.append(f"| {name.partition(', ')[0].removeprefix('searched llama-3.1-8b 2048 ')} | {' | '.join(cells)} |")
     return lines
 
