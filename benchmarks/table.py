@@ -95,6 +95,8 @@ def beside(rivals: list[dict[str, Any]], report: Mapping[str, Any]) -> str:
         and rival["precision"] == precision(report["engine_config"])
         and rival["workload"] == lengths(report["workload"])
     ]
+    if "sequential" in report:  # the same requests by the same engine, without its plans
+        found.insert(0, f"its sequential plan {report['sequential']['total_token_throughput']:,.0f}")
     return ", ".join(found) or "not measured"
 
 

@@ -93,12 +93,17 @@ def compared(llm: LLM, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def profiled(llm: LLM, items: Sequence[Item], seconds: float, seed: int = 0) -> dict[str, Any] | None:
-    """`gaps.shares` of so long in the middle of a run of the items, all at once; None without a kernel."""
+    """`gaps.shares` of so long in the middle of a run of the items, all at once; None without a kernel.
+
+    With `failed` requests of that run and the first `error`: where XLA's profiler stops on several devices, the step after it may fail.
+    """
     requests = greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, seed))
     done, half = llm.driver.stats().completion_tokens, sum(item.output_tokens for item in items) / 2
     with gaps.watch(seconds, lambda: llm.driver.stats().completion_tokens - done >= half) as watched:
-        drive(llm.driver, requests, progress=True)
-    return watched.summary()
+        records, _ = drive(llm.driver, requests, progress=True)
+    errors = [record.error for record in records if record.error is not None]
+    summary = watched.summary()
+    return summary and summary | {"failed": len(errors), "error": errors[0] if errors else None}
 
 
 def measure_conversations(
@@ -240,6 +245,8 @@ def show(result: Mapping[str, Any], title: str = "Throughput Benchmark Result") 
     if profile:
         print(report.line("No kernel runs, profiled:", f"{profile['idle_share']:.2%}"))
         print(report.line("No kernel runs, between steps:", f"{profile['idle_share_between_steps']:.2%}"))
+        if profile["failed"]:
+            print(report.line("Failed under the profiler:", f"{profile['failed']} ({profile['error']})"))
     for plan, number in result["engine_stats"]["steps_by_plan"].items():
         print(report.line(f"Steps by {plan!r}:", number))
     if "against_sequential" in result:

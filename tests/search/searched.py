@@ -8,6 +8,7 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import model_graph
+from jaxflow.pipeline.plan import Plan
 from search.clock import shipped_card
 from search.modelled import modelled_profile
 from search.op_times import ATTENTION, OpTime, Profile
@@ -54,3 +55,8 @@ def llama_setting(tokens: int, prompt: int, output: int, **rest) -> Setting:
     config = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
     load = Load.steady_state(tokens, prompt, output)
     return Setting(model_graph(config), shares, load, DEVICES["H200"], shipped_power("H200"), **rest)
+
+
+def on_all_sms(plan: Plan) -> Plan:
+    """Copies need none: a share that the solver chose where nothing was lost by it."""
+    return msgspec.structs.replace(plan, nano_ops=tuple(msgspec.structs.replace(nano, sms=None) for nano in plan.nano_ops))

@@ -144,24 +144,24 @@ def run(tmp_path, *words, report=PLAIN):
     return main(["search", "correct", *line])
 
 
-NEVER_MEASURED = BENCHMARKS / "plans" / "searched" / "deepseek-67b-tp2-fp8.json"  # cut at 1536
-MEASURED = BENCHMARKS / "plans" / "tp2" / "fp8" / "searched-1280-copied.json"  # of the same name, cut at 1280
-DEEPSEEK = BENCHMARKS / "h200-plans-deepseek-67b-tp2-fp8.json"
+CUT_AT_1536 = BENCHMARKS / "plans" / "searched" / "deepseek-67b-tp2-fp8.json"
+CUT_AT_1280 = BENCHMARKS / "plans" / "tp2" / "fp8" / "searched-1280-copied.json"  # of the same name
+DEEPSEEK = BENCHMARKS / "settings" / "h200-plans-deepseek-67b-tp2-fp8-cut-1280.json"  # of the latter
 
 
 def test_a_report_that_does_not_say_what_its_plans_do_is_taken_by_name_only_if_that_is_asked_for(tmp_path, capsys):
     out = tmp_path / "out.json"
-    line = ["--plan", str(NEVER_MEASURED), "--report", str(DEEPSEEK), "--out", str(out)]
+    line = ["--plan", str(CUT_AT_1536), "--report", str(DEEPSEEK), "--out", str(out)]
     assert main(["search", "correct", *line]) == 1
     said = capsys.readouterr().err
     assert f"report='{DEEPSEEK}'" in said and "--by_name" in said and not out.exists()
-    assert "'searched deepseek-67b 2048 1024/512, sums copied, 2048 tokens'" in said and digest(load(NEVER_MEASURED)) in said
+    assert "'searched deepseek-67b 2048 1024/512, sums copied, 2048 tokens'" in said and digest(load(CUT_AT_1536)) in said
 
 
 def told(tmp_path):
     """DeepSeek's report as it would be with digests, in a file."""
     whole, report = json.loads(DEEPSEEK.read_text("utf-8")), tmp_path / "report.json"
-    own = digest(load(MEASURED))
+    own = digest(load(CUT_AT_1280))
     rows = [row | {"digest": own if "searched" in row["plan"] else "of another"} for row in whole["plans"]]
     report.write_text(json.dumps(whole | {"plans": rows}))
     return report
@@ -169,9 +169,9 @@ def told(tmp_path):
 
 @pytest.mark.parametrize("words", [[], ["--by_name"]])
 def test_what_was_measured_of_another_plan_of_the_same_name_is_refused(words, tmp_path, capsys):
-    plan, other, out = load(MEASURED), load(NEVER_MEASURED), tmp_path / "out.json"
+    plan, other, out = load(CUT_AT_1280), load(CUT_AT_1536), tmp_path / "out.json"
     assert plan.name == other.name and plan.tokens == other.tokens
-    line = ["--plan", str(NEVER_MEASURED), "--report", str(told(tmp_path)), "--out", str(out), *words]
+    line = ["--plan", str(CUT_AT_1536), "--report", str(told(tmp_path)), "--out", str(out), *words]
     assert main(["search", "correct", *line]) == 1
     said = capsys.readouterr().err
     assert plan.name in said and digest(plan) in said and digest(other) in said and not out.exists()
@@ -179,7 +179,7 @@ def test_what_was_measured_of_another_plan_of_the_same_name_is_refused(words, tm
 
 @pytest.mark.parametrize("name", ["searched deepseek-67b 2048 1024/512, sums copied", "searched deepseek-67b 2048, 1280 + 768"])
 def test_what_was_measured_of_it_is_its_own_by_whatever_name(name, tmp_path, capsys):
-    plan, out = msgspec.structs.replace(load(MEASURED), name=name), tmp_path / "out.json"
+    plan, out = msgspec.structs.replace(load(CUT_AT_1280), name=name), tmp_path / "out.json"
     save(plan, tmp_path / "plan.json")
     line = ["--plan", str(tmp_path / "plan.json"), "--report", str(told(tmp_path)), "--out", str(out)]
     assert main(["search", "correct", *line]) == 0

@@ -51,6 +51,22 @@ def test_the_frozen_bound_lies_below_every_entry_of_a_profile(path):
         assert second.longest_s < 1.0, run.name
 
 
+def test_of_the_profile_in_fp8_the_page_says_how_many_entries_need_fewer_joules():
+    """Attention over keys that the L2 holds, and few products; in time none is below the bound."""
+    measured, power = load_runs(MEASURED), shipped_power("H200")
+    assert power is not None
+    profile = load_profile(paths.ROOT / "benchmarks" / "settings" / "h200-measure-llama-3.1-8b-fp8.json")
+    found = with_profile(measured, profile, model_graph(LLAMA, 1, FP8)).runs[len(measured.runs) :]
+    ratios = errors(msgspec.structs.replace(measured, runs=found), power)
+    less = {run.name: ratio for run, ratio in zip(found, ratios, strict=True) if ratio < 1}
+    attention, products = ([r for name, r in less.items() if ("attention" in name) is kind] for kind in (True, False))
+    said = f"{len(less)} of its {len(found)} products and attentions need fewer than the constants say"
+    least = f"chunk attention down to {min(attention):.2f} of it, products down to {min(products):.2f}."
+    assert f"{said}, {least}" in (paths.ROOT / "docs" / "cost-model.md").read_text("utf-8").replace("\n", " ")
+    times = [bound(Work(run.flops_per_s, kv_bytes=run.bytes_per_s), DEVICES["H200"], power, run.dtype).longest_s for run in found]
+    assert max(times) == pytest.approx(0.90, abs=0.005)
+
+
 def timed_products():
     """(group, case, way, run, its timing) of every product of the kernels' report in bfloat16 and e4m3, with its weight's bytes alone."""
     for row in json.loads((paths.ROOT / "benchmarks" / "h200-kernels.json").read_bytes())["rows"]:

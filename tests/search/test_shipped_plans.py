@@ -17,13 +17,12 @@ from search.__main__ import main
 
 BENCHMARKS = paths.ROOT / "benchmarks"
 FP8 = ["--dtype", "float8_e4m3fn", "--kv_cache_dtype", "float8_e4m3fn"]
-ANOTHER_START = "settings/h200-plans-deepseek-67b-tp2-fp8-another-start"
 MEASURED = {  # by file: the plan that was measured, and in which reports
     "llama-3-70b-tp2-float8_e4m3fn": ("tp2/fp8/two-copied", "h200-plans-llama-3-70b-tp2-fp8"),
     "llama-3-70b-tp2-bfloat16": ("tp2/bfloat16/two-copied", "h200-plans-llama-3-70b-tp2"),
     "llama-2-70b-tp2-float8_e4m3fn": ("tp2/fp8/two-copied", "h200-plans-llama-2-70b-tp2-fp8"),
-    "deepseek-67b-tp2-float8_e4m3fn": ("tp2/fp8/two-copied", "h200-plans-deepseek-67b-tp2-fp8", ANOTHER_START),
-    "qwen2-72b-tp2-float8_e4m3fn": ("tp2/fp8/two-copied", "h200-plans-qwen2-72b-tp2-fp8"),
+    "deepseek-67b-tp2-float8_e4m3fn": ("searched/deepseek-67b-tp2-fp8", "h200-plans-deepseek-67b-tp2-fp8"),
+    "qwen2-72b-tp2-float8_e4m3fn": ("searched/qwen2-72b-tp2-fp8", "h200-plans-qwen2-72b-tp2-fp8"),
     "qwen2-72b-tp2-bfloat16": ("tp2/bfloat16/two-copied", "h200-plans-qwen2-72b-tp2"),
     "llama-3-70b-tp4-float8_e4m3fn": ("tp4/fp8/two-swapped", "h200-plans-llama-3-70b-tp4-fp8"),
     "llama-3-70b-tp4-bfloat16": ("tp4/bfloat16/two-swapped", "h200-plans-llama-3-70b-tp4"),
@@ -45,14 +44,14 @@ def test_there_are_no_others():
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_it_is_an_order_by_hand_with_what_was_measured_of_it(name, tmp_path):
+def test_it_is_an_order_by_hand_or_found_with_what_was_measured_of_it(name, tmp_path):
     """What was predicted of it leaves no trace."""
     file, *reports = MEASURED[name]
     plan, made, out = load(BENCHMARKS / "plans" / f"{file}.json"), load(SHIPPED / f"h200-{name}.json"), tmp_path / "shipped.json"
     tp, model = made.target.tensor_parallel_size, open_checkpoint(made.target.model, load_format="dummy").model_config
     by_hand = (copied if tp == 2 else swapped)(two_nano_batch_plan(model, plan.tokens, plan.tokens // 2, tp))
-    assert by_hand == plan
-    save(msgspec.structs.replace(by_hand, predictions=Predictions((0,), (0,), ((1.0,),), ((2.0,),))), tmp_path / "plan.json")
+    assert plan == by_hand or file.startswith("searched/")
+    save(msgspec.structs.replace(plan, target=None, predictions=Predictions((0,), (0,), ((1.0,),), ((2.0,),))), tmp_path / "plan.json")
     line = ["--plan", str(tmp_path / "plan.json"), "--report", ",".join(str(BENCHMARKS / f"{report}.json") for report in reports)]
     assert main(["search", "correct", "--measured_alone", "--by_name", *line, "--out", str(out)]) == 0
     assert out.read_bytes() == shipped(name)

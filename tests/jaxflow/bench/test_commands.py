@@ -19,6 +19,7 @@ from small_engine import ENGINE, MODEL
 
 from jaxflow.bench import latency, options, perplexity, serve, steps, throughput, workload
 from jaxflow.bench.__main__ import main, without_weights
+from jaxflow.bench.drive import drive
 from jaxflow.config import ConfigError
 from jaxflow.llm import LLM
 from serving.client import Client
@@ -156,6 +157,19 @@ def test_throughput_command(bench, tmp_path, capsys):
         "Throughput: ",
     ):
         assert line in out
+
+
+def test_what_failed_under_the_profiler_is_said(llm, monkeypatch):
+    """The step after a profile may be the device's last: the run that was measured is none the worse for it."""
+
+    def failing(*args, **kwargs):
+        records, seconds = drive(*args, **kwargs)
+        records[3].error = "RuntimeError: the profiler was here"
+        return records, seconds
+
+    monkeypatch.setattr(throughput, "drive", failing)
+    found = throughput.profiled(llm, workload.constant(4, 20, 9), 0.05)
+    assert found is not None and (found["failed"], found["error"]) == (1, "RuntimeError: the profiler was here")
 
 
 def test_searched_plans_beside_the_sequential_one_in_one_run(bench, llm, tmp_path, capsys, monkeypatch):
