@@ -48,7 +48,7 @@ def _executor(
         max_num_batched_tokens=budget,
         max_num_seqs=seqs,
         num_kv_pages=pages,
-        step_sizes="16" if budget > 16 else None,  # each more is two programs, for each of dozens of engines
+        step_sizes=str(min(budget, 16)),  # and the budget; each more is two programs, for each of dozens of engines
         plan=plan,
         quantization=quantization,
         kv_cache_dtype=kv,
@@ -60,15 +60,24 @@ def _executor(
     return config, made
 
 
-def loop(model: str, *, tp: int = 1, plan: str = "sequential", quantization: str | None = None, kv: str = "auto", **changes) -> Loop:
+def loop(
+    model: str,
+    *,
+    tp: int = 1,
+    budget: int = 64,
+    plan: str = "sequential",
+    quantization: str | None = None,
+    kv: str = "auto",
+    **changes,
+) -> Loop:
     """A fresh loop (empty pages, empty prefix cache) over the shared executor; `changes` are of its `SchedulerConfig`."""
-    config, made = executor(model, tp, plan=plan, quantization=quantization, kv=kv)
+    config, made = executor(model, tp, budget, plan=plan, quantization=quantization, kv=kv)
     return make_loop(config, made.programs.context.config, made, **changes)
 
 
 @functools.cache
-def _with_copies(model: str, tp: int, kv: str, sizes: tuple[int, ...] = (1, 4)) -> tuple[EngineConfig, Executor]:
-    config, made = executor(model, tp, kv=kv)
+def _with_copies(model: str, tp: int, budget: int, kv: str, sizes: tuple[int, ...] = (1, 4)) -> tuple[EngineConfig, Executor]:
+    config, made = executor(model, tp, budget, kv=kv)
     made.copies = page_copies(config, made.programs.context.config, made, sizes=sizes)
     made.kv = made.copies.warm_up(made.kv)
     return config, made
@@ -79,13 +88,14 @@ def offloading_loop(
     host_pages: int,
     *,
     tp: int = 1,
+    budget: int = 64,
     kv: str = "auto",
     costs: LoadCosts = ALWAYS_LOAD,
     staging_pages: int | None = None,
     **changes,
 ) -> Loop:
     """Like `loop`, with a host tier of so many pages of the largest group; the caller closes it."""
-    config, made = _with_copies(model, tp, kv)
+    config, made = _with_copies(model, tp, budget, kv)
     assert made.copies is not None
     size = max(made.copies.page_bytes) * tp
     config = dataclasses.replace(config, kv_offloading_size=host_pages * size / 2**30)
@@ -95,9 +105,11 @@ def offloading_loop(
     return make_loop(config, made.programs.context.config, made, offload, **changes)
 
 
-def over_disk(loop: Loop, model: str, folder: Path, *, tp: int = 1, kv: str = "auto", fingerprint: bytes = b"a model") -> DiskTier:
+def over_disk(
+    loop: Loop, model: str, folder: Path, *, tp: int = 1, budget: int = 64, kv: str = "auto", fingerprint: bytes = b"a model"
+) -> DiskTier:
     """The disk that is from now on below an `offloading_loop`'s host; the loop closes it."""
-    config, made = executor(model, tp, kv=kv)
+    config, made = executor(model, tp, budget, kv=kv)
     config = dataclasses.replace(config, kv_offloading_size=1.0, kv_disk_path=str(folder), kv_disk_size=1.0)
     disk = open_disk(config, made.programs.context.config, fingerprint)
     assert disk is not None and loop._offload is not None

@@ -12,6 +12,7 @@ from jaxflow.engine.request import Request, SamplingParams
 
 MODELS = sorted(path.name for path in paths.MODELS.iterdir())
 TOLERANCE = 1e-3  # absolute, of float32 logits
+BUDGET = {1: 64, 2: 16, 4: 16}  # tokens of a step, by devices: one has steps of two sizes, many but one, since each more is compiled
 
 
 def requests(golden: dict, **changes) -> list[Request]:
@@ -70,11 +71,11 @@ class TestGoldens:
     @pytest.mark.parametrize("tp", [1, 2])
     def test_through_host_and_disk(self, model, tp, goldens, tmp_path):
         """Few pages on the device, fewer on the host, pre-emptions at drawn steps: what leaves comes back, much of it as files."""
-        golden, groups = goldens(model), toy.executor(model, tp)[1].groups
+        golden, groups = goldens(model), toy.executor(model, tp, BUDGET[tp])[1].groups
         rng = np.random.default_rng(tp)
         for restarted in (False, True):
-            engine: Any = toy.offloading_loop(model, 8, tp=tp, num_pages=(16,) * groups, fingerprint=b"a model")
-            disk = toy.over_disk(engine, model, tmp_path, tp=tp)
+            engine: Any = toy.offloading_loop(model, 8, tp=tp, budget=BUDGET[tp], num_pages=(16,) * groups, fingerprint=b"a model")
+            disk = toy.over_disk(engine, model, tmp_path, tp=tp, budget=BUDGET[tp])
             check(golden, toy.run(engine, requests(golden), preempt_at=rng.choice(30, 5, replace=False).tolist()))
             assert engine.scheduler.num_preemptions >= 2 and engine.scheduler.tier.store.counters.stored > 0
             assert restarted or engine.scheduler.tier.store.counters.evicted > 0
@@ -93,7 +94,7 @@ class TestGoldens:
 
     def test_tensor_parallel(self, model, goldens):
         golden = goldens(model)
-        check(golden, toy.run(toy.loop(model, tp=2), requests(golden)))
+        check(golden, toy.run(toy.loop(model, tp=2, budget=BUDGET[2]), requests(golden)))
 
     def test_prompt_logprobs(self, model, goldens):
         golden = goldens(model)
@@ -109,4 +110,4 @@ class TestGoldens:
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3_moe"])
 def test_more_shards_than_key_value_heads(model, goldens):
     golden = goldens(model)
-    check(golden, toy.run(toy.loop(model, tp=4), requests(golden)))
+    check(golden, toy.run(toy.loop(model, tp=4, budget=BUDGET[4]), requests(golden)))

@@ -195,7 +195,7 @@ class TestDriver:
 
 class TestStart:
     def test_costs_are_measured(self):
-        config, executor = toy._with_copies("stories260K", 1, "auto")
+        config, executor = toy._with_copies("stories260K", 1, 64, "auto")
         config = EngineConfig(**{**vars(config), "kv_offloading_size": 0.001})
         before = executor.compilations
         offload = start_offload(config, executor)
@@ -209,7 +209,7 @@ class TestStart:
         assert threads() == []
 
     def test_all_of_the_hosts_memory_is_filled_once_where_it_is_pinned(self, monkeypatch):
-        config, executor = toy._with_copies("stories260K", 1, "auto")
+        config, executor = toy._with_copies("stories260K", 1, 64, "auto")
         config = EngineConfig(**{**vars(config), "kv_offloading_size": 0.001})
         put, pages = jax.device_put, []
         monkeypatch.setattr(start, "on_gpu", lambda: True)
