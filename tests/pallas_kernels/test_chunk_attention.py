@@ -86,12 +86,15 @@ def test_the_kernel_is_its_twin(chunks, tokens, heads, kv_heads, width, extra):
 
 
 def both(q, k, v, table, chunks, extra):
-    """The kernel's result in the interpreter and the twin's in float32."""
-    chunks, scale = jnp.asarray(chunks, jnp.int32), q.shape[2] ** -0.5
-    got = chunk_attention(q, k, v, table, chunks, scale=scale, sms=2, interpret=INTERPRET, **extra)
+    """The kernel's result in the interpreter and the twin's in float32: one program each, where every operation alone would be one."""
+    chunks, arrays = jnp.asarray(chunks, jnp.int32), {name: extra[name] for name in ("k_scale", "v_scale", "unified") if name in extra}
+    settings = {"scale": q.shape[2] ** -0.5} | {name: value for name, value in extra.items() if name not in arrays}
+    kernel = jax.jit(functools.partial(chunk_attention, sms=2, interpret=INTERPRET, **settings))
+    got = kernel(q, k, v, table, chunks, **arrays)
     plain = v if v.dtype.itemsize == 2 else jnp.swapaxes(v, 2, 3)
-    extra |= {name: jnp.nan_to_num(extra[name]) for name in ("k_scale", "v_scale") if name in extra}
-    return got, exact(reference.chunk_attention, q, k, plain, table, chunks, scale=scale, **extra)
+    arrays |= {name: np.nan_to_num(arrays[name]) for name in ("k_scale", "v_scale") if name in arrays}
+    twin = jax.jit(functools.partial(reference.chunk_attention, **settings))
+    return got, exact(twin, q, k, plain, table, chunks, **arrays)
 
 
 @pytest.mark.parametrize("soft_cap", [None, 5.0])

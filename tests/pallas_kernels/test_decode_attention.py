@@ -69,16 +69,19 @@ def test_the_pieces_are_the_batchs_pages_cut_evenly(lengths, shape):
 
 
 def run(q, cache, table, lengths, **settings):
-    """The kernel in the interpreter, and its twin in float32."""
+    """The kernel in the interpreter, and its twin in float32: one program each, where every operation alone would be one."""
     k, v, scales = cache
+    arrays = scales | {name: settings.pop(name) for name in ("into", "unified") if name in settings}
     settings = {"scale": q.shape[-1] ** -0.5, **settings}
-    how = {"sms": 3} | {name: settings.pop(name) for name in ("tile", "unified", "sms", "work") if name in settings}
-    got = decode_attention(q, k, v, table, lengths, interpret=INTERPRET, **how, **scales, **settings)
-    settings |= {"into": settings["into"].astype(jnp.float32)} if "into" in settings else {}
+    how = {"sms": 3} | {name: settings.pop(name) for name in ("tile", "sms", "work") if name in settings}
+    kernel = jax.jit(functools.partial(decode_attention, interpret=INTERPRET, **how, **settings))
+    got = kernel(q, k, v, table, lengths, **arrays)
+    arrays |= {"into": arrays["into"].astype(jnp.float32)} if "into" in arrays else {}
     # What no token wrote is 0 for the twin, which masks weights: 0 · NaN is NaN there.
-    known = lambda x: jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)  # noqa: E731
-    k, v, scales = jax.tree.map(known, (k, v, scales))
-    return got, reference.decode_attention(q.astype(jnp.float32), k, v, table, lengths, **scales, **settings)
+    known = lambda x: np.where(np.isnan(x), np.zeros_like(x), x)  # noqa: E731
+    k, v, arrays = jax.tree.map(lambda x: known(np.asarray(x)), (k, v, arrays))
+    twin = jax.jit(functools.partial(reference.decode_attention, **settings))
+    return got, twin(q.astype(jnp.float32), k, v, table, lengths, **arrays)
 
 
 def cached(k, v, dtype):
