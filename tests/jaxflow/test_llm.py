@@ -21,7 +21,7 @@ from jaxflow.text.chat import ChatTemplateError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
-SMALL = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": 16, "num_kv_pages": 96, "progress": False}
+SMALL = {"max_num_batched_tokens": 64, "step_sizes": "8", "max_num_seqs": 8, "block_size": 16, "num_kv_pages": 96, "progress": False}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from jaxflow.text.vocabulary import TokenizerError
 
 CONTEXT, VOCAB = 512, 512
 STORIES = str(paths.MODELS / "stories260K")
-SMALL = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "block_size": 16, "num_kv_pages": 40, "progress": False}
+SMALL = {"max_num_batched_tokens": 8, "step_sizes": "8", "max_num_seqs": 4, "block_size": 16, "num_kv_pages": 40, "progress": False}
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ def llm():
     with LLM(
         str(paths.MODELS / "stories260K"),
         max_num_batched_tokens=32,
+        step_sizes="8",
         max_num_seqs=8,
         max_model_len=256,
         block_size=16,
