@@ -1,5 +1,6 @@
 """Rotation and append in Mosaic's interpreter beside the twin, in every form of cache, and as compiled for an H200."""
 
+import functools
 import re
 from typing import Any
 
@@ -70,8 +71,12 @@ def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, 
         how |= {"q_norm": weights[0], "k_norm": weights[1], "norm_offset": 1.0}
     if kv_dtype == jnp.float8_e4m3fn and normed:
         how |= {"k_scale": jnp.linspace(0.002, 0.1, kv_heads), "v_scale": jnp.linspace(0.05, 0.01, kv_heads)}  # some values saturate
-    got = rope_append(fused, k, v, positions, slots, **how, **settings, interpret=INTERPRET)
-    want = reference.rope_append(fused, k, v, positions, slots, **how)
+    # A program each, where every operation alone would be one.
+    numbers = {"head_dim": width, "eps": how.pop("eps"), "norm_offset": how.pop("norm_offset", 0.0)}
+    kernel = jax.jit(functools.partial(rope_append, **numbers, **settings, interpret=INTERPRET))
+    twin = jax.jit(functools.partial(reference.rope_append, **numbers))
+    del how["head_dim"]
+    got, want = (fn(fused, k, v, positions, slots, **how) for fn in (kernel, twin))
     # The twin rounds to bfloat16 between norm and rotation: a step or two of the last bit, more where a sum cancels.
     np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (got, want)), rtol=0.02, atol=0.04 if normed else 1e-6)
     for new, old, twin in zip(got[1:], (k, v), want[1:], strict=True):

@@ -10,9 +10,11 @@ import paths
 import pytest
 from drawn_requests import REFUSALS, requests
 from harness import client_of, read, serving, stubs_of
+from hurry import OFTEN
 from hypothesis import given, settings
 
 from jaxflow import LLM
+from jaxflow.engine.executor import Executor
 from serving import generate_pb2 as pb
 from serving.client import Client, RequestFailed
 from serving.server import Server
@@ -23,17 +25,21 @@ PROMPTS = GOLDEN["prompts"]
 
 @pytest.fixture(scope="module")
 def llm():
-    """Small steps and few pages, so that requests queue, chunk, share and pre-empt one another."""
-    with LLM(
-        str(paths.MODELS / "stories260K"),
-        max_num_batched_tokens=32,
-        step_sizes="8",
-        max_num_seqs=8,
-        max_model_len=256,
-        block_size=16,
-        num_kv_pages=48,
-        progress=False,
-    ) as llm:
+    """Small steps and few pages, so that requests queue, chunk, share and pre-empt one another. Thousands: compiled with some care."""
+    compiled = Executor._compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "_compile", lambda self, lowered, given=None: compiled(self, lowered, OFTEN | (given or {})))
+        made = LLM(
+            str(paths.MODELS / "stories260K"),
+            max_num_batched_tokens=32,
+            step_sizes="8",
+            max_num_seqs=8,
+            max_model_len=256,
+            block_size=16,
+            num_kv_pages=48,
+            progress=False,
+        )
+    with made as llm:
         llm.close, close = lambda: None, llm.close  # the services' harness ends what it serves; this one is shared
         yield llm
         llm.close = close

@@ -216,7 +216,14 @@ def test_the_python_api_after_a_restart(tmp_path, monkeypatch):
     """Serve, end, start over the same folder: the later round is not computed again, and says the same."""
     monkeypatch.setattr(host_tier, "worth_loading", lambda *_: True)  # which depends on how busy the machine is
     monkeypatch.setattr(host_tier, "PATIENCE", 1e9)
-    settings = {"block_size": 16, "max_num_batched_tokens": 64, "step_sizes": "64", "max_num_seqs": 4, "num_kv_pages": 40, "progress": False}
+    settings = {
+        "block_size": 16,
+        "max_num_batched_tokens": 64,
+        "step_sizes": "64",
+        "max_num_seqs": 4,
+        "num_kv_pages": 40,
+        "progress": False,
+    }
     settings |= {"kv_offloading_size": 0.01, "kv_disk_path": str(tmp_path), "kv_disk_size": 0.1}
     prompt = np.random.default_rng(3).integers(3, 512, 150).tolist()
     with LLM(str(paths.MODELS / LLAMA[0]), **settings) as llm:
