@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import paths
+from hurry import OFTEN
 
 from jaxflow.config import EngineConfig
 from jaxflow.engine.build import choose_plans, make_executor, make_loop, resolve
@@ -56,6 +57,8 @@ def _executor(
     checkpoint = open_checkpoint(settings.model)
     config = resolve(settings, checkpoint.model_config)
     made = make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False)
+    if model == "stories260K":  # its five layers run for thousands of steps; the others' two are compiled for longer than they run
+        made._compile = lambda lowered, options=None: lowered.compile(compiler_options=OFTEN | (options or {}))
     made.warm_up()
     return config, made
 

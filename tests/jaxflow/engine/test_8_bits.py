@@ -11,7 +11,7 @@ ONE_SIZE = 16  # tokens of a step where its size is no matter: one program, wher
 
 
 def budget(name, tp=1, **numbers):
-    """Tokens of a step: the models that are run in company and with experts have steps of both sizes, in 8 bits throughout, on one device."""
+    """Tokens of a step: what is run in company, and experts, have steps of both sizes, in 8 bits throughout, on one device."""
     return 64 if name in ("stories260K", "tiny-mixtral") and numbers == FP8 and tp == 1 else ONE_SIZE
 
 
