@@ -20,7 +20,7 @@ from jaxflow.offload.inputs import Drawn, Inputs
 from jaxflow.offload.kv_store import KvStore
 from jaxflow.offload.schedule import Schedule, Square
 from jaxflow.offload.tiers import Tiers
-from jaxflow.offload.verbs import Verbs
+from jaxflow.offload.verbs import Verbs, wait_for
 from jaxflow.offload.weight_store import WeightStore
 
 
@@ -111,8 +111,7 @@ class Run:
 
     def end(self) -> None:
         """Leaves nothing under way, whatever happened."""
-        for half in self._halves:
-            concurrent.futures.wait([half.attended])
+        wait_for(half.attended for half in self._halves)
         self._verbs.rest()
         self._tiers.staging.forget_transfers()
 

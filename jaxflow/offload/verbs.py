@@ -2,8 +2,9 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -49,4 +50,11 @@ class Verbs:
 
     def rest(self) -> None:
         """Waits until no store is under way, whatever came of it."""
-        concurrent.futures.wait(self._stores)
+        wait_for(self._stores)
+
+
+def wait_for(futures: Iterable[concurrent.futures.Future]) -> None:
+    """Waits until none is under way, whatever came of it. `concurrent.futures.wait` is never told of those that a pool's end cancelled."""
+    for future in futures:
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            future.exception()

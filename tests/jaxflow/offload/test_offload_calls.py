@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import paths
@@ -14,6 +15,8 @@ from jaxflow.llm import RequestFailed
 from jaxflow.offload.disk_tier import DiskError
 from jaxflow.offload.kv_store import KvStore
 from jaxflow.offload.settings import OffloadConfig
+from jaxflow.offload.traffic import Traffic
+from jaxflow.offload.verbs import Verbs
 
 PATIENCE_S = 60.0
 OTHERS = [[7 + i] * 20 for i in range(6)]  # prompts of a block that is left halfway: unlike those that follow it
@@ -104,6 +107,18 @@ def test_a_runtime_may_be_closed_before_a_run_that_was_left_is(host_attention, t
         left = made.generate(requests(OTHERS))
         next(left)
     within(left.close)
+
+
+def test_what_ended_with_its_pool_is_waited_for_no_more():
+    """As stores and the host's attention may be that stand behind another when a runtime is closed."""
+    pool, gate = ThreadPoolExecutor(1), threading.Event()
+    first, behind = pool.submit(gate.wait), pool.submit(list)
+    verbs = Verbs(True, Traffic())
+    verbs.store("store_kv", lambda: [first, behind])
+    pool.shutdown(wait=False, cancel_futures=True)
+    gate.set()
+    within(verbs.rest)
+    assert behind.cancelled() and first.done()
 
 
 class Faulty:
