@@ -10,11 +10,10 @@ import paths
 import pytest
 from drawn_requests import REFUSALS, requests
 from harness import client_of, read, serving, stubs_of
-from hurry import OFTEN
+from hurry import OFTEN, compiled_with
 from hypothesis import given, settings
 
 from jaxflow import LLM
-from jaxflow.engine.executor import Executor
 from serving import generate_pb2 as pb
 from serving.client import Client, RequestFailed
 from serving.server import Server
@@ -26,9 +25,7 @@ PROMPTS = GOLDEN["prompts"]
 @pytest.fixture(scope="module")
 def llm():
     """Small steps and few pages, so that requests queue, chunk, share and pre-empt one another. Thousands: compiled with some care."""
-    compiled = Executor._compile
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "_compile", lambda self, lowered, given=None: compiled(self, lowered, OFTEN | (given or {})))
+    with compiled_with(OFTEN):
         made = LLM(
             str(paths.MODELS / "stories260K"),
             max_num_batched_tokens=32,

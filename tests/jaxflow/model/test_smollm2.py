@@ -5,10 +5,9 @@ import json
 import numpy as np
 import paths
 import pytest
-from hurry import EMITTERS_AS_XLA_HAS, OFTEN
+from hurry import EMITTERS_AS_XLA_HAS, OFTEN, compiled_with
 
 from jaxflow import LLM, SamplingParams
-from jaxflow.engine.executor import Executor
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=5)
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -17,9 +16,7 @@ SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf):
     """Compiled with some care: here running takes the time, nearly all of it in products that XLA has from a library."""
-    options, compiled = OFTEN | EMITTERS_AS_XLA_HAS, Executor._compile
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "_compile", lambda self, lowered, given=None: compiled(self, lowered, options | (given or {})))
+    with compiled_with(OFTEN | EMITTERS_AS_XLA_HAS):
         made = LLM(str(smollm2_gguf), max_model_len=1152, max_num_batched_tokens=256, step_sizes="8", max_num_seqs=8, progress=False)
     with made as llm:
         yield llm
