@@ -1,7 +1,9 @@
 """Adds up the (row, head) pairs of decode attention that were cut between workers.
 
 Each worker counts itself in when it has written a part of a pair; whoever comes last adds the parts up, in the order of their keys,
-whatever the order they came in. Nobody waits for anybody.
+whatever the order they came in. Nobody waits for anybody. Most pairs are cut in two: an earlier worker's last piece of work is the first
+part, a later one's first is the rest, so the rest has long been written. Who comes to such a pair's first part looks before it writes,
+and keeps its own part in registers: no store, no fence, no count, which all workers would wait for together, at the end of the kernel.
 """
 
 import jax.numpy as jnp
@@ -47,6 +49,56 @@ def is_last(arrived, ender, chain):
     return arrive(arrived.at[pl.ds(ender, 1)], chain) != 0  # pyright: ignore[reportCallIssue]
 
 
+def peek(arrived, ender, asked):
+    """In thread 0, if asked, how many parts of the pair that worker `ender` ends have arrived; nobody waits for it before it is used."""
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    def read(_, counter, asked):
+        i32 = ir.IntegerType.get_signless(32)
+        thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
+        code = """{
+            .reg .pred p;
+            setp.eq.u32 p, $2, 0;
+            setp.ne.and.s32 p, $3, 0, p;
+            mov.b32 $0, 0;
+            @p ld.relaxed.gpu.u32 $0, [$1];
+            }"""
+        operands = [mgpu.utils.memref_ptr(counter), thread, asked.registers.item()]
+        seen = llvm.inline_asm(i32, operands, code, "=&r,l,r,r,~{memory}", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(seen, (), is_signed=True)
+
+    return read(arrived.at[pl.ds(ender, 1)], asked.astype(jnp.int32))  # pyright: ignore[reportCallIssue]
+
+
+def is_there(seen, arrived, ender):
+    """True for the whole warpgroup if thread 0 had `peek`ed that one other part has arrived, of two; then nobody counts any more."""
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    def agree(_, counter, seen):
+        i32 = ir.IntegerType.get_signless(32)
+        code = """{
+            .reg .pred p, q;
+            setp.eq.s32 p, $2, 1;
+            @p st.u32 [$1], 0;
+            barrier.cta.red.or.pred q, $3, 128, p;
+            fence.acq_rel.gpu;
+            selp.b32 $0, 1, 0, q;
+            }"""
+        operands = [mgpu.utils.memref_ptr(counter), seen.registers.item(), mgpu.utils.warpgroup_barrier_idx(sync=False)]
+        there = llvm.inline_asm(i32, operands, code, "=r,l,r,r,~{memory}", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(there, (), is_signed=True)
+
+    return agree(arrived.at[pl.ds(ender, 1)], seen) != 0  # pyright: ignore[reportCallIssue]
+
+
+def add_rest(level, out, parts, levels, ender):
+    """`add_parts` of two, the first of which is (level, out) in registers: the same sums in the same order."""
+    state = _add(_add(_nothing(*out.shape), level, out), *_part(parts, levels, ender, 0))
+    return _mean(state)
+
+
 def add_parts(parts, levels, ender, chain):
     """The output [H, cols] of the pair that worker `ender` ends, of which `chain` earlier workers hold parts.
 
@@ -56,28 +108,39 @@ def add_parts(parts, levels, ender, chain):
     h, cols = parts.shape[2:]
     together = max(2, 48 * 128 // (h * cols))  # parts in flight: 48 registers of a thread
 
-    def part(i):
-        at = (ender - chain + i, jnp.where(i == 0, jnp.int32(1), jnp.int32(0)))
-        level = plgpu.load(levels.at[at], layout=_LEVEL, optimized=False)
-        return level, plgpu.load(parts.at[at], layout=plgpu.Layout.WGMMA, optimized=False)
-
-    def add(state, level, part):
-        top, total, out = state
-        new_top = jnp.maximum(top, level)
-        keep, weight = jnp.exp2(top - new_top), jnp.exp2(level - new_top)
-        out = out * lax.broadcast_in_dim(keep, out.shape, [1]) + part * lax.broadcast_in_dim(weight, out.shape, [1])
-        return new_top, total * keep + weight, out
-
     def some(i, state):
-        read = [part(jnp.minimum(i * together + j, chain)) for j in range(together)]
+        numbers = [jnp.minimum(i * together + j, chain) for j in range(together)]
+        read = [_part(parts, levels, ender - chain + n, jnp.where(n == 0, jnp.int32(1), jnp.int32(0))) for n in numbers]
         for j, (level, values) in enumerate(read):  # a weight of 0 for those past the chain
             there = jnp.full(level.shape, i * together + j) <= chain
-            state = add(state, jnp.where(plgpu.layout_cast(there, _LEVEL), level, 2 * LOWEST), values)
+            state = _add(state, jnp.where(plgpu.layout_cast(there, _LEVEL), level, 2 * LOWEST), values)
         return state
 
+    return _mean(lax.fori_loop(0, pl.cdiv(chain + 1, jnp.int32(together)), some, _nothing(h, cols)))
+
+
+def _part(parts, levels, worker, begun):
+    """(level, output) of a part that was written."""
+    level = plgpu.load(levels.at[worker, begun], layout=_LEVEL, optimized=False)
+    return level, plgpu.load(parts.at[worker, begun], layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def _nothing(h, cols):
+    """(the highest level, the sum of weights, of weighted outputs) of no parts."""
     by_head = lambda x: plgpu.layout_cast(jnp.full((cols,), x, jnp.float32), _LEVEL)  # noqa: E731
-    state = by_head(LOWEST), by_head(0.0), plgpu.layout_cast(jnp.zeros((h, cols), jnp.float32), plgpu.Layout.WGMMA)
-    _, total, out = lax.fori_loop(0, pl.cdiv(chain + 1, jnp.int32(together)), some, state)
+    return by_head(LOWEST), by_head(0.0), plgpu.layout_cast(jnp.zeros((h, cols), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def _add(state, level, part):
+    top, total, out = state
+    new_top = jnp.maximum(top, level)
+    keep, weight = jnp.exp2(top - new_top), jnp.exp2(level - new_top)
+    out = out * lax.broadcast_in_dim(keep, out.shape, [1]) + part * lax.broadcast_in_dim(weight, out.shape, [1])
+    return new_top, total * keep + weight, out
+
+
+def _mean(state):
+    _, total, out = state
     return out / lax.broadcast_in_dim(total, out.shape, [1])
 
 

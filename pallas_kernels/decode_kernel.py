@@ -18,7 +18,7 @@ from pallas_kernels import decode_int8, decode_parts, pairs
 from pallas_kernels import decode_softmax as softmax
 from pallas_kernels.decode_copy import copy_pages
 from pallas_kernels.decode_form import Form
-from pallas_kernels.decode_join import add_parts, is_last
+from pallas_kernels.decode_join import add_parts, add_rest, is_last, is_there, peek
 from pallas_kernels.decode_work import walk
 from pallas_kernels.dependent import wait_for_last
 from pallas_kernels.paged import PAGE, blank, blank_8
@@ -68,6 +68,11 @@ def _compute_pages(refs, form: Form, w, worker):
     unified = None if form.unified is False else (refs.unified[0], refs.unified[1])
     early = form.eight or form.int8  # queries are made into others at once, and their place given back
     by_key = lambda x: lax.broadcast_in_dim(x, (PAGE, cols), [0])  # noqa: E731
+    looks = not (form.int8 or form.interpret)  # int8's has no registers for it
+    other: Any = None
+    if looks:  # here, since what is read where a part is done is waited for
+        other = refs.enders[worker]
+        other = jnp.where(refs.chains[other] == 1, other, -1)  # who has the rest of the last pair, if it is one worker
     bounds = softmax.score_range(unified, 2 * group if form.eight else group, cols, form.eight)
     soften = functools.partial(softmax.soften, scale=form.scale, soft_cap=form.soft_cap, interpret=form.interpret)
 
@@ -152,6 +157,7 @@ def _compute_pages(refs, form: Form, w, worker):
         top, total, out, index = lax.fori_loop(rounds * rounds_of, here, lambda i, s: step(i, s, 1), state)
         if not early:
             plgpu.barrier_arrive(refs.q_empty.at[w * 2 + q_place])
+        seen = None if not looks else peek(refs.arrived, other, (here < pages) & (page == 0) & (other >= 0))
         total = across(total, "add")
         if form.eight:
             out = pairs.joined(out, form.interpret) * v_scale
@@ -164,16 +170,25 @@ def _compute_pages(refs, form: Form, w, worker):
 
         pl.when(here == pages)(lambda: finish(out))
 
-        @pl.when(here < pages)
-        def _():
+        def write(level):
             begun = jnp.where(page == 0, jnp.int32(1), jnp.int32(0))  # 0: continues an earlier worker's pair, 1: its first part
             refs.part.at[worker, begun][...] = out
-            refs.level.at[worker, begun][...] = top + jnp.log2(total)
+            refs.level.at[worker, begun][...] = level
             if not form.interpret:
                 ender = jnp.where(page + here == pages, worker, refs.enders[worker])
                 chain = refs.chains[ender]
                 last = is_last(refs.arrived, ender, chain)
                 pl.when(last)(lambda: finish(add_parts(refs.part, refs.level, ender, chain)))
+
+        @pl.when(here < pages)
+        def _():
+            level = top + jnp.log2(total)
+            if not looks:
+                write(level)
+                return
+            there = is_there(seen, refs.arrived, other)
+            pl.when(there)(lambda: finish(add_rest(level, out, refs.part, refs.level, other)))
+            pl.when(~there)(lambda: write(level))
 
         return pair + 1, index
 

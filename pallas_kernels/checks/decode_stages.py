@@ -84,11 +84,16 @@ Stage = tuple[ModuleType, str, Callable]  # where a stage's function is, its nam
 MULTIPLIES: Stage = decode_parts, "product", a_word
 SOFTENS: Stage = decode_softmax, "soften", scores_as_weights
 JOINS: Stage = decode_kernel, "is_last", never_last
+LOOKS: tuple[Stage, ...] = (  # before a part is written
+    (decode_kernel, "peek", lambda arrived, ender, asked: jnp.int32(0)),
+    (decode_kernel, "is_there", lambda seen, arrived, ender: seen < 0),
+)
 LEFT_OUT: dict[str, tuple[Stage, ...]] = {
     "nothing multiplied": (MULTIPLIES,),
     "scores as weights": (SOFTENS,),
-    "parts not added up": (JOINS,),
-    "pages only copied": (MULTIPLIES, (decode_softmax, "soften", no_weights), JOINS),
+    "every part written and counted": LOOKS,  # the same results
+    "parts not added up": (JOINS, *LOOKS),
+    "pages only copied": (MULTIPLIES, (decode_softmax, "soften", no_weights), JOINS, *LOOKS),
 }
 
 
