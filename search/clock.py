@@ -17,7 +17,7 @@ import msgspec
 from jaxflow.model.energy import Power, shipped_power
 from jaxflow.model.graph import Work
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 FOLDER = Path(__file__).parent / "cards"
 
 
@@ -32,7 +32,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sm_bytes_per_cycle: Mapping[str, float]  # by the cache's dtype: that an SM takes in
     kernel_s: float  # that a kernel's start and end take
     collective_s: float  # the same of a sum over devices
-    joules_factor: float  # joules of ordinary kernels over the least that any were measured at (`jaxflow.model.energy`)
+    joules_factor: Mapping[str, float]  # by dtype of FLOPs, and "byte": joules of ordinary kernels over the least (`jaxflow.model.energy`)
     beside: float  # how many times as long ops take beside others as alone on the same SMs at the same clock
     hot_factor: float  # joules of an engine's steps, sustained for seconds, over those of kernels in windows of half a second
     nano_s: float  # that a chain of ops costs beyond their times, in a layer with side streams
@@ -54,13 +54,19 @@ def shipped_card(device: str) -> Card | None:
     return card
 
 
+def of_kernels(power: Power, card: Card) -> Power:
+    """What work costs in ordinary kernels, where `power` is what it costs at least."""
+    flop = {dtype: curve.times(card.joules_factor[dtype]) for dtype, curve in power.flop.items()}
+    return msgspec.structs.replace(power, flop=flop, byte=power.byte.times(card.joules_factor["byte"]))
+
+
 @dataclasses.dataclass(frozen=True)
 class Governor:
-    """Keeps a card's mean power at its cap. dtype: that of the products."""
+    """Keeps a card's mean power at its cap. power: of its kernels (`of_kernels`), dtype: that of the products."""
 
     power: Power
     dtype: str
-    joules_factor: float = 1.0
+    hot_factor: float = 1.0
 
     @property
     def lowest_hz(self) -> float:
@@ -72,7 +78,7 @@ class Governor:
 
     def joules(self, work: Work, clock_hz: float) -> float:
         """Above idle."""
-        return self.joules_factor * float(self.power.dynamic_j(work, self.dtype, clock_hz / self.highest_hz))
+        return self.hot_factor * float(self.power.dynamic_j(work, self.dtype, clock_hz / self.highest_hz))
 
     def watts(self, work: Work, clock_hz: float, seconds: float) -> float:
         return self.power.idle_w + self.joules(work, clock_hz) / seconds
@@ -111,4 +117,4 @@ def governor_of(device: str, dtype: str) -> Governor | None:
     power, card = shipped_power(device), shipped_card(device)
     if power is None or card is None or dtype not in power.flop:
         return None
-    return Governor(power, dtype, card.joules_factor * card.hot_factor)
+    return Governor(of_kernels(power, card), dtype, card.hot_factor)

@@ -4,8 +4,9 @@
   python -m search energy --runs benchmarks/h200-energy.json --profile profiles/h200-llama-3.1-8b.json --out h200.json
 
 A file of runs holds sustained rates of work with the watts and the clock that they settled at, and what is known of the card (its
-power cap, idle watts, clocks, FLOPs a cycle). With profiles of `search measure` their products and attention are runs, too. The fit is a
-bound: it is lowered until no run needed less. It is printed beside the one that this release ships for the device, if any, and written
+power cap, idle watts, clocks, FLOPs a cycle). The fit is a bound: it is lowered until no run needed less. With profiles of `search measure`
+their products and attention are runs, too, which are not fitted: one that needed less than the fit says lowers the joules of its own
+work, a byte's or a FLOP's of its dtype. The bound is printed beside the one that this release ships for the device, if any, and written
 in the form of `jaxflow/model/power`, from where an engine's and a search's bounds come.
 """
 
@@ -19,7 +20,7 @@ from jaxflow.model.energy import Power, shipped_power
 from jaxflow.model.graph import Widths, model_graph
 from jaxflow.outputs import check_outputs
 from search.cost import BYTES
-from search.energy_fit import Runs, errors, fit, load_runs, with_profile
+from search.energy_fit import Run, Runs, errors, fit, load_runs, lowered, of_profile
 from search.op_times import load_profile
 
 SETTLED = 0.77  # of the highest clock: where an H200's products settle at its cap
@@ -27,19 +28,19 @@ SETTLED = 0.77  # of the highest clock: where an H200's products settle at its c
 
 def define_flags() -> None:
     flags.DEFINE_string("runs", None, "The sustained runs' file.", required=True)
-    flags.DEFINE_list("profile", [], "Profiles of the same device whose entries are runs, too.")
+    flags.DEFINE_list("profile", [], "Profiles of the same device whose entries lower the fit where they needed less.")
     flags.DEFINE_string("out", None, "Where the fit is written.")
 
 
-def gathered(path: str, profiles: list[str]) -> Runs:
-    """A file's runs, and those of profiles. Raises: ValueError, ProfileError, CheckpointError or OSError, naming the file."""
-    measured = load_runs(path)
+def entries(measured: Runs, profiles: list[str]) -> list[Run]:
+    """The runs of profiles. Raises: ValueError, ProfileError, CheckpointError or OSError, naming the file."""
+    found = []
     for one in profiles:
         profile = load_profile(Path(one))
         widths = Widths(weights=BYTES.get(profile.dtype, 2.0), kv=BYTES.get(profile.kv_cache_dtype, 2.0))
         model = open_checkpoint(profile.model, load_format="dummy").model_config
-        measured = with_profile(measured, profile, model_graph(model, profile.tensor_parallel_size, widths))
-    return measured
+        found += of_profile(measured, profile, model_graph(model, profile.tensor_parallel_size, widths)).runs
+    return found
 
 
 def table(power: Power, shipped: Power | None) -> list[str]:
@@ -56,9 +57,10 @@ def run() -> None:
     """The command. Raises: ConfigError, ValueError, CheckpointError, OSError."""
     f = flags.FLAGS
     check_outputs("out")
-    measured = gathered(f.runs, f.profile)
-    power = fit(measured)
-    above = errors(measured, power)
+    measured = load_runs(f.runs)
+    found = entries(measured, f.profile)
+    power = lowered(fit(measured), found)
+    above = errors(msgspec.structs.replace(measured, runs=[*measured.runs, *found]), power)
     print(*table(power, shipped_power(power.device)), sep="\n")
     print(f"{len(above)} runs needed {min(above):.3f} to {max(above):.3f} times these joules, {sum(above) / len(above):.3f} in the mean")
     if f.out:

@@ -3,11 +3,13 @@
 A run has rates of work, the mean power and the clock it settled at. Its power above idle is the sum of its rates times their
 joules at that clock. Logarithms of the joules and logits of their fixed shares are fitted with optax to the logarithm of that
 power; then all joules are lowered together until no run beat the model: as a bound it must never be above what was reached.
-A profile of `search measure` holds such runs, too (`with_profile`): its products and attention, with their watts and clocks.
-`search energy` fits; the shipped constants are frozen, of the committed runs (`jaxflow/model/power`, `benchmarks/h200-energy.json`).
+A profile of `search measure` holds such runs, too (`of_profile`): its products and attention, with their watts and clocks. They are
+not fitted, but lower what is (`lowered`): one that needed less lowers what its own work costs, and no other dtype's.
+`search energy` fits; the shipped constants are frozen, of the committed runs and profiles (`jaxflow/model/power`).
 """
 
-from collections.abc import Mapping, Sequence
+import decimal
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from search.op_times import OpTime, Pair, Profile
 FIXED_PRIOR = 0.4  # a guess that the runs may move: few of them ran at very different clocks
 _PRIOR_RUNS = 0.05  # how much the guess weighs, beside a run's 1
 _STEPS = 3000
+_DOWN = decimal.Context(prec=4, rounding=decimal.ROUND_FLOOR)
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,10 +64,8 @@ def load_runs(path: str | Path) -> Runs:
         raise ValueError(f"{path}: {error}") from error
 
 
-def with_profile(measured: Runs, profile: Profile, graph: Graph) -> Runs:
-    """The runs and those that a profile holds: its products and attention alone, and pairs of them that say what they worked on.
-
-    For a fit with its entries, and to check that the frozen constants lie below every one of them (docs/cost-model.md).
+def of_profile(measured: Runs, profile: Profile, graph: Graph) -> Runs:
+    """The runs that a profile holds, in the others' place: products and attention alone, and pairs of them that say what they worked on.
 
     Watts are the energy counter's where it was read, else the sensor's. Norms and appends are left out: alone in a loop, what they read
     and write stays in the L2, and its bytes cost less than the memory's. graph: the profile's model, on one of its devices.
@@ -75,7 +76,7 @@ def with_profile(measured: Runs, profile: Profile, graph: Graph) -> Runs:
     if device is None or device.name != measured.device:
         raise ValueError(f"device={profile.device!r} of the profile: the runs are of {measured.device!r}")
     ops = {op.name: op for op in graph.layers[0] if op.kind in ("dense", "attention")}
-    runs = list(measured.runs)
+    runs = []
     for one in profile.op_times:
         if one.op in ops:
             cases = (Case(one.op, one.tokens, one.keys),)
@@ -90,11 +91,17 @@ def with_profile(measured: Runs, profile: Profile, graph: Graph) -> Runs:
 def _run(name: str, cases: tuple[Case, ...], found: OpTime | Pair, took_s: float, profile: Profile, ops: Mapping[str, Op]) -> list[Run]:
     """Of an entry; none of one without watts or a clock, nor of a pair whose FLOPs are of two dtypes, which no run can say."""
     watts = found.watts if found.joules is None else found.joules / took_s
-    dtypes = {product_dtype(ops[case.op], profile.dtype) for case in cases}
+    dtypes = {_flops_dtype(ops[case.op], profile) for case in cases}
     if watts is None or found.clock_mhz is None or len(dtypes) > 1:
         return []
     work = sum((ops[case.op].work(case.composition) for case in cases), Work())
     return [Run(f"{profile.model} {name}", dtypes.pop(), work.flops / took_s, work.memory_bytes / took_s, watts, found.clock_mhz)]
+
+
+def _flops_dtype(op: Op, profile: Profile) -> str:
+    """Attention multiplies an e4m3 cache in 8 bits, in chunks and in decodes."""
+    eight = op.kind == "attention" and profile.kv_cache_dtype == "float8_e4m3fn"
+    return profile.kv_cache_dtype if eight else product_dtype(op, profile.dtype)
 
 
 def predicted(params: Any, rates: jax.Array, clock_share: jax.Array) -> jax.Array:
@@ -151,9 +158,39 @@ def fit(measured: Runs) -> Power:
 
 def errors(measured: Runs, power: Power) -> Sequence[float]:
     """For each run: measured watts above idle over the model's (1 or more once the model is a bound)."""
-    found = []
-    for run in measured.runs:
-        share = run.clock_mhz * 1e6 / power.highest_clock_hz
-        flop = power.flop[run.dtype].at(share) if run.flops_per_s else 0.0
-        found.append(float((run.watts - power.idle_w) / (run.flops_per_s * flop + run.bytes_per_s * power.byte.at(share))))
-    return found
+    return [(run.watts - power.idle_w) / sum(watts_of(run, power)) for run in measured.runs]
+
+
+def watts_of(run: Run, power: Power) -> tuple[float, float]:
+    """Of its FLOPs and of its bytes, by the model."""
+    share = run.clock_mhz * 1e6 / power.highest_clock_hz
+    flop = power.flop[run.dtype].at(share) if run.flops_per_s else 0.0
+    return float(run.flops_per_s * flop), float(run.bytes_per_s * power.byte.at(share))
+
+
+def lowered(power: Power, runs: Iterable[Run]) -> Power:
+    """The model with joules that none of the runs beats: only what they tell of falls, and no curve's fixed share moves.
+
+    First a byte's: by runs whose bytes take more of the given model's watts than their FLOPs to what these leave, by others to all that
+    they drew. Then, beside such bytes, the FLOPs' of each dtype, by its own runs. So no order of runs matters, and nothing is negative.
+
+    Raises: ValueError for a run of a dtype that the model does not know, or that drew no more than the idle card.
+    """
+    needs = []
+    for run in runs:
+        if run.watts <= power.idle_w or (run.flops_per_s and run.dtype not in power.flop):
+            raise ValueError(f"run {run.name!r}: {run.watts:.0f} W, {run.dtype}; idle {power.idle_w} W, known {sorted(power.flop)}")
+        needs.append((run.dtype, *watts_of(run, power), run.watts - power.idle_w))
+    byte = _least((left - flop if flop < moved else left) / moved for _, flop, moved, left in needs if moved)
+    flops = {dtype: _least((left - byte * moved) / flop for of, flop, moved, left in needs if of == dtype and flop) for dtype in power.flop}
+    flop = {dtype: _lower(curve, flops[dtype]) for dtype, curve in power.flop.items()}
+    return msgspec.structs.replace(power, flop=flop, byte=_lower(power.byte, byte))
+
+
+def _least(factors: Iterable[float]) -> float:
+    return min(1.0, max(0.0, min(factors, default=1.0)))
+
+
+def _lower(curve: Curve, factor: float) -> Curve:
+    """In four digits, rounded down; as it is by a factor of 1."""
+    return curve if factor == 1 else Curve(float(_DOWN.create_decimal_from_float(curve.joules * factor)), curve.fixed)

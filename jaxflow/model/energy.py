@@ -31,9 +31,12 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """`clock_share`: of the highest clock."""
         return self.joules * (self.fixed + (1 - self.fixed) * clock_share**2)
 
+    def times(self, factor: float) -> "Curve":
+        return Curve(self.joules * factor, self.fixed)
+
 
 class Power(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What work costs on one device. None of the sustained runs that it was fitted to needed less than the constants say.
+    """What work costs on one device. None of the sustained runs, nor of the profiles' entries, needed less than the constants say.
 
     Windows of a tenth of a second tell no joules: a sensor's watts are up to a quarter apart for one product (docs/cost-model.md).
     """

@@ -21,7 +21,7 @@ from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import bound, shipped_power
 from jaxflow.model.graph import Graph, Work, model_graph
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan
-from search.clock import Governor, governor_of, shipped_card
+from search.clock import Governor, governor_of, of_kernels, shipped_card
 from search.modelled import modelled_profile
 from search.op_times import Pair
 from search.shares import Shares, product_shapes
@@ -41,7 +41,7 @@ EARLY = msgspec.structs.replace(
     hot_factor=1.0,
     nano_s=0.0,
 )
-GOVERNOR = Governor(POWER, "bfloat16", EARLY.joules_factor)
+GOVERNOR = Governor(of_kernels(POWER, EARLY), "bfloat16")
 A_TOKENS_KV = 2 * 8 * 128 * 2
 SMS = sorted({132, *(pair[side] for pair in MEASURED["pairs"] for side in ("product_sms", "stream_sms"))})
 

@@ -15,7 +15,7 @@ from jaxflow.model.graph import Widths, Work, model_graph
 from jaxflow.pipeline.choice import Gain, pick
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan, load
-from search.clock import Governor, governor_of, shipped_card
+from search.clock import Governor, governor_of, of_kernels, shipped_card
 from search.modelled import modelled_profile
 from search.op_times import load_profile
 from search.plan import FEW_SMS, KEYS
@@ -157,14 +157,14 @@ def test_the_joules_of_a_hot_card_are_those_of_the_fitted_rows():
     assert POWER is not None and CARD is not None
     factors = []
     for dtype in FILES:
-        cool = Governor(POWER, dtype, CARD.joules_factor)
+        cool = Governor(of_kernels(POWER, CARD), dtype)
         for row in rows(dtype, shares(dtype)):
             if row.measured["sequential"] and row.measured["workload"] in FITTED:
                 taken = (row.measured["watts"] - POWER.idle_w) * row.measured["step_ms"] / 1e3
                 factors.append(taken / cool.joules(row.timeline.work + row.outside, 1e6 * row.measured["sm_clock_mhz"]))
     assert CARD.hot_factor == pytest.approx(statistics.mean(factors), abs=0.01), factors
     hot = governor_of("H200", "bfloat16")
-    assert hot is not None and hot.joules_factor == CARD.joules_factor * CARD.hot_factor
+    assert hot is not None and (hot.power, hot.hot_factor) == (of_kernels(POWER, CARD), CARD.hot_factor)
 
 
 def test_steps_of_a_layer_that_is_issued_otherwise_are_predicted_too():
