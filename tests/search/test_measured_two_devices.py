@@ -9,6 +9,7 @@ import statistics
 import msgspec
 import paths
 import pytest
+from reached import steps
 from searched import on_all_sms
 
 from jaxflow.model.checkpoint import open_checkpoint
@@ -251,7 +252,7 @@ def models() -> list[str]:
     """The page's rows of all models: the best plan beside the sequential step, and that step with its sums copied."""
     lines = []
     for (model, kind), workload in itertools.product(REPORTS, ("1024/512", "512/0")):
-        found = {name_of(row.measured): row.measured for row in rows(model, kind) if row.measured["workload"] == workload}
+        found = {name_of(row): row for row in steps(report(model, kind)) if row["workload"] == workload}
         alone, short = found.pop("sequential"), found.pop("sequential, sums copied")
         name, best = max(found.items(), key=lambda item: item[1]["tokens_per_s"])
         cells = (

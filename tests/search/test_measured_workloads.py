@@ -1,10 +1,8 @@
-"""The page's table of how near to what no engine can beat steps are: that of the reports."""
-
-import json
+"""The page's table of how near to what no engine can beat steps are: those of the reports, by today's bound."""
 
 import paths
+from reached import steps
 
-BENCHMARKS = paths.ROOT / "benchmarks"
 FRACTIONS = {
     "8B bf16": "h200-plans-llama-3.1-8b-variants.json",
     "8B bf16, traces": "h200-plans-llama-3.1-8b-traces.json",
@@ -20,8 +18,7 @@ def fractions() -> list[str]:
     """Steps beside what no engine can beat: the sequential one of the size with most tokens/s, and the best plan where that has more."""
     lines = []
     for name, file in FRACTIONS.items():
-        every = json.loads((BENCHMARKS / file).read_text("utf-8"))["plans"]
-        full = [row for row in every if row["prefill_tokens"] and row["graphs"] is None]
+        full = [row for row in steps(file) if row["graphs"] is None]
         for workload in dict.fromkeys(row["workload"] for row in full):
             here = [row for row in full if row["workload"] == workload]
             best = max(here, key=lambda row: row["tokens_per_s"])
@@ -38,3 +35,10 @@ def fractions() -> list[str]:
 def test_the_page_has_the_fractions():
     text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
     assert text.partition("<!-- fractions -->\n")[2].partition("\n<!-- /fractions -->")[0].splitlines()[2:] == fractions()
+
+
+def test_the_page_has_the_sequential_steps_of_the_first_reports():
+    bf16, fp8 = (steps(f"h200-plans-llama-3.1-8b{kind}.json")[0] for kind in ("", "-fp8"))
+    assert all(row["sequential"] and row["workload"] == "1024/512" and row["binding"] == "energy" for row in (bf16, fp8))
+    said = f"they reach {bf16['fraction_of_bound']:.2f} of the bound's rate in bf16 and {fp8['fraction_of_bound']:.2f} in fp8"
+    assert said in (paths.ROOT / "docs" / "cost-model.md").read_text("utf-8").replace("\n", " ")

@@ -124,6 +124,14 @@ def test_watts_are_the_models_with_the_sensors_mean():
     assert modelled(result | {"device": "cpu"}, plan) is None
 
 
+def test_the_page_has_the_scales_of_its_pictures():
+    files = [paths.ROOT / "benchmarks" / f"h200-trace-llama-3.1-8b{kind}.json" for kind in ("", "-fp8")]
+    found = [modelled(result, plan) for result in (json.loads(path.read_text("utf-8")) for path in files) for plan in result["plans"]]
+    scales = [watts.scale for watts in found if watts is not None]
+    said = f"their mean that of the sensor ({min(scales):.2f} to {max(scales):.2f})"
+    assert len(scales) == 4 and said in (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
+
+
 def test_eight_bits_have_a_peak_of_their_own():
     trace = one_layer(*fake(sequential_plan(SIX, TOKENS), 1, [1e-6])[:2], sequential_plan(SIX, TOKENS), model_graph(SIX), STEP)
     source, peaks = peaks_of("H200", "float8_e4m3fn", trace)
