@@ -22,6 +22,7 @@ from jaxflow.memory import disk_file
 from jaxflow.memory.disk_folder import FOLDER
 
 CASES = {"llama": ("stories260K", 1, "auto"), "windows, 2 devices": ("tiny-gemma3_text", 2, "auto")}
+BUDGET = {1: 64, 2: 16}  # tokens of a step, by devices: two have steps of one size, since each more is compiled
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
@@ -33,9 +34,10 @@ def case(request):
 def engine(case, folder, *, host_pages=400, fingerprint=b"a model", **more) -> Any:
     """An engine of few pages over a host and a disk."""
     model, tp, kv = case
-    groups = toy.executor(model, tp, kv=kv)[1].groups
-    loop: Any = toy.offloading_loop(model, host_pages, tp=tp, kv=kv, num_pages=(40,) * groups, fingerprint=fingerprint, **more)
-    toy.over_disk(loop, model, folder, tp=tp, kv=kv, fingerprint=fingerprint)
+    numbers = {"tp": tp, "budget": BUDGET[tp], "kv": kv}
+    groups = toy.executor(model, **numbers)[1].groups
+    loop: Any = toy.offloading_loop(model, host_pages, num_pages=(40,) * groups, fingerprint=fingerprint, **numbers, **more)
+    toy.over_disk(loop, model, folder, fingerprint=fingerprint, **numbers)
     return loop
 
 
@@ -43,7 +45,7 @@ def first_rounds(case, salt=""):
     """Prompts that begin alike."""
     model, tp, kv = case
     rng = np.random.default_rng(5)
-    vocabulary = toy.executor(model, tp, kv=kv)[1].programs.context.config.vocab_size
+    vocabulary = toy.executor(model, tp, BUDGET[tp], kv=kv)[1].programs.context.config.vocab_size
     shared = rng.integers(3, vocabulary, 50)
     prompts = [[*shared.tolist(), *rng.integers(3, vocabulary, 40 + i).tolist()] for i in range(4)]
     return [Request(f"r{i}", prompt, GREEDY, cache_salt=salt) for i, prompt in enumerate(prompts)]
@@ -81,9 +83,9 @@ def plain(case):
     """First and later rounds of the conversations, and what is answered with everything on the device."""
     model, tp, kv = case
     one = first_rounds(case)
-    answers = toy.run(toy.loop(model, tp=tp, kv=kv), one)
+    answers = toy.run(toy.loop(model, tp=tp, budget=BUDGET[tp], kv=kv), one)
     two = later_rounds(one, answers)
-    return one, tokens(answers), two, tokens(toy.run(toy.loop(model, tp=tp, kv=kv), two))
+    return one, tokens(answers), two, tokens(toy.run(toy.loop(model, tp=tp, budget=BUDGET[tp], kv=kv), two))
 
 
 def test_a_later_round_goes_on_after_a_restart(case, plain, tmp_path):
