@@ -22,6 +22,7 @@ assert "jax" not in sys.modules, "JAX was imported before the tests could choose
 os.environ.update(
     JAX_PLATFORMS="cpu",  # also keeps the CUDA plugin, installed only to compile, from looking for a GPU
     JAX_NUM_CPU_DEVICES="4",
+    NPROC="1",  # threads for a program: workers are as many as cores, and more threads would look for work that there is none of
     JAX_ENABLE_X64="0",
     JAX_COMPILATION_CACHE_DIR=str(paths.ROOT / ".cache" / "compiled-tests"),
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.05",  # the workers, and tests that build the same engine again, share what is above
