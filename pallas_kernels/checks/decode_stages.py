@@ -30,7 +30,12 @@ from pallas_kernels.decode_work import PAGE, decode_work
 from pallas_kernels.tiles import SMS, decode_tile
 
 N, K, H = 32, 8, 128  # query heads, KV heads, head width
-BATCHES = {f"256 x mean {mean}": ragged(256, mean) for mean in (1024, 4096)}  # lengths of rows: those of `bench kernels`
+BATCHES: dict[str, tuple[int, ...]] = {  # lengths of rows: those of `bench kernels`
+    **{f"256 x mean {mean}": ragged(256, mean) for mean in (1024, 4096)},
+    "1 x 131072": (131072,),
+    "131072 + 200 x 512": (131072, *[512] * 200),
+    "64 x 1100": (1100,) * 64,
+}
 CALLS = 4  # of one round of a program's loop
 PAGE_BYTES = 2 * K * PAGE * H  # keys and values of a page
 IN_L2 = L2_BYTES // 4 // PAGE_BYTES  # pages

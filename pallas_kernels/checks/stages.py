@@ -1,6 +1,6 @@
 """Times bfloat16 products with a stage left out, beside the whole kernel and cuBLAS through XLA, in turn: what of a product costs what.
 
-    python -m pallas_kernels.checks.stages [--only dense,flat,decode] [--share 0/6] [--seconds 0.3] [--json FILE]
+    python -m pallas_kernels.checks.stages [--only dense,bounded,flat,decode] [--share 0/6] [--seconds 0.3] [--json FILE]
 
 The kernels are the ones that serve; decode attention is `decode_stages`'. A stage of a product is left out by the place that a copy is
 told: beyond an array's end TMA writes nothing, and fills with zeros without reading (products of zeros take less power: see the clock
@@ -33,6 +33,8 @@ Move = Callable[[tuple[int, ...], Any, Any], tuple[Any, Any]]  # an array's shap
 
 DENSE = [(m, "8B", op) for op in ("qkv", "down") for m in (256, 512)]
 DENSE += [(512, "70B/tp4", "qkv"), (2048, "70B/tp4", "qkv"), (2048, "8B", "down")]
+FEW_SMS = 104
+ON_FEW = [(m, "8B", op) for m in (832, 2048) for op in ("qkv", "out_proj", "up_gate", "down")]
 FLAT = [(64, "70B/tp4", "out_proj"), (64, "8B", "qkv"), (64, "8B", "up_gate"), (64, "8B", "down")]
 
 
@@ -94,12 +96,12 @@ def without(module: ModuleType, moves: dict[str, Move], gemm: Callable) -> Calla
     return product
 
 
-def dense_ways(m: int, n: int, k: int) -> dict[str, Callable]:
-    """The kernel whole, with stages left out, and with its tiles cut otherwise, where it cuts them."""
-    gemm, own = dense.dense_gemm, gemm_plan(m, n, k, SMS)
+def dense_ways(m: int, n: int, k: int, sms: int = SMS) -> dict[str, Callable]:
+    """The kernel whole, with stages left out, and with its tiles cut otherwise, where it cuts them; on so many SMs."""
+    gemm, own = functools.partial(dense.dense_gemm, sms=sms), gemm_plan(m, n, k, sms)
     ways = {name: without(dense, moves, gemm) for name, moves in LEFT_OUT.items() if name != "x not read"}
     if own.schedule.slots:
-        ways["tiles not cut"] = functools.partial(gemm, plan=plan_of(own.tile, m, n, k, SMS))
+        ways["tiles not cut"] = functools.partial(gemm, plan=plan_of(own.tile, m, n, k, sms))
         ways["parts not added up"] = functools.partial(gemm, plan=unsummed(own))
     return {"whole": gemm, **ways}
 
@@ -144,6 +146,7 @@ def times(kernel: str, ways_of: Callable, cases, rows, share, seconds) -> None:
 if __name__ == "__main__":
     parts: dict[str, script.Part] = {
         "dense": functools.partial(times, "dense_gemm", dense_ways, DENSE),
+        "bounded": functools.partial(times, f"dense_gemm_{FEW_SMS}", functools.partial(dense_ways, sms=FEW_SMS), ON_FEW),
         "flat": functools.partial(times, "flat_gemm", flat_ways, FLAT),
         "decode": decode_stages.times,
     }

@@ -17,6 +17,8 @@ def test_an_h200_takes_products_with_a_stage_left_out(tmp_path, monkeypatch):
     dense, flat = (256, *script.SHAPES["8B"]["qkv"]), (64, *script.SHAPES["70B/tp4"]["out_proj"])
     left_out = [(dense, stages.dense_ways(*dense)[name]) for name in ("nothing stored", "weight in the L2", "parts not added up")]
     left_out += [(flat, stages.flat_ways(*flat)[name]) for name in ("whole", "x not read")]
+    few = (832, *script.SHAPES["8B"]["qkv"])
+    left_out.append((few, stages.dense_ways(*few, sms=stages.FEW_SMS)["parts not added up"]))
     args = [tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (n, k))) for (m, n, k), _ in left_out]
 
     def step(args):
