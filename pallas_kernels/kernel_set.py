@@ -1,14 +1,15 @@
 """Which implementation of each op a device uses: the one place that chooses.
 
 Hopper runs the Mosaic kernels, other NVIDIA GPUs jax-triton's where there is one, everything else the twins. Where a kernel's limits
-exclude a model's shapes or dtypes, that op alone falls back to its twin. A kernel set is frozen data, so that a compiled step is a function
-of it.
+exclude a model's shapes or dtypes, that op alone falls back to its twin, and the set says why. A kernel set is frozen data, so that a
+compiled step is a function of it.
 """
 
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 
 import jax.numpy as jnp
 
@@ -18,11 +19,29 @@ from pallas_kernels.table import load
 
 KERNELS = ("auto", "reference", "mosaic", "triton")  # what may be asked for
 HOPPER, MOSAIC = "9.0", "mosaic-hopper"  # the compute capability of the Mosaic kernels, and their set's name
+PAGED = ("rope_append", "decode_attention", "chunk_attention")  # the ops that touch the pages of KV
+OPS = ("gemm", "add_norm", *PAGED, "token_limits", "quantize_rows", "grouped_gemm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fallback:
+    """Why an op runs on its twin although its set has a kernel for it: a field of `Model` whose value that kernel does not take.
+
+    accepted: the values that it takes, in words.
+    """
+
+    op: str
+    field: str
+    value: int | str
+    accepted: str
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelSet:
-    """One function for each op, of the signature of its twin in `reference`; `list_…` makes what they are told to do."""
+    """One function for each op, of the signature of its twin in `reference`; `list_…` makes what they are told to do.
+
+    fallbacks: a reason or more for every op that has a kernel in this set but runs on its twin.
+    """
 
     name: str
     gemm: Callable = reference.gemm
@@ -36,6 +55,12 @@ class KernelSet:
     list_decode_work: Callable = reference.list_decode_work
     list_chunk_work: Callable = reference.list_chunk_work
     list_groups: Callable = reference.list_groups
+    fallbacks: tuple[Fallback, ...] = ()
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The ops that run on kernels, not on their twins."""
+        return tuple(op for op in OPS if getattr(self, op) is not getattr(REFERENCE, op))
 
     @property
     def can_begin_early(self) -> bool:
@@ -59,8 +84,8 @@ class KernelSet:
 
         products: of each dense op, on one device, of any number of rows.
         """
-        ops = [field.name for field in dataclasses.fields(self) if not field.name.startswith(("name", "gemm", "list_"))]
-        lines = [f"kernels: {self.name} ({', '.join(f'{op}: {_place(getattr(self, op))}' for op in ops)})"]
+        places = ", ".join(f"{op}: {_place(getattr(self, op))}" for op in OPS if op != "gemm")
+        lines = [f"kernels: {self.name} ({places})"]
         for op, p in (products or {}).items():
             how = "xla" if self.gemm is reference.gemm else self.gemm.describe(p)  # type: ignore[attr-defined]
             lines.append(f"kernels: {op} [{p.shape.n}, {p.shape.k}] {p.shape.weights}: {how}")
@@ -118,7 +143,7 @@ def kernel_set_for(
     device: str = "",
     kernels: str = "auto",
 ) -> KernelSet:
-    """The fastest kernels that exist for a device and these shapes; the twins where there are none.
+    """The fastest kernels that exist for a device and these shapes; the twins where there are none, also in a set that was asked for.
 
     Args:
       platform: JAX's name of the backend, `gpu` or `cpu`.
@@ -132,7 +157,8 @@ def kernel_set_for(
     hopper, cuda = platform == "gpu" and has_bounded(capability), platform == "gpu" and capability != ""
     if kernels == "auto":
         if hopper and model.dtype != "bfloat16":
-            return dataclasses.replace(REFERENCE, name="reference (kernels are of bfloat16)")
+            unmet = _unmet(model, [(OPS, "dtype", False, "bfloat16")])
+            return dataclasses.replace(REFERENCE, name="reference (kernels are of bfloat16)", fallbacks=unmet)
         kernels = "mosaic" if hopper else "triton" if cuda and has_triton() else "reference"
     if kernels == "reference":
         return REFERENCE
@@ -159,6 +185,18 @@ def has_triton() -> bool:
     return importlib.util.find_spec("jax_triton") is not None
 
 
+def _unmet(m: Model, limits: Iterable[tuple[tuple[str, ...], str, bool, str]]) -> tuple[Fallback, ...]:
+    """limits: the ops whose kernels have it, the model's field that it is about, whether the model keeps it, and what would."""
+    return tuple(Fallback(op, field, getattr(m, field), accepted) for ops, field, kept, accepted in limits if not kept for op in ops)
+
+
+def _assembled(name: str, kernels: Mapping[str, Mapping[str, Callable]], fallbacks: tuple[Fallback, ...]) -> KernelSet:
+    """A set of the kernels that the model can have. kernels: by op, its function and those that list its work."""
+    lost = {fallback.op for fallback in fallbacks}
+    ops = {name: function for op, functions in kernels.items() if op not in lost for name, function in functions.items()}
+    return KernelSet(name, **ops, fallbacks=fallbacks)
+
+
 def _mosaic(m: Model, device: str) -> KernelSet:
     """Each op's Mosaic kernel where it takes the model. Mosaic GPU takes a second to import, and CPU has no use for it."""
     from pallas_kernels import (
@@ -173,27 +211,40 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     )
 
     ptxas_version.ask_once()
-    ops: dict[str, Callable] = {"gemm": HopperGemm(load(device)), "token_limits": token_limits.token_limits}
-    ops |= {name: getattr(grouped_gemm, name) for name in ("grouped_gemm", "list_groups")}
-    if m.head_dim in (64, 128, 256) and m.page_size == 64 and m.queries_per_kv_head <= 16:
-        if m.kv_dtype in ("bfloat16", "float8_e4m3fn", "int8"):
-            ops |= {name: getattr(decode_attention, name) for name in ("decode_attention", "list_decode_work")}
-        if m.kv_dtype in ("bfloat16", "float8_e4m3fn") or (m.kv_dtype == "int8" and m.head_dim <= 128):
-            ops |= {name: getattr(chunk_attention, name) for name in ("chunk_attention", "list_chunk_work")}
-        if m.kv_dtype in ("bfloat16", "float8_e4m3fn") or (m.kv_dtype == "int8" and m.kv_heads % 2 == 0):
-            ops["rope_append"] = rope_append.rope_append
-    if m.head_dim * m.queries_per_kv_head % 128 == 0:  # a shard has whole groups of heads
-        ops["quantize_rows"] = quantize_rows.quantize_rows
-    if m.hidden_size % 128 == 0:
-        ops["add_norm"] = rms_norm.add_norm
-    return KernelSet(MOSAIC, **ops)
+    kernels = {
+        "gemm": {"gemm": HopperGemm(load(device))},
+        "add_norm": {"add_norm": rms_norm.add_norm},
+        "rope_append": {"rope_append": rope_append.rope_append},
+        "decode_attention": {name: getattr(decode_attention, name) for name in ("decode_attention", "list_decode_work")},
+        "chunk_attention": {name: getattr(chunk_attention, name) for name in ("chunk_attention", "list_chunk_work")},
+        "token_limits": {"token_limits": token_limits.token_limits},
+        "quantize_rows": {"quantize_rows": quantize_rows.quantize_rows},
+        "grouped_gemm": {name: getattr(grouped_gemm, name) for name in ("grouped_gemm", "list_groups")},
+    }
+    queries, int8 = m.queries_per_kv_head, m.kv_dtype == "int8"
+    whole = 128 // math.gcd(128, m.head_dim)  # a shard has whole groups of heads
+    limits = [
+        (PAGED, "head_dim", m.head_dim in (64, 128, 256), "64, 128 or 256"),
+        (PAGED, "queries_per_kv_head", queries <= 16, "up to 16"),
+        (PAGED, "page_size", m.page_size == 64, "64"),
+        (PAGED, "kv_dtype", m.kv_dtype in ("bfloat16", "float8_e4m3fn", "int8"), "bfloat16, fp8 or int8"),
+        (("chunk_attention",), "head_dim", not int8 or m.head_dim <= 128, "64 or 128 over a cache of int8"),
+        (("rope_append",), "kv_heads", not int8 or m.kv_heads % 2 == 0, "even numbers a device over a cache of int8"),
+        (("quantize_rows",), "queries_per_kv_head", queries % whole == 0, f"multiples of {whole} where a head is {m.head_dim} wide"),
+        (("add_norm",), "hidden_size", m.hidden_size % 128 == 0, "multiples of 128"),
+    ]
+    return _assembled(MOSAIC, kernels, _unmet(m, limits))
 
 
 def _triton(m: Model) -> KernelSet:
-    ops: dict[str, Callable] = {"gemm": TritonGemm()}
-    power_of_two = m.head_dim >= 16 and m.head_dim & (m.head_dim - 1) == 0
-    if power_of_two and m.page_size == 64 and m.queries_per_kv_head <= 16 and m.dtype == m.kv_dtype:
-        from pallas_kernels.triton import decode_attention
+    from pallas_kernels.triton import decode_attention
 
-        ops["decode_attention"] = decode_attention.decode_attention
-    return KernelSet("triton", **ops)
+    power_of_two, decode = m.head_dim >= 16 and m.head_dim & (m.head_dim - 1) == 0, ("decode_attention",)
+    limits = [
+        (decode, "head_dim", power_of_two, "powers of two from 16"),
+        (decode, "queries_per_kv_head", m.queries_per_kv_head <= 16, "up to 16"),
+        (decode, "page_size", m.page_size == 64, "64"),
+        (decode, "kv_dtype", m.kv_dtype == m.dtype, f"{m.dtype} beside weights of it"),
+    ]
+    kernels = {"gemm": {"gemm": TritonGemm()}, "decode_attention": {"decode_attention": decode_attention.decode_attention}}
+    return _assembled("triton", kernels, _unmet(m, limits))

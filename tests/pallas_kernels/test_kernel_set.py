@@ -14,7 +14,7 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from pallas_kernels import gemm, kernel_set, reference
 from pallas_kernels.gemm import HopperGemm, Product, TritonGemm, product_of, takers
-from pallas_kernels.kernel_set import KERNELS, KernelSet, kernel_set_for
+from pallas_kernels.kernel_set import KERNELS, Fallback, KernelSet, kernel_set_for
 from pallas_kernels.quantized import Int4, Quantized
 from pallas_kernels.table import Choice, Rule, Shape, Table
 
@@ -134,6 +134,62 @@ def test_elsewhere_run_the_twins(monkeypatch):
 )
 def test_an_op_that_its_kernel_does_not_take_falls_back_alone(change, place):
     assert places(of("llama-3.1-8b", "gpu", "9.0", **change)) == MOSAIC | place
+
+
+@pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
+def test_no_family_falls_back_for_a_reason_of_the_pages(model):
+    """By what an engine sets if nothing is said; nor does it for any other, but for the least, whose rows are of 576."""
+    for kv_dtype in ("bfloat16", E4M3):
+        found = {(fallback.op, fallback.field, fallback.value) for fallback in of(model, "gpu", "9.0", kv_dtype=kv_dtype).fallbacks}
+        small = {("add_norm", "hidden_size", 576), ("quantize_rows", "queries_per_kv_head", 3)}
+        assert found == (small if model == "smollm2-135m" else set())
+    assert of(model, "gpu", "8.0").fallbacks == of(model, "cpu", "").fallbacks == ()
+
+
+@pytest.mark.parametrize(
+    ("capability", "change", "fallbacks"),
+    [
+        ("9.0", {"page_size": 16}, [Fallback(op, "page_size", 16, "64") for op in PAGED]),
+        ("9.0", {"head_dim": 96}, [Fallback(op, "head_dim", 96, "64, 128 or 256") for op in PAGED]),
+        ("9.0", {"queries_per_kv_head": 17}, [Fallback(op, "queries_per_kv_head", 17, "up to 16") for op in PAGED]),
+        ("9.0", {"kv_dtype": "float32"}, [Fallback(op, "kv_dtype", "float32", "bfloat16, fp8 or int8") for op in PAGED]),
+        ("9.0", {"kv_dtype": "int8", "head_dim": 256}, [Fallback("chunk_attention", "head_dim", 256, "64 or 128 over a cache of int8")]),
+        ("8.0", {"page_size": 16}, [Fallback("decode_attention", "page_size", 16, "64")]),
+        ("8.0", {"kv_dtype": E4M3}, [Fallback("decode_attention", "kv_dtype", E4M3, "bfloat16 beside weights of it")]),
+    ],
+)
+def test_a_set_says_why_an_op_falls_back(capability, change, fallbacks):
+    assert of("llama-3.1-8b", "gpu", capability, **change).fallbacks == tuple(fallbacks)
+
+
+@given(
+    capability=st.sampled_from(["9.0", "8.0"]),
+    change=st.fixed_dictionaries(
+        {},
+        optional={
+            "head_dim": st.sampled_from([8, 32, 64, 80, 96, 128, 256, 512]),
+            "queries_per_kv_head": st.integers(1, 20),
+            "kv_heads": st.integers(1, 8),
+            "page_size": st.sampled_from([1, 16, 32, 64, 128]),
+            "hidden_size": st.sampled_from([64, 576, 2048]),
+            "dtype": st.sampled_from(["bfloat16", "float32"]),
+            "kv_dtype": st.sampled_from(["bfloat16", E4M3, "int8", "float32"]),
+        },
+    ),
+)
+def test_every_op_is_a_kernel_or_says_why_not(capability, change):
+    kernels = of("llama-3.1-8b", "gpu", capability, **change)
+    why = {fallback.op for fallback in kernels.fallbacks}
+    has = {"gemm", *OPS} if capability == "9.0" else {"gemm", "decode_attention"}
+    assert set(kernels.own) | why == has and not set(kernels.own) & why
+    assert set(kernels.own) - {"gemm"} == {op for op, place in places(kernels).items() if place != "reference"}
+    values = {"head_dim": 128, "queries_per_kv_head": 4, "dtype": "bfloat16", "kv_dtype": "bfloat16"} | change
+    for fallback in kernels.fallbacks:
+        assert fallback.accepted and fallback.value == values[fallback.field]
+    listed = {"decode_attention": "list_decode_work", "chunk_attention": "list_chunk_work", "grouped_gemm": "list_groups"}
+    if capability == "9.0":
+        for op, name in listed.items():
+            assert (getattr(kernels, name) is getattr(kernel_set.REFERENCE, name)) == (op in why)
 
 
 @pytest.mark.parametrize(
