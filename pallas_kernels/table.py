@@ -84,7 +84,9 @@ class Table:
 
 @functools.cache
 def _say_once(device: str, shape: Shape, nearest: Shape) -> None:
-    log.info("no tuned rule for %s on %s; the nearest is taken: %s", shape, device, nearest)
+    """Only N and K are told of the nearest: it is of the same kind (`Shape.distance`). What is fast for it may be slow for this one."""
+    told = [f"[{one.n}, {one.k}]" for one in (shape, nearest)]
+    log.warning("kernels: no tuned rule for %s %s on %s; the nearest is taken, of %s", told[0], shape.weights, device, told[1])
 
 
 def file_of(device: str) -> Path:

@@ -40,10 +40,11 @@ def test_beyond_its_last_rows_a_choice_has_no_tile():
 
 
 def test_an_unknown_shape_takes_the_nearest_rule_without_its_tile_and_says_so_once(caplog):
-    with caplog.at_level(logging.INFO, "pallas_kernels.table"):
+    with caplog.at_level(logging.WARNING, "pallas_kernels.table"):
         choices = [TABLE.choose(Shape(5120, 4096), 16) for _ in range(3)]
     assert choices == [Choice(64, "flat")] * 3
     assert len(caplog.records) == 1 and "5120" in caplog.records[0].getMessage()
+    assert caplog.messages == ["kernels: no tuned rule for [5120, 4096] bfloat16 on a GPU; the nearest is taken, of [6144, 4096]"]
     gated = TABLE.choose(Shape(24576, 4096, gate_block=64), 16)
     assert gated and gated.kernel == "dense"
 
