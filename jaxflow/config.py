@@ -136,7 +136,7 @@ class EngineConfig:
     load_format: str = "auto"  # auto or dummy
     quantization: str | None = None  # fp8: e4m3 products; int4: weights of 4 bits; from any checkpoint; None: as the checkpoint is
     kv_cache_dtype: str = "auto"
-    block_size: int = 64
+    block_size: int = 64  # tokens a page; attention's kernels take no other number
     tensor_parallel_size: int = 1
     max_model_len: int | None = None  # None: what the checkpoint was made for
     max_num_batched_tokens: int | None = None  # the dense batch of a step; None: 2048 on a GPU, 256 on CPU
@@ -154,7 +154,7 @@ class EngineConfig:
     plan: str = "auto"  # auto: searched where that is sure to gain; sequential, searched, a plan file or a folder of them
     scheduling_policy: str = "decode-maximal"
     chunk_size: int | None = None  # prefill tokens a step, with scheduling_policy=hybrid only
-    kernels: str = "auto"  # auto: by the device; reference, mosaic or triton
+    kernels: str = "auto"  # auto: by the device; reference; mosaic or triton, refused where they have no attention for this
     compilation_cache_dir: str | None = None  # None: ~/.cache/jaxflow/compiled; "": none
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ _HELP = {
     "load_format": "auto: the checkpoint's weights; dummy: random ones, from config.json alone.",
     "quantization": "On load: fp8 (e4m3 weights and activations) or int4 (weights in groups of 64); default: what the checkpoint is.",
     "kv_cache_dtype": "Of the KV cache: auto (as dtype), bfloat16, float32, fp8 (e4m3; scales are the checkpoint's, or 1) or int8.",
-    "block_size": "Tokens in a page of the KV cache.",
+    "block_size": "Tokens in a page of the KV cache. Attention has kernels for 64 alone: on a GPU other sizes run on the slower reference.",
     "tensor_parallel_size": "Devices to shard the model over.",
     "max_model_len": "Longest sequence, prompt and output together; default: what the checkpoint was made for.",
     "max_num_batched_tokens": "Tokens in a step at most, the dense batch; default: 2048 on a GPU, 256 on CPU.",
@@ -36,7 +36,8 @@ _HELP = {
     "searched where one of those is sure to gain, else sequential.",
     "scheduling_policy": f"How a step is filled: {', '.join(SCHEDULING_POLICIES)}.",
     "chunk_size": "Prefill tokens in a step at most, with --scheduling_policy=hybrid.",
-    "kernels": "auto: by the device; reference (XLA), mosaic (Hopper) or triton (NVIDIA GPUs, with the extra triton) forces them.",
+    "kernels": "auto: by the device; reference (XLA), mosaic (Hopper) or triton (NVIDIA GPUs, with the extra triton) forces them, "
+    "and is refused where they have no attention for the model or its KV cache.",
     "compilation_cache_dir": "Where compiled programs are kept between runs, lowered ones beside them; empty: nowhere. "
     "Default: ~/.cache/jaxflow/compiled.",
 }

@@ -48,6 +48,7 @@ def test_the_python_program_runs():
     done = run_python("-c", program.replace("path/to/model", MODEL))
     assert done.returncode == 0, done.stderr
     assert re.search(r"Once upon a time -> .+\nThe little dog -> .+", done.stdout)
+    assert re.findall("^.*kernels:.*$", done.stderr, re.MULTILINE) == ["kernels: reference, for every op"]
 
 
 @pytest.fixture

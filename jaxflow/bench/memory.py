@@ -21,10 +21,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxflow.bench import machine, options, report
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
-from jaxflow.engine.build import choose_kernels, prepare_process, resolve
+from jaxflow.engine.build import prepare_process, resolve
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.plans import make_layouts, on_gpu
 from jaxflow.engine.programs import Programs
+from jaxflow.engine.start_kernels import choose_kernels
 from jaxflow.engine.temporary import IN_FLIGHT, Need, together
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM

@@ -25,9 +25,10 @@ from jaxflow.engine.plans import begins_early, choose_plans, default_plan, large
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
 from jaxflow.engine.start_disk import open_disk, put_below
+from jaxflow.engine.start_kernels import choose_kernels, tell_kernels
 from jaxflow.engine.start_offload import check_host, device_bytes, page_copies, pinned_pool_gib, start_offload
 from jaxflow.memory.host_memory import free_host_bytes
-from jaxflow.memory.kv_cache import fit_pages, kv_heads, page_bytes
+from jaxflow.memory.kv_cache import fit_pages, page_bytes
 from jaxflow.mesh import axis_of, choose_platform, make_mesh
 from jaxflow.model import softmax_range
 from jaxflow.model.checkpoint import Checkpoint
@@ -39,7 +40,7 @@ from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan
 from pallas_kernels.gemm import Product, product_of, shape_of
-from pallas_kernels.kernel_set import KernelSet, kernel_set_for
+from pallas_kernels.kernel_set import KernelSet
 from pallas_kernels.quantized import Quantized
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ def make_executor(
     if config.kv_offloading_size:
         check_host(config, model)
     mesh = make_mesh(tp)
+    own, kernels = kernels is None, kernels or choose_kernels(config, model)  # what is refused is refused before weights are read
     kv_scales, quantization = config.kv_cache_dtype == "float8_e4m3fn", config.quantization or checkpoint.quantization
     weights = checkpoint.load(config.dtype, mesh, progress=progress, seed=config.seed, quantization=quantization, kv_scales=kv_scales)
     weights = _calibrated(config, checkpoint, weights, mesh)
@@ -166,10 +168,9 @@ def make_executor(
     memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices)
     # Not on a CPU: without Mosaic's kernels lowering is quick.
     settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_NO_PROGRAM}
-    lowered = beside_compiled((settings, model, plans, graphs, memory)) if kernels is None and on_gpu() else None
-    kernels = kernels or choose_kernels(config, model)
+    lowered = beside_compiled((settings, model, plans, graphs, memory)) if own and on_gpu() else None
     products = dense_products(model, weights)
-    log.info(kernels.describe(products))
+    tell_kernels(kernels, products, progress)
     named = {(tokens, plan.name): plan for tokens, several in plans.items() for plan in several}
 
     def plan_of(layout: StepLayout) -> Plan:
@@ -199,27 +200,6 @@ def make_executor(
     if config.kv_offloading_size:
         executor.copies = page_copies(config, model, executor)
     return executor
-
-
-def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
-    """The kernels for this device and model. config: resolved. Raises: ConfigError for kernels that cannot run here."""
-    device = jax.devices()[0]
-    try:
-        return kernel_set_for(
-            jax.default_backend(),
-            str(getattr(device, "compute_capability", "")),
-            head_dim=model.head_dim,
-            queries_per_kv_head=model.num_heads // model.num_kv_heads,
-            kv_heads=kv_heads(model, config.tensor_parallel_size) // config.tensor_parallel_size,
-            hidden_size=model.hidden_size,
-            page_size=config.block_size,
-            dtype=config.dtype,
-            kv_dtype=config.kv_cache_dtype,
-            device=device.device_kind,
-            kernels=config.kernels,
-        )
-    except ValueError as error:
-        raise ConfigError("kernels", config.kernels, str(error)) from None
 
 
 def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Product]:

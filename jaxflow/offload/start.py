@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine.build import choose_kernels, resolve
+from jaxflow.engine.build import resolve
 from jaxflow.engine.plans import on_gpu
+from jaxflow.engine.start_kernels import choose_kernels, tell_kernels
 from jaxflow.memory.host_memory import free_host_bytes
 from jaxflow.memory.numa import bound, gpu_bus_ids, near_cpus
 from jaxflow.mesh import axis_of, make_mesh
@@ -71,7 +72,9 @@ def start(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint, 
     there = _there(mesh.devices.flat[0], disk)
     _check_fits(account(geometry, placed, 0), offload, there)
     resolved = resolve(config, checkpoint.model_config)
-    context = Context(geometry.config, choose_kernels(resolved, geometry.config), axis_of(mesh))
+    kernels = choose_kernels(resolved, geometry.config)
+    tell_kernels(kernels, {}, progress)  # of products there is nothing to tell before their weights are placed
+    context = Context(geometry.config, kernels, axis_of(mesh))
     with tqdm(desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
         compiled = compile_programs(Programs(geometry, context), placed, lambda _: bar.update())
     phases.ended("compile")

@@ -76,6 +76,8 @@ def test_serve_ask_and_end(tmp_path):
         assert running.returncode == 0 and "[400 tokens" in errors and len(text) > 400
         output, errors = server.communicate(timeout=60)
         assert server.returncode == 0 and "drained, 0 aborted" in output and "Traceback" not in errors
+        told = re.findall("^.*kernels:.*$", output + errors, re.MULTILINE)
+        assert len(told) == 1 and told[0].endswith("kernels: reference, for every op")
 
 
 def test_an_interrupt_while_loading_ends_it_too():

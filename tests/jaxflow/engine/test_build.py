@@ -15,7 +15,6 @@ from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine import build
 from jaxflow.engine import plans as engine_plans
 from jaxflow.engine.build import (
-    choose_kernels,
     choose_plans,
     dense_products,
     memory_budget,
@@ -32,7 +31,6 @@ from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.pipeline import plan as plans
 from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
-from pallas_kernels.kernel_set import REFERENCE
 from pallas_kernels.table import Shape
 
 LLAMA = str(paths.MODELS / "tiny-llama")
@@ -269,16 +267,6 @@ def test_an_engine_with_nothing_said_about_pages(checkpoint, monkeypatch):
         assert dataclasses.replace(engine.config, **left_open) == dataclasses.replace(config, max_model_len=None)
     finally:
         engine.driver.close()
-
-
-def test_kernels_go_by_the_device_unless_forced(checkpoint):
-    config = resolve(EngineConfig(model=LLAMA), checkpoint.model_config)
-    assert choose_kernels(config, checkpoint.model_config) is REFERENCE
-    for kernels in ("mosaic", "triton"):
-        with pytest.raises(ConfigError, match=r"kernels=.*this is cpu"):
-            choose_kernels(dataclasses.replace(config, kernels=kernels), checkpoint.model_config)
-    with pytest.raises(ConfigError, match="kernels='fast'"):
-        EngineConfig(model=LLAMA, kernels="fast")
 
 
 def test_the_products_of_a_model_are_told_as_one_device_holds_them(checkpoint):
