@@ -7,6 +7,7 @@ import statistics
 
 import paths
 import pytest
+from wanted import reached
 
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
@@ -240,6 +241,45 @@ def picks() -> list[str]:
         link = f"[{file.removeprefix('h200-plans-llama-3.1-8b').removesuffix('.json').removeprefix('-') or 'bf16'}](../benchmarks/{file})"
         lines.append(f"| {' | '.join((link, str(len(lost)), *worst))} |")
     return lines
+
+
+def test_the_page_says_how_far_off_steps_are():
+    """Of each report, and of all together. Plans are told by their names, those that were searched also by the report."""
+    found = {name: [row for each in by_workload(name) for row in each] for name in REPORTS}
+    means = {name: statistics.mean(abs(row.error) for row in rows) for name, rows in found.items()}
+    together = [row.error for rows in found.values() for row in rows]
+    plans = {(name if "searched" in row.measured["plan"] else "", name_of(row)) for name, rows in found.items() for row in rows}
+    figures = statistics.mean(map(abs, together)), min(means.values()), max(means.values()), max(together, key=abs)
+    mean, least, most, largest = (100 * figure for figure in figures)
+    said = (
+        f"8B {mean:.1f} % over all {len(together)} steps of {len(plans) - 1} plans and the sequential one, "
+        f"{least:.1f} to {most:.1f} % by report, one step {largest:.1f} % too long;"
+    )
+    assert reached("steps predicted").startswith(said)
+
+
+def name_of(row: Row) -> str:
+    return row.measured["plan"].partition(", ")[0]
+
+
+def test_the_page_says_what_is_picked_on_one_device():
+    """Where what is predicted best is not, by more than 3 %; and with the margin."""
+    losses, margins = {}, {}
+    for name in REPORTS:
+        for found in by_workload(name):
+            shortest = min(row.measured["step_ms"] for row in found)
+            best, chosen = min(found, key=lambda row: row.seconds), picked(found)
+            key = name, found[0].measured["workload"]
+            losses[key], margins[key] = (100 * row.measured["step_ms"] / shortest - 100 for row in (best, chosen))
+            assert losses[key] < 3 or not best.measured["sequential"] or key == ("traces", "1024/512")
+            assert chosen.measured["sequential"]
+    one, other, third = (losses[key] for key in (("lean", "1024/512"), ("lean fp8", "512/1024"), ("lean fp8", "1000/1000")))
+    said = f"8B at worst {one:.1f} % off in bf16 (1024 / 512), {other:.1f} and {third:.1f} % in fp8 (512 / 1024, 1000 / 1000), each a plan"
+    assert reached("the search's pick").startswith(said)
+    *_, before, worst = sorted(margins.values())
+    fp8 = max(lost for (name, _), lost in margins.items() if "fp8" in REPORTS[name])
+    said = f"on one device the sequential step everywhere: {fp8:.1f} % in fp8, {before:.1f} % in bf16 but for {worst:.1f} % in one workload"
+    assert reached("the same").startswith(said)
 
 
 def test_the_page_has_what_is_picked():
