@@ -104,6 +104,28 @@ def test_what_was_found_is_shipped_where_it_was_the_best_that_was_measured(name)
         assert best["plan"].startswith(found.name) and found.nano_ops == shipped.nano_ops
 
 
+def test_the_page_has_what_was_predicted_of_them():
+    """By the search, of the plans as it left them, with shares of the device beside copies; the table is of all SMs."""
+    names = ("deepseek-67b", "qwen2-72b")
+    reports = [json.loads((paths.ROOT / "benchmarks" / f"h200-plans-{name}-tp2-fp8.json").read_text("utf-8"))["plans"] for name in names]
+    rows = [row for report in reports for row in report if row["plan"].startswith("searched")]
+    assert [row["workload"] for row in rows] == ["1024/512", "512/0"] * 2
+    measured, promised = ([f"{row[key]:.3f}" for row in rows] for key in ("against_sequential_of_its_size", "predicted_gain"))
+    found = [load(FOLDER / f"{name}-tp2-fp8.json") for name in names]
+    assert [f"{predicted(plan):.3f}" for plan in found] == promised[::2]
+    for plan in found:
+        shares = {nano.id: nano.sms for nano in plan.nano_ops if nano.sms and not nano.op.endswith(("norm", "append"))}
+        assert shares == {"qkv.1": 84, "decode_attention.0": 84, "up_gate.1": 116} and not any(nano.stream for nano in plan.nano_ops)
+    text = " ".join((paths.ROOT / "docs" / "overlap.md").read_text("utf-8").split())
+    deepseek, qwen = (f"{measured[at]} and {measured[at + 1]}" for at in (0, 2))
+    said = (
+        f"{promised[0]} and {promised[1]} at 1024 / 512 and 512 / 0, and {qwen} for Qwen2-72B, predicted {promised[2]} and {promised[3]};"
+    )
+    assert f"{deepseek} for DeepSeek-67B, where the search had predicted {said}" in text
+    readme = (paths.ROOT / "README.md").read_text("utf-8")
+    assert f"predicted to gain {promised[0]} and {promised[2]} before they were measured" in readme
+
+
 def test_the_solver_has_the_shipped_order_of_four_devices():
     """In fp8: the second steps of two sums are issued a place earlier, for which the model takes the step for a thousandth shorter."""
     name, earlier = "llama-3-70b-tp4-fp8", {"attn_reduce.0", "mlp_reduce.1"}
