@@ -139,7 +139,7 @@ class EngineConfig:
     block_size: int = 64  # tokens a page; attention's kernels take no other number
     tensor_parallel_size: int = 1
     max_model_len: int | None = None  # None: what the checkpoint was made for
-    max_num_batched_tokens: int | None = None  # the dense batch of a step; None: 2048 on a GPU, 256 on CPU
+    max_num_batched_tokens: int | None = None  # the dense batch of a step; None: 2048 on a GPU but for some models, 256 on CPU
     step_sizes: str | None = None  # "256,512": tokens of the steps compiled below that batch; None: powers of two, and what pads little
     max_num_seqs: int | None = None  # running sequences; None: 512 on a GPU, 8 on CPU
     max_waiting: int = 4096  # requests waiting at most; one more is refused

@@ -19,7 +19,8 @@ _HELP = {
     "block_size": "Tokens in a page of the KV cache. Attention has kernels for 64 alone: on a GPU other sizes run on the slower reference.",
     "tensor_parallel_size": "Devices to shard the model over.",
     "max_model_len": "Longest sequence, prompt and output together; default: what the checkpoint was made for.",
-    "max_num_batched_tokens": "Tokens in a step at most, the dense batch; default: 2048 on a GPU, 256 on CPU.",
+    "max_num_batched_tokens": "Tokens in a step at most, the dense batch; default: 2048 on a GPU, less where a smaller "
+    "step was measured to be better, 256 on CPU.",
     "step_sizes": "Tokens of the steps that are compiled below --max_num_batched_tokens, as 256,512: fewer start sooner, and pad more. "
     "Default: powers of two, and a few that pad little.",
     "max_num_seqs": "Sequences running at once at most; default: 512 on a GPU, 8 on CPU.",

@@ -74,11 +74,11 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if longest > model.max_position:
         raise ConfigError("max_model_len", longest, f"at most {model.max_position}, which the checkpoint was made for")
     seqs = config.max_num_seqs or (512 if gpu else 8)
-    config = dataclasses.replace(config, dtype=dtype, kv_cache_dtype=KV_DTYPES[config.kv_cache_dtype] or dtype)
+    config = dataclasses.replace(config, dtype=dtype, kv_cache_dtype=KV_DTYPES[config.kv_cache_dtype] or dtype, max_num_seqs=seqs)
     budget = config.max_num_batched_tokens or largest_step(config, model) or (2048 if gpu else 256)
     if budget < seqs:
         raise ConfigError("max_num_batched_tokens", budget, f"at least max_num_seqs={seqs}, a token for each running sequence")
-    config = dataclasses.replace(config, max_model_len=longest, max_num_seqs=seqs, max_num_batched_tokens=budget)
+    config = dataclasses.replace(config, max_model_len=longest, max_num_batched_tokens=budget)
     return dataclasses.replace(config, plan=default_plan(config, model)) if config.plan == "auto" else config
 
 

@@ -110,8 +110,15 @@ def default_plan(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:
-    """Tokens of the largest step that the named plans are for; None without any. Raises: as `named_plans`."""
-    return max((plan.tokens for plan in named_plans(config, model)), default=None)
+    """Tokens of the largest step that the named plans are for; where none is named, that of the sequential plan, if it is what is shipped.
+
+    None without any. The sequential plan is shipped at the size that makes most of the device: it says nothing where not all sequences
+    have room in that. config: resolved, at least its dtypes and sequences. Raises: as `named_plans`.
+    """
+    plans, seqs = named_plans(config, model), config.max_num_seqs or 0
+    if config.plan in ("auto", "sequential"):
+        plans = tuple(plan for plan in _made_for(SHIPPED, config, model) if is_sequential(plan))
+    return max((plan.tokens for plan in plans if plan.tokens >= seqs or not is_sequential(plan)), default=None)
 
 
 def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Plan, ...]]:

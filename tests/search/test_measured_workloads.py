@@ -1,5 +1,7 @@
 """The page's table of how near to what no engine can beat steps are: those of the reports, by today's bound."""
 
+import json
+
 import paths
 from reached import steps
 
@@ -35,6 +37,16 @@ def fractions() -> list[str]:
 def test_the_page_has_the_fractions():
     text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
     assert text.partition("<!-- fractions -->\n")[2].partition("\n<!-- /fractions -->")[0].splitlines()[2:] == fractions()
+
+
+def test_the_page_has_the_smaller_steps_of_two_devices_in_bf16():
+    """By which no plan of 1,024 rows is shipped there."""
+    rows = json.loads((paths.ROOT / "benchmarks" / "h200-plans-llama-3-70b-tp2-sizes.json").read_text("utf-8"))["plans"]
+    assert [(row["tokens"], row["sequential"]) for row in rows] == [(768, True), (896, True), (1024, True), (1024, False)]
+    made, plan = [f"{row['tokens_per_s']:,.0f}" for row in rows], rows[-1]
+    said = "that of 768 rows makes {} tokens/s, of 896 {}, of 1,024 {}, and the halves of 512 {}: ".format(*made)
+    said += f"{plan['against_sequential_of_its_size']:.3f} times the step of its size, {plan['against_best_sequential']:.3f} of the best."
+    assert said in " ".join((paths.ROOT / "docs" / "overlap.md").read_text("utf-8").split())
 
 
 def test_the_page_has_the_sequential_steps_of_the_first_reports():

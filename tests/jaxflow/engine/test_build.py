@@ -29,6 +29,7 @@ from jaxflow.engine.start_offload import check_host
 from jaxflow.memory import host_memory
 from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.pipeline import choice
 from jaxflow.pipeline import plan as plans
 from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
 from pallas_kernels.table import Shape
@@ -165,6 +166,13 @@ class TestPlans:
 
 
 FP8_NUMBERS = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+BY_DEFAULT = {  # by what is shipped: the plans that an engine runs if nothing is said, and its budget
+    **{f"{name}-float8_e4m3fn": ("searched", 2048) for name in ("deepseek-67b-tp2", "llama-2-70b-tp2", "llama-3-70b-tp2", "qwen2-72b-tp2")},
+    "llama-3-70b-tp4-bfloat16": ("searched", 2048),
+    "llama-3-70b-tp4-float8_e4m3fn": ("sequential", 2048),  # the exception: its plan is for 4096, a step of 180 ms
+    **dict.fromkeys(("llama-3.1-8b-bfloat16", "llama-3.1-8b-float8_e4m3fn", "mixtral-8x7b-tp2-bfloat16"), ("sequential", 2048)),
+    **dict.fromkeys(("llama-3-70b-tp2-bfloat16", "qwen2-72b-tp2-bfloat16"), ("sequential", 768)),  # of its steps the best
+}
 
 
 class TestShipped:
@@ -190,6 +198,31 @@ class TestShipped:
         assert "steps of 2048 tokens run 'two nano-batches, 1024 + 1024, sums copied', where it is sure to gain" in caplog.text
         assert self.resolved("llama-3-70b", plan="sequential").plan == "sequential"
         assert self.resolved("llama-3-70b", max_num_batched_tokens=1024).plan == "sequential", "a plan that no step could run"
+
+    @pytest.mark.parametrize("name", BY_DEFAULT)
+    def test_each_is_loaded_by_default_where_it_is_sure_to_gain(self, name):
+        shipped = plans.load(plans.SHIPPED / f"h200-{name}.json")
+        model = open_checkpoint(shipped.target.model, load_format="dummy").model_config
+        numbers = FP8_NUMBERS if shipped.target.dtype == "float8_e4m3fn" else {}
+        config = EngineConfig(shipped.target.model, tensor_parallel_size=shipped.target.tensor_parallel_size, **numbers)
+        resolved = resolve(config, model)
+        assert (resolved.plan, resolved.max_num_batched_tokens) == BY_DEFAULT[name]
+        runs = {plan for several in choose_plans(resolved, model).values() for plan in several if not choice.is_sequential(plan)}
+        assert runs == ({shipped} if resolved.plan == "searched" else set())
+        assert resolve(dataclasses.replace(config, plan="searched"), model).max_num_batched_tokens == shipped.tokens
+        alone = resolve(dataclasses.replace(config, plan="sequential"), model)
+        assert alone.max_num_batched_tokens == (768 if BY_DEFAULT[name][1] == 768 else 2048)
+
+    def test_none_else_is_shipped(self):
+        assert {path.stem for path in plans.SHIPPED.glob("*.json")} == {f"h200-{name}" for name in BY_DEFAULT}
+
+    def test_a_smaller_step_is_the_default_where_all_sequences_fit_in(self):
+        model = open_checkpoint("llama-3-70b", load_format="dummy").model_config
+        for seqs, budget in ((768, 768), (769, 2048)):
+            for plan in ("auto", "sequential", "searched"):
+                config = EngineConfig("llama-3-70b", tensor_parallel_size=2, max_num_seqs=seqs, plan=plan)
+                assert resolve(config, model).max_num_batched_tokens == budget
+                assert resolve(dataclasses.replace(config, max_num_batched_tokens=1024), model).max_num_batched_tokens == 1024
 
     def test_a_model_of_its_shapes_has_it_whatever_its_name(self):
         model = open_checkpoint("llama-3-70b", load_format="dummy").model_config
