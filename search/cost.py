@@ -95,9 +95,10 @@ def _print_throughput(model: ModelConfig, device: Device, total: Bound) -> None:
     f = flags.FLAGS
     parameters = dense_parameters(model, sampled=f.output_tokens / (f.prompt_tokens + f.output_tokens))
     best = optimal_throughput(device.rates.flops_per_s[f.dtype], parameters)
-    print(f"Optimal throughput, Eq. 5 (tokens/s/GPU): {best:.0f}")
-    resources = "four resources" if total.energy_s else "compute, memory and network"
-    print(f"Bound by {resources} (tokens/s/GPU): {f.tokens / f.gpus / total.longest_s:.0f}")
+    rate = "the rate that was measured" if device.measured else "the datasheet's rate"
+    print(f"Optimal throughput, Eq. 5 (tokens/s/GPU): {best:.0f}, of dense products alone at {rate}")
+    resources, joules = ("four resources", " and the least joules") if total.energy_s else ("compute, memory and network", "")
+    print(f"Bound by {resources} (tokens/s/GPU): {f.tokens / f.gpus / total.longest_s:.0f}, at the datasheet's rates{joules}")
     widths = Widths(weights=BYTES[f.dtype], kv=BYTES[f.kv_cache_dtype])
     lengths = f.gpus, f.prompt_tokens, f.output_tokens
     batch = largest_batch(model, device.datasheet, device.memory_bytes, *lengths, widths=widths, dtype=f.dtype)
