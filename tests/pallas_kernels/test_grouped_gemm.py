@@ -79,7 +79,8 @@ def test_for_the_h200_an_experts_weights_are_neither_copied_nor_multiplied_with_
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     config = open_checkpoint("mixtral-8x7b", load_format="dummy").model_config
     heads: dict[str, Any] = {"head_dim": config.head_dim, "queries_per_kv_head": config.num_heads // config.num_kv_heads, "page_size": 64}
-    c = ops.Context(config, kernel_set_for("gpu", "9.0", **heads, dtype="bfloat16", kv_dtype="bfloat16"))
+    kernels = kernel_set_for("gpu", "9.0", **heads, dtype="bfloat16", kv_dtype="bfloat16", device="NVIDIA H200")
+    c = ops.Context(config, kernels)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     e, d, f = config.num_experts, config.hidden_size, config.expert_intermediate_size
     weights = {"router": shape((e, d)), "expert_up_gate": shape((e, 2 * f, d)), "expert_down": shape((e, d, f))}

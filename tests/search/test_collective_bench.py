@@ -17,7 +17,7 @@ from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.graph import model_graph
 from jaxflow.model.weights import shapes, shardings
-from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
+from pallas_kernels.kernel_set import REFERENCE, KernelSet, kernel_set_for
 from search import measure as command
 from search.budget import Budget
 from search.clock import shipped_card
@@ -138,11 +138,15 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
     assert set(chosen_ops(layer_of(), ["qkv"])) == {"qkv"}
 
 
+def on_an_h200() -> KernelSet:
+    heads, dtypes = {"head_dim": 128, "queries_per_kv_head": 8, "page_size": 64}, {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    return kernel_set_for("gpu", "9.0", **heads, **dtypes, device="NVIDIA H200")
+
+
 @pytest.mark.parametrize("op", ["attn_norm", "attn_reduce", "attn_scatter"])
 def test_every_call_is_in_the_loop_for_the_h200(op):
     """Calls on equal inputs are as many when compiled: XLA makes one of those whose results nobody keeps."""
-    kernels = kernel_set_for("gpu", "9.0", head_dim=128, queries_per_kv_head=8, page_size=64, dtype="bfloat16", kv_dtype="bfloat16")
-    layer, mesh = layer_of(kernels=kernels, config=LLAMA, tp=4, dtype="bfloat16"), h200_mesh((4,))
+    layer, mesh = layer_of(kernels=on_an_h200(), config=LLAMA, tp=4, dtype="bfloat16"), h200_mesh((4,))
     if op == "attn_norm":
         program, kind = layer.alone(Case(op, 64)), "kCustomCall"
         program = dataclasses.replace(program, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
@@ -155,8 +159,7 @@ def test_every_call_is_in_the_loop_for_the_h200(op):
 
 
 def test_a_sum_is_on_its_way_while_the_product_runs():
-    kernels = kernel_set_for("gpu", "9.0", head_dim=128, queries_per_kv_head=8, page_size=64, dtype="bfloat16", kv_dtype="bfloat16")
-    layer, mesh = layer_of(kernels=kernels, config=LLAMA, tp=4, dtype="bfloat16"), h200_mesh((4,))
+    layer, mesh = layer_of(kernels=on_an_h200(), config=LLAMA, tp=4, dtype="bfloat16"), h200_mesh((4,))
     program = beside(layer, Case("out_proj", 128), Case("exchange", 512), mesh, phases=2)
     found = compile_for_h200(program.function, *program.structs, options=program.options)
     kinds = [thunk.kind for thunk in found.thunks if not thunk.depth]

@@ -41,7 +41,8 @@ def tiny():
 
 def llama(fp8: bool = False) -> Layer:
     kv = "float8_e4m3fn" if fp8 else "bfloat16"
-    kernels = kernel_set_for("gpu", "9.0", head_dim=128, queries_per_kv_head=4, page_size=64, dtype="bfloat16", kv_dtype=kv)
+    heads = {"head_dim": 128, "queries_per_kv_head": 4, "page_size": 64}
+    kernels = kernel_set_for("gpu", "9.0", **heads, dtype="bfloat16", kv_dtype=kv, device="NVIDIA H200")
     return Layer(LLAMA, kernels, dtype="bfloat16", kv_dtype=kv, fp8=fp8, platform="gpu")
 
 

@@ -150,7 +150,8 @@ def test_a_sequential_step_in_one_cuda_graph():
 @pytest.fixture(scope="module")
 def on_hopper():
     """A searched plan, with waits, on the kernels that an H200 runs."""
-    kernel_set = kernel_set_for("gpu", "9.0", head_dim=128, queries_per_kv_head=4, page_size=64, dtype="bfloat16", kv_dtype="bfloat16")
+    dtypes = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    kernel_set = kernel_set_for("gpu", "9.0", head_dim=128, queries_per_kv_head=4, page_size=64, device="NVIDIA H200", **dtypes)
     return compiled(WAITING, MODEL, kernel_set)
 
 
@@ -181,7 +182,7 @@ def test_a_layer_is_its_nano_ops_and_little_else(on_hopper):
             ("decode_attention.0", "loop_or_fusion"): 1,  # its wait, as data
             ("chunk_attention.0", "loop_or_fusion"): 1,  # its place behind the other nano-batch's products, as data
             ("out_proj.0", "loop_select_fusion"): 1,  # the heads of both attentions, which ran beside each other
-            ("up_gate.0", "loop_convert_fusion"): 1,  # the activation, behind XLA's product
+            ("up_gate.0", "loop_convert_fusion"): 1,  # the activation, behind XLA's product at this width; 8B's is within dense's
             ("down.0", "loop_reduce_fusion"): 1,  # XLA's product in two halves of its inner dimension, at these sizes
             (None, "loop_convert_fusion"): 3,  # `zero_behind` of three attentions, a number each
             **partial_sums,
