@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import mip
@@ -79,22 +80,27 @@ class Schedule:
         return max(0.0, 1 - self.bound_s / self.period_s) if self.period_s else 0.0
 
 
-def solve(problem: Problem, time_limit_s: float = 60.0) -> Schedule:
+def solve(problem: Problem, time_limit_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> Schedule:
     """The schedule of shortest period, and among such ones of fewest open layers; best so far when the time is over.
 
-    Raises: SearchError naming the constraints without which there would be a schedule, or that the time was too short for
-      one of at most `most_s`.
+    clock: is read for the time, in seconds.
+
+    Raises: SearchError naming the constraints that leave no schedule, as far as there is time to find them; or that none is of at
+      most `most_s`; or that the time was too short for one.
     """
+    stop_s = clock() + time_limit_s
     if problem.capacity is not None:
         for i, options in enumerate(problem.options):
             if min(option.share for option in options) > problem.capacity:
                 raise SearchError(f"no schedule: task {i} needs a share of more than {problem.capacity}, which is all there is")
     milp = Milp(problem)
-    found = milp.solve(time_limit_s)
+    found = milp.solve(max(0.0, stop_s - clock()))
     if isinstance(found, Schedule):
         return found
     if found == mip.OptimizationStatus.INFEASIBLE:
-        raise SearchError(f"no schedule: {_culprit(problem, time_limit_s)}")
+        if problem.most_s is not None:  # a search's usual answer, "nothing shorter": not worth another solution
+            raise SearchError(f"no schedule has a period of at most {problem.most_s:g} s")
+        raise SearchError(f"no schedule: {_culprit(problem, stop_s - clock())}")
     if problem.most_s is None:
         slow = one_by_one(problem)
         return dataclasses.replace(slow, bound_s=min(slow.period_s, max(slow.bound_s, milp.busiest_s())))
@@ -121,17 +127,15 @@ def one_by_one(problem: Problem) -> Schedule:
 
 
 def _culprit(problem: Problem, time_limit_s: float) -> str:
-    """The first kind of constraint without which there is a schedule."""
-    without = {
-        f"a period of at most {problem.most_s}": {"most_s": None},
-        f"shares of at most {problem.capacity} at a time": {"capacity": None},
-        "what must not run at the same time": {"exclusive": frozenset(), "outside": frozenset()},
-        "what must follow what": {"follows": ()},
-    }
-    for name, change in without.items():
-        if isinstance(Milp(dataclasses.replace(problem, **change)).solve(time_limit_s), Schedule):
-            return f"{name} leaves none"
-    return "its constraints contradict each other in more than one way"
+    """What leaves no schedule of any period. Shares and what must not run at the same time do not: of each schedule that breaks them
+    there is one that keeps them, its tasks one after the other as they start. So it is the order, or the covers."""
+    alone = dataclasses.replace(problem, follows=(), exclusive=frozenset(), outside=frozenset(), capacity=None)
+    found = Milp(alone).solve(time_limit_s) if time_limit_s > 0 else None
+    if isinstance(found, Schedule):
+        return "what must follow what leaves none"
+    if found == mip.OptimizationStatus.INFEASIBLE:
+        return "its covers leave none: no tasks are one of each group"
+    return "the time is over before it is known which constraint leaves none"
 
 
 class Milp:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search.cyclic import STAGES, Option, Problem, SearchError, one_by_one, solve
+from search.cyclic import STAGES, Milp, Option, Problem, SearchError, one_by_one, solve
 
 LIMIT = 60.0
 
@@ -244,10 +244,63 @@ def test_the_least_period_is_kept():
     ("change", "word"),
     [
         ({"most_s": 5.0}, "period of at most 5"),
-        ({"follows": ((0, 1, 0), (1, 0, 0))}, "follow"),
+        ({"follows": ((0, 1, 0), (1, 0, 0))}, "what must follow what leaves none"),
+        ({"follows": ((0, 1, 0), (1, 0, 0)), "exclusive": frozenset({(0, 2)}), "capacity": 1}, "what must follow what leaves none"),
+        ({"covers": ((0, 1), (0,), (1,))}, "its covers leave none"),
         ({"options": ((Option(5, 1.0),),) * 3, "capacity": 4}, "share of more than 4"),
     ],
 )
 def test_an_infeasible_problem_names_its_constraint(change, word):
     with pytest.raises(SearchError, match=word):
         solve(dataclasses.replace(chain(1.0, 2.0, 3.0), **change))
+
+
+@dataclasses.dataclass
+class Clock:
+    """On which each solution of a program takes so many seconds. given: the time that each was given."""
+
+    seconds: float = 0.0
+    now: float = 100.0
+    given: list[float] = dataclasses.field(default_factory=list)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock, solve_program = Clock(), Milp.solve
+
+    def timed(milp: Milp, time_limit_s: float):
+        clock.given.append(time_limit_s)
+        clock.now += clock.seconds
+        return solve_program(milp, time_limit_s)
+
+    monkeypatch.setattr(Milp, "solve", timed)
+    return clock
+
+
+CONTRARY = Problem(((Option(1, 1.0),),) * 3, ((0, 1, 0), (1, 0, 0)), frozenset({(0, 2)}), capacity=1)
+
+
+def test_where_nothing_is_shorter_no_second_program_is_solved(clock):
+    """It is most answers of a search, which asks for no reason."""
+    for problem in (chain(1.0, 2.0, 3.0, most_s=5.0), dataclasses.replace(CONTRARY, most_s=5.0)):
+        clock.given.clear()
+        with pytest.raises(SearchError, match="no schedule has a period of at most 5 s"):
+            solve(problem, 60.0, clock)
+        assert clock.given == [60.0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "given", "said"),
+    [
+        (13.0, [60.0, 47.0], "what must follow what leaves none"),
+        (60.0, [60.0], "the time is over before it is known which constraint leaves none"),
+    ],
+)
+def test_the_reason_is_looked_for_in_what_is_left_of_the_time(clock, seconds, given, said):
+    clock.seconds = seconds
+    with pytest.raises(SearchError, match=said):
+        solve(CONTRARY, 60.0, clock)
+    assert clock.given == given
