@@ -40,6 +40,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     method: str
     exchange_s: float | None = None  # that a sum over two devices by the copy engines takes beside its bytes
     exchange_bytes_per_s: float | None = None  # that each of the two then sends
+    memory_bytes: float | None = None  # that a driver gives out in all: more than a datasheet's GB, which are nearly GiB
 
 
 @functools.cache

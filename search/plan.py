@@ -4,11 +4,12 @@
   python -m search plan --model llama-3.1-8b --modelled --device H200 --prompt_tokens 1024,512 --output_tokens 512,512 --out plans
 
 Times are of a profile that was measured on the machine, or with --modelled of the cost model (and --collectives as they were
-measured). A step decodes no more requests than memory holds; the rows that it then lacks are padding, which makes no tokens. Of
-several --tokens, the one with the most tokens a second is kept; under tensor parallelism, of the forms of the sums over devices
-(all-reduces, reduce-scatters and all-gathers with the norms on each device's own rows, or copies: of two devices, or in two steps
-of four) the best. Beside the solver's order, orders written by hand are simulated at every cut (`search.orders`), and the best
-of all is kept; --orders and --cuts leave out the rest, so that a known plan is written again:
+measured). A step decodes no more requests than an engine with this --gpu_memory_utilization has pages for (`search.fitting`); the
+rows that it then lacks are padding, which makes no tokens. Of several --tokens, the one with the most tokens a second is kept; under
+tensor parallelism, of the forms of the sums over devices (all-reduces, reduce-scatters and all-gathers with the norms on each
+device's own rows, or copies: of two devices, or in two steps of four) the best. Beside the solver's order, orders written by hand are
+simulated at every cut (`search.orders`), and the best of all is kept; --orders and --cuts leave out the rest, so that a known plan is
+written again:
 
   python -m search plan --model llama-3-70b --modelled --gpus 4 --sums copies --orders two --cuts 1024
 
@@ -48,7 +49,7 @@ from search.clock import shipped_card
 from search.copies import copied
 from search.cost import BYTES
 from search.cyclic import SearchError
-from search.fitting import most_decodes
+from search.fitting import UTILIZATION, most_decodes
 from search.modelled import modelled_profile
 from search.nanobatch import TILE, Found, search
 from search.op_times import EXCHANGE, Profile, load_profile, with_collectives
@@ -79,6 +80,7 @@ def define_flags() -> None:
     flags.DEFINE_list("tokens", ["2048"], "Tokens of a step; of several, the best is kept.")
     flags.DEFINE_list("prompt_tokens", ["1024"], "Mean prompt of each workload.")
     flags.DEFINE_list("output_tokens", ["512"], "Mean output of each workload.")
+    flags.DEFINE_float("gpu_memory_utilization", UTILIZATION, "The engine's: steps decode what it then holds.", 0.01, 1.0)
     flags.DEFINE_enum("overlap", "all", list(MODES), "Which resources may run beside compute.")
     flags.DEFINE_boolean("split", False, "Cut the step even where one nano-batch is faster (ablations).")
     flags.DEFINE_list("orders", [SOLVER, *ORDERS], f"Orders that are tried: the {SOLVER}'s, and by hand {', '.join(ORDERS)}.")
@@ -111,7 +113,8 @@ def run() -> None:
     rival, forms = _shares(f.model, model, budgets)
     if len(rival.sizes()) == 1:
         print(undivided(rival.profile))
-    fitting = {workload: most_decodes(f.model, model, rival.profile, *workload) for workload in workloads}
+    used = f.gpu_memory_utilization
+    fitting = {(*one, tokens): most_decodes(f.model, model, rival.profile, *one, tokens, used) for one in workloads for tokens in budgets}
     out = Path(f.out) if f.out else default_out(rival.profile, several=len(workloads) > 1)
     files = [out / f"{prompt}-{output}.json" for prompt, output in workloads] if len(workloads) > 1 else [out]
     _check_files(out, files)
@@ -122,7 +125,7 @@ def run() -> None:
             results = []
             for tokens in budgets:
                 bar.set_description(f"{tokens} tokens, {prompt}/{output}")
-                load = Load.steady_state(tokens, prompt, output, fitting[prompt, output])
+                load = Load.steady_state(tokens, prompt, output, fitting[prompt, output, tokens])
                 results.append(solve_one(f.model, model, rival, forms, load, f"{prompt}/{output}", limit_s, bar))
                 bar.update()
             best = _named(max(results, key=lambda result: result.tokens_per_s), f"{prompt}/{output}", names)
@@ -132,8 +135,8 @@ def run() -> None:
     print(f"{time.monotonic() - start:.0f} s of {f.time_limit_s}")
     if unsure:
         print(f"Not sure to gain, so that an engine runs the sequential step: {', '.join(map(str, unsure))}. To measure, then to run:")
-        print(*measuring(rival.profile, f.model, out, unsure), sep="\n")
-    print(going_on(rival.profile, f.model, out, *workloads[0]))
+        print(*measuring(rival.profile, f.model, out, unsure, used), sep="\n")
+    print(going_on(rival.profile, f.model, out, *workloads[0], used))
 
 
 def _check_files(out: Path, files: Sequence[Path]) -> None:

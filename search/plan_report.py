@@ -11,6 +11,7 @@ from jaxflow.model.cost import Device, find_device
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.plan import Plan
 from pallas_kernels.kernel_set import HOPPER, has_bounded
+from search.fitting import UTILIZATION
 from search.nanobatch import Found
 from search.op_times import Profile
 from search.orders import Simulated, cuts_of
@@ -74,13 +75,13 @@ def default_out(profile: Profile, *, several: bool) -> Path:
     return FOLDER / (re.sub(r"[^\w.]+", "-", "-".join(filter(None, kind))).lower() + ("" if several else ".json"))
 
 
-def going_on(profile: Profile, model: str, out: Path, prompt: int, output: int) -> str:
+def going_on(profile: Profile, model: str, out: Path, prompt: int, output: int, utilization: float = UTILIZATION) -> str:
     """The command line that runs the plans of `out`, on a machine of the profile's kind."""
     lengths = ("--input_len", str(prompt), "--output_len", str(max(1, output)))
-    return _bench("throughput", profile, model, "--plan", str(out), *lengths, "--beside_sequential")
+    return _bench("throughput", profile, model, utilization, "--plan", str(out), *lengths, "--beside_sequential")
 
 
-def measuring(profile: Profile, model: str, out: Path, unsure: Mapping[Path, str]) -> list[str]:
+def measuring(profile: Profile, model: str, out: Path, unsure: Mapping[Path, str], utilization: float = UTILIZATION) -> list[str]:
     """The command lines, for such a machine, that measure plans and put what they gain in place of what was predicted.
 
     unsure: by the plan's file, its workload as prompt/output. out: the file or folder of all plans, which the report is named after;
@@ -88,16 +89,17 @@ def measuring(profile: Profile, model: str, out: Path, unsure: Mapping[Path, str
     """
     report = f"{out.name.removesuffix('.json') or 'plans'}-measured.json"
     plans, workloads = ",".join(map(str, unsure)), ",".join(dict.fromkeys(unsure.values()))
-    measure = _bench("plans", profile, model, "--plans", plans, "--workloads", workloads, "--output_json", report)
+    measure = _bench("plans", profile, model, utilization, "--plans", plans, "--workloads", workloads, "--output_json", report)
     correct = ("python", "-m", "search", "correct", "--report", report)
     return [measure, *(shlex.join((*correct, "--plan", str(path), "--out", str(path))) for path in unsure)]
 
 
-def _bench(command: str, profile: Profile, model: str, *words: str) -> str:
-    """Of an engine of the profile's kind."""
+def _bench(command: str, profile: Profile, model: str, utilization: float, *words: str) -> str:
+    """Of an engine of the profile's kind that uses so much of the memory."""
     tp = profile.tensor_parallel_size
     kind = [word for field, flag in _NEEDS_E4M3.items() if getattr(profile, field) == "float8_e4m3fn" for word in (flag, "fp8")]
     kind += ["--tensor_parallel_size", str(tp)] if tp > 1 else []
+    kind += ["--gpu_memory_utilization", f"{utilization:g}"] if utilization != UTILIZATION else []
     return shlex.join(("python", "-m", "jaxflow.bench", command, "--model", model, *kind, *words))
 
 
