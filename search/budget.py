@@ -34,3 +34,16 @@ class Budget:
     def fits(self, *kinds: str) -> int:
         """How many pieces that need one of each kind are expected to be done in time."""
         return int(self.left_s / max(1e-9, sum(map(self.a_piece_s, kinds))))
+
+
+class Turns:
+    """So many pieces in a row, until a time by the clock: each may take its part of what those before it left."""
+
+    def __init__(self, limit_s: float, number: int, clock: Callable[[], float] = time.monotonic):
+        self.budget, self.left = Budget(limit_s, clock), number
+
+    def next_s(self) -> float:
+        """For the next piece; a second where nothing is left."""
+        part = self.budget.left_s / self.left
+        self.left -= 1
+        return max(1.0, part)

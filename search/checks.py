@@ -1,4 +1,9 @@
-"""What several commands of the search refuse before they begin."""
+"""What commands of the search refuse before they begin."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
 from jaxflow.config import ConfigError, ModelConfig
 
@@ -17,3 +22,14 @@ def check_lengths(name: str, model: ModelConfig, prompt: int, output: int) -> No
     if prompt + output > model.max_position:
         accepted = f"with the output's {output} at most {model.max_position}, which {name} was made for"
         raise ConfigError("prompt_tokens", prompt, accepted)
+
+
+def check_files(out: Path, files: Sequence[Path]) -> None:
+    """Before the search, whose plans would be lost: makes the folder. Raises: ConfigError where a plan's file could not be written."""
+    with contextlib.suppress(OSError):
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        there = file if file.exists() else file.parent
+        if file.is_dir() or not file.parent.is_dir() or not os.access(there, os.W_OK):
+            accepted = "a folder that is there or can be made, of files that can be written: one for each workload's plan"
+            raise ConfigError("out", str(out), accepted if len(files) > 1 else "a file that can be written, for the plan of one workload")

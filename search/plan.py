@@ -5,11 +5,11 @@
 
 Times are of a profile that was measured on the machine, or with --modelled of the cost model (and --collectives as they were
 measured). A step decodes no more requests than an engine with this --gpu_memory_utilization has pages for (`search.fitting`); the
-rows that it then lacks are padding, which makes no tokens. Of several --tokens, the one with the most tokens a second is kept; under
-tensor parallelism, of the forms of the sums over devices (all-reduces, reduce-scatters and all-gathers with the norms on each
-device's own rows, or copies: of two devices, or in two steps of four) the best. Beside the solver's order, orders written by hand are
-simulated at every cut (`search.orders`), and the best of all is kept; --orders and --cuts leave out the rest, so that a known plan is
-written again:
+rows that it then lacks are padding, which makes no tokens. Of several --tokens plans are searched for the two whose sequential steps
+make the most tokens a second (`search.sizes`), and the best of all is kept; under tensor parallelism, of the forms of the sums over
+devices (all-reduces, reduce-scatters and all-gathers with the norms on each device's own rows, or copies: of two devices, or in two
+steps of four) the best. Beside the solver's order, orders written by hand are simulated at every cut (`search.orders`), and the best
+of all is kept; --orders and --cuts leave out the rest, so that a known plan is written again:
 
   python -m search plan --model llama-3-70b --modelled --gpus 4 --sums copies --orders two --cuts 1024
 
@@ -21,10 +21,8 @@ margin (`search.predict`), and else the sequential one. Of plans that are not su
 them (`bench plans`) and write into their files what they gained (`search correct`): then they run where they were seen to.
 """
 
-import contextlib
 import dataclasses
 import itertools
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -44,7 +42,8 @@ from jaxflow.pipeline.handmade import copied as with_copies
 from jaxflow.pipeline.order import check
 from jaxflow.pipeline.plan import Target, save
 from pallas_kernels.kernel_set import has_bounded
-from search.checks import check_gpus, check_lengths
+from search.budget import Turns
+from search.checks import check_files, check_gpus, check_lengths
 from search.clock import shipped_card
 from search.copies import copied
 from search.cost import BYTES
@@ -58,6 +57,7 @@ from search.plan_report import FOLDER, Result, default_out, going_on, measuring,
 from search.predict import predict
 from search.setting import Setting
 from search.shares import Shares, product_shapes
+from search.sizes import SEARCHED, SIZES, Size, line, most_promising
 from search.structure import RESOURCES, Load
 
 FEW_SMS = (16, 24, 28, 32, 40, 48)  # that memory-bound ops are modelled on, where kernels can be kept to them; products get the rest
@@ -77,7 +77,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("gpus", 1, "GPUs that share the model (tensor parallel), with --modelled.", lower_bound=1)
     flags.DEFINE_enum("dtype", "bfloat16", sorted(BYTES), "Of weights and products, with --modelled.")
     flags.DEFINE_enum("kv_cache_dtype", "bfloat16", sorted(BYTES), "Of the cache, with --modelled.")
-    flags.DEFINE_list("tokens", ["2048"], "Tokens of a step; of several, the best is kept.")
+    flags.DEFINE_list("tokens", [str(size) for size in SIZES], f"Tokens of a step; of several, the {SEARCHED} best are searched.")
     flags.DEFINE_list("prompt_tokens", ["1024"], "Mean prompt of each workload.")
     flags.DEFINE_list("output_tokens", ["512"], "Mean output of each workload.")
     flags.DEFINE_float("gpu_memory_utilization", UTILIZATION, "The engine's: steps decode what it then holds.", 0.01, 1.0)
@@ -103,7 +103,7 @@ def run() -> None:
     if f.modelled == (f.profile is not None):
         raise ConfigError("profile", f.profile, "a profile's path, or --modelled")
     model = open_checkpoint(f.model, load_format="dummy").model_config
-    budgets, workloads = _numbers("tokens", 1), list(zip(prompts, outputs, strict=True))
+    budgets, workloads = _sizes(), list(zip(prompts, outputs, strict=True))
     for workload in workloads:
         check_lengths(f.model, model, *workload)
     if (unknown := sorted(set(f.orders) - {SOLVER, *ORDERS})) or not f.orders:
@@ -117,37 +117,29 @@ def run() -> None:
     fitting = {(*one, tokens): most_decodes(f.model, model, rival.profile, *one, tokens, used) for one in workloads for tokens in budgets}
     out = Path(f.out) if f.out else default_out(rival.profile, several=len(workloads) > 1)
     files = [out / f"{prompt}-{output}.json" for prompt, output in workloads] if len(workloads) > 1 else [out]
-    _check_files(out, files)
-    limit_s, start = _SEARCHED * f.time_limit_s / (len(budgets) * len(workloads)), time.monotonic()
+    check_files(out, files)
     names, unsure = set(), {}
-    with tqdm(total=len(budgets) * len(workloads), unit="step", disable=not sys.stderr.isatty()) as bar:
+    turns = Turns(_SEARCHED * f.time_limit_s, min(SEARCHED, len(budgets)) * len(workloads))
+    with tqdm(total=turns.left, unit="step", disable=not sys.stderr.isatty()) as bar:
         for (prompt, output), path in zip(workloads, files, strict=True):
+            loads = {tokens: Load.steady_state(tokens, prompt, output, fitting[prompt, output, tokens]) for tokens in budgets}
+            sizes = [Size.of(model, _setting(rival, load)) for load in loads.values()]
             results = []
-            for tokens in budgets:
+            for tokens in (size.tokens for size in most_promising(sizes)):
                 bar.set_description(f"{tokens} tokens, {prompt}/{output}")
-                load = Load.steady_state(tokens, prompt, output, fitting[prompt, output, tokens])
-                results.append(solve_one(f.model, model, rival, forms, load, f"{prompt}/{output}", limit_s, bar))
+                results.append(solve_one(f.model, model, rival, forms, loads[tokens], f"{prompt}/{output}", turns.next_s(), bar))
                 bar.update()
             best = _named(max(results, key=lambda result: result.tokens_per_s), f"{prompt}/{output}", names)
             save(best.plan, path)
             unsure |= {path: f"{prompt}/{output}"} if best.unsure else {}
             bar.write(report(best, path), file=sys.stdout)
-    print(f"{time.monotonic() - start:.0f} s of {f.time_limit_s}")
+            if len(sizes) > 1:
+                bar.write(line(sizes, most_promising(sizes), best.plan.tokens), file=sys.stdout)
+    print(f"{turns.budget.spent_s:.0f} s of {f.time_limit_s}")
     if unsure:
         print(f"Not sure to gain, so that an engine runs the sequential step: {', '.join(map(str, unsure))}. To measure, then to run:")
         print(*measuring(rival.profile, f.model, out, unsure, used), sep="\n")
     print(going_on(rival.profile, f.model, out, *workloads[0], used))
-
-
-def _check_files(out: Path, files: Sequence[Path]) -> None:
-    """Before the search, whose plans would be lost: makes the folder. Raises: ConfigError where a plan's file could not be written."""
-    with contextlib.suppress(OSError):
-        files[0].parent.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        there = file if file.exists() else file.parent
-        if file.is_dir() or not file.parent.is_dir() or not os.access(there, os.W_OK):
-            accepted = "a folder that is there or can be made, of files that can be written: one for each workload's plan"
-            raise ConfigError("out", str(out), accepted if len(files) > 1 else "a file that can be written, for the plan of one workload")
 
 
 def _named(result: Result, workload: str, names: set[str]) -> Result:
@@ -172,13 +164,7 @@ def _solve_form(
     name: str, model: ModelConfig, shares: Shares, rival: Shares, load: Load, workload: str, limit_s: float, bar: tqdm
 ) -> Result:
     """rival: those of the form that the engine's sequential step has. Raises: SearchError where no order is left."""
-    f, profile, stop_s = flags.FLAGS, shares.profile, time.monotonic() + limit_s
-    device = find_device(profile.device)
-    setting = Setting(
-        shares.graph, shares, load, device, shipped_power(device.name) if device else None, overlap=MODES[f.overlap],
-        nano_batches=f.nano_batches, split=f.split, quantized=profile.dtype == "float8_e4m3fn",
-        places=tuple(sorted(set(_numbers("cuts")))) if f.cuts else (),
-    )  # fmt: skip
+    f, profile, stop_s, setting = flags.FLAGS, shares.profile, time.monotonic() + limit_s, _setting(shares, load)
     kind = (name, profile.device, profile.tensor_parallel_size, profile.dtype, profile.kv_cache_dtype)
     target = Target(*kind, load.decode_tokens, load.real_tokens - load.decode_tokens, round(load.decode_keys))
     title = f"searched {name} {load.tokens} {workload}"
@@ -197,6 +183,16 @@ def _solve_form(
         predicted = predict(best.plan, shares.graph, shares, load, device=setting.device, power=setting.power, rival=rival)
     plan = msgspec.structs.replace(best.plan, target=target, predictions=predicted)
     return Result(setting, plan, best.timeline, sequential(model, setting).timeline.period_s, found, solved, known)
+
+
+def _setting(shares: Shares, load: Load) -> Setting:
+    """As the flags ask for it."""
+    f, profile, device = flags.FLAGS, shares.profile, find_device(shares.profile.device)
+    return Setting(
+        shares.graph, shares, load, device, shipped_power(device.name) if device else None, overlap=MODES[f.overlap],
+        nano_batches=f.nano_batches, split=f.split, quantized=profile.dtype == "float8_e4m3fn",
+        places=tuple(sorted(set(_numbers("cuts")))) if f.cuts else (),
+    )  # fmt: skip
 
 
 def _told(found: Found, shares: Shares) -> Found:
@@ -258,6 +254,14 @@ def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile
     if f.collectives is not None:
         made = with_collectives(made, load_profile(f.collectives, model=name))
     return made, widths, product_shapes(model, f.gpus)
+
+
+def _sizes() -> list[int]:
+    """Tokens of the steps: as told, else those that may be cut at --cuts, or the largest, which is then refused."""
+    f, told = flags.FLAGS, sorted(set(_numbers("tokens", 1)))
+    if f["tokens"].present or not f.cuts:
+        return told
+    return [size for size in told if size > max(_numbers("cuts"))] or told[-1:]
 
 
 def _check_given(profile: Profile) -> None:

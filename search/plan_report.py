@@ -17,6 +17,7 @@ from search.op_times import Profile
 from search.orders import Simulated, cuts_of
 from search.setting import Setting
 from search.simulate import Timeline
+from search.sizes import tokens_per_s
 
 FOLDER = Path("plans")  # where plans are written without --out, named as the shipped ones are
 _NEEDS_E4M3 = {"dtype": "--quantization", "kv_cache_dtype": "--kv_cache_dtype"}  # fp8, of an engine that runs such a plan
@@ -41,8 +42,8 @@ class Result:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of a step's layers, padding not counted: for comparing plans."""
-        return self.setting.load.real_tokens / self.timeline.step_s
+        """Of whole steps, padding not counted: for comparing plans."""
+        return tokens_per_s(self.setting, self.timeline.step_s)
 
     @property
     def unsure(self) -> bool:

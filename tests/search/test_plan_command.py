@@ -91,7 +91,7 @@ def test_what_was_measured_of_it_is_written_by_the_lines_after_that(number):
 
 def test_plans_that_are_not_sure_to_gain_are_printed_with_what_makes_them_run(tmp_path, capsys):
     """The last line alone would run the sequential step twice. An engine tells the plans of a portfolio apart when they do gain."""
-    kind = ["--modelled", "--orders", "phases", "--cuts", "1024", "--sms", "40", "--overlap", "memory"]
+    kind = ["--modelled", "--orders", "phases", "--tokens", "2048", "--cuts", "1024", "--sms", "40", "--overlap", "memory"]
     lengths = ["--prompt_tokens", "1024,512", "--output_tokens", "512,1024"]
     assert main(["search", "plan", *kind, *lengths, "--out", str(tmp_path / "found")]) == 0
     lines, files = capsys.readouterr().out.splitlines(), [tmp_path / "found" / name for name in ("1024-512.json", "512-1024.json")]
