@@ -3,7 +3,8 @@
 Stage I takes one set of cuts of the step's tokens and finds which ops use them and in what order, each op at its speed
 alone; only ops bound by different resources run together. Stage II keeps the nano-ops and gives each a share of the SMs,
 and the times that go with it. Cuts are tried in the order of what stage I could reach with them at best; stage II's best
-plan so far ends the search where no other cut can beat it.
+plan so far ends the search where no other cut can beat it. The best cut's plan is then offered more shares: more of those
+that were timed, and those that fill the waves of its nano-batches' products.
 """
 
 import collections
@@ -118,8 +119,14 @@ def stage_two(setting: Setting, tasks: Sequence[Task], most_s: float | None, tim
     """Shares for the tasks of a structure. Raises: SearchError if no period is at most `most_s`."""
     full = setting.shares.profile.total_sms
     alone = len({task.resource for task in tasks}) == 1  # nothing to share the device with
+    steps, most = [setting.load.part(task.start, task.stop) for task in tasks], 0 if alone else setting.most_shares
+    filling = [
+        () if alone or not setting.full_waves else setting.shares.filling(task, step) for task, step in zip(tasks, steps, strict=True)
+    ]
+    left = {full - sms for own in filling for sms in own}  # beside products whose waves are full
     options = [
-        setting.shares.options(task, setting.load.part(task.start, task.stop), 0 if alone else setting.most_shares) for task in tasks
+        setting.shares.options(task, step, most, own if task.resource == "compute" else left)
+        for task, step, own in zip(tasks, steps, filling, strict=True)
     ]
     parts = sorted({(task.start, task.stop) for task in tasks if "qkv" in task.chain.names})
     problem = make_problem(tasks, options, capacity=full, least_s=setting.energy_s(parts), most_s=most_s)
@@ -224,14 +231,19 @@ def search(
             left.append(least_s(setting.in_time(cuts, best.period_s)[0], cuts) if unknown else best.period_s * (1 - _ENOUGH))
             say(f"cuts {cuts}: nothing shorter")
     assert best is not None
-    if best.cuts and not limit.passed and len(setting.shares.sizes()) > 2 * setting.most_shares + 1:
-        finer = dataclasses.replace(setting, most_shares=2 * setting.most_shares)
+    finer = dataclasses.replace(setting, most_shares=2 * setting.most_shares)
+    wider = [("finer shares", finer)] if len(setting.shares.sizes()) > 2 * setting.most_shares + 1 else []
+    waves = setting.shares.knows_waves and "memory" in setting.overlap
+    wider += [("full waves", dataclasses.replace(finer, full_waves=True))] if waves else []
+    for what, offered in wider:
+        if not best.cuts or limit.passed:
+            break
         with contextlib.suppress(SearchError):
-            found = _solve(finer, best.cuts, name, target, best.period_s, sequential.period_s, limit)
+            found = _solve(offered, best.cuts, name, target, best.period_s, sequential.period_s, limit)
             left.append(found.bound_s)
             if found.period_s < best.period_s:  # the solver was held to it at another clock than that which it settles at
                 best = found
-                say(f"finer shares: {1e6 * best.period_s:.1f} us a layer")
+                say(f"{what}: {1e6 * best.period_s:.1f} us a layer")
     return dataclasses.replace(best, bound_s=min(best.period_s, *left), sequential_s=sequential.period_s, tried=tried, cut_sets=len(sets))
 
 

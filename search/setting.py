@@ -26,6 +26,7 @@ class Setting:
     split: bool = False
     quantized: bool = False
     most_shares: int = 3  # of a task, beside the whole device, while cuts are compared; the best cut's plan gets twice as many
+    full_waves: bool = False  # SMs are offered, too, that fill the waves of products; to others what these leave
     step: int | None = None  # cuts are multiples of it; None: `TILE`, or an eighth of a small step
     places: tuple[int, ...] = ()  # where alone it may be cut, if given
 

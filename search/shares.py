@@ -26,6 +26,7 @@ from search.structure import Chain, Task
 INTAKE = 3.0  # an SM takes in so many times its share of the memory's bandwidth
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of the persistent products
 _CLOCK_STEP_HZ = 5e6
+_STEP = 0.03  # of a product's time: saved at least where one SM more spares a part of a wave
 
 
 class Shares:
@@ -180,8 +181,24 @@ class Shares:
         offered = known if self.few is None else {full, *self.few, *(full - few for few in self.few)}
         return tuple(sorted(known & offered))
 
-    def options(self, task: Task, step: Composition, most: int) -> tuple[Option, ...]:
-        """The ways to run a task, of rising share and falling time; at most `most` beside the whole device.
+    @property
+    def knows_waves(self) -> bool:
+        """Whether there may be SMs to offer that fill the waves of products: not where those to offer are given."""
+        return self.few is None and bool(self.products)
+
+    def filling(self, task: Task, step: Composition) -> tuple[int, ...]:
+        """SMs, between those that its product was timed on, on which a compute-bound task saves a part of a wave over one fewer."""
+        names, full = [op.name for op in task.chain.ops if op.name in self.products], self.profile.total_sms
+        known = [sms for sms in self.sizes() if sms < full <= 2 * sms and all(sms in self.known.get(name, ()) for name in names)]
+        if not self.knows_waves or task.resource != "compute" or not names or not known:
+            return ()
+        within = range(known[0], known[-1] + 1)
+        took = [self.task(task, step, sms) for sms in within]
+        return tuple(sms for sms, before, now in zip(within[1:], took[:-1], took[1:], strict=True) if now < before * (1 - _STEP))
+
+    def options(self, task: Task, step: Composition, most: int, also: Collection[int] = ()) -> tuple[Option, ...]:
+        """The ways to run a task, of rising share and falling time; at most `most` beside the whole device. also: SMs to offer beside those
+        that were timed, between them.
 
         A compute-bound task takes half of the device or more, others half of it at most, or all of it.
         """
@@ -196,7 +213,8 @@ class Shares:
             if all(sms in self.known.get(name, ()) for name in bounded)
             and (2 * sms >= full if task.resource == "compute" else 2 * sms <= full)
         ]  # fmt: skip
-        found = [Option(sms, self.task(task, step, sms)) for sms in sorted({*sizes, full})]
+        between = {sms for sms in also if sizes and sizes[0] < sms < sizes[-1]}
+        found = [Option(sms, self.task(task, step, sms)) for sms in sorted({*sizes, *between, full})]
         if not found[-1].seconds:
             return (Option(0, 0.0),)
         if not most:

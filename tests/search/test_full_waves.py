@@ -1,0 +1,108 @@
+"""SMs that fill the waves of a nano-batch's products are offered, and to what runs beside them the SMs that they leave."""
+
+import dataclasses
+import math
+
+import paths
+import pytest
+from searched import llama_setting
+
+from jaxflow.pipeline.plan import load
+from search import nanobatch
+from search.clock import shipped_card
+from search.cyclic import SearchError
+from search.nanobatch import make_tasks, search, stage_two
+from search.op_times import load_profile
+from search.orders import cuts_of, simulated
+from search.setting import Setting
+from search.shares import TILE_COLUMNS, TILE_ROWS, Shares
+from search.structure import Load, Task
+
+PROFILE = paths.ROOT / "profiles" / "h200-llama-3.1-8b.json"
+SETTING = llama_setting(2048, 1024, 512)  # products were timed on 92 and 104 SMs, attention on 40 and 28
+FILLING = dataclasses.replace(SETTING, full_waves=True)
+
+
+def halves(setting: Setting) -> list[Task]:
+    """A layer's tasks, each on a half of the tokens."""
+    return [task for task in make_tasks(setting, (1024,))[0] if (task.start, task.stop) != (0, 2048)]
+
+
+def product_of(task: Task) -> str | None:
+    return next((op.name for op in task.chain.ops if op.name in SETTING.shares.products), None)
+
+
+def test_a_product_of_1024_tokens_has_those_on_which_it_has_fewer_halves_of_waves():
+    """`qkv` has 192 tiles, of which 96 SMs have two each; `up_gate` 896, of which 100 have nine, but for four of 900."""
+    shares, offered = SETTING.shares, {}
+    for task in halves(SETTING):
+        step = SETTING.load.part(task.start, task.stop)
+        found, product = shares.filling(task, step), product_of(task)
+        offered[task.chain.names[-1]] = found
+        for sms in found:
+            assert product is not None
+            tiles = math.ceil(1024 / TILE_ROWS) * math.ceil(shares.products[product][1] / TILE_COLUMNS)
+            assert math.ceil(2 * tiles / sms) < math.ceil(2 * tiles / (sms - 1))
+            assert shares.fill(product, 1024, sms) > 0.985 > shares.fill(product, 1024, sms - 1)
+    assert offered["qkv"] == (96,) and offered["up_gate"] == (95, 100) and offered["decode_attention"] == ()
+
+
+def test_they_are_offered_with_what_they_leave():
+    tasks = [task for task in halves(FILLING) if not task.start]  # decodes are in the first half
+    shares = {task.chain.names[-1]: {option.share for option in own} for task, own in zip(tasks, offers(FILLING, tasks), strict=True)}
+    assert {96, 132} <= shares["qkv"] <= {92, 96, 104, 132}
+    assert shares["decode_attention"] <= {28, 32, 36, 37, 40, 132} and shares["decode_attention"] & {32, 36, 37}
+    before = {option.share for own in offers(SETTING, tasks) for option in own}
+    assert before <= {28, 40, 92, 104, 132, 0}
+
+
+def offers(setting: Setting, tasks: list[Task]) -> tuple:
+    """What stage II may choose of."""
+    return stage_two(dataclasses.replace(setting, most_shares=6), tasks, None, 0.01)[0].options
+
+
+def test_no_task_has_more_than_it_may_have():
+    for own in stage_two(FILLING, halves(FILLING), None, 0.01)[0].options:
+        assert len(own) <= FILLING.most_shares + 1
+        assert [option.seconds for option in own] == sorted((option.seconds for option in own), reverse=True)
+
+
+def test_where_shares_are_given_no_others_are_offered():
+    base = SETTING.shares
+    given = Shares(base.profile, base.graph, base.products, base.card, few=(40,))
+    assert not given.knows_waves and not Shares(base.profile, base.graph).knows_waves
+    tasks = halves(SETTING)
+    assert not any(given.filling(task, SETTING.load.part(task.start, task.stop)) for task in tasks)
+
+
+@pytest.mark.parametrize("shorter", [True, False])
+def test_they_are_asked_for_last_and_taken_where_the_period_is_shorter(monkeypatch, shorter):
+    asked, said = [], []
+    alone = nanobatch._sequential(SETTING, None, nanobatch._Limit(math.inf, lambda: 0.0))
+
+    def solved(setting, cuts, *rest):
+        asked.append(setting.full_waves)
+        if setting.full_waves and not shorter:
+            raise SearchError("no schedule")
+        return dataclasses.replace(alone, period_s=1e-6 if setting.full_waves else 2e-6, cuts=cuts)
+
+    monkeypatch.setattr(nanobatch, "_solve", solved)
+    setting = llama_setting(2048, 1024, 512, places=(512,), split=True)
+    found = search(setting, time_limit_s=60.0, say=said.append)
+    assert asked == [False, True] and found.cuts == (512,)
+    assert (found.period_s == 1e-6) == shorter == said[-1].startswith("full waves: ")
+
+
+def test_the_page_says_what_they_are_worth():
+    """Of the plan that the search finds for 512/512 cut at 768, and of that which it found without them."""
+    folder, profile = paths.ROOT / "benchmarks" / "plans" / "searched", load_profile(str(PROFILE), model="llama-3.1-8b")
+    graph, products, card = SETTING.graph, SETTING.shares.products, shipped_card("H200")
+    timed, took = {84, 92, 100, 108, 132} | {24, 32, 40, 48}, {}
+    setting = dataclasses.replace(SETTING, shares=Shares(profile, graph, products, card), load=Load.steady_state(2048, 512, 512))
+    for name in ("512-512", "512-512-timed-shares", "768"):
+        plan = load(folder / f"llama-3.1-8b-{name}.json")
+        took[name] = 1e3 * simulated(plan, setting).step_s
+        between = {nano.sms for nano in plan.nano_ops if nano.sms} - timed
+        assert cuts_of(plan) == (768,) and bool(between) == (name == "512-512")
+    page = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
+    assert f"the layers take {took['512-512']:.2f} ms instead of {took['512-512-timed-shares']:.2f} (" in page
