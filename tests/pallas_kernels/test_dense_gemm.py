@@ -72,8 +72,8 @@ def most_work(m, weight, sms, gate_block):
 
 @pytest.mark.parametrize("sms", [20, 104, 112, 120, 132])
 def test_no_sm_does_much_more_than_its_share(sms):
-    """But where cutting tiles that fill most SMs once would cost more, or a second cut: 1 to 6 of 200 shapes of 512 rows and more."""
-    found = [most_work(m, weight, sms, gate) for m in range(512, 2049, 128) for weight in LLAMA for gate in (None, 64)]
+    """But where cutting tiles that fill most SMs once would cost more, or a second cut: up to 3 of 104 shapes of 512 rows and more."""
+    found = [most_work(m, weight, sms, None) for m in range(512, 2049, 128) for weight in LLAMA]
     uneven = [(share, cut) for share, cut in found if share > 1.13]
     assert len(uneven) <= 0.03 * len(found) and max(share for share, _ in found) <= 1.31
     assert all(share <= 1.2 for share, cut in uneven if cut)
