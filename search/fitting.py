@@ -6,15 +6,17 @@ step's own space leave is cut into pages. A request that decodes holds those of 
 
 import math
 
+import jax
 import jax.numpy as jnp
 
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
-from jaxflow.engine.temporary import IN_FLIGHT
+from jaxflow.engine.temporary import IN_FLIGHT, SPARE
 from jaxflow.memory.kv_cache import fit_pages
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import GIGA, find_device
 from jaxflow.model.graph import Widths
 from jaxflow.model.sampling import rows_at_once
+from jaxflow.model.slot_params import empty_slots
 from search.clock import shipped_card
 from search.cost import BYTES
 from search.op_times import Profile
@@ -22,9 +24,6 @@ from search.regimes import request_bytes, weight_bytes
 
 PAGE = EngineConfig.block_size
 UTILIZATION = EngineConfig.gpu_memory_utilization
-_SPARE = 0.02  # of the memory, as `jaxflow.engine.build` leaves it
-_COUNTS = 2  # bytes: a row's counts of each token of the vocabulary
-_SETTINGS = 2716  # bytes: a row's sampling settings
 _LOGIT, _ADJUSTED = 4.0, 6.1  # bytes: of all rows, and of those that are sampled at once (docs/activation-memory.md)
 
 
@@ -32,7 +31,8 @@ def step_bytes(model: ModelConfig, tokens: int, rows: int, tp: int, memory_bytes
     """What steps of at most so many tokens and rows need of a device beside weights and cache: the rows' state, the larger of the
     sampler's space and of the three buffers of a layer, and results of the steps in flight (`jaxflow.engine.temporary`)."""
     vocab, d, f = model.vocab_size, model.hidden_size, model.intermediate_size
-    state = rows * (vocab * _COUNTS + _SETTINGS)
+    slots = jax.eval_shape(lambda: empty_slots(rows, vocab))
+    state = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
     at_once = math.ceil(rows / math.ceil(rows / rows_at_once(int(memory_bytes), vocab)))
     sampler = vocab * (_LOGIT * rows + _ADJUSTED * at_once)
     buffers = tokens * (2 * d + f / tp) * 2
@@ -59,7 +59,7 @@ def most_decodes(
     step = Composition.steady_state(tokens, prompt, output)
     prompts = math.ceil(step.chunk_tokens / prompt) if step.chunk_tokens else 0
     rows = min(tokens, round(step.decode_tokens) + prompts)
-    left = limit * (1 - _SPARE) - step_bytes(model, tokens, rows, tp, limit) - weights / tp
+    left = limit * (1 - SPARE) - step_bytes(model, tokens, rows, tp, limit) - weights / tp
     if tp * left < request:
         one = f"{request / GIGA:.1f} GB that the cache holds of one {prompt:g}/{output:g} request"
         had = f"{tp} x {device.name} is {tp * device.memory_bytes / GIGA:.1f} GB"

@@ -25,11 +25,11 @@ from jaxflow.engine.build import prepare_process, resolve
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.plans import make_layouts, on_gpu
 from jaxflow.engine.programs import Programs
-from jaxflow.engine.start_kernels import choose_kernels
+from jaxflow.engine.start_kernels import asked_of_kernels, choose_kernels
 from jaxflow.engine.temporary import IN_FLIGHT, Need, together
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
-from jaxflow.memory.kv_cache import kv_heads, page_bytes
+from jaxflow.memory.kv_cache import page_bytes
 from jaxflow.mesh import TP, axis_of, make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.ops import Context
@@ -183,15 +183,4 @@ def run() -> dict[str, Any]:
 
 def _hopper(config: EngineConfig, model: ModelConfig, device: str) -> KernelSet:
     """device: a target config's name, which ends in the memory ("NVIDIA H200 141GB HBM3e"), as a driver's, by which tables go, does not."""
-    return kernel_set_for(
-        "gpu",
-        "9.0",
-        head_dim=model.head_dim,
-        queries_per_kv_head=model.num_heads // model.num_kv_heads,
-        kv_heads=kv_heads(model, config.tensor_parallel_size) // config.tensor_parallel_size,
-        hidden_size=model.hidden_size,
-        page_size=config.block_size,
-        dtype=config.dtype,
-        kv_dtype=config.kv_cache_dtype,
-        device=re.sub(r" \d+GB.*", "", device),
-    )
+    return kernel_set_for("gpu", "9.0", device=re.sub(r" \d+GB.*", "", device), **asked_of_kernels(config, model))

@@ -27,6 +27,7 @@ from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
 from jaxflow.engine.start_disk import open_disk, put_below
 from jaxflow.engine.start_kernels import choose_kernels, tell_kernels
 from jaxflow.engine.start_offload import check_host, device_bytes, page_copies, pinned_pool_gib, start_offload
+from jaxflow.engine.temporary import SPARE
 from jaxflow.memory.host_memory import free_host_bytes
 from jaxflow.memory.kv_cache import fit_pages, page_bytes
 from jaxflow.mesh import axis_of, choose_platform, make_mesh
@@ -44,7 +45,6 @@ from pallas_kernels.kernel_set import KernelSet
 from pallas_kernels.quantized import Quantized
 
 log = logging.getLogger(__name__)
-_SPARE = 0.02  # of the device's memory, left for fragmentation
 # Settings by which no program differs: where things are, and what is decided without the device.
 _OF_NO_PROGRAM = (
     *("model", "tokenizer", "load_format", "seed", "calibration", "compilation_cache_dir", "max_waiting", "enable_prefix_caching"),
@@ -87,7 +87,7 @@ def memory_budget(mesh: Mesh, config: EngineConfig) -> int:
     stats = [device.memory_stats() for device in mesh.local_devices]
     if all(stats):
         free = min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)
-        return int(free - _SPARE * stats[0]["bytes_limit"])
+        return int(free - SPARE * stats[0]["bytes_limit"])
     return int(free_host_bytes() * config.gpu_memory_utilization / 2 / mesh.size)  # CPU: half of what is free now
 
 

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -29,15 +30,9 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
         kernels = kernel_set_for(
             jax.default_backend(),
             str(getattr(device, "compute_capability", "")),
-            head_dim=model.head_dim,
-            queries_per_kv_head=model.num_heads // model.num_kv_heads,
-            kv_heads=kv_heads(model, config.tensor_parallel_size) // config.tensor_parallel_size,
-            hidden_size=model.hidden_size,
-            page_size=config.block_size,
-            dtype=config.dtype,
-            kv_dtype=config.kv_cache_dtype,
             device=device.device_kind,
             kernels=config.kernels,
+            **asked_of_kernels(config, model),
         )
     except ValueError as error:
         raise ConfigError("kernels", config.kernels, str(error)) from None
@@ -47,6 +42,19 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
     for line in fallback_lines(fallback for fallback in kernels.fallbacks if runs.get(fallback.op, True)):
         log.warning(line)
     return kernels
+
+
+def asked_of_kernels(config: EngineConfig, model: ModelConfig) -> dict[str, Any]:
+    """What `kernel_set_for` goes by beside the device: the model's shapes on one device, and the dtypes and pages. config: resolved."""
+    return {
+        "head_dim": model.head_dim,
+        "queries_per_kv_head": model.num_heads // model.num_kv_heads,
+        "kv_heads": kv_heads(model, config.tensor_parallel_size) // config.tensor_parallel_size,
+        "hidden_size": model.hidden_size,
+        "page_size": config.block_size,
+        "dtype": config.dtype,
+        "kv_dtype": config.kv_cache_dtype,
+    }
 
 
 def fallback_lines(fallbacks: Iterable[Fallback]) -> list[str]:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+SPARE = 0.02  # of the memory that may be used, left for fragmentation
 IN_FLIGHT = 2  # steps whose results exist at once: one runs while the next is enqueued
 
 
