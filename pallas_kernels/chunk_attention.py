@@ -49,7 +49,8 @@ def chunk_attention(
       page_table: [R, MP] int32; entries before a sequence's first visible page and past its last one are never read.
       chunks: [C, 4] int32, a row each: first token in q, tokens (0: skipped), row of page_table, position of the first token. Chunks
         do not overlap in q.
-      scale: the scores are q·k · scale. window: a token sees its last `window` keys only. soft_cap: scores become cap · tanh(score / cap).
+      scale: the scores are q·k · scale, which may be 0 or negative.
+      window: a token sees its last `window` keys only. soft_cap: scores become cap · tanh(score / cap).
       k_scale, v_scale: float32, what keys and values of 8 bits are multiplied with: of float8 [K], one a head, or None, 1; of int8
         [P, K, 64], one a token and head.
       unified: [2] float32, φ and bound: weights are exp(score - φ) (FlashDecoding++Next §3), and a tile with a row whose weights' sum is
@@ -58,7 +59,7 @@ def chunk_attention(
       sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
       work: `list_chunk_work(...)` of the same chunks, T, heads and window, where the caller shares it between layers.
     Returns:
-      [T, N, H] bfloat16; 0 at tokens that are in no chunk.
+      [T, N, H] bfloat16; 0 at tokens that are in no chunk, and where all of a row's scores are -inf.
     Raises:
       ValueError: for a shape, dtype or sms that the kernel does not take.
     """
@@ -150,9 +151,13 @@ def _attend(
     items = count_ref[0] * n
     rounds = lax.div(items + sms - 1, jnp.int32(sms))
 
+    def item_of(i):
+        """The item of round i: back and forth over the sorted items; there is none from `items` on, as in the last round it may be."""
+        return i * sms + jnp.where(lax.rem(i, jnp.int32(2)) == 0, cta, sms - 1 - cta)
+
     def tile_of(i):
-        """(item, head, its tile's facts) of round i: back and forth over the sorted items; there may be none in the last round."""
-        which = i * sms + jnp.where(lax.rem(i, jnp.int32(2)) == 0, cta, sms - 1 - cta)
+        """(item, head, its tile's facts) of round i; where there is no item, of any tile."""
+        which = item_of(i)
         index = jnp.minimum(lax.div(which, jnp.int32(n)), tiles_ref.shape[0] - 1)
         return which, lax.rem(which, jnp.int32(n)), *(tiles_ref[index, j] for j in range(7))
 
@@ -167,12 +172,14 @@ def _attend(
         return lax.fori_loop(0, rounds, round_, (tile_of(jnp.int32(0)), carry))[1]
 
     def for_marked(visit, carry):
-        """The same for the rounds that are marked. Marks may be shared: then some are done again without need."""
+        """The same for the rounds that are marked. Marks may be shared: then some are done again without need, and the last round may
+        have a mark but no item, so no block that anybody could wait for."""
         again = scratch["again"]
 
         def round_(i, carry):
             at = lax.rem(i, jnp.int32(MARKS))
-            return lax.cond(again[0, at] + again[1, at] > 0, lambda carry: visit(carry, i, *tile_of(i)[1:]), lambda carry: carry, carry)
+            marked = (again[0, at] + again[1, at] > 0) & (item_of(i) < items)
+            return lax.cond(marked, lambda carry: visit(carry, i, *tile_of(i)[1:]), lambda carry: carry, carry)
 
         return lax.fori_loop(0, rounds, round_, carry)
 
@@ -194,7 +201,7 @@ def _attend(
 
         def visit(carry, i, head, first, begin, end, _, position, block, block_end, running):
             place = (first + wg * HALF, begin - wg * HALF, end - wg * HALF)
-            at = (position, end, block, block_end)
+            at = (position, block, block_end)
             out, carry = attend_rows(rows, scratch, scales, wg, i, head, at, place, carry, running)
             store_rows(out, scratch["o_s"].at[wg], o_ref, head, *place)
             return carry
@@ -232,7 +239,8 @@ def _copy_item(
 
     def pages_of(block):
         # A block may reach past the sequence, or begin before its window, whose pages may be another's by now, or hold NaN that no weight
-        # of 0 would cancel: the nearest page that is seen stands in for what is not there (those keys are masked).
+        # of 0 would cancel: the nearest page that is seen stands in for what is not there (those keys are masked, and `_blank_block` zeroes
+        # the values where that page itself is not full).
         return tuple(table_ref[row, jnp.clip(block * per + j, first_page, last_page)] for j in range(per))
 
     def bring(source, ring, full, empty, height, step, ids):

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chunk_operands import as_operand, mark, rescaled
-from pallas_kernels.paged import LOG2E, LOWEST, PAGE, blank, blank_8, capped
+from pallas_kernels.paged import LEAST, LOG2E, LOWEST, PAGE, blank, blank_8, capped
 from pallas_kernels.tiles import ChunkTile
 
 HALF = 64  # query rows of one warpgroup
@@ -50,11 +50,11 @@ class Rows:
 def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, running):
     """One item's 64 rows: (outputs [64, H] float32, carry).
 
-    m: the kernel's shared memory and barriers. at: position of the item's first row, end of its rows, its first block of keys, their end.
+    m: the kernel's shared memory and barriers. at: position of the item's first row, its first block of keys, their end.
     place: first row in q of this warpgroup's, its rows before the chunk's first, and before its end. carry: items and blocks done.
     running: with the running maximum; else rows whose sum shows that it was needed mark the item in m["again"].
     """
-    (position, end, block, block_end), (done, step) = at, carry
+    (position, block, block_end), (done, step) = at, carry
     keys, stages, queries = r.tile.keys, jnp.int32(r.tile.stages), lax.rem(done, jnp.int32(r.tile.queries))
     k_scale_ref, v_scale_ref, unified_ref = scales
     kv_head = lax.div(head, jnp.int32(r.group))
@@ -126,13 +126,15 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     slot = lax.rem(step, stages)
     plgpu.barrier_wait(m["v_full"].at[slot])
     if not r.int8:  # its values are numbers everywhere
-        _blank_block(m["v_s"].at[slot], position + end - (block_end - 1) * keys, wg, m["blanked"], r)
+        last = base - (block_end - 1) * keys  # of what is alive in the loops anyway: no register for this there
+        seen = None if r.window is None else last + place[1] - r.window + 1  # by the item's first row: the first key that is seen
+        _blank_block(m["v_s"].at[slot], seen, last + place[2], wg, m["blanked"], r)
     out = _product(out, weights, m["v_s"].at[slot], r)
     plgpu.barrier_arrive(m["v_empty"].at[slot])
     total = total.sum(axis=1)
     if not running:
         _mark_rows(total, unified_ref[1], place, m["again"].at[wg, pl.ds(lax.rem(round_, jnp.int32(MARKS)), 1)], r.interpret)
-    total = (v_scale_ref[kv_head] if r.eight else 1.0) / total
+    total = (v_scale_ref[kv_head] if r.eight else 1.0) / jnp.maximum(total, LEAST)
     return out * lax.broadcast_in_dim(total, out.shape, [0]), (done + 1, step + 1)
 
 
@@ -163,15 +165,19 @@ def _seen(base, first_key, keys, window):
 def _soften(scores, seen, top, total, *, scale, soft_cap, unit, update):
     """One block of the softmax, in powers of two: new (top, total), what to multiply the output with [64], and the block's weights.
 
-    unit: None or [64], what a row's products are multiplied with to be scores. update: whether `top` follows the scores.
+    unit: None or [64], what a row's products are multiplied with to be scores: those of queries in 8 bits, whose weights are to be 2^8
+    times as large. update: whether `top` follows the scores.
     """
+    shift = 0.0 if unit is None else _SHIFT
 
     def wide(x, like=scores):
         return lax.broadcast_in_dim(x, like.shape, [0])
 
-    if unit is not None and soft_cap is not None:
+    if unit is not None and (soft_cap is not None or scale <= 0):
         scores, unit, scale = scores * wide(unit), None, 1.0
     scores, factor = capped(scores, scale, soft_cap)
+    if factor <= 0:  # before the mask: it would make NaN or +inf of a -inf
+        scores, factor = scores * factor, 1.0
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
     if not update:
@@ -180,10 +186,8 @@ def _soften(scores, seen, top, total, *, scale, soft_cap, unit, update):
     row_factor = factor if unit is None else unit * LOG2E
     new_top = jnp.maximum(top, scores.max(axis=1) * row_factor)
     keep = jnp.exp2(top - new_top)
-    if unit is None:
-        weights = jnp.exp2(scores * factor - wide(new_top))
-    else:
-        weights = jnp.exp2(scores * wide(row_factor) - wide(new_top - _SHIFT))
+    below = new_top - shift if shift else new_top
+    weights = jnp.exp2(scores * (factor if unit is None else wide(row_factor)) - wide(below))
     return (new_top, total * wide(keep, total) + _by_column(weights)), keep, weights
 
 
@@ -288,14 +292,20 @@ def store_rows(out, o_s, o_ref, head, first, begin, end):
                 plgpu.copy_smem_to_gmem(slot.at[pl.ds(row, 1)], o_ref.at[pl.ds(first + row, 1), column])
 
 
-def _blank_block(v, keys, wg, blanked, r: Rows):
-    """Zeroes the values of a block past its `keys`, a page a warpgroup: what was never written may be NaN, and 0 · NaN is NaN."""
+def _blank_block(v, first, keys, wg, blanked, r: Rows):
+    """Zeroes the values of a block past its `keys`, a page a warpgroup: what was never written may be NaN, and 0 · NaN is NaN.
+
+    first: the first key of the block that is seen, with a window. A page before it is not the block's own but one that stands in, maybe the
+    one that ends within: it is zeroed whole.
+    """
 
     @pl.when(keys < r.tile.keys)
     def _():
         for page in range(r.tile.keys // PAGE):
             part = v.at[page] if r.eight else v.at[pl.ds(page * PAGE, PAGE)]
-            pl.when(wg == page)(functools.partial(blank_8 if r.eight else blank, part, keys - page * PAGE))
+            own = keys - page * PAGE
+            own = own if first is None else jnp.where(first >= (page + 1) * PAGE, 0, own)
+            pl.when(wg == page)(functools.partial(blank_8 if r.eight else blank, part, own))
         plgpu.commit_smem()
         plgpu.barrier_arrive(blanked)
         plgpu.barrier_wait(blanked)

@@ -49,7 +49,8 @@ def decode_attention(
       k_pages, v_pages: [P, K, 64, H] bfloat16, or [P, K, 64, H] and [P, K, H, 64] float8_e4m3fn or int8.
       page_table: [B, MP] int32; entries before a row's first visible page and past its length are never read.
       lengths: [B] int32, keys of each row, its own included; 0 skips the row, whose output is 0.
-      scale: the scores are q·k · scale. window: a row sees its last `window` keys only. soft_cap: scores become cap · tanh(score / cap).
+      scale: the scores are q·k · scale, which may be 0 or negative.
+      window: a row sees its last `window` keys only. soft_cap: scores become cap · tanh(score / cap).
       k_scale, v_scale: float32, what the numbers of 8 bits are multiplied with: of float8 [K], one a head, or None, 1; of int8
         [P, K, 64], one a token and head. A scale that no token wrote is never multiplied with.
       unified: [2] float32 (phi, bound): rows whose scores stay within phi ± bound take phi for their maximum, all others one of their own
@@ -59,7 +60,7 @@ def decode_attention(
       into: [T, N, H] bfloat16, what the rows without keys become instead of 0: written in place where nobody reads it later.
       early: it begins before the kernel before it has ended (`pallas_kernels.dependent`).
     Returns:
-      [T, N, H] bfloat16.
+      [T, N, H] bfloat16; 0 where all of a row's scores are -inf.
     Raises:
       ValueError: for a shape, dtype or sms that the kernel does not take.
     """

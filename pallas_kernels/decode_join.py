@@ -102,8 +102,9 @@ def add_rest(level, out, parts, levels, ender):
 def add_parts(parts, levels, ender, chain):
     """The output [H, cols] of the pair that worker `ender` ends, of which `chain` earlier workers hold parts.
 
-    parts [workers, 2, H, cols] float32: the output of a part alone. levels [workers, 2, cols]: log2 of its weights' sum. 1 is a pair's
-    first part, some worker's last pair; 0 all others, a worker's first one.
+    parts [workers, 2, H, cols] float32: the output of a part alone. levels [workers, 2, cols]: log2 of its weights' sum, LOWEST where all
+    its scores are -inf: such a part weighs nothing beside others, and where there are no others their mean is 0. 1 is a pair's first part,
+    some worker's last pair; 0 all others, a worker's first one.
     """
     h, cols = parts.shape[2:]
     together = max(2, 48 * 128 // (h * cols))  # parts in flight: 48 registers of a thread

@@ -21,7 +21,7 @@ from pallas_kernels.decode_form import Form
 from pallas_kernels.decode_join import add_parts, add_rest, is_last, is_there, peek
 from pallas_kernels.decode_work import walk
 from pallas_kernels.dependent import wait_for_last
-from pallas_kernels.paged import PAGE, blank, blank_8
+from pallas_kernels.paged import LEAST, PAGE, blank, blank_8
 
 
 def attend(*refs, form: Form, **shared):
@@ -158,7 +158,7 @@ def _compute_pages(refs, form: Form, w, worker):
         if not early:
             plgpu.barrier_arrive(refs.q_empty.at[w * 2 + q_place])
         seen = None if not looks else peek(refs.arrived, other, (here < pages) & (page == 0) & (other >= 0))
-        total = across(total, "add")
+        total = jnp.maximum(across(total, "add"), LEAST)
         if form.eight:
             out = pairs.joined(out, form.interpret) * v_scale
         out = out / lax.broadcast_in_dim(total, out.shape, [1])

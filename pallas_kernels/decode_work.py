@@ -52,8 +52,9 @@ def decode_work(lengths: jax.Array, kv_heads: int, workers: int, window: int | N
     following = jnp.min(jnp.where((index[None, :] > index[:, None]) & (pages[None, :] > 0), index[None, :], b), axis=1)
     total = ends[-1] * kv_heads
     worker = jnp.arange(workers + 1, dtype=jnp.int32)
-    # total * worker stays below 2**31 for 2**22 (page, head) pairs on 512 workers.
-    begins = jnp.where(total >= workers, total * worker // workers, jnp.minimum(worker, total))
+    # total * worker // workers, whose product would leave int32 at 2**22 (page, head) pairs on 512 workers: rows may share their pages.
+    begins = total // workers * worker + total % workers * worker // workers
+    begins = jnp.where(total >= workers, begins, jnp.minimum(worker, total))
     begin, count = begins[:-1], begins[1:] - begins[:-1]
 
     def locate(place):

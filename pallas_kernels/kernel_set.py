@@ -21,6 +21,8 @@ KERNELS = ("auto", "reference", "mosaic", "triton")  # what may be asked for
 HOPPER, MOSAIC = "9.0", "mosaic-hopper"  # the compute capability of the Mosaic kernels, and their set's name
 PAGED = ("rope_append", "decode_attention", "chunk_attention")  # the ops that touch the pages of KV
 OPS = ("gemm", "add_norm", *PAGED, "token_limits", "quantize_rows", "grouped_gemm")
+_KIB = {"7.0": 96, "7.5": 64, "8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}  # of shared memory that a block may have
+_LEAST_KIB = 99  # of all other GPUs that Triton compiles for: 8.6, 8.9, 12.0, 12.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +157,7 @@ def kernel_set_for(
     """
     model = Model(head_dim, queries_per_kv_head, kv_heads, page_size, jnp.dtype(dtype).name, jnp.dtype(kv_dtype).name, hidden_size)
     hopper, cuda = platform == "gpu" and has_bounded(capability), platform == "gpu" and capability != ""
+    here = f"{platform} {capability}".strip()
     if kernels == "auto":
         if hopper and model.dtype != "bfloat16":
             unmet = _unmet(model, [(OPS, "dtype", False, "bfloat16")])
@@ -164,14 +167,14 @@ def kernel_set_for(
         return REFERENCE
     if kernels == "mosaic":
         if not hopper:
-            raise ValueError(f"kernels='mosaic': they need compute capability {HOPPER}, this is {platform} {capability}")
+            raise ValueError(f"kernels='mosaic': they need compute capability {HOPPER}, this is {here}")
         if model.dtype != "bfloat16":
             raise ValueError(f"kernels='mosaic': they multiply bfloat16, the model's dtype is {model.dtype}")
         return _mosaic(model, device)
     if kernels == "triton":
         if not cuda or not has_triton():
-            raise ValueError(f"kernels='triton': they need an NVIDIA GPU and the extra `triton`, this is {platform} {capability}")
-        return _triton(model)
+            raise ValueError(f"kernels='triton': they need an NVIDIA GPU and the extra `triton`, this is {here}")
+        return _triton(model, capability)
     raise ValueError(f"kernels={kernels!r}: {', '.join(KERNELS)}")
 
 
@@ -222,6 +225,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         "grouped_gemm": {name: getattr(grouped_gemm, name) for name in ("grouped_gemm", "list_groups")},
     }
     queries, int8 = m.queries_per_kv_head, m.kv_dtype == "int8"
+    room = rope_append.takes(m.kv_heads, queries, m.head_dim, m.kv_dtype != m.dtype)
     whole = 128 // math.gcd(128, m.head_dim)  # a shard has whole groups of heads
     limits = [
         (PAGED, "head_dim", m.head_dim in (64, 128, 256), "64, 128 or 256"),
@@ -229,6 +233,7 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         (PAGED, "page_size", m.page_size == 64, "64"),
         (PAGED, "kv_dtype", m.kv_dtype in ("bfloat16", "float8_e4m3fn", "int8"), "bfloat16, fp8 or int8"),
         (("chunk_attention",), "head_dim", not int8 or m.head_dim <= 128, "64 or 128 over a cache of int8"),
+        (("rope_append",), "kv_heads", room, f"fewer of {m.head_dim} with {queries} query heads each"),
         (("rope_append",), "kv_heads", not int8 or m.kv_heads % 2 == 0, "even numbers a device over a cache of int8"),
         (("quantize_rows",), "queries_per_kv_head", queries % whole == 0, f"multiples of {whole} where a head is {m.head_dim} wide"),
         (("add_norm",), "hidden_size", m.hidden_size % 128 == 0, "multiples of 128"),
@@ -236,12 +241,15 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     return _assembled(MOSAIC, kernels, _unmet(m, limits))
 
 
-def _triton(m: Model) -> KernelSet:
+def _triton(m: Model, capability: str) -> KernelSet:
     from pallas_kernels.triton import decode_attention
 
     power_of_two, decode = m.head_dim >= 16 and m.head_dim & (m.head_dim - 1) == 0, ("decode_attention",)
+    kib, head_bytes = _KIB.get(capability, _LEAST_KIB), decode_attention.shared_bytes(1, jnp.dtype(m.dtype).itemsize)
+    most = 1 << ((kib << 10) // head_bytes).bit_length() - 1
     limits = [
         (decode, "head_dim", power_of_two, "powers of two from 16"),
+        (decode, "head_dim", m.head_dim <= most, f"up to {most} in {m.dtype}, by the shared memory of {capability}"),
         (decode, "queries_per_kv_head", m.queries_per_kv_head <= 16, "up to 16"),
         (decode, "page_size", m.page_size == 64, "64"),
         (decode, "kv_dtype", m.kv_dtype == m.dtype, f"{m.dtype} beside weights of it"),

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 PAGE = 64  # tokens
 LOG2E = math.log2(math.e)  # softmax is done in powers of two, which the hardware has
 LOWEST = -1e30  # below any score: a running maximum starts here, so that a masked score (-inf) never meets another -inf
+LEAST = 1e-30  # below any sum of weights but that of a row all of whose scores are -inf: divided by this, its output is 0 and not NaN
 LANE = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
@@ -72,7 +73,7 @@ def tiled() -> tuple:
 
 
 def capped(score, scale: float, soft_cap: float | None):
-    """(x, factor) such that x * factor is log2(e) times the scaled, capped score.
+    """(x, factor) such that x * factor is log2(e) times the scaled, capped score. A factor may be 0 or negative, as the scale may.
 
     tanh is made of exp2: the hardware's own is good to 11 bits only, which a cap of 50 would turn into errors of 0.02.
     """

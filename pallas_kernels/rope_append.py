@@ -80,9 +80,10 @@ def rope_append(
     group = fused.shape[1] // (kv * h) - 2
     sms = min(sms_of(sms), t)
     together = block_of(together, t, kv, sms) if k_values.dtype != fused.dtype else 1
-    token_bytes = fused.shape[1] * fused.dtype.itemsize + (2 * (kv + 1) * (h + 4) if k_values.dtype != fused.dtype else 0)
-    ring_bytes = _RING_BYTES - (columns_bytes(together, h) if together > 1 else 0)
-    workers = max(1, min(_WORKERS, -(-t // sms), ring_bytes // (_STAGES * token_bytes)))  # a token of 56 heads of their own is 43 KB
+    most = _most_workers(kv, group, h, k_values.dtype != fused.dtype, together)
+    if not most:
+        raise ValueError(f"{kv} KV heads of {h} and {group} query heads each: fewer, so that a token fits an SM's shared memory twice")
+    workers = min(_WORKERS, -(-t // sms), most)
     inputs = {"fused": fused.reshape(t, kv, group + 2, h), "slots": slots.astype(jnp.int32)}
     if inv_freq is not None:  # the same for all layers of a step: XLA makes it once
         angle = positions.astype(jnp.float32)[:, None] * inv_freq
@@ -116,6 +117,18 @@ def rope_append(
     q = kernel(inputs, pages)
     pages = jax.tree.map(jax.freeze, pages)
     return q.reshape(t, kv * group, h), pages["k"], pages["v"]
+
+
+def takes(kv: int, group: int, h: int, narrow: bool) -> bool:
+    """Whether a token of so many heads fits. narrow: the cache's numbers have 8 bits."""
+    return all(_most_workers(kv, group, h, narrow, block) for block in (BLOCKS if narrow else (1,)))
+
+
+def _most_workers(kv: int, group: int, h: int, narrow: bool, together: int) -> int:
+    """That have room for their tokens in an SM's shared memory: one of 56 heads of their own, 128 wide, is 43 KB in bfloat16."""
+    token_bytes = 2 * kv * (group + 2) * h + (2 * (kv + 1) * (h + 4) if narrow else 0)
+    ring_bytes = _RING_BYTES - (columns_bytes(together, h) if together > 1 else 0)
+    return ring_bytes // (_STAGES * token_bytes)
 
 
 def _check(fused: jax.Array, k_values: jax.Array, v_values: jax.Array, h: int, scaled_by_token: bool) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 SCHEMA = 2
 FOLDER = Path(__file__).parent / "tables"
 FARTHEST = 1.0  # octaves of N and K together that a rule is believed over
+UNTUNED = "the first kernel that takes a product runs it (python -m pallas_kernels.tune measures which is fastest)"
 log = logging.getLogger(__name__)
 
 
@@ -71,22 +72,26 @@ class Table:
     rules: tuple[Rule, ...] = ()
 
     def choose(self, shape: Shape, rows: int) -> Choice | None:
-        """The choice for a product, from the nearest rule (which then gives no tile, and is said once); None without one that is near."""
+        """The choice for a product, from the nearest rule (which then gives no tile); None without a near one. Either is said once."""
         nearest = min(self.rules, key=lambda rule: rule.shape.distance(shape), default=None)
-        if nearest is None or nearest.shape.distance(shape) > FARTHEST:
+        if nearest is None:
+            _say_once(f"no table of tuned products for {self.device or 'this device'}; {UNTUNED}")
+            return None
+        name = f"[{shape.n}, {shape.k}] {shape.weights} on {self.device}"
+        if nearest.shape.distance(shape) > FARTHEST:
+            _say_once(f"no tuned rule near {name}; {UNTUNED}")
             return None
         choice = nearest.choose(rows)
         if nearest.shape == shape:
             return choice
-        _say_once(self.device, shape, nearest.shape)
+        # Only N and K are told of the nearest: it is of the same kind (`Shape.distance`). What is fast for it may be slow for this one.
+        _say_once(f"no tuned rule for {name}; the nearest is taken, of [{nearest.shape.n}, {nearest.shape.k}]")
         return dataclasses.replace(choice, tile=())
 
 
 @functools.cache
-def _say_once(device: str, shape: Shape, nearest: Shape) -> None:
-    """Only N and K are told of the nearest: it is of the same kind (`Shape.distance`). What is fast for it may be slow for this one."""
-    told = [f"[{one.n}, {one.k}]" for one in (shape, nearest)]
-    log.warning("kernels: no tuned rule for %s %s on %s; the nearest is taken, of %s", told[0], shape.weights, device, told[1])
+def _say_once(line: str) -> None:
+    log.warning("kernels: %s", line)
 
 
 def file_of(device: str) -> Path:

@@ -68,6 +68,10 @@ def tiles(name: str, p: Product, others: bool) -> list[tuple[tuple[str, int], ..
     return [(), *(tuple(sorted(dataclasses.asdict(tile).items())) for tile in made)]
 
 
+class NoWay(ValueError):
+    """A product that neither a kernel nor XLA could be compiled for: memory is short, or the shape is wrong."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """An x [M, K] for each of the weights [N, K], and how often a program walks through them."""
@@ -163,6 +167,8 @@ def _measured(
         for name, took in us.items():
             refuse_impossible(f"{shape.k} x {shape.n} M {p.rows} {name}", took, least(p), jax.devices()[0].device_kind)
         failed = {label(choice): program for choice, program in programs.items() if isinstance(program, str)}
+        if not us:
+            raise NoWay(f"{told(shape)}, {p.rows} rows: no kernel's program could be made, nor XLA's ({next(iter(failed.values()))})")
         measured.append({"rows": p.rows, "us": us, "xla": rival(os.environ.get("XLA_FLAGS", ""))} | ({"failed": failed} if failed else {}))
     return rule_of(dataclasses.asdict(shape), measured)
 
@@ -193,9 +199,11 @@ def main() -> None:
             parser.error("--merge needs --output")
         try:
             check_file("--output", args.output)
-            merge(args.merge, args.output)
+            absent = merge(args.merge, args.output)
         except (ValueError, OSError) as error:
             parser.exit(2, f"error: {error}\n")
+        if absent:  # a share that was left no shape, or a name that was written otherwise
+            print(f"no such file, so not in {args.output}: {' '.join(absent)}", file=sys.stderr)
         return
     if jax.default_backend() != "gpu":
         parser.exit(1, f"error: tuning needs a GPU: JAX's backend here is {jax.default_backend()!r}\n")
@@ -203,6 +211,10 @@ def main() -> None:
     path = Path(args.output) if args.output else table.file_of(device)
     try:
         check_file("--output", path)
+        if args.lock:
+            check_file("--lock", args.lock)
+        if not args.seconds > 0:
+            raise ValueError(f"--seconds {args.seconds:g}: more than 0")
         share, args.rows = parse_share(args.share), sorted(set(args.rows))
         if not args.rows or args.rows[0] < 1:
             raise ValueError(f"--rows {' '.join(map(str, args.rows)) or '(none)'}: numbers of 1 and more")
@@ -232,7 +244,7 @@ def main() -> None:
                 continue
             try:
                 rule = measure(shape, args.rows, seconds=args.seconds, others=args.tiles, pool=pool, progress=progress, lock=args.lock)
-            except ImpossibleTime as error:
+            except (ImpossibleTime, NoWay) as error:
                 parser.exit(1, f"error: {error}\n")
             bar.write(f"{shape}: " + ", ".join(f"{c['kernel']} to {c['rows']}" for c in rule["choices"]))
             new = {"schema": table.SCHEMA, "device": device, "jax": jax.__version__, "command": command, "rules": [rule]}

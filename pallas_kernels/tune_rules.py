@@ -77,16 +77,21 @@ def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, A
     return {**new, "rules": kept + rules}
 
 
-def merge(paths: Iterable[str], output: str) -> None:
-    """Writes one table of what shares of the shapes wrote, of which some may have been left no shape and no file.
+def merge(paths: Iterable[str], output: str) -> list[str]:
+    """Writes one table of what shares of the shapes wrote, of which some may have been left no shape and no file: the paths of those.
 
     Raises: ValueError where there is no file at all, or files are of several devices.
     """
-    files = [read(path) for path in paths if Path(path).exists()]
+    paths = list(paths)
+    absent = [path for path in paths if not Path(path).exists()]
+    if len(absent) == len(paths):
+        raise ValueError(f"--merge {' '.join(paths)}: no such file")
+    files = [read(path) for path in paths if path not in absent]
     devices = {file["device"] for file in files}
-    if len(devices) != 1:
-        raise ValueError(f"--merge: tables of one device, not of {', '.join(sorted(devices)) or 'none'}")
+    if len(devices) > 1:
+        raise ValueError(f"--merge: tables of one device, not of {', '.join(sorted(devices))}")
     write(output, functools.reduce(merged, files))
+    return absent
 
 
 def read(path: str | Path) -> dict[str, Any]:

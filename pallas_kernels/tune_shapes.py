@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pallas_kernels.gemm import activations_of
+from pallas_kernels.quantized import BLOCK
 from pallas_kernels.table import FOLDER, Shape
 
 
@@ -41,9 +42,13 @@ def scales_into(weights: str, blocks: bool) -> str:
 
 def parse_shape(text: str, weights: str) -> Shape:
     """`4096x6144`, `4096x28672g64` or `14336x4096b`: K x N, the block of gates, a scale for every 128 columns of x. Raises: ValueError."""
-    found = re.fullmatch(r"(\d+)x(\d+)(?:g(\d+))?(b?)", text)
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:g([1-9]\d*))?(b?)", text)
     if not found or (found[4] and not scales_into(weights, True)):
         raise ValueError(f"--shapes {text!r}: KxN, g with a block behind it where act(gate) · up follows, b in e4m3 for scales of blocks")
+    if found[3] and int(found[2]) % (2 * int(found[3])):
+        raise ValueError(f"--shapes {text!r}: N in whole pairs of blocks of {found[3]} gates and as many ups")
+    if found[4] and int(found[1]) % BLOCK:
+        raise ValueError(f"--shapes {text!r}: K in whole blocks of {BLOCK} columns, each with a scale")
     return Shape(int(found[2]), int(found[1]), weights, int(found[3] or 0), scales_into(weights, bool(found[4])))
 
 

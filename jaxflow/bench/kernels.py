@@ -9,7 +9,7 @@
 
 Two ceilings come first: what a copy and a read move, and what cuBLAS multiplies. Then each kernel's cases (`kernels_*.py`): random data,
 the rivals in turn with ours, `--seconds` of back-to-back work each, weights and caches rotated past the L2. A ratio above 1
-means that ours is faster. What a case must reach stands beside it; one that does not is marked `short`.
+means that ours is faster. What a case must reach stands beside it; one that does not is marked `missed`.
 
 The first case of every group comes first, groups by how much of a served token's time their kernels take; then every second case, and so
 on. Several processes compile the next cases beside each other, then each times its own with nobody compiling. XLA's products are cuBLAS'

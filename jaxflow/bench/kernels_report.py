@@ -42,7 +42,7 @@ def text(row: Mapping[str, Any]) -> Iterator[str]:
         sensed = f"{way['mhz']:5.0f} MHz {way['watts']:4.0f} W {way['joules'] * 1e3:9.3f} mJ" if way["mhz"] else "too short to sense"
         yield (
             f"{lead:47} {name:16} {way['us']:10.1f} us {way['rate'] / _SCALE[row['unit']]:9.3f} {row['unit']:8} {ratio:7}"
-            f" {sensed} ±{way['spread'] / 2:.1%}" + ("  short" if lead and row["reached"] is False else "")
+            f" {sensed} ±{way['spread'] / 2:.1%}" + ("  missed" if lead and row["reached"] is False else "")
         )
         lead = ""
     for name, us in row["recorded_us"].items():

@@ -35,7 +35,8 @@ def choose_kernels(config: EngineConfig, model: ModelConfig) -> KernelSet:
             **asked_of_kernels(config, model),
         )
     except ValueError as error:
-        raise ConfigError("kernels", config.kernels, str(error)) from None
+        said = str(error).removeprefix(f"kernels={config.kernels!r}: ")  # the setting, which a ConfigError names
+        raise ConfigError("kernels", config.kernels, said) from None
     if config.kernels != "auto":
         _check_attention(config.kernels, kernels)
     runs = {"quantize_rows": config.quantization == "fp8", "grouped_gemm": any(layer.experts for layer in model.layers)}

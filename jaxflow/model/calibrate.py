@@ -156,8 +156,10 @@ def load_tokens(path: str | Path) -> np.ndarray:
 def _load_windows(options: argparse.Namespace, checkpoint: Checkpoint) -> np.ndarray:
     length = min(options.window, checkpoint.model_config.max_position)
     windows = text_windows(checkpoint, options.text.read_text("utf-8"), length) if options.text else load_tokens(options.tokens)
-    if windows.min() < 0 or windows.max() >= checkpoint.model_config.vocab_size:
-        raise ConfigError("tokens", int(windows.max()), f"0 to {checkpoint.model_config.vocab_size - 1}")
+    last = checkpoint.model_config.vocab_size - 1
+    for token in (int(windows.min()), int(windows.max())):
+        if not 0 <= token <= last:
+            raise ConfigError("tokens", token, f"0 to {last}")
     return windows[: options.windows, :length].astype(np.int32)
 
 

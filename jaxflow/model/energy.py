@@ -36,9 +36,10 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Power(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What work costs on one device. None of the sustained runs, nor of the profiles' entries, needed less than the constants say.
+    """What work costs on one device. None of the sustained runs, nor of four profiles' entries, needed less than the constants say.
 
-    Windows of a tenth of a second tell no joules: a sensor's watts are up to a quarter apart for one product (docs/cost-model.md).
+    A fifth profile and windows of a tenth of a second do not tell joules that well: a sensor's watts are up to a quarter apart for one
+    product, and the counter tells a few steps of 0.4 s (docs/cost-model.md).
     """
 
     schema_version: int

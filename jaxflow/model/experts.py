@@ -35,7 +35,8 @@ def likeliest(scores: Float[Array, "t E"], chosen: int) -> tuple[Float[Array, "t
     if number > _FEW:
         return lax.top_k(scores, chosen)
     at = jnp.arange(number, dtype=jnp.int32)
-    one, other = scores[:, :, None], scores[:, None, :]
+    ranked = jnp.where(jnp.isnan(scores), -jnp.inf, scores)  # NaN, which is before and behind nothing, would give all the first rank
+    one, other = ranked[:, :, None], ranked[:, None, :]
     rank = jnp.sum(((other > one) | ((other == one) & (at[None, :] < at[:, None]))).astype(jnp.int32), axis=2)
     here = rank[:, None, :] == at[:chosen, None]  # [t, e, E]: whether an expert is a token's first, second, ...
     return jnp.sum(jnp.where(here, scores[:, None, :], 0.0), axis=2), jnp.sum(jnp.where(here, at, 0), axis=2)

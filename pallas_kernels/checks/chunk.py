@@ -53,26 +53,44 @@ def caches(rng, table, pages, ends, kv, h, dtype, spare=0):
     return k, v, scales, plain
 
 
-def check(rows, rng, chunks, tokens, heads=HEADS, dtype="bfloat16", size=1.0, spare=0, unified=None, sms=None, **settings):
-    """One case: queries of standard deviation `size`, the same bits twice, zeros in rows that are in no chunk."""
+def check(
+    rows, rng, chunks, tokens, heads=HEADS, dtype="bfloat16", size=1.0, spare=0, unified=None, sms=None, scale=None, least=False, **settings
+):
+    """One case: queries of standard deviation `size`, the same bits twice, zeros in rows that are in no chunk.
+
+    least: of scores that are all -inf instead, so that the twin has zeros everywhere.
+    """
     (n, kv, h), ends = heads, [int(c[3] + c[1]) for c in chunks]
     table, pages = page_tables(rng, ends)
     k, v, scales, plain = caches(rng, table, pages, ends, kv, h, dtype, spare)
     q = jnp.asarray(rng.normal(size=(tokens, n, h)) * size, jnp.bfloat16)
+    if least:
+        k, q, plain = jnp.abs(k), jnp.full_like(q, -5e37), (jnp.abs(plain[0]), plain[1])
     outside = np.ones(tokens, bool)
     for first, length, *_ in chunks:
         outside[first : first + length] = False
     if unified is not None:
         scales["unified"] = jnp.asarray(unified, jnp.float32)
-    run = jax.jit(functools.partial(chunk_attention, scale=h**-0.5, sms=sms, **settings))
+    settings |= {"scale": h**-0.5 if scale is None else scale}
+    run = jax.jit(functools.partial(chunk_attention, sms=sms, **settings))
     far = jnp.asarray(np.where((table >= 0) & (table < pages), table + spare, table))
     chunks = jnp.asarray(chunks, jnp.int32)
     poison_memory(q)
     got = run(q, k, v, far, chunks, **scales)
-    err = error(got, exact(reference.chunk_attention, q, *plain, jnp.asarray(table), chunks, scale=h**-0.5, **settings))
+    err = error(got, exact(reference.chunk_attention, q, *plain, jnp.asarray(table), chunks, **settings))
     same = bool((got == run(q, k, v, far, chunks, **scales)).all())
     ok = err < TOLERANCE[dtype] and same and not np.asarray(got, np.float32)[outside].any()
-    facts = {"c": len(chunks), "t": tokens, "heads": heads, "dtype": dtype, "size": size, "unified": unified, "sms": sms, "spare": spare}
+    facts = {
+        "c": len(chunks),
+        "t": tokens,
+        "heads": heads,
+        "dtype": dtype,
+        "size": size,
+        "unified": unified,
+        "sms": sms,
+        "spare": spare,
+        "least": least,
+    }
     say(rows, what="check chunk", ok=ok, error=err, same_bits=same, **facts, **settings)
 
 
@@ -101,6 +119,10 @@ def checks(rows, share):
             functools.partial(case, some(1500, 9, 3000), 1500, few, window=70, **form),
             functools.partial(case, some(500, 4, 900), 500, (8, 4, 64 if form == int8 else 256), window=100, soft_cap=50.0, **form),
             functools.partial(case, some(500, 4, 900), 500, few, soft_cap=20.0, **form),
+            *(functools.partial(case, some(500, 4, 900), 500, few, scale=scale, **form) for scale in (0.05, 0.0, -0.05)),
+            functools.partial(case, some(500, 4, 900), 500, few, scale=1.0, least=True, **form),
+            # All that a tile sees lies in the second page of its last block, which its sequence fills in part.
+            functools.partial(case, [[0, 8, 0, 90], [8, 1, 1, 100], [16, 8, 2, 346]], 24, few, window=16, **form),
             functools.partial(case, [[0, 2048, 0, 0]], 2048, few, **form),
             functools.partial(case, [[5, 640, 0, 5000]], 700, few, sms=28, **form),
             functools.partial(case, [[5, 640, 0, 5000]], 700, few, spare=2**17, **form),  # offsets beyond 2^31 elements
@@ -113,6 +135,8 @@ def checks(rows, share):
         functools.partial(case, some(1500, 9, 3000), 1500, few, size=300, unified=(0.0, 60.0)),
         *(functools.partial(case, some(1500, 9, 3000), 1500, few, unified=(phi, 60.0), **int8) for phi in (0.0, 500.0)),
         functools.partial(case, some(1500, 9, 3000), 1500, few, unified=(500.0, 60.0)),
+        functools.partial(case, some(1500, 9, 3000), 1500, few, scale=-0.05, unified=(0.0, 60.0)),
+        functools.partial(case, some(500, 4, 900), 500, few, scale=1.0, least=True, unified=(0.0, 60.0)),
     ]
     for run in cases[share[0] :: share[1]]:
         run()

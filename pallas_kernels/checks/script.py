@@ -31,7 +31,8 @@ SHAPES = _shapes()  # model -> op -> [N, K] of a layer's products
 
 
 def say(rows: Rows, **row: Any) -> None:
-    """Keeps a row and prints it as one line."""
+    """Keeps a row and prints it as one line. ok: of any kind that has a truth, as numpy's."""
+    row |= {"ok": bool(row["ok"])} if "ok" in row else {}
     rows.append(row)
     print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
 
@@ -82,6 +83,6 @@ def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
             with open(args.json, "w") as f:
                 run = {"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
                 json.dump(run | {"rows": rows}, f, indent=1, default=lambda dtype: jax.numpy.dtype(dtype).name)
-    bad = [row for row in rows if row.get("ok") is False]
+    bad = [row for row in rows if not row.get("ok", True)]
     print(f"{len(bad)} checks failed" if bad else "all checks passed")
     raise SystemExit(bool(bad))

@@ -24,6 +24,11 @@ _PROGRAMS = 4  # a multiprocessor: their copies are in flight beside each other'
 _COLS = 16  # rows of a product at least: the query heads of a KV head, padded
 
 
+def shared_bytes(h: int, itemsize: int) -> int:
+    """Of shared memory that a program takes at most, as Triton 3.7 compiles it for compute capabilities 7.5 to 9.0: 2.3 to 2.5 pages."""
+    return 5 * PAGE * h * itemsize // 2
+
+
 @triton.jit
 def _attend(
     q, k_pages, v_pages, table, rows, pieces, out, parts, levels,
@@ -71,6 +76,7 @@ def _attend(
             total = total * keep + tl.sum(weights, 1)
             acc = acc * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             top = new_top
+        total = tl.maximum(total, 1e-30)  # 0 where all scores are -inf: the output is 0 then, and weighs nothing beside other parts
         acc = acc / total[:, None]
         if here == pages:
             tl.store(out + heads, acc.to(out.dtype.element_ty), mask=cols[:, None] < GROUP)

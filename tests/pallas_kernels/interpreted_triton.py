@@ -37,6 +37,8 @@ def twin(**settings):
         ([70, 0, 1, 200, 64], (8, 2, 16), {}),
         ([300, 3, 130], (9, 3, 64), {"window": 70}),
         ([90, 257], (4, 4, 16), {"soft_cap": 5.0}),
+        ([90, 3], (4, 4, 16), {"window": 7, "scale": -0.1}),
+        ([70, 3], (2, 1, 16), {"scale": 0.0}),
         ([0, 0], (2, 1, 16), {}),
     ],
 )
@@ -44,9 +46,24 @@ def test_decode_attention_is_its_twin(lengths, shape, settings):
     n, kv, h = shape
     k, v, table = floats(len(lengths), lengths, kv, h)
     q, lengths = queries(1, len(lengths), n, h).astype(jnp.float32), jnp.asarray(lengths, jnp.int32)
-    got = decode_attention(q, k, v, table, lengths, scale=h**-0.5, sms=2, **settings)
-    want = exact(twin(scale=h**-0.5, **settings), q, k, v, table, lengths)
+    settings = {"scale": h**-0.5, **settings}
+    got = decode_attention(q, k, v, table, lengths, sms=2, **settings)
+    want = exact(twin(**settings), q, k, v, table, lengths)
     assert error(got, want) < 1e-5 if want.any() else not np.asarray(got).any()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in matmul")
+def test_rows_whose_scores_are_all_minus_infinity_are_0():
+    """One in a piece, one shared by two programs; of one that is shared, a part beside which the other's scores are numbers."""
+    lengths = [5, 200, 200, 70]
+    k, v, table = floats(3, lengths, 1, 16)
+    k = jnp.where(jnp.isnan(k), k, 1.0).at[table[2, 3]].multiply(0.0)
+    q, lengths = jnp.ones((4, 2, 16)).at[:3].set(-1e38), jnp.asarray(lengths, jnp.int32)
+    got = decode_attention(q, k, v, table, lengths, scale=1.0, sms=1)
+    want = exact(twin(scale=1.0), q, k, v, table, lengths)
+    assert not want[:2].any()
+    assert want[2:].any(axis=(1, 2)).all()
+    assert error(got, want) < 1e-5
 
 
 def test_a_long_row_is_shared_by_many_programs_and_the_parts_add_up_to_the_same_bits():

@@ -22,6 +22,7 @@ from pallas_kernels.tiles import ChunkTile, chunk_tile
 
 INTERPRET = plgpu.InterpretGPUParams()
 INT8_SCALES = {"k_scale": jnp.ones((9, 2, 64)), "v_scale": jnp.ones((9, 2, 64))}
+IN_SECOND_PAGES = [(0, 8, 0, 90), (8, 1, 1, 100), (16, 8, 2, 346)]  # chunks, with windows up to 20
 
 
 @settings(max_examples=40)
@@ -69,8 +70,12 @@ def test_every_token_is_in_one_tile_that_reads_the_keys_it_sees(gaps, window):
         # Chunks with a gap between them and rows of none around, an empty one, a start that is no multiple of 8, one in mid-page.
         ([(3, 70, 0, 0), (73, 0, 1, 0), (80, 5, 2, 77)], 90, 2, 1, 64, {}),
         # A window that begins in the second page of a block of keys.
-        ([(0, 140, 0, 262), (150, 9, 1, 60)], 160, 1, 1, 64, {"window": 70, "soft_cap": 20.0}),
+        ([(0, 140, 0, 262), (150, 9, 1, 60)], 160, 1, 1, 64, {"window": 70, "soft_cap": 20.0, "scale": 0.3}),
         ([(5, 90, 0, 70)], 100, 1, 1, 256, {}),
+        # All that a tile sees lies in the second page of its last block, which its sequence fills in part.
+        (IN_SECOND_PAGES, 24, 1, 1, 64, {"window": 16}),
+        ([(0, 8, 0, 90)], 8, 1, 1, 64, {"scale": -0.1}),
+        ([(0, 8, 0, 90)], 8, 1, 1, 64, {"scale": 0.0, "unified": jnp.asarray([1.0, 20.0])}),
     ],
 )
 def test_the_kernel_is_its_twin(chunks, tokens, heads, kv_heads, width, extra):
@@ -88,8 +93,8 @@ def test_the_kernel_is_its_twin(chunks, tokens, heads, kv_heads, width, extra):
 def both(q, k, v, table, chunks, extra):
     """The kernel's result in the interpreter and the twin's in float32: one program each, where every operation alone would be one."""
     chunks, arrays = jnp.asarray(chunks, jnp.int32), {name: extra[name] for name in ("k_scale", "v_scale", "unified") if name in extra}
-    settings = {"scale": q.shape[2] ** -0.5} | {name: value for name, value in extra.items() if name not in arrays}
-    kernel = jax.jit(functools.partial(chunk_attention, sms=2, interpret=INTERPRET, **settings))
+    settings = {"scale": q.shape[2] ** -0.5, "sms": 2} | {name: value for name, value in extra.items() if name not in arrays}
+    kernel = jax.jit(functools.partial(chunk_attention, interpret=INTERPRET, **settings))
     got = kernel(q, k, v, table, chunks, **arrays)
     plain = v if v.dtype.itemsize == 2 else jnp.swapaxes(v, 2, 3)
     arrays |= {name: np.nan_to_num(arrays[name]) for name in ("k_scale", "v_scale") if name in arrays}
@@ -97,21 +102,40 @@ def both(q, k, v, table, chunks, extra):
     return got, exact(twin, q, k, plain, table, chunks, **arrays)
 
 
-@pytest.mark.parametrize("soft_cap", [None, 5.0])
-def test_a_cache_of_8_bits_is_multiplied_as_it_is(soft_cap):
-    k, v, table = paged(1, [75, 200], 2, 128)
+@pytest.mark.parametrize(
+    ("chunks", "extra"),
+    [
+        ([(3, 70, 0, 5), (80, 8, 1, 192)], {}),
+        ([(3, 70, 0, 5), (80, 8, 1, 192)], {"soft_cap": 5.0}),
+        (IN_SECOND_PAGES, {"window": 20, "scale": -0.1}),
+        ([(0, 8, 0, 90)], {"scale": 0.0}),
+    ],
+)
+def test_a_cache_of_8_bits_is_multiplied_as_it_is(chunks, extra):
+    k, v, table = paged(1, [chunk[1] + chunk[3] for chunk in chunks], 2, 128)
     k, v = k.astype(jnp.float8_e4m3fn), jnp.swapaxes(v, 2, 3).astype(jnp.float8_e4m3fn)
     scales = {"k_scale": jnp.asarray([0.5, 1.5]), "v_scale": jnp.asarray([2.0, 0.1])}
-    chunks = [(3, 70, 0, 5), (80, 8, 1, 192)]
-    got, want = both(queries(1, 90, 2, 128), k, v, table, chunks, {"soft_cap": soft_cap, **scales})
+    got, want = both(queries(1, 90, 2, 128), k, v, table, chunks, {"scale": 0.05, **extra, **scales})
     assert error(got, want) < 4e-2  # queries and weights are rounded to 8 bits: 2.6 % each, at random
+
+
+@pytest.mark.parametrize("extra", [{"scale": 0.1, "soft_cap": 50.0}, {"scale": -0.1}])
+def test_small_weights_of_8_bits_have_their_share(extra):
+    """One key's score is 6 above those of 299 others: their weights, together more than half of its own, are not rounded to 0."""
+    k, v, table = paged(3, [300], 1, 64)
+    one, sign = (table[0, 1], slice(None), 5), np.sign(extra["scale"])
+    k, v = ((x * size).at[one].set(-1.0) for x, size in ((k, 0.02), (v, 0.1)))
+    k, v = (-sign * k).astype(jnp.float8_e4m3fn), jnp.swapaxes(v + 1, 2, 3).astype(jnp.float8_e4m3fn)
+    q = (queries(0, 8, 1, 64) * 0.05 + 1).astype(jnp.bfloat16)
+    got, want = both(q, k, v, table, [(0, 8, 0, 292)], extra)
+    assert error(got, want) < 4e-2
 
 
 def test_a_cache_of_int8_is_multiplied_as_bfloat16():
     k, v, table = paged(1, [75, 330], 1, 64)
     (k, k_scale), (v, v_scale) = quantized(k), quantized(v)
     chunks = [(3, 70, 0, 5), (80, 8, 1, 322)]
-    extra = {"k_scale": k_scale, "v_scale": v_scale, "soft_cap": 20.0}
+    extra = {"k_scale": k_scale, "v_scale": v_scale, "soft_cap": 20.0, "scale": 0.2}
     got, want = both(queries(1, 90, 2, 64), k, jnp.swapaxes(v, 2, 3), table, chunks, extra)
     assert error(got, want) < 6e-3
 
@@ -130,21 +154,46 @@ def scores_of(kind, k, table):
 
 
 @pytest.mark.parametrize(
-    ("kind", "marks", "int8"),
-    [("within", 256, False), ("above", 1, False), ("below", 256, False), ("both", 256, False), ("both", 256, True)],
+    ("kind", "marks", "int8", "sms"),
+    [
+        ("within", 256, False, 2),
+        ("above", 1, False, 2),
+        ("above", 1, False, 3),  # of the four tiles of two heads: two CTAs have none in their last round, whose mark is that of the first
+        ("below", 256, False, 2),
+        ("both", 256, False, 2),
+        ("both", 256, True, 2),
+    ],
 )
-def test_with_a_unified_maximum_rows_that_it_does_not_fit_fall_back(kind, marks, int8, monkeypatch):
+def test_with_a_unified_maximum_rows_that_it_does_not_fit_fall_back(kind, marks, int8, sms, monkeypatch):
     monkeypatch.setattr("pallas_kernels.chunk_attention.MARKS", marks)  # of one mark, which all rounds share, more is done again
     monkeypatch.setattr("pallas_kernels.chunk_rows.MARKS", marks)
     k, v, table = paged(2, [150, 20], 1, 64)
-    q = queries(2, 48, 1, 64) * 0.1 + 1
-    chunks = [(0, 20, 0, 130), (24, 20, 1, 0)]
-    extra, k = {"unified": jnp.asarray([0.0, 20.0])}, scores_of(kind, k, table)
+    q = queries(2, 48, sms - 1, 64) * 0.1 + 1
+    chunks = [(0, 20, 0, 130), (24, 20, 1, 0), (0, 0, 0, 0)]  # a place in the list of tiles stays free, and has no blocks
+    extra, k = {"unified": jnp.asarray([0.0, 20.0]), "sms": sms}, scores_of(kind, k, table)
     if int8:
         (k, extra["k_scale"]), (v, extra["v_scale"]) = quantized(k), quantized(v)
         v = jnp.swapaxes(v, 2, 3)
     got, want = both(q.astype(jnp.bfloat16), k, v, table, chunks, extra)
     assert error(got, want) < 6e-3
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in matmul")
+@pytest.mark.parametrize(("dtype", "unified"), [(jnp.bfloat16, False), (jnp.int8, True), (jnp.float8_e4m3fn, False)])
+def test_rows_whose_scores_are_all_minus_infinity_become_0(dtype, unified):
+    """Those of the second of two heads: its keys' numbers, or their scale, are at float32's end."""
+    k, v, table = paged(3, [80], 2, 64)
+    eight, heads = dtype == jnp.float8_e4m3fn, jnp.arange(2)[:, None, None]
+    k = jnp.where(heads == 1, jnp.where(jnp.isnan(k), k, -1.0 if eight else -3e38), k).astype(dtype if eight else k.dtype)
+    extra = {"scale": 0.05} | ({"unified": jnp.asarray([0.0, 20.0])} if unified else {})
+    if eight:
+        v, extra["k_scale"] = jnp.swapaxes(v, 2, 3).astype(dtype), jnp.asarray([1.0, 3e38])
+    if dtype == jnp.int8:
+        (k, extra["k_scale"]), (v, extra["v_scale"]) = quantized(k), quantized(v)
+        v = jnp.swapaxes(v, 2, 3)
+    got, want = both(jnp.abs(queries(3, 24, 2, 64)), k, v, table, [(0, 20, 0, 60)], extra)
+    assert error(got, want) < (4e-2 if eight else 6e-3)
+    assert not want[:, 1].any()
 
 
 @pytest.mark.parametrize(

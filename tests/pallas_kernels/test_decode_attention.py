@@ -104,13 +104,16 @@ def into(rows, heads, width):
     ("lengths", "heads", "kv_heads", "width", "tile", "dtype", "extra"),
     [
         ([70, 0, 5], 6, 2, 64, DecodeTile(2, 4), jnp.bfloat16, into(5, 6, 64)),  # a group of 3, a row to skip, pages cut between workers
-        ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), jnp.bfloat16, {"window": 100, "soft_cap": 20.0}),
+        ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), jnp.bfloat16, {"window": 100, "soft_cap": 20.0, "scale": 0.3}),
         ([70, 0, 5, 270], 8, 2, 64, DecodeTile(3, 4, pages=1), jnp.bfloat16, {"window": 200}),
         ([300], 16, 1, 128, DecodeTile(2, 5), jnp.bfloat16, {}),  # more workers than pages: each page is a part
         ([70, 0, 5], 6, 2, 64, DecodeTile(3, 4, pages=1), E4M3, {}),  # workers that share a copying warpgroup
-        ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), E4M3, {"window": 100, "soft_cap": 20.0}),
+        ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), E4M3, {"window": 100, "soft_cap": 20.0, "scale": 0.3}),
         ([300], 16, 1, 128, DecodeTile(2, 5), E4M3, into(3, 16, 128)),
-        ([70, 0, 200], 4, 2, 128, DecodeTile(3, 5, pages=1), INT8, {"window": 100, "soft_cap": 20.0}),
+        ([70, 0, 200], 4, 2, 128, DecodeTile(3, 5, pages=1), INT8, {"window": 100, "soft_cap": 20.0, "scale": 0.2}),
+        # Windows that lie in a row's last page, and scales that turn the order of scores round or make them all the same.
+        ([200, 5, 120], 4, 2, 64, DecodeTile(2, 4), jnp.bfloat16, {"window": 7, "scale": -0.1, "unified": jnp.asarray([0.0, 8.0])}),
+        ([200, 5, 120], 4, 2, 64, DecodeTile(2, 4), E4M3, {"window": 70, "scale": 0.0}),
     ],
 )
 def test_the_kernel_is_its_twin(lengths, heads, kv_heads, width, tile, dtype, extra):
@@ -124,7 +127,11 @@ def test_the_kernel_is_its_twin(lengths, heads, kv_heads, width, tile, dtype, ex
     assert not np.asarray(got - extra.get("into", 0), np.float32)[nobody].any()
 
 
-SCORES = (  # of a row's keys, for queries of ones
+TINY = -2e37  # queries of this make a score of -inf of every key that is not 0
+SCORES = (  # of a row's keys, for queries of ones; those of the first three rows are TINY
+    lambda rng, length: np.full(length, 64.0),  # all -inf, in a pair that is cut
+    lambda rng, length: np.where(np.arange(length) < 2 * PAGE, 64.0, 0.0),  # all -inf in the first part of a pair that is cut
+    lambda rng, length: np.full(length, 64.0),  # all -inf, in one piece
     lambda rng, length: rng.choice([-1e4, 1e4], length),
     lambda rng, length: rng.normal(size=length) - 300,  # all far below phi
     lambda rng, length: np.zeros(length),  # a row of no keys
@@ -134,12 +141,13 @@ SCORES = (  # of a row's keys, for queries of ones
 )
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered in matmul")
 @pytest.mark.parametrize(
     ("unified", "dtype"),
     [(None, jnp.bfloat16), ((0.0, 8.0), jnp.bfloat16), ((310.0, 30.0), jnp.bfloat16), (None, E4M3), ((0.0, 8.0), E4M3), ((0.0, 8.0), INT8)],
 )
 def test_rows_that_leave_the_unified_maximum_behind_are_still_the_twins(unified, dtype):
-    lengths, heads, kv_heads, width = [130, 70, 0, 70, 130, 190], 4, 1, 64
+    lengths, heads, kv_heads, width = [300, 200, 5, 130, 70, 0, 70, 130, 190], 4, 1, 64
     k, v, table = paged(1, lengths, kv_heads, width)
     rng, keys = np.random.default_rng(2), np.asarray(k, np.float32).copy()
     for row, (length, scores) in enumerate(zip(lengths, SCORES, strict=True)):
@@ -148,11 +156,11 @@ def test_rows_that_leave_the_unified_maximum_behind_are_still_the_twins(unified,
     cache = cached(jnp.asarray(keys / 20 if dtype == E4M3 else keys, jnp.bfloat16), v, dtype)
     if dtype == E4M3:
         cache[2]["k_scale"] = jnp.full((kv_heads,), 20.0)
-    q = jnp.ones((len(lengths), heads, width), jnp.bfloat16)
-    how = {"unified": None if unified is None else jnp.asarray(unified), "tile": DecodeTile(1, 4), "sms": 2}
+    q = jnp.ones((len(lengths), heads, width), jnp.bfloat16).at[:3].set(TINY)
+    how = {"unified": None if unified is None else jnp.asarray(unified), "tile": DecodeTile(1, 4), "sms": 6}
     got, want = run(q, cache, table, jnp.asarray(lengths, jnp.int32), scale=1.0, **how)
-    for row, length in enumerate(lengths):
-        assert error(got[row], want[row]) < 6e-3 if length else not np.asarray(got[row], np.float32).any()
+    for row in range(len(lengths)):
+        assert error(got[row], want[row]) < 6e-3 if want[row].any() else not np.asarray(got[row], np.float32).any()
 
 
 @pytest.mark.parametrize("sms", [28, 132])
@@ -198,6 +206,16 @@ def test_it_says_what_it_does_not_take(change, said):
     extra = {name: x for name, x in change.items() if name in ("k_scale", "unified", "into", "sms")}
     with pytest.raises(ValueError, match=said):
         decode_attention(q, pages, pages, table, jnp.ones(2, jnp.int32), scale=1.0, **extra)
+
+
+@pytest.mark.parametrize(("batch", "workers"), [(256, 528), (512, 264), (3, 528)])
+def test_work_of_rows_that_share_their_pages_is_cut_evenly_past_int32(batch, workers):
+    """256 requests behind one prompt of 131,072 tokens are 2**22 pairs of a page and a head, times 528 workers more than an int32 holds."""
+    work = decode_work(jnp.full(batch, 131_072, jnp.int32), 8, workers)
+    pieces = np.asarray(work.pieces)[:, 3]
+    assert pieces.sum() == batch * 2048 * 8 and pieces.max() - pieces.min() <= 1
+    line = (np.asarray(work.pieces)[:, 0] * 8 + np.asarray(work.pieces)[:, 1]) * 2048 + np.asarray(work.pieces)[:, 2]
+    assert (line == np.arange(workers, dtype=np.int64) * batch * 2048 * 8 // workers).all()
 
 
 def test_work_is_listed_for_sms_of_a_gpu():

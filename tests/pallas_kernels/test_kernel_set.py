@@ -31,6 +31,7 @@ FAMILIES = {
     "tiny llama": "smollm2-135m",
 }
 E4M3 = "float8_e4m3fn"
+FLOAT32 = {"dtype": "float32", "kv_dtype": "float32"}
 PAGED = ("rope_append", "decode_attention", "chunk_attention")
 OPS = (*PAGED, "add_norm", "token_limits", "quantize_rows", "grouped_gemm")
 MOSAIC = {name: name for name in OPS} | {"add_norm": "rms_norm"}
@@ -152,9 +153,23 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
         ("9.0", {"page_size": 16}, [Fallback(op, "page_size", 16, "64") for op in PAGED]),
         ("9.0", {"head_dim": 96}, [Fallback(op, "head_dim", 96, "64, 128 or 256") for op in PAGED]),
         ("9.0", {"queries_per_kv_head": 17}, [Fallback(op, "queries_per_kv_head", 17, "up to 16") for op in PAGED]),
+        (
+            "9.0",
+            {"kv_heads": 16, "queries_per_kv_head": 16, "head_dim": 256},
+            [Fallback("rope_append", "kv_heads", 16, "fewer of 256 with 16 query heads each")],
+        ),
         ("9.0", {"kv_dtype": "float32"}, [Fallback(op, "kv_dtype", "float32", "bfloat16, fp8 or int8") for op in PAGED]),
         ("9.0", {"kv_dtype": "int8", "head_dim": 256}, [Fallback("chunk_attention", "head_dim", 256, "64 or 128 over a cache of int8")]),
         ("8.0", {"page_size": 16}, [Fallback("decode_attention", "page_size", 16, "64")]),
+        ("8.6", {"head_dim": 256}, []),
+        (
+            "8.6",
+            FLOAT32 | {"head_dim": 256},
+            [Fallback("decode_attention", "head_dim", 256, "up to 128 in float32, by the shared memory of 8.6")],
+        ),
+        ("8.0", FLOAT32 | {"head_dim": 256}, []),
+        ("7.5", {"head_dim": 256}, [Fallback("decode_attention", "head_dim", 256, "up to 128 in bfloat16, by the shared memory of 7.5")]),
+        ("7.5", FLOAT32, [Fallback("decode_attention", "head_dim", 128, "up to 64 in float32, by the shared memory of 7.5")]),
         ("8.0", {"kv_dtype": E4M3}, [Fallback("decode_attention", "kv_dtype", E4M3, "bfloat16 beside weights of it")]),
     ],
 )

@@ -16,7 +16,7 @@ from jaxflow.config import Rope
 from jaxflow.model.rope import inverse_frequencies
 from pallas_kernels import reference
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.rope_append import rope_append
+from pallas_kernels.rope_append import rope_append, takes
 from pallas_kernels.rope_columns import block_of
 from pallas_kernels.rope_rows import rows_layout
 
@@ -109,6 +109,18 @@ def test_it_says_what_it_does_not_take(changes, said):
         rope_append(fused, k, v, jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32), head_dim=64, inv_freq=None)
 
 
+@pytest.mark.parametrize(("kv", "group", "fits"), [(16, 16, False), (71, 1, True), (32, 4, True)])
+def test_a_token_that_does_not_fit_an_sm_is_refused(kv, group, fits):
+    """As the kernel set asks before: its copies that come and go are in shared memory."""
+    h = 64 if kv == 71 else 256
+    fused = jax.ShapeDtypeStruct((4, kv * (group + 2) * h), jnp.bfloat16)
+    pages, ints = jax.ShapeDtypeStruct((3, kv, 64, h), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
+    assert takes(kv, group, h, narrow=False) == fits
+    if not fits:
+        with pytest.raises(ValueError, match="16 KV heads of 256 and 16 query heads each: fewer"):
+            jax.eval_shape(functools.partial(rope_append, head_dim=h, inv_freq=None), fused, pages, pages, ints, ints)
+
+
 BOTH_NORMS, BOTH_SCALES = (dict.fromkeys(names, jnp.ones(2)) for names in (("q_norm", "k_norm"), ("k_scale", "v_scale")))
 
 
@@ -161,20 +173,25 @@ def test_a_row_is_within_one_warp(half):
         assert repeated == any(isinstance(dim, plgpu.Replicated) for dim in made.warp_dims)
 
 
-FORMS = [  # (cache, KV heads, head width, tokens whose values are written at once)
-    (jnp.bfloat16, 8, 128, 1),
-    (jnp.bfloat16, 8, 128, 1),  # another layer: the table of angles is the same
-    (jnp.float8_e4m3fn, 8, 128, 1),
-    (jnp.int8, 8, 128, 1),
-    (jnp.bfloat16, 28, 128, 1),  # as many bytes a token as OPT-30B's: two workers' ring is all that fits
-    (jnp.bfloat16, 1, 64, 1),
-    (jnp.float8_e4m3fn, 3, 64, 1),
-    (jnp.float8_e4m3fn, 2, 256, 1),
-    (jnp.float8_e4m3fn, 8, 128, 32),
-    (jnp.float8_e4m3fn, 1, 64, 8),
-    (jnp.int8, 2, 256, 8),
-    (jnp.float8_e4m3fn, 8, 128, None),
-    (jnp.int8, 8, 128, 16),
+FORMS = [  # (cache, KV heads, head width, tokens whose values are written at once, what is done to queries and keys)
+    (jnp.bfloat16, 8, 128, 1, "turned"),
+    (jnp.bfloat16, 8, 128, 1, "turned"),  # another layer: the table of angles is the same
+    (jnp.float8_e4m3fn, 8, 128, 1, "turned"),
+    (jnp.int8, 8, 128, 1, "turned"),
+    (jnp.bfloat16, 28, 128, 1, "turned"),  # as many bytes a token as OPT-30B's: two workers' ring is all that fits
+    (jnp.bfloat16, 1, 64, 1, "turned"),
+    (jnp.float8_e4m3fn, 3, 64, 1, "turned"),
+    (jnp.float8_e4m3fn, 2, 256, 1, "turned"),
+    (jnp.float8_e4m3fn, 8, 128, 32, "turned"),
+    (jnp.float8_e4m3fn, 1, 64, 8, "turned"),
+    (jnp.int8, 2, 256, 8, "turned"),
+    (jnp.float8_e4m3fn, 8, 128, None, "turned"),
+    (jnp.int8, 8, 128, 16, "turned"),
+    (jnp.bfloat16, 32, 64, 1, "nothing"),  # OPT's, whose positions are in its embeddings
+    (jnp.float8_e4m3fn, 32, 128, None, "nothing"),
+    (jnp.bfloat16, 8, 128, 1, "normed and turned"),  # Qwen3's
+    (jnp.bfloat16, 1, 256, 1, "normed and turned"),  # Gemma 3's
+    (jnp.float8_e4m3fn, 8, 128, None, "normed and turned"),
 ]
 
 
@@ -187,17 +204,20 @@ def test_for_the_h200_pages_are_written_in_place_and_no_access_is_misaligned(tmp
 
     made = [jax.eval_shape(lambda form=form: cache(np.random.default_rng(0), *form[:3])) for form in FORMS]
     pages = jax.tree.map(grown, made)
-    fused = [jax.ShapeDtypeStruct((256, heads * 6 * width), jnp.bfloat16) for _, heads, width, _ in FORMS]
+    fused = [jax.ShapeDtypeStruct((256, heads * 6 * width), jnp.bfloat16) for _, heads, width, *_ in FORMS]
     integers, floats = jax.ShapeDtypeStruct((256,), jnp.int32), jax.ShapeDtypeStruct((128,), jnp.float32)
+    norm = jax.ShapeDtypeStruct((256,), jnp.bfloat16)
 
-    def step(pages, fused, positions, slots, inv_freq):
+    def step(pages, fused, positions, slots, inv_freq, norm):
         def layer(form, kv: Any, x):
-            (k, v), (width, together) = kv, form[2:]
-            return rope_append(x, k, v, positions, slots, head_dim=width, inv_freq=inv_freq[: width // 2], together=together)
+            (k, v), (width, together, done) = kv, form[2:]
+            weights = dict.fromkeys(("q_norm", "k_norm"), norm[:width]) if "normed" in done else {}
+            how = {"inv_freq": inv_freq[: width // 2] if "turned" in done else None, "together": together, **weights}
+            return rope_append(x, k, v, positions, slots, head_dim=width, **how)
 
         return [layer(*of) for of in zip(FORMS, pages, fused, strict=True)]
 
-    compiled = compile_for_h200(step, *abstract(h200_mesh(), (pages, fused, integers, integers, floats)), donate_argnums=(0,))
+    compiled = compile_for_h200(step, *abstract(h200_mesh(), (pages, fused, integers, integers, floats, norm)), donate_argnums=(0,))
     assert [thunk.kind for thunk in compiled.thunks].count("kCustomCall") == len(FORMS)
     assert len(compiled.thunks) - len(FORMS) <= 2 * 3  # the tables of angles, for each of three head widths
     assert compiled.memory.alias_size_in_bytes == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))

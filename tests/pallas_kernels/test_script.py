@@ -1,8 +1,28 @@
 """The command line that the checking scripts share: what it refuses before anything runs."""
 
+import json
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.checks import script
+
+
+@pytest.mark.parametrize(("ok", "status"), [(False, 1), (np.False_, 1), (jnp.array(False), 1), (np.True_, 0), (None, 0)])
+def test_what_is_not_right_fails_whatever_its_kind(monkeypatch, tmp_path, capsys, ok, status):
+    """A comparison of numpy's numbers is no bool of Python's. None: a row that says nothing of the kind."""
+
+    def check(rows, *_):
+        script.say(rows, what="a kernel", **({} if ok is None else {"ok": ok}))
+
+    monkeypatch.setattr("sys.argv", ["script", "--json", str(tmp_path / "x.json")])
+    monkeypatch.setattr(script.jax, "default_backend", lambda: "gpu")
+    with pytest.raises(SystemExit) as caught:
+        script.main("script", None, {"check": check})
+    assert caught.value.code == status and ("all checks passed" in capsys.readouterr().out) == (status == 0)
+    (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert row.get("ok") == (None if ok is None else bool(ok))
 
 
 @pytest.mark.parametrize(

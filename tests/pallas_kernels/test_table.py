@@ -39,6 +39,17 @@ def test_beyond_its_last_rows_a_choice_has_no_tile():
     assert [rule.choose(rows) for rows in (8, 9)] == [Choice(8, "flat", (("rows", 8),)), Choice(8, "flat")]
 
 
+def test_a_shape_that_no_rule_is_near_and_a_device_without_a_table_are_said_once(caplog):
+    lone = dataclasses.replace(TABLE, device="a lone GPU")
+    with caplog.at_level(logging.WARNING, "pallas_kernels.table"):
+        assert lone.choose(Shape(96, 64), 8) is lone.choose(Shape(96, 64), 16) is None
+        assert [Table("a new GPU").choose(Shape(n, 4096), 8) for n in (6144, 4096, 128)] == [None] * 3
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        "kernels: no tuned rule near [96, 64] bfloat16 on a lone GPU",
+        "kernels: no table of tuned products for a new GPU",
+    ]
+
+
 def test_an_unknown_shape_takes_the_nearest_rule_without_its_tile_and_says_so_once(caplog):
     with caplog.at_level(logging.WARNING, "pallas_kernels.table"):
         choices = [TABLE.choose(Shape(5120, 4096), 16) for _ in range(3)]
@@ -136,6 +147,48 @@ def test_tuning_leaves_out_what_does_not_fit_its_time_and_goes_on_from_there(mon
         with pytest.raises(SystemExit):
             tune.main()
         assert "--rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lock", "{folder}/none/lock"], "--lock {folder}/none/lock: a file, in a folder that exists and can be written"),
+        (["--seconds", "0"], "--seconds 0: more than 0"),
+        (["--seconds", "nan"], "--seconds nan: more than 0"),
+    ],
+)
+def test_what_it_could_not_measure_by_is_refused_before_it_measures(monkeypatch, tmp_path, capsys, arguments, said):
+    monkeypatch.setattr(tune, "measure", lambda *_, **__: pytest.fail("it measured"))
+    monkeypatch.setattr(tune.jax, "default_backend", lambda: "gpu")
+    given = [argument.format(folder=tmp_path) for argument in arguments]
+    monkeypatch.setattr("sys.argv", ["tune", "--output", str(tmp_path / "t.json"), "--shapes", "64x128", *given])
+    with pytest.raises(SystemExit, match="2"):
+        tune.main()
+    assert capsys.readouterr().err == f"error: {said.format(folder=tmp_path)}\n"
+
+
+def test_a_product_that_nothing_was_compiled_for_ends_the_run_with_the_reason(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tune, "make_weights", lambda *_: [])
+    monkeypatch.setattr(tune, "make_inputs", lambda *_: tune.Inputs([], [], 1))
+    monkeypatch.setattr(tune, "compiled", lambda *_: "XlaRuntimeError: out of memory")
+    monkeypatch.setattr(tune.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("sys.argv", ["tune", "--output", str(tmp_path / "t.json"), "--shapes", "64x128", "--rows", "8"])
+    with pytest.raises(SystemExit, match="1"):
+        tune.main()
+    said = "error: 64x128, 8 rows: no kernel's program could be made, nor XLA's (XlaRuntimeError: out of memory)\n"
+    assert said in capsys.readouterr().err and not (tmp_path / "t.json").exists()
+
+
+def test_files_that_are_not_there_are_named_where_tables_become_one(monkeypatch, tmp_path, capsys):
+    good, absent, out = (str(tmp_path / name) for name in ("good.json", "absent.json", "t.json"))
+    (tmp_path / "good.json").write_text(json.dumps({"schema": table.SCHEMA, "device": "one", "rules": []}))
+    monkeypatch.setattr("sys.argv", ["tune", "--merge", good, absent, "--output", out])
+    tune.main()
+    assert capsys.readouterr().err == f"no such file, so not in {out}: {absent}\n"
+    monkeypatch.setattr("sys.argv", ["tune", "--merge", absent, "--output", out])
+    with pytest.raises(SystemExit, match="2"):
+        tune.main()
+    assert capsys.readouterr().err == f"error: --merge {absent}: no such file\n"
 
 
 def test_what_is_no_table_of_this_device_is_refused_by_its_name(monkeypatch, tmp_path, capsys):
@@ -255,10 +308,10 @@ def test_e4m3_shapes_say_how_their_input_is_scaled_and_what_is_quantised_behind_
     assert x.xs[0].scale.shape == (8, 2)
 
 
-@pytest.mark.parametrize("text", ["4096", "4096x", "axb", "4096x6144x2", "4096x6144g"])
+@pytest.mark.parametrize("text", ["4096", "4096x", "axb", "4096x6144x2", "4096x6144g", "0x64", "64x0", "64x128g0", "64x160g64", "100x64b"])
 def test_a_shape_that_is_none_is_named(text):
-    with pytest.raises(ValueError, match="--shapes"):
-        tune_shapes.parse_shape(text, "bfloat16")
+    with pytest.raises(ValueError, match=f"--shapes '{text}'"):
+        tune_shapes.parse_shape(text, E4M3 if text.endswith("b") else "bfloat16")
     with pytest.raises(ValueError, match="--models"):
         tune_shapes.shapes_of(["no such model"], "bfloat16")
 

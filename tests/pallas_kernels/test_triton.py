@@ -12,7 +12,9 @@ import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from jax_triton import triton_lib
 
-from pallas_kernels.triton.decode_attention import decode_attention
+from pallas_kernels import kernel_set
+from pallas_kernels.kernel_set import kernel_set_for
+from pallas_kernels.triton.decode_attention import decode_attention, shared_bytes
 from pallas_kernels.triton.flat_gemm import flat_gemm
 
 
@@ -62,3 +64,30 @@ def test_they_compile_for_real_shapes(capability, monkeypatch):
     streaming = [code.llir for code in codes if "join" not in code.name]
     assert len(streaming) == 2
     assert all("cp.async.cg.shared.global" in llir and "ld.global.b16" not in llir for llir in streaming)
+
+
+@pytest.mark.parametrize(("capability", "dtype", "width"), [("7.5", "bfloat16", 128), ("8.6", "float32", 128), ("8.6", "bfloat16", 256)])
+def test_what_a_kernel_set_takes_fits_the_shared_memory(capability, dtype, width, monkeypatch):
+    """Of GPUs that have least: compiled for them, at the widest heads that `kernel_set_for` gives the kernel."""
+    codes, compile_ttir = [], triton_lib.compile_ttir_inplace
+    monkeypatch.setattr(triton_lib, "compile_ttir_inplace", lambda *args: codes.append(compile_ttir(*args)) or codes[-1])
+    settings = {"queries_per_kv_head": 4, "page_size": 64, "dtype": dtype, "kv_dtype": dtype}
+    takes = [not kernel_set_for("gpu", capability, head_dim=h, kernels="triton", **settings).fallbacks for h in (width, 2 * width)]
+    assert takes == [True, False]
+
+    def shape(*dims, kind=dtype):
+        return jax.ShapeDtypeStruct(dims, kind)
+
+    def lower(function, *shapes):
+        jax.jit(functools.partial(function, sms=84, capability=int(capability.replace(".", "")))).trace(*shapes).lower(
+            lowering_platforms=("cuda",)
+        )
+        return codes.pop(0).shared_mem_bytes
+
+    pages, most = shape(64, 2, 64, width), kernel_set._KIB.get(capability, kernel_set._LEAST_KIB) << 10
+    attends = lower(
+        functools.partial(decode_attention, scale=0.1), shape(4, 8, width), pages, pages, shape(4, 40, kind="int32"), shape(4, kind="int32")
+    )
+    assert 0 < attends <= shared_bytes(width, jnp.dtype(dtype).itemsize) <= most
+    codes.clear()
+    assert 0 < lower(flat_gemm, shape(16, 4096), shape(28672, 4096)) <= most

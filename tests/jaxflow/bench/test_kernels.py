@@ -96,7 +96,7 @@ def test_a_row_has_rates_ratios_and_whether_it_is_reached(monkeypatch, must, rea
     assert row["ratios"] == {"rival": pytest.approx(2.0)}
     assert row["reached"] is reached
     lines = list(kernels_report.text(row))
-    assert len(lines) == 2 and ("short" in lines[0]) is (reached is False) and "2.000 TB/s" in lines[0] and "x2.000" in lines[1]
+    assert len(lines) == 2 and ("missed" in lines[0]) is (reached is False) and "2.000 TB/s" in lines[0] and "x2.000" in lines[1]
 
 
 def test_a_way_without_clock_and_watts_is_measured_again_and_then_refused(monkeypatch):

@@ -123,6 +123,26 @@ class TestPlans:
         assert found[48] == (overlapped,)
         assert found[96] == (sequential_plan(checkpoint.model_config, 96),)
 
+    @pytest.mark.parametrize(
+        ("damage", "said"),
+        [
+            (lambda ops: (), "attn_norm: no nano-op runs this op"),
+            (lambda ops: (*ops[:-1], msgspec.structs.replace(ops[-1], op="banana")), "op='banana' is not in this model's layers"),
+            (lambda ops: ops[::-1], "before it is made"),
+            (lambda ops: ops * 2, "another nano-op has this id"),
+            (lambda ops: tuple(msgspec.structs.replace(n, sms=4, waits=("lunch",)) for n in ops), "waits for 'lunch'"),
+        ],
+        ids=["empty", "op", "order", "twice", "waits"],
+    )
+    def test_a_damaged_sequential_plan_is_refused_before_it_sets_the_budget(self, checkpoint, tmp_path, damage, said):
+        """It would be left out for the engine's own, whatever is in it, and its tokens would be the largest step."""
+        plan = sequential_plan(checkpoint.model_config, 10**9)
+        plans.save(msgspec.structs.replace(plan, name="damaged", nano_ops=damage(plan.nano_ops)), tmp_path / "plan.json")
+        with pytest.raises(plans.PlanError, match=f"^damaged: .*{said}"):
+            resolve(EngineConfig(model=LLAMA, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
+        with pytest.raises(plans.PlanError, match=f"^damaged: .*{said}"):
+            choose_plans(self.settings(checkpoint, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
+
     def test_a_plan_over_the_budget(self, checkpoint, tmp_path):
         plans.save(two_nano_batch_plan(checkpoint.model_config, 128, 64), tmp_path / "plan.json")
         with pytest.raises(ConfigError, match=r"max_num_batched_tokens=96 .* at least 128"):

@@ -15,7 +15,7 @@ from jaxflow.engine.start_kernels import choose_kernels, tell_kernels
 from jaxflow.model.checkpoint import Checkpoint, open_checkpoint
 from pallas_kernels.gemm import HopperGemm, product_of
 from pallas_kernels.kernel_set import MOSAIC, PAGED, REFERENCE, KernelSet, kernel_set_for
-from pallas_kernels.table import Shape, Table
+from pallas_kernels.table import Choice, Rule, Shape, Table
 
 LLAMA = str(paths.MODELS / "tiny-llama")
 EIGHT_B = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
@@ -122,8 +122,8 @@ def test_kernels_go_by_the_device_unless_forced():
     model = open_checkpoint(LLAMA).model_config
     config = resolve(EngineConfig(model=LLAMA), model)
     assert choose_kernels(config, model) is REFERENCE
-    for kernels in ("mosaic", "triton"):
-        with pytest.raises(ConfigError, match=r"kernels=.*this is cpu"):
+    for kernels, need in (("mosaic", "compute capability 9.0"), ("triton", "an NVIDIA GPU and the extra `triton`")):
+        with pytest.raises(ConfigError, match=f"^kernels='{kernels}' is not supported: they need {need}, this is cpu$"):
             choose_kernels(dataclasses.replace(config, kernels=kernels), model)
     with pytest.raises(ConfigError, match="kernels='fast'"):
         EngineConfig(model=LLAMA, kernels="fast")
@@ -132,8 +132,9 @@ def test_kernels_go_by_the_device_unless_forced():
 class TestTold:
     """pytest has handlers of its own at the root, whose level is WARNING unless a test says otherwise."""
 
-    KERNELS = dataclasses.replace(REFERENCE, name="some", gemm=HopperGemm(Table("a GPU")))
-    PRODUCTS = {"qkv": product_of(Shape(6144, 4096), 1)}  # noqa: RUF012
+    QKV = Shape(6144, 4096)
+    KERNELS = dataclasses.replace(REFERENCE, name="some", gemm=HopperGemm(Table("a GPU", (Rule(QKV, (Choice(1, "fma"),)),))))
+    PRODUCTS = {"qkv": product_of(QKV, 1)}  # noqa: RUF012
 
     def test_beside_the_progress(self, caplog, capsys):
         tell_kernels(self.KERNELS, self.PRODUCTS, progress=True)

@@ -159,7 +159,8 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, change, message):
     [
         (["nowhere", "--text", "x"], "nowhere"),
         (["{stories}", "--text", "{missing}"], "No such file"),
-        (["{stories}", "--tokens", "{bad}"], "tokens=600"),
+        (["{stories}", "--tokens", "{bad}"], "tokens=600 is not supported: 0 to 511"),
+        (["{stories}", "--tokens", "{below}"], "tokens=-2 is not supported: 0 to 511"),
         (["{stories}", "--tokens", "{flat}"], "token ids"),
         (["{stories}", "--tokens", "{none}"], "none.npy, int64 [0, 32]' is not supported: a .npy file of token ids [windows, tokens]"),
         (["{stories}", "--tokens", "{text}"], "text.txt' is not supported: a .npy file of token ids"),
@@ -173,6 +174,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, change, message):
 )
 def test_a_command_that_cannot_work(tmp_path, capsys, arguments, message):
     np.save(tmp_path / "bad.npy", np.array([[1, 600]]))
+    np.save(tmp_path / "below.npy", np.array([[1, -2]]))
     np.save(tmp_path / "flat.npy", np.array([1, 2]))
     np.save(tmp_path / "none.npy", np.zeros((0, 32), np.int64))
     (tmp_path / "text.txt").write_text("Once upon a time there was a little dog.")
@@ -180,7 +182,7 @@ def test_a_command_that_cannot_work(tmp_path, capsys, arguments, message):
     (tmp_path / "empty.npy").touch()
     np.save(tmp_path / "objects.npy", np.array([{}], object), allow_pickle=True)
     np.savez(tmp_path / "several.npz", np.zeros((2, 2), np.int64))
-    places |= {name: tmp_path / f"{name}.npy" for name in ("bad", "flat", "none", "empty", "objects")} | {
+    places |= {name: tmp_path / f"{name}.npy" for name in ("bad", "below", "flat", "none", "empty", "objects")} | {
         "several": tmp_path / "several.npz"
     }
     output = tmp_path / "found.json"

@@ -8,6 +8,18 @@ from jax import lax
 from jaxflow.model.experts import likeliest
 
 
+@pytest.mark.parametrize("experts", [8, 33])
+def test_a_token_of_nan_goes_to_experts_that_there_are(experts):
+    """Else its rows would lie where another token's do: what overflowed in one request stays with it."""
+    scores = jnp.full((2, experts), jnp.nan).at[1].set(jnp.arange(experts))
+    weights, chosen = likeliest(scores, 2)
+    assert sorted({*chosen[0].tolist()} & {*range(experts)}) == sorted(chosen[0].tolist()) and chosen[1].tolist() == [
+        experts - 1,
+        experts - 2,
+    ]
+    assert np.isnan(np.asarray(weights[0])).all() and weights[1].tolist() == [experts - 1, experts - 2]
+
+
 @pytest.mark.parametrize(("experts", "chosen"), [(8, 2), (33, 3)])
 def test_the_likeliest_are_the_top_the_first_of_equals_before_the_others(experts, chosen):
     scores = jnp.asarray(np.random.default_rng(0).integers(0, 6, (64, experts)) / 6, jnp.float32)
