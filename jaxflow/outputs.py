@@ -7,6 +7,8 @@ from absl import flags
 
 from jaxflow.config import ConfigError
 
+PICTURES = (".png", ".svg", ".pdf")
+
 
 def check_outputs(*names: str, make_folders: bool = False) -> None:
     """Of flags that name files; those that are not set are passed over. make_folders: they need not be there.
@@ -16,6 +18,15 @@ def check_outputs(*names: str, make_folders: bool = False) -> None:
     for name in names:
         if path := flags.FLAGS[name].value:
             check_output(name, path, make_folders=make_folders)
+
+
+def check_pictures(*names: str, make_folders: bool = False) -> None:
+    """`check_outputs` of files that are drawn into, in the format that their names end on. Raises: ConfigError, also for another format."""
+    for name in names:
+        path = flags.FLAGS[name].value
+        if path and os.path.splitext(path)[1].lower() not in PICTURES:
+            raise ConfigError(name, path, f"a file of {', '.join(PICTURES)}")
+    check_outputs(*names, make_folders=make_folders)
 
 
 def check_output(name: str, path: str, *, make_folders: bool = False) -> None:

@@ -12,8 +12,9 @@ import hurry
 import hypothesis
 import paths
 import pytest
-from absl import flags
+from own_flags import own_flags
 
+from pallas_kernels import table
 from serving.default_model import default_model
 
 assert "jax" not in sys.modules, "JAX was imported before the tests could choose its platform"
@@ -79,6 +80,12 @@ def samplers_run_often():
         yield
 
 
+@pytest.fixture(autouse=True)
+def nothing_was_said_yet():
+    """What kernels say once a process, they say once a test: none goes by those that ran before it in the same worker."""
+    table._say_once.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def models_dir() -> Path:
     return paths.MODELS
@@ -106,20 +113,5 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture
 def no_flags():
-    """absl's own flags alone, as in a process of a command's own; all others are back afterwards, with their modules."""
-    state = vars(flags.FLAGS)
-    before = {name: _copied(value) for name, value in state.items()}
-    for name in list(flags.FLAGS):
-        if not (flags.FLAGS.find_module_defining_flag(name) or "").startswith("absl"):
-            delattr(flags.FLAGS, name)
-    yield
-    state.clear()
-    state.update(before)
-    flags.FLAGS.unparse_flags()
-
-
-def _copied(value):
-    """Flags by name, or lists of them by module, in dicts and lists that nobody else changes."""
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return list(value) if isinstance(value, list) else value
+    with own_flags():
+        yield

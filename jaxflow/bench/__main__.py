@@ -36,7 +36,7 @@ COMMANDS = (
     *("decode_step", "plans", "trace", "memory", "perplexity", "sweep"),
 )
 
-FILES = ("output_json", "output_png", "plot")  # flags that name what a command writes
+DRAWN = ("output_png", "plot")  # flags that name what a command draws into
 
 
 def main(argv: list[str]) -> int:
@@ -69,13 +69,14 @@ def _run(command) -> int:
     from jaxflow.bench.report import write_json
     from jaxflow.mesh import choose_platform
     from jaxflow.model.checkpoint import CheckpointError
-    from jaxflow.outputs import check_outputs
+    from jaxflow.outputs import check_outputs, check_pictures
     from serving.client import RequestFailed
 
     choose_platform()
     without_weights()
     try:
-        check_outputs(*(name for name in FILES if name in flags.FLAGS), make_folders=True)
+        check_outputs("output_json", make_folders=True)
+        check_pictures(*(name for name in DRAWN if name in flags.FLAGS), make_folders=True)
         result = command.run()
         if flags.FLAGS.output_json:
             write_json(flags.FLAGS.output_json, result)

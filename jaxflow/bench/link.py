@@ -111,7 +111,7 @@ def run() -> dict[str, Any]:
     config, workload = engine_config_from_flags(), parse_workload(f.workload, "workload")
     if not config.kv_offloading_size:
         raise ConfigError("kv_offloading_size", 0, "GiB of host memory, more than 0")
-    bed = make_bed(dataclasses.replace(config, plan="sequential"), [], [], [workload], [USUAL])
+    bed = make_bed(dataclasses.replace(config, plan="sequential"), [], [], [workload], [USUAL], "workload")
     executor: Executor = bed.executor
     copies = executor.copies
     assert copies is not None

@@ -31,7 +31,7 @@ def define_flags() -> None:
     options.define_flags()
     flags.DEFINE_list("blocks", ["1x1", "4x1", "4x2", "8x4"], "Blocks that are run, as gpu_batch_size x num_gpu_batches.")
     flags.DEFINE_string("output_json", None, "File for the report.")
-    flags.DEFINE_string("output_png", None, "File for the picture.")
+    flags.DEFINE_string("output_png", None, "File for the picture (.png, .svg, .pdf).")
 
 
 def sweep(config: EngineConfig, offload: OffloadConfig, blocks: Iterable[Size], *, progress: bool = False) -> dict[str, Any]:

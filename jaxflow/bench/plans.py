@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from jaxflow.bench import machine, options, plans_report
 from jaxflow.bench.report import write_json
-from jaxflow.bench.steady import Steady, Workload, average_step, fill_cache, page_appends, parse_workload, step_work
+from jaxflow.bench.steady import Steady, Workload, average_step, fill_cache, fitting_step, page_appends, parse_workload, rows_of, step_work
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.build import make_executor, prepare_process, resolve
 from jaxflow.engine.executor import Executor
@@ -64,10 +64,9 @@ def given_plans(paths: Iterable[str], config: EngineConfig, model: ModelConfig) 
 
 
 def variants(plans: Sequence[Plan], graphs: Sequence[str]) -> dict[str, tuple[Plan, str | None]]:
-    """By name: each plan, launched in each way. Raises: ConfigError for a way that is none."""
-    for way in graphs:
-        if way != USUAL and way not in GRAPHS:
-            raise ConfigError("graphs", way, f"{USUAL}, {', '.join(GRAPHS)}")
+    """By name: each plan, launched in each way. Raises: ConfigError for no way, and for one that is none."""
+    if (unknown := [way for way in graphs if way not in (USUAL, *GRAPHS)]) or not graphs:
+        raise ConfigError("graphs", ",".join(unknown), f"one or more of {', '.join((USUAL, *GRAPHS))}")
     several = len(graphs) > 1
     return {
         f"{plan.name}, {plan.tokens} tokens" + (f" [{way}]" if several else ""): (plan, None if way == USUAL else way)
@@ -86,16 +85,14 @@ class Bed:
     full_sizes: frozenset[int]  # of the steps that are filled with prefill; those of decodes alone have their own
 
     def step(self, workload: Workload, tokens: int) -> Composition:
-        """The workload's step of a size, as large as the cache lets it be."""
-        pages = [pages for pages, window in zip(self.executor.num_pages, self.model.windows, strict=True) if window is None]
-        size = self.config.block_size
-        kv_tokens = (min(pages or self.executor.num_pages) - 1) * size
-        return average_step(workload, tokens, most_rows=self.executor.slots, kv_tokens=kv_tokens, page_size=size)
+        """The workload's step of a size, as large as the cache lets it be. Raises: ConfigError for a cache that holds none."""
+        whole = [pages for pages, window in zip(self.executor.num_pages, self.model.windows, strict=True) if window is None]
+        pages = min(whole or self.executor.num_pages)
+        return fitting_step(workload, tokens, rows=self.executor.slots, pages=pages, page_size=self.config.block_size)
 
     def names(self, workload: Workload) -> list[str]:
-        """The ways that the workload is run: of decodes alone, those of the smallest size that holds them."""
-        known = {plan.tokens for plan, _ in self.ways.values()}
-        wanted = self.full_sizes if workload.decodes is None else {min(size for size in known if size >= workload.decodes)}
+        """The ways that the workload is run."""
+        wanted = sizes_of(workload, self.full_sizes, {plan.tokens for plan, _ in self.ways.values()})
         return [name for name, (plan, _) in self.ways.items() if plan.tokens in wanted]
 
     def ready(self, workload: Workload) -> dict[str, tuple[Steady, Composition]]:
@@ -117,20 +114,40 @@ class Bed:
         return found
 
 
+def sizes_of(workload: Workload, full: Collection[int], known: Collection[int]) -> set[int]:
+    """Sizes of the steps that the workload is run in: of decodes alone, the smallest that holds them."""
+    return set(full) if workload.decodes is None else {min(size for size in known if size >= workload.decodes)}
+
+
+def check_lengths(workloads: Sequence[Workload], flag: str, config: EngineConfig, model: ModelConfig) -> None:
+    """The page table drops what lies beyond it: such steps would read other keys than a report says. Raises: ConfigError."""
+    for workload in workloads:
+        if workload.keys > model.max_position:
+            raise ConfigError(flag, workload.name, f"at most {model.max_position} tokens a sequence, which {config.model} was made for")
+        if config.max_model_len and workload.keys > config.max_model_len:
+            raise ConfigError("max_model_len", config.max_model_len, f"at least {workload.keys}, which {flag}={workload.name} needs")
+
+
 def make_bed(
-    config: EngineConfig, plans: Sequence[str], tokens: Sequence[int], workloads: Sequence[Workload], graphs: Sequence[str]
+    config: EngineConfig,
+    plans: Sequence[str],
+    tokens: Sequence[int],
+    workloads: Sequence[Workload],
+    graphs: Sequence[str],
+    flag: str = "workloads",
 ) -> Bed:
-    """Loads, compiles every plan once, and fills the cache. Raises: ConfigError, PlanError, CheckpointError."""
+    """Loads, compiles every plan once, and fills the cache. flag: of the workloads. Raises: ConfigError, PlanError, CheckpointError."""
     prepare_process(config)
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model, tp = checkpoint.model_config, config.tensor_parallel_size
+    check_lengths(workloads, flag, config, model)
     config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
     given = given_plans(plans, resolve(dataclasses.replace(config, max_num_seqs=1), model), model)
     full = {*tokens, *(plan.tokens for plan in given)}
     if not full and any(workload.decodes is None for workload in workloads):
         full = {resolve(dataclasses.replace(config, max_num_seqs=1), model).max_num_batched_tokens or 0}
     every = sorted(full | {max(8, workload.decodes) for workload in workloads if workload.decodes})
-    longest = max(w.prompt_tokens + w.output_tokens for w in workloads) + 1
+    longest = max(workload.keys for workload in workloads) + 1
     rows = max(1, *(_rows(workload, max(every), config) for workload in workloads))
     config = dataclasses.replace(
         config,
@@ -139,6 +156,10 @@ def make_bed(
         max_model_len=config.max_model_len or min(longest, model.max_position),
     )
     config = resolve(config, model)
+    assert config.max_num_seqs is not None
+    for workload in workloads:  # what is known to be too few is refused before weights are read
+        for size in sizes_of(workload, full, every):
+            fitting_step(workload, size, rows=config.max_num_seqs, pages=config.num_kv_pages or sys.maxsize, page_size=config.block_size)
     ways = variants([*(sequential_plan(model, size, tp) for size in every), *given], graphs)
     named: dict[int, list[Plan]] = {}
     for name, (plan, _) in ways.items():
@@ -150,20 +171,19 @@ def make_bed(
     return Bed(config, model, executor, ways, frozenset(full))
 
 
-def bed_of_flags(workloads: Sequence[Workload], graphs: Sequence[str]) -> Bed:
-    """What the flags of `options.define_bed` ask for. Raises: ConfigError, PlanError, CheckpointError."""
+def bed_of_flags(workloads: Sequence[Workload], graphs: Sequence[str], flag: str = "workloads") -> Bed:
+    """What the flags of `options.define_bed` ask for. flag: of the workloads. Raises: ConfigError, PlanError, CheckpointError."""
     f = flags.FLAGS
     if not all(text.isdecimal() and int(text) for text in f.tokens):
         raise ConfigError("tokens", ",".join(f.tokens), "numbers of tokens with commas between them")
     config = engine_config_from_flags()
     plans = [*f.plans, *([config.plan] if config.plan not in ("auto", "sequential") else [])]
-    return make_bed(dataclasses.replace(config, plan="sequential"), plans, [int(text) for text in f.tokens], workloads, graphs)
+    return make_bed(dataclasses.replace(config, plan="sequential"), plans, [int(text) for text in f.tokens], workloads, graphs, flag)
 
 
 def _rows(workload: Workload, tokens: int, config: EngineConfig) -> int:
     """Rows of a step that has as many as fill it."""
-    step = average_step(workload, tokens, most_rows=tokens, kv_tokens=sys.maxsize, page_size=config.block_size)
-    return int(step.decode_tokens) + len(step.chunks)
+    return rows_of(average_step(workload, tokens, most_rows=tokens, kv_tokens=sys.maxsize, page_size=config.block_size))
 
 
 def measure(bed: Bed, workload: Workload, seconds: float) -> list[dict[str, Any]]:
@@ -177,6 +197,8 @@ def run() -> dict[str, Any]:
     """The command. Raises: ConfigError, PlanError, CheckpointError."""
     f, begun = flags.FLAGS, time.monotonic()
     workloads = [parse_workload(text) for text in f.workloads]
+    if not workloads:
+        raise ConfigError("workloads", "", "one or more with commas between them, like 1024/512,256x1100")
     bed = bed_of_flags(workloads, f.graphs)
     made_s = time.monotonic() - begun
     found: list[dict[str, Any]] = []

@@ -4,10 +4,12 @@ Decodes lie evenly over their outputs, prefill chunks in the middle of their pro
 step is what an engine's steps are in the mean, in the steady state of requests of these lengths (NanoFlow §3.1).
 """
 
+import bisect
 import dataclasses
 import functools
 import math
 import re
+import sys
 import types
 from typing import Any
 
@@ -39,6 +41,11 @@ class Workload:
     def name(self) -> str:
         return f"{self.prompt_tokens}/{self.output_tokens}" if self.decodes is None else f"{self.decodes}x{self.prompt_tokens}"
 
+    @property
+    def keys(self) -> int:
+        """Of the longest sequence in any of its steps."""
+        return self.prompt_tokens + self.output_tokens
+
 
 def parse_workload(text: str, flag: str = "workloads") -> Workload:
     """`1024/512`: prompt and output tokens. `256x1100`: 256 decodes of 1100 keys. Raises: ConfigError of the flag."""
@@ -69,6 +76,33 @@ def average_step(workload: Workload, tokens: int, *, most_rows: int, kv_tokens: 
     pieces = math.ceil(prefill / p)
     sizes = [prefill // pieces + (i < prefill % pieces) for i in range(pieces)]
     return Composition(decodes, p + (d + 1) / 2 if decodes else 0.0, tuple((size, (p - size) // 2) for size in sizes), decodes)
+
+
+def fitting_step(workload: Workload, tokens: int, *, rows: int, pages: int, page_size: int) -> Composition:
+    """The average step, as large as rows and pages (one of them nobody's) let it be.
+
+    Raises: ConfigError for too few of them for any step, telling how many would do.
+    """
+
+    def step(rows: int, pages: int) -> Composition:
+        return average_step(workload, tokens, most_rows=rows, kv_tokens=(pages - 1) * page_size, page_size=page_size)
+
+    def runs(rows: int, pages: int) -> bool:
+        return 0 < rows_of(step(rows, pages)) <= rows
+
+    if runs(rows, pages):
+        return step(rows, pages)
+    needed = f"which a step of {workload.name} needs in {tokens} tokens"
+    least = bisect.bisect_left(range(tokens + 1), True, key=lambda n: runs(n, sys.maxsize))
+    if rows < least:
+        raise ConfigError("max_num_seqs", rows, f"at least {least}, {needed}")
+    least = bisect.bisect_left(range(sys.maxsize), True, key=lambda n: runs(rows, n))
+    raise ConfigError("num_kv_pages", pages, f"at least {least}, {needed}")
+
+
+def rows_of(step: Composition) -> int:
+    """A row for each decode, and one for each chunk."""
+    return int(step.decode_tokens) + len(step.chunks)
 
 
 def step_work(workload: Workload, step: Composition, layout: StepLayout, vocabulary: int, seed: int = 0) -> StepWork:

@@ -6,10 +6,15 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from jaxflow.config import ConfigError
+from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.executor import Executor
+from jaxflow.pipeline.choice import is_sequential
+from jaxflow.pipeline.plan import load
+
+COMPARED = "plans with predictions, which have the sequential one beside them"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +74,19 @@ def sequential_alone(executor: Executor) -> Iterator[None]:
     alone = {bucket: tuple(one for one in several if one.plan == "sequential") for bucket, several in every.items()}
     without = [several[0].plan for bucket, several in every.items() if not alone[bucket]]
     if without:
-        raise ConfigError("plan", without[0], "plans with predictions, which have the sequential one beside them")
+        raise ConfigError("plan", without[0], COMPARED)
     executor.layouts = alone
     try:
         yield
     finally:
         executor.layouts = every
+
+
+def check_plan(config: EngineConfig) -> None:
+    """Refuses what `sequential_alone` would, of a plan file, before a model is loaded for nothing. Raises: ConfigError, PlanError."""
+    plan = load(config.plan) if Path(config.plan).is_file() else None
+    if plan is not None and plan.predictions is None and not is_sequential(plan):
+        raise ConfigError("plan", plan.name, COMPARED)
 
 
 def plans_of(executor: Executor) -> set[str]:

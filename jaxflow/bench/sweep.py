@@ -25,7 +25,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxflow.bench import latency, machine, options, plot, report, sarathi, serve, throughput, workload
+from jaxflow.bench import latency, machine, options, plot, report, sarathi, serve, steps, throughput, workload
 from jaxflow.bench.workload import Item, WorkloadError
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
@@ -43,7 +43,7 @@ def define_flags() -> None:
     flags.DEFINE_string("target", None, "For rate: a running server, host:port, instead of an engine in this process.")
     flags.DEFINE_boolean("beside_sequential", False, "For rate: run each twice in the same engine, first by the sequential plan alone.")
     flags.DEFINE_integer("num_iters", 3, "For batch_size: batches measured of each size.", lower_bound=1)
-    flags.DEFINE_string("output_png", None, "Draw the sweep into this file.")
+    flags.DEFINE_string("output_png", None, "Draw the sweep into this file (.png, .svg, .pdf).")
     flags.DEFINE_list("chunk_sizes", ["128", "256", "512"], "For pd_ratio: tokens of a step that chunks fill.")
     flags.DEFINE_integer("slots", 18, "For pd_ratio, tiles, policies: requests at a time, B.", lower_bound=2)
     flags.DEFINE_integer("length", 1024, "For pd_ratio, policies: prompt and output tokens of a request, P + D.", lower_bound=2)
@@ -164,6 +164,8 @@ def _measured(kind: str) -> dict[str, Any]:
     slo = report.parse_goodput(f.goodput)
     config = engine_config_from_flags()
     if kind == "rate":
+        if f.beside_sequential:
+            steps.check_plan(config)
         options.check_workload(options.longest(config))
     with LLM.from_config(dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or 2000))) as llm:
         head = {"command_name": "sweep", **throughput.head(llm)}

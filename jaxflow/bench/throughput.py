@@ -186,6 +186,8 @@ def run() -> dict[str, Any]:
     for name in ("beside_sequential", "profiled_seconds"):
         if talking and f[name].value:
             raise ConfigError(name, f[name].value, "requests without conversations: no --rounds, no trace of shared blocks")
+    if f.beside_sequential:
+        steps.check_plan(config)
     options.check_workload(options.longest(config))
     with LLM.from_config(config) as llm:
         items, described = options.items_from_flags(llm.max_model_len)

@@ -29,7 +29,8 @@ from jaxflow.bench.trace_events import RESOURCES, Kernel, LayerTrace, Used, mean
 from jaxflow.engine.plans import products_dtype
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, FP8_PRODUCTS, find_device
-from jaxflow.model.graph import Graph, Widths, model_graph
+from jaxflow.model.graph import Graph, Widths
+from jaxflow.pipeline import order
 from jaxflow.pipeline.plan import Plan
 from pallas_kernels.checks.timing import interleaved
 
@@ -42,7 +43,7 @@ def define_flags() -> None:
     flags.DEFINE_float("seconds", 3.0, "How long each plan is timed.", lower_bound=0.0)
     flags.DEFINE_float("traced_seconds", 0.5, "How long each plan runs under the profiler.", lower_bound=0.0)
     flags.DEFINE_string("trace_dir", None, "Keep the profiler's files in this folder, for other viewers.")
-    flags.DEFINE_string("plot", None, "Draw into this file (.png, .svg).")
+    flags.DEFINE_string("plot", None, "Draw into this file (.png, .svg, .pdf).")
     flags.DEFINE_enum("optimal_device", None, sorted(DEVICES), "Device whose datasheet peaks are taken; default: this machine's.")
 
 
@@ -59,8 +60,7 @@ def traced(steady: Steady, step_s: float, seconds: float, folder: Path) -> list[
                 before.block_until_ready()
             before = tokens
         jax.block_until_ready(before)
-    (found,) = folder.rglob("*.xplane.pb")
-    return read_kernels(found)
+    return read_kernels(max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns))  # a folder may keep older ones
 
 
 def peaks_of(device: str | None, dtype: str, trace: LayerTrace) -> tuple[str, dict[str, dict[str, float]]]:
@@ -128,8 +128,7 @@ def graph_of(bed: Bed, plan: Plan) -> Graph:
     """The graph of a plan's form, with the widths of the engine's numbers."""
     config = bed.config
     weights, kv, wide = (jnp.dtype(dtype).itemsize for dtype in (products_dtype(config), config.kv_cache_dtype, config.dtype))
-    scattered = any(nano.op.endswith("_scatter") for nano in plan.nano_ops)
-    return model_graph(bed.model, config.tensor_parallel_size, Widths(weights, kv, wide, wide), scattered=scattered)
+    return order.graph_of(plan, bed.model, config.tensor_parallel_size, Widths(weights, kv, wide, wide))
 
 
 def measure(bed: Bed, workload: Workload, seconds: float, traced_seconds: float, folder: Path, device: str | None) -> list[dict[str, Any]]:
@@ -152,7 +151,7 @@ def run() -> dict[str, Any]:
     """The command. Raises: ConfigError, PlanError, CheckpointError, ValueError."""
     f, begun = flags.FLAGS, time.monotonic()
     workload = parse_workload(f.workload, "workload")
-    bed = bed_of_flags([workload], ["streams"])
+    bed = bed_of_flags([workload], ["streams"], "workload")
     with tempfile.TemporaryDirectory() as temporary:
         found = measure(bed, workload, f.seconds, f.traced_seconds, Path(f.trace_dir or temporary), f.optimal_device)
     result = {

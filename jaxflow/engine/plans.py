@@ -12,6 +12,7 @@ from jaxflow.engine.layout import StepLayout
 from jaxflow.model.checkpoint import open_checkpoint, shipped_configs
 from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.order import check, graph_of
 from jaxflow.pipeline.plan import SHIPPED, Plan, PlanError, borders, fitting, load
 from pallas_kernels.gemm import HopperGemm, Product
 from pallas_kernels.kernel_set import KernelSet
@@ -61,12 +62,12 @@ def products_dtype(config: EngineConfig) -> str:
 
 
 def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
-    """The plans that `--plan` names, the sequential one not among them: those shipped, of a folder, or of one file.
+    """The plans that `--plan` names, each one of this model's layers: those shipped, of a folder, or of one file.
 
     Of a folder, those that were searched for this model, device, parallelism and dtypes. config: resolved, at least its dtypes; none are
     named yet where its plan is `auto` still.
 
-    Raises: ConfigError where there is none. PlanError for a file that cannot be read.
+    Raises: ConfigError where there is none. PlanError for a file that cannot be read, or whose plan is not one of this model.
     """
     if config.plan in ("auto", "sequential"):
         return ()
@@ -74,6 +75,7 @@ def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
     single = config.plan != "searched" and not folder.is_dir()
     found = (load(folder),) if single else _made_for(folder, config, model)
     for plan in found:
+        _check(plan, model, config.tensor_parallel_size)
         if plan.name == "sequential" and not is_sequential(plan):
             raise PlanError(plan.name, "a name of its own: this plan cuts its steps, or has streams or sums of its own")
     if not found:
@@ -82,6 +84,15 @@ def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
         where = "is shipped" if config.plan == "searched" else "is in that folder"
         raise ConfigError("plan", config.plan, f"auto, sequential, a plan file or a folder of plans: no plan for {kind} {where}")
     return found
+
+
+def _check(plan: Plan, model: ModelConfig, tp: int) -> None:
+    """Also of a plan that no step will run: what is damaged says nothing. Raises: PlanError naming the plan and its nano-op."""
+    graph = graph_of(plan, model, tp)
+    try:
+        check(plan, graph)
+    except PlanError as error:
+        raise PlanError(plan.name, str(error)) from error
 
 
 def _made_for(folder: Path, config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:

@@ -10,7 +10,9 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxflow.pipeline.plan import Plan, PlanError, Predictions
+from jaxflow.pipeline.plan import NanoOp, Plan, PlanError, Predictions
+
+_FORMS = ("_scatter", "_gather", "_swap")  # of sums over devices, but for the usual one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +84,8 @@ def portfolio(searched: Iterable[Plan], buckets: Iterable[int], sequential: Call
     """The plans of each bucket, where there is a choice the sequential one first.
 
     searched: each is for the bucket of its tokens, and makes one where there is none. A plan without predictions cannot be
-    compared: it is its bucket's only one, for every composition. One that cuts nothing and uses no stream is the sequential one; one
-    that no step would pick, since it is sure to gain nowhere, is left out: an engine need not compile it.
+    compared: it is its bucket's only one, for every composition. The sequential one among them adds none;
+    one that no step would pick, since it is sure to gain nowhere, is left out: an engine need not compile it.
     sequential: makes the sequential plan of so many tokens.
 
     Raises: PlanError for several plans of a bucket that cannot be told apart.
@@ -106,5 +108,16 @@ def portfolio(searched: Iterable[Plan], buckets: Iterable[int], sequential: Call
 
 
 def is_sequential(plan: Plan) -> bool:
-    """Whether nothing is cut, nothing overlaps, and sums over devices are as usual."""
-    return plan.sums == "kernels" and all(nano.stop - nano.start == plan.tokens and not nano.stream for nano in plan.nano_ops)
+    """Whether each op is there once, nothing is cut, nothing overlaps or waits, and sums over devices are as usual.
+
+    Of a plan that `jaxflow.pipeline.order.check` accepts: in what order the ops are, and of which model, is not looked at.
+    """
+    ops = [nano.op for nano in plan.nano_ops]
+    usual = plan.sums == "kernels" and not any(op.endswith(_FORMS) for op in ops)
+    return usual and 0 < len(ops) == len(set(ops)) and all(_plain(nano, plan.tokens) for nano in plan.nano_ops)
+
+
+def _plain(nano: NanoOp, tokens: int) -> bool:
+    """Whether it is all tokens' and like any other. A sum's SMs are what NCCL takes: a searched plan says so, a step does not ask."""
+    sms = nano.sms if nano.op.endswith("_reduce") else None
+    return nano == NanoOp(nano.id, nano.op, 0, tokens, sms=sms)

@@ -112,6 +112,8 @@ class _Step:
         if group.runs[0].op.kind == "network":
             self.collectives += group.runs
             return
+        if any(sent.nano.id in group.runs[0].nano.waits for sent in self.collectives):
+            self.flush()  # what is not traced is not in `made`: the wait would be for the previous layer's run of it
         self.order(group.runs[0])
         self.flush()
         self.awaited = self.waited_for(group.runs[0])

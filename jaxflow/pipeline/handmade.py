@@ -9,9 +9,9 @@ from jaxflow.pipeline.plan import NanoOp, Plan, PlanError
 
 
 def sequential_plan(config: ModelConfig, tokens: int, tp: int = 1, scattered: bool = False) -> Plan:
-    """Every op over all tokens, in the graph's order: the plain forward as a plan."""
+    """Every op over all tokens, in the graph's order: the plain forward as a plan. Scattered it is a plan of its own, and so named."""
     ops = _op_names(model_graph(config, tp, scattered=scattered))
-    return Plan("sequential", tokens, tuple(NanoOp(op, op, 0, tokens) for op in ops))
+    return Plan("sequential, sums scattered" if scattered else "sequential", tokens, tuple(NanoOp(op, op, 0, tokens) for op in ops))
 
 
 def two_nano_batch_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1, scattered: bool = False) -> Plan:

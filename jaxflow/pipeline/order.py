@@ -9,7 +9,7 @@ were issued before them.
 import dataclasses
 
 from jaxflow.config import ModelConfig
-from jaxflow.model.graph import Graph, Op, model_graph
+from jaxflow.model.graph import BFLOAT16, Graph, Op, Widths, model_graph
 from jaxflow.pipeline.plan import NanoOp, Plan, PlanError
 
 ATTENTION = ("decode_attention", "chunk_attention")
@@ -47,10 +47,15 @@ class Span:
         return self.start < other.stop and other.start < self.stop
 
 
-def graph_of(plan: Plan, config: ModelConfig, tp: int = 1) -> Graph:
-    """The model's graph with its sums over devices in the form that the plan has them."""
+def graph_of(plan: Plan, config: ModelConfig, tp: int = 1, widths: Widths = BFLOAT16) -> Graph:
+    """The model's graph with its sums over devices in the form that the plan has them.
+
+    Raises: PlanError for a plan of two forms.
+    """
     scattered, swapped = (any(nano.op.endswith(end) for nano in plan.nano_ops) for end in ("_scatter", "_swap"))
-    return model_graph(config, tp, scattered=tp > 1 and scattered, swapped=tp == 4 and swapped)
+    if scattered and swapped:
+        raise PlanError(plan.name, "has its sums over devices both scattered and swapped: one or the other")
+    return model_graph(config, tp, widths, scattered=tp > 1 and scattered, swapped=tp == 4 and swapped)
 
 
 def program(plan: Plan, graph: Graph) -> tuple[Run, ...]:

@@ -168,7 +168,7 @@ def test_what_failed_under_the_profiler_is_said(llm, monkeypatch):
         return records, seconds
 
     monkeypatch.setattr(throughput, "drive", failing)
-    found = throughput.profiled(llm, workload.constant(4, 20, 9), 0.05)
+    found = throughput.profiled(llm, workload.constant(4, 20, 100), 0.05)  # half of it is long enough for a profiler to begin in
     assert found is not None and (found["failed"], found["error"]) == (1, "RuntimeError: the profiler was here")
 
 
@@ -187,6 +187,14 @@ def test_searched_plans_beside_the_sequential_one_in_one_run(bench, llm, tmp_pat
     named: Any = types.SimpleNamespace(layouts=layouts)
     with pytest.raises(ConfigError, match="plan='its only one'"), steps.sequential_alone(named):
         pass
+
+
+@pytest.mark.parametrize("command", [["throughput"], ["sweep", "--sweep", "rate", "--values", "1"]])
+def test_a_plan_that_has_no_sequential_one_beside_it_is_refused_before_a_model_is_loaded(command, bench, capsys, monkeypatch):
+    monkeypatch.setattr(LLM, "from_config", lambda config: pytest.fail("loaded"))
+    plan = ["--plan", "benchmarks/plans/variants/parts92-40.json", "--beside_sequential"]
+    assert bench(*command, "--model", MODEL, *plan, "--input_len", "5", "--output_len", "3") != 0
+    assert "is not supported: plans with predictions" in capsys.readouterr().err
 
 
 def test_without_a_plan_that_is_sure_to_gain_it_runs_once_and_says_so(bench, capsys):
@@ -244,6 +252,8 @@ def test_host_command(bench, tmp_path, capsys):
         (["throughput", "--model", MODEL, "--max_model_len", "128", "--lengths", "lognormal", "--input_len", "500"], 1, "500"),
         (["throughput", "--model", MODEL, "--output_json", "/"], 1, "output_json='/' is not supported: a file that can be written"),
         (["latency", "--model", MODEL, "--output_json", "/dev/null/out.json"], 1, "in a folder that can be made"),
+        (["sweep", "--sweep", "tiles", "--output_png", "x.txt"], 1, "output_png='x.txt' is not supported: a file of .png, .svg, .pdf"),
+        (["trace", "--model", MODEL, "--plot", "layer"], 1, "plot='layer' is not supported: a file of .png, .svg, .pdf"),
         (["latency", "--model", MODEL, "--input_len", "128"], 1, "--input_len 128"),
         (["sweep", "--sweep", "length", "--values", "8x4", "--model", MODEL], 1, "8x4"),
         (["sweep", "--sweep", "rate", "--model", MODEL], 1, "--values is needed"),

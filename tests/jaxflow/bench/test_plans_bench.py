@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxflow.bench import plans_report
 from jaxflow.bench.__main__ import main
-from jaxflow.bench.steady import Workload, average_step, page_appends, parse_workload, step_work
+from jaxflow.bench.steady import Workload, average_step, fitting_step, page_appends, parse_workload, rows_of, step_work
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.layout import SlotTable, StepLayout, pack
 from jaxflow.model.checkpoint import open_checkpoint
@@ -69,6 +69,23 @@ def test_the_step_that_runs_is_that_step(workload, seed):
 def test_what_is_no_workload(text):
     with pytest.raises(ConfigError, match="workloads="):
         parse_workload(text)
+
+
+@given(st.sampled_from([Workload(200, 90), Workload(4, 0), Workload(33, 0, decodes=40)]), st.integers(1, 64), st.integers(1, 99))
+def test_a_step_fits_or_what_it_lacks_is_told(workload, rows, pages):
+    """As much as is told is enough, and no less."""
+    have = {"rows": rows, "pages": pages}
+    try:
+        step = fitting_step(workload, 64, **have, page_size=PAGE)
+        same = average_step(workload, 64, most_rows=rows, kv_tokens=(pages - 1) * PAGE, page_size=PAGE)
+        assert 0 < rows_of(step) <= rows and step == same
+    except ConfigError as error:
+        lacked = {"max_num_seqs": "rows", "num_kv_pages": "pages"}[error.field]
+        least = int(error.accepted.split()[2].rstrip(","))
+        roomy = have | ({"pages": 10**6} if lacked == "rows" else {})
+        assert rows_of(fitting_step(workload, 64, **roomy | {lacked: least}, page_size=PAGE))
+        with pytest.raises(ConfigError, match=f"{error.field}={least - 1} .* at least {least}, "):
+            fitting_step(workload, 64, **roomy | {lacked: least - 1}, page_size=PAGE)
 
 
 def test_a_cache_that_is_too_small_is_named():
@@ -153,6 +170,16 @@ def test_plans_of_one_name_are_refused(tmp_path, no_flags, capsys, name):
     ]
     assert main(["bench", "plans", *line]) == 1
     assert "name" in (said := capsys.readouterr().err) and name in said
+
+
+def test_a_damaged_plan_is_refused_by_name(tmp_path, no_flags, capsys):
+    """Uncut as it is, it would be left out as the sequential one."""
+    model = str(paths.MODELS / "tiny-llama")
+    plan = sequential_plan(open_checkpoint(model).model_config, 32)
+    save(msgspec.structs.replace(plan, name="backwards", nano_ops=plan.nano_ops[::-1]), tmp_path / "plan.json")
+    line = ["--model", model, "--load_format", "dummy", "--plans", str(tmp_path / "plan.json"), "--workloads", "24/12"]
+    assert main(["bench", "plans", *line]) == 1
+    assert capsys.readouterr().err.startswith("error: backwards: down: reads")
 
 
 def test_a_model_cut_short_is_predicted_to_gain_and_no_times():

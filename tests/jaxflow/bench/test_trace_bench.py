@@ -1,25 +1,31 @@
 """`bench trace`: what is made of a profiler's kernels, and the command on a toy model, by a real trace."""
 
+import collections
 import dataclasses
 import itertools
 import json
+import os
 import sys
+import types
+from typing import Any
 
 import jax
 import paths
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from own_flags import own_flags
 
 from jaxflow.bench.__main__ import main
-from jaxflow.bench.trace import peaks_of
+from jaxflow.bench.trace import graph_of, peaks_of, traced
 from jaxflow.bench.trace_events import RESOURCES, Kernel, _gaps, means, one_layer, part, scopes, shares
 from jaxflow.bench.trace_watts import modelled
+from jaxflow.config import EngineConfig
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import Work, model_graph
-from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handmade import phased_plan, sequential_plan, swapped, two_nano_batch_plan
 from jaxflow.pipeline.order import program
 from jaxflow.pipeline.plan import save
 
@@ -28,6 +34,7 @@ TINY = open_checkpoint(NAME).model_config
 SIX = dataclasses.replace(TINY, layers=TINY.layers[:1] * 6)
 STEP = Composition(20, 50.0, ((30, 10), (14, 3)))
 TOKENS = 64
+SWAPPED = paths.ROOT / "benchmarks" / "h200-trace-llama-3-70b-8-layers-tp4-fp8-swapped.json"
 COUNTS = ("tokens", "decode_tokens", "decode_keys", "chunk_tokens", "chunk_pairs")
 
 
@@ -89,6 +96,34 @@ def test_a_layers_time_has_a_layers_work(plan, tp, beside):
         assert max(row["memory"] for row in shares(trace, own)) == pytest.approx(1.0)
 
 
+def test_sums_are_counted_in_the_form_that_the_plan_has_them():
+    """Swapped, both exchanges have their bytes, and together more than a ring's."""
+    config = EngineConfig(NAME, dtype="float32", kv_cache_dtype="float32", tensor_parallel_size=4)
+    bed: Any = types.SimpleNamespace(config=config, model=SIX)
+    plain = two_nano_batch_plan(SIX, TOKENS, 40, 4)
+    sent = {}
+    for plan in (plain, swapped(plain)):
+        ops = {op.name: op for op in graph_of(bed, plan).layers[0]}
+        assert {nano.op for nano in plan.nano_ops} == set(ops)
+        sent[plan.name] = {name: op.work(STEP).network_bytes for name, op in ops.items() if op.kind == "network"}
+    ring, (swap, reduce) = sent[plain.name]["mlp_reduce"], (sent[swapped(plain).name][f"mlp_{step}"] for step in ("swap", "reduce"))
+    assert swap == reduce == STEP.tokens * SIX.hidden_size * 4 and ring == pytest.approx(1.5 * swap)
+
+
+def test_the_trace_of_swapped_sums_counts_both_exchanges():
+    """A whole part of 2048 tokens in 16 bits each, of both halves and both blocks."""
+    alone, plan = json.loads(SWAPPED.read_text("utf-8"))["plans"]
+    sent = collections.Counter()
+    for kernel in plan["kernels"]:
+        sent[kernel["op"], kernel["nano_op"]] += kernel["network_bytes"]
+    exchanges = {nano: count for (op, nano), count in sent.items() if op.endswith(("_swap", "_reduce"))}
+    assert list(exchanges.values()) == pytest.approx([2048 * 8192 * 2] * 8)
+    assert None not in {kernel["kind"] for kernel in plan["kernels"]}
+    assert plan["mean_shares"] == pytest.approx(means(plan["shares"]))
+    said = f"a layer uses {plan['mean_shares']['network']:.0%}, in sequence {100 * alone['mean_shares']['network']:.0f}.".replace("%", " %")
+    assert said in (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
+
+
 def test_a_trace_that_shows_too_little_is_refused():
     plan = sequential_plan(SIX, TOKENS)
     kernels, names, graph = fake(plan, 1, [1e-6], steps=2)
@@ -147,6 +182,15 @@ def test_a_program_says_in_which_scope_an_instruction_was_made():
     assert any("/qkv/qkv.1/" in scope for scope in found.values())
 
 
+def test_a_folder_may_keep_an_older_trace(tmp_path):
+    older = tmp_path / "plugins" / "profile" / "2020_01_01" / "host.xplane.pb"
+    older.parent.mkdir(parents=True)
+    older.write_bytes(b"no trace")
+    os.utime(older, (1, 1))
+    run = jax.jit(jax.numpy.tanh)
+    assert traced(types.SimpleNamespace(enqueue=lambda: run(jax.numpy.ones(8))), 1.0, 0.0, tmp_path)
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
@@ -154,7 +198,8 @@ def report(tmp_path_factory):
     line = f"bench trace --model {NAME} --load_format dummy --tensor_parallel_size 2 --workload 64/32 --seconds 0.1 --traced_seconds 0.05"
     line += f" --num_kv_pages 64 --plans {folder}/two.json --plot {folder}/plot.png --output_json {folder}/out.json"
     sys.argv = line.split()
-    assert main(line.split()) == 0
+    with own_flags():
+        assert main(line.split()) == 0
     return json.loads((folder / "out.json").read_text()), folder
 
 

@@ -96,6 +96,24 @@ def test_a_search_that_found_nothing_better_adds_no_plan():
     }
 
 
+@pytest.mark.parametrize("changes", [{"sms": 4}, {"ahead": 1}, {"waits": ("qkv",)}, {"stream": 1}, {"stop": 8}, {"op": "qkv"}], ids=str)
+def test_one_op_that_is_otherwise_makes_a_plan_of_its_own(changes):
+    plan = sequential_plan(LLAMA, 16)
+    edited = tuple(msgspec.structs.replace(nano, **changes) if nano.op == "down" else nano for nano in plan.nano_ops)
+    assert is_sequential(plan) and not is_sequential(msgspec.structs.replace(plan, nano_ops=edited))
+
+
+def test_how_much_of_the_device_a_sum_takes_is_none_of_the_plans():
+    """NCCL decides; the search's solver writes down what it took it for."""
+    plan = sequential_plan(LLAMA, 16, 2)
+    few = tuple(msgspec.structs.replace(nano, sms=24) if nano.op.endswith("_reduce") else nano for nano in plan.nano_ops)
+    assert few != plan.nano_ops and is_sequential(msgspec.structs.replace(plan, nano_ops=few))
+
+
+def test_nothing_at_all_is_not_the_sequential_plan():
+    assert not is_sequential(msgspec.structs.replace(sequential_plan(LLAMA, 10**9), nano_ops=()))
+
+
 @given(predictions(), st.floats(0, 1), st.integers(0, 2000), st.integers(0, 4000))
 def test_a_plan_that_is_left_out_would_never_have_been_picked(predicted, margin, decodes, context):
     predicted = msgspec.structs.replace(predicted, margin=margin)

@@ -13,13 +13,14 @@ import os
 import drawn
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, note, seed, settings
 from hypothesis import strategies as st
 
 from jaxflow.model.graph import model_graph
-from jaxflow.pipeline import streams
+from jaxflow.pipeline import compiler, streams
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import PlanError, borders
@@ -95,6 +96,25 @@ def test_the_sequential_plan_is_the_plain_forward_bit_for_bit():
     w, kv, plain = drawn.plain(model)
     got = model.jitted(compile_plan(sequential_plan(model.config, TOKENS), model.config))(w, kv, step)
     jax.tree.map(np.testing.assert_array_equal, got, plain(w, kv, step))
+
+
+def test_a_wait_for_a_sum_that_was_just_issued_is_for_this_layers(monkeypatch):
+    """Not for the last layer's, which is all that is traced of it by then."""
+    model, found, order = bench("tiny-llama", 2), [], compiler._Step.order
+    plan = two_nano_batch_plan(model.config, TOKENS, SPLIT, 2)
+    waiting = {"attn_norm.1": "attn_reduce.0"}  # the one is issued right behind the other
+    plan = msgspec.structs.replace(
+        plan, nano_ops=tuple(msgspec.structs.replace(n, waits=(waiting[n.id],)) if n.id in waiting else n for n in plan.nano_ops)
+    )
+
+    def ordered(step, run):
+        found.extend((run.layer, piece.source[0]) for wait in run.nano.waits for piece in step.made.get(wait, []))
+        order(step, run)
+
+    monkeypatch.setattr(compiler._Step, "order", ordered)
+    w, kv, _ = drawn.plain(model)
+    model.jitted(compile_plan(plan, model.config, 2)).lower(w, kv, drawn.step(model.config, TOKENS, (SPLIT,), 4, (7, 3)))
+    assert found == [(layer, layer) for layer in range(model.config.num_layers)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int32", "uint8"])

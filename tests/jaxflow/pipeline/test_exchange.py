@@ -11,7 +11,7 @@ from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import copied, phased_plan, products_in_two_plan, sequential_plan, swapped, two_nano_batch_plan, waited
 from jaxflow.pipeline.order import check, graph_of
-from jaxflow.pipeline.plan import PlanError, from_json, load, to_json
+from jaxflow.pipeline.plan import NanoOp, PlanError, from_json, load, to_json
 
 TOKENS = 16
 WORK = ((8, (3, 2)), (2, (9, 4)))
@@ -67,6 +67,9 @@ def test_four_devices_swap_in_two_steps():
         compile_plan(plan, LLAMA, 2)
     with pytest.raises(PlanError, match=r"sums='kernels': what is swapped is copied"):
         compile_plan(msgspec.structs.replace(plan, sums="kernels"), LLAMA, 4)
+    both = msgspec.structs.replace(plan, name="of both", nano_ops=(*plan.nano_ops, NanoOp("odd", "attn_scatter", 0, TOKENS)))
+    with pytest.raises(PlanError, match=r"of both: .* both scattered and swapped"):
+        compile_plan(both, LLAMA, 4)
     with pytest.raises(ValueError, match="tp is 2"):
         model_graph(LLAMA, 2, swapped=True)
 

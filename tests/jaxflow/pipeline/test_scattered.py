@@ -6,8 +6,9 @@ import pytest
 
 from jaxflow.model.composition import Composition
 from jaxflow.model.graph import FP8, Widths, model_graph
+from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan
-from jaxflow.pipeline.handmade import phased_plan, two_nano_batch_plan
+from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.order import check, graph_of
 from jaxflow.pipeline.plan import NanoOp, PlanError
 
@@ -45,6 +46,13 @@ def test_as_many_bytes_are_sent_and_norms_are_done_once():
         assert {"attn_scatter", "attn_gather", "mlp_scatter", "mlp_gather"} == {op.name for op in parts.layers[0] if op.kind == "network"}
     narrow = {op.name: op.work(step) for op in model_graph(LLAMA, 4, FP8, scattered=True).layers[0]}
     assert narrow["mlp_gather"].network_bytes == pytest.approx(narrow["mlp_scatter"].network_bytes / 2)  # e4m3 is what up_gate reads
+
+
+def test_scattered_and_whole_it_is_a_plan_of_its_own():
+    """An engine's sequential step sums by all-reduces: which is faster is to be measured."""
+    plan = sequential_plan(LLAMA, TOKENS, 2, scattered=True)
+    check(plan, graph_of(plan, LLAMA, 2))
+    assert plan.name == "sequential, sums scattered" and not is_sequential(plan)
 
 
 def test_what_cannot_be_scattered_is_refused_by_name():
