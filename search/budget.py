@@ -1,5 +1,6 @@
 """A time limit for work of many pieces: how many more fit, by what those before them took."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -47,3 +48,24 @@ class Turns:
         part = self.budget.left_s / self.left
         self.left -= 1
         return max(1.0, part)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """When a search is to end, by a clock in seconds."""
+
+    stop: float
+    clock: Callable[[], float]
+
+    @property
+    def passed(self) -> bool:
+        return self.clock() > self.stop
+
+    def part(self, share: float) -> "Limit":
+        """For the first of what is left."""
+        now = self.clock()
+        return Limit(now + max(0.0, self.stop - now) * share, self.clock)
+
+    def most(self, seconds: float) -> float:
+        """So long, or what is left; a second for what is begun all the same."""
+        return max(1.0, min(seconds, self.stop - self.clock()))

@@ -24,6 +24,13 @@ def check_lengths(name: str, model: ModelConfig, prompt: int, output: int) -> No
         raise ConfigError("prompt_tokens", prompt, accepted)
 
 
+def check_scattered(tp: int, **numbers: Sequence[int]) -> None:
+    """numbers: by flag. Raises: ConfigError for rows that do not divide among so many devices."""
+    for flag, given in numbers.items():
+        if odd := [number for number in given if number % tp]:
+            raise ConfigError(flag, odd[0], f"multiples of the {tp} devices that rows are scattered over")
+
+
 def check_files(out: Path, files: Sequence[Path]) -> None:
     """Before the search, whose plans would be lost: makes the folder. Raises: ConfigError where a plan's file could not be written."""
     with contextlib.suppress(OSError):

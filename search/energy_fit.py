@@ -11,7 +11,7 @@ not fitted, but lower what is (`lowered`): one that needed less lowers what its 
 import decimal
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,15 @@ from jaxflow.model.energy import SCHEMA_VERSION, Curve, Power
 from jaxflow.model.graph import Graph, Op, Work
 from search.modelled import product_dtype
 from search.op_bench import Case
-from search.op_times import OpTime, Pair, Profile
+from search.op_times import OpTime, Pair, Positive, Profile
 
 FIXED_PRIOR = 0.4  # a guess that the runs may move: few of them ran at very different clocks
 _PRIOR_RUNS = 0.05  # how much the guess weighs, beside a run's 1
 _STEPS = 3000
 _DOWN = decimal.Context(prec=4, rounding=decimal.ROUND_FLOOR)
+_L2_BYTES = 60 << 20  # of an H200
+
+Rate = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,21 +39,21 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     dtype: str
-    flops_per_s: float
-    bytes_per_s: float
-    watts: float
-    clock_mhz: float
+    flops_per_s: Rate
+    bytes_per_s: Rate
+    watts: Positive
+    clock_mhz: Positive
 
 
 class Runs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was measured on one device, and what is known of it."""
 
     device: str
-    cap_w: float
-    idle_w: float
-    highest_clock_mhz: float
-    lowest_clock_mhz: float
-    flops_per_cycle: dict[str, float]
+    cap_w: Positive
+    idle_w: Positive
+    highest_clock_mhz: Positive
+    lowest_clock_mhz: Positive
+    flops_per_cycle: dict[str, Positive]
     versions: dict[str, str]
     method: str
     runs: list[Run]
@@ -67,8 +70,9 @@ def load_runs(path: str | Path) -> Runs:
 def of_profile(measured: Runs, profile: Profile, graph: Graph) -> Runs:
     """The runs that a profile holds, in the others' place: products and attention alone, and pairs of them that say what they worked on.
 
-    Watts are the energy counter's where it was read, else the sensor's. Norms and appends are left out: alone in a loop, what they read
-    and write stays in the L2, and its bytes cost less than the memory's. graph: the profile's model, on one of its devices.
+    Watts are the energy counter's where it was read, else the sensor's. Norms and appends are left out, and decode attention whose keys
+    fit in the L2: alone in a loop, what they read stays there, and its bytes cost less than the memory's. graph: the profile's model,
+    on one of its devices.
 
     Raises: ValueError for a profile of another device.
     """
@@ -78,9 +82,9 @@ def of_profile(measured: Runs, profile: Profile, graph: Graph) -> Runs:
     ops = {op.name: op for op in graph.layers[0] if op.kind in ("dense", "attention")}
     runs = []
     for one in profile.op_times:
-        if one.op in ops:
-            cases = (Case(one.op, one.tokens, one.keys),)
-            runs += _run(f"{one.op} {one.tokens} {one.keys} on {one.sms}", cases, one, one.seconds, profile, ops)
+        case = Case(one.op, one.tokens, one.keys)
+        if one.op in ops and not (one.op == "decode_attention" and ops[one.op].work(case.composition).memory_bytes <= _L2_BYTES):
+            runs += _run(f"{one.op} {one.tokens} {one.keys} on {one.sms}", (case,), one, one.seconds, profile, ops)
     for pair in profile.pairs:
         if pair.second in ops and pair.seconds and pair.first_tokens and pair.second_tokens and pair.keys:
             cases = Case(pair.first, pair.first_tokens), Case(pair.second, pair.second_tokens, pair.keys)
@@ -114,8 +118,20 @@ def predicted(params: Any, rates: jax.Array, clock_share: jax.Array) -> jax.Arra
 def fit(measured: Runs) -> Power:
     """The joules of `measured`'s dtypes and of a byte, lowered to a bound.
 
-    Raises: ValueError for runs of a dtype whose peak is not given, or without any.
+    Raises: ValueError for a cap or clocks that cannot be, for runs of a dtype whose peak is not given, or without any; for a run that did
+    no work, or drew no more than the idle card.
     """
+    if measured.cap_w <= measured.idle_w or measured.lowest_clock_mhz > measured.highest_clock_mhz:
+        given = f"cap_w={measured.cap_w:g} beside idle_w={measured.idle_w:g}, clocks {measured.lowest_clock_mhz:g} to"
+        raise ValueError(
+            f"{given} {measured.highest_clock_mhz:g} MHz: a cap above the idle card's watts, and clocks that rise, are accepted"
+        )
+    for run in measured.runs:  # the logarithms of its watts would be no numbers
+        if run.watts <= measured.idle_w or not (run.flops_per_s or run.bytes_per_s):
+            rates = f"{run.flops_per_s:g} FLOPs and {run.bytes_per_s:g} bytes a second"
+            raise ValueError(
+                f"run {run.name!r}: {run.watts:g} W at {rates}; some work and more than the idle {measured.idle_w:g} W are accepted"
+            )
     dtypes = sorted({run.dtype for run in measured.runs if run.flops_per_s})
     unknown = [dtype for dtype in dtypes if dtype not in measured.flops_per_cycle]
     if unknown or not dtypes:

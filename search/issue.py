@@ -2,6 +2,7 @@
 
 Nano-ops of one stream run in order, and data orders most of the others. What else must not run together, since it shares
 a resource or would need more SMs than there are, is ordered by waits; those that follow from other orders are left out.
+No more than three ever run at once, one of each resource.
 """
 
 import itertools
@@ -12,6 +13,7 @@ from jaxflow.pipeline.plan import NanoOp, Plan, Target
 from search.cyclic import Option, Problem, Schedule
 from search.structure import MEMORY_STREAM, Task
 
+Pair = tuple[int, int]  # (i, j): j starts after the last i that was issued before it has ended
 Edges = dict[tuple[int, int], int]  # (i, j) -> rounds r: j of round n + r starts after i of round n has ended
 
 
@@ -49,16 +51,21 @@ def _ids(tasks: Sequence[Task]) -> dict[tuple[int, str], str]:
 
 
 def issue_order(tasks: Sequence[Task], problem: Problem, found: Schedule) -> list[int]:
-    """Tasks by phase. Of equal phases: what others depend on; sums over devices, which would wait for what is issued before
-    them on their stream; attention, which XLA should issue early."""
+    """Tasks by phase. Of equal phases: what others depend on; what takes no time, for which the solver keeps no stream free; sums over
+    devices, which would wait for what is issued before them on their stream; attention, which XLA should issue early."""
     before = {j: set() for j in range(len(tasks))}
     for i, j, distance in problem.follows:
         if found.stages[j] + distance == found.stages[i]:
             before[j].add(i)
+    cut = any(task.start for task in tasks)  # else they keep the order that they have in the layer
+    idle = {i for i, option in enumerate(found.chosen) if cut and (option is None or not option.seconds)}
     left, order = set(before), []
+
+    def place(i: int) -> tuple:
+        return round(found.phases[i], 6), i not in idle, not tasks[i].chain.is_network, tasks[i].stream != MEMORY_STREAM, i
+
     while left:
-        ready = [i for i in left if not before[i] & left]
-        one = min(ready, key=lambda i: (round(found.phases[i], 6), not tasks[i].chain.is_network, tasks[i].stream != MEMORY_STREAM, i))
+        one = min((i for i in left if not before[i] & left), key=place)
         left.remove(one)
         order.append(one)
     return order
@@ -69,25 +76,48 @@ def joins(tasks: Sequence[Task], problem: Problem, found: Schedule, order: Seque
     place = {task: at for at, task in enumerate(order)}
     paths = _shortest(_given(tasks, problem, found, order), len(tasks))
     waits: list[list[int]] = [[] for _ in tasks]
-    wanted = []
-    for i, j in itertools.permutations(order, 2):
-        if _must_be_apart(problem, found.chosen, i, j):
-            rounds = int(place[i] > place[j])
-            wanted.append(((place[j] - place[i]) % len(order), i, j, rounds))
-    for _, i, j, rounds in sorted(wanted):
-        if paths[i][j] > rounds:
-            waits[j].append(i)
-            for a, b in itertools.product(range(len(tasks)), repeat=2):
-                paths[a][b] = min(paths[a][b], paths[a][i] + rounds + paths[j][b])
+
+    def missing(i: int, j: int) -> bool:
+        return paths[i][j] > (place[i] > place[j])
+
+    def wait(i: int, j: int) -> None:
+        waits[j].append(i)
+        for a, b in itertools.product(range(len(tasks)), repeat=2):
+            paths[a][b] = min(paths[a][b], paths[a][i] + (place[i] > place[j]) + paths[j][b])
+
+    def away(i: int, j: int) -> int:
+        return (place[j] - place[i]) % len(order)
+
+    def cost(way: Sequence[Pair]) -> tuple:
+        """First what the schedule has; of that the fewest waits, of the nearest."""
+        late = max((_left(found, i, j, place[i] > place[j]) for i, j in way), default=0.0)
+        return late, len(way), sum(away(*pair) for pair in way)
+
+    for i, j in sorted(itertools.permutations(order, 2), key=lambda pair: (away(*pair), pair)):
+        if _too_many(problem, found.chosen, (i, j)) and missing(i, j):
+            wait(i, j)
+    for crowd in itertools.combinations(order, 3):  # it is enough that two of them are apart
+        if _too_many(problem, found.chosen, crowd):
+            ways = ([one for one in ((i, j), (j, i)) if missing(*one)] for i, j in itertools.combinations(crowd, 2))
+            for i, j in min(ways, key=cost):
+                wait(i, j)
     return waits
 
 
-def _must_be_apart(problem: Problem, chosen: Sequence[Option | None], i: int, j: int) -> bool:
-    one, other = chosen[i], chosen[j]
-    if one is None or other is None or not one.seconds or not other.seconds:
+def _too_many(problem: Problem, chosen: Sequence[Option | None], crowd: tuple[int, ...]) -> bool:
+    """Whether these never all run at the same time."""
+    options = [option for option in (chosen[i] for i in crowd) if option is not None and option.seconds]
+    if len(options) < len(crowd):
         return False
-    beyond = problem.capacity is not None and one.share + other.share > problem.capacity
-    return beyond or bool({(i, j), (j, i)} & problem.exclusive)
+    beyond = problem.capacity is not None and sum(option.share for option in options) > problem.capacity
+    return beyond or not problem.exclusive.isdisjoint(itertools.permutations(crowd, 2))
+
+
+def _left(found: Schedule, i: int, j: int, rounds: int) -> float:
+    """How much of i is left when j starts in the schedule: a part of a period; what the solver may be off by is none."""
+    option = found.chosen[i]
+    assert option is not None
+    return max(0.0, round(found.phases[i] + option.seconds / found.period_s - found.phases[j] - rounds, 4))
 
 
 def _given(tasks: Sequence[Task], problem: Problem, found: Schedule, order: Sequence[int]) -> Edges:
@@ -110,8 +140,9 @@ def _given(tasks: Sequence[Task], problem: Problem, found: Schedule, order: Sequ
     lanes = [[i for i in order if tasks[i].chain.is_network]]
     lanes += [[i for i in order if tasks[i].stream == stream and tasks[i].chain.computes] for stream in range(3)]
     for lane in lanes:
-        for at, i in enumerate(lane):
-            add(i, lane[(at + 1) % len(lane)], int(at + 1 == len(lane)))
+        for i, j in itertools.permutations(lane, 2):  # a chain that begins with a norm, or ends with a sum, does so in the other lane
+            if tasks[j].chain.ops[0].kind == "network" if lane is lanes[0] else tasks[i].chain.ops[-1].kind != "network":
+                add(i, j, int(place[i] > place[j]))
     for i in lanes[0]:  # a sum over devices follows what was issued on its stream before it
         own = [j for j in order if tasks[j].stream == tasks[i].stream and not tasks[j].chain.is_network]
         if own:

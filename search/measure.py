@@ -42,7 +42,7 @@ from search.sustain import Sustained, sustain
 
 DTYPES = ("auto", "bfloat16", "float32", "float8_e4m3fn")
 _AT_ONCE = 16  # programs that are compiled before they are measured: compiling may use the device, too
-_SAME = ("device", "versions", "model", "tensor_parallel_size", "dtype", "kv_cache_dtype", "total_sms")
+_SAME = ("versions", "tensor_parallel_size", "dtype", "kv_cache_dtype", "total_sms")  # beside the device and the model
 
 
 def define_flags() -> None:
@@ -83,10 +83,11 @@ def run() -> None:
     wanted, budget = entries(chosen, tokens, keys, shares, empty.total_sms), Budget(f.time_limit_s)
     profile, left = measure(profile, layer, wanted, f.out, budget, seconds_each=f.seconds)
     print(f"{budget.spent_s:.0f} s of {f.time_limit_s:g}")
-    print(f"{f.out}: {len(profile.op_times)} times of ops and {len(profile.pairs)} pairs of {profile.model} on {profile.device}")
+    there = f"{len(profile.op_times)} times of ops and {len(profile.pairs)} pairs"
+    print(f"{f.out}: {there if profile.op_times else 'not written, nothing was measured'} of {profile.model} on {profile.device}")
     print(in_words(interpolation_errors(profile, config)))
     if not shares:
-        print(f"No attention beside products: kernels {layer.kernels.name!r} always take the whole device, so plans are sequential.")
+        print(f"No attention beside products: kernels {layer.kernels.name!r} always take the whole device, so no plan overlaps them.")
     if left:
         print(f"Left out for --time_limit_s={f.time_limit_s:g}: {described(left)}. The same command continues with them.")
 

@@ -7,25 +7,25 @@ plan so far ends the search where no other cut can beat it. The best cut's plan 
 that were timed, and those that fill the waves of its nano-batches' products.
 """
 
-import collections
 import contextlib
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 
 from jaxflow.pipeline.plan import Plan, Target
+from search.budget import Limit
+from search.cuts import least_s, make_tasks, most_promising
 from search.cyclic import Option, Problem, Schedule, SearchError, solve
 from search.issue import to_plan
 from search.setting import Setting
-from search.structure import Chain, Task, apart, chains, follows, has_side_streams, make_task, repeated_layer, starts_outside
+from search.structure import Task, apart, chains, follows, has_side_streams, repeated_layer, starts_outside
 
-TILE = 128  # rows that a product computes at once: cuts are multiples of it
 _ENOUGH = 0.005  # a plan is taken where no other can be so much shorter
-_GAIN = 0.02  # of an op's time: what must be saved by cutting it less often
 _STAGE_I_S = 8.0
 _STAGE_II_S = 40.0
+_GUESSED = 0.2  # of the time at most, for guesses at which cuts are best
+_LATE = 0.05  # of the time, beyond it, for bounds of the cuts that were not tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,52 +45,6 @@ class Found:
     def gap(self) -> float:
         """How much shorter a period may yet be, as a share."""
         return max(0.0, 1 - self.bound_s / self.period_s)
-
-
-def cut_sets(setting: Setting) -> list[tuple[int, ...]]:
-    """Where the step may be cut: at multiples of a tile, or where the setting says; the tile next to the last decode is among them."""
-    if setting.split and setting.nano_batches < 2:
-        raise SearchError(f"nano_batches={setting.nano_batches} leaves no plan that splits the step: 2 or more")
-    tokens = setting.load.tokens
-    step = setting.step or (TILE if tokens >= 4 * TILE else max(1, tokens // 8))
-    places = setting.places or range(step, tokens, step)
-    least = 1 if setting.split else 0
-    sets = [cuts for count in range(least, setting.nano_batches) for cuts in itertools.combinations(places, count)]
-    if not sets:
-        raise SearchError(f"tokens={tokens} has no cut at a multiple of {step}: fewer nano-batches, or more tokens")
-    return sets
-
-
-def make_tasks(setting: Setting, cuts: Sequence[int]) -> tuple[list[Task], list[tuple[int, ...]]]:
-    """All tasks that a layer could be made of, and groups of which one is run: each piece of tokens in one task of a chain.
-
-    A chain may leave out cuts. A longer task that saves next to nothing of its parts' time is left out.
-    """
-    load, rates = setting.load, None if setting.device is None else setting.device.rates
-    dtype, full = setting.shares.profile.dtype, setting.shares.profile.total_sms
-    if rates is not None and dtype not in rates.flops_per_s:
-        rates = None
-    edges, moe = (0, *cuts, load.tokens), any(op.experts for op in setting.graph.layers[-1])
-    aside = has_side_streams(setting.overlap, setting.graph.scattered)
-    tasks, covers = [], []
-    for chain in chains(repeated_layer(setting.graph), setting.quantized and aside):  # on one stream no value of two arrays leaves it
-        first, own = len(tasks), []
-        alone = {}
-        for count in range(1, len(edges)):
-            for a in range(len(edges) - count):
-                b = a + count
-                start, stop = edges[a], edges[b]
-                alone[a, b] = setting.shares.chain(chain, load.part(start, stop), full, aside)
-                parts = min((alone[a, c] + alone[c, b] for c in range(a + 1, b)), default=float("inf"))
-                uncut = count > 1 and chain.is_network and setting.graph.scattered  # scattered rows are cut alike everywhere
-                if alone[a, b] < parts * (1 - _GAIN) and not uncut:
-                    own.append((a, b))
-                    tasks.append(make_task(chain, start, stop, load, rates, dtype, setting.overlap, moe, setting.graph.scattered))
-                else:
-                    alone[a, b] = parts
-        if len(own) > len(edges) - 1:
-            covers += [tuple(first + at for at, (a, b) in enumerate(own) if a <= piece < b) for piece in range(len(edges) - 1)]
-    return tasks, covers
 
 
 def make_problem(tasks: Sequence[Task], options: Sequence[tuple[Option, ...]], **rest) -> Problem:
@@ -133,64 +87,6 @@ def stage_two(setting: Setting, tasks: Sequence[Task], most_s: float | None, tim
     return problem, solve(problem, time_limit_s)
 
 
-def least_s(setting: Setting, cuts: Sequence[int]) -> float:
-    """A bound on every period with these cuts: the busiest resource's ops at their own speeds, or the joules."""
-    tasks, covers = make_tasks(setting, cuts)
-    optional = {at for group in covers for at in group}
-    busy: dict[str, float] = collections.defaultdict(float)
-    chosen = collections.defaultdict(set)
-    for at, task in enumerate(tasks):
-        if at in optional:
-            chosen[task.chain].add(task.resource)
-        else:
-            busy[task.resource] += _alone_s(setting, task.chain, task.start, task.stop)
-    for chain, resources in chosen.items():
-        if len(resources) == 1:  # uncut is the shortest way
-            busy[resources.pop()] += _alone_s(setting, chain, 0, setting.load.tokens)
-    return max(*busy.values(), setting.energy_s([(0, setting.load.tokens)]))
-
-
-def estimate_s(setting: Setting, cuts: Sequence[int]) -> float:
-    """A guess at the period, by which cuts are tried: each nano-batch's memory-bound ops beside the next one's others."""
-    tasks, full = [task for task in make_tasks(setting, cuts)[0] if task.resource != "network"], setting.shares.profile.total_sms
-    edges = setting.edges(cuts)
-
-    def busy(memory: bool, part: tuple[int, int], sms: int) -> float:
-        step = setting.load.part(*part)
-        own = [task for task in tasks if (task.start, task.stop) == part and (task.resource == "memory") == memory]
-        ways = [[(o.share > sms, o.seconds) for o in setting.shares.options(task, step, 99)] for task in own]
-        return sum(min(one)[1] for one in ways)  # on the whole device what was timed on no such part, as chunk attention
-
-    guesses = []
-    for few in (sms for sms in setting.shares.sizes() if 2 * sms <= full):
-        guess = 0.0
-        for part, other in zip(edges, edges[1:] + edges[:1], strict=True):
-            stream, beside, alone = busy(True, part, few), busy(False, other, full - few), busy(False, other, full)
-            guess += stream if stream >= beside else stream + (beside - stream) * alone / beside
-        guesses.append(guess)
-    return min(guesses, default=0.0)
-
-
-def _alone_s(setting: Setting, chain: Chain, start: int, stop: int) -> float:
-    return setting.shares.chain(chain, setting.load.part(start, stop), setting.shares.profile.total_sms)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Limit:
-    """When a search is to end, by a clock in seconds."""
-
-    stop: float
-    clock: Callable[[], float]
-
-    @property
-    def passed(self) -> bool:
-        return self.clock() > self.stop
-
-    def most(self, seconds: float) -> float:
-        """So long, or what is left; a second for what is begun all the same."""
-        return max(1.0, min(seconds, self.stop - self.clock()))
-
-
 def search(
     setting: Setting,
     *,
@@ -206,36 +102,34 @@ def search(
 
     Raises: SearchError naming what leaves no plan.
     """
-    limit = _Limit(clock() + time_limit_s, clock)
+    limit, late = (Limit(clock() + share * time_limit_s, clock) for share in (1, 1 + _LATE))
+    ways, joules_s = _ways(setting), setting.energy_s([(0, setting.load.tokens)])
     sequential = _sequential(setting, target, limit)
-    best = None if setting.split else sequential
-    sets = [cuts for cuts in cut_sets(setting) if cuts]
-    around, _ = setting.in_time((), sequential.period_s)
-    sets.sort(key=lambda cuts: (math.inf if limit.passed else estimate_s(around, cuts), cuts))
-    left, tried = [sequential.bound_s] if not setting.split else [], 0
-    for cuts in sets:
-        most_s = best and best.period_s * (1 - _ENOUGH)
-        if most_s is not None and ((least := least_s(setting.in_time(cuts, most_s)[0], cuts)) >= most_s or limit.passed):
-            left.append(least)
-            continue
-        tried += 1
-        try:
-            found = _solve(setting, cuts, name, target, most_s, sequential.period_s, limit)
-            left.append(found.bound_s)
-            best = found
-            say(f"cuts {cuts}: {1e6 * found.period_s:.1f} us a layer, at most {100 * found.gap:.1f} % above the best of this structure")
-        except SearchError as error:
-            if best is None:
-                raise
-            unknown = "time_limit" in str(error)
-            left.append(least_s(setting.in_time(cuts, best.period_s)[0], cuts) if unknown else best.period_s * (1 - _ENOUGH))
-            say(f"cuts {cuts}: nothing shorter")
+    best, chosen = None if setting.split else sequential, setting
+    left, tried, number = [sequential.bound_s] if not setting.split else [], 0, 0
+    for at, way in enumerate(ways):
+        turn = limit.part(1 / (len(ways) - at))
+        sets = most_promising(way, sequential.period_s, turn.part(_GUESSED))
+        number += len(sets)
+        for cuts in sets:
+            most_s = best and best.period_s * (1 - _ENOUGH)
+            least = joules_s if most_s is None or late.passed else least_s(way.in_time(cuts, most_s)[0], cuts)
+            if most_s is not None and (least >= most_s or turn.passed):
+                left.append(least)
+                continue
+            tried += 1
+            try:
+                best, chosen = _solve(way, cuts, name, target, most_s, sequential.period_s, turn), way
+                left.append(best.bound_s)
+                say(f"cuts {cuts}: {1e6 * best.period_s:.1f} us a layer, at most {100 * best.gap:.1f} % above the best of this structure")
+            except SearchError as error:
+                if best is None:
+                    raise
+                unknown = "time_limit" in str(error)
+                left.append(least_s(way.in_time(cuts, best.period_s)[0], cuts) if unknown else best.period_s * (1 - _ENOUGH))
+                say(f"cuts {cuts}: nothing shorter")
     assert best is not None
-    finer = dataclasses.replace(setting, most_shares=2 * setting.most_shares)
-    wider = [("finer shares", finer)] if len(setting.shares.sizes()) > 2 * setting.most_shares + 1 else []
-    waves = setting.shares.knows_waves and "memory" in setting.overlap
-    wider += [("full waves", dataclasses.replace(finer, full_waves=True))] if waves else []
-    for what, offered in wider:
+    for what, offered in _wider(chosen):
         if not best.cuts or limit.passed:
             break
         with contextlib.suppress(SearchError):
@@ -244,21 +138,40 @@ def search(
             if found.period_s < best.period_s:  # the solver was held to it at another clock than that which it settles at
                 best = found
                 say(f"{what}: {1e6 * best.period_s:.1f} us a layer")
-    return dataclasses.replace(best, bound_s=min(best.period_s, *left), sequential_s=sequential.period_s, tried=tried, cut_sets=len(sets))
+    return dataclasses.replace(best, bound_s=min(best.period_s, *left), sequential_s=sequential.period_s, tried=tried, cut_sets=number)
 
 
-def _sequential(setting: Setting, target: Target | None, limit: _Limit) -> Found:
+def _ways(setting: Setting) -> list[Setting]:
+    """What is searched one after the other: where sums may be hidden without side streams, that first.
+
+    Such a plan is none of those with side streams, whose ops cost more (`Shares.chain`); it is found sooner, and then to be beaten.
+    """
+    scattered, network = setting.graph.scattered, tuple(one for one in setting.overlap if one != "memory")
+    sums = any(chain.is_network for chain in chains(repeated_layer(setting.graph)))
+    plain = sums and network and has_side_streams(setting.overlap, scattered) and not has_side_streams(network, scattered)
+    return [dataclasses.replace(setting, overlap=network), setting] if plain else [setting]
+
+
+def _wider(setting: Setting) -> list[tuple[str, Setting]]:
+    """What the best cut's plan is offered beyond the shares with which cuts were compared."""
+    finer = dataclasses.replace(setting, most_shares=2 * setting.most_shares)
+    wider = [("finer shares", finer)] if len(setting.shares.sizes()) > 2 * setting.most_shares + 1 else []
+    waves = setting.shares.knows_waves and "memory" in setting.overlap
+    return [*wider, ("full waves", dataclasses.replace(finer, full_waves=True))] if waves else wider
+
+
+def _sequential(setting: Setting, target: Target | None, limit: Limit) -> Found:
     """Every op on all tokens, one after the other."""
     whole, (part, governor) = dataclasses.replace(setting, overlap=(), nano_batches=1, split=False), (setting.edges(()), setting.governor)
     if governor is not None:
         full, step, ops = setting.shares.profile.total_sms, setting.load.part(*part[0]), repeated_layer(setting.graph)
         clock = governor.settle(lambda hz: sum(setting.shares.at(hz).seconds(op, step, full) for op in ops), setting.work(part))
         whole = dataclasses.replace(whole, shares=setting.shares.at(clock))
-    return _stages(whole, (), "sequential", target, None, limit)
+    return _stages(whole, (), "sequential, sums scattered" if setting.graph.scattered else "sequential", target, None, limit)
 
 
 def _solve(
-    setting: Setting, cuts: tuple[int, ...], name: str, target: Target | None, most_s: float | None, sequential_s: float, limit: _Limit
+    setting: Setting, cuts: tuple[int, ...], name: str, target: Target | None, most_s: float | None, sequential_s: float, limit: Limit
 ) -> Found:
     """Both stages for one set of cuts, at the clock at which its joules fit in what is to be beaten; then at that which it settles at."""
     setting, clock = setting.in_time(cuts, most_s or sequential_s)
@@ -269,7 +182,7 @@ def _solve(
     )
 
 
-def _stages(setting: Setting, cuts: tuple[int, ...], name: str, target: Target | None, most_s: float | None, limit: _Limit) -> Found:
+def _stages(setting: Setting, cuts: tuple[int, ...], name: str, target: Target | None, most_s: float | None, limit: Limit) -> Found:
     tasks, one = stage_one(setting, cuts, limit.most(_STAGE_I_S))
     if most_s is not None and limit.passed:
         raise SearchError(f"the time_limit passed between the stages of cuts {cuts}")

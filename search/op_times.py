@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -25,6 +26,13 @@ EXCHANGE = "exchange"  # of pairs of devices, each sends the other a whole part 
 COLLECTIVES = ("_reduce", "_scatter", "_gather", EXCHANGE)  # what their names end with
 
 
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Number = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Dtype = Annotated[str, msgspec.Meta(pattern="^(bfloat16|float32|float8_e4m3fn)$")]
+Performance = Annotated[float, msgspec.Meta(ge=0)]
+
+
 class ProfileError(ValueError):
     """A profile that cannot be read, or is not of what it is asked about; it names the file or field."""
 
@@ -36,12 +44,12 @@ class OpTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     op: str
-    tokens: int
-    keys: int
-    sms: int
-    seconds: float
+    tokens: Count
+    keys: Number
+    sms: Count
+    seconds: Positive
     watts: float | None = None
-    clock_mhz: float | None = None
+    clock_mhz: Positive | None = None
     joules: float | None = None
 
 
@@ -55,17 +63,17 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     first: str  # the compute-bound one: its P is its share R of the device
     second: str
-    first_sms: int
-    second_sms: int
-    first_performance: float
-    second_performance: float
+    first_sms: Count
+    second_sms: Number
+    first_performance: Performance
+    second_performance: Performance
     watts: float | None = None
-    clock_mhz: float | None = None
+    clock_mhz: Positive | None = None
     joules: float | None = None
-    seconds: float | None = None
-    first_tokens: int | None = None
-    second_tokens: int | None = None
-    keys: int | None = None  # that the second's tokens see; 0 of a collective
+    seconds: Positive | None = None
+    first_tokens: Count | None = None
+    second_tokens: Count | None = None
+    keys: Number | None = None  # that the second's tokens see; 0 of a collective
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -77,12 +85,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     device: str
     versions: dict[str, str]
     model: str
-    tensor_parallel_size: int
-    dtype: str
-    kv_cache_dtype: str
-    total_sms: int
+    tensor_parallel_size: Count
+    dtype: Dtype
+    kv_cache_dtype: Dtype
+    total_sms: Count
     method: str
-    op_times: tuple[OpTime, ...]
+    op_times: Annotated[tuple[OpTime, ...], msgspec.Meta(min_length=1)]
     pairs: tuple[Pair, ...] = ()
     schema_version: int = SCHEMA_VERSION
     energy_step_s: float | None = None
@@ -101,7 +109,10 @@ def save_profile(profile: Profile, path: str | os.PathLike) -> None:
 
 
 def load_profile(path: str | os.PathLike, *, device: str | None = None, model: str | None = None) -> Profile:
-    """Reads a profile. Raises: ProfileError naming the file and the field, also for another device or model than asked for."""
+    """Reads a profile. Raises: ProfileError naming the file and the field, also for another device or model than asked for.
+
+    A model in a folder is told by the folder's name, as for plans: the machine that searches may have it elsewhere.
+    """
     try:
         text = Path(path).read_bytes()
         version = msgspec.json.decode(text, type=dict).get("schema_version")
@@ -112,8 +123,9 @@ def load_profile(path: str | os.PathLike, *, device: str | None = None, model: s
         raise ProfileError(f"{path}: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProfileError(f"{path}: {error}") from error
-    for field, wanted in (("device", device), ("model", model)):
-        if wanted is not None and getattr(profile, field) != wanted:
+    same_model = model is None or Path(profile.model).name == Path(model).name
+    for field, wanted, same in (("device", device, device in (None, profile.device)), ("model", model, same_model)):
+        if not same:
             raise ProfileError(f"{path}: {field}={getattr(profile, field)!r}, but it is asked about {wanted!r}: measure that one")
     return profile
 

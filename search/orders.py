@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from jaxflow.config import ModelConfig
 from jaxflow.pipeline.handmade import copied, phased_plan, products_in_two_plan, sequential_plan, swapped, two_nano_batch_plan, waited
 from jaxflow.pipeline.plan import Plan
-from search.nanobatch import cut_sets
+from search.cuts import cut_sets
 from search.op_times import ProfileError
 from search.setting import Setting
 from search.simulate import Timeline, simulate
@@ -39,10 +39,9 @@ def simulated(plan: Plan, setting: Setting) -> Simulated:
 
 
 def sequential(model: ModelConfig, setting: Setting) -> Simulated:
-    """The step that is not cut."""
-    found = best_known(model, dataclasses.replace(setting, split=False), ("sequential",))
-    assert found is not None
-    return found
+    """The step that is not cut. Raises: ProfileError for an op that the profile lacks: without it nothing can be searched."""
+    (plan,) = known_plans(model, dataclasses.replace(setting, split=False), ("sequential",))
+    return simulated(plan, setting)
 
 
 def cuts_of(plan: Plan) -> tuple[int, ...]:

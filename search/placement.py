@@ -40,7 +40,7 @@ HOST_ATTENTION = {"auto": None, "on": True, "off": False}
 def define_flags() -> None:
     define_workload_flags()
     flags.DEFINE_string("output", None, "File for the policy.")
-    flags.DEFINE_string("front", None, "File for latency against throughput.")
+    flags.DEFINE_string("front", None, "JSON file for latency against throughput; a picture, .png, is drawn beside it.")
 
 
 def define_workload_flags() -> None:
@@ -76,6 +76,8 @@ def run() -> None:
     memory = Memory(*(getattr(f, tier) * GIGA for tier in TIERS))
     options = options_from_flags()
     check_outputs("output", "front")
+    if f.front and f.front.lower().endswith(".png"):
+        raise ConfigError("front", f.front, "a file for JSON: a picture, .png, is drawn beside it")
     policy = search(work, machine, memory, options)
     print(f" {f.model} on {machine.name}, {f.prompt_tokens} in / {f.output_tokens} out ".center(WIDTH, "="))
     print(*describe(work, machine, memory, options, policy), sep="\n")

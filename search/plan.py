@@ -39,18 +39,19 @@ from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import Widths, model_graph
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.handmade import copied as with_copies
-from jaxflow.pipeline.order import check
+from jaxflow.pipeline.order import check, check_sums
 from jaxflow.pipeline.plan import Target, save
 from pallas_kernels.kernel_set import has_bounded
 from search.budget import Turns
-from search.checks import check_files, check_gpus, check_lengths
+from search.checks import check_files, check_gpus, check_lengths, check_scattered
 from search.clock import shipped_card
 from search.copies import copied
 from search.cost import BYTES
+from search.cuts import TILE
 from search.cyclic import SearchError
 from search.fitting import UTILIZATION, most_decodes
 from search.modelled import modelled_profile
-from search.nanobatch import TILE, Found, search
+from search.nanobatch import Found, search
 from search.op_times import EXCHANGE, Profile, load_profile, with_collectives
 from search.orders import ORDERS, best_known, cuts_of, sequential, simulated
 from search.plan_report import FOLDER, Result, default_out, going_on, measuring, report, undivided, whole_device
@@ -61,6 +62,7 @@ from search.sizes import SEARCHED, SIZES, Size, line, most_promising
 from search.structure import RESOURCES, Load
 
 FEW_SMS = (16, 24, 28, 32, 40, 48)  # that memory-bound ops are modelled on, where kernels can be kept to them; products get the rest
+_BYTES = BYTES | {"float32": 4.0}  # of a profile, which a CPU may have measured
 _SEARCHED = 0.9  # of the time limit; the rest is for predictions
 KEYS = (256, 1024, 4096, 16384)
 FORMS = ("all", "reduce", "scatter", "copies")
@@ -111,6 +113,8 @@ def run() -> None:
     if f.cuts and not 0 < min(_numbers("cuts")) <= max(_numbers("cuts")) < min(budgets):
         raise ConfigError("cuts", ",".join(f.cuts), f"1 to {min(budgets) - 1}: within every step")
     rival, forms = _shares(f.model, model, budgets)
+    if all(form.graph.scattered for form in forms):
+        check_scattered(rival.profile.tensor_parallel_size, tokens=budgets, cuts=_numbers("cuts") if f.cuts else [])
     if len(rival.sizes()) == 1:
         print(undivided(rival.profile))
     used = f.gpu_memory_utilization
@@ -154,20 +158,25 @@ def _named(result: Result, workload: str, names: set[str]) -> Result:
 def solve_one(
     name: str, model: ModelConfig, rival: Shares, forms: Sequence[Shares], load: Load, workload: str, time_limit_s: float, bar: tqdm
 ) -> Result:
-    """The plan for a workload's step, of the better form."""
-    results = [_solve_form(name, model, shares, rival, load, workload, time_limit_s / len(forms), bar) for shares in forms]
+    """The plan for a workload's step, of the best form in which it may be cut. rival: of the form that the engine's sequential step has."""
+    cuts, tp = _numbers("cuts") if flags.FLAGS.cuts else [0], rival.profile.tensor_parallel_size
+    even = load.tokens % tp == 0 and any(cut % tp == 0 for cut in cuts)
+    forms = [form for form in forms if even or not form.graph.scattered]
+    results = [_solve_form(name, model, shares, load, workload, time_limit_s / len(forms), bar) for shares in forms]
     best = max(results, key=lambda result: result.tokens_per_s)
-    return dataclasses.replace(best, sequential_s=min(result.sequential_s for result in results))
+    plan, setting = best.plan, best.setting
+    if not is_sequential(plan):
+        said = predict(plan, setting.graph, setting.shares, load, device=setting.device, power=setting.power, rival=rival)
+        plan = msgspec.structs.replace(plan, predictions=said)
+    return dataclasses.replace(best, plan=plan, sequential_s=min(result.sequential_s for result in results))
 
 
-def _solve_form(
-    name: str, model: ModelConfig, shares: Shares, rival: Shares, load: Load, workload: str, limit_s: float, bar: tqdm
-) -> Result:
-    """rival: those of the form that the engine's sequential step has. Raises: SearchError where no order is left."""
+def _solve_form(name: str, model: ModelConfig, shares: Shares, load: Load, workload: str, limit_s: float, bar: tqdm) -> Result:
+    """Without predictions. Raises: SearchError where no order is left."""
     f, profile, stop_s, setting = flags.FLAGS, shares.profile, time.monotonic() + limit_s, _setting(shares, load)
     kind = (name, profile.device, profile.tensor_parallel_size, profile.dtype, profile.kv_cache_dtype)
     target = Target(*kind, load.decode_tokens, load.real_tokens - load.decode_tokens, round(load.decode_keys))
-    title = f"searched {name} {load.tokens} {workload}"
+    title = f"searched {Path(name).name} {load.tokens} {workload}"  # of a folder without its path
     known, found, solved = best_known(model, setting, f.orders, stop_s), None, None
     if SOLVER in f.orders:
         left_s, say = max(1.0, stop_s - time.monotonic()), lambda line: bar.write(line, file=sys.stderr)
@@ -178,10 +187,8 @@ def _solve_form(
         raise SearchError(f"orders={','.join(f.orders)}: none of them may be cut and overlap as asked; --orders {SOLVER} is without bounds")
     best = min(tried, key=lambda one: one.step_s)
     check(best.plan, shares.graph)
-    predicted = None
-    if not is_sequential(best.plan):
-        predicted = predict(best.plan, shares.graph, shares, load, device=setting.device, power=setting.power, rival=rival)
-    plan = msgspec.structs.replace(best.plan, target=target, predictions=predicted)
+    check_sums(best.plan, shares.graph, profile.tensor_parallel_size)
+    plan = msgspec.structs.replace(best.plan, target=target)
     return Result(setting, plan, best.timeline, sequential(model, setting).timeline.period_s, found, solved, known)
 
 
@@ -212,8 +219,10 @@ def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, 
     plain, device = model_graph(model, tp, widths), find_device(profile.device)
     card = shipped_card(device.name) if device else None
     few = tuple(_numbers("sms")) if f.sms else None
-    if few and (unknown := sorted(set(few) - {one.sms for one in profile.op_times})):
-        raise ConfigError("sms", unknown[0], "SMs that ops of the profile were timed on, of which the products beside them get the rest")
+    parts = sorted({one.sms for one in profile.op_times} - {profile.total_sms})
+    if few and (unknown := sorted(set(few) - set(parts))):
+        timed_on = ", ".join(map(str, parts)) or "no part of the device"
+        raise ConfigError("sms", unknown[0], f"SMs that ops of the profile were timed on ({timed_on}); products beside them get the rest")
     rival = Shares(profile, plain, products, few=few)
     forms = {"reduce": lambda: rival}
     if tp > 1 and "attn_scatter" in timed:
@@ -233,7 +242,7 @@ def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile
     if f.profile is not None:
         profile = load_profile(f.profile, model=name)
         _check_given(profile)
-        widths = Widths(weights=BYTES.get(profile.dtype, 2.0), kv=BYTES.get(profile.kv_cache_dtype, 2.0))
+        widths = Widths(weights=_BYTES[profile.dtype], kv=_BYTES[profile.kv_cache_dtype])
         return profile, widths, product_shapes(model, profile.tensor_parallel_size) if profile.pairs else None
     check_gpus(name, model, f.gpus)
     device = DEVICES[f.device]

@@ -30,7 +30,7 @@ class Result:
     setting: Setting
     plan: Plan
     timeline: Timeline
-    sequential_s: float  # of a layer, as it is simulated
+    sequential_s: float  # of a layer, as it is simulated; of several forms of sums over devices the least
     found: Found | None
     solved: Simulated | None
     known: Simulated | None
@@ -110,13 +110,15 @@ def report(result: Result, path: Path) -> str:
     us = {"simulated": timeline.period_s, "sequential": result.sequential_s, "by the joules": timeline.energy_s / timeline.layers}
     load, cuts = result.setting.load, ", ".join(map(str, cuts_of(plan))) or "none"
     padded = f", {load.padding} are padding: memory holds no more requests" if load.padding else ""
+    several = result.setting.shares.profile.tensor_parallel_size > 1
+    rival = ", sums in whichever form is best; a step's rival is the engine's, with NCCL's sums" if several else ""
     return "\n".join(
         (
             f"{path}: {plan.name}; {load.decode_tokens} of {plan.tokens} tokens decode{padded}",
             f"  cuts: {cuts}; nano-ops: {', '.join(f'{op} {n}' for op, n in pieces.items())}",
             "  us a layer: " + ", ".join(f"{1e6 * value:.1f} {what}" for what, value in us.items()),
             f"  {'a known order' if result.was_known else "the solver's order"}: {_of_orders(result)}",
-            f"  against sequential: {result.sequential_s / timeline.period_s:.3f}x; {_of_a_step(result)}",
+            f"  against sequential: {result.sequential_s / timeline.period_s:.3f}x a layer{rival}; {_of_a_step(result)}",
         )
     )
 

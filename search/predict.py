@@ -60,7 +60,7 @@ def predict(
 
 def margin(plan: Plan, graph: Graph, gpus: int, dtype: str) -> float:
     """By how much of itself a plan's predicted gain may be too large, by what was measured of its kind. dtype: of the products."""
-    if plan.sums == "kernels" or any(op.name == "router" for op in graph.layers[0]):
+    if plan.sums == "kernels" or any(nano.stream for nano in plan.nano_ops) or any(op.name == "router" for op in graph.layers[0]):
         return MARGIN
     if gpus == 2:
         return COPIES

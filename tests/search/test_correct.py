@@ -20,7 +20,9 @@ from search.correct import Point, as_measured, check_kind, corrected, points, re
 
 BENCHMARKS = paths.ROOT / "benchmarks"
 PLAN = load(BENCHMARKS / "plans" / "lean" / "1024-512-92-40.json")
-REPORTS = [BENCHMARKS / f"h200-plans-llama-3.1-8b-{name}.json" for name in ("lean", "variants", "traces")]  # a start of the machine each
+REPORTS = [
+    BENCHMARKS / f"h200-plans-llama-3.1-8b-{name}.json" for name in ("lean", "variants", "traces", "fourth")
+]  # a start of the machine each
 PLAIN = BENCHMARKS / "h200-plans-llama-3-70b-tp2-fp8.json"
 FOUND = PLAN.predictions
 SECONDS = st.floats(0.01, 0.1)
@@ -68,12 +70,15 @@ def test_the_shipped_plan_is_the_searched_one_as_it_was_measured(tmp_path, capsy
             at = point.decode_tokens, point.mean_context_tokens
             best = max(1.0, point.gain)
             picked = (1.0, point.gain)[pick([None, gain], *at)]
-            assert picked >= 1.0 and (best / picked <= 1.03 or start is starts[-1])  # never a loss, and within 3 % of the better
+            assert picked >= 1.0 and best / picked <= (1.03 if start in starts[:2] else 1.04)  # never a loss, nearly the better
             measured.setdefault("{} x {:.0f}".format(*at), []).append(point.gain)
     pooled = {at: statistics.geometric_mean(gains) for at, gains in measured.items()}
     assert not gain.ever and max(pooled.values()) <= 1.03  # the sequential step is picked, and is within 3 % of all starts together
     doc = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    assert f"{pooled['644 x 1280']:.3f} at 1024 / 512" in doc and f"{pooled['797 x 1024']:.3f} at 512 / 1024" in doc
+    more = {at: f"{gained:.3f}" for at, gained in pooled.items() if gained > 1}
+    at = "{} at 1024 / 512 and, over the padded step, {} at 512 / 1024 (three starts) and {} at 1000 / 1000 (two)"
+    assert [*more] == ["644 x 1280", "797 x 1024", "553 x 1500"] and at.format(*more.values()) in " ".join(doc.split())
+    assert f"That pick is within {100 * max(pooled.values()) - 100:.1f} % of the best" in doc
     assert f"margin {shipped.predictions.margin:.3f}" in doc and f"sure of {gain.sure(644, 1280):.3f}" in doc
 
 

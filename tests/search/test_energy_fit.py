@@ -18,6 +18,7 @@ from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import Curve, bound, shipped_power
 from jaxflow.model.graph import BFLOAT16, FP8, Work, model_graph
 from pallas_kernels.checks.script import SHAPES
+from search import energy_fit
 from search.clock import of_kernels, shipped_card
 from search.energy_fit import Run, Runs, errors, fit, load_runs, lowered, of_profile, watts_of
 from search.op_times import OpTime, Pair, Profile, load_profile
@@ -27,6 +28,7 @@ SETTINGS = paths.ROOT / "benchmarks" / "settings"
 PROFILES = (
     paths.ROOT / "profiles" / "h200-llama-3.1-8b.json",
     *(SETTINGS / f"h200-measure-llama-3.1-8b-fp8{kind}.json" for kind in ("", "-cold")),
+    paths.ROOT / "profiles" / "h200-llama-3-70b-tp2-fp8.json",
 )
 LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 POWER = shipped_power("H200")
@@ -81,9 +83,24 @@ def test_the_frozen_bound_lies_below_every_entry_of_a_profile(path):
         assert second.longest_s < 1.0, run.name
 
 
+def test_keys_that_stay_in_the_l2_tell_nothing_of_the_memorys_joules(monkeypatch):
+    """33 MB of them, of 128 decodes at 256 keys, would lower a byte's to 0.8; entries of more are held to it."""
+    held, runs = entries(PROFILES[-1]), fit(load_runs(MEASURED))
+    monkeypatch.setattr(energy_fit, "_L2_BYTES", 0)
+    every = entries.__wrapped__(PROFILES[-1])
+    left = [(run.name, ratio) for run, ratio in zip(every.runs, errors(every, POWER), strict=True) if run not in held.runs]
+    assert [name.startswith("llama-3-70b decode_attention 128 256 on ") for name, _ in left] == [True] * 5
+    ratios = sorted(ratio for _, ratio in left)
+    doc = (paths.ROOT / "docs" / "cost-model.md").read_text("utf-8")
+    assert f"four of five entries need {ratios[0]:.2f} to {ratios[3]:.2f} of the bound's joules" in doc and ratios[3] < 1.0 < ratios[4]
+    assert min(errors(held, POWER)) > 1.0
+    assert "llama-3-70b decode_attention 256 256 on 132" in {run.name for run in held.runs}
+    assert lowered(runs, held.runs).byte == runs.byte and lowered(runs, every.runs).byte.joules < 0.8 * runs.byte.joules
+
+
 def test_the_page_says_what_entries_need():
     """Beside what is shipped, and in fp8 beside what the runs alone say."""
-    shipped, runs, (bf16, fp8, cold) = shipped_power("H200"), fit(load_runs(MEASURED)), map(entries, PROFILES)
+    shipped, runs, (bf16, fp8, cold, large) = shipped_power("H200"), fit(load_runs(MEASURED)), map(entries, PROFILES)
     assert shipped is not None
     eight = runs.flop["float8_e4m3fn"].joules, shipped.flop["float8_e4m3fn"].joules
     first = dict(zip([run.name.removeprefix("llama-3.1-8b ") for run in cold.runs], errors(cold, runs), strict=True))
@@ -91,6 +108,8 @@ def test_the_page_says_what_entries_need():
     attention = [ratio for run, ratio in zip(fp8.runs, again, strict=True) if "attention" in run.name]
     full = [ratio for name, ratio in zip(first, errors(cold, shipped), strict=True) if " 2048 0 on 132" in name]
     assert min(first, key=first.__getitem__) == "up_gate 128 0 on 132" and min(attention) > 1 and len(full) == 4
+    lightest, name = min((ratio, run.name) for ratio, run in zip(errors(large, shipped), large.runs, strict=True))
+    assert name.startswith("llama-3-70b up_gate 128 0")
     less, fewer = sum(ratio < 1 for ratio in first.values()), sum(ratio < 1 for ratio in again)
     said = (
         f"products and attention need {min(errors(bf16, shipped)):.3f} times as many joules at least",
@@ -99,6 +118,7 @@ def test_the_page_says_what_entries_need():
         f" the {len(first)} products fewer than all",
         f"{fewer} of the {len(again)} entries, down to {min(again):.2f}",
         f"So a FLOP of e4m3 has {1e12 * eight[1]:.3f} pJ",
+        f"lowers nothing: `up_gate` of 128 tokens needs {lightest:.2f} times as many at least",
         f"products of 2,048 tokens need {min(full):.2f} to {max(full):.2f} times as many as the bound says",
     )
     doc = (paths.ROOT / "docs" / "cost-model.md").read_text("utf-8").replace("\n", " ")
@@ -215,8 +235,37 @@ def test_it_finds_the_joules_that_made_the_data():
     assert found.flop["bfloat16"].fixed == pytest.approx(flop.fixed, abs=0.06)
 
 
-def test_runs_of_an_unknown_dtype_are_refused():
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"dtype": "int3"}, "int3"),
+        ({"watts": 50.0}, "run 'bf16 layers M=16': 50 W .* idle 119.6 W"),
+        ({"watts": 119.6}, "run 'bf16 layers M=16'"),
+        ({"flops_per_s": 0.0, "bytes_per_s": 0.0}, "run 'bf16 layers M=16': .* 0 FLOPs and 0 bytes a second"),
+    ],
+)
+def test_runs_that_cannot_be_fitted_are_refused(odd, said):
+    """An unknown dtype, watts of an idle card, no work; beside good ones."""
     measured = load_runs(MEASURED)
-    odd = msgspec.structs.replace(measured.runs[0], dtype="int3")
-    with pytest.raises(ValueError, match="int3"):
-        fit(msgspec.structs.replace(measured, runs=[odd]))
+    first, *others = measured.runs
+    with pytest.raises(ValueError, match=said):
+        fit(msgspec.structs.replace(measured, runs=[msgspec.structs.replace(first, **odd), *others]))
+
+
+@pytest.mark.parametrize("odd", [{"cap_w": 100.0}, {"lowest_clock_mhz": 3000.0}])
+def test_a_card_that_cannot_be_is_refused(odd):
+    with pytest.raises(ValueError, match=r"cap_w=\d+ beside idle_w=119.6, clocks \d+ to 1980 MHz"):
+        fit(msgspec.structs.replace(load_runs(MEASURED), **odd))
+
+
+@pytest.mark.parametrize(
+    ("place", "field", "number"),
+    [("$", "highest_clock_mhz", 0), ("$", "idle_w", -1), ("$.runs[0]", "clock_mhz", 0), ("$.runs[0]", "bytes_per_s", -1e12)],
+)
+def test_numbers_that_no_card_has_are_refused(tmp_path, place, field, number):
+    written = json.loads(MEASURED.read_bytes())
+    (written if place == "$" else written["runs"][0])[field] = number
+    (tmp_path / "odd.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=re.escape(f"{place}.{field}")) as refused:
+        load_runs(tmp_path / "odd.json")
+    assert "odd.json: Expected `float` >" in str(refused.value)

@@ -21,7 +21,7 @@ from jaxflow.model.graph import BFLOAT16, FP8, model_graph
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import copied, products_in_two_plan, sequential_plan, swapped, two_nano_batch_plan
-from jaxflow.pipeline.plan import SHIPPED, Plan, load
+from jaxflow.pipeline.plan import SHIPPED, Plan, digest, load
 from search import copies
 from search.clock import shipped_card
 from search.fitting import UTILIZATION, most_decodes
@@ -136,6 +136,12 @@ def test_the_solver_has_the_shipped_order_of_four_devices():
     orders = [[nano for nano in on_all_sms(plan).nano_ops if nano.id not in earlier] for plan in (found, shipped)]
     assert found.name.startswith("searched") and orders[0] == orders[1]
     assert gains(name)["found"] == pytest.approx(gains(name)["two nano-batches, 2048 + 2048"], abs=1e-3)
+
+
+def test_of_four_devices_none_was_measured_as_it_was_found():
+    """The page says so: no plan that was measured does the same."""
+    measured = {digest(load(path)) for path in (FOLDER.parent / "tp4").rglob("*.json")}
+    assert len(measured) > 5 and all(digest(load(FOLDER / f"{name}.json")) not in measured for name in CASES if "tp4" in name)
 
 
 def test_where_the_step_is_whole_it_is_the_sequential_one_with_its_sums_copied():

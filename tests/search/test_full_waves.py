@@ -9,9 +9,11 @@ from searched import llama_setting
 
 from jaxflow.pipeline.plan import load
 from search import nanobatch
+from search.budget import Limit
 from search.clock import shipped_card
+from search.cuts import make_tasks
 from search.cyclic import SearchError
-from search.nanobatch import make_tasks, search, stage_two
+from search.nanobatch import search, stage_two
 from search.op_times import load_profile
 from search.orders import cuts_of, simulated
 from search.setting import Setting
@@ -78,7 +80,7 @@ def test_where_shares_are_given_no_others_are_offered():
 @pytest.mark.parametrize("shorter", [True, False])
 def test_they_are_asked_for_last_and_taken_where_the_period_is_shorter(monkeypatch, shorter):
     asked, said = [], []
-    alone = nanobatch._sequential(SETTING, None, nanobatch._Limit(math.inf, lambda: 0.0))
+    alone = nanobatch._sequential(SETTING, None, Limit(math.inf, lambda: 0.0))
 
     def solved(setting, cuts, *rest):
         asked.append(setting.full_waves)

@@ -13,6 +13,7 @@ from reached import steps
 from searched import on_all_sms
 from wanted import reached
 
+from jaxflow.config import ModelConfig
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
@@ -23,7 +24,7 @@ from jaxflow.pipeline.plan import Plan, load
 from search.clock import shipped_card
 from search.copies import copied
 from search.modelled import modelled_profile
-from search.op_times import ATTENTION
+from search.op_times import ATTENTION, Profile, load_profile
 from search.plan import KEYS
 from search.predict import margin, outside_s
 from search.shares import Shares, product_shapes
@@ -71,19 +72,26 @@ def measured_plans(model: str, kind: str, tp: int, file: str | None, mixture: bo
     return {plan.name: plan for plan in (*map(load, files), *map(on_all_sms, map(load, found)))}
 
 
+def modelled(model: str, config: ModelConfig, kind: str, tp: int, file: str | None) -> Profile:
+    """By the cost model and the card's constants alone: nothing was fitted to these steps."""
+    widths, dtype = KINDS[kind]
+    parts = (48, 84) if file == ABLATION else (ON_A_PART,)
+    settings = {"tp": tp, "widths": widths, "dtype": dtype, "kv_dtype": dtype, "keys": KEYS, "sms": (*parts, H200_SMS)}
+    profile = modelled_profile(model, config, H200, **settings)
+    if file == ABLATION:  # whose attention is on a part of the device, too
+        return profile
+    products = tuple(one for one in profile.op_times if one.sms == H200_SMS or one.op not in ATTENTION)
+    return msgspec.structs.replace(profile, op_times=products)
+
+
 @functools.cache
-def rows(model: str, kind: str, tp: int = 2, file: str | None = None, layers: int | None = None) -> list[Row]:
-    """Of the cost model and the card's constants alone: nothing was fitted to these steps. layers: that were measured; None: all."""
+def rows(model: str, kind: str, tp: int = 2, file: str | None = None, layers: int | None = None, timed: str | None = None) -> list[Row]:
+    """layers: that were measured; None: all. timed: a measured profile's file, of the same layers; None: `modelled`."""
     config, (widths, dtype) = open_checkpoint(model, load_format="dummy").model_config, KINDS[kind]
     config = dataclasses.replace(config, layers=config.layers[:layers])
     shapes = product_shapes(config, tp)
     plans = measured_plans(model, kind, tp, file, bool(config.num_experts))
-    parts = (48, 84) if file == ABLATION else (ON_A_PART,)
-    settings = {"tp": tp, "widths": widths, "dtype": dtype, "kv_dtype": dtype, "keys": KEYS, "sms": (*parts, H200_SMS)}
-    profile = modelled_profile(model, config, H200, **settings)
-    if file != ABLATION:  # whose attention is on a part of the device, too
-        products = tuple(one for one in profile.op_times if one.sms == H200_SMS or one.op not in ATTENTION)
-        profile = msgspec.structs.replace(profile, op_times=products)
+    profile = load_profile(paths.ROOT / timed) if timed else modelled(model, config, kind, tp, file)
 
     @functools.cache
     def shares(sums: str, scattered: bool, swapped: bool) -> Shares:

@@ -8,8 +8,12 @@ from reached import steps
 FRACTIONS = {
     "8B bf16": "h200-plans-llama-3.1-8b-variants.json",
     "8B bf16, traces": "h200-plans-llama-3.1-8b-traces.json",
+    "8B bf16, fourth start": "h200-plans-llama-3.1-8b-fourth.json",
+    "8B bf16, sizes": "h200-plans-llama-3.1-8b-sizes.json",
     "8B fp8": "h200-plans-llama-3.1-8b-lean-fp8.json",
+    "8B fp8, LMSYS's": "h200-plans-llama-3.1-8b-lean-fp8-lmsys.json",
     "70B bf16, 2 GPUs": "h200-plans-llama-3-70b-tp2.json",
+    "70B bf16, 2 GPUs, sizes": "h200-plans-llama-3-70b-tp2-sizes.json",
     "70B fp8, 2 GPUs": "h200-plans-llama-3-70b-tp2-fp8.json",
     "70B bf16, 4 GPUs": "h200-plans-llama-3-70b-tp4.json",
     "70B fp8, 4 GPUs": "h200-plans-llama-3-70b-tp4-fp8.json",

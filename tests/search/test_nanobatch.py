@@ -1,6 +1,7 @@
 """Plans that the search finds: legal, as fast as the solver says when simulated, and the plain forward when run."""
 
 import dataclasses
+import math
 
 import drawn
 import msgspec
@@ -13,7 +14,8 @@ from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan
 from jaxflow.pipeline.order import check
 from jaxflow.pipeline.plan import borders, from_json, to_json
-from search import nanobatch
+from search import cuts, nanobatch
+from search.budget import Limit
 from search.cyclic import SearchError, one_by_one
 from search.nanobatch import search
 from search.simulate import simulate
@@ -128,7 +130,9 @@ def test_an_op_may_leave_out_a_cut():
     assert sum(nano.op == "decode_attention" for nano in found.plan.nano_ops) == 2
 
 
-def test_llama_on_a_modelled_h200():
+def test_llama_on_a_modelled_h200(monkeypatch):
+    wider = nanobatch._wider
+    monkeypatch.setattr(nanobatch, "_wider", lambda setting: wider(setting)[:1])  # finer shares; full waves have a test of their own
     setting = llama_setting(2048, 1024, 512, most_shares=1, step=1024)
     found = search(setting, time_limit_s=300)
     check(found.plan, setting.graph)
@@ -215,6 +219,34 @@ def test_no_stage_is_begun_when_the_time_is_over(monkeypatch):
     begun.clear()
     split = search(dataclasses.replace(setting, split=True), time_limit_s=5, clock=lambda: now[0])
     assert split.cuts and len(begun) == 4  # asked for a cut, it owes one
+
+
+def test_cuts_that_there_is_no_time_for_cost_none(monkeypatch):
+    """By a clock that a guess or a bound moves on by a second: of 40 a fifth is for guesses, and bounds end soon after all."""
+    now, asked = [0.0], []
+
+    def slow(what):
+        def asks(*arguments):
+            asked.append(what.__name__)
+            now[0] += 1.0
+            return what(*arguments)
+
+        return asks
+
+    def nothing(*_):
+        raise SearchError("no schedule has a period of at most 1 s")
+
+    monkeypatch.setattr(cuts, "estimate_s", slow(cuts.estimate_s))
+    monkeypatch.setattr(nanobatch, "least_s", slow(nanobatch.least_s))
+    times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0) | {"decode_attention": 6.0}
+    setting = dataclasses.replace(toy_setting(graph_of(), times, decodes=16, most_shares=1, nano_batches=3), step=1)
+    alone = nanobatch._sequential(setting, None, Limit(math.inf, lambda: 0.0))
+    monkeypatch.setattr(nanobatch, "_sequential", lambda *_: alone)
+    monkeypatch.setattr(nanobatch, "_solve", nothing)
+    found = search(setting, time_limit_s=40, clock=lambda: now[0])
+    assert found.cut_sets == 15 + 105 and found.cuts == ()
+    assert asked.count("estimate_s") == 9 and 0 < found.tried < len(asked) - 9 and now[0] <= 44
+    assert found.bound_s == 0.0  # what was not asked is bounded by the joules alone, which nobody knows here
 
 
 @pytest.mark.parametrize("times", [0.9, 1.001])

@@ -14,6 +14,7 @@ from jaxflow.model.graph import model_graph
 from search.modelled import modelled_profile
 from search.op_times import (
     OpTime,
+    Pair,
     Profile,
     ProfileError,
     load_profile,
@@ -43,10 +44,19 @@ def test_what_does_not_belong_is_refused(tmp_path):
         with pytest.raises(ProfileError, match=word):
             load_profile(path, **asked)
     fields = msgspec.to_builtins(MODELLED)
+    first, pair = fields["op_times"][0], msgspec.to_builtins(Pair("qkv", "decode_attention", 92, 40, 0.7, 0.5))
     for change, word in (
         ({"schema_version": 0}, "schema_version=0"),
         ({"total_sms": "many"}, "total_sms"),
+        ({"total_sms": 0}, "total_sms"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"dtype": "int3"}, r"float8_e4m3fn.*`\$\.dtype`"),
+        ({"op_times": []}, "op_times"),
         ({"op_times": [{}]}, "op_times"),
+        ({"op_times": [first | {"seconds": 0.0}]}, "seconds"),
+        ({"op_times": [first | {"seconds": -1e-5}]}, "seconds"),
+        ({"op_times": [first | {"clock_mhz": 0}]}, "clock_mhz"),
+        ({"pairs": [pair | {"first_performance": -0.1}]}, "first_performance"),
     ):
         path.write_bytes(msgspec.json.encode(fields | change))
         with pytest.raises(ProfileError, match=word):
@@ -55,6 +65,16 @@ def test_what_does_not_belong_is_refused(tmp_path):
         load_profile(tmp_path / "absent.json")
     with pytest.raises(ProfileError, match="108"):
         seconds(MODELLED, "qkv", 128, sms=77)
+
+
+def test_a_model_in_a_folder_may_be_elsewhere(tmp_path):
+    """It is measured on one machine and searched for on another."""
+    path = tmp_path / "p.json"
+    save_profile(msgspec.structs.replace(MODELLED, model="/there/llama-3-8b"), path)
+    for name in ("/there/llama-3-8b", "here/llama-3-8b/", "llama-3-8b"):
+        assert load_profile(path, model=name).model == "/there/llama-3-8b"
+    with pytest.raises(ProfileError, match="model='/there/llama-3-8b', but it is asked about '/there/other'"):
+        load_profile(path, model="/there/other")
 
 
 def test_collectives_as_they_were_measured():

@@ -3,6 +3,7 @@
 import dataclasses
 
 import msgspec
+import paths
 import pytest
 
 from jaxflow.model.checkpoint import open_checkpoint
@@ -16,9 +17,12 @@ from search import plan as command
 from search.__main__ import main
 from search.clock import shipped_card
 from search.copies import copied as with_exchanges
+from search.cuts import cut_sets
+from search.cyclic import SearchError
 from search.modelled import modelled_profile
-from search.nanobatch import Found, cut_sets
+from search.nanobatch import Found
 from search.nanobatch import search as solve
+from search.op_times import load_profile, save_profile
 from search.orders import ORDERS, best_known, cuts_of, known_plans, sequential, simulated
 from search.setting import Setting
 from search.shares import Shares
@@ -26,6 +30,7 @@ from search.structure import Load
 
 TOKENS, CUTS = 1024, (384, 512)
 CARD = shipped_card("H200")
+PROFILE = paths.ROOT / "profiles" / "h200-llama-3.1-8b.json"
 
 
 def setting_of(model: str, tp: int, form: str, **rest) -> Setting:
@@ -90,6 +95,12 @@ def test_on_shares_that_were_not_timed_it_is_no_candidate():
 def test_cuts_are_where_they_are_asked_for():
     assert cut_sets(setting_of("llama-3.1-8b", 1, "reduce", nano_batches=3)) == [(), (384,), (512,), (384, 512)]
     assert cut_sets(setting_of("llama-3.1-8b", 1, "reduce", split=True)) == [(384,), (512,)]
+    scattered = dataclasses.replace(setting_of("llama-3.1-8b", 4, "scatter"), places=(384, 501, 514), nano_batches=3)
+    assert cut_sets(scattered) == [(), (384,)]  # rows divide among the devices
+    with pytest.raises(SearchError, match="no cut at 501 that divides among 4 devices"):
+        cut_sets(dataclasses.replace(scattered, places=(501,), split=True))
+    with pytest.raises(SearchError, match="tokens=1023 cannot be scattered: only multiples of the 4 devices"):
+        cut_sets(dataclasses.replace(scattered, load=Load.steady_state(1023, 512, 512)))
 
 
 LINE = ["--model", "llama-3-70b", "--modelled", "--gpus", "2", "--sums", "copies", "--overlap", "network", "--tokens", "2048"]
@@ -118,11 +129,35 @@ def test_the_name_of_what_is_found_tells_its_cuts(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_flags")
+def test_only_rows_that_divide_among_the_devices_are_scattered(tmp_path):
+    """Asked for every form, a cut that cannot be scattered is for the others: an engine takes what is written."""
+    line = [*LINE, "--sums", "all", "--tokens", "1000", "--cuts", "501", "--split", "--orders", "two"]
+    assert main(["search", "plan", *line, "--out", str(tmp_path / "p.json")]) == 0
+    plan, model = load(tmp_path / "p.json"), open_checkpoint("llama-3-70b", load_format="dummy").model_config
+    assert cuts_of(plan) == (501,)
+    compile_plan(plan, model, 2, quantized=False)
+
+
+@pytest.mark.usefixtures("no_flags")
+@pytest.mark.parametrize("op", ["qkv", "decode_attention"])
+def test_a_profile_without_an_op_is_refused_by_its_name(op, tmp_path, capsys):
+    """As one that was measured with --ops, or in too little time."""
+    whole = load_profile(PROFILE)
+    part = msgspec.structs.replace(whole, op_times=tuple(one for one in whole.op_times if one.op != op))
+    save_profile(part, tmp_path / "part.json")
+    line = ["--model", "llama-3.1-8b", "--profile", str(tmp_path / "part.json"), "--tokens", "512", "--out", str(tmp_path / "p.json")]
+    assert main(["search", "plan", *line]) == 1
+    assert f"op='{op}' on sms=132 was not measured for llama-3.1-8b" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_flags")
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         (["--orders", "any"], "solver, sequential, two"),
         (["--cuts", "2048"], "1 to 2047"),
+        (["--cuts", "501", "--sums", "scatter"], "cuts=501 is not supported: multiples of the 2 devices"),
+        (["--tokens", "1001", "--sums", "scatter"], "tokens=1001 is not supported: multiples of the 2 devices"),
         (["--orders", "products", "--model", "llama-3.1-8b", "--gpus", "1", "--sums", "reduce"], "none of them"),
     ],
 )

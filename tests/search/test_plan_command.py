@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 import msgspec
+import paths
 import pytest
 from absl import flags
 from searched import llama_shares
@@ -64,6 +65,7 @@ def test_what_was_found_is_run_by_the_line_that_is_printed():
     ]  # fmt: skip
 
 
+PROFILE = str(paths.ROOT / "profiles" / "h200-llama-3.1-8b.json")
 UNSURE = {Path("plans/two of them/1024-512.json"): "1024/512", Path("plans/two of them/512-0.json"): "512/0"}
 LINES = [shlex.split(line) for line in measuring(FP8, "org/llama-3-70b", Path("plans/two of them"), UNSURE)]
 
@@ -207,6 +209,7 @@ def test_sums_of_a_small_device_hold_no_more_than_it_has():
         (["--profile", "absent.json"], "absent.json"),
         (["--modelled", "--device", "A100-80GB", "--dtype", "float8_e4m3fn"], "bfloat16"),
         (["--modelled", "--nano_batches", "1", "--split"], "nano_batches"),
+        (["--profile", PROFILE, "--sms", "33"], "sms=33 is not supported: SMs that ops of the profile were timed on (24, 32, 40, "),
     ],
 )
 def test_what_is_refused_says_what_would_do(line, words, tmp_path, capsys):

@@ -13,7 +13,7 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan
-from jaxflow.pipeline.plan import Plan
+from jaxflow.pipeline.plan import NanoOp, Plan
 from search.predict import MARGIN, margin, outside_s, predict
 from search.simulate import simulate
 from search.structure import Load
@@ -42,10 +42,12 @@ def test_predictions_are_the_simulation_of_each_composition():
 def test_the_margin_is_of_the_kind_of_plan():
     config = open_checkpoint("llama-3-70b", load_format="dummy").model_config
     graph, mixture = model_graph(config), model_graph(open_checkpoint("mixtral-8x7b", load_format="dummy").model_config)
-    kernels, copies = (Plan("", 1, (), sums=sums) for sums in ("kernels", "copies"))
+    kernels, copies = (Plan("", 1, (NanoOp("qkv", "qkv", 0, 1),), sums=sums) for sums in ("kernels", "copies"))
+    aside = Plan("", 1, (NanoOp("qkv", "qkv", 0, 1), NanoOp("decode_attention", "decode_attention", 0, 1, stream=1)), sums="copies")
     of = [(2, "float8_e4m3fn"), (2, "bfloat16"), (4, "bfloat16"), (4, "float8_e4m3fn")]
     assert [margin(copies, graph, *kind) for kind in of] == [0.035, 0.035, 0.05, 0.11]
     assert {margin(kernels, graph, *kind) for kind in of} == {margin(copies, mixture, *kind) for kind in of} == {MARGIN}
+    assert {margin(aside, graph, *kind) for kind in of} == {MARGIN}
 
 
 def test_what_is_outside_the_layers_grows_with_the_rows_that_sample():

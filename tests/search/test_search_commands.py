@@ -74,6 +74,7 @@ def test_placement_prints_a_policy_and_writes_it(capsys, tmp_path):
         (["placement", "--gpu_batch_sizes", "few"], 1, "gpu_batch_sizes=few"),
         (["placement", "--output", "no/such/folder.json"], 1, "a folder that exists"),
         (["placement", "--front", "/"], 1, "front='/' is not supported: a file"),
+        (["placement", "--front", "x.png"], 1, "front='x.png' is not supported: a file for JSON"),
         (["offload", "--output_json", "no/such/runs.json"], 1, "output_json='no/such/runs.json'"),
         (["offload", "--runs_json", "/"], 1, "runs_json='/'"),
         (["offload", "--output", "policy.json"], 2, "'output'"),

@@ -50,14 +50,93 @@ def idle(run: dict) -> float:
 
 
 def test_plans_on_one_device():
-    starts = [gain(report(f"{PLANS}-{name}")["plans"], "1024/512", "92+40 1024/512") for name in ("traces", "lean", "variants")]
-    assert reached("8B in bf16, plans").startswith("{:.3f}, {:.3f} and {:.3f} in three starts at 1024 / 512;".format(*starts))
-    fp8 = report(f"{PLANS}-lean-fp8")
-    lost = [100 - 100 * row["against_best_sequential"] for row in fp8["plans"] if not row["sequential"]]
+    reports = [report(f"{PLANS}-{name}")["plans"] for name in ("traces", "fourth", "lean", "variants")]
+    starts = [gain(plans, "1024/512", "92+40 1024/512") for plans in reports]
+    best = max((row for row in reports[1] if row["workload"] == "1024/512" and row["sequential"]), key=lambda row: row["tokens_per_s"])
+    (over,) = {
+        row["against_best_sequential"] for row in reports[1] if row["plan"].startswith("92+40 1024/512") and row["workload"] == "1024/512"
+    }
+    said = "{:.3f}, {:.3f}, {:.3f} and {:.3f} in four starts at 1024 / 512, {:.3f} over the best sequential step, of {:,} rows;"
+    assert reached("8B in bf16, plans").startswith(said.format(*starts, over, best["tokens"]))
+    fp8, lmsys = (report(f"{PLANS}-lean-fp8{lengths}") for lengths in ("", "-lmsys"))
+    fp8_rows = [*fp8["plans"], *lmsys["plans"]]
+    lost = [100 - 100 * row["against_best_sequential"] for row in fp8_rows if not row["sequential"]]
     asked, ran = fp8["command"].partition("--workloads ")[2].split()[0].split(","), {row["workload"] for row in fp8["plans"]}
-    assert (len(asked), len(ran), {*asked} - ran) == (7, 6, {"92/206"})
-    said = f"1.00: on six of seven workloads (not LMSYS's) plans make {min(lost):.0f} to {max(lost):.0f} % less"
+    assert {row["workload"] for row in lmsys["plans"]} == {*asked} - ran == {"92/206"} and len(asked) == 7
+    said = f"1.00: on all seven workloads plans make {min(lost):.0f} to {max(lost):.0f} % less"
     assert reached("8B in fp8, plans").startswith(said)
+
+
+def test_what_ended_plans_in_bf16():
+    """Power: fewer cycles of a slower clock, of the plan that gained in the third start and in the fourth."""
+    starts = [[row for row in report(f"{PLANS}-{name}")["plans"] if row["workload"] == "1024/512"] for name in ("traces", "fourth")]
+    alone = [next(row for row in rows if row["sequential"] and row["tokens"] == 2048) for rows in starts]
+    plans = [next(row for row in rows if row["plan"].startswith("92+40 1024/512")) for rows in starts]
+    cycles = [
+        row["step_ms"] * row["sm_clock_mhz"] / (other["step_ms"] * other["sm_clock_mhz"]) for row, other in zip(plans, alone, strict=True)
+    ]
+    clocks, slower = ([f"{row['sm_clock_mhz']:.0f}" for row in rows] for rows in (alone, plans))
+    watts = [row["watts"] for row in (*alone, *plans)]
+    assert {f"{share:.2f}" for share in cycles} == {"0.88"} and {f"{1 / share:.2f}" for share in cycles} == {"1.13"}
+    told = (
+        f"the plan takes {cycles[0]:.3f} and {cycles[1]:.3f} times as many clock cycles",
+        f"at the cap, {min(watts):.0f} to {max(watts):.0f} W under either, it has {slower[0]} and {slower[1]} MHz",
+        f"where the sequential step has {clocks[0]} and {clocks[1]}.",
+    )
+    text = " ".join((paths.ROOT / "docs" / "overlap.md").read_text("utf-8").split())
+    assert [one for one in told if one not in text] == []
+    said = f"it has {slower[1]} and {slower[0]} MHz where the sequential step has {clocks[1]} and {clocks[0]}; and joins"
+    assert said in reached("8B in bf16, plans")
+
+
+def test_what_ended_plans_in_fp8():
+    """Not watts: more cycles, and with them joules, of steps of 2048 rows beside the sequential ones."""
+    rows = [row for lengths in ("", "-lmsys") for row in report(f"{PLANS}-lean-fp8{lengths}")["plans"] if row["tokens"] == 2048]
+    alone = {row["workload"]: row for row in rows if row["sequential"]}
+    plans = [row for row in rows if not row["sequential"]]
+    pairs = [(row, alone[row["workload"]]) for row in plans]
+    watts, in_turn = (f"{min(drawn):.0f} to {max(drawn):.0f}" for drawn in ([row["watts"] for row in of] for of in (plans, alone.values())))
+    cycles = [row["step_ms"] * row["sm_clock_mhz"] / (other["step_ms"] * other["sm_clock_mhz"]) for row, other in pairs]
+    joules = [row["joules_per_token"] / other["joules_per_token"] for row, other in pairs]
+    slower, *faster = sorted(row["sm_clock_mhz"] - other["sm_clock_mhz"] for row, other in pairs)
+    assert slower < 0 < faster[0]
+    times = [f"{min(found):.2f} to {max(found):.2f}" for found in (cycles, joules)]
+    said = f"**missed**: cycles: at as many watts ({watts}, in sequence {in_turn}) plans take {times[0]} times as many of them, "
+    assert f"{said}and {times[1]} times the joules a token:" in reached("8B in fp8, plans")
+    told = (
+        f"at {watts} W under plans and {in_turn} in sequence, but plans take {times[0]} times as many clock cycles a step",
+        f"under {len(faster)} of the {len(plans)} is {faster[0]:.0f} to {faster[-1]:.0f} MHz higher) and {times[1]} times",
+    )
+    text = " ".join((paths.ROOT / "docs" / "overlap.md").read_text("utf-8").split())
+    assert [one for one in told if one not in text] == []
+
+
+def test_the_share_of_the_optimum():
+    """The least and the most of the page's table, which is held to the reports in test_measured_workloads.py."""
+    text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
+    table = text.partition("<!-- fractions -->\n")[2].partition("\n<!-- /fractions -->")[0].splitlines()[2:]
+    spans = []
+    for model in ("8B bf16", "8B fp8", "70B bf16", "70B fp8"):
+        cells = [line.split(" | ") for line in table if line.startswith(f"| {model}")]
+        for column in (5, 6):
+            found = [int(row[column].removesuffix("%")) for row in cells]
+            spans.append(f"{min(found)} to {max(found)} %")
+    said = "[steps](#how-near-the-optimum-steps-are) of 8B in bf16 {} and {}, in fp8 {} and {}; of 70B in bf16 {} and {}, in fp8 {} and {};"
+    assert reached("the share of the optimum").startswith(said.format(*spans))
+
+
+def test_the_ablation():
+    """Of 8B and of 70B: each adds to the one before it."""
+    copied, few = "two nano-batches, 1024 + 1024, sums copied", report("h200-plans-llama-3-70b-16-layers-tp2-fp8-ablation")["plans"]
+    one = [(report(f"{PLANS}-variants")["plans"], plan) for plan in ("nano-batches alone", "92+40 1024/512")]
+    two = [(few, f"{copied}, {how}") for how in ("waited for", "2048", "attention on 48 SMs")]
+    gains = [gain(plans, workload, plan) for plans, plan in (*one, *two) for workload in ("1024/512", "512/0")]
+    said = (
+        "8B in bf16: nano-batches alone {:.3f} and {:.3f}, with memory overlap {:.3f} and {:.3f}; "
+        "sixteen layers of 70B in fp8, two devices: nano-batches alone {:.3f} and {:.3f}, "
+        "with network overlap {:.3f} and {:.3f}, with memory overlap, too, {:.3f} and {:.3f} |"
+    )
+    assert reached("an ablation").startswith(said.format(*gains))
 
 
 def test_tokens_a_second_on_one_device():
@@ -66,6 +145,27 @@ def test_tokens_a_second_on_one_device():
     made = bf16["total_token_throughput"]
     assert reached("8B in bf16, 28,000").startswith(f"{made:,.0f} | **missed** by {100 - made / 280:.2f} %:")
     assert reached("8B in fp8, 43,000").startswith(f"{report(f'{LLAMA}-fp8-1024-512')['total_token_throughput']:,.0f} |")
+
+
+def test_what_neither_smaller_steps_nor_the_plan_reached():
+    """End to end with 640 sequences; the first two on one card."""
+    runs = [report(f"{LLAMA}-1024-512-640-sequences-{how}") for how in ("steps-of-2048", "steps-of-1536", "plan-92-40")]
+    full, small, plan = (f"{run['total_token_throughput']:,.0f}" for run in runs)
+    assert [run["engine_config"]["max_num_batched_tokens"] for run in runs] == [2048, 1536, 2048]
+    assert max(run["total_token_throughput"] for run in runs) < 28_000
+    assert runs[2]["engine_stats"]["steps_by_plan"]["92+40 1024/512"] == runs[2]["steps"]["by_bucket"]["2048"]["steps"] == 770
+    of_2048 = [run["steps"]["by_bucket"]["2048"]["mean_ms"] for run in runs[::2]]
+    settled = [run["steady_state"]["total_token_throughput"] for run in runs[::2]]
+    said = (
+        f"640 sequences made {full} with steps of 2048 rows and {small} with `--max_num_batched_tokens 1536`",
+        "{steps:,} full steps of {mean_ms:.1f} ms instead of 770 of ".format(**runs[1]["steps"]["by_bucket"]["1536"])
+        + f"{of_2048[0]:.1f}.",
+        f"in all 770 steps of 2048 rows made {plan} ([json](",
+        "{1:.1f} ms a step instead of {0:.1f}, in their steady states".format(*of_2048),
+        "{1:,.0f} and {0:,.0f} tokens/s.".format(*settled),
+    )
+    text = " ".join((paths.ROOT / "docs" / "overlap.md").read_text("utf-8").split())
+    assert [one for one in said if one not in text] == []
 
 
 def test_plans_on_four_devices():

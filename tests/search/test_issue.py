@@ -1,0 +1,172 @@
+"""What a schedule keeps apart its plan keeps apart by itself: by data, streams and waits, on a device that would let all run at once."""
+
+import collections
+import dataclasses
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from searched import TOTAL, toy_setting
+from test_nanobatch import graph_of, simulated
+
+from jaxflow.pipeline.plan import Plan
+from search.cyclic import Option, Problem, Schedule
+from search.issue import to_plan
+from search.nanobatch import make_problem, make_tasks, stage_one, stage_two
+from search.setting import Setting
+from search.simulate import Entry, _before
+from search.structure import Task, apart, starts_outside
+
+LAYERS, CUT, NEAR = 10, 8, 1e-6
+
+
+def checked(setting: Setting, tasks: list[Task], problem: Problem, found: Schedule) -> list[Entry]:
+    """What the schedule's plan does, by itself, once that keeps apart what it must."""
+    plan = to_plan("found", tasks, problem, found, TOTAL)
+    entries = begun_early(simulated(setting, plan).entries)
+    check_apart(plan, entries)
+    return entries
+
+
+def begun_early(entries: tuple[Entry, ...]) -> list[Entry]:
+    """The same nano-ops, each begun as soon as what it follows has ended, however many SMs are taken."""
+    found: list[Entry] = []
+    for entry, before in zip(entries, _before(tuple(entry.run for entry in entries)), strict=True):
+        start_s = max((found[at].stop_s for at in before), default=0.0)
+        found.append(dataclasses.replace(entry, start_s=start_s, stop_s=start_s + entry.stop_s - entry.start_s))
+    return found
+
+
+def check_apart(plan: Plan, entries: list[Entry]) -> None:
+    """In rounds in which all nano-ops run: at the ends of a step some are missing, and with them what they order."""
+    ahead = [nano.ahead for nano in plan.nano_ops]
+    full = range(-min(ahead), LAYERS - max(ahead))
+    long = [one for one in entries if one.stop_s - one.start_s > 2 * NEAR and one.run.layer - one.run.nano.ahead in full]
+    assert long
+    for one in long:
+        together = [other for other in long if other.start_s <= one.start_s + NEAR < other.stop_s]
+        shown = [(other.run.nano.id, other.run.layer, other.sms) for other in together]
+        assert sum(other.sms for other in together) <= TOTAL, shown
+        assert max(collections.Counter(map(resource, together)).values()) == 1, shown
+        for a, b in itertools.permutations(together, 2):
+            assert a.run.layer != b.run.layer or a.run.nano.op != "rope_append" or b.run.op.kind != "attention", shown
+
+
+def resource(entry: Entry) -> str:
+    """Of an op in a toy setting; norms of scattered rows are between their sums."""
+    if entry.run.op.kind == "network" or entry.run.op.own_rows:
+        return "network"
+    return "memory" if entry.run.nano.op in ("decode_attention", "rope_append") else "compute"
+
+
+def check_in_time(tasks: list[Task], found: Schedule, entries: list[Entry]) -> None:
+    """Nothing starts later than the schedule says: a plan waits for nothing else."""
+    starts = {(task.chain.ops[0].name, task.start): found.stages[at] + found.phases[at] for at, task in enumerate(tasks)}
+    first = min(starts.values())
+    for one in entries:
+        key = one.run.nano.op, one.run.nano.start
+        if key in starts:
+            assert one.start_s <= found.period_s * (one.run.layer + starts[key] - first + 1e-4), (one.run.nano.id, one.run.layer)
+
+
+def drawn(setting: Setting, r: random.Random) -> tuple[list[Task], Problem, Schedule]:
+    """Any schedule that keeps the constraints, of any shares: the tasks in any order, each at the first moment at which it may run."""
+    tasks, covers = make_tasks(setting, (CUT,))
+    assert not covers
+    ways = [setting.shares.options(task, setting.load.part(task.start, task.stop), 2) for task in tasks]
+    few = r.random()  # how often a task gets the fewest SMs, beside which there is room
+    chosen = tuple(options[0] if r.random() < few else r.choice(options) for options in ways)
+    problem, pairs = make_problem(tasks, ways, capacity=TOTAL), list(itertools.permutations(range(len(tasks)), 2))
+    kept = dataclasses.replace(  # for tasks that take no time, too: they have a place on their stream
+        problem,
+        exclusive=frozenset((i, j) for i, j in pairs if apart(tasks[i], tasks[j])),
+        outside=frozenset((i, j) for i, j in pairs if starts_outside(tasks[i], tasks[j])),
+    )
+    order: list[int] = []
+    while left := set(range(len(tasks))) - {*order}:
+        order.append(r.choice([j for j in sorted(left) if not any(i in left for i, k, rounds in problem.follows if k == j and not rounds)]))
+    period_s = max(1.0, *(option.seconds for option in chosen))
+    while (starts := placed(kept, chosen, order, period_s)) is None:
+        period_s *= 1.1
+    at = [start / period_s + 1e-9 for start in starts]
+    return tasks, problem, Schedule(period_s, period_s, tuple(x % 1 for x in at), tuple(math.floor(x) for x in at), chosen)
+
+
+def placed(problem: Problem, chosen: tuple[Option, ...], order: list[int], period_s: float) -> list[float] | None:
+    """When each task starts; None where the period is too short for this order."""
+    starts: dict[int, float] = {}
+    long = [option.seconds for option in chosen]
+
+    def gap(since: float, now: float) -> float:
+        """Around the period."""
+        found = (now - since) % period_s
+        return 0.0 if period_s - found < NEAR else found
+
+    def disjoint(i: int, j: int) -> bool:
+        after = gap(starts[i], starts[j])
+        return long[i] - NEAR <= after <= period_s - long[j] + NEAR
+
+    def fits(j: int, now: float) -> bool:
+        starts[j] = now
+        for i in starts.keys() - {j}:
+            if (i, j) in problem.exclusive and not disjoint(i, j) and not disjoint(j, i):
+                return False
+            if any(
+                pair in problem.outside and NEAR < gap(starts[pair[0]], starts[pair[1]]) < long[pair[0]] - NEAR for pair in ((i, j), (j, i))
+            ):
+                return False
+        running = ([i for i in starts if gap(starts[i], moment) < long[i] - NEAR] for moment in starts.values())
+        return all(sum(chosen[i].share for i in some) <= TOTAL for some in running)
+
+    for j in order:
+        least = max((starts[i] + long[i] - rounds * period_s for i, k, rounds in problem.follows if k == j and i in starts), default=0.0)
+        moments = {least, *(least + gap(least, starts[i] + after) for i in starts for after in (0.0, long[i]))}
+        starts.pop(j, None)
+        if not any(fits(j, now) for now in sorted(moments)):
+            return None
+    late = any(starts[i] + long[i] > starts[j] + rounds * period_s + NEAR for i, j, rounds in problem.follows)
+    return None if late else [starts[i] for i in range(len(order))]
+
+
+@pytest.mark.parametrize(("tp", "decodes"), [(1, 8), (2, 4)])
+def test_found_plans_keep_apart_what_their_schedules_do(tp, decodes):
+    graph = graph_of(tp, LAYERS)
+    times = {op.name: 4.0 if op.kind == "attention" else 1.0 for op in graph.layers[-1]}
+    setting = toy_setting(graph, times, decodes, most_shares=1)
+    tasks, _ = stage_one(setting, (CUT,), 1.0)
+    checked(setting, tasks, *stage_two(setting, tasks, None, 1.5))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_plan_keeps_apart_what_its_schedule_does_and_no_more(seed):
+    """Any times, some of them none; one device or two; decodes alone, chunks alone or both."""
+    r = random.Random(seed)
+    tp = r.choice((1, 2))
+    graph = graph_of(tp, LAYERS, scattered=tp == 2 and r.random() < 0.3)
+    check_drawn(graph, {op.name: float(r.randint(0, 8)) for op in graph.layers[-1]}, r.choice((0, 4, 8, 12, 16)), r)
+
+
+@pytest.mark.parametrize(
+    ("tp", "decodes", "long"),
+    [
+        (2, (4, 12), ("decode_attention", "chunk_attention", "attn_reduce", "mlp_reduce")),  # of one half both, and the other half's sums
+        (1, (0,), ("rope_append", "chunk_attention")),  # bound by memory, on the main stream, and by compute, on another
+    ],
+    ids=["three at once", "one cache"],
+)
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6))
+def test_what_is_long_is_kept_apart(tp, decodes, long, seed):
+    r, graph = random.Random(seed), graph_of(tp, LAYERS)
+    times = {op.name: float(r.randint(4, 16)) if op.name in long else 1.0 for op in graph.layers[-1]}
+    check_drawn(graph, times, r.choice(decodes), r)
+
+
+def check_drawn(graph, times: dict[str, float], decodes: int, r: random.Random) -> None:
+    setting = toy_setting(graph, times, decodes)
+    tasks, problem, found = drawn(setting, r)
+    check_in_time(tasks, found, checked(setting, tasks, problem, found))
