@@ -1,6 +1,7 @@
 """The README's figures are those of the committed reports."""
 
 import json
+import re
 import runpy
 
 import paths
@@ -38,6 +39,21 @@ def folder(tmp_path):
 def test_the_readme_has_the_table_of_the_reports():
     readme = (paths.ROOT / "README.md").read_text("utf-8")
     assert TABLE["rewritten"](readme) == readme
+
+
+def test_the_speeds_on_its_first_page_are_of_the_table():
+    """Each in the row that its sentence speaks of."""
+    readme = (paths.ROOT / "README.md").read_text("utf-8")
+    said = readme.split("On one H200 Llama-3.1-8B makes ")[1].split("\n\n")[0]
+    rows = [line for line in readme.splitlines() if line.startswith("| ") and "| 1024 / 512 |" in line]
+    for device, model, ours, beside in (
+        ("NVIDIA H200", "llama-3.1-8b, bfloat16", "27,930", "vLLM 0.24.0 25,378"),
+        ("NVIDIA H200", "llama-3.1-8b, fp8, fp8 KV", "47,185", "vLLM 0.24.0 36,811"),
+        ("4 × NVIDIA H200", "llama-3-70b, fp8, fp8 KV", "19,624", "its sequential plan 18,361"),
+    ):
+        assert any(row.startswith(f"| {device} | {model} |") and f"| {ours} |" in row and f"| {beside} |" in row for row in rows)
+        said = said.replace(ours, "").replace(beside.split()[-1], "")
+    assert not re.search(r"\d,\d", said), said
 
 
 def test_the_plans_of_engines_that_were_checked_are_there():
