@@ -62,8 +62,11 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     h = m["q_s"].shape[-1]
 
     plgpu.barrier_wait(m["q_full"].at[queries])
-    unit = _quantize_queries(m["q_s"].at[queries, wg], m["q8_s"].at[wg], k_scale_ref[kv_head] * r.scale) if r.eight else None
+    unit: Any = None
     if r.eight:
+        unit = _quantize_queries(m["q_s"].at[queries, wg], m["q8_s"].at[wg], k_scale_ref[kv_head] * r.scale)
+        if r.scale > 0:  # of keys all 0, or queries: times 0 a masked score (-inf) would be NaN; times this, all others are 0 still
+            unit = jnp.maximum(unit, LEAST)
         plgpu.barrier_arrive(m["q_empty"].at[queries])
 
     def score(acc, slot):

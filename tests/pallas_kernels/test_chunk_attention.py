@@ -140,6 +140,17 @@ def test_a_cache_of_int8_is_multiplied_as_bfloat16():
     assert error(got, want) < 6e-3
 
 
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+def test_scores_that_a_scale_of_8_bits_makes_0_weigh_the_same(soft_cap):
+    """Of a head whose keys were all 0, so that their scale is, and of a query of 0 beside a scale that leaves float32's normal range."""
+    k, v, table = paged(4, [80], 2, 64)
+    k, v = k.astype(jnp.float8_e4m3fn), jnp.swapaxes(v, 2, 3).astype(jnp.float8_e4m3fn)
+    q = queries(4, 24, 2, 64).at[7].set(0)
+    extra = {"scale": 0.05, "soft_cap": soft_cap, "k_scale": jnp.asarray([0.0, 1e-6])}
+    got, want = both(q, k, v, table, [(0, 20, 0, 60)], extra)
+    assert error(got, want) < 4e-2
+
+
 def scores_of(kind, k, table):
     """Keys whose scores, with queries of ones, a unified maximum does not fit: all but the fallback's."""
     row = np.asarray(table)[0]
