@@ -28,6 +28,7 @@ _WORKERS = 4  # warpgroups a CTA, each with tokens of its own
 _RING_BYTES = 220 << 10  # of an SM's shared memory for the tokens that come and are turned
 _TOGETHER = (1, *BLOCKS)  # tokens whose transposed values may be written at once
 _TMA = 128  # bytes that a tensor copy's place in shared memory is a multiple of
+_BOX = 256  # heads that one copy takes at most
 
 
 def rope_append(
@@ -121,7 +122,7 @@ def rope_append(
 
 def takes(kv: int, group: int, h: int, narrow: bool) -> bool:
     """Whether a token of so many heads fits. narrow: the cache's numbers have 8 bits."""
-    return all(_most_workers(kv, group, h, narrow, block) for block in (BLOCKS if narrow else (1,)))
+    return kv <= _BOX and all(_most_workers(kv, group, h, narrow, block) for block in (BLOCKS if narrow else (1,)))
 
 
 def _most_workers(kv: int, group: int, h: int, narrow: bool, together: int) -> int:
@@ -140,6 +141,8 @@ def _check(fused: jax.Array, k_values: jax.Array, v_values: jax.Array, h: int, s
     if (v_values.shape, v_values.dtype) != (shapes.get(name), k_values.dtype) or scaled_by_token != (name == "int8"):
         given = [f"{x.dtype}{list(x.shape)}" for x in (k_values, v_values)]
         raise ValueError(f"pages are {given}: bfloat16 [P, K, S, H], or e4m3 or Quantized int8 [P, K, S, H] and [P, K, H, S]")
+    if kv > _BOX:
+        raise ValueError(f"{kv} KV heads: up to {_BOX}, which one copy takes")
     if name == "int8" and kv % 2:
         raise ValueError(f"{kv} KV heads for a cache of int8: an even number of them")
 
