@@ -206,9 +206,9 @@ def _attend(
             store_rows(out, scratch["o_s"].at[wg], o_ref, head, *place)
             return carry
 
-        _fill_gaps(gaps_ref, count_ref[1], scratch["o_s"].at[wg, 0], o_ref, cta * 2 + wg, sms * 2)
-        if not rows.eight:
+        if not rows.eight:  # before the gaps, in which a warpgroup waits for all its warps: none may mark what another has yet to clear
             _clear_marks(scratch["again"], wg, jnp.minimum(rounds, MARKS))
+        _fill_gaps(gaps_ref, count_ref[1], scratch["o_s"].at[wg, 0], o_ref, cta * 2 + wg, sms * 2)
         carry = for_items(functools.partial(visit, running=rows.eight), (jnp.int32(0), jnp.int32(0)))
         if not rows.eight:
             plgpu.barrier_arrive(scratch["decided"])
