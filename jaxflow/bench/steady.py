@@ -88,7 +88,9 @@ def fitting_step(workload: Workload, tokens: int, *, rows: int, pages: int, page
         return average_step(workload, tokens, most_rows=rows, kv_tokens=(pages - 1) * page_size, page_size=page_size)
 
     def runs(rows: int, pages: int) -> bool:
-        return 0 < rows_of(step(rows, pages)) <= rows
+        found = step(rows, pages)
+        prompts = sum(math.ceil((start + size) / page_size) for size, start in found.chunks)  # a step without decodes keeps none for them
+        return 0 < rows_of(found) <= rows and prompts < pages
 
     if runs(rows, pages):
         return step(rows, pages)

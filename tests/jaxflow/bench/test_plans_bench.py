@@ -71,7 +71,10 @@ def test_what_is_no_workload(text):
         parse_workload(text)
 
 
-@given(st.sampled_from([Workload(200, 90), Workload(4, 0), Workload(33, 0, decodes=40)]), st.integers(1, 64), st.integers(1, 99))
+WORKLOADS = [Workload(200, 90), Workload(4, 0), Workload(200, 0), Workload(400, 2), Workload(33, 0, decodes=40)]
+
+
+@given(st.sampled_from(WORKLOADS), st.integers(1, 64), st.integers(1, 99))
 def test_a_step_fits_or_what_it_lacks_is_told(workload, rows, pages):
     """As much as is told is enough, and no less."""
     have = {"rows": rows, "pages": pages}
@@ -79,6 +82,7 @@ def test_a_step_fits_or_what_it_lacks_is_told(workload, rows, pages):
         step = fitting_step(workload, 64, **have, page_size=PAGE)
         same = average_step(workload, 64, most_rows=rows, kv_tokens=(pages - 1) * PAGE, page_size=PAGE)
         assert 0 < rows_of(step) <= rows and step == same
+        page_appends(step_work(workload, step, StepLayout(64, 64, 64, PAGE), 100), (pages,), (None,), PAGE)  # in pages that are there
     except ConfigError as error:
         lacked = {"max_num_seqs": "rows", "num_kv_pages": "pages"}[error.field]
         least = int(error.accepted.split()[2].rstrip(","))
