@@ -107,14 +107,17 @@ def search(
     sequential = _sequential(setting, target, limit)
     best, chosen = None if setting.split else sequential, setting
     left, tried, number = [sequential.bound_s] if not setting.split else [], 0, 0
+    untried: list[tuple[Setting, tuple[int, ...]]] = []  # whose bounds wait: the next way has its turn first
     for at, way in enumerate(ways):
         turn = limit.part(1 / (len(ways) - at))
         sets = most_promising(way, sequential.period_s, turn.part(_GUESSED))
         number += len(sets)
         for cuts in sets:
             most_s = best and best.period_s * (1 - _ENOUGH)
-            least = joules_s if most_s is None or late.passed else least_s(way.in_time(cuts, most_s)[0], cuts)
-            if most_s is not None and (least >= most_s or turn.passed):
+            if most_s is not None and turn.passed:
+                untried.append((way, cuts))
+                continue
+            if most_s is not None and (least := least_s(way.in_time(cuts, most_s)[0], cuts)) >= most_s:
                 left.append(least)
                 continue
             tried += 1
@@ -138,6 +141,7 @@ def search(
             if found.period_s < best.period_s:  # the solver was held to it at another clock than that which it settles at
                 best = found
                 say(f"{what}: {1e6 * best.period_s:.1f} us a layer")
+    left += [joules_s if late.passed else least_s(way.in_time(cuts, best.period_s)[0], cuts) for way, cuts in untried]
     return dataclasses.replace(best, bound_s=min(best.period_s, *left), sequential_s=sequential.period_s, tried=tried, cut_sets=number)
 
 

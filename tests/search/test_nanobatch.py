@@ -249,6 +249,32 @@ def test_cuts_that_there_is_no_time_for_cost_none(monkeypatch):
     assert found.bound_s == 0.0  # what was not asked is bounded by the joules alone, which nobody knows here
 
 
+def test_bounds_of_one_way_take_no_time_from_the_next(monkeypatch):
+    """By a clock that a bound moves on by a second, and a cut by two: plans with side streams are looked for in the second half."""
+    now, tried = [0.0], []
+
+    def slow(*arguments):
+        now[0] += 1.0
+        return 0.0
+
+    def nothing(setting, *_):
+        tried.append((setting.overlap, now[0]))
+        now[0] += 2.0
+        raise SearchError("no schedule has a period of at most 1 s")
+
+    op_times = dict.fromkeys((op.name for op in graph_of(2).layers[-1]), 1.0)
+    setting = dataclasses.replace(toy_setting(graph_of(2), op_times, most_shares=1, nano_batches=3), step=1)
+    alone = nanobatch._sequential(setting, None, Limit(math.inf, lambda: 0.0))
+    monkeypatch.setattr(nanobatch, "most_promising", lambda setting, *_: cuts.cut_sets(setting)[1:])
+    monkeypatch.setattr(nanobatch, "least_s", slow)
+    monkeypatch.setattr(nanobatch, "_sequential", lambda *_: alone)
+    monkeypatch.setattr(nanobatch, "_solve", nothing)
+    found = search(setting, time_limit_s=60, clock=lambda: now[0])
+    assert found.tried == len(tried) and found.cut_sets == 2 * (15 + 105) and now[0] <= 60 * 1.05 + 3
+    assert {overlap for overlap, at in tried if at <= 30} == {("network",)}
+    assert [overlap for overlap, at in tried if at > 34] == [("memory", "network")] * 9
+
+
 @pytest.mark.parametrize("times", [0.9, 1.001])
 def test_finer_shares_are_kept_only_where_the_plan_is_shorter(monkeypatch, times):
     """The solver is asked for no longer a period, but at a clock that is not the one that the card settles at."""
