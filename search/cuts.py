@@ -78,15 +78,16 @@ def least_s(setting: Setting, cuts: Sequence[int]) -> float:
     tasks, covers = make_tasks(setting, cuts)
     optional = {at for group in covers for at in group}
     busy: dict[str, float] = collections.defaultdict(float)
-    chosen = collections.defaultdict(set)
+    chosen: dict[Chain, list[Task]] = collections.defaultdict(list)
     for at, task in enumerate(tasks):
         if at in optional:
-            chosen[task.chain].add(task.resource)
+            chosen[task.chain].append(task)
         else:
             busy[task.resource] += _alone_s(setting, task.chain, task.start, task.stop)
-    for chain, resources in chosen.items():
-        if len(resources) == 1:  # uncut is the shortest way
-            busy[resources.pop()] += _alone_s(setting, chain, 0, setting.load.tokens)
+    for own in chosen.values():
+        resources = {task.resource for task in own}
+        if len(resources) == 1:
+            busy[resources.pop()] += _shortest_s(setting, own)
     return max(*busy.values(), setting.energy_s([(0, setting.load.tokens)]))
 
 
@@ -109,6 +110,15 @@ def estimate_s(setting: Setting, cuts: Sequence[int]) -> float:
             guess += stream if stream >= beside else stream + (beside - stream) * alone / beside
         guesses.append(guess)
     return min(guesses, default=0.0)
+
+
+def _shortest_s(setting: Setting, tasks: Sequence[Task]) -> float:
+    """Of the ways to run a chain on all tokens, each in some of these tasks; that uncut is none of them where it takes longer."""
+    until = {0: 0.0}
+    for task in sorted(tasks, key=lambda task: task.start):
+        took = until[task.start] + _alone_s(setting, task.chain, task.start, task.stop)
+        until[task.stop] = min(took, until.get(task.stop, math.inf))
+    return until[setting.load.tokens]
 
 
 def _alone_s(setting: Setting, chain: Chain, start: int, stop: int) -> float:

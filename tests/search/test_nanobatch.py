@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from searched import llama_setting, toy_setting
+from searched import TOTAL, llama_setting, toy_setting
 
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan
@@ -18,6 +18,7 @@ from search import cuts, nanobatch
 from search.budget import Limit
 from search.cyclic import SearchError, one_by_one
 from search.nanobatch import search
+from search.op_times import OpTime
 from search.simulate import simulate
 from search.structure import Load, chains, repeated_layer
 
@@ -247,6 +248,20 @@ def test_cuts_that_there_is_no_time_for_cost_none(monkeypatch):
     assert found.cut_sets == 15 + 105 and found.cuts == ()
     assert asked.count("estimate_s") == 9 and 0 < found.tried < len(asked) - 9 and now[0] <= 44
     assert found.bound_s == 0.0  # what was not asked is bounded by the joules alone, which nobody knows here
+
+
+def test_a_bound_cuts_a_chain_where_that_is_shorter():
+    """A product of 16 tokens that takes longer than those of 8 and 8, and of 8 tokens less than of 4 and 4."""
+    setting = toy_setting(graph_of(), dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0), nano_batches=3)
+    profile = setting.shares.profile
+    steps = {1: 2.0, 4: 3.0, 8: 5.0, 12: 9.0, 16: 14.0}
+    kept = [one for one in profile.op_times if one.op != "down"]
+    down = [OpTime("down", tokens, 0, TOTAL, seconds) for tokens, seconds in steps.items()]
+    shares = type(setting.shares)(msgspec.structs.replace(profile, op_times=(*kept, *down)), setting.graph)
+    setting = dataclasses.replace(setting, shares=shares, step=4)
+    for places in ((4, 8), (8, 12), (4, 12)):
+        _, one = nanobatch.stage_one(setting, places, 30.0)
+        assert cuts.least_s(setting, places) <= one.period_s * (1 + 1e-6)
 
 
 def test_bounds_of_one_way_take_no_time_from_the_next(monkeypatch):
