@@ -24,7 +24,7 @@ def cut_sets(setting: Setting) -> list[tuple[int, ...]]:
     tokens, rows = setting.load.tokens, setting.shares.profile.tensor_parallel_size if setting.graph.scattered else 1
     if tokens % rows:
         raise SearchError(f"tokens={tokens} cannot be scattered: only multiples of the {rows} devices")
-    step = setting.step or (TILE if tokens >= 4 * TILE else max(1, tokens // 8))
+    step = setting.step or (TILE if tokens >= 4 * TILE else -(-max(1, tokens // 8) // rows) * rows)
     places = [place for place in setting.places or range(step, tokens, step) if not place % rows]
     least = 1 if setting.split else 0
     sets = [cuts for count in range(least, setting.nano_batches) for cuts in itertools.combinations(places, count)]

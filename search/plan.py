@@ -160,8 +160,8 @@ def solve_one(
 ) -> Result:
     """The plan for a workload's step, of the best form in which it may be cut. rival: of the form that the engine's sequential step has."""
     cuts, tp = _numbers("cuts") if flags.FLAGS.cuts else [0], rival.profile.tensor_parallel_size
-    even = load.tokens % tp == 0 and any(cut % tp == 0 for cut in cuts)
-    forms = [form for form in forms if even or not form.graph.scattered]
+    even = load.tokens % tp == 0 and any(cut % tp == 0 for cut in cuts) and not (flags.FLAGS.split and load.tokens == tp)
+    forms = [form for form in forms if even or not form.graph.scattered] or forms  # without any the search says why
     results = [_solve_form(name, model, shares, load, workload, time_limit_s / len(forms), bar) for shares in forms]
     best = max(results, key=lambda result: result.tokens_per_s)
     plan, setting = best.plan, best.setting

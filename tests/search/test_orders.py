@@ -103,6 +103,14 @@ def test_cuts_are_where_they_are_asked_for():
         cut_sets(dataclasses.replace(scattered, load=Load.steady_state(1023, 512, 512)))
 
 
+@pytest.mark.parametrize("tokens", [20, 40, 200, 508])
+def test_small_steps_of_scattered_rows_are_cut_where_these_divide(tokens):
+    """An eighth of a step may be no multiple of the devices."""
+    setting = dataclasses.replace(setting_of("llama-3.1-8b", 4, "scatter", split=True), places=())
+    sets = cut_sets(dataclasses.replace(setting, load=Load.steady_state(tokens, 512, 512)))
+    assert len(sets) >= 4 and not any(cut % 4 for cuts in sets for cut in cuts)
+
+
 LINE = ["--model", "llama-3-70b", "--modelled", "--gpus", "2", "--sums", "copies", "--overlap", "network", "--tokens", "2048"]
 FP8_LINE = [*LINE, "--dtype", "float8_e4m3fn", "--kv_cache_dtype", "float8_e4m3fn", "--cuts", "1024"]
 
@@ -136,6 +144,17 @@ def test_only_rows_that_divide_among_the_devices_are_scattered(tmp_path):
     plan, model = load(tmp_path / "p.json"), open_checkpoint("llama-3-70b", load_format="dummy").model_config
     assert cuts_of(plan) == (501,)
     compile_plan(plan, model, 2, quantized=False)
+
+
+@pytest.mark.usefixtures("no_flags")
+@pytest.mark.parametrize("sums", ["all", "scatter"])
+def test_a_row_a_device_is_cut_in_the_other_forms(sums, tmp_path, capsys):
+    line = [*LINE, "--tokens", "2", "--split", "--orders", "two", "--out", str(tmp_path / "p.json"), "--sums", sums]
+    assert main(["search", "plan", *line]) == (sums == "scatter")
+    if sums == "all":
+        assert cuts_of(load(tmp_path / "p.json")) == (1,)
+    else:
+        assert "tokens=2 has no cut at a multiple of 2 that divides among 2 devices" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_flags")
