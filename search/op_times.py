@@ -157,7 +157,8 @@ def seconds(profile: Profile, op: str, tokens: float, keys: float = 0, sms: int 
     """
     if tokens <= 0:
         return 0.0
-    by_keys = profile.curves.get((op, profile.total_sms if sms is None else sms))
+    sms = profile.total_sms if sms is None else sms
+    by_keys = profile.curves.get((op, sms))
     if not by_keys:
         known = sorted({one.sms for one in profile.op_times if one.op == op})
         raise ProfileError(f"op={op!r} on sms={sms} was not measured for {profile.model} on {profile.device}; it was on {known or 'none'}")

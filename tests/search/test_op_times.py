@@ -119,6 +119,12 @@ def test_keys_are_interpolated_too():
     assert seconds(made, "decode_attention", 512, 6000) == pytest.approx(512 * 6000e-9)
 
 
+def test_an_op_that_the_whole_device_lacks_is_told_with_its_sms():
+    profile = Profile("toy", {}, "toy", 1, "float32", "float32", 7, "drawn", (OpTime("down", 16, 0, 4, 1.0),))
+    with pytest.raises(ProfileError, match=r"op='down' on sms=7 was not measured for toy on toy; it was on \[4\]"):
+        seconds(profile, "down", 16)
+
+
 def test_a_modelled_profile_sums_to_the_cost_models_step():
     step = Composition(decode_tokens=1024, decode_keys=1024, chunks=())
     ours = sum(seconds(MODELLED, op.name, 1024, 1024) for op in model_graph(CONFIG).layers[1] if op.name != "chunk_attention")
