@@ -143,11 +143,13 @@ class Client:
         timeout_s: float | None = None,
         **sampling,
     ) -> Answer:
-        """Sends one request; `sampling` is any of the fields of the proto's SamplingParams, None for unset.
+        """Sends one request; `sampling` is any of the fields of the proto's SamplingParams, None for unset; `stop` may be one string.
 
         Raises:
           ValueError: for a sampling field that there is not.
         """
+        if isinstance(sampling.get("stop"), str):  # the proto would take each of its characters for a stop string
+            sampling["stop"] = [sampling["stop"]]
         settings = pb.SamplingParams(**{name: value for name, value in sampling.items() if value is not None})
         request = pb.GenerateRequest(request_id=request_id, model=model, priority=priority, cache_salt=cache_salt, sampling=settings)
         if isinstance(prompt, str):

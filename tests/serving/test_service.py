@@ -33,6 +33,16 @@ def test_a_text_is_answered_as_it_comes():
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("given", "meant"), [("girl", ("girl",)), (["girl", "boy"], ("girl", "boy"))])
+def test_one_stop_string_is_not_one_for_each_of_its_characters(given, meant):
+    async def scenario():
+        async with serving() as (server, llm), client_of(server) as client:
+            await client.generate("Once upon a time", max_tokens=2, stop=given).read_all()
+            assert llm.driver.submitted[0].sampling.stop == meant
+
+    asyncio.run(scenario())
+
+
 def test_the_stream_is_started_then_deltas_then_a_finished_for_each_sequence():
     async def scenario():
         async with serving() as (server, _), stubs_of(server) as (generate, _, _):
