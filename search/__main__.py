@@ -21,6 +21,7 @@ from types import ModuleType
 from absl import flags
 
 from jaxflow.config import ConfigError
+from jaxflow.ending import exit_status
 from jaxflow.flags import parse
 from jaxflow.mesh import choose_platform
 from jaxflow.model.checkpoint import CheckpointError
@@ -49,6 +50,8 @@ def main(argv: list[str]) -> int:
     choose_platform()
     try:
         command.run()
+    except BrokenPipeError:
+        raise
     except (ConfigError, CheckpointError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -62,4 +65,4 @@ def _flag_help(command: ModuleType) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(exit_status(main, sys.argv))

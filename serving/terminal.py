@@ -67,6 +67,8 @@ def _main(argv: list[str]) -> int:
             return _converse(runner, prompt) if CHAT.value else runner.run(_ask_once(prompt))
     except RequestFailed as error:
         return _complain(error)
+    except BrokenPipeError:
+        raise
     except OSError as error:  # a certificate that is not there
         print(f"error: {error}", file=sys.stderr)
         return 1

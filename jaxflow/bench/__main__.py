@@ -29,6 +29,7 @@ from pathlib import Path
 
 from absl import flags
 
+from jaxflow.ending import exit_status
 from jaxflow.flags import parse
 
 COMMANDS = (
@@ -81,6 +82,8 @@ def _run(command) -> int:
         if flags.FLAGS.output_json:
             write_json(flags.FLAGS.output_json, result)
             print(f"wrote {flags.FLAGS.output_json}", file=sys.stderr)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, CheckpointError, RequestFailed) as error:  # ConfigError and WorkloadError are ValueErrors
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -97,4 +100,4 @@ def without_weights() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(exit_status(main, sys.argv))

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.ending import exit_status
 from jaxflow.mesh import choose_platform
 from jaxflow.model import transformer
 from jaxflow.model.batch import Batch
@@ -202,4 +203,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, sys.argv[1:]))

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from tqdm import tqdm
 
 from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.ending import exit_status
 from jaxflow.mesh import TP, choose_platform, sharded
 from jaxflow.model import orbax_file
 from jaxflow.model.fp8_tensors import Fp8Tensors
@@ -297,4 +298,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main, sys.argv[1:]))

@@ -18,6 +18,7 @@ import msgspec
 from absl import flags
 
 from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.ending import exit_status
 from jaxflow.engine.request import InvalidRequest, Request, SamplingParams
 from jaxflow.flags import define_engine_flags, engine_config_from_flags, parse
 from jaxflow.llm import LLM
@@ -120,6 +121,8 @@ def main(argv: list[str]) -> int:
     choose_platform()
     try:
         run()
+    except BrokenPipeError:
+        raise
     except (ConfigError, PolicyError, CheckpointError, DiskError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -136,4 +139,4 @@ def _flag_help() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(exit_status(main, sys.argv))

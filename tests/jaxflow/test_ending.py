@@ -1,0 +1,68 @@
+"""How a command ends that is broken off: in processes of their own, whose signals and output are theirs."""
+
+import signal
+import subprocess
+import sys
+
+import paths
+import pytest
+
+PROGRAM = """
+import gc, signal, sys, time
+from jaxflow.ending import exit_status
+
+def callback(phase, info):
+    if phase == "start":
+        signal.raise_signal(signal.SIGINT)
+
+def main(argv):
+    {body}
+    return 0
+
+sys.exit(exit_status(main, sys.argv))
+"""
+
+
+def ended(body: str, **streams) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM.format(body=body)]
+    return subprocess.run(command, cwd=paths.ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **streams)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "signal.raise_signal(signal.SIGINT); time.sleep(100)",
+        # Python drops what is raised in a collector's callback: the interrupt has to come once more.
+        "gc.callbacks.append(callback); gc.collect(); gc.callbacks.remove(callback); time.sleep(100)",
+    ],
+    ids=["in code", "in a collector's callback"],
+)
+def test_an_interrupt_is_a_word_and_130(body):
+    done = ended(body)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_an_interrupt_that_was_ignored_stays_so():
+    command = [sys.executable, "-c", PROGRAM.format(body="signal.raise_signal(signal.SIGINT)")]
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
+    assert subprocess.run(ignoring, cwd=paths.ROOT, timeout=120, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("body", ["print('once')", "print('x' * 1_000_000)"], ids=["buffered", "written"])
+def test_a_reader_that_is_gone_is_no_fault(body):
+    with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:
+        reader.wait()
+        done = ended(body, stdout=reader.stdin)
+        reader.stdin = None
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("module", ["jaxflow.bench", "search"])
+def test_a_command_lets_a_gone_reader_be_none_of_its_errors(module):
+    arguments = {"jaxflow.bench": ["sweep", "--sweep=tiles"], "search": ["cost", "--model=llama-3.1-8b"]}[module]
+    with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:
+        reader.wait()
+        command = [sys.executable, "-u", "-m", module, *arguments]
+        done = subprocess.run(command, cwd=paths.ROOT, stdout=reader.stdin, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+        reader.stdin = None
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
