@@ -18,6 +18,7 @@ with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (gives input() its editing and history)
 
 _TOKEN_VARIABLE = "JAXFLOW_AUTH_TOKEN"
+_NO_TEXT = RequestFailed(grpc.StatusCode.INVALID_ARGUMENT, "the prompt is not UTF-8: text is accepted", from_server=False)
 
 TARGET = flags.DEFINE_string("target", DEFAULT_TARGET, "The server, as host:port.")
 CHAT = flags.DEFINE_bool("chat", False, "Hold a conversation: each answer sees what was said before. /clear forgets it, /exit ends.")
@@ -58,15 +59,16 @@ def run() -> None:
 
 def _main(argv: list[str]) -> int:
     prompt = " ".join(argv[1:])
-    if not prompt and not CHAT.value:
-        if sys.stdin.isatty():
-            raise app.UsageError('give a prompt, as in: python -m serving.client "Once upon a time", or --chat')
-        prompt = sys.stdin.read()
+    if not prompt and not CHAT.value and sys.stdin.isatty():
+        raise app.UsageError('give a prompt, as in: python -m serving.client "Once upon a time", or --chat')
     try:
+        prompt = prompt if prompt or CHAT.value else sys.stdin.read()
         with asyncio.Runner() as runner:
             return _converse(runner, prompt) if CHAT.value else runner.run(_ask_once(prompt))
     except RequestFailed as error:
         return _complain(error)
+    except UnicodeDecodeError:
+        return _complain(_NO_TEXT)
     except BrokenPipeError:
         raise
     except OSError as error:  # a certificate that is not there
@@ -150,7 +152,10 @@ async def _begin(client: Client, messages: list[dict[str, str]]) -> Answer:
 
 def _ask(client: Client, prompt: Prompt) -> Answer:
     sampling: dict[str, Any] = {flag.name: flag.value for flag in _SAMPLING if flag.value is not None}
-    return client.generate(prompt, timeout_s=TIMEOUT_S.value, **sampling)
+    try:
+        return client.generate(prompt, timeout_s=TIMEOUT_S.value, **sampling)
+    except UnicodeEncodeError as error:  # of bytes on the command line that are no text Python makes lone surrogates, on input too
+        raise _NO_TEXT from error
 
 
 def _system() -> list[dict[str, str]]:

@@ -135,6 +135,36 @@ def test_what_the_client_cannot_send_names_the_flag(flag, accepted):
     assert flag.partition("=")[0] in done.stderr and accepted in done.stderr
 
 
+def test_a_prompt_that_is_no_text_is_one_line():
+    async def scenario():
+        async with serving(FakeLLM()) as (server, _):
+            command = [sys.executable, "-m", "serving.client", f"--target=127.0.0.1:{server.port}"]
+            pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+            for arguments, encoding in (([b"\xe1\xff"], "utf-8"), ([], "utf-8:strict"), ([], "utf-8:surrogateescape")):
+                environment = {**os.environ, "PYTHONIOENCODING": encoding}
+                asked = await asyncio.create_subprocess_exec(*command, *arguments, cwd=paths.ROOT, env=environment, **pipes)
+                _, errors = await asked.communicate(None if arguments else b"\xe1\xff")
+                assert (asked.returncode, errors) == (1, b"error: the prompt is not UTF-8: text is accepted\n")
+
+    asyncio.run(scenario())
+
+
+def test_a_gone_reader_of_the_answer_is_no_error():
+    async def scenario():
+        async with serving(FakeLLM()) as (server, _):
+            command = [sys.executable, "-m", "serving.client", f"--target=127.0.0.1:{server.port}", "--max_tokens=9", "--nostats"]
+            read, write = os.pipe()
+            os.close(read)
+            asked = await asyncio.create_subprocess_exec(
+                *command, "Once upon a time", cwd=paths.ROOT, stdout=write, stderr=asyncio.subprocess.PIPE
+            )
+            os.close(write)
+            _, errors = await asked.communicate()
+            assert (asked.returncode, errors) == (128 + signal.SIGPIPE, b"")
+
+    asyncio.run(scenario())
+
+
 def test_no_server():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
