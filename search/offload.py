@@ -38,7 +38,7 @@ from search.machine_curves import Machine, load_machine
 from search.machine_runs import Run, Runs
 from search.offload_rivals import Room, chosen, policy_named
 from search.placement_cost import predict
-from search.placement_solver import GIGA, Memory, Options
+from search.placement_solver import GIGA, Memory, Options, PlacementError
 from search.placement_workload import Workload
 
 SCHEMA_VERSION = 1
@@ -96,6 +96,9 @@ def run() -> None:
         rows.append(row)
         print(_line(row), flush=True)
         _save(bench, rows)  # after each: a run that is cut off has told what it did
+    if not rows:
+        have = ", ".join(f"{tier}={getattr(f, tier):g}" for tier in placement.TIERS)
+        raise PlacementError(f"no policy of {', '.join(names)} fits {have} (GB): more memory, or other batches")
 
 
 def _save(bench: Bench, rows: list[dict[str, Any]]) -> None:

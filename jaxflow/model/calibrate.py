@@ -154,9 +154,16 @@ def load_tokens(path: str | Path) -> np.ndarray:
     return found
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError("text", str(path), "a file of UTF-8 text") from error
+
+
 def _load_windows(options: argparse.Namespace, checkpoint: Checkpoint) -> np.ndarray:
     length = min(options.window, checkpoint.model_config.max_position)
-    windows = text_windows(checkpoint, options.text.read_text("utf-8"), length) if options.text else load_tokens(options.tokens)
+    windows = text_windows(checkpoint, _read_text(options.text), length) if options.text else load_tokens(options.tokens)
     last = checkpoint.model_config.vocab_size - 1
     for token in (int(windows.min()), int(windows.max())):
         if not 0 <= token <= last:
@@ -195,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
         windows = _load_windows(options, checkpoint)
         found = softmax_range(checkpoint.name, checkpoint.model_config, checkpoint.load(options.dtype), windows, progress=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    except (CheckpointError, ConfigError, TokenizerError, OSError, UnicodeDecodeError) as error:
+    except (CheckpointError, ConfigError, TokenizerError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     print(*_lines(found), f"wrote {path}", sep="\n")

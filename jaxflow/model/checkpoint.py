@@ -290,7 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     choose_platform()
     try:
         convert(options.source, options.target, options.dtype)
-    except (CheckpointError, ConfigError) as error:
+    except (CheckpointError, ConfigError, OSError) as error:  # OSError: a folder that cannot be made, a disk that is full
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     print(f"{options.target}: written, {options.dtype}")

@@ -79,6 +79,7 @@ def test_placement_prints_a_policy_and_writes_it(capsys, tmp_path):
         (["offload", "--runs_json", "/"], 1, "runs_json='/'"),
         (["offload", "--output", "policy.json"], 2, "'output'"),
         (["offload", "--front", "front.json"], 2, "'front'"),
+        (["offload", "--only", "all on disk", "--link_mb", "1"], 1, "no policy of all on disk fits gpu_mem=16, cpu_mem=100, disk=0 (GB)"),
         (["offload", "--only", "no serach"], 1, "only='no serach'"),
         (["offload", "--policies", "p.json", "--only", "no search"], 1, "only='no search' is not supported: unset with policies"),
         (["machine", "--disk_dir", "no/such"], 1, "disk_dir"),

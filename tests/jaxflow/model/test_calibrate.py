@@ -159,6 +159,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, change, message):
     [
         (["nowhere", "--text", "x"], "nowhere"),
         (["{stories}", "--text", "{missing}"], "No such file"),
+        (["{stories}", "--text", "{bad}"], "bad.npy' is not supported: a file of UTF-8 text"),
         (["{stories}", "--tokens", "{bad}"], "tokens=600 is not supported: 0 to 511"),
         (["{stories}", "--tokens", "{below}"], "tokens=-2 is not supported: 0 to 511"),
         (["{stories}", "--tokens", "{flat}"], "token ids"),

@@ -73,6 +73,9 @@ def test_convert_brings_the_tokenizer_and_the_settings(tmp_path: Path, capsys: p
     assert main(["convert", "no-such-model", str(tmp_path / "again")]) == 1
     assert not (tmp_path / "again").exists()
     assert "is there already" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["convert", str(source), str(tmp_path / "file" / "converted")]) == 1
+    assert "Not a directory" in capsys.readouterr().err
 
 
 def test_a_conversion_that_breaks_off_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
