@@ -149,11 +149,11 @@ def _simulated(kind: str) -> dict[str, Any]:
         if config is None:
             raise WorkloadError(f"--model {f.model}: no configuration of that name or path")
         setting = dataclasses.replace(setting, model=config)
-    sizes = [int(size) for size in f.chunk_sizes]
+    sizes = _numbers("chunk_sizes", int)
     if kind == "pd_ratio":
-        return sarathi.gain_curves(setting, sizes, [float(v) for v in f.values] if f.values else sarathi.RATIOS)
+        return sarathi.gain_curves(setting, sizes, _numbers("values", float) if f.values else sarathi.RATIOS)
     if kind == "tiles":
-        return sarathi.tile_curve(setting, [int(v) for v in f.values]) if f.values else sarathi.tile_curve(setting)
+        return sarathi.tile_curve(setting, _numbers("values", int)) if f.values else sarathi.tile_curve(setting)
     return sarathi.policy_table(setting)
 
 
@@ -199,9 +199,18 @@ def _values(kind: str) -> list[Any]:
         raise WorkloadError(f"--values is needed for --sweep {kind}: numbers, or PROMPT/OUTPUT for length")
     if kind == "length":
         return [_shape(value) for value in given]
-    numbers = [int(value) if kind == "batch_size" else float(value) for value in given]
-    if not all(0 < number < math.inf for number in numbers):
-        raise WorkloadError(f"--values {','.join(given)}: positive, finite numbers are accepted")
+    return _numbers("values", int if kind == "batch_size" else float)
+
+
+def _numbers[T: (int, float)](flag: str, kind: type[T]) -> list[T]:
+    """A list that a flag gives. Raises: WorkloadError for one that is not of positive, finite numbers."""
+    given: list[str] = flags.FLAGS[flag].value or []
+    try:
+        numbers = [kind(value) for value in given]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < number < math.inf for number in numbers):
+        raise WorkloadError(f"--{flag} {','.join(given)}: positive, finite numbers are accepted{', whole ones' if kind is int else ''}")
     return numbers
 
 

@@ -106,3 +106,19 @@ def test_simulated_sweep_commands_need_no_engine(bench, tmp_path, kind, more):
     result = json.loads(path.read_text())
     assert result["kind"] == kind and result["bfloat16_flops_per_s"] == 989e12
     assert (tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("rate", ("--values", "4,abc")),
+        ("batch_size", ("--values", "1.5")),
+        ("pd_ratio", ("--values", "x")),
+        ("pd_ratio", ("--values", "0")),
+        ("pd_ratio", ("--chunk_sizes", "x")),
+        ("tiles", ("--values", "1.5")),
+    ],
+)
+def test_a_list_that_is_not_of_numbers_names_its_flag(bench, capsys, kind, given):
+    assert bench("sweep", "--sweep", kind, *given, "--model", MODEL) == 1
+    assert f"error: {' '.join(given)}: positive, finite numbers are accepted" in capsys.readouterr().err
