@@ -42,6 +42,30 @@ def test_an_interrupt_is_a_word_and_130(body):
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+def test_an_interrupt_of_asyncio_cancels_its_task():
+    """As without: a chat goes on after it, and what a task has open is closed."""
+    body = """
+    import asyncio
+
+    async def work():
+        try:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(100)
+        except asyncio.CancelledError:
+            print("closed", file=sys.stderr)
+            raise
+
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(work())
+        except KeyboardInterrupt:
+            print("went on", file=sys.stderr)
+        runner.run(work())
+    """
+    done = ended(body.strip())
+    assert (done.returncode, done.stderr) == (130, "closed\nwent on\nclosed\ninterrupted\n")
+
+
 def test_an_interrupt_that_was_ignored_stays_so():
     command = [sys.executable, "-c", PROGRAM.format(body="signal.raise_signal(signal.SIGINT)")]
     ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
