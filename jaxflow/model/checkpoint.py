@@ -180,7 +180,7 @@ def open_checkpoint(model: str, *, load_format: str = "auto") -> Checkpoint:
         opened = _open_folder(path, path.resolve().name, dummy)
     elif model in shipped_configs():
         if not dummy:
-            raise CheckpointError(f"{model}: a shipped config has no weights; load_format=dummy makes random ones")
+            raise CheckpointError(f"{model}: a shipped config has no weights; an engine makes random ones with load_format=dummy")
         opened = _from_config(CONFIGS / f"{model}.json", model)
     elif _HUB_ID.fullmatch(model):
         opened = _open_folder(download(model, weights=not dummy), model, dummy)
@@ -196,7 +196,7 @@ def _open_file(path: Path, dummy: bool) -> Checkpoint:
     if path.suffix == ".json" and dummy:
         return _from_config(path, path.resolve().parent.name)
     if path.suffix == ".json":
-        raise CheckpointError(f"{path}: a config has no weights; give its folder, or load_format=dummy for random ones")
+        raise CheckpointError(f"{path}: a config has no weights; give its folder; an engine makes random ones with load_format=dummy")
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: give the folder, which has the config.json too")
     raise CheckpointError(f"{path}: neither a .gguf file nor a folder; pickled weights (.bin, .pt) are never read")
