@@ -1,32 +1,56 @@
 """Watts, clock and joules beside a time, from cards that are not here."""
 
-import time
+import threading
+import types
 
 import jax
 import jax.numpy as jnp
 import pynvml
 import pytest
 
+from search import sustain as module
 from search.sustain import by_counter, sustain
 
 WATTS, STEP_S = 600.0, 0.02
+RUN_S = 0.004
+
+
+class Card:
+    """That draws 600 W; its energy counter moves in steps. Time is what runs have taken, so that a busy machine changes nothing."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.asked = 0.0, None
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
+        for name, value in {
+            "nvmlInit": lambda: setattr(self, "asked", threading.Semaphore(0)),
+            "nvmlShutdown": lambda: setattr(self, "asked", None),
+            "nvmlDeviceGetHandleByIndex": lambda index: "card",
+            "nvmlDeviceGetFieldValues": lambda handle, fields: [unsupported()],
+            "nvmlDeviceGetPowerUsage": lambda handle: 1e3 * WATTS,
+            "nvmlDeviceGetClockInfo": lambda handle, kind: 1500 if kind == pynvml.NVML_CLOCK_SM else 0,
+            "nvmlDeviceGetTotalEnergyConsumption": self.counter,
+        }.items():
+            monkeypatch.setattr(pynvml, name, value)
+
+    def counter(self, handle):
+        if self.asked is not None:
+            self.asked.release()
+        return int(self.now / STEP_S) * 1e3 * STEP_S * WATTS
+
+    def work(self):
+        """A run; the counter is asked twice before it ends."""
+        self.now += RUN_S
+        if self.asked is not None:
+            while self.asked.acquire(blocking=False):
+                pass
+            assert self.asked.acquire(timeout=60) and self.asked.acquire(timeout=60)
+        return jnp.zeros(1)
 
 
 @pytest.fixture
 def card(monkeypatch):
-    """A card that draws 600 W; its energy counter moves in steps."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    start = time.perf_counter()
-    for name, value in {
-        "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
-        "nvmlDeviceGetHandleByIndex": lambda index: "card",
-        "nvmlDeviceGetFieldValues": lambda handle, fields: [unsupported()],
-        "nvmlDeviceGetPowerUsage": lambda handle: 1e3 * WATTS,
-        "nvmlDeviceGetClockInfo": lambda handle, kind: 1500 if kind == pynvml.NVML_CLOCK_SM else 0,
-        "nvmlDeviceGetTotalEnergyConsumption": lambda handle: int((time.perf_counter() - start) / STEP_S) * 1e3 * STEP_S * WATTS,
-    }.items():
-        monkeypatch.setattr(pynvml, name, value)
+    return Card(monkeypatch)
 
 
 def unsupported():
@@ -35,25 +59,21 @@ def unsupported():
     return value
 
 
-def work():
-    time.sleep(0.004)
-    return jnp.zeros(1)
-
-
 def test_joules_are_the_energy_counters_between_two_of_its_steps(card):
-    found = sustain(work, 0.2)
+    found = sustain(card.work, 0.6)
     assert found.joules is not None and found.energy_step_s is not None
-    assert (found.watts, found.clock_mhz) == (WATTS, 1500)
-    assert found.joules == pytest.approx(WATTS * found.seconds, rel=0.5)  # of 0.2 s, on a machine that does other things, too
-    assert found.energy_step_s == pytest.approx(STEP_S, rel=0.5)
+    assert (found.watts, found.clock_mhz) == (WATTS, 1500) and found.seconds == pytest.approx(RUN_S)
+    assert found.joules == pytest.approx(WATTS * RUN_S, rel=0.05)  # each step is seen within two runs, of 0.6 s
+    assert found.energy_step_s == pytest.approx(STEP_S, abs=2 * RUN_S)
 
 
 def test_a_card_without_the_counter_has_watts_alone(card, monkeypatch):
     def absent(handle):
+        card.counter(handle)
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", absent)
-    found = sustain(work, 0.05)
+    found = sustain(card.work, 0.05)
     assert (found.watts, found.joules, found.energy_step_s) == (WATTS, None, None)
 
 
