@@ -96,6 +96,13 @@ def store(finished: Callable, e: Epilogue, ref: dict, s: dict, wg, row, column, 
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(slot(i), ref["out"].at[place(i)])
 
+    def put_scale(block, scale):
+        def write():
+            ref["scales"].at[rows, block][...] = scale
+
+        blocks = ref["scales"].shape[1]  # past the last one lies the next row's first: it is not TMA that writes them
+        pl.when(block < blocks)(write) if blocks * BLOCK % (pieces * WIDTH) else write()
+
     if e.quantize:
         for block in range(pieces * WIDTH // BLOCK):
             own = range(block * (BLOCK // WIDTH), (block + 1) * (BLOCK // WIDTH))
@@ -104,7 +111,7 @@ def store(finished: Callable, e: Epilogue, ref: dict, s: dict, wg, row, column, 
             for i, y in zip(own, parts, strict=True):
                 plgpu.wait_smem_to_gmem(e.slots - 1, wait_read_only=True)
                 put(i, y * lax.broadcast_in_dim(1.0 / scale, y.shape, [0]))
-            ref["scales"].at[rows, lax.div(column, jnp.int32(BLOCK)) + block][...] = scale
+            put_scale(lax.div(column, jnp.int32(BLOCK)) + block, scale)
     elif "residual" not in ref:
         for i in range(pieces):
             plgpu.wait_smem_to_gmem(e.slots - 1, wait_read_only=True)

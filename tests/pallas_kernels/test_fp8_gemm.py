@@ -80,6 +80,14 @@ def test_a_quantised_result_uses_its_range_and_loses_what_rounding_loses(kernel,
     assert (np.abs(np.asarray(dequantize(got)) - want) <= close * 1.001).all()
 
 
+def test_scales_of_the_columns_past_the_last_are_nobodys():
+    """Three blocks in tiles of two: what the second tile has too many lies, row by row, where the next row's first scale is."""
+    x, w = quantized(72, 72, 128, 1), quantized(0, 384, 128, 1)
+    got = fp8_gemm(x, w, activation="relu", quantize=True, plan=(Fp8Tile(256), work(1, 2, 1, 1)), interpret=INTERPRET)
+    want = exact(x, w, activation="relu").reshape(72, -1, BLOCK)
+    np.testing.assert_allclose(np.asarray(got.scale), want.max(-1) / 448, rtol=1e-4)
+
+
 @settings(max_examples=60)
 @given(
     tiles=st.tuples(st.integers(1, 9), st.integers(1, 40)),
