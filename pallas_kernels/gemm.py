@@ -114,10 +114,15 @@ class HopperGemm:
     early: bool = False
 
     def choose(self, p: Product) -> Choice:
-        """The kernel of a product. The table's rules are of results that stay in a layer: none is of the head's, in float32."""
+        """The kernel of a product. The table's rules are of results that stay in a layer: none is of the head's, in float32.
+
+        Their tiles are of a whole GPU: beside another kernel the SMs may be fewer than a tile's cluster.
+        """
         can = takers(p)
         choice = None if p.out_dtype == "float32" else self.table.choose(p.shape, p.rows)
-        return choice if choice and choice.kernel in can else Choice(p.rows, can[0])
+        if not choice or choice.kernel not in can:
+            return Choice(p.rows, can[0])
+        return dataclasses.replace(choice, tile=()) if p.bounded else choice
 
     def describe(self, p: Product) -> str:
         """Which kernel a weight's products run on, by their rows, whatever those of `p`."""

@@ -282,6 +282,15 @@ def test_the_table_chooses_among_those_that_take_it():
     assert HopperGemm(Table("a GPU")).choose(Product(32, shape, "bfloat16")).kernel == "flat"
 
 
+def test_a_tuned_tile_is_of_the_whole_gpu():
+    """Beside another kernel a pair of CTAs may not find two SMs: with sms=1 the kernel refused its tile."""
+    tile = (("cluster", 2), ("depth", 128), ("rows", 64), ("stages", 8), ("warpgroups", 1))
+    tuned = HopperGemm(Table("a GPU", (Rule(Shape(1024, 1024), (Choice(8, "flat", tile),)),)))
+    assert tuned.choose(Product(8, Shape(1024, 1024), "bfloat16")) == Choice(8, "flat", tile)
+    x, w = (jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16) for rows in (8, 1024))
+    assert jax.eval_shape(functools.partial(tuned, sms=1), x, w).shape == (8, 1024)
+
+
 def test_what_runs_is_told_by_rows():
     shape = Shape(6144, 4096)
     kernels = dataclasses.replace(kernel_set.REFERENCE, name="some", gemm=HopperGemm(Table("a GPU")))
