@@ -4,12 +4,13 @@
 choices go by rows, each good up to its own number: between them lie the paper's inflection points.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,23 +102,41 @@ def file_of(device: str) -> Path:
 
 @functools.cache
 def load(device: str) -> Table:
-    """The shipped table of a device; an empty one where none is. Raises: ValueError for a file of another schema."""
+    """The shipped table of a device; an empty one where none is. Raises: ValueError, which names the file, for what is none."""
     path = file_of(device)
-    return parse(json.loads(path.read_text("utf-8"))) if path.exists() else Table(device)
+    if not path.exists():
+        return Table(device)
+    with named(path):
+        return parse(json.loads(path.read_text("utf-8")))
+
+
+@contextlib.contextmanager
+def named(path: str | Path) -> Iterator[None]:
+    """What reading a table's file raises where it is damaged or of another schema becomes a ValueError that names the file."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: no table that pallas_kernels.tune wrote ({type(error).__name__}: {error})") from error
 
 
 def parse(data: Mapping[str, Any]) -> Table:
-    """A table from its JSON. Raises: ValueError for another schema."""
+    """A table from its JSON. Raises: ValueError for another schema; that, AttributeError, KeyError or TypeError for what is none."""
     if data.get("schema") != SCHEMA:
         raise ValueError(f"schema={data.get('schema')!r} of a tuned table: {SCHEMA}")
-    rules = (
-        Rule(
-            Shape(**rule["shape"]),
-            tuple(Choice(c["rows"], c["kernel"], tuple(sorted(c.get("tile", {}).items()))) for c in rule["choices"]),
+    if not isinstance(data["device"], str):
+        raise ValueError(f"device={data['device']!r} of a tuned table: JAX's device_kind")
+    return Table(data["device"], tuple(_rule(rule) for rule in data["rules"]))
+
+
+def _rule(data: Mapping[str, Any]) -> Rule:
+    shape = Shape(**data["shape"])
+    choices = tuple(Choice(c["rows"], c["kernel"], tuple(sorted(c.get("tile", {}).items()))) for c in data["choices"])
+    numbers = (shape.n, shape.k, *(choice.rows for choice in choices))
+    if not choices or not all(isinstance(number, int) and number > 0 for number in (*numbers, shape.gate_block + 1)):
+        raise ValueError(
+            f"rule of {data['shape']}, choices={data['choices']}: n, k and rows from 1, gate_block from 0, and a choice or more"
         )
-        for rule in data["rules"]
-    )
-    return Table(data["device"], tuple(rules))
+    return Rule(shape, choices)
 
 
 def choices(best: Iterable[Choice]) -> tuple[Choice, ...]:

@@ -96,16 +96,22 @@ def merge(paths: Iterable[str], output: str) -> list[str]:
 
 def read(path: str | Path) -> dict[str, Any]:
     """A table's JSON. Raises: ValueError, which names the file, for what is none."""
-    try:
+    with table.named(path):
         found = json.loads(Path(path).read_text("utf-8"))
         table.parse(found)
         for rule in found["rules"]:
             for one in rule.get("measured", ()):
-                if one.get("xla", ANY) not in (CUBLAS, ANY):
-                    raise ValueError(f"xla={one['xla']!r} of {rule['shape']} at {one['rows']} rows: {CUBLAS!r}, {ANY!r}, or none")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: no table that this command wrote ({type(error).__name__}: {error})") from error
+                _check_measured(rule["shape"], one)
     return found
+
+
+def _check_measured(shape: Mapping[str, Any], one: Mapping[str, Any]) -> None:
+    """Raises: ValueError for what is no row of a rule's times; that or another for what is no JSON object."""
+    rows, us = one.get("rows"), one.get("us")
+    if not isinstance(rows, int) or not us or not all(isinstance(time, float | int) for time in us.values()):
+        raise ValueError(f"rows={rows!r}, us={us!r} of {shape}: a number of rows, and the microseconds of each way")
+    if one.get("xla", ANY) not in (CUBLAS, ANY):
+        raise ValueError(f"xla={one['xla']!r} of {shape} at {rows} rows: {CUBLAS!r}, {ANY!r}, or none")
 
 
 def write(path: str | Path, data: Mapping[str, Any]) -> None:

@@ -265,6 +265,38 @@ def test_a_table_of_another_schema_is_refused():
         table.parse({"schema": 7, "device": "x", "rules": []})
 
 
+_SHAPE = {"n": 128, "k": 64, "weights": "bfloat16", "gate_block": 0, "scales": ""}
+_RULE = {"shape": _SHAPE, "choices": [{"rows": 8, "kernel": "flat"}], "measured": [{"rows": 8, "us": {"flat": 1.0}}]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"choices": []},
+        {"choices": [{"rows": None, "kernel": "flat"}]},
+        {"shape": _SHAPE | {"k": 0}},
+        {"shape": _SHAPE | {"gate_block": None}},
+        {"shape": {"m": 1}},
+    ],
+)
+def test_a_damaged_table_is_named_where_a_kernel_set_loads_it(monkeypatch, tmp_path, change):
+    monkeypatch.setattr(table, "FOLDER", tmp_path)
+    path = table.file_of("Some GPU")
+    for text in (json.dumps({"schema": table.SCHEMA, "device": "x", "rules": [_RULE | change]}), '{"schema"'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"some-gpu.json: no table"):
+            table.load.__wrapped__("Some GPU")
+
+
+@pytest.mark.parametrize("change", [{"rows": None}, {"rows": [8]}, {"us": {}}, {"us": [1.0]}, {"us": {"flat": None}}, {"us": None}])
+def test_times_that_are_none_are_named_where_tuning_goes_on_from_them(tmp_path, change):
+    path = tmp_path / "bad.json"
+    rule = _RULE | {"measured": [_RULE["measured"][0] | change]}
+    path.write_text(json.dumps({"schema": table.SCHEMA, "device": "x", "rules": [rule]}))
+    with pytest.raises(ValueError, match=r"bad.json: no table"):
+        tune_rules.read(path)
+
+
 def test_shipped_tables_name_kernels_that_take_their_products():
     for path in SHIPPED:
         shipped = table.parse(json.loads(path.read_text("utf-8")))
