@@ -236,6 +236,12 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         (("rope_append",), "kv_heads", room, f"fewer of {m.head_dim} with {queries} query heads each"),
         (("rope_append",), "kv_heads", not int8 or m.kv_heads % 2 == 0, "even numbers a device over a cache of int8"),
         (("quantize_rows",), "queries_per_kv_head", queries % whole == 0, f"multiples of {whole} where a head is {m.head_dim} wide"),
+        (
+            ("quantize_rows",),
+            "kv_heads",
+            m.kv_heads * queries * m.head_dim <= quantize_rows.WIDEST,
+            f"of {m.head_dim} with {queries} query heads each, up to {quantize_rows.WIDEST} columns a device",
+        ),
         (("add_norm",), "hidden_size", m.hidden_size % 128 == 0, "multiples of 128"),
     ]
     return _assembled(MOSAIC, kernels, _unmet(m, limits))

@@ -16,7 +16,7 @@ from pallas_kernels.quantized import Quantized
 from pallas_kernels.tiles import sms_of
 
 _PER_SM = 12  # CTAs dealt out an SM; as many run at once as the registers of a row leave room for
-_WIDEST = 16384  # columns whose 128 a thread fit its registers
+WIDEST = 16384  # columns whose 128 a thread fit its registers
 _E4M3_MAX = 448.0
 _SMALLEST = 1e-12  # a row of zeros needs a scale too
 
@@ -45,8 +45,8 @@ def quantize_rows(
       ValueError: for a shape, dtype or sms that the kernel does not take.
     """
     m, c = x.shape
-    if x.dtype != jnp.bfloat16 or c % 128 or not 0 < c <= _WIDEST:
-        raise ValueError(f"x {x.dtype}{list(x.shape)}: bfloat16 [M, C], C a multiple of 128 up to {_WIDEST}")
+    if x.dtype != jnp.bfloat16 or c % 128 or not 0 < c <= WIDEST:
+        raise ValueError(f"x {x.dtype}{list(x.shape)}: bfloat16 [M, C], C a multiple of 128 up to {WIDEST}")
     if (top is None) != (top_rows is None) or (top is not None and (top.shape, top.dtype) != (x.shape, x.dtype)):
         given = None if top is None else f"{top.dtype}{list(top.shape)}"
         raise ValueError(f"top {given}, {top_rows=}: like x {x.dtype}{list(x.shape)} and a number, or none of both")

@@ -128,8 +128,9 @@ def test_elsewhere_run_the_twins(monkeypatch):
     [
         ({"head_dim": 96}, dict.fromkeys(PAGED, "reference")),
         ({"page_size": 16}, dict.fromkeys(PAGED, "reference")),
-        ({"queries_per_kv_head": 17}, dict.fromkeys(PAGED, "reference")),
+        ({"queries_per_kv_head": 17, "kv_heads": 4}, dict.fromkeys(PAGED, "reference")),
         ({"hidden_size": 100}, {"add_norm": "reference"}),
+        ({"kv_heads": 40}, {"quantize_rows": "reference"}),
         ({"dtype": "float32"}, dict.fromkeys(OPS, "reference")),
     ],
 )
@@ -152,11 +153,20 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
     [
         ("9.0", {"page_size": 16}, [Fallback(op, "page_size", 16, "64") for op in PAGED]),
         ("9.0", {"head_dim": 96}, [Fallback(op, "head_dim", 96, "64, 128 or 256") for op in PAGED]),
-        ("9.0", {"queries_per_kv_head": 17}, [Fallback(op, "queries_per_kv_head", 17, "up to 16") for op in PAGED]),
+        ("9.0", {"queries_per_kv_head": 17, "kv_heads": 4}, [Fallback(op, "queries_per_kv_head", 17, "up to 16") for op in PAGED]),
         (
             "9.0",
             {"kv_heads": 16, "queries_per_kv_head": 16, "head_dim": 256},
-            [Fallback("rope_append", "kv_heads", 16, "fewer of 256 with 16 query heads each")],
+            [
+                Fallback("rope_append", "kv_heads", 16, "fewer of 256 with 16 query heads each"),
+                Fallback("quantize_rows", "kv_heads", 16, "of 256 with 16 query heads each, up to 16384 columns a device"),
+            ],
+        ),
+        ("9.0", {"kv_heads": 8, "queries_per_kv_head": 16}, []),  # 16,384 columns, as Llama-3.1-405B's
+        (
+            "9.0",
+            {"kv_heads": 40, "queries_per_kv_head": 4},
+            [Fallback("quantize_rows", "kv_heads", 40, "of 128 with 4 query heads each, up to 16384 columns a device")],
         ),
         ("9.0", {"kv_dtype": "float32"}, [Fallback(op, "kv_dtype", "float32", "bfloat16, fp8 or int8") for op in PAGED]),
         ("9.0", {"kv_dtype": "int8", "head_dim": 256}, [Fallback("chunk_attention", "head_dim", 256, "64 or 128 over a cache of int8")]),
@@ -198,7 +208,7 @@ def test_every_op_is_a_kernel_or_says_why_not(capability, change):
     has = {"gemm", *OPS} if capability == "9.0" else {"gemm", "decode_attention"}
     assert set(kernels.own) | why == has and not set(kernels.own) & why
     assert set(kernels.own) - {"gemm"} == {op for op, place in places(kernels).items() if place != "reference"}
-    values = {"head_dim": 128, "queries_per_kv_head": 4, "dtype": "bfloat16", "kv_dtype": "bfloat16"} | change
+    values = {"head_dim": 128, "queries_per_kv_head": 4, "kv_heads": 8, "dtype": "bfloat16", "kv_dtype": "bfloat16"} | change
     for fallback in kernels.fallbacks:
         assert fallback.accepted and fallback.value == values[fallback.field]
     listed = {"decode_attention": "list_decode_work", "chunk_attention": "list_chunk_work", "grouped_gemm": "list_groups"}
