@@ -5,7 +5,7 @@ Which kernels take a product is a matter of their limits (`takers`); which of th
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -92,14 +92,14 @@ def _gate_pays(p: Product) -> bool:
     return p.shape.gate_block > 0 and 128 < p.rows <= 256
 
 
-def _steps(choose: Callable[[int], str]) -> str:
-    """Which kernel runs from how many rows on, as `flat, from 65 rows xla`. Kernels' limits are powers of two."""
-    told, last = [], ""
-    for rows in _ROWS:
+def _steps(choose: Callable[[int], str], ends: Iterable[int] = ()) -> str:
+    """Which kernel runs from how many rows on, as `flat, from 65 rows xla`. Kernels' limits are powers of two; ends: other last rows."""
+    told, last, before = [], "", 0
+    for rows in sorted({*_ROWS, *ends}):
         name = choose(rows)
         if name != last:
-            told.append(f"from {rows // 2 + 1} rows {name}" if last else name)
-        last = name
+            told.append(f"from {before + 1} rows {name}" if last else name)
+        last, before = name, rows
     return ", ".join(told)
 
 
@@ -126,7 +126,8 @@ class HopperGemm:
 
     def describe(self, p: Product) -> str:
         """Which kernel a weight's products run on, by their rows, whatever those of `p`."""
-        return _steps(lambda rows: self.choose(dataclasses.replace(p, rows=rows)).kernel)
+        measured = {choice.rows for rule in self.table.rules for choice in rule.choices}  # not powers of two where `tune --rows` said so
+        return _steps(lambda rows: self.choose(dataclasses.replace(p, rows=rows)).kernel, measured)
 
     def __call__(
         self,

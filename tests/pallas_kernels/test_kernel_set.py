@@ -307,6 +307,8 @@ def test_what_runs_is_told_by_rows():
     down, head = product_of(Shape(4096, 14336, E4M3), 1), product_of(shape, 1, "float32")
     tuned = HopperGemm(Table("a GPU", (Rule(shape, (Choice(64, "xla"),)),)))
     assert "logits [6144, 4096] bfloat16: flat, from 65 rows xla" in dataclasses.replace(kernels, gemm=tuned).describe({"logits": head})
+    uneven = HopperGemm(Table("a GPU", (Rule(shape, (Choice(24, "flat"), Choice(48, "dense"), Choice(64, "xla"))),)))
+    assert uneven.describe(product_of(shape, 1)) == "flat, from 25 rows dense, from 49 rows xla"
     text = kernels.describe({"qkv": product_of(shape, 1), "down": down})
     assert "decode_attention: reference" in text
     assert "qkv [6144, 4096] bfloat16: flat, from 65 rows xla" in text
