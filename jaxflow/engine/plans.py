@@ -11,8 +11,8 @@ from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.layout import StepLayout
 from jaxflow.model.checkpoint import open_checkpoint, shipped_configs
 from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
+from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import sequential_plan
-from jaxflow.pipeline.order import check, graph_of
 from jaxflow.pipeline.plan import SHIPPED, Plan, PlanError, borders, fitting, load
 from pallas_kernels.gemm import HopperGemm, Product
 from pallas_kernels.kernel_set import KernelSet
@@ -75,7 +75,7 @@ def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
     single = config.plan != "searched" and not folder.is_dir()
     found = (load(folder),) if single else _made_for(folder, config, model)
     for plan in found:
-        _check(plan, model, config.tensor_parallel_size)
+        _check(plan, config, model)
         if plan.name == "sequential" and not is_sequential(plan):
             raise PlanError(plan.name, "a name of its own: this plan cuts its steps, or has streams or sums of its own")
     if not found:
@@ -86,12 +86,16 @@ def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
     return found
 
 
-def _check(plan: Plan, model: ModelConfig, tp: int) -> None:
-    """Also of a plan that no step will run: what is damaged says nothing. Raises: PlanError naming the plan and its nano-op."""
-    graph = graph_of(plan, model, tp)
+def _check(plan: Plan, config: EngineConfig, model: ModelConfig) -> None:
+    """Also of a plan that no step will run: what is damaged says nothing. All that its step would refuse once the weights were read.
+
+    Raises: PlanError naming the plan and its nano-op.
+    """
     try:
-        check(plan, graph)
+        compile_plan(plan, model, config.tensor_parallel_size, quantized=config.quantization == "fp8")
     except PlanError as error:
+        if error.entry == plan.name:
+            raise
         raise PlanError(plan.name, str(error)) from error
 
 

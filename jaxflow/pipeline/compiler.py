@@ -24,7 +24,7 @@ from jaxflow.model.ops import KV, Context, Weights
 from jaxflow.model.scattered import own_rows
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.calls import call
-from jaxflow.pipeline.order import ATTENTION, MAIN, Reads, Run, Source, Span, check, check_sums, final_values, graph_of, program
+from jaxflow.pipeline.order import ATTENTION, MAIN, Reads, Run, Source, Span, check, check_sms, check_sums, final_values, graph_of, program
 from jaxflow.pipeline.pieces import Piece, Pieces
 from jaxflow.pipeline.plan import Plan, PlanError
 from jaxflow.pipeline.regions import Group, Segment, grouped
@@ -45,6 +45,7 @@ def compile_plan(plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: boo
     graph = graph_of(plan, config, tp)
     check(plan, graph)
     check_sums(plan, graph, tp)
+    check_sms(plan)
     runs, final = program(plan, graph), final_values(graph)
     reads = Reads(runs, final)
     groups = grouped(runs, reads, quantized)

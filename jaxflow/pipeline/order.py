@@ -11,9 +11,11 @@ import dataclasses
 from jaxflow.config import ModelConfig
 from jaxflow.model.graph import BFLOAT16, Graph, Op, Widths, model_graph
 from jaxflow.pipeline.plan import NanoOp, Plan, PlanError
+from pallas_kernels.tiles import SMS
 
 ATTENTION = ("decode_attention", "chunk_attention")
 MAIN = 0  # the main stream
+LAST_STREAM = 31  # a GPU has 32 queues at most; of a number that is no int32 XLA's compiler ends the process
 Source = tuple[int, str]  # (layer, value); layer -1 is what comes before the layers
 
 
@@ -143,6 +145,13 @@ def check_sums(plan: Plan, graph: Graph, tp: int) -> None:
         raise PlanError(plan.name, f"sums={plan.sums!r}: what is swapped is copied")
 
 
+def check_sms(plan: Plan) -> None:
+    """Refuses what no kernel takes; plans that are searched for a device of more SMs may ask for it. Raises: PlanError."""
+    for nano in plan.nano_ops:
+        if nano.sms is not None and nano.sms > SMS:
+            raise PlanError(nano.id, f"sms={nano.sms}: the kernels take 1 to {SMS}, or absent for all")
+
+
 def _check_entries(plan: Plan, graph: Graph) -> None:
     known = {op.name: op for ops in graph.layers for op in ops}
     ids = [nano.id for nano in plan.nano_ops]
@@ -157,7 +166,7 @@ def _check_entries(plan: Plan, graph: Graph) -> None:
         refuse(0 <= nano.start < nano.stop <= plan.tokens, f"tokens [{nano.start}, {nano.stop}) are not within [0, {plan.tokens})")
         most = len(graph.layers)
         refuse(abs(nano.ahead) <= most, f"ahead={nano.ahead}: at most the model's {most} layers, either way")
-        refuse(nano.stream >= 0, f"stream={nano.stream}: 0 or a positive number")
+        refuse(0 <= nano.stream <= LAST_STREAM, f"stream={nano.stream}: 0 to {LAST_STREAM}")
         refuse(nano.sms is None or nano.sms > 0, f"sms={nano.sms}: a positive number, or absent for all")
         main = nano.op == "rope_append" or known[nano.op].kind == "network" or known[nano.op].own_rows
         refuse(not main or nano.stream == MAIN, f"stream={nano.stream}: {nano.op} runs on the main stream, 0")

@@ -133,7 +133,7 @@ def from_json(text: bytes, where: str = "plan") -> Plan:
         if version != SCHEMA_VERSION:
             raise PlanError(where, f"schema_version={version} is not supported: this release reads {SCHEMA_VERSION}")
         return msgspec.json.decode(text, type=Plan)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PlanError(where, str(error)) from error
 
 

@@ -31,7 +31,7 @@ from jaxflow.mesh import make_mesh
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.pipeline import choice
 from jaxflow.pipeline import plan as plans
-from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handmade import copied, sequential_plan, two_nano_batch_plan
 from pallas_kernels.table import Shape
 
 LLAMA = str(paths.MODELS / "tiny-llama")
@@ -142,6 +142,23 @@ class TestPlans:
             resolve(EngineConfig(model=LLAMA, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
         with pytest.raises(plans.PlanError, match=f"^damaged: .*{said}"):
             choose_plans(self.settings(checkpoint, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [({"sms": 133}, "qkv: sms=133: the kernels take 1 to 132"), ({"stream": 2**31}, "qkv: stream=2147483648: 0 to 31")],
+        ids=["sms", "stream"],
+    )
+    def test_what_no_gpu_could_run_is_refused_before_weights_are_read(self, checkpoint, tmp_path, changes, said):
+        plan = sequential_plan(checkpoint.model_config, 16)
+        ops = tuple(msgspec.structs.replace(n, **changes) if n.op == "qkv" else n for n in plan.nano_ops)
+        plans.save(msgspec.structs.replace(plan, name="large", nano_ops=ops), tmp_path / "plan.json")
+        with pytest.raises(plans.PlanError, match=f"^large: {said}"):
+            resolve(EngineConfig(model=LLAMA, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
+
+    def test_sums_that_so_many_devices_cannot_do_are_refused_before_weights_are_read(self, checkpoint, tmp_path):
+        plans.save(copied(two_nano_batch_plan(checkpoint.model_config, 16, 8)), tmp_path / "plan.json")
+        with pytest.raises(plans.PlanError, match=r"^two nano-batches, 8 \+ 8, sums copied: sums='copies': for two devices"):
+            resolve(EngineConfig(model=LLAMA, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
 
     def test_a_plan_over_the_budget(self, checkpoint, tmp_path):
         plans.save(two_nano_batch_plan(checkpoint.model_config, 128, 64), tmp_path / "plan.json")

@@ -107,6 +107,7 @@ TABLE = b'{"decode_tokens": [4], "mean_context_tokens": [9, 10], "step_s": [[1.0
     [
         (b"{", "x.json: "),
         (b"[]", "x.json: "),
+        (b'{"schema_version": 2, "name": ' + b"[" * 100_000, "x.json: .*recursion"),
         (b'{"name": "a"}', "schema_version"),
         (b'{"schema_version": 2, "name": "\xff", "tokens": 8, "nano_ops": []}', "utf-8"),
         (b'{"schema_version": 1, "name": "a"}', "schema_version=1 is not supported: this release reads 2"),
@@ -134,7 +135,8 @@ WRONG = [
     (edited(TWO, "down.0", op="rest"), "down.0", "op='rest' is not in this model's layers: attn_norm, qkv"),
     (edited(TWO, "down.0", op="router"), "down.0", "op='router' is not in"),
     (edited(TWO, "down.0", id="down.1"), "down.1", "another nano-op has this id"),
-    (edited(TWO, "down.0", stream=-1), "down.0", "stream=-1"),
+    (edited(TWO, "down.0", stream=-1), "down.0", "stream=-1: 0 to 31"),
+    (edited(TWO, "down.0", stream=2**31), "down.0", "stream=2147483648: 0 to 31"),
     (edited(TWO, "down.0", sms=0), "down.0", "sms=0"),
     (edited(TWO, "down.0", ahead=10**9), "down.0", "ahead=1000000000: at most the model's"),
     (edited(TWO, "rope_append.0", stream=1), "rope_append.0", "runs on the main stream"),
@@ -170,6 +172,8 @@ def test_what_the_compiler_cannot_do_is_refused():
     apart = edited(sequential_plan(mixtral, 16), "router", stream=1)
     with pytest.raises(PlanError, match="router: from here to router, stream 1 leaves no single array"):
         compile_plan(apart, mixtral)
+    with pytest.raises(PlanError, match=r"down.0: sms=133: the kernels take 1 to 132"):
+        compile_plan(edited(TWO, "down.0", sms=133), LLAMA)
     with pytest.raises(PlanError, match=r"split: 16 does not cut \[0, 16\) in two"):
         two_nano_batch_plan(LLAMA, 16, 16)
 
