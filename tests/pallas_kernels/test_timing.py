@@ -95,13 +95,13 @@ def test_shares_are_all_shapes_once_and_their_tables_become_one(tmp_path, monkey
     parts = [shapes[i::n] for i, n in (parse_share(f"{i}/3") for i in range(3))]
     assert sorted(map(str, shapes)) == sorted(str(shape) for part in parts for shape in part)
     for i in range(2):
-        rules = [{"shape": {"n": i, "k": 1}, "choices": [], "measured": []}]
+        rules = [{"shape": {"n": i + 1, "k": 1}, "choices": [{"rows": 8, "kernel": "xla"}], "measured": []}]
         (tmp_path / f"{i}.json").write_text(json.dumps({"schema": SCHEMA, "device": "a GPU", "rules": rules}))
     monkeypatch.setattr(
         "sys.argv", ["tune", "--merge", *(str(tmp_path / f"{i}.json") for i in range(3)), "--output", str(tmp_path / "t.json")]
     )
     tune.main()
-    assert [rule["shape"]["n"] for rule in json.loads((tmp_path / "t.json").read_text())["rules"]] == [0, 1]
+    assert [rule["shape"]["n"] for rule in json.loads((tmp_path / "t.json").read_text())["rules"]] == [1, 2]
     (tmp_path / "2.json").write_text(json.dumps({"schema": SCHEMA, "device": "another", "rules": []}))
     with pytest.raises(SystemExit, match="2"):
         tune.main()
