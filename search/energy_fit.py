@@ -11,7 +11,7 @@ not fitted, but lower what is (`lowered`): one that needed less lowers what its 
 import decimal
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jaxflow.model.energy import SCHEMA_VERSION, Curve, Power
 from jaxflow.model.graph import Graph, Op, Work
 from search.modelled import product_dtype
 from search.op_bench import Case
-from search.op_times import OpTime, Pair, Positive, Profile
+from search.op_times import NotNegative, OpTime, Pair, Positive, Profile
 
 FIXED_PRIOR = 0.4  # a guess that the runs may move: few of them ran at very different clocks
 _PRIOR_RUNS = 0.05  # how much the guess weighs, beside a run's 1
@@ -31,16 +31,14 @@ _STEPS = 3000
 _DOWN = decimal.Context(prec=4, rounding=decimal.ROUND_FLOOR)
 _L2_BYTES = 60 << 20  # of an H200
 
-Rate = Annotated[float, msgspec.Meta(ge=0)]
-
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A sustained run. Rates are per second; `clock_mhz` and `watts` are what it settled at."""
 
     name: str
     dtype: str
-    flops_per_s: Rate
-    bytes_per_s: Rate
+    flops_per_s: NotNegative
+    bytes_per_s: NotNegative
     watts: Positive
     clock_mhz: Positive
 

@@ -30,7 +30,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Dtype = Annotated[str, msgspec.Meta(pattern="^(bfloat16|float32|float8_e4m3fn)$")]
-Performance = Annotated[float, msgspec.Meta(ge=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class ProfileError(ValueError):
@@ -65,8 +65,8 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     second: str
     first_sms: Count
     second_sms: Number
-    first_performance: Performance
-    second_performance: Performance
+    first_performance: NotNegative
+    second_performance: NotNegative
     watts: float | None = None
     clock_mhz: Positive | None = None
     joules: float | None = None
