@@ -4,6 +4,8 @@ Each worker counts itself in when it has written a part of a pair; whoever comes
 whatever the order they came in. Nobody waits for anybody. Most pairs are cut in two: an earlier worker's last piece of work is the first
 part, a later one's first is the rest, so the rest has long been written. Who comes to such a pair's first part looks before it writes,
 and keeps its own part in registers: no store, no fence, no count, which all workers would wait for together, at the end of the kernel.
+A long row's pairs are cut in dozens. Their neighbours make groups: the last of a group adds up its parts, the last of the groups the
+groups, so that the parts are read by many and not by one.
 """
 
 import jax.numpy as jnp
@@ -20,15 +22,15 @@ from pallas_kernels.paged import LANE, LOWEST
 _LEVEL = plgpu.Layout.WGMMA.reduce(0)
 
 
-def is_last(arrived, ender, chain):
-    """Counts the warpgroup in at arrived[ender], after what it wrote. True for the last of the chain + 1 parts, which sees all others'."""
+def is_last(arrived, place, others):
+    """Counts the warpgroup in at arrived[place], after what it wrote. True for the last one, behind `others`, which sees what all wrote."""
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
-    def arrive(_, counter, chain):
+    def arrive(_, counter, others):
         i32 = ir.IntegerType.get_signless(32)
         thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
-        operands = [mgpu.utils.memref_ptr(counter), thread, chain.registers.item(), mgpu.utils.warpgroup_barrier_idx(sync=False)]
+        operands = [mgpu.utils.memref_ptr(counter), thread, others.registers.item(), mgpu.utils.warpgroup_barrier_idx(sync=False)]
         code = """{
             .reg .pred p, q;
             .reg .b32 before;
@@ -46,7 +48,7 @@ def is_last(arrived, ender, chain):
         last = llvm.inline_asm(i32, operands, code, "=r,l,r,r,r,~{memory}", has_side_effects=True)
         return mgpu.FragmentedArray.splat(last, (), is_signed=True)
 
-    return arrive(arrived.at[pl.ds(ender, 1)], chain) != 0  # pyright: ignore[reportCallIssue]
+    return arrive(arrived.at[pl.ds(place, 1)], others) != 0  # pyright: ignore[reportCallIssue]
 
 
 def peek(arrived, ender, asked):
@@ -93,31 +95,86 @@ def is_there(seen, arrived, ender):
     return agree(arrived.at[pl.ds(ender, 1)], seen) != 0  # pyright: ignore[reportCallIssue]
 
 
+def join(parts, levels, arrived, worker, ender, chain, finish):
+    """Counts the part in that the worker has written, of a pair that `ender` ends after `chain` others; adds up what it is the last of.
+
+    finish: called with the pair's output [H, cols], by the last of all. arrived [2 * workers]: of whole pairs at their ender, and behind
+    all of these of groups at their last part.
+    """
+    first, size, groups = ender - chain, *_groups(chain + 1, *parts.shape[2:])
+    begin = first + lax.div(worker - first, size) * size
+    end = jnp.minimum(begin + size - 1, ender)
+
+    def step(state):
+        """Of the group's parts; then, if the last of them was this worker's, of the pair's groups."""
+        start, stride, count, place, _ = state
+        last, whole = is_last(arrived, place, count - 1), place == ender
+
+        @pl.when(last)
+        def _():
+            state = add_parts(parts, levels, start, stride, count, first, ender)
+            pl.when(whole)(lambda: finish(_mean(state)))
+            pl.when(~whole)(lambda: _put_group(parts, levels, end, state))
+
+        return first + size - 1, size, groups, ender, jnp.where(last & ~whole, jnp.int32(1), jnp.int32(0))
+
+    of_parts = begin, jnp.int32(1), end - begin + 1, jnp.where(groups == 1, ender, parts.shape[0] + end), jnp.int32(1)
+    lax.while_loop(lambda state: state[-1] != 0, step, of_parts)
+
+
+def _groups(parts, h, cols):
+    """(parts of a group, groups): one group, or where one worker would read for long about as many as a group has parts."""
+    at_once = _together(h, cols)
+    size = jnp.int32(at_once)
+    for _ in range(6):  # 64 times as many, whose square is more than the workers of a GPU
+        size = jnp.where(size * size < parts, 2 * size, size)
+    size = jnp.where(parts > 3 * at_once, size, parts)
+    return size, lax.div(parts + size - 1, size)
+
+
+def _together(h, cols):
+    """Parts in flight: 48 registers of a thread."""
+    return max(2, 48 * 128 // (h * cols))
+
+
 def add_rest(level, out, parts, levels, ender):
-    """`add_parts` of two, the first of which is (level, out) in registers: the same sums in the same order."""
+    """The output of a pair of two parts, the first of which is (level, out) in registers."""
     state = _add(_add(_nothing(*out.shape), level, out), *_part(parts, levels, ender, 0))
     return _mean(state)
 
 
-def add_parts(parts, levels, ender, chain):
-    """The output [H, cols] of the pair that worker `ender` ends, of which `chain` earlier workers hold parts.
+def add_parts(parts, levels, begin, stride, count, first, ender):
+    """The sum, as `_nothing` has it, of `count` parts of a pair of workers `first` to `ender`: those of `begin` and every stride-th after.
 
     parts [workers, 2, H, cols] float32: the output of a part alone. levels [workers, 2, cols]: log2 of its weights' sum, LOWEST where all
     its scores are -inf: such a part weighs nothing beside others, and where there are no others their mean is 0. 1 is a pair's first part,
-    some worker's last pair; 0 all others, a worker's first one.
+    some worker's last pair; 0 all others, a worker's first one. That of a group takes the place of its last part.
     """
     h, cols = parts.shape[2:]
-    together = max(2, 48 * 128 // (h * cols))  # parts in flight: 48 registers of a thread
+    together = _together(h, cols)
 
     def some(i, state):
-        numbers = [jnp.minimum(i * together + j, chain) for j in range(together)]
-        read = [_part(parts, levels, ender - chain + n, jnp.where(n == 0, jnp.int32(1), jnp.int32(0))) for n in numbers]
-        for j, (level, values) in enumerate(read):  # a weight of 0 for those past the chain
-            there = jnp.full(level.shape, i * together + j) <= chain
+        workers = [jnp.minimum(begin + (i * together + j) * stride, ender) for j in range(together)]
+        read = [_part(parts, levels, worker, jnp.where(worker == first, jnp.int32(1), jnp.int32(0))) for worker in workers]
+        for j, (level, values) in enumerate(read):  # a weight of 0 for those past the last
+            there = jnp.full(level.shape, i * together + j) < count
             state = _add(state, jnp.where(plgpu.layout_cast(there, _LEVEL), level, 2 * LOWEST), values)
         return state
 
-    return _mean(lax.fori_loop(0, pl.cdiv(chain + 1, jnp.int32(together)), some, _nothing(h, cols)))
+    return lax.fori_loop(0, pl.cdiv(count, jnp.int32(together)), some, _nothing(h, cols))
+
+
+def _put_group(parts, levels, end, state):
+    """Writes a group's sum in the place of its last part, which other threads may still be reading."""
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        mgpu.warpgroup_barrier()
+
+    wait()
+    top, total, _ = state
+    parts.at[end, 0][...] = _mean(state)
+    levels.at[end, 0][...] = top + jnp.log2(total)
 
 
 def _part(parts, levels, worker, begun):
@@ -156,7 +213,15 @@ def join_afterwards(parts, levels, *, work, group, kv, eight, interpret):
 
         @pl.when(chain > 0)
         def _():
-            decode_parts.put(o_s, add_parts(parts_ref, levels_ref, worker, chain))
+            first, size, groups = worker - chain, *_groups(chain + 1, h, cols)
+
+            def add_group(i, state):
+                begin = first + i * size
+                end = jnp.minimum(begin + size - 1, worker)
+                top, total, out = add_parts(parts_ref, levels_ref, begin, jnp.int32(1), end - begin + 1, first, worker)
+                return _add(state, top + jnp.log2(total), _mean((top, total, out)))
+
+            decode_parts.put(o_s, _mean(lax.fori_loop(0, groups, add_group, _nothing(h, cols))))
             decode_parts.copy_heads(o_s, o_ref, (row * kv + head) * group, group, eight)
             plgpu.wait_smem_to_gmem(0)
 

@@ -18,7 +18,7 @@ from pallas_kernels import decode_int8, decode_parts, pairs
 from pallas_kernels import decode_softmax as softmax
 from pallas_kernels.decode_copy import copy_pages
 from pallas_kernels.decode_form import Form
-from pallas_kernels.decode_join import add_parts, add_rest, is_last, is_there, peek
+from pallas_kernels.decode_join import add_rest, is_there, join, peek
 from pallas_kernels.decode_work import walk
 from pallas_kernels.dependent import wait_for_last
 from pallas_kernels.paged import LEAST, PAGE, blank, blank_8
@@ -176,9 +176,7 @@ def _compute_pages(refs, form: Form, w, worker):
             refs.level.at[worker, begun][...] = level
             if not form.interpret:
                 ender = jnp.where(page + here == pages, worker, refs.enders[worker])
-                chain = refs.chains[ender]
-                last = is_last(refs.arrived, ender, chain)
-                pl.when(last)(lambda: finish(add_parts(refs.part, refs.level, ender, chain)))
+                join(refs.part, refs.level, refs.arrived, worker, ender, refs.chains[ender], finish)
 
         @pl.when(here < pages)
         def _():

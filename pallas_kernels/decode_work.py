@@ -25,8 +25,8 @@ class DecodeWork:
       copy waits for two reads instead of four.
     chains [workers] int32: where this piece ends a (row, head) pair that began in an earlier one, how many earlier ones hold parts of it.
     enders [workers] int32: where this piece leaves a pair unfinished, the worker that ends it.
-    arrived [workers] int32: the parts written so far of the pair that a worker ends. Zero before a call and after it: kernels count in it,
-      so calls that share a list must not run at the same time.
+    arrived [2 * workers] int32: the parts written so far of the pair that a worker ends, and behind those of the group of such parts that
+      it is the last of. Zero before a call and after it: kernels count in it, so calls that share a list must not run at the same time.
     """
 
     rows: jax.Array
@@ -80,7 +80,7 @@ def decode_work(lengths: jax.Array, kv_heads: int, workers: int, window: int | N
         starts=jnp.stack([first[row], pages[row], lengths[row], next_row, first[jnp.minimum(next_row, b - 1)]], axis=1),
         chains=chains,
         enders=jnp.where(count > 0, holder(last + last_pages - 1 - last_page), 0),
-        arrived=jnp.minimum(count, 0),  # not a constant, which XLA might share with others
+        arrived=jnp.minimum(jnp.tile(count, 2), 0),  # not a constant, which XLA might share with others
     )
 
 

@@ -33,13 +33,18 @@ def exact(twin, q, k, v, *rest, **kw):
 
 
 def cached(rng, k, v, dtype):
-    """(k, v, scales) of a cache of `dtype`: one of 8 bits has its values turned, and scales, of heads (e4m3) or tokens (int8)."""
+    """(k, v, scales) of a cache of `dtype`: one of 8 bits has its values turned, and scales, of heads (e4m3) or tokens (int8).
+
+    The last of several heads' keys have a scale of 0 in e4m3: all its tokens weigh the same.
+    """
     if dtype == jnp.bfloat16:
         return k, v, {}
     if dtype == jnp.int8:
         (k, k_scale), (v, v_scale) = quantized(k), quantized(v)
         return k, v.swapaxes(2, 3), {"k_scale": k_scale, "v_scale": v_scale}
     scales = {name: jnp.asarray(rng.uniform(0.5, 1.5, k.shape[1]), jnp.float32) for name in ("k_scale", "v_scale")}
+    if k.shape[1] > 1:
+        scales["k_scale"] = scales["k_scale"].at[-1].set(0.0)
     return k.astype(dtype), v.astype(dtype).swapaxes(2, 3), scales
 
 
@@ -84,6 +89,10 @@ def checks(rows, share, dtypes):
             functools.partial(decode, [1], 32, 8, 128, dtype),
             functools.partial(decode, [0, 0, 65, 0], 32, 8, 128, dtype, sms=20),
             functools.partial(decode, [20000, *[200] * 40], 32, 8, 128, dtype),
+            # Pairs that are cut in dozens, whose parts are added up by groups.
+            functools.partial(decode, [0, 131_072], 32, 8, 128, dtype, unified=(0.0, 8.0)),
+            functools.partial(decode, [60_000, 3, 50_000], 14, 1, 64, dtype),
+            functools.partial(decode, [40_000], 20, 2, 256, dtype, sms=100),
             functools.partial(decode, ragged(256, 2000), 32, 8, 128, dtype, sms=28),
         ]
     for case in cases[share[0] :: share[1]]:

@@ -31,8 +31,11 @@ TOLERANCE = {
 HEADS = (32, 8, 128)  # Llama-3.1-8B: query heads, KV heads, head width
 
 
-def caches(rng, table, pages, ends, kv, h, dtype, spare=0):
-    """(the kernel's keys, values and scales, the twin's keys and values), NaN where no token was written; `spare` pages lie before."""
+def caches(rng, table, pages, ends, kv, h, dtype, spare=0, silent=False):
+    """(the kernel's keys, values and scales, the twin's keys and values), NaN where no token was written; `spare` pages lie before.
+
+    silent: an e4m3 cache whose first head's keys have a scale of 0, so that all its tokens weigh the same.
+    """
     k, v = (poison(random_pages(jax.random.key(int(rng.integers(2**31))), pages, kv, h), table, ends) for _ in range(2))
     scales = {}
     plain = k, v
@@ -44,6 +47,9 @@ def caches(rng, table, pages, ends, kv, h, dtype, spare=0):
         scales = {name: jnp.asarray(rng.uniform(0.02, 0.05, kv), jnp.float32) for name in ("k_scale", "v_scale")}
         wide = [scale[:, None, None] for scale in scales.values()]
         k, v = ((x.astype(jnp.float32) / scale).astype(dtype) for x, scale in zip((k, v), wide, strict=True))
+        if silent:
+            scales["k_scale"] = scales["k_scale"].at[0].set(0.0)
+            wide[0] = scales["k_scale"][:, None, None]
         plain = tuple(x.astype(jnp.float32) * scale for x, scale in zip((k, v), wide, strict=True))
         v = jnp.swapaxes(v, 2, 3)
     if spare:
@@ -54,7 +60,20 @@ def caches(rng, table, pages, ends, kv, h, dtype, spare=0):
 
 
 def check(
-    rows, rng, chunks, tokens, heads=HEADS, dtype="bfloat16", size=1.0, spare=0, unified=None, sms=None, scale=None, least=False, **settings
+    rows,
+    rng,
+    chunks,
+    tokens,
+    heads=HEADS,
+    dtype="bfloat16",
+    size=1.0,
+    spare=0,
+    unified=None,
+    sms=None,
+    scale=None,
+    least=False,
+    silent=False,
+    **settings,
 ):
     """One case: queries of standard deviation `size`, the same bits twice, zeros in rows that are in no chunk.
 
@@ -62,7 +81,7 @@ def check(
     """
     (n, kv, h), ends = heads, [int(c[3] + c[1]) for c in chunks]
     table, pages = page_tables(rng, ends)
-    k, v, scales, plain = caches(rng, table, pages, ends, kv, h, dtype, spare)
+    k, v, scales, plain = caches(rng, table, pages, ends, kv, h, dtype, spare, silent)
     q = jnp.asarray(rng.normal(size=(tokens, n, h)) * size, jnp.bfloat16)
     if least:
         k, q, plain = jnp.abs(k), jnp.full_like(q, -5e37), (jnp.abs(plain[0]), plain[1])
@@ -90,6 +109,7 @@ def check(
         "sms": sms,
         "spare": spare,
         "least": least,
+        "silent": silent,
     }
     say(rows, what="check chunk", ok=ok, error=err, same_bits=same, **facts, **settings)
 
@@ -136,6 +156,7 @@ def checks(rows, share):
         *(functools.partial(case, some(1500, 9, 3000), 1500, few, unified=(phi, 60.0), **int8) for phi in (0.0, 500.0)),
         functools.partial(case, some(1500, 9, 3000), 1500, few, unified=(500.0, 60.0)),
         functools.partial(case, some(1500, 9, 3000), 1500, few, scale=-0.05, unified=(0.0, 60.0)),
+        *(functools.partial(case, some(500, 4, 900), 500, few, silent=True, unified=phi, **eight) for phi in (None, (0.0, 60.0))),
         functools.partial(case, some(500, 4, 900), 500, few, scale=1.0, least=True, unified=(0.0, 60.0)),
     ]
     for run in cases[share[0] :: share[1]]:

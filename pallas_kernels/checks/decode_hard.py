@@ -1,6 +1,6 @@
-"""What is hard for decode attention, on a GPU: scores that leave the unified maximum, caches past 2**31 elements, steps as CUDA graphs.
+"""What is hard for decode attention, on a GPU: scores that leave the unified maximum, far pages, long work lists, steps as CUDA graphs.
 
-python -m pallas_kernels.checks.decode_hard [--only adversarial,graphs,far] [--json FILE]
+python -m pallas_kernels.checks.decode_hard [--only adversarial,graphs,far,lists] [--json FILE]
 """
 
 import functools
@@ -67,6 +67,24 @@ def worst_kind(got, want) -> float:
     return float(np.max([error(got[i :: len(SCORES)], want[i :: len(SCORES)]) for i in range(len(SCORES))]))
 
 
+def long_lists(rows, rng, count=1024, length=41_000):
+    """A work list of more than 2**22 pairs of a page and a head: rows that share eight sequences' pages, against the eight alone."""
+    table, pages = page_tables(rng, [length] * 8)
+    table = jnp.asarray(np.tile(table, (count // 8, 1)))
+    lengths = jnp.full((count,), length, jnp.int32)
+    q = jnp.asarray(np.tile(rng.normal(size=(8, N, H)), (count // 8, 1, 1)), jnp.bfloat16)
+    for dtype in DTYPES:
+        k, v = (random_pages(jax.random.key(i), pages, K, H) for i in range(2))
+        k, v, scales = cached(rng, k, v, dtype)
+        run = jax.jit(functools.partial(decode_attention, scale=H**-0.5))
+        poison_memory(q)
+        got = run(q, k, v, table, lengths, **scales).reshape(-1, 8, N, H)
+        want = exact(reference.decode_attention, q[:8], k, v, table[:8], lengths[:8], scale=H**-0.5, **scales)
+        worst = float(np.max([error(part, want) for part in got]))
+        pairs = count * -(-length // PAGE) * K
+        say(rows, what="long lists", ok=worst < TOLERANCE and pairs > 2**22, error=worst, pairs=pairs, cache=jnp.dtype(dtype).name)
+
+
 def far_offsets(rows, rng):
     """The pages past 2**31 elements give the same bits as when they are gathered into a small cache."""
     lengths = rng.integers(1, 900, 37)
@@ -124,5 +142,5 @@ def graphs(rows, rng, steps=1000, layers=8):
 
 if __name__ == "__main__":
     rng = np.random.default_rng()
-    parts = {"adversarial": adversarial, "graphs": graphs, "far": far_offsets}
+    parts = {"adversarial": adversarial, "graphs": graphs, "far": far_offsets, "lists": long_lists}
     script.main("decode_hard", __doc__, {name: lambda rows, *_, part=part: part(rows, rng) for name, part in parts.items()})

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels import decode_kernel, decode_parts, decode_softmax, pairs
+from pallas_kernels import decode_join, decode_kernel, decode_parts, decode_softmax, pairs
 from pallas_kernels.checks.inputs import page_tables, ragged, random_pages
 from pallas_kernels.checks.script import L2_BYTES, say
 from pallas_kernels.checks.timing import interleaved, looped
@@ -43,25 +43,22 @@ IN_L2 = L2_BYTES // 4 // PAGE_BYTES  # pages
 
 def a_word(operands, shape):
     """In place of a product: of each page the first byte, and numbers that differ by row, so that what follows has as much to do."""
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA).astype(jnp.float32) * 2.0**-8
-    for page, _ in operands:
-        row = row + _first_byte(page)
-    return row
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    first = functools.reduce(lambda a, b: a + b, (_first_byte(page) for page, _ in operands))
+    return (row + first).astype(jnp.float32) * 2.0**-8
 
 
 def _first_byte(page):
-    """Of a page [rows, columns] of e4m3 in shared memory, as a number from 0 to 1."""
+    """Of a page [rows, columns] of e4m3 in shared memory, as a number from 0 to 255."""
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(pairs.tiles(min(page.shape[1], 128))),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.float32, layout=scalar),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar),
     )
     def read(_, page):
-        f32 = ir.F32Type.get()
         byte = llvm.load(ir.IntegerType.get_signless(8), mgpu.utils.memref_ptr(page))
-        value = arith.mulf(arith.uitofp(f32, byte), arith.constant(f32, ir.FloatAttr.get(f32, 1 / 256)))
-        return mgpu.FragmentedArray.splat(value, ())
+        return mgpu.FragmentedArray.splat(arith.extui(ir.IntegerType.get_signless(32), byte), (), is_signed=True)
 
     return read(page)  # pyright: ignore[reportCallIssue]
 
@@ -79,16 +76,22 @@ def no_weights(scores, seen, bounds, begun, put, across, top, total, out, **_):
     return top, total, out
 
 
-def never_last(arrived, ender, chain):
+def never_last(arrived, place, others):
     """In place of counting a part in: nobody is told to add the parts up, which are still written."""
-    return False
+    return jnp.bool_(False)
+
+
+def one_group(parts, h, cols):
+    """In place of groups of a pair's parts: the last worker adds up all of them."""
+    return parts, jnp.int32(1)
 
 
 Stage = tuple[ModuleType, str, Callable]  # where a stage's function is, its name, and what stands in for it
 
 MULTIPLIES: Stage = decode_parts, "product", a_word
 SOFTENS: Stage = decode_softmax, "soften", scores_as_weights
-JOINS: Stage = decode_kernel, "is_last", never_last
+JOINS: Stage = decode_join, "is_last", never_last
+GROUPS: Stage = decode_join, "_groups", one_group
 LOOKS: tuple[Stage, ...] = (  # before a part is written
     (decode_kernel, "peek", lambda arrived, ender, asked: jnp.int32(0)),
     (decode_kernel, "is_there", lambda seen, arrived, ender: seen < 0),
@@ -97,6 +100,7 @@ LEFT_OUT: dict[str, tuple[Stage, ...]] = {
     "nothing multiplied": (MULTIPLIES,),
     "scores as weights": (SOFTENS,),
     "every part written and counted": LOOKS,  # the same results
+    "added up by one worker": (GROUPS,),  # nearly the same
     "parts not added up": (JOINS, *LOOKS),
     "pages only copied": (MULTIPLIES, (decode_softmax, "soften", no_weights), JOINS, *LOOKS),
 }

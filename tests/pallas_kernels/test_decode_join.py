@@ -1,0 +1,69 @@
+"""How decode attention's workers add up a pair that was cut: whoever comes when, every part once, and always in the same order."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import decode_join
+
+WORKERS = 528  # four on each SM
+
+
+def joined(order, first, shape, monkeypatch):
+    """What `join` makes of a pair whose parts' workers come in this order: the nesting of its sums, as tuples of workers."""
+    ender, counts, slots, finished = first + len(order) - 1, [0] * (2 * WORKERS), {}, []
+
+    def is_last(arrived, place, others):
+        counts[int(place)] += 1
+        if counts[int(place)] <= int(others):
+            return jnp.bool_(False)
+        counts[int(place)] = 0
+        return jnp.bool_(True)
+
+    def add_parts(parts, levels, begin, stride, count, first, ender):
+        workers = [min(int(begin) + n * int(stride), int(ender)) for n in range(int(count))]
+        return tuple(slots.pop((worker, int(worker == first))) for worker in workers)
+
+    monkeypatch.setattr(decode_join, "is_last", is_last)
+    monkeypatch.setattr(decode_join, "add_parts", add_parts)
+    monkeypatch.setattr(decode_join, "_put_group", lambda parts, levels, end, state: slots.update({(int(end), 0): state}))
+    monkeypatch.setattr(decode_join, "_mean", lambda state: state)
+    parts = types.SimpleNamespace(shape=(WORKERS, 2, *shape))
+    with jax.disable_jit():
+        for worker in order:
+            slots[worker, int(worker == first)] = worker
+            worker = jnp.int32(worker)
+            decode_join.join(parts, None, None, worker, jnp.int32(ender), jnp.int32(ender - first), finished.append)
+    assert not any(counts) and not slots and len(finished) == 1
+    return finished[0]
+
+
+def leaves(nested):
+    return [leaf for part in nested for leaf in (leaves(part) if isinstance(part, tuple) else [part])]
+
+
+@settings(max_examples=6, deadline=None)
+@given(data=st.data(), count=st.one_of(st.integers(2, 80), st.just(200)), shape=st.sampled_from([(128, 8), (64, 16), (256, 32)]))
+def test_whatever_the_order_of_arrival_every_part_is_added_once_and_in_one_order(data, count, shape):
+    first = data.draw(st.integers(0, WORKERS - count))
+    order = data.draw(st.permutations(range(first, first + count)))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        sums = joined(order, first, shape, monkeypatch)
+        assert leaves(sums) == list(range(first, first + count))
+        assert sums == joined(range(first, first + count), first, shape, monkeypatch)
+
+
+@pytest.mark.parametrize("shape", [(128, 8), (64, 8), (256, 32)])
+def test_few_parts_are_one_group_and_many_are_as_many_groups_as_parts_in_each(shape):
+    together = decode_join._together(*shape)
+    for parts in range(2, 2 * WORKERS):
+        size, groups = map(int, decode_join._groups(jnp.int32(parts), *shape))
+        assert (groups - 1) * size < parts <= groups * size
+        if parts <= 3 * together:
+            assert groups == 1
+        else:
+            assert groups <= size < max(4 * groups, 2 * together + 1)
