@@ -128,7 +128,7 @@ def _groups(parts, h, cols):
     size = jnp.int32(at_once)
     for _ in range(6):  # 64 times as many, whose square is more than the workers of a GPU
         size = jnp.where(size * size < parts, 2 * size, size)
-    size = jnp.where(parts > 3 * at_once, size, parts)
+    size = jnp.where(parts > 5 * at_once, size, parts)
     return size, lax.div(parts + size - 1, size)
 
 

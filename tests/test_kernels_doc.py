@@ -52,8 +52,8 @@ def spread(lines):
         ("| decode attention, 256 rows", [of("decode_attention", "bf16", MIXES[:2], ".2f"), beside("decode_attention", "jax", MIXES[:2])]),
         ("| the same, e4m3: mean", [of("decode_attention_fp8", "fp8", MIXES, ".2f"), beside("decode_attention_fp8", "bf16", MIXES)]),
         ("| chunk attention, 2048", [of("chunk_attention", "bf16", OVER, ".0f"), beside("chunk_attention", "cudnn", OVER)]),
-        ("| the same with φ | 464", [of("chunk_unified", "unified", OVER, ".0f"), beside("chunk_unified", "bf16", OVER)]),
-        ("| the same in e4m3 | 536", [of("chunk_attention_fp8", "fp8", OVER, ".0f"), beside("chunk_attention_fp8", "bf16", OVER)]),
+        ("| the same with φ | 463", [of("chunk_unified", "unified", OVER, ".0f"), beside("chunk_unified", "bf16", OVER)]),
+        ("| the same in e4m3 | 534", [of("chunk_attention_fp8", "fp8", OVER, ".0f"), beside("chunk_attention_fp8", "bf16", OVER)]),
         ("| 8 chunks of 256", [beside("chunk_attention", "cudnn", ["8 x 256 over 0"])]),
         ("| with φ", [beside("decode_fp8_unified", "fp8", MIXES, 3)]),
         ("| dense, bare", [of("dense_gemm", "dense", UP_GATE, ".0f").replace(" / ", " and "), means("dense_gemm", "xla", EACH)]),
@@ -242,6 +242,26 @@ def test_stages_of_an_e4m3_decode_are_in_their_table():
     us = {(row["what"], row["case"]): f"{row['us']:.1f}" for row in rows if row["kernel"] == "decode_attention"}
     for said, what in (("as it is", "whole"), ("parts of cut pairs not added up", "parts not added up"), *((same, same) for same in SAME)):
         assert f"| {said} | {' | '.join(us[what, case] for case in MIXES)} |" in DOC
+
+
+def test_parts_added_up_by_groups_are_told_beside_one_worker():
+    rows = json.loads((FOLDER / "settings" / "h200-stages-decode-groups.json").read_text("utf-8"))["rows"]
+    us = {(row["what"], row["case"]): f"{row['us']:.1f}" for row in rows}
+    whole, one, none = ("whole", "added up by one worker", "parts not added up")
+    long, beside = MIXES[2:4]
+    assert f"takes {us[whole, long]} µs for {us[one, long]},\n  and {us[none, long]} if nothing is added up" in DOC
+    assert f"where a pair has 40 parts, {us[whole, beside]} for {us[one, beside]}." in DOC
+    runs = json.loads((FOLDER / "settings" / "h200-kernels-attention-other-card.json").read_text("utf-8"))["rows"]
+    before = json.loads((FOLDER / "settings" / "h200-kernels-attention-earlier.json").read_text("utf-8"))["rows"]
+    bf16 = lambda rows, case: sorted(row["ways"]["bf16"]["us"] for row in rows if row["case"] == case and "bf16" in row["ways"])  # noqa: E731
+    ends = lambda us: f"{us[0]:.1f} to {us[-1]:.1f}"  # noqa: E731
+    one_worker = [
+        ROWS[group, beside] for group in ("decode_attention", "decode_attention_fp8", "decode_unified", "decode_attention_triton")
+    ]
+    assert len(bf16(runs, beside)) == 3 and f"({ends(bf16(runs, beside))} µs in three windows" in DOC
+    assert f"one worker's sums had taken {ends(bf16(one_worker, beside))})" in DOC
+    now, then = bf16(runs, long), bf16(before, long)
+    assert f"({now[0]:.1f} and {now[-1]:.1f} µs for {ends(then)})" in DOC
 
 
 def test_products_with_a_stage_left_out_are_in_their_table():

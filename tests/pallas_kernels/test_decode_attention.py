@@ -107,7 +107,7 @@ def into(rows, heads, width):
         ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), jnp.bfloat16, {"window": 100, "soft_cap": 20.0, "scale": 0.3}),
         ([70, 0, 5, 270], 8, 2, 64, DecodeTile(3, 4, pages=1), jnp.bfloat16, {"window": 200}),
         ([300], 16, 1, 128, DecodeTile(2, 5), jnp.bfloat16, {}),  # more workers than pages: each page is a part
-        ([700], 4, 1, 256, DecodeTile(1, 4), jnp.bfloat16, {"sms": 11}),  # parts that are added up by groups
+        ([1000], 4, 1, 256, DecodeTile(1, 4), jnp.bfloat16, {"sms": 16}),  # parts that are added up by groups
         ([70, 0, 5], 6, 2, 64, DecodeTile(3, 4, pages=1), E4M3, {}),  # workers that share a copying warpgroup
         ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), E4M3, {"window": 100, "soft_cap": 20.0, "scale": 0.3}),
         ([300], 16, 1, 128, DecodeTile(2, 5), E4M3, into(3, 16, 128)),
