@@ -154,6 +154,7 @@ def add_parts(parts, levels, begin, stride, count, first, ender):
     together = _together(h, cols)
 
     def some(i, state):
+        # What lies behind the last is the ender's, again; groups of several are whole reads, so none reads what the next has not written yet.
         workers = [jnp.minimum(begin + (i * together + j) * stride, ender) for j in range(together)]
         read = [_part(parts, levels, worker, jnp.where(worker == first, jnp.int32(1), jnp.int32(0))) for worker in workers]
         for j, (level, values) in enumerate(read):  # a weight of 0 for those past the last
@@ -171,7 +172,7 @@ def _put_group(parts, levels, end, state):
     def wait(_):
         mgpu.warpgroup_barrier()
 
-    wait()
+    wait()  # pyright: ignore[reportCallIssue]
     top, total, _ = state
     parts.at[end, 0][...] = _mean(state)
     levels.at[end, 0][...] = top + jnp.log2(total)

@@ -67,3 +67,4 @@ def test_few_parts_are_one_group_and_many_are_as_many_groups_as_parts_in_each(sh
             assert groups == 1
         else:
             assert groups <= size < max(4 * groups, 2 * together + 1)
+            assert size % together == 0, "a read of a group holds no part of the next, which may not be written yet"
