@@ -154,7 +154,7 @@ def add_parts(parts, levels, begin, stride, count, first, ender):
     together = _together(h, cols)
 
     def some(i, state):
-        # What lies behind the last is the ender's, again; groups of several are whole reads, so none reads what the next has not written yet.
+        # Behind the last is the ender's, again. Groups are whole reads: none holds a part of the next, which may not be written yet.
         workers = [jnp.minimum(begin + (i * together + j) * stride, ender) for j in range(together)]
         read = [_part(parts, levels, worker, jnp.where(worker == first, jnp.int32(1), jnp.int32(0))) for worker in workers]
         for j, (level, values) in enumerate(read):  # a weight of 0 for those past the last
