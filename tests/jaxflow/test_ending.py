@@ -23,8 +23,12 @@ sys.exit(exit_status(main, sys.argv))
 """
 
 
+# A shell without job control lets what runs in its background ignore interrupts: so would these programs, if the suite runs there.
+HEARS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+
+
 def ended(body: str, **streams) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROGRAM.format(body=body)]
+    command = [sys.executable, "-c", HEARS + PROGRAM.format(body=body)]
     return subprocess.run(command, cwd=paths.ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **streams)
 
 
