@@ -138,7 +138,7 @@ def _together(h, cols):
 
 
 def add_rest(level, out, parts, levels, ender):
-    """The output of a pair of two parts, the first of which is (level, out) in registers."""
+    """The output of a pair of two parts, the first of which is (level, out) in registers: the sums of `add_parts`, in its order."""
     state = _add(_add(_nothing(*out.shape), level, out), *_part(parts, levels, ender, 0))
     return _mean(state)
 

@@ -77,6 +77,7 @@ def check(
 ):
     """One case: queries of standard deviation `size`, the same bits twice, zeros in rows that are in no chunk.
 
+    silent: as in `caches`.
     least: of scores that are all -inf instead, so that the twin has zeros everywhere.
     """
     (n, kv, h), ends = heads, [int(c[3] + c[1]) for c in chunks]

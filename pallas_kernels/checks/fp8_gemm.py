@@ -102,9 +102,8 @@ def checks(rows, share):
         functools.partial(one, 1000, 4096, 4096, scales="one", sms=104),
         functools.partial(one, 392, 4096, 7168, scales="block", sms=28),
         functools.partial(one, 136, 640, 512, bias=True, activation="relu"),
-        *(
-            functools.partial(one, m, 640, 512, bias=True, activation="relu", quantize=True) for m in (40, 136)
-        ),  # five blocks of scales a row
+        # Five blocks of scales a row.
+        *(functools.partial(one, m, 640, 512, bias=True, activation="relu", quantize=True) for m in (40, 136)),
         functools.partial(one, 77, 1280, 896, **GATE, bias=True),
         functools.partial(one, 300, 14336, 2048, activation="gelu_tanh", gate_block=32),
         functools.partial(one, 40, 640, 768, scales="one", bias=True, sms=20),
