@@ -6,11 +6,12 @@
   python3 run.py test [ARGS]        install and run the tests on CPU; ARGS go to pytest
   python3 run.py exec COMMAND       run COMMAND in the environment, e.g. exec python -m serving --help
 
-In this folder it makes .cache, with the installer (uv, unless a recent one is on the PATH), and .venv, with the versions
-that uv.lock pins. Downloads and compiled programs are kept in ~/.cache (uv, jaxflow).
+In this folder it makes .cache, with the installer (uv, unless a recent one is on the PATH), and .venv, with
+the versions that uv.lock pins. Downloads and compiled programs are kept in ~/.cache (uv, jaxflow).
 """
 
-# Standard library only, and syntax that Python 3.8 reads: it may be run by an older Python than the one it looks for.
+# Standard library only, and syntax that Python 3.8 reads: it may be run by an older Python than the one it
+# looks for.
 import glob
 import os
 import re
@@ -27,9 +28,13 @@ PYTHONS = ((3, 12), (3, 13), (3, 14))  # what the locked wheels exist for, the b
 
 
 def version_of(*command):
-    """The version numbers that a command prints, or () if it does not run: pyenv has shims for what it cannot run."""
+    """The version numbers that a command prints, or () if it does not run: pyenv has shims for what it cannot
+    run.
+    """
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=60)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ()
     found = re.search(r"(\d+)\.(\d+)", done.stdout)
@@ -37,18 +42,30 @@ def version_of(*command):
 
 
 def python_candidates():
-    """Interpreters worth a try: on the PATH, beside the running one, and where pyenv, uv, Homebrew and conda put theirs."""
+    """Interpreters worth a try: on the PATH, beside the running one, and where pyenv, uv, Homebrew and conda
+    put theirs.
+    """
     yield sys.executable
     home, path = os.path.expanduser("~"), os.environ.get("PATH", "").split(os.pathsep)
-    pyenvs = [os.environ.get("PYENV_ROOT"), os.path.join(home, ".pyenv"), *(os.path.dirname(p) for p in path if p.endswith("/shims"))]
+    pyenvs = [
+        os.environ.get("PYENV_ROOT"),
+        os.path.join(home, ".pyenv"),
+        *(os.path.dirname(p) for p in path if p.endswith("/shims")),
+    ]
     managed = os.environ.get("UV_PYTHON_INSTALL_DIR") or os.path.join(home, ".local", "share", "uv", "python")
     for major, minor in PYTHONS:
         name = f"python{major}.{minor}"
         yield shutil.which(name)
-        for versions in [os.path.dirname(sys.prefix), *(os.path.join(root, "versions") for root in pyenvs if root)]:
+        for versions in [
+            os.path.dirname(sys.prefix),
+            *(os.path.join(root, "versions") for root in pyenvs if root),
+        ]:
             yield from sorted(glob.glob(os.path.join(versions, f"{major}.{minor}.*", "bin", "python")))
         yield from sorted(glob.glob(os.path.join(managed, f"cpython-{major}.{minor}.*", "bin", name)))
-        yield from (os.path.join(folder, name) for folder in ("/usr/local/bin", "/usr/bin", "/opt/homebrew/bin", "/opt/conda/bin"))
+        yield from (
+            os.path.join(folder, name)
+            for folder in ("/usr/local/bin", "/usr/bin", "/opt/homebrew/bin", "/opt/conda/bin")
+        )
 
 
 def find_python():
@@ -70,9 +87,13 @@ def find_uv(python):
     say(f"Installing {UV} into {os.path.relpath(LAUNCHER)}")
     failures = []
     for interpreter in dict.fromkeys([python or sys.executable, sys.executable]):
-        # A virtual environment is always allowed to install; where a system's Python lacks venv, pip may still fill a folder.
+        # A virtual environment is always allowed to install; where a system's Python lacks venv, pip may
+        # still fill a folder.
         for commands in (
-            [[interpreter, "-m", "venv", "--clear", LAUNCHER], [os.path.join(LAUNCHER, "bin", "python"), "-m", "pip", "install", "-q", UV]],
+            [
+                [interpreter, "-m", "venv", "--clear", LAUNCHER],
+                [os.path.join(LAUNCHER, "bin", "python"), "-m", "pip", "install", "-q", UV],
+            ],
             [[interpreter, "-m", "pip", "install", "-q", "--upgrade", "--target", LAUNCHER, UV]],
         ):
             output = ""
@@ -84,7 +105,14 @@ def find_uv(python):
             if version_of(own, "--version"):
                 return own
             failures.append("{} failed:\n{}".format(" ".join(command), output.strip()))
-    sys.exit("\n\n".join([*failures, "Could not install uv. Install it by hand (https://docs.astral.sh/uv) and run this again."]))
+    sys.exit(
+        "\n\n".join(
+            [
+                *failures,
+                "Could not install uv. Install it by hand (https://docs.astral.sh/uv) and run this again.",
+            ]
+        )
+    )
 
 
 def say(message):
@@ -97,7 +125,15 @@ def main(arguments):
         inside = ["--no-default-groups", "--group", "model", "python", "-m", "serving.demo", *rest]
     elif command == "test":
         # A file's tests stay together: they share what its fixtures load and compile.
-        inside = ["--group", "aot", "pytest", "--numprocesses=logical", "--maxprocesses=4", "--dist=loadfile", *rest]
+        inside = [
+            "--group",
+            "aot",
+            "pytest",
+            "--numprocesses=logical",
+            "--maxprocesses=4",
+            "--dist=loadfile",
+            *rest,
+        ]
     elif command == "exec" and rest:
         inside = rest
     else:
@@ -113,7 +149,10 @@ def main(arguments):
         environ.setdefault("PYTHONPYCACHEPREFIX", os.path.join(ROOT, ".cache", "bytecode"))
     if not version_of(os.path.join(ENVIRONMENT, "bin", "python"), "--version"):
         if python is None:
-            say("No Python 3.12 to 3.14 found: uv tries to download one. Where it cannot, install Python 3.12 and run this again.")
+            say(
+                "No Python 3.12 to 3.14 found: uv tries to download one. Where it cannot, install "
+                "Python 3.12 and run this again."
+            )
         else:
             environ.setdefault("UV_PYTHON", python)
         say("Installing JaxFlow into " + os.path.relpath(ENVIRONMENT))

@@ -1,16 +1,19 @@
-"""Holds the engine on this device's kernels, on one device or several, against the engine on their jnp twins on one.
+"""Holds the engine on this device's kernels, on one device or several, against the engine on their jnp twins
+on one.
 
-Greedy answers are made with the fast kernels (decode attention, chunks of every size, batches that change from step to
-step); then both engines read the same prompts with these answers behind them, and the log-probabilities that they give
-each token are compared. In bfloat16 two right engines differ by rounding; a wrong key, page or mask shows as a difference of ones.
+Greedy answers are made with the fast kernels (decode attention, chunks of every size, batches that change
+from step to step); then both engines read the same prompts with these answers behind them, and the
+log-probabilities that they give each token are compared. In bfloat16 two right engines differ by rounding; a
+wrong key, page or mask shows as a difference of ones.
 
-    python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4] [--fp8] [--tensor_parallel_size 4] [--plan plan.json]
+    python benchmarks/check_engine.py [--model llama-3.1-8b] [--layers 4] [--fp8] [--tensor_parallel_size 4]
+    [--plan plan.json]
 
---plan: a plan for steps of 512 tokens, which the first engine's full steps then run: plans/tp2/check-512-copied.json for two
-devices, plans/tp4/check-512-swapped.json for four.
+--plan: a plan for steps of 512 tokens, which the first engine's full steps then run:
+plans/tp2/check-512-copied.json for two devices, plans/tp4/check-512-swapped.json for four.
 
-With --fp8 both engines have e4m3 weights and cache. An activation that falls on another e4m3 step than the other engine's
-moves by 6 %, and the next layers' may follow, so that right engines differ by more.
+With --fp8 both engines have e4m3 weights and cache. An activation that falls on another e4m3 step than the
+other engine's moves by 6 %, and the next layers' may follow, so that right engines differ by more.
 """
 
 import argparse
@@ -27,8 +30,9 @@ from jaxflow.engine.request import Delta, Logprob, Request, SamplingParams, Star
 from jaxflow.model.checkpoint import open_checkpoint
 from pallas_kernels.kernel_set import REFERENCE
 
-# Nats that log-probabilities may differ by, in the mean and at most, and the share of drawn tokens that are the twins' best. The
-# twins' own engines in bfloat16 and in float32 differ by 0.010 nats in the mean, and by 0.103 with e4m3 (two layers, hidden size 1024).
+# Nats that log-probabilities may differ by, in the mean and at most, and the share of drawn tokens that are
+# the twins' best. The twins' own engines in bfloat16 and in float32 differ by 0.010 nats in the mean, and by
+# 0.103 with e4m3 (two layers, hidden size 1024).
 LIMITS = {False: (0.02, 0.5, 0.9), True: (0.12, 1.0, 0.75)}
 
 
@@ -43,12 +47,16 @@ def run(engine: Loop, requests: list[Request]) -> tuple[dict[str, list[int]], di
             if isinstance(event, Delta):
                 tokens[event.request_id] += event.token_ids
             elif isinstance(event, Started) and event.prompt_logprobs:
-                prompts[event.request_id] = [next(iter(entry.values())) for entry in event.prompt_logprobs if entry]
+                prompts[event.request_id] = [
+                    next(iter(entry.values())) for entry in event.prompt_logprobs if entry
+                ]
     return tokens, prompts
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--fp8", action="store_true")
@@ -69,13 +77,19 @@ def main() -> int:
     )
     prepare_process(settings)
     checkpoint = open_checkpoint(settings.model, load_format="dummy")
-    model = dataclasses.replace(checkpoint.model_config, layers=checkpoint.model_config.layers[: given.layers])
+    model = dataclasses.replace(
+        checkpoint.model_config, layers=checkpoint.model_config.layers[: given.layers]
+    )
     checkpoint = dataclasses.replace(checkpoint, model_config=model)
     config = resolve(settings, model)
 
     def engine(kernels, devices: int) -> Loop:
-        own = dataclasses.replace(config, tensor_parallel_size=devices, plan=given.plan if kernels is None else "sequential")
-        plans = {tokens: plan for tokens, plan in choose_plans(own, model).items() if tokens in (8, 64, 256, 512)}
+        own = dataclasses.replace(
+            config, tensor_parallel_size=devices, plan=given.plan if kernels is None else "sequential"
+        )
+        plans = {
+            tokens: plan for tokens, plan in choose_plans(own, model).items() if tokens in (8, 64, 256, 512)
+        }
         executor = make_executor(own, checkpoint, plans, kernels=kernels, progress=False)
         executor.warm_up()
         print(executor.programs.context.kernels.describe(), flush=True)
@@ -93,9 +107,14 @@ def main() -> int:
     _, ours = run(fast, whole)
     compilations = fast.executor.compilations
     _, twins = run(engine(REFERENCE, 1), whole)
-    pairs = [(a.logprob, b.logprob) for r in whole for a, b in zip(ours[r.request_id], twins[r.request_id], strict=True)]
+    pairs = [
+        (a.logprob, b.logprob)
+        for r in whole
+        for a, b in zip(ours[r.request_id], twins[r.request_id], strict=True)
+    ]
     differences = np.abs(np.subtract(*np.array(pairs).T))
-    # Tokens that decode attention drew must be the twins' best too, but where the two best are a rounding apart.
+    # Tokens that decode attention drew must be the twins' best too, but where the two best are a rounding
+    # apart.
     best = [entry.rank == 1 for i in range(len(prompts)) for entry in twins[f"{i}"][-48:]]
     result = {
         "model": given.model,
@@ -109,7 +128,9 @@ def main() -> int:
         "mean_difference_nats": float(differences.mean()),
         "largest_difference_nats": float(differences.max()),
         "drawn_tokens_that_are_the_twins_best": float(np.mean(best)),
-        "same_tokens_in_another_order": float(np.mean([drawn[k][j] == again[k][j] for k in drawn for j in range(48)])),
+        "same_tokens_in_another_order": float(
+            np.mean([drawn[k][j] == again[k][j] for k in drawn for j in range(48)])
+        ),
         "compilations_after_warmup": compilations,
     }
     print(json.dumps(result, indent=1))

@@ -1,11 +1,12 @@
 """Holds the KV hierarchy to its law on this device: what leaves the cache and comes back is what was there.
 
-First pages of every cache dtype go to pinned host memory and back to other places, and are compared bit by bit. Then an
-engine with few pages and a small host tier, so that prefixes leave the device and then the host, and running requests are
-pre-empted and swapped back in, answers prompts twice over, beside one that keeps everything on the device: the
-log-probabilities of each answer's first token, which all of the prompt's KV goes into, are compared. Right engines differ by
-rounding, since their batches do; a page that is wrong, or in a wrong place, shows as a difference of ones. A run in which one
-of these did not happen has shown nothing, and is not right either.
+First pages of every cache dtype go to pinned host memory and back to other places, and are compared bit by
+bit. Then an engine with few pages and a small host tier, so that prefixes leave the device and then the host,
+and running requests are pre-empted and swapped back in, answers prompts twice over, beside one that keeps
+everything on the device: the log-probabilities of each answer's first token, which all of the prompt's KV
+goes into, are compared. Right engines differ by rounding, since their batches do; a page that is wrong, or in
+a wrong place, shows as a difference of ones. A run in which one of these did not happen has shown nothing,
+and is not right either.
 
     python benchmarks/check_offload.py [--model llama-3.1-8b] [--layers 4] [--output_json check.json]
 """
@@ -39,8 +40,12 @@ MEAN_NATS, MOST_NATS = 0.03, 0.6
 DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "int8")
 
 
-def check_pages(model: ModelConfig, dtype: str, block_size: int, pages: int = 96, moved: int = 40) -> dict[str, Any]:
-    """Moves pages through the host to other places; whether all bits are the same there, and elsewhere as before."""
+def check_pages(
+    model: ModelConfig, dtype: str, block_size: int, pages: int = 96, moved: int = 40
+) -> dict[str, Any]:
+    """Moves pages through the host to other places; whether all bits are the same there, and elsewhere as
+    before.
+    """
     mesh = make_mesh(1)
     kv = make_cache(model, (pages,) * len(model.windows), block_size, jnp.dtype(dtype), mesh)
     copies = PageCopies(model, (pages,) * len(model.windows), block_size, jnp.dtype(dtype), mesh)
@@ -49,17 +54,26 @@ def check_pages(model: ModelConfig, dtype: str, block_size: int, pages: int = 96
     try:
         for group, programs in enumerate(copies.groups):
             drawn = [rng.integers(0, 2**32, (1, programs.words), dtype=np.uint32) for _ in range(pages)]
-            kv = copies.scatter(kv, group, range(pages), [jax.device_put(page, transfers.to_device.sharding) for page in drawn])
+            kv = copies.scatter(
+                kv,
+                group,
+                range(pages),
+                [jax.device_put(page, transfers.to_device.sharding) for page in drawn],
+            )
             order = rng.permutation(pages).tolist()
             source, target = order[:moved], order[moved : 2 * moved]
             transfers.to_host.copy([(i, page) for i, page in enumerate(copies.gather(kv, group, source))])
             transfers.to_device.copy(_wait(transfers, transfers.to_host, moved))
-            kv = copies.scatter(kv, group, target, [page for _, page in _wait(transfers, transfers.to_device, moved)])
+            kv = copies.scatter(
+                kv, group, target, [page for _, page in _wait(transfers, transfers.to_device, moved)]
+            )
             expected = list(drawn)
             for a, b in zip(source, target, strict=True):
                 expected[b] = drawn[a]
             found = copies.gather(kv, group, range(pages))
-            right &= all(np.array_equal(np.asarray(page), wanted) for page, wanted in zip(found, expected, strict=True))
+            right &= all(
+                np.array_equal(np.asarray(page), wanted) for page, wanted in zip(found, expected, strict=True)
+            )
     finally:
         transfers.close()
     return {"dtype": dtype, "page_bytes": list(copies.page_bytes), "pages_moved": moved, "same_bits": right}
@@ -85,7 +99,9 @@ def first_tokens(engine: Loop, requests: list[Request]) -> dict[str, dict[int, L
     return found
 
 
-def check_engine(name: str, layers: int, num_kv_pages: int, kv_offloading_size: float, block_size: int) -> dict[str, Any]:
+def check_engine(
+    name: str, layers: int, num_kv_pages: int, kv_offloading_size: float, block_size: int
+) -> dict[str, Any]:
     """Two rounds of the same prompts with and without a host tier."""
     settings = EngineConfig(
         model=name,
@@ -101,14 +117,19 @@ def check_engine(name: str, layers: int, num_kv_pages: int, kv_offloading_size: 
     model = dataclasses.replace(checkpoint.model_config, layers=checkpoint.model_config.layers[:layers])
     checkpoint = dataclasses.replace(checkpoint, model_config=model)
     config = resolve(settings, model)
-    plans = {tokens: plan for tokens, plan in choose_plans(config, model).items() if tokens in (8, 8 * block_size)}
+    plans = {
+        tokens: plan for tokens, plan in choose_plans(config, model).items() if tokens in (8, 8 * block_size)
+    }
     executor = make_executor(config, checkpoint, plans, progress=False)
     executor.warm_up()
     rng = np.random.default_rng(1)
     shared = rng.integers(0, model.vocab_size, 6 * block_size)
     lengths = rng.integers(block_size, 6 * block_size, 24)
     sampling = SamplingParams(temperature=0.0, max_tokens=2 * block_size, ignore_eos=False, logprobs=5)
-    prompts = [np.concatenate([shared[: int(n)], rng.integers(0, model.vocab_size, int(n))]).tolist() for n in lengths]
+    prompts = [
+        np.concatenate([shared[: int(n)], rng.integers(0, model.vocab_size, int(n))]).tolist()
+        for n in lengths
+    ]
     requests = [Request(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
     expected = first_tokens(make_loop(config, model, executor, enable_prefix_caching=False), requests)
     offload = start_offload(config, executor, costs=ALWAYS)
@@ -118,7 +139,9 @@ def check_engine(name: str, layers: int, num_kv_pages: int, kv_offloading_size: 
     for _ in range(2):
         for request, found in first_tokens(engine, requests).items():
             common = set(found) & set(expected[request])
-            nats += [abs(found[token].logprob - expected[request][token].logprob) for token in common] or [np.inf]
+            nats += [abs(found[token].logprob - expected[request][token].logprob) for token in common] or [
+                np.inf
+            ]
     stats = engine.stats(0)
     engine.close()
     return {
@@ -131,7 +154,9 @@ def check_engine(name: str, layers: int, num_kv_pages: int, kv_offloading_size: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--num_kv_pages", type=int, default=40)
@@ -143,7 +168,9 @@ def main() -> int:
     model = open_checkpoint(given.model, load_format="dummy").model_config
     model = dataclasses.replace(model, layers=model.layers[: given.layers])
     result: dict[str, Any] = {"pages": [check_pages(model, dtype, given.block_size) for dtype in DTYPES]}
-    result["engine"] = check_engine(given.model, given.layers, given.num_kv_pages, given.kv_offloading_size, given.block_size)
+    result["engine"] = check_engine(
+        given.model, given.layers, given.num_kv_pages, given.kv_offloading_size, given.block_size
+    )
     engine = result["engine"]
     result["right"] = (
         all(row["same_bits"] for row in result["pages"])

@@ -2,8 +2,8 @@
 
   python benchmarks/table.py      rewrites the tables in README.md; a test holds the two together
 
-A report is what `python -m jaxflow.bench … --output_json benchmarks/NAME.json` wrote; `rivals.json` has what other engines
-reached under the same protocol.
+A report is what `python -m jaxflow.bench … --output_json benchmarks/NAME.json` wrote; `rivals.json` has what
+other engines reached under the same protocol.
 """
 
 import json
@@ -19,7 +19,15 @@ HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 BLOCK = re.compile(r"(?<=<!-- benchmarks -->\n).*?(?=<!-- /benchmarks -->)", re.S)
 THROUGHPUT = (
-    *("machine", "model", "in / out tokens", "total tokens/s", "of the optimum", "of the bound, by what", "watts at MHz"),
+    *(
+        "machine",
+        "model",
+        "in / out tokens",
+        "total tokens/s",
+        "of the optimum",
+        "of the bound, by what",
+        "watts at MHz",
+    ),
     *("beside it", "report"),
 )
 RATE = (
@@ -47,7 +55,14 @@ OFFLOAD = (
         "sequences a block: policy",
         "generated tokens/s",
     ),
-    *("predicted", "GB/s to the device, mean", "link busy, in decodes", "tokens/s if the link were all", "FlexGen on a T4", "report"),
+    *(
+        "predicted",
+        "GB/s to the device, mean",
+        "link busy, in decodes",
+        "tokens/s if the link were all",
+        "FlexGen on a T4",
+        "report",
+    ),
 )
 PERPLEXITY = ("model, text", "numbers", "perplexity", "a token's log-probability moved by, mean", "report")
 
@@ -80,9 +95,13 @@ def power(readings: Mapping[str, float] | None) -> str:
 
 
 def of_the_bound(report: Mapping[str, Any]) -> str:
-    """The fraction of the bound by four resources, and which of them binds, by the function that the bench has it from."""
+    """The fraction of the bound by four resources, and which of them binds, by the function that the bench
+    has it from.
+    """
     found = optimum.of_report(open_checkpoint(report["model"], load_format="dummy").model_config, report)
-    return "–" if found["fraction_of_bound"] is None else f"{found['fraction_of_bound']:.0%}, {found['binding']}"
+    return (
+        "–" if found["fraction_of_bound"] is None else f"{found['fraction_of_bound']:.0%}, {found['binding']}"
+    )
 
 
 def beside(rivals: list[dict[str, Any]], report: Mapping[str, Any]) -> str:
@@ -145,26 +164,53 @@ def rate_rows(folder: Path) -> Iterator[tuple[str, ...]]:
             f"{mean:.0f}",
             f"{p99:.0f}",
             f"{p99 / mean:.2f}",
-            *((f"{later['mean_normalized_latency_ms']:.0f}", f"{later['p99_to_mean_normalized_latency']:.2f}") if later else ("–", "–")),
+            *(
+                (
+                    f"{later['mean_normalized_latency_ms']:.0f}",
+                    f"{later['p99_to_mean_normalized_latency']:.2f}",
+                )
+                if later
+                else ("–", "–")
+            ),
         )
-        yield (*ran_on(point), lengths(point["workload"]), *figures, f"{point['mean_ttft_ms']:,.0f}", f"[json](benchmarks/{name})")
+        yield (
+            *ran_on(point),
+            lengths(point["workload"]),
+            *figures,
+            f"{point['mean_ttft_ms']:,.0f}",
+            f"[json](benchmarks/{name})",
+        )
 
 
 def host_rows(folder: Path) -> Iterator[tuple[str, ...]]:
     for name, report in reports(folder, "host"):
         for one in report["host"]:
-            figures = (f"{one['running']}", f"{one['mean_rows']:.0f}", f"{one['median_ms']:.2f}", f"{one['p99_ms']:.2f}")
+            figures = (
+                f"{one['running']}",
+                f"{one['mean_rows']:.0f}",
+                f"{one['median_ms']:.2f}",
+                f"{one['p99_ms']:.2f}",
+            )
             yield (report["cpu"], *figures, f"[json](benchmarks/{name})")
 
 
 def perplexity_rows(folder: Path) -> Iterator[tuple[str, ...]]:
     for name, report in reports(folder, "perplexity"):
         windows, tokens = report["windows"]
-        text = f"{report['model']}, {windows} × {tokens} tokens of {Path(report['tokens']).stem.partition('_')[0]}"
+        text = (
+            f"{report['model']}, {windows} × {tokens} tokens of "
+            f"{Path(report['tokens']).stem.partition('_')[0]}"
+        )
         for way in report["ways"]:
             wide = way["way"] == "wide"
             numbers = report["engine_config"]["dtype"] if wide else way["way"]
-            yield (text, numbers, f"{way['perplexity']:.2f}", "–" if wide else f"{way['mean_moved']:.3f}", f"[json](benchmarks/{name})")
+            yield (
+                text,
+                numbers,
+                f"{way['perplexity']:.2f}",
+                "–" if wide else f"{way['mean_moved']:.3f}",
+                f"[json](benchmarks/{name})",
+            )
 
 
 def offload_rows(folder: Path) -> Iterator[tuple[str, ...]]:
@@ -174,9 +220,13 @@ def offload_rows(folder: Path) -> Iterator[tuple[str, ...]]:
         for row in (row for row in report["rows"] if "failed" not in row):
             policy, paper = row["policy"], row["paper_tokens_per_s"]
             model = f"{report['model']}: {policy['weight_bits']}, {policy['kv_bits']}"
-            block = f"{policy['num_gpu_batches']} × {policy['gpu_batch_size']}: {row['name'].replace('-', ' ')}"
+            block = (
+                f"{policy['num_gpu_batches']} × {policy['gpu_batch_size']}: {row['name'].replace('-', ' ')}"
+            )
             rate, link = row["link"]["down_bytes"] / row["latency_s"] / 1e9, row["link"]
-            trains = "decode_busy_share" in link  # what the link gives was measured in trains of transfers, as a run has them
+            trains = (
+                "decode_busy_share" in link
+            )  # what the link gives was measured in trains of transfers, as a run has them
             shares = f"{link['busy_share']:.0%}, {link['decode_busy_share']:.0%}" if trains else "–"
             figures = (
                 f"{row['tokens_per_s']:.2f}",
@@ -197,9 +247,22 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def render(folder: Path = HERE) -> str:
     """The tables that there are reports for, as Markdown."""
-    made = ((THROUGHPUT, throughput_rows), (RATE, rate_rows), (OFFLOAD, offload_rows), (HOST, host_rows), (PERPLEXITY, perplexity_rows))
+    made = (
+        (THROUGHPUT, throughput_rows),
+        (RATE, rate_rows),
+        (OFFLOAD, offload_rows),
+        (HOST, host_rows),
+        (PERPLEXITY, perplexity_rows),
+    )
     found = [(head, list(rows(folder))) for head, rows in made]
-    return "\n" + ("\n".join(table(head, rows) for head, rows in found if rows) or "No measurement has been committed yet.\n") + "\n"
+    return (
+        "\n"
+        + (
+            "\n".join(table(head, rows) for head, rows in found if rows)
+            or "No measurement has been committed yet.\n"
+        )
+        + "\n"
+    )
 
 
 def rewritten(readme: str, folder: Path = HERE) -> str:

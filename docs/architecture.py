@@ -32,7 +32,13 @@ FLOORS = (
         "bench",
         "jaxflow.bench",
         "#f1f3f5",
-        (Box("bench", "throughput, latency, serve, host, sweep: drives the Python API, or a server over gRPC", 1),),
+        (
+            Box(
+                "bench",
+                "throughput, latency, serve, host, sweep: drives the Python API, or a server over gRPC",
+                1,
+            ),
+        ),
     ),
     Floor(
         "the door",
@@ -95,9 +101,21 @@ FLOORS = (
 )
 
 
-def text(x: float, y: float, content: str, size: int, colour: str = INK, *, bold: bool = False, anchor: str = "middle") -> str:
+def text(
+    x: float,
+    y: float,
+    content: str,
+    size: int,
+    colour: str = INK,
+    *,
+    bold: bool = False,
+    anchor: str = "middle",
+) -> str:
     weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" text-anchor="{anchor}"{weight}>{escape(content)}</text>'
+    return (
+        f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" '
+        f'text-anchor="{anchor}"{weight}>{escape(content)}</text>'
+    )
 
 
 def draw_floor(floor: Floor, top: float) -> list[str]:
@@ -111,7 +129,10 @@ def draw_floor(floor: Floor, top: float) -> list[str]:
     for box in floor.boxes:
         width, lines = unit * box.width, box.says.split(" / ")
         middle = x + width / 2
-        drawn.append(f'<rect x="{x:.1f}" y="{top + 8:g}" width="{width:.1f}" height="{ROW - 16}" rx="6" fill="{PAPER}" stroke="#c9d1d9"/>')
+        drawn.append(
+            f'<rect x="{x:.1f}" y="{top + 8:g}" width="{width:.1f}" height="{ROW - 16}" rx="6" '
+            f'fill="{PAPER}" stroke="#c9d1d9"/>'
+        )
         drawn.append(text(round(middle, 1), top + 30, box.name, 14, bold=True))
         drawn += [text(round(middle, 1), top + 48 + 16 * i, line, 12, FAINT) for i, line in enumerate(lines)]
         if box.step:
@@ -125,8 +146,14 @@ def draw() -> str:
     """The picture, as SVG."""
     bottom = 20 + len(FLOORS) * (ROW + GAP)
     parts = [part for i, floor in enumerate(FLOORS) for part in draw_floor(floor, 10 + i * (ROW + GAP))]
-    caption = "Imports point down only (BUILD). The numbers: a request's way in (1 to 6), and its tokens' way out (7)."
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 24}" font-family="system-ui, sans-serif">'
+    caption = (
+        "Imports point down only (BUILD). The numbers: a request's way in (1 to 6), and its tokens' way "
+        "out (7)."
+    )
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 24}" '
+        f'font-family="system-ui, sans-serif">'
+    )
     backdrop = f'<rect width="{WIDTH}" height="{bottom + 24}" fill="{PAPER}"/>'
     return "\n".join([head, backdrop, *parts, text(WIDTH / 2, bottom + 8, caption, 13, FAINT), "</svg>", ""])
 

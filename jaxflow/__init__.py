@@ -1,6 +1,8 @@
-"""JaxFlow serves large language models at high total throughput. The public names are here; `LLM` is imported when it is first used.
+"""JaxFlow serves large language models at high total throughput. The public names are here; `LLM` is imported
+when it is first used.
 
-Importing `jaxflow` or `jaxflow.config` does not import JAX, so that a command line can refuse a bad setting at once.
+Importing `jaxflow` or `jaxflow.config` does not import JAX, so that a command line can refuse a bad setting
+at once.
 """
 
 from typing import TYPE_CHECKING, Any

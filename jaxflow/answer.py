@@ -4,7 +4,18 @@ from collections.abc import Iterable
 
 import msgspec
 
-from jaxflow.engine.request import Delta, Draining, Event, Finished, InvalidRequest, Logprob, QueueFull, Request, Started, Usage
+from jaxflow.engine.request import (
+    Delta,
+    Draining,
+    Event,
+    Finished,
+    InvalidRequest,
+    Logprob,
+    QueueFull,
+    Request,
+    Started,
+    Usage,
+)
 from jaxflow.text.detokenizer import Detokenizer
 from jaxflow.text.tokenizer import Tokenizer
 
@@ -12,8 +23,8 @@ from jaxflow.text.tokenizer import Tokenizer
 class CompletionOutput(msgspec.Struct):
     """One of a request's n sequences.
 
-    `token_ids` ends with the stop token, if one ended it, which `text` does not show; a stop string is in neither,
-    unless asked for.
+    `token_ids` ends with the stop token, if one ended it, which `text` does not show; a stop string is in
+    neither, unless asked for.
     """
 
     index: int
@@ -21,7 +32,9 @@ class CompletionOutput(msgspec.Struct):
     token_ids: list[int] = []
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # stop, length or abort; None while it runs
-    stop_reason: int | str | None = None  # the stop token or string that ended it; None for the model's own end token
+    stop_reason: int | str | None = (
+        None  # the stop token or string that ended it; None for the model's own end token
+    )
 
 
 class RequestOutput(msgspec.Struct):
@@ -50,12 +63,16 @@ class Answer:
       eos_token_ids: the model's own end tokens.
     """
 
-    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int]):
+    def __init__(
+        self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, eos_token_ids: Iterable[int]
+    ):
         self.error: BaseException | None = None
         self._request, self._tokenizer, self._eos = request, tokenizer, frozenset(eos_token_ids)
         sampling = request.sampling
         self._ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
-        outputs = [CompletionOutput(i, logprobs=None if sampling.logprobs is None else []) for i in range(sampling.n)]
+        outputs = [
+            CompletionOutput(i, logprobs=None if sampling.logprobs is None else []) for i in range(sampling.n)
+        ]
         self.output = RequestOutput(request.request_id, prompt, list(request.prompt_token_ids), None, outputs)
         self._left = sampling.n
         self._text: list[Detokenizer] = []
@@ -82,7 +99,9 @@ class Answer:
         elif isinstance(event, Started):
             self.output.num_cached_tokens = event.cached_prompt_tokens
             if event.prompt_logprobs is not None:
-                self.output.prompt_logprobs = [None if d is None else self._named(d) for d in event.prompt_logprobs]
+                self.output.prompt_logprobs = [
+                    None if d is None else self._named(d) for d in event.prompt_logprobs
+                ]
 
     def raise_fault(self) -> None:
         """Raises: what the engine refused the request for, or RequestFailed for a fault of the engine."""
@@ -110,7 +129,9 @@ class Answer:
             self._cut(out)
         out.finish_reason = event.reason.value
         eos = event.stop_token_id in self._eos
-        out.stop_reason = event.stop_string if event.stop_string is not None else (None if eos else event.stop_token_id)
+        out.stop_reason = (
+            event.stop_string if event.stop_string is not None else (None if eos else event.stop_token_id)
+        )
         self.error = event.error or self.error
         self.output.usage = event.usage
         self._left -= 1
@@ -120,7 +141,9 @@ class Answer:
         """Drops the tokens that a stop string made: those behind the last one with a share in the text."""
         assert self._tokenizer is not None
         s = self._request.sampling
-        text = Detokenizer(self._tokenizer, self._request.prompt_token_ids, skip_special_tokens=s.skip_special_tokens)
+        text = Detokenizer(
+            self._tokenizer, self._request.prompt_token_ids, skip_special_tokens=s.skip_special_tokens
+        )
         kept, shown = 0, 0
         while shown < len(out.text) and kept < len(out.token_ids):
             shown += len(text.push(out.token_ids[kept : kept + 1]))

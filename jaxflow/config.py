@@ -91,14 +91,17 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The distinct windows of the layers, full attention first: the layer groups of the page table (axis G)."""
+        """The distinct windows of the layers, full attention first: the layer groups of the page table (axis
+        G).
+        """
         return tuple(sorted({layer.window for layer in self.layers}, key=lambda w: (w is not None, w or 0)))
 
     @property
     def gate_block(self) -> int:
         """Rows of gate, then rows of up, alternate in blocks of this many in the fused `up_gate` weight.
 
-        A power of two, at most 64, such that 8 tensor-parallel shards still cut between blocks wherever F allows it.
+        A power of two, at most 64, such that 8 tensor-parallel shards still cut between blocks wherever F
+        allows it.
         """
         return gate_block(self.intermediate_size)
 
@@ -119,7 +122,14 @@ KV_DTYPES = {
     "float8_e4m3fn": "float8_e4m3fn",
     "int8": "int8",
 }
-SCHEDULING_POLICIES = ("decode-maximal", "request-level", "orca-best", "orca-worst", "prefill-first", "hybrid")
+SCHEDULING_POLICIES = (
+    "decode-maximal",
+    "request-level",
+    "orca-best",
+    "orca-worst",
+    "prefill-first",
+    "hybrid",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +144,20 @@ class EngineConfig:
     tokenizer: str | None = None  # None: the model's own
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on CPU
     load_format: str = "auto"  # auto or dummy
-    quantization: str | None = None  # fp8: e4m3 products; int4: weights of 4 bits; from any checkpoint; None: as the checkpoint is
+    quantization: str | None = (
+        None  # fp8: e4m3 products; int4: weights of 4 bits; from any checkpoint; None: as the checkpoint is
+    )
     kv_cache_dtype: str = "auto"
     block_size: int = 64  # tokens a page; attention's kernels take no other number
     tensor_parallel_size: int = 1
     max_model_len: int | None = None  # None: what the checkpoint was made for
-    max_num_batched_tokens: int | None = None  # the dense batch of a step; None: 2048 on a GPU but for some models, 256 on CPU
-    step_sizes: str | None = None  # "256,512": tokens of the steps compiled below that batch; None: powers of two, and what pads little
+    max_num_batched_tokens: int | None = (
+        None  # the dense batch of a step; None: 2048 on a GPU but for some models, 256 on CPU
+    )
+    step_sizes: str | None = (
+        # "256,512": tokens of the steps compiled below that batch; None: powers of two, and what pads little
+        None
+    )
     max_num_seqs: int | None = None  # running sequences; None: 512 on a GPU, 8 on CPU
     max_waiting: int = 4096  # requests waiting at most; one more is refused
     gpu_memory_utilization: float = 0.9
@@ -150,11 +167,15 @@ class EngineConfig:
     kv_disk_path: str | None = None  # a folder for KV pages that survive the process; None: none
     kv_disk_size: float | None = None  # GiB of files there, with kv_disk_path only
     seed: int = 0
-    calibration: str | None = None  # a file of jaxflow.model.calibrate; None: the one beside the model, if there is one; "": none
-    plan: str = "auto"  # auto: searched where that is sure to gain; sequential, searched, a plan file or a folder of them
+    calibration: str | None = (
+        None  # a file of jaxflow.model.calibrate; None: the one beside the model, if there is one; "": none
+    )
+    # auto: searched where that is sure to gain; sequential, searched, a plan file or a folder of them
+    plan: str = "auto"
     scheduling_policy: str = "decode-maximal"
     chunk_size: int | None = None  # prefill tokens a step, with scheduling_policy=hybrid only
-    kernels: str = "auto"  # auto: by the device; reference; mosaic or triton, refused where they have no attention for this
+    # auto: by the device; reference; mosaic or triton, refused where they have no attention for this
+    kernels: str = "auto"
     compilation_cache_dir: str | None = None  # None: ~/.cache/jaxflow/compiled; "": none
 
     def __post_init__(self) -> None:
@@ -165,15 +186,29 @@ class EngineConfig:
         check("model", bool(self.model), "a folder, a .gguf file, a hub id or the name of a shipped config")
         check("dtype", self.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16")
         check("load_format", self.load_format in ("auto", "dummy"), "auto or dummy")
-        check("quantization", self.quantization in (None, "fp8", "int4"), "fp8, int4, or unset for what the checkpoint is")
+        check(
+            "quantization",
+            self.quantization in (None, "fp8", "int4"),
+            "fp8, int4, or unset for what the checkpoint is",
+        )
         check("kv_cache_dtype", self.kv_cache_dtype in KV_DTYPES, ", ".join(KV_DTYPES))
         check("block_size", 1 <= self.block_size <= 1024, "1 to 1024 tokens a page")
         check("tensor_parallel_size", self.tensor_parallel_size >= 1, "a positive number of devices")
-        for field in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "num_kv_pages", "chunk_size"):
+        for field in (
+            "max_model_len",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "num_kv_pages",
+            "chunk_size",
+        ):
             value = getattr(self, field)
             check(field, value is None or value >= 1, "a positive number")
         sizes = [] if self.step_sizes is None else self.step_sizes.split(",")
-        check("step_sizes", all(one.isdecimal() and int(one) for one in sizes), "numbers of tokens, like 256,512")
+        check(
+            "step_sizes",
+            all(one.isdecimal() and int(one) for one in sizes),
+            "numbers of tokens, like 256,512",
+        )
         check("max_num_seqs", self.max_num_seqs is None or self.max_num_seqs <= 4096, "at most 4096")
         check("max_waiting", self.max_waiting >= 1, "a positive number")
         ratio = self.gpu_memory_utilization
@@ -181,11 +216,29 @@ class EngineConfig:
         size = self.kv_offloading_size
         check("kv_offloading_size", math.isfinite(size) and size >= 0, "GiB of host memory, or 0")
         size, disk = self.kv_disk_size, self.kv_disk_path is not None
-        check("kv_disk_path", self.kv_disk_path != "", "a folder, or unset")  # an empty path would be the working directory
-        check("kv_disk_path", not disk or self.kv_offloading_size > 0, "unset without kv_offloading_size: pages pass the host's memory")
+        check(
+            "kv_disk_path", self.kv_disk_path != "", "a folder, or unset"
+        )  # an empty path would be the working directory
+        check(
+            "kv_disk_path",
+            not disk or self.kv_offloading_size > 0,
+            "unset without kv_offloading_size: pages pass the host's memory",
+        )
         check("kv_disk_size", disk == (size is not None), "GiB of files with kv_disk_path, and only with it")
         check("kv_disk_size", size is None or (math.isfinite(size) and size > 0), "a positive number of GiB")
-        check("kernels", self.kernels in ("auto", "reference", "mosaic", "triton"), "auto, reference, mosaic or triton")
-        check("scheduling_policy", self.scheduling_policy in SCHEDULING_POLICIES, " or ".join(SCHEDULING_POLICIES))
+        check(
+            "kernels",
+            self.kernels in ("auto", "reference", "mosaic", "triton"),
+            "auto, reference, mosaic or triton",
+        )
+        check(
+            "scheduling_policy",
+            self.scheduling_policy in SCHEDULING_POLICIES,
+            " or ".join(SCHEDULING_POLICIES),
+        )
         hybrid = self.scheduling_policy == "hybrid"
-        check("chunk_size", hybrid == (self.chunk_size is not None), "a number of tokens with scheduling_policy=hybrid, and only with it")
+        check(
+            "chunk_size",
+            hybrid == (self.chunk_size is not None),
+            "a number of tokens with scheduling_policy=hybrid, and only with it",
+        )

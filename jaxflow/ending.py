@@ -1,4 +1,6 @@
-"""How a command ends that its user, or the reader of its output, breaks off: quietly, with the exit status that a shell expects."""
+"""How a command ends that its user, or the reader of its output, breaks off: quietly, with the exit status
+that a shell expects.
+"""
 
 import os
 import signal
@@ -13,10 +15,11 @@ _AGAIN_AFTER_S = 0.02
 
 
 def exit_status(main: Callable[[list[str]], int], argv: Sequence[str]) -> int:
-    """What `main(argv)` returns; 130 after an interrupt, and 141 if nobody reads standard output any more, as of `| head -1`.
+    """What `main(argv)` returns; 130 after an interrupt, and 141 if nobody reads standard output any more, as
+    of `| head -1`.
 
-    For a process of its own, which stays one that hears interrupts wherever they meet it. asyncio's handler, which cancels its task, and
-    one that ignores them, as of nohup, stay as they are.
+    For a process of its own, which stays one that hears interrupts wherever they meet it. asyncio's handler,
+    which cancels its task, and one that ignores them, as of nohup, stay as they are.
     """
     sys.unraisablehook = _unraisable
     try:
@@ -33,7 +36,9 @@ def exit_status(main: Callable[[list[str]], int], argv: Sequence[str]) -> int:
 
 
 def _unraisable(what: "sys.UnraisableHookArgs") -> None:
-    """Python drops what is raised in a callback of its garbage collector, and JAX has one: an interrupt that is lost so comes again."""
+    """Python drops what is raised in a callback of its garbage collector, and JAX has one: an interrupt that
+    is lost so comes again.
+    """
     if what.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(what)
         return

@@ -37,27 +37,41 @@ class LLM:
     """A model, loaded and warm.
 
     Args:
-      model: a folder, a .gguf file, a converted checkpoint, a hub id, or the name of a shipped config (dummy weights).
-      offload: for a model that does not fit the device: a policy, its file, or a `jaxflow.offload.settings.OffloadConfig`. `generate` and
-        `chat` then run through FlexGen's offline runtime, block after block; there is no stream, and calls of several threads wait in turn.
-      settings: the other fields of `jaxflow.config.EngineConfig`, by name; with `offload`, of `jaxflow.offload.settings.ENGINE_FIELDS`.
+      model: a folder, a .gguf file, a converted checkpoint, a hub id, or the name of a shipped config (dummy
+      weights). offload: for a model that does not fit the device: a policy, its file, or a
+      `jaxflow.offload.settings.OffloadConfig`. `generate` and
+        `chat` then run through FlexGen's offline runtime, block after block; there is no stream, and calls of
+        several threads wait in turn.
+      settings: the other fields of `jaxflow.config.EngineConfig`, by name; with `offload`, of
+      `jaxflow.offload.settings.ENGINE_FIELDS`.
 
     Raises:
       ConfigError, CheckpointError, TokenizerError, PolicyError, DiskError: naming what is wrong.
     """
 
     def __init__(
-        self, model: str, *, progress: bool = True, offload: "OffloadConfig | Policy | str | os.PathLike | None" = None, **settings: Any
+        self,
+        model: str,
+        *,
+        progress: bool = True,
+        offload: "OffloadConfig | Policy | str | os.PathLike | None" = None,
+        **settings: Any,
     ):
         config = EngineConfig(model=model, **settings)
         self._load(config, progress, offload=None if offload is None else offload_config(offload, model))
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, *, progress: bool = True, kernels: KernelSet | None = None, executor: Executor | None = None
+        cls,
+        config: EngineConfig,
+        *,
+        progress: bool = True,
+        kernels: KernelSet | None = None,
+        executor: Executor | None = None,
     ) -> "LLM":
-        """The same, from settings that were read already. kernels: instead of those that the settings choose. executor: of an engine
-        that has ended, with its weights and compiled programs (`start_engine`)."""
+        """The same, from settings that were read already. kernels: instead of those that the settings choose.
+        executor: of an engine that has ended, with its weights and compiled programs (`start_engine`).
+        """
         llm = cls.__new__(cls)
         llm._load(config, progress, kernels, executor=executor)
         return llm
@@ -133,11 +147,17 @@ class LLM:
         """A request the engine can take. Raises: InvalidRequest, naming the field, for one that it cannot."""
         sampling = SamplingParams() if sampling is None else sampling
         sampling.check_vocabulary(self.model_config.vocab_size)
-        ids = token_ids(prompt, self.tokenizer, self.model_config.vocab_size, add_special_tokens=add_special_tokens)
+        ids = token_ids(
+            prompt, self.tokenizer, self.model_config.vocab_size, add_special_tokens=add_special_tokens
+        )
         if sampling.stop and self.tokenizer is None:
-            raise InvalidRequest("stop", sampling.stop, "no stop strings: this model came without a tokenizer")
+            raise InvalidRequest(
+                "stop", sampling.stop, "no stop strings: this model came without a tokenizer"
+            )
         name, checker = request_id or f"request-{next(self._ids)}", self._stop_checker(ids, sampling)
-        made = Request(name, ids, sampling, priority=priority, cache_salt=cache_salt, make_stop_checker=checker)
+        made = Request(
+            name, ids, sampling, priority=priority, cache_salt=cache_salt, make_stop_checker=checker
+        )
         if self.runtime is None:
             self._check_room(ids, sampling)
         else:
@@ -149,34 +169,49 @@ class LLM:
         tokenizer = self.tokenizer
         if not s.stop or tokenizer is None:
             return None
-        return lambda: StopStrings(tokenizer, ids, s.stop, skip_special_tokens=s.skip_special_tokens, min_tokens=s.min_tokens)
+        return lambda: StopStrings(
+            tokenizer, ids, s.stop, skip_special_tokens=s.skip_special_tokens, min_tokens=s.min_tokens
+        )
 
     def _check_room(self, ids: Sequence[int], sampling: SamplingParams) -> None:
         """Refuses what does not fit the context. Raises: InvalidRequest."""
         room = self.max_model_len - len(ids)
         if room < 1:
             raise InvalidRequest(
-                "prompt", f"{len(ids)} tokens", f"at most {self.max_model_len - 1} tokens: the context holds {self.max_model_len}"
+                "prompt",
+                f"{len(ids)} tokens",
+                f"at most {self.max_model_len - 1} tokens: the context holds {self.max_model_len}",
             )
         if sampling.max_tokens is not None and sampling.max_tokens > room:
-            raise InvalidRequest("max_tokens", sampling.max_tokens, f"at most {room} after a prompt of {len(ids)} tokens")
+            raise InvalidRequest(
+                "max_tokens", sampling.max_tokens, f"at most {room} after a prompt of {len(ids)} tokens"
+            )
         if sampling.min_tokens > room:
-            raise InvalidRequest("min_tokens", sampling.min_tokens, f"at most {room} after a prompt of {len(ids)} tokens")
+            raise InvalidRequest(
+                "min_tokens", sampling.min_tokens, f"at most {room} after a prompt of {len(ids)} tokens"
+            )
 
     # ---- offline
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continues prompts, texts or lists of token ids; returns the outputs in their order.
 
         Raises:
-          InvalidRequest: before anything runs, if one of them cannot be served. RequestFailed: a fault of the engine.
+          InvalidRequest: before anything runs, if one of them cannot be served. RequestFailed: a fault of the
+          engine.
         """
         many = as_list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(each) != len(many):
-            raise InvalidRequest("params", f"{len(each)} of them", f"one, or one for each of the {len(many)} prompts")
+            raise InvalidRequest(
+                "params", f"{len(each)} of them", f"one, or one for each of the {len(many)} prompts"
+            )
         requests = [self.request(prompt, p) for prompt, p in zip(many, each, strict=True)]
         return self._run(requests, [p if isinstance(p, str) else None for p in many], use_tqdm)
 
@@ -189,15 +224,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers a conversation, or several. Raises: as `generate`, and ChatTemplateError."""
         if self.tokenizer is None:
-            raise InvalidRequest("messages", "a conversation", "token ids: this model came without a tokenizer")
+            raise InvalidRequest(
+                "messages", "a conversation", "token ids: this model came without a tokenizer"
+            )
         many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         requests = [self.request(encode_chat(self.tokenizer, m), params) for m in many]  # type: ignore[arg-type]
         return self._run(requests, [None] * len(requests), use_tqdm)
 
-    def _run(self, requests: Sequence[Request], texts: Sequence[str | None], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, requests: Sequence[Request], texts: Sequence[str | None], use_tqdm: bool
+    ) -> list[RequestOutput]:
         building = {r.request_id: self._answer(r, text) for r, text in zip(requests, texts, strict=True)}
         if self.runtime is not None:
-            # Closed whatever happens: a block that is left halfway must end in order, so that the next finds nothing of it.
+            # Closed whatever happens: a block that is left halfway must end in order, so that the next finds
+            # nothing of it.
             with self._turn, contextlib.closing(self.runtime.generate(requests, progress=use_tqdm)) as steps:
                 for event in itertools.chain.from_iterable(steps):
                     building[event.request_id].take(event)
@@ -244,13 +284,16 @@ class LLM:
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """The growing output of one prompt, after each step that added to it. Closing the iterator ends the request.
+        """The growing output of one prompt, after each step that added to it. Closing the iterator ends the
+        request.
 
         Raises: InvalidRequest, QueueFull, Draining, RequestFailed.
         """
         request = self.request(prompt, params, request_id=request_id)
         if self.runtime is not None:
-            raise InvalidRequest("prompt", prompt, "generate or chat: an offloaded model answers by the block, not in a stream")
+            raise InvalidRequest(
+                "prompt", prompt, "generate or chat: an offloaded model answers by the block, not in a stream"
+            )
         box = _AsyncQueue(asyncio.get_running_loop())
         one = self._answer(request, prompt if isinstance(prompt, str) else None)
         self.driver.submit(request, box)

@@ -17,7 +17,8 @@ NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 def choose_platform() -> None:
     """The CPU where there is no GPU and JAX was not told what to use; to be called before its first use.
 
-    Left to itself, JAX asks every plugin that is installed, and one that is there only to compile complains at length.
+    Left to itself, JAX asks every plugin that is installed, and one that is there only to compile complains
+    at length.
     """
     if not jax.config.jax_platforms and not any(os.path.exists(device) for device in NVIDIA_DEVICES):
         jax.config.update("jax_platforms", "cpu")
@@ -27,7 +28,9 @@ def make_mesh(tensor_parallel_size: int) -> Mesh:
     """The first `tensor_parallel_size` devices in a row. Raises: ConfigError when there are fewer."""
     devices = jax.devices()
     if tensor_parallel_size > len(devices):
-        raise ConfigError("tensor_parallel_size", tensor_parallel_size, f"at most the {len(devices)} devices that are here")
+        raise ConfigError(
+            "tensor_parallel_size", tensor_parallel_size, f"at most the {len(devices)} devices that are here"
+        )
     return Mesh(np.array(devices[:tensor_parallel_size]), (TP,))
 
 

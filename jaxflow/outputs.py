@@ -21,7 +21,9 @@ def check_outputs(*names: str, make_folders: bool = False) -> None:
 
 
 def check_pictures(*names: str, make_folders: bool = False) -> None:
-    """`check_outputs` of files that are drawn into, in the format that their names end on. Raises: ConfigError, also for another format."""
+    """`check_outputs` of files that are drawn into, in the format that their names end on. Raises:
+    ConfigError, also for another format.
+    """
     for name in names:
         path = flags.FLAGS[name].value
         if path and os.path.splitext(path)[1].lower() not in PICTURES:
@@ -37,4 +39,8 @@ def check_output(name: str, path: str, *, make_folders: bool = False) -> None:
             os.makedirs(folder, exist_ok=True)
     writable = os.path.isdir(folder) and os.access(path if os.path.exists(path) else folder, os.W_OK)
     if os.path.isdir(path) or not writable:
-        raise ConfigError(name, path, "a file that can be written, in a folder that " + ("can be made" if make_folders else "exists"))
+        raise ConfigError(
+            name,
+            path,
+            "a file that can be written, in a folder that " + ("can be made" if make_folders else "exists"),
+        )

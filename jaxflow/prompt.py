@@ -19,7 +19,9 @@ def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
     return None if source is None else load_tokenizer(source)
 
 
-def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, *, add_special_tokens: bool = True) -> list[int]:
+def token_ids(
+    prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, *, add_special_tokens: bool = True
+) -> list[int]:
     """A prompt's token ids, one at least, all of the model's vocabulary. Raises: InvalidRequest."""
     if isinstance(prompt, str):
         if tokenizer is None:

@@ -1,4 +1,6 @@
-"""Which NVIDIA GPU NVML is to be asked about: it numbers all of a machine, JAX those that CUDA_VISIBLE_DEVICES leaves."""
+"""Which NVIDIA GPU NVML is to be asked about: it numbers all of a machine, JAX those that
+CUDA_VISIBLE_DEVICES leaves.
+"""
 
 import os
 from typing import Any
@@ -13,7 +15,11 @@ def visible() -> list[str]:
 
 def handle(name: str) -> Any:
     """NVML's handle of a GPU, by its number or its UUID. NVML is open. Raises: pynvml.NVMLError."""
-    return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
+    return (
+        pynvml.nvmlDeviceGetHandleByIndex(int(name))
+        if name.isdigit()
+        else pynvml.nvmlDeviceGetHandleByUUID(name)
+    )
 
 
 def first_visible() -> Any:

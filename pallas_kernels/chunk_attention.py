@@ -1,8 +1,10 @@
-"""Paged attention of prefill chunks for Hopper: several chunks a step, each at any offset of its sequence (SARATHI §4.2).
+"""Paged attention of prefill chunks for Hopper: several chunks a step, each at any offset of its sequence
+(SARATHI §4.2).
 
-A work item is one tile of 128 query rows of one chunk and one head. `chunk_work` lists the tiles of the step, the longest first; a
-persistent grid of `sms` CTAs takes them back and forth, so that each CTA gets long and short ones. In a CTA one warpgroup copies (a page
-and head is one TMA box, the next item's while this one's is computed) and two compute, each 64 rows (`chunk_rows`).
+A work item is one tile of 128 query rows of one chunk and one head. `chunk_work` lists the tiles of the step,
+the longest first; a persistent grid of `sms` CTAs takes them back and forth, so that each CTA gets long and
+short ones. In a CTA one warpgroup copies (a page and head is one TMA box, the next item's while this one's is
+computed) and two compute, each 64 rows (`chunk_rows`).
 """
 
 import dataclasses
@@ -18,7 +20,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import chunk_int8
 from pallas_kernels.chunk_rows import HALF, MARKS, MOST, WIDTH, Rows, attend_rows, store_rows
 from pallas_kernels.chunk_work import ChunkWork, chunk_work
-from pallas_kernels.paged import LANE, PAGE, check_pages, check_scales, check_unified, flat, rows_of_eight, tiled
+from pallas_kernels.paged import (
+    LANE,
+    PAGE,
+    check_pages,
+    check_scales,
+    check_unified,
+    flat,
+    rows_of_eight,
+    tiled,
+)
 from pallas_kernels.tiles import ChunkTile, chunk_tile, int8_chunk_tile, sms_of
 
 
@@ -44,20 +55,26 @@ def chunk_attention(
 
     Args:
       q: [T, N, H] bfloat16, H 64, 128 or 256.
-      k_pages, v_pages: [P, K, 64, H] bfloat16, or float8_e4m3fn or int8 (H 64 or 128) [P, K, 64, H] and [P, K, H, 64]; the chunks' own
+      k_pages, v_pages: [P, K, 64, H] bfloat16, or float8_e4m3fn or int8 (H 64 or 128) [P, K, 64, H] and [P,
+      K, H, 64]; the chunks' own
         keys and values are in them already.
-      page_table: [R, MP] int32; entries before a sequence's first visible page and past its last one are never read.
-      chunks: [C, 4] int32, a row each: first token in q, tokens (0: skipped), row of page_table, position of the first token. Chunks
+      page_table: [R, MP] int32; entries before a sequence's first visible page and past its last one are
+      never read. chunks: [C, 4] int32, a row each: first token in q, tokens (0: skipped), row of page_table,
+      position of the first token. Chunks
         do not overlap in q.
       scale: the scores are q·k · scale, which may be 0 or negative.
       window: a token sees its last `window` keys only. soft_cap: scores become cap · tanh(score / cap).
-      k_scale, v_scale: float32, what keys and values of 8 bits are multiplied with: of float8 [K], one a head, or None, 1; of int8
+      k_scale, v_scale: float32, what keys and values of 8 bits are multiplied with: of float8 [K], one a
+      head, or None, 1; of int8
         [P, K, 64], one a token and head.
-      unified: [2] float32, φ and bound: weights are exp(score - φ) (FlashDecoding++Next §3), and a tile with a row whose weights' sum is
-        not within exp(±bound) begins anew with the running maximum. None: each row's maximum over its first block stands for φ. A cache
-        of e4m3 always uses the running maximum, since its weights are e4m3, which has no room for any other.
+      unified: [2] float32, φ and bound: weights are exp(score - φ) (FlashDecoding++Next §3), and a tile with
+      a row whose weights' sum is
+        not within exp(±bound) begins anew with the running maximum. None: each row's maximum over its first
+        block stands for φ. A cache of e4m3 always uses the running maximum, since its weights are e4m3, which
+        has no room for any other.
       sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
-      work: `list_chunk_work(...)` of the same chunks, T, heads and window, where the caller shares it between layers.
+      work: `list_chunk_work(...)` of the same chunks, T, heads and window, where the caller shares it between
+      layers.
     Returns:
       [T, N, H] bfloat16; 0 at tokens that are in no chunk, and where all of a row's scores are -inf.
     Raises:
@@ -71,7 +88,9 @@ def chunk_attention(
     if int8 and h > 128:
         raise ValueError(f"head width {h} of a cache of int8: 64 or 128")
     if page_table.ndim != 2 or chunks.ndim != 2 or chunks.shape[1] != 4:
-        raise ValueError(f"page_table {list(page_table.shape)}, chunks {list(chunks.shape)}: [R, MP] and [C, 4]")
+        raise ValueError(
+            f"page_table {list(page_table.shape)}, chunks {list(chunks.shape)}: [R, MP] and [C, 4]"
+        )
     sms = sms_of(sms)
     tile = tile or (int8_chunk_tile(h) if int8 else chunk_tile(h, k_pages.dtype.itemsize))
     work = chunk_work(chunks, t, tile, window) if work is None else work
@@ -89,7 +108,10 @@ def chunk_attention(
     rounds = -(-work.tiles.shape[0] * n // sms)
     one = np.ones((kv,), np.float32)  # constants of the program; jnp's would be kernels
     scalars = [(k_scale, one), (v_scale, one), (unified, np.asarray([0.0, MOST], np.float32))]
-    scalars = [default if x is None else x.reshape(-1, PAGE) if x.ndim == 3 else x.astype(jnp.float32) for x, default in scalars]
+    scalars = [
+        default if x is None else x.reshape(-1, PAGE) if x.ndim == 3 else x.astype(jnp.float32)
+        for x, default in scalars
+    ]
     kernel = plgpu.kernel(
         functools.partial(_attend, sms=sms, kv=kv, rows=rows),
         out_type=jax.ShapeDtypeStruct((t, n * h // WIDTH, WIDTH), q.dtype),
@@ -98,7 +120,9 @@ def chunk_attention(
         num_threads=3,
         thread_name="wg",
         scratch_types=_scratch(rows, h, k_pages.dtype, rounds),
-        compiler_params=dataclasses.replace(LANE, reduction_scratch_bytes=0),  # rows' sums and maxima stay in a warp
+        compiler_params=dataclasses.replace(
+            LANE, reduction_scratch_bytes=0
+        ),  # rows' sums and maxima stay in a warp
         kernel_name=f"chunk_attention_{sms}",
         interpret=interpret,
     )
@@ -106,9 +130,12 @@ def chunk_attention(
     return kernel(rows_of_eight(q), flat(k_pages), flat(v_pages), *tables, *scalars).reshape(t, n, h)
 
 
-def list_chunk_work(chunks: jax.Array, tokens: int, *, head_dim: int, itemsize: int, window: int | None = None) -> ChunkWork:
-    """What `chunk_attention` is to do for these chunks among `tokens` rows of q and a cache of `itemsize` bytes a number, for all layers
-    of one window."""
+def list_chunk_work(
+    chunks: jax.Array, tokens: int, *, head_dim: int, itemsize: int, window: int | None = None
+) -> ChunkWork:
+    """What `chunk_attention` is to do for these chunks among `tokens` rows of q and a cache of `itemsize`
+    bytes a number, for all layers of one window.
+    """
     return chunk_work(chunks, tokens, chunk_tile(head_dim, itemsize), window)
 
 
@@ -130,8 +157,12 @@ def _scratch(rows: Rows, h: int, dtype, rounds: int) -> dict:
     come = 1 if rows.int8 else pages  # what fills a block: its pages' copies, or the warpgroup that made it
     return ring | {
         "q_s": plgpu.SMEM((tile.queries, 2, HALF, h), jnp.bfloat16, transforms=tiled()),
-        "o_s": plgpu.SMEM((2, 2, HALF, WIDTH), jnp.bfloat16),  # plain rows: the end of a chunk is stored row by row
-        "again": plgpu.SMEM((2, min(rounds, MARKS)), jnp.int32),  # by warpgroup and round: whether the running maximum is needed
+        "o_s": plgpu.SMEM(
+            (2, 2, HALF, WIDTH), jnp.bfloat16
+        ),  # plain rows: the end of a chunk is stored row by row
+        "again": plgpu.SMEM(
+            (2, min(rounds, MARKS)), jnp.int32
+        ),  # by warpgroup and round: whether the running maximum is needed
         "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.queries),
         "q_empty": plgpu.Barrier(num_arrivals=2, num_barriers=tile.queries),
         "k_full": plgpu.Barrier(num_arrivals=come, num_barriers=tile.stages),
@@ -152,7 +183,9 @@ def _attend(
     rounds = lax.div(items + sms - 1, jnp.int32(sms))
 
     def item_of(i):
-        """The item of round i: back and forth over the sorted items; there is none from `items` on, as in the last round it may be."""
+        """The item of round i: back and forth over the sorted items; there is none from `items` on, as in the
+        last round it may be.
+        """
         return i * sms + jnp.where(lax.rem(i, jnp.int32(2)) == 0, cta, sms - 1 - cta)
 
     def tile_of(i):
@@ -167,26 +200,33 @@ def _attend(
         def round_(i, state):
             (which, *facts), carry = state
             following = tile_of(i + 1)  # read here, it is there when it is needed
-            return following, lax.cond(which < items, lambda carry: visit(carry, i, *facts), lambda carry: carry, carry)
+            return following, lax.cond(
+                which < items, lambda carry: visit(carry, i, *facts), lambda carry: carry, carry
+            )
 
         return lax.fori_loop(0, rounds, round_, (tile_of(jnp.int32(0)), carry))[1]
 
     def for_marked(visit, carry):
-        """The same for the rounds that are marked. Marks may be shared: then some are done again without need, and the last round may
-        have a mark but no item, so no block that anybody could wait for."""
+        """The same for the rounds that are marked. Marks may be shared: then some are done again without
+        need, and the last round may have a mark but no item, so no block that anybody could wait for.
+        """
         again = scratch["again"]
 
         def round_(i, carry):
             at = lax.rem(i, jnp.int32(MARKS))
             marked = (again[0, at] + again[1, at] > 0) & (item_of(i) < items)
-            return lax.cond(marked, lambda carry: visit(carry, i, *tile_of(i)[1:]), lambda carry: carry, carry)
+            return lax.cond(
+                marked, lambda carry: visit(carry, i, *tile_of(i)[1:]), lambda carry: carry, carry
+            )
 
         return lax.fori_loop(0, rounds, round_, carry)
 
     @pl.when(wg == 2)
     def _copy():
         plgpu.set_max_registers(40, action="decrease")  # 40 + 2 · 232 = 3 · 168, what the CTA was given
-        visit = functools.partial(_copy_item, q_ref, k_ref, v_ref, table_ref, (k_scale_ref, v_scale_ref), scratch, rows, kv)
+        visit = functools.partial(
+            _copy_item, q_ref, k_ref, v_ref, table_ref, (k_scale_ref, v_scale_ref), scratch, rows, kv
+        )
         done, steps = for_items(visit, (jnp.int32(0), jnp.int32(0)))
         if not rows.eight:
             plgpu.barrier_wait(scratch["decided"])
@@ -206,7 +246,9 @@ def _attend(
             store_rows(out, scratch["o_s"].at[wg], o_ref, head, *place)
             return carry
 
-        if not rows.eight:  # before the gaps, in which a warpgroup waits for all its warps: none may mark what another has yet to clear
+        # before the gaps, in which a warpgroup waits for all its warps: none may mark what another has yet to
+        # clear
+        if not rows.eight:
             _clear_marks(scratch["again"], wg, jnp.minimum(rounds, MARKS))
         _fill_gaps(gaps_ref, count_ref[1], scratch["o_s"].at[wg, 0], o_ref, cta * 2 + wg, sms * 2)
         carry = for_items(functools.partial(visit, running=rows.eight), (jnp.int32(0), jnp.int32(0)))
@@ -225,7 +267,11 @@ def _copy_item(
     done, step = carry
     tile, h, per = rows.tile, q_ref.shape[2], rows.tile.keys // PAGE
     kv_head, last_page = lax.div(head, jnp.int32(rows.group)), lax.div(position + end - 1, jnp.int32(PAGE))
-    first_page = 0 if rows.window is None else lax.div(jnp.maximum(position + begin - rows.window + 1, 0), jnp.int32(PAGE))
+    first_page = (
+        0
+        if rows.window is None
+        else lax.div(jnp.maximum(position + begin - rows.window + 1, 0), jnp.int32(PAGE))
+    )
     place = lax.rem(done, jnp.int32(tile.queries))
     k_s, v_s, q_s = scratch["k_s"], scratch["v_s"], scratch["q_s"]
 
@@ -238,9 +284,10 @@ def _copy_item(
         plgpu.copy_gmem_to_smem(q_ref.at[at, head], q_s.at[place, half], scratch["q_full"].at[place])
 
     def pages_of(block):
-        # A block may reach past the sequence, or begin before its window, whose pages may be another's by now, or hold NaN that no weight
-        # of 0 would cancel: the nearest page that is seen stands in for what is not there (those keys are masked, and `_blank_block` zeroes
-        # the values where that page itself is not full).
+        # A block may reach past the sequence, or begin before its window, whose pages may be another's by
+        # now, or hold NaN that no weight of 0 would cancel: the nearest page that is seen stands in for what
+        # is not there (those keys are masked, and `_blank_block` zeroes the values where that page itself is
+        # not full).
         return tuple(table_ref[row, jnp.clip(block * per + j, first_page, last_page)] for j in range(per))
 
     def bring(source, ring, full, empty, height, step, ids):
@@ -252,11 +299,14 @@ def _copy_item(
 
         for j, page_id in enumerate(ids):
             to = ring.at[slot, pl.ds(j * PAGE, PAGE)] if len(ring.shape) == 3 else ring.at[slot, j]
-            plgpu.copy_gmem_to_smem(source.at[pl.ds((page_id * kv + kv_head) * height, height)], to, full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                source.at[pl.ds((page_id * kv + kv_head) * height, height)], to, full.at[slot]
+            )
 
     def copy(i, state):
-        # The next block's keys, then this one's values: so their places become free, and so they are wanted. The other way round keys
-        # waited for the place of values, the warpgroups for keys before they gave that place back: each block took the L2's whole latency.
+        # The next block's keys, then this one's values: so their places become free, and so they are wanted.
+        # The other way round keys waited for the place of values, the warpgroups for keys before they gave
+        # that place back: each block took the L2's whole latency.
         step, ids, following = state
         then = pages_of(i + 2)
 
@@ -269,7 +319,9 @@ def _copy_item(
 
     if rows.int8:
         how = {"kv": kv, "kv_head": kv_head, "stages": tile.stages, "interpret": rows.interpret}
-        return done + 1, chunk_int8.copy_blocks(k_ref, v_ref, scales, scratch, block, block_end, step, pages_of, **how)
+        return done + 1, chunk_int8.copy_blocks(
+            k_ref, v_ref, scales, scratch, block, block_end, step, pages_of, **how
+        )
     ids = pages_of(block)
     bring(k_ref, k_s, scratch["k_full"], scratch["k_empty"], PAGE, step, ids)
     step, *_unused = lax.fori_loop(block, block_end, copy, (step, ids, pages_of(block + 1)))
@@ -277,7 +329,9 @@ def _copy_item(
 
 
 def _wait_for_all(count, places, *empty):
-    """Every arrival is waited for, also the last ones (a barrier that nobody watched is an error in the interpreter)."""
+    """Every arrival is waited for, also the last ones (a barrier that nobody watched is an error in the
+    interpreter).
+    """
 
     @pl.loop(jnp.maximum(count - places, 0), count)
     def _(i):

@@ -1,7 +1,8 @@
 """How chunk attention reads a cache of int8, which has a scale for each token and head.
 
-The warpgroup that copies brings a block's numbers into shared memory and makes bfloat16 of them there, times their scales, in the form that
-the other two multiply; they know of no int8. While it does so the next block's come, the keys' under the values' and the other way round.
+The warpgroup that copies brings a block's numbers into shared memory and makes bfloat16 of them there, times
+their scales, in the form that the other two multiply; they know of no int8. While it does so the next block's
+come, the keys' under the values' and the other way round.
 """
 
 import jax.numpy as jnp
@@ -32,18 +33,35 @@ def scratch(tile: ChunkTile, h: int) -> dict:
     }
 
 
-def copy_blocks(k_ref, v_ref, scales, m: dict, block, block_end, step, pages_of, *, kv, kv_head, stages: int, interpret: bool):
-    """Brings keys and values of blocks [block, block_end) to the rings from step `step` on; returns the steps done.
+def copy_blocks(
+    k_ref,
+    v_ref,
+    scales,
+    m: dict,
+    block,
+    block_end,
+    step,
+    pages_of,
+    *,
+    kv,
+    kv_head,
+    stages: int,
+    interpret: bool,
+):
+    """Brings keys and values of blocks [block, block_end) to the rings from step `step` on; returns the steps
+    done.
 
-    k_ref, v_ref, scales: rows of all pages and heads, and (keys', values') scales [P * K, 64]. m: the kernel's shared memory and barriers.
-    pages_of(block): the pages of a block.
+    k_ref, v_ref, scales: rows of all pages and heads, and (keys', values') scales [P * K, 64]. m: the
+    kernel's shared memory and barriers. pages_of(block): the pages of a block.
     """
     sides = [("k", k_ref, PAGE, True, 0), ("v", v_ref, v_ref.shape[0] // k_ref.shape[0] * PAGE, False, 1)]
 
     def ask(i, name, source, height, which):
         for j, page_id in enumerate(pages_of(i)):
             head = page_id * kv + kv_head
-            plgpu.copy_gmem_to_smem(source.at[pl.ds(head * height, height)], m[f"{name}8_s"].at[j], m[f"{name}8_full"])
+            plgpu.copy_gmem_to_smem(
+                source.at[pl.ds(head * height, height)], m[f"{name}8_s"].at[j], m[f"{name}8_full"]
+            )
             plgpu.copy_gmem_to_smem(scales[which].at[head], m["scale_s"].at[which, j], m[f"{name}8_full"])
 
     def make(i, step):
@@ -79,7 +97,8 @@ def copy_blocks(k_ref, v_ref, scales, m: dict, block, block_end, step, pages_of,
 def _widen(source, scale, target, by_row: bool, interpret: bool) -> None:
     """target = source * scale, rounded, for source [R, C] int8, plain, and target [R, C] bfloat16, tiled.
 
-    scale: float32 of the rows, or of the columns. NaN, which no token wrote, is 0: values that are not there must be numbers.
+    scale: float32 of the rows, or of the columns. NaN, which no token wrote, is 0: values that are not there
+    must be numbers.
     """
     if interpret:
         known = jnp.where(jnp.isnan(scale[...]), 0.0, scale[...])
@@ -104,12 +123,17 @@ def _widen_pieces(source: ir.Value, scale: ir.Value, target: ir.Value, by_row: b
         if by_row:
             factors = [_pair(*_scales(scale, row, 1) * 2)] * (_PIECE // 2)
         words = lanes.read_words(source, arith.addi(arith.muli(row, const(columns)), column), 4)
-        made = [value for word in words for value in mgpu.utils.inline_ptx(_TWO_PAIRS, word, result_types=[lanes.i32()] * 2)]
+        made = [
+            value
+            for word in words
+            for value in mgpu.utils.inline_ptx(_TWO_PAIRS, word, result_types=[lanes.i32()] * 2)
+        ]
         made = [_times(value, factor) for value, factor in zip(made, factors, strict=True)]
         # Tiles of 8 rows of 128 bytes; the 16-byte pieces of a row lie at their place xor the row.
         line = arith.remui(row, const(8))
         tile = arith.addi(
-            arith.muli(arith.divui(row, const(8)), const(strides[0] * 2)), arith.muli(arith.divui(column, const(64)), const(strides[1] * 2))
+            arith.muli(arith.divui(row, const(8)), const(strides[0] * 2)),
+            arith.muli(arith.divui(column, const(64)), const(strides[1] * 2)),
         )
         base = arith.addi(tile, arith.muli(line, const(128)))
         for half in range(2):
@@ -125,7 +149,9 @@ def _scales(scale: ir.Value, index: ir.Value, count: int) -> list[ir.Value]:
     """`count` scales from `index` on, NaN as 0."""
     f32 = ir.F32Type.get()
     zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
-    found = [mgpu.utils.bitcast(word, f32) for word in lanes.read_words(scale, arith.muli(index, const(4)), count)]
+    found = [
+        mgpu.utils.bitcast(word, f32) for word in lanes.read_words(scale, arith.muli(index, const(4)), count)
+    ]
     return [arith.select(arith.cmpf(arith.CmpFPredicate.ORD, x, x), x, zero) for x in found]
 
 
@@ -138,8 +164,8 @@ def _times(pair: ir.Value, factor: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", pair, factor, result_types=lanes.i32())
 
 
-# Bytes 0 and 1 of a word, then 2 and 3, as bfloat16: of a byte b, 0x4300 | (b & 127) is 128 + (b & 127), and 0x4300 | (b & 128) is 128, or
-# 256 where b is negative: their difference is b, exactly.
+# Bytes 0 and 1 of a word, then 2 and 3, as bfloat16: of a byte b, 0x4300 | (b & 127) is 128 + (b & 127), and
+# 0x4300 | (b & 128) is 128, or 256 where b is negative: their difference is b, exactly.
 _TWO_PAIRS = (
     "{ .reg .b32 v, n, x, y; and.b32 v, $2, 0x7f7f7f7f; and.b32 n, $2, 0x80808080;\n"
     + "".join(

@@ -1,4 +1,6 @@
-"""What `chunk_attention` does with a warpgroup's registers and Pallas has no primitive for; in the interpreter, what it comes to."""
+"""What `chunk_attention` does with a warpgroup's registers and Pallas has no primitive for; in the
+interpreter, what it comes to.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,9 @@ _WGMMA, _WGMMA_8BIT = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT
 
 
 def as_operand(x, interpret: bool):
-    """x [64, n] of 8 bits, spread over the threads as an accumulator, spread as wgmma takes its first operand; n a multiple of 32."""
+    """x [64, n] of 8 bits, spread over the threads as an accumulator, spread as wgmma takes its first
+    operand; n a multiple of 32.
+    """
     if interpret:
         return x
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_WGMMA_8BIT)
@@ -25,7 +29,9 @@ def rescaled(x, factor, interpret: bool):
     if interpret:
         return x * lax.broadcast_in_dim(factor, x.shape, [0])
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_WGMMA)
-    return plgpu.inline_mgpu(arg_types=(_WGMMA, _WGMMA.reduce(1)), return_type=result)(lambda _, x, factor: _rescale(x, factor))(x, factor)
+    return plgpu.inline_mgpu(arg_types=(_WGMMA, _WGMMA.reduce(1)), return_type=result)(
+        lambda _, x, factor: _rescale(x, factor)
+    )(x, factor)
 
 
 def mark(rows, place, interpret: bool):
@@ -42,10 +48,12 @@ def _i32(x: int):
 
 
 def _to_operand(x):
-    """A thread holds columns 2t, 2t + 1 of each 8 columns (t its place among the four of its row) and is to hold 4t .. 4t + 3 of each 16.
+    """A thread holds columns 2t, 2t + 1 of each 8 columns (t its place among the four of its row) and is to
+    hold 4t .. 4t + 3 of each 16.
 
-    With 4 columns of two groups of 16 (a, b) in a register each, that is two shuffles: a thread sends its first 8 columns' pair of a and
-    of b to the thread in the lower half of the four that wants it, and its second 8 columns' to the one in the upper half.
+    With 4 columns of two groups of 16 (a, b) in a register each, that is two shuffles: a thread sends its
+    first 8 columns' pair of a and of b to the thread in the lower half of the four that wants it, and its
+    second 8 columns' to the one in the upper half.
     """
     i32, four = ir.IntegerType.get_signless(32), ir.VectorType.get((4,), x.mlir_dtype)
     t = arith.remui(utils.thread_idx(), _i32(4))
@@ -67,19 +75,29 @@ def _to_operand(x):
     quads = np.empty((columns // 16, 2), object)
     for group in range(0, columns // 16, 2):
         for half in range(2):
-            a, b = (utils.bitcast(utils.vector_concat([pairs[2 * g, half], pairs[2 * g + 1, half]]), i32) for g in (group, group + 1))
-            one, two = shuffle(utils.prmt(a, b, sent_first), from_first), shuffle(utils.prmt(a, b, sent_then), from_then)
+            a, b = (
+                utils.bitcast(utils.vector_concat([pairs[2 * g, half], pairs[2 * g + 1, half]]), i32)
+                for g in (group, group + 1)
+            )
+            one, two = (
+                shuffle(utils.prmt(a, b, sent_first), from_first),
+                shuffle(utils.prmt(a, b, sent_then), from_then),
+            )
             quads[group, half] = utils.bitcast(utils.prmt(one, two, of_a), four)
             quads[group + 1, half] = utils.bitcast(utils.prmt(one, two, of_b), four)
     layout = fragmented.WGMMA_LAYOUT_8BIT
-    return fragmented.FragmentedArray(_registers=quads.reshape(layout.registers_shape((rows, columns))), _layout=layout, _is_signed=None)
+    return fragmented.FragmentedArray(
+        _registers=quads.reshape(layout.registers_shape((rows, columns))), _layout=layout, _is_signed=None
+    )
 
 
 def _scalars(x):
     """The values of an array of one a register, as scalars."""
     for register in x.registers.flat:
         while isinstance(register.type, ir.VectorType):
-            register = vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+            register = vector.extract(
+                register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0])
+            )
         yield register
 
 
@@ -91,10 +109,16 @@ def _block(block: ir.Block | None) -> ir.Block:
 def _rescale(x, factor):
     i32, one = ir.IntegerType.get_signless(32), arith.constant(ir.F32Type.get(), 1.0)
     changed = [arith.extui(i32, arith.cmpf(arith.CmpFPredicate.UNE, f, one)) for f in _scalars(factor)]
-    vote = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
-    any_changed = utils.inline_ptx(vote, arith.ori(*changed), result_types=i32, has_side_effects=True, convergent=True)
+    vote = (
+        "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+    )
+    any_changed = utils.inline_ptx(
+        vote, arith.ori(*changed), result_types=i32, has_side_effects=True, convergent=True
+    )
     registers = list(x.registers.flat)
-    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, any_changed, _i32(0)), [r.type for r in registers], has_else=True)
+    branch = scf.IfOp(
+        arith.cmpi(arith.CmpIPredicate.ne, any_changed, _i32(0)), [r.type for r in registers], has_else=True
+    )
     with ir.InsertionPoint(_block(branch.then_block)):
         scf.yield_(list((x * factor.broadcast_in_dim(x.shape, (0,), x.layout)).registers.flat))
     with ir.InsertionPoint(_block(branch.else_block)):

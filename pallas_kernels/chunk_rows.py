@@ -1,15 +1,19 @@
-"""What one warpgroup does with its 64 query rows of an item of `chunk_attention`: FlashAttention-3's pipeline, less its running maximum.
+"""What one warpgroup does with its 64 query rows of an item of `chunk_attention`: FlashAttention-3's
+pipeline, less its running maximum.
 
-While the tensor cores multiply the weights of one block of keys with its values, the warpgroup makes the weights of the next block, whose
-scores were computed just before; the other warpgroup's products fill what is left.
+While the tensor cores multiply the weights of one block of keys with its values, the warpgroup makes the
+weights of the next block, whose scores were computed just before; the other warpgroup's products fill what is
+left.
 
-Weights are exp(score - m) with one m a row from the first block on: either the largest score of the row's first block, or φ, the unified
-maximum of FlashDecoding++Next §3. Weights of 16 bits have float32's range, so any m within 60 of the row's true maximum is as good as that;
-a row's sum tells in the end whether it was, and if not the item begins anew with the running maximum. What that saves is a maximum for
-each score, and the wait for it, in each block.
+Weights are exp(score - m) with one m a row from the first block on: either the largest score of the row's
+first block, or φ, the unified maximum of FlashDecoding++Next §3. Weights of 16 bits have float32's range, so
+any m within 60 of the row's true maximum is as good as that; a row's sum tells in the end whether it was, and
+if not the item begins anew with the running maximum. What that saves is a maximum for each score, and the
+wait for it, in each block.
 
-A cache of e4m3 is multiplied as it is: queries are rounded to 8 bits, scaled by their row's largest, and so are weights, times 2^8 to lie
-in e4m3's normal range. That range is too short for any m but the running maximum.
+A cache of e4m3 is multiplied as it is: queries are rounded to 8 bits, scaled by their row's largest, and so
+are weights, times 2^8 to lie in e4m3's normal range. That range is too short for any m but the running
+maximum.
 """
 
 import dataclasses
@@ -27,14 +31,20 @@ from pallas_kernels.tiles import ChunkTile
 
 HALF = 64  # query rows of one warpgroup
 WIDTH = 64  # columns that are stored together
-_SHIFT = 8.0  # weights of 8 bits are 2^8 times too large: at most 256 of e4m3's 448, and 14 powers of two below that are normal numbers
+# weights of 8 bits are 2^8 times too large: at most 256 of e4m3's 448, and 14 powers of two below that are
+# normal numbers
+_SHIFT = 8.0
 MARKS = 256  # places for marks: a worker's rounds share them from there on
-MOST = 60.0  # natural logarithm of how far a row's sum may be from 1: weights that matter then stay far from float32's ends
+# natural logarithm of how far a row's sum may be from 1: weights that matter then stay far from float32's
+# ends
+MOST = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What is fixed for a kernel. eight: a cache of e4m3; int8: bfloat16 here. unified: φ is the maximum, not the first block's."""
+    """What is fixed for a kernel. eight: a cache of e4m3; int8: bfloat16 here. unified: φ is the maximum, not
+    the first block's.
+    """
 
     group: int
     tile: ChunkTile
@@ -50,9 +60,10 @@ class Rows:
 def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, running):
     """One item's 64 rows: (outputs [64, H] float32, carry).
 
-    m: the kernel's shared memory and barriers. at: position of the item's first row, its first block of keys, their end.
-    place: first row in q of this warpgroup's, its rows before the chunk's first, and before its end. carry: items and blocks done.
-    running: with the running maximum; else rows whose sum shows that it was needed mark the item in m["again"].
+    m: the kernel's shared memory and barriers. at: position of the item's first row, its first block of keys,
+    their end. place: first row in q of this warpgroup's, its rows before the chunk's first, and before its
+    end. carry: items and blocks done. running: with the running maximum; else rows whose sum shows that it
+    was needed mark the item in m["again"].
     """
     (position, block, block_end), (done, step) = at, carry
     keys, stages, queries = r.tile.keys, jnp.int32(r.tile.stages), lax.rem(done, jnp.int32(r.tile.queries))
@@ -65,7 +76,11 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     unit: Any = None
     if r.eight:
         unit = _quantize_queries(m["q_s"].at[queries, wg], m["q8_s"].at[wg], k_scale_ref[kv_head] * r.scale)
-        if r.scale > 0:  # of keys all 0, or queries: times 0 a masked score (-inf) would be NaN; times this, all others are 0 still
+        if (
+            r.scale > 0
+            # of keys all 0, or queries: times 0 a masked score (-inf) would be NaN; times this, all others
+            # are 0 still
+        ):
             unit = jnp.maximum(unit, LEAST)
         plgpu.barrier_arrive(m["q_empty"].at[queries])
 
@@ -77,7 +92,12 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
         seen = _seen(base, i * keys, keys, r.window) if masked else None
         return _soften(scores, seen, *state, scale=r.scale, soft_cap=r.soft_cap, unit=unit, update=update)
 
-    def wait_for_keys(i, step):  # between a block's weights and the end of the product under which they are made, for the compiler's sake:
+    def wait_for_keys(
+        i,
+        step,
+        # between a block's weights and the end of the product under which they are made, for the compiler's
+        # sake:
+    ):
         @pl.when(i < block_end)  # it would wait for the product first, were there no branch
         def _():
             plgpu.barrier_wait(m["k_full"].at[lax.rem(step, stages)])
@@ -91,7 +111,8 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
         plgpu.barrier_arrive(m["k_empty"].at[slot])
         if running or not r.unified:
             (top, total), _, weights = soften(scores, block, _start(LOWEST), True, True)
-            # A row that sees nothing of its tile's first block (of a window) is given 0, which few models' scores are 60 away from.
+            # A row that sees nothing of its tile's first block (of a window) is given 0, which few models'
+            # scores are 60 away from.
             state = (top if running else jnp.where(top > 0.5 * LOWEST, top, 0.0), total)
         else:
             state, _, weights = soften(scores, block, _start(unified_ref[0] * LOG2E), True, False)
@@ -111,7 +132,9 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
             return new, keep, weights
 
         start = functools.partial(score, slot=slot)
-        state, keep, new, out = _overlapped(start, made, out, weights, m["v_s"].at[before], m["v_full"].at[before], r)
+        state, keep, new, out = _overlapped(
+            start, made, out, weights, m["v_s"].at[before], m["v_full"].at[before], r
+        )
         plgpu.barrier_arrive(m["v_empty"].at[before])
         if running:
             out = rescaled(out, keep, r.interpret)
@@ -120,23 +143,41 @@ def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, ru
     plgpu.barrier_wait(m["k_full"].at[lax.rem(step, stages)])
     state, weights = first(lax.rem(step, stages))
     # Blocks that all of this warpgroup's rows see whole need no mask.
-    whole = block + 1 if r.window is not None else jnp.clip(lax.div(base + 1, jnp.int32(keys)), block + 1, block_end)
+    whole = (
+        block + 1
+        if r.window is not None
+        else jnp.clip(lax.div(base + 1, jnp.int32(keys)), block + 1, block_end)
+    )
     out = plgpu.layout_cast(jnp.zeros((HALF, h), jnp.float32), plgpu.Layout.WGMMA)
-    loop = lax.fori_loop(block + 1, whole, functools.partial(attend, masked=False), (state, out, weights, step))
-    (_, total), out, weights, step = lax.fori_loop(whole, block_end, functools.partial(attend, masked=True), loop)
+    loop = lax.fori_loop(
+        block + 1, whole, functools.partial(attend, masked=False), (state, out, weights, step)
+    )
+    (_, total), out, weights, step = lax.fori_loop(
+        whole, block_end, functools.partial(attend, masked=True), loop
+    )
     if not r.eight:
         plgpu.barrier_arrive(m["q_empty"].at[queries])
     slot = lax.rem(step, stages)
     plgpu.barrier_wait(m["v_full"].at[slot])
     if not r.int8:  # its values are numbers everywhere
-        last = base - (block_end - 1) * keys  # of what is alive in the loops anyway: no register for this there
-        seen = None if r.window is None else last + place[1] - r.window + 1  # by the item's first row: the first key that is seen
+        last = (
+            base - (block_end - 1) * keys
+        )  # of what is alive in the loops anyway: no register for this there
+        seen = (
+            None if r.window is None else last + place[1] - r.window + 1
+        )  # by the item's first row: the first key that is seen
         _blank_block(m["v_s"].at[slot], seen, last + place[2], wg, m["blanked"], r)
     out = _product(out, weights, m["v_s"].at[slot], r)
     plgpu.barrier_arrive(m["v_empty"].at[slot])
     total = total.sum(axis=1)
     if not running:
-        _mark_rows(total, unified_ref[1], place, m["again"].at[wg, pl.ds(lax.rem(round_, jnp.int32(MARKS)), 1)], r.interpret)
+        _mark_rows(
+            total,
+            unified_ref[1],
+            place,
+            m["again"].at[wg, pl.ds(lax.rem(round_, jnp.int32(MARKS)), 1)],
+            r.interpret,
+        )
     total = (v_scale_ref[kv_head] if r.eight else 1.0) / jnp.maximum(total, LEAST)
     return out * lax.broadcast_in_dim(total, out.shape, [0]), (done + 1, step + 1)
 
@@ -148,7 +189,9 @@ def _start(top):
 
 
 def _quantize_queries(q, q8, factor):
-    """Writes q [64, H] in 8 bits; returns what each row of products is to be multiplied with, `factor` included."""
+    """Writes q [64, H] in 8 bits; returns what each row of products is to be multiplied with, `factor`
+    included.
+    """
     q = plgpu.load(q, (), layout=plgpu.Layout.WGMMA).astype(jnp.float32)
     most = jnp.maximum(jnp.maximum(q.max(axis=1), (-q).max(axis=1)), 1e-30)
     q8[...] = (q * lax.broadcast_in_dim(448.0 / most, q.shape, [0])).astype(q8.dtype)
@@ -166,10 +209,11 @@ def _seen(base, first_key, keys, window):
 
 
 def _soften(scores, seen, top, total, *, scale, soft_cap, unit, update):
-    """One block of the softmax, in powers of two: new (top, total), what to multiply the output with [64], and the block's weights.
+    """One block of the softmax, in powers of two: new (top, total), what to multiply the output with [64],
+    and the block's weights.
 
-    unit: None or [64], what a row's products are multiplied with to be scores: those of queries in 8 bits, whose weights are to be 2^8
-    times as large. update: whether `top` follows the scores.
+    unit: None or [64], what a row's products are multiplied with to be scores: those of queries in 8 bits,
+    whose weights are to be 2^8 times as large. update: whether `top` follows the scores.
     """
     shift = 0.0 if unit is None else _SHIFT
 
@@ -195,7 +239,9 @@ def _soften(scores, seen, top, total, *, scale, soft_cap, unit, update):
 
 
 def _by_column(weights):
-    """[64, 8]: the sums of each row's weights by column modulo 8; those across a row's threads wait until the end."""
+    """[64, 8]: the sums of each row's weights by column modulo 8; those across a row's threads wait until the
+    end.
+    """
     parts = [weights[:, i : i + 8] for i in range(0, weights.shape[1], 8)]
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -203,7 +249,11 @@ def _by_column(weights):
 
 
 def _operand(weights, r: Rows):
-    return as_operand(weights.astype(jnp.float8_e4m3fn), r.interpret) if r.eight else weights.astype(jnp.bfloat16)
+    return (
+        as_operand(weights.astype(jnp.float8_e4m3fn), r.interpret)
+        if r.eight
+        else weights.astype(jnp.bfloat16)
+    )
 
 
 def _multiply(acc, weights, v):
@@ -247,7 +297,9 @@ def _overlapped(score, made, out, weights, v, v_full, r: Rows):
             acc, top, total, keep, new = refs
             _multiply(acc, weights, v)
             products = 1 if len(v.shape) == 2 else v.shape[0]
-            (top[...], total[...]), keep[...], new[...] = made(plgpu.wgmma_accumulator_load(scores, wait_n=products))
+            (top[...], total[...]), keep[...], new[...] = made(
+                plgpu.wgmma_accumulator_load(scores, wait_n=products)
+            )
 
         top, total = _start(LOWEST)
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
@@ -258,7 +310,9 @@ def _overlapped(score, made, out, weights, v, v_full, r: Rows):
 
 
 def _mark_rows(total, bound, place, again, interpret):
-    """Marks an item with a row whose sum is not within exp(±bound): some weight was too large, or all were too small."""
+    """Marks an item with a row whose sum is not within exp(±bound): some weight was too large, or all were
+    too small.
+    """
     _, begin, end = place
     row = plgpu.broadcasted_iota(jnp.int32, (HALF, 8), 0, layout=plgpu.Layout.WGMMA).max(axis=1)
     most = jnp.exp2(jnp.minimum(bound, MOST) * LOG2E)
@@ -267,7 +321,9 @@ def _mark_rows(total, bound, place, again, interpret):
 
 
 def store_rows(out, o_s, o_ref, head, first, begin, end):
-    """Writes rows begin .. end of out [64, H] to o_ref from row first + begin on, through two slots of 64 columns."""
+    """Writes rows begin .. end of out [64, H] to o_ref from row first + begin on, through two slots of 64
+    columns.
+    """
     whole = (begin <= 0) & (end >= HALF)
     columns = out.shape[1] // WIDTH
     for i in range(columns):
@@ -296,10 +352,11 @@ def store_rows(out, o_s, o_ref, head, first, begin, end):
 
 
 def _blank_block(v, first, keys, wg, blanked, r: Rows):
-    """Zeroes the values of a block past its `keys`, a page a warpgroup: what was never written may be NaN, and 0 · NaN is NaN.
+    """Zeroes the values of a block past its `keys`, a page a warpgroup: what was never written may be NaN,
+    and 0 · NaN is NaN.
 
-    first: the first key of the block that is seen, with a window. A page before it is not the block's own but one that stands in, maybe the
-    one that ends within: it is zeroed whole.
+    first: the first key of the block that is seen, with a window. A page before it is not the block's own but
+    one that stands in, maybe the one that ends within: it is zeroed whole.
     """
 
     @pl.when(keys < r.tile.keys)

@@ -1,8 +1,10 @@
-"""Paged decode attention for Hopper: every sequence's one query row against its pages, KV split over the whole chip.
+"""Paged decode attention for Hopper: every sequence's one query row against its pages, KV split over the
+whole chip.
 
-`decode_work` cuts the batch's pages into equal pieces, one a worker: a compute warpgroup, and a warp or a warpgroup that copies for it
-through rings of pages (`decode_kernel`). The partial results of the pairs (row, head) that were cut go to a workspace, and the last of a
-pair's workers adds them up in a fixed order (`decode_join`), so the same batch gives the same bits.
+`decode_work` cuts the batch's pages into equal pieces, one a worker: a compute warpgroup, and a warp or a
+warpgroup that copies for it through rings of pages (`decode_kernel`). The partial results of the pairs (row,
+head) that were cut go to a workspace, and the last of a pair's workers adds them up in a fixed order
+(`decode_join`), so the same batch gives the same bits.
 """
 
 import functools
@@ -44,21 +46,25 @@ def decode_attention(
     """Attention of one new token a sequence over its pages (the twin: `reference.decode_attention`).
 
     Args:
-      q: [T, N, H] bfloat16, H 64, 128 or 256; N / K from 1 to 16. Its first B rows are the sequences'. B is an upper bound: rows of
+      q: [T, N, H] bfloat16, H 64, 128 or 256; N / K from 1 to 16. Its first B rows are the sequences'. B is
+      an upper bound: rows of
         length 0 cost nothing but their zeros.
       k_pages, v_pages: [P, K, 64, H] bfloat16, or [P, K, 64, H] and [P, K, H, 64] float8_e4m3fn or int8.
       page_table: [B, MP] int32; entries before a row's first visible page and past its length are never read.
       lengths: [B] int32, keys of each row, its own included; 0 skips the row, whose output is 0.
       scale: the scores are q·k · scale, which may be 0 or negative.
       window: a row sees its last `window` keys only. soft_cap: scores become cap · tanh(score / cap).
-      k_scale, v_scale: float32, what the numbers of 8 bits are multiplied with: of float8 [K], one a head, or None, 1; of int8
+      k_scale, v_scale: float32, what the numbers of 8 bits are multiplied with: of float8 [K], one a head, or
+      None, 1; of int8
         [P, K, 64], one a token and head. A scale that no token wrote is never multiplied with.
-      unified: [2] float32 (phi, bound): rows whose scores stay within phi ± bound take phi for their maximum, all others one of their own
+      unified: [2] float32 (phi, bound): rows whose scores stay within phi ± bound take phi for their maximum,
+      all others one of their own
         (FlashDecoding++Next §3; `decode_softmax`). None: every row has its own. Changes rounding only.
       sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
-      work: `list_decode_work(...)` of the same lengths, heads, window and sms, where the caller shares it between layers.
-      into: [T, N, H] bfloat16, what the rows without keys become instead of 0: written in place where nobody reads it later.
-      early: it begins before the kernel before it has ended (`pallas_kernels.dependent`).
+      work: `list_decode_work(...)` of the same lengths, heads, window and sms, where the caller shares it
+      between layers. into: [T, N, H] bfloat16, what the rows without keys become instead of 0: written in
+      place where nobody reads it later. early: it begins before the kernel before it has ended
+      (`pallas_kernels.dependent`).
     Returns:
       [T, N, H] bfloat16; 0 where all of a row's scores are -inf.
     Raises:
@@ -68,10 +74,17 @@ def decode_attention(
     check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8))
     if b > t or (into is not None and (into.shape != q.shape or into.dtype != q.dtype)):
         given = "" if into is None else f", into {into.dtype}{list(into.shape)}"
-        raise ValueError(f"{b} lengths for q {q.dtype}{list(q.shape)}{given}: at most a length a row of q, and into like q")
+        raise ValueError(
+            f"{b} lengths for q {q.dtype}{list(q.shape)}{given}: at most a length a row of q, and into like q"
+        )
     if page_table.ndim != 2 or page_table.shape[0] != b:
         raise ValueError(f"page_table {list(page_table.shape)} for {b} lengths: [{b}, MP], a row a length")
-    sms, group, eight, int8 = sms_of(sms), n // kv, k_pages.dtype == jnp.float8_e4m3fn, k_pages.dtype == jnp.int8
+    sms, group, eight, int8 = (
+        sms_of(sms),
+        n // kv,
+        k_pages.dtype == jnp.float8_e4m3fn,
+        k_pages.dtype == jnp.int8,
+    )
     tile = tile or decode_tile(h, group, k_pages.dtype.itemsize, sms, int8)
     form = Form(
         group=group, kv=kv, h=h, cols=wgmma_columns(group, eight), eight=eight, int8=int8, tile=tile, scale=scale, window=window,
@@ -80,7 +93,9 @@ def decode_attention(
     workers = sms * tile.workers
     work = decode_work(lengths, kv, workers, window) if work is None else work
     if work.pieces.shape[0] != workers:
-        raise ValueError(f"work.pieces has {work.pieces.shape[0]} workers: {workers} for sms={sms} and {tile}")
+        raise ValueError(
+            f"work.pieces has {work.pieces.shape[0]} workers: {workers} for sms={sms} and {tile}"
+        )
     grouped = q
     if form.pitch > group:
         grouped = q[:b].reshape(b * kv, group, h)
@@ -129,9 +144,18 @@ def decode_attention(
 
 
 def list_decode_work(
-    lengths: jax.Array, *, kv_heads: int, group: int, head_dim: int, itemsize: int, window: int | None = None, sms: int | None = None
+    lengths: jax.Array,
+    *,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    itemsize: int,
+    window: int | None = None,
+    sms: int | None = None,
 ) -> DecodeWork:
-    """What `decode_attention` is to do for these lengths [B] and a cache of `itemsize` bytes a number, for all layers of one window."""
+    """What `decode_attention` is to do for these lengths [B] and a cache of `itemsize` bytes a number, for
+    all layers of one window.
+    """
     sms = sms_of(sms)
     workers = sms * decode_tile(head_dim, group, itemsize, sms).workers
     return decode_work(lengths, kv_heads, workers, window)
@@ -144,5 +168,8 @@ def _numbers(k_pages, k_scale, v_scale, unified) -> list[jax.Array]:
     check_unified(unified)
     numbers = []
     if k_pages.dtype != jnp.bfloat16:
-        numbers = [jnp.ones((kv,)) if x is None else x.reshape(-1, s) if x.ndim == 3 else x for x in (k_scale, v_scale)]
+        numbers = [
+            jnp.ones((kv,)) if x is None else x.reshape(-1, s) if x.ndim == 3 else x
+            for x in (k_scale, v_scale)
+        ]
     return [x.astype(jnp.float32) for x in [*numbers, *([] if unified is None else [unified])]]

@@ -1,4 +1,6 @@
-"""The copying side of decode attention: brings a worker's queries and pages into its rings, for the warpgroup that computes them."""
+"""The copying side of decode attention: brings a worker's queries and pages into its rings, for the warpgroup
+that computes them.
+"""
 
 import jax.numpy as jnp
 from jax import lax
@@ -50,14 +52,17 @@ def copy_pages(refs, form: Form, w, worker):
 
                 size = to.shape[2] // boxes
                 for box in range(0, to.shape[2], size):
-                    # A box past the row's length reads the page's first one again: from the L2 and not from HBM.
+                    # A box past the row's length reads the page's first one again: from the L2 and not from
+                    # HBM.
                     start = (page_id * kv + head) * to.shape[2]
                     if boxes > 1:
                         start = start + jnp.where((first + i + j) * PAGE + box < length, box, 0)
                     place = to.at[w, slot, pl.ds(box, size)] if boxes > 1 else to.at[w, slot]
                     plgpu.copy_gmem_to_smem(source.at[pl.ds(start, size)], place, full.at[at])
                 for n, scale in enumerate(scales):
-                    plgpu.copy_gmem_to_smem(scale.at[page_id * kv + head], refs.scales.at[w, slot, n], full.at[at])
+                    plgpu.copy_gmem_to_smem(
+                        scale.at[page_id * kv + head], refs.scales.at[w, slot, n], full.at[at]
+                    )
 
             for j, page_id in enumerate(page_ids):
                 scales = (refs.k_scale, refs.v_scale) if form.int8 else ()
@@ -67,7 +72,9 @@ def copy_pages(refs, form: Form, w, worker):
             return index + count, following
 
         rounds = lax.div(here, jnp.int32(rounds_of))
-        index, page_ids = lax.fori_loop(0, rounds, lambda i, s: copy(i * rounds_of, s, rounds_of), (index, page_ids))
+        index, page_ids = lax.fori_loop(
+            0, rounds, lambda i, s: copy(i * rounds_of, s, rounds_of), (index, page_ids)
+        )
         index, _ = lax.fori_loop(rounds * rounds_of, here, lambda i, s: copy(i, s, 1), (index, page_ids[:1]))
         return pair + 1, index, after
 
@@ -75,9 +82,12 @@ def copy_pages(refs, form: Form, w, worker):
     start = jnp.int32(0), jnp.int32(0), ids(row, refs.starts[worker, 0] + page, rounds_of)
     pairs_seen, copied, _unused = walk(refs.rows, refs.pieces, refs.starts, worker, kv, visit, start)
 
-    launch_next(form.early)  # now, not before: the next product's copies of its weight would be in front of these
+    launch_next(
+        form.early
+    )  # now, not before: the next product's copies of its weight would be in front of these
 
-    # Every arrival is waited for, also of the last blocks (a barrier that nobody watched is an error in the interpreter).
+    # Every arrival is waited for, also of the last blocks (a barrier that nobody watched is an error in the
+    # interpreter).
     for ring, empty in ((form.tile.key_pages, refs.k_empty), (form.tile.value_pages, refs.v_empty)):
 
         @pl.loop(jnp.maximum(copied - ring, 0), copied)

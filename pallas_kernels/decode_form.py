@@ -1,4 +1,6 @@
-"""The forms of the kernel of decode attention: what its code depends on, and the shared memory that it then wants."""
+"""The forms of the kernel of decode attention: what its code depends on, and the shared memory that it then
+wants.
+"""
 
 import dataclasses
 
@@ -33,7 +35,9 @@ class Form:
 
     @property
     def pitch(self) -> int:
-        """Rows of q a KV head. A copy by tiles begins at a whole tile of 8 rows, or ends inside the one it begins in."""
+        """Rows of q a KV head. A copy by tiles begins at a whole tile of 8 rows, or ends inside the one it
+        begins in.
+        """
         return 1 << (self.group - 1).bit_length()
 
     @property
@@ -42,7 +46,13 @@ class Form:
 
 
 def scratch(form: Form, dtype) -> dict:
-    w, keys, values, cols, h = form.tile.workers, form.tile.key_pages, form.tile.value_pages, form.cols, form.h
+    w, keys, values, cols, h = (
+        form.tile.workers,
+        form.tile.key_pages,
+        form.tile.value_pages,
+        form.cols,
+        form.h,
+    )
     if form.eight:
         by_width, by_key = pairs.tiles(min(h, 128)), pairs.tiles(PAGE)
         operands = {

@@ -1,11 +1,12 @@
 """Adds up the (row, head) pairs of decode attention that were cut between workers.
 
-Each worker counts itself in when it has written a part of a pair; whoever comes last adds the parts up, in the order of their keys,
-whatever the order they came in. Nobody waits for anybody. Most pairs are cut in two: an earlier worker's last piece of work is the first
-part, a later one's first is the rest, so the rest has long been written. Who comes to such a pair's first part looks before it writes,
-and keeps its own part in registers: no store, no fence, no count, which all workers would wait for together, at the end of the kernel.
-A long row's pairs are cut in dozens. Their neighbours make groups: the last of a group adds up its parts, the last of the groups the
-groups, so that the parts are read by many and not by one.
+Each worker counts itself in when it has written a part of a pair; whoever comes last adds the parts up, in
+the order of their keys, whatever the order they came in. Nobody waits for anybody. Most pairs are cut in two:
+an earlier worker's last piece of work is the first part, a later one's first is the rest, so the rest has
+long been written. Who comes to such a pair's first part looks before it writes, and keeps its own part in
+registers: no store, no fence, no count, which all workers would wait for together, at the end of the kernel.
+A long row's pairs are cut in dozens. Their neighbours make groups: the last of a group adds up its parts, the
+last of the groups the groups, so that the parts are read by many and not by one.
 """
 
 import jax.numpy as jnp
@@ -23,14 +24,23 @@ _LEVEL = plgpu.Layout.WGMMA.reduce(0)
 
 
 def is_last(arrived, place, others):
-    """Counts the warpgroup in at arrived[place], after what it wrote. True for the last one, behind `others`, which sees what all wrote."""
+    """Counts the warpgroup in at arrived[place], after what it wrote. True for the last one, behind `others`,
+    which sees what all wrote.
+    """
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), scalar), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
+    )
     def arrive(_, counter, others):
         i32 = ir.IntegerType.get_signless(32)
         thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
-        operands = [mgpu.utils.memref_ptr(counter), thread, others.registers.item(), mgpu.utils.warpgroup_barrier_idx(sync=False)]
+        operands = [
+            mgpu.utils.memref_ptr(counter),
+            thread,
+            others.registers.item(),
+            mgpu.utils.warpgroup_barrier_idx(sync=False),
+        ]
         code = """{
             .reg .pred p, q;
             .reg .b32 before;
@@ -52,10 +62,14 @@ def is_last(arrived, place, others):
 
 
 def peek(arrived, ender, asked):
-    """In thread 0, if asked, how many parts of the pair that worker `ender` ends have arrived; nobody waits for it before it is used."""
+    """In thread 0, if asked, how many parts of the pair that worker `ender` ends have arrived; nobody waits
+    for it before it is used.
+    """
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), scalar), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
+    )
     def read(_, counter, asked):
         i32 = ir.IntegerType.get_signless(32)
         thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
@@ -74,10 +88,14 @@ def peek(arrived, ender, asked):
 
 
 def is_there(seen, arrived, ender):
-    """True for the whole warpgroup if thread 0 had `peek`ed that one other part has arrived, of two; then nobody counts any more."""
+    """True for the whole warpgroup if thread 0 had `peek`ed that one other part has arrived, of two; then
+    nobody counts any more.
+    """
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), scalar), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
+    )
     def agree(_, counter, seen):
         i32 = ir.IntegerType.get_signless(32)
         code = """{
@@ -88,7 +106,11 @@ def is_there(seen, arrived, ender):
             fence.acq_rel.gpu;
             selp.b32 $0, 1, 0, q;
             }"""
-        operands = [mgpu.utils.memref_ptr(counter), seen.registers.item(), mgpu.utils.warpgroup_barrier_idx(sync=False)]
+        operands = [
+            mgpu.utils.memref_ptr(counter),
+            seen.registers.item(),
+            mgpu.utils.warpgroup_barrier_idx(sync=False),
+        ]
         there = llvm.inline_asm(i32, operands, code, "=r,l,r,r,~{memory}", has_side_effects=True)
         return mgpu.FragmentedArray.splat(there, (), is_signed=True)
 
@@ -96,10 +118,11 @@ def is_there(seen, arrived, ender):
 
 
 def join(parts, levels, arrived, worker, ender, chain, finish):
-    """Counts the part in that the worker has written, of a pair that `ender` ends after `chain` others; adds up what it is the last of.
+    """Counts the part in that the worker has written, of a pair that `ender` ends after `chain` others; adds
+    up what it is the last of.
 
-    finish: called with the pair's output [H, cols], by the last of all. arrived [2 * workers]: of whole pairs at their ender, and behind
-    all of these of groups at their last part.
+    finish: called with the pair's output [H, cols], by the last of all. arrived [2 * workers]: of whole pairs
+    at their ender, and behind all of these of groups at their last part.
     """
     first, size, groups = ender - chain, *_groups(chain + 1, *parts.shape[2:])
     begin = first + lax.div(worker - first, size) * size
@@ -118,12 +141,20 @@ def join(parts, levels, arrived, worker, ender, chain, finish):
 
         return first + size - 1, size, groups, ender, jnp.where(last & ~whole, jnp.int32(1), jnp.int32(0))
 
-    of_parts = begin, jnp.int32(1), end - begin + 1, jnp.where(groups == 1, ender, parts.shape[0] + end), jnp.int32(1)
+    of_parts = (
+        begin,
+        jnp.int32(1),
+        end - begin + 1,
+        jnp.where(groups == 1, ender, parts.shape[0] + end),
+        jnp.int32(1),
+    )
     lax.while_loop(lambda state: state[-1] != 0, step, of_parts)
 
 
 def _groups(parts, h, cols):
-    """(parts of a group, groups): one group, or where one worker would read for long about as many as a group has parts."""
+    """(parts of a group, groups): one group, or where one worker would read for long about as many as a group
+    has parts.
+    """
     at_once = _together(h, cols)
     size = jnp.int32(at_once)
     for _ in range(6):  # 64 times as many, whose square is more than the workers of a GPU
@@ -138,25 +169,33 @@ def _together(h, cols):
 
 
 def add_rest(level, out, parts, levels, ender):
-    """The output of a pair of two parts, the first of which is (level, out) in registers: the sums of `add_parts`, in its order."""
+    """The output of a pair of two parts, the first of which is (level, out) in registers: the sums of
+    `add_parts`, in its order.
+    """
     state = _add(_add(_nothing(*out.shape), level, out), *_part(parts, levels, ender, 0))
     return _mean(state)
 
 
 def add_parts(parts, levels, begin, stride, count, first, ender):
-    """The sum, as `_nothing` has it, of `count` parts of a pair of workers `first` to `ender`: those of `begin` and every stride-th after.
+    """The sum, as `_nothing` has it, of `count` parts of a pair of workers `first` to `ender`: those of
+    `begin` and every stride-th after.
 
-    parts [workers, 2, H, cols] float32: the output of a part alone. levels [workers, 2, cols]: log2 of its weights' sum, LOWEST where all
-    its scores are -inf: such a part weighs nothing beside others, and where there are no others their mean is 0. 1 is a pair's first part,
-    some worker's last pair; 0 all others, a worker's first one. That of a group takes the place of its last part.
+    parts [workers, 2, H, cols] float32: the output of a part alone. levels [workers, 2, cols]: log2 of its
+    weights' sum, LOWEST where all its scores are -inf: such a part weighs nothing beside others, and where
+    there are no others their mean is 0. 1 is a pair's first part, some worker's last pair; 0 all others, a
+    worker's first one. That of a group takes the place of its last part.
     """
     h, cols = parts.shape[2:]
     together = _together(h, cols)
 
     def some(i, state):
-        # Behind the last is the ender's, again. Groups are whole reads: none holds a part of the next, which may not be written yet.
+        # Behind the last is the ender's, again. Groups are whole reads: none holds a part of the next, which
+        # may not be written yet.
         workers = [jnp.minimum(begin + (i * together + j) * stride, ender) for j in range(together)]
-        read = [_part(parts, levels, worker, jnp.where(worker == first, jnp.int32(1), jnp.int32(0))) for worker in workers]
+        read = [
+            _part(parts, levels, worker, jnp.where(worker == first, jnp.int32(1), jnp.int32(0)))
+            for worker in workers
+        ]
         for j, (level, values) in enumerate(read):  # a weight of 0 for those past the last
             there = jnp.full(level.shape, i * together + j) < count
             state = _add(state, jnp.where(plgpu.layout_cast(there, _LEVEL), level, 2 * LOWEST), values)
@@ -187,14 +226,20 @@ def _part(parts, levels, worker, begun):
 def _nothing(h, cols):
     """(the highest level, the sum of weights, of weighted outputs) of no parts."""
     by_head = lambda x: plgpu.layout_cast(jnp.full((cols,), x, jnp.float32), _LEVEL)  # noqa: E731
-    return by_head(LOWEST), by_head(0.0), plgpu.layout_cast(jnp.zeros((h, cols), jnp.float32), plgpu.Layout.WGMMA)
+    return (
+        by_head(LOWEST),
+        by_head(0.0),
+        plgpu.layout_cast(jnp.zeros((h, cols), jnp.float32), plgpu.Layout.WGMMA),
+    )
 
 
 def _add(state, level, part):
     top, total, out = state
     new_top = jnp.maximum(top, level)
     keep, weight = jnp.exp2(top - new_top), jnp.exp2(level - new_top)
-    out = out * lax.broadcast_in_dim(keep, out.shape, [1]) + part * lax.broadcast_in_dim(weight, out.shape, [1])
+    out = out * lax.broadcast_in_dim(keep, out.shape, [1]) + part * lax.broadcast_in_dim(
+        weight, out.shape, [1]
+    )
     return new_top, total * keep + weight, out
 
 
@@ -204,8 +249,9 @@ def _mean(state):
 
 
 def join_afterwards(parts, levels, *, work, group, kv, eight, interpret):
-    """A function that does the same to a reference of the output, by a kernel of its own: for the interpreter, which cannot count
-    workers in."""
+    """A function that does the same to a reference of the output, by a kernel of its own: for the
+    interpreter, which cannot count workers in.
+    """
     workers, _, h, cols = parts.shape
 
     def body(parts_ref, levels_ref, pieces_ref, chains_ref, o_ref, o_s):
@@ -219,7 +265,9 @@ def join_afterwards(parts, levels, *, work, group, kv, eight, interpret):
             def add_group(i, state):
                 begin = first + i * size
                 end = jnp.minimum(begin + size - 1, worker)
-                top, total, out = add_parts(parts_ref, levels_ref, begin, jnp.int32(1), end - begin + 1, first, worker)
+                top, total, out = add_parts(
+                    parts_ref, levels_ref, begin, jnp.int32(1), end - begin + 1, first, worker
+                )
                 return _add(state, top + jnp.log2(total), _mean((top, total, out)))
 
             decode_parts.put(o_s, _mean(lax.fori_loop(0, groups, add_group, _nothing(h, cols))))

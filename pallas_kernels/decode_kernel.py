@@ -1,8 +1,9 @@
 """The kernel of decode attention: a CTA's workers walk their pieces of the batch's pages.
 
-The operands are swapped: 64 keys are wgmma's M and the (up to 16) query heads of one KV head its N, padded to 8 and not to 64. Values of 8
-bits lie [P, K, H, S], since wgmma transposes operands of 16 bits only. Beside a cache of e4m3 each query head takes a pair of columns
-(`pairs`); one of int8 becomes bfloat16 in registers (`decode_int8`).
+The operands are swapped: 64 keys are wgmma's M and the (up to 16) query heads of one KV head its N, padded to
+8 and not to 64. Values of 8 bits lie [P, K, H, S], since wgmma transposes operands of 16 bits only. Beside a
+cache of e4m3 each query head takes a pair of columns (`pairs`); one of int8 becomes bfloat16 in registers
+(`decode_int8`).
 """
 
 import functools
@@ -25,8 +26,26 @@ from pallas_kernels.paged import LEAST, PAGE, blank, blank_8
 
 
 def attend(*refs, form: Form, **shared):
-    extra = (*(("k_scale", "v_scale") if form.eight or form.int8 else ()), *(("unified",) if form.unified else ()))
-    inputs = ("q", "k", "v", "table", "rows", "pieces", "starts", "chains", "enders", "arrived", *extra, "o", "part", "level")
+    extra = (
+        *(("k_scale", "v_scale") if form.eight or form.int8 else ()),
+        *(("unified",) if form.unified else ()),
+    )
+    inputs = (
+        "q",
+        "k",
+        "v",
+        "table",
+        "rows",
+        "pieces",
+        "starts",
+        "chains",
+        "enders",
+        "arrived",
+        *extra,
+        "o",
+        "part",
+        "level",
+    )
     refs = types.SimpleNamespace(**dict(zip(inputs, refs, strict=True)), **shared)
     wait_for_last(form.early)
     cta, wg, workers = lax.axis_index("cta"), lax.axis_index("wg"), form.tile.workers
@@ -72,9 +91,13 @@ def _compute_pages(refs, form: Form, w, worker):
     other: Any = None
     if looks:  # here, since what is read where a part is done is waited for
         other = refs.enders[worker]
-        other = jnp.where(refs.chains[other] == 1, other, -1)  # who has the rest of the last pair, if it is one worker
+        other = jnp.where(
+            refs.chains[other] == 1, other, -1
+        )  # who has the rest of the last pair, if it is one worker
     bounds = softmax.score_range(unified, 2 * group if form.eight else group, cols, form.eight)
-    soften = functools.partial(softmax.soften, scale=form.scale, soft_cap=form.soft_cap, interpret=form.interpret)
+    soften = functools.partial(
+        softmax.soften, scale=form.scale, soft_cap=form.soft_cap, interpret=form.interpret
+    )
 
     def slot(ring, index):
         place = lax.rem(index, jnp.int32(ring.shape[1]))
@@ -112,17 +135,25 @@ def _compute_pages(refs, form: Form, w, worker):
                 if form.int8:
                     key = decode_int8.key_of(key, form.interpret)
                     place = refs.scales.at[w, lax.rem(index + j, jnp.int32(refs.k_ring.shape[1]))]
-                    key_scale, value_scale = (by_key(decode_int8.scales_of(place.at[n], form.interpret)) for n in range(2))
-                    product = decode_int8.multiply([(keys, q)], (PAGE, cols), keys=True, interpret=form.interpret)
+                    key_scale, value_scale = (
+                        by_key(decode_int8.scales_of(place.at[n], form.interpret)) for n in range(2)
+                    )
+                    product = decode_int8.multiply(
+                        [(keys, q)], (PAGE, cols), keys=True, interpret=form.interpret
+                    )
                     scores.append(product * key_scale)
                     value_scales.append(value_scale)
                 else:
                     scores.append(decode_parts.product([(keys, q.transpose((1, 0)))], (PAGE, cols)))
                 plgpu.barrier_arrive(refs.k_empty.at[at])
                 key = key + (first + page + i + j) * PAGE
-                seen.append(key < length if form.window is None else (key < length) & (key >= length - form.window))
+                seen.append(
+                    key < length if form.window is None else (key < length) & (key >= length - form.window)
+                )
             if form.eight:
-                scores = [pairs.joined(x, form.interpret) * lax.broadcast_in_dim(unit, x.shape, [1]) for x in scores]
+                scores = [
+                    pairs.joined(x, form.interpret) * lax.broadcast_in_dim(unit, x.shape, [1]) for x in scores
+                ]
 
             def put(page, weights):
                 p = refs.p_s.at[w, page]
@@ -153,7 +184,12 @@ def _compute_pages(refs, form: Form, w, worker):
             return top, total, out, index + count
 
         rounds = lax.div(here, jnp.int32(rounds_of))
-        state = lax.fori_loop(0, rounds, lambda i, s: step(i * rounds_of, s, rounds_of), (bounds.top, *softmax.start(h, cols), index))
+        state = lax.fori_loop(
+            0,
+            rounds,
+            lambda i, s: step(i * rounds_of, s, rounds_of),
+            (bounds.top, *softmax.start(h, cols), index),
+        )
         top, total, out, index = lax.fori_loop(rounds * rounds_of, here, lambda i, s: step(i, s, 1), state)
         if not early:
             plgpu.barrier_arrive(refs.q_empty.at[w * 2 + q_place])
@@ -171,7 +207,9 @@ def _compute_pages(refs, form: Form, w, worker):
         pl.when(here == pages)(lambda: finish(out))
 
         def write(level):
-            begun = jnp.where(page == 0, jnp.int32(1), jnp.int32(0))  # 0: continues an earlier worker's pair, 1: its first part
+            begun = jnp.where(
+                page == 0, jnp.int32(1), jnp.int32(0)
+            )  # 0: continues an earlier worker's pair, 1: its first part
             refs.part.at[worker, begun][...] = out
             refs.level.at[worker, begun][...] = level
             if not form.interpret:

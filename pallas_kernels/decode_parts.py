@@ -26,7 +26,9 @@ def product(operands, shape):
 
 
 def split_queries(q, q_8, group, across, interpret):
-    """Writes q [rows, H] to q_8 [cols, H], a pair of columns a head (`pairs.split`). Returns what scores are multiplied with, [cols]."""
+    """Writes q [rows, H] to q_8 [cols, H], a pair of columns a head (`pairs.split`). Returns what scores are
+    multiplied with, [cols].
+    """
     cols, h = q_8.shape
     column = plgpu.broadcasted_iota(jnp.int32, (h, cols), 1, layout=_WGMMA)
     values = plgpu.layout_cast(jnp.zeros((h, cols), jnp.float32), _WGMMA)
@@ -40,7 +42,9 @@ def split_queries(q, q_8, group, across, interpret):
     else:
         values = lax.fori_loop(0, group, fill, values)
     unit = jnp.maximum(across(jnp.abs(values), "max"), 1e-20) / 448.0
-    pairs.store_transposed(pairs.split(values / lax.broadcast_in_dim(unit, values.shape, [1])), q_8, interpret)
+    pairs.store_transposed(
+        pairs.split(values / lax.broadcast_in_dim(unit, values.shape, [1])), q_8, interpret
+    )
     plgpu.commit_smem()
     return unit
 
@@ -48,8 +52,8 @@ def split_queries(q, q_8, group, across, interpret):
 def put_weights(place, weights, first, interpret):
     """Writes weights [keys, cols] to place [cols, keys] in shared memory, rounded.
 
-    A store of Pallas' has a barrier before it and one behind it. Here the first page's has one before it, for what the last round may still
-    be reading, and the round's vote (`decode_softmax`) is the one behind.
+    A store of Pallas' has a barrier before it and one behind it. Here the first page's has one before it, for
+    what the last round may still be reading, and the round's vote (`decode_softmax`) is the one behind.
     """
     weights = weights.astype(place.dtype)
     if interpret:
@@ -72,7 +76,9 @@ def put(place, out):
 
 
 def copy_heads(place, o_ref, row, group, eight):
-    """Copies the `group` heads of place [cols, H] to rows `row` and on of o_ref; in pairs of columns a head has the even one."""
+    """Copies the `group` heads of place [cols, H] to rows `row` and on of o_ref; in pairs of columns a head
+    has the even one.
+    """
     if not eight:
         plgpu.copy_smem_to_gmem(place.at[pl.ds(0, group)], o_ref.at[pl.ds(row, group)])
         return

@@ -1,9 +1,9 @@
 """The softmax of decode attention, on keys [64] x heads, in powers of two.
 
-A round of pages takes its weights relative to a maximum that stays put; one vote, in the barrier that a round has anyway, says whether
-every score allows that. Where one does not, the round moves the maximum and rescales what came before. With a unified maximum phi
-(FlashDecoding++Next §3) rows begin at phi, so that rows within its bound never look for their maximum; without one they begin at the
-maximum of their first round.
+A round of pages takes its weights relative to a maximum that stays put; one vote, in the barrier that a round
+has anyway, says whether every score allows that. Where one does not, the round moves the maximum and rescales
+what came before. With a unified maximum phi (FlashDecoding++Next §3) rows begin at phi, so that rows within
+its bound never look for their maximum; without one they begin at the maximum of their first round.
 """
 
 import functools
@@ -27,8 +27,9 @@ _NEVER = 3e38
 class Range(NamedTuple):
     """Which scores leave the maximum where it is; weights are 2**(score - top).
 
-    top [cols]: what a pair begins with. cap [cols]: a score above top + cap moves the maximum (columns of no head: never). floor [cols]: a
-    head whose first keys all lie below it finds its own maximum, so that no sum underflows. lift: a moved maximum m gives top = m - lift.
+    top [cols]: what a pair begins with. cap [cols]: a score above top + cap moves the maximum (columns of no
+    head: never). floor [cols]: a head whose first keys all lie below it finds its own maximum, so that no sum
+    underflows. lift: a moved maximum m gives top = m - lift.
     """
 
     top: jax.Array
@@ -38,10 +39,12 @@ class Range(NamedTuple):
 
 
 def score_range(unified, heads: int, cols: int, eight: bool) -> Range:
-    """The range for unified = (phi, bound), in units of a score, or for a running maximum (None). heads: columns that stand for heads.
+    """The range for unified = (phi, bound), in units of a score, or for a running maximum (None). heads:
+    columns that stand for heads.
 
-    bfloat16 weights have float32's exponents: a running maximum moves by 2**10 or more at once, and bounds up to 2**96 are kept to.
-    Weights in e4m3 end at 448 and lose bits below 2**-6, so there phi serves rows whose maximum is within 2**±3 of it.
+    bfloat16 weights have float32's exponents: a running maximum moves by 2**10 or more at once, and bounds up
+    to 2**96 are kept to. Weights in e4m3 end at 448 and lose bits below 2**-6, so there phi serves rows whose
+    maximum is within 2**±3 of it.
     """
     lift, most = (5.0, 8.75) if eight else (0.0, 10.0 if unified is None else 96.0)
     column = plgpu.broadcasted_iota(jnp.int32, (cols,), 0, layout=_HEADS)
@@ -62,18 +65,21 @@ def start(h, cols):
 
 
 def across_keys(x, op, *, scratch, interpret):
-    """The sum or maximum of x [keys, heads] over keys. Warps meet in `scratch`: Pallas' own reduction has one for the whole CTA, in which
-    warpgroups would overwrite each other."""
+    """The sum or maximum of x [keys, heads] over keys. Warps meet in `scratch`: Pallas' own reduction has one
+    for the whole CTA, in which warpgroups would overwrite each other.
+    """
     if interpret:
         return x.sum(axis=0) if op == "add" else x.max(axis=0)
     reduce = plgpu.inline_mgpu(
-        arg_types=(_WGMMA, plgpu.RefType()), return_type=plgpu.ShapeDtypeStruct((x.shape[1],), x.dtype, layout=_HEADS)
+        arg_types=(_WGMMA, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((x.shape[1],), x.dtype, layout=_HEADS),
     )
     return reduce(lambda _, x, scratch: x.reduce(op, 0, scratch))(x, scratch)
 
 
 def soften(scores, seen, bounds: Range, begun, put, across, top, total, out, *, scale, soft_cap, interpret):
-    """One round over a list of pages [keys, cols]: puts their weights into shared memory, committed. Returns new (top, total, out).
+    """One round over a list of pages [keys, cols]: puts their weights into shared memory, committed. Returns
+    new (top, total, out).
 
     begun: whether the pair had a round before. put(page, weights) stores the weights of one page.
     """
@@ -105,10 +111,11 @@ def soften(scores, seen, bounds: Range, begun, put, across, top, total, out, *, 
 
 
 def _leaves(highest, cap, floor, interpret: bool):
-    """Whether a score of highest [keys, cols] is above its column's cap, or all keys of a warp are below a floor; commits shared memory.
+    """Whether a score of highest [keys, cols] is above its column's cap, or all keys of a warp are below a
+    floor; commits shared memory.
 
-    The answer comes with the barrier that the weights need anyway. A warp sees 16 keys of each page; where it alone is below, the pair
-    takes a maximum of its own without need.
+    The answer comes with the barrier that the weights need anyway. A warp sees 16 keys of each page; where it
+    alone is below, the pair takes a maximum of its own without need.
     """
     if interpret:
         plgpu.commit_smem()
@@ -116,7 +123,8 @@ def _leaves(highest, cap, floor, interpret: bool):
         return (highest > cap).any() | below
 
     @plgpu.inline_mgpu(
-        arg_types=(_WGMMA, _HEADS, _HEADS), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+        arg_types=(_WGMMA, _HEADS, _HEADS),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
     )
     def vote(_, highest, cap, floor):
         i32 = ir.IntegerType.get_signless(32)

@@ -1,10 +1,13 @@
-"""Persistent matrix product for Hopper: bfloat16 operands, float32 sums, and what follows the product done before it is stored.
+"""Persistent matrix product for Hopper: bfloat16 operands, float32 sums, and what follows the product done
+before it is stored.
 
-`sms` CTAs work through a table of items (`gemm_tiles.schedule`): whole output tiles, then tiles cut along K so that all CTAs end together.
-In a CTA one warpgroup copies the operands through a ring of stages and runs ahead over the borders of tiles; two compute half of the tile's
-rows each. Both operands have K contiguous: the weight is wgmma's transposed right-hand side. Where gates and ups alternate, a warpgroup
-holds both of a pair in its registers, so act(gate) · up costs no memory. A kernel that has the GPU to itself runs in clusters of two CTAs
-whose tiles lie below each other: each brings half of the weight's tile for both, a third less for the L2 cache to send.
+`sms` CTAs work through a table of items (`gemm_tiles.schedule`): whole output tiles, then tiles cut along K
+so that all CTAs end together. In a CTA one warpgroup copies the operands through a ring of stages and runs
+ahead over the borders of tiles; two compute half of the tile's rows each. Both operands have K contiguous:
+the weight is wgmma's transposed right-hand side. Where gates and ups alternate, a warpgroup holds both of a
+pair in its registers, so act(gate) · up costs no memory. A kernel that has the GPU to itself runs in clusters
+of two CTAs whose tiles lie below each other: each brings half of the weight's tile for both, a third less for
+the L2 cache to send.
 """
 
 import functools
@@ -50,10 +53,9 @@ def dense_gemm(
       bias: [N], any float.
       residual: [M, N], or [M, N / 2] with gates, of the output's dtype.
       activation: silu, gelu_tanh, relu or None.
-      gate_block: columns lie as blocks of so many (16, 32 or 64) gates, then as many ups, alternating; the result is act(gate) · up.
-      out_dtype: bfloat16 or float32; None: x's.
-      sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
-      plan: tile and schedule; None: `gemm_plan`'s.
+      gate_block: columns lie as blocks of so many (16, 32 or 64) gates, then as many ups, alternating; the
+      result is act(gate) · up. out_dtype: bfloat16 or float32; None: x's. sms: CTAs of the persistent grid:
+      how many SMs the kernel may take, 1 to 132; None: all. plan: tile and schedule; None: `gemm_plan`'s.
     Returns:
       [M, N], or [M, N / 2] with gates.
     Raises:
@@ -101,7 +103,9 @@ def dense_gemm(
 
 def _multiply(work_ref, x_ref, w_ref, *refs, form: Form, **shared):
     refs = list(refs)
-    rest = {name: refs.pop(0) for name in ("bias_ref", "residual_ref") if getattr(form, name.removesuffix("_ref"))}
+    rest = {
+        name: refs.pop(0) for name in ("bias_ref", "residual_ref") if getattr(form, name.removesuffix("_ref"))
+    }
     o_ref, rest["part_ref"] = refs.pop(0), refs.pop(0) if form.slots else None
     multiply(table_items(work_ref, form.tile.cols), x_ref, w_ref, o_ref, form=form, **rest, **shared)
 
@@ -109,7 +113,10 @@ def _multiply(work_ref, x_ref, w_ref, *refs, form: Form, **shared):
 def _check(x, w, activation, gate_block, out_dtype):
     (m, k), (n, width) = x.shape, w.shape
     if k != width or not supports(m, n, k, gate_block):
-        raise ValueError(f"{m=}, {n=}, k={k} and {width}, {gate_block=}: one k, n and k multiples of 64, blocks of 16, 32 or 64 or None")
+        raise ValueError(
+            f"{m=}, {n=}, k={k} and {width}, {gate_block=}: one k, n and k multiples of 64, blocks "
+            f"of 16, 32 or 64 or None"
+        )
     if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16 or out_dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtypes {x.dtype}, {w.dtype} -> {out_dtype}: bfloat16, to bfloat16 or float32")
     if activation not in _ACTIVATIONS:

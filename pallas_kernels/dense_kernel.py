@@ -1,4 +1,6 @@
-"""The kernel of the dense products: one warpgroup copies the operands of every k step ahead, two multiply, item after item."""
+"""The kernel of the dense products: one warpgroup copies the operands of every k step ahead, two multiply,
+item after item.
+"""
 
 import functools
 
@@ -12,7 +14,9 @@ from pallas_kernels.gemm_tiles import FIELDS
 
 
 def swizzled(width: int, itemsize: int) -> tuple:
-    """The shared-memory form of matrices that TMA copies and wgmma reads: tiles of 8 rows, `width` elements of them together."""
+    """The shared-memory form of matrices that TMA copies and wgmma reads: tiles of 8 rows, `width` elements
+    of them together.
+    """
     return (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * itemsize))  # pyright: ignore[reportAbstractUsage]
 
 
@@ -21,7 +25,9 @@ def scratch(form: Form, out_dtype) -> dict:
     arrays = dict(  # noqa: C408
         x_s=plgpu.SMEM((tile.stages, tile.rows, tile.depth), jnp.bfloat16, transforms=operand),
         w_s=plgpu.SMEM((tile.stages, tile.cols, tile.depth), jnp.bfloat16, transforms=operand),
-        o_s=plgpu.SMEM((2, BOXES, 64, form.width), out_dtype, transforms=swizzled(form.width, out_dtype.itemsize)),
+        o_s=plgpu.SMEM(
+            (2, BOXES, 64, form.width), out_dtype, transforms=swizzled(form.width, out_dtype.itemsize)
+        ),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         # What a pair shares is overwritten when both are done with it.
         empty=plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages)
@@ -32,12 +38,32 @@ def scratch(form: Form, out_dtype) -> dict:
 
 
 def multiply(
-    items, x_ref, w_ref, o_ref, *, form: Form, x_s, w_s, o_s, full, empty, read=None, bias_ref=None, residual_ref=None, part_ref=None
+    items,
+    x_ref,
+    w_ref,
+    o_ref,
+    *,
+    form: Form,
+    x_s,
+    w_s,
+    o_s,
+    full,
+    empty,
+    read=None,
+    bias_ref=None,
+    residual_ref=None,
+    part_ref=None,
 ):
-    """The kernel. items: (how many this worker has, item(i) -> its facts, `FIELDS` and the first row of its weight's tile)."""
+    """The kernel. items: (how many this worker has, item(i) -> its facts, `FIELDS` and the first row of its
+    weight's tile).
+    """
     wg = lax.axis_index("wg")
     # The interpreter has no semaphores, and runs the CTAs in an order in which none has to wait.
-    given = pl.get_global(plgpu.SemaphoreType.REGULAR((2 * form.slots * form.tile.cluster,))) if form.slots and not form.interpret else None
+    given = (
+        pl.get_global(plgpu.SemaphoreType.REGULAR((2 * form.slots * form.tile.cluster,)))
+        if form.slots and not form.interpret
+        else None
+    )
 
     @pl.when(wg == 2)
     def _():
@@ -64,7 +90,9 @@ def table_items(work_ref, cols: int):
 
 
 def _for_items(items, visit, step):
-    """visit(step, *item) -> step for each of this worker's items; an item is read while the one before it is worked on."""
+    """visit(step, *item) -> step for each of this worker's items; an item is read while the one before it is
+    worked on.
+    """
     count, item = items
 
     def one(i, state):
@@ -91,15 +119,20 @@ def _copy(tile, items, x_ref, w_ref, x_s, w_s, full, empty):
                 plgpu.barrier_wait(empty.at[slot])
 
             at = pl.ds((first + i) * depth, depth)
-            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row * tile.rows, tile.rows), at], x_s.at[slot], full.at[slot])
-            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(weight, tile.cols), at], w_s.at[slot], full.at[slot], collective_axes=shared)
+            plgpu.copy_gmem_to_smem(
+                x_ref.at[pl.ds(row * tile.rows, tile.rows), at], x_s.at[slot], full.at[slot]
+            )
+            plgpu.copy_gmem_to_smem(
+                w_ref.at[pl.ds(weight, tile.cols), at], w_s.at[slot], full.at[slot], collective_axes=shared
+            )
             return step + 1
 
         return lax.fori_loop(0, count, copy, step)
 
     steps = _for_items(items, visit, jnp.int32(0))
 
-    # Every arrival is waited for, also the last ones (a barrier that nobody watched is an error in the interpreter).
+    # Every arrival is waited for, also the last ones (a barrier that nobody watched is an error in the
+    # interpreter).
     @pl.loop(jnp.maximum(steps - stages, 0), steps)
     def _(step):
         plgpu.barrier_wait(empty.at[lax.rem(step, stages)])

@@ -1,4 +1,6 @@
-"""What a dense product does with its sums before they leave the SM: bias, activation, gates, residual, and the store."""
+"""What a dense product does with its sums before they leave the SM: bias, activation, gates, residual, and
+the store.
+"""
 
 import dataclasses
 
@@ -34,12 +36,23 @@ class Form:
     def pieces(self) -> list[tuple[int, int]]:
         """(row, column) of the 64 x width pieces of a warpgroup's sums that are stored (or of their gates)."""
         columns = self.width if self.gate_block is None else 2 * self.gate_block
-        inside = range(0, columns, self.width) if self.gate_block is None else range(0, self.gate_block, self.width)
-        return [(r, c + i) for r in range(0, self.half, 64) for c in range(0, self.tile.cols, columns) for i in inside]
+        inside = (
+            range(0, columns, self.width)
+            if self.gate_block is None
+            else range(0, self.gate_block, self.width)
+        )
+        return [
+            (r, c + i)
+            for r in range(0, self.half, 64)
+            for c in range(0, self.tile.cols, columns)
+            for i in inside
+        ]
 
 
 def store(form: Form, wg, o_ref, o_s, part_ref, bias_ref, residual_ref, read, y, row, column, take, taken):
-    """Adds the parts take .. take + taken to the sums y [half, cols], does what follows the product, and stores the result."""
+    """Adds the parts take .. take + taken to the sums y [half, cols], does what follows the product, and
+    stores the result.
+    """
     width, pieces = form.width, form.pieces()
     first_row, first_column = row * form.tile.rows + wg * form.half, column * form.tile.cols
 
@@ -49,14 +62,20 @@ def store(form: Form, wg, o_ref, o_s, part_ref, bias_ref, residual_ref, read, y,
         if form.slots:
 
             def add(part, total):
-                source = part_ref.at[part * form.tile.cluster + lax.axis_index("rank"), wg, pl.ds(r, 64), pl.ds(c, width)]
+                source = part_ref.at[
+                    part * form.tile.cluster + lax.axis_index("rank"), wg, pl.ds(r, 64), pl.ds(c, width)
+                ]
                 return total + plgpu.load(source, (), layout=plgpu.Layout.WGMMA, optimized=False)
 
             total = lax.fori_loop(take, take + taken, add, total)
         if bias_ref is None:
             return total
-        start = jnp.minimum(first_column + c, bias_ref.shape[0] - width)  # columns beyond the output are not stored
-        bias = plgpu.load(bias_ref.at[pl.ds(start, width)], (), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        start = jnp.minimum(
+            first_column + c, bias_ref.shape[0] - width
+        )  # columns beyond the output are not stored
+        bias = plgpu.load(
+            bias_ref.at[pl.ds(start, width)], (), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+        )
         return total + lax.broadcast_in_dim(bias.astype(jnp.float32), total.shape, [1])
 
     def of(ref, r, c):
@@ -69,7 +88,9 @@ def store(form: Form, wg, o_ref, o_s, part_ref, bias_ref, residual_ref, read, y,
         return ref.at[pl.ds(first_row + r, 64), pl.ds(start + c, width)]
 
     def fetch(i):
-        plgpu.copy_gmem_to_smem(of(residual_ref, *pieces[i]), o_s.at[wg, i % BOXES], read.at[wg * BOXES + i % BOXES])
+        plgpu.copy_gmem_to_smem(
+            of(residual_ref, *pieces[i]), o_s.at[wg, i % BOXES], read.at[wg * BOXES + i % BOXES]
+        )
 
     if form.residual:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -94,10 +115,14 @@ def store(form: Form, wg, o_ref, o_s, part_ref, bias_ref, residual_ref, read, y,
 
 
 def activate(x, activation):
-    """silu, gelu_tanh or relu of float32 registers, out of exp2: the hardware's own tanh is good to 11 bits only."""
+    """silu, gelu_tanh or relu of float32 registers, out of exp2: the hardware's own tanh is good to 11 bits
+    only.
+    """
     if activation is None:
         return x
     if activation == "relu":
         return jnp.maximum(x, 0.0)
-    inner = x if activation == "silu" else x * (1.5957691216057308 + 0.0713548162726009 * x * x)  # gelu: 2 sqrt(2 / pi) (x + 0.044715 x³)
+    inner = (
+        x if activation == "silu" else x * (1.5957691216057308 + 0.0713548162726009 * x * x)
+    )  # gelu: 2 sqrt(2 / pi) (x + 0.044715 x³)
     return x / (1.0 + jnp.exp2(inner * -LOG2E))

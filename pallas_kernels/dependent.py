@@ -1,8 +1,10 @@
-"""Kernels that begin before the one before them has ended: CUDA's programmatic dependent launch, for kernels launched one by one.
+"""Kernels that begin before the one before them has ended: CUDA's programmatic dependent launch, for kernels
+launched one by one.
 
-A kernel that waits for the last one may be launched as soon as every CTA of that one has said `launch_next`. Before it has waited it reads
-only what is constant, a product's weight, and writes nothing. All that let others begin wait for the last one themselves, so a kernel that
-has waited comes after everything that was issued before it. Bits do not change.
+A kernel that waits for the last one may be launched as soon as every CTA of that one has said `launch_next`.
+Before it has waited it reads only what is constant, a product's weight, and writes nothing. All that let
+others begin wait for the last one themselves, so a kernel that has waited comes after everything that was
+issued before it. Bits do not change.
 
 In a CUDA graph, where XLA records each kernel as a graph of its own, it makes no difference.
 """
@@ -17,6 +19,8 @@ def launch_next(early: bool) -> None:
 
 
 def wait_for_last(early: bool) -> None:
-    """In a kernel, by every thread that reads what others wrote, or writes: waits until the kernel before has ended."""
+    """In a kernel, by every thread that reads what others wrote, or writes: waits until the kernel before has
+    ended.
+    """
     if early:
         plgpu.griddepcontrol_wait()

@@ -1,12 +1,15 @@
 """Products of few rows for Hopper: decode's GEMMs, which are reads of the weight.
 
-The operands are swapped: rows of the weight are wgmma's M (64) and tokens its N, so that M tokens are padded to a multiple of 8 and not
-to 64 (FlashDecoding++Next §4). One warpgroup copies weights and tokens ahead through a ring that fills the SM's shared memory (the
-paper's double buffering, as deep as it goes); the others multiply. What bounds the time is bytes in flight, so a CTA takes whole tiles
-where there are enough of them, each CTA as many as any other, and fewer CTAs than SMs where that makes them equal. Where there are too
-few tiles, a cluster of CTAs shares a tile along K and adds its parts up in distributed shared memory, always in the same order.
+The operands are swapped: rows of the weight are wgmma's M (64) and tokens its N, so that M tokens are padded
+to a multiple of 8 and not to 64 (FlashDecoding++Next §4). One warpgroup copies weights and tokens ahead
+through a ring that fills the SM's shared memory (the paper's double buffering, as deep as it goes); the
+others multiply. What bounds the time is bytes in flight, so a CTA takes whole tiles where there are enough of
+them, each CTA as many as any other, and fewer CTAs than SMs where that makes them equal. Where there are too
+few tiles, a cluster of CTAs shares a tile along K and adds its parts up in distributed shared memory, always
+in the same order.
 
-`multiply_flat` does this for a weight in any form of one or more arrays by row: `flat_gemm` for bfloat16, `int4_gemm` for 4 bits.
+`multiply_flat` does this for a weight in any form of one or more arrays by row: `flat_gemm` for bfloat16,
+`int4_gemm` for 4 bits.
 """
 
 import functools
@@ -41,15 +44,16 @@ def flat_gemm(
     early: bool = False,
     interpret=None,
 ) -> jax.Array:
-    """act(x @ w.T + bias) (+ residual), accumulated in float32 (the twin: `reference.gemm`; FlashDecoding++Next §4).
+    """act(x @ w.T + bias) (+ residual), accumulated in float32 (the twin: `reference.gemm`;
+    FlashDecoding++Next §4).
 
     Args:
       x: [M, K] bfloat16, 1 to 64 rows. w: [N, K] bfloat16; K a multiple of 64, N of 8. bias: [N].
       residual: [M, N'] bfloat16, added last. activation: None, "silu", "gelu_tanh" or "relu".
-      gate_block: 64: columns are blocks of 64 gates, then 64 ups, alternating (N a multiple of 128); the result is act(gate) · up.
-      out_dtype: bfloat16 (default) or float32.
-      sms: SMs the kernel may occupy, 1 to 132; None: all.
-      early: it begins before the kernel before it has ended (`pallas_kernels.dependent`); w is then an argument of the program.
+      gate_block: 64: columns are blocks of 64 gates, then 64 ups, alternating (N a multiple of 128); the
+      result is act(gate) · up. out_dtype: bfloat16 (default) or float32. sms: SMs the kernel may occupy, 1 to
+      132; None: all. early: it begins before the kernel before it has ended (`pallas_kernels.dependent`); w
+      is then an argument of the program.
     Returns:
       [M, N'], N' = N, or N / 2 with gate_block.
     Raises:
@@ -75,9 +79,11 @@ def multiply_flat(
     activation: str | None, gate_block: int | None, out_dtype, sms: int, tile: FlatTile, name: str, early: bool = False,
     in_registers: bool = False, interpret,
 ) -> jax.Array:  # fmt: skip
-    """The pipeline: copies tiles of the weight's arrays and of x, calls product(acc, tiles, x's tile, rows of the warpgroup) on each.
+    """The pipeline: copies tiles of the weight's arrays and of x, calls product(acc, tiles, x's tile, rows of
+    the warpgroup) on each.
 
-    in_registers: acc is a value, and product returns the next one, done with the tiles; else a reference that wgmma adds to.
+    in_registers: acc is a value, and product returns the next one, done with the tiles; else a reference that
+    wgmma adds to.
     """
     (m, k), n = x.shape, weight[0].array.shape[0]
     out_dtype, gated = jnp.dtype(out_dtype or x.dtype), gate_block is not None
@@ -88,12 +94,19 @@ def multiply_flat(
     operands = [x, *(part.array for part in weight)]
     tiles, columns = pl.cdiv(n, tile.columns), n // 2 if gated else n
     if bias is not None:  # padded: it is not TMA that reads it
-        operands.append(lax.pad(bias, jnp.zeros((), bias.dtype), [(0, tiles * tile.columns - n, 0)]) if n % tile.columns else bias)
+        operands.append(
+            lax.pad(bias, jnp.zeros((), bias.dtype), [(0, tiles * tile.columns - n, 0)])
+            if n % tile.columns
+            else bias
+        )
     if residual is not None:
         operands.append(tile_of_eight(residual))
     most = min(tiles, sms // tile.cluster)
     if not most or tile.cluster > pl.cdiv(k, tile.depth) or tile.stages % tile.turns:
-        raise ValueError(f"sms={sms}, K={k}: for {tile} at least {tile.cluster} SMs and steps along K, and stages a multiple of its turns")
+        raise ValueError(
+            f"sms={sms}, K={k}: for {tile} at least {tile.cluster} SMs and steps along K, and stages "
+            f"a multiple of its turns"
+        )
     body = functools.partial(
         multiply, weight=weight, product=product, tile=tile, has_bias=bias is not None, has_residual=residual is not None,
         activation=activation, gated=gated, early=early, in_registers=in_registers,
@@ -121,6 +134,8 @@ def _check(x, n, activation, gate_block, out_dtype) -> None:
     if not 1 <= x.shape[0] <= ROWS or n % 8:
         raise ValueError(f"{x.shape[0]} rows, N={n}: 1 to {ROWS} rows, N a multiple of 8")
     if gate_block is not None and (gate_block != GATE_BLOCK or n % (2 * GATE_BLOCK)):
-        raise ValueError(f"gate_block={gate_block}, N={n}: {GATE_BLOCK}, and N a multiple of {2 * GATE_BLOCK}")
+        raise ValueError(
+            f"gate_block={gate_block}, N={n}: {GATE_BLOCK}, and N a multiple of {2 * GATE_BLOCK}"
+        )
     if activation not in (None, "silu", "gelu_tanh", "relu"):
         raise ValueError(f"activation={activation!r}: None, silu, gelu_tanh or relu")

@@ -1,4 +1,6 @@
-"""The kernel of the products of few rows: one warpgroup copies weights and tokens through a ring, the others multiply and finish."""
+"""The kernel of the products of few rows: one warpgroup copies weights and tokens through a ring, the others
+multiply and finish.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -32,11 +34,24 @@ def swizzled(dtype) -> tuple:
     return (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
-def scratch(tile: FlatTile, weight: Sequence[Operand], m: int, columns: int, out_dtype, gated: bool, has_residual: bool) -> dict:
+def scratch(
+    tile: FlatTile,
+    weight: Sequence[Operand],
+    m: int,
+    columns: int,
+    out_dtype,
+    gated: bool,
+    has_residual: bool,
+) -> dict:
     width = tile.rows // 2 if gated else tile.rows
     form = swizzled if columns % 64 == 0 else lambda _: ()  # TMA copies whole swizzled tiles only
     arrays = {
-        "w_s": [plgpu.SMEM((tile.stages, tile.columns, tile.depth // part.per), part.array.dtype, transforms=part.form) for part in weight],
+        "w_s": [
+            plgpu.SMEM(
+                (tile.stages, tile.columns, tile.depth // part.per), part.array.dtype, transforms=part.form
+            )
+            for part in weight
+        ],
         "x_s": plgpu.SMEM((tile.stages, m, tile.depth), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
         "o_s": plgpu.SMEM((tile.warpgroups, m, width), out_dtype, transforms=form(out_dtype)),
         "full": plgpu.Barrier(num_arrivals=1 + len(weight), num_barriers=tile.stages),
@@ -47,12 +62,17 @@ def scratch(tile: FlatTile, weight: Sequence[Operand], m: int, columns: int, out
         arrays["r_full"] = plgpu.Barrier(num_barriers=tile.warpgroups)
     small = (plgpu.TilingTransform((8, 8)), plgpu.SwizzleTransform(32))  # pyright: ignore[reportAbstractUsage]
     if tile.turns > 1:
-        arrays["sums"] = plgpu.SMEM((tile.warpgroups, tile.turns - 1, tile.rows, m), jnp.float32, transforms=small)
+        arrays["sums"] = plgpu.SMEM(
+            (tile.warpgroups, tile.turns - 1, tile.rows, m), jnp.float32, transforms=small
+        )
         arrays["sums_full"] = plgpu.Barrier(num_arrivals=tile.turns - 1, num_barriers=tile.warpgroups)
         arrays["sums_empty"] = plgpu.Barrier(num_barriers=tile.warpgroups)
     if tile.cluster > 1:
-        arrays["parts"] = plgpu.SMEM((tile.warpgroups, tile.cluster - 1, tile.rows, m), jnp.float32, transforms=small)
-        # One barrier for all warpgroups: Mosaic (0.11.2) adds a barrier's place in its array twice when it arrives at another CTA's.
+        arrays["parts"] = plgpu.SMEM(
+            (tile.warpgroups, tile.cluster - 1, tile.rows, m), jnp.float32, transforms=small
+        )
+        # One barrier for all warpgroups: Mosaic (0.11.2) adds a barrier's place in its array twice when it
+        # arrives at another CTA's.
         arrays["parts_full"] = plgpu.Barrier(num_arrivals=(tile.cluster - 1) * tile.warpgroups)
         arrays["parts_empty"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=tile.warpgroups)
     return arrays
@@ -73,7 +93,9 @@ def multiply(
     part = lax.axis_index("part") if tile.cluster > 1 else jnp.int32(0)
     groups = lax.axis_size("group")
     m, width = o_s.shape[1:]
-    tokens = pl.ds(jnp.int32(0), m)  # TMA fills and cuts the tile of fewer than 8, whose end Pallas would refuse if it knew the beginning
+    tokens = pl.ds(
+        jnp.int32(0), m
+    )  # TMA fills and cuts the tile of fewer than 8, whose end Pallas would refuse if it knew the beginning
     tiles, blocks = pl.cdiv(w_refs[0].shape[0], tile.columns), pl.cdiv(x_ref.shape[1], tile.depth)
     mine = lax.div(tiles - group + groups - 1, jnp.int32(groups))
     first, last = (lax.div(blocks * (part + i), jnp.int32(tile.cluster)) for i in (0, 1))
@@ -96,7 +118,9 @@ def multiply(
 
         def copy_tokens(step):
             block, slot = first + lax.rem(step, steps), slot_of(step)
-            plgpu.copy_gmem_to_smem(x_ref.at[tokens, pl.ds(block * tile.depth, tile.depth)], x_s.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                x_ref.at[tokens, pl.ds(block * tile.depth, tile.depth)], x_s.at[slot], full.at[slot]
+            )
 
         total = mine * steps
         ahead = jnp.minimum(total, tile.stages)
@@ -119,21 +143,31 @@ def multiply(
         if in_registers:
             threads = tile.warpgroups * tile.turns
             launched = 65536 // (128 * (threads + 1)) // 8 * 8
-            plgpu.set_max_registers(min(240, (launched * (threads + 1) - _FEW) // threads // 8 * 8), action="increase")
+            plgpu.set_max_registers(
+                min(240, (launched * (threads + 1) - _FEW) // threads // 8 * 8), action="increase"
+            )
         wait_for_last(early)
         own = pl.ds(wg * tile.rows, tile.rows)
 
         def finish(y, row, column):
-            """The epilogue of y [rows, M], float32, at rows `row` of the weight, columns `column` of the result."""
+            """The epilogue of y [rows, M], float32, at rows `row` of the weight, columns `column` of the
+            result.
+            """
             if bias_ref is not None:
-                bias = plgpu.load(bias_ref.at[pl.ds(row, tile.rows)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                bias = plgpu.load(
+                    bias_ref.at[pl.ds(row, tile.rows)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+                )
                 y = y + lax.broadcast_in_dim(bias.astype(jnp.float32), y.shape, [0])
             y = _gate(y, activation) if gated else _act(y, activation)
             if r_s is not None:
                 plgpu.barrier_wait(r_full.at[wg])
-                y = y + plgpu.load(r_s.at[wg].transpose((1, 0)), layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+                y = y + plgpu.load(
+                    r_s.at[wg].transpose((1, 0)), layout=plgpu.Layout.WGMMA, optimized=False
+                ).astype(jnp.float32)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if o_s.dtype == jnp.float32:  # stmatrix transposes 16-bit values only; this layout holds them one by one
+            if (
+                o_s.dtype == jnp.float32
+            ):  # stmatrix transposes 16-bit values only; this layout holds them one by one
                 y = plgpu.layout_cast(y, plgpu.Layout._WGMMA_ACC_32BIT)
             o_s.at[wg].transpose((1, 0))[...] = y.astype(o_s.dtype)
             plgpu.commit_smem()
@@ -146,10 +180,15 @@ def multiply(
 
                 @pl.when((part == 0) & (turn == 0))
                 def _():
-                    plgpu.copy_gmem_to_smem(residual_ref.at[tokens, pl.ds(column, width)], r_s.at[wg], r_full.at[wg])
+                    plgpu.copy_gmem_to_smem(
+                        residual_ref.at[tokens, pl.ds(column, width)], r_s.at[wg], r_full.at[wg]
+                    )
 
-            # Every so many steps are this turn's, through all tiles: a place in the ring, whose barriers count phases, is of one turn.
-            begin = lax.rem(turn + tile.turns - lax.rem(item * steps, jnp.int32(tile.turns)), jnp.int32(tile.turns))
+            # Every so many steps are this turn's, through all tiles: a place in the ring, whose barriers
+            # count phases, is of one turn.
+            begin = lax.rem(
+                turn + tile.turns - lax.rem(item * steps, jnp.int32(tile.turns)), jnp.int32(tile.turns)
+            )
             count = lax.div(steps - begin + tile.turns - 1, jnp.int32(tile.turns))
 
             def accumulate(acc):
@@ -163,7 +202,9 @@ def multiply(
                         plgpu.barrier_arrive(empty.at[slot_of(step)])
                     else:
                         plgpu.wgmma_wait(1)
-                        pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[slot_of(step + tile.stages - 1)]))
+                        pl.when(i > 0)(
+                            lambda: plgpu.barrier_arrive(empty.at[slot_of(step + tile.stages - 1)])
+                        )
 
                 value = acc[...]
                 if tile.turns == 1:
@@ -178,7 +219,12 @@ def multiply(
                 return total
 
             if in_registers:
-                y = lax.fori_loop(0, count, add, plgpu.layout_cast(jnp.zeros((tile.rows, m), jnp.float32), plgpu.Layout.WGMMA))
+                y = lax.fori_loop(
+                    0,
+                    count,
+                    add,
+                    plgpu.layout_cast(jnp.zeros((tile.rows, m), jnp.float32), plgpu.Layout.WGMMA),
+                )
             else:
                 y = pl.run_scoped(accumulate, plgpu.ACC((tile.rows, m), jnp.float32))
             if tile.turns == 1:
@@ -219,7 +265,9 @@ def multiply(
             @pl.when(part > 0)
             def _():
                 to = parts.at[wg, part - 1]
-                plgpu.async_store_smem(y, to, parts_full, cluster_idx=jnp.int32(0), cluster_dim="part", optimized=False)
+                plgpu.async_store_smem(
+                    y, to, parts_full, cluster_idx=jnp.int32(0), cluster_dim="part", optimized=False
+                )
 
             @pl.when(part == 0)
             def _():
@@ -245,7 +293,9 @@ def _gate(y, activation):
 def _act(y, activation):
     if activation == "silu":
         return y / (1.0 + jnp.exp2(y * -LOG2E))
-    if activation == "gelu_tanh":  # y · sigmoid(2z) is y · (1 + tanh z) / 2; the hardware's tanh is good to 11 bits only
+    if (
+        activation == "gelu_tanh"
+    ):  # y · sigmoid(2z) is y · (1 + tanh z) / 2; the hardware's tanh is good to 11 bits only
         z = 0.7978845608028654 * (y + 0.044715 * y * y * y)
         return y / (1.0 + jnp.exp2(z * (-2.0 * LOG2E)))
     return y if activation is None else jnp.maximum(y, 0.0)

@@ -1,7 +1,8 @@
-"""Product of very few rows without tensor cores: multiply and add as the weight streams by (FlashDecoding++Next §4).
+"""Product of very few rows without tensor cores: multiply and add as the weight streams by
+(FlashDecoding++Next §4).
 
-XLA's own reduction over a row reads as fast as memory gives, so the kernel is XLA's: a sum over K for each row of x, fused with the
-product.
+XLA's own reduction over a row reads as fast as memory gives, so the kernel is XLA's: a sum over K for each
+row of x, fused with the product.
 """
 
 import jax

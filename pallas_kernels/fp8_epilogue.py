@@ -1,4 +1,6 @@
-"""What follows an fp8 product in registers, before anything is stored: scales, bias, activation, gate, residual, quantisation."""
+"""What follows an fp8 product in registers, before anything is stored: scales, bias, activation, gate,
+residual, quantisation.
+"""
 
 import dataclasses
 import functools
@@ -21,7 +23,9 @@ BY_ROW, BY_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """activation, gate_block and quantize of `fp8_gemm`; slots: pieces of a warpgroup's output on their way to memory."""
+    """activation, gate_block and quantize of `fp8_gemm`; slots: pieces of a warpgroup's output on their way
+    to memory.
+    """
 
     activation: str | None
     gate_block: int | None
@@ -49,9 +53,11 @@ def load(ref, layout):
 
 
 def finished_columns(sums: Callable, start, column, ref: dict, s: dict, wg) -> Callable:
-    """finished(at, width): columns start + at .. + width of a warpgroup's tile, scaled, with their bias, float32 [64, width].
+    """finished(at, width): columns start + at .. + width of a warpgroup's tile, scaled, with their bias,
+    float32 [64, width].
 
-    sums(at, width): the product's sums. column: the tile's first in the product. s: scratch, whose scales have arrived.
+    sums(at, width): the product's sums. column: the tile's first in the product. s: scratch, whose scales
+    have arrived.
     """
     tokens = load(s["token_s"].at[pl.ds(wg * ROWS, ROWS)], BY_ROW) if "token_s" in s else None
 
@@ -65,14 +71,18 @@ def finished_columns(sums: Callable, start, column, ref: dict, s: dict, wg) -> C
             y = y * lax.broadcast_in_dim(tokens, y.shape, [0])
         if "bias" in ref:  # past the last channel any will do: those columns are not stored
             here = jnp.minimum(column + start + at, ref["bias"].shape[0] - width)
-            y = y + lax.broadcast_in_dim(load(ref["bias"].at[pl.ds(here, width)], BY_COLUMN).astype(jnp.float32), y.shape, [1])
+            y = y + lax.broadcast_in_dim(
+                load(ref["bias"].at[pl.ds(here, width)], BY_COLUMN).astype(jnp.float32), y.shape, [1]
+            )
         return y
 
     return finished
 
 
 def store(finished: Callable, e: Epilogue, ref: dict, s: dict, wg, row, column, columns: int) -> None:
-    """Stores a warpgroup's `columns` columns from `column` on, of rows row .. row + 64, through its slots of shared memory."""
+    """Stores a warpgroup's `columns` columns from `column` on, of rows row .. row + 64, through its slots of
+    shared memory.
+    """
     column = lax.div(column, jnp.int32(2)) if e.gate_block else column
     rows, pieces = pl.ds(row, ROWS), columns // (2 * WIDTH if e.gate_block else WIDTH)
 
@@ -100,7 +110,9 @@ def store(finished: Callable, e: Epilogue, ref: dict, s: dict, wg, row, column, 
         def write():
             ref["scales"].at[rows, block][...] = scale
 
-        blocks = ref["scales"].shape[1]  # past the last one lies the next row's first: it is not TMA that writes them
+        blocks = ref["scales"].shape[
+            1
+        ]  # past the last one lies the next row's first: it is not TMA that writes them
         pl.when(block < blocks)(write) if blocks * BLOCK % (pieces * WIDTH) else write()
 
     if e.quantize:

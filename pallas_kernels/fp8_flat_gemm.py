@@ -1,8 +1,10 @@
-"""Products of few e4m3 rows with an e4m3 weight for Hopper: decode's GEMMs in fp8, which are reads of the weight.
+"""Products of few e4m3 rows with an e4m3 weight for Hopper: decode's GEMMs in fp8, which are reads of the
+weight.
 
-The skeleton is `flat_gemm`'s: rows of the weight are wgmma's M and tokens its N, a warpgroup copies ahead through a ring as deep as shared
-memory, a cluster of CTAs shares a tile along K where tiles are few. fp8's own are the scales (a token's, a channel's, a token's for every
-128 columns) and the quantised result, whose 128 columns of a token one warpgroup holds.
+The skeleton is `flat_gemm`'s: rows of the weight are wgmma's M and tokens its N, a warpgroup copies ahead
+through a ring as deep as shared memory, a cluster of CTAs shares a tile along K where tiles are few. fp8's
+own are the scales (a token's, a channel's, a token's for every 128 columns) and the quantised result, whose
+128 columns of a token one warpgroup holds.
 """
 
 import functools
@@ -24,7 +26,9 @@ from pallas_kernels.quantized import BLOCK, Quantized
 from pallas_kernels.tiles import sms_of
 
 ROWS = 64  # most tokens
-_ONE_BY_ONE = plgpu.Layout._WGMMA_ACC_32BIT  # the accumulator's layout without pairs: neighbours in a column of a matrix are no vector
+_ONE_BY_ONE = (
+    plgpu.Layout._WGMMA_ACC_32BIT
+)  # the accumulator's layout without pairs: neighbours in a column of a matrix are no vector
 
 
 def fp8_flat_gemm(
@@ -42,9 +46,11 @@ def fp8_flat_gemm(
     early: bool = False,
     interpret=None,
 ) -> jax.Array | Quantized:
-    """`fp8_gemm` of 1 to 64 rows (FlashDecoding++Next §4): the same arguments, result and errors; gate_block is 64.
+    """`fp8_gemm` of 1 to 64 rows (FlashDecoding++Next §4): the same arguments, result and errors; gate_block
+    is 64.
 
-    early: it begins before the kernel before it has ended (`pallas_kernels.dependent`); w is then an argument of the program.
+    early: it begins before the kernel before it has ended (`pallas_kernels.dependent`); w is then an argument
+    of the program.
     """
     (m, k), n = x.values.shape, w.values.shape[0]
     check_operands(x, w, bias, residual, activation, gate_block, quantize, out_dtype)
@@ -66,9 +72,13 @@ def fp8_flat_gemm(
     tiles = pl.cdiv(n, tile.rows)
     most = min(tiles, sms // tile.cluster)
     out = plgpu.kernel(
-        functools.partial(_multiply, names=names, tile=tile, e=epilogue, early=early, interpret=interpret is not None),
+        functools.partial(
+            _multiply, names=names, tile=tile, e=epilogue, early=early, interpret=interpret is not None
+        ),
         out_type=out_type,
-        grid=(pl.cdiv(tiles, pl.cdiv(tiles, most)),),  # no more CTAs than it takes, so that all have equally many tiles
+        grid=(
+            pl.cdiv(tiles, pl.cdiv(tiles, most)),
+        ),  # no more CTAs than it takes, so that all have equally many tiles
         grid_names=("group",),
         cluster=(tile.cluster,) if tile.cluster > 1 else (),
         cluster_names=("part",) if tile.cluster > 1 else (),
@@ -87,7 +97,9 @@ def _scratch(tile: Fp8FlatTile, rows: int, out_dtype, gated: bool, has_residual:
     scratch = {
         "w_s": plgpu.SMEM((tile.stages, tile.rows, tile.depth), E4M3, transforms=form(DEPTH, E4M3)),
         "x_s": plgpu.SMEM((tile.stages, rows, tile.depth), E4M3, transforms=form(DEPTH, E4M3)),
-        "o_s": plgpu.SMEM((rows, width), out_dtype, transforms=form(min(width, 128 // out_dtype.itemsize), out_dtype)),
+        "o_s": plgpu.SMEM(
+            (rows, width), out_dtype, transforms=form(min(width, 128 // out_dtype.itemsize), out_dtype)
+        ),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         "empty": plgpu.Barrier(num_barriers=tile.stages),
     }
@@ -95,11 +107,15 @@ def _scratch(tile: Fp8FlatTile, rows: int, out_dtype, gated: bool, has_residual:
         scratch["r_s"] = plgpu.SMEM((rows, width), jnp.bfloat16, transforms=form(64, jnp.bfloat16))
         scratch["r_full"] = plgpu.Barrier()
     if tile.turns > 1:
-        scratch["sums"] = plgpu.SMEM((tile.turns - 1, tile.rows, rows), jnp.float32, transforms=form(8, jnp.float32))
+        scratch["sums"] = plgpu.SMEM(
+            (tile.turns - 1, tile.rows, rows), jnp.float32, transforms=form(8, jnp.float32)
+        )
         scratch["sums_full"] = plgpu.Barrier(num_arrivals=tile.turns - 1)
         scratch["sums_empty"] = plgpu.Barrier()
     if tile.cluster > 1:
-        scratch["parts"] = plgpu.SMEM((tile.cluster - 1, tile.rows, rows), jnp.float32, transforms=form(8, jnp.float32))
+        scratch["parts"] = plgpu.SMEM(
+            (tile.cluster - 1, tile.rows, rows), jnp.float32, transforms=form(8, jnp.float32)
+        )
         scratch["parts_full"] = plgpu.Barrier(num_arrivals=tile.cluster - 1)
         scratch["parts_empty"] = plgpu.ClusterBarrier(collective_axes=("part",))
     return scratch
@@ -126,12 +142,17 @@ def _multiply(*refs, names, tile, e, early, interpret, **s):
 
         def copy_weight(step):
             item, block, slot = lax.div(step, steps), first + lax.rem(step, steps), lax.rem(step, stages)
-            at, deep = pl.ds((group + item * groups) * tile.rows, tile.rows), pl.ds(block * tile.depth, tile.depth)
+            at, deep = (
+                pl.ds((group + item * groups) * tile.rows, tile.rows),
+                pl.ds(block * tile.depth, tile.depth),
+            )
             plgpu.copy_gmem_to_smem(ref["w"].at[at, deep], w_s.at[slot], full.at[slot])
 
         def copy_tokens(step):
             block, slot = first + lax.rem(step, steps), lax.rem(step, stages)
-            plgpu.copy_gmem_to_smem(ref["x"].at[tokens, pl.ds(block * tile.depth, tile.depth)], x_s.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                ref["x"].at[tokens, pl.ds(block * tile.depth, tile.depth)], x_s.at[slot], full.at[slot]
+            )
 
         pl.loop(0, ahead)(copy_weight)
         wait_for_last(early)
@@ -177,11 +198,16 @@ def _multiply(*refs, names, tile, e, early, interpret, **s):
         per = tile.depth // DEPTH
 
         def scales(block):
-            scale = load(ref["tokens"].at[:, jnp.minimum(block, ref["tokens"].shape[1] - 1)], _ONE_BY_ONE.reduce(0))
+            scale = load(
+                ref["tokens"].at[:, jnp.minimum(block, ref["tokens"].shape[1] - 1)], _ONE_BY_ONE.reduce(0)
+            )
             return plgpu.layout_cast(along_rows(scale, tile.rows), plgpu.Layout.WGMMA)
 
-        # Every so many steps are this turn's, through all tiles: a place in the ring, whose barriers count phases, is of one turn.
-        begin = lax.rem(turn + tile.turns - lax.rem(item * steps, jnp.int32(tile.turns)), jnp.int32(tile.turns))
+        # Every so many steps are this turn's, through all tiles: a place in the ring, whose barriers count
+        # phases, is of one turn.
+        begin = lax.rem(
+            turn + tile.turns - lax.rem(item * steps, jnp.int32(tile.turns)), jnp.int32(tile.turns)
+        )
 
         def step(n, state):
             total, *own = state
@@ -202,10 +228,14 @@ def _multiply(*refs, names, tile, e, early, interpret, **s):
 
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, m), jnp.float32), plgpu.Layout.WGMMA)
         count = lax.div(steps - begin + tile.turns - 1, jnp.int32(tile.turns))
-        return lax.fori_loop(0, count, step, (zero, *(scales((first + begin) * per + j) for j in range(per))))[0]
+        return lax.fori_loop(
+            0, count, step, (zero, *(scales((first + begin) * per + j) for j in range(per)))
+        )[0]
 
     def finish(y, at, to):
-        """Scales and stores the sums of the weight's rows from `at` on, which are the result's columns from `to` on."""
+        """Scales and stores the sums of the weight's rows from `at` on, which are the result's columns from
+        `to` on.
+        """
         if ref["tokens"].shape == (m,) and m > 1:
             y = y * lax.broadcast_in_dim(load(ref["tokens"], BY_COLUMN), y.shape, [1])
         elif not blocked:
@@ -218,7 +248,10 @@ def _multiply(*refs, names, tile, e, early, interpret, **s):
             y = activate(y, e.activation)
         else:
             b = e.gate_block
-            gated = [activate(y[i : i + b], e.activation) * y[i + b : i + 2 * b] for i in range(0, tile.rows, 2 * b)]
+            gated = [
+                activate(y[i : i + b], e.activation) * y[i + b : i + 2 * b]
+                for i in range(0, tile.rows, 2 * b)
+            ]
             y = jnp.concatenate(gated) if len(gated) > 1 else gated[0]
         if "residual" in ref:
             plgpu.barrier_wait(s["r_full"])

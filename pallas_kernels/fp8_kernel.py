@@ -1,6 +1,8 @@
-"""The kernel of fp8's dense products: one warpgroup copies operands and scales ahead, two multiply 64 rows each.
+"""The kernel of fp8's dense products: one warpgroup copies operands and scales ahead, two multiply 64 rows
+each.
 
-The tiles of a last round that is part-filled are cut along K; each part adds up its own share of the columns and stores it.
+The tiles of a last round that is part-filled are cut along K; each part adds up its own share of the columns
+and stores it.
 """
 
 import functools
@@ -26,7 +28,11 @@ def form(columns: int, dtype) -> tuple:
 
 def scratch(tile: Fp8Tile, operands: dict, out_dtype) -> dict:
     stages, per_token = tile.stages, operands["tokens"].ndim == 1 and operands["tokens"].shape[0] > 1
-    empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if tile.cluster > 1 else plgpu.Barrier
+    empty = (
+        functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
+        if tile.cluster > 1
+        else plgpu.Barrier
+    )
     arrays = {
         "x_s": plgpu.SMEM((stages, 128, DEPTH), E4M3, transforms=form(DEPTH, E4M3)),
         "w_s": plgpu.SMEM((stages, tile.columns, DEPTH), E4M3, transforms=form(DEPTH, E4M3)),
@@ -51,7 +57,11 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
     pair = lax.axis_index("pair") if tile.cluster > 1 else jnp.int32(0)
     stages, items = jnp.int32(tile.stages), ref["work"].shape[1]
     blocked = len(ref["tokens"].shape) == 2
-    given = pl.get_global(plgpu.SemaphoreType.REGULAR((ref["parts"].shape[0] * tile.cluster * 2,))) if parts > 1 else None
+    given = (
+        pl.get_global(plgpu.SemaphoreType.REGULAR((ref["parts"].shape[0] * tile.cluster * 2,)))
+        if parts > 1
+        else None
+    )
 
     def item(i):
         i = jnp.minimum(i, items - 1)
@@ -61,7 +71,9 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
         def one(i, carry):
             own, state = carry
             following = item(i + 1)  # read under the products of this one
-            return following, lax.cond(own[3] > 0, lambda state: visit(state, *own), lambda state: state, state)
+            return following, lax.cond(
+                own[3] > 0, lambda state: visit(state, *own), lambda state: state, state
+            )
 
         return lax.fori_loop(0, items, one, (item(0), state))[1]
 
@@ -84,7 +96,9 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
                 at = pl.ds((first + i) * DEPTH, DEPTH)
                 plgpu.copy_gmem_to_smem(ref["x"].at[rows, at], x_s.at[slot], full.at[slot])
                 together = "pair" if tile.cluster > 1 else None
-                plgpu.copy_gmem_to_smem(ref["w"].at[columns, at], w_s.at[slot], full.at[slot], collective_axes=together)
+                plgpu.copy_gmem_to_smem(
+                    ref["w"].at[columns, at], w_s.at[slot], full.at[slot], collective_axes=together
+                )
                 return step + 1
 
             step = lax.fori_loop(0, count, copy, step)
@@ -100,7 +114,8 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
 
         steps, done = for_items(visit, (jnp.int32(0), jnp.int32(0)))
 
-        # Every arrival is waited for, also the last ones (a barrier that nobody watched is an error in the interpreter).
+        # Every arrival is waited for, also the last ones (a barrier that nobody watched is an error in the
+        # interpreter).
         @pl.loop(jnp.maximum(steps - stages, 0), steps)
         def _(step):
             plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
@@ -138,15 +153,21 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
             return [pl.run_scoped(product, plgpu.ACC((HALF, tile.columns), jnp.float32))]
 
         def moved_sums_of(step, first, count, row):
-            """The tile's sums in pieces [64, moved], each step's added to float32 registers, times the rows' scales for its 128 of K."""
+            """The tile's sums in pieces [64, moved], each step's added to float32 registers, times the rows'
+            scales for its 128 of K.
+            """
 
             def scales(i):
                 i = jnp.minimum(i, ref["tokens"].shape[1] - 1)
                 return load(ref["tokens"].at[pl.ds(row, HALF), i], BY_ROW)
 
-            # A product begins while the sums of the one before are added, of registers of its own. Where parts follow whole tiles ptxas
-            # spilled some of them at each step, and took twice the time; waiting costs 8 %. (The interpreter cannot begin with something.)
-            ordered, nothing = parts > 1 and items > 1 and not interpreted, first >> 31  # 0, which the compiler cannot know
+            # A product begins while the sums of the one before are added, of registers of its own. Where
+            # parts follow whole tiles ptxas spilled some of them at each step, and took twice the time;
+            # waiting costs 8 %. (The interpreter cannot begin with something.)
+            ordered, nothing = (
+                parts > 1 and items > 1 and not interpreted,
+                first >> 31,
+            )  # 0, which the compiler cannot know
 
             def multiply(i, state):
                 step, scale, *sums = state
@@ -164,7 +185,8 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
                         product(acc)
 
                     if piece and ordered:
-                        # Its zeros are made of the sums before, so that it begins when they are added and can use the same registers.
+                        # Its zeros are made of the sums before, so that it begins when they are added and can
+                        # use the same registers.
                         bits = lax.bitcast_convert_type(sums[piece - 1], jnp.int32) & nothing
                         begun: Any = plgpu.ACC.init(lax.bitcast_convert_type(bits, jnp.float32))
                         part = pl.run_state(product_after)(begun)
@@ -206,7 +228,10 @@ def multiply(*refs, names, tile, epilogue, parts, interpreted, **s):
 
                     def added(at, width):
                         """This part's share of the columns, of all parts in the order of K."""
-                        of = [ref["parts"].at[cut, i, pair, wg, :, pl.ds(part * share + at, width)] for i in range(parts)]
+                        of = [
+                            ref["parts"].at[cut, i, pair, wg, :, pl.ds(part * share + at, width)]
+                            for i in range(parts)
+                        ]
                         return functools.reduce(jnp.add, [load(x, plgpu.Layout.WGMMA) for x in of])
 
                     for i, y in enumerate(sums):

@@ -1,6 +1,8 @@
-"""The op `gemm` of a kernel set: one callable for every dense product, which picks a kernel by dtype and shape when it is traced.
+"""The op `gemm` of a kernel set: one callable for every dense product, which picks a kernel by dtype and
+shape when it is traced.
 
-Which kernels take a product is a matter of their limits (`takers`); which of those is fastest was measured (`table`).
+Which kernels take a product is a matter of their limits (`takers`); which of those is fastest was measured
+(`table`).
 """
 
 import dataclasses
@@ -22,7 +24,9 @@ _ROWS = tuple(2**i for i in range(14))  # at which a choice is told
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """What decides which kernels take a product: its rows, its weight, and the form of its operands and result."""
+    """What decides which kernels take a product: its rows, its weight, and the form of its operands and
+    result.
+    """
 
     rows: int
     shape: Shape
@@ -33,9 +37,13 @@ class Product:
 
 
 def shape_of(w, gate_block: int | None = None, scales: str = "") -> Shape:
-    """The shape of a weight [N, K]: plain, `Quantized` or `Int4`. scales: how its input is scaled (`scales_of`)."""
+    """The shape of a weight [N, K]: plain, `Quantized` or `Int4`. scales: how its input is scaled
+    (`scales_of`).
+    """
     n, k = w.shape
-    weights = "int4" if isinstance(w, Int4) else jnp.dtype((w.values if isinstance(w, Quantized) else w).dtype).name
+    weights = (
+        "int4" if isinstance(w, Int4) else jnp.dtype((w.values if isinstance(w, Quantized) else w).dtype).name
+    )
     return Shape(n, k, weights, gate_block or 0, scales)
 
 
@@ -46,11 +54,24 @@ def scales_of(x) -> str:
     return "blocks" if x.scale.ndim == 2 else "rows"
 
 
-def product(x, w, *, gate_block: int | None, quantize: bool, out_dtype, sms: int | None, residual=None) -> Product:
+def product(
+    x, w, *, gate_block: int | None, quantize: bool, out_dtype, sms: int | None, residual=None
+) -> Product:
     """The product of `gemm`'s arguments."""
     activations = jnp.dtype((x.values if isinstance(x, Quantized) else x).dtype).name
-    out = "float8_e4m3fn" if quantize else jnp.dtype(out_dtype or ("bfloat16" if isinstance(x, Quantized) else activations)).name
-    return Product(x.shape[0], shape_of(w, gate_block, scales_of(x)), activations, out, sms is not None, residual is not None)
+    out = (
+        "float8_e4m3fn"
+        if quantize
+        else jnp.dtype(out_dtype or ("bfloat16" if isinstance(x, Quantized) else activations)).name
+    )
+    return Product(
+        x.shape[0],
+        shape_of(w, gate_block, scales_of(x)),
+        activations,
+        out,
+        sms is not None,
+        residual is not None,
+    )
 
 
 def activations_of(shape: Shape) -> str:
@@ -59,13 +80,17 @@ def activations_of(shape: Shape) -> str:
 
 
 def product_of(shape: Shape, rows: int, out_dtype: str | None = None) -> Product:
-    """The product that a bfloat16 model makes of a weight. out_dtype: of its result; None: behind gates of e4m3 quantised for `down`."""
+    """The product that a bfloat16 model makes of a weight. out_dtype: of its result; None: behind gates of
+    e4m3 quantised for `down`.
+    """
     activations = activations_of(shape)
     return Product(rows, shape, activations, out_dtype or (activations if shape.gate_block else "bfloat16"))
 
 
 def takers(p: Product) -> tuple[str, ...]:
-    """The kernels that take a product on Hopper, the likely fastest first. XLA takes any, but always the whole GPU."""
+    """The kernels that take a product on Hopper, the likely fastest first. XLA takes any, but always the
+    whole GPU.
+    """
     n, k, gates = p.shape.n, p.shape.k, p.shape.gate_block
     few, kind = p.rows <= 64 and gates in (0, 64), (p.activations, p.shape.weights)
     found: list[str] = []
@@ -83,17 +108,23 @@ def takers(p: Product) -> tuple[str, ...]:
             ours = ["dense"] * whole + ["fma"] * (p.rows <= 4 and not p.bounded)
             if p.bounded and (found or ours):
                 return tuple(found + ours)
-            return (*found, *ours, "xla") if whole and _gate_pays(p) else (*found, "xla", *ours)  # bare, cuBLAS needs fewer joules a FLOP
+            return (
+                (*found, *ours, "xla") if whole and _gate_pays(p) else (*found, "xla", *ours)
+            )  # bare, cuBLAS needs fewer joules a FLOP
     return tuple(found) if p.bounded and found else (*found, "xla")
 
 
 def _gate_pays(p: Product) -> bool:
-    """Whether XLA's pass over memory for the gate costs more than its bare product is faster by, as measured (docs/kernels.md)."""
+    """Whether XLA's pass over memory for the gate costs more than its bare product is faster by, as measured
+    (docs/kernels.md).
+    """
     return p.shape.gate_block > 0 and 128 < p.rows <= 256
 
 
 def _steps(choose: Callable[[int], str], ends: Iterable[int] = ()) -> str:
-    """Which kernel runs from how many rows on, as `flat, from 65 rows xla`. Kernels' limits are powers of two; ends: other last rows."""
+    """Which kernel runs from how many rows on, as `flat, from 65 rows xla`. Kernels' limits are powers of
+    two; ends: other last rows.
+    """
     told, last, before = [], "", 0
     for rows in sorted({*_ROWS, *ends}):
         name = choose(rows)
@@ -105,7 +136,8 @@ def _steps(choose: Callable[[int], str], ends: Iterable[int] = ()) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class HopperGemm:
-    """`reference.gemm` by the fastest kernel for the shape: a table's choice, or the first taker where the table has none.
+    """`reference.gemm` by the fastest kernel for the shape: a table's choice, or the first taker where the
+    table has none.
 
     early: those that can begin before the kernel before them has ended.
     """
@@ -114,7 +146,8 @@ class HopperGemm:
     early: bool = False
 
     def choose(self, p: Product) -> Choice:
-        """The kernel of a product. The table's rules are of results that stay in a layer: none is of the head's, in float32.
+        """The kernel of a product. The table's rules are of results that stay in a layer: none is of the
+        head's, in float32.
 
         Their tiles are of a whole GPU: beside another kernel the SMs may be fewer than a tile's cluster.
         """
@@ -126,7 +159,9 @@ class HopperGemm:
 
     def describe(self, p: Product) -> str:
         """Which kernel a weight's products run on, by their rows, whatever those of `p`."""
-        measured = {choice.rows for rule in self.table.rules for choice in rule.choices}  # not powers of two where `tune --rows` said so
+        measured = {
+            choice.rows for rule in self.table.rules for choice in rule.choices
+        }  # not powers of two where `tune --rows` said so
         return _steps(lambda rows: self.choose(dataclasses.replace(p, rows=rows)).kernel, measured)
 
     def __call__(
@@ -142,7 +177,9 @@ class HopperGemm:
         out_dtype=None,
         sms: int | None = None,
     ) -> jax.Array | Quantized:
-        p = product(x, w, gate_block=gate_block, quantize=quantize, out_dtype=out_dtype, sms=sms, residual=residual)
+        p = product(
+            x, w, gate_block=gate_block, quantize=quantize, out_dtype=out_dtype, sms=sms, residual=residual
+        )
         settings: dict[str, Any] = {"residual": residual, "activation": activation, "gate_block": gate_block}
         settings |= {"quantize": True} if quantize else {}
         settings |= {"out_dtype": jnp.dtype(out_dtype)} if out_dtype is not None else {}
@@ -154,7 +191,8 @@ class HopperGemm:
 
 @functools.cache
 def kernel(choice: Choice) -> Callable:
-    """The function of a choice, its tile bound. Mosaic GPU takes a second to import, and CPU has no use for it.
+    """The function of a choice, its tile bound. Mosaic GPU takes a second to import, and CPU has no use for
+    it.
 
     Raises:
       ValueError: for a kernel that does not exist, as an old table may name.
@@ -185,7 +223,9 @@ def kernel(choice: Choice) -> Callable:
         from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
 
         return fp8_flat_gemm
-    raise ValueError(f"kernel={choice.kernel!r} of a tuned table: fma, flat, dense, fp8, fp8_flat, int4 or xla")
+    raise ValueError(
+        f"kernel={choice.kernel!r} of a tuned table: fma, flat, dense, fp8, fp8_flat, int4 or xla"
+    )
 
 
 def _with_tile(function: Callable, choice: Choice) -> Callable:
@@ -195,18 +235,28 @@ def _with_tile(function: Callable, choice: Choice) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class TritonGemm:
-    """`reference.gemm` before Hopper: up to 16 rows stream the weight through Triton, all else is XLA's, which was faster at 64."""
+    """`reference.gemm` before Hopper: up to 16 rows stream the weight through Triton, all else is XLA's,
+    which was faster at 64.
+    """
 
     def choose(self, rows: int, activations: str, weights: str) -> str:
         """triton or xla."""
-        return "triton" if rows <= 16 and activations == weights and weights in ("bfloat16", "float16", "float32") else "xla"
+        return (
+            "triton"
+            if rows <= 16 and activations == weights and weights in ("bfloat16", "float16", "float32")
+            else "xla"
+        )
 
     def describe(self, p: Product) -> str:
         """Which kernel a weight's products run on, by their rows, whatever those of `p`."""
         return _steps(lambda rows: self.choose(rows, p.activations, p.shape.weights))
 
     def __call__(self, x, w, bias=None, **settings) -> jax.Array | Quantized:
-        if isinstance(x, Quantized) or isinstance(w, Quantized | Int4) or self.choose(x.shape[0], x.dtype.name, w.dtype.name) == "xla":
+        if (
+            isinstance(x, Quantized)
+            or isinstance(w, Quantized | Int4)
+            or self.choose(x.shape[0], x.dtype.name, w.dtype.name) == "xla"
+        ):
             return reference.gemm(x, w, bias, **settings)
         from pallas_kernels.triton.flat_gemm import flat_gemm
 

@@ -1,8 +1,10 @@
-"""Which CTA computes what in a persistent GEMM: tiles in an order that the L2 cache likes, the last of them cut evenly along K.
+"""Which CTA computes what in a persistent GEMM: tiles in an order that the L2 cache likes, the last of them
+cut evenly along K.
 
-A product of T output tiles on s CTAs takes ceil(T / s) rounds of whole tiles, and the last round may be nearly empty. Here the last tiles
-(what is left over, or that and one full round more) form one line of k steps that is cut into s equal pieces (stream-K, Osama et al. 2023).
-A tile cut that way has several contributors; the CTA of its end adds up. All of this is data: a table of work items, made once by numpy.
+A product of T output tiles on s CTAs takes ceil(T / s) rounds of whole tiles, and the last round may be
+nearly empty. Here the last tiles (what is left over, or that and one full round more) form one line of k
+steps that is cut into s equal pieces (stream-K, Osama et al. 2023). A tile cut that way has several
+contributors; the CTA of its end adds up. All of this is data: a table of work items, made once by numpy.
 """
 
 import dataclasses
@@ -14,15 +16,19 @@ import numpy as np
 
 from pallas_kernels.tiles import SMS
 
-FIELDS = 7  # of an item: tile row, tile column, first k step, k steps, slot to give its part to or -1, first slot to take, slots to take
+# of an item: tile row, tile column, first k step, k steps, slot to give its part to or -1, first slot to
+# take, slots to take
+FIELDS = 7
 _SNAP = 3  # a cut this close to a tile's border (in k steps) moves there: handing a part over costs more
 
 
 @dataclasses.dataclass(frozen=True)
 class GemmTile:
-    """Output tiles of rows x cols by two warpgroups of rows / 2 each, `depth` of K a step, `stages` steps in flight.
+    """Output tiles of rows x cols by two warpgroups of rows / 2 each, `depth` of K a step, `stages` steps in
+    flight.
 
-    cluster: 1, or 2 CTAs on tiles below each other that share the weight's: one worker of the schedule, with a tile of twice the rows.
+    cluster: 1, or 2 CTAs on tiles below each other that share the weight's: one worker of the schedule, with
+    a tile of twice the rows.
     """
 
     rows: int
@@ -40,8 +46,9 @@ class GemmTile:
 class Schedule:
     """What each CTA does, in order.
 
-    table [s, items, 7] int32; items of 0 k steps come last and are none. slots: parts of tiles handed over, each through a slot of its own.
-    A CTA takes parts only from CTAs before it, and gives before it takes: nobody waits for a CTA that the GPU has yet to start.
+    table [s, items, 7] int32; items of 0 k steps come last and are none. slots: parts of tiles handed over,
+    each through a slot of its own. A CTA takes parts only from CTAs before it, and gives before it takes:
+    nobody waits for a CTA that the GPU has yet to start.
     """
 
     table: np.ndarray
@@ -49,7 +56,9 @@ class Schedule:
 
 
 def snake(tiles_m: int, tiles_n: int, width: int = 8) -> np.ndarray:
-    """[T, 2] (row, column) of the tiles in order: strips of `width` rows, along the columns and back, so that neighbours share operands."""
+    """[T, 2] (row, column) of the tiles in order: strips of `width` rows, along the columns and back, so that
+    neighbours share operands.
+    """
     order = []
     for strip, first in enumerate(range(0, tiles_m, width)):
         columns = range(tiles_n) if strip % 2 == 0 else reversed(range(tiles_n))
@@ -58,11 +67,13 @@ def snake(tiles_m: int, tiles_n: int, width: int = 8) -> np.ndarray:
 
 
 @functools.cache
-def schedule(tiles_m: int, tiles_n: int, steps: int, sms: int, whole_rounds: int | None = None, width: int = 8) -> Schedule:
+def schedule(
+    tiles_m: int, tiles_n: int, steps: int, sms: int, whole_rounds: int | None = None, width: int = 8
+) -> Schedule:
     """Divides tiles_m x tiles_n output tiles of `steps` k steps each among `sms` CTAs.
 
-    `whole_rounds` rounds of whole tiles come first, the tiles after them are cut into equal pieces; None: no tile is cut. The tiles are in
-    the order of `snake` with strips of `width` rows.
+    `whole_rounds` rounds of whole tiles come first, the tiles after them are cut into equal pieces; None: no
+    tile is cut. The tiles are in the order of `snake` with strips of `width` rows.
     """
     order = snake(tiles_m, tiles_n, width)
     tiles = len(order)
@@ -100,7 +111,9 @@ def schedule(tiles_m: int, tiles_n: int, steps: int, sms: int, whole_rounds: int
 
 
 def _cuts(units: int, steps: int, sms: int) -> list[int]:
-    """s + 1 ends of pieces of a line of `units` k steps, equal but for those that move to a tile's border nearby."""
+    """s + 1 ends of pieces of a line of `units` k steps, equal but for those that move to a tile's border
+    nearby.
+    """
     cuts = []
     for i in range(sms + 1):
         at = i * units // sms
@@ -109,15 +122,25 @@ def _cuts(units: int, steps: int, sms: int) -> list[int]:
     return cuts
 
 
-# What a k step of a tile costs an SM when all are busy, in microseconds, and what a tile costs beside its steps. Fitted to an H200 at its
-# power cap: to products of 256 to 2048 rows, ours and (of 128 and 192 columns) cuBLAS', which lie on these lines where no tile is cut.
-# Alone a CTA brings the whole of the weight's tile from the L2: narrow tiles gain less, by bytes.
-_STEP_US = {(128, 1): 0.48, (192, 1): 0.65, (256, 1): 0.80, (128, 2): 0.42, (192, 2): 0.62, (256, 2): 0.80}  # by columns and cluster
+# What a k step of a tile costs an SM when all are busy, in microseconds, and what a tile costs beside its
+# steps. Fitted to an H200 at its power cap: to products of 256 to 2048 rows, ours and (of 128 and 192
+# columns) cuBLAS', which lie on these lines where no tile is cut. Alone a CTA brings the whole of the
+# weight's tile from the L2: narrow tiles gain less, by bytes.
+_STEP_US = {
+    (128, 1): 0.48,
+    (192, 1): 0.65,
+    (256, 1): 0.80,
+    (128, 2): 0.42,
+    (192, 2): 0.62,
+    (256, 2): 0.80,
+}  # by columns and cluster
 _TILE_US = 1.0  # storing the output
 _CUT_US = 2.5  # zeroing the semaphores: a kernel or a copy before each product
 _PART_US = {128: 2.0, 192: 2.8, 256: 3.5}  # handing a part over through the L2, and as much for taking one
 _TILES = (GemmTile(128, 256, 4), GemmTile(128, 192, 4), GemmTile(128, 128, 6))
-_STRIP_ROWS = 2048  # with 16 x 8 tiles of 128 x 256 at work, the operands that are read together are the fewest bytes
+_STRIP_ROWS = (
+    2048  # with 16 x 8 tiles of 128 x 256 at work, the operands that are read together are the fewest bytes
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,13 +154,16 @@ class GemmPlan:
 def plan_of(tile: GemmTile, m: int, n: int, k: int, sms: int, whole_rounds: int | None = None) -> GemmPlan:
     """The plan of a given tile and number of rounds that stay whole (None: all)."""
     strip = _STRIP_ROWS // (tile.rows * tile.cluster)
-    return GemmPlan(tile, schedule(*tile.tiles(m, n), k // tile.depth, sms // tile.cluster, whole_rounds, strip))
+    return GemmPlan(
+        tile, schedule(*tile.tiles(m, n), k // tile.depth, sms // tile.cluster, whole_rounds, strip)
+    )
 
 
 def plans(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -> Iterator[GemmPlan]:
     """The plans to choose from: every tile, its last tiles whole or cut in one way or another.
 
-    In pairs only on all SMs: beside another kernel the SMs that are free may not be pairs, and a pair that waits for two doubles the time.
+    In pairs only on all SMs: beside another kernel the SMs that are free may not be pairs, and a pair that
+    waits for two doubles the time.
     """
     for tile in _TILES:
         if gate_block is not None and tile.cols % (2 * gate_block):
@@ -155,7 +181,9 @@ def plans(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -> It
 
 @functools.cache
 def gemm_plan(m: int, n: int, k: int, sms: int, gate_block: int | None = None) -> GemmPlan:
-    """The cheapest plan for a product [m, k] x [n, k] on `sms` SMs: which tile, and how many rounds stay whole."""
+    """The cheapest plan for a product [m, k] x [n, k] on `sms` SMs: which tile, and how many rounds stay
+    whole.
+    """
     return min(plans(m, n, k, sms, gate_block), key=cost_us)
 
 

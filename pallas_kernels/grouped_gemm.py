@@ -1,9 +1,11 @@
-"""The products of a mixture's experts for Hopper: `dense_gemm`'s kernel over tiles of rows that each have a weight of their own.
+"""The products of a mixture's experts for Hopper: `dense_gemm`'s kernel over tiles of rows that each have a
+weight of their own.
 
-Rows are sorted by expert, and an expert's begin at a whole tile, so that no tile has two weights. Which expert a tile is of, and how many
-tiles there are, are data: a persistent grid takes (tile of rows, tile of columns) items to that count, 16 tiles of rows beside each other
-before the next columns, so that tiles of one expert share what they read. (XLA multiplies every row with every expert's weight, and
-transposes all weights before that.)
+Rows are sorted by expert, and an expert's begin at a whole tile, so that no tile has two weights. Which
+expert a tile is of, and how many tiles there are, are data: a persistent grid takes (tile of rows, tile of
+columns) items to that count, 16 tiles of rows beside each other before the next columns, so that tiles of one
+expert share what they read. (XLA multiplies every row with every expert's weight, and transposes all weights
+before that.)
 """
 
 import functools
@@ -48,7 +50,8 @@ def grouped_gemm(
       x: [M, K] bfloat16, rows as `groups` has them.
       w: [E, N, K] bfloat16. Where N or K is no multiple of 64, the product is XLA's.
       groups: of `list_groups`, in tiles of 128 rows.
-      activation: silu, gelu_tanh, relu or None. gate_block: so many gates, then as many ups, alternating, or None; blocks of other than 16,
+      activation: silu, gelu_tanh, relu or None. gate_block: so many gates, then as many ups, alternating, or
+      None; blocks of other than 16,
         32 or 64 are XLA's.
       sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
       tile: of 128 rows, for the kernel alone; None: 128 x 256.
@@ -62,8 +65,14 @@ def grouped_gemm(
     if k != depth or m % ROWS or groups.experts.shape != (m // ROWS,) or tile.rows != ROWS:
         given = f"x {list(x.shape)}, w {list(w.shape)}, {groups.experts.shape[0]} tiles of rows"
         raise ValueError(f"{given}: the same K, and a tile for every {ROWS} rows")
-    if x.dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16 or activation not in (None, "silu", "gelu_tanh", "relu"):
-        raise ValueError(f"dtypes {x.dtype}, {w.dtype}, {activation=}: bfloat16 twice; None, silu, gelu_tanh or relu")
+    if (
+        x.dtype != jnp.bfloat16
+        or w.dtype != jnp.bfloat16
+        or activation not in (None, "silu", "gelu_tanh", "relu")
+    ):
+        raise ValueError(
+            f"dtypes {x.dtype}, {w.dtype}, {activation=}: bfloat16 twice; None, silu, gelu_tanh or relu"
+        )
     if not supports(m, n, k, gate_block):
         return reference.grouped_gemm(x, w, groups, activation=activation, gate_block=gate_block)
     form = Form(

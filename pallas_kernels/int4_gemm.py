@@ -1,8 +1,9 @@
 """Products of few rows with a weight of 4 bits (`quantized.Int4`) for Hopper.
 
-The pipeline is flat GEMM's. Up to 8 tokens the product is `int4_mma`'s. Beyond, a warpgroup takes a group of 64 columns of its 64 rows out
-of shared memory as wgmma's first operand, in registers: `Int4`'s order of nibbles makes that one 8-byte load a row and, for each pair of
-weights, a shift, a mask, an exact subtraction and a multiply-add in bfloat16, so the weights multiplied are `reference.dequantize_int4`'s.
+The pipeline is flat GEMM's. Up to 8 tokens the product is `int4_mma`'s. Beyond, a warpgroup takes a group of
+64 columns of its 64 rows out of shared memory as wgmma's first operand, in registers: `Int4`'s order of
+nibbles makes that one 8-byte load a row and, for each pair of weights, a shift, a mask, an exact subtraction
+and a multiply-add in bfloat16, so the weights multiplied are `reference.dequantize_int4`'s.
 """
 
 import jax
@@ -40,7 +41,8 @@ def int4_gemm(
     """act(x @ dequantized(w).T + bias) (+ residual) (the twin: `reference.gemm`).
 
     Args:
-      x: [M, K] bfloat16, 1 to 64 rows. w: Int4 of [N, K] in groups of 64; K a multiple of 512, N of 8. All else as of `flat_gemm`.
+      x: [M, K] bfloat16, 1 to 64 rows. w: Int4 of [N, K] in groups of 64; K a multiple of 512, N of 8. All
+      else as of `flat_gemm`.
     Raises:
       ValueError: for a shape, dtype, epilogue or sms that the kernel does not take.
     """
@@ -49,7 +51,9 @@ def int4_gemm(
         raise ValueError(f"x {x.shape}, w {w.shape}: the same K, a multiple of {DEPTH}")
     if any((factor.shape, factor.dtype) != ((n, k // GROUP), jnp.bfloat16) for factor in (w.scale, w.zero)):
         given = [f"{factor.dtype}{list(factor.shape)}" for factor in (w.scale, w.zero)]
-        raise ValueError(f"w's scale and zero are {given}: bfloat16{[n, k // GROUP]} both, one for each {GROUP} columns")
+        raise ValueError(
+            f"w's scale and zero are {given}: bfloat16{[n, k // GROUP]} both, one for each {GROUP} columns"
+        )
     tile = tile or int4_tile(x.shape[0], n, k, sms, gated=gate_block is not None)
 
     def product(acc, weight, x_s, own):
@@ -74,7 +78,12 @@ def int4_gemm(
     )  # fmt: skip
 
 
-_WORDS = (64, 32)  # 32-bit words of a thread: for each of its two rows 4 of scales and 4 of zeros, in the shape that holds 16 a thread
+_WORDS = (
+    64,
+    32,
+    # 32-bit words of a thread: for each of its two rows 4 of scales and 4 of zeros, in the shape that holds
+    # 16 a thread
+)
 
 
 def _factors(scale, zero) -> jax.Array:
@@ -87,7 +96,9 @@ def _factors(scale, zero) -> jax.Array:
 
 
 def _operand(packed, factors: jax.Array, group: int) -> jax.Array:
-    """Columns of one group of a tile's packed [64, depth / 2] in shared memory: [64, 64] bfloat16, as wgmma's first operand."""
+    """Columns of one group of a tile's packed [64, depth / 2] in shared memory: [64, 64] bfloat16, as wgmma's
+    first operand.
+    """
     take = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(swizzled(jnp.uint8)), plgpu.Layout.WGMMA),
         return_type=plgpu.ShapeDtypeStruct((64, GROUP), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
@@ -112,7 +123,9 @@ def _load_factors(scale: ir.Value, zero: ir.Value) -> mgpu.FragmentedArray:
 
 
 def _unpack(packed: ir.Value, factors: mgpu.FragmentedArray, group: int) -> mgpu.FragmentedArray:
-    """The thread's part of wgmma's operand: rows lane / 4 and lane / 4 + 8 of its warp's 16, 16 nibbles of each."""
+    """The thread's part of wgmma's operand: rows lane / 4 and lane / 4 + 8 of its warp's 16, 16 nibbles of
+    each.
+    """
     warp, row, quad = place()
     strides, _ = ir.MemRefType(packed.type).get_strides_and_offset()
     slab, part = divmod(group, 4)
@@ -122,22 +135,38 @@ def _unpack(packed: ir.Value, factors: mgpu.FragmentedArray, group: int) -> mgpu
     which, high = divmod(group, 2)
     for half in range(2):
         block = arith.addi(arith.muli(warp, const(2)), const(half))
-        words = read_words(packed, arith.addi(arith.addi(arith.muli(block, const(strides[0])), const(slab * strides[1])), inside), 2)
+        words = read_words(
+            packed,
+            arith.addi(arith.addi(arith.muli(block, const(strides[0])), const(slab * strides[1])), inside),
+            2,
+        )
         doubled = []
         for i in range(2):
-            word = llvm.extractelement(factors.registers[0, 2 * i + which // 2, 0, 0, half, 0, 0, 0, 0], const(which % 2))
-            doubled.append(mgpu.utils.inline_ptx(f"prmt.b32 $0, $1, $1, {0x3232 if high else 0x1010};", word, result_types=i32()))
+            word = llvm.extractelement(
+                factors.registers[0, 2 * i + which // 2, 0, 0, half, 0, 0, 0, 0], const(which % 2)
+            )
+            doubled.append(
+                mgpu.utils.inline_ptx(
+                    f"prmt.b32 $0, $1, $1, {0x3232 if high else 0x1010};", word, result_types=i32()
+                )
+            )
         for j, word in enumerate(words):
-            for i, value in enumerate(mgpu.utils.inline_ptx(_FOUR_PAIRS, word, *doubled, result_types=[i32()] * 4)):
+            for i, value in enumerate(
+                mgpu.utils.inline_ptx(_FOUR_PAIRS, word, *doubled, result_types=[i32()] * 4)
+            ):
                 registers[0, 4 * j + i, 0, 0, half, 0, 0, 0, 0] = mgpu.utils.bitcast(value, pair)
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-# Of a word of 8 nibbles, pairs (i, i + 4) as nibble · scale + zero: 0x4300 | nibble is 128 + nibble in bfloat16, exactly.
+# Of a word of 8 nibbles, pairs (i, i + 4) as nibble · scale + zero: 0x4300 | nibble is 128 + nibble in
+# bfloat16, exactly.
 _FOUR_PAIRS = (
     "{ .reg .b32 v, m; mov.b32 m, 0x43004300;\n"
     + "".join(
-        f"shr.u32 v, $4, {4 * i}; lop3.b32 v, v, 0x000f000f, m, 0xea; sub.rn.bf16x2 v, v, m; fma.rn.bf16x2 ${i}, v, $5, $6;\n"
+        (
+            f"shr.u32 v, $4, {4 * i}; lop3.b32 v, v, 0x000f000f, m, 0xea; sub.rn.bf16x2 v, v, m; "
+            f"fma.rn.bf16x2 ${i}, v, $5, $6;\n"
+        )
         for i in range(4)
     )
     + "}"

@@ -1,9 +1,11 @@
-"""Int4 products of up to 8 tokens without wgmma: a warp multiplies 16 rows of the weight with `mma`, whose operands are registers.
+"""Int4 products of up to 8 tokens without wgmma: a warp multiplies 16 rows of the weight with `mma`, whose
+operands are registers.
 
-wgmma would have a warpgroup wait for its operand's registers each time; `mma` is an instruction like any other, so one group is unpacked
-while the one before it is multiplied. Nibbles are not scaled on their way: 128 + nibble in bfloat16 is a shift, a mask and an or for two of
-them, and exact. A group's sums over 64 columns are Σ (128 + nibble) · x, and those of the tokens, Σ x, come from `mma` too (a first operand
-of ones, over x's registers as they are). In float32 then: scale · Σ (128 + nibble) · x + (zero - 128 · scale) · Σ x.
+wgmma would have a warpgroup wait for its operand's registers each time; `mma` is an instruction like any
+other, so one group is unpacked while the one before it is multiplied. Nibbles are not scaled on their way:
+128 + nibble in bfloat16 is a shift, a mask and an or for two of them, and exact. A group's sums over 64
+columns are Σ (128 + nibble) · x, and those of the tokens, Σ x, come from `mma` too (a first operand of ones,
+over x's registers as they are). In float32 then: scale · Σ (128 + nibble) · x + (zero - 128 · scale) · Σ x.
 """
 
 import jax
@@ -24,7 +26,8 @@ _ONES = 0x3F803F80  # a pair of bfloat16
 def multiply_add(total: jax.Array, packed, scale, zero, tokens) -> jax.Array:
     """total [rows, M] float32, in wgmma's layout, plus a stage's product.
 
-    In shared memory: packed [rows, depth / 2], scale and zero [rows, depth / 64] of the warpgroup's rows, tokens [M, depth].
+    In shared memory: packed [rows, depth / 2], scale and zero [rows, depth / 64] of the warpgroup's rows,
+    tokens [M, depth].
     """
     run = plgpu.inline_mgpu(
         arg_types=(
@@ -45,7 +48,9 @@ def _stage(total, packed, scale, zero, tokens) -> mgpu.FragmentedArray:
     strides, _ = ir.MemRefType(tokens.type).get_strides_and_offset()
     for group in range(ir.MemRefType(tokens.type).shape[1]):
         if group % 4 == 0:  # not all at once: they are registers
-            words = [[_words(scale, zero, block, half, group) for half in range(2)] for block in range(blocks)]
+            words = [
+                [_words(scale, zero, block, half, group) for half in range(2)] for block in range(blocks)
+            ]
         columns = [_tokens(tokens, [2 * s for s in strides[:2]], eight, group) for eight in range(eights)]
         of_tokens = [_chain([[const(_ONES)] * 4] * 4, column)[:2] for column in columns]
         for block in range(blocks):
@@ -72,7 +77,9 @@ def _vector(values) -> ir.Value:
     return result
 
 
-def _words(scale: ir.Value, zero: ir.Value, block: int, half: int, group: int) -> tuple[list[ir.Value], list[ir.Value]]:
+def _words(
+    scale: ir.Value, zero: ir.Value, block: int, half: int, group: int
+) -> tuple[list[ir.Value], list[ir.Value]]:
     """Scales and zeros of four groups and the thread's row in a block of 64, two groups a register."""
     warp, row, _ = place()
     line = arith.addi(arith.muli(warp, const(16)), arith.addi(row, const(64 * block + 8 * half)))
@@ -89,7 +96,9 @@ def _factors(words: tuple[list[ir.Value], list[ir.Value]], group: int) -> tuple[
 
 def _wide(word: ir.Value, high: int) -> ir.Value:
     """The low or high bfloat16 of a word as float32."""
-    return mgpu.utils.bitcast(arith.andi(word, const(-65536)) if high else arith.shli(word, const(16)), ir.F32Type.get())
+    return mgpu.utils.bitcast(
+        arith.andi(word, const(-65536)) if high else arith.shli(word, const(16)), ir.F32Type.get()
+    )
 
 
 def _tokens(tokens: ir.Value, strides, eight: int, group: int) -> list[list[ir.Value]]:
@@ -108,7 +117,9 @@ def _tokens(tokens: ir.Value, strides, eight: int, group: int) -> list[list[ir.V
 
 
 def _weight(packed: ir.Value, block: int, group: int) -> list[list[ir.Value]]:
-    """128 + nibble of 16 rows of a block of 64 and a group's columns: mma's first operand for each 16 of them, four registers."""
+    """128 + nibble of 16 rows of a block of 64 and a group's columns: mma's first operand for each 16 of
+    them, four registers.
+    """
     warp, row, quad = place()
     strides, _ = ir.MemRefType(packed.type).get_strides_and_offset()
     slab, part = divmod(group, 4)
@@ -116,10 +127,19 @@ def _weight(packed: ir.Value, block: int, group: int) -> list[list[ir.Value]]:
     halves = []
     for half in range(2):
         eight = arith.addi(arith.muli(warp, const(2)), const(8 * block + half))
-        words = read_words(packed, arith.addi(arith.addi(arith.muli(eight, const(strides[0])), const(slab * strides[1])), inside), 2)
+        words = read_words(
+            packed,
+            arith.addi(arith.addi(arith.muli(eight, const(strides[0])), const(slab * strides[1])), inside),
+            2,
+        )
         halves.append([mgpu.utils.inline_ptx(_FOUR_PAIRS, word, result_types=[i32()] * 4) for word in words])
-    # A word has the pairs of 32 columns: of the first 16 columns 2 · quad and 2 · quad + 8, then of the other 16.
-    return [[halves[half][word][2 * step + late] for late in range(2) for half in range(2)] for word in range(2) for step in range(2)]
+    # A word has the pairs of 32 columns: of the first 16 columns 2 · quad and 2 · quad + 8, then of the other
+    # 16.
+    return [
+        [halves[half][word][2 * step + late] for late in range(2) for half in range(2)]
+        for word in range(2)
+        for step in range(2)
+    ]
 
 
 def _chain(first, second) -> list[ir.Value]:
@@ -131,7 +151,10 @@ def _chain(first, second) -> list[ir.Value]:
     return total
 
 
-_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+_MMA = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
+    "{$10, $11, $12, $13};"
+)
 
 # Of a word of 8 nibbles, pairs (i, i + 4) as 128 + nibble in bfloat16, which is 0x4300 | nibble.
 _FOUR_PAIRS = (

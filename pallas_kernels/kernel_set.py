@@ -1,8 +1,8 @@
 """Which implementation of each op a device uses: the one place that chooses.
 
-Hopper runs the Mosaic kernels, other NVIDIA GPUs jax-triton's where there is one, everything else the twins. Where a kernel's limits
-exclude a model's shapes or dtypes, that op alone falls back to its twin, and the set says why. A kernel set is frozen data, so that a
-compiled step is a function of it.
+Hopper runs the Mosaic kernels, other NVIDIA GPUs jax-triton's where there is one, everything else the twins.
+Where a kernel's limits exclude a model's shapes or dtypes, that op alone falls back to its twin, and the set
+says why. A kernel set is frozen data, so that a compiled step is a function of it.
 """
 
 import dataclasses
@@ -21,13 +21,22 @@ KERNELS = ("auto", "reference", "mosaic", "triton")  # what may be asked for
 HOPPER, MOSAIC = "9.0", "mosaic-hopper"  # the compute capability of the Mosaic kernels, and their set's name
 PAGED = ("rope_append", "decode_attention", "chunk_attention")  # the ops that touch the pages of KV
 OPS = ("gemm", "add_norm", *PAGED, "token_limits", "quantize_rows", "grouped_gemm")
-_KIB = {"7.0": 96, "7.5": 64, "8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}  # of shared memory that a block may have
+_KIB = {
+    "7.0": 96,
+    "7.5": 64,
+    "8.0": 163,
+    "8.7": 163,
+    "9.0": 227,
+    "10.0": 227,
+    "10.3": 227,
+}  # of shared memory that a block may have
 _LEAST_KIB = 99  # of all other GPUs that Triton compiles for: 8.6, 8.9, 12.0, 12.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """Why an op runs on its twin although its set has a kernel for it: a field of `Model` whose value that kernel does not take.
+    """Why an op runs on its twin although its set has a kernel for it: a field of `Model` whose value that
+    kernel does not take.
 
     accepted: the values that it takes, in words.
     """
@@ -40,7 +49,8 @@ class Fallback:
 
 @dataclasses.dataclass(frozen=True)
 class KernelSet:
-    """One function for each op, of the signature of its twin in `reference`; `list_…` makes what they are told to do.
+    """One function for each op, of the signature of its twin in `reference`; `list_…` makes what they are
+    told to do.
 
     fallbacks: a reason or more for every op that has a kernel in this set but runs on its twin.
     """
@@ -71,13 +81,17 @@ class KernelSet:
 
     @property
     def can_be_bounded(self) -> bool:
-        """Whether its ops can be kept to some of the SMs, so that others run on the rest; others always take the whole device."""
+        """Whether its ops can be kept to some of the SMs, so that others run on the rest; others always take
+        the whole device.
+        """
         return self.name == MOSAIC
 
     def begun_early(self) -> "KernelSet":
-        """The same, whose kernels of few rows begin before the ones before them have ended (`pallas_kernels.dependent`).
+        """The same, whose kernels of few rows begin before the ones before them have ended
+        (`pallas_kernels.dependent`).
 
-        Where each is launched by itself, the weights being arguments of the program. Kernels that know nothing of it stay as they are.
+        Where each is launched by itself, the weights being arguments of the program. Kernels that know
+        nothing of it stay as they are.
         """
         return _begun_early(self)
 
@@ -97,7 +111,11 @@ class KernelSet:
 @functools.cache
 def _begun_early(kernels: KernelSet) -> KernelSet:
     """One for each set: an op is known by its function where its tracing is kept."""
-    names = [name for name in ("add_norm", "rope_append", "decode_attention", "quantize_rows") if _is_mosaic(getattr(kernels, name))]
+    names = [
+        name
+        for name in ("add_norm", "rope_append", "decode_attention", "quantize_rows")
+        if _is_mosaic(getattr(kernels, name))
+    ]
     ops: dict[str, Callable] = {name: functools.partial(getattr(kernels, name), early=True) for name in names}
     if isinstance(kernels.gemm, HopperGemm):
         ops["gemm"] = dataclasses.replace(kernels.gemm, early=True)
@@ -145,7 +163,8 @@ def kernel_set_for(
     device: str = "",
     kernels: str = "auto",
 ) -> KernelSet:
-    """The fastest kernels that exist for a device and these shapes; the twins where there are none, also in a set that was asked for.
+    """The fastest kernels that exist for a device and these shapes; the twins where there are none, also in a
+    set that was asked for.
 
     Args:
       platform: JAX's name of the backend, `gpu` or `cpu`.
@@ -155,7 +174,15 @@ def kernel_set_for(
     Raises:
       ValueError: where the kernels asked for cannot run.
     """
-    model = Model(head_dim, queries_per_kv_head, kv_heads, page_size, jnp.dtype(dtype).name, jnp.dtype(kv_dtype).name, hidden_size)
+    model = Model(
+        head_dim,
+        queries_per_kv_head,
+        kv_heads,
+        page_size,
+        jnp.dtype(dtype).name,
+        jnp.dtype(kv_dtype).name,
+        hidden_size,
+    )
     hopper, cuda = platform == "gpu" and has_bounded(capability), platform == "gpu" and capability != ""
     here = f"{platform} {capability}".strip()
     if kernels == "auto":
@@ -173,13 +200,17 @@ def kernel_set_for(
         return _mosaic(model, device)
     if kernels == "triton":
         if not cuda or not has_triton():
-            raise ValueError(f"kernels='triton': they need an NVIDIA GPU and the extra `triton`, this is {here}")
+            raise ValueError(
+                f"kernels='triton': they need an NVIDIA GPU and the extra `triton`, this is {here}"
+            )
         return _triton(model, capability)
     raise ValueError(f"kernels={kernels!r}: {', '.join(KERNELS)}")
 
 
 def has_bounded(capability: str) -> bool:
-    """Whether there are kernels for GPUs of this compute capability that can be kept to some of the SMs (`KernelSet.can_be_bounded`)."""
+    """Whether there are kernels for GPUs of this compute capability that can be kept to some of the SMs
+    (`KernelSet.can_be_bounded`).
+    """
     return capability == HOPPER
 
 
@@ -189,19 +220,37 @@ def has_triton() -> bool:
 
 
 def _unmet(m: Model, limits: Iterable[tuple[tuple[str, ...], str, bool, str]]) -> tuple[Fallback, ...]:
-    """limits: the ops whose kernels have it, the model's field that it is about, whether the model keeps it, and what would."""
-    return tuple(Fallback(op, field, getattr(m, field), accepted) for ops, field, kept, accepted in limits if not kept for op in ops)
+    """limits: the ops whose kernels have it, the model's field that it is about, whether the model keeps it,
+    and what would.
+    """
+    return tuple(
+        Fallback(op, field, getattr(m, field), accepted)
+        for ops, field, kept, accepted in limits
+        if not kept
+        for op in ops
+    )
 
 
-def _assembled(name: str, kernels: Mapping[str, Mapping[str, Callable]], fallbacks: tuple[Fallback, ...]) -> KernelSet:
-    """A set of the kernels that the model can have. kernels: by op, its function and those that list its work."""
+def _assembled(
+    name: str, kernels: Mapping[str, Mapping[str, Callable]], fallbacks: tuple[Fallback, ...]
+) -> KernelSet:
+    """A set of the kernels that the model can have. kernels: by op, its function and those that list its
+    work.
+    """
     lost = {fallback.op for fallback in fallbacks}
-    ops = {name: function for op, functions in kernels.items() if op not in lost for name, function in functions.items()}
+    ops = {
+        name: function
+        for op, functions in kernels.items()
+        if op not in lost
+        for name, function in functions.items()
+    }
     return KernelSet(name, **ops, fallbacks=fallbacks)
 
 
 def _mosaic(m: Model, device: str) -> KernelSet:
-    """Each op's Mosaic kernel where it takes the model. Mosaic GPU takes a second to import, and CPU has no use for it."""
+    """Each op's Mosaic kernel where it takes the model. Mosaic GPU takes a second to import, and CPU has no
+    use for it.
+    """
     from pallas_kernels import (
         chunk_attention,
         decode_attention,
@@ -218,8 +267,12 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         "gemm": {"gemm": HopperGemm(load(device))},
         "add_norm": {"add_norm": rms_norm.add_norm},
         "rope_append": {"rope_append": rope_append.rope_append},
-        "decode_attention": {name: getattr(decode_attention, name) for name in ("decode_attention", "list_decode_work")},
-        "chunk_attention": {name: getattr(chunk_attention, name) for name in ("chunk_attention", "list_chunk_work")},
+        "decode_attention": {
+            name: getattr(decode_attention, name) for name in ("decode_attention", "list_decode_work")
+        },
+        "chunk_attention": {
+            name: getattr(chunk_attention, name) for name in ("chunk_attention", "list_chunk_work")
+        },
         "token_limits": {"token_limits": token_limits.token_limits},
         "quantize_rows": {"quantize_rows": quantize_rows.quantize_rows},
         "grouped_gemm": {name: getattr(grouped_gemm, name) for name in ("grouped_gemm", "list_groups")},
@@ -234,8 +287,18 @@ def _mosaic(m: Model, device: str) -> KernelSet:
         (PAGED, "kv_dtype", m.kv_dtype in ("bfloat16", "float8_e4m3fn", "int8"), "bfloat16, fp8 or int8"),
         (("chunk_attention",), "head_dim", not int8 or m.head_dim <= 128, "64 or 128 over a cache of int8"),
         (("rope_append",), "kv_heads", room, f"fewer of {m.head_dim} with {queries} query heads each"),
-        (("rope_append",), "kv_heads", not int8 or m.kv_heads % 2 == 0, "even numbers a device over a cache of int8"),
-        (("quantize_rows",), "queries_per_kv_head", queries % whole == 0, f"multiples of {whole} where a head is {m.head_dim} wide"),
+        (
+            ("rope_append",),
+            "kv_heads",
+            not int8 or m.kv_heads % 2 == 0,
+            "even numbers a device over a cache of int8",
+        ),
+        (
+            ("quantize_rows",),
+            "queries_per_kv_head",
+            queries % whole == 0,
+            f"multiples of {whole} where a head is {m.head_dim} wide",
+        ),
         (
             ("quantize_rows",),
             "kv_heads",
@@ -251,14 +314,25 @@ def _triton(m: Model, capability: str) -> KernelSet:
     from pallas_kernels.triton import decode_attention
 
     power_of_two, decode = m.head_dim >= 16 and m.head_dim & (m.head_dim - 1) == 0, ("decode_attention",)
-    kib, head_bytes = _KIB.get(capability, _LEAST_KIB), decode_attention.shared_bytes(1, jnp.dtype(m.dtype).itemsize)
+    kib, head_bytes = (
+        _KIB.get(capability, _LEAST_KIB),
+        decode_attention.shared_bytes(1, jnp.dtype(m.dtype).itemsize),
+    )
     most = 1 << ((kib << 10) // head_bytes).bit_length() - 1
     limits = [
         (decode, "head_dim", power_of_two, "powers of two from 16"),
-        (decode, "head_dim", m.head_dim <= most, f"up to {most} in {m.dtype}, by the shared memory of {capability}"),
+        (
+            decode,
+            "head_dim",
+            m.head_dim <= most,
+            f"up to {most} in {m.dtype}, by the shared memory of {capability}",
+        ),
         (decode, "queries_per_kv_head", m.queries_per_kv_head <= 16, "up to 16"),
         (decode, "page_size", m.page_size == 64, "64"),
         (decode, "kv_dtype", m.kv_dtype == m.dtype, f"{m.dtype} beside weights of it"),
     ]
-    kernels = {"gemm": {"gemm": TritonGemm()}, "decode_attention": {"decode_attention": decode_attention.decode_attention}}
+    kernels = {
+        "gemm": {"gemm": TritonGemm()},
+        "decode_attention": {"decode_attention": decode_attention.decode_attention},
+    }
     return _assembled("triton", kernels, _unmet(m, limits))

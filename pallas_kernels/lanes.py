@@ -1,4 +1,6 @@
-"""What a kernel that reads shared memory into wgmma's first operand itself needs to know of its threads, as MLIR values."""
+"""What a kernel that reads shared memory into wgmma's first operand itself needs to know of its threads, as
+MLIR values.
+"""
 
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
@@ -14,14 +16,17 @@ def const(value: int) -> ir.Value:
 
 
 def place() -> tuple[ir.Value, ir.Value, ir.Value]:
-    """(warp of the warpgroup, row of a tile of 8, lane of 4 in that row) of the thread in wgmma's first operand."""
+    """(warp of the warpgroup, row of a tile of 8, lane of 4 in that row) of the thread in wgmma's first
+    operand.
+    """
     thread = arith.remui(mgpu.utils.thread_idx(), const(128))
     lane = arith.andi(thread, const(31))
     return arith.shrui(thread, const(5)), arith.shrui(lane, const(2)), arith.andi(lane, const(3))
 
 
 def in_tile(row: ir.Value, quad: ir.Value, part: int) -> ir.Value:
-    """Where a thread's 8 bytes of an Int4's group lie in a tile of 8 rows of 128 bytes, four groups (`part`) each.
+    """Where a thread's 8 bytes of an Int4's group lie in a tile of 8 rows of 128 bytes, four groups (`part`)
+    each.
 
     The 16-byte pieces of a row lie at their place xor the row.
     """

@@ -10,13 +10,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 PAGE = 64  # tokens
 LOG2E = math.log2(math.e)  # softmax is done in powers of two, which the hardware has
-LOWEST = -1e30  # below any score: a running maximum starts here, so that a masked score (-inf) never meets another -inf
-LEAST = 1e-30  # below any sum of weights but that of a row all of whose scores are -inf: divided by this, its output is 0 and not NaN
+LOWEST = (
+    -1e30
+)  # below any score: a running maximum starts here, so that a masked score (-inf) never meets another -inf
+# below any sum of weights but that of a row all of whose scores are -inf: divided by this, its output is 0
+# and not NaN
+LEAST = 1e-30
 LANE = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, kinds: tuple) -> None:
-    """Raises ValueError for queries [_, N, H] and pages [P, K, 64, H] (values of 8 bits: [P, K, H, 64]) that a kernel does not take.
+    """Raises ValueError for queries [_, N, H] and pages [P, K, 64, H] (values of 8 bits: [P, K, H, 64]) that
+    a kernel does not take.
 
     kinds: the dtypes of pages that it takes.
     """
@@ -25,11 +30,15 @@ def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, kinds: tup
         raise ValueError(f"head width {h} (pages: {width}): 64, 128 or 256, the same in both")
     dtypes = [x.dtype for x in (q, k_pages, v_pages)]
     if q.dtype != jnp.bfloat16 or k_pages.dtype != v_pages.dtype or k_pages.dtype not in kinds:
-        said = "queries bfloat16, keys and values both " + " or both ".join(jnp.dtype(kind).name for kind in kinds)
+        said = "queries bfloat16, keys and values both " + " or both ".join(
+            jnp.dtype(kind).name for kind in kinds
+        )
         raise ValueError(f"dtypes {', '.join(map(str, dtypes))}: {said}")
     turned = k_pages.dtype != jnp.bfloat16
     if s != PAGE or v_pages.shape != ((p, kv, h, s) if turned else (p, kv, s, h)):
-        said = f"[P, K, {PAGE}, H] and [P, K, H, {PAGE}]" if turned else f"[P, K, {PAGE}, H], the same for both"
+        said = (
+            f"[P, K, {PAGE}, H] and [P, K, H, {PAGE}]" if turned else f"[P, K, {PAGE}, H], the same for both"
+        )
         raise ValueError(f"pages {k_pages.shape} and {v_pages.shape}: {said}")
     if n % kv or not 1 <= n // kv <= 16:
         raise ValueError(f"{n} query heads over {kv} KV heads: 1 to 16 a KV head")
@@ -41,7 +50,10 @@ def check_scales(k_pages: jax.Array, k_scale: jax.Array | None, v_scale: jax.Arr
     wanted = {"bfloat16": (None,), "float8_e4m3fn": (None, (kv,)), "int8": ((p, kv, s),)}[k_pages.dtype.name]
     for name, x in {"k_scale": k_scale, "v_scale": v_scale}.items():
         if (None if x is None else x.shape) not in wanted:
-            said = f"[{kv}], one a head, for a cache of float8_e4m3fn, {[p, kv, s]} for one of int8, and None for one of bfloat16"
+            said = (
+                f"[{kv}], one a head, for a cache of float8_e4m3fn, {[p, kv, s]} for one of int8, and "
+                f"None for one of bfloat16"
+            )
             raise ValueError(f"{name} {None if x is None else x.shape}: {said}")
 
 
@@ -57,25 +69,35 @@ def flat(pages: jax.Array) -> jax.Array:
 
 
 def rows_of_eight(x: jax.Array) -> jax.Array:
-    """x with zero rows up to a multiple of 8, which a copy by tiles wants (an engine's batches are multiples of 8 anyway)."""
+    """x with zero rows up to a multiple of 8, which a copy by tiles wants (an engine's batches are multiples
+    of 8 anyway).
+    """
     short = -x.shape[0] % 8
-    return x if short == 0 else lax.pad(x, jnp.zeros((), x.dtype), [(0, short, 0)] + [(0, 0, 0)] * (x.ndim - 1))
+    return (
+        x if short == 0 else lax.pad(x, jnp.zeros((), x.dtype), [(0, short, 0)] + [(0, 0, 0)] * (x.ndim - 1))
+    )
 
 
 def tile_of_eight(x: jax.Array) -> jax.Array:
-    """x as `rows_of_eight` has it, but fewer than 8 rows as they are: TMA fills their one tile with zeros, and cuts a result's."""
+    """x as `rows_of_eight` has it, but fewer than 8 rows as they are: TMA fills their one tile with zeros,
+    and cuts a result's.
+    """
     return x if x.shape[0] < 8 else rows_of_eight(x)
 
 
 def tiled() -> tuple:
-    """The shared-memory form of 16-bit matrices that TMA writes and wgmma reads: 128-byte swizzled tiles of 8 rows."""
+    """The shared-memory form of 16-bit matrices that TMA writes and wgmma reads: 128-byte swizzled tiles of 8
+    rows.
+    """
     return (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
 def capped(score, scale: float, soft_cap: float | None):
-    """(x, factor) such that x * factor is log2(e) times the scaled, capped score. A factor may be 0 or negative, as the scale may.
+    """(x, factor) such that x * factor is log2(e) times the scaled, capped score. A factor may be 0 or
+    negative, as the scale may.
 
-    tanh is made of exp2: the hardware's own is good to 11 bits only, which a cap of 50 would turn into errors of 0.02.
+    tanh is made of exp2: the hardware's own is good to 11 bits only, which a cap of 50 would turn into errors
+    of 0.02.
     """
     if soft_cap is None:
         return score, scale * LOG2E
@@ -83,7 +105,9 @@ def capped(score, scale: float, soft_cap: float | None):
 
 
 def blank(values, keys, columns: int = 64) -> None:
-    """Zeroes rows `keys` and up of a page of values [64, H] in shared memory: what nobody wrote may be NaN, and 0 · NaN is NaN."""
+    """Zeroes rows `keys` and up of a page of values [64, H] in shared memory: what nobody wrote may be NaN,
+    and 0 · NaN is NaN.
+    """
     for column in range(0, values.shape[1], columns):
         part = values.at[:, pl.ds(column, columns)]
         value = plgpu.load(part, (), layout=plgpu.Layout.WGMMA)

@@ -1,7 +1,9 @@
-"""Operands of 8 bits for wgmma: a number that needs more bits takes a pair of columns, the number rounded and what rounding left.
+"""Operands of 8 bits for wgmma: a number that needs more bits takes a pair of columns, the number rounded and
+what rounding left.
 
-Where the keys and values of a cache have 8 bits, so must the queries and the softmax's weights that they are multiplied with. wgmma's N is
-at least 8 while a group often has 4 query heads, so the second column is nearly free, and the product keeps bfloat16's 8 bits or more.
+Where the keys and values of a cache have 8 bits, so must the queries and the softmax's weights that they are
+multiplied with. wgmma's N is at least 8 while a group often has 4 query heads, so the second column is nearly
+free, and the product keeps bfloat16's 8 bits or more.
 """
 
 import jax.numpy as jnp
@@ -11,31 +13,43 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 E4M3 = jnp.float8_e4m3fn
-REST = 16.0  # what rounding to 4 bits left is at most 1/16 of a number, so it may be written 16 times as large
+REST = (
+    16.0  # what rounding to 4 bits left is at most 1/16 of a number, so it may be written 16 times as large
+)
 
 
 def split(x):
-    """Pairs of equal columns of x [M, 2n] float32, |x| <= 448, as e4m3: the even one x rounded, the odd one REST times what that left."""
+    """Pairs of equal columns of x [M, 2n] float32, |x| <= 448, as e4m3: the even one x rounded, the odd one
+    REST times what that left.
+    """
     column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=plgpu.Layout.WGMMA)
     left = (x - x.astype(E4M3).astype(jnp.float32)) * REST
     return jnp.where((column & 1) == 0, x, left).astype(E4M3)
 
 
 def joined(x, interpret: bool):
-    """Pairs of columns of x [M, 2n] float32 in WGMMA's layout, where a thread holds both: even + odd / REST, in both columns."""
+    """Pairs of columns of x [M, 2n] float32 in WGMMA's layout, where a thread holds both: even + odd / REST,
+    in both columns.
+    """
     if interpret:
         pairs = x.reshape(x.shape[0], -1, 2)
         return jnp.repeat(pairs[..., 0] + pairs[..., 1] / REST, 2, axis=1)
     layout = plgpu.Layout.WGMMA
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout))
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+    )
     def add(_, x):
         f32 = ir.F32Type.get()
         weight = arith.constant(f32, ir.FloatAttr.get(f32, 1 / REST))
         new = x.registers.copy()
         for at in range(new.size):
             even, odd = (vector.extract(new.flat[at], [], [i]) for i in range(2))
-            total = arith.addf(even, arith.mulf(odd, weight, fastmath=arith.FastMathFlags.contract), fastmath=arith.FastMathFlags.contract)
+            total = arith.addf(
+                even,
+                arith.mulf(odd, weight, fastmath=arith.FastMathFlags.contract),
+                fastmath=arith.FastMathFlags.contract,
+            )
             new.flat[at] = vector.broadcast(ir.VectorType.get((2,), f32), total)
         return mgpu.FragmentedArray(_registers=new, _layout=x.layout, _is_signed=None)
 
@@ -43,9 +57,11 @@ def joined(x, interpret: bool):
 
 
 def store_transposed(value, ref, interpret: bool) -> None:
-    """ref[...] = value.T for a value [M, N] of 8 bits in WGMMA's layout and a tiled, swizzled ref [N, M] in shared memory.
+    """ref[...] = value.T for a value [M, N] of 8 bits in WGMMA's layout and a tiled, swizzled ref [N, M] in
+    shared memory.
 
-    Pallas stores 8-bit values along a row only; here each thread writes its bytes where the swizzle puts them.
+    Pallas stores 8-bit values along a row only; here each thread writes its bytes where the swizzle puts
+    them.
     """
     if interpret:
         ref.transpose((1, 0))[...] = value
@@ -60,7 +76,8 @@ def store_transposed(value, ref, interpret: bool) -> None:
 
         def put(byte, at):
             m, n = (arith.index_cast(i32, x) for x in at)
-            # Tiles of 8 rows of `swizzle` bytes; within one, 16-byte chunks change places by the 128-byte line that they are in.
+            # Tiles of 8 rows of `swizzle` bytes; within one, 16-byte chunks change places by the 128-byte
+            # line that they are in.
             width = value.shape[0]
             inside, tile = arith.remui(m, number(swizzle)), arith.divui(m, number(swizzle))
             row, line = arith.remui(n, number(8)), arith.divui(n, number(8))
@@ -72,7 +89,9 @@ def store_transposed(value, ref, interpret: bool) -> None:
             at = llvm.getelementptr(base.type, base, [offset], [-2147483648], i8, llvm.GEPNoWrapFlags.none)
             llvm.store(byte, at)
 
-        bits = mgpu.FragmentedArray(_registers=as_bytes(value.registers), _layout=value.layout, _is_signed=False)
+        bits = mgpu.FragmentedArray(
+            _registers=as_bytes(value.registers), _layout=value.layout, _is_signed=False
+        )
         bits.foreach(put)
 
     store(value, ref)  # pyright: ignore[reportCallIssue]
@@ -83,10 +102,14 @@ def as_bytes(registers):
     new = registers.copy()
     for at in range(new.size):
         (length,) = ir.VectorType(new.flat[at].type).shape
-        new.flat[at] = vector.bitcast(ir.VectorType.get((length,), ir.IntegerType.get_signless(8)), new.flat[at])
+        new.flat[at] = vector.bitcast(
+            ir.VectorType.get((length,), ir.IntegerType.get_signless(8)), new.flat[at]
+        )
     return new
 
 
 def tiles(swizzle: int) -> tuple:
-    """The shared-memory form of 8-bit matrices that TMA writes and wgmma reads: tiles of 8 rows of `swizzle` bytes."""
+    """The shared-memory form of 8-bit matrices that TMA writes and wgmma reads: tiles of 8 rows of `swizzle`
+    bytes.
+    """
     return (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]

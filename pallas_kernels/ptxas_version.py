@@ -1,7 +1,9 @@
-"""Keeps Mosaic from asking ptxas for its version, by a process of its own, at every cast from or to eight bits or fewer.
+"""Keeps Mosaic from asking ptxas for its version, by a process of its own, at every cast from or to eight
+bits or fewer.
 
-That was a quarter to a third of the time that lowering a step's kernels took, some fifty processes a program (jax 0.11). The answer
-cannot change while a process runs. Where JAX has no such function any more, there is nothing to do.
+That was a quarter to a third of the time that lowering a step's kernels took, some fifty processes a program
+(jax 0.11). The answer cannot change while a process runs. Where JAX has no such function any more, there is
+nothing to do.
 """
 
 import functools

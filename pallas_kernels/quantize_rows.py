@@ -1,4 +1,5 @@
-"""Rows to e4m3 with a scale each, in one pass over memory, for Hopper: XLA takes two kernels, one for the largest and one for the rest.
+"""Rows to e4m3 with a scale each, in one pass over memory, for Hopper: XLA takes two kernels, one for the
+largest and one for the rest.
 
 A row stays in the registers of a warpgroup between its maximum and its quantised numbers, as in `rms_norm`.
 """
@@ -35,7 +36,8 @@ def quantize_rows(
 
     Args:
       x: [M, C] bfloat16, C a multiple of 128, at most 16,384.
-      top, top_rows: like x, and an int32; both or none. Of a longer array that x's row 0 is row `start` of, the first `top_rows` rows are
+      top, top_rows: like x, and an int32; both or none. Of a longer array that x's row 0 is row `start` of,
+      the first `top_rows` rows are
         top's, not x's.
       sms: how many SMs' worth of CTAs it starts, 1 to 132; all by default.
       early: it begins before the kernel before it has ended (`pallas_kernels.dependent`).
@@ -47,16 +49,22 @@ def quantize_rows(
     m, c = x.shape
     if x.dtype != jnp.bfloat16 or c % 128 or not 0 < c <= WIDEST:
         raise ValueError(f"x {x.dtype}{list(x.shape)}: bfloat16 [M, C], C a multiple of 128 up to {WIDEST}")
-    if (top is None) != (top_rows is None) or (top is not None and (top.shape, top.dtype) != (x.shape, x.dtype)):
+    if (top is None) != (top_rows is None) or (
+        top is not None and (top.shape, top.dtype) != (x.shape, x.dtype)
+    ):
         given = None if top is None else f"{top.dtype}{list(top.shape)}"
-        raise ValueError(f"top {given}, {top_rows=}: like x {x.dtype}{list(x.shape)} and a number, or none of both")
+        raise ValueError(
+            f"top {given}, {top_rows=}: like x {x.dtype}{list(x.shape)} and a number, or none of both"
+        )
     ctas = min(m, sms_of(sms) * _PER_SM)
     values, scale = plgpu.kernel(
         functools.partial(_rows, start=start, ctas=ctas, early=early),
         out_type=(jax.ShapeDtypeStruct((m, c), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((m,), jnp.float32)),
         grid=(ctas,),
         grid_names=("cta",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
         kernel_name="quantize_rows",
         interpret=interpret,
     )(*([x] if top is None or top_rows is None else [x, top, top_rows.astype(jnp.int32).reshape(1)]))
@@ -69,7 +77,9 @@ def _rows(x_ref, *refs, start, ctas, early):
     wait_for_last(early)
     *tops, values_ref, scale_ref = refs
     m, c = x_ref.shape
-    vector = next(v for v in (8, 4, 2, 1) if c % (128 * v) == 0)  # elements a thread reads at once: 16 bytes, where they divide the row
+    vector = next(
+        v for v in (8, 4, 2, 1) if c % (128 * v) == 0
+    )  # elements a thread reads at once: 16 bytes, where they divide the row
     layout = plgpu.Layout.WG_STRIDED((c,), vector)
 
     def quantize(row, ref):

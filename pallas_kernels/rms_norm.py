@@ -1,7 +1,9 @@
-"""The residual sum and its norm in one pass over memory, for Hopper: RMSNorm or LayerNorm, in bfloat16 or quantised to e4m3.
+"""The residual sum and its norm in one pass over memory, for Hopper: RMSNorm or LayerNorm, in bfloat16 or
+quantised to e4m3.
 
-A row is a warpgroup's: it stays in the registers between the sum, its statistics and the normed values, so that x and y are read once and
-the sum and the norm written once. CTAs are of one warpgroup, many on an SM: while some wait for memory, others compute.
+A row is a warpgroup's: it stays in the registers between the sum, its statistics and the normed values, so
+that x and y are read once and the sum and the norm written once. CTAs are of one warpgroup, many on an SM:
+while some wait for memory, others compute.
 """
 
 import functools
@@ -40,10 +42,10 @@ def add_norm(
     Args:
       x, y: [T, D] bfloat16, D a multiple of 128; y None: nothing to add.
       other: as y, and added to it first, rounded.
-      weight, bias: [D] bfloat16 or float32. With a bias it is LayerNorm, without RMSNorm, which scales by offset + weight.
-      quantize: the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token.
-      sms: how many SMs' worth of CTAs it starts, 1 to 132; all by default.
-      early: it begins before the kernel before it has ended (`pallas_kernels.dependent`); weight and bias are the program's arguments then.
+      weight, bias: [D] bfloat16 or float32. With a bias it is LayerNorm, without RMSNorm, which scales by
+      offset + weight. quantize: the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token. sms:
+      how many SMs' worth of CTAs it starts, 1 to 132; all by default. early: it begins before the kernel
+      before it has ended (`pallas_kernels.dependent`); weight and bias are the program's arguments then.
     Returns:
       the sum [T, D], and its norm.
     Raises:
@@ -51,20 +53,41 @@ def add_norm(
     """
     t, d = x.shape
     rows = [v for v in (x, y, other) if v is not None]
-    if d % 128 or x.dtype != jnp.bfloat16 or any((v.shape, v.dtype) != (x.shape, x.dtype) for v in rows) or (y is None and len(rows) > 1):
+    if (
+        d % 128
+        or x.dtype != jnp.bfloat16
+        or any((v.shape, v.dtype) != (x.shape, x.dtype) for v in rows)
+        or (y is None and len(rows) > 1)
+    ):
         given = [f"{v.dtype}{list(v.shape)}" for v in rows]
-        raise ValueError(f"x, y and other are {given}: bfloat16 [T, D], D a multiple of 128, all the same; other only beside y")
+        raise ValueError(
+            f"x, y and other are {given}: bfloat16 [T, D], D a multiple of 128, all the same; other "
+            f"only beside y"
+        )
     row = jax.ShapeDtypeStruct((t, d), x.dtype)
-    normed = [jax.ShapeDtypeStruct((t, d), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((t,), jnp.float32)] if quantize else [row]
+    normed = (
+        [jax.ShapeDtypeStruct((t, d), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((t,), jnp.float32)]
+        if quantize
+        else [row]
+    )
     ctas = min(t, sms_of(sms) * _PER_SM)
     total, *normed = plgpu.kernel(
         functools.partial(
-            _rows, adds=len(rows) - 1, centres=bias is not None, quantizes=quantize, eps=eps, offset=offset, ctas=ctas, early=early
+            _rows,
+            adds=len(rows) - 1,
+            centres=bias is not None,
+            quantizes=quantize,
+            eps=eps,
+            offset=offset,
+            ctas=ctas,
+            early=early,
         ),
         out_type=normed if y is None else [row, *normed],
         grid=(ctas,),
         grid_names=("cta",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
         kernel_name="add_norm",
         interpret=interpret,
     )(*rows, *(v for v in (weight, bias) if v is not None))
@@ -82,7 +105,9 @@ def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, early):
     sum_ref, h_ref = next(refs) if adds else None, next(refs)
     scale_ref = next(refs) if quantizes else None
     t, d = x_ref.shape
-    vector = next(v for v in (8, 4, 2, 1) if d % (128 * v) == 0)  # elements a thread reads at once: 16 bytes, where they divide the row
+    vector = next(
+        v for v in (8, 4, 2, 1) if d % (128 * v) == 0
+    )  # elements a thread reads at once: 16 bytes, where they divide the row
     layout = plgpu.Layout.WG_STRIDED((d,), vector)
 
     def read(ref):
@@ -106,7 +131,11 @@ def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, early):
             x = total.astype(jnp.float32)
         if bias is not None:
             x = x - jnp.sum(x) * (1.0 / d)
-        h = x * lax.rsqrt(jnp.sum(x * x) * (1.0 / d) + eps) * (weight if bias is not None or not offset else weight + offset)
+        h = (
+            x
+            * lax.rsqrt(jnp.sum(x * x) * (1.0 / d) + eps)
+            * (weight if bias is not None or not offset else weight + offset)
+        )
         if bias is not None:
             h = h + bias
         if scale_ref is not None:

@@ -14,25 +14,32 @@ _SMALLEST = 1e-20  # a head of zeros needs a scale too
 
 
 def rows_layout(rows: int, columns: int) -> tuple:
-    """(rows a tile, whether several warps hold the same numbers, how a warpgroup's threads share a tile of [rows, columns]).
+    """(rows a tile, whether several warps hold the same numbers, how a warpgroup's threads share a tile of
+    [rows, columns]).
 
-    A row is always within one warp: sums across warps meet in one scratch of the whole CTA, where warpgroups would overwrite each other.
+    A row is always within one warp: sums across warps meet in one scratch of the whole CTA, where warpgroups
+    would overwrite each other.
     """
     tile = math.gcd(rows, 16)
     warps = min(4, tile)
     vector = tile // warps * columns // 32
     tiles = ((tile, columns), (tile // warps, columns), (1, vector))
     warp_dims = (-6,) if warps == 4 else (plgpu.Replicated(4 // warps), -6)
-    made = mgpu.TiledLayout(plgpu.Tiling(tiles), warp_dims, (-4, -3), -1, _check_canonical=False).canonicalize()
-    layout = plgpu.Layout.TILED(made.tiling, warp_dims=made.warp_dims, lane_dims=made.lane_dims, vector_dim=made.vector_dim)
+    made = mgpu.TiledLayout(
+        plgpu.Tiling(tiles), warp_dims, (-4, -3), -1, _check_canonical=False
+    ).canonicalize()
+    layout = plgpu.Layout.TILED(
+        made.tiling, warp_dims=made.warp_dims, lane_dims=made.lane_dims, vector_dim=made.vector_dim
+    )
     return tile, warps < 4, layout
 
 
 def turn_rows(source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.0, scale=None, scales=None):
-    """Norms, rotates and quantises rows [rows, H] in shared memory, from `source` to `target`, which may be the same.
+    """Norms, rotates and quantises rows [rows, H] in shared memory, from `source` to `target`, which may be
+    the same.
 
-    angles: the token's (cos, sin) [H/2]. norm: the weight [H]. scale: of a cache whose scales are given, a reference to [rows] or a number
-    for all. scales: [rows], where the scale found for each row is put.
+    angles: the token's (cos, sin) [H/2]. norm: the weight [H]. scale: of a cache whose scales are given, a
+    reference to [rows] or a number for all. scales: [rows], where the scale found for each row is put.
     """
     (rows, h), half = source.shape, source.shape[1] // 2
     tile, repeated, layout = rows_layout(rows, half)
@@ -50,7 +57,10 @@ def turn_rows(source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.
         weights = [column_values(norm.at[pl.ds(at, half)]) + norm_offset for at in halves]
     for row in range(0, rows, tile):
         here = pl.ds(row, tile)
-        values = [plgpu.load(source.at[here, pl.ds(at, half)], layout=layout, optimized=False).astype(jnp.float32) for at in halves]
+        values = [
+            plgpu.load(source.at[here, pl.ds(at, half)], layout=layout, optimized=False).astype(jnp.float32)
+            for at in halves
+        ]
         if repeated:  # all have read it before one writes
             plgpu.commit_smem()
         if norm is not None:
@@ -62,7 +72,9 @@ def turn_rows(source, target, *, angles=None, norm=None, norm_offset=0.0, eps=0.
             values = [a * cos - b * sin, b * cos + a * sin]
         if scale is not None:
             one_a_row = len(scale.shape) > 0
-            factor = 1.0 / (plgpu.load(scale.at[here], layout=layout.reduce(1), optimized=False) if one_a_row else scale)
+            factor = 1.0 / (
+                plgpu.load(scale.at[here], layout=layout.reduce(1), optimized=False) if one_a_row else scale
+            )
             values = [x * (spread(factor, 0) if one_a_row else factor) for x in values]
         if target.dtype == jnp.float8_e4m3fn:
             values = [jnp.clip(x, -_E4M3_MAX, _E4M3_MAX) for x in values]

@@ -1,6 +1,7 @@
 """Frozen tile configurations of the Hopper kernels, and the choice of one by shape.
 
-A tile is data: kernels take one; the functions below say which is best or fits. Sizes are in elements unless a name says bytes.
+A tile is data: kernels take one; the functions below say which is best or fits. Sizes are in elements unless
+a name says bytes.
 """
 
 import dataclasses
@@ -11,7 +12,9 @@ FEW_SMS = 64  # so many cannot saturate the memory: what each of them takes in c
 
 
 def sms_of(sms: int | None) -> int:
-    """How many SMs a kernel may take: `sms`, or all for None. Raises: ValueError for none at all, or more than there are."""
+    """How many SMs a kernel may take: `sms`, or all for None. Raises: ValueError for none at all, or more
+    than there are.
+    """
     if sms is not None and not 1 <= sms <= SMS:
         raise ValueError(f"sms={sms}: 1 to {SMS}, or None for all")
     return SMS if sms is None else sms
@@ -19,10 +22,11 @@ def sms_of(sms: int | None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTile:
-    """Decode attention: `workers` compute warpgroups a CTA, each with rings of `blocks` K and V pages together.
+    """Decode attention: `workers` compute warpgroups a CTA, each with rings of `blocks` K and V pages
+    together.
 
-    `pages` of keys are taken in one round of the softmax (1 or 2). One or two workers have a copying warpgroup each, three or four share
-    one, a warp for each.
+    `pages` of keys are taken in one round of the softmax (1 or 2). One or two workers have a copying
+    warpgroup each, three or four share one, a warp for each.
     """
 
     workers: int
@@ -53,20 +57,27 @@ def wgmma_columns(group: int, eight: bool) -> int:
     return next(n for n in (8, 16, 32) if group * (2 if eight else 1) <= n)
 
 
-def decode_tile(head_width: int, group: int, itemsize: int = 2, sms: int = SMS, int8: bool = False) -> DecodeTile:
-    """The tile for pages of 64 keys of `head_width` and `group` query heads a KV head: rings that fill the SM's shared memory.
+def decode_tile(
+    head_width: int, group: int, itemsize: int = 2, sms: int = SMS, int8: bool = False
+) -> DecodeTile:
+    """The tile for pages of 64 keys of `head_width` and `group` query heads a KV head: rings that fill the
+    SM's shared memory.
 
-    int8: of such a cache, not of e4m3, which has as many workers and rounds of as many pages, but smaller rings beside its own numbers.
-    On few SMs a third worker hides what the other two wait for (products, the ends of pairs): there what one SM takes in counts.
+    int8: of such a cache, not of e4m3, which has as many workers and rounds of as many pages, but smaller
+    rings beside its own numbers. On few SMs a third worker hides what the other two wait for (products, the
+    ends of pairs): there what one SM takes in counts.
     """
     eight = itemsize == 1
     cols = wgmma_columns(group, eight)
 
     def fill(workers: int, pages: int) -> DecodeTile:
-        # Beside its rings a worker has queries twice, the output, pages' weights, and 2 KiB for sums across warps.
+        # Beside its rings a worker has queries twice, the output, pages' weights, and 2 KiB for sums across
+        # warps.
         beside = cols * head_width * (5 if eight else 6) + pages * cols * 64 * itemsize + 2048
         block = 64 * head_width * itemsize
-        if int8:  # queries come, are turned, and are bfloat16, as weights are; a key page brings two scales a token, half of them a block
+        # queries come, are turned, and are bfloat16, as weights are; a key page brings two scales a token,
+        # half of them a block
+        if int8:
             wide = wgmma_columns(group, False)
             beside, block = wide * head_width * 8 + pages * wide * 64 * 2 + 2048 + 256, block + 256
         blocks = (SMEM_BYTES - 2 * 1024 - workers * beside) // (workers * block)
@@ -83,9 +94,11 @@ def decode_tile(head_width: int, group: int, itemsize: int = 2, sms: int = SMS, 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkTile:
-    """Chunk attention: 2 compute warpgroups of 64 query rows each, `keys` keys a step (64 or 128), `stages` steps of K and V in flight.
+    """Chunk attention: 2 compute warpgroups of 64 query rows each, `keys` keys a step (64 or 128), `stages`
+    steps of K and V in flight.
 
-    `queries`: how many items' queries are in shared memory: with 2 the next item's come while this one's are multiplied.
+    `queries`: how many items' queries are in shared memory: with 2 the next item's come while this one's are
+    multiplied.
     """
 
     keys: int
@@ -98,12 +111,16 @@ class ChunkTile:
 
 
 def chunk_tile(head_width: int, itemsize: int = 2) -> ChunkTile:
-    """The tile for a head width: as many keys a step as the registers hold beside the output, and what fits shared memory."""
+    """The tile for a head width: as many keys a step as the registers hold beside the output, and what fits
+    shared memory.
+    """
     if head_width == 256:
         return ChunkTile(keys=64, stages=2, queries=1)
     return ChunkTile(keys=128, stages=4 if head_width == 64 else 2 if itemsize == 2 else 3)
 
 
 def int8_chunk_tile(head_width: int) -> ChunkTile:
-    """The same for a cache of int8, beside whose blocks of bfloat16 lies one as it came, where the next item's queries do elsewhere."""
+    """The same for a cache of int8, beside whose blocks of bfloat16 lies one as it came, where the next
+    item's queries do elsewhere.
+    """
     return dataclasses.replace(chunk_tile(head_width, 2), queries=1)

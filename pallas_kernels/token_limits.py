@@ -1,8 +1,9 @@
-"""Where top-k and top-p cut the rows of logits whose limits are not found cheaply, for Hopper: a row a CTA at a time,
-the rest skipped.
+"""Where top-k and top-p cut the rows of logits whose limits are not found cheaply, for Hopper: a row a CTA at
+a time, the rest skipped.
 
-A row's limit is closed in on by passes over the row, each of which sums up what lies beyond seven pivots and notes the least and the
-largest logit between the bounds so far. It is found when these two are one: after six passes or so, whatever the numbers.
+A row's limit is closed in on by passes over the row, each of which sums up what lies beyond seven pivots and
+notes the least and the largest logit between the bounds so far. It is found when these two are one: after six
+passes or so, whatever the numbers.
 """
 
 import functools
@@ -36,12 +37,14 @@ def token_limits(
     sms: int | None = None,
     interpret=None,
 ) -> jax.Array:
-    """The smallest logit that min-p, top-k and top-p leave in each row, of the same meaning as its twin, `reference.token_limits`.
+    """The smallest logit that min-p, top-k and top-p leave in each row, of the same meaning as its twin,
+    `reference.token_limits`.
 
     Args:
       x: [R, V] float32, V a multiple of 4 and at least 512.
       peak, heat, total, floor, k, p: [R] float32. wanted: [R] bool: rows that are searched at all.
-      sms: how many SMs' worth of CTAs it starts, 1 to 132; by default a CTA for each row, of which an SM takes the next when it has room.
+      sms: how many SMs' worth of CTAs it starts, 1 to 132; by default a CTA for each row, of which an SM
+      takes the next when it has room.
     Returns:
       [R] float32; the floor of rows that nobody wants.
     Raises:
@@ -49,7 +52,9 @@ def token_limits(
     """
     rows, n = x.shape
     if n < _UNIT or n % 4 or x.dtype != jnp.float32:
-        raise ValueError(f"logits are {x.dtype}{list(x.shape)}: float32 [R, V], V a multiple of 4 and at least {_UNIT}")
+        raise ValueError(
+            f"logits are {x.dtype}{list(x.shape)}: float32 [R, V], V a multiple of 4 and at least {_UNIT}"
+        )
     ctas = rows if sms is None else min(rows, sms_of(sms) * _PER_SM)
     return plgpu.kernel(
         functools.partial(_rows, ctas=ctas),
@@ -98,8 +103,8 @@ def _search(x_ref, peak, heat, target, *, weighs):
 
     def narrow(state):
         low, high, above_low, above_high, straight, _, _, passes = state
-        # Where a pass has narrowed the interval well, sums run nearly straight within it: pivots close around where they should meet the
-        # target. Else they are spread evenly.
+        # Where a pass has narrowed the interval well, sums run nearly straight within it: pivots close around
+        # where they should meet the target. Else they are spread evenly.
         guess = (above_low - target) / jnp.maximum(above_low - above_high, 1e-30)
         begin = jnp.where(low <= _BELOW, peak - 64.0 * heat, low)
         pivots = []
@@ -132,7 +137,9 @@ def _search(x_ref, peak, heat, target, *, weighs):
 
 
 def _measure(x_ref, pivots, low, high, peak, heat, *, weighs):
-    """What the logits not below each pivot weigh (or how many they are), and the least and the largest in [low, high)."""
+    """What the logits not below each pivot weigh (or how many they are), and the least and the largest in
+    [low, high).
+    """
     (n,) = x_ref.shape
     layout = plgpu.Layout.WG_STRIDED((_UNIT,), 4)
     rate = 1.4426950408889634 / heat
@@ -148,7 +155,11 @@ def _measure(x_ref, pivots, low, high, peak, heat, *, weighs):
         weight = jnp.exp2((x - peak) * rate) if weighs else splat(1.0)
         sums = [total + jnp.where(x >= pivot, weight, 0.0) for total, pivot in zip(sums, pivots, strict=True)]
         within = (x >= low) & (x < high)
-        return *sums, jnp.minimum(least, jnp.where(within, x, jnp.inf)), jnp.maximum(largest, jnp.where(within, x, -jnp.inf))
+        return (
+            *sums,
+            jnp.minimum(least, jnp.where(within, x, jnp.inf)),
+            jnp.maximum(largest, jnp.where(within, x, -jnp.inf)),
+        )
 
     def step(i, carry):
         x, state = carry

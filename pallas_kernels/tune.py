@@ -1,24 +1,28 @@
-"""Measures which kernel is fastest for which product on this GPU, and writes the table that kernel sets choose by.
+"""Measures which kernel is fastest for which product on this GPU, and writes the table that kernel sets
+choose by.
 
-    python -m pallas_kernels.tune                            every shape of tables/shapes.json, bfloat16 weights
-    python -m pallas_kernels.tune --models 'llama-3.1-8b tp 1' --weights float8_e4m3fn
-    python -m pallas_kernels.tune --shapes 4096x6144 4096x28672g64     K x N; g64: gates and ups in blocks of 64
-    python -m pallas_kernels.tune --weights float8_e4m3fn --shapes 14336x4096b     b: the input has a scale for every 128 columns
-    python -m pallas_kernels.tune --tiles                    also other tiles than the kernels' own choice
-    python -m pallas_kernels.tune --time_limit_s 300         what fits; the same command goes on from there
-    python -m pallas_kernels.tune --share 0/4 --output a.json             every fourth shape, for a process on each of four GPUs
-    python -m pallas_kernels.tune --share 0/8 --lock gpu0 --output a.json one of eight that compile beside each other for one GPU
-    python -m pallas_kernels.tune --merge a.json b.json --output t.json   what they wrote, in one table; measures nothing
+    python -m pallas_kernels.tune                            every shape of tables/shapes.json, bfloat16
+    weights python -m pallas_kernels.tune --models 'llama-3.1-8b tp 1' --weights float8_e4m3fn python -m
+    pallas_kernels.tune --shapes 4096x6144 4096x28672g64     K x N; g64: gates and ups in blocks of 64 python
+    -m pallas_kernels.tune --weights float8_e4m3fn --shapes 14336x4096b     b: the input has a scale for every
+    128 columns python -m pallas_kernels.tune --tiles                    also other tiles than the kernels'
+    own choice python -m pallas_kernels.tune --time_limit_s 300         what fits; the same command goes on
+    from there python -m pallas_kernels.tune --share 0/4 --output a.json             every fourth shape, for a
+    process on each of four GPUs python -m pallas_kernels.tune --share 0/8 --lock gpu0 --output a.json one of
+    eight that compile beside each other for one GPU python -m pallas_kernels.tune --merge a.json b.json
+    --output t.json   what they wrote, in one table; measures nothing
 
-For each [K, N] it times every kernel that takes it, and XLA's own product, at 1, 2, 4, 8, ..., 256 rows and more, on random data, the
-weights rotated past the L2 and the rivals in turn; keeps the fastest, and merges neighbours that agree: what is left are the inflection
-points (FlashDecoding++Next §4). All programs of a shape are compiled before the first is timed: XLA times its own candidates on the GPU.
-Mosaic compiles one kernel at a time in a process, so several may share a GPU: with --lock each compiles ours as it likes, and has the GPU
-to itself while XLA's are compiled and all are timed (XLA_PYTHON_CLIENT_PREALLOCATE=false, so that memory suffices).
-Beside its times stands what XLA's product was: `cublas` where XLA_FLAGS has --xla_gpu_enable_triton_gemm=false, else `cublas or triton`.
-A time that the card cannot have met ends the run with an error. The table is written after every shape. A shape that it has at all these
-numbers of rows is not measured again unless --again says so; what it has at others stays. What does not fit --time_limit_s, compilation
-included, is left out and named.
+For each [K, N] it times every kernel that takes it, and XLA's own product, at 1, 2, 4, 8, ..., 256 rows and
+more, on random data, the weights rotated past the L2 and the rivals in turn; keeps the fastest, and merges
+neighbours that agree: what is left are the inflection points (FlashDecoding++Next §4). All programs of a
+shape are compiled before the first is timed: XLA times its own candidates on the GPU. Mosaic compiles one
+kernel at a time in a process, so several may share a GPU: with --lock each compiles ours as it likes, and has
+the GPU to itself while XLA's are compiled and all are timed (XLA_PYTHON_CLIENT_PREALLOCATE=false, so that
+memory suffices). Beside its times stands what XLA's product was: `cublas` where XLA_FLAGS has
+--xla_gpu_enable_triton_gemm=false, else `cublas or triton`. A time that the card cannot have met ends the run
+with an error. The table is written after every shape. A shape that it has at all these numbers of rows is not
+measured again unless --again says so; what it has at others stays. What does not fit --time_limit_s,
+compilation included, is left out and named.
 """
 
 import argparse
@@ -54,16 +58,27 @@ from pallas_kernels.tune_shapes import parse_shape, shapes_of, told
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 ROTATED = 240 << 20  # bytes of weights that a program walks through: four times the L2
 BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "int4": 0.5}  # of a weight's number
-FLAT_TILES = {"flat": (128, 16), "int4": (512, 4.5)}  # depth along K, and bits a weight, of the tiles that --tiles tries
+FLAT_TILES = {
+    "flat": (128, 16),
+    "int4": (512, 4.5),
+}  # depth along K, and bits a weight, of the tiles that --tiles tries
 
 
 def tiles(name: str, p: Product, others: bool) -> list[tuple[tuple[str, int], ...]]:
-    """The tiles to try: () stands for the kernel's own; `others`: also those of `FLAT_TILES`, their rings filled."""
+    """The tiles to try: () stands for the kernel's own; `others`: also those of `FLAT_TILES`, their rings
+    filled.
+    """
     if name not in FLAT_TILES or not others:
         return [()]
     depth, bits = FLAT_TILES[name]
     rows = (128,) if p.shape.gate_block else (64, 128)  # gates and ups of 64 lie in one warpgroup's rows
-    shapes = [(r, warpgroups, cluster) for r in rows for warpgroups in (1, 2) for cluster in (1, 2) if r * warpgroups <= 128]
+    shapes = [
+        (r, warpgroups, cluster)
+        for r in rows
+        for warpgroups in (1, 2)
+        for cluster in (1, 2)
+        if r * warpgroups <= 128
+    ]
     made = (filled(p.rows, r, warpgroups, depth, cluster, bits) for r, warpgroups, cluster in shapes)
     return [(), *(tuple(sorted(dataclasses.asdict(tile).items())) for tile in made)]
 
@@ -91,7 +106,9 @@ def make_weights(shape: Shape) -> list:
     draw = jax.jit(lambda key: jax.random.normal(key, (shape.n, shape.k), jnp.bfloat16) * shape.k**-0.5)
     form: Callable = {
         "bfloat16": lambda w: w,
-        "float8_e4m3fn": lambda w: Quantized((w * shape.k**0.5).astype(jnp.float8_e4m3fn), jnp.full(shape.n, shape.k**-0.5, jnp.float32)),
+        "float8_e4m3fn": lambda w: Quantized(
+            (w * shape.k**0.5).astype(jnp.float8_e4m3fn), jnp.full(shape.n, shape.k**-0.5, jnp.float32)
+        ),
         "int4": jax.jit(quantize_int4),
     }[shape.weights]
     return [form(draw(jax.random.key(i))) for i in range(rotated(shape))]
@@ -99,8 +116,12 @@ def make_weights(shape: Shape) -> list:
 
 def make_inputs(p: Product, ws: list) -> Inputs:
     """Rounds that last some milliseconds."""
-    once = len(ws) * max(2 * p.rows * p.shape.n * p.shape.k / 600e12, p.shape.n * p.shape.k * BYTES[p.shape.weights] / 4e12)
-    xs: list = [jax.random.normal(jax.random.key(i), (p.rows, p.shape.k), jnp.bfloat16) for i in range(len(ws))]
+    once = len(ws) * max(
+        2 * p.rows * p.shape.n * p.shape.k / 600e12, p.shape.n * p.shape.k * BYTES[p.shape.weights] / 4e12
+    )
+    xs: list = [
+        jax.random.normal(jax.random.key(i), (p.rows, p.shape.k), jnp.bfloat16) for i in range(len(ws))
+    ]
     if p.activations == "float8_e4m3fn":
         scale = jnp.ones((p.rows, p.shape.k // BLOCK) if p.shape.scales == "blocks" else p.rows, jnp.float32)
         xs = [Quantized(x.astype(jnp.float8_e4m3fn), scale) for x in xs]
@@ -109,7 +130,9 @@ def make_inputs(p: Product, ws: list) -> Inputs:
 
 def compiled(choice: Choice, p: Product, inputs: Inputs) -> Callable[[], Any] | str:
     """A program of the products, or why there is none."""
-    behind: dict[str, Any] = {"activation": "silu", "gate_block": p.shape.gate_block} if p.shape.gate_block else {}
+    behind: dict[str, Any] = (
+        {"activation": "silu", "gate_block": p.shape.gate_block} if p.shape.gate_block else {}
+    )
     behind |= {"quantize": True} if p.out_dtype == "float8_e4m3fn" else {}
     program = looped(jax.jit(functools.partial(kernel(choice), **behind)), inputs.rounds)
     try:
@@ -131,16 +154,30 @@ def alone(lock: str | None) -> Iterator[None]:
 
 
 def measure(
-    shape: Shape, rows: Iterable[int], *, seconds: float, others: bool, pool, progress: Callable[[str], None], lock: str | None = None
+    shape: Shape,
+    rows: Iterable[int],
+    *,
+    seconds: float,
+    others: bool,
+    pool,
+    progress: Callable[[str], None],
+    lock: str | None = None,
 ) -> dict[str, Any]:
     """A shape's rule, as it stands in the table's JSON, with what was measured."""
     products, ws = [product_of(shape, m) for m in rows], make_weights(shape)
     inputs = {p.rows: make_inputs(p, ws) for p in products}
-    wanted = [(p, Choice(p.rows, name, tile)) for p in products for name in takers(p) for tile in tiles(name, p, others)]
+    wanted = [
+        (p, Choice(p.rows, name, tile))
+        for p in products
+        for name in takers(p)
+        for tile in tiles(name, p, others)
+    ]
 
     def compile_all(rivals: bool) -> dict[tuple[Product, Choice], Callable | str]:
         mine = [one for one in wanted if (one[1].kernel == "xla") is rivals]
-        return dict(zip(mine, pool.map(lambda one: compiled(one[1], one[0], inputs[one[0].rows]), mine), strict=True))
+        return dict(
+            zip(mine, pool.map(lambda one: compiled(one[1], one[0], inputs[one[0].rows]), mine), strict=True)
+        )
 
     jax.block_until_ready([inputs, ws])
     ours = compile_all(rivals=False)
@@ -165,11 +202,19 @@ def _measured(
         timings = interleaved(ways, calls=inputs[p.rows].rounds * len(inputs[p.rows].ws), seconds=seconds)
         us = {name: timing.us for name, timing in timings.items()}
         for name, took in us.items():
-            refuse_impossible(f"{shape.k} x {shape.n} M {p.rows} {name}", took, least(p), jax.devices()[0].device_kind)
+            refuse_impossible(
+                f"{shape.k} x {shape.n} M {p.rows} {name}", took, least(p), jax.devices()[0].device_kind
+            )
         failed = {label(choice): program for choice, program in programs.items() if isinstance(program, str)}
         if not us:
-            raise NoWay(f"{told(shape)}, {p.rows} rows: no kernel's program could be made, nor XLA's ({next(iter(failed.values()))})")
-        measured.append({"rows": p.rows, "us": us, "xla": rival(os.environ.get("XLA_FLAGS", ""))} | ({"failed": failed} if failed else {}))
+            raise NoWay(
+                f"{told(shape)}, {p.rows} rows: no kernel's program could be made, nor XLA's "
+                f"({next(iter(failed.values()))})"
+            )
+        measured.append(
+            {"rows": p.rows, "us": us, "xla": rival(os.environ.get("XLA_FLAGS", ""))}
+            | ({"failed": failed} if failed else {})
+        )
     return rule_of(dataclasses.asdict(shape), measured)
 
 
@@ -180,19 +225,31 @@ def least(p: Product) -> Least:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="*", default=[], help="names in tables/shapes.json; default: all")
     parser.add_argument("--shapes", nargs="*", default=[], help="KxN, instead of models")
     parser.add_argument("--weights", default="bfloat16", choices=["bfloat16", "float8_e4m3fn", "int4"])
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
     parser.add_argument("--tiles", action="store_true", help="try other tiles than the kernels' own choice")
     parser.add_argument("--seconds", type=float, default=0.1, help="measured work a figure")
-    parser.add_argument("--time_limit_s", type=float, help="leave out shapes that would end later than this after the start")
+    parser.add_argument(
+        "--time_limit_s", type=float, help="leave out shapes that would end later than this after the start"
+    )
     parser.add_argument("--again", action="store_true", help="measure also what the table has")
     parser.add_argument("--output", help="the table's file; default: this GPU's own in the package")
-    parser.add_argument("--share", default="0/1", help="i/n: every n-th shape from the i-th on, for several processes with a file each")
-    parser.add_argument("--lock", metavar="FILE", help="held while the GPU is used, by all processes that share it")
-    parser.add_argument("--merge", nargs="+", metavar="FILE", help="only join the tables of several shares in --output")
+    parser.add_argument(
+        "--share",
+        default="0/1",
+        help="i/n: every n-th shape from the i-th on, for several processes with a file each",
+    )
+    parser.add_argument(
+        "--lock", metavar="FILE", help="held while the GPU is used, by all processes that share it"
+    )
+    parser.add_argument(
+        "--merge", nargs="+", metavar="FILE", help="only join the tables of several shares in --output"
+    )
     args = parser.parse_args()
     if args.merge:
         if not args.output:
@@ -218,7 +275,9 @@ def main() -> None:
         share, args.rows = parse_share(args.share), sorted(set(args.rows))
         if not args.rows or args.rows[0] < 1:
             raise ValueError(f"--rows {' '.join(map(str, args.rows)) or '(none)'}: numbers of 1 and more")
-        shapes = [parse_shape(text, args.weights) for text in args.shapes] or shapes_of(args.models, args.weights)
+        shapes = [parse_shape(text, args.weights) for text in args.shapes] or shapes_of(
+            args.models, args.weights
+        )
         old = read(path) if path.exists() else None
         if old is not None and old["device"] != device:
             raise ValueError(f"--output {path}: a table of this device, {device}, not of {old['device']}")
@@ -239,15 +298,31 @@ def main() -> None:
 
         for shape in shapes:
             began = time.monotonic()
-            if args.time_limit_s is not None and began - start + took > args.time_limit_s:  # as long as the longest so far
+            if (
+                args.time_limit_s is not None and began - start + took > args.time_limit_s
+            ):  # as long as the longest so far
                 left_out.append(told(shape))
                 continue
             try:
-                rule = measure(shape, args.rows, seconds=args.seconds, others=args.tiles, pool=pool, progress=progress, lock=args.lock)
+                rule = measure(
+                    shape,
+                    args.rows,
+                    seconds=args.seconds,
+                    others=args.tiles,
+                    pool=pool,
+                    progress=progress,
+                    lock=args.lock,
+                )
             except (ImpossibleTime, NoWay) as error:
                 parser.exit(1, f"error: {error}\n")
             bar.write(f"{shape}: " + ", ".join(f"{c['kernel']} to {c['rows']}" for c in rule["choices"]))
-            new = {"schema": table.SCHEMA, "device": device, "jax": jax.__version__, "command": command, "rules": [rule]}
+            new = {
+                "schema": table.SCHEMA,
+                "device": device,
+                "jax": jax.__version__,
+                "command": command,
+                "rules": [rule],
+            }
             old = merged(old, new)
             write(path, old)  # a shape at a time: what is measured is kept
             took = max(took, time.monotonic() - began)

@@ -1,4 +1,5 @@
-"""Finds how an engine should run a model on a machine. Its results are files; nothing of it is imported while serving.
+"""Finds how an engine should run a model on a machine. Its results are files; nothing of it is imported while
+serving.
 
   python -m search COMMAND [flags]
 
@@ -60,7 +61,11 @@ def main(argv: list[str]) -> int:
 
 def _flag_help(command: ModuleType) -> list[str]:
     """Of the command's own flags, then of those that another command's module has for it."""
-    others = (name for name in flags.FLAGS.flags_by_module_dict() if name.startswith("search.") and name != command.__name__)
+    others = (
+        name
+        for name in flags.FLAGS.flags_by_module_dict()
+        if name.startswith("search.") and name != command.__name__
+    )
     return [flags.FLAGS.module_help(name) for name in (command.__name__, *others)]
 
 

@@ -23,7 +23,9 @@ class Budget:
         return max(0.0, self.limit_s - self.spent_s)
 
     def took(self, kind: str, seconds: float, pieces: int = 1) -> None:
-        """Remembers it. Later pieces count more than early ones: what was first compiled or warmed up says little of the rest."""
+        """Remembers it. Later pieces count more than early ones: what was first compiled or warmed up says
+        little of the rest.
+        """
         before, number = self._took.get(kind, (0.0, 0))
         self._took[kind] = (0.7 * before + seconds, round(0.7 * number) + pieces)
 
@@ -38,7 +40,9 @@ class Budget:
 
 
 class Turns:
-    """So many pieces in a row, until a time by the clock: each may take its part of what those before it left."""
+    """So many pieces in a row, until a time by the clock: each may take its part of what those before it
+    left.
+    """
 
     def __init__(self, limit_s: float, number: int, clock: Callable[[], float] = time.monotonic):
         self.budget, self.left = Budget(limit_s, clock), number

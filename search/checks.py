@@ -32,11 +32,20 @@ def check_scattered(tp: int, **numbers: Sequence[int]) -> None:
 
 
 def check_files(out: Path, files: Sequence[Path]) -> None:
-    """Before the search, whose plans would be lost: makes the folder. Raises: ConfigError where a plan's file could not be written."""
+    """Before the search, whose plans would be lost: makes the folder. Raises: ConfigError where a plan's file
+    could not be written.
+    """
     with contextlib.suppress(OSError):
         files[0].parent.mkdir(parents=True, exist_ok=True)
     for file in files:
         there = file if file.exists() else file.parent
         if file.is_dir() or not file.parent.is_dir() or not os.access(there, os.W_OK):
-            accepted = "a folder that is there or can be made, of files that can be written: one for each workload's plan"
-            raise ConfigError("out", str(out), accepted if len(files) > 1 else "a file that can be written, for the plan of one workload")
+            accepted = (
+                "a folder that is there or can be made, of files that can be written: one for each "
+                "workload's plan"
+            )
+            raise ConfigError(
+                "out",
+                str(out),
+                accepted if len(files) > 1 else "a file that can be written, for the plan of one workload",
+            )

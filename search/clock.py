@@ -1,9 +1,11 @@
-"""The clock that a card at its power cap settles at, and what work takes there: how ops slow each other down on such a card.
+"""The clock that a card at its power cap settles at, and what work takes there: how ops slow each other down
+on such a card.
 
-Under load the governor lowers the clock until the mean power is the cap's. A step that keeps all resources busy at once does its work
-in less time, so it runs at a lower clock than the same ops one after the other, and what counts cycles (products; a stream
-that the SMs' own intake limits) takes longer there. On an H200 this, and the SMs that are divided between the two, is all the
-interference there is between products and attention (`docs/overlap.md` holds it against the measurements).
+Under load the governor lowers the clock until the mean power is the cap's. A step that keeps all resources
+busy at once does its work in less time, so it runs at a lower clock than the same ops one after the other,
+and what counts cycles (products; a stream that the SMs' own intake limits) takes longer there. On an H200
+this, and the SMs that are divided between the two, is all the interference there is between products and
+attention (`docs/overlap.md` holds it against the measurements).
 """
 
 import dataclasses
@@ -26,32 +28,46 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     schema_version: int
     device: str  # as in `jaxflow.model.cost.DEVICES`
-    tensor_share: Mapping[str, float]  # by the products' dtype: of the tensor cores' FLOP a cycle, in waves that are full
+    tensor_share: Mapping[
+        str, float
+    ]  # by the products' dtype: of the tensor cores' FLOP a cycle, in waves that are full
     attention_share: float  # the same of attention's products
-    attention_bytes_per_s: Mapping[str, float]  # by the cache's dtype: that decode attention reads on the whole device
+    attention_bytes_per_s: Mapping[
+        str, float
+    ]  # by the cache's dtype: that decode attention reads on the whole device
     sm_bytes_per_cycle: Mapping[str, float]  # by the cache's dtype: that an SM takes in
     kernel_s: float  # that a kernel's start and end take
     collective_s: float  # the same of a sum over devices
-    joules_factor: Mapping[str, float]  # by dtype of FLOPs, and "byte": joules of ordinary kernels over the least (`jaxflow.model.energy`)
+    joules_factor: Mapping[
+        str, float
+    ]  # by dtype of FLOPs, and "byte": joules of ordinary kernels over the least (`jaxflow.model.energy`)
     beside: float  # how many times as long ops take beside others as alone on the same SMs at the same clock
-    hot_factor: float  # joules of an engine's steps, sustained for seconds, over those of kernels in windows of half a second
+    # joules of an engine's steps, sustained for seconds, over those of kernels in windows of half a second
+    hot_factor: float
     nano_s: float  # that a chain of ops costs beyond their times, in a layer with side streams
     step_s: float  # that a step costs beyond its ops' times
     method: str
     exchange_s: float | None = None  # that a sum over two devices by the copy engines takes beside its bytes
     exchange_bytes_per_s: float | None = None  # that each of the two then sends
-    memory_bytes: float | None = None  # that a driver gives out in all: more than a datasheet's GB, which are nearly GiB
+    memory_bytes: float | None = (
+        None  # that a driver gives out in all: more than a datasheet's GB, which are nearly GiB
+    )
 
 
 @functools.cache
 def shipped_card(device: str) -> Card | None:
-    """What comes with this release for a device of `jaxflow.model.cost.DEVICES`, or None. Raises: ValueError for another schema."""
+    """What comes with this release for a device of `jaxflow.model.cost.DEVICES`, or None. Raises: ValueError
+    for another schema.
+    """
     path = FOLDER / f"{device.lower()}.json"
     if not path.exists():
         return None
     card = msgspec.json.decode(path.read_bytes(), type=Card)
     if card.schema_version != SCHEMA_VERSION:
-        raise ValueError(f"{path}: schema_version={card.schema_version} is not supported: this release reads {SCHEMA_VERSION}")
+        raise ValueError(
+            f"{path}: schema_version={card.schema_version} is not supported: this release reads "
+            f"{SCHEMA_VERSION}"
+        )
     return card
 
 
@@ -63,7 +79,9 @@ def of_kernels(power: Power, card: Card) -> Power:
 
 @dataclasses.dataclass(frozen=True)
 class Governor:
-    """Keeps a card's mean power at its cap. power: of its kernels (`of_kernels`), dtype: that of the products."""
+    """Keeps a card's mean power at its cap. power: of its kernels (`of_kernels`), dtype: that of the
+    products.
+    """
 
     power: Power
     dtype: str
@@ -97,7 +115,9 @@ class Governor:
         return max(self.lowest_hz, self.highest_hz * share)
 
     def settle(self, seconds_at: Callable[[float], float], work: Work) -> float:
-        """The clock (Hz) of work that takes `seconds_at(clock)`, which does not grow with the clock, over and over."""
+        """The clock (Hz) of work that takes `seconds_at(clock)`, which does not grow with the clock, over and
+        over.
+        """
         low, high = self.lowest_hz, self.highest_hz
         if self.least_s(work, high) <= seconds_at(high):
             return high
@@ -107,7 +127,9 @@ class Governor:
         return low
 
     def settled_s(self, seconds: float, clock_hz: float, work: Work) -> float:
-        """Of work that takes `seconds` at a clock, if all of it counts cycles: what it takes where the card settles."""
+        """Of work that takes `seconds` at a clock, if all of it counts cycles: what it takes where the card
+        settles.
+        """
         clock = self.settle(lambda hz: seconds * clock_hz / hz, work)
         return seconds * clock_hz / clock
 

@@ -1,4 +1,6 @@
-"""Sums over devices by the copy engines (`jaxflow.model.exchange`), as the search sees them: other times, and no SMs."""
+"""Sums over devices by the copy engines (`jaxflow.model.exchange`), as the search sees them: other times, and
+no SMs.
+"""
 
 import msgspec
 
@@ -10,7 +12,8 @@ SMS = 0  # of the sums of such a profile: what runs beside them has all
 
 
 def copied(profile: Profile, graph: Graph, card: Card) -> Profile:
-    """The profile with the graph's sums sent by the copy engines, at each number of tokens at which it has times of them.
+    """The profile with the graph's sums sent by the copy engines, at each number of tokens at which it has
+    times of them.
 
     What an exchange takes is the profile's, where it was measured, else the card's.
 
@@ -26,7 +29,11 @@ def copied(profile: Profile, graph: Graph, card: Card) -> Profile:
         if measured:
             return seconds(profile, EXCHANGE, one.tokens)
         assert card.exchange_s is not None and card.exchange_bytes_per_s is not None
-        return card.exchange_s + sums[name].work(alone(sums[name], one.tokens, one.keys)).network_bytes / card.exchange_bytes_per_s
+        return (
+            card.exchange_s
+            + sums[name].work(alone(sums[name], one.tokens, one.keys)).network_bytes
+            / card.exchange_bytes_per_s
+        )
 
     times = []
     for one in profile.op_times:
@@ -36,4 +43,6 @@ def copied(profile: Profile, graph: Graph, card: Card) -> Profile:
         for name in (one.op, one.op.replace("_reduce", "_swap")):  # of four devices a sum is two exchanges
             if name in sums:
                 times.append(OpTime(name, one.tokens, one.keys, SMS, sent_s(name, one)))
-    return msgspec.structs.replace(profile, op_times=tuple(times), method=f"{profile.method}; sums by the copy engines")
+    return msgspec.structs.replace(
+        profile, op_times=tuple(times), method=f"{profile.method}; sums by the copy engines"
+    )

@@ -2,10 +2,11 @@
 
   python -m search cost --model llama-3.1-8b --device H200 --prompt_tokens 1024 --output_tokens 512
 
-Times are lower bounds: ops at the datasheet's rates, joules at the least that sustained runs took (where the device's were
-measured). The optimal throughput of Eq. 5 counts dense products alone, at the rate that they kept up for a second or
-longer where that was measured (`jaxflow.model.cost.DEVICES`): single products in short windows may be faster. The largest batch
-is what NanoFlow's classification assumes (Eq. 1, 2 and 4; docs/cost-model.md): requests fill the memory beside the weights.
+Times are lower bounds: ops at the datasheet's rates, joules at the least that sustained runs took (where the
+device's were measured). The optimal throughput of Eq. 5 counts dense products alone, at the rate that they
+kept up for a second or longer where that was measured (`jaxflow.model.cost.DEVICES`): single products in
+short windows may be faster. The largest batch is what NanoFlow's classification assumes (Eq. 1, 2 and 4;
+docs/cost-model.md): requests fill the memory beside the weights.
 """
 
 import dataclasses
@@ -38,14 +39,18 @@ def define_flags() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One op's share of a step, on one GPU, over all layers. The bound by energy is 0 where the device's joules are not known."""
+    """One op's share of a step, on one GPU, over all layers. The bound by energy is 0 where the device's
+    joules are not known.
+    """
 
     name: str
     work: Work
     bound: Bound
 
 
-def rows(model: ModelConfig, gpus: int, device_name: str, dtype: str, kv_dtype: str, step: Composition) -> list[Row]:
+def rows(
+    model: ModelConfig, gpus: int, device_name: str, dtype: str, kv_dtype: str, step: Composition
+) -> list[Row]:
     """A row for each op of the model, in order of the step, and one for their sum."""
     device, power = DEVICES[device_name], shipped_power(device_name)
     works: dict[str, Work] = {}
@@ -67,11 +72,16 @@ def run() -> None:
     f = flags.FLAGS
     model, device = open_checkpoint(f.model, load_format="dummy").model_config, DEVICES[f.device]
     if f.dtype not in device.datasheet.flops_per_s:
-        raise ConfigError("dtype", f.dtype, f"what a {f.device} multiplies: {', '.join(device.datasheet.flops_per_s)}")
+        raise ConfigError(
+            "dtype", f.dtype, f"what a {f.device} multiplies: {', '.join(device.datasheet.flops_per_s)}"
+        )
     check_gpus(f.model, model, f.gpus)
     check_lengths(f.model, model, f.prompt_tokens, f.output_tokens)
     step = Composition.steady_state(f.tokens, f.prompt_tokens, f.output_tokens)
-    title = f" {f.model} on {f.gpus} x {f.device}, {f.tokens} tokens a step, {f.prompt_tokens} in / {f.output_tokens} out "
+    title = (
+        f" {f.model} on {f.gpus} x {f.device}, {f.tokens} tokens a step, {f.prompt_tokens} in / "
+        f"{f.output_tokens} out "
+    )
     print(title.center(WIDTH, "="))
     head = f"{'a GPU, all layers':18}{'GFLOP':>11}{'GB moved':>11}{'GB sent':>10}"
     print(f"{head}{'compute':>11}{'memory':>10}{'network':>10}{'energy':>10}  ms  bound by")
@@ -82,10 +92,19 @@ def run() -> None:
         print(_line(row))
     total, ops = found[-1].bound, found[:-1]
     known = shipped_power(f.device) is not None
-    print(f"One op after the other takes {1e3 * sum(row.bound.longest_s for row in ops):.1f} ms at least, all resources at once", end=" ")
+    print(
+        (
+            f"One op after the other takes {1e3 * sum(row.bound.longest_s for row in ops):.1f} ms at "
+            f"least, all resources at once"
+        ),
+        end=" ",
+    )
     print(f"{1e3 * total.longest_s:.1f} ms: {total.binding} binds.")
     if known:
-        print(f"Binding: {total.binding}; the best clock for the step's joules is {total.clock_hz / 1e6:.0f} MHz")
+        print(
+            f"Binding: {total.binding}; the best clock for the step's joules is "
+            f"{total.clock_hz / 1e6:.0f} MHz"
+        )
     else:
         print(f"Energy: nobody has measured the joules of a {f.device} here.")
     _print_throughput(model, device, total)
@@ -97,11 +116,18 @@ def _print_throughput(model: ModelConfig, device: Device, total: Bound) -> None:
     best = optimal_throughput(device.rates.flops_per_s[f.dtype], parameters)
     rate = "the rate that was measured" if device.measured else "the datasheet's rate"
     print(f"Optimal throughput, Eq. 5 (tokens/s/GPU): {best:.0f}, of dense products alone at {rate}")
-    resources, joules = ("four resources", " and the least joules") if total.energy_s else ("compute, memory and network", "")
-    print(f"Bound by {resources} (tokens/s/GPU): {f.tokens / f.gpus / total.longest_s:.0f}, at the datasheet's rates{joules}")
+    resources, joules = (
+        ("four resources", " and the least joules") if total.energy_s else ("compute, memory and network", "")
+    )
+    print(
+        f"Bound by {resources} (tokens/s/GPU): {f.tokens / f.gpus / total.longest_s:.0f}, at the "
+        f"datasheet's rates{joules}"
+    )
     widths = Widths(weights=BYTES[f.dtype], kv=BYTES[f.kv_cache_dtype])
     lengths = f.gpus, f.prompt_tokens, f.output_tokens
-    batch = largest_batch(model, device.datasheet, device.memory_bytes, *lengths, widths=widths, dtype=f.dtype)
+    batch = largest_batch(
+        model, device.datasheet, device.memory_bytes, *lengths, widths=widths, dtype=f.dtype
+    )
     if batch is not None:
         print(
             f"Largest batch: {batch.tokens:.0f} tokens, of which {batch.requests:.0f} decode; T_mem / T_compute (Eq. 4): "

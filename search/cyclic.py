@@ -1,8 +1,9 @@
 """Cyclic scheduling: tasks that repeat for every layer, one layer a period, as a MILP.
 
-A task of layer l starts at period · (l + stage + phase), the phase in [0, 1) and the stage a whole number: layers
-overlap as in a software pipeline. Divided by the period, every constraint is linear in the phases, the stages and the
-*rate* 1 / period, which is maximised: no bisection is needed. (In seconds they would hold products of period and stage.)
+A task of layer l starts at period · (l + stage + phase), the phase in [0, 1) and the stage a whole number:
+layers overlap as in a software pipeline. Divided by the period, every constraint is linear in the phases, the
+stages and the *rate* 1 / period, which is maximised: no bisection is needed. (In seconds they would hold
+products of period and stage.)
 """
 
 import collections
@@ -41,9 +42,9 @@ class Problem:
 
     options: of each task; one is chosen.
     follows: (i, j, distance): task j of layer l + distance starts after task i of layer l ended.
-    exclusive: (i, j) that never run at the same time, whatever their layers; a task never runs on two layers at once.
-    outside: (i, j): j does not start while i runs.
-    covers: groups of tasks of which exactly one is run; a task in no group always is. Constraints of tasks that are not
+    exclusive: (i, j) that never run at the same time, whatever their layers; a task never runs on two layers
+    at once. outside: (i, j): j does not start while i runs. covers: groups of tasks of which exactly one is
+    run; a task in no group always is. Constraints of tasks that are not
       run do not hold.
     capacity: shares of tasks that run at the same time add up to this at most; None: without bound.
     least_s: what a period takes at least. most_s: what it may take.
@@ -65,8 +66,9 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A solution: its period, and that below which none can be; of each task its phase and stage, and the option chosen
-    (None for one that is not run)."""
+    """A solution: its period, and that below which none can be; of each task its phase and stage, and the
+    option chosen (None for one that is not run).
+    """
 
     period_s: float
     bound_s: float
@@ -80,43 +82,62 @@ class Schedule:
         return max(0.0, 1 - self.bound_s / self.period_s) if self.period_s else 0.0
 
 
-def solve(problem: Problem, time_limit_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> Schedule:
-    """The schedule of shortest period, and among such ones of fewest open layers; best so far when the time is over.
+def solve(
+    problem: Problem, time_limit_s: float = 60.0, clock: Callable[[], float] = time.monotonic
+) -> Schedule:
+    """The schedule of shortest period, and among such ones of fewest open layers; best so far when the time
+    is over.
 
     clock: is read for the time, in seconds.
 
-    Raises: SearchError naming the constraints that leave no schedule, as far as there is time to find them; or that none is of at
+    Raises: SearchError naming the constraints that leave no schedule, as far as there is time to find them;
+    or that none is of at
       most `most_s`; or that the time was too short for one.
     """
     stop_s = clock() + time_limit_s
     if problem.capacity is not None:
         for i, options in enumerate(problem.options):
             if min(option.share for option in options) > problem.capacity:
-                raise SearchError(f"no schedule: task {i} needs a share of more than {problem.capacity}, which is all there is")
+                raise SearchError(
+                    f"no schedule: task {i} needs a share of more than {problem.capacity}, which is "
+                    f"all there is"
+                )
     milp = Milp(problem)
     found = milp.solve(max(0.0, stop_s - clock()))
     if isinstance(found, Schedule):
         return found
     if found == mip.OptimizationStatus.INFEASIBLE:
-        if problem.most_s is not None:  # a search's usual answer, "nothing shorter": not worth another solution
+        if (
+            problem.most_s is not None
+        ):  # a search's usual answer, "nothing shorter": not worth another solution
             raise SearchError(f"no schedule has a period of at most {problem.most_s:g} s")
         raise SearchError(f"no schedule: {_culprit(problem, stop_s - clock())}")
     if problem.most_s is None:
         slow = one_by_one(problem)
         return dataclasses.replace(slow, bound_s=min(slow.period_s, max(slow.bound_s, milp.busiest_s())))
-    raise SearchError(f"time_limit_s={time_limit_s:g} passed before a schedule was found of at most {problem.most_s:g} s")
+    raise SearchError(
+        f"time_limit_s={time_limit_s:g} passed before a schedule was found of at most {problem.most_s:g} s"
+    )
 
 
 def one_by_one(problem: Problem) -> Schedule:
-    """A schedule without overlap, each task at its fastest, of covers the tasks that fill one group: where time is too short
-    for another."""
+    """A schedule without overlap, each task at its fastest, of covers the tasks that fill one group: where
+    time is too short for another.
+    """
     groups = collections.Counter(i for group in problem.covers for i in group)
     left = {i for i in range(len(problem.options)) if groups[i] <= 1}
-    fastest = [min(own, key=lambda option: option.seconds) if i in left else None for i, own in enumerate(problem.options)]
+    fastest = [
+        min(own, key=lambda option: option.seconds) if i in left else None
+        for i, own in enumerate(problem.options)
+    ]
     period_s = max(problem.least_s, sum(option.seconds for option in fastest if option is not None))
     phases, now = [0.0] * len(fastest), 0.0
     while left:
-        ready = [j for j in left if not any(k == j and i in left and not distance for i, k, distance in problem.follows)]
+        ready = [
+            j
+            for j in left
+            if not any(k == j and i in left and not distance for i, k, distance in problem.follows)
+        ]
         if not ready:
             raise SearchError("no schedule: what must follow what leaves none")
         one = min(ready)
@@ -127,9 +148,13 @@ def one_by_one(problem: Problem) -> Schedule:
 
 
 def _culprit(problem: Problem, time_limit_s: float) -> str:
-    """What leaves no schedule of any period. Shares and what must not run at the same time do not: of each schedule that breaks them
-    there is one that keeps them, its tasks one after the other as they start. So it is the order, or the covers."""
-    alone = dataclasses.replace(problem, follows=(), exclusive=frozenset(), outside=frozenset(), capacity=None)
+    """What leaves no schedule of any period. Shares and what must not run at the same time do not: of each
+    schedule that breaks them there is one that keeps them, its tasks one after the other as they start. So it
+    is the order, or the covers.
+    """
+    alone = dataclasses.replace(
+        problem, follows=(), exclusive=frozenset(), outside=frozenset(), capacity=None
+    )
     found = Milp(alone).solve(time_limit_s) if time_limit_s > 0 else None
     if isinstance(found, Schedule):
         return "what must follow what leaves none"
@@ -147,16 +172,26 @@ class Milp:
         self.model, model.verbose, model.threads = model, 0, 1
         self.grouped = {i for group in problem.covers for i in group}
         fastest = [min(option.seconds for option in options) for options in problem.options]
-        least = max(problem.least_s, self.busiest_s(), *(min(fastest[i] for i in group) for group in problem.covers))
+        least = max(
+            problem.least_s, self.busiest_s(), *(min(fastest[i] for i in group) for group in problem.covers)
+        )
         self.top = max(1.0, self.unit / (least or self.unit / (len(problem.options) + 1)))
-        self.rate = model.add_var("rate", lb=max(1 - _SAFE, self.unit / (problem.most_s or math.inf)), ub=self.top)
+        self.rate = model.add_var(
+            "rate", lb=max(1 - _SAFE, self.unit / (problem.most_s or math.inf)), ub=self.top
+        )
         self.phase = [model.add_var(f"phase{i}", lb=0, ub=1) for i in self.tasks]
-        self.stage = [model.add_var(f"stage{i}", lb=-STAGES, ub=STAGES, var_type=mip.INTEGER) for i in self.tasks]
-        self.runs: list = [model.add_var(f"runs{i}", var_type=mip.BINARY) if i in self.grouped else 1.0 for i in self.tasks]
+        self.stage = [
+            model.add_var(f"stage{i}", lb=-STAGES, ub=STAGES, var_type=mip.INTEGER) for i in self.tasks
+        ]
+        self.runs: list = [
+            model.add_var(f"runs{i}", var_type=mip.BINARY) if i in self.grouped else 1.0 for i in self.tasks
+        ]
         for group in problem.covers:
             self.model.add_constr(total(self.runs[i] for i in group) == 1)
         self.pick: list[list] = []
-        self.rates: list[list] = []  # the rate where an option is chosen, else 0: its product with a binary, linear
+        self.rates: list[
+            list
+        ] = []  # the rate where an option is chosen, else 0: its product with a binary, linear
         for i in self.tasks:
             self._choose(i)
         self.length = [
@@ -199,7 +234,10 @@ class Milp:
 
     def busiest_s(self) -> float:
         """The longest time of tasks that exclude each other and are all run: a bound on the period."""
-        best = [0.0 if i in self.grouped else min(option.seconds for option in options) for i, options in enumerate(self.problem.options)]
+        best = [
+            0.0 if i in self.grouped else min(option.seconds for option in options)
+            for i, options in enumerate(self.problem.options)
+        ]
         return max((sum(best[i] for i in clique) for clique in self._cliques()), default=0.0)
 
     def _cliques(self) -> list[tuple[int, ...]]:
@@ -218,7 +256,9 @@ class Milp:
         if len(options) == 1:
             self.pick.append([self.runs[i]])
         else:
-            self.pick.append([self.model.add_var(f"pick{i}.{o}", var_type=mip.BINARY) for o in range(len(options))])
+            self.pick.append(
+                [self.model.add_var(f"pick{i}.{o}", var_type=mip.BINARY) for o in range(len(options))]
+            )
             self.model.add_constr(total(self.pick[i]) == self.runs[i])
         if len(options) == 1 and i not in self.grouped:
             self.rates.append([self.rate])
@@ -249,7 +289,9 @@ class Milp:
             self.model.add_constr(later >= -1 * absent)
 
     def apart(self, i: int, j: int, length: Any, slack: Any) -> None:
-        """Task i ends before j starts, and j, `length` long, ends before i's next start; or the other way round."""
+        """Task i ends before j starts, and j, `length` long, ends before i's next start; or the other way
+        round.
+        """
         later = self.model.add_var(f"later{i}.{j}", var_type=mip.BINARY)
         after = self.phase[j] - self.phase[i] + 1 - later
         self.model.add_constr(after >= self.length[i] - 2 * slack)

@@ -1,4 +1,6 @@
-"""The shares of a device that the tasks of a cyclic schedule take: together at most its capacity, ΣR ≤ 1 (NanoFlow's stage II)."""
+"""The shares of a device that the tasks of a cyclic schedule take: together at most its capacity, ΣR ≤ 1
+(NanoFlow's stage II).
+"""
 
 import collections
 import itertools
@@ -9,7 +11,9 @@ import mip
 
 
 class Tasks(Protocol):
-    """What of a schedule's program (`search.cyclic.Milp`) the shares are about. Phases and lengths are parts of a period."""
+    """What of a schedule's program (`search.cyclic.Milp`) the shares are about. Phases and lengths are parts
+    of a period.
+    """
 
     model: Any
     problem: Any  # `search.cyclic.Problem`
@@ -26,15 +30,18 @@ class Tasks(Protocol):
         ...
 
     def apart(self, i: int, j: int, length: Any, slack: Any) -> None:
-        """Task i ends before j starts, and j, `length` long, ends before i's next start, unless the slack is 1 or more."""
+        """Task i ends before j starts, and j, `length` long, ends before i's next start, unless the slack is
+        1 or more.
+        """
         ...
 
 
 def share(m: Tasks, capacity: int) -> None:
     """Shares of what runs at the same time add up to the capacity.
 
-    Tasks of which each two overlap have a moment in common, unless three of them cover the whole period: it is enough to know of
-    pairs who overlaps. Where three may cover it, or four be too many, it is asked what runs when a task starts.
+    Tasks of which each two overlap have a moment in common, unless three of them cover the whole period: it
+    is enough to know of pairs who overlaps. Where three may cover it, or four be too many, it is asked what
+    runs when a task starts.
     """
     shares = [
         total(pick * option.share for pick, option in zip(picks, options, strict=True))
@@ -47,7 +54,9 @@ def share(m: Tasks, capacity: int) -> None:
     )
     m.model.add_constr(total(work) <= 1)
     most = [max(option.share for option in options) for options in m.problem.options]
-    longest = [m.top / m.unit * max(option.seconds for option in options) for options in m.problem.options]  # of a period
+    longest = [
+        m.top / m.unit * max(option.seconds for option in options) for options in m.problem.options
+    ]  # of a period
     never = m.problem.exclusive | {(j, i) for i, j in m.problem.exclusive}
     near = [{j for j in m.tasks if i != j and most[i] and most[j] and (i, j) not in never} for i in m.tasks]
     pairs = [(i, j) for i, j in itertools.combinations(m.tasks, 2) if j in near[i]]
@@ -61,8 +70,12 @@ def share(m: Tasks, capacity: int) -> None:
         _in_pairs(m, capacity, shares, most, crowds)
 
 
-def _in_pairs(m: Tasks, capacity: int, shares: list[Any], most: list[int], crowds: list[tuple[int, ...]]) -> None:
-    """Of each crowd, tasks that may be too many together, two do not overlap, or less is taken than the `most`."""
+def _in_pairs(
+    m: Tasks, capacity: int, shares: list[Any], most: list[int], crowds: list[tuple[int, ...]]
+) -> None:
+    """Of each crowd, tasks that may be too many together, two do not overlap, or less is taken than the
+    `most`.
+    """
     beside: dict[tuple[int, ...], Any] = {}  # whether the two may overlap
     for i, j in sorted({pair for crowd in crowds for pair in itertools.combinations(crowd, 2)}):
         beside[i, j] = m.model.add_var(f"beside{i}.{j}", var_type=mip.BINARY)
@@ -73,15 +86,22 @@ def _in_pairs(m: Tasks, capacity: int, shares: list[Any], most: list[int], crowd
         m.model.add_constr(total(shares[i] for i in crowd) <= capacity + over * less)
 
 
-def _at_starts(m: Tasks, capacity: int, shares: list[Any], most: list[int], pairs: list[tuple[int, int]]) -> None:
+def _at_starts(
+    m: Tasks, capacity: int, shares: list[Any], most: list[int], pairs: list[tuple[int, int]]
+) -> None:
     """What a task takes fits beside what others do that run when it starts: the most is taken at some start."""
-    beside: dict[int, list] = collections.defaultdict(list)  # of a task: what each other one takes when it starts
+    beside: dict[int, list] = collections.defaultdict(
+        list
+    )  # of a task: what each other one takes when it starts
     later = {}  # whether j starts after i in the same period, not the next
     for i, j in pairs:
         later[i, j] = m.model.add_var(f"later{i}.{j}", var_type=mip.BINARY)
         after, slack = m.phase[j] - m.phase[i] + 1 - later[i, j], []
         for one, other in ((i, j), (j, i)):
-            runs, share = m.model.add_var(f"on{one}.{other}", var_type=mip.BINARY), m.model.add_var(f"share{one}.{other}", lb=0)
+            runs, share = (
+                m.model.add_var(f"on{one}.{other}", var_type=mip.BINARY),
+                m.model.add_var(f"share{one}.{other}", lb=0),
+            )
             m.model.add_constr(share >= shares[other] - most[other] * (1 - runs))
             beside[one].append(share)
             slack.append(runs + 2 * m.absent(i, j))
@@ -89,7 +109,11 @@ def _at_starts(m: Tasks, capacity: int, shares: list[Any], most: list[int], pair
             m.model.add_constr(after >= least)
             m.model.add_constr(after <= longest)
     for i, j, k in itertools.combinations(m.tasks, 3):
-        if {(i, j), (i, k), (j, k)} <= later.keys():  # an order, also of tasks that start at once: the last of them counts all
+        if {
+            (i, j),
+            (i, k),
+            (j, k),
+        } <= later.keys():  # an order, also of tasks that start at once: the last of them counts all
             m.model.add_constr(later[i, k] <= later[i, j] + later[j, k])
             m.model.add_constr(later[i, k] >= later[i, j] + later[j, k] - 1)
     for i, others in beside.items():

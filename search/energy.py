@@ -1,13 +1,16 @@
-"""What work costs a card in joules, fitted to runs that were measured on it: the constants of the fourth resource.
+"""What work costs a card in joules, fitted to runs that were measured on it: the constants of the fourth
+resource.
 
   python -m search energy --runs benchmarks/h200-energy.json
-  python -m search energy --runs benchmarks/h200-energy.json --profile profiles/h200-llama-3.1-8b.json --out h200.json
+  python -m search energy --runs benchmarks/h200-energy.json --profile profiles/h200-llama-3.1-8b.json --out
+  h200.json
 
-A file of runs holds sustained rates of work with the watts and the clock that they settled at, and what is known of the card (its
-power cap, idle watts, clocks, FLOPs a cycle). The fit is a bound: it is lowered until no run needed less. With profiles of `search measure`
-their products and attention are runs, too, which are not fitted: one that needed less than the fit says lowers the joules of its own
-work, a byte's or a FLOP's of its dtype. The bound is printed beside the one that this release ships for the device, if any, and written
-in the form of `jaxflow/model/power`, from where an engine's and a search's bounds come.
+A file of runs holds sustained rates of work with the watts and the clock that they settled at, and what is
+known of the card (its power cap, idle watts, clocks, FLOPs a cycle). The fit is a bound: it is lowered until
+no run needed less. With profiles of `search measure` their products and attention are runs, too, which are
+not fitted: one that needed less than the fit says lowers the joules of its own work, a byte's or a FLOP's of
+its dtype. The bound is printed beside the one that this release ships for the device, if any, and written in
+the form of `jaxflow/model/power`, from where an engine's and a search's bounds come.
 """
 
 from pathlib import Path
@@ -28,7 +31,9 @@ SETTLED = 0.77  # of the highest clock: where an H200's products settle at its c
 
 def define_flags() -> None:
     flags.DEFINE_string("runs", None, "The sustained runs' file.", required=True)
-    flags.DEFINE_list("profile", [], "Profiles of the same device whose entries lower the fit where they needed less.")
+    flags.DEFINE_list(
+        "profile", [], "Profiles of the same device whose entries lower the fit where they needed less."
+    )
     flags.DEFINE_string("out", None, "Where the fit is written.")
 
 
@@ -44,12 +49,17 @@ def entries(measured: Runs, profiles: list[str]) -> list[Run]:
 
 
 def table(power: Power, shipped: Power | None) -> list[str]:
-    """A line for each kind of work: joules at the highest clock, what of them does not fall with it, and joules where products settle."""
+    """A line for each kind of work: joules at the highest clock, what of them does not fall with it, and
+    joules where products settle.
+    """
     lines = [f"{'pJ a':>16} {'at 100%':>8} {'fixed':>6} {f'at {SETTLED:.0%}':>8}  shipped"]
     for name, curve in (*power.flop.items(), ("byte", power.byte)):
         theirs = None if shipped is None else shipped.byte if name == "byte" else shipped.flop.get(name)
         known = "-" if theirs is None else f"{1e12 * theirs.joules:.3f}, {theirs.fixed:.0%} fixed"
-        lines.append(f"{name:>16} {1e12 * curve.joules:8.3f} {curve.fixed:6.0%} {1e12 * curve.at(SETTLED):8.3f}  {known}")
+        lines.append(
+            f"{name:>16} {1e12 * curve.joules:8.3f} {curve.fixed:6.0%} "
+            f"{1e12 * curve.at(SETTLED):8.3f}  {known}"
+        )
     return lines
 
 
@@ -62,7 +72,10 @@ def run() -> None:
     power = lowered(fit(measured), found)
     above = errors(msgspec.structs.replace(measured, runs=[*measured.runs, *found]), power)
     print(*table(power, shipped_power(power.device)), sep="\n")
-    print(f"{len(above)} runs needed {min(above):.3f} to {max(above):.3f} times these joules, {sum(above) / len(above):.3f} in the mean")
+    print(
+        f"{len(above)} runs needed {min(above):.3f} to {max(above):.3f} times these joules, "
+        f"{sum(above) / len(above):.3f} in the mean"
+    )
     if f.out:
         Path(f.out).write_bytes(msgspec.json.format(msgspec.json.encode(power), indent=1) + b"\n")
         print(f"{f.out}: written")

@@ -1,7 +1,9 @@
-"""Whether devices hold a model, and how many requests of a workload beside it: what the steps of a search may be made of.
+"""Whether devices hold a model, and how many requests of a workload beside it: what the steps of a search may
+be made of.
 
-As an engine shares out its memory (`jaxflow.engine.build`): of the part that it may use, what weights, a spare, the state of its rows and a
-step's own space leave is cut into pages. A request that decodes holds those of its tokens, and of its last page the rest.
+As an engine shares out its memory (`jaxflow.engine.build`): of the part that it may use, what weights, a
+spare, the state of its rows and a step's own space leave is cut into pages. A request that decodes holds
+those of its tokens, and of its last page the rest.
 """
 
 import math
@@ -24,12 +26,17 @@ from search.regimes import request_bytes, weight_bytes
 
 PAGE = EngineConfig.block_size
 UTILIZATION = EngineConfig.gpu_memory_utilization
-_LOGIT, _ADJUSTED = 4.0, 6.1  # bytes: of all rows, and of those that are sampled at once (docs/activation-memory.md)
+_LOGIT, _ADJUSTED = (
+    4.0,
+    6.1,
+)  # bytes: of all rows, and of those that are sampled at once (docs/activation-memory.md)
 
 
 def step_bytes(model: ModelConfig, tokens: int, rows: int, tp: int, memory_bytes: float) -> float:
-    """What steps of at most so many tokens and rows need of a device beside weights and cache: the rows' state, the larger of the
-    sampler's space and of the three buffers of a layer, and results of the steps in flight (`jaxflow.engine.temporary`)."""
+    """What steps of at most so many tokens and rows need of a device beside weights and cache: the rows'
+    state, the larger of the sampler's space and of the three buffers of a layer, and results of the steps in
+    flight (`jaxflow.engine.temporary`).
+    """
     vocab, d, f = model.vocab_size, model.hidden_size, model.intermediate_size
     slots = jax.eval_shape(lambda: empty_slots(rows, vocab))
     state = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
@@ -40,10 +47,17 @@ def step_bytes(model: ModelConfig, tokens: int, rows: int, tp: int, memory_bytes
 
 
 def most_decodes(
-    name: str, model: ModelConfig, profile: Profile, prompt: int, output: int, tokens: int, utilization: float = UTILIZATION
+    name: str,
+    model: ModelConfig,
+    profile: Profile,
+    prompt: int,
+    output: int,
+    tokens: int,
+    utilization: float = UTILIZATION,
 ) -> float:
-    """Requests of so many prompt and output tokens that decode at once in an engine on the profile's devices, whose steps are of so
-    many tokens, beside the prompts that replace them. utilization: the engine's `gpu_memory_utilization`.
+    """Requests of so many prompt and output tokens that decode at once in an engine on the profile's devices,
+    whose steps are of so many tokens, beside the prompts that replace them. utilization: the engine's
+    `gpu_memory_utilization`.
 
     inf without outputs, and where the device's memory is not known.
 
@@ -63,8 +77,13 @@ def most_decodes(
     if tp * left < request:
         one = f"{request / GIGA:.1f} GB that the cache holds of one {prompt:g}/{output:g} request"
         had = f"{tp} x {device.name} is {tp * device.memory_bytes / GIGA:.1f} GB"
-        used = f"of which steps of {tokens} tokens leave {(tp * left + weights) / GIGA:.1f} GB at gpu_memory_utilization={utilization:g}"
-        raise ConfigError("gpus", tp, f"enough for {name}'s {weights / GIGA:.1f} GB of weights and the {one}; {had}, {used}")
+        used = (
+            f"of which steps of {tokens} tokens leave {(tp * left + weights) / GIGA:.1f} GB at "
+            f"gpu_memory_utilization={utilization:g}"
+        )
+        raise ConfigError(
+            "gpus", tp, f"enough for {name}'s {weights / GIGA:.1f} GB of weights and the {one}; {had}, {used}"
+        )
     if not output:
         return math.inf
     pages = fit_pages(

@@ -9,12 +9,17 @@ from matplotlib.figure import Figure
 
 from search.regimes import DOCS, Map, memory_map, network_map, rewritten
 
-USAGE = "usage: python -m search.heat_maps   (writes the tables of docs/cost-model.md and its two pictures anew; takes no arguments)"
+USAGE = (
+    "usage: python -m search.heat_maps   (writes the tables of docs/cost-model.md and its two pictures "
+    "anew; takes no arguments)"
+)
 
 
 def draw(shown: Map) -> Figure:
     """Yellow is bound by compute, blue by the other resource; 1 lies between."""
-    figure = Figure(figsize=(1.6 + 0.9 * len(shown.columns), 1.1 + 0.32 * len(shown.rows)), layout="constrained")
+    figure = Figure(
+        figsize=(1.6 + 0.9 * len(shown.columns), 1.1 + 0.32 * len(shown.rows)), layout="constrained"
+    )
     axes = figure.add_subplot()
     values = [[float("nan") if value is None else value for value in row] for row in shown.values]
     axes.imshow(values, cmap="cividis_r", norm=LogNorm(0.1, 10), aspect="auto")
@@ -24,7 +29,15 @@ def draw(shown: Map) -> Figure:
     for i, row in enumerate(shown.values):
         for j, value in enumerate(row):
             dark = value is not None and value > 1.5
-            axes.text(j, i, "–" if value is None else f"{value:.2f}", ha="center", va="center", fontsize=7, color="w" if dark else "k")
+            axes.text(
+                j,
+                i,
+                "–" if value is None else f"{value:.2f}",
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="w" if dark else "k",
+            )
     return figure
 
 

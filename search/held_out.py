@@ -1,4 +1,6 @@
-"""What interpolation in a profile is off by: each point that lies between two others, as if it had not been measured."""
+"""What interpolation in a profile is off by: each point that lies between two others, as if it had not been
+measured.
+"""
 
 import collections
 from collections.abc import Callable
@@ -8,11 +10,15 @@ from search.op_times import Profile
 AXES = {"tokens": "tokens", "keys": "keys", "sms": "SMs"}  # as they are called
 
 
-def held_out_errors(profile: Profile, fill: Callable[[str, float, int], float] = lambda op, tokens, sms: 1.0) -> dict[str, float | None]:
-    """By axis, the mean relative error of the times of an op between their neighbours on it, all else equal; None where there is none.
+def held_out_errors(
+    profile: Profile, fill: Callable[[str, float, int], float] = lambda op, tokens, sms: 1.0
+) -> dict[str, float | None]:
+    """By axis, the mean relative error of the times of an op between their neighbours on it, all else equal;
+    None where there is none.
 
-    Between tokens and between keys seconds are linear (`search.op_times`), between SMs rates of full waves (`search.shares`).
-    fill: the part of an op's waves that is full, on so many tokens and SMs (`Shares.fill`).
+    Between tokens and between keys seconds are linear (`search.op_times`), between SMs rates of full waves
+    (`search.shares`). fill: the part of an op's waves that is full, on so many tokens and SMs
+    (`Shares.fill`).
     """
     return {axis: _mean(_errors(profile, axis, fill)) for axis in AXES}
 
@@ -30,7 +36,9 @@ def _errors(profile: Profile, axis: str, fill: Callable[[str, float, int], float
     for one in profile.op_times:
         place = {"op": one.op, "tokens": one.tokens, "keys": one.keys, "sms": one.sms}
         at = place.pop(axis)
-        lines[tuple(place.values())].append((at, 1 / (one.seconds * fill(one.op, one.tokens, one.sms)) if axis == "sms" else one.seconds))
+        lines[tuple(place.values())].append(
+            (at, 1 / (one.seconds * fill(one.op, one.tokens, one.sms)) if axis == "sms" else one.seconds)
+        )
     errors = []
     for line in map(sorted, lines.values()):
         for (x0, y0), (x, y), (x1, y1) in zip(line, line[1:], line[2:], strict=False):

@@ -1,8 +1,9 @@
-"""A schedule as a plan: the order in which nano-ops are issued, their layers, and the joins that the schedule needs.
+"""A schedule as a plan: the order in which nano-ops are issued, their layers, and the joins that the schedule
+needs.
 
-Nano-ops of one stream run in order, and data orders most of the others. What else must not run together, since it shares
-a resource or would need more SMs than there are, is ordered by waits; those that follow from other orders are left out.
-No more than three ever run at once, one of each resource.
+Nano-ops of one stream run in order, and data orders most of the others. What else must not run together,
+since it shares a resource or would need more SMs than there are, is ordered by waits; those that follow from
+other orders are left out. No more than three ever run at once, one of each resource.
 """
 
 import itertools
@@ -17,7 +18,14 @@ Pair = tuple[int, int]  # (i, j): j starts after the last i that was issued befo
 Edges = dict[tuple[int, int], int]  # (i, j) -> rounds r: j of round n + r starts after i of round n has ended
 
 
-def to_plan(name: str, tasks: Sequence[Task], problem: Problem, found: Schedule, total_sms: int, target: Target | None = None) -> Plan:
+def to_plan(
+    name: str,
+    tasks: Sequence[Task],
+    problem: Problem,
+    found: Schedule,
+    total_sms: int,
+    target: Target | None = None,
+) -> Plan:
     """The plan of a schedule in which every task is run."""
     chosen = [option for option in found.chosen if option is not None]
     assert len(chosen) == len(tasks)
@@ -42,17 +50,23 @@ def to_plan(name: str, tasks: Sequence[Task], problem: Problem, found: Schedule,
 
 
 def _ids(tasks: Sequence[Task]) -> dict[tuple[int, str], str]:
-    pieces = {task.chain: sorted(other.start for other in tasks if other.chain is task.chain) for task in tasks}
+    pieces = {
+        task.chain: sorted(other.start for other in tasks if other.chain is task.chain) for task in tasks
+    }
     return {
-        (at, op.name): op.name if len(pieces[task.chain]) == 1 else f"{op.name}.{pieces[task.chain].index(task.start)}"
+        (at, op.name): op.name
+        if len(pieces[task.chain]) == 1
+        else f"{op.name}.{pieces[task.chain].index(task.start)}"
         for at, task in enumerate(tasks)
         for op in task.chain.ops
     }
 
 
 def issue_order(tasks: Sequence[Task], problem: Problem, found: Schedule) -> list[int]:
-    """Tasks by phase. Of equal phases: what others depend on; what takes no time, for which the solver keeps no stream free; sums over
-    devices, which would wait for what is issued before them on their stream; attention, which XLA should issue early."""
+    """Tasks by phase. Of equal phases: what others depend on; what takes no time, for which the solver keeps
+    no stream free; sums over devices, which would wait for what is issued before them on their stream;
+    attention, which XLA should issue early.
+    """
     before = {j: set() for j in range(len(tasks))}
     for i, j, distance in problem.follows:
         if found.stages[j] + distance == found.stages[i]:
@@ -62,7 +76,13 @@ def issue_order(tasks: Sequence[Task], problem: Problem, found: Schedule) -> lis
     left, order = set(before), []
 
     def place(i: int) -> tuple:
-        return round(found.phases[i], 6), i not in idle, not tasks[i].chain.is_network, tasks[i].stream != MEMORY_STREAM, i
+        return (
+            round(found.phases[i], 6),
+            i not in idle,
+            not tasks[i].chain.is_network,
+            tasks[i].stream != MEMORY_STREAM,
+            i,
+        )
 
     while left:
         one = min((i for i in left if not before[i] & left), key=place)
@@ -98,7 +118,10 @@ def joins(tasks: Sequence[Task], problem: Problem, found: Schedule, order: Seque
             wait(i, j)
     for crowd in itertools.combinations(order, 3):  # it is enough that two of them are apart
         if _too_many(problem, found.chosen, crowd):
-            ways = ([one for one in ((i, j), (j, i)) if missing(*one)] for i, j in itertools.combinations(crowd, 2))
+            ways = (
+                [one for one in ((i, j), (j, i)) if missing(*one)]
+                for i, j in itertools.combinations(crowd, 2)
+            )
             for i, j in min(ways, key=cost):
                 wait(i, j)
     return waits
@@ -114,7 +137,9 @@ def _too_many(problem: Problem, chosen: Sequence[Option | None], crowd: tuple[in
 
 
 def _left(found: Schedule, i: int, j: int, rounds: int) -> float:
-    """How much of i is left when j starts in the schedule: a part of a period; what the solver may be off by is none."""
+    """How much of i is left when j starts in the schedule: a part of a period; what the solver may be off by
+    is none.
+    """
     option = found.chosen[i]
     assert option is not None
     return max(0.0, round(found.phases[i] + option.seconds / found.period_s - found.phases[j] - rounds, 4))
@@ -138,10 +163,18 @@ def _given(tasks: Sequence[Task], problem: Problem, found: Schedule, order: Sequ
             else:
                 add(j, i, -later)
     lanes = [[i for i in order if tasks[i].chain.is_network]]
-    lanes += [[i for i in order if tasks[i].stream == stream and tasks[i].chain.computes] for stream in range(3)]
+    lanes += [
+        [i for i in order if tasks[i].stream == stream and tasks[i].chain.computes] for stream in range(3)
+    ]
     for lane in lanes:
-        for i, j in itertools.permutations(lane, 2):  # a chain that begins with a norm, or ends with a sum, does so in the other lane
-            if tasks[j].chain.ops[0].kind == "network" if lane is lanes[0] else tasks[i].chain.ops[-1].kind != "network":
+        for i, j in itertools.permutations(
+            lane, 2
+        ):  # a chain that begins with a norm, or ends with a sum, does so in the other lane
+            if (
+                tasks[j].chain.ops[0].kind == "network"
+                if lane is lanes[0]
+                else tasks[i].chain.ops[-1].kind != "network"
+            ):
                 add(i, j, int(place[i] > place[j]))
     for i in lanes[0]:  # a sum over devices follows what was issued on its stream before it
         own = [j for j in order if tasks[j].stream == tasks[i].stream and not tasks[j].chain.is_network]
@@ -153,7 +186,9 @@ def _given(tasks: Sequence[Task], problem: Problem, found: Schedule, order: Sequ
 
 def _shortest(edges: Edges, count: int) -> list[list[float]]:
     """Rounds along the shortest path between any two tasks."""
-    paths = [[float(edges.get((i, j), math.inf)) if i != j else 0.0 for j in range(count)] for i in range(count)]
+    paths = [
+        [float(edges.get((i, j), math.inf)) if i != j else 0.0 for j in range(count)] for i in range(count)
+    ]
     for k, i, j in itertools.product(range(count), repeat=3):
         paths[i][j] = min(paths[i][j], paths[i][k] + paths[k][j])
     return paths

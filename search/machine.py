@@ -1,11 +1,13 @@
-"""Measures a machine for the placement search: links and disk, products, attention on device and host; fits its constants.
+"""Measures a machine for the placement search: links and disk, products, attention on device and host; fits
+its constants.
 
   python -m search machine --name here --disk_dir /scratch --output here.json
-  python -m search machine --points there.json; python -m search machine --measured there.json --output there.json
-  python -m search machine --runs runs.json --output here.json
+  python -m search machine --points there.json; python -m search machine --measured there.json --output
+  there.json python -m search machine --runs runs.json --output here.json
 
-Times each curve of `search.machine_curves` at several sizes, the best of a few runs each, on random data that no cache holds. The
-device is JAX's; on CPU it is the host itself, and its link a copy. Files are read after their pages were dropped from the cache.
+Times each curve of `search.machine_curves` at several sizes, the best of a few runs each, on random data that
+no cache holds. The device is JAX's; on CPU it is the host itself, and its link a copy. Files are read after
+their pages were dropped from the cache.
 """
 
 import functools
@@ -26,7 +28,16 @@ from jax.sharding import SingleDeviceSharding
 from jaxflow.config import ConfigError, Layer, ModelConfig
 from jaxflow.offload.host_attention import HostAttention
 from jaxflow.outputs import check_outputs
-from search.machine_curves import CURVES, Machine, Measured, Point, errors, fit_machine, load_measured, save_machine
+from search.machine_curves import (
+    CURVES,
+    Machine,
+    Measured,
+    Point,
+    errors,
+    fit_machine,
+    load_measured,
+    save_machine,
+)
 from search.machine_runs import Runs, fit_runs, load_runs, run_errors
 
 MEGA = 1 << 20
@@ -38,13 +49,23 @@ def define_flags() -> None:
     flags.DEFINE_string("name", "here", "What the machine is called.")
     flags.DEFINE_string("disk_dir", ".", "A folder on the disk that tensors would go to.")
     flags.DEFINE_integer("largest_mb", 256, "Largest transfer.", lower_bound=1)
-    flags.DEFINE_enum("dtype", "auto", ["auto", "bfloat16", "float32"], "Of what is multiplied and attended to; auto: as models run here.")
+    flags.DEFINE_enum(
+        "dtype",
+        "auto",
+        ["auto", "bfloat16", "float32"],
+        "Of what is multiplied and attended to; auto: as models run here.",
+    )
     flags.DEFINE_integer("repeats", 5, "Runs of each size; the best counts.", lower_bound=1)
     flags.DEFINE_string("output", None, "File for the constants.")
     flags.DEFINE_string("points", None, "File for what was measured; without --output nothing is fitted.")
     flags.DEFINE_string("measured", None, "Measures nothing: fits what another machine wrote as --points.")
     flags.DEFINE_string(
-        "runs", None, "Measures nothing: corrects a machine by the latencies of whole blocks, a file of search.machine_runs."
+        "runs",
+        None,
+        (
+            "Measures nothing: corrects a machine by the latencies of whole blocks, a file of "
+            "search.machine_runs."
+        ),
     )
 
 
@@ -81,7 +102,11 @@ def _fit(measured: Measured, output: str | None) -> None:
 def _correct(runs: Runs, output: str | None) -> None:
     """Fits, and shows what each run took beside what is now said of it."""
     machine = fit_runs(runs)
-    print(*(_line(name, machine) for name in CURVES), f"{'square_s':20}{1e6 * machine.square_s:>12.1f}", sep="\n")
+    print(
+        *(_line(name, machine) for name in CURVES),
+        f"{'square_s':20}{1e6 * machine.square_s:>12.1f}",
+        sep="\n",
+    )
     print(f"{'model':12}{'batch':>9}{'weights':>14}{'KV':>14}{'measured (s)':>14}{'error':>8}")
     for run, error in zip(runs.runs, run_errors(machine, runs.runs), strict=True):
         policy = run.policy
@@ -97,7 +122,9 @@ def _line(name: str, machine: Machine) -> str:
     return f"{name:20}{1e6 * curve.fixed_s:>12.1f}{curve.units_per_s / 1e9:>12.2f}"
 
 
-def measure(name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 5, dtype: str = "auto") -> Measured:
+def measure(
+    name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 5, dtype: str = "auto"
+) -> Measured:
     """Every curve at sizes that grow by fours up to the largest."""
     device = jax.devices()[0]
     sizes = [largest_mb * MEGA >> shift for shift in (6, 4, 2, 0)]
@@ -135,14 +162,23 @@ def measure(name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 
         add("device_products", 2 * rows * width * width, [functools.partial(product, x, w)])
     for tokens in (64, 128, 256, 512):
         q, k, v = (_random(seed, (1, tokens, _HEADS, _HEAD_DIM), wide) for seed in range(3))
-        add("device_attention", 4 * _HEADS * _HEAD_DIM * tokens * tokens, [functools.partial(_prompt_attention, q, k, v)])
+        add(
+            "device_attention",
+            4 * _HEADS * _HEAD_DIM * tokens * tokens,
+            [functools.partial(_prompt_attention, q, k, v)],
+        )
     points["host_attention"] = host_attention_points(largest_mb, repeats, wide)
-    method = f"best of {repeats} runs, JAX {jax.__version__}, {wide} on {device.device_kind}, {os.cpu_count()} host cores"
+    method = (
+        f"best of {repeats} runs, JAX {jax.__version__}, {wide} on {device.device_kind}, "
+        f"{os.cpu_count()} host cores"
+    )
     return Measured(name=name, method=method, points=points, one_processor=on_cpu)
 
 
 def host_attention_points(largest_mb: int, repeats: int, dtype: Any) -> list[Point]:
-    """Seconds of the host's attention to so many bytes of KV, which no cache holds, as a decode has it: a sequence a row, pages of 64."""
+    """Seconds of the host's attention to so many bytes of KV, which no cache holds, as a decode has it: a
+    sequence a row, pages of 64.
+    """
     config = _attention_config()
     points: list[Point] = []
     most = max(2, min(32, largest_mb * MEGA // (4 * _KEYS * _HEADS * _HEAD_DIM)))

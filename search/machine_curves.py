@@ -1,7 +1,9 @@
-"""The constants of a machine that the placement's cost model needs (FlexGen Table 7), as a file fitted to what was measured.
+"""The constants of a machine that the placement's cost model needs (FlexGen Table 7), as a file fitted to
+what was measured.
 
-A transfer or a product of `units` (bytes, FLOPs) takes a fixed time and one that grows with them, so that small ones are slow:
-FlexGen's "piece-wise functions" of sizes that the search knows beforehand (A.3), which leaves its programs linear.
+A transfer or a product of `units` (bytes, FLOPs) takes a fixed time and one that grows with them, so that
+small ones are slow: FlexGen's "piece-wise functions" of sizes that the search knows beforehand (A.3), which
+leaves its programs linear.
 """
 
 import os
@@ -31,14 +33,19 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not (self.fixed_s >= 0 and self.units_per_s > 0):
-            raise MachineError(f"fixed_s={self.fixed_s}, units_per_s={self.units_per_s}: a time of 0 or more and a positive rate")
+            raise MachineError(
+                f"fixed_s={self.fixed_s}, units_per_s={self.units_per_s}: a time of 0 or more and a "
+                f"positive rate"
+            )
 
     def seconds(self, units: float) -> float:
         return self.fixed_s + units / self.units_per_s if units else 0.0
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Units are bytes for links and memories, FLOPs for products. `method`: what was measured, and what was taken from where."""
+    """Units are bytes for links and memories, FLOPs for products. `method`: what was measured, and what was
+    taken from where.
+    """
 
     name: str
     method: str
@@ -51,7 +58,9 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_memory: Curve  # bytes read or written beside a product
     host_attention: Curve  # bytes of KV that the host attends to
     one_processor: bool = False  # the device is the host: their work takes turns
-    square_s: float = 0.0  # of a batch at a layer, in which the driver issues what comes next and the device waits
+    square_s: float = (
+        0.0  # of a batch at a layer, in which the driver issues what comes next and the device waits
+    )
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -79,7 +88,8 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def fit_curve(points: Sequence[Point]) -> Curve:
-    """The curve with the least squared error of the logarithms of seconds, so that small and large sizes count the same.
+    """The curve with the least squared error of the logarithms of seconds, so that small and large sizes
+    count the same.
 
     Raises: ValueError without points of two sizes.
     """
@@ -87,7 +97,10 @@ def fit_curve(points: Sequence[Point]) -> Curve:
     if len(set(units)) < 2 or min(units) <= 0 or min(seconds) <= 0:
         raise ValueError(f"points={len(points)}: a curve is fitted to positive times of at least two sizes")
     # In units of the largest point's, parameters are near 1 and one learning rate serves all.
-    fixed, slope = np.asarray(_least_squares(jnp.array(units / units.max()), jnp.array(seconds / seconds.max()))) * seconds.max()
+    fixed, slope = (
+        np.asarray(_least_squares(jnp.array(units / units.max()), jnp.array(seconds / seconds.max())))
+        * seconds.max()
+    )
     return Curve(float(f"{fixed:.4g}"), float(f"{units.max() / slope:.4g}"))
 
 
@@ -124,13 +137,19 @@ def fit_machine(measured: Measured) -> Machine:
 def errors(measured: Measured, machine: Machine) -> dict[str, float]:
     """Mean relative error of each fitted curve at its points."""
     return {
-        name: float(np.mean([abs(getattr(machine, name).seconds(p.units) / p.seconds - 1) for p in measured.points[name]]))
+        name: float(
+            np.mean(
+                [abs(getattr(machine, name).seconds(p.units) / p.seconds - 1) for p in measured.points[name]]
+            )
+        )
         for name in CURVES
     }
 
 
 def load_measured(path: str | os.PathLike) -> Measured:
-    """Reads what `python -m search machine --points` wrote. Raises: MachineError naming the file and the field."""
+    """Reads what `python -m search machine --points` wrote. Raises: MachineError naming the file and the
+    field.
+    """
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Measured)
     except OSError as error:
@@ -151,7 +170,9 @@ def load_machine(name: str | os.PathLike) -> Machine:
         text = path.read_bytes()
         version = msgspec.json.decode(text, type=dict).get("schema_version")
         if version != SCHEMA_VERSION:
-            raise MachineError(f"{path}: schema_version={version} is not supported: this release reads {SCHEMA_VERSION}")
+            raise MachineError(
+                f"{path}: schema_version={version} is not supported: this release reads {SCHEMA_VERSION}"
+            )
         return msgspec.json.decode(text, type=Machine)
     except OSError as error:
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))

@@ -1,8 +1,9 @@
-"""Corrects a machine's rates by whole runs: blocks whose latency was measured, against what the cost model says of their policies.
+"""Corrects a machine's rates by whole runs: blocks whose latency was measured, against what the cost model
+says of their policies.
 
-Curves are measured one at a time; in a run they share caches, threads and links. Each rate gets a factor, and so does what a square
-takes the driver (`square_s`, which no curve has), fitted with optax to the logarithms of the latencies; factors far from 1 are paid
-for, so that a rate that no run depends on stays as measured.
+Curves are measured one at a time; in a run they share caches, threads and links. Each rate gets a factor, and
+so does what a square takes the driver (`square_s`, which no curve has), fitted with optax to the logarithms
+of the latencies; factors far from 1 are paid for, so that a rate that no run depends on stays as measured.
 """
 
 import os
@@ -52,7 +53,10 @@ def load_runs(path: str | os.PathLike) -> Runs:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MachineError(f"{path}: {error}") from error
     if found.schema_version != SCHEMA_VERSION:
-        raise MachineError(f"{path}: schema_version={found.schema_version} is not supported: this release reads {SCHEMA_VERSION}")
+        raise MachineError(
+            f"{path}: schema_version={found.schema_version} is not supported: this release reads "
+            f"{SCHEMA_VERSION}"
+        )
     if not found.runs:
         raise MachineError(f"{path}: runs=[]: at least one run")
     return found
@@ -67,14 +71,21 @@ def fit_runs(measured: Runs) -> Machine:
 
     def loss(factors: np.ndarray) -> float:
         machine = _scaled(start, factors)
-        return float(np.mean(np.square(_off(machine, measured.runs, works))) + _PRIOR * np.mean(np.square(factors)))
+        return float(
+            np.mean(np.square(_off(machine, measured.runs, works))) + _PRIOR * np.mean(np.square(factors))
+        )
 
     factors: Any = jnp.zeros(len(CURVES) + 1)
     optimizer = optax.adam(optax.cosine_decay_schedule(0.05, _STEPS))
     state = optimizer.init(factors)
     for _ in range(_STEPS):
-        # The model is a few maxima of sums over a policy's own numbers: differences are as good as derivatives here.
-        around = [(loss(here + nudge) - loss(here - nudge)) / (2 * _NUDGE) for here in (np.asarray(factors),) for nudge in _nudges()]
+        # The model is a few maxima of sums over a policy's own numbers: differences are as good as
+        # derivatives here.
+        around = [
+            (loss(here + nudge) - loss(here - nudge)) / (2 * _NUDGE)
+            for here in (np.asarray(factors),)
+            for nudge in _nudges()
+        ]
         updates, state = optimizer.update(jnp.array(around), state, factors)
         factors = optax.apply_updates(factors, updates)
     return msgspec.structs.replace(_scaled(start, np.asarray(factors)), method=measured.method)
@@ -86,7 +97,10 @@ def run_errors(machine: Machine, runs: Sequence[Run]) -> list[float]:
 
 
 def _off(machine: Machine, runs: Sequence[Run], works: Sequence[Workload]) -> list[float]:
-    return [float(np.log(predict(work, machine, run.policy).latency_s / run.latency_s)) for run, work in zip(runs, works, strict=True)]
+    return [
+        float(np.log(predict(work, machine, run.policy).latency_s / run.latency_s))
+        for run, work in zip(runs, works, strict=True)
+    ]
 
 
 def _workload(run: Run) -> Workload:

@@ -2,12 +2,14 @@
 
   python -m search measure --model llama-3.1-8b --out profiles/h200-llama-3.1-8b.json
 
-Every op runs on dummy weights and a random cache, sustained, at a few batch sizes, attention at a few contexts; where kernels can be
-bounded to some SMs (Hopper's), also on shares of the device, and products beside attention at those shares. With
---tensor_parallel_size, ops are those of one device's shard, measured on the first; sums and gathers over devices, and the largest
-products beside a sum, are measured on all of them, and --ops can leave them to a machine that has so many. What matters most is
-measured first (`search.entries`); what does not fit --time_limit_s, compilation included, is left out and named. The file is written
-after every entry; run again to continue it. Programs are compiled in threads, between measurements, and kept between runs.
+Every op runs on dummy weights and a random cache, sustained, at a few batch sizes, attention at a few
+contexts; where kernels can be bounded to some SMs (Hopper's), also on shares of the device, and products
+beside attention at those shares. With --tensor_parallel_size, ops are those of one device's shard, measured
+on the first; sums and gathers over devices, and the largest products beside a sum, are measured on all of
+them, and --ops can leave them to a machine that has so many. What matters most is measured first
+(`search.entries`); what does not fit --time_limit_s, compilation included, is left out and named. The file is
+written after every entry; run again to continue it. Programs are compiled in threads, between measurements,
+and kept between runs.
 """
 
 import importlib.metadata
@@ -42,23 +44,48 @@ from search.sustain import Sustained, sustain
 
 DTYPES = ("auto", "bfloat16", "float32", "float8_e4m3fn")
 _AT_ONCE = 16  # programs that are compiled before they are measured: compiling may use the device, too
-_SAME = ("versions", "tensor_parallel_size", "dtype", "kv_cache_dtype", "total_sms")  # beside the device and the model
+_SAME = (
+    "versions",
+    "tensor_parallel_size",
+    "dtype",
+    "kv_cache_dtype",
+    "total_sms",
+)  # beside the device and the model
 
 
 def define_flags() -> None:
     flags.DEFINE_string("model", "llama-3.1-8b", "A shipped config's name, a folder or a hub id.")
     flags.DEFINE_string("out", None, "File for the profile; one that is there is continued.")
     flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that the model is cut over.", lower_bound=1)
-    flags.DEFINE_list("ops", [], "Ops that are measured; network: all sums and gathers over devices. Default: all.")
+    flags.DEFINE_list(
+        "ops", [], "Ops that are measured; network: all sums and gathers over devices. Default: all."
+    )
     flags.DEFINE_list("tokens", ["128", "256", "512", "768", "1024", "1536", "2048"], "Tokens of a step.")
     flags.DEFINE_list(
-        "keys", ["256", "1024", "4096"], "Contexts of attention: keys a token sees on average; unless given, the model's at most."
+        "keys",
+        ["256", "1024", "4096"],
+        "Contexts of attention: keys a token sees on average; unless given, the model's at most.",
     )
-    flags.DEFINE_list("sms", None, "SMs that attention gets beside products; default: 24,32,40,48 where kernels can be bounded.")
-    flags.DEFINE_enum("dtype", "auto", DTYPES, "Of weights and products; auto: bfloat16 on GPU, float32 on CPU.")
+    flags.DEFINE_list(
+        "sms",
+        None,
+        "SMs that attention gets beside products; default: 24,32,40,48 where kernels can be bounded.",
+    )
+    flags.DEFINE_enum(
+        "dtype", "auto", DTYPES, "Of weights and products; auto: bfloat16 on GPU, float32 on CPU."
+    )
     flags.DEFINE_enum("kv_cache_dtype", "auto", DTYPES, "Of the cache; auto: the model's.")
-    flags.DEFINE_float("time_limit_s", 480.0, "For everything, compilation included; what does not fit is left out.", lower_bound=0.0)
-    flags.DEFINE_string("compilation_cache_dir", "~/.cache/jaxflow/compiled", "Where compiled programs are kept; empty: nowhere.")
+    flags.DEFINE_float(
+        "time_limit_s",
+        480.0,
+        "For everything, compilation included; what does not fit is left out.",
+        lower_bound=0.0,
+    )
+    flags.DEFINE_string(
+        "compilation_cache_dir",
+        "~/.cache/jaxflow/compiled",
+        "Where compiled programs are kept; empty: nowhere.",
+    )
     flags.DEFINE_float("seconds", 0.4, "How long each entry is sustained.", lower_bound=0.001)
 
 
@@ -73,8 +100,18 @@ def run() -> None:
     layer, empty = this_device(f.model, config, f.dtype, f.kv_cache_dtype, f.tensor_parallel_size)
     chosen = chosen_ops(layer, f.ops)
     if f.sms is not None and not layer.kernels.can_be_bounded:
-        raise ConfigError("sms", ",".join(f.sms), f"nothing: kernels {layer.kernels.name!r} of {empty.device} always take the whole device")
-    shares = () if not layer.kernels.can_be_bounded else (24, 32, 40, 48) if f.sms is None else _numbers("sms", f.sms)
+        raise ConfigError(
+            "sms",
+            ",".join(f.sms),
+            f"nothing: kernels {layer.kernels.name!r} of {empty.device} always take the whole device",
+        )
+    shares = (
+        ()
+        if not layer.kernels.can_be_bounded
+        else (24, 32, 40, 48)
+        if f.sms is None
+        else _numbers("sms", f.sms)
+    )
     if any(share >= empty.total_sms for share in shares):
         raise ConfigError("sms", max(shares), f"less than the device's {empty.total_sms} SMs")
     profile = resumed(f.out, empty)
@@ -84,16 +121,27 @@ def run() -> None:
     profile, left = measure(profile, layer, wanted, f.out, budget, seconds_each=f.seconds)
     print(f"{budget.spent_s:.0f} s of {f.time_limit_s:g}")
     there = f"{len(profile.op_times)} times of ops and {len(profile.pairs)} pairs"
-    print(f"{f.out}: {there if profile.op_times else 'not written, nothing was measured'} of {profile.model} on {profile.device}")
+    print(
+        f"{f.out}: {there if profile.op_times else 'not written, nothing was measured'} of "
+        f"{profile.model} on {profile.device}"
+    )
     print(in_words(interpolation_errors(profile, config)))
     if not shares:
-        print(f"No attention beside products: kernels {layer.kernels.name!r} always take the whole device, so no plan overlaps them.")
+        print(
+            f"No attention beside products: kernels {layer.kernels.name!r} always take the whole "
+            f"device, so no plan overlaps them."
+        )
     if left:
-        print(f"Left out for --time_limit_s={f.time_limit_s:g}: {described(left)}. The same command continues with them.")
+        print(
+            f"Left out for --time_limit_s={f.time_limit_s:g}: {described(left)}. The same command "
+            f"continues with them."
+        )
 
 
 def contexts(name: str, most: int) -> tuple[int, ...]:
-    """The keys of --keys; of those by default, as many as a model has, `most`. Raises: ConfigError for more that were asked for."""
+    """The keys of --keys; of those by default, as many as a model has, `most`. Raises: ConfigError for more
+    that were asked for.
+    """
     keys = _numbers("keys", flags.FLAGS.keys)
     if max(keys) > most and flags.FLAGS["keys"].present:
         raise ConfigError("keys", max(keys), f"at most {most}, which {name} was made for")
@@ -101,13 +149,17 @@ def contexts(name: str, most: int) -> tuple[int, ...]:
 
 
 def interpolation_errors(profile: Profile, config: ModelConfig) -> dict[str, float | None]:
-    """As a search interpolates in this profile (`search.held_out`): with pairs, it knows of the waves of products."""
+    """As a search interpolates in this profile (`search.held_out`): with pairs, it knows of the waves of
+    products.
+    """
     tp = profile.tensor_parallel_size
     shares = Shares(profile, model_graph(config, tp), product_shapes(config, tp) if profile.pairs else None)
     return held_out_errors(profile, shares.fill)
 
 
-def this_device(name: str, config: ModelConfig, dtype: str, kv_dtype: str, tp: int = 1) -> tuple[Layer, Profile]:
+def this_device(
+    name: str, config: ModelConfig, dtype: str, kv_dtype: str, tp: int = 1
+) -> tuple[Layer, Profile]:
     """A layer to measure with the kernels of the device that is here, and its profile without entries.
 
     tp: devices that the layer is cut over. Raises: ConfigError where it cannot be.
@@ -131,7 +183,11 @@ def this_device(name: str, config: ModelConfig, dtype: str, kv_dtype: str, tp: i
     )
     empty = Profile(
         device=device.device_kind,
-        versions={"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib"), "kernels": kernels.name},
+        versions={
+            "jax": jax.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
+            "kernels": kernels.name,
+        },
         model=name,
         tensor_parallel_size=tp,
         dtype=dtype,
@@ -150,7 +206,11 @@ def chosen_ops(layer: Layer, names: Sequence[str]) -> dict[str, Op]:
     """
     same = equal_ops(layer)
     measured = {name: op for name, op in layer.ops.items() if op.kind != "network" or name in same}
-    found = {n: op for n, op in measured.items() if not names or n in names or (op.kind == "network" and "network" in names)}
+    found = {
+        n: op
+        for n, op in measured.items()
+        if not names or n in names or (op.kind == "network" and "network" in names)
+    }
     known = (*measured, *(["network"] if same else []))
     if unknown := [name for name in names if name not in known]:
         raise ConfigError("ops", ",".join(unknown), ", ".join(known))
@@ -162,25 +222,39 @@ def chosen_ops(layer: Layer, names: Sequence[str]) -> dict[str, Op]:
 
 
 def resumed(path: str | os.PathLike, empty: Profile) -> Profile:
-    """What a file has already, or `empty`. Raises: ProfileError or ConfigError for a file that is not this device's and model's."""
+    """What a file has already, or `empty`. Raises: ProfileError or ConfigError for a file that is not this
+    device's and model's.
+    """
     if not Path(path).exists():
         return empty
     found = load_profile(path, device=empty.device, model=empty.model)
     for field in _SAME:
         there, here = getattr(found, field), getattr(empty, field)
         if there != here:
-            raise ConfigError("out", str(path), f"a new file, or one with {field}={here!r}: this one's is {there!r}")
+            raise ConfigError(
+                "out", str(path), f"a new file, or one with {field}={here!r}: this one's is {there!r}"
+            )
     return found
 
 
 def measure(
-    profile: Profile, layer: Layer, wanted: Sequence[Entry], path: str | os.PathLike, budget: Budget, *, seconds_each: float
+    profile: Profile,
+    layer: Layer,
+    wanted: Sequence[Entry],
+    path: str | os.PathLike,
+    budget: Budget,
+    *,
+    seconds_each: float,
 ) -> tuple[Profile, list[Entry]]:
-    """Adds the entries that the profile lacks and writes it after each. Returns it, and the entries that did not fit the budget."""
+    """Adds the entries that the profile lacks and writes it after each. Returns it, and the entries that did
+    not fit the budget.
+    """
     left = [entry for entry in wanted if not _has(profile, entry)]
     bar = tqdm(total=len(wanted), initial=len(wanted) - len(left), desc="Measuring", unit="entry", delay=1.0)
     with bar, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        while left and (number := min(budget.fits("compile", "measure"), _AT_ONCE if layer.platform == "gpu" else 1)):
+        while left and (
+            number := min(budget.fits("compile", "measure"), _AT_ONCE if layer.platform == "gpu" else 1)
+        ):
             begun = budget.spent_s
             batch = left[:number]
             programs = compiled(layer, batch, threads)
@@ -211,9 +285,15 @@ def _product(entry: Entry) -> Case:
 def _has(profile: Profile, entry: Entry) -> bool:
     total = profile.total_sms
     if isinstance(entry, Case):
-        return any((t.op, t.tokens, t.keys, t.sms) == (entry.op, entry.tokens, entry.keys, entry.sms or total) for t in profile.op_times)
+        return any(
+            (t.op, t.tokens, t.keys, t.sms) == (entry.op, entry.tokens, entry.keys, entry.sms or total)
+            for t in profile.op_times
+        )
     a, b = entry.product, entry.other
-    return any((p.first, p.second, p.first_sms, p.second_sms) == (a.op, b.op, *held_sms(entry, total)) for p in profile.pairs)
+    return any(
+        (p.first, p.second, p.first_sms, p.second_sms) == (a.op, b.op, *held_sms(entry, total))
+        for p in profile.pairs
+    )
 
 
 def _program(layer: Layer, entry: Entry) -> Program:
@@ -226,17 +306,29 @@ def _program(layer: Layer, entry: Entry) -> Program:
     return layer.alone(entry)
 
 
-def _with(profile: Profile, layer: Layer, entry: Entry, program: Program, executable: Any, seconds_each: float) -> Profile:
+def _with(
+    profile: Profile, layer: Layer, entry: Entry, program: Program, executable: Any, seconds_each: float
+) -> Profile:
     given, kept = program.drawn(max(1, layer.config.num_experts))
     if isinstance(entry, Case):
         found = timed(executable, given, kept, seconds_each)
         took, sms = found.seconds / program.calls, entry.sms or profile.total_sms
         names = equal_ops(layer).get(entry.op, (entry.op,))
         joules = None if found.joules is None else found.joules / program.calls
-        times = (OpTime(name, entry.tokens, entry.keys, sms, took, found.watts, found.clock_mhz, joules) for name in names)
+        times = (
+            OpTime(name, entry.tokens, entry.keys, sms, took, found.watts, found.clock_mhz, joules)
+            for name in names
+        )
         step_s = found.energy_step_s or profile.energy_step_s
         return msgspec.structs.replace(profile, op_times=(*profile.op_times, *times), energy_step_s=step_s)
-    pair = timed_pair(profile, layer, entry, given, lambda given, lasting_s: timed(executable, given, None, lasting_s), seconds_each)
+    pair = timed_pair(
+        profile,
+        layer,
+        entry,
+        given,
+        lambda given, lasting_s: timed(executable, given, None, lasting_s),
+        seconds_each,
+    )
     return msgspec.structs.replace(profile, pairs=(*profile.pairs, pair))
 
 

@@ -1,12 +1,15 @@
-"""Runs policies: the one found beside its rivals and each tier alone, in one process, each measured against what is predicted of it.
+"""Runs policies: the one found beside its rivals and each tier alone, in one process, each measured against
+what is predicted of it.
 
   python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 --output_json runs.json
-  python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 --policies a.json,b.json --output_json runs.json
-  python -m search offload --model opt-125m --machine here.json --gpu_mem 0.5 --cpu_mem 2 --disk 2 --disk_path /scratch
+  python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 --policies a.json,b.json
+  --output_json runs.json python -m search offload --model opt-125m --machine here.json --gpu_mem 0.5
+  --cpu_mem 2 --disk 2 --disk_path /scratch
 
-The policy is searched for this machine and these memories, and for less of them where the account of bytes, which knows what the
-compiled programs take, asks for more than a tier has. It is the time of whole blocks of random prompts that counts, after a batch that
-warms up. `--runs_json` gets the same runs as `python -m search machine --runs` reads them, to correct the machine by.
+The policy is searched for this machine and these memories, and for less of them where the account of bytes,
+which knows what the compiled programs take, asks for more than a tier has. It is the time of whole blocks of
+random prompts that counts, after a batch that warms up. `--runs_json` gets the same runs as `python -m search
+machine --runs` reads them, to correct the machine by.
 """
 
 import dataclasses
@@ -51,10 +54,16 @@ def define_flags() -> None:
     placement.define_workload_flags()
     flags.DEFINE_enum("load_format", "dummy", ["auto", "dummy"], "dummy: random weights.")
     flags.DEFINE_string("disk_path", None, "A folder for what lives on disk.")
-    flags.DEFINE_list("policies", None, "Files of policies that are run as they are, instead of searched ones: this needs no solver.")
+    flags.DEFINE_list(
+        "policies",
+        None,
+        "Files of policies that are run as they are, instead of searched ones: this needs no solver.",
+    )
     flags.DEFINE_list("only", None, "Which of the rivals run, by name; default: all that fit.")
     flags.DEFINE_integer("blocks", 1, "Blocks that are timed of each policy.", lower_bound=1)
-    flags.DEFINE_integer("link_mb", 256, "Size of the transfers that the link is measured with.", lower_bound=1)
+    flags.DEFINE_integer(
+        "link_mb", 256, "Size of the transfers that the link is measured with.", lower_bound=1
+    )
     flags.DEFINE_string("output_json", None, "File for what was measured.")
     flags.DEFINE_string("runs_json", None, "File for the runs, as search.machine_runs reads them.")
 
@@ -82,23 +91,33 @@ def run() -> None:
     f = flags.FLAGS
     check_outputs("output_json", "runs_json")
     if f.policies and f.only:
-        raise ConfigError("only", ",".join(f.only), "unset with policies: all of those are run, and no rivals")
+        raise ConfigError(
+            "only", ",".join(f.only), "unset with policies: all of those are run, and no rivals"
+        )
     names = chosen(f.only)
     memory = Memory(*(getattr(f, tier) * GIGA for tier in placement.TIERS))
     engine = EngineConfig(model=f.model, load_format=f.load_format, dtype=f.dtype, block_size=f.block_size)
-    prepare(OffloadConfig(_smallest(f.model), gpu_memory_limit=f.gpu_mem, host_memory_limit=f.cpu_mem), engine)
+    prepare(
+        OffloadConfig(_smallest(f.model), gpu_memory_limit=f.gpu_mem, host_memory_limit=f.cpu_mem), engine
+    )
     checkpoint = open_checkpoint(f.model, load_format=f.load_format)
     machine = load_machine(f.machine)
-    work = placement.workload_from_flags(checkpoint.name, checkpoint.model_config, resolve(engine, checkpoint.model_config).dtype)
+    work = placement.workload_from_flags(
+        checkpoint.name, checkpoint.model_config, resolve(engine, checkpoint.model_config).dtype
+    )
     bench = Bench(work, machine, memory, engine, checkpoint, measure_link(jax.devices()[0], f.link_mb))
     rows: list[dict[str, Any]] = []
-    for row in _given(bench, f.policies) if f.policies else _searched(bench, placement.options_from_flags(), names):
+    for row in (
+        _given(bench, f.policies) if f.policies else _searched(bench, placement.options_from_flags(), names)
+    ):
         rows.append(row)
         print(_line(row), flush=True)
         _save(bench, rows)  # after each: a run that is cut off has told what it did
     if not rows:
         have = ", ".join(f"{tier}={getattr(f, tier):g}" for tier in placement.TIERS)
-        raise PlacementError(f"no policy of {', '.join(names)} fits {have} (GB): more memory, or other batches")
+        raise PlacementError(
+            f"no policy of {', '.join(names)} fits {have} (GB): more memory, or other batches"
+        )
 
 
 def _save(bench: Bench, rows: list[dict[str, Any]]) -> None:
@@ -117,7 +136,12 @@ def _save(bench: Bench, rows: list[dict[str, Any]]) -> None:
         Path(f.output_json).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     if f.runs_json:
         runs = tuple(
-            Run(msgspec.convert(row["policy"], Policy), row["block_latency_s"][0], bench.work.wide_bytes, bench.work.page_size)
+            Run(
+                msgspec.convert(row["policy"], Policy),
+                row["block_latency_s"][0],
+                bench.work.wide_bytes,
+                bench.work.page_size,
+            )
             for row in rows
             if row.get("overlap")
         )
@@ -126,18 +150,24 @@ def _save(bench: Bench, rows: list[dict[str, Any]]) -> None:
 
 
 def _given(bench: Bench, files: list[str]) -> Iterator[dict[str, Any]]:
-    """Runs policies as they are, of the bench's model and lengths. One that cannot be is a row that says why; the next is run."""
+    """Runs policies as they are, of the bench's model and lengths. One that cannot be is a row that says why;
+    the next is run.
+    """
     policies = {Path(file).stem: load_policy(file, model=bench.work.model) for file in files}
     for name, policy in policies.items():
         asked = bench.work.prompt_tokens, bench.work.output_tokens
         if (policy.prompt_tokens, policy.output_tokens) != asked:
             raise PolicyError(
-                f"{name}: a policy for {policy.prompt_tokens} + {policy.output_tokens} tokens, {asked[0]} + {asked[1]} are run"
+                f"{name}: a policy for {policy.prompt_tokens} + {policy.output_tokens} tokens, "
+                f"{asked[0]} + {asked[1]} are run"
             )
     for name, policy in policies.items():
         try:
             row = _run(bench, name, policy)
-        except (ConfigError, jax.errors.JaxRuntimeError) as error:  # too little of some memory, which the next may need less of
+        except (
+            ConfigError,
+            jax.errors.JaxRuntimeError,
+        ) as error:  # too little of some memory, which the next may need less of
             row = {"name": name, "policy": msgspec.to_builtins(policy), "failed": str(error)}
         gc.collect()
         yield row
@@ -164,7 +194,13 @@ def _run_named(bench: Bench, options: Options, name: str) -> dict[str, Any] | No
             return _run(bench, name, policy, overlap=overlap, schedule=schedule)
         except DoesNotFit as error:
             room.learn(error, policy, predicted.memory_bytes[TIERS.index(error.tier)])
-            logging.info("%s of batches of %d: %s needs %.3f GB", name, policy.gpu_batch_size, error.tier, error.needed_bytes / GIGA)
+            logging.info(
+                "%s of batches of %d: %s needs %.3f GB",
+                name,
+                policy.gpu_batch_size,
+                error.tier,
+                error.needed_bytes / GIGA,
+            )
         finally:
             gc.collect()
     logging.warning("%s: no policy was found that fits in %d tries", name, _TRIES)
@@ -183,8 +219,13 @@ def _measured(name: str, runtime: Runtime, predicted: Any, link: Link) -> dict[s
     policy, vocabulary = runtime.policy, runtime.geometry.config.vocab_size
     sampling = SamplingParams(temperature=0.0, max_tokens=policy.output_tokens, ignore_eos=True, seed=0)
     for block in range(flags.FLAGS.blocks):
-        ids = [[(block + 7 * i + 31 * j) % vocabulary for j in range(policy.prompt_tokens)] for i in range(policy.block_size)]
-        for _ in runtime.generate([Request(f"{block}-{i}", prompt, sampling) for i, prompt in enumerate(ids)]):
+        ids = [
+            [(block + 7 * i + 31 * j) % vocabulary for j in range(policy.prompt_tokens)]
+            for i in range(policy.block_size)
+        ]
+        for _ in runtime.generate(
+            [Request(f"{block}-{i}", prompt, sampling) for i, prompt in enumerate(ids)]
+        ):
             pass
     result = report(runtime, link)
     error = predicted.latency_s * flags.FLAGS.blocks / result["latency_s"] - 1
@@ -206,7 +247,14 @@ def _smallest(model: str) -> Policy:
 
     device = Shares(device=100.0)
     return Policy(
-        model=model, prompt_tokens=1, output_tokens=1, gpu_batch_size=1, num_gpu_batches=1, weights=device, kv=device, activations=device
+        model=model,
+        prompt_tokens=1,
+        output_tokens=1,
+        gpu_batch_size=1,
+        num_gpu_batches=1,
+        weights=device,
+        kv=device,
+        activations=device,
     )
 
 
@@ -214,7 +262,9 @@ def _line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"{row['name']:20} failed: {row['failed'].partition(chr(10))[0]}"
     policy = row["policy"]
-    shares = " ".join("/".join(f"{policy[kind][tier]:.0f}" for tier in TIERS) for kind in ("weights", "kv", "activations"))
+    shares = " ".join(
+        "/".join(f"{policy[kind][tier]:.0f}" for tier in TIERS) for kind in ("weights", "kv", "activations")
+    )
     block = f"{policy['gpu_batch_size']}x{policy['num_gpu_batches']}"
     predicted = row["predicted"]
     return (

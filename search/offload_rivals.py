@@ -1,4 +1,6 @@
-"""Which policies a run compares, by name: the one found, and its rivals, each searched for what tiers really have room for."""
+"""Which policies a run compares, by name: the one found, and its rivals, each searched for what tiers really
+have room for.
+"""
 
 import dataclasses
 
@@ -15,7 +17,12 @@ NAMES = (
     *("all optimisations", "no overlap", "no search", "no host attention", "no disk", "row by row"),
     *("all on the device", "all on the host", "all on disk"),
 )
-SEARCHED = ("all optimisations", "no overlap", "no host attention", "no disk")  # the others are made by hand, as large as fits
+SEARCHED = (
+    "all optimisations",
+    "no overlap",
+    "no host attention",
+    "no disk",
+)  # the others are made by hand, as large as fits
 
 
 def chosen(only: list[str] | None) -> list[str]:
@@ -28,18 +35,27 @@ def chosen(only: list[str] | None) -> list[str]:
 
 @dataclasses.dataclass
 class Room:
-    """What each tier has for a policy, as far as it is known: runs take more than the cost model says, the more the larger a batch."""
+    """What each tier has for a policy, as far as it is known: runs take more than the cost model says, the
+    more the larger a batch.
+    """
 
     memory: Memory
     beyond: dict[str, float]  # bytes that a sequence of a batch takes of a tier beyond the cost model
 
     def of(self, gpu_batch_size: int) -> Memory:
         """What the cost model may fill with batches of this size."""
-        return Memory(*(max(0.0, capacity - self.beyond[tier] * gpu_batch_size) for tier, capacity in zip(TIERS, self.memory, strict=True)))
+        return Memory(
+            *(
+                max(0.0, capacity - self.beyond[tier] * gpu_batch_size)
+                for tier, capacity in zip(TIERS, self.memory, strict=True)
+            )
+        )
 
     def learn(self, error: DoesNotFit, policy: Policy, modelled: float) -> None:
         """From a policy that the account refused; modelled: what the cost model thought it takes of the tier."""
-        self.memory = dataclasses.replace(self.memory, **{error.tier: min(getattr(self.memory, error.tier), error.limit_bytes)})
+        self.memory = dataclasses.replace(
+            self.memory, **{error.tier: min(getattr(self.memory, error.tier), error.limit_bytes)}
+        )
         # Whole tensors do not follow shares smoothly: a percent of the tier is left besides.
         beyond = (error.needed_bytes - modelled + 0.01 * error.limit_bytes) / policy.gpu_batch_size
         self.beyond[error.tier] = max(self.beyond[error.tier], beyond)

@@ -1,7 +1,9 @@
-"""Programs that run one op of a layer, or two beside each other, many times over on random data: what `search.measure` times.
+"""Programs that run one op of a layer, or two beside each other, many times over on random data: what
+`search.measure` times.
 
-An op is `jaxflow.model.ops`' on the device's kernels. It is called in a loop on the device, on several sets of inputs and weights in
-turn, so that neither the host nor the L2 cache is what is timed, and what it writes stays in place from call to call.
+An op is `jaxflow.model.ops`' on the device's kernels. It is called in a loop on the device, on several sets
+of inputs and weights in turn, so that neither the host nor the L2 cache is what is timed, and what it writes
+stays in place from call to call.
 """
 
 import dataclasses
@@ -33,12 +35,17 @@ PHASES = 12  # of a program of pairs: how often the two streams are joined
 _COLD_BYTES = 256 << 20  # of weights that are read in turn on a GPU: several times its L2
 _MOST_CACHE_BYTES = 8 << 30  # beyond, rows share pages, which no L2 notices
 _BODY_S, _MOST_CALLS = 3e-4, 32  # that a loop's body should last on a GPU, and calls in it
-_GUESSED_RATES = {"gpu": (4e14, 3e12, 5e-3), "cpu": (5e10, 1e10, 2e-3)}  # FLOP/s, bytes/s, seconds that a program should last
+_GUESSED_RATES = {
+    "gpu": (4e14, 3e12, 5e-3),
+    "cpu": (5e10, 1e10, 2e-3),
+}  # FLOP/s, bytes/s, seconds that a program should last
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One op on `tokens` tokens that see `keys` keys each on average (attention), else 0; sms: how many it may take, None: all."""
+    """One op on `tokens` tokens that see `keys` keys each on average (attention), else 0; sms: how many it
+    may take, None: all.
+    """
 
     op: str
     tokens: int
@@ -47,7 +54,9 @@ class Case:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, position of the first) of prefill chunks: as few as can see so few keys; of what has none, one."""
+        """(tokens, position of the first) of prefill chunks: as few as can see so few keys; of what has none,
+        one.
+        """
         if self.op != "chunk_attention":
             return ((self.tokens, 0),)
         pieces = max(1, math.ceil(self.tokens / (2 * self.keys)) if self.keys else 1)
@@ -73,28 +82,58 @@ def one_shard(config: ModelConfig, tp: int) -> ModelConfig:
 
 
 class Layer:
-    """One layer of a model as the bench needs it: its ops, the shapes of its weights, and of what each op reads.
+    """One layer of a model as the bench needs it: its ops, the shapes of its weights, and of what each op
+    reads.
 
-    tp: of a model over so many devices, what one of them has; `ops` are those of both forms of the sums over devices, and, of two or four
-    devices, an exchange.
+    tp: of a model over so many devices, what one of them has; `ops` are those of both forms of the sums over
+    devices, and, of two or four devices, an exchange.
 
     Raises: ConfigError for devices that the model cannot be cut over.
     """
 
-    def __init__(self, config: ModelConfig, kernels: KernelSet, *, dtype: Any, kv_dtype: Any, fp8: bool, platform: str, tp: int = 1):
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: KernelSet,
+        *,
+        dtype: Any,
+        kv_dtype: Any,
+        fp8: bool,
+        platform: str,
+        tp: int = 1,
+    ):
         whole = [i for i, layer in enumerate(config.layers) if layer.window is None]
         config = dataclasses.replace(config, layers=(config.layers[whole[-1] if whole else -1],))
-        self.kernels, self.dtype, self.kv_dtype, self.platform, self.tp = kernels, jnp.dtype(dtype), jnp.dtype(kv_dtype), platform, tp
+        self.kernels, self.dtype, self.kv_dtype, self.platform, self.tp = (
+            kernels,
+            jnp.dtype(dtype),
+            jnp.dtype(kv_dtype),
+            platform,
+            tp,
+        )
         options = {"quantization": "fp8" if fp8 else None, "kv_scales": self.kv_dtype == jnp.float8_e4m3fn}
         shapes(config, tp, self.dtype, **options)  # refuses what cannot be cut
         self.config = one_shard(config, tp)
         self.weights: dict[str, Any] = shapes(self.config, 1, self.dtype, **options)["layers"][0]
-        widths = Widths(1.0 if fp8 else self.dtype.itemsize, self.kv_dtype.itemsize, self.dtype.itemsize, self.dtype.itemsize)
+        widths = Widths(
+            1.0 if fp8 else self.dtype.itemsize,
+            self.kv_dtype.itemsize,
+            self.dtype.itemsize,
+            self.dtype.itemsize,
+        )
         forms = (True, False) if tp > 1 else (False,)
-        self.ops: dict[str, Op] = {op.name: op for form in forms for op in layer_ops(config, 0, tp, widths, form)}
+        self.ops: dict[str, Op] = {
+            op.name: op for form in forms for op in layer_ops(config, 0, tp, widths, form)
+        }
         if tp in (2, 4):
             sent = config.hidden_size * self.dtype.itemsize
-            self.ops[EXCHANGE] = Op(EXCHANGE, "network", ("y1",), (), (("tokens", Work(activation_bytes=2 * sent, network_bytes=sent)),))
+            self.ops[EXCHANGE] = Op(
+                EXCHANGE,
+                "network",
+                ("y1",),
+                (),
+                (("tokens", Work(activation_bytes=2 * sent, network_bytes=sent)),),
+            )
 
     def context(self, sms: int | None = None) -> Context:
         return Context(self.config, self.kernels, sms=sms)
@@ -107,7 +146,15 @@ class Layer:
         match op:
             case "attn_norm" | "mlp_norm":
                 return stream, stream
-            case "post_attn_norm" | "post_mlp_norm" | "attn_reduce" | "mlp_reduce" | "attn_scatter" | "mlp_scatter" | "exchange":
+            case (
+                "post_attn_norm"
+                | "post_mlp_norm"
+                | "attn_reduce"
+                | "mlp_reduce"
+                | "attn_scatter"
+                | "mlp_scatter"
+                | "exchange"
+            ):
                 return (stream,)
             case "attn_gather" | "mlp_gather":
                 return self.inputs("qkv" if op == "attn_gather" else "up_gate", tokens // self.tp)
@@ -120,26 +167,40 @@ class Layer:
             case "up_gate" | "router":
                 return (jax.eval_shape(lambda w, x: ops.mlp_norm(c, w, x, x)[1], w, stream),)
             case "down":
-                return (jax.eval_shape(lambda w, h: ops.up_gate(c, w, h), w, *self.inputs("up_gate", tokens)),)
+                return (
+                    jax.eval_shape(lambda w, h: ops.up_gate(c, w, h), w, *self.inputs("up_gate", tokens)),
+                )
             case "expert_up_gate" | "expert_down":
                 chosen = (tokens, self.config.experts_per_token)
-                routing: Any = jax.eval_shape(lambda: Routing(jnp.zeros(chosen, jnp.int32), jnp.zeros(chosen, jnp.float32)))
+                routing: Any = jax.eval_shape(
+                    lambda: Routing(jnp.zeros(chosen, jnp.int32), jnp.zeros(chosen, jnp.float32))
+                )
                 if op == "expert_up_gate":
                     return stream, routing
-                return jax.eval_shape(lambda w, h, r: ops.expert_up_gate(c, w, h, r), w, stream, routing), routing
+                return jax.eval_shape(
+                    lambda w, h, r: ops.expert_up_gate(c, w, h, r), w, stream, routing
+                ), routing
             case _:
                 raise ValueError(f"op={op!r}: {', '.join(self.ops)} are this layer's")
 
     def work(self, case: Case, batch: Batch, kv: Any) -> Any:
-        """What attention is to do, which the engine lists once a step and not in every layer; None of other ops."""
+        """What attention is to do, which the engine lists once a step and not in every layer; None of other
+        ops.
+        """
         if case.op not in ATTENTION:
             return None
-        return ops.attention_work(self.context(case.sms), self.config.layers[0], batch, 0, batch.num_tokens, case.op, kv)
+        return ops.attention_work(
+            self.context(case.sms), self.config.layers[0], batch, 0, batch.num_tokens, case.op, kv
+        )
 
-    def call(self, op: str, w: Any, batch: Batch, inputs: tuple[Any, ...], kv: Any, work: Any = None, *, c: Context) -> Any:
+    def call(
+        self, op: str, w: Any, batch: Batch, inputs: tuple[Any, ...], kv: Any, work: Any = None, *, c: Context
+    ) -> Any:
         """An op on what it reads; rope_append returns the cache it wrote, too."""
         layer, tokens = self.config.layers[0], batch.num_tokens
-        w = self.weights | w  # of those that the op does not read it may ask the form: a norm quantises for what comes next
+        w = (
+            self.weights | w
+        )  # of those that the op does not read it may ask the form: a norm quantises for what comes next
         if op == "rope_append":
             return ops.rope_append(c, layer, w, batch, 0, tokens, inputs[0], kv)
         if op in ATTENTION:
@@ -154,17 +215,29 @@ class Layer:
         """(rows of the page table, its columns, pages) for a case whose tokens see up to `most_keys` keys."""
         rows, longest = case.tokens, most_keys
         if case.op != "decode_attention":
-            rows, longest = len(case.chunks), max(size + start for size, start in case.chunks) + max(0, most_keys - case.keys)
+            rows, longest = (
+                len(case.chunks),
+                max(size + start for size, start in case.chunks) + max(0, most_keys - case.keys),
+            )
         columns = max(1, -(-longest // PAGE_SIZE))
         a_page = sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(self.cache(1)))
         return rows, columns, max(columns, min(rows * columns, _MOST_CACHE_BYTES // a_page))
 
     def batch(self, case: Case, most_keys: int | None = None) -> Batch:
-        """The tokens of a case, in pages that lie anywhere. most_keys: that the page table has room for; None: the case's."""
+        """The tokens of a case, in pages that lie anywhere. most_keys: that the page table has room for;
+        None: the case's.
+        """
         rows, columns, pages = self.pages(case, most_keys or case.keys)
-        t, at = case.tokens, np.random.default_rng(0).permutation(rows * columns).reshape(1, rows, columns) % pages
+        t, at = (
+            case.tokens,
+            np.random.default_rng(0).permutation(rows * columns).reshape(1, rows, columns) % pages,
+        )
         chunks = np.zeros((max(1, len(case.chunks)), 4), np.int32)
-        lengths, positions, owners = np.full(rows, case.keys, np.int32), np.full(t, max(0, case.keys - 1)), np.arange(t)
+        lengths, positions, owners = (
+            np.full(rows, case.keys, np.int32),
+            np.full(t, max(0, case.keys - 1)),
+            np.arange(t),
+        )
         if case.op != "decode_attention":
             first = 0
             for row, (size, start) in enumerate(case.chunks):
@@ -192,7 +265,9 @@ class Layer:
         copies = self.copies(weights)
         appends, attends = case.op == "rope_append", self.ops[case.op].kind == "attention"
         kv = self.cache(pages) if appends or attends else None
-        call = jax.jit(functools.partial(self.call, case.op, c=c))  # jitted, so that all calls share one lowering
+        call = jax.jit(
+            functools.partial(self.call, case.op, c=c)
+        )  # jitted, so that all calls share one lowering
         outputs = jax.eval_shape(lambda w, x, kv: call(w, batch, x, kv), weights, inputs, kv)
         turns, rounds = self.rounds(case, copies)
 
@@ -206,7 +281,8 @@ class Layer:
                         call(w, given["batch"], x, before[1] if appends else given["kv"], work)
                         for w, x, before in zip(given["weights"], inputs, made, strict=False)
                     ]
-                    # The next inputs come with all that was made, and the loop keeps it: else XLA sees that turns are equal, and does one.
+                    # The next inputs come with all that was made, and the loop keeps it: else XLA sees that
+                    # turns are equal, and does one.
                     several = made if appends else [*several, *made]
                     inputs, several = streams.together([inputs, several])
                     made = several
@@ -219,11 +295,14 @@ class Layer:
         return Program(function, given, {"inputs": [inputs] * copies, "made": made}, copies * turns * rounds)
 
     def beside(self, first: Case, second: Case, most_keys: int, phases: int = PHASES) -> Program:
-        """Products on stream 2 beside attention on stream 1, joined after each call of both. Attention's batch is data."""
+        """Products on stream 2 beside attention on stream 1, joined after each call of both. Attention's
+        batch is data.
+        """
         batch, own = self.batch(second, most_keys), self.batch(first)
         weights, attention = self.read(first.op), self.read(second.op)
         copies = min(phases, self.copies(weights))
-        # Jitted, though regions dissolve that: what is traced once is lowered once and, byte for byte the same, compiled once.
+        # Jitted, though regions dissolve that: what is traced once is lowered once and, byte for byte the
+        # same, compiled once.
         call_first = jax.jit(functools.partial(self.call, first.op, kv=None, c=self.context(first.sms)))
         call_second = jax.jit(functools.partial(self.call, second.op, c=self.context(second.sms)))
 
@@ -236,10 +315,16 @@ class Layer:
                 # A join holds what is read behind it, so all that was made is handed on to the end.
                 joined = streams.together([*leaves, *made])
                 (x, q), made = jax.tree.unflatten(tree, joined[: len(leaves)]), joined[len(leaves) :]
-                beside = functools.partial(call_second, given["attention"], given["batch"], q, given["kv"], work)
+                beside = functools.partial(
+                    call_second, given["attention"], given["batch"], q, given["kv"], work
+                )
                 product = functools.partial(call_first, w, given["own"], x)
                 # A region makes one array: of a quantised result the values, with which the scales come.
-                made = [*made, streams.region(1, beside), streams.region(2, lambda product=product: jax.tree.leaves(product())[0])]
+                made = [
+                    *made,
+                    streams.region(1, beside),
+                    streams.region(2, lambda product=product: jax.tree.leaves(product())[0]),
+                ]
             return made
 
         given = {
@@ -251,7 +336,11 @@ class Layer:
             "queries": self.inputs(second.op, second.tokens),
             "kv": self.cache(self.pages(second, most_keys)[2]),
         }
-        options = streams.xla_options("concurrent", side_streams=True, collectives=False) if self.platform == "gpu" else {}
+        options = (
+            streams.xla_options("concurrent", side_streams=True, collectives=False)
+            if self.platform == "gpu"
+            else {}
+        )
         return Program(function, given, None, phases, options)
 
     def read(self, op: str) -> dict[str, Any]:
@@ -267,7 +356,9 @@ class Layer:
         return min(8, max(2, -(-_COLD_BYTES // max(1, size)))) if size > _COLD_BYTES // 64 else 2
 
     def rounds(self, case: Case, copies: int) -> tuple[int, int]:
-        """How often the sets are gone through in the loop's body (a round costs a GPU some microseconds), and in how many rounds."""
+        """How often the sets are gone through in the loop's body (a round costs a GPU some microseconds), and
+        in how many rounds.
+        """
         flops, moved, lasting = _GUESSED_RATES.get(self.platform, _GUESSED_RATES["cpu"])
         work = self.ops[case.op].work(case.composition)
         turn = copies * (2e-6 + max(work.flops / flops, work.memory_bytes / moved))

@@ -1,6 +1,8 @@
-"""The profile of one GPU and model: how long each op takes alone, and what two ops keep of their speed when they run together.
+"""The profile of one GPU and model: how long each op takes alone, and what two ops keep of their speed when
+they run together.
 
-Files are JSON with a schema version; a profile is of one device, model and parallelism, and is refused for another.
+Files are JSON with a schema version; a profile is of one device, model and parallelism, and is refused for
+another.
 `seconds` answers between the measured points; what the pairs say of sharing is `search.beside`'s to ask.
 """
 
@@ -21,8 +23,11 @@ from jaxflow.model.graph import Op
 SCHEMA_VERSION = 1
 ATTENTION = ("decode_attention", "chunk_attention")
 PAIR_TOKENS, PAIR_DECODES = 1024, 256  # of a pair's product and chunk attention; of its decode attention
-NETWORK_SMS = 24  # that a collective by NCCL holds where a profile does not say: its channels on H200s (benchmarks/h200-sums-of-two.json)
-EXCHANGE = "exchange"  # of pairs of devices, each sends the other a whole part by the copy engines (`jaxflow.model.exchange`)
+# that a collective by NCCL holds where a profile does not say: its channels on H200s
+# (benchmarks/h200-sums-of-two.json)
+NETWORK_SMS = 24
+# of pairs of devices, each sends the other a whole part by the copy engines (`jaxflow.model.exchange`)
+EXCHANGE = "exchange"
 COLLECTIVES = ("_reduce", "_scatter", "_gather", EXCHANGE)  # what their names end with
 
 
@@ -38,9 +43,11 @@ class ProfileError(ValueError):
 
 
 class OpTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One op of `jaxflow.model.graph` on one layer, alone, on `sms` SMs; `keys` a token sees on average (attention), else 0.
+    """One op of `jaxflow.model.graph` on one layer, alone, on `sms` SMs; `keys` a token sees on average
+    (attention), else 0.
 
-    watts, clock_mhz: by the sensors; joules: of the whole card for one call, by its energy counter. None where nothing tells.
+    watts, clock_mhz: by the sensors; joules: of the whole card for one call, by its energy counter. None
+    where nothing tells.
     """
 
     op: str
@@ -56,9 +63,10 @@ class OpTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Two ops at the same time; a performance P is a share of the op's best speed alone (NanoFlow §4.1.1).
 
-    seconds: until both had ended. Of products and attention that is both ops' own end, which they reached together; a collective beside
-    a product ended earlier, and its performance is the least that it may be. None in profiles whose pairs were at some load of
-    attention: of `PAIR_TOKENS` and `PAIR_DECODES`, and whichever ended first waited. joules: of both, by the card's energy counter.
+    seconds: until both had ended. Of products and attention that is both ops' own end, which they reached
+    together; a collective beside a product ended earlier, and its performance is the least that it may be.
+    None in profiles whose pairs were at some load of attention: of `PAIR_TOKENS` and `PAIR_DECODES`, and
+    whichever ended first waited. joules: of both, by the card's energy counter.
     """
 
     first: str  # the compute-bound one: its P is its share R of the device
@@ -77,7 +85,8 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """Everything that was measured on one device for one model. `method`: measured how, or modelled from what.
+    """Everything that was measured on one device for one model. `method`: measured how, or modelled from
+    what.
 
     energy_step_s: how often the card's energy counter moved, where it was read.
     """
@@ -98,7 +107,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     @functools.cached_property
     def curves(self) -> dict[tuple[str, int], dict[int, list[tuple[int, float]]]]:
         """(op, sms) -> keys -> [(tokens, seconds)], by tokens."""
-        found: dict[tuple[str, int], dict[int, list[tuple[int, float]]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+        found: dict[tuple[str, int], dict[int, list[tuple[int, float]]]] = collections.defaultdict(
+            lambda: collections.defaultdict(list)
+        )
         for one in sorted(self.op_times, key=lambda one: one.tokens):
             found[one.op, one.sms][one.keys].append((one.tokens, one.seconds))
         return found
@@ -109,33 +120,46 @@ def save_profile(profile: Profile, path: str | os.PathLike) -> None:
 
 
 def load_profile(path: str | os.PathLike, *, device: str | None = None, model: str | None = None) -> Profile:
-    """Reads a profile. Raises: ProfileError naming the file and the field, also for another device or model than asked for.
+    """Reads a profile. Raises: ProfileError naming the file and the field, also for another device or model
+    than asked for.
 
-    A model in a folder is told by the folder's name, as for plans: the machine that searches may have it elsewhere.
+    A model in a folder is told by the folder's name, as for plans: the machine that searches may have it
+    elsewhere.
     """
     try:
         text = Path(path).read_bytes()
         version = msgspec.json.decode(text, type=dict).get("schema_version")
         if version != SCHEMA_VERSION:
-            raise ProfileError(f"{path}: schema_version={version} is not supported: this release reads {SCHEMA_VERSION}")
+            raise ProfileError(
+                f"{path}: schema_version={version} is not supported: this release reads {SCHEMA_VERSION}"
+            )
         profile = msgspec.json.decode(text, type=Profile)
     except OSError as error:
         raise ProfileError(f"{path}: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProfileError(f"{path}: {error}") from error
     same_model = model is None or Path(profile.model).name == Path(model).name
-    for field, wanted, same in (("device", device, device in (None, profile.device)), ("model", model, same_model)):
+    for field, wanted, same in (
+        ("device", device, device in (None, profile.device)),
+        ("model", model, same_model),
+    ):
         if not same:
-            raise ProfileError(f"{path}: {field}={getattr(profile, field)!r}, but it is asked about {wanted!r}: measure that one")
+            raise ProfileError(
+                f"{path}: {field}={getattr(profile, field)!r}, but it is asked about {wanted!r}: "
+                f"measure that one"
+            )
     return profile
 
 
 def with_collectives(profile: Profile, measured: Profile) -> Profile:
-    """A profile with another's times of the sums and gathers over devices in place of its own, as far as it has them.
+    """A profile with another's times of the sums and gathers over devices in place of its own, as far as it
+    has them.
 
     Raises: ProfileError for a profile of another device, parallelism or dtype, or without any.
     """
-    wanted, there = (find_device(of.device) or of.device for of in (profile, measured))  # by either of a device's names
+    wanted, there = (
+        find_device(of.device) or of.device for of in (profile, measured)
+    )  # by either of a device's names
     if wanted != there:
         raise ProfileError(f"device={measured.device!r} of the collectives: {profile.device!r} is needed")
     for field in ("tensor_parallel_size", "dtype"):
@@ -146,12 +170,17 @@ def with_collectives(profile: Profile, measured: Profile) -> Profile:
     if not found:
         raise ProfileError("no collectives were measured: `search measure --ops network` does")
     kept = tuple(one for one in profile.op_times if one.op not in found)
-    theirs = tuple(msgspec.structs.replace(one, sms=profile.total_sms) for one in measured.op_times if one.op in found)
-    return msgspec.structs.replace(profile, op_times=(*kept, *theirs), method=f"{profile.method}; collectives measured")
+    theirs = tuple(
+        msgspec.structs.replace(one, sms=profile.total_sms) for one in measured.op_times if one.op in found
+    )
+    return msgspec.structs.replace(
+        profile, op_times=(*kept, *theirs), method=f"{profile.method}; collectives measured"
+    )
 
 
 def seconds(profile: Profile, op: str, tokens: float, keys: float = 0, sms: int | None = None) -> float:
-    """How long an op takes alone on `tokens` tokens of one layer; between measured points linear, beyond them proportional.
+    """How long an op takes alone on `tokens` tokens of one layer; between measured points linear, beyond them
+    proportional.
 
     Raises: ProfileError if the op was not measured, or not on so many SMs.
     """
@@ -161,7 +190,10 @@ def seconds(profile: Profile, op: str, tokens: float, keys: float = 0, sms: int 
     by_keys = profile.curves.get((op, sms))
     if not by_keys:
         known = sorted({one.sms for one in profile.op_times if one.op == op})
-        raise ProfileError(f"op={op!r} on sms={sms} was not measured for {profile.model} on {profile.device}; it was on {known or 'none'}")
+        raise ProfileError(
+            f"op={op!r} on sms={sms} was not measured for {profile.model} on {profile.device}; it "
+            f"was on {known or 'none'}"
+        )
     return _between([(at, _between(curve, tokens)) for at, curve in sorted(by_keys.items())], keys)
 
 

@@ -1,6 +1,8 @@
-"""Orders of nano-ops that are known before a search begins: those written by hand, wherever the step may be cut.
+"""Orders of nano-ops that are known before a search begins: those written by hand, wherever the step may be
+cut.
 
-A solver whose time is over may have less than what somebody wrote. So a search simulates these orders, too, and keeps the best.
+A solver whose time is over may have less than what somebody wrote. So a search simulates these orders, too,
+and keeps the best.
 """
 
 import contextlib
@@ -9,7 +11,15 @@ import time
 from collections.abc import Collection, Iterator
 
 from jaxflow.config import ModelConfig
-from jaxflow.pipeline.handmade import copied, phased_plan, products_in_two_plan, sequential_plan, swapped, two_nano_batch_plan, waited
+from jaxflow.pipeline.handmade import (
+    copied,
+    phased_plan,
+    products_in_two_plan,
+    sequential_plan,
+    swapped,
+    two_nano_batch_plan,
+    waited,
+)
 from jaxflow.pipeline.plan import Plan
 from search.cuts import cut_sets
 from search.op_times import ProfileError
@@ -17,7 +27,12 @@ from search.setting import Setting
 from search.simulate import Timeline, simulate
 from search.structure import repeated_layer
 
-ORDERS = ("sequential", "two", "products", "phases")  # nothing cut, and what `jaxflow.pipeline.handmade` has of two nano-batches
+ORDERS = (
+    "sequential",
+    "two",
+    "products",
+    "phases",
+)  # nothing cut, and what `jaxflow.pipeline.handmade` has of two nano-batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +50,15 @@ class Simulated:
 def simulated(plan: Plan, setting: Setting) -> Simulated:
     """Raises: ProfileError for SMs that an op was not timed on."""
     shares = setting.shares
-    return Simulated(plan, simulate(plan, setting.graph, shares, setting.load, device=setting.device, power=setting.power))
+    return Simulated(
+        plan, simulate(plan, setting.graph, shares, setting.load, device=setting.device, power=setting.power)
+    )
 
 
 def sequential(model: ModelConfig, setting: Setting) -> Simulated:
-    """The step that is not cut. Raises: ProfileError for an op that the profile lacks: without it nothing can be searched."""
+    """The step that is not cut. Raises: ProfileError for an op that the profile lacks: without it nothing can
+    be searched.
+    """
     (plan,) = known_plans(model, dataclasses.replace(setting, split=False), ("sequential",))
     return simulated(plan, setting)
 
@@ -49,8 +68,12 @@ def cuts_of(plan: Plan) -> tuple[int, ...]:
     return tuple(sorted({nano.start for nano in plan.nano_ops} - {0}))
 
 
-def best_known(model: ModelConfig, setting: Setting, orders: Collection[str], stop_s: float = float("inf")) -> Simulated | None:
-    """The fastest of these orders; None where none is allowed. stop_s: when, by the monotonic clock, no further one is begun."""
+def best_known(
+    model: ModelConfig, setting: Setting, orders: Collection[str], stop_s: float = float("inf")
+) -> Simulated | None:
+    """The fastest of these orders; None where none is allowed. stop_s: when, by the monotonic clock, no
+    further one is begun.
+    """
     best = None
     for plan in known_plans(model, setting, orders):
         if best is not None and time.monotonic() > stop_s:
@@ -64,12 +87,16 @@ def best_known(model: ModelConfig, setting: Setting, orders: Collection[str], st
 def known_plans(model: ModelConfig, setting: Setting, orders: Collection[str]) -> Iterator[Plan]:
     """Plans of these orders at every cut, in which only what the setting allows to overlap does.
 
-    No phases where sums are swapped, for which they have no place, or of a mixture, whose experts' products stay on the main stream.
+    No phases where sums are swapped, for which they have no place, or of a mixture, whose experts' products
+    stay on the main stream.
     """
     profile, graph, tokens = setting.shares.profile, setting.graph, setting.load.tokens
     tp, names = profile.tensor_parallel_size, [op.name for op in repeated_layer(graph)]
     swaps, experts = "attn_swap" in names, "expert_down" in names
-    network, memory = tp > 1 and "network" in setting.overlap, "memory" in setting.overlap and (tp == 1 or "network" in setting.overlap)
+    network, memory = (
+        tp > 1 and "network" in setting.overlap,
+        "memory" in setting.overlap and (tp == 1 or "network" in setting.overlap),
+    )
     send = swapped if swaps else copied if setting.shares.copies else lambda plan: plan
     if "sequential" in orders and not setting.split:
         yield send(sequential_plan(model, tokens, tp, graph.scattered))

@@ -1,8 +1,8 @@
 """What two ops keep of their speed when they run together, each timed to its own end.
 
-Only until both have ended can be timed: then whichever ended first waited in it for the other. So the second op, attention, whose keys
-are data, is given as many as make it end with the first. Until there the time does not depend on the keys, beyond it grows with them, as
-attention does alone.
+Only until both have ended can be timed: then whichever ended first waited in it for the other. So the second
+op, attention, whose keys are data, is given as many as make it end with the first. Until there the time does
+not depend on the keys, beyond it grows with them, as attention does alone.
 """
 
 import dataclasses
@@ -18,11 +18,17 @@ _REACHES = (1.6, 1.2)  # around the guess: how few and how many keys are tried, 
 
 
 def timed_pair(
-    profile: Profile, layer: Layer, entry: Together, given: Any, run: Callable[[Any, float], Sustained], seconds_each: float
+    profile: Profile,
+    layer: Layer,
+    entry: Together,
+    given: Any,
+    run: Callable[[Any, float], Sustained],
+    seconds_each: float,
 ) -> Pair:
     """What both of a pair keep; beside attention at the keys at which it ends with the product.
 
-    profile: has both alone. given: what the pair's program is given, for `run`, which sustains it for so many seconds.
+    profile: has both alone. given: what the pair's program is given, for `run`, which sustains it for so many
+    seconds.
     """
     a, b, keys = entry.product, entry.other, 0
     first_sms, second_sms = held_sms(entry, profile.total_sms)
@@ -48,14 +54,27 @@ def timed_pair(
     kept = (min(1.0, fastest(profile, one.op, one.tokens, keys) / took) for one, keys in ((a, 0), (b, keys)))
     joules = None if found.joules is None else found.joules / PHASES
     about = {"watts": found.watts, "clock_mhz": found.clock_mhz, "joules": joules, "seconds": took}
-    return Pair(a.op, b.op, first_sms, second_sms, *kept, first_tokens=a.tokens, second_tokens=b.tokens, keys=keys, **about)
+    return Pair(
+        a.op,
+        b.op,
+        first_sms,
+        second_sms,
+        *kept,
+        first_tokens=a.tokens,
+        second_tokens=b.tokens,
+        keys=keys,
+        **about,
+    )
 
 
-def equal_ends(together_s: Callable[[int], float], alone_s: Callable[[float], float], guess: float, least: int, most: int) -> int:
+def equal_ends(
+    together_s: Callable[[int], float], alone_s: Callable[[float], float], guess: float, least: int, most: int
+) -> int:
     """The keys, from `least` to `most`, at which attention ends with what is beside it.
 
-    together_s: seconds until both have ended, by keys. alone_s: of the attention alone on its SMs, rising. The first's own time is that
-    beside little attention; attention's, in proportion to its time alone, that of much. A guess that is far off is followed.
+    together_s: seconds until both have ended, by keys. alone_s: of the attention alone on its SMs, rising.
+    The first's own time is that beside little attention; attention's, in proportion to its time alone, that
+    of much. A guess that is far off is followed.
     """
 
     def within(keys: float) -> int:

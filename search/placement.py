@@ -1,10 +1,11 @@
-"""Where to keep a model that does not fit the device: FlexGen's policy search over device, host and disk (§4.3).
+"""Where to keep a model that does not fit the device: FlexGen's policy search over device, host and disk
+(§4.3).
 
   python -m search placement --model opt-30b --gpu_mem 16 --cpu_mem 100 --disk 500 --output policy.json
 
-Prints the policy, what it is predicted to reach and what binds it, the bound by the link between host and device, and rivals: the
-paper's ablations, hand-made policies and each tier alone. `--output` gets the policy as JSON, `--front` latency against throughput
-over all blocks (JSON, and a PNG beside it).
+Prints the policy, what it is predicted to reach and what binds it, the bound by the link between host and
+device, and rivals: the paper's ablations, hand-made policies and each tier alone. `--output` gets the policy
+as JSON, `--front` latency against throughput over all blocks (JSON, and a PNG beside it).
 """
 
 import math
@@ -40,29 +41,49 @@ HOST_ATTENTION = {"auto": None, "on": True, "off": False}
 def define_flags() -> None:
     define_workload_flags()
     flags.DEFINE_string("output", None, "File for the policy.")
-    flags.DEFINE_string("front", None, "JSON file for latency against throughput; a picture, .png, is drawn beside it.")
+    flags.DEFINE_string(
+        "front", None, "JSON file for latency against throughput; a picture, .png, is drawn beside it."
+    )
 
 
 def define_workload_flags() -> None:
-    """Of what is searched for: the model, the machine, their memories, the requests and the policies that may be."""
+    """Of what is searched for: the model, the machine, their memories, the requests and the policies that may
+    be.
+    """
     flags.DEFINE_string("model", "opt-30b", "A shipped config's name, a folder or a hub id.")
-    flags.DEFINE_string("machine", "h200", "Its constants: a file that `python -m search machine` wrote, or a shipped one's name.")
+    flags.DEFINE_string(
+        "machine",
+        "h200",
+        "Its constants: a file that `python -m search machine` wrote, or a shipped one's name.",
+    )
     flags.DEFINE_float("gpu_mem", 16.0, "GB of the device that the run may use.", lower_bound=0.0)
     flags.DEFINE_float("cpu_mem", 100.0, "GB of the host.", lower_bound=0.0)
     flags.DEFINE_float("disk", 0.0, "GB of disk.", lower_bound=0.0)
     flags.DEFINE_integer("prompt_tokens", 512, "Of each sequence, padded.", lower_bound=1)
     flags.DEFINE_integer("output_tokens", 32, "Of each sequence.", lower_bound=1)
-    flags.DEFINE_enum("dtype", "auto", ["auto", "bfloat16", "float32"], "What weights and activations of 16 bits are; auto: bfloat16.")
+    flags.DEFINE_enum(
+        "dtype",
+        "auto",
+        ["auto", "bfloat16", "float32"],
+        "What weights and activations of 16 bits are; auto: bfloat16.",
+    )
     flags.DEFINE_integer("block_size", 64, "Tokens in a page of KV.", lower_bound=1)
     flags.DEFINE_enum("weight_bits", "16", ["16", "4"], "4: groups of 64 with a scale and a minimum.")
     flags.DEFINE_enum("kv_bits", "16", ["16", "4"], "As for weights; 4 excludes attention on the host.")
     flags.DEFINE_enum(
-        "host_attention", "auto", sorted(HOST_ATTENTION), "Whether a decode attends on the host to what is not on the device."
+        "host_attention",
+        "auto",
+        sorted(HOST_ATTENTION),
+        "Whether a decode attends on the host to what is not on the device.",
     )
     flags.DEFINE_float("max_latency_s", math.inf, "Longest time of a block.")
     flags.DEFINE_integer("percent_step", None, "Shares are multiples of so many percent; unset: any share.")
-    flags.DEFINE_list("gpu_batch_sizes", [str(size) for size in GPU_BATCH_SIZES], "Tried: sequences of a batch.")
-    flags.DEFINE_list("num_gpu_batches", [str(number) for number in NUM_GPU_BATCHES], "Tried: batches of a block.")
+    flags.DEFINE_list(
+        "gpu_batch_sizes", [str(size) for size in GPU_BATCH_SIZES], "Tried: sequences of a batch."
+    )
+    flags.DEFINE_list(
+        "num_gpu_batches", [str(number) for number in NUM_GPU_BATCHES], "Tried: batches of a block."
+    )
 
 
 def run() -> None:
@@ -70,7 +91,9 @@ def run() -> None:
     f = flags.FLAGS
     config = open_checkpoint(f.model, load_format="dummy").model_config
     if f.prompt_tokens + f.output_tokens > config.max_position:
-        accepted = f"prompt_tokens + output_tokens of at most {config.max_position}, what {f.model} was made for"
+        accepted = (
+            f"prompt_tokens + output_tokens of at most {config.max_position}, what {f.model} was made for"
+        )
         raise ConfigError("prompt_tokens", f.prompt_tokens, accepted)
     machine, work = load_machine(f.machine), workload_from_flags(f.model, config, f.dtype)
     memory = Memory(*(getattr(f, tier) * GIGA for tier in TIERS))
@@ -81,7 +104,11 @@ def run() -> None:
     policy = search(work, machine, memory, options)
     print(f" {f.model} on {machine.name}, {f.prompt_tokens} in / {f.output_tokens} out ".center(WIDTH, "="))
     print(*describe(work, machine, memory, options, policy), sep="\n")
-    print("-" * WIDTH, f"{'policy':20}{'batch':>9}{'weights':>13}{'KV':>13}{'activations':>14}{'s/block':>11}{'tok/s':>10}", sep="\n")
+    print(
+        "-" * WIDTH,
+        f"{'policy':20}{'batch':>9}{'weights':>13}{'KV':>13}{'activations':>14}{'s/block':>11}{'tok/s':>10}",
+        sep="\n",
+    )
     print(*map(_line, rivals(work, machine, memory, options, policy)), sep="\n")
     if f.output:
         save_policy(policy, f.output)
@@ -95,7 +122,9 @@ def workload_from_flags(name: str, config: ModelConfig, dtype: str) -> Workload:
     """What is asked of a model that runs in `dtype`."""
     f = flags.FLAGS
     wide_bytes = 4.0 if dtype == "float32" else 2.0
-    return workload(name, config, f.prompt_tokens, f.output_tokens, wide_bytes=wide_bytes, page_size=f.block_size)
+    return workload(
+        name, config, f.prompt_tokens, f.output_tokens, wide_bytes=wide_bytes, page_size=f.block_size
+    )
 
 
 def options_from_flags() -> Options:
@@ -116,10 +145,14 @@ def describe(work: Workload, machine: Machine, memory: Memory, options: Options,
     """Lines for a person."""
     made = predict(work, machine, policy)
     bound = link_bound(work, machine, memory, options)
-    lines = [f"Block: {policy.num_gpu_batches} batches of {policy.gpu_batch_size} sequences; {_widths(policy)}"]
+    lines = [
+        f"Block: {policy.num_gpu_batches} batches of {policy.gpu_batch_size} sequences; {_widths(policy)}"
+    ]
     for name in ("weights", "kv", "activations"):
         shares = getattr(policy, name)
-        lines.append(f"{name:12} device {shares.device:6.2f} %   host {shares.host:6.2f} %   disk {shares.disk:6.2f} %")
+        lines.append(
+            f"{name:12} device {shares.device:6.2f} %   host {shares.host:6.2f} %   disk {shares.disk:6.2f} %"
+        )
     lines.append(f"Predicted: {made.tokens_per_s:.2f} generated tokens/s, a block in {made.latency_s:.1f} s")
     lines.append(f"Binding: {_binding(made)}; full: {_full(memory, made)}")
     lines.append(
@@ -131,12 +164,17 @@ def describe(work: Workload, machine: Machine, memory: Memory, options: Options,
 
 def _binding(made: Prediction) -> str:
     terms = zip(("prefill", "decode"), made.binding, (made.prefill, made.decode), strict=True)
-    return ", ".join(f"{phase} by {term} ({1e3 * found[term]:.2f} ms a layer)" for phase, term, found in terms)
+    return ", ".join(
+        f"{phase} by {term} ({1e3 * found[term]:.2f} ms a layer)" for phase, term, found in terms
+    )
 
 
 def _full(memory: Memory, made: Prediction) -> str:
     used = zip(TIERS, made.memory_bytes, memory, strict=True)
-    return ", ".join(tier for tier, bytes_used, capacity in used if capacity and bytes_used > 0.999 * capacity) or "no memory"
+    return (
+        ", ".join(tier for tier, bytes_used, capacity in used if capacity and bytes_used > 0.999 * capacity)
+        or "no memory"
+    )
 
 
 def _widths(policy: Policy) -> str:
@@ -161,4 +199,6 @@ def _numbers(flag: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in getattr(flags.FLAGS, flag))
     except ValueError as error:
-        raise PlacementError(f"{flag}={','.join(getattr(flags.FLAGS, flag))}: numbers between commas") from error
+        raise PlacementError(
+            f"{flag}={','.join(getattr(flags.FLAGS, flag))}: numbers between commas"
+        ) from error

@@ -1,16 +1,22 @@
-"""FlexGen's cost model (§4.3, A.3): seconds of a layer for a block, and the bytes that each tier must hold, for any policy.
+"""FlexGen's cost model (§4.3, A.3): seconds of a layer for a block, and the bytes that each tier must hold,
+for any policy.
 
-Every term is linear in the nine shares, and the same code gives numbers for a policy and expressions for the linear program.
-It is written for any family through `jaxflow.model.graph`. Where it departs from the paper's text:
+Every term is linear in the nine shares, and the same code gives numbers for a policy and expressions for the
+linear program. It is written for any family through `jaxflow.model.graph`. Where it departs from the paper's
+text:
 
-- the host's attention is a sixth term beside the device's compute, since they overlap (the paper adds the two);
-- KV of new tokens crosses to its home, and with host attention queries and outputs cross too (the paper leaves both out);
+- the host's attention is a sixth term beside the device's compute, since they overlap (the paper adds the
+  two);
+- KV of new tokens crosses to its home, and with host attention queries and outputs cross too (the paper
+  leaves both out);
 - without host attention, KV that is not on the device crosses each step;
-- attention keeps no matrix of scores on the device, pinned weights need no second copy on the host, and the embedding and
-  head stay on the device;
+- attention keeps no matrix of scores on the device, pinned weights need no second copy on the host, and the
+  embedding and head stay on the device;
 - a batch at a layer takes the driver some time in which the device waits, so that small batches are not free;
-- a product takes at least as long as reading its weights; 4-bit tensors are unpacked before use, by the device's memory, for each batch;
-- where the runtime keeps KV in pages, whole pages cross, with room for all tokens of a sequence and beyond a window too;
+- a product takes at least as long as reading its weights; 4-bit tensors are unpacked before use, by the
+  device's memory, for each batch;
+- where the runtime keeps KV in pages, whole pages cross, with room for all tokens of a sequence and beyond a
+  window too;
 - where the device is the host itself, what both compute and copy takes turns: these terms add up.
 """
 
@@ -22,7 +28,14 @@ from jaxflow.offload.policy import Policy
 from search.machine_curves import Machine
 from search.placement_workload import BYTES, Crossing, Workload
 
-TERMS = ("host to device", "device to host", "disk to host", "host to disk", "device compute", "host attention")
+TERMS = (
+    "host to device",
+    "device to host",
+    "disk to host",
+    "host to disk",
+    "device compute",
+    "host attention",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +68,13 @@ def _kinds(placed: Placed) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]
 
 def split(policy: Policy) -> tuple[Choice, Placed]:
     """A policy's two halves."""
-    choice = Choice(policy.gpu_batch_size, policy.num_gpu_batches, policy.weight_bits, policy.kv_bits, policy.host_attention)
+    choice = Choice(
+        policy.gpu_batch_size,
+        policy.num_gpu_batches,
+        policy.weight_bits,
+        policy.kv_bits,
+        policy.host_attention,
+    )
     shares = ([share / 100 for share in kind] for kind in (policy.weights, policy.kv, policy.activations))
     return choice, Placed(*shares)
 
@@ -64,13 +83,21 @@ def prefill_terms(work: Workload, machine: Machine, choice: Choice, placed: Plac
     """T_pre's terms: seconds of one layer for the prompts of a block, by `TERMS`."""
     tokens = choice.gpu_batch_size * work.prompt_tokens
     pairs = 4 * work.query * work.prompt_pairs * choice.gpu_batch_size
-    packed = _unpack_kv(work, machine, choice, choice.gpu_batch_size * work.keys(work.prompt_tokens) * work.kv)
-    device = _products(work, machine, choice, tokens) + choice.num_gpu_batches * (machine.device_attention.seconds(pairs) + packed)
-    return _terms(work, machine, choice, placed, tokens, device, 0.0, read=Crossing(0.0, 0.0), written=work.made)
+    packed = _unpack_kv(
+        work, machine, choice, choice.gpu_batch_size * work.keys(work.prompt_tokens) * work.kv
+    )
+    device = _products(work, machine, choice, tokens) + choice.num_gpu_batches * (
+        machine.device_attention.seconds(pairs) + packed
+    )
+    return _terms(
+        work, machine, choice, placed, tokens, device, 0.0, read=Crossing(0.0, 0.0), written=work.made
+    )
 
 
 def decode_terms(work: Workload, machine: Machine, choice: Choice, placed: Placed) -> dict[str, Any]:
-    """T_gen's terms: seconds of one layer for one token of each of a block's sequences, averaged over the output."""
+    """T_gen's terms: seconds of one layer for one token of each of a block's sequences, averaged over the
+    output.
+    """
     size, batches = choice.gpu_batch_size, choice.num_gpu_batches
     cached = size * work.mean_keys * work.kv
     attention = max(
@@ -79,8 +106,14 @@ def decode_terms(work: Workload, machine: Machine, choice: Choice, placed: Place
     ) + _unpack_kv(work, machine, choice, cached)
     at_home = placed.kv[0] if choice.host_attention else 1.0  # attended to on the device
     device = _products(work, machine, choice, size) + batches * attention * at_home
-    host = machine.host_attention.seconds(cached * work.wide_bytes) * batches * (1 - placed.kv[0]) if choice.host_attention else 0.0
-    return _terms(work, machine, choice, placed, size, device, host, read=work.read, written=Crossing(1.0, 1.0))
+    host = (
+        machine.host_attention.seconds(cached * work.wide_bytes) * batches * (1 - placed.kv[0])
+        if choice.host_attention
+        else 0.0
+    )
+    return _terms(
+        work, machine, choice, placed, size, device, host, read=work.read, written=Crossing(1.0, 1.0)
+    )
 
 
 def ends_s(work: Workload, machine: Machine, choice: Choice) -> float:
@@ -104,12 +137,20 @@ def _terms(
 ) -> dict[str, Any]:
     """The I/O of a layer, by `TERMS`, for batches of `tokens`. read, written: keys of a sequence."""
     weights, batches = work.weights * work.bytes_of(choice.weight_bits), choice.num_gpu_batches
-    activation, kv = tokens * work.hidden * work.wide_bytes, choice.gpu_batch_size * work.kv * work.bytes_of(choice.kv_bits)
+    activation, kv = (
+        tokens * work.hidden * work.wide_bytes,
+        choice.gpu_batch_size * work.kv * work.bytes_of(choice.kv_bits),
+    )
     on_host = choice.host_attention and read.link > 0
     crossing = tokens * work.query * work.wide_bytes if on_host else 0.0  # queries one way, outputs the other
     away_w, away_c, away_h = (1 - kind[0] for kind in _kinds(placed))
     disk_w, disk_c, disk_h = (kind[2] for kind in _kinds(placed))
-    down, up, load, store = machine.host_to_device, machine.device_to_host, machine.disk_to_host, machine.host_to_disk
+    down, up, load, store = (
+        machine.host_to_device,
+        machine.device_to_host,
+        machine.disk_to_host,
+        machine.host_to_disk,
+    )
     loaded = down.seconds(crossing) if on_host else down.seconds(read.link * kv)
     return dict(zip(TERMS, (
         down.seconds(weights) * away_w + batches * (loaded * away_c + down.seconds(activation) * away_h),
@@ -122,21 +163,32 @@ def _terms(
 
 
 def _products(work: Workload, machine: Machine, choice: Choice, tokens: float) -> float:
-    """Of a layer for all batches of a block, `tokens` each, and of their issue; 4-bit weights are unpacked by each batch's program."""
+    """Of a layer for all batches of a block, `tokens` each, and of their issue; 4-bit weights are unpacked by
+    each batch's program.
+    """
     product = max(
-        machine.device_products.seconds(work.linear_flops * tokens), machine.device_memory.seconds(work.weights * work.wide_bytes)
+        machine.device_products.seconds(work.linear_flops * tokens),
+        machine.device_memory.seconds(work.weights * work.wide_bytes),
     )
-    unpacked = machine.device_memory.seconds(work.weights * (BYTES[4] + work.wide_bytes)) if choice.weight_bits == 4 else 0.0
+    unpacked = (
+        machine.device_memory.seconds(work.weights * (BYTES[4] + work.wide_bytes))
+        if choice.weight_bits == 4
+        else 0.0
+    )
     return choice.num_gpu_batches * (machine.square_s + product + unpacked)
 
 
 def _unpack_kv(work: Workload, machine: Machine, choice: Choice, elements: float) -> float:
     """Between 4 bits and 16, either way."""
-    return machine.device_memory.seconds(elements * (BYTES[4] + work.wide_bytes)) if choice.kv_bits == 4 else 0.0
+    return (
+        machine.device_memory.seconds(elements * (BYTES[4] + work.wide_bytes)) if choice.kv_bits == 4 else 0.0
+    )
 
 
 def resources(machine: Machine, terms: dict[str, Any]) -> list[Any]:
-    """What takes the time of a layer that its verbs overlap in: the longest of these, seconds of what is in use at the same time."""
+    """What takes the time of a layer that its verbs overlap in: the longest of these, seconds of what is in
+    use at the same time.
+    """
     if not machine.one_processor:
         return list(terms.values())
     disk = ("disk to host", "host to disk")
@@ -152,21 +204,44 @@ def memory_bytes(work: Workload, choice: Choice, placed: Placed) -> tuple[Any, A
     weights, kv = work.weights * work.bytes_of(choice.weight_bits), work.kv * work.bytes_of(choice.kv_bits)
     activation = work.prompt_tokens * work.hidden * work.wide_bytes
     totals = layers * weights, layers * block * work.kept_keys * kv, block * activation
-    homes = [sum(total * kind[tier] for total, kind in zip(totals, _kinds(placed), strict=True)) for tier in range(3)]
+    homes = [
+        sum(total * kind[tier] for total, kind in zip(totals, _kinds(placed), strict=True))
+        for tier in range(3)
+    ]
     away_w, away_c, away_h = (1 - kind[0] for kind in _kinds(placed))
-    passing = work.made.link if choice.host_attention else work.kept_keys  # KV of a batch that the device ever holds
-    working = size * work.prompt_tokens * work.widest * work.wide_bytes + size * work.vocabulary * 4.0 + work.ends * work.wide_bytes
+    passing = (
+        work.made.link if choice.host_attention else work.kept_keys
+    )  # KV of a batch that the device ever holds
+    working = (
+        size * work.prompt_tokens * work.widest * work.wide_bytes
+        + size * work.vocabulary * 4.0
+        + work.ends * work.wide_bytes
+    )
     working += work.weights * work.wide_bytes if choice.weight_bits == 4 else 0.0
     working += size * work.kept_keys * work.kv * work.wide_bytes if choice.kv_bits == 4 else 0.0
-    device = homes[0] + working + 2 * (weights * away_w + size * passing * kv * away_c + size * activation * away_h)
-    staged = weights * placed.weights[2] + size * work.kept_keys * kv * placed.kv[2] + size * activation * placed.activations[2]
-    scores = size * (work.heads * work.last_keys * 4.0 + 2 * work.query * work.wide_bytes) * away_c if choice.host_attention else 0.0
+    device = (
+        homes[0]
+        + working
+        + 2 * (weights * away_w + size * passing * kv * away_c + size * activation * away_h)
+    )
+    staged = (
+        weights * placed.weights[2]
+        + size * work.kept_keys * kv * placed.kv[2]
+        + size * activation * placed.activations[2]
+    )
+    scores = (
+        size * (work.heads * work.last_keys * 4.0 + 2 * work.query * work.wide_bytes) * away_c
+        if choice.host_attention
+        else 0.0
+    )
     return device, homes[1] + 2 * staged + scores, homes[2]
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a policy takes. `prefill`, `decode`: seconds of each term for a layer; `link_s`: the busier direction's, of a whole block."""
+    """What a policy takes. `prefill`, `decode`: seconds of each term for a layer; `link_s`: the busier
+    direction's, of a whole block.
+    """
 
     latency_s: float
     prefill_s: float  # of it
@@ -188,14 +263,25 @@ class Prediction:
 
 
 def predict(work: Workload, machine: Machine, policy: Policy, *, overlap: bool = True) -> Prediction:
-    """T = T_pre l + T_gen (n - 1) l, and the head of n tokens; without overlap a layer takes the sum of its terms."""
+    """T = T_pre l + T_gen (n - 1) l, and the head of n tokens; without overlap a layer takes the sum of its
+    terms.
+    """
     choice, placed = split(policy)
-    prefill, decode = prefill_terms(work, machine, choice, placed), decode_terms(work, machine, choice, placed)
+    prefill, decode = (
+        prefill_terms(work, machine, choice, placed),
+        decode_terms(work, machine, choice, placed),
+    )
     layers, steps = work.layers, work.output_tokens - 1
     ends = ends_s(work, machine, choice)
-    one_prompt, one_token = (max(resources(machine, terms)) if overlap else sum(terms.values()) for terms in (prefill, decode))
+    one_prompt, one_token = (
+        max(resources(machine, terms)) if overlap else sum(terms.values()) for terms in (prefill, decode)
+    )
     prompts = layers * one_prompt + ends
     latency = prompts + steps * (layers * one_token + ends)
     tokens = choice.block_size * work.output_tokens
-    link = layers * (max(prefill[term] for term in TERMS[:2]) + steps * max(decode[term] for term in TERMS[:2]))
-    return Prediction(latency, prompts, tokens / latency, prefill, decode, memory_bytes(work, choice, placed), link)
+    link = layers * (
+        max(prefill[term] for term in TERMS[:2]) + steps * max(decode[term] for term in TERMS[:2])
+    )
+    return Prediction(
+        latency, prompts, tokens / latency, prefill, decode, memory_bytes(work, choice, placed), link
+    )

@@ -45,7 +45,12 @@ def front(model: str, machine: str, found: Sequence[Candidate]) -> Front:
     best = set(pareto(found))
     points = [
         Point(
-            one.choice.gpu_batch_size, one.choice.num_gpu_batches, one.choice.host_attention, one.latency_s, one.tokens_per_s, one in best
+            one.choice.gpu_batch_size,
+            one.choice.num_gpu_batches,
+            one.choice.host_attention,
+            one.latency_s,
+            one.tokens_per_s,
+            one in best,
         )
         for one in sorted(found, key=lambda one: one.latency_s)
     ]
@@ -63,13 +68,32 @@ def draw(made: Front) -> Figure:
     figure = Figure(figsize=(6.0, 4.2), layout="constrained")
     axes = figure.add_subplot()
     others = [point for point in made.points if not point.best]
-    axes.plot([p.latency_s for p in others], [p.tokens_per_s for p in others], ".", color="lightgray", label="other blocks")
+    axes.plot(
+        [p.latency_s for p in others],
+        [p.tokens_per_s for p in others],
+        ".",
+        color="lightgray",
+        label="other blocks",
+    )
     best = [point for point in made.points if point.best]
-    axes.plot([p.latency_s for p in best], [p.tokens_per_s for p in best], marker="o", label="best placement of a block")
+    axes.plot(
+        [p.latency_s for p in best],
+        [p.tokens_per_s for p in best],
+        marker="o",
+        label="best placement of a block",
+    )
     for point in best[:: max(1, len(best) // 8)]:
         label = f"{point.gpu_batch_size}×{point.num_gpu_batches}"
-        axes.annotate(label, (point.latency_s, point.tokens_per_s), fontsize=7, xytext=(3, -8), textcoords="offset points")
-    axes.set(xscale="log", yscale="log", xlabel="latency of a block (s)", ylabel="tokens generated per second")
+        axes.annotate(
+            label,
+            (point.latency_s, point.tokens_per_s),
+            fontsize=7,
+            xytext=(3, -8),
+            textcoords="offset points",
+        )
+    axes.set(
+        xscale="log", yscale="log", xlabel="latency of a block (s)", ylabel="tokens generated per second"
+    )
     if best:  # what is slower than that only fails to be interesting
         axes.set_xlim(0.8 * best[0].latency_s, 3 * best[-1].latency_s)
     axes.set_title(f"{made.model} on {made.machine}, predicted", fontsize=10)

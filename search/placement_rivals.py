@@ -1,4 +1,6 @@
-"""What a found policy is held against, by the cost model: FlexGen's ablations (Tables 4, 23), hand-made policies, each tier alone."""
+"""What a found policy is held against, by the cost model: FlexGen's ablations (Tables 4, 23), hand-made
+policies, each tier alone.
+"""
 
 import dataclasses
 from collections.abc import Iterable
@@ -24,25 +26,47 @@ class Row:
 def rivals(work: Workload, machine: Machine, memory: Memory, options: Options, found: Policy) -> list[Row]:
     """The found policy first, then each thing taken away from it or done by hand.
 
-    "no search" is the weights' and all other tensors' next tier that has room, in batches as large as fit and one to a block;
-    "row by row" is what other systems do: KV and activations on the device, one batch a block (DeepSpeed's policy).
+    "no search" is the weights' and all other tensors' next tier that has room, in batches as large as fit and
+    one to a block; "row by row" is what other systems do: KV and activations on the device, one batch a block
+    (DeepSpeed's policy).
     """
     rows = [Row("all optimisations", found, predict(work, machine, found))]
     rows.append(Row("no overlap", found, predict(work, machine, found, overlap=False)))
-    by_hand = [placed for beyond in (HOST, DISK) for placed in ((beyond, HOST, HOST), (beyond, DISK, HOST), (beyond, DISK, DISK))]
+    by_hand = [
+        placed
+        for beyond in (HOST, DISK)
+        for placed in ((beyond, HOST, HOST), (beyond, DISK, HOST), (beyond, DISK, DISK))
+    ]
     rows.append(_largest("no search", work, machine, memory, options, found, by_hand, batches=(1,)))
-    rows.append(_searched("no host attention", work, machine, memory, dataclasses.replace(options, host_attention=False)))
+    rows.append(
+        _searched(
+            "no host attention", work, machine, memory, dataclasses.replace(options, host_attention=False)
+        )
+    )
     rows.append(_searched("no disk", work, machine, dataclasses.replace(memory, disk=0.0), options))
     row_by_row = [(weights, DEVICE, DEVICE) for weights in (DEVICE, HOST, DISK)]
     rows.append(_largest("row by row", work, machine, memory, options, found, row_by_row, batches=(1,)))
     for name, tier in (("all on the device", DEVICE), ("all on the host", HOST), ("all on disk", DISK)):
-        rows.append(_largest(name, work, machine, memory, options, found, [(tier, tier, tier)], batches=options.num_gpu_batches))
+        rows.append(
+            _largest(
+                name,
+                work,
+                machine,
+                memory,
+                options,
+                found,
+                [(tier, tier, tier)],
+                batches=options.num_gpu_batches,
+            )
+        )
     return rows
 
 
 def fits(work: Workload, memory: Memory, policy: Policy) -> bool:
     """Whether each tier has room."""
-    return all(used <= capacity for used, capacity in zip(memory_bytes(work, *split(policy)), memory, strict=True))
+    return all(
+        used <= capacity for used, capacity in zip(memory_bytes(work, *split(policy)), memory, strict=True)
+    )
 
 
 def _searched(name: str, work: Workload, machine: Machine, memory: Memory, options: Options) -> Row:
@@ -83,7 +107,11 @@ def _largest(
             for number in batches
         ]
         fitting = [(policy, predict(work, machine, policy)) for policy in made if fits(work, memory, policy)]
-        fitting = [(policy, prediction) for policy, prediction in fitting if prediction.latency_s <= options.max_latency_s]
+        fitting = [
+            (policy, prediction)
+            for policy, prediction in fitting
+            if prediction.latency_s <= options.max_latency_s
+        ]
         if fitting:
             return Row(name, *max(fitting, key=lambda one: one[1].tokens_per_s))
     return Row(name, None, None)

@@ -1,4 +1,6 @@
-"""Finds the placement with the highest throughput: a linear program over nine shares (FlexGen Eq. 1) for each block and batch size."""
+"""Finds the placement with the highest throughput: a linear program over nine shares (FlexGen Eq. 1) for each
+block and batch size.
+"""
 
 import dataclasses
 import math
@@ -16,7 +18,18 @@ from search.placement_cost import Choice, Placed, decode_terms, ends_s, memory_b
 from search.placement_workload import Workload
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
-NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20)  # "bls is less than 20" batches, with the paper's own 16 x 20
+NUM_GPU_BATCHES = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    10,
+    12,
+    16,
+    20,
+)  # "bls is less than 20" batches, with the paper's own 16 x 20
 TIERS = ("gpu_mem", "cpu_mem", "disk")
 GIGA = 1e9
 _CORNER = Placed((0.0, 0.0, 1.0), (0.0, 0.0, 1.0), (0.0, 0.0, 1.0))
@@ -49,7 +62,9 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What may be chosen. `percent_step`: shares are multiples of it (None: any share); `host_attention`: None lets the search decide."""
+    """What may be chosen. `percent_step`: shares are multiples of it (None: any share); `host_attention`:
+    None lets the search decide.
+    """
 
     weight_bits: int = 16
     kv_bits: int = 16
@@ -61,10 +76,15 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.host_attention and self.kv_bits == 4:
-            raise PlacementError("host_attention=on with kv_bits=4: 16, since a host unpacks 4 bits slower than they cross the link (§5)")
+            raise PlacementError(
+                "host_attention=on with kv_bits=4: 16, since a host unpacks 4 bits slower than they "
+                "cross the link (§5)"
+            )
         if not self.max_latency_s > 0:
             raise PlacementError(f"max_latency_s={self.max_latency_s}: a positive number of seconds")
-        if self.percent_step is not None and not (1 <= self.percent_step <= 100 and 100 % self.percent_step == 0):
+        if self.percent_step is not None and not (
+            1 <= self.percent_step <= 100 and 100 % self.percent_step == 0
+        ):
             raise PlacementError(f"percent_step={self.percent_step}: a divisor of 100")
         for field in ("gpu_batch_sizes", "num_gpu_batches"):
             if not getattr(self, field) or min(getattr(self, field)) < 1:
@@ -112,7 +132,9 @@ def search(work: Workload, machine: Machine, memory: Memory, options: Options | 
     found = candidates(work, machine, memory, options)
     if not found:
         raise PlacementError(_refusal(work, machine, memory, options))
-    return policy_of(work, machine, memory, max(found, key=lambda one: (one.tokens_per_s, -one.latency_s)).choice, options)
+    return policy_of(
+        work, machine, memory, max(found, key=lambda one: (one.tokens_per_s, -one.latency_s)).choice, options
+    )
 
 
 def policy_of(work: Workload, machine: Machine, memory: Memory, choice: Choice, options: Options) -> Policy:
@@ -135,7 +157,13 @@ def solve(
     work: Workload, machine: Machine, memory: Memory, choice: Choice, options: Options, *, tidy: bool = False
 ) -> tuple[float, Placed] | None:
     """Eq. 1 for one block: (latency in seconds, shares), or None if nothing fits."""
-    unit = max(*prefill_terms(work, machine, choice, _CORNER).values(), *decode_terms(work, machine, choice, _CORNER).values()) or 1.0
+    unit = (
+        max(
+            *prefill_terms(work, machine, choice, _CORNER).values(),
+            *decode_terms(work, machine, choice, _CORNER).values(),
+        )
+        or 1.0
+    )
     model, placed = _program(options.percent_step)
     spent, steps = [], work.output_tokens - 1
     for terms in (prefill_terms, decode_terms):
@@ -156,22 +184,38 @@ def solve(
     latency = constant + work.layers * unit * float(model.objective_value)
     if tidy:
         model += layers <= float(model.objective_value) * (1 + _SLACK)
-        traffic: Any = sum(number * sum(terms.values()) for (_, terms), number in zip(spent, (1, steps), strict=True))
+        traffic: Any = sum(
+            number * sum(terms.values()) for (_, terms), number in zip(spent, (1, steps), strict=True)
+        )
         model.objective = mip.minimize(traffic * (1 / unit))
         if not _optimal(model):
             raise RuntimeError(f"{choice}: the solver lost a placement that it had found")
-    return latency, Placed(*(tuple(_value(share) for share in kind) for kind in (placed.weights, placed.kv, placed.activations)))
+    return latency, Placed(
+        *(tuple(_value(share) for share in kind) for kind in (placed.weights, placed.kv, placed.activations))
+    )
 
 
 def link_bound(work: Workload, machine: Machine, memory: Memory, options: Options) -> float:
-    """Tokens per second of the best policy if nothing but the link between host and device took time; inf if nothing need cross."""
-    free: dict[str, Any] = {name: Curve(0.0, math.inf) for name in CURVES if name not in ("host_to_device", "device_to_host")}
-    only_link = Machine(name=machine.name, method="", host_to_device=machine.host_to_device, device_to_host=machine.device_to_host, **free)
+    """Tokens per second of the best policy if nothing but the link between host and device took time; inf if
+    nothing need cross.
+    """
+    free: dict[str, Any] = {
+        name: Curve(0.0, math.inf) for name in CURVES if name not in ("host_to_device", "device_to_host")
+    }
+    only_link = Machine(
+        name=machine.name,
+        method="",
+        host_to_device=machine.host_to_device,
+        device_to_host=machine.device_to_host,
+        **free,
+    )
     return max((one.tokens_per_s for one in candidates(work, only_link, memory, options)), default=math.inf)
 
 
 def _program(percent_step: int | None) -> tuple[Any, Placed]:
-    """A program with nine shares that sum to 1 for each kind of tensor. Raises: PlacementError where there is no solver."""
+    """A program with nine shares that sum to 1 for each kind of tensor. Raises: PlacementError where there is
+    no solver.
+    """
     if mip is None:
         raise PlacementError("searching a policy needs a solver: install the extra `search` (mip with HiGHS)")
     model: Any = mip.Model(solver_name=mip.HIGHS)
@@ -215,15 +259,29 @@ def _shares(shares: Sequence[float]) -> Shares:
 def _refusal(work: Workload, machine: Machine, memory: Memory, options: Options) -> str:
     """What would fit, for the smallest block."""
     choices = [
-        Choice(min(options.gpu_batch_sizes), min(options.num_gpu_batches), options.weight_bits, options.kv_bits, host_attention)
+        Choice(
+            min(options.gpu_batch_sizes),
+            min(options.num_gpu_batches),
+            options.weight_bits,
+            options.kv_bits,
+            host_attention,
+        )
         for host_attention in options.host_attentions()
     ]
     asked = f"{work.model} with {work.prompt_tokens} + {work.output_tokens} tokens"
     given = ", ".join(f"{name}={capacity / GIGA:g}" for name, capacity in zip(TIERS, memory, strict=True))
     quick = [dataclasses.replace(options, max_latency_s=math.inf)] * math.isfinite(options.max_latency_s)
-    latencies = [solved[0] for choice in choices for unlimited in quick if (solved := solve(work, machine, memory, choice, unlimited))]
+    latencies = [
+        solved[0]
+        for choice in choices
+        for unlimited in quick
+        if (solved := solve(work, machine, memory, choice, unlimited))
+    ]
     if latencies:
-        return f"max_latency_s={options.max_latency_s:g} with {given}: {asked} takes {min(latencies):.4g} s at least"
+        return (
+            f"max_latency_s={options.max_latency_s:g} with {given}: {asked} takes {min(latencies):.4g} s "
+            f"at least"
+        )
     fitting = []
     for tier, name in enumerate(TIERS):
         needed = min(least_bytes(work, choice, memory, tier) for choice in choices)
@@ -235,7 +293,9 @@ def _refusal(work: Workload, machine: Machine, memory: Memory, options: Options)
     device = min(least_bytes(work, choice, endless, 0) for choice in choices)
     needs = [f"gpu_mem={_gigabytes(device)} at least"]
     larger = dataclasses.replace(memory, device=max(memory.device, device * 1.01))
-    beside = min(least_bytes(work, choice, dataclasses.replace(larger, disk=math.inf), 1) for choice in choices)
+    beside = min(
+        least_bytes(work, choice, dataclasses.replace(larger, disk=math.inf), 1) for choice in choices
+    )
     larger = dataclasses.replace(larger, host=max(memory.host, beside * 1.01))
     needs += [f"cpu_mem={_gigabytes(beside)}"] * (memory.host < beside)
     deepest = min(least_bytes(work, choice, larger, 2) for choice in choices)

@@ -1,4 +1,6 @@
-"""What is asked of a model: the sizes of a mean layer, read off its graph, and how many keys of a sequence are kept and moved."""
+"""What is asked of a model: the sizes of a mean layer, read off its graph, and how many keys of a sequence
+are kept and moved.
+"""
 
 import collections
 import dataclasses
@@ -38,7 +40,10 @@ class Workload:
 
     def keys(self, tokens: float) -> float:
         """Keys that a mean layer keeps of a sequence of so many tokens."""
-        return sum(count * (tokens if window is None else min(tokens, window)) for window, count in self.windows) / self.layers
+        return (
+            sum(count * (tokens if window is None else min(tokens, window)) for window, count in self.windows)
+            / self.layers
+        )
 
     @functools.cached_property
     def prompt_pairs(self) -> float:
@@ -53,16 +58,26 @@ class Workload:
     @functools.cached_property
     def kept_keys(self) -> float:
         """For which a sequence has memory at a layer: all tokens but the last, in whole pages."""
-        return self.last_keys if self.page_size is None else self._paged(self.prompt_tokens + self.output_tokens - 1)
+        return (
+            self.last_keys
+            if self.page_size is None
+            else self._paged(self.prompt_tokens + self.output_tokens - 1)
+        )
 
     @functools.cached_property
     def made(self) -> "Crossing":
         """Keys that a prompt's KV takes home."""
-        return Crossing(*(self.keys(self.prompt_tokens),) * 2) if self.page_size is None else Crossing(self.kept_keys, self._prompt_pages)
+        return (
+            Crossing(*(self.keys(self.prompt_tokens),) * 2)
+            if self.page_size is None
+            else Crossing(self.kept_keys, self._prompt_pages)
+        )
 
     @functools.cached_property
     def read(self) -> "Crossing":
-        """Keys that a decode brings, over the output. A file has the prompt's pages, and behind them a record a token."""
+        """Keys that a decode brings, over the output. A file has the prompt's pages, and behind them a record
+        a token.
+        """
         if self.page_size is None:
             return Crossing(self.mean_keys, self.mean_keys)
         return Crossing(self.kept_keys, self._prompt_pages + (self.output_tokens - 2) / 2)
@@ -90,7 +105,13 @@ class Crossing:
 
 
 def workload(
-    name: str, config: ModelConfig, prompt_tokens: int, output_tokens: int, *, wide_bytes: float = BYTES[16], page_size: int | None = None
+    name: str,
+    config: ModelConfig,
+    prompt_tokens: int,
+    output_tokens: int,
+    *,
+    wide_bytes: float = BYTES[16],
+    page_size: int | None = None,
 ) -> Workload:
     """Reads the sizes off the model's graph; what differs between layers is averaged."""
     graph = model_graph(config, 1, Widths(weights=1.0, wide_weights=1.0))

@@ -1,24 +1,30 @@
-"""Searches plans for a model on a machine: how a step is cut into nano-batches, in what order they run, on how many SMs.
+"""Searches plans for a model on a machine: how a step is cut into nano-batches, in what order they run, on
+how many SMs.
 
   python -m search plan --model llama-3.1-8b --profile profiles/h200-llama-3.1-8b.json --tokens 1664,2048
-  python -m search plan --model llama-3.1-8b --modelled --device H200 --prompt_tokens 1024,512 --output_tokens 512,512 --out plans
+  python -m search plan --model llama-3.1-8b --modelled --device H200 --prompt_tokens 1024,512 --output_tokens
+  512,512 --out plans
 
-Times are of a profile that was measured on the machine, or with --modelled of the cost model (and --collectives as they were
-measured). A step decodes no more requests than an engine with this --gpu_memory_utilization has pages for (`search.fitting`); the
-rows that it then lacks are padding, which makes no tokens. Of several --tokens plans are searched for the two whose sequential steps
-make the most tokens a second (`search.sizes`), and the best of all is kept; under tensor parallelism, of the forms of the sums over
-devices (all-reduces, reduce-scatters and all-gathers with the norms on each device's own rows, or copies: of two devices, or in two
-steps of four) the best. Beside the solver's order, orders written by hand are simulated at every cut (`search.orders`), and the best
-of all is kept; --orders and --cuts leave out the rest, so that a known plan is written again:
+Times are of a profile that was measured on the machine, or with --modelled of the cost model (and
+--collectives as they were measured). A step decodes no more requests than an engine with this
+--gpu_memory_utilization has pages for (`search.fitting`); the rows that it then lacks are padding, which
+makes no tokens. Of several --tokens plans are searched for the two whose sequential steps make the most
+tokens a second (`search.sizes`), and the best of all is kept; under tensor parallelism, of the forms of the
+sums over devices (all-reduces, reduce-scatters and all-gathers with the norms on each device's own rows, or
+copies: of two devices, or in two steps of four) the best. Beside the solver's order, orders written by hand
+are simulated at every cut (`search.orders`), and the best of all is kept; --orders and --cuts leave out the
+rest, so that a known plan is written again:
 
   python -m search plan --model llama-3-70b --modelled --gpus 4 --sums copies --orders two --cuts 1024
 
-On a GPU whose kernels always take the whole device (any but Hopper's) no op is offered a part of it, and the first line says so.
+On a GPU whose kernels always take the whole device (any but Hopper's) no op is offered a part of it, and the
+first line says so.
 
-Several workloads (prompt and output tokens, in pairs) make a portfolio: a plan each, in the folder --out. The last line printed is
-the command that runs what was found. An engine runs a plan only where it is sure to gain, since a prediction may be too good by its
-margin (`search.predict`), and else the sequential one. Of plans that are not sure the lines before the last are the commands that measure
-them (`bench plans`) and write into their files what they gained (`search correct`): then they run where they were seen to.
+Several workloads (prompt and output tokens, in pairs) make a portfolio: a plan each, in the folder --out. The
+last line printed is the command that runs what was found. An engine runs a plan only where it is sure to
+gain, since a prediction may be too good by its margin (`search.predict`), and else the sequential one. Of
+plans that are not sure the lines before the last are the commands that measure them (`bench plans`) and write
+into their files what they gained (`search correct`): then they run where they were seen to.
 """
 
 import dataclasses
@@ -54,14 +60,30 @@ from search.modelled import modelled_profile
 from search.nanobatch import Found, search
 from search.op_times import EXCHANGE, Profile, load_profile, with_collectives
 from search.orders import ORDERS, best_known, cuts_of, sequential, simulated
-from search.plan_report import FOLDER, Result, default_out, going_on, measuring, report, undivided, whole_device
+from search.plan_report import (
+    FOLDER,
+    Result,
+    default_out,
+    going_on,
+    measuring,
+    report,
+    undivided,
+    whole_device,
+)
 from search.predict import predict
 from search.setting import Setting
 from search.shares import Shares, product_shapes
 from search.sizes import SEARCHED, SIZES, Size, line, most_promising
 from search.structure import RESOURCES, Load
 
-FEW_SMS = (16, 24, 28, 32, 40, 48)  # that memory-bound ops are modelled on, where kernels can be kept to them; products get the rest
+FEW_SMS = (
+    16,
+    24,
+    28,
+    32,
+    40,
+    48,
+)  # that memory-bound ops are modelled on, where kernels can be kept to them; products get the rest
 _BYTES = BYTES | {"float32": 4.0}  # of a profile, which a CPU may have measured
 _SEARCHED = 0.9  # of the time limit; the rest is for predictions
 KEYS = (256, 1024, 4096, 16384)
@@ -74,24 +96,58 @@ def define_flags() -> None:
     flags.DEFINE_string("model", "llama-3.1-8b", "A shipped config's name, a folder or a hub id.")
     flags.DEFINE_string("profile", None, "What `search measure` wrote.")
     flags.DEFINE_boolean("modelled", False, "Take times from the cost model instead of a profile.")
-    flags.DEFINE_string("collectives", None, "With --modelled: what `search measure --ops network` wrote, in place of modelled times.")
+    flags.DEFINE_string(
+        "collectives",
+        None,
+        "With --modelled: what `search measure --ops network` wrote, in place of modelled times.",
+    )
     flags.DEFINE_enum("device", "H200", sorted(DEVICES), "Which GPU, with --modelled.")
-    flags.DEFINE_integer("gpus", 1, "GPUs that share the model (tensor parallel), with --modelled.", lower_bound=1)
+    flags.DEFINE_integer(
+        "gpus", 1, "GPUs that share the model (tensor parallel), with --modelled.", lower_bound=1
+    )
     flags.DEFINE_enum("dtype", "bfloat16", sorted(BYTES), "Of weights and products, with --modelled.")
     flags.DEFINE_enum("kv_cache_dtype", "bfloat16", sorted(BYTES), "Of the cache, with --modelled.")
-    flags.DEFINE_list("tokens", [str(size) for size in SIZES], f"Tokens of a step; of several, the {SEARCHED} best are searched.")
+    flags.DEFINE_list(
+        "tokens",
+        [str(size) for size in SIZES],
+        f"Tokens of a step; of several, the {SEARCHED} best are searched.",
+    )
     flags.DEFINE_list("prompt_tokens", ["1024"], "Mean prompt of each workload.")
     flags.DEFINE_list("output_tokens", ["512"], "Mean output of each workload.")
-    flags.DEFINE_float("gpu_memory_utilization", UTILIZATION, "The engine's: steps decode what it then holds.", 0.01, 1.0)
+    flags.DEFINE_float(
+        "gpu_memory_utilization", UTILIZATION, "The engine's: steps decode what it then holds.", 0.01, 1.0
+    )
     flags.DEFINE_enum("overlap", "all", list(MODES), "Which resources may run beside compute.")
     flags.DEFINE_boolean("split", False, "Cut the step even where one nano-batch is faster (ablations).")
-    flags.DEFINE_list("orders", [SOLVER, *ORDERS], f"Orders that are tried: the {SOLVER}'s, and by hand {', '.join(ORDERS)}.")
+    flags.DEFINE_list(
+        "orders",
+        [SOLVER, *ORDERS],
+        f"Orders that are tried: the {SOLVER}'s, and by hand {', '.join(ORDERS)}.",
+    )
     flags.DEFINE_list("cuts", [], f"Where the step may be cut; default: at multiples of {TILE}.")
-    flags.DEFINE_enum("sums", "all", FORMS, "Forms of the sums over devices that are tried; copies: of two or four, by the copy engines.")
-    flags.DEFINE_list("sms", [], "SMs that ops bound by memory are offered, products the rest; default: all of a profile, a few modelled.")
-    flags.DEFINE_integer("nano_batches", 2, "At most so many; 1 is the sequential plan.", lower_bound=1, upper_bound=4)
+    flags.DEFINE_enum(
+        "sums",
+        "all",
+        FORMS,
+        "Forms of the sums over devices that are tried; copies: of two or four, by the copy engines.",
+    )
+    flags.DEFINE_list(
+        "sms",
+        [],
+        (
+            "SMs that ops bound by memory are offered, products the rest; default: all of a profile, a "
+            "few modelled."
+        ),
+    )
+    flags.DEFINE_integer(
+        "nano_batches", 2, "At most so many; 1 is the sequential plan.", lower_bound=1, upper_bound=4
+    )
     flags.DEFINE_integer("time_limit_s", 600, "For everything together.", lower_bound=1)
-    flags.DEFINE_string("out", None, f"A file; for several workloads, a folder. Default: in {FOLDER}/, by device, model and dtype.")
+    flags.DEFINE_string(
+        "out",
+        None,
+        f"A file; for several workloads, a folder. Default: in {FOLDER}/, by device, model and dtype.",
+    )
 
 
 def run() -> None:
@@ -114,11 +170,17 @@ def run() -> None:
         raise ConfigError("cuts", ",".join(f.cuts), f"1 to {min(budgets) - 1}: within every step")
     rival, forms = _shares(f.model, model, budgets)
     if all(form.graph.scattered for form in forms):
-        check_scattered(rival.profile.tensor_parallel_size, tokens=budgets, cuts=_numbers("cuts") if f.cuts else [])
+        check_scattered(
+            rival.profile.tensor_parallel_size, tokens=budgets, cuts=_numbers("cuts") if f.cuts else []
+        )
     if len(rival.sizes()) == 1:
         print(undivided(rival.profile))
     used = f.gpu_memory_utilization
-    fitting = {(*one, tokens): most_decodes(f.model, model, rival.profile, *one, tokens, used) for one in workloads for tokens in budgets}
+    fitting = {
+        (*one, tokens): most_decodes(f.model, model, rival.profile, *one, tokens, used)
+        for one in workloads
+        for tokens in budgets
+    }
     out = Path(f.out) if f.out else default_out(rival.profile, several=len(workloads) > 1)
     files = [out / f"{prompt}-{output}.json" for prompt, output in workloads] if len(workloads) > 1 else [out]
     check_files(out, files)
@@ -126,12 +188,19 @@ def run() -> None:
     turns = Turns(_SEARCHED * f.time_limit_s, min(SEARCHED, len(budgets)) * len(workloads))
     with tqdm(total=turns.left, unit="step", disable=not sys.stderr.isatty()) as bar:
         for (prompt, output), path in zip(workloads, files, strict=True):
-            loads = {tokens: Load.steady_state(tokens, prompt, output, fitting[prompt, output, tokens]) for tokens in budgets}
+            loads = {
+                tokens: Load.steady_state(tokens, prompt, output, fitting[prompt, output, tokens])
+                for tokens in budgets
+            }
             sizes = [Size.of(model, _setting(rival, load)) for load in loads.values()]
             results = []
             for tokens in (size.tokens for size in most_promising(sizes)):
                 bar.set_description(f"{tokens} tokens, {prompt}/{output}")
-                results.append(solve_one(f.model, model, rival, forms, loads[tokens], f"{prompt}/{output}", turns.next_s(), bar))
+                results.append(
+                    solve_one(
+                        f.model, model, rival, forms, loads[tokens], f"{prompt}/{output}", turns.next_s(), bar
+                    )
+                )
                 bar.update()
             best = _named(max(results, key=lambda result: result.tokens_per_s), f"{prompt}/{output}", names)
             save(best.plan, path)
@@ -141,13 +210,18 @@ def run() -> None:
                 bar.write(line(sizes, most_promising(sizes), best.plan.tokens), file=sys.stdout)
     print(f"{turns.budget.spent_s:.0f} s of {f.time_limit_s}")
     if unsure:
-        print(f"Not sure to gain, so that an engine runs the sequential step: {', '.join(map(str, unsure))}. To measure, then to run:")
+        print(
+            f"Not sure to gain, so that an engine runs the sequential step: "
+            f"{', '.join(map(str, unsure))}. To measure, then to run:"
+        )
         print(*measuring(rival.profile, f.model, out, unsure, used), sep="\n")
     print(going_on(rival.profile, f.model, out, *workloads[0], used))
 
 
 def _named(result: Result, workload: str, names: set[str]) -> Result:
-    """With a name that no other plan of the portfolio has, by which an engine tells them apart. names: those so far; gets this one's."""
+    """With a name that no other plan of the portfolio has, by which an engine tells them apart. names: those
+    so far; gets this one's.
+    """
     plan = result.plan
     if plan.name in names and not is_sequential(plan):
         plan = msgspec.structs.replace(plan, name=f"{plan.name}, {workload}")
@@ -156,24 +230,50 @@ def _named(result: Result, workload: str, names: set[str]) -> Result:
 
 
 def solve_one(
-    name: str, model: ModelConfig, rival: Shares, forms: Sequence[Shares], load: Load, workload: str, time_limit_s: float, bar: tqdm
+    name: str,
+    model: ModelConfig,
+    rival: Shares,
+    forms: Sequence[Shares],
+    load: Load,
+    workload: str,
+    time_limit_s: float,
+    bar: tqdm,
 ) -> Result:
-    """The plan for a workload's step, of the best form in which it may be cut. rival: of the form that the engine's sequential step has."""
+    """The plan for a workload's step, of the best form in which it may be cut. rival: of the form that the
+    engine's sequential step has.
+    """
     cuts, tp = _numbers("cuts") if flags.FLAGS.cuts else [0], rival.profile.tensor_parallel_size
-    even = load.tokens % tp == 0 and any(cut % tp == 0 for cut in cuts) and not (flags.FLAGS.split and load.tokens == tp)
-    forms = [form for form in forms if even or not form.graph.scattered] or forms  # without any the search says why
-    results = [_solve_form(name, model, shares, load, workload, time_limit_s / len(forms), bar) for shares in forms]
+    even = (
+        load.tokens % tp == 0
+        and any(cut % tp == 0 for cut in cuts)
+        and not (flags.FLAGS.split and load.tokens == tp)
+    )
+    forms = [
+        form for form in forms if even or not form.graph.scattered
+    ] or forms  # without any the search says why
+    results = [
+        _solve_form(name, model, shares, load, workload, time_limit_s / len(forms), bar) for shares in forms
+    ]
     best = max(results, key=lambda result: result.tokens_per_s)
     plan, setting = best.plan, best.setting
     if not is_sequential(plan):
-        said = predict(plan, setting.graph, setting.shares, load, device=setting.device, power=setting.power, rival=rival)
+        said = predict(
+            plan, setting.graph, setting.shares, load, device=setting.device, power=setting.power, rival=rival
+        )
         plan = msgspec.structs.replace(plan, predictions=said)
     return dataclasses.replace(best, plan=plan, sequential_s=min(result.sequential_s for result in results))
 
 
-def _solve_form(name: str, model: ModelConfig, shares: Shares, load: Load, workload: str, limit_s: float, bar: tqdm) -> Result:
+def _solve_form(
+    name: str, model: ModelConfig, shares: Shares, load: Load, workload: str, limit_s: float, bar: tqdm
+) -> Result:
     """Without predictions. Raises: SearchError where no order is left."""
-    f, profile, stop_s, setting = flags.FLAGS, shares.profile, time.monotonic() + limit_s, _setting(shares, load)
+    f, profile, stop_s, setting = (
+        flags.FLAGS,
+        shares.profile,
+        time.monotonic() + limit_s,
+        _setting(shares, load),
+    )
     kind = (name, profile.device, profile.tensor_parallel_size, profile.dtype, profile.kv_cache_dtype)
     target = Target(*kind, load.decode_tokens, load.real_tokens - load.decode_tokens, round(load.decode_keys))
     title = f"searched {Path(name).name} {load.tokens} {workload}"  # of a folder without its path
@@ -184,12 +284,17 @@ def _solve_form(name: str, model: ModelConfig, shares: Shares, load: Load, workl
         solved = simulated(found.plan, setting)
     tried = [one for one in (known, solved) if one is not None]
     if not tried:
-        raise SearchError(f"orders={','.join(f.orders)}: none of them may be cut and overlap as asked; --orders {SOLVER} is without bounds")
+        raise SearchError(
+            f"orders={','.join(f.orders)}: none of them may be cut and overlap as asked; --orders "
+            f"{SOLVER} is without bounds"
+        )
     best = min(tried, key=lambda one: one.step_s)
     check(best.plan, shares.graph)
     check_sums(best.plan, shares.graph, profile.tensor_parallel_size)
     plan = msgspec.structs.replace(best.plan, target=target)
-    return Result(setting, plan, best.timeline, sequential(model, setting).timeline.period_s, found, solved, known)
+    return Result(
+        setting, plan, best.timeline, sequential(model, setting).timeline.period_s, found, solved, known
+    )
 
 
 def _setting(shares: Shares, load: Load) -> Setting:
@@ -212,7 +317,9 @@ def _told(found: Found, shares: Shares) -> Found:
 
 
 def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, list[Shares]]:
-    """Of the form that the sequential step has, and of each form of the sums over devices that is asked for and whose times are known."""
+    """Of the form that the sequential step has, and of each form of the sums over devices that is asked for
+    and whose times are known.
+    """
     f = flags.FLAGS
     profile, widths, products = _profile(name, model, budgets)
     tp, timed = profile.tensor_parallel_size, {one.op for one in profile.op_times}
@@ -222,21 +329,31 @@ def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, 
     parts = sorted({one.sms for one in profile.op_times} - {profile.total_sms})
     if few and (unknown := sorted(set(few) - set(parts))):
         timed_on = ", ".join(map(str, parts)) or "no part of the device"
-        raise ConfigError("sms", unknown[0], f"SMs that ops of the profile were timed on ({timed_on}); products beside them get the rest")
+        raise ConfigError(
+            "sms",
+            unknown[0],
+            f"SMs that ops of the profile were timed on ({timed_on}); products beside them get the rest",
+        )
     rival = Shares(profile, plain, products, few=few)
     forms = {"reduce": lambda: rival}
     if tp > 1 and "attn_scatter" in timed:
-        forms["scatter"] = lambda: Shares(profile, model_graph(model, tp, widths, scattered=True), products, few=few)
+        forms["scatter"] = lambda: Shares(
+            profile, model_graph(model, tp, widths, scattered=True), products, few=few
+        )
     if tp in (2, 4) and card is not None and (card.exchange_s is not None or EXCHANGE in timed):
         exchanged = model_graph(model, tp, widths, swapped=tp == 4)
         forms["copies"] = lambda: Shares(copied(profile, exchanged, card), exchanged, products, few=few)
     wanted = [form for name, form in forms.items() if f.sums in ("all", name)]
     if not wanted:
-        raise ConfigError("sums", f.sums, f"{', '.join(forms)}: on {tp} devices, with a profile of {len(timed)} ops")
+        raise ConfigError(
+            "sums", f.sums, f"{', '.join(forms)}: on {tp} devices, with a profile of {len(timed)} ops"
+        )
     return rival, [form() for form in wanted]
 
 
-def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile, Widths, dict[str, tuple[int, int]] | None]:
+def _profile(
+    name: str, model: ModelConfig, budgets: list[int]
+) -> tuple[Profile, Widths, dict[str, tuple[int, int]] | None]:
     """The profile, the widths of its numbers, and the [K, N] of products where it does not know all of waves."""
     f = flags.FLAGS
     if f.profile is not None:
@@ -247,7 +364,9 @@ def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile
     check_gpus(name, model, f.gpus)
     device = DEVICES[f.device]
     if f.dtype not in device.rates.flops_per_s:
-        raise ConfigError("dtype", f.dtype, f"what a {f.device} multiplies: {', '.join(device.rates.flops_per_s)}")
+        raise ConfigError(
+            "dtype", f.dtype, f"what a {f.device} multiplies: {', '.join(device.rates.flops_per_s)}"
+        )
     widths = Widths(weights=BYTES[f.dtype], kv=BYTES[f.kv_cache_dtype])
     bounded, total = has_bounded(device.compute_capability), device.sms
     if f.sms and not bounded:
@@ -266,7 +385,9 @@ def _profile(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Profile
 
 
 def _sizes() -> list[int]:
-    """Tokens of the steps: as told, else those that may be cut at --cuts, or the largest, which is then refused."""
+    """Tokens of the steps: as told, else those that may be cut at --cuts, or the largest, which is then
+    refused.
+    """
     f, told = flags.FLAGS, sorted(set(_numbers("tokens", 1)))
     if f["tokens"].present or not f.cuts:
         return told
@@ -284,7 +405,9 @@ def _check_given(profile: Profile) -> None:
     }
     for flag, value in there.items():
         if f[flag].present and f[flag].value != value:
-            raise ConfigError(flag, f[flag].value, f"{value!r}, which --profile {f.profile} was measured with")
+            raise ConfigError(
+                flag, f[flag].value, f"{value!r}, which --profile {f.profile} was measured with"
+            )
 
 
 def _numbers(flag: str, least: int = 0) -> list[int]:
@@ -294,5 +417,7 @@ def _numbers(flag: str, least: int = 0) -> list[int]:
     except ValueError:
         found = []
     if not found or min(found) < least:
-        raise ConfigError(flag, ",".join(words), f"whole numbers of {least} or more, with commas between them")
+        raise ConfigError(
+            flag, ",".join(words), f"whole numbers of {least} or more, with commas between them"
+        )
     return found

@@ -1,7 +1,8 @@
 """How long a plan's steps take, by what they are made of: the table that the engine chooses a step's plan by.
 
-A plan is made for one composition but runs others. Each is simulated under the plan and under the sequential one, with what
-lies outside the layers (embedding, head, sampling) added from the cost model where the device is in its table.
+A plan is made for one composition but runs others. Each is simulated under the plan and under the sequential
+one, with what lies outside the layers (embedding, head, sampling) added from the cost model where the device
+is in its table.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ from search.structure import Load
 
 DECODES = (0.0, 0.5, 1.0, 1.5)  # of those that the plan was made for
 CONTEXTS = (0.25, 0.5, 1.0, 2.0)
-# By how much a gain may be predicted too large on a card whose kernels and steps were measured: the most that any was (docs/overlap.md).
+# By how much a gain may be predicted too large on a card whose kernels and steps were measured: the most that
+# any was (docs/overlap.md).
 MARGIN = 0.19  # with side streams 1.174 times in fp8, of a mixture 1.13
 COPIES = 0.035  # sums of two devices by their copy engines: 1.032 times, cut in unequal halves
 SWAPS, SWAPS_FP8 = 0.05, 0.11  # of four: 1.040 times in 16 bits, in fp8 1.100
@@ -30,20 +32,29 @@ def predict(
     plan: Plan, graph: Graph, shares: Shares, load: Load, *, device: Device | None = None, power: Power | None = None,
     rival: Shares | None = None,
 ) -> Predictions:  # fmt: skip
-    """Seconds of steps around the load that the plan was made for: other numbers of decodes, shorter and longer contexts.
+    """Seconds of steps around the load that the plan was made for: other numbers of decodes, shorter and
+    longer contexts.
 
-    rival: of the sequential step, where its sums over devices have another form than the plan's; None: `shares`.
+    rival: of the sequential step, where its sums over devices have another form than the plan's; None:
+    `shares`.
 
     Raises: ProfileError for an op or a number of SMs that was not measured.
     """
     rival = rival or shares
-    alone = Plan("sequential", plan.tokens, tuple(NanoOp(op.name, op.name, 0, plan.tokens) for op in rival.graph.layers[-1]))
+    alone = Plan(
+        "sequential",
+        plan.tokens,
+        tuple(NanoOp(op.name, op.name, 0, plan.tokens) for op in rival.graph.layers[-1]),
+    )
     decodes = sorted({min(load.tokens, round(share * load.decode_tokens)) for share in DECODES})
     contexts = sorted({max(1, round(share * load.decode_keys)) for share in CONTEXTS})
 
     def seconds(which: Plan, count: int, context: int) -> float:
         here = dataclasses.replace(
-            load, decode_tokens=count, decode_keys=context, chunk_keys=load.chunk_keys * context / max(1.0, load.decode_keys)
+            load,
+            decode_tokens=count,
+            decode_keys=context,
+            chunk_keys=load.chunk_keys * context / max(1.0, load.decode_keys),
         )
         own = shares if which is plan else rival
         timeline = simulate(which, own.graph, own, here, device=device, power=power)
@@ -55,12 +66,24 @@ def predict(
     known = device is not None and shipped_card(device.name) is not None
     found = Predictions(tuple(decodes), tuple(contexts), table(plan), table(alone))
     profile = shares.profile
-    return msgspec.structs.replace(found, margin=margin(plan, graph, profile.tensor_parallel_size, profile.dtype)) if known else found
+    return (
+        msgspec.structs.replace(
+            found, margin=margin(plan, graph, profile.tensor_parallel_size, profile.dtype)
+        )
+        if known
+        else found
+    )
 
 
 def margin(plan: Plan, graph: Graph, gpus: int, dtype: str) -> float:
-    """By how much of itself a plan's predicted gain may be too large, by what was measured of its kind. dtype: of the products."""
-    if plan.sums == "kernels" or any(nano.stream for nano in plan.nano_ops) or any(op.name == "router" for op in graph.layers[0]):
+    """By how much of itself a plan's predicted gain may be too large, by what was measured of its kind.
+    dtype: of the products.
+    """
+    if (
+        plan.sums == "kernels"
+        or any(nano.stream for nano in plan.nano_ops)
+        or any(op.name == "router" for op in graph.layers[0])
+    ):
         return MARGIN
     if gpus == 2:
         return COPIES
@@ -68,7 +91,8 @@ def margin(plan: Plan, graph: Graph, gpus: int, dtype: str) -> float:
 
 
 def outside_s(graph: Graph, step: Composition, device: Device | None, dtype: str) -> float:
-    """What the ops before and after the layers take, one after the other, and the step itself; 0 where the device's rates are not known.
+    """What the ops before and after the layers take, one after the other, and the step itself; 0 where the
+    device's rates are not known.
 
     Of several devices two of these ops sum or gather over them what they have made: after it, not beside it.
     """

@@ -1,4 +1,5 @@
-"""Which resource binds serving: NanoFlow's classification of devices, models and workloads (§3.2 and 3.3, Tables 1 and 2, Figures 2 and 3).
+"""Which resource binds serving: NanoFlow's classification of devices, models and workloads (§3.2 and 3.3,
+Tables 1 and 2, Figures 2 and 3).
 
   python -m search.heat_maps      writes the tables of docs/cost-model.md and its two heat maps anew
 
@@ -13,7 +14,16 @@ from pathlib import Path
 from jaxflow.config import ModelConfig
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
-from jaxflow.model.cost import GIGA, TERA, Rates, compute_time_s, dense_parameters, memory_time_s, network_time_s, work_times
+from jaxflow.model.cost import (
+    GIGA,
+    TERA,
+    Rates,
+    compute_time_s,
+    dense_parameters,
+    memory_time_s,
+    network_time_s,
+    work_times,
+)
 from jaxflow.model.graph import BFLOAT16, Widths, Work, model_graph
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -46,7 +56,11 @@ class Accelerator:
 
     @property
     def rates(self) -> Rates:
-        return Rates({"bfloat16": self.gflops_per_s * 1e9}, self.memory_gb_per_s * GIGA, self.network_gb_per_s * GIGA / 2)
+        return Rates(
+            {"bfloat16": self.gflops_per_s * 1e9},
+            self.memory_gb_per_s * GIGA,
+            self.network_gb_per_s * GIGA / 2,
+        )
 
 
 TABLE_1 = (
@@ -103,20 +117,29 @@ class Batch:
 def weight_bytes(config: ModelConfig, widths: Widths = BFLOAT16) -> float:
     """Of the whole model, all experts and the embedding."""
     everything = Composition(decode_tokens=1e9, decode_keys=1)  # many tokens touch every expert
-    products = sum(op.work(everything).weight_bytes for op in model_graph(config, 1, widths).ops() if op.kind == "dense")
-    return products + (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * widths.wide_weights)
+    products = sum(
+        op.work(everything).weight_bytes for op in model_graph(config, 1, widths).ops() if op.kind == "dense"
+    )
+    return products + (
+        0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * widths.wide_weights
+    )
 
 
 def request_bytes(config: ModelConfig, prompt: float, output: float, widths: Widths = BFLOAT16) -> float:
-    """What the cache holds of a request of so many tokens, in the mean over its outputs: p + d / 2 tokens, on all devices together."""
-    return sum(2 * config.num_kv_heads * config.head_dim * widths.kv for _ in config.layers) * (prompt + output / 2)
+    """What the cache holds of a request of so many tokens, in the mean over its outputs: p + d / 2 tokens, on
+    all devices together.
+    """
+    return sum(2 * config.num_kv_heads * config.head_dim * widths.kv for _ in config.layers) * (
+        prompt + output / 2
+    )
 
 
 def largest_batch(
     config: ModelConfig, rates: Rates, memory_bytes: float, gpus: int, prompt: float, output: float, *, widths: Widths = BFLOAT16,
     dtype: str = "bfloat16",
 ) -> Batch | None:  # fmt: skip
-    """Requests of p prompt and d output tokens fill the memory; each holds p + d / 2 tokens in the mean. None if the model alone does.
+    """Requests of p prompt and d output tokens fill the memory; each holds p + d / 2 tokens in the mean. None
+    if the model alone does.
 
     rates and memory_bytes: of one device.
     """
@@ -151,11 +174,20 @@ class Map:
     values: tuple[tuple[float | None, ...], ...]
 
 
-def network_map(models: Sequence[str] = tuple(dict.fromkeys(name for name, gpus in SERVED if gpus > 1))) -> Map:
+def network_map(
+    models: Sequence[str] = tuple(dict.fromkeys(name for name, gpus in SERVED if gpus > 1)),
+) -> Map:
     """Figure 2: network over compute, 8 devices."""
     configs = [_config(name) for name in models]
-    values = tuple(tuple(network_ratio(config, device) for config in configs) for device in (*TABLE_1, *TODAY))
-    return Map("T_net / T_compute on 8 devices", tuple(device.name for device in (*TABLE_1, *TODAY)), tuple(models), values)
+    values = tuple(
+        tuple(network_ratio(config, device) for config in configs) for device in (*TABLE_1, *TODAY)
+    )
+    return Map(
+        "T_net / T_compute on 8 devices",
+        tuple(device.name for device in (*TABLE_1, *TODAY)),
+        tuple(models),
+        values,
+    )
 
 
 def memory_map(accelerator: Accelerator = TABLE_1[2], served: Sequence[tuple[str, int]] = SERVED) -> Map:
@@ -165,8 +197,15 @@ def memory_map(accelerator: Accelerator = TABLE_1[2], served: Sequence[tuple[str
         found = largest_batch(_config(name), accelerator.rates, accelerator.memory_gb * GIGA, gpus, *lengths)
         return None if found is None else found.ratio
 
-    values = tuple(tuple(ratio(name, gpus, lengths) for lengths in WORKLOADS.values()) for name, gpus in served)
-    return Map(f"T_mem / T_compute on {accelerator.name}", tuple(f"{name} × {gpus}" for name, gpus in served), tuple(WORKLOADS), values)
+    values = tuple(
+        tuple(ratio(name, gpus, lengths) for lengths in WORKLOADS.values()) for name, gpus in served
+    )
+    return Map(
+        f"T_mem / T_compute on {accelerator.name}",
+        tuple(f"{name} × {gpus}" for name, gpus in served),
+        tuple(WORKLOADS),
+        values,
+    )
 
 
 def _config(name: str) -> ModelConfig:
@@ -186,14 +225,19 @@ TABLE_2 = {
 
 
 def table_2(step: Composition | None = None) -> dict[str, tuple[float, float, float]]:
-    """The model's own T_comp, T_mem and T_net of Table 2's rows, in ms, over all layers and all devices as one."""
+    """The model's own T_comp, T_mem and T_net of Table 2's rows, in ms, over all layers and all devices as
+    one.
+    """
     step, config = step or Composition.steady_state(2048, 512, 1024), _config("llama-2-70b")
     eight = Rates({"bfloat16": 8 * 312 * TERA}, 8 * 2.0 * TERA, 8 * 300 * GIGA)
     found = {}
     for name, (ops, *_) in TABLE_2.items():
         tp = 8 if name == "Net" else 1  # activations count once
         graph = model_graph(config, tp)
-        times = work_times(sum((op.work(step) for layer in graph.layers for op in layer if op.name in ops), Work()) * tp, eight)
+        times = work_times(
+            sum((op.work(step) for layer in graph.layers for op in layer if op.name in ops), Work()) * tp,
+            eight,
+        )
         found[name] = (1e3 * times.compute_s, 1e3 * times.memory_s, 1e3 * times.network_s)
     return found
 
@@ -207,12 +251,21 @@ def tables() -> dict[str, str]:
     ]
     ours = table_2()
     second = [
-        f"| {name} | {', '.join(f'`{op}`' for op in ops)} | {_three(paper)} | {_three(ours[name])} | {real:.2f} |"
+        (
+            f"| {name} | {', '.join(f'`{op}`' for op in ops)} | {_three(paper)} | {_three(ours[name])} | "
+            f"{real:.2f} |"
+        )
         for name, (ops, *paper, real) in TABLE_2.items()
     ]
     h200 = TODAY[0]
     third = []
-    for name, gpus in (("llama-3.1-8b", 1), ("qwen3-30b-a3b", 1), ("mixtral-8x7b", 2), ("llama-3-70b", 4), ("qwen2-72b", 4)):
+    for name, gpus in (
+        ("llama-3.1-8b", 1),
+        ("qwen3-30b-a3b", 1),
+        ("mixtral-8x7b", 2),
+        ("llama-3-70b", 4),
+        ("qwen2-72b", 4),
+    ):
         for label in ("1024-512", "512-1024"):
             found = largest_batch(_config(name), h200.rates, h200.memory_gb * GIGA, gpus, *WORKLOADS[label])
             assert found is not None
@@ -221,8 +274,13 @@ def tables() -> dict[str, str]:
                 f"| {1e3 * found.compute_s:.1f} | {found.ratio:.2f} |"
             )
     heads = {
-        "table 1": "| device | year | GB | GB/s | network GB/s | GFLOP/s | size / bandwidth, s | compute / memory | network / memory |",
-        "table 2": "| the paper's op | ours | paper: compute, memory, network, ms | ours, ms | measured there, ms |",
+        "table 1": (
+            "| device | year | GB | GB/s | network GB/s | GFLOP/s | size / bandwidth, s | compute / "
+            "memory | network / memory |"
+        ),
+        "table 2": (
+            "| the paper's op | ours | paper: compute, memory, network, ms | ours, ms | measured there, ms |"
+        ),
         "today": "| model | H200s | in-out | B_dense | decodes | T_mem, ms | T_compute, ms | T_R |",
     }
     return {
@@ -238,5 +296,10 @@ def _three(times: Iterable[float]) -> str:
 def rewritten(text: str) -> str:
     """docs/cost-model.md with its tables as they are computed now."""
     for name, table in tables().items():
-        text = re.sub(rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)", lambda _, table=table: table, text, flags=re.S)
+        text = re.sub(
+            rf"(?<=<!-- {name} -->\n).*?(?=\n<!-- /{name} -->)",
+            lambda _, table=table: table,
+            text,
+            flags=re.S,
+        )
     return text

@@ -1,4 +1,6 @@
-"""What is searched, and what the machine makes of it: a step of a load, the shares of the device, the clock that it settles at."""
+"""What is searched, and what the machine makes of it: a step of a load, the shares of the device, the clock
+that it settles at.
+"""
 
 import dataclasses
 import itertools
@@ -14,7 +16,9 @@ from search.structure import RESOURCES, Load, repeated_layer
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is searched. overlap: the resources that may run beside compute. split: one nano-batch is not enough."""
+    """What is searched. overlap: the resources that may run beside compute. split: one nano-batch is not
+    enough.
+    """
 
     graph: Graph
     shares: Shares
@@ -25,15 +29,22 @@ class Setting:
     nano_batches: int = 2
     split: bool = False
     quantized: bool = False
-    most_shares: int = 3  # of a task, beside the whole device, while cuts are compared; the best cut's plan gets twice as many
-    full_waves: bool = False  # SMs are offered, too, that fill the waves of products; to others what these leave
+    # of a task, beside the whole device, while cuts are compared; the best cut's plan gets twice as many
+    most_shares: int = 3
+    full_waves: bool = (
+        False  # SMs are offered, too, that fill the waves of products; to others what these leave
+    )
     step: int | None = None  # cuts are multiples of it; None: `TILE`, or an eighth of a small step
     places: tuple[int, ...] = ()  # where alone it may be cut, if given
 
     @property
     def governor(self) -> Governor | None:
         """What keeps the card at its cap; None where its joules, or the clocks of the profile, are not known."""
-        return governor_of(self.device.name, self.shares.profile.dtype) if self.device is not None and self.shares.clocked else None
+        return (
+            governor_of(self.device.name, self.shares.profile.dtype)
+            if self.device is not None and self.shares.clocked
+            else None
+        )
 
     def edges(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
         """The ranges of tokens between the cuts."""
@@ -52,8 +63,9 @@ class Setting:
         return bound(self.work(parts), self.device, self.power, dtype).energy_s
 
     def in_time(self, cuts: Sequence[int], period_s: float) -> tuple["Setting", float]:
-        """The same at the highest clock (Hz) at which a layer's joules, cut like this, fit in a period: a plan of a shorter one
-        is shorter at this clock, too. Without a governor as it is."""
+        """The same at the highest clock (Hz) at which a layer's joules, cut like this, fit in a period: a
+        plan of a shorter one is shorter at this clock, too. Without a governor as it is.
+        """
         if self.governor is None:
             return self, 0.0
         clock = self.governor.clock_for(self.work(self.edges(cuts)), period_s)
@@ -61,4 +73,8 @@ class Setting:
 
     def settled_s(self, cuts: Sequence[int], period_s: float, clock_hz: float) -> float:
         """What a period found at a clock is at the clock that the card settles at with it."""
-        return period_s if self.governor is None else self.governor.settled_s(period_s, clock_hz, self.work(self.edges(cuts)))
+        return (
+            period_s
+            if self.governor is None
+            else self.governor.settled_s(period_s, clock_hz, self.work(self.edges(cuts)))
+        )

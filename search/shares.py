@@ -1,7 +1,9 @@
-"""How long an op takes on a share of the device, in SMs: from a profile's times alone on so many SMs, and one number of its pairs.
+"""How long an op takes on a share of the device, in SMs: from a profile's times alone on so many SMs, and one
+number of its pairs.
 
-NanoFlow's stage II has a table of what is kept beside another op for each share (§4.1.1, Table 3). Here an op beside others takes its time
-alone on its own SMs, times one slowdown: the median of the pairs with attention (`search.beside`).
+NanoFlow's stage II has a table of what is kept beside another op for each share (§4.1.1, Table 3). Here an op
+beside others takes its time alone on its own SMs, times one slowdown: the median of the pairs with attention
+(`search.beside`).
 """
 
 import bisect
@@ -32,9 +34,10 @@ _STEP = 0.03  # of a product's time: saved at least where one SM more spares a p
 class Shares:
     """Answers for one profile and one model.
 
-    products: their [K, N], where the profile knows nothing of waves. A profile of pairs knows them on the whole device, where it was
-    taken at many sizes, but not on parts of it. card: of the device's kernels; None: that which comes with this release, if any.
-    few: the SMs that ops bound by memory are offered, and compute-bound ones what these leave; None: all that were timed.
+    products: their [K, N], where the profile knows nothing of waves. A profile of pairs knows them on the
+    whole device, where it was taken at many sizes, but not on parts of it. card: of the device's kernels;
+    None: that which comes with this release, if any. few: the SMs that ops bound by memory are offered, and
+    compute-bound ones what these leave; None: all that were timed.
     """
 
     def __init__(
@@ -64,19 +67,25 @@ class Shares:
         return self.profile.op_times[0].clock_mhz is not None
 
     def at(self, clock_hz: float) -> "Shares":
-        """The same ops at this clock, or one that is a little higher; as they are where the profile knows no clocks."""
+        """The same ops at this clock, or one that is a little higher; as they are where the profile knows no
+        clocks.
+        """
         if not self.clocked:
             return self
         root = self.root or self
         clock_hz = math.ceil(clock_hz / _CLOCK_STEP_HZ - 1e-6) * _CLOCK_STEP_HZ
         if clock_hz not in root.by_clock:
-            root.by_clock[clock_hz] = found = Shares(root.clocks.at(root.profile, clock_hz), root.graph, root.products, root.card, root.few)
+            root.by_clock[clock_hz] = found = Shares(
+                root.clocks.at(root.profile, clock_hz), root.graph, root.products, root.card, root.few
+            )
             found.root = root
         return root.by_clock[clock_hz]
 
     @functools.cached_property
     def beside(self) -> float:
-        """How many times as long ops take beside others, by the profile's pairs (`search.beside`), or the card's where it has none."""
+        """How many times as long ops take beside others, by the profile's pairs (`search.beside`), or the
+        card's where it has none.
+        """
         if not self.profile.pairs:
             return self.card.beside if self.card else 1.0
         return self.root.beside if self.root else slowdown(self.profile, self.clocks)
@@ -88,7 +97,9 @@ class Shares:
 
     @property
     def nano_s(self) -> float:
-        """What a chain of a plan with side streams costs beyond its ops' times: joins, copies, what XLA no longer fuses."""
+        """What a chain of a plan with side streams costs beyond its ops' times: joins, copies, what XLA no
+        longer fuses.
+        """
         return self.card.nano_s if self.card else 0.0
 
     @functools.cached_property
@@ -96,7 +107,8 @@ class Shares:
         return Clocks(self.graph, self.profile, self.card)
 
     def seconds(self, op: Op, step: Composition, sms: int, aside: bool = False) -> float:
-        """An op on a layer, the mean over the model's layers. aside: in a plan with side streams, whose ops share the device.
+        """An op on a layer, the mean over the model's layers. aside: in a plan with side streams, whose ops
+        share the device.
 
         Raises: ProfileError if it was not measured.
         """
@@ -104,14 +116,24 @@ class Shares:
             share = self.profile.tensor_parallel_size
             step = Composition(step.tokens / share, 1.0)
         windows = self.windows[op.name]
-        lost = self.beside if aside and sms < self.profile.total_sms and op.kind in ("dense", "attention") else 1.0
-        took = sum(number * self._seconds(op.name, op.kind, step, window, sms) for window, number in windows.items())
+        lost = (
+            self.beside
+            if aside and sms < self.profile.total_sms and op.kind in ("dense", "attention")
+            else 1.0
+        )
+        took = sum(
+            number * self._seconds(op.name, op.kind, step, window, sms) for window, number in windows.items()
+        )
         return lost * took / windows.total()
 
     def _seconds(self, name: str, kind: str, step: Composition, window: int | None, sms: int) -> float:
         tokens, keys = step.tokens, 0.0
         if name in ATTENTION:
-            count, total = ("decode_tokens", "decode_keys") if name == "decode_attention" else ("chunk_tokens", "chunk_pairs")
+            count, total = (
+                ("decode_tokens", "decode_keys")
+                if name == "decode_attention"
+                else ("chunk_tokens", "chunk_pairs")
+            )
             tokens = step.count(count)
             keys = step.count(total, window) / tokens if tokens else 0.0
         if not tokens:
@@ -121,9 +143,13 @@ class Shares:
             return seconds(self.profile, name, tokens, keys, SMS)
         if kind in ("other", "network") and sms not in self.known.get(name, ()):
             alone = seconds(self.profile, name, tokens, keys)
-            return alone if kind == "network" else alone * max(1.0, full / (INTAKE * sms))  # no kernel that a share bounds
+            return (
+                alone if kind == "network" else alone * max(1.0, full / (INTAKE * sms))
+            )  # no kernel that a share bounds
         if sms == full:
-            return seconds(self.profile, name, tokens, keys, sms) / (1.0 if self.profile.pairs else self.fill(name, tokens, sms))
+            return seconds(self.profile, name, tokens, keys, sms) / (
+                1.0 if self.profile.pairs else self.fill(name, tokens, sms)
+            )
         return self._on(name, tokens, keys, sms) / self.fill(name, tokens, sms)
 
     def _on(self, name: str, tokens: float, keys: float, sms: int) -> float:
@@ -143,7 +169,9 @@ class Shares:
         """What it would take if waves of products were full: measured times are of waves as they were."""
         if not self.profile.pairs or name not in self.products:
             return seconds(self.profile, name, tokens, keys, sms)
-        curve = next(iter(self.profile.curves[name, sms].values())) if (name, sms) in self.profile.curves else []
+        curve = (
+            next(iter(self.profile.curves[name, sms].values())) if (name, sms) in self.profile.curves else []
+        )
         if len(curve) < 2:
             return seconds(self.profile, name, tokens, keys, sms)
         xs = [count for count, _ in curve]
@@ -153,9 +181,11 @@ class Shares:
         return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0) if tokens > x0 else y0
 
     def fill(self, name: str, tokens: float, sms: int) -> float:
-        """The part of a product's waves that holds tiles; the last wave is cut in two along K (1 where [K, N] are not given).
+        """The part of a product's waves that holds tiles; the last wave is cut in two along K (1 where [K, N]
+        are not given).
 
-        In e4m3 as the kernel deals out its tiles, and with what cutting costs; `up_gate`, whose result is quantised, is never cut along K.
+        In e4m3 as the kernel deals out its tiles, and with what cutting costs; `up_gate`, whose result is
+        quantised, is never cut along K.
         """
         if name not in self.products or not tokens:
             return 1.0
@@ -175,30 +205,51 @@ class Shares:
 
     def sizes(self) -> tuple[int, ...]:
         """All shares that some product or attention was timed on, of those that are offered."""
-        pairs = {sms for pair in self.profile.pairs for sms in (pair.first_sms, pair.second_sms)} - {0}  # copies hold none
-        bounded = {sms for name, known in self.known.items() for sms in known if name in ATTENTION or name in ("qkv", "up_gate", "down")}
+        pairs = {sms for pair in self.profile.pairs for sms in (pair.first_sms, pair.second_sms)} - {
+            0
+        }  # copies hold none
+        bounded = {
+            sms
+            for name, known in self.known.items()
+            for sms in known
+            if name in ATTENTION or name in ("qkv", "up_gate", "down")
+        }
         known, full = bounded | pairs, self.profile.total_sms
         offered = known if self.few is None else {full, *self.few, *(full - few for few in self.few)}
         return tuple(sorted(known & offered))
 
     @property
     def knows_waves(self) -> bool:
-        """Whether there may be SMs to offer that fill the waves of products: not where those to offer are given."""
+        """Whether there may be SMs to offer that fill the waves of products: not where those to offer are
+        given.
+        """
         return self.few is None and bool(self.products)
 
     def filling(self, task: Task, step: Composition) -> tuple[int, ...]:
-        """SMs, between those that its product was timed on, on which a compute-bound task saves a part of a wave over one fewer."""
+        """SMs, between those that its product was timed on, on which a compute-bound task saves a part of a
+        wave over one fewer.
+        """
         names, full = [op.name for op in task.chain.ops if op.name in self.products], self.profile.total_sms
-        known = [sms for sms in self.sizes() if sms < full <= 2 * sms and all(sms in self.known.get(name, ()) for name in names)]
+        known = [
+            sms
+            for sms in self.sizes()
+            if sms < full <= 2 * sms and all(sms in self.known.get(name, ()) for name in names)
+        ]
         if not self.knows_waves or task.resource != "compute" or not names or not known:
             return ()
         within = range(known[0], known[-1] + 1)
         took = [self.task(task, step, sms) for sms in within]
-        return tuple(sms for sms, before, now in zip(within[1:], took[:-1], took[1:], strict=True) if now < before * (1 - _STEP))
+        return tuple(
+            sms
+            for sms, before, now in zip(within[1:], took[:-1], took[1:], strict=True)
+            if now < before * (1 - _STEP)
+        )
 
-    def options(self, task: Task, step: Composition, most: int, also: Collection[int] = ()) -> tuple[Option, ...]:
-        """The ways to run a task, of rising share and falling time; at most `most` beside the whole device. also: SMs to offer beside those
-        that were timed, between them.
+    def options(
+        self, task: Task, step: Composition, most: int, also: Collection[int] = ()
+    ) -> tuple[Option, ...]:
+        """The ways to run a task, of rising share and falling time; at most `most` beside the whole device.
+        also: SMs to offer beside those that were timed, between them.
 
         A compute-bound task takes half of the device or more, others half of it at most, or all of it.
         """
@@ -219,7 +270,11 @@ class Shares:
             return (Option(0, 0.0),)
         if not most:
             return (found[-1],)
-        kept = [option for i, option in enumerate(found) if all(option.seconds < other.seconds for other in found[:i])]
+        kept = [
+            option
+            for i, option in enumerate(found)
+            if all(option.seconds < other.seconds for other in found[:i])
+        ]
         return tuple(_spread(kept[:-1], most) + kept[-1:])
 
 

@@ -1,8 +1,9 @@
-"""What a plan does with a device, simulated event by event: every nano-op of every layer, as the executor orders them.
+"""What a plan does with a device, simulated event by event: every nano-op of every layer, as the executor
+orders them.
 
-A nano-op starts once what it reads is made, the earlier nano-ops of its stream have ended, its waits are over and its SMs
-are free; first come, first served, in order of issue. It then takes what the profile says for its tokens and SMs, at the clock that
-the card settles at under this plan: where the step's joules are the cap's.
+A nano-op starts once what it reads is made, the earlier nano-ops of its stream have ended, its waits are over
+and its SMs are free; first come, first served, in order of issue. It then takes what the profile says for its
+tokens and SMs, at the clock that the card settles at under this plan: where the step's joules are the cap's.
 """
 
 import collections
@@ -36,8 +37,8 @@ class Entry:
 class Timeline:
     """A simulated pass over the layers.
 
-    energy_s: the least time for its joules at any clock, 0 where they are not known. clock_hz: that the card settles at, where
-    the profile and the card's joules say. work: of all layers, as the plan cuts it.
+    energy_s: the least time for its joules at any clock, 0 where they are not known. clock_hz: that the card
+    settles at, where the profile and the card's joules say. work: of all layers, as the plan cuts it.
     """
 
     entries: tuple[Entry, ...]
@@ -57,8 +58,16 @@ class Timeline:
 
     @property
     def period_s(self) -> float:
-        """A layer's time once the pipeline is full: the mean over the second half but the last two layers, of few layers what there is."""
-        ends = [0.0, *(max(entry.stop_s for entry in self.entries if entry.run.layer == layer) for layer in range(self.layers))]
+        """A layer's time once the pipeline is full: the mean over the second half but the last two layers, of
+        few layers what there is.
+        """
+        ends = [
+            0.0,
+            *(
+                max(entry.stop_s for entry in self.entries if entry.run.layer == layer)
+                for layer in range(self.layers)
+            ),
+        ]
         first = (self.layers + 1) // 2
         last = max(self.layers - 2, first + 1) if self.layers > 1 else 1
         first = min(first, last - 1)
@@ -69,7 +78,8 @@ def simulate(
     plan: Plan, graph: Graph, shares: Shares, load: Load, *, device: Device | None = None, power: Power | None = None,
     governor: Governor | None = None,
 ) -> Timeline:  # fmt: skip
-    """The plan on a step of this load, which may be another than the one it was made for; all layers of the graph.
+    """The plan on a step of this load, which may be another than the one it was made for; all layers of the
+    graph.
 
     governor: what keeps the card at its cap; None: `governor_of` the device.
 
@@ -92,7 +102,10 @@ def simulate(
                 times[key] = took + shares.nano_s if costs else took
         lasts = [times[run.nano.id, run.op.window] for run in runs]
         starts = _starts(before, lasts, sms, total)
-        return tuple(Entry(run, at, at + last, count) for run, at, last, count in zip(runs, starts, lasts, sms, strict=True))
+        return tuple(
+            Entry(run, at, at + last, count)
+            for run, at, last, count in zip(runs, starts, lasts, sms, strict=True)
+        )
 
     amounts = collections.Counter((run.op, (run.nano.start, run.nano.stop)) for run in runs)
     work = sum((op.work(steps[part]) * number for (op, part), number in amounts.items()), Work())
@@ -160,7 +173,9 @@ def _before(runs: tuple[Run, ...]) -> list[set[int]]:
     readers: dict[int, list[int]] = {}
     for index, run in enumerate(runs):
         nano, network = run.nano, run.op.kind == "network"
-        needs = {other for source in run.reads for span, other in made.get(source, []) if span.meets(run.span)}
+        needs = {
+            other for source in run.reads for span, other in made.get(source, []) if span.meets(run.span)
+        }
         needs |= {ids[wait] for wait in nano.waits if wait in ids}
         if nano.op in ATTENTION:
             needs |= set(appends.get(run.layer, []))
@@ -168,7 +183,9 @@ def _before(runs: tuple[Run, ...]) -> list[set[int]]:
         if nano.op == APPEND:
             needs |= set(readers.get(run.layer, []))
             appends.setdefault(run.layer, []).append(index)
-        needs |= {lanes[lane] for lane in ([nano.stream, "network"] if network else [nano.stream]) if lane in lanes}
+        needs |= {
+            lanes[lane] for lane in ([nano.stream, "network"] if network else [nano.stream]) if lane in lanes
+        }
         found.append(needs)
         for value in run.makes:
             made.setdefault((run.layer, value), []).append((run.span, index))

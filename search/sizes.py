@@ -1,6 +1,8 @@
-"""How many tokens a step has: the sequential step of every size costs nothing to simulate, plans are searched for the best sizes alone.
+"""How many tokens a step has: the sequential step of every size costs nothing to simulate, plans are searched
+for the best sizes alone.
 
-A larger step reads weights for more tokens, until memory holds no more requests to decode and the rest of its rows is padding.
+A larger step reads weights for more tokens, until memory holds no more requests to decode and the rest of its
+rows is padding.
 """
 
 import dataclasses
@@ -32,7 +34,10 @@ class Size:
 def tokens_per_s(setting: Setting, layers_s: float) -> float:
     """Of whole steps whose layers take so long, padding not counted."""
     load = setting.load
-    return load.real_tokens / (layers_s + outside_s(setting.graph, load.part(0, load.tokens), setting.device, setting.shares.profile.dtype))
+    return load.real_tokens / (
+        layers_s
+        + outside_s(setting.graph, load.part(0, load.tokens), setting.device, setting.shares.profile.dtype)
+    )
 
 
 def most_promising(sizes: Iterable[Size]) -> list[Size]:
@@ -44,5 +49,6 @@ def line(sizes: Sequence[Size], searched: Sequence[Size], best: int) -> str:
     """What is said of them. best: tokens of the plan that is kept."""
     told = ", ".join(f"{size.tokens} {size.tokens_per_s:,.0f} ({size.padding} padding)" for size in sizes)
     return (
-        f"  sequential tokens/s by tokens of a step: {told}; plans for {' and '.join(str(size.tokens) for size in searched)}; best {best}"
+        f"  sequential tokens/s by tokens of a step: {told}; plans for "
+        f"{' and '.join(str(size.tokens) for size in searched)}; best {best}"
     )

@@ -1,8 +1,10 @@
-"""What a search schedules: the ops of a layer in chains, on ranges of the step's tokens, and what binds and orders them.
+"""What a search schedules: the ops of a layer in chains, on ranges of the step's tokens, and what binds and
+orders them.
 
-A chain is ops that stay together on a stream: pointwise ops go with the product that reads them, since nobody gains from
-scheduling them apart, and values of two arrays do not leave a stream. A task is a chain on a range of tokens. Tasks
-depend on each other where their chains do and their tokens meet, and through the layer's cache (`jaxflow.pipeline.order`).
+A chain is ops that stay together on a stream: pointwise ops go with the product that reads them, since nobody
+gains from scheduling them apart, and values of two arrays do not leave a stream. A task is a chain on a range
+of tokens. Tasks depend on each other where their chains do and their tokens meet, and through the layer's
+cache (`jaxflow.pipeline.order`).
 """
 
 import dataclasses
@@ -27,7 +29,8 @@ _TWO_ARRAYS_FP8 = _TWO_ARRAYS | {"h1", "h2", "a"}
 class Load:
     """A step along its rows: decodes first, then prefill chunks. Keys: those that a token sees, the mean.
 
-    padding: how many of its rows hold no token. They are charged as prefill, since products compute them all the same.
+    padding: how many of its rows hold no token. They are charged as prefill, since products compute them all
+    the same.
     """
 
     tokens: int
@@ -37,11 +40,14 @@ class Load:
     padding: int = 0
 
     @classmethod
-    def steady_state(cls, tokens: int, prompt_tokens: float, output_tokens: float, most_decodes: float = math.inf) -> "Load":
+    def steady_state(
+        cls, tokens: int, prompt_tokens: float, output_tokens: float, most_decodes: float = math.inf
+    ) -> "Load":
         """The average step of so many rows while requests of these lengths come and go (NanoFlow §3.1).
 
-        most_decodes: requests that memory holds (`search.fitting`). Where they are too few for the decodes that would fill the step, it has
-        the prefill that keeps so many decoding, as `bench plans` runs it, and the rest is padding.
+        most_decodes: requests that memory holds (`search.fitting`). Where they are too few for the decodes
+        that would fill the step, it has the prefill that keeps so many decoding, as `bench plans` runs it,
+        and the rest is padding.
         """
         step = Composition.steady_state(tokens, prompt_tokens, output_tokens)
         keys = step.count("chunk_pairs") / step.chunk_tokens if step.chunk_tokens else 0.0
@@ -60,9 +66,15 @@ class Load:
         """Rows [start, stop) as a step of their own; its prefill is in as few chunks as can see so few keys."""
         decodes = max(0, min(stop, self.decode_tokens) - start)
         rest = stop - start - decodes
-        pieces = max(1, math.ceil((rest + 1) / 2 / self.chunk_keys - 0.01)) if rest and self.chunk_keys else min(1, rest)
+        pieces = (
+            max(1, math.ceil((rest + 1) / 2 / self.chunk_keys - 0.01))
+            if rest and self.chunk_keys
+            else min(1, rest)
+        )
         edges = [rest * i // pieces for i in range(pieces + 1)] if pieces else [0]
-        chunks = tuple((b - a, max(0.0, self.chunk_keys - (b - a + 1) / 2)) for a, b in itertools.pairwise(edges))
+        chunks = tuple(
+            (b - a, max(0.0, self.chunk_keys - (b - a + 1) / 2)) for a, b in itertools.pairwise(edges)
+        )
         return Composition(decodes, self.decode_keys if decodes else 0.0, chunks)
 
 
@@ -98,7 +110,9 @@ class Chain:
 
     @property
     def computes(self) -> bool:
-        """Whether it has ops that take a turn on their stream: a norm of scattered rows stays between its collectives."""
+        """Whether it has ops that take a turn on their stream: a norm of scattered rows stays between its
+        collectives.
+        """
         return any(op.kind != "network" for op in self.ops)
 
 
@@ -125,7 +139,9 @@ def repeated_layer(graph: Graph) -> tuple[Op, ...]:
     last = graph.layers[-1]
     for index, ops in enumerate(graph.layers):
         if [op.name for op in ops] != [op.name for op in last]:
-            raise SearchError(f"layer {index} has other ops than the last layer: a plan repeats one layer's nano-ops")
+            raise SearchError(
+                f"layer {index} has other ops than the last layer: a plan repeats one layer's nano-ops"
+            )
     return last
 
 
@@ -141,8 +157,15 @@ def chains(ops: Iterable[Op], quantized: bool = False) -> tuple[Chain, ...]:
             else:
                 found.append([*kept, op])
             kept = []
-        elif found and not kept and not Chain(tuple(found[-1])).is_network and together & set(op.inputs) & Chain(tuple(found[-1])).makes:
-            found[-1].append(op)  # what a collective makes is on the main stream, which values of two arrays may leave
+        elif (
+            found
+            and not kept
+            and not Chain(tuple(found[-1])).is_network
+            and together & set(op.inputs) & Chain(tuple(found[-1])).makes
+        ):
+            found[-1].append(
+                op
+            )  # what a collective makes is on the main stream, which values of two arrays may leave
         else:
             if kept and op.kind != "dense":
                 found.append(kept)
@@ -160,7 +183,9 @@ def resource(chain: Chain, step: Composition, rates: Rates | None, dtype: str) -
     """What binds the chain: the resource it needs longest; without known rates, what its kind usually needs."""
     if chain.is_network:
         return "network"
-    times = None if rates is None else work_times(sum((op.work(step) for op in chain.ops), Work()), rates, dtype)
+    times = (
+        None if rates is None else work_times(sum((op.work(step) for op in chain.ops), Work()), rates, dtype)
+    )
     if times is None or not times.longest_s:
         return "memory" if chain.ops[0].name in ("decode_attention", APPEND) else "compute"
     return "memory" if times.memory_s > times.compute_s else "compute"
@@ -170,10 +195,11 @@ def make_task(
     chain: Chain, start: int, stop: int, load: Load, rates: Rates | None, dtype: str, overlap: Collection[str], moe: bool,
     scattered: bool = False,
 ) -> Task:  # fmt: skip
-    """overlap: the resources that may run beside compute. moe: the experts' products cannot leave the main stream.
-    scattered: the main stream is for sums over devices and the norms between them.
+    """overlap: the resources that may run beside compute. moe: the experts' products cannot leave the main
+    stream. scattered: the main stream is for sums over devices and the norms between them.
 
-    Attention that has nothing to do stays with the products that follow: on its own stream they would wait for another's.
+    Attention that has nothing to do stays with the products that follow: on its own stream they would wait
+    for another's.
     """
     bound = resource(chain, load.part(start, stop), rates, dtype)
     aside = has_side_streams(overlap, scattered)
@@ -181,7 +207,11 @@ def make_task(
         stream = MAIN
     elif "memory" not in overlap:
         stream = MAIN if moe else COMPUTE_STREAM
-    elif bound == "memory" and chain.is_attention and any(op.work(load.part(start, stop)).memory_bytes for op in chain.ops):
+    elif (
+        bound == "memory"
+        and chain.is_attention
+        and any(op.work(load.part(start, stop)).memory_bytes for op in chain.ops)
+    ):
         stream = MEMORY_STREAM
     else:
         stream = MAIN if moe else COMPUTE_STREAM
@@ -213,11 +243,21 @@ def follows(tasks: Sequence[Task]) -> tuple[tuple[int, int, int], ...]:
 
 
 def apart(one: Task, other: Task) -> bool:
-    """Whether the two may never run at the same time: bound by the same resource, on one stream, or using the cache."""
-    cache = {one.chain.is_append, other.chain.is_append} == {True, False} and (one.chain.is_attention or other.chain.is_attention)
-    return cache or one.resource == other.resource or (one.stream == other.stream and one.chain.computes and other.chain.computes)
+    """Whether the two may never run at the same time: bound by the same resource, on one stream, or using the
+    cache.
+    """
+    cache = {one.chain.is_append, other.chain.is_append} == {True, False} and (
+        one.chain.is_attention or other.chain.is_attention
+    )
+    return (
+        cache
+        or one.resource == other.resource
+        or (one.stream == other.stream and one.chain.computes and other.chain.computes)
+    )
 
 
 def starts_outside(one: Task, other: Task) -> bool:
-    """Whether `other`, a sum over devices, is issued on the stream that `one` is on: it starts when that has ended."""
+    """Whether `other`, a sum over devices, is issued on the stream that `one` is on: it starts when that has
+    ended.
+    """
     return other.chain.is_network and not one.chain.is_network and one.stream == other.stream

@@ -1,8 +1,10 @@
-"""Times work for long enough that the card's governor settles, with its watts and clock beside, and the joules of its energy counter.
+"""Times work for long enough that the card's governor settles, with its watts and clock beside, and the
+joules of its energy counter.
 
-The counter (NVML's, of the whole card) moves in steps of some tens of milliseconds, up to a tenth of a second. So what is taken is the
-joules between the first and the last of its steps that were seen, over the seconds between these two: where it is asked every 5 ms,
-that is off by 10 ms of the span at most, whatever the steps are.
+The counter (NVML's, of the whole card) moves in steps of some tens of milliseconds, up to a tenth of a
+second. So what is taken is the joules between the first and the last of its steps that were seen, over the
+seconds between these two: where it is asked every 5 ms, that is off by 10 ms of the span at most, whatever
+the steps are.
 """
 
 import contextlib
@@ -27,10 +29,11 @@ _LEAST_S = 0.01  # that a guess of the duration is taken from
 
 @dataclasses.dataclass(frozen=True)
 class Sustained:
-    """Of one run: the median over windows of its time; the mean watts and median SM clock of all windows, None where no card tells.
+    """Of one run: the median over windows of its time; the mean watts and median SM clock of all windows,
+    None where no card tells.
 
-    joules: of one run, by the energy counter, idle power included; None where no card has one, or fewer than two of its steps were
-    seen. energy_step_s: the median time between the steps.
+    joules: of one run, by the energy counter, idle power included; None where no card has one, or fewer than
+    two of its steps were seen. energy_step_s: the median time between the steps.
     """
 
     seconds: float
@@ -50,7 +53,9 @@ class _Readings:
 
 
 def sustain(run: Callable[[], Any], seconds: float) -> Sustained:
-    """Repeats `run` for `seconds`, after a third of that to warm up. `run` enqueues work and returns its arrays."""
+    """Repeats `run` for `seconds`, after a third of that to warm up. `run` enqueues work and returns its
+    arrays.
+    """
     window_s = seconds / _WINDOWS
     times = max(1, round(window_s / _once(run)))
     _repeat(run, times)
@@ -67,11 +72,15 @@ def sustain(run: Callable[[], Any], seconds: float) -> Sustained:
 
 
 def by_counter(steps: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
-    """(mean watts, seconds between steps) from steps of an energy counter, (seconds, joules) each; Nones of fewer than two."""
+    """(mean watts, seconds between steps) from steps of an energy counter, (seconds, joules) each; Nones of
+    fewer than two.
+    """
     if len(steps) < 2:
         return None, None
     (first_s, first_j), (last_s, last_j) = steps[0], steps[-1]
-    return (last_j - first_j) / (last_s - first_s), statistics.median(b - a for (a, _), (b, _) in itertools.pairwise(steps))
+    return (last_j - first_j) / (last_s - first_s), statistics.median(
+        b - a for (a, _), (b, _) in itertools.pairwise(steps)
+    )
 
 
 def _repeat(run: Callable[[], Any], times: int) -> float:
@@ -93,7 +102,9 @@ def _once(run: Callable[[], Any]) -> float:
 
 @contextlib.contextmanager
 def _sensor() -> Iterator[_Readings]:
-    """What the first card says while open; nothing where JAX's device is not a card, or has no driver that tells."""
+    """What the first card says while open; nothing where JAX's device is not a card, or has no driver that
+    tells.
+    """
     read = _Readings()
     if jax.default_backend() != "gpu":
         yield read

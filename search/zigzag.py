@@ -1,7 +1,8 @@
 """FlexGen's schedules as sequences of moves, and what they cost in I/O: what Theorem 4.1 bounds, counted.
 
-A *square* is one batch at one layer for one token (Figure 2). `zigzag` is Algorithm 1: a block of batches passes a layer
-together, so that its weights are fetched once for all. `row_by_row` finishes one batch before the next, as other systems do.
+A *square* is one batch at one layer for one token (Figure 2). `zigzag` is Algorithm 1: a block of batches
+passes a layer together, so that its weights are fetched once for all. `row_by_row` finishes one batch before
+the next, as other systems do.
 """
 
 import dataclasses
@@ -22,7 +23,9 @@ class Square(NamedTuple):
 def zigzag(batches: int, layers: int, tokens: int, block: int) -> Iterator[Square]:
     """Algorithm 1's order of all squares, in blocks of `block` batches."""
     for start in range(0, batches, block):
-        for token, layer, batch in itertools.product(range(tokens), range(layers), range(start, min(start + block, batches))):
+        for token, layer, batch in itertools.product(
+            range(tokens), range(layers), range(start, min(start + block, batches))
+        ):
             yield Square(token, layer, batch)
 
 
@@ -33,7 +36,9 @@ def row_by_row(batches: int, layers: int, tokens: int) -> Iterator[Square]:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the tensors of a square, in any unit. `kv`: of one token of a batch at one layer; `activation`: of one token of a batch."""
+    """Of the tensors of a square, in any unit. `kv`: of one token of a batch at one layer; `activation`: of
+    one token of a batch.
+    """
 
     weights: float
     kv: float
@@ -55,8 +60,9 @@ class Traffic:
 def traffic(order: Iterable[Square], sizes: Sizes, layers: int, tokens: int) -> Traffic:
     """Walks a schedule with a device that keeps one layer's weights and one square's tensors.
 
-    A square loads its layer's weights unless the last square used them, its activation, and its batch's KV of this layer; it
-    stores its activation and the KV it made. A batch's KV is dropped after its last square (§4.1).
+    A square loads its layer's weights unless the last square used them, its activation, and its batch's KV of
+    this layer; it stores its activation and the KV it made. A batch's KV is dropped after its last square
+    (§4.1).
 
     Raises: ValueError if the order computes a square before the one to its left, twice, or stops early.
     """
@@ -85,10 +91,12 @@ def traffic(order: Iterable[Square], sizes: Sizes, layers: int, tokens: int) -> 
 
 
 def least_weight_loads(batches: int, sizes: Sizes, layers: int, tokens: int, capacity: float) -> int:
-    """Loads that no schedule of these batches can do without, if KV may take `capacity` (proof of Theorem A.3).
+    """Loads that no schedule of these batches can do without, if KV may take `capacity` (proof of Theorem
+    A.3).
 
-    Between two loads of a layer only squares of different rows are computed, whose KV is held at once: a square of token i
-    keeps its row's KV of all layers. So a layer is loaded at least ⌈M / M'⌉ times, M the sum over its squares.
+    Between two loads of a layer only squares of different rows are computed, whose KV is held at once: a
+    square of token i keeps its row's KV of all layers. So a layer is loaded at least ⌈M / M'⌉ times, M the
+    sum over its squares.
     """
     together = sum(batches * layers * (sizes.prompt_tokens + token) * sizes.kv for token in range(tokens))
     return layers * math.ceil(together / capacity)

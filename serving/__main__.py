@@ -1,7 +1,8 @@
 """Serves a model over gRPC: `python -m serving --model FOLDER_OR_FILE_OR_HUB_ID --port 50051`.
 
-Prints "ready on host:port" once the model is loaded and warm. SIGTERM or an interrupt lets running requests finish,
-refuses new ones, and exits with 0; a second one exits at once. Operations (statistics, draining) are on --admin_port.
+Prints "ready on host:port" once the model is loaded and warm. SIGTERM or an interrupt lets running requests
+finish, refuses new ones, and exits with 0; a second one exits at once. Operations (statistics, draining) are
+on --admin_port.
 """
 
 import asyncio
@@ -25,18 +26,31 @@ if TYPE_CHECKING:
     from jaxflow.llm import LLM
 
 HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 or [::] for every network.")
-PORT = flags.DEFINE_integer("port", 50051, "Port of the services; 0: the system chooses.", lower_bound=0, upper_bound=65535)
+PORT = flags.DEFINE_integer(
+    "port", 50051, "Port of the services; 0: the system chooses.", lower_bound=0, upper_bound=65535
+)
 ADMIN_HOST = flags.DEFINE_string("admin_host", "127.0.0.1", "Address of the admin service.")
 ADMIN_PORT = flags.DEFINE_integer(
     "admin_port", 50052, "Port of the admin service; 0: the system chooses.", lower_bound=0, upper_bound=65535
 )
-TLS_CERT = flags.DEFINE_string("tls_cert", None, "PEM file of the server's certificate (chain); both listeners then speak TLS.")
+TLS_CERT = flags.DEFINE_string(
+    "tls_cert", None, "PEM file of the server's certificate (chain); both listeners then speak TLS."
+)
 TLS_KEY = flags.DEFINE_string("tls_key", None, "PEM file of its private key.")
-TLS_CLIENT_CA = flags.DEFINE_string("tls_client_ca", None, "PEM file of an authority; callers must show a certificate it signed.")
-AUTH_TOKEN_FILE = flags.DEFINE_string("auth_token_file", None, "File of bearer tokens, one a line; callers must bring one of them.")
-DRAIN_TIMEOUT_S = flags.DEFINE_float("drain_timeout_s", 30.0, "How long running requests may go on after SIGTERM.", lower_bound=0.0)
+TLS_CLIENT_CA = flags.DEFINE_string(
+    "tls_client_ca", None, "PEM file of an authority; callers must show a certificate it signed."
+)
+AUTH_TOKEN_FILE = flags.DEFINE_string(
+    "auth_token_file", None, "File of bearer tokens, one a line; callers must bring one of them."
+)
+DRAIN_TIMEOUT_S = flags.DEFINE_float(
+    "drain_timeout_s", 30.0, "How long running requests may go on after SIGTERM.", lower_bound=0.0
+)
 MAX_PENDING_TOKENS = flags.DEFINE_integer(
-    "max_pending_tokens", 1024, "Unread tokens of a sequence, beyond which its slow caller is dropped.", lower_bound=1
+    "max_pending_tokens",
+    1024,
+    "Unread tokens of a sequence, beyond which its slow caller is dropped.",
+    lower_bound=1,
 )
 
 
@@ -66,7 +80,9 @@ def read_tokens(path: str | None) -> tuple[str, ...]:
     """The tokens of the file. Raises: ConfigError, if there are none: the server would be open."""
     if path is None:
         return ()
-    tokens = tuple(line.strip() for line in Path(path).read_bytes().decode("latin-1").splitlines() if line.strip())
+    tokens = tuple(
+        line.strip() for line in Path(path).read_bytes().decode("latin-1").splitlines() if line.strip()
+    )
     if not tokens or not all(token.isascii() for token in tokens):
         raise ConfigError("auth_token_file", path, "a file with at least one token, one a line, in ASCII")
     return tokens
@@ -80,7 +96,8 @@ def load(config: EngineConfig) -> "LLM":
 
 async def serve(config: ServerConfig, load: Callable[[], "LLM"]) -> int:
     """Serves what `load` returns until a signal comes, or the engine dies; returns the exit status."""
-    # The engine's thread gets the interpreter back within half a millisecond of wanting it, however busy the streams are.
+    # The engine's thread gets the interpreter back within half a millisecond of wanting it, however busy the
+    # streams are.
     sys.setswitchinterval(0.0005)
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
@@ -97,7 +114,10 @@ async def serve(config: ServerConfig, load: Callable[[], "LLM"]) -> int:
         await server.start()
     except ListenError as error:
         return fail(error)
-    say(f"listening on {config.host}:{server.port}, admin on {config.admin_host}:{server.admin_port}; loading the model")
+    say(
+        f"listening on {config.host}:{server.port}, admin on "
+        f"{config.admin_host}:{server.admin_port}; loading the model"
+    )
     for warning in warnings(config):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     try:
@@ -133,7 +153,9 @@ async def until_asked(server: Server, load: Callable[[], "LLM"], asked: asyncio.
 
 
 def fail(error: Exception) -> int:
-    """Says what went wrong: in one line if the setting or file at fault is named, else with the traceback of a bug."""
+    """Says what went wrong: in one line if the setting or file at fault is named, else with the traceback of
+    a bug.
+    """
     if isinstance(error, ListenError | OSError) or type(error).__module__.startswith("jaxflow."):
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
@@ -163,7 +185,10 @@ def warnings(config: ServerConfig) -> list[str]:
     for flag, host in (("--host", config.host), ("--admin_host", config.admin_host)):
         if host not in ("127.0.0.1", "::1", "localhost"):
             if not config.auth_tokens and not config.tls_client_ca:
-                result.append(f"{flag}={host}: whoever reaches this port may use it; see --auth_token_file and --tls_client_ca")
+                result.append(
+                    f"{flag}={host}: whoever reaches this port may use it; see --auth_token_file and "
+                    f"--tls_client_ca"
+                )
             elif not config.tls_cert:
                 result.append(f"{flag}={host}: tokens and prompts travel unencrypted; see --tls_cert")
     return result

@@ -5,7 +5,8 @@
   cat letter.txt | python -m serving.client           the prompt from standard input
 
 A model with a chat template gets the prompt as a chat message; --raw sends the bare text instead.
-Sampling flags that are left out mean what the checkpoint recommends. For programs there is the class `Client`.
+Sampling flags that are left out mean what the checkpoint recommends. For programs there is the class
+`Client`.
 """
 
 from serving.connection import DEFAULT_TARGET, Answer, Client, Prompt, RequestFailed

@@ -10,7 +10,9 @@ from jaxflow.ending import exit_status
 
 
 def run(main: Callable[[list[str]], int]) -> None:
-    """Parses the flags and runs `main`; ends the process. As of the other commands, --help is no failure: absl's own exit status is 1."""
+    """Parses the flags and runs `main`; ends the process. As of the other commands, --help is no failure:
+    absl's own exit status is 1.
+    """
     if {"--help", "-h"} & set(sys.argv[1:]):
         app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
     app.run(functools.partial(exit_status, main))

@@ -16,11 +16,15 @@ from serving import generate_pb2_grpc
 DEFAULT_TARGET = "127.0.0.1:50051"
 _LONGEST_S = 1e9
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, token ids, or chat messages {"role", "content"}
+Prompt = (
+    str | Sequence[int] | Sequence[Mapping[str, str]]
+)  # text, token ids, or chat messages {"role", "content"}
 
 
 class RequestFailed(RuntimeError):
-    """A refusal, with `field` and `retry_after_s` where the server named them; not `from_server`: it was not reached, or was lost."""
+    """A refusal, with `field` and `retry_after_s` where the server named them; not `from_server`: it was not
+    reached, or was lost.
+    """
 
     def __init__(
         self,
@@ -31,15 +35,21 @@ class RequestFailed(RuntimeError):
         retry_after_s: float | None = None,
         from_server: bool = True,
     ):
-        self.code, self.message, self.field, self.retry_after_s, self.from_server = code, message, field, retry_after_s, from_server
+        self.code, self.message, self.field, self.retry_after_s, self.from_server = (
+            code,
+            message,
+            field,
+            retry_after_s,
+            from_server,
+        )
         super().__init__(f"{code.name}: {message}")
 
 
 class Answer:
     """One request's stream: iterate it once; the timings are in seconds since the request was sent.
 
-    `started` and `finished` (by index of the n sequences) are the server's messages, `texts` and `token_ids` what
-    has come so far, by index; `arrivals` has a (seconds, index, number of tokens) for each delta.
+    `started` and `finished` (by index of the n sequences) are the server's messages, `texts` and `token_ids`
+    what has come so far, by index; `arrivals` has a (seconds, index, number of tokens) for each delta.
     """
 
     def __init__(self, call: grpc.aio.UnaryStreamCall, sequences: int):
@@ -97,7 +107,9 @@ class Answer:
 
 
 class Client:
-    """A connection to one server. `tls_ca`, `tls_cert`, `tls_key` are PEM files; with any of them the connection is TLS."""
+    """A connection to one server. `tls_ca`, `tls_cert`, `tls_key` are PEM files; with any of them the
+    connection is TLS.
+    """
 
     def __init__(
         self,
@@ -143,15 +155,20 @@ class Client:
         timeout_s: float | None = None,
         **sampling,
     ) -> Answer:
-        """Sends one request; `sampling` is any of the fields of the proto's SamplingParams, None for unset; `stop` may be one string.
+        """Sends one request; `sampling` is any of the fields of the proto's SamplingParams, None for unset;
+        `stop` may be one string.
 
         Raises:
           ValueError: for a sampling field that there is not.
         """
-        if isinstance(sampling.get("stop"), str):  # the proto would take each of its characters for a stop string
+        if isinstance(
+            sampling.get("stop"), str
+        ):  # the proto would take each of its characters for a stop string
             sampling["stop"] = [sampling["stop"]]
         settings = pb.SamplingParams(**{name: value for name, value in sampling.items() if value is not None})
-        request = pb.GenerateRequest(request_id=request_id, model=model, priority=priority, cache_salt=cache_salt, sampling=settings)
+        request = pb.GenerateRequest(
+            request_id=request_id, model=model, priority=priority, cache_salt=cache_salt, sampling=settings
+        )
         if isinstance(prompt, str):
             request.text = prompt
         elif prompt and isinstance(prompt[0], Mapping):
@@ -159,25 +176,36 @@ class Client:
             request.chat.CopyFrom(pb.Chat(messages=messages, continue_final_message=continue_final_message))
         else:
             request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
-        return Answer(self._generate.Generate(request, timeout=_deadline(timeout_s), metadata=self._metadata), settings.n or 1)
+        return Answer(
+            self._generate.Generate(request, timeout=_deadline(timeout_s), metadata=self._metadata),
+            settings.n or 1,
+        )
 
     async def model(self, timeout_s: float | None = 10.0) -> pb.GetModelResponse:
         """What is being served. Raises: RequestFailed."""
         try:
-            return await self._model.GetModel(pb.GetModelRequest(), timeout=timeout_s, metadata=self._metadata)
+            return await self._model.GetModel(
+                pb.GetModelRequest(), timeout=timeout_s, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise _failure(error) from error
 
     async def stats(self, timeout_s: float | None = 10.0) -> pb.GetStatsResponse:
         """The engine's counters, of a client of the admin listener. Raises: RequestFailed."""
         try:
-            return await self._admin.GetStats(pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata)
+            return await self._admin.GetStats(
+                pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise _failure(error) from error
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Returns once the server says that it serves. Raises: RequestFailed, if it does not within `timeout_s`."""
-        watch = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=_deadline(timeout_s), wait_for_ready=True)  # type: ignore[attr-defined]
+        """Returns once the server says that it serves. Raises: RequestFailed, if it does not within
+        `timeout_s`.
+        """
+        watch = self._health.Watch(
+            health_pb2.HealthCheckRequest(), timeout=_deadline(timeout_s), wait_for_ready=True
+        )  # type: ignore[attr-defined]
         try:
             async for reply in watch:
                 if reply.status == health_pb2.HealthCheckResponse.SERVING:
@@ -205,4 +233,10 @@ def _failure(error: grpc.aio.AioRpcError) -> RequestFailed:
             field = bad.field_violations[0].field
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
-    return RequestFailed(error.code(), error.details() or "", field=field, retry_after_s=retry_after_s, from_server=status is not None)
+    return RequestFailed(
+        error.code(),
+        error.details() or "",
+        field=field,
+        retry_after_s=retry_after_s,
+        from_server=status is not None,
+    )

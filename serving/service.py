@@ -27,7 +27,9 @@ MAX_NAME_CHARS = 256  # of a request_id and of a cache_salt
 
 
 class Served:
-    """The model that the services stand in front of: none while it loads, and no new requests once `draining`."""
+    """The model that the services stand in front of: none while it loads, and no new requests once
+    `draining`.
+    """
 
     def __init__(self) -> None:
         self._llm: LLM | None = None
@@ -52,7 +54,10 @@ class Served:
     def tokenizer(self, field: str) -> Tokenizer:
         """Raises: Refusal, because of the request's `field`, for a model that has none."""
         if self.llm.tokenizer is None:
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, f"{field}: the served model has no tokenizer: send token_ids")
+            raise Refusal(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{field}: the served model has no tokenizer: send token_ids",
+            )
         return self.llm.tokenizer
 
     def encode_chat(self, chat: pb.Chat, add_special_tokens: bool = False) -> list[int]:
@@ -63,7 +68,10 @@ class Served:
         """
         tokenizer = self.tokenizer("chat")
         if tokenizer.chat_template is None:
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "chat: the served model has no chat template: send text or token_ids")
+            raise Refusal(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "chat: the served model has no chat template: send text or token_ids",
+            )
         messages = convert.chat_messages(chat)
         try:
             text = render_chat(
@@ -78,7 +86,9 @@ class Served:
 
 
 class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
-    """Generation and the tokenizer. `max_pending_tokens`: unread tokens a sequence, beyond which a slow caller is dropped."""
+    """Generation and the tokenizer. `max_pending_tokens`: unread tokens a sequence, beyond which a slow
+    caller is dropped.
+    """
 
     def __init__(self, served: Served, switchboard: Switchboard, max_pending_tokens: int):
         self._served = served
@@ -97,10 +107,15 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         except InvalidRequest as error:
             raise convert.at_path(error, PROMPT_FIELDS[request.WhichOneof("prompt")]) from None
 
-    async def _stream(self, llm: "LLM", request: Request, name: str, context: grpc.aio.ServicerContext) -> None:
-        """Runs a request and writes its messages. Raises: what the engine refuses it with, TooSlow, Refusal at the deadline."""
+    async def _stream(
+        self, llm: "LLM", request: Request, name: str, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Runs a request and writes its messages. Raises: what the engine refuses it with, TooSlow, Refusal
+        at the deadline.
+        """
         transcript = Transcript(name, request, llm.tokenizer, stop_token_ids(llm, request.sampling))
-        # Now, since a caller who does not read could block the first message, and with it the headers an error needs.
+        # Now, since a caller who does not read could block the first message, and with it the headers an
+        # error needs.
         await context.send_initial_metadata(())
         loop = asyncio.get_running_loop()
         limit = self._max_pending_tokens * request.sampling.n
@@ -128,7 +143,10 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
     def _prepare(self, llm: "LLM", request: pb.GenerateRequest) -> Request:
         """The engine's request. Raises: Refusal, InvalidRequest."""
         if request.model not in ("", llm.name):
-            raise Refusal(grpc.StatusCode.NOT_FOUND, f"model {request.model[:MAX_NAME_CHARS]!r} is not served here: {llm.name!r} is")
+            raise Refusal(
+                grpc.StatusCode.NOT_FOUND,
+                f"model {request.model[:MAX_NAME_CHARS]!r} is not served here: {llm.name!r} is",
+            )
         for field in ("request_id", "cache_salt"):
             if len(getattr(request, field)) > MAX_NAME_CHARS:
                 raise InvalidRequest(field, getattr(request, field), f"at most {MAX_NAME_CHARS} characters")
@@ -140,7 +158,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             case "text":
                 self._served.tokenizer("text")
                 if not request.text:  # a tokenizer may make a lone BOS of it, but hardly at anyone's wish
-                    raise InvalidRequest("text", "", "some text; for an answer to nothing, token_ids with a BOS token")
+                    raise InvalidRequest(
+                        "text", "", "some text; for an answer to nothing, token_ids with a BOS token"
+                    )
                 prompt = request.text
             case "token_ids":
                 prompt = list(request.token_ids.ids)
@@ -149,9 +169,17 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             case None:
                 raise InvalidRequest("prompt", None, "one of text, token_ids and chat")
         # The engine's id is our own: two callers may choose the same name, or one another's.
-        return llm.request(prompt, sampling, request_id=uuid.uuid4().hex, priority=request.priority, cache_salt=request.cache_salt)
+        return llm.request(
+            prompt,
+            sampling,
+            request_id=uuid.uuid4().hex,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+    async def Tokenize(
+        self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(ids=await asyncio.to_thread(self._tokenize, request))
 
     def _tokenize(self, request: pb.TokenizeRequest) -> list[int]:
@@ -163,13 +191,17 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             return self._served.encode_chat(request.chat, special)
         return self._served.tokenizer("text").encode(request.text, special)
 
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
         tokenizer = self._served.tokenizer("ids")
         vocab_size = self._served.llm.model_config.vocab_size
         for token in request.ids:
             if token >= vocab_size:
                 raise InvalidRequest("ids", token, f"token ids 0 to {vocab_size - 1}")
-        text = await asyncio.to_thread(tokenizer.decode, list(request.ids), skip_special_tokens=request.skip_special_tokens)
+        text = await asyncio.to_thread(
+            tokenizer.decode, list(request.ids), skip_special_tokens=request.skip_special_tokens
+        )
         return pb.DetokenizeResponse(text=text)
 
 
@@ -179,7 +211,9 @@ class ModelService(generate_pb2_grpc.ModelServiceServicer):
     def __init__(self, served: Served):
         self._served = served
 
-    async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
+    async def GetModel(
+        self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelResponse:
         llm = self._served.llm
         config = llm.engine_config
         return pb.GetModelResponse(
@@ -199,13 +233,17 @@ class ModelService(generate_pb2_grpc.ModelServiceServicer):
 
 
 class AdminService(generate_pb2_grpc.AdminServiceServicer):
-    """Operations. `drain` takes a timeout in seconds, or None for the server's own, and returns the requests it aborted."""
+    """Operations. `drain` takes a timeout in seconds, or None for the server's own, and returns the requests
+    it aborted.
+    """
 
     def __init__(self, served: Served, drain: Callable[[float | None], Awaitable[int]]):
         self._served = served
         self._drain = drain
 
-    async def GetStats(self, request: pb.GetStatsRequest, context: grpc.aio.ServicerContext) -> pb.GetStatsResponse:
+    async def GetStats(
+        self, request: pb.GetStatsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetStatsResponse:
         return convert.same_fields(pb.GetStatsResponse, self._served.llm.driver.stats())
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
@@ -215,7 +253,9 @@ class AdminService(generate_pb2_grpc.AdminServiceServicer):
 
 
 async def messages_of(transcript: Transcript, events: list[Event]) -> Iterable[pb.GenerateResponse]:
-    """The messages for `events`. Prompt logprobs, up to 21 a token, are written on a thread of their own: streams go on."""
+    """The messages for `events`. Prompt logprobs, up to 21 a token, are written on a thread of their own:
+    streams go on.
+    """
     if isinstance(events[0], Started) and events[0].prompt_logprobs is not None:
         return await asyncio.to_thread(list, transcript.messages(events))
     return transcript.messages(events)
@@ -223,7 +263,9 @@ async def messages_of(transcript: Transcript, events: list[Event]) -> Iterable[p
 
 def stop_token_ids(llm: "LLM", sampling: SamplingParams) -> frozenset[int]:
     """The tokens that end a sequence, and are no part of its text."""
-    return frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else llm.model_config.eos_token_ids)
+    return frozenset(sampling.stop_token_ids) | frozenset(
+        () if sampling.ignore_eos else llm.model_config.eos_token_ids
+    )
 
 
 def seconds_left(context: grpc.aio.ServicerContext) -> float | None:

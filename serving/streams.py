@@ -1,4 +1,6 @@
-"""From the engine's thread to the streams: one wake-up of the event loop a step, and a bounded queue for each caller."""
+"""From the engine's thread to the streams: one wake-up of the event loop a step, and a bounded queue for each
+caller.
+"""
 
 import asyncio
 import contextlib
@@ -43,7 +45,9 @@ class Stream:
 
 
 class Switchboard:
-    """The engine's mailbox of every stream: however many streams a step has tokens for, it wakes the event loop once."""
+    """The engine's mailbox of every stream: however many streams a step has tokens for, it wakes the event
+    loop once.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop

@@ -2,7 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxflow.engine.request import Delta, Draining, Event, Finished, InvalidRequest, QueueFull, Request, Started
+from jaxflow.engine.request import (
+    Delta,
+    Draining,
+    Event,
+    Finished,
+    InvalidRequest,
+    QueueFull,
+    Request,
+    Started,
+)
 from jaxflow.text.detokenizer import Detokenizer
 from jaxflow.text.tokenizer import Tokenizer
 from serving import convert
@@ -30,7 +39,8 @@ class SequenceText:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain after these tokens."""
         token_ids = (*self._held, *token_ids)
-        # A stop token is not part of the text, and whether it ended the sequence is only known when that has finished.
+        # A stop token is not part of the text, and whether it ended the sequence is only known when that has
+        # finished.
         cut = len(token_ids) - (bool(token_ids) and token_ids[-1] in self._stop_token_ids)
         self._held = token_ids[cut:]
         return self._detokenizer.push(token_ids[:cut])
@@ -47,10 +57,16 @@ class Transcript:
     `request_id` is the caller's own name of the request. Without a tokenizer there is no text.
     """
 
-    def __init__(self, request_id: str, request: Request, tokenizer: Tokenizer | None, stop_token_ids: frozenset[int]):
+    def __init__(
+        self, request_id: str, request: Request, tokenizer: Tokenizer | None, stop_token_ids: frozenset[int]
+    ):
         self._request_id = request_id
         self._tokenizer = tokenizer
-        self._texts = [SequenceText(tokenizer, request, stop_token_ids) for _ in range(request.sampling.n)] if tokenizer else None
+        self._texts = (
+            [SequenceText(tokenizer, request, stop_token_ids) for _ in range(request.sampling.n)]
+            if tokenizer
+            else None
+        )
         self._running = request.sampling.n
 
     @property
@@ -61,8 +77,8 @@ class Transcript:
         """The messages for `events`: deltas of one sequence that are waiting together travel together.
 
         Raises:
-          RuntimeError: when a fault of the engine ended the request; its cause is the fault. What the engine refused the
-          request with, if it did so only after taking it.
+          RuntimeError: when a fault of the engine ended the request; its cause is the fault. What the engine
+          refused the request with, if it did so only after taking it.
         """
         waiting: dict[int, list[Delta]] = {}
         for event in events:
@@ -76,7 +92,9 @@ class Transcript:
                     if isinstance(event.error, InvalidRequest | QueueFull | Draining):
                         raise event.error
                     if event.error is not None:
-                        raise RuntimeError(f"a fault of the engine ended request {event.request_id}") from event.error
+                        raise RuntimeError(
+                            f"a fault of the engine ended request {event.request_id}"
+                        ) from event.error
                     text = self._texts[event.index].finish(event.stop_token_id) if self._texts else ""
                     self._running -= 1
                     yield self._message(finished=convert.finished(event, text))
@@ -93,7 +111,9 @@ class Transcript:
                     index=index,
                     token_ids=token_ids[part],
                     text=self._texts[index].push(token_ids[part]) if self._texts else "",
-                    logprobs=[convert.token_logprobs(candidates, self._tokenizer) for candidates in logprobs[part]],
+                    logprobs=[
+                        convert.token_logprobs(candidates, self._tokenizer) for candidates in logprobs[part]
+                    ],
                 )
             )
 

@@ -19,43 +19,79 @@ from serving.default_model import default_model
 
 assert "jax" not in sys.modules, "JAX was imported before the tests could choose its platform"
 
-# Environment variables, not jax.config, so that the servers and tools which tests start as processes see the same machine.
+# Environment variables, not jax.config, so that the servers and tools which tests start as processes see the
+# same machine.
 os.environ.update(
     JAX_PLATFORMS="cpu",  # also keeps the CUDA plugin, installed only to compile, from looking for a GPU
     JAX_NUM_CPU_DEVICES="4",
-    NPROC="1",  # threads for a program: workers are as many as cores, and more threads would look for work that there is none of
+    # threads for a program: workers are as many as cores, and more threads would look for work that there is
+    # none of
+    NPROC="1",
     JAX_ENABLE_X64="0",
     JAX_COMPILATION_CACHE_DIR=str(paths.ROOT / ".cache" / "compiled-tests"),
-    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.05",  # the workers, and tests that build the same engine again, share what is above
+    # the workers, and tests that build the same engine again, share what is above
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.05",
     HF_HUB_OFFLINE="1",
     TF_CPP_MIN_LOG_LEVEL="2",
     XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {hurry.FLAGS}",
 )
 
-# Dozens of tests start a process, and each would compile all its packages again: 3 s of its 5. Where none may be among the sources, apart.
+# Dozens of tests start a process, and each would compile all its packages again: 3 s of its 5. Where none may
+# be among the sources, apart.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(paths.ROOT / ".cache" / "bytecode"))
 
-# The same examples every time, and no deadlines: a busy machine fails no test. A third of the usual number: there are many properties.
-hypothesis.settings.register_profile("jaxflow", max_examples=30, deadline=None, derandomize=True, database=None)
+# The same examples every time, and no deadlines: a busy machine fails no test. A third of the usual number:
+# there are many properties.
+hypothesis.settings.register_profile(
+    "jaxflow", max_examples=30, deadline=None, derandomize=True, database=None
+)
 hypothesis.settings.load_profile("jaxflow")
 
-# By name, those of 15 s and more on two cores, the longest first. Not test_measure: it takes times, and is better beside short ones.
+# By name, those of 15 s and more on two cores, the longest first. Not test_measure: it takes times, and is
+# better beside short ones.
 LONG_FILES = (
-    *("test_smollm2", "test_goldens", "test_compiled_plans", "test_compiled_step", "test_8_bits", "test_nanobatch", "test_chunk_attention"),
-    *("test_decode_attention", "test_offloaded_tokens", "test_compiler", "test_loop", "test_sampling_memory", "test_end_to_end"),
-    *("test_kernel_set", "test_notebooks", "test_rope_append", "test_fp8_gemm", "test_lowered", "test_dense_gemm", "test_sampling"),
+    *(
+        "test_smollm2",
+        "test_goldens",
+        "test_compiled_plans",
+        "test_compiled_step",
+        "test_8_bits",
+        "test_nanobatch",
+        "test_chunk_attention",
+    ),
+    *(
+        "test_decode_attention",
+        "test_offloaded_tokens",
+        "test_compiler",
+        "test_loop",
+        "test_sampling_memory",
+        "test_end_to_end",
+    ),
+    *(
+        "test_kernel_set",
+        "test_notebooks",
+        "test_rope_append",
+        "test_fp8_gemm",
+        "test_lowered",
+        "test_dense_gemm",
+        "test_sampling",
+    ),
     *("test_triton", "test_command", "test_commands", "test_disk_engine", "test_llm"),
 )
 
 
 def pytest_configure(config: pytest.Config):
-    """Workers get files in the order of `pytest_collection_modifyitems`: xdist itself would give out those of few tests last."""
+    """Workers get files in the order of `pytest_collection_modifyitems`: xdist itself would give out those of
+    few tests last.
+    """
     config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
-    """For workers the long files come first, then those of many tests: no worker is left with a long one when all others are done."""
+    """For workers the long files come first, then those of many tests: no worker is left with a long one when
+    all others are done.
+    """
     if not hasattr(config, "workerinput"):
         return
     tests = collections.Counter(item.path for item in items)
@@ -71,7 +107,9 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="session")
 def samplers_run_often():
-    """The full one searches the vocabulary, ten times as long in code made in a hurry; the plain one must draw the very same tokens."""
+    """The full one searches the vocabulary, ten times as long in code made in a hurry; the plain one must
+    draw the very same tokens.
+    """
     from jaxflow.engine.executor import Executor  # not above: it imports JAX
 
     lower = Executor._lower_sampler
@@ -82,7 +120,9 @@ def samplers_run_often():
 
 @pytest.fixture(autouse=True)
 def nothing_was_said_yet():
-    """What kernels say once a process, they say once a test: none goes by those that ran before it in the same worker."""
+    """What kernels say once a process, they say once a test: none goes by those that ran before it in the
+    same worker.
+    """
     table._say_once.cache_clear()
 
 

@@ -43,10 +43,13 @@ def ready(nano: NanoOp, issued: list[NanoOp], ops_by_name: dict, makers: dict[st
 
 
 @st.composite
-def plans(draw, graph: Graph, tokens: int, streams: bool = False, sums: Literal["kernels", "copies"] = "kernels") -> Plan:
+def plans(
+    draw, graph: Graph, tokens: int, streams: bool = False, sums: Literal["kernels", "copies"] = "kernels"
+) -> Plan:
     """A plan with its own cuts for some ops, in any order that data allows, rotated over the layers' border.
 
-    streams: each nano-op on one of its own, with SMs of its own. Scattered rows are cut alike, at multiples of 4.
+    streams: each nano-op on one of its own, with SMs of its own. Scattered rows are cut alike, at multiples
+    of 4.
     """
     by_name = {op.name: op for layer in graph.layers for op in layer}
     makers = {value: op.name for op in graph.layers[-1] for value in op.outputs}
@@ -64,15 +67,23 @@ def plans(draw, graph: Graph, tokens: int, streams: bool = False, sums: Literal[
         left.remove(nano)
         issued.append(nano)
     if streams:
-        fixed = {name for name, op in by_name.items() if op.kind == "network" or op.own_rows or "experts" in op.inputs}
+        fixed = {
+            name
+            for name, op in by_name.items()
+            if op.kind == "network" or op.own_rows or "experts" in op.inputs
+        }
         pinned = fixed | {name for name in by_name if "expert" in name or name in ("router", "rope_append")}
         of = lambda nano: 0 if nano.op in pinned else draw(st.integers(0, 2))  # noqa: E731
         issued = [_with(nano, stream=of(nano), sms=draw(st.sampled_from([None, 40, 92]))) for nano in issued]
         waiting = draw(st.integers(0, len(issued) - 1))
         others = [nano.id for at, nano in enumerate(issued) if at != waiting]
-        issued[waiting] = _with(issued[waiting], waits=tuple(draw(st.lists(st.sampled_from(others), max_size=3, unique=True))))
+        issued[waiting] = _with(
+            issued[waiting], waits=tuple(draw(st.lists(st.sampled_from(others), max_size=3, unique=True)))
+        )
     turn = draw(st.integers(0, len(issued) - 1))
-    return Plan("drawn", tokens, (*issued[turn:], *(_with(nano, ahead=1) for nano in issued[:turn])), sums=sums)
+    return Plan(
+        "drawn", tokens, (*issued[turn:], *(_with(nano, ahead=1) for nano in issued[:turn])), sums=sums
+    )
 
 
 def _with(nano: NanoOp, **changes) -> NanoOp:
@@ -91,14 +102,20 @@ def steps(draw, config: ModelConfig, tokens: int, cuts: tuple[int, ...]) -> Batc
     return step(config, tokens, cuts, decodes, sizes, draw(st.integers(0, 2**32 - 1)))
 
 
-def step(config: ModelConfig, tokens: int, cuts: tuple[int, ...], decodes: int, sizes: Sequence[int], seed: int = 0) -> Batch:
-    """A step of `decodes` and of chunks of these sizes, at random positions of their sequences, cut at the plan's borders."""
+def step(
+    config: ModelConfig, tokens: int, cuts: tuple[int, ...], decodes: int, sizes: Sequence[int], seed: int = 0
+) -> Batch:
+    """A step of `decodes` and of chunks of these sizes, at random positions of their sequences, cut at the
+    plan's borders.
+    """
     rng = np.random.default_rng(seed)
     longest = PAGES_A_ROW * PAGE
     rows = [(1, int(rng.integers(0, longest))) for _ in range(decodes)]
     rows += [(size, int(rng.integers(0, longest - size + 1))) for size in sizes]
     groups = len(config.windows)
-    table = np.stack([rng.permutation(ROWS * PAGES_A_ROW).reshape(ROWS, PAGES_A_ROW) for _ in range(groups)]).astype(np.int32)
+    table = np.stack(
+        [rng.permutation(ROWS * PAGES_A_ROW).reshape(ROWS, PAGES_A_ROW) for _ in range(groups)]
+    ).astype(np.int32)
     token_rows, positions = np.full(tokens, -1, np.int32), np.zeros(tokens, np.int32)
     lengths, sample = np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int32)
     chunks, at = [], 0
@@ -113,7 +130,9 @@ def step(config: ModelConfig, tokens: int, cuts: tuple[int, ...], decodes: int, 
     return Batch(
         token_ids=rng.integers(0, config.vocab_size, tokens).astype(np.int32),
         positions=positions,
-        slots=np.asarray(cache_slots(jnp.asarray(table), jnp.asarray(token_rows), jnp.asarray(positions), PAGE)),
+        slots=np.asarray(
+            cache_slots(jnp.asarray(table), jnp.asarray(token_rows), jnp.asarray(positions), PAGE)
+        ),
         page_table=table,
         lengths=lengths,
         num_decodes=np.int32(decodes),
@@ -124,7 +143,9 @@ def step(config: ModelConfig, tokens: int, cuts: tuple[int, ...], decodes: int, 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """A model with random weights and a random cache, on `tp` devices, to run forwards on; or with both in 8 bits."""
+    """A model with random weights and a random cache, on `tp` devices, to run forwards on; or with both in 8
+    bits.
+    """
 
     config: ModelConfig
     tp: int = 1
@@ -152,7 +173,10 @@ class Bench:
             hidden, x, kv = forward(c, w, kv, batch)
             return ops.logits(c, w, hidden), x, kv
 
-        replicated, kv_specs = jax.sharding.PartitionSpec(), [(cache_spec(mesh),) * 2 for _ in self.config.layers]
+        replicated, kv_specs = (
+            jax.sharding.PartitionSpec(),
+            [(cache_spec(mesh),) * 2 for _ in self.config.layers],
+        )
         specs = (weights.shardings(self.config, mesh, **self.options), kv_specs, replicated)
         return jax.jit(over_shards(step, mesh, specs, (replicated, replicated, kv_specs)))
 
@@ -186,7 +210,9 @@ def equal(got, want) -> None:
 
 
 def alike(got, want) -> None:
-    """Of 8 bits: the last bit of a float32 sum, which a cut may change, decides a rounding by a sixteenth here and there."""
+    """Of 8 bits: the last bit of a float32 sum, which a cut may change, decides a rounding by a sixteenth
+    here and there.
+    """
     got, want = (np.asarray(x, np.float32) for x in (got, want))
     assert np.linalg.norm(got - want) <= 0.02 * np.linalg.norm(want)
 
@@ -197,8 +223,12 @@ def plain(bench: Bench):
     config, rng = bench.config, np.random.default_rng(7)
 
     def noise(x):
-        return np.asarray(jnp.asarray(rng.normal(size=x.shape) * (40 if x.dtype == jnp.int8 else 1)).astype(x.dtype))
+        return np.asarray(
+            jnp.asarray(rng.normal(size=x.shape) * (40 if x.dtype == jnp.int8 else 1)).astype(x.dtype)
+        )
 
-    shapes = cache_shapes(config, (ROWS * PAGES_A_ROW,) * len(config.windows), PAGE, jnp.dtype(bench.kv), bench.tp)
+    shapes = cache_shapes(
+        config, (ROWS * PAGES_A_ROW,) * len(config.windows), PAGE, jnp.dtype(bench.kv), bench.tp
+    )
     made = weights.dummy_weights(config, jnp.float32, make_mesh(bench.tp), seed=3, **bench.options)
     return made, jax.tree.map(noise, shapes), bench.jitted(transformer.forward)

@@ -1,8 +1,9 @@
 """Compiles JAX programs for an H200 on a machine that has none, and reads what XLA made of them.
 
-Needs the group `aot`: JAX's CUDA plugin, ptxas and libdevice, but no driver and no CUDA library. What can be read are
-facts of the compiler: which kernels are issued, in which order, on which stream, what is copied, how much memory it
-takes. GEMMs are untuned (there is nothing to time them on), so their tiles and library say nothing about a real run.
+Needs the group `aot`: JAX's CUDA plugin, ptxas and libdevice, but no driver and no CUDA library. What can be
+read are facts of the compiler: which kernels are issued, in which order, on which stream, what is copied, how
+much memory it takes. GEMMs are untuned (there is nothing to time them on), so their tiles and library say
+nothing about a real run.
 """
 
 import contextlib
@@ -30,15 +31,23 @@ TARGET = paths.DATA / "xla" / "h200.txtpb"
 
 def h200_mesh(shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",)) -> Mesh:
     """H200s of one process that exist for the compiler alone."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text("utf-8"), topology=f"1x1x{math.prod(shape)}")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGET.read_text("utf-8"), topology=f"1x1x{math.prod(shape)}"
+    )
     return Mesh(np.array(topology.devices).reshape(shape), names)
 
 
 def abstract(mesh: Mesh, shapes: Any, specs: Any = REPLICATED) -> Any:
-    """Arguments to compile with: the leaves of `shapes` (of shape and dtype) placed on `mesh` by `specs`, one or a tree of them."""
+    """Arguments to compile with: the leaves of `shapes` (of shape and dtype) placed on `mesh` by `specs`, one
+    or a tree of them.
+    """
     if isinstance(specs, PartitionSpec):
         specs = jax.tree.map(lambda _: specs, shapes)
-    return jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), shapes, specs)
+    return jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        shapes,
+        specs,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +75,9 @@ def read_thunks(dump: str) -> tuple[Thunk, ...]:
         stream = named[0] if named else enclosing[-1] if enclosing else ""
         enclosing.append(stream)
         async_id = re.search(r"async_id=(\d+)", rest)
-        thunks.append(Thunk(depth, line["kind"], rest.partition(" ")[0], stream, int(async_id[1]) if async_id else None))
+        thunks.append(
+            Thunk(depth, line["kind"], rest.partition(" ")[0], stream, int(async_id[1]) if async_id else None)
+        )
     return tuple(thunks)
 
 
@@ -81,26 +92,44 @@ class Compiled:
     machine_code: bool  # whether ptxas made a binary
 
     def instructions(self, opcode: str) -> list[str]:
-        """The results of every instruction of this opcode, fused ones too, as dtype and shape: `bf16[64,8,64,128]`."""
+        """The results of every instruction of this opcode, fused ones too, as dtype and shape:
+        `bf16[64,8,64,128]`.
+        """
         return re.findall(rf"= \(?(\w+\[[\d,]*\])[^=\n]*? {re.escape(opcode)}\(", self.hlo)
 
     def copies(self, shape: Sequence[int]) -> int:
         """How often an array of this shape is copied, by an instruction or asynchronously."""
         wanted = "[" + ",".join(map(str, shape)) + "]"
-        return sum(result.endswith(wanted) for opcode in ("copy", "copy-start") for result in self.instructions(opcode))
+        return sum(
+            result.endswith(wanted)
+            for opcode in ("copy", "copy-start")
+            for result in self.instructions(opcode)
+        )
 
 
 def compile_for_h200(
-    fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, donate_argnums: Sequence[int] = (), **jit_options: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    donate_argnums: Sequence[int] = (),
+    **jit_options: Any,
 ) -> Compiled:
-    """Compiles `fn` (jitted already, or not) for arguments that `abstract` made. `options` are XLA flags, of Python's types.
+    """Compiles `fn` (jitted already, or not) for arguments that `abstract` made. `options` are XLA flags, of
+    Python's types.
 
-    Where MOSAIC_GPU_DUMP_TO names a folder, the Mosaic kernels' PTX and what ptxas says of each are there afterwards.
+    Where MOSAIC_GPU_DUMP_TO names a folder, the Mosaic kernels' PTX and what ptxas says of each are there
+    afterwards.
     """
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn, donate_argnums=donate_argnums, **jit_options)
     with tempfile.TemporaryDirectory() as folder, unkept(), _little_dumped():
-        compiled = jitted.lower(*args).compile(compiler_options={"xla_dump_to": folder, **AS_XLA_HAS, **(options or {})})
-        dumps = {path.name: path.read_text("utf-8", errors="replace") for path in Path(folder).iterdir() if path.suffix == ".txt"}
+        compiled = jitted.lower(*args).compile(
+            compiler_options={"xla_dump_to": folder, **AS_XLA_HAS, **(options or {})}
+        )
+        dumps = {
+            path.name: path.read_text("utf-8", errors="replace")
+            for path in Path(folder).iterdir()
+            if path.suffix == ".txt"
+        }
 
     def dump(part: str) -> str:
         return next((text for name, text in sorted(dumps.items()) if part in name), "")
@@ -130,7 +159,9 @@ _NUMBERS = itertools.count()  # of kernels that were dumped
 
 @contextlib.contextmanager
 def _little_dumped() -> Iterator[None]:
-    """Of Mosaic's dump only the PTX and ptxas' log: asked for a folder, it writes the MLIR between all passes, 250 MB and 3 s a kernel."""
+    """Of Mosaic's dump only the PTX and ptxas' log: asked for a folder, it writes the MLIR between all
+    passes, 250 MB and 3 s a kernel.
+    """
     target = os.environ.pop("MOSAIC_GPU_DUMP_TO", None)
     if target is None:
         yield

@@ -1,7 +1,9 @@
-"""How the tests' programs are compiled for the CPU: in a hurry, since most run once; and what is for those that run often.
+"""How the tests' programs are compiled for the CPU: in a hurry, since most run once; and what is for those
+that run often.
 
-Most of the suite's time would be XLA's and LLVM's. Code that nobody optimised, in one piece for a program, and by the emitters
-that were there before XLA's present ones, is made in a third of the time, and runs at a half to a tenth of the speed.
+Most of the suite's time would be XLA's and LLVM's. Code that nobody optimised, in one piece for a program,
+and by the emitters that were there before XLA's present ones, is made in a third of the time, and runs at a
+half to a tenth of the speed.
 """
 
 import contextlib
@@ -16,7 +18,9 @@ FLAGS = (
 )
 # The same as XLA has them, for one program.
 AS_XLA_HAS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-OFTEN = {"xla_backend_optimization_level": 1}  # a little more care, for one that runs a thousand times or over much
+OFTEN = {
+    "xla_backend_optimization_level": 1
+}  # a little more care, for one that runs a thousand times or over much
 EMITTERS_AS_XLA_HAS = {"xla_backend_extra_options": ""}  # worth their time in large programs
 
 
@@ -36,5 +40,9 @@ def compiled_with(options: Mapping[str, Any]) -> Iterator[None]:
     from jaxflow.engine.executor import Executor  # what is in FLAGS must be said before JAX is there
 
     compiled = Executor._compile
-    with mock.patch.object(Executor, "_compile", lambda self, lowered, given=None: compiled(self, lowered, {**options, **(given or {})})):
+    with mock.patch.object(
+        Executor,
+        "_compile",
+        lambda self, lowered, given=None: compiled(self, lowered, {**options, **(given or {})}),
+    ):
         yield

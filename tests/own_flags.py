@@ -8,7 +8,9 @@ from absl import flags
 
 @contextlib.contextmanager
 def own_flags() -> Iterator[None]:
-    """absl's own flags alone, as in a process of a command's own; all others are back afterwards, with their modules."""
+    """absl's own flags alone, as in a process of a command's own; all others are back afterwards, with their
+    modules.
+    """
     state = vars(flags.FLAGS)
     before = {name: _copied(value) for name, value in state.items()}
     for name in list(flags.FLAGS):

@@ -1,4 +1,6 @@
-"""The step of a plan, compiled ahead of time for H200s, and what must hold of any: caches and weights stay where they are."""
+"""The step of a plan, compiled ahead of time for H200s, and what must hold of any: caches and weights stay
+where they are.
+"""
 
 import functools
 import math
@@ -23,7 +25,9 @@ ROWS, PAGES_A_ROW, PAGES = 64, 4, 2048
 
 
 def _some_attention(q, k_pages, v_pages, pages, **_):
-    """Reads pages and does products: for the structure alone, without the loops that a side stream cannot have."""
+    """Reads pages and does products: for the structure alone, without the loops that a side stream cannot
+    have.
+    """
     grouped, shape = q.reshape(q.shape[0], k_pages.shape[1], -1, q.shape[2]), q.shape
     keys, values = k_pages[pages].astype(q.dtype), v_pages[pages].astype(q.dtype)
     scores = jnp.exp(jnp.einsum("tkgh,tpksh->tkgps", grouped, keys, preferred_element_type=jnp.float32))
@@ -33,25 +37,41 @@ def _some_attention(q, k_pages, v_pages, pages, **_):
 
 def _some_decode_attention(q, k_pages, v_pages, table, lengths, *, into=None, **_):
     heads = _some_attention(q[: len(lengths)], k_pages, v_pages, table * (lengths > 0)[:, None])
-    return heads if len(heads) == len(q) else jnp.concatenate([heads, (jnp.zeros_like(q) if into is None else into)[len(heads) :]])
+    return (
+        heads
+        if len(heads) == len(q)
+        else jnp.concatenate([heads, (jnp.zeros_like(q) if into is None else into)[len(heads) :]])
+    )
 
 
 # Appends are one kernel, as they are on a GPU: the twin's two scatters are ordered otherwise.
 SIMPLE = KernelSet(
     "simple",
     decode_attention=_some_decode_attention,
-    chunk_attention=lambda q, k, v, table, chunks, **rest: _some_attention(q, k, v, table[chunks[:1, 2]].repeat(len(q), 0)),
+    chunk_attention=lambda q, k, v, table, chunks, **rest: _some_attention(
+        q, k, v, table[chunks[:1, 2]].repeat(len(q), 0)
+    ),
     rope_append=rope_append.rope_append,
 )
 
 
-def compiled(plan: Plan, model: ModelConfig, kernels: KernelSet, tp: int = 1, quantization: str | None = None, **options: Any) -> Compiled:
+def compiled(
+    plan: Plan,
+    model: ModelConfig,
+    kernels: KernelSet,
+    tp: int = 1,
+    quantization: str | None = None,
+    **options: Any,
+) -> Compiled:
     """A step of the plan; quantization: of weights and cache, None or fp8. options: XLA's.
 
     The cache of a device must be aliased whole and never copied, and no weight may be.
     """
     mesh, narrow = h200_mesh((tp,)), quantization == "fp8"
-    context, forward = ops.Context(model, kernels, axis_of(mesh)), compile_plan(plan, model, tp, quantized=narrow)
+    context, forward = (
+        ops.Context(model, kernels, axis_of(mesh)),
+        compile_plan(plan, model, tp, quantized=narrow),
+    )
     how = {"quantization": quantization, "kv_scales": narrow}
 
     def step(w, kv, batch):
@@ -60,9 +80,22 @@ def compiled(plan: Plan, model: ModelConfig, kernels: KernelSet, tp: int = 1, qu
 
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     tokens, chunks, table = plan.tokens, shape((ROWS + len(borders(plan)), 4)), shape((1, ROWS, PAGES_A_ROW))
-    batch = Batch(shape((tokens,)), shape((tokens,)), shape((1, tokens)), table, shape((ROWS,)), shape(()), chunks, shape((ROWS,)))
+    batch = Batch(
+        shape((tokens,)),
+        shape((tokens,)),
+        shape((1, tokens)),
+        table,
+        shape((ROWS,)),
+        shape(()),
+        chunks,
+        shape((ROWS,)),
+    )
     kv = cache_shapes(model, (PAGES,), 64, jnp.float8_e4m3fn if narrow else jnp.bfloat16, tp)
-    specs = (weights.shardings(model, mesh, **how), [(cache_spec(mesh),) * 2 for _ in kv], jax.tree.map(lambda _: PartitionSpec(), batch))
+    specs = (
+        weights.shardings(model, mesh, **how),
+        [(cache_spec(mesh),) * 2 for _ in kv],
+        jax.tree.map(lambda _: PartitionSpec(), batch),
+    )
     shapes = (weights.shapes(model, tp, jnp.bfloat16, **how), kv, batch)
     jitted = jax.jit(over_shards(step, mesh, specs, (PartitionSpec(), specs[1])), donate_argnums=(1,))
     found = compile_for_h200(jitted, *abstract(mesh, shapes, specs), options=xla_options(plan, tp) | options)

@@ -1,8 +1,9 @@
-"""What can be proven of a kernel from its PTX: that no access to memory is misaligned, which faults on a GPU and in no interpreter.
+"""What can be proven of a kernel from its PTX: that no access to memory is misaligned, which faults on a GPU
+and in no interpreter.
 
-Of every register it is found by how large a power of two its value can surely be divided (Granger's congruences, of powers of two alone);
-every address must be divided by what its access wants: a vector its size, a matrix's row 16 bytes, a copy in bulk 16 and one of a tensor
-128 in shared memory.
+Of every register it is found by how large a power of two its value can surely be divided (Granger's
+congruences, of powers of two alone); every address must be divided by what its access wants: a vector its
+size, a matrix's row 16 bytes, a copy in bulk 16 and one of a tensor 128 in shared memory.
 """
 
 import re
@@ -15,12 +16,20 @@ _SUMS = ("add", "sub", "min", "max", "xor", "or", "selp")
 
 
 def misaligned(text: str) -> list[str]:
-    """The accesses of a PTX file whose alignment does not follow from its arithmetic, each with what is known of its address."""
+    """The accesses of a PTX file whose alignment does not follow from its arithmetic, each with what is known
+    of its address.
+    """
     found = []
     for kernel in re.split(r"^\.visible \.entry ", text, flags=re.M)[1:]:
-        # All shared memory of a Mosaic kernel is one dynamic array; it begins where the CTA's does, whatever alignment it declares.
-        symbols = dict.fromkeys(re.findall(r"\.shared \.align \d+ \.b8 ([\w$]*dynamic_shmem[\w$]*)", text), 10)
-        parameters = {name: int(align).bit_length() - 1 for align, name in re.findall(r"\.ptr \.align (\d+) ([\w$]+)", kernel)}
+        # All shared memory of a Mosaic kernel is one dynamic array; it begins where the CTA's does, whatever
+        # alignment it declares.
+        symbols = dict.fromkeys(
+            re.findall(r"\.shared \.align \d+ \.b8 ([\w$]*dynamic_shmem[\w$]*)", text), 10
+        )
+        parameters = {
+            name: int(align).bit_length() - 1
+            for align, name in re.findall(r"\.ptr \.align (\d+) ([\w$]+)", kernel)
+        }
         instructions = [(name, _operands(rest)) for name, rest in _INSTRUCTION.findall(kernel)]
         known = _known(instructions, symbols, parameters)
         for name, operands in instructions:
@@ -28,7 +37,9 @@ def misaligned(text: str) -> list[str]:
                 base, offset = _ADDRESS.match(place).groups()  # pyright: ignore[reportOptionalMemberAccess]
                 have = min(known.get(base, symbols.get(base, 0)), _power(int(offset or 0)))
                 if have < wanted:
-                    found.append(f"{name} {', '.join(operands)}: a multiple of {1 << have}, not of {1 << wanted}")
+                    found.append(
+                        f"{name} {', '.join(operands)}: a multiple of {1 << have}, not of {1 << wanted}"
+                    )
     return found
 
 
@@ -42,9 +53,13 @@ def _power(number: int) -> int:
 
 
 def _accesses(name: str, operands: list[str]) -> Iterator[tuple[str, int]]:
-    """(address, the power of two that it must be divided by) of an instruction's accesses to shared and global memory."""
+    """(address, the power of two that it must be divided by) of an instruction's accesses to shared and
+    global memory.
+    """
     if re.match(r"(ld|st)\.(?!param)", name):
-        width = int((re.search(r"\.v(\d)", name) or [0, 1])[1]) * int(re.findall(r"\.[bfsu](\d+)", name)[-1]) // 8
+        width = (
+            int((re.search(r"\.v(\d)", name) or [0, 1])[1]) * int(re.findall(r"\.[bfsu](\d+)", name)[-1]) // 8
+        )
         yield next(x for x in operands if x.startswith("[")), _power(width)
     elif re.match(r"(ld|st)matrix", name):
         yield next(x for x in operands if x.startswith("[")), 4
@@ -54,8 +69,12 @@ def _accesses(name: str, operands: list[str]) -> Iterator[tuple[str, int]]:
         yield from ((x, 4) for x in operands[:2])
 
 
-def _known(instructions: list[tuple[str, list[str]]], symbols: dict[str, int], parameters: dict[str, int]) -> dict[str, int]:
-    """The power of two that divides each register, whatever way the program takes: the largest solution of its equations."""
+def _known(
+    instructions: list[tuple[str, list[str]]], symbols: dict[str, int], parameters: dict[str, int]
+) -> dict[str, int]:
+    """The power of two that divides each register, whatever way the program takes: the largest solution of
+    its equations.
+    """
     known: dict[str, int] = {}
 
     def of(operand: str) -> int:

@@ -1,8 +1,9 @@
 """The schedule that XLA made of a step, read from its optimised program, and held against the step's plan.
 
-A program's entry lists instructions in the order in which they are issued. Work of a side stream is a region: a `call-start`
-that names a computation, and the `call-done` where the main stream waits for it; a collective may be a start and a done too.
-What belongs to which nano-op is told by the names that the compiler of plans gives (`.../qkv/qkv.1/...`).
+A program's entry lists instructions in the order in which they are issued. Work of a side stream is a region:
+a `call-start` that names a computation, and the `call-done` where the main stream waits for it; a collective
+may be a start and a done too. What belongs to which nano-op is told by the names that the compiler of plans
+gives (`.../qkv/qkv.1/...`).
 """
 
 import dataclasses
@@ -14,7 +15,9 @@ from jaxflow.model.graph import Graph
 from jaxflow.pipeline.order import ATTENTION, Run, program
 from jaxflow.pipeline.plan import Plan
 
-_INSTRUCTION = re.compile(r"^ *(?:ROOT )?%(?P<name>\S+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<rest>.*)$", re.M)
+_INSTRUCTION = re.compile(
+    r"^ *(?:ROOT )?%(?P<name>\S+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<rest>.*)$", re.M
+)
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
 # What a nano-op is known by.
 _WORK = ("dot", "custom-call", "scatter", *_COLLECTIVES, *(f"{name}-start" for name in _COLLECTIVES))
@@ -22,7 +25,9 @@ _WORK = ("dot", "custom-call", "scatter", *_COLLECTIVES, *(f"{name}-start" for n
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Work that is under way from one place of the schedule to another: nano-ops by id, each once, as they are issued."""
+    """Work that is under way from one place of the schedule to another: nano-ops by id, each once, as they
+    are issued.
+    """
 
     first: int
     last: int
@@ -46,11 +51,21 @@ def read(hlo: str, plan: Plan) -> list[Window]:
             windows.append(dataclasses.replace(start, last=at))
             continue
         body = re.search(r"(?:calls|to_apply)=%([\w.-]+)", rest)
-        work = _work(bodies, body[1], ids) if body and opcode in ("fusion", "call", "call-start", "async-start") else []
+        work = (
+            _work(bodies, body[1], ids)
+            if body and opcode in ("fusion", "call", "call-start", "async-start")
+            else []
+        )
         own = _named(rest, ids) if opcode in _WORK else None
         work += [(own, opcode)] if own else []
         stream = re.search(r'_xla_stream_annotation="(\d+)"', rest)
-        window = Window(at, at + 1, int(stream[1]) if stream else 0, tuple(dict.fromkeys(i for i, _ in work)), tuple(c for _, c in work))
+        window = Window(
+            at,
+            at + 1,
+            int(stream[1]) if stream else 0,
+            tuple(dict.fromkeys(i for i, _ in work)),
+            tuple(c for _, c in work),
+        )
         if opcode.endswith("-start"):
             open_[name] = window
         elif work:
@@ -63,7 +78,9 @@ def _computations(hlo: str) -> tuple[dict[str, str], str]:
     """The text of each computation, by name, and the entry's name."""
     heads = list(re.finditer(r"^(ENTRY )?%([\w.-]+) \(.*\{$", hlo, re.M))
     ends = [head.start() for head in heads[1:]] + [len(hlo)]
-    return {h[2]: hlo[h.end() : end] for h, end in zip(heads, ends, strict=True)}, next(h[2] for h in heads if h[1])
+    return {h[2]: hlo[h.end() : end] for h, end in zip(heads, ends, strict=True)}, next(
+        h[2] for h in heads if h[1]
+    )
 
 
 def _named(rest: str, ids: set[tuple[str, str]]) -> str | None:
@@ -86,7 +103,9 @@ def _work(bodies: dict[str, str], name: str, ids: set[tuple[str, str]]) -> list[
 
 
 def kernels(hlo: str, plan: Plan) -> list[tuple[str | None, str]]:
-    """(nano-op, what) of everything that is launched, as it is issued: what is a product's or a custom call's opcode, else the name."""
+    """(nano-op, what) of everything that is launched, as it is issued: what is a product's or a custom call's
+    opcode, else the name.
+    """
     ids = {(nano.op, nano.id) for nano in plan.nano_ops}
     bodies, entry = _computations(hlo)
 
@@ -99,7 +118,9 @@ def kernels(hlo: str, plan: Plan) -> list[tuple[str | None, str]]:
             elif one["opcode"] in ("fusion", "custom-call", "copy", "dot", "scatter", "copy-start"):
                 inside = _work(bodies, body[1], ids) if body else []
                 nano = _named(one["rest"], ids) or next((nano for nano, _ in inside), None)
-                plain = one["opcode"] in ("custom-call", "dot") or any(opcode == "dot" for _, opcode in inside)
+                plain = one["opcode"] in ("custom-call", "dot") or any(
+                    opcode == "dot" for _, opcode in inside
+                )
                 found.append((nano, "op" if plain else re.sub(r"[._]?\d*$", "", one["name"])))
         return found
 
@@ -107,38 +128,60 @@ def kernels(hlo: str, plan: Plan) -> list[tuple[str | None, str]]:
 
 
 def check_schedule(hlo: str, plan: Plan, graph: Graph, rows: int) -> list[Window]:
-    """Asserts that the schedule is the plan's; returns it. rows: of the batch; decode attention of tokens behind them is nothing.
+    """Asserts that the schedule is the plan's; returns it. rows: of the batch; decode attention of tokens
+    behind them is nothing.
 
-    Every product, attention and collective of every layer is there once, on its stream, products and collectives in the
-    plan's order on that stream; attention on a side stream is open while all that the plan lets run beside it is issued; a
-    collective is under way while products or attention run that the plan lets run beside it (some of them, at least: XLA awaits
-    it when it guesses that it is over; `spans` counts them).
+    Every product, attention and collective of every layer is there once, on its stream, products and
+    collectives in the plan's order on that stream; attention on a side stream is open while all that the plan
+    lets run beside it is issued; a collective is under way while products or attention run that the plan lets
+    run beside it (some of them, at least: XLA awaits it when it guesses that it is over; `spans` counts
+    them).
     """
     windows, runs = read(hlo, plan), program(plan, graph)
     place = _places(windows, runs, rows)
     for stream in {run.nano.stream for run in runs}:
-        order = [place[run.nano.id, run.layer].first for run in runs if run.nano.stream == stream and run.op.kind == "dense"]
+        order = [
+            place[run.nano.id, run.layer].first
+            for run in runs
+            if run.nano.stream == stream and run.op.kind == "dense"
+        ]
         assert order == sorted(order), f"products of stream {stream} are in another order"
     placed = {nano for nano, _ in place}
-    ops, theirs = {nano.id: nano.op for nano in plan.nano_ops}, {(run.nano.op, run.nano.stream) for run in runs}
-    strays = {(nano, w.stream) for w in windows for nano in w.nano_ops if (ops[nano], w.stream) not in theirs and (nano in placed)}
+    ops, theirs = (
+        {nano.id: nano.op for nano in plan.nano_ops},
+        {(run.nano.op, run.nano.stream) for run in runs},
+    )
+    strays = {
+        (nano, w.stream)
+        for w in windows
+        for nano in w.nano_ops
+        if (ops[nano], w.stream) not in theirs and (nano in placed)
+    }
     assert not strays, f"work on another stream than the plan's: {strays}"
     behind = _behind(runs)
     for index, run in enumerate(runs):
         window = place.get((run.nano.id, run.layer))
         if run.op.name in ATTENTION and run.nano.stream and window:
-            beside = [runs[i] for i in _beside(runs, behind, index) if runs[i].op.kind == "dense" and runs[i].nano.stream]
+            beside = [
+                runs[i]
+                for i in _beside(runs, behind, index)
+                if runs[i].op.kind == "dense" and runs[i].nano.stream
+            ]
             beside = [other for other in beside if other.nano.stream != run.nano.stream]
             apart = [other.nano.id for other in beside if not place[other.nano.id, other.layer].meets(window)]
             assert not apart, f"{run.nano.id} of layer {run.layer}: beside it should be {apart}"
     for sent in _spans(place, runs, behind):
-        assert sent.spanned or not sent.beside, f"{sent.nano_op} of layer {sent.layer} runs beside none of {sent.beside}"
+        assert sent.spanned or not sent.beside, (
+            f"{sent.nano_op} of layer {sent.layer} runs beside none of {sent.beside}"
+        )
     return windows
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """A collective of a layer. beside: products and attention that the plan lets run beside it, by id; spanned: those of them that do."""
+    """A collective of a layer. beside: products and attention that the plan lets run beside it, by id;
+    spanned: those of them that do.
+    """
 
     nano_op: str
     layer: int
@@ -156,23 +199,46 @@ def _spans(place: Mapping[tuple[str, int], Window], runs: Sequence[Run], behind:
     found = []
     for index, run in enumerate(runs):
         if run.op.kind == "network" and (window := place.get((run.nano.id, run.layer))):
-            near = [runs[i] for i in _beside(runs, behind, index) if runs[i].op.kind in ("dense", "attention")]
+            near = [
+                runs[i] for i in _beside(runs, behind, index) if runs[i].op.kind in ("dense", "attention")
+            ]
             near = [other for other in near if (other.nano.id, other.layer) in place]
             spanned = [other for other in near if place[other.nano.id, other.layer].meets(window)]
-            found.append(Sent(run.nano.id, run.layer, *(tuple(other.nano.id for other in each) for each in (near, spanned))))
+            found.append(
+                Sent(
+                    run.nano.id,
+                    run.layer,
+                    *(tuple(other.nano.id for other in each) for each in (near, spanned)),
+                )
+            )
     return found
 
 
 def _places(windows: Sequence[Window], runs: Sequence[Run], rows: int) -> dict[tuple[str, int], Window]:
-    """Where each product, attention and collective is, by (nano-op, layer); asserts that each is there once, on its stream."""
-    like = {run.nano.id: (run.nano.op, run.nano.stop - run.nano.start) for run in runs}  # XLA runs equal regions by one computation
+    """Where each product, attention and collective is, by (nano-op, layer); asserts that each is there once,
+    on its stream.
+    """
+    like = {
+        run.nano.id: (run.nano.op, run.nano.stop - run.nano.start) for run in runs
+    }  # XLA runs equal regions by one computation
     place: dict[tuple[str, int], Window] = {}
-    for stream, op in dict.fromkeys((run.nano.stream, run.nano.op) for run in runs if run.op.kind in ("dense", "attention", "network")):
+    for stream, op in dict.fromkeys(
+        (run.nano.stream, run.nano.op) for run in runs if run.op.kind in ("dense", "attention", "network")
+    ):
         wanted = [run for run in runs if (run.nano.stream, run.nano.op) == (stream, op)]
         wanted = [run for run in wanted if op != "decode_attention" or run.nano.start < rows]
-        there = [(like[nano], window) for window in windows for nano in window.nano_ops if like[nano][0] == op and window.stream == stream]
-        kernels = max(1, len(there) // max(1, len(wanted))) if op in ATTENTION and not stream else 1  # each a window of its own
-        assert [one for one, _ in there] == [like[run.nano.id] for run in wanted for _ in range(kernels)], f"{op} on stream {stream}"
+        there = [
+            (like[nano], window)
+            for window in windows
+            for nano in window.nano_ops
+            if like[nano][0] == op and window.stream == stream
+        ]
+        kernels = (
+            max(1, len(there) // max(1, len(wanted))) if op in ATTENTION and not stream else 1
+        )  # each a window of its own
+        assert [one for one, _ in there] == [like[run.nano.id] for run in wanted for _ in range(kernels)], (
+            f"{op} on stream {stream}"
+        )
         for at, run in enumerate(wanted):
             own = [window for _, window in there[at * kernels : (at + 1) * kernels]]
             place[run.nano.id, run.layer] = dataclasses.replace(own[0], last=own[-1].last)
@@ -181,17 +247,28 @@ def _places(windows: Sequence[Window], runs: Sequence[Run], rows: int) -> dict[t
 
 def _beside(runs: Sequence[Run], behind: Sequence[int], index: int) -> list[int]:
     """The runs that neither follow a run nor are followed by it."""
-    return [i for i in range(len(runs)) if i != index and not behind[i] >> index & 1 and not behind[index] >> i & 1]
+    return [
+        i
+        for i in range(len(runs))
+        if i != index and not behind[i] >> index & 1 and not behind[index] >> i & 1
+    ]
 
 
 def _behind(runs: Sequence[Run]) -> list[int]:
-    """For each run all that it follows, a bit each: what made its inputs, its stream, its waits, its layer's cache."""
+    """For each run all that it follows, a bit each: what made its inputs, its stream, its waits, its layer's
+    cache.
+    """
     found: list[int] = []
     for index, run in enumerate(runs):
         before = 0
         for i, other in enumerate(runs[:index]):
-            data = any((other.layer, value) in run.reads for value in other.makes) and other.span.meets(run.span)
-            cache = other.layer == run.layer and {other.nano.op == "rope_append", run.nano.op == "rope_append"} == {True, False}
+            data = any((other.layer, value) in run.reads for value in other.makes) and other.span.meets(
+                run.span
+            )
+            cache = other.layer == run.layer and {
+                other.nano.op == "rope_append",
+                run.nano.op == "rope_append",
+            } == {True, False}
             cache = cache and (other.nano.op in ATTENTION or run.nano.op in ATTENTION)
             lane = other.nano.stream == run.nano.stream and other.op.kind != "network"
             if data or cache or lane or other.nano.id in run.nano.waits:

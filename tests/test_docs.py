@@ -14,6 +14,10 @@ def test_the_picture_is_what_its_script_draws():
 
 
 def test_the_picture_shows_rooms_that_there_are():
-    modules = {part for path in paths.ROOT.glob("*/**/*.py") for part in path.relative_to(paths.ROOT).with_suffix("").parts}
+    modules = {
+        part
+        for path in paths.ROOT.glob("*/**/*.py")
+        for part in path.relative_to(paths.ROOT).with_suffix("").parts
+    }
     shown = {box.name.lower() for floor in architecture()["FLOORS"] for box in floor.boxes}
     assert shown <= modules

@@ -29,12 +29,17 @@ def test_it_compiles_for_gpus_that_are_not_there():
     assert {device.platform for device in jax.devices()} == {"cpu"}
 
     specs, replicated = (PartitionSpec(None, "tp"), PartitionSpec("tp")), PartitionSpec()
-    fn = jax.shard_map(lambda x, w: jax.lax.psum(x @ w, "tp"), mesh=mesh, in_specs=specs, out_specs=replicated)
+    fn = jax.shard_map(
+        lambda x, w: jax.lax.psum(x @ w, "tp"), mesh=mesh, in_specs=specs, out_specs=replicated
+    )
     args = abstract(mesh, (shape(256, 4096), shape(4096, 4096)), specs)
     compiled = compile_for_h200(fn, *args)
     assert compiled.machine_code
     assert "all-reduce" in compiled.hlo
-    assert any("gemm" in thunk.name or "Gemm" in thunk.kind or "cublas" in thunk.kind.lower() for thunk in compiled.thunks), compiled.thunks
+    assert any(
+        "gemm" in thunk.name or "Gemm" in thunk.kind or "cublas" in thunk.kind.lower()
+        for thunk in compiled.thunks
+    ), compiled.thunks
     assert compiled.memory.argument_size_in_bytes == 2 * (256 * 1024 + 1024 * 4096)  # of one shard
 
 
@@ -60,7 +65,14 @@ def test_thunks_know_their_stream():
 003: kAsyncDone done async_id=7
 """
     thunks = read_thunks(dump)
-    assert [thunk.stream for thunk in thunks] == ["", "computation_stream[1]", "computation_stream[1]", "communication_stream[0]", "", ""]
+    assert [thunk.stream for thunk in thunks] == [
+        "",
+        "computation_stream[1]",
+        "computation_stream[1]",
+        "communication_stream[0]",
+        "",
+        "",
+    ]
     assert [thunk.depth for thunk in thunks] == [0, 0, 1, 1, 0, 0]
     assert thunks[1].async_id == thunks[-1].async_id == 7
     assert [thunk.kind for thunk in thunks][-2:] == ["kGemm", "kAsyncDone"]

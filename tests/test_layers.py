@@ -1,4 +1,6 @@
-"""The house's floors: imports point down only. The laws are in `layers`; here they are held, and shown to bite."""
+"""The house's floors: imports point down only. The laws are in `layers`; here they are held, and shown to
+bite.
+"""
 
 from pathlib import Path
 
@@ -82,7 +84,10 @@ def test_a_lawful_house_has_no_violations(tmp_path):
     [
         ({"low/b.py": "import high.x\n"}, "low/b.py:1: low may not import high.x"),
         ({"low/b.py": "def f():\n    from high import x\n"}, "low/b.py:2: low may not import high.x"),
-        ({"low/b.py": "import importlib\nimportlib.import_module('high.x')\n"}, "low/b.py:2: low may not import high.x"),
+        (
+            {"low/b.py": "import importlib\nimportlib.import_module('high.x')\n"},
+            "low/b.py:2: low may not import high.x",
+        ),
         ({"low/deep/d.py": "from ...high import x\n"}, "low/deep/d.py:1: low may not import high.x"),
         ({"high/x.py": "from high import made\n"}, "high/x.py:1: high may not import high.made"),
         ({"high/x.py": "import pytest\n"}, "high/x.py:1: high may not import pytest: no dep @pypi//pytest"),
@@ -90,11 +95,23 @@ def test_a_lawful_house_has_no_violations(tmp_path):
         ({"high/x.py": "import low.gone.module\n"}, "high/x.py:1: no file is the module low.gone.module"),
         ({"high/new/y.py": ""}, "high/new/y.py: no target of BUILD owns it"),
         ({"top.py": ""}, "top.py: no target of BUILD owns it"),
-        ({"BUILD": BUILD + 'py_library(name = "two", srcs = ["low/b.py"])'}, "low/b.py: owned by low and by two"),
-        ({"BUILD": BUILD.replace('["@pypi//pytest"]', '["@pypi//pytest", ":high"]')}, "low: :high is not declared above it"),
-        ({"BUILD": BUILD.replace('deps = [":low"]', 'deps = [":low", ":high"]')}, "high: :high is not declared above it"),
+        (
+            {"BUILD": BUILD + 'py_library(name = "two", srcs = ["low/b.py"])'},
+            "low/b.py: owned by low and by two",
+        ),
+        (
+            {"BUILD": BUILD.replace('["@pypi//pytest"]', '["@pypi//pytest", ":high"]')},
+            "low: :high is not declared above it",
+        ),
+        (
+            {"BUILD": BUILD.replace('deps = [":low"]', 'deps = [":low", ":high"]')},
+            "high: :high is not declared above it",
+        ),
         ({"pyproject.toml": "[project]\n"}, "low: @pypi//pytest is not among pyproject.toml's dependencies"),
-        ({"low/b.py": "from low.deep import d\n", "low/deep/d.py": "import low.b\n"}, "a circle of imports: "),
+        (
+            {"low/b.py": "from low.deep import d\n", "low/deep/d.py": "import low.b\n"},
+            "a circle of imports: ",
+        ),
         ({"low/b.py": "if __name__ == '__main__':\n    from low import a\n"}, "a circle of imports: "),
     ],
 )
@@ -102,7 +119,9 @@ def test_a_breach_is_named(tmp_path, changes, complaint):
     assert any(complaint in line for line in house(tmp_path, changes)), house(tmp_path, changes)
 
 
-@pytest.mark.parametrize("rule", ["x = 1", "genrule(name = 'g')", 'py_library(name = "n", srcs = ["gone.py"])'])
+@pytest.mark.parametrize(
+    "rule", ["x = 1", "genrule(name = 'g')", 'py_library(name = "n", srcs = ["gone.py"])']
+)
 def test_a_build_file_that_says_nothing_checkable_is_refused(tmp_path, rule):
     with pytest.raises(ValueError, match="BUILD:"):
         house(tmp_path, {"BUILD": BUILD + rule})

@@ -20,7 +20,16 @@ COMMANDS = sorted(set(re.findall(r"python -m [\w.]+[^\n`]*", README)))
 @pytest.fixture(scope="module")
 def server():
     """The host:port of a server of a tiny model."""
-    command = [sys.executable, "-m", "serving", "--model", MODEL, "--port=0", "--admin_port=0", "--max_num_seqs=4"]
+    command = [
+        sys.executable,
+        "-m",
+        "serving",
+        "--model",
+        MODEL,
+        "--port=0",
+        "--admin_port=0",
+        "--max_num_seqs=4",
+    ]
     with subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -33,7 +42,9 @@ def server():
 
 @functools.cache
 def run_python(*arguments):
-    return subprocess.run([sys.executable, *arguments], cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=paths.ROOT, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_the_client_program_runs(server):
@@ -53,7 +64,9 @@ def test_the_python_program_runs():
 
 @pytest.fixture
 def help_of(no_flags, monkeypatch, capsys):
-    """What a module's help says when it is run. The server's commands define flags where they are imported, so they get a process."""
+    """What a module's help says when it is run. The server's commands define flags where they are imported,
+    so they get a process.
+    """
 
     def ask(module, *words):
         if module.startswith("serving"):

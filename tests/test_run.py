@@ -28,7 +28,9 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.delenv("PYENV_ROOT", raising=False)
     monkeypatch.delenv("UV_PYTHON_INSTALL_DIR", raising=False)
     real = run.os.path.exists
-    monkeypatch.setattr(run.os.path, "exists", lambda path: str(path).startswith(str(tmp_path)) and real(path))
+    monkeypatch.setattr(
+        run.os.path, "exists", lambda path: str(path).startswith(str(tmp_path)) and real(path)
+    )
     monkeypatch.setattr(run, "LAUNCHER", str(tmp_path / "launcher"))
     return tmp_path
 
@@ -92,6 +94,8 @@ def test_what_went_wrong_is_said_when_uv_cannot_be_installed(machine):
 
 @pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["nonsense"], 2), (["exec"], 2)])
 def test_the_help(arguments, status):
-    done = subprocess.run([sys.executable, str(paths.ROOT / "run.py"), *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(paths.ROOT / "run.py"), *arguments], capture_output=True, text=True
+    )
     assert done.returncode == status
     assert "python3 run.py test" in done.stdout

@@ -49,7 +49,9 @@ def _executor(
         max_num_batched_tokens=budget,
         max_num_seqs=seqs,
         num_kv_pages=pages,
-        step_sizes=str(min(budget, 16)),  # and the budget; each more is two programs, for each of dozens of engines
+        step_sizes=str(
+            min(budget, 16)
+        ),  # and the budget; each more is two programs, for each of dozens of engines
         plan=plan,
         quantization=quantization,
         kv_cache_dtype=kv,
@@ -57,9 +59,12 @@ def _executor(
     checkpoint = open_checkpoint(settings.model)
     config = resolve(settings, checkpoint.model_config)
     made = make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False)
-    # Its five layers run for thousands of steps; the others' two are compiled for longer than they run, and so is what few tests ask for.
+    # Its five layers run for thousands of steps; the others' two are compiled for longer than they run, and
+    # so is what few tests ask for.
     if (model, tp, plan, quantization, kv) == ("stories260K", 1, "sequential", None, "auto"):
-        made._compile = lambda lowered, options=None: lowered.compile(compiler_options=OFTEN | (options or {}))
+        made._compile = lambda lowered, options=None: lowered.compile(
+            compiler_options=OFTEN | (options or {})
+        )
     made.warm_up()
     return config, made
 
@@ -74,13 +79,17 @@ def loop(
     kv: str = "auto",
     **changes,
 ) -> Loop:
-    """A fresh loop (empty pages, empty prefix cache) over the shared executor; `changes` are of its `SchedulerConfig`."""
+    """A fresh loop (empty pages, empty prefix cache) over the shared executor; `changes` are of its
+    `SchedulerConfig`.
+    """
     config, made = executor(model, tp, budget, plan=plan, quantization=quantization, kv=kv)
     return make_loop(config, made.programs.context.config, made, **changes)
 
 
 @functools.cache
-def _with_copies(model: str, tp: int, budget: int, kv: str, sizes: tuple[int, ...] = (1, 4)) -> tuple[EngineConfig, Executor]:
+def _with_copies(
+    model: str, tp: int, budget: int, kv: str, sizes: tuple[int, ...] = (1, 4)
+) -> tuple[EngineConfig, Executor]:
     config, made = executor(model, tp, budget, kv=kv)
     made.copies = page_copies(config, made.programs.context.config, made, sizes=sizes)
     made.kv = made.copies.warm_up(made.kv)
@@ -110,7 +119,14 @@ def offloading_loop(
 
 
 def over_disk(
-    loop: Loop, model: str, folder: Path, *, tp: int = 1, budget: int = 64, kv: str = "auto", fingerprint: bytes = b"a model"
+    loop: Loop,
+    model: str,
+    folder: Path,
+    *,
+    tp: int = 1,
+    budget: int = 64,
+    kv: str = "auto",
+    fingerprint: bytes = b"a model",
 ) -> DiskTier:
     """The disk that is from now on below an `offloading_loop`'s host; the loop closes it."""
     config, made = executor(model, tp, budget, kv=kv)
@@ -154,7 +170,9 @@ def run(
     at_step: dict[int, Sequence[Request]] | None = None,
     preempt_at: Collection[int] = (),
 ) -> dict[str, Result]:
-    """Runs requests to their end; before the step of a number more of them may join, or the youngest that runs loses its place."""
+    """Runs requests to their end; before the step of a number more of them may join, or the youngest that
+    runs loses its place.
+    """
     results: dict[str, Result] = {}
     late = dict(at_step or {})
 

@@ -16,10 +16,12 @@
   trace        what each resource does over one layer of a step, from a profiler's trace; JSON and a picture
   memory       what a step's programs need beside weights and cache, and what room that leaves for KV
   perplexity   of a text, under each way to keep a model's numbers
-  sweep        rates, batch sizes or lengths of an engine; SARATHI's curves of the scheduler; JSON and a picture
+  sweep        rates, batch sizes or lengths of an engine; SARATHI's curves of the scheduler; JSON and a
+  picture
 
-Reports of throughput, latency, serve, sweep of an engine, hierarchy and plans hold the fraction reached of the optimal throughput of
-NanoFlow's Eq. 5 for the device; all but serve's also that of the bound by compute, memory, network and energy, where joules are known.
+Reports of throughput, latency, serve, sweep of an engine, hierarchy and plans hold the fraction reached of
+the optimal throughput of NanoFlow's Eq. 5 for the device; all but serve's also that of the bound by compute,
+memory, network and energy, where joules are known.
 `python -m jaxflow.bench COMMAND --help` lists a command's flags.
 """
 
@@ -63,7 +65,11 @@ def main(argv: list[str]) -> int:
 
 def _flag_help(command) -> list[str]:
     modules = (command.__name__, "jaxflow.bench.options", "jaxflow.offload.options", "jaxflow.flags")
-    return [flags.FLAGS.module_help(sys.modules[name]) for name in modules if name in flags.FLAGS.flags_by_module_dict()]
+    return [
+        flags.FLAGS.module_help(sys.modules[name])
+        for name in modules
+        if name in flags.FLAGS.flags_by_module_dict()
+    ]
 
 
 def _run(command) -> int:
@@ -84,7 +90,12 @@ def _run(command) -> int:
             print(f"wrote {flags.FLAGS.output_json}", file=sys.stderr)
     except BrokenPipeError:
         raise
-    except (ValueError, OSError, CheckpointError, RequestFailed) as error:  # ConfigError and WorkloadError are ValueErrors
+    except (
+        ValueError,
+        OSError,
+        CheckpointError,
+        RequestFailed,
+    ) as error:  # ConfigError and WorkloadError are ValueErrors
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -95,7 +106,12 @@ def without_weights() -> None:
     from jaxflow.model.checkpoint import shipped_configs
 
     f = flags.FLAGS
-    if "load_format" in f and f.load_format == "auto" and f.model in shipped_configs() and not Path(f.model).exists():
+    if (
+        "load_format" in f
+        and f.load_format == "auto"
+        and f.model in shipped_configs()
+        and not Path(f.model).exists()
+    ):
         f.load_format = "dummy"
 
 

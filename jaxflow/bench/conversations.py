@@ -1,7 +1,8 @@
-"""Conversations: each round's prompt is all that was said so far and some new text, sent when the answer before it was read.
+"""Conversations: each round's prompt is all that was said so far and some new text, sent when the answer
+before it was read.
 
-The multi-round workload of NanoFlow's KV hierarchy (§4.2.2). New texts are random token ids and lengths come from a seed;
-the answers are the engine's, so the prompts of later rounds are known only as it runs.
+The multi-round workload of NanoFlow's KV hierarchy (§4.2.2). New texts are random token ids and lengths come
+from a seed; the answers are the engine's, so the prompts of later rounds are known only as it runs.
 """
 
 import dataclasses
@@ -14,7 +15,9 @@ from jaxflow.bench.workload import Item, WorkloadError
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """New text, int32 [n], and how long its answer gets. `think_s`: from the end of the answer before it to its sending."""
+    """New text, int32 [n], and how long its answer gets. `think_s`: from the end of the answer before it to
+    its sending.
+    """
 
     text: np.ndarray
     output_tokens: int
@@ -23,7 +26,9 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """`arrival_s`: when its first round is sent. `opening`: which round the first one counts as, see `of_items`."""
+    """`arrival_s`: when its first round is sent. `opening`: which round the first one counts as, see
+    `of_items`.
+    """
 
     arrival_s: float
     rounds: tuple[Round, ...]
@@ -40,15 +45,19 @@ def synthetic(
     max_tokens: float = float("inf"),
     seed: int = 0,
 ) -> list[Conversation]:
-    """Conversations that begin with `openings` and go on with the lengths of `later`, the next ones for each in turn.
+    """Conversations that begin with `openings` and go on with the lengths of `later`, the next ones for each
+    in turn.
 
-    think_s: the mean of exponential pauses. A conversation ends before a round that would make it longer than `max_tokens`.
+    think_s: the mean of exponential pauses. A conversation ends before a round that would make it longer than
+    `max_tokens`.
 
     Raises:
       WorkloadError: if `later` is no multiple of the openings.
     """
     if not openings or len(later) % len(openings):
-        raise WorkloadError(f"{len(later)} later rounds for {len(openings)} conversations: a multiple is possible")
+        raise WorkloadError(
+            f"{len(later)} later rounds for {len(openings)} conversations: a multiple is possible"
+        )
     made = []
     for index, opening in enumerate(openings):
         rng = np.random.default_rng([seed, 6, index])
@@ -65,8 +74,10 @@ def synthetic(
 
 
 def of_items(items: Sequence[Item], prompts: Sequence[np.ndarray]) -> list[Conversation]:
-    """Each item as a conversation of one round, which counts as a second one if an earlier item shares more of its blocks
-    than all of them have in common (a system's prompt): a trace has the rounds of one conversation as separate requests."""
+    """Each item as a conversation of one round, which counts as a second one if an earlier item shares more
+    of its blocks than all of them have in common (a system's prompt): a trace has the rounds of one
+    conversation as separate requests.
+    """
     shared = shared_blocks(items)
     common = min((len(_common(items[0].blocks, item.blocks)) for item in items), default=0)
     return [
@@ -98,4 +109,8 @@ def shared_blocks(items: Sequence[Item]) -> list[int]:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> Sequence[int]:
-    return one[: next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))]
+    return one[
+        : next(
+            (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        )
+    ]

@@ -1,4 +1,6 @@
-"""Conversations with an engine in this process: the next round of each is submitted when its answer has ended."""
+"""Conversations with an engine in this process: the next round of each is submitted when its answer has
+ended.
+"""
 
 import heapq
 import queue
@@ -11,7 +13,17 @@ from tqdm import tqdm
 from jaxflow.bench.conversations import Conversation
 from jaxflow.bench.drive import Submits
 from jaxflow.bench.report import Record
-from jaxflow.engine.request import Delta, Draining, Event, Finished, InvalidRequest, QueueFull, Request, SamplingParams, Started
+from jaxflow.engine.request import (
+    Delta,
+    Draining,
+    Event,
+    Finished,
+    InvalidRequest,
+    QueueFull,
+    Request,
+    SamplingParams,
+    Started,
+)
 
 
 class Talk:
@@ -27,14 +39,25 @@ class Talk:
     @property
     def left(self) -> int:
         """Rounds to come; none after one that failed."""
-        return 0 if self.records and self.records[-1].error else len(self.conversation.rounds) - len(self.records)
+        return (
+            0
+            if self.records and self.records[-1].error
+            else len(self.conversation.rounds) - len(self.records)
+        )
 
     def next_round(self) -> Request:
         """The request of the next round, sent now."""
         known = len(self.said) or self.conversation.known_tokens
         number, turn = len(self.records), self.conversation.rounds[len(self.records)]
         self.said = np.concatenate([self.said, turn.text])
-        self.records.append(Record(len(self.said), time.perf_counter(), round=self.conversation.opening + number, known_tokens=known))
+        self.records.append(
+            Record(
+                len(self.said),
+                time.perf_counter(),
+                round=self.conversation.opening + number,
+                known_tokens=known,
+            )
+        )
         sampling = SamplingParams(temperature=0.0, max_tokens=turn.output_tokens, ignore_eos=True, seed=0)
         return Request(f"bench-{self.index}-{number}", self.said.tolist(), sampling)
 
@@ -74,11 +97,13 @@ class Talks:
             self.by_request[event.request_id].take(event, now)
 
 
-def converse(engine: Submits, conversations: Sequence[Conversation], *, progress: bool = False) -> tuple[list[list[Record]], float]:
+def converse(
+    engine: Submits, conversations: Sequence[Conversation], *, progress: bool = False
+) -> tuple[list[list[Record]], float]:
     """Each conversation from its time on, greedy and past end tokens.
 
-    A round that the engine refuses is a failed record, and ends its conversation. Returns the records of each, and the
-    seconds from the first submission to the last token.
+    A round that the engine refuses is a failed record, and ends its conversation. Returns the records of
+    each, and the seconds from the first submission to the last token.
     """
     ended: queue.SimpleQueue[Talk] = queue.SimpleQueue()
     talks = [Talk(i, conversation, ended) for i, conversation in enumerate(conversations)]

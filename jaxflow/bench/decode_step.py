@@ -1,18 +1,22 @@
-"""Where a decode step's time goes: whole steps of Llama-3.1-8B under each way of launching their kernels, and every kernel's time.
+"""Where a decode step's time goes: whole steps of Llama-3.1-8B under each way of launching their kernels, and
+every kernel's time.
 
   python -m jaxflow.bench decode_step --precision fp8 --requests 1,64,256 --output_json FILE
-  python -m jaxflow.bench decode_step --precision fp8 --requests 1,64 --steps 1000 --output_json FILE    nothing is timed: `graph_steps`
+  python -m jaxflow.bench decode_step --precision fp8 --requests 1,64 --steps 1000 --output_json FILE
+  nothing is timed: `graph_steps`
 
-All requests decode their last token over a random cache, again and again, head and sampling included. In turn, in one process:
+All requests decode their last token over a random cache, again and again, head and sampling included. In
+turn, in one process:
 
     graph              one CUDA graph, as larger steps are
     graph and chunks   the same with the kernel for prefill chunks, of which there are none
     one by one         its kernels launched by themselves
-    early              launched by themselves, each before the one before it has ended (`pallas_kernels.dependent`), as small steps are
+    early              launched by themselves, each before the one before it has ended
+    (`pallas_kernels.dependent`), as small steps are
 
-Beside each stands whether its hidden states are the first one's to the bit (of more than 64 rows XLA's products may differ: it tunes each
-program for itself), and how long the host takes to enqueue a step. Then a profiler watches the kernels that are launched by themselves; it
-does not see those of a graph.
+Beside each stands whether its hidden states are the first one's to the bit (of more than 64 rows XLA's
+products may differ: it tunes each program for itself), and how long the host takes to enqueue a step. Then a
+profiler watches the kernels that are launched by themselves; it does not see those of a graph.
 """
 
 import collections
@@ -46,7 +50,9 @@ from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import sequential_plan
 from pallas_kernels.checks.timing import interleaved
 
-WAYS = {  # (a name in jaxflow.pipeline.streams.GRAPHS, whether kernels begin early, whether there is a kernel for chunks)
+# (a name in jaxflow.pipeline.streams.GRAPHS, whether kernels begin early, whether there is a kernel for
+# chunks)
+WAYS = {
     "graph": ("xla", False, False),
     "graph and chunks": ("xla", False, True),
     "one by one": ("streams", False, False),
@@ -55,7 +61,9 @@ WAYS = {  # (a name in jaxflow.pipeline.streams.GRAPHS, whether kernels begin ea
 
 
 class Steps:
-    """Steps of one number of requests, by way. They share the executor's cache, which each step is given and gives back."""
+    """Steps of one number of requests, by way. They share the executor's cache, which each step is given and
+    gives back.
+    """
 
     def __init__(self, executor: Executor, requests: int, tokens: int, context: int, quantized: bool):
         self.executor, self.requests, self.tokens, self.context = executor, requests, tokens, context
@@ -83,13 +91,17 @@ class Steps:
 
     def forward(self, way: str, last: jax.Array) -> tuple[jax.Array, Any]:
         e = self.executor
-        hidden, _, rows, e.kv, e.page_table = self.programs[way](e.weights, e.kv, e.page_table, last, self.buffers[way])
+        hidden, _, rows, e.kv, e.page_table = self.programs[way](
+            e.weights, e.kv, e.page_table, last, self.buffers[way]
+        )
         return hidden, rows
 
     def run(self, way: str) -> jax.Array:
         """A whole step, enqueued; its drawn tokens are the next one's."""
         e = self.executor
-        tokens, e.last_tokens = self.sampler(head(e.weights), *self.forward(way, e.last_tokens), e.last_tokens)
+        tokens, e.last_tokens = self.sampler(
+            head(e.weights), *self.forward(way, e.last_tokens), e.last_tokens
+        )
         return tokens
 
     def same_bits(self, times: int = 8) -> dict[str, bool]:
@@ -98,7 +110,11 @@ class Steps:
         last = jax.device_put(last, self.executor.last_tokens.sharding)
         wanted = np.asarray(self.forward(next(iter(WAYS)), last)[0])[: self.requests]
         return {
-            way: all(np.array_equal(wanted, np.asarray(self.forward(way, last)[0])[: self.requests]) for _ in range(times)) for way in WAYS
+            way: all(
+                np.array_equal(wanted, np.asarray(self.forward(way, last)[0])[: self.requests])
+                for _ in range(times)
+            )
+            for way in WAYS
         }
 
     def enqueue_us(self, way: str, times: int = 5) -> float:
@@ -114,7 +130,9 @@ class Steps:
 
 
 def kernels_of(run: Callable[[], jax.Array], steps: int = 6) -> dict[str, Any]:
-    """One step's kernels by name: how often each ran and how long, in all; and how long the step took from the first to the last."""
+    """One step's kernels by name: how often each ran and how long, in all; and how long the step took from
+    the first to the last.
+    """
     with tempfile.TemporaryDirectory() as folder:
         settings = jax.profiler.ProfileOptions()
         settings.python_tracer_level = 0
@@ -141,20 +159,40 @@ def define_flags() -> None:
     flags.DEFINE_enum("precision", "bf16", sorted(PRECISIONS), "fp8: with an fp8 cache, too.")
     flags.DEFINE_list("requests", [str(n) for n in REQUESTS], "How many requests decode.")
     flags.DEFINE_list(
-        "smallest", ["8"], "Fewer requests run in a step of so many tokens (8; an engine's of one, in bfloat16, 1); several: in each."
+        "smallest",
+        ["8"],
+        (
+            "Fewer requests run in a step of so many tokens (8; an engine's of one, in bfloat16, 1); "
+            "several: in each."
+        ),
     )
     flags.DEFINE_integer("context", CONTEXT, "Tokens of each request, the new one included.", lower_bound=2)
     flags.DEFINE_float("seconds", 0.5, "How long each way is measured.", lower_bound=0.0)
-    flags.DEFINE_integer("steps", 0, "Times nothing: so many steps as a graph and launched one by one must be the same.", lower_bound=0)
+    flags.DEFINE_integer(
+        "steps",
+        0,
+        "Times nothing: so many steps as a graph and launched one by one must be the same.",
+        lower_bound=0,
+    )
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
 def _executor(model: str, precision: str, sizes: list[int], context: int) -> Executor:
-    """An executor, not warm, of steps of these sizes, ascending. Each of its slots has pages of a random cache."""
+    """An executor, not warm, of steps of these sizes, ascending. Each of its slots has pages of a random
+    cache.
+    """
     checkpoint = open_checkpoint(model, load_format="dummy")
     most, per = sizes[-1], -(-(context + 1) // 64)
-    settings = {"load_format": "dummy", "max_num_seqs": most, "max_num_batched_tokens": most, "num_kv_pages": most * per + 1}
-    config = resolve(EngineConfig(model, max_model_len=64 * per, **settings, **PRECISIONS[precision]), checkpoint.model_config)
+    settings = {
+        "load_format": "dummy",
+        "max_num_seqs": most,
+        "max_num_batched_tokens": most,
+        "num_kv_pages": most * per + 1,
+    }
+    config = resolve(
+        EngineConfig(model, max_model_len=64 * per, **settings, **PRECISIONS[precision]),
+        checkpoint.model_config,
+    )
     plans = {tokens: (sequential_plan(checkpoint.model_config, tokens),) for tokens in sizes}
     executor = make_executor(config, checkpoint, plans, progress=False)
     fill_cache(executor)
@@ -165,44 +203,78 @@ def _executor(model: str, precision: str, sizes: list[int], context: int) -> Exe
 
 
 def _compared(executor: Executor, wanted: list[tuple[int, int]]) -> dict[str, Any]:
-    """Of each (requests, tokens of a step): steps of decodes alone, and steps most of whose tokens are a chunk."""
+    """Of each (requests, tokens of a step): steps of decodes alone, and steps most of whose tokens are a
+    chunk.
+    """
     f, rows = flags.FLAGS, []
     given = {name: f[name].value for name in ("model", "precision", "context", "steps")}
     for n, tokens in wanted:
         few = 3 * tokens // 8
         for decodes, chunk in ((n, 0), (few, tokens - few)):
             if decodes:
-                how = {"context": f.context, "steps": f.steps, "quantized": f.precision == "fp8", "early": not chunk}
+                how = {
+                    "context": f.context,
+                    "steps": f.steps,
+                    "quantized": f.precision == "fp8",
+                    "early": not chunk,
+                }
                 rows.append(agreement(executor, tokens, decodes=decodes, chunk=chunk, **how))
                 print(
-                    f"{decodes:4} decodes, a chunk of {chunk:3}: first to differ of {f.steps} steps: {rows[-1]['first_difference']}",
+                    (
+                        f"{decodes:4} decodes, a chunk of {chunk:3}: first to differ of {f.steps} steps: "
+                        f"{rows[-1]['first_difference']}"
+                    ),
                     flush=True,
                 )
-    about = {"command_name": "decode_step", **machine.describe(), "xla_flags": os.environ.get("XLA_FLAGS", "")}
+    about = {
+        "command_name": "decode_step",
+        **machine.describe(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
     return about | given | {"compared": rows, "same": all(row["same"] for row in rows)}
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, CheckpointError; ValueError where there is no GPU: it holds a model of gigabytes by default."""
+    """The command. Raises: ConfigError, CheckpointError; ValueError where there is no GPU: it holds a model
+    of gigabytes by default.
+    """
     machine.need_gpu("decode_step")
     f = flags.FLAGS
     requests = [int(n) for n in f.requests]
-    wanted = [(n, tokens) for n in requests for tokens in sorted({max(int(least), n) for least in f.smallest})]
+    wanted = [
+        (n, tokens) for n in requests for tokens in sorted({max(int(least), n) for least in f.smallest})
+    ]
     executor = _executor(f.model, f.precision, sorted({tokens for _, tokens in wanted}), f.context)
     if f.steps:
         return _compared(executor, wanted)
     every = [Steps(executor, *one, f.context, f.precision == "fp8") for one in wanted]
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda job: job[0].compile(job[1]), [(steps, way) for steps in every for way in WAYS]))
+        list(
+            threads.map(lambda job: job[0].compile(job[1]), [(steps, way) for steps in every for way in WAYS])
+        )
     rows: list[dict[str, Any]] = []
     for steps in every:
         same = steps.same_bits()
         timings = interleaved({way: functools.partial(steps.run, way) for way in WAYS}, seconds=f.seconds)
-        ways = {way: dataclasses.asdict(timings[way]) | {"same_bits": same[way], "enqueue_us": steps.enqueue_us(way)} for way in WAYS}
+        ways = {
+            way: dataclasses.asdict(timings[way])
+            | {"same_bits": same[way], "enqueue_us": steps.enqueue_us(way)}
+            for way in WAYS
+        }
         for way, row in ways.items():
             took = f"{row['us'] / 1e3:7.3f} ms ±{row['spread'] / 2:.1%}, the same bits: {same[way]}"
             print(f"{steps.requests:4} requests in {steps.tokens}, {way:17} {took}", flush=True)
-        profiles = {way: kernels_of(functools.partial(steps.run, way)) for way, (graphs, *_) in WAYS.items() if graphs == "streams"}
+        profiles = {
+            way: kernels_of(functools.partial(steps.run, way))
+            for way, (graphs, *_) in WAYS.items()
+            if graphs == "streams"
+        }
         rows.append({"requests": steps.requests, "tokens": steps.tokens, "ways": ways, "profiles": profiles})
     given = {name: f[name].value for name in ("model", "precision", "context", "seconds")}
-    return {"command_name": "decode_step", **machine.describe(), "xla_flags": os.environ.get("XLA_FLAGS", ""), **given, "steps": rows}
+    return {
+        "command_name": "decode_step",
+        **machine.describe(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        **given,
+        "steps": rows,
+    }

@@ -1,11 +1,14 @@
-"""The disk tier of the KV hierarchy on this machine: how fast pages go down, come up, and are found at a start.
+"""The disk tier of the KV hierarchy on this machine: how fast pages go down, come up, and are found at a
+start.
 
-  python -m jaxflow.bench disk --model llama-3.1-8b --kv_offloading_size 8 --kv_disk_path /mnt/nvme --kv_disk_size 32
+  python -m jaxflow.bench disk --model llama-3.1-8b --kv_offloading_size 8 --kv_disk_path /mnt/nvme
+  --kv_disk_size 32
 
-Random pages of the model's size are written as the engine's are, from the host's memory, until the disk has --pages of them; a new
-tier makes its index from the folder; then they are read ahead, back into host memory, after the kernel was told to forget them,
-and each is compared with what was written. Reading pays where its tokens a second, beside those that the device computes, are
-not far fewer. The folder must not have pages already.
+Random pages of the model's size are written as the engine's are, from the host's memory, until the disk has
+--pages of them; a new tier makes its index from the folder; then they are read ahead, back into host memory,
+after the kernel was told to forget them, and each is compared with what was written. Reading pays where its
+tokens a second, beside those that the device computes, are not far fewer. The folder must not have pages
+already.
 """
 
 import dataclasses
@@ -53,10 +56,15 @@ def measure(config: EngineConfig, model: ModelConfig, pages: int) -> dict[str, A
     length = disk.page_bytes[0]
     if disk.counters().pages:
         disk.close()
-        raise WorkloadError(f"--kv_disk_path {config.kv_disk_path}: {disk.counters().pages} pages are there; an empty folder is possible")
+        raise WorkloadError(
+            f"--kv_disk_path {config.kv_disk_path}: {disk.counters().pages} pages are there; an "
+            f"empty folder is possible"
+        )
     if pages * disk.file_bytes(key_of(0)) > disk.capacity_bytes:
         disk.close()
-        raise WorkloadError(f"--pages {pages} of {length} bytes are more than --kv_disk_size {config.kv_disk_size} GiB holds")
+        raise WorkloadError(
+            f"--pages {pages} of {length} bytes are more than --kv_disk_size {config.kv_disk_size} GiB holds"
+        )
     rng = np.random.default_rng(0)
     drawn = [rng.integers(0, 256, length, dtype=np.uint8) for _ in range(DISTINCT)]
     result: dict[str, Any] = {"page_bytes": length, "pages": pages, "bytes": pages * length}
@@ -99,7 +107,11 @@ def measure(config: EngineConfig, model: ModelConfig, pages: int) -> dict[str, A
         if found is not None:
             from_bytes(found, sharding)
     seconds = time.perf_counter() - begin
-    result |= {"read_gb_per_s": rate(seconds), "read_tokens_per_s": pages * config.block_size / seconds, "same_bytes": right}
+    result |= {
+        "read_gb_per_s": rate(seconds),
+        "read_tokens_per_s": pages * config.block_size / seconds,
+        "same_bytes": right,
+    }
     disk.close()
     for i in range(pages):
         (disk.folder / f"{key_of(i).hex()}.kv").unlink(missing_ok=True)
@@ -114,7 +126,9 @@ def _open(config: EngineConfig, model: ModelConfig) -> DiskTier:
 
 
 def _forget(disk: DiskTier) -> None:
-    """Has the kernel write what it holds of the files, and forget it, so that they are read from the disk itself."""
+    """Has the kernel write what it holds of the files, and forget it, so that they are read from the disk
+    itself.
+    """
     for file in disk.folder.glob("*.kv"):
         fd = os.open(file, os.O_RDONLY)
         try:
@@ -133,7 +147,12 @@ def run() -> dict[str, Any]:
         raise WorkloadError(f"--model {config.model}: no configuration of that name or path")
     prepare_process(config)
     config = resolve(config, model)
-    result = {"command_name": "disk", "model": config.model, "engine_config": dataclasses.asdict(config), **machine.describe()}
+    result = {
+        "command_name": "disk",
+        "model": config.model,
+        "engine_config": dataclasses.asdict(config),
+        **machine.describe(),
+    }
     result |= measure(config, model, f.pages)
     print(text(result))
     return result

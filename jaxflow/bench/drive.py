@@ -11,7 +11,17 @@ from tqdm import tqdm
 from jaxflow.bench.report import Record
 from jaxflow.bench.workload import Item
 from jaxflow.engine.driver import Mailbox
-from jaxflow.engine.request import Delta, Draining, Event, Finished, InvalidRequest, QueueFull, Request, SamplingParams, Started
+from jaxflow.engine.request import (
+    Delta,
+    Draining,
+    Event,
+    Finished,
+    InvalidRequest,
+    QueueFull,
+    Request,
+    SamplingParams,
+    Started,
+)
 
 
 class Submits(Protocol):
@@ -23,7 +33,11 @@ class Submits(Protocol):
 def greedy_requests(items: Sequence[Item], token_ids: Sequence[np.ndarray]) -> list[Request]:
     """The rival's protocol: greedy, exactly as many tokens as the item says, whatever end tokens come."""
     return [
-        Request(f"bench-{i}", ids.tolist(), SamplingParams(temperature=0.0, max_tokens=item.output_tokens, ignore_eos=True, seed=0))
+        Request(
+            f"bench-{i}",
+            ids.tolist(),
+            SamplingParams(temperature=0.0, max_tokens=item.output_tokens, ignore_eos=True, seed=0),
+        )
         for i, (item, ids) in enumerate(zip(items, token_ids, strict=True))
     ]
 
@@ -32,7 +46,9 @@ class Recorder:
     """A mailbox that keeps times and counts, not tokens: it must cost the engine's thread next to nothing."""
 
     def __init__(self, requests: Sequence[Request], on_finished: Callable[[], object] = lambda: None):
-        self.records = {request.request_id: Record(len(request.prompt_token_ids), 0.0) for request in requests}
+        self.records = {
+            request.request_id: Record(len(request.prompt_token_ids), 0.0) for request in requests
+        }
         self.done = threading.Event()
         self._left = len(requests)
         self._lock = threading.Lock()
@@ -64,12 +80,16 @@ class Recorder:
 
 
 def drive(
-    engine: Submits, requests: Sequence[Request], arrivals_s: Sequence[float] | None = None, *, progress: bool = False
+    engine: Submits,
+    requests: Sequence[Request],
+    arrivals_s: Sequence[float] | None = None,
+    *,
+    progress: bool = False,
 ) -> tuple[list[Record], float]:
     """Submits each request at its time (None: all at once) and waits for all.
 
-    A request that the engine refuses is a failed record. Returns the records in order, and the seconds from the first
-    submission to the last token.
+    A request that the engine refuses is a failed record. Returns the records in order, and the seconds from
+    the first submission to the last token.
     """
     with tqdm(total=len(requests), disable=not progress, unit="request", mininterval=1.0) as bar:
         recorder = Recorder(requests, bar.update)

@@ -1,7 +1,8 @@
-"""How long the device does nothing while an engine runs: what a profiler sees of its kernels, by the length of the gaps between them.
+"""How long the device does nothing while an engine runs: what a profiler sees of its kernels, by the length
+of the gaps between them.
 
-The profiler runs for a moment in the middle of a run, and may slow it: kernels of a CUDA graph are traced one by one. So the shares are
-at most too large, and the run that they are of is no measurement of throughput.
+The profiler runs for a moment in the middle of a run, and may slow it: kernels of a CUDA graph are traced one
+by one. So the shares are at most too large, and the run that they are of is no measurement of throughput.
 """
 
 import contextlib
@@ -36,7 +37,9 @@ class Watched:
 
 @contextlib.contextmanager
 def watch(seconds: float, begin: Callable[[], bool]) -> Iterator[Watched]:
-    """While the block runs, profiles `seconds` of it from the moment on at which `begin()` is true; less, if the block ends before."""
+    """While the block runs, profiles `seconds` of it from the moment on at which `begin()` is true; less, if
+    the block ends before.
+    """
     watched, over = Watched(), threading.Event()
     settings = jax.profiler.ProfileOptions()
     settings.python_tracer_level = 0
@@ -62,9 +65,11 @@ def watch(seconds: float, begin: Callable[[], bool]) -> Iterator[Watched]:
 
 
 def shares(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    """The share of the time from the first kernel to the last in which none runs: in all, between steps, by the gaps' lengths.
+    """The share of the time from the first kernel to the last in which none runs: in all, between steps, by
+    the gaps' lengths.
 
-    A gap is between steps if the program that runs is another after it, or if it is longer than kernels of one step leave.
+    A gap is between steps if the program that runs is another after it, or if it is longer than kernels of
+    one step leave.
 
     kernels: in order of their start, at least one; copies to and from the host are none.
     """

@@ -1,12 +1,15 @@
-"""What each tier of the KV hierarchy saves conversations, and what it costs requests that share nothing (NanoFlow §4.2.2, §6.4).
+"""What each tier of the KV hierarchy saves conversations, and what it costs requests that share nothing
+(NanoFlow §4.2.2, §6.4).
 
-  python -m jaxflow.bench hierarchy --model llama-3.1-8b --load_format dummy --rounds 5 --num_requests 256 --request_rate 4
+  python -m jaxflow.bench hierarchy --model llama-3.1-8b --load_format dummy --rounds 5 --num_requests 256
+  --request_rate 4
       --kv_offloading_size 64 --kv_disk_path /mnt/nvme --kv_disk_size 500
 
-The same conversations meet an engine with all tiers, a new one that finds the disk as the last one left it, then engines with
-one tier less each time, down to no reuse at all; all on the same weights, cache and compiled programs. After them each engine
-runs requests without anything in common, all at once, some times over: the paper loses 3 % of throughput to offloading there.
-A tier is left out where its flag is not set. Of a trace of Mooncake's it is the first requests in their order, at random times.
+The same conversations meet an engine with all tiers, a new one that finds the disk as the last one left it,
+then engines with one tier less each time, down to no reuse at all; all on the same weights, cache and
+compiled programs. After them each engine runs requests without anything in common, all at once, some times
+over: the paper loses 3 % of throughput to offloading there. A tier is left out where its flag is not set. Of
+a trace of Mooncake's it is the first requests in their order, at random times.
 """
 
 import dataclasses
@@ -39,7 +42,13 @@ WAYS: dict[str, Callable[[EngineConfig], EngineConfig]] = {
     "disk": lambda config: dataclasses.replace(config, enable_prefix_caching=True),
     "disk, restarted": lambda config: dataclasses.replace(config, enable_prefix_caching=True),
 }
-ORDER = ("disk", "disk, restarted", "host", "device", "recompute")  # whose executor serves the others comes first
+ORDER = (
+    "disk",
+    "disk, restarted",
+    "host",
+    "device",
+    "recompute",
+)  # whose executor serves the others comes first
 
 
 def define_flags() -> None:
@@ -47,49 +56,84 @@ def define_flags() -> None:
     options.define_workload()
     options.define_conversations(rounds=4)
     options.define_report()
-    flags.DEFINE_float("request_rate", math.inf, "Conversations that begin in a second, on average; inf: all at once.")
+    flags.DEFINE_float(
+        "request_rate", math.inf, "Conversations that begin in a second, on average; inf: all at once."
+    )
     flags.DEFINE_multi_enum(
-        "only", [], list(WAYS), "An engine to run, by its lowest tier; may be repeated. Default: all that have their tiers."
+        "only",
+        [],
+        list(WAYS),
+        "An engine to run, by its lowest tier; may be repeated. Default: all that have their tiers.",
     )
     flags.DEFINE_integer("repeats", 3, "How often the requests without reuse are run.", lower_bound=1)
 
 
 def ways(config: EngineConfig) -> dict[str, EngineConfig]:
-    """The engines to compare, by the lowest tier that each has; without the tiers that `config` does not have."""
+    """The engines to compare, by the lowest tier that each has; without the tiers that `config` does not
+    have.
+    """
     host, disk = config.kv_offloading_size > 0, config.kv_disk_path is not None
     there = {"recompute": True, "device": True, "host": host, "disk": disk, "disk, restarted": disk}
     return {name: way(config) for name, way in WAYS.items() if there[name]}
 
 
-def measure(llm: LLM, talks: Sequence[Conversation], alone: Sequence[Item], repeats: int, seed: int) -> dict[str, Any]:
+def measure(
+    llm: LLM, talks: Sequence[Conversation], alone: Sequence[Item], repeats: int, seed: int
+) -> dict[str, Any]:
     """The conversations' report, and of the requests without reuse the throughput of each repeat."""
     found = throughput.measure_conversations(llm, talks, progress=True)
-    rates = [throughput.measure(llm, alone, seed=seed + 1 + i, progress=True)["total_token_throughput"] for i in range(repeats)]
-    return {"conversations": found, "no_reuse": {"total_token_throughput": rates, "median": statistics.median(rates)}}
+    rates = [
+        throughput.measure(llm, alone, seed=seed + 1 + i, progress=True)["total_token_throughput"]
+        for i in range(repeats)
+    ]
+    return {
+        "conversations": found,
+        "no_reuse": {"total_token_throughput": rates, "median": statistics.median(rates)},
+    }
 
 
-def _measure_way(config: EngineConfig, executor: Executor | None) -> tuple[dict[str, Any], dict[str, Any], Executor]:
+def _measure_way(
+    config: EngineConfig, executor: Executor | None
+) -> tuple[dict[str, Any], dict[str, Any], Executor]:
     """The head of the report, one engine's figures, and its executor for the next."""
     f = flags.FLAGS
     seed = f.workload_seed
-    config = dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values())))
+    config = dataclasses.replace(
+        config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values()))
+    )
     with LLM.from_config(config, executor=executor) as llm:
-        items, described = options.items_from_flags(llm.max_model_len, ordered=True)  # who shares blocks comes near each other
+        items, described = options.items_from_flags(
+            llm.max_model_len, ordered=True
+        )  # who shares blocks comes near each other
         openings = workload.poisson_arrivals(items, f.request_rate, seed)
-        talks, more = options.conversations_from_flags(openings, llm.max_model_len, llm.model_config.vocab_size)
+        talks, more = options.conversations_from_flags(
+            openings, llm.max_model_len, llm.model_config.vocab_size
+        )
         alone = [Item(item.prompt_tokens, item.output_tokens) for item in items]
-        return {**throughput.head(llm), "workload": described | more}, measure(llm, talks, alone, f.repeats, seed), llm.executor
+        return (
+            {**throughput.head(llm), "workload": described | more},
+            measure(llm, talks, alone, f.repeats, seed),
+            llm.executor,
+        )
 
 
 def run() -> dict[str, Any]:
-    """The command; the report is written after each engine. Raises: ConfigError, WorkloadError, ValueError for flags that do not work."""
+    """The command; the report is written after each engine. Raises: ConfigError, WorkloadError, ValueError
+    for flags that do not work.
+    """
     f = flags.FLAGS
-    chosen = {name: config for name, config in ways(engine_config_from_flags()).items() if name in (f.only or WAYS)}
+    chosen = {
+        name: config for name, config in ways(engine_config_from_flags()).items() if name in (f.only or WAYS)
+    }
     if not chosen:
-        raise ConfigError("only", ",".join(f.only), "an engine whose tiers are given: --kv_offloading_size, --kv_disk_path")
+        raise ConfigError(
+            "only", ",".join(f.only), "an engine whose tiers are given: --kv_offloading_size, --kv_disk_path"
+        )
     options.check_workload(min(map(options.longest, chosen.values())))
     if not f.request_rate > 0:
-        raise ConfigError("request_rate", f.request_rate, "a positive number of conversations a second, or inf")
+        raise ConfigError(
+            "request_rate", f.request_rate, "a positive number of conversations a second, or inf"
+        )
     rate = "inf" if math.isinf(f.request_rate) else f.request_rate
     result: dict[str, Any] = {}
     executor: Executor | None = None
@@ -97,7 +141,11 @@ def run() -> dict[str, Any]:
         print(f"{name}:", file=sys.stderr)
         head, found, executor = _measure_way(chosen[name], executor)
         result = result or {"command_name": "hierarchy", **head, "request_rate": rate, "ways": {}}
-        result["ways"] = {way: found if way == name else result["ways"][way] for way in WAYS if way == name or way in result["ways"]}
+        result["ways"] = {
+            way: found if way == name else result["ways"][way]
+            for way in WAYS
+            if way == name or way in result["ways"]
+        }
         if f.output_json:
             write_json(f.output_json, result)
     print(text(result))

@@ -1,10 +1,12 @@
-"""What a step costs on the CPU: the engine's thread, its scheduler, packing and deliveries, with a device that takes no time.
+"""What a step costs on the CPU: the engine's thread, its scheduler, packing and deliveries, with a device
+that takes no time.
 
   python -m jaxflow.bench host --running 1 --running 256 --running 1024
 
-Prompts and outputs are sized so that, with so many requests running, each step fills the token budget: as many decodes as
-requests, prefill chunks for the rest. A step's cost is what passes from one call of the executor to the next: the CPU time
-of the engine's thread, and beside it the time on the clock, which other work on the machine lengthens.
+Prompts and outputs are sized so that, with so many requests running, each step fills the token budget: as
+many decodes as requests, prefill chunks for the rest. A step's cost is what passes from one call of the
+executor to the next: the CPU time of the engine's thread, and beside it the time on the clock, which other
+work on the machine lengthens.
 """
 
 import math
@@ -30,14 +32,18 @@ LONGEST_PROMPT = 2048
 
 
 def define_flags() -> None:
-    flags.DEFINE_multi_integer("running", [1, 256, 1024], "Requests running at once. May be repeated.", lower_bound=1)
+    flags.DEFINE_multi_integer(
+        "running", [1, 256, 1024], "Requests running at once. May be repeated.", lower_bound=1
+    )
     flags.DEFINE_integer("max_num_batched_tokens", 2048, "Tokens of a step, the budget.", lower_bound=1)
     flags.DEFINE_integer("steps", 500, "Steps measured.", lower_bound=1)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
 class InstantExecutor:
-    """In place of `jaxflow.engine.executor.Executor`: every step is done as soon as it is enqueued, every token is 0."""
+    """In place of `jaxflow.engine.executor.Executor`: every step is done as soon as it is enqueued, every
+    token is 0.
+    """
 
     compilations = 0
 
@@ -46,7 +52,15 @@ class InstantExecutor:
         self.slots = layouts[0].slots
         self.calls: list[tuple[float, float, int, int]] = []  # (CPU time, clock, decodes, rows of the step)
 
-    def run(self, layout: StepLayout, buffer: np.ndarray, appends: np.ndarray, *, full: bool, targets: np.ndarray | None = None) -> Pending:
+    def run(
+        self,
+        layout: StepLayout,
+        buffer: np.ndarray,
+        appends: np.ndarray,
+        *,
+        full: bool,
+        targets: np.ndarray | None = None,
+    ) -> Pending:
         now = time.perf_counter()
         self.calls.append((time.thread_time(), now, int(layout.views(buffer)["num_decodes"]), layout.tokens))
         return Pending(np.zeros(layout.rows, np.int32), None, None, now)  # type: ignore[arg-type]
@@ -61,11 +75,17 @@ class Unread:
 
 
 def measure(running: int, budget: int, steps: int) -> dict[str, Any]:
-    """Milliseconds a step with `running` requests at a time, over at least `steps` steps in which nearly all of them decode."""
+    """Milliseconds a step with `running` requests at a time, over at least `steps` steps in which nearly all
+    of them decode.
+    """
     prompt = max(1, min(LONGEST_PROMPT, OUTPUT_TOKENS * (budget - running) // running))
     buckets = token_buckets(budget, few=False)
-    executor = InstantExecutor([StepLayout(tokens, min(tokens, running), running, BLOCK_SIZE) for tokens in buckets])
-    number = running + -(-2 * max(steps, OUTPUT_TOKENS) * running // OUTPUT_TOKENS)  # so that enough steps see them come and go
+    executor = InstantExecutor(
+        [StepLayout(tokens, min(tokens, running), running, BLOCK_SIZE) for tokens in buckets]
+    )
+    number = running + -(
+        -2 * max(steps, OUTPUT_TOKENS) * running // OUTPUT_TOKENS
+    )  # so that enough steps see them come and go
     scheduler = Scheduler(
         SchedulerConfig(
             token_budget=budget,
@@ -88,13 +108,20 @@ def measure(running: int, budget: int, steps: int) -> dict[str, Any]:
     driver.start()
     driver.drain(math.inf)
     driver.close()
-    return {"running": running, "token_budget": budget, "prompt_tokens": prompt, **_statistics(executor.calls, running, steps)}
+    return {
+        "running": running,
+        "token_budget": budget,
+        "prompt_tokens": prompt,
+        **_statistics(executor.calls, running, steps),
+    }
 
 
 def _statistics(calls: list[tuple[float, float, int, int]], running: int, steps: int) -> dict[str, Any]:
     cpu, clock, decodes, rows = (np.array(column) for column in zip(*calls, strict=True))
     full = np.flatnonzero(decodes[1:] >= min(0.9 * running, decodes.max()))
-    full = full[len(full) // 4 :][:steps]  # past the end of the ramp, where the first ones are all there and none has ended
+    full = full[len(full) // 4 :][
+        :steps
+    ]  # past the end of the ramp, where the first ones are all there and none has ended
     cpu_ms, clock_ms = 1e3 * np.diff(cpu)[full], 1e3 * np.diff(clock)[full]
     return {
         "steps": len(full),
@@ -120,7 +147,11 @@ def run() -> dict[str, Any]:
     result = {"command_name": "host", "host": found, **machine.describe()}
     print("Machine".center(report.WIDTH, "-"))
     print(report.line("CPU:", f"{result['cpu']}, {result['cpu_cores']} cores"))
-    print(report.line("Versions:", ", ".join(f"{name} {version}" for name, version in result["versions"].items())))
+    print(
+        report.line(
+            "Versions:", ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        )
+    )
     print(f"Command: {result['command']}")
     print("=" * report.WIDTH)
     return result

@@ -34,11 +34,17 @@ CHUNKS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 
 
 def _cache(seed: int, pages: int, dtype) -> tuple[jax.Array, ...]:
-    """Keys and values; in 8 bits the values lie with keys contiguous; of int8 their scales, too, which are all the same here."""
+    """Keys and values; in 8 bits the values lie with keys contiguous; of int8 their scales, too, which are
+    all the same here.
+    """
     k, v = (random_pages(jax.random.key(2 * seed + i), pages, K, H) for i in range(2))
     if dtype == jnp.int8:
         k, v = (jnp.clip(jnp.round(x * (1 / INT8_SCALE)), -127, 127).astype(jnp.int8) for x in (k, v))
-        return k, jnp.swapaxes(v, 2, 3), *(jnp.full((pages, K, 64), INT8_SCALE, jnp.float32) for _ in range(2))
+        return (
+            k,
+            jnp.swapaxes(v, 2, 3),
+            *(jnp.full((pages, K, 64), INT8_SCALE, jnp.float32) for _ in range(2)),
+        )
     return (k, v) if dtype == jnp.bfloat16 else (k.astype(dtype), jnp.swapaxes(v, 2, 3).astype(dtype))
 
 
@@ -47,12 +53,20 @@ def _queries(calls: int, rows: int) -> list[jax.Array]:
     return [jax.random.normal(jax.random.key(i), (rows, N, H), jnp.bfloat16) for i in range(calls)]
 
 
-def _paged(kernel, table, counts, qs, caches, amount: float, work: float | None = None, **settings: Any) -> Way:
+def _paged(
+    kernel, table, counts, qs, caches, amount: float, work: float | None = None, **settings: Any
+) -> Way:
     """A program of a call for each of `qs`, over the caches in turn."""
     one = jax.jit(functools.partial(kernel, scale=SCALE, **settings))  # its lowering serves all calls
-    program = jax.jit(lambda qs, caches, table, counts: [one(q, *caches[i % len(caches)], table, counts) for i, q in enumerate(qs)])
+    program = jax.jit(
+        lambda qs, caches, table, counts: [
+            one(q, *caches[i % len(caches)], table, counts) for i, q in enumerate(qs)
+        ]
+    )
     arguments = qs, caches, jnp.asarray(table), jnp.asarray(counts, jnp.int32)
-    dtype = "float8_e4m3fn" if caches[0][0].dtype == jnp.float8_e4m3fn else "bfloat16"  # int8 is multiplied as bfloat16
+    dtype = (
+        "float8_e4m3fn" if caches[0][0].dtype == jnp.float8_e4m3fn else "bfloat16"
+    )  # int8 is multiplied as bfloat16
     return Way(lambda: program(*arguments), len(qs), amount, work, dtype=dtype)
 
 
@@ -62,10 +76,14 @@ def _decode(lengths: Sequence[int], kinds: Sequence[str]):
     keys = float(sum(lengths))
     read = keys * K * H * 4  # bytes of a bfloat16 cache
     caches = max(2, min(8, int(480e6 / read) + 1))
-    calls = 64 if read < 4e8 else 32 if read < 4e9 else 8  # as many as a model has layers, of one list of work; 2 ms a program at least
+    calls = (
+        64 if read < 4e8 else 32 if read < 4e9 else 8
+    )  # as many as a model has layers, of one list of work; 2 ms a program at least
     calls += -calls % caches
     qs = _queries(calls, len(lengths))
-    made = {dtype: [_cache(i, pages, dtype) for i in range(caches)] for dtype in {_dtype(kind) for kind in kinds}}
+    made = {
+        dtype: [_cache(i, pages, dtype) for i in range(caches)] for dtype in {_dtype(kind) for kind in kinds}
+    }
     ways = {}
     for kind in kinds:
         cache = made[_dtype(kind)]
@@ -76,7 +94,9 @@ def _decode(lengths: Sequence[int], kinds: Sequence[str]):
         settings: dict[str, Any] = {"unified": jnp.asarray(PHI, jnp.float32)} if "unified" in kind else {}
         if "fp8" in kind:
             settings |= {"k_scale": jnp.ones(K, jnp.float32), "v_scale": jnp.ones(K, jnp.float32)}
-        kernel = {"triton": _before_hopper, "int8": lambda: _int8(decode_attention)}.get(kind, lambda: decode_attention)()
+        kernel = {"triton": _before_hopper, "int8": lambda: _int8(decode_attention)}.get(
+            kind, lambda: decode_attention
+        )()
         size = {"int8": read / 2 + keys * K * 8}.get(kind, read / 2 if "fp8" in kind else read)
         ways[kind] = _paged(kernel, table, lengths, qs, cache, size, keys, **settings)
     return ways
@@ -84,7 +104,9 @@ def _decode(lengths: Sequence[int], kinds: Sequence[str]):
 
 def _int8(attention: Callable) -> Callable:
     """The same with the scales behind the pages that they are of."""
-    return lambda q, k, v, k_scale, v_scale, *rest, **settings: attention(q, k, v, *rest, k_scale=k_scale, v_scale=v_scale, **settings)
+    return lambda q, k, v, k_scale, v_scale, *rest, **settings: attention(
+        q, k, v, *rest, k_scale=k_scale, v_scale=v_scale, **settings
+    )
 
 
 def _before_hopper():
@@ -104,11 +126,15 @@ def _pairs(chunks) -> float:
 
 
 def _chunk(chunks, kinds: Sequence[str]):
-    """The ways of attending chunks: bf16, unified, fp8, int8; cudnn, causal and square where nothing lies before, else unmasked."""
+    """The ways of attending chunks: bf16, unified, fp8, int8; cudnn, causal and square where nothing lies
+    before, else unmasked.
+    """
     tokens = sum(c[1] for c in chunks)
     table, pages = page_tables(np.random.default_rng(3), [c[3] + c[1] for c in chunks])
     flop = 4.0 * _pairs(chunks) * N * H
-    qs = _queries(max(3, min(64, int(1.2e12 / flop) + 1)), tokens)  # 2 ms a program: of 8 chunks of 256 eight calls timed the host
+    qs = _queries(
+        max(3, min(64, int(1.2e12 / flop) + 1)), tokens
+    )  # 2 ms a program: of 8 chunks of 256 eight calls timed the host
     ways = {}
     for kind in kinds:
         if kind == "cudnn":
@@ -118,7 +144,9 @@ def _chunk(chunks, kinds: Sequence[str]):
         if kind == "fp8":
             settings |= {"k_scale": jnp.ones(K, jnp.float32), "v_scale": jnp.ones(K, jnp.float32)}
         kernel = _int8(chunk_attention) if kind == "int8" else chunk_attention
-        ways[kind] = _paged(kernel, table, chunks, qs, [_cache(i, pages, _dtype(kind)) for i in range(2)], flop, **settings)
+        ways[kind] = _paged(
+            kernel, table, chunks, qs, [_cache(i, pages, _dtype(kind)) for i in range(2)], flop, **settings
+        )
     return ways
 
 
@@ -127,7 +155,11 @@ def _cudnn(chunks: int, tokens: int, context: int, calls: int) -> Way:
     keys, causal = context + tokens, context == 0
     k, v = (jax.random.normal(jax.random.key(i), (chunks, keys, K, H), jnp.bfloat16) for i in range(2))
     qs = [q.reshape(chunks, tokens, N, H) for q in _queries(calls, chunks * tokens)]
-    program = jax.jit(lambda qs, k, v: [jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn") for q in qs])
+    program = jax.jit(
+        lambda qs, k, v: [
+            jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn") for q in qs
+        ]
+    )
     pairs = chunks * (tokens * (tokens + 1) // 2 if causal else tokens * keys)
     return Way(lambda: program(qs, k, v), calls, 4.0 * pairs * N * H)
 
@@ -136,14 +168,22 @@ def _cases(batches, make, kinds, **must) -> tuple[Case, ...]:
     return tuple(Case(name, functools.partial(make, batch, kinds), **must) for name, batch in batches.items())
 
 
-_CUDNN = ("256 x mean 1024", "1 x 131072", "64 x 1100")  # it wants as many pages a row as the longest has: elsewhere they do not fit
+_CUDNN = (
+    "256 x mean 1024",
+    "1 x 131072",
+    "64 x 1100",
+)  # it wants as many pages a row as the longest has: elsewhere they do not fit
 _MUST = {"1 x 131072": 3.7e12, "64 x 1100": None}
 GROUPS = (
     Group(
         "decode_attention",
         "TB/s",
         tuple(
-            Case(name, functools.partial(_decode, batch, ("bf16", "jax", *["cudnn"] * (name in _CUDNN))), rate=_MUST.get(name, 4.2e12))
+            Case(
+                name,
+                functools.partial(_decode, batch, ("bf16", "jax", *["cudnn"] * (name in _CUDNN))),
+                rate=_MUST.get(name, 4.2e12),
+            )
             for name, batch in BATCHES.items()
         ),
     ),

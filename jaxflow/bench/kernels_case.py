@@ -13,8 +13,9 @@ class Way:
 
     run: enqueues a program that makes `calls` calls. amount: bytes, FLOP or tokens of one call, for its rate.
     work: what a call accomplishes, where ways differ in that and ratios should count it; None: `amount`.
-    least: what a call must do, so that no time is believed that the card cannot have met; None: `amount`, FLOP being of `dtype`.
-    tuned: XLA times candidates on the GPU when the program is compiled, which wants the GPU to itself.
+    least: what a call must do, so that no time is believed that the card cannot have met; None: `amount`,
+    FLOP being of `dtype`. tuned: XLA times candidates on the GPU when the program is compiled, which wants
+    the GPU to itself.
     """
 
     run: Callable[[], Any]
@@ -29,12 +30,15 @@ class Way:
         """What a call must do at least; `unit` is its group's."""
         if self.least is not None:
             return self.least
-        return {"TB/s": Least(moved=self.amount), "TFLOP/s": Least(flop=self.amount, dtype=self.dtype)}.get(unit, Least())
+        return {"TB/s": Least(moved=self.amount), "TFLOP/s": Least(flop=self.amount, dtype=self.dtype)}.get(
+            unit, Least()
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """prepare: makes inputs on the device and returns the ways, ours first. rate: that ours must reach. ratio: to the first rival.
+    """prepare: makes inputs on the device and returns the ways, ours first. rate: that ours must reach.
+    ratio: to the first rival.
 
     recorded_us: rivals that cannot run here, by what they were measured to take.
     """
@@ -48,9 +52,11 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The cases of one kernel. unit: of their rates, TB/s, TFLOP/s or tok/s. geomean: that their ratios must reach.
+    """The cases of one kernel. unit: of their rates, TB/s, TFLOP/s or tok/s. geomean: that their ratios must
+    reach.
 
-    together: the cases share a model in memory, which one process should make once. asked: measured only if it is named.
+    together: the cases share a model in memory, which one process should make once. asked: measured only if
+    it is named.
     """
 
     name: str

@@ -1,4 +1,6 @@
-"""Cases of the matrix products: the four of a Llama 8B layer, and those of a Llama 70B layer on one of four GPUs."""
+"""Cases of the matrix products: the four of a Llama 8B layer, and those of a Llama 70B layer on one of four
+GPUs.
+"""
 
 import dataclasses
 import functools
@@ -25,7 +27,10 @@ from pallas_kernels.reference.int4 import quantize_int4
 from pallas_kernels.tiles import SMS
 
 SHAPES: dict[str, tuple[int, int]] = {  # [K, N]; the largest products first
-    f"{model} {op}": (k, n) for op in ("up_gate", "down", "qkv", "out_proj") for model, ops in script.SHAPES.items() for n, k in [ops[op]]
+    f"{model} {op}": (k, n)
+    for op in ("up_gate", "down", "qkv", "out_proj")
+    for model, ops in script.SHAPES.items()
+    for n, k in [ops[op]]
 }
 ROTATED = 240 << 20  # bytes of weights that a program walks through: four times the L2
 
@@ -37,7 +42,13 @@ def _normal(i: int, *shape: int) -> jax.Array:
 def _program(gemm: Callable, xs: list, ws: list, rounds: int, amount: float, least: Least, **settings) -> Way:
     """A program that multiplies each x with its own weight, `rounds` times over."""
     program = looped(jax.jit(functools.partial(gemm, **settings)), rounds)
-    return Way(lambda: program(xs, ws), rounds * len(xs), amount, least=least, tuned=gemm in (xla, reference.gemm, _xla_gated))
+    return Way(
+        lambda: program(xs, ws),
+        rounds * len(xs),
+        amount,
+        least=least,
+        tuned=gemm in (xla, reference.gemm, _xla_gated),
+    )
 
 
 def _operands(m: int, k: int, n: int, bytes_a_weight: float = 2) -> tuple[int, int]:
@@ -54,31 +65,45 @@ def _bf16(m: int, shape: tuple[int, int], flop: bool, ways: dict[str, Callable])
     return {name: _program(gemm, xs, ws, rounds, amount, least) for name, gemm in ways.items()}
 
 
-def _fp8(m: int, shape: tuple[int, int], name: str, forms: dict[str, Callable] | None = None) -> dict[str, Way]:
-    """Ours takes what the layer gives it: scales of 128 columns into `down`, of a token into the others; `up_gate` gates and quantises.
-    XLA has a scale a token in all of them, and in `down` ours beside.
+def _fp8(
+    m: int, shape: tuple[int, int], name: str, forms: dict[str, Callable] | None = None
+) -> dict[str, Way]:
+    """Ours takes what the layer gives it: scales of 128 columns into `down`, of a token into the others;
+    `up_gate` gates and quantises. XLA has a scale a token in all of them, and in `down` ours beside.
 
     forms: what is timed in place of the kernel that `m` rows have.
     """
     k, n = shape
     weights, rounds = _operands(m, k, n, 1)
     quantized = jax.jit(reference.quantize_rows)
-    ws, plain = [quantized(_normal(i, n, k)) for i in range(weights)], [_normal(i, m, k) for i in range(weights)]
+    ws, plain = (
+        [quantized(_normal(i, n, k)) for i in range(weights)],
+        [_normal(i, m, k) for i in range(weights)],
+    )
     xs = [quantized(x) for x in plain]
     flop, settings = 2.0 * m * k * n, (GATE | {"quantize": True} if "up_gate" in name else {})
     least = Least(1.0 * k * n, flop, "float8_e4m3fn")
     ours = list(map(jax.jit(reference.quantize_blocks), plain)) if "down" in name else xs
     kernels = forms or {"fp8": fp8_flat_gemm if m <= 64 else fp8_gemm}
-    found = {label: _program(kernel, ours, ws, rounds, flop, least, **settings) for label, kernel in kernels.items()}
+    found = {
+        label: _program(kernel, ours, ws, rounds, flop, least, **settings)
+        for label, kernel in kernels.items()
+    }
     found["xla"] = _program(xla, xs, ws, rounds, flop, least, **settings)
-    if "down" in name:  # what XLA would have to do in the kernel's place: it moves its sums after every 128 columns, too
+    if (
+        "down" in name
+    ):  # what XLA would have to do in the kernel's place: it moves its sums after every 128 columns, too
         found["xla, scales of 128"] = _program(reference.gemm, ours, ws, rounds, flop, least)
     return found
 
 
 def _products(rows, make: Callable, **must) -> tuple[Case, ...]:
     """Cases of every shape and number of rows; make(m, shape, name) prepares one."""
-    return tuple(Case(f"{name} M {m}", functools.partial(make, m, shape, name), **must) for m in rows for name, shape in SHAPES.items())
+    return tuple(
+        Case(f"{name} M {m}", functools.partial(make, m, shape, name), **must)
+        for m in rows
+        for name, shape in SHAPES.items()
+    )
 
 
 def _dense(m, shape, _):
@@ -94,7 +119,9 @@ def _xla_gated(x, w):
 
 
 def _flat(m, shape, _):
-    """Beside the path without tensor cores where it takes the rows: an engine has it for some products of one row."""
+    """Beside the path without tensor cores where it takes the rows: an engine has it for some products of one
+    row.
+    """
     fma = {"fma": fma_gemm} if m <= ROWS else {}
     return _bf16(m, shape, False, {"flat": flat_gemm, "xla": reference.gemm, **fma})
 
@@ -113,12 +140,19 @@ def _int4(m, shape, _):
     weights, rounds = _operands(m, k, n, 0.5)
     ws = [jax.jit(quantize_int4)(_normal(i, n, k) * k**-0.5) for i in range(weights)]
     read = (0.5 + 4 / 64) * k * n
-    four = _program(int4_gemm, [_normal(i, m, k) for i in range(weights)], ws, rounds, read, Least(read, 2.0 * m * k * n))
+    four = _program(
+        int4_gemm, [_normal(i, m, k) for i in range(weights)], ws, rounds, read, Least(read, 2.0 * m * k * n)
+    )
     return {"int4": dataclasses.replace(four, work=1.0), "flat": dataclasses.replace(ways["flat"], work=1.0)}
 
 
 def _bounded(sms: int, m, shape, _):
-    return _bf16(m, shape, True, {f"dense, {sms} SMs": functools.partial(dense_gemm, sms=sms), "dense, 132": dense_gemm})
+    return _bf16(
+        m,
+        shape,
+        True,
+        {f"dense, {sms} SMs": functools.partial(dense_gemm, sms=sms), "dense, 132": dense_gemm},
+    )
 
 
 def _large(case: Case) -> Case:
@@ -132,7 +166,9 @@ def _only(cases: tuple[Case, ...], part: str) -> tuple[Case, ...]:
 
 
 def _tiles(m, shape, name):
-    """The plan that is chosen, the cheapest others by the estimate, among them the cheapest cut one of 256 columns, and XLA."""
+    """The plan that is chosen, the cheapest others by the estimate, among them the cheapest cut one of 256
+    columns, and XLA.
+    """
     k, n = shape
     gates = GATE if "up_gate" in name else {}
     by_cost: dict[str, GemmPlan] = {}
@@ -140,7 +176,10 @@ def _tiles(m, shape, name):
         by_cost.setdefault(f"{plan.tile.cols} {'cut' if plan.schedule.slots else 'whole'}", plan)
     own, *others = by_cost
     kept = dict.fromkeys([*others[:2], *(other for other in others if other == "256 cut")])
-    ours = {f"{label}{', chosen' * (label == own)}": functools.partial(dense_gemm, plan=by_cost[label], **gates) for label in (own, *kept)}
+    ours = {
+        f"{label}{', chosen' * (label == own)}": functools.partial(dense_gemm, plan=by_cost[label], **gates)
+        for label in (own, *kept)
+    }
     return _bf16(m, shape, True, ours | {"xla": _xla_gated if gates else reference.gemm})
 
 
@@ -159,9 +198,18 @@ def _fp8_tiles(m: int, sms: int) -> dict[str, Way]:
 DENSE_ROWS = (2048, 1024, 512, 256)
 GROUPS = (
     Group("dense_gemm", "TFLOP/s", _products(DENSE_ROWS, _dense, ratio=0.95), geomean=1.0),
-    Group("dense_gemm_gated", "TFLOP/s", _only(_products(DENSE_ROWS, _gated, ratio=0.95), "8B up_gate"), geomean=1.0),
+    Group(
+        "dense_gemm_gated",
+        "TFLOP/s",
+        _only(_products(DENSE_ROWS, _gated, ratio=0.95), "8B up_gate"),
+        geomean=1.0,
+    ),
     *(
-        Group(f"dense_gemm_{sms}", "TFLOP/s", _only(_products((2048, 832), functools.partial(_bounded, sms), ratio=least), "8B"))
+        Group(
+            f"dense_gemm_{sms}",
+            "TFLOP/s",
+            _only(_products((2048, 832), functools.partial(_bounded, sms), ratio=least), "8B"),
+        )
         for sms, least in ((104, 0.87), (112, 0.90), (120, 0.93))
     ),
     Group("fp8_gemm", "TFLOP/s", _products(DENSE_ROWS, _fp8), geomean=1.0),
@@ -175,7 +223,15 @@ GROUPS = (
         "TFLOP/s",
         tuple(
             Case(f"8B down M {m} on {sms}", functools.partial(_fp8_tiles, m, sms))
-            for m, sms in ((1024, 100), (768, 84), (1024, 108), (2048, 108), (1280, 132), (512, 132), (256, 132))
+            for m, sms in (
+                (1024, 100),
+                (768, 84),
+                (1024, 108),
+                (2048, 108),
+                (1280, 132),
+                (512, 132),
+                (256, 132),
+            )
         ),
         asked=True,
     ),

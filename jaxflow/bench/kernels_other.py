@@ -17,7 +17,9 @@ from pallas_kernels.rope_append import rope_append
 
 ELEMENTS = 1 << 30  # bfloat16, 2 GiB
 TOKENS, LAYERS = 2048, 32
-ROUNDS = 8  # of all layers in a program: with fewer calls, or results that lie elsewhere each time, the host is what is timed
+# of all layers in a program: with fewer calls, or results that lie elsewhere each time, the host is what is
+# timed
+ROUNDS = 8
 D, N, K, H = 4096, 32, 8, 128
 
 
@@ -38,11 +40,15 @@ def _copy():
 def _multiply():
     a, b = _normal(0, 8192, 8192), _normal(1, 8192, 8192)
     program = jax.jit(lambda a, b: a @ b)
-    return {"cuBLAS": Way(lambda: program(a, b), 1, 2.0 * 8192**3, least=Least(flop=2.0 * 8192**3), tuned=True)}
+    return {
+        "cuBLAS": Way(lambda: program(a, b), 1, 2.0 * 8192**3, least=Least(flop=2.0 * 8192**3), tuned=True)
+    }
 
 
 def _copied(size: float, calls: int) -> Way:
-    """Copies of arrays of `size` bytes, each of another one; its amount counts what is read and what is written."""
+    """Copies of arrays of `size` bytes, each of another one; its amount counts what is read and what is
+    written.
+    """
     xs = [_normal(i, int(size) // 2 // 4096, 4096) for i in range(calls)]
     program = looped(lambda x, _: x + 1, ROUNDS)
     return Way(lambda: program(xs, [None] * calls), calls * ROUNDS, 2.0 * size)
@@ -78,14 +84,23 @@ def _rope(fp8: bool):
 
         def run(fused, pages):
             def body(i, state):
-                each = [(lax.optimization_barrier((x, i))[0], kv) for x, kv in zip(fused, state[1], strict=True)]
+                each = [
+                    (lax.optimization_barrier((x, i))[0], kv) for x, kv in zip(fused, state[1], strict=True)
+                ]
                 outs = [one(x, *kv, positions, slots) for x, kv in each]
                 return [q for q, *_ in outs], [(k, v) for _, k, v in outs]
 
-            return lax.fori_loop(0, ROUNDS, body, ([jnp.zeros((TOKENS, N, H), x.dtype) for x in fused], pages))
+            return lax.fori_loop(
+                0, ROUNDS, body, ([jnp.zeros((TOKENS, N, H), x.dtype) for x in fused], pages)
+            )
 
         program = jax.jit(run, donate_argnums=(1,))
-        kept = [[tuple(jnp.zeros(shape, jnp.float8_e4m3fn if fp8 else jnp.bfloat16) for shape in shapes) for _ in range(LAYERS)]]
+        kept = [
+            [
+                tuple(jnp.zeros(shape, jnp.float8_e4m3fn if fp8 else jnp.bfloat16) for shape in shapes)
+                for _ in range(LAYERS)
+            ]
+        ]
 
         def step():
             qs, kept[0] = program(fused, kept[0])
@@ -93,7 +108,11 @@ def _rope(fp8: bool):
 
         return Way(step, LAYERS * ROUNDS, moved)
 
-    return {"rope_append": way(rope_append), "copy": _copied(moved / 2, LAYERS), "xla": way(reference.rope_append)}
+    return {
+        "rope_append": way(rope_append),
+        "copy": _copied(moved / 2, LAYERS),
+        "xla": way(reference.rope_append),
+    }
 
 
 CEILINGS = (
@@ -101,6 +120,13 @@ CEILINGS = (
     Group("ceiling_gemm", "TFLOP/s", (Case("8192 x 8192 x 8192 bf16", _multiply),)),
 )
 GROUPS = tuple(
-    Group(name, "TB/s", tuple(Case(f"2048 tokens {form}", functools.partial(make, form == "fp8"), ratio=0.8) for form in ("bf16", "fp8")))
+    Group(
+        name,
+        "TB/s",
+        tuple(
+            Case(f"2048 tokens {form}", functools.partial(make, form == "fp8"), ratio=0.8)
+            for form in ("bf16", "fp8")
+        ),
+    )
     for name, make in (("add_norm", _norm), ("rope_append", _rope))
 )

@@ -1,6 +1,8 @@
-"""The processes of `bench kernels`: in every round all of them compile, then they time in turn, with nobody compiling.
+"""The processes of `bench kernels`: in every round all of them compile, then they time in turn, with nobody
+compiling.
 
-One that does not answer in time, because a kernel waits for ever, is ended: its cases are failed rows, and another takes its place.
+One that does not answer in time, because a kernel waits for ever, is ended: its cases are failed rows, and
+another takes its place.
 """
 
 import contextlib
@@ -19,24 +21,30 @@ from jaxflow.config import EngineConfig
 AT_ONCE = 4  # cases that a process compiles in one round
 COMMAND = (sys.executable, "-m", "jaxflow.bench.kernels_worker")
 COMPILE_S, MEASURE_S = 100.0, 20.0  # that an answer is waited for; the second beside what is measured
-_RIVAL = (
-    "--xla_gpu_enable_triton_gemm=false"  # the rival that counts is cuBLAS; to time Triton's products beside it takes XLA 5-20 s a shape
-)
+# the rival that counts is cuBLAS; to time Triton's products beside it takes XLA 5-20 s a shape
+_RIVAL = "--xla_gpu_enable_triton_gemm=false"
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """A worker's: as much memory as an engine has by default, as it is needed, for several share the GPU; XLA's products by cuBLAS unless
-    XLA_FLAGS says otherwise."""
+    """A worker's: as much memory as an engine has by default, as it is needed, for several share the GPU;
+    XLA's products by cuBLAS unless XLA_FLAGS says otherwise.
+    """
     flags = given.get("XLA_FLAGS", "")
     name = _RIVAL.partition("=")[0]
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{EngineConfig.gpu_memory_utilization:.3f}"}
-    own = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags if name in flags else f"{flags} {_RIVAL}".strip()}
+    own = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": flags if name in flags else f"{flags} {_RIVAL}".strip(),
+    }
     return {**memory, **given, **own}
 
 
-def rounds(cases: Sequence[tuple[Group, Case]], processes: int, at_once: int = AT_ONCE) -> list[list[list[str]]]:
-    """What each process takes in each round, as group/case: the first cases in the first round. Cases that belong together go to the first
-    process, a group a round."""
+def rounds(
+    cases: Sequence[tuple[Group, Case]], processes: int, at_once: int = AT_ONCE
+) -> list[list[list[str]]]:
+    """What each process takes in each round, as group/case: the first cases in the first round. Cases that
+    belong together go to the first process, a group a round.
+    """
     name = lambda group, case: f"{group.name}/{case.name}"  # noqa: E731
     queues: list[list[list[str]]] = [[] for _ in range(processes)]
     together: dict[str, list[str]] = {}
@@ -48,7 +56,10 @@ def rounds(cases: Sequence[tuple[Group, Case]], processes: int, at_once: int = A
     at_once = max(1, min(at_once, -(-len(others) // processes)))
     for first in range(0, len(others), at_once):
         min(queues, key=len).append(others[first : first + at_once])
-    return [[queue[i] if i < len(queue) else [] for queue in queues] for i in range(max(map(len, queues), default=0))]
+    return [
+        [queue[i] if i < len(queue) else [] for queue in queues]
+        for i in range(max(map(len, queues), default=0))
+    ]
 
 
 class Worker:
@@ -58,7 +69,9 @@ class Worker:
         self._begin()
 
     def _begin(self) -> None:
-        self._process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(os.environ))
+        self._process = subprocess.Popen(
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(os.environ)
+        )
 
     def tell(self, **order: Any) -> None:
         if self._process.poll() is not None:
@@ -68,9 +81,13 @@ class Worker:
             print(json.dumps(order), file=self._process.stdin, flush=True)
 
     def answer(self, limit_s: float | None = None) -> dict[str, Any] | str:
-        """The answer to its last order, or why there is none: the process ended, or had not answered after `limit_s` and was ended."""
+        """The answer to its last order, or why there is none: the process ended, or had not answered after
+        `limit_s` and was ended.
+        """
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], limit_s)[0]:  # an order has one line of answer, so none is in a buffer
+        if not select.select([self._process.stdout], [], [], limit_s)[
+            0
+        ]:  # an order has one line of answer, so none is in a buffer
             self._process.kill()
             self._process.wait()
             return f"no answer within {limit_s:g} s"
@@ -99,7 +116,9 @@ def measured(
     limit_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Each case of the plan (`rounds`) with its row; None for one that would end later than `limit_s` after the start."""
+    """Each case of the plan (`rounds`) with its row; None for one that would end later than `limit_s` after
+    the start.
+    """
     start, compiling, longest = clock(), 0.0, 0.0
     for wanted in plan:
         began = clock()
@@ -132,7 +151,9 @@ def _failed(name: str, why: str) -> dict[str, Any]:
 
 
 def _compile(wanted: Sequence[Sequence[str]], workers: Sequence[Worker]) -> dict[str, str]:
-    """All at once; then, one after the other, what XLA times on the GPU. Returns why, of the cases of processes that did not answer."""
+    """All at once; then, one after the other, what XLA times on the GPU. Returns why, of the cases of
+    processes that did not answer.
+    """
     failed: dict[str, str] = {}
     for worker, names in zip(workers, wanted, strict=True):
         worker.tell(compile=list(names))

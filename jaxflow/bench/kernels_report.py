@@ -1,4 +1,6 @@
-"""What `bench kernels` says of its rows: lines, summaries of groups, and one report of the shares of several processes."""
+"""What `bench kernels` says of its rows: lines, summaries of groups, and one report of the shares of several
+processes.
+"""
 
 import json
 import math
@@ -39,7 +41,11 @@ def text(row: Mapping[str, Any]) -> Iterator[str]:
         return
     for name, way in row["ways"].items():
         ratio = f"x{row['ratios'][name]:.3f}" if name in row["ratios"] else ""
-        sensed = f"{way['mhz']:5.0f} MHz {way['watts']:4.0f} W {way['joules'] * 1e3:9.3f} mJ" if way["mhz"] else "too short to sense"
+        sensed = (
+            f"{way['mhz']:5.0f} MHz {way['watts']:4.0f} W {way['joules'] * 1e3:9.3f} mJ"
+            if way["mhz"]
+            else "too short to sense"
+        )
         yield (
             f"{lead:47} {name:16} {way['us']:10.1f} us {way['rate'] / _SCALE[row['unit']]:9.3f} {row['unit']:8} {ratio:7}"
             f" {sensed} ±{way['spread'] / 2:.1%}" + ("  missed" if lead and row["reached"] is False else "")
@@ -50,9 +56,11 @@ def text(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def merged(paths: Iterable[str], groups: Iterable[Group]) -> dict[str, Any]:
-    """One report of those of several shares, each case once, groups and cases in the bench's order; a row that failed gives way to another.
+    """One report of those of several shares, each case once, groups and cases in the bench's order; a row
+    that failed gives way to another.
 
-    Raises: ValueError for reports of several devices, and for a file, by its name, that is none of them; OSError for one that is not there.
+    Raises: ValueError for reports of several devices, and for a file, by its name, that is none of them;
+    OSError for one that is not there.
     """
     groups = tuple(groups)
     parts = [read(path) for path in paths]
@@ -64,16 +72,29 @@ def merged(paths: Iterable[str], groups: Iterable[Group]) -> dict[str, Any]:
         key = (row["group"], row["case"])
         if key not in found or "failed" in found[key]:
             found[key] = row
-    order = {(group.name, case.name): i for i, (group, case) in enumerate((g, c) for g in groups for c in g.cases)}
+    order = {
+        (group.name, case.name): i for i, (group, case) in enumerate((g, c) for g in groups for c in g.cases)
+    }
     rows = [found[key] for key in sorted(found, key=lambda key: order.get(key, len(order)))]
     names = {f"{group}/{case}" for group, case in found}
-    left = [name for name in dict.fromkeys(name for part in parts for name in part["left_out"]) if name not in names]
+    left = [
+        name
+        for name in dict.fromkeys(name for part in parts for name in part["left_out"])
+        if name not in names
+    ]
     commands = [command for part in parts for command in part.get("commands", [part["command"]])]
-    return parts[0] | {"commands": commands, "rows": rows, "left_out": left, "summaries": summaries(rows, groups)}
+    return parts[0] | {
+        "commands": commands,
+        "rows": rows,
+        "left_out": left,
+        "summaries": summaries(rows, groups),
+    }
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A report of this command. Raises: ValueError, which names the file, for what is none; OSError for a file that is not there."""
+    """A report of this command. Raises: ValueError, which names the file, for what is none; OSError for a
+    file that is not there.
+    """
     try:
         found = json.loads(Path(path).read_text("utf-8"))
         if found["command_name"] != "kernels":

@@ -1,4 +1,6 @@
-"""Cases of sampling: 1,024 rows of Llama 3's vocabulary, drawn plainly and under every setting, beside one reading of their logits."""
+"""Cases of sampling: 1,024 rows of Llama 3's vocabulary, drawn plainly and under every setting, beside one
+reading of their logits.
+"""
 
 import dataclasses
 import functools
@@ -40,8 +42,14 @@ def _plain():
 def _full(top_k: int, top_p: float, penalty: float):
     rows = _rows()
     params, counts = slot_params.empty_slots(ROWS, VOCABULARY)
-    settings = {"top_k": jnp.int32(top_k), "top_p": jnp.float32(top_p), "repetition_penalty": jnp.float32(penalty)}
-    params = dataclasses.replace(params, **{name: jnp.full((ROWS,), value) for name, value in settings.items()})
+    settings = {
+        "top_k": jnp.int32(top_k),
+        "top_p": jnp.float32(top_p),
+        "repetition_penalty": jnp.float32(penalty),
+    }
+    params = dataclasses.replace(
+        params, **{name: jnp.full((ROWS,), value) for name, value in settings.items()}
+    )
     kept = [counts]
 
     def way(sampler: Callable) -> Callable:
@@ -55,7 +63,9 @@ def _full(top_k: int, top_p: float, penalty: float):
 
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     engines = functools.partial(sampling.full_by_rows, most=sampling.rows_at_once(memory, VOCABULARY))
-    return _with_reading("full", way(engines), rows[0]) | {"rows together": Way(way(sampling.full), 1, LOGITS)}
+    return _with_reading("full", way(engines), rows[0]) | {
+        "rows together": Way(way(sampling.full), 1, LOGITS)
+    }
 
 
 GROUPS = (
@@ -64,7 +74,11 @@ GROUPS = (
         "TB/s",
         (
             Case("1024 rows plain", _plain, rate=LOGITS / PLAIN_SECONDS),
-            Case("1024 rows top-k 50 top-p 0.9 penalties", functools.partial(_full, 50, 0.9, 1.1), rate=LOGITS / FULL_SECONDS),
+            Case(
+                "1024 rows top-k 50 top-p 0.9 penalties",
+                functools.partial(_full, 50, 0.9, 1.1),
+                rate=LOGITS / FULL_SECONDS,
+            ),
             Case("1024 rows top-p 0.9 of a flat softmax", functools.partial(_full, 0, 0.9, 1.0)),
             Case("1024 rows top-k 5000 top-p 0.9", functools.partial(_full, 5000, 0.9, 1.0)),
         ),

@@ -1,4 +1,6 @@
-"""Cases of whole steps: a layer's dense ops through our kernels and through XLA, and Llama 8B's decode step, sampling included."""
+"""Cases of whole steps: a layer's dense ops through our kernels and through XLA, and Llama 8B's decode step,
+sampling included.
+"""
 
 import dataclasses
 import functools
@@ -62,7 +64,9 @@ def _executor(precision: str) -> Executor:
 
 
 def fill_cache(executor: Executor) -> None:
-    """Random numbers in the executor's cache of floats: zeros take fewer watts, which at the card's limit are time."""
+    """Random numbers in the executor's cache of floats: zeros take fewer watts, which at the card's limit are
+    time.
+    """
     leaves, tree = jax.tree.flatten(executor.kv)
     executor.kv = None  # an array at a time: both caches would not fit
     for i, old in enumerate(leaves):
@@ -96,7 +100,11 @@ def _decode_step(precision: str, requests: int) -> dict[str, Way]:
     work = StepWork(nobody, slots, positions, (), (), requests, layout.tokens, np.empty((0, 4), np.int32))
     buffer, _ = pack(layout, work, table)
     executor.run(layout, buffer, appends, full=False)
-    return {precision: Way(lambda: executor.run(layout, buffer, appends[:0], full=False).tokens, 1, float(requests))}
+    return {
+        precision: Way(
+            lambda: executor.run(layout, buffer, appends[:0], full=False).tokens, 1, float(requests)
+        )
+    }
 
 
 _last = [""]
@@ -115,7 +123,11 @@ def _layer(fp8: bool, tokens: int) -> dict[str, Way]:
     shapes = [layer[name].shape for layer in weights for name in ("qkv", "out_proj", "up_gate", "down")]
     flop = 2.0 * tokens * sum(n * k for n, k in shapes)
     rival = (
-        dataclasses.replace(REFERENCE, name="xla", gemm=lambda *args, out_dtype=None, **behind: xla(*args, **behind)) if fp8 else REFERENCE
+        dataclasses.replace(
+            REFERENCE, name="xla", gemm=lambda *args, out_dtype=None, **behind: xla(*args, **behind)
+        )
+        if fp8
+        else REFERENCE
     )
     hopper = kernel_set_for(
         "gpu",
@@ -127,7 +139,10 @@ def _layer(fp8: bool, tokens: int) -> dict[str, Way]:
         kv_dtype="bfloat16",
         device=jax.devices()[0].device_kind,
     )
-    return {name: _through(ops.Context(model, kernels), weights, x, flop) for name, kernels in (("ours", hopper), ("xla", rival))}
+    return {
+        name: _through(ops.Context(model, kernels), weights, x, flop)
+        for name, kernels in (("ours", hopper), ("xla", rival))
+    }
 
 
 def _through(c: ops.Context, weights: list, x: jax.Array, flop: float) -> Way:
@@ -135,7 +150,9 @@ def _through(c: ops.Context, weights: list, x: jax.Array, flop: float) -> Way:
         y = None
         for w in weights:
             x, h = ops.attn_norm(c, w, x, y)
-            q = ops.qkv(c, w, h)[:, : c.config.num_heads * c.config.head_dim].reshape(x.shape[0], c.config.num_heads, -1)
+            q = ops.qkv(c, w, h)[:, : c.config.num_heads * c.config.head_dim].reshape(
+                x.shape[0], c.config.num_heads, -1
+            )
             y = ops.out_proj(c, w, q)
             x, h = ops.mlp_norm(c, w, x, y)
             y = ops.down(c, w, ops.up_gate(c, w, h))
@@ -157,8 +174,15 @@ def _steps(precision: str) -> tuple[Case, ...]:
 
 GROUPS = (
     *(
-        Group(f"layer_{name}", "TFLOP/s", tuple(Case(f"M {m}", functools.partial(_layer, fp8, m), ratio=1.05) for m in (1024, 2048)))
+        Group(
+            f"layer_{name}",
+            "TFLOP/s",
+            tuple(Case(f"M {m}", functools.partial(_layer, fp8, m), ratio=1.05) for m in (1024, 2048)),
+        )
         for name, fp8 in (("bf16", False), ("fp8", True))
     ),
-    *(Group(f"decode_step_{precision}", "tok/s", _steps(precision), together=True, asked=True) for precision in PRECISIONS),
+    *(
+        Group(f"decode_step_{precision}", "tok/s", _steps(precision), together=True, asked=True)
+        for precision in PRECISIONS
+    ),
 )

@@ -2,8 +2,9 @@
 
     python -m jaxflow.bench.kernels_worker
 
-Orders come as lines of JSON on stdin and each is answered by a line on stdout; all else that is printed goes to stderr. Mosaic compiles one
-kernel at a time in a process, so several of these stand beside each other on one GPU; the one that times has it to itself.
+Orders come as lines of JSON on stdin and each is answered by a line on stdout; all else that is printed goes
+to stderr. Mosaic compiles one kernel at a time in a process, so several of these stand beside each other on
+one GPU; the one that times has it to itself.
 """
 
 import dataclasses
@@ -27,18 +28,24 @@ Ways = Mapping[str, Way]
 
 
 class Cases:
-    """The cases that this process has compiled and not yet dropped. groups: of all cases, by which they are named group/case."""
+    """The cases that this process has compiled and not yet dropped. groups: of all cases, by which they are
+    named group/case.
+    """
 
     def __init__(self, groups: Iterable[Group]):
         self._named = {f"{group.name}/{case.name}": (group, case) for group in groups for case in group.cases}
         self._ready: dict[str, Ways | str] = {}  # ways, or why there are none
 
     def obey(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """One of: compile [names], all but what XLA tunes on the GPU; tune, the rest; measure a name for `seconds`; drop all."""
+        """One of: compile [names], all but what XLA tunes on the GPU; tune, the rest; measure a name for
+        `seconds`; drop all.
+        """
         if "compile" in order:
             units: dict[str, list[str]] = {}  # cases that share a model: one after the other
             for name in order["compile"]:
-                units.setdefault(self._named[name][0].name if self._named[name][0].together else name, []).append(name)
+                units.setdefault(
+                    self._named[name][0].name if self._named[name][0].together else name, []
+                ).append(name)
             with ThreadPoolExecutor(_THREADS) as threads:
                 list(threads.map(lambda names: [self._compile(name) for name in names], units.values()))
         elif "tune" in order:
@@ -92,30 +99,47 @@ class NoReading(RuntimeError):
 
 
 def timed(ways: Ways, seconds: float) -> dict[str, Timing]:
-    """Each way's time, with clock and watts: once more where one of them has none. Raises: NoReading where it still has none."""
+    """Each way's time, with clock and watts: once more where one of them has none. Raises: NoReading where it
+    still has none.
+    """
     timings: dict[str, Timing] = {}
     unread = list(ways)
     for _ in range(2):
-        timings = interleaved({name: way.run for name, way in ways.items()}, calls={n: w.calls for n, w in ways.items()}, seconds=seconds)
+        timings = interleaved(
+            {name: way.run for name, way in ways.items()},
+            calls={n: w.calls for n, w in ways.items()},
+            seconds=seconds,
+        )
         unread = [name for name, t in timings.items() if t.mhz is None or t.watts is None]
         if not unread:
             return timings
-    raise NoReading(f"no clock or watts of {', '.join(unread)}: {min(timings[name].seconds for name in unread) * 1e3:.0f} ms measured")
+    raise NoReading(
+        f"no clock or watts of {', '.join(unread)}: "
+        f"{min(timings[name].seconds for name in unread) * 1e3:.0f} ms measured"
+    )
 
 
 def measure(group: Group, case: Case, ways: Ways, seconds: float) -> dict[str, Any]:
     """One case's row: each way's rate, and ours against each rival.
 
-    Raises: ImpossibleTime for a time that the card cannot have met; NoReading for one without clock and watts.
+    Raises: ImpossibleTime for a time that the card cannot have met; NoReading for one without clock and
+    watts.
     """
     timings = timed(ways, seconds)
     for name, way in ways.items():
-        refuse_impossible(f"{group.name}/{case.name} {name}", timings[name].us, way.must(group.unit), jax.devices()[0].device_kind)
+        refuse_impossible(
+            f"{group.name}/{case.name} {name}",
+            timings[name].us,
+            way.must(group.unit),
+            jax.devices()[0].device_kind,
+        )
     ours = next(iter(ways))
     row: dict[str, Any] = {"group": group.name, "case": case.name, "unit": group.unit, "ways": {}}
     for name, way in ways.items():
         row["ways"][name] = {"rate": way.amount / timings[name].us * 1e6} | dataclasses.asdict(timings[name])
-    speed = {name: (way.amount if way.work is None else way.work) / timings[name].us for name, way in ways.items()}
+    speed = {
+        name: (way.amount if way.work is None else way.work) / timings[name].us for name, way in ways.items()
+    }
     row["ratios"] = {name: speed[ours] / speed[name] for name in ways if name != ours}
     row["recorded_us"] = dict(case.recorded_us)
     row["must"] = {"rate": case.rate, "ratio": case.ratio}

@@ -1,6 +1,8 @@
-"""Latency of one batch of requests in an engine in this process, repeated: what `vllm bench latency` measures.
+"""Latency of one batch of requests in an engine in this process, repeated: what `vllm bench latency`
+measures.
 
-python -m jaxflow.bench latency --model llama-3.1-8b --load_format dummy --batch_size 8 --input_len 32 --output_len 128
+python -m jaxflow.bench latency --model llama-3.1-8b --load_format dummy --batch_size 8 --input_len 32
+--output_len 128
 """
 
 from collections.abc import Sequence
@@ -43,7 +45,9 @@ def measure(
     device: str | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Runs batches one after another; returns the report, less its head. Latencies under vLLM's names are in seconds."""
+    """Runs batches one after another; returns the report, less its head. Latencies under vLLM's names are in
+    seconds.
+    """
     items = workload.constant(batch_size, input_len, output_len)
     records: list[Record] = []
     latencies: list[float] = []
@@ -77,7 +81,8 @@ def run() -> dict[str, Any]:
     with LLM.from_config(engine_config_from_flags()) as llm:
         if f.input_len + f.output_len > llm.max_model_len:
             raise workload.WorkloadError(
-                f"--input_len {f.input_len} and --output_len {f.output_len}: at most {llm.max_model_len} tokens together are possible"
+                f"--input_len {f.input_len} and --output_len {f.output_len}: at most "
+                f"{llm.max_model_len} tokens together are possible"
             )
         items = workload.constant(f.batch_size, f.input_len, f.output_len)
         result = {"command_name": "latency", **head(llm), "workload": options.describe(items, "batch")}
@@ -92,7 +97,13 @@ def run() -> dict[str, Any]:
             device=f.optimal_device,
             progress=True,
         )
-    print(report.text("Latency Benchmark Result", result, {"Model": result["model"], "Requests in a batch": f.batch_size}))
+    print(
+        report.text(
+            "Latency Benchmark Result",
+            result,
+            {"Model": result["model"], "Requests in a batch": f.batch_size},
+        )
+    )
     print("Batch".center(report.WIDTH, "-"))
     print(report.line("Avg latency (s):", f"{result['avg_latency']:.4f}"))
     print(report.line("Std latency (s):", f"{result['std_latency']:.4f}"))

@@ -1,10 +1,12 @@
 """The link between device and host, and what copying pages beside a step costs the step (NanoFlow §4.2.2).
 
-  python -m jaxflow.bench link --model llama-3.1-8b --load_format dummy --kv_offloading_size 8 --workload 1024/512
+  python -m jaxflow.bench link --model llama-3.1-8b --load_format dummy --kv_offloading_size 8 --workload
+  1024/512
 
-First the link, from pinned memory reserved as the engine reserves it: each direction alone and both at once; contiguous pages
-against the pieces that a page has in the cache; and pages brought to their places. Then the average step of a workload, alone
-and with copies beside it, in turns: `storing` all pages that such a step completes, as the engine does in every step,
+First the link, from pinned memory reserved as the engine reserves it: each direction alone and both at once;
+contiguous pages against the pieces that a page has in the cache; and pages brought to their places. Then the
+average step of a workload, alone and with copies beside it, in turns: `storing` all pages that such a step
+completes, as the engine does in every step,
 `loading` as many, or both; and `storing x4`, four times what there is to store.
 """
 
@@ -38,7 +40,9 @@ UNDER_WAY = 2  # steps whose copies may be under way
 
 def define_flags() -> None:
     options.define_engine(kv_offloading_size=8.0)
-    flags.DEFINE_string("workload", "1024/512", "Of the step: prompt/output tokens (1024/512), or decodes x keys (256x1100).")
+    flags.DEFINE_string(
+        "workload", "1024/512", "Of the step: prompt/output tokens (1024/512), or decodes x keys (256x1100)."
+    )
     flags.DEFINE_integer("pages", 64, "Pages moved at once where the link is measured.", lower_bound=1)
     flags.DEFINE_float("seconds", 0.5, "How long each rate is measured.", lower_bound=0.0)
     flags.DEFINE_float("step_seconds", 2.0, "How long each kind of step is measured.", lower_bound=0.0)
@@ -54,16 +58,22 @@ class Beside:
         self.copies, self.executor = steady.executor.copies, steady.executor
         ids = list(range(min(self.copies.num_pages[0], 4 * pages)))
         self._ids = ids
-        self._host = jax.device_put(self.copies.gather(self.executor.kv, 0, ids[:pages]), transfers.to_host.sharding)
+        self._host = jax.device_put(
+            self.copies.gather(self.executor.kv, 0, ids[:pages]), transfers.to_host.sharding
+        )
         self._down, self._up = 0, 0  # copies asked for
         self._came: collections.deque[jax.Array] = collections.deque(maxlen=pages)
 
     def step(self, *, stored: int = 0, loaded: int = 0) -> jax.Array:
-        """A step after which `stored` times as many pages are stored as it completes, and `loaded` times as many come."""
+        """A step after which `stored` times as many pages are stored as it completes, and `loaded` times as
+        many come.
+        """
         self._drain()
         ids, down = self._ids[: stored * self.pages], []
         if loaded and len(self._came) == self.pages:
-            self.executor.kv = self.copies.scatter(self.executor.kv, 0, self._ids[: self.pages], list(self._came))
+            self.executor.kv = self.copies.scatter(
+                self.executor.kv, 0, self._ids[: self.pages], list(self._came)
+            )
             self._came.clear()
         if ids:
             self._down += len(ids)
@@ -73,7 +83,9 @@ class Beside:
         return self.steady.enqueue()
 
     def _drain(self) -> None:
-        """Takes what has come, and waits where more than two steps' copies are under way: then the link is what limits."""
+        """Takes what has come, and waits where more than two steps' copies are under way: then the link is
+        what limits.
+        """
         while True:
             self._down -= len(self.transfers.to_host.done())
             arrived = [page for _, page in self.transfers.to_device.done() if page is not None]
@@ -85,7 +97,9 @@ class Beside:
 
 
 def measure_steps(steady: Steady, transfers: Transfers, tokens: int, seconds: float) -> dict[str, Any]:
-    """Milliseconds of a step of so many tokens, alone and with copies beside it, and how much slower they make it."""
+    """Milliseconds of a step of so many tokens, alone and with copies beside it, and how much slower they
+    make it.
+    """
     pages = max(1, tokens // steady.layout.page_size)
     beside = Beside(steady, transfers, pages)
     kinds: dict[str, dict[str, int]] = {
@@ -95,13 +109,18 @@ def measure_steps(steady: Steady, transfers: Transfers, tokens: int, seconds: fl
         "storing and loading": {"stored": 1, "loaded": 1},
         "storing x4": {"stored": 4},
     }
-    ways: dict[str, Callable[[], Any]] = {name: functools.partial(beside.step, **kind) for name, kind in kinds.items()}
+    ways: dict[str, Callable[[], Any]] = {
+        name: functools.partial(beside.step, **kind) for name, kind in kinds.items()
+    }
     timings = interleaved(ways, seconds=seconds)
     alone = timings["alone"].us
     return {
         "pages_a_step": pages,
         "bytes_a_step": pages * sum(page.nbytes for page in beside._host[:1]),
-        "steps": {name: {"ms": t.us / 1e3, "slowdown": t.us / alone, "spread": t.spread, "watts": t.watts} for name, t in timings.items()},
+        "steps": {
+            name: {"ms": t.us / 1e3, "slowdown": t.us / alone, "spread": t.spread, "watts": t.watts}
+            for name, t in timings.items()
+        },
     }
 
 
@@ -125,7 +144,9 @@ def run() -> dict[str, Any]:
         reserved_s = time.perf_counter() - begin
         count = min(f.pages, min(copies.num_pages), max(1, capacity // (max(copies.page_bytes) * mesh.size)))
         rates = link_rates.measure(copies, transfers, executor.kv, 0, count, f.seconds)
-        rates["loaded_to_its_place_gb_per_s"] = link_rates.loaded_rate(executor, 0, count, transfers, f.seconds)
+        rates["loaded_to_its_place_gb_per_s"] = link_rates.loaded_rate(
+            executor, 0, count, transfers, f.seconds
+        )
         ((steady, step),) = bed.ready(workload).values()
         steps = measure_steps(steady, transfers, int(step.tokens), f.step_seconds)
         result = {
@@ -145,7 +166,12 @@ def run() -> dict[str, Any]:
             "costs": {
                 "link_gb_per_s": link_bytes_per_s(copies, transfers) / 1e9,
                 "us_a_token": seconds_a_token(executor) * 1e6,
-                "load_us_a_token": 1e6 * sum(copies.page_bytes) * mesh.size / bed.config.block_size / 1e9 / rates["to_device_gb_per_s"],
+                "load_us_a_token": 1e6
+                * sum(copies.page_bytes)
+                * mesh.size
+                / bed.config.block_size
+                / 1e9
+                / rates["to_device_gb_per_s"],
             },
             **machine.describe(),
         }
@@ -158,9 +184,19 @@ def run() -> dict[str, Any]:
 def text(result: dict[str, Any]) -> str:
     """The report as a table."""
     lines = [f"{'pages of ' + '/'.join(map(str, result['page_bytes'])) + ' bytes':<44}{'GB/s':>12}"]
-    lines += [f"{name.removesuffix('_gb_per_s').replace('_', ' '):<44}{value:>12.2f}" for name, value in result["link"].items()]
-    lines.append(f"{result['step_tokens']} tokens, {result['pages_a_step']} pages a step".ljust(44) + f"{'ms':>12}{'slowdown':>12}")
-    lines += [f"{name:<44}{row['ms']:>12.3f}{row['slowdown']:>12.3f}" for name, row in result["steps"].items()]
+    lines += [
+        f"{name.removesuffix('_gb_per_s').replace('_', ' '):<44}{value:>12.2f}"
+        for name, value in result["link"].items()
+    ]
+    lines.append(
+        f"{result['step_tokens']} tokens, {result['pages_a_step']} pages a step".ljust(44)
+        + f"{'ms':>12}{'slowdown':>12}"
+    )
+    lines += [
+        f"{name:<44}{row['ms']:>12.3f}{row['slowdown']:>12.3f}" for name, row in result["steps"].items()
+    ]
     costs = result["costs"]
-    lines.append(f"a token: {costs['us_a_token']:.2f} us to compute, {costs['load_us_a_token']:.2f} us to load")
+    lines.append(
+        f"a token: {costs['us_a_token']:.2f} us to compute, {costs['load_us_a_token']:.2f} us to load"
+    )
     return "\n".join(lines)

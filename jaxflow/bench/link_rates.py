@@ -1,6 +1,8 @@
-"""What the link between device and pinned host memory gives: each way, both at once, in pages, in pieces and through numpy.
+"""What the link between device and pinned host memory gives: each way, both at once, in pages, in pieces and
+through numpy.
 
-Pages are begun as the engine begins them (`to_host`, `to_device`, `both_…`), beside all of them by one call, and one array of their size.
+Pages are begun as the engine begins them (`to_host`, `to_device`, `both_…`), beside all of them by one call,
+and one array of their size.
 """
 
 import itertools
@@ -15,12 +17,16 @@ import numpy as np
 from jaxflow.memory.page_copies import PageCopies
 from jaxflow.memory.transfers import PAGES_A_CALL, Transfers, in_calls
 
-TRAIN = 4  # times that pages are asked for before they are waited for: what a run that keeps the link busy gets
+TRAIN = (
+    4  # times that pages are asked for before they are waited for: what a run that keeps the link busy gets
+)
 CALLS = (1, 2, 4, 16)  # pages that a call begins
 
 
 def rate(run: Callable[[], Any], num_bytes: int, seconds: float) -> float:
-    """Bytes per second of what moves `num_bytes` and returns its arrays: the median over so long, after one time that warms."""
+    """Bytes per second of what moves `num_bytes` and returns its arrays: the median over so long, after one
+    time that warms.
+    """
     jax.block_until_ready(run())
     times: list[float] = []
     end = time.perf_counter() + seconds
@@ -31,7 +37,9 @@ def rate(run: Callable[[], Any], num_bytes: int, seconds: float) -> float:
     return num_bytes / float(np.median(times))
 
 
-def both(down: Callable[[], Any], up: Callable[[], Any], num_bytes: int, seconds: float) -> tuple[float, float]:
+def both(
+    down: Callable[[], Any], up: Callable[[], Any], num_bytes: int, seconds: float
+) -> tuple[float, float]:
     """The rates of two that run at the same time."""
     found: dict[str, float] = {}
     gate = threading.Barrier(2)
@@ -48,7 +56,9 @@ def both(down: Callable[[], Any], up: Callable[[], Any], num_bytes: int, seconds
     return found["down"], found["up"]
 
 
-def in_turns(there: list[jax.Array], here: list[jax.Array], transfers: Transfers, pages_a_call: int) -> list[jax.Array]:
+def in_turns(
+    there: list[jax.Array], here: list[jax.Array], transfers: Transfers, pages_a_call: int
+) -> list[jax.Array]:
     """A train of as many pages each way, so many down and then so many up, as `Transfers.copy` begins them."""
     calls = (itertools.batched(pages, pages_a_call) for pages in (there * TRAIN, here * TRAIN))
     copies = []
@@ -64,8 +74,12 @@ def pieces_of(kv: list, pages: Sequence[int]) -> list[jax.Array]:
     return [piece for page in pages for piece in cut(kv, page)]
 
 
-def measure(copies: PageCopies, transfers: Transfers, kv: list, group: int, count: int, seconds: float) -> dict[str, float]:
-    """GB/s of `count` pages of a layer group, all shards together; and how much faster contiguous pages are than pieces."""
+def measure(
+    copies: PageCopies, transfers: Transfers, kv: list, group: int, count: int, seconds: float
+) -> dict[str, float]:
+    """GB/s of `count` pages of a layer group, all shards together; and how much faster contiguous pages are
+    than pieces.
+    """
     ids = np.random.default_rng(0).permutation(copies.num_pages[group])[:count].tolist()
     host, device = transfers.to_host.sharding, transfers.to_device.sharding
     layers = [kv[i] for i in copies.groups[group].layers]
@@ -81,22 +95,36 @@ def measure(copies: PageCopies, transfers: Transfers, kv: list, group: int, coun
         "to_device": rate(lambda: in_calls(here, device), num_bytes, seconds),
         "one_call_to_host": rate(lambda: jax.device_put(there, host), num_bytes, seconds),
         "one_call_to_device": rate(lambda: jax.device_put(here, device), num_bytes, seconds),
-        "train_to_host": rate(lambda: [in_calls(there, host) for _ in range(TRAIN)], TRAIN * num_bytes, seconds),
-        "train_to_device": rate(lambda: [in_calls(here, device) for _ in range(TRAIN)], TRAIN * num_bytes, seconds),
-        "pieces_to_host": rate(lambda: jax.device_put(pieces, [_on_host(piece) for piece in pieces]), piece_bytes, seconds),
-        "pieces_to_device": rate(lambda: jax.device_put(pieces_here, [piece.sharding for piece in pieces]), piece_bytes, seconds),
-        "numpy_to_host": rate(lambda: [np.array(page) for page in _again(there[:1])], there[0].nbytes, min(seconds, 0.5)),
+        "train_to_host": rate(
+            lambda: [in_calls(there, host) for _ in range(TRAIN)], TRAIN * num_bytes, seconds
+        ),
+        "train_to_device": rate(
+            lambda: [in_calls(here, device) for _ in range(TRAIN)], TRAIN * num_bytes, seconds
+        ),
+        "pieces_to_host": rate(
+            lambda: jax.device_put(pieces, [_on_host(piece) for piece in pieces]), piece_bytes, seconds
+        ),
+        "pieces_to_device": rate(
+            lambda: jax.device_put(pieces_here, [piece.sharding for piece in pieces]), piece_bytes, seconds
+        ),
+        "numpy_to_host": rate(
+            lambda: [np.array(page) for page in _again(there[:1])], there[0].nbytes, min(seconds, 0.5)
+        ),
         "begin_to_host": _begin_rate(lambda: in_calls(there, host), num_bytes),
         "begin_to_device": _begin_rate(lambda: in_calls(here, device), num_bytes),
         "gather": rate(lambda: copies.gather(kv, group, ids), num_bytes, seconds),
     }
     for few in CALLS:  # each direction's, until both are there
-        found[f"both_in_turns_of_{few}"] = rate(lambda few=few: in_turns(there, here, transfers, few), TRAIN * num_bytes, seconds)
+        found[f"both_in_turns_of_{few}"] = rate(
+            lambda few=few: in_turns(there, here, transfers, few), TRAIN * num_bytes, seconds
+        )
     found["both_to_host"] = found["both_to_device"] = found[f"both_in_turns_of_{PAGES_A_CALL}"]
     found["both_one_call_to_host"], found["both_one_call_to_device"] = both(
         lambda: jax.device_put(there, host), lambda: jax.device_put(here, device), num_bytes, seconds
     )
-    whole = jax.block_until_ready(jax.jit(lambda pages: jax.numpy.concatenate(pages, axis=1))(there))  # in one array, for comparison
+    whole = jax.block_until_ready(
+        jax.jit(lambda pages: jax.numpy.concatenate(pages, axis=1))(there)
+    )  # in one array, for comparison
     whole_here = jax.block_until_ready(jax.device_put(whole, host))
     found["one_array_to_host"] = rate(lambda: jax.device_put(whole, host), num_bytes, seconds)
     found["one_array_to_device"] = rate(lambda: jax.device_put(whole_here, device), num_bytes, seconds)
@@ -123,7 +151,9 @@ def loaded_rate(executor: Any, group: int, count: int, transfers: Transfers, sec
 
 
 def _begin_rate(run: Callable[[], Any], num_bytes: int) -> float:
-    """Bytes per second at which copies are begun: far more than the link's, unless beginning waits for the copy."""
+    """Bytes per second at which copies are begun: far more than the link's, unless beginning waits for the
+    copy.
+    """
     times = []
     for _ in range(3):
         begin = time.perf_counter()

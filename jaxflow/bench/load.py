@@ -13,12 +13,17 @@ from serving.client import Client, RequestFailed
 
 
 async def converse(
-    client: Client, conversations: Sequence[Conversation], *, timeout_s: float | None = None, progress: bool = False
+    client: Client,
+    conversations: Sequence[Conversation],
+    *,
+    timeout_s: float | None = None,
+    progress: bool = False,
 ) -> tuple[list[list[Record]], float]:
-    """Each conversation from its time on, greedy and past end tokens. Returns the records of each, and the seconds it all took.
+    """Each conversation from its time on, greedy and past end tokens. Returns the records of each, and the
+    seconds it all took.
 
-    A round is sent when it is due, however many are under way. One that the server refuses or breaks off is a failed
-    record, and the last of its conversation.
+    A round is sent when it is due, however many are under way. One that the server refuses or breaks off is a
+    failed record, and the last of its conversation.
     """
     start = time.perf_counter()
     rounds = sum(len(one.rounds) for one in conversations)
@@ -33,14 +38,21 @@ async def converse(
                 said = np.concatenate([said, turn.text])
                 record = Record(len(said), time.perf_counter(), round=number, known_tokens=known)
                 records.append(record)
-                settings = {"temperature": 0.0, "max_tokens": turn.output_tokens, "ignore_eos": True, "seed": 0}
+                settings = {
+                    "temperature": 0.0,
+                    "max_tokens": turn.output_tokens,
+                    "ignore_eos": True,
+                    "seed": 0,
+                }
                 answer = client.generate(said.tolist(), timeout_s=timeout_s, **settings)
                 try:
                     await answer.read_all()
                     record.finished_s = time.perf_counter()
                 except RequestFailed as failure:
                     record.error = str(failure)
-                record.deliveries = [(answer.sent_at + seconds, count) for seconds, _, count in answer.arrivals]
+                record.deliveries = [
+                    (answer.sent_at + seconds, count) for seconds, _, count in answer.arrivals
+                ]
                 record.cached_prompt_tokens = answer.started.cached_prompt_tokens if answer.started else 0
                 bar.update()
                 if record.error:

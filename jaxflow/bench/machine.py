@@ -1,4 +1,6 @@
-"""What a run was measured on: device, clock, watts, versions, the command; and what that device could do at best."""
+"""What a run was measured on: device, clock, watts, versions, the command; and what that device could do at
+best.
+"""
 
 import contextlib
 import dataclasses
@@ -49,7 +51,8 @@ def describe() -> dict[str, Any]:
         "num_devices": len(devices),
         "cpu": _cpu_model(),
         "cpu_cores": os.cpu_count(),
-        "versions": {name: _version(name) for name in ("jaxflow", "jax", "jaxlib", "numpy")} | {"python": platform.python_version()},
+        "versions": {name: _version(name) for name in ("jaxflow", "jax", "jaxlib", "numpy")}
+        | {"python": platform.python_version()},
         "command": shlex.join(["python", "-m", "jaxflow.bench", *sys.argv[1:]]),
     }
 
@@ -58,7 +61,13 @@ def _cpu_model() -> str:
     """The processor's own name where Linux tells it."""
     info = Path("/proc/cpuinfo")
     names = (
-        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+        [
+            line.partition(":")[2].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        if info.exists()
+        else []
     )
     return names[0] if names else platform.machine()
 
@@ -101,7 +110,9 @@ def watch() -> Iterator[Readings]:
         while not done.wait(SAMPLE_EVERY_S):
             readings.watts.append(pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
             readings.sm_clock_mhz.append(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
-            readings.temperature_c.append(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
+            readings.temperature_c.append(
+                pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+            )
 
     thread = threading.Thread(target=sample, name="nvml", daemon=True)
     thread.start()
@@ -123,13 +134,16 @@ class Ceiling:
 
 @functools.cache
 def ceiling(dtype: str, device: str | None = None) -> Ceiling:
-    """Of a device of the cost model's table, or (None) of this machine's; measured here if the table lacks it.
+    """Of a device of the cost model's table, or (None) of this machine's; measured here if the table lacks
+    it.
 
     Raises:
       KeyError: for a named device or a dtype of it that the table lacks.
     """
     known = DEVICES[device] if device else find_device(jax.devices()[0].device_kind)
-    for rates, source in ((known.measured, "measured, sustained"), (known.datasheet, "datasheet")) if known else ():
+    for rates, source in (
+        ((known.measured, "measured, sustained"), (known.datasheet, "datasheet")) if known else ()
+    ):
         if rates and dtype in rates.flops_per_s:
             return Ceiling(rates.flops_per_s[dtype], f"{known.name if known else ''} {dtype}, {source}")
     if device:
@@ -151,9 +165,17 @@ def _measured_flops_per_s(dtype: str, size: int = 1024, seconds: float = 0.3) ->
 
 
 def optimal(
-    config: ModelConfig, prompt_tokens: float, output_tokens: float, *, dtype: str, tp: int = 1, device: str | None = None
+    config: ModelConfig,
+    prompt_tokens: float,
+    output_tokens: float,
+    *,
+    dtype: str,
+    tp: int = 1,
+    device: str | None = None,
 ) -> dict[str, Any]:
-    """NanoFlow's Eq. 5 for a model, a device and a workload (mean or total token counts; only their ratio matters)."""
+    """NanoFlow's Eq. 5 for a model, a device and a workload (mean or total token counts; only their ratio
+    matters).
+    """
     best = ceiling(jnp.dtype(dtype).name, device)
     parameters = dense_parameters(config, output_tokens / (prompt_tokens + output_tokens))
     return {
@@ -182,7 +204,10 @@ def text(result: Mapping[str, Any]) -> str:
                 if "fraction_of_optimal" in steady
                 else []
             ),
-            line("Dense TFLOP/s assumed:", f"{result['optimal_flops_per_s'] / 1e12:.3g} ({result['optimal_flops_source']})"),
+            line(
+                "Dense TFLOP/s assumed:",
+                f"{result['optimal_flops_per_s'] / 1e12:.3g} ({result['optimal_flops_source']})",
+            ),
             line("Dense parameters a token:", f"{result['optimal_parameters'] / 1e9:.4g} B"),
         ]
     else:
@@ -200,7 +225,14 @@ def where(result: Mapping[str, Any]) -> str:
     power = result.get("power")
     if power:
         lines.append(line("Watts, mean (max):", f"{power['mean_watts']:.0f} ({power['max_watts']:.0f})"))
-        lines.append(line("SM clock (MHz), mean (min):", f"{power['mean_sm_clock_mhz']:.0f} ({power['min_sm_clock_mhz']:.0f})"))
-    lines.append(line("Versions:", ", ".join(f"{name} {version}" for name, version in result["versions"].items())))
+        lines.append(
+            line(
+                "SM clock (MHz), mean (min):",
+                f"{power['mean_sm_clock_mhz']:.0f} ({power['min_sm_clock_mhz']:.0f})",
+            )
+        )
+    lines.append(
+        line("Versions:", ", ".join(f"{name} {version}" for name, version in result["versions"].items()))
+    )
     lines += [f"Command: {result['command']}", "=" * 50]
     return "\n".join(lines)

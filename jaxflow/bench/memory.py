@@ -1,9 +1,12 @@
-"""What the programs of a step need of a device's memory beside weights and cache, and what that leaves for KV.
+"""What the programs of a step need of a device's memory beside weights and cache, and what that leaves for
+KV.
 
-python -m jaxflow.bench memory --model llama-3.1-8b --load_format dummy --target_config tests/data/xla/h200.txtpb
+python -m jaxflow.bench memory --model llama-3.1-8b --load_format dummy --target_config
+tests/data/xla/h200.txtpb
 
-By XLA's own account of the compiled programs. With --target_config they are compiled for a GPU that need not be there; without,
-for this machine's, on which the engine is then started too: how much it took at most stands beside what was reserved.
+By XLA's own account of the compiled programs. With --target_config they are compiled for a GPU that need not
+be there; without, for this machine's, on which the engine is then started too: how much it took at most
+stands beside what was reserved.
 """
 
 import dataclasses
@@ -46,17 +49,30 @@ SEQUENCE = 1536  # tokens of the sequences that a batch is counted in: 1024 in, 
 def define_flags() -> None:
     options.define_engine(max_num_batched_tokens=2048, max_num_seqs=512, dtype="bfloat16")
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
-    flags.DEFINE_string("target_config", None, "Compile for the GPU of this XLA target config (text proto) instead of this machine's.")
-    flags.DEFINE_list("buckets", ["64", "512"], "Tokens of the steps to look at, beside --max_num_batched_tokens.")
-    flags.DEFINE_integer("layers", 2, "Compile so many layers: buffers are reused from layer to layer.", lower_bound=1)
+    flags.DEFINE_string(
+        "target_config",
+        None,
+        "Compile for the GPU of this XLA target config (text proto) instead of this machine's.",
+    )
+    flags.DEFINE_list(
+        "buckets", ["64", "512"], "Tokens of the steps to look at, beside --max_num_batched_tokens."
+    )
+    flags.DEFINE_integer(
+        "layers", 2, "Compile so many layers: buffers are reused from layer to layer.", lower_bound=1
+    )
     flags.DEFINE_list("memory_gib", ["24", "80", "140"], "Sizes of devices whose room for KV is told.")
 
 
-def abstract_executor(config: EngineConfig, model: ModelConfig, mesh: Mesh, kernels: KernelSet, tokens: int) -> Executor:
+def abstract_executor(
+    config: EngineConfig, model: ModelConfig, mesh: Mesh, kernels: KernelSet, tokens: int
+) -> Executor:
     """An executor of one bucket to compile with: shapes for weights. config: resolved."""
     tp = mesh.shape[TP]
     plan = sequential_plan(model, tokens, tp)
-    chosen: dict[str, Any] = {"quantization": config.quantization, "kv_scales": config.kv_cache_dtype == "float8_e4m3fn"}
+    chosen: dict[str, Any] = {
+        "quantization": config.quantization,
+        "kv_scales": config.kv_cache_dtype == "float8_e4m3fn",
+    }
     specs = shardings(model, mesh, **chosen)
     weights = jax.tree.map(
         lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)),
@@ -91,38 +107,63 @@ def room(
     """Tokens of KV that one device of `memory_bytes` holds, by what is kept free for temporary space.
 
     Args:
-      fixed_bytes: weights, per-slot state and spare. token_bytes: of a token's KV. activation_bytes: a token's three buffers.
-      largest, smallest: what the programs of the largest and of a decode-only bucket need.
+      fixed_bytes: weights, per-slot state and spare. token_bytes: of a token's KV. activation_bytes: a
+      token's three buffers. largest, smallest: what the programs of the largest and of a decode-only bucket
+      need.
     Returns:
-      whole_prompt: of one sequence prefilled at once, whose activations stand beside its KV; summed: a step's and a sampler's space;
-      largest: the largest program's; lent: while only small steps run, if all that larger ones need were lent; none: without any.
+      whole_prompt: of one sequence prefilled at once, whose activations stand beside its KV; summed: a step's
+      and a sampler's space; largest: the largest program's; lent: while only small steps run, if all that
+      larger ones need were lent; none: without any.
     """
     free = memory_bytes - fixed_bytes
-    summed = sum(need.temporary for need in largest.values()) - min(largest["plain"].temporary, largest["full"].temporary)
+    summed = sum(need.temporary for need in largest.values()) - min(
+        largest["plain"].temporary, largest["full"].temporary
+    )
     summed += IN_FLIGHT * sum(need.results for need in largest.values())
-    reserved = {"summed": summed, "largest": together(largest.values()), "lent": together(smallest.values()), "none": 0}
-    found = {"whole_prompt": free / (token_bytes + activation_bytes)} | {k: (free - bytes_) / token_bytes for k, bytes_ in reserved.items()}
+    reserved = {
+        "summed": summed,
+        "largest": together(largest.values()),
+        "lent": together(smallest.values()),
+        "none": 0,
+    }
+    found = {"whole_prompt": free / (token_bytes + activation_bytes)} | {
+        k: (free - bytes_) / token_bytes for k, bytes_ in reserved.items()
+    }
     return {name: max(0, int(tokens)) for name, tokens in found.items()}
 
 
 def analyse(
-    config: EngineConfig, model: ModelConfig, mesh: Mesh, kernels: KernelSet, buckets: Sequence[int], layers: int
+    config: EngineConfig,
+    model: ModelConfig,
+    mesh: Mesh,
+    kernels: KernelSet,
+    buckets: Sequence[int],
+    layers: int,
 ) -> dict[str, Any]:
-    """Of each bucket what its programs need, and of the whole model what is on a device anyway. config: resolved."""
+    """Of each bucket what its programs need, and of the whole model what is on a device anyway. config:
+    resolved.
+    """
     few, tp = dataclasses.replace(model, layers=model.layers[:layers]), mesh.shape[TP]
     found, state = [], 0
     for tokens in buckets:
         executor = abstract_executor(config, few, mesh, kernels, tokens)
         needs, state = executor.temporary_needs(tokens), executor.state_bytes()
         three = three_buffers(model, tokens, config.dtype, tp)
-        found.append({"tokens": tokens, "three_buffers": three, "together": together(needs.values())} | _plain(needs))
+        found.append(
+            {"tokens": tokens, "three_buffers": three, "together": together(needs.values())} | _plain(needs)
+        )
         told = ", ".join(f"{name} {need.temporary / MIB:.1f}" for name, need in needs.items())
         print(report.line(f"{tokens} tokens, MiB:", f"{told}; three buffers {three / MIB:.1f}"), flush=True)
     whole = abstract_executor(config, model, mesh, kernels, buckets[0])
     local = [(a.sharding.shard_shape(a.shape), a.dtype.itemsize) for a in jax.tree.leaves(whole.weights)]
     weights = sum(_size(shape) * itemsize for shape, itemsize in local)
     pages = page_bytes(model, config.block_size, jnp.dtype(config.kv_cache_dtype), tp)
-    return {"programs": found, "weight_bytes": weights, "state_bytes": state, "kv_bytes_per_token": sum(pages) / config.block_size}
+    return {
+        "programs": found,
+        "weight_bytes": weights,
+        "state_bytes": state,
+        "kv_bytes_per_token": sum(pages) / config.block_size,
+    }
 
 
 def _plain(needs: Mapping[str, Need]) -> dict[str, Any]:
@@ -136,7 +177,9 @@ def _size(shape: Sequence[int]) -> int:
     return size
 
 
-def rooms(found: Mapping[str, Any], model: ModelConfig, config: EngineConfig, gib: Sequence[float]) -> list[dict[str, Any]]:
+def rooms(
+    found: Mapping[str, Any], model: ModelConfig, config: EngineConfig, gib: Sequence[float]
+) -> list[dict[str, Any]]:
     """`room` of devices of these sizes, and how many sequences of 1536 tokens that is."""
     needs = [{name: Need(**need) for name, need in one["needs"].items()} for one in found["programs"]]
     rows = []
@@ -145,8 +188,19 @@ def rooms(found: Mapping[str, Any], model: ModelConfig, config: EngineConfig, gi
         fixed = found["weight_bytes"] + found["state_bytes"] + int(SPARE * memory)
         one = three_buffers(model, 1, config.dtype, config.tensor_parallel_size)
         tokens = room(memory, fixed, found["kv_bytes_per_token"], one, needs[-1], needs[-2])
-        rows.append({"memory_gib": size, "tokens": tokens, "sequences": {name: count // SEQUENCE for name, count in tokens.items()}})
-        print(report.line(f"{size:g} GiB, tokens of KV:", ", ".join(f"{name} {count:,}" for name, count in tokens.items())))
+        rows.append(
+            {
+                "memory_gib": size,
+                "tokens": tokens,
+                "sequences": {name: count // SEQUENCE for name, count in tokens.items()},
+            }
+        )
+        print(
+            report.line(
+                f"{size:g} GiB, tokens of KV:",
+                ", ".join(f"{name} {count:,}" for name, count in tokens.items()),
+            )
+        )
     return rows
 
 
@@ -157,7 +211,9 @@ def run() -> dict[str, Any]:
         prepare_process(config)
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model = checkpoint.model_config
-    config = resolve(dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization), model)
+    config = resolve(
+        dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization), model
+    )
     largest = config.max_num_batched_tokens
     assert largest is not None
     buckets = sorted({*map(int, f.buckets), largest})
@@ -165,22 +221,43 @@ def run() -> dict[str, Any]:
         raise ConfigError("buckets", f.buckets, f"steps of fewer than max_num_batched_tokens={largest}")
     if f.target_config:
         tp, text = config.tensor_parallel_size, Path(f.target_config).read_text("utf-8")
-        devices = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x1x{tp}").devices
+        devices = topologies.get_topology_desc(
+            platform="cuda", target_config=text, topology=f"1x1x{tp}"
+        ).devices
         mesh, kernels = Mesh(np.array(devices), (TP,)), _hopper(config, model, devices[0].device_kind)
     else:
         mesh, kernels = make_mesh(config.tensor_parallel_size), choose_kernels(config, model)
     found = analyse(config, model, mesh, kernels, buckets, f.layers)
-    result = {"command_name": "memory", "model": checkpoint.name, "engine_config": dataclasses.asdict(config), **machine.describe()}
-    result |= {"compiled_for": mesh.devices.flat[0].device_kind, "kernels": kernels.name, "layers": f.layers, **found}
+    result = {
+        "command_name": "memory",
+        "model": checkpoint.name,
+        "engine_config": dataclasses.asdict(config),
+        **machine.describe(),
+    }
+    result |= {
+        "compiled_for": mesh.devices.flat[0].device_kind,
+        "kernels": kernels.name,
+        "layers": f.layers,
+        **found,
+    }
     result |= {"room": rooms(found, model, config, [float(size) for size in f.memory_gib])}
     if on_gpu() and not f.target_config:
         with LLM.from_config(config) as llm:  # its warm-up has run every program
             stats = jax.local_devices()[0].memory_stats() or {}
-            result["observed"] = {name: stats.get(name) for name in ("bytes_limit", "bytes_in_use", "peak_bytes_in_use")}
-            result["observed"] |= {"reserved": llm.executor.temporary_bytes(), "num_kv_pages": llm.executor.num_pages}
+            result["observed"] = {
+                name: stats.get(name) for name in ("bytes_limit", "bytes_in_use", "peak_bytes_in_use")
+            }
+            result["observed"] |= {
+                "reserved": llm.executor.temporary_bytes(),
+                "num_kv_pages": llm.executor.num_pages,
+            }
     return result
 
 
 def _hopper(config: EngineConfig, model: ModelConfig, device: str) -> KernelSet:
-    """device: a target config's name, which ends in the memory ("NVIDIA H200 141GB HBM3e"), as a driver's, by which tables go, does not."""
-    return kernel_set_for("gpu", "9.0", device=re.sub(r" \d+GB.*", "", device), **asked_of_kernels(config, model))
+    """device: a target config's name, which ends in the memory ("NVIDIA H200 141GB HBM3e"), as a driver's, by
+    which tables go, does not.
+    """
+    return kernel_set_for(
+        "gpu", "9.0", device=re.sub(r" \d+GB.*", "", device), **asked_of_kernels(config, model)
+    )

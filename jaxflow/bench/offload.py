@@ -1,8 +1,10 @@
 """Latency against throughput of an offloaded model as its block grows: FlexGen's Figure 1, measured.
 
-  python -m jaxflow.bench offload --model opt-30b --load_format dummy --policy policy.json --gpu_memory_limit 16 --blocks 8x1,16x1,32x2,48x3
+  python -m jaxflow.bench offload --model opt-30b --load_format dummy --policy policy.json --gpu_memory_limit
+  16 --blocks 8x1,16x1,32x2,48x3
 
-The percentages are the policy's; each block is started, warmed up and run once. The front is of those that none beats in both.
+The percentages are the policy's; each block is started, warmed up and run once. The front is of those that
+none beats in both.
 """
 
 import dataclasses
@@ -29,12 +31,16 @@ Size = tuple[int, int]  # sequences of a batch, batches
 def define_flags() -> None:
     define_engine_flags()
     options.define_flags()
-    flags.DEFINE_list("blocks", ["1x1", "4x1", "4x2", "8x4"], "Blocks that are run, as gpu_batch_size x num_gpu_batches.")
+    flags.DEFINE_list(
+        "blocks", ["1x1", "4x1", "4x2", "8x4"], "Blocks that are run, as gpu_batch_size x num_gpu_batches."
+    )
     flags.DEFINE_string("output_json", None, "File for the report.")
     flags.DEFINE_string("output_png", None, "File for the picture (.png, .svg, .pdf).")
 
 
-def sweep(config: EngineConfig, offload: OffloadConfig, blocks: Iterable[Size], *, progress: bool = False) -> dict[str, Any]:
+def sweep(
+    config: EngineConfig, offload: OffloadConfig, blocks: Iterable[Size], *, progress: bool = False
+) -> dict[str, Any]:
     """Runs a block of each size; those that do not fit are left out. Raises: ConfigError where none fits."""
     points, refused = [], None
     for size, batches in blocks:
@@ -49,7 +55,11 @@ def sweep(config: EngineConfig, offload: OffloadConfig, blocks: Iterable[Size], 
         raise refused or ConfigError("blocks", "", "at least one")
     _mark_front(points)
     policy = offload.policy
-    about = {"model": policy.model, "prompt_tokens": policy.prompt_tokens, "output_tokens": policy.output_tokens}
+    about = {
+        "model": policy.model,
+        "prompt_tokens": policy.prompt_tokens,
+        "output_tokens": policy.output_tokens,
+    }
     return {
         "command_name": "offload",
         "kind": "blocks",
@@ -64,12 +74,24 @@ def _run(config: EngineConfig, offload: OffloadConfig, progress: bool) -> dict[s
     policy = offload.policy
     with LLM(offload=offload, progress=progress, **dataclasses.asdict(config)) as llm:
         assert llm.runtime is not None
-        prompts = random_prompts(policy.block_size, policy.prompt_tokens, llm.model_config.vocab_size, config.seed)
+        prompts = random_prompts(
+            policy.block_size, policy.prompt_tokens, llm.model_config.vocab_size, config.seed
+        )
         sampling = SamplingParams(temperature=0.0, max_tokens=policy.output_tokens, ignore_eos=True, seed=0)
         llm.generate(prompts, sampling, use_tqdm=progress)
         found = report(llm.runtime, measure_link(llm.runtime.device, 16))
-    keys = ("effective_block_size", "latency_s", "tokens_per_s", "decode_tokens_per_s", "prefill_s", "decode_s", "link")
-    return {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches} | {key: found[key] for key in keys}
+    keys = (
+        "effective_block_size",
+        "latency_s",
+        "tokens_per_s",
+        "decode_tokens_per_s",
+        "prefill_s",
+        "decode_s",
+        "link",
+    )
+    return {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches} | {
+        key: found[key] for key in keys
+    }
 
 
 def _mark_front(points: Sequence[dict[str, Any]]) -> None:
@@ -86,7 +108,9 @@ def parse_blocks(words: Iterable[str]) -> list[Size]:
         if not found or any(len(size) != 2 or min(size) < 1 for size in found):
             raise ValueError
     except ValueError:
-        raise ConfigError("blocks", ",".join(words), "sizes between commas, each gpu_batch_size x num_gpu_batches, as 48x3") from None
+        raise ConfigError(
+            "blocks", ",".join(words), "sizes between commas, each gpu_batch_size x num_gpu_batches, as 48x3"
+        ) from None
     return [(size[0], size[1]) for size in found]
 
 
@@ -96,7 +120,10 @@ def table(result: dict[str, Any]) -> list[str]:
     for point in result["points"]:
         block = f"{point['gpu_batch_size']}x{point['num_gpu_batches']}"
         busy = f"{point['link']['busy_share']:.0%}"
-        lines.append(f"{block:>10}{point['latency_s']:>14.3f}{point['tokens_per_s']:>12.2f}{busy:>12}  {'*' if point['best'] else ''}")
+        lines.append(
+            f"{block:>10}{point['latency_s']:>14.3f}{point['tokens_per_s']:>12.2f}{busy:>12}  "
+            f"{'*' if point['best'] else ''}"
+        )
     return lines
 
 

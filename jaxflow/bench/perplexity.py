@@ -1,10 +1,13 @@
-"""Perplexity of a text under each way to keep a model's numbers, through the engine's prompt log-probabilities.
+"""Perplexity of a text under each way to keep a model's numbers, through the engine's prompt
+log-probabilities.
 
-python -m jaxflow.bench perplexity --model FOLDER_OR_GGUF --tokens tests/data/ppl/wikitext2_8x1024.npy --dtype bfloat16
+python -m jaxflow.bench perplexity --model FOLDER_OR_GGUF --tokens tests/data/ppl/wikitext2_8x1024.npy --dtype
+bfloat16
 
-The rows of the file are windows, each scored as a prompt of its own; beside the perplexity is how far the log-probability
-of a token moved from the wide model's. The device has no cache of 4 bits: what KV of 4 bits costs is measured over a wide
-cache, to which keys and values are written as 4 bits give them back, so that every read is of those, a chunk's own included.
+The rows of the file are windows, each scored as a prompt of its own; beside the perplexity is how far the
+log-probability of a token moved from the wide model's. The device has no cache of 4 bits: what KV of 4 bits
+costs is measured over a wide cache, to which keys and values are written as 4 bits give them back, so that
+every read is of those, a chunk's own included.
 """
 
 import dataclasses
@@ -30,7 +33,14 @@ from pallas_kernels.reference.rope_append import append
 
 
 def rope_append_in_4_bits(
-    fused: jax.Array, k_pages: jax.Array, v_pages: jax.Array, positions: jax.Array, slots: jax.Array, *, head_dim: int, **settings: Any
+    fused: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    positions: jax.Array,
+    slots: jax.Array,
+    *,
+    head_dim: int,
+    **settings: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`reference.rope_append` to a wide cache, of keys and values that have been 4 bits in between."""
     tokens = jnp.arange(fused.shape[0])
@@ -49,7 +59,9 @@ class Way:
     kernels: KernelSet | None = None
 
 
-KV_4_BITS = dataclasses.replace(REFERENCE, name="reference, KV through 4 bits", rope_append=rope_append_in_4_bits)
+KV_4_BITS = dataclasses.replace(
+    REFERENCE, name="reference, KV through 4 bits", rope_append=rope_append_in_4_bits
+)
 WAYS = {
     "wide": Way(),
     "fp8": Way("fp8"),
@@ -70,23 +82,33 @@ def define_flags() -> None:
 
 
 def token_logprobs(llm: LLM, windows: np.ndarray) -> np.ndarray:
-    """[W, N - 1] float64: the log-probability of every token of each window but its first, given those before it."""
+    """[W, N - 1] float64: the log-probability of every token of each window but its first, given those before
+    it.
+    """
     scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     outputs = llm.generate(windows.tolist(), scored, use_tqdm=False)
 
     def row(output: Any, window: list[int]) -> list[float]:
         assert output.prompt_logprobs is not None
-        return [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], window[1:], strict=True)]
+        return [
+            entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], window[1:], strict=True)
+        ]
 
     return np.array([row(output, window) for output, window in zip(outputs, windows.tolist(), strict=True)])
 
 
-def measure(config: EngineConfig, windows: np.ndarray, ways: Sequence[str] = tuple(WAYS)) -> Iterator[tuple[LLM, dict[str, Any]]]:
-    """For each of some `WAYS` its engine, open, and {way, perplexity, mean_moved, max_moved}: moved from the first way."""
+def measure(
+    config: EngineConfig, windows: np.ndarray, ways: Sequence[str] = tuple(WAYS)
+) -> Iterator[tuple[LLM, dict[str, Any]]]:
+    """For each of some `WAYS` its engine, open, and {way, perplexity, mean_moved, max_moved}: moved from the
+    first way.
+    """
     wide: np.ndarray | None = None
     for name in ways:
         way = WAYS[name]
-        settings = dataclasses.replace(config, quantization=way.quantization, kv_cache_dtype=way.kv_cache_dtype)
+        settings = dataclasses.replace(
+            config, quantization=way.quantization, kv_cache_dtype=way.kv_cache_dtype
+        )
         with LLM.from_config(settings, progress=False, kernels=way.kernels) as llm:
             found = token_logprobs(llm, windows)
             wide = found if wide is None else wide
@@ -96,7 +118,11 @@ def measure(config: EngineConfig, windows: np.ndarray, ways: Sequence[str] = tup
 def moved(found: np.ndarray, wide: np.ndarray) -> dict[str, float]:
     """The perplexity of tokens of these log-probabilities, and how far they are from the wide model's."""
     distance = np.abs(found - wide)
-    return {"perplexity": float(np.exp(-found.mean())), "mean_moved": float(distance.mean()), "max_moved": float(distance.max())}
+    return {
+        "perplexity": float(np.exp(-found.mean())),
+        "mean_moved": float(distance.mean()),
+        "max_moved": float(distance.max()),
+    }
 
 
 def run() -> dict[str, Any]:
@@ -106,11 +132,20 @@ def run() -> dict[str, Any]:
     result: dict[str, Any] = {}
     ways = []
     for llm, way in measure(engine_config_from_flags(), windows):
-        result = result or {"command_name": "perplexity", **head(llm), "tokens": f.tokens, "windows": list(windows.shape)}
+        result = result or {
+            "command_name": "perplexity",
+            **head(llm),
+            "tokens": f.tokens,
+            "windows": list(windows.shape),
+        }
         ways.append(way)
         print(
             report.line(
-                f"{way['way']}:", f"{way['perplexity']:.4f}, a token's log-probability moved by {way['mean_moved']:.4f} at the mean"
+                f"{way['way']}:",
+                (
+                    f"{way['perplexity']:.4f}, a token's log-probability moved by "
+                    f"{way['mean_moved']:.4f} at the mean"
+                ),
             )
         )
     return result | {"ways": ways}

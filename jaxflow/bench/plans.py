@@ -1,11 +1,14 @@
-"""Plans beside each other in the steady state of workloads, in one process: full steps of the engine's executor, back to back.
+"""Plans beside each other in the steady state of workloads, in one process: full steps of the engine's
+executor, back to back.
 
-  python -m jaxflow.bench plans --model llama-3.1-8b --load_format dummy --plans plans/ --workloads 1024/512,512/512,512/1024
-  python -m jaxflow.bench plans --model llama-3.1-8b --load_format dummy --graphs xla,whole --workloads 64x1100,256x1100
+  python -m jaxflow.bench plans --model llama-3.1-8b --load_format dummy --plans plans/ --workloads
+  1024/512,512/512,512/1024 python -m jaxflow.bench plans --model llama-3.1-8b --load_format dummy --graphs
+  xla,whole --workloads 64x1100,256x1100
 
-A workload is prompt/output tokens, or decodes x keys; its average step (NanoFlow §3.1) is run with random weights, pages and
-tokens. The sequential plan is there for every size of step that a plan has, and for --tokens. Plans take turns, so that clock
-and heat are the same for all; each is sustained for --seconds. --graphs runs every plan once for each way to launch its kernels.
+A workload is prompt/output tokens, or decodes x keys; its average step (NanoFlow §3.1) is run with random
+weights, pages and tokens. The sequential plan is there for every size of step that a plan has, and for
+--tokens. Plans take turns, so that clock and heat are the same for all; each is sustained for --seconds.
+--graphs runs every plan once for each way to launch its kernels.
 """
 
 import dataclasses
@@ -22,7 +25,17 @@ from tqdm import tqdm
 
 from jaxflow.bench import machine, options, plans_report
 from jaxflow.bench.report import write_json
-from jaxflow.bench.steady import Steady, Workload, average_step, fill_cache, fitting_step, page_appends, parse_workload, rows_of, step_work
+from jaxflow.bench.steady import (
+    Steady,
+    Workload,
+    average_step,
+    fill_cache,
+    fitting_step,
+    page_appends,
+    parse_workload,
+    rows_of,
+    step_work,
+)
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.build import make_executor, prepare_process, resolve
 from jaxflow.engine.executor import Executor
@@ -41,17 +54,28 @@ USUAL = "usual"  # of --graphs: what the engine does
 
 def define_flags() -> None:
     options.define_bed()
-    flags.DEFINE_list("workloads", ["1024/512"], "Prompt/output tokens (1024/512), or decodes x keys (256x1100).")
-    flags.DEFINE_list("graphs", [USUAL], f"How kernels are launched: {USUAL}, {', '.join(GRAPHS)}. Every plan is run with each.")
-    flags.DEFINE_float("seconds", 6.0, "How long each plan is measured on each workload, in three windows.", lower_bound=0.0)
-    flags.DEFINE_float("max_minutes", 8.0, "No workload is begun after so long, compilation included.", lower_bound=0.0)
+    flags.DEFINE_list(
+        "workloads", ["1024/512"], "Prompt/output tokens (1024/512), or decodes x keys (256x1100)."
+    )
+    flags.DEFINE_list(
+        "graphs",
+        [USUAL],
+        f"How kernels are launched: {USUAL}, {', '.join(GRAPHS)}. Every plan is run with each.",
+    )
+    flags.DEFINE_float(
+        "seconds", 6.0, "How long each plan is measured on each workload, in three windows.", lower_bound=0.0
+    )
+    flags.DEFINE_float(
+        "max_minutes", 8.0, "No workload is begun after so long, compilation included.", lower_bound=0.0
+    )
 
 
 def given_plans(paths: Iterable[str], config: EngineConfig, model: ModelConfig) -> list[Plan]:
-    """The plans of files and folders, each of a name of its own and once; sequential ones are left out, they are there anyway.
+    """The plans of files and folders, each of a name of its own and once; sequential ones are left out, they
+    are there anyway.
 
-    Of folders, those for this model, device, parallelism and dtypes. Raises: ConfigError, also for two plans of one name and size, which
-    who reads the report would take for each other; PlanError.
+    Of folders, those for this model, device, parallelism and dtypes. Raises: ConfigError, also for two plans
+    of one name and size, which who reads the report would take for each other; PlanError.
     """
     found: dict[tuple[str, int], Plan] = {}
     for path in paths:
@@ -59,7 +83,9 @@ def given_plans(paths: Iterable[str], config: EngineConfig, model: ModelConfig) 
             if not is_sequential(plan):
                 same = found.setdefault((plan.name, plan.tokens), plan)
                 if digest(same) != digest(plan):
-                    raise ConfigError("plans", path, f"plans of names of their own: another is named {plan.name!r}, too")
+                    raise ConfigError(
+                        "plans", path, f"plans of names of their own: another is named {plan.name!r}, too"
+                    )
     return list(found.values())
 
 
@@ -69,7 +95,10 @@ def variants(plans: Sequence[Plan], graphs: Sequence[str]) -> dict[str, tuple[Pl
         raise ConfigError("graphs", ",".join(unknown), f"one or more of {', '.join((USUAL, *GRAPHS))}")
     several = len(graphs) > 1
     return {
-        f"{plan.name}, {plan.tokens} tokens" + (f" [{way}]" if several else ""): (plan, None if way == USUAL else way)
+        f"{plan.name}, {plan.tokens} tokens" + (f" [{way}]" if several else ""): (
+            plan,
+            None if way == USUAL else way,
+        )
         for plan, way in itertools.product(plans, graphs)
     }
 
@@ -82,13 +111,23 @@ class Bed:
     model: ModelConfig
     executor: Executor
     ways: dict[str, tuple[Plan, str | None]]
-    full_sizes: frozenset[int]  # of the steps that are filled with prefill; those of decodes alone have their own
+    full_sizes: frozenset[
+        int
+    ]  # of the steps that are filled with prefill; those of decodes alone have their own
 
     def step(self, workload: Workload, tokens: int) -> Composition:
-        """The workload's step of a size, as large as the cache lets it be. Raises: ConfigError for a cache that holds none."""
-        whole = [pages for pages, window in zip(self.executor.num_pages, self.model.windows, strict=True) if window is None]
+        """The workload's step of a size, as large as the cache lets it be. Raises: ConfigError for a cache
+        that holds none.
+        """
+        whole = [
+            pages
+            for pages, window in zip(self.executor.num_pages, self.model.windows, strict=True)
+            if window is None
+        ]
         pages = min(whole or self.executor.num_pages)
-        return fitting_step(workload, tokens, rows=self.executor.slots, pages=pages, page_size=self.config.block_size)
+        return fitting_step(
+            workload, tokens, rows=self.executor.slots, pages=pages, page_size=self.config.block_size
+        )
 
     def names(self, workload: Workload) -> list[str]:
         """The ways that the workload is run."""
@@ -96,7 +135,8 @@ class Bed:
         return [name for name, (plan, _) in self.ways.items() if plan.tokens in wanted]
 
     def ready(self, workload: Workload) -> dict[str, tuple[Steady, Composition]]:
-        """The workload's step under each plan, with its pages in the page table: those of the largest step serve all.
+        """The workload's step under each plan, with its pages in the page table: those of the largest step
+        serve all.
 
         Raises: ConfigError for a cache that is too small.
         """
@@ -110,22 +150,36 @@ class Bed:
             if most is None or work.num_tokens > most[0].num_tokens:
                 most = work, found[name][0]
         assert most is not None
-        most[1].place(page_appends(most[0], self.executor.num_pages, self.model.windows, self.config.block_size))
+        most[1].place(
+            page_appends(most[0], self.executor.num_pages, self.model.windows, self.config.block_size)
+        )
         return found
 
 
 def sizes_of(workload: Workload, full: Collection[int], known: Collection[int]) -> set[int]:
     """Sizes of the steps that the workload is run in: of decodes alone, the smallest that holds them."""
-    return set(full) if workload.decodes is None else {min(size for size in known if size >= workload.decodes)}
+    return (
+        set(full) if workload.decodes is None else {min(size for size in known if size >= workload.decodes)}
+    )
 
 
 def check_lengths(workloads: Sequence[Workload], flag: str, config: EngineConfig, model: ModelConfig) -> None:
-    """The page table drops what lies beyond it: such steps would read other keys than a report says. Raises: ConfigError."""
+    """The page table drops what lies beyond it: such steps would read other keys than a report says. Raises:
+    ConfigError.
+    """
     for workload in workloads:
         if workload.keys > model.max_position:
-            raise ConfigError(flag, workload.name, f"at most {model.max_position} tokens a sequence, which {config.model} was made for")
+            raise ConfigError(
+                flag,
+                workload.name,
+                f"at most {model.max_position} tokens a sequence, which {config.model} was made for",
+            )
         if config.max_model_len and workload.keys > config.max_model_len:
-            raise ConfigError("max_model_len", config.max_model_len, f"at least {workload.keys}, which {flag}={workload.name} needs")
+            raise ConfigError(
+                "max_model_len",
+                config.max_model_len,
+                f"at least {workload.keys}, which {flag}={workload.name} needs",
+            )
 
 
 def make_bed(
@@ -136,7 +190,9 @@ def make_bed(
     graphs: Sequence[str],
     flag: str = "workloads",
 ) -> Bed:
-    """Loads, compiles every plan once, and fills the cache. flag: of the workloads. Raises: ConfigError, PlanError, CheckpointError."""
+    """Loads, compiles every plan once, and fills the cache. flag: of the workloads. Raises: ConfigError,
+    PlanError, CheckpointError.
+    """
     prepare_process(config)
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model, tp = checkpoint.model_config, config.tensor_parallel_size
@@ -159,7 +215,13 @@ def make_bed(
     assert config.max_num_seqs is not None
     for workload in workloads:  # what is known to be too few is refused before weights are read
         for size in sizes_of(workload, full, every):
-            fitting_step(workload, size, rows=config.max_num_seqs, pages=config.num_kv_pages or sys.maxsize, page_size=config.block_size)
+            fitting_step(
+                workload,
+                size,
+                rows=config.max_num_seqs,
+                pages=config.num_kv_pages or sys.maxsize,
+                page_size=config.block_size,
+            )
     ways = variants([*(sequential_plan(model, size, tp) for size in every), *given], graphs)
     named: dict[int, list[Plan]] = {}
     for name, (plan, _) in ways.items():
@@ -172,25 +234,41 @@ def make_bed(
 
 
 def bed_of_flags(workloads: Sequence[Workload], graphs: Sequence[str], flag: str = "workloads") -> Bed:
-    """What the flags of `options.define_bed` ask for. flag: of the workloads. Raises: ConfigError, PlanError, CheckpointError."""
+    """What the flags of `options.define_bed` ask for. flag: of the workloads. Raises: ConfigError, PlanError,
+    CheckpointError.
+    """
     f = flags.FLAGS
     if not all(text.isdecimal() and int(text) for text in f.tokens):
         raise ConfigError("tokens", ",".join(f.tokens), "numbers of tokens with commas between them")
     config = engine_config_from_flags()
     plans = [*f.plans, *([config.plan] if config.plan not in ("auto", "sequential") else [])]
-    return make_bed(dataclasses.replace(config, plan="sequential"), plans, [int(text) for text in f.tokens], workloads, graphs, flag)
+    return make_bed(
+        dataclasses.replace(config, plan="sequential"),
+        plans,
+        [int(text) for text in f.tokens],
+        workloads,
+        graphs,
+        flag,
+    )
 
 
 def _rows(workload: Workload, tokens: int, config: EngineConfig) -> int:
     """Rows of a step that has as many as fill it."""
-    return rows_of(average_step(workload, tokens, most_rows=tokens, kv_tokens=sys.maxsize, page_size=config.block_size))
+    return rows_of(
+        average_step(workload, tokens, most_rows=tokens, kv_tokens=sys.maxsize, page_size=config.block_size)
+    )
 
 
 def measure(bed: Bed, workload: Workload, seconds: float) -> list[dict[str, Any]]:
     """A row for each plan."""
     ready = bed.ready(workload)
     timings = interleaved({name: steady.enqueue for name, (steady, _) in ready.items()}, seconds=seconds)
-    return plans_report.rows(bed.config, bed.model, workload, [(bed.ways[name], name, ready[name][1], timings[name]) for name in ready])
+    return plans_report.rows(
+        bed.config,
+        bed.model,
+        workload,
+        [(bed.ways[name], name, ready[name][1], timings[name]) for name in ready],
+    )
 
 
 def run() -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""From timed steps to the report of `bench plans`: rates, what was predicted, how near the optimum, and what the engine would pick."""
+"""From timed steps to the report of `bench plans`: rates, what was predicted, how near the optimum, and what
+the engine would pick.
+"""
 
 import dataclasses
 import statistics
@@ -17,18 +19,28 @@ from jaxflow.pipeline.choice import Gain, between, is_sequential
 from jaxflow.pipeline.plan import Plan, digest
 from pallas_kernels.checks.timing import Timing
 
-Measured = tuple[tuple[Plan, str | None], str, Composition, Timing]  # (plan, graphs), name, the step, its time
+Measured = tuple[
+    tuple[Plan, str | None], str, Composition, Timing
+]  # (plan, graphs), name, the step, its time
 
 
-def rows(config: EngineConfig, model: ModelConfig, workload: Workload, measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """A row for each plan, against the sequential one of the same size and the best sequential one of any. config: resolved."""
+def rows(
+    config: EngineConfig, model: ModelConfig, workload: Workload, measured: Sequence[Measured]
+) -> list[dict[str, Any]]:
+    """A row for each plan, against the sequential one of the same size and the best sequential one of any.
+    config: resolved.
+    """
     tp = config.tensor_parallel_size
     rates = [step.tokens / timing.us * 1e6 for _, _, step, timing in measured]
     alone = [rate for rate, ((plan, _), *_) in zip(rates, measured, strict=True) if is_sequential(plan)]
     predicted = {plan.tokens: plan for (plan, _), *_ in measured if plan.predictions is not None}
     found = []
     for rate, ((plan, graphs), name, step, timing) in zip(rates, measured, strict=True):
-        same = [r for r, ((p, _), *_) in zip(rates, measured, strict=True) if is_sequential(p) and p.tokens == plan.tokens]
+        same = [
+            r
+            for r, ((p, _), *_) in zip(rates, measured, strict=True)
+            if is_sequential(p) and p.tokens == plan.tokens
+        ]
         row = {
             "workload": workload.name,
             "plan": name,
@@ -54,14 +66,20 @@ def rows(config: EngineConfig, model: ModelConfig, workload: Workload, measured:
     return found
 
 
-def _prediction(plan: Plan, by_tokens: Mapping[int, Plan], model: ModelConfig, step: Composition, timing: Timing) -> dict[str, Any]:
-    """What was predicted of the plan at this composition; of the sequential one, by the plans of its size. No time of a model cut short."""
+def _prediction(
+    plan: Plan, by_tokens: Mapping[int, Plan], model: ModelConfig, step: Composition, timing: Timing
+) -> dict[str, Any]:
+    """What was predicted of the plan at this composition; of the sequential one, by the plans of its size. No
+    time of a model cut short.
+    """
     source = by_tokens.get(plan.tokens) if is_sequential(plan) else plan
     if source is None or source.predictions is None:
         return {"predicted_ms": None, "prediction_error": None, "predicted_gain": None, "sure_gain": None}
     p = source.predictions
     table = p.sequential_s if is_sequential(plan) else p.step_s
-    predicted_ms = 1e3 * between(p.decode_tokens, p.mean_context_tokens, table, step.decode_tokens, step.decode_keys)
+    predicted_ms = 1e3 * between(
+        p.decode_tokens, p.mean_context_tokens, table, step.decode_tokens, step.decode_keys
+    )
     of = find_model_config(source.target.model) if source.target else None
     whole = of is None or of.num_layers == model.num_layers
     gain = Gain((0,), (0,), ((1.0,),)) if is_sequential(plan) else Gain.of(p)
@@ -73,17 +91,25 @@ def _prediction(plan: Plan, by_tokens: Mapping[int, Plan], model: ModelConfig, s
     }
 
 
-def _optimum(config: EngineConfig, model: ModelConfig, step: Composition, tp: int, rate: float) -> dict[str, Any]:
-    """The fractions reached of Eq. 5 (all devices together) and of the bound by all four resources, and which binds."""
+def _optimum(
+    config: EngineConfig, model: ModelConfig, step: Composition, tp: int, rate: float
+) -> dict[str, Any]:
+    """The fractions reached of Eq. 5 (all devices together) and of the bound by all four resources, and which
+    binds.
+    """
     dtype = products_dtype(config)
     best = machine.optimal(model, step.chunk_tokens, step.decode_tokens, dtype=dtype, tp=tp)
     reached = rate / best["optimal_token_throughput"]
-    return {"fraction_of_optimal": reached} | optimum.of_step(model, dataclasses.asdict(config), jax.devices()[0].device_kind, step, rate)
+    return {"fraction_of_optimal": reached} | optimum.of_step(
+        model, dataclasses.asdict(config), jax.devices()[0].device_kind, step, rate
+    )
 
 
 def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Over all rows: the mean error of predictions; for each workload and size of step what the engine would pick of the plans that have
-    predictions, beside the best of all of that size, and the best of any size by tokens a second, padding not counted."""
+    """Over all rows: the mean error of predictions; for each workload and size of step what the engine would
+    pick of the plans that have predictions, beside the best of all of that size, and the best of any size by
+    tokens a second, padding not counted.
+    """
     errors = [abs(row["prediction_error"]) for row in found if row["prediction_error"] is not None]
     picks = []
     for workload, tokens in dict.fromkeys((row["workload"], row["tokens"]) for row in found):
@@ -113,16 +139,25 @@ def text(result: Mapping[str, Any]) -> str:
     for workload in dict.fromkeys(row["workload"] for row in result["plans"]):
         here = [row for row in result["plans"] if row["workload"] == workload]
         one = here[0]
-        shape = f"{one['decode_tokens']} decodes of {one['mean_context_tokens']:.0f} keys, {one['prefill_tokens']} prefill tokens"
+        shape = (
+            f"{one['decode_tokens']} decodes of {one['mean_context_tokens']:.0f} keys, "
+            f"{one['prefill_tokens']} prefill tokens"
+        )
         lines += [f" {workload}: {shape} ".center(132, "-"), _HEAD]
         lines += [_line(row) for row in here]
     if result["mean_prediction_error"] is not None:
         lines.append(f"Predicted step times are off by {result['mean_prediction_error']:.1%} in the mean.")
     for pick in result["picks"]:
         where = f"{pick['workload']}, {pick['tokens']} tokens"
-        said = f"{where}: the engine picks {pick['picked']!r}, at {pick['picked_to_best']:.3f} of the best, {pick['best']!r}"
+        said = (
+            f"{where}: the engine picks {pick['picked']!r}, at {pick['picked_to_best']:.3f} of the best, "
+            f"{pick['best']!r}"
+        )
         if pick["best_of_any_size"] != pick["best"]:
-            said += f", and at {pick['picked_to_best_of_any_size']:.3f} of that of any size, {pick['best_of_any_size']!r}"
+            said += (
+                f", and at {pick['picked_to_best_of_any_size']:.3f} of that of any size, "
+                f"{pick['best_of_any_size']!r}"
+            )
         lines.append(f"{said}.")
     if result["left_out"]:
         lines.append(f"Left out for time: {', '.join(result['left_out'])}")
@@ -131,9 +166,7 @@ def text(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"Command: {result['command']}", "=" * 132])
 
 
-_HEAD = (
-    f"{'plan':<52}{'ms':>9}{'tok/s':>9}{'/same':>7}{'/best':>7}{'predicted':>11}{'error':>8}{'Eq. 5':>7}{'bound':>7}{'watts':>7}{'MHz':>7}"
-)
+_HEAD = f"{'plan':<52}{'ms':>9}{'tok/s':>9}{'/same':>7}{'/best':>7}{'predicted':>11}{'error':>8}{'Eq. 5':>7}{'bound':>7}{'watts':>7}{'MHz':>7}"
 
 
 def _line(row: Mapping[str, Any]) -> str:

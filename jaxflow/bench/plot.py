@@ -52,12 +52,25 @@ def _rate(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
         (line,) = axes[0].plot(rates, _column(sweep, f"{key}_normalized_latency_ms"), marker="o", label=label)
         if len(alone) == len(points):
             values = [point[f"{key}_normalized_latency_ms"] for point in alone]
-            axes[0].plot(rates, values, marker="x", linestyle="--", color=line.get_color(), label=f"{label}, sequential plan")
+            axes[0].plot(
+                rates,
+                values,
+                marker="x",
+                linestyle="--",
+                color=line.get_color(),
+                label=f"{label}, sequential plan",
+            )
     later = [point.get("settled") for point in points]
     if all(later):
         for key, color in (("mean", "tab:blue"), ("p99", "tab:green")):
             values = [one[f"{key}_normalized_latency_ms"] for one in later]
-            axes[0].plot(rates, values, linestyle=":", color=color, label=f"{'mean' if key == 'mean' else '99th percentile'}, later half")
+            axes[0].plot(
+                rates,
+                values,
+                linestyle=":",
+                color=color,
+                label=f"{'mean' if key == 'mean' else '99th percentile'}, later half",
+            )
     limit = sweep.get("highest_rate", {}).get("limit_ms", math.inf)
     if limit < axes[0].get_ylim()[1]:
         axes[0].axhline(limit, color="gray", linewidth=1)
@@ -66,7 +79,9 @@ def _rate(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
         axes[0].set_title("no plan is sure to gain: by the sequential plan alone it is the same", fontsize=9)
     axes[1].plot(rates, _column(sweep, "total_token_throughput"), marker="o", label="reached")
     if len(alone) == len(points):
-        axes[1].plot(rates, [point["total_token_throughput"] for point in alone], "x--", label="sequential plan")
+        axes[1].plot(
+            rates, [point["total_token_throughput"] for point in alone], "x--", label="sequential plan"
+        )
     optimal = [point.get("optimal_token_throughput") for point in sweep["points"]]
     if all(optimal) and max(_column(sweep, "total_token_throughput")) > 0.05 * max(optimal):
         axes[1].plot(rates, optimal, "--", color="gray", label="optimal (NanoFlow Eq. 5)")
@@ -89,7 +104,9 @@ def _batch_size(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
 def _length(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
     labels = [f"{point['input_len']}/{point['output_len']}" for point in sweep["points"]]
     axes[0].bar(labels, _column(sweep, "total_token_throughput"), color="tab:blue", label="whole run")
-    steady = [(point.get("steady_state") or {}).get("total_token_throughput", 0.0) for point in sweep["points"]]
+    steady = [
+        (point.get("steady_state") or {}).get("total_token_throughput", 0.0) for point in sweep["points"]
+    ]
     if all(steady):
         axes[0].plot(labels, steady, "o", color="tab:orange", label="steady state")
     _label(axes[0], "prompt / output tokens", "tokens per second")
@@ -98,7 +115,9 @@ def _length(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
 def _pd_ratio(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
     for size, gains in sweep["gain_by_chunk_size"].items():
         (line,) = axes[0].plot(sweep["ratios"], gains, marker="o", label=f"chunks of {size}")
-        axes[0].axvline(sweep["expected_peak_by_chunk_size"][size], color=line.get_color(), linestyle=":", linewidth=1)
+        axes[0].axvline(
+            sweep["expected_peak_by_chunk_size"][size], color=line.get_color(), linestyle=":", linewidth=1
+        )
     axes[0].axhline(1.0, color="gray", linewidth=1)
     axes[0].set_xscale("log")
     axes[0].xaxis.set_major_formatter(ScalarFormatter())
@@ -118,7 +137,12 @@ def _policies(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
     for i, name in enumerate(names):
         places = [row + (i - (len(names) - 1) / 2) * width for row in range(len(rows))]
         base = [row["token_throughput"]["request-level"] for row in rows]
-        axes[0].bar(places, [row["token_throughput"][name] / b for row, b in zip(rows, base, strict=True)], width, label=name)
+        axes[0].bar(
+            places,
+            [row["token_throughput"][name] / b for row, b in zip(rows, base, strict=True)],
+            width,
+            label=name,
+        )
     axes[0].set_xticks(range(len(rows)), [f"{row['length']} tokens, B = {row['slots']}" for row in rows])
     axes[0].set_ylim(0.8, 1.15 * axes[0].get_ylim()[1])
     _label(axes[0], "sequence length", "throughput over request-level batches", legend=False)
@@ -130,10 +154,20 @@ def _blocks(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
     points = sorted(sweep["points"], key=lambda point: point["latency_s"])
     front = [point for point in points if point["best"]]
     for chosen, style, label in ((points, ".", "blocks"), (front, "-o", "best for its latency")):
-        axes[0].plot([p["latency_s"] for p in chosen], [p["tokens_per_s"] for p in chosen], style, label=label)
+        axes[0].plot(
+            [p["latency_s"] for p in chosen], [p["tokens_per_s"] for p in chosen], style, label=label
+        )
     for point in points:
         name = f"{point['gpu_batch_size']}×{point['num_gpu_batches']}"
-        axes[0].annotate(name, (point["latency_s"], point["tokens_per_s"]), fontsize=7, xytext=(3, -8), textcoords="offset points")
+        axes[0].annotate(
+            name,
+            (point["latency_s"], point["tokens_per_s"]),
+            fontsize=7,
+            xytext=(3, -8),
+            textcoords="offset points",
+        )
     axes[0].set(xscale="log", yscale="log")
-    axes[0].set_title(f"{sweep['model']}, {sweep['prompt_tokens']} in, {sweep['output_tokens']} out", fontsize=9)
+    axes[0].set_title(
+        f"{sweep['model']}, {sweep['prompt_tokens']} in, {sweep['output_tokens']} out", fontsize=9
+    )
     _label(axes[0], "latency of a block (s)", "tokens generated per second")

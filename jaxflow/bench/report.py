@@ -1,8 +1,9 @@
-"""From what happened to each request to the figures of a report, under the names and in the layout of `vllm bench`.
+"""From what happened to each request to the figures of a report, under the names and in the layout of `vllm
+bench`.
 
-Times are seconds of one clock; `ms` figures are of completed requests. TTFT: from sending to the first token. TPOT:
-(E2E - TTFT) / (output tokens - 1). ITL: between two deliveries. E2EL: from sending to the end. Normalised latency:
-E2EL / output tokens, whose mean is NanoFlow's (§6.3).
+Times are seconds of one clock; `ms` figures are of completed requests. TTFT: from sending to the first token.
+TPOT: (E2E - TTFT) / (output tokens - 1). ITL: between two deliveries. E2EL: from sending to the end.
+Normalised latency: E2EL / output tokens, whose mean is NanoFlow's (§6.3).
 """
 
 import dataclasses
@@ -30,7 +31,8 @@ GOODPUT_KEYS = ("ttft", "tpot", "e2el")
 class Record:
     """What happened to one request. `deliveries`: (time, number of tokens), in order.
 
-    `round`: of a conversation, from 1. `known_tokens`: of the prompt's beginning, that an earlier request had too.
+    `round`: of a conversation, from 1. `known_tokens`: of the prompt's beginning, that an earlier request had
+    too.
     """
 
     prompt_tokens: int
@@ -69,11 +71,15 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
         except ValueError:
             slo[name] = math.nan
         if name not in GOODPUT_KEYS or not slo[name] >= 0:
-            raise ValueError(f"goodput {pair!r}: KEY:MILLISECONDS with KEY one of {', '.join(GOODPUT_KEYS)} is accepted")
+            raise ValueError(
+                f"goodput {pair!r}: KEY:MILLISECONDS with KEY one of {', '.join(GOODPUT_KEYS)} is accepted"
+            )
     return slo
 
 
-def figures(records: Sequence[Record], duration_s: float, slo: Mapping[str, float] | None = None) -> dict[str, Any]:
+def figures(
+    records: Sequence[Record], duration_s: float, slo: Mapping[str, float] | None = None
+) -> dict[str, Any]:
     """All figures of a run: throughputs, and mean, median, std, p90, p99 of each latency in ms.
 
     slo: seconds by metric; goodput counts the requests that keep all of them.
@@ -98,7 +104,9 @@ def figures(records: Sequence[Record], duration_s: float, slo: Mapping[str, floa
         "max_concurrent_requests": _peak_concurrency(done),
     }
     samples = {key: [one[key] for one in latencies] for key in METRICS if key != "itl"}
-    samples["tpot"] = [one["tpot"] for one, record in zip(latencies, done, strict=True) if record.output_tokens > 1]
+    samples["tpot"] = [
+        one["tpot"] for one, record in zip(latencies, done, strict=True) if record.output_tokens > 1
+    ]
     samples["itl"] = [b[0] - a[0] for r in done for a, b in zip(r.deliveries, r.deliveries[1:], strict=False)]
     for key in METRICS:
         result |= _statistics(key, samples[key])
@@ -107,8 +115,13 @@ def figures(records: Sequence[Record], duration_s: float, slo: Mapping[str, floa
 
 
 def _mean_keys(done: Sequence[Record]) -> dict[str, float]:
-    """Keys, their own included, that a prompt's computed token and a decode had in the mean; 0 where there was none."""
-    prompt = [(r.prompt_tokens - r.cached_prompt_tokens, (r.prompt_tokens + r.cached_prompt_tokens + 1) / 2) for r in done]
+    """Keys, their own included, that a prompt's computed token and a decode had in the mean; 0 where there
+    was none.
+    """
+    prompt = [
+        (r.prompt_tokens - r.cached_prompt_tokens, (r.prompt_tokens + r.cached_prompt_tokens + 1) / 2)
+        for r in done
+    ]
     decodes = [(r.output_tokens - 1, r.prompt_tokens + r.output_tokens / 2) for r in done]
 
     def mean(pairs: Sequence[tuple[int, float]]) -> float:
@@ -162,19 +175,27 @@ def steady_state(records: Sequence[Record]) -> dict[str, float] | None:
 
 
 def settled(records: Sequence[Record], arrivals_s: Sequence[float]) -> dict[str, float] | None:
-    """Latencies of the requests due in the later half of the time in which any was: those that met no empty engine.
+    """Latencies of the requests due in the later half of the time in which any was: those that met no empty
+    engine.
 
-    arrivals_s: when each record's request was due, not when a busy machine sent it, so that two runs compare the same requests.
-    None where all came at once, and where none of them was completed.
+    arrivals_s: when each record's request was due, not when a busy machine sent it, so that two runs compare
+    the same requests. None where all came at once, and where none of them was completed.
     """
     start, end = min(arrivals_s), max(arrivals_s)
-    late = [r.latencies() for r, due in zip(records, arrivals_s, strict=True) if r.completed and due > (start + end) / 2]
+    late = [
+        r.latencies()
+        for r, due in zip(records, arrivals_s, strict=True)
+        if r.completed and due > (start + end) / 2
+    ]
     if not late:
         return None
     found = {"after_s": (end - start) / 2, "completed": len(late)}
     for key in ("ttft", "normalized_latency"):
         found |= _statistics(key, [one[key] for one in late])
-    return found | {"p99_to_mean_normalized_latency": found["p99_normalized_latency_ms"] / found["mean_normalized_latency_ms"]}
+    return found | {
+        "p99_to_mean_normalized_latency": found["p99_normalized_latency_ms"]
+        / found["mean_normalized_latency_ms"]
+    }
 
 
 def text(title: str, result: Mapping[str, Any], extra: Mapping[str, str] | None = None) -> str:
@@ -196,7 +217,10 @@ def text(title: str, result: Mapping[str, Any], extra: Mapping[str, str] | None 
     steady = result.get("steady_state")
     if steady:
         rows.append(("Steady-state token throughput (tok/s):", steady["total_token_throughput"]))
-    lines = [f" {title} ".center(WIDTH, "="), *(line(label, value) for label, value in rows if value is not None)]
+    lines = [
+        f" {title} ".center(WIDTH, "="),
+        *(line(label, value) for label, value in rows if value is not None),
+    ]
     for key, (name, header) in METRICS.items():
         lines.append(header.center(WIDTH, "-"))
         for statistic in ("mean", "median", *(f"p{p}" for p in PERCENTILES)):

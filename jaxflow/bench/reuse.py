@@ -1,4 +1,6 @@
-"""What the reuse of KV between requests saved: by rounds of a conversation, and by the tier that had the pages."""
+"""What the reuse of KV between requests saved: by rounds of a conversation, and by the tier that had the
+pages.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,12 +13,13 @@ ROUNDS = {"first_round": "First rounds", "later_rounds": "Later rounds"}
 
 
 def figures(records: Sequence[Record], tiers: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Prompt tokens reused and computed, and the first token's time of first and of later rounds. Of completed requests.
+    """Prompt tokens reused and computed, and the first token's time of first and of later rounds. Of
+    completed requests.
 
     tiers: prompt tokens that each tier below the device gave, where they are known; the device gave the rest.
 
-    `reusable_input_tokens` are those that an earlier request had too: what an unbounded cache of single tokens could spare
-    that was empty before. Hit rates are of them; what is saved, of all input tokens.
+    `reusable_input_tokens` are those that an earlier request had too: what an unbounded cache of single
+    tokens could spare that was empty before. Hit rates are of them; what is saved, of all input tokens.
     """
     done = [record for record in records if record.completed]
     cached, total = sum(r.cached_prompt_tokens for r in done), sum(r.prompt_tokens for r in done)
@@ -31,16 +34,25 @@ def figures(records: Sequence[Record], tiers: Mapping[str, int] | None = None) -
     if tiers is not None:
         by_tier = {"device": cached - sum(tiers.values()), **tiers}
         result["reused_input_tokens_by_tier"] = by_tier
-        result["compute_saved_by_tier"] = {name: tokens / total if total else 0.0 for name, tokens in by_tier.items()}
-        result["reuse_hit_rate_by_tier"] = {name: tokens / reusable for name, tokens in by_tier.items()} if reusable else None
-    for name, chosen in (("first_round", [r for r in done if r.round == 1]), ("later_rounds", [r for r in done if r.round > 1])):
+        result["compute_saved_by_tier"] = {
+            name: tokens / total if total else 0.0 for name, tokens in by_tier.items()
+        }
+        result["reuse_hit_rate_by_tier"] = (
+            {name: tokens / reusable for name, tokens in by_tier.items()} if reusable else None
+        )
+    for name, chosen in (
+        ("first_round", [r for r in done if r.round == 1]),
+        ("later_rounds", [r for r in done if r.round > 1]),
+    ):
         if chosen:
             result[name] = _side(chosen)
     return result
 
 
 def tier_tokens(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """What the tiers below the device gave between two readings of an engine's `Stats.kv_tiers`, for `figures`."""
+    """What the tiers below the device gave between two readings of an engine's `Stats.kv_tiers`, for
+    `figures`.
+    """
     came, read = (after.get(name, 0) - before.get(name, 0) for name in ("host_hit_tokens", "disk_hit_tokens"))
     return {"host": came - read, "disk": read}
 
@@ -67,7 +79,12 @@ def text(result: Mapping[str, Any]) -> str:
     for tier, tokens in result.get("reused_input_tokens_by_tier", {}).items():
         lines.append(line(f"  from the {tier}:", _share(tokens, result["compute_saved_by_tier"][tier])))
     if result["reuse_hit_rate"] is not None:
-        lines.append(line("  of what earlier requests had too:", f"{result['reuse_hit_rate']:.2%} of {result['reusable_input_tokens']}"))
+        lines.append(
+            line(
+                "  of what earlier requests had too:",
+                f"{result['reuse_hit_rate']:.2%} of {result['reusable_input_tokens']}",
+            )
+        )
     for name, header in ROUNDS.items():
         if name in result:
             side = result[name]

@@ -1,9 +1,9 @@
 """SARATHI's curves from this engine's scheduler and op costs (§4.4, §5.1, §5.2).
 
-Chunked prefill lets decodes ride along with prefill chunks, whose weights are read anyway. With chunks of C tokens and B
-requests at a time each of a prompt's P / C chunks carries B - 1 decodes, so all D decodes ride if P : D = C / (B - 1).
-There the gain over prefill-only and decode-only steps peaks: at lower ratios decodes are left over, at higher ones chunks
-carry fewer.
+Chunked prefill lets decodes ride along with prefill chunks, whose weights are read anyway. With chunks of C
+tokens and B requests at a time each of a prompt's P / C chunks carries B - 1 decodes, so all D decodes ride
+if P : D = C / (B - 1). There the gain over prefill-only and decode-only steps peaks: at lower ratios decodes
+are left over, at higher ones chunks carry fewer.
 """
 
 import dataclasses
@@ -50,14 +50,20 @@ def tile_chunk(chunk_size: int, slots: int) -> int:
     return chunk_size - (slots - 1)
 
 
-def gain_curves(setting: Setting, chunk_sizes: Sequence[int] = (128, 256, 512), ratios: Sequence[float] = RATIOS) -> dict[str, Any]:
-    """Throughput of each chunk size over that of prefill-only and decode-only steps, against P : D (Fig. 9, 11b)."""
+def gain_curves(
+    setting: Setting, chunk_sizes: Sequence[int] = (128, 256, 512), ratios: Sequence[float] = RATIOS
+) -> dict[str, Any]:
+    """Throughput of each chunk size over that of prefill-only and decode-only steps, against P : D (Fig. 9,
+    11b).
+    """
     step_s = setting.step_s()
     curves: dict[str, list[float]] = {str(size): [] for size in chunk_sizes}
     baseline = []
     for ratio in ratios:
         items = constant(setting.requests, *setting.split(ratio))
-        baseline.append(simulate(items, Policy("request-level", WHOLE), setting.slots, step_s).token_throughput)
+        baseline.append(
+            simulate(items, Policy("request-level", WHOLE), setting.slots, step_s).token_throughput
+        )
         for size in chunk_sizes:
             run = simulate(items, Policy("decode-maximal", size), setting.slots, step_s)
             curves[str(size)].append(run.token_throughput / baseline[-1])
@@ -66,7 +72,9 @@ def gain_curves(setting: Setting, chunk_sizes: Sequence[int] = (128, 256, 512), 
         "ratios": list(ratios),
         "baseline_token_throughput": baseline,
         "gain_by_chunk_size": curves,
-        "expected_peak_by_chunk_size": {str(size): tile_chunk(size, setting.slots) / (setting.slots - 1) for size in chunk_sizes},
+        "expected_peak_by_chunk_size": {
+            str(size): tile_chunk(size, setting.slots) / (setting.slots - 1) for size in chunk_sizes
+        },
         **_describe(setting),
     }
 
@@ -91,10 +99,13 @@ def tile_curve(setting: Setting, lengths: Sequence[int] = tuple(range(32, 1025, 
 def policy_table(setting: Setting, chunk_size: int = 256) -> dict[str, Any]:
     """Throughput of each policy at the best ratio for the chunk size (Fig. 11a).
 
-    For the setting's length with B requests at a time, and for two and three times the length with 10 / 18 and 6 / 18 of B,
-    as the paper fits them in memory.
+    For the setting's length with B requests at a time, and for two and three times the length with 10 / 18
+    and 6 / 18 of B, as the paper fits them in memory.
     """
-    shapes = [(factor * setting.length, max(2, round(setting.slots * share))) for factor, share in ((1, 1), (2, 10 / 18), (3, 6 / 18))]
+    shapes = [
+        (factor * setting.length, max(2, round(setting.slots * share)))
+        for factor, share in ((1, 1), (2, 10 / 18), (3, 6 / 18))
+    ]
     step_s = setting.step_s()
     rows = []
     for length, slots in shapes:
@@ -113,7 +124,15 @@ def policy_table(setting: Setting, chunk_size: int = 256) -> dict[str, Any]:
             )
         }
         found = {name: run.token_throughput for name, run in runs.items()}
-        rows.append({"length": length, "slots": slots, "prompt_tokens": prompt, "output_tokens": output, "token_throughput": found})
+        rows.append(
+            {
+                "length": length,
+                "slots": slots,
+                "prompt_tokens": prompt,
+                "output_tokens": output,
+                "token_throughput": found,
+            }
+        )
     return {"kind": "policies", "chunk_size": chunk_size, "rows": rows, **_describe(setting)}
 
 

@@ -1,14 +1,15 @@
 """Load on a running server over gRPC, with requests that come at random times or at a trace's own.
 
   python -m serving --model llama-3.1-8b --load_format dummy --port 50051 &
-  python -m jaxflow.bench serve --request_rate 8 --input_len 1024 --output_len 512 --goodput ttft:500 --goodput tpot:50
-  python -m jaxflow.bench serve --trace azure2023_conv.csv --arrivals trace
-  python -m jaxflow.bench serve --trace mooncake_conversation.jsonl --arrivals trace --num_requests 500
-  python -m jaxflow.bench serve --rounds 5 --num_requests 64 --input_len 1024 --next_input_len 128 --output_len 256 --think_time_s 10
+  python -m jaxflow.bench serve --request_rate 8 --input_len 1024 --output_len 512 --goodput ttft:500
+  --goodput tpot:50 python -m jaxflow.bench serve --trace azure2023_conv.csv --arrivals trace python -m
+  jaxflow.bench serve --trace mooncake_conversation.jsonl --arrivals trace --num_requests 500 python -m
+  jaxflow.bench serve --rounds 5 --num_requests 64 --input_len 1024 --next_input_len 128 --output_len 256
+  --think_time_s 10
 
 A request is sent when it is due, whatever is still under way. Latencies are as the client sees them. With
---rounds, or a trace whose prompts share blocks, the report says what the reuse of their KV saved; --admin_target tells of
-each tier of the KV hierarchy.
+--rounds, or a trace whose prompts share blocks, the report says what the reuse of their KV saved;
+--admin_target tells of each tier of the KV hierarchy.
 """
 
 import asyncio
@@ -32,15 +33,37 @@ from serving.client import DEFAULT_TARGET, Client
 def define_flags() -> None:
     flags.DEFINE_string("target", DEFAULT_TARGET, "The server, as host:port.")
     flags.DEFINE_string(
-        "model", None, "Folder, file or name that the served model's configuration can be read from, for Eq. 5; default: its name."
+        "model",
+        None,
+        (
+            "Folder, file or name that the served model's configuration can be read from, for Eq. 5; "
+            "default: its name."
+        ),
     )
     flags.DEFINE_float("request_rate", math.inf, "Requests a second on average; inf: all at once.")
-    flags.DEFINE_enum("arrivals", "poisson", ["poisson", "trace"], "Exponential intervals, or the trace's (stretched, if a rate is given).")
+    flags.DEFINE_enum(
+        "arrivals",
+        "poisson",
+        ["poisson", "trace"],
+        "Exponential intervals, or the trace's (stretched, if a rate is given).",
+    )
     flags.DEFINE_float("timeout_s", None, "Give a request up after this many seconds.", lower_bound=0.0)
-    flags.DEFINE_float("wait_s", 60.0, "Wait up to this many seconds for the server to be ready.", lower_bound=0.0)
-    flags.DEFINE_string("admin_target", None, "The server's admin service, as host:port: tells what each tier of the KV hierarchy gave.")
-    flags.DEFINE_string("tls_ca", None, "PEM file of the authority that signed the server's certificate; makes the connection TLS.")
-    flags.DEFINE_string("tls_cert", None, "PEM file of this client's certificate, for a server that wants one.")
+    flags.DEFINE_float(
+        "wait_s", 60.0, "Wait up to this many seconds for the server to be ready.", lower_bound=0.0
+    )
+    flags.DEFINE_string(
+        "admin_target",
+        None,
+        "The server's admin service, as host:port: tells what each tier of the KV hierarchy gave.",
+    )
+    flags.DEFINE_string(
+        "tls_ca",
+        None,
+        "PEM file of the authority that signed the server's certificate; makes the connection TLS.",
+    )
+    flags.DEFINE_string(
+        "tls_cert", None, "PEM file of this client's certificate, for a server that wants one."
+    )
     flags.DEFINE_string("tls_key", None, "PEM file of its private key.")
     flags.DEFINE_string("auth_token", None, "The server's bearer token.")
     options.define_workload()
@@ -65,7 +88,9 @@ async def measure(
     timeout_s: float | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """The report of one load, less its head and the optimum. `power` is of this machine's card, if it has one."""
+    """The report of one load, less its head and the optimum. `power` is of this machine's card, if it has
+    one.
+    """
     talks = conversations.of_items(items, workload.prompts(items, vocab_size, seed))
     return await measure_conversations(client, talks, slo=slo, timeout_s=timeout_s, progress=progress)
 
@@ -118,23 +143,40 @@ async def _run() -> dict[str, Any]:
         served = await client.model()
         items, described = options.items_from_flags(served.max_model_len, ordered=f.arrivals == "trace")
         items = arriving(items, f.arrivals, f.request_rate, f.workload_seed)
-        result: dict[str, Any] = {"command_name": "serve", "model": served.name, **machine.describe(), "workload": described}
-        result |= {"request_rate": "inf" if math.isinf(f.request_rate) else f.request_rate, "arrivals": f.arrivals}
+        result: dict[str, Any] = {
+            "command_name": "serve",
+            "model": served.name,
+            **machine.describe(),
+            "workload": described,
+        }
+        result |= {
+            "request_rate": "inf" if math.isinf(f.request_rate) else f.request_rate,
+            "arrivals": f.arrivals,
+        }
         talks, more = options.conversations_from_flags(items, served.max_model_len, served.vocab_size)
         described |= more
-        result |= await measure_conversations(client, talks, admin=admin, slo=slo, timeout_s=f.timeout_s, progress=True)
+        result |= await measure_conversations(
+            client, talks, admin=admin, slo=slo, timeout_s=f.timeout_s, progress=True
+        )
     config = find_model_config(f.model or served.name)
     tokens = result["total_input_tokens"], result["total_output_tokens"]
     if config and sum(tokens):
-        result |= machine.optimal(config, *tokens, dtype=served.dtype, tp=served.tensor_parallel_size, device=f.optimal_device)
+        result |= machine.optimal(
+            config, *tokens, dtype=served.dtype, tp=served.tensor_parallel_size, device=f.optimal_device
+        )
         result["fraction_of_optimal"] = result["total_token_throughput"] / result["optimal_token_throughput"]
     return result
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: WorkloadError, ValueError for flags that do not work; RequestFailed if there is no server."""
+    """The command. Raises: WorkloadError, ValueError for flags that do not work; RequestFailed if there is no
+    server.
+    """
     result = asyncio.run(_run())
-    extra = {"Model": result["model"], "Request rate configured (RPS)": f"{result['request_rate']} ({result['arrivals']})"}
+    extra = {
+        "Model": result["model"],
+        "Request rate configured (RPS)": f"{result['request_rate']} ({result['arrivals']})",
+    }
     print(report.text("Serving Benchmark Result", result, extra))
     if result["reusable_input_tokens"] or result["reused_input_tokens"]:
         print(reuse.text(result))

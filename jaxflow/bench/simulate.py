@@ -1,6 +1,8 @@
-"""Runs the engine's own scheduler against the cost model instead of a device: policies and chunk sizes compared on any GPU.
+"""Runs the engine's own scheduler against the cost model instead of a device: policies and chunk sizes
+compared on any GPU.
 
-Each step takes what `jaxflow.model.cost` says that its composition takes, op after op; nothing else takes time.
+Each step takes what `jaxflow.model.cost` says that its composition takes, op after op; nothing else takes
+time.
 """
 
 import dataclasses
@@ -20,7 +22,9 @@ BLOCK_SIZE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """How steps are filled. `chunk_size` is for the policies that have one; `budget` bounds the tokens of any step."""
+    """How steps are filled. `chunk_size` is for the policies that have one; `budget` bounds the tokens of any
+    step.
+    """
 
     name: str
     budget: int
@@ -29,7 +33,9 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What came of a simulation: a record of each item on the simulated clock, and the composition of each step."""
+    """What came of a simulation: a record of each item on the simulated clock, and the composition of each
+    step.
+    """
 
     records: list[Record]
     duration_s: float
@@ -42,15 +48,20 @@ class Run:
 
 
 def composition(work: StepWork) -> Composition:
-    """What a scheduled step is made of, for the cost model. Rows that a policy pads count as decodes of no keys."""
+    """What a scheduled step is made of, for the cost model. Rows that a policy pads count as decodes of no
+    keys.
+    """
     rows = work.bucket - sum(chunk.tokens for chunk in work.chunks)
     keys = float(work.decode_positions.sum() + len(work.decode_positions)) / rows if rows else 0.0
     chunks = tuple((chunk.tokens, chunk.start) for chunk in work.chunks)
     return Composition(rows, keys, chunks, len(work.sampled))
 
 
-def simulate(items: Sequence[Item], policy: Policy, slots: int, step_s: Callable[[Composition], float]) -> Run:
-    """All items, each from its arrival on, at most `slots` of them running at once with room for all their keys.
+def simulate(
+    items: Sequence[Item], policy: Policy, slots: int, step_s: Callable[[Composition], float]
+) -> Run:
+    """All items, each from its arrival on, at most `slots` of them running at once with room for all their
+    keys.
 
     step_s: seconds of a step.
     """

@@ -1,7 +1,9 @@
-"""One step, again and again: the average step of a workload as an executor runs it, without requests that come and go.
+"""One step, again and again: the average step of a workload as an executor runs it, without requests that
+come and go.
 
-Decodes lie evenly over their outputs, prefill chunks in the middle of their prompts, every row on pages of its own; so a
-step is what an engine's steps are in the mean, in the steady state of requests of these lengths (NanoFlow §3.1).
+Decodes lie evenly over their outputs, prefill chunks in the middle of their prompts, every row on pages of
+its own; so a step is what an engine's steps are in the mean, in the steady state of requests of these lengths
+(NanoFlow §3.1).
 """
 
 import bisect
@@ -39,7 +41,11 @@ class Workload:
 
     @property
     def name(self) -> str:
-        return f"{self.prompt_tokens}/{self.output_tokens}" if self.decodes is None else f"{self.decodes}x{self.prompt_tokens}"
+        return (
+            f"{self.prompt_tokens}/{self.output_tokens}"
+            if self.decodes is None
+            else f"{self.decodes}x{self.prompt_tokens}"
+        )
 
     @property
     def keys(self) -> int:
@@ -48,7 +54,9 @@ class Workload:
 
 
 def parse_workload(text: str, flag: str = "workloads") -> Workload:
-    """`1024/512`: prompt and output tokens. `256x1100`: 256 decodes of 1100 keys. Raises: ConfigError of the flag."""
+    """`1024/512`: prompt and output tokens. `256x1100`: 256 decodes of 1100 keys. Raises: ConfigError of the
+    flag.
+    """
     found = re.fullmatch(r"(\d+)([/x])(\d+)", text)
     first, kind, second = (int(found[1]), found[2], int(found[3])) if found else (0, "", 0)
     if not first or (kind == "x" and not second):
@@ -56,11 +64,14 @@ def parse_workload(text: str, flag: str = "workloads") -> Workload:
     return Workload(first, second) if kind == "/" else Workload(second, 0, decodes=first)
 
 
-def average_step(workload: Workload, tokens: int, *, most_rows: int, kv_tokens: int, page_size: int) -> Composition:
+def average_step(
+    workload: Workload, tokens: int, *, most_rows: int, kv_tokens: int, page_size: int
+) -> Composition:
     """The workload's step of at most `tokens` tokens, in whole numbers.
 
-    Where the cache (`kv_tokens`) or the rows are too few for the decodes that would fill the step, it has as many as fit, and
-    the prefill that keeps so many decoding: prompts are then computed no faster than outputs end.
+    Where the cache (`kv_tokens`) or the rows are too few for the decodes that would fill the step, it has as
+    many as fit, and the prefill that keeps so many decoding: prompts are then computed no faster than outputs
+    end.
     """
     p, d = workload.prompt_tokens, workload.output_tokens
     if workload.decodes is not None:
@@ -75,7 +86,12 @@ def average_step(workload: Workload, tokens: int, *, most_rows: int, kv_tokens: 
         prefill = round(decodes * p / d)
     pieces = math.ceil(prefill / p)
     sizes = [prefill // pieces + (i < prefill % pieces) for i in range(pieces)]
-    return Composition(decodes, p + (d + 1) / 2 if decodes else 0.0, tuple((size, (p - size) // 2) for size in sizes), decodes)
+    return Composition(
+        decodes,
+        p + (d + 1) / 2 if decodes else 0.0,
+        tuple((size, (p - size) // 2) for size in sizes),
+        decodes,
+    )
 
 
 def fitting_step(workload: Workload, tokens: int, *, rows: int, pages: int, page_size: int) -> Composition:
@@ -85,11 +101,15 @@ def fitting_step(workload: Workload, tokens: int, *, rows: int, pages: int, page
     """
 
     def step(rows: int, pages: int) -> Composition:
-        return average_step(workload, tokens, most_rows=rows, kv_tokens=(pages - 1) * page_size, page_size=page_size)
+        return average_step(
+            workload, tokens, most_rows=rows, kv_tokens=(pages - 1) * page_size, page_size=page_size
+        )
 
     def runs(rows: int, pages: int) -> bool:
         found = step(rows, pages)
-        prompts = sum(math.ceil((start + size) / page_size) for size, start in found.chunks)  # a step without decodes keeps none for them
+        prompts = sum(
+            math.ceil((start + size) / page_size) for size, start in found.chunks
+        )  # a step without decodes keeps none for them
         return 0 < rows_of(found) <= rows and prompts < pages
 
     if runs(rows, pages):
@@ -107,21 +127,39 @@ def rows_of(step: Composition) -> int:
     return int(step.decode_tokens) + len(step.chunks)
 
 
-def step_work(workload: Workload, step: Composition, layout: StepLayout, vocabulary: int, seed: int = 0) -> StepWork:
-    """A step of this composition: row i is slot i, and a decode there has the same position in steps of all sizes."""
+def step_work(
+    workload: Workload, step: Composition, layout: StepLayout, vocabulary: int, seed: int = 0
+) -> StepWork:
+    """A step of this composition: row i is slot i, and a decode there has the same position in steps of all
+    sizes.
+    """
     rng, n = np.random.default_rng(seed), int(step.decode_tokens)
     spread = np.arange(n) * _GOLDEN % 1 * workload.output_tokens
     positions = workload.prompt_tokens + spread.astype(np.int32) - np.int32(workload.decodes is not None)
     chunks = []
     for row, (size, start) in enumerate(step.chunks, start=n):
-        prompt: Any = types.SimpleNamespace(token_ids=rng.integers(0, vocabulary, int(start + size)).astype(np.int32))
+        prompt: Any = types.SimpleNamespace(
+            token_ids=rng.integers(0, vocabulary, int(start + size)).astype(np.int32)
+        )
         chunks.append(Chunk(prompt, row, int(start), int(size), samples=False))
     nobody: Any = np.full(n, None, object)
-    return StepWork(nobody, np.arange(n, dtype=np.int32), positions, tuple(chunks), (), int(step.tokens), layout.tokens, _NOTHING)
+    return StepWork(
+        nobody,
+        np.arange(n, dtype=np.int32),
+        positions,
+        tuple(chunks),
+        (),
+        int(step.tokens),
+        layout.tokens,
+        _NOTHING,
+    )
 
 
-def page_appends(work: StepWork, num_pages: tuple[int, ...], windows: tuple[int | None, ...], page_size: int, seed: int = 0) -> np.ndarray:
-    """Page-table entries [n, 4] that give every row of the step pages of its own, in random order; those behind a window share one.
+def page_appends(
+    work: StepWork, num_pages: tuple[int, ...], windows: tuple[int | None, ...], page_size: int, seed: int = 0
+) -> np.ndarray:
+    """Page-table entries [n, 4] that give every row of the step pages of its own, in random order; those
+    behind a window share one.
 
     Raises: ConfigError for more pages than there are.
     """
@@ -130,10 +168,17 @@ def page_appends(work: StepWork, num_pages: tuple[int, ...], windows: tuple[int 
     new = [1] * len(work.decode_positions) + [chunk.tokens for chunk in work.chunks]
     found = []
     for group, (pages, window) in enumerate(zip(num_pages, windows, strict=True)):
-        seen = [max(0, length - tokens - window + 1) // page_size if window else 0 for length, tokens in zip(lengths, new, strict=True)]
-        rows = [(row, i) for row, length in enumerate(lengths) for i in range(seen[row], -(-length // page_size))]
+        seen = [
+            max(0, length - tokens - window + 1) // page_size if window else 0
+            for length, tokens in zip(lengths, new, strict=True)
+        ]
+        rows = [
+            (row, i) for row, length in enumerate(lengths) for i in range(seen[row], -(-length // page_size))
+        ]
         if len(rows) > pages - 1:
-            raise ConfigError("num_kv_pages", pages, f"at least {len(rows) + 1}, which the step's {len(lengths)} rows need")
+            raise ConfigError(
+                "num_kv_pages", pages, f"at least {len(rows) + 1}, which the step's {len(lengths)} rows need"
+            )
         places = rng.permutation(pages - 1)[: len(rows)] + 1
         found += [(group, row, i, page) for (row, i), page in zip(rows, places.tolist(), strict=True)]
         found += [(group, row, i, 0) for row, first in enumerate(seen) for i in range(first)]

@@ -33,7 +33,8 @@ class Step:
 def step_log(executor: Executor) -> Iterator[list[Step]]:
     """Logs every step that the executor runs while the block does; the list is complete when the block ends.
 
-    A thread waits for each step on the device, so the engine's own thread pays for two clock readings and a queue.
+    A thread waits for each step on the device, so the engine's own thread pays for two clock readings and a
+    queue.
     """
     log: list[Step] = []
     enqueued: queue.SimpleQueue[tuple[Any, dict[str, Any]] | None] = queue.SimpleQueue()
@@ -42,7 +43,12 @@ def step_log(executor: Executor) -> Iterator[list[Step]]:
     def logged(layout, buffer, *args, **kwargs):
         fields = layout.views(buffer)
         decodes, tokens = int(fields["num_decodes"]), int((fields["token_rows"] >= 0).sum())
-        known = {"bucket": layout.tokens, "decode_tokens": decodes, "prefill_tokens": tokens - decodes, "began_s": time.perf_counter()}
+        known = {
+            "bucket": layout.tokens,
+            "decode_tokens": decodes,
+            "prefill_tokens": tokens - decodes,
+            "began_s": time.perf_counter(),
+        }
         pending = run(layout, buffer, *args, **kwargs)
         enqueued.put((pending.tokens, known | {"enqueued_s": time.perf_counter()}))
         return pending
@@ -66,12 +72,15 @@ def step_log(executor: Executor) -> Iterator[list[Step]]:
 
 @contextlib.contextmanager
 def sequential_alone(executor: Executor) -> Iterator[None]:
-    """While the block runs, every step runs its bucket's sequential plan: what searched plans are compared with, in one engine.
+    """While the block runs, every step runs its bucket's sequential plan: what searched plans are compared
+    with, in one engine.
 
     Raises: ConfigError for an engine in which a bucket has no sequential plan.
     """
     every = executor.layouts
-    alone = {bucket: tuple(one for one in several if one.plan == "sequential") for bucket, several in every.items()}
+    alone = {
+        bucket: tuple(one for one in several if one.plan == "sequential") for bucket, several in every.items()
+    }
     without = [several[0].plan for bucket, several in every.items() if not alone[bucket]]
     if without:
         raise ConfigError("plan", without[0], COMPARED)
@@ -83,7 +92,9 @@ def sequential_alone(executor: Executor) -> Iterator[None]:
 
 
 def check_plan(config: EngineConfig) -> None:
-    """Refuses what `sequential_alone` would, of a plan file, before a model is loaded for nothing. Raises: ConfigError, PlanError."""
+    """Refuses what `sequential_alone` would, of a plan file, before a model is loaded for nothing. Raises:
+    ConfigError, PlanError.
+    """
     plan = load(config.plan) if Path(config.plan).is_file() else None
     if plan is not None and plan.predictions is None and not is_sequential(plan):
         raise ConfigError("plan", plan.name, COMPARED)
@@ -95,11 +106,13 @@ def plans_of(executor: Executor) -> set[str]:
 
 
 def summary(log: list[Step]) -> dict[str, Any] | None:
-    """Steps by bucket with their mean time, and the share of the time between first and last step that the device idled.
+    """Steps by bucket with their mean time, and the share of the time between first and last step that the
+    device idled.
 
-    The device idles from a step's end until the next one is enqueued, at most; until its enqueueing begins, at least. The two differ
-    where a step has more launches than the driver queues (some thousand: an overlapped step of many layers, over devices), so that
-    enqueueing it lasts into its run; a step's time is from the earlier one on.
+    The device idles from a step's end until the next one is enqueued, at most; until its enqueueing begins,
+    at least. The two differ where a step has more launches than the driver queues (some thousand: an
+    overlapped step of many layers, over devices), so that enqueueing it lasts into its run; a step's time is
+    from the earlier one on.
     """
     if not log:
         return None
@@ -124,6 +137,7 @@ def summary(log: list[Step]) -> dict[str, Any] | None:
         "mean_decode_tokens": sum(step.decode_tokens for step in log) / len(log),
         "padding_share": 1 - tokens / sum(step.bucket for step in log),
         "by_bucket": {
-            str(bucket): {"steps": len(times), "mean_ms": 1e3 * sum(times) / len(times)} for bucket, times in sorted(by_bucket.items())
+            str(bucket): {"steps": len(times), "mean_ms": 1e3 * sum(times) / len(times)}
+            for bucket, times in sorted(by_bucket.items())
         },
     }

@@ -1,19 +1,20 @@
 """One report for each of several settings, as JSON and as a picture.
 
-  python -m jaxflow.bench sweep --sweep rate --values 1,2,4,8 --model llama-3.1-8b --load_format dummy --output_png rate.png
-  python -m jaxflow.bench sweep --sweep rate --values 1,2,4,8 --target 127.0.0.1:50051
-  python -m jaxflow.bench sweep --sweep batch_size --values 1,8,64,256 --model llama-3.1-8b --load_format dummy
-  python -m jaxflow.bench sweep --sweep length --values 512/512,1024/512 --model llama-3.1-8b --load_format dummy
-  python -m jaxflow.bench sweep --sweep pd_ratio
+  python -m jaxflow.bench sweep --sweep rate --values 1,2,4,8 --model llama-3.1-8b --load_format dummy
+  --output_png rate.png python -m jaxflow.bench sweep --sweep rate --values 1,2,4,8 --target 127.0.0.1:50051
+  python -m jaxflow.bench sweep --sweep batch_size --values 1,8,64,256 --model llama-3.1-8b --load_format
+  dummy python -m jaxflow.bench sweep --sweep length --values 512/512,1024/512 --model llama-3.1-8b
+  --load_format dummy python -m jaxflow.bench sweep --sweep pd_ratio
 
-rate: requests at random times, so many a second; with --beside_sequential each rate by the sequential plan, too, where the
-engine has another. The highest rate whose latency a token is at most 200 ms in the mean is NanoFlow's measure: at a rate that
-is too high the queue grows for as long as requests come, so it belongs to the seconds of arrivals that it is told with.
-batch_size: that many at once, again and again. length: a throughput run for each PROMPT/OUTPUT. The report of an engine's
-sweep is written after every value: what is cut short keeps what it has. The others are SARATHI's curves, from the engine's
-scheduler and the model's op costs on a device of the table, without running a model: pd_ratio (gain of chunked prefill by P:D
-ratio and chunk size), tiles (tile quantisation), policies (request-level, Orca's best and worst case, prefill-first, hybrid,
-decode-maximal).
+rate: requests at random times, so many a second; with --beside_sequential each rate by the sequential plan,
+too, where the engine has another. The highest rate whose latency a token is at most 200 ms in the mean is
+NanoFlow's measure: at a rate that is too high the queue grows for as long as requests come, so it belongs to
+the seconds of arrivals that it is told with. batch_size: that many at once, again and again. length: a
+throughput run for each PROMPT/OUTPUT. The report of an engine's sweep is written after every value: what is
+cut short keeps what it has. The others are SARATHI's curves, from the engine's scheduler and the model's op
+costs on a device of the table, without running a model: pd_ratio (gain of chunked prefill by P:D ratio and
+chunk size), tiles (tile quantisation), policies (request-level, Orca's best and worst case, prefill-first,
+hybrid, decode-maximal).
 """
 
 import asyncio
@@ -38,16 +39,34 @@ Keep = Callable[[Mapping[str, Any]], None]
 
 
 def define_flags() -> None:
-    flags.DEFINE_enum("sweep", None, ["rate", "batch_size", "length", *SIMULATED], "What varies.", required=True)
-    flags.DEFINE_list("values", None, "Its values: numbers; PROMPT/OUTPUT for length. Default, for what is simulated: the paper's.")
-    flags.DEFINE_string("target", None, "For rate: a running server, host:port, instead of an engine in this process.")
-    flags.DEFINE_boolean("beside_sequential", False, "For rate: run each twice in the same engine, first by the sequential plan alone.")
+    flags.DEFINE_enum(
+        "sweep", None, ["rate", "batch_size", "length", *SIMULATED], "What varies.", required=True
+    )
+    flags.DEFINE_list(
+        "values",
+        None,
+        "Its values: numbers; PROMPT/OUTPUT for length. Default, for what is simulated: the paper's.",
+    )
+    flags.DEFINE_string(
+        "target", None, "For rate: a running server, host:port, instead of an engine in this process."
+    )
+    flags.DEFINE_boolean(
+        "beside_sequential",
+        False,
+        "For rate: run each twice in the same engine, first by the sequential plan alone.",
+    )
     flags.DEFINE_integer("num_iters", 3, "For batch_size: batches measured of each size.", lower_bound=1)
     flags.DEFINE_string("output_png", None, "Draw the sweep into this file (.png, .svg, .pdf).")
-    flags.DEFINE_list("chunk_sizes", ["128", "256", "512"], "For pd_ratio: tokens of a step that chunks fill.")
+    flags.DEFINE_list(
+        "chunk_sizes", ["128", "256", "512"], "For pd_ratio: tokens of a step that chunks fill."
+    )
     flags.DEFINE_integer("slots", 18, "For pd_ratio, tiles, policies: requests at a time, B.", lower_bound=2)
-    flags.DEFINE_integer("length", 1024, "For pd_ratio, policies: prompt and output tokens of a request, P + D.", lower_bound=2)
-    flags.DEFINE_integer("tile_rows", 128, "For pd_ratio, tiles, policies: rows of a GEMM's tile.", lower_bound=1)
+    flags.DEFINE_integer(
+        "length", 1024, "For pd_ratio, policies: prompt and output tokens of a request, P + D.", lower_bound=2
+    )
+    flags.DEFINE_integer(
+        "tile_rows", 128, "For pd_ratio, tiles, policies: rows of a GEMM's tile.", lower_bound=1
+    )
     options.define_engine(model="", enable_prefix_caching=False)
     options.define_workload()
     options.define_report()
@@ -66,8 +85,8 @@ def rates(
 ) -> dict[str, Any]:
     """The same requests at each rate.
 
-    keep: is given the sweep as far as it is, after each. beside_sequential: by the sequential plan alone, too, unless the engine
-    has no other plan. kwargs: of `throughput.measure`.
+    keep: is given the sweep as far as it is, after each. beside_sequential: by the sequential plan alone,
+    too, unless the engine has no other plan. kwargs: of `throughput.measure`.
     """
     found: dict[str, Any] = {"kind": "rate", "beside_sequential": beside_sequential, "points": []}
     for rate in values:
@@ -81,9 +100,11 @@ def rates(
 
 
 def highest_rate(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The highest rate at which, and below which at all that were run, a token took at most `LIMIT_MS` in the mean; None if none.
+    """The highest rate at which, and below which at all that were run, a token took at most `LIMIT_MS` in the
+    mean; None if none.
 
-    Of all requests, of those of the later half of the arrivals, and, where it was run, by the sequential plan.
+    Of all requests, of those of the later half of the arrivals, and, where it was run, by the sequential
+    plan.
     """
 
     def highest(of: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> float | None:
@@ -95,36 +116,61 @@ def highest_rate(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             found = point["request_rate"]
         return found
 
-    result = {"limit_ms": LIMIT_MS, "requests_per_s": highest(lambda p: p), "settled": highest(lambda p: p["settled"])}
+    result = {
+        "limit_ms": LIMIT_MS,
+        "requests_per_s": highest(lambda p: p),
+        "settled": highest(lambda p: p["settled"]),
+    }
     if all("sequential" in point for point in points):
         result["sequential"] = highest(lambda p: p["sequential"])
     return result | {"least_arrivals_s": min(point["arrivals_s"] for point in points)}
 
 
 async def server_rates(
-    client: Client, items: Sequence[Item], vocab_size: int, values: Sequence[float], *, seed: int = 0, **kwargs: Any
+    client: Client,
+    items: Sequence[Item],
+    vocab_size: int,
+    values: Sequence[float],
+    *,
+    seed: int = 0,
+    **kwargs: Any,
 ) -> dict[str, Any]:
     """The same of a running server. kwargs: of `serve.measure`."""
     points = []
     for rate in values:
         arriving = workload.poisson_arrivals(items, rate, seed)
-        points.append({"request_rate": rate, **await serve.measure(client, arriving, vocab_size, seed=seed, **kwargs)})
+        points.append(
+            {"request_rate": rate, **await serve.measure(client, arriving, vocab_size, seed=seed, **kwargs)}
+        )
     return {"kind": "rate", "points": points}
 
 
 def batch_sizes(
-    llm: LLM, values: Sequence[int], input_len: int, output_len: int, *, keep: Keep = lambda sweep: None, **kwargs: Any
+    llm: LLM,
+    values: Sequence[int],
+    input_len: int,
+    output_len: int,
+    *,
+    keep: Keep = lambda sweep: None,
+    **kwargs: Any,
 ) -> dict[str, Any]:
     """Batches of each size. keep: as of `rates`. kwargs: of `latency.measure`."""
     found: dict[str, Any] = {"kind": "batch_size", "points": []}
     for size in values:
-        found["points"].append({"batch_size": size, **latency.measure(llm, size, input_len, output_len, **kwargs)})
+        found["points"].append(
+            {"batch_size": size, **latency.measure(llm, size, input_len, output_len, **kwargs)}
+        )
         keep(found)
     return found
 
 
 def lengths(
-    llm: LLM, values: Sequence[tuple[int, int]], number: int | None = None, *, keep: Keep = lambda sweep: None, **kwargs: Any
+    llm: LLM,
+    values: Sequence[tuple[int, int]],
+    number: int | None = None,
+    *,
+    keep: Keep = lambda sweep: None,
+    **kwargs: Any,
 ) -> dict[str, Any]:
     """`number` requests, or as many as the protocol has, of each (prompt, output) length, all at once.
 
@@ -132,8 +178,14 @@ def lengths(
     """
     found: dict[str, Any] = {"kind": "length", "points": []}
     for prompt, output in values:
-        items = workload.constant(number or options.protocol_requests("constant", prompt, output), prompt, output)
-        described = {"input_len": prompt, "output_len": output, "workload": options.describe(items, "constant")}
+        items = workload.constant(
+            number or options.protocol_requests("constant", prompt, output), prompt, output
+        )
+        described = {
+            "input_len": prompt,
+            "output_len": output,
+            "workload": options.describe(items, "constant"),
+        }
         found["points"].append(described | throughput.measure(llm, items, **kwargs))
         keep(found)
     return found
@@ -153,7 +205,9 @@ def _simulated(kind: str) -> dict[str, Any]:
     if kind == "pd_ratio":
         return sarathi.gain_curves(setting, sizes, _numbers("values", float) if f.values else sarathi.RATIOS)
     if kind == "tiles":
-        return sarathi.tile_curve(setting, _numbers("values", int)) if f.values else sarathi.tile_curve(setting)
+        return (
+            sarathi.tile_curve(setting, _numbers("values", int)) if f.values else sarathi.tile_curve(setting)
+        )
     return sarathi.policy_table(setting)
 
 
@@ -167,17 +221,23 @@ def _measured(kind: str) -> dict[str, Any]:
         if f.beside_sequential:
             steps.check_plan(config)
         options.check_workload(options.longest(config))
-    with LLM.from_config(dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or 2000))) as llm:
+    with LLM.from_config(
+        dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or 2000))
+    ) as llm:
         head = {"command_name": "sweep", **throughput.head(llm)}
         if f.output_json:
             common["keep"] = lambda sweep: report.write_json(f.output_json, head | sweep)
         if kind == "batch_size":
-            found = batch_sizes(llm, values, f.input_len, f.output_len, iterations=f.num_iters, warm_up=1, **common)
+            found = batch_sizes(
+                llm, values, f.input_len, f.output_len, iterations=f.num_iters, warm_up=1, **common
+            )
         elif kind == "length":
             found = lengths(llm, values, f.num_requests, progress=True, **common)
         else:
             items, head["workload"] = options.items_from_flags(llm.max_model_len)
-            found = rates(llm, items, values, slo=slo, beside_sequential=f.beside_sequential, progress=True, **common)
+            found = rates(
+                llm, items, values, slo=slo, beside_sequential=f.beside_sequential, progress=True, **common
+            )
     return head | found
 
 
@@ -188,7 +248,9 @@ async def _served() -> dict[str, Any]:
         await client.wait_until_ready(60.0)
         served = await client.model()
         items, _ = options.items_from_flags(served.max_model_len)
-        found = await server_rates(client, items, served.vocab_size, values, seed=f.workload_seed, slo=slo, progress=True)
+        found = await server_rates(
+            client, items, served.vocab_size, values, seed=f.workload_seed, slo=slo, progress=True
+        )
     return {"model": served.name, **machine.describe()} | found
 
 
@@ -210,7 +272,10 @@ def _numbers[T: (int, float)](flag: str, kind: type[T]) -> list[T]:
     except ValueError:
         numbers = []
     if not numbers or not all(0 < number < math.inf for number in numbers):
-        raise WorkloadError(f"--{flag} {','.join(given)}: positive, finite numbers are accepted{', whole ones' if kind is int else ''}")
+        raise WorkloadError(
+            f"--{flag} {','.join(given)}: positive, finite numbers are "
+            f"accepted{', whole ones' if kind is int else ''}"
+        )
     return numbers
 
 
@@ -222,7 +287,9 @@ def _shape(value: str) -> tuple[int, int]:
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, WorkloadError, ValueError for flags that do not work; RequestFailed of a server."""
+    """The command. Raises: ConfigError, WorkloadError, ValueError for flags that do not work; RequestFailed
+    of a server.
+    """
     f = flags.FLAGS
     if f.sweep in SIMULATED:
         result = machine.describe() | _simulated(f.sweep)
@@ -242,18 +309,39 @@ def table(sweep: Mapping[str, Any]) -> list[str]:
     if kind == "pd_ratio":
         gains = sweep["gain_by_chunk_size"]
         columns = ["P:D", *(f"C={size}" for size in gains)]
-        rows = [[f"{ratio:g}", *(f"{gains[size][i]:.3f}" for size in gains)] for i, ratio in enumerate(sweep["ratios"])]
+        rows = [
+            [f"{ratio:g}", *(f"{gains[size][i]:.3f}" for size in gains)]
+            for i, ratio in enumerate(sweep["ratios"])
+        ]
     elif kind == "tiles":
         columns = ["tokens", "step (ms)"]
-        rows = [[str(n), f"{ms:.2f}"] for n, ms in zip(sweep["prefill_tokens"], sweep["step_ms"], strict=True)]
+        rows = [
+            [str(n), f"{ms:.2f}"] for n, ms in zip(sweep["prefill_tokens"], sweep["step_ms"], strict=True)
+        ]
     elif kind == "policies":
         columns = ["length, B", *sweep["rows"][0]["token_throughput"]]
-        rows = [[f"{r['length']}, {r['slots']}", *(f"{v:.0f}" for v in r["token_throughput"].values())] for r in sweep["rows"]]
+        rows = [
+            [f"{r['length']}, {r['slots']}", *(f"{v:.0f}" for v in r["token_throughput"].values())]
+            for r in sweep["rows"]
+        ]
     else:
-        columns = [kind, "tok/s", "output tok/s", "of optimal", "of bound", "TTFT ms", "TPOT ms", "p99 TPOT", "norm. ms"]
+        columns = [
+            kind,
+            "tok/s",
+            "output tok/s",
+            "of optimal",
+            "of bound",
+            "TTFT ms",
+            "TPOT ms",
+            "p99 TPOT",
+            "norm. ms",
+        ]
         rows = [_row(kind, point) for point in sweep["points"]]
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (columns, *rows)
+    ]
 
 
 def _said(sweep: Mapping[str, Any]) -> list[str]:
@@ -261,15 +349,33 @@ def _said(sweep: Mapping[str, Any]) -> list[str]:
     if "highest_rate" not in sweep:
         return []
     found = sweep["highest_rate"]
-    told = {"requests_per_s": "all requests", "settled": "the later half", "sequential": "by the sequential plan"}
-    rates = ", ".join(f"{'none' if found[key] is None else format(found[key], 'g')} ({of})" for key, of in told.items() if key in found)
-    limit, seconds = f"{found['limit_ms']:g} ms a token in the mean", f"at least {found['least_arrivals_s']:.0f} s of arrivals"
+    told = {
+        "requests_per_s": "all requests",
+        "settled": "the later half",
+        "sequential": "by the sequential plan",
+    }
+    rates = ", ".join(
+        f"{'none' if found[key] is None else format(found[key], 'g')} ({of})"
+        for key, of in told.items()
+        if key in found
+    )
+    limit, seconds = (
+        f"{found['limit_ms']:g} ms a token in the mean",
+        f"at least {found['least_arrivals_s']:.0f} s of arrivals",
+    )
     same = sweep["beside_sequential"] and "sequential" not in found
-    return [f"Highest rate with at most {limit}, with {seconds}: {rates} requests/s", *([throughput.SAME] if same else [])]
+    return [
+        f"Highest rate with at most {limit}, with {seconds}: {rates} requests/s",
+        *([throughput.SAME] if same else []),
+    ]
 
 
 def _row(kind: str, point: Mapping[str, Any]) -> list[str]:
-    varied = f"{point['input_len']}/{point['output_len']}" if kind == "length" else f"{point[{'rate': 'request_rate'}.get(kind, kind)]:g}"
+    varied = (
+        f"{point['input_len']}/{point['output_len']}"
+        if kind == "length"
+        else f"{point[{'rate': 'request_rate'}.get(kind, kind)]:g}"
+    )
     reached = point.get("fraction_of_optimal"), point.get("fraction_of_bound")
     numbers = ("mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "mean_normalized_latency_ms")
     return [

@@ -1,14 +1,16 @@
-"""Offline throughput of an engine in this process: all requests are handed over at once, and the clock runs till the last token.
+"""Offline throughput of an engine in this process: all requests are handed over at once, and the clock runs
+till the last token.
 
-  python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --input_len 1024 --output_len 512
-  python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --lengths lognormal --input_len 246 --output_len 322
-  python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --plan searched --beside_sequential
+  python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --input_len 1024 --output_len
+  512 python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --lengths lognormal
+  --input_len 246 --output_len 322 python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy
+  --plan searched --beside_sequential
 
-Ramp-up and tail are in the clock; sampling is greedy, end tokens are ignored, prompts are random token ids, and prefix
-caching is off unless asked for. A second figure leaves ramp-up and tail out: the steady state, from the first request's
-end to the last one's first token. With --beside_sequential the same requests run twice, first by the sequential plan, unless the
-engine has no other.
-With --profiled_seconds they run once more, then under a profiler that says how long the device does nothing.
+Ramp-up and tail are in the clock; sampling is greedy, end tokens are ignored, prompts are random token ids,
+and prefix caching is off unless asked for. A second figure leaves ramp-up and tail out: the steady state,
+from the first request's end to the last one's first token. With --beside_sequential the same requests run
+twice, first by the sequential plan, unless the engine has no other. With --profiled_seconds they run once
+more, then under a profiler that says how long the device does nothing.
 """
 
 import dataclasses
@@ -33,7 +35,13 @@ from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
 
 SAME = "The engine has no plan that is sure to gain: by the sequential plan alone it is the same."
-TIER_LEVELS = ("host_pages", "host_bytes", "host_capacity_bytes", "disk_pages", "disk_bytes")  # what is there, of `Stats.kv_tiers`
+TIER_LEVELS = (
+    "host_pages",
+    "host_bytes",
+    "host_capacity_bytes",
+    "disk_pages",
+    "disk_bytes",
+)  # what is there, of `Stats.kv_tiers`
 
 
 def define_flags() -> None:
@@ -64,13 +72,16 @@ def measure(
     device: str | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Runs the items through the engine, all at once or (arrive) at their times; returns the report, less its head.
+    """Runs the items through the engine, all at once or (arrive) at their times; returns the report, less its
+    head.
 
     device: a name in the cost model's table to take Eq. 5's peak from; None: this machine's.
     """
     requests = greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, seed))
     arrivals = [item.arrival_s for item in items] if arrive else None
-    return _measured(llm, lambda: drive(llm.driver, requests, arrivals, progress=progress), slo, device, arrivals)
+    return _measured(
+        llm, lambda: drive(llm.driver, requests, arrivals, progress=progress), slo, device, arrivals
+    )
 
 
 def _measure(llm: LLM, items: Sequence[Item], slo: Mapping[str, float] | None) -> dict[str, Any]:
@@ -80,7 +91,8 @@ def _measure(llm: LLM, items: Sequence[Item], slo: Mapping[str, float] | None) -
 
 
 def compared(llm: LLM, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The report of a run by the engine's plans; with that of the sequential one, made before it, and how many times faster they are.
+    """The report of a run by the engine's plans; with that of the sequential one, made before it, and how
+    many times faster they are.
 
     One run alone where the engine has no other plan than the sequential one: two would differ by noise.
     """
@@ -89,13 +101,17 @@ def compared(llm: LLM, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     with steps.sequential_alone(llm.executor):
         alone = run()
     found = run()
-    return found | {"sequential": alone, "against_sequential": found["total_token_throughput"] / alone["total_token_throughput"]}
+    return found | {
+        "sequential": alone,
+        "against_sequential": found["total_token_throughput"] / alone["total_token_throughput"],
+    }
 
 
 def profiled(llm: LLM, items: Sequence[Item], seconds: float, seed: int = 0) -> dict[str, Any] | None:
     """`gaps.shares` of so long in the middle of a run of the items, all at once; None without a kernel.
 
-    With `failed` requests of that run and the first `error`: where XLA's profiler stops on several devices, the step after it may fail.
+    With `failed` requests of that run and the first `error`: where XLA's profiler stops on several devices,
+    the step after it may fail.
     """
     requests = greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, seed))
     done, half = llm.driver.stats().completion_tokens, sum(item.output_tokens for item in items) / 2
@@ -130,12 +146,16 @@ def _measured(
     device: str | None,
     arrivals_s: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """The report of a run, which returns its records and seconds. arrivals_s: of each record, where they did not come at once."""
+    """The report of a run, which returns its records and seconds. arrivals_s: of each record, where they did
+    not come at once.
+    """
     before = llm.driver.stats()
     with machine.watch() as readings, steps.step_log(llm.executor) as log:
         records, duration_s = run()
     after = llm.driver.stats()
-    result = report.figures(records, duration_s, slo) | reuse.figures(records, reuse.tier_tokens(before.kv_tiers, after.kv_tiers))
+    result = report.figures(records, duration_s, slo) | reuse.figures(
+        records, reuse.tier_tokens(before.kv_tiers, after.kv_tiers)
+    )
     result["steady_state"] = report.steady_state(records)
     if arrivals_s:
         result["settled"] = report.settled(records, arrivals_s)
@@ -146,7 +166,8 @@ def _measured(
 
 
 def with_optimum(result: Mapping[str, Any], llm: LLM, steps: int, device: str | None) -> dict[str, Any]:
-    """Eq. 5's optimum for what a run computed, and the fraction that it reached: the whole run's, and the steady state's.
+    """Eq. 5's optimum for what a run computed, and the fraction that it reached: the whole run's, and the
+    steady state's.
 
     Beside it the fraction of the bound by four resources, of as many steps of the run's mean composition.
     """
@@ -154,26 +175,49 @@ def with_optimum(result: Mapping[str, Any], llm: LLM, steps: int, device: str | 
     if not sum(tokens):
         return {}
     model, engine = llm.model_config, llm.engine_config
-    best = machine.optimal(model, *tokens, dtype=products_dtype(engine), tp=engine.tensor_parallel_size, device=device)
+    best = machine.optimal(
+        model, *tokens, dtype=products_dtype(engine), tp=engine.tensor_parallel_size, device=device
+    )
     optimum, steady = best["optimal_token_throughput"], result.get("steady_state")
     if steady:
         best["steady_state"] = {**steady, "fraction_of_optimal": steady["total_token_throughput"] / optimum}
     best["fraction_of_optimal"] = result["total_token_throughput"] / optimum
-    return best | of_run(model, dataclasses.asdict(engine), device or jax.devices()[0].device_kind, result, steps)
+    return best | of_run(
+        model, dataclasses.asdict(engine), device or jax.devices()[0].device_kind, result, steps
+    )
 
 
 def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Counters of this run alone; what is not a counter (pages, running and waiting requests) as it is at the end."""
-    counters = ("steps", "prompt_tokens", "completion_tokens", "cached_prompt_tokens", "preemptions", "compilations_after_warmup")
+    """Counters of this run alone; what is not a counter (pages, running and waiting requests) as it is at the
+    end.
+    """
+    counters = (
+        "steps",
+        "prompt_tokens",
+        "completion_tokens",
+        "cached_prompt_tokens",
+        "preemptions",
+        "compilations_after_warmup",
+    )
     found = {name: value - before[name] if name in counters else value for name, value in after.items()}
-    plans = {plan: number - before["steps_by_plan"].get(plan, 0) for plan, number in after["steps_by_plan"].items()}
+    plans = {
+        plan: number - before["steps_by_plan"].get(plan, 0) for plan, number in after["steps_by_plan"].items()
+    }
     tiers = {n: v if n in TIER_LEVELS else v - before["kv_tiers"][n] for n, v in after["kv_tiers"].items()}
-    return found | {"steps_by_plan": {plan: number for plan, number in plans.items() if number}, "kv_tiers": tiers}
+    return found | {
+        "steps_by_plan": {plan: number for plan, number in plans.items() if number},
+        "kv_tiers": tiers,
+    }
 
 
 def head(llm: LLM) -> dict[str, Any]:
     """What a report says of the engine it measured."""
-    return {"model": llm.name, "engine_config": dataclasses.asdict(llm.engine_config), "warm_up_s": llm.warm_up_s, **machine.describe()}
+    return {
+        "model": llm.name,
+        "engine_config": dataclasses.asdict(llm.engine_config),
+        "warm_up_s": llm.warm_up_s,
+        **machine.describe(),
+    }
 
 
 def run() -> dict[str, Any]:
@@ -181,11 +225,15 @@ def run() -> dict[str, Any]:
     f = flags.FLAGS
     slo = report.parse_goodput(f.goodput)
     config = engine_config_from_flags()
-    config = dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values())))
+    config = dataclasses.replace(
+        config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values()))
+    )
     talking = f.rounds > 1 or (f.trace and f.trace.endswith(".jsonl"))
     for name in ("beside_sequential", "profiled_seconds"):
         if talking and f[name].value:
-            raise ConfigError(name, f[name].value, "requests without conversations: no --rounds, no trace of shared blocks")
+            raise ConfigError(
+                name, f[name].value, "requests without conversations: no --rounds, no trace of shared blocks"
+            )
     if f.beside_sequential:
         steps.check_plan(config)
     options.check_workload(options.longest(config))
@@ -194,7 +242,9 @@ def run() -> dict[str, Any]:
         result = {"command_name": "throughput", **head(llm), "workload": described}
         if f.rounds > 1 or any(item.blocks for item in items):
             items = [dataclasses.replace(item, arrival_s=0.0) for item in items]
-            talks, more = options.conversations_from_flags(items, llm.max_model_len, llm.model_config.vocab_size)
+            talks, more = options.conversations_from_flags(
+                items, llm.max_model_len, llm.model_config.vocab_size
+            )
             described |= more
             result |= measure_conversations(llm, talks, slo=slo, device=f.optimal_device, progress=True)
         else:
@@ -230,7 +280,10 @@ def _idle(steps: Mapping[str, Any]) -> str:
 def show(result: Mapping[str, Any], title: str = "Throughput Benchmark Result") -> None:
     """Prints a report for people."""
     w = result["workload"]
-    extra = {"Model": result["model"], "Workload": f"{w['kind']}, {w['mean_prompt_tokens']:.0f} in, {w['mean_output_tokens']:.0f} out"}
+    extra = {
+        "Model": result["model"],
+        "Workload": f"{w['kind']}, {w['mean_prompt_tokens']:.0f} in, {w['mean_output_tokens']:.0f} out",
+    }
     print(report.text(title, result, extra))
     if result["reusable_input_tokens"] or result["reused_input_tokens"]:
         print(reuse.text(result))

@@ -1,12 +1,16 @@
-"""What each resource does over one layer of a step, plan beside plan, from a profiler's trace of real steps (NanoFlow's Figure 10).
+"""What each resource does over one layer of a step, plan beside plan, from a profiler's trace of real steps
+(NanoFlow's Figure 10).
 
-  python -m jaxflow.bench trace --model llama-3.1-8b --load_format dummy --plans plan.json --workload 1024/512 --plot layer.png
+  python -m jaxflow.bench trace --model llama-3.1-8b --load_format dummy --plans plan.json --workload 1024/512
+  --plot layer.png
 
-The workload's average step runs full and back to back, first for --seconds to time it, then under the profiler. Every kernel is
-assigned to its op; an op's counted FLOPs and bytes over its kernels' time, over the device's datasheet peak, is the share used (of
-a device that is not in the cost model's table: over the most that the trace has). Kernels are launched one by one here, in the
-streams of the plan: the profiler sees no ops in a CUDA graph. Watts and clock are the card's sensors', of many steps: they are too
-slow for one layer, whose watts in the picture are the energy model's, by kernel. On several devices it is the first that is shown.
+The workload's average step runs full and back to back, first for --seconds to time it, then under the
+profiler. Every kernel is assigned to its op; an op's counted FLOPs and bytes over its kernels' time, over the
+device's datasheet peak, is the share used (of a device that is not in the cost model's table: over the most
+that the trace has). Kernels are launched one by one here, in the streams of the plan: the profiler sees no
+ops in a CUDA graph. Watts and clock are the card's sensors', of many steps: they are too slow for one layer,
+whose watts in the picture are the energy model's, by kernel. On several devices it is the first that is
+shown.
 """
 
 import dataclasses
@@ -25,7 +29,17 @@ from jaxflow.bench import machine, options, trace_plot
 from jaxflow.bench.plans import Bed, bed_of_flags
 from jaxflow.bench.report import line
 from jaxflow.bench.steady import Steady, Workload, parse_workload
-from jaxflow.bench.trace_events import RESOURCES, Kernel, LayerTrace, Used, means, one_layer, read_kernels, scopes, shares
+from jaxflow.bench.trace_events import (
+    RESOURCES,
+    Kernel,
+    LayerTrace,
+    Used,
+    means,
+    one_layer,
+    read_kernels,
+    scopes,
+    shares,
+)
 from jaxflow.engine.plans import products_dtype
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, FP8_PRODUCTS, find_device
@@ -39,12 +53,19 @@ _LEAST_STEPS = 4  # in a trace
 
 def define_flags() -> None:
     options.define_bed()
-    flags.DEFINE_string("workload", "1024/512", "Prompt/output tokens (1024/512), or decodes x keys (256x1100).")
+    flags.DEFINE_string(
+        "workload", "1024/512", "Prompt/output tokens (1024/512), or decodes x keys (256x1100)."
+    )
     flags.DEFINE_float("seconds", 3.0, "How long each plan is timed.", lower_bound=0.0)
     flags.DEFINE_float("traced_seconds", 0.5, "How long each plan runs under the profiler.", lower_bound=0.0)
     flags.DEFINE_string("trace_dir", None, "Keep the profiler's files in this folder, for other viewers.")
     flags.DEFINE_string("plot", None, "Draw into this file (.png, .svg, .pdf).")
-    flags.DEFINE_enum("optimal_device", None, sorted(DEVICES), "Device whose datasheet peaks are taken; default: this machine's.")
+    flags.DEFINE_enum(
+        "optimal_device",
+        None,
+        sorted(DEVICES),
+        "Device whose datasheet peaks are taken; default: this machine's.",
+    )
 
 
 def traced(steady: Steady, step_s: float, seconds: float, folder: Path) -> list[Kernel]:
@@ -60,21 +81,34 @@ def traced(steady: Steady, step_s: float, seconds: float, folder: Path) -> list[
                 before.block_until_ready()
             before = tokens
         jax.block_until_ready(before)
-    return read_kernels(max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns))  # a folder may keep older ones
+    return read_kernels(
+        max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
+    )  # a folder may keep older ones
 
 
 def peaks_of(device: str | None, dtype: str, trace: LayerTrace) -> tuple[str, dict[str, dict[str, float]]]:
-    """(where they are from, what `shares` takes) of a device of the table, or (None) of this machine's; else the most in the trace."""
+    """(where they are from, what `shares` takes) of a device of the table, or (None) of this machine's; else
+    the most in the trace.
+    """
     known = DEVICES[device] if device else find_device(jax.devices()[0].device_kind)
     wide = "bfloat16" if dtype == "float8_e4m3fn" else dtype
     if known is not None and {dtype, wide} <= set(known.datasheet.flops_per_s):
         flops = known.datasheet.flops_per_s
         compute = {"": flops[wide]} | (dict.fromkeys(FP8_PRODUCTS, flops[dtype]) if dtype != wide else {})
         memory, network = known.datasheet.memory_bytes_per_s, known.datasheet.network_bytes_per_s
-        return f"{known.name}, datasheet", {"compute": compute, "memory": {"": memory}, "network": {"": network}}
+        return f"{known.name}, datasheet", {
+            "compute": compute,
+            "memory": {"": memory},
+            "network": {"": network},
+        }
 
     def most(amounts: list[float]) -> dict[str, float]:
-        return {"": max([*(a / one.seconds for a, one in zip(amounts, trace.used, strict=True) if a and one.seconds)], default=1.0)}
+        return {
+            "": max(
+                [*(a / one.seconds for a, one in zip(amounts, trace.used, strict=True) if a and one.seconds)],
+                default=1.0,
+            )
+        }
 
     return "the most in this trace", {
         "compute": most([one.work.flops for one in trace.used]),
@@ -83,7 +117,9 @@ def peaks_of(device: str | None, dtype: str, trace: LayerTrace) -> tuple[str, di
     }
 
 
-def described(bed: Bed, name: str, step: Composition, kernels: list[Kernel], text: str, device: str | None) -> dict[str, Any]:
+def described(
+    bed: Bed, name: str, step: Composition, kernels: list[Kernel], text: str, device: str | None
+) -> dict[str, Any]:
     """One plan's layer. text: the step's compiled program."""
     plan, _ = bed.ways[name]
     trace = one_layer(kernels, scopes(text), plan, graph_of(bed, plan), step)
@@ -127,11 +163,15 @@ def _shown(one: Used) -> dict[str, Any]:
 def graph_of(bed: Bed, plan: Plan) -> Graph:
     """The graph of a plan's form, with the widths of the engine's numbers."""
     config = bed.config
-    weights, kv, wide = (jnp.dtype(dtype).itemsize for dtype in (products_dtype(config), config.kv_cache_dtype, config.dtype))
+    weights, kv, wide = (
+        jnp.dtype(dtype).itemsize for dtype in (products_dtype(config), config.kv_cache_dtype, config.dtype)
+    )
     return order.graph_of(plan, bed.model, config.tensor_parallel_size, Widths(weights, kv, wide, wide))
 
 
-def measure(bed: Bed, workload: Workload, seconds: float, traced_seconds: float, folder: Path, device: str | None) -> list[dict[str, Any]]:
+def measure(
+    bed: Bed, workload: Workload, seconds: float, traced_seconds: float, folder: Path, device: str | None
+) -> list[dict[str, Any]]:
     """Every plan's layer, timed and traced. Raises: ValueError for a trace that does not show the plan's ops."""
     ready = bed.ready(workload)
     timings = interleaved({name: steady.enqueue for name, (steady, _) in ready.items()}, seconds=seconds)
@@ -142,7 +182,12 @@ def measure(bed: Bed, workload: Workload, seconds: float, traced_seconds: float,
             kernels = traced(steady, timings[name].us / 1e6, traced_seconds, own)
         text, timing = bed.executor.program(steady.layout).as_text(), timings[name]
         assert text is not None
-        times = {"step_ms": timing.us / 1e3, "watts": timing.watts, "sm_clock_mhz": timing.mhz, "traced_power": readings.summary()}
+        times = {
+            "step_ms": timing.us / 1e3,
+            "watts": timing.watts,
+            "sm_clock_mhz": timing.mhz,
+            "traced_power": readings.summary(),
+        }
         found.append(described(bed, name, step, kernels, text, device) | times)
     return found
 
@@ -153,7 +198,9 @@ def run() -> dict[str, Any]:
     workload = parse_workload(f.workload, "workload")
     bed = bed_of_flags([workload], ["streams"], "workload")
     with tempfile.TemporaryDirectory() as temporary:
-        found = measure(bed, workload, f.seconds, f.traced_seconds, Path(f.trace_dir or temporary), f.optimal_device)
+        found = measure(
+            bed, workload, f.seconds, f.traced_seconds, Path(f.trace_dir or temporary), f.optimal_device
+        )
     result = {
         "command_name": "trace",
         "model": Path(bed.config.model).name,
@@ -185,6 +232,9 @@ def text(result: Mapping[str, Any]) -> str:
             *(line(f"Mean share of {name}:", f"{plan['mean_shares'][name]:.1%}") for name in RESOURCES),
             line("Kernel time assigned to ops:", f"{plan['assigned_share_of_kernel_time']:.1%}"),
             line("Peaks:", plan["peaks"]),
-            line("Watts:", "-" if plan["watts"] is None else f"{plan['watts']:.0f} at {plan['sm_clock_mhz']:.0f} MHz"),
+            line(
+                "Watts:",
+                "-" if plan["watts"] is None else f"{plan['watts']:.0f} at {plan['sm_clock_mhz']:.0f} MHz",
+            ),
         ]
     return "\n".join([*lines, machine.where(result)])

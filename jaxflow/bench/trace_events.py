@@ -1,8 +1,10 @@
-"""From a profiler's trace to what each resource did: which op every kernel is of, and the shares used over one layer's time.
+"""From a profiler's trace to what each resource did: which op every kernel is of, and the shares used over
+one layer's time.
 
-The profiler says when each kernel ran, on which stream, and of which instruction of the compiled program it is; the program
-says in which op's scope that instruction was made (law 4 of the design: one name everywhere). What an op must compute, move and
-send is the graph's count, spread evenly over its kernels' time: counted work over measured time, not a hardware counter.
+The profiler says when each kernel ran, on which stream, and of which instruction of the compiled program it
+is; the program says in which op's scope that instruction was made (law 4 of the design: one name everywhere).
+What an op must compute, move and send is the graph's count, spread evenly over its kernels' time: counted
+work over measured time, not a hardware counter.
 """
 
 import collections
@@ -24,7 +26,9 @@ RESOURCES = ("compute", "memory", "network")
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One run of a kernel. `instruction`: its name in the compiled program; `scope`: the scopes it says of itself, mostly nothing."""
+    """One run of a kernel. `instruction`: its name in the compiled program; `scope`: the scopes it says of
+    itself, mostly nothing.
+    """
 
     name: str
     instruction: str
@@ -41,9 +45,13 @@ class Kernel:
 
 
 def read_kernels(path: str | Path) -> list[Kernel]:
-    """The kernels of the first GPU in a profiler's `.xplane.pb`, in order of their start; without one, the ops of the first CPU device."""
+    """The kernels of the first GPU in a profiler's `.xplane.pb`, in order of their start; without one, the
+    ops of the first CPU device.
+    """
     planes = list(ProfileData.from_file(str(path)).planes)
-    gpus = sorted((plane for plane in planes if plane.name.startswith("/device:GPU:")), key=lambda plane: plane.name)
+    gpus = sorted(
+        (plane for plane in planes if plane.name.startswith("/device:GPU:")), key=lambda plane: plane.name
+    )
     found = []
     for plane in gpus[:1] or [plane for plane in planes if plane.name == "/host:CPU"]:
         for line in plane.lines:
@@ -64,12 +72,23 @@ def _kernel(event: Any, stream: str, stats: Mapping[str, Any]) -> Kernel:
     program = str(stats.get("hlo_module", "")), str(stats.get("program_id", ""))
     scope = str(stats.get("name") or stats.get("tf_op") or "")
     instruction = str(stats.get("hlo_op") or event.name)
-    return Kernel(event.name, instruction, program, scope, stream, event.start_ns * 1e-9, event.duration_ns * 1e-9, blocks)
+    return Kernel(
+        event.name,
+        instruction,
+        program,
+        scope,
+        stream,
+        event.start_ns * 1e-9,
+        event.duration_ns * 1e-9,
+        blocks,
+    )
 
 
 def scopes(compiled_text: str) -> dict[str, str]:
     """The scopes of each instruction of a compiled program's text, by its name."""
-    found = re.finditer(r"^\s*(?:ROOT )?%?([\w.\-]+) = [^\n]*?metadata=\{[^}\n]*?op_name=\"([^\"]*)\"", compiled_text, re.M)
+    found = re.finditer(
+        r"^\s*(?:ROOT )?%?([\w.\-]+) = [^\n]*?metadata=\{[^}\n]*?op_name=\"([^\"]*)\"", compiled_text, re.M
+    )
     return {one[1]: one[2] for one in found}
 
 
@@ -80,7 +99,9 @@ def nano_op_of(scope: str, nano_ops: Mapping[tuple[str, str], NanoOp]) -> NanoOp
 
 @dataclasses.dataclass(frozen=True)
 class Used:
-    """A kernel within one layer's time, with what its nano-op asks of the device in its share of the nano-op's time."""
+    """A kernel within one layer's time, with what its nano-op asks of the device in its share of the
+    nano-op's time.
+    """
 
     kernel: Kernel
     nano: NanoOp | None  # None: of no op of the layers
@@ -92,10 +113,11 @@ class Used:
 
 @dataclasses.dataclass(frozen=True)
 class LayerTrace:
-    """One layer's time of a step in the steady state: as long as a layer takes, whichever layers' ops run in it.
+    """One layer's time of a step in the steady state: as long as a layer takes, whichever layers' ops run in
+    it.
 
-    `idle_s`: of the step's time, in which no kernel ran; `pause_s`: the longest of it in one piece, which is the host's, before
-    a step's first kernel, where steps are not ready before the one ahead is done.
+    `idle_s`: of the step's time, in which no kernel ran; `pause_s`: the longest of it in one piece, which is
+    the host's, before a step's first kernel, where steps are not ready before the one ahead is done.
     """
 
     seconds: float
@@ -105,10 +127,13 @@ class LayerTrace:
     used: tuple[Used, ...]
 
 
-def one_layer(kernels: Sequence[Kernel], names: Mapping[str, str], plan: Plan, graph: Graph, step: Composition) -> LayerTrace:
+def one_layer(
+    kernels: Sequence[Kernel], names: Mapping[str, str], plan: Plan, graph: Graph, step: Composition
+) -> LayerTrace:
     """Of the last step but one, from the middle layer's first product to the next layer's.
 
-    kernels: of several steps, and of whatever ran between them. names: `scopes` of the step's program. step: what it is made of.
+    kernels: of several steps, and of whatever ran between them. names: `scopes` of the step's program. step:
+    what it is made of.
 
     Raises: ValueError for a trace in which the plan's ops are not, or too few times.
     """
@@ -138,8 +163,14 @@ def one_layer(kernels: Sequence[Kernel], names: Mapping[str, str], plan: Plan, g
     for kernel, nano in inside:
         seconds = _within(kernel, begin, end)
         op = None if nano is None else ops.get(nano.op)
-        work = Work() if nano is None or op is None else op.work(part(step, nano.start, nano.stop)) * (seconds / busy[nano.id])
-        used.append(Used(kernel, nano, op.kind if op else None, max(0.0, kernel.start_s - begin), seconds, work))
+        work = (
+            Work()
+            if nano is None or op is None
+            else op.work(part(step, nano.start, nano.stop)) * (seconds / busy[nano.id])
+        )
+        used.append(
+            Used(kernel, nano, op.kind if op else None, max(0.0, kernel.start_s - begin), seconds, work)
+        )
     gaps = _gaps(kernels, anchors[first - layers], anchors[first])
     return LayerTrace(end - begin, step_s, sum(gaps), max(gaps, default=0.0), tuple(used))
 
@@ -155,14 +186,21 @@ def _gaps(kernels: Iterable[Kernel], begin: float, end: float) -> list[float]:
     return found
 
 
-def _assigned(kernel: Kernel, program: tuple[str, str], names: Mapping[str, str], known: Mapping[tuple[str, str], NanoOp]) -> NanoOp | None:
+def _assigned(
+    kernel: Kernel,
+    program: tuple[str, str],
+    names: Mapping[str, str],
+    known: Mapping[tuple[str, str], NanoOp],
+) -> NanoOp | None:
     if kernel.program != program:
         return None
     return nano_op_of(names.get(kernel.instruction, ""), known) or nano_op_of(kernel.scope, known)
 
 
 def _anchors(own: Iterable[tuple[Kernel, NanoOp | None]], plan: Plan, layers: int) -> list[float]:
-    """When each layer's run of one nano-op began: the plan's first product's longest kernels, one a layer and step."""
+    """When each layer's run of one nano-op began: the plan's first product's longest kernels, one a layer and
+    step.
+    """
     products = [nano.id for nano in plan.nano_ops if nano.op in ("qkv", "up_gate", "router")]
     starts = {name: [] for name in products}
     for kernel, nano in own:
@@ -174,7 +212,9 @@ def _anchors(own: Iterable[tuple[Kernel, NanoOp | None]], plan: Plan, layers: in
         by_instruction[kernel.instruction].append(kernel)
     # Each layer has instructions of its own, each of which runs once a step.
     steps = max((len(kernels) for kernels in by_instruction.values()), default=0)
-    longest = sorted(by_instruction.values(), key=lambda kernels: -sum(kernel.seconds for kernel in kernels))[:layers]
+    longest = sorted(by_instruction.values(), key=lambda kernels: -sum(kernel.seconds for kernel in kernels))[
+        :layers
+    ]
     if len(longest) < layers:
         raise ValueError(f"the trace has {len(longest)} layers of {products}: the model has {layers}")
     return sorted(kernel.start_s for kernels in longest for kernel in kernels[-steps:])
@@ -197,11 +237,19 @@ def part(step: Composition, start: int, stop: int) -> Composition:
 
 
 def shares(trace: LayerTrace, peaks: Mapping[str, Mapping[str, float]]) -> list[dict[str, float]]:
-    """The share of each resource's peak that is used, from each moment on at which that changes, in order of `start_us`.
+    """The share of each resource's peak that is used, from each moment on at which that changes, in order of
+    `start_us`.
 
     peaks: FLOP/s by op ("" for all that are not named), and under "memory" and "network" bytes/s under "".
     """
-    moments = sorted({0.0, trace.seconds, *(one.start_s for one in trace.used), *(one.start_s + one.seconds for one in trace.used)})
+    moments = sorted(
+        {
+            0.0,
+            trace.seconds,
+            *(one.start_s for one in trace.used),
+            *(one.start_s + one.seconds for one in trace.used),
+        }
+    )
     found = []
     for low, high in itertools.pairwise(moments):
         row = {"start_us": 1e6 * low, "stop_us": 1e6 * high, **dict.fromkeys(RESOURCES, 0.0)}
@@ -224,4 +272,7 @@ def _shares(one: Used, peaks: Mapping[str, Mapping[str, float]]) -> dict[str, fl
 def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean share of each resource over the layer's time."""
     whole = rows[-1]["stop_us"] - rows[0]["start_us"]
-    return {name: sum(row[name] * (row["stop_us"] - row["start_us"]) for row in rows) / whole for name in RESOURCES}
+    return {
+        name: sum(row[name] * (row["stop_us"] - row["start_us"]) for row in rows) / whole
+        for name in RESOURCES
+    }

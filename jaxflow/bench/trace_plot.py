@@ -1,4 +1,6 @@
-"""The picture of `bench trace`: for each plan a layer's kernels by stream, the shares of the device's peaks, and modelled watts."""
+"""The picture of `bench trace`: for each plan a layer's kernels by stream, the shares of the device's peaks,
+and modelled watts.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +13,13 @@ from jaxflow.bench.trace_events import RESOURCES
 from jaxflow.bench.trace_watts import Watts, modelled
 
 _COLORS = {"compute": "tab:red", "memory": "tab:blue", "network": "tab:green"}
-_KINDS = {"dense": "tab:red", "attention": "tab:blue", "network": "tab:green", "other": "tab:gray", None: "lightgray"}  # None: of no op
+_KINDS = {
+    "dense": "tab:red",
+    "attention": "tab:blue",
+    "network": "tab:green",
+    "other": "tab:gray",
+    None: "lightgray",
+}  # None: of no op
 _LABELLED = 0.06  # of the layer's time: shorter kernels have no room for a name
 
 
@@ -46,17 +54,37 @@ def _title(plan: Mapping[str, Any]) -> str:
     title = f"{plan['plan']}: {plan['layer_us']:.0f} µs"
     if plan["watts"] is None:
         return title
-    return f"{title}\n{plan['watts']:.0f} W at {plan['sm_clock_mhz']:.0f} MHz, of steps of {plan['step_ms']:.1f} ms"
+    return (
+        f"{title}\n{plan['watts']:.0f} W at {plan['sm_clock_mhz']:.0f} MHz, of steps of "
+        f"{plan['step_ms']:.1f} ms"
+    )
 
 
 def _streams(axes: Axes, kernels: Sequence[Mapping[str, Any]], layer_us: float) -> None:
     streams = list(dict.fromkeys(kernel["stream"] for kernel in kernels))
     for kernel in kernels:
         row = streams.index(kernel["stream"])
-        axes.barh(row, kernel["us"], left=kernel["start_us"], height=0.8, color=_KINDS[kernel["kind"]], edgecolor="white", linewidth=0.5)
+        axes.barh(
+            row,
+            kernel["us"],
+            left=kernel["start_us"],
+            height=0.8,
+            color=_KINDS[kernel["kind"]],
+            edgecolor="white",
+            linewidth=0.5,
+        )
         if kernel["op"] and kernel["us"] > _LABELLED * layer_us:
             label = kernel["op"] if kernel["blocks"] is None else f"{kernel['op']}, {kernel['blocks']} blocks"
-            axes.text(kernel["start_us"] + kernel["us"] / 2, row, label, ha="center", va="center", fontsize=6, rotation=90, clip_on=True)
+            axes.text(
+                kernel["start_us"] + kernel["us"] / 2,
+                row,
+                label,
+                ha="center",
+                va="center",
+                fontsize=6,
+                rotation=90,
+                clip_on=True,
+            )
     axes.set_yticks(range(len(streams)), [stream[:24] for stream in streams], fontsize=6)
     axes.invert_yaxis()
 
@@ -66,7 +94,13 @@ def _shares(axes: Axes, rows: Sequence[Mapping[str, float]], means: Mapping[str,
     for name in RESOURCES:
         if name == "network" and not any(row[name] for row in rows):
             continue  # one device
-        axes.stairs([row[name] for row in rows], edges, color=_COLORS[name], label=f"{name}, mean {means[name]:.0%}", linewidth=1.2)
+        axes.stairs(
+            [row[name] for row in rows],
+            edges,
+            color=_COLORS[name],
+            label=f"{name}, mean {means[name]:.0%}",
+            linewidth=1.2,
+        )
     axes.set_ylabel("share of the peak")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
@@ -75,7 +109,13 @@ def _shares(axes: Axes, rows: Sequence[Mapping[str, float]], means: Mapping[str,
 
 def _watts(axes: Axes, rows: Sequence[Mapping[str, float]], watts: Watts) -> None:
     edges = [row["start_us"] for row in rows] + [rows[-1]["stop_us"]]
-    axes.stairs(watts.values, edges, color="tab:purple", linewidth=1.2, label=f"by the model × {watts.scale:.2f}, for the sensor's mean")
+    axes.stairs(
+        watts.values,
+        edges,
+        color="tab:purple",
+        linewidth=1.2,
+        label=f"by the model × {watts.scale:.2f}, for the sensor's mean",
+    )
     axes.axhline(watts.cap, color="gray", linewidth=1, linestyle=":")
     axes.set_ylabel("watts, modelled")
     axes.set_ylim(0, 1.3 * max(watts.values))

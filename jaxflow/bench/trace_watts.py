@@ -1,8 +1,10 @@
-"""Watts over a layer's time, by the energy model: a card's sensor follows some tens of milliseconds, not one kernel.
+"""Watts over a layer's time, by the energy model: a card's sensor follows some tens of milliseconds, not one
+kernel.
 
-Every kernel's counted work has its joules at the clock that the steps ran at; what runs beside each other adds up, over idle.
-The model's constants are the least that sustained runs took, so its dynamic watts are scaled until their mean over the
-layer is what the sensor read over many steps. A sum over devices costs nothing by the model but the memory that it moves.
+Every kernel's counted work has its joules at the clock that the steps ran at; what runs beside each other
+adds up, over idle. The model's constants are the least that sustained runs took, so its dynamic watts are
+scaled until their mean over the layer is what the sensor read over many steps. A sum over devices costs
+nothing by the model but the memory that it moves.
 """
 
 import dataclasses
@@ -16,7 +18,9 @@ from jaxflow.model.graph import Work
 
 @dataclasses.dataclass(frozen=True)
 class Watts:
-    """`values`: one for each row of a plan's `shares`. `scale`: of dynamic watts, to the sensor's mean; 1 without a sensor."""
+    """`values`: one for each row of a plan's `shares`. `scale`: of dynamic watts, to the sensor's mean; 1
+    without a sensor.
+    """
 
     values: tuple[float, ...]
     scale: float
@@ -32,10 +36,16 @@ def modelled(result: Mapping[str, Any], plan: Mapping[str, Any]) -> Watts | None
     if power is None or not {products, engine["dtype"]} <= set(power.flop):
         return None
     clock = 1e6 * plan["sm_clock_mhz"] / power.highest_clock_hz if plan["sm_clock_mhz"] else 1.0
-    joules = [_joules(kernel, power, products if kernel["op"] in FP8_PRODUCTS else engine["dtype"], clock) for kernel in plan["kernels"]]
+    joules = [
+        _joules(kernel, power, products if kernel["op"] in FP8_PRODUCTS else engine["dtype"], clock)
+        for kernel in plan["kernels"]
+    ]
     rows = plan["shares"]
     dynamic = [_at(row["start_us"], row["stop_us"], plan["kernels"], joules) for row in rows]
-    whole = sum(watts * (row["stop_us"] - row["start_us"]) for watts, row in zip(dynamic, rows, strict=True)) / plan["layer_us"]
+    whole = (
+        sum(watts * (row["stop_us"] - row["start_us"]) for watts, row in zip(dynamic, rows, strict=True))
+        / plan["layer_us"]
+    )
     scale = (plan["watts"] - power.idle_w) / whole if plan["watts"] and whole else 1.0
     return Watts(tuple(power.idle_w + scale * watts for watts in dynamic), scale, power.cap_w)
 
@@ -48,4 +58,8 @@ def _joules(kernel: Mapping[str, Any], power: Power, dtype: str, clock: float) -
 def _at(low: float, high: float, kernels: Sequence[Mapping[str, Any]], joules: Sequence[float]) -> float:
     """The sum over the kernels that run from `low` to `high` (us)."""
     running = zip(kernels, joules, strict=True)
-    return sum(1e6 * j / k["us"] for k, j in running if k["us"] and k["start_us"] < high and k["start_us"] + k["us"] > low)
+    return sum(
+        1e6 * j / k["us"]
+        for k, j in running
+        if k["us"] and k["start_us"] < high and k["start_us"] + k["us"] > low
+    )

@@ -17,7 +17,9 @@ MOST_SPREAD = 100.0  # standard deviation over mean
 
 
 class WorkloadError(ValueError):
-    """A workload that cannot be read or made. The message names the file or setting and what would be accepted."""
+    """A workload that cannot be read or made. The message names the file or setting and what would be
+    accepted.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,11 @@ class Limits:
     def admit(self, item: Item) -> bool:
         """Whether no length is over its limit."""
         total = item.prompt_tokens + item.output_tokens
-        return item.prompt_tokens <= self.prompt_tokens and item.output_tokens <= self.output_tokens and total <= self.total_tokens
+        return (
+            item.prompt_tokens <= self.prompt_tokens
+            and item.output_tokens <= self.output_tokens
+            and total <= self.total_tokens
+        )
 
 
 NANOFLOW = Limits(3072, 1024, 4096)  # what it keeps of its traces
@@ -67,7 +73,8 @@ def lognormal(
 ) -> list[Item]:
     """Lengths drawn from log-normal distributions, cut at the limits, of the given means *as drawn*.
 
-    cv is the standard deviation over the mean before the cut; the defaults are ShareGPT's (NanoFlow, Table 4).
+    cv is the standard deviation over the mean before the cut; the defaults are ShareGPT's (NanoFlow, Table
+    4).
 
     Raises:
       WorkloadError: if a mean is not below its limit, or a spread not possible.
@@ -75,7 +82,9 @@ def lognormal(
     rng = np.random.default_rng([seed, 1])
     most_prompt = min(limits.prompt_tokens, limits.total_tokens - 1)
     prompts = _lognormal(rng, number, prompt_mean, prompt_cv, np.full(number, most_prompt))
-    outputs = _lognormal(rng, number, output_mean, output_cv, np.minimum(limits.output_tokens, limits.total_tokens - prompts))
+    outputs = _lognormal(
+        rng, number, output_mean, output_cv, np.minimum(limits.output_tokens, limits.total_tokens - prompts)
+    )
     return [Item(int(p), int(d)) for p, d in zip(prompts, outputs, strict=True)]
 
 
@@ -84,7 +93,9 @@ def _lognormal(rng: np.random.Generator, number: int, mean: float, cv: float, mo
     if not 0 <= cv <= MOST_SPREAD:
         raise WorkloadError(f"a spread (cv) of {cv} is not possible: 0 to {MOST_SPREAD} is")
     if not 1 <= mean < most.mean():
-        raise WorkloadError(f"a mean length of {mean} is not possible: 1 to below {most.mean():.0f} tokens, the limit, is")
+        raise WorkloadError(
+            f"a mean length of {mean} is not possible: 1 to below {most.mean():.0f} tokens, the limit, is"
+        )
     drawn = np.exp(math.sqrt(math.log1p(cv**2)) * rng.standard_normal(number))
 
     def lengths(scale: float) -> np.ndarray:
@@ -100,7 +111,8 @@ def _lognormal(rng: np.random.Generator, number: int, mean: float, cv: float, mo
 
 
 def read_csv(path: str | Path, limits: Limits = NANOFLOW) -> list[Item]:
-    """A trace with columns `prompt_tokens`, `output_tokens` and perhaps `arrival_s`; requests over the limits are dropped.
+    """A trace with columns `prompt_tokens`, `output_tokens` and perhaps `arrival_s`; requests over the limits
+    are dropped.
 
     Raises:
       WorkloadError: naming the file, if a column is missing or a line is not numbers.
@@ -109,11 +121,19 @@ def read_csv(path: str | Path, limits: Limits = NANOFLOW) -> list[Item]:
         rows = csv.DictReader(file)
         missing = {"prompt_tokens", "output_tokens"} - set(rows.fieldnames or ())
         if missing:
-            raise WorkloadError(f"{path}: no column {' and '.join(sorted(missing))}; the columns are {rows.fieldnames}")
+            raise WorkloadError(
+                f"{path}: no column {' and '.join(sorted(missing))}; the columns are {rows.fieldnames}"
+            )
         items = []
         for row in rows:
             try:
-                items.append(Item(int(row["prompt_tokens"]), int(row["output_tokens"]), float(row.get("arrival_s") or 0.0)))
+                items.append(
+                    Item(
+                        int(row["prompt_tokens"]),
+                        int(row["output_tokens"]),
+                        float(row.get("arrival_s") or 0.0),
+                    )
+                )
             except (ValueError, TypeError):
                 raise WorkloadError(f"{path}, line {rows.line_num}: {row} is not numbers") from None
     return [item for item in items if limits.admit(item)]
@@ -129,16 +149,30 @@ def read_mooncake(path: str | Path, limits: Limits = UNLIMITED) -> list[Item]:
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         try:
             row = json.loads(line)
-            items.append(Item(int(row["input_length"]), int(row["output_length"]), row["timestamp"] / 1e3, tuple(row["hash_ids"])))
+            items.append(
+                Item(
+                    int(row["input_length"]),
+                    int(row["output_length"]),
+                    row["timestamp"] / 1e3,
+                    tuple(row["hash_ids"]),
+                )
+            )
         except (ValueError, TypeError, KeyError) as error:
-            raise WorkloadError(f"{path}, line {number}: not a request of a Mooncake trace ({error!r})") from None
+            raise WorkloadError(
+                f"{path}, line {number}: not a request of a Mooncake trace ({error!r})"
+            ) from None
         if len(items[-1].blocks) * BLOCK_TOKENS < items[-1].prompt_tokens:
-            raise WorkloadError(f"{path}, line {number}: {len(items[-1].blocks)} hash_ids for {items[-1].prompt_tokens} prompt tokens")
+            raise WorkloadError(
+                f"{path}, line {number}: {len(items[-1].blocks)} hash_ids for "
+                f"{items[-1].prompt_tokens} prompt tokens"
+            )
     return [item for item in items if limits.admit(item)]
 
 
 def read_trace(path: str | Path, limits: Limits | None = None) -> list[Item]:
-    """A trace by its ending, .csv or .jsonl; without `limits`, those of its kind. Raises: WorkloadError, OSError."""
+    """A trace by its ending, .csv or .jsonl; without `limits`, those of its kind. Raises: WorkloadError,
+    OSError.
+    """
     readers = {".csv": read_csv, ".jsonl": read_mooncake}
     reader = readers.get(Path(path).suffix)
     if reader is None:
@@ -147,13 +181,17 @@ def read_trace(path: str | Path, limits: Limits | None = None) -> list[Item]:
 
 
 def shrink(items: Sequence[Item], factor: int) -> list[Item]:
-    """Items of `factor` times fewer tokens, their blocks too, rounded up: a trace's structure for a short context.
+    """Items of `factor` times fewer tokens, their blocks too, rounded up: a trace's structure for a short
+    context.
 
     Raises:
       WorkloadError: for a factor that does not divide a block.
     """
     if factor < 1 or BLOCK_TOKENS % factor:
-        raise WorkloadError(f"a trace cannot shrink {factor} times: the divisors of its blocks' {BLOCK_TOKENS} tokens are possible")
+        raise WorkloadError(
+            f"a trace cannot shrink {factor} times: the divisors of its blocks' {BLOCK_TOKENS} "
+            f"tokens are possible"
+        )
     return [
         dataclasses.replace(
             item,
@@ -178,11 +216,14 @@ def poisson_arrivals(items: Sequence[Item], rate: float, seed: int = 0) -> list[
     if not rate > 0:
         raise WorkloadError(_NO_RATE.format(rate))
     gaps = np.random.default_rng([seed, 3]).exponential(1 / rate, len(items))
-    return [dataclasses.replace(item, arrival_s=float(t)) for item, t in zip(items, np.cumsum(gaps), strict=True)]
+    return [
+        dataclasses.replace(item, arrival_s=float(t)) for item, t in zip(items, np.cumsum(gaps), strict=True)
+    ]
 
 
 def trace_arrivals(items: Sequence[Item], rate: float | None = None) -> list[Item]:
-    """The items at the trace's own times, from 0 on; with a rate, stretched so that so many a second come on average.
+    """The items at the trace's own times, from 0 on; with a rate, stretched so that so many a second come on
+    average.
 
     Raises:
       WorkloadError: for a rate that is none, or times that are all the same.

@@ -1,9 +1,10 @@
-"""Between the host's pages and the disk's: what the host has goes down, what a waiting sequence needs comes up.
+"""Between the host's pages and the disk's: what the host has goes down, what a waiting sequence needs comes
+up.
 
-NanoFlow §4.2.2. The paper's pages go to the disk when they must leave the host. Here they also go when they reach the host
-and the disk has nothing better to do, so that a server that is killed leaves what it had, and when the server ends. Called
-by the engine's thread, which never waits here but at the end: pages change their form, and are read and written, on the
-disk tier's threads.
+NanoFlow §4.2.2. The paper's pages go to the disk when they must leave the host. Here they also go when they
+reach the host and the disk has nothing better to do, so that a server that is killed leaves what it had, and
+when the server ends. Called by the engine's thread, which never waits here but at the end: pages change their
+form, and are read and written, on the disk tier's threads.
 """
 
 import collections
@@ -37,15 +38,23 @@ class DiskLink:
     """
 
     def __init__(
-        self, disk: DiskTier, store: HostStore, to_bytes: Callable[[Any], Sequence[Any]], from_bytes: Callable[[Key, np.ndarray], Any]
+        self,
+        disk: DiskTier,
+        store: HostStore,
+        to_bytes: Callable[[Any], Sequence[Any]],
+        from_bytes: Callable[[Key, np.ndarray], Any],
     ):
         self.disk, self._store, self._to_bytes, self._from_bytes = disk, store, to_bytes, from_bytes
         store.on_put, store.on_evict = self.on_put, self.on_evict
         self._wanted: collections.deque[Key] = collections.deque()  # room is reserved for each
         self._reading = self._coming_bytes = 0
-        self._begun_s = self._ended_s = 0.0  # of the reads under way: the first one's begin, the last one's end so far
+        self._begun_s = self._ended_s = (
+            0.0  # of the reads under way: the first one's begin, the last one's end so far
+        )
         self._rate_bytes = self._rate_seconds = 0.0
-        self._read: queue.SimpleQueue[tuple[Key, Any, float]] = queue.SimpleQueue()  # (key, page, when it was there)
+        self._read: queue.SimpleQueue[tuple[Key, Any, float]] = (
+            queue.SimpleQueue()
+        )  # (key, page, when it was there)
 
     def on_put(self, key: Key, data: Any) -> None:
         """A page has reached the host."""
@@ -63,7 +72,8 @@ class DiskLink:
         self.disk.used(keys)
 
     def read_ahead(self, keys: Iterable[Key]) -> None:
-        """Pages that will be needed, in the order of their need: those that only the disk has are on their way from now on.
+        """Pages that will be needed, in the order of their need: those that only the disk has are on their
+        way from now on.
 
         As many as half of the host has room for.
         """
@@ -71,7 +81,10 @@ class DiskLink:
             if self._store.contains(key) or not self.disk.contains(key):
                 continue
             size = self._store.page_bytes[key[0]]
-            if self._coming_bytes + size > MOST_OF_THE_HOST * self._store.capacity_bytes or not self._store.reserve(key):
+            if (
+                self._coming_bytes + size > MOST_OF_THE_HOST * self._store.capacity_bytes
+                or not self._store.reserve(key)
+            ):
                 break
             self._coming_bytes += size
             self._wanted.append(key)
@@ -79,7 +92,11 @@ class DiskLink:
 
     def seconds(self, num_bytes: int) -> float:
         """When so much more would have been read, at the rate seen lately; 0 before anything was."""
-        return self._rate_seconds / self._rate_bytes * (self._coming_bytes + num_bytes) if self._rate_bytes else 0.0
+        return (
+            self._rate_seconds / self._rate_bytes * (self._coming_bytes + num_bytes)
+            if self._rate_bytes
+            else 0.0
+        )
 
     def arrived(self) -> list[tuple[Key, Any]]:
         """(key, page) of what was read since the last call; None for a page that cannot be had after all."""
@@ -107,13 +124,17 @@ class DiskLink:
         return len(self._wanted) + self._reading
 
     def close(self, flush_s: float = FLUSH_S) -> None:
-        """Writes what only the host has, the last used first, for so many seconds at most; then closes the disk."""
+        """Writes what only the host has, the last used first, for so many seconds at most; then closes the
+        disk.
+        """
         if self.disk.works:
             self._flush(time.monotonic() + flush_s)
         self.disk.close()
 
     def _flush(self, deadline: float) -> None:
-        self.disk.flush(max(0.1, deadline - time.monotonic()))  # what is queued may yet be evicted by what is behind it
+        self.disk.flush(
+            max(0.1, deadline - time.monotonic())
+        )  # what is queued may yet be evicted by what is behind it
         kept, room = {}, self.disk.capacity_bytes
         for key, data in self._store.newest_first():
             room -= self.disk.file_bytes(key)
@@ -123,7 +144,11 @@ class DiskLink:
         oldest_first = [*reversed(kept)]
         self.disk.used(oldest_first)  # those that are there do not make room for the others
         for key, data in kept.items():
-            while not self.disk.put(key, self._parts(data), at_leisure=True) and self.disk.works and time.monotonic() < deadline:
+            while (
+                not self.disk.put(key, self._parts(data), at_leisure=True)
+                and self.disk.works
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.01)
         self.disk.flush(max(0.1, deadline - time.monotonic()))
         self.disk.used(oldest_first)

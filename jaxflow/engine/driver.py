@@ -1,6 +1,8 @@
-"""The one thread that owns the engine: requests come in through a bounded queue, events go out through mailboxes.
+"""The one thread that owns the engine: requests come in through a bounded queue, events go out through
+mailboxes.
 
-A caller never blocks a step, and a step never blocks a caller: submitting takes a lock for a moment, and a mailbox's
+A caller never blocks a step, and a step never blocks a caller: submitting takes a lock for a moment, and a
+mailbox's
 `post` is called once a step with all of its events and must return at once.
 """
 
@@ -56,7 +58,8 @@ class Driver:
         self._loop.check(request)
 
     def submit(self, request: Request, mailbox: Mailbox) -> None:
-        """Hands over a request; its events go to `mailbox`, the last of them `Finished` for each of its sequences.
+        """Hands over a request; its events go to `mailbox`, the last of them `Finished` for each of its
+        sequences.
 
         Raises:
           QueueFull: as many wait as may. Draining: shutting down. EngineDead: after a fault.
@@ -73,7 +76,9 @@ class Driver:
             self._wake.notify()
 
     def abort(self, request_id: str) -> None:
-        """Ends a request at once, freeing its pages; its sequences get `Finished` with reason abort. Unknown ids are ignored."""
+        """Ends a request at once, freeing its pages; its sequences get `Finished` with reason abort. Unknown
+        ids are ignored.
+        """
         with self._wake:
             self._commands.append(lambda: self._deliver(self._loop.abort(request_id)))
             self._wake.notify()
@@ -82,7 +87,9 @@ class Driver:
         return self._loop.stats(self._queued)
 
     def drain(self, timeout_s: float) -> int:
-        """Takes no new requests and waits for the running ones. Returns how many had to be aborted at the timeout."""
+        """Takes no new requests and waits for the running ones. Returns how many had to be aborted at the
+        timeout.
+        """
         deadline = time.monotonic() + timeout_s
         with self._wake:
             self._draining = True
@@ -117,7 +124,8 @@ class Driver:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-        # What was live, then what was submitted until a moment ago and never reached the loop: nobody waits for ever.
+        # What was live, then what was submitted until a moment ago and never reached the loop: nobody waits
+        # for ever.
         self._deliver(self._loop.end_all(self._fault))
         self._take_commands()
         self._loop.close()

@@ -1,7 +1,8 @@
 """Owns the weights and the KV cache on the device, and runs compiled steps over them.
 
-Everything is compiled before the first request: `warm_up` builds one forward for each token bucket and plan of it, two
-samplers for each number of rows, and the small programs beside them. After that nothing compiles, and nothing waits for the host:
+Everything is compiled before the first request: `warm_up` builds one forward for each token bucket and plan
+of it, two samplers for each number of rows, and the small programs beside them. After that nothing compiles,
+and nothing waits for the host:
 `run` returns as soon as the step is enqueued.
 """
 
@@ -84,7 +85,9 @@ class Executor:
     ):
         self.programs, self.weights = programs, weights
         self.layouts: dict[int, tuple[StepLayout, ...]] = {}  # of each bucket, one for each of its plans
-        self.decode_layouts: dict[int, StepLayout] = {}  # by tokens: steps of decodes alone that have a program of their own
+        self.decode_layouts: dict[
+            int, StepLayout
+        ] = {}  # by tokens: steps of decodes alone that have a program of their own
         for layout in layouts:
             if layout.decodes:
                 self.decode_layouts[layout.tokens] = layout
@@ -100,7 +103,9 @@ class Executor:
         self._steps: dict[tuple[int, str, bool], jax.stages.Compiled] = {}  # by layouts' keys
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
-        self.copies: PageCopies | None = None  # set before warm-up where pages are to leave the cache and come back
+        self.copies: PageCopies | None = (
+            None  # set before warm-up where pages are to leave the cache and come back
+        )
         self._compiled_at_warm_up = 0
 
     # ---- before serving
@@ -112,7 +117,8 @@ class Executor:
     def temporary_needs(self, tokens: int) -> dict[str, temporary.Need]:
         """What each program that a step of a bucket may run needs of the device's memory while it runs.
 
-        Of the bucket's first plan: others hold the same values, cut, and compiling them twice would cost their whole warm-up.
+        Of the bucket's first plan: others hold the same values, cut, and compiling them twice would cost
+        their whole warm-up.
         """
         layout = self.layouts[tokens][0]
         few = (self.pages_per_sequence + 1,) * self.groups
@@ -120,7 +126,9 @@ class Executor:
         lowered |= {"prompt": self._lower_prompt(tokens), "step": self._lower_step(layout, few)}
         options = {name: self._options_of(layout) if name == "step" else {} for name in lowered}
         with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
-            programs = dict(zip(lowered, pool.map(self._compile, lowered.values(), options.values()), strict=True))
+            programs = dict(
+                zip(lowered, pool.map(self._compile, lowered.values(), options.values()), strict=True)
+            )
         return {name: temporary.Need.of(program) for name, program in programs.items()}
 
     def state_bytes(self) -> int:
@@ -149,7 +157,12 @@ class Executor:
     def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> float:
         """Compiles every program, several at a time, and runs each once. Returns the seconds it took."""
         start = time.perf_counter()
-        rows = sorted({layout.rows for layout in (*itertools.chain(*self.layouts.values()), *self.decode_layouts.values())})
+        rows = sorted(
+            {
+                layout.rows
+                for layout in (*itertools.chain(*self.layouts.values()), *self.decode_layouts.values())
+            }
+        )
         jobs: list[tuple[dict, Any, Callable[[], Any], dict[str, Any]]] = []
         for bucket, layouts in sorted(self.layouts.items(), reverse=True):
             alone = [self.decode_layouts[bucket]] if bucket in self.decode_layouts else []
@@ -157,10 +170,21 @@ class Executor:
                 step = functools.partial(self._lower_step, layout, self.num_pages)
                 jobs.append((self._steps, layout.key, step, self._options_of(layout)))
             jobs.append((self._prompt, bucket, functools.partial(self._lower_prompt, bucket), {}))
-        for layout in (layout for tokens, layout in self.decode_layouts.items() if tokens not in self.layouts):
-            jobs.append((self._steps, layout.key, functools.partial(self._lower_step, layout, self.num_pages), self._options_of(layout)))
+        for layout in (
+            layout for tokens, layout in self.decode_layouts.items() if tokens not in self.layouts
+        ):
+            jobs.append(
+                (
+                    self._steps,
+                    layout.key,
+                    functools.partial(self._lower_step, layout, self.num_pages),
+                    self._options_of(layout),
+                )
+            )
         jobs += [
-            (self._samplers, (r, kind), functools.partial(self._lower_sampler, r, kind), {}) for r in rows for kind in ("plain", "full")
+            (self._samplers, (r, kind), functools.partial(self._lower_sampler, r, kind), {})
+            for r in rows
+            for kind in ("plain", "full")
         ]
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
             # Lowering is Python, one at a time whatever the threads; compiling is XLA's, and runs beside it.
@@ -179,7 +203,8 @@ class Executor:
                         raise
                     crowded.append((table, key, lowered, options))
                 on_progress(done, len(jobs))
-        # XLA tries products on the device, in what the cache leaves: room for one (a head takes 1 GB), not for as many as compile at once.
+        # XLA tries products on the device, in what the cache leaves: room for one (a head takes 1 GB), not
+        # for as many as compile at once.
         for table, key, lowered, options in crowded:
             table[key] = self._compile(lowered, options)
         self._compile_small()
@@ -202,7 +227,15 @@ class Executor:
 
     # ---- serving
 
-    def run(self, layout: StepLayout, buffer: np.ndarray, appends: np.ndarray, *, full: bool, targets: np.ndarray | None = None) -> Pending:
+    def run(
+        self,
+        layout: StepLayout,
+        buffer: np.ndarray,
+        appends: np.ndarray,
+        *,
+        full: bool,
+        targets: np.ndarray | None = None,
+    ) -> Pending:
         """Enqueues a step.
 
         Args:
@@ -217,13 +250,19 @@ class Executor:
             piece[: len(appends[i : i + APPENDS])] = appends[i : i + APPENDS]
             self.page_table = self._append_pages(self.page_table, self._put(piece))
         state = (self.kv, self.page_table, self.last_tokens)
-        hidden, x, rows, self.kv, self.page_table = self._steps[layout.key](self.weights, *state, self._put(buffer))
+        hidden, x, rows, self.kv, self.page_table = self._steps[layout.key](
+            self.weights, *state, self._put(buffer)
+        )
         found = None
         if full:
             sampler = self._samplers[layout.rows, "full"]
-            tokens, found, self.last_tokens, self.counts = sampler(self._head, hidden, rows, self.last_tokens, self.params, self.counts)
+            tokens, found, self.last_tokens, self.counts = sampler(
+                self._head, hidden, rows, self.last_tokens, self.params, self.counts
+            )
         else:
-            tokens, self.last_tokens = self._samplers[layout.rows, "plain"](self._head, hidden, rows, self.last_tokens)
+            tokens, self.last_tokens = self._samplers[layout.rows, "plain"](
+                self._head, hidden, rows, self.last_tokens
+            )
         prompt = None
         if targets is not None:
             prompt = self._prompt[layout.tokens](self._prompt_head, x, self._put(targets))
@@ -235,10 +274,13 @@ class Executor:
         """Gives a slot the settings of a sequence and the tokens that its penalties look back on.
 
         Args:
-          token_ids: [n] int32, all tokens known so far, the prompt's `num_prompt` first; empty if nothing looks back.
+          token_ids: [n] int32, all tokens known so far, the prompt's `num_prompt` first; empty if nothing
+          looks back.
         """
         index = self._put(np.int32(slot))
-        self.params, self.counts = self._set_slot(self.params, self.counts, index, jax.tree.map(self._put, values))
+        self.params, self.counts = self._set_slot(
+            self.params, self.counts, index, jax.tree.map(self._put, values)
+        )
         for i in range(0, len(token_ids), COUNTED):
             ids, outputs = np.full(COUNTED, NO_TOKEN, np.int32), np.zeros(COUNTED, bool)
             n = len(token_ids[i : i + COUNTED])
@@ -274,7 +316,9 @@ class Executor:
     def _compile(self, lowered: Any, options: dict[str, Any] | None = None) -> Any:
         return lowered.compile(compiler_options=options or None)
 
-    def _lower(self, name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any) -> jax.stages.Lowered:
+    def _lower(
+        self, name: str, fn: jax.stages.Wrapped, donated: tuple[int, ...], *args: Any
+    ) -> jax.stages.Lowered:
         return fn.lower(*args) if self.lowered is None else self.lowered.lower(name, fn, donated, *args)
 
     def _lower_step(self, layout: StepLayout, num_pages: tuple[int, ...]):
@@ -286,17 +330,29 @@ class Executor:
         def vector(dtype, *more) -> Any:
             return self._abstract((rows, *more), dtype)
 
-        row = Rows(vector(jnp.int32), vector(jnp.int32), vector(jnp.int32), vector(jnp.float32), vector(jnp.uint32, 2))
+        row = Rows(
+            vector(jnp.int32),
+            vector(jnp.int32),
+            vector(jnp.int32),
+            vector(jnp.float32),
+            vector(jnp.uint32, 2),
+        )
         last = self._abstract((self.slots,), jnp.int32)
         if kind == "plain":
-            return self._lower(kind, self.programs.sample_plain(), (), self._head, self._hidden(rows), row, last)
+            return self._lower(
+                kind, self.programs.sample_plain(), (), self._head, self._hidden(rows), row, last
+            )
         slots = jax.eval_shape(lambda: empty_slots(self.slots, self._vocabulary()))
         slots = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype), slots)
-        return self._lower(kind, self.programs.sample_full(), FULL_DONATES, self._head, self._hidden(rows), row, last, *slots)
+        return self._lower(
+            kind, self.programs.sample_full(), FULL_DONATES, self._head, self._hidden(rows), row, last, *slots
+        )
 
     def _lower_prompt(self, tokens: int):
         targets = self._abstract((tokens,), jnp.int32)
-        return self._lower("prompt", self.programs.prompt_logprobs(), (), self._prompt_head, self._hidden(tokens), targets)
+        return self._lower(
+            "prompt", self.programs.prompt_logprobs(), (), self._prompt_head, self._hidden(tokens), targets
+        )
 
     def _compile_small(self) -> None:
         def shape(a):
@@ -304,10 +360,14 @@ class Executor:
 
         params, counts, table = (jax.tree.map(shape, a) for a in (self.params, self.counts, self.page_table))
         slot = self._abstract((), jnp.int32)
-        self._set_slot = self._compile(self.programs.set_slot().lower(params, counts, slot, jax.tree.map(shape, slot_values())))
+        self._set_slot = self._compile(
+            self.programs.set_slot().lower(params, counts, slot, jax.tree.map(shape, slot_values()))
+        )
         ids, outputs = self._abstract((COUNTED,), jnp.int32), self._abstract((COUNTED,), jnp.bool_)
         self._count_tokens = self._compile(self.programs.count_tokens().lower(counts, slot, ids, outputs))
-        self._append_pages = self._compile(self.programs.append_pages().lower(table, self._abstract((APPENDS, 4), jnp.int32)))
+        self._append_pages = self._compile(
+            self.programs.append_pages().lower(table, self._abstract((APPENDS, 4), jnp.int32))
+        )
 
     def rehearse(self, layout: StepLayout) -> None:
         """Runs an empty step of a bucket and plan with both samplers, so that first use costs nothing later."""

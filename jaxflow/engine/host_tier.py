@@ -1,9 +1,11 @@
-"""The host's half of the KV hierarchy, as the scheduler sees it: which pages go to the host, and which come back for whom.
+"""The host's half of the KV hierarchy, as the scheduler sees it: which pages go to the host, and which come
+back for whom.
 
-NanoFlow §4.2.2. What a step completes is stored right after it. A waiting sequence of which the host knows more than the
-device is set aside when its turn comes: pages are held for it, filled as copies arrive, and it is seated when all have.
-Nothing here copies: `take_scatters`, `take_stores` and `take_fetches` say what is to be copied, in this order and before
-the step runs that was decided with them; whoever copies tells `stored` and `fetched`.
+NanoFlow §4.2.2. What a step completes is stored right after it. A waiting sequence of which the host knows
+more than the device is set aside when its turn comes: pages are held for it, filled as copies arrive, and it
+is seated when all have. Nothing here copies: `take_scatters`, `take_stores` and `take_fetches` say what is to
+be copied, in this order and before the step runs that was decided with them; whoever copies tells `stored`
+and `fetched`.
 """
 
 import dataclasses
@@ -17,7 +19,8 @@ from jaxflow.memory.host_store import HostStore, Key, key_of
 from jaxflow.memory.page_tables import PageTables
 from jaxflow.memory.prefix import part_name
 
-PATIENCE = 8.0  # a sequence waits for pages from below this many times as long as their tokens take to compute, at most
+# a sequence waits for pages from below this many times as long as their tokens take to compute, at most
+PATIENCE = 8.0
 
 
 class Below(Holds, Protocol):
@@ -32,7 +35,9 @@ class Below(Holds, Protocol):
         ...
 
     def read_ahead(self, keys: Sequence[Key]) -> None:
-        """Begins to read pages into the host's store, as many as it can now; `HostTier.arrived` is told of each that was reserved."""
+        """Begins to read pages into the host's store, as many as it can now; `HostTier.arrived` is told of
+        each that was reserved.
+        """
         ...
 
 
@@ -63,7 +68,9 @@ class HostTier:
         self.loads: list[Load] = []
         self._behind: list[tuple[Seq, Load]] = []  # sequences that wait for a load of somebody else's
         self._freed: list[Seq] = []  # whose loads failed
-        self._parts: list[tuple[int, int, bytes]] = []  # (group, page, name) of pre-empted sequences' last pages
+        self._parts: list[
+            tuple[int, int, bytes]
+        ] = []  # (group, page, name) of pre-empted sequences' last pages
         self._storing_bytes = self._fetching_bytes = 0
         self._landed: list[tuple[Load, Piece, Any]] = []
         self._scatters: list[tuple[Piece, Any]] = []
@@ -78,7 +85,15 @@ class HostTier:
     def busy(self) -> bool:
         """Whether something waits to be copied, or a sequence for a copy."""
         named = any(pool.newly_named for pool in self._tables.pools)
-        return bool(named or self._parts or self.loads or self._behind or self._freed or self._scatters or self._landed)
+        return bool(
+            named
+            or self._parts
+            or self.loads
+            or self._behind
+            or self._freed
+            or self._scatters
+            or self._landed
+        )
 
     @property
     def copying(self) -> bool:
@@ -88,7 +103,8 @@ class HostTier:
     # ---- to the host
 
     def swap_out(self, seq: Seq) -> None:
-        """Before a sequence loses its pages: so that it can go on where it is, if that is cheaper than to compute it again.
+        """Before a sequence loses its pages: so that it can go on where it is, if that is cheaper than to
+        compute it again.
 
         Its whole pages went when they were completed; left is the last one, filled in part.
         """
@@ -98,7 +114,9 @@ class HostTier:
             return
         seq.names(end // size, size)
         digest = part_name(seq.chain, seq.token_ids, end, size)
-        self._parts += [(group, row[end // size], digest) for group, row in enumerate(self._tables.rows[seq.slot])]
+        self._parts += [
+            (group, row[end // size], digest) for group, row in enumerate(self._tables.rows[seq.slot])
+        ]
         seq.swapped = end, digest
 
     def take_stores(self) -> list[tuple[int, int, Key]]:
@@ -155,7 +173,9 @@ class HostTier:
             size = self._tables.block_size
             self._read_ahead(seq.names((seq.num_known - 1) // size, size))
 
-    def consider(self, seq: Seq, names: list[bytes], hit: int, fits: Callable[[list[bytes]], bool]) -> bool | None:
+    def consider(
+        self, seq: Seq, names: list[bytes], hit: int, fits: Callable[[list[bytes]], bool]
+    ) -> bool | None:
         """Whether a sequence whose turn it is should wait for pages from the host.
 
         Args:
@@ -163,7 +183,8 @@ class HostTier:
           fits: whether memory will do for a sequence that begins with such pages.
 
         Returns:
-          None: no, there is nothing to gain. True: it was set aside. False: it should, but there is no room yet.
+          None: no, there is nothing to gain. True: it was set aside. False: it should, but there is no room
+          yet.
         """
         if self.below is not None:
             self._read_ahead(names)
@@ -171,7 +192,9 @@ class HostTier:
         if load is None:
             return None
         parts = sum(self.store.page_bytes) if load.part else 0
-        if not worth_loading(load.tokens, parts + sum(self.store.page_bytes[key[0]] for key in load.missing), self.costs):
+        if not worth_loading(
+            load.tokens, parts + sum(self.store.page_bytes[key[0]] for key in load.missing), self.costs
+        ):
             return None
         for other in self.loads:
             if not other.complete and not load.missing.isdisjoint(other.missing):
@@ -187,7 +210,9 @@ class HostTier:
         """Copies to begin now, with what is to be copied; `fetched` is awaited for each."""
         fetches: list[tuple[Load, Piece, Any]] = []
         for load in list(self.loads):
-            if any(not self.store.contains(piece.key) for piece in load.to_fetch):  # what was on its way did not arrive
+            if any(
+                not self.store.contains(piece.key) for piece in load.to_fetch
+            ):  # what was on its way did not arrive
                 self._freed.append(self.cancel(load))
                 continue
             later: list[Piece] = []
@@ -209,7 +234,9 @@ class HostTier:
         self._landed.append((load, piece, data))
 
     def settle(self) -> list[Seq]:
-        """Names what has arrived, for `take_scatters`. Returns the sequences whose turn is to be looked at again."""
+        """Names what has arrived, for `take_scatters`. Returns the sequences whose turn is to be looked at
+        again.
+        """
         for load, piece, data in self._landed:
             self._fetching_bytes -= self.store.page_bytes[piece.group]
             load.flying -= 1
@@ -247,7 +274,9 @@ class HostTier:
         self._forget_part(load.seq)
 
     def cancel(self, load: Load) -> Seq:
-        """Gives a load up; copies under way are dropped when they arrive. Returns its sequence, which has to wait again."""
+        """Gives a load up; copies under way are dropped when they arrive. Returns its sequence, which has to
+        wait again.
+        """
         self._end(load)
         self.counters.cancelled += 1
         return load.seq
@@ -275,9 +304,11 @@ class HostTier:
             seq.swapped = None
 
     def _read_ahead(self, names: list[bytes]) -> None:
-        """Has those of a sequence's pages brought to the host that only the tier below has and that it could begin with.
+        """Has those of a sequence's pages brought to the host that only the tier below has and that it could
+        begin with.
 
-        Not where computing them is sooner by far. A little later is no loss: the device works for others meanwhile.
+        Not where computing them is sooner by far. A little later is no loss: the device works for others
+        meanwhile.
         """
         assert self.below is not None
         reach, missing = reachable(names, self._tables, [self.store, self.below])
@@ -293,4 +324,7 @@ class HostTier:
         """Of the pages of one sequence."""
         pages = -(-tokens // self._tables.block_size)
         windows = zip(self._tables.windows, self.store.page_bytes, strict=True)
-        return sum(size * (pages if w is None else min(pages, -(-w // self._tables.block_size) + 1)) for w, size in windows)
+        return sum(
+            size * (pages if w is None else min(pages, -(-w // self._tables.block_size) + 1))
+            for w, size in windows
+        )

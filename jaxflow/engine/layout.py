@@ -1,7 +1,7 @@
 """A step's work as one packed buffer of int32: every host input of a step crosses to the device in one copy.
 
-`StepLayout` fixes the shapes of a token bucket; `pack` fills a buffer on the host, `unpack` takes it apart on the
-device. Both read the one table of fields.
+`StepLayout` fixes the shapes of a token bucket; `pack` fills a buffer on the host, `unpack` takes it apart on
+the device. Both read the one table of fields.
 """
 
 import dataclasses
@@ -25,9 +25,10 @@ _KINDS = {"i": np.int32, "f": np.float32, "u": np.uint32}
 class StepLayout:
     """The fixed shapes of a step: T tokens, R rows, C chunks, A page-table entries; Q slots, G layer groups.
 
-    `borders` are the token positions at which the plan cuts nano-batches: no chunk crosses one. `gain`: what the plan is
-    chosen by among those of its bucket; None for the sequential one, and for one that has no choice beside it. `decodes`: of
-    steps in which nobody prefills: no chunks, and so no kernel for them in any layer.
+    `borders` are the token positions at which the plan cuts nano-batches: no chunk crosses one. `gain`: what
+    the plan is chosen by among those of its bucket; None for the sequential one, and for one that has no
+    choice beside it. `decodes`: of steps in which nobody prefills: no chunks, and so no kernel for them in
+    any layer.
     """
 
     tokens: int
@@ -65,7 +66,10 @@ class StepLayout:
             "row_slots": ((self.rows,), "i"),  # Q: not there
             "lengths": ((self.rows,), "i"),
             "sample_tokens": ((self.rows,), "i"),
-            "samples": ((self.rows,), "i"),  # which sampler the row needs (`programs.PLAIN`, FULL); 0: it draws nothing
+            "samples": (
+                (self.rows,),
+                "i",
+            ),  # which sampler the row needs (`programs.PLAIN`, FULL); 0: it draws nothing
             "chunks": ((self.chunks, 4), "i"),
             "page_appends": ((self.page_appends, 4), "i"),  # group (G: not there), slot, index, page
             "temperature": ((self.rows,), "f"),
@@ -98,7 +102,9 @@ class StepLayout:
 
 @dataclasses.dataclass(frozen=True)
 class SlotTable:
-    """Per-slot settings the host keeps for packing, [Q] each; a slot is a running sequence's place on the device."""
+    """Per-slot settings the host keeps for packing, [Q] each; a slot is a running sequence's place on the
+    device.
+    """
 
     temperature: np.ndarray
     seeds: np.ndarray  # [Q, 2] uint32, high word first
@@ -136,7 +142,8 @@ def pack(layout: StepLayout, work: StepWork, table: SlotTable) -> tuple[np.ndarr
     token, piece = n, 0
     for row, chunk in enumerate(work.chunks, start=n):
         stop = token + chunk.tokens
-        # The last token of a re-prefill may be one that only the device knows; the scheduler waits until it is known.
+        # The last token of a re-prefill may be one that only the device knows; the scheduler waits until it
+        # is known.
         f["token_ids"][token:stop] = chunk.token_ids
         f["positions"][token:stop] = np.arange(chunk.start, chunk.start + chunk.tokens)
         f["token_rows"][token:stop] = row

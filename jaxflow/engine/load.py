@@ -1,4 +1,6 @@
-"""What a sequence that was set aside waits for: pages on their way from the host to places that are held for them."""
+"""What a sequence that was set aside waits for: pages on their way from the host to places that are held for
+them.
+"""
 
 import dataclasses
 from collections.abc import Iterable
@@ -40,8 +42,8 @@ class Load:
       part: positions computed, and the name, if the page after those is known in part.
       missing: keys of what the device does not have.
       held: pages referenced for it, in each group; those of `part` apart, in `part_pages`.
-      pieces: all that is fetched; of them `to_fetch` are not on their way yet, and `flying` have not been scattered.
-      from_below: how many of them the host had to read first.
+      pieces: all that is fetched; of them `to_fetch` are not on their way yet, and `flying` have not been
+      scattered. from_below: how many of them the host had to read first.
     """
 
     seq: Sequence
@@ -79,14 +81,20 @@ class Load:
             pages, more = taken
             self.held.append(pages)
             self.part_pages += more
-            self.pieces += [Piece(group, page, name, True) for page, name, away in zip(pages, names, missing, strict=True) if away]
+            self.pieces += [
+                Piece(group, page, name, True)
+                for page, name, away in zip(pages, names, missing, strict=True)
+                if away
+            ]
             if self.part is not None:
                 self.pieces.append(Piece(group, more[0], self.part[1], False))
         self.to_fetch = list(self.pieces)
         return True
 
     def release(self, tables: PageTables, *, keep_part: bool = False) -> None:
-        """Gives back what `hold` took; `keep_part`: but the page that is known in part, which somebody takes over."""
+        """Gives back what `hold` took; `keep_part`: but the page that is known in part, which somebody takes
+        over.
+        """
         for group, pages in enumerate(self.held):
             tables.release_held(group, pages)
         for group, page in enumerate(() if keep_part else self.part_pages):
@@ -108,18 +116,23 @@ class _Anywhere:
 
 
 def reachable(names: list[bytes], tables: PageTables, tiers: Iterable[Holds]) -> tuple[int, list[Key]]:
-    """How many of the leading pages `names` the device and these tiers have, and what the device lacks of them, in order.
+    """How many of the leading pages `names` the device and these tiers have, and what the device lacks of
+    them, in order.
 
     Of a layer group with a window only what is seen after them.
     """
     size, windows = tables.block_size, tables.windows
-    reach = longest_hit([_Anywhere(group, tables, tiers) for group in range(len(windows))], windows, names, size)
+    reach = longest_hit(
+        [_Anywhere(group, tables, tiers) for group in range(len(windows))], windows, names, size
+    )
     firsts = [first_seen(reach * size, window, size) for window in windows]
     wanted = ((i, group) for i in range(reach) for group, first in enumerate(firsts) if i >= first)
     return reach, [key_of(group, names[i]) for i, group in wanted if tables.pools[group].find(names[i]) < 0]
 
 
-def plan_load(seq: Sequence, names: list[bytes], hit: int, tables: PageTables, host: HostStore) -> Load | None:
+def plan_load(
+    seq: Sequence, names: list[bytes], hit: int, tables: PageTables, host: HostStore
+) -> Load | None:
     """What the host has for a sequence beyond the first `hit` pages, which the device has; None if nothing.
 
     `names`: of all pages it may begin with.

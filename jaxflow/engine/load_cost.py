@@ -9,8 +9,8 @@ class LoadCosts:
 
     Attributes:
       bytes_per_s: over the link to the device, of all shards together, each way.
-      latency_s: from the decision to load until the step that can use the pages, beside what their bytes take.
-      seconds_a_token: of prefill in a full step.
+      latency_s: from the decision to load until the step that can use the pages, beside what their bytes
+      take. seconds_a_token: of prefill in a full step.
     """
 
     bytes_per_s: float
@@ -19,5 +19,7 @@ class LoadCosts:
 
 
 def worth_loading(tokens: int, num_bytes: int, costs: LoadCosts) -> bool:
-    """Whether `num_bytes` come sooner than `tokens` positions are computed. Attention, quadratic, is left out: it only adds."""
+    """Whether `num_bytes` come sooner than `tokens` positions are computed. Attention, quadratic, is left
+    out: it only adds.
+    """
     return costs.latency_s + num_bytes / costs.bytes_per_s < tokens * costs.seconds_a_token

@@ -1,8 +1,9 @@
-"""The asynchronous loop: step n+1 is scheduled and enqueued while step n runs, and only then are n's tokens read.
+"""The asynchronous loop: step n+1 is scheduled and enqueued while step n runs, and only then are n's tokens
+read.
 
-So sampled tokens never wait for the host: the device gathers a step's decode inputs from the step before. The price is
-that an end token or a stop string is seen one step late: the surplus token is dropped, and never reaches the prefix
-cache. A sequence that ends by length is known to end beforehand and runs no surplus step.
+So sampled tokens never wait for the host: the device gathers a step's decode inputs from the step before. The
+price is that an end token or a stop string is seen one step late: the surplus token is dropped, and never
+reaches the prefix cache. A sequence that ends by length is known to end beforehand and runs no surplus step.
 """
 
 import collections
@@ -40,7 +41,9 @@ class Stats(msgspec.Struct, frozen=True):
     preemptions: int
     compilations_after_warmup: int
     steps_by_plan: dict[str, int]
-    kv_tiers: dict[str, int]  # of the tiers below the device, see `Offload.counters`; empty where there are none
+    kv_tiers: dict[
+        str, int
+    ]  # of the tiers below the device, see `Offload.counters`; empty where there are none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,9 @@ class Loop:
         self.scheduler, self.executor, self._offload = scheduler, executor, offload
         self._eos = frozenset(eos_token_ids)
         self._clock = clock
-        self._gains = {bucket: [layout.gain for layout in layouts] for bucket, layouts in executor.layouts.items()}
+        self._gains = {
+            bucket: [layout.gain for layout in layouts] for bucket, layouts in executor.layouts.items()
+        }
         self._live: dict[str, LiveRequest] = {}
         self._slots = SlotTable.empty(executor.slots)
         self._plain = PlainSlots(executor.slots, self._eos)
@@ -96,10 +101,16 @@ class Loop:
         return [self._end(live, seq, FinishReason.ABORT) for seq in live.unfinished()]
 
     def end_all(self, fault: BaseException | None) -> list[Event]:
-        """Ends every request; there are no more steps. After a fault the scheduler may be in any state, and is not asked."""
+        """Ends every request; there are no more steps. After a fault the scheduler may be in any state, and
+        is not asked.
+        """
         every, self._live = list(self._live.values()), {}
         now = self._clock()
-        ends = [live.finished(seq, FinishReason.ABORT, None, now, fault) for live in every for seq in live.unfinished()]
+        ends = [
+            live.finished(seq, FinishReason.ABORT, None, now, fault)
+            for live in every
+            for seq in live.unfinished()
+        ]
         return [*self._told, *ends]
 
     def check(self, request: Request) -> None:
@@ -115,7 +126,11 @@ class Loop:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live) or self._in_flight is not None or (self._offload is not None and self._offload.busy)
+        return (
+            bool(self._live)
+            or self._in_flight is not None
+            or (self._offload is not None and self._offload.busy)
+        )
 
     @property
     def waiting(self) -> int:
@@ -130,7 +145,9 @@ class Loop:
         return self.scheduler.seconds_until_room()
 
     def stats(self, queued: int) -> Stats:
-        """Counters, as of the last step; any thread may read them. `queued`: requests that have not reached the loop yet."""
+        """Counters, as of the last step; any thread may read them. `queued`: requests that have not reached
+        the loop yet.
+        """
         scheduler, counts = self.scheduler, self._counts
         return Stats(
             running_requests=max(0, len(self._live) - scheduler.num_waiting),
@@ -188,10 +205,14 @@ class Loop:
         return self.executor.run(layout, buffer, appends, full=full, targets=self._targets(layout, work))
 
     def _choose(self, work: StepWork) -> StepLayout:
-        """The plan that the step runs, of those of its bucket, and of that the form without chunks where it has none."""
+        """The plan that the step runs, of those of its bucket, and of that the form without chunks where it
+        has none.
+        """
         layouts = self.executor.layouts[work.bucket]
         one = len(layouts) == 1
-        chosen = layouts[0 if one else pick(self._gains[work.bucket], len(work.decode_slots), work.mean_context_tokens)]
+        chosen = layouts[
+            0 if one else pick(self._gains[work.bucket], len(work.decode_slots), work.mean_context_tokens)
+        ]
         single = len(work.decode_slots) == 1 and work.bucket == min(self.executor.layouts)
         few = self.executor.decode_layouts
         alone = None if work.chunks else (few.get(1) if single else None) or few.get(work.bucket)
@@ -212,7 +233,9 @@ class Loop:
         for chunk in work.chunks:
             if self._wants_prompt(chunk.seq):
                 targets = np.zeros(layout.tokens, np.int32) if targets is None else targets
-                following = chunk.seq.token_ids[chunk.start + 1 : min(chunk.start + chunk.tokens + 1, chunk.seq.num_prompt)]
+                following = chunk.seq.token_ids[
+                    chunk.start + 1 : min(chunk.start + chunk.tokens + 1, chunk.seq.num_prompt)
+                ]
                 targets[token : token + len(following)] = following
             token += chunk.tokens
         return targets
@@ -268,8 +291,12 @@ class Loop:
                 self._live[chunk.seq.request.request_id].add_prompt_logprobs(chunk, token, found)
             token += chunk.tokens
 
-    def _end(self, live: LiveRequest, seq: Sequence, reason: FinishReason, by: int | str | None = None, error=None) -> Event:
-        """Ends one sequence: frees its pages and slot now (device order makes that safe), forgets the request after its last."""
+    def _end(
+        self, live: LiveRequest, seq: Sequence, reason: FinishReason, by: int | str | None = None, error=None
+    ) -> Event:
+        """Ends one sequence: frees its pages and slot now (device order makes that safe), forgets the request
+        after its last.
+        """
         if reason is FinishReason.ABORT:
             self.scheduler.abort(seq)
         else:

@@ -1,8 +1,9 @@
 """Keeps lowered programs from one start to the next.
 
-XLA's own cache keeps what it has compiled under a hash of the lowered program. To have that program again Python traces and lowers it,
-which for a step with Mosaic kernels takes one to three seconds: nearly all of a warm start. Here it is kept itself, as StableHLO
-(`jax.export`), under a hash of what it was made of: JAX's versions, our source, the engine's settings and the shapes of its arguments.
+XLA's own cache keeps what it has compiled under a hash of the lowered program. To have that program again
+Python traces and lowers it, which for a step with Mosaic kernels takes one to three seconds: nearly all of a
+warm start. Here it is kept itself, as StableHLO (`jax.export`), under a hash of what it was made of: JAX's
+versions, our source, the engine's settings and the shapes of its arguments.
 """
 
 import dataclasses
@@ -40,26 +41,32 @@ for _type in (Rows, LogprobsOut, SlotParams):  # whose fields are all arrays
         deserialize_auxdata=lambda data: (),
     )
 for _type in (Quantized, Int4):
-    export.register_namedtuple_serialization(_type, serialized_name=f"{_type.__module__}.{_type.__qualname__}")
+    export.register_namedtuple_serialization(
+        _type, serialized_name=f"{_type.__module__}.{_type.__qualname__}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class LoweredPrograms:
     """A folder of lowered programs.
 
-    made_of: everything but the arguments' shapes and our code that decides what they are. platforms: `jax.export`'s; None: this process's.
+    made_of: everything but the arguments' shapes and our code that decides what they are. platforms:
+    `jax.export`'s; None: this process's.
     """
 
     folder: Path
     made_of: str
     platforms: tuple[str, ...] | None = None
 
-    def lower(self, name: str, fn: jax.stages.Wrapped, donated: Sequence[int], *args: Any) -> jax.stages.Lowered:
+    def lower(
+        self, name: str, fn: jax.stages.Wrapped, donated: Sequence[int], *args: Any
+    ) -> jax.stages.Lowered:
         """`fn.lower(*args)`, from the folder if it is there.
 
         Args:
           name: what tells the program from others of these settings and arguments.
-          fn: jitted. donated: its `donate_argnums`. args: arrays, or what has their shape, dtype and sharding.
+          fn: jitted. donated: its `donate_argnums`. args: arrays, or what has their shape, dtype and
+          sharding.
         """
         path = self.folder / self._digest(name, args)
         exported = _read(path)
@@ -78,19 +85,33 @@ class LoweredPrograms:
 
     def _digest(self, name: str, args: tuple) -> str:
         leaves, tree = jax.tree.flatten(args)
-        described = (name, self.made_of, _code(), str(tree), [f"{a.shape} {a.dtype} {a.sharding}" for a in leaves])
+        described = (
+            name,
+            self.made_of,
+            _code(),
+            str(tree),
+            [f"{a.shape} {a.dtype} {a.sharding}" for a in leaves],
+        )
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 def beside_compiled(made_of: tuple) -> LoweredPrograms | None:
-    """Those of this device, in XLA's cache, if there is one. made_of: what decides what they are, of values whose repr says all."""
+    """Those of this device, in XLA's cache, if there is one. made_of: what decides what they are, of values
+    whose repr says all.
+    """
     cache = jax.config.jax_compilation_cache_dir
-    return LoweredPrograms(Path(cache) / "lowered", repr((made_of, jax.devices()[0].device_kind))) if cache else None
+    return (
+        LoweredPrograms(Path(cache) / "lowered", repr((made_of, jax.devices()[0].device_kind)))
+        if cache
+        else None
+    )
 
 
 @functools.cache
 def _code() -> str:
-    """A hash of what turns settings into programs: versions, and the source and tables of our packages that run in a step."""
+    """A hash of what turns settings into programs: versions, and the source and tables of our packages that
+    run in a step.
+    """
     found = hashlib.sha256(repr([importlib.metadata.version(name) for name in ("jax", "jaxlib")]).encode())
     for root in (Path(__file__).parents[1], Path(pallas_kernels.__path__[0])):
         for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".json")):

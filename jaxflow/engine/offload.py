@@ -1,8 +1,9 @@
-"""The host tier at work: before each step pages are scattered and gathered on the device, beside the steps they cross PCIe.
+"""The host tier at work: before each step pages are scattered and gathered on the device, beside the steps
+they cross PCIe.
 
-In the order of the device's stream (the chain of a layer's KV): what has come up is scattered, what the last step completed
-is gathered, then the step runs. The copies themselves, `store_kv` and `load_kv`, are no part of that chain: they read what
-a gather made, and make what a later scatter reads.
+In the order of the device's stream (the chain of a layer's KV): what has come up is scattered, what the last
+step completed is gathered, then the step runs. The copies themselves, `store_kv` and `load_kv`, are no part
+of that chain: they read what a gather made, and make what a later scatter reads.
 """
 
 import dataclasses
@@ -29,7 +30,9 @@ class Offload:
     `cpus`: those near the devices, None for any. `link`: the disk below the host, if there is one.
     """
 
-    def __init__(self, tier: HostTier, transfers: Transfers, cpus: set[int] | None = None, link: DiskLink | None = None):
+    def __init__(
+        self, tier: HostTier, transfers: Transfers, cpus: set[int] | None = None, link: DiskLink | None = None
+    ):
         self.tier, self.transfers, self.link = tier, transfers, link
         self._cpus = cpus
 
@@ -79,7 +82,9 @@ class Offload:
             "bytes_to_device": self.transfers.to_device.bytes,
         }
         if self.link is not None:
-            counts |= {f"disk_{name}": value for name, value in dataclasses.asdict(self.link.disk.counters()).items()}
+            counts |= {
+                f"disk_{name}": value for name, value in dataclasses.asdict(self.link.disk.counters()).items()
+            }
         return counts
 
     def wait(self) -> None:
@@ -99,4 +104,6 @@ class Offload:
 
 def _by_group(items: list[Any], group_of) -> Iterable[tuple[int, list[Any]]]:
     """Items by layer group."""
-    return [(group, list(some)) for group, some in itertools.groupby(sorted(items, key=group_of), key=group_of)]
+    return [
+        (group, list(some)) for group, some in itertools.groupby(sorted(items, key=group_of), key=group_of)
+    ]

@@ -36,7 +36,9 @@ def _looks_back(s: SamplingParams) -> bool:
 
 
 def slot_settings(seq: Sequence, eos: frozenset[int]) -> tuple[SlotParams, np.ndarray, int]:
-    """For `Executor.set_slot`: a sequence's settings, the tokens that its penalties look back on, and how many are prompt."""
+    """For `Executor.set_slot`: a sequence's settings, the tokens that its penalties look back on, and how
+    many are prompt.
+    """
     s = seq.request.sampling
     values = slot_values(
         top_k=s.top_k,
@@ -69,7 +71,9 @@ class HostLogprobs:
     def row(self, row: int, token: int, k: int) -> dict[int, Logprob]:
         """The token's own entry first, then those of the k likeliest."""
         out = {token: Logprob(float(self.chosen[row]), int(self.rank[row]))}
-        for place, (other, value) in enumerate(zip(self.top_ids[row, :k].tolist(), self.top_logprobs[row, :k].tolist(), strict=True)):
+        for place, (other, value) in enumerate(
+            zip(self.top_ids[row, :k].tolist(), self.top_logprobs[row, :k].tolist(), strict=True)
+        ):
             out.setdefault(other, Logprob(value, place + 1))
         return out
 
@@ -87,7 +91,9 @@ class LiveRequest:
         self._ids_that_stop = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
         make = request.make_stop_checker
         self._checkers: list[StopChecker] = [make() for _ in sequences] if sampling.stop and make else []
-        self.is_plain = not (sampling.stop_token_ids or sampling.min_tokens or self._checkers or sampling.logprobs is not None)
+        self.is_plain = not (
+            sampling.stop_token_ids or sampling.min_tokens or self._checkers or sampling.logprobs is not None
+        )
         self._first_s: list[float | None] = [None] * len(self.sequences)
         self._prompt: list[dict[int, Logprob] | None] | None = None
         if sampling.prompt_logprobs is not None:
@@ -113,13 +119,19 @@ class LiveRequest:
     def started(self) -> Started:
         first = self.sequences[0]
         prompt = None if self._prompt is None else tuple(self._prompt)
-        return Started(self.request.request_id, len(self.request.prompt_token_ids), first.cached_tokens, first.seed, prompt)
+        return Started(
+            self.request.request_id,
+            len(self.request.prompt_token_ids),
+            first.cached_tokens,
+            first.seed,
+            prompt,
+        )
 
     def draw(
         self, seq: Sequence, token: int, found: HostLogprobs | None, row: int, now: float
     ) -> tuple[Delta, FinishReason | None, int | str | None]:
-        """Looks at a token that was just committed: what to tell the caller, whether it ends its sequence, and the stop token or
-        string that did.
+        """Looks at a token that was just committed: what to tell the caller, whether it ends its sequence,
+        and the stop token or string that did.
         """
         index, drawn = seq.index, seq.num_known - seq.num_prompt
         if drawn == 1:
@@ -138,7 +150,14 @@ class LiveRequest:
             return delta, FinishReason.LENGTH, None
         return delta, None, None
 
-    def finished(self, seq: Sequence, reason: FinishReason, by: int | str | None, now: float, error: BaseException | None) -> Finished:
+    def finished(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        by: int | str | None,
+        now: float,
+        error: BaseException | None,
+    ) -> Finished:
         first_s = self._first_s[seq.index]
         scheduled_s = now if seq.t_first_schedule is None else seq.t_first_schedule
         timings = Timings(
@@ -163,4 +182,7 @@ class LiveRequest:
 def refused(request: Request, fault: BaseException | None) -> list[Event]:
     """What a caller is told of a request that the engine did not even queue; no fault: it was ending."""
     usage, timings = Usage(len(request.prompt_token_ids), 0, 0), Timings(0.0, 0.0, 0.0, 0)
-    return [Finished(request.request_id, i, FinishReason.ABORT, usage, timings, error=fault) for i in range(request.sampling.n)]
+    return [
+        Finished(request.request_id, i, FinishReason.ABORT, usage, timings, error=fault)
+        for i in range(request.sampling.n)
+    ]

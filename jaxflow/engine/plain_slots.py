@@ -1,4 +1,6 @@
-"""The slots whose tokens only need to be told: most of a thousand decodes a step pass here, without a loop in Python."""
+"""The slots whose tokens only need to be told: most of a thousand decodes a step pass here, without a loop in
+Python.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,9 +11,11 @@ from jaxflow.engine.sequence import Sequence
 
 
 class PlainSlots:
-    """By slot, whether its sequence looks for nothing in its tokens but the model's end tokens, and what its deltas carry.
+    """By slot, whether its sequence looks for nothing in its tokens but the model's end tokens, and what its
+    deltas carry.
 
-    Arrays over slots. A slot is closed until its sequence has told its first token there, and again when it changes hands.
+    Arrays over slots. A slot is closed until its sequence has told its first token there, and again when it
+    changes hands.
     """
 
     def __init__(self, slots: int, eos: Iterable[int]):
@@ -37,4 +41,9 @@ class PlainSlots:
 
     def deltas(self, slots: np.ndarray, tokens: np.ndarray) -> Iterator[Delta]:
         """What the callers are told."""
-        return map(Delta, self._request_ids[slots].tolist(), self._indices[slots].tolist(), zip(tokens.tolist(), strict=True))
+        return map(
+            Delta,
+            self._request_ids[slots].tolist(),
+            self._indices[slots].tolist(),
+            zip(tokens.tolist(), strict=True),
+        )

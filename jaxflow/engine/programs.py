@@ -1,8 +1,9 @@
-"""The jitted functions of a step: forward, the two samplers, prompt log-probabilities, and what they keep between steps.
+"""The jitted functions of a step: forward, the two samplers, prompt log-probabilities, and what they keep
+between steps.
 
-A step is two programs, not one: the forward is compiled for each token bucket and the samplers for each number of
-rows, so that buckets and samplers add up instead of multiplying. They are dispatched together and never wait for the
-host between them.
+A step is two programs, not one: the forward is compiled for each token bucket and the samplers for each
+number of rows, so that buckets and samplers add up instead of multiplying. They are dispatched together and
+never wait for the host between them.
 """
 
 import dataclasses
@@ -24,7 +25,10 @@ from jaxflow.model.ops import Context
 
 REPLICATED = PartitionSpec()
 PLAIN, FULL = 1, 2  # the sampler that a row of a step needs
-STEP_DONATES, FULL_DONATES = (1, 2), (5,)  # arguments of a step and of the full sampler that are updated in place
+STEP_DONATES, FULL_DONATES = (
+    (1, 2),
+    (5,),
+)  # arguments of a step and of the full sampler that are updated in place
 
 
 @flax.struct.dataclass
@@ -57,7 +61,13 @@ class Programs:
             page_table = apply_page_appends(page_table, layout.field(buffer, "page_appends"))
             batch = unpack(layout, buffer, page_table, last_tokens)
             hidden, x, kv = forward(self.context, weights, kv, batch)
-            names = {"row_slots": "slots", "lengths": "lengths", "samples": "samples", "temperature": "temperature", "seeds": "seeds"}
+            names = {
+                "row_slots": "slots",
+                "lengths": "lengths",
+                "samples": "samples",
+                "temperature": "temperature",
+                "seeds": "seeds",
+            }
             rows = Rows(**{target: layout.field(buffer, name) for name, target in names.items()})
             return hidden, x, rows, kv, page_table
 
@@ -68,7 +78,9 @@ class Programs:
 
     def _logits(self, head: dict, hidden: Float[Array, "R D"]) -> Float[Array, "R W"]:
         specs = ({name: self.weight_specs[name] for name in head}, REPLICATED)
-        return over_shards(lambda w, h: ops.logits(self.context, w, h), self.mesh, specs, REPLICATED)(head, hidden)
+        return over_shards(lambda w, h: ops.logits(self.context, w, h), self.mesh, specs, REPLICATED)(
+            head, hidden
+        )
 
     def sample_plain(self) -> Wrapped:
         """(head, hidden, rows, last_tokens) -> (tokens [R], last_tokens): greedy and temperature only."""
@@ -83,7 +95,9 @@ class Programs:
         return jax.jit(run)
 
     def sample_full(self) -> Wrapped:
-        """(head, hidden, rows, last_tokens, params, counts) -> (tokens, logprobs, last_tokens, counts); counts donated."""
+        """(head, hidden, rows, last_tokens, params, counts) -> (tokens, logprobs, last_tokens, counts);
+        counts donated.
+        """
 
         def run(head, hidden, rows, last_tokens, params, counts):
             with jax.named_scope("logits"):
@@ -92,26 +106,43 @@ class Programs:
                 slots = jnp.where(rows.samples == FULL, rows.slots, counts.shape[0])
                 search = self.context.kernels.token_limits
                 tokens, counts, found = sampling.full_by_rows(
-                    logits, rows.temperature, rows.seeds, rows.lengths, slots, params, counts, search=search, most=self.rows_at_once
+                    logits,
+                    rows.temperature,
+                    rows.seeds,
+                    rows.lengths,
+                    slots,
+                    params,
+                    counts,
+                    search=search,
+                    most=self.rows_at_once,
                 )
             return tokens, found, _keep(last_tokens, rows, tokens), counts
 
         return jax.jit(run, donate_argnums=FULL_DONATES)
 
     def prompt_logprobs(self) -> Wrapped:
-        """(weights of `prompt_head`, x [T, D], targets [T]) -> `LogprobsOut` of each token's successor, T rows."""
+        """(weights of `prompt_head`, x [T, D], targets [T]) -> `LogprobsOut` of each token's successor, T
+        rows.
+        """
         config = self.context.config
 
         def run(weights, x, targets):
             _, hidden = ops.final_norm(self.context, weights, x, None)
             table = weights.get("lm_head", weights["embed"])
             return logprobs.prompt_logprobs(
-                hidden, table, targets, vocab_size=config.vocab_size, soft_cap=config.logits_soft_cap, axis=axis_of(self.mesh)
+                hidden,
+                table,
+                targets,
+                vocab_size=config.vocab_size,
+                soft_cap=config.logits_soft_cap,
+                axis=axis_of(self.mesh),
             )
 
         def sharded_run(weights, x, targets):
             specs = {name: self.weight_specs[name] for name in weights}
-            return over_shards(run, self.mesh, (specs, REPLICATED, REPLICATED), REPLICATED)(weights, x, targets)
+            return over_shards(run, self.mesh, (specs, REPLICATED, REPLICATED), REPLICATED)(
+                weights, x, targets
+            )
 
         return jax.jit(sharded_run)
 
@@ -120,7 +151,9 @@ class Programs:
         return jax.jit(slot_params.set_slot, donate_argnums=(0, 1))
 
     def count_tokens(self) -> Wrapped:
-        """(counts, slot, token_ids [n], outputs [n]) -> counts, donated: the tokens that penalties look back on."""
+        """(counts, slot, token_ids [n], outputs [n]) -> counts, donated: the tokens that penalties look back
+        on.
+        """
         return jax.jit(slot_params.count_tokens, donate_argnums=(0,))
 
     def append_pages(self) -> Wrapped:
@@ -135,7 +168,11 @@ def head(weights: dict) -> dict:
 
 def prompt_head(weights: dict) -> dict:
     """The weights that turn the last layer's residual stream into scores."""
-    return {name: weights[name] for name in ("embed", "lm_head", "final_norm", "final_norm_bias") if name in weights}
+    return {
+        name: weights[name]
+        for name in ("embed", "lm_head", "final_norm", "final_norm_bias")
+        if name in weights
+    }
 
 
 def _keep(last_tokens: Int[Array, " Q"], rows: Rows, tokens: Int[Array, " R"]) -> Int[Array, " Q"]:

@@ -21,7 +21,9 @@ class InvalidRequest(ValueError):
     def __init__(self, field: str, value: object, accepted: str):
         self.field, self.value, self.accepted = field, value, accepted
         shown = repr(value)
-        super().__init__(f"{field}={shown if len(shown) <= 80 else shown[:77] + '...'} is not accepted: {accepted}")
+        super().__init__(
+            f"{field}={shown if len(shown) <= 80 else shown[:77] + '...'} is not accepted: {accepted}"
+        )
 
 
 class QueueFull(RuntimeError):
@@ -91,7 +93,9 @@ class SamplingParams:
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise InvalidRequest("seed", self.seed, "a 64-bit integer")
         if len(stop) > MAX_STOP or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in stop):
-            raise InvalidRequest("stop", stop, f"at most {MAX_STOP} strings of 1 to {MAX_STOP_CHARS} characters")
+            raise InvalidRequest(
+                "stop", stop, f"at most {MAX_STOP} strings of 1 to {MAX_STOP_CHARS} characters"
+            )
         if len(self.stop_token_ids) > MAX_STOP:
             raise InvalidRequest("stop_token_ids", self.stop_token_ids, f"at most {MAX_STOP} ids")
         if self.max_tokens is not None and not 1 <= self.max_tokens < 2**31:
@@ -107,7 +111,9 @@ class SamplingParams:
         _finite("presence_penalty", self.presence_penalty, -2.0, 2.0, "a number from -2 to 2")
         _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "a number from -2 to 2")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest("logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
+            raise InvalidRequest(
+                "logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries"
+            )
         for token, bias in self.logit_bias.items():
             _finite(f"logit_bias[{token}]", bias, -100.0, 100.0, "a number from -100 to 100")
 
@@ -136,7 +142,9 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     priority: int = 0  # lower is sooner
     cache_salt: str = ""  # prefixes are shared only under the same salt
-    make_stop_checker: "StopCheckerFactory | None" = None  # one checker for each of the n sequences, if sampling.stop
+    make_stop_checker: "StopCheckerFactory | None" = (
+        None  # one checker for each of the n sequences, if sampling.stop
+    )
 
 
 class StopCheckerFactory(Protocol):
@@ -167,8 +175,8 @@ class Timings(msgspec.Struct, frozen=True):
 class Started(msgspec.Struct, frozen=True):
     """The first event of a request, sent with or just before its first token.
 
-    `prompt_logprobs`: one entry a prompt token, the first is None; each a dict token id -> Logprob, the prompt's
-    own token first. None when they were not asked for.
+    `prompt_logprobs`: one entry a prompt token, the first is None; each a dict token id -> Logprob, the
+    prompt's own token first. None when they were not asked for.
     """
 
     request_id: str
@@ -188,7 +196,9 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The last event of one of the n sequences. `error` is set when a fault of the engine ended it (reason ABORT)."""
+    """The last event of one of the n sequences. `error` is set when a fault of the engine ended it (reason
+    ABORT).
+    """
 
     request_id: str
     index: int

@@ -25,16 +25,22 @@ class Running:
     """
 
     def __init__(self, config: SchedulerConfig, tier: HostTier | None = None):
-        slots = min(config.max_num_seqs, config.token_budget)  # so that every decode has its token in every step
+        slots = min(
+            config.max_num_seqs, config.token_budget
+        )  # so that every decode has its token in every step
         self.config = config
         self.seats = Seats(slots, config.block_size)
-        self.tables = PageTables(config.num_pages, config.windows, config.block_size, slots, keep=config.enable_prefix_caching)
+        self.tables = PageTables(
+            config.num_pages, config.windows, config.block_size, slots, keep=config.enable_prefix_caching
+        )
         self.prefilling: list[Sequence] = []
         self.computed: list[Sequence] = []
         self.tier = tier
         if tier is not None:
             tier.attach(self.tables)
-        self._remaining = np.zeros(slots, np.int32)  # by slot, steps after which the forecast has it release its pages
+        self._remaining = np.zeros(
+            slots, np.int32
+        )  # by slot, steps after which the forecast has it release its pages
         self._full = config.windows.index(None) if None in config.windows else None
         self._has_windows = any(window is not None for window in config.windows)
 
@@ -72,15 +78,19 @@ class Running:
         """Never the only one, whose needs the door has checked."""
         running = self.seats.sequences[self.seats.taken].tolist()
         if len(running) < 2:
-            raise RuntimeError(f"{running} cannot go on, though nothing else holds any of {self.config.num_pages} pages")
+            raise RuntimeError(
+                f"{running} cannot go on, though nothing else holds any of {self.config.num_pages} pages"
+            )
         return max(running, key=BY_AGE)
 
     # ---- from step to step
 
     def settle(self) -> None:
-        """What the last step makes possible: others find the pages it completes, and what is not needed any more is free.
+        """What the last step makes possible: others find the pages it completes, and what is not needed any
+        more is free.
 
-        A sequence whose last token is scheduled has nothing left to compute. It leaves now, before that token is known.
+        A sequence whose last token is scheduled has nothing left to compute. It leaves now, before that token
+        is known.
         """
         seats = self.seats
         for seq in self.computed:
@@ -129,7 +139,10 @@ class Running:
         """Lets others find the pages whose tokens are all known and computed."""
         slot, size = seq.slot, self.config.block_size
         seats = self.seats
-        begin, whole = seats.registered.item(slot), min(seats.num_known.item(slot), seats.num_computed.item(slot)) // size
+        begin, whole = (
+            seats.registered.item(slot),
+            min(seats.num_known.item(slot), seats.num_computed.item(slot)) // size,
+        )
         if whole > begin:
             self.tables.register(slot, seq.names(whole, size), begin)
             seats.registered[slot] = whole
@@ -161,7 +174,9 @@ class Running:
         return forecast
 
     def fits(self, seq: Sequence, names: list[bytes], forecast: Forecast, lengths: OutputLengths) -> bool:
-        """Whether one more would never run out of pages, as far as lengths are known; if so it is added to the forecast."""
+        """Whether one more would never run out of pages, as far as lengths are known; if so it is added to
+        the forecast.
+        """
         config, limits = self.config, self.seats.limit[self.seats.taken]
         if self.tier is not None and self.tier.loads:
             limits = np.append(limits, [load.seq.limit for load in self.tier.loads])

@@ -1,8 +1,9 @@
 """Continuous batching: which sequences compute how many tokens in the next step, and on which pages.
 
-`Scheduler.schedule` decides before the step runs, and before the results of the step before it are known: a sampled token
-counts as soon as it is scheduled (`num_total`), its value comes later (`commit`). All pages are host bookkeeping; that
-steps run in the order in which they are scheduled makes every hand-over of a page safe.
+`Scheduler.schedule` decides before the step runs, and before the results of the step before it are known: a
+sampled token counts as soon as it is scheduled (`num_total`), its value comes later (`commit`). All pages are
+host bookkeeping; that steps run in the order in which they are scheduled makes every hand-over of a page
+safe.
 """
 
 import random
@@ -27,28 +28,34 @@ class Scheduler:
     """Owns the requests and the pages.
 
     A step, with the default policy:
-      1. Every decode gets its token. Where pages run out, the youngest running sequence is pre-empted: it gives up its
-         slot and pages, waits, and later goes on from what the host has of it, or computes its known tokens again.
+      1. Every decode gets its token. Where pages run out, the youngest running sequence is pre-empted: it
+      gives up its
+         slot and pages, waits, and later goes on from what the host has of it, or computes its known tokens
+         again.
       2. Sequences whose prefill has begun go on, oldest first.
-      3. Unless this step pre-empted, waiting sequences are admitted, oldest first, while a slot is free and the forecast
-         peak of memory fits (`jaxflow.engine.admission`). The first that does not fit ends it: nobody overtakes it, so
-         the pages it waits for are not given to others. One of which the host has more than the device is set aside until
-         its pages have come (`jaxflow.engine.host_tier`); its seat and its memory are kept, and others go on.
-      4. The step is filled to the budget exactly, or holds all there is to do; a chunk that fills little of the last tile
+      3. Unless this step pre-empted, waiting sequences are admitted, oldest first, while a slot is free and
+      the forecast
+         peak of memory fits (`jaxflow.engine.admission`). The first that does not fit ends it: nobody
+         overtakes it, so the pages it waits for are not given to others. One of which the host has more than
+         the device is set aside until its pages have come (`jaxflow.engine.host_tier`); its seat and its
+         memory are kept, and others go on.
+      4. The step is filled to the budget exactly, or holds all there is to do; a chunk that fills little of
+      the last tile
          is cut back to the tile's border.
     Older means smaller `Sequence.key`: by priority, then arrival.
 
-    Fairness. A prompt is long if it has more tokens than a step. Long prompts together get at most half (rounded up) of the
-    room that decodes leave, as long as shorter prompts can use the other half; what those leave falls to the long ones. So
-    a short prompt that comes behind a very long one starts in the next step that has room, memory and a slot, not after
-    the long one; and the long one is slowed to half at most. While a long one uses up that share, waiting long prompts are
-    passed over for short ones; that ends with the long prompt in progress. Prompts of one kind are served one after the
-    other: taking turns would only make the first ones wait for the last. Nothing starves: the oldest prefilling sequence
-    gets at least half of the room in every step that has any, decodes are bounded in number and length, and the head of
-    the queue is not overtaken once a long prompt's share is free.
+    Fairness. A prompt is long if it has more tokens than a step. Long prompts together get at most half
+    (rounded up) of the room that decodes leave, as long as shorter prompts can use the other half; what those
+    leave falls to the long ones. So a short prompt that comes behind a very long one starts in the next step
+    that has room, memory and a slot, not after the long one; and the long one is slowed to half at most.
+    While a long one uses up that share, waiting long prompts are passed over for short ones; that ends with
+    the long prompt in progress. Prompts of one kind are served one after the other: taking turns would only
+    make the first ones wait for the last. Nothing starves: the oldest prefilling sequence gets at least half
+    of the room in every step that has any, decodes are bounded in number and length, and the head of the
+    queue is not overtaken once a long prompt's share is free.
 
-    Never stuck: a sequence that could not run alone in the pool is refused at the door; the oldest running one can take
-    every page of the others, so it ends, and then the next is the oldest.
+    Never stuck: a sequence that could not run alone in the pool is refused at the door; the oldest running
+    one can take every page of the others, so it ends, and then the next is the oldest.
     """
 
     def __init__(self, config: SchedulerConfig, tier: HostTier | None = None):
@@ -84,13 +91,17 @@ class Scheduler:
         return sum(self.running.tables.available())
 
     def seconds_until_room(self) -> float:
-        """A guess at when a waiting request's place gets free: the recent time between two requests' beginnings."""
+        """A guess at when a waiting request's place gets free: the recent time between two requests'
+        beginnings.
+        """
         return min(60.0, max(0.1, self._begins.seconds))
 
     # ---- requests
 
     def check(self, request: Request) -> None:
-        """Refuses a request that could never run. Reads nothing that changes: any thread may call it. Raises: InvalidRequest."""
+        """Refuses a request that could never run. Reads nothing that changes: any thread may call it. Raises:
+        InvalidRequest.
+        """
         limit_of(self.config, request)
 
     def add(self, request: Request, now: float) -> list[Sequence]:
@@ -100,7 +111,14 @@ class Scheduler:
             raise QueueFull(self._unbegun, self.seconds_until_room())
         arrival, self._requests = self._requests, self._requests + 1
         seed = self._random.getrandbits(64) if request.sampling.seed is None else request.sampling.seed
-        sequences = sequences_of(request, seed=seed, limit=limit, arrival=arrival, now=now, salt=salt_of(self.config, request, arrival))
+        sequences = sequences_of(
+            request,
+            seed=seed,
+            limit=limit,
+            arrival=arrival,
+            now=now,
+            salt=salt_of(self.config, request, arrival),
+        )
         self._unbegun += 1
         self._waiting.add(sequences[0])
         if self.tier is not None:
@@ -183,7 +201,11 @@ class Scheduler:
             if not grants:
                 self._open = not policy.lockstep
                 slots = self._decode()
-        while not grants and not len(slots) and (self.num_running > 1 or (self.num_running and self.running.num_loads)):
+        while (
+            not grants
+            and not len(slots)
+            and (self.num_running > 1 or (self.num_running and self.running.num_loads))
+        ):
             self._make_room()  # prefills hold the pages that each of them needs: the forecast was wrong
             grants = self._prefill(0, False, now)
         if not grants and not len(slots):
@@ -191,7 +213,9 @@ class Scheduler:
         return self._dispatch(slots, grants)
 
     def _decode(self) -> np.ndarray:
-        """Slots that decode, each with a page for its token, after pre-empting as many of the youngest as that takes."""
+        """Slots that decode, each with a page for its token, after pre-empting as many of the youngest as
+        that takes.
+        """
         seats, tables = self.running.seats, self.running.tables
         while True:
             slots = np.flatnonzero(seats.decoding).astype(np.int32)
@@ -233,7 +257,9 @@ class Scheduler:
                 done = seq.num_computed + grants.get(seq, 0)
                 remaining = seq.num_total - done
                 is_long = seq.num_total > config.token_budget
-                tokens = self.running.tables.fit(seq.slot, done, min(remaining, left, share if is_long else left), planned)
+                tokens = self.running.tables.fit(
+                    seq.slot, done, min(remaining, left, share if is_long else left), planned
+                )
                 if tokens:
                     grants[seq] = grants.get(seq, 0) + tokens
                     left -= tokens
@@ -264,14 +290,21 @@ class Scheduler:
     # ---- admission and pre-emption
 
     def _admit(self, seq: Sequence, forecast: Forecast, room: int, now: float) -> bool:
-        """Seats a waiting sequence on the pages it finds, or has it wait for what the host has of them, if memory will do."""
+        """Seats a waiting sequence on the pages it finds, or has it wait for what the host has of them, if
+        memory will do.
+        """
         size = self.config.block_size
         names: list[bytes] = []
         if seq.index > 0 or seq.request.sampling.prompt_logprobs is None:
             known = seq.names((seq.num_known - 1) // size, size)
             names = known[: self.running.tables.hit(known)]
             if self.tier is not None and seq.chain is not None:
-                waits = self.tier.consider(seq, known, len(names), lambda names: self.running.fits(seq, names, forecast, self.lengths))
+                waits = self.tier.consider(
+                    seq,
+                    known,
+                    len(names),
+                    lambda names: self.running.fits(seq, names, forecast, self.lengths),
+                )
                 if waits:
                     self._waiting.remove(seq)
                 if waits is not None:
@@ -286,7 +319,9 @@ class Scheduler:
         return True
 
     def _seat_loaded(self, load: Load, now: float) -> None:
-        """Seats a sequence on the pages that were held for it, for which memory was found when its load began."""
+        """Seats a sequence on the pages that were held for it, for which memory was found when its load
+        began.
+        """
         assert self.tier is not None
         self.tier.seat(load)
         self.running.enter(load.seq, load.names, load.seat)

@@ -1,8 +1,9 @@
 """One of a request's n sequences as the scheduler knows it, and the seats of the running ones.
 
-A running sequence has a slot, its place on the device. What the scheduler must look at in every step for every running
-sequence lies in arrays over slots (`Seats`), so that a step of a thousand decodes costs a few numpy calls and no loop. That
-holds for new tokens too: they gather in the seat and are carried over to their sequence by the page.
+A running sequence has a slot, its place on the device. What the scheduler must look at in every step for
+every running sequence lies in arrays over slots (`Seats`), so that a step of a thousand decodes costs a few
+numpy calls and no loop. That holds for new tokens too: they gather in the seat and are carried over to their
+sequence by the page.
 """
 
 import numpy as np
@@ -23,18 +24,15 @@ class Sequence:
       request, index: index 0..n-1 within the request.
       seed: 64 bits unsigned, the request's for index 0 and others derived from it.
       key: (priority, arrival, index); the smaller is the older, served first and pre-empted last.
-      slot: place on the device; -1 when not running, as from the next `schedule` on once its last token is scheduled.
-      token_ids: int32 [num_known], a view; copy what must outlive the step.
-      num_prompt: prompt tokens.
-      limit: tokens it may grow to, prompt and output.
-      rank: which quantile of the usual lengths its output is taken for, see `jaxflow.engine.admission`.
-      num_known: tokens whose value the host has.
-      num_total: known tokens and sampled ones in flight.
-      num_computed: positions whose KV is computed by steps scheduled so far.
-      pages: for each layer group the page of every `block_size` positions; -1 once a window layer gave it back.
-      cached_tokens: prompt tokens that a prefix hit spared, at its first start.
-      preemptions: how often it lost its pages and began anew.
-      swapped: positions computed when it was last pre-empted, and the name of the page of which they fill a part; None if the
+      slot: place on the device; -1 when not running, as from the next `schedule` on once its last token is
+      scheduled. token_ids: int32 [num_known], a view; copy what must outlive the step. num_prompt: prompt
+      tokens. limit: tokens it may grow to, prompt and output. rank: which quantile of the usual lengths its
+      output is taken for, see `jaxflow.engine.admission`. num_known: tokens whose value the host has.
+      num_total: known tokens and sampled ones in flight. num_computed: positions whose KV is computed by
+      steps scheduled so far. pages: for each layer group the page of every `block_size` positions; -1 once a
+      window layer gave it back. cached_tokens: prompt tokens that a prefix hit spared, at its first start.
+      preemptions: how often it lost its pages and began anew. swapped: positions computed when it was last
+      pre-empted, and the name of the page of which they fill a part; None if the
         host was not given that page.
       finished: no token is wanted any more.
       t_arrival, t_first_schedule: seconds, on the clock of the caller.
@@ -66,7 +64,17 @@ class Sequence:
         "t_first_schedule",
     )
 
-    def __init__(self, request: Request, index: int, *, seed: int, limit: int, arrival: int, now: float, salt: bytes | None):
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        *,
+        seed: int,
+        limit: int,
+        arrival: int,
+        now: float,
+        salt: bytes | None,
+    ):
         """`salt`: prefixes are shared among sequences of the same salt; None: not at all."""
         self.request, self.index, self.seed, self.limit = request, index, seed, limit
         self.key = (request.priority, arrival, index)
@@ -111,7 +119,9 @@ class Sequence:
         return self.chain[1 : pages + 1]
 
     def store(self, recent: np.ndarray, known: int) -> None:
-        """Takes over tokens up to position `known` from the page they gathered in, token p at p mod the page's size."""
+        """Takes over tokens up to position `known` from the page they gathered in, token p at p mod the
+        page's size.
+        """
         count = known - self._stored
         if count:
             if known > len(self._tokens):
@@ -126,14 +136,22 @@ class Sequence:
         self._known = self._stored = self._known + 1
 
     def __repr__(self) -> str:
-        counts = f"computed {self.num_computed}, known {self.num_known}, total {self.num_total}, limit {self.limit}"
+        counts = (
+            f"computed {self.num_computed}, known {self.num_known}, total {self.num_total}, limit "
+            f"{self.limit}"
+        )
         return f"Sequence({self.request.request_id!r}[{self.index}], slot {self.slot}, {counts})"
 
 
-def sequences_of(request: Request, *, seed: int, limit: int, arrival: int, now: float, salt: bytes | None) -> list[Sequence]:
+def sequences_of(
+    request: Request, *, seed: int, limit: int, arrival: int, now: float, salt: bytes | None
+) -> list[Sequence]:
     """The n sequences of a request; all but the first wait for its prompt."""
     seeds = [(seed + i * SEED_STEP) % 2**64 for i in range(request.sampling.n)]
-    sequences = [Sequence(request, i, seed=seed, limit=limit, arrival=arrival, now=now, salt=salt) for i, seed in enumerate(seeds)]
+    sequences = [
+        Sequence(request, i, seed=seed, limit=limit, arrival=arrival, now=now, salt=salt)
+        for i, seed in enumerate(seeds)
+    ]
     sequences[0].siblings = tuple(sequences[1:])
     return sequences
 
@@ -153,7 +171,9 @@ class Seats:
         self.rank = np.zeros(slots, np.float32)
         self.taken = np.zeros(slots, bool)
         self.decoding = np.zeros(slots, bool)  # its next input is the token that the device sampled last
-        self.recent = np.zeros((slots, block_size), np.int32)  # tokens of the page that is being filled, p at p mod its size
+        self.recent = np.zeros(
+            (slots, block_size), np.int32
+        )  # tokens of the page that is being filled, p at p mod its size
         self.free = list(range(slots - 1, -1, -1))
         self._block_size = block_size
 
@@ -192,6 +212,13 @@ class Seats:
         seq.slot, seq._seats = -1, None
         self.sequences[slot] = None
         self.taken[slot] = self.decoding[slot] = self.exact[slot] = False
-        for counts in (self.num_prompt, self.limit, self.num_known, self.num_total, self.num_computed, self.registered):
+        for counts in (
+            self.num_prompt,
+            self.limit,
+            self.num_known,
+            self.num_total,
+            self.num_computed,
+            self.registered,
+        ):
             counts[slot] = 0
         self.free.append(slot)

@@ -47,22 +47,34 @@ def _check_room(config: EngineConfig, disk: DiskTier) -> None:
     try:
         usage = shutil.disk_usage(disk.folder)
     except OSError as error:
-        raise ConfigError("kv_disk_path", path, f"a folder whose disk says how large it is ({error.strerror})") from None
+        raise ConfigError(
+            "kv_disk_path", path, f"a folder whose disk says how large it is ({error.strerror})"
+        ) from None
     if capacity > usage.total:
-        raise ConfigError("kv_disk_size", size, f"at most {usage.total / 2**30:.2f} GiB, the size of {path}'s disk")
-    if capacity > (room := usage.free + disk.counters().bytes):  # which others may give back: a disk that is full is gone without
+        raise ConfigError(
+            "kv_disk_size", size, f"at most {usage.total / 2**30:.2f} GiB, the size of {path}'s disk"
+        )
+    if capacity > (
+        room := usage.free + disk.counters().bytes
+    ):  # which others may give back: a disk that is full is gone without
         log.warning("kv_disk_size=%s: %s has room for %.2f GiB now", size, path, room / 2**30)
 
 
 def put_below(offload: Offload, disk: DiskTier) -> None:
     """Makes a disk the tier below an offload's host; the offload closes it."""
     sharding = offload.transfers.to_host.sharding
-    offload.link = offload.tier.below = DiskLink(disk, offload.tier.store, to_bytes, lambda _, page: from_bytes(page, sharding))
+    offload.link = offload.tier.below = DiskLink(
+        disk, offload.tier.store, to_bytes, lambda _, page: from_bytes(page, sharding)
+    )
 
 
 def from_bytes(page: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """uint8 [length] as a page of `jaxflow.memory.page_copies`, uint32 [tp, W], in the host memory of its shards' devices."""
-    return jax.block_until_ready(jax.device_put(page.view(np.uint32).reshape(sharding.mesh.size, -1), sharding))
+    """uint8 [length] as a page of `jaxflow.memory.page_copies`, uint32 [tp, W], in the host memory of its
+    shards' devices.
+    """
+    return jax.block_until_ready(
+        jax.device_put(page.view(np.uint32).reshape(sharding.mesh.size, -1), sharding)
+    )
 
 
 def to_bytes(page: jax.Array) -> list[np.ndarray]:

@@ -1,8 +1,10 @@
-"""The memory that compiled programs need beside weights, cache and per-slot state: what it is, and what is reserved for it.
+"""The memory that compiled programs need beside weights, cache and per-slot state: what it is, and what is
+reserved for it.
 
-XLA assigns the values of a program to buffers that it reuses (FlashDecoding++Next §5's three activation buffers are what
-comes of it, see docs/activation-memory.md). Programs of a device run one after another on one stream, so the space of one is
-free for the next as soon as that is enqueued: the largest of them counts, not their sum.
+XLA assigns the values of a program to buffers that it reuses (FlashDecoding++Next §5's three activation
+buffers are what comes of it, see docs/activation-memory.md). Programs of a device run one after another on
+one stream, so the space of one is free for the next as soon as that is enqueued: the largest of them counts,
+not their sum.
 """
 
 import dataclasses
@@ -28,6 +30,8 @@ class Need:
 
 
 def together(needs: Iterable[Need]) -> int:
-    """Bytes that must be free for programs which run one after another, and for the results of steps in flight."""
+    """Bytes that must be free for programs which run one after another, and for the results of steps in
+    flight.
+    """
     needs = list(needs)
     return max(need.temporary for need in needs) + IN_FLIGHT * sum(need.results for need in needs)

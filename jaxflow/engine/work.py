@@ -1,4 +1,6 @@
-"""What one step computes: the scheduler's decision, as arrays for the layout and as sequences for who reads the results."""
+"""What one step computes: the scheduler's decision, as arrays for the layout and as sequences for who reads
+the results.
+"""
 
 import dataclasses
 
@@ -35,7 +37,8 @@ class StepWork:
       admitted: sequences that got their slot in this step; each has a chunk in it or in a later step.
       num_tokens: tokens computed.
       bucket: rows of the compiled step that runs it; the surplus is padding.
-      page_appends: int32 [m, 4] of (group, slot, index, page): what changed in the page table since the last step.
+      page_appends: int32 [m, 4] of (group, slot, index, page): what changed in the page table since the last
+      step.
     """
 
     decodes: np.ndarray
@@ -50,7 +53,11 @@ class StepWork:
     @property
     def mean_context_tokens(self) -> float:
         """Keys that a decode reads, its own included; the mean over the decodes, 0 without any."""
-        return 1 + float(self.decode_positions.sum()) / len(self.decode_positions) if len(self.decode_positions) else 0.0
+        return (
+            1 + float(self.decode_positions.sum()) / len(self.decode_positions)
+            if len(self.decode_positions)
+            else 0.0
+        )
 
     @property
     def slots(self) -> np.ndarray:

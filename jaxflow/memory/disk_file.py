@@ -2,12 +2,13 @@
 
     magic, schema version, fingerprint, key, length, CRC-32 of the payload | BLAKE2b of all these | payload
 
-A file is written under a temporary name and renamed, so a process that dies midway leaves no half page under a real name.
-It is not flushed to the disk before (`fsync`): this is a cache, and to wait for the disk at every page would cost more
-than the pages that a power failure loses. What such a failure leaves, an empty file or one of zeros, the length and the
-checksums tell, like every other damage. The payload's checksum is CRC-32, which runs at the speed of the disk (4 GB/s a
-core, a cryptographic hash a tenth of it to a half); it finds every damage of one or two bits or of 32 neighbouring ones,
-and misses one in four billion of the others.
+A file is written under a temporary name and renamed, so a process that dies midway leaves no half page under
+a real name. It is not flushed to the disk before (`fsync`): this is a cache, and to wait for the disk at
+every page would cost more than the pages that a power failure loses. What such a failure leaves, an empty
+file or one of zeros, the length and the checksums tell, like every other damage. The payload's checksum is
+CRC-32, which runs at the speed of the disk (4 GB/s a core, a cryptographic hash a tenth of it to a half); it
+finds every damage of one or two bits or of 32 neighbouring ones, and misses one in four billion of the
+others.
 """
 
 import hashlib
@@ -38,7 +39,9 @@ class BadFile(ValueError):
 
 
 def name_of(key: bytes) -> str:
-    """A key's file name: hexadecimal, so that no key leads out of the folder. Raises: ValueError for a key of no or too many bytes."""
+    """A key's file name: hexadecimal, so that no key leads out of the folder. Raises: ValueError for a key of
+    no or too many bytes.
+    """
     if not 0 < len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key of {len(key)} bytes: 1 to {MAX_KEY_BYTES} are possible")
     return key.hex() + SUFFIX
@@ -76,7 +79,9 @@ def pieces(parts: Parts, length: int) -> list[memoryview]:
 
 
 def write(path: Path, fingerprint: bytes, key: bytes, parts: Sequence[memoryview]) -> None:
-    """Makes the file of a page of these `pieces`, of mode 0600. Raises: OSError; nothing is left then, if it can be removed."""
+    """Makes the file of a page of these `pieces`, of mode 0600. Raises: OSError; nothing is left then, if it
+    can be removed.
+    """
     temporary = path.with_suffix(TEMPORARY)
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -95,7 +100,8 @@ def read(path: Path, fingerprint: bytes, key: bytes, length: int) -> np.ndarray:
     """The payload of a page's file, uint8 [length].
 
     Raises:
-      BadFile: for anything but a whole file of this fingerprint, key and length. OSError: if it cannot be read.
+      BadFile: for anything but a whole file of this fingerprint, key and length. OSError: if it cannot be
+      read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

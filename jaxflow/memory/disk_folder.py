@@ -12,7 +12,9 @@ FOLDER = "jaxflow-kv"  # made inside the given one, which may hold other things
 
 
 class Lock:
-    """Holds a file locked until it is closed, or the process ends, however it does. Raises: BlockingIOError if another holds it."""
+    """Holds a file locked until it is closed, or the process ends, however it does. Raises: BlockingIOError
+    if another holds it.
+    """
 
     def __init__(self, path: Path):
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -27,7 +29,8 @@ class Lock:
 
 
 def open_folder(parent: Path) -> tuple[Path, Lock, list[tuple[bytes, int]]]:
-    """The tier's own folder inside `parent`, of mode 0700, the lock that keeps other servers out, and the pages there.
+    """The tier's own folder inside `parent`, of mode 0700, the lock that keeps other servers out, and the
+    pages there.
 
     Raises: ConfigError.
     """
@@ -58,7 +61,8 @@ def open_folder(parent: Path) -> tuple[Path, Lock, list[tuple[bytes, int]]]:
 def find_pages(folder: Path) -> list[tuple[bytes, int]]:
     """(key, bytes of its file) of the pages there, the least recently used first; no file is opened.
 
-    Files that a killed process left under a temporary name are removed; what has no page's name is left alone.
+    Files that a killed process left under a temporary name are removed; what has no page's name is left
+    alone.
 
     Raises: OSError.
     """

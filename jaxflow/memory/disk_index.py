@@ -1,4 +1,6 @@
-"""Which pages the disk has and how long their files are, in the order of use. Not thread-safe: its owner has a lock."""
+"""Which pages the disk has and how long their files are, in the order of use. Not thread-safe: its owner has
+a lock.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator

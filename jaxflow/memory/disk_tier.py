@@ -1,10 +1,11 @@
-"""Pages of KV on a disk: the lowest tier of NanoFlow's hierarchy (§4.2.2). LRU, bounded, and never in the engine's way.
+"""Pages of KV on a disk: the lowest tier of NanoFlow's hierarchy (§4.2.2). LRU, bounded, and never in the
+engine's way.
 
-Pages are written by one thread and read by a few; the caller waits for neither. What cannot be done is not done: a page
-that finds the queue full is not kept, a disk that fails is left alone for a while, a damaged file is removed. Each of
-these is counted, and said once; none of them is an exception. A file is a page (`jaxflow.memory.disk_file`), so what is
-there survives the process, however it ends: the index is made again from the folder's listing, the order of use from the
-times of the files.
+Pages are written by one thread and read by a few; the caller waits for neither. What cannot be done is not
+done: a page that finds the queue full is not kept, a disk that fails is left alone for a while, a damaged
+file is removed. Each of these is counted, and said once; none of them is an exception. A file is a page
+(`jaxflow.memory.disk_file`), so what is there survives the process, however it ends: the index is made again
+from the folder's listing, the order of use from the times of the files.
 """
 
 import contextlib
@@ -54,11 +55,11 @@ class DiskTier:
     """Pages by key: one byte of layer group, then the digest of the content (`jaxflow.memory.prefix`).
 
     Args:
-      folder: must exist and be writable; the pages go to a folder of mode 0700 inside it, one server at a time.
-      capacity_bytes: of all files together, those of other models that are found there included.
-      fingerprint: of all that the bytes of a page depend on beside its key; files of another one are never served.
-      page_bytes: the length of a page of each layer group.
-      prepare: run first on each thread, to bind it to some CPUs, say.
+      folder: must exist and be writable; the pages go to a folder of mode 0700 inside it, one server at a
+      time. capacity_bytes: of all files together, those of other models that are found there included.
+      fingerprint: of all that the bytes of a page depend on beside its key; files of another one are never
+      served. page_bytes: the length of a page of each layer group. prepare: run first on each thread, to bind
+      it to some CPUs, say.
 
     Raises:
       ConfigError: for a folder that cannot be used, and a capacity below one page of each group.
@@ -80,7 +81,11 @@ class DiskTier:
         self.capacity_bytes = capacity_bytes
         least = sum(size + HEADER_BYTES for size in self.page_bytes)
         if capacity_bytes < least:
-            raise ConfigError("kv_disk_size", capacity_bytes / 2**30, f"at least {least / 2**30:.6f} GiB, a page of each layer group")
+            raise ConfigError(
+                "kv_disk_size",
+                capacity_bytes / 2**30,
+                f"at least {least / 2**30:.6f} GiB, a page of each layer group",
+            )
         self.folder, self._lock_file, found = open_folder(Path(folder))
         self._fingerprint = disk_file.digest(fingerprint)
         self._write_queue_bytes, self._read_ahead, self._retry_s = write_queue_bytes, read_ahead, retry_s
@@ -110,10 +115,12 @@ class DiskTier:
         return not self._closed and time.monotonic() >= self._writes_resume_s
 
     def put(self, key: bytes, parts: Parts, *, at_leisure: bool = False) -> bool:
-        """Has a page written, soon; returns whether it is there or will be, if nothing fails. Never waits, and copies nothing.
+        """Has a page written, soon; returns whether it is there or will be, if nothing fails. Never waits,
+        and copies nothing.
 
-        parts: gives the page's bytes, one piece after the other; called on a thread of the tier, now or later, so they must
-        not change. at_leisure: only if the queue is half empty, since the page can be put again.
+        parts: gives the page's bytes, one piece after the other; called on a thread of the tier, now or
+        later, so they must not change. at_leisure: only if the queue is half empty, since the page can be put
+        again.
 
         Raises: ValueError for a key that no page has.
         """
@@ -134,7 +141,8 @@ class DiskTier:
     def prefetch(self, key: bytes) -> Future[np.ndarray | None] | None:
         """Begins to read a page, uint8 [length], into memory of its own; the future gives None if that fails.
 
-        None at once: the page is not there, or so many are being read already that one more has to wait its turn outside.
+        None at once: the page is not there, or so many are being read already that one more has to wait its
+        turn outside.
         """
         with self._lock:
             if self._closed:
@@ -175,7 +183,9 @@ class DiskTier:
         wait([self._writer.submit(lambda: None)], timeout=timeout_s)
 
     def close(self, drain_s: float = 10.0) -> None:
-        """Writes what is queued, for so many seconds at most, and ends the threads. Nothing is taken or read from then on."""
+        """Writes what is queued, for so many seconds at most, and ends the threads. Nothing is taken or read
+        from then on.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -222,7 +232,9 @@ class DiskTier:
                 self._queued_bytes -= length
 
     def _make_room(self, size: int) -> list[bytes]:
-        """The least recently used pages, until `size` bytes fit without them; they are not in the index any more. The lock is held."""
+        """The least recently used pages, until `size` bytes fit without them; they are not in the index any
+        more. The lock is held.
+        """
         victims = self._index.make_room(size, self.capacity_bytes)
         self._count("evicted", len(victims))
         return victims
@@ -290,7 +302,9 @@ class DiskTier:
             said, self._failed[operation] = self._failed.get(operation, False), error is not None
             self._count("errors", int(error is not None))
         if error is not None and not said:
-            log.warning("pages of KV cannot be %s at %s (%s): going on without", operation, self.folder, error)
+            log.warning(
+                "pages of KV cannot be %s at %s (%s): going on without", operation, self.folder, error
+            )
 
 
 def _threads(number: int, name: str, prepare: Callable[[], None]) -> ThreadPoolExecutor:

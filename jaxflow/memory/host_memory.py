@@ -6,10 +6,16 @@ from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # within a container its own
-# Of each version of cgroups: what a container may take, what it takes, and what of that, by its memory.stat, is the cache of files.
+# Of each version of cgroups: what a container may take, what it takes, and what of that, by its memory.stat,
+# is the cache of files.
 _CGROUPS = (
     ("memory.max", "memory.current", "memory.stat", ("active_file", "inactive_file")),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", ("total_active_file", "total_inactive_file")),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        ("total_active_file", "total_inactive_file"),
+    ),
 )
 
 
@@ -19,9 +25,11 @@ def host_memory_bytes() -> int:
 
 
 def free_host_bytes() -> int:
-    """What the host can still give, of a container's share what is left. The cache of files counts as free: the system gives it up.
+    """What the host can still give, of a container's share what is left. The cache of files counts as free:
+    the system gives it up.
 
-    Without Linux's meminfo it is what no one uses, and where the system does not say that either (macOS) all there is.
+    Without Linux's meminfo it is what no one uses, and where the system does not say that either (macOS) all
+    there is.
     """
     free, left = _free_of_the_machine(), _left_to_the_container()
     return free if left is None else min(free, left)

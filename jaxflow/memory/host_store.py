@@ -1,4 +1,5 @@
-"""Which pages the host keeps: names, bytes and the order of use. No JAX here, and no copying: what a page is, others know.
+"""Which pages the host keeps: names, bytes and the order of use. No JAX here, and no copying: what a page is,
+others know.
 
 NanoFlow §4.2.2: least recently used first. One owner, the engine's thread.
 """
@@ -89,7 +90,8 @@ class HostStore:
                 entries.move_to_end(key)
 
     def reserve(self, key: Key, *, part: bool = False) -> bool:
-        """Makes room for a page that is not there yet; it is on its way from now on. False if nothing can be evicted for it.
+        """Makes room for a page that is not there yet; it is on its way from now on. False if nothing can be
+        evicted for it.
 
         part: the page is filled in part, and goes no further down than here.
         """
@@ -133,7 +135,11 @@ class HostStore:
 
     def newest_first(self) -> list[tuple[Key, Any]]:
         """The whole pages that are there, the last used first."""
-        return [(key, entry.data) for key, entry in reversed(self._entries.items()) if entry.data is not None and not entry.part]
+        return [
+            (key, entry.data)
+            for key, entry in reversed(self._entries.items())
+            if entry.data is not None and not entry.part
+        ]
 
     def clear(self) -> None:
         """Forgets everything."""

@@ -1,9 +1,10 @@
 """The paged KV cache on the device: keys and values of each layer, and how many pages fit.
 
-Each is [P, K, S, H]: a page of one head is one contiguous box, which is what the attention kernels load. Of 8 bits
-(e4m3, int8), values are [P, K, H, S], as Hopper's tensor cores need them; int8 has a float32 scale for each token and
-head beside it, e4m3 one for each head, which is among the weights. Layers of one window share a page table (a layer
-group, axis G) and so a number of pages; a group of window layers needs no more pages than its windows can see.
+Each is [P, K, S, H]: a page of one head is one contiguous box, which is what the attention kernels load. Of 8
+bits (e4m3, int8), values are [P, K, H, S], as Hopper's tensor cores need them; int8 has a float32 scale for
+each token and head beside it, e4m3 one for each head, which is among the weights. Layers of one window share
+a page table (a layer group, axis G) and so a number of pages; a group of window layers needs no more pages
+than its windows can see.
 """
 
 from typing import Any
@@ -18,7 +19,9 @@ from pallas_kernels.quantized import Quantized
 
 
 def kv_heads(config: ModelConfig, tp: int) -> int:
-    """Key/value heads in the cache: each shard holds at least one, so they repeat where there are fewer than shards."""
+    """Key/value heads in the cache: each shard holds at least one, so they repeat where there are fewer than
+    shards.
+    """
     return max(config.num_kv_heads, tp)
 
 
@@ -27,8 +30,12 @@ def cache_spec(mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(None, axis_of(mesh))
 
 
-def cache_shapes(config: ModelConfig, num_pages: tuple[int, ...], block_size: int, dtype, tp: int) -> list[tuple[Any, Any]]:
-    """(keys, values) of every layer as `jax.ShapeDtypeStruct`s, over all `tp` devices; P is the pages of the layer's group."""
+def cache_shapes(
+    config: ModelConfig, num_pages: tuple[int, ...], block_size: int, dtype, tp: int
+) -> list[tuple[Any, Any]]:
+    """(keys, values) of every layer as `jax.ShapeDtypeStruct`s, over all `tp` devices; P is the pages of the
+    layer's group.
+    """
     heads, narrow = kv_heads(config, tp), jnp.dtype(dtype).itemsize == 1
 
     def layer_shapes(p: int) -> tuple[Any, Any]:
@@ -42,17 +49,25 @@ def cache_shapes(config: ModelConfig, num_pages: tuple[int, ...], block_size: in
     return [layer_shapes(num_pages[config.windows.index(layer.window)]) for layer in config.layers]
 
 
-def make_cache(config: ModelConfig, num_pages: tuple[int, ...], block_size: int, dtype, mesh: Mesh) -> list[tuple[Any, Any]]:
+def make_cache(
+    config: ModelConfig, num_pages: tuple[int, ...], block_size: int, dtype, mesh: Mesh
+) -> list[tuple[Any, Any]]:
     """Zeroed (keys, values) of every layer, of `cache_shapes`."""
     zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharded(mesh, cache_spec(mesh)))
-    return jax.tree.map(lambda a: zeros(a.shape, a.dtype), cache_shapes(config, num_pages, block_size, dtype, mesh.shape[TP]))
+    return jax.tree.map(
+        lambda a: zeros(a.shape, a.dtype), cache_shapes(config, num_pages, block_size, dtype, mesh.shape[TP])
+    )
 
 
 def page_bytes(config: ModelConfig, block_size: int, dtype, tp: int) -> tuple[int, ...]:
-    """Bytes that one page of each layer group takes on one device, keys and values of all of the group's layers, and their scales."""
+    """Bytes that one page of each layer group takes on one device, keys and values of all of the group's
+    layers, and their scales.
+    """
     a_head = config.head_dim * jnp.dtype(dtype).itemsize + (4 if jnp.dtype(dtype) == jnp.int8 else 0)
     one_layer = 2 * kv_heads(config, tp) // tp * block_size * a_head
-    return tuple(one_layer * sum(layer.window == window for layer in config.layers) for window in config.windows)
+    return tuple(
+        one_layer * sum(layer.window == window for layer in config.layers) for window in config.windows
+    )
 
 
 def fit_pages(
@@ -69,10 +84,10 @@ def fit_pages(
 ) -> tuple[int, ...]:
     """Pages of each layer group that fit in `budget_bytes` of one device.
 
-    Every group can hold one sequence of `max_model_len` tokens. Of the rest, window groups get what `max_num_seqs`
-    sequences can see at most, full attention what is left. Counts are rounded down to two significant digits or so: free
-    memory differs a little from start to start, and with another number of pages no compiled program is found again.
-    memory: whose it is, in the refusal.
+    Every group can hold one sequence of `max_model_len` tokens. Of the rest, window groups get what
+    `max_num_seqs` sequences can see at most, full attention what is left. Counts are rounded down to two
+    significant digits or so: free memory differs a little from start to start, and with another number of
+    pages no compiled program is found again. memory: whose it is, in the refusal.
 
     Raises:
       ConfigError: when not even one sequence of `max_model_len` tokens fits, naming what would.
@@ -91,7 +106,9 @@ def fit_pages(
             "are free for them; lower max_model_len or raise gpu_memory_utilization",
         )
     counts, left = list(needs), budget_bytes - need
-    for g in sorted(range(len(sizes)), key=lambda g: config.windows[g] is None):  # windows first, full attention last
+    for g in sorted(
+        range(len(sizes)), key=lambda g: config.windows[g] is None
+    ):  # windows first, full attention last
         count = counts[g] + min(ceilings[g] - counts[g], left // sizes[g])
         count = max(needs[g], count - count % max(1, (1 << count.bit_length()) // 128))
         left -= (count - counts[g]) * sizes[g]

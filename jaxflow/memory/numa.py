@@ -1,6 +1,8 @@
-"""Which CPUs are near the GPUs: host buffers and the threads that fill them belong on their NUMA node (NanoFlow §4.2.2).
+"""Which CPUs are near the GPUs: host buffers and the threads that fill them belong on their NUMA node
+(NanoFlow §4.2.2).
 
-Memory lies where the thread runs that first touches it, and across sockets a copy has half of PCIe's bandwidth or less.
+Memory lies where the thread runs that first touches it, and across sockets a copy has half of PCIe's
+bandwidth or less.
 """
 
 import contextlib
@@ -76,7 +78,9 @@ def bind(cpus: set[int] | None) -> None:
 
 @contextlib.contextmanager
 def bound(cpus: set[int] | None) -> Iterator[None]:
-    """Keeps the calling thread there meanwhile, and those that it starts for as long as they live: threads begin where their maker is."""
+    """Keeps the calling thread there meanwhile, and those that it starts for as long as they live: threads
+    begin where their maker is.
+    """
     before = os.sched_getaffinity(0) if cpus and hasattr(os, "sched_setaffinity") else None
     bind(cpus)
     try:
@@ -87,7 +91,9 @@ def bound(cpus: set[int] | None) -> Iterator[None]:
 
 
 def run_bound(cpus: set[int] | None, work: Callable[[], None]) -> None:
-    """Runs `work` on a thread that is bound, so that the memory it touches first is near; returns when it is done."""
+    """Runs `work` on a thread that is bound, so that the memory it touches first is near; returns when it is
+    done.
+    """
     faults: list[BaseException] = []
 
     def run() -> None:

@@ -1,15 +1,16 @@
 """Pages of the cache as contiguous strings of words, and back: `gather_pages` and `scatter_pages`.
 
-The unit of the KV hierarchy is one page of one layer group: keys, values and scales of all of the group's layers. In the
-cache it lies in two pieces or more a layer, of a few KB each; across PCIe it goes as one string for each shard (NanoFlow
-§4.2.2 copies to a contiguous space on the device, and scatters there). NanoFlow takes what it offloads from the k and v
-that `qkv` has just written, contiguous over the step's tokens. Here whole pages are gathered from the cache one step
-later: a page is what has a name, a fixed length and one place to be scattered to, a step's rows are parts of pages of
-many sequences, and of 8 bits the numbers and their scales exist only in the cache. It costs a second read of what was
-written, some 0.1 % of what a step reads.
+The unit of the KV hierarchy is one page of one layer group: keys, values and scales of all of the group's
+layers. In the cache it lies in two pieces or more a layer, of a few KB each; across PCIe it goes as one
+string for each shard (NanoFlow §4.2.2 copies to a contiguous space on the device, and scatters there).
+NanoFlow takes what it offloads from the k and v that `qkv` has just written, contiguous over the step's
+tokens. Here whole pages are gathered from the cache one step later: a page is what has a name, a fixed length
+and one place to be scattered to, a step's rows are parts of pages of many sequences, and of 8 bits the
+numbers and their scales exist only in the cache. It costs a second read of what was written, some 0.1 % of
+what a step reads.
 
-Both are compiled for a few numbers of pages, `sizes`. Pages are separate arrays, so that each can stay on the host, or
-come back, in other company than it left in; a call of n moves n of them.
+Both are compiled for a few numbers of pages, `sizes`. Pages are separate arrays, so that each can stay on the
+host, or come back, in other company than it left in; a call of n moves n of them.
 """
 
 import concurrent.futures
@@ -42,7 +43,9 @@ def sizes_of(bytes_a_page: int, sizes: Sequence[int] = SIZES) -> tuple[int, ...]
 
 
 def split(count: int, sizes: Sequence[int]) -> list[int]:
-    """Sizes of the calls that move `count` pages: the smallest that holds what is left, unless it would be mostly padding."""
+    """Sizes of the calls that move `count` pages: the smallest that holds what is left, unless it would be
+    mostly padding.
+    """
     calls = []
     while count > 0:
         size = next((n for n in sizes if n >= count), sizes[-1])
@@ -57,8 +60,8 @@ def split(count: int, sizes: Sequence[int]) -> list[int]:
 class PagePrograms:
     """The functions that move pages of one layer group on a mesh.
 
-    A page is uint32 [tp, W], each shard's W words on its own device: for each of the group's layers its keys, its values,
-    and of int8 their scales, as they lie in the cache.
+    A page is uint32 [tp, W], each shard's W words on its own device: for each of the group's layers its keys,
+    its values, and of int8 their scales, as they lie in the cache.
     """
 
     config: ModelConfig
@@ -110,20 +113,31 @@ class PagePrograms:
                     words = math.prod(shape[1:]) * array.dtype.itemsize // WORD
                     values = _from_words(whole[:, offset : offset + words], shape, array.dtype)
                     offset += words
-                    arrays.append(array.at[ids].set(values, mode="drop", unique_indices=True, wrap_negative_indices=False))
+                    arrays.append(
+                        array.at[ids].set(
+                            values, mode="drop", unique_indices=True, wrap_negative_indices=False
+                        )
+                    )
                 return jax.tree.unflatten(structure, arrays)
 
         kv, replicated = self._specs(), PartitionSpec()
-        return jax.jit(over_shards(run, self.mesh, (kv, replicated, [self.spec] * n), kv), donate_argnums=(0,))
+        return jax.jit(
+            over_shards(run, self.mesh, (kv, replicated, [self.spec] * n), kv), donate_argnums=(0,)
+        )
 
     def shapes(self) -> list[Any]:
         """The group's layers of the cache, as shapes on the mesh."""
         cache = cache_shapes(self.config, self.num_pages, self.block_size, self.dtype, self.mesh.shape[TP])
         sharding = NamedSharding(self.mesh, cache_spec(self.mesh))
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), [cache[i] for i in self.layers])
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+            [cache[i] for i in self.layers],
+        )
 
     def page_shape(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.mesh.shape[TP], self.words), jnp.uint32, sharding=NamedSharding(self.mesh, self.spec))
+        return jax.ShapeDtypeStruct(
+            (self.mesh.shape[TP], self.words), jnp.uint32, sharding=NamedSharding(self.mesh, self.spec)
+        )
 
     def ids_shape(self, n: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n,), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
@@ -160,9 +174,17 @@ class PageCopies:
     """
 
     def __init__(
-        self, config: ModelConfig, num_pages: tuple[int, ...], block_size: int, dtype: Any, mesh: Mesh, sizes: Sequence[int] = SIZES
+        self,
+        config: ModelConfig,
+        num_pages: tuple[int, ...],
+        block_size: int,
+        dtype: Any,
+        mesh: Mesh,
+        sizes: Sequence[int] = SIZES,
     ):
-        self.groups = [PagePrograms(config, num_pages, block_size, dtype, mesh, g) for g in range(len(config.windows))]
+        self.groups = [
+            PagePrograms(config, num_pages, block_size, dtype, mesh, g) for g in range(len(config.windows))
+        ]
         self.sizes = [sizes_of(group.words * WORD, sizes) for group in self.groups]
         self.num_pages, self.mesh = num_pages, mesh
         self._gathers: list[dict[int, Callable]] = []
@@ -204,7 +226,9 @@ class PageCopies:
         return out
 
     def scatter(self, kv: list, group: int, ids: Sequence[int], pages: Sequence[jax.Array]) -> list:
-        """The cache with `pages` in the places `ids`, all different, of a group; the group's layers are donated."""
+        """The cache with `pages` in the places `ids`, all different, of a group; the group's layers are
+        donated.
+        """
         programs, kv = self._scatters[group], list(kv)
         for begin, n, count in _calls(len(ids), self.sizes[group]):
             padded = np.arange(self.num_pages[group], self.num_pages[group] + n, dtype=np.int32)

@@ -1,11 +1,11 @@
 """Which pages each slot's sequence holds, in every layer group: the host's half of the page table.
 
-A row of a layer group is a list of page ids, one for every `block_size` positions; -1 where a window layer has given the
-page back. The device's copy of the table is brought up to date by the entries that `take_appends` tells. Entries that
-become -1 are not told: no query sees them any more.
+A row of a layer group is a list of page ids, one for every `block_size` positions; -1 where a window layer
+has given the page back. The device's copy of the table is brought up to date by the entries that
+`take_appends` tells. Entries that become -1 are not told: no query sees them any more.
 
-For the forecast of memory (`jaxflow.engine.admission`) each page in use is charged to one slot, the one whose release
-will free it, or, as soon as it is shared, to nobody (`common`), since no single release frees it.
+For the forecast of memory (`jaxflow.engine.admission`) each page in use is charged to one slot, the one whose
+release will free it, or, as soon as it is shared, to nobody (`common`), since no single release frees it.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,15 @@ class PageTables:
       charged: pages that are freed when the slot is released.
     """
 
-    def __init__(self, num_pages: Sequence[int], windows: Sequence[int | None], block_size: int, num_slots: int, *, keep: bool):
+    def __init__(
+        self,
+        num_pages: Sequence[int],
+        windows: Sequence[int | None],
+        block_size: int,
+        num_slots: int,
+        *,
+        keep: bool,
+    ):
         self.windows = tuple(windows)
         self.block_size = block_size
         self.pools = [PagePool(n, keep=keep) for n in num_pages]
@@ -51,7 +59,9 @@ class PageTables:
         return longest_hit(self.pools, self.windows, names, self.block_size)
 
     def payers(self, group: int, names: Sequence[bytes]) -> list[int]:
-        """For each page of a hit that is in use, and so costs nothing: the slot it is charged to, or -1 for nobody."""
+        """For each page of a hit that is in use, and so costs nothing: the slot it is charged to, or -1 for
+        nobody.
+        """
         pool, owner = self.pools[group], self._owner[group]
         pages = (pool.find(name) for name in names)
         return [owner[page] for page in pages if page >= 0 and pool.references(page)]
@@ -86,10 +96,11 @@ class PageTables:
         self._tell(group, slot, index, [page])
 
     def hold(self, group: int, names: Sequence[bytes], more: int) -> tuple[list[int], list[int]] | None:
-        """References pages of a group on nobody's behalf, until `release_held`: they stay, and are free to be filled.
+        """References pages of a group on nobody's behalf, until `release_held`: they stay, and are free to be
+        filled.
 
-        Returns the page of each name, a new one where the content is not at hand, and `more` pages beside them; None if there
-        are not so many.
+        Returns the page of each name, a new one where the content is not at hand, and `more` pages beside
+        them; None if there are not so many.
         """
         pool, owner = self.pools[group], self._owner[group]
         found = [pool.find(name) for name in names]
@@ -115,8 +126,8 @@ class PageTables:
     def fit(self, slot: int, end: int, tokens: int, planned: list[int]) -> int:
         """Of `tokens` positions after the first `end`, how many there are pages for.
 
-        `planned` [G]: pages promised in this step already; those of the answer are added. `end` may lie beyond the row if
-        the pages up to it are promised too.
+        `planned` [G]: pages promised in this step already; those of the answer are added. `end` may lie
+        beyond the row if the pages up to it are promised too.
         """
         size = self.block_size
         have = [max(int(self.count[g, slot]), -(-end // size)) for g in range(len(self.pools))]
@@ -141,7 +152,9 @@ class PageTables:
                 self._tell(g, slot, count, pages)
 
     def crossing(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Which slots lack a page for the token at their position: bool [G, n] for slots and positions int [n]."""
+        """Which slots lack a page for the token at their position: bool [G, n] for slots and positions int
+        [n].
+        """
         return positions // self.block_size >= self.count[:, slots]
 
     def grow_crossing(self, slots: np.ndarray, crossing: np.ndarray) -> None:
@@ -161,12 +174,15 @@ class PageTables:
     def drop_unseen(self, slots: np.ndarray, positions: np.ndarray) -> None:
         """Gives back what window layers no longer see from the slots' next positions on (int [n] each).
 
-        To be called before the step's work is chosen: a page given back here may be written in this very step.
+        To be called before the step's work is chosen: a page given back here may be written in this very
+        step.
         """
         for g, window in enumerate(self.windows):
             if window is None:
                 continue
-            gone = np.minimum(np.maximum(positions - (window - 1), 0) // self.block_size, self.count[g, slots])
+            gone = np.minimum(
+                np.maximum(positions - (window - 1), 0) // self.block_size, self.count[g, slots]
+            )
             for i in np.flatnonzero(gone > self._gone[g, slots]):
                 slot = int(slots[i])
                 row = self.rows[slot][g]

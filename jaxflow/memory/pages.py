@@ -1,11 +1,12 @@
 """One layer group's KV pages, as the host sees them: who holds them, and which are kept for their content.
 
-A page is free, or referenced by one or more sequences, or cached: referenced by nobody, but its content has a name (a
-digest of all tokens up to its end, see `jaxflow.memory.prefix`) under which a later sequence may take it up again. Cached
-pages are as good as free: `allocate` evicts the one given back longest ago once the free ones are used up.
+A page is free, or referenced by one or more sequences, or cached: referenced by nobody, but its content has a
+name (a digest of all tokens up to its end, see `jaxflow.memory.prefix`) under which a later sequence may take
+it up again. Cached pages are as good as free: `allocate` evicts the one given back longest ago once the free
+ones are used up.
 
-The device runs steps in the order in which they were scheduled. So a page may be given back, and given to someone else,
-while a step that reads it is still running: what the new owner writes comes later.
+The device runs steps in the order in which they were scheduled. So a page may be given back, and given to
+someone else, while a step that reads it is still running: what the new owner writes comes later.
 """
 
 from collections import OrderedDict
@@ -19,11 +20,12 @@ class OutOfPages(RuntimeError):
 class PagePool:
     """Reference counts and the content index of pages 0..num_pages-1.
 
-    `keep`: whether pages that nobody references any more stay cached under their digest. Without it a page can be shared
-    only while somebody references it.
+    `keep`: whether pages that nobody references any more stay cached under their digest. Without it a page
+    can be shared only while somebody references it.
 
     Attributes:
-      newly_named: (page, digest) of what `register` named, in order, for who takes it from here; None: not written down.
+      newly_named: (page, digest) of what `register` named, in order, for who takes it from here; None: not
+      written down.
     """
 
     def __init__(self, num_pages: int, *, keep: bool = True):
@@ -85,7 +87,9 @@ class PagePool:
         return self._named.get(digest, -1)
 
     def register(self, page: int, digest: bytes) -> None:
-        """Names the content of a referenced page. The first page of a content keeps the name; a copy stays nameless."""
+        """Names the content of a referenced page. The first page of a content keeps the name; a copy stays
+        nameless.
+        """
         if digest not in self._named and self._digests[page] is None:
             self._named[digest] = page
             self._digests[page] = digest
@@ -94,7 +98,9 @@ class PagePool:
 
     def _evict(self, count: int) -> None:
         if count > len(self._cached):
-            raise OutOfPages(f"{count - len(self._cached)} pages more than the {self.num_pages} of the pool can give")
+            raise OutOfPages(
+                f"{count - len(self._cached)} pages more than the {self.num_pages} of the pool can give"
+            )
         for _ in range(count):
             page, _ = self._cached.popitem(last=False)
             self._forget(page)

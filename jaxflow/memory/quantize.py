@@ -1,7 +1,9 @@
-"""KV of 4 bits for the tiers beside the device: groups along the head width, each between its minimum and its maximum.
+"""KV of 4 bits for the tiers beside the device: groups along the head width, each between its minimum and its
+maximum.
 
-FlexGen's group quantisation (§5) in the format that weights of 4 bits have (`quantized.Int4`): two numbers a byte, a bfloat16 scale and
-zero for each group, 4.5 bits a number in groups of 64. All of it is `jnp`: it runs where its arrays lie, inside `jit` or not.
+FlexGen's group quantisation (§5) in the format that weights of 4 bits have (`quantized.Int4`): two numbers a
+byte, a bfloat16 scale and zero for each group, 4.5 bits a number in groups of 64. All of it is `jnp`: it runs
+where its arrays lie, inside `jit` or not.
 """
 
 import jax
@@ -13,7 +15,8 @@ from pallas_kernels.reference.int4 import dequantize_int4, quantize_int4
 
 
 def kv_group(head_dim: int) -> int:
-    """Numbers of a head that share a scale: 64, or where that does not cut H evenly, the most below 64 that does.
+    """Numbers of a head that share a scale: 64, or where that does not cut H evenly, the most below 64 that
+    does.
 
     Raises:
       ValueError: H is odd, and two numbers make a byte.
@@ -24,10 +27,11 @@ def kv_group(head_dim: int) -> int:
 
 
 def quantize_kv(x: Float[Array, "*M H"]) -> Int4:
-    """Keys or values, whatever their leading axes, as packed uint8 [..., H / 2], scale and zero bfloat16 [..., H / `kv_group(H)`].
+    """Keys or values, whatever their leading axes, as packed uint8 [..., H / 2], scale and zero bfloat16
+    [..., H / `kv_group(H)`].
 
-    A number comes back within half a level, a 30th of what its group spans, and what rounding the group's scale and minimum to
-    bfloat16 moves them. Equal numbers that bfloat16 has come back as they were.
+    A number comes back within half a level, a 30th of what its group spans, and what rounding the group's
+    scale and minimum to bfloat16 moves them. Equal numbers that bfloat16 has come back as they were.
 
     Raises:
       ValueError: H is odd.

@@ -1,16 +1,16 @@
 """Pages between device and pinned host memory, beside the steps: begun at once, never waited for.
 
-A copy is `jax.device_put` between memory kinds of one sharding, each shard to and from its own device's host memory. On a
-GPU that enqueues it on a stream beside the computation's, ordered behind what made its source, a gather for instance, and
-behind what was enqueued when it was begun. So it is begun by the engine's thread, before the step that it is to run beside:
-from a thread of its own it would come after that step was enqueued, and run a step later. That costs the engine some 20 us
-a page.
+A copy is `jax.device_put` between memory kinds of one sharding, each shard to and from its own device's host
+memory. On a GPU that enqueues it on a stream beside the computation's, ordered behind what made its source, a
+gather for instance, and behind what was enqueued when it was begun. So it is begun by the engine's thread,
+before the step that it is to run beside: from a thread of its own it would come after that step was enqueued,
+and run a step later. That costs the engine some 20 us a page.
 
-A call of `jax.device_put` looks at all of its arrays before it begins the first, 35 us each, so that 64 pages in one call leave
-the link idle for 2 ms of 12. And XLA deals copies of both directions out to four streams of a device in turn, each of which
-runs its own in order: pages up that were begun behind many down wait for them, though the link carries both. So a call
-begins a few pages (of a single one it takes four times the CPU), and some down take turns with some up: four at a time gave
-both directions most on an H200.
+A call of `jax.device_put` looks at all of its arrays before it begins the first, 35 us each, so that 64 pages
+in one call leave the link idle for 2 ms of 12. And XLA deals copies of both directions out to four streams of
+a device in turn, each of which runs its own in order: pages up that were begun behind many down wait for
+them, though the link carries both. So a call begins a few pages (of a single one it takes four times the
+CPU), and some down take turns with some up: four at a time gave both directions most on an H200.
 """
 
 import collections
@@ -46,7 +46,9 @@ class Channel:
 
     def __init__(self, sharding: NamedSharding):
         self.sharding, self.bytes = sharding, 0
-        self._flying: collections.deque[tuple[list[Any], list[Any] | None]] = collections.deque()  # tags, copies
+        self._flying: collections.deque[tuple[list[Any], list[Any] | None]] = (
+            collections.deque()
+        )  # tags, copies
         self._failed = False
 
     def copy(self, batch: Batch) -> None:
@@ -55,7 +57,9 @@ class Channel:
             self._flying.append(([tag for tag, _ in few], self._begin([array for _, array in few])))
 
     def done(self) -> list[tuple[Any, jax.Array | None]]:
-        """(tag, copy) of what has been copied since the last call, in the order of asking; None for what could not be."""
+        """(tag, copy) of what has been copied since the last call, in the order of asking; None for what
+        could not be.
+        """
         found: list[tuple[Any, jax.Array | None]] = []
         while self._flying:
             tags, copies = self._flying[0]
@@ -109,7 +113,9 @@ class Transfers:
 
     def copy(self, down: Batch, up: Batch) -> None:
         """Begins copies to the host and to the device, in turns."""
-        for to_host, to_device in itertools.zip_longest(itertools.batched(down, PAGES_A_CALL), itertools.batched(up, PAGES_A_CALL)):
+        for to_host, to_device in itertools.zip_longest(
+            itertools.batched(down, PAGES_A_CALL), itertools.batched(up, PAGES_A_CALL)
+        ):
             if to_host:
                 with jax.profiler.TraceAnnotation("store_kv"):
                     self.to_host.copy(to_host)

@@ -1,4 +1,6 @@
-"""The attention ops: decodes and prefill chunks of a token range over the paged cache, their outputs in one array."""
+"""The attention ops: decodes and prefill chunks of a token range over the paged cache, their outputs in one
+array.
+"""
 
 from typing import Any
 
@@ -31,9 +33,11 @@ def kv_scales(w: Weights) -> dict[str, Array]:
 
 
 def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int, op: str, kv: KV) -> Any:
-    """What the kernel of `op`, one of both attentions, is to do for tokens [start, stop) in every layer of this one's window.
+    """What the kernel of `op`, one of both attentions, is to do for tokens [start, stop) in every layer of
+    this one's window.
 
-    kv: of any layer, for its shapes. Returns the kernel's list of work and its rows of the page table, or None for nothing to do.
+    kv: of any layer, for its shapes. Returns the kernel's list of work and its rows of the page table, or
+    None for nothing to do.
     """
     keys = kv[0].values if isinstance(kv[0], Quantized) else kv[0]
     rows, lengths = batch.decode_rows(start, stop)
@@ -42,7 +46,9 @@ def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int
     _, kv_heads, _, h = keys.shape
     common = {"head_dim": h, "itemsize": keys.dtype.itemsize, "window": layer.window}
     if op == "chunk_attention":
-        return c.kernels.list_chunk_work(batch.chunks_in(start, stop), stop - start, **common), batch.page_table[c.group(layer)]
+        return c.kernels.list_chunk_work(
+            batch.chunks_in(start, stop), stop - start, **common
+        ), batch.page_table[c.group(layer)]
     group = c.config.num_heads // c.config.num_kv_heads
     listed = c.kernels.list_decode_work(lengths, kv_heads=kv_heads, group=group, sms=c.sms, **common)
     return listed, batch.page_table[c.group(layer), rows]
@@ -60,16 +66,20 @@ def decode_attention(
     prefilled: Float[Array, "t N H"] | None = None,
     work: Any = None,
 ) -> Float[Array, "b N H"]:
-    """Attention of the decode tokens of [start, stop), 0 at the others; of no tokens at all (b = 0, else t) where none could decode.
+    """Attention of the decode tokens of [start, stop), 0 at the others; of no tokens at all (b = 0, else t)
+    where none could decode.
 
-    prefilled: what `chunk_attention` made of the same tokens; the result is then both's. work: of `attention_work`.
+    prefilled: what `chunk_attention` made of the same tokens; the result is then both's. work: of
+    `attention_work`.
     """
     rows, lengths = batch.decode_rows(start, stop)
     if rows.start == rows.stop:  # the range lies beyond any decode
         return q[:0] if prefilled is None else prefilled
     listed, table = work or (None, batch.page_table[c.group(layer), rows])
     pages, settings = _attention(c, layer, w, kv)
-    into = prefilled if batch.chunks.shape[0] else None  # where nobody prefills, 0 is what the kernel gives all others
+    into = (
+        prefilled if batch.chunks.shape[0] else None
+    )  # where nobody prefills, 0 is what the kernel gives all others
     return c.kernels.decode_attention(q, *pages, table, lengths, into=into, work=listed, **settings)
 
 
@@ -93,17 +103,25 @@ def chunk_attention(
 
 
 def merge_heads(
-    is_decode: Bool[Array, " t"], decoded: Float[Array, "b N H"], prefilled: Float[Array, "t N H"], *, in_place: bool = True
+    is_decode: Bool[Array, " t"],
+    decoded: Float[Array, "b N H"],
+    prefilled: Float[Array, "t N H"],
+    *,
+    in_place: bool = True,
 ) -> Float[Array, "t N H"]:
-    """Each token's heads from the attention that computed them, where `decode_attention` did not write them beside the others'.
+    """Each token's heads from the attention that computed them, where `decode_attention` did not write them
+    beside the others'.
 
-    in_place: only the rows that could decode are read and written; else all rows are, in one pass, which a side stream needs.
+    in_place: only the rows that could decode are read and written; else all rows are, in one pass, which a
+    side stream needs.
     """
     rows, t = decoded.shape[0], prefilled.shape[0]
     if not rows:
         return prefilled
     if not in_place:
-        return jnp.where(is_decode[:, None, None], jnp.pad(decoded, ((0, t - rows), (0, 0), (0, 0))), prefilled)
+        return jnp.where(
+            is_decode[:, None, None], jnp.pad(decoded, ((0, t - rows), (0, 0), (0, 0))), prefilled
+        )
     # Not by `.at[:rows].set`: two such scatters under shard_map crash XLA's CPU compiler (jaxlib 0.11.2).
     merged = jnp.where(is_decode[:rows, None, None], decoded, prefilled[:rows])
     return lax.dynamic_update_slice_in_dim(prefilled, merged, 0, axis=0)

@@ -1,6 +1,7 @@
 """The tokens of one step as the device sees them: fixed shapes, counts as data.
 
-Decode tokens come first (token i is row i), prefill chunks follow, padding is last. A row is one sequence of the step.
+Decode tokens come first (token i is row i), prefill chunks follow, padding is last. A row is one sequence of
+the step.
 """
 
 import flax.struct
@@ -14,7 +15,9 @@ class Batch:
 
     token_ids: Int[Array, " T"]
     positions: Int[Array, " T"]
-    slots: Int[Array, "G T"]  # flat place of the token in its group's pages: page · S + place; outside for padding
+    slots: Int[
+        Array, "G T"
+    ]  # flat place of the token in its group's pages: page · S + place; outside for padding
     page_table: Int[Array, "G R MP"]
     lengths: Int[Array, " R"]  # keys of the row once this step's are appended; 0 for rows that are not there
     num_decodes: Int[Array, ""]
@@ -36,7 +39,9 @@ class Batch:
         return rows, jnp.where(index < self.num_decodes, self.lengths[rows], 0)
 
     def chunks_in(self, start: int, stop: int) -> Int[Array, "C 4"]:
-        """The chunks within [start, stop), counted from `start`. No chunk crosses a border that a plan cuts at."""
+        """The chunks within [start, stop), counted from `start`. No chunk crosses a border that a plan cuts
+        at.
+        """
         first, tokens = self.chunks[:, 0], self.chunks[:, 1]
         inside = (first >= start) & (first < stop)
         return self.chunks.at[:, 0].add(-start).at[:, 1].set(jnp.where(inside, tokens, 0)) * inside[:, None]
@@ -46,7 +51,9 @@ class Batch:
         return jnp.arange(start, stop) < self.num_decodes
 
 
-def cache_slots(page_table: Int[Array, "G R MP"], rows: Int[Array, " T"], positions: Int[Array, " T"], page_size: int) -> Int[Array, "G T"]:
+def cache_slots(
+    page_table: Int[Array, "G R MP"], rows: Int[Array, " T"], positions: Int[Array, " T"], page_size: int
+) -> Int[Array, "G T"]:
     """Flat place of each token in the pages; tokens of row -1 (padding) get a place outside any cache."""
     safe = jnp.maximum(rows, 0)
     pages = page_table[:, safe, positions // page_size]

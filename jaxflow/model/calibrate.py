@@ -1,9 +1,11 @@
-"""Runs text through a model and writes how its softmax inputs are distributed (FlashDecoding++Next §3, Fig. 5).
+"""Runs text through a model and writes how its softmax inputs are distributed (FlashDecoding++Next §3, Fig.
+5).
 
 python -m jaxflow.model.calibrate MODEL --text FILE      (or --tokens FILE.npy, token ids [windows, tokens])
 
-The result says, for each layer, φ and its bound, and whether the model qualifies for a unified maximum; OPT does not. It is
-written beside the model, where an engine finds it by itself, or to --output, for `--calibration`.
+The result says, for each layer, φ and its bound, and whether the model qualifies for a unified maximum; OPT
+does not. It is written beside the model, where an engine finds it by itself, or to --output, for
+`--calibration`.
 """
 
 import argparse
@@ -35,7 +37,10 @@ from jaxflow.text.vocabulary import TokenizerError
 from pallas_kernels import reference
 from pallas_kernels.kernel_set import REFERENCE
 
-_STEPS_A_UNIT, _REACH = 8, 1024  # scores are counted in steps of 1/8 from -1024 to 1024; what is beyond counts as the end
+_STEPS_A_UNIT, _REACH = (
+    8,
+    1024,
+)  # scores are counted in steps of 1/8 from -1024 to 1024; what is beyond counts as the end
 _CENTRE = 0.9999  # of all scores, the paper's figure
 
 
@@ -47,7 +52,9 @@ class Counts:
     tops: np.ndarray
 
 
-def softmax_range(name: str, config: ModelConfig, weights: dict[str, Any], windows: np.ndarray, *, progress: bool = False) -> SoftmaxRange:
+def softmax_range(
+    name: str, config: ModelConfig, weights: dict[str, Any], windows: np.ndarray, *, progress: bool = False
+) -> SoftmaxRange:
     """What the scores of each layer are over `windows`, token ids [W, N], each a text of its own.
 
     Raises: ConfigError for no tokens at all, of which nothing can be counted.
@@ -66,8 +73,12 @@ def softmax_range(name: str, config: ModelConfig, weights: dict[str, Any], windo
     return SoftmaxRange(VERSION, name, shape, all(layer.qualifies for layer in layers), layers)
 
 
-def _observe(config: ModelConfig, weights: dict[str, Any], window: Int[Array, " n"]) -> list[tuple[Array, Array]]:
-    """Each layer's counts of one text, by the plain forward with an attention that counts: one prefill chunk, one page."""
+def _observe(
+    config: ModelConfig, weights: dict[str, Any], window: Int[Array, " n"]
+) -> list[tuple[Array, Array]]:
+    """Each layer's counts of one text, by the plain forward with an attention that counts: one prefill chunk,
+    one page.
+    """
     n, seen = len(window), []
 
     def chunk_attention(q: Array, k: Array, v: Array, table: Array, chunks: Array, **settings: Any) -> Array:
@@ -77,7 +88,9 @@ def _observe(config: ModelConfig, weights: dict[str, Any], window: Int[Array, " 
     def decode_attention(*_: Any, into: Array, **__: Any) -> Array:
         return into
 
-    kernels = dataclasses.replace(REFERENCE, name="observed", chunk_attention=chunk_attention, decode_attention=decode_attention)
+    kernels = dataclasses.replace(
+        REFERENCE, name="observed", chunk_attention=chunk_attention, decode_attention=decode_attention
+    )
     groups, dtype = len(config.windows), weights["embed"].dtype
     batch = Batch(
         token_ids=window,
@@ -95,7 +108,11 @@ def _observe(config: ModelConfig, weights: dict[str, Any], window: Int[Array, " 
 
 
 def _count(
-    q: Float[Array, "T N H"], k: Float[Array, "K T H"], scale: float, window: int | None, soft_cap: float | None
+    q: Float[Array, "T N H"],
+    k: Float[Array, "K T H"],
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
 ) -> tuple[Array, Array]:
     """(scores, rows' maxima) by step, int32, of the keys that each token sees."""
     t, _, h = q.shape
@@ -141,7 +158,9 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def load_tokens(path: str | Path) -> np.ndarray:
-    """The array of a .npy file of token ids. Raises: ConfigError for what is no such file; OSError for one that cannot be read."""
+    """The array of a .npy file of token ids. Raises: ConfigError for what is no such file; OSError for one
+    that cannot be read.
+    """
     accepted = "a .npy file of token ids [windows, tokens], at least one window of two"
     try:
         found = np.load(path)
@@ -163,7 +182,11 @@ def _read_text(path: Path) -> str:
 
 def _load_windows(options: argparse.Namespace, checkpoint: Checkpoint) -> np.ndarray:
     length = min(options.window, checkpoint.model_config.max_position)
-    windows = text_windows(checkpoint, _read_text(options.text), length) if options.text else load_tokens(options.tokens)
+    windows = (
+        text_windows(checkpoint, _read_text(options.text), length)
+        if options.text
+        else load_tokens(options.tokens)
+    )
     last = checkpoint.model_config.vocab_size - 1
     for token in (int(windows.min()), int(windows.max())):
         if not 0 <= token <= last:
@@ -181,14 +204,25 @@ def _lines(found: SoftmaxRange) -> Iterable[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxflow.model.calibrate", description="How a model's softmax inputs are distributed.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxflow.model.calibrate", description="How a model's softmax inputs are distributed."
+    )
     parser.add_argument("model", metavar="MODEL", help="a folder, a .gguf file or a hub id")
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--text", type=Path, help="a file of text")
     given.add_argument("--tokens", type=Path, help="a .npy file of token ids [windows, tokens]")
-    parser.add_argument("--window", type=int, default=512, help="tokens that are read together (default: %(default)s)")
-    parser.add_argument("--windows", type=int, default=64, help="how many windows at most (default: %(default)s)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="of the forward (default: %(default)s)")
+    parser.add_argument(
+        "--window", type=int, default=512, help="tokens that are read together (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--windows", type=int, default=64, help="how many windows at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="float32",
+        help="of the forward (default: %(default)s)",
+    )
     parser.add_argument("--output", type=Path, help="where to write; default: beside the model")
     options = parser.parse_args(arguments)
     choose_platform()
@@ -196,11 +230,15 @@ def main(arguments: list[str] | None = None) -> int:
         _check(options)
         checkpoint = open_checkpoint(options.model)
         if checkpoint.source is None:
-            raise ConfigError("model", options.model, "a model with weights: random ones have nothing to find")
+            raise ConfigError(
+                "model", options.model, "a model with weights: random ones have nothing to find"
+            )
         path = options.output or path_beside(checkpoint.source.path)
         check_output("output", str(path))  # before the model has run
         windows = _load_windows(options, checkpoint)
-        found = softmax_range(checkpoint.name, checkpoint.model_config, checkpoint.load(options.dtype), windows, progress=True)
+        found = softmax_range(
+            checkpoint.name, checkpoint.model_config, checkpoint.load(options.dtype), windows, progress=True
+        )
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     except (CheckpointError, ConfigError, TokenizerError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

@@ -3,7 +3,8 @@
     checkpoint = open_checkpoint("path/to/folder")
     weights = checkpoint.load(jnp.bfloat16, mesh)
 
-`python -m jaxflow.model.checkpoint convert SRC DST` writes JaxFlow's own checkpoint (`jaxflow.model.orbax_file`).
+`python -m jaxflow.model.checkpoint convert SRC DST` writes JaxFlow's own checkpoint
+(`jaxflow.model.orbax_file`).
 """
 
 import argparse
@@ -44,7 +45,13 @@ __all__ = ["Checkpoint", "CheckpointError", "convert", "open_checkpoint", "shipp
 CONFIGS = Path(__file__).parent / "configs"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "tokenizer.model",
+    ),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 _GGUF_TOKENIZER = "tokenizer.gguf"
@@ -72,15 +79,17 @@ class Checkpoint:
         quantization: str | None = None,
         kv_scales: bool = False,
     ) -> Weights:
-        """The weights as `jaxflow.model.weights` lays them out for the mesh, on its devices; without one, on the default device.
+        """The weights as `jaxflow.model.weights` lays them out for the mesh, on its devices; without one, on
+        the default device.
 
-        One tensor at a time goes from the file through host memory to its device buffer, and is quantised there if that
-        is asked: there are never two copies of the model. Over a second, `progress` shows a bar.
+        One tensor at a time goes from the file through host memory to its device buffer, and is quantised
+        there if that is asked: there are never two copies of the model. Over a second, `progress` shows a
+        bar.
 
         Args:
           seed: of dummy weights alone.
-          quantization: of matrices, fp8 or int4; None: as published. Asked for fp8, a checkpoint of it keeps its wide matrices wide.
-          kv_scales: the scales of an e4m3 cache: the checkpoint's, or 1.
+          quantization: of matrices, fp8 or int4; None: as published. Asked for fp8, a checkpoint of it keeps
+          its wide matrices wide. kv_scales: the scales of an e4m3 cache: the checkpoint's, or 1.
 
         Raises:
           CheckpointError: tensors missing, unexpected or misshapen (by name), files damaged.
@@ -93,19 +102,32 @@ class Checkpoint:
         if self.source is None:
             return dummy_weights(self.model_config, dtype, mesh, seed, **options)
         tree = leaves(self.model_config, devices, **options)
-        with tqdm(total=len(jax.tree.leaves(tree)), desc="Loading weights", unit="array", delay=1, disable=not progress) as bar:
+        with tqdm(
+            total=len(jax.tree.leaves(tree)),
+            desc="Loading weights",
+            unit="array",
+            delay=1,
+            disable=not progress,
+        ) as bar:
             if isinstance(self.source, orbax_file.OrbaxFolder):
                 return self.source.load(self.model_config, dtype, mesh, bar.update, **options)
             _check(self.source, self.model_config)
             return _load(self.source, self.model_config, tree, dtype, mesh, bar.update)
 
-    def stream(self, dtype: Any, mesh: Mesh | None = None, *, seed: int = 0, quantization: str | None = None) -> Iterator[Weights]:
-        """`load` a group at a time: what is in no layer, then each layer. Only the last one's arrays are kept here.
+    def stream(
+        self, dtype: Any, mesh: Mesh | None = None, *, seed: int = 0, quantization: str | None = None
+    ) -> Iterator[Weights]:
+        """`load` a group at a time: what is in no layer, then each layer. Only the last one's arrays are kept
+        here.
 
         Raises: CheckpointError. ConfigError for a checkpoint published in 8 bits.
         """
         if self.quantization is not None:
-            raise ConfigError("quantization", self.quantization, "a checkpoint of wide weights, which are kept or turned to 4 bits")
+            raise ConfigError(
+                "quantization",
+                self.quantization,
+                "a checkpoint of wide weights, which are kept or turned to 4 bits",
+            )
         config, source, options = self.model_config, self.source, {"quantization": quantization}
         if source is None:
             yield from dummy_groups(config, jnp.dtype(dtype), mesh, seed, quantization=quantization)
@@ -118,7 +140,12 @@ class Checkpoint:
 
 
 def _load(
-    source: TensorSource, config: ModelConfig, tree: Weights, dtype: Any, mesh: Mesh | None, progress: Callable[[int], object]
+    source: TensorSource,
+    config: ModelConfig,
+    tree: Weights,
+    dtype: Any,
+    mesh: Mesh | None,
+    progress: Callable[[int], object],
 ) -> Weights:
     in_flight: list[Any] = []
 
@@ -127,11 +154,17 @@ def _load(
 
     def make(leaf: Leaf) -> Any:
         if leaf.key in ("k_scale", "v_scale"):
-            return put(assemble(leaf, functools.partial(_kv_scale, source, config.num_kv_heads), np.float32), leaf.spec)
+            return put(
+                assemble(leaf, functools.partial(_kv_scale, source, config.num_kv_heads), np.float32),
+                leaf.spec,
+            )
         if leaf.scale is not None and isinstance(source, Fp8Tensors):
             if all(source.is_e4m3(piece.name) for piece in leaf.pieces):
                 values = assemble(leaf, source.stored, jnp.float8_e4m3fn)
-                return Quantized(put(values, leaf.specs.values), put(assemble(leaf.scale, source.row_scale, np.float32), leaf.specs.scale))
+                return Quantized(
+                    put(values, leaf.specs.values),
+                    put(assemble(leaf.scale, source.row_scale, np.float32), leaf.specs.scale),
+                )
             leaf = dataclasses.replace(leaf, quantization=None, scale=None)
         array = put(assemble(leaf, source.read, dtype), leaf.spec)
         return array if leaf.quantization is None else quantize_leaf(leaf, array, mesh)
@@ -154,9 +187,17 @@ def _kv_scale(source: TensorSource, heads: int, name: str) -> np.ndarray:
 def _check(source: TensorSource, config: ModelConfig) -> None:
     """Just the tensors the model needs, but for frequencies that old files store, and a copy of a tied head."""
     tied = config.tie_word_embeddings and "lm_head.weight" in source.shapes
-    check_tensors(source, tensors(config), lambda name: name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"))
-    if tied and not np.array_equal(source.read("lm_head.weight"), source.read(leaves(config)["embed"].pieces[0].name)):
-        raise CheckpointError(f"{source.path}: lm_head.weight differs from the embeddings that tie_word_embeddings says it is")
+    check_tensors(
+        source,
+        tensors(config),
+        lambda name: name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"),
+    )
+    if tied and not np.array_equal(
+        source.read("lm_head.weight"), source.read(leaves(config)["embed"].pieces[0].name)
+    ):
+        raise CheckpointError(
+            f"{source.path}: lm_head.weight differs from the embeddings that tie_word_embeddings says it is"
+        )
 
 
 def shipped_configs() -> list[str]:
@@ -165,7 +206,8 @@ def shipped_configs() -> list[str]:
 
 
 def open_checkpoint(model: str, *, load_format: str = "auto") -> Checkpoint:
-    """Finds a model: a folder (Hugging Face's or converted), a .gguf file or a hub id; for dummies also a config.json or shipped name.
+    """Finds a model: a folder (Hugging Face's or converted), a .gguf file or a hub id; for dummies also a
+    config.json or shipped name.
 
     Raises:
       CheckpointError: nothing there, not readable, damaged, or without weights; it names the file.
@@ -180,12 +222,18 @@ def open_checkpoint(model: str, *, load_format: str = "auto") -> Checkpoint:
         opened = _open_folder(path, path.resolve().name, dummy)
     elif model in shipped_configs():
         if not dummy:
-            raise CheckpointError(f"{model}: a shipped config has no weights; an engine makes random ones with load_format=dummy")
+            raise CheckpointError(
+                f"{model}: a shipped config has no weights; an engine makes random ones with "
+                f"load_format=dummy"
+            )
         opened = _from_config(CONFIGS / f"{model}.json", model)
     elif _HUB_ID.fullmatch(model):
         opened = _open_folder(download(model, weights=not dummy), model, dummy)
     else:
-        raise CheckpointError(f"{model}: no such folder or file, no hub id (owner/name), and not one of {', '.join(shipped_configs())}")
+        raise CheckpointError(
+            f"{model}: no such folder or file, no hub id (owner/name), and not one of "
+            f"{', '.join(shipped_configs())}"
+        )
     return dataclasses.replace(opened, source=None) if dummy else opened
 
 
@@ -196,10 +244,15 @@ def _open_file(path: Path, dummy: bool) -> Checkpoint:
     if path.suffix == ".json" and dummy:
         return _from_config(path, path.resolve().parent.name)
     if path.suffix == ".json":
-        raise CheckpointError(f"{path}: a config has no weights; give its folder; an engine makes random ones with load_format=dummy")
+        raise CheckpointError(
+            f"{path}: a config has no weights; give its folder; an engine makes random ones with "
+            f"load_format=dummy"
+        )
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: give the folder, which has the config.json too")
-    raise CheckpointError(f"{path}: neither a .gguf file nor a folder; pickled weights (.bin, .pt) are never read")
+    raise CheckpointError(
+        f"{path}: neither a .gguf file nor a folder; pickled weights (.bin, .pt) are never read"
+    )
 
 
 def _open_folder(folder: Path, name: str, dummy: bool) -> Checkpoint:
@@ -234,17 +287,30 @@ def _from_config(path: Path, name: str) -> Checkpoint:
 
 
 def _tokenizer(folder: Path) -> Path | None:
-    return folder if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")) else None
+    return (
+        folder
+        if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+        else None
+    )
 
 
-def _checkpoint(name: str, config: ModelConfig, tokenizer: Path | None, settings: dict[str, Any], source: Any) -> Checkpoint:
+def _checkpoint(
+    name: str, config: ModelConfig, tokenizer: Path | None, settings: dict[str, Any], source: Any
+) -> Checkpoint:
     """The end tokens are those of both, the generation settings' first."""
     eos = tuple(dict.fromkeys((*settings.get("eos_token_ids", ()), *config.eos_token_ids)))
-    return Checkpoint(name, dataclasses.replace(config, eos_token_ids=eos), tokenizer, settings | {"eos_token_ids": eos}, source)
+    return Checkpoint(
+        name,
+        dataclasses.replace(config, eos_token_ids=eos),
+        tokenizer,
+        settings | {"eos_token_ids": eos},
+        source,
+    )
 
 
 def convert(source: str, target: str | Path, dtype: str = "bfloat16") -> None:
-    """Writes the model `source` (whatever `open_checkpoint` opens) as JaxFlow's own checkpoint, in a new folder.
+    """Writes the model `source` (whatever `open_checkpoint` opens) as JaxFlow's own checkpoint, in a new
+    folder.
 
     Raises:
       CheckpointError: the source cannot be read, or the target is there already.
@@ -254,7 +320,9 @@ def convert(source: str, target: str | Path, dtype: str = "bfloat16") -> None:
     if tensor_source is None or isinstance(tensor_source, orbax_file.OrbaxFolder):
         raise CheckpointError(f"{source}: is converted already")
     if opened.quantization is not None:
-        raise CheckpointError(f"{source}: is published in e4m3, which loads as it is; convert takes wide weights")
+        raise CheckpointError(
+            f"{source}: is published in e4m3, which loads as it is; convert takes wide weights"
+        )
     _check(tensor_source, opened.model_config)
     settings = {key: value for key, value in opened.generation_config.items() if key != "eos_token_ids"}
     header = orbax_file.Header(orbax_file.VERSION, opened.name, dtype, opened.model_config, settings)
@@ -280,17 +348,30 @@ def convert(source: str, target: str | Path, dtype: str = "bfloat16") -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxflow.model.checkpoint", description="Converts checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxflow.model.checkpoint", description="Converts checkpoints."
+    )
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("convert", help="write a model as JaxFlow's own checkpoint, which loads straight to its shards")
+    command = commands.add_parser(
+        "convert", help="write a model as JaxFlow's own checkpoint, which loads straight to its shards"
+    )
     command.add_argument("source", metavar="SRC", help="a Hugging Face folder, a .gguf file or a hub id")
     command.add_argument("target", metavar="DST", help="the folder to make")
-    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="what to store (default: %(default)s)")
+    command.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="what to store (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     choose_platform()
     try:
         convert(options.source, options.target, options.dtype)
-    except (CheckpointError, ConfigError, OSError) as error:  # OSError: a folder that cannot be made, a disk that is full
+    except (
+        CheckpointError,
+        ConfigError,
+        OSError,
+    ) as error:  # OSError: a folder that cannot be made, a disk that is full
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     print(f"{options.target}: written, {options.dtype}")

@@ -4,7 +4,9 @@ import dataclasses
 import math
 from typing import Literal
 
-Count = Literal["step", "tokens", "samples", "decode_tokens", "decode_keys", "chunk_tokens", "chunk_keys", "chunk_pairs"]
+Count = Literal[
+    "step", "tokens", "samples", "decode_tokens", "decode_keys", "chunk_tokens", "chunk_keys", "chunk_pairs"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +55,11 @@ class Composition:
 
     @classmethod
     def steady_state(cls, tokens: float, prompt_tokens: float, output_tokens: float) -> "Composition":
-        """The average step of `tokens` tokens while requests of p prompt and d output tokens come and go (NanoFlow §3.1).
+        """The average step of `tokens` tokens while requests of p prompt and d output tokens come and go
+        (NanoFlow §3.1).
 
-        A share d / (p + d) of the tokens decodes, at p + (d + 1) / 2 keys; prompt tokens see (p + 1) / 2 keys each.
+        A share d / (p + d) of the tokens decodes, at p + (d + 1) / 2 keys; prompt tokens see (p + 1) / 2 keys
+        each.
         """
         p, d = prompt_tokens, output_tokens
         decoding = tokens * d / (p + d)

@@ -14,8 +14,9 @@ KV = tuple[Any, Any]  # keys and values of a layer, in one of the forms of `jaxf
 class Context:
     """What is fixed for a compiled step. `axis` is the tensor-parallel mesh axis inside `shard_map`, or None.
 
-    sms: how many SMs products, attention, norms and quantising may occupy, where a plan shares the device between ops; None: all.
-    copies: of two or four devices, whether sums are sent by the copy engines (`jaxflow.model.exchange`).
+    sms: how many SMs products, attention, norms and quantising may occupy, where a plan shares the device
+    between ops; None: all. copies: of two or four devices, whether sums are sent by the copy engines
+    (`jaxflow.model.exchange`).
     """
 
     config: ModelConfig

@@ -1,7 +1,7 @@
 """How long work must take on a device: NanoFlow's cost model (§3.2, Eq. 1-5) and a roofline for each op.
 
-`DEVICES` holds a datasheet beside what was measured there. Ceilings that were measured are those of sustained work on
-random data: a card at its power cap does not reach its datasheet.
+`DEVICES` holds a datasheet beside what was measured there. Ceilings that were measured are those of sustained
+work on random data: a card at its power cap does not reach its datasheet.
 """
 
 import collections
@@ -31,7 +31,8 @@ class Rates:
 class Device:
     """One accelerator. `measured` is None where nobody has measured; then the datasheet is all there is.
 
-    sms: its streaming multiprocessors. compute_capability: CUDA's, by which kernels are chosen (`pallas_kernels.kernel_set`).
+    sms: its streaming multiprocessors. compute_capability: CUDA's, by which kernels are chosen
+    (`pallas_kernels.kernel_set`).
     """
 
     name: str
@@ -67,8 +68,9 @@ DEVICES = {
             Rates(_flops(280), 2.0 * TERA, 300 * GIGA),
         ),
         Device("H100", 80 * GIGA, 132, "9.0", Rates(_flops(989, 1979, 494), 3.35 * TERA, 450 * GIGA)),
-        # Measured: chains of products in bf16, Llama-3.1-8B's layers in fp8 (XLA, 8,192 rows), decode attention, an all-reduce of 134 MB
-        # over four devices. Single fp8 products in windows of a tenth of a second are faster: no ceiling of a step's (docs/cost-model.md).
+        # Measured: chains of products in bf16, Llama-3.1-8B's layers in fp8 (XLA, 8,192 rows), decode
+        # attention, an all-reduce of 134 MB over four devices. Single fp8 products in windows of a tenth of a
+        # second are faster: no ceiling of a step's (docs/cost-model.md).
         Device(
             "H200",
             141 * GIGA,
@@ -85,7 +87,9 @@ DEVICES = {
 
 
 def find_device(kind: str) -> Device | None:
-    """The device that a driver calls `kind` ("NVIDIA H200", "NVIDIA A100-SXM4-80GB"); None if it is not in the table."""
+    """The device that a driver calls `kind` ("NVIDIA H200", "NVIDIA A100-SXM4-80GB"); None if it is not in
+    the table.
+    """
     words = set(re.split(r"[^A-Za-z0-9]+", kind))
     fitting = [name for name in DEVICES if set(re.split(r"[^A-Za-z0-9]+", name)) <= words]
     return DEVICES[fitting[0]] if fitting else None
@@ -101,8 +105,12 @@ def compute_time_s(dense_tokens: float, parameters: float, flops_per_s: float) -
     return 2 * dense_tokens * parameters / flops_per_s
 
 
-def network_time_s(devices: int, dense_tokens: float, hidden: int, element_bytes: float, layers: int, bytes_per_s: float) -> float:
-    """Eq. 3: two all-reduces a layer move the activations four times. `bytes_per_s` is of all devices together."""
+def network_time_s(
+    devices: int, dense_tokens: float, hidden: int, element_bytes: float, layers: int, bytes_per_s: float
+) -> float:
+    """Eq. 3: two all-reduces a layer move the activations four times. `bytes_per_s` is of all devices
+    together.
+    """
     return 4 * devices * dense_tokens * hidden * element_bytes * layers / bytes_per_s
 
 
@@ -114,8 +122,8 @@ def optimal_throughput(flops_per_s: float, parameters: float) -> float:
 def dense_parameters(config: ModelConfig, sampled: float = 1.0) -> float:
     """P_Model of Eq. 2, exactly: the weight elements ΣNₘKₘ that one token meets.
 
-    The embedding table is looked up, not multiplied; of a mixture's experts a token meets only those it chooses; and
-    only a share `sampled` of the tokens (outputs, not prompts) meets the head.
+    The embedding table is looked up, not multiplied; of a mixture's experts a token meets only those it
+    chooses; and only a share `sampled` of the tokens (outputs, not prompts) meets the head.
     """
     graph = model_graph(config)
     step = Composition(decode_tokens=1, decode_keys=1, samples=sampled)
@@ -136,7 +144,9 @@ class Times:
         return max(self.compute_s, self.memory_s, self.network_s)
 
     def __add__(self, other: "Times") -> "Times":
-        return Times(self.compute_s + other.compute_s, self.memory_s + other.memory_s, self.network_s + other.network_s)
+        return Times(
+            self.compute_s + other.compute_s, self.memory_s + other.memory_s, self.network_s + other.network_s
+        )
 
     def __mul__(self, factor: float) -> "Times":
         return Times(self.compute_s * factor, self.memory_s * factor, self.network_s * factor)
@@ -151,10 +161,14 @@ def work_times(work: Work, rates: Rates, dtype: str = "bfloat16") -> Times:
     )
 
 
-def op_times(op: Op, step: Composition, rates: Rates, dtype: str = "bfloat16", tile_rows: int | None = None) -> Times:
-    """The times of an op. With `tile_rows`, a dense product computes whole tiles of so many rows (SARATHI §4.4).
+def op_times(
+    op: Op, step: Composition, rates: Rates, dtype: str = "bfloat16", tile_rows: int | None = None
+) -> Times:
+    """The times of an op. With `tile_rows`, a dense product computes whole tiles of so many rows (SARATHI
+    §4.4).
 
-    dtype: of the products; float8_e4m3fn is that of a layer's four alone, all else of such a model is bfloat16.
+    dtype: of the products; float8_e4m3fn is that of a layer's four alone, all else of such a model is
+    bfloat16.
     """
     if dtype == "float8_e4m3fn" and op.name not in FP8_PRODUCTS:
         dtype = "bfloat16"
@@ -162,19 +176,24 @@ def op_times(op: Op, step: Composition, rates: Rates, dtype: str = "bfloat16", t
     rows = op.rows(step)
     if not rows or tile_rows is None:
         return times
-    return dataclasses.replace(times, compute_s=times.compute_s * math.ceil(rows / tile_rows) * tile_rows / rows)
+    return dataclasses.replace(
+        times, compute_s=times.compute_s * math.ceil(rows / tile_rows) * tile_rows / rows
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """`sequential_s`: op after op, each bound by its own resource. `resources`: their sums, if ops could overlap at will; the longest
-    is what perfect overlap would take (NanoFlow §3.7)."""
+    """`sequential_s`: op after op, each bound by its own resource. `resources`: their sums, if ops could
+    overlap at will; the longest is what perfect overlap would take (NanoFlow §3.7).
+    """
 
     sequential_s: float
     resources: Times
 
 
-def step_timer(graph: Graph, rates: Rates, dtype: str = "bfloat16", tile_rows: int | None = None) -> Callable[[Composition], StepTimes]:
+def step_timer(
+    graph: Graph, rates: Rates, dtype: str = "bfloat16", tile_rows: int | None = None
+) -> Callable[[Composition], StepTimes]:
     """A function from a step's composition to its times; equal ops of many layers are counted once."""
     repeated = tuple(collections.Counter(graph.ops()).items())
 

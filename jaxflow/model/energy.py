@@ -1,9 +1,10 @@
 """The fourth resource: on a card at its power cap a step cannot run faster than its joules allow.
 
-NanoFlow's cost model knows compute, memory and network. A card that reaches its power cap lowers its clock until the work
-fits, so time is also bound by energy: with E joules of work beside an idle power of P_idle, T >= E / (P_cap - P_idle). A
-joule count is a function of the clock, since a lower clock goes with a lower voltage: the same work spread over more time
-costs less. So the bound is the best clock's: fast clocks run out of watts, slow ones of clock cycles.
+NanoFlow's cost model knows compute, memory and network. A card that reaches its power cap lowers its clock
+until the work fits, so time is also bound by energy: with E joules of work beside an idle power of P_idle, T
+>= E / (P_cap - P_idle). A joule count is a function of the clock, since a lower clock goes with a lower
+voltage: the same work spread over more time costs less. So the bound is the best clock's: fast clocks run out
+of watts, slow ones of clock cycles.
 """
 
 import dataclasses
@@ -22,7 +23,9 @@ _CLOCKS = 200  # between the lowest and the highest, for the search of the best
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Joules of a unit of work as a function of the clock: `joules · (fixed + (1 - fixed) · (clock / highest clock)²)`."""
+    """Joules of a unit of work as a function of the clock: `joules · (fixed + (1 - fixed) · (clock / highest
+    clock)²)`.
+    """
 
     joules: float  # at the highest clock
     fixed: float  # share that does not fall with the clock, 0..1
@@ -36,10 +39,11 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Power(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What work costs on one device. None of the sustained runs, nor of four profiles' entries, needed less than the constants say.
+    """What work costs on one device. None of the sustained runs, nor of four profiles' entries, needed less
+    than the constants say.
 
-    A fifth profile and windows of a tenth of a second do not tell joules that well: a sensor's watts are up to a quarter apart for one
-    product, and the counter tells a few steps of 0.4 s (docs/cost-model.md).
+    A fifth profile and windows of a tenth of a second do not tell joules that well: a sensor's watts are up
+    to a quarter apart for one product, and the counter tells a few steps of 0.4 s (docs/cost-model.md).
     """
 
     schema_version: int
@@ -59,7 +63,9 @@ class Power(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Seconds below which no implementation of some work can fall, by resource. `clock_hz`: the best clock for its joules."""
+    """Seconds below which no implementation of some work can fall, by resource. `clock_hz`: the best clock
+    for its joules.
+    """
 
     compute_s: float
     memory_s: float
@@ -74,15 +80,20 @@ class Bound:
     @property
     def binding(self) -> str:
         """The resource that decides: compute, memory, network or energy."""
-        times = {"compute": self.compute_s, "memory": self.memory_s, "network": self.network_s, "energy": self.energy_s}
+        times = {
+            "compute": self.compute_s,
+            "memory": self.memory_s,
+            "network": self.network_s,
+            "energy": self.energy_s,
+        }
         return max(times, key=times.__getitem__)
 
 
 def bound(work: Work, device: Device, power: Power, dtype: str = "bfloat16") -> Bound:
     """The four times of some work on one device.
 
-    Compute is at the tensor cores' peak and highest clock, memory and network at the datasheet's rates. Energy is at the best
-    clock, where the time that the watts allow meets the time that the cycles take.
+    Compute is at the tensor cores' peak and highest clock, memory and network at the datasheet's rates.
+    Energy is at the best clock, where the time that the watts allow meets the time that the cycles take.
     """
     share = np.linspace(power.lowest_clock_hz / power.highest_clock_hz, 1.0, _CLOCKS)
     peak = power.flops_per_cycle[dtype] * power.highest_clock_hz
@@ -106,7 +117,10 @@ def load_power(path: str | Path) -> Power:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
     if power.schema_version != SCHEMA_VERSION:
-        raise ValueError(f"{path}: schema_version={power.schema_version} is not supported: this release reads {SCHEMA_VERSION}")
+        raise ValueError(
+            f"{path}: schema_version={power.schema_version} is not supported: this release reads "
+            f"{SCHEMA_VERSION}"
+        )
     return power
 
 

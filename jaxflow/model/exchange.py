@@ -1,8 +1,10 @@
-"""Sums over two devices without a kernel: each sends the other all of its part, and what reads the sum adds them.
+"""Sums over two devices without a kernel: each sends the other all of its part, and what reads the sum adds
+them.
 
-Of two devices each sends as many bytes so as in an all-reduce. Four do it twice: pairs add theirs, and then each device sends its pair's
-sum to one of the other pair, a third more bytes than in an all-reduce. XLA can leave the sending to the copy engines
-(`jaxflow.pipeline.streams.COPIES`), which take no SMs from the products beside it, as NCCL's kernels do.
+Of two devices each sends as many bytes so as in an all-reduce. Four do it twice: pairs add theirs, and then
+each device sends its pair's sum to one of the other pair, a third more bytes than in an all-reduce. XLA can
+leave the sending to the copy engines (`jaxflow.pipeline.streams.COPIES`), which take no SMs from the products
+beside it, as NCCL's kernels do.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +14,9 @@ from jaxtyping import Array, Float
 
 
 class Halves(NamedTuple):
-    """A sum over two devices, or pairs, that nobody added yet; all devices make the same of it, rounded as a sum of two is."""
+    """A sum over two devices, or pairs, that nobody added yet; all devices make the same of it, rounded as a
+    sum of two is.
+    """
 
     own: Float[Array, "t D"]
     other: Float[Array, "t D"]

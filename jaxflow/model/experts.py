@@ -1,4 +1,6 @@
-"""The ops of a mixture of experts: each token's experts, and their products, the (token, expert) pairs sorted by expert."""
+"""The ops of a mixture of experts: each token's experts, and their products, the (token, expert) pairs sorted
+by expert.
+"""
 
 import flax.struct
 import jax
@@ -21,7 +23,9 @@ class Routing:
 
 
 def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:
-    """The likeliest experts of each token; weights are softmax over all, renormed over the chosen where the model says."""
+    """The likeliest experts of each token; weights are softmax over all, renormed over the chosen where the
+    model says.
+    """
     scores = jax.nn.softmax(c.kernels.gemm(h, w["router"], out_dtype=jnp.float32), axis=-1)
     weights, experts = likeliest(scores, c.config.experts_per_token)
     if c.config.norm_topk_prob:
@@ -30,15 +34,21 @@ def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:
 
 
 def likeliest(scores: Float[Array, "t E"], chosen: int) -> tuple[Float[Array, "t e"], Int[Array, "t e"]]:
-    """`lax.top_k`. Few scores are ranked by comparing each with each: XLA sorts, which takes a kernel for each part of it."""
+    """`lax.top_k`. Few scores are ranked by comparing each with each: XLA sorts, which takes a kernel for
+    each part of it.
+    """
     number = scores.shape[1]
     if number > _FEW:
         return lax.top_k(scores, chosen)
     at = jnp.arange(number, dtype=jnp.int32)
-    ranked = jnp.where(jnp.isnan(scores), -jnp.inf, scores)  # NaN, which is before and behind nothing, would give all the first rank
+    ranked = jnp.where(
+        jnp.isnan(scores), -jnp.inf, scores
+    )  # NaN, which is before and behind nothing, would give all the first rank
     one, other = ranked[:, :, None], ranked[:, None, :]
     rank = jnp.sum(((other > one) | ((other == one) & (at[None, :] < at[:, None]))).astype(jnp.int32), axis=2)
-    here = rank[:, None, :] == at[:chosen, None]  # [t, e, E]: whether an expert is a token's first, second, ...
+    here = (
+        rank[:, None, :] == at[:chosen, None]
+    )  # [t, e, E]: whether an expert is a token's first, second, ...
     return jnp.sum(jnp.where(here, scores[:, None, :], 0.0), axis=2), jnp.sum(jnp.where(here, at, 0), axis=2)
 
 
@@ -53,7 +63,9 @@ def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Rout
 def expert_down(c: Context, w: Weights, a: Float[Array, "t e F"], routing: Routing) -> Float[Array, "t D"]:
     """The experts' outputs, weighed and summed; a partial sum under tensor parallelism."""
     groups = c.kernels.list_groups(routing.experts, c.config.num_experts)
-    y = c.kernels.grouped_gemm(a.reshape(-1, a.shape[-1])[groups.pairs], w["expert_down"], groups, **_share(c))[groups.places]
+    y = c.kernels.grouped_gemm(
+        a.reshape(-1, a.shape[-1])[groups.pairs], w["expert_down"], groups, **_share(c)
+    )[groups.places]
     return (y.astype(jnp.float32) * routing.weights[..., None]).sum(1).astype(a.dtype)
 
 

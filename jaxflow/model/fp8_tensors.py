@@ -1,4 +1,6 @@
-"""The tensors of a published e4m3 checkpoint: matrices of a byte an element, their scales beside them under their names + `_scale`."""
+"""The tensors of a published e4m3 checkpoint: matrices of a byte an element, their scales beside them under
+their names + `_scale`.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +8,16 @@ import numpy as np
 from jaxflow.model.safetensors_file import SafetensorsFolder
 from jaxflow.model.source import CheckpointError
 
-_SCALES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale", ".kv_scale", ".prob_scale")
+_SCALES = (
+    ".weight_scale",
+    ".input_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".output_scale",
+    ".kv_scale",
+    ".prob_scale",
+)
 
 
 class Fp8Tensors:
@@ -38,7 +49,8 @@ class Fp8Tensors:
         return self._scale(name, rows)
 
     def kv_scale(self, name: str, heads: int) -> np.ndarray:
-        """float32 [heads]: what the numbers of an e4m3 cache are multiplied with; 1 where the checkpoint does not say.
+        """float32 [heads]: what the numbers of an e4m3 cache are multiplied with; 1 where the checkpoint does
+        not say.
 
         Older checkpoints have one `kv_scale` for keys and values.
         """
@@ -51,7 +63,11 @@ class Fp8Tensors:
     def read(self, name: str) -> np.ndarray:
         """float32 where the tensor is e4m3, otherwise its own dtype."""
         values = self.stored(name)
-        return values.astype(np.float32) * self.row_scale(f"{name}_scale")[:, None] if self.is_e4m3(name) else values
+        return (
+            values.astype(np.float32) * self.row_scale(f"{name}_scale")[:, None]
+            if self.is_e4m3(name)
+            else values
+        )
 
     def _scale(self, name: str, rows: int) -> np.ndarray:
         scale = self._source.read(name).astype(np.float32).reshape(-1)

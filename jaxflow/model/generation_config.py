@@ -19,7 +19,8 @@ _RANGES = {
 
 
 def generation_settings(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Those of temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens and do_sample that are named, and `eos_token_ids`.
+    """Those of temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens and do_sample that are
+    named, and `eos_token_ids`.
 
     Raises:
       CheckpointError: a value that is no number or out of range, naming file and key.

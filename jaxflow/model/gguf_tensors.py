@@ -13,7 +13,8 @@ from jaxflow.model.source import CheckpointError
 from jaxflow.text.gguf_metadata import GgufError, read_metadata_section
 
 TYPES = {
-    GGMLQuantizationType[name]: name for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+    GGMLQuantizationType[name]: name
+    for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 }
 
 
@@ -32,7 +33,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     """Metadata by key (arrays of numbers as numpy arrays) and tensors by name.
 
     Raises:
-      CheckpointError: no GGUF file, cut short or damaged, or a tensor of a type that is not supported; it names file and tensor.
+      CheckpointError: no GGUF file, cut short or damaged, or a tensor of a type that is not supported; it
+      names file and tensor.
     """
     metadata, at = _metadata(path)
     alignment = metadata.get("general.alignment", 32)
@@ -47,9 +49,14 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
                 description, at = _description(data, at)
                 found.append(description)
         except (struct.error, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: cut short or damaged: {len(found)} of {count} tensors are described ({size} bytes)") from error
+            raise CheckpointError(
+                f"{path}: cut short or damaged: {len(found)} of {count} tensors are described ({size} bytes)"
+            ) from error
     data_start = -(-at // alignment) * alignment
-    tensors = {name: _tensor(path, size, name, shape, kind, data_start + offset) for name, shape, kind, offset in found}
+    tensors = {
+        name: _tensor(path, size, name, shape, kind, data_start + offset)
+        for name, shape, kind, offset in found
+    }
     if len(tensors) != count:
         raise CheckpointError(f"{path}: two tensors have one name")
     return metadata, tensors
@@ -60,7 +67,8 @@ def write_metadata_only(source: Path, target: Path) -> None:
     end = _metadata(source)[1]
     with source.open("rb") as file:
         section = file.read(end)
-    # magic and version, then 8 bytes of the number of tensors, then the number of metadata values and the values
+    # magic and version, then 8 bytes of the number of tensors, then the number of metadata values and the
+    # values
     target.write_bytes(section[:8] + struct.pack("<Q", 0) + section[16:])
 
 
@@ -86,11 +94,19 @@ def _description(data: mmap.mmap, at: int) -> tuple[tuple[str, tuple[int, ...], 
 def _tensor(path: Path, size: int, name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
     if kind not in TYPES:
         known = {known.value: known.name for known in GGMLQuantizationType}
-        raise CheckpointError(f"{path}: tensor {name!r} is of type {known.get(kind, kind)}; supported are {', '.join(TYPES.values())}")
+        raise CheckpointError(
+            f"{path}: tensor {name!r} is of type {known.get(kind, kind)}; supported are "
+            f"{', '.join(TYPES.values())}"
+        )
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     if not shape or shape[-1] % block:
-        raise CheckpointError(f"{path}: tensor {name!r} is {list(shape)}, and {TYPES[GGMLQuantizationType(kind)]} has blocks of {block}")
+        raise CheckpointError(
+            f"{path}: tensor {name!r} is {list(shape)}, and {TYPES[GGMLQuantizationType(kind)]} has "
+            f"blocks of {block}"
+        )
     stop = start + math.prod(shape) // block * block_bytes
     if stop > size:
-        raise CheckpointError(f"{path}: cut short: tensor {name!r} ends at byte {stop}, the file at byte {size}")
+        raise CheckpointError(
+            f"{path}: cut short: tensor {name!r} ends at byte {stop}, the file at byte {size}"
+        )
     return GgufTensor(name, shape, GGMLQuantizationType(kind), start, stop)

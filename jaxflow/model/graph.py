@@ -1,16 +1,18 @@
 """The ops of a step: names, what each reads and makes, and how much work it is.
 
-This is where the plan compiler finds a layer's data dependences and where the cost model and the search find FLOPs
-and bytes. Ops are named as in `jaxflow.model.ops`. Values are single-assignment within a layer: `x` is the residual
-stream, `y` what a block adds to it, `h` a normed input, `kv` the layer's cache. A layer reads the `x`, `y` and `kv`
-its neighbour and its last step left (the first layer has no `y`) and leaves `Graph.leaves(i)`.
+This is where the plan compiler finds a layer's data dependences and where the cost model and the search find
+FLOPs and bytes. Ops are named as in `jaxflow.model.ops`. Values are single-assignment within a layer: `x` is
+the residual stream, `y` what a block adds to it, `h` a normed input, `kv` the layer's cache. A layer reads
+the `x`, `y` and `kv` its neighbour and its last step left (the first layer has no `y`) and leaves
+`Graph.leaves(i)`.
 
-Under tensor parallelism a block's sum over devices has two forms. `…_reduce` gives every device all rows of it. Scattered
-(Korthikanti et al. 2023), `…_scatter` gives each device the sum of its own rows, T / tp of them; the residual stream and the norms
-stay on these, and the next block's `…_gather` brings what it reads, in e4m3 where its products do, to all devices.
+Under tensor parallelism a block's sum over devices has two forms. `…_reduce` gives every device all rows of
+it. Scattered (Korthikanti et al. 2023), `…_scatter` gives each device the sum of its own rows, T / tp of
+them; the residual stream and the norms stay on these, and the next block's `…_gather` brings what it reads,
+in e4m3 where its products do, to all devices.
 
-An op's work is *linear* in a few counts of the batch (`Composition`), so that a solver can use it as it stands. All
-work is of one of the `tp` tensor-parallel devices.
+An op's work is *linear* in a few counts of the batch (`Composition`), so that a solver can use it as it
+stands. All work is of one of the `tp` tensor-parallel devices.
 """
 
 import dataclasses
@@ -26,7 +28,9 @@ Kind = Literal["dense", "attention", "network", "other"]  # NanoFlow §2.2
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What an op asks of one device. KV and activation bytes are reads plus writes; network bytes are sent one way."""
+    """What an op asks of one device. KV and activation bytes are reads plus writes; network bytes are sent
+    one way.
+    """
 
     flops: float = 0.0
     weight_bytes: float = 0.0
@@ -72,7 +76,9 @@ class Op:
         """The work of this op in a step."""
         total = sum((each * step.count(what, self.window) for what, each in self.demand), Work())
         if self.experts:
-            total = dataclasses.replace(total, weight_bytes=total.weight_bytes * self._touched(step) / self.experts[0])
+            total = dataclasses.replace(
+                total, weight_bytes=total.weight_bytes * self._touched(step) / self.experts[0]
+            )
         return total
 
     def rows(self, step: Composition) -> float:
@@ -144,8 +150,16 @@ def padded_vocabulary(config: ModelConfig, tp: int) -> int:
     return -(-config.vocab_size // (64 * tp)) * 64 * tp
 
 
-def model_graph(config: ModelConfig, tp: int = 1, widths: Widths = BFLOAT16, *, scattered: bool = False, swapped: bool = False) -> Graph:
-    """The ops that a model has, for one of `tp` tensor-parallel devices. scattered, swapped: the form of its sums over devices.
+def model_graph(
+    config: ModelConfig,
+    tp: int = 1,
+    widths: Widths = BFLOAT16,
+    *,
+    scattered: bool = False,
+    swapped: bool = False,
+) -> Graph:
+    """The ops that a model has, for one of `tp` tensor-parallel devices. scattered, swapped: the form of its
+    sums over devices.
 
     Raises: ValueError for a scattered form on one device, and a swapped one on other numbers than four.
     """
@@ -153,12 +167,19 @@ def model_graph(config: ModelConfig, tp: int = 1, widths: Widths = BFLOAT16, *, 
         raise ValueError("scattered=True: one device has no sums to scatter; tp is 1")
     if swapped and (tp != 4 or scattered):
         raise ValueError(f"swapped=True: sums over four devices in two steps, not scattered; tp is {tp}")
-    layers = tuple(layer_ops(config, index, tp, widths, scattered, swapped) for index in range(config.num_layers))
+    layers = tuple(
+        layer_ops(config, index, tp, widths, scattered, swapped) for index in range(config.num_layers)
+    )
     return Graph(_first_ops(config, tp, widths), layers, _last_ops(config, tp, widths), scattered)
 
 
 def layer_ops(
-    config: ModelConfig, index: int, tp: int = 1, widths: Widths = BFLOAT16, scattered: bool = False, swapped: bool = False
+    config: ModelConfig,
+    index: int,
+    tp: int = 1,
+    widths: Widths = BFLOAT16,
+    scattered: bool = False,
+    swapped: bool = False,
 ) -> tuple[Op, ...]:
     """The ops of layer `index`, in order."""
     experts = config.layers[index].experts
@@ -176,12 +197,16 @@ def _block_head(
     config: ModelConfig, block: str, reads: tuple[str, ...], number: str, moved: float, tp: int, widths: Widths, scattered: bool,
     wide: bool = False,
 ) -> list[Op]:  # fmt: skip
-    """The norm that a block begins with, of `moved` rows read and written for each token. wide: e4m3 weights do not narrow its result."""
+    """The norm that a block begins with, of `moved` rows read and written for each token. wide: e4m3 weights
+    do not narrow its result.
+    """
     d, a = config.hidden_size, widths.activations
     if not scattered:
         return [_pointwise(f"{block}_norm", reads, (f"x{number}", f"h{number}"), 5 * d, moved * d * a)]
     own = f"h{number}_own"
-    norm = _pointwise(f"{block}_norm", reads, (f"x{number}", own), 5 * d / tp, moved * d * a / tp, own_rows=True)
+    norm = _pointwise(
+        f"{block}_norm", reads, (f"x{number}", own), 5 * d / tp, moved * d * a / tp, own_rows=True
+    )
     sent = 1.0 if widths.weights == 1.0 and not wide else a
     return [norm, _collective(f"{block}_gather", (own,), (f"h{number}",), "tokens", d * sent, tp, adds=0)]
 
@@ -189,7 +214,10 @@ def _block_head(
 def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths) -> list[Op]:
     """The attention block's ops, from the normed input to the projection."""
     d, h, a = config.hidden_size, config.head_dim, widths.activations
-    heads, kv_heads = config.num_heads // tp, max(1, config.num_kv_heads // tp)  # fewer kv heads than devices: copies
+    heads, kv_heads = (
+        config.num_heads // tp,
+        max(1, config.num_kv_heads // tp),
+    )  # fewer kv heads than devices: copies
     window = config.layers[index].window
     cached = 2 * kv_heads * h * widths.kv  # bytes of a token's key and value
     return [
@@ -212,8 +240,13 @@ def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths) -> 
 
 def _mlp_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
     d, f = config.hidden_size, config.intermediate_size // tp
-    columns = 2 * f if config.gated_mlp else f  # gate and up are one product, and the activation is fused: f are written
-    return [_dense("up_gate", ("h2",), ("a",), d, columns, widths, written=f), _dense("down", ("a",), ("y2",), f, d, widths)]
+    columns = (
+        2 * f if config.gated_mlp else f
+    )  # gate and up are one product, and the activation is fused: f are written
+    return [
+        _dense("up_gate", ("h2",), ("a",), d, columns, widths, written=f),
+        _dense("down", ("a",), ("y2",), f, d, widths),
+    ]
 
 
 def _expert_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
@@ -223,19 +256,37 @@ def _expert_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
 
     def grouped(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], elements: int) -> Op:
         weights = Work(weight_bytes=number * elements * widths.wide_weights)
-        return Op(name, "dense", inputs, outputs, (("step", weights), ("tokens", moved + Work(2 * chosen * elements))), experts=experts)
+        return Op(
+            name,
+            "dense",
+            inputs,
+            outputs,
+            (("step", weights), ("tokens", moved + Work(2 * chosen * elements))),
+            experts=experts,
+        )
 
     return [
-        _dense("router", ("h2",), ("routing",), d, number, dataclasses.replace(widths, weights=widths.wide_weights)),
+        _dense(
+            "router",
+            ("h2",),
+            ("routing",),
+            d,
+            number,
+            dataclasses.replace(widths, weights=widths.wide_weights),
+        ),
         grouped("expert_up_gate", ("h2", "routing"), ("a",), d * 2 * f),
         grouped("expert_down", ("a", "routing"), ("y2",), f * d),
     ]
 
 
-def _block_tail(config: ModelConfig, block: str, y: str, tp: int, widths: Widths, scattered: bool, swapped: bool) -> tuple[list[Op], str]:
-    """What follows a block's last product: the sum over devices, Gemma's norm. Returns them and the block's last value.
+def _block_tail(
+    config: ModelConfig, block: str, y: str, tp: int, widths: Widths, scattered: bool, swapped: bool
+) -> tuple[list[Op], str]:
+    """What follows a block's last product: the sum over devices, Gemma's norm. Returns them and the block's
+    last value.
 
-    Swapped, a device adds its partner's part to its own, and then the other pair's sum: twice a whole part is sent.
+    Swapped, a device adds its partner's part to its own, and then the other pair's sum: twice a whole part is
+    sent.
     """
     d, a, ops = config.hidden_size, widths.activations, []
     if swapped:
@@ -251,7 +302,16 @@ def _block_tail(config: ModelConfig, block: str, y: str, tp: int, widths: Widths
         y = f"{y}_sum"
     if config.post_norms:
         share = tp if scattered else 1
-        ops.append(_pointwise(f"post_{block}_norm", (y,), (f"{y}_norm",), 4 * d / share, 2 * d * a / share, own_rows=scattered))
+        ops.append(
+            _pointwise(
+                f"post_{block}_norm",
+                (y,),
+                (f"{y}_norm",),
+                4 * d / share,
+                2 * d * a / share,
+                own_rows=scattered,
+            )
+        )
         y = f"{y}_norm"
     return ops, y
 
@@ -273,28 +333,69 @@ def _last_ops(config: ModelConfig, tp: int, widths: Widths) -> tuple[Op, ...]:
         head += _ring(4 * vocab, tp, adds=0)
     table = Work(weight_bytes=d * vocab / tp * widths.wide_weights)
     return (
-        Op("final_norm", "other", ("x", "y"), ("hidden",), (("samples", Work(5 * d, activation_bytes=3 * d * widths.activations)),)),
+        Op(
+            "final_norm",
+            "other",
+            ("x", "y"),
+            ("hidden",),
+            (("samples", Work(5 * d, activation_bytes=3 * d * widths.activations)),),
+        ),
         Op("logits", "dense", ("hidden",), ("scores",), (("step", table), ("samples", head))),
-        Op("sample", "other", ("scores",), ("tokens",), (("samples", Work(4 * vocab, activation_bytes=4 * vocab)),)),
+        Op(
+            "sample",
+            "other",
+            ("scores",),
+            ("tokens",),
+            (("samples", Work(4 * vocab, activation_bytes=4 * vocab)),),
+        ),
     )
 
 
-def _dense(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], k: int, n: int, widths: Widths, written: int | None = None) -> Op:
+def _dense(
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    k: int,
+    n: int,
+    widths: Widths,
+    written: int | None = None,
+) -> Op:
     """A product of [T, k] with a weight [n, k]; `written` columns leave the op (None: all n)."""
     moved = (k + (n if written is None else written)) * widths.activations
     step = Work(weight_bytes=k * n * widths.weights)
-    return Op(name, "dense", inputs, outputs, (("step", step), ("tokens", Work(2 * k * n, activation_bytes=moved))))
+    return Op(
+        name, "dense", inputs, outputs, (("step", step), ("tokens", Work(2 * k * n, activation_bytes=moved)))
+    )
 
 
-def _pointwise(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], flops: float, moved: float, own_rows: bool = False) -> Op:
-    return Op(name, "other", inputs, outputs, (("tokens", Work(flops, activation_bytes=moved)),), own_rows=own_rows)
+def _pointwise(
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    flops: float,
+    moved: float,
+    own_rows: bool = False,
+) -> Op:
+    return Op(
+        name, "other", inputs, outputs, (("tokens", Work(flops, activation_bytes=moved)),), own_rows=own_rows
+    )
 
 
 def _ring(moved: float, tp: int, adds: float) -> Work:
-    """A collective whose full data movement would be `moved` bytes a device: a ring keeps 1 / tp of it at home (NanoFlow §3.2)."""
+    """A collective whose full data movement would be `moved` bytes a device: a ring keeps 1 / tp of it at
+    home (NanoFlow §3.2).
+    """
     share = (tp - 1) / tp
     return Work(adds * share, activation_bytes=moved * share, network_bytes=moved * share)
 
 
-def _collective(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], what: Count, moved: float, tp: int, adds: float) -> Op:
+def _collective(
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    what: Count,
+    moved: float,
+    tp: int,
+    adds: float,
+) -> Op:
     return Op(name, "network", inputs, outputs, ((what, _ring(moved, tp, adds)),))

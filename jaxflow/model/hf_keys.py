@@ -1,4 +1,6 @@
-"""The keys of a Hugging Face `config.json`: each is taken by its reader, or known to be harmless, or refused by name."""
+"""The keys of a Hugging Face `config.json`: each is taken by its reader, or known to be harmless, or refused
+by name.
+"""
 
 import math
 from collections.abc import Collection, Mapping
@@ -6,7 +8,8 @@ from typing import Any
 
 from jaxflow.config import ConfigError
 
-# Keys of training, of generation defaults, of other software, or of the file itself: none changes the function computed.
+# Keys of training, of generation defaults, of other software, or of the file itself: none changes the
+# function computed.
 _IRRELEVANT_NAMES = """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path activation_dropout
     attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens
@@ -67,7 +70,11 @@ class Keys:
     def number(self, key: str, default: float | None = None) -> float:
         value = self._left.pop(key, None)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not (math.isfinite(value) and value > 0)
+        ):
             raise ConfigError(self.name(key), value, "a positive number")
         return float(value)
 
@@ -90,15 +97,22 @@ class Keys:
             raise ConfigError(self.name(key), value, "an object, or null")
         return value
 
-    def finish(self, irrelevant: Collection[str] = _IRRELEVANT, only: Mapping[str, tuple[object, ...]] = _ONLY) -> None:
+    def finish(
+        self, irrelevant: Collection[str] = _IRRELEVANT, only: Mapping[str, tuple[object, ...]] = _ONLY
+    ) -> None:
         """Raises ConfigError for a key left over that may change the function computed."""
         for key, value in self._left.items():
             if value is None or key in irrelevant:
                 continue
             if key in only:
                 # `0 == False` in Python, and 0 is not what these keys say
-                if not any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in only[key]):
-                    raise ConfigError(self.name(key), value, " or ".join(repr(allowed) for allowed in only[key]))
+                if not any(
+                    value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+                    for allowed in only[key]
+                ):
+                    raise ConfigError(
+                        self.name(key), value, " or ".join(repr(allowed) for allowed in only[key])
+                    )
             elif key in ("quantization_config", "compression_config"):
                 raise ConfigError(
                     self.name(key),
@@ -108,4 +122,6 @@ class Keys:
             elif key == "auto_map":
                 raise ConfigError(self.name(key), value, "no model code is ever taken from a checkpoint")
             else:
-                raise ConfigError(self.name(key), value, "this key is unknown here and may change what the model computes")
+                raise ConfigError(
+                    self.name(key), value, "this key is unknown here and may change what the model computes"
+                )

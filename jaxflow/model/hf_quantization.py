@@ -1,8 +1,10 @@
-"""The `quantization_config` of a published checkpoint: which say e4m3 weights that we can run, and what is refused by name.
+"""The `quantization_config` of a published checkpoint: which say e4m3 weights that we can run, and what is
+refused by name.
 
-Two kinds are read: compressed-tensors' `float-quantized`, and `fp8`. Their weights are e4m3 with a scale for each
-matrix or each output channel. Activations are quantised as they are made, a scale for each token or 128 columns, which is
-at least as fine as any the checkpoint may say (`input_scale` is not needed). Which matrices stay wide is read off the tensors.
+Two kinds are read: compressed-tensors' `float-quantized`, and `fp8`. Their weights are e4m3 with a scale for
+each matrix or each output channel. Activations are quantised as they are made, a scale for each token or 128
+columns, which is at least as fine as any the checkpoint may say (`input_scale` is not needed). Which matrices
+stay wide is read off the tensors.
 """
 
 from collections.abc import Mapping
@@ -27,12 +29,21 @@ def check_fp8(config: Mapping[str, Any]) -> None:
     elif method == "fp8":
         _fp8(keys)
     else:
-        raise ConfigError(f"{_WHERE}quant_method", method, "compressed-tensors or fp8 (or no quantization_config, or a GGUF file)")
+        raise ConfigError(
+            f"{_WHERE}quant_method",
+            method,
+            "compressed-tensors or fp8 (or no quantization_config, or a GGUF file)",
+        )
 
 
 def _fp8(keys: Keys) -> None:
     _one_of(keys, "activation_scheme", "dynamic", "static")
-    _one_of(keys, "weight_block_size", None, told="null: a scale a matrix or an output channel; blocks of weights are not supported")
+    _one_of(
+        keys,
+        "weight_block_size",
+        None,
+        told="null: a scale a matrix or an output channel; blocks of weights are not supported",
+    )
     _one_of(keys, "fmt", None, "e4m3")
     keys.take("kv_cache_scheme")  # what it says is in the tensors k_scale and v_scale
     keys.finish(("ignored_layers", "modules_to_not_convert", "is_checkpoint_fp8_serialized"), {})
@@ -56,7 +67,9 @@ def _compressed_tensors(keys: Keys) -> None:
     if sparsity.get("format", "dense") != "dense":
         raise ConfigError(keys.name("sparsity_config.format"), sparsity["format"], "dense")
     if keys.mapping("transform_config"):
-        raise ConfigError(keys.name("transform_config"), "...", "empty: weights that are transformed are not supported")
+        raise ConfigError(
+            keys.name("transform_config"), "...", "empty: weights that are transformed are not supported"
+        )
     keys.finish(("ignore", "global_compression_ratio", "version"), {})
 
 

@@ -1,4 +1,6 @@
-"""The rotary settings of a Hugging Face config: the older `rope_theta` and `rope_scaling`, the newer `rope_parameters`."""
+"""The rotary settings of a Hugging Face config: the older `rope_theta` and `rope_scaling`, the newer
+`rope_parameters`.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +9,14 @@ from jaxflow.config import ConfigError, Rope
 from jaxflow.model.hf_keys import Keys
 
 
-def layer_ropes(keys: Keys, model_type: str, default_theta: float, windows: tuple[int | None, ...]) -> tuple[Rope, ...]:
+def layer_ropes(
+    keys: Keys, model_type: str, default_theta: float, windows: tuple[int | None, ...]
+) -> tuple[Rope, ...]:
     """The rotary embedding of each layer, given the layers' windows; Gemma 3's window layers have their own.
 
     Raises:
-      ConfigError: a kind of scaling that is not supported, or settings that contradict each other; it names the field.
+      ConfigError: a kind of scaling that is not supported, or settings that contradict each other; it names
+      the field.
     """
     theta = keys.optional_number("rope_theta", None)
     newer, older = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
@@ -53,7 +58,9 @@ def _rope(field: str, settings: Mapping[str, Any], theta: float | None, default_
         low, high = keys.number("low_freq_factor"), keys.number("high_freq_factor")
         if not low < high:
             raise ConfigError(keys.name("low_freq_factor"), low, f"less than high_freq_factor={high}")
-        rope = Rope(base, "llama3", keys.number("factor"), low, high, keys.integer("original_max_position_embeddings"))
+        rope = Rope(
+            base, "llama3", keys.number("factor"), low, high, keys.integer("original_max_position_embeddings")
+        )
     else:
         raise ConfigError(keys.name("rope_type" if newer else "type"), kind, "default, linear or llama3")
     keys.finish()

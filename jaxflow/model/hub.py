@@ -19,14 +19,18 @@ _OTHERS = (
 
 
 def download(repo: str, *, weights: bool) -> Path:
-    """The folder in the hub's cache with the files of a repository ("owner/name"); only those JaxFlow reads are fetched.
+    """The folder in the hub's cache with the files of a repository ("owner/name"); only those JaxFlow reads
+    are fetched.
 
     Raises:
-      CheckpointError: there is no such repository, no permission, or no connection and not all is in the cache.
+      CheckpointError: there is no such repository, no permission, or no connection and not all is in the
+      cache.
     """
     patterns = [*_OTHERS, "chat_template*", *(_WEIGHTS if weights else ())]
     try:
-        return Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+        return Path(
+            snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"])
+        )
     except Exception as error:  # the library raises its own, the HTTP client's and the system's
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CheckpointError(

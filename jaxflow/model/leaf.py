@@ -1,4 +1,6 @@
-"""One array of the weights, not made yet: which tensors fill it, how it is cut over devices, in which numbers it is kept."""
+"""One array of the weights, not made yet: which tensors fill it, how it is cut over devices, in which numbers
+it is kept.
+"""
 
 import dataclasses
 import functools
@@ -36,7 +38,9 @@ TENSOR_PARALLEL_AXIS = {
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One tensor of a checkpoint, by its Hugging Face name, and the view of the fused leaf that its numbers fill."""
+    """One tensor of a checkpoint, by its Hugging Face name, and the view of the fused leaf that its numbers
+    fill.
+    """
 
     name: str
     shape: tuple[int, ...]  # as the checkpoint has it
@@ -52,7 +56,9 @@ class Leaf:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     init: Init  # what dummy weights have there
-    rows: np.ndarray | None = None  # of the same leaf made for one device: which row each row is; None: the same rows
+    rows: np.ndarray | None = (
+        None  # of the same leaf made for one device: which row each row is; None: the same rows
+    )
     quantization: str | None = None  # fp8 or int4: what stands in its place is `Quantized` or `Int4`
     filled: tuple[int, ...] | None = None  # the shape of what is not padding; behind it are zeros; None: all
     scale: "Leaf | None" = None  # fp8: of the scales of its rows, as a checkpoint of e4m3 has them
@@ -96,7 +102,9 @@ def _specs(key: str, quantization: str | None) -> Any:
 
 
 def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.ndarray:
-    """The array of one leaf in host memory, made of the tensors that `read` returns by name, each dropped before the next is read."""
+    """The array of one leaf in host memory, made of the tensors that `read` returns by name, each dropped
+    before the next is read.
+    """
     out = np.zeros(leaf.shape, dtype)
     for piece in leaf.pieces:
         piece.view(out)[...] = read(piece.name).reshape(piece.block)
@@ -111,7 +119,9 @@ def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized 
 
 @functools.cache
 def _quantize_placed(key: str, quantization: str, mesh: Mesh | None) -> Callable[[jax.Array], Any]:
-    placed = None if mesh is None else jax.tree.map(functools.partial(sharded, mesh), _specs(key, quantization))
+    placed = (
+        None if mesh is None else jax.tree.map(functools.partial(sharded, mesh), _specs(key, quantization))
+    )
     return jax.jit(_QUANTIZE[quantization], out_shardings=placed)
 
 
@@ -125,13 +135,20 @@ def _drawn(seeds: jax.Array, leaf: Leaf, norm: float) -> jax.Array:
     if leaf.init != "matrix":
         return jnp.full(leaf.shape, {"norm": norm, "zero": 0.0, "one": 1.0}[leaf.init])
     filled = leaf.filled or leaf.shape
-    rows = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, 0) if leaf.rows is None else jnp.asarray(leaf.rows, jnp.uint32)[:, None]
+    rows = (
+        jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, 0)
+        if leaf.rows is None
+        else jnp.asarray(leaf.rows, jnp.uint32)[:, None]
+    )
     index = rows
     for axis, size in enumerate(filled[1:], start=1):
         index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-    # A hash of each element's place: unlike jax.random it compiles in no time, and a shard needs nothing of another.
+    # A hash of each element's place: unlike jax.random it compiles in no time, and a shard needs nothing of
+    # another.
     bits = _scramble(_scramble(index + seeds[0]) ^ seeds[1])
-    total = sum(((bits >> shift) & 255).astype(jnp.float32) for shift in (0, 8, 16, 24))  # of 4 bytes: about normal
+    total = sum(
+        ((bits >> shift) & 255).astype(jnp.float32) for shift in (0, 8, 16, 24)
+    )  # of 4 bytes: about normal
     drawn = (total - 510) * (filled[-1] * 4 * (256**2 - 1) / 12) ** -0.5
     for axis in (axis for axis, size in enumerate(filled) if size < leaf.shape[axis]):
         drawn = jnp.where(jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) < filled[axis], drawn, 0)

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens: of the one chosen, its rank, and of the likeliest 20, from raw logits.
 
-Nothing here sorts a vocabulary: the 20 best are found block by block, since every one of them lies in one of the 20
-blocks with the largest maxima.
+Nothing here sorts a vocabulary: the 20 best are found block by block, since every one of them lies in one of
+the 20 blocks with the largest maxima.
 """
 
 import math
@@ -54,7 +54,9 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array) -> LogprobsOut:
     peak = finite(values[:, 0])
     # Both sums in one reading of the logits; a float32 counts a vocabulary exactly.
     addends = (jnp.exp(logits - peak[:, None]), (logits > chosen).astype(jnp.float32))
-    total, larger = lax.reduce(addends, (jnp.float32(0),) * 2, lambda a, b: (a[0] + b[0], a[1] + b[1]), dimensions=(1,))
+    total, larger = lax.reduce(
+        addends, (jnp.float32(0),) * 2, lambda a, b: (a[0] + b[0], a[1] + b[1]), dimensions=(1,)
+    )
     total = peak + jnp.log(total)
     return LogprobsOut(
         chosen=chosen[:, 0] - total,
@@ -96,7 +98,9 @@ def prompt_logprobs(
     offset = lax.axis_index(axis) * columns if axis else 0
 
     def block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Logits [T, width] of block i and their token ids. The last block is moved back to fit, its overlap -inf."""
+        """Logits [T, width] of block i and their token ids. The last block is moved back to fit, its overlap
+        -inf.
+        """
         start = jnp.minimum(i * width, columns - width)
         weights = lax.dynamic_slice_in_dim(lm_head, start, width)
         x = jnp.einsum("td,vd->tv", hidden, weights, preferred_element_type=jnp.float32)
@@ -113,11 +117,19 @@ def prompt_logprobs(
         total = total * jnp.exp(peak - shift) + jnp.exp(x - shift[:, None]).sum(-1)
         chosen = jnp.maximum(chosen, jnp.where(block_ids == targets[:, None], x, -jnp.inf).max(-1))
         block_values, at = _top_padded(x)
-        values, ids = _merge(jnp.concatenate([values, block_values], 1), jnp.concatenate([ids, block_ids[at]], 1))
+        values, ids = _merge(
+            jnp.concatenate([values, block_values], 1), jnp.concatenate([ids, block_ids[at]], 1)
+        )
         return new_peak, total, chosen, values, ids
 
     nothing = jnp.full((tokens,), -jnp.inf)
-    start = (nothing, jnp.zeros((tokens,)), nothing, jnp.full((tokens, TOP), -jnp.inf), jnp.zeros((tokens, TOP), jnp.int32))
+    start = (
+        nothing,
+        jnp.zeros((tokens,)),
+        nothing,
+        jnp.full((tokens, TOP), -jnp.inf),
+        jnp.zeros((tokens, TOP), jnp.int32),
+    )
     if axis:
         start = jax.tree.map(lambda a: lax.pcast(a, axis, to="varying"), start)
     peak, total, chosen, values, ids = lax.fori_loop(0, steps, scan, start)
@@ -130,7 +142,8 @@ def prompt_logprobs(
         shift = finite(peak)
     log_total = (shift + jnp.log(total))[:, None]
 
-    # The rank needs the chosen logit first, exactly as its block computes it: a second sweep, never a second rounding.
+    # The rank needs the chosen logit first, exactly as its block computes it: a second sweep, never a second
+    # rounding.
     def count(i, larger):
         x, block_ids = block(i)
         return larger + ((x > chosen[:, None]) & (block_ids != targets[:, None])).sum(-1, dtype=jnp.int32)
@@ -138,7 +151,9 @@ def prompt_logprobs(
     zero = jnp.zeros((tokens,), jnp.int32)
     larger = lax.fori_loop(0, steps, count, lax.pcast(zero, axis, to="varying") if axis else zero)
     rank = 1 + (lax.psum(larger, axis) if axis else larger)
-    return LogprobsOut(chosen=chosen - log_total[:, 0], rank=rank, top_ids=ids, top_logprobs=values - log_total)
+    return LogprobsOut(
+        chosen=chosen - log_total[:, 0], rank=rank, top_ids=ids, top_logprobs=values - log_total
+    )
 
 
 def _merge(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:

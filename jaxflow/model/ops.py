@@ -1,9 +1,9 @@
 """The ops of the graph, each as a function of a token range; plans and the plain forward are made of these.
 
-An op takes what it reads and returns what it makes. The residual stream is added where it is next normed, so that
-one kernel does both. `x` is the residual stream [t, D], `h` a normed input [t, D], `y` what a block adds to x [t, D].
-Where a weight is e4m3 (`Quantized`), so is the input of its product: `h` and the heads with a scale for each token, `a`,
-whose rows no kernel sees whole, with one for every 128 columns.
+An op takes what it reads and returns what it makes. The residual stream is added where it is next normed, so
+that one kernel does both. `x` is the residual stream [t, D], `h` a normed input [t, D], `y` what a block adds
+to x [t, D]. Where a weight is e4m3 (`Quantized`), so is the input of its product: `h` and the heads with a
+scale for each token, `a`, whose rows no kernel sees whole, with one for every 128 columns.
 
     embed -> x                                   attn_norm(x, y) -> x, h
     qkv(h) -> qkv                                rope_append(qkv, kv) -> q, kv
@@ -15,7 +15,8 @@ whose rows no kernel sees whole, with one for every 128 columns.
 
 Scattered (`jaxflow.model.scattered`), y, x and what a norm makes of them are each device's own rows:
 
-    attn_norm(x, y) -> x, h; attn_gather(h) -> h                attn_scatter(y) -> y; mlp_norm(x, y) -> x, h; mlp_gather(h) -> h
+    attn_norm(x, y) -> x, h; attn_gather(h) -> h                attn_scatter(y) -> y; mlp_norm(x, y) -> x, h;
+    mlp_gather(h) -> h
 """
 
 from typing import Any
@@ -25,18 +26,35 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxflow.config import Layer
-from jaxflow.model.attention import attention_work, chunk_attention, decode_attention, kv_scales, merge_heads  # noqa: F401  (ops, too)
+from jaxflow.model.attention import (  # noqa: F401  (ops, too)
+    attention_work,
+    chunk_attention,
+    decode_attention,
+    kv_scales,
+    merge_heads,
+)
 from jaxflow.model.batch import Batch
 from jaxflow.model.context import KV, Context, Weights
 from jaxflow.model.exchange import Halves, Sum, added, exchanged
 from jaxflow.model.experts import Routing, expert_down, expert_up_gate, router  # noqa: F401  (ops, too)
 from jaxflow.model.rope import inverse_frequencies
-from jaxflow.model.scattered import attn_gather, attn_scatter, mlp_gather, mlp_scatter  # noqa: F401  (ops, too)
+from jaxflow.model.scattered import (  # noqa: F401  (ops, too)
+    attn_gather,
+    attn_scatter,
+    mlp_gather,
+    mlp_scatter,
+)
 from pallas_kernels.quantized import Quantized
 
 
-def _add_norm(c: Context, w: Weights, name: str, x: Array, y: Sum | None, *, quantize: bool = False) -> tuple[Array, Any]:
-    settings: dict[str, Any] = {"eps": c.config.norm_eps, "offset": c.config.norm_weight_offset, "quantize": quantize}
+def _add_norm(
+    c: Context, w: Weights, name: str, x: Array, y: Sum | None, *, quantize: bool = False
+) -> tuple[Array, Any]:
+    settings: dict[str, Any] = {
+        "eps": c.config.norm_eps,
+        "offset": c.config.norm_weight_offset,
+        "quantize": quantize,
+    }
     if isinstance(y, Halves):
         y, settings["other"] = y
     if c.sms is not None:
@@ -59,7 +77,9 @@ def _vocabulary_offset(c: Context, table: Array) -> Int[Array, ""] | int:
     return 0 if c.axis is None else lax.axis_index(c.axis) * table.shape[0]
 
 
-def embed(c: Context, w: Weights, token_ids: Int[Array, " t"], positions: Int[Array, " t"]) -> Float[Array, "t D"]:
+def embed(
+    c: Context, w: Weights, token_ids: Int[Array, " t"], positions: Int[Array, " t"]
+) -> Float[Array, "t D"]:
     """Rows of the vocabulary-parallel table, scaled, with learned positions where the model has them."""
     table = w["embed"]
     local = token_ids - _vocabulary_offset(c, table)
@@ -97,9 +117,18 @@ def qkv(c: Context, w: Weights, h: Float[Array, "t D"] | Quantized) -> Float[Arr
 
 
 def rope_append(
-    c: Context, layer: Layer, w: Weights, batch: Batch, start: int, stop: int, fused: Float[Array, "t A"], kv: KV
+    c: Context,
+    layer: Layer,
+    w: Weights,
+    batch: Batch,
+    start: int,
+    stop: int,
+    fused: Float[Array, "t A"],
+    kv: KV,
 ) -> tuple[Float[Array, "t N H"], KV]:
-    """Splits the heads, norms and rotates them, writes keys and values of tokens [start, stop) to their pages."""
+    """Splits the heads, norms and rotates them, writes keys and values of tokens [start, stop) to their
+    pages.
+    """
     rope = None if layer.rope is None else jnp.asarray(inverse_frequencies(layer.rope, c.config.head_dim))
     q, k_pages, v_pages = c.kernels.rope_append(
         fused,
@@ -127,7 +156,8 @@ def out_proj(
 ) -> Float[Array, "t D"]:
     """Projects the heads of both attentions; a partial sum under tensor parallelism.
 
-    decoded: the heads of decodes, where o has the others' alone; the step's first `num_decodes` tokens are decodes, these begin at `start`.
+    decoded: the heads of decodes, where o has the others' alone; the step's first `num_decodes` tokens are
+    decodes, these begin at `start`.
     """
     o = o.reshape(o.shape[0], -1)
     if decoded is not None and num_decodes is not None:
@@ -171,7 +201,10 @@ def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Sum) -> tuple[Ar
 
 def up_gate(c: Context, w: Weights, h: Float[Array, "t D"] | Quantized) -> Float[Array, "t F"] | Quantized:
     """act(gate(h)) · up(h), or act(up(h)) where the MLP has no gate."""
-    behind = {"activation": c.config.activation, "gate_block": c.config.gate_block if c.config.gated_mlp else None}
+    behind = {
+        "activation": c.config.activation,
+        "gate_block": c.config.gate_block if c.config.gated_mlp else None,
+    }
     return _gemm(c, w, "up_gate", h, w.get("up_gate_bias"), **behind, quantize=_quantized(w, "down"))
 
 
@@ -185,7 +218,9 @@ def post_mlp_norm(c: Context, w: Weights, y: Sum) -> Float[Array, "t D"]:
     return _add_norm(c, w, "post_mlp_norm", added(y), None)[1]
 
 
-def final_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"] | None) -> tuple[Array, Array]:
+def final_norm(
+    c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"] | None
+) -> tuple[Array, Array]:
     """(x + y, its norm): the stream after the last layer, and what the head reads."""
     return _add_norm(c, w, "final_norm", x, y)
 

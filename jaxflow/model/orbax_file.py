@@ -4,8 +4,8 @@
     outer/           what is in no layer          layer_00000/ ...   the layers
     tokenizer.json and the like, or tokenizer.gguf (a GGUF file with metadata and no tensors)
 
-Layers are written and read one at a time, so a host needs the memory of one layer. Arrays are stored as for one device;
-each device reads only its shard of each.
+Layers are written and read one at a time, so a host needs the memory of one layer. Arrays are stored as for
+one device; each device reads only its shard of each.
 """
 
 import dataclasses
@@ -50,14 +50,20 @@ def read_header(folder: Path) -> Header:
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     if header.version != VERSION:
-        raise CheckpointError(f"{path}: version={header.version}; supported is {VERSION}: convert the checkpoint again")
+        raise CheckpointError(
+            f"{path}: version={header.version}; supported is {VERSION}: convert the checkpoint again"
+        )
     return header
 
 
-def write_folder(folder: Path, header: Header, make: Callable[[Leaf], np.ndarray], others: Callable[[Path], None]) -> None:
-    """Writes a checkpoint: `make` assembles a leaf in host memory, `others` puts the tokenizer's files in the folder it is given.
+def write_folder(
+    folder: Path, header: Header, make: Callable[[Leaf], np.ndarray], others: Callable[[Path], None]
+) -> None:
+    """Writes a checkpoint: `make` assembles a leaf in host memory, `others` puts the tokenizer's files in the
+    folder it is given.
 
-    The folder appears under its name only when it is whole. Raises: CheckpointError where something of that name is there.
+    The folder appears under its name only when it is whole. Raises: CheckpointError where something of that
+    name is there.
     """
     if folder.exists():
         raise CheckpointError(f"{folder}: is there already; convert writes a new folder")
@@ -75,7 +81,9 @@ def write_folder(folder: Path, header: Header, make: Callable[[Leaf], np.ndarray
 
 
 def groups(config: ModelConfig, tp: int, **options: Any) -> Iterator[tuple[str, dict[str, Leaf]]]:
-    """The leaves by the folder they are stored in: those in no layer, then each layer's. options: those of `leaves`."""
+    """The leaves by the folder they are stored in: those in no layer, then each layer's. options: those of
+    `leaves`.
+    """
     tree = leaves(config, tp, **options)
     yield "outer", {key: leaf for key, leaf in tree.items() if key != "layers"}
     for i, layer in enumerate(tree["layers"]):
@@ -96,9 +104,11 @@ class OrbaxFolder:
         progress: Callable[[int], object],
         **options: Any,
     ) -> Weights:
-        """The weights, each array read straight to its shards; `progress` is told how many arrays each step brought.
+        """The weights, each array read straight to its shards; `progress` is told how many arrays each step
+        brought.
 
-        options: those of `leaves`; matrices are quantised as they are read, layer by layer, and the scales of a cache are 1.
+        options: those of `leaves`; matrices are quantised as they are read, layer by layer, and the scales of
+        a cache are 1.
 
         Raises:
           CheckpointError: a group is missing or damaged, or its arrays are not those of the config, by name.
@@ -107,7 +117,12 @@ class OrbaxFolder:
         return {**outer, "layers": layers}
 
     def load_groups(
-        self, config: ModelConfig, dtype: Any, mesh: Mesh | None, progress: Callable[[int], object], **options: Any
+        self,
+        config: ModelConfig,
+        dtype: Any,
+        mesh: Mesh | None,
+        progress: Callable[[int], object],
+        **options: Any,
     ) -> Iterator[dict[str, jax.Array]]:
         """`load` a group at a time: what is in no layer, then each layer."""
         devices = 1 if mesh is None else mesh.shape[TP]
@@ -118,12 +133,17 @@ class OrbaxFolder:
                 path = (self.path / name).absolute()
                 try:
                     _check_group(path, checkpointer, stored_as[name])
-                    arguments = {key: _restore_args(leaf, stored_as[name][key], dtype, mesh) for key, leaf in group.items()}
+                    arguments = {
+                        key: _restore_args(leaf, stored_as[name][key], dtype, mesh)
+                        for key, leaf in group.items()
+                    }
                     arrays = jax.block_until_ready(checkpointer.restore(path, restore_args=arguments))
                 except CheckpointError:
                     raise
                 except Exception as error:  # Orbax and TensorStore raise many kinds
-                    raise CheckpointError(f"{path}: cannot be restored, it may be damaged: {str(error)[:300]}") from error
+                    raise CheckpointError(
+                        f"{path}: cannot be restored, it may be damaged: {str(error)[:300]}"
+                    ) from error
                 stored = {key: _copy_rows(arrays[key], leaf, mesh) for key, leaf in group.items()}
                 yield {key: _finished(leaf, stored.pop(key, None), mesh) for key, leaf in leaves_of.items()}
                 progress(len(group))
@@ -137,7 +157,10 @@ def _check_group(path: Path, checkpointer: ocp.PyTreeCheckpointer, group: dict[s
     expected = {key: leaf.shape for key, leaf in group.items()}
     if stored != expected:
         wrong = sorted(key for key in {*stored, *expected} if stored.get(key) != expected.get(key))
-        told = ", ".join(f"{key} is {stored.get(key, 'missing')} and should be {expected.get(key, 'absent')}" for key in wrong[:4])
+        told = ", ".join(
+            f"{key} is {stored.get(key, 'missing')} and should be {expected.get(key, 'absent')}"
+            for key in wrong[:4]
+        )
         raise CheckpointError(f"{path}: does not fit {HEADER}: {told}")
 
 
@@ -147,7 +170,8 @@ def _restore_args(leaf: Leaf, stored: Leaf, dtype: Any, mesh: Mesh | None) -> oc
     else:
         # Rows that are to be repeated are read whole to each device first.
         placed = sharded(mesh, leaf.spec if leaf.rows is None else jax.sharding.PartitionSpec())
-    # What is padded further than it is stored, a vocabulary or an e4m3 MLP, gets its zeros from `strict=False`.
+    # What is padded further than it is stored, a vocabulary or an e4m3 MLP, gets its zeros from
+    # `strict=False`.
     shape = leaf.shape if leaf.rows is None else stored.shape
     return ocp.ArrayRestoreArgs(sharding=placed, global_shape=shape, dtype=dtype, strict=False)
 
@@ -155,7 +179,9 @@ def _restore_args(leaf: Leaf, stored: Leaf, dtype: Any, mesh: Mesh | None) -> oc
 def _finished(leaf: Leaf, array: jax.Array | None, mesh: Mesh | None) -> Any:
     """What stands in a leaf's place, of the array that is stored for it; None: no array is, it is a scale."""
     if array is None:
-        return jax.device_put(np.ones(leaf.shape, np.float32), None if mesh is None else sharded(mesh, leaf.spec))
+        return jax.device_put(
+            np.ones(leaf.shape, np.float32), None if mesh is None else sharded(mesh, leaf.spec)
+        )
     return array if leaf.quantization is None else jax.block_until_ready(quantize_leaf(leaf, array, mesh))
 
 

@@ -10,7 +10,8 @@ from jaxflow.config import Rope
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     """Frequencies [H/2] float32 of `rope`, its context extension applied.
 
-    `linear` divides all by the factor. `llama3` divides those whose wavelength exceeds the original context over
+    `linear` divides all by the factor. `llama3` divides those whose wavelength exceeds the original context
+    over
     `low_freq_factor`, keeps those below it over `high_freq_factor`, and blends between.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim

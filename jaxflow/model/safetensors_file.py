@@ -22,7 +22,8 @@ class SafetensorsFolder:
     """Tensors by name, read one at a time from memory-mapped files.
 
     Raises:
-      CheckpointError: no weights or only pickled ones, a damaged or missing file, an index that leads out of the folder,
+      CheckpointError: no weights or only pickled ones, a damaged or missing file, an index that leads out of
+      the folder,
         a dtype of quantised weights other than e4m3, and that too unless `e4m3`.
     """
 
@@ -35,14 +36,20 @@ class SafetensorsFolder:
                 if index.get(name, file_name) != file_name:
                     continue
                 if name in views:
-                    raise CheckpointError(f"{folder / file_name}: tensor {name!r} is in another file of the folder too")
+                    raise CheckpointError(
+                        f"{folder / file_name}: tensor {name!r} is in another file of the folder too"
+                    )
                 views[name] = view
         for name, file_name in index.items():
             if name not in views:
-                raise CheckpointError(f"{folder / file_name}: has no tensor {name!r}, which {INDEX} says it has")
+                raise CheckpointError(
+                    f"{folder / file_name}: has no tensor {name!r}, which {INDEX} says it has"
+                )
         if not any(name.startswith("model.") for name in views):
             # A model saved without its head lacks the outer prefix of all names.
-            views = {name if name.startswith("lm_head.") else f"model.{name}": view for name, view in views.items()}
+            views = {
+                name if name.startswith("lm_head.") else f"model.{name}": view for name, view in views.items()
+            }
         self._views = views
         self.shapes = {name: view.shape for name, view in views.items()}
 
@@ -58,8 +65,11 @@ def _views(path: Path, dtypes: Mapping[str, Any]) -> dict[str, np.ndarray]:
             pass
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size if path.is_file() else 0
-        raise CheckpointError(f"{path}: cut short or damaged, or no safetensors file ({size} bytes): {error}") from error
-    # The library would copy each tensor, five times slower than arranging it: views of the mapped file are made here.
+        raise CheckpointError(
+            f"{path}: cut short or damaged, or no safetensors file ({size} bytes): {error}"
+        ) from error
+    # The library would copy each tensor, five times slower than arranging it: views of the mapped file are
+    # made here.
     data = np.memmap(path, np.uint8, mode="r")
     (header_bytes,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + header_bytes].tobytes())
@@ -68,7 +78,9 @@ def _views(path: Path, dtypes: Mapping[str, Any]) -> dict[str, np.ndarray]:
         if name == "__metadata__":
             continue
         if tensor["dtype"] not in dtypes:
-            raise CheckpointError(f"{path}: tensor {name!r} is of dtype {tensor['dtype']}; supported are {', '.join(dtypes)}")
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is of dtype {tensor['dtype']}; supported are {', '.join(dtypes)}"
+            )
         start, stop = (8 + header_bytes + offset for offset in tensor["data_offsets"])
         views[name] = data[start:stop].view(dtypes[tensor["dtype"]]).reshape(tensor["shape"])
     return views
@@ -84,11 +96,14 @@ def _files(folder: Path) -> tuple[list[str], dict[str, str]]:
     if len(found) == 1:
         return found, {}
     if found:
-        raise CheckpointError(f"{folder}: {len(found)} safetensors files and no {INDEX} that says which tensor is where")
+        raise CheckpointError(
+            f"{folder}: {len(found)} safetensors files and no {INDEX} that says which tensor is where"
+        )
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
     if pickles:
         raise CheckpointError(
-            f"{folder}: only pickled weights ({pickles[0]}); reading those can run any code, so they never are: convert to safetensors"
+            f"{folder}: only pickled weights ({pickles[0]}); reading those can run any code, so they "
+            f"never are: convert to safetensors"
         )
     raise CheckpointError(f"{folder}: no *.safetensors file in it")
 
@@ -97,11 +112,21 @@ def _indexed(folder: Path) -> tuple[list[str], dict[str, str]]:
     path = folder / INDEX
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not index:
-        raise CheckpointError(f"{path}: weight_map={json.dumps(index)[:80]} is not an object of tensor names and file names")
+        raise CheckpointError(
+            f"{path}: weight_map={json.dumps(index)[:80]} is not an object of tensor names and file names"
+        )
     for tensor, name in index.items():
         # Only files of this very folder: an index from elsewhere must not make us read any other.
-        if not isinstance(name, str) or "\\" in name or Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{path}: weight_map[{tensor!r}]={name!r} is not the name of a .safetensors file in the same folder")
+        if (
+            not isinstance(name, str)
+            or "\\" in name
+            or Path(name).name != name
+            or not name.endswith(".safetensors")
+        ):
+            raise CheckpointError(
+                f"{path}: weight_map[{tensor!r}]={name!r} is not the name of a .safetensors file in "
+                f"the same folder"
+            )
     names = sorted({*index.values()})
     for name in names:
         if not (folder / name).is_file():

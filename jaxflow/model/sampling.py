@@ -1,9 +1,11 @@
-"""Drawing the next token of every row on the device: `plain` (greedy and temperature) and `full` (every setting).
+"""Drawing the next token of every row on the device: `plain` (greedy and temperature) and `full` (every
+setting).
 
-A draw is a function of the row's logits, its seed and the position of the token, and of nothing else: not of the
-row's place, the batch or the plan. Each row takes one uniform number and finds the token where the cumulated
-probability passes it, in two levels of sums, so that the vocabulary is read twice and no noise of its size is made.
-The limits of top-k and top-p are found by searching the bits of the limiting value, not by sorting.
+A draw is a function of the row's logits, its seed and the position of the token, and of nothing else: not of
+the row's place, the batch or the plan. Each row takes one uniform number and finds the token where the
+cumulated probability passes it, in two levels of sums, so that the vocabulary is read twice and no noise of
+its size is made. The limits of top-k and top-p are found by searching the bits of the limiting value, not by
+sorting.
 """
 
 import math
@@ -54,15 +56,18 @@ def full(
     *,
     search: Callable = token_limits,
 ) -> tuple[jax.Array, jax.Array, LogprobsOut]:
-    """One token a row under all settings: bias, suppressed tokens, penalties, temperature, min-p, top-k, top-p.
+    """One token a row under all settings: bias, suppressed tokens, penalties, temperature, min-p, top-k,
+    top-p.
 
-    Tokens that tie with the last one kept by top-k or top-p are kept too. Top-p is of what min-p and top-k left.
+    Tokens that tie with the last one kept by top-k or top-p are kept too. Top-p is of what min-p and top-k
+    left.
 
     Args:
       logits, temperature, seed, position: as for `plain`.
-      slots: [R] int32, where the row's settings and counts are. A row with a slot below 0 or from Q on draws as in
-        `plain` and counts nothing: padding, rows without such settings, rows whose token nobody will use. No two
-        rows have the same slot.
+      slots: [R] int32, where the row's settings and counts are. A row with a slot below 0 or from Q on draws
+      as in
+        `plain` and counts nothing: padding, rows without such settings, rows whose token nobody will use. No
+        two rows have the same slot.
       params: settings of Q slots.
       counts: [Q, V'] uint16 (donate it).
       search: `KernelSet.token_limits`.
@@ -92,7 +97,9 @@ def full_by_rows(
     search: Callable = token_limits,
     most: int = ROWS,
 ) -> tuple[jax.Array, jax.Array, LogprobsOut]:
-    """`full`, at most `most` rows at a time, so that what it makes of the logits' size exists for so many rows only."""
+    """`full`, at most `most` rows at a time, so that what it makes of the logits' size exists for so many
+    rows only.
+    """
     rows = logits.shape[0]
     blocks = -(-rows // most)
     size = -(-rows // blocks)
@@ -101,8 +108,12 @@ def full_by_rows(
 
     def block(counts: jax.Array, number: jax.Array) -> tuple[jax.Array, tuple[jax.Array, LogprobsOut]]:
         start = jnp.minimum(number * size, rows - size)
-        x, heat, key, at, mine = (lax.dynamic_slice_in_dim(a, start, size) for a in (logits, temperature, seed, position, slots))
-        mine = jnp.where(start + jnp.arange(size) < number * size, -1, mine)  # the last block repeats rows to be whole
+        x, heat, key, at, mine = (
+            lax.dynamic_slice_in_dim(a, start, size) for a in (logits, temperature, seed, position, slots)
+        )
+        mine = jnp.where(
+            start + jnp.arange(size) < number * size, -1, mine
+        )  # the last block repeats rows to be whole
         tokens, counts, found = full(x, heat, key, at, mine, params, counts, search=search)
         return counts, (tokens, found)
 
@@ -116,7 +127,8 @@ def full_by_rows(
 
 
 def rows_at_once(memory_bytes: int, vocabulary: int) -> int:
-    """Rows for `full_by_rows` to take together on a device of so much memory: as many as need an 80th of it at most.
+    """Rows for `full_by_rows` to take together on a device of so much memory: as many as need an 80th of it
+    at most.
 
     Blocks cost time: 1,024 rows of 128,256 logits in eight, two and one took 5.3, 2.7 and 1.5 ms on an H200.
     """
@@ -158,11 +170,14 @@ def _largest_blocks(x: jax.Array) -> _Few:
     return _Few(few.reshape(rows, -1), maxima[:, -1], maxima[:, 0], likeliest)
 
 
-def _limits(x: jax.Array, blocks: _Few, temperature: jax.Array, row: SlotParams, search: Callable) -> jax.Array:
-    """The smallest logit that min-p, top-k and top-p leave in each row of x [R, V'] -> [R]; -inf where nothing is cut off.
+def _limits(
+    x: jax.Array, blocks: _Few, temperature: jax.Array, row: SlotParams, search: Callable
+) -> jax.Array:
+    """The smallest logit that min-p, top-k and top-p leave in each row of x [R, V'] -> [R]; -inf where
+    nothing is cut off.
 
-    Nearly always all that top-k and top-p leave lies in the few largest blocks: the limits are searched there. `search` looks through
-    whole rows, where a limit lies below what those blocks are sure to hold.
+    Nearly always all that top-k and top-p leave lies in the few largest blocks: the limits are searched
+    there. `search` looks through whole rows, where a limit lies below what those blocks are sure to hold.
     """
     n = x.shape[1]
     few = jnp.where(blocks.logits >= blocks.least[:, None], blocks.logits, -jnp.inf)
@@ -183,7 +198,9 @@ def _limits(x: jax.Array, blocks: _Few, temperature: jax.Array, row: SlotParams,
         return limit
     counted = ~cuts_count | (count_limit > -jnp.inf)
     known = counted & (~cuts_mass | held | ((floor == -jnp.inf) & (nucleus > -jnp.inf)))
-    return jnp.where(known, limit, search(x, peak, heat, total, likely, k, row.top_p, ~known & (temperature > 0)))
+    return jnp.where(
+        known, limit, search(x, peak, heat, total, likely, k, row.top_p, ~known & (temperature > 0))
+    )
 
 
 def _mass(peak: jax.Array, heat: jax.Array) -> OfValues:
@@ -211,7 +228,8 @@ def _draw(x: jax.Array, weigh: OfValues, seed: jax.Array, position: jax.Array) -
 def _first_above(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Where the running sum of weights [R, n] first passes target [R], and what of the target is left there.
 
-    Only an entry with some weight is named, whatever the rounding of the sums: if none passes, the last such one.
+    Only an entry with some weight is named, whatever the rounding of the sums: if none passes, the last such
+    one.
     """
     n = weights.shape[1]
     sums = jnp.cumsum(weights, axis=1)

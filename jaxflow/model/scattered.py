@@ -1,7 +1,9 @@
-"""The collectives of the scattered form of tensor parallelism: each device keeps its own rows of what lies between two blocks.
+"""The collectives of the scattered form of tensor parallelism: each device keeps its own rows of what lies
+between two blocks.
 
-Of t rows device i has rows [i · t / tp, (i + 1) · t / tp). Everything between a scatter and the next gather works on rows alone, so it
-is done once, not once a device. (Korthikanti et al. 2023; NanoFlow §4.1.2 calls such rewrites operation transformations.)
+Of t rows device i has rows [i · t / tp, (i + 1) · t / tp). Everything between a scatter and the next gather
+works on rows alone, so it is done once, not once a device. (Korthikanti et al. 2023; NanoFlow §4.1.2 calls
+such rewrites operation transformations.)
 """
 
 from typing import Any

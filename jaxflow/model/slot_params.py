@@ -1,6 +1,7 @@
 """What the full sampler keeps on the device for each slot: settings, and how often each token was seen.
 
-A slot is a row of these arrays that one running sequence owns from its admission until it ends or is pre-empted.
+A slot is a row of these arrays that one running sequence owns from its admission until it ends or is
+pre-empted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,14 +87,17 @@ def empty_slots(slots: int, padded_vocab: int) -> tuple[SlotParams, jax.Array]:
     return params, jnp.zeros((slots, padded_vocab), jnp.uint16)
 
 
-def set_slot(params: SlotParams, counts: jax.Array, slot: jax.Array, values: SlotParams) -> tuple[SlotParams, jax.Array]:
+def set_slot(
+    params: SlotParams, counts: jax.Array, slot: jax.Array, values: SlotParams
+) -> tuple[SlotParams, jax.Array]:
     """Gives a slot new settings and forgets its counts (donate both arguments)."""
     params = jax.tree.map(lambda a, value: a.at[slot].set(value), params, values)
     return params, counts.at[slot].set(jnp.zeros((), jnp.uint16))
 
 
 def count_tokens(counts: jax.Array, slot: jax.Array, token_ids: jax.Array, outputs: jax.Array) -> jax.Array:
-    """Adds known tokens of a sequence to its slot's counts; a long sequence comes in several pieces of one size.
+    """Adds known tokens of a sequence to its slot's counts; a long sequence comes in several pieces of one
+    size.
 
     Args:
       counts: [Q, V'] uint16 (donate it).
@@ -112,17 +116,22 @@ def rows_of(params: SlotParams, slots: jax.Array) -> SlotParams:
     """The settings of rows [R] with slots [R] int32; a slot out of range gets those that change nothing."""
     return jax.tree.map(
         lambda a, neutral: jnp.where(
-            (slots < a.shape[0]).reshape(-1, *[1] * (a.ndim - 1)), a.at[slots].get(mode="clip"), jnp.asarray(neutral)
+            (slots < a.shape[0]).reshape(-1, *[1] * (a.ndim - 1)),
+            a.at[slots].get(mode="clip"),
+            jnp.asarray(neutral),
         ),
         params,
         slot_values(),
     )
 
 
-def adjust(logits: jax.Array, row: SlotParams, counts: jax.Array, slots: jax.Array, position: jax.Array) -> jax.Array:
+def adjust(
+    logits: jax.Array, row: SlotParams, counts: jax.Array, slots: jax.Array, position: jax.Array
+) -> jax.Array:
     """Logit bias, suppressed tokens and penalties, in this order.
 
-    One pass over the vocabulary for the penalties, as if there were no bias; then the few biased entries are computed once more.
+    One pass over the vocabulary for the penalties, as if there were no bias; then the few biased entries are
+    computed once more.
 
     Args:
       logits: [R, V'] float32.
@@ -138,7 +147,8 @@ def adjust(logits: jax.Array, row: SlotParams, counts: jax.Array, slots: jax.Arr
     suppression = jnp.where(position < row.min_position, -jnp.inf, 0.0)
     ids = jnp.concatenate([row.bias_ids, row.suppressed], axis=1)
     bias = jnp.concatenate([row.bias, jnp.broadcast_to(suppression[:, None], row.suppressed.shape)], axis=1)
-    # An id may stand in both lists: each of its places takes the sum, so that it does not matter which is written last.
+    # An id may stand in both lists: each of its places takes the sum, so that it does not matter which is
+    # written last.
     bias = jnp.where(ids[:, :, None] == ids[:, None, :], bias[:, None, :], 0.0).sum(-1)
     at = jnp.arange(logits.shape[0])[:, None]
     biased = logits.at[at, ids].get(mode="fill", fill_value=0.0) + bias
@@ -151,10 +161,14 @@ def _penalised(x: jax.Array, counts: jax.Array, row: SlotParams) -> jax.Array:
     penalty = row.repetition_penalty[:, None]
     x = jnp.where(counts > 0, jnp.where(x > 0, x / penalty, x * penalty), x)
     drawn = (counts & COUNT).astype(jnp.float32)
-    return x - row.frequency_penalty[:, None] * drawn - jnp.where(drawn > 0, row.presence_penalty[:, None], 0.0)
+    return (
+        x - row.frequency_penalty[:, None] * drawn - jnp.where(drawn > 0, row.presence_penalty[:, None], 0.0)
+    )
 
 
 def count_drawn(counts: jax.Array, slots: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Counts tokens [R] just drawn for slots [R], all different; those out of range are dropped (donate counts)."""
+    """Counts tokens [R] just drawn for slots [R], all different; those out of range are dropped (donate
+    counts).
+    """
     old = counts.at[slots, tokens].get(mode="fill", fill_value=0)
     return counts.at[slots, tokens].set(jnp.where((old & COUNT) == COUNT, old, old + 1), mode="drop")

@@ -1,9 +1,10 @@
-"""How softmax inputs of a model are distributed, and the unified maximum that follows from it (FlashDecoding++Next §3).
+"""How softmax inputs of a model are distributed, and the unified maximum that follows from it
+(FlashDecoding++Next §3).
 
-`python -m jaxflow.model.calibrate` writes the file, an engine reads it. With a unified maximum φ the weights of all keys
-are exp(score - φ), whatever else the row holds, so that partial sums need no rescaling. That works while float32 holds
-both the largest and the smallest weight that matters; a row that leaves φ ± bound is done with its own maximum by the
-attention kernels.
+`python -m jaxflow.model.calibrate` writes the file, an engine reads it. With a unified maximum φ the weights
+of all keys are exp(score - φ), whatever else the row holds, so that partial sums need no rescaling. That
+works while float32 holds both the largest and the smallest weight that matters; a row that leaves φ ± bound
+is done with its own maximum by the attention kernels.
 """
 
 from pathlib import Path
@@ -63,11 +64,19 @@ def read(path: Path, num_layers: int) -> SoftmaxRange:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=SoftmaxRange)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError("calibration", str(path), f"a file that jaxflow.model.calibrate wrote ({error})") from error
+        raise ConfigError(
+            "calibration", str(path), f"a file that jaxflow.model.calibrate wrote ({error})"
+        ) from error
     if found.version != VERSION:
-        raise ConfigError("calibration", str(path), f"version {VERSION}, and this is {found.version}: calibrate again")
+        raise ConfigError(
+            "calibration", str(path), f"version {VERSION}, and this is {found.version}: calibrate again"
+        )
     if len(found.layers) != num_layers:
-        raise ConfigError("calibration", str(path), f"one of a model with {num_layers} layers, and this has {len(found.layers)}")
+        raise ConfigError(
+            "calibration",
+            str(path),
+            f"one of a model with {num_layers} layers, and this has {len(found.layers)}",
+        )
     return found
 
 
@@ -78,4 +87,8 @@ def with_unified_maximum(weights: dict[str, Any], found: SoftmaxRange, mesh: Mes
     def pair(layer: LayerRange) -> jax.Array:
         return jax.device_put(np.array([layer.phi, layer.bound], np.float32), place)
 
-    return weights | {"layers": [w | {"unified": pair(layer)} for w, layer in zip(weights["layers"], found.layers, strict=True)]}
+    return weights | {
+        "layers": [
+            w | {"unified": pair(layer)} for w, layer in zip(weights["layers"], found.layers, strict=True)
+        ]
+    }

@@ -38,7 +38,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def check_tensors(source: TensorSource, expected: Mapping[str, tuple[int, ...]], harmless: Callable[[str], bool]) -> None:
+def check_tensors(
+    source: TensorSource, expected: Mapping[str, tuple[int, ...]], harmless: Callable[[str], bool]
+) -> None:
     """Raises CheckpointError unless the source has just the expected tensors, of the expected shapes."""
     missing = [name for name in expected if name not in source.shapes]
     extra = [name for name in source.shapes if name not in expected and not harmless(name)]
@@ -48,8 +50,15 @@ def check_tensors(source: TensorSource, expected: Mapping[str, tuple[int, ...]],
         if name in source.shapes and source.shapes[name] != shape
     ]
     wrong = [
-        f"{label}: {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
-        for label, names in (("missing tensors", missing), ("unexpected tensors", extra), ("wrong shapes", misshapen))
+        (
+            f"{label}: "
+            f"{', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
+        )
+        for label, names in (
+            ("missing tensors", missing),
+            ("unexpected tensors", extra),
+            ("wrong shapes", misshapen),
+        )
         if names
     ]
     if wrong:

@@ -35,7 +35,12 @@ def layer_names(config: ModelConfig) -> Mapping[str, str]:
 
 
 _MODEL = MappingProxyType(
-    {"embed": "model.embed_tokens.weight", "final_norm": "model.norm", "lm_head": "lm_head.weight", "layer": "model.layers.{}."}
+    {
+        "embed": "model.embed_tokens.weight",
+        "final_norm": "model.norm",
+        "lm_head": "lm_head.weight",
+        "layer": "model.layers.{}.",
+    }
 )
 
 _LAYER = MappingProxyType(
@@ -103,7 +108,11 @@ _GGUF_LAYER = MappingProxyType(
 def gguf_to_hf(config: ModelConfig) -> dict[str, str]:
     """Hugging Face's name of every tensor that a GGUF file of this model may have, by its GGUF name."""
     model, layer = model_names(config), layer_names(config)
-    names = {"token_embd.weight": model["embed"], "output_norm.weight": f"{model['final_norm']}.weight", "output.weight": model["lm_head"]}
+    names = {
+        "token_embd.weight": model["embed"],
+        "output_norm.weight": f"{model['final_norm']}.weight",
+        "output.weight": model["lm_head"],
+    }
     for i in range(config.num_layers):
         for role, name in _GGUF_LAYER.items():
             if role in layer:

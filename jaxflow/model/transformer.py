@@ -9,12 +9,14 @@ from jaxflow.model.exchange import added
 from jaxflow.model.ops import KV, Context, Weights
 
 
-def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[Float[Array, "R D"], Float[Array, "T D"], list[KV]]:
+def forward(
+    c: Context, weights: Weights, kv: list[KV], batch: Batch
+) -> tuple[Float[Array, "R D"], Float[Array, "T D"], list[KV]]:
     """One step through all layers.
 
     Returns:
-      the normed hidden state of each row's sampled token, the residual stream of all tokens after the last layer
-      (for prompt log-probabilities), and the cache with this step's keys and values.
+      the normed hidden state of each row's sampled token, the residual stream of all tokens after the last
+      layer (for prompt log-probabilities), and the cache with this step's keys and values.
     """
     t = batch.num_tokens
     with jax.named_scope("embed"):

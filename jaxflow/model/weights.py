@@ -1,17 +1,19 @@
-"""The weights of a model: one plain pytree, the shapes in it, how it is cut over devices, which tensors of a checkpoint fill it.
+"""The weights of a model: one plain pytree, the shapes in it, how it is cut over devices, which tensors of a
+checkpoint fill it.
 
     {"embed": [V', D], "positions": [max_position + 2, D] (OPT), "final_norm": [D], "final_norm_bias": [D],
      "lm_head": [V', D] (absent if tied), "layers": one dict a layer, its keys in `_layer`}
 
-Every matrix is [out, in], as in Hugging Face checkpoints: y = x @ w.T. V' is the vocabulary padded with rows of zeros.
-Matrices that one GEMM can do together are fused, their rows in an order such that a contiguous cut is a tensor-parallel
-shard: `qkv` holds, for each key/value head, its query heads, its key head, its value head; `up_gate` alternates blocks
-of gate rows and up rows (`ModelConfig.gate_block`). With fewer key/value heads than shards, each is repeated, so that
-every shard has its own.
+Every matrix is [out, in], as in Hugging Face checkpoints: y = x @ w.T. V' is the vocabulary padded with rows
+of zeros. Matrices that one GEMM can do together are fused, their rows in an order such that a contiguous cut
+is a tensor-parallel shard: `qkv` holds, for each key/value head, its query heads, its key head, its value
+head; `up_gate` alternates blocks of gate rows and up rows (`ModelConfig.gate_block`). With fewer key/value
+heads than shards, each is repeated, so that every shard has its own.
 
-Quantised, the matrices named in `QUANTIZED` are in the place of the array `Quantized` e4m3 with a scale for each row (fp8)
-or `Int4` in groups of 64 columns (int4); the embeddings, the head, norms, routers and experts stay as they are. An e4m3
-cache has its scales here, "k_scale" and "v_scale" [K], float32, in each layer. An e4m3 MLP may be wider by some zeros (`mlp_width`).
+Quantised, the matrices named in `QUANTIZED` are in the place of the array `Quantized` e4m3 with a scale for
+each row (fp8) or `Int4` in groups of 64 columns (int4); the embeddings, the head, norms, routers and experts
+stay as they are. An e4m3 cache has its scales here, "k_scale" and "v_scale" [K], float32, in each layer. An
+e4m3 MLP may be wider by some zeros (`mlp_width`).
 """
 
 import dataclasses
@@ -34,14 +36,17 @@ Weights = dict[str, Any]
 VOCAB_TILE = 64  # each shard's rows of the vocabulary are a multiple of this
 
 
-def leaves(config: ModelConfig, tp: int = 1, *, quantization: str | None = None, kv_scales: bool = False) -> Weights:
+def leaves(
+    config: ModelConfig, tp: int = 1, *, quantization: str | None = None, kv_scales: bool = False
+) -> Weights:
     """The pytree of weights for `tp` devices, a `Leaf` in the place of each array.
 
     Args:
       quantization: fp8 or int4: of the matrices of `QUANTIZED`. kv_scales: with the scales of an e4m3 cache.
 
     Raises:
-      ConfigError: `tensor_parallel_size` does not cut the heads or the MLP evenly, or cuts a group of an int4 matrix.
+      ConfigError: `tensor_parallel_size` does not cut the heads or the MLP evenly, or cuts a group of an int4
+      matrix.
     """
     _check_cuts(config, tp)
     names = model_names(config)
@@ -49,12 +54,19 @@ def leaves(config: ModelConfig, tp: int = 1, *, quantization: str | None = None,
     padded = -(-v // (VOCAB_TILE * tp)) * VOCAB_TILE * tp
     tree: Weights = {"embed": _padded("embed", names["embed"], (v, d), padded)}
     if config.learned_position_offset is not None:
-        tree["positions"] = _whole("positions", names["positions"], (config.max_position + config.learned_position_offset, d), "matrix")
+        tree["positions"] = _whole(
+            "positions",
+            names["positions"],
+            (config.max_position + config.learned_position_offset, d),
+            "matrix",
+        )
     tree |= _norm("final_norm", names["final_norm"], d, config)
     if not config.tie_word_embeddings:
         tree["lm_head"] = _padded("lm_head", names["lm_head"], (v, d), padded)
     width = mlp_width(config.intermediate_size, tp, quantization)
-    tree["layers"] = [_layer(config, layer, names["layer"].format(i), tp, width) for i, layer in enumerate(config.layers)]
+    tree["layers"] = [
+        _layer(config, layer, names["layer"].format(i), tp, width) for i, layer in enumerate(config.layers)
+    ]
     for i, layer in enumerate(tree["layers"]):
         prefix = names["layer"].format(i)
         if quantization is not None:
@@ -64,21 +76,38 @@ def leaves(config: ModelConfig, tp: int = 1, *, quantization: str | None = None,
         if quantization == "int4":
             _check_groups(layer, tp)
         if kv_scales:
-            layer |= {key: _kv_scale(key, f"{prefix}self_attn.{key}", config, tp) for key in ("k_scale", "v_scale")}
+            layer |= {
+                key: _kv_scale(key, f"{prefix}self_attn.{key}", config, tp) for key in ("k_scale", "v_scale")
+            }
     return tree
 
 
 def shapes(
-    config: ModelConfig, tp: int = 1, dtype: Any = jnp.float32, *, quantization: str | None = None, kv_scales: bool = False
+    config: ModelConfig,
+    tp: int = 1,
+    dtype: Any = jnp.float32,
+    *,
+    quantization: str | None = None,
+    kv_scales: bool = False,
 ) -> Weights:
-    """The pytree with a `jax.ShapeDtypeStruct` for each array: global shapes, over all `tp` devices. Options: those of `leaves`."""
-    return jax.tree.map(lambda leaf: leaf.struct(dtype), leaves(config, tp, quantization=quantization, kv_scales=kv_scales))
+    """The pytree with a `jax.ShapeDtypeStruct` for each array: global shapes, over all `tp` devices. Options:
+    those of `leaves`.
+    """
+    return jax.tree.map(
+        lambda leaf: leaf.struct(dtype), leaves(config, tp, quantization=quantization, kv_scales=kv_scales)
+    )
 
 
-def shardings(config: ModelConfig, mesh: Mesh | None = None, *, quantization: str | None = None, kv_scales: bool = False) -> Weights:
-    """The pytree with a `PartitionSpec` over the mesh axis "tp" for each array; the mesh's size changes only what is refused."""
+def shardings(
+    config: ModelConfig, mesh: Mesh | None = None, *, quantization: str | None = None, kv_scales: bool = False
+) -> Weights:
+    """The pytree with a `PartitionSpec` over the mesh axis "tp" for each array; the mesh's size changes only
+    what is refused.
+    """
     devices = 1 if mesh is None else mesh.shape[TP]
-    return jax.tree.map(lambda leaf: leaf.specs, leaves(config, devices, quantization=quantization, kv_scales=kv_scales))
+    return jax.tree.map(
+        lambda leaf: leaf.specs, leaves(config, devices, quantization=quantization, kv_scales=kv_scales)
+    )
 
 
 def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -87,23 +116,38 @@ def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def dummy_weights(
-    config: ModelConfig, dtype: Any, mesh: Mesh | None = None, seed: int = 0, *, quantization: str | None = None, kv_scales: bool = False
+    config: ModelConfig,
+    dtype: Any,
+    mesh: Mesh | None = None,
+    seed: int = 0,
+    *,
+    quantization: str | None = None,
+    kv_scales: bool = False,
 ) -> Weights:
-    """Random weights, made on the device(s) that hold them; the same numbers (rounded to `dtype`) for every mesh.
+    """Random weights, made on the device(s) that hold them; the same numbers (rounded to `dtype`) for every
+    mesh.
 
-    Matrices are about normal with a variance of 1 / fan-in, norms scale by 1 and biases are 0, so that activations keep
-    their size from layer to layer. One compilation for each distinct layer, however many layers there are. Options: those
-    of `leaves`; quantised matrices are the rounded ones, quantised.
+    Matrices are about normal with a variance of 1 / fan-in, norms scale by 1 and biases are 0, so that
+    activations keep their size from layer to layer. One compilation for each distinct layer, however many
+    layers there are. Options: those of `leaves`; quantised matrices are the rounded ones, quantised.
     """
     outer, *layers = dummy_groups(config, dtype, mesh, seed, quantization=quantization, kv_scales=kv_scales)
     return outer | {"layers": layers}
 
 
 def dummy_groups(
-    config: ModelConfig, dtype: Any, mesh: Mesh | None = None, seed: int = 0, *, quantization: str | None = None, kv_scales: bool = False
+    config: ModelConfig,
+    dtype: Any,
+    mesh: Mesh | None = None,
+    seed: int = 0,
+    *,
+    quantization: str | None = None,
+    kv_scales: bool = False,
 ) -> Iterator[Weights]:
     """`dummy_weights` a group at a time: what is in no layer, then each layer."""
-    tree = leaves(config, 1 if mesh is None else mesh.shape[TP], quantization=quantization, kv_scales=kv_scales)
+    tree = leaves(
+        config, 1 if mesh is None else mesh.shape[TP], quantization=quantization, kv_scales=kv_scales
+    )
     makers: dict[tuple[Any, ...], Callable[[np.ndarray], Any]] = {}
 
     def make(group: dict[str, Leaf], number: int) -> dict[str, jax.Array]:
@@ -111,9 +155,13 @@ def dummy_groups(
         if kind not in makers:
             specs = {name: leaf.specs for name, leaf in group.items()}
             placed = None if mesh is None else jax.tree.map(functools.partial(sharded, mesh), specs)
-            draw = functools.partial(_draw_group, group=group, dtype=dtype, norm=1.0 - config.norm_weight_offset)
+            draw = functools.partial(
+                _draw_group, group=group, dtype=dtype, norm=1.0 - config.norm_weight_offset
+            )
             makers[kind] = jax.jit(draw, out_shardings=placed)
-        return makers[kind](np.random.SeedSequence([seed, number]).generate_state(2 * len(group)).reshape(-1, 2))
+        return makers[kind](
+            np.random.SeedSequence([seed, number]).generate_state(2 * len(group)).reshape(-1, 2)
+        )
 
     yield make({name: leaf for name, leaf in tree.items() if name != "layers"}, 0)
     for number, layer in enumerate(tree["layers"], start=1):
@@ -131,11 +179,19 @@ def _check_cuts(config: ModelConfig, tp: int) -> None:
 
     heads, kv_heads = config.num_heads, config.num_kv_heads
     check(tp >= 1 and heads % tp == 0, f"a divisor of the {heads} attention heads")
-    check(kv_heads % tp == 0 or tp % kv_heads == 0, f"a divisor or a multiple of the {kv_heads} key/value heads")
-    widths = {config.intermediate_size if not layer.experts else config.expert_intermediate_size for layer in config.layers}
+    check(
+        kv_heads % tp == 0 or tp % kv_heads == 0, f"a divisor or a multiple of the {kv_heads} key/value heads"
+    )
+    widths = {
+        config.intermediate_size if not layer.experts else config.expert_intermediate_size
+        for layer in config.layers
+    }
     for width in widths:
         block = gate_block(width) if config.gated_mlp else 1
-        check(width % (block * tp) == 0, f"a divisor of the {width // block} blocks of {block} rows of the MLP width {width}")
+        check(
+            width % (block * tp) == 0,
+            f"a divisor of the {width // block} blocks of {block} rows of the MLP width {width}",
+        )
 
 
 def _check_groups(layer: Mapping[str, Leaf], tp: int) -> None:
@@ -144,24 +200,33 @@ def _check_groups(layer: Mapping[str, Leaf], tp: int) -> None:
         if key in layer:
             columns, devices = layer[key].shape[1], tp if TENSOR_PARALLEL_AXIS[key] == 1 else 1
             if columns % GROUP:
-                raise ConfigError("quantization", "int4", f"fp8 or unset: {key} has {columns} columns, no multiple of a group's {GROUP}")
+                raise ConfigError(
+                    "quantization",
+                    "int4",
+                    f"fp8 or unset: {key} has {columns} columns, no multiple of a group's {GROUP}",
+                )
             if columns % (GROUP * devices):
-                accepted = f"a divisor of the {columns // GROUP} groups of {GROUP} columns of {key} that quantization=int4 cuts"
+                accepted = (
+                    f"a divisor of the {columns // GROUP} groups of {GROUP} columns of {key} that "
+                    f"quantization=int4 cuts"
+                )
                 raise ConfigError("tensor_parallel_size", tp, accepted)
 
 
 def mlp_width(width: int, tp: int, quantization: str | None) -> int:
     """Columns of a dense MLP of width F as they are stored for `tp` devices: F, or a little more.
 
-    Products of e4m3 take whole blocks of 128 columns of each device (Qwen2-72B's 29,568 are 115.5 of them on each of two): what is missing
-    is filled with zeros, which add nothing, where that is at most a 32nd.
+    Products of e4m3 take whole blocks of 128 columns of each device (Qwen2-72B's 29,568 are 115.5 of them on
+    each of two): what is missing is filled with zeros, which add nothing, where that is at most a 32nd.
     """
     whole = -(-width // (BLOCK * tp)) * BLOCK * tp
     return whole if quantization == "fp8" and whole - width <= width // 32 else width
 
 
 def kv_head_copies(config: ModelConfig, tp: int) -> int:
-    """How often each key/value head is stored so that each of `tp` devices has one: 1 unless there are fewer heads than devices."""
+    """How often each key/value head is stored so that each of `tp` devices has one: 1 unless there are fewer
+    heads than devices.
+    """
     return max(1, tp // config.num_kv_heads)
 
 
@@ -194,7 +259,12 @@ def _qkv(config: ModelConfig, names: Mapping[str, str], tp: int, suffix: str, *t
         return out.reshape(k, copies, group + 2, h, *tail)
 
     pieces = (
-        Piece(names["q"] + suffix, (config.num_heads * h, *tail), (k, copies, group, h, *tail), lambda out: heads(out)[:, :, :group]),
+        Piece(
+            names["q"] + suffix,
+            (config.num_heads * h, *tail),
+            (k, copies, group, h, *tail),
+            lambda out: heads(out)[:, :, :group],
+        ),
         Piece(names["k"] + suffix, (k * h, *tail), (k, 1, h, *tail), lambda out: heads(out)[:, :, group]),
         Piece(names["v"] + suffix, (k * h, *tail), (k, 1, h, *tail), lambda out: heads(out)[:, :, group + 1]),
     )
@@ -213,7 +283,9 @@ def _copied_rows(config: ModelConfig, copies: int) -> np.ndarray:
     return np.concatenate([queries, keys_values], axis=2).reshape(-1)
 
 
-def _up_gate(names: Mapping[str, str], width: int, gated: bool, suffix: str, *tail: int, stored: int | None = None) -> Leaf:
+def _up_gate(
+    names: Mapping[str, str], width: int, gated: bool, suffix: str, *tail: int, stored: int | None = None
+) -> Leaf:
     """stored: `mlp_width` of the width; None: as many."""
     key = "up_gate" if tail else "up_gate_bias"
     init, stored = "matrix" if tail else "zero", stored or width
@@ -303,6 +375,10 @@ def _experts(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Leaf]:
 
     return {
         "router": _whole("router", names["router"] + ".weight", (experts, d), "matrix"),
-        "expert_up_gate": _per_expert("expert_up_gate", lambda e: _up_gate(of(e), width, config.gated_mlp, ".weight", d), experts),
-        "expert_down": _per_expert("expert_down", lambda e: _whole("down", of(e)["down"] + ".weight", (d, width), "matrix"), experts),
+        "expert_up_gate": _per_expert(
+            "expert_up_gate", lambda e: _up_gate(of(e), width, config.gated_mlp, ".weight", d), experts
+        ),
+        "expert_down": _per_expert(
+            "expert_down", lambda e: _whole("down", of(e)["down"] + ".weight", (d, width), "matrix"), experts
+        ),
     }

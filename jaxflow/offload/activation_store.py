@@ -37,7 +37,9 @@ class ActivationStore:
                     tiers.staging.reserve(2 * [g.activation(part.rows, tokens)])
 
     def store(self, batch: int, pieces: tuple[jax.Array, ...]) -> list[Any]:
-        """Takes a batch's activations home; those on the device stay. Returns what is under way, for the disk a future."""
+        """Takes a batch's activations home; those on the device stay. Returns what is under way, for the disk
+        a future.
+        """
         tiers, kept, under_way = self._tiers, [], []
         for part, piece in zip(self.parts, pieces, strict=True):
             if part.tier != "device":
@@ -46,7 +48,10 @@ class ActivationStore:
                 piece = tiers.up(piece)
                 under_way.append(piece)
             elif part.tier == "disk":
-                struct, rising = jax.ShapeDtypeStruct(piece.shape, piece.dtype, sharding=piece.sharding), tiers.up(piece)
+                struct, rising = (
+                    jax.ShapeDtypeStruct(piece.shape, piece.dtype, sharding=piece.sharding),
+                    tiers.up(piece),
+                )
                 self._stores[batch] = tiers.write(lambda rising=rising: self._write(batch, rising))
                 under_way.append(self._stores[batch])
                 piece = struct

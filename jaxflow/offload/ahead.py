@@ -1,6 +1,8 @@
-"""What comes to the device before a square needs it: layers' weights, KV, activations; and what is read from disk before that.
+"""What comes to the device before a square needs it: layers' weights, KV, activations; and what is read from
+disk before that.
 
-In the time of a square the next layer's weights and the next square's tensors travel, and the disk is read for the one after it.
+In the time of a square the next layer's weights and the next square's tensors travel, and the disk is read
+for the one after it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,9 @@ from jaxflow.offload.weight_store import WeightStore
 
 
 class Ahead:
-    """Of one block. width: batches that pass a layer together; host_attention: whether decodes attend on the host, so that no KV comes."""
+    """Of one block. width: batches that pass a layer together; host_attention: whether decodes attend on the
+    host, so that no KV comes.
+    """
 
     def __init__(
         self,
@@ -30,7 +34,13 @@ class Ahead:
         width: int,
         host_attention: bool,
     ):
-        self._tiers, self._weights, self._kv, self._activations, self._do = tiers, weights, kv, activations, verbs.do
+        self._tiers, self._weights, self._kv, self._activations, self._do = (
+            tiers,
+            weights,
+            kv,
+            activations,
+            verbs.do,
+        )
         self._lengths, self._width, self._host_attention = block.lengths, width, host_attention
         self._all = tuple(dict.fromkeys(key for layer in weights.placed.layers for key in layer))
         self._layers: dict[int, dict[str, Any]] = {}  # weights on the device
@@ -50,7 +60,9 @@ class Ahead:
         """The parts of a decode's KV that are not at home on the device."""
         loaded = self._loaded.pop(one, None)
         if loaded is None:
-            loaded = self._do("load_kv", lambda: self._kv.load((one.layer, one.batch), one.token, self._lengths[one.batch]))
+            loaded = self._do(
+                "load_kv", lambda: self._kv.load((one.layer, one.batch), one.token, self._lengths[one.batch])
+            )
         return loaded
 
     def activations(self, batch: int) -> tuple:
@@ -87,7 +99,9 @@ class Ahead:
             self._x[nxt.batch] = self._activations.load(nxt.batch)
 
     def read_later(self, nxt: Square, later: Square, pending: set[int]) -> None:
-        """Starts to read from disk what the square after the next needs, if the next does not make it. pending: batches not done yet."""
+        """Starts to read from disk what the square after the next needs, if the next does not make it.
+        pending: batches not done yet.
+        """
         if later.token > 0 and later[1:] != nxt[1:]:
             self._kv.read_ahead((later.layer, later.batch), later.token, self._lengths[later.batch])
         if later.layer > 0 and later.batch != nxt.batch and later.batch not in pending:
@@ -121,7 +135,9 @@ class Ahead:
         return {key: found[key] for key in own if key in keys}
 
     def _coming(self, order: Sequence[Square], i: int) -> tuple[int | None, int | None]:
-        """The layer whose weights are wanted after square i's, and the one after it; None: none, or this one's again."""
+        """The layer whose weights are wanted after square i's, and the one after it; None: none, or this
+        one's again.
+        """
         found: list[int | None] = []
         for ahead in (1, 2):
             j = i - self.place(order[i]) + ahead * self._width

@@ -1,4 +1,6 @@
-"""From requests to sequences of a block, and from tokens to events: the same that the engine tells, so that a caller sees no difference."""
+"""From requests to sequences of a block, and from tokens to events: the same that the engine tells, so that a
+caller sees no difference.
+"""
 
 import random
 import time
@@ -15,13 +17,21 @@ def check_request(policy: Policy, request: Request) -> None:
     """Refuses what no block of a policy can hold. Raises: InvalidRequest."""
     prompt, sampling = len(request.prompt_token_ids), request.sampling
     if prompt > policy.prompt_tokens:
-        raise InvalidRequest("prompt", f"{prompt} tokens", f"at most {policy.prompt_tokens}, the policy's prompt_tokens")
+        raise InvalidRequest(
+            "prompt", f"{prompt} tokens", f"at most {policy.prompt_tokens}, the policy's prompt_tokens"
+        )
     if sampling.max_tokens is not None and sampling.max_tokens > policy.output_tokens:
-        raise InvalidRequest("max_tokens", sampling.max_tokens, f"at most {policy.output_tokens}, the policy's output_tokens")
+        raise InvalidRequest(
+            "max_tokens", sampling.max_tokens, f"at most {policy.output_tokens}, the policy's output_tokens"
+        )
     if sampling.min_tokens > policy.output_tokens:
-        raise InvalidRequest("min_tokens", sampling.min_tokens, f"at most {policy.output_tokens}, the policy's output_tokens")
+        raise InvalidRequest(
+            "min_tokens", sampling.min_tokens, f"at most {policy.output_tokens}, the policy's output_tokens"
+        )
     if sampling.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs", sampling.prompt_logprobs, "unset: an offloaded run does not compute them")
+        raise InvalidRequest(
+            "prompt_logprobs", sampling.prompt_logprobs, "unset: an offloaded run does not compute them"
+        )
 
 
 class Answers:
@@ -36,7 +46,15 @@ class Answers:
             seed = seeds.getrandbits(64) if sampling.seed is None else sampling.seed
             limit = len(request.prompt_token_ids) + (sampling.max_tokens or policy.output_tokens)
             own = [
-                Seq(request, i, seed=(seed + i * SEED_STEP) % 2**64, limit=limit, arrival=arrival, now=now, salt=None)
+                Seq(
+                    request,
+                    i,
+                    seed=(seed + i * SEED_STEP) % 2**64,
+                    limit=limit,
+                    arrival=arrival,
+                    now=now,
+                    salt=None,
+                )
                 for i in range(sampling.n)
             ]
             self._live[request.request_id] = LiveRequest(request, own, eos, now)

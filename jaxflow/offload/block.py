@@ -16,8 +16,8 @@ from jaxflow.offload.geometry import Geometry
 class Block:
     """Sequences by batch and row; None: no sequence there, its row computes nothing that is read.
 
-    token_ids: [batches, b, s] int32, padded. lengths: [batches, b] int32, 0 for empty rows. temperature: [batches, b] float32.
-    seeds: [batches, b, 2] uint32.
+    token_ids: [batches, b, s] int32, padded. lengths: [batches, b] int32, 0 for empty rows. temperature:
+    [batches, b] float32. seeds: [batches, b, 2] uint32.
     """
 
     sequences: tuple[tuple[Seq | None, ...], ...]
@@ -37,7 +37,9 @@ class Block:
 
     def needs_full(self, batch: int) -> bool:
         """Whether a row of a batch needs the full sampler."""
-        return any(seq is not None and needs_full_sampler(seq.request.sampling) for seq in self.sequences[batch])
+        return any(
+            seq is not None and needs_full_sampler(seq.request.sampling) for seq in self.sequences[batch]
+        )
 
 
 def make_block(g: Geometry, sequences: Sequence[Seq]) -> Block:
@@ -57,8 +59,11 @@ def make_block(g: Geometry, sequences: Sequence[Seq]) -> Block:
     return Block(tuple(map(tuple, grid)), ids, lengths, temperature, seeds)
 
 
-def slots_of(g: Geometry, block: Block, batch: int, vocabulary: int, eos: frozenset[int]) -> tuple[np.ndarray, SlotParams, np.ndarray]:
-    """What the full sampler keeps of a batch's rows: which row has settings of its own, the settings [b], the counts [b, V'].
+def slots_of(
+    g: Geometry, block: Block, batch: int, vocabulary: int, eos: frozenset[int]
+) -> tuple[np.ndarray, SlotParams, np.ndarray]:
+    """What the full sampler keeps of a batch's rows: which row has settings of its own, the settings [b], the
+    counts [b, V'].
 
     A row that needs no such setting gets slot b, which draws as plain sampling does.
     """
@@ -75,5 +80,7 @@ def slots_of(g: Geometry, block: Block, batch: int, vocabulary: int, eos: frozen
         assert len(known) <= prompt
         if len(known):
             counts[row, known] = IN_PROMPT  # no output is known yet
-    stacked: Any = [np.stack([getattr(one, field.name) for one in values]) for field in dataclasses.fields(SlotParams)]
+    stacked: Any = [
+        np.stack([getattr(one, field.name) for one in values]) for field in dataclasses.fields(SlotParams)
+    ]
     return slots, SlotParams(*stacked), counts

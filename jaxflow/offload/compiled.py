@@ -1,4 +1,6 @@
-"""The programs of a geometry, compiled for a device before anything is loaded: what they need beside their inputs is accounted for."""
+"""The programs of a geometry, compiled for a device before anything is loaded: what they need beside their
+inputs is accounted for.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -37,7 +39,9 @@ def compilations() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """By layer kind, or by whether it is a prompt's (True) or a decode's. Each is called as the function of `Programs` of its name."""
+    """By layer kind, or by whether it is a prompt's (True) or a decode's. Each is called as the function of
+    `Programs` of its name.
+    """
 
     embed: dict[bool, Callable]
     prefill: dict[Layer, Callable]
@@ -56,23 +60,34 @@ def attends_on_host(g: Geometry) -> bool:
     return g.policy.host_attention and any(part.tier != "device" for part in g.kv_parts)
 
 
-def compile_programs(programs: Programs, placed: PlacedWeights, on_progress: Callable[[str], object]) -> Compiled:
+def compile_programs(
+    programs: Programs, placed: PlacedWeights, on_progress: Callable[[str], object]
+) -> Compiled:
     """Compiles everything that a run calls. on_progress: told each program as it is handed over."""
     # Lowering is Python, one at a time whatever the threads; compiling is XLA's, and runs beside it.
     with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
         begun = _begin(programs, placed, pool, on_progress)
         fields = {name: _finished(value) for name, value in begun.items()}
-    working = [_working_bytes(one) for value in fields.values() for one in (value.values() if isinstance(value, dict) else [value])]
+    working = [
+        _working_bytes(one)
+        for value in fields.values()
+        for one in (value.values() if isinstance(value, dict) else [value])
+    ]
     return Compiled(**fields, vocabulary=_vocabulary(placed), working_bytes=max(working))
 
 
 def _begin(
-    programs: Programs, placed: PlacedWeights, pool: concurrent.futures.Executor, on_progress: Callable[[str], object]
+    programs: Programs,
+    placed: PlacedWeights,
+    pool: concurrent.futures.Executor,
+    on_progress: Callable[[str], object],
 ) -> dict[str, Any]:
     """The fields of `Compiled` that are programs, each a future, or a dict of them."""
     g, b = programs.geometry, programs.geometry.batch
 
-    def build(name: str, function: Callable, made: Any, *arguments: Any, donate: tuple[int, ...] = ()) -> concurrent.futures.Future:
+    def build(
+        name: str, function: Callable, made: Any, *arguments: Any, donate: tuple[int, ...] = ()
+    ) -> concurrent.futures.Future:
         """made: how its results are cut."""
         on_progress(name)
         jitted, arguments = _over_devices(function, g.mesh, arguments, made, donate)
@@ -92,9 +107,22 @@ def _begin(
     loaded = tuple(g.kv_pages(part.rows) for part in away)
     kinds = dict(zip(g.config.layers, placed.layers, strict=True))
     tokens = {True: g.prompt, False: 1}
-    embed = by_phase(lambda p: build("embed", programs.embed, CUT, placed.ends, vector(b * tokens[p]), vector(b * tokens[p])))
+    embed = by_phase(
+        lambda p: build(
+            "embed", programs.embed, CUT, placed.ends, vector(b * tokens[p]), vector(b * tokens[p])
+        )
+    )
     prefill = {
-        layer: build("prefill", programs.prefill(layer), (CUT, CUT, CUT), w, pieces(g.prompt), home, vector(b), donate=(2,))
+        layer: build(
+            "prefill",
+            programs.prefill(layer),
+            (CUT, CUT, CUT),
+            w,
+            pieces(g.prompt),
+            home,
+            vector(b),
+            donate=(2,),
+        )
         for layer, w in kinds.items()
     }
     decode, before, after = {}, {}, {}
@@ -103,7 +131,9 @@ def _begin(
         if attends_on_host(g):
             first, second = ({key: w[key] for key in keys} for keys in halves(w))
             made = (WHOLE, CUT, CUT, CUT, CUT)
-            before[layer] = build("before", programs.before(layer), made, first, pieces(1), home, vector(b), live, donate=(2,))
+            before[layer] = build(
+                "before", programs.before(layer), made, first, pieces(1), home, vector(b), live, donate=(2,)
+            )
             stream = vector(b, g.config.hidden_size, dtype=g.dtype)
             own = tuple(g.heads(part.rows) for part in g.kv_parts if part.tier == "device")
             others = tuple(g.heads(part.rows) for part in away)
@@ -111,7 +141,18 @@ def _begin(
         else:
             donate = (2, 3) if g.policy.kv_bits == 16 else (2,)
             made = (CUT, CUT, CUT, CUT)
-            decode[layer] = build("decode", programs.decode(layer), made, w, pieces(1), home, loaded, vector(b), live, donate=donate)
+            decode[layer] = build(
+                "decode",
+                programs.decode(layer),
+                made,
+                w,
+                pieces(1),
+                home,
+                loaded,
+                vector(b),
+                live,
+                donate=donate,
+            )
     slots = jax.eval_shape(lambda: empty_slots(b, _vocabulary(placed)))
     rows = (vector(b, dtype=jnp.float32), vector(b, 2, dtype=jnp.uint32), vector(b))
     states = jax.ShapeDtypeStruct((b, g.config.hidden_size), g.dtype)
@@ -121,9 +162,21 @@ def _begin(
         "decode": decode,
         "before": before,
         "after": after,
-        "hidden": by_phase(lambda p: build("hidden", programs.hidden, WHOLE, placed.ends, pieces(tokens[p]), vector(b))),
+        "hidden": by_phase(
+            lambda p: build("hidden", programs.hidden, WHOLE, placed.ends, pieces(tokens[p]), vector(b))
+        ),
         "sample": build("sample", programs.sample, WHOLE, placed.ends, states, *rows),
-        "sample_full": build("sample_full", programs.sample_full, WHOLE, placed.ends, states, *rows, vector(b), *slots, donate=(7,)),
+        "sample_full": build(
+            "sample_full",
+            programs.sample_full,
+            WHOLE,
+            placed.ends,
+            states,
+            *rows,
+            vector(b),
+            *slots,
+            donate=(7,),
+        ),
     }
 
 
@@ -132,9 +185,15 @@ def _finished(value: Any) -> Any:
 
 
 def _working_bytes(compiled: Any) -> int:
-    """What a program takes beside its inputs: its outputs too, but for those that are its inputs updated in place."""
+    """What a program takes beside its inputs: its outputs too, but for those that are its inputs updated in
+    place.
+    """
     found = compiled.memory_analysis()
-    return 0 if found is None else found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return (
+        0
+        if found is None
+        else found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    )
 
 
 def _vocabulary(placed: PlacedWeights) -> int:
@@ -142,7 +201,9 @@ def _vocabulary(placed: PlacedWeights) -> int:
     return placed.ends.get("lm_head", placed.ends["embed"]).shape[0]
 
 
-def _over_devices(function: Callable, mesh: Mesh, arguments: tuple, made: Any, donate: tuple[int, ...]) -> tuple[Any, tuple]:
+def _over_devices(
+    function: Callable, mesh: Mesh, arguments: tuple, made: Any, donate: tuple[int, ...]
+) -> tuple[Any, tuple]:
     """The function as it runs on each device, jitted, and the shapes of its arguments with their shardings."""
 
     def placed(a: Any) -> Any:
@@ -158,8 +219,11 @@ def _over_devices(function: Callable, mesh: Mesh, arguments: tuple, made: Any, d
 
 
 def _compile(lowered: Any, mesh: Mesh) -> Any:
-    """Compiles what this process has not compiled yet: a sweep starts many runs, which differ in few of their programs."""
-    text = f"{lowered.args_info}\n{lowered.as_text()}"  # the text alone does not say what arguments it leaves unused
+    """Compiles what this process has not compiled yet: a sweep starts many runs, which differ in few of their
+    programs.
+    """
+    # the text alone does not say what arguments it leaves unused
+    text = f"{lowered.args_info}\n{lowered.as_text()}"
     key = hashlib.sha256(text.encode()).digest(), mesh
     if key not in _programs:
         _programs[key] = lowered.compile()

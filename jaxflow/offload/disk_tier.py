@@ -1,10 +1,11 @@
 """Files that stand for memory: a folder of them for one run, gone when the run is.
 
-A file is a header and the bytes, reserved in full when it is made, so that a full disk is met at the start and not in the middle of
-a block. Whatever is written at an offset is read back whole, and its checksum must be that of what was written: a bit that the disk
-changed ends the run, where it would have made other tokens. Checksums are kept in memory, since nothing is kept for a next run. The
-folder holds a lock as long as its process lives: a run that was killed leaves its folder behind, and the next one on the same disk
-removes it (`sweep`).
+A file is a header and the bytes, reserved in full when it is made, so that a full disk is met at the start
+and not in the middle of a block. Whatever is written at an offset is read back whole, and its checksum must
+be that of what was written: a bit that the disk changed ends the run, where it would have made other tokens.
+Checksums are kept in memory, since nothing is kept for a next run. The folder holds a lock as long as its
+process lives: a run that was killed leaves its folder behind, and the next one on the same disk removes it
+(`sweep`).
 """
 
 import concurrent.futures
@@ -70,7 +71,8 @@ class DiskFolder:
 
 
 class DiskFile:
-    """Bytes of one file, read and written in pieces at offsets. Reads and writes of different threads do not disturb each other.
+    """Bytes of one file, read and written in pieces at offsets. Reads and writes of different threads do not
+    disturb each other.
 
     sums: a single thread, on which checksums are made beside the transfers.
     """
@@ -88,7 +90,9 @@ class DiskFile:
         self._checked = False
 
     def write(self, offset: int, pieces: Sequence[np.ndarray]) -> int:
-        """Puts arrays one behind the other, the first at `offset`; returns the bytes written. Raises: DiskError."""
+        """Puts arrays one behind the other, the first at `offset`; returns the bytes written. Raises:
+        DiskError.
+        """
         self._written.pop(offset, None)
         total, crc = self._move(os.pwritev, "write", offset, pieces)
         self._written[offset] = total, crc
@@ -109,7 +113,10 @@ class DiskFile:
         if crc != expected:
             raise DiskError(
                 errno.EIO,
-                f"{self.path}: bytes {offset} to {offset + size} are not what was written: the disk, or something else, changed them",
+                (
+                    f"{self.path}: bytes {offset} to {offset + size} are not what was written: the disk, "
+                    f"or something else, changed them"
+                ),
             )
         return total
 
@@ -137,7 +144,11 @@ class DiskFile:
                 raise self._fault(verb, total, error) from error
             if not done:
                 raise DiskError(
-                    errno.EIO, f"{self.path}: ends at {at} of {HEADER_BYTES + self.size} bytes: something cut it while it was in use"
+                    errno.EIO,
+                    (
+                        f"{self.path}: ends at {at} of {HEADER_BYTES + self.size} bytes: something cut "
+                        f"it while it was in use"
+                    ),
                 )
             at += done
             summed = self._sums.submit(_sum_on, _first(left, done), summed)
@@ -150,7 +161,10 @@ class DiskFile:
         except OSError as error:
             raise self._fault("read", _HEADER.size, error) from error
         if len(head) < _HEADER.size or _HEADER.unpack(head) != (_MAGIC, _VERSION, HEADER_BYTES, self.size):
-            raise DiskError(errno.EIO, f"{self.path}: its header is not the one that was written: something else wrote to it")
+            raise DiskError(
+                errno.EIO,
+                f"{self.path}: its header is not the one that was written: something else wrote to it",
+            )
         self._checked = True
 
     def _fault(self, verb: str, size: int, error: OSError) -> DiskError:
@@ -159,7 +173,9 @@ class DiskFile:
             help_ = "lower the policy's disk shares, or use another disk_path"
             with contextlib.suppress(DiskError):
                 help_ = f"{free_bytes(self.path.parent) / _GIGA:.3f} GB are free there; {help_}"
-        return DiskError(error.errno, f"{self.path}: cannot {verb} {size / _GIGA:.3f} GB: {error.strerror}; {help_}")
+        return DiskError(
+            error.errno, f"{self.path}: cannot {verb} {size / _GIGA:.3f} GB: {error.strerror}; {help_}"
+        )
 
 
 def check_folder(path: str | os.PathLike) -> Path:
@@ -177,7 +193,9 @@ def free_bytes(folder: str | os.PathLike) -> int:
     try:
         found = os.statvfs(folder)
     except OSError as error:
-        raise DiskError(error.errno, f"{folder}: cannot tell what is free: {error.strerror}; use another disk_path") from error
+        raise DiskError(
+            error.errno, f"{folder}: cannot tell what is free: {error.strerror}; use another disk_path"
+        ) from error
     return found.f_bavail * found.f_frsize
 
 

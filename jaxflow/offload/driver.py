@@ -1,9 +1,11 @@
-"""Drives blocks through the model: FlexGen's Algorithm 1, its six verbs overlapped by what is enqueued before what.
+"""Drives blocks through the model: FlexGen's Algorithm 1, its six verbs overlapped by what is enqueued before
+what.
 
-In the time of a square's compute the next layer's weights and the next square's KV and activation come down, and what the last square
-made goes up. One thread enqueues everything, and waits for the square before: a transfer that is issued before a compute runs beside
-it, one issued behind may wait for it, since the device's memory is handed out in the order of the compute. So the next square's loads
-are issued first, then this one's compute, then its stores.
+In the time of a square's compute the next layer's weights and the next square's KV and activation come down,
+and what the last square made goes up. One thread enqueues everything, and waits for the square before: a
+transfer that is issued before a compute runs beside it, one issued behind may wait for it, since the device's
+memory is handed out in the order of the compute. So the next square's loads are issued first, then this one's
+compute, then its stores.
 """
 
 import time
@@ -28,7 +30,8 @@ class Driver:
     def run(
         self, block: Block, finished: Callable[[Sequence[int]], bool], on_square: Callable[[Square], object]
     ) -> Generator[Drawn, None, None]:
-        """Computes a block; yields each batch's tokens as they are enqueued. Who wants no more of them must close the iterator.
+        """Computes a block; yields each batch's tokens as they are enqueued. Who wants no more of them must
+        close the iterator.
 
         Args:
           finished: whether all sequences of these batches have ended, as far as the caller knows.
@@ -37,7 +40,9 @@ class Driver:
         Raises: DiskError, also from closing the iterator.
         """
         g, run = self._setup.geometry, Run(self._setup, block)
-        order = list(squares(block.batches, g.config.num_layers, g.policy.output_tokens, self._setup.schedule))
+        order = list(
+            squares(block.batches, g.config.num_layers, g.policy.output_tokens, self._setup.schedule)
+        )
         started, self.prefill_s, self.prefill_crossed = time.perf_counter(), 0.0, (0, 0)
         prompts_left = block.batches
         try:
@@ -59,7 +64,9 @@ class Driver:
                 on_square(order[i])
                 i += 1
             yield from run.stop()
-        except GeneratorExit:  # the caller wants no more: what was read ahead must not be taken for the next block's
+        except (
+            GeneratorExit
+        ):  # the caller wants no more: what was read ahead must not be taken for the next block's
             if not self._closed:
                 for _ in run.stop():
                     pass
@@ -69,7 +76,12 @@ class Driver:
 
     def free(self) -> None:
         """Lets go of all memory of device and host, whoever still holds this; nothing runs afterwards."""
-        for store in (self._setup.weights, self._setup.kv, self._setup.activations, self._setup.tiers.staging):
+        for store in (
+            self._setup.weights,
+            self._setup.kv,
+            self._setup.activations,
+            self._setup.tiers.staging,
+        ):
             store.free()
 
     def close(self) -> None:

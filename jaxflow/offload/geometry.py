@@ -1,7 +1,9 @@
-"""The static shapes of an offloaded run: everything that a policy and a model fix before the first weight is read.
+"""The static shapes of an offloaded run: everything that a policy and a model fix before the first weight is
+read.
 
-KV lies in pages, as in the engine, so that its ops and kernels serve here too; but a sequence's pages are its own and lie next to each
-other: page `row · MP + i` holds tokens i·S to (i + 1)·S - 1 of that row. A batch's rows are cut into *parts*, one for each tier.
+KV lies in pages, as in the engine, so that its ops and kernels serve here too; but a sequence's pages are its
+own and lie next to each other: page `row · MP + i` holds tokens i·S to (i + 1)·S - 1 of that row. A batch's
+rows are cut into *parts*, one for each tier.
 """
 
 import dataclasses
@@ -20,7 +22,14 @@ from jaxflow.offload.placement import Tier, place_rows, place_weights
 from jaxflow.offload.policy import TIERS, Policy
 from jaxflow.offload.shards import CUT, placed, tree_bytes
 
-BEFORE = ("attn_norm", "attn_norm_bias", "qkv", "qkv_bias", "q_norm", "k_norm")  # what a layer needs before it attends
+BEFORE = (
+    "attn_norm",
+    "attn_norm_bias",
+    "qkv",
+    "qkv_bias",
+    "q_norm",
+    "k_norm",
+)  # what a layer needs before it attends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +47,8 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """dtype: of activations, and of weights and KV of 16 bits (float32 where the model runs in it). page_size: S, tokens in a page.
+    """dtype: of activations, and of weights and KV of 16 bits (float32 where the model runs in it).
+    page_size: S, tokens in a page.
 
     Shapes that it gives are those over all devices of the mesh, with their shardings.
     """
@@ -102,11 +112,17 @@ class Geometry:
 
     def activation(self, rows: int, tokens: int) -> Any:
         """The shape of what `rows` sequences of `tokens` tokens pass from layer to layer."""
-        return placed(self.mesh, jax.ShapeDtypeStruct((rows * tokens, self.config.hidden_size), self.dtype), CUT)
+        return placed(
+            self.mesh, jax.ShapeDtypeStruct((rows * tokens, self.config.hidden_size), self.dtype), CUT
+        )
 
     def heads(self, rows: int) -> Any:
         """The shape of one token's queries, or of its attention's output, of `rows` sequences."""
-        return placed(self.mesh, jax.ShapeDtypeStruct((rows, self.config.num_heads, self.config.head_dim), self.dtype), CUT)
+        return placed(
+            self.mesh,
+            jax.ShapeDtypeStruct((rows, self.config.num_heads, self.config.head_dim), self.dtype),
+            CUT,
+        )
 
     def _stored(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
         one = kv_shape(shape) if self.policy.kv_bits == 4 else jax.ShapeDtypeStruct(shape, self.dtype)
@@ -125,7 +141,9 @@ def _parts(counts: tuple[int, int, int]) -> tuple[Part, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedWeights:
-    """Shapes of the weights as they are stored, and the tier of each. `ends`: what is in no layer, always on the device."""
+    """Shapes of the weights as they are stored, and the tier of each. `ends`: what is in no layer, always on
+    the device.
+    """
 
     ends: dict[str, Any]
     layers: tuple[dict[str, Any], ...]
@@ -134,26 +152,40 @@ class PlacedWeights:
     def of_tier(self, layer: int, tier: Tier, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
         """The shapes of a layer's tensors that live on a tier, of those named."""
         found = self.tiers[layer]
-        return {key: leaf for key, leaf in self.layers[layer].items() if found[key] == tier and (keys is None or key in keys)}
+        return {
+            key: leaf
+            for key, leaf in self.layers[layer].items()
+            if found[key] == tier and (keys is None or key in keys)
+        }
 
     def bytes_of(self, layer: int, tier: Tier) -> int:
         return tree_bytes(self.of_tier(layer, tier))
 
 
 def place(g: Geometry) -> PlacedWeights:
-    """Norms, biases and routers stay on the device: they are a few millionths of a model, and each would cost a transfer of its own.
+    """Norms, biases and routers stay on the device: they are a few millionths of a model, and each would cost
+    a transfer of its own.
 
     Raises: ConfigError: `tensor_parallel_size` does not cut the model.
     """
     tree = leaves(g.config, g.tp, quantization=g.quantization)
 
     def shapes(group: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: placed(g.mesh, leaf.struct(g.dtype), leaf.specs) for key, leaf in group.items() if key != "layers"}
+        return {
+            key: placed(g.mesh, leaf.struct(g.dtype), leaf.specs)
+            for key, leaf in group.items()
+            if key != "layers"
+        }
 
     layers = tuple(shapes(layer) for layer in tree["layers"])
-    matrices = [{key: tree_bytes(struct) for key, struct in layer.items() if is_matrix(key, struct)} for layer in layers]
+    matrices = [
+        {key: tree_bytes(struct) for key, struct in layer.items() if is_matrix(key, struct)}
+        for layer in layers
+    ]
     found = place_weights(matrices, g.policy.weights)
-    tiers: Any = tuple({key: one.get(key, "device") for key in layer} for one, layer in zip(found, layers, strict=True))
+    tiers: Any = tuple(
+        {key: one.get(key, "device") for key in layer} for one, layer in zip(found, layers, strict=True)
+    )
     return PlacedWeights(shapes(tree), layers, tiers)
 
 

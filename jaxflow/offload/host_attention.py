@@ -1,12 +1,15 @@
-"""A decode's attention where its KV is: on the host, of one new token a sequence over pages in host memory (FlexGen §4.2).
+"""A decode's attention where its KV is: on the host, of one new token a sequence over pages in host memory
+(FlexGen §4.2).
 
-Only queries and outputs cross the link, fewer bytes than the KV by its length. A row is a few products over numbers that are read once,
-so it would take as long as the host's memory, if little else were done: bfloat16 is widened by a shift and a mask, in pieces, and
-multiplied by numpy's BLAS; rows, and parts of their heads, are shared out to threads, which hold Python's lock only between those calls.
-It is the lock that limits it, most likely: on an H200's host one thread reads 3.6 GB/s of bfloat16 in pieces of 1 MiB, eight read 13 and
-sixteen 6.5 in pieces of 2 MiB, and with half of that eight read a third less (benchmarks/settings/h200-host-attention.json: 330 MB of whole
-pages over median_s). XLA's own loops of the same (jaxlib 0.11.2) took two to five times a core's time. Each thread keeps the memory it
-widens into, since fresh memory is a page fault every 4 KB.
+Only queries and outputs cross the link, fewer bytes than the KV by its length. A row is a few products over
+numbers that are read once, so it would take as long as the host's memory, if little else were done: bfloat16
+is widened by a shift and a mask, in pieces, and multiplied by numpy's BLAS; rows, and parts of their heads,
+are shared out to threads, which hold Python's lock only between those calls. It is the lock that limits it,
+most likely: on an H200's host one thread reads 3.6 GB/s of bfloat16 in pieces of 1 MiB, eight read 13 and
+sixteen 6.5 in pieces of 2 MiB, and with half of that eight read a third less
+(benchmarks/settings/h200-host-attention.json: 330 MB of whole pages over median_s). XLA's own loops of the
+same (jaxlib 0.11.2) took two to five times a core's time. Each thread keeps the memory it widens into, since
+fresh memory is a page fault every 4 KB.
 """
 
 import concurrent.futures
@@ -21,7 +24,9 @@ from jaxflow.config import Layer, ModelConfig
 
 _LOWEST = np.float32(-1e30)
 _SHIFT, _MASK = np.uint32(16), np.uint32(0xFFFF0000)
-_PIECE_BYTES = 1 << 21  # of keys or values that are widened at a time: with half of it eight threads read a third less
+_PIECE_BYTES = (
+    1 << 21
+)  # of keys or values that are widened at a time: with half of it eight threads read a third less
 _MOST_THREADS = 8  # more of them take longer, since they wait for the lock
 
 
@@ -32,10 +37,11 @@ class Scratch(threading.local):
         self._words = np.empty(0, np.uint32)
 
     def split(self, a: np.ndarray) -> np.ndarray:
-        """[..., W] as float32 [n, ..., W / n], until the next is: of bfloat16 the even and the odd columns (n 2), float32 as it is (n 1).
+        """[..., W] as float32 [n, ..., W / n], until the next is: of bfloat16 the even and the odd columns (n
+        2), float32 as it is (n 1).
 
-        A word of two bfloat16 is widened by a shift (the even one) and a mask (the odd one), each for half of the numbers: a third less
-        time than to make words of all and then shift them.
+        A word of two bfloat16 is widened by a shift (the even one) and a mask (the odd one), each for half of
+        the numbers: a third less time than to make words of all and then shift them.
         """
         if a.dtype.itemsize != 2:
             return a[None]
@@ -74,11 +80,15 @@ def attend(
     first = 0 if window is None else max(0, length - window)
     start, stop = first // size, -(-length // size)
     pieces = list(itertools.pairwise([*range(start, stop, max(1, _PIECE_BYTES // k[0].nbytes)), stop]))
-    columns = scratch.split(q) * np.float32(scale)  # [n, N, H / n]: even and odd ones apart, as keys and values will be
+    columns = scratch.split(q) * np.float32(
+        scale
+    )  # [n, N, H / n]: even and odd ones apart, as keys and values will be
     grouped = columns.reshape(len(columns), 1, heads, -1, width // len(columns))
     scores = np.empty((stop - start, heads, grouped.shape[3], size), np.float32)
     for a, b in pieces:
-        np.add.reduce(np.matmul(grouped, scratch.split(k[a:b]).swapaxes(-1, -2)), 0, out=scores[a - start : b - start])
+        np.add.reduce(
+            np.matmul(grouped, scratch.split(k[a:b]).swapaxes(-1, -2)), 0, out=scores[a - start : b - start]
+        )
     if soft_cap is not None:
         scores = np.tanh(scores / np.float32(soft_cap)) * np.float32(soft_cap)
     if first > start * size or length < stop * size:
@@ -86,12 +96,18 @@ def attend(
         scores = np.where((key >= first) & (key < length), scores, _LOWEST)
     scores -= scores.max((0, 3), keepdims=True)
     weights = np.exp(scores, out=scores)
-    out = sum(np.matmul(weights[a - start : b - start], scratch.split(v[a:b])).sum(1) for a, b in pieces)  # [n, K, N / K, H / n]
-    return (np.moveaxis(np.asarray(out), 0, -1).reshape(heads, -1, width) / weights.sum((0, 3))[..., None]).reshape(q.shape)
+    out = sum(
+        np.matmul(weights[a - start : b - start], scratch.split(v[a:b])).sum(1) for a, b in pieces
+    )  # [n, K, N / K, H / n]
+    return (
+        np.moveaxis(np.asarray(out), 0, -1).reshape(heads, -1, width) / weights.sum((0, 3))[..., None]
+    ).reshape(q.shape)
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy: those it is bound to, or fewer where a container has only so much of their time."""
+    """Cores that this process may keep busy: those it is bound to, or fewer where a container has only so
+    much of their time.
+    """
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
@@ -101,9 +117,17 @@ def usable_cores() -> int:
 
 
 def head_parts(rows: int, heads: int, threads: int) -> int:
-    """Into how many parts a row's heads are cut: the fewest that leave threads idle, at the end, at most a tenth of the time."""
-    busy = {parts: rows * parts / (-(-rows * parts // threads) * threads) for parts in range(1, min(heads, 8) + 1) if heads % parts == 0}
-    return next((parts for parts, share in busy.items() if share >= 0.9), max(busy, key=lambda parts: busy[parts]))
+    """Into how many parts a row's heads are cut: the fewest that leave threads idle, at the end, at most a
+    tenth of the time.
+    """
+    busy = {
+        parts: rows * parts / (-(-rows * parts // threads) * threads)
+        for parts in range(1, min(heads, 8) + 1)
+        if heads % parts == 0
+    }
+    return next(
+        (parts for parts, share in busy.items() if share >= 0.9), max(busy, key=lambda parts: busy[parts])
+    )
 
 
 class HostAttention:
@@ -115,21 +139,36 @@ class HostAttention:
         self._scratch = Scratch()
         self._pool = concurrent.futures.ThreadPoolExecutor(self._threads, thread_name_prefix="host-attention")
 
-    def __call__(self, layer: Layer, q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
+    def __call__(
+        self, layer: Layer, q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: np.ndarray, out: np.ndarray
+    ) -> None:
         """Attends, into `out`. q, out: [R, N, H]; k, v: [R · MP, K, S, H]; lengths: [R] int32."""
         rows, heads = q.shape[0], k.shape[1]
-        settings = {"scale": self._config.scale, "window": layer.window, "soft_cap": self._config.attention_soft_cap}
+        settings = {
+            "scale": self._config.scale,
+            "window": layer.window,
+            "soft_cap": self._config.attention_soft_cap,
+        }
         parts = head_parts(rows, heads, self._threads)
         q, out = (a.reshape(rows * parts, -1, a.shape[-1]) for a in (q, out))
         k, v = (pages.reshape(rows, -1, *pages.shape[1:]) for pages in (k, v))
         tasks = itertools.count()
 
         def work() -> None:
-            """Takes the next part of a row until there is none: a job for each of them would take longer to hand out than to do."""
+            """Takes the next part of a row until there is none: a job for each of them would take longer to
+            hand out than to do.
+            """
             while (task := next(tasks)) < rows * parts:
                 row, part = divmod(task, parts)
                 mine = slice(part * heads // parts, (part + 1) * heads // parts)
-                out[task] = attend(q[task], k[row][:, mine], v[row][:, mine], int(lengths[row]), scratch=self._scratch, **settings)
+                out[task] = attend(
+                    q[task],
+                    k[row][:, mine],
+                    v[row][:, mine],
+                    int(lengths[row]),
+                    scratch=self._scratch,
+                    **settings,
+                )
 
         for done in [self._pool.submit(work) for _ in range(min(self._threads, rows * parts))]:
             done.result()

@@ -1,8 +1,11 @@
-"""Memory of the host that the device's copy engine reads and writes at the link's speed, seen from numpy at the same time.
+"""Memory of the host that the device's copy engine reads and writes at the link's speed, seen from numpy at
+the same time.
 
-An array in `pinned_host` memory is what `jax.device_put` moves at full speed; through numpy's own memory the link is 25 times slower.
-`HostArray.views` are the same bytes as numpy arrays, so that the CPU can add a token's KV, attend, or read a file into them without a
-copy. JAX takes arrays for constant: nobody may write to a view while a transfer of its array is under way, which the driver sees to.
+An array in `pinned_host` memory is what `jax.device_put` moves at full speed; through numpy's own memory the
+link is 25 times slower.
+`HostArray.views` are the same bytes as numpy arrays, so that the CPU can add a token's KV, attend, or read a
+file into them without a copy. JAX takes arrays for constant: nobody may write to a view while a transfer of
+its array is under way, which the driver sees to.
 """
 
 import ctypes
@@ -22,7 +25,9 @@ from jaxflow.offload.shards import CUT, home_of, on_device, placed, spec_of
 
 @dataclasses.dataclass(frozen=True)
 class HostArray:
-    """An array in pinned host memory, and the bytes of each device's piece as numpy sees them. Both live as long as this does."""
+    """An array in pinned host memory, and the bytes of each device's piece as numpy sees them. Both live as
+    long as this does.
+    """
 
     array: jax.Array
     views: tuple[np.ndarray, ...]
@@ -45,22 +50,32 @@ def views(tree: Any) -> list[np.ndarray]:
 
 
 def reserve(struct: Any) -> HostArray:
-    """An array of zeros, cut as its shape says: the first use of pinned memory is slow, so that it is made before the clock runs.
+    """An array of zeros, cut as its shape says: the first use of pinned memory is slow, so that it is made
+    before the clock runs.
 
     The zeros are the device's: numpy's memory crosses to the pinned one 25 times slower than they do.
     """
-    return host_array(jax.device_put(jnp.zeros(struct.shape, struct.dtype, device=struct.sharding), home_of(struct.sharding)))
+    return host_array(
+        jax.device_put(
+            jnp.zeros(struct.shape, struct.dtype, device=struct.sharding), home_of(struct.sharding)
+        )
+    )
 
 
 def check_views(mesh: Mesh) -> None:
-    """Whether views and their array are the same bytes here, as everything in this folder takes for granted. Raises: RuntimeError."""
+    """Whether views and their array are the same bytes here, as everything in this folder takes for granted.
+    Raises: RuntimeError.
+    """
     made = reserve(placed(mesh, jax.ShapeDtypeStruct((8, 64), np.int32), CUT))
     for i, view in enumerate(made.views):
         view[:] = 7 + i
     found = jax.device_put(made.array, on_device(mesh, CUT))
     for i, shard in enumerate(found.addressable_shards):
         if not (np.asarray(shard.data) == 7 + i).all():
-            raise RuntimeError(f"{shard.device}: what is written to pinned host memory through its pointer does not reach the device")
+            raise RuntimeError(
+                f"{shard.device}: what is written to pinned host memory through its pointer does not "
+                f"reach the device"
+            )
 
 
 def bits(a: np.ndarray) -> np.ndarray:
@@ -69,7 +84,8 @@ def bits(a: np.ndarray) -> np.ndarray:
 
 
 class Staging:
-    """Host buffers that files are read into before they cross to the device: as many as are reserved, used in turn.
+    """Host buffers that files are read into before they cross to the device: as many as are reserved, used in
+    turn.
 
     A buffer that was given back waits for the transfer that read it, at its next use and not before.
     """
@@ -122,7 +138,9 @@ class Staging:
                 entries.clear()
 
     def forget_transfers(self) -> None:
-        """Drops the arrays that free buffers wait for, once they are made: what the device holds no longer hangs on them."""
+        """Drops the arrays that free buffers wait for, once they are made: what the device holds no longer
+        hangs on them.
+        """
         with self._changed:
             for key, entries in self._free.items():
                 jax.block_until_ready([after for _, after in entries])

@@ -1,4 +1,6 @@
-"""What a block's squares are told beside their tensors: token ids, positions, how rows draw; and the draw itself."""
+"""What a block's squares are told beside their tensors: token ids, positions, how rows draw; and the draw
+itself.
+"""
 
 import dataclasses
 from typing import Any
@@ -25,7 +27,9 @@ class Drawn:
 
 @dataclasses.dataclass
 class Rows:
-    """A batch's inputs that do not change from token to token, on the device; counts: what the full sampler saw so far."""
+    """A batch's inputs that do not change from token to token, on the device; counts: what the full sampler
+    saw so far.
+    """
 
     lengths: jax.Array
     last: jax.Array  # where each prompt's last token is among the batch's
@@ -49,7 +53,9 @@ class Inputs:
         self._positions: dict[int, tuple[int, jax.Array]] = {}
 
     def tokens(self, one: Square) -> tuple[jax.Array, jax.Array]:
-        """Token ids and positions that a square of the first layer embeds: whole prompts, padded, or the tokens drawn last."""
+        """Token ids and positions that a square of the first layer embeds: whole prompts, padded, or the
+        tokens drawn last.
+        """
         if one.token > 0:
             return self._tokens[one.batch], self.positions(one)[0]
         ids = self._block.token_ids[one.batch].reshape(-1)
@@ -68,11 +74,19 @@ class Inputs:
         """A batch's next tokens, of what its last layer made."""
         rows, prompt = self.rows[one.batch], one.token == 0
         hidden, found = compiled.hidden[prompt](ends, x, rows.last if prompt else rows.rows), None
-        arguments = (ends, hidden, rows.temperature, rows.seeds, self._put((self._block.lengths[one.batch] + one.token).astype(np.int32)))
+        arguments = (
+            ends,
+            hidden,
+            rows.temperature,
+            rows.seeds,
+            self._put((self._block.lengths[one.batch] + one.token).astype(np.int32)),
+        )
         if rows.slots is None:
             tokens = compiled.sample(*arguments)
         else:
-            tokens, rows.counts, found = compiled.sample_full(*arguments, rows.slots, rows.params, rows.counts)
+            tokens, rows.counts, found = compiled.sample_full(
+                *arguments, rows.slots, rows.params, rows.counts
+            )
         self._tokens[one.batch] = tokens
         for array in jax.tree.leaves((tokens, found)):
             array.copy_to_host_async()
@@ -90,7 +104,9 @@ class Inputs:
             seeds=put(block.seeds[batch]),
         )
         if block.needs_full(batch):
-            made.slots, made.params, made.counts = jax.tree.map(put, slots_of(self._g, block, batch, self._vocabulary, self._eos))
+            made.slots, made.params, made.counts = jax.tree.map(
+                put, slots_of(self._g, block, batch, self._vocabulary, self._eos)
+            )
         return made
 
     def _put(self, x: np.ndarray) -> jax.Array:

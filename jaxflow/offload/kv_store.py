@@ -1,7 +1,8 @@
-"""KV of a block between its squares, each part on its tier: `load_kv` brings a batch's to the device, `store_kv` takes new KV home.
+"""KV of a block between its squares, each part on its tier: `load_kv` brings a batch's to the device,
+`store_kv` takes new KV home.
 
-On disk a part's file holds its prompts' pages, written once, and behind them a record a token, so that what a decode adds is one small
-write at the end and not one a page.
+On disk a part's file holds its prompts' pages, written once, and behind them a record a token, so that what a
+decode adds is one small write at the end and not one a page.
 """
 
 import concurrent.futures
@@ -22,7 +23,9 @@ Key = tuple[int, int]  # layer, batch
 
 
 class KvStore:
-    """KV of all layers and batches. Positions: of each row of a part, where the token whose KV is stored or missing stands."""
+    """KV of all layers and batches. Positions: of each row of a part, where the token whose KV is stored or
+    missing stands.
+    """
 
     def __init__(self, geometry: Geometry, tiers: Tiers):
         self._g, self._tiers = geometry, tiers
@@ -38,17 +41,25 @@ class KvStore:
     def reserve(self) -> None:
         """Takes all memory and disk that a block needs. Raises: DiskError."""
         g, tiers = self._g, self._tiers
-        for key in [(layer, batch) for layer in range(g.config.num_layers) for batch in range(g.policy.num_gpu_batches)]:
+        for key in [
+            (layer, batch)
+            for layer in range(g.config.num_layers)
+            for batch in range(g.policy.num_gpu_batches)
+        ]:
             self.home[key] = ()
             for part in self.parts:
                 structs = g.kv_pages(part.rows)
                 if part.tier == "device":
-                    self.home[key] = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs)
+                    self.home[key] = jax.tree.map(
+                        lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), structs
+                    )
                 elif part.tier == "host":
                     self._host[key] = jax.tree.map(reserve, structs)
                 else:
                     assert tiers.folder is not None
-                    self._files[key] = tiers.folder.create(f"layer-{key[0]:05d}-batch-{key[1]:03d}.kv", file_bytes(g, part))
+                    self._files[key] = tiers.folder.create(
+                        f"layer-{key[0]:05d}-batch-{key[1]:03d}.kv", file_bytes(g, part)
+                    )
         for part in self.away:
             if part.tier == "disk":
                 tiers.staging.reserve(2 * jax.tree.leaves(g.kv_pages(part.rows)))
@@ -56,7 +67,8 @@ class KvStore:
     # ---- to the device
 
     def load(self, key: Key, token: int, lengths: np.ndarray) -> tuple:
-        """The away parts of a batch's KV at a layer, on their way to the device, before token number `token` >= 1.
+        """The away parts of a batch's KV at a layer, on their way to the device, before token number `token`
+        >= 1.
 
         lengths: [b], tokens of each prompt. Raises: DiskError.
         """
@@ -72,17 +84,23 @@ class KvStore:
         return tiers.down(buffers)
 
     def used(self, key: Key, after: Any) -> None:
-        """What was loaded has been read, once the arrays `after` are made: the loaded ones are donated, and cannot be waited for."""
+        """What was loaded has been read, once the arrays `after` are made: the loaded ones are donated, and
+        cannot be waited for.
+        """
         jax.tree.map(lambda buffer: self._tiers.staging.give(buffer, after), self._down.pop(key, ()))
 
     def read_ahead(self, key: Key, token: int, lengths: np.ndarray) -> None:
-        """Starts to read what `load` or `wanted` of the same arguments will want of the disk, behind what is on its way there now."""
+        """Starts to read what `load` or `wanted` of the same arguments will want of the disk, behind what is
+        on its way there now.
+        """
         for part in self.away:
             if part.tier == "disk" and key not in self._ahead:
                 self._ahead[key] = self._start_reading(part, key, token, lengths)
 
     def wanted(self, key: Key, token: int, lengths: np.ndarray) -> list[concurrent.futures.Future]:
-        """The away parts of a batch's KV at a layer as `HostArray`s, where the host can attend to it; each to be given back by `done`."""
+        """The away parts of a batch's KV at a layer as `HostArray`s, where the host can attend to it; each to
+        be given back by `done`.
+        """
         futures = []
         for part in self.away:
             if part.tier == "disk":
@@ -93,7 +111,9 @@ class KvStore:
                 futures[-1].set_result(self._host[key])
         return futures
 
-    def _start_reading(self, part: Part, key: Key, token: int, lengths: np.ndarray) -> concurrent.futures.Future:
+    def _start_reading(
+        self, part: Part, key: Key, token: int, lengths: np.ndarray
+    ) -> concurrent.futures.Future:
         stored = self._stores.get(key)
         return self._tiers.read(lambda: self._read(part, key, token, lengths, stored))
 
@@ -108,7 +128,9 @@ class KvStore:
     # ---- home
 
     def store_pages(self, key: Key, pages: tuple) -> list[concurrent.futures.Future]:
-        """Takes the away parts of a prompt's KV home. The device's memory is free once what is returned is done."""
+        """Takes the away parts of a prompt's KV home. The device's memory is free once what is returned is
+        done.
+        """
         tiers = self._tiers
         waits = []
         for part, tree in zip(self.away, pages, strict=True):
@@ -120,7 +142,9 @@ class KvStore:
                 waits.append(functools.partial(self._write_prompt, part, key, tiers.up(tree)))
         return self._submit(key, waits)
 
-    def store_rows(self, key: Key, rows: tuple, token: int, lengths: np.ndarray) -> list[concurrent.futures.Future]:
+    def store_rows(
+        self, key: Key, rows: tuple, token: int, lengths: np.ndarray
+    ) -> list[concurrent.futures.Future]:
         """Takes the away parts of one token's KV home."""
         tiers = self._tiers
         waits = []
@@ -176,7 +200,9 @@ class KvStore:
     def _staged(self, part: Part, key: Key, token: int, lengths: np.ndarray) -> Any:
         return (self._ahead.pop(key, None) or self._start_reading(part, key, token, lengths)).result()
 
-    def _read(self, part: Part, key: Key, token: int, lengths: np.ndarray, stored: concurrent.futures.Future | None) -> Any:
+    def _read(
+        self, part: Part, key: Key, token: int, lengths: np.ndarray, stored: concurrent.futures.Future | None
+    ) -> Any:
         """The pages of a part of the disk, in staging buffers, once what was `stored` before is there."""
         g, tiers, file = self._g, self._tiers, self._files[key]
         if stored is not None:
@@ -184,7 +210,9 @@ class KvStore:
         pages = jax.tree.map(tiers.staging.take, g.kv_pages(part.rows))
         try:
             size = file.read(0, self._prompt_pieces(pages))
-            record = [np.empty((part.rows, *view.shape[1:2], *view.shape[3:]), view.dtype) for view in views(pages)]
+            record = [
+                np.empty((part.rows, *view.shape[1:2], *view.shape[3:]), view.dtype) for view in views(pages)
+            ]
             for step in range(token - 1):
                 size += file.read(prompt_bytes(g, part) + step * tree_bytes(g.kv_rows(part.rows)), record)
                 self.place(pages, record, part, lengths + step)

@@ -1,4 +1,6 @@
-"""How fast bytes cross between pinned host memory and the device, measured, so that a run can say how much of that it used."""
+"""How fast bytes cross between pinned host memory and the device, measured, so that a run can say how much of
+that it used.
+"""
 
 import dataclasses
 import time
@@ -20,7 +22,9 @@ class Link:
 
 
 def measure_link(device: jax.Device, megabytes: int = 256) -> Link:  # type: ignore[valid-type]
-    """The best of a few trains of transfers each way, one transfer behind the other as a run has them, after one that warms up."""
+    """The best of a few trains of transfers each way, one transfer behind the other as a run has them, after
+    one that warms up.
+    """
     size = megabytes << 20
     here = jax.sharding.SingleDeviceSharding(device)
     host = jax.device_put(np.zeros(size, np.uint8), home_of(here))

@@ -1,6 +1,7 @@
 """Where an offloaded run keeps its tensors, and how large its blocks are: FlexGen's policy (§4.3), as a file.
 
-`search.placement` writes it, the offline runtime follows it. Shares are percentages of a kind of tensor in each tier of memory.
+`search.placement` writes it, the offline runtime follows it. Shares are percentages of a kind of tensor in
+each tier of memory.
 """
 
 import os
@@ -21,7 +22,9 @@ class PolicyError(ValueError):
 
 
 class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Percentages, 0 to 100, that sum to 100. It is the policy that refuses others: it knows what they are shares of."""
+    """Percentages, 0 to 100, that sum to 100. It is the policy that refuses others: it knows what they are
+    shares of.
+    """
 
     device: float = 0.0
     host: float = 0.0
@@ -39,9 +42,9 @@ class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """FlexGen's 11 variables, the widths of what is stored, and where a decode's attention runs.
 
-    A block is `num_gpu_batches` batches of `gpu_batch_size` sequences; a layer's weights are fetched once for a block. `weights` are
-    placed by tensors of a layer, `kv` and `activations` by sequences of a batch. With `host_attention`, a decode attends on the
-    host to what KV is not on the device.
+    A block is `num_gpu_batches` batches of `gpu_batch_size` sequences; a layer's weights are fetched once for
+    a block. `weights` are placed by tensors of a layer, `kv` and `activations` by sequences of a batch. With
+    `host_attention`, a decode attends on the host to what KV is not on the device.
 
     Raises: PolicyError.
     """
@@ -66,13 +69,16 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for field in KINDS:
             shares = getattr(self, field)
             if not (isinstance(shares, Shares) and shares.are_whole):
-                raise PolicyError(f"{field}={shares}: {PERCENTAGES}, as Shares(device=20.0, host=80.0, disk=0.0)")
+                raise PolicyError(
+                    f"{field}={shares}: {PERCENTAGES}, as Shares(device=20.0, host=80.0, disk=0.0)"
+                )
         for field in ("weight_bits", "kv_bits"):
             if getattr(self, field) not in WIDTHS:
                 raise PolicyError(f"{field}={getattr(self, field)}: {' or '.join(map(str, WIDTHS))}")
         if self.host_attention and self.kv_bits != 16:
             raise PolicyError(
-                f"host_attention=True with kv_bits={self.kv_bits}: 16, since a host unpacks 4 bits slower than they cross the link (§5)"
+                f"host_attention=True with kv_bits={self.kv_bits}: 16, since a host unpacks 4 bits "
+                f"slower than they cross the link (§5)"
             )
 
     @property
@@ -91,12 +97,16 @@ def load_policy(path: str | os.PathLike, *, model: str | None = None) -> Policy:
         text = Path(path).read_bytes()
         version = msgspec.json.decode(text, type=dict).get("schema_version")
         if version != SCHEMA_VERSION:
-            raise PolicyError(f"{path}: schema_version={version} is not supported: this release reads {SCHEMA_VERSION}")
+            raise PolicyError(
+                f"{path}: schema_version={version} is not supported: this release reads {SCHEMA_VERSION}"
+            )
         policy = msgspec.json.decode(text, type=Policy)
     except OSError as error:
         raise PolicyError(f"{path}: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise PolicyError(f"{path}: {error}") from error
     if model is not None and policy.model != model:
-        raise PolicyError(f"{path}: model={policy.model!r}, but it is used for {model!r}: search a policy for that one")
+        raise PolicyError(
+            f"{path}: model={policy.model!r}, but it is used for {model!r}: search a policy for that one"
+        )
     return policy

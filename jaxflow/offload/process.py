@@ -1,4 +1,6 @@
-"""What must stand before JAX starts: how much of the device's memory this process may take, and how much of the host's it may pin."""
+"""What must stand before JAX starts: how much of the device's memory this process may take, and how much of
+the host's it may pin.
+"""
 
 import contextlib
 import math
@@ -11,17 +13,23 @@ from jaxflow.offload.settings import GIGA, OffloadConfig
 
 
 def prepare(offload: OffloadConfig, config: EngineConfig) -> None:
-    """Settings that must stand before JAX's first use. On a GPU the memory limits become those of XLA's own allocators."""
+    """Settings that must stand before JAX's first use. On a GPU the memory limits become those of XLA's own
+    allocators.
+    """
     total = device_memory_bytes()
     if offload.gpu_memory_limit is not None and total is not None:
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{min(1.0, offload.gpu_memory_limit * GIGA / total):.4f}"
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = (
+            f"{min(1.0, offload.gpu_memory_limit * GIGA / total):.4f}"
+        )
     limit = offload.host_memory_limit * GIGA if offload.host_memory_limit is not None else host_memory_bytes()
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_pool_gib(limit)))
     prepare_process(config)
 
 
 def host_pool_gib(limit: float) -> int:
-    """What XLA's pool of pinned memory may take, for a limit in bytes: it ends at 64 GB unless it is told, and its own unit is GiB."""
+    """What XLA's pool of pinned memory may take, for a limit in bytes: it ends at 64 GB unless it is told,
+    and its own unit is GiB.
+    """
     return max(1, math.ceil(limit / 2**30))
 
 

@@ -1,15 +1,16 @@
-"""The compute of a square as jitted functions: one for each kind of layer and phase, made of the ops of `jaxflow.model.ops`.
+"""The compute of a square as jitted functions: one for each kind of layer and phase, made of the ops of
+`jaxflow.model.ops`.
 
     embed            token ids -> x
     prefill          weights, x, device KV, lengths -> x, device KV, pages of the other parts
-    decode           weights, x, device KV, loaded KV, positions, live -> x, device KV, loaded KV, this token's rows of the other parts
-    before, after    a decode in two halves, between which the host attends to what is not on the device
-    hidden, sample   the ends' weights, x -> one token a row
+    decode           weights, x, device KV, loaded KV, positions, live -> x, device KV, loaded KV, this
+    token's rows of the other parts before, after    a decode in two halves, between which the host attends to
+    what is not on the device hidden, sample   the ends' weights, x -> one token a row
 
-`x` comes and goes in pieces, one for each tier of the activations; of several devices each has its own columns of it, and its own heads
-(`jaxflow.offload.shards`). KV is as it is stored, (keys, values); of 4 bits it is unpacked before
-it is attended to and this token's is packed, wherever it lives, so that a placement does not change what is computed. Loaded KV is
-returned only so that it can be updated in place.
+`x` comes and goes in pieces, one for each tier of the activations; of several devices each has its own
+columns of it, and its own heads (`jaxflow.offload.shards`). KV is as it is stored, (keys, values); of 4 bits
+it is unpacked before it is attended to and this token's is packed, wherever it lives, so that a placement
+does not change what is computed. Loaded KV is returned only so that it can be updated in place.
 """
 
 import dataclasses
@@ -50,11 +51,15 @@ class Programs:
             return self._cut(ops.embed(self.context, ends, token_ids, positions))
 
     def hidden(self, ends: Weights, x: Pieces, last: Array) -> Array:
-        """The normed hidden state [b, D] that each row's next token is drawn from. last: [b] int32, its place in x."""
+        """The normed hidden state [b, D] that each row's next token is drawn from. last: [b] int32, its place
+        in x.
+        """
         with jax.named_scope("final_norm"):
             return ops.final_norm(self.context, ends, self._gathered(_whole(x)[last]), None)[1]
 
-    def sample(self, ends: Weights, hidden: Array, temperature: Array, seeds: Array, positions: Array) -> Array:
+    def sample(
+        self, ends: Weights, hidden: Array, temperature: Array, seeds: Array, positions: Array
+    ) -> Array:
         """Greedy and temperature: one token a row, [b] int32; arguments as `sampling.plain`'s."""
         return sampling.plain(self._logits(ends, hidden), temperature, seeds, positions)
 
@@ -80,7 +85,9 @@ class Programs:
     # ---- layers
 
     def prefill(self, layer: Layer) -> Callable:
-        """(w, x, home, lengths [b]) -> (x, home, pages of the away parts). home: the device's KV, () if it has none; donated."""
+        """(w, x, home, lengths [b]) -> (x, home, pages of the away parts). home: the device's KV, () if it
+        has none; donated.
+        """
         g, c = self.geometry, self.context
 
         def run(w: Weights, x: Pieces, home: Any, lengths: Array) -> tuple[Pieces, Any, tuple]:
@@ -104,10 +111,14 @@ class Programs:
         return run
 
     def decode(self, layer: Layer) -> Callable:
-        """(w, x, home, loaded, positions [b], live [b]) -> (x, home, loaded, rows). home and, of 16 bits, loaded are donated."""
+        """(w, x, home, loaded, positions [b], live [b]) -> (x, home, loaded, rows). home and, of 16 bits,
+        loaded are donated.
+        """
         g = self.geometry
 
-        def run(w: Weights, x: Pieces, home: Any, loaded: tuple, positions: Array, live: Array) -> tuple[Pieces, Any, tuple, tuple]:
+        def run(
+            w: Weights, x: Pieces, home: Any, loaded: tuple, positions: Array, live: Array
+        ) -> tuple[Pieces, Any, tuple, tuple]:
             stream, fused = self._before(w, x)
             outputs, updated, rows, left = [], [], [], list(loaded)
             for part in g.kv_parts:
@@ -125,10 +136,14 @@ class Programs:
         return run
 
     def before(self, layer: Layer) -> Callable:
-        """(w, x, home, positions, live) -> (stream, o of the device's rows, home, queries and rows of the away parts). home is donated."""
+        """(w, x, home, positions, live) -> (stream, o of the device's rows, home, queries and rows of the
+        away parts). home is donated.
+        """
         g, c = self.geometry, self.context
 
-        def run(w: Weights, x: Pieces, home: Any, positions: Array, live: Array) -> tuple[Array, Pieces, Any, Pieces, tuple]:
+        def run(
+            w: Weights, x: Pieces, home: Any, positions: Array, live: Array
+        ) -> tuple[Array, Pieces, Any, Pieces, tuple]:
             stream, fused = self._before(w, x)
             outputs: Pieces = ()
             queries, rows = [], []
@@ -140,7 +155,9 @@ class Programs:
                     few = -(-part.rows // g.page_size)
                     at = slice(part.start, part.stop)
                     batch = self._decodes(part, positions[at], live[at])
-                    batch = dataclasses.replace(batch, slots=jnp.broadcast_to(jnp.arange(part.rows), batch.slots.shape))
+                    batch = dataclasses.replace(
+                        batch, slots=jnp.broadcast_to(jnp.arange(part.rows), batch.slots.shape)
+                    )
                     shape = (few, self._kv_heads, g.page_size, g.config.head_dim)
                     pages = (jnp.zeros(shape, g.dtype), jnp.zeros(shape, g.dtype))
                     with jax.named_scope("rope_append"):
@@ -218,18 +235,24 @@ class Programs:
         g, r = self.geometry, part.rows
         slots = jnp.where(live, jnp.arange(r) * g.pages * g.page_size + positions, _NOWHERE).astype(jnp.int32)
         lengths = jnp.where(live, positions + 1, 0)
-        return self._batch(positions, slots, lengths, jnp.int32(r), jnp.zeros((1, 4), jnp.int32), jnp.arange(r))
+        return self._batch(
+            positions, slots, lengths, jnp.int32(r), jnp.zeros((1, 4), jnp.int32), jnp.arange(r)
+        )
 
     def _prompts(self, part: Part, lengths: Array) -> Batch:
         """The prompts of a part, each padded to the same number of tokens."""
         g, r = self.geometry, part.rows
         row, position = jnp.repeat(jnp.arange(r), g.prompt), jnp.tile(jnp.arange(g.prompt), r)
-        slots = jnp.where(position < lengths[row], row * g.pages * g.page_size + position, _NOWHERE).astype(jnp.int32)
+        slots = jnp.where(position < lengths[row], row * g.pages * g.page_size + position, _NOWHERE).astype(
+            jnp.int32
+        )
         first, none = jnp.arange(r) * g.prompt, jnp.zeros(r, jnp.int32)
         chunks = jnp.stack([first, lengths, jnp.arange(r), none], axis=1).astype(jnp.int32)
         return self._batch(position, slots, lengths, jnp.int32(0), chunks, first + lengths - 1)
 
-    def _batch(self, positions: Array, slots: Array, lengths: Array, decodes: Array, chunks: Array, last: Array) -> Batch:
+    def _batch(
+        self, positions: Array, slots: Array, lengths: Array, decodes: Array, chunks: Array, last: Array
+    ) -> Batch:
         groups, r, pages = len(self.geometry.config.windows), lengths.shape[0], self.geometry.pages
         table = jnp.arange(r * pages, dtype=jnp.int32).reshape(r, pages)
         return Batch(

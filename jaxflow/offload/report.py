@@ -1,7 +1,8 @@
-"""What an offloaded run reached, as JSON and for people: throughput as FlexGen counts it, and how busy the link was.
+"""What an offloaded run reached, as JSON and for people: throughput as FlexGen counts it, and how busy the
+link was.
 
-A link's share is of what trains of transfers reach on this machine (`jaxflow.offload.link`), over a run, and over its decodes alone: of
-4 bits the device computes prompts longer than their KV takes to go home.
+A link's share is of what trains of transfers reach on this machine (`jaxflow.offload.link`), over a run, and
+over its decodes alone: of 4 bits the device computes prompts longer than their KV takes to go home.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ _WIDTH = 72
 
 
 def report(runtime: Runtime, link: Link) -> dict[str, Any]:
-    """All blocks that were run since the start. `tokens_per_s`: generated tokens / (prefill + decode seconds), FlexGen §6."""
+    """All blocks that were run since the start. `tokens_per_s`: generated tokens / (prefill + decode
+    seconds), FlexGen §6.
+    """
     blocks = runtime.stats
     policy = runtime.policy
     latency_s, tokens = sum(one.latency_s for one in blocks), sum(one.tokens for one in blocks)
@@ -31,7 +34,9 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
     rates = (link.down_bytes_per_s, link.up_bytes_per_s)
     prompts = [sum(one.prefill_crossed[way] for one in blocks) for way in (0, 1)]
     decode_s = sum(one.decode_s for one in blocks)
-    decodes_s = max((total - early) / links / rate for total, early, rate in zip((down, up), prompts, rates, strict=True))
+    decodes_s = max(
+        (total - early) / links / rate for total, early, rate in zip((down, up), prompts, rates, strict=True)
+    )
     return {
         "command_name": "offload",
         "policy": msgspec.to_builtins(policy),
@@ -39,7 +44,9 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
         "overlap": runtime.offload.overlap,
         "tensor_parallel_size": links,
         "effective_block_size": policy.block_size,
-        "sequences_by_tier": {tier: sum(p.rows for p in runtime.geometry.kv_parts if p.tier == tier) for tier in TIERS},
+        "sequences_by_tier": {
+            tier: sum(p.rows for p in runtime.geometry.kv_parts if p.tier == tier) for tier in TIERS
+        },
         "load_s": runtime.load_s,
         "start_s": dict(runtime.start_s),
         "sequences": sum(one.sequences for one in blocks),
@@ -90,19 +97,39 @@ def text(result: dict[str, Any]) -> str:
         lines.append(f"{name:40}{value}")
 
     add("Model:", policy["model"])
-    add("Block:", f"{policy['num_gpu_batches']} x {policy['gpu_batch_size']} = {result['effective_block_size']} sequences")
+    add(
+        "Block:",
+        (
+            f"{policy['num_gpu_batches']} x {policy['gpu_batch_size']} = "
+            f"{result['effective_block_size']} sequences"
+        ),
+    )
     for kind in ("weights", "kv", "activations"):
         add(f"{kind} on device/host/disk (%):", "/".join(f"{policy[kind][tier]:.4g}" for tier in TIERS))
     add("Bits of weights, of KV:", f"{policy['weight_bits']}, {policy['kv_bits']}")
     add("Decodes attend on the:", "host" if policy["host_attention"] else "device")
     add("Prefill + decode (s):", f"{result['prefill_s']:.2f} + {result['decode_s']:.2f}")
-    add("Generated tokens/s:", f"{result['tokens_per_s']:.3f} (decode alone {result['decode_tokens_per_s']:.3f})")
-    add("Link, measured (GB/s down, up):", f"{link['down_bytes_per_s'] / 1e9:.1f}, {link['up_bytes_per_s'] / 1e9:.1f}")
-    add("Link busy (down, up):", f"{link['down_busy_share']:.0%}, {link['up_busy_share']:.0%}; in decodes {link['decode_busy_share']:.0%}")
+    add(
+        "Generated tokens/s:",
+        f"{result['tokens_per_s']:.3f} (decode alone {result['decode_tokens_per_s']:.3f})",
+    )
+    add(
+        "Link, measured (GB/s down, up):",
+        f"{link['down_bytes_per_s'] / 1e9:.1f}, {link['up_bytes_per_s'] / 1e9:.1f}",
+    )
+    add(
+        "Link busy (down, up):",
+        (
+            f"{link['down_busy_share']:.0%}, {link['up_busy_share']:.0%}; in decodes "
+            f"{link['decode_busy_share']:.0%}"
+        ),
+    )
     if link["bound_tokens_per_s"]:
         add("Bound by the link's bandwidth (tokens/s):", f"{link['bound_tokens_per_s']:.3f}")
     lines.append(f"{'verb':18}{'times':>9}{'GB down':>11}{'GB up':>11}{'GB read':>11}{'GB written':>12}")
     for verb, one in result["traffic"].items():
         sizes = [one[f"{name}_bytes"] / 1e9 for name in ("link_down", "link_up", "disk_read", "disk_write")]
-        lines.append(f"{verb:18}{one['times']:>9}{sizes[0]:>11.3f}{sizes[1]:>11.3f}{sizes[2]:>11.3f}{sizes[3]:>12.3f}")
+        lines.append(
+            f"{verb:18}{one['times']:>9}{sizes[0]:>11.3f}{sizes[1]:>11.3f}{sizes[2]:>11.3f}{sizes[3]:>12.3f}"
+        )
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""One block under way: each square's compute, and what it makes on its way home. What comes before it is `jaxflow.offload.ahead`'s."""
+"""One block under way: each square's compute, and what it makes on its way home. What comes before it is
+`jaxflow.offload.ahead`'s.
+"""
 
 import collections
 import concurrent.futures
@@ -26,7 +28,9 @@ from jaxflow.offload.weight_store import WeightStore
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a block runs on. host_attention: None where all decodes attend on the device; host_thread: what it is called on, in order."""
+    """What a block runs on. host_attention: None where all decodes attend on the device; host_thread: what it
+    is called on, in order.
+    """
 
     geometry: Geometry
     compiled: Compiled
@@ -61,7 +65,14 @@ class Run:
         self._tiers, self._kv, self._activations = setup.tiers, setup.kv, setup.activations
         self._verbs = Verbs(setup.overlap, setup.tiers.traffic)
         self._ahead = Ahead(
-            setup.tiers, setup.weights, setup.kv, setup.activations, self._verbs, block, self.width, setup.host_attention is not None
+            setup.tiers,
+            setup.weights,
+            setup.kv,
+            setup.activations,
+            self._verbs,
+            block,
+            self.width,
+            setup.host_attention is not None,
         )
         self._halves: collections.deque[Half] = collections.deque()
         self._last: Any = ()  # what the last square computes
@@ -99,7 +110,8 @@ class Run:
         self._verbs.bound_stores()
 
     def stop(self) -> Iterator[Drawn]:
-        """Ends what is under way between two batches, at the end, or where the caller stops; loads that nobody will use are given up.
+        """Ends what is under way between two batches, at the end, or where the caller stops; loads that
+        nobody will use are given up.
 
         Raises: DiskError.
         """
@@ -120,7 +132,9 @@ class Run:
         x, lengths = self._take_x(one), self._block.lengths[one.batch]
         if one.token == 0:
             program, given = self._d.compiled.prefill[layer], self._inputs.rows[one.batch].lengths
-            x, self._kv.home[key], pages = self._verbs.do("compute", lambda: program(weights, x, self._kv.home[key], given))
+            x, self._kv.home[key], pages = self._verbs.do(
+                "compute", lambda: program(weights, x, self._kv.home[key], given)
+            )
             self._last = x
             self._verbs.store("store_kv", lambda: self._kv.store_pages(key, pages))
         else:
@@ -157,7 +171,9 @@ class Run:
             self._verbs.do("host_attention", attended.result)
 
     def _attend(self, one: Square, rising: Any, cached: list, lengths: np.ndarray) -> list:
-        """On the host's thread: stores this token's KV, attends; returns the outputs as `HostArray`s to be given back."""
+        """On the host's thread: stores this token's KV, attends; returns the outputs as `HostArray`s to be
+        given back.
+        """
         key, layer, outputs = (one.layer, one.batch), self._g.config.layers[one.layer], []
         queries, rows = self._tiers.arrived(rising)
         host = self._d.host_attention
@@ -197,7 +213,10 @@ class Run:
         """A square's input on the device: embedded tokens, what is there, or what its store has."""
         if one.layer == 0:
             ids, positions = self._inputs.tokens(one)
-            return self._verbs.do("compute", lambda: self._d.compiled.embed[one.token == 0](self._d.weights.ends, ids, positions))
+            return self._verbs.do(
+                "compute",
+                lambda: self._d.compiled.embed[one.token == 0](self._d.weights.ends, ids, positions),
+            )
         return self._ahead.activations(one.batch)
 
     def _pass_on(self, one: Square, x: tuple) -> Iterator[Drawn]:

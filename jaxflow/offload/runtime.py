@@ -1,9 +1,11 @@
-"""FlexGen's offline runtime: a model that does not fit the device, placed over device, host and disk as a policy says (§4).
+"""FlexGen's offline runtime: a model that does not fit the device, placed over device, host and disk as a
+policy says (§4).
 
     runtime = start(OffloadConfig(policy, disk_path="/scratch"), engine_config, checkpoint)
     for events in runtime.generate(requests): ...
 
-On several devices tensors are cut over them (`jaxflow.offload.shards`); FlexGen cuts the layers between them (§4.4), which is not built.
+On several devices tensors are cut over them (`jaxflow.offload.shards`); FlexGen cuts the layers between them
+(§4.4), which is not built.
 """
 
 import contextlib
@@ -37,7 +39,8 @@ from jaxflow.offload.traffic import Moved
 
 @dataclasses.dataclass(frozen=True)
 class BlockStats:
-    """What one block took. tokens: generated, of sequences that were there; seconds of the prompts, and of all other tokens.
+    """What one block took. tokens: generated, of sequences that were there; seconds of the prompts, and of
+    all other tokens.
 
     prefill_crossed: bytes to the device and from it that were asked for until the last prompt was done.
     """
@@ -78,8 +81,12 @@ class Runtime:
 
     def warm_up(self) -> None:
         """Two tokens of one batch: what is slow only the first time is done before the clock runs."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=min(2, self.policy.output_tokens), seed=0, ignore_eos=True)
-        for _ in self.generate([Request(f"warm-up-{i}", [0], sampling) for i in range(self.policy.gpu_batch_size)]):
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=min(2, self.policy.output_tokens), seed=0, ignore_eos=True
+        )
+        for _ in self.generate(
+            [Request(f"warm-up-{i}", [0], sampling) for i in range(self.policy.gpu_batch_size)]
+        ):
             pass
         self.stats.clear()
         self._compiled_at_start = compilations()
@@ -107,16 +114,24 @@ class Runtime:
         """Refuses a request that no block can hold. Raises: InvalidRequest."""
         check_request(self.policy, request)
 
-    def generate(self, requests: Sequence[Request], *, progress: bool = False) -> Generator[list[Event], None, None]:
-        """Runs requests, block after block; yields events as tokens become known. Who wants no more of them closes the iterator.
+    def generate(
+        self, requests: Sequence[Request], *, progress: bool = False
+    ) -> Generator[list[Event], None, None]:
+        """Runs requests, block after block; yields events as tokens become known. Who wants no more of them
+        closes the iterator.
 
-        Raises: InvalidRequest before anything runs. RuntimeError: another `generate` has not ended; it is not waited for, since this
-          thread itself may be who must end it. DiskError: what was generated is lost, and the runtime must be closed.
+        Raises: InvalidRequest before anything runs. RuntimeError: another `generate` has not ended; it is not
+        waited for, since this
+          thread itself may be who must end it. DiskError: what was generated is lost, and the runtime must be
+          closed.
         """
         for request in requests:
             self.check(request)
         if not self._under_way.acquire(blocking=False):
-            raise RuntimeError("an offloaded run is under way: another can begin when it has ended, or its iterator was closed")
+            raise RuntimeError(
+                "an offloaded run is under way: another can begin when it has ended, or its iterator "
+                "was closed"
+            )
         try:
             yield from self._blocks(requests, progress)
         finally:
@@ -133,7 +148,9 @@ class Runtime:
         made = [make_block(g, sequences) for sequences in blocks]
         total = sum(block.batches for block in made) * g.config.num_layers * self.policy.output_tokens
         try:
-            with tqdm(total=total, desc="Generating", unit="square", disable=not progress, smoothing=0.05) as bar:
+            with tqdm(
+                total=total, desc="Generating", unit="square", disable=not progress, smoothing=0.05
+            ) as bar:
                 for block in made:
                     yield from self._run(block, answers, bar)
         except GeneratorExit:  # the caller wants no more: the driver ended the block in order
@@ -180,7 +197,9 @@ class Runtime:
         tokens = sum(seq.num_known - seq.num_prompt for seq in sequences)
         prefill_s = self._driver.prefill_s
         decode_s, crossed = elapsed_s - prefill_s, self._driver.prefill_crossed
-        self.stats.append(BlockStats(len(sequences), tokens, prefill_s, decode_s, self._tiers.traffic.take(), crossed))
+        self.stats.append(
+            BlockStats(len(sequences), tokens, prefill_s, decode_s, self._tiers.traffic.take(), crossed)
+        )
 
     def _tell(self, block: Block, answers: Answers, drawn: Drawn) -> list[Event]:
         tokens = np.asarray(drawn.tokens).tolist()

@@ -18,7 +18,11 @@ class Square(NamedTuple):
 
 
 def squares(batches: int, layers: int, tokens: int, schedule: Schedule = "zigzag") -> Iterator[Square]:
-    """All squares of a block in order: all batches pass a layer together, or (row) one batch goes to its end before the next."""
-    groups = [range(batches)] if schedule == "zigzag" else [range(batch, batch + 1) for batch in range(batches)]
+    """All squares of a block in order: all batches pass a layer together, or (row) one batch goes to its end
+    before the next.
+    """
+    groups = (
+        [range(batches)] if schedule == "zigzag" else [range(batch, batch + 1) for batch in range(batches)]
+    )
     for group in groups:
         yield from itertools.starmap(Square, itertools.product(range(tokens), range(layers), group))

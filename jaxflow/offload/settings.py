@@ -1,4 +1,6 @@
-"""How a policy is run: the limits of each tier and the paper's ablations. Frozen data, checked when it is made."""
+"""How a policy is run: the limits of each tier and the paper's ablations. Frozen data, checked when it is
+made.
+"""
 
 import dataclasses
 import math
@@ -9,7 +11,8 @@ from jaxflow.offload.policy import Policy, PolicyError, load_policy
 from jaxflow.offload.schedule import SCHEDULES, Schedule
 
 GIGA = 1e9
-# Of `EngineConfig`, what an offloaded run goes by; the rest is of a scheduler, a cache of pages and plans, which it does not have.
+# Of `EngineConfig`, what an offloaded run goes by; the rest is of a scheduler, a cache of pages and plans,
+# which it does not have.
 ENGINE_FIELDS = (
     *("model", "tokenizer", "dtype", "load_format", "quantization", "block_size", "tensor_parallel_size"),
     *("gpu_memory_utilization", "seed", "kernels", "compilation_cache_dir"),
@@ -18,10 +21,12 @@ ENGINE_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class OffloadConfig:
-    """Limits are in GB (1e9 bytes), None: what the machine has. Weights on the disk and such lie in a folder made under `disk_path`.
+    """Limits are in GB (1e9 bytes), None: what the machine has. Weights on the disk and such lie in a folder
+    made under `disk_path`.
 
     Raises:
-      ConfigError: for a value that cannot work, naming the field. PolicyError: for a policy that cannot be read.
+      ConfigError: for a value that cannot work, naming the field. PolicyError: for a policy that cannot be
+      read.
     """
 
     policy: Policy
@@ -40,7 +45,11 @@ class OffloadConfig:
         if self.schedule not in SCHEDULES:
             raise ConfigError("schedule", self.schedule, " or ".join(SCHEDULES))
         if self.on_disk and not self.disk_path:  # an empty path would be the working directory
-            raise ConfigError("disk_path", self.disk_path, f"a folder: the policy keeps {' and '.join(self.on_disk)} on disk")
+            raise ConfigError(
+                "disk_path",
+                self.disk_path,
+                f"a folder: the policy keeps {' and '.join(self.on_disk)} on disk",
+            )
 
     @property
     def on_disk(self) -> list[str]:
@@ -49,7 +58,9 @@ class OffloadConfig:
 
 
 def offload_config(given: "OffloadConfig | Policy | str | os.PathLike", model: str) -> OffloadConfig:
-    """What a caller means by `offload`: settings, a policy, or a policy's file. Raises: ConfigError, PolicyError."""
+    """What a caller means by `offload`: settings, a policy, or a policy's file. Raises: ConfigError,
+    PolicyError.
+    """
     if isinstance(given, OffloadConfig):
         return given
     if isinstance(given, Policy):
@@ -57,7 +68,8 @@ def offload_config(given: "OffloadConfig | Policy | str | os.PathLike", model: s
     if isinstance(given, str | os.PathLike):
         return OffloadConfig(load_policy(given))
     raise PolicyError(
-        f"offload={given!r}: a Policy, a policy's file, or an OffloadConfig; `python -m search placement --model {model}` writes one"
+        f"offload={given!r}: a Policy, a policy's file, or an OffloadConfig; `python -m search "
+        f"placement --model {model}` writes one"
     )
 
 
@@ -67,5 +79,10 @@ def check_engine(config: EngineConfig) -> None:
         value = getattr(config, field.name)
         if field.name not in ENGINE_FIELDS and value != field.default:
             raise ConfigError(
-                field.name, value, "unset: an offloaded run goes by its policy (of KV its kv_bits) and limits, block after block"
+                field.name,
+                value,
+                (
+                    "unset: an offloaded run goes by its policy (of KV its kv_bits) and limits, block "
+                    "after block"
+                ),
             )

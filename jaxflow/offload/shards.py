@@ -1,8 +1,9 @@
 """How an offloaded run's tensors are cut over the devices of its mesh.
 
-Each device has its own heads of the KV, its own rows or columns of a matrix as in the engine, and its own columns of what passes from
-layer to layer: the sum over devices at a layer's end leaves each its columns, and the next layer begins by gathering them. So every
-tensor that travels does so in pieces, each over its own device's link, and nothing lies on the host twice.
+Each device has its own heads of the KV, its own rows or columns of a matrix as in the engine, and its own
+columns of what passes from layer to layer: the sum over devices at a layer's end leaves each its columns, and
+the next layer begins by gathering them. So every tensor that travels does so in pieces, each over its own
+device's link, and nothing lies on the host twice.
 """
 
 import math
@@ -38,7 +39,9 @@ def placed(mesh: Mesh, structs: Any, specs: Any) -> Any:
     """Shapes with their shardings. specs: a pytree like structs', or one spec for all of them."""
     if isinstance(specs, PartitionSpec):
         specs = jax.tree.map(lambda _: specs, structs)
-    return jax.tree.map(lambda s, spec: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=on_device(mesh, spec)), structs, specs)
+    return jax.tree.map(
+        lambda s, spec: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=on_device(mesh, spec)), structs, specs
+    )
 
 
 def array_bytes(a: Any) -> int:
@@ -53,4 +56,7 @@ def tree_bytes(tree: Any) -> int:
 
 def device_bytes(tree: Any) -> int:
     """What one device has of all arrays of a pytree, or of their shapes."""
-    return sum(math.prod(a.sharding.shard_shape(a.shape)) * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))
+    return sum(
+        math.prod(a.sharding.shard_shape(a.shape)) * jnp.dtype(a.dtype).itemsize
+        for a in jax.tree.leaves(tree)
+    )

@@ -1,4 +1,6 @@
-"""Starts an offloaded run: what cannot work is refused, programs are compiled, the model is placed, what a block needs is reserved."""
+"""Starts an offloaded run: what cannot work is refused, programs are compiled, the model is placed, what a
+block needs is reserved.
+"""
 
 import concurrent.futures
 import logging
@@ -39,8 +41,9 @@ from jaxflow.offload.tiers import Tiers
 from jaxflow.offload.weight_store import WeightStore
 
 log = logging.getLogger(__name__)
-# Of a GPU's memory, in which what comes and goes leaves gaps, and of its pool of pinned memory, whose regions end in gaps smaller than
-# a tensor: of 100.9 GB on an H200's host 98.3 were had and 99.2 were not (benchmarks/settings/h200-offload-out-of-pinned-memory.json).
+# Of a GPU's memory, in which what comes and goes leaves gaps, and of its pool of pinned memory, whose regions
+# end in gaps smaller than a tensor: of 100.9 GB on an H200's host 98.3 were had and 99.2 were not
+# (benchmarks/settings/h200-offload-out-of-pinned-memory.json).
 _SPARE, _POOL_SPARE = 0.06, 0.025
 
 
@@ -57,7 +60,9 @@ class _Phases:
         log.info("offload: %s took %.1f s", name, self.seconds[name])
 
 
-def start(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint, *, progress: bool = True) -> Runtime:
+def start(
+    offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint, *, progress: bool = True
+) -> Runtime:
     """Places and loads a model. What cannot work is refused before the first weight is read.
 
     Raises: ConfigError, PolicyError, CheckpointError, DiskError.
@@ -73,7 +78,9 @@ def start(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint, 
     _check_fits(account(geometry, placed, 0), offload, there)
     resolved = resolve(config, checkpoint.model_config)
     kernels = choose_kernels(resolved, geometry.config)
-    tell_kernels(kernels, {}, progress)  # of products there is nothing to tell before their weights are placed
+    tell_kernels(
+        kernels, {}, progress
+    )  # of products there is nothing to tell before their weights are placed
     context = Context(geometry.config, kernels, axis_of(mesh))
     with tqdm(desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
         compiled = compile_programs(Programs(geometry, context), placed, lambda _: bar.update())
@@ -87,9 +94,13 @@ def start(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint, 
     tiers = Tiers(mesh, folder)
     undo = tiers.close
     try:
-        with bound(cpus):  # what is pinned lies near the GPUs, and so do the threads that fill it and attend to it
+        with bound(
+            cpus
+        ):  # what is pinned lies near the GPUs, and so do the threads that fill it and attend to it
             check_views(mesh)
-            room = limits["host"] is None or _weight_bytes(placed) <= limits["host"]  # KV is reserved behind the weights
+            room = (
+                limits["host"] is None or _weight_bytes(placed) <= limits["host"]
+            )  # KV is reserved behind the weights
             weights = _load(placed, tiers, geometry, checkpoint, resolved.seed, progress, wait_on_host=room)
             phases.ended("place")
             driver, host = _driver(offload, geometry, compiled, tiers, weights)
@@ -103,7 +114,10 @@ def start(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint, 
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         tier = "host" if "host memory" in str(error) else "device"
-        accepted = f"more, or lower shares of the {tier}, or smaller batches: {str(error).splitlines()[0]}\n{found.describe()}"
+        accepted = (
+            f"more, or lower shares of the {tier}, or smaller batches: "
+            f"{str(error).splitlines()[0]}\n{found.describe()}"
+        )
         raise ConfigError(LIMITS[tier], getattr(offload, LIMITS[tier]), accepted) from None
     except BaseException:
         undo()
@@ -117,20 +131,32 @@ def make_geometry(offload: OffloadConfig, config: EngineConfig, checkpoint: Chec
     policy, model = offload.policy, checkpoint.model_config
     if policy.model not in (config.model, checkpoint.name):
         raise PolicyError(
-            f"model={policy.model!r}, but it is used for {checkpoint.name!r}: `python -m search placement` makes one for that"
+            f"model={policy.model!r}, but it is used for {checkpoint.name!r}: `python -m search "
+            f"placement` makes one for that"
         )
     tp = config.tensor_parallel_size
     if model.hidden_size % tp:
         raise ConfigError(
-            "tensor_parallel_size", tp, f"a divisor of the hidden size {model.hidden_size}: what passes between layers is cut"
+            "tensor_parallel_size",
+            tp,
+            f"a divisor of the hidden size {model.hidden_size}: what passes between layers is cut",
         )
-    if config.quantization not in (None, "int4") or (config.quantization == "int4") > (policy.weight_bits == 4):
-        raise ConfigError("quantization", config.quantization, "unset: an offloaded run's policy says weight_bits, 16 or 4")
+    if config.quantization not in (None, "int4") or (config.quantization == "int4") > (
+        policy.weight_bits == 4
+    ):
+        raise ConfigError(
+            "quantization", config.quantization, "unset: an offloaded run's policy says weight_bits, 16 or 4"
+        )
     if config.kv_cache_dtype != "auto":
-        raise ConfigError("kv_cache_dtype", config.kv_cache_dtype, "auto: an offloaded run's policy says kv_bits, 16 or 4")
+        raise ConfigError(
+            "kv_cache_dtype", config.kv_cache_dtype, "auto: an offloaded run's policy says kv_bits, 16 or 4"
+        )
     if policy.prompt_tokens + policy.output_tokens > model.max_position:
         tokens = f"{policy.prompt_tokens} + {policy.output_tokens}"
-        raise PolicyError(f"prompt_tokens + output_tokens={tokens}: at most {model.max_position}, what {checkpoint.name} was made for")
+        raise PolicyError(
+            f"prompt_tokens + output_tokens={tokens}: at most {model.max_position}, what "
+            f"{checkpoint.name} was made for"
+        )
     if policy.kv_bits == 4 and model.head_dim % 2:
         raise PolicyError(f"kv_bits=4 with head_dim={model.head_dim}: 16, two numbers of 4 bits make a byte")
     return Geometry(model, policy, jnp.dtype(resolve(config, model).dtype), config.block_size, make_mesh(tp))
@@ -154,7 +180,9 @@ def _told(offload: OffloadConfig, tier: str) -> int | None:
 
 def _limits(offload: OffloadConfig, there: Mapping[str, int | None]) -> dict[str, int | None]:
     """Bytes by tier: of what is told and what is there the smaller, where a GPU is less what gaps take."""
-    known = {tier: [size for size in (_told(offload, tier), there[tier]) if size is not None] for tier in TIERS}
+    known = {
+        tier: [size for size in (_told(offload, tier), there[tier]) if size is not None] for tier in TIERS
+    }
     limits = {tier: min(sizes, default=None) for tier, sizes in known.items()}
     device, host = limits["device"], limits["host"]
     if there["device"] is not None and device and host:
@@ -171,7 +199,9 @@ def _check_fits(found: Account, offload: OffloadConfig, there: Mapping[str, int 
         told, free = _told(offload, error.tier), there[error.tier]
         if told is None or free is None or told <= free:
             raise
-        accepted = f"{told / GIGA:g} GB are asked for, of which {free / GIGA:.6g} GB are free; {error.accepted}"
+        accepted = (
+            f"{told / GIGA:g} GB are asked for, of which {free / GIGA:.6g} GB are free; {error.accepted}"
+        )
         raise DoesNotFit(error.tier, error.needed_bytes, error.limit_bytes, accepted) from None
 
 
@@ -181,7 +211,14 @@ def _weight_bytes(placed: PlacedWeights) -> int:
 
 
 def _load(
-    placed: PlacedWeights, tiers: Tiers, g: Geometry, checkpoint: Checkpoint, seed: int, progress: bool, *, wait_on_host: bool
+    placed: PlacedWeights,
+    tiers: Tiers,
+    g: Geometry,
+    checkpoint: Checkpoint,
+    seed: int,
+    progress: bool,
+    *,
+    wait_on_host: bool,
 ) -> WeightStore:
     """Each layer goes through the device to its tiers; no more than one is there at a time beside what stays.
 
@@ -194,7 +231,14 @@ def _load(
         return jax.device_put(arrays, jax.tree.map(lambda s: s.sharding, structs))
 
     weights.ends = put(next(groups), placed.ends)
-    bar = tqdm(groups, total=g.config.num_layers, desc="Placing layers", unit="layer", delay=1.0, disable=not progress)
+    bar = tqdm(
+        groups,
+        total=g.config.num_layers,
+        desc="Placing layers",
+        unit="layer",
+        delay=1.0,
+        disable=not progress,
+    )
     for arrays, structs in zip(bar, placed.layers, strict=True):
         weights.add(put(arrays, structs), wait_on_host=wait_on_host)
     if wait_on_host:
@@ -216,13 +260,22 @@ def _driver(
         tiers.staging.reserve(3 * [g.heads(r) for r in rows])
     thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="host-attention-order")
     eos = frozenset(g.config.eos_token_ids)
-    return Driver(Setup(g, compiled, tiers, weights, kv, activations, host, thread, offload.schedule, offload.overlap, eos)), host
+    return Driver(
+        Setup(
+            g, compiled, tiers, weights, kv, activations, host, thread, offload.schedule, offload.overlap, eos
+        )
+    ), host
 
 
 def _described(g: Geometry) -> str:
     p = g.policy
-    shares = ", ".join(f"{kind} {'/'.join(f'{share:g}' for share in getattr(p, kind))}" for kind in ("weights", "kv", "activations"))
-    rows = "/".join(str(sum(part.rows for part in g.kv_parts if part.tier == tier)) for tier in ("device", "host", "disk"))
+    shares = ", ".join(
+        f"{kind} {'/'.join(f'{share:g}' for share in getattr(p, kind))}"
+        for kind in ("weights", "kv", "activations")
+    )
+    rows = "/".join(
+        str(sum(part.rows for part in g.kv_parts if part.tier == tier)) for tier in ("device", "host", "disk")
+    )
     attention = "host" if attends_on_host(g) else "device"
     return (
         f"blocks of {p.num_gpu_batches} x {p.gpu_batch_size}, device/host/disk: {shares} % (KV of {rows} sequences a batch), "

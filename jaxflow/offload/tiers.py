@@ -1,8 +1,9 @@
-"""What the stores of weights, KV and activations share: the devices, their host's memory, a folder on disk, and threads.
+"""What the stores of weights, KV and activations share: the devices, their host's memory, a folder on disk,
+and threads.
 
-Transfers between host and device are enqueued by the driver itself, in its order, since where a transfer is issued relative to compute
-decides what it can overlap with. Threads do what would keep the driver waiting: they read files ahead, wait for what comes up from the
-device, and write it to its home.
+Transfers between host and device are enqueued by the driver itself, in its order, since where a transfer is
+issued relative to compute decides what it can overlap with. Threads do what would keep the driver waiting:
+they read files ahead, wait for what comes up from the device, and write it to its home.
 """
 
 import concurrent.futures
@@ -29,7 +30,9 @@ class Tiers:
         self._writes = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="write")
 
     def down(self, tree: Any) -> Any:
-        """`HostArray`s, or what `up` returned, on their way to the device, each piece to its own; returns before they are there."""
+        """`HostArray`s, or what `up` returned, on their way to the device, each piece to its own; returns
+        before they are there.
+        """
 
         arrays = jax.tree.map(lambda a: a.array if isinstance(a, HostArray) else a, tree)
         return self._put(arrays, lambda a: on_device(self.mesh, spec_of(a)))
@@ -39,9 +42,13 @@ class Tiers:
         return self._put(tree, lambda a: home_of(on_device(self.mesh, spec_of(a))))
 
     def _put(self, tree: Any, where: Callable[[jax.Array], Any]) -> Any:
-        """All of a tree by one call: of 4 bits a layer is a dozen arrays and more, and a call for each takes the driver 80 us, not 20."""
+        """All of a tree by one call: of 4 bits a layer is a dozen arrays and more, and a call for each takes
+        the driver 80 us, not 20.
+        """
         arrays, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, jax.device_put(arrays, [where(a) for a in arrays]) if arrays else [])
+        return jax.tree.unflatten(
+            structure, jax.device_put(arrays, [where(a) for a in arrays]) if arrays else []
+        )
 
     def arrived(self, tree: Any) -> Any:
         """The `HostArray`s of what `up` returned; waits for them."""

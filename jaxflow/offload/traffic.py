@@ -5,11 +5,20 @@ from collections import defaultdict
 
 import msgspec
 
-VERBS = ("fetch_layer", "load_kv", "store_kv", "load_activation", "store_activation", "host_attention", "compute")
+VERBS = (
+    "fetch_layer",
+    "load_kv",
+    "store_kv",
+    "load_activation",
+    "store_activation",
+    "host_attention",
+    "compute",
+)
 
 
 class Moved(msgspec.Struct):
-    """times: layers, parts of a batch or batches that were moved. link_down, link_up: bytes to and from the device.
+    """times: layers, parts of a batch or batches that were moved. link_down, link_up: bytes to and from the
+    device.
 
     seconds: known of runs without overlap alone.
     """
@@ -55,7 +64,9 @@ class Traffic:
     def crossed(self) -> tuple[int, int]:
         """Bytes to the device and from it since the last `take`."""
         with self._lock:
-            return sum(one.link_down_bytes for one in self._moved.values()), sum(one.link_up_bytes for one in self._moved.values())
+            return sum(one.link_down_bytes for one in self._moved.values()), sum(
+                one.link_up_bytes for one in self._moved.values()
+            )
 
     def take(self) -> dict[str, Moved]:
         """The counts since the last call, by verb."""

@@ -1,4 +1,6 @@
-"""The verbs of a square as they are issued: beside each other, or each to its end before the next begins, which shows what each takes."""
+"""The verbs of a square as they are issued: beside each other, or each to its end before the next begins,
+which shows what each takes.
+"""
 
 import collections
 import concurrent.futures
@@ -31,7 +33,9 @@ class Verbs:
         return made
 
     def store(self, verb: str, issue: Callable[[], Sequence[Any]]) -> None:
-        """Issues what takes something home: arrays that are on their way, and what threads do, which is all that is bounded."""
+        """Issues what takes something home: arrays that are on their way, and what threads do, which is all
+        that is bounded.
+        """
         started = time.perf_counter()
         made = issue()
         futures = [one for one in made if isinstance(one, concurrent.futures.Future)]
@@ -54,7 +58,9 @@ class Verbs:
 
 
 def wait_for(futures: Iterable[concurrent.futures.Future]) -> None:
-    """Waits until none is under way, whatever came of it. `concurrent.futures.wait` is never told of those that a pool's end cancelled."""
+    """Waits until none is under way, whatever came of it. `concurrent.futures.wait` is never told of those
+    that a pool's end cancelled.
+    """
     for future in futures:
         with contextlib.suppress(concurrent.futures.CancelledError):
             future.exception()

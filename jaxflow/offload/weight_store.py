@@ -1,4 +1,6 @@
-"""The weights of all layers, each tensor on its tier, and `fetch_layer`: a layer's weights on the device, in time for its first batch."""
+"""The weights of all layers, each tensor on its tier, and `fetch_layer`: a layer's weights on the device, in
+time for its first batch.
+"""
 
 import concurrent.futures
 from collections import Counter
@@ -16,7 +18,9 @@ Keys = tuple[str, ...]
 
 
 class WeightStore:
-    """Filled layer by layer, then read. A layer's tensors on disk lie in one file, each by the pieces of the devices."""
+    """Filled layer by layer, then read. A layer's tensors on disk lie in one file, each by the pieces of the
+    devices.
+    """
 
     def __init__(self, placed: PlacedWeights, tiers: Tiers):
         self.placed, self._tiers = placed, tiers
@@ -50,7 +54,8 @@ class WeightStore:
     def settle(self) -> None:
         """Brings what waited on the host to the device, side by side.
 
-        Put there as layers are made it lies between gaps as large as what a layer is made of, too small for the largest program.
+        Put there as layers are made it lies between gaps as large as what a layer is made of, too small for
+        the largest program.
         """
         self._device = [self._tiers.down(stays) for stays in self._device]
         jax.block_until_ready(self._device)
@@ -71,7 +76,9 @@ class WeightStore:
             buffers = self._read(layer, key) if future is None else future.result()
             found[key] = tiers.down(buffers)
             jax.tree.map(tiers.staging.give, buffers, found[key])
-        down = tree_bytes(self.placed.of_tier(layer, "host", keys)) + tree_bytes(self.placed.of_tier(layer, "disk", keys))
+        down = tree_bytes(self.placed.of_tier(layer, "host", keys)) + tree_bytes(
+            self.placed.of_tier(layer, "disk", keys)
+        )
         tiers.traffic.add("fetch_layer", down=down)
         return found
 

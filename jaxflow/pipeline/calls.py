@@ -1,4 +1,6 @@
-"""A nano-op as a call of its op: what each op of `jaxflow.model.ops` is given beside the values that it reads."""
+"""A nano-op as a call of its op: what each op of `jaxflow.model.ops` is given beside the values that it
+reads.
+"""
 
 import dataclasses
 import functools
@@ -16,11 +18,21 @@ from jaxflow.pipeline.order import ATTENTION, Run
 from jaxflow.pipeline.regions import ADD_NORMS
 
 
-def call(c: Context, w: Weights, batch: Batch, kv: KV, run: Run, inputs: list[Any], work: Any, awaited: list[jax.Array]) -> tuple:
+def call(
+    c: Context,
+    w: Weights,
+    batch: Batch,
+    kv: KV,
+    run: Run,
+    inputs: list[Any],
+    work: Any,
+    awaited: list[jax.Array],
+) -> tuple:
     """One op on its inputs; its outputs in the graph's order, `kv` last.
 
-    w, kv: of the run's layer. work: what an attention kernel is to do, None for other ops. awaited: what the op comes after by the
-    plan alone. That is made data (`streams.behind`) for the ops that plans begin with after a wait and that read something small.
+    w, kv: of the run's layer. work: what an attention kernel is to do, None for other ops. awaited: what the
+    op comes after by the plan alone. That is made data (`streams.behind`) for the ops that plans begin with
+    after a wait and that read something small.
     """
     c, layer = dataclasses.replace(c, sms=run.nano.sms), c.config.layers[run.layer]
     name, start, stop = run.nano.op, run.nano.start, run.nano.stop
@@ -34,7 +46,12 @@ def call(c: Context, w: Weights, batch: Batch, kv: KV, run: Run, inputs: list[An
     if run.op.kind == "network":
         return (op(c, *inputs),)
     if name in ADD_NORMS:  # without a second input there is nothing to add
-        return op(c, {**w, name: streams.behind(awaited, w[name])}, inputs[0], inputs[1] if len(inputs) > 1 else None)
+        return op(
+            c,
+            {**w, name: streams.behind(awaited, w[name])},
+            inputs[0],
+            inputs[1] if len(inputs) > 1 else None,
+        )
     if name == "out_proj" and len(inputs) > 1:
         return (op(c, w, *inputs, start=start),)
     return (op(c, w, *inputs),)

@@ -1,9 +1,10 @@
 """Which plan a step runs: the one that is predicted to be the fastest for what the step is made of.
 
-A bucket may have several plans, each searched for another composition: how many tokens decode, and how many keys each of
-them reads. What is compared is a plan's gain over the sequential one, interpolated between the compositions that were
-predicted, and from it is taken what a prediction may be too good by (`Predictions.margin`): where no plan then gains anything, the
-step is sequential. A step pays a few microseconds for it.
+A bucket may have several plans, each searched for another composition: how many tokens decode, and how many
+keys each of them reads. What is compared is a plan's gain over the sequential one, interpolated between the
+compositions that were predicted, and from it is taken what a prediction may be too good by
+(`Predictions.margin`): where no plan then gains anything, the step is sequential. A step pays a few
+microseconds for it.
 """
 
 import bisect
@@ -17,7 +18,8 @@ _FORMS = ("_scatter", "_gather", "_swap")  # of sums over devices, but for the u
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """How many times faster than the sequential step a plan is: `table[i][j]` at `decode_tokens[i]`, `mean_context_tokens[j]`.
+    """How many times faster than the sequential step a plan is: `table[i][j]` at `decode_tokens[i]`,
+    `mean_context_tokens[j]`.
 
     margin: by how much of itself that may be too good.
     """
@@ -37,7 +39,9 @@ class Gain:
 
     def at(self, decode_tokens: float, mean_context_tokens: float) -> float:
         """Of a step of this composition."""
-        return between(self.decode_tokens, self.mean_context_tokens, self.table, decode_tokens, mean_context_tokens)
+        return between(
+            self.decode_tokens, self.mean_context_tokens, self.table, decode_tokens, mean_context_tokens
+        )
 
     def sure(self, decode_tokens: float, mean_context_tokens: float) -> float:
         """What is left of it if it was predicted as much too large as it may be."""
@@ -49,7 +53,9 @@ class Gain:
         return max(map(max, self.table)) > 1 + self.margin
 
 
-def between(xs: Sequence[float], ys: Sequence[float], table: Sequence[Sequence[float]], x: float, y: float) -> float:
+def between(
+    xs: Sequence[float], ys: Sequence[float], table: Sequence[Sequence[float]], x: float, y: float
+) -> float:
     """A table's value at (x, y): bilinear between its points, level beyond them."""
     i, along_x = _place(xs, x)
     j, along_y = _place(ys, y)
@@ -71,7 +77,9 @@ def _place(axis: Sequence[float], value: float) -> tuple[int, float]:
 
 
 def pick(gains: Sequence[Gain | None], decode_tokens: float, mean_context_tokens: float) -> int:
-    """Which of a bucket's plans to run, by index: the largest sure gain, the first of equals. None is the sequential plan."""
+    """Which of a bucket's plans to run, by index: the largest sure gain, the first of equals. None is the
+    sequential plan.
+    """
     best, index = 0.0, 0
     for at, gain in enumerate(gains):
         value = 1.0 if gain is None else gain.sure(decode_tokens, mean_context_tokens)
@@ -80,13 +88,15 @@ def pick(gains: Sequence[Gain | None], decode_tokens: float, mean_context_tokens
     return index
 
 
-def portfolio(searched: Iterable[Plan], buckets: Iterable[int], sequential: Callable[[int], Plan]) -> dict[int, tuple[Plan, ...]]:
+def portfolio(
+    searched: Iterable[Plan], buckets: Iterable[int], sequential: Callable[[int], Plan]
+) -> dict[int, tuple[Plan, ...]]:
     """The plans of each bucket, where there is a choice the sequential one first.
 
-    searched: each is for the bucket of its tokens, and makes one where there is none. A plan without predictions cannot be
-    compared: it is its bucket's only one, for every composition. The sequential one among them adds none;
-    one that no step would pick, since it is sure to gain nowhere, is left out: an engine need not compile it.
-    sequential: makes the sequential plan of so many tokens.
+    searched: each is for the bucket of its tokens, and makes one where there is none. A plan without
+    predictions cannot be compared: it is its bucket's only one, for every composition. The sequential one
+    among them adds none; one that no step would pick, since it is sure to gain nowhere, is left out: an
+    engine need not compile it. sequential: makes the sequential plan of so many tokens.
 
     Raises: PlanError for several plans of a bucket that cannot be told apart.
     """
@@ -98,7 +108,10 @@ def portfolio(searched: Iterable[Plan], buckets: Iterable[int], sequential: Call
     for tokens, plans in sorted(by_tokens.items()):
         uncompared = [plan for plan in plans if plan.predictions is None]
         if uncompared and len(plans) > 1:
-            raise PlanError(uncompared[0].name, f"has no predictions: it cannot be one of {len(plans)} plans for {tokens} tokens")
+            raise PlanError(
+                uncompared[0].name,
+                f"has no predictions: it cannot be one of {len(plans)} plans for {tokens} tokens",
+            )
         found[tokens] = tuple(plans) if uncompared else (sequential(tokens), *plans)
         names = [plan.name for plan in found[tokens]]
         twice = [name for name in names if names.count(name) > 1]
@@ -108,16 +121,22 @@ def portfolio(searched: Iterable[Plan], buckets: Iterable[int], sequential: Call
 
 
 def is_sequential(plan: Plan) -> bool:
-    """Whether each op is there once, nothing is cut, nothing overlaps or waits, and sums over devices are as usual.
+    """Whether each op is there once, nothing is cut, nothing overlaps or waits, and sums over devices are as
+    usual.
 
-    Of a plan that `jaxflow.pipeline.order.check` accepts: in what order the ops are, and of which model, is not looked at.
+    Of a plan that `jaxflow.pipeline.order.check` accepts: in what order the ops are, and of which model, is
+    not looked at.
     """
     ops = [nano.op for nano in plan.nano_ops]
     usual = plan.sums == "kernels" and not any(op.endswith(_FORMS) for op in ops)
-    return usual and 0 < len(ops) == len(set(ops)) and all(_plain(nano, plan.tokens) for nano in plan.nano_ops)
+    return (
+        usual and 0 < len(ops) == len(set(ops)) and all(_plain(nano, plan.tokens) for nano in plan.nano_ops)
+    )
 
 
 def _plain(nano: NanoOp, tokens: int) -> bool:
-    """Whether it is all tokens' and like any other. A sum's SMs are what NCCL takes: a searched plan says so, a step does not ask."""
+    """Whether it is all tokens' and like any other. A sum's SMs are what NCCL takes: a searched plan says so,
+    a step does not ask.
+    """
     sms = nano.sms if nano.op.endswith("_reduce") else None
     return nano == NanoOp(nano.id, nano.op, 0, tokens, sms=sms)

@@ -1,4 +1,6 @@
-"""Plans written by hand: one after the other, two nano-batches, the products alone in two, nano-batches beside each other on streams."""
+"""Plans written by hand: one after the other, two nano-batches, the products alone in two, nano-batches
+beside each other on streams.
+"""
 
 import msgspec
 
@@ -9,17 +11,26 @@ from jaxflow.pipeline.plan import NanoOp, Plan, PlanError
 
 
 def sequential_plan(config: ModelConfig, tokens: int, tp: int = 1, scattered: bool = False) -> Plan:
-    """Every op over all tokens, in the graph's order: the plain forward as a plan. Scattered it is a plan of its own, and so named."""
+    """Every op over all tokens, in the graph's order: the plain forward as a plan. Scattered it is a plan of
+    its own, and so named.
+    """
     ops = _op_names(model_graph(config, tp, scattered=scattered))
-    return Plan("sequential, sums scattered" if scattered else "sequential", tokens, tuple(NanoOp(op, op, 0, tokens) for op in ops))
+    return Plan(
+        "sequential, sums scattered" if scattered else "sequential",
+        tokens,
+        tuple(NanoOp(op, op, 0, tokens) for op in ops),
+    )
 
 
-def two_nano_batch_plan(config: ModelConfig, tokens: int, split: int, tp: int = 1, scattered: bool = False) -> Plan:
-    """Tokens [0, split) and [split, tokens) take turns on the main stream: attention of one and of the other, then their MLPs.
+def two_nano_batch_plan(
+    config: ModelConfig, tokens: int, split: int, tp: int = 1, scattered: bool = False
+) -> Plan:
+    """Tokens [0, split) and [split, tokens) take turns on the main stream: attention of one and of the other,
+    then their MLPs.
 
-    Under tensor parallelism, one half's sum over devices is on its way while the other half computes (NanoFlow §4.1);
-    what follows a sum is therefore of the next turn. Scattered, what gathers it again is issued before the last product of
-    the other half's turn, so that this, too, has a product beside it.
+    Under tensor parallelism, one half's sum over devices is on its way while the other half computes
+    (NanoFlow §4.1); what follows a sum is therefore of the next turn. Scattered, what gathers it again is
+    issued before the last product of the other half's turn, so that this, too, has a product beside it.
     """
     ranges, graph = _halves(tokens, split), model_graph(config, tp, scattered=scattered)
     names, network = _op_names(graph), _network(graph)
@@ -35,8 +46,12 @@ def two_nano_batch_plan(config: ModelConfig, tokens: int, split: int, tp: int = 
     return Plan(f"two nano-batches, {split} + {tokens - split}", tokens, tuple(nano_ops))
 
 
-def _gathering_early(turns: list[tuple[int, list[tuple[str, int]]]]) -> list[tuple[int, list[tuple[str, int]]]]:
-    """The turns (half, [(op, ahead)]) with each one's ops up to its gather moved before the last product of the turn before it."""
+def _gathering_early(
+    turns: list[tuple[int, list[tuple[str, int]]]],
+) -> list[tuple[int, list[tuple[str, int]]]]:
+    """The turns (half, [(op, ahead)]) with each one's ops up to its gather moved before the last product of
+    the turn before it.
+    """
     heads, tails = [], []
     for half, turn in turns:
         gathered = 1 + next(at for at, (op, _) in enumerate(turn) if op.endswith("_gather"))
@@ -52,10 +67,12 @@ def _gathering_early(turns: list[tuple[int, list[tuple[str, int]]]]) -> list[tup
 
 
 def products_in_two_plan(config: ModelConfig, tokens: int, split: int, tp: int) -> Plan:
-    """Attention over all tokens; what lies between one and the next in two pieces, tokens [0, split) and [split, tokens).
+    """Attention over all tokens; what lies between one and the next in two pieces, tokens [0, split) and
+    [split, tokens).
 
-    Each piece's sum over devices is on its way beside the next piece's product: of the first half beside the same product of the
-    second, of the second beside what follows of the first. Attention is not cut, and one kernel of it is enough.
+    Each piece's sum over devices is on its way beside the next piece's product: of the first half beside the
+    same product of the second, of the second beside what follows of the first. Attention is not cut, and one
+    kernel of it is enough.
     """
     ranges, names = _halves(tokens, split), _op_names(model_graph(config, tp))
     out, norm, down = names.index("out_proj"), names.index("mlp_norm"), names.index("mlp_reduce") - 1
@@ -71,20 +88,29 @@ def products_in_two_plan(config: ModelConfig, tokens: int, split: int, tp: int) 
 
 
 def swapped(plan: Plan) -> Plan:
-    """A plan over four devices with its sums sent by the copy engines in two steps: of pairs, and of these pairs' sums.
+    """A plan over four devices with its sums sent by the copy engines in two steps: of pairs, and of these
+    pairs' sums.
 
-    The second step is issued amid what the plan has between a sum and its reader: before attention or a block's last product.
+    The second step is issued amid what the plan has between a sum and its reader: before attention or a
+    block's last product.
     """
     found, later = [], {}
     for at, nano in enumerate(plan.nano_ops):
         if nano.op.endswith("_reduce"):
             following = [*range(at + 1, len(plan.nano_ops)), *range(at)]
-            to = next(i for i in following if plan.nano_ops[i].op in _AMID or _reads_sum(plan.nano_ops[i], nano))
+            to = next(
+                i for i in following if plan.nano_ops[i].op in _AMID or _reads_sum(plan.nano_ops[i], nano)
+            )
             amid = plan.nano_ops[to].op in _AMID
-            later.setdefault(to if amid else at + 1, []).append(msgspec.structs.replace(nano, ahead=nano.ahead - (amid and to < at)))
+            later.setdefault(to if amid else at + 1, []).append(
+                msgspec.structs.replace(nano, ahead=nano.ahead - (amid and to < at))
+            )
     for at, nano in enumerate(plan.nano_ops):
         sent = {name: getattr(nano, name).replace("_reduce", "_swap") for name in ("id", "op")}
-        found += [*later.pop(at, []), msgspec.structs.replace(nano, **sent) if nano.op.endswith("_reduce") else nano]
+        found += [
+            *later.pop(at, []),
+            msgspec.structs.replace(nano, **sent) if nano.op.endswith("_reduce") else nano,
+        ]
     nano_ops = (*found, *(nano for rest in later.values() for nano in rest))
     return msgspec.structs.replace(plan, name=f"{plan.name}, sums swapped", sums="copies", nano_ops=nano_ops)
 
@@ -97,7 +123,8 @@ def _reads_sum(nano: NanoOp, sent: NanoOp) -> bool:
 
 
 def waited(plan: Plan) -> Plan:
-    """The plan with what reads a sum over devices moved to right behind it, so that nothing is beside any sum: nano-batches alone.
+    """The plan with what reads a sum over devices moved to right behind it, so that nothing is beside any
+    sum: nano-batches alone.
 
     For plans whose sums are read in the pieces that they were made in.
     """
@@ -118,12 +145,18 @@ def copied(plan: Plan) -> Plan:
 
 
 def phased_plan(
-    config: ModelConfig, tokens: int, split: int, tp: int = 1, sms: tuple[int, int] | None = None, scattered: bool = False
+    config: ModelConfig,
+    tokens: int,
+    split: int,
+    tp: int = 1,
+    sms: tuple[int, int] | None = None,
+    scattered: bool = False,
 ) -> Plan:
-    """Attention of one half beside the products of the other, layer after layer (NanoFlow's pipeline, two phases a layer).
+    """Attention of one half beside the products of the other, layer after layer (NanoFlow's pipeline, two
+    phases a layer).
 
-    A phase appends one half's keys on the main stream, then runs its attention on stream 1 while stream 2 takes the
-    other half from `out_proj` to the next layer's `qkv`. The next phase waits for both.
+    A phase appends one half's keys on the main stream, then runs its attention on stream 1 while stream 2
+    takes the other half from `out_proj` to the next layer's `qkv`. The next phase waits for both.
 
     sms: how many SMs attention gets, and the products beside it; None: both may take all.
     """
@@ -138,14 +171,20 @@ def phased_plan(
         return NanoOp(f"{op}.{half}", op, *ranges[half], **rest)
 
     def phase(half: int) -> list[NanoOp]:
-        """Attention of `half`; the other half is a layer behind it in the first phase of a layer, and level in the second."""
+        """Attention of `half`; the other half is a layer behind it in the first phase of a layer, and level
+        in the second.
+        """
         other, behind = 1 - half, half - 1
         join = (f"decode_attention.{other}", f"chunk_attention.{other}", *(f"{op}.{half}" for op in head))
         append = nano("rope_append", half, waits=join)
         attention = [nano(op, half, stream=1, sms=few) for op in reversed(ATTENTION)]
         following = [(op, behind) for op in tail] + [(op, behind + 1) for op in head]
         side = {"stream": 2, "sms": many}
-        return [append, *attention, *(nano(op, other, ahead=ahead, **({} if op in main else side)) for op, ahead in following)]
+        return [
+            append,
+            *attention,
+            *(nano(op, other, ahead=ahead, **({} if op in main else side)) for op, ahead in following),
+        ]
 
     return Plan(f"two phases a layer, {split} + {tokens - split}", tokens, (*phase(0), *phase(1)))
 

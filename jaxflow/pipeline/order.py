@@ -1,9 +1,9 @@
 """The order of a plan: what every nano-op must follow, and whether it does.
 
-Two rules. Data: a nano-op reads values made earlier, all of its tokens' pieces of them. The cache: attention of
-tokens [a, b) follows the appends of all tokens [0, b) of its layer, since the later part of a prefill chunk reads what
-the earlier part appended; and appends stay on the main stream, where the compiler orders them after the readers that
-were issued before them.
+Two rules. Data: a nano-op reads values made earlier, all of its tokens' pieces of them. The cache: attention
+of tokens [a, b) follows the appends of all tokens [0, b) of its layer, since the later part of a prefill
+chunk reads what the earlier part appended; and appends stay on the main stream, where the compiler orders
+them after the readers that were issued before them.
 """
 
 import dataclasses
@@ -54,7 +54,9 @@ def graph_of(plan: Plan, config: ModelConfig, tp: int = 1, widths: Widths = BFLO
 
     Raises: PlanError for a plan of two forms.
     """
-    scattered, swapped = (any(nano.op.endswith(end) for nano in plan.nano_ops) for end in ("_scatter", "_swap"))
+    scattered, swapped = (
+        any(nano.op.endswith(end) for nano in plan.nano_ops) for end in ("_scatter", "_swap")
+    )
     if scattered and swapped:
         raise PlanError(plan.name, "has its sums over devices both scattered and swapped: one or the other")
     return model_graph(config, tp, widths, scattered=tp > 1 and scattered, swapped=tp == 4 and swapped)
@@ -100,7 +102,9 @@ class Reads:
             for source in run.reads:
                 self._reads.setdefault(source, []).append((index, run.span))
         for source in final:
-            self._reads.setdefault(source, []).append((len(runs), Span(0, max(run.nano.stop for run in runs))))
+            self._reads.setdefault(source, []).append(
+                (len(runs), Span(0, max(run.nano.stop for run in runs)))
+            )
 
     def later(self, index: int, source: Source, span: Span) -> bool:
         """Whether the run of this index, or one after it, reads some of the span."""
@@ -124,9 +128,13 @@ def check(plan: Plan, graph: Graph) -> None:
         for layer, value in run.reads:
             missing = _missing(span, made.get((layer, value), []))
             if missing:
-                raise PlanError(nano.id, f"reads {value} of tokens {_shown(missing)} of layer {layer} before it is made")
+                raise PlanError(
+                    nano.id, f"reads {value} of tokens {_shown(missing)} of layer {layer} before it is made"
+                )
         if nano.op in ATTENTION and (missing := _missing(Span(0, nano.stop), appended.get(run.layer, []))):
-            raise PlanError(nano.id, f"reads keys before rope_append of tokens {_shown(missing)} of the same layer")
+            raise PlanError(
+                nano.id, f"reads keys before rope_append of tokens {_shown(missing)} of the same layer"
+            )
         for value in run.makes:
             made.setdefault((run.layer, value), []).append(span)
         if nano.op == "rope_append":
@@ -135,18 +143,30 @@ def check(plan: Plan, graph: Graph) -> None:
 
 def check_sums(plan: Plan, graph: Graph, tp: int) -> None:
     """Refuses sums over devices that so many devices cannot do so. Raises: PlanError."""
-    if any((nano.stop - nano.start) % tp for nano in plan.nano_ops if graph.scattered and nano.op == "attn_scatter"):
+    if any(
+        (nano.stop - nano.start) % tp
+        for nano in plan.nano_ops
+        if graph.scattered and nano.op == "attn_scatter"
+    ):
         raise PlanError(plan.name, f"scatters rows over {tp} devices that do not divide among them")
     swaps = any(op.name.endswith("_swap") for op in graph.layers[0])
     if plan.sums == "copies" and not swaps and (tp != 2 or graph.scattered):
         form = "scattered" if graph.scattered else "all-reduces"
-        raise PlanError(plan.name, f"sums='copies': for two devices and all-reduces, or swapped over four; these are {form} over {tp}")
+        raise PlanError(
+            plan.name,
+            (
+                f"sums='copies': for two devices and all-reduces, or swapped over four; these are {form} "
+                f"over {tp}"
+            ),
+        )
     if swaps and plan.sums != "copies":
         raise PlanError(plan.name, f"sums={plan.sums!r}: what is swapped is copied")
 
 
 def check_sms(plan: Plan) -> None:
-    """Refuses what no kernel takes; plans that are searched for a device of more SMs may ask for it. Raises: PlanError."""
+    """Refuses what no kernel takes; plans that are searched for a device of more SMs may ask for it. Raises:
+    PlanError.
+    """
     for nano in plan.nano_ops:
         if nano.sms is not None and nano.sms > SMS:
             raise PlanError(nano.id, f"sms={nano.sms}: the kernels take 1 to {SMS}, or absent for all")
@@ -163,7 +183,10 @@ def _check_entries(plan: Plan, graph: Graph) -> None:
 
         refuse(ids.count(nano.id) == 1, "another nano-op has this id")
         refuse(nano.op in known, f"op={nano.op!r} is not in this model's layers: {', '.join(known)}")
-        refuse(0 <= nano.start < nano.stop <= plan.tokens, f"tokens [{nano.start}, {nano.stop}) are not within [0, {plan.tokens})")
+        refuse(
+            0 <= nano.start < nano.stop <= plan.tokens,
+            f"tokens [{nano.start}, {nano.stop}) are not within [0, {plan.tokens})",
+        )
         most = len(graph.layers)
         refuse(abs(nano.ahead) <= most, f"ahead={nano.ahead}: at most the model's {most} layers, either way")
         refuse(0 <= nano.stream <= LAST_STREAM, f"stream={nano.stream}: 0 to {LAST_STREAM}")
@@ -183,14 +206,22 @@ def _check_cover(plan: Plan, graph: Graph) -> None:
         for nano in pieces:
             if nano.start != at:
                 twice, tokens = nano.start < at, sorted((nano.start, at))
-                raise PlanError(nano.id, f"{name} of tokens [{tokens[0]}, {tokens[1]}) runs {'more than once' if twice else 'nowhere'}")
+                raise PlanError(
+                    nano.id,
+                    (
+                        f"{name} of tokens [{tokens[0]}, {tokens[1]}) runs "
+                        f"{'more than once' if twice else 'nowhere'}"
+                    ),
+                )
             at = nano.stop
         if at != plan.tokens:
             raise PlanError(pieces[-1].id, f"{name} of tokens [{at}, {plan.tokens}) runs nowhere")
 
 
 def _check_own_rows(plan: Plan, graph: Graph) -> None:
-    """A device's own rows of some tokens are not those of a part of them: all that make or read such rows are cut alike."""
+    """A device's own rows of some tokens are not those of a part of them: all that make or read such rows are
+    cut alike.
+    """
     known = {op.name: op for ops in graph.layers for op in ops}
     ranges = {}
     for nano in plan.nano_ops:
@@ -199,7 +230,13 @@ def _check_own_rows(plan: Plan, graph: Graph) -> None:
     wanted = sorted(next(iter(ranges.values())))
     for name, own in ranges.items():
         if sorted(own) != wanted:
-            raise PlanError(name, f"is cut at {sorted(own)}, but {next(iter(ranges))} at {wanted}: scattered rows need the same cuts")
+            raise PlanError(
+                name,
+                (
+                    f"is cut at {sorted(own)}, but {next(iter(ranges))} at {wanted}: scattered rows need "
+                    f"the same cuts"
+                ),
+            )
 
 
 def _missing(wanted: Span, pieces: list[Span]) -> Span | None:

@@ -25,7 +25,9 @@ class Piece:
 
 
 class Pieces:
-    """The pieces of every (layer, value). `rows`: decode attention has no outputs for token ranges that begin behind the first `rows`."""
+    """The pieces of every (layer, value). `rows`: decode attention has no outputs for token ranges that begin
+    behind the first `rows`.
+    """
 
     def __init__(self, rows: int):
         self._rows = rows
@@ -53,7 +55,9 @@ class Pieces:
         return piece
 
     def merge(self, piece: Piece, array: Array) -> None:
-        """The piece of what `chunk_attention` made now holds both attentions' outputs: nobody may use its former array."""
+        """The piece of what `chunk_attention` made now holds both attentions' outputs: nobody may use its
+        former array.
+        """
         piece.array, piece.merged, piece.passed = array, True, 0
 
     def merged(self, layer: int, span: Span) -> bool:
@@ -79,14 +83,22 @@ class Pieces:
         def cut(piece: Piece) -> Any:
             first = max(span.start, piece.span.start) - piece.span.start
             last = min(span.stop, piece.span.stop) - piece.span.start
-            return piece.array if last - first == piece.span.stop - piece.span.start else jax.tree.map(lambda a: a[first:last], piece.array)
+            return (
+                piece.array
+                if last - first == piece.span.stop - piece.span.start
+                else jax.tree.map(lambda a: a[first:last], piece.array)
+            )
 
         parts = [cut(piece) for piece in found]
         return parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
 
     def _held(self, source: Source) -> list[Piece]:
         layer, value = source
-        merged = [piece for piece in self._pieces.get((layer, "o_chunk"), []) if piece.merged] if value == "o_decode" else []
+        merged = (
+            [piece for piece in self._pieces.get((layer, "o_chunk"), []) if piece.merged]
+            if value == "o_decode"
+            else []
+        )
         return self._pieces.get(source, []) + merged
 
     def _clip(self, source: Source, span: Span) -> Span:

@@ -1,9 +1,10 @@
-"""A plan: in what order, in which pieces and on which streams the ops of a layer run. Data, read from and written to JSON.
+"""A plan: in what order, in which pieces and on which streams the ops of a layer run. Data, read from and
+written to JSON.
 
-A plan is one layer's nano-ops in the order they are issued. A nano-op is an op of the graph on a range of the step's
-tokens; the ranges of an op cover [0, T) once, and may differ from those of other ops. The compiled step repeats the
-list for every layer. `ahead` lets the list reach over the layers' borders, as a software pipeline does: in the i-th
-round a nano-op works on layer i + ahead, where there is such a layer.
+A plan is one layer's nano-ops in the order they are issued. A nano-op is an op of the graph on a range of the
+step's tokens; the ranges of an op cover [0, T) once, and may differ from those of other ops. The compiled
+step repeats the list for every layer. `ahead` lets the list reach over the layers' borders, as a software
+pipeline does: in the i-th round a nano-op works on layer i + ahead, where there is such a layer.
 
 What a nano-op must follow is not written down: it follows from the values it reads and from the layer's cache
 (`jaxflow.pipeline.order`). `waits` adds to that: joins of streams at the borders of phases.
@@ -46,9 +47,10 @@ class NanoOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a plan was searched for: it is offered to runs of this model, device, parallelism and dtypes.
 
-    The last three say of which composition the step is that it was made for. Others run it too: the plan's ranges are of
-    tokens, whatever these are, so with fewer decodes than `decode_tokens` prefill moves up into the ranges meant for
-    decodes, and with more, decodes move into those of prefill; chunks are cut at `borders` wherever they come to lie.
+    The last three say of which composition the step is that it was made for. Others run it too: the plan's
+    ranges are of tokens, whatever these are, so with fewer decodes than `decode_tokens` prefill moves up into
+    the ranges meant for decodes, and with more, decodes move into those of prefill; chunks are cut at
+    `borders` wherever they come to lie.
     """
 
     model: str
@@ -60,19 +62,32 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_tokens: int
     mean_context_tokens: int  # keys that a decode reads, the mean
 
-    def fits(self, model: str | None, device: str, tensor_parallel_size: int, dtype: str, kv_cache_dtype: str) -> bool:
-        """Whether runs of this kind may use the plan. model: None is any. device: as the driver or `jaxflow.model.cost.DEVICES` has it."""
+    def fits(
+        self, model: str | None, device: str, tensor_parallel_size: int, dtype: str, kv_cache_dtype: str
+    ) -> bool:
+        """Whether runs of this kind may use the plan. model: None is any. device: as the driver or
+        `jaxflow.model.cost.DEVICES` has it.
+        """
         known = find_device(device)
-        same = (model is None or Path(self.model).name == Path(model).name) and self.device in (device, known.name if known else device)
-        return same and (self.tensor_parallel_size, self.dtype, self.kv_cache_dtype) == (tensor_parallel_size, dtype, kv_cache_dtype)
+        same = (model is None or Path(self.model).name == Path(model).name) and self.device in (
+            device,
+            known.name if known else device,
+        )
+        return same and (self.tensor_parallel_size, self.dtype, self.kv_cache_dtype) == (
+            tensor_parallel_size,
+            dtype,
+            kv_cache_dtype,
+        )
 
 
 class Predictions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a step takes by what it is made of, under its plan and under the sequential one: what plans are chosen by.
+    """How long a step takes by what it is made of, under its plan and under the sequential one: what plans
+    are chosen by.
 
-    `step_s[i][j]` is of a step with `decode_tokens[i]` decodes, each of `mean_context_tokens[j]` keys in the mean. What does
-    not decode is prefill: a step is filled to its bucket, and padding costs products the same. `margin`: by how much of itself a gain
-    may be predicted too large; plans that do not say were predicted before any was measured, and those were up to 0.27 too good.
+    `step_s[i][j]` is of a step with `decode_tokens[i]` decodes, each of `mean_context_tokens[j]` keys in the
+    mean. What does not decode is prefill: a step is filled to its bucket, and padding costs products the
+    same. `margin`: by how much of itself a gain may be predicted too large; plans that do not say were
+    predicted before any was measured, and those were up to 0.27 too good.
 
     Raises: ValueError for a margin below 0, tables that do not fit the two axes, or axes that do not rise.
     """
@@ -94,13 +109,16 @@ class Predictions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("step_s", "sequential_s"):
             table = getattr(self, name)
             if len(table) != rows or any(len(row) != columns or min(row) <= 0 for row in table):
-                raise ValueError(f"{name}: {rows} rows of {columns} seconds above 0, as many as the axes have numbers")
+                raise ValueError(
+                    f"{name}: {rows} rows of {columns} seconds above 0, as many as the axes have numbers"
+                )
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The nano-ops of a layer for steps of `tokens` tokens, in order of issue.
 
-    sums: who carries what is summed over devices: NCCL's kernels, or of two or four devices the copy engines (`jaxflow.model.exchange`).
+    sums: who carries what is summed over devices: NCCL's kernels, or of two or four devices the copy engines
+    (`jaxflow.model.exchange`).
     """
 
     name: str
@@ -131,7 +149,9 @@ def from_json(text: bytes, where: str = "plan") -> Plan:
     try:
         version = msgspec.json.decode(text, type=_Version).schema_version
         if version != SCHEMA_VERSION:
-            raise PlanError(where, f"schema_version={version} is not supported: this release reads {SCHEMA_VERSION}")
+            raise PlanError(
+                where, f"schema_version={version} is not supported: this release reads {SCHEMA_VERSION}"
+            )
         return msgspec.json.decode(text, type=Plan)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PlanError(where, str(error)) from error
@@ -151,7 +171,8 @@ def load(path: str | os.PathLike) -> Plan:
 
 
 def fitting(folder: str | os.PathLike, *kind: str | int | None) -> tuple[Plan, ...]:
-    """The plans of a folder that were searched for runs of a kind (the arguments of `Target.fits`), in order of file names.
+    """The plans of a folder that were searched for runs of a kind (the arguments of `Target.fits`), in order
+    of file names.
 
     Several, for steps of different composition, or none. Raises: PlanError for a file that is no plan.
     """
@@ -160,14 +181,18 @@ def fitting(folder: str | os.PathLike, *kind: str | int | None) -> tuple[Plan, .
 
 
 def digest(plan: Plan) -> str:
-    """What tells plans apart that do different things: 16 hexadecimal digits of the nano-ops, the tokens and who carries the sums.
+    """What tells plans apart that do different things: 16 hexadecimal digits of the nano-ops, the tokens and
+    who carries the sums.
 
-    Not of its name, which many may have, nor of what is predicted of it and whom it is offered to, which change while it stays as it is.
+    Not of its name, which many may have, nor of what is predicted of it and whom it is offered to, which
+    change while it stays as it is.
     """
     does = msgspec.json.encode((plan.tokens, plan.sums, plan.nano_ops))
     return hashlib.sha256(does).hexdigest()[:16]
 
 
 def borders(plan: Plan) -> tuple[int, ...]:
-    """Token positions, rising, at which prefill chunks must be cut so that each lies in one nano-op of `chunk_attention`."""
+    """Token positions, rising, at which prefill chunks must be cut so that each lies in one nano-op of
+    `chunk_attention`.
+    """
     return tuple(sorted({nano.start for nano in plan.nano_ops if nano.op == "chunk_attention"} - {0}))

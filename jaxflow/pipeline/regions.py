@@ -1,10 +1,11 @@
 """How nano-ops of a side stream become regions that return one array each (`streams.region` says why one).
 
-A run of nano-ops that follow each other on a stream is cut where just one array outlives what was computed since the
-last cut. Both attentions of the same tokens make one array, which decode attention writes into what chunk attention left where it
-comes second. A norm that adds to the residual stream makes two arrays in one pass, the sum and its norm: it runs between
-regions, on the main stream, where it waits for no more than a region would. A region begins when all that it reads is
-there, so that what another side stream makes is read by the first nano-ops of one, or by none.
+A run of nano-ops that follow each other on a stream is cut where just one array outlives what was computed
+since the last cut. Both attentions of the same tokens make one array, which decode attention writes into what
+chunk attention left where it comes second. A norm that adds to the residual stream makes two arrays in one
+pass, the sum and its norm: it runs between regions, on the main stream, where it waits for no more than a
+region would. A region begins when all that it reads is there, so that what another side stream makes is read
+by the first nano-ops of one, or by none.
 """
 
 import dataclasses
@@ -39,7 +40,9 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Runs [first, last) of the program: one on the main stream (no segments), or some that follow each other on a side stream."""
+    """Runs [first, last) of the program: one on the main stream (no segments), or some that follow each other
+    on a side stream.
+    """
 
     runs: tuple[Run, ...]
     last: int
@@ -51,7 +54,8 @@ class Group:
 
 
 def grouped(runs: tuple[Run, ...], reads: Reads, quantized: bool = False) -> tuple[Group, ...]:
-    """The program in groups; a run that waits begins one, and so do a change of tokens and what another side stream made.
+    """The program in groups; a run that waits begins one, and so do a change of tokens and what another side
+    stream made.
 
     quantized: the inputs of products have scales beside them.
 
@@ -77,9 +81,16 @@ def grouped(runs: tuple[Run, ...], reads: Reads, quantized: bool = False) -> tup
 
 
 def _continues(current: list[Run], following: Run, makers: dict[Source, set[int]]) -> bool:
-    """Whether a run may share a region with those before it: of different tokens, XLA would merge their products."""
+    """Whether a run may share a region with those before it: of different tokens, XLA would merge their
+    products.
+    """
     nano, read = following.nano, {source for run in current for source in run.reads}
-    if nano.stream != current[-1].nano.stream or nano.op in ADD_NORMS or nano.waits or not following.span.meets(current[-1].span):
+    if (
+        nano.stream != current[-1].nano.stream
+        or nano.op in ADD_NORMS
+        or nano.waits
+        or not following.span.meets(current[-1].span)
+    ):
         return False
     return all(makers.get(source, set()) <= {nano.stream} for source in following.reads if source not in read)
 
@@ -88,7 +99,11 @@ def _steps(runs: tuple[Run, ...]) -> list[Step]:
     steps: list[Step] = []
     for at, run in enumerate(runs):
         name, layer = run.nano.op, run.layer
-        earlier = [other for other in runs[:at] if other.nano.op in ATTENTION and (other.layer, other.span) == (layer, run.span)]
+        earlier = [
+            other
+            for other in runs[:at]
+            if other.nano.op in ATTENTION and (other.layer, other.span) == (layer, run.span)
+        ]
         if name == "decode_attention" and earlier:
             steps.append(Step(run, "into", (*run.reads, (layer, "o_chunk")), ("o_chunk",)))
             continue
@@ -108,15 +123,24 @@ def _segments(runs: tuple[Run, ...], last: int, reads: Reads, pairs: tuple[str, 
         else:
             run = steps[at].run
             raise PlanError(
-                run.nano.id, f"from here to {runs[-1].nano.id}, stream {run.nano.stream} leaves no single array to other streams"
+                run.nano.id,
+                (
+                    f"from here to {runs[-1].nano.id}, stream {run.nano.stream} leaves no single array "
+                    f"to other streams"
+                ),
             )
-        merged = any(step.part in ("merge", "into") and (step.run.layer, "o_chunk") == left[0][0] for step in steps[at:stop])
+        merged = any(
+            step.part in ("merge", "into") and (step.run.layer, "o_chunk") == left[0][0]
+            for step in steps[at:stop]
+        )
         segments.append(Segment(tuple(steps[at:stop]), left[0], merged))
         at = stop
     return tuple(segments)
 
 
-def _outliving(steps: list[Step], first: int, stop: int, last: int, reads: Reads) -> list[tuple[Source, Span]]:
+def _outliving(
+    steps: list[Step], first: int, stop: int, last: int, reads: Reads
+) -> list[tuple[Source, Span]]:
     """What steps [first, stop) make and what comes after them reads."""
     made: dict[tuple[Source, Span], None] = {}
     for step in steps[first:stop]:

@@ -1,8 +1,8 @@
 """The only place that knows XLA's streams and barriers.
 
-XLA orders nothing that data does not order, merges products that share a weight, and copies a buffer that is written
-while it may still be read. `together` gives it the order of a plan as data; `region` puts work on a stream of its own,
-which changes nothing where there is one stream (CPU). Neither changes numbers.
+XLA orders nothing that data does not order, merges products that share a weight, and copies a buffer that is
+written while it may still be read. `together` gives it the order of a plan as data; `region` puts work on a
+stream of its own, which changes nothing where there is one stream (CPU). Neither changes numbers.
 """
 
 import contextlib
@@ -16,27 +16,31 @@ from jax.experimental.compute_on import compute_on
 from jax.extend import core
 
 # How a step's kernels reach the GPU, by name, as XLA flags.
-#   xla: as XLA does of itself. A slice fused into the kernel that reads it, one in every layer, breaks the step's CUDA graph.
-#   whole: one graph for the step.
-#   concurrent: one graph, whose kernels wait for data alone; in the others it is a chain, side streams or not.
-#   streams: no graph; kernels are launched one by one, those of side streams on their own.
+# xla: as XLA does of itself. A slice fused into the kernel that reads it, one in every layer, breaks the
+# step's CUDA graph. whole: one graph for the step. concurrent: one graph, whose kernels wait for data alone;
+# in the others it is a chain, side streams or not. streams: no graph; kernels are launched one by one, those
+# of side streams on their own.
 GRAPHS: dict[str, dict[str, Any]] = {
     "xla": {},
     "whole": {"xla_gpu_enable_dynamic_slice_fusion": False},
-    "concurrent": {"xla_gpu_enable_dynamic_slice_fusion": False, "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
+    "concurrent": {
+        "xla_gpu_enable_dynamic_slice_fusion": False,
+        "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    },
     "streams": {"xla_gpu_enable_dynamic_slice_fusion": False, "xla_gpu_enable_command_buffer": ""},
 }
 
 
-# An exchange between devices of one process is a copy into the other's memory: the copy engines', where NCCL's would be a kernel.
+# An exchange between devices of one process is a copy into the other's memory: the copy engines', where
+# NCCL's would be a kernel.
 COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 
 
 def xla_options(graphs: str, *, side_streams: bool, collectives: bool) -> dict[str, Any]:
     """XLA flags that a GPU step needs, for `compile(compiler_options=...)`.
 
-    By default XLA makes small collectives kernels of the computing streams and, scheduling collectives, issues the side
-    streams late.
+    By default XLA makes small collectives kernels of the computing streams and, scheduling collectives,
+    issues the side streams late.
 
     Args:
       graphs: a name in `GRAPHS`.
@@ -58,17 +62,20 @@ def together[T](values: list[T]) -> list[T]:
 def zero_behind(values: list[jax.Array]) -> jax.Array:
     """0, int32, which is known once all the values are there.
 
-    XLA issues a region as soon as it has issued what makes its inputs, but chooses itself which inputs to make first. What
-    needs this number is issued behind every region that reads nothing but the values; it waits for them, not for the region.
+    XLA issues a region as soon as it has issued what makes its inputs, but chooses itself which inputs to
+    make first. What needs this number is issued behind every region that reads nothing but the values; it
+    waits for them, not for the region.
     """
     bits = [_first_bits(value) & 1 for value in values if value.size]
     return (functools.reduce(jax.numpy.bitwise_or, bits) >> 1).astype(jax.numpy.int32)
 
 
 def behind(values: list[jax.Array], small: Any) -> Any:
-    """`small`, a tree of arrays, unchanged, but what reads its first one comes after all the values are there.
+    """`small`, a tree of arrays, unchanged, but what reads its first one comes after all the values are
+    there.
 
-    Where `together` is forgotten: a graph whose kernels wait for data alone knows no barriers. It costs a kernel of that array's size.
+    Where `together` is forgotten: a graph whose kernels wait for data alone knows no barriers. It costs a
+    kernel of that array's size.
     """
     leaves, tree = jax.tree.flatten(small)
     if not leaves or not values:
@@ -88,11 +95,13 @@ def _first_bits(value: jax.Array) -> jax.Array:
 def region(stream: int, work: Callable[[], jax.Array]) -> jax.Array:
     """`work()` on stream 1 or higher, beside what the main stream and other streams do.
 
-    It returns one array: XLA turns each of several outputs into a region of its own, and waits for the first at once.
-    Nested jits are dissolved, for which XLA has no stream; it refuses loops, collectives and
+    It returns one array: XLA turns each of several outputs into a region of its own, and waits for the first
+    at once. Nested jits are dissolved, for which XLA has no stream; it refuses loops, collectives and
     `jax.new_ref` in a region.
     """
-    place = functools.partial(compute_on, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device)
+    place = functools.partial(
+        compute_on, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device
+    )
     return place(lambda: dissolved(work))()  # pyright: ignore[reportCallIssue]
 
 
@@ -117,7 +126,9 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Any, arguments: Any) -> list[Any]:
                 body = equation.params["jaxpr"]
                 outputs = _evaluate(body.jaxpr, body.consts, inputs)
             else:
-                outputs = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
+                outputs = equation.primitive.bind(
+                    *inputs, **equation.primitive.get_bind_params(equation.params)
+                )
         outputs = outputs if equation.primitive.multiple_results else [outputs]
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

@@ -1,7 +1,7 @@
 """A conversation written as a prompt by the model's own chat template, in a Jinja sandbox.
 
-Templates come with checkpoints and messages from callers, so neither is trusted: a template reaches no Python attribute,
-changes nothing and runs a bounded number of steps; messages are bounded in size.
+Templates come with checkpoints and messages from callers, so neither is trusted: a template reaches no Python
+attribute, changes nothing and runs a bounded number of steps; messages are bounded in size.
 """
 
 import datetime
@@ -39,13 +39,16 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
-    """Returns the prompt of a conversation, to be encoded without special tokens: the template writes its own.
+    """Returns the prompt of a conversation, to be encoded without special tokens: the template writes its
+    own.
 
-    `messages` are `{"role": ..., "content": ...}`, oldest first. `add_generation_prompt` ends the prompt with the opening of an
-    assistant's turn; `continue_final_message` ends it within the last message instead, for the model to go on writing it.
+    `messages` are `{"role": ..., "content": ...}`, oldest first. `add_generation_prompt` ends the prompt with
+    the opening of an assistant's turn; `continue_final_message` ends it within the last message instead, for
+    the model to go on writing it.
 
     Raises:
-      ChatTemplateError: no template, messages that are malformed or too large, or a template that fails or refuses them.
+      ChatTemplateError: no template, messages that are malformed or too large, or a template that fails or
+      refuses them.
     """
     source = template.chat_template if isinstance(template, Tokenizer) else template
     names = template.special_tokens if isinstance(template, Tokenizer) else {}
@@ -55,10 +58,16 @@ def render_chat(
     mark = ""
     if continue_final_message:
         # A mark that no message holds, behind the last one: the prompt ends where the template put it.
-        mark = next(m for m in ("\ue000" * n for n in itertools.count(1)) if not any(m in message["content"] for message in conversation))
+        mark = next(
+            m
+            for m in ("\ue000" * n for n in itertools.count(1))
+            if not any(m in message["content"] for message in conversation)
+        )
         conversation[-1]["content"] += mark
     variables = {**names, "messages": conversation, "tools": None, "documents": None}
-    text = _render(source, {**variables, "add_generation_prompt": add_generation_prompt and not continue_final_message})
+    text = _render(
+        source, {**variables, "add_generation_prompt": add_generation_prompt and not continue_final_message}
+    )
     if not mark:
         return text
     end = text.rfind(mark)
@@ -126,7 +135,9 @@ def _counted(items: Iterable) -> Iterator:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with every turn of a loop and every call a step, and no arithmetic that takes for ever."""
+    """Jinja's sandbox, with every turn of a loop and every call a step, and no arithmetic that takes for
+    ever.
+    """
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -149,7 +160,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "**" and not (numbers and sizes[0] < 2**31 and sizes[1] <= 64):
             raise ChatTemplateError("the chat template uses ** on something else than small numbers")
         if operator == "*" and not numbers and math.prod(sizes) > MAX_RENDERED_CHARS:
-            raise ChatTemplateError(f"the chat template repeats something to more than {MAX_RENDERED_CHARS} characters")
+            raise ChatTemplateError(
+                f"the chat template repeats something to more than {MAX_RENDERED_CHARS} characters"
+            )
         return super().call_binop(context, operator, left, right)
 
 
@@ -167,15 +180,25 @@ def _refuse(message: str) -> None:
     raise ChatTemplateError(f"the chat template refuses the messages: {message}")
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     """As JSON, without the escapes for HTML of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
     if len(source) > MAX_CHAT_CHARS:
-        raise ChatTemplateError(f"the chat template has {len(source)} characters; at most {MAX_CHAT_CHARS} are accepted")
+        raise ChatTemplateError(
+            f"the chat template has {len(source)} characters; at most {MAX_CHAT_CHARS} are accepted"
+        )
     sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     sandbox.filters["tojson"] = _tojson
     sandbox.filters["jaxflow_counted"] = _counted

@@ -1,4 +1,6 @@
-"""From generated token ids to text, as they come (`Detokenizer`), and the search for stop strings (`StopStrings`)."""
+"""From generated token ids to text, as they come (`Detokenizer`), and the search for stop strings
+(`StopStrings`).
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,12 +12,14 @@ from jaxflow.text.tokenizer import Tokenizer
 class Detokenizer:
     """The text of one growing answer.
 
-    However the ids are cut into pushes, the pieces `push` returned and what `finish` returns make the same text: that of
-    all the ids together, up to the stop string (with it, if `include_stop`). No piece ends within a character or within
-    what may become a stop string. After a prompt the text is what the answer adds to the prompt's: a leading space
-    stays, and bytes that the prompt left open are completed. Costs O(1) a token, whatever came before.
+    However the ids are cut into pushes, the pieces `push` returned and what `finish` returns make the same
+    text: that of all the ids together, up to the stop string (with it, if `include_stop`). No piece ends
+    within a character or within what may become a stop string. After a prompt the text is what the answer
+    adds to the prompt's: a leading space stays, and bytes that the prompt left open are completed. Costs O(1)
+    a token, whatever came before.
 
-    Stop strings are looked for in the text after the first `min_tokens` tokens; `stopped_by` is the one found.
+    Stop strings are looked for in the text after the first `min_tokens` tokens; `stopped_by` is the one
+    found.
 
     Raises:
       TokenizerError: a negative token id.
@@ -49,7 +53,10 @@ class Detokenizer:
         if self._before_stops > 0:
             token_ids = list(token_ids)
             text = self._stream.push(token_ids[: self._before_stops])
-            token_ids, self._before_stops = token_ids[self._before_stops :], self._before_stops - len(token_ids)
+            token_ids, self._before_stops = (
+                token_ids[self._before_stops :],
+                self._before_stops - len(token_ids),
+            )
         return text + self._matcher.push(self._stream.push(token_ids))
 
     def finish(self) -> str:
@@ -59,7 +66,9 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Tells which stop string the tokens of one answer complete, at the very token; text held back is not looked at."""
+    """Tells which stop string the tokens of one answer complete, at the very token; text held back is not
+    looked at.
+    """
 
     def __init__(
         self,
@@ -70,7 +79,13 @@ class StopStrings:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ):
-        self._text = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens, stop=stop, min_tokens=min_tokens)
+        self._text = Detokenizer(
+            tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=skip_special_tokens,
+            stop=stop,
+            min_tokens=min_tokens,
+        )
 
     def push(self, token_ids: Sequence[int]) -> str | None:
         """Takes the next tokens; returns the stop string they complete, if any."""

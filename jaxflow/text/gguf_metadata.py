@@ -1,8 +1,8 @@
 """The key-value section of a GGUF file (version 2 and 3), read through a memory map.
 
-The `gguf` package's reader makes several numpy arrays for each string: seconds for a vocabulary. This reads the same
-values in tens of milliseconds, touches no tensor, and bounds every length by the file's size, so that a corrupt file is
-an error and never a huge allocation.
+The `gguf` package's reader makes several numpy arrays for each string: seconds for a vocabulary. This reads
+the same values in tens of milliseconds, touches no tensor, and bounds every length by the file's size, so
+that a corrupt file is an error and never a huge allocation.
 """
 
 import mmap
@@ -36,11 +36,12 @@ class GgufError(ValueError):
 def read_metadata(path: str | Path) -> dict[str, Value]:
     """Returns every key of the file with its value, in the file's order.
 
-    Arrays of strings come as lists, arrays of numbers as numpy arrays of the file's dtype (a bool array of uint8 0 or 1).
+    Arrays of strings come as lists, arrays of numbers as numpy arrays of the file's dtype (a bool array of
+    uint8 0 or 1).
 
     Raises:
-      GgufError: not a GGUF file, another version or byte order, truncated, or not UTF-8; the message names file and key.
-      OSError: the file cannot be opened.
+      GgufError: not a GGUF file, another version or byte order, truncated, or not UTF-8; the message names
+      file and key. OSError: the file cannot be opened.
     """
     return read_metadata_section(path)[0]
 

@@ -1,7 +1,8 @@
 """The vocabulary inside a GGUF file, as a `tokenizers` tokenizer.
 
-Two kinds (`tokenizer.ggml.model`): `gpt2`, byte-level BPE with merges and a named pre-tokenizer, and `llama`, SentencePiece
-BPE, whose merges are not stored but follow from the tokens' scores. What a file leaves unsaid is as llama.cpp takes it.
+Two kinds (`tokenizer.ggml.model`): `gpt2`, byte-level BPE with merges and a named pre-tokenizer, and `llama`,
+SentencePiece BPE, whose merges are not stored but follow from the tokens' scores. What a file leaves unsaid
+is as llama.cpp takes it.
 """
 
 import functools
@@ -16,8 +17,12 @@ from jaxflow.text.vocabulary import TokenizerError, Vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 
-# The same words as GPT-2's; the letter case of contractions and the grouping of digits differ between families.
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# The same words as GPT-2's; the letter case of contractions and the grouping of digits differ between
+# families.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 # tokenizer.ggml.pre -> the expressions that cut a text, each within the pieces of the one before
@@ -36,7 +41,8 @@ def read_gguf_vocabulary(path: Path) -> Vocabulary:
     """Reads the vocabulary, special tokens and chat template of a GGUF file.
 
     Raises:
-      TokenizerError: not a GGUF file, or a vocabulary that is missing, inconsistent or of an unknown kind; names the key.
+      TokenizerError: not a GGUF file, or a vocabulary that is missing, inconsistent or of an unknown kind;
+      names the key.
     """
     try:
         metadata = read_metadata(path)
@@ -53,7 +59,11 @@ def _vocabulary(path: Path, metadata: Mapping) -> Vocabulary:
     kind = get("model", str)
     tokens = get("tokens", list)
     types = _per_token(metadata, "token_type", len(tokens), default=[NORMAL] * len(tokens))
-    usable = {token: i for i, (token, type_) in enumerate(zip(tokens, types, strict=True)) if token and type_ != UNUSED}
+    usable = {
+        token: i
+        for i, (token, type_) in enumerate(zip(tokens, types, strict=True))
+        if token and type_ != UNUSED
+    }
     if len(usable) < sum(bool(token) and type_ != UNUSED for token, type_ in zip(tokens, types, strict=True)):
         raise TokenizerError("tokenizer.ggml.tokens holds the same token twice")
 
@@ -63,20 +73,32 @@ def _vocabulary(path: Path, metadata: Mapping) -> Vocabulary:
         add_bos = get("add_bos_token", bool, pre == "llama-bpe")
     elif kind == "llama":
         backend = _sentencepiece(
-            usable, types, _per_token(metadata, "scores", len(tokens)), space_prefix=get("add_space_prefix", bool, True)
+            usable,
+            types,
+            _per_token(metadata, "scores", len(tokens)),
+            space_prefix=get("add_space_prefix", bool, True),
         )
         add_bos = get("add_bos_token", bool, True)
     else:
         raise TokenizerError(f"tokenizer.ggml.model={kind!r} is not supported; gpt2 and llama are")
-    backend.add_special_tokens([_added(tokens[i], special=True) for i in usable.values() if types[i] in (CONTROL, UNKNOWN)])
-    backend.add_tokens([_added(tokens[i], special=False) for i in usable.values() if types[i] == USER_DEFINED])
+    backend.add_special_tokens(
+        [_added(tokens[i], special=True) for i in usable.values() if types[i] in (CONTROL, UNKNOWN)]
+    )
+    backend.add_tokens(
+        [_added(tokens[i], special=False) for i in usable.values() if types[i] == USER_DEFINED]
+    )
 
-    ids = {name: _token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+    ids = {
+        name: _token_id(metadata, name, len(tokens))
+        for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
+    }
     bos, eos = ids["bos"], ids["eos"]
     _add_around(backend, bos if add_bos else None, eos if get("add_eos_token", bool, False) else None)
     if add_bos and bos is None:
         raise TokenizerError("tokenizer.ggml.add_bos_token is on but there is no tokenizer.ggml.bos_token_id")
-    turn_ends = [i for i in map(usable.get, _TURN_ENDS) if i is not None and types[i] in (CONTROL, USER_DEFINED)]
+    turn_ends = [
+        i for i in map(usable.get, _TURN_ENDS) if i is not None and types[i] in (CONTROL, USER_DEFINED)
+    ]
     ends = [i for i in (eos, ids["eot"], ids["eom"], *turn_ends) if i is not None]
     names = {"bos_token": bos, "eos_token": eos, "unk_token": ids["unknown"], "pad_token": ids["padding"]}
     template = metadata.get("tokenizer.chat_template")
@@ -109,10 +131,14 @@ def _byte_level(vocab: dict[str, int], merges: Sequence[str], pre: str) -> token
     return backend
 
 
-def _sentencepiece(vocab: dict[str, int], types: Sequence[int], scores: Sequence[float], space_prefix: bool) -> tokenizers.Tokenizer:
+def _sentencepiece(
+    vocab: dict[str, int], types: Sequence[int], scores: Sequence[float], space_prefix: bool
+) -> tokenizers.Tokenizer:
     unknown = next((token for token, i in vocab.items() if types[i] == UNKNOWN), None)
     byte_fallback = any(types[i] == BYTE for i in vocab.values())
-    merges = _merges_by_score({token: i for token, i in vocab.items() if types[i] in (NORMAL, USER_DEFINED)}, scores)
+    merges = _merges_by_score(
+        {token: i for token, i in vocab.items() if types[i] in (NORMAL, USER_DEFINED)}, scores
+    )
     model = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
     backend = tokenizers.Tokenizer(model)
     prefix = [normalizers.Prepend("▁")] if space_prefix else []
@@ -124,11 +150,18 @@ def _sentencepiece(vocab: dict[str, int], types: Sequence[int], scores: Sequence
 
 
 def _merges_by_score(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose token has the highest score: every way to cut a token in two is a merge."""
+    """SentencePiece joins the neighbours whose token has the highest score: every way to cut a token in two
+    is a merge.
+    """
     merges = []
     for token, _ in sorted(vocab.items(), key=lambda entry: (-scores[entry[1]], entry[1])):
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        merges.extend(sorted((cut for cut in cuts if cut[0] in vocab and cut[1] in vocab), key=lambda cut: (vocab[cut[0]], vocab[cut[1]])))
+        merges.extend(
+            sorted(
+                (cut for cut in cuts if cut[0] in vocab and cut[1] in vocab),
+                key=lambda cut: (vocab[cut[0]], vocab[cut[1]]),
+            )
+        )
     return merges
 
 
@@ -152,7 +185,9 @@ def _get(metadata: Mapping, name: str, type_: type, default=_MISSING):
     key = f"tokenizer.ggml.{name}"
     value = metadata.get(key, default)
     if value is _MISSING:
-        raise TokenizerError(f"{key} is missing: the file holds no {'vocabulary' if name == 'tokens' else name}")
+        raise TokenizerError(
+            f"{key} is missing: the file holds no {'vocabulary' if name == 'tokens' else name}"
+        )
     if not isinstance(value, type_):
         raise TokenizerError(f"{key} is a {type(value).__name__}, not a {type_.__name__}")
     return value
@@ -164,7 +199,13 @@ def _per_token(metadata: Mapping, name: str, count: int, default: Sequence | Non
     if value is None and default is not None:
         return default
     if value is None or not hasattr(value, "tolist") or len(value) != count:
-        found = "is missing" if value is None else f"has {len(value)} entries" if hasattr(value, "__len__") else "is no array"
+        found = (
+            "is missing"
+            if value is None
+            else f"has {len(value)} entries"
+            if hasattr(value, "__len__")
+            else "is no array"
+        )
         raise TokenizerError(f"{key} {found}; tokenizer.ggml.tokens has {count}")
     return value.tolist()
 

@@ -1,6 +1,8 @@
-"""The vocabulary of a Hugging Face folder: `tokenizer.json`, or GPT-2's older pair `vocab.json` and `merges.txt` (OPT).
+"""The vocabulary of a Hugging Face folder: `tokenizer.json`, or GPT-2's older pair `vocab.json` and
+`merges.txt` (OPT).
 
-Beside it, as far as they are there: `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json`,
+Beside it, as far as they are there: `tokenizer_config.json`, `special_tokens_map.json`,
+`generation_config.json`,
 `config.json` and `chat_template.jinja`. Whether a text gets a BOS token is what `tokenizer.json` itself says.
 """
 
@@ -30,7 +32,9 @@ def read_hf_vocabulary(folder: Path) -> Vocabulary:
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         backend = _from_gpt2_files(folder, config, named.get("bos_token"))
     else:
-        raise TokenizerError(f"{folder} has no vocabulary: neither tokenizer.json nor vocab.json with merges.txt")
+        raise TokenizerError(
+            f"{folder} has no vocabulary: neither tokenizer.json nor vocab.json with merges.txt"
+        )
     _make_special(backend, named.values())
     return Vocabulary(
         source=folder,
@@ -57,7 +61,10 @@ def _from_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 def _from_gpt2_files(folder: Path, config: dict, bos: str | None) -> tokenizers.Tokenizer:
     kind = config.get("tokenizer_class", "GPT2Tokenizer")
     if kind not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
-        raise TokenizerError(f"{folder / 'tokenizer_config.json'}: tokenizer_class={kind!r} needs a tokenizer.json, which is not there")
+        raise TokenizerError(
+            f"{folder / 'tokenizer_config.json'}: tokenizer_class={kind!r} needs a tokenizer.json, "
+            f"which is not there"
+        )
     try:
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     except Exception as error:  # the package raises bare Exceptions
@@ -67,7 +74,9 @@ def _from_gpt2_files(folder: Path, config: dict, bos: str | None) -> tokenizers.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     backend.decoder = decoders.ByteLevel()
     if config.get("add_bos_token") and bos is not None:
-        first = processors.TemplateProcessing(single=["bos", "$A"], special_tokens=[("bos", backend.token_to_id(bos))])
+        first = processors.TemplateProcessing(
+            single=["bos", "$A"], special_tokens=[("bos", backend.token_to_id(bos))]
+        )
         backend.post_processor = first
     return backend
 
@@ -90,12 +99,18 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 def _make_special(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
     """Marks as special what the configuration names and the vocabulary holds as a plain token."""
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    plain = [token for token in dict.fromkeys(tokens) if token not in special and backend.token_to_id(token) is not None]
+    plain = [
+        token
+        for token in dict.fromkeys(tokens)
+        if token not in special and backend.token_to_id(token) is not None
+    ]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in plain])
 
 
 def _chat_template(folder: Path, config: dict) -> str | None:
-    """`chat_template.jinja` if there, else the configuration's template, or the one of its templates named `default`."""
+    """`chat_template.jinja` if there, else the configuration's template, or the one of its templates named
+    `default`.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
@@ -104,21 +119,29 @@ def _chat_template(folder: Path, config: dict) -> str | None:
             raise TokenizerError(f"{path}: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None)
+        template = next(
+            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
+        )
     if template is not None and not isinstance(template, str):
-        raise TokenizerError(f"{folder / 'tokenizer_config.json'}: chat_template is a {type(template).__name__}, not a text")
+        raise TokenizerError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is a {type(template).__name__}, not a text"
+        )
     return template
 
 
 def _ids(folder: Path, backend: tokenizers.Tokenizer, named: dict[str, str], which: str) -> list[int]:
-    """The ids of `bos` or `eos`: the tokenizer's own, then what generation goes by (the model's where it says nothing)."""
+    """The ids of `bos` or `eos`: the tokenizer's own, then what generation goes by (the model's where it says
+    nothing).
+    """
     own = backend.token_to_id(named[f"{which}_token"]) if f"{which}_token" in named else None
     ids = [] if own is None else [own]
     for file in ("generation_config.json", "config.json"):
         value = _json(folder / file).get(f"{which}_token_id")
         stated = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in stated):
-            raise TokenizerError(f"{folder / file}: {which}_token_id={value!r} is not a token id or a list of them")
+            raise TokenizerError(
+                f"{folder / file}: {which}_token_id={value!r} is not a token id or a list of them"
+            )
         if stated:
             return ids + stated
     return ids

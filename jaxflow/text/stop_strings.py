@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 @functools.lru_cache(maxsize=1024)
 def _borders(pattern: str) -> array:
-    """Knuth-Morris-Pratt: entry n is the length of the longest proper prefix of pattern[:n] that also ends it."""
+    """Knuth-Morris-Pratt: entry n is the length of the longest proper prefix of pattern[:n] that also ends
+    it.
+    """
     borders = array("I", bytes(4 * (len(pattern) + 1)))
     matched = 0
     for n in range(1, len(pattern)):
@@ -21,8 +23,9 @@ def _borders(pattern: str) -> array:
 class StopMatcher:
     """The text before the first stop string.
 
-    First is the one that is complete first, so that the answer does not depend on how the text is cut; of several that
-    end together the longest. Costs O(stop strings) a character, and next to nothing while no character begins one.
+    First is the one that is complete first, so that the answer does not depend on how the text is cut; of
+    several that end together the longest. Costs O(stop strings) a character, and next to nothing while no
+    character begins one.
     """
 
     def __init__(self, stop: Sequence[str], *, include_stop: bool = False):
@@ -36,7 +39,9 @@ class StopMatcher:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Takes the next characters; returns those that are before any stop string, present or still possible."""
+        """Takes the next characters; returns those that are before any stop string, present or still
+        possible.
+        """
         if self.found is not None:
             return ""
         if not self._held and self._first.isdisjoint(text):

@@ -1,7 +1,9 @@
-"""Token ids to text as they come: never half a character, and the same text however the ids are cut into pushes.
+"""Token ids to text as they come: never half a character, and the same text however the ids are cut into
+pushes.
 
-A token is a *piece*: a string where it is whole characters, bytes where it is not (a part of a character in byte-level BPE,
-a `<0xE2>` of SentencePiece's byte fallback). Strings pass through; bytes wait until they make characters.
+A token is a *piece*: a string where it is whole characters, bytes where it is not (a part of a character in
+byte-level BPE, a `<0xE2>` of SentencePiece's byte fallback). Strings pass through; bytes wait until they make
+characters.
 """
 
 import codecs
@@ -29,7 +31,9 @@ codecs.register_error("jaxflow.replace_each_byte", _replace_each_byte)
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 and on."""
+    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 and
+    on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -54,24 +58,31 @@ def _decoding(decoder: dict[str, Any]) -> _Decoding:
     if kinds == ["ByteLevel"]:
         return _Decoding(byte_level=True)
     if not _SENTENCEPIECE_STEPS.fullmatch("".join(f"{kind} " for kind in kinds)):
-        raise TokenizerError(f"decoder {'+'.join(kinds)} is not supported; ByteLevel and Replace+ByteFallback+Fuse+Strip are")
+        raise TokenizerError(
+            f"decoder {'+'.join(kinds)} is not supported; ByteLevel and Replace+ByteFallback+Fuse+Strip are"
+        )
     replace: list[tuple[str, str]] = []
     for step in steps:
         if step["type"] == "Replace":
             if "String" not in step["pattern"]:
-                raise TokenizerError(f"decoder Replace with pattern {step['pattern']} is not supported; a string is")
+                raise TokenizerError(
+                    f"decoder Replace with pattern {step['pattern']} is not supported; a string is"
+                )
             replace.append((step["pattern"]["String"], step["content"]))
         elif step["type"] == "Strip" and (step["content"], step["start"], step["stop"]) != (" ", 1, 0):
             raise TokenizerError(f"decoder {step} is not supported; Strip of one space at the start is")
-    return _Decoding(byte_fallback="ByteFallback" in kinds, replace=tuple(replace), strips_space="Strip" in kinds)
+    return _Decoding(
+        byte_fallback="ByteFallback" in kinds, replace=tuple(replace), strips_space="Strip" in kinds
+    )
 
 
 class Pieces(dict[int, "str | bytes | None"]):
-    """Token id -> what it adds to a text, made when first asked for. None: nothing at all (hidden, or no such token).
+    """Token id -> what it adds to a text, made when first asked for. None: nothing at all (hidden, or no such
+    token).
 
-    Agrees with the `tokenizers` package but for one case: where a run of byte-fallback tokens is not UTF-8 as a whole,
-    the package replaces every byte of it, and only knows at the run's end; here, as in SentencePiece itself, the
-    characters in it stay and the stray bytes become U+FFFD each.
+    Agrees with the `tokenizers` package but for one case: where a run of byte-fallback tokens is not UTF-8 as
+    a whole, the package replaces every byte of it, and only knows at the run's end; here, as in SentencePiece
+    itself, the characters in it stay and the stray bytes become U+FFFD each.
 
     Raises:
       TokenizerError: a decoder that is not supported, or (on lookup) a negative token id.
@@ -81,7 +92,9 @@ class Pieces(dict[int, "str | bytes | None"]):
         super().__init__()
         self._backend, self._hidden = backend, hidden
         if backend.decoder is None:
-            raise TokenizerError("there is no decoder; ByteLevel and Replace+ByteFallback+Fuse+Strip are supported")
+            raise TokenizerError(
+                "there is no decoder; ByteLevel and Replace+ByteFallback+Fuse+Strip are supported"
+            )
         self._decoding = _decoding(json.loads(backend.decoder.__getstate__()))
         self.strips_space = self._decoding.strips_space
         # Byte-level BPE puts one U+FFFD for a cut-off character, SentencePiece one for each byte of it.
@@ -99,7 +112,8 @@ class Pieces(dict[int, "str | bytes | None"]):
 
     def _piece(self, token: str) -> str | bytes:
         if self._decoding.byte_level:
-            # An added token is not written in the byte alphabet; the package takes it for such if it could be.
+            # An added token is not written in the byte alphabet; the package takes it for such if it could
+            # be.
             known = all(character in _BYTE_OF_CHARACTER for character in token)
             data = bytes(_BYTE_OF_CHARACTER[character] for character in token) if known else token.encode()
         else:
@@ -126,7 +140,9 @@ class TextStream:
         self._strip = pieces.strips_space
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Takes the next tokens and returns the characters they complete. Raises: TokenizerError for a negative id."""
+        """Takes the next tokens and returns the characters they complete. Raises: TokenizerError for a
+        negative id.
+        """
         pieces, text = self._pieces, ""
         for token_id in token_ids:
             piece = pieces[token_id]
@@ -142,7 +158,9 @@ class TextStream:
         return self._stripped(text) if self._strip and text else text
 
     def skip(self, token_ids: Sequence[int]) -> None:
-        """As `push` of a text already told (a prompt): looks only at as much of its end as matters for what follows."""
+        """As `push` of a text already told (a prompt): looks only at as much of its end as matters for what
+        follows.
+        """
         first = len(token_ids)
         while first:
             first -= 1

@@ -1,4 +1,6 @@
-"""What a checkpoint says about its text, however it is stored: the common form of a Hugging Face folder and a GGUF file."""
+"""What a checkpoint says about its text, however it is stored: the common form of a Hugging Face folder and a
+GGUF file.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -14,8 +16,9 @@ class TokenizerError(ValueError):
 class Vocabulary:
     """A vocabulary and the settings that go with it.
 
-    `backend` encodes; its added tokens carry the `special` flag. `vocab_size` is the largest token id plus one, which a
-    model may round up. `special_tokens` holds the texts chat templates know by name (`bos_token`, `eos_token`, ...).
+    `backend` encodes; its added tokens carry the `special` flag. `vocab_size` is the largest token id plus
+    one, which a model may round up. `special_tokens` holds the texts chat templates know by name
+    (`bos_token`, `eos_token`, ...).
     """
 
     source: Path

@@ -2,7 +2,8 @@
 
     python -m pallas_kernels.checks.attention [--seconds 0.6] [--only check,int8,decode] [--json FILE]
 
-Prints one line a case; the errors are ‖kernel − twin‖ / ‖twin‖ on fresh random ragged inputs, the rates are of keys and values read.
+Prints one line a case; the errors are ‖kernel − twin‖ / ‖twin‖ on fresh random ragged inputs, the rates are
+of keys and values read.
 """
 
 import functools
@@ -14,7 +15,15 @@ import numpy as np
 
 from pallas_kernels import reference
 from pallas_kernels.checks import script
-from pallas_kernels.checks.inputs import PAGE, error, page_tables, poison, poison_memory, quantized, random_pages
+from pallas_kernels.checks.inputs import (
+    PAGE,
+    error,
+    page_tables,
+    poison,
+    poison_memory,
+    quantized,
+    random_pages,
+)
 from pallas_kernels.checks.script import say
 from pallas_kernels.checks.timing import sustained
 from pallas_kernels.decode_attention import decode_attention
@@ -25,7 +34,9 @@ TOLERANCE = 6e-3  # bfloat16 operands and weights against float32
 
 
 def exact(twin, q, k, v, *rest, **kw):
-    """The twin in float32, NaN of unwritten places taken as 0 (it masks weights, and 0 · NaN is NaN there too)."""
+    """The twin in float32, NaN of unwritten places taken as 0 (it masks weights, and 0 · NaN is NaN there
+    too).
+    """
     known = lambda x: jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)  # noqa: E731
     kw |= {name: known(kw[name]) for name in ("k_scale", "v_scale") if name in kw}
     with jax.default_matmul_precision("highest"):
@@ -33,7 +44,8 @@ def exact(twin, q, k, v, *rest, **kw):
 
 
 def cached(rng, k, v, dtype):
-    """(k, v, scales) of a cache of `dtype`: one of 8 bits has its values turned, and scales, of heads (e4m3) or tokens (int8).
+    """(k, v, scales) of a cache of `dtype`: one of 8 bits has its values turned, and scales, of heads (e4m3)
+    or tokens (int8).
 
     The last of several heads' keys have a scale of 0 in e4m3: all its tokens weigh the same.
     """
@@ -42,7 +54,9 @@ def cached(rng, k, v, dtype):
     if dtype == jnp.int8:
         (k, k_scale), (v, v_scale) = quantized(k), quantized(v)
         return k, v.swapaxes(2, 3), {"k_scale": k_scale, "v_scale": v_scale}
-    scales = {name: jnp.asarray(rng.uniform(0.5, 1.5, k.shape[1]), jnp.float32) for name in ("k_scale", "v_scale")}
+    scales = {
+        name: jnp.asarray(rng.uniform(0.5, 1.5, k.shape[1]), jnp.float32) for name in ("k_scale", "v_scale")
+    }
     if k.shape[1] > 1:
         scales["k_scale"] = scales["k_scale"].at[-1].set(0.0)
     return k.astype(dtype), v.astype(dtype).swapaxes(2, 3), scales
@@ -51,7 +65,10 @@ def cached(rng, k, v, dtype):
 def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified=None, **kw):
     sms = kw.pop("sms", 132)
     table, pages = page_tables(rng, lengths)
-    k, v = (poison(random_pages(jax.random.key(rng.integers(2**31)), pages, kv, h), table, lengths) for _ in range(2))
+    k, v = (
+        poison(random_pages(jax.random.key(rng.integers(2**31)), pages, kv, h), table, lengths)
+        for _ in range(2)
+    )
     k, v, scales = cached(rng, k, v, dtype)
     b, more = len(lengths), int(rng.choice([0, 43]))  # rows of q behind the sequences'
     q = jnp.asarray(rng.normal(size=(b + more, n, h)) * rng.choice([1, 4]), jnp.bfloat16)
@@ -66,23 +83,55 @@ def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified=None,
     err = error(got[~nobody], want[~nobody])
     same = bool((got == run(q, k, v, table, lengths, into=into, **scales)).all())
     kept = bool((got[nobody] == (jnp.zeros_like(q) if into is None else into)[nobody]).all())
-    about = {"b": b, "n": n, "kv": kv, "h": h, "cache": jnp.dtype(dtype).name, "sms": sms, "unified": unified, "into": more > 0, **kw}
-    say(rows, what="check decode", ok=err < TOLERANCE and same and kept, error=err, same_bits=same, kept=kept, **about)
+    about = {
+        "b": b,
+        "n": n,
+        "kv": kv,
+        "h": h,
+        "cache": jnp.dtype(dtype).name,
+        "sms": sms,
+        "unified": unified,
+        "into": more > 0,
+        **kw,
+    }
+    say(
+        rows,
+        what="check decode",
+        ok=err < TOLERANCE and same and kept,
+        error=err,
+        same_bits=same,
+        kept=kept,
+        **about,
+    )
 
 
 def checks(rows, share, dtypes):
-    """All correctness cases of these caches, or every n-th from the i-th on for share (i, n), so that several processes can divide them."""
+    """All correctness cases of these caches, or every n-th from the i-th on for share (i, n), so that several
+    processes can divide them.
+    """
     rng = np.random.default_rng(time.time_ns())
     decode = functools.partial(check_decode, rows, rng)
 
     def ragged(b, top):
         return rng.integers(1, top, b) * (rng.random(b) > 0.1)
 
-    shapes = [(32, 8, 128), (8, 8, 64), (16, 1, 128), (14, 2, 64), (9, 3, 64), (8, 4, 256), (20, 4, 128), (24, 2, 256)]
+    shapes = [
+        (32, 8, 128),
+        (8, 8, 64),
+        (16, 1, 128),
+        (14, 2, 64),
+        (9, 3, 64),
+        (8, 4, 256),
+        (20, 4, 128),
+        (24, 2, 256),
+    ]
     cases = []
     for dtype in dtypes:
         for unified in (None, (0.0, 8.0)):
-            cases += [functools.partial(decode, ragged(37, 900), *shape, dtype=dtype, unified=unified) for shape in shapes]
+            cases += [
+                functools.partial(decode, ragged(37, 900), *shape, dtype=dtype, unified=unified)
+                for shape in shapes
+            ]
         cases += [
             functools.partial(decode, ragged(200, 3000), 32, 8, 128, dtype, window=300),
             functools.partial(decode, ragged(9, 900), 8, 4, 256, dtype, window=64, soft_cap=50.0),
@@ -104,22 +153,36 @@ def queries(layers, rows, n, h):
     return [jax.random.normal(jax.random.key(i), (rows, n, h), jnp.bfloat16) for i in range(layers)]
 
 
-def time_decode(rows, seconds, name, lengths, n=32, kv=8, h=128, caches=3, layers=32, variants=None, rivals=()):
+def time_decode(
+    rows, seconds, name, lengths, n=32, kv=8, h=128, caches=3, layers=32, variants=None, rivals=()
+):
     rng = np.random.default_rng(len(name))
     table, pages = page_tables(rng, lengths)
-    cache = [tuple(random_pages(jax.random.key(2 * i + j), pages, kv, h) for j in range(2)) for i in range(caches)]
+    cache = [
+        tuple(random_pages(jax.random.key(2 * i + j), pages, kv, h) for j in range(2)) for i in range(caches)
+    ]
     qs = queries(layers, len(lengths), n, h)
     table_d, lengths_d = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
     read = float(sum(lengths)) * kv * h * 4
     for sms, tile in variants or [(132, decode_tile(h, n // kv))]:
-        layer = jax.jit(functools.partial(decode_attention, scale=h**-0.5, sms=sms, tile=tile))  # its lowering serves all layers
+        layer = jax.jit(
+            functools.partial(decode_attention, scale=h**-0.5, sms=sms, tile=tile)
+        )  # its lowering serves all layers
 
         def run(qs, cache, table, lengths, sms=sms, tile=tile, layer=layer):
             work = decode_work(lengths, kv, sms * tile.workers)
             return [layer(q, *cache[i % caches], table, lengths, work=work) for i, q in enumerate(qs)]
 
         t = sustained(jax.jit(run), qs, cache, table_d, lengths_d, calls=layers, seconds=seconds)
-        say(rows, what="decode", case=name, sms=sms, tile=f"{tile.workers}x{tile.blocks}", tbs=read / t["us"] / 1e6, **t)
+        say(
+            rows,
+            what="decode",
+            case=name,
+            sms=sms,
+            tile=f"{tile.workers}x{tile.blocks}",
+            tbs=read / t["us"] / 1e6,
+            **t,
+        )
     for rival in rivals:
         try:
             fn = rival(table, lengths, h)
@@ -140,7 +203,16 @@ def cudnn_paged(_, lengths, h):
 
     def one(q, k, v):
         return paged_attention(
-            q[:, :, None], k, v, q_len, kv_len, pages, pages, scale=h**-0.5, mask_type=MaskType.PADDING, qkv_layout="BNTH"
+            q[:, :, None],
+            k,
+            v,
+            q_len,
+            kv_len,
+            pages,
+            pages,
+            scale=h**-0.5,
+            mask_type=MaskType.PADDING,
+            qkv_layout="BNTH",
         )
 
     def run(qs, cache):
@@ -151,7 +223,10 @@ def cudnn_paged(_, lengths, h):
     def call(qs, cache):
         if not own:
             kv = cache[0][0].shape[1]
-            own["cache"] = [tuple(random_pages(jax.random.key(2 * i + j), b * width, kv, h) for j in range(2)) for i in range(len(cache))]
+            own["cache"] = [
+                tuple(random_pages(jax.random.key(2 * i + j), b * width, kv, h) for j in range(2))
+                for i in range(len(cache))
+            ]
         return jitted(qs, own["cache"])
 
     return call
@@ -168,7 +243,9 @@ def jax_paged(table, lengths, h):
     pages[:, :use] = np.where(np.arange(use) * PAGE < np.asarray(lengths)[:, None], table[:, :use], 0)
     pages, kv_len = jnp.asarray(pages), jnp.asarray(lengths, jnp.int32)
 
-    one = jax.jit(functools.partial(paged_attention, pages_per_compute_block=2, k_splits=16 if b < 8 else 2))  # lowered once
+    one = jax.jit(
+        functools.partial(paged_attention, pages_per_compute_block=2, k_splits=16 if b < 8 else 2)
+    )  # lowered once
 
     def run(qs, cache):
         return [one(q, *cache[i % len(cache)], pages, kv_len) for i, q in enumerate(qs)]
@@ -187,13 +264,29 @@ def jax_paged(table, lengths, h):
 def decodes(rows, seconds):
     rng = np.random.default_rng(7)
     ragged = lambda b, mean: np.clip(rng.exponential(mean, b) * 0.5 + mean * 0.5, 1, 4 * mean).astype(int)  # noqa: E731
-    tiles = [(132, DecodeTile(2, 6)), (132, DecodeTile(1, 12)), (28, DecodeTile(2, 6)), (24, DecodeTile(2, 6))]
-    time_decode(rows, seconds, "256 x 1024 ragged", ragged(256, 1024), rivals=(cudnn_paged, jax_paged), variants=tiles)
-    time_decode(rows, seconds, "256 x 4096 ragged", ragged(256, 4096), caches=2, layers=8, rivals=(cudnn_paged,))
+    tiles = [
+        (132, DecodeTile(2, 6)),
+        (132, DecodeTile(1, 12)),
+        (28, DecodeTile(2, 6)),
+        (24, DecodeTile(2, 6)),
+    ]
+    time_decode(
+        rows, seconds, "256 x 1024 ragged", ragged(256, 1024), rivals=(cudnn_paged, jax_paged), variants=tiles
+    )
+    time_decode(
+        rows, seconds, "256 x 4096 ragged", ragged(256, 4096), caches=2, layers=8, rivals=(cudnn_paged,)
+    )
     time_decode(rows, seconds, "1 x 131072", [131072], caches=6, rivals=(cudnn_paged,))
     time_decode(rows, seconds, "131072 + 200 x 512", [131072, *[512] * 200], caches=4)
     time_decode(rows, seconds, "1 x 1024", [1024], caches=32)
-    time_decode(rows, seconds, "64 x 1100", [1100] * 64, caches=8, variants=[(132, DecodeTile(2, 6)), (132, DecodeTile(1, 12))])
+    time_decode(
+        rows,
+        seconds,
+        "64 x 1100",
+        [1100] * 64,
+        caches=8,
+        variants=[(132, DecodeTile(2, 6)), (132, DecodeTile(1, 12))],
+    )
 
 
 if __name__ == "__main__":

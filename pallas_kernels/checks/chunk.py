@@ -2,8 +2,8 @@
 
     python -m pallas_kernels.checks.chunk [--seconds 0.6] [--only check,time] [--share 0/4] [--json FILE]
 
-Prints one line a case; the errors are ‖kernel − twin‖ / ‖twin‖ on fresh random ragged inputs, the rates are of the products that the
-causal mask leaves.
+Prints one line a case; the errors are ‖kernel − twin‖ / ‖twin‖ on fresh random ragged inputs, the rates are
+of the products that the causal mask leaves.
 """
 
 import functools
@@ -32,11 +32,15 @@ HEADS = (32, 8, 128)  # Llama-3.1-8B: query heads, KV heads, head width
 
 
 def caches(rng, table, pages, ends, kv, h, dtype, spare=0, silent=False):
-    """(the kernel's keys, values and scales, the twin's keys and values), NaN where no token was written; `spare` pages lie before.
+    """(the kernel's keys, values and scales, the twin's keys and values), NaN where no token was written;
+    `spare` pages lie before.
 
     silent: an e4m3 cache whose first head's keys have a scale of 0, so that all its tokens weigh the same.
     """
-    k, v = (poison(random_pages(jax.random.key(int(rng.integers(2**31))), pages, kv, h), table, ends) for _ in range(2))
+    k, v = (
+        poison(random_pages(jax.random.key(int(rng.integers(2**31))), pages, kv, h), table, ends)
+        for _ in range(2)
+    )
     scales = {}
     plain = k, v
     if dtype == "int8":
@@ -44,7 +48,9 @@ def caches(rng, table, pages, ends, kv, h, dtype, spare=0, silent=False):
         plain = tuple(x.astype(jnp.float32) * scale[..., None] for x, scale in ((k, k_scale), (v, v_scale)))
         v, scales = jnp.swapaxes(v, 2, 3), {"k_scale": k_scale, "v_scale": v_scale}
     elif dtype != "bfloat16":
-        scales = {name: jnp.asarray(rng.uniform(0.02, 0.05, kv), jnp.float32) for name in ("k_scale", "v_scale")}
+        scales = {
+            name: jnp.asarray(rng.uniform(0.02, 0.05, kv), jnp.float32) for name in ("k_scale", "v_scale")
+        }
         wide = [scale[:, None, None] for scale in scales.values()]
         k, v = ((x.astype(jnp.float32) / scale).astype(dtype) for x, scale in zip((k, v), wide, strict=True))
         if silent:
@@ -55,7 +61,9 @@ def caches(rng, table, pages, ends, kv, h, dtype, spare=0, silent=False):
     if spare:
         k, v = (jnp.concatenate([jnp.zeros((spare, *x.shape[1:]), x.dtype), x]) for x in (k, v))
         if dtype == "int8":
-            scales = {name: jnp.concatenate([jnp.zeros((spare, *x.shape[1:])), x]) for name, x in scales.items()}
+            scales = {
+                name: jnp.concatenate([jnp.zeros((spare, *x.shape[1:])), x]) for name, x in scales.items()
+            }
     return k, v, scales, plain
 
 
@@ -75,7 +83,8 @@ def check(
     silent=False,
     **settings,
 ):
-    """One case: queries of standard deviation `size`, the same bits twice, zeros in rows that are in no chunk.
+    """One case: queries of standard deviation `size`, the same bits twice, zeros in rows that are in no
+    chunk.
 
     silent: as in `caches`.
     least: of scores that are all -inf instead, so that the twin has zeros everywhere.
@@ -116,9 +125,14 @@ def check(
 
 
 def random_chunks(rng, tokens, count, longest):
-    """`count` chunks that leave gaps in q, at random offsets, their page-table rows shuffled; one of them empty."""
+    """`count` chunks that leave gaps in q, at random offsets, their page-table rows shuffled; one of them
+    empty.
+    """
     cuts = np.sort(rng.choice(tokens + 1, 2 * count, replace=False))
-    chunks = [[int(a), int(b - a), 0, int(rng.integers(0, longest))] for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+    chunks = [
+        [int(a), int(b - a), 0, int(rng.integers(0, longest))]
+        for a, b in zip(cuts[::2], cuts[1::2], strict=True)
+    ]
     chunks[-1][1] = 0
     for row, c in zip(rng.permutation(count), chunks, strict=True):
         c[2] = int(row)
@@ -130,23 +144,57 @@ def checks(rows, share):
     rng = np.random.default_rng(time.time_ns())
     case, some = functools.partial(check, rows, rng), functools.partial(random_chunks, rng)
     few, eight, int8 = (8, 2, 128), {"dtype": "float8_e4m3fn"}, {"dtype": "int8"}
-    shapes = [HEADS, (8, 8, 64), (16, 1, 128), (14, 2, 64), (9, 3, 64), (8, 4, 256), (20, 4, 128), (24, 2, 256)]
-    cases = [functools.partial(case, some(700, 5, 900), 700, heads, size=size) for heads, size in zip(shapes, [1, 4] * 4, strict=True)]
-    cases += [functools.partial(case, some(700, 5, 900), 700, heads, **eight) for heads in (HEADS, (14, 2, 64), (8, 4, 256))]
-    cases += [functools.partial(case, some(700, 5, 900), 700, heads, **int8) for heads in (HEADS, (14, 2, 64), (9, 3, 64))]
+    shapes = [
+        HEADS,
+        (8, 8, 64),
+        (16, 1, 128),
+        (14, 2, 64),
+        (9, 3, 64),
+        (8, 4, 256),
+        (20, 4, 128),
+        (24, 2, 256),
+    ]
+    cases = [
+        functools.partial(case, some(700, 5, 900), 700, heads, size=size)
+        for heads, size in zip(shapes, [1, 4] * 4, strict=True)
+    ]
+    cases += [
+        functools.partial(case, some(700, 5, 900), 700, heads, **eight)
+        for heads in (HEADS, (14, 2, 64), (8, 4, 256))
+    ]
+    cases += [
+        functools.partial(case, some(700, 5, 900), 700, heads, **int8)
+        for heads in (HEADS, (14, 2, 64), (9, 3, 64))
+    ]
     for form in ({}, eight, int8):
         cases += [
             functools.partial(case, some(1500, 9, 3000), 1500, few, window=200, **form),
             functools.partial(case, some(1500, 9, 3000), 1500, few, window=70, **form),
-            functools.partial(case, some(500, 4, 900), 500, (8, 4, 64 if form == int8 else 256), window=100, soft_cap=50.0, **form),
+            functools.partial(
+                case,
+                some(500, 4, 900),
+                500,
+                (8, 4, 64 if form == int8 else 256),
+                window=100,
+                soft_cap=50.0,
+                **form,
+            ),
             functools.partial(case, some(500, 4, 900), 500, few, soft_cap=20.0, **form),
-            *(functools.partial(case, some(500, 4, 900), 500, few, scale=scale, **form) for scale in (0.05, 0.0, -0.05)),
+            *(
+                functools.partial(case, some(500, 4, 900), 500, few, scale=scale, **form)
+                for scale in (0.05, 0.0, -0.05)
+            ),
             functools.partial(case, some(500, 4, 900), 500, few, scale=1.0, least=True, **form),
-            # All that a tile sees lies in the second page of its last block, which its sequence fills in part.
-            functools.partial(case, [[0, 8, 0, 90], [8, 1, 1, 100], [16, 8, 2, 346]], 24, few, window=16, **form),
+            # All that a tile sees lies in the second page of its last block, which its sequence fills in
+            # part.
+            functools.partial(
+                case, [[0, 8, 0, 90], [8, 1, 1, 100], [16, 8, 2, 346]], 24, few, window=16, **form
+            ),
             functools.partial(case, [[0, 2048, 0, 0]], 2048, few, **form),
             functools.partial(case, [[5, 640, 0, 5000]], 700, few, sms=28, **form),
-            functools.partial(case, [[5, 640, 0, 5000]], 700, few, spare=2**17, **form),  # offsets beyond 2^31 elements
+            functools.partial(
+                case, [[5, 640, 0, 5000]], 700, few, spare=2**17, **form
+            ),  # offsets beyond 2^31 elements
         ]
     cases += [
         functools.partial(case, [[3, 1, 0, 0]], 8, few),
@@ -154,10 +202,16 @@ def checks(rows, share):
         # A row's first block says nothing of the others: every tile begins anew.
         functools.partial(case, [[5, 640, 0, 5000]], 700, few, size=300),
         functools.partial(case, some(1500, 9, 3000), 1500, few, size=300, unified=(0.0, 60.0)),
-        *(functools.partial(case, some(1500, 9, 3000), 1500, few, unified=(phi, 60.0), **int8) for phi in (0.0, 500.0)),
+        *(
+            functools.partial(case, some(1500, 9, 3000), 1500, few, unified=(phi, 60.0), **int8)
+            for phi in (0.0, 500.0)
+        ),
         functools.partial(case, some(1500, 9, 3000), 1500, few, unified=(500.0, 60.0)),
         functools.partial(case, some(1500, 9, 3000), 1500, few, scale=-0.05, unified=(0.0, 60.0)),
-        *(functools.partial(case, some(500, 4, 900), 500, few, silent=True, unified=phi, **eight) for phi in (None, (0.0, 60.0))),
+        *(
+            functools.partial(case, some(500, 4, 900), 500, few, silent=True, unified=phi, **eight)
+            for phi in (None, (0.0, 60.0))
+        ),
         functools.partial(case, some(500, 4, 900), 500, few, scale=1.0, least=True, unified=(0.0, 60.0)),
     ]
     for run in cases[share[0] :: share[1]]:
@@ -174,7 +228,9 @@ def timed(rows, seconds, name, chunks, tokens=2048, calls=8, **settings):
         for i in range(2):
             k, v = (random_pages(jax.random.key(2 * i + j), pages, kv, h).astype(dtype) for j in range(2))
             cache.append((k, v if dtype == "bfloat16" else jnp.swapaxes(v, 2, 3)))
-        layer = jax.jit(functools.partial(chunk_attention, scale=h**-0.5, tile=tile, **settings))  # its lowering serves all calls
+        layer = jax.jit(
+            functools.partial(chunk_attention, scale=h**-0.5, tile=tile, **settings)
+        )  # its lowering serves all calls
 
         def run(qs, cache, table, chunks, tile=tile, layer=layer):
             work = chunk_work(chunks, tokens, tile)
@@ -192,12 +248,19 @@ def timed_cudnn(rows, seconds, name, batch, tq, tk, causal, calls=8):
     qs = [jax.random.normal(key, (batch, tq, n, h), jnp.bfloat16) for key in keys[2:]]
     run = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
     flop = 4.0 * batch * (tq * (tq + 1) // 2 if causal else tq * tk) * n * h
-    t = sustained(jax.jit(lambda qs, k, v: [run(q, k, v) for q in qs]), qs, k, v, calls=calls, seconds=seconds)
+    t = sustained(
+        jax.jit(lambda qs, k, v: [run(q, k, v) for q in qs]), qs, k, v, calls=calls, seconds=seconds
+    )
     say(rows, what="chunk rival", case=name, rival="cudnn", tflops=flop / t["us"] / 1e6, **t)
 
 
 def timings(rows, seconds):
-    for context, calls in ((0, 32), (2048, 12), (8192, 4), (32768, 2)):  # programs of 2 ms, so that the host is not what is timed
+    for context, calls in (
+        (0, 32),
+        (2048, 12),
+        (8192, 4),
+        (32768, 2),
+    ):  # programs of 2 ms, so that the host is not what is timed
         timed(rows, seconds, f"2048 over {context}", [[0, 2048, 0, context]], calls=calls)
     timed(rows, seconds, "8 x 256 over 0", [[256 * i, 256, i, 0] for i in range(8)], calls=64)
     timed_cudnn(rows, seconds, "causal 2048", 1, 2048, 2048, True, calls=32)
@@ -208,5 +271,10 @@ def timings(rows, seconds):
 
 if __name__ == "__main__":
     script.main(
-        "chunk", __doc__, {"check": lambda rows, share, _: checks(rows, share), "time": lambda rows, _, seconds: timings(rows, seconds)}
+        "chunk",
+        __doc__,
+        {
+            "check": lambda rows, share, _: checks(rows, share),
+            "time": lambda rows, _, seconds: timings(rows, seconds),
+        },
     )

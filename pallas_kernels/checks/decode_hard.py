@@ -1,4 +1,5 @@
-"""What is hard for decode attention, on a GPU: scores that leave the unified maximum, far pages, long work lists, steps as CUDA graphs.
+"""What is hard for decode attention, on a GPU: scores that leave the unified maximum, far pages, long work
+lists, steps as CUDA graphs.
 
 python -m pallas_kernels.checks.decode_hard [--only adversarial,graphs,far,lists] [--json FILE]
 """
@@ -25,8 +26,12 @@ SCORES = {  # of a row's keys, for queries of ones, or of TINY where all are to 
     "either side of 1e4": lambda rng, length: rng.choice([-1e4, 1e4], length),
     "far below": lambda rng, length: rng.normal(size=length) - 300,
     "far above": lambda rng, length: rng.normal(size=length) + 300,
-    "a huge value in the last page": lambda rng, length: np.where(np.arange(length) == length - 1, 5e3, rng.normal(size=length)),
-    "a rise from page to page": lambda rng, length: np.arange(length) // PAGE * 40.0 + rng.normal(size=length),
+    "a huge value in the last page": lambda rng, length: np.where(
+        np.arange(length) == length - 1, 5e3, rng.normal(size=length)
+    ),
+    "a rise from page to page": lambda rng, length: (
+        np.arange(length) // PAGE * 40.0 + rng.normal(size=length)
+    ),
     "all -inf": lambda rng, length: np.full(length, float(H)),
 }
 
@@ -59,7 +64,15 @@ def adversarial(rows, rng):
             worst = worst_kind(got, want)
             empty = float(jnp.abs(jnp.where((lengths == 0)[:, None, None], got, 0)).max())
             ok = worst < TOLERANCE and empty == 0
-            say(rows, what="adversarial", ok=ok, error=worst, empty=empty, cache=jnp.dtype(dtype).name, unified=unified)
+            say(
+                rows,
+                what="adversarial",
+                ok=ok,
+                error=worst,
+                empty=empty,
+                cache=jnp.dtype(dtype).name,
+                unified=unified,
+            )
 
 
 def worst_kind(got, want) -> float:
@@ -68,7 +81,9 @@ def worst_kind(got, want) -> float:
 
 
 def long_lists(rows, rng, count=1024, length=41_000):
-    """A work list of more than 2**22 pairs of a page and a head: rows that share eight sequences' pages, against the eight alone."""
+    """A work list of more than 2**22 pairs of a page and a head: rows that share eight sequences' pages,
+    against the eight alone.
+    """
     table, pages = page_tables(rng, [length] * 8)
     table = jnp.asarray(np.tile(table, (count // 8, 1)))
     lengths = jnp.full((count,), length, jnp.int32)
@@ -82,7 +97,14 @@ def long_lists(rows, rng, count=1024, length=41_000):
         want = exact(reference.decode_attention, q[:8], k, v, table[:8], lengths[:8], scale=H**-0.5, **scales)
         worst = float(np.max([error(part, want) for part in got]))
         pairs = count * -(-length // PAGE) * K
-        say(rows, what="long lists", ok=worst < TOLERANCE and pairs > 2**22, error=worst, pairs=pairs, cache=jnp.dtype(dtype).name)
+        say(
+            rows,
+            what="long lists",
+            ok=worst < TOLERANCE and pairs > 2**22,
+            error=worst,
+            pairs=pairs,
+            cache=jnp.dtype(dtype).name,
+        )
 
 
 def far_offsets(rows, rng):
@@ -100,15 +122,25 @@ def far_offsets(rows, rng):
         if dtype != jnp.bfloat16:
             pages[1] = pages[1].reshape(first + used, K, H, PAGE)
         if dtype == jnp.int8:
-            drawn = jax.random.uniform(jax.random.key(2), (2, first + used, K, PAGE), minval=0.03, maxval=0.07)
+            drawn = jax.random.uniform(
+                jax.random.key(2), (2, first + used, K, PAGE), minval=0.03, maxval=0.07
+            )
             scales = dict(zip(("k_scale", "v_scale"), drawn, strict=True))
         q = jnp.asarray(rng.normal(size=(37, N, H)), jnp.bfloat16)
         run = jax.jit(functools.partial(decode_attention, scale=H**-0.5))
         poison_memory(q)
         got = run(q, *pages, jnp.asarray(far), jnp.asarray(lengths, jnp.int32), **scales)
         small = {name: x[first:] for name, x in scales.items()}
-        want = run(q, *(x[first:] for x in pages), jnp.asarray(near), jnp.asarray(lengths, jnp.int32), **small)
-        say(rows, what="far offsets", ok=bool((got == want).all()), elements=pages[0].size, cache=jnp.dtype(dtype).name)
+        want = run(
+            q, *(x[first:] for x in pages), jnp.asarray(near), jnp.asarray(lengths, jnp.int32), **small
+        )
+        say(
+            rows,
+            what="far offsets",
+            ok=bool((got == want).all()),
+            elements=pages[0].size,
+            cache=jnp.dtype(dtype).name,
+        )
 
 
 def graphs(rows, rng, steps=1000, layers=8):
@@ -131,7 +163,11 @@ def graphs(rows, rng, steps=1000, layers=8):
         lowered = jax.jit(step).lower(q, k, v, table, jnp.asarray(lengths, jnp.int32))
         ends = []
         for options in (None, {"xla_gpu_enable_command_buffer": ""}):
-            run, state, seen = lowered.compile(compiler_options=options), (q, jnp.asarray(lengths, jnp.int32)), []
+            run, state, seen = (
+                lowered.compile(compiler_options=options),
+                (q, jnp.asarray(lengths, jnp.int32)),
+                [],
+            )
             for i in range(steps):
                 state = run(state[0], k, v, table, state[1])
                 seen += [state[0]] if i % 50 == 0 else []
@@ -143,4 +179,8 @@ def graphs(rows, rng, steps=1000, layers=8):
 if __name__ == "__main__":
     rng = np.random.default_rng()
     parts = {"adversarial": adversarial, "graphs": graphs, "far": far_offsets, "lists": long_lists}
-    script.main("decode_hard", __doc__, {name: lambda rows, *_, part=part: part(rows, rng) for name, part in parts.items()})
+    script.main(
+        "decode_hard",
+        __doc__,
+        {name: lambda rows, *_, part=part: part(rows, rng) for name, part in parts.items()},
+    )

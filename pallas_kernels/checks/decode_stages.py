@@ -1,7 +1,9 @@
-"""Decode attention over an e4m3 cache with a stage left out, beside the whole kernel, in turn: what of it costs what.
+"""Decode attention over an e4m3 cache with a stage left out, beside the whole kernel, in turn: what of it
+costs what.
 
-The kernel is the one that serves; while one is traced, the function that makes a stage is another. What is left out is left out of every
-page or pair alike, so results mean nothing. Where pages lie is the page table's: a few of them again and again are in the L2.
+The kernel is the one that serves; while one is traced, the function that makes a stage is another. What is
+left out is left out of every page or pair alike, so results mean nothing. Where pages lie is the page
+table's: a few of them again and again are in the L2.
 """
 
 import contextlib
@@ -42,7 +44,9 @@ IN_L2 = L2_BYTES // 4 // PAGE_BYTES  # pages
 
 
 def a_word(operands, shape):
-    """In place of a product: of each page the first byte, and numbers that differ by row, so that what follows has as much to do."""
+    """In place of a product: of each page the first byte, and numbers that differ by row, so that what
+    follows has as much to do.
+    """
     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
     first = functools.reduce(lambda a, b: a + b, (_first_byte(page) for page, _ in operands))
     return (row + first).astype(jnp.float32) * 2.0**-8
@@ -58,13 +62,17 @@ def _first_byte(page):
     )
     def read(_, page):
         byte = llvm.load(ir.IntegerType.get_signless(8), mgpu.utils.memref_ptr(page))
-        return mgpu.FragmentedArray.splat(arith.extui(ir.IntegerType.get_signless(32), byte), (), is_signed=True)
+        return mgpu.FragmentedArray.splat(
+            arith.extui(ir.IntegerType.get_signless(32), byte), (), is_signed=True
+        )
 
     return read(page)  # pyright: ignore[reportCallIssue]
 
 
 def scores_as_weights(scores, seen, bounds, begun, put, across, top, total, out, **_):
-    """In place of the softmax: the scores are stored as if they were weights; no mask, maximum, power of two, vote or sum."""
+    """In place of the softmax: the scores are stored as if they were weights; no mask, maximum, power of two,
+    vote or sum.
+    """
     for page, weights in enumerate(scores):
         put(page, weights)
     plgpu.commit_smem()
@@ -115,28 +123,38 @@ def _without(stages: Sequence[Stage]) -> Iterator[None]:
 
 
 def one_call(q, cache, stages: Sequence[Stage] = ()):
-    """decode_attention of q [B, 32, 128] over a cache: its pages, page table, lengths, list of work and scales; `stages` left out."""
+    """decode_attention of q [B, 32, 128] over a cache: its pages, page table, lengths, list of work and
+    scales; `stages` left out.
+    """
     k, v, table, lengths, work, scale = cache
     with _without(stages):  # while it is traced
-        return decode_attention(q, k, v, table, lengths, scale=H**-0.5, k_scale=scale, v_scale=scale, work=work)
+        return decode_attention(
+            q, k, v, table, lengths, scale=H**-0.5, k_scale=scale, v_scale=scale, work=work
+        )
 
 
 def ways() -> dict[str, Callable]:
     """The kernel whole, and with stages left out: functions of (q, cache)."""
-    return {"whole": one_call} | {name: functools.partial(one_call, stages=stages) for name, stages in LEFT_OUT.items()}
+    return {"whole": one_call} | {
+        name: functools.partial(one_call, stages=stages) for name, stages in LEFT_OUT.items()
+    }
 
 
 def operands(lengths: Sequence[int]) -> tuple[list, list]:
     """Queries for each call, and of each the cache, of two in turn, as `one_call` takes it."""
     table, pages = page_tables(np.random.default_rng(len(lengths)), lengths)
     workers = SMS * decode_tile(H, N // K, 1).workers
-    work = jax.jit(functools.partial(decode_work, kv_heads=K, workers=workers))(jnp.asarray(lengths, jnp.int32))
+    work = jax.jit(functools.partial(decode_work, kv_heads=K, workers=workers))(
+        jnp.asarray(lengths, jnp.int32)
+    )
     beside = jnp.asarray(table), jnp.asarray(lengths, jnp.int32), work, jnp.ones(K, jnp.float32)
     e4m3 = jax.jit(lambda x: x.astype(jnp.float8_e4m3fn))
     caches = []
     for i in range(2):
         k, v = (e4m3(random_pages(jax.random.key(2 * i + j), pages, K, H)) for j in range(2))
-        caches.append((k, v.reshape(pages, K, H, PAGE), *beside))  # values lie with keys contiguous: as random either way
+        caches.append(
+            (k, v.reshape(pages, K, H, PAGE), *beside)
+        )  # values lie with keys contiguous: as random either way
     qs = [jax.random.normal(jax.random.key(i), (len(lengths), N, H), jnp.bfloat16) for i in range(CALLS)]
     return qs, [caches[i % 2] for i in range(CALLS)]
 
@@ -155,10 +173,20 @@ def times(rows, share: tuple[int, int], seconds: float) -> None:
         rounds = max(1, round(5e-3 / CALLS / (read / 4e12)))
         lowered = {name: looped(jax.jit(way), rounds).lower(qs, caches) for name, way in ways().items()}
         with ThreadPoolExecutor() as pool:
-            compiled = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
-        runs: dict[str, Callable[[], Any]] = {name: functools.partial(program, qs, caches) for name, program in compiled.items()}
+            compiled = dict(
+                zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True)
+            )
+        runs: dict[str, Callable[[], Any]] = {
+            name: functools.partial(program, qs, caches) for name, program in compiled.items()
+        }
         runs["pages in the L2"] = functools.partial(compiled["whole"], qs, in_the_l2(caches))
         timings: Mapping[str, Any] = interleaved(runs, calls=rounds * CALLS, seconds=seconds)
         for name, t in timings.items():
             labels = {"what": name, "kernel": "decode_attention", "cache": "float8_e4m3fn", "case": case}
-            say(rows, **labels, of_whole=t.us / timings["whole"].us, tbs=read / t.us / 1e6, **dataclasses.asdict(t))
+            say(
+                rows,
+                **labels,
+                of_whole=t.us / timings["whole"].us,
+                tbs=read / t.us / 1e6,
+                **dataclasses.asdict(t),
+            )

@@ -2,7 +2,8 @@
 
     python -m pallas_kernels.checks.dense_gemm [--only check,shapes,bounded,layer] [--share 0/3] [--json FILE]
 
-Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands; weights are rotated so that none is in the L2 cache when it is read.
+Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands; weights are rotated so that none is in the L2
+cache when it is read.
 """
 
 import dataclasses
@@ -46,25 +47,45 @@ def check(rows, rng, m, n, k, bias=False, residual=False, **kw):
     shapes = [(m, k), (n, k), (n,) if bias else None, (m, columns) if residual else None]
     scales = [1.0, k**-0.5, 1.0, 1.0]
     seeds = rng.integers(2**31, size=4)
-    made = [None if s is None else normal(int(seed), *s, scale=f) for seed, s, f in zip(seeds, shapes, scales, strict=True)]
+    made = [
+        None if s is None else normal(int(seed), *s, scale=f)
+        for seed, s, f in zip(seeds, shapes, scales, strict=True)
+    ]
     run = jax.jit(lambda x, w, bias, residual: dense_gemm(x, w, bias, residual=residual, **kw))
     poison_memory(jax.eval_shape(run, *made))
     got = run(*made)
     exact = [None if v is None else v.astype(jnp.float32) for v in made]
     settings = {key: value for key, value in kw.items() if key in ("gate_block", "activation")}
     with jax.default_matmul_precision("highest"):
-        want = jax.jit(lambda x, w, bias, residual: reference.gemm(x, w, bias, residual=residual, **settings))(*exact)
+        want = jax.jit(
+            lambda x, w, bias, residual: reference.gemm(x, w, bias, residual=residual, **settings)
+        )(*exact)
     err = error(got, want)
     same = all(bool((got == run(*made)).all()) for _ in range(3))
     ok = same and err < (1e-4 if got.dtype == jnp.float32 else 3e-3)
-    say(rows, what="check", ok=ok, error=err, same_bits=same, m=m, n=n, k=k, bias=bias, residual=residual, **kw)
+    say(
+        rows,
+        what="check",
+        ok=ok,
+        error=err,
+        same_bits=same,
+        m=m,
+        n=n,
+        k=k,
+        bias=bias,
+        residual=residual,
+        **kw,
+    )
 
 
 def checks(rows, share):
     rng = np.random.default_rng(time.time_ns())
     one = functools.partial(check, rows, rng)
     cases = [functools.partial(one, m, *weight) for m in (256, 2048) for weight in SHAPES["8B"].values()]
-    cases += [functools.partial(one, m, 2560, 8192, sms=sms) for m, sms in [(1000, 104), (8, 132), (1, 20), (333, 112)]]
+    cases += [
+        functools.partial(one, m, 2560, 8192, sms=sms)
+        for m, sms in [(1000, 104), (8, 132), (1, 20), (333, 112)]
+    ]
     cases += [functools.partial(one, m, 28672, 4096, **MLP) for m in (256, 1000, 2048)]
     cases += [
         functools.partial(one, 1000, 14336, 8192, sms=104, **MLP),
@@ -82,7 +103,9 @@ def checks(rows, share):
 
 
 def chained(fn, calls):
-    """`calls` products in one program, each after the other, so that XLA merges none and launches cost nothing."""
+    """`calls` products in one program, each after the other, so that XLA merges none and launches cost
+    nothing.
+    """
     fn = jax.jit(fn)  # traced and lowered once
 
     def run(xs, ws):
@@ -100,7 +123,10 @@ def chained(fn, calls):
 def in_turn(rows, ways, m, n, k, seconds, **labels) -> dict[str, float]:
     """TFLOP/s of products [m, k] x [n, k] made in several ways, timed in turn."""
     weights = min(max(2, math.ceil(4 * L2_BYTES / (n * k * 2))), 10)
-    xs, ws = ([normal(seed, *shape, scale=k**-0.5) for seed in range(many)] for many, shape in ((2, (m, k)), (weights, (n, k))))
+    xs, ws = (
+        [normal(seed, *shape, scale=k**-0.5) for seed in range(many)]
+        for many, shape in ((2, (m, k)), (weights, (n, k)))
+    )
     calls = max(weights, min(24, int(1.2e12 / (2 * m * n * k)) + 1))
     programs = {name: functools.partial(chained(fn, calls), xs, ws) for name, fn in ways.items()}
     rates = {}
@@ -114,7 +140,15 @@ def times_of_shapes(rows, share, seconds, rows_of_x=(256, 512, 1024, 2048)):
     cases = [(model, op, m) for m in rows_of_x for model, ops in SHAPES.items() for op in ops]
     ratios = []
     for model, op, m in cases[share[0] :: share[1]]:
-        got = in_turn(rows, {"xla": xla_gemm, "dense_gemm": dense_gemm}, m, *SHAPES[model][op], seconds, model=model, op=op)
+        got = in_turn(
+            rows,
+            {"xla": xla_gemm, "dense_gemm": dense_gemm},
+            m,
+            *SHAPES[model][op],
+            seconds,
+            model=model,
+            op=op,
+        )
         ratios.append(got["dense_gemm"] / got["xla"])
         say(rows, what="ratio", model=model, op=op, m=m, ratio=ratios[-1])
     say(rows, what="geomean", of=len(ratios), ratio=float(np.exp(np.mean(np.log(ratios)))), least=min(ratios))
@@ -125,11 +159,19 @@ def bounded(rows, share, seconds):
     for op, m in cases[share[0] :: share[1]]:
         ways = {f"{sms} SMs": functools.partial(dense_gemm, sms=sms) for sms in (132, 104, 112, 120)}
         got = in_turn(rows, ways, m, *SHAPES["8B"][op], seconds, op=op)
-        say(rows, what="share of 132", op=op, m=m, **{name: rate / got["132 SMs"] for name, rate in got.items()})
+        say(
+            rows,
+            what="share of 132",
+            op=op,
+            m=m,
+            **{name: rate / got["132 SMs"] for name, rate in got.items()},
+        )
 
 
 def layers(gemm, count=3):
-    """The products and the gate of `count` decoder layers of Llama-3.1-8B in one program: (x [M, D], o [M, D], weights) -> outputs."""
+    """The products and the gate of `count` decoder layers of Llama-3.1-8B in one program: (x [M, D], o [M,
+    D], weights) -> outputs.
+    """
     gemm = jax.jit(gemm, static_argnames=("gate_block", "activation"))  # traced and lowered once
 
     def run(x, o, weights):
@@ -147,12 +189,16 @@ def layers(gemm, count=3):
 def layer(rows, share, seconds):
     ops, count = SHAPES["8B"], 3
     gain = {"down": 2.8}  # what the gate takes away
-    weights = [{op: normal(10 * i, n, k, scale=gain.get(op, 1.0) * k**-0.5) for op, (n, k) in ops.items()} for i in range(count)]
+    weights = [
+        {op: normal(10 * i, n, k, scale=gain.get(op, 1.0) * k**-0.5) for op, (n, k) in ops.items()}
+        for i in range(count)
+    ]
     flop = sum(2.0 * n * k for n, k in ops.values())
     for m in (512, 1024, 2048, 4096)[share[0] :: share[1]]:
         x, o = normal(1, m, 4096), normal(2, m, 4096)
         ways = {
-            name: functools.partial(layers(gemm, count), x, o, weights) for name, gemm in (("xla", xla_gemm), ("dense_gemm", dense_gemm))
+            name: functools.partial(layers(gemm, count), x, o, weights)
+            for name, gemm in (("xla", xla_gemm), ("dense_gemm", dense_gemm))
         }
         got = interleaved(ways, calls=count, seconds=seconds)
         for name, t in got.items():
@@ -164,5 +210,10 @@ if __name__ == "__main__":
     script.main(
         "dense_gemm",
         __doc__,
-        {"check": lambda rows, share, _: checks(rows, share), "shapes": times_of_shapes, "bounded": bounded, "layer": layer},
+        {
+            "check": lambda rows, share, _: checks(rows, share),
+            "shapes": times_of_shapes,
+            "bounded": bounded,
+            "layer": layer,
+        },
     )

@@ -2,8 +2,9 @@
 
     python -m pallas_kernels.checks.flat_gemm [--only check,flat,int4] [--share 0/3] [--json FILE]
 
-Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands. Weights are rotated over four times the L2 cache, inside a loop on the
-device: its buffers stay where they are, so a CUDA graph is recorded once and not for every program.
+Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands. Weights are rotated over four times the L2
+cache, inside a loop on the device: its buffers stay where they are, so a CUDA graph is recorded once and not
+for every program.
 """
 
 import functools
@@ -26,7 +27,9 @@ from pallas_kernels.quantized import Int4
 from pallas_kernels.reference.int4 import dequantize_int4, quantize_int4
 
 HEADS = {"8B": {"lm_head": (128256, 4096)}, "70B/tp4": {"lm_head": (32064, 8192)}}
-SHAPES = {model: ops | HEADS[model] for model, ops in script.SHAPES.items()}  # [N, K], of a layer and of the head
+SHAPES = {
+    model: ops | HEADS[model] for model, ops in script.SHAPES.items()
+}  # [N, K], of a layer and of the head
 GATED = {"gate_block": 64, "activation": "silu"}
 
 
@@ -41,7 +44,9 @@ def exact(x, w, bias, residual, **kw):
 
 
 def check(rows, rng, kernel, m, n, k, bias=False, residual=False, **kw):
-    """One random product beside the exact one; its buffer held NaN before, and a second run gives the same bits."""
+    """One random product beside the exact one; its buffer held NaN before, and a second run gives the same
+    bits.
+    """
     keys = jax.random.split(jax.random.key(rng.integers(2**31)), 4)
     columns = n // 2 if "gate_block" in kw else n
     x, w = normal(keys[0], m, k), normal(keys[1], n, k, scale=k**-0.5)
@@ -60,14 +65,29 @@ def check(rows, rng, kernel, m, n, k, bias=False, residual=False, **kw):
     error = float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want))
     same = bool((got == run(x, w, b, r)).all())
     ok = same and error < (1e-4 if dtype == jnp.float32 else 3e-3)
-    say(rows, what=f"check {kernel.__name__}", ok=ok, error=error, same_bits=same, m=m, n=n, k=k, bias=bias, residual=residual, **kw)
+    say(
+        rows,
+        what=f"check {kernel.__name__}",
+        ok=ok,
+        error=error,
+        same_bits=same,
+        m=m,
+        n=n,
+        k=k,
+        bias=bias,
+        residual=residual,
+        **kw,
+    )
 
 
 def check_far_int4(rows, rng, m=8, n=2**20 + 8, k=4096, last=4096):
     """A weight of more than 2**31 bytes: its last rows are those of a small one."""
     keys = jax.random.split(jax.random.key(rng.integers(2**31)))
     tail = jax.jit(quantize_int4)(normal(keys[1], last, k, scale=k**-0.5))
-    x, w = normal(keys[0], m, k), Int4(*(jnp.concatenate([jnp.ones((n - last, part.shape[1]), part.dtype), part]) for part in tail))
+    x, w = (
+        normal(keys[0], m, k),
+        Int4(*(jnp.concatenate([jnp.ones((n - last, part.shape[1]), part.dtype), part]) for part in tail)),
+    )
     run = jax.jit(int4_gemm)
     poison_memory(jax.eval_shape(run, x, w))
     got, want = run(x, w)[:, n - last :].astype(jnp.float32), exact(x, dequantize_int4(tail), None, None)
@@ -79,7 +99,9 @@ def checks(rows, share):
     rng = np.random.default_rng(time.time_ns())
     flat, int4 = (functools.partial(check, rows, rng, kernel) for kernel in (flat_gemm, int4_gemm))
     cases = [functools.partial(flat, int(rng.integers(1, 65)), *weight) for weight in SHAPES["8B"].values()]
-    cases += [functools.partial(flat, m, *weight) for m in (1, 8, 64) for weight in SHAPES["70B/tp4"].values()]
+    cases += [
+        functools.partial(flat, m, *weight) for m in (1, 8, 64) for weight in SHAPES["70B/tp4"].values()
+    ]
     cases += [functools.partial(flat, m, 28672, 4096, **GATED) for m in (1, 13, 16, 33, 64)]
     some = [(1, "qkv"), (8, "down"), (16, "out_proj"), (27, "qkv"), (64, "down")]
     cases += [functools.partial(int4, m, *SHAPES["8B"][op]) for m, op in some]
@@ -89,7 +111,9 @@ def checks(rows, share):
         functools.partial(flat, 21, 2560, 960, activation="relu", bias=True),
         functools.partial(flat, 5, 200, 64, activation="gelu_tanh"),
         functools.partial(flat, 40, 1032, 192, out_dtype=jnp.float32),
-        functools.partial(flat, 3, 9728, 896, gate_block=64, activation="gelu_tanh", bias=True, residual=True),
+        functools.partial(
+            flat, 3, 9728, 896, gate_block=64, activation="gelu_tanh", bias=True, residual=True
+        ),
         functools.partial(flat, 16, 2**19 + 8, 4224),  # 2.2e9 elements
         functools.partial(int4, 5, 2568, 8192, residual=True),
         functools.partial(int4, 16, 28672, 4096, bias=True, **GATED),
@@ -106,15 +130,21 @@ def xla_gemm(x, w):
 
 
 def looped(kernel, calls: int, rounds: int):
-    """A program of `rounds` times `calls` products, one after the other, each with x and a weight of its own (XLA merges any that share
-    one)."""
+    """A program of `rounds` times `calls` products, one after the other, each with x and a weight of its own
+    (XLA merges any that share one).
+    """
     one = jax.jit(kernel)
 
     def run(xs, ws):
         def body(i, _):
             return tuple(one(lax.optimization_barrier((x, i))[0], w) for x, w in zip(xs, ws, strict=True))
 
-        return lax.fori_loop(0, rounds, body, tuple(jnp.zeros((x.shape[0], w.shape[0]), x.dtype) for x, w in zip(xs, ws, strict=True)))
+        return lax.fori_loop(
+            0,
+            rounds,
+            body,
+            tuple(jnp.zeros((x.shape[0], w.shape[0]), x.dtype) for x, w in zip(xs, ws, strict=True)),
+        )
 
     return jax.jit(run)
 
@@ -147,23 +177,42 @@ def times_of_flat(rows, share, seconds):
     ratios = []
     for model, op, m in cases[share[0] :: share[1]]:
         n, k = SHAPES[model][op]
-        run = functools.partial(timed, rows, m=m, n=n, k=k, bytes_read=2.0 * n * k, seconds=seconds, model=model, op=op, make=bf16_weight)
+        run = functools.partial(
+            timed,
+            rows,
+            m=m,
+            n=n,
+            k=k,
+            bytes_read=2.0 * n * k,
+            seconds=seconds,
+            model=model,
+            op=op,
+            make=bf16_weight,
+        )
         ratios.append(run(kernel=xla_gemm, what="xla") / run(kernel=flat_gemm, what="flat"))
         say(rows, what="flat / xla", model=model, op=op, m=m, ratio=ratios[-1])
     say(rows, what="flat / xla, geometric mean", ratio=geomean(ratios), least=min(ratios))
 
 
 def times_of_int4(rows, share, seconds):
-    cases = [(model, op, m) for m in (1, 8, 16) for model, ops in SHAPES.items() for op in ops if op != "lm_head"]
+    cases = [
+        (model, op, m) for m in (1, 8, 16) for model, ops in SHAPES.items() for op in ops if op != "lm_head"
+    ]
     ratios = []
     for model, op, m in cases[share[0] :: share[1]]:
         n, k = SHAPES[model][op]
         run = functools.partial(timed, rows, m=m, n=n, k=k, seconds=seconds, model=model, op=op)
         flat = run(kernel=flat_gemm, make=bf16_weight, bytes_read=2.0 * n * k, what="flat")
-        ratios.append(flat / run(kernel=int4_gemm, make=int4_weight, bytes_read=(0.5 + 4 / 64) * n * k, what="int4"))
+        ratios.append(
+            flat / run(kernel=int4_gemm, make=int4_weight, bytes_read=(0.5 + 4 / 64) * n * k, what="int4")
+        )
         say(rows, what="int4 / flat", model=model, op=op, m=m, ratio=ratios[-1])
     say(rows, what="int4 / flat, geometric mean", ratio=geomean(ratios), least=min(ratios))
 
 
 if __name__ == "__main__":
-    script.main("flat_gemm", __doc__, {"check": lambda rows, share, _: checks(rows, share), "flat": times_of_flat, "int4": times_of_int4})
+    script.main(
+        "flat_gemm",
+        __doc__,
+        {"check": lambda rows, share, _: checks(rows, share), "flat": times_of_flat, "int4": times_of_int4},
+    )

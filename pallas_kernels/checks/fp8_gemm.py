@@ -1,6 +1,7 @@
 """Checks the fp8 products against float32 on a GPU, and times them beside what XLA makes of the same scaling.
 
-    python -m pallas_kernels.checks.fp8_gemm [--seconds 0.6] [--only check,shapes,flat,layer] [--share 0/6] [--json FILE]
+    python -m pallas_kernels.checks.fp8_gemm [--seconds 0.6] [--only check,shapes,flat,layer] [--share 0/6]
+    [--json FILE]
 
 Prints one line a case; errors are ‖kernel − exact‖ / ‖exact‖ of the same e4m3 operands, summed in float32.
 """
@@ -30,7 +31,9 @@ GATE = {"activation": "silu", "gate_block": 64}
 
 
 def quantized(x: jax.Array, scales: str) -> Quantized:
-    """x [M, K] in e4m3 with a scale for every 128 columns ("block"), for each row ("row"), or for all ("one")."""
+    """x [M, K] in e4m3 with a scale for every 128 columns ("block"), for each row ("row"), or for all
+    ("one").
+    """
     if scales == "one":
         scale = jnp.abs(x.astype(F32)).max() / E4M3_MAX
         return Quantized(to_e4m3(x, scale), scale)
@@ -42,9 +45,20 @@ def random(key, rows: int, columns: int, scales: str) -> Quantized:
     return quantized(jax.random.normal(key, (rows, columns), F32) * columns**-0.25, scales)
 
 
-def xla(x: Quantized, w: Quantized, bias=None, *, residual=None, quantize=False, activation=None, gate_block=None, sums=BF16):
-    """The same product through XLA: an e4m3 GEMM that stores `sums`, and fusions around it. Its result is quantised by rows: its GEMM has
-    no use for a scale every 128 columns."""
+def xla(
+    x: Quantized,
+    w: Quantized,
+    bias=None,
+    *,
+    residual=None,
+    quantize=False,
+    activation=None,
+    gate_block=None,
+    sums=BF16,
+):
+    """The same product through XLA: an e4m3 GEMM that stores `sums`, and fusions around it. Its result is
+    quantised by rows: its GEMM has no use for a scale every 128 columns.
+    """
     y = lax.dot_general(x.values, w.values, (((1,), (1,)), ((), ())), preferred_element_type=sums).astype(F32)
     y = y * w.scale * x.scale[:, None] + (0.0 if bias is None else bias)
     y = gate_mul(y, gate_block, activation) if gate_block else activate(y, activation)
@@ -54,7 +68,11 @@ def xla(x: Quantized, w: Quantized, bias=None, *, residual=None, quantize=False,
 
 def check(rows, rng, m, n, k, scales="row", bias=False, residual=False, **kw):
     keys = jax.random.split(jax.random.key(rng.integers(2**31)), 4)
-    x, w, columns = random(keys[0], m, k, scales), random(keys[1], n, k, "row"), n // 2 if "gate_block" in kw else n
+    x, w, columns = (
+        random(keys[0], m, k, scales),
+        random(keys[1], n, k, "row"),
+        n // 2 if "gate_block" in kw else n,
+    )
     bias = jax.random.normal(keys[2], (n,), BF16) if bias else None
     residual = jax.random.normal(keys[3], (m, columns), BF16) if residual else None
     kernel = fp8_flat_gemm if m <= 64 else fp8_gemm
@@ -62,10 +80,16 @@ def check(rows, rng, m, n, k, scales="row", bias=False, residual=False, **kw):
     poison_memory(jax.eval_shape(run, x, w, bias, residual))
     got = run(x, w, bias, residual)
     with jax.default_matmul_precision("highest"):
-        twin = functools.partial(reference.gemm, out_dtype=F32, **{key: v for key, v in kw.items() if key in ("activation", "gate_block")})
+        twin = functools.partial(
+            reference.gemm,
+            out_dtype=F32,
+            **{key: v for key, v in kw.items() if key in ("activation", "gate_block")},
+        )
         want = jax.jit(lambda x, w, bias, residual: twin(x, w, bias, residual=residual))(x, w, bias, residual)
     again = [jax.tree.leaves(run(x, w, bias, residual)) for _ in range(4)]
-    same = all(bool((a == b).all()) for other in again for a, b in zip(jax.tree.leaves(got), other, strict=True))
+    same = all(
+        bool((a == b).all()) for other in again for a, b in zip(jax.tree.leaves(got), other, strict=True)
+    )
     best = error(dequantize(quantize_blocks(want)), want) if kw.get("quantize") else 0.0
     err = error(dequantize(got) if isinstance(got, Quantized) else got, want)
     ok = same and err < (1.02 * best if best else 4e-3)
@@ -95,15 +119,23 @@ def checks(rows, share):
             for m, model, op in [(2048, "8B", "qkv"), (256, "70B/tp4", "qkv"), (64, "8B", "out_proj")]
         ),
         *(functools.partial(one, m, *SHAPES["8B"]["up_gate"], **mlp) for m in (2048, 256, 64, 8)),
-        *(functools.partial(one, m, *SHAPES["8B"]["down"], scales="block", residual=True) for m in (2048, 256, 64, 8)),
-        functools.partial(one, 1536, *SHAPES["8B"]["down"], scales="block"),  # parts behind whole tiles, on all SMs and on some
+        *(
+            functools.partial(one, m, *SHAPES["8B"]["down"], scales="block", residual=True)
+            for m in (2048, 256, 64, 8)
+        ),
+        functools.partial(
+            one, 1536, *SHAPES["8B"]["down"], scales="block"
+        ),  # parts behind whole tiles, on all SMs and on some
         functools.partial(one, 1024, *SHAPES["8B"]["down"], scales="block", residual=True, sms=100),
         functools.partial(one, 1000, 4096, 4096, bias=True, residual=True),
         functools.partial(one, 1000, 4096, 4096, scales="one", sms=104),
         functools.partial(one, 392, 4096, 7168, scales="block", sms=28),
         functools.partial(one, 136, 640, 512, bias=True, activation="relu"),
         # Five blocks of scales a row.
-        *(functools.partial(one, m, 640, 512, bias=True, activation="relu", quantize=True) for m in (40, 136)),
+        *(
+            functools.partial(one, m, 640, 512, bias=True, activation="relu", quantize=True)
+            for m in (40, 136)
+        ),
         functools.partial(one, 77, 1280, 896, **GATE, bias=True),
         functools.partial(one, 300, 14336, 2048, activation="gelu_tanh", gate_block=32),
         functools.partial(one, 40, 640, 768, scales="one", bias=True, sms=20),
@@ -116,7 +148,9 @@ def checks(rows, share):
 
 
 def chained(fn, calls):
-    """`calls` products in one program, each after the other, so that XLA merges none and launches cost nothing."""
+    """`calls` products in one program, each after the other, so that XLA merges none and launches cost
+    nothing.
+    """
 
     def run(xs, ws, *rest):
         outs = []
@@ -134,7 +168,10 @@ def versus(rows, m, model, op, seconds, ways: dict, **labels):
     """Times the `ways_of` doing one product; returns how much faster the first is than each other."""
     n, k = SHAPES[model][op]
     weights = min(max(2, math.ceil(4 * L2_BYTES / (n * k))), 16)
-    calls, keys = max(weights, min(24, int(2e12 / (2 * m * n * k)) + 1)), jax.random.split(jax.random.key(time.time_ns() % 2**31), 20)
+    calls, keys = (
+        max(weights, min(24, int(2e12 / (2 * m * n * k)) + 1)),
+        jax.random.split(jax.random.key(time.time_ns() % 2**31), 20),
+    )
     ws = [random(keys[i], n, k, "row") for i in range(weights)]
     residual = jax.random.normal(keys[17], (m, n), BF16)
     runs = {}
@@ -168,14 +205,18 @@ def ways_of(op, kernel) -> dict:
     scales = "block" if add else "row"
 
     def way(gemm):
-        return lambda x, w, *residual: gemm(x, w, **settings, **({"residual": residual[0]} if residual else {}))
+        return lambda x, w, *residual: gemm(
+            x, w, **settings, **({"residual": residual[0]} if residual else {})
+        )
 
     return {"fp8": (way(kernel), scales, add), "xla": (way(xla), "row", add)}
 
 
 def times_of_shapes(rows, share, seconds, rows_of_x=(2048, 256, 1024, 512), kernel=fp8_gemm):
     ratios = []
-    for m, model, op in [(m, model, op) for m in rows_of_x for model, ops in SHAPES.items() for op in ops][share[0] :: share[1]]:
+    for m, model, op in [(m, model, op) for m in rows_of_x for model, ops in SHAPES.items() for op in ops][
+        share[0] :: share[1]
+    ]:
         ratios += versus(rows, m, model, op, seconds, ways_of(op, kernel))
         say(rows, what="ratio", m=m, model=model, op=op, ratio=ratios[-1])
     say(rows, what="geomean", of=len(ratios), ratio=float(np.exp(np.mean(np.log(ratios)))), least=min(ratios))
@@ -206,16 +247,31 @@ def layers(gemm, count):
 def layer(rows, share, seconds):
     ops, count = SHAPES["8B"], 3
     keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4 * count)
-    weights = [{op: random(keys[4 * i + j], *shape, "row") for j, (op, shape) in enumerate(ops.items())} for i in range(count)]
+    weights = [
+        {op: random(keys[4 * i + j], *shape, "row") for j, (op, shape) in enumerate(ops.items())}
+        for i in range(count)
+    ]
     flop = sum(2.0 * n * k for n, k in ops.values())
     for m in (2048, 1024)[share[0] :: share[1]]:
         h = jax.random.normal(keys[0], (m, 4096), BF16)
         both = {"fp8": fp8_gemm, "xla": xla}
         heads = {name: random(keys[1], m, 4096, "block" if name == "fp8" else "row") for name in both}
-        runs = {name: functools.partial(layers(gemm, count), h, heads[name], weights) for name, gemm in both.items()}
+        runs = {
+            name: functools.partial(layers(gemm, count), h, heads[name], weights)
+            for name, gemm in both.items()
+        }
         times = interleaved(runs, calls=count, seconds=seconds)
         for name, t in times.items():
-            say(rows, what=f"layer {name}", m=m, us=t.us, tflops=m * flop / t.us / 1e6, mhz=t.mhz, watts=t.watts, spread=t.spread)
+            say(
+                rows,
+                what=f"layer {name}",
+                m=m,
+                us=t.us,
+                tflops=m * flop / t.us / 1e6,
+                mhz=t.mhz,
+                watts=t.watts,
+                spread=t.spread,
+            )
         say(rows, what="layer ratio", m=m, ratio=times["xla"].us / times["fp8"].us)
 
 

@@ -1,8 +1,10 @@
-"""Checks a mixture's products against float32 on a GPU, and times them beside XLA's and beside one product of as many rows.
+"""Checks a mixture's products against float32 on a GPU, and times them beside XLA's and beside one product of
+as many rows.
 
     python -m pallas_kernels.checks.grouped_gemm [--seconds 0.6] [--only check,time] [--json FILE]
 
-Errors are ‖kernel − exact‖ / ‖exact‖ over the rows of all pairs, by fresh random routings of which some leave experts without a token.
+Errors are ‖kernel − exact‖ / ‖exact‖ over the rows of all pairs, by fresh random routings of which some leave
+experts without a token.
 """
 
 import dataclasses
@@ -65,7 +67,16 @@ def check(rows, rng, tokens, experts, chosen, n, k, block=None, sms=None, skewed
                 off += float(jnp.sum((got[token, choice].astype(F32) - want) ** 2))
                 total += float(jnp.sum(want**2))
     err, same = (off / total) ** 0.5, bool((got == again).all())
-    about = {"t": tokens, "experts": experts, "chosen": chosen, "n": n, "k": k, "gates": block, "sms": sms, "skewed": skewed}
+    about = {
+        "t": tokens,
+        "experts": experts,
+        "chosen": chosen,
+        "n": n,
+        "k": k,
+        "gates": block,
+        "sms": sms,
+        "skewed": skewed,
+    }
     say(rows, what="check grouped_gemm", ok=err < 4e-3 and same, error=err, same_bits=same, **about)
 
 
@@ -83,7 +94,9 @@ def checks(rows):
 
 
 def timings(rows, seconds):
-    """Ours, XLA's (`ragged_dot`), and a dense product of as many rows with one weight: what the rows cost where weights are read once."""
+    """Ours, XLA's (`ragged_dot`), and a dense product of as many rows with one weight: what the rows cost
+    where weights are read once.
+    """
     rng = np.random.default_rng(0)
     for model, (experts, chosen, ops) in MODELS.items():
         for op, (n, k, block) in ops.items():
@@ -104,11 +117,25 @@ def timings(rows, seconds):
                     return [dense_gemm(x, w[i % w.shape[0]], **gates_of(block)) for i, x in enumerate(xs)]
 
                 ways = {"grouped": ours, "xla": xla, "dense": dense}
-                programs = {name: functools.partial(jax.jit(way), xs, w, picked) for name, way in ways.items()}
+                programs = {
+                    name: functools.partial(jax.jit(way), xs, w, picked) for name, way in ways.items()
+                }
                 flop = 2.0 * tokens * chosen * n * k
                 for name, t in interleaved(programs, calls=len(xs), seconds=seconds).items():
-                    say(rows, what=name, model=model, op=op, t=tokens, tflops=flop / t.us / 1e6, **dataclasses.asdict(t))
+                    say(
+                        rows,
+                        what=name,
+                        model=model,
+                        op=op,
+                        t=tokens,
+                        tflops=flop / t.us / 1e6,
+                        **dataclasses.asdict(t),
+                    )
 
 
 if __name__ == "__main__":
-    script.main("grouped_gemm", __doc__, {"check": lambda rows, *_: checks(rows), "time": lambda rows, _, seconds: timings(rows, seconds)})
+    script.main(
+        "grouped_gemm",
+        __doc__,
+        {"check": lambda rows, *_: checks(rows), "time": lambda rows, _, seconds: timings(rows, seconds)},
+    )

@@ -1,4 +1,6 @@
-"""What the checks give kernels: fresh random inputs, pages that are NaN wherever no token was written, and memory that held NaN."""
+"""What the checks give kernels: fresh random inputs, pages that are NaN wherever no token was written, and
+memory that held NaN.
+"""
 
 from typing import Any
 
@@ -11,11 +13,17 @@ PAGE = 64
 
 def ragged(rows: int, mean: int) -> tuple[int, ...]:
     """Lengths of half the mean plus an exponential of the other half, the same every time."""
-    return tuple(np.clip(np.random.default_rng(7).exponential(mean / 2, rows) + mean / 2, 1, 4 * mean).astype(int).tolist())
+    return tuple(
+        np.clip(np.random.default_rng(7).exponential(mean / 2, rows) + mean / 2, 1, 4 * mean)
+        .astype(int)
+        .tolist()
+    )
 
 
 def page_tables(rng, ends) -> tuple[np.ndarray, int]:
-    """Scattered pages for sequences of `ends` tokens: (page table [R, MP] int32, pages in all). Entries past a sequence are wild."""
+    """Scattered pages for sequences of `ends` tokens: (page table [R, MP] int32, pages in all). Entries past
+    a sequence are wild.
+    """
     needed = [-(-int(e) // PAGE) for e in ends]
     total, width = sum(needed) + 2, max([1, *needed]) + 1
     table = rng.integers(-(2**31), 2**31 - 1, (len(needed), width)).astype(np.int32)
@@ -42,7 +50,9 @@ def poison(pages: jax.Array, table: np.ndarray, ends) -> jax.Array:
 
 
 def quantized(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(int8, scales [P, K, S] float32) of pages [P, K, S, H]; where no token wrote, which is NaN, any numbers and a scale of NaN."""
+    """(int8, scales [P, K, S] float32) of pages [P, K, S, H]; where no token wrote, which is NaN, any numbers
+    and a scale of NaN.
+    """
     unwritten = jnp.isnan(pages[..., 0])
     pages = jnp.where(unwritten[..., None], 1.0, pages.astype(jnp.float32))
     scale = jnp.maximum(jnp.abs(pages).max(-1), 1e-20) / 127
@@ -50,9 +60,11 @@ def quantized(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def poison_memory(results: Any) -> None:
-    """Leaves NaN, or 99 in integers, in the memory that the next arrays like `results` take, a tree of arrays or shapes.
+    """Leaves NaN, or 99 in integers, in the memory that the next arrays like `results` take, a tree of arrays
+    or shapes.
 
-    What a kernel does not write is then seen. `jax.eval_shape` says what a program's results are; they take memory that was just freed.
+    What a kernel does not write is then seen. `jax.eval_shape` says what a program's results are; they take
+    memory that was just freed.
     """
 
     def spoilt(like: Any) -> jax.Array:

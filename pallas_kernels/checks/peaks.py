@@ -1,4 +1,6 @@
-"""What no kernel can take less time than: a clock that says otherwise is wrong, and its figures must not become a table."""
+"""What no kernel can take less time than: a clock that says otherwise is wrong, and its figures must not
+become a table.
+"""
 
 import dataclasses
 import re
@@ -21,7 +23,9 @@ class Least:
     dtype: str = "bfloat16"
 
     def us(self, device: str) -> float:
-        """Microseconds below which a time of it is impossible on a device, JAX's `device_kind`; 0 of one that is not known."""
+        """Microseconds below which a time of it is impossible on a device, JAX's `device_kind`; 0 of one that
+        is not known.
+        """
         name = next((name for name in BYTES_PER_S if name in re.split(r"\W+", device)), None)
         if name is None:
             return 0.0
@@ -29,7 +33,9 @@ class Least:
 
 
 def refuse_impossible(case: str, us: float, least: Least, device: str) -> None:
-    """Raises: ImpossibleTime, naming the case, for a time (us) that would need more than `SLACK` times the device's peaks."""
+    """Raises: ImpossibleTime, naming the case, for a time (us) that would need more than `SLACK` times the
+    device's peaks.
+    """
     if us < least.us(device):
         raise ImpossibleTime(
             f"{case}: {us:.2f} us for {least.moved / 1e6:.1f} MB and {least.flop / 1e9:.1f} GFLOP of {least.dtype} on {device},"

@@ -1,9 +1,11 @@
-"""Checks the kernels that only move memory against their twins on a GPU, and times them beside XLA's fusions and a copy of the same bytes.
+"""Checks the kernels that only move memory against their twins on a GPU, and times them beside XLA's fusions
+and a copy of the same bytes.
 
     python -m pallas_kernels.checks.pointwise [--seconds 0.6] [--only check,time] [--share 0/6] [--json FILE]
 
-Prints one line a case. Errors are ‖kernel − twin‖ / ‖twin‖, the twin in float32, on fresh random inputs, slots scattered and some of them
-outside the cache; rates are of the bytes that must move. Times are of a layer in a program of many, with buffers that rotate.
+Prints one line a case. Errors are ‖kernel − twin‖ / ‖twin‖, the twin in float32, on fresh random inputs,
+slots scattered and some of them outside the cache; rates are of the bytes that must move. Times are of a
+layer in a program of many, with buffers that rotate.
 """
 
 import dataclasses
@@ -25,7 +27,11 @@ from pallas_kernels.rms_norm import add_norm
 from pallas_kernels.rope_append import rope_append
 from pallas_kernels.token_limits import token_limits
 
-TOLERANCE = {"bfloat16": 4e-3, "float8_e4m3fn": 4e-2, "int8": 1e-2}  # one rounding of each number, twice where the twin rounds in between
+TOLERANCE = {
+    "bfloat16": 4e-3,
+    "float8_e4m3fn": 4e-2,
+    "int8": 1e-2,
+}  # one rounding of each number, twice where the twin rounds in between
 PAGE = 64
 LAYERS = 32
 
@@ -36,11 +42,18 @@ def error(got, want) -> float:
 
 
 def normal(rng, *shape, dtype=jnp.bfloat16):
-    return jax.jit(lambda key: jax.random.normal(key, shape, jnp.float32).astype(dtype))(jax.random.key(rng.integers(2**31)))
+    return jax.jit(lambda key: jax.random.normal(key, shape, jnp.float32).astype(dtype))(
+        jax.random.key(rng.integers(2**31))
+    )
 
 
 def check_norm(rows, rng, tokens, width, adds, centres, quantizes, sms=None):
-    x, y, weight, bias = normal(rng, tokens, width), normal(rng, tokens, width), normal(rng, width), normal(rng, width)
+    x, y, weight, bias = (
+        normal(rng, tokens, width),
+        normal(rng, tokens, width),
+        normal(rng, width),
+        normal(rng, width),
+    )
     args = (x, y if adds else None, weight, bias if centres else None)
     how = {"eps": 1e-5, "offset": 0.0 if centres else 1.0, "quantize": quantizes}
     other = {"other": normal(rng, tokens, width)} if adds > 1 else {}
@@ -48,11 +61,29 @@ def check_norm(rows, rng, tokens, width, adds, centres, quantizes, sms=None):
     poison_memory(jax.eval_shape(run, *args, **other))
     total, h = run(*args, **other)
     exact_args, exact_other = jax.tree.map(lambda v: v.astype(jnp.float32), (args, other))
-    _, want = jax.jit(functools.partial(reference.add_norm, **(how | {"quantize": False})))(*exact_args, **exact_other)
-    err, kind = error(reference.dequantize(h) if quantizes else h, want), "float8_e4m3fn" if quantizes else "bfloat16"
-    summed, _ = jax.jit(functools.partial(reference.add_norm, **how))(*args, **other)  # rounded where the kernel rounds: the same bits
+    _, want = jax.jit(functools.partial(reference.add_norm, **(how | {"quantize": False})))(
+        *exact_args, **exact_other
+    )
+    err, kind = (
+        error(reference.dequantize(h) if quantizes else h, want),
+        "float8_e4m3fn" if quantizes else "bfloat16",
+    )
+    summed, _ = jax.jit(functools.partial(reference.add_norm, **how))(
+        *args, **other
+    )  # rounded where the kernel rounds: the same bits
     ok = bool((total == summed).all()) and err < TOLERANCE[kind]
-    say(rows, what="check add_norm", ok=ok, error=err, t=tokens, d=width, adds=adds, centres=centres, quantizes=quantizes, sms=sms)
+    say(
+        rows,
+        what="check add_norm",
+        ok=ok,
+        error=err,
+        t=tokens,
+        d=width,
+        adds=adds,
+        centres=centres,
+        quantizes=quantizes,
+        sms=sms,
+    )
 
 
 def check_quantize(rows, rng, tokens, width):
@@ -62,8 +93,12 @@ def check_quantize(rows, rng, tokens, width):
     poison_memory(jax.eval_shape(run, x, *beside))
     got = run(x, *beside)
     want = jax.jit(reference.quantize_rows)(x.astype(jnp.float32), -x.astype(jnp.float32), beside[1])
-    steps = np.abs(np.asarray(got.values).view(np.int8).astype(int) - np.asarray(want.values).view(np.int8).astype(int))
-    ok = bool((got.scale == want.scale).all()) and steps.max() <= 1 and (steps > 0).mean() < 0.01  # 1 / scale rounds once more
+    steps = np.abs(
+        np.asarray(got.values).view(np.int8).astype(int) - np.asarray(want.values).view(np.int8).astype(int)
+    )
+    ok = (
+        bool((got.scale == want.scale).all()) and steps.max() <= 1 and (steps > 0).mean() < 0.01
+    )  # 1 / scale rounds once more
     say(rows, what="check quantize_rows", ok=ok, off=float((steps > 0).mean()), t=tokens, d=width)
 
 
@@ -81,18 +116,33 @@ def check_rope(rows, rng, tokens, kv, group, h, dtype, normed=False, sms=None, t
     pages = tokens // 20 + 2
     fused, cache = normal(rng, tokens, kv * (group + 2) * h), random_cache(rng, dtype, pages, kv, h)
     positions = jnp.asarray(rng.integers(0, 100_000, tokens), jnp.int32)
-    slots = jnp.asarray(rng.permutation(pages * PAGE)[:tokens], jnp.int32).at[tokens // 3].set(-1).at[tokens // 2].set(pages * PAGE)
-    how = {"head_dim": h, "inv_freq": jnp.asarray(5e5 ** -(np.arange(0, h, 2) / h), jnp.float32) if turned else None}
+    slots = (
+        jnp.asarray(rng.permutation(pages * PAGE)[:tokens], jnp.int32)
+        .at[tokens // 3]
+        .set(-1)
+        .at[tokens // 2]
+        .set(pages * PAGE)
+    )
+    how = {
+        "head_dim": h,
+        "inv_freq": jnp.asarray(5e5 ** -(np.arange(0, h, 2) / h), jnp.float32) if turned else None,
+    }
     if normed:
         how |= {"q_norm": normal(rng, h), "k_norm": normal(rng, h)}
     if dtype == jnp.float8_e4m3fn:
-        how |= {name: jnp.asarray(rng.uniform(0.005, 0.1, kv), jnp.float32) for name in ("k_scale", "v_scale")}
-    want = jax.jit(functools.partial(reference.rope_append, **how))(fused.astype(jnp.float32), *cache, positions, slots)
+        how |= {
+            name: jnp.asarray(rng.uniform(0.005, 0.1, kv), jnp.float32) for name in ("k_scale", "v_scale")
+        }
+    want = jax.jit(functools.partial(reference.rope_append, **how))(
+        fused.astype(jnp.float32), *cache, positions, slots
+    )
     kernel = functools.partial(rope_append, sms=sms, together=together, **how)
     poison_memory(jax.eval_shape(kernel, fused, *cache, positions, slots))
     got = jax.jit(kernel)(fused, *cache, positions, slots)
     again = jax.jit(kernel, donate_argnums=(1, 2))(fused, *jax.tree.map(jnp.copy, cache), positions, slots)
-    same = all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True))
+    same = all(
+        bool((a == b).all()) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True)
+    )
     errors = [error(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
     ok = same and errors[0] < TOLERANCE["bfloat16"] and np.max(errors[1:]) < TOLERANCE[jnp.dtype(dtype).name]
     name = jnp.dtype(dtype).name
@@ -123,9 +173,14 @@ def check_limits(rows, rng, count, columns, sigma):
     args = (x, x.max(-1), np.full(count, 0.8), total, np.full(count, -np.inf), k, p)
     args = (*(np.asarray(a, np.float32) for a in args), np.ones(count, bool))
     poison_memory(jax.eval_shape(token_limits, *args))
-    got, want = (np.nan_to_num(np.asarray(jax.jit(search)(*args)), nan=-np.inf) for search in (token_limits, reference.token_limits))
+    got, want = (
+        np.nan_to_num(np.asarray(jax.jit(search)(*args)), nan=-np.inf)
+        for search in (token_limits, reference.token_limits)
+    )
     kept = [(x >= limit[:, None]).sum(-1) for limit in (got, want)]
-    off = int(np.abs(kept[0] - kept[1]).max())  # a sum that meets its target within rounding may keep a token more or less
+    off = int(
+        np.abs(kept[0] - kept[1]).max()
+    )  # a sum that meets its target within rounding may keep a token more or less
     say(rows, what="check token_limits", ok=off <= 2, off=off, r=count, v=columns, sigma=sigma)
 
 
@@ -137,7 +192,9 @@ def check_far_rows(rows, rng, kernel, tokens=2**19 + 8, width=4096, last=64):
     """The last rows of arrays of more than 2**31 numbers give the bits that they give alone."""
     x = normal(rng, 1025, width)[jnp.arange(tokens) % 1025]
     args = (x, x) if kernel is add_norm else (x,)
-    run = jax.jit(functools.partial(add_norm, weight=normal(rng, width), eps=1e-5) if kernel is add_norm else kernel)
+    run = jax.jit(
+        functools.partial(add_norm, weight=normal(rng, width), eps=1e-5) if kernel is add_norm else kernel
+    )
     poison_memory(jax.eval_shape(run, *args))
     got = jax.tree.map(lambda a: last_rows(a, last), run(*args))
     want = run(*(last_rows(a, last) for a in args))
@@ -149,13 +206,18 @@ def check_far_pages(rows, rng, dtype, tokens=100, kv=8, group=4, h=128):
     """Pages past 2**31 numbers of a cache get the bits that those of a small one get."""
     pages = tokens // 20 + 2
     first = 2**31 // (kv * PAGE * h)
-    fused, positions = normal(rng, tokens, kv * (group + 2) * h), jnp.asarray(rng.integers(0, 100_000, tokens), jnp.int32)
+    fused, positions = (
+        normal(rng, tokens, kv * (group + 2) * h),
+        jnp.asarray(rng.integers(0, 100_000, tokens), jnp.int32),
+    )
     slots = jnp.asarray(rng.permutation(pages * PAGE)[:tokens], jnp.int32)
     how = {"head_dim": h, "inv_freq": jnp.asarray(5e5 ** -(np.arange(0, h, 2) / h), jnp.float32)}
     run = jax.jit(functools.partial(rope_append, **how), donate_argnums=(1, 2))
 
     def empty(count):
-        return jax.tree.map(lambda page: jnp.zeros((count, *page.shape[1:]), page.dtype), random_cache(rng, dtype, 1, kv, h))
+        return jax.tree.map(
+            lambda page: jnp.zeros((count, *page.shape[1:]), page.dtype), random_cache(rng, dtype, 1, kv, h)
+        )
 
     q, *far = run(fused, *empty(first + pages), positions, slots + first * PAGE)
     want_q, *near = run(fused, *empty(pages), positions, slots)
@@ -163,7 +225,14 @@ def check_far_pages(rows, rng, dtype, tokens=100, kv=8, group=4, h=128):
     pairs = zip(jax.tree.leaves((q, ends)), jax.tree.leaves((want_q, near)), strict=True)
     same = all(bool((a == b).all()) for a, b in pairs)
     size = max(leaf.size for leaf in jax.tree.leaves(far))
-    say(rows, what="check rope_append, far offsets", ok=same, same_bits=same, elements=size, cache=jnp.dtype(dtype).name)
+    say(
+        rows,
+        what="check rope_append, far offsets",
+        ok=same,
+        same_bits=same,
+        elements=size,
+        cache=jnp.dtype(dtype).name,
+    )
 
 
 def checks(rows, share=(0, 1)):
@@ -179,9 +248,15 @@ def checks(rows, share=(0, 1)):
         (2048, 4096, 1, False, False, 20),
     )
     cases = [functools.partial(check_norm, rows, rng, *case) for case in norms]
-    cases += [functools.partial(check_quantize, rows, rng, *case) for case in ((300, 4096), (2048, 8192), (7, 384), (1, 16384))]
+    cases += [
+        functools.partial(check_quantize, rows, rng, *case)
+        for case in ((300, 4096), (2048, 8192), (7, 384), (1, 16384))
+    ]
     cases += [functools.partial(check_far_rows, rows, rng, kernel) for kernel in (add_norm, quantize_rows)]
-    cases += [functools.partial(check_far_pages, rows, rng, dtype) for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)]
+    cases += [
+        functools.partial(check_far_pages, rows, rng, dtype)
+        for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)
+    ]
     shapes = (
         (300, 8, 4, 128),
         (64, 4, 2, 256),
@@ -193,13 +268,21 @@ def checks(rows, share=(0, 1)):
         (2048, 8, 4, 128),
     )
     for i, shape in enumerate(shapes):
-        for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)[: 2 if shape[1] % 2 else 3]:  # int8: an even number of KV heads
+        for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)[
+            : 2 if shape[1] % 2 else 3
+        ]:  # int8: an even number of KV heads
             for together in (None, 1, 32) if dtype != jnp.bfloat16 else (None,):
                 how = {"normed": i % 2 == 1, "sms": 28 if i % 3 == 2 else None, "together": together}
                 cases.append(functools.partial(check_rope, rows, rng, *shape, dtype, **how))
-    for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8):  # models whose positions are in their embeddings
+    for dtype in (
+        jnp.bfloat16,
+        jnp.float8_e4m3fn,
+        jnp.int8,
+    ):  # models whose positions are in their embeddings
         cases.append(functools.partial(check_rope, rows, rng, 300, 32, 1, 64, dtype, turned=False))
-    cases += [functools.partial(check_limits, rows, rng, *case) for case in ((64, 128256, 2.0), (8, 32000, 0.1))]
+    cases += [
+        functools.partial(check_limits, rows, rng, *case) for case in ((64, 128256, 2.0), (8, 32000, 0.1))
+    ]
     for case in cases[share[0] :: share[1]]:
         case()
 
@@ -212,7 +295,11 @@ def timed(rows, seconds, ways, calls, moved, **case):
 def time_norm(rows, seconds, tokens, width=4096, quantizes=False):
     """A chain, in which each layer waits for the one before, as in a step."""
     rng, rounds = np.random.default_rng(tokens), LAYERS if tokens > 256 else 4 * LAYERS
-    x, ys, ws = normal(rng, tokens, width), [normal(rng, tokens, width) for _ in range(LAYERS)], [normal(rng, width) for _ in range(LAYERS)]
+    x, ys, ws = (
+        normal(rng, tokens, width),
+        [normal(rng, tokens, width) for _ in range(LAYERS)],
+        [normal(rng, width) for _ in range(LAYERS)],
+    )
 
     def chain(norm):
         def run(x, ys, ws):
@@ -224,8 +311,13 @@ def time_norm(rows, seconds, tokens, width=4096, quantizes=False):
         program = jax.jit(run)
         return lambda: program(x, ys, ws)
 
-    ways = {"add_norm": chain(jax.jit(add_norm, static_argnames=("eps", "quantize"))), "add_norm xla": chain(reference.add_norm)}
-    timed(rows, seconds, ways, rounds, (7 if quantizes else 8) * tokens * width, t=tokens, quantizes=quantizes)
+    ways = {
+        "add_norm": chain(jax.jit(add_norm, static_argnames=("eps", "quantize"))),
+        "add_norm xla": chain(reference.add_norm),
+    }
+    timed(
+        rows, seconds, ways, rounds, (7 if quantizes else 8) * tokens * width, t=tokens, quantizes=quantizes
+    )
 
 
 def time_quantize(rows, seconds, tokens, width=4096):
@@ -293,10 +385,15 @@ def time_copy(rows, seconds, tokens, width=6144):
 def time_limits(rows, seconds, count=1024, columns=128256):
     x = normal(np.random.default_rng(0), count, columns, dtype=jnp.float32) * 2
     one, total = jnp.ones((count,)), jnp.exp(x - x.max(-1, keepdims=True)).sum(-1)
-    for name, k, p, wanted in (("top-p of all", columns, 0.9, count), ("top-k of all", 5000, 1.0, count), ("top-p of 4", columns, 0.9, 4)):
+    for name, k, p, wanted in (
+        ("top-p of all", columns, 0.9, count),
+        ("top-k of all", 5000, 1.0, count),
+        ("top-p of 4", columns, 0.9, 4),
+    ):
         args = (x, x.max(-1), one, total, one * -jnp.inf, one * k, one * p, jnp.arange(count) < wanted)
         ways = {
-            f"token_limits{how}": functools.partial(jax.jit(f), *args) for how, f in (("", token_limits), (" xla", reference.token_limits))
+            f"token_limits{how}": functools.partial(jax.jit(f), *args)
+            for how, f in (("", token_limits), (" xla", reference.token_limits))
         }
         timed(rows, seconds, ways, 1, x.size * 4, case=name)
 
@@ -316,5 +413,8 @@ if __name__ == "__main__":
     script.main(
         "pointwise",
         __doc__,
-        {"check": lambda rows, share, _: checks(rows, share), "time": lambda rows, _, seconds: times(rows, seconds)},
+        {
+            "check": lambda rows, share, _: checks(rows, share),
+            "time": lambda rows, _, seconds: times(rows, seconds),
+        },
     )

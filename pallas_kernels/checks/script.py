@@ -1,4 +1,6 @@
-"""What the checking scripts share: their command line, the rows that they print and keep, and the products that they time."""
+"""What the checking scripts share: their command line, the rows that they print and keep, and the products
+that they time.
+"""
 
 import argparse
 import json
@@ -24,7 +26,10 @@ Part = Callable[[Rows, tuple[int, int], float], None]  # rows, share (i, n), sec
 def _shapes() -> dict[str, dict[str, tuple[int, int]]]:
     known = known_shapes("bfloat16")
     names = {"8B": "llama-3.1-8b tp 1", "70B/tp4": "llama-3.1-70b tp 4"}
-    return {short: {op: (n, k) for op, (k, n, *_) in known[name].items() if op != "logits"} for short, name in names.items()}
+    return {
+        short: {op: (n, k) for op, (k, n, *_) in known[name].items() if op != "logits"}
+        for short, name in names.items()
+    }
 
 
 SHAPES = _shapes()  # model -> op -> [N, K] of a layer's products
@@ -34,7 +39,9 @@ def say(rows: Rows, **row: Any) -> None:
     """Keeps a row and prints it as one line. ok: of any kind that has a truth, as numpy's."""
     row |= {"ok": bool(row["ok"])} if "ok" in row else {}
     rows.append(row)
-    print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+    print(
+        " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True
+    )
 
 
 def parse_share(text: str) -> tuple[int, int]:
@@ -46,21 +53,26 @@ def parse_share(text: str) -> tuple[int, int]:
 
 
 def check_file(option: str, path: str | Path) -> None:
-    """Raises: ValueError, which names the option, for a path that no file could be written at, as it is before what goes there is known."""
+    """Raises: ValueError, which names the option, for a path that no file could be written at, as it is
+    before what goes there is known.
+    """
     folder = Path(path).parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{option} {path}: a file, in a folder that exists and can be written")
 
 
 def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
-    """Runs the parts that the command line names, all of them by default; exits with 1 if a row's `ok` is false, or without a GPU.
+    """Runs the parts that the command line names, all of them by default; exits with 1 if a row's `ok` is
+    false, or without a GPU.
 
     module: the script's, for the command that its figures are kept with; about: its docstring.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
     parser.add_argument("--only", default=",".join(parts), help="which parts, separated by commas")
-    parser.add_argument("--share", default="0/1", help="i/n: every n-th case from the i-th on, for several processes")
+    parser.add_argument(
+        "--share", default="0/1", help="i/n: every n-th case from the i-th on, for several processes"
+    )
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
     unknown = [part for part in args.only.split(",") if part not in parts]
@@ -82,7 +94,9 @@ def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
         if args.json:
             with open(args.json, "w") as f:
                 run = {"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
-                json.dump(run | {"rows": rows}, f, indent=1, default=lambda dtype: jax.numpy.dtype(dtype).name)
+                json.dump(
+                    run | {"rows": rows}, f, indent=1, default=lambda dtype: jax.numpy.dtype(dtype).name
+                )
     bad = [row for row in rows if not row.get("ok", True)]
     print(f"{len(bad)} checks failed" if bad else "all checks passed")
     raise SystemExit(bool(bad))

@@ -1,10 +1,13 @@
-"""Times bfloat16 products with a stage left out, beside the whole kernel and cuBLAS through XLA, in turn: what of a product costs what.
+"""Times bfloat16 products with a stage left out, beside the whole kernel and cuBLAS through XLA, in turn:
+what of a product costs what.
 
-    python -m pallas_kernels.checks.stages [--only dense,bounded,flat,decode] [--share 0/6] [--seconds 0.3] [--json FILE]
+    python -m pallas_kernels.checks.stages [--only dense,bounded,flat,decode] [--share 0/6] [--seconds 0.3]
+    [--json FILE]
 
-The kernels are the ones that serve; decode attention is `decode_stages`'. A stage of a product is left out by the place that a copy is
-told: beyond an array's end TMA writes nothing, and fills with zeros without reading (products of zeros take less power: see the clock
-beside them); a few rows of a weight again and again are in the L2. Otherwise weights are rotated over four times the L2.
+The kernels are the ones that serve; decode attention is `decode_stages`'. A stage of a product is left out by
+the place that a copy is told: beyond an array's end TMA writes nothing, and fills with zeros without reading
+(products of zeros take less power: see the clock beside them); a few rows of a weight again and again are in
+the L2. Otherwise weights are rotated over four times the L2.
 """
 
 import dataclasses
@@ -29,7 +32,9 @@ from pallas_kernels.checks.timing import interleaved, looped
 from pallas_kernels.gemm_tiles import GemmPlan, Schedule, gemm_plan, plan_of
 from pallas_kernels.tiles import SMS
 
-Move = Callable[[tuple[int, ...], Any, Any], tuple[Any, Any]]  # an array's shape, a slice's first row and column -> those to take
+Move = Callable[
+    [tuple[int, ...], Any, Any], tuple[Any, Any]
+]  # an array's shape, a slice's first row and column -> those to take
 
 DENSE = [(m, "8B", op) for op in ("qkv", "down") for m in (256, 512)]
 DENSE += [(512, "70B/tp4", "qkv"), (2048, "70B/tp4", "qkv"), (2048, "8B", "down")]
@@ -81,7 +86,9 @@ class Moved:
 
 
 def without(module: ModuleType, moves: dict[str, Move], gemm: Callable) -> Callable:
-    """gemm(x, w), of `module`, whose kernel (`multiply`) takes its last arrays, which are x, w and the output o, as `moves` says."""
+    """gemm(x, w), of `module`, whose kernel (`multiply`) takes its last arrays, which are x, w and the output
+    o, as `moves` says.
+    """
     whole = module.multiply
 
     def multiply(*refs, **kw):
@@ -97,7 +104,9 @@ def without(module: ModuleType, moves: dict[str, Move], gemm: Callable) -> Calla
 
 
 def dense_ways(m: int, n: int, k: int, sms: int = SMS) -> dict[str, Callable]:
-    """The kernel whole, with stages left out, and with its tiles cut otherwise, where it cuts them; on so many SMs."""
+    """The kernel whole, with stages left out, and with its tiles cut otherwise, where it cuts them; on so
+    many SMs.
+    """
     gemm, own = functools.partial(dense.dense_gemm, sms=sms), gemm_plan(m, n, k, sms)
     ways = {name: without(dense, moves, gemm) for name, moves in LEFT_OUT.items() if name != "x not read"}
     if own.schedule.slots:
@@ -107,7 +116,9 @@ def dense_ways(m: int, n: int, k: int, sms: int = SMS) -> dict[str, Callable]:
 
 
 def unsummed(plan: GemmPlan) -> GemmPlan:
-    """The same cuts, but each part is stored as if it were its tile's sums: nothing is handed over, waited for or zeroed before."""
+    """The same cuts, but each part is stored as if it were its tile's sums: nothing is handed over, waited
+    for or zeroed before.
+    """
     table = plan.schedule.table.copy()
     table[:, :, 4], table[:, :, 5:] = -1, 0
     return dataclasses.replace(plan, schedule=Schedule(table, 0))
@@ -122,8 +133,12 @@ def flat_ways(*_: int) -> dict[str, Callable]:
 def operands(m: int, n: int, k: int) -> tuple[list, list]:
     """Each x with a weight of its own."""
     weights = max(4, -(-4 * L2_BYTES // (2 * n * k)))
-    normal = jax.jit(lambda i, shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16), static_argnums=1)
-    return [normal(i, (m, k)) for i in range(weights)], [normal(i + weights, (n, k)) * k**-0.5 for i in range(weights)]
+    normal = jax.jit(
+        lambda i, shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16), static_argnums=1
+    )
+    return [normal(i, (m, k)) for i in range(weights)], [
+        normal(i + weights, (n, k)) * k**-0.5 for i in range(weights)
+    ]
 
 
 def times(kernel: str, ways_of: Callable, cases, rows, share, seconds) -> None:
@@ -131,22 +146,38 @@ def times(kernel: str, ways_of: Callable, cases, rows, share, seconds) -> None:
         n, k = script.SHAPES[model][op]
         xs, ws = operands(m, n, k)
         rounds = max(1, round(5e-3 / len(ws) / max(2 * m * k * n / 700e12, 2 * k * n / 4e12)))
-        lowered = {name: looped(jax.jit(gemm), rounds).lower(xs, ws) for name, gemm in ways_of(m, n, k).items()}
+        lowered = {
+            name: looped(jax.jit(gemm), rounds).lower(xs, ws) for name, gemm in ways_of(m, n, k).items()
+        }
         with ThreadPoolExecutor() as pool:
-            compiled = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
+            compiled = dict(
+                zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True)
+            )
         # Alone, for XLA times its candidates. Those are cuBLAS': to time Triton's takes it 5 to 20 s a shape.
-        compiled["xla"] = looped(reference.gemm, rounds).lower(xs, ws).compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+        compiled["xla"] = (
+            looped(reference.gemm, rounds)
+            .lower(xs, ws)
+            .compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+        )
         runs = {name: functools.partial(program, xs, ws) for name, program in compiled.items()}
         timings = interleaved(runs, calls=rounds * len(xs), seconds=seconds)
         for name, t in timings.items():
             labels = {"what": name, "kernel": kernel, "model": model, "op": op, "m": m, "n": n, "k": k}
-            say(rows, **labels, of_whole=t.us / timings["whole"].us, tflops=2 * m * n * k / t.us / 1e6, **dataclasses.asdict(t))
+            say(
+                rows,
+                **labels,
+                of_whole=t.us / timings["whole"].us,
+                tflops=2 * m * n * k / t.us / 1e6,
+                **dataclasses.asdict(t),
+            )
 
 
 if __name__ == "__main__":
     parts: dict[str, script.Part] = {
         "dense": functools.partial(times, "dense_gemm", dense_ways, DENSE),
-        "bounded": functools.partial(times, f"dense_gemm_{FEW_SMS}", functools.partial(dense_ways, sms=FEW_SMS), ON_FEW),
+        "bounded": functools.partial(
+            times, f"dense_gemm_{FEW_SMS}", functools.partial(dense_ways, sms=FEW_SMS), ON_FEW
+        ),
         "flat": functools.partial(times, "flat_gemm", flat_ways, FLAT),
         "decode": decode_stages.times,
     }

@@ -1,5 +1,6 @@
-"""Times work on a GPU the way a serving engine runs it: long enough for the power governor to settle, rivals in turn, with clock, watts
-and joules beside each."""
+"""Times work on a GPU the way a serving engine runs it: long enough for the power governor to settle, rivals
+in turn, with clock, watts and joules beside each.
+"""
 
 import dataclasses
 import threading
@@ -22,8 +23,10 @@ _AHEAD = 3  # programs in flight: enough to hide the host, few enough that their
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Of one call: `us`, its median time over windows; `spread` of the windows, relative; `mhz`, the SM clock's median; `watts`, the card's
-    mean power; `joules` (all three None where the windows were too short to read). `seconds`: how long was measured in all."""
+    """Of one call: `us`, its median time over windows; `spread` of the windows, relative; `mhz`, the SM
+    clock's median; `watts`, the card's mean power; `joules` (all three None where the windows were too short
+    to read). `seconds`: how long was measured in all.
+    """
 
     us: float
     spread: float
@@ -36,7 +39,8 @@ class Timing:
 class _Sensor:
     """SM clock (MHz) and power (W) while open, read every 20 ms; nothing where there is no NVIDIA driver.
 
-    The card's energy counter moves in steps of a tenth of a second: too coarse for windows that rivals take in turn.
+    The card's energy counter moves in steps of a tenth of a second: too coarse for windows that rivals take
+    in turn.
     """
 
     def __enter__(self):
@@ -78,8 +82,9 @@ def _repeat(run: Callable[[], Any], times: int) -> None:
 def looped(one: Callable[[Any, Any], Any], rounds: int) -> Wrapped:
     """A program (xs, ws) -> outputs that calls one(x, w) on every pair, `rounds` times over, on the device.
 
-    Every x has a w of its own: XLA merges products that share one. And it loops: the CUDA graph of a program whose outputs lie elsewhere at
-    every call is recorded at every call, which costs a short kernel as much as it takes.
+    Every x has a w of its own: XLA merges products that share one. And it loops: the CUDA graph of a program
+    whose outputs lie elsewhere at every call is recorded at every call, which costs a short kernel as much as
+    it takes.
     """
 
     def run(xs, ws):
@@ -93,7 +98,9 @@ def looped(one: Callable[[Any, Any], Any], rounds: int) -> Wrapped:
 
 
 def _once(run: Callable[[], Any]) -> float:
-    """Seconds of one run, roughly: of ever more of them, until they last 30 ms twice. The first ones may record a graph."""
+    """Seconds of one run, roughly: of ever more of them, until they last 30 ms twice. The first ones may
+    record a graph.
+    """
     _repeat(run, 3)
     times, least = 1, 0.0
     while True:
@@ -109,17 +116,27 @@ def _once(run: Callable[[], Any]) -> float:
 
 
 def interleaved(
-    ways: Mapping[str, Callable[[], Any]], *, calls: Mapping[str, int] | int = 1, seconds: float = 0.6, rounds: int = 3
+    ways: Mapping[str, Callable[[], Any]],
+    *,
+    calls: Mapping[str, int] | int = 1,
+    seconds: float = 0.6,
+    rounds: int = 3,
 ) -> dict[str, Timing]:
     """Times several ways to do something in turn, so that heat, clocks and neighbours are the same for all.
 
     Args:
-      ways: each enqueues a program and returns its arrays; it should last a millisecond or more, so that the host is not what is timed.
-      calls: how many calls of what is being timed one program makes, of each way or of all.
-      seconds: how long each way is measured in all, in `rounds` windows. One more window, the first, only warms.
+      ways: each enqueues a program and returns its arrays; it should last a millisecond or more, so that the
+      host is not what is timed. calls: how many calls of what is being timed one program makes, of each way
+      or of all. seconds: how long each way is measured in all, in `rounds` windows. One more window, the
+      first, only warms.
     """
     many = dict.fromkeys(ways, calls) if isinstance(calls, int) else calls
-    times, windows, clocks, powers = {}, {name: [] for name in ways}, {name: [] for name in ways}, {name: [] for name in ways}
+    times, windows, clocks, powers = (
+        {},
+        {name: [] for name in ways},
+        {name: [] for name in ways},
+        {name: [] for name in ways},
+    )
     for name, run in ways.items():
         times[name] = max(1, round(seconds / rounds / _once(run)))
     order = list(ways.items())
@@ -133,7 +150,9 @@ def interleaved(
                 windows[name].append(took / times[name] / many[name])
                 clocks[name] += sensor.clocks
                 powers[name] += sensor.powers
-    return {name: _timing(windows[name], clocks[name], powers[name], times[name] * many[name]) for name in ways}
+    return {
+        name: _timing(windows[name], clocks[name], powers[name], times[name] * many[name]) for name in ways
+    }
 
 
 def _timing(windows: list[float], clocks: list[float], powers: list[float], calls: int) -> Timing:
@@ -150,4 +169,6 @@ def _timing(windows: list[float], clocks: list[float], powers: list[float], call
 
 def sustained(fn, *args, calls: int, seconds: float = 0.6) -> dict:
     """`Timing`, as a dictionary, of one of the `calls` that fn(*args) makes."""
-    return dataclasses.asdict(interleaved({"": lambda: fn(*args)}, calls=calls, seconds=seconds, rounds=4)[""])
+    return dataclasses.asdict(
+        interleaved({"": lambda: fn(*args)}, calls=calls, seconds=seconds, rounds=4)[""]
+    )

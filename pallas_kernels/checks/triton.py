@@ -1,4 +1,5 @@
-"""Checks the Triton kernels against their twins on a GPU, and times them beside XLA and JAX's paged attention.
+"""Checks the Triton kernels against their twins on a GPU, and times them beside XLA and JAX's paged
+attention.
 
     python -m pallas_kernels.checks.triton [--only check,decode,gemm] [--json FILE]
 
@@ -26,7 +27,10 @@ TOLERANCE = 6e-3  # bfloat16 operands and weights against float32
 
 def check_decode(rows, rng, lengths, n, kv, h, **kw):
     table, pages = page_tables(rng, lengths)
-    k, v = (poison(random_pages(jax.random.key(rng.integers(2**31)), pages, kv, h), table, lengths) for _ in range(2))
+    k, v = (
+        poison(random_pages(jax.random.key(rng.integers(2**31)), pages, kv, h), table, lengths)
+        for _ in range(2)
+    )
     q = jnp.asarray(rng.normal(size=(len(lengths), n, h)) * rng.choice([1, 4]), jnp.bfloat16)
     table, lengths = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
     run = jax.jit(functools.partial(decode_attention, scale=h**-0.5, **kw))
@@ -34,7 +38,18 @@ def check_decode(rows, rng, lengths, n, kv, h, **kw):
     got, again = run(q, k, v, table, lengths), run(q, k, v, table, lengths)
     err = error(got, exact(reference.decode_attention, q, k, v, table, lengths, scale=h**-0.5, **kw))
     same = bool((got == again).all())
-    say(rows, what="check decode", ok=err < TOLERANCE and same, error=err, same_bits=same, b=len(lengths), n=n, kv=kv, h=h, **kw)
+    say(
+        rows,
+        what="check decode",
+        ok=err < TOLERANCE and same,
+        error=err,
+        same_bits=same,
+        b=len(lengths),
+        n=n,
+        kv=kv,
+        h=h,
+        **kw,
+    )
 
 
 def check_gemm(rows, rng, m, n, k, **tile):
@@ -45,7 +60,9 @@ def check_gemm(rows, rng, m, n, k, **tile):
     poison_memory(jax.eval_shape(run, x, w))
     got = run(x, w)
     err, same = error(got, want), bool((got == run(x, w)).all())
-    say(rows, what="check gemm", ok=err < TOLERANCE and same, error=err, same_bits=same, m=m, n=n, k=k, **tile)
+    say(
+        rows, what="check gemm", ok=err < TOLERANCE and same, error=err, same_bits=same, m=m, n=n, k=k, **tile
+    )
 
 
 def checks(rows):
@@ -60,21 +77,37 @@ def checks(rows):
     check_decode(rows, rng, ragged(9, 900), 8, 4, 256, window=64, soft_cap=50.0)
     check_decode(rows, rng, [0, 0, 65, 0], 32, 8, 128)
     check_decode(rows, rng, [20000, *[200] * 40], 32, 8, 128)
-    for m, n, k in ((1, 6144, 4096), (7, 1000, 777), (16, 4096, 14336), (33, 28672, 4096), (64, 128256, 4096)):
+    for m, n, k in (
+        (1, 6144, 4096),
+        (7, 1000, 777),
+        (16, 4096, 14336),
+        (33, 28672, 4096),
+        (64, 128256, 4096),
+    ):
         check_gemm(rows, rng, m, n, k)
 
 
 def time_decode(rows, name, lengths, n=32, kv=8, h=128, caches=3, layers=16, seconds=0.6):
     rng = np.random.default_rng(len(name))
     table, pages = page_tables(rng, lengths)
-    cache = [tuple(random_pages(jax.random.key(2 * i + j), pages, kv, h) for j in range(2)) for i in range(caches)]
+    cache = [
+        tuple(random_pages(jax.random.key(2 * i + j), pages, kv, h) for j in range(2)) for i in range(caches)
+    ]
     qs = queries(layers, len(lengths), n, h)
     layer = jax.jit(functools.partial(decode_attention, scale=h**-0.5))
 
     def run(qs, cache, table, lengths):
         return [layer(q, *cache[i % caches], table, lengths) for i, q in enumerate(qs)]
 
-    t = sustained(jax.jit(run), qs, cache, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), calls=layers, seconds=seconds)
+    t = sustained(
+        jax.jit(run),
+        qs,
+        cache,
+        jnp.asarray(table),
+        jnp.asarray(lengths, jnp.int32),
+        calls=layers,
+        seconds=seconds,
+    )
     say(rows, what="decode", case=name, tbs=float(sum(lengths)) * kv * h * 4 / t["us"] / 1e6, **t)
 
 
@@ -82,11 +115,17 @@ def time_gemm(rows, m, n, k, tiles, seconds=0.5):
     copies = max(4, -(-(240 << 20) // (n * k * 2)))  # of the weights: past the L2
     ws = [jax.random.normal(jax.random.key(i), (n, k), jnp.bfloat16) for i in range(copies)]
     xs = [jax.random.normal(jax.random.key(i), (m, k), jnp.bfloat16) for i in range(copies)]
-    ways = {"xla": reference.gemm} | {str(tile or "own"): functools.partial(flat_gemm, tile=tile) for tile in tiles}
+    ways = {"xla": reference.gemm} | {
+        str(tile or "own"): functools.partial(flat_gemm, tile=tile) for tile in tiles
+    }
     for name, way in ways.items():
         one = jax.jit(way)
         t = sustained(
-            jax.jit(lambda xs, ws, one=one: [one(x, w) for x, w in zip(xs, ws, strict=True)]), xs, ws, calls=copies, seconds=seconds
+            jax.jit(lambda xs, ws, one=one: [one(x, w) for x, w in zip(xs, ws, strict=True)]),
+            xs,
+            ws,
+            calls=copies,
+            seconds=seconds,
         )
         say(rows, what="gemm", m=m, n=n, k=k, way=name, tbs=n * k * 2 / t["us"] / 1e6, **t)
 
@@ -100,7 +139,9 @@ def decodes(rows, _, seconds):
 
 def gemms(rows, _, seconds):
     for m in (1, 16, 64):
-        time_gemm(rows, m, 28672, 4096, (None, Tile(128, 64, 1), Tile(32, 128, 1), Tile(64, 128, 1, 4, 3)), seconds)
+        time_gemm(
+            rows, m, 28672, 4096, (None, Tile(128, 64, 1), Tile(32, 128, 1), Tile(64, 128, 1, 4, 3)), seconds
+        )
         time_gemm(rows, m, 4096, 4096, (None, Tile(32, 128, 4), Tile(32, 256, 2)), seconds)
 
 

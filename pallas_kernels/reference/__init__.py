@@ -1,11 +1,16 @@
 """The jnp twin of every kernel: its definition, and the backend where no faster kernel exists.
 
 Loops run to counts that are data, so the cost follows the tokens that are there and not the padded shapes.
-Letters: T tokens, B and R sequences, N query heads, K key/value heads, H head width, P pages, S tokens a page,
-MP pages a sequence at most, C prefill chunks, M rows of a product.
+Letters: T tokens, B and R sequences, N query heads, K key/value heads, H head width, P pages, S tokens a
+page, MP pages a sequence at most, C prefill chunks, M rows of a product.
 """
 
-from pallas_kernels.reference.attention import chunk_attention, decode_attention, list_chunk_work, list_decode_work
+from pallas_kernels.reference.attention import (
+    chunk_attention,
+    decode_attention,
+    list_chunk_work,
+    list_decode_work,
+)
 from pallas_kernels.reference.gemm import activate, finish, gate_mul, gemm
 from pallas_kernels.reference.grouped import Groups, grouped_gemm, list_groups
 from pallas_kernels.reference.norm import add_norm, rms_norm

@@ -35,8 +35,8 @@ def _key_blocks(page_table, pages, page_size):
 def read_pages(pages: Array, scale: Array | None, ids: Array, values: bool = False) -> Array:
     """float32 [..., K, n * S, H] of the pages `ids` [..., n] of a cache.
 
-    scale: None, float32 [K] (one a head) or [P, K, S] (one a token and head); true values are the cache's times it.
-    values: of 8 bits they lie [P, K, H, S], all else [P, K, S, H].
+    scale: None, float32 [K] (one a head) or [P, K, S] (one a token and head); true values are the cache's
+    times it. values: of 8 bits they lie [P, K, H, S], all else [P, K, S, H].
     """
     x = pages[ids].astype(jnp.float32)
     if values and pages.dtype.itemsize == 1:
@@ -72,8 +72,9 @@ def decode_attention(
       lengths: keys of each row, its own included; 0 skips the row.
       into: the results of rows without keys, and from B on; None: 0.
       window: see only the last `window` keys. soft_cap: scores become soft_cap · tanh(score / soft_cap).
-      k_scale, v_scale: what the cache's numbers are multiplied with, one a head [K] or one a token and head [P, K, S].
-      unified, sms, work: how a kernel is to do it (`pallas_kernels.decode_attention`); they do not change what it computes.
+      k_scale, v_scale: what the cache's numbers are multiplied with, one a head [K] or one a token and head
+      [P, K, S]. unified, sms, work: how a kernel is to do it (`pallas_kernels.decode_attention`); they do not
+      change what it computes.
     """
     del unified, sms, work
     (t, n, h), b, (p, kv, s, _) = q.shape, lengths.shape[0], k_pages.shape
@@ -81,7 +82,10 @@ def decode_attention(
     block = per_block * s
     grouped = q[:b].reshape(b, kv, n // kv, h).astype(jnp.float32) * scale
     first_key = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0)
-    first_block = jnp.where(lengths > 0, first_key, jnp.max(lengths, initial=0)).min(initial=jnp.iinfo(jnp.int32).max) // block
+    first_block = (
+        jnp.where(lengths > 0, first_key, jnp.max(lengths, initial=0)).min(initial=jnp.iinfo(jnp.int32).max)
+        // block
+    )
 
     def step(i, state):
         ids = lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
@@ -98,7 +102,9 @@ def decode_attention(
     if into is None:
         return jnp.pad(out, ((0, t - b), (0, 0), (0, 0)))
     # Not by `.at[:b].set`: two such scatters under shard_map crash XLA's CPU compiler (jaxlib 0.11.2).
-    return lax.dynamic_update_slice_in_dim(into, jnp.where((lengths > 0)[:, None, None], out, into[:b]), 0, axis=0)
+    return lax.dynamic_update_slice_in_dim(
+        into, jnp.where((lengths > 0)[:, None, None], out, into[:b]), 0, axis=0
+    )
 
 
 def list_decode_work(lengths: Int[Array, " B"], **settings: object) -> None:
@@ -128,7 +134,8 @@ def chunk_attention(
     """Causal attention of prefill chunks over their sequences' pages (SARATHI §4.2: the mask at any offset).
 
     Args:
-      chunks: a row each (first token in q, tokens, row of page_table, position of the first token); the chunk's own
+      chunks: a row each (first token in q, tokens, row of page_table, position of the first token); the
+      chunk's own
         keys are in the pages already. Chunks of 0 tokens are skipped.
       all others: as `decode_attention`'s.
     Returns:
@@ -142,7 +149,10 @@ def chunk_attention(
     padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
 
     def attend(tile_q, pages_of_row, position):  # [tile, N, H] -> [tile, N, H]; position of its first token
-        grouped = tile_q.reshape(tile, kv, g, h).transpose(1, 2, 0, 3).reshape(kv, g * tile, h).astype(jnp.float32) * scale
+        grouped = (
+            tile_q.reshape(tile, kv, g, h).transpose(1, 2, 0, 3).reshape(kv, g * tile, h).astype(jnp.float32)
+            * scale
+        )
         row_position = jnp.tile(position + jnp.arange(tile), g)
 
         def step(i, state):
@@ -171,7 +181,9 @@ def chunk_attention(
             new = attend(lax.dynamic_slice_in_dim(padded, start, tile), table[row], position + j * tile)
             old = lax.dynamic_slice_in_dim(out, start, tile)
             mine = jnp.arange(tile) < tokens - j * tile
-            return lax.dynamic_update_slice_in_dim(out, jnp.where(mine[:, None, None], new, old), start, axis=0)
+            return lax.dynamic_update_slice_in_dim(
+                out, jnp.where(mine[:, None, None], new, old), start, axis=0
+            )
 
         return lax.fori_loop(0, -(-tokens // tile), one_tile, out)
 

@@ -25,10 +25,10 @@ def gemm(
 
     Args:
       activation: silu, gelu_tanh, relu or None.
-      gate_block: columns lie as blocks of so many gates, then as many ups, alternating; the result is act(gate) · up, of N / 2 columns.
-      quantize: the result in e4m3 with a scale for every 128 columns of a row.
-      out_dtype: of the result; None: x's, bfloat16 where x is quantized.
-      sms: how many SMs a kernel may occupy; it does not change what is computed.
+      gate_block: columns lie as blocks of so many gates, then as many ups, alternating; the result is
+      act(gate) · up, of N / 2 columns. quantize: the result in e4m3 with a scale for every 128 columns of a
+      row. out_dtype: of the result; None: x's, bfloat16 where x is quantized. sms: how many SMs a kernel may
+      occupy; it does not change what is computed.
     """
     del sms
     out = jnp.dtype(out_dtype or (jnp.bfloat16 if isinstance(x, Quantized) else x.dtype))
@@ -39,7 +39,8 @@ def gemm(
         operands = x.values.dtype  # XLA multiplies two e4m3 arrays as such, and scales what comes out
     w = dequantize_int4(w, operands) if isinstance(w, Int4) else w
     (x, of_rows), (w, of_columns) = _factors(x, operands), _factors(w, operands)
-    # Without scales the product is rounded before what follows: where XLA computes it, that is half the bytes; in float32, nothing.
+    # Without scales the product is rounded before what follows: where XLA computes it, that is half the
+    # bytes; in float32, nothing.
     y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=out if plain else jnp.float32)
     if of_rows is not None:
         y = y * (of_rows[:, None] if of_rows.ndim else of_rows)
@@ -49,7 +50,9 @@ def gemm(
 
 
 def _factors(x: Array | Quantized, dtype) -> tuple[Array, Array | None]:
-    """An operand as (numbers, scale of its rows): a scale that changes along a row cannot wait until after the sum."""
+    """An operand as (numbers, scale of its rows): a scale that changes along a row cannot wait until after
+    the sum.
+    """
     if not isinstance(x, Quantized):
         return x, None
     if x.scale.ndim == x.values.ndim:

@@ -1,6 +1,7 @@
 """Numbers of 4 bits in groups, 64 columns in the weights of products: how they are made and read back.
 
-A group's values lie between a minimum and a maximum; 16 levels, evenly spaced, stand for them (FlexGen §5's group quantisation).
+A group's values lie between a minimum and a maximum; 16 levels, evenly spaced, stand for them (FlexGen §5's
+group quantisation).
 """
 
 import jax.numpy as jnp
@@ -8,10 +9,17 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.quantized import GROUP, Int4
 
-# A group's column is (j, half, eight, lane, odd) in base (2, 2, 2, 4, 2). Lane first makes 8 bytes of what one thread of a Hopper tensor
-# core's operand needs; the two bits of a pair of columns, odd, 16 bits apart let one mask take both out of a word.
+# A group's column is (j, half, eight, lane, odd) in base (2, 2, 2, 4, 2). Lane first makes 8 bytes of what
+# one thread of a Hopper tensor core's operand needs; the two bits of a pair of columns, odd, 16 bits apart
+# let one mask take both out of a word.
 _COLUMNS = (2, 2, 2, 4, 2)
-_TO_BYTES = (3, 0, 4, 1, 2)  # (lane, j, odd, half, eight): the eights of a byte are its low and its high nibble
+_TO_BYTES = (
+    3,
+    0,
+    4,
+    1,
+    2,
+)  # (lane, j, odd, half, eight): the eights of a byte are its low and its high nibble
 _TO_COLUMNS = (1, 3, 4, 0, 2)
 
 
@@ -29,26 +37,38 @@ def quantize_int4(x: Float[Array, "*M K"], group: int = GROUP) -> Int4:
     # Levels reach the maximum from the rounded minimum; a group of equal values needs any scale but 0.
     scale = jnp.maximum((groups.max(-1) - zero.astype(jnp.float32)) / 15.0, 1e-30).astype(jnp.bfloat16)
     levels = (groups - zero.astype(jnp.float32)[..., None]) / scale.astype(jnp.float32)[..., None]
-    nibbles = _in_order(jnp.clip(jnp.round(levels), 0, 15).astype(jnp.uint8), packed=True).reshape(*rows, k // 2, 2)
+    nibbles = _in_order(jnp.clip(jnp.round(levels), 0, 15).astype(jnp.uint8), packed=True).reshape(
+        *rows, k // 2, 2
+    )
     return Int4(nibbles[..., 0] | (nibbles[..., 1] << 4), scale, zero)
 
 
 def dequantize_int4(w: Int4, dtype=jnp.bfloat16) -> Float[Array, "*M K"]:
     """nibble · scale + zero, computed in float32 and rounded to `dtype` once."""
     groups = w.scale.shape[-1]
-    nibbles = jnp.stack([w.packed & 15, w.packed >> 4], axis=-1).reshape(*w.scale.shape, w.shape[-1] // groups)
+    nibbles = jnp.stack([w.packed & 15, w.packed >> 4], axis=-1).reshape(
+        *w.scale.shape, w.shape[-1] // groups
+    )
     nibbles = _in_order(nibbles, packed=False)
-    values = nibbles.astype(jnp.float32) * w.scale.astype(jnp.float32)[..., None] + w.zero.astype(jnp.float32)[..., None]
+    values = (
+        nibbles.astype(jnp.float32) * w.scale.astype(jnp.float32)[..., None]
+        + w.zero.astype(jnp.float32)[..., None]
+    )
     return values.reshape(w.shape).astype(dtype)
 
 
 def _in_order(nibbles: Array, *, packed: bool) -> Array:
     """A group's nibbles [..., group] as they are packed, the two of a byte side by side, or back as columns.
 
-    Only a group of 64 is what a tensor core reads; in any other a byte holds a column and the one half a group behind it.
+    Only a group of 64 is what a tensor core reads; in any other a byte holds a column and the one half a
+    group behind it.
     """
     *outer, group = nibbles.shape
-    columns, to_bytes, to_columns = (_COLUMNS, _TO_BYTES, _TO_COLUMNS) if group == GROUP else ((2, group // 2), (1, 0), (1, 0))
+    columns, to_bytes, to_columns = (
+        (_COLUMNS, _TO_BYTES, _TO_COLUMNS) if group == GROUP else ((2, group // 2), (1, 0), (1, 0))
+    )
     split, order = (columns, to_bytes) if packed else (tuple(columns[axis] for axis in to_bytes), to_columns)
-    turned = nibbles.reshape(*outer, *split).transpose(*range(len(outer)), *(len(outer) + axis for axis in order))
+    turned = nibbles.reshape(*outer, *split).transpose(
+        *range(len(outer)), *(len(outer) + axis for axis in order)
+    )
     return turned.reshape(*outer, group)

@@ -37,7 +37,9 @@ def add_norm(
     return x, quantize_rows(h) if quantize else h.astype(x.dtype)
 
 
-def rms_norm(x: Float[Array, "*M D"], weight: Float[Array, " D"], *, eps: float, offset: float = 0.0) -> Float[Array, "*M D"]:
+def rms_norm(
+    x: Float[Array, "*M D"], weight: Float[Array, " D"], *, eps: float, offset: float = 0.0
+) -> Float[Array, "*M D"]:
     """x / sqrt(mean(x²) + eps) · (offset + weight), over the last axis."""
     return _rms(x.astype(jnp.float32), weight, eps, offset).astype(x.dtype)
 

@@ -24,13 +24,14 @@ def quantize_rows(
 ) -> Quantized:
     """A scale [*M] for each row of the last axis: an activation's token, a weight's output channel.
 
-    top, top_rows: both or none. Of a longer array that x's row 0 is row `start` of, the first `top_rows` rows are top's, not x's.
-    sms: how many SMs a kernel may occupy; it does not change what is computed.
+    top, top_rows: both or none. Of a longer array that x's row 0 is row `start` of, the first `top_rows` rows
+    are top's, not x's. sms: how many SMs a kernel may occupy; it does not change what is computed.
     """
     del sms
     if top is not None and top_rows is not None:
         x = jnp.where((start + jnp.arange(x.shape[0]) < top_rows)[:, None], top, x)
-    # Scaled before the maximum is taken, which changes no bit: nothing is left to do behind the reduction, so XLA needs no kernel for it.
+    # Scaled before the maximum is taken, which changes no bit: nothing is left to do behind the reduction, so
+    # XLA needs no kernel for it.
     scale = (jnp.maximum(jnp.abs(x.astype(jnp.float32)), _SMALLEST) * (1 / E4M3_MAX)).max(-1)
     return Quantized(to_e4m3(x, scale[..., None]), scale)
 

@@ -1,4 +1,6 @@
-"""Where top-k and top-p cut a row of logits, found by searching the bits of the limiting value, without sorting."""
+"""Where top-k and top-p cut a row of logits, found by searching the bits of the limiting value, without
+sorting.
+"""
 
 from collections.abc import Callable
 
@@ -54,9 +56,11 @@ def token_limits(
 
 
 def largest_limit(x: Float[Array, "R n"], weigh: OfValues, target: Float[Array, " R"]) -> Float[Array, " R"]:
-    """The largest value v of a row such that the values >= v weigh at least the target; -inf where even all weigh less.
+    """The largest value v of a row such that the values >= v weigh at least the target; -inf where even all
+    weigh less.
 
-    Floats compare as integers do once their bits are rearranged (`_value` undoes it), so v is found digit by digit of
+    Floats compare as integers do once their bits are rearranged (`_value` undoes it), so v is found digit by
+    digit of
     `DIGIT` bits, from the highest: one pass over x for each, which sums up beyond every candidate at once.
 
     Args:

@@ -1,12 +1,13 @@
-"""Paged decode attention in Triton: the split of `pallas_kernels.decode_attention`, for GPUs that have no TMA and no wgmma.
+"""Paged decode attention in Triton: the split of `pallas_kernels.decode_attention`, for GPUs that have no TMA
+and no wgmma.
 
-The batch's pages form one line that `decode_work` cuts into equal pieces, one a program, so one long row beside many short ones fills the
-chip. A program ends at most two (row, KV head) pairs unfinished; a second kernel adds their parts up in the order of their keys, so equal
-batches give equal bits.
+The batch's pages form one line that `decode_work` cuts into equal pieces, one a program, so one long row
+beside many short ones fills the chip. A program ends at most two (row, KV head) pairs unfinished; a second
+kernel adds their parts up in the order of their keys, so equal batches give equal bits.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-# The extra `triton` may not be installed, and its language only looks like Python.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false,
+# reportCallIssue=false The extra `triton` may not be installed, and its language only looks like Python.
 
 import math
 
@@ -25,7 +26,9 @@ _COLS = 16  # rows of a product at least: the query heads of a KV head, padded
 
 
 def shared_bytes(h: int, itemsize: int) -> int:
-    """Of shared memory that a program takes at most, as Triton 3.7 compiles it for compute capabilities 7.5 to 9.0: 2.3 to 2.5 pages."""
+    """Of shared memory that a program takes at most, as Triton 3.7 compiles it for compute capabilities 7.5
+    to 9.0: 2.3 to 2.5 pages.
+    """
     return 5 * PAGE * h * itemsize // 2
 
 
@@ -76,7 +79,9 @@ def _attend(
             total = total * keep + tl.sum(weights, 1)
             acc = acc * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             top = new_top
-        total = tl.maximum(total, 1e-30)  # 0 where all scores are -inf: the output is 0 then, and weighs nothing beside other parts
+        total = tl.maximum(
+            total, 1e-30
+        )  # 0 where all scores are -inf: the output is 0 then, and weighs nothing beside other parts
         acc = acc / total[:, None]
         if here == pages:
             tl.store(out + heads, acc.to(out.dtype.element_ty), mask=cols[:, None] < GROUP)
@@ -118,7 +123,11 @@ def _join(
             top = new_top
         acc = acc / total[:, None]
         at = (tl.load(pieces + worker * 4) * KV + tl.load(pieces + worker * 4 + 1)).to(tl.int64) * GROUP
-        tl.store(out + (at + cols[:, None]) * H + width[None, :], acc.to(out.dtype.element_ty), mask=cols[:, None] < GROUP)
+        tl.store(
+            out + (at + cols[:, None]) * H + width[None, :],
+            acc.to(out.dtype.element_ty),
+            mask=cols[:, None] < GROUP,
+        )
 
 
 def decode_attention(
@@ -142,14 +151,13 @@ def decode_attention(
     """Attention of one new token a sequence over its pages (the twin: `reference.decode_attention`).
 
     Args:
-      q: [T, N, H] bfloat16, float16 or float32, H a power of two from 16; N / K from 1 to 16. Its first B rows are the sequences'.
-      k_pages, v_pages: [P, K, 64, H], of q's dtype; places that no token wrote are not read.
-      page_table: [B, MP] int32. lengths: [B] int32, 0 skips the row.
-      k_scale, v_scale: only None: the caches of few bits are the Hopper kernels'.
-      unified: not needed here: the running maximum gives the same result.
-      sms: multiprocessors to fill; None: all of this device. work: `decode_work(lengths, K, 4 * sms, window)`, shared between layers.
-      into: [T, N, H], the results of rows without keys, and from B on; None: 0.
-      capability: compute capability to compile for, as 80; None: this device's.
+      q: [T, N, H] bfloat16, float16 or float32, H a power of two from 16; N / K from 1 to 16. Its first B
+      rows are the sequences'. k_pages, v_pages: [P, K, 64, H], of q's dtype; places that no token wrote are
+      not read. page_table: [B, MP] int32. lengths: [B] int32, 0 skips the row. k_scale, v_scale: only None:
+      the caches of few bits are the Hopper kernels'. unified: not needed here: the running maximum gives the
+      same result. sms: multiprocessors to fill; None: all of this device. work: `decode_work(lengths, K, 4 *
+      sms, window)`, shared between layers. into: [T, N, H], the results of rows without keys, and from B on;
+      None: 0. capability: compute capability to compile for, as 80; None: this device's.
     Returns:
       [T, N, H] of q's dtype.
     Raises:
@@ -161,8 +169,12 @@ def decode_attention(
     workers = _PROGRAMS * (sms or getattr(jax.devices()[0], "core_count", 1))
     work = decode_work(lengths, kv, workers, window) if work is None else work
     if work.pieces.shape[0] != workers:
-        raise ValueError(f"work.pieces has {work.pieces.shape[0]} workers: {workers}, which is {_PROGRAMS} for each of sms")
-    factor, cap = (scale * _LOG2E, 0.0) if soft_cap is None else (2 * _LOG2E * scale / soft_cap, soft_cap * _LOG2E)
+        raise ValueError(
+            f"work.pieces has {work.pieces.shape[0]} workers: {workers}, which is {_PROGRAMS} for each of sms"
+        )
+    factor, cap = (
+        (scale * _LOG2E, 0.0) if soft_cap is None else (2 * _LOG2E * scale / soft_cap, soft_cap * _LOG2E)
+    )
     shape = {"KV": kv, "GROUP": group, "COLS": _COLS, "H": h}
     out, parts, levels = jt.triton_call(
         q, k_pages, v_pages, page_table.astype(jnp.int32), work.rows, work.pieces,
@@ -202,4 +214,6 @@ def _check(q, k_pages, v_pages, k_scale, v_scale):
     if n % kv or not 1 <= n // kv <= _COLS:
         raise ValueError(f"{n} query heads over {kv} KV heads: 1 to {_COLS} a KV head")
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or {k_pages.dtype, v_pages.dtype} != {q.dtype}:
-        raise ValueError(f"dtypes {q.dtype}, {k_pages.dtype}, {v_pages.dtype}: bfloat16, float16 or float32, one for all")
+        raise ValueError(
+            f"dtypes {q.dtype}, {k_pages.dtype}, {v_pages.dtype}: bfloat16, float16 or float32, one for all"
+        )

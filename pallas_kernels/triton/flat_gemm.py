@@ -1,10 +1,12 @@
-"""GEMM of few rows in Triton, for GPUs before Hopper: the weights are streamed once, split along K where N is small.
+"""GEMM of few rows in Triton, for GPUs before Hopper: the weights are streamed once, split along K where N is
+small.
 
-The parts of a split are added up in their order by XLA, which fuses what is behind the product into that one pass over [M, N].
+The parts of a split are added up in their order by XLA, which fuses what is behind the product into that one
+pass over [M, N].
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-# The extra `triton` may not be installed, and its language only looks like Python.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false,
+# reportCallIssue=false The extra `triton` may not be installed, and its language only looks like Python.
 
 import dataclasses
 
@@ -30,9 +32,11 @@ class Tile:
 
 
 def tile_for(n: int, k: int, multiprocessors: int, itemsize: int = 2) -> Tile:
-    """Narrow tiles, and K cut until every multiprocessor has two programs (§IV of FlashDecoding++: small N lacks parallelism).
+    """Narrow tiles, and K cut until every multiprocessor has two programs (§IV of FlashDecoding++: small N
+    lacks parallelism).
 
-    Steps of as many bytes, whatever a number's: of up to 16 rows 61 KB of shared memory, which all GPUs since compute capability 7.5 have.
+    Steps of as many bytes, whatever a number's: of up to 16 rows 61 KB of shared memory, which all GPUs since
+    compute capability 7.5 have.
     """
     columns = 64 if n >= 64 * 2 * multiprocessors else 32
     programs = -(-n // columns)
@@ -52,12 +56,20 @@ def _multiply(
     for at in range(first, tl.minimum(first + PER_SPLIT, K), STEP):
         along = at + tl.arange(0, STEP)
         weights = tl.load(
-            w + columns[:, None].to(tl.int64) * K + along[None, :], mask=(columns[:, None] < N) & (along[None, :] < K), other=0.0
+            w + columns[:, None].to(tl.int64) * K + along[None, :],
+            mask=(columns[:, None] < N) & (along[None, :] < K),
+            other=0.0,
         )
-        values = tl.load(x + rows[None, :] * K + along[:, None], mask=(rows[None, :] < M) & (along[:, None] < K), other=0.0)
+        values = tl.load(
+            x + rows[None, :] * K + along[:, None], mask=(rows[None, :] < M) & (along[:, None] < K), other=0.0
+        )
         acc += tl.dot(weights, values, input_precision="ieee")
     split = tl.program_id(1).to(tl.int64) * M
-    tl.store(out + (split + rows[None, :]) * N + columns[:, None], acc, mask=(rows[None, :] < M) & (columns[:, None] < N))
+    tl.store(
+        out + (split + rows[None, :]) * N + columns[:, None],
+        acc,
+        mask=(rows[None, :] < M) & (columns[:, None] < N),
+    )
 
 
 def flat_gemm(
@@ -106,5 +118,11 @@ def flat_gemm(
     total = parts[0]
     for part in parts[1:]:
         total += part
-    behind = {"residual": residual, "activation": activation, "gate_block": gate_block, "quantize": quantize, "out_dtype": out_dtype}
+    behind = {
+        "residual": residual,
+        "activation": activation,
+        "gate_block": gate_block,
+        "quantize": quantize,
+        "out_dtype": out_dtype,
+    }
     return finish(total, bias, dtype=x.dtype, **behind)

@@ -23,13 +23,16 @@ sys.exit(exit_status(main, sys.argv))
 """
 
 
-# A shell without job control lets what runs in its background ignore interrupts: so would these programs, if the suite runs there.
+# A shell without job control lets what runs in its background ignore interrupts: so would these programs, if
+# the suite runs there.
 HEARS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 
 
 def ended(body: str, **streams) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", HEARS + PROGRAM.format(body=body)]
-    return subprocess.run(command, cwd=paths.ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **streams)
+    return subprocess.run(
+        command, cwd=paths.ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False, **streams
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,10 +90,20 @@ def test_a_reader_that_is_gone_is_no_fault(body):
 
 @pytest.mark.parametrize("module", ["jaxflow.bench", "search"])
 def test_a_command_lets_a_gone_reader_be_none_of_its_errors(module):
-    arguments = {"jaxflow.bench": ["sweep", "--sweep=tiles"], "search": ["cost", "--model=llama-3.1-8b"]}[module]
+    arguments = {"jaxflow.bench": ["sweep", "--sweep=tiles"], "search": ["cost", "--model=llama-3.1-8b"]}[
+        module
+    ]
     with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:
         reader.wait()
         command = [sys.executable, "-u", "-m", module, *arguments]
-        done = subprocess.run(command, cwd=paths.ROOT, stdout=reader.stdin, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command,
+            cwd=paths.ROOT,
+            stdout=reader.stdin,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         reader.stdin = None
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

@@ -8,7 +8,9 @@ from absl import flags
 import jaxflow.flags as engine_flags
 from jaxflow.config import ConfigError, EngineConfig
 
-DEFINE = {name: getattr(flags, name) for name in ("DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_string")}
+DEFINE = {
+    name: getattr(flags, name) for name in ("DEFINE_integer", "DEFINE_float", "DEFINE_bool", "DEFINE_string")
+}
 
 
 @pytest.fixture
@@ -19,7 +21,9 @@ def parse(monkeypatch):
         values = flags.FlagValues()
         for name, define in DEFINE.items():
             monkeypatch.setattr(flags, name, with_values(define, values))
-        monkeypatch.setattr(flags, "mark_flag_as_required", lambda flag: flags.mark_flags_as_required([flag], values))
+        monkeypatch.setattr(
+            flags, "mark_flag_as_required", lambda flag: flags.mark_flags_as_required([flag], values)
+        )
         monkeypatch.setattr(flags, "FLAGS", values)
         engine_flags.define_engine_flags(model)
         values(["program", *arguments])
@@ -71,14 +75,20 @@ def test_every_setting_has_a_flag_of_its_name(parse):
         compilation_cache_dir="",
     )
     shown = dataclasses.asdict(given)
-    untouched = {name for name, value in shown.items() if value == getattr(EngineConfig(model="another"), name)}
+    untouched = {
+        name for name, value in shown.items() if value == getattr(EngineConfig(model="another"), name)
+    }
     assert not untouched
     assert parse(*(f"--{name}={value}" for name, value in shown.items() if value is not None)) == given
 
 
 @pytest.mark.parametrize(
     ("flag", "field"),
-    [("--quantization=int3", "quantization"), ("--kv_cache_dtype=fp4", "kv_cache_dtype"), ("--block_size=0", "block_size")],
+    [
+        ("--quantization=int3", "quantization"),
+        ("--kv_cache_dtype=fp4", "kv_cache_dtype"),
+        ("--block_size=0", "block_size"),
+    ],
 )
 def test_a_value_that_cannot_be_names_its_flag(parse, flag, field):
     with pytest.raises(ConfigError) as caught:

@@ -20,8 +20,18 @@ from jaxflow.llm import RequestFailed
 from jaxflow.text.chat import ChatTemplateError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
-SMALL = {"max_num_batched_tokens": 64, "step_sizes": "8", "max_num_seqs": 8, "block_size": 16, "num_kv_pages": 96, "progress": False}
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if "
+    "add_generation_prompt %}bot:{% endif %}"
+)
+SMALL = {
+    "max_num_batched_tokens": 64,
+    "step_sizes": "8",
+    "max_num_seqs": 8,
+    "block_size": 16,
+    "num_kv_pages": 96,
+    "progress": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +61,9 @@ def free_pages(llm):
 
 def story(llm, tokens=64):
     """What greedily follows "Once", past every end."""
-    [out] = llm.generate("Once", SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
+    [out] = llm.generate(
+        "Once", SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), use_tqdm=False
+    )
     return out
 
 
@@ -71,7 +83,9 @@ class TestGenerate:
 
     def test_the_golden_as_text(self, llm, goldens):
         prompts = [p for p in goldens("stories260K")["prompts"] if p.get("text")]
-        params = [SamplingParams(temperature=0.0, max_tokens=len(p["greedy_ids"]), ignore_eos=True) for p in prompts]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=len(p["greedy_ids"]), ignore_eos=True) for p in prompts
+        ]
         outputs = llm.generate([p["text"] for p in prompts], params, use_tqdm=False)
         for out, prompt in zip(outputs, prompts, strict=True):
             assert out.outputs[0].token_ids == prompt["greedy_ids"]
@@ -97,7 +111,9 @@ class TestGenerate:
         assert ids == [ids[0]] * 4
 
     def test_n_answers(self, llm):
-        [out] = llm.generate("One day", SamplingParams(n=4, seed=3, max_tokens=12, logprobs=1), use_tqdm=False)
+        [out] = llm.generate(
+            "One day", SamplingParams(n=4, seed=3, max_tokens=12, logprobs=1), use_tqdm=False
+        )
         assert [answer.index for answer in out.outputs] == [0, 1, 2, 3]
         assert len({tuple(answer.token_ids) for answer in out.outputs}) == 4
         [first] = llm.generate("One day", SamplingParams(seed=3, max_tokens=12, logprobs=1), use_tqdm=False)
@@ -108,7 +124,10 @@ class TestGenerate:
         first, again = (llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(2))
         assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 32)
         assert again.usage.cached_prompt_tokens == 32
-        assert (again.usage.prompt_tokens, again.usage.completion_tokens) == (40, len(again.outputs[0].token_ids))
+        assert (again.usage.prompt_tokens, again.usage.completion_tokens) == (
+            40,
+            len(again.outputs[0].token_ids),
+        )
         assert first.outputs == again.outputs
 
     def test_the_bar(self, llm, monkeypatch):
@@ -128,7 +147,10 @@ class TestGenerate:
         monkeypatch.setattr(jaxflow.llm, "tqdm", Bar)
         llm.generate(["a", "b", "c"], GREEDY)
         llm.generate(["a"], GREEDY, use_tqdm=False)
-        assert [(bar.total, bar.n, bar.disable, bar.closed) for bar in bars] == [(3, 3, False, True), (1, 1, True, True)]
+        assert [(bar.total, bar.n, bar.disable, bar.closed) for bar in bars] == [
+            (3, 3, False, True),
+            (1, 1, True, True),
+        ]
 
 
 class TestEnds:
@@ -140,7 +162,9 @@ class TestEnds:
         assert (answer.token_ids, answer.text) == ([eos], "")
         assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
         [out] = llm.generate(
-            "Once", SamplingParams(temperature=0.0, max_tokens=5, logit_bias={eos: 100.0}, ignore_eos=True), use_tqdm=False
+            "Once",
+            SamplingParams(temperature=0.0, max_tokens=5, logit_bias={eos: 100.0}, ignore_eos=True),
+            use_tqdm=False,
         )
         assert (out.outputs[0].token_ids, out.outputs[0].finish_reason) == ([eos] * 5, "length")
         later = SamplingParams(temperature=0.0, max_tokens=5, logit_bias={eos: 100.0}, min_tokens=3)
@@ -151,7 +175,9 @@ class TestEnds:
     def test_special_tokens_are_shown_when_asked_for(self, llm):
         eos = llm.model_config.eos_token_ids[-1]
         for skip, text in ((True, ""), (False, llm.tokenizer.token_text(eos) * 2)):
-            params = SamplingParams(max_tokens=2, logit_bias={eos: 100.0}, ignore_eos=True, skip_special_tokens=skip)
+            params = SamplingParams(
+                max_tokens=2, logit_bias={eos: 100.0}, ignore_eos=True, skip_special_tokens=skip
+            )
             assert llm.generate("Once", params, use_tqdm=False)[0].outputs[0].text == text
 
     def test_a_stop_token_is_in_the_ids_and_not_in_the_text(self, llm):
@@ -169,10 +195,20 @@ class TestEnds:
     def test_a_stop_string_across_tokens_is_cut_from_the_text(self, llm, include):
         whole = story(llm).outputs[0]
         borders = [len(text_of(llm, whole.token_ids[:i])) for i in range(64)]
-        at = next(i for i in range(12, 60) if borders[i] - borders[i - 1] > 1 and borders[i + 1] - borders[i] > 1)
-        stop = whole.text[borders[at] - 1 : borders[at] + 1]  # the end of one token and the beginning of the next
+        at = next(
+            i for i in range(12, 60) if borders[i] - borders[i - 1] > 1 and borders[i + 1] - borders[i] > 1
+        )
+        stop = whole.text[
+            borders[at] - 1 : borders[at] + 1
+        ]  # the end of one token and the beginning of the next
         first = whole.text.index(stop)
-        params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, stop=["@@", stop], include_stop_str_in_output=include)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=64,
+            ignore_eos=True,
+            stop=["@@", stop],
+            include_stop_str_in_output=include,
+        )
         [answer] = llm.generate("Once", params, use_tqdm=False)[0].outputs
         assert answer.text == whole.text[: first + (len(stop) if include else 0)]
         assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
@@ -197,7 +233,9 @@ class TestEnds:
         for token, entry in zip(answer.token_ids, answer.logprobs, strict=True):
             assert len(entry) == 3
             assert entry[token].rank == 1
-            assert all(found.decoded_token == llm.tokenizer.token_text(other) for other, found in entry.items())
+            assert all(
+                found.decoded_token == llm.tokenizer.token_text(other) for other, found in entry.items()
+            )
         [plain] = llm.generate("One day", SamplingParams(temperature=0.0, max_tokens=6), use_tqdm=False)
         assert (plain.prompt_logprobs, plain.outputs[0].logprobs) == (None, None)
         assert plain.outputs[0].token_ids == answer.token_ids
@@ -210,7 +248,11 @@ def text_of(llm, ids):
 
 
 class TestChat:
-    MESSAGES = ({"role": "user", "content": "Tell me a story"}, {"role": "bot", "content": "No"}, {"role": "user", "content": "Please"})
+    MESSAGES = (
+        {"role": "user", "content": "Tell me a story"},
+        {"role": "bot", "content": "No"},
+        {"role": "user", "content": "Please"},
+    )
 
     def test_one_conversation_or_several(self, llm):
         [one] = llm.chat(self.MESSAGES, GREEDY, use_tqdm=False)
@@ -219,7 +261,10 @@ class TestChat:
         [plain] = llm.generate(text, GREEDY, use_tqdm=False)
         assert one.outputs == plain.outputs
         several = llm.chat([self.MESSAGES, self.MESSAGES[:1]], GREEDY, use_tqdm=False)
-        assert [out.outputs for out in several] == [one.outputs, llm.chat(self.MESSAGES[:1], GREEDY, use_tqdm=False)[0].outputs]
+        assert [out.outputs for out in several] == [
+            one.outputs,
+            llm.chat(self.MESSAGES[:1], GREEDY, use_tqdm=False)[0].outputs,
+        ]
 
     def test_what_is_no_conversation(self, llm):
         with pytest.raises(ChatTemplateError):
@@ -231,7 +276,10 @@ class TestChat:
 class TestStream:
     def test_grows_to_what_generate_gives(self, llm):
         async def collect():
-            return [(out.outputs[0].text, list(out.outputs[0].token_ids), out.finished) async for out in llm.stream("Once", GREEDY)]
+            return [
+                (out.outputs[0].text, list(out.outputs[0].token_ids), out.finished)
+                async for out in llm.stream("Once", GREEDY)
+            ]
 
         steps = asyncio.run(collect())
         [whole] = llm.generate("Once", GREEDY, use_tqdm=False)

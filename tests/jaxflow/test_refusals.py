@@ -19,7 +19,14 @@ from jaxflow.text.vocabulary import TokenizerError
 
 CONTEXT, VOCAB = 512, 512
 STORIES = str(paths.MODELS / "stories260K")
-SMALL = {"max_num_batched_tokens": 8, "step_sizes": "8", "max_num_seqs": 4, "block_size": 16, "num_kv_pages": 40, "progress": False}
+SMALL = {
+    "max_num_batched_tokens": 8,
+    "step_sizes": "8",
+    "max_num_seqs": 4,
+    "block_size": 16,
+    "num_kv_pages": 40,
+    "progress": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +58,13 @@ CASES = (
     Case("something else", "prompt", prompt=[None], says="list of token ids"),
     Case("text that cannot be encoded", "prompt", prompt="a lone surrogate \ud800"),
     Case("a prompt that fills the context", "prompt", prompt=[5] * CONTEXT, says="at most 511 tokens"),
-    Case("prompt and output over the context", "max_tokens", {"max_tokens": CONTEXT - 99}, [5] * 100, "at most 412"),
+    Case(
+        "prompt and output over the context",
+        "max_tokens",
+        {"max_tokens": CONTEXT - 99},
+        [5] * 100,
+        "at most 412",
+    ),
     Case("more tokens than there are", "max_tokens", {"max_tokens": 2**31}),
     Case("no tokens", "max_tokens", {"max_tokens": 0}),
     Case("a negative number of tokens", "max_tokens", {"max_tokens": -1}),
@@ -63,7 +76,14 @@ CASES = (
     Case("a negative temperature", "temperature", {"temperature": -0.1}),
     *(
         Case(f"{field} {value}", field, {field: value})
-        for field in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for field in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
         for value in (math.nan, math.inf, -math.inf, 1e30)
     ),
     Case("top_p 0", "top_p", {"top_p": 0.0}),
@@ -78,7 +98,9 @@ CASES = (
     Case("a stop string of a megabyte", "stop", {"stop": "x" * 2**20}),
     Case("a stop string that is none", "stop", {"stop": [5]}),
     Case("10,000 stop tokens", "stop_token_ids", {"stop_token_ids": list(range(10_000))}, says="at most 64"),
-    Case("a stop token past the vocabulary", "stop_token_ids", {"stop_token_ids": [5, VOCAB]}, says="0 to 511"),
+    Case(
+        "a stop token past the vocabulary", "stop_token_ids", {"stop_token_ids": [5, VOCAB]}, says="0 to 511"
+    ),
     Case("a negative stop token", "stop_token_ids", {"stop_token_ids": [-1]}),
     Case("21 logprobs", "logprobs", {"logprobs": 21}, says="0 to 20"),
     Case("-1 prompt logprobs", "prompt_logprobs", {"prompt_logprobs": -1}),
@@ -98,7 +120,11 @@ def test_a_request_that_cannot_be_served(llm, case):
     assert len(str(caught.value)) < 400
 
     async def stream():
-        prompt = case.prompt[0] if isinstance(case.prompt, list) and not isinstance(case.prompt[0], int) else case.prompt
+        prompt = (
+            case.prompt[0]
+            if isinstance(case.prompt, list) and not isinstance(case.prompt[0], int)
+            else case.prompt
+        )
         return [out async for out in llm.stream(prompt, SamplingParams(**case.settings))]
 
     with pytest.raises(InvalidRequest):
@@ -164,7 +190,9 @@ SETTINGS = (
 )
 
 
-@pytest.mark.parametrize(("field", "settings"), SETTINGS, ids=lambda v: v if isinstance(v, str) else ",".join(map(str, v.values())))
+@pytest.mark.parametrize(
+    ("field", "settings"), SETTINGS, ids=lambda v: v if isinstance(v, str) else ",".join(map(str, v.values()))
+)
 def test_a_setting_that_cannot_work(field, settings):
     with pytest.raises(ConfigError) as caught:
         LLM(**(SMALL | {"model": STORIES} | settings))
@@ -218,7 +246,9 @@ def test_a_model_without_a_tokenizer(tmp_path):
     """Tiny checkpoints have none: ids go, words do not."""
     with LLM(str(paths.MODELS / "tiny-llama"), **SMALL) as llm:
         assert llm.tokenizer is None
-        [out] = llm.generate([5, 6], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1), use_tqdm=False)
+        [out] = llm.generate(
+            [5, 6], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1), use_tqdm=False
+        )
         assert len(out.outputs[0].token_ids) == 3
         assert out.outputs[0].text == ""
         for field, prompt, settings in (("prompt", "words", {}), ("stop", [5], {"stop": "words"})):

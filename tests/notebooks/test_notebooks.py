@@ -18,11 +18,20 @@ def test_there_are_the_sweep_and_the_cost_model():
 def test_notebook_runs_and_draws(path, monkeypatch):
     monkeypatch.setenv("JAXFLOW_NOTEBOOK_SMALL", "1")
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
-    monkeypatch.setenv("PYTHONPATH", str(paths.ROOT))  # an environment that was made before there was a `search` lacks it
+    monkeypatch.setenv(
+        "PYTHONPATH", str(paths.ROOT)
+    )  # an environment that was made before there was a `search` lacks it
     notebook = nbformat.read(path, as_version=4)
     pictures = sum("plot.draw" in cell.source for cell in notebook.cells)
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
-    drawn = [out.data["image/png"] for cell in notebook.cells for out in cell.get("outputs", []) if "image/png" in out.get("data", {})]
+    nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}
+    ).execute()
+    drawn = [
+        out.data["image/png"]
+        for cell in notebook.cells
+        for out in cell.get("outputs", [])
+        if "image/png" in out.get("data", {})
+    ]
     assert len(drawn) == pictures > 0
     assert all(base64.b64decode(png).startswith(b"\x89PNG") for png in drawn)
 

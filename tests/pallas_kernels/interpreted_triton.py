@@ -1,4 +1,6 @@
-"""The Triton kernels beside their twins, in Triton's interpreter; `test_triton.py` runs this file in a process of its own."""
+"""The Triton kernels beside their twins, in Triton's interpreter; `test_triton.py` runs this file in a
+process of its own.
+"""
 
 import functools
 
@@ -54,7 +56,9 @@ def test_decode_attention_is_its_twin(lengths, shape, settings):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in matmul")
 def test_rows_whose_scores_are_all_minus_infinity_are_0():
-    """One in a piece, one shared by two programs; of one that is shared, a part beside which the other's scores are numbers."""
+    """One in a piece, one shared by two programs; of one that is shared, a part beside which the other's
+    scores are numbers.
+    """
     lengths = [5, 200, 200, 70]
     k, v, table = floats(3, lengths, 1, 16)
     k = jnp.where(jnp.isnan(k), k, 1.0).at[table[2, 3]].multiply(0.0)
@@ -77,17 +81,26 @@ def test_a_long_row_is_shared_by_many_programs_and_the_parts_add_up_to_the_same_
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-@pytest.mark.parametrize(("m", "n", "k", "tile"), [(1, 70, 100, None), (5, 64, 512, Tile(32, 64, 3)), (33, 40, 256, Tile(32, 128, 2))])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tile"),
+    [(1, 70, 100, None), (5, 64, 512, Tile(32, 64, 3)), (33, 40, 256, Tile(32, 128, 2))],
+)
 def test_flat_gemm_is_its_twin(m, n, k, tile, dtype):
     rng = np.random.default_rng(m)
     x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((m, k), (n, k)))
     got = flat_gemm(x, w, sms=4, tile=tile)
     assert got.dtype == dtype
-    assert error(got, np.asarray(x, np.float32) @ np.asarray(w, np.float32).T) < (1e-3 if dtype == jnp.float16 else 1e-6)
+    assert error(got, np.asarray(x, np.float32) @ np.asarray(w, np.float32).T) < (
+        1e-3 if dtype == jnp.float16 else 1e-6
+    )
 
 
 def test_what_follows_a_product_is_the_twins():
     rng = np.random.default_rng(0)
-    x, w, bias, residual = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 64), (64, 64), (64,), (3, 32)))
+    x, w, bias, residual = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 64), (64, 64), (64,), (3, 32))
+    )
     behind = {"residual": residual, "activation": "silu", "gate_block": 16}
-    assert error(flat_gemm(x, w, bias, sms=2, **behind), np.asarray(reference.gemm(x, w, bias, **behind))) < 1e-6
+    assert (
+        error(flat_gemm(x, w, bias, sms=2, **behind), np.asarray(reference.gemm(x, w, bias, **behind))) < 1e-6
+    )

@@ -1,4 +1,6 @@
-"""Small random batches over scattered pages, with NaN wherever no token was written, for the attention kernels' tests."""
+"""Small random batches over scattered pages, with NaN wherever no token was written, for the attention
+kernels' tests.
+"""
 
 import jax.numpy as jnp
 import numpy as np

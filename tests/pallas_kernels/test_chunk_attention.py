@@ -1,4 +1,6 @@
-"""Chunk attention: the tile list's laws, the kernel in Mosaic's interpreter beside its twin, and what ptxas makes of it for an H200."""
+"""Chunk attention: the tile list's laws, the kernel in Mosaic's interpreter beside its twin, and what ptxas
+makes of it for an H200.
+"""
 
 import functools
 import re
@@ -28,7 +30,11 @@ IN_SECOND_PAGES = [(0, 8, 0, 90), (8, 1, 1, 100), (16, 8, 2, 346)]  # chunks, wi
 @settings(max_examples=40)
 @given(
     gaps=st.lists(
-        st.tuples(st.integers(0, 20), st.one_of(st.integers(0, 5), st.integers(6, 500)), st.integers(0, 3000)), min_size=1, max_size=6
+        st.tuples(
+            st.integers(0, 20), st.one_of(st.integers(0, 5), st.integers(6, 500)), st.integers(0, 3000)
+        ),
+        min_size=1,
+        max_size=6,
     ),
     window=st.sampled_from([None, 1, 100]),
 )
@@ -67,7 +73,8 @@ def test_every_token_is_in_one_tile_that_reads_the_keys_it_sees(gaps, window):
 @pytest.mark.parametrize(
     ("chunks", "tokens", "heads", "kv_heads", "width", "extra"),
     [
-        # Chunks with a gap between them and rows of none around, an empty one, a start that is no multiple of 8, one in mid-page.
+        # Chunks with a gap between them and rows of none around, an empty one, a start that is no multiple of
+        # 8, one in mid-page.
         ([(3, 70, 0, 0), (73, 0, 1, 0), (80, 5, 2, 77)], 90, 2, 1, 64, {}),
         # A window that begins in the second page of a block of keys.
         ([(0, 140, 0, 262), (150, 9, 1, 60)], 160, 1, 1, 64, {"window": 70, "soft_cap": 20.0, "scale": 0.3}),
@@ -91,9 +98,16 @@ def test_the_kernel_is_its_twin(chunks, tokens, heads, kv_heads, width, extra):
 
 
 def both(q, k, v, table, chunks, extra):
-    """The kernel's result in the interpreter and the twin's in float32: one program each, where every operation alone would be one."""
-    chunks, arrays = jnp.asarray(chunks, jnp.int32), {name: extra[name] for name in ("k_scale", "v_scale", "unified") if name in extra}
-    settings = {"scale": q.shape[2] ** -0.5, "sms": 2} | {name: value for name, value in extra.items() if name not in arrays}
+    """The kernel's result in the interpreter and the twin's in float32: one program each, where every
+    operation alone would be one.
+    """
+    chunks, arrays = (
+        jnp.asarray(chunks, jnp.int32),
+        {name: extra[name] for name in ("k_scale", "v_scale", "unified") if name in extra},
+    )
+    settings = {"scale": q.shape[2] ** -0.5, "sms": 2} | {
+        name: value for name, value in extra.items() if name not in arrays
+    }
     kernel = jax.jit(functools.partial(chunk_attention, interpret=INTERPRET, **settings))
     got = kernel(q, k, v, table, chunks, **arrays)
     plain = v if v.dtype.itemsize == 2 else jnp.swapaxes(v, 2, 3)
@@ -121,7 +135,9 @@ def test_a_cache_of_8_bits_is_multiplied_as_it_is(chunks, extra):
 
 @pytest.mark.parametrize("extra", [{"scale": 0.1, "soft_cap": 50.0}, {"scale": -0.1}])
 def test_small_weights_of_8_bits_have_their_share(extra):
-    """One key's score is 6 above those of 299 others: their weights, together more than half of its own, are not rounded to 0."""
+    """One key's score is 6 above those of 299 others: their weights, together more than half of its own, are
+    not rounded to 0.
+    """
     k, v, table = paged(3, [300], 1, 64)
     one, sign = (table[0, 1], slice(None), 5), np.sign(extra["scale"])
     k, v = ((x * size).at[one].set(-1.0) for x, size in ((k, 0.02), (v, 0.1)))
@@ -142,7 +158,9 @@ def test_a_cache_of_int8_is_multiplied_as_bfloat16():
 
 @pytest.mark.parametrize("soft_cap", [None, 20.0])
 def test_scores_that_a_scale_of_8_bits_makes_0_weigh_the_same(soft_cap):
-    """Of a head whose keys were all 0, so that their scale is, and of a query of 0 beside a scale that leaves float32's normal range."""
+    """Of a head whose keys were all 0, so that their scale is, and of a query of 0 beside a scale that leaves
+    float32's normal range.
+    """
     k, v, table = paged(4, [80], 2, 64)
     k, v = k.astype(jnp.float8_e4m3fn), jnp.swapaxes(v, 2, 3).astype(jnp.float8_e4m3fn)
     q = queries(4, 24, 2, 64).at[7].set(0)
@@ -169,18 +187,31 @@ def scores_of(kind, k, table):
     [
         ("within", 256, False, 2),
         ("above", 1, False, 2),
-        ("above", 1, False, 3),  # of the four tiles of two heads: two CTAs have none in their last round, whose mark is that of the first
+        (
+            "above",
+            1,
+            False,
+            3,
+            # of the four tiles of two heads: two CTAs have none in their last round, whose mark is that of
+            # the first
+        ),
         ("below", 256, False, 2),
         ("both", 256, False, 2),
         ("both", 256, True, 2),
     ],
 )
 def test_with_a_unified_maximum_rows_that_it_does_not_fit_fall_back(kind, marks, int8, sms, monkeypatch):
-    monkeypatch.setattr("pallas_kernels.chunk_attention.MARKS", marks)  # of one mark, which all rounds share, more is done again
+    monkeypatch.setattr(
+        "pallas_kernels.chunk_attention.MARKS", marks
+    )  # of one mark, which all rounds share, more is done again
     monkeypatch.setattr("pallas_kernels.chunk_rows.MARKS", marks)
     k, v, table = paged(2, [150, 20], 1, 64)
     q = queries(2, 48, sms - 1, 64) * 0.1 + 1
-    chunks = [(0, 20, 0, 130), (24, 20, 1, 0), (0, 0, 0, 0)]  # a place in the list of tiles stays free, and has no blocks
+    chunks = [
+        (0, 20, 0, 130),
+        (24, 20, 1, 0),
+        (0, 0, 0, 0),
+    ]  # a place in the list of tiles stays free, and has no blocks
     extra, k = {"unified": jnp.asarray([0.0, 20.0]), "sms": sms}, scores_of(kind, k, table)
     if int8:
         (k, extra["k_scale"]), (v, extra["v_scale"]) = quantized(k), quantized(v)
@@ -190,12 +221,16 @@ def test_with_a_unified_maximum_rows_that_it_does_not_fit_fall_back(kind, marks,
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in matmul")
-@pytest.mark.parametrize(("dtype", "unified"), [(jnp.bfloat16, False), (jnp.int8, True), (jnp.float8_e4m3fn, False)])
+@pytest.mark.parametrize(
+    ("dtype", "unified"), [(jnp.bfloat16, False), (jnp.int8, True), (jnp.float8_e4m3fn, False)]
+)
 def test_rows_whose_scores_are_all_minus_infinity_become_0(dtype, unified):
     """Those of the second of two heads: its keys' numbers, or their scale, are at float32's end."""
     k, v, table = paged(3, [80], 2, 64)
     eight, heads = dtype == jnp.float8_e4m3fn, jnp.arange(2)[:, None, None]
-    k = jnp.where(heads == 1, jnp.where(jnp.isnan(k), k, -1.0 if eight else -3e38), k).astype(dtype if eight else k.dtype)
+    k = jnp.where(heads == 1, jnp.where(jnp.isnan(k), k, -1.0 if eight else -3e38), k).astype(
+        dtype if eight else k.dtype
+    )
     extra = {"scale": 0.05} | ({"unified": jnp.asarray([0.0, 20.0])} if unified else {})
     if eight:
         v, extra["k_scale"] = jnp.swapaxes(v, 2, 3).astype(dtype), jnp.asarray([1.0, 3e38])
@@ -216,7 +251,10 @@ def test_rows_whose_scores_are_all_minus_infinity_become_0(dtype, unified):
         ({"dtype": jnp.float32}, "keys and values both bfloat16"),
         ({"k_scale": jnp.ones(2)}, "k_scale"),
         ({"dtype": jnp.int8, "k_scale": jnp.ones((9, 2, 64))}, "v_scale None"),
-        ({"dtype": jnp.int8, "q": (8, 8, 256), "pages": (9, 2, 64, 256), **INT8_SCALES}, "head width 256 of a cache of int8: 64 or 128"),
+        (
+            {"dtype": jnp.int8, "q": (8, 8, 256), "pages": (9, 2, 64, 256), **INT8_SCALES},
+            "head width 256 of a cache of int8: 64 or 128",
+        ),
         ({"unified": jnp.ones(3)}, r"unified \[3\]: \[2\]"),
         ({"unified": jnp.ones(1)}, r"unified \[1\]: \[2\]"),
         ({"chunks": (1, 3)}, r"chunks \[1, 3\]: .* \[C, 4\]"),
@@ -230,7 +268,10 @@ def test_it_says_what_it_does_not_take(change, said):
     k = jnp.zeros(change.get("pages", (9, 2, 64, 64)), change.get("dtype", jnp.bfloat16))
     v = k.swapaxes(2, 3) if k.dtype == jnp.int8 else k
     q = jnp.zeros(change.get("q", (8, 8, 64)), jnp.bfloat16)
-    table, chunks = (jnp.zeros(change.get(name, shape), jnp.int32) for name, shape in (("table", (2, 4)), ("chunks", (1, 4))))
+    table, chunks = (
+        jnp.zeros(change.get(name, shape), jnp.int32)
+        for name, shape in (("table", (2, 4)), ("chunks", (1, 4)))
+    )
     extra = {name: x for name, x in change.items() if name in ("k_scale", "v_scale", "unified", "sms")}
     with pytest.raises(ValueError, match=said):
         chunk_attention(q, k, v, table, chunks, scale=1.0, **extra)
@@ -241,7 +282,14 @@ def shapes(tokens, heads, kv_heads, width, pages=4096, dtype=jnp.bfloat16):
     values = keys if dtype == jnp.bfloat16 else jax.ShapeDtypeStruct((pages, kv_heads, width, PAGE), dtype)
     q = jax.ShapeDtypeStruct((tokens, heads, width), jnp.bfloat16)
     scales = [jax.ShapeDtypeStruct(keys.shape[:3], jnp.float32)] * 2 if dtype == jnp.int8 else []
-    return q, keys, values, jax.ShapeDtypeStruct((256, 64), jnp.int32), jax.ShapeDtypeStruct((16, 4), jnp.int32), *scales
+    return (
+        q,
+        keys,
+        values,
+        jax.ShapeDtypeStruct((256, 64), jnp.int32),
+        jax.ShapeDtypeStruct((16, 4), jnp.int32),
+        *scales,
+    )
 
 
 def compiled_with(fn, inputs, folder, monkeypatch):
@@ -250,9 +298,13 @@ def compiled_with(fn, inputs, folder, monkeypatch):
     compiled = compile_for_h200(fn, *abstract(h200_mesh(), inputs))
     assert compiled.machine_code
     assert not any(compiled.copies(x.shape) for x in inputs[:3])
-    logs, ptx = ("".join(p.read_text(errors="replace") for p in folder.glob(f"chunk_attention*{end}")) for end in (".ptxas", ".ptx"))
+    logs, ptx = (
+        "".join(p.read_text(errors="replace") for p in folder.glob(f"chunk_attention*{end}"))
+        for end in (".ptxas", ".ptx")
+    )
     assert "wgmma" not in logs  # ptxas says so where it makes products wait for each other
-    # What an item needs at its end lies in local memory during its loops: read once an item, it costs nothing that was measured.
+    # What an item needs at its end lies in local memory during its loops: read once an item, it costs nothing
+    # that was measured.
     assert max(int(n) for n in re.findall(r"(\d+) bytes spill stores", logs)) <= 512
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     # The warpgroups' registers are exactly what the CTA was given: an increase beyond it waits for ever.
@@ -271,7 +323,9 @@ def compiled_with(fn, inputs, folder, monkeypatch):
 )
 def test_for_the_h200_it_uses_its_units(heads, kv_heads, width, dtype, extra, tmp_path, monkeypatch):
     def fn(q, k, v, table, chunks, k_scale=None, v_scale=None):
-        return chunk_attention(q, k, v, table, chunks, scale=width**-0.5, k_scale=k_scale, v_scale=v_scale, **extra)
+        return chunk_attention(
+            q, k, v, table, chunks, scale=width**-0.5, k_scale=k_scale, v_scale=v_scale, **extra
+        )
 
     compiled_with(fn, shapes(2048, heads, kv_heads, width, pages=2**18, dtype=dtype), tmp_path, monkeypatch)
 
@@ -280,9 +334,15 @@ def test_it_fits_a_stream_region(tmp_path, monkeypatch):
     def step(q, k, v, table, chunks):
         work = chunk_work(chunks, q.shape[0], chunk_tile(q.shape[2]))
         attend = functools.partial(chunk_attention, scale=1.0, sms=28, work=work)
-        region = compute_on.compute_on(lambda *args: attend(*args), compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
+        region = compute_on.compute_on(
+            lambda *args: attend(*args),
+            compute_type="gpu_stream:1",
+            out_memory_spaces=jax.memory.Space.Device,
+        )
         return region(q, k, v, table, chunks)
 
     compiled = compiled_with(step, shapes(512, 32, 8, 128, pages=2**18), tmp_path, monkeypatch)
-    on_stream = [thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"]
+    on_stream = [
+        thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"
+    ]
     assert on_stream == ["kCustomCall"]  # the kernel alone: no zeros before it, no copy

@@ -1,4 +1,6 @@
-"""Decode attention: the work list's laws, the kernel in Mosaic's interpreter beside its twin, and what ptxas makes of it for an H200."""
+"""Decode attention: the work list's laws, the kernel in Mosaic's interpreter beside its twin, and what ptxas
+makes of it for an H200.
+"""
 
 import functools
 import re
@@ -56,7 +58,8 @@ def test_the_pieces_are_the_batchs_pages_cut_evenly(lengths, shape):
             if head == kv_heads:
                 row, head = following, 0
     assert walked == line
-    # A cut pair's parts are one run of workers; the last of them, and nobody else, is told how many came before, and all others who it is.
+    # A cut pair's parts are one run of workers; the last of them, and nobody else, is told how many came
+    # before, and all others who it is.
     chains = np.zeros(workers, int)
     for pieces in parts.values():
         first, last = pieces[0][0], pieces[-1][0]
@@ -69,7 +72,9 @@ def test_the_pieces_are_the_batchs_pages_cut_evenly(lengths, shape):
 
 
 def run(q, cache, table, lengths, **settings):
-    """The kernel in the interpreter, and its twin in float32: one program each, where every operation alone would be one."""
+    """The kernel in the interpreter, and its twin in float32: one program each, where every operation alone
+    would be one.
+    """
     k, v, scales = cache
     arrays = scales | {name: settings.pop(name) for name in ("into", "unified") if name in settings}
     settings = {"scale": q.shape[-1] ** -0.5, **settings}
@@ -103,22 +108,73 @@ def into(rows, heads, width):
 @pytest.mark.parametrize(
     ("lengths", "heads", "kv_heads", "width", "tile", "dtype", "extra"),
     [
-        ([70, 0, 5], 6, 2, 64, DecodeTile(2, 4), jnp.bfloat16, into(5, 6, 64)),  # a group of 3, a row to skip, pages cut between workers
-        ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), jnp.bfloat16, {"window": 100, "soft_cap": 20.0, "scale": 0.3}),
+        (
+            [70, 0, 5],
+            6,
+            2,
+            64,
+            DecodeTile(2, 4),
+            jnp.bfloat16,
+            into(5, 6, 64),
+        ),  # a group of 3, a row to skip, pages cut between workers
+        (
+            [200, 5, 130, 0],
+            16,
+            2,
+            64,
+            DecodeTile(1, 6),
+            jnp.bfloat16,
+            {"window": 100, "soft_cap": 20.0, "scale": 0.3},
+        ),
         ([70, 0, 5, 270], 8, 2, 64, DecodeTile(3, 4, pages=1), jnp.bfloat16, {"window": 200}),
-        ([300], 16, 1, 128, DecodeTile(2, 5), jnp.bfloat16, {}),  # more workers than pages: each page is a part
+        (
+            [300],
+            16,
+            1,
+            128,
+            DecodeTile(2, 5),
+            jnp.bfloat16,
+            {},
+        ),  # more workers than pages: each page is a part
         ([1000], 4, 1, 256, DecodeTile(1, 4), jnp.bfloat16, {"sms": 16}),  # parts that are added up by groups
         ([70, 0, 5], 6, 2, 64, DecodeTile(3, 4, pages=1), E4M3, {}),  # workers that share a copying warpgroup
-        ([200, 5, 130, 0], 16, 2, 64, DecodeTile(1, 6), E4M3, {"window": 100, "soft_cap": 20.0, "scale": 0.3}),
+        (
+            [200, 5, 130, 0],
+            16,
+            2,
+            64,
+            DecodeTile(1, 6),
+            E4M3,
+            {"window": 100, "soft_cap": 20.0, "scale": 0.3},
+        ),
         ([300], 16, 1, 128, DecodeTile(2, 5), E4M3, into(3, 16, 128)),
-        ([70, 0, 200], 4, 2, 128, DecodeTile(3, 5, pages=1), INT8, {"window": 100, "soft_cap": 20.0, "scale": 0.2}),
-        # Windows that lie in a row's last page, and scales that turn the order of scores round or make them all the same.
-        ([200, 5, 120], 4, 2, 64, DecodeTile(2, 4), jnp.bfloat16, {"window": 7, "scale": -0.1, "unified": jnp.asarray([0.0, 8.0])}),
+        (
+            [70, 0, 200],
+            4,
+            2,
+            128,
+            DecodeTile(3, 5, pages=1),
+            INT8,
+            {"window": 100, "soft_cap": 20.0, "scale": 0.2},
+        ),
+        # Windows that lie in a row's last page, and scales that turn the order of scores round or make them
+        # all the same.
+        (
+            [200, 5, 120],
+            4,
+            2,
+            64,
+            DecodeTile(2, 4),
+            jnp.bfloat16,
+            {"window": 7, "scale": -0.1, "unified": jnp.asarray([0.0, 8.0])},
+        ),
         ([200, 5, 120], 4, 2, 64, DecodeTile(2, 4), E4M3, {"window": 70, "scale": 0.0}),
     ],
 )
 def test_the_kernel_is_its_twin(lengths, heads, kv_heads, width, tile, dtype, extra):
-    """q has two more rows than there are sequences; where a sequence has no key, and there, lies what lay there before, or 0."""
+    """q has two more rows than there are sequences; where a sequence has no key, and there, lies what lay
+    there before, or 0.
+    """
     seen = [length - extra["window"] for length in lengths] if "window" in extra else None
     k, v, table = paged(0, lengths, kv_heads, width, seen)
     q, lengths = queries(0, len(lengths) + 2, heads, width), jnp.asarray(lengths, jnp.int32)
@@ -131,21 +187,34 @@ def test_the_kernel_is_its_twin(lengths, heads, kv_heads, width, tile, dtype, ex
 TINY = -2e37  # queries of this make a score of -inf of every key that is not 0
 SCORES = (  # of a row's keys, for queries of ones; those of the first three rows are TINY
     lambda rng, length: np.full(length, 64.0),  # all -inf, in a pair that is cut
-    lambda rng, length: np.where(np.arange(length) < 2 * PAGE, 64.0, 0.0),  # all -inf in the first part of a pair that is cut
+    lambda rng, length: np.where(
+        np.arange(length) < 2 * PAGE, 64.0, 0.0
+    ),  # all -inf in the first part of a pair that is cut
     lambda rng, length: np.full(length, 64.0),  # all -inf, in one piece
     lambda rng, length: rng.choice([-1e4, 1e4], length),
     lambda rng, length: rng.normal(size=length) - 300,  # all far below phi
     lambda rng, length: np.zeros(length),  # a row of no keys
     lambda rng, length: rng.normal(size=length) + 300,  # all far above
-    lambda rng, length: np.where(np.arange(length) == length - 1, 5e3, rng.normal(size=length)),  # one huge value in the last page
-    lambda rng, length: np.arange(length) // PAGE * 40.0 + rng.normal(size=length),  # a rise from page to page
+    lambda rng, length: np.where(
+        np.arange(length) == length - 1, 5e3, rng.normal(size=length)
+    ),  # one huge value in the last page
+    lambda rng, length: (
+        np.arange(length) // PAGE * 40.0 + rng.normal(size=length)
+    ),  # a rise from page to page
 )
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in matmul")
 @pytest.mark.parametrize(
     ("unified", "dtype"),
-    [(None, jnp.bfloat16), ((0.0, 8.0), jnp.bfloat16), ((310.0, 30.0), jnp.bfloat16), (None, E4M3), ((0.0, 8.0), E4M3), ((0.0, 8.0), INT8)],
+    [
+        (None, jnp.bfloat16),
+        ((0.0, 8.0), jnp.bfloat16),
+        ((310.0, 30.0), jnp.bfloat16),
+        (None, E4M3),
+        ((0.0, 8.0), E4M3),
+        ((0.0, 8.0), INT8),
+    ],
 )
 def test_rows_that_leave_the_unified_maximum_behind_are_still_the_twins(unified, dtype):
     lengths, heads, kv_heads, width = [300, 200, 5, 130, 70, 0, 70, 130, 190], 4, 1, 64
@@ -161,7 +230,11 @@ def test_rows_that_leave_the_unified_maximum_behind_are_still_the_twins(unified,
     how = {"unified": None if unified is None else jnp.asarray(unified), "tile": DecodeTile(1, 4), "sms": 6}
     got, want = run(q, cache, table, jnp.asarray(lengths, jnp.int32), scale=1.0, **how)
     for row in range(len(lengths)):
-        assert error(got[row], want[row]) < 6e-3 if want[row].any() else not np.asarray(got[row], np.float32).any()
+        assert (
+            error(got[row], want[row]) < 6e-3
+            if want[row].any()
+            else not np.asarray(got[row], np.float32).any()
+        )
 
 
 @pytest.mark.parametrize("sms", [28, 132])
@@ -174,7 +247,10 @@ def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group, sms):
     assert tile.workers * tile.blocks * 64 * width * itemsize < SMEM_BYTES
     of_int8 = decode_tile(width, group, 1, sms, int8=True)  # one list of work serves both caches of 8 bits
     assert itemsize == 2 or (of_int8.workers, of_int8.pages) == (tile.workers, tile.pages)
-    assert of_int8.value_pages >= of_int8.pages and of_int8.workers * of_int8.blocks * (64 * width + 256) < SMEM_BYTES
+    assert (
+        of_int8.value_pages >= of_int8.pages
+        and of_int8.workers * of_int8.blocks * (64 * width + 256) < SMEM_BYTES
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,11 +287,15 @@ def test_it_says_what_it_does_not_take(change, said):
 
 @pytest.mark.parametrize(("batch", "workers"), [(256, 528), (512, 264), (3, 528)])
 def test_work_of_rows_that_share_their_pages_is_cut_evenly_past_int32(batch, workers):
-    """256 requests behind one prompt of 131,072 tokens are 2**22 pairs of a page and a head, times 528 workers more than an int32 holds."""
+    """256 requests behind one prompt of 131,072 tokens are 2**22 pairs of a page and a head, times 528
+    workers more than an int32 holds.
+    """
     work = decode_work(jnp.full(batch, 131_072, jnp.int32), 8, workers)
     pieces = np.asarray(work.pieces)[:, 3]
     assert pieces.sum() == batch * 2048 * 8 and pieces.max() - pieces.min() <= 1
-    line = (np.asarray(work.pieces)[:, 0] * 8 + np.asarray(work.pieces)[:, 1]) * 2048 + np.asarray(work.pieces)[:, 2]
+    line = (np.asarray(work.pieces)[:, 0] * 8 + np.asarray(work.pieces)[:, 1]) * 2048 + np.asarray(
+        work.pieces
+    )[:, 2]
     assert (line == np.arange(workers, dtype=np.int64) * batch * 2048 * 8 // workers).all()
 
 
@@ -235,17 +315,41 @@ def shapes(batch, heads, kv_heads, width, pages=4096, dtype=jnp.bfloat16):
     v = k if dtype == jnp.bfloat16 else jax.ShapeDtypeStruct((pages, kv_heads, width, PAGE), dtype)
     q = jax.ShapeDtypeStruct((batch, heads, width), jnp.bfloat16)
     scales = [jax.ShapeDtypeStruct(k.shape[:3], jnp.float32)] * 2 if dtype == INT8 else []
-    return q, k, v, jax.ShapeDtypeStruct((batch, 64), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32), *scales
+    return (
+        q,
+        k,
+        v,
+        jax.ShapeDtypeStruct((batch, 64), jnp.int32),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+        *scales,
+    )
 
 
 FORMS = [
-    (32, 2, 256, jnp.bfloat16, {"window": 4096, "soft_cap": 50.0}),  # two workers, as heads of 128 have with half of this output
+    (
+        32,
+        2,
+        256,
+        jnp.bfloat16,
+        {"window": 4096, "soft_cap": 50.0},
+    ),  # two workers, as heads of 128 have with half of this output
     (32, 8, 128, E4M3, {}),  # Llama 8B's: four workers, so the fewest registers
     (64, 8, 128, E4M3, {"unified": jnp.ones(2)}),  # three workers
     (32, 8, 128, INT8, {"unified": jnp.ones(2)}),
-    (32, 2, 256, E4M3, {}),  # of groups of 9 to 16: 32 columns of 256, and one worker, which has all the registers that a thread can have
+    (
+        32,
+        2,
+        256,
+        E4M3,
+        {},
+        # of groups of 9 to 16: 32 columns of 256, and one worker, which has all the registers that a thread
+        # can have
+    ),
 ]
-OF_32_COLUMNS = ("64", "48")  # bytes that a thread of the last one stores and loads, outside its loop over pages
+OF_32_COLUMNS = (
+    "64",
+    "48",
+)  # bytes that a thread of the last one stores and loads, outside its loop over pages
 
 
 def dumped(folder, end):
@@ -265,7 +369,10 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
     def step(inputs):
         scaled = lambda *x, **how: decode_attention(*x[:5], k_scale=x[5], v_scale=x[6], **how)  # noqa: E731
         kernels = [scaled if len(x) == 7 else decode_attention for x in inputs]
-        return [kernel(*x, scale=form[2] ** -0.5, **form[4]) for kernel, x, form in zip(kernels, inputs, FORMS, strict=True)]
+        return [
+            kernel(*x, scale=form[2] ** -0.5, **form[4])
+            for kernel, x, form in zip(kernels, inputs, FORMS, strict=True)
+        ]
 
     # 2**18 pages of 8 heads are 2**34 elements: offsets past 2**31 go through TMA's coordinates.
     inputs = [shapes(256, *form[:3], pages=2**18, dtype=form[3]) for form in FORMS]
@@ -287,10 +394,16 @@ def test_it_fits_a_stream_region(tmp_path, monkeypatch):
     def step(q, k, v, table, lengths):
         work = list_decode_work(lengths, kv_heads=8, group=4, head_dim=128, itemsize=2, sms=28)
         attend = functools.partial(decode_attention, scale=1.0, sms=28, work=work)
-        region = compute_on.compute_on(lambda *args: attend(*args), compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
+        region = compute_on.compute_on(
+            lambda *args: attend(*args),
+            compute_type="gpu_stream:1",
+            out_memory_spaces=jax.memory.Space.Device,
+        )
         return region(q, k, v, table, lengths)
 
     compiled = compile_for_h200(step, *abstract(h200_mesh(), shapes(64, 32, 8, 128)))
-    on_stream = [thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"]
+    on_stream = [
+        thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"
+    ]
     assert on_stream == ["kCustomCall"]  # the kernel alone: it joins the cut pairs itself
     assert [spills(log) for log in dumped(tmp_path, ".ptxas")] == [{("0", "0")}]

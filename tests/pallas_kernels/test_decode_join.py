@@ -1,4 +1,6 @@
-"""How decode attention's workers add up a pair that was cut: whoever comes when, every part once, and always in the same order."""
+"""How decode attention's workers add up a pair that was cut: whoever comes when, every part once, and always
+in the same order.
+"""
 
 import types
 
@@ -14,7 +16,9 @@ WORKERS = 528  # four on each SM
 
 
 def joined(order, first, shape, monkeypatch):
-    """What `join` makes of a pair whose parts' workers come in this order: the nesting of its sums, as tuples of workers."""
+    """What `join` makes of a pair whose parts' workers come in this order: the nesting of its sums, as tuples
+    of workers.
+    """
     ender, counts, slots, finished = first + len(order) - 1, [0] * (2 * WORKERS), {}, []
 
     def is_last(arrived, place, others):
@@ -30,14 +34,18 @@ def joined(order, first, shape, monkeypatch):
 
     monkeypatch.setattr(decode_join, "is_last", is_last)
     monkeypatch.setattr(decode_join, "add_parts", add_parts)
-    monkeypatch.setattr(decode_join, "_put_group", lambda parts, levels, end, state: slots.update({(int(end), 0): state}))
+    monkeypatch.setattr(
+        decode_join, "_put_group", lambda parts, levels, end, state: slots.update({(int(end), 0): state})
+    )
     monkeypatch.setattr(decode_join, "_mean", lambda state: state)
     parts = types.SimpleNamespace(shape=(WORKERS, 2, *shape))
     with jax.disable_jit():
         for worker in order:
             slots[worker, int(worker == first)] = worker
             worker = jnp.int32(worker)
-            decode_join.join(parts, None, None, worker, jnp.int32(ender), jnp.int32(ender - first), finished.append)
+            decode_join.join(
+                parts, None, None, worker, jnp.int32(ender), jnp.int32(ender - first), finished.append
+            )
     assert not any(counts) and not slots and len(finished) == 1
     return finished[0]
 
@@ -47,7 +55,11 @@ def leaves(nested):
 
 
 @settings(max_examples=6, deadline=None)
-@given(data=st.data(), count=st.one_of(st.integers(2, 80), st.just(200)), shape=st.sampled_from([(128, 8), (64, 16), (256, 32)]))
+@given(
+    data=st.data(),
+    count=st.one_of(st.integers(2, 80), st.just(200)),
+    shape=st.sampled_from([(128, 8), (64, 16), (256, 32)]),
+)
 def test_whatever_the_order_of_arrival_every_part_is_added_once_and_in_one_order(data, count, shape):
     first = data.draw(st.integers(0, WORKERS - count))
     order = data.draw(st.permutations(range(first, first + count)))
@@ -67,4 +79,6 @@ def test_few_parts_are_one_group_and_many_are_as_many_groups_as_parts_in_each(sh
             assert groups == 1
         else:
             assert groups <= size < max(4 * groups, 2 * together + 1)
-            assert size % together == 0, "a read of a group holds no part of the next, which may not be written yet"
+            assert size % together == 0, (
+                "a read of a group holds no part of the next, which may not be written yet"
+            )

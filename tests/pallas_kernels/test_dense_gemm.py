@@ -1,4 +1,6 @@
-"""Dense GEMM: the schedule's laws, the kernel in Mosaic's interpreter beside its twin, and what ptxas makes of it for an H200."""
+"""Dense GEMM: the schedule's laws, the kernel in Mosaic's interpreter beside its twin, and what ptxas makes
+of it for an H200.
+"""
 
 import dataclasses
 import functools
@@ -31,12 +33,22 @@ def test_the_snake_visits_each_tile_once_and_moves_to_a_neighbour(tiles_m, tiles
     order = snake(tiles_m, tiles_n, width)
     assert len({tuple(at) for at in order}) == len(order) == tiles_m * tiles_n
     for before, after in itertools.pairwise(order):
-        assert before[1] == after[1] or abs(before[1] - after[1]) == 1 or before[0] // width != after[0] // width
+        assert (
+            before[1] == after[1] or abs(before[1] - after[1]) == 1 or before[0] // width != after[0] // width
+        )
 
 
 @settings(max_examples=150)
-@given(st.integers(1, 20), st.integers(1, 30), st.integers(1, 40), st.integers(1, 40), st.one_of(st.none(), st.integers(0, 4)))
-def test_every_step_of_every_tile_is_done_once_and_no_one_waits_for_a_later_cta(tiles_m, tiles_n, steps, sms, whole_rounds):
+@given(
+    st.integers(1, 20),
+    st.integers(1, 30),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.one_of(st.none(), st.integers(0, 4)),
+)
+def test_every_step_of_every_tile_is_done_once_and_no_one_waits_for_a_later_cta(
+    tiles_m, tiles_n, steps, sms, whole_rounds
+):
     made = schedule(tiles_m, tiles_n, steps, sms, whole_rounds)
     done = np.zeros((tiles_m, tiles_n, steps), int)
     giver, takes = {}, {}  # slot -> (cta, tile, steps); slot -> cta
@@ -63,16 +75,22 @@ def test_every_step_of_every_tile_is_done_once_and_no_one_waits_for_a_later_cta(
 
 
 def most_work(m, weight, sms, gate_block):
-    """What the busiest CTA multiplies, over an equal share of all, the last tile's empty rows included; and whether tiles are cut."""
+    """What the busiest CTA multiplies, over an equal share of all, the last tile's empty rows included; and
+    whether tiles are cut.
+    """
     (n, k), plan = weight, gemm_plan(m, *weight, sms, gate_block)
     table, tile = plan.schedule.table, plan.tile
     assert table.shape[0] * tile.cluster <= sms
-    return table[:, :, 3].sum(1).max() * tile.rows * tile.cols * tile.depth * sms / (-(-m // 128) * 128 * n * k), plan.schedule.slots > 0
+    return table[:, :, 3].sum(1).max() * tile.rows * tile.cols * tile.depth * sms / (
+        -(-m // 128) * 128 * n * k
+    ), plan.schedule.slots > 0
 
 
 @pytest.mark.parametrize("sms", [20, 104, 112, 120, 132])
 def test_no_sm_does_much_more_than_its_share(sms):
-    """But where cutting tiles that fill most SMs once would cost more, or a second cut: up to 3 of 104 shapes of 512 rows and more."""
+    """But where cutting tiles that fill most SMs once would cost more, or a second cut: up to 3 of 104 shapes
+    of 512 rows and more.
+    """
     found = [most_work(m, weight, sms, None) for m in range(512, 2049, 128) for weight in LLAMA]
     uneven = [(share, cut) for share, cut in found if share > 1.13]
     assert len(uneven) <= 0.03 * len(found) and max(share for share, _ in found) <= 1.31
@@ -86,12 +104,15 @@ def test_no_sm_does_far_more_than_its_share_at_any_size(m, weight, sms, gate_blo
     assert share <= 4 / 3 or m < 512
 
 
-@pytest.mark.parametrize(("m", "weight", "cols"), [(512, LLAMA[0], 192), (512, LLAMA[1], 128), (768, LLAMA[3], 192), (1024, LLAMA[1], 256)])
+@pytest.mark.parametrize(
+    ("m", "weight", "cols"),
+    [(512, LLAMA[0], 192), (512, LLAMA[1], 128), (768, LLAMA[3], 192), (1024, LLAMA[1], 256)],
+)
 def test_tiles_that_fill_the_sms_once_are_not_cut(m, weight, cols):
     plan = gemm_plan(m, *weight, 132)
-    assert (plan.tile.cols, plan.tile.cluster, plan.schedule.slots) == (cols, 2, 0) and plan.schedule.table[:, :, 3].astype(
-        bool
-    ).sum() >= 64
+    assert (plan.tile.cols, plan.tile.cluster, plan.schedule.slots) == (cols, 2, 0) and plan.schedule.table[
+        :, :, 3
+    ].astype(bool).sum() >= 64
 
 
 def operands(seed, m, n, k):
@@ -116,15 +137,26 @@ def test_the_kernel_is_its_twin(m, n, k, cluster, rounds, with_bias, with_residu
     x, w, bias, residual = operands(m, m, n, k)
     bias = bias if with_bias else None
     residual = residual[:, : n // 2 if "gate_block" in extra else n] if with_residual else None
-    plan = plan_of(dataclasses.replace(SMALL, cols=192 if n == 192 else 128, cluster=cluster), m, n, k, 3 * cluster, rounds)
+    plan = plan_of(
+        dataclasses.replace(SMALL, cols=192 if n == 192 else 128, cluster=cluster),
+        m,
+        n,
+        k,
+        3 * cluster,
+        rounds,
+    )
     residual = None if residual is None else residual.astype(extra.get("out_dtype", jnp.bfloat16))
     # A program each: every operation alone would be one.
-    got = jax.jit(functools.partial(dense_gemm, plan=plan, interpret=INTERPRET, **extra))(x, w, bias, residual=residual)
+    got = jax.jit(functools.partial(dense_gemm, plan=plan, interpret=INTERPRET, **extra))(
+        x, w, bias, residual=residual
+    )
     exact = (None if v is None else v.astype(jnp.float32) for v in (x, w, bias, residual))
     x, w, bias, residual = exact
     want = np.asarray(jax.jit(functools.partial(reference.gemm, **extra))(x, w, bias, residual=residual))
     assert got.dtype == extra.get("out_dtype", jnp.bfloat16) and got.shape == want.shape
-    assert np.linalg.norm(np.asarray(got, np.float32) - want) < (1e-5 if got.dtype == jnp.float32 else 3e-3) * np.linalg.norm(want)
+    assert np.linalg.norm(np.asarray(got, np.float32) - want) < (
+        1e-5 if got.dtype == jnp.float32 else 3e-3
+    ) * np.linalg.norm(want)
 
 
 def shapes(m, n, k):
@@ -146,16 +178,29 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 
     def step(inputs):
-        more = [(b, r) if form[3].keys() == {"activation"} else (None, None) for (_, _, b, r), form in zip(inputs, FORMS, strict=True)]
-        return [dense_gemm(x, w, b, residual=r, **form[3]) for (x, w, *_), (b, r), form in zip(inputs, more, FORMS, strict=True)]
+        more = [
+            (b, r) if form[3].keys() == {"activation"} else (None, None)
+            for (_, _, b, r), form in zip(inputs, FORMS, strict=True)
+        ]
+        return [
+            dense_gemm(x, w, b, residual=r, **form[3])
+            for (x, w, *_), (b, r), form in zip(inputs, more, FORMS, strict=True)
+        ]
 
     compiled = compile_for_h200(step, *abstract(h200_mesh(), ([shapes(*form[:3]) for form in FORMS],)))
     assert compiled.machine_code
     assert not any(compiled.copies((m, k)) or compiled.copies((n, k)) for m, n, k, _ in FORMS)
-    logs, texts = ([path.read_text(errors="replace") for path in tmp_path.glob(f"dense_gemm*{end}")] for end in (".ptxas", ".ptx"))
+    logs, texts = (
+        [path.read_text(errors="replace") for path in tmp_path.glob(f"dense_gemm*{end}")]
+        for end in (".ptxas", ".ptx")
+    )
     assert {int(n) for n in re.findall(r"(\d+) bytes spill stores", "".join(logs))} == {0}
-    assert len(texts) == len(FORMS) and all("wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx for ptx in texts)
-    for ptx in texts:  # the warpgroups' registers are exactly what the CTA was given: an increase beyond it waits for ever
+    assert len(texts) == len(FORMS) and all(
+        "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx for ptx in texts
+    )
+    for ptx in (
+        texts
+    ):  # the warpgroups' registers are exactly what the CTA was given: an increase beyond it waits for ever
         registers = [int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)]
         assert sorted(registers) == [24, 240] and 24 + 2 * 240 == 3 * 168
 
@@ -163,16 +208,27 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
 def test_it_fits_a_stream_region():
     def step(x, w):
         fn = functools.partial(dense_gemm, gate_block=64, activation="silu", sms=104)
-        return compute_on.compute_on(lambda *a: fn(*a), compute_type="gpu_stream:2", out_memory_spaces=jax.memory.Space.Device)(x, w)
+        return compute_on.compute_on(
+            lambda *a: fn(*a), compute_type="gpu_stream:2", out_memory_spaces=jax.memory.Space.Device
+        )(x, w)
 
     compiled = compile_for_h200(step, *abstract(h200_mesh(), shapes(1024, 14336, 4096)[:2]))
-    on_stream = [thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[2]"]
-    assert on_stream[-1] == "kCustomCall" and len(on_stream) <= 2  # the semaphores' zeros, and the kernel: no copy
+    on_stream = [
+        thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[2]"
+    ]
+    assert (
+        on_stream[-1] == "kCustomCall" and len(on_stream) <= 2
+    )  # the semaphores' zeros, and the kernel: no copy
 
 
 def test_it_says_what_it_does_not_take():
     assert supports(1, 64, 64) and supports(7, 256, 128, 64)
-    assert not supports(8, 100, 64) and not supports(8, 64, 100) and not supports(8, 192, 64, 64) and not supports(8, 128, 64, 8)
+    assert (
+        not supports(8, 100, 64)
+        and not supports(8, 64, 100)
+        and not supports(8, 192, 64, 64)
+        and not supports(8, 128, 64, 8)
+    )
     x, w, *_ = operands(0, 8, 100, 64)
     with pytest.raises(ValueError, match="n=100"):
         dense_gemm(x, w)
@@ -185,8 +241,14 @@ def test_it_says_what_it_does_not_take():
     [
         ({"bias": jnp.zeros(64)}, r"bias \[64\]: \[256\]"),
         ({"residual": jnp.zeros((8, 64), jnp.bfloat16)}, r"residual bfloat16\[8, 64\]: bfloat16\[8, 256\]"),
-        ({"residual": jnp.zeros((8, 256), jnp.bfloat16), "gate_block": 64}, r"residual bfloat16\[8, 256\]: bfloat16\[8, 128\]"),
-        ({"residual": jnp.zeros((8, 256), jnp.bfloat16), "out_dtype": jnp.float32}, r"residual bfloat16\[8, 256\]: float32\[8, 256\]"),
+        (
+            {"residual": jnp.zeros((8, 256), jnp.bfloat16), "gate_block": 64},
+            r"residual bfloat16\[8, 256\]: bfloat16\[8, 128\]",
+        ),
+        (
+            {"residual": jnp.zeros((8, 256), jnp.bfloat16), "out_dtype": jnp.float32},
+            r"residual bfloat16\[8, 256\]: float32\[8, 256\]",
+        ),
         ({"sms": 0}, "sms=0: 1 to 132"),
         ({"sms": -1}, "sms=-1: 1 to 132"),
     ],

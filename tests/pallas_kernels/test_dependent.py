@@ -1,4 +1,6 @@
-"""Kernels that begin early: each waits before it touches what others write, products after they asked for their weight."""
+"""Kernels that begin early: each waits before it touches what others write, products after they asked for
+their weight.
+"""
 
 import dataclasses
 import re
@@ -43,10 +45,22 @@ def test_each_waits_and_lets_the_next_begin(tmp_path, monkeypatch):
     weight8 = Quantized(array(D, D, dtype=jnp.float8_e4m3fn), array(D, dtype=jnp.float32))
     shapes = (array(8, D), array(3 * D, D), weight8, array(D), pages, array(8, 4, dtype=jnp.int32), ints)
     assert compile_for_h200(steps, *abstract(h200_mesh(), shapes)).machine_code
-    texts = {re.sub(r"_[\dx_]+$", "", path.stem): path.read_text(errors="replace") for path in tmp_path.glob("*.ptx")}
-    assert set(texts) == {"add_norm", "flat_gemm", "rope_append", "decode_attention", "quantize_rows", "fp8_flat_gemm"}
+    texts = {
+        re.sub(r"_[\dx_]+$", "", path.stem): path.read_text(errors="replace")
+        for path in tmp_path.glob("*.ptx")
+    }
+    assert set(texts) == {
+        "add_norm",
+        "flat_gemm",
+        "rope_append",
+        "decode_attention",
+        "quantize_rows",
+        "fp8_flat_gemm",
+    }
     for name, ptx in texts.items():
-        places = {what: [one.start() for one in re.finditer(re.escape(what), ptx)] for what in (WAIT, NEXT, COPY)}
+        places = {
+            what: [one.start() for one in re.finditer(re.escape(what), ptx)] for what in (WAIT, NEXT, COPY)
+        }
         assert places[WAIT] and places[NEXT], name
         if "gemm" in name:  # its copies of the weight are in front of a wait, and all others behind one
             assert any(min(places[COPY]) < wait for wait in places[WAIT]) and len(places[WAIT]) >= 2, name

@@ -1,7 +1,9 @@
-"""Which kernels the dense products of each family of models run on, on an H200, by rows: written down in `products.txt`.
+"""Which kernels the dense products of each family of models run on, on an H200, by rows: written down in
+`products.txt`.
 
-What an engine prints at its start, for each form of weights, on one device and on eight. After a change of the tuned table or of the rules
-beside it `python tests/pallas_kernels/test_family_products.py` (`tests` on PYTHONPATH) writes the file anew: its diff says what changed.
+What an engine prints at its start, for each form of weights, on one device and on eight. After a change of
+the tuned table or of the rules beside it `python tests/pallas_kernels/test_family_products.py` (`tests` on
+PYTHONPATH) writes the file anew: its diff says what changed.
 """
 
 import dataclasses
@@ -24,7 +26,16 @@ from pallas_kernels.gemm import Product
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
 
 WRITTEN = Path(__file__).with_name("products.txt")
-FAMILIES = ("llama-3.1-8b", "llama-3.1-70b", "mistral-7b", "qwen2-72b", "qwen3-8b", "qwen3-30b-a3b", "gemma-2-9b", "gemma-3-1b")
+FAMILIES = (
+    "llama-3.1-8b",
+    "llama-3.1-70b",
+    "mistral-7b",
+    "qwen2-72b",
+    "qwen3-8b",
+    "qwen3-30b-a3b",
+    "gemma-2-9b",
+    "gemma-3-1b",
+)
 FAMILIES += ("mixtral-8x7b", "opt-6.7b", "smollm2-135m")
 
 
@@ -33,14 +44,22 @@ def products(config: ModelConfig, tp: int, quantization: str | None) -> dict[str
     mesh = AbstractMesh((tp,), (TP,))
     specs = weights.shardings(config, mesh, quantization=quantization)  # type: ignore[arg-type]
     shapes = weights.shapes(config, tp, jnp.bfloat16, quantization=quantization)
-    placed = jax.tree.map(lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)), shapes, specs)
+    placed = jax.tree.map(
+        lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)),
+        shapes,
+        specs,
+    )
     return dense_products(config, placed)
 
 
 def lines(model: str) -> Iterator[str]:
     config = open_checkpoint(model, load_format="dummy").model_config
     config = dataclasses.replace(config, layers=config.layers[:1])
-    heads = {"head_dim": config.head_dim, "queries_per_kv_head": config.num_heads // config.num_kv_heads, "hidden_size": config.hidden_size}
+    heads = {
+        "head_dim": config.head_dim,
+        "queries_per_kv_head": config.num_heads // config.num_kv_heads,
+        "hidden_size": config.hidden_size,
+    }
     common = {"page_size": 64, "dtype": "bfloat16", "kv_dtype": "bfloat16", "device": "NVIDIA H200"}
     kernels = kernel_set_for("gpu", "9.0", **heads, **common)
     for quantization in (None, "fp8", "int4"):
@@ -68,7 +87,9 @@ def test_what_is_told_is_what_the_ops_ask_for(model, quantization):
 
     def record(x, w, bias=None, **settings):
         given = {"gate_block": None, "quantize": False, "out_dtype": None, "sms": None}
-        asked.append(gemm.product(x, w, **{name: settings.get(name, default) for name, default in given.items()}))
+        asked.append(
+            gemm.product(x, w, **{name: settings.get(name, default) for name, default in given.items()})
+        )
         return reference.gemm(x, w, bias, **settings)
 
     c = Context(config, dataclasses.replace(REFERENCE, gemm=record))
@@ -81,9 +102,14 @@ def test_what_is_told_is_what_the_ops_ask_for(model, quantization):
         ops.down(c, layer, ops.up_gate(c, layer, h))
         return ops.logits(c, w, x)
 
-    x, o = (jax.ShapeDtypeStruct((1, *dims), jnp.bfloat16) for dims in ((config.hidden_size,), (config.num_heads, config.head_dim)))
+    x, o = (
+        jax.ShapeDtypeStruct((1, *dims), jnp.bfloat16)
+        for dims in ((config.hidden_size,), (config.num_heads, config.head_dim))
+    )
     jax.eval_shape(step, weights.shapes(config, 1, jnp.bfloat16, quantization=quantization), x, o)
-    assert dict(zip(("qkv", "out_proj", "up_gate", "down", "logits"), asked, strict=True)) == products(config, 1, quantization)
+    assert dict(zip(("qkv", "out_proj", "up_gate", "down", "logits"), asked, strict=True)) == products(
+        config, 1, quantization
+    )
 
 
 if __name__ == "__main__":

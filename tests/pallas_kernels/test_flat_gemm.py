@@ -1,4 +1,6 @@
-"""Flat GEMM: the kernel in Mosaic's interpreter beside its twin, its tiles, and what ptxas makes of it for an H200."""
+"""Flat GEMM: the kernel in Mosaic's interpreter beside its twin, its tiles, and what ptxas makes of it for an
+H200.
+"""
 
 import functools
 import re
@@ -36,8 +38,22 @@ def error(got, want):
     [
         (1, 192, 128, 2, FlatTile(64, 1, 128, 2, 1), {}),  # two tiles on one SM, one on the other
         (5, 256, 192, 1, FlatTile(64, 2, 64, 2, 1), {"bias": True, "activation": "relu"}),
-        (13, 256, 128, 2, FlatTile(128, 1, 64, 3, 1), {"gate_block": 64, "activation": "silu", "residual": True}),
-        (9, 256, 320, 1, FlatTile(64, 1, 64, 4, 1, turns=2), {"residual": True}),  # stages in turns, an odd number of them
+        (
+            13,
+            256,
+            128,
+            2,
+            FlatTile(128, 1, 64, 3, 1),
+            {"gate_block": 64, "activation": "silu", "residual": True},
+        ),
+        (
+            9,
+            256,
+            320,
+            1,
+            FlatTile(64, 1, 64, 4, 1, turns=2),
+            {"residual": True},
+        ),  # stages in turns, an odd number of them
         (24, 128, 64, 132, FlatTile(64, 2, 64, 1, 1), {"activation": "gelu_tanh", "out_dtype": jnp.float32}),
     ],
 )
@@ -47,7 +63,9 @@ def test_the_kernel_is_its_twin(m, n, k, sms, tile, extra):
     bias = normal(2, n) if given.pop("bias", False) else None
     residual = normal(3, m, n // 2 if "gate_block" in given else n) if given.pop("residual", False) else None
     # A program each: every operation alone would be one.
-    got = jax.jit(functools.partial(flat_gemm, sms=sms, tile=tile, interpret=INTERPRET, **given))(x, w, bias, residual=residual)
+    got = jax.jit(functools.partial(flat_gemm, sms=sms, tile=tile, interpret=INTERPRET, **given))(
+        x, w, bias, residual=residual
+    )
     out_dtype = given.pop("out_dtype", jnp.bfloat16)
     twin = jax.jit(functools.partial(reference.gemm, **given))
     want: Any = twin(x.astype(jnp.float32), w.astype(jnp.float32), bias, residual=residual)
@@ -66,7 +84,9 @@ def test_tiles_fit(m, n, k, sms, gated):
     padded = -(-m // 8) * 8
     for tile, bits in ((flat_tile(m, n, k, sms, gated), 16), (int4_tile(m, n, k, sms, gated), 4.5)):
         ring = tile.stages * (tile.columns * tile.depth * bits / 8 + padded * tile.depth * 2)
-        assert ring + tile.columns * padded * (6 + 4 * (tile.cluster - 1) + 4 * (tile.turns - 1)) <= SMEM_BYTES
+        assert (
+            ring + tile.columns * padded * (6 + 4 * (tile.cluster - 1) + 4 * (tile.turns - 1)) <= SMEM_BYTES
+        )
         assert tile.stages >= (2 if bits == 16 else 1) and tile.stages % tile.turns == 0
         assert tile.cluster <= (2 if sms == 132 else 1) and (tile.cluster - 1) * tile.depth < k
         assert tile.rows == 128 or not gated
@@ -86,8 +106,14 @@ def test_tiles_fit(m, n, k, sms, gated):
         ({"bias": jnp.zeros(64)}, r"bias \[64\]: \[128\]"),
         ({"residual": jnp.zeros((8, 64), jnp.bfloat16)}, r"residual bfloat16\[8, 64\]: bfloat16\[8, 128\]"),
         ({"residual": jnp.zeros((1, 128), jnp.bfloat16)}, r"residual bfloat16\[1, 128\]: bfloat16\[8, 128\]"),
-        ({"residual": jnp.zeros((8, 128), jnp.bfloat16), "gate_block": 64}, r"residual bfloat16\[8, 128\]: bfloat16\[8, 64\]"),
-        ({"residual": jnp.zeros((8, 128)), "out_dtype": jnp.float32}, r"residual float32\[8, 128\]: bfloat16\[8, 128\]"),
+        (
+            {"residual": jnp.zeros((8, 128), jnp.bfloat16), "gate_block": 64},
+            r"residual bfloat16\[8, 128\]: bfloat16\[8, 64\]",
+        ),
+        (
+            {"residual": jnp.zeros((8, 128)), "out_dtype": jnp.float32},
+            r"residual float32\[8, 128\]: bfloat16\[8, 128\]",
+        ),
         ({"sms": 0}, "sms=0: 1 to 132"),
         ({"sms": 133}, "sms=133: 1 to 132"),
     ],
@@ -122,10 +148,19 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
 
     compiled = compile_for_h200(step, *abstract(h200_mesh(), ([shapes(*shape) for shape, _ in FORMS],)))
     assert compiled.machine_code
-    assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"] * len(FORMS)  # no pass fills or cuts the one row
-    logs, texts = ([path.read_text(errors="replace") for path in tmp_path.glob(f"flat_gemm*{end}")] for end in (".ptxas", ".ptx"))
+    assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"] * len(
+        FORMS
+    )  # no pass fills or cuts the one row
+    logs, texts = (
+        [path.read_text(errors="replace") for path in tmp_path.glob(f"flat_gemm*{end}")]
+        for end in (".ptxas", ".ptx")
+    )
     assert set(re.findall(r"(\d+) bytes spill", "".join(logs))) == {"0"}
-    columns = [int(n) for ptx in texts for n in set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16", ptx))]
+    columns = [
+        int(n)
+        for ptx in texts
+        for n in set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16", ptx))
+    ]
     assert sorted(columns) == sorted(max(8, shape[0]) for shape, _ in FORMS)
     assert all("cp.async.bulk.tensor" in ptx for ptx in texts)
 
@@ -133,10 +168,14 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
 def test_it_fits_a_stream_region():
     def step(x, w):
         region = compute_on.compute_on(
-            lambda *args: flat_gemm(*args, sms=104), compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device
+            lambda *args: flat_gemm(*args, sms=104),
+            compute_type="gpu_stream:1",
+            out_memory_spaces=jax.memory.Space.Device,
         )
         return region(x, w)
 
     compiled = compile_for_h200(step, *abstract(h200_mesh(), shapes(64, 4096, 4096)))
-    on_stream = [thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"]
+    on_stream = [
+        thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"
+    ]
     assert on_stream == ["kCustomCall"]

@@ -1,4 +1,6 @@
-"""The fp8 products: both kernels in Mosaic's interpreter beside their twin, what ptxas makes of them for an H200, and a stream region."""
+"""The fp8 products: both kernels in Mosaic's interpreter beside their twin, what ptxas makes of them for an
+H200, and a stream region.
+"""
 
 import collections
 import functools
@@ -44,7 +46,10 @@ def off(got, want) -> float:
     return float(np.linalg.norm(np.asarray(got, np.float32) - want) / np.linalg.norm(want))
 
 
-DENSE, FLAT = functools.partial(fp8_gemm, sms=2), functools.partial(fp8_flat_gemm, sms=1)  # clusters are beyond the interpreter
+DENSE, FLAT = (
+    functools.partial(fp8_gemm, sms=2),
+    functools.partial(fp8_flat_gemm, sms=1),
+)  # clusters are beyond the interpreter
 
 
 @pytest.mark.parametrize(
@@ -62,7 +67,10 @@ DENSE, FLAT = functools.partial(fp8_gemm, sms=2), functools.partial(fp8_flat_gem
 def test_the_kernel_is_its_twin(kernel, m, n, k, scales, extra):
     x, w = quantized(m, m, k, scales), quantized(n, n, k, 1)
     rng = np.random.default_rng(k)
-    arrays = {"bias": jnp.asarray(rng.normal(size=n), jnp.bfloat16), "residual": jnp.asarray(rng.normal(size=(m, n)), jnp.bfloat16)}
+    arrays = {
+        "bias": jnp.asarray(rng.normal(size=n), jnp.bfloat16),
+        "residual": jnp.asarray(rng.normal(size=(m, n)), jnp.bfloat16),
+    }
     extra = {name: arrays.get(name, value) for name, value in extra.items()}
     got = kernel(x, w, interpret=INTERPRET, **extra)
     assert off(got, exact(x, w, **extra)) < 3e-3  # bfloat16's rounding
@@ -81,9 +89,13 @@ def test_a_quantised_result_uses_its_range_and_loses_what_rounding_loses(kernel,
 
 
 def test_scales_of_the_columns_past_the_last_are_nobodys():
-    """Three blocks in tiles of two: what the second tile has too many lies, row by row, where the next row's first scale is."""
+    """Three blocks in tiles of two: what the second tile has too many lies, row by row, where the next row's
+    first scale is.
+    """
     x, w = quantized(72, 72, 128, 1), quantized(0, 384, 128, 1)
-    got = fp8_gemm(x, w, activation="relu", quantize=True, plan=(Fp8Tile(256), work(1, 2, 1, 1)), interpret=INTERPRET)
+    got = fp8_gemm(
+        x, w, activation="relu", quantize=True, plan=(Fp8Tile(256), work(1, 2, 1, 1)), interpret=INTERPRET
+    )
     want = exact(x, w, activation="relu").reshape(72, -1, BLOCK)
     np.testing.assert_allclose(np.asarray(got.scale), want.max(-1) / 448, rtol=1e-4)
 
@@ -105,7 +117,9 @@ def test_every_step_of_every_tile_is_done_once(tiles, steps, groups, parts):
     assert made.cut == cut and len(made.table) <= groups
     done = collections.Counter()
     for own in made.table.tolist():
-        assert all(item[3] == 0 for item in own[next((i for i, item in enumerate(own) if item[3] == 0), len(own)) :])
+        assert all(
+            item[3] == 0 for item in own[next((i for i, item in enumerate(own) if item[3] == 0), len(own)) :]
+        )
         for row, column, first, count, part, tile in own:
             done.update((row, column, step) for step in range(first, first + count))
             if tile >= 0:  # an equal share, and its turn in the order of K
@@ -113,7 +127,13 @@ def test_every_step_of_every_tile_is_done_once(tiles, steps, groups, parts):
     assert set(done.values()) == {1} and len(done) == math.prod(tiles) * steps
 
 
-@given(m=st.integers(1, 4096), n=st.integers(1, 240), k=st.integers(1, 112), sms=st.integers(1, 132), blocked=st.booleans())
+@given(
+    m=st.integers(1, 4096),
+    n=st.integers(1, 240),
+    k=st.integers(1, 112),
+    sms=st.integers(1, 132),
+    blocked=st.booleans(),
+)
 def test_a_plan_leaves_no_sm_out_that_it_could_use_and_has_whole_pairs(m, n, k, sms, blocked):
     tile, made = fp8_plan(m, n * 128, k * 128, sms, blocked=blocked, gate_block=None, quantize=False)
     assert len(made.table) * tile.cluster <= sms and bool(tile.moved) == blocked
@@ -132,9 +152,15 @@ def test_of_any_depth_a_product_fills_some_of_its_tiles(k):
     )
 
 
-@pytest.mark.parametrize(("columns", "whole", "others"), [(28672, 1024, 1280), (22016, 1280, 1024), (29696, 1280, 1024)])
-def test_which_cut_of_2048_rows_costs_a_gated_product_nothing_is_told_by_the_tiles_it_fills(columns, whole, others):
-    """`up_gate` of Llama-3-70B, DeepSeek-67B and Qwen2-72B on one of two devices: halves suit the first alone."""
+@pytest.mark.parametrize(
+    ("columns", "whole", "others"), [(28672, 1024, 1280), (22016, 1280, 1024), (29696, 1280, 1024)]
+)
+def test_which_cut_of_2048_rows_costs_a_gated_product_nothing_is_told_by_the_tiles_it_fills(
+    columns, whole, others
+):
+    """`up_gate` of Llama-3-70B, DeepSeek-67B and Qwen2-72B on one of two devices: halves suit the first
+    alone.
+    """
 
     def steps(rows):
         return rows / filled(rows, columns, 8192, 132, blocked=False, quantize=True)
@@ -173,8 +199,14 @@ def test_it_says_what_it_does_not_take(kernel, wrong):
     [
         ({"bias": jnp.zeros(64)}, r"bias \[64\]: \[256\]"),
         ({"residual": jnp.zeros((8, 64), jnp.bfloat16)}, r"residual bfloat16\[8, 64\]: bfloat16\[8, 256\]"),
-        ({"residual": jnp.zeros((200, 64), jnp.bfloat16)}, r"residual bfloat16\[200, 64\]: bfloat16\[8, 256\]"),
-        ({"residual": jnp.zeros((8, 256), jnp.bfloat16), "gate_block": 64}, r"residual bfloat16\[8, 256\]: bfloat16\[8, 128\]"),
+        (
+            {"residual": jnp.zeros((200, 64), jnp.bfloat16)},
+            r"residual bfloat16\[200, 64\]: bfloat16\[8, 256\]",
+        ),
+        (
+            {"residual": jnp.zeros((8, 256), jnp.bfloat16), "gate_block": 64},
+            r"residual bfloat16\[8, 256\]: bfloat16\[8, 128\]",
+        ),
         ({"residual": jnp.zeros((8, 256))}, r"residual float32\[8, 256\]: bfloat16\[8, 256\]"),
         ({"sms": 0}, "sms=0: 1 to 132"),
         ({"sms": -1}, "sms=-1: 1 to 132"),
@@ -204,7 +236,8 @@ FORMS = [
     (fp8_gemm, (2048, 4096, 14336, 2)),
     (functools.partial(fp8_gemm, **GATE, quantize=True), (2048, 28672, 4096)),
     (fp8_gemm, (256, 4096, 14336, 2)),
-    # A whole tile and then a part of one, where ptxas once had registers for neither: plans of more rounds, too.
+    # A whole tile and then a part of one, where ptxas once had registers for neither: plans of more rounds,
+    # too.
     (fp8_gemm, (1536, 4096, 14336, 2)),
     (functools.partial(fp8_gemm, sms=100), (1024, 4096, 14336, 2)),
     (functools.partial(fp8_gemm, sms=92), (3072, 4096, 14336, 2)),
@@ -222,11 +255,20 @@ def test_for_the_h200_it_uses_its_units_and_does_not_spill(tmp_path, monkeypatch
 
     compiled = compile_for_h200(step, *abstract(h200_mesh(), ([shapes(*shape) for _, shape in FORMS],)))
     assert compiled.machine_code
-    logs, texts = ([path.read_text(errors="replace") for path in tmp_path.glob(f"fp8*{end}")] for end in (".ptxas", ".ptx"))
+    logs, texts = (
+        [path.read_text(errors="replace") for path in tmp_path.glob(f"fp8*{end}")]
+        for end in (".ptxas", ".ptx")
+    )
     assert max(int(n) for n in re.findall(r"(\d+) bytes spill stores", "".join(logs))) == 0
-    assert len(texts) == len(FORMS) and all("f32.e4m3.e4m3" in ptx and "cp.async.bulk.tensor" in ptx for ptx in texts)
-    # The warpgroups' registers are exactly what the CTA was given (3 · 168): an increase beyond it waits for ever.
-    registers = [sorted(int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)) for ptx in texts]
+    assert len(texts) == len(FORMS) and all(
+        "f32.e4m3.e4m3" in ptx and "cp.async.bulk.tensor" in ptx for ptx in texts
+    )
+    # The warpgroups' registers are exactly what the CTA was given (3 · 168): an increase beyond it waits for
+    # ever.
+    registers = [
+        sorted(int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))
+        for ptx in texts
+    ]
     assert sorted(registers) == [[]] * 2 + [[24, 240]] * 7
 
 
@@ -238,9 +280,15 @@ def test_values_and_scales_pass_between_the_products_of_one_stream_region(kernel
         return kernel(kernel(x, up_gate, sms=104, **GATE, quantize=True), down, residual=residual, sms=104)
 
     def step(*args):
-        return compute_on.compute_on(mlp, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)(*args)
+        return compute_on.compute_on(
+            mlp, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device
+        )(*args)
 
     (x, up_gate), (_, down) = shapes(m, 28672, 4096), shapes(m, 4096, 14336)
-    compiled = compile_for_h200(step, *abstract(h200_mesh(), (x, up_gate, down, jax.ShapeDtypeStruct((m, 4096), jnp.bfloat16))))
-    on_stream = [thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"]
+    compiled = compile_for_h200(
+        step, *abstract(h200_mesh(), (x, up_gate, down, jax.ShapeDtypeStruct((m, 4096), jnp.bfloat16)))
+    )
+    on_stream = [
+        thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"
+    ]
     assert on_stream == ["kCustomCall", "kCustomCall"]

@@ -1,4 +1,6 @@
-"""A mixture's products: the groups' laws, the kernel in Mosaic's interpreter beside its twin, and the ops as compiled for an H200."""
+"""A mixture's products: the groups' laws, the kernel in Mosaic's interpreter beside its twin, and the ops as
+compiled for an H200.
+"""
 
 import functools
 import re
@@ -26,7 +28,9 @@ from pallas_kernels.kernel_set import kernel_set_for
 @given(data=st.data(), rows=st.sampled_from([1, 4, 128]), experts=st.sampled_from([2, 7]))
 def test_every_pair_has_a_row_in_a_tile_of_its_expert(data, rows, experts):
     chosen = data.draw(st.lists(st.permutations(range(experts)).map(lambda e: e[:2]), min_size=9, max_size=9))
-    groups = jax.tree.map(np.asarray, jax.jit(reference.list_groups, static_argnums=(1, 2))(jnp.asarray(chosen), experts, rows))
+    groups = jax.tree.map(
+        np.asarray, jax.jit(reference.list_groups, static_argnums=(1, 2))(jnp.asarray(chosen), experts, rows)
+    )
     flat, places = np.ravel(chosen), groups.places.ravel()
     assert len(set(places.tolist())) == len(places)
     assert (groups.pairs[places] == np.arange(len(places))).all()
@@ -40,7 +44,10 @@ def test_every_pair_has_a_row_in_a_tile_of_its_expert(data, rows, experts):
 
 def given_rows(tokens, experts, n, k, dtype=jnp.bfloat16):
     rng = np.random.default_rng(tokens)
-    x, w = jnp.asarray(rng.normal(size=(tokens, k)), dtype), jnp.asarray(rng.normal(size=(experts, n, k)) / k**0.5, dtype)
+    x, w = (
+        jnp.asarray(rng.normal(size=(tokens, k)), dtype),
+        jnp.asarray(rng.normal(size=(experts, n, k)) / k**0.5, dtype),
+    )
     return x, w, jnp.asarray(rng.integers(0, experts, (tokens, 2)), jnp.int32)
 
 
@@ -48,8 +55,12 @@ def test_the_kernel_is_each_row_times_its_experts_weight():
     gates = {"activation": "silu", "gate_block": 32}
     x, w, chosen = given_rows(70, 2, 192, 64)
     groups = list_groups(chosen, 2)
-    tile = GemmTile(ROWS, 128, 2)  # a column of tiles that is half beyond the weight: the next expert's rows, which are not stored
-    rows = grouped_gemm(x[groups.pairs // 2], w, groups, **gates, sms=2, tile=tile, interpret=plgpu.InterpretGPUParams())
+    tile = GemmTile(
+        ROWS, 128, 2
+    )  # a column of tiles that is half beyond the weight: the next expert's rows, which are not stored
+    rows = grouped_gemm(
+        x[groups.pairs // 2], w, groups, **gates, sms=2, tile=tile, interpret=plgpu.InterpretGPUParams()
+    )
     got = np.asarray(rows[groups.places], np.float32)
     for e in range(2):
         want = np.asarray(reference.gemm(x.astype(jnp.float32), w[e].astype(jnp.float32), **gates))
@@ -74,16 +85,30 @@ def test_it_says_what_it_does_not_take(change, said):
         grouped_gemm(x[groups.pairs // 2], w[:, :, : change.get("k")], groups, sms=change.get("sms"))
 
 
-def test_for_the_h200_an_experts_weights_are_neither_copied_nor_multiplied_with_others_rows(tmp_path, monkeypatch):
-    """Mixtral's two products of 512 tokens; XLA's own copies every weight, transposed, and multiplies every row with all of them."""
+def test_for_the_h200_an_experts_weights_are_neither_copied_nor_multiplied_with_others_rows(
+    tmp_path, monkeypatch
+):
+    """Mixtral's two products of 512 tokens; XLA's own copies every weight, transposed, and multiplies every
+    row with all of them.
+    """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     config = open_checkpoint("mixtral-8x7b", load_format="dummy").model_config
-    heads: dict[str, Any] = {"head_dim": config.head_dim, "queries_per_kv_head": config.num_heads // config.num_kv_heads, "page_size": 64}
-    kernels = kernel_set_for("gpu", "9.0", **heads, dtype="bfloat16", kv_dtype="bfloat16", device="NVIDIA H200")
+    heads: dict[str, Any] = {
+        "head_dim": config.head_dim,
+        "queries_per_kv_head": config.num_heads // config.num_kv_heads,
+        "page_size": 64,
+    }
+    kernels = kernel_set_for(
+        "gpu", "9.0", **heads, dtype="bfloat16", kv_dtype="bfloat16", device="NVIDIA H200"
+    )
     c = ops.Context(config, kernels)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     e, d, f = config.num_experts, config.hidden_size, config.expert_intermediate_size
-    weights = {"router": shape((e, d)), "expert_up_gate": shape((e, 2 * f, d)), "expert_down": shape((e, d, f))}
+    weights = {
+        "router": shape((e, d)),
+        "expert_up_gate": shape((e, 2 * f, d)),
+        "expert_down": shape((e, d, f)),
+    }
 
     def layer(w, h):
         routing = ops.router(c, w, h)
@@ -100,11 +125,19 @@ def test_for_the_h200_an_experts_weights_are_neither_copied_nor_multiplied_with_
 def test_it_fits_a_stream_region():
     def step(x, w, groups):
         region = compute_on.compute_on(
-            lambda *args: grouped_gemm(*args, sms=104), compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device
+            lambda *args: grouped_gemm(*args, sms=104),
+            compute_type="gpu_stream:1",
+            out_memory_spaces=jax.memory.Space.Device,
         )
         return region(x, w, groups)
 
-    groups = jax.eval_shape(functools.partial(list_groups, num_experts=8), jax.ShapeDtypeStruct((512, 2), jnp.int32))
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((len(groups.pairs), 4096), (8, 4096, 4096)))
+    groups = jax.eval_shape(
+        functools.partial(list_groups, num_experts=8), jax.ShapeDtypeStruct((512, 2), jnp.int32)
+    )
+    x, w = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((len(groups.pairs), 4096), (8, 4096, 4096))
+    )
     compiled = compile_for_h200(step, *abstract(h200_mesh(), (x, w, groups)))
-    assert [thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"] == ["kCustomCall"]
+    assert [
+        thunk.kind for thunk in compiled.thunks if thunk.depth and thunk.stream == "computation_stream[1]"
+    ] == ["kCustomCall"]

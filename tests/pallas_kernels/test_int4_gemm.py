@@ -1,4 +1,6 @@
-"""Int4: the format's laws, and what ptxas makes of the kernel for an H200. (Mosaic's interpreter knows no operand in registers.)"""
+"""Int4: the format's laws, and what ptxas makes of the kernel for an H200. (Mosaic's interpreter knows no
+operand in registers.)
+"""
 
 import re
 
@@ -18,18 +20,29 @@ from pallas_kernels.reference import int4
 
 @settings(max_examples=20)
 @given(
-    seed=st.integers(0, 2**32 - 1), groups=st.integers(1, 3), scale=st.sampled_from([1e-3, 1.0, 100.0]), shift=st.sampled_from([0.0, 3.0])
+    seed=st.integers(0, 2**32 - 1),
+    groups=st.integers(1, 3),
+    scale=st.sampled_from([1e-3, 1.0, 100.0]),
+    shift=st.sampled_from([0.0, 3.0]),
 )
 def test_a_weight_comes_back_within_half_a_level(seed, groups, scale, shift):
     w = (np.random.default_rng(seed).normal(size=(4, 64 * groups)) + shift).astype(np.float32) * scale
     packed = int4.quantize_int4(jnp.asarray(w))
     back = np.asarray(int4.dequantize_int4(packed, jnp.float32))
     levels = np.repeat(np.asarray(packed.scale, np.float32), 64, axis=1)
-    # bfloat16 scales and zeros: 15 levels of a scale that is up to 2**-9 off, and a minimum that is as much off.
-    slack = np.repeat(np.abs(w).reshape(4, groups, 64).max(-1) + np.ptp(w.reshape(4, groups, 64), axis=-1), 64, axis=1) / 256
+    # bfloat16 scales and zeros: 15 levels of a scale that is up to 2**-9 off, and a minimum that is as much
+    # off.
+    slack = (
+        np.repeat(
+            np.abs(w).reshape(4, groups, 64).max(-1) + np.ptp(w.reshape(4, groups, 64), axis=-1), 64, axis=1
+        )
+        / 256
+    )
     assert (np.abs(back - w) <= levels / 2 + slack).all()
     again = int4.dequantize_int4(packed)
-    assert (np.asarray(again, np.float32) == np.asarray(jnp.asarray(back).astype(jnp.bfloat16), np.float32)).all()
+    assert (
+        np.asarray(again, np.float32) == np.asarray(jnp.asarray(back).astype(jnp.bfloat16), np.float32)
+    ).all()
 
 
 def test_the_order_of_the_nibbles_is_the_one_written_down():
@@ -59,17 +72,31 @@ def test_the_format_says_what_it_does_not_take():
 @pytest.mark.parametrize(
     ("group", "wrong", "said"),
     [
-        (128, {}, r"w's scale and zero are \['bfloat16\[256, 4\]', 'bfloat16\[256, 4\]'\]: bfloat16\[256, 8\] both"),
+        (
+            128,
+            {},
+            r"w's scale and zero are \['bfloat16\[256, 4\]', 'bfloat16\[256, 4\]'\]: bfloat16\[256, 8\] both",
+        ),
         (64, {"bias": jnp.zeros(64)}, r"bias \[64\]: \[256\]"),
-        (64, {"residual": jnp.zeros((8, 64), jnp.bfloat16)}, r"residual bfloat16\[8, 64\]: bfloat16\[8, 256\]"),
-        (64, {"residual": jnp.zeros((8, 256), jnp.bfloat16), "gate_block": 64}, r"residual bfloat16\[8, 256\]: bfloat16\[8, 128\]"),
+        (
+            64,
+            {"residual": jnp.zeros((8, 64), jnp.bfloat16)},
+            r"residual bfloat16\[8, 64\]: bfloat16\[8, 256\]",
+        ),
+        (
+            64,
+            {"residual": jnp.zeros((8, 256), jnp.bfloat16), "gate_block": 64},
+            r"residual bfloat16\[8, 256\]: bfloat16\[8, 128\]",
+        ),
         (64, {"sms": 0}, "sms=0: 1 to 132"),
     ],
 )
 def test_the_kernel_says_what_it_does_not_take(group, wrong, said):
     factor = jnp.ones((256, 512 // group), jnp.bfloat16)
     with pytest.raises(ValueError, match=said):
-        int4_gemm(jnp.zeros((8, 512), jnp.bfloat16), Int4(jnp.zeros((256, 256), jnp.uint8), factor, factor), **wrong)
+        int4_gemm(
+            jnp.zeros((8, 512), jnp.bfloat16), Int4(jnp.zeros((256, 256), jnp.uint8), factor, factor), **wrong
+        )
 
 
 def test_the_kernel_takes_factors_of_bfloat16_alone():
@@ -90,22 +117,41 @@ def test_the_kernel_takes_factors_of_bfloat16_alone():
 )
 def test_for_the_h200_it_uses_its_units_and_spills_nothing(m, n, k, added, extra, tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    half, group = jax.ShapeDtypeStruct((n, k // 2), jnp.uint8), jax.ShapeDtypeStruct((n, k // 64), jnp.bfloat16)
-    args = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), Int4(half, group, group), jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
+    half, group = (
+        jax.ShapeDtypeStruct((n, k // 2), jnp.uint8),
+        jax.ShapeDtypeStruct((n, k // 64), jnp.bfloat16),
+    )
+    args = (
+        jax.ShapeDtypeStruct((m, k), jnp.bfloat16),
+        Int4(half, group, group),
+        jax.ShapeDtypeStruct((m, n), jnp.bfloat16),
+    )
 
     def product(x, w, residual):
         return int4_gemm(x, w, residual=residual if added else None, **extra)
 
-    region = compute_on.compute_on(product, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device)
+    region = compute_on.compute_on(
+        product, compute_type="gpu_stream:1", out_memory_spaces=jax.memory.Space.Device
+    )
     compiled = compile_for_h200(lambda *args: region(*args), *abstract(h200_mesh(), args))
     assert compiled.machine_code
-    assert [thunk.kind for thunk in compiled.thunks if thunk.stream == "computation_stream[1]" and thunk.depth] == ["kCustomCall"]
+    assert [
+        thunk.kind for thunk in compiled.thunks if thunk.stream == "computation_stream[1]" and thunk.depth
+    ] == ["kCustomCall"]
     assert [thunk.kind for thunk in compiled.thunks].count("kCustomCall") == 1
-    logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"int4_gemm*{end}")) for end in (".ptxas", ".ptx"))
+    logs, ptx = (
+        "".join(p.read_text(errors="replace") for p in tmp_path.glob(f"int4_gemm*{end}"))
+        for end in (".ptxas", ".ptx")
+    )
     assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
     # What the warpgroups ask for is no more than the CTA was given: an increase beyond it waits for ever.
-    threads, given = (int(re.findall(pattern, text)[0]) for pattern, text in ((r"maxntid (\d+)", ptx), (r"Used (\d+) registers", logs)))
+    threads, given = (
+        int(re.findall(pattern, text)[0])
+        for pattern, text in ((r"maxntid (\d+)", ptx), (r"Used (\d+) registers", logs))
+    )
     asked = {how: int(n) for how, n in re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+(\d+)", ptx)}
     assert asked.keys() == ({"inc", "dec"} if m <= 8 else set())
     assert not asked or asked["dec"] + asked["inc"] * (threads // 128 - 1) <= given * (threads // 128)
-    assert ("mma.sync.aligned.m16n8k16" if m <= 8 else f"wgmma.mma_async.sync.aligned.m64n{m}k16") in ptx and "lop3.b32" in ptx
+    assert (
+        "mma.sync.aligned.m16n8k16" if m <= 8 else f"wgmma.mma_async.sync.aligned.m64n{m}k16"
+    ) in ptx and "lop3.b32" in ptx

@@ -1,4 +1,6 @@
-"""Which op of each family of models runs on which kernel, by device: written down here, so that a change of it is seen."""
+"""Which op of each family of models runs on which kernel, by device: written down here, so that a change of
+it is seen.
+"""
 
 import dataclasses
 import functools
@@ -60,7 +62,9 @@ def places(kernels: KernelSet) -> dict[str, str]:
 def test_hopper_runs_every_family_on_mosaic(model):
     for kv_dtype in ("bfloat16", "float8_e4m3fn"):
         kernels = of(model, "gpu", "9.0", kv_dtype=kv_dtype)
-        expected = MOSAIC | (dict.fromkeys(("add_norm", "quantize_rows"), "reference") if model == "smollm2-135m" else {})  # rows of 576
+        expected = MOSAIC | (
+            dict.fromkeys(("add_norm", "quantize_rows"), "reference") if model == "smollm2-135m" else {}
+        )  # rows of 576
         assert places(kernels) == expected
         assert isinstance(kernels.gemm, HopperGemm)
 
@@ -78,7 +82,10 @@ def test_the_kernels_take_what_the_family_gives_them(model):
     table, lengths, tokens = array("int32", 8, 4), array("int32", 8), array("int32", 16)
     for kv_dtype in ("bfloat16", E4M3, "int8"):
         kernels = of(model, "gpu", "9.0", kv_dtype=kv_dtype, kv_heads=kv)
-        pages = [array(kv_dtype, 40, kv, 64, h), array(kv_dtype, 40, kv, *((64, h) if kv_dtype == "bfloat16" else (h, 64)))]
+        pages = [
+            array(kv_dtype, 40, kv, 64, h),
+            array(kv_dtype, 40, kv, *((64, h) if kv_dtype == "bfloat16" else (h, 64))),
+        ]
         shape = {E4M3: (kv,), "int8": (40, kv, 64)}.get(kv_dtype)
         scales = {name: array("float32", *shape) for name in ("k_scale", "v_scale")} if shape else {}
         for layer in set(config.layers):
@@ -140,9 +147,14 @@ def test_an_op_that_its_kernel_does_not_take_falls_back_alone(change, place):
 
 @pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
 def test_no_family_falls_back_for_a_reason_of_the_pages(model):
-    """By what an engine sets if nothing is said; nor does it for any other, but for the least, whose rows are of 576."""
+    """By what an engine sets if nothing is said; nor does it for any other, but for the least, whose rows are
+    of 576.
+    """
     for kv_dtype in ("bfloat16", E4M3):
-        found = {(fallback.op, fallback.field, fallback.value) for fallback in of(model, "gpu", "9.0", kv_dtype=kv_dtype).fallbacks}
+        found = {
+            (fallback.op, fallback.field, fallback.value)
+            for fallback in of(model, "gpu", "9.0", kv_dtype=kv_dtype).fallbacks
+        }
         small = {("add_norm", "hidden_size", 576), ("quantize_rows", "queries_per_kv_head", 3)}
         assert found == (small if model == "smollm2-135m" else set())
     assert of(model, "gpu", "8.0").fallbacks == of(model, "cpu", "").fallbacks == ()
@@ -153,34 +165,82 @@ def test_no_family_falls_back_for_a_reason_of_the_pages(model):
     [
         ("9.0", {"page_size": 16}, [Fallback(op, "page_size", 16, "64") for op in PAGED]),
         ("9.0", {"head_dim": 96}, [Fallback(op, "head_dim", 96, "64, 128 or 256") for op in PAGED]),
-        ("9.0", {"queries_per_kv_head": 17, "kv_heads": 4}, [Fallback(op, "queries_per_kv_head", 17, "up to 16") for op in PAGED]),
+        (
+            "9.0",
+            {"queries_per_kv_head": 17, "kv_heads": 4},
+            [Fallback(op, "queries_per_kv_head", 17, "up to 16") for op in PAGED],
+        ),
         (
             "9.0",
             {"kv_heads": 16, "queries_per_kv_head": 16, "head_dim": 256},
             [
                 Fallback("rope_append", "kv_heads", 16, "fewer of 256 with 16 query heads each"),
-                Fallback("quantize_rows", "kv_heads", 16, "of 256 with 16 query heads each, up to 16384 columns a device"),
+                Fallback(
+                    "quantize_rows",
+                    "kv_heads",
+                    16,
+                    "of 256 with 16 query heads each, up to 16384 columns a device",
+                ),
             ],
         ),
         ("9.0", {"kv_heads": 8, "queries_per_kv_head": 16}, []),  # 16,384 columns, as Llama-3.1-405B's
         (
             "9.0",
             {"kv_heads": 40, "queries_per_kv_head": 4},
-            [Fallback("quantize_rows", "kv_heads", 40, "of 128 with 4 query heads each, up to 16384 columns a device")],
+            [
+                Fallback(
+                    "quantize_rows",
+                    "kv_heads",
+                    40,
+                    "of 128 with 4 query heads each, up to 16384 columns a device",
+                )
+            ],
         ),
-        ("9.0", {"kv_dtype": "float32"}, [Fallback(op, "kv_dtype", "float32", "bfloat16, fp8 or int8") for op in PAGED]),
-        ("9.0", {"kv_dtype": "int8", "head_dim": 256}, [Fallback("chunk_attention", "head_dim", 256, "64 or 128 over a cache of int8")]),
+        (
+            "9.0",
+            {"kv_dtype": "float32"},
+            [Fallback(op, "kv_dtype", "float32", "bfloat16, fp8 or int8") for op in PAGED],
+        ),
+        (
+            "9.0",
+            {"kv_dtype": "int8", "head_dim": 256},
+            [Fallback("chunk_attention", "head_dim", 256, "64 or 128 over a cache of int8")],
+        ),
         ("8.0", {"page_size": 16}, [Fallback("decode_attention", "page_size", 16, "64")]),
         ("8.6", {"head_dim": 256}, []),
         (
             "8.6",
             FLOAT32 | {"head_dim": 256},
-            [Fallback("decode_attention", "head_dim", 256, "up to 128 in float32, by the shared memory of 8.6")],
+            [
+                Fallback(
+                    "decode_attention", "head_dim", 256, "up to 128 in float32, by the shared memory of 8.6"
+                )
+            ],
         ),
         ("8.0", FLOAT32 | {"head_dim": 256}, []),
-        ("7.5", {"head_dim": 256}, [Fallback("decode_attention", "head_dim", 256, "up to 128 in bfloat16, by the shared memory of 7.5")]),
-        ("7.5", FLOAT32, [Fallback("decode_attention", "head_dim", 128, "up to 64 in float32, by the shared memory of 7.5")]),
-        ("8.0", {"kv_dtype": E4M3}, [Fallback("decode_attention", "kv_dtype", E4M3, "bfloat16 beside weights of it")]),
+        (
+            "7.5",
+            {"head_dim": 256},
+            [
+                Fallback(
+                    "decode_attention", "head_dim", 256, "up to 128 in bfloat16, by the shared memory of 7.5"
+                )
+            ],
+        ),
+        (
+            "7.5",
+            FLOAT32,
+            [
+                Fallback(
+                    "decode_attention", "head_dim", 128, "up to 64 in float32, by the shared memory of 7.5"
+                )
+            ],
+        ),
+        (
+            "8.0",
+            {"kv_dtype": E4M3},
+            [Fallback("decode_attention", "kv_dtype", E4M3, "bfloat16 beside weights of it")],
+        ),
     ],
 )
 def test_a_set_says_why_an_op_falls_back(capability, change, fallbacks):
@@ -207,18 +267,31 @@ def test_every_op_is_a_kernel_or_says_why_not(capability, change):
     why = {fallback.op for fallback in kernels.fallbacks}
     has = {"gemm", *OPS} if capability == "9.0" else {"gemm", "decode_attention"}
     assert set(kernels.own) | why == has and not set(kernels.own) & why
-    assert set(kernels.own) - {"gemm"} == {op for op, place in places(kernels).items() if place != "reference"}
-    values = {"head_dim": 128, "queries_per_kv_head": 4, "kv_heads": 8, "dtype": "bfloat16", "kv_dtype": "bfloat16"} | change
+    assert set(kernels.own) - {"gemm"} == {
+        op for op, place in places(kernels).items() if place != "reference"
+    }
+    values = {
+        "head_dim": 128,
+        "queries_per_kv_head": 4,
+        "kv_heads": 8,
+        "dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
+    } | change
     for fallback in kernels.fallbacks:
         assert fallback.accepted and fallback.value == values[fallback.field]
-    listed = {"decode_attention": "list_decode_work", "chunk_attention": "list_chunk_work", "grouped_gemm": "list_groups"}
+    listed = {
+        "decode_attention": "list_decode_work",
+        "chunk_attention": "list_chunk_work",
+        "grouped_gemm": "list_groups",
+    }
     if capability == "9.0":
         for op, name in listed.items():
             assert (getattr(kernels, name) is getattr(kernel_set.REFERENCE, name)) == (op in why)
 
 
 @pytest.mark.parametrize(
-    ("kernels", "platform", "capability"), [("mosaic", "gpu", "8.0"), ("mosaic", "cpu", ""), ("triton", "cpu", ""), ("best", "gpu", "9.0")]
+    ("kernels", "platform", "capability"),
+    [("mosaic", "gpu", "8.0"), ("mosaic", "cpu", ""), ("triton", "cpu", ""), ("best", "gpu", "9.0")],
 )
 def test_kernels_that_cannot_run_are_refused_by_name(kernels, platform, capability):
     with pytest.raises(ValueError, match=f"kernels='{kernels}'"):
@@ -231,7 +304,11 @@ def test_kernels_that_cannot_run_are_refused_by_name(kernels, platform, capabili
 def test_a_device_whose_kernels_can_be_kept_to_some_sms_is_known_without_it(name):
     """To a search, by the table: no other set takes SMs."""
     capability = DEVICES[name].compute_capability
-    assert of("llama-3.1-8b", "gpu", capability).can_be_bounded == kernel_set.has_bounded(capability) == (name in ("H100", "H200"))
+    assert (
+        of("llama-3.1-8b", "gpu", capability).can_be_bounded
+        == kernel_set.has_bounded(capability)
+        == (name in ("H100", "H200"))
+    )
 
 
 def test_a_setting_forces_the_kernels():
@@ -245,10 +322,16 @@ PRODUCTS = [
     (Product(1, Shape(6144, 4096), "bfloat16"), ("flat", "xla", "dense", "fma")),
     (Product(16, Shape(6144, 4096), "bfloat16"), ("flat", "xla", "dense")),
     (Product(65, Shape(6144, 4096), "bfloat16"), ("xla", "dense")),
-    (Product(256, Shape(28672, 4096, gate_block=64), "bfloat16"), ("dense", "xla")),  # the gate's own pass over memory is saved
+    (
+        Product(256, Shape(28672, 4096, gate_block=64), "bfloat16"),
+        ("dense", "xla"),
+    ),  # the gate's own pass over memory is saved
     (Product(256, Shape(28672, 4096), "bfloat16"), ("xla", "dense")),
     (Product(1024, Shape(28672, 4096, gate_block=64), "bfloat16"), ("xla", "dense")),
-    (Product(8, Shape(59136, 8192, gate_block=16), "bfloat16"), ("xla", "dense")),  # flat knows gates in blocks of 64 alone
+    (
+        Product(8, Shape(59136, 8192, gate_block=16), "bfloat16"),
+        ("xla", "dense"),
+    ),  # flat knows gates in blocks of 64 alone
     (Product(8, Shape(128256, 4096), "bfloat16", "float32"), ("flat", "xla", "dense")),
     (Product(1024, Shape(6144, 4096), "bfloat16", bounded=True), ("dense",)),
     (Product(2, Shape(6144, 4096), "bfloat16", bounded=True), ("flat", "dense")),
@@ -278,8 +361,12 @@ def test_a_product_is_known_by_its_arguments():
     assert gemm.product(by_blocks, qw, **plain) == Product(3, Shape(128, 256, E4M3, scales="blocks"), E4M3)
     told = gemm.product(qx, qw, gate_block=64, quantize=True, out_dtype=None, sms=100, residual=x)
     assert told == Product(3, Shape(128, 256, E4M3, 64, "rows"), E4M3, E4M3, bounded=True, residual=True)
-    i4 = Int4(jnp.zeros((128, 128), jnp.uint8), jnp.zeros((128, 4), jnp.bfloat16), jnp.zeros((128, 4), jnp.bfloat16))
-    assert gemm.product(x, i4, **(plain | {"out_dtype": jnp.float32})) == Product(3, Shape(128, 256, "int4"), "bfloat16", "float32")
+    i4 = Int4(
+        jnp.zeros((128, 128), jnp.uint8), jnp.zeros((128, 4), jnp.bfloat16), jnp.zeros((128, 4), jnp.bfloat16)
+    )
+    assert gemm.product(x, i4, **(plain | {"out_dtype": jnp.float32})) == Product(
+        3, Shape(128, 256, "int4"), "bfloat16", "float32"
+    )
 
 
 def test_the_table_chooses_among_those_that_take_it():
@@ -306,8 +393,12 @@ def test_what_runs_is_told_by_rows():
     kernels = dataclasses.replace(kernel_set.REFERENCE, name="some", gemm=HopperGemm(Table("a GPU")))
     down, head = product_of(Shape(4096, 14336, E4M3), 1), product_of(shape, 1, "float32")
     tuned = HopperGemm(Table("a GPU", (Rule(shape, (Choice(64, "xla"),)),)))
-    assert "logits [6144, 4096] bfloat16: flat, from 65 rows xla" in dataclasses.replace(kernels, gemm=tuned).describe({"logits": head})
-    uneven = HopperGemm(Table("a GPU", (Rule(shape, (Choice(24, "flat"), Choice(48, "dense"), Choice(64, "xla"))),)))
+    assert "logits [6144, 4096] bfloat16: flat, from 65 rows xla" in dataclasses.replace(
+        kernels, gemm=tuned
+    ).describe({"logits": head})
+    uneven = HopperGemm(
+        Table("a GPU", (Rule(shape, (Choice(24, "flat"), Choice(48, "dense"), Choice(64, "xla"))),))
+    )
     assert uneven.describe(product_of(shape, 1)) == "flat, from 25 rows dense, from 49 rows xla"
     text = kernels.describe({"qkv": product_of(shape, 1), "down": down})
     assert "decode_attention: reference" in text
@@ -319,9 +410,13 @@ def test_what_runs_is_told_by_rows():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_fma_gemm_is_its_twin(rows):
     rng = np.random.default_rng(rows)
-    x, w, bias = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((rows, 96), (128, 96), (128,)))
+    x, w, bias = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((rows, 96), (128, 96), (128,))
+    )
     got = gemm.kernel(Choice(4, "fma"))(x, w, bias, activation="silu", gate_block=16)
-    np.testing.assert_allclose(got, reference.gemm(x, w, bias, activation="silu", gate_block=16), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        got, reference.gemm(x, w, bias, activation="silu", gate_block=16), rtol=1e-5, atol=1e-5
+    )
     with pytest.raises(ValueError, match="5 rows"):
         gemm.kernel(Choice(4, "fma"))(jnp.zeros((5, 96)), w)
     with pytest.raises(ValueError, match="kernel='slow'"):
@@ -335,7 +430,11 @@ def operands(p: Product):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     m, n, k = p.rows, p.shape.n, p.shape.k
-    x: object = array(p.activations, m, k) if p.activations != E4M3 else Quantized(array(E4M3, m, k), array("float32", m))
+    x: object = (
+        array(p.activations, m, k)
+        if p.activations != E4M3
+        else Quantized(array(E4M3, m, k), array("float32", m))
+    )
     w: object = array("bfloat16", n, k)
     if p.shape.weights == E4M3:
         w = Quantized(array(E4M3, n, k), array("float32", n))
@@ -344,7 +443,11 @@ def operands(p: Product):
     settings = {"sms": 96} if p.bounded else {}
     if p.shape.gate_block:
         settings |= {"activation": "silu", "gate_block": p.shape.gate_block}
-    return x, w, settings | ({"quantize": True} if p.out_dtype == E4M3 else {"out_dtype": jnp.dtype(p.out_dtype)})
+    return (
+        x,
+        w,
+        settings | ({"quantize": True} if p.out_dtype == E4M3 else {"out_dtype": jnp.dtype(p.out_dtype)}),
+    )
 
 
 @settings(max_examples=30)

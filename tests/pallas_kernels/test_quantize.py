@@ -15,12 +15,19 @@ HALF_STEP = 2.0**-4  # of e4m3's 3 bits behind the point, to the nearest
 
 
 @settings(max_examples=40, deadline=None)
-@given(columns=st.sampled_from([96, 300]), power=st.integers(-14, 30), spread=st.integers(0, 6), seed=st.integers(0, 99))
+@given(
+    columns=st.sampled_from([96, 300]),
+    power=st.integers(-14, 30),
+    spread=st.integers(0, 6),
+    seed=st.integers(0, 99),
+)
 @pytest.mark.parametrize("quantize", [reference.quantize_rows, reference.quantize_blocks])
 def test_a_number_comes_back_to_a_sixteenth_or_to_the_smallest_step(quantize, columns, power, spread, seed):
     """Rows of all sizes, in which sizes differ by powers of ten; one is of zeros."""
     rng = np.random.default_rng(seed)
-    x = (rng.normal(size=(3, columns)) * 10.0 ** (power - rng.integers(0, spread + 1, (3, columns)))).astype(np.float32)
+    x = (rng.normal(size=(3, columns)) * 10.0 ** (power - rng.integers(0, spread + 1, (3, columns)))).astype(
+        np.float32
+    )
     x[0] = 0
     found = quantize(jnp.asarray(x))
     assert found.values.dtype == E4M3 and found.scale.dtype == jnp.float32
@@ -34,13 +41,17 @@ def test_a_number_comes_back_to_a_sixteenth_or_to_the_smallest_step(quantize, co
 
 
 def test_what_is_too_large_saturates():
-    found = np.asarray(reference.to_e4m3(jnp.array([1e9, -1e9, 449.0, 0.0, np.inf]), jnp.ones(())), np.float32)
+    found = np.asarray(
+        reference.to_e4m3(jnp.array([1e9, -1e9, 449.0, 0.0, np.inf]), jnp.ones(())), np.float32
+    )
     assert found.tolist() == [448, -448, 448, 0, 448]
 
 
 def operands(seed=0, m=3, n=6, k=256):
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(size=(m, k)), jnp.float32), jnp.asarray(rng.normal(size=(n, k)) / k**0.5, jnp.float32)
+    return jnp.asarray(rng.normal(size=(m, k)), jnp.float32), jnp.asarray(
+        rng.normal(size=(n, k)) / k**0.5, jnp.float32
+    )
 
 
 def one_scale(x):
@@ -51,10 +62,15 @@ def one_scale(x):
 @pytest.mark.parametrize("of_w", [reference.quantize_rows, reference.quantize_blocks, one_scale, None])
 @pytest.mark.parametrize("of_x", [reference.quantize_rows, reference.quantize_blocks, one_scale, None])
 def test_a_product_of_scaled_numbers_is_that_of_the_numbers(of_x, of_w):
-    (x, w), extra = operands(), {"activation": "silu", "gate_block": 1, "residual": jnp.ones((3, 3)), "out_dtype": jnp.float32}
+    (x, w), extra = (
+        operands(),
+        {"activation": "silu", "gate_block": 1, "residual": jnp.ones((3, 3)), "out_dtype": jnp.float32},
+    )
     bias = jnp.arange(6.0)
     qx, qw = (q if make is None else make(q) for q, make in ((x, of_x), (w, of_w)))
-    plain_x, plain_w = (q if make is None else reference.dequantize(make(q)) for q, make in ((x, of_x), (w, of_w)))
+    plain_x, plain_w = (
+        q if make is None else reference.dequantize(make(q)) for q, make in ((x, of_x), (w, of_w))
+    )
     got, want = reference.gemm(qx, qw, bias, **extra), reference.gemm(plain_x, plain_w, bias, **extra)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
@@ -64,7 +80,10 @@ def test_dtypes_of_results():
     qx, qw = reference.quantize_rows(x), reference.quantize_rows(w)
     assert reference.gemm(qx, qw).dtype == jnp.bfloat16
     assert reference.gemm(x, qw).dtype == jnp.float32
-    assert reference.gemm(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), out_dtype=jnp.float32).dtype == jnp.float32
+    assert (
+        reference.gemm(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), out_dtype=jnp.float32).dtype
+        == jnp.float32
+    )
     found = reference.gemm(x, w, quantize=True)
     assert found.values.dtype == E4M3 and found.scale.shape == (3, 1)
     np.testing.assert_array_equal(found.values, reference.quantize_blocks(reference.gemm(x, w)).values)
@@ -74,7 +93,10 @@ def test_dtypes_of_results():
 def test_a_norm_quantised_is_the_norm_quantised(bias):
     rng = np.random.default_rng(1)
     x, y = (jnp.asarray(rng.normal(size=(5, 96)), jnp.float32) for _ in "xy")
-    weight, settings = jnp.asarray(rng.normal(size=96), jnp.float32), {"eps": 1e-5, "offset": 0.0 if bias is not None else 1.0}
+    weight, settings = (
+        jnp.asarray(rng.normal(size=96), jnp.float32),
+        {"eps": 1e-5, "offset": 0.0 if bias is not None else 1.0},
+    )
     total, h = reference.add_norm(x, y, weight, bias, **settings)
     np.testing.assert_array_equal(total, x + y)
     again, q = reference.add_norm(x, y, weight, bias, **settings, quantize=True)
@@ -114,11 +136,17 @@ def test_what_is_appended_is_read_back(kv):
     scales = {"k_scale": jnp.array([0.5, 0.01]), "v_scale": jnp.array([0.02, 0.25])} if kv == E4M3 else {}
     places = np.array([9, 0, P * S, 3, -1])  # the third and the last are no place
     settings = {"head_dim": H, "inv_freq": jnp.ones(H // 2)}
-    q, *written = reference.rope_append(fused, k_pages, v_pages, jnp.arange(t), jnp.asarray(places), **settings, **scales)
+    q, *written = reference.rope_append(
+        fused, k_pages, v_pages, jnp.arange(t), jnp.asarray(places), **settings, **scales
+    )
     split = np.asarray(fused).reshape(t, K, GROUP + 2, H)
     wanted = (np.asarray(reference.rope(split[:, :, -2], jnp.arange(t), jnp.ones(H // 2))), split[:, :, -1])
-    np.testing.assert_array_equal(q, reference.rope(split[:, :, :-2].reshape(t, -1, H), jnp.arange(t), jnp.ones(H // 2)))
-    for before, after, want, name in zip((k_pages, v_pages), written, wanted, ("k_scale", "v_scale"), strict=True):
+    np.testing.assert_array_equal(
+        q, reference.rope(split[:, :, :-2].reshape(t, -1, H), jnp.arange(t), jnp.ones(H // 2))
+    )
+    for before, after, want, name in zip(
+        (k_pages, v_pages), written, wanted, ("k_scale", "v_scale"), strict=True
+    ):
         old, new = (numbers(pages, scales.get(name), name == "v_scale") for pages in (before, after))
         untouched = np.ones((P, S), bool)
         for token, place in enumerate(places):
@@ -129,10 +157,16 @@ def test_what_is_appended_is_read_back(kv):
             if kv == E4M3:
                 scale = np.asarray(scales[name])[:, None]
                 clipped = np.clip(want[token], -448 * scale, 448 * scale)
-                assert (np.abs(got - clipped) <= np.maximum(np.abs(clipped) * HALF_STEP * 1.001, scale * 2.0**-10)).all()
+                assert (
+                    np.abs(got - clipped) <= np.maximum(np.abs(clipped) * HALF_STEP * 1.001, scale * 2.0**-10)
+                ).all()
             else:
-                np.testing.assert_allclose(got, want[token], atol=largest.max() / 254 * 1.001 if kv == jnp.int8 else 0)
-        np.testing.assert_array_equal(new.transpose(0, 2, 1, 3)[untouched], old.transpose(0, 2, 1, 3)[untouched])
+                np.testing.assert_allclose(
+                    got, want[token], atol=largest.max() / 254 * 1.001 if kv == jnp.int8 else 0
+                )
+        np.testing.assert_array_equal(
+            new.transpose(0, 2, 1, 3)[untouched], old.transpose(0, 2, 1, 3)[untouched]
+        )
 
 
 @pytest.mark.parametrize("kv", [E4M3, jnp.int8], ids=str)
@@ -141,11 +175,19 @@ def test_attention_over_8_bits_is_that_over_their_numbers(kv):
     q, table = jnp.asarray(rng.normal(size=(2, K * GROUP, H)), jnp.float32), jnp.array([[2, 0, 1], [1, 2, 0]])
     k_pages, v_pages = cache(kv)
     scales = {"k_scale": jnp.array([0.5, 0.1]), "v_scale": jnp.array([0.2, 0.25])}
-    wide = [jnp.asarray(numbers(pages, scales[name], name == "v_scale")) for pages, name in ((k_pages, "k_scale"), (v_pages, "v_scale"))]
+    wide = [
+        jnp.asarray(numbers(pages, scales[name], name == "v_scale"))
+        for pages, name in ((k_pages, "k_scale"), (v_pages, "v_scale"))
+    ]
     stored = (k_pages, v_pages)
     if isinstance(k_pages, Quantized) and isinstance(v_pages, Quantized):
-        stored, scales = (k_pages.values, v_pages.values), {"k_scale": k_pages.scale, "v_scale": v_pages.scale}
+        stored, scales = (
+            (k_pages.values, v_pages.values),
+            {"k_scale": k_pages.scale, "v_scale": v_pages.scale},
+        )
     lengths, chunks = jnp.array([9, 5]), jnp.array([[0, 2, 1, 6]])
     for attention, rows in ((reference.decode_attention, lengths), (reference.chunk_attention, chunks)):
         got = attention(q, *stored, table, rows, scale=0.3, window=7, **scales)
-        np.testing.assert_allclose(got, attention(q, *wide, table, rows, scale=0.3, window=7), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            got, attention(q, *wide, table, rows, scale=0.3, window=7), rtol=1e-5, atol=1e-5
+        )

@@ -43,7 +43,9 @@ def close(got, want, tolerance=1e-5):
     weights=st.sampled_from(["plain", "fp8", "int4"]),
     activations=st.sampled_from(["plain", "rows", "blocks", "one"]),
 )
-def test_gemm_is_the_product_and_what_follows_it(seed, m, activation, gate_block, bias, residual, weights, activations):
+def test_gemm_is_the_product_and_what_follows_it(
+    seed, m, activation, gate_block, bias, residual, weights, activations
+):
     rng = np.random.default_rng(seed)
     n, k = 256, 256
     activation = "silu" if gate_block and activation is None else activation
@@ -58,9 +60,15 @@ def test_gemm_is_the_product_and_what_follows_it(seed, m, activation, gate_block
         "blocks": reference.quantize_blocks,
         "one": lambda x: Quantized(x.astype(jnp.float8_e4m3fn), jnp.float32(0.5)),
     }[activations](jnp.asarray(x))
-    w_in = {"plain": lambda w: w, "fp8": reference.quantize_rows, "int4": quantize_int4}[weights](jnp.asarray(w))
+    w_in = {"plain": lambda w: w, "fp8": reference.quantize_rows, "int4": quantize_int4}[weights](
+        jnp.asarray(w)
+    )
     seen_x = reference.dequantize(x_in) if isinstance(x_in, Quantized) else x_in
-    seen_w = {"plain": lambda w: w, "fp8": reference.dequantize, "int4": lambda w: dequantize_int4(w, jnp.float32)}[weights](w_in)
+    seen_w = {
+        "plain": lambda w: w,
+        "fp8": reference.dequantize,
+        "int4": lambda w: dequantize_int4(w, jnp.float32),
+    }[weights](w_in)
     if activations in ("rows", "one") and weights == "plain":
         w_in = seen_w = seen_w.astype(jnp.bfloat16).astype(jnp.float32)  # such products are taken in bfloat16
     settings = {"activation": activation, "gate_block": gate_block}

@@ -39,9 +39,18 @@ def true_values(h):
 )
 def test_the_kernel_is_its_twin(rows, width, adds, centres, quantizes, offset, seed):
     x, y = numbers(seed, rows, width, scale=3.0).at[0].set(0), numbers(seed + 1, rows, width)
-    y, other = y.at[0].set(0) if adds else None, numbers(seed + 4, rows, width).at[0].set(0) if adds > 1 else None
+    y, other = (
+        y.at[0].set(0) if adds else None,
+        numbers(seed + 4, rows, width).at[0].set(0) if adds > 1 else None,
+    )
     weight, bias = numbers(seed + 2, width), numbers(seed + 3, width) if centres else None
-    how = {"eps": 1e-5, "offset": 0.0 if centres else offset, "quantize": quantizes, "other": other, "sms": 1 if rows > 5 else None}
+    how = {
+        "eps": 1e-5,
+        "offset": 0.0 if centres else offset,
+        "quantize": quantizes,
+        "other": other,
+        "sms": 1 if rows > 5 else None,
+    }
     got_sum, got = add_norm(x, y, weight, bias, **how, interpret=INTERPRET)
     want_sum, want = reference.add_norm(x, y, weight, bias, **how)
     np.testing.assert_array_equal(got_sum, want_sum)
@@ -49,14 +58,18 @@ def test_the_kernel_is_its_twin(rows, width, adds, centres, quantizes, offset, s
     # A sum in another order may round a value to its neighbour: 2^-8 of it in bfloat16, 2^-3 in e4m3.
     near = np.abs(true_values(want)) * (0.13 if quantizes else 0.008)
     assert (np.abs(true_values(got) - true_values(want)) <= near + 1e-2).all()
-    error = np.linalg.norm(true_values(got) - true_values(want)) / max(np.linalg.norm(true_values(want)), 1e-6)
+    error = np.linalg.norm(true_values(got) - true_values(want)) / max(
+        np.linalg.norm(true_values(want)), 1e-6
+    )
     assert error < (5e-3 if quantizes else 1e-3)
 
 
 @pytest.mark.parametrize(("x", "y"), [((4, 100), (4, 100)), ((4, 256), (5, 256))])
 def test_it_says_what_it_does_not_take(x, y):
     with pytest.raises(ValueError, match=r"x, y and other are .*: bfloat16 \[T, D\]"):
-        add_norm(jnp.zeros(x, jnp.bfloat16), jnp.zeros(y, jnp.bfloat16), jnp.zeros(x[1], jnp.bfloat16), eps=1e-5)
+        add_norm(
+            jnp.zeros(x, jnp.bfloat16), jnp.zeros(y, jnp.bfloat16), jnp.zeros(x[1], jnp.bfloat16), eps=1e-5
+        )
     with pytest.raises(ValueError, match="sms=0: 1 to 132"):
         add_norm(jnp.zeros((4, 256), jnp.bfloat16), None, jnp.zeros(256, jnp.bfloat16), eps=1e-5, sms=0)
 
@@ -64,12 +77,18 @@ def test_it_says_what_it_does_not_take(x, y):
 @pytest.mark.parametrize(("width", "quantizes"), [(4096, False), (8192, True), (3584, False)])
 def test_for_the_h200_it_spills_nothing(width, quantizes, tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    row, weight = jax.ShapeDtypeStruct((2**19, width), jnp.bfloat16), jax.ShapeDtypeStruct((width,), jnp.bfloat16)  # 2^31 numbers and more
+    row, weight = (
+        jax.ShapeDtypeStruct((2**19, width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((width,), jnp.bfloat16),
+    )  # 2^31 numbers and more
     other = {"other": row} if quantizes else {}  # the most that a row may need
     kernel = functools.partial(add_norm, eps=1e-5, quantize=quantizes, sms=20 if quantizes else None)
     arguments = abstract(h200_mesh(), ((row, row, weight), other))
     compiled = compile_for_h200(lambda given, other: kernel(*given, **other), *arguments)
     assert [thunk.kind for thunk in compiled.thunks] == ["kCustomCall"]
-    logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"add_norm*{end}")) for end in (".ptxas", ".ptx"))
+    logs, ptx = (
+        "".join(p.read_text(errors="replace") for p in tmp_path.glob(f"add_norm*{end}"))
+        for end in (".ptxas", ".ptx")
+    )
     assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
     assert ("ld.global.v4" in ptx) or width % 1024

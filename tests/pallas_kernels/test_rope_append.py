@@ -1,4 +1,6 @@
-"""Rotation and append in Mosaic's interpreter beside the twin, in every form of cache, and as compiled for an H200."""
+"""Rotation and append in Mosaic's interpreter beside the twin, in every form of cache, and as compiled for an
+H200.
+"""
 
 import functools
 import re
@@ -56,7 +58,16 @@ def steps_apart(got, want):
         (jnp.float8_e4m3fn, 2, 1, 3, 64, None, False, {}),  # an odd number of heads of 64 bytes
         (jnp.float8_e4m3fn, 11, 1, 2, 64, None, False, {"together": 32}),  # in blocks of 8
         (jnp.int8, 9, 1, 2, 64, None, False, {"together": 8, "sms": 1}),
-        (jnp.float8_e4m3fn, 19, 1, 2, 64, Rope(1e4), True, {"together": 16, "sms": 1}),  # four rounds of blocks
+        (
+            jnp.float8_e4m3fn,
+            19,
+            1,
+            2,
+            64,
+            Rope(1e4),
+            True,
+            {"together": 16, "sms": 1},
+        ),  # four rounds of blocks
     ],
 )
 def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, normed, settings):
@@ -64,28 +75,49 @@ def test_the_kernel_is_its_twin(kv_dtype, tokens, group, kv_heads, width, rope, 
     fused = jnp.asarray(rng.normal(size=(tokens, kv_heads * (group + 2) * width)), jnp.bfloat16)
     k, v = cache(rng, kv_dtype, kv_heads, width)
     positions = jnp.asarray(rng.integers(0, 2000, tokens), jnp.int32)
-    slots = jnp.asarray(rng.permutation(PAGES * PAGE)[:tokens], jnp.int32).at[0].set(-1).at[tokens // 2].set(PAGES * PAGE)
-    how = {"head_dim": width, "inv_freq": None if rope is None else jnp.asarray(inverse_frequencies(rope, width)), "eps": 1e-6}
+    slots = (
+        jnp.asarray(rng.permutation(PAGES * PAGE)[:tokens], jnp.int32)
+        .at[0]
+        .set(-1)
+        .at[tokens // 2]
+        .set(PAGES * PAGE)
+    )
+    how = {
+        "head_dim": width,
+        "inv_freq": None if rope is None else jnp.asarray(inverse_frequencies(rope, width)),
+        "eps": 1e-6,
+    }
     if normed:
         weights = jnp.asarray(rng.normal(size=(2, width)), jnp.bfloat16)
         how |= {"q_norm": weights[0], "k_norm": weights[1], "norm_offset": 1.0}
     if kv_dtype == jnp.float8_e4m3fn and normed:
-        how |= {"k_scale": jnp.linspace(0.002, 0.1, kv_heads), "v_scale": jnp.linspace(0.05, 0.01, kv_heads)}  # some values saturate
+        how |= {
+            "k_scale": jnp.linspace(0.002, 0.1, kv_heads),
+            "v_scale": jnp.linspace(0.05, 0.01, kv_heads),
+        }  # some values saturate
     # A program each, where every operation alone would be one.
     numbers = {"head_dim": width, "eps": how.pop("eps"), "norm_offset": how.pop("norm_offset", 0.0)}
     kernel = jax.jit(functools.partial(rope_append, **numbers, **settings, interpret=INTERPRET))
     twin = jax.jit(functools.partial(reference.rope_append, **numbers))
     del how["head_dim"]
     got, want = (fn(fused, k, v, positions, slots, **how) for fn in (kernel, twin))
-    # The twin rounds to bfloat16 between norm and rotation: a step or two of the last bit, more where a sum cancels.
-    np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (got, want)), rtol=0.02, atol=0.04 if normed else 1e-6)
+    # The twin rounds to bfloat16 between norm and rotation: a step or two of the last bit, more where a sum
+    # cancels.
+    np.testing.assert_allclose(
+        *(np.asarray(x[0], np.float32) for x in (got, want)), rtol=0.02, atol=0.04 if normed else 1e-6
+    )
     for new, old, twin in zip(got[1:], (k, v), want[1:], strict=True):
-        written = (np.asarray(jax.tree.leaves(twin)[0], np.float32) != np.asarray(jax.tree.leaves(old)[0], np.float32)).any()
+        written = (
+            np.asarray(jax.tree.leaves(twin)[0], np.float32)
+            != np.asarray(jax.tree.leaves(old)[0], np.float32)
+        ).any()
         assert written == (tokens > 2)
         if normed:
             # e4m3 has steps of an eighth, and numbers here that are up to 500 times the true ones.
             rtol, atol = (0.02, 0.04) if kv_dtype == jnp.bfloat16 else (0.13, 20.0)
-            np.testing.assert_allclose(np.asarray(new, np.float32), np.asarray(twin, np.float32), rtol=rtol, atol=atol)
+            np.testing.assert_allclose(
+                np.asarray(new, np.float32), np.asarray(twin, np.float32), rtol=rtol, atol=atol
+            )
             assert (np.asarray(new) == np.asarray(twin)).mean() > 0.98
         else:
             assert steps_apart(new, twin) <= (kv_dtype == jnp.int8)
@@ -109,7 +141,9 @@ def test_it_says_what_it_does_not_take(changes, said):
         rope_append(fused, k, v, jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32), head_dim=64, inv_freq=None)
 
 
-@pytest.mark.parametrize(("kv", "group", "fits"), [(16, 16, False), (71, 1, True), (32, 4, True), (257, 1, False)])
+@pytest.mark.parametrize(
+    ("kv", "group", "fits"), [(16, 16, False), (71, 1, True), (32, 4, True), (257, 1, False)]
+)
 def test_a_token_that_does_not_fit_an_sm_is_refused(kv, group, fits):
     """As the kernel set asks before: its copies that come and go are in shared memory."""
     h = 64 if kv in (71, 257) else 256  # 257 heads of 64 have room, but no copy takes so many
@@ -119,10 +153,14 @@ def test_a_token_that_does_not_fit_an_sm_is_refused(kv, group, fits):
     if not fits:
         said = "257 KV heads: up to 256" if kv == 257 else "16 KV heads of 256 and 16 query heads each: fewer"
         with pytest.raises(ValueError, match=said):
-            jax.eval_shape(functools.partial(rope_append, head_dim=h, inv_freq=None), fused, pages, pages, ints, ints)
+            jax.eval_shape(
+                functools.partial(rope_append, head_dim=h, inv_freq=None), fused, pages, pages, ints, ints
+            )
 
 
-BOTH_NORMS, BOTH_SCALES = (dict.fromkeys(names, jnp.ones(2)) for names in (("q_norm", "k_norm"), ("k_scale", "v_scale")))
+BOTH_NORMS, BOTH_SCALES = (
+    dict.fromkeys(names, jnp.ones(2)) for names in (("q_norm", "k_norm"), ("k_scale", "v_scale"))
+)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +172,11 @@ BOTH_NORMS, BOTH_SCALES = (dict.fromkeys(names, jnp.ones(2)) for names in (("q_n
         (jnp.bfloat16, {"k_norm": jnp.ones(64)}, r"q_norm None, k_norm \[64\]: both or none"),
         (jnp.bfloat16, BOTH_SCALES, "for a cache of bfloat16: for float8_e4m3fn only"),
         (jnp.int8, BOTH_SCALES, "for a cache of int8: for float8_e4m3fn only"),
-        (jnp.float8_e4m3fn, BOTH_SCALES | {"k_scale": jnp.ones(1)}, r"k_scale \[1\]: \[2\], for 4 tokens and 2 KV heads of 64"),
+        (
+            jnp.float8_e4m3fn,
+            BOTH_SCALES | {"k_scale": jnp.ones(1)},
+            r"k_scale \[1\]: \[2\], for 4 tokens and 2 KV heads of 64",
+        ),
         (jnp.float8_e4m3fn, BOTH_SCALES | {"v_scale": jnp.ones((2, 1))}, r"v_scale \[2, 1\]: \[2\]"),
         (jnp.int8, BOTH_NORMS, r"q_norm \[2\]: \[64\]"),
         (jnp.bfloat16, {"inv_freq": jnp.ones(64)}, r"inv_freq \[64\]: \[32\]"),
@@ -154,13 +196,17 @@ def test_kernel_and_twin_say_what_is_not_given_whole(append, kv_dtype, given, sa
 def test_sms_are_of_a_gpu():
     ints, pages = jnp.zeros(4, jnp.int32), jnp.zeros((3, 2, 32, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match="sms=0: 1 to 132"):
-        rope_append(jnp.zeros((4, 512), jnp.bfloat16), pages, pages, ints, ints, head_dim=64, inv_freq=None, sms=0)
+        rope_append(
+            jnp.zeros((4, 512), jnp.bfloat16), pages, pages, ints, ints, head_dim=64, inv_freq=None, sms=0
+        )
 
 
 def test_blocks_of_values_are_as_many_as_keep_all_sms_alike():
     assert [block_of(None, tokens, 8, 132) for tokens in (7, 8, 512, 2048, 8192)] == [1, 8, 8, 8, 32]
     assert block_of(None, 2048, 8, 24) == 32 and block_of(None, 2048, 1, 132) == 8
-    assert [block_of(32, tokens, 8, 132) for tokens in (7, 15, 31, 32)] == [1, 8, 16, 32] and block_of(1, 2048, 8, 132) == 1
+    assert [block_of(32, tokens, 8, 132) for tokens in (7, 15, 31, 32)] == [1, 8, 16, 32] and block_of(
+        1, 2048, 8, 132
+    ) == 1
 
 
 @pytest.mark.parametrize("half", [32, 64, 128])
@@ -174,12 +220,19 @@ def test_a_row_is_within_one_warp(half):
         assert repeated == any(isinstance(dim, plgpu.Replicated) for dim in made.warp_dims)
 
 
-FORMS = [  # (cache, KV heads, head width, tokens whose values are written at once, what is done to queries and keys)
+# (cache, KV heads, head width, tokens whose values are written at once, what is done to queries and keys)
+FORMS = [
     (jnp.bfloat16, 8, 128, 1, "turned"),
     (jnp.bfloat16, 8, 128, 1, "turned"),  # another layer: the table of angles is the same
     (jnp.float8_e4m3fn, 8, 128, 1, "turned"),
     (jnp.int8, 8, 128, 1, "turned"),
-    (jnp.bfloat16, 28, 128, 1, "turned"),  # as many bytes a token as OPT-30B's: two workers' ring is all that fits
+    (
+        jnp.bfloat16,
+        28,
+        128,
+        1,
+        "turned",
+    ),  # as many bytes a token as OPT-30B's: two workers' ring is all that fits
     (jnp.bfloat16, 1, 64, 1, "turned"),
     (jnp.float8_e4m3fn, 3, 64, 1, "turned"),
     (jnp.float8_e4m3fn, 2, 256, 1, "turned"),
@@ -197,7 +250,9 @@ FORMS = [  # (cache, KV heads, head width, tokens whose values are written at on
 
 
 def test_for_the_h200_pages_are_written_in_place_and_no_access_is_misaligned(tmp_path, monkeypatch):
-    """All forms in one program: no cache is copied, nothing spills, and every address can be shown to be a multiple of what it must."""
+    """All forms in one program: no cache is copied, nothing spills, and every address can be shown to be a
+    multiple of what it must.
+    """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 
     def grown(x):  # 2^18 pages: beyond 2^31 elements
@@ -213,17 +268,28 @@ def test_for_the_h200_pages_are_written_in_place_and_no_access_is_misaligned(tmp
         def layer(form, kv: Any, x):
             (k, v), (width, together, done) = kv, form[2:]
             weights = dict.fromkeys(("q_norm", "k_norm"), norm[:width]) if "normed" in done else {}
-            how = {"inv_freq": inv_freq[: width // 2] if "turned" in done else None, "together": together, **weights}
+            how = {
+                "inv_freq": inv_freq[: width // 2] if "turned" in done else None,
+                "together": together,
+                **weights,
+            }
             return rope_append(x, k, v, positions, slots, head_dim=width, **how)
 
         return [layer(*of) for of in zip(FORMS, pages, fused, strict=True)]
 
-    compiled = compile_for_h200(step, *abstract(h200_mesh(), (pages, fused, integers, integers, floats, norm)), donate_argnums=(0,))
+    compiled = compile_for_h200(
+        step, *abstract(h200_mesh(), (pages, fused, integers, integers, floats, norm)), donate_argnums=(0,)
+    )
     assert [thunk.kind for thunk in compiled.thunks].count("kCustomCall") == len(FORMS)
     assert len(compiled.thunks) - len(FORMS) <= 2 * 3  # the tables of angles, for each of three head widths
-    assert compiled.memory.alias_size_in_bytes == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
+    assert compiled.memory.alias_size_in_bytes == sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(pages)
+    )
     assert not any(compiled.copies(x.shape) for x in jax.tree.leaves(pages))
-    logs, texts = ([path.read_text(errors="replace") for path in tmp_path.glob(f"rope_append*{end}")] for end in (".ptxas", ".ptx"))
+    logs, texts = (
+        [path.read_text(errors="replace") for path in tmp_path.glob(f"rope_append*{end}")]
+        for end in (".ptxas", ".ptx")
+    )
     assert set(re.findall(r"(\d+) bytes spill", "".join(logs))) == {"0"}
     assert len(texts) >= len(set(FORMS)) and not [access for text in texts for access in misaligned(text)]
 

@@ -9,7 +9,9 @@ import pytest
 from pallas_kernels.checks import script
 
 
-@pytest.mark.parametrize(("ok", "status"), [(False, 1), (np.False_, 1), (jnp.array(False), 1), (np.True_, 0), (None, 0)])
+@pytest.mark.parametrize(
+    ("ok", "status"), [(False, 1), (np.False_, 1), (jnp.array(False), 1), (np.True_, 0), (None, 0)]
+)
 def test_what_is_not_right_fails_whatever_its_kind(monkeypatch, tmp_path, capsys, ok, status):
     """A comparison of numpy's numbers is no bool of Python's. None: a row that says nothing of the kind."""
 
@@ -29,13 +31,19 @@ def test_what_is_not_right_fails_whatever_its_kind(monkeypatch, tmp_path, capsys
     ("arguments", "status", "message"),
     [
         ([], 1, "error: these checks need a GPU: JAX's backend here is 'cpu'\n"),
-        (["--json", "{folder}/none/x.json"], 2, "--json {folder}/none/x.json: a file, in a folder that exists and can be written\n"),
+        (
+            ["--json", "{folder}/none/x.json"],
+            2,
+            "--json {folder}/none/x.json: a file, in a folder that exists and can be written\n",
+        ),
         (["--json", "{folder}"], 2, "--json {folder}: a file, in a folder that exists and can be written\n"),
         (["--only", "other"], 2, "--only 'other': check\n"),
         (["--share", "2/2"], 2, "--share '2/2': i/n with i below n, as 0/4\n"),
     ],
 )
-def test_what_cannot_run_is_refused_before_it_begins(monkeypatch, tmp_path, capsys, arguments, status, message):
+def test_what_cannot_run_is_refused_before_it_begins(
+    monkeypatch, tmp_path, capsys, arguments, status, message
+):
     monkeypatch.setattr("sys.argv", ["script", *(argument.format(folder=tmp_path) for argument in arguments)])
     with pytest.raises(SystemExit) as caught:
         script.main("script", None, {"check": lambda *_: pytest.fail("it began")})

@@ -1,4 +1,6 @@
-"""Products and decode attention with a stage left out, as they are timed: an H200 takes them, and each is another kernel than the whole."""
+"""Products and decode attention with a stage left out, as they are timed: an H200 takes them, and each is
+another kernel than the whole.
+"""
 
 import re
 
@@ -15,17 +17,25 @@ def test_an_h200_takes_products_with_a_stage_left_out(tmp_path, monkeypatch):
     """Some of each kernel, in one program."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     dense, flat = (256, *script.SHAPES["8B"]["qkv"]), (64, *script.SHAPES["70B/tp4"]["out_proj"])
-    left_out = [(dense, stages.dense_ways(*dense)[name]) for name in ("nothing stored", "weight in the L2", "parts not added up")]
+    left_out = [
+        (dense, stages.dense_ways(*dense)[name])
+        for name in ("nothing stored", "weight in the L2", "parts not added up")
+    ]
     left_out += [(flat, stages.flat_ways(*flat)[name]) for name in ("whole", "x not read")]
     few = (832, *script.SHAPES["8B"]["qkv"])
     left_out.append((few, stages.dense_ways(*few, sms=stages.FEW_SMS)["parts not added up"]))
-    args = [tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (n, k))) for (m, n, k), _ in left_out]
+    args = [
+        tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (n, k)))
+        for (m, n, k), _ in left_out
+    ]
 
     def step(args):
         return [gemm(*each) for (_, gemm), each in zip(left_out, args, strict=True)]
 
     assert compile_for_h200(step, *abstract(h200_mesh(), (args,))).machine_code
-    texts, logs = ([path.read_text(errors="replace") for path in tmp_path.glob(f"*{end}")] for end in (".ptx", ".ptxas"))
+    texts, logs = (
+        [path.read_text(errors="replace") for path in tmp_path.glob(f"*{end}")] for end in (".ptx", ".ptxas")
+    )
     assert len(set(texts)) == len(left_out)
     assert {int(n) for n in re.findall(r"(\d+) bytes spill stores", "".join(logs))} == {0}
     for parts in ("wgmma.mma_async", "cp.async.bulk.tensor.4d.shared", "cp.async.bulk.tensor.4d.global"):
@@ -40,7 +50,9 @@ def test_parts_that_are_not_added_up_are_the_same_work():
 
 
 def test_an_h200_takes_decode_attention_with_a_stage_left_out(tmp_path, monkeypatch):
-    """What is left out is not in the program, and everything else is: pages are copied by each. The one that serves spills nothing."""
+    """What is left out is not in the program, and everything else is: pages are copied by each. The one that
+    serves spills nothing.
+    """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     shaped = jax.eval_shape(lambda: [each[0] for each in decode_stages.operands([200, 65, 1])])
     made, args = decode_stages.ways(), abstract(h200_mesh(), shaped)
@@ -49,7 +61,9 @@ def test_an_h200_takes_decode_attention_with_a_stage_left_out(tmp_path, monkeypa
         assert compile_for_h200(way, *args).machine_code
         (path,), (log,) = tmp_path.glob("*.ptx"), tmp_path.glob("*.ptxas")
         texts[name] = path.read_text()
-        spilled[name] = max(int(n) for n in re.findall(r"(\d+) bytes spill stores", log.read_text(errors="replace")))
+        spilled[name] = max(
+            int(n) for n in re.findall(r"(\d+) bytes spill stores", log.read_text(errors="replace"))
+        )
         path.unlink()
         log.unlink()
     assert spilled == dict.fromkeys(made, 0) | {"nothing multiplied": 8}  # outside its loop over pages
@@ -74,14 +88,22 @@ def test_an_h200_takes_decode_attention_with_a_stage_left_out(tmp_path, monkeypa
 
 def test_pages_in_the_l2_are_few():
     table = np.array([[5, 123, -1], [7, 2**31 - 1, 300]], np.int32)
-    ((k, v, few, *beside),) = decode_stages.in_the_l2([("k", "v", jnp.asarray(table), "lengths", "work", "scale")])
+    ((k, v, few, *beside),) = decode_stages.in_the_l2(
+        [("k", "v", jnp.asarray(table), "lengths", "work", "scale")]
+    )
     assert (k, v, *beside) == ("k", "v", "lengths", "work", "scale")
     assert few.dtype == jnp.int32 and few.min() >= 0 and few.max() < decode_stages.IN_L2
     assert decode_stages.IN_L2 * decode_stages.PAGE_BYTES <= script.L2_BYTES / 4
 
 
-@pytest.mark.parametrize(("ways", "cases"), [(stages.dense_ways, stages.DENSE), (stages.flat_ways, stages.FLAT)])
+@pytest.mark.parametrize(
+    ("ways", "cases"), [(stages.dense_ways, stages.DENSE), (stages.flat_ways, stages.FLAT)]
+)
 def test_every_case_has_a_plan(ways, cases):
     for m, model, op in cases:
         n, k = script.SHAPES[model][op]
-        assert {"whole", "nothing stored", "weight in the L2", "nothing read"} <= set(ways(m, n, k)), (m, model, op)
+        assert {"whole", "nothing stored", "weight in the L2", "nothing read"} <= set(ways(m, n, k)), (
+            m,
+            model,
+            op,
+        )

@@ -1,4 +1,6 @@
-"""The tuned table: what it chooses, how measurements become rules, and that the shipped files are of the models they name."""
+"""The tuned table: what it chooses, how measurements become rules, and that the shipped files are of the
+models they name.
+"""
 
 import dataclasses
 import json
@@ -27,7 +29,9 @@ TABLE = Table(
 SHIPPED = sorted(path for path in table.FOLDER.glob("*.json") if path.name != "shapes.json")
 
 
-@pytest.mark.parametrize(("rows", "kernel"), [(1, "fma"), (2, "fma"), (3, "flat"), (64, "flat"), (65, "xla"), (5000, "xla")])
+@pytest.mark.parametrize(
+    ("rows", "kernel"), [(1, "fma"), (2, "fma"), (3, "flat"), (64, "flat"), (65, "xla"), (5000, "xla")]
+)
 def test_a_rule_goes_by_rows_and_its_last_choice_holds_beyond(rows, kernel):
     choice = TABLE.choose(A, rows)
     assert choice and choice.kernel == kernel
@@ -55,38 +59,60 @@ def test_an_unknown_shape_takes_the_nearest_rule_without_its_tile_and_says_so_on
         choices = [TABLE.choose(Shape(5120, 4096), 16) for _ in range(3)]
     assert choices == [Choice(64, "flat")] * 3
     assert len(caplog.records) == 1 and "5120" in caplog.records[0].getMessage()
-    assert caplog.messages == ["kernels: no tuned rule for [5120, 4096] bfloat16 on a GPU; the nearest is taken, of [6144, 4096]"]
+    assert caplog.messages == [
+        "kernels: no tuned rule for [5120, 4096] bfloat16 on a GPU; the nearest is taken, of [6144, 4096]"
+    ]
     gated = TABLE.choose(Shape(24576, 4096, gate_block=64), 16)
     assert gated and gated.kernel == "dense"
 
 
-@pytest.mark.parametrize("shape", [Shape(6144, 4096, "int4"), Shape(6144, 4096, gate_block=64), Shape(3000, 4096), Shape(6144, 16384)])
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(6144, 4096, "int4"), Shape(6144, 4096, gate_block=64), Shape(3000, 4096), Shape(6144, 16384)],
+)
 def test_other_weights_other_epilogues_and_what_is_far_have_no_rule(shape):
     assert TABLE.choose(shape, 1) is None
     assert Table("a GPU").choose(A, 1) is None
 
 
 def test_a_rule_of_inputs_with_a_scale_a_row_is_none_for_scales_of_blocks():
-    qkv, down = (Shape(n, k, E4M3, scales=scales) for n, k, scales in ((6144, 4096, "rows"), (4096, 8192, "blocks")))
+    qkv, down = (
+        Shape(n, k, E4M3, scales=scales) for n, k, scales in ((6144, 4096, "rows"), (4096, 8192, "blocks"))
+    )
     measured = Table("a GPU", (Rule(qkv, (Choice(512, "xla"),)),))
     out_proj = measured.choose(dataclasses.replace(qkv, n=4096), 512)
     assert out_proj and out_proj.kernel == "xla"
-    assert measured.choose(down, 512) is None and measured.choose(dataclasses.replace(qkv, scales="blocks"), 512) is None
+    assert (
+        measured.choose(down, 512) is None
+        and measured.choose(dataclasses.replace(qkv, scales="blocks"), 512) is None
+    )
     assert HopperGemm(measured).choose(product_of(down, 512)).kernel == "fp8"
     assert HopperGemm(measured).choose(product_of(qkv, 512)).kernel == "xla"
     head = Product(8, Shape(128256, 4096), "bfloat16", "float32")
     assert HopperGemm(Table("a GPU", (Rule(head.shape, (Choice(8, "xla"),)),))).choose(head).kernel == "flat"
 
 
-@given(st.lists(st.tuples(st.sampled_from(["flat", "dense", "xla"]), st.sampled_from([(), (("rows", 64),)])), min_size=1, max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["flat", "dense", "xla"]), st.sampled_from([(), (("rows", 64),)])),
+        min_size=1,
+        max_size=12,
+    )
+)
 def test_merged_choices_choose_what_was_best_where_it_was_measured(best):
     measured = [Choice(2**i, *each) for i, each in enumerate(best)]
     rule = Rule(A, table.choices(measured))
     assert [(c.kernel, c.tile) for c in map(rule.choose, (c.rows for c in measured))] == best
-    assert all(a.rows < b.rows and (a.kernel, a.tile) != (b.kernel, b.tile) for a, b in zip(rule.choices, rule.choices[1:], strict=False))
+    assert all(
+        a.rows < b.rows and (a.kernel, a.tile) != (b.kernel, b.tile)
+        for a, b in zip(rule.choices, rule.choices[1:], strict=False)
+    )
 
 
-@given(st.dictionaries(st.sampled_from(["a", "b", "c", "xla"]), st.floats(1.0, 100.0), min_size=1), st.sampled_from([None, *"abc", "xla"]))
+@given(
+    st.dictionaries(st.sampled_from(["a", "b", "c", "xla"]), st.floats(1.0, 100.0), min_size=1),
+    st.sampled_from([None, *"abc", "xla"]),
+)
 def test_noise_changes_no_kernel_and_ours_must_gain_something(us, before):
     name = tune_rules.fastest(us, before)
     assert us[name] <= min(us.values()) * (1 + tune_rules.TIE)
@@ -103,7 +129,10 @@ def test_new_times_stand_in_for_old_ones_of_as_many_rows_and_others_stay():
         }
         return {
             "schema": 1,
-            "rules": [tune_rules.rule_of({"n": n}, [{"rows": m, "us": times[t]} for m, t in at]) for n, at in rules.items()],
+            "rules": [
+                tune_rules.rule_of({"n": n}, [{"rows": m, "us": times[t]} for m, t in at])
+                for n, at in rules.items()
+            ],
         }
 
     old = file(a=[(8, "fast")], b=[(64, "fast"), (2048, "slow")])
@@ -152,16 +181,23 @@ def test_tuning_leaves_out_what_does_not_fit_its_time_and_goes_on_from_there(mon
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--lock", "{folder}/none/lock"], "--lock {folder}/none/lock: a file, in a folder that exists and can be written"),
+        (
+            ["--lock", "{folder}/none/lock"],
+            "--lock {folder}/none/lock: a file, in a folder that exists and can be written",
+        ),
         (["--seconds", "0"], "--seconds 0: more than 0"),
         (["--seconds", "nan"], "--seconds nan: more than 0"),
     ],
 )
-def test_what_it_could_not_measure_by_is_refused_before_it_measures(monkeypatch, tmp_path, capsys, arguments, said):
+def test_what_it_could_not_measure_by_is_refused_before_it_measures(
+    monkeypatch, tmp_path, capsys, arguments, said
+):
     monkeypatch.setattr(tune, "measure", lambda *_, **__: pytest.fail("it measured"))
     monkeypatch.setattr(tune.jax, "default_backend", lambda: "gpu")
     given = [argument.format(folder=tmp_path) for argument in arguments]
-    monkeypatch.setattr("sys.argv", ["tune", "--output", str(tmp_path / "t.json"), "--shapes", "64x128", *given])
+    monkeypatch.setattr(
+        "sys.argv", ["tune", "--output", str(tmp_path / "t.json"), "--shapes", "64x128", *given]
+    )
     with pytest.raises(SystemExit, match="2"):
         tune.main()
     assert capsys.readouterr().err == f"error: {said.format(folder=tmp_path)}\n"
@@ -172,10 +208,15 @@ def test_a_product_that_nothing_was_compiled_for_ends_the_run_with_the_reason(mo
     monkeypatch.setattr(tune, "make_inputs", lambda *_: tune.Inputs([], [], 1))
     monkeypatch.setattr(tune, "compiled", lambda *_: "XlaRuntimeError: out of memory")
     monkeypatch.setattr(tune.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr("sys.argv", ["tune", "--output", str(tmp_path / "t.json"), "--shapes", "64x128", "--rows", "8"])
+    monkeypatch.setattr(
+        "sys.argv", ["tune", "--output", str(tmp_path / "t.json"), "--shapes", "64x128", "--rows", "8"]
+    )
     with pytest.raises(SystemExit, match="1"):
         tune.main()
-    said = "error: 64x128, 8 rows: no kernel's program could be made, nor XLA's (XlaRuntimeError: out of memory)\n"
+    said = (
+        "error: 64x128, 8 rows: no kernel's program could be made, nor XLA's (XlaRuntimeError: out of "
+        "memory)\n"
+    )
     assert said in capsys.readouterr().err and not (tmp_path / "t.json").exists()
 
 
@@ -194,10 +235,25 @@ def test_files_that_are_not_there_are_named_where_tables_become_one(monkeypatch,
 def test_what_is_no_table_of_this_device_is_refused_by_its_name(monkeypatch, tmp_path, capsys):
     good, out = {"schema": table.SCHEMA, "device": "one", "rules": []}, tmp_path / "out.json"
     (tmp_path / "good.json").write_text(json.dumps(good))
-    for text in ("{}", "[]", '{"schema"', json.dumps(good | {"schema": 1}), json.dumps(good | {"rules": [{}]})):
+    for text in (
+        "{}",
+        "[]",
+        '{"schema"',
+        json.dumps(good | {"schema": 1}),
+        json.dumps(good | {"rules": [{}]}),
+    ):
         (tmp_path / "bad.json").write_text(text)
         for files in (["bad"], ["good", "bad"]):
-            monkeypatch.setattr("sys.argv", ["tune", "--output", str(out), "--merge", *(str(tmp_path / f"{name}.json") for name in files)])
+            monkeypatch.setattr(
+                "sys.argv",
+                [
+                    "tune",
+                    "--output",
+                    str(out),
+                    "--merge",
+                    *(str(tmp_path / f"{name}.json") for name in files),
+                ],
+            )
             with pytest.raises(SystemExit):
                 tune.main()
             assert "bad.json: no table" in capsys.readouterr().err and not out.exists()
@@ -218,7 +274,10 @@ def test_where_no_table_can_be_written_nothing_is_measured(monkeypatch, tmp_path
         monkeypatch.setattr("sys.argv", ["tune", "--output", str(output), *given])
         with pytest.raises(SystemExit, match="2"):
             tune.main()
-        assert capsys.readouterr().err == f"error: --output {output}: a file, in a folder that exists and can be written\n"
+        assert (
+            capsys.readouterr().err
+            == f"error: --output {output}: a file, in a folder that exists and can be written\n"
+        )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +307,10 @@ def test_what_xlas_product_was_is_kept_where_tables_become_one_and_checked_where
     tune_rules.merge([before, new], str(tmp_path / "t.json"))
     (rule,) = tune_rules.read(tmp_path / "t.json")["rules"]
     assert [one.get("xla") for one in rule["measured"]] == [None, "cublas", "cublas or triton"]
-    with pytest.raises(ValueError, match=r"bad.json: no table .*xla='triton' of .* at 8 rows: 'cublas', 'cublas or triton', or none"):
+    with pytest.raises(
+        ValueError,
+        match=r"bad.json: no table .*xla='triton' of .* at 8 rows: 'cublas', 'cublas or triton', or none",
+    ):
         tune_rules.read(file("bad.json", {"rows": 8, "xla": "triton"}))
 
 
@@ -266,7 +328,11 @@ def test_a_table_of_another_schema_is_refused():
 
 
 _SHAPE = {"n": 128, "k": 64, "weights": "bfloat16", "gate_block": 0, "scales": ""}
-_RULE = {"shape": _SHAPE, "choices": [{"rows": 8, "kernel": "flat"}], "measured": [{"rows": 8, "us": {"flat": 1.0}}]}
+_RULE = {
+    "shape": _SHAPE,
+    "choices": [{"rows": 8, "kernel": "flat"}],
+    "measured": [{"rows": 8, "us": {"flat": 1.0}}],
+}
 
 
 @pytest.mark.parametrize(
@@ -288,7 +354,9 @@ def test_a_damaged_table_is_named_where_a_kernel_set_loads_it(monkeypatch, tmp_p
             table.load.__wrapped__("Some GPU")
 
 
-@pytest.mark.parametrize("change", [{"rows": None}, {"rows": [8]}, {"us": {}}, {"us": [1.0]}, {"us": {"flat": None}}, {"us": None}])
+@pytest.mark.parametrize(
+    "change", [{"rows": None}, {"rows": [8]}, {"us": {}}, {"us": [1.0]}, {"us": {"flat": None}}, {"us": None}]
+)
 def test_times_that_are_none_are_named_where_tuning_goes_on_from_them(tmp_path, change):
     path = tmp_path / "bad.json"
     rule = _RULE | {"measured": [_RULE["measured"][0] | change]}
@@ -316,12 +384,18 @@ def test_the_shapes_are_those_of_the_models(weights, quantization):
         tree = leaves(config, int(tp), quantization=quantization)
         for op, (k, n, *gates) in ops.items():
             leaf = tree["lm_head"] if op == "logits" else tree["layers"][0][op]
-            split = [size // (int(tp) if axis == TP else 1) for size, axis in zip(leaf.shape, (*leaf.spec, None), strict=False)]
+            split = [
+                size // (int(tp) if axis == TP else 1)
+                for size, axis in zip(leaf.shape, (*leaf.spec, None), strict=False)
+            ]
             assert split == [n, k], (name, op)
             assert gates == ([config.gate_block] if op == "up_gate" else [])
 
 
-@pytest.mark.parametrize(("text", "shape"), [("4096x6144", Shape(6144, 4096)), ("4096x28672g64", Shape(28672, 4096, gate_block=64))])
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [("4096x6144", Shape(6144, 4096)), ("4096x28672g64", Shape(28672, 4096, gate_block=64))],
+)
 def test_shapes_are_written_k_by_n(text, shape):
     assert tune_shapes.parse_shape(text, "bfloat16") == shape
     assert tune_shapes.told(shape) == text
@@ -334,13 +408,26 @@ def test_e4m3_shapes_say_how_their_input_is_scaled_and_what_is_quantised_behind_
     with pytest.raises(ValueError, match="--shapes"):
         tune_shapes.parse_shape("14336x4096b", "bfloat16")
     of_model = tune_shapes.shapes_of(["llama-3.1-8b tp 1"], E4M3)
-    assert [shape.scales for shape in of_model] == ["rows", "rows", "rows", "blocks"]  # and no head, which stays as it is
-    assert [product_of(shape, 8).out_dtype for shape in of_model] == ["bfloat16", "bfloat16", E4M3, "bfloat16"]
+    assert [shape.scales for shape in of_model] == [
+        "rows",
+        "rows",
+        "rows",
+        "blocks",
+    ]  # and no head, which stays as it is
+    assert [product_of(shape, 8).out_dtype for shape in of_model] == [
+        "bfloat16",
+        "bfloat16",
+        E4M3,
+        "bfloat16",
+    ]
     x = tune.make_inputs(product_of(Shape(64, 256, E4M3, scales="blocks"), 8), [None])
     assert x.xs[0].scale.shape == (8, 2)
 
 
-@pytest.mark.parametrize("text", ["4096", "4096x", "axb", "4096x6144x2", "4096x6144g", "0x64", "64x0", "64x128g0", "64x160g64", "100x64b"])
+@pytest.mark.parametrize(
+    "text",
+    ["4096", "4096x", "axb", "4096x6144x2", "4096x6144g", "0x64", "64x0", "64x128g0", "64x160g64", "100x64b"],
+)
 def test_a_shape_that_is_none_is_named(text):
     with pytest.raises(ValueError, match=f"--shapes '{text}'"):
         tune_shapes.parse_shape(text, E4M3 if text.endswith("b") else "bfloat16")

@@ -1,4 +1,6 @@
-"""What is timed is what was asked for: loops that XLA keeps, times that the card can have met, tables of several processes in one."""
+"""What is timed is what was asked for: loops that XLA keeps, times that the card can have met, tables of
+several processes in one.
+"""
 
 import json
 
@@ -19,7 +21,9 @@ from pallas_kernels.table import SCHEMA, Choice, Shape
 SHAPE = Shape(4096, 4096)
 
 
-@pytest.mark.parametrize(("name", "rows", "kernels"), [("flat", 1, 1), ("dense", 4, 1), ("xla", 128, 2)])  # untuned XLA cuts K, and adds up
+@pytest.mark.parametrize(
+    ("name", "rows", "kernels"), [("flat", 1, 1), ("dense", 4, 1), ("xla", 128, 2)]
+)  # untuned XLA cuts K, and adds up
 def test_the_tunes_loop_makes_every_product_in_every_round(name, rows, kernels):
     made = []
 
@@ -52,7 +56,9 @@ def test_a_time_that_the_card_cannot_have_met_is_an_error_that_names_the_case():
         refuse_impossible("4096 x 6144 M 4 dense", 1.0, product, "NVIDIA H200")
     with pytest.raises(ImpossibleTime, match=r"103\.1 GFLOP of bfloat16"):
         refuse_impossible("x", 80.0, Least(flop=2.0 * 2048 * 6144 * 4096), "NVIDIA H200")
-    assert Least(flop=1e12, dtype="float8_e4m3fn").us("NVIDIA H100 80GB HBM3") < Least(flop=1e12).us("NVIDIA H100 80GB HBM3")
+    assert Least(flop=1e12, dtype="float8_e4m3fn").us("NVIDIA H100 80GB HBM3") < Least(flop=1e12).us(
+        "NVIDIA H100 80GB HBM3"
+    )
 
 
 @pytest.mark.parametrize("name", list(peaks.BYTES_PER_S))
@@ -98,7 +104,14 @@ def test_shares_are_all_shapes_once_and_their_tables_become_one(tmp_path, monkey
         rules = [{"shape": {"n": i + 1, "k": 1}, "choices": [{"rows": 8, "kernel": "xla"}], "measured": []}]
         (tmp_path / f"{i}.json").write_text(json.dumps({"schema": SCHEMA, "device": "a GPU", "rules": rules}))
     monkeypatch.setattr(
-        "sys.argv", ["tune", "--merge", *(str(tmp_path / f"{i}.json") for i in range(3)), "--output", str(tmp_path / "t.json")]
+        "sys.argv",
+        [
+            "tune",
+            "--merge",
+            *(str(tmp_path / f"{i}.json") for i in range(3)),
+            "--output",
+            str(tmp_path / "t.json"),
+        ],
     )
     tune.main()
     assert [rule["shape"]["n"] for rule in json.loads((tmp_path / "t.json").read_text())["rules"]] == [1, 2]

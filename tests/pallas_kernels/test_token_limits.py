@@ -24,7 +24,9 @@ def kept(x, k):
     return x >= largest_limit(x, jnp.ones_like, k)[:, None]
 
 
-normal = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False) | st.sampled_from([-np.inf, -0.0, 0.0, 1.0])
+normal = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False) | st.sampled_from(
+    [-np.inf, -0.0, 0.0, 1.0]
+)
 
 
 @settings(max_examples=40, deadline=None)
@@ -85,9 +87,17 @@ def test_it_says_what_it_does_not_take():
 def test_for_the_h200_it_spills_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     row = jax.ShapeDtypeStruct((2**15,), jnp.float32)
-    logits, wanted = jax.ShapeDtypeStruct((2**15, 128256), jnp.float32), jax.ShapeDtypeStruct((2**15,), jnp.bool_)  # beyond 2^31 numbers
-    compiled = compile_for_h200(token_limits, *abstract(h200_mesh(), (logits, row, row, row, row, row, row, wanted)))
+    logits, wanted = (
+        jax.ShapeDtypeStruct((2**15, 128256), jnp.float32),
+        jax.ShapeDtypeStruct((2**15,), jnp.bool_),
+    )  # beyond 2^31 numbers
+    compiled = compile_for_h200(
+        token_limits, *abstract(h200_mesh(), (logits, row, row, row, row, row, row, wanted))
+    )
     assert compiled.machine_code
-    logs, ptx = ("".join(p.read_text(errors="replace") for p in tmp_path.glob(f"token_limits*{end}")) for end in (".ptxas", ".ptx"))
+    logs, ptx = (
+        "".join(p.read_text(errors="replace") for p in tmp_path.glob(f"token_limits*{end}"))
+        for end in (".ptxas", ".ptx")
+    )
     assert set(re.findall(r"(\d+) bytes spill", logs)) == {"0"}
     assert "ld.global.v4" in ptx

@@ -1,4 +1,6 @@
-"""The Triton kernels: in Triton's interpreter beside their twins, compiled for Ampere and Hopper, and what they refuse."""
+"""The Triton kernels: in Triton's interpreter beside their twins, compiled for Ampere and Hopper, and what
+they refuse.
+"""
 
 import functools
 import os
@@ -20,8 +22,18 @@ from pallas_kernels.triton.flat_gemm import flat_gemm
 
 def test_they_are_their_twins():
     """In a process of its own: Triton decides when it is imported whether it interprets or compiles."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/pallas_kernels/interpreted_triton.py"]
-    run = subprocess.run(command, cwd=paths.ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/pallas_kernels/interpreted_triton.py",
+    ]
+    run = subprocess.run(
+        command, cwd=paths.ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -40,20 +52,32 @@ def test_what_decode_attention_does_not_take_is_named(change, complaint):
     pages = jnp.zeros((3, kv, page, h), change.pop("dtype", jnp.bfloat16))
     with pytest.raises(ValueError, match=complaint):
         decode_attention(
-            jnp.zeros((1, 8, h), jnp.bfloat16), pages, pages, jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32), scale=1.0, **change
+            jnp.zeros((1, 8, h), jnp.bfloat16),
+            pages,
+            pages,
+            jnp.zeros((1, 2), jnp.int32),
+            jnp.ones(1, jnp.int32),
+            scale=1.0,
+            **change,
         )
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_they_compile_for_real_shapes(capability, monkeypatch):
-    """With wide asynchronous copies: of sizes known at run time alone Triton does not know that rows are aligned, and loads two bytes."""
+    """With wide asynchronous copies: of sizes known at run time alone Triton does not know that rows are
+    aligned, and loads two bytes.
+    """
     codes, compile_ttir = [], triton_lib.compile_ttir_inplace
-    monkeypatch.setattr(triton_lib, "compile_ttir_inplace", lambda *args: codes.append(compile_ttir(*args)) or codes[-1])
+    monkeypatch.setattr(
+        triton_lib, "compile_ttir_inplace", lambda *args: codes.append(compile_ttir(*args)) or codes[-1]
+    )
 
     def shape(*dims, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(dims, dtype)
 
-    pages = shape(2048, 8, 64, 128)  # 2**27 elements: their places need 64 bits only beyond, and are computed in 64
+    pages = shape(
+        2048, 8, 64, 128
+    )  # 2**27 elements: their places need 64 bits only beyond, and are computed in 64
     decode = shape(64, 32, 128), pages, pages, shape(64, 40, dtype=jnp.int32), shape(64, dtype=jnp.int32)
     attend = functools.partial(decode_attention, scale=0.1, sms=108, capability=capability)
     assert compile_for_h200(attend, *abstract(h200_mesh(), decode)).machine_code
@@ -66,27 +90,40 @@ def test_they_compile_for_real_shapes(capability, monkeypatch):
     assert all("cp.async.cg.shared.global" in llir and "ld.global.b16" not in llir for llir in streaming)
 
 
-@pytest.mark.parametrize(("capability", "dtype", "width"), [("7.5", "bfloat16", 128), ("8.6", "float32", 128), ("8.6", "bfloat16", 256)])
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width"),
+    [("7.5", "bfloat16", 128), ("8.6", "float32", 128), ("8.6", "bfloat16", 256)],
+)
 def test_what_a_kernel_set_takes_fits_the_shared_memory(capability, dtype, width, monkeypatch):
     """Of GPUs that have least: compiled for them, at the widest heads that `kernel_set_for` gives the kernel."""
     codes, compile_ttir = [], triton_lib.compile_ttir_inplace
-    monkeypatch.setattr(triton_lib, "compile_ttir_inplace", lambda *args: codes.append(compile_ttir(*args)) or codes[-1])
+    monkeypatch.setattr(
+        triton_lib, "compile_ttir_inplace", lambda *args: codes.append(compile_ttir(*args)) or codes[-1]
+    )
     settings = {"queries_per_kv_head": 4, "page_size": 64, "dtype": dtype, "kv_dtype": dtype}
-    takes = [not kernel_set_for("gpu", capability, head_dim=h, kernels="triton", **settings).fallbacks for h in (width, 2 * width)]
+    takes = [
+        not kernel_set_for("gpu", capability, head_dim=h, kernels="triton", **settings).fallbacks
+        for h in (width, 2 * width)
+    ]
     assert takes == [True, False]
 
     def shape(*dims, kind=dtype):
         return jax.ShapeDtypeStruct(dims, kind)
 
     def lower(function, *shapes):
-        jax.jit(functools.partial(function, sms=84, capability=int(capability.replace(".", "")))).trace(*shapes).lower(
-            lowering_platforms=("cuda",)
-        )
+        jax.jit(functools.partial(function, sms=84, capability=int(capability.replace(".", "")))).trace(
+            *shapes
+        ).lower(lowering_platforms=("cuda",))
         return codes.pop(0).shared_mem_bytes
 
     pages, most = shape(64, 2, 64, width), kernel_set._KIB.get(capability, kernel_set._LEAST_KIB) << 10
     attends = lower(
-        functools.partial(decode_attention, scale=0.1), shape(4, 8, width), pages, pages, shape(4, 40, kind="int32"), shape(4, kind="int32")
+        functools.partial(decode_attention, scale=0.1),
+        shape(4, 8, width),
+        pages,
+        pages,
+        shape(4, 40, kind="int32"),
+        shape(4, kind="int32"),
     )
     assert 0 < attends <= shared_bytes(width, jnp.dtype(dtype).itemsize) <= most
     codes.clear()

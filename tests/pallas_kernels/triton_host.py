@@ -1,4 +1,6 @@
-"""Runs Triton kernels on the host through Triton's interpreter (TRITON_INTERPRET=1), in place of `jax_triton.triton_call`."""
+"""Runs Triton kernels on the host through Triton's interpreter (TRITON_INTERPRET=1), in place of
+`jax_triton.triton_call`.
+"""
 
 import inspect
 import math
@@ -9,7 +11,9 @@ from jax._src.state import AbstractRef
 
 
 class Memory:
-    """A numpy array as the interpreter wants tensors: an address, a dtype, and a storage that is on the host already."""
+    """A numpy array as the interpreter wants tensors: an address, a dtype, and a storage that is on the host
+    already.
+    """
 
     def __init__(self, array: np.ndarray):
         self.array, self.dtype = array, array.dtype
@@ -49,7 +53,9 @@ def triton_call(*args, kernel, out_type, grid, **settings):
 
     def run(*values):
         inputs = [np.array(value) for value in values]
-        outputs = [np.full(leaf.shape, math.nan if leaf.dtype.kind != "i" else 2**30, leaf.dtype) for leaf in leaves]
+        outputs = [
+            np.full(leaf.shape, math.nan if leaf.dtype.kind != "i" else 2**30, leaf.dtype) for leaf in leaves
+        ]
         kernel[grid](*map(Memory, inputs + outputs), **settings)
         return [inputs[i] for i in refs], outputs
 

@@ -31,7 +31,9 @@ FILES = {"bfloat16": "h200-plans-llama-3.1-8b.json", "float8_e4m3fn": "h200-plan
 def shares(dtype: str) -> Shares:
     """bfloat16: the profile that was measured. fp8: nothing of it was, but a layer's trace; modelled."""
     if dtype == "bfloat16":
-        profile = load_profile(paths.ROOT / "profiles" / "h200-llama-3.1-8b.json", device="NVIDIA H200", model="llama-3.1-8b")
+        profile = load_profile(
+            paths.ROOT / "profiles" / "h200-llama-3.1-8b.json", device="NVIDIA H200", model="llama-3.1-8b"
+        )
         return Shares(profile, model_graph(LLAMA, 1, Widths()), product_shapes(LLAMA, 1))
     return modelled(dtype)
 
@@ -40,7 +42,9 @@ def shares(dtype: str) -> Shares:
 def modelled(dtype: str) -> Shares:
     widths = Widths(weights=1.0, kv=1.0) if dtype == "float8_e4m3fn" else Widths()
     sms = (132, *FEW_SMS, *(132 - few for few in FEW_SMS))
-    profile = modelled_profile("llama-3.1-8b", LLAMA, H200, widths=widths, dtype=dtype, kv_dtype=dtype, keys=KEYS, sms=sms)
+    profile = modelled_profile(
+        "llama-3.1-8b", LLAMA, H200, widths=widths, dtype=dtype, kv_dtype=dtype, keys=KEYS, sms=sms
+    )
     return Shares(profile, model_graph(LLAMA, 1, widths), product_shapes(LLAMA, 1))
 
 
@@ -61,21 +65,33 @@ def lean_rows(base: Shares | None = None) -> list["Row"]:
 @functools.cache
 def variant_rows(base: Shares | None = None) -> list["Row"]:
     """Plans by hand around the one that gained, and nano-batches alone, at six workloads; windows of 0.3 s."""
-    found = [load(path) for folder in ("lean", "variants") for path in (BENCHMARKS / "plans" / folder).glob("*.json")]
+    found = [
+        load(path)
+        for folder in ("lean", "variants")
+        for path in (BENCHMARKS / "plans" / folder).glob("*.json")
+    ]
     named = {plan.name: plan for plan in (*plans("bfloat16").values(), *found)}
     return timed("h200-plans-llama-3.1-8b-variants.json", base or shares("bfloat16"), named)
 
 
 @functools.cache
 def trace_rows(base: Shares | None = None) -> list["Row"]:
-    """The plan that gained, where it gained and at the traces' mean lengths, after a third start; windows of 3 s."""
+    """The plan that gained, where it gained and at the traces' mean lengths, after a third start; windows of
+    3 s.
+    """
     plan = load(BENCHMARKS / "plans" / "lean" / "1024-512-92-40.json")
-    return timed("h200-plans-llama-3.1-8b-traces.json", base or shares("bfloat16"), plans("bfloat16") | {plan.name: plan})
+    return timed(
+        "h200-plans-llama-3.1-8b-traces.json",
+        base or shares("bfloat16"),
+        plans("bfloat16") | {plan.name: plan},
+    )
 
 
 @functools.cache
 def fourth_rows(base: Shares | None = None) -> list["Row"]:
-    """The plan that gained and three written since: of three nano-batches, with attention in two phases, cut at 640; 6 s each."""
+    """The plan that gained and three written since: of three nano-batches, with attention in two phases, cut
+    at 640; 6 s each.
+    """
     files = ("lean/1024-512-92-40", "variants/three92-40", "variants/parts92-40", "variants/cut640-92-40")
     found = [load(BENCHMARKS / "plans" / f"{file}.json") for file in files]
     named = {plan.name: plan for plan in (sequential_plan(LLAMA, 2048, 1), *found)}
@@ -84,7 +100,9 @@ def fourth_rows(base: Shares | None = None) -> list["Row"]:
 
 @functools.cache
 def lean_fp8_rows(lengths: str = "") -> list["Row"]:
-    """What the search finds in fp8 for the layer as it has been issued since, at six workloads; with "-lmsys" at a seventh, later."""
+    """What the search finds in fp8 for the layer as it has been issued since, at six workloads; with "-lmsys"
+    at a seventh, later.
+    """
     found = [load(path) for path in (BENCHMARKS / "plans" / "lean-fp8").glob("*.json")]
     named = {plan.name: plan for plan in (sequential_plan(LLAMA, 2048, 1), *found)}
     return timed(f"h200-plans-llama-3.1-8b-lean-fp8{lengths}.json", shares("float8_e4m3fn"), named)
@@ -118,14 +136,23 @@ def timed(file: str, base: Shares, named: dict[str, Plan]) -> list[Row]:
     for row in json.loads((BENCHMARKS / file).read_text("utf-8"))["plans"]:
         if row["prefill_tokens"] and row["tokens"] == 2048:
             prompt, output = map(int, row["workload"].split("/"))
-            load_ = Load(2048, row["decode_tokens"], row["mean_context_tokens"], Load.steady_state(2048, prompt, output).chunk_keys)
+            load_ = Load(
+                2048,
+                row["decode_tokens"],
+                row["mean_context_tokens"],
+                Load.steady_state(2048, prompt, output).chunk_keys,
+            )
             name = name_of(row)
             if (name, row["workload"]) not in simulated:
-                simulated[name, row["workload"]] = simulate(named[name], base.graph, base, load_, device=H200, power=POWER)
+                simulated[name, row["workload"]] = simulate(
+                    named[name], base.graph, base, load_, device=H200, power=POWER
+                )
             timeline, step = simulated[name, row["workload"]], load_.part(0, 2048)
             outside = sum((op.work(step) for op in (*base.graph.before, *base.graph.after)), Work())
             dtype = base.profile.dtype
-            found.append(Row(row, timeline, outside, timeline.step_s + outside_s(base.graph, step, H200, dtype)))
+            found.append(
+                Row(row, timeline, outside, timeline.step_s + outside_s(base.graph, step, H200, dtype))
+            )
     return found
 
 

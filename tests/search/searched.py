@@ -20,7 +20,9 @@ FEW = (28, 40)  # SMs of attention; products get the rest
 TOTAL = 132
 CARD = shipped_card("H200")
 assert CARD is not None
-FREE = msgspec.structs.replace(CARD, sm_bytes_per_cycle={"bfloat16": 63.0}, beside=1.0, nano_s=0.0)  # overlap costs nothing: it is found
+FREE = msgspec.structs.replace(
+    CARD, sm_bytes_per_cycle={"bfloat16": 63.0}, beside=1.0, nano_s=0.0
+)  # overlap costs nothing: it is found
 
 
 def toy_profile(graph, times: dict[str, float], fixed: float = 0.0) -> Profile:
@@ -30,16 +32,26 @@ def toy_profile(graph, times: dict[str, float], fixed: float = 0.0) -> Profile:
     """
     found = []
     for op in graph.layers[-1]:
-        for sms in (TOTAL, *FEW, *(TOTAL - few for few in FEW)) if op.kind in ("dense", "attention") else (TOTAL,):
+        for sms in (
+            (TOTAL, *FEW, *(TOTAL - few for few in FEW)) if op.kind in ("dense", "attention") else (TOTAL,)
+        ):
             slower = max(1.0, TOTAL / (3 * sms)) if op.name == "decode_attention" else TOTAL / sms
             for tokens in (1, 16):
                 for keys in (1, 1000) if op.name in ATTENTION else (0,):
-                    found.append(OpTime(op.name, tokens, keys, sms, (times[op.name] * tokens / 16 + fixed) * slower))
+                    found.append(
+                        OpTime(op.name, tokens, keys, sms, (times[op.name] * tokens / 16 + fixed) * slower)
+                    )
     return Profile("toy", {}, "toy", 1, "float32", "float32", TOTAL, "drawn", tuple(found))
 
 
 def toy_setting(graph, times: dict[str, float], decodes: int = 8, fixed: float = 0.0, **rest) -> Setting:
-    return Setting(graph, Shares(toy_profile(graph, times, fixed), graph), Load(16, decodes, 500.0, 500.0), step=8, **rest)
+    return Setting(
+        graph,
+        Shares(toy_profile(graph, times, fixed), graph),
+        Load(16, decodes, 500.0, 500.0),
+        step=8,
+        **rest,
+    )
 
 
 @functools.cache
@@ -59,4 +71,6 @@ def llama_setting(tokens: int, prompt: int, output: int, **rest) -> Setting:
 
 def on_all_sms(plan: Plan) -> Plan:
     """Copies need none: a share that the solver chose where nothing was lost by it."""
-    return msgspec.structs.replace(plan, nano_ops=tuple(msgspec.structs.replace(nano, sms=None) for nano in plan.nano_ops))
+    return msgspec.structs.replace(
+        plan, nano_ops=tuple(msgspec.structs.replace(nano, sms=None) for nano in plan.nano_ops)
+    )

@@ -1,7 +1,9 @@
-"""The clock's model of overlap, against what was measured on an H200 before there was an engine (benchmarks/h200-overlap.json).
+"""The clock's model of overlap, against what was measured on an H200 before there was an engine
+(benchmarks/h200-overlap.json).
 
-Its kernels were others than the engine's: products reached 0.88 of the tensor cores, streams took in 63 bytes a cycle and SM, and lost
-nothing beside products; nothing was joined, and windows of half a second left the card cooler than an engine's steps do.
+Its kernels were others than the engine's: products reached 0.88 of the tensor cores, streams took in 63 bytes
+a cycle and SM, and lost nothing beside products; nothing was joined, and windows of half a second left the
+card cooler than an engine's steps do.
 """
 
 import dataclasses
@@ -50,7 +52,13 @@ SMS = sorted({132, *(pair[side] for pair in MEASURED["pairs"] for side in ("prod
 def shares(gated: bool) -> Shares:
     config = dataclasses.replace(LLAMA, gated_mlp=gated, layers=LLAMA.layers[:8])
     profile = modelled_profile(
-        "llama-3.1-8b", config, H200, tokens=(1024, 1664, 2048, 4096), keys=(256, 1024, 2048, 4096), sms=SMS, card=EARLY
+        "llama-3.1-8b",
+        config,
+        H200,
+        tokens=(1024, 1664, 2048, 4096),
+        keys=(256, 1024, 2048, 4096),
+        sms=SMS,
+        card=EARLY,
     )
     return Shares(profile, model_graph(config), product_shapes(config, 1), EARLY)
 
@@ -82,12 +90,16 @@ def predicted(pair: dict) -> tuple[float, float]:
 
 
 def test_pairs_are_predicted_within_four_percent_and_their_gain_within_three():
-    """The means over 14 partitions; 88 + 44 is the furthest off: a stream on a third of the SMs gains less than the model says."""
+    """The means over 14 partitions; 88 + 44 is the furthest off: a stream on a third of the SMs gains less
+    than the model says.
+    """
     times, gains = [], []
     for pair in MEASURED["pairs"]:
         together, sequential = predicted(pair)
         times.append(together / (statistics.mean(pair["together_us"]) * 1e-6) - 1)
-        gain = statistics.mean(b / a for a, b in zip(pair["together_us"], pair["sequential_us"], strict=False))
+        gain = statistics.mean(
+            b / a for a, b in zip(pair["together_us"], pair["sequential_us"], strict=False)
+        )
         gains.append(sequential / together / gain - 1)
     assert statistics.mean(map(abs, times)) < 0.04 and max(map(abs, times)) < 0.12, times
     assert statistics.mean(map(abs, gains)) < 0.035 and max(map(abs, gains)) < 0.12, gains
@@ -99,7 +111,11 @@ def layers_graph() -> Graph:
     moved = {"mlp_norm": 135168.0, "attn_norm": 49152.0, "rope_append": 4096.0}
 
     def own(op):
-        return dataclasses.replace(op, demand=(("tokens", Work(activation_bytes=moved[op.name])),)) if op.name in moved else op
+        return (
+            dataclasses.replace(op, demand=(("tokens", Work(activation_bytes=moved[op.name])),))
+            if op.name in moved
+            else op
+        )
 
     return dataclasses.replace(graph, layers=tuple(tuple(map(own, ops)) for ops in graph.layers))
 
@@ -120,7 +136,9 @@ def layers_shares() -> Shares:
 
 
 def test_whole_layers_are_predicted_within_six_percent_and_never_too_well():
-    """With a layer's dependences: the gain that the search may believe is not more than was measured by over a twentieth."""
+    """With a layer's dependences: the gain that the search may believe is not more than was measured by over
+    a twentieth.
+    """
     best = {}
     for row in MEASURED["layers"]:
         kind = "sequential" if row["nano_batches"] == 1 else f"{row.get('product_sms')}"
@@ -135,7 +153,9 @@ def test_whole_layers_are_predicted_within_six_percent_and_never_too_well():
             ("104", phased_plan(config, tokens, tokens // 2, sms=(28, 104))),
         ):
             if (tokens, kind) in best:
-                took[kind] = simulate(plan, layers_graph(), layers_shares(), load, device=H200, power=POWER, governor=GOVERNOR).step_s
+                took[kind] = simulate(
+                    plan, layers_graph(), layers_shares(), load, device=H200, power=POWER, governor=GOVERNOR
+                ).step_s
                 off.append(took[kind] / statistics.median(best[tokens, kind]) - 1)
         measured = min(best[tokens, "sequential"]) / statistics.median(best[tokens, "108"])
         assert took["sequential"] / took["108"] == pytest.approx(measured, abs=0.05)
@@ -143,8 +163,14 @@ def test_whole_layers_are_predicted_within_six_percent_and_never_too_well():
 
 
 def test_the_bound_by_joules_lies_below_every_time():
-    rows = [(row["tokens"], row["stream_bytes"], us) for row in MEASURED["pairs"] + MEASURED["other_pairs"] for us in row["together_us"]]
-    rows += [(row["tokens"], row["stream_bytes"], us) for row in MEASURED["pairs"] for us in row["sequential_us"]]
+    rows = [
+        (row["tokens"], row["stream_bytes"], us)
+        for row in MEASURED["pairs"] + MEASURED["other_pairs"]
+        for us in row["together_us"]
+    ]
+    rows += [
+        (row["tokens"], row["stream_bytes"], us) for row in MEASURED["pairs"] for us in row["sequential_us"]
+    ]
     assert len(rows) > 50
     for tokens, moved, us in rows:
         work = products(tokens)[1] + Work(kv_bytes=moved)
@@ -168,24 +194,35 @@ def test_where_it_settles_the_joules_are_the_caps(flops, moved, cycles_s):
         assert GOVERNOR.watts(work, clock, seconds(clock)) == pytest.approx(700, rel=0.01)
         assert GOVERNOR.clock_for(work, seconds(clock)) == pytest.approx(clock, rel=0.02)
     fits = GOVERNOR.clock_for(work, cycles_s)
-    assert fits in (GOVERNOR.lowest_hz, GOVERNOR.highest_hz) or GOVERNOR.least_s(work, fits) == pytest.approx(cycles_s, rel=1e-6)
+    assert fits in (GOVERNOR.lowest_hz, GOVERNOR.highest_hz) or GOVERNOR.least_s(work, fits) == pytest.approx(
+        cycles_s, rel=1e-6
+    )
 
 
 def test_a_slower_clock_makes_products_longer_and_leaves_bytes_alone():
     base, ops = shares(True), {op.name: op for op in shares(True).graph.layers[0]}
     step = Composition(2048, 1000)
-    for name, sms, ratio in (("up_gate", 132, 2.0), ("up_gate", 104, 2.0), ("decode_attention", 132, 1.0), ("attn_norm", 132, 1.0)):
+    for name, sms, ratio in (
+        ("up_gate", 132, 2.0),
+        ("up_gate", 104, 2.0),
+        ("decode_attention", 132, 1.0),
+        ("attn_norm", 132, 1.0),
+    ):
         fast, slow = (base.at(hz).seconds(ops[name], step, sms) for hz in (1.8e9, 0.9e9))
         assert slow / fast == pytest.approx(ratio, rel=0.02), name
     slow, fast = (base.at(hz).seconds(ops["decode_attention"], step, 12) for hz in (1.0e9, 1.8e9))
     assert slow == pytest.approx(1.8 * fast, rel=0.02)
-    assert base.at(1.0e9).at(1.8e9).profile == base.at(1.8e9).profile  # from where it was measured, not step by step
+    assert (
+        base.at(1.0e9).at(1.8e9).profile == base.at(1.8e9).profile
+    )  # from where it was measured, not step by step
 
 
 def test_measured_pairs_are_taken_to_other_clocks_too():
     """A product that kept 0.75 beside attention at 1440 MHz takes 1440 / 1200 as long at 1200 MHz."""
     base = shares(True)
-    profile = msgspec.structs.replace(base.profile, pairs=(Pair("up_gate", "decode_attention", 104, 28, 0.75, 0.5, 700.0, 1440.0),))
+    profile = msgspec.structs.replace(
+        base.profile, pairs=(Pair("up_gate", "decode_attention", 104, 28, 0.75, 0.5, 700.0, 1440.0),)
+    )
     measured, ops = Shares(profile, base.graph), {op.name: op for op in base.graph.layers[0]}
     step = Composition(2048, 1000)
     for name, sms in (("up_gate", 104), ("decode_attention", 28)):
@@ -221,4 +258,6 @@ def table_row(pair: dict) -> str:
     together, sequential = predicted(pair)
     gain = statistics.mean(b / a for a, b in zip(pair["together_us"], pair["sequential_us"], strict=False))
     took = statistics.mean(pair["together_us"])
-    return f"| {pair['name']} | {took:.0f} | {1e6 * together:.0f} | {gain:.2f} | {sequential / together:.2f} |"
+    return (
+        f"| {pair['name']} | {took:.0f} | {1e6 * together:.0f} | {gain:.2f} | {sequential / together:.2f} |"
+    )

@@ -32,12 +32,22 @@ NAME = str(paths.MODELS / "tiny-llama")
 TINY = open_checkpoint(NAME).model_config
 LLAMA = open_checkpoint("llama-3-70b", load_format="dummy").model_config
 TP = 2
-NO_COPIES = msgspec.structs.replace(shipped_card("H200"), exchange_s=None)  # they are the profile's, or unknown
+NO_COPIES = msgspec.structs.replace(
+    shipped_card("H200"), exchange_s=None
+)  # they are the profile's, or unknown
 
 
 def layer_of(fp8: bool = False, kernels=REFERENCE, config=TINY, tp: int = TP, dtype="float32") -> Layer:
     kv = "float8_e4m3fn" if fp8 else dtype
-    return Layer(config, kernels, dtype=dtype, kv_dtype=kv, fp8=fp8, platform="gpu" if config is LLAMA else "cpu", tp=tp)
+    return Layer(
+        config,
+        kernels,
+        dtype=dtype,
+        kv_dtype=kv,
+        fp8=fp8,
+        platform="gpu" if config is LLAMA else "cpu",
+        tp=tp,
+    )
 
 
 @pytest.mark.parametrize("model", ["llama-3-70b", "gemma-2-9b", "qwen2-72b", "mixtral-8x7b"])
@@ -48,14 +58,20 @@ def test_a_shard_has_what_one_device_has(model, tp):
     mesh = make_mesh(1)  # of specs, which do not depend on it
     whole, specs = shapes(config, tp, jnp.bfloat16)["layers"][0], shardings(config, mesh)["layers"][0]
     cut = {
-        name: tuple(size // (tp if axis == "tp" else 1) for size, axis in zip(leaf.shape, (*specs[name], *[None] * 3), strict=False))
+        name: tuple(
+            size // (tp if axis == "tp" else 1)
+            for size, axis in zip(leaf.shape, (*specs[name], *[None] * 3), strict=False)
+        )
         for name, leaf in whole.items()
     }
-    assert cut == {name: leaf.shape for name, leaf in shapes(one_shard(config, tp), 1, jnp.bfloat16)["layers"][0].items()}
+    assert cut == {
+        name: leaf.shape for name, leaf in shapes(one_shard(config, tp), 1, jnp.bfloat16)["layers"][0].items()
+    }
 
 
 @pytest.mark.parametrize(
-    ("op", "fp8"), [*itertools.product(["attn_reduce", "attn_scatter", "attn_gather"], [False, True]), ("exchange", False)]
+    ("op", "fp8"),
+    [*itertools.product(["attn_reduce", "attn_scatter", "attn_gather"], [False, True]), ("exchange", False)],
 )
 def test_a_program_makes_what_its_collective_makes(op, fp8):
     program = collective(layer_of(fp8), Case(op, 8), make_mesh(TP))
@@ -74,13 +90,17 @@ def test_a_program_makes_what_its_collective_makes(op, fp8):
 
 
 def test_a_profile_of_two_devices_is_continued_where_two_are(tmp_path):
-    """Its shard's ops first, as on a machine with one; then the sums. All that a plan of either form has is timed."""
+    """Its shard's ops first, as on a machine with one; then the sums. All that a plan of either form has is
+    timed.
+    """
     path = tmp_path / "two.json"
     layer, profile = this_device(NAME, TINY, "auto", "auto", TP)
     alone = [name for name, op in layer.ops.items() if op.kind != "network"]
     for names in (alone, ["network"]):
         wanted = entries(chosen_ops(layer, names), (8,), (16,), (), 1)
-        profile, left = command.measure(command.resumed(path, profile), layer, wanted, path, Budget(300), seconds_each=0.003)
+        profile, left = command.measure(
+            command.resumed(path, profile), layer, wanted, path, Budget(300), seconds_each=0.003
+        )
         assert not left
     assert load_profile(path) == profile and profile.tensor_parallel_size == TP
     for scattered in (False, True):
@@ -97,7 +117,9 @@ def test_a_product_beside_a_sum_makes_what_both_make(sent):
     given, _ = program.drawn(1)
     summed, product, again = program.compile()(given, None)
     rows, (x,) = np.asarray(given["sent"]).reshape(4, 8, -1), given["inputs"]
-    wanted = np.tile(4 * rows.sum(0), (4, 1)) if sent == "attn_reduce" else rows.reshape(32, -1)  # once and again
+    wanted = (
+        np.tile(4 * rows.sum(0), (4, 1)) if sent == "attn_reduce" else rows.reshape(32, -1)
+    )  # once and again
     np.testing.assert_allclose(summed, wanted, rtol=1e-5, atol=1e-5)
     w = np.asarray(given["weights"][0]["down"]).reshape(4, -1, x.shape[-1])
     each = [one @ part.T for one, part in zip(np.asarray(x).reshape(4, 8, -1), w, strict=True)]
@@ -110,7 +132,9 @@ def test_pairs_of_products_and_sums_are_measured(tmp_path):
     path = tmp_path / "pairs.json"
     layer, empty = this_device(NAME, TINY, "auto", "auto", TP)
     ops = chosen_ops(layer, ["attn_reduce", "exchange", "down"])
-    profile, left = command.measure(empty, layer, entries(ops, (8, 64), (16,), (), 1), path, Budget(300), seconds_each=0.003)
+    profile, left = command.measure(
+        empty, layer, entries(ops, (8, 64), (16,), (), 1), path, Budget(300), seconds_each=0.003
+    )
     assert not left and load_profile(path) == profile
     assert {(pair.first, pair.second, pair.second_sms, pair.keys) for pair in profile.pairs} == {
         ("down", "attn_reduce", 1, 0),
@@ -139,7 +163,10 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
 
 
 def on_an_h200() -> KernelSet:
-    heads, dtypes = {"head_dim": 128, "queries_per_kv_head": 8, "page_size": 64}, {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    heads, dtypes = (
+        {"head_dim": 128, "queries_per_kv_head": 8, "page_size": 64},
+        {"dtype": "bfloat16", "kv_dtype": "bfloat16"},
+    )
     return kernel_set_for("gpu", "9.0", **heads, **dtypes, device="NVIDIA H200")
 
 
@@ -149,10 +176,15 @@ def test_every_call_is_in_the_loop_for_the_h200(op):
     layer, mesh = layer_of(kernels=on_an_h200(), config=LLAMA, tp=4, dtype="bfloat16"), h200_mesh((4,))
     if op == "attn_norm":
         program, kind = layer.alone(Case(op, 64)), "kCustomCall"
-        program = dataclasses.replace(program, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        program = dataclasses.replace(
+            program, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        )
         calls = program.calls // layer.rounds(Case(op, 64), 2)[1]
     else:
-        program, kind = collective(layer, Case(op, 64), mesh), {"attn_reduce": "kCollectiveKernel", "attn_scatter": "kReduceScatter"}[op]
+        program, kind = (
+            collective(layer, Case(op, 64), mesh),
+            {"attn_reduce": "kCollectiveKernel", "attn_scatter": "kReduceScatter"}[op],
+        )
         calls = 8
     found = compile_for_h200(program.function, *program.structs, donate_argnums=(1,))
     assert calls > 4 and collections.Counter(thunk.kind for thunk in found.thunks)[kind] == calls
@@ -163,6 +195,11 @@ def test_a_sum_is_on_its_way_while_the_product_runs():
     program = beside(layer, Case("out_proj", 128), Case("exchange", 512), mesh, phases=2)
     found = compile_for_h200(program.function, *program.structs, options=program.options)
     kinds = [thunk.kind for thunk in found.thunks if not thunk.depth]
-    starts, dones = ([at for at, kind in enumerate(kinds) if kind == wanted] for wanted in ("kAsyncStart", "kAsyncDone"))
+    starts, dones = (
+        [at for at, kind in enumerate(kinds) if kind == wanted] for wanted in ("kAsyncStart", "kAsyncDone")
+    )
     assert len(starts) == len(dones) == 2 and starts[0] < dones[0] < starts[1] < dones[1]
-    assert all(done > start + 1 for start, done in zip(starts, dones, strict=True)) and found.copies((512, LLAMA.hidden_size)) == 0
+    assert (
+        all(done > start + 1 for start, done in zip(starts, dones, strict=True))
+        and found.copies((512, LLAMA.hidden_size)) == 0
+    )

@@ -1,4 +1,6 @@
-"""Sums over two devices by the copy engines, in the search: nothing takes SMs from the products beside them, and their plans say so."""
+"""Sums over two devices by the copy engines, in the search: nothing takes SMs from the products beside them,
+and their plans say so.
+"""
 
 import msgspec
 import pytest
@@ -34,13 +36,18 @@ def forms():
 
 def test_what_is_copied_costs_no_sms_and_about_what_was_measured(forms):
     kernels, copies = forms
-    op, step = next(op for op in copies.graph.layers[0] if op.name == "attn_reduce"), Load.steady_state(1024, 1024, 512).part(0, 1024)
+    op, step = (
+        next(op for op in copies.graph.layers[0] if op.name == "attn_reduce"),
+        Load.steady_state(1024, 1024, 512).part(0, 1024),
+    )
     assert (kernels.copies, copies.copies) == (False, True)
     assert copies.seconds(op, step, 132) == pytest.approx(62e-6, rel=0.02)  # benchmarks/h200-sums-of-two.json
     load = Load.steady_state(TOKENS, 1024, 512)
     two = two_nano_batch_plan(MODEL, TOKENS, TOKENS // 2, 2)
     plans = [(two, kernels), (with_copies(two), copies), (sequential_plan(MODEL, TOKENS, 2), kernels)]
-    by_kernels, by_copies, alone = (simulate(plan, shares.graph, shares, load).period_s for plan, shares in plans)
+    by_kernels, by_copies, alone = (
+        simulate(plan, shares.graph, shares, load).period_s for plan, shares in plans
+    )
     assert by_copies < by_kernels and by_copies < alone / 1.05
 
 
@@ -52,16 +59,42 @@ def test_a_card_whose_copies_nobody_measured(forms):
 
 def test_the_command(tmp_path, no_flags, capsys):
     """One nano-batch: the search itself has tests of its own."""
-    line = ["--modelled", "--model", "llama-3-70b", "--tokens", "512", "--nano_batches", "1", "--sums", "copies", "--out"]
+    line = [
+        "--modelled",
+        "--model",
+        "llama-3-70b",
+        "--tokens",
+        "512",
+        "--nano_batches",
+        "1",
+        "--sums",
+        "copies",
+        "--out",
+    ]
     assert main(["search", "plan", *line, str(tmp_path / "plan.json"), "--gpus", "2"]) == 0
     found = load(tmp_path / "plan.json")
-    assert found.name == "sequential, sums copied" and found.sums == "copies" and found.target.tensor_parallel_size == 2
+    assert (
+        found.name == "sequential, sums copied"
+        and found.sums == "copies"
+        and found.target.tensor_parallel_size == 2
+    )
 
 
 @pytest.mark.parametrize("tp", [4, 8])
 def test_of_other_numbers_of_devices(tp, tmp_path, no_flags, capsys):
     """Four swap in two steps; of eight there is no such form."""
-    line = ["--modelled", "--model", "llama-3-70b", "--tokens", "512", "--nano_batches", "1", "--sums", "copies", "--out"]
+    line = [
+        "--modelled",
+        "--model",
+        "llama-3-70b",
+        "--tokens",
+        "512",
+        "--nano_batches",
+        "1",
+        "--sums",
+        "copies",
+        "--out",
+    ]
     assert main(["search", "plan", *line, str(tmp_path / "plan.json"), "--gpus", str(tp)]) == int(tp == 8)
     if tp == 8:
         assert "sums='copies' is not supported: reduce, scatter: on 8 devices" in capsys.readouterr().err

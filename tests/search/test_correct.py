@@ -1,4 +1,6 @@
-"""A plan's predictions brought to what was measured: never surer than the measurement, and the shipped plan is made so."""
+"""A plan's predictions brought to what was measured: never surer than the measurement, and the shipped plan
+is made so.
+"""
 
 import json
 import statistics
@@ -31,13 +33,19 @@ pytestmark = pytest.mark.usefixtures("no_flags")
 
 @given(
     st.lists(SECONDS, min_size=8, max_size=8),
-    st.lists(st.tuples(st.integers(0, 900), st.floats(100, 3000), st.floats(0.7, 1.4), st.floats(0, 0.02)), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.integers(0, 900), st.floats(100, 3000), st.floats(0.7, 1.4), st.floats(0, 0.02)),
+        min_size=1,
+        max_size=5,
+    ),
 )
 def test_no_corrected_gain_is_surer_than_what_was_measured(seconds, measured):
     tables = [((a, b), (c, d)) for a, b, c, d in (seconds[:4], seconds[4:])]
     plan = Plan("one", 64, (), predictions=Predictions((200, 600), (500, 2000), *tables))
     found = [Point(*point) for point in measured]
-    gains = Gain.of(msgspec.json.decode(msgspec.json.encode(corrected(plan, found).predictions), type=Predictions))
+    gains = Gain.of(
+        msgspec.json.decode(msgspec.json.encode(corrected(plan, found).predictions), type=Predictions)
+    )
     for point in found:
         assert gains.sure(point.decode_tokens, point.mean_context_tokens) <= point.gain * (1 + 1e-9)
 
@@ -63,30 +71,51 @@ def test_the_shipped_plan_is_the_searched_one_as_it_was_measured(tmp_path, capsy
     assert "measured 1.029" in capsys.readouterr().out
     made, shipped = load(out), load(SHIPPED / "h200-llama-3.1-8b-bfloat16.json")
     assert made == shipped
-    gain, starts = Gain.of(shipped.predictions), [points(shipped, read_report(report), by_name=True) for report in REPORTS]
+    gain, starts = (
+        Gain.of(shipped.predictions),
+        [points(shipped, read_report(report), by_name=True) for report in REPORTS],
+    )
     measured: dict[str, list[float]] = {}  # by decodes and their keys
     for start in starts:
         for point in start:
             at = point.decode_tokens, point.mean_context_tokens
             best = max(1.0, point.gain)
             picked = (1.0, point.gain)[pick([None, gain], *at)]
-            assert picked >= 1.0 and best / picked <= (1.03 if start in starts[:2] else 1.04)  # never a loss, nearly the better
+            assert picked >= 1.0 and best / picked <= (
+                1.03 if start in starts[:2] else 1.04
+            )  # never a loss, nearly the better
             measured.setdefault("{} x {:.0f}".format(*at), []).append(point.gain)
     pooled = {at: statistics.geometric_mean(gains) for at, gains in measured.items()}
-    assert not gain.ever and max(pooled.values()) <= 1.03  # the sequential step is picked, and is within 3 % of all starts together
+    assert (
+        not gain.ever and max(pooled.values()) <= 1.03
+    )  # the sequential step is picked, and is within 3 % of all starts together
     doc = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
     more = {at: f"{gained:.3f}" for at, gained in pooled.items() if gained > 1}
-    at = "{} at 1024 / 512 and, over the padded step, {} at 512 / 1024 (three starts) and {} at 1000 / 1000 (two)"
-    assert [*more] == ["644 x 1280", "797 x 1024", "553 x 1500"] and at.format(*more.values()) in " ".join(doc.split())
+    at = (
+        "{} at 1024 / 512 and, over the padded step, {} at 512 / 1024 (three starts) and {} at 1000 / "
+        "1000 (two)"
+    )
+    assert [*more] == ["644 x 1280", "797 x 1024", "553 x 1500"] and at.format(*more.values()) in " ".join(
+        doc.split()
+    )
     assert f"That pick is within {100 * max(pooled.values()) - 100:.1f} % of the best" in doc
     assert f"margin {shipped.predictions.margin:.3f}" in doc and f"sure of {gain.sure(644, 1280):.3f}" in doc
 
 
 def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_measured_on(tmp_path, capsys):
-    """By name: a plan whose name begins alike is another. On two devices of the report's, in 8 bits, and for no other run."""
-    by_hand = copied(two_nano_batch_plan(open_checkpoint("llama-3-70b", load_format="dummy").model_config, 2048, 1024, 2))
+    """By name: a plan whose name begins alike is another. On two devices of the report's, in 8 bits, and for
+    no other run.
+    """
+    by_hand = copied(
+        two_nano_batch_plan(open_checkpoint("llama-3-70b", load_format="dummy").model_config, 2048, 1024, 2)
+    )
     other = msgspec.structs.replace(by_hand, name=f"{by_hand.name}, narrower")
-    engine = {"model": "llama-3-70b", "quantization": "fp8", "dtype": "bfloat16", "kv_cache_dtype": "float8_e4m3fn"}
+    engine = {
+        "model": "llama-3-70b",
+        "quantization": "fp8",
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "float8_e4m3fn",
+    }
     engine |= {"tensor_parallel_size": 2}
     rows = [
         {
@@ -99,7 +128,17 @@ def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_mea
     report, plan, out = tmp_path / "report.json", tmp_path / "plan.json", tmp_path / "out.json"
     report.write_text(json.dumps({"plans": rows, "device": "NVIDIA H200", "engine_config": engine}))
     save(by_hand, plan)
-    line = ["--by_name", "--plan", str(plan), "--report", str(report), "--out", str(out), "--model", "llama-3.1-70b"]
+    line = [
+        "--by_name",
+        "--plan",
+        str(plan),
+        "--report",
+        str(report),
+        "--out",
+        str(out),
+        "--model",
+        "llama-3.1-70b",
+    ]
     assert main(["search", "correct", *line]) == 0
     made = load(out)
     gains = Gain.of(made.predictions)
@@ -118,22 +157,38 @@ KEPT = paths.ROOT / "benchmarks" / "plans" / "measured"  # with what was measure
 
 
 @pytest.mark.parametrize(
-    "path", sorted([*SHIPPED.glob("*.json"), *KEPT.glob("*.json")]), ids=lambda path: f"{path.parent.name} {path.stem}"
+    "path",
+    sorted([*SHIPPED.glob("*.json"), *KEPT.glob("*.json")]),
+    ids=lambda path: f"{path.parent.name} {path.stem}",
 )
 def test_what_is_shipped_is_a_plan_of_the_model_that_it_is_offered_to(path):
     plan = load(path)
     tp = plan.target.tensor_parallel_size
-    compile_plan(plan, open_checkpoint(plan.target.model, load_format="dummy").model_config, tp, quantized=plan.target.dtype[:5] == "float")
+    compile_plan(
+        plan,
+        open_checkpoint(plan.target.model, load_format="dummy").model_config,
+        tp,
+        quantized=plan.target.dtype[:5] == "float",
+    )
     if is_sequential(plan):  # none tried is faster
         return
     at = plan.target.decode_tokens, plan.target.mean_context_tokens
-    assert tp == 1 or pick([None, Gain.of(plan.predictions)], *at) == 1  # by hand, and faster where it was measured
+    assert (
+        tp == 1 or pick([None, Gain.of(plan.predictions)], *at) == 1
+    )  # by hand, and faster where it was measured
 
 
 def test_a_report_without_the_plan_and_a_plan_without_predictions_are_refused(tmp_path, capsys):
     other = tmp_path / "report.json"
     other.write_text(json.dumps(json.loads(REPORTS[0].read_text("utf-8")) | {"plans": []}))
-    line = ["--plan", str(SHIPPED / "h200-llama-3.1-8b-bfloat16.json"), "--report", str(other), "--out", str(tmp_path / "out.json")]
+    line = [
+        "--plan",
+        str(SHIPPED / "h200-llama-3.1-8b-bfloat16.json"),
+        "--report",
+        str(other),
+        "--out",
+        str(tmp_path / "out.json"),
+    ]
     assert main(["search", "correct", *line]) == 1
     assert "a report of plan '92+40 1024/512' for 2048 tokens" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="a plan with predictions"):
@@ -148,9 +203,20 @@ def test_where_a_composition_was_measured_twice_the_least_gain_stands(gained):
 
 
 def run(tmp_path, *words, report=PLAIN):
-    """`search correct` of Llama-3-70B's plan for two H200s in 8 bits, whose name says all of it, into out.json. Returns what it returns."""
+    """`search correct` of Llama-3-70B's plan for two H200s in 8 bits, whose name says all of it, into
+    out.json. Returns what it returns.
+    """
     plan = SHIPPED / "h200-llama-3-70b-tp2-float8_e4m3fn.json"
-    line = ["--by_name", "--plan", str(plan), "--report", str(report), "--out", str(tmp_path / "out.json"), *words]
+    line = [
+        "--by_name",
+        "--plan",
+        str(plan),
+        "--report",
+        str(report),
+        "--out",
+        str(tmp_path / "out.json"),
+        *words,
+    ]
     return main(["search", "correct", *line])
 
 
@@ -159,13 +225,18 @@ CUT_AT_1280 = BENCHMARKS / "plans" / "tp2" / "fp8" / "searched-1280-copied.json"
 DEEPSEEK = BENCHMARKS / "settings" / "h200-plans-deepseek-67b-tp2-fp8-cut-1280.json"  # of the latter
 
 
-def test_a_report_that_does_not_say_what_its_plans_do_is_taken_by_name_only_if_that_is_asked_for(tmp_path, capsys):
+def test_a_report_that_does_not_say_what_its_plans_do_is_taken_by_name_only_if_that_is_asked_for(
+    tmp_path, capsys
+):
     out = tmp_path / "out.json"
     line = ["--plan", str(CUT_AT_1536), "--report", str(DEEPSEEK), "--out", str(out)]
     assert main(["search", "correct", *line]) == 1
     said = capsys.readouterr().err
     assert f"report='{DEEPSEEK}'" in said and "--by_name" in said and not out.exists()
-    assert "'searched deepseek-67b 2048 1024/512, sums copied, 2048 tokens'" in said and digest(load(CUT_AT_1536)) in said
+    assert (
+        "'searched deepseek-67b 2048 1024/512, sums copied, 2048 tokens'" in said
+        and digest(load(CUT_AT_1536)) in said
+    )
 
 
 def told(tmp_path):
@@ -187,7 +258,9 @@ def test_what_was_measured_of_another_plan_of_the_same_name_is_refused(words, tm
     assert plan.name in said and digest(plan) in said and digest(other) in said and not out.exists()
 
 
-@pytest.mark.parametrize("name", ["searched deepseek-67b 2048 1024/512, sums copied", "searched deepseek-67b 2048, 1280 + 768"])
+@pytest.mark.parametrize(
+    "name", ["searched deepseek-67b 2048 1024/512, sums copied", "searched deepseek-67b 2048, 1280 + 768"]
+)
 def test_what_was_measured_of_it_is_its_own_by_whatever_name(name, tmp_path, capsys):
     plan, out = msgspec.structs.replace(load(CUT_AT_1280), name=name), tmp_path / "out.json"
     save(plan, tmp_path / "plan.json")
@@ -201,10 +274,17 @@ def test_of_several_reports_any_may_have_the_composition_with_most_decodes(order
     """Their order is of no consequence for what the plan is offered to."""
     whole, files = json.loads(PLAIN.read_text("utf-8")), [tmp_path / f"{number}.json" for number in range(2)]
     for work, file in zip(order, files, strict=True):
-        file.write_text(json.dumps(whole | {"plans": [row for row in whole["plans"] if row["workload"] == work]}))
+        file.write_text(
+            json.dumps(whole | {"plans": [row for row in whole["plans"] if row["workload"] == work]})
+        )
     assert run(tmp_path, "--measured_alone", report=",".join(map(str, files))) == 0
     made = load(tmp_path / "out.json").target
-    assert (made.model, made.decode_tokens, made.prefill_tokens, made.mean_context_tokens) == ("llama-3-70b", 683, 1365, 1280)
+    assert (made.model, made.decode_tokens, made.prefill_tokens, made.mean_context_tokens) == (
+        "llama-3-70b",
+        683,
+        1365,
+        1280,
+    )
 
 
 @pytest.mark.parametrize(
@@ -231,7 +311,10 @@ def test_a_file_that_is_no_report_is_refused_by_its_name_and_field(text, words, 
     [
         ({"model": "deepseek-67b"}, "this one is of deepseek-67b on 2 x NVIDIA H200"),
         ({"device": "NVIDIA B200"}, "this one is of llama-3-70b on 2 x NVIDIA B200"),
-        ({"tensor_parallel_size": 4}, "float8_e4m3fn over a float8_e4m3fn cache: this one is of llama-3-70b on 4 x"),
+        (
+            {"tensor_parallel_size": 4},
+            "float8_e4m3fn over a float8_e4m3fn cache: this one is of llama-3-70b on 4 x",
+        ),
         ({"quantization": None}, "NVIDIA H200, bfloat16 over a float8_e4m3fn cache"),
         ({"num_layers": 8}, "all 80 layers of llama-3-70b: this one's num_layers is 8"),
     ],
@@ -242,7 +325,9 @@ def test_a_report_of_something_else_is_refused(changes, words):
     full = msgspec.structs.replace(plain, num_layers=80)
     config = {name: value for name, value in changes.items() if name not in ("device", "num_layers")}
     rest = {name: value for name, value in changes.items() if name not in config}
-    other = msgspec.structs.replace(full, engine_config=msgspec.structs.replace(full.engine_config, **config), **rest)
+    other = msgspec.structs.replace(
+        full, engine_config=msgspec.structs.replace(full.engine_config, **config), **rest
+    )
     plan = load(SHIPPED / "h200-llama-3-70b-tp2-float8_e4m3fn.json")
     searched = msgspec.structs.replace(plan, target=msgspec.structs.replace(plan.target, device="H200"))
     by_hand = msgspec.structs.replace(plan, predictions=None, target=None)
@@ -258,9 +343,13 @@ def test_a_report_of_something_else_is_refused(changes, words):
 def test_layers_are_counted_where_the_model_is():
     plain = read_report(PLAIN)
     gone = msgspec.structs.replace(
-        plain, num_layers=2, engine_config=msgspec.structs.replace(plain.engine_config, model="/gone/tiny-llama")
+        plain,
+        num_layers=2,
+        engine_config=msgspec.structs.replace(plain.engine_config, model="/gone/tiny-llama"),
     )
-    by_hand = two_nano_batch_plan(open_checkpoint("llama-3-70b", load_format="dummy").model_config, 2048, 1024, 2)
+    by_hand = two_nano_batch_plan(
+        open_checkpoint("llama-3-70b", load_format="dummy").model_config, 2048, 1024, 2
+    )
     with pytest.raises(ConfigError, match="model='/gone/tiny-llama' is not supported: where tiny-llama is"):
         check_kind(by_hand, {"gone": gone}, None)
     check_kind(by_hand, {"gone": gone}, str(paths.MODELS / "tiny-llama"))
@@ -268,7 +357,10 @@ def test_layers_are_counted_where_the_model_is():
 
 @pytest.mark.parametrize(
     ("report", "words"),
-    [("deepseek-67b-tp2-fp8", "a report of llama-3-70b on 2 x NVIDIA H200"), ("llama-3-70b-8-layers-tp2-fp8", "all 80 layers")],
+    [
+        ("deepseek-67b-tp2-fp8", "a report of llama-3-70b on 2 x NVIDIA H200"),
+        ("llama-3-70b-8-layers-tp2-fp8", "all 80 layers"),
+    ],
 )
 def test_another_models_report_of_a_plan_of_this_name_is_refused(report, words, tmp_path, capsys):
     assert run(tmp_path, report=BENCHMARKS / f"h200-plans-{report}.json") == 1
@@ -278,7 +370,11 @@ def test_another_models_report_of_a_plan_of_this_name_is_refused(report, words, 
 
 @pytest.mark.parametrize(
     ("model", "code", "words"),
-    [("nosuch", 1, "nosuch: no such folder"), ("llama-3.1-70b", 1, "model='llama-3.1-70b'"), ("llama-3-70b", 0, "")],
+    [
+        ("nosuch", 1, "nosuch: no such folder"),
+        ("llama-3.1-70b", 1, "model='llama-3.1-70b'"),
+        ("llama-3-70b", 0, ""),
+    ],
 )
 def test_a_plan_with_predictions_stays_of_its_model(model, code, words, tmp_path, capsys):
     assert run(tmp_path, "--model", model) == code

@@ -16,10 +16,12 @@ LIMIT = 60.0
 
 @functools.cache
 def orders(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Every order in which n tasks may start (events 0..n-1) and end (n..2n-1) around a period, the first one's start first.
+    """Every order in which n tasks may start (events 0..n-1) and end (n..2n-1) around a period, the first
+    one's start first.
 
-    Returns the events [orders, 2n]; who runs between an event and the next [orders, n, 2n]; who ends in the next period
-    [orders, n]; and how many periods j is to be later than i, at least, to start after i ended [orders, i, j].
+    Returns the events [orders, 2n]; who runs between an event and the next [orders, n, 2n]; who ends in the
+    next period [orders, n]; and how many periods j is to be later than i, at least, to start after i ended
+    [orders, i, j].
     """
     events = np.array([(0, *rest) for rest in itertools.permutations(range(1, 2 * n))])
     at, now = np.argsort(events, 1), np.arange(2 * n)
@@ -30,7 +32,9 @@ def orders(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def no_gain(w: np.ndarray) -> np.ndarray:
-    """Which of the systems x_j - x_i >= w[:, i, j] have a solution: those without a cycle that is positive (Floyd and Warshall)."""
+    """Which of the systems x_j - x_i >= w[:, i, j] have a solution: those without a cycle that is positive
+    (Floyd and Warshall).
+    """
     for k in range(w.shape[1]):
         w = np.maximum(w, w[:, :, k : k + 1] + w[:, k : k + 1, :])
     return np.trace(w, axis1=1, axis2=2) <= 1e-9
@@ -65,7 +69,9 @@ def possible(rate: float, seconds: np.ndarray, good: np.ndarray) -> bool:
     events, _, wraps, _ = (one[good] for one in orders(n))
     w, row = np.full((len(events), n, n), -np.inf), np.arange(len(events))
     w[:, range(n), range(n)] = 0
-    after = np.concatenate([np.zeros((len(events), n)), seconds * rate - wraps], 1)  # each event, after its task's start
+    after = np.concatenate(
+        [np.zeros((len(events), n)), seconds * rate - wraps], 1
+    )  # each event, after its task's start
     for one, other in itertools.pairwise((*range(2 * n), 0)):
         u, v = events[:, one], events[:, other]
         w[row, u % n, v % n] = np.maximum(w[row, u % n, v % n], after[row, u] - after[row, v] - (other == 0))
@@ -73,7 +79,9 @@ def possible(rate: float, seconds: np.ndarray, good: np.ndarray) -> bool:
 
 
 def brute_force(problem: Problem) -> float:
-    """The shortest period over all choices: who runs, options, and in which order all start and end; the rate by bisection."""
+    """The shortest period over all choices: who runs, options, and in which order all start and end; the rate
+    by bisection.
+    """
     best = 0.0
     for run in itertools.product((False, True), repeat=len(problem.options)):
         tasks = tuple(i for i, one in enumerate(run) if one)
@@ -105,9 +113,17 @@ def problems(draw, shares: bool):
     follows = {(i, j, 0) for i, j in pairs if draw(st.booleans())}
     follows |= {(j, i, draw(st.integers(1, 2))) for i, j in pairs if draw(st.integers(0, 2)) == 0}
     exclusive = {(i, j) for i, j in pairs if draw(st.integers(0, 2)) == 0}
-    back = draw(st.booleans())  # the same way for all: of tasks that start at once none is then inside another
-    outside = {pair[::-1] if back else pair for pair in pairs if pair not in exclusive and draw(st.integers(0, 2)) == 0}
-    covers = ((n - 3, n - 2), (n - 3, n - 1)) if n > 2 and draw(st.integers(0, 2)) == 0 else ()  # a whole, or its two parts
+    back = draw(
+        st.booleans()
+    )  # the same way for all: of tasks that start at once none is then inside another
+    outside = {
+        pair[::-1] if back else pair
+        for pair in pairs
+        if pair not in exclusive and draw(st.integers(0, 2)) == 0
+    }
+    covers = (
+        ((n - 3, n - 2), (n - 3, n - 1)) if n > 2 and draw(st.integers(0, 2)) == 0 else ()
+    )  # a whole, or its two parts
     return Problem(
         options,
         tuple(sorted(follows)),
@@ -126,12 +142,18 @@ def holds(problem: Problem, found) -> None:
     assert {*range(len(problem.options))} - run <= {i for group in problem.covers for i in group}
     d = [option.seconds / found.period_s if option else 0.0 for option in found.chosen]
     for i, j, distance in problem.follows:
-        assert not {i, j} <= run or found.phases[j] + found.stages[j] + distance >= found.phases[i] + found.stages[i] + d[i] - 1e-5
+        assert (
+            not {i, j} <= run
+            or found.phases[j] + found.stages[j] + distance >= found.phases[i] + found.stages[i] + d[i] - 1e-5
+        )
 
     def running(now):
         return [i for i in run if 1e-5 < (now - found.phases[i]) % 1 < d[i] - 1e-4]
 
-    for now in {*found.phases, *((phase + length) % 1 for phase, length in zip(found.phases, d, strict=True))}:
+    for now in {
+        *found.phases,
+        *((phase + length) % 1 for phase, length in zip(found.phases, d, strict=True)),
+    }:
         together = running(now + 1e-4)
         assert not any(set(pair) <= set(together) for pair in problem.exclusive)
         assert problem.capacity is None or sum(found.chosen[i].share for i in together) <= problem.capacity
@@ -144,7 +166,9 @@ WIDE_OR_LONG = (Option(2, 1.0), Option(1, 4.0))
 
 def crowd(*shares: int | tuple[Option, ...], **rest) -> Problem:
     """Tasks that nothing but their shares need keep apart, of a second each where only their share is given."""
-    return Problem(tuple((Option(share, 1.0),) if isinstance(share, int) else share for share in shares), **rest)
+    return Problem(
+        tuple((Option(share, 1.0),) if isinstance(share, int) else share for share in shares), **rest
+    )
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -176,7 +200,10 @@ def check(problem: Problem) -> None:
         (crowd(2, 2, 2, 2, capacity=6), 4 / 3),  # three fit, four do not
         (crowd(2, 2, 2, least_s=4.0, capacity=4), 4.0),  # too short for three to cover a period
         (crowd(2, 2, 2, follows=((0, 1, 0), (1, 2, 0), (2, 0, 1)), capacity=4), 3.0),
-        (crowd(*(WIDE_OR_LONG,) * 3, follows=((0, 1, 0), (1, 2, 0), (2, 0, 1)), capacity=4), 3.0),  # one after the other: wide is best
+        (
+            crowd(*(WIDE_OR_LONG,) * 3, follows=((0, 1, 0), (1, 2, 0), (2, 0, 1)), capacity=4),
+            3.0,
+        ),  # one after the other: wide is best
     ],
 )
 def test_what_fits_in_pairs_may_yet_be_too_many(problem, period_s):
@@ -215,7 +242,9 @@ def test_two_nano_batches_hide_what_is_bound_by_another_resource():
 
 
 def test_a_task_may_be_kept_from_starting_inside_another():
-    """Of two that exclude each other one may start with a third, which both would run beside; the other waits for its end."""
+    """Of two that exclude each other one may start with a third, which both would run beside; the other waits
+    for its end.
+    """
     free = Problem(((Option(0, 3.0),), (Option(0, 2.0),), (Option(0, 2.0),)), exclusive=frozenset({(1, 2)}))
     kept = dataclasses.replace(free, outside=frozenset({(0, 1), (0, 2)}))
     for problem, period_s in ((free, 4.0), (kept, 5.0)):
@@ -225,9 +254,17 @@ def test_a_task_may_be_kept_from_starting_inside_another():
 
 def test_one_task_of_a_cover_is_run():
     """Whole, or in two parts of 2 each that can overlap with the other chain's parts."""
-    whole = Problem(((Option(0, 3.0),), (Option(0, 2.0),), (Option(0, 2.0),)), exclusive=frozenset({(1, 2)}), covers=((0, 1), (0, 2)))
+    whole = Problem(
+        ((Option(0, 3.0),), (Option(0, 2.0),), (Option(0, 2.0),)),
+        exclusive=frozenset({(1, 2)}),
+        covers=((0, 1), (0, 2)),
+    )
     found = solve(whole)
-    assert found.period_s == pytest.approx(3.0) and [option is None for option in found.chosen] == [False, True, True]
+    assert found.period_s == pytest.approx(3.0) and [option is None for option in found.chosen] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_slow_way_to_run_a_task_bounds_no_period():
@@ -245,7 +282,10 @@ def test_the_least_period_is_kept():
     [
         ({"most_s": 5.0}, "period of at most 5"),
         ({"follows": ((0, 1, 0), (1, 0, 0))}, "what must follow what leaves none"),
-        ({"follows": ((0, 1, 0), (1, 0, 0)), "exclusive": frozenset({(0, 2)}), "capacity": 1}, "what must follow what leaves none"),
+        (
+            {"follows": ((0, 1, 0), (1, 0, 0)), "exclusive": frozenset({(0, 2)}), "capacity": 1},
+            "what must follow what leaves none",
+        ),
         ({"covers": ((0, 1), (0,), (1,))}, "its covers leave none"),
         ({"options": ((Option(5, 1.0),),) * 3, "capacity": 4}, "share of more than 4"),
     ],

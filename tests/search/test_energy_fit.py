@@ -1,4 +1,6 @@
-"""The fit of joules: finds what made the data, is a bound for the runs it was made of and for profiles, and is what the release ships."""
+"""The fit of joules: finds what made the data, is a bound for the runs it was made of and for profiles, and
+is what the release ships.
+"""
 
 import functools
 import json
@@ -40,7 +42,9 @@ def entries(path: Path) -> Runs:
     """Of a profile: products and attention, on all SMs and on some."""
     profile = load_profile(path)
     config = open_checkpoint(profile.model, load_format="dummy").model_config
-    graph = model_graph(config, profile.tensor_parallel_size, FP8 if profile.dtype == "float8_e4m3fn" else BFLOAT16)
+    graph = model_graph(
+        config, profile.tensor_parallel_size, FP8 if profile.dtype == "float8_e4m3fn" else BFLOAT16
+    )
     return of_profile(load_runs(MEASURED), profile, graph)
 
 
@@ -50,17 +54,24 @@ def test_what_is_shipped_is_what_the_committed_runs_and_profiles_give():
     made = lowered(runs, [run for path in PROFILES for run in entries(path).runs])
     assert shipped is not None and made.flop.keys() == shipped.flop.keys()
     for ours, theirs in ((made.byte, shipped.byte), *((made.flop[k], shipped.flop[k]) for k in made.flop)):
-        assert ours.joules == pytest.approx(theirs.joules, rel=0.02) and ours.fixed == pytest.approx(theirs.fixed, abs=0.02)
+        assert ours.joules == pytest.approx(theirs.joules, rel=0.02) and ours.fixed == pytest.approx(
+            theirs.fixed, abs=0.02
+        )
     assert (made.byte, made.flop["bfloat16"]) == (runs.byte, runs.flop["bfloat16"])
     assert made.flop["float8_e4m3fn"].joules < 0.75 * runs.flop["float8_e4m3fn"].joules
 
 
 def test_plans_are_predicted_with_what_the_runs_alone_say():
-    """Ordinary kernels' joules, by which the card's other constants were found: no profile that lowers the bound moves them."""
+    """Ordinary kernels' joules, by which the card's other constants were found: no profile that lowers the
+    bound moves them.
+    """
     runs, card = fit(load_runs(MEASURED)), shipped_card("H200")
     assert card is not None
     kernels = of_kernels(POWER, card)
-    for ours, theirs in ((kernels.byte, runs.byte), *((kernels.flop[dtype], runs.flop[dtype]) for dtype in runs.flop)):
+    for ours, theirs in (
+        (kernels.byte, runs.byte),
+        *((kernels.flop[dtype], runs.flop[dtype]) for dtype in runs.flop),
+    ):
         assert ours.joules == pytest.approx(1.08 * theirs.joules, rel=0.02)
 
 
@@ -88,27 +99,49 @@ def test_keys_that_stay_in_the_l2_tell_nothing_of_the_memorys_joules(monkeypatch
     held, runs = entries(PROFILES[-1]), fit(load_runs(MEASURED))
     monkeypatch.setattr(energy_fit, "_L2_BYTES", 0)
     every = entries.__wrapped__(PROFILES[-1])
-    left = [(run.name, ratio) for run, ratio in zip(every.runs, errors(every, POWER), strict=True) if run not in held.runs]
+    left = [
+        (run.name, ratio)
+        for run, ratio in zip(every.runs, errors(every, POWER), strict=True)
+        if run not in held.runs
+    ]
     assert [name.startswith("llama-3-70b decode_attention 128 256 on ") for name, _ in left] == [True] * 5
     ratios = sorted(ratio for _, ratio in left)
     doc = (paths.ROOT / "docs" / "cost-model.md").read_text("utf-8")
-    assert f"four of five entries need {ratios[0]:.2f} to {ratios[3]:.2f} of the bound's joules" in doc and ratios[3] < 1.0 < ratios[4]
+    assert (
+        f"four of five entries need {ratios[0]:.2f} to {ratios[3]:.2f} of the bound's joules" in doc
+        and ratios[3] < 1.0 < ratios[4]
+    )
     assert min(errors(held, POWER)) > 1.0
     assert "llama-3-70b decode_attention 256 256 on 132" in {run.name for run in held.runs}
-    assert lowered(runs, held.runs).byte == runs.byte and lowered(runs, every.runs).byte.joules < 0.8 * runs.byte.joules
+    assert (
+        lowered(runs, held.runs).byte == runs.byte
+        and lowered(runs, every.runs).byte.joules < 0.8 * runs.byte.joules
+    )
 
 
 def test_the_page_says_what_entries_need():
     """Beside what is shipped, and in fp8 beside what the runs alone say."""
-    shipped, runs, (bf16, fp8, cold, large) = shipped_power("H200"), fit(load_runs(MEASURED)), map(entries, PROFILES)
+    shipped, runs, (bf16, fp8, cold, large) = (
+        shipped_power("H200"),
+        fit(load_runs(MEASURED)),
+        map(entries, PROFILES),
+    )
     assert shipped is not None
     eight = runs.flop["float8_e4m3fn"].joules, shipped.flop["float8_e4m3fn"].joules
-    first = dict(zip([run.name.removeprefix("llama-3.1-8b ") for run in cold.runs], errors(cold, runs), strict=True))
+    first = dict(
+        zip([run.name.removeprefix("llama-3.1-8b ") for run in cold.runs], errors(cold, runs), strict=True)
+    )
     again = errors(fp8, runs)
     attention = [ratio for run, ratio in zip(fp8.runs, again, strict=True) if "attention" in run.name]
-    full = [ratio for name, ratio in zip(first, errors(cold, shipped), strict=True) if " 2048 0 on 132" in name]
-    assert min(first, key=first.__getitem__) == "up_gate 128 0 on 132" and min(attention) > 1 and len(full) == 4
-    lightest, name = min((ratio, run.name) for ratio, run in zip(errors(large, shipped), large.runs, strict=True))
+    full = [
+        ratio for name, ratio in zip(first, errors(cold, shipped), strict=True) if " 2048 0 on 132" in name
+    ]
+    assert (
+        min(first, key=first.__getitem__) == "up_gate 128 0 on 132" and min(attention) > 1 and len(full) == 4
+    )
+    lightest, name = min(
+        (ratio, run.name) for ratio, run in zip(errors(large, shipped), large.runs, strict=True)
+    )
     assert name.startswith("llama-3-70b up_gate 128 0")
     less, fewer = sum(ratio < 1 for ratio in first.values()), sum(ratio < 1 for ratio in again)
     said = (
@@ -129,7 +162,10 @@ def test_the_page_says_what_entries_need():
 def drawn_runs(draw):
     """(run, its joules over those of the shipped constants), some of them fewer."""
     dtype, share = draw(st.sampled_from(sorted(POWER.flop))), draw(st.floats(0.4, 1.0))
-    flops, moved = draw(st.sampled_from((0.0, 1.0))) * draw(st.floats(1e12, 1e15)), draw(st.floats(1e10, 4e12))
+    flops, moved = (
+        draw(st.sampled_from((0.0, 1.0))) * draw(st.floats(1e12, 1e15)),
+        draw(st.floats(1e10, 4e12)),
+    )
     ratio = draw(st.floats(0.2, 0.99) | st.floats(1.01, 3.0))
     run = Run("drawn", dtype, flops, moved, 0.0, share * POWER.highest_clock_hz / 1e6)
     return msgspec.structs.replace(run, watts=POWER.idle_w + ratio * sum(watts_of(run, POWER))), ratio
@@ -142,13 +178,21 @@ def test_runs_that_needed_less_lower_what_is_theirs_alone(drawn):
     assert made == lowered(POWER, less) == lowered(POWER, runs[::-1])
     for run in runs:
         assert sum(watts_of(run, made)) <= (run.watts - POWER.idle_w) * (1 + 1e-9)
-    by_bytes = [run for run in less if watts_of(run, POWER)[1] >= min(watts_of(run, POWER)[0], run.watts - POWER.idle_w)]
-    assert made.byte == POWER.byte or (by_bytes and made.byte.joules < POWER.byte.joules and made.byte.fixed == POWER.byte.fixed)
+    by_bytes = [
+        run
+        for run in less
+        if watts_of(run, POWER)[1] >= min(watts_of(run, POWER)[0], run.watts - POWER.idle_w)
+    ]
+    assert made.byte == POWER.byte or (
+        by_bytes and made.byte.joules < POWER.byte.joules and made.byte.fixed == POWER.byte.fixed
+    )
     for dtype, curve in made.flop.items():
         own, was = [run for run in less if run.dtype == dtype and run.flops_per_s], POWER.flop[dtype]
         assert curve == was or (0 <= curve.joules < was.joules and curve.fixed == was.fixed)
         nearest = min(((run.watts - POWER.idle_w) / sum(watts_of(run, made)) for run in own), default=1.0)
-        assert curve == was or (own and (nearest < 1.003 or not curve.joules))  # no lower than a run had it, but for the digits
+        assert curve == was or (
+            own and (nearest < 1.003 or not curve.joules)
+        )  # no lower than a run had it, but for the digits
 
 
 def test_what_cannot_lower_the_constants_is_refused():
@@ -159,7 +203,9 @@ def test_what_cannot_lower_the_constants_is_refused():
 
 
 def timed_products():
-    """(group, case, way, run, its timing) of every product of the kernels' report in bfloat16 and e4m3, with its weight's bytes alone."""
+    """(group, case, way, run, its timing) of every product of the kernels' report in bfloat16 and e4m3, with
+    its weight's bytes alone.
+    """
     for row in json.loads((paths.ROOT / "benchmarks" / "h200-kernels.json").read_bytes())["rows"]:
         about = re.fullmatch(r"(8B|70B/tp4) (\w+) M (\d+)", row["case"])
         if not about or "gemm" not in row["group"]:
@@ -168,7 +214,10 @@ def timed_products():
         dtype = "float8_e4m3fn" if row["group"].startswith("fp8") else "bfloat16"
         for way, t in row["ways"].items():
             if way != "int4":
-                flops, moved = 2e6 * int(about[3]) * n * k / t["us"], 1e6 * n * k * (1 if dtype == "float8_e4m3fn" else 2) / t["us"]
+                flops, moved = (
+                    2e6 * int(about[3]) * n * k / t["us"],
+                    1e6 * n * k * (1 if dtype == "float8_e4m3fn" else 2) / t["us"],
+                )
                 yield row["group"], row["case"], way, Run(way, dtype, flops, moved, t["watts"], t["mhz"]), t
 
 
@@ -183,8 +232,9 @@ def test_the_kernels_report_is_held_to_the_bound_in_time_and_its_watts_are_not_j
     ratios = errors(msgspec.structs.replace(measured, runs=dense), power)
     less = sum(ratio < 1 for ratio in ratios)
     assert (
-        f"{less} of the {len(dense)} timings of dense products need less than the constants say, the least {min(ratios):.3f} of it" in doc
-    )
+        f"{less} of the {len(dense)} timings of dense products need less than the constants say, the "
+        f"least {min(ratios):.3f} of it"
+    ) in doc
     twice = [t for _, case, way, _, t in products if (case, way) == ("70B/tp4 qkv M 1", "flat")]
     (watts, us), (later_watts, later_us) = sorted((t["watts"], t["us"]) for t in twice)
     assert f"{watts:.0f} W and at {later_watts:.0f} W, in {us:.1f} and in {later_us:.1f} µs" in doc
@@ -200,7 +250,11 @@ def test_attention_over_a_cache_of_8_bits_is_of_8_bits():
     """In chunks and in decodes, whatever the products are; a product is of the weights' bits."""
     cases = ("qkv", 0), ("chunk_attention", 999), ("decode_attention", 999)
     times = [OpTime(op, 256, keys, 132, 1e-3, 600.0, 1500.0) for op, keys in cases]
-    for dtype, cache, found in (("bfloat16", "float8_e4m3fn", "bee"), ("float8_e4m3fn", "bfloat16", "ebb"), ("bfloat16", "int8", "bbb")):
+    for dtype, cache, found in (
+        ("bfloat16", "float8_e4m3fn", "bee"),
+        ("float8_e4m3fn", "bfloat16", "ebb"),
+        ("bfloat16", "int8", "bbb"),
+    ):
         profile = Profile("NVIDIA H200", {}, "toy", 1, dtype, cache, 132, "drawn", tuple(times))
         runs = of_profile(load_runs(MEASURED), profile, model_graph(LLAMA)).runs
         assert [run.dtype for run in runs] == [{"b": "bfloat16", "e": "float8_e4m3fn"}[one] for one in found]
@@ -209,12 +263,24 @@ def test_attention_over_a_cache_of_8_bits_is_of_8_bits():
 def test_what_a_pair_needed_is_a_run_too():
     pair = Pair("down", "decode_attention", 100, 32, 0.7, 0.5, 700.0, 1500.0, 0.2, 4e-4, 1024, 256, 800)
     profile = Profile(
-        "NVIDIA H200", {}, "toy", 1, "bfloat16", "bfloat16", 132, "drawn", (), (pair, msgspec.structs.replace(pair, keys=None))
+        "NVIDIA H200",
+        {},
+        "toy",
+        1,
+        "bfloat16",
+        "bfloat16",
+        132,
+        "drawn",
+        (),
+        (pair, msgspec.structs.replace(pair, keys=None)),
     )
     (run,) = of_profile(load_runs(MEASURED), profile, model_graph(LLAMA)).runs
     assert run.watts == pytest.approx(0.2 / 4e-4) and run.clock_mhz == 1500.0  # the counter's
     ops = {op.name: op for op in model_graph(LLAMA).layers[0]}
-    works = [ops[name].work(Composition(tokens, keys)) for name, tokens, keys in (("down", 1024, 1), ("decode_attention", 256, 800))]
+    works = [
+        ops[name].work(Composition(tokens, keys))
+        for name, tokens, keys in (("down", 1024, 1), ("decode_attention", 256, 800))
+    ]
     assert run.bytes_per_s == pytest.approx(sum(work.memory_bytes for work in works) / 4e-4)
 
 
@@ -260,7 +326,12 @@ def test_a_card_that_cannot_be_is_refused(odd):
 
 @pytest.mark.parametrize(
     ("place", "field", "number"),
-    [("$", "highest_clock_mhz", 0), ("$", "idle_w", -1), ("$.runs[0]", "clock_mhz", 0), ("$.runs[0]", "bytes_per_s", -1e12)],
+    [
+        ("$", "highest_clock_mhz", 0),
+        ("$", "idle_w", -1),
+        ("$.runs[0]", "clock_mhz", 0),
+        ("$.runs[0]", "bytes_per_s", -1e12),
+    ],
 )
 def test_numbers_that_no_card_has_are_refused(tmp_path, place, field, number):
     written = json.loads(MEASURED.read_bytes())

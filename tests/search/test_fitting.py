@@ -1,4 +1,6 @@
-"""What memory holds of a load: decodes that are capped, padding that makes no tokens, models that are refused."""
+"""What memory holds of a load: decodes that are capped, padding that makes no tokens, models that are
+refused.
+"""
 
 import json
 import math
@@ -20,7 +22,9 @@ from search.op_times import Profile
 from search.regimes import weight_bytes
 from search.structure import Load
 
-LLAMA, LARGE = (open_checkpoint(name, load_format="dummy").model_config for name in ("llama-3.1-8b", "llama-3-70b"))
+LLAMA, LARGE = (
+    open_checkpoint(name, load_format="dummy").model_config for name in ("llama-3.1-8b", "llama-3-70b")
+)
 BF16 = llama_shares().profile
 PROFILE = paths.ROOT / "profiles" / "h200-llama-3.1-8b.json"
 BENCHMARKS = paths.ROOT / "benchmarks"
@@ -28,14 +32,21 @@ VARIANTS = BENCHMARKS / "h200-plans-llama-3.1-8b-variants.json"
 pytestmark = pytest.mark.usefixtures("no_flags")
 
 
-REPORTS = {path.stem.removeprefix("h200-plans-"): json.loads(path.read_text("utf-8")) for path in BENCHMARKS.glob("h200-plans-*.json")}
+REPORTS = {
+    path.stem.removeprefix("h200-plans-"): json.loads(path.read_text("utf-8"))
+    for path in BENCHMARKS.glob("h200-plans-*.json")
+}
 
 
 def profile_of(report: dict) -> Profile:
     """Of the engine that was measured."""
     config = report["engine_config"]
     dtype = "float8_e4m3fn" if config["quantization"] == "fp8" else "bfloat16"
-    kind = {"tensor_parallel_size": config["tensor_parallel_size"], "dtype": dtype, "kv_cache_dtype": config["kv_cache_dtype"]}
+    kind = {
+        "tensor_parallel_size": config["tensor_parallel_size"],
+        "dtype": dtype,
+        "kv_cache_dtype": config["kv_cache_dtype"],
+    }
     return msgspec.structs.replace(BF16, device=report["device"], **kind)
 
 
@@ -43,22 +54,30 @@ def fitting(report: dict, row: dict) -> float:
     """Decodes of a row's step that memory is thought to hold, with the engine's own part of it."""
     lengths, config = map(int, row["workload"].split("/")), report["engine_config"]
     model = open_checkpoint(config["model"], load_format="dummy").model_config
-    return most_decodes("", model, profile_of(report), *lengths, row["tokens"], config["gpu_memory_utilization"])
+    return most_decodes(
+        "", model, profile_of(report), *lengths, row["tokens"], config["gpu_memory_utilization"]
+    )
 
 
 def steady_rows(told: bool) -> list[tuple[str, dict, dict]]:
-    """Reports' names, reports and rows with decodes at their mean lengths, one a step. told: whether the engine was told its pages."""
+    """Reports' names, reports and rows with decodes at their mean lengths, one a step. told: whether the
+    engine was told its pages.
+    """
     found = {
         (name, row["workload"], row["tokens"]): (name, report, row)
         for name, report in REPORTS.items()
         for row in report["plans"]
-        if (report["engine_config"]["num_kv_pages"] is not None) == told and "/" in row["workload"] and row["decode_tokens"]
+        if (report["engine_config"]["num_kv_pages"] is not None) == told
+        and "/" in row["workload"]
+        and row["decode_tokens"]
     }
     return list(found.values())
 
 
 def test_as_many_decode_as_did_where_an_engine_took_what_memory_it_may():
-    """Where pages were too few for a full step; where they were not, they are thought to be enough. None of it is fitted."""
+    """Where pages were too few for a full step; where they were not, they are thought to be enough. None of
+    it is fitted.
+    """
     capped = set()
     for name, report, row in steady_rows(told=False):
         decodes, most = row["decode_tokens"], fitting(report, row)
@@ -71,7 +90,9 @@ def test_as_many_decode_as_did_where_an_engine_took_what_memory_it_may():
 
 
 def test_pages_that_an_engine_was_told_to_have_are_no_more_than_it_is_thought_to_hold():
-    """Llama-3-70B and Qwen2-72B in bf16 on two devices took 0.95 of the memory, and all but 5 and 6 % of what that is thought to hold."""
+    """Llama-3-70B and Qwen2-72B in bf16 on two devices took 0.95 of the memory, and all but 5 and 6 % of what
+    that is thought to hold.
+    """
     for name, report, row in steady_rows(told=True):
         assert fitting(report, row) >= row["decode_tokens"], (name, row["workload"])
     for name, share in (("llama-3-70b-tp2", 0.95), ("qwen2-72b-tp2", 0.94)):
@@ -81,14 +102,30 @@ def test_pages_that_an_engine_was_told_to_have_are_no_more_than_it_is_thought_to
 
 def test_fewer_decode_than_the_largest_batch_of_the_datasheet_has(capsys):
     """Which the cost model counts with, after the paper: memory without an engine."""
-    assert main(["search", "cost", "--model", "llama-3.1-8b", "--prompt_tokens", "1000", "--output_tokens", "1000"]) == 0
+    assert (
+        main(
+            [
+                "search",
+                "cost",
+                "--model",
+                "llama-3.1-8b",
+                "--prompt_tokens",
+                "1000",
+                "--output_tokens",
+                "1000",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out.partition("of which ")[2].partition(" decode")[0]
     assert 0.86 * int(said) < most_decodes("llama-3.1-8b", LLAMA, BF16, 1000, 1000, 2048) < 0.9 * int(said)
 
 
 def test_a_cards_memory_is_what_an_engine_was_given():
     """Of a driver that gave out three quarters of it."""
-    observed = json.loads((BENCHMARKS / "h200-memory-llama-3.1-8b-observed.json").read_text("utf-8"))["observed"]
+    observed = json.loads((BENCHMARKS / "h200-memory-llama-3.1-8b-observed.json").read_text("utf-8"))[
+        "observed"
+    ]
     card = shipped_card("H200")
     assert card is not None and card.memory_bytes == pytest.approx(observed["bytes_limit"] / 0.75, abs=1)
 
@@ -115,26 +152,37 @@ def test_more_memory_for_an_engine_holds_more_requests():
 
 @pytest.mark.parametrize(("device", "output"), [("a device of another make", 1000), ("NVIDIA H200", 0)])
 def test_where_nothing_bounds_them_all_may_decode(device, output):
-    assert most_decodes("", LLAMA, msgspec.structs.replace(BF16, device=device), 1000, output, 2048) == math.inf
+    assert (
+        most_decodes("", LLAMA, msgspec.structs.replace(BF16, device=device), 1000, output, 2048) == math.inf
+    )
 
 
 def test_a_model_without_room_for_one_request_is_refused_with_the_bytes():
     on_one = msgspec.structs.replace(BF16, device="NVIDIA A100-SXM4-40GB")
-    with pytest.raises(ConfigError, match=r"gpus=1 .*llama-3-70b's 141\.1 GB of weights and the 0\.4 GB .* 1 x A100-40GB is 40\.0 GB"):
+    with pytest.raises(
+        ConfigError,
+        match=r"gpus=1 .*llama-3-70b's 141\.1 GB of weights and the 0\.4 GB .* 1 x A100-40GB is 40\.0 GB",
+    ):
         most_decodes("llama-3-70b", LARGE, on_one, 1024, 512, 2048)
     by_a_request = r"16\.1 GB of weights and the 26\.2 GB that the cache holds of one 200000/0 request"
     with pytest.raises(ConfigError, match=by_a_request):
         most_decodes("llama-3.1-8b", LLAMA, on_one, 200_000, 0, 2048)
-    fitting_at_all = r"is 40\.0 GB, of which steps of 2048 tokens leave 15\.\d GB at gpu_memory_utilization=0\.42"
+    fitting_at_all = (
+        r"is 40\.0 GB, of which steps of 2048 tokens leave 15\.\d GB at gpu_memory_utilization=0\.42"
+    )
     with pytest.raises(ConfigError, match=fitting_at_all):
         most_decodes("llama-3.1-8b", LLAMA, on_one, 1024, 512, 2048, 0.42)
 
 
-@pytest.mark.parametrize(("prompt", "output", "most"), [(1000, 1000, 553), (512, 1024, 797), (1024, 512, 644), (512, 512, 1241)])
+@pytest.mark.parametrize(
+    ("prompt", "output", "most"), [(1000, 1000, 553), (512, 1024, 797), (1024, 512, 644), (512, 512, 1241)]
+)
 def test_a_load_is_the_step_that_the_bench_runs(prompt, output, most):
     """Decodes, prefill and what is left of the rows."""
     chunks = math.ceil(2048 * prompt / (prompt + output) / prompt)
-    step = average_step(Workload(prompt, output), 2048, most_rows=most + chunks, kv_tokens=10**9, page_size=64)
+    step = average_step(
+        Workload(prompt, output), 2048, most_rows=most + chunks, kv_tokens=10**9, page_size=64
+    )
     held = Load.steady_state(2048, prompt, output, most + 0.9)
     assert (held.decode_tokens, held.real_tokens) == (step.decode_tokens, step.tokens)
     assert held.tokens == 2048 and held.decode_keys == step.decode_keys
@@ -144,7 +192,11 @@ def test_a_load_is_the_step_that_the_bench_runs(prompt, output, most):
 @pytest.mark.parametrize("lengths", [(1000, 1000), (512, 1024)])
 def test_of_two_sizes_of_step_the_one_that_was_measured_faster_is_kept(lengths, tmp_path):
     """Not the larger, whose rows are padding to nearly a half: by real tokens."""
-    rows = [row for row in json.loads(VARIANTS.read_text("utf-8"))["plans"] if row["workload"] == "{}/{}".format(*lengths)]
+    rows = [
+        row
+        for row in json.loads(VARIANTS.read_text("utf-8"))["plans"]
+        if row["workload"] == "{}/{}".format(*lengths)
+    ]
     best = max((row for row in rows if row["sequential"]), key=lambda row: row["tokens_per_s"])
     assert planned(lengths, "512,2048", tmp_path).tokens == best["tokens"] == 512
 
@@ -164,14 +216,38 @@ def test_an_engine_that_uses_more_memory_is_planned_for_with_more_decodes(tmp_pa
 
 def planned(lengths: tuple[int, int], tokens: str, folder: Path, *more: str) -> Plan:
     """What the command writes for a workload on an H200, of these sizes of step."""
-    words = ["--prompt_tokens", str(lengths[0]), "--output_tokens", str(lengths[1]), "--orders", "sequential", "--tokens", tokens, *more]
-    assert main(["search", "plan", "--profile", str(PROFILE), *words, "--out", str(folder / "plan.json")]) == 0
+    words = [
+        "--prompt_tokens",
+        str(lengths[0]),
+        "--output_tokens",
+        str(lengths[1]),
+        "--orders",
+        "sequential",
+        "--tokens",
+        tokens,
+        *more,
+    ]
+    assert (
+        main(["search", "plan", "--profile", str(PROFILE), *words, "--out", str(folder / "plan.json")]) == 0
+    )
     return load(folder / "plan.json")
 
 
 def test_a_plan_of_a_model_that_does_not_fit_is_not_searched(tmp_path, capsys):
     out = tmp_path / "plan.json"
-    line = ["--modelled", "--model", "llama-3-70b", "--gpus", "1", "--orders", "sequential", "--tokens", "128", "--out", str(out)]
+    line = [
+        "--modelled",
+        "--model",
+        "llama-3-70b",
+        "--gpus",
+        "1",
+        "--orders",
+        "sequential",
+        "--tokens",
+        "128",
+        "--out",
+        str(out),
+    ]
     assert main(["search", "plan", *line]) == 1
     said = capsys.readouterr()
     assert "141.1 GB" in said.err and "141.0 GB" in said.err and not said.out and not out.exists()
@@ -179,8 +255,16 @@ def test_a_plan_of_a_model_that_does_not_fit_is_not_searched(tmp_path, capsys):
 
 def test_the_page_says_how_many_are_thought_to_be_held():
     text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    at_2048 = [int(most_decodes("", LLAMA, BF16, *lengths, 2048)) for lengths in ((512, 1024), (1000, 1000), (1024, 512))]
+    at_2048 = [
+        int(most_decodes("", LLAMA, BF16, *lengths, 2048))
+        for lengths in ((512, 1024), (1000, 1000), (1024, 512))
+    ]
     assert "{} and {} here, {} at 1024 / 512; within 1.2 %".format(*at_2048) in text
-    on_two = [fitting(REPORTS[name], REPORTS[name]["plans"][0]) for name in ("llama-3-70b-tp2", "qwen2-72b-tp2")]
-    assert "0.95` is thought to hold {:.0f} and {:.0f}, and held 294 and 280 when".format(*map(int, on_two)) in text
+    on_two = [
+        fitting(REPORTS[name], REPORTS[name]["plans"][0]) for name in ("llama-3-70b-tp2", "qwen2-72b-tp2")
+    ]
+    assert (
+        "0.95` is thought to hold {:.0f} and {:.0f}, and held 294 and 280 when".format(*map(int, on_two))
+        in text
+    )
     assert most_decodes("", LLAMA, BF16, 1024, 512, 2048, 0.95) >= 683

@@ -1,4 +1,6 @@
-"""SMs that fill the waves of a nano-batch's products are offered, and to what runs beside them the SMs that they leave."""
+"""SMs that fill the waves of a nano-batch's products are offered, and to what runs beside them the SMs that
+they leave.
+"""
 
 import dataclasses
 import math
@@ -35,7 +37,9 @@ def product_of(task: Task) -> str | None:
 
 
 def test_a_product_of_1024_tokens_has_those_on_which_it_has_fewer_halves_of_waves():
-    """`qkv` has 192 tiles, of which 96 SMs have two each; `up_gate` 896, of which 100 have nine, but for four of 900."""
+    """`qkv` has 192 tiles, of which 96 SMs have two each; `up_gate` 896, of which 100 have nine, but for four
+    of 900.
+    """
     shares, offered = SETTING.shares, {}
     for task in halves(SETTING):
         step = SETTING.load.part(task.start, task.stop)
@@ -51,9 +55,16 @@ def test_a_product_of_1024_tokens_has_those_on_which_it_has_fewer_halves_of_wave
 
 def test_they_are_offered_with_what_they_leave():
     tasks = [task for task in halves(FILLING) if not task.start]  # decodes are in the first half
-    shares = {task.chain.names[-1]: {option.share for option in own} for task, own in zip(tasks, offers(FILLING, tasks), strict=True)}
+    shares = {
+        task.chain.names[-1]: {option.share for option in own}
+        for task, own in zip(tasks, offers(FILLING, tasks), strict=True)
+    }
     assert {96, 132} <= shares["qkv"] <= {92, 96, 104, 132}
-    assert shares["decode_attention"] <= {28, 32, 36, 37, 40, 132} and shares["decode_attention"] & {32, 36, 37}
+    assert shares["decode_attention"] <= {28, 32, 36, 37, 40, 132} and shares["decode_attention"] & {
+        32,
+        36,
+        37,
+    }
     before = {option.share for own in offers(SETTING, tasks) for option in own}
     assert before <= {28, 40, 92, 104, 132, 0}
 
@@ -97,10 +108,15 @@ def test_they_are_asked_for_last_and_taken_where_the_period_is_shorter(monkeypat
 
 def test_the_page_says_what_they_are_worth():
     """Of the plan that the search finds for 512/512 cut at 768, and of that which it found without them."""
-    folder, profile = paths.ROOT / "benchmarks" / "plans" / "searched", load_profile(str(PROFILE), model="llama-3.1-8b")
+    folder, profile = (
+        paths.ROOT / "benchmarks" / "plans" / "searched",
+        load_profile(str(PROFILE), model="llama-3.1-8b"),
+    )
     graph, products, card = SETTING.graph, SETTING.shares.products, shipped_card("H200")
     timed, took = {84, 92, 100, 108, 132} | {24, 32, 40, 48}, {}
-    setting = dataclasses.replace(SETTING, shares=Shares(profile, graph, products, card), load=Load.steady_state(2048, 512, 512))
+    setting = dataclasses.replace(
+        SETTING, shares=Shares(profile, graph, products, card), load=Load.steady_state(2048, 512, 512)
+    )
     for name in ("512-512", "512-512-timed-shares", "768"):
         plan = load(folder / f"llama-3.1-8b-{name}.json")
         took[name] = 1e3 * simulated(plan, setting).step_s

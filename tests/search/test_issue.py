@@ -1,4 +1,6 @@
-"""What a schedule keeps apart its plan keeps apart by itself: by data, streams and waits, on a device that would let all run at once."""
+"""What a schedule keeps apart its plan keeps apart by itself: by data, streams and waits, on a device that
+would let all run at once.
+"""
 
 import collections
 import dataclasses
@@ -36,15 +38,23 @@ def begun_early(entries: tuple[Entry, ...]) -> list[Entry]:
     found: list[Entry] = []
     for entry, before in zip(entries, _before(tuple(entry.run for entry in entries)), strict=True):
         start_s = max((found[at].stop_s for at in before), default=0.0)
-        found.append(dataclasses.replace(entry, start_s=start_s, stop_s=start_s + entry.stop_s - entry.start_s))
+        found.append(
+            dataclasses.replace(entry, start_s=start_s, stop_s=start_s + entry.stop_s - entry.start_s)
+        )
     return found
 
 
 def check_apart(plan: Plan, entries: list[Entry]) -> None:
-    """In rounds in which all nano-ops run: at the ends of a step some are missing, and with them what they order."""
+    """In rounds in which all nano-ops run: at the ends of a step some are missing, and with them what they
+    order.
+    """
     ahead = [nano.ahead for nano in plan.nano_ops]
     full = range(-min(ahead), LAYERS - max(ahead))
-    long = [one for one in entries if one.stop_s - one.start_s > 2 * NEAR and one.run.layer - one.run.nano.ahead in full]
+    long = [
+        one
+        for one in entries
+        if one.stop_s - one.start_s > 2 * NEAR and one.run.layer - one.run.nano.ahead in full
+    ]
     assert long
     for one in long:
         together = [other for other in long if other.start_s <= one.start_s + NEAR < other.stop_s]
@@ -52,7 +62,9 @@ def check_apart(plan: Plan, entries: list[Entry]) -> None:
         assert sum(other.sms for other in together) <= TOTAL, shown
         assert max(collections.Counter(map(resource, together)).values()) == 1, shown
         for a, b in itertools.permutations(together, 2):
-            assert a.run.layer != b.run.layer or a.run.nano.op != "rope_append" or b.run.op.kind != "attention", shown
+            assert (
+                a.run.layer != b.run.layer or a.run.nano.op != "rope_append" or b.run.op.kind != "attention"
+            ), shown
 
 
 def resource(entry: Entry) -> str:
@@ -64,22 +76,33 @@ def resource(entry: Entry) -> str:
 
 def check_in_time(tasks: list[Task], found: Schedule, entries: list[Entry]) -> None:
     """Nothing starts later than the schedule says: a plan waits for nothing else."""
-    starts = {(task.chain.ops[0].name, task.start): found.stages[at] + found.phases[at] for at, task in enumerate(tasks)}
+    starts = {
+        (task.chain.ops[0].name, task.start): found.stages[at] + found.phases[at]
+        for at, task in enumerate(tasks)
+    }
     first = min(starts.values())
     for one in entries:
         key = one.run.nano.op, one.run.nano.start
         if key in starts:
-            assert one.start_s <= found.period_s * (one.run.layer + starts[key] - first + 1e-4), (one.run.nano.id, one.run.layer)
+            assert one.start_s <= found.period_s * (one.run.layer + starts[key] - first + 1e-4), (
+                one.run.nano.id,
+                one.run.layer,
+            )
 
 
 def drawn(setting: Setting, r: random.Random) -> tuple[list[Task], Problem, Schedule]:
-    """Any schedule that keeps the constraints, of any shares: the tasks in any order, each at the first moment at which it may run."""
+    """Any schedule that keeps the constraints, of any shares: the tasks in any order, each at the first
+    moment at which it may run.
+    """
     tasks, covers = make_tasks(setting, (CUT,))
     assert not covers
     ways = [setting.shares.options(task, setting.load.part(task.start, task.stop), 2) for task in tasks]
     few = r.random()  # how often a task gets the fewest SMs, beside which there is room
     chosen = tuple(options[0] if r.random() < few else r.choice(options) for options in ways)
-    problem, pairs = make_problem(tasks, ways, capacity=TOTAL), list(itertools.permutations(range(len(tasks)), 2))
+    problem, pairs = (
+        make_problem(tasks, ways, capacity=TOTAL),
+        list(itertools.permutations(range(len(tasks)), 2)),
+    )
     kept = dataclasses.replace(  # for tasks that take no time, too: they have a place on their stream
         problem,
         exclusive=frozenset((i, j) for i, j in pairs if apart(tasks[i], tasks[j])),
@@ -87,15 +110,29 @@ def drawn(setting: Setting, r: random.Random) -> tuple[list[Task], Problem, Sche
     )
     order: list[int] = []
     while left := set(range(len(tasks))) - {*order}:
-        order.append(r.choice([j for j in sorted(left) if not any(i in left for i, k, rounds in problem.follows if k == j and not rounds)]))
+        order.append(
+            r.choice(
+                [
+                    j
+                    for j in sorted(left)
+                    if not any(i in left for i, k, rounds in problem.follows if k == j and not rounds)
+                ]
+            )
+        )
     period_s = max(1.0, *(option.seconds for option in chosen))
     while (starts := placed(kept, chosen, order, period_s)) is None:
         period_s *= 1.1
     at = [start / period_s + 1e-9 for start in starts]
-    return tasks, problem, Schedule(period_s, period_s, tuple(x % 1 for x in at), tuple(math.floor(x) for x in at), chosen)
+    return (
+        tasks,
+        problem,
+        Schedule(period_s, period_s, tuple(x % 1 for x in at), tuple(math.floor(x) for x in at), chosen),
+    )
 
 
-def placed(problem: Problem, chosen: tuple[Option, ...], order: list[int], period_s: float) -> list[float] | None:
+def placed(
+    problem: Problem, chosen: tuple[Option, ...], order: list[int], period_s: float
+) -> list[float] | None:
     """When each task starts; None where the period is too short for this order."""
     starts: dict[int, float] = {}
     long = [option.seconds for option in chosen]
@@ -115,15 +152,29 @@ def placed(problem: Problem, chosen: tuple[Option, ...], order: list[int], perio
             if (i, j) in problem.exclusive and not disjoint(i, j) and not disjoint(j, i):
                 return False
             if any(
-                pair in problem.outside and NEAR < gap(starts[pair[0]], starts[pair[1]]) < long[pair[0]] - NEAR for pair in ((i, j), (j, i))
+                pair in problem.outside
+                and NEAR < gap(starts[pair[0]], starts[pair[1]]) < long[pair[0]] - NEAR
+                for pair in ((i, j), (j, i))
             ):
                 return False
-        running = ([i for i in starts if gap(starts[i], moment) < long[i] - NEAR] for moment in starts.values())
+        running = (
+            [i for i in starts if gap(starts[i], moment) < long[i] - NEAR] for moment in starts.values()
+        )
         return all(sum(chosen[i].share for i in some) <= TOTAL for some in running)
 
     for j in order:
-        least = max((starts[i] + long[i] - rounds * period_s for i, k, rounds in problem.follows if k == j and i in starts), default=0.0)
-        moments = {least, *(least + gap(least, starts[i] + after) for i in starts for after in (0.0, long[i]))}
+        least = max(
+            (
+                starts[i] + long[i] - rounds * period_s
+                for i, k, rounds in problem.follows
+                if k == j and i in starts
+            ),
+            default=0.0,
+        )
+        moments = {
+            least,
+            *(least + gap(least, starts[i] + after) for i in starts for after in (0.0, long[i])),
+        }
         starts.pop(j, None)
         if not any(fits(j, now) for now in sorted(moments)):
             return None
@@ -147,14 +198,24 @@ def test_a_plan_keeps_apart_what_its_schedule_does_and_no_more(seed):
     r = random.Random(seed)
     tp = r.choice((1, 2))
     graph = graph_of(tp, LAYERS, scattered=tp == 2 and r.random() < 0.3)
-    check_drawn(graph, {op.name: float(r.randint(0, 8)) for op in graph.layers[-1]}, r.choice((0, 4, 8, 12, 16)), r)
+    check_drawn(
+        graph, {op.name: float(r.randint(0, 8)) for op in graph.layers[-1]}, r.choice((0, 4, 8, 12, 16)), r
+    )
 
 
 @pytest.mark.parametrize(
     ("tp", "decodes", "long"),
     [
-        (2, (4, 12), ("decode_attention", "chunk_attention", "attn_reduce", "mlp_reduce")),  # of one half both, and the other half's sums
-        (1, (0,), ("rope_append", "chunk_attention")),  # bound by memory, on the main stream, and by compute, on another
+        (
+            2,
+            (4, 12),
+            ("decode_attention", "chunk_attention", "attn_reduce", "mlp_reduce"),
+        ),  # of one half both, and the other half's sums
+        (
+            1,
+            (0,),
+            ("rope_append", "chunk_attention"),
+        ),  # bound by memory, on the main stream, and by compute, on another
     ],
     ids=["three at once", "one cache"],
 )

@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from search.machine import measure
-from search.machine_curves import CURVES, Curve, MachineError, Measured, Point, errors, fit_curve, fit_machine, load_machine, save_machine
+from search.machine_curves import (
+    CURVES,
+    Curve,
+    MachineError,
+    Measured,
+    Point,
+    errors,
+    fit_curve,
+    fit_machine,
+    load_machine,
+    save_machine,
+)
 
 SIZES = np.geomspace(1e6, 1e9, 7)
 
@@ -34,7 +45,9 @@ def test_nothing_costs_no_fixed_time():
     assert curve.seconds(0) == 0 and curve.seconds(20) == 3
 
 
-@pytest.mark.parametrize("points", [[], [Point(1, 1)], [Point(1, 1), Point(1, 2)], [Point(1, 1), Point(2, 0)]])
+@pytest.mark.parametrize(
+    "points", [[], [Point(1, 1)], [Point(1, 1), Point(1, 2)], [Point(1, 1), Point(2, 0)]]
+)
 def test_too_few_points_are_refused(points):
     with pytest.raises(ValueError, match="two sizes"):
         fit_curve(points)
@@ -69,10 +82,22 @@ def test_what_is_measured_here_makes_a_machine(tmp_path):
 
 
 def test_curves_of_a_real_machine_are_lines_enough():
-    """Two busy cores of a virtual machine and its disk: each curve on average within 40 % of its points, a copy or a file within 25 %."""
+    """Two busy cores of a virtual machine and its disk: each curve on average within 40 % of its points, a
+    copy or a file within 25 %.
+    """
     measured = msgspec.json.decode((Path(__file__).parent / "two_cores.json").read_bytes(), type=Measured)
     machine = fit_machine(measured)
     off = errors(measured, machine)
     assert max(off.values()) < 0.4
-    assert max(off[name] for name in ("host_to_device", "device_to_host", "disk_to_host", "host_to_disk", "device_memory")) < 0.25
-    assert machine.disk_to_host.units_per_s < machine.host_to_device.units_per_s < machine.device_memory.units_per_s
+    assert (
+        max(
+            off[name]
+            for name in ("host_to_device", "device_to_host", "disk_to_host", "host_to_disk", "device_memory")
+        )
+        < 0.25
+    )
+    assert (
+        machine.disk_to_host.units_per_s
+        < machine.host_to_device.units_per_s
+        < machine.device_memory.units_per_s
+    )

@@ -1,4 +1,6 @@
-"""The cost model against the block latencies that FlexGen's authors measured, and the fit that corrects a machine by such runs."""
+"""The cost model against the block latencies that FlexGen's authors measured, and the fit that corrects a
+machine by such runs.
+"""
 
 import itertools
 
@@ -19,7 +21,9 @@ from search.placement_workload import workload
 PAPER = load_runs(machine_runs.__file__.replace("machine_runs.py", "runs/t4.json"))
 T4, H200 = load_machine("t4"), load_machine("h200")
 SETTINGS = paths.ROOT / "benchmarks" / "settings"
-TABLE_1 = Memory(15 * GIGA, 200 * GIGA, 1500 * GIGA)  # 16, 208 and 1500 GB, less what the systems themselves take
+TABLE_1 = Memory(
+    15 * GIGA, 200 * GIGA, 1500 * GIGA
+)  # 16, 208 and 1500 GB, less what the systems themselves take
 
 
 def work(name):
@@ -27,7 +31,9 @@ def work(name):
 
 
 def test_the_model_says_what_the_authors_measured():
-    """15 policies of Table 22, over 5 kinds of placement and latencies from 160 s to 18,704 s: within 25 %, 11 % on average."""
+    """15 policies of Table 22, over 5 kinds of placement and latencies from 160 s to 18,704 s: within 25 %,
+    11 % on average.
+    """
     off = np.abs(run_errors(T4, PAPER.runs))
     assert off.max() < 0.25 and off.mean() < 0.11
     assert off.mean() < 0.5 * np.abs(run_errors(PAPER.start, PAPER.runs)).mean()
@@ -44,9 +50,16 @@ def test_it_ranks_policies_as_the_authors_did():
 
 @pytest.mark.parametrize(("model", "measured"), [("opt-30b", 7.32), ("opt-175b", 0.49)])
 def test_the_search_finds_policies_like_the_authors(model, measured):
-    """Tables 21, 24: KV away from the device, a block of several batches, attention on the host; their tokens/s within 20 %."""
+    """Tables 21, 24: KV away from the device, a block of several batches, attention on the host; their
+    tokens/s within 20 %.
+    """
     policy = search(work(model), T4, TABLE_1)
-    assert policy.num_gpu_batches > 1 and policy.host_attention and policy.kv.device < 15 and policy.weights.device < 25
+    assert (
+        policy.num_gpu_batches > 1
+        and policy.host_attention
+        and policy.kv.device < 15
+        and policy.weights.device < 25
+    )
     assert policy.kv.disk == (0 if model == "opt-30b" else 100)
     assert predict(work(model), T4, policy).tokens_per_s == pytest.approx(measured, rel=0.2)
 
@@ -54,7 +67,9 @@ def test_the_search_finds_policies_like_the_authors(model, measured):
 def test_rates_are_found_in_runs_of_a_known_machine(monkeypatch):
     """A link of half its rate: seen in runs that it binds, and no other rate is blamed."""
     monkeypatch.setattr(machine_runs, "_STEPS", 60)
-    slower = msgspec.structs.replace(T4, host_to_device=Curve(T4.host_to_device.fixed_s, T4.host_to_device.units_per_s / 2))
+    slower = msgspec.structs.replace(
+        T4, host_to_device=Curve(T4.host_to_device.fixed_s, T4.host_to_device.units_per_s / 2)
+    )
     policies = [run.policy for run in PAPER.runs if run.policy.weights.disk == 0]
     runs = tuple(Run(policy, predict(work(policy.model), slower, policy).latency_s) for policy in policies)
     found = fit_runs(msgspec.structs.replace(PAPER, start=T4, runs=runs))
@@ -70,37 +85,63 @@ def test_what_a_square_takes_the_driver_is_found_in_a_small_models_blocks(monkey
     host = Shares(host=100.0)
     policy = Policy("opt-125m", 512, 32, 8, 4, host, host, host)
     runs = (Run(policy, predict(work("opt-125m"), known, policy).latency_s),)
-    found = fit_runs(msgspec.structs.replace(PAPER, start=msgspec.structs.replace(H200, square_s=0.0), runs=runs))
+    found = fit_runs(
+        msgspec.structs.replace(PAPER, start=msgspec.structs.replace(H200, square_s=0.0), runs=runs)
+    )
     assert found.square_s == pytest.approx(known.square_s, rel=0.15)
 
 
 @pytest.mark.parametrize(("fitted_to", "held_out", "most"), [("", "-rivals", 0.14), ("-by-rivals", "", 0.12)])
 def test_a_machine_corrected_by_some_blocks_says_what_the_others_took(fitted_to, held_out, most):
-    """A CPU of two cores: with curves alone they are up to 37 % off. Of disks the first of the two files has no block."""
-    runs = [run for run in load_runs(SETTINGS / f"cpu-runs-opt-125m{held_out}.json").runs if not run.policy.weights.disk]
-    found, start = (load_machine(SETTINGS / f"cpu-machine{name}.json") for name in (f"-corrected{fitted_to}", ""))
+    """A CPU of two cores: with curves alone they are up to 37 % off. Of disks the first of the two files has
+    no block.
+    """
+    runs = [
+        run
+        for run in load_runs(SETTINGS / f"cpu-runs-opt-125m{held_out}.json").runs
+        if not run.policy.weights.disk
+    ]
+    found, start = (
+        load_machine(SETTINGS / f"cpu-machine{name}.json") for name in (f"-corrected{fitted_to}", "")
+    )
     assert np.abs(run_errors(found, runs)).max() < most < np.abs(run_errors(start, runs)).max()
 
 
 def test_runs_that_cannot_be_read_are_refused(tmp_path):
     path = tmp_path / "runs.json"
     fields = msgspec.to_builtins(PAPER)
-    for change, word in (({"schema_version": 9}, "schema_version=9"), ({"runs": []}, "at least one"), ({"start": None}, "start")):
+    for change, word in (
+        ({"schema_version": 9}, "schema_version=9"),
+        ({"runs": []}, "at least one"),
+        ({"start": None}, "start"),
+    ):
         path.write_bytes(msgspec.json.encode(fields | change))
         with pytest.raises(MachineError, match=word):
             load_runs(path)
 
 
-@pytest.mark.parametrize(("block", "latency_s"), [(1, 159), (2, 172), (4, 174), (8, 183), (16, 190), (32, 253), (64, 359), (144, 559)])
+@pytest.mark.parametrize(
+    ("block", "latency_s"),
+    [(1, 159), (2, 172), (4, 174), (8, 183), (16, 190), (32, 253), (64, 359), (144, 559)],
+)
 def test_the_front_is_that_of_table_20(block, latency_s):
-    """OPT-30B: the shortest latency of each block that the authors report; the first and the last are also among the runs fitted to."""
+    """OPT-30B: the shortest latency of each block that the authors report; the first and the last are also
+    among the runs fitted to.
+    """
     sizes = [size for size in GPU_BATCH_SIZES if block % size == 0]
-    found = [solve(work("opt-30b"), T4, TABLE_1, Choice(size, block // size, host_attention=True), Options()) for size in sizes]
+    found = [
+        solve(work("opt-30b"), T4, TABLE_1, Choice(size, block // size, host_attention=True), Options())
+        for size in sizes
+    ]
     assert min(one[0] for one in found if one) == pytest.approx(latency_s, rel=0.2)
 
 
 @pytest.mark.parametrize(("model", "kept"), [("opt-30b", 5.86 / 7.32), ("opt-175b", 0.59 / 0.69)])
 def test_what_overlap_is_worth_is_that_of_table_23(model, kept):
-    policy = next(run.policy for run in PAPER.runs if run.policy.model == model and run.policy.block_size in (144, 256))
-    one_by_one, overlapped = (predict(work(model), T4, policy, overlap=overlap).tokens_per_s for overlap in (False, True))
+    policy = next(
+        run.policy for run in PAPER.runs if run.policy.model == model and run.policy.block_size in (144, 256)
+    )
+    one_by_one, overlapped = (
+        predict(work(model), T4, policy, overlap=overlap).tokens_per_s for overlap in (False, True)
+    )
     assert one_by_one / overlapped == pytest.approx(kept, rel=0.1)

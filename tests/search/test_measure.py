@@ -1,4 +1,6 @@
-"""Measuring ops: a real profile of a tiny model where the tests run, and the programs for an H200 as its compiler sees them."""
+"""Measuring ops: a real profile of a tiny model where the tests run, and the programs for an H200 as its
+compiler sees them.
+"""
 
 import dataclasses
 import re
@@ -75,7 +77,10 @@ def test_a_profile_that_was_cut_short_is_continued(measured, tmp_path):
     layer, empty = tiny()
     wanted = entries(layer.ops, (8, 32), (32,), (), 1)
     cut = resumed(path, empty)
-    assert command.measure(cut, layer, wanted, path, Budget(0), seconds_each=0.003) == (cut, [Case("down", 32), Case("down", 8)])
+    assert command.measure(cut, layer, wanted, path, Budget(0), seconds_each=0.003) == (
+        cut,
+        [Case("down", 32), Case("down", 8)],
+    )
     profile, left = command.measure(cut, layer, wanted, path, Budget(300), seconds_each=0.003)
     assert not left and list(profile.op_times[: len(kept)]) == kept
     assert {one.op for one in profile.op_times[len(kept) :]} == {"down"}
@@ -94,9 +99,28 @@ def test_a_profile_that_was_cut_short_is_continued(measured, tmp_path):
 )
 def test_contexts_that_nobody_asked_for_are_cut_to_the_model(line, code, words, tmp_path, no_flags, capsys):
     """In no time nothing is measured, and nothing said of how well it is interpolated."""
-    assert main(["search", "measure", "--model", NAME, "--time_limit_s", "0", "--out", str(tmp_path / "p.json"), *line]) == code
+    assert (
+        main(
+            [
+                "search",
+                "measure",
+                "--model",
+                NAME,
+                "--time_limit_s",
+                "0",
+                "--out",
+                str(tmp_path / "p.json"),
+                *line,
+            ]
+        )
+        == code
+    )
     printed = capsys.readouterr()
-    assert words in printed.out + printed.err and "0.0%" not in printed.out and not (tmp_path / "p.json").exists()
+    assert (
+        words in printed.out + printed.err
+        and "0.0%" not in printed.out
+        and not (tmp_path / "p.json").exists()
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +135,10 @@ def test_contexts_that_nobody_asked_for_are_cut_to_the_model(line, code, words, 
 )
 def test_anothers_profile_is_refused(tmp_path, changes, words):
     _, empty = tiny()
-    save_profile(msgspec.structs.replace(empty, op_times=(OpTime("qkv", 8, 0, 1, 1e-3),), **changes), tmp_path / "p.json")
+    save_profile(
+        msgspec.structs.replace(empty, op_times=(OpTime("qkv", 8, 0, 1, 1e-3),), **changes),
+        tmp_path / "p.json",
+    )
     with pytest.raises((ProfileError, ConfigError)) as error:
         resumed(tmp_path / "p.json", empty)
     assert words in str(error.value)
@@ -126,7 +153,9 @@ def test_every_family_has_a_program_for_each_op(model):
         assert made == program.kept, name
 
 
-@pytest.mark.parametrize("case", [Case("down", 8), Case("attn_norm", 8), Case("chunk_attention", 8, 16)], ids=lambda case: case.op)
+@pytest.mark.parametrize(
+    "case", [Case("down", 8), Case("attn_norm", 8), Case("chunk_attention", 8, 16)], ids=lambda case: case.op
+)
 def test_every_round_is_run(case):
     """What a program does grows with its rounds: XLA takes no op out of the loop."""
     compiled = tiny()[0].alone(case).compile().as_text()
@@ -136,7 +165,9 @@ def test_every_round_is_run(case):
 
 
 def test_experts_are_chosen_among_those_that_are_there():
-    layer, _ = this_device("", open_checkpoint(str(paths.MODELS / "tiny-mixtral")).model_config, "auto", "auto")
+    layer, _ = this_device(
+        "", open_checkpoint(str(paths.MODELS / "tiny-mixtral")).model_config, "auto", "auto"
+    )
     program = layer.alone(Case("expert_up_gate", 8))
     given, kept = draw(program.given), draw(program.kept, layer.config.num_experts)
     assert int(kept["inputs"][0][1].experts.max()) == layer.config.num_experts - 1
@@ -154,7 +185,9 @@ def test_what_is_drawn_is_about_normal():
 def test_with_fp8_what_goes_into_a_product_is_e4m3(name):
     layer = Layer(LLAMA, REFERENCE, dtype="bfloat16", kv_dtype="float8_e4m3fn", fp8=True, platform="gpu")
     made = jax.tree.leaves(layer.alone(Case(name, 128)).kept["made"])
-    assert any(leaf.dtype == jnp.float8_e4m3fn for leaf in made) == (name in ("up_gate", "attn_norm", "mlp_norm"))
+    assert any(leaf.dtype == jnp.float8_e4m3fn for leaf in made) == (
+        name in ("up_gate", "attn_norm", "mlp_norm")
+    )
 
 
 def test_a_program_of_pairs_computes_what_its_ops_do():
@@ -196,12 +229,23 @@ def test_what_matters_most_is_measured_first():
     for pair in pairs:  # its parts are known by then, alone and on their shares
         for case in (pair.product, pair.other):
             for sms in (None, case.sms):
-                assert len({one.tokens for one in before if isinstance(one, Case) and (one.op, one.sms) == (case.op, sms)}) > 1
+                assert (
+                    len(
+                        {
+                            one.tokens
+                            for one in before
+                            if isinstance(one, Case) and (one.op, one.sms) == (case.op, sms)
+                        }
+                    )
+                    > 1
+                )
     assert {case.op for case in found[:9] if isinstance(case, Case)} > {"up_gate", "qkv", "down"}
 
 
 class Machine:
-    """A GPU that takes as long as an H200 may, on a clock of its own: compiling eight at a time, but XLA tunes its products one by one."""
+    """A GPU that takes as long as an H200 may, on a clock of its own: compiling eight at a time, but XLA
+    tunes its products one by one.
+    """
 
     def __init__(self, monkeypatch, tuning_s: float, kernel_s: float, measure_s: float):
         self.now, self.tuning_s, self.kernel_s, self.measure_s = 0.0, tuning_s, kernel_s, measure_s
@@ -210,7 +254,10 @@ class Machine:
         monkeypatch.setattr(command, "_replace", lambda profile, path: None)
 
     def compile(self, layer, batch, threads):
-        tuned = sum(isinstance(entry, Case) and entry.sms is None and layer.ops[entry.op].kind == "dense" for entry in batch)
+        tuned = sum(
+            isinstance(entry, Case) and entry.sms is None and layer.ops[entry.op].kind == "dense"
+            for entry in batch
+        )
         self.now += tuned * self.tuning_s + self.kernel_s * -(-len(batch) // 8)
         return [(None, None)] * len(batch)
 
@@ -220,27 +267,37 @@ class Machine:
             one = OpTime(entry.op, entry.tokens, entry.keys, entry.sms or 132, 1e-6 * entry.tokens)
             return msgspec.structs.replace(profile, op_times=(*profile.op_times, one))
         a, b = entry.product, entry.other
-        return msgspec.structs.replace(profile, pairs=(*profile.pairs, Pair(a.op, b.op, a.sms, b.sms, 0.7, 0.5)))
+        return msgspec.structs.replace(
+            profile, pairs=(*profile.pairs, Pair(a.op, b.op, a.sms, b.sms, 0.7, 0.5))
+        )
 
 
 @pytest.mark.parametrize(
     ("tuning_s", "kernel_s", "measure_s", "complete"),
     [(5.0, 4.0, 0.8, True), (12.0, 5.0, 0.8, False), (23.0, 5.0, 1.0, False), (60.0, 20.0, 3.0, False)],
 )
-def test_a_profile_takes_no_longer_than_it_may(monkeypatch, tmp_path, tuning_s, kernel_s, measure_s, complete):
+def test_a_profile_takes_no_longer_than_it_may(
+    monkeypatch, tmp_path, tuning_s, kernel_s, measure_s, complete
+):
     """However slow the compiler: what is left out is what matters least, and is named."""
     machine, layer = Machine(monkeypatch, tuning_s, kernel_s, measure_s), llama()
     empty = msgspec.structs.replace(tiny()[1], total_sms=132)
     wanted = entries(layer.ops, (128, 256, 512, 768, 1024, 1536, 2048), (256, 1024, 4096), SHARES, 132)
-    profile, left = command.measure(empty, layer, wanted, tmp_path / "p", Budget(480, lambda: machine.now), seconds_each=0.4)
+    profile, left = command.measure(
+        empty, layer, wanted, tmp_path / "p", Budget(480, lambda: machine.now), seconds_each=0.4
+    )
     assert machine.now <= 480 + 4 * tuning_s  # a batch of products to tune may come unexpected
     assert len(profile.op_times) + len(profile.pairs) + len(left) == len(wanted)
     assert left == wanted[len(wanted) - len(left) :] and (not left) == complete
     if tuning_s < 20:  # enough for a plan: every pair, and all ops on the whole device
-        assert len(profile.pairs) == 24 and {time.op for time in profile.op_times if time.sms == 132} == set(layer.ops)
+        assert len(profile.pairs) == 24 and {time.op for time in profile.op_times if time.sms == 132} == set(
+            layer.ops
+        )
     assert not left or "of up_gate" in described(left)
     before = len(profile.op_times)
-    again, rest = command.measure(profile, layer, wanted, tmp_path / "p", Budget(480, lambda: machine.now), seconds_each=0.4)
+    again, rest = command.measure(
+        profile, layer, wanted, tmp_path / "p", Budget(480, lambda: machine.now), seconds_each=0.4
+    )
     assert len(again.op_times) - before + len(again.pairs) - len(profile.pairs) == len(left) - len(rest)
 
 
@@ -259,7 +316,9 @@ def test_a_budget_learns_what_pieces_take():
 def test_without_kernels_to_bound_there_are_no_shares_or_pairs():
     layer = Layer(LLAMA, REFERENCE, dtype="bfloat16", kv_dtype="bfloat16", fp8=False, platform="gpu")
     assert not layer.kernels.can_be_bounded and llama().kernels.can_be_bounded
-    assert all(isinstance(entry, Case) and entry.sms is None for entry in entries(layer.ops, (128,), (256,), (), 132))
+    assert all(
+        isinstance(entry, Case) and entry.sms is None for entry in entries(layer.ops, (128,), (256,), (), 132)
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,9 +333,15 @@ def test_an_op_compiles_for_an_h200_and_leaves_caches_in_place(case):
     layer = llama()
     program = layer.alone(case)
     mesh = h200_mesh()
-    compiled = compile_for_h200(program.function, abstract(mesh, program.given), abstract(mesh, program.kept), donate_argnums=(1,))
+    compiled = compile_for_h200(
+        program.function, abstract(mesh, program.given), abstract(mesh, program.kept), donate_argnums=(1,)
+    )
     assert compiled.machine_code
-    kernels = [thunk for thunk in compiled.thunks if thunk.kind in ("kCustomCall", "kKernel", "kMosaicGpu", "kCustomKernel", "kGemm")]
+    kernels = [
+        thunk
+        for thunk in compiled.thunks
+        if thunk.kind in ("kCustomCall", "kKernel", "kMosaicGpu", "kCustomKernel", "kGemm")
+    ]
     assert max(thunk.depth for thunk in kernels) > 0, compiled.thunks
     pages = layer.pages(case, case.keys)[2]
     assert compiled.copies(layer.cache(pages)[0].shape) == 0
@@ -288,18 +353,51 @@ def test_pairs_compile_for_an_h200_on_two_streams():
     product, attention = Case("up_gate", 256, sms=100), Case("decode_attention", 64, PAIR_KEYS, 32)
     program = llama(fp8=True).beside(product, attention, PAIR_KEYS, phases=2)
     mesh = h200_mesh()
-    compiled = compile_for_h200(program.function, abstract(mesh, program.given), None, options=program.options)
+    compiled = compile_for_h200(
+        program.function, abstract(mesh, program.given), None, options=program.options
+    )
     streams = {thunk.stream for thunk in compiled.thunks if thunk.kind == "kAsyncStart"}
     assert streams == {"computation_stream[1]", "computation_stream[2]"}
     starts = [thunk for thunk in compiled.thunks if thunk.kind == "kAsyncStart"]
     assert len(starts) == 2 * program.calls
 
 
-def test_from_a_real_profile_to_an_engine_that_serves_under_its_plan(measured, tmp_path, no_flags, capsys, goldens):
-    """Measured here, searched with that, simulated, served: two nano-batches, which a CPU of one stream does not gain by."""
+def test_from_a_real_profile_to_an_engine_that_serves_under_its_plan(
+    measured, tmp_path, no_flags, capsys, goldens
+):
+    """Measured here, searched with that, simulated, served: two nano-batches, which a CPU of one stream does
+    not gain by.
+    """
     path, profile = measured
-    line = ["search", "plan", "--profile", str(path), "--model", NAME, "--tokens", "64", "--prompt_tokens", "24", "--output_tokens", "16"]
-    assert main([*line, "--split", "--overlap", "none", "--time_limit_s", "20", "--out", str(tmp_path / "found.json")]) == 0
+    line = [
+        "search",
+        "plan",
+        "--profile",
+        str(path),
+        "--model",
+        NAME,
+        "--tokens",
+        "64",
+        "--prompt_tokens",
+        "24",
+        "--output_tokens",
+        "16",
+    ]
+    assert (
+        main(
+            [
+                *line,
+                "--split",
+                "--overlap",
+                "none",
+                "--time_limit_s",
+                "20",
+                "--out",
+                str(tmp_path / "found.json"),
+            ]
+        )
+        == 0
+    )
     found, graph = load(tmp_path / "found.json"), model_graph(open_checkpoint(NAME).model_config)
     assert found.target is not None and (found.target.device, found.target.dtype) == ("cpu", "float32")
     cuts = {nano.start for nano in found.nano_ops} - {0}
@@ -307,13 +405,23 @@ def test_from_a_real_profile_to_an_engine_that_serves_under_its_plan(measured, t
     assert NAME not in found.name, "a path fills the columns of bench plans"
     timeline = simulate(found, graph, Shares(profile, graph), Load.steady_state(64, 24, 16))
     lasts = [entry.stop_s - entry.start_s for entry in timeline.entries]
-    assert timeline.busy_s == pytest.approx(sum(lasts)) and 0 < timeline.period_s <= timeline.busy_s, "one stream"
+    assert timeline.busy_s == pytest.approx(sum(lasts)) and 0 < timeline.period_s <= timeline.busy_s, (
+        "one stream"
+    )
     products = [entry.run for entry in timeline.entries if entry.run.op.kind == "dense"]
     took = [last for entry, last in zip(timeline.entries, lasts, strict=True) if entry.run.op.kind == "dense"]
     assert len(products) >= 4 * timeline.layers
-    assert took == pytest.approx([seconds(profile, run.op.name, run.nano.stop - run.nano.start) for run in products]), "as measured"
-    save(msgspec.structs.replace(found, predictions=None), tmp_path / "plan.json")  # else the engine knows that it does not gain
+    assert took == pytest.approx(
+        [seconds(profile, run.op.name, run.nano.stop - run.nano.start) for run in products]
+    ), "as measured"
+    save(
+        msgspec.structs.replace(found, predictions=None), tmp_path / "plan.json"
+    )  # else the engine knows that it does not gain
     loop, golden = toy.loop("tiny-llama", plan=str(tmp_path / "plan.json")), goldens("tiny-llama")
-    results = toy.run(loop, [Request(f"{i}", prompt, toy.GREEDY) for i, prompt in enumerate(toy.prompts(golden))])
-    assert [results[f"{i}"].tokens for i in range(len(results))] == [prompt["greedy_ids"][:32] for prompt in golden["prompts"]]
+    results = toy.run(
+        loop, [Request(f"{i}", prompt, toy.GREEDY) for i, prompt in enumerate(toy.prompts(golden))]
+    )
+    assert [results[f"{i}"].tokens for i in range(len(results))] == [
+        prompt["greedy_ids"][:32] for prompt in golden["prompts"]
+    ]
     assert [set(layout.borders) for layout in loop.executor.layouts[64]] == [cuts]

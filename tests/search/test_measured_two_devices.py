@@ -1,4 +1,6 @@
-"""Steps of models on two H200s, and four, as they are predicted, against those measured (benchmarks/h200-plans-*-tp2*.json, -tp4*)."""
+"""Steps of models on two H200s, and four, as they are predicted, against those measured
+(benchmarks/h200-plans-*-tp2*.json, -tp4*).
+"""
 
 import dataclasses
 import functools
@@ -62,7 +64,8 @@ def report(model: str, kind: str, tp: int = 2) -> str:
 
 
 def measured_plans(model: str, kind: str, tp: int, file: str | None, mixture: bool) -> dict[str, Plan]:
-    """By name: those by hand, and in a model's own report what is found now, perhaps by the name of one that was found before.
+    """By name: those by hand, and in a model's own report what is found now, perhaps by the name of one that
+    was found before.
 
     On all SMs: the shares that the solver has beside copies, of which nothing is lost, are not modelled here.
     """
@@ -76,7 +79,14 @@ def modelled(model: str, config: ModelConfig, kind: str, tp: int, file: str | No
     """By the cost model and the card's constants alone: nothing was fitted to these steps."""
     widths, dtype = KINDS[kind]
     parts = (48, 84) if file == ABLATION else (ON_A_PART,)
-    settings = {"tp": tp, "widths": widths, "dtype": dtype, "kv_dtype": dtype, "keys": KEYS, "sms": (*parts, H200_SMS)}
+    settings = {
+        "tp": tp,
+        "widths": widths,
+        "dtype": dtype,
+        "kv_dtype": dtype,
+        "keys": KEYS,
+        "sms": (*parts, H200_SMS),
+    }
     profile = modelled_profile(model, config, H200, **settings)
     if file == ABLATION:  # whose attention is on a part of the device, too
         return profile
@@ -85,8 +95,17 @@ def modelled(model: str, config: ModelConfig, kind: str, tp: int, file: str | No
 
 
 @functools.cache
-def rows(model: str, kind: str, tp: int = 2, file: str | None = None, layers: int | None = None, timed: str | None = None) -> list[Row]:
-    """layers: that were measured; None: all. timed: a measured profile's file, of the same layers; None: `modelled`."""
+def rows(
+    model: str,
+    kind: str,
+    tp: int = 2,
+    file: str | None = None,
+    layers: int | None = None,
+    timed: str | None = None,
+) -> list[Row]:
+    """layers: that were measured; None: all. timed: a measured profile's file, of the same layers; None:
+    `modelled`.
+    """
     config, (widths, dtype) = open_checkpoint(model, load_format="dummy").model_config, KINDS[kind]
     config = dataclasses.replace(config, layers=config.layers[:layers])
     shapes = product_shapes(config, tp)
@@ -102,7 +121,10 @@ def rows(model: str, kind: str, tp: int = 2, file: str | None = None, layers: in
     for row in json.loads((BENCHMARKS / (file or report(model, kind, tp))).read_text("utf-8"))["plans"]:
         plan = plans.get(name_of(row)) or sequential_plan(config, row["tokens"], tp)
         assert plan.name == name_of(row)
-        own = shares(plan.sums, *(any(nano.op.endswith(end) for nano in plan.nano_ops) for end in ("_scatter", "_swap")))
+        own = shares(
+            plan.sums,
+            *(any(nano.op.endswith(end) for nano in plan.nano_ops) for end in ("_scatter", "_swap")),
+        )
         keys = Load.steady_state(row["tokens"], *map(int, row["workload"].split("/"))).chunk_keys
         step = Load(row["tokens"], row["decode_tokens"], row["mean_context_tokens"], keys)
         timeline = simulate(plan, own.graph, own, step, device=H200, power=POWER)
@@ -118,11 +140,19 @@ def name_of(measured: dict) -> str:
 
 
 def all_rows() -> dict[str, list[Row]]:
-    """All of Llama-3-70B that was measured under plans, by report: of fp8 sixteen plans and the sequential one."""
-    eight, kernels = "h200-plans-llama-3-70b-8-layers-tp2-fp8.json", "h200-plans-llama-3-70b-tp4-fp8-kernels.json"
+    """All of Llama-3-70B that was measured under plans, by report: of fp8 sixteen plans and the sequential
+    one.
+    """
+    eight, kernels = (
+        "h200-plans-llama-3-70b-8-layers-tp2-fp8.json",
+        "h200-plans-llama-3-70b-tp4-fp8-kernels.json",
+    )
     found = {eight: rows("llama-3-70b", "fp8", 2, eight, 8), kernels: rows("llama-3-70b", "fp8", 4, kernels)}
     found[ABLATION] = rows("llama-3-70b", "fp8", 2, ABLATION, LAYERS)
-    return found | {report("llama-3-70b", kind, tp): rows("llama-3-70b", kind, tp) for kind, tp in itertools.product(KINDS, (2, 4))}
+    return found | {
+        report("llama-3-70b", kind, tp): rows("llama-3-70b", kind, tp)
+        for kind, tp in itertools.product(KINDS, (2, 4))
+    }
 
 
 @pytest.mark.parametrize(("model", "kind"), DENSE)
@@ -136,15 +166,21 @@ def test_steps_of_two_devices_are_predicted(model, kind):
 
 
 def test_steps_of_four_devices_are_predicted():
-    """The sequential step, the same with swapped sums, and two nano-batches; in fp8 these are thought the shortest by too much."""
+    """The sequential step, the same with swapped sums, and two nano-batches; in fp8 these are thought the
+    shortest by too much.
+    """
     found = [row for kind in KINDS for row in rows("llama-3-70b", kind, 4)]
     errors = {kind: [abs(row.error) for row in rows("llama-3-70b", kind, 4)] for kind in KINDS}
-    assert len(found) == 18 and statistics.mean(errors["bfloat16"]) < 0.02 and max(errors["bfloat16"]) < 0.045, errors
+    assert (
+        len(found) == 18 and statistics.mean(errors["bfloat16"]) < 0.02 and max(errors["bfloat16"]) < 0.045
+    ), errors
     assert statistics.mean(errors["fp8"]) < 0.045 and max(errors["fp8"]) < 0.075, errors
 
 
 def plans_table() -> list[str]:
-    """The page's rows: of each report how many steps, how far off, and what the plan that is predicted best loses to the best."""
+    """The page's rows: of each report how many steps, how far off, and what the plan that is predicted best
+    loses to the best.
+    """
     lines = []
     for file, found in all_rows().items():
         errors, lost = (
@@ -153,7 +189,11 @@ def plans_table() -> list[str]:
         )
         plans = {name_of(row.measured) for row in found if not row.measured["sequential"]}
         link = f"[{file.removeprefix('h200-plans-llama-3-70b-').removesuffix('.json')}](../benchmarks/{file})"
-        shares = f"{statistics.mean(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}", *(f"{one:.1%}" for one in lost)
+        shares = (
+            f"{statistics.mean(map(abs, errors)):.1%}",
+            f"{max(errors, key=abs):+.1%}",
+            *(f"{one:.1%}" for one in lost),
+        )
         lines.append(f"| {' | '.join((link, str(len(plans)), str(len(found)), *shares))} |")
     return lines
 
@@ -166,26 +206,42 @@ def by_step(found: list[Row]) -> list[list[Row]]:
 
 def margin_of(row: Row, file: str) -> float:
     """What its kind's gain may be predicted too large by."""
-    model = next(model for model in sorted({model for model, _ in REPORTS}, key=len, reverse=True) if f"-{model}-" in file)
-    graph, (_, dtype) = model_graph(open_checkpoint(model, load_format="dummy").model_config), KINDS["fp8" if "fp8" in file else "bfloat16"]
+    model = next(
+        model
+        for model in sorted({model for model, _ in REPORTS}, key=len, reverse=True)
+        if f"-{model}-" in file
+    )
+    graph, (_, dtype) = (
+        model_graph(open_checkpoint(model, load_format="dummy").model_config),
+        KINDS["fp8" if "fp8" in file else "bfloat16"],
+    )
     exchanged = any(word in row.measured["plan"] for word in ("copied", "swapped"))
     plan = Plan("", 1, (), sums="copies" if exchanged else "kernels")
     return margin(plan, graph, 4 if "tp4" in file else 2, dtype)
 
 
 def picked_loses(found: list[Row], file: str) -> tuple[float, float]:
-    """How much longer than the shortest the step took that is predicted shortest, and the one that an engine would pick by its margin."""
+    """How much longer than the shortest the step took that is predicted shortest, and the one that an engine
+    would pick by its margin.
+    """
     alone, *others = sorted(found, key=lambda row: row.measured["plan"].rpartition(", ")[0] != "sequential")
-    gains = [None, *(Gain((0,), (0,), ((alone.seconds / row.seconds,),), margin_of(row, file)) for row in others)]
+    gains = [
+        None,
+        *(Gain((0,), (0,), ((alone.seconds / row.seconds,),), margin_of(row, file)) for row in others),
+    ]
     picked = min(found, key=lambda row: row.seconds), [alone, *others][pick(gains, 1, 1)]
     shortest = min(row.measured["step_ms"] for row in found)
     return tuple(row.measured["step_ms"] / shortest - 1 for row in picked)  # pyright: ignore[reportReturnType]
 
 
 def test_thirteen_plans_of_a_model_are_predicted():
-    """In fp8, with sums by kernels, copied, swapped and scattered, of all layers and of eight; and what is predicted best is the best."""
+    """In fp8, with sums by kernels, copied, swapped and scattered, of all layers and of eight; and what is
+    predicted best is the best.
+    """
     found = {file: rows for file, rows in all_rows().items() if "fp8" in file}
-    plans = {(file.partition("-tp")[2][0], name_of(row.measured)) for file, rows in found.items() for row in rows}
+    plans = {
+        (file.partition("-tp")[2][0], name_of(row.measured)) for file, rows in found.items() for row in rows
+    }
     assert len({plan for plan in plans if plan[1] != "sequential"}) >= 13
     errors = [abs(row.error) for rows in found.values() for row in rows]
     assert len(errors) >= 45 and statistics.mean(errors) < 0.035 and max(errors) < 0.09, errors
@@ -194,14 +250,19 @@ def test_thirteen_plans_of_a_model_are_predicted():
 
 
 def test_no_gain_is_predicted_more_than_its_kinds_margin_too_large():
-    """So what an engine picks by it is within 3 % of the best in fp8, and on four; within 4.5 in 16 bits on two, where gains are missed."""
+    """So what an engine picks by it is within 3 % of the best in fp8, and on four; within 4.5 in 16 bits on
+    two, where gains are missed.
+    """
     files = {report(model, kind): rows(model, kind) for model, kind in REPORTS} | all_rows()
     for file, found in files.items():
         for one in by_step(found):
             alone = next(row for row in one if name_of(row.measured) == "sequential")
             for row in one:
                 gained = alone.measured["step_ms"] / row.measured["step_ms"]
-                assert row is alone or alone.seconds / row.seconds < (1 + margin_of(row, file)) * gained, (file, row.measured["plan"])
+                assert row is alone or alone.seconds / row.seconds < (1 + margin_of(row, file)) * gained, (
+                    file,
+                    row.measured["plan"],
+                )
             assert picked_loses(one, file)[1] < (0.03 if "fp8" in file or "tp4" in file else 0.045), file
 
 
@@ -210,7 +271,9 @@ def test_the_page_says_how_far_off_70b_is_and_what_is_picked():
     said = f"; 70B {statistics.mean(errors):.1f} % over {len(errors)} steps, at most {max(errors):.1f} % |"
     assert said in reached("steps predicted")
     predicted, picked = [], {"tp4": [], "fp8": [], "mixtral": [], "": []}
-    for file, found in ({report(model, kind): rows(model, kind) for model, kind in REPORTS} | all_rows()).items():
+    for file, found in (
+        {report(model, kind): rows(model, kind) for model, kind in REPORTS} | all_rows()
+    ).items():
         for one in by_step(found):
             lost = [100 * each for each in picked_loses(one, file)]
             predicted.append(lost[0])
@@ -218,13 +281,24 @@ def test_the_page_says_how_far_off_70b_is_and_what_is_picked():
     assert f"two and four devices at most {max(predicted):.1f} % |" in reached("the search's pick")
     four, fp8, mixture, bf16 = picked.values()
     said = f"four devices {max(four):.1f} %; two {max(fp8):.1f} % in fp8, of a mixture {max(mixture):.1f} %"
-    assert f"{said} | **missed** in bf16 on two devices: {min(bf16):.1f} to {max(bf16):.1f} % |" in reached("the same")
+    assert f"{said} | **missed** in bf16 on two devices: {min(bf16):.1f} to {max(bf16):.1f} % |" in reached(
+        "the same"
+    )
 
 
 def test_a_mixtures_steps_are_thought_shorter_than_they_are():
-    """Of its routing the model knows nothing, nor of the rows that fill up an expert's last tile: more in two nano-batches."""
-    errors = {row.measured["plan"]: row.error for row in rows("mixtral-8x7b", "bfloat16") if row.measured["workload"] == "1024/512"}
-    whole, in_two = errors["sequential, 2048 tokens"], errors["two nano-batches, 1024 + 1024, sums copied, 2048 tokens"]
+    """Of its routing the model knows nothing, nor of the rows that fill up an expert's last tile: more in two
+    nano-batches.
+    """
+    errors = {
+        row.measured["plan"]: row.error
+        for row in rows("mixtral-8x7b", "bfloat16")
+        if row.measured["workload"] == "1024/512"
+    }
+    whole, in_two = (
+        errors["sequential, 2048 tokens"],
+        errors["two nano-batches, 1024 + 1024, sums copied, 2048 tokens"],
+    )
     assert -0.16 < whole < -0.08 and -0.25 < in_two < whole - 0.04
 
 
@@ -235,7 +309,11 @@ def table(tp: int = 2) -> list[str]:
         found = rows("llama-3-70b", kind, tp)
         for row in found:
             measured = row.measured
-            alone = next(r for r in found if r.measured["sequential"] and r.measured["workload"] == measured["workload"])
+            alone = next(
+                r
+                for r in found
+                if r.measured["sequential"] and r.measured["workload"] == measured["workload"]
+            )
             gains = alone.measured["step_ms"] / measured["step_ms"], alone.seconds / row.seconds
             cells = (
                 kind, measured["workload"], name_of(measured), f"{measured['tokens_per_s']:,.0f}",
@@ -249,15 +327,21 @@ def table(tp: int = 2) -> list[str]:
 STEPS = {  # of the ablation, by the plan's name: what each adds to the one before it
     "sequential": "sequential",
     "sequential, sums copied": "sequential, sums copied",
-    "two nano-batches, 1024 + 1024, sums copied, waited for": "two nano-batches alone: sums copied, waited for",
+    (
+        "two nano-batches, 1024 + 1024, sums copied, waited for"
+    ): "two nano-batches alone: sums copied, waited for",
     "two nano-batches, 1024 + 1024, sums copied": "+ network overlap: sums beside the other half",
-    "two nano-batches, 1024 + 1024, sums copied, attention on 48 SMs beside products": "+ memory overlap: decode attention beside products",
+    (
+        "two nano-batches, 1024 + 1024, sums copied, attention on 48 SMs beside products"
+    ): "+ memory overlap: decode attention beside products",
     "searched llama-3-70b 2048 1024/512, sums copied": "network overlap in the order that the search found",
 }
 
 
 def ablation() -> list[str]:
-    """The page's ablation of Llama-3-70B in fp8 on two devices: each plan on both workloads, as it was measured in one run."""
+    """The page's ablation of Llama-3-70B in fp8 on two devices: each plan on both workloads, as it was
+    measured in one run.
+    """
     found = rows("llama-3-70b", "fp8", 2, ABLATION, LAYERS)
     by = {(name_of(row.measured), row.measured["workload"]): row for row in found}
     lines = []
@@ -266,7 +350,11 @@ def ablation() -> list[str]:
         for workload in ("1024/512", "512/0"):
             row, alone = by[name, workload], by["sequential", workload]
             one = row.measured
-            cells += [f"{one['step_ms']:.1f}", f"{one['against_sequential_of_its_size']:.3f}", f"{alone.seconds / row.seconds:.2f}"]
+            cells += [
+                f"{one['step_ms']:.1f}",
+                f"{one['against_sequential_of_its_size']:.3f}",
+                f"{alone.seconds / row.seconds:.2f}",
+            ]
             cells += [f"{one['watts']:.0f} at {one['sm_clock_mhz']:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     assert len(by) == 2 * len(STEPS)
@@ -274,15 +362,17 @@ def ablation() -> list[str]:
 
 
 def models() -> list[str]:
-    """The page's rows of all models: the best plan beside the sequential step, and that step with its sums copied."""
+    """The page's rows of all models: the best plan beside the sequential step, and that step with its sums
+    copied.
+    """
     lines = []
     for (model, kind), workload in itertools.product(REPORTS, ("1024/512", "512/0")):
         found = {name_of(row): row for row in steps(report(model, kind)) if row["workload"] == workload}
         alone, short = found.pop("sequential"), found.pop("sequential, sums copied")
         name, best = max(found.items(), key=lambda item: item[1]["tokens_per_s"])
         cells = (
-            model, kind, workload, f"{alone['decode_tokens']} + {alone['prefill_tokens']}", f"{alone['tokens_per_s']:,.0f}",
-            f"{alone['fraction_of_optimal']:.0%}, {alone['fraction_of_bound']:.0%}", f"{short['against_best_sequential']:.3f}",
+            model, kind, workload, (f"{alone['decode_tokens']} + " f"{alone['prefill_tokens']}"), f"{alone['tokens_per_s']:,.0f}",
+            (f"{alone['fraction_of_optimal']:.0%}, " f"{alone['fraction_of_bound']:.0%}"), f"{short['against_best_sequential']:.3f}",
             name.removesuffix(", sums copied"), f"{best['tokens_per_s']:,.0f}", f"{best['against_best_sequential']:.3f}",
             f"[json](../benchmarks/{report(model, kind)})",
         )  # fmt: skip
@@ -302,14 +392,23 @@ def models() -> list[str]:
 )
 def test_the_page_has_the_steps_of_two_devices(name, made):
     text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    assert text.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0].splitlines()[2:] == made()
+    assert (
+        text.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0].splitlines()[2:] == made()
+    )
 
 
 @pytest.mark.parametrize("model", ["deepseek-67b", "qwen2-72b"])
 def test_of_two_cuts_the_one_that_won_is_predicted_to(model):
-    """At 1280, where gates fill whole rounds of tiles but tiles of `down` and `out_proj` are cut behind whole ones; in halves; at 1536."""
-    for one, faster in ((rows(model, "fp8"), "searched"), (rows(model, "fp8", 2, CUT_AT_1280.format(model)), "two nano-batches, 1024")):
+    """At 1280, where gates fill whole rounds of tiles but tiles of `down` and `out_proj` are cut behind whole
+    ones; in halves; at 1536.
+    """
+    for one, faster in (
+        (rows(model, "fp8"), "searched"),
+        (rows(model, "fp8", 2, CUT_AT_1280.format(model)), "two nano-batches, 1024"),
+    ):
         for step in by_step(one):
             won = next(row for row in step if row.measured["plan"].startswith(faster))
             lost = [row for row in step if row is not won]
-            assert won.measured["step_ms"] < min(row.measured["step_ms"] for row in lost) and won.seconds < min(row.seconds for row in lost)
+            assert won.measured["step_ms"] < min(
+                row.measured["step_ms"] for row in lost
+            ) and won.seconds < min(row.seconds for row in lost)

@@ -1,4 +1,6 @@
-"""Plans that the search finds: legal, as fast as the solver says when simulated, and the plain forward when run."""
+"""Plans that the search finds: legal, as fast as the solver says when simulated, and the plain forward when
+run.
+"""
 
 import dataclasses
 import math
@@ -46,7 +48,9 @@ MODES = {
 
 
 def simulated(setting, plan, load=None):
-    return simulate(plan, setting.graph, setting.shares, load or setting.load, device=setting.device, power=setting.power)
+    return simulate(
+        plan, setting.graph, setting.shares, load or setting.load, device=setting.device, power=setting.power
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,9 @@ def test_the_simulation_agrees_with_the_solver(mode, tp, scattered):
         found = search(setting, time_limit_s=2)
         check(found.plan, graph)
         period_s = simulated(setting, found.plan).period_s
-        assert found.bound_s * 0.998 <= period_s <= found.period_s * 1.002  # equal where the solver had time to prove its answer
+        assert (
+            found.bound_s * 0.998 <= period_s <= found.period_s * 1.002
+        )  # equal where the solver had time to prove its answer
         assert found.stage_one_s <= found.period_s * (1 + 1e-6)
         assert found.bound_s <= found.period_s
         if mode != "nano-batches" and mode != "network":
@@ -83,8 +89,15 @@ def test_the_simulation_agrees_with_the_solver(mode, tp, scattered):
 
 
 def test_attention_beside_products_is_found_and_is_all_that_overlaps():
-    """Products 8, attention 6 of the device's time: products alone remain, but for what attention's SMs take from them."""
-    times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 0.0) | {"qkv": 1.0, "out_proj": 1.0, "up_gate": 4.0, "down": 2.0}
+    """Products 8, attention 6 of the device's time: products alone remain, but for what attention's SMs take
+    from them.
+    """
+    times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 0.0) | {
+        "qkv": 1.0,
+        "out_proj": 1.0,
+        "up_gate": 4.0,
+        "down": 2.0,
+    }
     setting = toy_setting(graph_of(), times | {"decode_attention": 6.0}, decodes=16, most_shares=2)
     found = search(setting, time_limit_s=60)  # ends by itself within 5 s: a busy machine has longer
     assert found.sequential_s == pytest.approx(14.0)
@@ -100,22 +113,36 @@ def test_tokens_that_do_not_decode_wait_for_no_attention():
     """Their own takes no time, but behind another's on its stream it would hold up their products."""
     times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 0.0) | {"qkv": 1.0, "out_proj": 1.0}
     times |= {"up_gate": 4.0, "down": 2.0, "rope_append": 0.2}
-    setting = toy_setting(graph_of(), times | {"decode_attention": 12.0}, decodes=8, most_shares=2)  # 12 for 16 tokens that decode
+    setting = toy_setting(
+        graph_of(), times | {"decode_attention": 12.0}, decodes=8, most_shares=2
+    )  # 12 for 16 tokens that decode
     found = search(setting, time_limit_s=60)  # ends by itself within 5 s: a busy machine has longer
-    assert found.cuts == (8,) and simulated(setting, found.plan).period_s == pytest.approx(found.period_s, rel=2e-3)
-    assert {nano.start: nano.stream for nano in found.plan.nano_ops if nano.op == "decode_attention"} == {0: 1, 8: 2}
+    assert found.cuts == (8,) and simulated(setting, found.plan).period_s == pytest.approx(
+        found.period_s, rel=2e-3
+    )
+    assert {nano.start: nano.stream for nano in found.plan.nano_ops if nano.op == "decode_attention"} == {
+        0: 1,
+        8: 2,
+    }
 
 
 def test_what_cannot_overlap_is_left_sequential():
     """Without attention there is nothing to hide: cutting only costs."""
-    times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0) | {"decode_attention": 0.0, "rope_append": 0.0}
+    times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0) | {
+        "decode_attention": 0.0,
+        "rope_append": 0.0,
+    }
     found = search(toy_setting(graph_of(), times, decodes=0, fixed=0.1), time_limit_s=3)
     assert found.plan.name == "sequential" and found.cuts == ()
-    assert [nano.op for nano in found.plan.nano_ops] == [nano.op for nano in sequential_plan(TINY, 16).nano_ops]
+    assert [nano.op for nano in found.plan.nano_ops] == [
+        nano.op for nano in sequential_plan(TINY, 16).nano_ops
+    ]
 
 
 def test_an_op_may_leave_out_a_cut():
-    """Reading its weights twice costs `down` more than it gains: it stays whole while attention overlaps others."""
+    """Reading its weights twice costs `down` more than it gains: it stays whole while attention overlaps
+    others.
+    """
     times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 0.0) | {
         "qkv": 4.0,
         "out_proj": 4.0,
@@ -124,7 +151,9 @@ def test_an_op_may_leave_out_a_cut():
     }
     setting = toy_setting(graph_of(), times, decodes=16)
     profile = setting.shares.profile
-    whole = tuple(msgspec.structs.replace(one, seconds=6.0) if one.op == "down" else one for one in profile.op_times)
+    whole = tuple(
+        msgspec.structs.replace(one, seconds=6.0) if one.op == "down" else one for one in profile.op_times
+    )
     shares = type(setting.shares)(msgspec.structs.replace(profile, op_times=whole), setting.graph)
     found = search(dataclasses.replace(setting, shares=shares, split=True), time_limit_s=30)
     assert sum(nano.op == "down" for nano in found.plan.nano_ops) == 1
@@ -133,14 +162,20 @@ def test_an_op_may_leave_out_a_cut():
 
 def test_llama_on_a_modelled_h200(monkeypatch):
     wider = nanobatch._wider
-    monkeypatch.setattr(nanobatch, "_wider", lambda setting: wider(setting)[:1])  # finer shares; full waves have a test of their own
+    monkeypatch.setattr(
+        nanobatch, "_wider", lambda setting: wider(setting)[:1]
+    )  # finer shares; full waves have a test of their own
     setting = llama_setting(2048, 1024, 512, most_shares=1, step=1024)
     found = search(setting, time_limit_s=300)
     check(found.plan, setting.graph)
     timeline = simulated(setting, found.plan)
-    assert timeline.period_s == pytest.approx(found.period_s, rel=2e-2)  # what costs no cycles does not follow the clock
+    assert timeline.period_s == pytest.approx(
+        found.period_s, rel=2e-2
+    )  # what costs no cycles does not follow the clock
     assert setting.energy_s([(0, 2048)]) < found.period_s < 0.95 * found.sequential_s
-    fewer = simulated(setting, found.plan, Load(2048, 200, 1280.0, 500.0))  # the counts are data: the plan stays, its time changes
+    fewer = simulated(
+        setting, found.plan, Load(2048, 200, 1280.0, 500.0)
+    )  # the counts are data: the plan stays, its time changes
     assert 0.5 * timeline.step_s < fewer.step_s < timeline.step_s
     assert from_json(to_json(found.plan)) == found.plan
     assert all(nano.sms is None or nano.sms <= 132 for nano in found.plan.nano_ops)
@@ -151,8 +186,12 @@ def test_a_plan_by_hand_is_simulated_too():
     config = dataclasses.replace(TINY, layers=TINY.layers[:1] * 32)
     sequential = simulated(setting, sequential_plan(config, 2048))
     phased = simulated(setting, phased_plan(config, 2048, 384, sms=(40, 92)))
-    assert phased.step_s < 0.85 * sum(entry.stop_s - entry.start_s for entry in phased.entries)  # attention is beside products
-    assert sequential.step_s == pytest.approx(32 * search(llama_setting(2048, 1024, 512, overlap=(), nano_batches=1)).period_s, rel=5e-3)
+    assert phased.step_s < 0.85 * sum(
+        entry.stop_s - entry.start_s for entry in phased.entries
+    )  # attention is beside products
+    assert sequential.step_s == pytest.approx(
+        32 * search(llama_setting(2048, 1024, 512, overlap=(), nano_batches=1)).period_s, rel=5e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,25 +203,41 @@ def test_a_plan_by_hand_is_simulated_too():
     ],
     ids=["scattered", "fp8", "fp8, sums alone"],
 )
-@settings(max_examples=1, deadline=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=1,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 @given(data=st.data())
 def test_found_plans_are_the_plain_forward(tp, scattered, numbers, streams, rest, data):
     """Law 1, also where fewer decodes come than the plan was made for, and none."""
     bench = drawn.Bench(TINY, tp, **numbers)
     graph = model_graph(TINY, tp, scattered=scattered)
     times = times_of(graph, lambda: float(data.draw(st.integers(2, 8))))
-    found = search(toy_setting(graph, times, 8, most_shares=2, split=True, quantized=bench.quantization == "fp8", **rest), time_limit_s=3)
+    found = search(
+        toy_setting(
+            graph, times, 8, most_shares=2, split=True, quantized=bench.quantization == "fp8", **rest
+        ),
+        time_limit_s=3,
+    )
     assert any(nano.op == "attn_scatter" for nano in found.plan.nano_ops) == scattered
     assert {nano.stream for nano in found.plan.nano_ops} == streams
-    steps = (drawn.step(TINY, 16, borders(found.plan), *work) for work in ((8, (8,)), (3, (9, 4)), (0, (16,))))
+    steps = (
+        drawn.step(TINY, 16, borders(found.plan), *work) for work in ((8, (8,)), (3, (9, 4)), (0, (16,)))
+    )
     bench.check(found.plan, *steps)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_collectives_do_not_drag_products_along(quantized):
-    """Rows of 8 bits are two arrays, values and scales, but a gather makes them on the main stream: who reads them is free."""
+    """Rows of 8 bits are two arrays, values and scales, but a gather makes them on the main stream: who reads
+    them is free.
+    """
     found = chains(repeated_layer(graph_of(4, scattered=True)), quantized)
-    assert [op.name for chain in found for op in chain.ops] == [op.name for op in graph_of(4, scattered=True).layers[-1]]
+    assert [op.name for chain in found for op in chain.ops] == [
+        op.name for op in graph_of(4, scattered=True).layers[-1]
+    ]
     assert not any(chain.is_network and any(op.kind == "dense" for op in chain.ops) for chain in found)
 
 
@@ -195,7 +250,9 @@ def test_what_leaves_no_plan_is_named():
 
 
 def test_no_stage_is_begun_when_the_time_is_over(monkeypatch):
-    """By a clock that a stage moves on by ten seconds: of 35 the sequential answer takes two stages, the first cut two, no other any."""
+    """By a clock that a stage moves on by ten seconds: of 35 the sequential answer takes two stages, the
+    first cut two, no other any.
+    """
     now, begun = [0.0], []
 
     def slow(stage):
@@ -212,10 +269,14 @@ def test_no_stage_is_begun_when_the_time_is_over(monkeypatch):
     times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0) | {"decode_attention": 6.0}
     setting = dataclasses.replace(toy_setting(graph_of(), times, decodes=16, most_shares=1), step=4)
     found = search(setting, time_limit_s=35, clock=lambda: now[0])
-    assert begun == [(f"stage_{name}", at) for name, at in (("one", 0.0), ("two", 10.0), ("one", 20.0), ("two", 30.0))]
+    assert begun == [
+        (f"stage_{name}", at) for name, at in (("one", 0.0), ("two", 10.0), ("one", 20.0), ("two", 30.0))
+    ]
     assert (found.tried, found.cut_sets) == (1, 3)
     begun.clear()
-    assert search(setting, time_limit_s=25, clock=lambda: now[0]).cuts == ()  # a first stage alone is no answer
+    assert (
+        search(setting, time_limit_s=25, clock=lambda: now[0]).cuts == ()
+    )  # a first stage alone is no answer
     assert [name for name, _ in begun] == ["stage_one", "stage_two", "stage_one"]
     begun.clear()
     split = search(dataclasses.replace(setting, split=True), time_limit_s=5, clock=lambda: now[0])
@@ -223,7 +284,9 @@ def test_no_stage_is_begun_when_the_time_is_over(monkeypatch):
 
 
 def test_cuts_that_there_is_no_time_for_cost_none(monkeypatch):
-    """By a clock that a guess or a bound moves on by a second: of 40 a fifth is for guesses, and bounds end soon after all."""
+    """By a clock that a guess or a bound moves on by a second: of 40 a fifth is for guesses, and bounds end
+    soon after all.
+    """
     now, asked = [0.0], []
 
     def slow(what):
@@ -240,7 +303,9 @@ def test_cuts_that_there_is_no_time_for_cost_none(monkeypatch):
     monkeypatch.setattr(cuts, "estimate_s", slow(cuts.estimate_s))
     monkeypatch.setattr(nanobatch, "least_s", slow(nanobatch.least_s))
     times = dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0) | {"decode_attention": 6.0}
-    setting = dataclasses.replace(toy_setting(graph_of(), times, decodes=16, most_shares=1, nano_batches=3), step=1)
+    setting = dataclasses.replace(
+        toy_setting(graph_of(), times, decodes=16, most_shares=1, nano_batches=3), step=1
+    )
     alone = nanobatch._sequential(setting, None, Limit(math.inf, lambda: 0.0))
     monkeypatch.setattr(nanobatch, "_sequential", lambda *_: alone)
     monkeypatch.setattr(nanobatch, "_solve", nothing)
@@ -252,7 +317,9 @@ def test_cuts_that_there_is_no_time_for_cost_none(monkeypatch):
 
 def test_a_bound_cuts_a_chain_where_that_is_shorter():
     """A product of 16 tokens that takes longer than those of 8 and 8, and of 8 tokens less than of 4 and 4."""
-    setting = toy_setting(graph_of(), dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0), nano_batches=3)
+    setting = toy_setting(
+        graph_of(), dict.fromkeys((op.name for op in graph_of().layers[-1]), 1.0), nano_batches=3
+    )
     profile = setting.shares.profile
     steps = {1: 2.0, 4: 3.0, 8: 5.0, 12: 9.0, 16: 14.0}
     kept = [one for one in profile.op_times if one.op != "down"]
@@ -265,7 +332,9 @@ def test_a_bound_cuts_a_chain_where_that_is_shorter():
 
 
 def test_bounds_of_one_way_take_no_time_from_the_next(monkeypatch):
-    """By a clock that a bound moves on by a second, and a cut by two: plans with side streams are looked for in the second half."""
+    """By a clock that a bound moves on by a second, and a cut by two: plans with side streams are looked for
+    in the second half.
+    """
     now, tried = [0.0], []
 
     def slow(*arguments):
@@ -292,7 +361,9 @@ def test_bounds_of_one_way_take_no_time_from_the_next(monkeypatch):
 
 @pytest.mark.parametrize("times", [0.9, 1.001])
 def test_finer_shares_are_kept_only_where_the_plan_is_shorter(monkeypatch, times):
-    """The solver is asked for no longer a period, but at a clock that is not the one that the card settles at."""
+    """The solver is asked for no longer a period, but at a clock that is not the one that the card settles
+    at.
+    """
     asked, lines, solved = [], [], nanobatch._solve
 
     def settled(setting, *rest):

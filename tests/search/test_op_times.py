@@ -44,7 +44,10 @@ def test_what_does_not_belong_is_refused(tmp_path):
         with pytest.raises(ProfileError, match=word):
             load_profile(path, **asked)
     fields = msgspec.to_builtins(MODELLED)
-    first, pair = fields["op_times"][0], msgspec.to_builtins(Pair("qkv", "decode_attention", 92, 40, 0.7, 0.5))
+    first, pair = (
+        fields["op_times"][0],
+        msgspec.to_builtins(Pair("qkv", "decode_attention", 92, 40, 0.7, 0.5)),
+    )
     for change, word in (
         ({"schema_version": 0}, "schema_version=0"),
         ({"total_sms": "many"}, "total_sms"),
@@ -81,7 +84,9 @@ def test_collectives_as_they_were_measured():
     """They replace those that are modelled, whatever the SMs of the file they come from; the rest stays."""
     model = open_checkpoint("llama-3-70b", load_format="dummy").model_config
     modelled = modelled_profile("llama-3-70b", model, DEVICES["H200"], tp=4, tokens=(256, 1024), keys=(256,))
-    times = tuple(OpTime(op, tokens, 0, 1, 7e-5) for op in ("attn_reduce", "mlp_reduce") for tokens in (64, 4096))
+    times = tuple(
+        OpTime(op, tokens, 0, 1, 7e-5) for op in ("attn_reduce", "mlp_reduce") for tokens in (64, 4096)
+    )
     measured = msgspec.structs.replace(modelled, op_times=(OpTime("qkv", 64, 0, 1, 5.0), *times), total_sms=1)
     found = with_collectives(modelled, measured)
     assert seconds(found, "attn_reduce", 1000) == seconds(found, "mlp_reduce", 64) == 7e-5
@@ -98,7 +103,9 @@ def test_collectives_as_they_were_measured():
     assert with_collectives(modelled, msgspec.structs.replace(measured, device="NVIDIA H200")) == found
 
 
-points = st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-6, 1.0)), min_size=1, max_size=8, unique_by=lambda p: p[0])
+points = st.lists(
+    st.tuples(st.integers(1, 4096), st.floats(1e-6, 1.0)), min_size=1, max_size=8, unique_by=lambda p: p[0]
+)
 
 
 @given(points, st.integers(1, 8192))
@@ -114,20 +121,30 @@ def test_at_the_points_exact_and_between_them_between(drawn, tokens):
 
 
 def test_keys_are_interpolated_too():
-    made = profile(OpTime("decode_attention", t, k, 132, t * k * 1e-9) for t in (128, 256) for k in (1000, 3000))
+    made = profile(
+        OpTime("decode_attention", t, k, 132, t * k * 1e-9) for t in (128, 256) for k in (1000, 3000)
+    )
     assert seconds(made, "decode_attention", 192, 2000) == pytest.approx(192 * 2000e-9)
     assert seconds(made, "decode_attention", 512, 6000) == pytest.approx(512 * 6000e-9)
 
 
 def test_an_op_that_the_whole_device_lacks_is_told_with_its_sms():
     profile = Profile("toy", {}, "toy", 1, "float32", "float32", 7, "drawn", (OpTime("down", 16, 0, 4, 1.0),))
-    with pytest.raises(ProfileError, match=r"op='down' on sms=7 was not measured for toy on toy; it was on \[4\]"):
+    with pytest.raises(
+        ProfileError, match=r"op='down' on sms=7 was not measured for toy on toy; it was on \[4\]"
+    ):
         seconds(profile, "down", 16)
 
 
 def test_a_modelled_profile_sums_to_the_cost_models_step():
     step = Composition(decode_tokens=1024, decode_keys=1024, chunks=())
-    ours = sum(seconds(MODELLED, op.name, 1024, 1024) for op in model_graph(CONFIG).layers[1] if op.name != "chunk_attention")
-    bound = sum(op.work(step).flops / 700e12 + op.work(step).kv_bytes / 4.6e12 for op in model_graph(CONFIG).layers[1])
+    ours = sum(
+        seconds(MODELLED, op.name, 1024, 1024)
+        for op in model_graph(CONFIG).layers[1]
+        if op.name != "chunk_attention"
+    )
+    bound = sum(
+        op.work(step).flops / 700e12 + op.work(step).kv_bytes / 4.6e12 for op in model_graph(CONFIG).layers[1]
+    )
     assert 0.95 * bound < ours < 1.3 * bound
     assert seconds(MODELLED, "up_gate", 1024, sms=108) > seconds(MODELLED, "up_gate", 1024)

@@ -42,7 +42,14 @@ def setting_of(model: str, tp: int, form: str, **rest) -> Setting:
     )  # fmt: skip
     graph = model_graph(config, tp, FP8, scattered=form == "scatter", swapped=form == "copies" and tp == 4)
     profile = with_exchanges(profile, graph, CARD) if form == "copies" and CARD else profile
-    return Setting(graph, Shares(profile, graph), Load.steady_state(TOKENS, 512, 512), DEVICES["H200"], places=CUTS, **rest)
+    return Setting(
+        graph,
+        Shares(profile, graph),
+        Load.steady_state(TOKENS, 512, 512),
+        DEVICES["H200"],
+        places=CUTS,
+        **rest,
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +69,10 @@ def setting_of(model: str, tp: int, form: str, **rest) -> Setting:
 )
 def test_every_known_order_is_a_plan_of_the_model(model, tp, form, rest, names):
     """Of those that the setting allows, each at every cut; only what it allows to overlap does."""
-    setting, config = setting_of(model, tp, form, **rest), open_checkpoint(model, load_format="dummy").model_config
+    setting, config = (
+        setting_of(model, tp, form, **rest),
+        open_checkpoint(model, load_format="dummy").model_config,
+    )
     plans = list(known_plans(config, setting, ORDERS))
     assert {next(name for name in reversed(names) if name in plan.name) for plan in plans} == set(names)
     assert {cuts_of(plan) for plan in plans} <= {(), *((cut,) for cut in CUTS)}
@@ -74,28 +84,46 @@ def test_every_known_order_is_a_plan_of_the_model(model, tp, form, rest, names):
 
 
 def test_the_best_of_them_is_as_the_simulation_says():
-    setting, config = setting_of("llama-3.1-8b", 4, "copies"), open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
+    setting, config = (
+        setting_of("llama-3.1-8b", 4, "copies"),
+        open_checkpoint("llama-3.1-8b", load_format="dummy").model_config,
+    )
     best = best_known(config, setting, ORDERS)
     steps = [simulated(plan, setting).step_s for plan in known_plans(config, setting, ORDERS)]
     assert best is not None and best.step_s == min(steps) and sequential(config, setting).step_s == steps[0]
-    assert best_known(config, setting, ORDERS, stop_s=0.0).plan.nano_ops == sequential(config, setting).plan.nano_ops  # time for one
+    assert (
+        best_known(config, setting, ORDERS, stop_s=0.0).plan.nano_ops
+        == sequential(config, setting).plan.nano_ops
+    )  # time for one
     assert best_known(config, setting, ()) is None
 
 
 def test_on_shares_that_were_not_timed_it_is_no_candidate():
     """As chunk attention on few SMs in the profile that is shipped."""
-    config, setting = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config, setting_of("llama-3.1-8b", 1, "reduce")
+    config, setting = (
+        open_checkpoint("llama-3.1-8b", load_format="dummy").model_config,
+        setting_of("llama-3.1-8b", 1, "reduce"),
+    )
     profile = setting.shares.profile
-    kept = tuple(one for one in profile.op_times if one.op != "chunk_attention" or one.sms == profile.total_sms)
+    kept = tuple(
+        one for one in profile.op_times if one.op != "chunk_attention" or one.sms == profile.total_sms
+    )
     shares = Shares(msgspec.structs.replace(profile, op_times=kept), setting.graph)
     assert best_known(config, setting, ("phases",)) is not None
     assert best_known(config, dataclasses.replace(setting, shares=shares), ("phases",)) is None
 
 
 def test_cuts_are_where_they_are_asked_for():
-    assert cut_sets(setting_of("llama-3.1-8b", 1, "reduce", nano_batches=3)) == [(), (384,), (512,), (384, 512)]
+    assert cut_sets(setting_of("llama-3.1-8b", 1, "reduce", nano_batches=3)) == [
+        (),
+        (384,),
+        (512,),
+        (384, 512),
+    ]
     assert cut_sets(setting_of("llama-3.1-8b", 1, "reduce", split=True)) == [(384,), (512,)]
-    scattered = dataclasses.replace(setting_of("llama-3.1-8b", 4, "scatter"), places=(384, 501, 514), nano_batches=3)
+    scattered = dataclasses.replace(
+        setting_of("llama-3.1-8b", 4, "scatter"), places=(384, 501, 514), nano_batches=3
+    )
     assert cut_sets(scattered) == [(), (384,)]  # rows divide among the devices
     with pytest.raises(SearchError, match="no cut at 501 that divides among 4 devices"):
         cut_sets(dataclasses.replace(scattered, places=(501,), split=True))
@@ -111,34 +139,64 @@ def test_small_steps_of_scattered_rows_are_cut_where_these_divide(tokens):
     assert len(sets) >= 4 and not any(cut % 4 for cuts in sets for cut in cuts)
 
 
-LINE = ["--model", "llama-3-70b", "--modelled", "--gpus", "2", "--sums", "copies", "--overlap", "network", "--tokens", "2048"]
+LINE = [
+    "--model",
+    "llama-3-70b",
+    "--modelled",
+    "--gpus",
+    "2",
+    "--sums",
+    "copies",
+    "--overlap",
+    "network",
+    "--tokens",
+    "2048",
+]
 FP8_LINE = [*LINE, "--dtype", "float8_e4m3fn", "--kv_cache_dtype", "float8_e4m3fn", "--cuts", "1024"]
 
 
 @pytest.mark.usefixtures("no_flags")
 def test_what_is_found_is_not_behind_what_is_known(tmp_path, capsys, monkeypatch):
-    """With a solver that has the sequential step when its time is over: the order by hand is found, and the report says so."""
+    """With a solver that has the sequential step when its time is over: the order by hand is found, and the
+    report says so.
+    """
     whole = lambda setting, **rest: solve(dataclasses.replace(setting, nano_batches=1), **rest)  # noqa: E731
     monkeypatch.setattr(command, "search", whole)
-    assert main(["search", "plan", *FP8_LINE, "--orders", "solver,two", "--out", str(tmp_path / "found.json")]) == 0
-    found, model = load(tmp_path / "found.json"), open_checkpoint("llama-3-70b", load_format="dummy").model_config
-    assert found.nano_ops == copied(two_nano_batch_plan(model, 2048, 1024, 2)).nano_ops and not is_sequential(found)
+    assert (
+        main(["search", "plan", *FP8_LINE, "--orders", "solver,two", "--out", str(tmp_path / "found.json")])
+        == 0
+    )
+    found, model = (
+        load(tmp_path / "found.json"),
+        open_checkpoint("llama-3-70b", load_format="dummy").model_config,
+    )
+    assert found.nano_ops == copied(two_nano_batch_plan(model, 2048, 1024, 2)).nano_ops and not is_sequential(
+        found
+    )
     assert "a known order: " in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_flags")
 def test_the_name_of_what_is_found_tells_its_cuts(tmp_path, monkeypatch):
     """Else all that a search ever finds for a workload would be named alike."""
-    by_hand = two_nano_batch_plan(open_checkpoint("llama-3-70b", load_format="dummy").model_config, 2048, 1536, 2)
-    solver = lambda _, *, name, **rest: Found(msgspec.structs.replace(by_hand, name=name), 1.0, 1.0, 1.0, 1.0, (1536,))  # noqa: E731
+    by_hand = two_nano_batch_plan(
+        open_checkpoint("llama-3-70b", load_format="dummy").model_config, 2048, 1536, 2
+    )
+    solver = lambda _, *, name, **rest: Found(
+        msgspec.structs.replace(by_hand, name=name), 1.0, 1.0, 1.0, 1.0, (1536,)
+    )
     monkeypatch.setattr(command, "search", solver)
-    assert main(["search", "plan", *FP8_LINE, "--orders", "solver", "--out", str(tmp_path / "found.json")]) == 0
+    assert (
+        main(["search", "plan", *FP8_LINE, "--orders", "solver", "--out", str(tmp_path / "found.json")]) == 0
+    )
     assert load(tmp_path / "found.json").name == "searched llama-3-70b 2048 1024/512, 1536 + 512, sums copied"
 
 
 @pytest.mark.usefixtures("no_flags")
 def test_only_rows_that_divide_among_the_devices_are_scattered(tmp_path):
-    """Asked for every form, a cut that cannot be scattered is for the others: an engine takes what is written."""
+    """Asked for every form, a cut that cannot be scattered is for the others: an engine takes what is
+    written.
+    """
     line = [*LINE, "--sums", "all", "--tokens", "1000", "--cuts", "501", "--split", "--orders", "two"]
     assert main(["search", "plan", *line, "--out", str(tmp_path / "p.json")]) == 0
     plan, model = load(tmp_path / "p.json"), open_checkpoint("llama-3-70b", load_format="dummy").model_config
@@ -149,12 +207,25 @@ def test_only_rows_that_divide_among_the_devices_are_scattered(tmp_path):
 @pytest.mark.usefixtures("no_flags")
 @pytest.mark.parametrize("sums", ["all", "scatter"])
 def test_a_row_a_device_is_cut_in_the_other_forms(sums, tmp_path, capsys):
-    line = [*LINE, "--tokens", "2", "--split", "--orders", "two", "--out", str(tmp_path / "p.json"), "--sums", sums]
+    line = [
+        *LINE,
+        "--tokens",
+        "2",
+        "--split",
+        "--orders",
+        "two",
+        "--out",
+        str(tmp_path / "p.json"),
+        "--sums",
+        sums,
+    ]
     assert main(["search", "plan", *line]) == (sums == "scatter")
     if sums == "all":
         assert cuts_of(load(tmp_path / "p.json")) == (1,)
     else:
-        assert "tokens=2 has no cut at a multiple of 2 that divides among 2 devices" in capsys.readouterr().err
+        assert (
+            "tokens=2 has no cut at a multiple of 2 that divides among 2 devices" in capsys.readouterr().err
+        )
 
 
 @pytest.mark.usefixtures("no_flags")
@@ -164,7 +235,16 @@ def test_a_profile_without_an_op_is_refused_by_its_name(op, tmp_path, capsys):
     whole = load_profile(PROFILE)
     part = msgspec.structs.replace(whole, op_times=tuple(one for one in whole.op_times if one.op != op))
     save_profile(part, tmp_path / "part.json")
-    line = ["--model", "llama-3.1-8b", "--profile", str(tmp_path / "part.json"), "--tokens", "512", "--out", str(tmp_path / "p.json")]
+    line = [
+        "--model",
+        "llama-3.1-8b",
+        "--profile",
+        str(tmp_path / "part.json"),
+        "--tokens",
+        "512",
+        "--out",
+        str(tmp_path / "p.json"),
+    ]
     assert main(["search", "plan", *line]) == 1
     assert f"op='{op}' on sms=132 was not measured for llama-3.1-8b" in capsys.readouterr().err
 
@@ -176,8 +256,14 @@ def test_a_profile_without_an_op_is_refused_by_its_name(op, tmp_path, capsys):
         (["--orders", "any"], "solver, sequential, two"),
         (["--cuts", "2048"], "1 to 2047"),
         (["--cuts", "501", "--sums", "scatter"], "cuts=501 is not supported: multiples of the 2 devices"),
-        (["--tokens", "1001", "--sums", "scatter"], "tokens=1001 is not supported: multiples of the 2 devices"),
-        (["--orders", "products", "--model", "llama-3.1-8b", "--gpus", "1", "--sums", "reduce"], "none of them"),
+        (
+            ["--tokens", "1001", "--sums", "scatter"],
+            "tokens=1001 is not supported: multiples of the 2 devices",
+        ),
+        (
+            ["--orders", "products", "--model", "llama-3.1-8b", "--gpus", "1", "--sums", "reduce"],
+            "none of them",
+        ),
     ],
 )
 def test_orders_and_cuts_that_there_are_not(line, words, tmp_path, capsys):

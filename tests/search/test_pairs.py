@@ -56,7 +56,9 @@ def test_it_stays_where_attention_was_timed():
 def test_a_pair_says_what_both_took_to_their_own_end():
     """The product lasts 400 us on its SMs and 300 us alone; attention is as fast on its SMs as on all."""
     times = [OpTime("down", 1024, 0, sms, took) for sms, took in ((100, PRODUCT_S), (132, 300e-6))]
-    times += [OpTime("decode_attention", 256, keys, sms, alone_s(keys)) for sms in (32, 132) for keys in (100, 4096)]
+    times += [
+        OpTime("decode_attention", 256, keys, sms, alone_s(keys)) for sms in (32, 132) for keys in (100, 4096)
+    ]
     profile = Profile("toy", {}, "toy", 1, "bfloat16", "bfloat16", 132, "drawn", tuple(times))
     layer = SimpleNamespace(batch=lambda case, most_keys: case.keys)
     entry = Together(Case("down", 1024, sms=100), Case("decode_attention", 256, PAIR_KEYS, 32))
@@ -68,7 +70,11 @@ def test_a_pair_says_what_both_took_to_their_own_end():
     assert (pair.first_sms, pair.second_sms, pair.first_tokens, pair.second_tokens) == (100, 32, 1024, 256)
     assert pair.seconds == pytest.approx(BESIDE * PRODUCT_S, rel=0.02) and pair.joules == pytest.approx(0.3)
     assert pair.first_performance == pytest.approx(300e-6 / pair.seconds)
-    assert pair.second_performance == pytest.approx(seconds(profile, "decode_attention", 256, pair.keys) / pair.seconds)
+    assert pair.second_performance == pytest.approx(
+        seconds(profile, "decode_attention", 256, pair.keys) / pair.seconds
+    )
     assert pair.second_performance == pytest.approx(1 / BESIDE, rel=0.02)
     graph = SimpleNamespace(layers=())
-    assert of_pair(profile, Clocks(graph, profile), msgspec.structs.replace(pair, clock_mhz=None)) == pytest.approx(BESIDE, rel=0.02)
+    assert of_pair(
+        profile, Clocks(graph, profile), msgspec.structs.replace(pair, clock_mhz=None)
+    ) == pytest.approx(BESIDE, rel=0.02)

@@ -19,7 +19,9 @@ OPT = workload("opt-30b", open_checkpoint("opt-30b", load_format="dummy").model_
 MEMORY = Memory(16 * GIGA, 100 * GIGA, 500 * GIGA)
 FEW = Options(gpu_batch_sizes=(1, 8, 16, 48), num_gpu_batches=(1, 2, 4))
 
-drawn = st.lists(st.builds(Candidate, st.just(Choice(1, 1)), st.floats(0.1, 100), st.integers(1, 1000)), max_size=20)
+drawn = st.lists(
+    st.builds(Candidate, st.just(Choice(1, 1)), st.floats(0.1, 100), st.integers(1, 1000)), max_size=20
+)
 
 
 @given(drawn)
@@ -51,6 +53,9 @@ def test_no_rival_is_faster_and_all_of_them_fit():
         if row.policy is None or row.prediction is None:
             continue
         assert row.prediction.tokens_per_s <= best.tokens_per_s * (1 + 1e-5), row.name
-        assert all(used <= capacity * (1 + 1e-6) for used, capacity in zip(memory_bytes(OPT, *split(row.policy)), MEMORY, strict=True))
+        assert all(
+            used <= capacity * (1 + 1e-6)
+            for used, capacity in zip(memory_bytes(OPT, *split(row.policy)), MEMORY, strict=True)
+        )
     assert rows["all on the device"].policy is None
     assert rows["row by row"].policy is not None and rows["row by row"].policy.num_gpu_batches == 1

@@ -73,7 +73,11 @@ def test_more_memory_never_predicts_less_throughput(work, memory, choice, tier, 
 
 
 def every(step):
-    return [tuple(part / step for part in parts) for parts in itertools.product(range(step + 1), repeat=3) if sum(parts) == step]
+    return [
+        tuple(part / step for part in parts)
+        for parts in itertools.product(range(step + 1), repeat=3)
+        if sum(parts) == step
+    ]
 
 
 @settings(max_examples=8)
@@ -83,7 +87,10 @@ def test_the_program_equals_brute_force_on_a_coarse_grid(work, memory, choice):
     best = math.inf
     for kinds in itertools.product(every(4), repeat=3):
         placed = Placed(*kinds)
-        if all(used <= capacity for used, capacity in zip(memory_bytes(work, choice, placed), memory, strict=True)):
+        if all(
+            used <= capacity
+            for used, capacity in zip(memory_bytes(work, choice, placed), memory, strict=True)
+        ):
             best = min(best, predicted(work, policy_from(work, choice, placed)).latency_s)
     found = solve(work, MACHINE, memory, choice, Options(percent_step=25))
     free = solve(work, MACHINE, memory, choice, Options())
@@ -96,7 +103,9 @@ def test_the_program_equals_brute_force_on_a_coarse_grid(work, memory, choice):
 
 
 def policy_from(work, choice, placed):
-    shares = [Shares(*(100 * share for share in kind)) for kind in (placed.weights, placed.kv, placed.activations)]
+    shares = [
+        Shares(*(100 * share for share in kind)) for kind in (placed.weights, placed.kv, placed.activations)
+    ]
     weights, kv, activations = shares
     return Policy(
         model=work.model,
@@ -112,8 +121,12 @@ def policy_from(work, choice, placed):
 def test_the_search_is_the_best_of_its_candidates_and_near_the_papers_policy():
     policy = search(OPT, MACHINE, PAPER)
     best = predicted(OPT, policy)
-    assert best.tokens_per_s == pytest.approx(max(one.tokens_per_s for one in candidates(OPT, MACHINE, PAPER, Options())), rel=1e-5)
-    assert 10 < policy.weights.device < 30 and policy.kv.device < 5 and policy.host_attention  # the paper's (20, 80), KV on the host
+    assert best.tokens_per_s == pytest.approx(
+        max(one.tokens_per_s for one in candidates(OPT, MACHINE, PAPER, Options())), rel=1e-5
+    )
+    assert (
+        10 < policy.weights.device < 30 and policy.kv.device < 5 and policy.host_attention
+    )  # the paper's (20, 80), KV on the host
     assert policy.num_gpu_batches > 1
     assert link_bound(OPT, MACHINE, PAPER, Options()) >= best.link_tokens_per_s >= best.tokens_per_s
 
@@ -126,14 +139,19 @@ def test_a_latency_limit_costs_throughput_and_is_kept():
 
 
 def test_what_fits_the_device_stays_there():
-    policy = search(LLAMA, MACHINE, Memory(80 * GIGA, 100 * GIGA, 0.0), dataclasses.replace(FEW, host_attention=False))
+    policy = search(
+        LLAMA, MACHINE, Memory(80 * GIGA, 100 * GIGA, 0.0), dataclasses.replace(FEW, host_attention=False)
+    )
     assert policy.weights == policy.kv == policy.activations == Shares(device=100.0)
     assert predicted(LLAMA, policy).link_s == 0
 
 
 def test_four_bits_help_where_the_link_binds_and_exclude_the_host():
     wide = predicted(OPT, search(OPT, MACHINE, PAPER, FEW)).tokens_per_s
-    assert predicted(OPT, search(OPT, MACHINE, PAPER, dataclasses.replace(FEW, weight_bits=4))).tokens_per_s > wide
+    assert (
+        predicted(OPT, search(OPT, MACHINE, PAPER, dataclasses.replace(FEW, weight_bits=4))).tokens_per_s
+        > wide
+    )
     both = search(OPT, MACHINE, PAPER, dataclasses.replace(FEW, weight_bits=4, kv_bits=4))
     assert both.kv_bits == 4 and not both.host_attention and predicted(OPT, both).tokens_per_s > wide
     with pytest.raises(PlacementError, match="host_attention=on with kv_bits=4"):
@@ -154,7 +172,9 @@ def test_options_that_mean_nothing_are_refused(changes, words):
         Options(**changes)
 
 
-@pytest.mark.parametrize(("capacity", "words"), [(math.nan, "gpu_mem=nan: GB, 0 or more"), (-1.0, "gpu_mem=-1e-09")])
+@pytest.mark.parametrize(
+    ("capacity", "words"), [(math.nan, "gpu_mem=nan: GB, 0 or more"), (-1.0, "gpu_mem=-1e-09")]
+)
 def test_memory_that_is_no_amount_is_refused(capacity, words):
     with pytest.raises(PlacementError, match=words):
         Memory(capacity, 0.0, 0.0)
@@ -187,7 +207,10 @@ def test_the_least_memory_of_a_tier_is_enough_and_no_less():
     choice, memory = Choice(4, 2, host_attention=True), Memory(6 * GIGA, 40 * GIGA, 50 * GIGA)
     least = least_bytes(OPT, choice, memory, 0)
     for factor, fits in ((1.001, True), (0.999, False)):
-        assert (solve(OPT, MACHINE, dataclasses.replace(memory, device=least * factor), choice, Options()) is not None) == fits
+        assert (
+            solve(OPT, MACHINE, dataclasses.replace(memory, device=least * factor), choice, Options())
+            is not None
+        ) == fits
 
 
 def test_free_links_bound_nothing():

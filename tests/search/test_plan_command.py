@@ -33,13 +33,19 @@ from search.structure import Load, chains, make_task, repeated_layer
 CONFIG = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 
 FP8 = msgspec.structs.replace(
-    llama_shares().profile, model="org/llama-3-70b", tensor_parallel_size=2, dtype="float8_e4m3fn", kv_cache_dtype="float8_e4m3fn"
+    llama_shares().profile,
+    model="org/llama-3-70b",
+    tensor_parallel_size=2,
+    dtype="float8_e4m3fn",
+    kv_cache_dtype="float8_e4m3fn",
 )
 pytestmark = pytest.mark.usefixtures("no_flags")
 
 
 def test_a_portfolio_of_a_profile(tmp_path, capsys, monkeypatch):
-    """Two workloads, a plan each; of two budgets the better. Sequential here: the search itself has tests of its own."""
+    """Two workloads, a plan each; of two budgets the better. Sequential here: the search itself has tests of
+    its own.
+    """
     monkeypatch.chdir(tmp_path)
     save_profile(llama_shares().profile, tmp_path / "h200.json")
     line = ["--profile", str(tmp_path / "h200.json"), "--tokens", "1024,2048", "--nano_batches", "1"]
@@ -47,15 +53,24 @@ def test_a_portfolio_of_a_profile(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "1024-512.json" in out and "sequential" in out and "joules" in out
     folder = Path("plans") / "h200-llama-3.1-8b-bfloat16"
-    assert f"bench throughput --model llama-3.1-8b --plan {folder} --input_len 1024 --output_len 512" in out.splitlines()[-1]
+    assert (
+        f"bench throughput --model llama-3.1-8b --plan {folder} --input_len 1024 --output_len 512"
+        in out.splitlines()[-1]
+    )
     for name, decodes in (("1024-512", 1 / 3), ("512-512", 1 / 2)):
         plan = load(folder / f"{name}.json")
         check(plan, model_graph(CONFIG))
-        assert plan.tokens in (1024, 2048) and plan.target.decode_tokens == round(plan.tokens * decodes) and plan.target.device == "H200"
+        assert (
+            plan.tokens in (1024, 2048)
+            and plan.target.decode_tokens == round(plan.tokens * decodes)
+            and plan.target.device == "H200"
+        )
 
 
 def test_what_was_found_is_run_by_the_line_that_is_printed():
-    """The plan's kind is the engine's: two devices, weights and cache of 8 bits. Without --out a file is named as the shipped ones are."""
+    """The plan's kind is the engine's: two devices, weights and cache of 8 bits. Without --out a file is
+    named as the shipped ones are.
+    """
     out = default_out(FP8, several=False)
     assert out == Path("plans/h200-llama-3-70b-tp2-float8_e4m3fn.json") and (SHIPPED / out.name).exists()
     words = going_on(FP8, "org/llama-3-70b", out, 512, 0).split()
@@ -78,7 +93,9 @@ def test_the_bench_takes_the_line_that_measures_what_was_found():
     f, config = flags.FLAGS, engine_config_from_flags()
     assert (config.model, config.tensor_parallel_size, config.kv_cache_dtype) == ("org/llama-3-70b", 2, "fp8")
     assert products_dtype(config) == "float8_e4m3fn" and f.output_json == "two of them-measured.json"
-    assert [Path(path) for path in f.plans] == list(UNSURE) and [parse_workload(text).name for text in f.workloads] == [*UNSURE.values()]
+    assert [Path(path) for path in f.plans] == list(UNSURE) and [
+        parse_workload(text).name for text in f.workloads
+    ] == [*UNSURE.values()]
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -88,25 +105,54 @@ def test_what_was_measured_of_it_is_written_by_the_lines_after_that(number):
     correct.define_flags()
     parse(LINES[number][3:])
     f = flags.FLAGS
-    assert Path(f.plan) == Path(f.out) == list(UNSURE)[number - 1] and f.report == ["two of them-measured.json"]
+    assert Path(f.plan) == Path(f.out) == list(UNSURE)[number - 1] and f.report == [
+        "two of them-measured.json"
+    ]
 
 
 def test_plans_that_are_not_sure_to_gain_are_printed_with_what_makes_them_run(tmp_path, capsys):
-    """The last line alone would run the sequential step twice. An engine tells the plans of a portfolio apart when they do gain."""
-    kind = ["--modelled", "--orders", "phases", "--tokens", "2048", "--cuts", "1024", "--sms", "40", "--overlap", "memory"]
+    """The last line alone would run the sequential step twice. An engine tells the plans of a portfolio apart
+    when they do gain.
+    """
+    kind = [
+        "--modelled",
+        "--orders",
+        "phases",
+        "--tokens",
+        "2048",
+        "--cuts",
+        "1024",
+        "--sms",
+        "40",
+        "--overlap",
+        "memory",
+    ]
     lengths = ["--prompt_tokens", "1024,512", "--output_tokens", "512,1024"]
     assert main(["search", "plan", *kind, *lengths, "--out", str(tmp_path / "found")]) == 0
-    lines, files = capsys.readouterr().out.splitlines(), [tmp_path / "found" / name for name in ("1024-512.json", "512-1024.json")]
+    lines, files = (
+        capsys.readouterr().out.splitlines(),
+        [tmp_path / "found" / name for name in ("1024-512.json", "512-1024.json")],
+    )
     assert lines[-5].startswith("Not sure to gain, so that an engine runs the sequential step: ") and all(
         str(file) in lines[-5] for file in files
     )
-    assert f"--plans {files[0]},{files[1]} --workloads 1024/512,512/1024 --output_json found-measured.json" in lines[-4]
-    assert [f"--plan {file} --out {file}" in line for file, line in zip(files, lines[-3:-1], strict=True)] == [True, True]
+    assert (
+        f"--plans {files[0]},{files[1]} --workloads 1024/512,512/1024 --output_json found-measured.json"
+        in lines[-4]
+    )
+    assert [
+        f"--plan {file} --out {file}" in line for file, line in zip(files, lines[-3:-1], strict=True)
+    ] == [True, True]
     assert f"bench throughput --model llama-3.1-8b --plan {tmp_path / 'found'}" in lines[-1]
     plans = [load(file) for file in files]
-    assert not any(Gain.of(plan.predictions).ever for plan in plans) and plans[0].nano_ops == plans[1].nano_ops
+    assert (
+        not any(Gain.of(plan.predictions).ever for plan in plans) and plans[0].nano_ops == plans[1].nano_ops
+    )
     measured = [correct.corrected(plan, [correct.Point(683, 1280.0, 1.1, 0.0)]) for plan in plans]
-    assert [len(found) for found in portfolio(measured, (), lambda tokens: sequential_plan(CONFIG, tokens, 1)).values()] == [3]
+    assert [
+        len(found)
+        for found in portfolio(measured, (), lambda tokens: sequential_plan(CONFIG, tokens, 1)).values()
+    ] == [3]
 
 
 @pytest.mark.parametrize(
@@ -118,12 +164,21 @@ def test_plans_that_are_not_sure_to_gain_are_printed_with_what_makes_them_run(tm
         ("taken", ["1024", "512"], "of files that can be written"),
     ],
 )
-def test_where_plans_could_not_be_written_is_refused_before_the_search(out, lengths, words, tmp_path, monkeypatch, capsys):
+def test_where_plans_could_not_be_written_is_refused_before_the_search(
+    out, lengths, words, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "taken" / "512-512.json").mkdir(parents=True)
     monkeypatch.setattr(command, "solve_one", lambda *_: pytest.fail("searched"))
-    line = ["--prompt_tokens", ",".join(lengths), "--output_tokens", ",".join("512" for _ in lengths), "--out", str(tmp_path / out)]
+    line = [
+        "--prompt_tokens",
+        ",".join(lengths),
+        "--output_tokens",
+        ",".join("512" for _ in lengths),
+        "--out",
+        str(tmp_path / out),
+    ]
     assert main(["search", "plan", "--modelled", *line]) == 1
     said = capsys.readouterr().err
     assert f"out='{tmp_path / out}'" in said and words in said
@@ -142,25 +197,47 @@ def test_a_flag_that_differs_from_the_profile_is_refused(flag, value, there, tmp
     save_profile(llama_shares().profile, tmp_path / "h200.json")
     alike = {"gpus": "1", "dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "device": "H200"} | {flag: value}
     given = [word for name, value in alike.items() for word in (f"--{name}", value)]
-    assert main(["search", "plan", "--profile", str(tmp_path / "h200.json"), *given, "--out", str(tmp_path / "p.json")]) == 1
+    assert (
+        main(
+            [
+                "search",
+                "plan",
+                "--profile",
+                str(tmp_path / "h200.json"),
+                *given,
+                "--out",
+                str(tmp_path / "p.json"),
+            ]
+        )
+        == 1
+    )
     said = capsys.readouterr().err
     assert f"{flag}=" in said and value in said and f"{there}, which --profile" in said
 
 
 @pytest.mark.parametrize(("device", "capability", "sms"), [("A100-80GB", "8.0", 108), ("B200", "10.0", 148)])
-def test_where_kernels_take_the_whole_device_none_is_offered_a_part(device, capability, sms, tmp_path, capsys):
+def test_where_kernels_take_the_whole_device_none_is_offered_a_part(
+    device, capability, sms, tmp_path, capsys
+):
     """Such plans would be run by kernels that know of no SMs: what they are thought to gain is not to be had."""
     out = tmp_path / "p.json"
-    assert main(["search", "plan", "--modelled", "--device", device, "--cuts", "1024", "--out", str(out)]) == 0
+    assert (
+        main(["search", "plan", "--modelled", "--device", device, "--cuts", "1024", "--out", str(out)]) == 0
+    )
     said = capsys.readouterr().out
-    assert f"kernels always take the whole device, unless it has compute capability 9.0; {device} has {capability}." in said.splitlines()[0]
+    assert (
+        f"kernels always take the whole device, unless it has compute capability 9.0; {device} has "
+        f"{capability}."
+    ) in said.splitlines()[0]
     assert is_sequential(load(out)) and "an engine runs the sequential step" in said
     assert DEVICES[device].sms == sms
 
 
 def test_a_profile_without_parts_of_a_device_says_so():
     profile = llama_shares().profile
-    whole = msgspec.structs.replace(profile, op_times=tuple(one for one in profile.op_times if one.sms == 132))
+    whole = msgspec.structs.replace(
+        profile, op_times=tuple(one for one in profile.op_times if one.sms == 132)
+    )
     assert len(Shares(whole, model_graph(CONFIG)).sizes()) == 1
     assert undivided(whole).endswith("the profile has no times on a part of the device.")
     assert "B200 has 10.0" in undivided(msgspec.structs.replace(whole, device="NVIDIA B200"))
@@ -172,10 +249,16 @@ def test_shares_that_are_offered():
     tasks, step = tasks_of(base)
     few = Shares(base.profile, base.graph, few=(40,)).at(1.5e9)
     assert few.sizes() == (40, 92, 132)
-    offered = {name: [option.share for option in few.options(tasks[name], step, 9)] for name in ("decode_attention", "up_gate")}
+    offered = {
+        name: [option.share for option in few.options(tasks[name], step, 9)]
+        for name in ("decode_attention", "up_gate")
+    }
     assert offered == {"decode_attention": [40, 132], "up_gate": [92, 132]}
     copied = Shares(
-        msgspec.structs.replace(base.profile, pairs=(Pair("up_gate", "exchange", 132, 0, 0.98, 0.9, 700.0, 1500.0),)), base.graph
+        msgspec.structs.replace(
+            base.profile, pairs=(Pair("up_gate", "exchange", 132, 0, 0.98, 0.9, 700.0, 1500.0),)
+        ),
+        base.graph,
     )
     assert copied.sizes() == base.sizes()  # beside copies, which hold no SMs
 
@@ -183,11 +266,16 @@ def test_shares_that_are_offered():
 def test_sums_of_a_small_device_hold_no_more_than_it_has():
     """A CPU counts as one."""
     graph = model_graph(CONFIG, 2)
-    shares = Shares(modelled_profile("llama-3.1-8b", CONFIG, DEVICES["H200"], tp=2, total_sms=1, sms=(1,)), graph)
+    shares = Shares(
+        modelled_profile("llama-3.1-8b", CONFIG, DEVICES["H200"], tp=2, total_sms=1, sms=(1,)), graph
+    )
     whole = Load.steady_state(2048, 1024, 512)
     sums = [chain for chain in chains(repeated_layer(graph)) if chain.is_network]
     tasks = [make_task(chain, 0, 2048, whole, None, "bfloat16", ("network",), False) for chain in sums]
-    assert [[option.share for option in shares.options(task, whole.part(0, 2048), 9)] for task in tasks] == [[1], [1]]
+    assert [[option.share for option in shares.options(task, whole.part(0, 2048), 9)] for task in tasks] == [
+        [1],
+        [1],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -195,21 +283,36 @@ def test_sums_of_a_small_device_hold_no_more_than_it_has():
     [
         (["--modelled", "--sms", "40,132"], "1 to 131"),
         (["--modelled", "--device", "H100", "--sms", "0,40"], "1 to 131 of a device's 132 SMs"),
-        (["--modelled", "--device", "B200", "--sms", "40"], "sms='40' is not supported: nothing: kernels always take the whole device"),
+        (
+            ["--modelled", "--device", "B200", "--sms", "40"],
+            "sms='40' is not supported: nothing: kernels always take the whole device",
+        ),
         (["--modelled", "--tokens", "few"], "whole numbers"),
         (["--modelled", "--prompt_tokens", "1,2"], "output_tokens"),
-        (["--modelled", "--prompt_tokens", "0", "--output_tokens", "0"], "prompt_tokens='0' is not supported: whole numbers of 1 or more"),
+        (
+            ["--modelled", "--prompt_tokens", "0", "--output_tokens", "0"],
+            "prompt_tokens='0' is not supported: whole numbers of 1 or more",
+        ),
         (["--modelled", "--prompt_tokens", "1000000"], "at most 131072, which llama-3.1-8b was made for"),
-        (["--modelled", "--prompt_tokens", "1024,131000", "--output_tokens", "512,512"], "prompt_tokens=131000"),
+        (
+            ["--modelled", "--prompt_tokens", "1024,131000", "--output_tokens", "512,512"],
+            "prompt_tokens=131000",
+        ),
         (["--modelled", "--gpus", "3"], "gpus=3 is not supported: a divisor of llama-3.1-8b's 32 heads"),
-        (["--modelled", "--output_tokens", "-1"], "output_tokens='-1' is not supported: whole numbers of 0 or more"),
+        (
+            ["--modelled", "--output_tokens", "-1"],
+            "output_tokens='-1' is not supported: whole numbers of 0 or more",
+        ),
         (["--modelled", "--orders", ""], "orders='' is not supported: one or more of solver, sequential"),
         (["--modelled", "--orders", "two,three"], "orders='three'"),
         ([], "--modelled"),
         (["--profile", "absent.json"], "absent.json"),
         (["--modelled", "--device", "A100-80GB", "--dtype", "float8_e4m3fn"], "bfloat16"),
         (["--modelled", "--nano_batches", "1", "--split"], "nano_batches"),
-        (["--profile", PROFILE, "--sms", "33"], "sms=33 is not supported: SMs that ops of the profile were timed on (24, 32, 40, "),
+        (
+            ["--profile", PROFILE, "--sms", "33"],
+            "sms=33 is not supported: SMs that ops of the profile were timed on (24, 32, 40, ",
+        ),
     ],
 )
 def test_what_is_refused_says_what_would_do(line, words, tmp_path, capsys):
@@ -221,30 +324,48 @@ def tasks_of(shares):
     graph = model_graph(CONFIG)
     rates, whole = None, Load.steady_state(2048, 1024, 512)
     return {
-        chain.names[-1]: make_task(chain, 0, 2048, whole, rates, "bfloat16", ("memory",), False) for chain in chains(repeated_layer(graph))
+        chain.names[-1]: make_task(chain, 0, 2048, whole, rates, "bfloat16", ("memory",), False)
+        for chain in chains(repeated_layer(graph))
     }, whole.part(0, 2048)
 
 
 def pair(profile, slower: float, clock_mhz: float, op="up_gate", load: float = 1.0) -> Pair:
-    """As `search measure` would write it of attention that lasts `load` times as long as the product, both `slower` than alone."""
+    """As `search measure` would write it of attention that lasts `load` times as long as the product, both
+    `slower` than alone.
+    """
     here = Clocks(model_graph(CONFIG), profile).at(profile, clock_mhz * 1e6)
     product_s = seconds(here, op, PAIR_TOKENS, 0, 104)
-    keys = next(keys for keys in range(1, 4096) if seconds(here, "decode_attention", PAIR_DECODES, keys, 28) >= load * product_s)
+    keys = next(
+        keys
+        for keys in range(1, 4096)
+        if seconds(here, "decode_attention", PAIR_DECODES, keys, 28) >= load * product_s
+    )
     together_s = slower * max(product_s, seconds(here, "decode_attention", PAIR_DECODES, keys, 28))
-    best = seconds(profile, op, PAIR_TOKENS, 0, 132), seconds(profile, "decode_attention", PAIR_DECODES, keys, 132)
+    best = (
+        seconds(profile, op, PAIR_TOKENS, 0, 132),
+        seconds(profile, "decode_attention", PAIR_DECODES, keys, 132),
+    )
     return Pair(op, "decode_attention", 104, 28, *(alone / together_s for alone in best), 700.0, clock_mhz)
 
 
 @pytest.mark.parametrize("load", [0.8, 1.0, 1.2])
 def test_what_pairs_lose_beyond_sms_and_clock_is_found_whichever_of_them_ended_first(load):
-    """Table 3, of pairs on a grid of loads: the median of the slowdowns; pairs below the keys that were measured say nothing."""
+    """Table 3, of pairs on a grid of loads: the median of the slowdowns; pairs below the keys that were
+    measured say nothing.
+    """
     base = llama_shares()
-    drawn = [pair(base.profile, slower, clock, load=load) for slower, clock in ((1.1, 1440.0), (1.2, 1500.0), (1.9, 1700.0))]
+    drawn = [
+        pair(base.profile, slower, clock, load=load)
+        for slower, clock in ((1.1, 1440.0), (1.2, 1500.0), (1.9, 1700.0))
+    ]
     short = Pair("out_proj", "decode_attention", 104, 28, 0.95, 1.0, 700.0, 1980.0)
     shares = Shares(msgspec.structs.replace(base.profile, pairs=(*drawn, short)), base.graph)
     assert shares.beside == pytest.approx(1.2, rel=0.01)
     tasks, step = tasks_of(shares)
-    found, alone = ({o.share: o.seconds for o in one.options(tasks["decode_attention"], step, 9)} for one in (shares, base))
+    found, alone = (
+        {o.share: o.seconds for o in one.options(tasks["decode_attention"], step, 9)}
+        for one in (shares, base)
+    )
     assert found[28] == pytest.approx(1.2 * alone[28], rel=0.01)
 
 

@@ -27,7 +27,10 @@ def test_predictions_are_the_simulation_of_each_composition():
     plan = phased_plan(config, 2048, 384, sms=(40, 92))
     settings = {"device": setting.device, "power": setting.power}
     found = predict(plan, setting.graph, setting.shares, setting.load, **settings)
-    made_for = found.decode_tokens.index(setting.load.decode_tokens), found.mean_context_tokens.index(round(setting.load.decode_keys))
+    made_for = (
+        found.decode_tokens.index(setting.load.decode_tokens),
+        found.mean_context_tokens.index(round(setting.load.decode_keys)),
+    )
     outside = outside_s(setting.graph, setting.load.part(0, 2048), setting.device, "bfloat16")
     for which, table in ((plan, found.step_s), (sequential_plan(config, 2048), found.sequential_s)):
         timeline = simulate(which, setting.graph, setting.shares, setting.load, **settings)
@@ -41,18 +44,35 @@ def test_predictions_are_the_simulation_of_each_composition():
 
 def test_the_margin_is_of_the_kind_of_plan():
     config = open_checkpoint("llama-3-70b", load_format="dummy").model_config
-    graph, mixture = model_graph(config), model_graph(open_checkpoint("mixtral-8x7b", load_format="dummy").model_config)
-    kernels, copies = (Plan("", 1, (NanoOp("qkv", "qkv", 0, 1),), sums=sums) for sums in ("kernels", "copies"))
-    aside = Plan("", 1, (NanoOp("qkv", "qkv", 0, 1), NanoOp("decode_attention", "decode_attention", 0, 1, stream=1)), sums="copies")
+    graph, mixture = (
+        model_graph(config),
+        model_graph(open_checkpoint("mixtral-8x7b", load_format="dummy").model_config),
+    )
+    kernels, copies = (
+        Plan("", 1, (NanoOp("qkv", "qkv", 0, 1),), sums=sums) for sums in ("kernels", "copies")
+    )
+    aside = Plan(
+        "",
+        1,
+        (NanoOp("qkv", "qkv", 0, 1), NanoOp("decode_attention", "decode_attention", 0, 1, stream=1)),
+        sums="copies",
+    )
     of = [(2, "float8_e4m3fn"), (2, "bfloat16"), (4, "bfloat16"), (4, "float8_e4m3fn")]
     assert [margin(copies, graph, *kind) for kind in of] == [0.035, 0.035, 0.05, 0.11]
-    assert {margin(kernels, graph, *kind) for kind in of} == {margin(copies, mixture, *kind) for kind in of} == {MARGIN}
+    assert (
+        {margin(kernels, graph, *kind) for kind in of}
+        == {margin(copies, mixture, *kind) for kind in of}
+        == {MARGIN}
+    )
     assert {margin(aside, graph, *kind) for kind in of} == {MARGIN}
 
 
 def test_what_is_outside_the_layers_grows_with_the_rows_that_sample():
     setting = llama_setting(2048, 1024, 512)
-    few, many = (outside_s(setting.graph, Composition(decode_tokens=n, decode_keys=9), setting.device, "bfloat16") for n in (8, 1024))
+    few, many = (
+        outside_s(setting.graph, Composition(decode_tokens=n, decode_keys=9), setting.device, "bfloat16")
+        for n in (8, 1024)
+    )
     assert 0 < few < many < 5e-3
     assert outside_s(setting.graph, Composition(decode_tokens=8, decode_keys=9), None, "bfloat16") == 0.0
 

@@ -1,4 +1,6 @@
-"""NanoFlow's Tables 1 and 2 and its Figures 2 and 3, by number; the page and its pictures are what the code makes."""
+"""NanoFlow's Tables 1 and 2 and its Figures 2 and 3, by number; the page and its pictures are what the code
+makes.
+"""
 
 import statistics
 
@@ -8,7 +10,17 @@ import pytest
 from jaxflow.model.composition import Composition
 from search import heat_maps
 from search.heat_maps import save
-from search.regimes import TABLE_1, TABLE_2, TODAY, largest_batch, memory_map, network_map, rewritten, table_2, weight_bytes
+from search.regimes import (
+    TABLE_1,
+    TABLE_2,
+    TODAY,
+    largest_batch,
+    memory_map,
+    network_map,
+    rewritten,
+    table_2,
+    weight_bytes,
+)
 from search.regimes import _config as config_of
 
 # The last three columns of Table 1 as printed.
@@ -38,20 +50,38 @@ def test_table_2():
     assert ours["UG"] == pytest.approx((61.67, 6.04 - 0.587, 0), abs=0.01)  # gate and up leave as one
     # The paper's prompts see whole squares: so does a causal chunk twice as long as its share of the step.
     twice = table_2(Composition(chunks=((1365, 0),), decode_tokens=683, decode_keys=1))
-    assert ours["PfAttn"][1] == pytest.approx(0.13, abs=0.005) and twice["PfAttn"][0] > 0.37 > ours["PfAttn"][0]
+    assert (
+        ours["PfAttn"][1] == pytest.approx(0.13, abs=0.005) and twice["PfAttn"][0] > 0.37 > ours["PfAttn"][0]
+    )
     total = [sum(column) for column in zip(*ours.values(), strict=True)]
     assert total == pytest.approx((114.17 - 0.19, 45.09 - 0.59, 31.33), abs=0.05)
 
 
 def test_figure_2_large_models_are_bound_by_compute_on_fast_links():
     found = network_map()
-    ratio = {(row, column): found.values[i][j] for i, row in enumerate(found.rows) for j, column in enumerate(found.columns)}
+    ratio = {
+        (row, column): found.values[i][j]
+        for i, row in enumerate(found.rows)
+        for j, column in enumerate(found.columns)
+    }
     for model in ("llama-2-70b", "llama-3-70b", "qwen2-72b"):
         assert all(
-            ratio[device, model] < 1 for device in ("V100", "A100 40 GB", "A100 80 GB", "H100", "H200", "B100", "B200", "MI300", "MI325X")
+            ratio[device, model] < 1
+            for device in (
+                "V100",
+                "A100 40 GB",
+                "A100 80 GB",
+                "H100",
+                "H200",
+                "B100",
+                "B200",
+                "MI300",
+                "MI325X",
+            )
         )
         assert all(ratio[device, model] > 1.5 for device in ("Ada 6000", "L40S"))
-    # §3.5's own: Table 2's network is 31.33 ms of a ring, which keeps an eighth at home, of 112.3 of products.
+    # §3.5's own: Table 2's network is 31.33 ms of a ring, which keeps an eighth at home, of 112.3 of
+    # products.
     assert ratio["A100 80 GB", "llama-2-70b"] * 7 / 8 == pytest.approx(31.33 / 112.7, rel=0.01)
 
 
@@ -59,16 +89,26 @@ def test_figure_3_serving_is_bound_by_compute_but_for_long_outputs_of_a_small_mo
     found = memory_map()
     by_model = dict(zip(found.rows, found.values, strict=True))
     assert found.columns[:3] == ("512-512", "1024-512", "512-1024")
-    for model in ("llama-3-8b × 1", "mixtral-8x7b × 8", "llama-2-70b × 8", "llama-3-70b × 8", "qwen2-72b × 8"):
+    for model in (
+        "llama-3-8b × 1",
+        "mixtral-8x7b × 8",
+        "llama-2-70b × 8",
+        "llama-3-70b × 8",
+        "qwen2-72b × 8",
+    ):
         values = dict(zip(found.columns, by_model[model], strict=True))
-        assert all(value < 0.9 for name, value in values.items() if (name, model) != ("512-1024", "llama-3-8b × 1"))
+        assert all(
+            value < 0.9 for name, value in values.items() if (name, model) != ("512-1024", "llama-3-8b × 1")
+        )
         assert max(values, key=values.__getitem__) == "512-1024"
     assert by_model["llama-3-8b × 1"][2] == pytest.approx(1.0, abs=0.25)
     assert statistics.mean(by_model["llama-2-70b × 8"]) < statistics.mean(by_model["llama-3-8b × 1"]) / 3
 
 
 def test_the_papers_batch():
-    """Some 1024 decodes and 2048 tokens for LLaMA-2-70B on eight A100 (§3.3), and without grouped queries an eighth of both."""
+    """Some 1024 decodes and 2048 tokens for LLaMA-2-70B on eight A100 (§3.3), and without grouped queries an
+    eighth of both.
+    """
     found = largest_batch(config_of("llama-2-70b"), TABLE_1[2].rates, 80e9, 8, 512, 1024)
     assert found is not None and 1024 < found.requests < 2048 and 2048 < found.tokens < 3072
     assert largest_batch(config_of("llama-2-70b"), TABLE_1[2].rates, 80e9, 1, 512, 1024) is None

@@ -17,10 +17,17 @@ def test_cost_prints_four_resources_and_what_binds(capsys):
     assert main(["search", "cost", "--model", "llama-3.1-8b", "--tokens", "2048"]) == 0
     out = capsys.readouterr().out
     assert "up_gate" in out and "Binding: energy" in out and "Eq. 5" in out
-    last = [line.split() for line in out.splitlines() if line.endswith((" memory", " energy", " network", " compute"))]
+    last = [
+        line.split()
+        for line in out.splitlines()
+        if line.endswith((" memory", " energy", " network", " compute"))
+    ]
     bound_by = {words[0]: words[-1] for words in last}
     assert bound_by["decode_attention"] == "memory" and bound_by["up_gate"] == bound_by["total"] == "energy"
-    assert "Largest batch: 2234 tokens, of which 745 decode; T_mem / T_compute (Eq. 4): 29.4 / 32.3 ms = 0.91" in out
+    assert (
+        "Largest batch: 2234 tokens, of which 745 decode; T_mem / T_compute (Eq. 4): 29.4 / 32.3 ms = 0.91"
+        in out
+    )
 
 
 def test_cost_says_what_eq_5_and_the_bound_are_of(capsys):
@@ -50,7 +57,16 @@ def test_placement_prints_a_policy_and_writes_it(capsys, tmp_path):
     files = ["--output", str(tmp_path / "policy.json"), "--front", str(tmp_path / "front.json")]
     assert main(["search", "placement", "--model", "opt-30b", "--disk", "500", *few, *files]) == 0
     out = capsys.readouterr().out
-    assert all(words in out for words in ("Predicted:", "Binding: prefill by", "Bound by the link", "no host attention", "does not fit"))
+    assert all(
+        words in out
+        for words in (
+            "Predicted:",
+            "Binding: prefill by",
+            "Bound by the link",
+            "no host attention",
+            "does not fit",
+        )
+    )
     assert load_policy(tmp_path / "policy.json", model="opt-30b").gpu_batch_size == 12
     assert (tmp_path / "front.png").exists()
 
@@ -64,7 +80,11 @@ def test_placement_prints_a_policy_and_writes_it(capsys, tmp_path):
         (["cost", "--device", "A100-80GB", "--dtype", "float8_e4m3fn"], 1, "bfloat16"),
         (["cost", "stray"], 2, "stray"),
         (["cost", "--gpus", "3"], 1, "a divisor of llama-3.1-8b's 32 heads"),
-        (["cost", "--model", "qwen2.5-7b", "--gpus", "7"], 1, "a divisor or a multiple of qwen2.5-7b's 4 key/value heads"),
+        (
+            ["cost", "--model", "qwen2.5-7b", "--gpus", "7"],
+            1,
+            "a divisor or a multiple of qwen2.5-7b's 4 key/value heads",
+        ),
         (["cost", "--model", "llama-2-70b", "--prompt_tokens", "4000"], 1, "at most 4096"),
         (["placement", "--gpu_mem", "16", "--cpu_mem", "10"], 1, "it would with gpu_mem="),
         (["placement", "--gpu_mem", "nan"], 2, "--gpu_mem=nan: a number"),
@@ -79,9 +99,17 @@ def test_placement_prints_a_policy_and_writes_it(capsys, tmp_path):
         (["offload", "--runs_json", "/"], 1, "runs_json='/'"),
         (["offload", "--output", "policy.json"], 2, "'output'"),
         (["offload", "--front", "front.json"], 2, "'front'"),
-        (["offload", "--only", "all on disk", "--link_mb", "1"], 1, "no policy of all on disk fits gpu_mem=16, cpu_mem=100, disk=0 (GB)"),
+        (
+            ["offload", "--only", "all on disk", "--link_mb", "1"],
+            1,
+            "no policy of all on disk fits gpu_mem=16, cpu_mem=100, disk=0 (GB)",
+        ),
         (["offload", "--only", "no serach"], 1, "only='no serach'"),
-        (["offload", "--policies", "p.json", "--only", "no search"], 1, "only='no search' is not supported: unset with policies"),
+        (
+            ["offload", "--policies", "p.json", "--only", "no search"],
+            1,
+            "only='no search' is not supported: unset with policies",
+        ),
         (["machine", "--disk_dir", "no/such"], 1, "disk_dir"),
         (["machine", "--output", "/"], 1, "output='/'"),
         (["machine", "--points", "no/such/points.json"], 1, "points="),
@@ -104,7 +132,10 @@ def test_help_of_every_command(capsys):
 def test_help_of_a_command_lists_every_flag_that_it_takes(command, capsys):
     others = set(flags.FLAGS)
     assert main(["search", command, "--help"]) == 0
-    assert set(re.findall(r"^  --(?:\[no\])?(\w+):", capsys.readouterr().out, re.MULTILINE)) == set(flags.FLAGS) - others
+    assert (
+        set(re.findall(r"^  --(?:\[no\])?(\w+):", capsys.readouterr().out, re.MULTILINE))
+        == set(flags.FLAGS) - others
+    )
 
 
 RUNS = str(paths.ROOT / "benchmarks" / "h200-energy.json")
@@ -115,16 +146,24 @@ def test_energy_fits_runs_and_profiles_and_writes_what_engines_read(tmp_path, ca
     assert main(["search", "energy", "--runs", RUNS, "--profile", profile, "--out", str(out)]) == 0
     text, shipped, made = capsys.readouterr().out, shipped_power("H200"), load_power(out)
     assert shipped is not None and made.flop.keys() == shipped.flop.keys()
-    assert made.byte.joules == pytest.approx(shipped.byte.joules, rel=0.02)  # no entry of this one needed less than the runs say
+    assert made.byte.joules == pytest.approx(
+        shipped.byte.joules, rel=0.02
+    )  # no entry of this one needed less than the runs say
     assert made.flop["float8_e4m3fn"].joules > shipped.flop["float8_e4m3fn"].joules  # entries of fp8 did
-    assert f"{1e12 * shipped.byte.joules:.3f}, {shipped.byte.fixed:.0%} fixed" in text and "runs needed 1.000 to" in text
+    assert (
+        f"{1e12 * shipped.byte.joules:.3f}, {shipped.byte.fixed:.0%} fixed" in text
+        and "runs needed 1.000 to" in text
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (["--runs", "none.json"], "none.json"),
-        (["--runs", str(paths.ROOT / "profiles" / "h200-llama-3.1-8b.json")], "h200-llama-3.1-8b.json: Object contains unknown field"),
+        (
+            ["--runs", str(paths.ROOT / "profiles" / "h200-llama-3.1-8b.json")],
+            "h200-llama-3.1-8b.json: Object contains unknown field",
+        ),
         (["--runs", RUNS, "--profile", RUNS], "h200-energy.json"),
         (["--runs", RUNS, "--out", "no/such/folder.json"], "out="),
     ],

@@ -1,10 +1,13 @@
-"""Every plan that is shipped can be made again by commands: `search plan`, and `search correct` with what was measured of it.
+"""Every plan that is shipped can be made again by commands: `search plan`, and `search correct` with what was
+measured of it.
 
-  python -m search plan --modelled --model llama-3-70b --gpus 2 --tokens 1024 --sums copies --orders two --cuts 512 --out two.json
-  python -m search correct --measured_alone --by_name --plan two.json --report benchmarks/h200-plans-llama-3-70b-tp2.json --out made.json
+  python -m search plan --modelled --model llama-3-70b --gpus 2 --tokens 1024 --sums copies --orders two
+  --cuts 512 --out two.json python -m search correct --measured_alone --by_name --plan two.json --report
+  benchmarks/h200-plans-llama-3-70b-tp2.json --out made.json
 
-One was found by a search with an earlier model of the card: of it the file that was corrected is kept (`test_correct.py`). Two were
-made likewise and are not shipped, since a smaller sequential step makes more tokens a second (benchmarks/plans/measured).
+One was found by a search with an earlier model of the card: of it the file that was corrected is kept
+(`test_correct.py`). Two were made likewise and are not shipped, since a smaller sequential step makes more
+tokens a second (benchmarks/plans/measured).
 """
 
 import msgspec
@@ -32,16 +35,38 @@ NOT_SHIPPED = {"llama-3-70b-tp2-bfloat16", "qwen2-72b-tp2-bfloat16"}  # of these
 SEQUENTIAL = {  # by file: the words of `search plan`
     "llama-3.1-8b-float8_e4m3fn": FP8,
     "mixtral-8x7b-tp2-bfloat16": ["--model", "mixtral-8x7b", "--gpus", "2", "--sums", "reduce"],
-    "llama-3-70b-tp2-bfloat16": ["--model", "llama-3-70b", "--gpus", "2", "--tokens", "768", "--sums", "reduce"],
-    "qwen2-72b-tp2-bfloat16": ["--model", "qwen2-72b", "--gpus", "2", "--tokens", "768,1024", "--sums", "reduce"],  # 768 is kept
+    "llama-3-70b-tp2-bfloat16": [
+        "--model",
+        "llama-3-70b",
+        "--gpus",
+        "2",
+        "--tokens",
+        "768",
+        "--sums",
+        "reduce",
+    ],
+    "qwen2-72b-tp2-bfloat16": [
+        "--model",
+        "qwen2-72b",
+        "--gpus",
+        "2",
+        "--tokens",
+        "768,1024",
+        "--sums",
+        "reduce",
+    ],  # 768 is kept
 }
 SEARCHED = {"llama-3.1-8b-bfloat16"}
 pytestmark = pytest.mark.usefixtures("no_flags")
 
 
 def test_there_are_no_others():
-    assert {path.stem for path in SHIPPED.glob("*.json")} == {f"h200-{name}" for name in (*MEASURED, *SEQUENTIAL, *SEARCHED)}
-    assert {path.stem for path in (BENCHMARKS / "plans" / "measured").glob("*.json")} == {f"h200-{name}" for name in NOT_SHIPPED}
+    assert {path.stem for path in SHIPPED.glob("*.json")} == {
+        f"h200-{name}" for name in (*MEASURED, *SEQUENTIAL, *SEARCHED)
+    }
+    assert {path.stem for path in (BENCHMARKS / "plans" / "measured").glob("*.json")} == {
+        f"h200-{name}" for name in NOT_SHIPPED
+    }
     assert MEASURED.keys() & SEQUENTIAL.keys() == NOT_SHIPPED
 
 
@@ -51,18 +76,42 @@ def test_it_is_an_order_by_hand_or_found_with_what_was_measured_of_it(name, tmp_
     file, *reports = MEASURED[name]
     kept = (BENCHMARKS / "plans" / "measured" if name in NOT_SHIPPED else SHIPPED) / f"h200-{name}.json"
     plan, made, out = load(BENCHMARKS / "plans" / f"{file}.json"), load(kept), tmp_path / "shipped.json"
-    tp, model = made.target.tensor_parallel_size, open_checkpoint(made.target.model, load_format="dummy").model_config
+    tp, model = (
+        made.target.tensor_parallel_size,
+        open_checkpoint(made.target.model, load_format="dummy").model_config,
+    )
     by_hand = (copied if tp == 2 else swapped)(two_nano_batch_plan(model, plan.tokens, plan.tokens // 2, tp))
     assert plan == by_hand or file.startswith("searched/")
-    save(msgspec.structs.replace(plan, target=None, predictions=Predictions((0,), (0,), ((1.0,),), ((2.0,),))), tmp_path / "plan.json")
-    line = ["--plan", str(tmp_path / "plan.json"), "--report", ",".join(str(BENCHMARKS / f"{report}.json") for report in reports)]
+    save(
+        msgspec.structs.replace(plan, target=None, predictions=Predictions((0,), (0,), ((1.0,),), ((2.0,),))),
+        tmp_path / "plan.json",
+    )
+    line = [
+        "--plan",
+        str(tmp_path / "plan.json"),
+        "--report",
+        ",".join(str(BENCHMARKS / f"{report}.json") for report in reports),
+    ]
     assert main(["search", "correct", "--measured_alone", "--by_name", *line, "--out", str(out)]) == 0
     assert out.read_bytes() == kept.read_bytes()
 
 
 def test_the_search_writes_an_order_by_hand(tmp_path):
     """As the first line has it."""
-    kind = ["--model", "llama-3-70b", "--gpus", "2", "--tokens", "1024", "--sums", "copies", "--orders", "two", "--cuts", "512"]
+    kind = [
+        "--model",
+        "llama-3-70b",
+        "--gpus",
+        "2",
+        "--tokens",
+        "1024",
+        "--sums",
+        "copies",
+        "--orders",
+        "two",
+        "--cuts",
+        "512",
+    ]
     assert main(["search", "plan", "--modelled", *kind, "--out", str(tmp_path / "two.json")]) == 0
     found = load(tmp_path / "two.json")
     assert found.predictions is not None and found.target is not None
@@ -73,5 +122,8 @@ def test_the_search_writes_an_order_by_hand(tmp_path):
 @pytest.mark.parametrize("name", SEQUENTIAL)
 def test_the_sequential_one_is_written_by_the_search(name, tmp_path):
     out = tmp_path / "plan.json"
-    assert main(["search", "plan", "--modelled", "--orders", "sequential", *SEQUENTIAL[name], "--out", str(out)]) == 0
+    assert (
+        main(["search", "plan", "--modelled", "--orders", "sequential", *SEQUENTIAL[name], "--out", str(out)])
+        == 0
+    )
     assert out.read_bytes() == (SHIPPED / f"h200-{name}.json").read_bytes()

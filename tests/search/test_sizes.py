@@ -38,7 +38,9 @@ def measured_shares() -> Shares:
 def size_of(tokens: int, prompt: int, output: int) -> Size:
     """By the profile that was measured."""
     shares = measured_shares()
-    step = Load.steady_state(tokens, prompt, output, most_decodes("", MODEL, shares.profile, prompt, output, tokens))
+    step = Load.steady_state(
+        tokens, prompt, output, most_decodes("", MODEL, shares.profile, prompt, output, tokens)
+    )
     return Size.of(MODEL, Setting(shares.graph, shares, step, DEVICES["H200"], shipped_power("H200")))
 
 
@@ -48,23 +50,35 @@ def test_an_engine_compiles_all_of_them_by_default():
 
 @pytest.mark.parametrize("lengths", [(512, 512), (512, 1024), (1000, 1000)])
 def test_they_rank_as_they_were_measured(lengths):
-    """Sequential steps of 512, 1536 and 2048 tokens, in one run: one of the two that a plan is searched for is the best, none the worst."""
-    rows = json.loads((paths.ROOT / "benchmarks" / "h200-plans-llama-3.1-8b-sizes.json").read_text("utf-8"))["plans"]
+    """Sequential steps of 512, 1536 and 2048 tokens, in one run: one of the two that a plan is searched for
+    is the best, none the worst.
+    """
+    rows = json.loads((paths.ROOT / "benchmarks" / "h200-plans-llama-3.1-8b-sizes.json").read_text("utf-8"))[
+        "plans"
+    ]
     of_workload = (row for row in rows if row["sequential"] and row["workload"] == "{}/{}".format(*lengths))
     measured = {row["tokens"]: row["tokens_per_s"] for row in of_workload}
     sizes = [size_of(tokens, *lengths) for tokens in measured]
-    assert [size.tokens for size in sorted(sizes, key=lambda size: size.tokens_per_s)] == sorted(measured, key=measured.__getitem__)
+    assert [size.tokens for size in sorted(sizes, key=lambda size: size.tokens_per_s)] == sorted(
+        measured, key=measured.__getitem__
+    )
     for size in sizes:
         assert size.tokens_per_s == pytest.approx(measured[size.tokens], rel=0.07)
 
 
-FOURTH = json.loads((paths.ROOT / "benchmarks" / "h200-plans-llama-3.1-8b-fourth.json").read_text("utf-8"))["plans"]
+FOURTH = json.loads((paths.ROOT / "benchmarks" / "h200-plans-llama-3.1-8b-fourth.json").read_text("utf-8"))[
+    "plans"
+]
 LENGTHS = ((1024, 512), (512, 1024), (1000, 1000))
 
 
 def measured(prompt: int, output: int) -> dict[int, float]:
     """Tokens a second of the sequential steps of five sizes, after a fourth start, by their rows."""
-    return {row["tokens"]: row["tokens_per_s"] for row in FOURTH if row["sequential"] and row["workload"] == f"{prompt}/{output}"}
+    return {
+        row["tokens"]: row["tokens_per_s"]
+        for row in FOURTH
+        if row["sequential"] and row["workload"] == f"{prompt}/{output}"
+    }
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -72,13 +86,17 @@ def test_what_is_kept_was_the_best_and_all_are_predicted(lengths):
     """The sizes were chosen before these steps were measured."""
     made = measured(*lengths)
     sizes = {tokens: size_of(tokens, *lengths) for tokens in made}
-    assert {*SIZES} < {*made} and most_promising([sizes[tokens] for tokens in SIZES])[0].tokens == max(made, key=made.__getitem__)
+    assert {*SIZES} < {*made} and most_promising([sizes[tokens] for tokens in SIZES])[0].tokens == max(
+        made, key=made.__getitem__
+    )
     assert sorted(SIZES, key=made.__getitem__) == sorted(SIZES, key=lambda tokens: sizes[tokens].tokens_per_s)
     assert all(size.tokens_per_s == pytest.approx(made[tokens], rel=0.025) for tokens, size in sizes.items())
 
 
 def sizes_table() -> list[str]:
-    """The page's rows: tokens a second of each size of the sequential step, measured (predicted), and those of the plan that gained."""
+    """The page's rows: tokens a second of each size of the sequential step, measured (predicted), and those
+    of the plan that gained.
+    """
     made = {lengths: measured(*lengths) for lengths in LENGTHS}
     lines = []
     for tokens in made[LENGTHS[0]]:
@@ -91,17 +109,29 @@ def sizes_table() -> list[str]:
 
 def test_the_page_has_the_sizes():
     page = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    assert page.partition("<!-- sizes -->\n")[2].partition("\n<!-- /sizes -->")[0].splitlines()[2:] == sizes_table()
-    off = max(abs(size_of(tokens, *of).tokens_per_s / made - 1) for of in LENGTHS for tokens, made in measured(*of).items())
+    assert (
+        page.partition("<!-- sizes -->\n")[2].partition("\n<!-- /sizes -->")[0].splitlines()[2:]
+        == sizes_table()
+    )
+    off = max(
+        abs(size_of(tokens, *of).tokens_per_s / made - 1)
+        for of in LENGTHS
+        for tokens, made in measured(*of).items()
+    )
     assert f"All fifteen are predicted within {100 * off:.1f} %" in page
     over = [max(made.values()) / made[2048] for made in map(measured, *zip(*LENGTHS, strict=True))]
-    assert "over steps of 2048 rows it makes {:.3f}, {:.3f} and {:.3f} times as many tokens".format(*over) in page
+    assert (
+        "over steps of 2048 rows it makes {:.3f}, {:.3f} and {:.3f} times as many tokens".format(*over)
+        in page
+    )
 
 
 def test_the_best_are_searched_first():
     sizes = [Size(512, 0, 20.0), Size(1024, 0, 30.0), Size(1536, 100, 25.0), Size(2048, 600, 30.0)]
     assert [size.tokens for size in most_promising(sizes)] == [1024, 2048] and SEARCHED == 2
-    assert line(sizes[1:3], sizes[1:2], 1024).endswith("1024 30 (0 padding), 1536 25 (100 padding); plans for 1024; best 1024")
+    assert line(sizes[1:3], sizes[1:2], 1024).endswith(
+        "1024 30 (0 padding), 1536 25 (100 padding); plans for 1024; best 1024"
+    )
 
 
 def test_a_piece_may_take_its_part_of_what_those_before_it_left():
@@ -163,7 +193,13 @@ def test_cuts_that_no_size_or_not_all_that_were_told_can_have_are_refused(words,
 
 def test_the_page_says_which_are_kept():
     page = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    kept = [most_promising([size_of(tokens, *of) for tokens in SIZES])[0].tokens for of in ((512, 1024), (1000, 1000), (1024, 512))]
+    kept = [
+        most_promising([size_of(tokens, *of) for tokens in SIZES])[0].tokens
+        for of in ((512, 1024), (1000, 1000), (1024, 512))
+    ]
     assert kept[0] == kept[1]
-    said = f"at both lengths it keeps {kept[0]} and at 1024 / 512 {kept[2]}, each the best of the five sizes that were measured afterwards"
+    said = (
+        f"at both lengths it keeps {kept[0]} and at 1024 / 512 {kept[2]}, each the best of the five "
+        f"sizes that were measured afterwards"
+    )
     assert said in " ".join(page.split())

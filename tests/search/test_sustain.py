@@ -16,7 +16,9 @@ RUN_S = 0.004
 
 
 class Card:
-    """That draws 600 W; its energy counter moves in steps. Time is what runs have taken, so that a busy machine changes nothing."""
+    """That draws 600 W; its energy counter moves in steps. Time is what runs have taken, so that a busy
+    machine changes nothing.
+    """
 
     def __init__(self, monkeypatch):
         self.now, self.asked = 0.0, None
@@ -63,7 +65,9 @@ def test_joules_are_the_energy_counters_between_two_of_its_steps(card):
     found = sustain(card.work, 0.6)
     assert found.joules is not None and found.energy_step_s is not None
     assert (found.watts, found.clock_mhz) == (WATTS, 1500) and found.seconds == pytest.approx(RUN_S)
-    assert found.joules == pytest.approx(WATTS * RUN_S, rel=0.05)  # each step is seen within two runs, of 0.6 s
+    assert found.joules == pytest.approx(
+        WATTS * RUN_S, rel=0.05
+    )  # each step is seen within two runs, of 0.6 s
     assert found.energy_step_s == pytest.approx(STEP_S, abs=2 * RUN_S)
 
 

@@ -1,4 +1,6 @@
-"""X.509 certificates for tests, made with the standard library alone: an authority and what it signs, on P-256."""
+"""X.509 certificates for tests, made with the standard library alone: an authority and what it signs, on
+P-256.
+"""
 
 import dataclasses
 import hashlib
@@ -27,7 +29,9 @@ def add(a: Point, b: Point) -> Point:
         return a or b
     if a[0] == b[0] and (a[1] + b[1]) % P == 0:
         return None
-    slope = (3 * a[0] * a[0] - 3) * pow(2 * a[1], -1, P) if a == b else (b[1] - a[1]) * pow(b[0] - a[0], -1, P)
+    slope = (
+        (3 * a[0] * a[0] - 3) * pow(2 * a[1], -1, P) if a == b else (b[1] - a[1]) * pow(b[0] - a[0], -1, P)
+    )
     x = (slope * slope - a[0] - b[0]) % P
     return x, (slope * (a[0] - x) - a[1]) % P
 
@@ -94,7 +98,9 @@ def issue(folder: Path, common: str, signer: Identity | None = None) -> Identity
     x, y = times(secret, BASE)
     public = bits(b"\4" + x.to_bytes(32) + y.to_bytes(32))
     now = datetime.now(UTC)
-    validity = [der(0x17, (now + timedelta(days=days)).strftime("%y%m%d%H%M%SZ").encode()) for days in (-1, 1)]
+    validity = [
+        der(0x17, (now + timedelta(days=days)).strftime("%y%m%d%H%M%SZ").encode()) for days in (-1, 1)
+    ]
     constraints = sequence(der(0x01, b"\xff")) if signer is None else sequence()
     names = sequence(der(0x82, b"localhost"), der(0x87, ipaddress.ip_address("127.0.0.1").packed))
     body = sequence(
@@ -113,7 +119,9 @@ def issue(folder: Path, common: str, signer: Identity | None = None) -> Identity
             ),
         ),
     )
-    certificate = sequence(body, sequence(oid(ECDSA_SHA256)), bits(sign(signer.secret if signer else secret, body)))
+    certificate = sequence(
+        body, sequence(oid(ECDSA_SHA256)), bits(sign(signer.secret if signer else secret, body))
+    )
     private = sequence(integer(1), der(0x04, secret.to_bytes(32)), der(0xA0, oid(P256)), der(0xA1, public))
     cert, key = folder / f"{common}.crt", folder / f"{common}.key"
     cert.write_text(pem("CERTIFICATE", certificate))

@@ -49,7 +49,9 @@ modest = st.builds(
     skip_special_tokens=st.none() | st.booleans(),
     include_stop_string=st.booleans(),
 )
-messages = st.lists(st.builds(pb.ChatMessage, role=st.sampled_from(["user", "robot", ""]) | texts, content=texts), max_size=3)
+messages = st.lists(
+    st.builds(pb.ChatMessage, role=st.sampled_from(["user", "robot", ""]) | texts, content=texts), max_size=3
+)
 chats = st.builds(pb.Chat, messages=messages, continue_final_message=st.booleans())
 prompts = st.one_of(
     st.just({}),

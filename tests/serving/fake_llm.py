@@ -1,4 +1,6 @@
-"""An engine without a model, of the shape of `jaxflow.LLM`: it repeats the prompt, and fails where a test wants it to."""
+"""An engine without a model, of the shape of `jaxflow.LLM`: it repeats the prompt, and fails where a test
+wants it to.
+"""
 
 import dataclasses
 import threading
@@ -26,7 +28,9 @@ from jaxflow.text.detokenizer import StopStrings
 from jaxflow.text.tokenizer import load_tokenizer
 
 PAGES = 1000
-FAULT_TOKEN = 300  # a prompt with this token makes the engine fault when it is first run, unless a test says otherwise
+FAULT_TOKEN = (
+    300  # a prompt with this token makes the engine fault when it is first run, unless a test says otherwise
+)
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
     "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -50,7 +54,13 @@ class FakeDriver:
     """Steps on its own thread while `gate` is set, one token a sequence a step; each request holds one page."""
 
     def __init__(
-        self, max_model_len: int, eos: int, *, step_s: float = 0.001, max_waiting: int = 1000, fault_token: int | None = FAULT_TOKEN
+        self,
+        max_model_len: int,
+        eos: int,
+        *,
+        step_s: float = 0.001,
+        max_waiting: int = 1000,
+        fault_token: int | None = FAULT_TOKEN,
     ):
         self.max_model_len, self.eos, self.step_s, self.max_waiting = max_model_len, eos, step_s, max_waiting
         self.fault_token = fault_token
@@ -142,7 +152,9 @@ class FakeDriver:
         prompt = request.prompt_token_ids
         if self.fault_token in prompt:
             self._running.remove(run)
-            return [self._finished(run, FinishReason.ABORT, error=ZeroDivisionError("a secret of the engine"))]
+            return [
+                self._finished(run, FinishReason.ABORT, error=ZeroDivisionError("a secret of the engine"))
+            ]
         events = []
         if run.sent == 0 and run.index == 0:
             asked = sampling.prompt_logprobs is not None
@@ -152,7 +164,10 @@ class FakeDriver:
         run.sent += 1
         logprobs = None
         if sampling.logprobs is not None:
-            logprobs = ({token: Logprob(-0.5, 2)} | {other: Logprob(-0.25, 1) for other in range(3, 3 + sampling.logprobs)},)
+            logprobs = (
+                {token: Logprob(-0.5, 2)}
+                | {other: Logprob(-0.25, 1) for other in range(3, 3 + sampling.logprobs)},
+            )
         events.append(Delta(request.request_id, run.index, (token,), logprobs))
         stop = run.checker.push([token]) if run.checker else None
         if stop is not None:
@@ -168,13 +183,23 @@ class FakeDriver:
     def _finished(self, run: Running, reason: FinishReason, **more) -> Finished:
         seconds = time.monotonic() - run.submitted
         usage = Usage(len(run.request.prompt_token_ids), 0, run.sent)
-        return Finished(run.request.request_id, run.index, reason, usage, Timings(0.0, seconds / 2, seconds, 0), **more)
+        return Finished(
+            run.request.request_id, run.index, reason, usage, Timings(0.0, seconds / 2, seconds, 0), **more
+        )
 
 
 class FakeLLM:
     """The surface of `jaxflow.LLM` that the services use, around a `FakeDriver`; the tokenizer is a real one."""
 
-    def __init__(self, *, has_tokenizer=True, chat_template: str | None = None, generation_config=None, max_model_len=4096, **driver):
+    def __init__(
+        self,
+        *,
+        has_tokenizer=True,
+        chat_template: str | None = None,
+        generation_config=None,
+        max_model_len=4096,
+        **driver,
+    ):
         tokenizer = load_tokenizer(paths.MODELS / "stories260K")
         tokenizer.chat_template = chat_template
         eos = tokenizer.eos_token_id
@@ -197,17 +222,27 @@ class FakeLLM:
         )
         self.driver = FakeDriver(self.max_model_len, eos, **driver)
 
-    def request(self, prompt, params: SamplingParams, *, request_id: str, priority: int = 0, cache_salt: str = "") -> Request:
+    def request(
+        self, prompt, params: SamplingParams, *, request_id: str, priority: int = 0, cache_salt: str = ""
+    ) -> Request:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise InvalidRequest("prompt", [], "at least one token")
         for token in ids:
             if token >= self.model_config.vocab_size:
-                raise InvalidRequest("prompt_token_ids", token, f"token ids 0 to {self.model_config.vocab_size - 1}")
+                raise InvalidRequest(
+                    "prompt_token_ids", token, f"token ids 0 to {self.model_config.vocab_size - 1}"
+                )
         if len(ids) + (params.max_tokens or 1) > self.max_model_len:
-            raise InvalidRequest("max_tokens", params.max_tokens, f"prompt and output within {self.max_model_len} tokens")
+            raise InvalidRequest(
+                "max_tokens", params.max_tokens, f"prompt and output within {self.max_model_len} tokens"
+            )
         params.check_vocabulary(self.model_config.vocab_size)
-        checker = (lambda: StopStrings(self.tokenizer, ids, params.stop, min_tokens=params.min_tokens)) if params.stop else None
+        checker = (
+            (lambda: StopStrings(self.tokenizer, ids, params.stop, min_tokens=params.min_tokens))
+            if params.stop
+            else None
+        )
         return Request(request_id, ids, params, priority, cache_salt, checker)
 
     def close(self) -> None:

@@ -82,7 +82,9 @@ def violated_field(error: grpc.aio.AioRpcError) -> str | None:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Waits for `condition`; fails after `timeout_s`, which is for a broken test and not part of what is tested."""
+    """Waits for `condition`; fails after `timeout_s`, which is for a broken test and not part of what is
+    tested.
+    """
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -90,4 +92,6 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 def token_request(ids=(5, 6, 7), *, request_id: str = "", **sampling) -> pb.GenerateRequest:
-    return pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=ids), sampling=pb.SamplingParams(**sampling))
+    return pb.GenerateRequest(
+        request_id=request_id, token_ids=pb.TokenIds(ids=ids), sampling=pb.SamplingParams(**sampling)
+    )

@@ -10,7 +10,12 @@ from fake_llm import PAGES, TEMPLATE, FakeLLM
 from harness import serving, until
 from hypothesis import given, settings
 
-METHODS = ("GenerateService/Generate", "GenerateService/Tokenize", "GenerateService/Detokenize", "ModelService/GetModel")
+METHODS = (
+    "GenerateService/Generate",
+    "GenerateService/Tokenize",
+    "GenerateService/Detokenize",
+    "ModelService/GetModel",
+)
 
 
 @pytest.fixture(scope="module")

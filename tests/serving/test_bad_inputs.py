@@ -1,4 +1,6 @@
-"""Every way to ask for what cannot be served, and the status each is answered with. The engine sees none of them."""
+"""Every way to ask for what cannot be served, and the status each is answered with. The engine sees none of
+them.
+"""
 
 import asyncio
 import dataclasses
@@ -32,7 +34,9 @@ def sampling(**settings) -> pb.GenerateRequest:
 
 
 def chat(*roles: str) -> pb.GenerateRequest:
-    return pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role=role, content="hi") for role in roles]))
+    return pb.GenerateRequest(
+        chat=pb.Chat(messages=[pb.ChatMessage(role=role, content="hi") for role in roles])
+    )
 
 
 CASES = (
@@ -45,7 +49,11 @@ CASES = (
     Case("an id past the vocabulary", token_request([5, 512]), "token_ids.ids", says="512"),
     Case("the largest id there is", token_request([2**32 - 1]), "token_ids.ids"),
     Case("a prompt over the context", token_request([5] * CONTEXT), "sampling.max_tokens", says=str(CONTEXT)),
-    Case("prompt and output over the context", token_request([5] * 100, max_tokens=CONTEXT - 99), "sampling.max_tokens"),
+    Case(
+        "prompt and output over the context",
+        token_request([5] * 100, max_tokens=CONTEXT - 99),
+        "sampling.max_tokens",
+    ),
     Case("invalid UTF-8", b"\x1a\x02\xff\xfe", "request", says="UTF-8"),
     Case("invalid UTF-8 in a stop string", b"\x1a\x01a\x32\x03\x4a\x01\xff", "request"),
     Case("bytes that are no message", b"\xff\xff\xff\xff", "request"),
@@ -71,9 +79,17 @@ CASES = (
     Case("10,000 stop tokens", sampling(stop_token_ids=range(10_000)), "sampling.stop_token_ids"),
     Case("a stop token past the vocabulary", sampling(stop_token_ids=[512]), "sampling.stop_token_ids"),
     Case("a repetition penalty of 0", sampling(repetition_penalty=0.0), "sampling.repetition_penalty"),
-    Case("a repetition penalty that is no number", sampling(repetition_penalty=math.nan), "sampling.repetition_penalty"),
+    Case(
+        "a repetition penalty that is no number",
+        sampling(repetition_penalty=math.nan),
+        "sampling.repetition_penalty",
+    ),
     Case("a huge presence penalty", sampling(presence_penalty=1e9), "sampling.presence_penalty"),
-    Case("a frequency penalty that is no number", sampling(frequency_penalty=math.nan), "sampling.frequency_penalty"),
+    Case(
+        "a frequency penalty that is no number",
+        sampling(frequency_penalty=math.nan),
+        "sampling.frequency_penalty",
+    ),
     Case("301 logit biases", sampling(logit_bias=dict.fromkeys(range(301), 1.0)), "sampling.logit_bias"),
     Case("a logit bias that is no number", sampling(logit_bias={5: math.nan}), "sampling.logit_bias[5]"),
     Case("a logit bias past the vocabulary", sampling(logit_bias={512: 1.0}), "sampling.logit_bias"),
@@ -90,14 +106,21 @@ CASES = (
 def test_each_is_refused_with_its_status_and_its_field():
     async def scenario():
         llm = FakeLLM(chat_template=TEMPLATE)
-        async with serving(llm) as (server, _), grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        async with (
+            serving(llm) as (server, _),
+            grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+        ):
             send = channel.unary_stream("/jaxflow.v1.GenerateService/Generate")
             wrong = []
             for case in CASES:
                 data = case.request if isinstance(case.request, bytes) else case.request.SerializeToString()
                 error = await failure(send(data))
                 got = (error.code(), violated_field(error))
-                if got != (case.code, case.field) or case.says not in error.details() or not 0 < len(error.details()) <= 1000:
+                if (
+                    got != (case.code, case.field)
+                    or case.says not in error.details()
+                    or not 0 < len(error.details()) <= 1000
+                ):
                     wrong.append((case.name, got, error.details()[:200]))
             assert not wrong
             assert llm.driver.submitted == []
@@ -147,7 +170,10 @@ def test_a_model_without_a_tokenizer_answers_token_ids():
             answer = await client.generate([5, 6, 7], max_tokens=3, logprobs=1).read_all()
             assert (answer.token_ids, answer.text) == ([[5, 6, 7]], "")
             assert not (await model.GetModel(pb.GetModelRequest())).has_tokenizer
-            for call in (generate.Tokenize(pb.TokenizeRequest(text="hi")), generate.Detokenize(pb.DetokenizeRequest(ids=[5]))):
+            for call in (
+                generate.Tokenize(pb.TokenizeRequest(text="hi")),
+                generate.Detokenize(pb.DetokenizeRequest(ids=[5])),
+            ):
                 assert (await failure(call)).code() == PRECONDITION
 
     asyncio.run(scenario())

@@ -18,21 +18,35 @@ from harness import serving
 from serving.server import Server, ServerConfig
 
 MODEL = str(paths.MODELS / "stories260K")
-SMALL = ("--max_num_batched_tokens=16", "--max_num_seqs=4", "--max_model_len=512", "--num_kv_pages=64", "--block_size=16")
+SMALL = (
+    "--max_num_batched_tokens=16",
+    "--max_num_seqs=4",
+    "--max_model_len=512",
+    "--num_kv_pages=64",
+    "--block_size=16",
+)
 PROMPT = paths.golden("stories260K")["prompts"][1]
 
 
 def run(module: str, *arguments: str, stdin: str | None = None, env=None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(
-        command, cwd=paths.ROOT, input=stdin, capture_output=True, text=True, timeout=120, env={**os.environ, **(env or {})}
+        command,
+        cwd=paths.ROOT,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **(env or {})},
     )
 
 
 @contextlib.contextmanager
 def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "serving", "--port=0", "--admin_port=0", *arguments]
-    with subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        command, cwd=paths.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
         try:
             yield server
         finally:
@@ -52,24 +66,57 @@ def test_serve_ask_and_end(tmp_path):
     (tmp_path / "tokens").write_text("s3cret\n")
     with process("--model", MODEL, *SMALL, f"--auth_token_file={tmp_path / 'tokens'}") as server:
         target = f"--target={ready(server)}"
-        greedy = ("--temperature=0", f"--max_tokens={len(PROMPT['greedy_ids'])}", "--ignore_eos", "--timeout_s=inf")
+        greedy = (
+            "--temperature=0",
+            f"--max_tokens={len(PROMPT['greedy_ids'])}",
+            "--ignore_eos",
+            "--timeout_s=inf",
+        )
         asked = run("serving.client", target, "--auth_token=s3cret", *greedy, PROMPT["text"])
         assert (asked.returncode, asked.stdout) == (0, PROMPT["greedy_text"] + "\n")
         assert re.search(r"\[\d+ tokens, prompt \d+ \(\d+ cached\), first after .* tokens/s", asked.stderr)
-        piped = run("serving.client", target, *greedy, "--nostats", stdin=PROMPT["text"], env={"JAXFLOW_AUTH_TOKEN": "s3cret"})
+        piped = run(
+            "serving.client",
+            target,
+            *greedy,
+            "--nostats",
+            stdin=PROMPT["text"],
+            env={"JAXFLOW_AUTH_TOKEN": "s3cret"},
+        )
         assert (piped.stdout, piped.stderr) == (PROMPT["greedy_text"] + "\n", "")
         for arguments, says in (
             ((target, "hi"), "authorization: Bearer"),
             ((target, "--auth_token=s3cret", "--top_p=7", "hi"), "sampling.top_p=7"),
             ((target, "--auth_token=s3cret", "--chat"), "no chat template"),
             ((target, "--auth_token=s3cret", "--tls_ca=/no/such/file", "hi"), "/no/such/file"),
-            ((target, "--auth_token=s3cret", "--timeout_s=0.001", "--max_tokens=400", "--ignore_eos", "hi"), "eadline"),
+            (
+                (
+                    target,
+                    "--auth_token=s3cret",
+                    "--timeout_s=0.001",
+                    "--max_tokens=400",
+                    "--ignore_eos",
+                    "hi",
+                ),
+                "eadline",
+            ),
         ):
             refused = run("serving.client", *arguments, stdin="")
             assert refused.returncode == 1 and says in refused.stderr and "Traceback" not in refused.stderr
         # An answer is running when the signal comes: it has time to finish.
-        command = [sys.executable, "-m", "serving.client", target, "--auth_token=s3cret", "--max_tokens=400", "--ignore_eos", "Once"]
-        with subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        command = [
+            sys.executable,
+            "-m",
+            "serving.client",
+            target,
+            "--auth_token=s3cret",
+            "--max_tokens=400",
+            "--ignore_eos",
+            "Once",
+        ]
+        with subprocess.Popen(
+            command, cwd=paths.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as running:
             assert running.stdout.read(1)
             server.send_signal(signal.SIGTERM)
             text, errors = running.communicate(timeout=60)
@@ -127,7 +174,10 @@ def test_help_reads_well(module, says):
 
 @pytest.mark.parametrize(
     ("flag", "accepted"),
-    [("--seed=99999999999999999999", "[-9223372036854775808, 9223372036854775807]"), ("--timeout_s=nan", "a number of seconds")],
+    [
+        ("--seed=99999999999999999999", "[-9223372036854775808, 9223372036854775807]"),
+        ("--timeout_s=nan", "a number of seconds"),
+    ],
 )
 def test_what_the_client_cannot_send_names_the_flag(flag, accepted):
     done = run("serving.client", flag, "hi")
@@ -139,12 +189,25 @@ def test_a_prompt_that_is_no_text_is_one_line():
     async def scenario():
         async with serving(FakeLLM()) as (server, _):
             command = [sys.executable, "-m", "serving.client", f"--target=127.0.0.1:{server.port}"]
-            pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
-            for arguments, encoding in (([b"\xe1\xff"], "utf-8"), ([], "utf-8:strict"), ([], "utf-8:surrogateescape")):
+            pipes = {
+                "stdin": asyncio.subprocess.PIPE,
+                "stdout": asyncio.subprocess.PIPE,
+                "stderr": asyncio.subprocess.PIPE,
+            }
+            for arguments, encoding in (
+                ([b"\xe1\xff"], "utf-8"),
+                ([], "utf-8:strict"),
+                ([], "utf-8:surrogateescape"),
+            ):
                 environment = {**os.environ, "PYTHONIOENCODING": encoding}
-                asked = await asyncio.create_subprocess_exec(*command, *arguments, cwd=paths.ROOT, env=environment, **pipes)
+                asked = await asyncio.create_subprocess_exec(
+                    *command, *arguments, cwd=paths.ROOT, env=environment, **pipes
+                )
                 _, errors = await asked.communicate(None if arguments else b"\xe1\xff")
-                assert (asked.returncode, errors) == (1, b"error: the prompt is not UTF-8: text is accepted\n")
+                assert (asked.returncode, errors) == (
+                    1,
+                    b"error: the prompt is not UTF-8: text is accepted\n",
+                )
 
     asyncio.run(scenario())
 
@@ -152,7 +215,14 @@ def test_a_prompt_that_is_no_text_is_one_line():
 def test_a_gone_reader_of_the_answer_is_no_error():
     async def scenario():
         async with serving(FakeLLM()) as (server, _):
-            command = [sys.executable, "-m", "serving.client", f"--target=127.0.0.1:{server.port}", "--max_tokens=9", "--nostats"]
+            command = [
+                sys.executable,
+                "-m",
+                "serving.client",
+                f"--target=127.0.0.1:{server.port}",
+                "--max_tokens=9",
+                "--nostats",
+            ]
             read, write = os.pipe()
             os.close(read)
             asked = await asyncio.create_subprocess_exec(
@@ -171,9 +241,15 @@ def test_no_server():
     target = f"--target=127.0.0.1:{port}"
     done = run("serving.client", target, "hi")
     assert done.returncode == 1
-    assert re.fullmatch(rf"error: no server answers at 127\.0\.0\.1:{port}; start one with: python -m serving [^\n]*\n", done.stderr)
+    assert re.fullmatch(
+        rf"error: no server answers at 127\.0\.0\.1:{port}; start one with: python -m serving [^\n]*\n",
+        done.stderr,
+    )
     waited = run("serving.client", target, "--wait_s=0.2", "hi")
-    assert (waited.returncode, waited.stderr) == (1, f"error: no server was ready at 127.0.0.1:{port} within 0.2 s\n")
+    assert (waited.returncode, waited.stderr) == (
+        1,
+        f"error: no server was ready at 127.0.0.1:{port} within 0.2 s\n",
+    )
 
 
 def test_a_server_that_is_loading_says_so_and_can_be_waited_for():
@@ -182,7 +258,10 @@ def test_a_server_that_is_loading_says_so_and_can_be_waited_for():
         await server.start()
         ask = ("serving.client", f"--target=127.0.0.1:{server.port}", "--max_tokens=3", "Once upon")
         early = await asyncio.to_thread(run, *ask)
-        assert (early.returncode, early.stderr) == (1, "error: the model is still loading; try again in 5 s, or with --wait_s\n")
+        assert (early.returncode, early.stderr) == (
+            1,
+            "error: the model is still loading; try again in 5 s, or with --wait_s\n",
+        )
         patient = asyncio.create_task(asyncio.to_thread(run, *ask, "--wait_s=60"))
         await asyncio.sleep(0.5)  # it is waiting by now, or else comes later: either must work
         await server.serve(llm)
@@ -208,7 +287,11 @@ def test_a_conversation_has_a_history():
                 "--system=Be kind.",
                 "--max_tokens=9",
             ]
-            pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+            pipes = {
+                "stdin": asyncio.subprocess.PIPE,
+                "stdout": asyncio.subprocess.PIPE,
+                "stderr": asyncio.subprocess.PIPE,
+            }
             talk = await asyncio.create_subprocess_exec(*command, cwd=paths.ROOT, **pipes)
             _, errors = await talk.communicate(b"hello\n\nand then?\n/clear\nanew\n/exit\nnever sent\n")
             assert talk.returncode == 0 and errors.count(b"[9 tokens") == 3

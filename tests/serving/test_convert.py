@@ -1,4 +1,6 @@
-"""Settings from the wire: what is unset takes the checkpoint's word, then the proto's; refusals name the field's path."""
+"""Settings from the wire: what is unset takes the checkpoint's word, then the proto's; refusals name the
+field's path.
+"""
 
 import math
 
@@ -15,7 +17,9 @@ def test_nothing_set_means_the_defaults_of_the_proto():
 
 
 def test_the_checkpoint_fills_what_is_unset_and_only_that():
-    defaults = convert.sampling_defaults({"temperature": 0.5, "top_k": 40, "top_p": None, "do_sample": True, "eos_token_id": 2})
+    defaults = convert.sampling_defaults(
+        {"temperature": 0.5, "top_k": 40, "top_p": None, "do_sample": True, "eos_token_id": 2}
+    )
     assert defaults == {"temperature": 0.5, "top_k": 40}
     params = convert.sampling_params(pb.SamplingParams(temperature=0.0), defaults)
     assert (params.temperature, params.top_k, params.top_p) == (0.0, 40, 1.0)

@@ -11,7 +11,13 @@ from serving import default_model
 
 
 def demo(*arguments):
-    return subprocess.run([sys.executable, "-m", "serving.demo", *arguments], cwd=paths.ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-m", "serving.demo", *arguments],
+        cwd=paths.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def test_it_serves_asks_and_ends():

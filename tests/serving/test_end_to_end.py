@@ -1,4 +1,6 @@
-"""A real checkpoint behind the services: its golden texts, many callers at once, and 500 requests of every shape."""
+"""A real checkpoint behind the services: its golden texts, many callers at once, and 500 requests of every
+shape.
+"""
 
 import asyncio
 import contextlib
@@ -24,7 +26,9 @@ PROMPTS = GOLDEN["prompts"]
 
 @pytest.fixture(scope="module")
 def llm():
-    """Small steps and few pages, so that requests queue, chunk, share and pre-empt one another. Thousands: compiled with some care."""
+    """Small steps and few pages, so that requests queue, chunk, share and pre-empt one another. Thousands:
+    compiled with some care.
+    """
     with compiled_with(OFTEN):
         made = LLM(
             str(paths.MODELS / "stories260K"),
@@ -37,7 +41,10 @@ def llm():
             progress=False,
         )
     with made as llm:
-        llm.close, close = lambda: None, llm.close  # the services' harness ends what it serves; this one is shared
+        llm.close, close = (
+            lambda: None,
+            llm.close,
+        )  # the services' harness ends what it serves; this one is shared
         yield llm
         llm.close = close
 
@@ -59,7 +66,11 @@ async def statistics(server: Server) -> pb.GetStatsResponse:
 async def check_nothing_is_left(server: Server) -> None:
     """All pages free, nothing queued, nothing compiled since warm-up."""
     async with asyncio.timeout(30):
-        while (stats := await statistics(server)).running_requests or stats.waiting_requests or stats.kv_pages_free != stats.kv_pages:
+        while (
+            (stats := await statistics(server)).running_requests
+            or stats.waiting_requests
+            or stats.kv_pages_free != stats.kv_pages
+        ):
             await asyncio.sleep(0.02)
     assert stats.compilations_after_warmup == 0
 
@@ -69,9 +80,13 @@ def test_many_callers_at_once_stream_the_golden_texts(llm):
         async with serving(llm) as (server, _), client_of(server) as client:
             prompts = PROMPTS * 4
             asked = [client.generate(prompt["prompt_ids"], **greedy(prompt)) for prompt in prompts]
-            asked += [client.generate(prompt["text"], **greedy(prompt)) for prompt in PROMPTS if prompt["text"]]
+            asked += [
+                client.generate(prompt["text"], **greedy(prompt)) for prompt in PROMPTS if prompt["text"]
+            ]
             prompts += [prompt for prompt in PROMPTS if prompt["text"]]
-            for answer, prompt in zip(await asyncio.gather(*(answer.read_all() for answer in asked)), prompts, strict=True):
+            for answer, prompt in zip(
+                await asyncio.gather(*(answer.read_all() for answer in asked)), prompts, strict=True
+            ):
                 check_golden(answer, prompt)
                 assert answer.started.prompt_tokens == len(prompt["prompt_ids"])
                 assert len(answer.arrivals) > 1, "it came as a stream"
@@ -87,12 +102,17 @@ def test_logprobs_arrive_with_their_text(llm):
             call = client.generate(prompt["prompt_ids"], **greedy(prompt), logprobs=5, prompt_logprobs=0)
             messages = [message async for message in call]
             told = messages[0].started.prompt_logprobs
-            assert [entry.candidates[0].logprob for entry in told[1:]] == pytest.approx(prompt["prompt_logprobs"], abs=1e-3)
+            assert [entry.candidates[0].logprob for entry in told[1:]] == pytest.approx(
+                prompt["prompt_logprobs"], abs=1e-3
+            )
             steps = [step for message in messages for step in message.delta.logprobs]
             for step, token, top in zip(steps, prompt["greedy_ids"], prompt["top_ids"], strict=True):
                 assert (step.candidates[0].token_id, step.candidates[0].rank) == (token, 1)
                 assert [candidate.token_id for candidate in step.candidates] == top
-                assert all(candidate.text == llm.tokenizer.token_text(candidate.token_id) for candidate in step.candidates)
+                assert all(
+                    candidate.text == llm.tokenizer.token_text(candidate.token_id)
+                    for candidate in step.candidates
+                )
 
     asyncio.run(scenario())
 
@@ -102,8 +122,12 @@ def test_the_reported_seed_draws_the_same_answer(llm):
         async with serving(llm) as (server, _), client_of(server) as client:
             settings = {"max_tokens": 20, "temperature": 1.0}
             drawn = [await client.generate("Once", **settings).read_all() for _ in range(8)]
-            assert len({answer.started.seed for answer in drawn}) == len({answer.text for answer in drawn}) == 8
-            assert min(answer.started.seed for answer in drawn) < 0, "seeds are 64 bits wide: some are negative"
+            assert (
+                len({answer.started.seed for answer in drawn}) == len({answer.text for answer in drawn}) == 8
+            )
+            assert min(answer.started.seed for answer in drawn) < 0, (
+                "seeds are 64 bits wide: some are negative"
+            )
             for answer in drawn:
                 again = await client.generate("Once", **settings, seed=answer.started.seed).read_all()
                 assert (again.token_ids, again.started.seed) == (answer.token_ids, answer.started.seed)
@@ -112,7 +136,9 @@ def test_the_reported_seed_draws_the_same_answer(llm):
 
 
 def test_any_requests_side_by_side(llm):
-    """Whatever is asked at once, of the real engine: it is served or refused by name, and leaves nothing behind."""
+    """Whatever is asked at once, of the real engine: it is served or refused by name, and leaves nothing
+    behind.
+    """
     outcomes = set()
 
     async def outcome(generate, request) -> grpc.StatusCode:
@@ -133,7 +159,9 @@ def test_any_requests_side_by_side(llm):
         asyncio.run(scenario())
 
     check()
-    assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} <= outcomes <= {grpc.StatusCode.OK, *REFUSALS}
+    assert (
+        {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} <= outcomes <= {grpc.StatusCode.OK, *REFUSALS}
+    )
 
 
 def draw(rng: random.Random) -> dict:
@@ -162,7 +190,9 @@ def draw(rng: random.Random) -> dict:
 
 async def one_request(rng: random.Random, server: Server, shared: Client) -> str:
     """Asks for something, perhaps leaves early, and returns how it ended."""
-    fate = rng.choices(["golden", "complete", "cancel", "disconnect", "deadline", "refused"], [1, 5, 2, 1, 1, 1])[0]
+    fate = rng.choices(
+        ["golden", "complete", "cancel", "disconnect", "deadline", "refused"], [1, 5, 2, 1, 1, 1]
+    )[0]
     if fate == "golden":
         prompt = rng.choice(PROMPTS)
         check_golden(await shared.generate(prompt["prompt_ids"], **greedy(prompt)).read_all(), prompt)
@@ -195,7 +225,9 @@ async def one_request(rng: random.Random, server: Server, shared: Client) -> str
 
 
 def test_soak(llm):
-    """500 requests with random cancels, disconnects and deadlines: nothing leaks, and no shape is new to the compiler."""
+    """500 requests with random cancels, disconnects and deadlines: nothing leaks, and no shape is new to the
+    compiler.
+    """
 
     async def scenario():
         async with serving(llm) as (server, _), client_of(server) as client:
@@ -208,6 +240,8 @@ def test_soak(llm):
             fates = await asyncio.gather(*(one(seed) for seed in range(500)))
             assert len(set(fates)) == 6
             await check_nothing_is_left(server)
-            check_golden(await client.generate(PROMPTS[1]["prompt_ids"], **greedy(PROMPTS[1])).read_all(), PROMPTS[1])
+            check_golden(
+                await client.generate(PROMPTS[1]["prompt_ids"], **greedy(PROMPTS[1])).read_all(), PROMPTS[1]
+            )
 
     asyncio.run(scenario())

@@ -1,4 +1,6 @@
-"""What goes wrong around a request: callers that leave, wait, stall; an engine that is full, faulty or ending."""
+"""What goes wrong around a request: callers that leave, wait, stall; an engine that is full, faulty or
+ending.
+"""
 
 import asyncio
 import logging as python_logging
@@ -75,7 +77,9 @@ def test_a_caller_whose_connection_breaks_is_noticed():
             async def proxy(reader, writer):
                 to_reader, to_writer = await asyncio.open_connection("127.0.0.1", server.port)
                 wires.extend((writer, to_writer))
-                await asyncio.gather(forward(reader, to_writer), forward(to_reader, writer), return_exceptions=True)
+                await asyncio.gather(
+                    forward(reader, to_writer), forward(to_reader, writer), return_exceptions=True
+                )
 
             listener = await asyncio.start_server(proxy, "127.0.0.1", 0)
             port = listener.sockets[0].getsockname()[1]
@@ -124,7 +128,9 @@ def test_a_deadline_already_past_over_the_wire(timeout_s):
         async with serving() as (server, llm), stubs_of(server) as (generate, _, _):
             error = await failure(generate.Generate(token_request(), timeout=timeout_s))
             assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            assert timeout_s == 0 or llm.driver.submitted == []  # of 0 the wire makes a millisecond, in which a request may arrive
+            assert (
+                timeout_s == 0 or llm.driver.submitted == []
+            )  # of 0 the wire makes a millisecond, in which a request may arrive
             await until(lambda: all_free(llm))
             await others_are_served(server)
 
@@ -148,7 +154,9 @@ def test_a_deadline_already_past_never_reaches_the_engine():
         async def send_initial_metadata(_):
             pass
 
-        context = types.SimpleNamespace(time_remaining=lambda: next(left), send_initial_metadata=send_initial_metadata)
+        context = types.SimpleNamespace(
+            time_remaining=lambda: next(left), send_initial_metadata=send_initial_metadata
+        )
         with pytest.raises(Refusal):
             await service.Generate(token_request(), context)
         assert llm.driver.submitted == []
@@ -175,7 +183,9 @@ def test_a_slow_reader_is_dropped_and_nobody_waits_for_it():
                     read_tokens += len(message.delta.token_ids)
             assert dropped.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "too slowly" in dropped.value.details()
-            assert 0 < read_tokens < LONG  # what had been sent is still delivered, in order, before the status
+            assert (
+                0 < read_tokens < LONG
+            )  # what had been sent is still delivered, in order, before the status
 
     asyncio.run(scenario())
 
@@ -187,7 +197,9 @@ def test_a_reader_who_catches_up_loses_nothing():
             grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=NARROW) as channel,
         ):
             llm.driver.step_s = 0.0
-            call = generate_pb2_grpc.GenerateServiceStub(channel).Generate(token_request(max_tokens=1000, logprobs=20))
+            call = generate_pb2_grpc.GenerateServiceStub(channel).Generate(
+                token_request(max_tokens=1000, logprobs=20)
+            )
             await call.read()
             await until(lambda: llm.driver.steps == 1000)
             messages = []
@@ -205,7 +217,9 @@ def test_a_full_queue_says_when_to_come_back():
     async def scenario():
         async with serving(FakeLLM(max_waiting=2)) as (server, llm), stubs_of(server) as (generate, _, _):
             llm.driver.gate.clear()
-            waiting = [asyncio.create_task(read(generate.Generate(token_request(max_tokens=3)))) for _ in range(2)]
+            waiting = [
+                asyncio.create_task(read(generate.Generate(token_request(max_tokens=3)))) for _ in range(2)
+            ]
             await until(lambda: len(llm.driver.submitted) == 2)
             error = await failure(generate.Generate(token_request()))
             assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -220,7 +234,11 @@ def test_a_full_queue_says_when_to_come_back():
 
 def test_one_requests_fault_is_its_own_and_its_id_is_in_the_log(caplog):
     async def scenario():
-        async with serving() as (server, llm), stubs_of(server) as (generate, _, _), client_of(server) as client:
+        async with (
+            serving() as (server, llm),
+            stubs_of(server) as (generate, _, _),
+            client_of(server) as client,
+        ):
             llm.driver.gate.clear()
             other = asyncio.create_task(client.generate([5, 6], max_tokens=40).read_all())
             call = generate.Generate(token_request([FAULT_TOKEN]))
@@ -263,11 +281,17 @@ def test_no_fault_of_ours_is_unknown(broken, caplog):
                     calls.append(lambda: generate.Tokenize(pb.TokenizeRequest(text="hi")))
                 case "model_config":
                     llm.model_config = None
-                    calls += [lambda: model.GetModel(pb.GetModelRequest()), lambda: generate.Detokenize(pb.DetokenizeRequest())]
+                    calls += [
+                        lambda: model.GetModel(pb.GetModelRequest()),
+                        lambda: generate.Detokenize(pb.DetokenizeRequest()),
+                    ]
             for call in calls:
                 error = await failure(call())
                 assert error.code() == grpc.StatusCode.INTERNAL
-                assert "secret" not in error.details() and re.search(r"fault \w{12}", error.details()).group() in caplog.text
+                assert (
+                    "secret" not in error.details()
+                    and re.search(r"fault \w{12}", error.details()).group() in caplog.text
+                )
             assert llm.driver.close == close
 
     asyncio.run(scenario())
@@ -275,7 +299,11 @@ def test_no_fault_of_ours_is_unknown(broken, caplog):
 
 def test_draining_lets_the_running_finish_and_refuses_the_new():
     async def scenario():
-        async with serving() as (server, llm), client_of(server) as client, stubs_of(server) as (generate, _, admin):
+        async with (
+            serving() as (server, llm),
+            client_of(server) as client,
+            stubs_of(server) as (generate, _, admin),
+        ):
             llm.driver.gate.clear()
             running = asyncio.create_task(client.generate([5, 6], max_tokens=20).read_all())
             await until(lambda: len(llm.driver.submitted) == 1)
@@ -321,7 +349,9 @@ def test_a_dead_engine_is_told_to_probes():
 def test_three_hundred_callers_on_one_connection():
     async def scenario():
         async with serving() as (server, llm), client_of(server) as client:
-            answers = await asyncio.gather(*(client.generate([5, 6, 10 + i % 200], max_tokens=9).read_all() for i in range(300)))
+            answers = await asyncio.gather(
+                *(client.generate([5, 6, 10 + i % 200], max_tokens=9).read_all() for i in range(300))
+            )
             for i, answer in enumerate(answers):
                 assert answer.token_ids == [[5, 6, 10 + i % 200] * 3]
             assert all_free(llm)

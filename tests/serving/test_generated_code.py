@@ -24,12 +24,18 @@ def fresh(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", GENERATED)
 def test_committed_code_is_what_the_proto_generates(fresh: Path, name: str):
     committed = (ROOT / "serving" / name).read_text()
-    assert committed == (fresh / name).read_text(), "generate.proto has changed: its first comment says how to regenerate"
+    assert committed == (fresh / name).read_text(), (
+        "generate.proto has changed: its first comment says how to regenerate"
+    )
 
 
 def test_every_call_is_there():
     calls = {
-        f"{service.name}.{method.name}": (method.input_type.name, method.output_type.name, method.server_streaming)
+        f"{service.name}.{method.name}": (
+            method.input_type.name,
+            method.output_type.name,
+            method.server_streaming,
+        )
         for service in pb.DESCRIPTOR.services_by_name.values()
         for method in service.methods
     }
@@ -45,7 +51,11 @@ def test_every_call_is_there():
 
 def test_unset_differs_from_zero_for_every_scalar_with_another_default():
     fields = pb.SamplingParams.DESCRIPTOR.fields
-    scalars = [field for field in fields if not field.is_repeated and field.name not in ("n", "ignore_eos", "include_stop_string")]
+    scalars = [
+        field
+        for field in fields
+        if not field.is_repeated and field.name not in ("n", "ignore_eos", "include_stop_string")
+    ]
     assert len(scalars) == 13
     assert all(field.has_presence for field in scalars)
     assert all(isinstance(field, descriptor.FieldDescriptor) for field in scalars)

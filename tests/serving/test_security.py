@@ -44,8 +44,11 @@ def test_without_a_token_nothing_is_served(metadata):
                 error = await failure(call(request, metadata=metadata))
                 assert error.code() == UNAUTHENTICATED and "Bearer" in error.details()
             async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-                reflection = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
-                # No message: one that is under way when the call is refused fails in the client's library, whose error then is INTERNAL.
+                reflection = channel.stream_stream(
+                    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+                )
+                # No message: one that is under way when the call is refused fails in the client's library,
+                # whose error then is INTERNAL.
                 assert (await failure(reflection(iter(()), metadata=metadata))).code() == UNAUTHENTICATED
                 health = health_pb2_grpc.HealthStub(channel)  # an orchestrator's probe has no token
                 reply = await health.Check(health_pb2.HealthCheckRequest(), metadata=metadata)
@@ -58,7 +61,11 @@ def test_without_a_token_nothing_is_served(metadata):
 @pytest.mark.parametrize("token", TOKENS)
 def test_any_of_the_tokens_is_good_for_everything(token):
     async def scenario():
-        async with serving(auth_tokens=TOKENS) as (server, _), client_of(server, auth_token=token) as client, stubs_of(server) as stubs:
+        async with (
+            serving(auth_tokens=TOKENS) as (server, _),
+            client_of(server, auth_token=token) as client,
+            stubs_of(server) as stubs,
+        ):
             assert (await client.generate([5], max_tokens=1).read_all()).token_ids == [[5]]
             assert (await client.model()).name == "fake"
             metadata = (("authorization", f"bearer {token}"),)
@@ -88,7 +95,9 @@ def test_tls_with_and_without_certificates_of_callers(tmp_path):
         async def served(server, **settings) -> bool:
             async with client_of(server, **settings) as client:
                 try:
-                    return (await client.generate([5], max_tokens=1, timeout_s=10.0).read_all()).token_ids == [[5]]
+                    return (
+                        await client.generate([5], max_tokens=1, timeout_s=10.0).read_all()
+                    ).token_ids == [[5]]
                 except RequestFailed as error:
                     assert error.code == grpc.StatusCode.UNAVAILABLE and not error.from_server
                     return False
@@ -117,7 +126,9 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path):
     garbage.write_text("no certificate")
 
     async def start(**files):
-        await Server(ServerConfig(port=0, admin_port=0, **{name: str(path) for name, path in files.items()})).start()
+        await Server(
+            ServerConfig(port=0, admin_port=0, **{name: str(path) for name, path in files.items()})
+        ).start()
 
     for files in (
         {"tls_cert": one.cert, "tls_key": other.key},
@@ -146,7 +157,9 @@ def test_a_port_in_use_is_found_at_the_start(which):
     async def scenario():
         async with serving() as (server, _):
             taken = getattr(server, which)
-            with pytest.raises(ListenError, match=rf"cannot listen on 127\.0\.0\.1:{taken}: Address already in use"):
+            with pytest.raises(
+                ListenError, match=rf"cannot listen on 127\.0\.0\.1:{taken}: Address already in use"
+            ):
                 await Server(ServerConfig(**{"port": 0, "admin_port": 0, which: taken})).start()
 
     asyncio.run(scenario())

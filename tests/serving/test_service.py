@@ -20,7 +20,9 @@ def test_a_text_is_answered_as_it_comes():
     async def scenario():
         async with serving() as (server, llm), client_of(server) as client:
             ids = llm.tokenizer.encode("Once upon a time there was")
-            answer = await client.generate("Once upon a time there was", max_tokens=len(ids), request_id="mine").read_all()
+            answer = await client.generate(
+                "Once upon a time there was", max_tokens=len(ids), request_id="mine"
+            ).read_all()
             assert answer.token_ids == [ids]  # the fake repeats its prompt
             assert answer.text == llm.tokenizer.decode(ids + ids).removeprefix(llm.tokenizer.decode(ids))
             assert answer.started.prompt_tokens == len(ids)
@@ -46,15 +48,24 @@ def test_one_stop_string_is_not_one_for_each_of_its_characters(given, meant):
 def test_the_stream_is_started_then_deltas_then_a_finished_for_each_sequence():
     async def scenario():
         async with serving() as (server, _), stubs_of(server) as (generate, _, _):
-            messages = await read(generate.Generate(token_request(n=3, max_tokens=4, logprobs=2, prompt_logprobs=0)))
+            messages = await read(
+                generate.Generate(token_request(n=3, max_tokens=4, logprobs=2, prompt_logprobs=0))
+            )
             kinds = [message.WhichOneof("event") for message in messages]
             assert kinds[0] == "started" and kinds.count("started") == 1 and kinds.count("finished") == 3
             assert len({message.request_id for message in messages}) == 1 and messages[0].request_id
             for index in range(3):
-                mine = [message.delta for message in messages if message.HasField("delta") and message.delta.index == index]
+                mine = [
+                    message.delta
+                    for message in messages
+                    if message.HasField("delta") and message.delta.index == index
+                ]
                 assert [token for delta in mine for token in delta.token_ids] == [5, 6, 7, 5]
                 assert all(len(delta.logprobs) == len(delta.token_ids) for delta in mine)
-                assert len(mine[0].logprobs[0].candidates) == 3 and mine[0].logprobs[0].candidates[0].token_id == 5
+                assert (
+                    len(mine[0].logprobs[0].candidates) == 3
+                    and mine[0].logprobs[0].candidates[0].token_id == 5
+                )
             assert [len(entry.candidates) for entry in messages[0].started.prompt_logprobs] == [0, 1, 1]
 
     asyncio.run(scenario())
@@ -64,12 +75,29 @@ def test_what_the_caller_asks_reaches_the_engine():
     async def scenario():
         llm = FakeLLM(generation_config={"temperature": 0.25, "top_k": 9})
         async with serving(llm) as (server, _), client_of(server) as client:
-            asked = client.generate([5, 6], priority=-3, cache_salt="salt", top_k=2, stop=["xyz"], stop_token_ids=[6], model="fake")
+            asked = client.generate(
+                [5, 6],
+                priority=-3,
+                cache_salt="salt",
+                top_k=2,
+                stop=["xyz"],
+                stop_token_ids=[6],
+                model="fake",
+            )
             answer = await asked.read_all()
             request = llm.driver.submitted[0]
-            assert (request.priority, request.cache_salt, list(request.prompt_token_ids)) == (-3, "salt", [5, 6])
+            assert (request.priority, request.cache_salt, list(request.prompt_token_ids)) == (
+                -3,
+                "salt",
+                [5, 6],
+            )
             sampling = request.sampling
-            assert (sampling.temperature, sampling.top_k, sampling.stop, sampling.max_tokens) == (0.25, 2, ("xyz",), None)
+            assert (sampling.temperature, sampling.top_k, sampling.stop, sampling.max_tokens) == (
+                0.25,
+                2,
+                ("xyz",),
+                None,
+            )
             assert answer.finished[0].WhichOneof("stopped_by") == "stop_token_id"
             assert answer.token_ids == [[5, 6]]
 
@@ -80,7 +108,9 @@ def test_two_callers_may_use_the_same_request_id():
     async def scenario():
         async with serving() as (server, llm), client_of(server) as client:
             llm.driver.gate.clear()
-            answers = [client.generate([5, 6, 7 + i], request_id="same", max_tokens=6).read_all() for i in range(5)]
+            answers = [
+                client.generate([5, 6, 7 + i], request_id="same", max_tokens=6).read_all() for i in range(5)
+            ]
             tasks = [asyncio.create_task(answer) for answer in answers]
             llm.driver.gate.set()
             for i, answer in enumerate(await asyncio.gather(*tasks)):
@@ -109,12 +139,16 @@ def test_a_chat_is_written_by_the_models_template():
         ):
             prompt = "system: Be short.\nuser: Hi\nassistant: "
             await client.generate(messages, max_tokens=1).read_all()
-            assert llm.driver.submitted[0].prompt_token_ids == llm.tokenizer.encode(prompt, add_special_tokens=False)
+            assert llm.driver.submitted[0].prompt_token_ids == llm.tokenizer.encode(
+                prompt, add_special_tokens=False
+            )
             chat = pb.Chat(messages=[pb.ChatMessage(**message) for message in messages])
             told = await generate.Tokenize(pb.TokenizeRequest(chat=chat))
             assert told.ids == llm.driver.submitted[0].prompt_token_ids
             await client.generate(messages, max_tokens=1, continue_final_message=True).read_all()
-            assert llm.driver.submitted[1].prompt_token_ids == llm.tokenizer.encode("system: Be short.\nuser: Hi", add_special_tokens=False)
+            assert llm.driver.submitted[1].prompt_token_ids == llm.tokenizer.encode(
+                "system: Be short.\nuser: Hi", add_special_tokens=False
+            )
 
     asyncio.run(scenario())
 
@@ -127,17 +161,29 @@ def test_the_tokenizer_is_served():
             assert ids == llm.tokenizer.encode(text)
             bare = (await generate.Tokenize(pb.TokenizeRequest(text=text, add_special_tokens=False))).ids
             assert bare == ids[1:]
-            assert (await generate.Detokenize(pb.DetokenizeRequest(ids=ids, skip_special_tokens=True))).text == text
-            assert (await generate.Detokenize(pb.DetokenizeRequest(ids=ids))).text == llm.tokenizer.decode(ids, skip_special_tokens=False)
+            assert (
+                await generate.Detokenize(pb.DetokenizeRequest(ids=ids, skip_special_tokens=True))
+            ).text == text
+            assert (await generate.Detokenize(pb.DetokenizeRequest(ids=ids))).text == llm.tokenizer.decode(
+                ids, skip_special_tokens=False
+            )
 
     asyncio.run(scenario())
 
 
 def test_the_model_and_the_statistics_are_told():
     async def scenario():
-        async with serving(FakeLLM(chat_template=TEMPLATE)) as (server, _), stubs_of(server) as (generate, model, admin):
+        async with (
+            serving(FakeLLM(chat_template=TEMPLATE)) as (server, _),
+            stubs_of(server) as (generate, model, admin),
+        ):
             told = await model.GetModel(pb.GetModelRequest())
-            assert (told.name, told.architecture, told.vocab_size, told.max_model_len) == ("fake", "llama", 512, 4096)
+            assert (told.name, told.architecture, told.vocab_size, told.max_model_len) == (
+                "fake",
+                "llama",
+                512,
+                4096,
+            )
             assert (told.has_chat_template, told.has_tokenizer, told.eos_token_ids) == (True, True, [2])
             assert (told.plan, told.tensor_parallel_size) == ("sequential", 1) and told.version
             await read(generate.Generate(token_request(max_tokens=3)))
@@ -153,7 +199,10 @@ def test_the_operations_are_on_their_own_listener():
         async with serving() as (server, _):
             for port, calls in (
                 (server.port, ["/jaxflow.v1.AdminService/GetStats", "/jaxflow.v1.AdminService/Drain"]),
-                (server.admin_port, ["/jaxflow.v1.GenerateService/Generate", "/jaxflow.v1.ModelService/GetModel"]),
+                (
+                    server.admin_port,
+                    ["/jaxflow.v1.GenerateService/Generate", "/jaxflow.v1.ModelService/GetModel"],
+                ),
             ):
                 async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                     for call in calls:
@@ -167,12 +216,17 @@ def test_health_says_serving_only_once_warm_and_no_longer_once_draining():
     async def scenario():
         server, llm = Server(ServerConfig(port=0, admin_port=0)), FakeLLM()
         await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel, stubs_of(server) as (generate, model, _):
+        async with (
+            grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+            stubs_of(server) as (generate, model, _),
+        ):
             health = health_pb2_grpc.HealthStub(channel)
             names = ("", "jaxflow.v1.GenerateService", "jaxflow.v1.ModelService")
 
             async def states():
-                return {(await health.Check(health_pb2.HealthCheckRequest(service=name))).status for name in names}
+                return {
+                    (await health.Check(health_pb2.HealthCheckRequest(service=name))).status for name in names
+                }
 
             assert await states() == {NOT_SERVING}
             for call in (generate.Generate(token_request()), model.GetModel(pb.GetModelRequest())):
@@ -181,7 +235,9 @@ def test_health_says_serving_only_once_warm_and_no_longer_once_draining():
             assert await states() == {SERVING}
             await server.drain(1.0)
             assert await states() == {NOT_SERVING}
-            assert (await failure(health.Check(health_pb2.HealthCheckRequest(service="else")))).code() == grpc.StatusCode.NOT_FOUND
+            assert (
+                await failure(health.Check(health_pb2.HealthCheckRequest(service="else")))
+            ).code() == grpc.StatusCode.NOT_FOUND
         await server.stop()
         llm.close()
 
@@ -194,19 +250,28 @@ def test_reflection_describes_every_service(listener):
         async with serving() as (server, _):
             port = server.port if listener == "main" else server.admin_port
 
-            def look() -> tuple[set[str], set[str]]:  # grpc's own client of reflection, which is not of asyncio
+            def look() -> tuple[
+                set[str], set[str]
+            ]:  # grpc's own client of reflection, which is not of asyncio
                 with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                     database = ProtoReflectionDescriptorDatabase(channel)
                     names = set(database.get_services())
                     pool = DescriptorPool(database)
                     methods = {
-                        method.full_name for name in names if name.startswith("jaxflow") for method in pool.FindServiceByName(name).methods
+                        method.full_name
+                        for name in names
+                        if name.startswith("jaxflow")
+                        for method in pool.FindServiceByName(name).methods
                     }
                     return names, methods
 
             names, methods = await asyncio.to_thread(look)
             if listener == "main":
-                assert {"jaxflow.v1.GenerateService", "jaxflow.v1.ModelService", "grpc.health.v1.Health"} < names
+                assert {
+                    "jaxflow.v1.GenerateService",
+                    "jaxflow.v1.ModelService",
+                    "grpc.health.v1.Health",
+                } < names
                 assert "jaxflow.v1.GenerateService.Generate" in methods
             else:
                 assert methods == {"jaxflow.v1.AdminService.GetStats", "jaxflow.v1.AdminService.Drain"}

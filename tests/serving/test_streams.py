@@ -1,4 +1,6 @@
-"""The way from the engine's thread: one wake-up a step, in order, and a queue that is never longer than it may be."""
+"""The way from the engine's thread: one wake-up a step, in order, and a queue that is never longer than it
+may be.
+"""
 
 import asyncio
 import threading

@@ -44,16 +44,27 @@ def cut(data, items: list) -> list[list]:
 
 
 def transcript(tokenizer=TOKENIZER, stop_token_ids=(EOS,), **sampling) -> Transcript:
-    return Transcript("caller's", Request("engine's", PROMPT, SamplingParams(**sampling)), tokenizer, frozenset(stop_token_ids))
+    return Transcript(
+        "caller's",
+        Request("engine's", PROMPT, SamplingParams(**sampling)),
+        tokenizer,
+        frozenset(stop_token_ids),
+    )
 
 
 def text_of(messages: list[pb.GenerateResponse], index: int = 0) -> str:
-    parts = [getattr(message, message.WhichOneof("event")) for message in messages if not message.HasField("started")]
+    parts = [
+        getattr(message, message.WhichOneof("event"))
+        for message in messages
+        if not message.HasField("started")
+    ]
     return "".join(part.text for part in parts if part.index == index)
 
 
 def ids_of(messages: list[pb.GenerateResponse], index: int = 0) -> list[int]:
-    return [token for message in messages for token in message.delta.token_ids if message.delta.index == index]
+    return [
+        token for message in messages for token in message.delta.token_ids if message.delta.index == index
+    ]
 
 
 def added_text(ids: list[int]) -> str:
@@ -82,7 +93,11 @@ def test_text_does_not_depend_on_the_cuts(data, answers):
     for index, answer in enumerate(answers):
         assert ids_of(messages, index) == answer
         assert text_of(messages, index) == added_text(answer)
-        last = [message for message in messages if message.finished.index == index and message.HasField("finished")]
+        last = [
+            message
+            for message in messages
+            if message.finished.index == index and message.HasField("finished")
+        ]
         assert len(last) == 1
 
 
@@ -122,9 +137,13 @@ def test_a_stop_string_ends_the_text(include):
 
 def test_part_of_a_character_is_held_back():
     snowman = TOKENIZER.encode("\N{SNOWMAN}", add_special_tokens=False)[-3:]
-    assert [TOKENIZER.token_text(token) for token in snowman] == ["\ufffd"] * 3, "this vocabulary writes it in three bytes"
+    assert [TOKENIZER.token_text(token) for token in snowman] == ["\ufffd"] * 3, (
+        "this vocabulary writes it in three bytes"
+    )
     subject = transcript()
-    messages = [message for token in snowman for message in subject.messages([Delta("engine's", 0, (token,))])]
+    messages = [
+        message for token in snowman for message in subject.messages([Delta("engine's", 0, (token,))])
+    ]
     assert [(message.delta.token_ids, message.delta.text) for message in messages] == [
         ([snowman[0]], ""),
         ([snowman[1]], ""),
@@ -138,9 +157,15 @@ def test_part_of_a_character_is_held_back():
 
 def test_a_long_wait_comes_in_messages_of_bounded_size():
     subject = transcript()
-    events = [Delta("engine's", 0, (5,), ({5: Logprob(-1.0, 1)},)) for _ in range(MAX_TOKENS_A_MESSAGE * 2 + 1)]
+    events = [
+        Delta("engine's", 0, (5,), ({5: Logprob(-1.0, 1)},)) for _ in range(MAX_TOKENS_A_MESSAGE * 2 + 1)
+    ]
     messages = list(subject.messages(events))
-    assert [len(message.delta.token_ids) for message in messages] == [MAX_TOKENS_A_MESSAGE, MAX_TOKENS_A_MESSAGE, 1]
+    assert [len(message.delta.token_ids) for message in messages] == [
+        MAX_TOKENS_A_MESSAGE,
+        MAX_TOKENS_A_MESSAGE,
+        1,
+    ]
     assert all(len(message.delta.logprobs) == len(message.delta.token_ids) for message in messages)
 
 
@@ -149,17 +174,28 @@ def test_logprobs_carry_the_text_of_their_tokens():
     prompt = (None, {5: Logprob(-1.5, 3), 6: Logprob(-0.5, 1)})
     delta = Delta("engine's", 0, (EOS,), ({EOS: Logprob(-0.25, 2), 6: Logprob(-0.125, 1, "given")},))
     started, told = subject.messages([Started("engine's", 5, 2, 7, prompt), delta])
-    assert [[c.token_id for c in entry.candidates] for entry in started.started.prompt_logprobs] == [[], [5, 6]]
+    assert [[c.token_id for c in entry.candidates] for entry in started.started.prompt_logprobs] == [
+        [],
+        [5, 6],
+    ]
     assert (started.started.prompt_tokens, started.started.cached_prompt_tokens) == (5, 2)
     chosen, other = told.delta.logprobs[0].candidates
-    assert (chosen.token_id, chosen.logprob, chosen.rank, chosen.text) == (EOS, -0.25, 2, TOKENIZER.token_text(EOS))
+    assert (chosen.token_id, chosen.logprob, chosen.rank, chosen.text) == (
+        EOS,
+        -0.25,
+        2,
+        TOKENIZER.token_text(EOS),
+    )
     assert other.text == "given"
 
 
 def test_without_a_tokenizer_there_are_ids_and_no_text():
     subject = transcript(tokenizer=None)
     delta, end = subject.messages(
-        [Delta("engine's", 0, (9, EOS), ({9: Logprob(-1.0, 1)}, {})), finished(0, FinishReason.STOP, stop_token_id=EOS)]
+        [
+            Delta("engine's", 0, (9, EOS), ({9: Logprob(-1.0, 1)}, {})),
+            finished(0, FinishReason.STOP, stop_token_id=EOS),
+        ]
     )
     assert (delta.delta.token_ids, delta.delta.text, end.finished.text) == ([9, EOS], "", "")
     assert delta.delta.logprobs[0].candidates[0].text == ""

@@ -33,23 +33,57 @@ def test_help_of_the_bench_names_the_commands(capsys):
         ("throughput", ["--input_len", "100", "--max_model_len", "128"], "over the 128 tokens"),
         ("hierarchy", ["--input_len", "600"], "over the 512 tokens"),
         ("hierarchy", ["--trace", TRACE, "--rounds", "3"], "--rounds 3"),
-        ("hierarchy", ["--input_len", "8", "--output_len", "8", "--request_rate", "0"], "request_rate=0.0 is not"),
+        (
+            "hierarchy",
+            ["--input_len", "8", "--output_len", "8", "--request_rate", "0"],
+            "request_rate=0.0 is not",
+        ),
         ("sweep", ["--sweep", "rate", "--values", "4", "--trace", "absent.jsonl"], "--trace absent.jsonl"),
         ("trace", ["--workload", "foo"], "workload='foo'"),
         ("trace", ["--workload", "400/200"], "workload='400/200' is not supported: at most 512 tokens"),
-        ("trace", ["--workload", "40/20", "--tokens", "16", "--num_kv_pages", "3"], "num_kv_pages=3 is not supported: at least 5"),
-        ("link", ["--workload", "400/200", "--kv_offloading_size", "1"], "workload='400/200' is not supported: at most 512 tokens"),
-        ("plans", ["--workloads", "40/20,400/200"], "workloads='400/200' is not supported: at most 512 tokens"),
+        (
+            "trace",
+            ["--workload", "40/20", "--tokens", "16", "--num_kv_pages", "3"],
+            "num_kv_pages=3 is not supported: at least 5",
+        ),
+        (
+            "link",
+            ["--workload", "400/200", "--kv_offloading_size", "1"],
+            "workload='400/200' is not supported: at most 512 tokens",
+        ),
+        (
+            "plans",
+            ["--workloads", "40/20,400/200"],
+            "workloads='400/200' is not supported: at most 512 tokens",
+        ),
         ("plans", ["--workloads", "4x513"], "workloads='4x513' is not supported: at most 512 tokens"),
-        ("plans", ["--workloads", "8x100", "--max_model_len", "64"], "max_model_len=64 is not supported: at least 100"),
-        ("plans", ["--workloads", "9/4", "--tokens", "16", "--max_num_seqs", "1"], "max_num_seqs=1 is not supported: at least 3"),
-        ("plans", ["--workloads", "4/0", "--tokens", "64", "--max_num_seqs", "2"], "max_num_seqs=2 is not supported: at least 16"),
-        ("plans", ["--workloads", "40/20", "--tokens", "16", "--num_kv_pages", "3"], "num_kv_pages=3 is not supported: at least 5"),
+        (
+            "plans",
+            ["--workloads", "8x100", "--max_model_len", "64"],
+            "max_model_len=64 is not supported: at least 100",
+        ),
+        (
+            "plans",
+            ["--workloads", "9/4", "--tokens", "16", "--max_num_seqs", "1"],
+            "max_num_seqs=1 is not supported: at least 3",
+        ),
+        (
+            "plans",
+            ["--workloads", "4/0", "--tokens", "64", "--max_num_seqs", "2"],
+            "max_num_seqs=2 is not supported: at least 16",
+        ),
+        (
+            "plans",
+            ["--workloads", "40/20", "--tokens", "16", "--num_kv_pages", "3"],
+            "num_kv_pages=3 is not supported: at least 5",
+        ),
         ("plans", ["--workloads="], "workloads='' is not supported"),
         ("plans", ["--workloads", "40/20", "--graphs="], "graphs='' is not supported"),
     ],
 )
-def test_a_workload_is_refused_before_a_model_is_loaded_for_it(no_flags, monkeypatch, capsys, command, arguments, message):
+def test_a_workload_is_refused_before_a_model_is_loaded_for_it(
+    no_flags, monkeypatch, capsys, command, arguments, message
+):
     monkeypatch.setattr(LLM, "from_config", classmethod(lambda *_, **__: pytest.fail("a model was loaded")))
     monkeypatch.setattr(plans, "make_executor", lambda *_, **__: pytest.fail("a model was loaded"))
     assert main(["bench", command, "--model", MODEL, *arguments]) == 1

@@ -38,14 +38,21 @@ def test_throughput_measures_what_it_ran(llm):
     assert result["total_token_throughput"] == pytest.approx((prompt + output) / result["duration"])
     assert result["max_concurrent_requests"] == 12
     stats, steps = result["engine_stats"], result["steps"]
-    assert stats["completion_tokens"] == output and stats["running_requests"] == stats["compilations_after_warmup"] == 0
+    assert (
+        stats["completion_tokens"] == output
+        and stats["running_requests"] == stats["compilations_after_warmup"] == 0
+    )
     assert stats["kv_pages_free"] == stats["kv_pages"]
     assert steps["steps"] == stats["steps"] == sum(one["steps"] for one in steps["by_bucket"].values())
-    assert steps["mean_tokens"] * steps["steps"] == pytest.approx(prompt + output - 12)  # each last token is sampled, not computed
+    assert steps["mean_tokens"] * steps["steps"] == pytest.approx(
+        prompt + output - 12
+    )  # each last token is sampled, not computed
     assert 0 <= steps["device_idle_share"] < 1
     steady = result["steady_state"]
     assert steady["duration"] < result["duration"]
-    assert steady["fraction_of_optimal"] == steady["total_token_throughput"] / result["optimal_token_throughput"]
+    assert (
+        steady["fraction_of_optimal"] == steady["total_token_throughput"] / result["optimal_token_throughput"]
+    )
     assert json.loads(json.dumps(result)) == result
 
 
@@ -56,7 +63,9 @@ def test_the_fraction_of_the_optimum_is_eq_5s(llm):
     parameters = 5 * layers + 8 / 32 * 512 * 64
     assert result["optimal_parameters"] == pytest.approx(parameters)
     assert result["optimal_token_throughput"] == pytest.approx(494e12 / 2 / parameters)
-    assert result["fraction_of_optimal"] == result["total_token_throughput"] / result["optimal_token_throughput"]
+    assert (
+        result["fraction_of_optimal"] == result["total_token_throughput"] / result["optimal_token_throughput"]
+    )
     assert result["fraction_of_bound"] is None  # an H200's joules are not known of float32
 
 
@@ -110,7 +119,18 @@ def test_serve_measures_a_running_server(llm, target):
 def test_serve_command(bench, target, tmp_path, capsys):
     path = tmp_path / "out.json"
     trace = str(paths.TRACES / "azure2023_conv_1000.csv")
-    work = ["--trace", trace, "--arrivals", "trace", "--request_rate", "40", "--num_requests", "5", "--goodput", "ttft:60000"]
+    work = [
+        "--trace",
+        trace,
+        "--arrivals",
+        "trace",
+        "--request_rate",
+        "40",
+        "--num_requests",
+        "5",
+        "--goodput",
+        "ttft:60000",
+    ]
     assert bench("serve", "--target", target, "--model", MODEL, *work, "--output_json", str(path)) == 0
     result = json.loads(path.read_text())
     assert (result["completed"], result["request_rate"], result["arrivals"]) == (5, 40.0, "trace")
@@ -141,9 +161,14 @@ def test_throughput_command(bench, tmp_path, capsys):
     assert bench("throughput", "--model", MODEL, "--trace", trace, *settings) == 0
     result = json.loads(path.read_text())
     out = capsys.readouterr().out
-    assert 0 <= result["profile"]["idle_share_between_steps"] <= result["profile"]["idle_share"] < 1 and result["profile"]["programs"]
+    assert (
+        0 <= result["profile"]["idle_share_between_steps"] <= result["profile"]["idle_share"] < 1
+        and result["profile"]["programs"]
+    )
     assert result["command_name"] == "throughput" and result["model"] == "stories260K"
-    assert result["workload"]["kind"] == "trace" and result["workload"]["requests"] == 5 == result["completed"]
+    assert (
+        result["workload"]["kind"] == "trace" and result["workload"]["requests"] == 5 == result["completed"]
+    )
     assert result["workload"]["left_out"] > 0  # requests that are too long for this context
     assert result["total_num_tokens"] / result["elapsed_time"] == pytest.approx(result["tokens_per_second"])
     assert result["engine_config"]["enable_prefix_caching"] is False
@@ -168,29 +193,54 @@ def test_what_failed_under_the_profiler_is_said(llm, monkeypatch):
         return records, seconds
 
     monkeypatch.setattr(throughput, "drive", failing)
-    found = throughput.profiled(llm, workload.constant(4, 20, 100), 0.05)  # half of it is long enough for a profiler to begin in
-    assert found is not None and (found["failed"], found["error"]) == (1, "RuntimeError: the profiler was here")
+    found = throughput.profiled(
+        llm, workload.constant(4, 20, 100), 0.05
+    )  # half of it is long enough for a profiler to begin in
+    assert found is not None and (found["failed"], found["error"]) == (
+        1,
+        "RuntimeError: the profiler was here",
+    )
 
 
 def test_searched_plans_beside_the_sequential_one_in_one_run(bench, llm, tmp_path, capsys, monkeypatch):
     path = tmp_path / "out.json"
-    settings = ["--num_requests", "2", "--input_len", "5", "--output_len", "3", "--beside_sequential", "--output_json", str(path)]
-    monkeypatch.setattr(steps, "plans_of", lambda executor: {"sequential", "another"})  # whose steps are the sequential one's here
+    settings = [
+        "--num_requests",
+        "2",
+        "--input_len",
+        "5",
+        "--output_len",
+        "3",
+        "--beside_sequential",
+        "--output_json",
+        str(path),
+    ]
+    monkeypatch.setattr(
+        steps, "plans_of", lambda executor: {"sequential", "another"}
+    )  # whose steps are the sequential one's here
     assert bench("throughput", "--model", MODEL, *settings) == 0
     found = json.loads(path.read_text())
     assert found["completed"] == found["sequential"]["completed"] == 2
     for one in (found, found["sequential"]):  # of each run its own
         assert one["engine_stats"]["steps_by_plan"] == {"sequential": one["engine_stats"]["steps"]}
-    assert found["against_sequential"] == found["total_token_throughput"] / found["sequential"]["total_token_throughput"]
+    assert (
+        found["against_sequential"]
+        == found["total_token_throughput"] / found["sequential"]["total_token_throughput"]
+    )
     assert "Against the sequential plan" in capsys.readouterr().out
-    layouts = {size: (dataclasses.replace(several[0], plan="its only one"),) for size, several in llm.executor.layouts.items()}
+    layouts = {
+        size: (dataclasses.replace(several[0], plan="its only one"),)
+        for size, several in llm.executor.layouts.items()
+    }
     named: Any = types.SimpleNamespace(layouts=layouts)
     with pytest.raises(ConfigError, match="plan='its only one'"), steps.sequential_alone(named):
         pass
 
 
 @pytest.mark.parametrize("command", [["throughput"], ["sweep", "--sweep", "rate", "--values", "1"]])
-def test_a_plan_that_has_no_sequential_one_beside_it_is_refused_before_a_model_is_loaded(command, bench, capsys, monkeypatch):
+def test_a_plan_that_has_no_sequential_one_beside_it_is_refused_before_a_model_is_loaded(
+    command, bench, capsys, monkeypatch
+):
     monkeypatch.setattr(LLM, "from_config", lambda config: pytest.fail("loaded"))
     plan = ["--plan", "benchmarks/plans/variants/parts92-40.json", "--beside_sequential"]
     assert bench(*command, "--model", MODEL, *plan, "--input_len", "5", "--output_len", "3") != 0
@@ -198,15 +248,35 @@ def test_a_plan_that_has_no_sequential_one_beside_it_is_refused_before_a_model_i
 
 
 def test_without_a_plan_that_is_sure_to_gain_it_runs_once_and_says_so(bench, capsys):
-    assert bench("throughput", "--model", MODEL, "--num_requests", "2", "--input_len", "5", "--output_len", "3", "--beside_sequential") == 0
+    assert (
+        bench(
+            "throughput",
+            "--model",
+            MODEL,
+            "--num_requests",
+            "2",
+            "--input_len",
+            "5",
+            "--output_len",
+            "3",
+            "--beside_sequential",
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "no plan that is sure to gain" in out and "Against the sequential plan" not in out
 
 
 def test_a_shipped_name_is_measured_with_random_weights(llm, no_flags, monkeypatch):
-    """It has no others: `bench throughput --model llama-3.1-8b --plan searched` is all that need be said. A folder's are loaded."""
+    """It has no others: `bench throughput --model llama-3.1-8b --plan searched` is all that need be said. A
+    folder's are loaded.
+    """
     given = []
-    monkeypatch.setattr(LLM, "from_config", classmethod(lambda cls, config, **_: given.append(config) or contextlib.nullcontext(llm)))
+    monkeypatch.setattr(
+        LLM,
+        "from_config",
+        classmethod(lambda cls, config, **_: given.append(config) or contextlib.nullcontext(llm)),
+    )
     settings = ["--plan", "searched", "--num_requests", "1", "--input_len", "5", "--output_len", "3"]
     assert main(["bench", "throughput", "--model", "llama-3.1-8b", *settings]) == 0
     assert (given[0].load_format, given[0].plan) == ("dummy", "searched")
@@ -217,7 +287,18 @@ def test_a_shipped_name_is_measured_with_random_weights(llm, no_flags, monkeypat
 
 def test_latency_command(bench, tmp_path, capsys):
     path = tmp_path / "out.json"
-    settings = ["--batch_size", "2", "--input_len", "8", "--output_len", "4", "--num_iters_warmup", "0", "--num_iters", "2"]
+    settings = [
+        "--batch_size",
+        "2",
+        "--input_len",
+        "8",
+        "--output_len",
+        "4",
+        "--num_iters_warmup",
+        "0",
+        "--num_iters",
+        "2",
+    ]
     assert bench("latency", "--model", MODEL, *settings, "--output_json", str(path)) == 0
     assert json.loads(path.read_text())["avg_latency"] > 0
     assert "50% percentile latency" in capsys.readouterr().out
@@ -226,13 +307,27 @@ def test_latency_command(bench, tmp_path, capsys):
 def test_host_command(bench, tmp_path, capsys):
     path = tmp_path / "out.json"
     assert (
-        bench("host", "--running", "1", "--running", "32", "--max_num_batched_tokens", "64", "--steps", "40", "--output_json", str(path))
+        bench(
+            "host",
+            "--running",
+            "1",
+            "--running",
+            "32",
+            "--max_num_batched_tokens",
+            "64",
+            "--steps",
+            "40",
+            "--output_json",
+            str(path),
+        )
         == 0
     )
     one, many = json.loads(path.read_text())["host"]
     assert one["running"] == 1 and many["running"] == 32
     assert one["steps"] == many["steps"] == 40
-    assert many["mean_rows"] == pytest.approx(64, rel=0.2)  # as many decodes as requests, prefill for the rest of the budget
+    assert many["mean_rows"] == pytest.approx(
+        64, rel=0.2
+    )  # as many decodes as requests, prefill for the rest of the budget
     assert 0 < one["median_ms"] <= one["p99_ms"]
     assert "CPU time" in capsys.readouterr().out
 
@@ -248,12 +343,12 @@ def test_host_command(bench, tmp_path, capsys):
         (["throughput", "--model", MODEL, "--goodput", "itl:3"], 1, "itl:3"),
         (["throughput", "--model", MODEL, "--block_size", "0"], 1, "block_size"),
         (["throughput", "--model", MODEL, "--input_len", "120", "--output_len", "20"], 1, "over the 128 tokens"),
-        (["throughput", "--model", MODEL, "--trace", "absent.csv"], 1, "--trace absent.csv: a file that exists"),
+        (["throughput", "--model", MODEL, "--trace", "absent.csv"], 1, ("--trace absent.csv: a " "file that exists")),
         (["throughput", "--model", MODEL, "--max_model_len", "128", "--lengths", "lognormal", "--input_len", "500"], 1, "500"),
-        (["throughput", "--model", MODEL, "--output_json", "/"], 1, "output_json='/' is not supported: a file that can be written"),
-        (["latency", "--model", MODEL, "--output_json", "/dev/null/out.json"], 1, "in a folder that can be made"),
-        (["sweep", "--sweep", "tiles", "--output_png", "x.txt"], 1, "output_png='x.txt' is not supported: a file of .png, .svg, .pdf"),
-        (["trace", "--model", MODEL, "--plot", "layer"], 1, "plot='layer' is not supported: a file of .png, .svg, .pdf"),
+        (["throughput", "--model", MODEL, "--output_json", "/"], 1, ("output_json='/' is not supported: a " "file that can be written")),
+        (["latency", "--model", MODEL, "--output_json", "/dev/null/out.json"], 1, ("in a folder that can " "be made")),
+        (["sweep", "--sweep", "tiles", "--output_png", "x.txt"], 1, ("output_png='x.txt' is not supported: a " "file of .png, .svg, .pdf")),
+        (["trace", "--model", MODEL, "--plot", "layer"], 1, ("plot='layer' is not supported: a " "file of .png, .svg, .pdf")),
         (["latency", "--model", MODEL, "--input_len", "128"], 1, "--input_len 128"),
         (["sweep", "--sweep", "length", "--values", "8x4", "--model", MODEL], 1, "8x4"),
         (["sweep", "--sweep", "rate", "--model", MODEL], 1, "--values is needed"),
@@ -262,7 +357,7 @@ def test_host_command(bench, tmp_path, capsys):
         *((["serve", "--trace", TRACE, "--arrivals", "trace", "--request_rate", rate], 1, f"rate={rate}") for rate in ("0.0", "-2.0")),
         (["serve", "--arrivals", "trace"], 1, "with --trace it is possible"),
         *((["serve", f"--{flag}", "nan"], 2, f"--{flag}=nan") for flag in ("request_rate", "timeout_s", "think_time_s")),
-        *((["serve", "--lengths", "lognormal", f"--{flag}_cv", cv], 1, f"a spread (cv) of {cv}") for flag, cv in SPREADS),
+        *((["serve", "--lengths", "lognormal", f"--{flag}_cv", cv], 1, (f"a spread (cv) " f"of {cv}")) for flag, cv in SPREADS),
         (["serve", "--trace", "absent.csv"], 1, "--trace absent.csv: a file that exists"),
         (["serve", "--target", "127.0.0.1:1", "--wait_s", "0.2"], 1, "DEADLINE_EXCEEDED"),
     ],
@@ -290,9 +385,22 @@ def test_lengths_and_numbers_follow_the_rivals_protocol(bench):
 def test_the_command_as_a_process(tmp_path):
     path = tmp_path / "out.json"
     engine = [f"--{name}={value}" for name, value in ENGINE.items() if name != "enable_prefix_caching"]
-    arguments = ["throughput", "--model", MODEL, "--num_requests", "6", "--input_len", "10", "--output_len", "6", *engine]
+    arguments = [
+        "throughput",
+        "--model",
+        MODEL,
+        "--num_requests",
+        "6",
+        "--input_len",
+        "10",
+        "--output_len",
+        "6",
+        *engine,
+    ]
     command = [sys.executable, "-m", "jaxflow.bench", *arguments, "--output_json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=paths.ROOT, env=dict(os.environ), timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=paths.ROOT, env=dict(os.environ), timeout=300
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
     assert result["completed"] == 6 and result["total_output_tokens"] == 36
@@ -304,7 +412,20 @@ def test_perplexity_scores_every_way(bench, tmp_path, capsys):
     """Over one engine for all ways, nothing moves."""
     np.save(tmp_path / "ids.npy", np.arange(60, dtype=np.uint16).reshape(3, 20))
     report = tmp_path / "report.json"
-    assert bench("perplexity", "--model", MODEL, "--tokens", str(tmp_path / "ids.npy"), "--windows", "2", "--output_json", str(report)) == 0
+    assert (
+        bench(
+            "perplexity",
+            "--model",
+            MODEL,
+            "--tokens",
+            str(tmp_path / "ids.npy"),
+            "--windows",
+            "2",
+            "--output_json",
+            str(report),
+        )
+        == 0
+    )
     found = json.loads(report.read_text())
     assert found["windows"] == [2, 20] and [way["way"] for way in found["ways"]] == list(perplexity.WAYS)
     assert all(way["max_moved"] < 1e-4 for way in found["ways"])

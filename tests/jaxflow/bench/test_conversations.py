@@ -38,11 +38,20 @@ class Counting:
         for _ in range(number):
             mailbox.post([Delta(name, 0, (prompt,))])
         error = RuntimeError("boom") if name in self.break_off else None
-        mailbox.post([Finished(name, 0, FinishReason.LENGTH, Usage(prompt, 0, number), Timings(0, 0, 0, 0), error=error)])
+        mailbox.post(
+            [
+                Finished(
+                    name, 0, FinishReason.LENGTH, Usage(prompt, 0, number), Timings(0, 0, 0, 0), error=error
+                )
+            ]
+        )
 
 
 def talk(*lengths, arrival_s=0.0, think_s=0.0):
-    rounds = [Round(np.full(text, 1000 + i, np.int32), output, think_s if i else 0.0) for i, (text, output) in enumerate(lengths)]
+    rounds = [
+        Round(np.full(text, 1000 + i, np.int32), output, think_s if i else 0.0)
+        for i, (text, output) in enumerate(lengths)
+    ]
     return Conversation(arrival_s, tuple(rounds))
 
 
@@ -51,14 +60,22 @@ def test_a_prompt_is_all_that_was_said_and_the_new_text():
     [records, one], duration_s = converse(engine, [talk((3, 2), (1, 1), (2, 4)), talk((5, 1))])
     said = [1000] * 3 + [3] * 2 + [1001] + [6] + [1002] * 2
     assert [engine.prompts[f"bench-0-{i}"][1] for i in range(3)] == [said[:3], said[:6], said]
-    assert [(r.prompt_tokens, r.output_tokens, r.round, r.known_tokens) for r in records] == [(3, 2, 1, 0), (6, 1, 2, 5), (9, 4, 3, 7)]
-    assert [(r.prompt_tokens, r.cached_prompt_tokens) for r in one] == [(5, 2)] and all(r.completed for r in [*records, *one])
+    assert [(r.prompt_tokens, r.output_tokens, r.round, r.known_tokens) for r in records] == [
+        (3, 2, 1, 0),
+        (6, 1, 2, 5),
+        (9, 4, 3, 7),
+    ]
+    assert [(r.prompt_tokens, r.cached_prompt_tokens) for r in one] == [(5, 2)] and all(
+        r.completed for r in [*records, *one]
+    )
     assert duration_s >= 0.03, "one round after the other"
 
 
 def test_rounds_are_sent_when_the_answer_was_read():
     engine, begun_s = Counting(delay_s=0.02), time.perf_counter()
-    [[first, second], [late]], _ = converse(engine, [talk((2, 1), (2, 1), think_s=0.1), talk((2, 1), arrival_s=0.05)])
+    [[first, second], [late]], _ = converse(
+        engine, [talk((2, 1), (2, 1), think_s=0.1), talk((2, 1), arrival_s=0.05)]
+    )
     assert first.finished_s is not None and second.sent_s >= first.finished_s + 0.1
     assert late.sent_s >= begun_s + 0.05, "the first may be sent a little after it arrived"
     assert late.sent_s < second.sent_s, "nobody waits for another's pause"
@@ -80,8 +97,15 @@ def test_synthetic_conversations_keep_their_lengths_and_the_limit(number, rounds
     assert [one.arrival_s for one in talks] == [float(i) for i in range(number)]
     for one in talks:
         assert len(one.rounds) == min(rounds, 1 + (limit - 12) // 9)
-        assert [(len(turn.text), turn.output_tokens) for turn in one.rounds] == [(8, 4), (6, 3), (6, 3), (6, 3)][: len(one.rounds)]
-        assert one.rounds[0].think_s == 0 and all(turn.text.max() < 100 and turn.text.min() >= 0 for turn in one.rounds)
+        assert [(len(turn.text), turn.output_tokens) for turn in one.rounds] == [
+            (8, 4),
+            (6, 3),
+            (6, 3),
+            (6, 3),
+        ][: len(one.rounds)]
+        assert one.rounds[0].think_s == 0 and all(
+            turn.text.max() < 100 and turn.text.min() >= 0 for turn in one.rounds
+        )
     again = synthetic(openings, later, 100, think_s=2.0, max_tokens=limit, seed=seed)
     assert all(
         np.array_equal(a.text, b.text) and a.think_s == b.think_s
@@ -107,7 +131,9 @@ def test_shared_blocks_are_the_longest_common_beginnings(every):
     def common(a, b):
         return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
-    naive = [max((common(blocks, before) for before in every[:i]), default=0) for i, blocks in enumerate(every)]
+    naive = [
+        max((common(blocks, before) for before in every[:i]), default=0) for i, blocks in enumerate(every)
+    ]
     assert shared_blocks(items) == naive
 
 
@@ -130,7 +156,10 @@ def test_a_trace_shrinks_with_its_blocks():
     assert shared_blocks(small) == shared_blocks(items)
     prompts = workload.prompts(small, 1000)
     for item, less, ids in zip(items, small, prompts, strict=True):
-        assert (less.prompt_tokens, less.output_tokens) == (-(-item.prompt_tokens // 64), -(-item.output_tokens // 64))
+        assert (less.prompt_tokens, less.output_tokens) == (
+            -(-item.prompt_tokens // 64),
+            -(-item.output_tokens // 64),
+        )
         assert len(ids) == less.prompt_tokens and less.block_tokens == 8
     assert np.array_equal(prompts[0][:8], prompts[1][:8]), "equal ids, equal tokens"
     for factor in (0, 3, 1024):
@@ -143,15 +172,29 @@ def record(prompt, cached, number, known, ttft_s, error=None):
 
 
 def test_figures_of_reuse():
-    records = [record(100, 0, 1, 0, 0.2), record(200, 120, 2, 150, 0.1), record(300, 240, 3, 250, 0.3), record(9, 9, 2, 9, 0.1, "lost")]
+    records = [
+        record(100, 0, 1, 0, 0.2),
+        record(200, 120, 2, 150, 0.1),
+        record(300, 240, 3, 250, 0.3),
+        record(9, 9, 2, 9, 0.1, "lost"),
+    ]
     found = reuse.figures(records, {"host": 160, "disk": 80})
-    assert (found["reused_input_tokens"], found["computed_input_tokens"], found["reusable_input_tokens"]) == (360, 240, 400)
+    assert (found["reused_input_tokens"], found["computed_input_tokens"], found["reusable_input_tokens"]) == (
+        360,
+        240,
+        400,
+    )
     assert (found["compute_saved"], found["reuse_hit_rate"]) == (0.6, 0.9)
     assert found["reused_input_tokens_by_tier"] == {"device": 120, "host": 160, "disk": 80}
     assert found["reuse_hit_rate_by_tier"] == {"device": 0.3, "host": 0.4, "disk": 0.2}
     assert found["compute_saved_by_tier"] == {"device": 0.2, "host": 160 / 600, "disk": 80 / 600}
-    assert found["first_round"]["mean_ttft_ms"] == pytest.approx(200) and found["first_round"]["completed"] == 1
-    assert found["later_rounds"]["median_ttft_ms"] == pytest.approx(200) and found["later_rounds"]["total_input_tokens"] == 500
+    assert (
+        found["first_round"]["mean_ttft_ms"] == pytest.approx(200) and found["first_round"]["completed"] == 1
+    )
+    assert (
+        found["later_rounds"]["median_ttft_ms"] == pytest.approx(200)
+        and found["later_rounds"]["total_input_tokens"] == 500
+    )
     text = reuse.text(found)
     assert "360 (60.00%)" in text and "from the disk:" in text and "Later rounds:" in text
 

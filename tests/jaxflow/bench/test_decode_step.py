@@ -1,4 +1,6 @@
-"""`bench decode_step` on a tiny model: ways of launching are timed, give the same bits, and kernels are listed; many steps are compared."""
+"""`bench decode_step` on a tiny model: ways of launching are timed, give the same bits, and kernels are
+listed; many steps are compared.
+"""
 
 import functools
 import types
@@ -16,7 +18,11 @@ from jaxflow.bench import decode_step, graph_steps
 def given(monkeypatch):
     """The command's flags, apart from those that other commands' tests have left in this process."""
     own = flags.FlagValues()
-    defines = {name: functools.partial(getattr(flags, name), flag_values=own) for name in dir(flags) if name.startswith("DEFINE_")}
+    defines = {
+        name: functools.partial(getattr(flags, name), flag_values=own)
+        for name in dir(flags)
+        if name.startswith("DEFINE_")
+    }
     monkeypatch.setattr(decode_step, "flags", types.SimpleNamespace(FLAGS=own, **defines))
     decode_step.define_flags()
     own.mark_as_parsed()
@@ -36,8 +42,15 @@ def test_it_refuses_without_a_gpu_before_it_makes_a_model(given, monkeypatch):
 
 
 def test_every_way_is_timed_and_gives_the_same_bits(given, anywhere, capsys, monkeypatch):
-    monkeypatch.setattr(decode_step, "WAYS", {name: decode_step.WAYS[name] for name in ("graph and chunks", "early")})
-    given.model, given.requests, given.context, given.seconds = str(paths.MODELS / "tiny-llama"), ["3"], 40, 0.0
+    monkeypatch.setattr(
+        decode_step, "WAYS", {name: decode_step.WAYS[name] for name in ("graph and chunks", "early")}
+    )
+    given.model, given.requests, given.context, given.seconds = (
+        str(paths.MODELS / "tiny-llama"),
+        ["3"],
+        40,
+        0.0,
+    )
     given.smallest = ["4"]
     result = decode_step.run()
     (step,) = result["steps"]
@@ -50,11 +63,19 @@ def test_every_way_is_timed_and_gives_the_same_bits(given, anywhere, capsys, mon
 
 
 def test_many_steps_are_compared_each_way(given, anywhere, capsys, monkeypatch):
-    monkeypatch.setattr(graph_steps, "WAYS", {name: graph_steps.WAYS[name] for name in ("graph", "one by one")})
+    monkeypatch.setattr(
+        graph_steps, "WAYS", {name: graph_steps.WAYS[name] for name in ("graph", "one by one")}
+    )
     given.model, given.requests, given.context, given.steps = str(paths.MODELS / "tiny-llama"), ["3"], 40, 20
     result = decode_step.run()
-    assert result["same"] and [(row["decodes"], row["chunk"]) for row in result["compared"]] == [(3, 0), (3, 5)]
-    assert all(row["first_difference"] == {"one by one": None} and row["distinct_tokens_drawn"] > 10 for row in result["compared"])
+    assert result["same"] and [(row["decodes"], row["chunk"]) for row in result["compared"]] == [
+        (3, 0),
+        (3, 5),
+    ]
+    assert all(
+        row["first_difference"] == {"one by one": None} and row["distinct_tokens_drawn"] > 10
+        for row in result["compared"]
+    )
     assert "a chunk of   5: first to differ of 20 steps" in capsys.readouterr().out
 
 

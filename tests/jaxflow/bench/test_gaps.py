@@ -21,9 +21,15 @@ def test_time_in_which_no_kernel_runs():
     ]
     found = shares(kernels)
     assert found["seconds"] == pytest.approx(400e-6) and found["kernels"] == 5 and found["programs"] == 2
-    assert found["idle_share"] == pytest.approx(45 / 400) and found["idle_share_between_steps"] == pytest.approx(44 / 400)
+    assert found["idle_share"] == pytest.approx(45 / 400) and found[
+        "idle_share_between_steps"
+    ] == pytest.approx(44 / 400)
     assert found["longest_gap_us"] == pytest.approx(40) and found["longest_gap_us"] > STEP_US
-    assert {name: (one["gaps"], round(400 * one["share"])) for name, one in found["by_length"].items() if one["gaps"]} == {
+    assert {
+        name: (one["gaps"], round(400 * one["share"]))
+        for name, one in found["by_length"].items()
+        if one["gaps"]
+    } == {
         "0 to 2 us": (1, 1),
         "2 to 5 us": (1, 4),
         "20 to 50 us": (1, 40),

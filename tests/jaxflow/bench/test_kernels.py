@@ -49,11 +49,19 @@ def shipped_choices():
 def test_names_can_be_asked_for():
     names = [(group.name, case.name) for group in kernels.GROUPS for case in group.cases]
     assert len(set(names)) == len(names)
-    assert not any("," in part or "/" in group for group, case in names for part in (group, case.replace("/tp4", "")))
-    assert [case.name for _, case in kernels.chosen(["ceilings"])] == [case.name for case in BY_NAME["ceilings"].cases]
-    assert {case.name for _, case in kernels.chosen(["dense_gemm/8B up_gate"])} == {f"8B up_gate M {m}" for m in (256, 512, 1024, 2048)}
+    assert not any(
+        "," in part or "/" in group for group, case in names for part in (group, case.replace("/tp4", ""))
+    )
+    assert [case.name for _, case in kernels.chosen(["ceilings"])] == [
+        case.name for case in BY_NAME["ceilings"].cases
+    ]
+    assert {case.name for _, case in kernels.chosen(["dense_gemm/8B up_gate"])} == {
+        f"8B up_gate M {m}" for m in (256, 512, 1024, 2048)
+    }
     asked = [group.name for group in kernels.GROUPS if group.asked]
-    assert {(group.name, case.name) for group, case in kernels.chosen([])} == {name for name in names if name[0] not in asked}
+    assert {(group.name, case.name) for group, case in kernels.chosen([])} == {
+        name for name in names if name[0] not in asked
+    }
     assert kernels.chosen(asked) and {group.name for group, _ in kernels.chosen(asked)} == set(asked)
     with pytest.raises(ValueError, match="no such case; groups are ceilings"):
         kernels.chosen(["dense_gemm/nothing"])
@@ -96,7 +104,12 @@ def test_a_row_has_rates_ratios_and_whether_it_is_reached(monkeypatch, must, rea
     assert row["ratios"] == {"rival": pytest.approx(2.0)}
     assert row["reached"] is reached
     lines = list(kernels_report.text(row))
-    assert len(lines) == 2 and ("missed" in lines[0]) is (reached is False) and "2.000 TB/s" in lines[0] and "x2.000" in lines[1]
+    assert (
+        len(lines) == 2
+        and ("missed" in lines[0]) is (reached is False)
+        and "2.000 TB/s" in lines[0]
+        and "x2.000" in lines[1]
+    )
 
 
 def test_a_way_without_clock_and_watts_is_measured_again_and_then_refused(monkeypatch):
@@ -105,7 +118,10 @@ def test_a_way_without_clock_and_watts_is_measured_again_and_then_refused(monkey
     def interleaved(runs, *, calls, seconds):
         asked.append(list(runs))
         seen = len(asked) % 2 == 0 and "never" not in runs
-        return {name: Timing(10.0, 0.0, 1500.0 if seen else None, 600.0 if seen else None, None, 0.013) for name in runs}
+        return {
+            name: Timing(10.0, 0.0, 1500.0 if seen else None, 600.0 if seen else None, None, 0.013)
+            for name in runs
+        }
 
     monkeypatch.setattr(kernels_worker, "interleaved", interleaved)
     assert kernels_worker.timed({"ours": way(1.0)}, 0.5)["ours"].mhz == 1500.0 and len(asked) == 2
@@ -119,10 +135,23 @@ def test_ways_that_move_other_amounts_are_compared_by_their_work(monkeypatch):
 
 
 def test_a_summary_is_of_a_groups_first_rival():
-    rows = [{"group": "flat_gemm", "case": str(i), "ratios": {"xla": r, "other": 9.0}} for i, r in enumerate((0.5, 2.0))]
-    rows += [{"group": "flat_gemm", "case": "x", "failed": "it did"}, {"group": "ceilings", "case": "y", "ratios": {}}]
+    rows = [
+        {"group": "flat_gemm", "case": str(i), "ratios": {"xla": r, "other": 9.0}}
+        for i, r in enumerate((0.5, 2.0))
+    ]
+    rows += [
+        {"group": "flat_gemm", "case": "x", "failed": "it did"},
+        {"group": "ceilings", "case": "y", "ratios": {}},
+    ]
     assert kernels_report.summaries(rows, kernels.GROUPS) == [
-        {"group": "flat_gemm", "rival": "xla", "cases": 2, "geomean": pytest.approx(1.0), "least": 0.5, "must": 1.1}
+        {
+            "group": "flat_gemm",
+            "rival": "xla",
+            "cases": 2,
+            "geomean": pytest.approx(1.0),
+            "least": 0.5,
+            "must": 1.1,
+        }
     ]
     assert list(kernels_report.text(rows[2])) == [f"{'flat_gemm':18} {'x':28} failed: it did"]
 
@@ -147,7 +176,9 @@ def test_ways_take_turns_and_each_is_timed_by_its_calls(monkeypatch):
     monkeypatch.setattr(timing, "_Sensor", Sensor)
     monkeypatch.setattr(timing, "_once", lambda run: 0.1)
     monkeypatch.setattr(timing, "_repeat", lambda run, times: order.append((run(), times)))
-    found = timing.interleaved({"a": lambda: "a", "b": lambda: "b"}, calls={"a": 1, "b": 4}, seconds=0.6, rounds=3)
+    found = timing.interleaved(
+        {"a": lambda: "a", "b": lambda: "b"}, calls={"a": 1, "b": 4}, seconds=0.6, rounds=3
+    )
     assert order == [("b", 2), ("a", 2), ("a", 2), ("b", 2)] * 2
     assert found["a"].mhz == 1600 and found["a"].watts == 400.0
     assert all(t.joules == pytest.approx(400e-6 * t.us) for t in found.values())

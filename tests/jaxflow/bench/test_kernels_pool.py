@@ -1,4 +1,6 @@
-"""The processes of the kernel bench: who compiles what and when, that nobody compiles while one times, shares and their one report."""
+"""The processes of the kernel bench: who compiles what and when, that nobody compiles while one times, shares
+and their one report.
+"""
 
 import itertools
 import json
@@ -21,12 +23,21 @@ def test_every_case_is_some_process_once_and_the_first_cases_come_first(processe
     plan = kernels_pool.rounds(ALL, processes)
     assert sorted(NAMES) == sorted(name for turn in plan for names in turn for name in names)
     assert all(len(turn) == processes for turn in plan)
-    place = {name: (i, worker) for i, turn in enumerate(plan) for worker, names in enumerate(turn) for name in names}
+    place = {
+        name: (i, worker)
+        for i, turn in enumerate(plan)
+        for worker, names in enumerate(turn)
+        for name in names
+    }
     for group in kernels.GROUPS:
         if group.together:  # in one round of one process: the model is made once
             assert len({place[f"{group.name}/{case.name}"] for case in group.cases}) == 1
     if processes == 8:
-        firsts = {f"{group.name}/{group.cases[0].name}" for group in kernels.GROUPS if not group.asked and not group.together}
+        firsts = {
+            f"{group.name}/{group.cases[0].name}"
+            for group in kernels.GROUPS
+            if not group.asked and not group.together
+        }
         assert all(place[name][0] == 0 for name in firsts)
 
 
@@ -34,7 +45,10 @@ def test_shares_are_all_cases_once_and_what_belongs_together_stays_so():
     parts = [kernels.shared(ALL, f"{i}/3") for i in range(3)]
     assert sorted(NAMES) == sorted(f"{group.name}/{case.name}" for part in parts for group, case in part)
     for group in kernels.GROUPS:
-        assert not group.together or sum(any(other.name == group.name for other, _ in part) for part in parts) == 1
+        assert (
+            not group.together
+            or sum(any(other.name == group.name for other, _ in part) for part in parts) == 1
+        )
     for wrong in ("3/3", "1", "a/b", ""):
         with pytest.raises(ValueError, match="--share"):
             kernels.shared(ALL, wrong)
@@ -52,7 +66,9 @@ class Fake(kernels_pool.Worker):
 
     def answer(self, limit_s=None):
         self.told.append((self, "answered"))
-        if (self.ends_at and self.last.get("measure") == self.ends_at) or ("compile" in self.last and not self.compiles_all):
+        if (self.ends_at and self.last.get("measure") == self.ends_at) or (
+            "compile" in self.last and not self.compiles_all
+        ):
             return "its process ended"
         return {"row": self.last["measure"]} if "measure" in self.last else {}
 
@@ -60,7 +76,9 @@ class Fake(kernels_pool.Worker):
 def test_one_times_while_nobody_compiles_and_a_process_that_ended_is_said():
     told = []
     workers = [Fake(told), Fake(told, "g/d")]
-    rows = dict(kernels_pool.measured([[["g/a", "g/b"], ["g/c", "g/d"]], [["g/e"], []]], workers, 0.1, float("inf")))
+    rows = dict(
+        kernels_pool.measured([[["g/a", "g/b"], ["g/c", "g/d"]], [["g/e"], []]], workers, 0.1, float("inf"))
+    )
     assert rows.pop("g/d") == {"group": "g", "case": "d", "failed": "its process ended"}
     assert rows == {name: {"row": name} for name in ("g/a", "g/b", "g/c", "g/e")}
     open_orders = set()
@@ -74,7 +92,11 @@ def test_one_times_while_nobody_compiles_and_a_process_that_ended_is_said():
 
 
 def test_cases_of_a_process_that_ended_while_it_compiled_are_failed_rows_and_the_others_are_measured():
-    rows = dict(kernels_pool.measured([[["g/a"], ["g/c", "g/d"]]], [Fake([]), Fake([], compiles_all=False)], 0.1, float("inf")))
+    rows = dict(
+        kernels_pool.measured(
+            [[["g/a"], ["g/c", "g/d"]]], [Fake([]), Fake([], compiles_all=False)], 0.1, float("inf")
+        )
+    )
     assert rows["g/a"] == {"row": "g/a"}
     assert {rows[f"g/{name}"]["failed"] for name in "cd"} == {"its process ended to: compile g/c, g/d"}
 
@@ -83,7 +105,11 @@ def test_what_would_end_after_the_time_limit_is_left_out():
     clock = itertools.count(0.0, 10.0)  # looking at it takes 10 s, and so does everything
     plan = [[["g/a", "g/b", "g/c"]], [["g/d"]]]
     rows = list(kernels_pool.measured(plan, [Fake([])], 0.1, 45.0, clock=lambda: next(clock)))
-    assert [name for name, row in rows if row] == ["g/a"] and [name for name, row in rows if row is None] == ["g/b", "g/c", "g/d"]
+    assert [name for name, row in rows if row] == ["g/a"] and [name for name, row in rows if row is None] == [
+        "g/b",
+        "g/c",
+        "g/d",
+    ]
 
 
 def cases(monkeypatch, us=20.0):
@@ -94,9 +120,14 @@ def cases(monkeypatch, us=20.0):
         return {name: Timing(us, 0.02, 1500.0, 600.0, 0.1, 0.1) for name in ways}
 
     ran = []
-    ways = {name: Way(lambda name=name: ran.append(name) or jnp.zeros(1), 1, 4e7, tuned=name == "xla") for name in ("ours", "xla")}
+    ways = {
+        name: Way(lambda name=name: ran.append(name) or jnp.zeros(1), 1, 4e7, tuned=name == "xla")
+        for name in ("ours", "xla")
+    }
     monkeypatch.setattr(kernels_worker, "interleaved", interleaved)
-    monkeypatch.setattr(kernels_worker.jax, "devices", lambda: [type("Device", (), {"device_kind": "NVIDIA H200"})])
+    monkeypatch.setattr(
+        kernels_worker.jax, "devices", lambda: [type("Device", (), {"device_kind": "NVIDIA H200"})]
+    )
     group = Group("g", "TB/s", (Case("good", lambda: ways), Case("bad", fails)))
     return kernels_worker.Cases([group]), ran
 
@@ -125,7 +156,9 @@ def test_products_must_read_their_weights_whatever_their_unit():
     assert Way(lambda: None, 1, 5.0).must("TB/s") == Least(moved=5.0)
     assert Way(lambda: None, 1, 5.0).must("tok/s") == Least()
     assert Way(lambda: None, 1, 5.0).must("TFLOP/s") == Least(flop=5.0)
-    assert Way(lambda: None, 1, 5.0, dtype="float8_e4m3fn").must("TFLOP/s") == Least(flop=5.0, dtype="float8_e4m3fn")
+    assert Way(lambda: None, 1, 5.0, dtype="float8_e4m3fn").must("TFLOP/s") == Least(
+        flop=5.0, dtype="float8_e4m3fn"
+    )
     assert Way(lambda: None, 1, 5.0, least=Least(7.0)).must("TFLOP/s") == Least(7.0)
 
 
@@ -140,10 +173,19 @@ def test_a_worker_is_a_process_that_answers_each_order_until_its_stdin_ends():
 
 
 def test_a_process_that_ended_or_does_not_answer_is_replaced(monkeypatch):
-    ends = "import sys; [print('{}', flush=True) if 'good' in line else sys.exit() if 'ends' in line else None for line in sys.stdin]"
+    ends = (
+        "import sys; [print('{}', flush=True) if 'good' in line else sys.exit() if 'ends' in line else "
+        "None for line in sys.stdin]"
+    )
     monkeypatch.setattr(kernels_pool, "COMMAND", (sys.executable, "-c", ends))
     worker = kernels_pool.Worker()
-    for order, wanted in (("good", {}), ("ends", "its process ended"), ("good", {}), ("waits", "no answer within 0.1 s"), ("good", {})):
+    for order, wanted in (
+        ("good", {}),
+        ("ends", "its process ended"),
+        ("good", {}),
+        ("waits", "no answer within 0.1 s"),
+        ("good", {}),
+    ):
         worker.tell(measure=order)
         assert worker.answer(0.1 if order == "waits" else None) == wanted
     worker.end()
@@ -151,7 +193,10 @@ def test_a_process_that_ended_or_does_not_answer_is_replaced(monkeypatch):
 
 def test_xlas_products_are_cublas_unless_the_flags_say_otherwise():
     ours = kernels_pool.environment({"XLA_FLAGS": "--xla_some=1"})
-    assert ours["XLA_FLAGS"] == "--xla_some=1 --xla_gpu_enable_triton_gemm=false" and ours["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert (
+        ours["XLA_FLAGS"] == "--xla_some=1 --xla_gpu_enable_triton_gemm=false"
+        and ours["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    )
     assert kernels_pool.environment({})["XLA_FLAGS"] == "--xla_gpu_enable_triton_gemm=false"
     given = "--xla_gpu_enable_triton_gemm=true"
     assert kernels_pool.environment({"XLA_FLAGS": given})["XLA_FLAGS"] == given

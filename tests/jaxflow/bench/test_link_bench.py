@@ -25,13 +25,39 @@ def test_the_command(tmp_path, no_flags, capsys):
         "--step_seconds",
         "0.01",
     ]
-    line += ["--pages", "5", "--max_num_batched_tokens", "32", "--max_num_seqs", "8", "--block_size", "16", "--num_kv_pages", "64"]
+    line += [
+        "--pages",
+        "5",
+        "--max_num_batched_tokens",
+        "32",
+        "--max_num_seqs",
+        "8",
+        "--block_size",
+        "16",
+        "--num_kv_pages",
+        "64",
+    ]
     assert main(["bench", "link", *line, "--output_json", str(tmp_path / "out.json")]) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert all(value > 0 and math.isfinite(value) for value in result["link"].values())
-    ways = {"to_host", "to_device", "both_to_host", "both_to_device", "pieces_to_host", "pieces_to_device", "loaded_to_its_place"}
-    ways |= {f"{both}{form}_to_{way}" for both in ("", "both_") for form in ("one_call", "one_array") for way in ("host", "device")}
-    assert {f"{way}_gb_per_s" for way in ways | {"train_to_host", "train_to_device", "both_in_turns_of_4"}} <= set(result["link"])
+    ways = {
+        "to_host",
+        "to_device",
+        "both_to_host",
+        "both_to_device",
+        "pieces_to_host",
+        "pieces_to_device",
+        "loaded_to_its_place",
+    }
+    ways |= {
+        f"{both}{form}_to_{way}"
+        for both in ("", "both_")
+        for form in ("one_call", "one_array")
+        for way in ("host", "device")
+    }
+    assert {
+        f"{way}_gb_per_s" for way in ways | {"train_to_host", "train_to_device", "both_in_turns_of_4"}
+    } <= set(result["link"])
     rates = result["link"]
     for way in ("to_host", "to_device"):
         expected = rates[f"{way}_gb_per_s"] / rates[f"pieces_{way}_gb_per_s"]

@@ -77,7 +77,12 @@ def test_the_report_names_optimum_machine_and_command():
         "fraction_of_optimal": 0.5,
         "fraction_of_bound": 0.6,
         "binding": "energy",
-        "power": {"mean_watts": 650.4, "max_watts": 702.0, "mean_sm_clock_mhz": 1500, "min_sm_clock_mhz": 1400},
+        "power": {
+            "mean_watts": 650.4,
+            "max_watts": 702.0,
+            "mean_sm_clock_mhz": 1500,
+            "min_sm_clock_mhz": 1400,
+        },
     }
     text = machine.text(result)
     for part in (

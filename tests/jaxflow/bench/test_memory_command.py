@@ -32,7 +32,9 @@ def test_results_of_two_steps_stand_beside_the_largest_program():
 @pytest.fixture
 def bench(no_flags):
     """The command line in this process."""
-    return lambda **settings: main(["bench", "memory", *(f"--{name}={value}" for name, value in settings.items())])
+    return lambda **settings: main(
+        ["bench", "memory", *(f"--{name}={value}" for name, value in settings.items())]
+    )
 
 
 def test_the_command(bench, tmp_path, capsys):
@@ -42,7 +44,11 @@ def test_the_command(bench, tmp_path, capsys):
     found = json.loads(path.read_text())
     model = open_checkpoint(str(folder)).model_config
     assert [one["tokens"] for one in found["programs"]] == [8, 16] and found["layers"] == 1
-    assert found["programs"][1]["three_buffers"] == three_buffers(model, 16, "bfloat16") == 16 * (64 + 64 + 128) * 2
+    assert (
+        found["programs"][1]["three_buffers"]
+        == three_buffers(model, 16, "bfloat16")
+        == 16 * (64 + 64 + 128) * 2
+    )
     for one in found["programs"]:
         assert one["together"] == together(Need(**need) for need in one["needs"].values()) > 0
     layer = 2 * (4 + 2 * 2) * 16 * 64 * 2 // 2 + 64 * 64 * 2 + 3 * 64 * 128 * 2 + 2 * 64 * 2
@@ -55,7 +61,10 @@ def test_the_command(bench, tmp_path, capsys):
 
 
 def test_buckets_beyond_the_largest_step_are_refused(bench, capsys):
-    assert bench(model=paths.MODELS / "tiny-llama", max_num_batched_tokens=16, max_num_seqs=8, max_model_len=128) == 1
+    assert (
+        bench(model=paths.MODELS / "tiny-llama", max_num_batched_tokens=16, max_num_seqs=8, max_model_len=128)
+        == 1
+    )
     assert "buckets" in capsys.readouterr().err
 
 

@@ -16,7 +16,9 @@ POWER = shipped_power("H200")
 
 
 def test_a_runs_mean_step_is_its_steps_means():
-    """Two requests of 100 + 3 and 60 + 5 tokens, in 4 steps; the first 20 tokens of the first came from elsewhere."""
+    """Two requests of 100 + 3 and 60 + 5 tokens, in 4 steps; the first 20 tokens of the first came from
+    elsewhere.
+    """
     records = [Record(100, 0.0, [(1.0, 3)], 1.0, cached_prompt_tokens=20), Record(60, 0.0, [(1.0, 5)], 1.0)]
     run = report.figures(records, 2.0)
     found = optimum.mean_step(run, 4)
@@ -26,7 +28,9 @@ def test_a_runs_mean_step_is_its_steps_means():
     assert 4 * found.count("samples") == 8
     alike = report.figures([Record(100, 0.0, [(1.0, 3)], 1.0, cached_prompt_tokens=20)] * 2, 2.0)
     means = {name: value for name, value in alike.items() if not name.endswith("_keys")}
-    assert optimum.mean_step(means, 5) == optimum.mean_step(alike, 5)  # as reports have it that came before those fields
+    assert optimum.mean_step(means, 5) == optimum.mean_step(
+        alike, 5
+    )  # as reports have it that came before those fields
 
 
 def test_the_bound_of_a_run_is_that_of_its_steps():
@@ -36,7 +40,13 @@ def test_the_bound_of_a_run_is_that_of_its_steps():
     assert POWER is not None
     least = bound(model_graph(LLAMA).work(optimum.mean_step(run, 9)), DEVICES["H200"], POWER)
     assert found == {"fraction_of_bound": pytest.approx(9 * least.energy_s / 1.0), "binding": "energy"}
-    fp8 = optimum.of_run(LLAMA, engine | {"quantization": "fp8", "kv_cache_dtype": "float8_e4m3fn"}, "H200", run, 9)
+    fp8 = optimum.of_run(
+        LLAMA, engine | {"quantization": "fp8", "kv_cache_dtype": "float8_e4m3fn"}, "H200", run, 9
+    )
     assert fp8["fraction_of_bound"] < 0.7 * found["fraction_of_bound"]
-    for engine_, device in ((engine, "cpu"), (engine | {"dtype": "float32"}, "H200"), (engine, "NVIDIA H100")):
+    for engine_, device in (
+        (engine, "cpu"),
+        (engine | {"dtype": "float32"}, "H200"),
+        (engine, "NVIDIA H100"),
+    ):
         assert optimum.of_run(LLAMA, engine_, device, run, 9) == {"fraction_of_bound": None, "binding": None}

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from jaxflow.bench import plans_report
 from jaxflow.bench.__main__ import main
-from jaxflow.bench.steady import Workload, average_step, fitting_step, page_appends, parse_workload, rows_of, step_work
+from jaxflow.bench.steady import (
+    Workload,
+    average_step,
+    fitting_step,
+    page_appends,
+    parse_workload,
+    rows_of,
+    step_work,
+)
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.layout import SlotTable, StepLayout, pack
 from jaxflow.model.checkpoint import open_checkpoint
@@ -34,21 +42,30 @@ def test_an_average_step_fits_and_keeps_the_workloads_balance(prompt, output, to
     mean = Composition.steady_state(tokens, prompt, output)
     assert step.decode_tokens <= mean.decode_tokens + 1
     if step.decode_tokens > 20:
-        assert step.chunk_tokens == pytest.approx(step.decode_tokens * prompt / output, rel=0.2, abs=prompt / output)
+        assert step.chunk_tokens == pytest.approx(
+            step.decode_tokens * prompt / output, rel=0.2, abs=prompt / output
+        )
         assert step.decode_keys == mean.decode_keys
     roomy = average_step(workload, tokens, most_rows=tokens, kv_tokens=10**9, page_size=PAGE)
     assert roomy.tokens == tokens and roomy.decode_tokens == round(mean.decode_tokens)
 
 
-@given(st.sampled_from([Workload(200, 90), Workload(64, 0), Workload(50, 200), Workload(33, 0, decodes=40)]), st.integers(0, 99))
+@given(
+    st.sampled_from([Workload(200, 90), Workload(64, 0), Workload(50, 200), Workload(33, 0, decodes=40)]),
+    st.integers(0, 99),
+)
 def test_the_step_that_runs_is_that_step(workload, seed):
-    """Mean context, chunks and rows as told; every key that is read lies on a page of its own, but those behind a window."""
+    """Mean context, chunks and rows as told; every key that is read lies on a page of its own, but those
+    behind a window.
+    """
     tokens, windows, pages = 64, (None, 24), (2000, 2000)
     step = average_step(workload, tokens, most_rows=tokens, kv_tokens=10**6, page_size=PAGE)
     layout = StepLayout(tokens, tokens, tokens, PAGE, (20,), 2)
     work = step_work(workload, step, layout, 100, seed)
     assert work.mean_context_tokens == pytest.approx(step.decode_keys, rel=0.1)
-    assert len(work.decode_slots) == step.decode_tokens and [(c.tokens, c.start) for c in work.chunks] == list(step.chunks)
+    assert len(work.decode_slots) == step.decode_tokens and [
+        (c.tokens, c.start) for c in work.chunks
+    ] == list(step.chunks)
     fields = layout.views(pack(layout, work, SlotTable.empty(tokens))[0])
     assert fields["num_decodes"] == step.decode_tokens and (fields["token_rows"] >= 0).sum() == step.tokens
     appends = page_appends(work, pages, windows, PAGE, seed)
@@ -60,7 +77,13 @@ def test_the_step_that_runs_is_that_step(workload, seed):
             new = work.chunks[row - len(work.decode_slots)].tokens if row >= len(work.decode_slots) else 1
             seen = range(0 if window is None else max(0, length - new - window + 1), length)
             assert all(table[row, place // PAGE] for place in seen)
-    larger = step_work(workload, average_step(workload, 128, most_rows=128, kv_tokens=10**6, page_size=PAGE), layout, 100, seed)
+    larger = step_work(
+        workload,
+        average_step(workload, 128, most_rows=128, kv_tokens=10**6, page_size=PAGE),
+        layout,
+        100,
+        seed,
+    )
     same = min(len(work.decode_slots), len(larger.decode_slots))
     np.testing.assert_array_equal(work.decode_positions[:same], larger.decode_positions[:same])
 
@@ -71,7 +94,13 @@ def test_what_is_no_workload(text):
         parse_workload(text)
 
 
-WORKLOADS = [Workload(200, 90), Workload(4, 0), Workload(200, 0), Workload(400, 2), Workload(33, 0, decodes=40)]
+WORKLOADS = [
+    Workload(200, 90),
+    Workload(4, 0),
+    Workload(200, 0),
+    Workload(400, 2),
+    Workload(33, 0, decodes=40),
+]
 
 
 @given(st.sampled_from(WORKLOADS), st.integers(1, 64), st.integers(1, 99))
@@ -82,7 +111,9 @@ def test_a_step_fits_or_what_it_lacks_is_told(workload, rows, pages):
         step = fitting_step(workload, 64, **have, page_size=PAGE)
         same = average_step(workload, 64, most_rows=rows, kv_tokens=(pages - 1) * PAGE, page_size=PAGE)
         assert 0 < rows_of(step) <= rows and step == same
-        page_appends(step_work(workload, step, StepLayout(64, 64, 64, PAGE), 100), (pages,), (None,), PAGE)  # in pages that are there
+        page_appends(
+            step_work(workload, step, StepLayout(64, 64, 64, PAGE), 100), (pages,), (None,), PAGE
+        )  # in pages that are there
     except ConfigError as error:
         lacked = {"max_num_seqs": "rows", "num_kv_pages": "pages"}[error.field]
         least = int(error.accepted.split()[2].rstrip(","))
@@ -103,28 +134,50 @@ def test_the_command(tmp_path, no_flags, capsys):
     model = str(paths.MODELS / "tiny-llama")
     target = Target("tiny-llama", "cpu", 1, "float32", "float32", 10, 22, 40)
     predicted = Predictions((0, 32), (1, 100), ((0.5, 0.5),) * 2, ((1.0, 1.0),) * 2)
-    plan = msgspec.structs.replace(two_nano_batch_plan(open_checkpoint(model).model_config, 32, 12), target=target, predictions=predicted)
+    plan = msgspec.structs.replace(
+        two_nano_batch_plan(open_checkpoint(model).model_config, 32, 12), target=target, predictions=predicted
+    )
     save(plan, tmp_path / "one.json")
     line = ["--model", model, "--load_format", "dummy", "--plans", str(tmp_path), "--workloads", "24/12,8x30"]
-    line += ["--num_kv_pages", "99", "--block_size", "16", "--seconds", "0.02", "--output_json", str(tmp_path / "out.json")]
+    line += [
+        "--num_kv_pages",
+        "99",
+        "--block_size",
+        "16",
+        "--seconds",
+        "0.02",
+        "--output_json",
+        str(tmp_path / "out.json"),
+    ]
     assert main(["bench", "plans", *line]) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     sequential, cut, decodes = result["plans"]
     assert [row["tokens"] for row in result["plans"]] == [32, 32, 8]
     assert sequential["sequential"] and decodes["sequential"] and not cut["sequential"]
-    assert (cut["decode_tokens"], cut["prefill_tokens"], decodes["decode_tokens"], decodes["prefill_tokens"]) == (11, 21, 8, 0)
+    assert (
+        cut["decode_tokens"],
+        cut["prefill_tokens"],
+        decodes["decode_tokens"],
+        decodes["prefill_tokens"],
+    ) == (11, 21, 8, 0)
     model_config = open_checkpoint(model).model_config
     assert [row["digest"] for row in (sequential, cut, decodes)] == [
         digest(one) for one in (sequential_plan(model_config, 32), plan, sequential_plan(model_config, 8))
     ]
     for row in result["plans"]:
-        assert row["tokens_per_s"] == pytest.approx((row["decode_tokens"] + row["prefill_tokens"]) / row["step_ms"] * 1e3)
+        assert row["tokens_per_s"] == pytest.approx(
+            (row["decode_tokens"] + row["prefill_tokens"]) / row["step_ms"] * 1e3
+        )
         assert row["fraction_of_optimal"] > 0
     assert cut["against_best_sequential"] == pytest.approx(sequential["step_ms"] / cut["step_ms"])
     assert (sequential["predicted_ms"], cut["predicted_ms"], decodes["predicted_ms"]) == (1000.0, 500.0, None)
     assert cut["prediction_error"] == pytest.approx(500 / cut["step_ms"] - 1)
     (pick,) = result["picks"]
-    assert pick["picked"] == cut["plan"] and pick["best"] in (cut["plan"], sequential["plan"]) and pick["best_of_any_size"] == pick["best"]
+    assert (
+        pick["picked"] == cut["plan"]
+        and pick["best"] in (cut["plan"], sequential["plan"])
+        and pick["best_of_any_size"] == pick["best"]
+    )
     assert "24/12: 11 decodes" in capsys.readouterr().out
 
 
@@ -133,12 +186,19 @@ REPORTS = paths.ROOT / "benchmarks"
 
 def test_a_pick_is_held_against_plans_without_predictions_too():
     """DeepSeek-67B's plan cut at 1280 gained 1.019, an order by hand, of which nothing was predicted, 1.045."""
-    rows = json.loads((REPORTS / "settings" / "h200-plans-deepseek-67b-tp2-fp8-cut-1280.json").read_text())["plans"]
+    rows = json.loads((REPORTS / "settings" / "h200-plans-deepseek-67b-tp2-fp8-cut-1280.json").read_text())[
+        "plans"
+    ]
     sequential, two, searched, copied = rows[:4]
     assert two["sure_gain"] is None and searched["sure_gain"] > 1
-    for pick, sizes in zip(plans_report.summary(rows)["picks"], ((sequential, two, searched, copied), rows[4:]), strict=True):
+    for pick, sizes in zip(
+        plans_report.summary(rows)["picks"], ((sequential, two, searched, copied), rows[4:]), strict=True
+    ):
         best = max(sizes, key=lambda row: row["tokens_per_s"])
-        assert pick["picked"] == searched["plan"] and pick["best"] == pick["best_of_any_size"] == two["plan"] == best["plan"]
+        assert (
+            pick["picked"] == searched["plan"]
+            and pick["best"] == pick["best_of_any_size"] == two["plan"] == best["plan"]
+        )
         assert pick["picked_to_best"] == pick["picked_to_best_of_any_size"] < 0.98
 
 
@@ -152,7 +212,10 @@ def test_a_pick_is_held_against_steps_of_other_sizes():
     assert pick["picked_to_best_of_any_size"] == pytest.approx(picked["against_best_sequential"])
     result = {"plans": rows, "picks": [pick], "mean_prediction_error": None, "left_out": [], "command": ""}
     text = plans_report.text(result | {"made_s": 0.0, "measured_s": 0.0, "num_devices": 1, "device": "toy"})
-    assert "at 1.000 of the best, 'sequential, 2048 tokens', and at 0.750 of that of any size, 'sequential, 512 tokens'." in text
+    assert (
+        "at 1.000 of the best, 'sequential, 2048 tokens', and at 0.750 of that of any size, "
+        "'sequential, 512 tokens'."
+    ) in text
 
 
 @pytest.mark.parametrize("name", ["two nano-batches, 12 + 20", "sequential"])
@@ -180,8 +243,19 @@ def test_a_damaged_plan_is_refused_by_name(tmp_path, no_flags, capsys):
     """Uncut as it is, it would be left out as the sequential one."""
     model = str(paths.MODELS / "tiny-llama")
     plan = sequential_plan(open_checkpoint(model).model_config, 32)
-    save(msgspec.structs.replace(plan, name="backwards", nano_ops=plan.nano_ops[::-1]), tmp_path / "plan.json")
-    line = ["--model", model, "--load_format", "dummy", "--plans", str(tmp_path / "plan.json"), "--workloads", "24/12"]
+    save(
+        msgspec.structs.replace(plan, name="backwards", nano_ops=plan.nano_ops[::-1]), tmp_path / "plan.json"
+    )
+    line = [
+        "--model",
+        model,
+        "--load_format",
+        "dummy",
+        "--plans",
+        str(tmp_path / "plan.json"),
+        "--workloads",
+        "24/12",
+    ]
     assert main(["bench", "plans", *line]) == 1
     assert capsys.readouterr().err.startswith("error: backwards: down: reads")
 
@@ -193,15 +267,21 @@ def test_a_model_cut_short_is_predicted_to_gain_and_no_times():
     plan = msgspec.structs.replace(two_nano_batch_plan(model, 32, 12), target=target, predictions=predicted)
     for layers, ms in ((32, 500.0), (4, None)):
         cut = dataclasses.replace(model, layers=model.layers[:layers])
-        found = plans_report._prediction(plan, {32: plan}, cut, Composition(10, 40.0), Timing(5e5, 0.0, None, None, None, 1.0))
+        found = plans_report._prediction(
+            plan, {32: plan}, cut, Composition(10, 40.0), Timing(5e5, 0.0, None, None, None, 1.0)
+        )
         assert found["predicted_ms"] == ms and found["predicted_gain"] == 2.0
         assert found["prediction_error"] == (0.0 if ms else None)
 
 
 def test_what_an_h200_could_reach_at_best(monkeypatch):
     """The four-resource bound of the step, on the device's own figures."""
-    monkeypatch.setattr(plans_report.jax, "devices", lambda: [type("Device", (), {"device_kind": "NVIDIA H200"})()])
+    monkeypatch.setattr(
+        plans_report.jax, "devices", lambda: [type("Device", (), {"device_kind": "NVIDIA H200"})()]
+    )
     config = EngineConfig("llama-3.1-8b", dtype="bfloat16", kv_cache_dtype="bfloat16")
     model = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
     found = plans_report._optimum(config, model, Composition.steady_state(2048, 1024, 512), 1, 28_000.0)
-    assert found["binding"] == "energy" and 0.5 < found["fraction_of_optimal"] < found["fraction_of_bound"] < 1
+    assert (
+        found["binding"] == "energy" and 0.5 < found["fraction_of_optimal"] < found["fraction_of_bound"] < 1
+    )

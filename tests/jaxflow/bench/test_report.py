@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from jaxflow.bench import report
 from jaxflow.bench.report import Record
 
-# Sent at 10 s: tokens at 11, 11.5, 12, 12.5; done at 12.5. Sent at 11 s: one delivery of two tokens at 11.2, one at 11.4.
+# Sent at 10 s: tokens at 11, 11.5, 12, 12.5; done at 12.5. Sent at 11 s: one delivery of two tokens at 11.2,
+# one at 11.4.
 FIRST = Record(8, 10.0, [(11.0, 1), (11.5, 1), (12.0, 1), (12.5, 1)], 12.5)
 SECOND = Record(4, 11.0, [(11.2, 2), (11.4, 1)], 11.4)
 SHORT = Record(2, 11.0, [(11.1, 1)], 11.1)
@@ -65,7 +66,12 @@ def test_the_layout_is_that_of_vllm_bench():
 
 def test_goodput_counts_requests_that_keep_every_promise():
     records = [FIRST, SECOND, SHORT, FAILED]
-    for pairs, good in [(["ttft:500"], 2), (["tpot:499"], 2), (["tpot:500", "e2el:3000"], 3), (["e2el:100.1", "ttft:1"], 0)]:
+    for pairs, good in [
+        (["ttft:500"], 2),
+        (["tpot:499"], 2),
+        (["tpot:500", "e2el:3000"], 3),
+        (["e2el:100.1", "ttft:1"], 0),
+    ]:
         assert report.figures(records, 2.0, report.parse_goodput(pairs))["request_goodput"] == good / 2
 
 
@@ -128,13 +134,20 @@ def test_no_steady_window_where_all_run_at_once():
 
 
 def test_requests_that_met_no_empty_engine():
-    """One request a second for ten, whose latencies grow: those due after the middle of the arrivals, late as the sixth was sent."""
+    """One request a second for ten, whose latencies grow: those due after the middle of the arrivals, late as
+    the sixth was sent.
+    """
     records = [Record(5, float(i), [(i + 0.5, 1), (i + 1.0 + i, 1)], i + 1.0 + i) for i in range(11)]
     records[5].sent_s = 5.2
     found = report.settled([*records, Record(5, 10.0, error="full")], [*range(11), 10])
     assert found is not None and (found["after_s"], found["completed"]) == (5.0, 5)
-    assert found["mean_normalized_latency_ms"] == pytest.approx(1e3 * np.mean([(1 + i) / 2 for i in range(6, 11)]))
-    assert found["p99_to_mean_normalized_latency"] == found["p99_normalized_latency_ms"] / found["mean_normalized_latency_ms"]
+    assert found["mean_normalized_latency_ms"] == pytest.approx(
+        1e3 * np.mean([(1 + i) / 2 for i in range(6, 11)])
+    )
+    assert (
+        found["p99_to_mean_normalized_latency"]
+        == found["p99_normalized_latency_ms"] / found["mean_normalized_latency_ms"]
+    )
     assert found["mean_ttft_ms"] == pytest.approx(500.0)
     assert report.settled([FIRST, SECOND], [0.0, 0.0]) is None  # at once
 

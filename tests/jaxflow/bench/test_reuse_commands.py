@@ -1,4 +1,6 @@
-"""Conversations against a small engine with all tiers of the KV hierarchy: over gRPC, and as the commands of the bench."""
+"""Conversations against a small engine with all tiers of the KV hierarchy: over gRPC, and as the commands of
+the bench.
+"""
 
 import asyncio
 import json
@@ -79,7 +81,12 @@ def test_every_tier_is_found_over_grpc(served):
     assert result["first_round"]["completed"] == 8 and result["first_round"]["reused_input_tokens"] == 0
     assert result["later_rounds"]["completed"] == 16
     tiers = result["reused_input_tokens_by_tier"]
-    assert sum(tiers.values()) == result["reused_input_tokens"] == result["cached_input_tokens"] == 8 * (96 + 112)
+    assert (
+        sum(tiers.values())
+        == result["reused_input_tokens"]
+        == result["cached_input_tokens"]
+        == 8 * (96 + 112)
+    )
     assert tiers["host"] > 0
 
 
@@ -99,7 +106,17 @@ def test_serve_command_with_rounds(bench, served, tmp_path, capsys):
         "--workload_seed",
         "9",
     ]
-    arguments = ["--target", served[0], "--admin_target", served[1], "--model", MODEL, *work, "--think_time_s", "0.01"]
+    arguments = [
+        "--target",
+        served[0],
+        "--admin_target",
+        served[1],
+        "--model",
+        MODEL,
+        *work,
+        "--think_time_s",
+        "0.01",
+    ]
     assert bench("serve", *arguments, "--request_rate", "50", "--output_json", str(path)) == 0
     result = json.loads(path.read_text())
     assert result["workload"]["kind"] == "conversations" and result["completed"] == 9
@@ -112,14 +129,19 @@ def test_serve_command_with_a_trace_of_shared_blocks(bench, served, tmp_path, ca
     """A system's block in all, two conversations of two and three rounds, and a request of its own."""
     rounds = [[0, 1, 2], [0, 5], [0, 1, 2, 3], [0, 7, 8], [0, 7, 8, 9], [0, 1, 2, 3, 4]]
     lines = [
-        {"timestamp": 400 * i, "input_length": 512 * len(ids) - 100, "output_length": 128, "hash_ids": ids} for i, ids in enumerate(rounds)
+        {"timestamp": 400 * i, "input_length": 512 * len(ids) - 100, "output_length": 128, "hash_ids": ids}
+        for i, ids in enumerate(rounds)
     ]
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
     trace = ["--trace", str(tmp_path / "trace.jsonl"), "--trace_shrink", "16", "--arrivals", "trace"]
     path = tmp_path / "out.json"
     assert bench("serve", "--target", served[0], "--model", MODEL, *trace, "--output_json", str(path)) == 0
     result = json.loads(path.read_text())
-    assert result["completed"] == 6 and result["first_round"]["completed"] == 3 and result["later_rounds"]["completed"] == 3
+    assert (
+        result["completed"] == 6
+        and result["first_round"]["completed"] == 3
+        and result["later_rounds"]["completed"] == 3
+    )
     assert result["reusable_input_tokens"] == 32 * (0 + 1 + 3 + 1 + 3 + 4)
     assert 32 * 2 <= result["reused_input_tokens"] <= result["reusable_input_tokens"]
     assert "reused_input_tokens_by_tier" not in result and "Reuse of KV" in capsys.readouterr().out
@@ -128,15 +150,41 @@ def test_serve_command_with_a_trace_of_shared_blocks(bench, served, tmp_path, ca
 def test_hierarchy_command_compares_the_tiers(bench, always_load, tmp_path, capsys):
     path = tmp_path / "out.json"
     engine = [f"--{name}={value}" for name, value in ENGINE.items()]
-    work = ["--rounds=3", "--num_requests=5", "--input_len=90", "--next_input_len=16", "--output_len=8", "--repeats=1"]
+    work = [
+        "--rounds=3",
+        "--num_requests=5",
+        "--input_len=90",
+        "--next_input_len=16",
+        "--output_len=8",
+        "--repeats=1",
+    ]
     work += ["--only", "recompute", "--only", "disk", "--only", "disk, restarted"]
-    assert bench("hierarchy", "--model", MODEL, *engine, f"--kv_disk_path={tmp_path}", *work, "--output_json", str(path)) == 0
+    assert (
+        bench(
+            "hierarchy",
+            "--model",
+            MODEL,
+            *engine,
+            f"--kv_disk_path={tmp_path}",
+            *work,
+            "--output_json",
+            str(path),
+        )
+        == 0
+    )
     ways = json.loads(path.read_text())["ways"]
     assert list(ways) == ["recompute", "disk", "disk, restarted"]
-    assert ways["recompute"]["conversations"]["reused_input_tokens"] == 0 == ways["recompute"]["conversations"]["compute_saved"]
+    assert (
+        ways["recompute"]["conversations"]["reused_input_tokens"]
+        == 0
+        == ways["recompute"]["conversations"]["compute_saved"]
+    )
     disk, restarted = (ways[name]["conversations"] for name in ("disk", "disk, restarted"))
     assert disk["first_round"]["reused_input_tokens"] == 0
-    assert restarted["reused_input_tokens_by_tier"]["disk"] >= 5 * 80 and restarted["first_round"]["reused_input_tokens"] == 5 * 80
+    assert (
+        restarted["reused_input_tokens_by_tier"]["disk"] >= 5 * 80
+        and restarted["first_round"]["reused_input_tokens"] == 5 * 80
+    )
     assert disk["completed"] == restarted["completed"] == 15
     assert all(len(way["no_reuse"]["total_token_throughput"]) == 1 for way in ways.values())
     assert [way["conversations"]["engine_stats"]["compilations_after_warmup"] for way in ways.values()] == [
@@ -164,19 +212,30 @@ def test_disk_command(bench, tmp_path, capsys):
     ]
     assert bench("disk", "--model", MODEL, *settings, "--pages=20") == 0
     result = json.loads(path.read_text())
-    assert result["same_bytes"] is True and result["page_bytes"] == 5 * 2 * 4 * 16 * 8 * 4 and result["pages"] == 20
+    assert (
+        result["same_bytes"] is True
+        and result["page_bytes"] == 5 * 2 * 4 * 16 * 8 * 4
+        and result["pages"] == 20
+    )
     assert all(result[name] > 0 for name in result if name.endswith("_per_s"))
     assert "Read into host memory (GB/s):" in capsys.readouterr().out and not list(tmp_path.rglob("*.kv"))
 
 
 def test_a_disk_that_cannot_be_measured(bench, tmp_path, capsys):
-    settings = ["--block_size=16", "--kv_offloading_size=0.01", f"--kv_disk_path={tmp_path}", "--kv_disk_size=0.001"]
+    settings = [
+        "--block_size=16",
+        "--kv_offloading_size=0.01",
+        f"--kv_disk_path={tmp_path}",
+        "--kv_disk_size=0.001",
+    ]
     assert bench("disk", "--model", MODEL, *settings, "--pages=400") == 1
     assert "--pages 400" in capsys.readouterr().err
 
 
 def test_a_tier_is_compared_where_there_is_one():
-    whole = EngineConfig("m", kv_offloading_size=1.0, kv_disk_path="/tmp", kv_disk_size=2.0, enable_prefix_caching=False)
+    whole = EngineConfig(
+        "m", kv_offloading_size=1.0, kv_disk_path="/tmp", kv_disk_size=2.0, enable_prefix_caching=False
+    )
     found = hierarchy.ways(whole)
     assert list(found) == ["recompute", "device", "host", "disk", "disk, restarted"]
     assert [way.enable_prefix_caching for way in found.values()] == [False, True, True, True, True]

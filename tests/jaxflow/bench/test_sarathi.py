@@ -52,7 +52,9 @@ def test_policies_rank_as_in_the_paper():
     assert [(row["length"], row["slots"]) for row in rows] == [(1024, 18), (2048, 10), (3072, 6)]
     for row in rows:
         found = row["token_throughput"]
-        assert found["orca-worst"] == pytest.approx(found["request-level"])  # requests that start and end together
+        assert found["orca-worst"] == pytest.approx(
+            found["request-level"]
+        )  # requests that start and end together
         assert found["request-level"] < found["orca-best"] < found["hybrid"]
         assert found["decode-maximal"] == pytest.approx(found["hybrid"], rel=0.05)
 
@@ -88,7 +90,9 @@ def test_the_simulation_computes_every_token_once_and_keeps_time():
     run = simulate.simulate(items, Policy("decode-maximal", 96), 3, lambda step: 0.01)
     assert [r.output_tokens for r in run.records] == [5, 3, 40, 1]
     assert sum(step.tokens for step in run.steps) == sum(i.prompt_tokens + i.output_tokens - 1 for i in items)
-    assert sum(step.count("chunk_pairs") for step in run.steps) == sum(i.prompt_tokens * (i.prompt_tokens + 1) // 2 for i in items)
+    assert sum(step.count("chunk_pairs") for step in run.steps) == sum(
+        i.prompt_tokens * (i.prompt_tokens + 1) // 2 for i in items
+    )
     decode_keys = sum(sum(range(i.prompt_tokens + 1, i.prompt_tokens + i.output_tokens)) for i in items)
     assert sum(step.count("decode_keys") for step in run.steps) == pytest.approx(decode_keys)
     for item, record in zip(items, run.records, strict=True):

@@ -27,21 +27,33 @@ def test_sweeps_and_their_pictures(llm, tmp_path):
         plot.save(one, tmp_path / "new" / f"{one['kind']}.png")
         assert (tmp_path / "new" / f"{one['kind']}.png").read_bytes().startswith(b"\x89PNG")
     assert [point["workload"]["mean_prompt_tokens"] for point in found[2]["points"]] == [8.0, 16.0]
-    assert all(0 < point["settled"]["completed"] < 4 and "sequential" not in point for point in found[0]["points"])
-    assert found[0]["highest_rate"]["least_arrivals_s"] == min(point["arrivals_s"] for point in found[0]["points"])
+    assert all(
+        0 < point["settled"]["completed"] < 4 and "sequential" not in point for point in found[0]["points"]
+    )
+    assert found[0]["highest_rate"]["least_arrivals_s"] == min(
+        point["arrivals_s"] for point in found[0]["points"]
+    )
 
 
 def test_lengths_have_the_protocols_requests(monkeypatch):
     monkeypatch.setattr(sweep.throughput, "measure", lambda llm, items, **_: {"completed": len(items)})
     points = sweep.lengths(None, [(1000, 1000), (1024, 512)])["points"]
-    assert [(point["completed"], point["workload"]["requests"]) for point in points] == [(1000, 1000), (1200, 1200)]
+    assert [(point["completed"], point["workload"]["requests"]) for point in points] == [
+        (1000, 1000),
+        (1200, 1200),
+    ]
 
 
 def test_rates_by_the_plans_and_by_the_sequential_one(llm, tmp_path, monkeypatch):
-    monkeypatch.setattr(steps, "plans_of", lambda executor: {"sequential", "another"})  # whose steps are the sequential one's here
+    monkeypatch.setattr(
+        steps, "plans_of", lambda executor: {"sequential", "another"}
+    )  # whose steps are the sequential one's here
     found = sweep.rates(llm, workload.constant(3, 8, 4), [100.0], beside_sequential=True)
     (point,) = found["points"]
-    assert point["against_sequential"] > 0 and point["sequential"]["settled"]["completed"] == point["settled"]["completed"]
+    assert (
+        point["against_sequential"] > 0
+        and point["sequential"]["settled"]["completed"] == point["settled"]["completed"]
+    )
     assert found["highest_rate"]["sequential"] == 100.0 == found["highest_rate"]["requests_per_s"]
     legend = plot.draw(found).axes[0].get_legend()
     labels = [text.get_text() for text in legend.get_texts()] if legend else []
@@ -51,18 +63,35 @@ def test_rates_by_the_plans_and_by_the_sequential_one(llm, tmp_path, monkeypatch
 def test_the_highest_rate_has_no_slower_one_below_it():
     def point(rate, ms, later, alone):
         figures = [{"mean_normalized_latency_ms": one} for one in (ms, later, alone)]
-        return {"request_rate": rate, "arrivals_s": 600 / rate, "settled": figures[1], "sequential": figures[2], **figures[0]}
+        return {
+            "request_rate": rate,
+            "arrivals_s": 600 / rate,
+            "settled": figures[1],
+            "sequential": figures[2],
+            **figures[0],
+        }
 
-    points = [point(30.0, 190.0, 150.0, 250.0), point(10.0, 20.0, 20.0, 20.0), point(20.0, 100.0, 201.0, 300.0)]
+    points = [
+        point(30.0, 190.0, 150.0, 250.0),
+        point(10.0, 20.0, 20.0, 20.0),
+        point(20.0, 100.0, 201.0, 300.0),
+    ]
     found = sweep.highest_rate(points)
-    assert found == {"limit_ms": 200.0, "requests_per_s": 30.0, "settled": 10.0, "sequential": 10.0, "least_arrivals_s": 20.0}
+    assert found == {
+        "limit_ms": 200.0,
+        "requests_per_s": 30.0,
+        "settled": 10.0,
+        "sequential": 10.0,
+        "least_arrivals_s": 20.0,
+    }
     assert sweep.highest_rate([point(10.0, 201.0, 1.0, 1.0)])["requests_per_s"] is None
     lone = [{name: value for name, value in one.items() if name != "sequential"} for one in points]
     assert "sequential" not in sweep.highest_rate(lone)
 
 
 @pytest.mark.parametrize(
-    ("kind", "values", "columns"), [("rate", "40,80", "norm. ms"), ("batch_size", "1,2", "TPOT"), ("length", "8/4,6/6", "output tok/s")]
+    ("kind", "values", "columns"),
+    [("rate", "40,80", "norm. ms"), ("batch_size", "1,2", "TPOT"), ("length", "8/4,6/6", "output tok/s")],
 )
 def test_sweep_command(bench, tmp_path, capsys, kind, values, columns):
     settings = ["--num_requests", "3", "--input_len", "8", "--output_len", "4", "--num_iters", "1"]
@@ -87,7 +116,10 @@ def test_rate_sweep_where_no_plan_is_sure_to_gain(bench, tmp_path, capsys):
     ]
     assert bench("sweep", "--sweep", "rate", "--values", "80", "--model", MODEL, *settings) == 0
     out = capsys.readouterr().out
-    assert "Highest rate with at most 200 ms a token in the mean" in out and "80 (all requests), 80 (the later half) requests/s" in out
+    assert (
+        "Highest rate with at most 200 ms a token in the mean" in out
+        and "80 (all requests), 80 (the later half) requests/s" in out
+    )
     assert "by the sequential plan alone it is the same" in out
 
 
@@ -101,7 +133,16 @@ def test_rate_sweep_where_no_plan_is_sure_to_gain(bench, tmp_path, capsys):
 )
 def test_simulated_sweep_commands_need_no_engine(bench, tmp_path, kind, more):
     path = tmp_path / "out.json"
-    small = ["--slots", "4", "--length", "64", "--output_json", str(path), "--output_png", str(tmp_path / "a.png")]
+    small = [
+        "--slots",
+        "4",
+        "--length",
+        "64",
+        "--output_json",
+        str(path),
+        "--output_png",
+        str(tmp_path / "a.png"),
+    ]
     assert bench("sweep", "--sweep", kind, "--optimal_device", "H100", *small, *more) == 0
     result = json.loads(path.read_text())
     assert result["kind"] == kind and result["bfloat16_flops_per_s"] == 989e12

@@ -38,7 +38,11 @@ SWAPPED = paths.ROOT / "benchmarks" / "h200-trace-llama-3-70b-8-layers-tp4-fp8-s
 COUNTS = ("tokens", "decode_tokens", "decode_keys", "chunk_tokens", "chunk_pairs")
 
 
-@given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), max_size=4), st.sets(st.integers(1, 199)))
+@given(
+    st.integers(0, 40),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), max_size=4),
+    st.sets(st.integers(1, 199)),
+)
 def test_the_parts_of_a_step_are_the_step(decodes, chunks, cuts):
     step = Composition(decodes, 33.0, tuple(chunks))
     edges = [0, *sorted(cut for cut in cuts if cut < step.tokens), int(step.tokens) + 7]  # padding is nothing
@@ -48,8 +52,10 @@ def test_the_parts_of_a_step_are_the_step(decodes, chunks, cuts):
 
 
 def fake(plan, tp, seconds, *, steps=4, beside=0.0):
-    """(kernels, names) of steps of a plan: its nano-ops one after the other, `seconds[i % n]` each, those of side streams with a second
-    kernel `beside` as long; between steps another program, which has the same names."""
+    """(kernels, names) of steps of a plan: its nano-ops one after the other, `seconds[i % n]` each, those of
+    side streams with a second kernel `beside` as long; between steps another program, which has the same
+    names.
+    """
     graph = model_graph(SIX, tp, scattered=False)
     kernels, names, at = [], {}, 0.0
     lasting = itertools.cycle(seconds)
@@ -59,7 +65,17 @@ def fake(plan, tp, seconds, *, steps=4, beside=0.0):
             for j in range(2 if beside and run.nano.stream else 1):
                 name = f"kernel.{i}.{j}"
                 names[name] = f"jit(run)/{run.nano.op}/{run.nano.id}/dot"
-                kernels.append(Kernel("k", name, ("jit_run", "1"), "", f"Stream #{run.nano.stream}", at, took * (beside if j else 1)))
+                kernels.append(
+                    Kernel(
+                        "k",
+                        name,
+                        ("jit_run", "1"),
+                        "",
+                        f"Stream #{run.nano.stream}",
+                        at,
+                        took * (beside if j else 1),
+                    )
+                )
             at += took
         kernels.append(Kernel("sampler", "kernel.0.0", ("jit_run", "2"), "", "Stream #0", at, 1e-6))
         at += 1e-6
@@ -75,7 +91,13 @@ def test_a_layers_time_has_a_layers_work(plan, tp, beside):
     kernels, names, graph = fake(plan, tp, [3e-6, 1e-6, 5e-6], beside=beside)
     trace = one_layer(kernels, names, plan, graph, STEP)
     whole = sum(
-        (op.work(part(STEP, nano.start, nano.stop)) for op in graph.layers[2] for nano in plan.nano_ops if nano.op == op.name), Work()
+        (
+            op.work(part(STEP, nano.start, nano.stop))
+            for op in graph.layers[2]
+            for nano in plan.nano_ops
+            if nano.op == op.name
+        ),
+        Work(),
     )
     found = sum((one.work for one in trace.used), Work())
     assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(whole))
@@ -105,8 +127,13 @@ def test_sums_are_counted_in_the_form_that_the_plan_has_them():
     for plan in (plain, swapped(plain)):
         ops = {op.name: op for op in graph_of(bed, plan).layers[0]}
         assert {nano.op for nano in plan.nano_ops} == set(ops)
-        sent[plan.name] = {name: op.work(STEP).network_bytes for name, op in ops.items() if op.kind == "network"}
-    ring, (swap, reduce) = sent[plain.name]["mlp_reduce"], (sent[swapped(plain).name][f"mlp_{step}"] for step in ("swap", "reduce"))
+        sent[plan.name] = {
+            name: op.work(STEP).network_bytes for name, op in ops.items() if op.kind == "network"
+        }
+    ring, (swap, reduce) = (
+        sent[plain.name]["mlp_reduce"],
+        (sent[swapped(plain).name][f"mlp_{step}"] for step in ("swap", "reduce")),
+    )
     assert swap == reduce == STEP.tokens * SIX.hidden_size * 4 and ring == pytest.approx(1.5 * swap)
 
 
@@ -120,7 +147,10 @@ def test_the_trace_of_swapped_sums_counts_both_exchanges():
     assert list(exchanges.values()) == pytest.approx([2048 * 8192 * 2] * 8)
     assert None not in {kernel["kind"] for kernel in plan["kernels"]}
     assert plan["mean_shares"] == pytest.approx(means(plan["shares"]))
-    said = f"a layer uses {plan['mean_shares']['network']:.0%}, in sequence {100 * alone['mean_shares']['network']:.0f}.".replace("%", " %")
+    said = (
+        f"a layer uses {plan['mean_shares']['network']:.0%}, in sequence "
+        f"{100 * alone['mean_shares']['network']:.0f}."
+    ).replace("%", " %")
     assert said in (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
 
 
@@ -136,7 +166,10 @@ def test_a_trace_that_shows_too_little_is_refused():
 
 
 def test_the_pauses_of_a_step():
-    kernels = [Kernel("k", "k", ("p", "1"), "", "s", start, seconds) for start, seconds in ((0, 3), (1, 1), (4, 2), (5, 4), (11, 5))]
+    kernels = [
+        Kernel("k", "k", ("p", "1"), "", "s", start, seconds)
+        for start, seconds in ((0, 3), (1, 1), (4, 2), (5, 4), (11, 5))
+    ]
     assert _gaps(kernels, 2.0, 13.0) == [1, 2]
     assert _gaps(kernels, 4.5, 10.0) == []  # what comes after the last is not seen to end
 
@@ -144,31 +177,54 @@ def test_the_pauses_of_a_step():
 def test_watts_are_the_models_with_the_sensors_mean():
     kernel = {"op": "down", "start_us": 0.0, "us": 100.0, "flops": 4e10, "memory_bytes": 1e8}
     stream = {"op": "decode_attention", "start_us": 50.0, "us": 100.0, "flops": 1e9, "memory_bytes": 4e8}
-    rows = [{"start_us": 0.0, "stop_us": 50.0}, {"start_us": 50.0, "stop_us": 100.0}, {"start_us": 100.0, "stop_us": 200.0}]
-    plan = {"kernels": [kernel, stream], "shares": rows, "layer_us": 200.0, "watts": 500.0, "sm_clock_mhz": 1500.0}
+    rows = [
+        {"start_us": 0.0, "stop_us": 50.0},
+        {"start_us": 50.0, "stop_us": 100.0},
+        {"start_us": 100.0, "stop_us": 200.0},
+    ]
+    plan = {
+        "kernels": [kernel, stream],
+        "shares": rows,
+        "layer_us": 200.0,
+        "watts": 500.0,
+        "sm_clock_mhz": 1500.0,
+    }
     result = {"device": "NVIDIA H200", "engine_config": {"quantization": "fp8", "dtype": "bfloat16"}}
     found, power = modelled(result, plan), shipped_power("H200")
     assert found is not None and power is not None and found.cap == power.cap_w
-    assert sum(w * (row["stop_us"] - row["start_us"]) for w, row in zip(found.values, rows, strict=True)) / 200 == pytest.approx(500.0)
+    assert sum(
+        w * (row["stop_us"] - row["start_us"]) for w, row in zip(found.values, rows, strict=True)
+    ) / 200 == pytest.approx(500.0)
     alone = modelled(result, plan | {"kernels": [kernel]})
     assert alone is not None and alone.values[2] == power.idle_w and alone.values[0] == alone.values[1]
     unread = modelled(result, plan | {"watts": None, "sm_clock_mhz": None})
     work = Work(flops=4e10, activation_bytes=1e8)
     assert unread is not None and unread.scale == 1.0
-    assert unread.values[0] == pytest.approx(power.idle_w + float(power.dynamic_j(work, "float8_e4m3fn")) / 100e-6)
+    assert unread.values[0] == pytest.approx(
+        power.idle_w + float(power.dynamic_j(work, "float8_e4m3fn")) / 100e-6
+    )
     assert modelled(result | {"device": "cpu"}, plan) is None
 
 
 def test_the_page_has_the_scales_of_its_pictures():
     files = [paths.ROOT / "benchmarks" / f"h200-trace-llama-3.1-8b{kind}.json" for kind in ("", "-fp8")]
-    found = [modelled(result, plan) for result in (json.loads(path.read_text("utf-8")) for path in files) for plan in result["plans"]]
+    found = [
+        modelled(result, plan)
+        for result in (json.loads(path.read_text("utf-8")) for path in files)
+        for plan in result["plans"]
+    ]
     scales = [watts.scale for watts in found if watts is not None]
     said = f"their mean that of the sensor ({min(scales):.2f} to {max(scales):.2f})"
     assert len(scales) == 4 and said in (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
 
 
 def test_eight_bits_have_a_peak_of_their_own():
-    trace = one_layer(*fake(sequential_plan(SIX, TOKENS), 1, [1e-6])[:2], sequential_plan(SIX, TOKENS), model_graph(SIX), STEP)
+    trace = one_layer(
+        *fake(sequential_plan(SIX, TOKENS), 1, [1e-6])[:2],
+        sequential_plan(SIX, TOKENS),
+        model_graph(SIX),
+        STEP,
+    )
     source, peaks = peaks_of("H200", "float8_e4m3fn", trace)
     assert source == "H200, datasheet" and peaks["compute"]["qkv"] == 2 * peaks["compute"][""] + 1e12
 
@@ -195,8 +251,14 @@ def test_a_folder_may_keep_an_older_trace(tmp_path):
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
     save(two_nano_batch_plan(TINY, TOKENS, 32, 2), folder / "two.json")
-    line = f"bench trace --model {NAME} --load_format dummy --tensor_parallel_size 2 --workload 64/32 --seconds 0.1 --traced_seconds 0.05"
-    line += f" --num_kv_pages 64 --plans {folder}/two.json --plot {folder}/plot.png --output_json {folder}/out.json"
+    line = (
+        f"bench trace --model {NAME} --load_format dummy --tensor_parallel_size 2 --workload 64/32 "
+        f"--seconds 0.1 --traced_seconds 0.05"
+    )
+    line += (
+        f" --num_kv_pages 64 --plans {folder}/two.json --plot {folder}/plot.png --output_json "
+        f"{folder}/out.json"
+    )
     sys.argv = line.split()
     with own_flags():
         assert main(line.split()) == 0
@@ -209,8 +271,15 @@ def test_the_command_shows_where_a_layers_time_goes(report):
     sequential, two = result["plans"]
     for plan, pieces in ((sequential, 1), (two, 2)):
         assert 0 <= plan["longest_pause_ms"] <= plan["traced_idle_ms"] <= plan["traced_step_ms"]
-        assert 0 < plan["layer_us"] <= 1e3 * plan["traced_step_ms"] and plan["assigned_share_of_kernel_time"] > 0.5
-        wanted = {f"{op}.{i}" if pieces > 1 else op for op in ("qkv", "out_proj", "up_gate", "down", "mlp_reduce") for i in range(pieces)}
+        assert (
+            0 < plan["layer_us"] <= 1e3 * plan["traced_step_ms"]
+            and plan["assigned_share_of_kernel_time"] > 0.5
+        )
+        wanted = {
+            f"{op}.{i}" if pieces > 1 else op
+            for op in ("qkv", "out_proj", "up_gate", "down", "mlp_reduce")
+            for i in range(pieces)
+        }
         assert wanted <= {kernel["nano_op"] for kernel in plan["kernels"]}
         assert all(0 < plan["mean_shares"][name] <= 1 for name in RESOURCES)
         assert {kernel["kind"] for kernel in plan["kernels"]} >= {"dense", "network", "attention"}

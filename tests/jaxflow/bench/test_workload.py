@@ -42,13 +42,21 @@ def test_nanoflows_filter_of_a_trace():
     every = workload.read_csv(DATA / "sharegpt_1000.csv", UNLIMITED)
     kept = workload.read_csv(DATA / "sharegpt_1000.csv")
     assert len(every) == 1000
-    assert kept == [i for i in every if i.prompt_tokens <= 3072 and i.output_tokens <= 1024 and i.prompt_tokens + i.output_tokens <= 4096]
+    assert kept == [
+        i
+        for i in every
+        if i.prompt_tokens <= 3072 and i.output_tokens <= 1024 and i.prompt_tokens + i.output_tokens <= 4096
+    ]
     assert 0 < len(kept) < len(every)
 
 
 @pytest.mark.parametrize(
     ("name", "rows", "prompt_mean", "output_mean"),
-    [("lmsys", 99_831, 91.9, 205.5), ("sharegpt", 57_557, 223.5, 318.0), ("azure2023_conv", 17_563, 849.9, 225.4)],
+    [
+        ("lmsys", 99_831, 91.9, 205.5),
+        ("sharegpt", 57_557, 223.5, 318.0),
+        ("azure2023_conv", 17_563, 849.9, 225.4),
+    ],
 )
 @pytest.mark.skipif(not TRACES.exists(), reason="the whole traces are not kept in the repository")
 def test_nanoflows_filter_of_the_whole_traces(name, rows, prompt_mean, output_mean):
@@ -114,7 +122,11 @@ def test_sample_draws_without_replacement_while_it_can():
     items = [Item(i + 1, 1) for i in range(50)]
     assert sorted(workload.sample(items, 50), key=lambda i: i.prompt_tokens) == items
     assert len(workload.sample(items, 120)) == 120
-    assert workload.sample(items, 20, seed=1) == workload.sample(items, 20, seed=1) != workload.sample(items, 20, seed=2)
+    assert (
+        workload.sample(items, 20, seed=1)
+        == workload.sample(items, 20, seed=1)
+        != workload.sample(items, 20, seed=2)
+    )
     with pytest.raises(WorkloadError, match="no request"):
         workload.sample([], 5)
 
@@ -125,9 +137,17 @@ def test_sample_draws_without_replacement_while_it_can():
         ("a.csv", "prompt,output\n1,2\n", "no column output_tokens and prompt_tokens"),
         ("a.csv", "prompt_tokens,output_tokens\n1,2\n1,x\n", "line 3"),
         ("a.csv", "prompt_tokens,output_tokens\n1\n", "line 2"),
-        ("a.jsonl", '{"timestamp":0,"input_length":5,"output_length":1,"hash_ids":[1]}\n{"timestamp":0}\n', "line 2"),
+        (
+            "a.jsonl",
+            '{"timestamp":0,"input_length":5,"output_length":1,"hash_ids":[1]}\n{"timestamp":0}\n',
+            "line 2",
+        ),
         ("a.jsonl", "not json\n", "line 1"),
-        ("a.jsonl", '{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[1]}\n', "1 hash_ids for 513"),
+        (
+            "a.jsonl",
+            '{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[1]}\n',
+            "1 hash_ids for 513",
+        ),
         ("a.txt", "", "not a trace"),
     ],
 )

@@ -1,9 +1,10 @@
 """A device of plain Python that runs what the scheduler decides, and a loop that drives the two.
 
-The cache of a layer group maps (page, offset) to what was written there last: a position, and a number that depends on
-every token up to it, as real keys do. A step writes all of its tokens first and reads then, like the compiled one, so a
-page that changes hands too early is noticed. The sampled token is a function of that number, so a sequence's output is
-known without a scheduler (`alone`), and any wrong read, page or position shows in it.
+The cache of a layer group maps (page, offset) to what was written there last: a position, and a number that
+depends on every token up to it, as real keys do. A step writes all of its tokens first and reads then, like
+the compiled one, so a page that changes hands too early is noticed. The sampled token is a function of that
+number, so a sequence's output is known without a scheduler (`alone`), and any wrong read, page or position
+shows in it.
 """
 
 import dataclasses
@@ -62,7 +63,12 @@ def output(prompt: list[int], seed: int, most: int, *, ignore_eos: bool = False)
 def alone(seq: Sequence) -> list[int]:
     """The output of a sequence that has the device to itself."""
     request = seq.request
-    return output(list(request.prompt_token_ids), seq.seed, seq.limit - seq.num_prompt, ignore_eos=request.sampling.ignore_eos)
+    return output(
+        list(request.prompt_token_ids),
+        seq.seed,
+        seq.limit - seq.num_prompt,
+        ignore_eos=request.sampling.ignore_eos,
+    )
 
 
 class Device:
@@ -83,7 +89,10 @@ class Device:
         for group, slot, index, page in work.page_appends.tolist():
             assert 0 <= page < self.config.num_pages[group]
             self.table[group, slot, index] = page
-        rows = [(int(s), int(p), [self.last[int(s)]]) for s, p in zip(work.decode_slots, work.decode_positions, strict=True)]
+        rows = [
+            (int(s), int(p), [self.last[int(s)]])
+            for s, p in zip(work.decode_slots, work.decode_positions, strict=True)
+        ]
         rows += [(chunk.slot, chunk.start, chunk.token_ids.tolist()) for chunk in work.chunks]
         groups = range(len(self.config.windows))
         ends = []
@@ -108,7 +117,11 @@ class Device:
 
     def page(self, group: int, page: int) -> dict[int, tuple[int, int]]:
         """What is in a page, by offset."""
-        return {offset: self.kv[group, page, offset] for offset in range(self.config.block_size) if (group, page, offset) in self.kv}
+        return {
+            offset: self.kv[group, page, offset]
+            for offset in range(self.config.block_size)
+            if (group, page, offset) in self.kv
+        }
 
     def write_page(self, group: int, page: int, content: dict[int, tuple[int, int]]) -> None:
         for offset in range(self.config.block_size):
@@ -119,7 +132,11 @@ class Device:
         """Queries start..end-1 see what their sequence wrote, at its positions, and one same prefix."""
         window = self.config.windows[group]
         first = 0 if window is None else max(0, start - window + 1)
-        truth = {p: self.kv[self.where(0, slot, p)][1] for p in range(first, end)} if self.config.windows[0] is None else {}
+        truth = (
+            {p: self.kv[self.where(0, slot, p)][1] for p in range(first, end)}
+            if self.config.windows[0] is None
+            else {}
+        )
         for position in range(first, end):
             at, chain = self.kv[self.where(group, slot, position)]
             assert at == position, (group, slot, position, at)
@@ -130,8 +147,8 @@ class Device:
 class World:
     """A scheduler and its device.
 
-    `lag` steps are under way when the results of the first of them are read. `hope` is the output length that the forecast
-    expects at first: a small one admits too much, so that sequences are pre-empted.
+    `lag` steps are under way when the results of the first of them are read. `hope` is the output length that
+    the forecast expects at first: a small one admits too much, so that sequences are pre-empted.
     """
 
     config: SchedulerConfig
@@ -149,7 +166,9 @@ class World:
         self.aborted: set[Sequence] = set()
 
     def add(self, prompt: list[int], *, priority: int = 0, salt: str = "", **sampling) -> list[Sequence]:
-        request = Request(f"r{len(self.sequences)}", prompt, SamplingParams(**sampling), priority=priority, cache_salt=salt)
+        request = Request(
+            f"r{len(self.sequences)}", prompt, SamplingParams(**sampling), priority=priority, cache_salt=salt
+        )
         new = self.scheduler.add(request, self.now)
         self.sequences += new
         self.outputs.update({seq: [] for seq in new})
@@ -193,7 +212,9 @@ class World:
                 return
             if (work := self.step()) is not None:
                 yield work
-        raise AssertionError(f"not done after {most_steps} steps: {[seq for seq in self.sequences if not seq.finished]}")
+        raise AssertionError(
+            f"not done after {most_steps} steps: {[seq for seq in self.sequences if not seq.finished]}"
+        )
 
     def run(self) -> None:
         """Until all have ended."""
@@ -205,20 +226,27 @@ class World:
         assert work.num_tokens == len(work.decodes) + sum(chunk.tokens for chunk in work.chunks)
         assert 0 < work.num_tokens <= config.token_budget
         assert work.bucket in config.buckets and work.bucket >= work.num_tokens
-        assert work.decodes.tolist() == [self.scheduler.running.seats.sequences[slot] for slot in work.decode_slots]
+        assert work.decodes.tolist() == [
+            self.scheduler.running.seats.sequences[slot] for slot in work.decode_slots
+        ]
         slots = work.slots.tolist()
         assert len(set(slots)) == len(slots) <= config.max_num_seqs
         keys = [chunk.seq.key for chunk in work.chunks]
         assert keys == sorted(keys)
         assert all(chunk.tokens > 0 and chunk.seq.slot == chunk.slot for chunk in work.chunks)
-        assert all(chunk.start + chunk.tokens == chunk.seq.num_computed <= chunk.seq.num_known for chunk in work.chunks)
+        assert all(
+            chunk.start + chunk.tokens == chunk.seq.num_computed <= chunk.seq.num_known
+            for chunk in work.chunks
+        )
         assert not (preempted and work.admitted)
         assert self.scheduler.running.computed == [chunk.seq for chunk in work.chunks]
         for seq in work.sampled:
             assert seq.num_computed < seq.num_total <= seq.limit
 
     def check_pages(self) -> None:
-        """Every page is free, cached or held, and as often as it is counted; only whole pages of equal content are shared."""
+        """Every page is free, cached or held, and as often as it is counted; only whole pages of equal
+        content are shared.
+        """
         tables, size = self.scheduler.running.tables, self.config.block_size
         for group, pool in enumerate(tables.pools):
             holders: dict[int, list[tuple[int, int]]] = {}
@@ -255,7 +283,9 @@ class World:
         for seq in self.sequences:
             assert seq.slot == -1
             expected = alone(seq)
-            assert self.outputs[seq] == expected or (seq in self.aborted and self.outputs[seq] == expected[: len(self.outputs[seq])])
+            assert self.outputs[seq] == expected or (
+                seq in self.aborted and self.outputs[seq] == expected[: len(self.outputs[seq])]
+            )
 
     def abort(self, seq: Sequence) -> None:
         self.scheduler.abort(seq)
@@ -283,4 +313,6 @@ def prompt(rng: np.random.Generator, length: int, *, shared: int = 0) -> list[in
 
 def roomy(**changes) -> World:
     """A world that wants for neither pages nor slots."""
-    return World(config(**{"num_pages": (300,), "max_num_seqs": 16, "enable_prefix_caching": False, **changes}))
+    return World(
+        config(**{"num_pages": (300,), "max_num_seqs": 16, "enable_prefix_caching": False, **changes})
+    )

@@ -60,7 +60,11 @@ class TieredWorld(World):
             self.fly(lambda failed, key=key, content=content: tier.stored(key, None if failed else content))
         for load, piece, content in tier.take_fetches():
             assert content is not None
-            self.fly(lambda failed, it=(load, piece), content=content: tier.fetched(*it, None if failed else content))
+            self.fly(
+                lambda failed, it=(load, piece), content=content: tier.fetched(
+                    *it, None if failed else content
+                )
+            )
         assert 0 <= tier._storing_bytes <= tier.staging_bytes
         assert 0 <= tier._fetching_bytes <= tier.staging_bytes
 
@@ -79,5 +83,7 @@ class TieredWorld(World):
         assert not tier.busy
         assert tier._storing_bytes == tier._fetching_bytes == 0
         assert all(entry.pins == 0 and entry.data is not None for entry in tier.store._entries.values())
-        assert not any(len(key) == 17 and seq.swapped for seq in self.sequences for key in tier.store._entries)
+        assert not any(
+            len(key) == 17 and seq.swapped for seq in self.sequences for key in tier.store._entries
+        )
         super().check_idle()

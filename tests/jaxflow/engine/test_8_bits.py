@@ -1,4 +1,6 @@
-"""An engine in 8 bits: near the wide one, and itself alone and in company, in chunks, from cached pages, on two devices."""
+"""An engine in 8 bits: near the wide one, and itself alone and in company, in chunks, from cached pages, on
+two devices.
+"""
 
 import numpy as np
 import pytest
@@ -7,11 +9,14 @@ import toy
 from jaxflow.engine.request import Request, SamplingParams
 
 FP8 = {"quantization": "fp8", "kv": "fp8"}
-ONE_SIZE = 16  # tokens of a step where its size is no matter: one program, where an engine of 64 has one of 16 beside it
+# tokens of a step where its size is no matter: one program, where an engine of 64 has one of 16 beside it
+ONE_SIZE = 16
 
 
 def budget(name, tp=1, **numbers):
-    """Tokens of a step: what is run in company, and experts, have steps of both sizes, in 8 bits throughout, on one device."""
+    """Tokens of a step: what is run in company, and experts, have steps of both sizes, in 8 bits throughout,
+    on one device.
+    """
     return 64 if name in ("stories260K", "tiny-mixtral") and numbers == FP8 and tp == 1 else ONE_SIZE
 
 
@@ -20,8 +25,12 @@ def loop(name, tp=1, **numbers):
 
 
 def requests(golden, tokens=1):
-    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=5, prompt_logprobs=0)
-    return [Request(f"{i}", prompt, sampling) for i, prompt in enumerate(toy.prompts(golden)) if len(prompt) > 1]
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=5, prompt_logprobs=0
+    )
+    return [
+        Request(f"{i}", prompt, sampling) for i, prompt in enumerate(toy.prompts(golden)) if len(prompt) > 1
+    ]
 
 
 def told(asked, results):
@@ -29,7 +38,10 @@ def told(asked, results):
     found = []
     for request in asked:
         entries = results[request.request_id].started.prompt_logprobs[1:]
-        found += [entry[int(token)].logprob for entry, token in zip(entries, request.prompt_token_ids[1:], strict=True)]
+        found += [
+            entry[int(token)].logprob
+            for entry, token in zip(entries, request.prompt_token_ids[1:], strict=True)
+        ]
     return np.array(found)
 
 
@@ -46,7 +58,10 @@ def alone(goldens):
         key = (name, *numbers.values())
         if key not in known:
             asked, engine = requests(goldens(name)), loop(name, **numbers)
-            known[key] = asked, told(asked, {k: v for request in asked for k, v in toy.run(engine, [request]).items()})
+            known[key] = (
+                asked,
+                told(asked, {k: v for request in asked for k, v in toy.run(engine, [request]).items()}),
+            )
         return known[key]
 
     return run
@@ -58,7 +73,8 @@ def alone(goldens):
         ("stories260K", {"kv": "int8"}, 0.06),
         ("stories260K", {"kv": "fp8"}, 0.15),
         ("stories260K", FP8, 0.25),
-        # Random weights: the scores of tokens are far apart, and move as far; a token that goes to another expert moves further.
+        # Random weights: the scores of tokens are far apart, and move as far; a token that goes to another
+        # expert moves further.
         ("tiny-qwen3", FP8, 0.6),
         ("tiny-mixtral", FP8, 1.5),
         ("tiny-opt", FP8, 0.6),
@@ -73,7 +89,9 @@ def test_near_the_wide_model(name, numbers, most, alone, goldens):
 
 @pytest.mark.parametrize("name", ["stories260K"])
 def test_in_company_as_alone(name, alone, goldens):
-    """Scales are a token's or a block's own: only the order of float32 sums differs, which decides a rounding now and then."""
+    """Scales are a token's or a block's own: only the order of float32 sums differs, which decides a rounding
+    now and then.
+    """
     asked, found = alone(name, **FP8)
     together = told(asked, toy.run(toy.loop(name, **FP8), asked))
     assert moved(together, found) < 0.02
@@ -86,19 +104,26 @@ def test_from_cached_pages():
     engine = toy.loop("stories260K", **FP8)
     first, second = (toy.run(engine, [Request(name, list(range(5, 60)), toy.GREEDY)])[name] for name in "ab")
     assert second.finished[0].usage.cached_prompt_tokens == 48
-    one, other = (np.array([entry[t].logprob for entry, t in zip(r.logprobs[0], r.tokens, strict=True)]) for r in (first, second))
+    one, other = (
+        np.array([entry[t].logprob for entry, t in zip(r.logprobs[0], r.tokens, strict=True)])
+        for r in (first, second)
+    )
     assert first.tokens[:8] == second.tokens[:8] and moved(one[:8], other[:8]) < 0.02
 
 
 def test_an_int8_cache_on_two_devices(alone):
     """A token's scale is of one head, and heads are cut between devices: the same numbers."""
     asked, found = alone("tiny-llama", kv="int8")
-    np.testing.assert_allclose(told(asked, toy.run(loop("tiny-llama", tp=2, kv="int8"), asked)), found, atol=0.05)
+    np.testing.assert_allclose(
+        told(asked, toy.run(loop("tiny-llama", tp=2, kv="int8"), asked)), found, atol=0.05
+    )
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mixtral"])
 def test_on_two_devices(name, alone, goldens):
-    """A shard's blocks of 128 columns are others where its cut is no multiple of 128: as far from the wide model, in another direction."""
+    """A shard's blocks of 128 columns are others where its cut is no multiple of 128: as far from the wide
+    model, in another direction.
+    """
     asked, found = alone(name, **FP8)
     wide = np.concatenate([p["prompt_logprobs"] for p in goldens(name)["prompts"]])
     spread = told(asked, toy.run(loop(name, tp=2, **FP8), asked))

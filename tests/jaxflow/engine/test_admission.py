@@ -7,7 +7,9 @@ from jaxflow.engine.admission import Forecast, OutputLengths, _count_at_least
 
 sizes = st.sampled_from([1, 2, 4, 7])
 decodes = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), max_size=12)  # (computed, remaining)
-prefills = st.lists(st.tuples(st.integers(1, 15), st.integers(0, 12), st.integers(0, 10)), max_size=4)  # (begin, growth, delay)
+prefills = st.lists(
+    st.tuples(st.integers(1, 15), st.integers(0, 12), st.integers(0, 10)), max_size=4
+)  # (begin, growth, delay)
 
 
 def forecast(rows, size, common=0):
@@ -24,7 +26,9 @@ def played(rows, late, size):
     peak = 0
     for t in range(1, 60):
         use = sum(pages(c + t, size) for c, r in rows if t <= r)
-        use += sum(pages(begin + max(0, t - delay), size) for begin, growth, delay in late if t <= delay + growth)
+        use += sum(
+            pages(begin + max(0, t - delay), size) for begin, growth, delay in late if t <= delay + growth
+        )
         peak = max(peak, use)
     return peak
 
@@ -53,7 +57,8 @@ def test_shared_pages_count_once(rows, size, shared):
     computed, remaining = (np.array([row[i] for row in rows], np.int32) for i in (0, 1))
     f = Forecast(computed, remaining, np.array(discounts, np.int32), shared, size)
     played_peak = max(
-        shared + sum(pages(c + t, size) - d for (c, r), d in zip(rows, discounts, strict=True) if t <= r) for t in range(1, 60)
+        shared + sum(pages(c + t, size) - d for (c, r), d in zip(rows, discounts, strict=True) if t <= r)
+        for t in range(1, 60)
     )
     assert f.use_with(0, 0).max() == played_peak
     assert f.use_with(size * 3, size * 3, 2).max() == played_peak + 1
@@ -96,7 +101,11 @@ def test_outputs_are_expected_to_end_like_those_that_exceeded_what_they_have(len
     assert expected.tolist() == (longer or [2 * produced + 1] * 2)
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.lists(st.integers(0, 60), min_size=1), st.floats(0, 1, exclude_max=True))
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=30),
+    st.lists(st.integers(0, 60), min_size=1),
+    st.floats(0, 1, exclude_max=True),
+)
 def test_an_output_is_expected_to_go_on_and_with_every_token_to_no_earlier_end(lengths, produced, rank):
     produced = np.sort(produced)
     expected = told(lengths).expect(produced, np.full(len(produced), rank, np.float32))

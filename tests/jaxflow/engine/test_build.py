@@ -48,7 +48,10 @@ def test_buckets(budget, few):
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == budget
     halfway = {3 * 2**i for i in range(7, 14)}
-    assert all(size == budget or size in halfway or (size >= (1 if few else 8) and size & (size - 1) == 0) for size in sizes)
+    assert all(
+        size == budget or size in halfway or (size >= (1 if few else 8) and size & (size - 1) == 0)
+        for size in sizes
+    )
     if few:
         assert len(sizes) <= 4
     else:
@@ -65,7 +68,9 @@ def test_all_sequences_decoding_are_not_padded_by_half():
 
 
 def test_the_sizes_that_are_asked_for_and_the_budget_are_compiled(checkpoint):
-    config = EngineConfig(LLAMA, max_num_batched_tokens=512, max_num_seqs=4, step_sizes="128,16,128", plan="sequential")
+    config = EngineConfig(
+        LLAMA, max_num_batched_tokens=512, max_num_seqs=4, step_sizes="128,16,128", plan="sequential"
+    )
     assert list(choose_plans(config, checkpoint.model_config)) == [16, 128, 512]
     assert step_sizes(dataclasses.replace(config, step_sizes=None)) == token_buckets(512, few=True)
 
@@ -93,7 +98,10 @@ class TestResolve:
 
     @pytest.mark.parametrize(
         ("field", "settings"),
-        [("max_model_len", {"max_model_len": 10**6}), ("max_num_batched_tokens", {"max_num_batched_tokens": 8, "max_num_seqs": 9})],
+        [
+            ("max_model_len", {"max_model_len": 10**6}),
+            ("max_num_batched_tokens", {"max_num_batched_tokens": 8, "max_num_seqs": 9}),
+        ],
     )
     def test_what_cannot_be(self, checkpoint, field, settings):
         with pytest.raises(ConfigError, match=f"^{field}="):
@@ -113,12 +121,17 @@ class TestPlans:
     def test_sequential_for_every_bucket(self, checkpoint):
         found = choose_plans(self.settings(checkpoint), checkpoint.model_config)
         assert list(found) == [1, 8, 64, 96]
-        assert all(several == (sequential_plan(checkpoint.model_config, tokens),) for tokens, several in found.items())
+        assert all(
+            several == (sequential_plan(checkpoint.model_config, tokens),)
+            for tokens, several in found.items()
+        )
 
     def test_a_file_is_taken_at_the_tokens_it_is_for(self, checkpoint, tmp_path):
         overlapped = two_nano_batch_plan(checkpoint.model_config, 48, 20)
         plans.save(overlapped, tmp_path / "plan.json")
-        found = choose_plans(self.settings(checkpoint, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
+        found = choose_plans(
+            self.settings(checkpoint, plan=str(tmp_path / "plan.json")), checkpoint.model_config
+        )
         assert list(found) == [1, 8, 48, 64, 96]
         assert found[48] == (overlapped,)
         assert found[96] == (sequential_plan(checkpoint.model_config, 96),)
@@ -127,17 +140,30 @@ class TestPlans:
         ("damage", "said"),
         [
             (lambda ops: (), "attn_norm: no nano-op runs this op"),
-            (lambda ops: (*ops[:-1], msgspec.structs.replace(ops[-1], op="banana")), "op='banana' is not in this model's layers"),
+            (
+                lambda ops: (*ops[:-1], msgspec.structs.replace(ops[-1], op="banana")),
+                "op='banana' is not in this model's layers",
+            ),
             (lambda ops: ops[::-1], "before it is made"),
             (lambda ops: ops * 2, "another nano-op has this id"),
-            (lambda ops: tuple(msgspec.structs.replace(n, sms=4, waits=("lunch",)) for n in ops), "waits for 'lunch'"),
+            (
+                lambda ops: tuple(msgspec.structs.replace(n, sms=4, waits=("lunch",)) for n in ops),
+                "waits for 'lunch'",
+            ),
         ],
         ids=["empty", "op", "order", "twice", "waits"],
     )
-    def test_a_damaged_sequential_plan_is_refused_before_it_sets_the_budget(self, checkpoint, tmp_path, damage, said):
-        """It would be left out for the engine's own, whatever is in it, and its tokens would be the largest step."""
+    def test_a_damaged_sequential_plan_is_refused_before_it_sets_the_budget(
+        self, checkpoint, tmp_path, damage, said
+    ):
+        """It would be left out for the engine's own, whatever is in it, and its tokens would be the largest
+        step.
+        """
         plan = sequential_plan(checkpoint.model_config, 10**9)
-        plans.save(msgspec.structs.replace(plan, name="damaged", nano_ops=damage(plan.nano_ops)), tmp_path / "plan.json")
+        plans.save(
+            msgspec.structs.replace(plan, name="damaged", nano_ops=damage(plan.nano_ops)),
+            tmp_path / "plan.json",
+        )
         with pytest.raises(plans.PlanError, match=f"^damaged: .*{said}"):
             resolve(EngineConfig(model=LLAMA, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
         with pytest.raises(plans.PlanError, match=f"^damaged: .*{said}"):
@@ -145,19 +171,28 @@ class TestPlans:
 
     @pytest.mark.parametrize(
         ("changes", "said"),
-        [({"sms": 133}, "qkv: sms=133: the kernels take 1 to 132"), ({"stream": 2**31}, "qkv: stream=2147483648: 0 to 31")],
+        [
+            ({"sms": 133}, "qkv: sms=133: the kernels take 1 to 132"),
+            ({"stream": 2**31}, "qkv: stream=2147483648: 0 to 31"),
+        ],
         ids=["sms", "stream"],
     )
-    def test_what_no_gpu_could_run_is_refused_before_weights_are_read(self, checkpoint, tmp_path, changes, said):
+    def test_what_no_gpu_could_run_is_refused_before_weights_are_read(
+        self, checkpoint, tmp_path, changes, said
+    ):
         plan = sequential_plan(checkpoint.model_config, 16)
         ops = tuple(msgspec.structs.replace(n, **changes) if n.op == "qkv" else n for n in plan.nano_ops)
         plans.save(msgspec.structs.replace(plan, name="large", nano_ops=ops), tmp_path / "plan.json")
         with pytest.raises(plans.PlanError, match=f"^large: {said}"):
             resolve(EngineConfig(model=LLAMA, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
 
-    def test_sums_that_so_many_devices_cannot_do_are_refused_before_weights_are_read(self, checkpoint, tmp_path):
+    def test_sums_that_so_many_devices_cannot_do_are_refused_before_weights_are_read(
+        self, checkpoint, tmp_path
+    ):
         plans.save(copied(two_nano_batch_plan(checkpoint.model_config, 16, 8)), tmp_path / "plan.json")
-        with pytest.raises(plans.PlanError, match=r"^two nano-batches, 8 \+ 8, sums copied: sums='copies': for two devices"):
+        with pytest.raises(
+            plans.PlanError, match=r"^two nano-batches, 8 \+ 8, sums copied: sums='copies': for two devices"
+        ):
             resolve(EngineConfig(model=LLAMA, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
 
     def test_a_plan_over_the_budget(self, checkpoint, tmp_path):
@@ -166,7 +201,10 @@ class TestPlans:
             choose_plans(self.settings(checkpoint, plan=str(tmp_path / "plan.json")), checkpoint.model_config)
 
     def test_no_plan_was_searched_for_this_machine(self, checkpoint):
-        with pytest.raises(ConfigError, match=r"plan='searched' .*tiny-llama on 1 x cpu, float32 over a float32 cache is shipped"):
+        with pytest.raises(
+            ConfigError,
+            match=r"plan='searched' .*tiny-llama on 1 x cpu, float32 over a float32 cache is shipped",
+        ):
             choose_plans(self.settings(checkpoint, plan="searched"), checkpoint.model_config)
 
     def test_an_overlapped_plan_serves_the_golden(self, checkpoint, tmp_path, goldens):
@@ -181,16 +219,23 @@ class TestPlans:
         assert [layout.borders for layout in loop.executor.layouts[64]] == [(24,)]
 
     def test_a_folder_is_a_portfolio_for_its_model(self, checkpoint, tmp_path):
-        """Several plans for one bucket, the sequential one beside them; the step's size is theirs where nothing else is said."""
+        """Several plans for one bucket, the sequential one beside them; the step's size is theirs where
+        nothing else is said.
+        """
         target = plans.Target("tiny-llama", "cpu", 1, "float32", "float32", 30, 18, 100)
         predicted = plans.Predictions((0,), (1,), ((1.0,),), ((2.0,),))
         made = [
             msgspec.structs.replace(
-                two_nano_batch_plan(checkpoint.model_config, 48, cut), name=f"{cut}", target=target, predictions=predicted
+                two_nano_batch_plan(checkpoint.model_config, 48, cut),
+                name=f"{cut}",
+                target=target,
+                predictions=predicted,
             )
             for cut in (20, 30)
         ]
-        other = msgspec.structs.replace(made[0], target=msgspec.structs.replace(target, tensor_parallel_size=2))
+        other = msgspec.structs.replace(
+            made[0], target=msgspec.structs.replace(target, tensor_parallel_size=2)
+        )
         for name, plan in {"a": made[0], "b": made[1], "c": other}.items():
             plans.save(plan, tmp_path / f"{name}.json")
         config = resolve(EngineConfig(model=LLAMA, plan=str(tmp_path)), checkpoint.model_config)
@@ -199,16 +244,30 @@ class TestPlans:
         alone = {tokens: (sequential_plan(checkpoint.model_config, tokens),) for tokens in (1, 8)}
         assert found == alone | {48: (sequential_plan(checkpoint.model_config, 48), *made)}
         with pytest.raises(ConfigError, match=r"no plan for .* on 2 x cpu, bfloat16 .* is in that folder"):
-            resolve(EngineConfig(model=LLAMA, plan=str(tmp_path), tensor_parallel_size=2, dtype="bfloat16"), checkpoint.model_config)
+            resolve(
+                EngineConfig(model=LLAMA, plan=str(tmp_path), tensor_parallel_size=2, dtype="bfloat16"),
+                checkpoint.model_config,
+            )
 
 
 FP8_NUMBERS = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 BY_DEFAULT = {  # by what is shipped: the plans that an engine runs if nothing is said, and its budget
-    **{f"{name}-float8_e4m3fn": ("searched", 2048) for name in ("deepseek-67b-tp2", "llama-2-70b-tp2", "llama-3-70b-tp2", "qwen2-72b-tp2")},
+    **{
+        f"{name}-float8_e4m3fn": ("searched", 2048)
+        for name in ("deepseek-67b-tp2", "llama-2-70b-tp2", "llama-3-70b-tp2", "qwen2-72b-tp2")
+    },
     "llama-3-70b-tp4-bfloat16": ("searched", 2048),
-    "llama-3-70b-tp4-float8_e4m3fn": ("sequential", 2048),  # the exception: its plan is for 4096, a step of 180 ms
-    **dict.fromkeys(("llama-3.1-8b-bfloat16", "llama-3.1-8b-float8_e4m3fn", "mixtral-8x7b-tp2-bfloat16"), ("sequential", 2048)),
-    **dict.fromkeys(("llama-3-70b-tp2-bfloat16", "qwen2-72b-tp2-bfloat16"), ("sequential", 768)),  # of its steps the best
+    "llama-3-70b-tp4-float8_e4m3fn": (
+        "sequential",
+        2048,
+    ),  # the exception: its plan is for 4096, a step of 180 ms
+    **dict.fromkeys(
+        ("llama-3.1-8b-bfloat16", "llama-3.1-8b-float8_e4m3fn", "mixtral-8x7b-tp2-bfloat16"),
+        ("sequential", 2048),
+    ),
+    **dict.fromkeys(
+        ("llama-3-70b-tp2-bfloat16", "qwen2-72b-tp2-bfloat16"), ("sequential", 768)
+    ),  # of its steps the best
 }
 
 
@@ -231,22 +290,39 @@ class TestShipped:
         assert (config.plan, config.max_num_batched_tokens) == ("searched", 2048)
         with caplog.at_level("INFO"):
             found = choose_plans(config, model)
-        assert [len(several) for several in found.values()] == [1] * (len(found) - 1) + [2] and list(found)[-1] == 2048
-        assert "steps of 2048 tokens run 'two nano-batches, 1024 + 1024, sums copied', where it is sure to gain" in caplog.text
+        assert [len(several) for several in found.values()] == [1] * (len(found) - 1) + [2] and list(found)[
+            -1
+        ] == 2048
+        assert (
+            "steps of 2048 tokens run 'two nano-batches, 1024 + 1024, sums copied', where it is sure to gain"
+            in caplog.text
+        )
         assert self.resolved("llama-3-70b", plan="sequential").plan == "sequential"
-        assert self.resolved("llama-3-70b", max_num_batched_tokens=1024).plan == "sequential", "a plan that no step could run"
+        assert self.resolved("llama-3-70b", max_num_batched_tokens=1024).plan == "sequential", (
+            "a plan that no step could run"
+        )
 
     @pytest.mark.parametrize("name", BY_DEFAULT)
     def test_each_is_loaded_by_default_where_it_is_sure_to_gain(self, name):
         shipped = plans.load(plans.SHIPPED / f"h200-{name}.json")
         model = open_checkpoint(shipped.target.model, load_format="dummy").model_config
         numbers = FP8_NUMBERS if shipped.target.dtype == "float8_e4m3fn" else {}
-        config = EngineConfig(shipped.target.model, tensor_parallel_size=shipped.target.tensor_parallel_size, **numbers)
+        config = EngineConfig(
+            shipped.target.model, tensor_parallel_size=shipped.target.tensor_parallel_size, **numbers
+        )
         resolved = resolve(config, model)
         assert (resolved.plan, resolved.max_num_batched_tokens) == BY_DEFAULT[name]
-        runs = {plan for several in choose_plans(resolved, model).values() for plan in several if not choice.is_sequential(plan)}
+        runs = {
+            plan
+            for several in choose_plans(resolved, model).values()
+            for plan in several
+            if not choice.is_sequential(plan)
+        }
         assert runs == ({shipped} if resolved.plan == "searched" else set())
-        assert resolve(dataclasses.replace(config, plan="searched"), model).max_num_batched_tokens == shipped.tokens
+        assert (
+            resolve(dataclasses.replace(config, plan="searched"), model).max_num_batched_tokens
+            == shipped.tokens
+        )
         alone = resolve(dataclasses.replace(config, plan="sequential"), model)
         assert alone.max_num_batched_tokens == (768 if BY_DEFAULT[name][1] == 768 else 2048)
 
@@ -259,7 +335,12 @@ class TestShipped:
             for plan in ("auto", "sequential", "searched"):
                 config = EngineConfig("llama-3-70b", tensor_parallel_size=2, max_num_seqs=seqs, plan=plan)
                 assert resolve(config, model).max_num_batched_tokens == budget
-                assert resolve(dataclasses.replace(config, max_num_batched_tokens=1024), model).max_num_batched_tokens == 1024
+                assert (
+                    resolve(
+                        dataclasses.replace(config, max_num_batched_tokens=1024), model
+                    ).max_num_batched_tokens
+                    == 1024
+                )
 
     def test_a_model_of_its_shapes_has_it_whatever_its_name(self):
         model = open_checkpoint("llama-3-70b", load_format="dummy").model_config
@@ -268,14 +349,24 @@ class TestShipped:
         assert self.resolved("somewhere/My-Finetune", other).plan == "sequential"
 
     def test_a_plan_that_gains_nowhere_for_sure_is_none(self, caplog):
-        """Nor is one that is the sequential step, as is shipped where no other is faster: `searched` loads it, and the log says so."""
+        """Nor is one that is the sequential step, as is shipped where no other is faster: `searched` loads
+        it, and the log says so.
+        """
         model = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
-        for numbers, words in (({}, "'92+40 1024/512' is sure to gain nowhere"), (FP8_NUMBERS, "none is faster than the sequential step")):
+        for numbers, words in (
+            ({}, "'92+40 1024/512' is sure to gain nowhere"),
+            (FP8_NUMBERS, "none is faster than the sequential step"),
+        ):
             assert resolve(EngineConfig(model="llama-3.1-8b", **numbers), model).plan == "sequential"
-            config = resolve(EngineConfig(model="llama-3.1-8b", plan="searched", max_num_batched_tokens=2048, **numbers), model)
+            config = resolve(
+                EngineConfig(model="llama-3.1-8b", plan="searched", max_num_batched_tokens=2048, **numbers),
+                model,
+            )
             with caplog.at_level("INFO"):
                 found = choose_plans(config, model)
-            assert {plan.name for several in found.values() for plan in several} == {"sequential"} and words in caplog.text
+            assert {plan.name for several in found.values() for plan in several} == {
+                "sequential"
+            } and words in caplog.text
 
 
 def test_memory_is_shared_by_the_devices_of_one_host():
@@ -287,15 +378,24 @@ def test_memory_is_shared_by_the_devices_of_one_host():
 
 def test_memory_that_the_cache_of_files_holds_is_free(checkpoint, tmp_path, monkeypatch):
     """A laptop with 200 MB unused and 6 GB of files in its cache; half of what is free is for pages."""
-    (tmp_path / "meminfo").write_text("MemTotal: 8000000 kB\nMemFree: 200000 kB\nMemAvailable: 6000000 kB\nCached: 6100000 kB\n")
+    (tmp_path / "meminfo").write_text(
+        "MemTotal: 8000000 kB\nMemFree: 200000 kB\nMemAvailable: 6000000 kB\nCached: 6100000 kB\n"
+    )
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path / "none")
-    assert memory_budget(make_mesh(1), EngineConfig(model=LLAMA, gpu_memory_utilization=0.5)) == 6_000_000 * 1024 // 4
+    assert (
+        memory_budget(make_mesh(1), EngineConfig(model=LLAMA, gpu_memory_utilization=0.5))
+        == 6_000_000 * 1024 // 4
+    )
     config = resolve(EngineConfig(model=LLAMA, kv_offloading_size=5.0), checkpoint.model_config)
     check_host(config, checkpoint.model_config)
-    with pytest.raises(ConfigError, match=r"kv_offloading_size=6.0 .* at most the 5.7 GiB of memory that are free"):
+    with pytest.raises(
+        ConfigError, match=r"kv_offloading_size=6.0 .* at most the 5.7 GiB of memory that are free"
+    ):
         check_host(dataclasses.replace(config, kv_offloading_size=6.0), checkpoint.model_config)
-    (tmp_path / "meminfo").write_text("MemTotal: 8000000 kB\n")  # a kernel that does not say; macOS, which has not even the file
+    (tmp_path / "meminfo").write_text(
+        "MemTotal: 8000000 kB\n"
+    )  # a kernel that does not say; macOS, which has not even the file
     assert 0 < host_memory.free_host_bytes() <= host_memory.host_memory_bytes()
 
     def unknown(name):
@@ -310,23 +410,32 @@ def test_memory_that_the_cache_of_files_holds_is_free(checkpoint, tmp_path, monk
 
 def test_pages_that_the_host_has_no_memory_for_are_refused(checkpoint, monkeypatch):
     monkeypatch.setattr(build, "free_host_bytes", lambda: 2**10)
-    with pytest.raises(ConfigError, match=r"max_model_len=.* GiB of KV pages and .* GiB of the host's memory are free for them"):
+    with pytest.raises(
+        ConfigError,
+        match=r"max_model_len=.* GiB of KV pages and .* GiB of the host's memory are free for them",
+    ):
         start_engine(EngineConfig(model=checkpoint.name), checkpoint, progress=False)
 
 
 def test_an_engine_with_nothing_said_about_pages(checkpoint, monkeypatch):
-    """As many pages as all sequences can use, where memory is plenty; what found no memory to compile in is compiled again, alone."""
+    """As many pages as all sequences can use, where memory is plenty; what found no memory to compile in is
+    compiled again, alone.
+    """
     tried = []
 
     def crowded(executor, lowered, options=None):
         tried.append(lowered)
         if len(tried) == 2:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1018.00MiB")
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1018.00MiB"
+            )
         return compiled(executor, lowered, options)
 
     compiled = Executor._compile
     monkeypatch.setattr(Executor, "_compile", crowded)
-    config = EngineConfig(model=LLAMA, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=100, block_size=16)
+    config = EngineConfig(
+        model=LLAMA, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=100, block_size=16
+    )
     engine = start_engine(config, checkpoint, progress=False)
     try:
         assert engine.executor.num_pages == (2 * 7 + 1,)
@@ -334,7 +443,9 @@ def test_an_engine_with_nothing_said_about_pages(checkpoint, monkeypatch):
         assert engine.warm_up_s > 0
         assert [tried.count(one) for one in dict.fromkeys(tried)].count(2) == 1 and tried.count(tried[1]) == 2
         left_open = {"max_model_len": None, "dtype": "auto", "kv_cache_dtype": "auto", "plan": "auto"}
-        assert dataclasses.replace(engine.config, **left_open) == dataclasses.replace(config, max_model_len=None)
+        assert dataclasses.replace(engine.config, **left_open) == dataclasses.replace(
+            config, max_model_len=None
+        )
     finally:
         engine.driver.close()
 
@@ -344,5 +455,7 @@ def test_the_products_of_a_model_are_told_as_one_device_holds_them(checkpoint):
     products = dense_products(model, checkpoint.load("float32", make_mesh(2), progress=False))
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     assert products["qkv"].shape == Shape(heads // 2, model.hidden_size, "float32")
-    assert products["up_gate"].shape == Shape(model.intermediate_size, model.hidden_size, "float32", model.gate_block)
+    assert products["up_gate"].shape == Shape(
+        model.intermediate_size, model.hidden_size, "float32", model.gate_block
+    )
     assert list(products) == ["qkv", "out_proj", "up_gate", "down", "logits"]

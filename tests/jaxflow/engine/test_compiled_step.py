@@ -1,4 +1,6 @@
-"""The engine's step, compiled ahead of time for the H200: nothing copies the cache or a weight, and nothing needs the host."""
+"""The engine's step, compiled ahead of time for the H200: nothing copies the cache or a weight, and nothing
+needs the host.
+"""
 
 import dataclasses
 import math
@@ -24,7 +26,8 @@ from pallas_kernels.table import load
 
 PAGES = 8192
 LAYERS = 2
-# Who compiles every fusion once more, to see whether its tiles can be compiled, takes a part of the time; only XLA's own products need it.
+# Who compiles every fusion once more, to see whether its tiles can be compiled, takes a part of the time;
+# only XLA's own products need it.
 ONCE = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
 
@@ -38,14 +41,17 @@ def compiled(
     kv="bfloat16",
     decodes=False,
 ) -> tuple[h200.Compiled, Executor]:
-    """A step of the model's first layers. kernels: None for those that an H200 runs, its products by the tuned table. kv: the cache's
-    dtype. decodes: a step in which nobody prefills."""
+    """A step of the model's first layers. kernels: None for those that an H200 runs, its products by the
+    tuned table. kv: the cache's dtype. decodes: a step in which nobody prefills.
+    """
     config = open_checkpoint(model, load_format="dummy").model_config
     config = dataclasses.replace(config, layers=config.layers[:LAYERS])
     if kernels is None:
         group = config.num_heads // config.num_kv_heads
         heads = {"head_dim": config.head_dim, "queries_per_kv_head": group}
-        kernels = kernel_set_for("gpu", "9.0", **heads, page_size=64, dtype="bfloat16", kv_dtype=kv, device="NVIDIA H200")
+        kernels = kernel_set_for(
+            "gpu", "9.0", **heads, page_size=64, dtype="bfloat16", kv_dtype=kv, device="NVIDIA H200"
+        )
     mesh = h200.h200_mesh((tp,))
     options = {"quantization": quantization, "kv_scales": kv == "float8_e4m3fn"}
     specs = shardings(config, mesh, **options)
@@ -54,7 +60,9 @@ def compiled(
     programs = Programs(Context(config, kernels, axis_of(mesh)), mesh, specs)
     plan = sequential_plan(config, tokens, tp)
     forward = compile_plan(plan, config, tp, quantized=quantization == "fp8")
-    made = Executor(programs, weights, [layout], lambda _: forward, kv_dtype=jnp.dtype(kv), max_model_len=8192)
+    made = Executor(
+        programs, weights, [layout], lambda _: forward, kv_dtype=jnp.dtype(kv), max_model_len=8192
+    )
     step = programs.step(dataclasses.replace(layout, decodes=decodes), forward)
     buffer = h200.abstract(mesh, jax.ShapeDtypeStruct((layout.size,), jnp.int32))
     arguments = (weights, *made._state((PAGES,) * len(config.windows)), buffer)
@@ -82,7 +90,9 @@ def check(step: h200.Compiled, executor: Executor) -> None:
 
 
 def last_layer(step: h200.Compiled) -> list[str]:
-    """The kernels from the last append to the pages to the last product of its layer, XLA's own as fusions, in order."""
+    """The kernels from the last append to the pages to the last product of its layer, XLA's own as fusions,
+    in order.
+    """
     entry = step.hlo[step.hlo.index("\nENTRY") :]
     found = []
     for line in entry.splitlines():
@@ -103,14 +113,25 @@ def test_nothing_copies_the_cache_or_a_weight():
 
 
 def test_on_the_hopper_kernels_neither():
-    """Of many rows: products by the tuned table, without which XLA had all. The gate is within its product: no kernel behind it."""
+    """Of many rows: products by the tuned table, without which XLA had all. The gate is within its product:
+    no kernel behind it.
+    """
     step, executor = compiled("llama-3.1-8b", 1024, tp=4)
     check(step, executor)
-    assert last_layer(step) == ["chunk_attention", "decode_attention", "xla", "add_norm", "dense_gemm", "dense_gemm"]
+    assert last_layer(step) == [
+        "chunk_attention",
+        "decode_attention",
+        "xla",
+        "add_norm",
+        "dense_gemm",
+        "dense_gemm",
+    ]
 
 
 def test_of_8_bits_neither():
-    """Of decodes alone: no kernel for chunks, none that merges, one that quantises what no product before it does."""
+    """Of decodes alone: no kernel for chunks, none that merges, one that quantises what no product before it
+    does.
+    """
     step, executor = compiled("llama-3.1-8b", 64, quantization="fp8", kv="float8_e4m3fn", decodes=True)
     check(step, executor)
     fp8 = "fp8_flat_gemm"
@@ -123,11 +144,18 @@ def test_of_weights_of_4_bits_neither():
     check(step, executor)
     int4 = "int4_gemm"
     assert last_layer(step) == ["chunk_attention", "decode_attention", int4, "add_norm", int4, int4]
-    assert [thunk.kind for thunk in step.graph_thunks if not thunk.depth and thunk.kind != "kCopy"] == ["kCommandBuffer"], "not one graph"
+    assert [thunk.kind for thunk in step.graph_thunks if not thunk.depth and thunk.kind != "kCopy"] == [
+        "kCommandBuffer"
+    ], "not one graph"
 
 
 def test_many_rows_on_weights_of_4_bits_cost_one_wide_copy_of_a_matrix():
-    half, factor = jax.ShapeDtypeStruct((6144, 2048), jnp.uint8), jax.ShapeDtypeStruct((6144, 64), jnp.bfloat16)
+    half, factor = (
+        jax.ShapeDtypeStruct((6144, 2048), jnp.uint8),
+        jax.ShapeDtypeStruct((6144, 64), jnp.bfloat16),
+    )
     arguments = jax.ShapeDtypeStruct((512, 4096), jnp.bfloat16), Int4(half, factor, factor)
-    found = h200.compile_for_h200(HopperGemm(load("NVIDIA H200")), *h200.abstract(h200.h200_mesh(), arguments))
+    found = h200.compile_for_h200(
+        HopperGemm(load("NVIDIA H200")), *h200.abstract(h200.h200_mesh(), arguments)
+    )
     assert found.memory.temp_size_in_bytes < 1.1 * 2 * 6144 * 4096

@@ -20,7 +20,9 @@ MODEL = "tiny-llama"
 @pytest.fixture(scope="module")
 def loop():
     with pytest.MonkeyPatch.context() as patch:  # as on a GPU
-        patch.setattr(build, "make_layouts", lambda *args, **_: make_layouts(*args, decodes_alone=True, one=True))
+        patch.setattr(
+            build, "make_layouts", lambda *args, **_: make_layouts(*args, decodes_alone=True, one=True)
+        )
         config, made = toy._executor.__wrapped__(MODEL, 1, 32, 6, 96, "sequential", None, "auto")
     return build.make_loop(config, made.programs.context.config, made)
 
@@ -33,8 +35,13 @@ def test_buckets_that_decodes_may_need_have_a_program_for_them_alone(loop):
         (32, plans[0].name, False),
         *((tokens, "sequential", False) for tokens in (4, 8, 16)),
     ]
-    *others, few, more = make_layouts(settings, config, plans, decodes_alone=True)  # 6 sequences never need 16
-    assert [layout.key for layout in (few, more)] == [(4, "sequential", True), (8, "sequential", True)] and len(others) == 4
+    *others, few, more = make_layouts(
+        settings, config, plans, decodes_alone=True
+    )  # 6 sequences never need 16
+    assert [layout.key for layout in (few, more)] == [
+        (4, "sequential", True),
+        (8, "sequential", True),
+    ] and len(others) == 4
     assert few.chunks == more.chunks == 0 and others[0].chunks == 7
     *_, one, few, _ = make_layouts(settings, config, plans, decodes_alone=True, one=True)
     assert (one.tokens, one.rows, one.plan, one.decodes) == (1, 1, "sequential", True) and few.tokens == 4
@@ -42,10 +49,18 @@ def test_buckets_that_decodes_may_need_have_a_program_for_them_alone(loop):
 
 def test_one_decode_has_a_step_of_its_own_where_its_products_want_no_tensor_cores():
     shape = Shape(4096, 4096)
-    tables = [Table("", (Rule(shape, (Choice(1, kernel), Choice(64, "flat"))),)) for kernel in ("fma", "flat")]
+    tables = [
+        Table("", (Rule(shape, (Choice(1, kernel), Choice(64, "flat"))),)) for kernel in ("fma", "flat")
+    ]
     sets = [dataclasses.replace(REFERENCE, gemm=HopperGemm(table)) for table in tables]
-    assert [one_alone([product_of(shape, 8)], kernels) for kernels in (*sets, REFERENCE)] == [True, False, False]
-    assert not one_alone([product_of(dataclasses.replace(shape, weights="float8_e4m3fn", scales="rows"), 8)], sets[0])
+    assert [one_alone([product_of(shape, 8)], kernels) for kernels in (*sets, REFERENCE)] == [
+        True,
+        False,
+        False,
+    ]
+    assert not one_alone(
+        [product_of(dataclasses.replace(shape, weights="float8_e4m3fn", scales="rows"), 8)], sets[0]
+    )
     assert not one_alone([product_of(shape, 8, "float32")], sets[0])  # of which no table speaks
 
 
@@ -74,10 +89,15 @@ def test_steps_of_decodes_alone_run_them(loop, goldens):
     loop.executor.run = watched
     golden = goldens(MODEL)
     prompts = toy.prompts(golden)
-    results = toy.run(loop, [Request(str(i), prompt.tolist(), toy.GREEDY) for i, prompt in enumerate(prompts)])
+    results = toy.run(
+        loop, [Request(str(i), prompt.tolist(), toy.GREEDY) for i, prompt in enumerate(prompts)]
+    )
     for i, prompt in enumerate(golden["prompts"]):
         assert results[str(i)].tokens == prompt["greedy_ids"][:32]
-    assert set(seen) == {(True, False), (False, True)}  # (a program without chunks, whether somebody prefills)
+    assert set(seen) == {
+        (True, False),
+        (False, True),
+    }  # (a program without chunks, whether somebody prefills)
     single.clear()
     alone = toy.run(loop, [Request("alone", prompts[0].tolist(), toy.GREEDY)])["alone"]
     assert alone.tokens == golden["prompts"][0]["greedy_ids"][:32] and sum(single) == 31

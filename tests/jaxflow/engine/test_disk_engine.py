@@ -1,4 +1,6 @@
-"""The disk under a real engine: a later round finds it after a restart, and whatever the disk does, the tokens are the same."""
+"""The disk under a real engine: a later round finds it after a restart, and whatever the disk does, the
+tokens are the same.
+"""
 
 import dataclasses
 import errno
@@ -22,7 +24,10 @@ from jaxflow.memory import disk_file
 from jaxflow.memory.disk_folder import FOLDER
 
 CASES = {"llama": ("stories260K", 1, "auto"), "windows, 2 devices": ("tiny-gemma3_text", 2, "auto")}
-BUDGET = {1: 64, 2: 16}  # tokens of a step, by devices: two have steps of one size, since each more is compiled
+BUDGET = {
+    1: 64,
+    2: 16,
+}  # tokens of a step, by devices: two have steps of one size, since each more is compiled
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
@@ -36,7 +41,9 @@ def engine(case, folder, *, host_pages=400, fingerprint=b"a model", **more) -> A
     model, tp, kv = case
     numbers = {"tp": tp, "budget": BUDGET[tp], "kv": kv}
     groups = toy.executor(model, **numbers)[1].groups
-    loop: Any = toy.offloading_loop(model, host_pages, num_pages=(40,) * groups, fingerprint=fingerprint, **numbers, **more)
+    loop: Any = toy.offloading_loop(
+        model, host_pages, num_pages=(40,) * groups, fingerprint=fingerprint, **numbers, **more
+    )
     toy.over_disk(loop, model, folder, fingerprint=fingerprint, **numbers)
     return loop
 
@@ -53,7 +60,15 @@ def first_rounds(case, salt=""):
 
 def later_rounds(requests, results, salt=""):
     """The same conversations, one question later."""
-    return [Request(r.request_id, [*r.prompt_token_ids, *results[r.request_id].tokens, 7, 8, 9], GREEDY, cache_salt=salt) for r in requests]
+    return [
+        Request(
+            r.request_id,
+            [*r.prompt_token_ids, *results[r.request_id].tokens, 7, 8, 9],
+            GREEDY,
+            cache_salt=salt,
+        )
+        for r in requests
+    ]
 
 
 def settle(loop):
@@ -63,7 +78,9 @@ def settle(loop):
 
 
 def converse(loop, requests):
-    """The tokens of each request, and its result, and how many prompt tokens were not computed; the engine is closed."""
+    """The tokens of each request, and its result, and how many prompt tokens were not computed; the engine is
+    closed.
+    """
     results = toy.run(loop, requests)
     settle(loop)
     loop.close()
@@ -98,7 +115,12 @@ def test_a_later_round_goes_on_after_a_restart(case, plain, tmp_path):
     assert tokens(results) == second
     counters = loop.scheduler.tier.counters
     assert min(cached(results)) >= 96, "all whole pages of what was computed before"
-    assert counters.disk_hit_tokens == counters.host_hit_tokens == sum(cached(results)) - counters.device_hit_tokens >= 240
+    assert (
+        counters.disk_hit_tokens
+        == counters.host_hit_tokens
+        == sum(cached(results)) - counters.device_hit_tokens
+        >= 240
+    )
     assert loop._offload.link.disk.counters().rejected == 0
     assert threads() == before and not list(tmp_path.rglob("*.tmp"))
 
@@ -169,7 +191,9 @@ def test_damaged_files_are_computed_again(answers, tmp_path, damage, caplog):
     assert loop._offload.link.disk.counters().rejected >= 4 and "dropped" in caplog.text
 
 
-@pytest.mark.parametrize(("operation", "number"), [("write", errno.ENOSPC), ("rename", errno.EROFS), ("readv", errno.EIO)])
+@pytest.mark.parametrize(
+    ("operation", "number"), [("write", errno.ENOSPC), ("rename", errno.EROFS), ("readv", errno.EIO)]
+)
 def test_a_disk_that_fails_changes_no_token(answers, tmp_path, monkeypatch, caplog, operation, number):
     one, _, two, second = answers
     converse(engine(LLAMA, tmp_path), one[:2])
@@ -182,7 +206,10 @@ def test_a_disk_that_fails_changes_no_token(answers, tmp_path, monkeypatch, capl
     loop = engine(LLAMA, tmp_path)
     results = converse(loop, two)
     assert tokens(results) == second
-    assert loop._offload.link.disk.counters().errors and len([r for r in caplog.records if "going on without" in r.message]) == 1
+    assert (
+        loop._offload.link.disk.counters().errors
+        and len([r for r in caplog.records if "going on without" in r.message]) == 1
+    )
 
 
 def test_more_than_the_disk_is_refused_and_more_than_it_has_room_for_is_told(tmp_path, monkeypatch, caplog):
@@ -193,7 +220,9 @@ def test_more_than_the_disk_is_refused_and_more_than_it_has_room_for_is_told(tmp
     with pytest.raises(ConfigError, match=r"kv_disk_size=4.0 .*at most 3.00 GiB, the size of .*'s disk"):
         open_disk(config, made.programs.context.config, b"a model")
     disk = open_disk(dataclasses.replace(config, kv_disk_size=2.0), made.programs.context.config, b"a model")
-    assert disk is not None and [r.getMessage() for r in caplog.records] == [f"kv_disk_size=2.0: {tmp_path} has room for 1.00 GiB now"]
+    assert disk is not None and [r.getMessage() for r in caplog.records] == [
+        f"kv_disk_size=2.0: {tmp_path} has room for 1.00 GiB now"
+    ]
     disk.close()
     assert threads() == before
 
@@ -203,10 +232,15 @@ def test_a_disk_that_does_not_say_how_large_it_is_leaves_nothing_open(tmp_path, 
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     before, (config, made) = threads(), toy.executor("stories260K")
-    config = dataclasses.replace(config, kv_offloading_size=1.0, kv_disk_path=str(tmp_path), kv_disk_size=1e-2)
+    config = dataclasses.replace(
+        config, kv_offloading_size=1.0, kv_disk_path=str(tmp_path), kv_disk_size=1e-2
+    )
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", fail)
-        with pytest.raises(ConfigError, match=r"kv_disk_path='.*a folder whose disk says how large it is \(Stale file handle\)"):
+        with pytest.raises(
+            ConfigError,
+            match=r"kv_disk_path='.*a folder whose disk says how large it is \(Stale file handle\)",
+        ):
             open_disk(config, made.programs.context.config, b"a model")
     assert threads() == before
     disk = open_disk(config, made.programs.context.config, b"a model")  # nobody holds its lock
@@ -216,7 +250,9 @@ def test_a_disk_that_does_not_say_how_large_it_is_leaves_nothing_open(tmp_path, 
 
 def test_the_python_api_after_a_restart(tmp_path, monkeypatch):
     """Serve, end, start over the same folder: the later round is not computed again, and says the same."""
-    monkeypatch.setattr(host_tier, "worth_loading", lambda *_: True)  # which depends on how busy the machine is
+    monkeypatch.setattr(
+        host_tier, "worth_loading", lambda *_: True
+    )  # which depends on how busy the machine is
     monkeypatch.setattr(host_tier, "PATIENCE", 1e9)
     settings = {
         "block_size": 16,

@@ -60,7 +60,9 @@ def test_what_leaves_the_host_comes_back_when_it_is_needed(link):
     keep(link, *range(20))
     assert len(store_of(link)) == 8 and all(link.disk.contains(key(i)) for i in range(12))
     link.read_ahead([key(i) for i in (3, 4, 15, 99, 5)])
-    assert all(store_of(link).contains(key(i)) and not store_of(link).ready(key(i)) for i in (3, 4, 5)), "on their way"
+    assert all(store_of(link).contains(key(i)) and not store_of(link).ready(key(i)) for i in (3, 4, 5)), (
+        "on their way"
+    )
     assert link.pending == 3 and set(arrive(link, 3)) == {key(3), key(4), key(5)} and link.pending == 0
     for i in (3, 4, 5):
         assert np.array_equal(store_of(link).get(key(i)), page(i))
@@ -93,7 +95,9 @@ def test_at_the_end_all_of_the_host_is_on_the_disk_the_last_used_first(link, tmp
     store_of(link).touch([key(5)])
     link.close()
     again = DiskTier(tmp_path, 100 * (PAGE + 200), b"model", (PAGE,))
-    assert [again.get(key(i)).tolist() for i in range(8)] == [page(i).view(np.uint8).tolist() for i in range(8)]  # pyright: ignore[reportOptionalMemberAccess]
+    assert [again.get(key(i)).tolist() for i in range(8)] == [
+        page(i).view(np.uint8).tolist() for i in range(8)
+    ]  # pyright: ignore[reportOptionalMemberAccess]
     again.close()
     assert store_of(link).newest_first()[0][0] == key(5)
 

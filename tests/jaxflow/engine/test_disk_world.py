@@ -1,4 +1,6 @@
-"""All three tiers under the scheduler, over a real folder that is damaged now and then: the same tokens as from nothing."""
+"""All three tiers under the scheduler, over a real folder that is damaged now and then: the same tokens as
+from nothing.
+"""
 
 import pathlib
 import tempfile
@@ -37,7 +39,9 @@ class DiskWorld(TieredWorld):
 
     def below(self, folder: pathlib.Path, disk_pages: int, patience: float) -> "DiskWorld":
         groups = len(self.config.windows)
-        self.disk = DiskTier(folder, max(groups, disk_pages) * (LENGTH + HEADER_BYTES), b"", (LENGTH,) * groups, retry_s=0.0)
+        self.disk = DiskTier(
+            folder, max(groups, disk_pages) * (LENGTH + HEADER_BYTES), b"", (LENGTH,) * groups, retry_s=0.0
+        )
         self.link = self.tier.below = DiskLink(self.disk, self.tier.store, to_bytes, from_bytes)
         self.patience = patience
         return self
@@ -89,7 +93,9 @@ def machines(draw):
 
 
 def converse(world: DiskWorld, talks: list[list[int]], rounds: int, damage: float) -> None:
-    """Rounds of conversations in turn, each prompt all that was said before: by the time one goes on, others had its pages."""
+    """Rounds of conversations in turn, each prompt all that was said before: by the time one goes on, others
+    had its pages.
+    """
     for _ in range(rounds):
         for talk in talks:
             if len(talk) > 44:
@@ -106,8 +112,16 @@ def converse(world: DiskWorld, talks: list[list[int]], rounds: int, damage: floa
 
 
 @settings(max_examples=25)
-@given(machines(), st.integers(1, 5), st.integers(3, 60), st.sampled_from([0.2, 1.0]), st.sampled_from([0.0, 0.5]))
-def test_conversations_say_the_same_through_all_tiers_and_after_a_restart(machine, number, disk_pages, patience, damage):
+@given(
+    machines(),
+    st.integers(1, 5),
+    st.integers(3, 60),
+    st.sampled_from([0.2, 1.0]),
+    st.sampled_from([0.0, 0.5]),
+)
+def test_conversations_say_the_same_through_all_tiers_and_after_a_restart(
+    machine, number, disk_pages, patience, damage
+):
     with tempfile.TemporaryDirectory() as folder:
         rng = np.random.default_rng(machine["seed"])
         talks = [prompt(rng, 9, shared=8) for _ in range(number)]
@@ -130,15 +144,24 @@ def test_a_later_round_finds_what_the_engine_before_it_had():
         [seq] = world.add(list(talk), max_tokens=4, ignore_eos=True, seed=5)
         world.run()
         # Four pages of four: of the 20 tokens of the round before the last was sampled, and never computed.
-        assert seq.cached_tokens == world.tier.counters.disk_hit_tokens == world.tier.counters.host_hit_tokens == 16
+        assert (
+            seq.cached_tokens
+            == world.tier.counters.disk_hit_tokens
+            == world.tier.counters.host_hit_tokens
+            == 16
+        )
         assert world.disk.counters().hits == 4
-        assert seq.chain is not None and [key[1:] for key in world.disk._index][1:5] == seq.chain[4:0:-1], "the first page goes last"
+        assert seq.chain is not None and [key[1:] for key in world.disk._index][1:5] == seq.chain[4:0:-1], (
+            "the first page goes last"
+        )
         world.link.close()
 
 
 @pytest.mark.parametrize("host_pages", [6, 10**6])
 def test_what_preempted_sequences_had_filled_in_part_is_never_on_the_disk(monkeypatch, host_pages):
-    """Outputs longer than is hoped: sequences are pre-empted, and say what they say alone; a small host loses parts, which are computed."""
+    """Outputs longer than is hoped: sequences are pre-empted, and say what they say alone; a small host loses
+    parts, which are computed.
+    """
     parts: set[bytes] = set()
 
     def part_name(*given):
@@ -146,14 +169,20 @@ def test_what_preempted_sequences_had_filled_in_part_is_never_on_the_disk(monkey
         return name
 
     monkeypatch.setattr(host_tier, "part_name", part_name)
-    machine = {"config": config(num_pages=(16,), max_num_seqs=8), "hope": 2, "host_bytes": host_pages * PAGE_BYTES[0]}
+    machine = {
+        "config": config(num_pages=(16,), max_num_seqs=8),
+        "hope": 2,
+        "host_bytes": host_pages * PAGE_BYTES[0],
+    }
     with tempfile.TemporaryDirectory() as folder:
         world = DiskWorld(**machine).below(pathlib.Path(folder), 1000, 1.0)
         for i in range(24):
             world.add(prompt(world.random, 5 + i % 8), max_tokens=30, seed=i)
         world.run()
         world.link.close()
-        assert world.tier.counters.swapped_in > 4 and (world.tier.store.counters.evicted > 100) == (host_pages == 6)
+        assert world.tier.counters.swapped_in > 4 and (world.tier.store.counters.evicted > 100) == (
+            host_pages == 6
+        )
         assert len(world.disk._index) > 100
         assert len(parts) > 4 and not parts & {key[1:] for key in world.disk._index}
 
@@ -164,9 +193,14 @@ def test_what_is_computed_much_sooner_is_not_read(monkeypatch):
         talk = prompt(np.random.default_rng(0), 16)
         converse(world := DiskWorld(**machine).below(pathlib.Path(folder), 50, 1.0), [talk], 1, 0.0)
         world.link.close()
-        for seconds_a_page, reads in ((PATIENCE * 4 * 1.01, False), (PATIENCE * 4 * 0.99, True)):  # a token takes a second to compute
+        for seconds_a_page, reads in (
+            (PATIENCE * 4 * 1.01, False),
+            (PATIENCE * 4 * 0.99, True),
+        ):  # a token takes a second to compute
             world = DiskWorld(**machine).below(pathlib.Path(folder), 50, 1.0)
-            monkeypatch.setattr(world.link, "seconds", lambda bytes, each=seconds_a_page: each * bytes / PAGE_BYTES[0])
+            monkeypatch.setattr(
+                world.link, "seconds", lambda bytes, each=seconds_a_page: each * bytes / PAGE_BYTES[0]
+            )
             world.add(list(talk), max_tokens=4, ignore_eos=True, seed=5)
             world.run()
             assert bool(world.disk.counters().hits) == reads

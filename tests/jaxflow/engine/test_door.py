@@ -21,11 +21,15 @@ def refused(field: str, request: Request, **changes) -> str:
 def test_what_could_never_run_is_refused():
     assert "at least one token" in refused("prompt_token_ids", Request("a", []))
     assert "at most 63 tokens" in refused("prompt_token_ids", Request("a", [1] * 64))
-    assert "at most 14 after a prompt of 50" in refused("max_tokens", Request("a", [1] * 50, SamplingParams(max_tokens=15)))
+    assert "at most 14 after a prompt of 50" in refused(
+        "max_tokens", Request("a", [1] * 50, SamplingParams(max_tokens=15))
+    )
     # 5 pages of 4: 20 positions, and the last token needs none
     small = {"num_pages": (5,)}
     assert "at most 20 tokens" in refused("prompt_token_ids", Request("a", [1] * 21), **small)
-    assert "at most 11 after" in refused("max_tokens", Request("a", [1] * 10, SamplingParams(max_tokens=12)), **small)
+    assert "at most 11 after" in refused(
+        "max_tokens", Request("a", [1] * 10, SamplingParams(max_tokens=12)), **small
+    )
     # a window of 9 sees at most 3 pages; 2 are enough for whom 2 pages are enough
     refused("max_tokens", Request("a", [1] * 5, SamplingParams(max_tokens=5)), windows=(9,), num_pages=(2,))
 

@@ -1,7 +1,8 @@
 """Every token the engine draws is the one that a plain reading of the sampling parameters gives.
 
-The reference takes raw logits of the plain forward, teacher-forced over the whole answer, and applies the settings in
-float64 numpy, one after the other, by sorting; only the one uniform number of a (seed, position) is the engine's.
+The reference takes raw logits of the plain forward, teacher-forced over the whole answer, and applies the
+settings in float64 numpy, one after the other, by sorting; only the one uniform number of a (seed, position)
+is the engine's.
 """
 
 import functools
@@ -47,7 +48,9 @@ def _forward():
         return ops.logits(context, weights, ops.final_norm(context, weights, x, None)[1])
 
     kv = make_cache(config, (LONGEST // PAGE,), PAGE, jnp.float32, executor.programs.mesh)
-    return lambda ids: run(executor.weights, kv, jnp.array([*ids, *[0] * (LONGEST - len(ids))]), jnp.int32(len(ids)))
+    return lambda ids: run(
+        executor.weights, kv, jnp.array([*ids, *[0] * (LONGEST - len(ids))]), jnp.int32(len(ids))
+    )
 
 
 def raw_logits(ids):
@@ -113,7 +116,9 @@ def some_params(rng, i):
         frequency_penalty=float(maybe(rng.uniform(-2, 2), 0.0, 6)),
         logit_bias=maybe({int(t): float(rng.uniform(-20, 20)) for t in rng.integers(0, vocab, 30)}, {}, 7),
         min_tokens=int(maybe(rng.integers(1, tokens), 0, 8)),
-        stop_token_ids=maybe(rng.integers(0, vocab, 64).tolist(), (), 9) if i % 12 != 8 else rng.integers(0, vocab, 64).tolist(),
+        stop_token_ids=maybe(rng.integers(0, vocab, 64).tolist(), (), 9)
+        if i % 12 != 8
+        else rng.integers(0, vocab, 64).tolist(),
         ignore_eos=bool(maybe(True, False, 10)),
         max_tokens=tokens,
         seed=int(rng.integers(-(2**63), 2**63)) if i % 3 else None,
@@ -127,7 +132,9 @@ def test_every_setting_means_what_it_says():
     requests = []
     for i in range(72):
         start = int(rng.integers(0, len(golden) - PROMPT))
-        requests.append(Request(f"r{i}", golden[start : start + int(rng.integers(1, PROMPT))], some_params(rng, i)))
+        requests.append(
+            Request(f"r{i}", golden[start : start + int(rng.integers(1, PROMPT))], some_params(rng, i))
+        )
     engine = toy.loop(MODEL)
     results = toy.run(engine, requests, preempt_at=(9, 21, 40, 41))
     eos = toy.executor(MODEL)[1].programs.context.config.eos_token_ids
@@ -159,7 +166,11 @@ def test_logprobs_are_of_the_raw_logits(k):
     )
     [result] = toy.run(toy.loop(MODEL), [Request("a", prompt, s)]).values()
     logits = raw_logits([*prompt, *result.tokens])
-    logprobs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(-1, keepdims=True)
+    logprobs = (
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
+    )
     found = [*result.started.prompt_logprobs, *result.logprobs[0]]
     assert found[0] is None
     assert len(found) == len(prompt) + len(result.tokens)

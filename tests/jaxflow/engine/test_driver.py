@@ -1,4 +1,6 @@
-"""The engine's thread: whatever fails, ends or is cut short, every caller hears of it, and nobody waits for ever."""
+"""The engine's thread: whatever fails, ends or is cut short, every caller hears of it, and nobody waits for
+ever.
+"""
 
 import contextlib
 import queue
@@ -11,7 +13,17 @@ import pytest
 import toy
 
 from jaxflow.engine.driver import Driver, EngineDead
-from jaxflow.engine.request import Delta, Draining, Finished, FinishReason, InvalidRequest, QueueFull, Request, SamplingParams, Started
+from jaxflow.engine.request import (
+    Delta,
+    Draining,
+    Finished,
+    FinishReason,
+    InvalidRequest,
+    QueueFull,
+    Request,
+    SamplingParams,
+    Started,
+)
 
 MODEL = "tiny-llama"
 PATIENCE_S = 60.0
@@ -85,7 +97,9 @@ def request(name, params=SHORT, **more):
 
 
 def all_free(loop):
-    return loop.scheduler.pages_free == sum(loop.scheduler.config.num_pages) and loop.scheduler.num_running == 0
+    return (
+        loop.scheduler.pages_free == sum(loop.scheduler.config.num_pages) and loop.scheduler.num_running == 0
+    )
 
 
 def wait_until(condition):
@@ -145,7 +159,9 @@ class TestDelivery:
             for thread in threads:
                 thread.join()
             for box in (box for mine in boxes for box in mine):
-                assert [event.token_ids for event in box.until(Finished) if isinstance(event, Delta)] == tokens
+                assert [
+                    event.token_ids for event in box.until(Finished) if isinstance(event, Delta)
+                ] == tokens
 
     def test_a_name_in_use_is_refused_and_the_first_goes_on(self):
         with driving() as (driver, loop):
@@ -167,7 +183,9 @@ class TestDelivery:
             with pytest.raises(InvalidRequest, match="prompt_token_ids"):
                 driver.submit(Request("empty", [], SHORT), Box())
             with pytest.raises(InvalidRequest, match="max_tokens"):
-                driver.submit(request("long", SamplingParams(max_tokens=loop.scheduler.config.max_model_len)), Box())
+                driver.submit(
+                    request("long", SamplingParams(max_tokens=loop.scheduler.config.max_model_len)), Box()
+                )
 
 
 class TestAbort:
@@ -230,7 +248,9 @@ class TestFaults:
             loop.executor.gate.clear()
             boxes = [Box() for _ in range(12)]  # more than run at once
             for i, box in enumerate(boxes):
-                driver.submit(request(f"r{i}", LONG if i else SamplingParams(n=2, max_tokens=100, ignore_eos=True)), box)
+                driver.submit(
+                    request(f"r{i}", LONG if i else SamplingParams(n=2, max_tokens=100, ignore_eos=True)), box
+                )
             loop.executor.gate.set()
             for i, box in enumerate(boxes):
                 for end in box.ends(1 if i else 2):
@@ -349,7 +369,9 @@ class TestEnding:
             loop.executor.gate.clear()
             loop.executor.entered.clear()
             assert loop.executor.entered.wait(PATIENCE_S)
-            driver.submit(request("late", LONG), late)  # the engine's thread is in a step: it has not seen this one
+            driver.submit(
+                request("late", LONG), late
+            )  # the engine's thread is in a step: it has not seen this one
             closing = threading.Thread(target=driver.close)
             closing.start()
             wait_until(lambda: driver._closed)

@@ -12,12 +12,18 @@ from jaxflow.engine.request import Request, SamplingParams
 
 MODELS = sorted(path.name for path in paths.MODELS.iterdir())
 TOLERANCE = 1e-3  # absolute, of float32 logits
-BUDGET = {1: 64, 2: 16, 4: 16}  # tokens of a step, by devices: one has steps of two sizes, many but one, since each more is compiled
+BUDGET = {
+    1: 64,
+    2: 16,
+    4: 16,
+}  # tokens of a step, by devices: one has steps of two sizes, many but one, since each more is compiled
 
 
 def requests(golden: dict, **changes) -> list[Request]:
     tokens = len(golden["prompts"][0]["greedy_ids"])
-    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 5, **changes})
+    sampling = SamplingParams(
+        **{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 5, **changes}
+    )
     return [Request(f"golden-{i}", prompt, sampling) for i, prompt in enumerate(toy.prompts(golden))]
 
 
@@ -26,7 +32,9 @@ def check(golden: dict, results: dict[str, toy.Result]) -> None:
     for i, prompt in enumerate(golden["prompts"]):
         result = results[f"golden-{i}"]
         assert result.tokens == prompt["greedy_ids"], f"prompt {i}"
-        for found, ids, logits in zip(result.logprobs[0], prompt["top_ids"], prompt["top_logits"], strict=True):
+        for found, ids, logits in zip(
+            result.logprobs[0], prompt["top_ids"], prompt["top_logits"], strict=True
+        ):
             assert set(ids) <= set(found)
             ours = np.array([found[token].logprob for token in ids])
             np.testing.assert_allclose(ours - ours[0], np.array(logits) - logits[0], atol=TOLERANCE)
@@ -47,8 +55,14 @@ class TestGoldens:
         rng = np.random.default_rng(7)
         vocab = toy.executor(model)[1].programs.context.config.vocab_size
         noise = [
-            Request(f"noise-{i}", rng.integers(0, vocab, length), SamplingParams(max_tokens=int(tokens), seed=i, top_k=i))
-            for i, (length, tokens) in enumerate(zip(rng.integers(1, 90, 9), rng.integers(1, 60, 9), strict=True))
+            Request(
+                f"noise-{i}",
+                rng.integers(0, vocab, length),
+                SamplingParams(max_tokens=int(tokens), seed=i, top_k=i),
+            )
+            for i, (length, tokens) in enumerate(
+                zip(rng.integers(1, 90, 9), rng.integers(1, 60, 9), strict=True)
+            )
         ]
         ours = requests(golden)
         joining = {3 * i: [request] for i, request in enumerate([*noise[4:], *ours[2:]], start=1)}
@@ -70,18 +84,27 @@ class TestGoldens:
 
     @pytest.mark.parametrize("tp", [1, 2])
     def test_through_host_and_disk(self, model, tp, goldens, tmp_path):
-        """Few pages on the device, fewer on the host, pre-emptions at drawn steps: what leaves comes back, much of it as files."""
+        """Few pages on the device, fewer on the host, pre-emptions at drawn steps: what leaves comes back,
+        much of it as files.
+        """
         golden, groups = goldens(model), toy.executor(model, tp, BUDGET[tp])[1].groups
         rng = np.random.default_rng(tp)
         for restarted in (False, True):
-            engine: Any = toy.offloading_loop(model, 8, tp=tp, budget=BUDGET[tp], num_pages=(16,) * groups, fingerprint=b"a model")
+            engine: Any = toy.offloading_loop(
+                model, 8, tp=tp, budget=BUDGET[tp], num_pages=(16,) * groups, fingerprint=b"a model"
+            )
             disk = toy.over_disk(engine, model, tmp_path, tp=tp, budget=BUDGET[tp])
-            check(golden, toy.run(engine, requests(golden), preempt_at=rng.choice(30, 5, replace=False).tolist()))
+            check(
+                golden,
+                toy.run(engine, requests(golden), preempt_at=rng.choice(30, 5, replace=False).tolist()),
+            )
             assert engine.scheduler.num_preemptions >= 2 and engine.scheduler.tier.store.counters.stored > 0
             assert restarted or engine.scheduler.tier.store.counters.evicted > 0
             engine.close()
             assert (disk.counters().hits > 0) >= restarted and disk.counters().rejected == 0
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("jaxflow")] and not list(tmp_path.rglob("*.tmp"))
+        assert not [
+            thread for thread in threading.enumerate() if thread.name.startswith("jaxflow")
+        ] and not list(tmp_path.rglob("*.tmp"))
 
     def test_warm_prefix_cache(self, model, goldens):
         golden = goldens(model)
@@ -103,7 +126,9 @@ class TestGoldens:
         for i, prompt in enumerate(golden["prompts"]):
             found = results[f"golden-{i}"].started.prompt_logprobs
             assert found[0] is None
-            ours = [entry[token].logprob for entry, token in zip(found[1:], prompt["prompt_ids"][1:], strict=True)]
+            ours = [
+                entry[token].logprob for entry, token in zip(found[1:], prompt["prompt_ids"][1:], strict=True)
+            ]
             np.testing.assert_allclose(ours, prompt["prompt_logprobs"], atol=TOLERANCE)
 
 

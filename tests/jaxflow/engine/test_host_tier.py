@@ -1,4 +1,6 @@
-"""The scheduler with a host tier, on a device that notices a wrong read: the same tokens, and nothing is left behind."""
+"""The scheduler with a host tier, on a device that notices a wrong read: the same tokens, and nothing is left
+behind.
+"""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,9 @@ from jaxflow.engine.scheduler import Scheduler
 
 @st.composite
 def worlds(draw, tight=False):
-    windows = draw(st.sampled_from([(None,), (None, 5)] if tight else [(None,), (None, 5), (6,), (None, 3, 9)]))
+    windows = draw(
+        st.sampled_from([(None,), (None, 5)] if tight else [(None,), (None, 5), (6,), (None, 3, 9)])
+    )
     machine = config(
         windows=windows,
         num_pages=tuple(16 if tight else draw(st.sampled_from([16, 20, 40])) for _ in windows),
@@ -32,7 +36,9 @@ def worlds(draw, tight=False):
 
 
 def play(world, arrivals, rounds):
-    """Requests come and are aborted, and every now and then an answer is followed by a later round of its conversation."""
+    """Requests come and are aborted, and every now and then an answer is followed by a later round of its
+    conversation.
+    """
     for new in arrivals:
         for own, shared, sampling in new:
             world.add(prompt(world.random, own, shared=shared), **sampling)
@@ -57,7 +63,10 @@ def test_every_sequence_gets_the_tokens_it_gets_alone_and_leaves_nothing_behind(
 @settings(max_examples=25)
 @given(worlds(tight=True), st.lists(st.lists(requests, min_size=1, max_size=3), min_size=6, max_size=12))
 def test_the_same_when_pages_run_out_all_the_time(world, arrivals):
-    changed = [[(own, shared, {**s, "n": 1, "max_tokens": 30, "prompt_logprobs": None}) for own, shared, s in new] for new in arrivals]
+    changed = [
+        [(own, shared, {**s, "n": 1, "max_tokens": 30, "prompt_logprobs": None}) for own, shared, s in new]
+        for new in arrivals
+    ]
     play(world, changed, rounds=0.8)
 
 
@@ -79,7 +88,9 @@ def test_while_one_waits_for_the_host_others_go_on_and_it_loads_once_for_all():
     [running] = world.add([9, 9, 9], max_tokens=20, ignore_eos=True)
     world.step()
     lost = 5 - world.scheduler.running.tables.hit(world.sequences[0].names(5, 4))
-    world.fly = lambda done: world.copies.append((4, lambda: done(False)))  # from now on copies take five steps
+    world.fly = lambda done: world.copies.append(
+        (4, lambda: done(False))
+    )  # from now on copies take five steps
     first, second = (world.add([*prefix[:20], 20 + i], max_tokens=4, ignore_eos=True)[0] for i in range(2))
     [behind] = world.add([8, 8, 8], max_tokens=3, ignore_eos=True)
     before = world.tier.store.counters.loaded
@@ -101,7 +112,9 @@ def test_what_another_tenant_or_model_has_is_not_found():
     world.run()
     assert other.cached_tokens == 0
     names = {
-        fingerprint: Scheduler(config(fingerprint=fingerprint)).add(Request("r", prefix, SamplingParams()), 0.0)[0].names(5, 4)
+        fingerprint: Scheduler(config(fingerprint=fingerprint))
+        .add(Request("r", prefix, SamplingParams()), 0.0)[0]
+        .names(5, 4)
         for fingerprint in (b"", b"model a", b"model b")
     }
     assert len({name for chain in names.values() for name in chain}) == 15
@@ -113,7 +126,9 @@ def test_what_another_tenant_or_model_has_is_not_found():
 def test_what_is_cheaper_to_compute_is_computed():
     prefix = [1 + i % 7 for i in range(21)]
     world = on_the_host_alone(prefix)
-    world.tier.costs = LoadCosts(bytes_per_s=1.0, latency_s=0.0, seconds_a_token=0.1)  # two bytes a page of four tokens
+    world.tier.costs = LoadCosts(
+        bytes_per_s=1.0, latency_s=0.0, seconds_a_token=0.1
+    )  # two bytes a page of four tokens
     [again] = world.add(prefix, max_tokens=1)
     world.run()
     assert world.tier.store.counters.loaded == world.tier.counters.host_hit_tokens == 0

@@ -29,7 +29,9 @@ def device_side(layout):
 
     def read(buffer, page_table, last_tokens):
         page_table = apply_page_appends(page_table, layout.field(buffer, "page_appends"))
-        others = {name: layout.field(buffer, name) for name in ("row_slots", "samples", "temperature", "seeds")}
+        others = {
+            name: layout.field(buffer, name) for name in ("row_slots", "samples", "temperature", "seeds")
+        }
         return page_table, unpack(layout, buffer, page_table, last_tokens), others
 
     return jax.jit(read)
@@ -37,7 +39,9 @@ def device_side(layout):
 
 @st.composite
 def steps(draw):
-    """A layout, a step of no more than its tokens and rows, slot settings, and many changed page-table entries."""
+    """A layout, a step of no more than its tokens and rows, slot settings, and many changed page-table
+    entries.
+    """
     layout = draw(st.sampled_from(LAYOUTS))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     rows = draw(st.integers(0, min(layout.rows, layout.slots)))
@@ -51,14 +55,23 @@ def steps(draw):
         tokens = draw(st.integers(1, min(longest, left - behind)))
         start = draw(st.integers(0, longest - tokens))
         ids = rng.integers(0, 1000, start + tokens).astype(np.int32)
-        chunks.append(Chunk(types.SimpleNamespace(token_ids=ids), int(slot), start, tokens, draw(st.booleans())))  # type: ignore[arg-type]
+        chunks.append(
+            Chunk(types.SimpleNamespace(token_ids=ids), int(slot), start, tokens, draw(st.booleans()))
+        )  # type: ignore[arg-type]
         left -= tokens
-    entries = [(g, q, i) for g in range(layout.groups) for q in range(layout.slots) for i in range(PAGES_A_ROW)]
+    entries = [
+        (g, q, i) for g in range(layout.groups) for q in range(layout.slots) for i in range(PAGES_A_ROW)
+    ]
     changed = rng.permutation(entries)[: draw(st.integers(0, len(entries)))]
     appends = np.concatenate([changed, rng.integers(0, 99, (len(changed), 1))], axis=1).astype(np.int32)
     table = SlotTable.empty(layout.slots)
     for slot in range(layout.slots):
-        table.set(slot, float(rng.random()), int(rng.integers(0, 2**64, dtype=np.uint64)), draw(st.sampled_from([PLAIN, FULL])))
+        table.set(
+            slot,
+            float(rng.random()),
+            int(rng.integers(0, 2**64, dtype=np.uint64)),
+            draw(st.sampled_from([PLAIN, FULL])),
+        )
     work = StepWork(
         decodes=np.full(num_decodes, None, object),
         decode_slots=slots[:num_decodes],
@@ -81,24 +94,36 @@ def test_round_trip(drawn):
     assert buffer.shape == (layout.size,)
     assert buffer.dtype == rest.dtype == np.int32
 
-    # What did not fit is applied first; together they are all entries, in any order since no entry comes twice.
+    # What did not fit is applied first; together they are all entries, in any order since no entry comes
+    # twice.
     assert len(rest) == max(0, len(work.page_appends) - layout.page_appends)
-    told, batch, others = jax.tree.map(np.asarray, device_side(layout)(buffer, apply_page_appends(jnp.asarray(before), rest), last))
+    told, batch, others = jax.tree.map(
+        np.asarray, device_side(layout)(buffer, apply_page_appends(jnp.asarray(before), rest), last)
+    )
     pages = before.copy()
     for group, slot, index, page in work.page_appends:
         pages[group, slot, index] = page
     np.testing.assert_array_equal(told, pages)
 
     n, place = len(work.decode_slots), 0
-    expected = [([last[slot]], [position], slot) for slot, position in zip(work.decode_slots, work.decode_positions, strict=True)]
-    expected += [(chunk.token_ids, np.arange(chunk.start, chunk.start + chunk.tokens), chunk.slot) for chunk in work.chunks]
+    expected = [
+        ([last[slot]], [position], slot)
+        for slot, position in zip(work.decode_slots, work.decode_positions, strict=True)
+    ]
+    expected += [
+        (chunk.token_ids, np.arange(chunk.start, chunk.start + chunk.tokens), chunk.slot)
+        for chunk in work.chunks
+    ]
     assert batch.num_decodes == n
     for row, (ids, positions, slot) in enumerate(expected):
         span = slice(place, place + len(ids))
         np.testing.assert_array_equal(batch.token_ids[span], ids)
         np.testing.assert_array_equal(batch.positions[span], positions)
         for group in range(layout.groups):
-            flat = [pages[group, slot, p // layout.page_size] * layout.page_size + p % layout.page_size for p in positions]
+            flat = [
+                pages[group, slot, p // layout.page_size] * layout.page_size + p % layout.page_size
+                for p in positions
+            ]
             np.testing.assert_array_equal(batch.slots[group, span], flat)
         np.testing.assert_array_equal(batch.page_table[:, row], pages[:, slot])
         assert batch.lengths[row] == positions[-1] + 1
@@ -111,7 +136,8 @@ def test_round_trip(drawn):
         place += len(ids)
     check_chunks(layout, work, batch.chunks.tolist())
 
-    # Nothing else is there: padding writes outside every cache, and rows beyond have no slot, no keys and draw nothing.
+    # Nothing else is there: padding writes outside every cache, and rows beyond have no slot, no keys and
+    # draw nothing.
     assert (batch.slots[:, place:] >= 99 * layout.page_size + layout.page_size).all()
     assert (batch.lengths[len(expected) :] == 0).all()
     assert (others["row_slots"][len(expected) :] == layout.slots).all()

@@ -37,14 +37,21 @@ def drawn_requests(count, seed, name="r", most=24):
         Request(
             f"{name}{i}",
             rng.integers(3, vocab(), int(rng.integers(1, 80))),
-            SamplingParams(seed=int(rng.integers(0, 2**63)), max_tokens=int(rng.integers(1, most)), **kinds[i % len(kinds)]),
+            SamplingParams(
+                seed=int(rng.integers(0, 2**63)),
+                max_tokens=int(rng.integers(1, most)),
+                **kinds[i % len(kinds)],
+            ),
         )
         for i in range(count)
     ]
 
 
 def answers(results, requests):
-    return {r.request_id: (results[r.request_id].token_ids, results[r.request_id].finished[0].reason) for r in requests}
+    return {
+        r.request_id: (results[r.request_id].token_ids, results[r.request_id].finished[0].reason)
+        for r in requests
+    }
 
 
 class TestSameSeedSameTokens:
@@ -72,7 +79,10 @@ class TestSameSeedSameTokens:
         engine = toy.loop(MODEL, enable_prefix_caching=cached)
         results = toy.run(engine, self.requests, preempt_at=range(2, 60, 4))
         assert answers(results, self.requests) == alone
-        assert sum(end.timings.preemptions for result in results.values() for end in result.finished.values()) >= 6
+        assert (
+            sum(end.timings.preemptions for result in results.values() for end in result.finished.values())
+            >= 6
+        )
 
     @pytest.mark.parametrize("chunk", [1, 7, 16])
     def test_at_any_chunking(self, alone, chunk):
@@ -97,8 +107,14 @@ class TestSameSeedSameTokens:
 
     def test_another_seed_is_another_answer(self, alone):
         hot = [r for r in self.requests if r.sampling.temperature == 1.3]
-        [changed] = [Request(r.request_id, r.prompt_token_ids, SamplingParams(temperature=1.3, max_tokens=20, seed=99)) for r in hot[:1]]
-        [same] = [Request(r.request_id, r.prompt_token_ids, SamplingParams(temperature=1.3, max_tokens=20, seed=98)) for r in hot[:1]]
+        [changed] = [
+            Request(r.request_id, r.prompt_token_ids, SamplingParams(temperature=1.3, max_tokens=20, seed=99))
+            for r in hot[:1]
+        ]
+        [same] = [
+            Request(r.request_id, r.prompt_token_ids, SamplingParams(temperature=1.3, max_tokens=20, seed=98))
+            for r in hot[:1]
+        ]
         found = [toy.run(toy.loop(MODEL), [r])[r.request_id].tokens for r in (changed, same)]
         assert found[0] != found[1]
 
@@ -108,7 +124,9 @@ class TestSameSeedSameTokens:
         assert first.tokens != second.tokens
         for result in (first, second):
             seed = result.started.seed
-            seeded = SamplingParams(max_tokens=20, ignore_eos=True, seed=seed - 2**64 if seed >= 2**63 else seed)
+            seeded = SamplingParams(
+                max_tokens=20, ignore_eos=True, seed=seed - 2**64 if seed >= 2**63 else seed
+            )
             [again] = toy.run(toy.loop(MODEL), [Request("c", prompt, seeded)]).values()
             assert again.tokens == result.tokens
 
@@ -134,14 +152,20 @@ class TestManySequences:
         assert [result.finished[i].usage.cached_prompt_tokens for i in range(4)] == [0, 48, 48, 48]
         assert result.started.cached_prompt_tokens == 0
         assert len({tuple(tokens) for tokens in result.token_ids.values()}) == 4
-        [single] = toy.run(toy.loop(MODEL), [Request("one", prompt, SamplingParams(seed=6, max_tokens=30, ignore_eos=True))]).values()
+        [single] = toy.run(
+            toy.loop(MODEL), [Request("one", prompt, SamplingParams(seed=6, max_tokens=30, ignore_eos=True))]
+        ).values()
         assert single.tokens == result.token_ids[0]
 
     def test_sequences_that_end_apart(self):
         s = SamplingParams(n=8, seed=4, max_tokens=20, ignore_eos=True)
         [whole] = toy.run(toy.loop(MODEL), [Request("many", [1], s)]).values()
-        stop = next(t for t in whole.tokens if 2 <= sum(t in tokens for tokens in whole.token_ids.values()) <= 6)
-        [result] = toy.run(toy.loop(MODEL), [Request("many", [1], dataclasses.replace(s, stop_token_ids=[stop]))]).values()
+        stop = next(
+            t for t in whole.tokens if 2 <= sum(t in tokens for tokens in whole.token_ids.values()) <= 6
+        )
+        [result] = toy.run(
+            toy.loop(MODEL), [Request("many", [1], dataclasses.replace(s, stop_token_ids=[stop]))]
+        ).values()
         assert sorted(result.finished) == list(range(8))
         for index, tokens in whole.token_ids.items():
             end = result.finished[index]
@@ -207,19 +231,34 @@ class TestEnds:
 class TestNoShapeSurprises:
     @pytest.mark.parametrize("tp", [1, 2])
     def test_nothing_compiles_after_warm_up(self, tp):
-        """Law 6: every bucket, both samplers, prompt log-probabilities, pre-emption, page-table entries beyond the buffer."""
+        """Law 6: every bucket, both samplers, prompt log-probabilities, pre-emption, page-table entries
+        beyond the buffer.
+        """
         config, executor = toy.executor(MODEL, tp)
         before = executor.compilations
         engine = make_loop(config, executor.programs.context.config, executor)
         rng = np.random.default_rng(3)
         requests = drawn_requests(40, seed=8)
         requests += [
-            Request(f"scored{i}", rng.integers(0, vocab(), int(length)), SamplingParams(max_tokens=4, prompt_logprobs=i))
+            Request(
+                f"scored{i}",
+                rng.integers(0, vocab(), int(length)),
+                SamplingParams(max_tokens=4, prompt_logprobs=i),
+            )
             for i, length in enumerate((1, 2, 63, 64, 65, 300))
         ]
-        requests.append(Request("long", rng.integers(0, vocab(), 500), SamplingParams(max_tokens=12, frequency_penalty=1.0)))
+        requests.append(
+            Request(
+                "long", rng.integers(0, vocab(), 500), SamplingParams(max_tokens=12, frequency_penalty=1.0)
+            )
+        )
         with step_log(executor) as log:
-            results = toy.run(engine, requests, at_step={60: [Request("late", [5], toy.GREEDY)]}, preempt_at=range(10, 60, 7))
+            results = toy.run(
+                engine,
+                requests,
+                at_step={60: [Request("late", [5], toy.GREEDY)]},
+                preempt_at=range(10, 60, 7),
+            )
         assert all(len(result.finished) for result in results.values())
         assert executor.compilations == before
         assert {step.bucket for step in log} == set(executor.layouts)

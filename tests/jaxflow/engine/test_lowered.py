@@ -1,4 +1,6 @@
-"""Lowered programs that are kept: the same program as one that was lowered just now, had again without Python's part."""
+"""Lowered programs that are kept: the same program as one that was lowered just now, had again without
+Python's part.
+"""
 
 import dataclasses
 import logging
@@ -102,12 +104,21 @@ def test_a_program_that_cannot_be_kept_is_lowered_all_the_same(tmp_path, caplog)
         *(("tiny-llama", "fp8", "fp8"), ("tiny-llama", "int4", "int8")),
     ],
 )
-def test_the_programs_of_all_kinds_of_weights_and_caches_can_be_kept(model, quantization, kv, tmp_path, caplog, monkeypatch):
+def test_the_programs_of_all_kinds_of_weights_and_caches_can_be_kept(
+    model, quantization, kv, tmp_path, caplog, monkeypatch
+):
     settings = EngineConfig(
-        str(paths.MODELS / model), block_size=16, max_num_batched_tokens=16, max_num_seqs=4, num_kv_pages=32, plan="sequential"
+        str(paths.MODELS / model),
+        block_size=16,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        num_kv_pages=32,
+        plan="sequential",
     )
     checkpoint = open_checkpoint(settings.model)
-    config = resolve(dataclasses.replace(settings, quantization=quantization, kv_cache_dtype=kv), checkpoint.model_config)
+    config = resolve(
+        dataclasses.replace(settings, quantization=quantization, kv_cache_dtype=kv), checkpoint.model_config
+    )
     made = make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False)
     made.lowered = LoweredPrograms(tmp_path, "settings")
     for again in (False, True):
@@ -121,7 +132,9 @@ def test_the_programs_of_all_kinds_of_weights_and_caches_can_be_kept(model, quan
 
 
 def test_an_engine_of_kept_programs_draws_the_same_tokens(tmp_path, monkeypatch):
-    """On two devices, with every kind of program: drawn logprobs, prompt logprobs; the second time without lowering any."""
+    """On two devices, with every kind of program: drawn logprobs, prompt logprobs; the second time without
+    lowering any.
+    """
     settings = EngineConfig(
         model=str(paths.MODELS / "tiny-llama"),
         block_size=16,
@@ -137,7 +150,9 @@ def test_an_engine_of_kept_programs_draws_the_same_tokens(tmp_path, monkeypatch)
     sampling = dataclasses.replace(toy.GREEDY, max_tokens=6, prompt_logprobs=2)
     drawn = []
     for again in (False, True):
-        made = make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False)
+        made = make_executor(
+            config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False
+        )
         made.lowered = LoweredPrograms(tmp_path, "settings")
         if again:
             monkeypatch.setattr(lowered.export, "export", refuse)
@@ -151,7 +166,9 @@ def test_an_engine_of_kept_programs_draws_the_same_tokens(tmp_path, monkeypatch)
 
 
 def test_a_kept_plan_is_compiled_as_the_plan(tmp_path):
-    """Of two nano-batches on two devices, on side streams and with sums between them: the same schedule and memory; caches are aliased."""
+    """Of two nano-batches on two devices, on side streams and with sums between them: the same schedule and
+    memory; caches are aliased.
+    """
     layers = (Layer(rope=Rope(1e4)),)
     model, tokens = ModelConfig("llama", 32000, 1024, 8, 2, 128, 2816, layers, 8192), 512
     plan = phased_plan(model, tokens, 192, tp=2)
@@ -161,9 +178,15 @@ def test_a_kept_plan_is_compiled_as_the_plan(tmp_path):
     forward = compile_plan(plan, model, 2)
     weights = h200.abstract(mesh, shapes(model, 2, jnp.bfloat16), specs)
     layout = StepLayout(tokens, 64, 64, 64, borders(plan), plan=plan.name)
-    made = Executor(programs, weights, [layout], lambda _: forward, kv_dtype=jnp.dtype(jnp.bfloat16), max_model_len=4096)
+    made = Executor(
+        programs, weights, [layout], lambda _: forward, kv_dtype=jnp.dtype(jnp.bfloat16), max_model_len=4096
+    )
     step = programs.step(layout, forward)
-    args = (weights, *made._state((1024,)), h200.abstract(mesh, jax.ShapeDtypeStruct((layout.size,), jnp.int32)))
+    args = (
+        weights,
+        *made._state((1024,)),
+        h200.abstract(mesh, jax.ShapeDtypeStruct((layout.size,), jnp.int32)),
+    )
     options = xla_options(plan, 2, "streams")
     first = h200.compile_for_h200(step, *args, options=options)
     assert {thunk.stream for thunk in first.thunks} > {""}

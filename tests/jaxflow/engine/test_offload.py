@@ -1,4 +1,6 @@
-"""The host tier in the engine: whatever leaves the device and comes back, the tokens are those of everything on the device."""
+"""The host tier in the engine: whatever leaves the device and comes back, the tokens are those of everything
+on the device.
+"""
 
 import dataclasses
 import threading
@@ -19,7 +21,10 @@ from jaxflow.engine.start_offload import pinned_pool_gib, seconds_a_token, stagi
 from jaxflow.memory.transfers import Channel
 from jaxflow.model.checkpoint import open_checkpoint
 
-LLAMA, WINDOWS = ("stories260K", 1), ("tiny-gemma3_text", 2)  # full attention on one device; two layer groups on two
+LLAMA, WINDOWS = (
+    ("stories260K", 1),
+    ("tiny-gemma3_text", 2),
+)  # full attention on one device; two layer groups on two
 NEVER_LOAD = LoadCosts(bytes_per_s=1.0, latency_s=1e9, seconds_a_token=0.0)
 
 
@@ -31,13 +36,25 @@ def conversations(model, tp, count=10, seed=0):
     """Requests that begin alike, of every kind of sampling, and what their answers are on the device alone."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(3, vocab(model, tp), 70)
-    kinds = [{"temperature": 0.0}, {"temperature": 0.9}, {"top_k": 20, "repetition_penalty": 1.3}, {"n": 2}, {"prompt_logprobs": 0}]
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 0.9},
+        {"top_k": 20, "repetition_penalty": 1.3},
+        {"n": 2},
+        {"prompt_logprobs": 0},
+    ]
     prompts = [
-        np.concatenate([shared[: int(rng.integers(0, 70))], rng.integers(3, vocab(model, tp), int(rng.integers(1, 60)))])
+        np.concatenate(
+            [shared[: int(rng.integers(0, 70))], rng.integers(3, vocab(model, tp), int(rng.integers(1, 60)))]
+        )
         for _ in range(count)
     ]
     return [
-        Request(f"r{i}", prompt, SamplingParams(seed=i, max_tokens=30, ignore_eos=i % 2 == 0, **kinds[i % len(kinds)]))
+        Request(
+            f"r{i}",
+            prompt,
+            SamplingParams(seed=i, max_tokens=30, ignore_eos=i % 2 == 0, **kinds[i % len(kinds)]),
+        )
         for i, prompt in enumerate(prompts)
     ]
 
@@ -100,7 +117,10 @@ def test_the_same_tokens_through_eviction_and_pre_emption(case, host_pages, stag
 def test_a_pre_empted_sequence_goes_on_where_it_was(case):
     """With a host it computes one token again, without, all of the page that it had filled in part."""
     prompt, times = np.arange(3, 60), (21,)
-    requests = [Request(f"r{i}", prompt + i, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)) for i in (0, 1)]
+    requests = [
+        Request(f"r{i}", prompt + i, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        for i in (0, 1)
+    ]
     again = {}
     for costs in (toy.ALWAYS_LOAD, NEVER_LOAD):
         engine = small_loop(case, 400, costs=costs)
@@ -140,8 +160,12 @@ def test_aborts_at_any_moment_leave_nothing(case):
 def test_copies_that_fail_cost_time_and_nothing_else(case, monkeypatch):
     _, _, requests, expected = case
     begin, end, calls = Channel._begin, Channel._end, iter(range(10**6))
-    monkeypatch.setattr(Channel, "_begin", lambda self, sources: None if next(calls) % 5 == 0 else begin(self, sources))
-    monkeypatch.setattr(Channel, "_end", lambda self, copies: None if next(calls) % 5 == 0 else end(self, copies))
+    monkeypatch.setattr(
+        Channel, "_begin", lambda self, sources: None if next(calls) % 5 == 0 else begin(self, sources)
+    )
+    monkeypatch.setattr(
+        Channel, "_end", lambda self, copies: None if next(calls) % 5 == 0 else end(self, copies)
+    )
     engine = small_loop(case, 100)
     for _ in range(2):
         results = toy.run(engine, requests, preempt_at=range(5, 60, 9))
@@ -180,7 +204,9 @@ class TestDriver:
         prompt, answers = np.arange(3, 60), []
         for name in ("first", "second"):
             box = self.Box()
-            driver.submit(Request(name, prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)), box)
+            driver.submit(
+                Request(name, prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)), box
+            )
             assert box.done.wait(60)
             answers.append(box.result.tokens)
         assert answers[0] == answers[1]
@@ -213,17 +239,27 @@ class TestStart:
         config = EngineConfig(**{**vars(config), "kv_offloading_size": 0.001})
         put, pages = jax.device_put, []
         monkeypatch.setattr(start, "on_gpu", lambda: True)
-        monkeypatch.setattr(start.jax, "device_put", lambda x, sharding: pages.append((x, sharding.memory_kind)) or put(x, sharding))
+        monkeypatch.setattr(
+            start.jax,
+            "device_put",
+            lambda x, sharding: pages.append((x, sharding.memory_kind)) or put(x, sharding),
+        )
         start_offload(config, executor, costs=toy.ALWAYS_LOAD).close()
         assert {kind for _, kind in pages} == {"pinned_host"}
         reserved = sum(page.nbytes for batch, _ in pages for page in batch)
         assert 0 <= reserved - 0.001 * 2**30 < executor.copies.page_bytes[0]
 
-        monkeypatch.setattr(start, "WRITE_QUEUE_BYTES", 1 << 20)  # pages that wait for the disk are the host's no more
+        monkeypatch.setattr(
+            start, "WRITE_QUEUE_BYTES", 1 << 20
+        )  # pages that wait for the disk are the host's no more
         pages.clear()
         config = dataclasses.replace(config, kv_disk_path="somewhere", kv_disk_size=1.0)
         start_offload(config, executor, costs=toy.ALWAYS_LOAD).close()
-        assert 0 <= sum(page.nbytes for batch, _ in pages for page in batch) - reserved - 2**20 <= 9 * executor.copies.page_bytes[0]
+        assert (
+            0
+            <= sum(page.nbytes for batch, _ in pages for page in batch) - reserved - 2**20
+            <= 9 * executor.copies.page_bytes[0]
+        )
 
         def none_left(x, sharding):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nand more lines")

@@ -50,21 +50,33 @@ def told(requests, seed, pages, preempt):
             if isinstance(event, Delta):
                 found.setdefault((event.request_id, event.index), []).extend(event.token_ids)
             elif isinstance(event, Finished):
-                found[event.request_id, event.index] += [event.reason, event.stop_token_id, event.usage.completion_tokens]
+                found[event.request_id, event.index] += [
+                    event.reason,
+                    event.stop_token_id,
+                    event.usage.completion_tokens,
+                ]
     assert loop.stats(0).completion_tokens == sum(len(one) - 3 for one in found.values())
     return found
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 25), st.booleans(), st.integers(1, 3)), min_size=1, max_size=10),
+    st.lists(
+        st.tuples(st.integers(1, 12), st.integers(1, 25), st.booleans(), st.integers(1, 3)),
+        min_size=1,
+        max_size=10,
+    ),
     st.integers(0, 2**32),
     st.sets(st.integers(2, 40), max_size=6),
 )
 def test_the_same_is_told_with_and_without_a_look(drawn, seed, preempt):
     def requests(stops):
         return [
-            Request(f"r{i}", np.ones(prompt, np.int32), SamplingParams(max_tokens=most, ignore_eos=deaf, n=n, stop_token_ids=stops))
+            Request(
+                f"r{i}",
+                np.ones(prompt, np.int32),
+                SamplingParams(max_tokens=most, ignore_eos=deaf, n=n, stop_token_ids=stops),
+            )
             for i, (prompt, most, deaf, n) in enumerate(drawn)
         ]
 

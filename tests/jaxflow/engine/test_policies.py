@@ -46,7 +46,11 @@ def test_every_policy_serves_all_requests(policy, seed, lag, hope):
     rng = np.random.default_rng(seed)
     world = World(config(num_pages=(20,), **settings_of(policy)), lag, hope)
     for _ in range(12):
-        world.add(prompt(rng, int(rng.integers(1, 24))), max_tokens=int(rng.integers(1, 30)), ignore_eos=bool(rng.integers(2)))
+        world.add(
+            prompt(rng, int(rng.integers(1, 24))),
+            max_tokens=int(rng.integers(1, 30)),
+            ignore_eos=bool(rng.integers(2)),
+        )
         for _ in range(int(rng.integers(0, 4))):
             world.step()
     world.run()
@@ -67,7 +71,15 @@ def shape(work) -> tuple[int, list[int]]:
 
 def test_decode_maximal_fills_every_step_while_there_is_work():
     steps = steps_of("decode-maximal", [20, 20, 20], [4, 4, 4])
-    assert [shape(work) for work in steps] == [(0, [16]), (0, [4, 12]), (1, [8, 7]), (2, [13]), (3, []), (2, []), (1, [])]
+    assert [shape(work) for work in steps] == [
+        (0, [16]),
+        (0, [4, 12]),
+        (1, [8, 7]),
+        (2, [13]),
+        (3, []),
+        (2, []),
+        (1, []),
+    ]
 
 
 @pytest.mark.parametrize("policy", ["request-level", "orca-worst", "prefill-first"])
@@ -82,7 +94,11 @@ def test_a_batch_begins_only_when_the_last_one_has_ended(policy):
     steps = steps_of(policy, [5] * 9, [3, 9, 2, 4, 2, 2, 5, 3, 2], max_num_seqs=3)
     assert [shape(work) for work in steps if work.chunks] == [(0, [5, 5, 5])] * 3
     ends = [i for i, work in enumerate(steps) if work.chunks] + [len(steps)]
-    assert [b - a for a, b in itertools.pairwise(ends)] == [9, 4, 5]  # its longest output, the first token with the prefill
+    assert [b - a for a, b in itertools.pairwise(ends)] == [
+        9,
+        4,
+        5,
+    ]  # its longest output, the first token with the prefill
 
 
 def test_request_level_pads_to_the_rows_of_its_batch_and_orca_worst_does_not():

@@ -42,7 +42,8 @@ def test_outputs_are_shared_too_and_a_surplus_token_is_not():
     assert said[-1] == EOS
     computed = len(said)  # with lag 1 the end token, too, was an input of the surplus step
     assert finished(world, [*said, 1, 2, 3, 4]).cached_tokens == computed // 4 * 4
-    # Whatever was sampled after the end token is nowhere in the cache: the named pages are those of known tokens.
+    # Whatever was sampled after the end token is nowhere in the cache: the named pages are those of known
+    # tokens.
     names = seq.names(len(said) // 4, 4)
     pool = world.scheduler.running.tables.pools[0]
     assert all(pool.find(name) >= 0 for name in names)
@@ -52,10 +53,15 @@ def test_two_that_compute_one_prefix_at_once_do_not_disturb_each_other():
     world = roomy(enable_prefix_caching=True, token_budget=64, buckets=(64,))
     sequences = [world.add([1] * 20, max_tokens=6, ignore_eos=True, seed=i)[0] for i in range(2)]
     work = world.step()
-    assert [chunk.tokens for chunk in work.chunks] == [20, 20]  # what is computed in this step cannot be shared in it
+    assert [chunk.tokens for chunk in work.chunks] == [
+        20,
+        20,
+    ]  # what is computed in this step cannot be shared in it
     world.run()
     assert [seq.cached_tokens for seq in sequences] == [0, 0]
-    assert len(world.scheduler.running.tables.pools[0]._cached) == 5 + 2  # the prompt's pages once, and one of each output
+    assert (
+        len(world.scheduler.running.tables.pools[0]._cached) == 5 + 2
+    )  # the prompt's pages once, and one of each output
     assert finished(world, [1] * 20).cached_tokens == 16
 
 

@@ -18,7 +18,8 @@ def test_nobody_waits_for_memory_when_all_fit_to_their_ends(requests):
 
 
 def test_two_whose_peaks_do_not_meet_share_a_pool_that_could_not_hold_both_peaks():
-    # The first ends at 32 positions (8 pages) after 8 steps more; the second has 3 pages then, and 8 in the end.
+    # The first ends at 32 positions (8 pages) after 8 steps more; the second has 3 pages then, and 8 in the
+    # end.
     world = World(config(num_pages=(12,)))
     world.add([1] * 4, max_tokens=29, ignore_eos=True)
     for _ in range(20):

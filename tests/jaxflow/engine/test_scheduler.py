@@ -19,7 +19,9 @@ def worlds(draw, **changes):
         "max_num_seqs": draw(st.sampled_from([1, 3, 8])),
         "enable_prefix_caching": draw(st.booleans()),
     }
-    world = World(config(**{**machine, **changes}), lag=draw(st.integers(0, 2)), hope=draw(st.sampled_from([1, 2, 256])))
+    world = World(
+        config(**{**machine, **changes}), lag=draw(st.integers(0, 2)), hope=draw(st.sampled_from([1, 2, 256]))
+    )
     return world, draw(st.lists(st.lists(requests, max_size=3), max_size=12)), draw(st.integers(0, 10**6))
 
 
@@ -44,7 +46,10 @@ def test_every_sequence_gets_the_tokens_it_gets_alone_and_leaves_nothing_behind(
 @given(worlds(num_pages=(16,), windows=(None,), max_num_seqs=8))
 def test_the_same_when_pages_run_out_all_the_time(case):
     world, arrivals, seed = case
-    arrivals = [[(own, shared, {**s, "n": 1, "max_tokens": 30, "ignore_eos": False}) for own, shared, s in new] for new in arrivals]
+    arrivals = [
+        [(own, shared, {**s, "n": 1, "max_tokens": 30, "ignore_eos": False}) for own, shared, s in new]
+        for new in arrivals
+    ]
     play(world, arrivals, seed)
 
 
@@ -55,14 +60,22 @@ machines = st.sampled_from([((None,), (20,)), ((None, 5), (20, 5)), ((6,), (7,))
 @given(machines.flatmap(lambda m: worlds(windows=m[0], num_pages=m[1], max_num_seqs=8, token_budget=16)))
 def test_when_lengths_are_known_nothing_is_ever_preempted(case):
     world, arrivals, seed = case
-    play(world, [[(own, shared, {**s, "ignore_eos": True}) for own, shared, s in new] for new in arrivals], seed)
+    play(
+        world,
+        [[(own, shared, {**s, "ignore_eos": True}) for own, shared, s in new] for new in arrivals],
+        seed,
+    )
     assert world.scheduler.num_preemptions == 0
 
 
 # ---- how a step is filled
 
 
-lengths = st.lists(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 1)), max_size=3), min_size=1, max_size=10)
+lengths = st.lists(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 1)), max_size=3),
+    min_size=1,
+    max_size=10,
+)
 
 
 @given(lengths)
@@ -78,7 +91,9 @@ def test_a_step_holds_the_budget_or_all_there_is_in_order(arrivals):
         before = [seq for seq in world.sequences if not seq.finished]
         # After its last token is scheduled a sequence has nothing to compute.
         left = {seq: seq.num_total - seq.num_computed if seq.num_total < seq.limit else 0 for seq in before}
-        decoding = {seq for seq in before if seq.slot >= 0 and seq.num_computed >= seq.num_prompt and left[seq]}
+        decoding = {
+            seq for seq in before if seq.slot >= 0 and seq.num_computed >= seq.num_prompt and left[seq]
+        }
         began = {seq for seq in before if seq.slot >= 0} - decoding
         work = world.step()
         if work is None:
@@ -96,14 +111,17 @@ def test_a_step_holds_the_budget_or_all_there_is_in_order(arrivals):
             overtaken = [old for old in waiting if old.key < seq.key]
             assert all(is_long(old) for old in overtaken)
             assert not overtaken or any(map(is_long, began | set(work.admitted)))
-        # The oldest that is being prefilled gets what is left after the decodes, half of that at least if it is long.
+        # The oldest that is being prefilled gets what is left after the decodes, half of that at least if it
+        # is long.
         running = sorted(began | set(work.admitted), key=lambda seq: seq.key)
         room = world.config.token_budget - len(work.decodes)
         if began and room:
             first = min(began, key=lambda seq: seq.key)
             got = sum(chunk.tokens for chunk in work.chunks if chunk.seq is first)
             assert got >= min(left[first], room - room // 2 if is_long(first) else room)
-        assert [chunk.seq for chunk in work.chunks] == [seq for seq in running if seq in {chunk.seq for chunk in work.chunks}]
+        assert [chunk.seq for chunk in work.chunks] == [
+            seq for seq in running if seq in {chunk.seq for chunk in work.chunks}
+        ]
 
     for new in arrivals:
         for own, tokens, priority in new:

@@ -48,6 +48,17 @@ def test_a_seat_left_is_as_new():
     used.append(np.array([0]), np.array([5]))
     used.decoding[0] = True
     used.unseat(seq)
-    counts = ("num_prompt", "limit", "num_known", "num_total", "num_computed", "registered", "exact", "taken", "decoding", "sequences")
+    counts = (
+        "num_prompt",
+        "limit",
+        "num_known",
+        "num_total",
+        "num_computed",
+        "registered",
+        "exact",
+        "taken",
+        "decoding",
+        "sequences",
+    )
     assert all((getattr(fresh, name) == getattr(used, name)).all() for name in counts)
     assert (fresh.free, fresh.num_taken) == (used.free, used.num_taken)

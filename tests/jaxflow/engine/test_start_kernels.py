@@ -46,7 +46,11 @@ def choose(model=EIGHT_B, **settings) -> KernelSet:
         ("9.0", {"kv_cache_dtype": "fp8", "quantization": "fp8"}, []),
         ("9.0", {"kernels": "reference", "block_size": 16}, []),
         ("9.0", {"block_size": 16}, [PAGED_FALL + "block_size=16; the kernels take only 64"]),
-        ("9.0", {"kv_cache_dtype": "float32"}, [PAGED_FALL + "kv_cache_dtype=float32; the kernels take only bfloat16, fp8 or int8"]),
+        (
+            "9.0",
+            {"kv_cache_dtype": "float32"},
+            [PAGED_FALL + "kv_cache_dtype=float32; the kernels take only bfloat16, fp8 or int8"],
+        ),
         (
             "9.0",
             {"block_size": 128, "kv_cache_dtype": "float32"},
@@ -56,14 +60,20 @@ def choose(model=EIGHT_B, **settings) -> KernelSet:
             ],
         ),
         ("8.0", {"block_size": 16}, [ATTENTION + "block_size=16; the kernels take only 64"]),
-        ("8.0", {"kv_cache_dtype": "fp8"}, [ATTENTION + "kv_cache_dtype=fp8; the kernels take only bfloat16 beside weights of it"]),
+        (
+            "8.0",
+            {"kv_cache_dtype": "fp8"},
+            [ATTENTION + "kv_cache_dtype=fp8; the kernels take only bfloat16 beside weights of it"],
+        ),
         ("8.0", {"dtype": "float32"}, []),
     ],
 )
 def test_a_setting_that_keeps_ops_from_their_kernels_is_warned_of(gpu, caplog, capability, settings, lines):
     gpu(capability)
     choose(**settings)
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("WARNING", line) for line in lines]
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", line) for line in lines
+    ]
 
 
 def test_one_op_without_a_kernel_is_no_reason_to_refuse(gpu, caplog):
@@ -94,15 +104,37 @@ def test_only_ops_that_the_model_runs_are_warned_of(gpu, caplog):
     ("kernels", "settings", "model", "words"),
     [
         ("mosaic", {"block_size": 16}, {}, "block_size=16 is not supported: only 64 with kernels='mosaic'"),
-        ("mosaic", {"kv_cache_dtype": "float32"}, {}, "kv_cache_dtype='float32' is not supported: only bfloat16, fp8 or int8 with"),
-        ("mosaic", {}, {"head_dim": 96}, "head_dim=96 is not supported: only 64, 128 or 256 with kernels='mosaic'"),
-        ("mosaic", {}, {"num_kv_heads": 1}, "queries_per_kv_head=32 is not supported: only up to 16 with kernels='mosaic'"),
+        (
+            "mosaic",
+            {"kv_cache_dtype": "float32"},
+            {},
+            "kv_cache_dtype='float32' is not supported: only bfloat16, fp8 or int8 with",
+        ),
+        (
+            "mosaic",
+            {},
+            {"head_dim": 96},
+            "head_dim=96 is not supported: only 64, 128 or 256 with kernels='mosaic'",
+        ),
+        (
+            "mosaic",
+            {},
+            {"num_kv_heads": 1},
+            "queries_per_kv_head=32 is not supported: only up to 16 with kernels='mosaic'",
+        ),
         ("triton", {"block_size": 16}, {}, "block_size=16 is not supported: only 64 with kernels='triton'"),
-        ("triton", {"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype='fp8' is not supported: only bfloat16 beside weights of it with"),
+        (
+            "triton",
+            {"kv_cache_dtype": "fp8"},
+            {},
+            "kv_cache_dtype='fp8' is not supported: only bfloat16 beside weights of it with",
+        ),
         ("triton", {"kv_cache_dtype": "int8"}, {}, "kv_cache_dtype='int8' is not supported: only bfloat16"),
     ],
 )
-def test_a_set_that_was_asked_for_and_has_no_attention_is_refused(gpu, caplog, kernels, settings, model, words):
+def test_a_set_that_was_asked_for_and_has_no_attention_is_refused(
+    gpu, caplog, kernels, settings, model, words
+):
     gpu("9.0")
     with pytest.raises(ConfigError) as caught:
         choose(dataclasses.replace(EIGHT_B, **model), kernels=kernels, **settings)
@@ -122,8 +154,13 @@ def test_kernels_go_by_the_device_unless_forced():
     model = open_checkpoint(LLAMA).model_config
     config = resolve(EngineConfig(model=LLAMA), model)
     assert choose_kernels(config, model) is REFERENCE
-    for kernels, need in (("mosaic", "compute capability 9.0"), ("triton", "an NVIDIA GPU and the extra `triton`")):
-        with pytest.raises(ConfigError, match=f"^kernels='{kernels}' is not supported: they need {need}, this is cpu$"):
+    for kernels, need in (
+        ("mosaic", "compute capability 9.0"),
+        ("triton", "an NVIDIA GPU and the extra `triton`"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"^kernels='{kernels}' is not supported: they need {need}, this is cpu$"
+        ):
             choose_kernels(dataclasses.replace(config, kernels=kernels), model)
     with pytest.raises(ConfigError, match="kernels='fast'"):
         EngineConfig(model=LLAMA, kernels="fast")
@@ -133,7 +170,9 @@ class TestTold:
     """pytest has handlers of its own at the root, whose level is WARNING unless a test says otherwise."""
 
     QKV = Shape(6144, 4096)
-    KERNELS = dataclasses.replace(REFERENCE, name="some", gemm=HopperGemm(Table("a GPU", (Rule(QKV, (Choice(1, "fma"),)),))))
+    KERNELS = dataclasses.replace(
+        REFERENCE, name="some", gemm=HopperGemm(Table("a GPU", (Rule(QKV, (Choice(1, "fma"),)),)))
+    )
     PRODUCTS = {"qkv": product_of(QKV, 1)}  # noqa: RUF012
 
     def test_beside_the_progress(self, caplog, capsys):

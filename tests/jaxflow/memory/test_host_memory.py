@@ -27,7 +27,12 @@ def write(folder, **files):
     ("most", "used", "stat", "free"),
     [
         (8 * GIB, 3 * GIB, "anon 7\nactive_file 0\ninactive_file 0", 5 * GIB),
-        (8 * GIB, 7 * GIB, f"active_file {2 * GIB}\ninactive_file {3 * GIB}\nshmem {GIB}", 6 * GIB),  # files' pages are given up
+        (
+            8 * GIB,
+            7 * GIB,
+            f"active_file {2 * GIB}\ninactive_file {3 * GIB}\nshmem {GIB}",
+            6 * GIB,
+        ),  # files' pages are given up
         (8 * GIB, 9 * GIB, "anon 7", 0),
         (100 * GIB, 3 * GIB, "anon 7", FREE),  # more than the machine has
         ("max", 3 * GIB, "anon 7", FREE),

@@ -1,4 +1,6 @@
-"""The host's pages against a model of plain lists: bytes never exceed the capacity, the least recently used goes first."""
+"""The host's pages against a model of plain lists: bytes never exceed the capacity, the least recently used
+goes first.
+"""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,7 +38,10 @@ class Model:
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from(["store", "arrive", "fail", "get", "pin", "unpin", "touch"]), st.sampled_from(KEYS)), max_size=60
+    st.tuples(
+        st.sampled_from(["store", "arrive", "fail", "get", "pin", "unpin", "touch"]), st.sampled_from(KEYS)
+    ),
+    max_size=60,
 )
 
 
@@ -78,7 +83,10 @@ def test_it_is_an_lru_in_bytes(capacity, sequence):
         assert len(store) == len(model.rows)
         for k in KEYS:
             row = model.row(k)
-            assert (store.contains(k), store.ready(k)) == (row is not None, row is not None and row[1] is not None)
+            assert (store.contains(k), store.ready(k)) == (
+                row is not None,
+                row is not None and row[1] is not None,
+            )
 
 
 def test_counters():

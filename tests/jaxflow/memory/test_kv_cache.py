@@ -34,7 +34,11 @@ windows = st.lists(st.one_of(st.none(), st.integers(1, 200)), min_size=1, max_si
 @st.composite
 def settings(draw):
     """A model with any mix of windows, and the arguments of `fit_pages` without the budget."""
-    model = dataclasses.replace(MODEL, layers=tuple(Layer(window=w) for w in draw(windows)), num_kv_heads=draw(st.sampled_from([1, 2, 4])))
+    model = dataclasses.replace(
+        MODEL,
+        layers=tuple(Layer(window=w) for w in draw(windows)),
+        num_kv_heads=draw(st.sampled_from([1, 2, 4])),
+    )
     return model, {
         "block_size": draw(st.sampled_from([1, 4, 16, 64])),
         "dtype": draw(st.sampled_from([jnp.float32, jnp.bfloat16])),
@@ -71,7 +75,10 @@ def test_fits_or_is_refused(setting, budget):
         counts = fit_pages(model, budget, **more)
     except ConfigError as error:
         # Only where one sequence does not fit, straddled pages and all, and the message says the truth.
-        assert sum((n + (w is not None)) * size for n, w, size in zip(needs, model.windows, sizes, strict=True)) > budget
+        assert (
+            sum((n + (w is not None)) * size for n, w, size in zip(needs, model.windows, sizes, strict=True))
+            > budget
+        )
         assert (error.field, error.value) == ("max_model_len", more["max_model_len"])
         needed, free = map(float, re.findall(r"([\d.]+) GiB", error.accepted))
         assert needed >= free
@@ -91,7 +98,9 @@ def test_a_sequence_of_max_model_len_passes_the_door(setting, budget):
     except ConfigError:
         return
     length, tokens = more["max_model_len"], more["token_budget"]
-    config = SchedulerConfig(tokens, more["max_num_seqs"], more["block_size"], model.windows, counts, length, (tokens,))
+    config = SchedulerConfig(
+        tokens, more["max_num_seqs"], more["block_size"], model.windows, counts, length, (tokens,)
+    )
     if length > 1:
         assert limit_of(config, Request("a", [0] * (length - 1), SamplingParams(max_tokens=1))) == length
 
@@ -108,7 +117,14 @@ def test_more_memory_is_never_fewer_sequences_of_full_attention(setting, budget,
 
 
 def test_a_little_less_memory_is_the_same_number_of_pages():
-    setting = {"block_size": 16, "dtype": jnp.float32, "tp": 1, "max_num_seqs": 4096, "token_budget": 64, "max_model_len": 64}
+    setting = {
+        "block_size": 16,
+        "dtype": jnp.float32,
+        "tp": 1,
+        "max_num_seqs": 4096,
+        "token_budget": 64,
+        "max_model_len": 64,
+    }
     size = page_bytes(MODEL, 16, jnp.float32, 1)[0]
     counts = {fit_pages(MODEL, pages * size, **setting) for pages in range(6200, 6250)}
     assert len(counts) <= 2
@@ -117,10 +133,19 @@ def test_a_little_less_memory_is_the_same_number_of_pages():
 def test_window_layers_leave_room_for_full_attention():
     """Many running sequences could fill all memory with windows; one long sequence still fits."""
     model = dataclasses.replace(MODEL, layers=(Layer(window=64), Layer()))
-    setting = {"block_size": 16, "dtype": jnp.float32, "tp": 1, "max_num_seqs": 1000, "token_budget": 64, "max_model_len": 1024}
+    setting = {
+        "block_size": 16,
+        "dtype": jnp.float32,
+        "tp": 1,
+        "max_num_seqs": 1000,
+        "token_budget": 64,
+        "max_model_len": 1024,
+    }
     size = page_bytes(model, 16, jnp.float32, 1)[0]
     assert fit_pages(model, (64 + 5) * size, **setting) == (64, 5)
-    with pytest.raises(ConfigError, match=r"max_model_len=1024 .* lower max_model_len or raise gpu_memory_utilization"):
+    with pytest.raises(
+        ConfigError, match=r"max_model_len=1024 .* lower max_model_len or raise gpu_memory_utilization"
+    ):
         fit_pages(model, (64 + 5) * size - 1, **setting)
 
 

@@ -71,7 +71,9 @@ class TestWholePages:
         [file] = tmp_path.rglob("*.kv")
         assert file.parent == tier.folder == tmp_path / FOLDER and file.stem == hostile.hex()
         assert stat.S_IMODE(tier.folder.stat().st_mode) == 0o700
-        assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE((tier.folder / "lock").stat().st_mode) == 0o600
+        assert (
+            stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE((tier.folder / "lock").stat().st_mode) == 0o600
+        )
 
     def test_what_is_no_page_is_refused(self, opened):
         tier = opened()
@@ -102,7 +104,9 @@ class TestWholePages:
     def test_its_threads_are_prepared(self, opened):
         names = []
         tier = opened(prepare=lambda: names.append(threading.current_thread().name))
-        assert sorted(names) == [*(f"jaxflow-kv-read_{i}" for i in range(READERS)), "jaxflow-kv-write_0"], "at once"
+        assert sorted(names) == [*(f"jaxflow-kv-read_{i}" for i in range(READERS)), "jaxflow-kv-write_0"], (
+            "at once"
+        )
         put(tier, 1)
         assert same(fetched(tier, key(1)), 1) and len(names) == READERS + 1
 
@@ -194,7 +198,9 @@ class TestStart:
                 DiskTier(folder, 10 * FILE, MODEL, PAGE)
 
     def test_a_killed_server_leaves_only_whole_pages(self, tmp_path):
-        """Killed again and again while it writes; what it said it had written is there, and nothing else looks like a page."""
+        """Killed again and again while it writes; what it said it had written is there, and nothing else
+        looks like a page.
+        """
         program = (
             "import sys\n"
             "import numpy as np\n"
@@ -206,7 +212,9 @@ class TestStart:
             "        pass\n"
         )
         for wanted in (3, 60):
-            with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+            with subprocess.Popen(
+                [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+            ) as process:
                 assert process.stdout is not None
                 while int(process.stdout.readline()) < wanted:
                     pass

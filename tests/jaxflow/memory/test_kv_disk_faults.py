@@ -31,7 +31,9 @@ class TestBadDisks:
         assert (counters.errors, counters.dropped, counters.written) == (1, 6, 1)
         assert holds(tier, 1), "what was there is there"
 
-    def test_it_is_tried_again_and_warned_of_again_only_if_it_worked_meanwhile(self, opened, monkeypatch, caplog):
+    def test_it_is_tried_again_and_warned_of_again_only_if_it_worked_meanwhile(
+        self, opened, monkeypatch, caplog
+    ):
         tier = opened(retry_s=0.0)
         with faults(monkeypatch, write=fails(errno.ENOSPC)):
             put(tier, 1, 2, 3)
@@ -69,12 +71,19 @@ class TestBadDisks:
         put(tier, 1, 2, 3)
         with faults(monkeypatch, **{operation: fails(number)}):
             assert fetched(tier, key(1)) is tier.get(key(2)) is None
-        assert len(caplog.records) == 1 and not tier.contains(key(1)) and [*tier.folder.glob("*.kv")] == [tier._path(key(3))]
+        assert (
+            len(caplog.records) == 1
+            and not tier.contains(key(1))
+            and [*tier.folder.glob("*.kv")] == [tier._path(key(3))]
+        )
         assert (tier.counters().errors, tier.counters().misses) == (2, 2) and holds(tier, 3)
 
     def test_little_by_little_is_enough(self, opened, monkeypatch):
         tier = opened()
-        few = {"write": lambda fd, data: os.write(fd, data[:7]), "readv": lambda fd, into: os.readv(fd, [into[0][:5]])}
+        few = {
+            "write": lambda fd, data: os.write(fd, data[:7]),
+            "readv": lambda fd, into: os.readv(fd, [into[0][:5]]),
+        }
         with faults(monkeypatch, **few):
             put(tier, 1)
             assert holds(tier, 1)
@@ -177,7 +186,9 @@ class TestBounds:
         counters = tier.counters()
         assert not wrong and not counters.errors and not counters.rejected
         files = list(tier.folder.glob("*.kv"))
-        assert counters.bytes == sum(file.stat().st_size for file in files) <= capacity and counters.pages == len(files)
+        assert counters.bytes == sum(
+            file.stat().st_size for file in files
+        ) <= capacity and counters.pages == len(files)
 
 
 def test_warnings_name_the_module(opened, caplog, monkeypatch):

@@ -1,4 +1,6 @@
-"""Pages leave the cache and come back bit by bit, whatever its dtype, groups and shards; on an H200 nothing copies the cache."""
+"""Pages leave the cache and come back bit by bit, whatever its dtype, groups and shards; on an H200 nothing
+copies the cache.
+"""
 
 import dataclasses
 import math
@@ -42,7 +44,9 @@ def as_numpy(cache):
     return [np.asarray(a).view(np.uint8).reshape(a.shape[0], -1) for a in jax.tree.leaves(cache)]
 
 
-@pytest.mark.parametrize(("dtype", "tp"), [("float32", 1), ("bfloat16", 2), ("float8_e4m3fn", 1), ("int8", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "tp"), [("float32", 1), ("bfloat16", 2), ("float8_e4m3fn", 1), ("int8", 2)]
+)
 def test_what_is_scattered_is_what_was_gathered_and_nothing_else_changes(dtype, tp):
     config, mesh = small(), make_mesh(tp)
     copies = PageCopies(config, PAGES, BLOCK, jnp.dtype(dtype), mesh, sizes=(1, 4))
@@ -98,7 +102,9 @@ def test_on_an_h200_the_cache_is_written_in_place(dtype, tp):
     cache = jax.tree.leaves(programs.shapes())
     kv_bytes = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in cache)
     gather = h200.compile_for_h200(programs.gather(n), programs.shapes(), programs.ids_shape(n))
-    scatter = h200.compile_for_h200(programs.scatter(n), programs.shapes(), programs.ids_shape(n), [programs.page_shape()] * n)
+    scatter = h200.compile_for_h200(
+        programs.scatter(n), programs.shapes(), programs.ids_shape(n), [programs.page_shape()] * n
+    )
     for made in (gather, scatter):
         assert made.machine_code
         assert made.memory.temp_size_in_bytes < 2 * n * page
@@ -115,14 +121,22 @@ def test_copies_are_begun_a_few_by_a_call_and_the_directions_in_turns(monkeypatc
     calls = []
     for channel, name in ((transfers.to_host, "down"), (transfers.to_device, "up")):
         monkeypatch.setattr(
-            channel, "_begin", lambda sources, name=name, begin=channel._begin: calls.append((name, len(sources))) or begin(sources)
+            channel,
+            "_begin",
+            lambda sources, name=name, begin=channel._begin: (
+                calls.append((name, len(sources))) or begin(sources)
+            ),
         )
     pages = [jax.device_put(np.full((1, 4), i, np.uint32), transfers.to_device.sharding) for i in range(9)]
     here = jax.device_put(pages, transfers.to_host.sharding)
-    transfers.copy([(i, page) for i, page in enumerate(pages)], [(i, page) for i, page in enumerate(here[:5])])
+    transfers.copy(
+        [(i, page) for i, page in enumerate(pages)], [(i, page) for i, page in enumerate(here[:5])]
+    )
     assert calls == [("down", 4), ("up", 4), ("down", 4), ("up", 1), ("down", 1)]
     transfers.close()
     for channel, count in ((transfers.to_host, 9), (transfers.to_device, 5)):
         found = channel.done()
-        assert [(tag, int(page[0, 0]), page.sharding) for tag, page in found] == [(i, i, channel.sharding) for i in range(count)]
+        assert [(tag, int(page[0, 0]), page.sharding) for tag, page in found] == [
+            (i, i, channel.sharding) for i in range(count)
+        ]
         assert channel.bytes == count * 16

@@ -8,7 +8,9 @@ from jaxflow.memory.page_tables import PageTables
 
 SIZE, SLOTS = 4, 3
 WINDOWS = (None, 6)
-TEXT = np.arange(100, dtype=np.int32)  # all sequences say the same, so that pages are shared whenever they are named
+TEXT = np.arange(
+    100, dtype=np.int32
+)  # all sequences say the same, so that pages are shared whenever they are named
 CHAIN = [prefix.root(b"")]
 prefix.extend(CHAIN, TEXT, 12, SIZE)
 NAMES = CHAIN[1:]
@@ -51,7 +53,9 @@ class Tables(RuleBasedStateMachine):
 
     @rule()
     def decode(self):
-        slots = np.array([slot for slot in range(SLOTS) if 0 < self.length[slot] < len(NAMES) * SIZE], np.int32)
+        slots = np.array(
+            [slot for slot in range(SLOTS) if 0 < self.length[slot] < len(NAMES) * SIZE], np.int32
+        )
         positions = np.array([self.length[slot] for slot in slots], np.int32)
         crossing = self.tables.crossing(slots, positions)
         if (crossing.sum(axis=1) > self.tables.available()).any():
@@ -74,7 +78,9 @@ class Tables(RuleBasedStateMachine):
             self.tables.adopt(slot, NAMES[:hit])
             self.length[slot] = hit * SIZE
             assert self.tables.common(0) == common + len(payers) - payers.count(-1)
-            assert self.tables.pools[0].num_pages - self.tables.pools[0].available == in_use[0] + hit - len(payers)
+            assert self.tables.pools[0].num_pages - self.tables.pools[0].available == in_use[0] + hit - len(
+                payers
+            )
             assert all(len(row) == hit for row in self.tables.rows[slot])
 
     @rule()
@@ -106,7 +112,9 @@ class Tables(RuleBasedStateMachine):
                 assert self.tables.count[group, slot] == len(row)
         for group, pool in enumerate(self.tables.pools):
             held = [page for slot in range(SLOTS) for page in self.tables.rows[slot][group] if page >= 0]
-            assert [pool.references(page) for page in range(pool.num_pages)] == [held.count(p) for p in range(pool.num_pages)]
+            assert [pool.references(page) for page in range(pool.num_pages)] == [
+                held.count(p) for p in range(pool.num_pages)
+            ]
             assert self.tables.common(group) == len(set(held)) - self.tables.charged[group].sum() >= 0
 
 

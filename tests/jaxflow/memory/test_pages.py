@@ -47,7 +47,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def release(self, data):
-        pages = data.draw(st.lists(st.sampled_from(sorted(set(self.holds))), unique=True)) if self.holds else []
+        pages = (
+            data.draw(st.lists(st.sampled_from(sorted(set(self.holds))), unique=True)) if self.holds else []
+        )
         self.pool.release(pages)
         for page in pages:
             self.holds.remove(page)
@@ -67,10 +69,14 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        assert [self.pool.references(page) for page in range(PAGES)] == [self.holds.count(page) for page in range(PAGES)]
+        assert [self.pool.references(page) for page in range(PAGES)] == [
+            self.holds.count(page) for page in range(PAGES)
+        ]
         assert self.pool.available == PAGES - len(set(self.holds))
         assert len(self.pool._cached) == len(self.cached)
-        assert {name: self.pool.find(name) for name in NAMES} == {name: self.named.get(name, -1) for name in NAMES}
+        assert {name: self.pool.find(name) for name in NAMES} == {
+            name: self.named.get(name, -1) for name in NAMES
+        }
 
 
 class PoolThatForgets(PoolAgainstModel):

@@ -34,30 +34,45 @@ def spread(of_groups, group: int) -> np.ndarray:
 
 @settings(max_examples=60, deadline=None)
 @drawn
-def test_a_number_comes_back_within_half_a_level_and_the_roundings_of_scale_and_zero(width, seed, size, shift):
+def test_a_number_comes_back_within_half_a_level_and_the_roundings_of_scale_and_zero(
+    width, seed, size, shift
+):
     x = keys(width, seed, size, shift)
     packed, group = there(x), kv_group(width)
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), packed) == jax.tree.map(lambda a: (a.shape, a.dtype), kv_shape(x.shape))
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), packed) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), kv_shape(x.shape)
+    )
     grouped = x.reshape(*x.shape[:-1], -1, group)
     low, high = grouped.min(-1), grouped.max(-1)
     half_ulp = 2.0**-8  # bfloat16 keeps 8 bits: what it rounds is off by half of the last
     rounding = half_ulp * (np.abs(low) + (high - low) + half_ulp * np.abs(low))
     error = np.abs(np.asarray(back(packed, jnp.float32)) - x)
     assert (error <= 1.00001 * (spread(packed.scale, group) / 2 + spread(rounding, group))).all()
-    assert (spread(packed.scale, group) <= 1.01 * spread((high - low + half_ulp * np.abs(low)) / 15, group) + 1e-29).all()
+    assert (
+        spread(packed.scale, group)
+        <= 1.01 * spread((high - low + half_ulp * np.abs(low)) / 15, group) + 1e-29
+    ).all()
 
 
 @settings(max_examples=40, deadline=None)
 @drawn
 def test_what_came_back_is_packed_as_it_was(width, seed, size, shift):
-    """Where rounding a group's minimum to bfloat16 does not move it past half a level, so that something lies on level 0."""
+    """Where rounding a group's minimum to bfloat16 does not move it past half a level, so that something lies
+    on level 0.
+    """
     first = there(keys(width, seed, size, shift))
     again, group = there(back(first, jnp.float32)), kv_group(width)
-    on_zero = np.asarray(back(first, jnp.float32).reshape(*first.scale.shape, group).min(-1) == first.zero.astype(jnp.float32))
+    on_zero = np.asarray(
+        back(first, jnp.float32).reshape(*first.scale.shape, group).min(-1) == first.zero.astype(jnp.float32)
+    )
     assert on_zero.any() or shift
     for was, now in zip(first[1:], again[1:], strict=True):
-        np.testing.assert_array_equal(np.asarray(now, np.float32)[on_zero], np.asarray(was, np.float32)[on_zero])
-    was, now = (np.asarray(back(kv, jnp.float32)).reshape(*first.scale.shape, group)[on_zero] for kv in (first, again))
+        np.testing.assert_array_equal(
+            np.asarray(now, np.float32)[on_zero], np.asarray(was, np.float32)[on_zero]
+        )
+    was, now = (
+        np.asarray(back(kv, jnp.float32)).reshape(*first.scale.shape, group)[on_zero] for kv in (first, again)
+    )
     np.testing.assert_array_equal(was, now)
 
 

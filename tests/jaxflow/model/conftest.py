@@ -16,7 +16,9 @@ from safetensors.numpy import load_file, save_file
 def folder(tmp_path: Path) -> Callable[..., Path]:
     """A copy of a model that a test may damage, with tensors and config changed as asked."""
 
-    def make(name: str = "tiny-llama", change: Callable[[dict[str, np.ndarray]], Any] | None = None, **config: Any) -> Path:
+    def make(
+        name: str = "tiny-llama", change: Callable[[dict[str, np.ndarray]], Any] | None = None, **config: Any
+    ) -> Path:
         copy = tmp_path / name
         shutil.copytree(paths.MODELS / name, copy)
         if change is not None:

@@ -29,16 +29,24 @@ def first_layer_scores(config, weights, window):
     w, x = weights["layers"][0], np.asarray(weights["embed"], np.float64)[window] * config.embedding_scale
     norm = np.asarray(w["attn_norm"], np.float64) + config.norm_weight_offset
     h = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * norm
-    split = (h @ np.asarray(w["qkv"], np.float64).T).reshape(len(window), config.num_kv_heads, -1, config.head_dim)
+    split = (h @ np.asarray(w["qkv"], np.float64).T).reshape(
+        len(window), config.num_kv_heads, -1, config.head_dim
+    )
     half = config.head_dim // 2
     angle = np.arange(len(window))[:, None] * config.layers[0].rope.theta ** (-np.arange(half) / half)
 
     def turned(a):  # [n, H]
         b, c = a[:, :half], a[:, half:]
-        return np.concatenate([b * np.cos(angle) - c * np.sin(angle), c * np.cos(angle) + b * np.sin(angle)], -1)
+        return np.concatenate(
+            [b * np.cos(angle) - c * np.sin(angle), c * np.cos(angle) + b * np.sin(angle)], -1
+        )
 
     scores = np.stack(
-        [turned(split[:, k, g]) @ turned(split[:, k, -2]).T for k in range(config.num_kv_heads) for g in range(split.shape[2] - 2)]
+        [
+            turned(split[:, k, g]) @ turned(split[:, k, -2]).T
+            for k in range(config.num_kv_heads)
+            for g in range(split.shape[2] - 2)
+        ]
     )
     scores *= config.scale
     if config.attention_soft_cap:
@@ -60,7 +68,9 @@ def test_what_is_found(name):
     tops = np.concatenate([np.where(visible, s, -np.inf).max(-1).ravel() for s, visible in scores])
     layer = found.layers[0]
     assert (layer.row_low, layer.row_high) == pytest.approx((tops.min(), tops.max()), abs=STEP + 1e-6)
-    assert (layer.score_low, layer.score_high) == pytest.approx((every.min(), every.max()), abs=STEP + 1e-6)  # so few scores have no tails
+    assert (layer.score_low, layer.score_high) == pytest.approx(
+        (every.min(), every.max()), abs=STEP + 1e-6
+    )  # so few scores have no tails
     assert layer.phi == pytest.approx((tops.min() + tops.max()) / 2, abs=STEP)
 
 
@@ -100,7 +110,22 @@ def test_a_model_with_a_wide_range_does_not_qualify(tmp_path, capsys):
     """stories260K looks away from keys at scores down to -70."""
     text, output = tmp_path / "text.txt", tmp_path / "found.json"
     text.write_text("Once upon a time there was a little dog. " * 20)
-    assert main([str(paths.MODELS / "stories260K"), "--text", str(text), "--window", "32", "--windows", "2", "--output", str(output)]) == 0
+    assert (
+        main(
+            [
+                str(paths.MODELS / "stories260K"),
+                "--text",
+                str(text),
+                "--window",
+                "32",
+                "--windows",
+                "2",
+                "--output",
+                str(output),
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "stories260K: does not qualify for a unified maximum" in out and ": too wide" in out
     found = read(output, 5)
@@ -115,18 +140,29 @@ def test_the_command_writes_beside_the_model_and_an_engine_reads_it(model, tmp_p
     assert written.windows == (2, 32)
 
     def engine(**settings):
-        config = EngineConfig(str(model), block_size=16, max_num_batched_tokens=32, max_num_seqs=4, num_kv_pages=32, **settings)
+        config = EngineConfig(
+            str(model), block_size=16, max_num_batched_tokens=32, max_num_seqs=4, num_kv_pages=32, **settings
+        )
         checkpoint = open_checkpoint(str(model))
         config = resolve(config, checkpoint.model_config)
-        return make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False).weights["layers"]
+        return make_executor(
+            config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False
+        ).weights["layers"]
 
     for layer, found in zip(engine(tensor_parallel_size=2), written.layers, strict=True):
-        assert layer["unified"].tolist() == [pytest.approx(found.phi), found.bound] and layer["unified"].dtype == jnp.float32
+        assert (
+            layer["unified"].tolist() == [pytest.approx(found.phi), found.bound]
+            and layer["unified"].dtype == jnp.float32
+        )
     assert not any("unified" in layer for layer in engine(calibration=""))
     assert not any("unified" in layer for layer in engine(kv_cache_dtype="fp8"))
     assert not caplog.records
-    assert not any("unified" in layer for layer in engine(kv_cache_dtype="fp8", calibration=str(path_beside(model))))
-    assert ["e4m3" in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [True]  # it was asked for
+    assert not any(
+        "unified" in layer for layer in engine(kv_cache_dtype="fp8", calibration=str(path_beside(model)))
+    )
+    assert ["e4m3" in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        True
+    ]  # it was asked for
     assert all("unified" in layer for layer in engine(kv_cache_dtype="int8"))  # multiplied as bfloat16
     path_beside(model).write_bytes(msgspec.json.encode(msgspec.structs.replace(written, qualifies=False)))
     assert not any("unified" in layer for layer in engine())
@@ -146,7 +182,11 @@ def test_the_command_writes_beside_the_model_and_an_engine_reads_it(model, tmp_p
 def test_a_file_that_does_not_fit_is_refused(tmp_path, change, message):
     layer = msgspec.to_builtins(layer_range(-1, 1, 0, 1))
     path = tmp_path / "softmax.json"
-    path.write_text(json.dumps({"version": 1, "model": "m", "windows": [1, 2], "qualifies": True, "layers": [layer] * 5} | change))
+    path.write_text(
+        json.dumps(
+            {"version": 1, "model": "m", "windows": [1, 2], "qualifies": True, "layers": [layer] * 5} | change
+        )
+    )
     with pytest.raises(ConfigError, match=message) as caught:
         read(path, 5)
     assert caught.value.field == "calibration"
@@ -163,7 +203,10 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, change, message):
         (["{stories}", "--tokens", "{bad}"], "tokens=600 is not supported: 0 to 511"),
         (["{stories}", "--tokens", "{below}"], "tokens=-2 is not supported: 0 to 511"),
         (["{stories}", "--tokens", "{flat}"], "token ids"),
-        (["{stories}", "--tokens", "{none}"], "none.npy, int64 [0, 32]' is not supported: a .npy file of token ids [windows, tokens]"),
+        (
+            ["{stories}", "--tokens", "{none}"],
+            "none.npy, int64 [0, 32]' is not supported: a .npy file of token ids [windows, tokens]",
+        ),
         (["{stories}", "--tokens", "{text}"], "text.txt' is not supported: a .npy file of token ids"),
         (["{stories}", "--tokens", "{empty}"], "empty.npy' is not supported: a .npy file of token ids"),
         (["{stories}", "--tokens", "{objects}"], "objects.npy' is not supported: a .npy file of token ids"),
@@ -179,13 +222,17 @@ def test_a_command_that_cannot_work(tmp_path, capsys, arguments, message):
     np.save(tmp_path / "flat.npy", np.array([1, 2]))
     np.save(tmp_path / "none.npy", np.zeros((0, 32), np.int64))
     (tmp_path / "text.txt").write_text("Once upon a time there was a little dog.")
-    places = {"stories": paths.MODELS / "stories260K", "missing": tmp_path / "m.txt", "text": tmp_path / "text.txt"}
+    places = {
+        "stories": paths.MODELS / "stories260K",
+        "missing": tmp_path / "m.txt",
+        "text": tmp_path / "text.txt",
+    }
     (tmp_path / "empty.npy").touch()
     np.save(tmp_path / "objects.npy", np.array([{}], object), allow_pickle=True)
     np.savez(tmp_path / "several.npz", np.zeros((2, 2), np.int64))
-    places |= {name: tmp_path / f"{name}.npy" for name in ("bad", "below", "flat", "none", "empty", "objects")} | {
-        "several": tmp_path / "several.npz"
-    }
+    places |= {
+        name: tmp_path / f"{name}.npy" for name in ("bad", "below", "flat", "none", "empty", "objects")
+    } | {"several": tmp_path / "several.npz"}
     output = tmp_path / "found.json"
     assert main([*(argument.format(**places) for argument in arguments), "--output", str(output)]) == 1
     assert message in capsys.readouterr().err and not output.exists()
@@ -195,14 +242,29 @@ def test_where_nothing_can_be_written_no_model_runs(tmp_path, capsys, monkeypatc
     monkeypatch.setattr(calibrate, "softmax_range", lambda *_, **__: pytest.fail("the model ran"))
     np.save(tmp_path / "tokens.npy", np.ones((1, 4), np.int64))
     for output in (tmp_path / "none" / "x.json", tmp_path):
-        assert main([str(paths.MODELS / "stories260K"), "--tokens", str(tmp_path / "tokens.npy"), "--output", str(output)]) == 1
-        assert f"output={str(output)!r} is not supported: a file that can be written" in capsys.readouterr().err
+        assert (
+            main(
+                [
+                    str(paths.MODELS / "stories260K"),
+                    "--tokens",
+                    str(tmp_path / "tokens.npy"),
+                    "--output",
+                    str(output),
+                ]
+            )
+            == 1
+        )
+        assert (
+            f"output={str(output)!r} is not supported: a file that can be written" in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (2, 0)])
 def test_of_no_tokens_nothing_is_found(shape):
     checkpoint = open_checkpoint(str(paths.MODELS / "stories260K"))
-    with pytest.raises(ConfigError, match=r"windows=\[\d, \d+\] is not supported: token ids .*, at least one of each"):
+    with pytest.raises(
+        ConfigError, match=r"windows=\[\d, \d+\] is not supported: token ids .*, at least one of each"
+    ):
         softmax_range("stories", checkpoint.model_config, {}, np.zeros(shape, np.int32))
 
 

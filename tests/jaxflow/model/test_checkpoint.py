@@ -38,7 +38,9 @@ def read_all(folder: Path) -> dict[str, np.ndarray]:
 def test_tensors_arrive_in_their_places_and_dtype(name: str) -> None:
     tensors = read_all(paths.MODELS / name)
     opened = open_checkpoint(str(paths.MODELS / name))
-    expected = jax.tree.map(lambda leaf: assemble(leaf, tensors.__getitem__, np.float32), leaves(opened.model_config))
+    expected = jax.tree.map(
+        lambda leaf: assemble(leaf, tensors.__getitem__, np.float32), leaves(opened.model_config)
+    )
     same(opened.load("float32"), expected)
     for array in jax.tree.leaves(opened.load(jnp.bfloat16)):
         assert array.dtype == jnp.bfloat16
@@ -55,7 +57,10 @@ def test_each_array_is_placed_on_its_shards(name: str, tp: int) -> None:
     same(weights, jax.tree.map(lambda leaf: assemble(leaf, tensors.__getitem__, np.float32), tree))
     for leaf, array in zip(jax.tree.leaves(tree), jax.tree.leaves(weights), strict=True):
         assert array.sharding.spec == leaf.spec
-        cut = [size // (tp if axis == "tp" else 1) for size, axis in zip(leaf.shape, [*leaf.spec, None, None, None], strict=False)]
+        cut = [
+            size // (tp if axis == "tp" else 1)
+            for size, axis in zip(leaf.shape, [*leaf.spec, None, None, None], strict=False)
+        ]
         assert {tuple(part.data.shape) for part in array.addressable_shards} == {tuple(cut)}
         assert len(array.addressable_shards) == tp
 
@@ -67,8 +72,12 @@ def test_the_mesh_says_how_many_devices() -> None:
             opened.load("float32", mesh, tp)
 
 
-def test_the_host_never_holds_more_than_a_few_arrays(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With device memory elsewhere (here: nowhere), loading needs the host memory of a few arrays, not of the model."""
+def test_the_host_never_holds_more_than_a_few_arrays(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With device memory elsewhere (here: nowhere), loading needs the host memory of a few arrays, not of the
+    model.
+    """
 
     class Sent:
         def __init__(self, array: np.ndarray):
@@ -80,7 +89,12 @@ def test_the_host_never_holds_more_than_a_few_arrays(folder: Callable[..., Path]
     opened = open_checkpoint(str(paths.MODELS / "stories260K"))
     monkeypatch.setattr(jax, "device_put", lambda array, placed: Sent(array))
     opened.load("float32")  # what is imported or cached at the first use is not the model's
-    largest = max(array.size for array in jax.tree.leaves(jax.tree.map(lambda leaf: np.empty(leaf.shape), leaves(opened.model_config))))
+    largest = max(
+        array.size
+        for array in jax.tree.leaves(
+            jax.tree.map(lambda leaf: np.empty(leaf.shape), leaves(opened.model_config))
+        )
+    )
     tracemalloc.start()
     opened.load("float32")
     peak = tracemalloc.get_traced_memory()[1]
@@ -111,18 +125,33 @@ def test_a_config_of_another_size_does_not_fit(folder: Callable[..., Path]) -> N
 
 
 def test_a_bias_the_config_denies_is_not_ignored(folder: Callable[..., Path]) -> None:
-    path = folder("tiny-llama", lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": np.ones(64, np.float32)}))
-    with pytest.raises(CheckpointError, match=r"unexpected tensors: model\.layers\.0\.self_attn\.q_proj\.bias"):
+    path = folder(
+        "tiny-llama",
+        lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": np.ones(64, np.float32)}),
+    )
+    with pytest.raises(
+        CheckpointError, match=r"unexpected tensors: model\.layers\.0\.self_attn\.q_proj\.bias"
+    ):
         open_checkpoint(str(path)).load("float32")
 
 
 def test_stored_frequencies_are_harmless(folder: Callable[..., Path]) -> None:
-    path = folder(change=lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}))
-    same(open_checkpoint(str(path)).load("float32"), open_checkpoint(str(paths.MODELS / "tiny-llama")).load("float32"))
+    path = folder(
+        change=lambda tensors: tensors.update(
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+        )
+    )
+    same(
+        open_checkpoint(str(path)).load("float32"),
+        open_checkpoint(str(paths.MODELS / "tiny-llama")).load("float32"),
+    )
 
 
 def test_a_tied_head_may_be_stored_but_not_differ(folder: Callable[..., Path]) -> None:
-    path = folder("tiny-opt", lambda tensors: tensors.update({"lm_head.weight": tensors["model.decoder.embed_tokens.weight"]}))
+    path = folder(
+        "tiny-opt",
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.decoder.embed_tokens.weight"]}),
+    )
     assert "lm_head" not in open_checkpoint(str(path)).load("float32")
     tensors = read_all(path)
     tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
@@ -136,7 +165,10 @@ def test_names_without_the_outer_prefix_are_found(folder: Callable[..., Path]) -
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
 
-    same(open_checkpoint(str(folder("tiny-opt", strip))).load("float32"), open_checkpoint(str(paths.MODELS / "tiny-opt")).load("float32"))
+    same(
+        open_checkpoint(str(folder("tiny-opt", strip))).load("float32"),
+        open_checkpoint(str(paths.MODELS / "tiny-opt")).load("float32"),
+    )
 
 
 def test_quantised_tensors_are_refused(folder: Callable[..., Path]) -> None:
@@ -163,7 +195,9 @@ def test_a_truncated_file_is_named(tmp_path: Path, data: st.DataObject) -> None:
 @given(st.integers(0, 4000), st.integers(0, 255))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_a_damaged_header_never_passes_unseen(tmp_path: Path, at: int, byte: int) -> None:
-    """One byte of the header changed: the file is refused, or says the same in other words (a blank, an order)."""
+    """One byte of the header changed: the file is refused, or says the same in other words (a blank, an
+    order).
+    """
     copy = tmp_path / "tiny-llama"
     shutil.copytree(paths.MODELS / "tiny-llama", copy, dirs_exist_ok=True)
     damaged = bytearray((paths.MODELS / "tiny-llama" / "model.safetensors").read_bytes())
@@ -207,7 +241,17 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.mark.parametrize(
     "target",
-    ["../tiny-llama/model.safetensors", "/etc/passwd", "..", "sub/model.safetensors", "..\\x.safetensors", "weights.bin", "", 7, None],
+    [
+        "../tiny-llama/model.safetensors",
+        "/etc/passwd",
+        "..",
+        "sub/model.safetensors",
+        "..\\x.safetensors",
+        "weights.bin",
+        "",
+        7,
+        None,
+    ],
 )
 def test_an_index_cannot_lead_out_of_its_folder(folder: Callable[..., Path], target: Any) -> None:
     path = folder("tiny-mixtral")
@@ -215,7 +259,8 @@ def test_an_index_cannot_lead_out_of_its_folder(folder: Callable[..., Path], tar
     index["weight_map"]["lm_head.weight"] = target
     (path / INDEX).write_text(json.dumps(index))
     with pytest.raises(
-        CheckpointError, match=r"weight_map\['lm_head.weight'\].* is not the name of a .safetensors file in the same folder"
+        CheckpointError,
+        match=r"weight_map\['lm_head.weight'\].* is not the name of a .safetensors file in the same folder",
     ):
         open_checkpoint(str(path))
 
@@ -262,20 +307,45 @@ def test_pickled_weights_are_never_read(folder: Callable[..., Path], tmp_path: P
 
 def test_generation_settings_and_end_tokens_are_merged(folder: Callable[..., Path]) -> None:
     path = folder("tiny-llama", eos_token_id=[2, 9])
-    wished = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": [7, 2], "do_sample": True, "transformers_version": "5"}
+    wished = {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "eos_token_id": [7, 2],
+        "do_sample": True,
+        "transformers_version": "5",
+    }
     (path / "generation_config.json").write_text(json.dumps(wished))
     opened = open_checkpoint(str(path))
-    assert opened.generation_config == {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True, "eos_token_ids": (7, 2, 9)}
+    assert opened.generation_config == {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "do_sample": True,
+        "eos_token_ids": (7, 2, 9),
+    }
     assert opened.model_config.eos_token_ids == (7, 2, 9)
     stories = open_checkpoint(str(paths.MODELS / "stories260K"))
-    assert stories.model_config.eos_token_ids == (1, 2) and stories.tokenizer_path == paths.MODELS / "stories260K"
+    assert (
+        stories.model_config.eos_token_ids == (1, 2)
+        and stories.tokenizer_path == paths.MODELS / "stories260K"
+    )
 
 
 @pytest.mark.parametrize(
     "settings_",
-    [{"temperature": "hot"}, {"temperature": -1}, {"top_p": 2}, {"top_k": True}, {"eos_token_id": "x"}, {"min_p": float("nan")}],
+    [
+        {"temperature": "hot"},
+        {"temperature": -1},
+        {"top_p": 2},
+        {"top_k": True},
+        {"eos_token_id": "x"},
+        {"min_p": float("nan")},
+    ],
 )
-def test_generation_settings_out_of_range_are_named(folder: Callable[..., Path], settings_: dict[str, Any]) -> None:
+def test_generation_settings_out_of_range_are_named(
+    folder: Callable[..., Path], settings_: dict[str, Any]
+) -> None:
     path = folder()
     (path / "generation_config.json").write_text(json.dumps(settings_))
     with pytest.raises(CheckpointError, match=rf"generation_config\.json: {next(iter(settings_))}="):

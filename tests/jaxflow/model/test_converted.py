@@ -42,23 +42,35 @@ def test_a_vocabulary_padded_further_gets_zeros(folder: Callable[..., Path], tmp
     path = folder("tiny-llama", shorten, vocab_size=450)
     convert(str(path), tmp_path / "converted", "float32")
     for tp in (1, 2, 4):
-        same(*(open_checkpoint(str(one)).load("float32", make_mesh(tp)) for one in (tmp_path / "converted", path)))
+        same(
+            *(
+                open_checkpoint(str(one)).load("float32", make_mesh(tp))
+                for one in (tmp_path / "converted", path)
+            )
+        )
 
 
 def test_an_mlp_of_8_bits_gets_zeros_that_are_not_stored(folder: Callable[..., Path], tmp_path: Path) -> None:
     def widen(tensors: dict[str, np.ndarray]) -> None:
         for name in [name for name in tensors if ".mlp." in name]:
             axis = int("down" in name)
-            tensors[name] = np.resize(tensors[name], [2016 if i == axis else size for i, size in enumerate(tensors[name].shape)])
+            tensors[name] = np.resize(
+                tensors[name], [2016 if i == axis else size for i, size in enumerate(tensors[name].shape)]
+            )
 
     path = folder("tiny-llama", widen, intermediate_size=2016)
     convert(str(path), tmp_path / "converted", "float32")
-    loaded = [open_checkpoint(str(one)).load("float32", make_mesh(2), quantization="fp8") for one in (tmp_path / "converted", path)]
+    loaded = [
+        open_checkpoint(str(one)).load("float32", make_mesh(2), quantization="fp8")
+        for one in (tmp_path / "converted", path)
+    ]
     same(*loaded)
     assert loaded[0]["layers"][0]["down"].shape[1] == 2048
 
 
-def test_convert_brings_the_tokenizer_and_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_brings_the_tokenizer_and_the_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = paths.MODELS / "stories260K"
     target = tmp_path / "deep" / "converted"
     assert main(["convert", str(source), str(target)]) == 0
@@ -78,7 +90,9 @@ def test_convert_brings_the_tokenizer_and_the_settings(tmp_path: Path, capsys: p
     assert "Not a directory" in capsys.readouterr().err
 
 
-def test_a_conversion_that_breaks_off_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_that_breaks_off_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = checkpoint_module.assemble
     calls = iter(range(100))
 
@@ -96,7 +110,9 @@ def test_a_conversion_that_breaks_off_leaves_no_checkpoint(tmp_path: Path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["converted"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax does not await all its reads that fail
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # Orbax does not await all its reads that fail
 def test_a_damaged_converted_checkpoint_is_named(tmp_path: Path) -> None:
     target = tmp_path / "converted"
     convert(str(paths.MODELS / "tiny-llama"), target, "float32")
@@ -106,7 +122,13 @@ def test_a_damaged_converted_checkpoint_is_named(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             open_checkpoint(str(target)).load("float32")
 
-    for text in ("", "{}", "[]", json.dumps(header | {"version": "x"}), json.dumps(header | {"model_config": {"layers": []}})):
+    for text in (
+        "",
+        "{}",
+        "[]",
+        json.dumps(header | {"version": "x"}),
+        json.dumps(header | {"model_config": {"layers": []}}),
+    ):
         (target / "jaxflow.json").write_text(text)
         refused(r"jaxflow\.json: ")
     (target / "jaxflow.json").write_text(json.dumps(header | {"version": 99}))
@@ -116,7 +138,10 @@ def test_a_damaged_converted_checkpoint_is_named(tmp_path: Path) -> None:
     (target / "jaxflow.json").write_text(json.dumps(wider))
     refused(r"layer_00000: does not fit jaxflow.json: down is \(64, 128\) and should be \(64, 256\)")
     (target / "jaxflow.json").write_text(json.dumps(header))
-    data = max((path for path in (target / "layer_00001").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = max(
+        (path for path in (target / "layer_00001").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     data.write_bytes(data.read_bytes()[:100])
     refused(r"layer_00001: cannot be restored")
     gc.collect()

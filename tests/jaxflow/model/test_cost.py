@@ -40,7 +40,9 @@ TABLE_2 = Composition.steady_state(2048, 512, 1024)  # the request lengths that 
 
 
 def table_2(name, tp=1):
-    """(T_comp, T_mem, T_net) in ms over all layers, as the paper counts: all devices as one, activations once."""
+    """(T_comp, T_mem, T_net) in ms over all layers, as the paper counts: all devices as one, activations
+    once.
+    """
     ops = [op for layer in model_graph(LLAMA_2_70B, tp).layers for op in layer if op.name == name]
     work = sum((op.work(TABLE_2) for op in ops), Work()) * tp
     times = work_times(work, EIGHT_A100)
@@ -52,7 +54,13 @@ def table_2(name, tp=1):
     [
         ("qkv", 1, 11.01, 1.22, 0),
         ("out_proj", 1, 8.81, 1.01, 0),
-        ("up_gate", 1, 61.67, 6.04 - 0.587, 0),  # 0.587: the paper writes gate and up apart, here only their product leaves
+        (
+            "up_gate",
+            1,
+            61.67,
+            6.04 - 0.587,
+            0,
+        ),  # 0.587: the paper writes gate and up apart, here only their product leaves
         ("down", 1, 30.84, 3.11, 0),
         ("decode_attention", 1, 1.47, 28.89, 0),
         ("attn_reduce", 8, 0.005, 4.70 / 2, 31.33 / 2),
@@ -73,13 +81,18 @@ def test_the_whole_of_table_2_is_bound_by_compute():
 
 def test_equations_1_and_2_and_3_for_llama_2_70b_on_eight_a100():
     assert memory_time_s(80e9, 2e12) == pytest.approx(0.040)  # Table 1
-    assert compute_time_s(2048, dense_parameters(LLAMA_2_70B, 0), 8 * 312 * TERA) == pytest.approx(0.1123, rel=2e-3)
+    assert compute_time_s(2048, dense_parameters(LLAMA_2_70B, 0), 8 * 312 * TERA) == pytest.approx(
+        0.1123, rel=2e-3
+    )
     ring = network_time_s(8, 2048, 8192, 2, 80, 8 * A100.network_bytes_per_s) * 7 / 8
     assert ring == pytest.approx(31.33e-3, rel=1e-3)  # Table 2 leaves out the eighth that stays at home
 
 
 def test_equation_4_says_that_llama_2_70b_is_bound_by_compute():
-    memory_s, flops_per_s = memory_time_s(8 * 80e9, EIGHT_A100.memory_bytes_per_s), EIGHT_A100.flops_per_s["bfloat16"]
+    memory_s, flops_per_s = (
+        memory_time_s(8 * 80e9, EIGHT_A100.memory_bytes_per_s),
+        EIGHT_A100.flops_per_s["bfloat16"],
+    )
     assert memory_s / compute_time_s(2048, 70e9, flops_per_s) == pytest.approx(0.348, rel=0.01)
     assert memory_s / compute_time_s(256, 70e9, flops_per_s) > 1  # without grouped queries (§3.3)
 
@@ -94,13 +107,19 @@ def test_equation_5_and_the_papers_1857_tokens_a_second():
 def test_equation_5_is_the_throughput_of_a_step_bound_by_dense_products():
     rates = Rates({"bfloat16": 100 * TERA}, 1e30, 1e30)
     step = Composition.steady_state(2048, 1024, 512)
-    dense_s = sum(op_times(op, step, rates).compute_s for op in model_graph(LLAMA_3_8B).ops() if op.kind == "dense")
-    assert step.tokens / dense_s == pytest.approx(optimal_throughput(100 * TERA, dense_parameters(LLAMA_3_8B, 512 / 1536)))
+    dense_s = sum(
+        op_times(op, step, rates).compute_s for op in model_graph(LLAMA_3_8B).ops() if op.kind == "dense"
+    )
+    assert step.tokens / dense_s == pytest.approx(
+        optimal_throughput(100 * TERA, dense_parameters(LLAMA_3_8B, 512 / 1536))
+    )
 
 
 def test_dense_parameters():
     assert dense_parameters(LLAMA_2_70B) == pytest.approx(70e9, rel=0.02)
-    assert dense_parameters(LLAMA_3_8B) == 7_504_658_432  # 8,030,261,248 less the embedding table and the norms
+    assert (
+        dense_parameters(LLAMA_3_8B) == 7_504_658_432
+    )  # 8,030,261,248 less the embedding table and the norms
     assert dense_parameters(LLAMA_3_8B, 0) == 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
     assert dense_parameters(MIXTRAL) == pytest.approx(12.7e9, rel=0.01)  # of 46.7 B
 
@@ -130,14 +149,24 @@ def test_measured_ceilings_are_below_the_datasheet():
 
 def test_the_documented_ceilings_are_those_of_the_reports():
     doc = (paths.ROOT / "docs" / "cost-model.md").read_text("utf-8")
-    energy, kernels = (json.loads((paths.ROOT / "benchmarks" / f"h200-{name}.json").read_bytes()) for name in ("energy", "kernels"))
-    kept = {dtype: [run["flops_per_s"] for run in energy["runs"] if run["dtype"] == dtype] for dtype in ("bfloat16", "float8_e4m3fn")}
+    energy, kernels = (
+        json.loads((paths.ROOT / "benchmarks" / f"h200-{name}.json").read_bytes())
+        for name in ("energy", "kernels")
+    )
+    kept = {
+        dtype: [run["flops_per_s"] for run in energy["runs"] if run["dtype"] == dtype]
+        for dtype in ("bfloat16", "float8_e4m3fn")
+    }
     for dtype, best in kept.items():
         assert DEVICES["H200"].rates.flops_per_s[dtype] == pytest.approx(max(best), rel=0.01)
         assert f"{max(best) / 1e12:,.0f}" in doc
-    fastest = max(way["rate"] for row in kernels["rows"] if row["group"] == "fp8_gemm" for way in row["ways"].values())
+    fastest = max(
+        way["rate"] for row in kernels["rows"] if row["group"] == "fp8_gemm" for way in row["ways"].values()
+    )
     assert f"product made {fastest / 1e12:,.0f} TFLOP/s" in doc
-    layer = max(way["rate"] for row in kernels["rows"] if row["group"] == "layer_fp8" for way in row["ways"].values())
+    layer = max(
+        way["rate"] for row in kernels["rows"] if row["group"] == "layer_fp8" for way in row["ways"].values()
+    )
     assert f"reach {layer / 1e12:,.0f} there" in doc
 
 

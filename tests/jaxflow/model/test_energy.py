@@ -16,8 +16,8 @@ H200 = DEVICES["H200"]
 POWER = shipped_power("H200")
 assert POWER is not None
 
-# A layer of Llama-3.1-8B with 870,000 cached tokens (twice that for 4096) read beside its products, as two nano-batches; the best
-# microseconds that any arrangement took, sequential and overlapped (two rounds each).
+# A layer of Llama-3.1-8B with 870,000 cached tokens (twice that for 4096) read beside its products, as two
+# nano-batches; the best microseconds that any arrangement took, sequential and overlapped (two rounds each).
 LAYERS = {2048: (870_000, (2114, 2018)), 4096: (1_740_000, (4241, 3906))}
 PARAMETERS = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336
 
@@ -48,7 +48,9 @@ def test_more_work_or_fewer_watts_never_take_less(flops, moved, factor):
     assert bound(work * factor, H200, POWER).longest_s >= base.longest_s
     weaker = msgspec.structs.replace(POWER, cap_w=POWER.idle_w + (POWER.cap_w - POWER.idle_w) / factor)
     assert bound(work, H200, weaker).longest_s >= base.longest_s
-    assert math.isclose(bound(work * factor, H200, POWER).energy_s, base.energy_s * factor, rel_tol=1e-6, abs_tol=1e-30)
+    assert math.isclose(
+        bound(work * factor, H200, POWER).energy_s, base.energy_s * factor, rel_tol=1e-6, abs_tol=1e-30
+    )
 
 
 @given(amounts, amounts)
@@ -58,7 +60,9 @@ def test_overlap_saves_energy_but_never_beats_the_larger_half(flops, moved):
     together = bound(first + second, H200, POWER).longest_s
     apart = [bound(work, H200, POWER).longest_s for work in (first, second)]
     assert max(apart) <= together * (1 + 1e-9)
-    assert together <= sum(apart) * (1 + 1e-2) or together == pytest.approx(bound(first + second, H200, POWER).energy_s)
+    assert together <= sum(apart) * (1 + 1e-2) or together == pytest.approx(
+        bound(first + second, H200, POWER).energy_s
+    )
 
 
 def test_float8_takes_less_than_bfloat16():
@@ -68,7 +72,11 @@ def test_float8_takes_less_than_bfloat16():
 
 def test_a_fit_of_another_schema_or_with_a_wrong_field_is_refused(tmp_path):
     fields = msgspec.to_builtins(POWER)
-    for change, message in (({"schema_version": 99}, "schema_version=99"), ({"cap_w": "much"}, "cap_w"), ({"colour": 1}, "colour")):
+    for change, message in (
+        ({"schema_version": 99}, "schema_version=99"),
+        ({"cap_w": "much"}, "cap_w"),
+        ({"colour": 1}, "colour"),
+    ):
         path = tmp_path / "power.json"
         path.write_bytes(msgspec.json.encode(fields | change))
         with pytest.raises(ValueError, match=message) as raised:

@@ -46,19 +46,30 @@ def test_dummy_weights_are_their_architecture_and_seed(folder):
     dummy = of(folder, load_format="dummy")
     assert dummy == of(folder, load_format="dummy") and len({dummy, of(folder, 1, "dummy"), of(folder)}) == 3
     checkpoint = open_checkpoint(str(folder), load_format="dummy")
-    other = dataclasses.replace(checkpoint, model_config=dataclasses.replace(checkpoint.model_config, norm_eps=1e-6))
+    other = dataclasses.replace(
+        checkpoint, model_config=dataclasses.replace(checkpoint.model_config, norm_eps=1e-6)
+    )
     assert fingerprint(other, 0) != dummy
 
 
 @pytest.mark.parametrize(
-    "change", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"quantization": "fp8"}, {"block_size": 32}, {"tensor_parallel_size": 2}]
+    "change",
+    [
+        {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8"},
+        {"quantization": "fp8"},
+        {"block_size": 32},
+        {"tensor_parallel_size": 2},
+    ],
 )
 def test_kv_is_another_under_other_settings(folder, change):
     checkpoint = open_checkpoint(str(folder))
     config = EngineConfig(str(folder), dtype="float32", kv_cache_dtype="float32")
     same = dataclasses.replace(config, max_num_seqs=3, num_kv_pages=7, enable_prefix_caching=False)
     assert kv_fingerprint(same, checkpoint) == kv_fingerprint(config, checkpoint)
-    assert kv_fingerprint(dataclasses.replace(config, **change), checkpoint) != kv_fingerprint(config, checkpoint)
+    assert kv_fingerprint(dataclasses.replace(config, **change), checkpoint) != kv_fingerprint(
+        config, checkpoint
+    )
 
 
 def test_a_single_file_has_one_too(smollm2_gguf):

@@ -1,4 +1,6 @@
-"""Weights in e4m3: quantised on load, or as published; what a quantization_config may say, and what is refused."""
+"""Weights in e4m3: quantised on load, or as published; what a quantization_config may say, and what is
+refused.
+"""
 
 import json
 import shutil
@@ -23,7 +25,14 @@ from pallas_kernels.quantized import Quantized
 from pallas_kernels.reference import dequantize, quantize_rows
 from pallas_kernels.reference.int4 import dequantize_int4
 
-NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None, "actorder": None}
+NUMBERS = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "group_size": None,
+    "block_structure": None,
+    "actorder": None,
+}
 COMPRESSED = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -62,7 +71,12 @@ def published(tmp_path: Path) -> Callable[..., Path]:
     """tiny-llama (or another) as somebody would publish it in e4m3."""
 
     def make(
-        scheme: dict, *, name: str = "tiny-llama", one_scale: bool = False, wide: tuple[str, ...] = (), more: dict | None = None
+        scheme: dict,
+        *,
+        name: str = "tiny-llama",
+        one_scale: bool = False,
+        wide: tuple[str, ...] = (),
+        more: dict | None = None,
     ) -> Path:
         folder = tmp_path / "published"
         shutil.copytree(paths.MODELS / name, folder)
@@ -71,7 +85,11 @@ def published(tmp_path: Path) -> Callable[..., Path]:
             tensors |= load_file(file)
             file.unlink()
         (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-        for tensor in [name for name in tensors if name.endswith("proj.weight") and not any(part in name for part in wide)]:
+        for tensor in [
+            name
+            for name in tensors
+            if name.endswith("proj.weight") and not any(part in name for part in wide)
+        ]:
             found = tensors[tensor].astype(np.float32)
             scale = np.abs(found).max(axis=None if one_scale else 1, keepdims=True) / 448
             tensors[tensor] = (found / scale).astype(jnp.float8_e4m3fn)
@@ -92,9 +110,13 @@ def test_quantised_on_load(name: str) -> None:
     wide, found = load(paths.MODELS / name), load(paths.MODELS / name, quantization="fp8")
     config = open_checkpoint(str(paths.MODELS / name)).model_config
     told = shapes(config, 1, jnp.float32, quantization="fp8")
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), found) == jax.tree.map(lambda a: (a.shape, a.dtype), told)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), found) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), told
+    )
     for layer, before in zip(found["layers"], wide["layers"], strict=True):
-        assert {key for key, leaf in layer.items() if is_leaf(leaf)} == {key for key in QUANTIZED if key in before}
+        assert {key for key, leaf in layer.items() if is_leaf(leaf)} == {
+            key for key in QUANTIZED if key in before
+        }
         for key, leaf in layer.items():
             same(leaf, jax.jit(quantize_rows)(before[key]) if is_leaf(leaf) else before[key])
     same({k: v for k, v in found.items() if k != "layers"}, {k: v for k, v in wide.items() if k != "layers"})
@@ -102,7 +124,9 @@ def test_quantised_on_load(name: str) -> None:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_shards_are_cuts_of_the_whole(tp: int) -> None:
-    """A row's scale is of the whole row, however many devices share it; with more devices than heads rows repeat."""
+    """A row's scale is of the whole row, however many devices share it; with more devices than heads rows
+    repeat.
+    """
     mesh = make_mesh(tp)
     spread = load(paths.MODELS / "tiny-llama", mesh=mesh, quantization="fp8", kv_scales=True)
     whole = load(paths.MODELS / "tiny-llama", mesh=mesh)
@@ -124,7 +148,11 @@ def test_dummy_weights_are_the_wide_ones_quantised() -> None:
         assert layer["k_scale"].dtype == jnp.float32 and (layer["k_scale"] == 1).all()
         for key in QUANTIZED:
             error = np.abs(np.asarray(dequantize(layer[key])) - np.asarray(before[key], np.float32))
-            assert (error <= np.abs(np.asarray(before[key], np.float32)) / 15 + np.asarray(layer[key].scale)[:, None] / 1000).all()
+            assert (
+                error
+                <= np.abs(np.asarray(before[key], np.float32)) / 15
+                + np.asarray(layer[key].scale)[:, None] / 1000
+            ).all()
 
 
 def test_a_converted_checkpoint_is_quantised_too(tmp_path: Path) -> None:
@@ -147,7 +175,9 @@ def test_a_published_checkpoint_is_taken_as_it_is(published, scheme: dict, one_s
         same(np.asarray(layer["down"].scale), opened.source.row_scale(f"{name}_scale"))
         for key in QUANTIZED:
             back, wanted = np.asarray(dequantize(jax.device_get(layer[key]))), np.asarray(before[key])
-            assert (np.abs(back - wanted) <= np.abs(wanted) / 15 + np.asarray(layer[key].scale)[:, None] / 1000).all()
+            assert (
+                np.abs(back - wanted) <= np.abs(wanted) / 15 + np.asarray(layer[key].scale)[:, None] / 1000
+            ).all()
         if one_scale:  # three tensors of one scale each make the rows of qkv
             assert len(np.unique(np.asarray(layer["qkv"].scale))) == 3
     with pytest.raises(CheckpointError, match="published in e4m3"):
@@ -156,8 +186,13 @@ def test_a_published_checkpoint_is_taken_as_it_is(published, scheme: dict, one_s
 
 def test_in_4_bits_if_that_is_asked(published) -> None:
     """Its e4m3 matrices are read wide, and those are quantised: the scales of the checkpoint are in them."""
-    found, wide = load(published(COMPRESSED), quantization="int4")["layers"][0], load(paths.MODELS / "tiny-llama")["layers"][0]
-    for key in QUANTIZED:  # e4m3 is off by a sixteenth at most; half a level, and the rounding of scale and zero, come on top
+    found, wide = (
+        load(published(COMPRESSED), quantization="int4")["layers"][0],
+        load(paths.MODELS / "tiny-llama")["layers"][0],
+    )
+    for key in (
+        QUANTIZED
+    ):  # e4m3 is off by a sixteenth at most; half a level, and the rounding of scale and zero, come on top
         levels = np.repeat(np.asarray(found[key].scale, np.float32), 64, axis=1)
         error = np.abs(np.asarray(dequantize_int4(found[key], jnp.float32)) - np.asarray(wide[key]))
         assert (error <= 0.6 * levels + np.abs(np.asarray(wide[key])) / 15).all()
@@ -172,10 +207,18 @@ def test_what_was_left_wide_stays_wide(published) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale", "v_proj.output_scale")]
+    "names",
+    [
+        ("k_scale", "v_scale"),
+        ("k_proj.k_scale", "v_proj.v_scale"),
+        ("k_proj.output_scale", "v_proj.output_scale"),
+    ],
 )
 def test_scales_of_the_cache(published, names: tuple[str, str]) -> None:
-    given = {f"model.layers.0.self_attn.{name}": np.array(value, np.float32) for name, value in zip(names, (0.5, [0.25, 2]), strict=True)}
+    given = {
+        f"model.layers.0.self_attn.{name}": np.array(value, np.float32)
+        for name, value in zip(names, (0.5, [0.25, 2]), strict=True)
+    }
     found = load(published(COMPRESSED, more=given), kv_scales=True, mesh=make_mesh(4))
     assert found["layers"][0]["k_scale"].tolist() == [0.5] * 4
     assert found["layers"][0]["v_scale"].tolist() == [0.25, 0.25, 2, 2]
@@ -183,7 +226,10 @@ def test_scales_of_the_cache(published, names: tuple[str, str]) -> None:
 
 
 def test_one_scale_of_the_cache_is_that_of_keys_and_values(published) -> None:
-    given = {"model.layers.0.self_attn.kv_scale": np.array(3.0, np.float32), "model.layers.0.self_attn.k_scale": np.array(0.5, np.float32)}
+    given = {
+        "model.layers.0.self_attn.kv_scale": np.array(3.0, np.float32),
+        "model.layers.0.self_attn.k_scale": np.array(0.5, np.float32),
+    }
     found = load(published(COMPRESSED, more=given), kv_scales=True)["layers"][0]
     assert (set(found["k_scale"].tolist()), set(found["v_scale"].tolist())) == ({0.5}, {3.0})
 
@@ -228,7 +274,9 @@ def test_other_schemes_are_refused_by_name(tmp_path: Path, scheme: dict, where: 
     path.write_text(json.dumps(config | {"quantization_config": changed(scheme, where, value)}))
     with pytest.raises(ConfigError) as caught:
         open_checkpoint(str(path), load_format="dummy")
-    assert caught.value.field.startswith("quantization_config") and caught.value.field.rpartition(".")[2] in (where + ".num_bits.format")
+    assert caught.value.field.startswith("quantization_config") and caught.value.field.rpartition(".")[2] in (
+        where + ".num_bits.format"
+    )
 
 
 def test_dummies_of_a_published_config(tmp_path: Path) -> None:
@@ -242,8 +290,14 @@ def test_dummies_of_a_published_config(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"model.layers.0.mlp.up_proj.weight_scale": None}, "up_proj.weight' is e4m3 and there is no"),
-        ({"model.layers.0.mlp.up_proj.weight_scale": np.ones(5, np.float32)}, "has 5 numbers and should have 1 or 128"),
-        ({"model.layers.0.mlp.up_proj.weight_scale": np.array([np.nan], np.float32)}, "not positive and finite"),
+        (
+            {"model.layers.0.mlp.up_proj.weight_scale": np.ones(5, np.float32)},
+            "has 5 numbers and should have 1 or 128",
+        ),
+        (
+            {"model.layers.0.mlp.up_proj.weight_scale": np.array([np.nan], np.float32)},
+            "not positive and finite",
+        ),
         ({"model.layers.0.mlp.up_proj.weight_scale": np.zeros(1, np.float32)}, "not positive and finite"),
         (
             {"model.layers.0.mlp.up_proj.weight_zero_point": np.ones(1, np.float32)},

@@ -27,7 +27,11 @@ from jaxflow.model.rope import inverse_frequencies
 from jaxflow.text.tokenizer import load_tokenizer
 
 # Their names in the GGUF specification.
-MODEL = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
+MODEL = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
 LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -50,7 +54,9 @@ GEMMA_NORMS = {
 
 def hf(name: str) -> tuple[dict[str, np.ndarray], ModelConfig]:
     folder = paths.MODELS / name
-    return load_file(folder / "model.safetensors"), model_config_from_hf(json.loads((folder / "config.json").read_text()))
+    return load_file(folder / "model.safetensors"), model_config_from_hf(
+        json.loads((folder / "config.json").read_text())
+    )
 
 
 def gguf_name(name: str, gemma: bool) -> str:
@@ -90,7 +96,11 @@ def write(
         "rope.dimension_count": config.head_dim,
     }
     if architecture == "gemma3":
-        settings_ |= {"attention.sliding_window": 16, "attention.key_length": 16, "attention.value_length": 16}
+        settings_ |= {
+            "attention.sliding_window": 16,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+        }
         settings_ |= {"attention.sliding_window_pattern": 2}
     values = {f"{architecture}.{key}": value for key, value in settings_.items()}
     values |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2} | (metadata or {})
@@ -98,10 +108,18 @@ def write(
     for key, value in values.items():
         if value is None:
             continue
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        add = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+        }
         add[type(value)](key, value)
     for tensor_name, tensor in (tensors | (more or {})).items():
-        their_name = tensor_name if more and tensor_name in more else gguf_name(tensor_name, architecture == "gemma3")
+        their_name = (
+            tensor_name if more and tensor_name in more else gguf_name(tensor_name, architecture == "gemma3")
+        )
         if architecture == "llama" and their_name.endswith(("attn_q.weight", "attn_k.weight")):
             tensor = interleave(tensor, config.num_heads if "attn_q" in their_name else config.num_kv_heads)
         if architecture == "gemma3" and their_name.endswith("norm.weight"):
@@ -119,7 +137,12 @@ def write(
     return config
 
 
-PAIRS = [("llama", "tiny-llama"), ("llama", "stories260K"), ("qwen2", "tiny-qwen2"), ("gemma3", "tiny-gemma3_text")]
+PAIRS = [
+    ("llama", "tiny-llama"),
+    ("llama", "stories260K"),
+    ("qwen2", "tiny-qwen2"),
+    ("gemma3", "tiny-gemma3_text"),
+]
 
 
 @pytest.mark.parametrize(("architecture", "name"), PAIRS)
@@ -127,11 +150,17 @@ def test_a_gguf_file_is_the_model_it_was_made_of(architecture: str, name: str, t
     original = open_checkpoint(str(paths.MODELS / name))
     write(tmp_path / "model.gguf", architecture, name)
     opened = open_checkpoint(str(tmp_path / "model.gguf"))
-    expected_config, expected = dataclasses.replace(original.model_config, eos_token_ids=(2,)), original.load("float32", make_mesh(2))
+    expected_config, expected = (
+        dataclasses.replace(original.model_config, eos_token_ids=(2,)),
+        original.load("float32", make_mesh(2)),
+    )
     if architecture == "gemma3":
-        # The format has 1 + w for w, and no place for query_pre_attn_scalar: it is the width of a head but for the 27B model.
+        # The format has 1 + w for w, and no place for query_pre_attn_scalar: it is the width of a head but
+        # for the 27B model.
         expected_config = dataclasses.replace(expected_config, norm_weight_offset=0.0, attention_scale=0.25)
-        expected = jax.tree.map_with_path(lambda at, leaf: leaf + 1 if "norm" in str(at[-1]) else leaf, expected)
+        expected = jax.tree.map_with_path(
+            lambda at, leaf: leaf + 1 if "norm" in str(at[-1]) else leaf, expected
+        )
     assert opened.model_config == expected_config
     same(opened.load("float32", make_mesh(2)), expected)
     assert opened.tokenizer_path == tmp_path / "model.gguf" and opened.name == "model"
@@ -144,7 +173,9 @@ def test_narrow_floats_are_exact(kind: Kind, tmp_path: Path) -> None:
     weights = open_checkpoint(str(tmp_path / "model.gguf")).load("float32")
     expected = open_checkpoint(str(paths.MODELS / "tiny-llama")).load("float32")
     if kind == Kind.F16:
-        expected = jax.tree.map(lambda leaf: leaf.astype(jnp.float16).astype(jnp.float32) if leaf.ndim > 1 else leaf, expected)
+        expected = jax.tree.map(
+            lambda leaf: leaf.astype(jnp.float16).astype(jnp.float32) if leaf.ndim > 1 else leaf, expected
+        )
     same(weights, expected)
 
 
@@ -159,7 +190,9 @@ def test_narrow_floats_are_exact(kind: Kind, tmp_path: Path) -> None:
     st.floats(0.5, 2).map(lambda x: round(x, 2)),
     st.floats(1, 8).map(lambda x: round(x, 2)),
 )
-def test_llama3_scaling_is_found_in_its_divisors(factor: float, h: int, theta: float, original: int, low: float, width: float) -> None:
+def test_llama3_scaling_is_found_in_its_divisors(
+    factor: float, h: int, theta: float, original: int, low: float, width: float
+) -> None:
     rope = Rope(theta, "llama3", factor, low, low + width, original)
     divisors = (inverse_frequencies(Rope(theta), h) / inverse_frequencies(rope, h)).astype(np.float32)
     assume(((divisors > 1.001) & (divisors < factor - 0.001)).sum() >= 2)  # fewer leave the borders open
@@ -173,13 +206,24 @@ def test_rope_freqs_become_the_published_scaling(tmp_path: Path) -> None:
     rope = Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
     divisors = (inverse_frequencies(Rope(500000.0), 16) / inverse_frequencies(rope, 16)).astype(np.float32)
     path = tmp_path / "model.gguf"
-    write(path, "llama", "tiny-llama", metadata={"llama.rope.freq_base": 500000.0}, more={"rope_freqs.weight": divisors})
+    write(
+        path,
+        "llama",
+        "tiny-llama",
+        metadata={"llama.rope.freq_base": 500000.0},
+        more={"rope_freqs.weight": divisors},
+    )
     opened = open_checkpoint(str(path))
     assert {layer.rope for layer in opened.model_config.layers} == {rope}
     opened.load("float32")  # rope_freqs.weight is no tensor of the model
     write(path, "llama", "tiny-llama", more={"rope_freqs.weight": np.ones(8, np.float32)})
     assert GgufFile(path).config.layers[0].rope == Rope(10000.0)
-    for wrong in (np.linspace(1, 8, 8, dtype=np.float32), np.ones(7, np.float32), np.full(8, np.nan, np.float32), -divisors):
+    for wrong in (
+        np.linspace(1, 8, 8, dtype=np.float32),
+        np.ones(7, np.float32),
+        np.full(8, np.nan, np.float32),
+        -divisors,
+    ):
         write(path, "llama", "tiny-llama", more={"rope_freqs.weight": wrong})
         with pytest.raises(ConfigError, match=r"rope_freqs\.weight"):
             GgufFile(path)
@@ -187,18 +231,30 @@ def test_rope_freqs_become_the_published_scaling(tmp_path: Path) -> None:
 
 def test_linear_scaling(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write(path, "llama", "tiny-llama", metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
+    write(
+        path,
+        "llama",
+        "tiny-llama",
+        metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+    )
     assert GgufFile(path).config.layers[0].rope == Rope(10000.0, "linear", 4.0)
     write(path, "llama", "tiny-llama", metadata={"llama.rope.scaling.type": "none"})
     assert GgufFile(path).config.layers[0].rope == Rope(10000.0)
-    write(path, "gemma3", "tiny-gemma3_text", metadata={"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0})
+    write(
+        path,
+        "gemma3",
+        "tiny-gemma3_text",
+        metadata={"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0},
+    )
     assert [layer.rope for layer in GgufFile(path).config.layers] == [Rope(1e4), Rope(1e6, "linear", 8.0)]
 
 
 def test_gemma3_windows(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     for pattern, windows in ((2, [16, None]), (None, [16, 16]), ([False, True], [None, 16])):
-        write(path, "gemma3", "tiny-gemma3_text", metadata={"gemma3.attention.sliding_window_pattern": pattern})
+        write(
+            path, "gemma3", "tiny-gemma3_text", metadata={"gemma3.attention.sliding_window_pattern": pattern}
+        )
         assert [layer.window for layer in GgufFile(path).config.layers] == windows
 
 
@@ -218,7 +274,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("metadata", "key"), REFUSED, ids=[key for _, key in REFUSED])
-def test_metadata_that_is_not_supported_is_refused_by_name(metadata: dict[str, Any], key: str, tmp_path: Path) -> None:
+def test_metadata_that_is_not_supported_is_refused_by_name(
+    metadata: dict[str, Any], key: str, tmp_path: Path
+) -> None:
     write(tmp_path / "model.gguf", "llama", "tiny-llama", metadata=metadata)
     with pytest.raises(ConfigError) as caught:
         open_checkpoint(str(tmp_path / "model.gguf"))
@@ -241,9 +299,19 @@ def test_architectures_and_types_that_are_not_supported(tmp_path: Path) -> None:
 
 def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write(path, "llama", "tiny-llama", more={"blk.0.attn_q.bias": np.zeros(64, np.float32)}, metadata={"llama.block_count": 3})
+    write(
+        path,
+        "llama",
+        "tiny-llama",
+        more={"blk.0.attn_q.bias": np.zeros(64, np.float32)},
+        metadata={"llama.block_count": 3},
+    )
     with pytest.raises(
-        CheckpointError, match=r"missing tensors: model\.layers\.2\..*unexpected tensors: model\.layers\.0\.self_attn\.q_proj\.bias"
+        CheckpointError,
+        match=(
+            r"missing tensors: model\.layers\.2\..*unexpected tensors: "
+            r"model\.layers\.0\.self_attn\.q_proj\.bias"
+        ),
     ):
         open_checkpoint(str(path)).load("float32")
 
@@ -251,7 +319,11 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
 def test_end_tokens_of_a_chat_are_found_in_the_vocabulary(tmp_path: Path) -> None:
     tokens = [f"t{i}" for i in range(510)] + ["<|im_end|>", "<|eot_id|>"]
     kinds = [1] * 510 + [3, 1]  # the second has the text and is no control token
-    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.eot_token_id": 5}
+    metadata = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.eot_token_id": 5,
+    }
     metadata |= {"general.sampling.temp": 0.7, "general.sampling.top_k": 40}
     write(tmp_path / "model.gguf", "llama", "tiny-llama", metadata=metadata)
     opened = open_checkpoint(str(tmp_path / "model.gguf"))
@@ -281,8 +353,12 @@ def test_a_truncated_file_is_refused(small_file: Path, tmp_path: Path, data: st.
 
 @given(st.integers(0, 2400), st.integers(0, 255))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
-def test_a_changed_byte_before_the_weights_breaks_nothing_else(small_file: Path, tmp_path: Path, at: int, byte: int) -> None:
-    """Whatever the header comes to say, the file loads as a whole model or is refused; nothing else is raised."""
+def test_a_changed_byte_before_the_weights_breaks_nothing_else(
+    small_file: Path, tmp_path: Path, at: int, byte: int
+) -> None:
+    """Whatever the header comes to say, the file loads as a whole model or is refused; nothing else is
+    raised.
+    """
     damaged = bytearray(small_file.read_bytes())
     damaged[at] = byte
     path = tmp_path / "damaged.gguf"
@@ -295,7 +371,12 @@ def test_a_changed_byte_before_the_weights_breaks_nothing_else(small_file: Path,
 
 
 def test_other_files_are_no_gguf(tmp_path: Path) -> None:
-    for content in (b"", b"<html>404: Not Found</html>" * 3, b"GGUF" + bytes(40), b"GGUF" + b"\x00\x00\x00\x03" + bytes(64)):
+    for content in (
+        b"",
+        b"<html>404: Not Found</html>" * 3,
+        b"GGUF" + bytes(40),
+        b"GGUF" + b"\x00\x00\x00\x03" + bytes(64),
+    ):
         path = tmp_path / "page.gguf"
         path.write_bytes(content)
         with pytest.raises((CheckpointError, ConfigError), match=r"page\.gguf|architecture"):
@@ -308,16 +389,31 @@ def test_other_files_are_no_gguf(tmp_path: Path) -> None:
 def test_smollm2_is_what_it_says(smollm2_gguf: Path) -> None:
     opened = open_checkpoint(str(smollm2_gguf))
     config = opened.model_config
-    assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 576, 9, 3, 64)
-    assert (config.vocab_size, config.intermediate_size, config.max_position, config.norm_eps) == (49152, 1536, 8192, 1e-5)
+    assert (
+        config.num_layers,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+    ) == (30, 576, 9, 3, 64)
+    assert (config.vocab_size, config.intermediate_size, config.max_position, config.norm_eps) == (
+        49152,
+        1536,
+        8192,
+        1e-5,
+    )
     assert {layer.rope for layer in config.layers} == {Rope(100000.0)} and config.tie_word_embeddings
     assert config.eos_token_ids == (2,)
     assert sum(math.prod(shape) for shape in GgufFile(smollm2_gguf).shapes.values()) == 134_515_008
 
 
-def test_a_converted_gguf_keeps_its_tokenizer(smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_converted_gguf_keeps_its_tokenizer(
+    smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model is cut to its first layer for speed: the tokenizer's part of the file is what is of interest."""
-    first = dataclasses.replace(GgufFile(smollm2_gguf).config, layers=(GgufFile(smollm2_gguf).config.layers[0],))
+    first = dataclasses.replace(
+        GgufFile(smollm2_gguf).config, layers=(GgufFile(smollm2_gguf).config.layers[0],)
+    )
     monkeypatch.setattr("jaxflow.model.checkpoint.check_tensors", lambda *_: None)
     monkeypatch.setattr(GgufFile, "_config", lambda self: first)
     convert(str(smollm2_gguf), tmp_path / "converted")

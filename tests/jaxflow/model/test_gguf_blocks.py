@@ -38,7 +38,9 @@ def q5_0(b: bytes) -> list[float]:
 
 
 def q5_1(b: bytes) -> list[float]:
-    return [f16(b, 0) * (q + high) + f16(b, 2) for q, high in zip(nibbles(b[8:]), fifth_bits(b[4:8]), strict=True)]
+    return [
+        f16(b, 0) * (q + high) + f16(b, 2) for q, high in zip(nibbles(b[8:]), fifth_bits(b[4:8]), strict=True)
+    ]
 
 
 def q8_0(b: bytes) -> list[float]:
@@ -103,14 +105,24 @@ def test_blocks_of_each_type_are_read_right(kind: Kind, tmp_path: Path) -> None:
     d, v, h = 256, 70, 64
     raw = rng.integers(0, 256, (v, d // size, block_bytes), np.uint8)
     for at in {Kind.Q8_0: [0], Kind.Q4_0: [0], Kind.Q5_0: [0], Kind.Q6_K: [208]}.get(kind, [0, 2]):
-        raw[..., at : at + 2] = rng.uniform(-1, 1, (v, d // size, 1)).astype("<f2").view(np.uint8)  # no NaN among the scales
+        raw[..., at : at + 2] = (
+            rng.uniform(-1, 1, (v, d // size, 1)).astype("<f2").view(np.uint8)
+        )  # no NaN among the scales
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    for key, value in {"block_count": 1, "context_length": 64, "embedding_length": d, "feed_forward_length": d}.items():
+    for key, value in {
+        "block_count": 1,
+        "context_length": 64,
+        "embedding_length": d,
+        "feed_forward_length": d,
+    }.items():
         writer.add_uint32(f"llama.{key}", value)
     writer.add_uint32("llama.attention.head_count", d // h)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_tensor("token_embd.weight", raw.reshape(v, -1), raw_dtype=kind)
-    matrices = [f"blk.0.{name}.weight" for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")]
+    matrices = [
+        f"blk.0.{name}.weight"
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    ]
     for name in matrices:
         writer.add_tensor(name, np.zeros((d, d), np.float32))
     for name in ("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"):

@@ -10,9 +10,13 @@ from jaxflow.config import Layer, ModelConfig, Rope
 from jaxflow.model.composition import Composition
 from jaxflow.model.graph import FP8, Widths, Work, dependences, layer_ops, model_graph
 
-LLAMA_2_70B = ModelConfig("llama", 32000, 8192, 64, 8, 128, 28672, (Layer(rope=Rope(10000.0)),) * 80, 4096, eos_token_ids=(2,))
+LLAMA_2_70B = ModelConfig(
+    "llama", 32000, 8192, 64, 8, 128, 28672, (Layer(rope=Rope(10000.0)),) * 80, 4096, eos_token_ids=(2,)
+)
 TOY = ModelConfig("llama", 512, 64, 4, 2, 16, 128, (Layer(rope=Rope(10000.0)),) * 2, 256)
-MIXTURE = dataclasses.replace(TOY, layers=(Layer(experts=True),) * 2, num_experts=8, experts_per_token=2, expert_intermediate_size=32)
+MIXTURE = dataclasses.replace(
+    TOY, layers=(Layer(experts=True),) * 2, num_experts=8, experts_per_token=2, expert_intermediate_size=32
+)
 GEMMA = dataclasses.replace(TOY, post_norms=True, layers=(Layer(window=16), Layer()))
 PROMPT, OUTPUT = 512, 1024  # the request lengths that give Table 2's KV traffic
 TABLE_2 = Composition.steady_state(2048, PROMPT, OUTPUT)
@@ -20,11 +24,17 @@ TABLE_2 = Composition.steady_state(2048, PROMPT, OUTPUT)
 
 def total(config, name, step, **kwargs):
     """Work of one op over all layers, in the table's units: GFLOP, GB, GB."""
-    work = sum((op.work(step) for layer in model_graph(config, **kwargs).layers for op in layer if op.name == name), Work())
+    work = sum(
+        (op.work(step) for layer in model_graph(config, **kwargs).layers for op in layer if op.name == name),
+        Work(),
+    )
     return work.flops / 1e9, work.memory_bytes / 1e9, work.network_bytes / 1e9
 
 
-@pytest.mark.parametrize(("name", "gflop", "gigabytes"), [("qkv", 27487.8, 19.5), ("out_proj", 21990.2, 16.1), ("down", 76965.8, 49.7)])
+@pytest.mark.parametrize(
+    ("name", "gflop", "gigabytes"),
+    [("qkv", 27487.8, 19.5), ("out_proj", 21990.2, 16.1), ("down", 76965.8, 49.7)],
+)
 def test_dense_ops_are_those_of_nanoflows_table_2(name, gflop, gigabytes):
     flops, memory, network = total(LLAMA_2_70B, name, TABLE_2)
     assert flops == pytest.approx(gflop, abs=0.05)
@@ -109,17 +119,23 @@ steps = st.builds(
 
 @given(steps, st.sampled_from([TOY, GEMMA]))
 def test_devices_share_the_flops_weights_and_cache_of_layers(step, config):
-    for one, two in zip(layer_ops(config, 0, 1), [op for op in layer_ops(config, 0, 2) if op.kind != "network"], strict=True):
+    for one, two in zip(
+        layer_ops(config, 0, 1), [op for op in layer_ops(config, 0, 2) if op.kind != "network"], strict=True
+    ):
         assert one.name == two.name
         if one.kind in ("dense", "attention"):
             a, b = one.work(step), two.work(step)
-            assert (a.flops, a.weight_bytes, a.kv_bytes) == pytest.approx((2 * b.flops, 2 * b.weight_bytes, 2 * b.kv_bytes))
+            assert (a.flops, a.weight_bytes, a.kv_bytes) == pytest.approx(
+                (2 * b.flops, 2 * b.weight_bytes, 2 * b.kv_bytes)
+            )
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.one_of(st.none(), st.integers(1, 50)))
 def test_chunk_counts_are_those_of_a_causal_window(tokens, start, window):
     step = Composition(chunks=((tokens, start),))
-    seen = [[k for k in range(p + 1) if window is None or k > p - window] for p in range(start, start + tokens)]
+    seen = [
+        [k for k in range(p + 1) if window is None or k > p - window] for p in range(start, start + tokens)
+    ]
     assert step.count("chunk_pairs", window) == sum(map(len, seen))
     assert step.count("chunk_keys", window) == len({k for keys in seen for k in keys})
 
@@ -177,16 +193,22 @@ def test_fp8_narrows_what_it_narrows():
         for wide, small in zip(model_graph(model).ops(), model_graph(model, 1, FP8).ops(), strict=True):
             a, b = wide.work(step), small.work(step)
             narrow = wide.name in ("qkv", "out_proj", "up_gate", "down")
-            assert (b.weight_bytes, b.kv_bytes) == (a.weight_bytes / (2 if narrow else 1), a.kv_bytes / 2), wide.name
+            assert (b.weight_bytes, b.kv_bytes) == (a.weight_bytes / (2 if narrow else 1), a.kv_bytes / 2), (
+                wide.name
+            )
 
 
 def test_window_layers_read_only_their_window():
     step = Composition(4, 100)
-    window, full = ({op.name: op for op in layer_ops(GEMMA, i)}["decode_attention"].work(step) for i in (0, 1))
+    window, full = (
+        {op.name: op for op in layer_ops(GEMMA, i)}["decode_attention"].work(step) for i in (0, 1)
+    )
     assert window.kv_bytes * 100 == full.kv_bytes * 16
 
 
 def test_fewer_kv_heads_than_devices_are_copied():
     one, many = (next(op for op in layer_ops(TOY, 0, tp) if op.name == "rope_append") for tp in (2, 4))
     step = Composition(4, 10)
-    assert one.work(step).kv_bytes == many.work(step).kv_bytes  # 2 kv heads: one a device on 2 and on 4 devices
+    assert (
+        one.work(step).kv_bytes == many.work(step).kv_bytes
+    )  # 2 kv heads: one a device on 2 and on 4 devices

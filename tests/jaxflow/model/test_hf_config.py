@@ -1,4 +1,6 @@
-"""Hugging Face configs: each key is used, harmless or refused by name; both styles of rope settings say the same."""
+"""Hugging Face configs: each key is used, harmless or refused by name; both styles of rope settings say the
+same.
+"""
 
 import copy
 import json
@@ -70,21 +72,36 @@ def test_shipped_configs_have_the_published_size(name: str) -> None:
 
 def test_sizes_are_read() -> None:
     config = model_config_from_hf(config_of("tiny-qwen3"))
-    assert (config.vocab_size, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (512, 64, 4, 2, 32)
+    assert (
+        config.vocab_size,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+    ) == (512, 64, 4, 2, 32)
     assert (config.num_layers, config.intermediate_size, config.max_position) == (2, 128, 512)
     assert config.qk_norm and config.tie_word_embeddings and not config.qkv_bias
-    assert model_config_from_hf(config_of("tiny-llama")).head_dim == 16  # hidden_size / num_attention_heads, not in the file
+    assert (
+        model_config_from_hf(config_of("tiny-llama")).head_dim == 16
+    )  # hidden_size / num_attention_heads, not in the file
 
 
-# What the newer style writes for each older one: rope_theta and rope_scaling in one object, dtype for torch_dtype.
-@pytest.mark.parametrize("name", [name for name in paths.TINY_MODELS if name not in ("tiny-opt", "tiny-gemma3_text")])
+# What the newer style writes for each older one: rope_theta and rope_scaling in one object, dtype for
+# torch_dtype.
+@pytest.mark.parametrize(
+    "name", [name for name in paths.TINY_MODELS if name not in ("tiny-opt", "tiny-gemma3_text")]
+)
 def test_both_styles_of_rope_are_the_same(name: str) -> None:
     config = config_of(name)
     plain = without(config, "rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype")
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     scaling = config.get("rope_scaling") or {"rope_type": "default"}
     newer = plain | {"rope_parameters": scaling | {"rope_theta": theta}, "dtype": "bfloat16"}
-    older = plain | {"rope_theta": theta, "rope_scaling": config.get("rope_scaling"), "torch_dtype": "bfloat16"}
+    older = plain | {
+        "rope_theta": theta,
+        "rope_scaling": config.get("rope_scaling"),
+        "torch_dtype": "bfloat16",
+    }
     assert model_config_from_hf(newer) == model_config_from_hf(older) == model_config_from_hf(config)
 
 
@@ -94,7 +111,9 @@ def test_gemma3_has_its_ropes_by_layer_type_in_both_styles() -> None:
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    newer = without(older, "rope_scaling", "rope_theta", "rope_local_base_freq") | {"rope_parameters": parameters}
+    newer = without(older, "rope_scaling", "rope_theta", "rope_local_base_freq") | {
+        "rope_parameters": parameters
+    }
     assert model_config_from_hf(older) == model_config_from_hf(newer)
     sliding, full = model_config_from_hf(newer).layers
     assert (sliding.window, sliding.rope) == (16, Rope(1e4))
@@ -113,7 +132,10 @@ def windows(config: dict[str, Any]) -> list[int | None]:
 def test_windows_of_each_family() -> None:
     four = {"num_hidden_layers": 4}
     assert windows(changed("tiny-mistral", sliding_window=None)) == [None, None]
-    assert windows(without(config_of("tiny-mistral"), "sliding_window")) == [4096, 4096]  # the family's default
+    assert windows(without(config_of("tiny-mistral"), "sliding_window")) == [
+        4096,
+        4096,
+    ]  # the family's default
     qwen = changed("tiny-qwen2", **four, max_window_layers=3, sliding_window=8)
     assert windows(qwen) == [None] * 4
     assert windows(qwen | {"use_sliding_window": True}) == [None, None, None, 8]
@@ -133,16 +155,29 @@ def test_expert_layers() -> None:
     assert experts(decoder_sparse_step=2) == [False, True] * 3
     assert experts(mlp_only_layers=[0, 5]) == [False, True, True, True, True, False]
     config = model_config_from_hf(without(base, "norm_topk_prob"))
-    assert not config.norm_topk_prob and config.expert_intermediate_size == 32 and config.intermediate_size == 128
+    assert (
+        not config.norm_topk_prob
+        and config.expert_intermediate_size == 32
+        and config.intermediate_size == 128
+    )
 
 
 def test_gemma_settings() -> None:
     config = model_config_from_hf(config_of("tiny-gemma2"))
-    assert config.embedding_scale == 8.0 and config.norm_weight_offset == 1.0 and config.post_norms and config.tie_word_embeddings
+    assert (
+        config.embedding_scale == 8.0
+        and config.norm_weight_offset == 1.0
+        and config.post_norms
+        and config.tie_word_embeddings
+    )
     assert config.scale == 24**-0.5 and (config.attention_soft_cap, config.logits_soft_cap) == (8.0, 20.0)
-    absent = model_config_from_hf(without(config_of("tiny-gemma2"), "attn_logit_softcapping", "final_logit_softcapping"))
+    absent = model_config_from_hf(
+        without(config_of("tiny-gemma2"), "attn_logit_softcapping", "final_logit_softcapping")
+    )
     assert (absent.attention_soft_cap, absent.logits_soft_cap) == (50.0, 30.0)  # the family's defaults
-    null = model_config_from_hf(changed("tiny-gemma2", attn_logit_softcapping=None, final_logit_softcapping=None))
+    null = model_config_from_hf(
+        changed("tiny-gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    )
     assert (null.attention_soft_cap, null.logits_soft_cap) == (None, None)
 
 
@@ -152,7 +187,12 @@ def test_biases() -> None:
     config = model_config_from_hf(config_of("tiny-qwen2"))
     assert (config.qkv_bias, config.out_proj_bias, config.mlp_bias) == (True, False, False)
     config = model_config_from_hf(changed("tiny-opt", enable_bias=False))
-    assert (config.qkv_bias, config.out_proj_bias, config.mlp_bias, config.norm) == (False, False, False, "layer_norm")
+    assert (config.qkv_bias, config.out_proj_bias, config.mlp_bias, config.norm) == (
+        False,
+        False,
+        False,
+        "layer_norm",
+    )
 
 
 def test_end_tokens() -> None:
@@ -183,7 +223,11 @@ REFUSED = [
     ("tiny-llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.type"),
     ("tiny-llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling.rope_type"),
     ("tiny-llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
-    ("tiny-llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 3.0}}, "rope_scaling.attention_factor"),
+    (
+        "tiny-llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 3.0}},
+        "rope_scaling.attention_factor",
+    ),
     ("tiny-llama", {"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "rope_scaling.type"),
     ("tiny-llama", {"rope_scaling": [2]}, "rope_scaling"),
     ("tiny-llama", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters.rope_theta"),
@@ -215,7 +259,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "field"), REFUSED, ids=[f"{n}-{json.dumps(c)[:60]}" for n, c, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("name", "changes", "field"), REFUSED, ids=[f"{n}-{json.dumps(c)[:60]}" for n, c, _ in REFUSED]
+)
 def test_what_is_not_supported_is_refused_by_name(name: str, changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         model_config_from_hf(changed(name, **changes))
@@ -227,17 +273,45 @@ def test_what_is_not_supported_is_refused_by_name(name: str, changes: dict[str, 
 HARMLESS = [
     (
         "tiny-llama",
-        {"_name_or_path": "x", "pretraining_tp": 1, "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}},
+        {
+            "_name_or_path": "x",
+            "pretraining_tp": 1,
+            "is_llama_config": True,
+            "rope_interleaved": False,
+            "transformers.js_config": {},
+        },
     ),
-    ("tiny-llama", {"architectures": None, "head_dim": None, "auto_map": {"AutoTokenizer": "x.Y"}, "partial_rotary_factor": 1.0}),
-    ("tiny-opt", {"activation_dropout": 0.0, "dropout": 0.1, "layerdrop": 0.0, "init_std": 0.02, "_remove_final_layer_norm": False}),
-    ("tiny-gemma2", {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window_size": 16}),
+    (
+        "tiny-llama",
+        {
+            "architectures": None,
+            "head_dim": None,
+            "auto_map": {"AutoTokenizer": "x.Y"},
+            "partial_rotary_factor": 1.0,
+        },
+    ),
+    (
+        "tiny-opt",
+        {
+            "activation_dropout": 0.0,
+            "dropout": 0.1,
+            "layerdrop": 0.0,
+            "init_std": 0.02,
+            "_remove_final_layer_norm": False,
+        },
+    ),
+    (
+        "tiny-gemma2",
+        {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window_size": 16},
+    ),
     ("tiny-gemma3_text", {"_sliding_window_pattern": 6, "use_bidirectional_attention": False}),
     ("tiny-qwen2", {"use_mrope": False, "attention_dropout": 0.1}),
 ]
 
 
-@pytest.mark.parametrize(("name", "more"), HARMLESS, ids=[f"{name}-{next(iter(more))}" for name, more in HARMLESS])
+@pytest.mark.parametrize(
+    ("name", "more"), HARMLESS, ids=[f"{name}-{next(iter(more))}" for name, more in HARMLESS]
+)
 def test_harmless_keys_change_nothing(name: str, more: dict[str, Any]) -> None:
     assert model_config_from_hf(changed(name, **more)) == model_config_from_hf(config_of(name))
 
@@ -250,7 +324,11 @@ JSON = st.recursive(
 NAMES = st.sampled_from(paths.TINY_MODELS)
 
 
-@given(NAMES, st.text(min_size=1, max_size=20).map(lambda key: f"new_{key}"), JSON.filter(lambda value: value is not None))
+@given(
+    NAMES,
+    st.text(min_size=1, max_size=20).map(lambda key: f"new_{key}"),
+    JSON.filter(lambda value: value is not None),
+)
 def test_a_key_nobody_knows_is_refused_by_name(name: str, key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         model_config_from_hf(changed(name, **{key: value}))

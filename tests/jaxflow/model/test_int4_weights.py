@@ -1,4 +1,6 @@
-"""Weights in 4 bits: quantised on load from any checkpoint, cut between groups; what cannot be cut is refused."""
+"""Weights in 4 bits: quantised on load from any checkpoint, cut between groups; what cannot be cut is
+refused.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -37,20 +39,32 @@ def same(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32), err_msg=str(path))
 
 
-@pytest.mark.parametrize(("name", "tp"), [("tiny-llama", 1), ("tiny-mixtral", 1), ("tiny-opt", 1), ("tiny-qwen3", 2)])
+@pytest.mark.parametrize(
+    ("name", "tp"), [("tiny-llama", 1), ("tiny-mixtral", 1), ("tiny-opt", 1), ("tiny-qwen3", 2)]
+)
 def test_matrices_are_quantised_on_load_and_all_else_stays(name: str, tp: int) -> None:
     """On two devices as on one: a shard's groups are those of the whole."""
     mesh = make_mesh(tp)
     wide, found = load(name, mesh=mesh), load(name, mesh=mesh, quantization="int4")
     config = open_checkpoint(str(paths.MODELS / name)).model_config
-    told, specs = shapes(config, tp, jnp.float32, quantization="int4"), shardings(config, mesh, quantization="int4")
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), found) == jax.tree.map(lambda a: (a.shape, a.dtype), told)
+    told, specs = (
+        shapes(config, tp, jnp.float32, quantization="int4"),
+        shardings(config, mesh, quantization="int4"),
+    )
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), found) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), told
+    )
     assert jax.tree.map(lambda a: a.sharding.spec, found) == specs
     assert specs["layers"][0]["out_proj"] == Int4(*[PartitionSpec(None, "tp")] * 3)  # pyright: ignore
     for layer, before in zip(found["layers"], wide["layers"], strict=True):
-        assert {key for key, leaf in layer.items() if is_int4(leaf)} == {key for key in QUANTIZED if key in before}
+        assert {key for key, leaf in layer.items() if is_int4(leaf)} == {
+            key for key in QUANTIZED if key in before
+        }
         for key, leaf in layer.items():
-            same(jax.device_get(leaf), jax.jit(quantize_int4)(np.asarray(before[key])) if is_int4(leaf) else before[key])
+            same(
+                jax.device_get(leaf),
+                jax.jit(quantize_int4)(np.asarray(before[key])) if is_int4(leaf) else before[key],
+            )
     same({k: v for k, v in found.items() if k != "layers"}, {k: v for k, v in wide.items() if k != "layers"})
 
 
@@ -85,6 +99,8 @@ def test_a_forward_is_that_of_the_weights_read_back() -> None:
     bench = drawn.Bench(drawn.config_of("tiny-qwen3"), quantization="int4")
     weights, kv, forward = drawn.plain(bench)
     step = drawn.step(bench.config, 16, (), 3, (9,))
-    read_back = jax.tree.map(lambda w: dequantize_int4(w, jnp.float32) if is_int4(w) else w, weights, is_leaf=is_int4)
+    read_back = jax.tree.map(
+        lambda w: dequantize_int4(w, jnp.float32) if is_int4(w) else w, weights, is_leaf=is_int4
+    )
     on_them = dataclasses.replace(bench, quantization=None).jitted(transformer.forward)
     jax.tree.map(drawn.equal, forward(weights, kv, step), on_them(read_back, kv, step))

@@ -54,7 +54,10 @@ def check(out, want):
 )
 def test_prompt_logprobs(vocab, padding, block, soft_cap, seed):
     rng = np.random.default_rng(seed)
-    hidden, lm_head = rng.normal(size=(6, 8)).astype(np.float32), rng.normal(size=(vocab + padding, 8)).astype(np.float32)
+    hidden, lm_head = (
+        rng.normal(size=(6, 8)).astype(np.float32),
+        rng.normal(size=(vocab + padding, 8)).astype(np.float32),
+    )
     targets = rng.integers(0, vocab, 6).astype(np.int32)
     before, logprobs.VOCABULARY_BLOCK = logprobs.VOCABULARY_BLOCK, block
     try:
@@ -76,7 +79,9 @@ def test_prompt_logprobs_over_a_sharded_vocabulary():
         return logprobs.prompt_logprobs(hidden, lm_head, targets, vocab_size=150, axis="tp")
 
     spec = PartitionSpec
-    sharded = jax.shard_map(body, mesh=mesh, in_specs=(spec(), spec("tp", None), spec()), out_specs=spec(), check_vma=False)
+    sharded = jax.shard_map(
+        body, mesh=mesh, in_specs=(spec(), spec("tp", None), spec()), out_specs=spec(), check_vma=False
+    )
     check(jax.jit(sharded)(hidden, lm_head, targets), reference(hidden, lm_head, targets, 150, None))
 
 

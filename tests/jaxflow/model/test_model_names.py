@@ -48,13 +48,31 @@ def test_a_hub_id_is_the_folder_in_the_cache(monkeypatch: pytest.MonkeyPatch) ->
     same(opened.load("float32"), open_checkpoint(str(paths.MODELS / "tiny-llama")).load("float32"))
     assert open_checkpoint("someone/tiny", load_format="dummy").source is None
     kept = [list(huggingface_hub.utils.filter_repo_objects(FILES, **_patterns(call))) for call in asked]
-    configs = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    configs = [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ]
     assert kept == [[*configs, "model-00001-of-00002.safetensors", INDEX], configs]
 
 
 FILES = [
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-    *("model-00001-of-00002.safetensors", INDEX, "pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors"),
+    *(
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ),
+    *(
+        "model-00001-of-00002.safetensors",
+        INDEX,
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "original/model.safetensors",
+    ),
     *("modeling_custom.py", "README.md"),
 ]
 

@@ -1,7 +1,7 @@
 """The default chat model in 8 and in 4 bits: what its perplexity on real text loses.
 
-The report under benchmarks/ is of all eight windows, through engines; here are the first tokens of one, in one step whose
-ops are compiled one by one, once for all layers.
+The report under benchmarks/ is of all eight windows, through engines; here are the first tokens of one, in
+one step whose ops are compiled one by one, once for all layers.
 """
 
 import functools
@@ -42,11 +42,18 @@ def text():
 
 
 def logprobs(model, text, *, quantize=None, kv=jnp.float32, kernels=REFERENCE):
-    """[TOKENS - 1]: of every token but the first, given those before it. quantize: of the matrices of all layers."""
+    """[TOKENS - 1]: of every token but the first, given those before it. quantize: of the matrices of all
+    layers.
+    """
     config, weights = model
     if quantize is not None:
         quantize = jax.jit(quantize)
-        weights = weights | {"layers": [{k: quantize(w) if k in QUANTIZED else w for k, w in layer.items()} for layer in weights["layers"]]}
+        weights = weights | {
+            "layers": [
+                {k: quantize(w) if k in QUANTIZED else w for k, w in layer.items()}
+                for layer in weights["layers"]
+            ]
+        }
     if kv == jnp.float8_e4m3fn:
         ones = dict.fromkeys(("k_scale", "v_scale"), jnp.ones(config.num_kv_heads))
         weights = weights | {"layers": [layer | ones for layer in weights["layers"]]}
@@ -91,12 +98,21 @@ def few_and_large():
 def costs(model, text, few_and_large):
     wide = logprobs(model, text)
     assert np.exp(-wide.mean()) == pytest.approx(24.09, abs=0.01)  # as an engine scores these tokens
-    return {way: moved(logprobs(model, text, **numbers), wide) | {"wide": np.exp(-wide.mean())} for way, numbers in WAYS.items()}
+    return {
+        way: moved(logprobs(model, text, **numbers), wide) | {"wide": np.exp(-wide.mean())}
+        for way, numbers in WAYS.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("way", "lost", "off"),
-    [("fp8 KV", 0.0, 0.03), ("fp8", 0.0, 0.04), ("fp8, fp8 KV", 0.03, 0.05), ("4-bit KV", 0.16, 0.08), ("int4", 0.18, 0.08)],
+    [
+        ("fp8 KV", 0.0, 0.03),
+        ("fp8", 0.0, 0.04),
+        ("fp8, fp8 KV", 0.03, 0.05),
+        ("4-bit KV", 0.16, 0.08),
+        ("int4", 0.18, 0.08),
+    ],
 )
 def test_what_few_bits_cost(way, lost, off, costs):
     assert costs[way]["perplexity"] / costs[way]["wide"] - 1 == pytest.approx(lost, abs=off)
@@ -105,5 +121,10 @@ def test_what_few_bits_cost(way, lost, off, costs):
 def test_it_is_few_bits_that_ran(costs):
     """Tokens moved, and the more the fewer the bits."""
     moved_by = {way: cost["mean_moved"] for way, cost in costs.items()}
-    eight = moved_by["fp8"], moved_by["fp8, fp8 KV"]  # of so few tokens, rounding both may happen to move less than rounding one
-    assert 0.02 < moved_by["fp8 KV"] < min(eight) <= max(eight) < moved_by["4-bit KV"] < moved_by["int4"] < 0.8
+    eight = (
+        moved_by["fp8"],
+        moved_by["fp8, fp8 KV"],
+    )  # of so few tokens, rounding both may happen to move less than rounding one
+    assert (
+        0.02 < moved_by["fp8 KV"] < min(eight) <= max(eight) < moved_by["4-bit KV"] < moved_by["int4"] < 0.8
+    )

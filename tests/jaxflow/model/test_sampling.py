@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxflow.model import sampling, slot_params
-from jaxflow.model.slot_params import BIASED, NO_TOKEN, SUPPRESSED, count_tokens, empty_slots, set_slot, slot_values
+from jaxflow.model.slot_params import (
+    BIASED,
+    NO_TOKEN,
+    SUPPRESSED,
+    count_tokens,
+    empty_slots,
+    set_slot,
+    slot_values,
+)
 
 VOCAB, PADDED, ROWS, SLOTS = 50, 64, 4, 6
 PLAIN = jax.jit(sampling.plain)
@@ -44,7 +52,9 @@ def fill_slot(params, counts, slot, values, prompt=(), output=(), piece=8):
     return params, counts
 
 
-def adjusted(logits, prompt, output, position, bias, suppressed, min_position, repetition, presence, frequency):
+def adjusted(
+    logits, prompt, output, position, bias, suppressed, min_position, repetition, presence, frequency
+):
     """Bias, suppression and penalties, one token after the other."""
     x = np.array(logits, np.float64)
     for token, value in bias.items():
@@ -75,7 +85,9 @@ def filtered(x, temperature, min_p, top_k, top_p):
 
 token_ids = st.integers(0, VOCAB - 1)
 # No subnormal numbers: XLA takes them for zero, numpy does not.
-value = st.sampled_from([-3.0, -1.5, -0.0, 0.0, 0.5, 0.5, 2.0, 4.0]) | st.floats(-8, 8, width=32, allow_subnormal=False)
+value = st.sampled_from([-3.0, -1.5, -0.0, 0.0, 0.5, 0.5, 2.0, 4.0]) | st.floats(
+    -8, 8, width=32, allow_subnormal=False
+)
 row_settings = st.fixed_dictionaries(
     {
         "logits": st.lists(value, min_size=VOCAB, max_size=VOCAB),
@@ -106,29 +118,56 @@ def test_full_is_what_vllm_means(full, rows, slots):
     logits = np.full((ROWS, PADDED), -np.inf, np.float32)
     for i, r in enumerate(rows):
         logits[i, :VOCAB] = np.array(r["logits"]) + 0.0  # lax.top_k would put 0 before -0
-        names = {"repetition": "repetition_penalty", "presence": "presence_penalty", "frequency": "frequency_penalty"}
+        names = {
+            "repetition": "repetition_penalty",
+            "presence": "presence_penalty",
+            "frequency": "frequency_penalty",
+        }
         kept = ("min_p", "top_k", "top_p", "min_position", "suppressed")
-        values = slot_values(**{k: r[k] for k in kept}, **{n: r[k] for k, n in names.items()}, logit_bias=r["bias"])
+        values = slot_values(
+            **{k: r[k] for k in kept}, **{n: r[k] for k, n in names.items()}, logit_bias=r["bias"]
+        )
         params, counts = fill_slot(params, counts, slots[i], values, r["prompt"], r["output"])
-    temperature, seed = np.array([r["temperature"] for r in rows], np.float32), seeds_of(r["seed"] for r in rows)
+    temperature, seed = (
+        np.array([r["temperature"] for r in rows], np.float32),
+        seeds_of(r["seed"] for r in rows),
+    )
     position = np.array([r["position"] for r in rows], np.int32)
     tokens, after, out = full(logits, temperature, seed, position, slots, params, counts)
     u = np.asarray(sampling.uniform(seed, position))
     for i, r in enumerate(rows):
         token = int(tokens[i])
-        keys = ("prompt", "output", "position", "bias", "suppressed", "min_position", "repetition", "presence", "frequency")
+        keys = (
+            "prompt",
+            "output",
+            "position",
+            "bias",
+            "suppressed",
+            "min_position",
+            "repetition",
+            "presence",
+            "frequency",
+        )
         x = adjusted(logits[i, :VOCAB], **{k: r[k] for k in keys})
         if r["temperature"] == 0:
             assert x[token] >= x.max() - 1e-5
         else:
             sharp, wide = (
-                filtered(x, r["temperature"], min(1.0, r["min_p"] * (1 - e)), r["top_k"], min(1.0, r["top_p"] * (1 + e)))
+                filtered(
+                    x,
+                    r["temperature"],
+                    min(1.0, r["min_p"] * (1 - e)),
+                    r["top_k"],
+                    min(1.0, r["top_p"] * (1 + e)),
+                )
                 for e in (-1e-5, 1e-5)
             )
             lowest = x[wide > 0].min()
             below = lowest - 1e-5 * max(1.0, abs(lowest))  # what is a tie in float32
             assert x[token] >= below
-            if ((sharp > 0) == ((wide > 0) | (x >= below))).all():  # no limit within rounding of a token: the very draw is known
+            if (
+                (sharp > 0) == ((wide > 0) | (x >= below))
+            ).all():  # no limit within rounding of a token: the very draw is known
                 assert wide[:token].sum() - 1e-5 <= u[i] <= wide[: token + 1].sum() + 1e-5
         exact = np.zeros(PADDED, int)
         np.add.at(exact, r["output"], 1)
@@ -161,14 +200,37 @@ def test_rows_a_block_at_a_time_are_rows_together(rows, most):
     rng = np.random.default_rng(rows)
     params, counts = empty_slots(SLOTS, PADDED)
     for slot in range(SLOTS):
-        chosen = slot_values(top_k=slot, top_p=0.9, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2)
-        params, counts = fill_slot(params, counts, slot, chosen, rng.integers(0, VOCAB, 4).tolist(), rng.integers(0, VOCAB, 4).tolist())
+        chosen = slot_values(
+            top_k=slot, top_p=0.9, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.2
+        )
+        params, counts = fill_slot(
+            params,
+            counts,
+            slot,
+            chosen,
+            rng.integers(0, VOCAB, 4).tolist(),
+            rng.integers(0, VOCAB, 4).tolist(),
+        )
     logits = np.full((rows, PADDED), -np.inf, np.float32)
     logits[:, :VOCAB] = rng.normal(size=(rows, VOCAB)) * 3
-    temperature, position = rng.choice([0.0, 0.7, 1.5], rows).astype(np.float32), rng.integers(1, 40, rows).astype(np.int32)
+    temperature, position = (
+        rng.choice([0.0, 0.7, 1.5], rows).astype(np.float32),
+        rng.integers(1, 40, rows).astype(np.int32),
+    )
     slots = np.where(np.arange(rows) == 1, -1, rng.permutation(SLOTS)[:rows]).astype(np.int32)
-    asked = logits, temperature, seeds_of(rng.integers(0, 2**62, rows).tolist()), position, slots, params, counts
-    together, apart = FULL(*asked), jax.jit(functools.partial(sampling.full_by_rows, most=most), compiler_options=OFTEN)(*asked)
+    asked = (
+        logits,
+        temperature,
+        seeds_of(rng.integers(0, 2**62, rows).tolist()),
+        position,
+        slots,
+        params,
+        counts,
+    )
+    together, apart = (
+        FULL(*asked),
+        jax.jit(functools.partial(sampling.full_by_rows, most=most), compiler_options=OFTEN)(*asked),
+    )
     for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -193,13 +255,21 @@ def test_rows_of_minus_infinity_are_harmless():
     logits = np.full((4, PADDED), -np.inf, np.float32)
     logits[1, 3] = 2.0  # one possible token
     params, counts = empty_slots(SLOTS, PADDED)
-    params, counts = fill_slot(params, counts, 2, slot_values(top_p=0.5, top_k=3, min_p=0.1, repetition_penalty=1.5))
+    params, counts = fill_slot(
+        params, counts, 2, slot_values(top_p=0.5, top_k=3, min_p=0.1, repetition_penalty=1.5)
+    )
     temperature, seed, position = np.ones(4, np.float32), seeds_of(range(4)), np.arange(4, dtype=np.int32)
     slots = np.array([2, 1, SLOTS, -1], np.int32)
     tokens, after, out = FULL(logits, temperature, seed, position, slots, params, counts)
-    assert np.asarray(tokens).tolist() == [0, 3, 0, 0] == np.asarray(PLAIN(logits, temperature, seed, position)).tolist()
+    assert (
+        np.asarray(tokens).tolist()
+        == [0, 3, 0, 0]
+        == np.asarray(PLAIN(logits, temperature, seed, position)).tolist()
+    )
     assert np.asarray(out.chosen)[1] == 0 and not np.isnan(np.asarray(after)).any()
-    assert int(np.asarray(after).sum()) == 2  # the rows without a slot count nothing, the last slot is not slot -1
+    assert (
+        int(np.asarray(after).sum()) == 2
+    )  # the rows without a slot count nothing, the last slot is not slot -1
 
 
 def test_a_draw_depends_on_seed_and_position_only():
@@ -237,13 +307,25 @@ def test_seeds_and_positions_both_matter():
 
 
 @pytest.mark.parametrize("full", [FULL, of_few_blocks])
-@pytest.mark.parametrize("kwargs", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.8, "min_p": 0.02}])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.8, "min_p": 0.02}]
+)
 def test_frequencies(kwargs, full):
     """Draws at many positions fall as the probabilities say (chi-square at a fixed seed)."""
     n = 4096
     logits = np.tile(random_logits(1, seed=5, scale=1.5), (n, 1))
-    expected = filtered(logits[0, :VOCAB].astype(np.float64), 0.8, **({"top_k": 0, "top_p": 1.0, "min_p": 0.0} | kwargs)) * n
-    args = (logits, np.full(n, 0.8, np.float32), np.tile(seeds_of([123456789]), (n, 1)), np.arange(n, dtype=np.int32))
+    expected = (
+        filtered(
+            logits[0, :VOCAB].astype(np.float64), 0.8, **({"top_k": 0, "top_p": 1.0, "min_p": 0.0} | kwargs)
+        )
+        * n
+    )
+    args = (
+        logits,
+        np.full(n, 0.8, np.float32),
+        np.tile(seeds_of([123456789]), (n, 1)),
+        np.arange(n, dtype=np.int32),
+    )
     if kwargs:
         params, counts = empty_slots(n, PADDED)
         values = slot_values(**kwargs)
@@ -268,7 +350,15 @@ def test_ties_at_a_limit_are_kept():
     seen = [set(), set()]
     for position in range(60):
         slots = np.array([0, 1, SLOTS, SLOTS], np.int32)
-        tokens = FULL(logits, np.ones(4, np.float32), seeds_of(range(4)), np.full(4, position, np.int32), slots, params, counts)[0]
+        tokens = FULL(
+            logits,
+            np.ones(4, np.float32),
+            seeds_of(range(4)),
+            np.full(4, position, np.int32),
+            slots,
+            params,
+            counts,
+        )[0]
         seen[0].add(int(tokens[0]))
         seen[1].add(int(tokens[1]))
     assert seen == [{0, 1, 2, 3}] * 2
@@ -278,7 +368,11 @@ def test_slots_are_reset_and_counts_saturate():
     params, counts = empty_slots(2, PADDED)
     params, counts = fill_slot(params, counts, 1, slot_values(top_k=4), prompt=[1, 2, 2], output=[2, 3, 3])
     row = np.asarray(counts[1])
-    assert (row[1], row[2], row[3]) == (slot_params.IN_PROMPT, slot_params.IN_PROMPT | 1, 2) and not np.asarray(counts[0]).any()
+    assert (row[1], row[2], row[3]) == (
+        slot_params.IN_PROMPT,
+        slot_params.IN_PROMPT | 1,
+        2,
+    ) and not np.asarray(counts[0]).any()
     counts = counts.at[1, 3].set(slot_params.COUNT)
     counts = COUNT(counts, 1, np.array([3], np.int32), np.array([True]))
     counts = slot_params.count_drawn(counts, np.array([1], np.int32), np.array([3], np.int32))
@@ -286,7 +380,8 @@ def test_slots_are_reset_and_counts_saturate():
     params, counts = fill_slot(params, counts, 1, slot_values())
     assert not np.asarray(counts).any()
     assert all(
-        (np.asarray(a[1]) == np.asarray(v)).all() for a, v in zip(jax.tree.leaves(params), jax.tree.leaves(slot_values()), strict=True)
+        (np.asarray(a[1]) == np.asarray(v)).all()
+        for a, v in zip(jax.tree.leaves(params), jax.tree.leaves(slot_values()), strict=True)
     )
 
 

@@ -11,7 +11,8 @@ from jaxflow.model import sampling, slot_params
 from pallas_kernels import reference, token_limits
 
 ROWS, SLOTS, VOCAB = 128, 256, 128256
-# Who compiles every fusion once more, to see whether its tiles can be compiled, takes a quarter of the time: arrays are the same.
+# Who compiles every fusion once more, to see whether its tiles can be compiled, takes a quarter of the time:
+# arrays are the same.
 ONCE = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
 
@@ -31,10 +32,14 @@ def test_plain_makes_no_array_of_the_logits_size():
 
 @pytest.mark.parametrize(("search", "arrays"), [(token_limits.token_limits, 1), (reference.token_limits, 2)])
 def test_full_makes_few_and_counts_in_place(search, arrays):
-    """The adjusted logits, the rows of the counts, and what logits weigh where the twin searches; no copy of all counts."""
+    """The adjusted logits, the rows of the counts, and what logits weigh where the twin searches; no copy of
+    all counts.
+    """
     params, counts = jax.eval_shape(lambda: slot_params.empty_slots(SLOTS, VOCAB))
     full = functools.partial(sampling.full, search=search)
-    found = compile_for_h200(full, *arguments(params=params, counts=counts), donate_argnums=(6,), options=ONCE)
+    found = compile_for_h200(
+        full, *arguments(params=params, counts=counts), donate_argnums=(6,), options=ONCE
+    )
     assert found.memory.temp_size_in_bytes < (arrays + 0.7) * ROWS * VOCAB * 4
     assert found.memory.alias_size_in_bytes == SLOTS * VOCAB * 2
     assert found.copies((SLOTS, VOCAB)) == 0
@@ -44,14 +49,24 @@ def test_of_many_rows_it_makes_as_few_as_of_a_block():
     rows = 4 * sampling.ROWS
     params, counts = jax.eval_shape(lambda: slot_params.empty_slots(rows, VOCAB))
     full = functools.partial(sampling.full_by_rows, search=token_limits.token_limits)
-    found = compile_for_h200(full, *arguments(rows, params=params, counts=counts), donate_argnums=(6,), options=ONCE)
-    assert found.memory.temp_size_in_bytes < 2.7 * sampling.ROWS * VOCAB * 4  # a block's logits are cut out of all
+    found = compile_for_h200(
+        full, *arguments(rows, params=params, counts=counts), donate_argnums=(6,), options=ONCE
+    )
+    assert (
+        found.memory.temp_size_in_bytes < 2.7 * sampling.ROWS * VOCAB * 4
+    )  # a block's logits are cut out of all
     assert found.memory.alias_size_in_bytes == rows * VOCAB * 2
     assert found.copies((rows, VOCAB)) == 0
 
 
 def test_a_large_device_takes_more_rows_at_once_and_no_more_than_its_part():
-    assert [sampling.rows_at_once(gib << 30, 128256) for gib in (0, 24, 80, 120, 141)] == [128, 128, 512, 1024, 1024]
+    assert [sampling.rows_at_once(gib << 30, 128256) for gib in (0, 24, 80, 120, 141)] == [
+        128,
+        128,
+        512,
+        1024,
+        1024,
+    ]
     for gib in (24, 80, 141, 288):
         rows = sampling.rows_at_once(gib << 30, 151936)
         assert rows == sampling.ROWS or rows * 151936 * sampling.ROW_BYTES <= (gib << 30) / 80

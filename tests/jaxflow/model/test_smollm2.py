@@ -1,4 +1,6 @@
-"""The default chat model, from its GGUF file: its golden through the Python API, and its perplexity through prompt log-probabilities."""
+"""The default chat model, from its GGUF file: its golden through the Python API, and its perplexity through
+prompt log-probabilities.
+"""
 
 import json
 
@@ -15,9 +17,18 @@ SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf):
-    """Compiled with some care: here running takes the time, nearly all of it in products that XLA has from a library."""
+    """Compiled with some care: here running takes the time, nearly all of it in products that XLA has from a
+    library.
+    """
     with compiled_with(OFTEN | EMITTERS_AS_XLA_HAS):
-        made = LLM(str(smollm2_gguf), max_model_len=1152, max_num_batched_tokens=256, step_sizes="8", max_num_seqs=8, progress=False)
+        made = LLM(
+            str(smollm2_gguf),
+            max_model_len=1152,
+            max_num_batched_tokens=256,
+            step_sizes="8",
+            max_num_seqs=8,
+            progress=False,
+        )
     with made as llm:
         yield llm
         assert llm.driver.stats().compilations_after_warmup == 0
@@ -68,13 +79,18 @@ def test_a_chat_is_its_template_as_a_prompt(llm, golden):
 
 @pytest.mark.parametrize("name, number", [("smollm2_ppl", 8), ("smollm2_ppl_rawtext", 2)])
 def test_perplexity(llm, name, number):
-    """All windows of the text; two of the same text with its blank lines, each of which takes 5 s, held to their own sums."""
+    """All windows of the text; two of the same text with its blank lines, each of which takes 5 s, held to
+    their own sums.
+    """
     reference = json.loads((paths.PPL / f"{name}.json").read_text())
     windows = np.load(paths.PPL.parent / reference["tokens_file"])[:number]
     outputs = llm.generate(windows.tolist(), SCORED, use_tqdm=False)
     found = np.array(
         [
-            [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], window[1:], strict=True)]
+            [
+                entry[token].logprob
+                for entry, token in zip(output.prompt_logprobs[1:], window[1:], strict=True)
+            ]
             for output, window in zip(outputs, windows.tolist(), strict=True)
         ]
     )

@@ -1,4 +1,6 @@
-"""The fused layouts, against loops over heads and rows; what each shard holds is what its heads and its MLP columns need."""
+"""The fused layouts, against loops over heads and rows; what each shard holds is what its heads and its MLP
+columns need.
+"""
 
 import dataclasses
 import json
@@ -22,7 +24,9 @@ from pallas_kernels.reference import dequantize, quantize_rows
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:
-    return dataclasses.replace(model_config_from_hf(json.loads((paths.MODELS / name / "config.json").read_text())), **changes)
+    return dataclasses.replace(
+        model_config_from_hf(json.loads((paths.MODELS / name / "config.json").read_text())), **changes
+    )
 
 
 def random_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
@@ -30,7 +34,9 @@ def random_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in tensors(config).items()}
 
 
-def assembled(config: ModelConfig, source: dict[str, np.ndarray], tp: int, dtype: Any = np.float32) -> Weights:
+def assembled(
+    config: ModelConfig, source: dict[str, np.ndarray], tp: int, dtype: Any = np.float32
+) -> Weights:
     return jax.tree.map(lambda leaf: assemble(leaf, source.__getitem__, dtype), leaves(config, tp))
 
 
@@ -61,7 +67,9 @@ def test_each_shard_holds_its_heads(name: str, tp: int) -> None:
             q, k, v = (source[f"{prefix}self_attn.{role}_proj.{suffix}"] for role in "qkv")
             at = 0
             for group in range(local_kv):
-                first = s * local_q + group * (local_q // local_kv)  # query heads keep their order over the shards
+                first = s * local_q + group * (
+                    local_q // local_kv
+                )  # query heads keep their order over the shards
                 for head in range(first, first + local_q // local_kv):
                     np.testing.assert_array_equal(rows[at : at + h], q[head * h : (head + 1) * h])
                     at += h
@@ -71,7 +79,10 @@ def test_each_shard_holds_its_heads(name: str, tp: int) -> None:
                 at += 2 * h
             assert at == len(rows)
         columns = shard(layer["out_proj"], 1, s, tp)
-        np.testing.assert_array_equal(columns, source[f"{prefix}self_attn.{out_name}.weight"][:, s * local_q * h : (s + 1) * local_q * h])
+        np.testing.assert_array_equal(
+            columns,
+            source[f"{prefix}self_attn.{out_name}.weight"][:, s * local_q * h : (s + 1) * local_q * h],
+        )
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -88,7 +99,9 @@ def test_the_shards_of_the_mlp_add_up(name: str, tp: int) -> None:
         if config.mlp_bias:
             y = y + shard(layer["up_gate_bias"], 0, s, tp)
         if config.gated_mlp:
-            y = np.concatenate([np.tanh(two[:block]) * two[block:] for two in np.split(y, len(y) // (2 * block))])
+            y = np.concatenate(
+                [np.tanh(two[:block]) * two[block:] for two in np.split(y, len(y) // (2 * block))]
+            )
         else:
             y = np.tanh(y)
         total = total + shard(layer["down"], 1, s, tp) @ y
@@ -96,7 +109,9 @@ def test_the_shards_of_the_mlp_add_up(name: str, tp: int) -> None:
         gate, up, down = (source[f"model.layers.0.mlp.{role}_proj.weight"] for role in ("gate", "up", "down"))
         expected = down @ (np.tanh(gate @ x) * (up @ x))
     else:
-        up, bias, down = (source[f"model.decoder.layers.0.{role}"] for role in ("fc1.weight", "fc1.bias", "fc2.weight"))
+        up, bias, down = (
+            source[f"model.decoder.layers.0.{role}"] for role in ("fc1.weight", "fc1.bias", "fc2.weight")
+        )
         expected = down @ np.tanh(up @ x + bias)
         np.testing.assert_array_equal(layer["down_bias"], source["model.decoder.layers.0.fc2.bias"])
     np.testing.assert_allclose(total, expected, rtol=1e-12)
@@ -117,7 +132,9 @@ def test_the_shards_of_each_expert_add_up(name: str, tp: int) -> None:
         total = 0.0
         for s in range(tp):
             y = shard(layer["expert_up_gate"], 1, s, tp)[expert] @ x
-            y = np.concatenate([np.tanh(two[:block]) * two[block:] for two in np.split(y, len(y) // (2 * block))])
+            y = np.concatenate(
+                [np.tanh(two[:block]) * two[block:] for two in np.split(y, len(y) // (2 * block))]
+            )
             total = total + shard(layer["expert_down"], 2, s, tp)[expert] @ y
         gate, up, down = (source[f"{prefix}.experts.{expert}.{role}.weight"] for role in roles)
         np.testing.assert_allclose(total, down @ (np.tanh(gate @ x) * (up @ x)), rtol=1e-12)
@@ -145,7 +162,9 @@ def test_norms_and_positions_keep_their_places() -> None:
     ):
         config = config_of(name)
         source = random_tensors(config)
-        np.testing.assert_array_equal(assembled(config, source, 1)["layers"][0][key], source[f"model.layers.0.{tensor}"])
+        np.testing.assert_array_equal(
+            assembled(config, source, 1)["layers"][0][key], source[f"model.layers.0.{tensor}"]
+        )
     config = config_of("tiny-opt")
     source = random_tensors(config)
     weights = assembled(config, source, 2)
@@ -153,7 +172,9 @@ def test_norms_and_positions_keep_their_places() -> None:
     np.testing.assert_array_equal(weights["final_norm_bias"], source["model.decoder.final_layer_norm.bias"])
 
 
-@pytest.mark.parametrize(("vocabulary", "tp", "rows"), [(512, 1, 512), (500, 1, 512), (513, 1, 576), (500, 4, 512), (513, 4, 768)])
+@pytest.mark.parametrize(
+    ("vocabulary", "tp", "rows"), [(512, 1, 512), (500, 1, 512), (513, 1, 576), (500, 4, 512), (513, 4, 768)]
+)
 def test_the_vocabulary_is_padded_with_zeros(vocabulary: int, tp: int, rows: int) -> None:
     config = config_of("tiny-llama", vocab_size=vocabulary)
     source = random_tensors(config)
@@ -165,10 +186,20 @@ def test_the_vocabulary_is_padded_with_zeros(vocabulary: int, tp: int, rows: int
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 3), st.integers(0, 2), st.integers(1, 3))
-def test_repeated_rows_name_the_rows_they_repeat(kv_heads: int, more_queries: int, more_devices: int, half_dim: int) -> None:
-    """The row table of repeated heads (dummy and converted weights use it) agrees with arranging from the tensors."""
+def test_repeated_rows_name_the_rows_they_repeat(
+    kv_heads: int, more_queries: int, more_devices: int, half_dim: int
+) -> None:
+    """The row table of repeated heads (dummy and converted weights use it) agrees with arranging from the
+    tensors.
+    """
     tp = kv_heads << more_devices
-    config = config_of("tiny-llama", num_kv_heads=kv_heads, num_heads=tp << more_queries, head_dim=2 * half_dim, intermediate_size=64 * tp)
+    config = config_of(
+        "tiny-llama",
+        num_kv_heads=kv_heads,
+        num_heads=tp << more_queries,
+        head_dim=2 * half_dim,
+        intermediate_size=64 * tp,
+    )
     leaf, alone = leaves(config, tp)["layers"][0]["qkv"], leaves(config, 1)["layers"][0]["qkv"]
     source = random_tensors(config)
     repeated, whole = (assemble(one, source.__getitem__, np.float32) for one in (leaf, alone))
@@ -219,7 +250,9 @@ def test_dummy_weights_keep_activations_sane() -> None:
     assert not layer["attn_norm"].any() and not weights["final_norm"].any()  # these norms scale by 1 + w
     assert not weights["embed"][500:].any() and weights["embed"][499].all()
     # No row, no matrix and no layer is like another.
-    rows = np.concatenate([layer["up_gate"], weights["layers"][1]["up_gate"], layer["qkv"], weights["embed"][:500]])
+    rows = np.concatenate(
+        [layer["up_gate"], weights["layers"][1]["up_gate"], layer["qkv"], weights["embed"][:500]]
+    )
     alike = np.corrcoef(rows) - np.eye(len(rows))
     assert np.abs(alike).max() < 6 / 256**0.5
     opt = dummy_weights(config_of("tiny-opt"), jnp.float32)
@@ -234,7 +267,9 @@ def test_dummy_weights_are_the_same_numbers_on_every_mesh(name: str) -> None:
     for tp in (1, 2, 4):
         mesh = make_mesh(tp)
         spread = dummy_weights(config, jnp.float32, mesh, seed=3)
-        for leaf, mine, other in zip(jax.tree.leaves(leaves(config, tp)), jax.tree.leaves(alone), jax.tree.leaves(spread), strict=True):
+        for leaf, mine, other in zip(
+            jax.tree.leaves(leaves(config, tp)), jax.tree.leaves(alone), jax.tree.leaves(spread), strict=True
+        ):
             assert other.sharding.spec == leaf.spec and len(other.sharding.device_set) == tp
             expected = np.asarray(mine) if leaf.rows is None else np.asarray(mine)[leaf.rows]
             np.testing.assert_array_equal(np.asarray(other)[: len(expected)], expected)
@@ -258,18 +293,31 @@ def test_dummy_weights_compile_once_a_kind_of_layer(monkeypatch: pytest.MonkeyPa
 def test_an_mlp_of_8_bits_is_filled_up_to_whole_blocks_of_each_device() -> None:
     """Of 2016 columns and 32 of zeros; the numbers before them are those of the plain layout, dummy ones too."""
     assert [mlp_width(29568, tp, "fp8") for tp in (1, 2, 4)] == [29568, 29696, 29696]  # Qwen2-72B
-    assert mlp_width(29568, 2, None) == mlp_width(29568, 2, "int4") == 29568 and mlp_width(176, 2, "fp8") == 176
+    assert (
+        mlp_width(29568, 2, None) == mlp_width(29568, 2, "int4") == 29568 and mlp_width(176, 2, "fp8") == 176
+    )
     config = config_of("tiny-llama", intermediate_size=2016)
     config = dataclasses.replace(config, layers=config.layers[:1])
     source = random_tensors(config)
-    filled = jax.tree.map(lambda leaf: assemble(leaf, source.__getitem__, np.float32), leaves(config, 2, quantization="fp8"))
+    filled = jax.tree.map(
+        lambda leaf: assemble(leaf, source.__getitem__, np.float32), leaves(config, 2, quantization="fp8")
+    )
     for key, (rows, columns) in {"up_gate": (4032, None), "down": (None, 2016)}.items():
         plain, wide = assembled(config, source, 2)["layers"][0][key], filled["layers"][0][key]
         np.testing.assert_array_equal(wide[:rows, :columns], plain)
-        assert np.count_nonzero(wide) == np.count_nonzero(plain) and max(wide.shape) == max(rows or 0, columns or 0) // 63 * 64
-    drawn = {tp: dummy_weights(config, jnp.float32, make_mesh(tp), quantization="fp8")["layers"][0] for tp in (1, 2)}
+        assert (
+            np.count_nonzero(wide) == np.count_nonzero(plain)
+            and max(wide.shape) == max(rows or 0, columns or 0) // 63 * 64
+        )
+    drawn = {
+        tp: dummy_weights(config, jnp.float32, make_mesh(tp), quantization="fp8")["layers"][0]
+        for tp in (1, 2)
+    }
     plain = dummy_weights(config, jnp.float32)["layers"][0]
     for key in ("up_gate", "down"):
         one, two = (np.asarray(dequantize(drawn[tp][key])) for tp in (1, 2))
         np.testing.assert_array_equal(one, two)
-        np.testing.assert_array_equal(np.asarray(dequantize(quantize_rows(plain[key]))), one[: plain[key].shape[0], : plain[key].shape[1]])
+        np.testing.assert_array_equal(
+            np.asarray(dequantize(quantize_rows(plain[key]))),
+            one[: plain[key].shape[0], : plain[key].shape[1]],
+        )

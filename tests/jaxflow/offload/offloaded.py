@@ -22,12 +22,20 @@ PROMPT, OUTPUT = 40, 6
 
 
 def policy(model: str, **changes: Any) -> Policy:
-    fields: dict[str, Any] = {"model": model, "prompt_tokens": PROMPT, "output_tokens": OUTPUT, "gpu_batch_size": 3, "num_gpu_batches": 2}
+    fields: dict[str, Any] = {
+        "model": model,
+        "prompt_tokens": PROMPT,
+        "output_tokens": OUTPUT,
+        "gpu_batch_size": 3,
+        "num_gpu_batches": 2,
+    }
     return Policy(**(fields | {"weights": DEVICE, "kv": DEVICE, "activations": DEVICE} | changes))
 
 
 @contextlib.contextmanager
-def runtime(model: str, folder: Any, *, page_size: int = 16, tp: int = 1, **changes: Any) -> Iterator[Runtime]:
+def runtime(
+    model: str, folder: Any, *, page_size: int = 16, tp: int = 1, **changes: Any
+) -> Iterator[Runtime]:
     """A warm runtime over a toy checkpoint; it leaves neither thread nor file. changes: of the policy."""
     before = {thread for thread in threading.enumerate() if not thread.daemon}
     made = start(
@@ -71,6 +79,8 @@ def run(made: Runtime, asked: Sequence[Request]) -> list[list[int]]:
 
 
 def goldens(model: str, copies: int = 2) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts that the policy's block takes, and what the plain engine continues them with, in more rows than a block has."""
+    """Prompts that the policy's block takes, and what the plain engine continues them with, in more rows than
+    a block has.
+    """
     found = [p for p in paths.golden(model)["prompts"] if p["prompt_len"] <= PROMPT]
     return [p["prompt_ids"] for p in found] * copies, [p["greedy_ids"][:OUTPUT] for p in found] * copies

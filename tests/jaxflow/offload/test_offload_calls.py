@@ -1,4 +1,6 @@
-"""Calls of one offloaded model: left halfway, one inside another, from several threads. Each gets its own tokens, or is refused by name."""
+"""Calls of one offloaded model: left halfway, one inside another, from several threads. Each gets its own
+tokens, or is refused by name.
+"""
 
 import threading
 from collections.abc import Callable
@@ -19,7 +21,9 @@ from jaxflow.offload.traffic import Traffic
 from jaxflow.offload.verbs import Verbs
 
 PATIENCE_S = 60.0
-OTHERS = [[7 + i] * 20 for i in range(6)]  # prompts of a block that is left halfway: unlike those that follow it
+OTHERS = [
+    [7 + i] * 20 for i in range(6)
+]  # prompts of a block that is left halfway: unlike those that follow it
 
 
 def within(work: Callable[[], Any]) -> Any:
@@ -55,7 +59,9 @@ PLACES = {
 @pytest.mark.parametrize("changes", PLACES.values(), ids=PLACES.keys())
 def test_after_a_run_that_was_left_halfway_the_next_gets_its_own_tokens(changes, tmp_path):
     prompts, expected = goldens("tiny-opt")
-    with runtime("tiny-opt", tmp_path, **{"weights": DEVICE, "kv": DEVICE, "activations": DEVICE} | changes) as made:
+    with runtime(
+        "tiny-opt", tmp_path, **{"weights": DEVICE, "kv": DEVICE, "activations": DEVICE} | changes
+    ) as made:
 
         def leave(steps: int) -> list[list[int]]:
             left = made.generate(requests(OTHERS))
@@ -65,8 +71,18 @@ def test_after_a_run_that_was_left_halfway_the_next_gets_its_own_tokens(changes,
             return run(made, requests(prompts))
 
         steps_of_all = sum(1 for _ in made.generate(requests(OTHERS)))
-        some = (0, 1, 2, 3, *range(4, steps_of_all + 1, 3))  # all were left once, which took three times as long
-        for schedule, overlap, stops in (("zigzag", True, some), ("row", True, (1, 8)), ("zigzag", False, (5,))):
+        some = (
+            0,
+            1,
+            2,
+            3,
+            *range(4, steps_of_all + 1, 3),
+        )  # all were left once, which took three times as long
+        for schedule, overlap, stops in (
+            ("zigzag", True, some),
+            ("row", True, (1, 8)),
+            ("zigzag", False, (5,)),
+        ):
             changed(made, schedule=schedule, overlap=overlap)
             for steps in stops:
                 assert within(lambda steps=steps: leave(steps)) == expected, (schedule, overlap, steps)
@@ -77,7 +93,9 @@ def test_a_run_begins_when_no_other_is_under_way(tmp_path):
     with runtime("tiny-opt", tmp_path, kv=HOST) as made:
         first = made.generate(requests(OTHERS))
         next(first)
-        with pytest.raises(RuntimeError, match="under way: another can begin when it has ended, or its iterator was closed"):
+        with pytest.raises(
+            RuntimeError, match="under way: another can begin when it has ended, or its iterator was closed"
+        ):
             within(lambda: run(made, requests(prompts)))
         first.close()
         assert run(made, requests(prompts)) == expected
@@ -87,7 +105,9 @@ def test_a_run_begins_when_no_other_is_under_way(tmp_path):
         assert run(made, requests(prompts)) == expected
 
 
-def test_a_fault_in_ending_a_run_that_was_left_is_told_and_nothing_is_served_afterwards(tmp_path, monkeypatch):
+def test_a_fault_in_ending_a_run_that_was_left_is_told_and_nothing_is_served_afterwards(
+    tmp_path, monkeypatch
+):
     def failing(self):
         raise DiskError(5, "a store failed")
 
@@ -101,7 +121,9 @@ def test_a_fault_in_ending_a_run_that_was_left_is_told_and_nothing_is_served_aft
             run(made, requests(OTHERS))
 
 
-@pytest.mark.parametrize("host_attention", [True, False], ids=["attends on the host", "attends on the device"])
+@pytest.mark.parametrize(
+    "host_attention", [True, False], ids=["attends on the host", "attends on the device"]
+)
 def test_a_runtime_may_be_closed_before_a_run_that_was_left_is(host_attention, tmp_path):
     with runtime("tiny-opt", tmp_path, kv=DISK, host_attention=host_attention) as made:
         left = made.generate(requests(OTHERS))
@@ -145,7 +167,9 @@ def test_calls_of_an_offloaded_llm_wait_for_each_other_and_outlive_a_fault_of_on
             patch.setattr(llm_module, "StopStrings", Faulty)
             with pytest.raises(RequestFailed):
                 stopped = SamplingParams(temperature=0.0, max_tokens=OUTPUT, stop=["zzzz"])
-                within(lambda: llm.generate(["Once upon a time there was a dog"] * 6, stopped, use_tqdm=False))
+                within(
+                    lambda: llm.generate(["Once upon a time there was a dog"] * 6, stopped, use_tqdm=False)
+                )
         assert within(lambda: ask(prompts)) == expected
         others = within(lambda: ask(OTHERS))
         together, found = threading.Barrier(3, timeout=PATIENCE_S), {}
@@ -154,7 +178,10 @@ def test_calls_of_an_offloaded_llm_wait_for_each_other_and_outlive_a_fault_of_on
             together.wait()
             found[caller] = _told(lambda: [ask(asked) for _ in range(3)])
 
-        callers = [threading.Thread(target=often, args=(i, asked), daemon=True) for i, asked in enumerate((prompts, OTHERS, prompts))]
+        callers = [
+            threading.Thread(target=often, args=(i, asked), daemon=True)
+            for i, asked in enumerate((prompts, OTHERS, prompts))
+        ]
         for caller in callers:
             caller.start()
         for caller in callers:

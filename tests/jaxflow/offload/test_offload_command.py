@@ -1,4 +1,6 @@
-"""`python -m jaxflow.offload`, which is `LLM(offload=...)` with flags; and what runs policies in the bench and the search."""
+"""`python -m jaxflow.offload`, which is `LLM(offload=...)` with flags; and what runs policies in the bench
+and the search.
+"""
 
 import contextlib
 import json
@@ -35,7 +37,9 @@ pytestmark = pytest.mark.usefixtures("no_flags")
 
 @pytest.fixture
 def file(tmp_path):
-    save_policy(policy(MODEL, weights=HOST, kv=HOST, activations=HOST, gpu_batch_size=2), tmp_path / "policy.json")
+    save_policy(
+        policy(MODEL, weights=HOST, kv=HOST, activations=HOST, gpu_batch_size=2), tmp_path / "policy.json"
+    )
     return tmp_path / "policy.json"
 
 
@@ -44,19 +48,49 @@ def test_prompts_of_a_file_are_continued_as_the_engine_does(file, tmp_path, caps
     lines = [json.dumps({"prompt": p["prompt_ids"]}) for p in golden] + ["Once upon a time", ""]
     (tmp_path / "prompts").write_text("\n".join(lines))
     out, report = tmp_path / "out.jsonl", tmp_path / "report.json"
-    arguments = ["--prompts", str(tmp_path / "prompts"), "--output", str(out), "--output_json", str(report), "--link_mb", "1"]
-    common = ["--model", FOLDER, "--policy", str(file), "--block_size", "16", "--weights_percent", "50,50,0", "--host_memory_limit", "1"]
+    arguments = [
+        "--prompts",
+        str(tmp_path / "prompts"),
+        "--output",
+        str(out),
+        "--output_json",
+        str(report),
+        "--link_mb",
+        "1",
+    ]
+    common = [
+        "--model",
+        FOLDER,
+        "--policy",
+        str(file),
+        "--block_size",
+        "16",
+        "--weights_percent",
+        "50,50,0",
+        "--host_memory_limit",
+        "1",
+    ]
     assert main(["offload", *common, *arguments]) == 0
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [one["token_ids"] for one in written[:3]] == [p["greedy_ids"][:6] for p in golden]
     assert written[3]["prompt"] == "Once upon a time" and written[3]["text"].startswith(", there was")
     result = json.loads(report.read_text())
-    assert result["tokens"] == 4 * 6 and result["policy"]["weights"]["host"] == 50 and result["compilations_after_warmup"] == 0
+    assert (
+        result["tokens"] == 4 * 6
+        and result["policy"]["weights"]["host"] == 50
+        and result["compilations_after_warmup"] == 0
+    )
     link = result["link"]
     assert result["traffic"]["fetch_layer"]["link_down_bytes"] > 0 < link["busy_share"]
     moved = [sum(one[f"link_{way}_bytes"] for one in result["traffic"].values()) for way in ("down", "up")]
-    assert 0 < link["prefill_down_bytes"] < link["down_bytes"] == moved[0] and 0 < link["prefill_up_bytes"] < link["up_bytes"] == moved[1]
-    decodes = [(link[f"{way}_bytes"] - link[f"prefill_{way}_bytes"]) / link[f"{way}_bytes_per_s"] for way in ("down", "up")]
+    assert (
+        0 < link["prefill_down_bytes"] < link["down_bytes"] == moved[0]
+        and 0 < link["prefill_up_bytes"] < link["up_bytes"] == moved[1]
+    )
+    decodes = [
+        (link[f"{way}_bytes"] - link[f"prefill_{way}_bytes"]) / link[f"{way}_bytes_per_s"]
+        for way in ("down", "up")
+    ]
     assert link["decode_busy_share"] == pytest.approx(max(decodes) / result["decode_s"])
     assert link["down_mean_bytes_per_s"] == pytest.approx(moved[0] / result["latency_s"])
     out, err = capsys.readouterr()
@@ -83,26 +117,57 @@ OF_NO_EFFECT = (
     [
         ([], "`python -m search placement --model stories260K"),
         *(
-            (["--policy", "FILE", f"--{kind}_percent", given], f"{kind}_percent='{given}' is not supported: three percentages that sum to")
-            for kind, given in (("weights", "20,90,0"), ("kv", "all"), ("kv", "nan,90,0"), ("activations", "130,-30,0"), ("weights", "100"))
+            (
+                ["--policy", "FILE", f"--{kind}_percent", given],
+                f"{kind}_percent='{given}' is not supported: three percentages that sum to",
+            )
+            for kind, given in (
+                ("weights", "20,90,0"),
+                ("kv", "all"),
+                ("kv", "nan,90,0"),
+                ("activations", "130,-30,0"),
+                ("weights", "100"),
+            )
         ),
         (["--policy", "FILE", "--weights_percent", "0,0,100"], "disk_path=None"),
         (["--policy", "FILE", "--gpu_memory_limit", "0.00001"], "gpu_memory_limit"),
         (["--policy", "FILE", "--kv_bits", "4", "--host_attention"], "host_attention=True with kv_bits=4"),
         (["--policy", "no-such-file"], "no-such-file"),
-        (["--policy", "FILE", "--prompts", "no-such-file"], "prompts='no-such-file' is not supported: a file that exists"),
+        (
+            ["--policy", "FILE", "--prompts", "no-such-file"],
+            "prompts='no-such-file' is not supported: a file that exists",
+        ),
         (["--policy", "FILE", "--prompts", "/dev/null"], "prompts='/dev/null'"),
-        (["--policy", "FILE", "--prompts", "no-such-file", "--num_prompts", "3"], "num_prompts=3 is not supported: unset: the prompts are"),
-        (["--policy", "FILE", "--seed", str(2**63)], "seed=9223372036854775808 is not accepted: a 64-bit integer"),
+        (
+            ["--policy", "FILE", "--prompts", "no-such-file", "--num_prompts", "3"],
+            "num_prompts=3 is not supported: unset: the prompts are",
+        ),
+        (
+            ["--policy", "FILE", "--seed", str(2**63)],
+            "seed=9223372036854775808 is not accepted: a 64-bit integer",
+        ),
         (["--policy", "FILE", "--temperature", "inf"], "temperature"),
-        (["--policy", "FILE", "--output", "no/such/folder/out"], "output='no/such/folder/out' is not supported: a file"),
-        (["--policy", "FILE", "--output_json", "/"], "output_json='/' is not supported: a file that can be written"),
-        *((["--policy", "FILE", *given], "is not supported: unset: an offloaded run goes by its policy") for given in OF_NO_EFFECT),
+        (
+            ["--policy", "FILE", "--output", "no/such/folder/out"],
+            "output='no/such/folder/out' is not supported: a file",
+        ),
+        (
+            ["--policy", "FILE", "--output_json", "/"],
+            "output_json='/' is not supported: a file that can be written",
+        ),
+        *(
+            (["--policy", "FILE", *given], "is not supported: unset: an offloaded run goes by its policy")
+            for given in OF_NO_EFFECT
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_line(file, arguments, words, capsys, monkeypatch):
-    monkeypatch.setattr(start, "compile_programs", lambda *_: pytest.fail("refused only when it was compiled"))
-    assert main(["offload", "--model", FOLDER, *[str(file) if one == "FILE" else one for one in arguments]]) == 1
+    monkeypatch.setattr(
+        start, "compile_programs", lambda *_: pytest.fail("refused only when it was compiled")
+    )
+    assert (
+        main(["offload", "--model", FOLDER, *[str(file) if one == "FILE" else one for one in arguments]]) == 1
+    )
     assert words in capsys.readouterr().err
 
 
@@ -110,14 +175,20 @@ def test_what_cannot_work_is_refused_in_a_line(file, arguments, words, capsys, m
     ("lines", "words"),
     [
         *(
-            (b'{"prompt": "Once"}\n\n{"prompt": %s}' % wrong, "line 3' is not supported: a `prompt` that is a text or a list of token ids")
+            (
+                b'{"prompt": "Once"}\n\n{"prompt": %s}' % wrong,
+                "line 3' is not supported: a `prompt` that is a text or a list of token ids",
+            )
             for wrong in (b"42", b"null", b"[1, 2.5]", b"[1, true]", b"[[1]]", b'{"a": 1}')
         ),
         (b'{"prompt": 42}\n{"prompt": 43}', "line 1' is not supported: a `prompt` that is"),
         (b"{Once", "line 1' is not supported: a text, or a JSON object with `prompt`"),
         (b'{"text": "Once"}', "line 1' is not supported: a text, or a JSON object with `prompt`"),
         (b"Once\nupon \xff a time", "line 2' is not supported: text in UTF-8: invalid start byte at byte 6"),
-        (b'Once\n{"prompt": [%s]}' % b",".join([b"5"] * 41), "line 2: 41 tokens' is not supported: at most 40, the policy's prompt_tokens"),
+        (
+            b'Once\n{"prompt": [%s]}' % b",".join([b"5"] * 41),
+            "line 2: 41 tokens' is not supported: at most 40, the policy's prompt_tokens",
+        ),
         (b"Once " * 60, "tokens' is not supported: at most 40, the policy's prompt_tokens"),
         (b'{"prompt": [5, 512]}', "line 1: 512' is not supported: token ids 0 to 511"),
         (b'{"prompt": [-1]}', "line 1: -1' is not supported: token ids 0 to 511"),
@@ -125,10 +196,17 @@ def test_what_cannot_work_is_refused_in_a_line(file, arguments, words, capsys, m
         (b'{"prompt": "\\ud800"}', "surrogate"),
     ],
 )
-def test_a_prompt_that_cannot_be_served_is_refused_by_its_line(file, tmp_path, lines, words, capsys, monkeypatch):
-    monkeypatch.setattr(start, "compile_programs", lambda *_: pytest.fail("refused only when it was compiled"))
+def test_a_prompt_that_cannot_be_served_is_refused_by_its_line(
+    file, tmp_path, lines, words, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        start, "compile_programs", lambda *_: pytest.fail("refused only when it was compiled")
+    )
     (tmp_path / "prompts").write_bytes(lines)
-    assert main(["offload", "--model", FOLDER, "--policy", str(file), "--prompts", str(tmp_path / "prompts")]) == 1
+    assert (
+        main(["offload", "--model", FOLDER, "--policy", str(file), "--prompts", str(tmp_path / "prompts")])
+        == 1
+    )
     told = capsys.readouterr().err
     assert told.startswith(f"error: prompts='{tmp_path / 'prompts'}, line ") and words in told
 
@@ -151,23 +229,33 @@ def test_the_python_api(file, tmp_path):
         [out] = llm.generate("Once upon a time", params, use_tqdm=False)
         assert out.outputs[0].text == ", " and out.outputs[0].stop_reason == "there" and out.finished
         assert llm.max_model_len == 46 and llm.warm_up_s > 0
-        for bad, field in (({"max_tokens": 7}, "max_tokens"), ({"max_tokens": 2, "prompt_logprobs": 1}, "prompt_logprobs")):
+        for bad, field in (
+            ({"max_tokens": 7}, "max_tokens"),
+            ({"max_tokens": 2, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ):
             with pytest.raises(InvalidRequest, match=field):
                 llm.generate("Once", SamplingParams(**bad), use_tqdm=False)
         for tokens in (2, 6):
-            with pytest.raises(InvalidRequest, match="prompt='41 tokens' is not accepted: at most 40, the policy's prompt_tokens"):
+            with pytest.raises(
+                InvalidRequest,
+                match="prompt='41 tokens' is not accepted: at most 40, the policy's prompt_tokens",
+            ):
                 llm.generate([[5] * 41], SamplingParams(max_tokens=tokens), use_tqdm=False)
     with pytest.raises(ValueError, match=r"offload=3.*python -m search placement"):
         LLM(FOLDER, offload=3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("message", "tier"), [("no memory", "gpu"), ("Out of host memory while trying to allocate", "host")])
+@pytest.mark.parametrize(
+    ("message", "tier"), [("no memory", "gpu"), ("Out of host memory while trying to allocate", "host")]
+)
 def test_a_tier_that_is_full_at_the_start_is_a_limit_to_raise(file, monkeypatch, message, tier):
     def full(self):
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}\nand more lines")
 
     monkeypatch.setattr(Runtime, "warm_up", full)
-    with pytest.raises(ConfigError, match=rf"(?s)^{tier}_memory_limit=.*RESOURCE_EXHAUSTED: {message}\ndevice .*GB"):
+    with pytest.raises(
+        ConfigError, match=rf"(?s)^{tier}_memory_limit=.*RESOURCE_EXHAUSTED: {message}\ndevice .*GB"
+    ):
         LLM(FOLDER, offload=str(file), block_size=16, progress=False)
 
 
@@ -179,8 +267,32 @@ def test_blocks_of_a_sweep():
 
 
 def test_search_runs_a_policy_beside_its_prediction(tmp_path, capsys):
-    arguments = ["--model", FOLDER, "--machine", "t4", "--prompt_tokens", "8", "--output_tokens", "2", "--gpu_mem", "1", "--cpu_mem", "1"]
-    arguments += ["--gpu_batch_sizes", "2", "--num_gpu_batches", "1", "--link_mb", "1", "--block_size", "8", "--only", "all on the host"]
+    arguments = [
+        "--model",
+        FOLDER,
+        "--machine",
+        "t4",
+        "--prompt_tokens",
+        "8",
+        "--output_tokens",
+        "2",
+        "--gpu_mem",
+        "1",
+        "--cpu_mem",
+        "1",
+    ]
+    arguments += [
+        "--gpu_batch_sizes",
+        "2",
+        "--num_gpu_batches",
+        "1",
+        "--link_mb",
+        "1",
+        "--block_size",
+        "8",
+        "--only",
+        "all on the host",
+    ]
     assert search(["search", "offload", *arguments, "--output_json", str(tmp_path / "runs.json")]) == 0
     assert "all on the host" in capsys.readouterr().out
     (row,) = json.loads((tmp_path / "runs.json").read_text())["rows"]
@@ -192,12 +304,39 @@ def test_search_runs_given_policies_where_there_is_no_solver(tmp_path, capsys, m
     monkeypatch.setattr(placement_solver, "mip", None)
     files = [str(tmp_path / name) for name in ("large.json", "small.json")]
     for path, size in zip(files, (4000, 2), strict=True):
-        save_policy(policy(MODEL, prompt_tokens=8, output_tokens=2, gpu_batch_size=size, num_gpu_batches=1, kv=HOST), path)
-    common = ["search", "offload", "--model", FOLDER, "--gpu_mem", "0.02", "--cpu_mem", "1", "--link_mb", "1", "--output_tokens", "2"]
-    arguments = ["--prompt_tokens", "8", "--policies", ",".join(files), "--output_json", str(tmp_path / "runs.json")]
+        save_policy(
+            policy(MODEL, prompt_tokens=8, output_tokens=2, gpu_batch_size=size, num_gpu_batches=1, kv=HOST),
+            path,
+        )
+    common = [
+        "search",
+        "offload",
+        "--model",
+        FOLDER,
+        "--gpu_mem",
+        "0.02",
+        "--cpu_mem",
+        "1",
+        "--link_mb",
+        "1",
+        "--output_tokens",
+        "2",
+    ]
+    arguments = [
+        "--prompt_tokens",
+        "8",
+        "--policies",
+        ",".join(files),
+        "--output_json",
+        str(tmp_path / "runs.json"),
+    ]
     assert search([*common, *arguments]) == 0
     large, small = json.loads((tmp_path / "runs.json").read_text())["rows"]
-    assert "gpu_memory_limit" in large["failed"] and small["tokens"] == 4 and small["start_s"].keys() >= {"compile", "warm_up"}
+    assert (
+        "gpu_memory_limit" in large["failed"]
+        and small["tokens"] == 4
+        and small["start_s"].keys() >= {"compile", "warm_up"}
+    )
     assert "large" in capsys.readouterr().out
 
 
@@ -213,9 +352,16 @@ def test_search_looks_for_less_where_the_account_says_that_a_policy_does_not_fit
             raise DoesNotFit("device", needed, 900_000, "more")
         yield None
 
-    measured = {"name": "all optimisations", "overlap": True, "tokens_per_s": 1.0, "predicted": {"tokens_per_s": 1.0, "latency_error": 0.0}}
+    measured = {
+        "name": "all optimisations",
+        "overlap": True,
+        "tokens_per_s": 1.0,
+        "predicted": {"tokens_per_s": 1.0, "latency_error": 0.0},
+    }
     monkeypatch.setattr(offload, "start", start)
-    monkeypatch.setattr(offload, "_measured", lambda *_: measured | {"policy": POLICY, "link": {"busy_share": 0.5}})
+    monkeypatch.setattr(
+        offload, "_measured", lambda *_: measured | {"policy": POLICY, "link": {"busy_share": 0.5}}
+    )
     arguments = [
         "--model",
         FOLDER,

@@ -1,4 +1,6 @@
-"""What a run moves and holds: Theorem 4.1 counted on the real thing, and the account of bytes against what was allocated."""
+"""What a run moves and holds: Theorem 4.1 counted on the real thing, and the account of bytes against what
+was allocated.
+"""
 
 import errno
 import functools
@@ -49,7 +51,9 @@ def test_weights_cross_as_often_as_theorem_4_1_allows(tmp_path):
     counted = traffic(zigzag(BATCHES, LAYERS, OUTPUT, BATCHES), sizes, LAYERS, OUTPUT)
     assert moved["zigzag"].times == counted.weight_loads == LAYERS * OUTPUT
     assert moved["zigzag"].link_down_bytes == counted.weight_loads * away
-    assert moved["row"].times == traffic(row_by_row(BATCHES, LAYERS, OUTPUT), sizes, LAYERS, OUTPUT).weight_loads
+    assert (
+        moved["row"].times == traffic(row_by_row(BATCHES, LAYERS, OUTPUT), sizes, LAYERS, OUTPUT).weight_loads
+    )
     assert moved["row"].times == BATCHES * moved["zigzag"].times
     capacity = BATCHES * LAYERS * (PROMPT + OUTPUT - 1) * sizes.kv
     assert counted.peak_kv <= capacity
@@ -74,7 +78,11 @@ def test_the_account_is_what_is_allocated(tmp_path, monkeypatch, tp):
         setup, lives = made._driver._setup, made.account.lives
         assert view_bytes(setup.weights._host) == lives["host"]["weights"] > 0
         assert view_bytes(setup.kv._host) == lives["host"]["KV"] > 0
-        assert 0 < view_bytes(list(setup.tiers.staging._free.values())) <= sum(made.account.passes["host"].values())
+        assert (
+            0
+            < view_bytes(list(setup.tiers.staging._free.values()))
+            <= sum(made.account.passes["host"].values())
+        )
         files = [path for path in setup.tiers.folder.path.iterdir() if path.name != "lock"]
         assert sum(path.stat().st_size for path in files) == made.account.total("disk")
         assert all(path.stat().st_mode & 0o077 == 0 for path in files)
@@ -89,7 +97,9 @@ def test_the_account_is_what_is_allocated(tmp_path, monkeypatch, tp):
 
 @pytest.mark.parametrize(("kv", "host_attention"), [(HOST, False), (DISK, False), (HOST, True)])
 def test_the_cost_model_counts_what_crosses(tmp_path, kv, host_attention):
-    """A byte a second: the terms of a layer are the bytes that the runtime moves, KV in whole pages of the model's own width."""
+    """A byte a second: the terms of a layer are the bytes that the runtime moves, KV in whole pages of the
+    model's own width.
+    """
     prompts = [[i + 1] * PROMPT for i in range(6)]
     asked = policy(MODEL, kv=kv, host_attention=host_attention)
     config = open_checkpoint(str(offload_model())).model_config
@@ -104,7 +114,10 @@ def test_the_cost_model_counts_what_crosses(tmp_path, kv, host_attention):
         "disk to host": sum(one.disk_read_bytes for one in moved),
         "host to disk": sum(one.disk_write_bytes for one in moved),
     }
-    assert found == {term: pytest.approx(LAYERS * (made.prefill[term] + (OUTPUT - 1) * made.decode[term])) for term in found}
+    assert found == {
+        term: pytest.approx(LAYERS * (made.prefill[term] + (OUTPUT - 1) * made.decode[term]))
+        for term in found
+    }
 
 
 def test_a_closed_run_holds_no_memory_whoever_holds_it(tmp_path):
@@ -112,11 +125,20 @@ def test_a_closed_run_holds_no_memory_whoever_holds_it(tmp_path):
     with runtime("tiny-opt", tmp_path, weights=MIXED, kv=MIXED, activations=MIXED) as made:
         setup = made._driver._setup
         assert on_device() > before
-    assert on_device() == before and view_bytes([setup.weights._host, list(setup.kv._host.values()), setup.tiers.staging._free]) == 0
+    assert (
+        on_device() == before
+        and view_bytes([setup.weights._host, list(setup.kv._host.values()), setup.tiers.staging._free]) == 0
+    )
 
 
 def on_device() -> int:
-    return device_bytes([a for a in jax.live_arrays() if a.sharding.memory_kind == "device" and jax.devices()[0] in a.sharding.device_set])
+    return device_bytes(
+        [
+            a
+            for a in jax.live_arrays()
+            if a.sharding.memory_kind == "device" and jax.devices()[0] in a.sharding.device_set
+        ]
+    )
 
 
 def view_bytes(tree) -> int:
@@ -124,13 +146,19 @@ def view_bytes(tree) -> int:
 
 
 def settings(tmp_path, **changes):
-    limits = {name: changes.pop(name) for name in ("gpu_memory_limit", "host_memory_limit", "disk_limit") if name in changes}
+    limits = {
+        name: changes.pop(name)
+        for name in ("gpu_memory_limit", "host_memory_limit", "disk_limit")
+        if name in changes
+    }
     return OffloadConfig(policy(MODEL, **changes), disk_path=str(tmp_path), **limits)
 
 
 def begin(offload, **engine):
     folder = open_checkpoint(str(offload_model()))
-    return start(offload, EngineConfig(model=str(offload_model()), block_size=16, **engine), folder, progress=False)
+    return start(
+        offload, EngineConfig(model=str(offload_model()), block_size=16, **engine), folder, progress=False
+    )
 
 
 def offload_model():
@@ -148,21 +176,31 @@ def offload_model():
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, changes, field):
-    monkeypatch.setattr("jaxflow.model.checkpoint.Checkpoint.stream", lambda *_, **__: pytest.fail("something was loaded"))
+    monkeypatch.setattr(
+        "jaxflow.model.checkpoint.Checkpoint.stream", lambda *_, **__: pytest.fail("something was loaded")
+    )
     with pytest.raises(ConfigError, match=f"{field}='0.0001 GB' is not supported: at least 0.00") as caught:
         begin(settings(tmp_path, **changes))
     assert "weights" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("field", "share", "free"), [("host_memory_limit", HOST, "free_host_bytes"), ("disk_limit", DISK, "free_bytes")])
+@pytest.mark.parametrize(
+    ("field", "share", "free"),
+    [("host_memory_limit", HOST, "free_host_bytes"), ("disk_limit", DISK, "free_bytes")],
+)
 def test_what_is_told_beyond_what_is_free_does_not_count(tmp_path, monkeypatch, field, share, free):
     monkeypatch.setattr(f"jaxflow.offload.start.{free}", lambda *_: 100_000)
-    said = f"{field}='0.0001 GB' is not supported: 1000 GB are asked for, of which 0.0001 GB are free; at least 0.00"
+    said = (
+        f"{field}='0.0001 GB' is not supported: 1000 GB are asked for, of which 0.0001 GB are free; at "
+        f"least 0.00"
+    )
     with pytest.raises(DoesNotFit, match=said) as caught:
         begin(settings(tmp_path, weights=share, **{field: 1000.0}))
     assert caught.value.limit_bytes == 100_000 < caught.value.needed_bytes
-    with pytest.raises(DoesNotFit, match=f"{field}='5e-05 GB' is not supported: at least 0.00"):  # less than is free
+    with pytest.raises(
+        DoesNotFit, match=f"{field}='5e-05 GB' is not supported: at least 0.00"
+    ):  # less than is free
         begin(settings(tmp_path, weights=share, **{field: 0.00005}))
 
 
@@ -172,7 +210,9 @@ def test_a_path_from_home_and_what_a_killed_run_left_there(tmp_path, monkeypatch
     dead.mkdir()
     (dead / "lock").touch()
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("jaxflow.offload.start.free_bytes", lambda folder: 0 if dead.exists() or folder != tmp_path else 10**9)
+    monkeypatch.setattr(
+        "jaxflow.offload.start.free_bytes", lambda folder: 0 if dead.exists() or folder != tmp_path else 10**9
+    )
     with begin(OffloadConfig(policy(MODEL, weights=DISK), disk_path="~")) as made:
         assert made._driver._setup.tiers.folder.path.parent == tmp_path
     assert list(tmp_path.iterdir()) == []
@@ -189,19 +229,36 @@ def test_threads_and_pinned_memory_are_near_the_gpus(tmp_path, monkeypatch):
     (tmp_path / "sys/bus/pci/devices/0000:17:00.0/numa_node").write_text("0\n")
     monkeypatch.setattr("jaxflow.offload.start.on_gpu", lambda: True)
     monkeypatch.setattr("jaxflow.offload.start.gpu_bus_ids", lambda count: ["00000000:17:00.0"][:count])
-    monkeypatch.setattr("jaxflow.offload.start.near_cpus", functools.partial(near_cpus, root=tmp_path / "sys"))
-    monkeypatch.setattr(WeightStore, "add", lambda *a, **k: (bound.append(os.sched_getaffinity(0)), own(*a, **k)))
+    monkeypatch.setattr(
+        "jaxflow.offload.start.near_cpus", functools.partial(near_cpus, root=tmp_path / "sys")
+    )
+    monkeypatch.setattr(
+        WeightStore, "add", lambda *a, **k: (bound.append(os.sched_getaffinity(0)), own(*a, **k))
+    )
     others = set(threading.enumerate())
     with begin(settings(tmp_path, weights=MIXED, kv=MIXED, host_attention=True)):
         assert bound == [near] * LAYERS and os.sched_getaffinity(0) == before
-        started = {thread.name: os.sched_getaffinity(thread.native_id) for thread in set(threading.enumerate()) - others}
-    assert {name.rpartition("_")[0] for name in started} >= {"host-attention", "host-attention-order", "read-weights", "write", "checksum"}
+        started = {
+            thread.name: os.sched_getaffinity(thread.native_id)
+            for thread in set(threading.enumerate()) - others
+        }
+    assert {name.rpartition("_")[0] for name in started} >= {
+        "host-attention",
+        "host-attention-order",
+        "read-weights",
+        "write",
+        "checksum",
+    }
     assert all(cpus == near for cpus in started.values())
 
 
 def test_what_is_advised_fits(tmp_path):
     offload = settings(tmp_path, weights=MIXED, kv=MIXED)
-    g = make_geometry(offload, EngineConfig(model=str(offload_model()), block_size=16), open_checkpoint(str(offload_model())))
+    g = make_geometry(
+        offload,
+        EngineConfig(model=str(offload_model()), block_size=16),
+        open_checkpoint(str(offload_model())),
+    )
     found = account(g, place(g), 0)
     for tier in ("device", "host", "disk"):
         limits = {tier: found.total(tier) - 1}
@@ -219,7 +276,9 @@ def test_a_disk_that_fills_up_while_layers_are_placed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     threads = threading.active_count()
-    with pytest.raises(DiskError, match=r"layer-00000\.weights: cannot reserve .*lower the policy's disk shares"):
+    with pytest.raises(
+        DiskError, match=r"layer-00000\.weights: cannot reserve .*lower the policy's disk shares"
+    ):
         begin(settings(tmp_path, weights=DISK))
     assert list(tmp_path.iterdir()) == [] and threading.active_count() <= threads
 

@@ -41,13 +41,20 @@ def test_rows_are_all_placed_and_no_faster_tier_gets_more_than_its_share(rows, s
         assert abs(count - rows * share / 100) < 2
 
 
-@given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=4), min_size=1, max_size=12), drawn_shares())
+@given(
+    st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=4), min_size=1, max_size=12), drawn_shares()
+)
 def test_tensors_come_within_two_of_the_percentages(layers, shares):
     named = [{f"t{i}": size for i, size in enumerate(layer)} for layer in layers]
     placed = place_weights(named, shares)
     total = sum(map(sum, layers))
     used = {
-        tier: sum(size for layer, at in zip(named, placed, strict=True) for name, size in layer.items() if at[name] == tier)
+        tier: sum(
+            size
+            for layer, at in zip(named, placed, strict=True)
+            for name, size in layer.items()
+            if at[name] == tier
+        )
         for tier in TIERS
     }
     slowest = TIERS[max(i for i, share in enumerate(shares) if share)]
@@ -60,7 +67,12 @@ def test_tensors_come_within_two_of_the_percentages(layers, shares):
 def test_a_model_of_many_layers_has_the_papers_20_percent():
     opt_30b = [{"qkv": 3, "out_proj": 1, "up_gate": 4, "down": 4}] * 48
     placed = place_weights(opt_30b, Shares(20.0, 80.0))
-    on_device = sum(layer[name] for layer, at in zip(opt_30b, placed, strict=True) for name in layer if at[name] == "device")
+    on_device = sum(
+        layer[name]
+        for layer, at in zip(opt_30b, placed, strict=True)
+        for name in layer
+        if at[name] == "device"
+    )
     assert 0.195 < on_device / (48 * 12) <= 0.2
 
 
@@ -84,8 +96,12 @@ class TestDisk:
     def test_short_reads_are_continued(self, tmp_path, monkeypatch):
         file = DiskFolder(tmp_path).create("x", 4000)
         data = np.arange(1000, dtype=np.int32)
-        monkeypatch.setattr(os, "pwritev", lambda fd, buffers, at, own=os.pwritev: own(fd, [buffers[0][:7]], at))
-        monkeypatch.setattr(os, "preadv", lambda fd, buffers, at, own=os.preadv: own(fd, [buffers[0][:5]], at))
+        monkeypatch.setattr(
+            os, "pwritev", lambda fd, buffers, at, own=os.pwritev: own(fd, [buffers[0][:7]], at)
+        )
+        monkeypatch.setattr(
+            os, "preadv", lambda fd, buffers, at, own=os.preadv: own(fd, [buffers[0][:5]], at)
+        )
         file.write(0, [data[:300], data[300:]])
         back = np.empty_like(data)
         file.read(0, [back[:10], back[10:]])
@@ -97,7 +113,10 @@ class TestDisk:
 
         monkeypatch.setattr(os, "posix_fallocate", full)
         folder = DiskFolder(tmp_path)
-        with pytest.raises(DiskError, match=r"weights: cannot reserve 2\.000 GB: No space left on device; .* GB are free there; lower"):
+        with pytest.raises(
+            DiskError,
+            match=r"weights: cannot reserve 2\.000 GB: No space left on device; .* GB are free there; lower",
+        ):
             folder.create("weights", 2_000_000_000)
         folder.close()
         assert list(tmp_path.iterdir()) == []
@@ -116,10 +135,14 @@ class TestDisk:
             other.read(0, [np.empty(100, np.uint8)])
         folder.close()
 
-    @given(sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=4), cuts=st.integers(1, 500), data=st.data())
+    @given(
+        sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=4), cuts=st.integers(1, 500), data=st.data()
+    )
     @settings(max_examples=25)
     def test_no_flipped_bit_is_served(self, tmp_path_factory, sizes, cuts, data):
-        """However writes and reads are cut, each record is whole; and one bit of one record spoils that record and no other."""
+        """However writes and reads are cut, each record is whole; and one bit of one record spoils that
+        record and no other.
+        """
         folder = DiskFolder(tmp_path_factory.mktemp("disk"))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(disk_tier, "_CHUNK", cuts)
@@ -143,7 +166,9 @@ class TestDisk:
         for i, (start, record) in enumerate(zip(starts, records, strict=True)):
             back = np.empty_like(record)
             if i == bad:
-                with pytest.raises(DiskError, match=rf"x: bytes {start} to {start + sizes[i]} are not what was written"):
+                with pytest.raises(
+                    DiskError, match=rf"x: bytes {start} to {start + sizes[i]} are not what was written"
+                ):
                     file.read(start, np.array_split(back, 2))
             else:
                 file.read(start, np.array_split(back, 2))
@@ -158,7 +183,8 @@ class TestDisk:
 
     def test_a_killed_run_leaves_nothing_for_the_next(self, tmp_path):
         script = (
-            f"import os, sys; from jaxflow.offload.disk_tier import DiskFolder; DiskFolder({str(tmp_path)!r}).create('x', 10); os._exit(9)"
+            f"import os, sys; from jaxflow.offload.disk_tier import DiskFolder; "
+            f"DiskFolder({str(tmp_path)!r}).create('x', 10); os._exit(9)"
         )
         subprocess.run([sys.executable, "-c", script], check=False)
         assert [path.name.startswith(PREFIX) for path in tmp_path.iterdir()] == [True]
@@ -191,7 +217,12 @@ class TestDisk:
     @pytest.mark.parametrize(
         ("call", "fault", "words", "changes"),
         [
-            ("preadv", errno.EIO, "cannot read .*Input/output error", {"weights": DISK, "kv": DISK, "host_attention": True}),
+            (
+                "preadv",
+                errno.EIO,
+                "cannot read .*Input/output error",
+                {"weights": DISK, "kv": DISK, "host_attention": True},
+            ),
             ("preadv", None, "weights: bytes .* are not what was written", {"weights": DISK}),
             ("preadv", None, "kv: bytes .* are not what was written", {"kv": DISK, "host_attention": True}),
             ("preadv", "cut", "activation: ends at .*something cut it", {"activations": DISK}),
@@ -199,7 +230,9 @@ class TestDisk:
         ],
         ids=["EIO", "a bit of weights", "a bit of KV", "a short file", "ENOSPC"],
     )
-    def test_a_fault_within_a_block_ends_the_run_and_leaves_nothing(self, tmp_path, monkeypatch, call, fault, words, changes):
+    def test_a_fault_within_a_block_ends_the_run_and_leaves_nothing(
+        self, tmp_path, monkeypatch, call, fault, words, changes
+    ):
         prompts, _ = goldens("tiny-opt")
         with runtime("tiny-opt", tmp_path, **changes) as made:
             calls, own = 0, getattr(os, call)
@@ -251,15 +284,28 @@ class TestHost:
         lengths = np.array([1, 24, 0, 13, 7], np.int32)
         table = jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
         expected = decode_attention(
-            jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), table, jnp.asarray(lengths), scale=0.25, window=window, soft_cap=cap
+            jnp.asarray(q),
+            jnp.asarray(k),
+            jnp.asarray(v),
+            table,
+            jnp.asarray(lengths),
+            scale=0.25,
+            window=window,
+            soft_cap=cap,
         )
         attention = HostAttention(config, rows, threads=2)  # type: ignore[arg-type]
         out = np.full_like(q, 7)
         attention(config.layers[0], q, k, v, lengths, out)
         attention.close()
-        np.testing.assert_allclose(out.astype(np.float32), np.asarray(expected, np.float32), atol=1e-5 if dtype == "float32" else 2e-2)
+        np.testing.assert_allclose(
+            out.astype(np.float32),
+            np.asarray(expected, np.float32),
+            atol=1e-5 if dtype == "float32" else 2e-2,
+        )
 
-    @pytest.mark.parametrize(("rows", "heads", "threads", "parts"), [(20, 56, 16, 4), (48, 56, 16, 1), (3, 56, 2, 2), (1, 1, 8, 1)])
+    @pytest.mark.parametrize(
+        ("rows", "heads", "threads", "parts"), [(20, 56, 16, 4), (48, 56, 16, 1), (3, 56, 2, 2), (1, 1, 8, 1)]
+    )
     def test_rows_are_cut_by_heads_where_threads_would_be_idle(self, rows, heads, threads, parts):
         assert head_parts(rows, heads, threads) == parts
         assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))

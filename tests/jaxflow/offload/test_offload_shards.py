@@ -1,4 +1,6 @@
-"""The law of offloading on two devices: tensors cut over them, on every tier, give the tokens of everything on one device."""
+"""The law of offloading on two devices: tensors cut over them, on every tier, give the tokens of everything
+on one device.
+"""
 
 import dataclasses
 
@@ -14,20 +16,32 @@ from jaxflow.offload.geometry import place
 
 
 @pytest.mark.parametrize(
-    ("model", "host_attention"), [("tiny-llama", True), ("tiny-opt", False)], ids=["attends on the host", "attends on the devices"]
+    ("model", "host_attention"),
+    [("tiny-llama", True), ("tiny-opt", False)],
+    ids=["attends on the host", "attends on the devices"],
 )
 def test_two_devices_say_what_one_does_in_every_order(model, host_attention, tmp_path):
     prompts, expected = goldens(model)
-    with runtime(model, tmp_path, tp=2, weights=MIXED, kv=MIXED, activations=MIXED, host_attention=host_attention) as made:
+    with runtime(
+        model, tmp_path, tp=2, weights=MIXED, kv=MIXED, activations=MIXED, host_attention=host_attention
+    ) as made:
         for schedule, overlap in ORDERS:
             changed(made, schedule=schedule, overlap=overlap)
             assert run(made, requests(prompts)) == expected, (schedule, overlap)
         one = dataclasses.replace(made.geometry, mesh=make_mesh(1))
         whole = account(one, place(one), 0)
-        assert all(made.account.total(tier) == whole.total(tier) for tier in ("host", "disk"))  # nothing lies there twice
+        assert all(
+            made.account.total(tier) == whole.total(tier) for tier in ("host", "disk")
+        )  # nothing lies there twice
 
 
-@given(weights=shares, kv=shares, activations=shares, host_attention=st.booleans(), gpu_batch_size=st.integers(1, 4))
+@given(
+    weights=shares,
+    kv=shares,
+    activations=shares,
+    host_attention=st.booleans(),
+    gpu_batch_size=st.integers(1, 4),
+)
 @settings(max_examples=1)
 def test_drawn_policies_on_four_devices_with_repeated_heads(tmp_path_factory, **changes):
     prompts, expected = goldens("tiny-llama", copies=1)

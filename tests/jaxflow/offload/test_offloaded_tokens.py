@@ -1,4 +1,6 @@
-"""The law of offloading: wherever tensors lie and in whatever order squares are computed, the tokens are the plain engine's."""
+"""The law of offloading: wherever tensors lie and in whatever order squares are computed, the tokens are the
+plain engine's.
+"""
 
 import itertools
 
@@ -15,10 +17,16 @@ from jaxflow.offload.policy import Shares
 ORDERS = list(itertools.product(("zigzag", "row"), (True, False)))
 
 
-@pytest.mark.parametrize("host_attention", [True, False], ids=["attends on the host", "attends on the device"])
+@pytest.mark.parametrize(
+    "host_attention", [True, False], ids=["attends on the host", "attends on the device"]
+)
 def test_opt_on_all_tiers_in_every_order(host_attention, tmp_path):
-    prompts, expected = goldens("tiny-opt", copies=3)  # 9 sequences: a whole block, and one of 2 batches with 3 rows empty
-    with runtime("tiny-opt", tmp_path, weights=MIXED, kv=MIXED, activations=MIXED, host_attention=host_attention) as made:
+    prompts, expected = goldens(
+        "tiny-opt", copies=3
+    )  # 9 sequences: a whole block, and one of 2 batches with 3 rows empty
+    with runtime(
+        "tiny-opt", tmp_path, weights=MIXED, kv=MIXED, activations=MIXED, host_attention=host_attention
+    ) as made:
         for schedule, overlap in ORDERS:
             changed(made, schedule=schedule, overlap=overlap)
             assert run(made, requests(prompts)) == expected, (schedule, overlap)
@@ -26,7 +34,8 @@ def test_opt_on_all_tiers_in_every_order(host_attention, tmp_path):
             assert (
                 seconds == {}
                 if overlap
-                else seconds.keys() >= {"fetch_layer", "compute", "store_kv", "store_activation", "load_activation"}
+                else seconds.keys()
+                >= {"fetch_layer", "compute", "store_kv", "store_activation", "load_activation"}
             )
         assert len(made.stats) == 2 * len(ORDERS)
         assert [stats.tokens for stats in made.stats[:2]] == [36, 18]
@@ -67,22 +76,40 @@ def test_drawn_policies(tmp_path_factory, order, **changes):
 def test_windows_caps_and_norms_behind_blocks(tmp_path):
     """Gemma 2, whose layers differ: two kinds of programs, and a host that sees through windows."""
     prompts, expected = goldens("tiny-gemma2")
-    with runtime("tiny-gemma2", tmp_path, weights=HOST, kv=Shares(0.0, 50.0, 50.0), host_attention=True) as made:
+    with runtime(
+        "tiny-gemma2", tmp_path, weights=HOST, kv=Shares(0.0, 50.0, 50.0), host_attention=True
+    ) as made:
         assert run(made, requests(prompts)) == expected
 
 
-FAMILIES = ["tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-gemma2", "tiny-gemma3_text", "tiny-mixtral", "tiny-qwen3_moe"]
+FAMILIES = [
+    "tiny-mistral",
+    "tiny-qwen2",
+    "tiny-qwen3",
+    "tiny-gemma2",
+    "tiny-gemma3_text",
+    "tiny-mixtral",
+    "tiny-qwen3_moe",
+]
 
 
-WAYS = {"disk": (1, DISK, False), "two devices": (2, HOST, False), "two devices, attends on the host": (2, HOST, True)}
+WAYS = {
+    "disk": (1, DISK, False),
+    "two devices": (2, HOST, False),
+    "two devices, attends on the host": (2, HOST, True),
+}
 
 
 @pytest.mark.parametrize(
     ("model", "way"),
-    [(name, way) for name in FAMILIES for way in WAYS if (name, way) != ("tiny-gemma2", "disk")],  # that one is above
+    [
+        (name, way) for name in FAMILIES for way in WAYS if (name, way) != ("tiny-gemma2", "disk")
+    ],  # that one is above
 )
 def test_every_other_family(model, way, tmp_path):
-    """KV in one piece, so that what is compiled is small: how pieces are put together is no matter of the family."""
+    """KV in one piece, so that what is compiled is small: how pieces are put together is no matter of the
+    family.
+    """
     prompts, expected = goldens(model, copies=1)
     tp, kv, host_attention = WAYS[way]
     with runtime(model, tmp_path, tp=tp, weights=MIXED, kv=kv, host_attention=host_attention) as made:
@@ -90,13 +117,25 @@ def test_every_other_family(model, way, tmp_path):
 
 
 def test_sampling_is_the_engines(tmp_path):
-    """Seeds, filters, penalties, several sequences of a request, stop tokens, log-probabilities: the same events."""
+    """Seeds, filters, penalties, several sequences of a request, stop tokens, log-probabilities: the same
+    events.
+    """
     prompts, _ = goldens("tiny-opt", copies=1)
-    biased = SamplingParams(temperature=0.7, seed=9, logit_bias={5: 50.0}, min_tokens=3, stop_token_ids=[5], max_tokens=6)
+    biased = SamplingParams(
+        temperature=0.7, seed=9, logit_bias={5: 50.0}, min_tokens=3, stop_token_ids=[5], max_tokens=6
+    )
     asked = [
         Request("plain", prompts[0], SamplingParams(temperature=0.9, seed=7, max_tokens=6, ignore_eos=True)),
-        Request("filters", prompts[1], SamplingParams(temperature=1.2, seed=8, top_k=40, top_p=0.9, n=2, max_tokens=5, logprobs=3)),
-        Request("penalties", prompts[2], SamplingParams(temperature=0.0, repetition_penalty=1.5, presence_penalty=1.0, max_tokens=6)),
+        Request(
+            "filters",
+            prompts[1],
+            SamplingParams(temperature=1.2, seed=8, top_k=40, top_p=0.9, n=2, max_tokens=5, logprobs=3),
+        ),
+        Request(
+            "penalties",
+            prompts[2],
+            SamplingParams(temperature=0.0, repetition_penalty=1.5, presence_penalty=1.0, max_tokens=6),
+        ),
         Request("bias", prompts[0], biased),
     ]
     plain = toy.run(toy.loop("tiny-opt"), asked)
@@ -106,6 +145,10 @@ def test_sampling_is_the_engines(tmp_path):
             found[event.request_id].take(event)
     for name, result in found.items():
         assert result.token_ids == plain[name].token_ids, name
-        assert {i: end.reason for i, end in result.finished.items()} == {i: end.reason for i, end in plain[name].finished.items()}
-    ours, theirs = (np.array([p.logprob for d in r["filters"].logprobs[1] for p in d.values()]) for r in (found, plain))
+        assert {i: end.reason for i, end in result.finished.items()} == {
+            i: end.reason for i, end in plain[name].finished.items()
+        }
+    ours, theirs = (
+        np.array([p.logprob for d in r["filters"].logprobs[1] for p in d.values()]) for r in (found, plain)
+    )
     np.testing.assert_allclose(ours, theirs, atol=2e-4)

@@ -15,7 +15,13 @@ HOST = Shares(host=100.0)
 
 
 def policy(**changes) -> Policy:
-    fields: dict[str, Any] = {"model": "toy", "prompt_tokens": 8, "output_tokens": 4, "gpu_batch_size": 2, "num_gpu_batches": 3}
+    fields: dict[str, Any] = {
+        "model": "toy",
+        "prompt_tokens": 8,
+        "output_tokens": 4,
+        "gpu_batch_size": 2,
+        "num_gpu_batches": 3,
+    }
     fields |= {"weights": Shares(20.0, 80.0), "kv": HOST, "activations": HOST}
     return Policy(**(fields | changes))
 
@@ -39,9 +45,14 @@ def test_shares_sum_to_100_or_are_refused(device, host):
 
 
 @pytest.mark.parametrize("kind", ["weights", "kv", "activations"])
-@pytest.mark.parametrize("wrong", [Shares(20.0, 90.0), Shares(math.nan, 90.0), Shares(130.0, -30.0), (20, 80, 0), None], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [Shares(20.0, 90.0), Shares(math.nan, 90.0), Shares(130.0, -30.0), (20, 80, 0), None], ids=str
+)
 def test_wrong_shares_are_refused_with_whose_they_are(kind, wrong):
-    words = f"{kind}={wrong}: three percentages that sum to 100, each 0 to 100, as Shares(device=20.0, host=80.0, disk=0.0)"
+    words = (
+        f"{kind}={wrong}: three percentages that sum to 100, each 0 to 100, as Shares(device=20.0, "
+        f"host=80.0, disk=0.0)"
+    )
     with pytest.raises(PolicyError, match=f"^{re.escape(words)}$"):
         policy(**{kind: wrong})
 

@@ -1,4 +1,6 @@
-"""Which plan a step runs: the fastest that is predicted for its composition, and never a guess where nothing is known."""
+"""Which plan a step runs: the fastest that is predicted for its composition, and never a guess where nothing
+is known.
+"""
 
 import drawn
 import msgspec
@@ -12,7 +14,9 @@ from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_bat
 from jaxflow.pipeline.plan import PlanError, Predictions, from_json, to_json
 
 LLAMA = drawn.config_of("tiny-llama")
-AXIS = st.lists(st.integers(0, 2000), min_size=1, max_size=5, unique=True).map(lambda axis: tuple(sorted(axis)))
+AXIS = st.lists(st.integers(0, 2000), min_size=1, max_size=5, unique=True).map(
+    lambda axis: tuple(sorted(axis))
+)
 SECONDS = st.floats(1e-3, 1e3)
 
 
@@ -33,7 +37,9 @@ def test_predictions_are_met_where_they_were_made(predicted):
     gain = Gain.of(predicted)
     for i, decodes in enumerate(predicted.decode_tokens):
         for j, context in enumerate(predicted.mean_context_tokens):
-            assert gain.at(decodes, context) == pytest.approx(predicted.sequential_s[i][j] / predicted.step_s[i][j])
+            assert gain.at(decodes, context) == pytest.approx(
+                predicted.sequential_s[i][j] / predicted.step_s[i][j]
+            )
 
 
 @given(predictions(), st.floats(-10, 3000), st.floats(-10, 3000))
@@ -46,14 +52,20 @@ def test_between_predictions_nothing_is_made_up(predicted, decodes, context):
     assert np.min(table) * (1 - 1e-9) <= found <= np.max(table) * (1 + 1e-9)
 
 
-@given(st.lists(st.none() | predictions().map(Gain.of), min_size=1, max_size=5), st.integers(0, 2000), st.integers(0, 4000))
+@given(
+    st.lists(st.none() | predictions().map(Gain.of), min_size=1, max_size=5),
+    st.integers(0, 2000),
+    st.integers(0, 4000),
+)
 def test_the_picked_plan_is_predicted_to_be_no_slower_than_any(gains, decodes, context):
     values = [1.0 if gain is None else gain.sure(decodes, context) for gain in gains]
     assert values[pick(gains, decodes, context)] == max(values)
 
 
 @given(predictions(), st.floats(0, 1), st.integers(0, 2000), st.integers(0, 4000))
-def test_a_plan_is_run_only_where_it_gains_more_than_its_prediction_may_be_too_good(predicted, margin, decodes, context):
+def test_a_plan_is_run_only_where_it_gains_more_than_its_prediction_may_be_too_good(
+    predicted, margin, decodes, context
+):
     gain = Gain.of(msgspec.structs.replace(predicted, margin=margin))
     assert (pick([None, gain], decodes, context) == 1) == (gain.at(decodes, context) > 1 + margin)
 
@@ -67,7 +79,9 @@ def test_predictions_of_before_anything_was_measured_are_not_believed():
 
 
 def test_each_composition_gets_its_plan_and_the_rest_are_sequential():
-    """One plan gains where many decode on long contexts, one where few do; with short contexts there is nothing to overlap."""
+    """One plan gains where many decode on long contexts, one where few do; with short contexts there is
+    nothing to overlap.
+    """
     many = Gain((100, 600), (100, 1000), ((0.8, 0.9), (0.9, 1.2)))
     few = Gain((100, 600), (100, 1000), ((0.8, 1.1), (0.9, 0.9)))
     gains = [None, many, few]
@@ -96,17 +110,26 @@ def test_a_search_that_found_nothing_better_adds_no_plan():
     }
 
 
-@pytest.mark.parametrize("changes", [{"sms": 4}, {"ahead": 1}, {"waits": ("qkv",)}, {"stream": 1}, {"stop": 8}, {"op": "qkv"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"sms": 4}, {"ahead": 1}, {"waits": ("qkv",)}, {"stream": 1}, {"stop": 8}, {"op": "qkv"}],
+    ids=str,
+)
 def test_one_op_that_is_otherwise_makes_a_plan_of_its_own(changes):
     plan = sequential_plan(LLAMA, 16)
-    edited = tuple(msgspec.structs.replace(nano, **changes) if nano.op == "down" else nano for nano in plan.nano_ops)
+    edited = tuple(
+        msgspec.structs.replace(nano, **changes) if nano.op == "down" else nano for nano in plan.nano_ops
+    )
     assert is_sequential(plan) and not is_sequential(msgspec.structs.replace(plan, nano_ops=edited))
 
 
 def test_how_much_of_the_device_a_sum_takes_is_none_of_the_plans():
     """NCCL decides; the search's solver writes down what it took it for."""
     plan = sequential_plan(LLAMA, 16, 2)
-    few = tuple(msgspec.structs.replace(nano, sms=24) if nano.op.endswith("_reduce") else nano for nano in plan.nano_ops)
+    few = tuple(
+        msgspec.structs.replace(nano, sms=24) if nano.op.endswith("_reduce") else nano
+        for nano in plan.nano_ops
+    )
     assert few != plan.nano_ops and is_sequential(msgspec.structs.replace(plan, nano_ops=few))
 
 
@@ -125,7 +148,10 @@ def test_a_plan_that_is_left_out_would_never_have_been_picked(predicted, margin,
 @pytest.mark.parametrize(
     ("plans", "message"),
     [
-        ([two_nano_batch_plan(LLAMA, 24, 7), predicting(phased_plan(LLAMA, 24, 8))], "7 [+] 17: has no predictions"),
+        (
+            [two_nano_batch_plan(LLAMA, 24, 7), predicting(phased_plan(LLAMA, 24, 8))],
+            "7 [+] 17: has no predictions",
+        ),
         ([predicting(phased_plan(LLAMA, 24, 8))] * 2, "two plans for 24 tokens have this name"),
         ([predicting(phased_plan(LLAMA, 24, 8), name="sequential")], "sequential: two plans for 24 tokens"),
     ],

@@ -1,4 +1,6 @@
-"""What XLA makes of plans for an H200: the schedule is the plan's, nano-batches stay apart, caches are not copied."""
+"""What XLA makes of plans for an H200: the schedule is the plan's, nano-batches stay apart, caches are not
+copied.
+"""
 
 import collections
 import dataclasses
@@ -24,14 +26,19 @@ from pallas_kernels.kernel_set import kernel_set_for
 TOKENS, SPLIT = 512, 192
 LAYERS = (Layer(rope=Rope(1e4)),) * 3
 MODEL = ModelConfig("llama", 32000, 1024, 8, 2, 128, 2816, LAYERS, 8192)
-TWO_LAYERS = dataclasses.replace(MODEL, layers=LAYERS[:2])  # for plans that are a layer ahead nowhere, or that show it in two
+TWO_LAYERS = dataclasses.replace(
+    MODEL, layers=LAYERS[:2]
+)  # for plans that are a layer ahead nowhere, or that show it in two
 LLAMA = open_checkpoint("llama-3-70b", load_format="dummy").model_config
 LLAMA = dataclasses.replace(LLAMA, layers=LLAMA.layers[:2])
 
 
 def rows_of_products(found, model, tp=1):
     """Rows of every product that has a weight; XLA may have cut its inner dimension (a leading axis)."""
-    shapes = [[int(n) for n in result[result.index("[") + 1 : -1].split(",")] for result in found.instructions("dot")]
+    shapes = [
+        [int(n) for n in result[result.index("[") + 1 : -1].split(",")]
+        for result in found.instructions("dot")
+    ]
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp
     widths = {heads, model.hidden_size, 2 * model.intermediate_size // tp}
     return sorted(shape[-2] for shape in shapes if shape[-1] in widths)
@@ -39,7 +46,9 @@ def rows_of_products(found, model, tp=1):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """alone: collectives of the step that the plan has nothing beside; spanned: (products and attention that run beside one), of all."""
+    """alone: collectives of the step that the plan has nothing beside; spanned: (products and attention that
+    run beside one), of all.
+    """
 
     plan: Plan
     model: ModelConfig
@@ -59,9 +68,15 @@ SEARCHED = paths.DATA / "plans" / "llama-3.1-8b-2048.json"
 PLANS = {
     "phases": Case(phased_plan(MODEL, TOKENS, 72), MODEL),  # halves as unequal as decodes and chunks are
     "searched": Case(load(SEARCHED), MODEL),
-    "two nano-batches on two devices": Case(two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2), TWO_LAYERS, 2, alone=1, spanned=8),
+    "two nano-batches on two devices": Case(
+        two_nano_batch_plan(MODEL, TOKENS, SPLIT, tp=2), TWO_LAYERS, 2, alone=1, spanned=8
+    ),
     "two nano-batches, scattered": Case(
-        two_nano_batch_plan(MODEL, 2 * TOKENS, TOKENS, tp=2, scattered=True), TWO_LAYERS, 2, alone=2, spanned=15
+        two_nano_batch_plan(MODEL, 2 * TOKENS, TOKENS, tp=2, scattered=True),
+        TWO_LAYERS,
+        2,
+        alone=2,
+        spanned=15,
     ),
     "phases on two devices": Case(phased_plan(MODEL, TOKENS, SPLIT, tp=2), MODEL, 2, alone=2, spanned=14),
     # At their own shapes, with sums by the copy engines; the second is shipped.
@@ -79,11 +94,15 @@ def on_streams(name):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_schedule_is_the_plans(name):
-    """Every nano-op on its stream in its order; attention beside its products; sums over devices under theirs, as many as are said."""
+    """Every nano-op on its stream in its order; attention beside its products; sums over devices under
+    theirs, as many as are said.
+    """
     case, found = PLANS[name], on_streams(name)
     plan, graph = case.plan, graph_of(case.plan, case.model, case.tp)
     check_schedule(found.hlo, plan, graph, ROWS)
-    sizes = [nano.stop - nano.start for nano in plan.nano_ops if nano.op in ("qkv", "out_proj", "up_gate", "down")]
+    sizes = [
+        nano.stop - nano.start for nano in plan.nano_ops if nano.op in ("qkv", "out_proj", "up_gate", "down")
+    ]
     assert set(rows_of_products(found, case.model, case.tp)) == set(sizes), "nano-batches were merged, or cut"
     sent = spans(found.hlo, plan, graph, ROWS)
     assert len(sent) == sum(op.kind == "network" for layer in graph.layers for op in layer) * len(sizes) // 4
@@ -93,7 +112,8 @@ def test_the_schedule_is_the_plans(name):
 
 def edited(plan, name, **changes):
     return msgspec.structs.replace(
-        plan, nano_ops=tuple(msgspec.structs.replace(n, **changes) if n.id == name else n for n in plan.nano_ops)
+        plan,
+        nano_ops=tuple(msgspec.structs.replace(n, **changes) if n.id == name else n for n in plan.nano_ops),
     )
 
 
@@ -113,7 +133,10 @@ def test_the_checker_knows_a_schedule_that_is_not_the_plans():
 def test_the_checker_knows_a_sum_that_is_awaited_at_once(monkeypatch):
 
     def awaited(hlo, plan):
-        return [dataclasses.replace(w, last=w.first + 1) if "reduce" in w.nano_ops[0] else w for w in read(hlo, plan)]
+        return [
+            dataclasses.replace(w, last=w.first + 1) if "reduce" in w.nano_ops[0] else w
+            for w in read(hlo, plan)
+        ]
 
     monkeypatch.setattr(schedule, "read", awaited)
     case, hlo = PLANS["two nano-batches on two devices"], on_streams("two nano-batches on two devices").hlo
@@ -151,7 +174,9 @@ def test_a_sequential_step_in_one_cuda_graph():
 def on_hopper():
     """A searched plan, with waits, on the kernels that an H200 runs."""
     dtypes = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
-    kernel_set = kernel_set_for("gpu", "9.0", head_dim=128, queries_per_kv_head=4, page_size=64, device="NVIDIA H200", **dtypes)
+    kernel_set = kernel_set_for(
+        "gpu", "9.0", head_dim=128, queries_per_kv_head=4, page_size=64, device="NVIDIA H200", **dtypes
+    )
     return compiled(WAITING, MODEL, kernel_set)
 
 
@@ -159,31 +184,56 @@ def test_the_hopper_kernels_on_their_shares_of_the_device(on_hopper):
     """As the plan has them: in the grids of the kernels, on its streams, as one CUDA graph."""
     found = on_hopper
     check_schedule(found.hlo, WAITING, graph_of(WAITING, MODEL), ROWS)
-    assert [thunk.kind for thunk in found.graph_thunks if not thunk.depth] == ["kCommandBuffer"], "the step is not one CUDA graph"
+    assert [thunk.kind for thunk in found.graph_thunks if not thunk.depth] == ["kCommandBuffer"], (
+        "the step is not one CUDA graph"
+    )
     names = re.findall(r"(decode_attention|chunk_attention|dense_gemm)_(\d+)", found.hlo)
     shares = {name: {int(sms) for other, sms in names if other == name} for name, _ in names}
     assert shares == {"decode_attention": {40}, "chunk_attention": {84, 132}, "dense_gemm": {84, 92, 100}}
-    for nano in ("qkv/qkv.1", "out_proj/out_proj.1", "up_gate/up_gate.1", "down/down.1"):  # profiles find ops by these names
+    for nano in (
+        "qkv/qkv.1",
+        "out_proj/out_proj.1",
+        "up_gate/up_gate.1",
+        "down/down.1",
+    ):  # profiles find ops by these names
         assert re.search(rf'op_name="[^"]*compute_on/{nano}/', found.hlo), nano
 
 
 def test_a_layer_is_its_nano_ops_and_little_else(on_hopper):
-    """One kernel each, but for what is said here: no sums apart from their norms, no arrays joined, cut or copied for a kernel to read."""
+    """One kernel each, but for what is said here: no sums apart from their norms, no arrays joined, cut or
+    copied for a kernel to read.
+    """
     issued = kernels(on_hopper.hlo, WAITING)
     appends = [at for at, (nano, _) in enumerate(issued) if nano == "rope_append"]
     layer = issued[appends[-4] : appends[-2]]  # from the append of the last layer but one to the last one's
     ops = collections.Counter(nano for nano, what in layer if what == "op")
     empty = {"decode_attention.1"}  # behind all rows
-    assert ops == {nano.id: 2 if nano.id == "rope_append" else 1 for nano in WAITING.nano_ops if nano.id not in empty}
+    assert ops == {
+        nano.id: 2 if nano.id == "rope_append" else 1 for nano in WAITING.nano_ops if nano.id not in empty
+    }
     rest = collections.Counter((nano, what) for nano, what in layer if what != "op")
-    partial_sums = {(f"{name}.1", "loop_broadcast_fusion"): 1 for name in ("qkv", "out_proj", "up_gate", "down")}  # their semaphores
+    partial_sums = {
+        (f"{name}.1", "loop_broadcast_fusion"): 1 for name in ("qkv", "out_proj", "up_gate", "down")
+    }  # their semaphores
     assert rest <= collections.Counter(
         {
             ("decode_attention.0", "loop_or_fusion"): 1,  # its wait, as data
-            ("chunk_attention.0", "loop_or_fusion"): 1,  # its place behind the other nano-batch's products, as data
-            ("out_proj.0", "loop_select_fusion"): 1,  # the heads of both attentions, which ran beside each other
-            ("up_gate.0", "loop_convert_fusion"): 1,  # the activation, behind XLA's product at this width; 8B's is within dense's
-            ("down.0", "loop_reduce_fusion"): 1,  # XLA's product in two halves of its inner dimension, at these sizes
+            (
+                "chunk_attention.0",
+                "loop_or_fusion",
+            ): 1,  # its place behind the other nano-batch's products, as data
+            (
+                "out_proj.0",
+                "loop_select_fusion",
+            ): 1,  # the heads of both attentions, which ran beside each other
+            (
+                "up_gate.0",
+                "loop_convert_fusion",
+            ): 1,  # the activation, behind XLA's product at this width; 8B's is within dense's
+            (
+                "down.0",
+                "loop_reduce_fusion",
+            ): 1,  # XLA's product in two halves of its inner dimension, at these sizes
             (None, "loop_convert_fusion"): 3,  # `zero_behind` of three attentions, a number each
             **partial_sums,
         }

@@ -1,8 +1,9 @@
-"""Law 1: every plan computes the plain forward; drawn plans, drawn steps, several families, one, two and four devices.
+"""Law 1: every plan computes the plain forward; drawn plans, drawn steps, several families, one, two and four
+devices.
 
-Each plan is a step to compile, so the suite draws one for each family: another one every day. A failure says the day's number, which
-draws the same plan again on any other day. A long run draws as many for each as it is told; this one, of 56 plans, took 204 s of CPU
-time, and all held:
+Each plan is a step to compile, so the suite draws one for each family: another one every day. A failure says
+the day's number, which draws the same plan again on any other day. A long run draws as many for each as it is
+told; this one, of 56 plans, took 204 s of CPU time, and all held:
 
     LAW_SEED=740000 LAW_EXAMPLES=8 python -m pytest -n0 tests/jaxflow/pipeline/test_compiler.py -k drawn_plans
 """
@@ -29,7 +30,9 @@ TOKENS, SPLIT = 16, 6
 EXAMPLES = int(os.environ.get("LAW_EXAMPLES", "1"))
 SEED = int(os.environ.get("LAW_SEED", datetime.datetime.now(datetime.UTC).date().toordinal()))
 # A failing example is not shrunk: each compiles a step.
-LAW = settings(suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate], print_blob=True)
+LAW = settings(
+    suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate], print_blob=True
+)
 FP8 = {"quantization": "fp8", "kv": "float8_e4m3fn"}
 
 
@@ -53,15 +56,23 @@ def bench(name, tp=1, **numbers):
 @settings(LAW, max_examples=EXAMPLES)
 @given(data=st.data())
 def test_drawn_plans(name, tp, form, streams, numbers, data):
-    """A plan with cuts of its own, on several steps, whose chunks straddle them. form: of its sums over devices."""
+    """A plan with cuts of its own, on several steps, whose chunks straddle them. form: of its sums over
+    devices.
+    """
     note(f"LAW_SEED={SEED} LAW_EXAMPLES={EXAMPLES} draw it again")
     model = bench(name, tp, **numbers)
     graph = model_graph(model.config, tp, scattered=form == "scattered", swapped=form == "swapped")
-    plan = data.draw(drawn.plans(graph, TOKENS, streams, "copies" if form in ("copied", "swapped") else "kernels"))
-    assume(len(borders(plan)) > 0 and (not streams or len({nano.stream for nano in plan.nano_ops}) == 3))  # not the simplest plan
+    plan = data.draw(
+        drawn.plans(graph, TOKENS, streams, "copies" if form in ("copied", "swapped") else "kernels")
+    )
+    assume(
+        len(borders(plan)) > 0 and (not streams or len({nano.stream for nano in plan.nano_ops}) == 3)
+    )  # not the simplest plan
     cuts = borders(plan)
     model.check(
-        plan, drawn.step(model.config, TOKENS, cuts, 3, (9, 4)), *(data.draw(drawn.steps(model.config, TOKENS, cuts)) for _ in "ab")
+        plan,
+        drawn.step(model.config, TOKENS, cuts, 3, (9, 4)),
+        *(data.draw(drawn.steps(model.config, TOKENS, cuts)) for _ in "ab"),
     )
 
 
@@ -77,7 +88,9 @@ def test_drawn_plans(name, tp, form, streams, numbers, data):
 @settings(LAW, max_examples=3)
 @given(data=st.data())
 def test_a_plan_runs_every_composition(make, name, tp, numbers, data):
-    """Made for so many decodes before its cut, it takes fewer, more or none, chunks anywhere, and nothing but padding."""
+    """Made for so many decodes before its cut, it takes fewer, more or none, chunks anywhere, and nothing but
+    padding.
+    """
     model = bench(name, tp, **numbers)
     plan = make(model.config, TOKENS, SPLIT, tp)
     known = ((8, (3, 2)), (2, (9, 4)), (6, (10,)), (3, ()), (0, (16,)), (0, ()))
@@ -87,7 +100,10 @@ def test_a_plan_runs_every_composition(make, name, tp, numbers, data):
 
 def test_two_nano_batches_on_weights_of_4_bits():
     model = bench("tiny-qwen3", 2, quantization="int4")
-    model.check(two_nano_batch_plan(model.config, TOKENS, SPLIT, 2), drawn.step(model.config, TOKENS, (SPLIT,), 2, (9, 4)))
+    model.check(
+        two_nano_batch_plan(model.config, TOKENS, SPLIT, 2),
+        drawn.step(model.config, TOKENS, (SPLIT,), 2, (9, 4)),
+    )
 
 
 def test_the_sequential_plan_is_the_plain_forward_bit_for_bit():
@@ -104,22 +120,33 @@ def test_a_wait_for_a_sum_that_was_just_issued_is_for_this_layers(monkeypatch):
     plan = two_nano_batch_plan(model.config, TOKENS, SPLIT, 2)
     waiting = {"attn_norm.1": "attn_reduce.0"}  # the one is issued right behind the other
     plan = msgspec.structs.replace(
-        plan, nano_ops=tuple(msgspec.structs.replace(n, waits=(waiting[n.id],)) if n.id in waiting else n for n in plan.nano_ops)
+        plan,
+        nano_ops=tuple(
+            msgspec.structs.replace(n, waits=(waiting[n.id],)) if n.id in waiting else n
+            for n in plan.nano_ops
+        ),
     )
 
     def ordered(step, run):
-        found.extend((run.layer, piece.source[0]) for wait in run.nano.waits for piece in step.made.get(wait, []))
+        found.extend(
+            (run.layer, piece.source[0]) for wait in run.nano.waits for piece in step.made.get(wait, [])
+        )
         order(step, run)
 
     monkeypatch.setattr(compiler._Step, "order", ordered)
     w, kv, _ = drawn.plain(model)
-    model.jitted(compile_plan(plan, model.config, 2)).lower(w, kv, drawn.step(model.config, TOKENS, (SPLIT,), 4, (7, 3)))
+    model.jitted(compile_plan(plan, model.config, 2)).lower(
+        w, kv, drawn.step(model.config, TOKENS, (SPLIT,), 4, (7, 3))
+    )
     assert found == [(layer, layer) for layer in range(model.config.num_layers)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int32", "uint8"])
 def test_zero_is_zero_whatever_it_is_made_of(dtype):
-    values = [jnp.asarray(x, "float32").astype(dtype) for x in (-7.3, [[1.5, 2]], [3], np.zeros((0, 4)), [np.pi] * 5)]
+    values = [
+        jnp.asarray(x, "float32").astype(dtype)
+        for x in (-7.3, [[1.5, 2]], [3], np.zeros((0, 4)), [np.pi] * 5)
+    ]
     zero = streams.zero_behind([*values, jnp.asarray(float("nan"))])
     assert zero.dtype == jnp.int32 and zero.shape == () and zero == 0
 
@@ -139,4 +166,6 @@ def test_a_batch_of_another_size_is_refused():
     model = bench("tiny-llama")
     w, kv, _ = drawn.plain(model)
     with pytest.raises(PlanError, match="a batch of 16 tokens in a plan for 24"):
-        model.jitted(compile_plan(sequential_plan(model.config, 24), model.config))(w, kv, drawn.step(model.config, TOKENS, (), 4, ()))
+        model.jitted(compile_plan(sequential_plan(model.config, 24), model.config))(
+            w, kv, drawn.step(model.config, TOKENS, (), 4, ())
+        )

@@ -1,4 +1,6 @@
-"""Sums over two or four devices that the copy engines send: every such plan is the plain forward, and what cannot be one is refused."""
+"""Sums over two or four devices that the copy engines send: every such plan is the plain forward, and what
+cannot be one is refused.
+"""
 
 import drawn
 import msgspec
@@ -9,7 +11,15 @@ from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import copied, phased_plan, products_in_two_plan, sequential_plan, swapped, two_nano_batch_plan, waited
+from jaxflow.pipeline.handmade import (
+    copied,
+    phased_plan,
+    products_in_two_plan,
+    sequential_plan,
+    swapped,
+    two_nano_batch_plan,
+    waited,
+)
 from jaxflow.pipeline.order import check, graph_of
 from jaxflow.pipeline.plan import NanoOp, PlanError, from_json, load, to_json
 
@@ -58,16 +68,24 @@ def test_only_two_devices_exchange_what_they_add(tp, scattered):
 def test_four_devices_swap_in_two_steps():
     """The second step of each half's sum is amid the other half's turn; of one batch, right behind the first."""
     ids = [nano.id for nano in swapped(two_nano_batch_plan(LLAMA, TOKENS, 8, 4)).nano_ops]
-    for swap, reduce, last in (("attn_swap.0", "attn_reduce.0", "out_proj.1"), ("mlp_swap.0", "mlp_reduce.0", "down.1")):
+    for swap, reduce, last in (
+        ("attn_swap.0", "attn_reduce.0", "out_proj.1"),
+        ("mlp_swap.0", "mlp_reduce.0", "down.1"),
+    ):
         assert ids.index(swap) + 1 < ids.index(reduce) < ids.index(last)
     alone = [nano.id for nano in swapped(sequential_plan(LLAMA, TOKENS, 4)).nano_ops]
-    assert alone.index("attn_reduce") == alone.index("attn_swap") + 1 and alone[-2:] == ["mlp_swap", "mlp_reduce"]
+    assert alone.index("attn_reduce") == alone.index("attn_swap") + 1 and alone[-2:] == [
+        "mlp_swap",
+        "mlp_reduce",
+    ]
     plan = swapped(two_nano_batch_plan(LLAMA, TOKENS, 8, 4))
     with pytest.raises(PlanError, match=r"attn_swap.0: op='attn_swap' is not in this model's layers"):
         compile_plan(plan, LLAMA, 2)
     with pytest.raises(PlanError, match=r"sums='kernels': what is swapped is copied"):
         compile_plan(msgspec.structs.replace(plan, sums="kernels"), LLAMA, 4)
-    both = msgspec.structs.replace(plan, name="of both", nano_ops=(*plan.nano_ops, NanoOp("odd", "attn_scatter", 0, TOKENS)))
+    both = msgspec.structs.replace(
+        plan, name="of both", nano_ops=(*plan.nano_ops, NanoOp("odd", "attn_scatter", 0, TOKENS))
+    )
     with pytest.raises(PlanError, match=r"of both: .* both scattered and swapped"):
         compile_plan(both, LLAMA, 4)
     with pytest.raises(ValueError, match="tp is 2"):
@@ -75,11 +93,17 @@ def test_four_devices_swap_in_two_steps():
 
 
 def test_sums_that_are_waited_for_have_nothing_beside_them():
-    """What reads a sum is issued right behind it, of the next layer's round too: nano-batches alone, as the ablation has them."""
+    """What reads a sum is issued right behind it, of the next layer's round too: nano-batches alone, as the
+    ablation has them.
+    """
     model = open_checkpoint("llama-3-70b", load_format="dummy").model_config
     plan = waited(copied(two_nano_batch_plan(model, 2048, 1024, 2)))
     check(plan, graph_of(plan, model, 2))
     assert plan == load(paths.ROOT / "benchmarks" / "plans" / "tp2" / "fp8" / "ablation-nano-batches.json")
     for sent, reader in zip(plan.nano_ops, plan.nano_ops[1:], strict=False):
         if sent.op.endswith("_reduce"):
-            assert (reader.op.endswith("_norm"), reader.start, reader.ahead) == (True, sent.start, int(sent.op == "mlp_reduce"))
+            assert (reader.op.endswith("_norm"), reader.start, reader.ahead) == (
+                True,
+                sent.start,
+                int(sent.op == "mlp_reduce"),
+            )

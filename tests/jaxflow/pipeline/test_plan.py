@@ -11,7 +11,20 @@ from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.order import check, program
-from jaxflow.pipeline.plan import NanoOp, Plan, PlanError, Predictions, Target, borders, digest, fitting, from_json, load, save, to_json
+from jaxflow.pipeline.plan import (
+    NanoOp,
+    Plan,
+    PlanError,
+    Predictions,
+    Target,
+    borders,
+    digest,
+    fitting,
+    from_json,
+    load,
+    save,
+    to_json,
+)
 
 CONFIGS = {name: drawn.config_of(name) for name in ("tiny-llama", "tiny-gemma2", "tiny-mixtral", "tiny-opt")}
 LLAMA = CONFIGS["tiny-llama"]
@@ -20,7 +33,11 @@ TARGET = Target("llama-3.1-8b", "H200", 1, "bfloat16", "bfloat16", 1024, 1024, 8
 
 def edited(plan, nano_id, **changes):
     """The plan with one entry changed; with no changes, without it."""
-    entries = (msgspec.structs.replace(n, **changes) if n.id == nano_id else n for n in plan.nano_ops if changes or n.id != nano_id)
+    entries = (
+        msgspec.structs.replace(n, **changes) if n.id == nano_id else n
+        for n in plan.nano_ops
+        if changes or n.id != nano_id
+    )
     return msgspec.structs.replace(plan, nano_ops=tuple(entries))
 
 
@@ -35,11 +52,17 @@ def swapped(plan, a, b):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_handmade_plans_are_plans(name, tp):
     config = CONFIGS[name]
-    for plan in (sequential_plan(config, 24, tp), two_nano_batch_plan(config, 24, 7, tp), phased_plan(config, 24, 16, tp)):
+    for plan in (
+        sequential_plan(config, 24, tp),
+        two_nano_batch_plan(config, 24, 7, tp),
+        phased_plan(config, 24, 16, tp),
+    ):
         graph = model_graph(config, tp)
         check(plan, graph)
         runs = program(plan, graph)
-        assert len(runs) == sum(len([n for n in plan.nano_ops if n.op == op.name]) for ops in graph.layers for op in ops)
+        assert len(runs) == sum(
+            len([n for n in plan.nano_ops if n.op == op.name]) for ops in graph.layers for op in ops
+        )
         assert from_json(to_json(plan)) == plan
 
 
@@ -58,7 +81,11 @@ def test_a_digest_tells_what_a_plan_does_and_nothing_else():
     plan = two_nano_batch_plan(LLAMA, 24, 7)
     same = [
         msgspec.structs.replace(plan, **changes)
-        for changes in ({"name": "other"}, {"target": TARGET}, {"predictions": Predictions((0,), (0,), ((1.0,),), ((2.0,),))})
+        for changes in (
+            {"name": "other"},
+            {"target": TARGET},
+            {"predictions": Predictions((0,), (0,), ((1.0,),), ((2.0,),))},
+        )
     ]
     assert {digest(one) for one in (*same, from_json(to_json(plan)))} == {digest(plan)}
     first, second = plan.nano_ops[0].id, plan.nano_ops[1].id
@@ -68,7 +95,10 @@ def test_a_digest_tells_what_a_plan_does_and_nothing_else():
         msgspec.structs.replace(plan, tokens=32),
         msgspec.structs.replace(plan, sums="copies"),
         swapped(plan, first, second),
-        *(edited(plan, second, **change) for change in ({"stream": 1}, {"sms": 40}, {"ahead": 1}, {"waits": (first,)}, {})),
+        *(
+            edited(plan, second, **change)
+            for change in ({"stream": 1}, {"sms": 40}, {"ahead": 1}, {"waits": (first,)}, {})
+        ),
     ]
     assert len({digest(one) for one in (plan, *others)}) == 1 + len(others)
 
@@ -88,18 +118,27 @@ def does(plan):
 def test_files(tmp_path):
     plan = msgspec.structs.replace(two_nano_batch_plan(LLAMA, 24, 7), target=TARGET)
     save(plan, tmp_path / "a.json")
-    save(msgspec.structs.replace(plan, name="other", target=msgspec.structs.replace(TARGET, tensor_parallel_size=4)), tmp_path / "b.json")
+    save(
+        msgspec.structs.replace(
+            plan, name="other", target=msgspec.structs.replace(TARGET, tensor_parallel_size=4)
+        ),
+        tmp_path / "b.json",
+    )
     save(sequential_plan(LLAMA, 24), tmp_path / "c.json")
     assert load(tmp_path / "a.json") == plan and borders(plan) == (7,)
     assert fitting(tmp_path, "llama-3.1-8b", "NVIDIA H200", 1, "bfloat16", "bfloat16") == (plan,)
-    assert [p.name for p in fitting(tmp_path, "some/llama-3.1-8b", "NVIDIA H200", 4, "bfloat16", "bfloat16")] == ["other"]
+    assert [
+        p.name for p in fitting(tmp_path, "some/llama-3.1-8b", "NVIDIA H200", 4, "bfloat16", "bfloat16")
+    ] == ["other"]
     assert fitting(tmp_path, "llama-3.1-8b", "NVIDIA H200", 1, "float32", "bfloat16") == ()
     with pytest.raises(PlanError, match=r"nowhere\.json: No such file"):
         load(tmp_path / "nowhere.json")
 
 
 AXIS = b'{"decode_tokens": [8, 4], "mean_context_tokens": [9], "step_s": [[1.0]], "sequential_s": [[1.0]]}'
-TABLE = b'{"decode_tokens": [4], "mean_context_tokens": [9, 10], "step_s": [[1.0]], "sequential_s": [[1.0, 1.0]]}'
+TABLE = (
+    b'{"decode_tokens": [4], "mean_context_tokens": [9, 10], "step_s": [[1.0]], "sequential_s": [[1.0, 1.0]]}'
+)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +150,20 @@ TABLE = b'{"decode_tokens": [4], "mean_context_tokens": [9, 10], "step_s": [[1.0
         (b'{"name": "a"}', "schema_version"),
         (b'{"schema_version": 2, "name": "\xff", "tokens": 8, "nano_ops": []}', "utf-8"),
         (b'{"schema_version": 1, "name": "a"}', "schema_version=1 is not supported: this release reads 2"),
-        (b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [], "predictions": %s}' % AXIS, "decode_tokens=.*rising"),
-        (b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [], "predictions": %s}' % TABLE, "step_s: 1 rows of 2"),
+        (
+            b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [], "predictions": %s}' % AXIS,
+            "decode_tokens=.*rising",
+        ),
+        (
+            b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [], "predictions": %s}' % TABLE,
+            "step_s: 1 rows of 2",
+        ),
         (b'{"schema_version": 2, "name": "a", "tokens": 8}', "nano_ops"),
         (b'{"schema_version": 2, "name": "a", "tokens": "8", "nano_ops": []}', r"\$\.tokens"),
-        (b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [{"id": "q", "op": "qkv", "start": 0}]}', r"nano_ops\[0\]"),
+        (
+            b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [{"id": "q", "op": "qkv", "start": 0}]}',
+            r"nano_ops\[0\]",
+        ),
         (b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [], "speed": 9}', "speed"),
     ],
 )
@@ -142,7 +190,11 @@ WRONG = [
     (edited(TWO, "rope_append.0", stream=1), "rope_append.0", "runs on the main stream"),
     (edited(TWO, "down.0", waits=("lunch",)), "down.0", "waits for 'lunch'"),
     (edited(TWO, "down.0", waits=("down.0",)), "down.0", "waits for 'down.0'"),
-    (swapped(TWO, "up_gate.0", "down.0"), "down.0", r"reads a of tokens \[0, 6\) of layer 0 before it is made"),
+    (
+        swapped(TWO, "up_gate.0", "down.0"),
+        "down.0",
+        r"reads a of tokens \[0, 6\) of layer 0 before it is made",
+    ),
     (edited(TWO, "down.0", ahead=1), "down.0", r"reads a of tokens \[0, 6\) of layer 0 before it is made"),
     (edited(TWO, "attn_norm.1", ahead=1), "attn_norm.1", r"reads x2 of tokens \[6, 16\) of layer 0 before"),
     (msgspec.structs.replace(TWO, tokens=20), "attn_norm.1", r"attn_norm of tokens \[16, 20\) runs nowhere"),
@@ -150,7 +202,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "entry", "message"), WRONG, ids=[f"{entry}-{i}" for i, (_, entry, _) in enumerate(WRONG)])
+@pytest.mark.parametrize(
+    ("plan", "entry", "message"), WRONG, ids=[f"{entry}-{i}" for i, (_, entry, _) in enumerate(WRONG)]
+)
 def test_wrong_plans_are_refused_by_entry(plan, entry, message):
     with pytest.raises(PlanError, match=message) as refused:
         check(plan, model_graph(LLAMA))
@@ -159,11 +213,22 @@ def test_wrong_plans_are_refused_by_entry(plan, entry, message):
 
 def test_attention_needs_the_appends_of_all_tokens_before_it():
     """A prefill chunk's later half reads what its earlier half appended: data alone would allow this order."""
-    order = ["attn_norm.0", "attn_norm.1", "qkv.0", "qkv.1", "rope_append.1", "chunk_attention.1", "decode_attention.1", "rope_append.0"]
+    order = [
+        "attn_norm.0",
+        "attn_norm.1",
+        "qkv.0",
+        "qkv.1",
+        "rope_append.1",
+        "chunk_attention.1",
+        "decode_attention.1",
+        "rope_append.0",
+    ]
     rest = [n.id for n in TWO.nano_ops if n.id not in order]
     by_id = {n.id: n for n in TWO.nano_ops}
     plan = msgspec.structs.replace(TWO, nano_ops=tuple(by_id[name] for name in order + rest))
-    with pytest.raises(PlanError, match=r"chunk_attention.1: reads keys before rope_append of tokens \[0, 6\)"):
+    with pytest.raises(
+        PlanError, match=r"chunk_attention.1: reads keys before rope_append of tokens \[0, 6\)"
+    ):
         check(plan, model_graph(LLAMA))
 
 
@@ -181,8 +246,15 @@ def test_what_the_compiler_cannot_do_is_refused():
 def test_xla_flags_are_those_that_a_plan_needs():
     phased, two = phased_plan(LLAMA, 16, 6), two_nano_batch_plan(LLAMA, 16, 6, 2)
     assert xla_options(sequential_plan(LLAMA, 16)) == xla_options(sequential_plan(LLAMA, 16, 2), 2) == {}
-    assert xla_options(TWO) == xla_options(TWO, graphs="whole") == xla_options(sequential_plan(LLAMA, 16), graphs="whole") != {}
-    assert xla_options(two, 2).keys() - xla_options(TWO).keys() == {"xla_gpu_experimental_use_collective_kernels"}
+    assert (
+        xla_options(TWO)
+        == xla_options(TWO, graphs="whole")
+        == xla_options(sequential_plan(LLAMA, 16), graphs="whole")
+        != {}
+    )
+    assert xla_options(two, 2).keys() - xla_options(TWO).keys() == {
+        "xla_gpu_experimental_use_collective_kernels"
+    }
     assert xla_options(phased)["xla_gpu_command_buffer_scheduling_mode"] == "CONCURRENT"
     assert xla_options(phased, graphs="streams")["xla_gpu_enable_command_buffer"] == ""
     assert not xla_options(phased_plan(LLAMA, 16, 6, 2), 2)["xla_gpu_enable_latency_hiding_scheduler"]

@@ -1,4 +1,6 @@
-"""Sums over devices scattered to their own rows: every such plan is the plain forward, too, and what cannot be one is refused."""
+"""Sums over devices scattered to their own rows: every such plan is the plain forward, too, and what cannot
+be one is refused.
+"""
 
 import drawn
 import msgspec
@@ -43,9 +45,13 @@ def test_as_many_bytes_are_sent_and_norms_are_done_once():
         one, other = ({op.name: op.work(step) for op in graph.layers[1]} for graph in (whole, parts))
         for norm in ("attn_norm", "mlp_norm", *(["post_mlp_norm"] if config.post_norms else [])):
             assert one[norm].activation_bytes == pytest.approx(4 * other[norm].activation_bytes)
-        assert {"attn_scatter", "attn_gather", "mlp_scatter", "mlp_gather"} == {op.name for op in parts.layers[0] if op.kind == "network"}
+        assert {"attn_scatter", "attn_gather", "mlp_scatter", "mlp_gather"} == {
+            op.name for op in parts.layers[0] if op.kind == "network"
+        }
     narrow = {op.name: op.work(step) for op in model_graph(LLAMA, 4, FP8, scattered=True).layers[0]}
-    assert narrow["mlp_gather"].network_bytes == pytest.approx(narrow["mlp_scatter"].network_bytes / 2)  # e4m3 is what up_gate reads
+    assert narrow["mlp_gather"].network_bytes == pytest.approx(
+        narrow["mlp_scatter"].network_bytes / 2
+    )  # e4m3 is what up_gate reads
 
 
 def test_scattered_and_whole_it_is_a_plan_of_its_own():
@@ -61,15 +67,21 @@ def test_what_cannot_be_scattered_is_refused_by_name():
     plan = two_nano_batch_plan(LLAMA, TOKENS, 8, 2, scattered=True)
     graph = graph_of(plan, LLAMA, 2)
     check(plan, graph)
-    aside = msgspec.structs.replace(plan, nano_ops=tuple(_with(nano, "mlp_norm", stream=2) for nano in plan.nano_ops))
+    aside = msgspec.structs.replace(
+        plan, nano_ops=tuple(_with(nano, "mlp_norm", stream=2) for nano in plan.nano_ops)
+    )
     with pytest.raises(PlanError, match=r"mlp_norm.0: stream=2: mlp_norm runs on the main stream"):
         check(aside, graph)
-    cut = msgspec.structs.replace(plan, nano_ops=tuple(_moved(nano) if nano.op == "mlp_norm" else nano for nano in plan.nano_ops))
+    cut = msgspec.structs.replace(
+        plan, nano_ops=tuple(_moved(nano) if nano.op == "mlp_norm" else nano for nano in plan.nano_ops)
+    )
     with pytest.raises(PlanError, match="mlp_norm: is cut at"):
         check(cut, graph)
     with pytest.raises(PlanError, match="do not divide"):
         compile_plan(two_nano_batch_plan(LLAMA, TOKENS, 7, 2, scattered=True), LLAMA, 2)
-    both = msgspec.structs.replace(plan, nano_ops=(*plan.nano_ops, NanoOp("attn_reduce", "attn_reduce", 0, TOKENS)))
+    both = msgspec.structs.replace(
+        plan, nano_ops=(*plan.nano_ops, NanoOp("attn_reduce", "attn_reduce", 0, TOKENS))
+    )
     with pytest.raises(PlanError, match="attn_reduce"):
         check(both, graph)
 

@@ -12,7 +12,10 @@ from jaxflow.text.chat import ChatTemplateError, encode_chat, render_chat
 from jaxflow.text.tokenizer import load_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
-PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+PLAIN = (
+    "{% for m in messages %}[{{ m.role }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt "
+    "%}[assistant]{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +32,23 @@ def test_goldens(smollm2, goldens):
 
 
 def test_the_generation_prompt_can_be_left_out(smollm2):
-    assert render_chat(smollm2, HELLO) == render_chat(smollm2, HELLO, add_generation_prompt=False) + "<|im_start|>assistant\n"
+    assert (
+        render_chat(smollm2, HELLO)
+        == render_chat(smollm2, HELLO, add_generation_prompt=False) + "<|im_start|>assistant\n"
+    )
 
 
-@pytest.mark.parametrize("last", ["The answer", "ends with space ", "", "  x\n", "twice Hello twice", "with \ue000 and \ue000\ue000 in it"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        "The answer",
+        "ends with space ",
+        "",
+        "  x\n",
+        "twice Hello twice",
+        "with \ue000 and \ue000\ue000 in it",
+    ],
+)
 def test_the_last_message_can_be_continued(smollm2, last):
     messages = [*HELLO, {"role": "assistant", "content": last}]
     continued = render_chat(smollm2, messages, continue_final_message=True)
@@ -43,19 +59,31 @@ def test_the_last_message_can_be_continued(smollm2, last):
 
 def test_a_template_that_trims_can_be_continued_too():
     trimming = "{% for m in messages %}{{ m.content | trim }}|{% endfor %}"
-    assert render_chat(trimming, [{"role": "assistant", "content": " a b "}], continue_final_message=True) == "a b "
+    assert (
+        render_chat(trimming, [{"role": "assistant", "content": " a b "}], continue_final_message=True)
+        == "a b "
+    )
     with pytest.raises(ChatTemplateError, match="leaves out the last message"):
         render_chat("{{ messages[0].role }}", HELLO, continue_final_message=True)
 
 
 def test_a_continued_message_is_followed_by_no_generation_prompt():
-    assert render_chat("{{ add_generation_prompt }} {{ messages[0].content }}", HELLO, continue_final_message=True) == "False Hello"
+    assert (
+        render_chat(
+            "{{ add_generation_prompt }} {{ messages[0].content }}", HELLO, continue_final_message=True
+        )
+        == "False Hello"
+    )
 
 
 def test_a_chat_gets_no_bos_but_its_template_s(tmp_path):
     backend = toy_vocabularies.byte_level_bpe()
     backend.post_processor = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", 0)])
-    files = {"tokenizer.json": backend, "tokenizer_config.json": {"bos_token": "<s>"}, "chat_template.jinja": "{{ bos_token }}cat"}
+    files = {
+        "tokenizer.json": backend,
+        "tokenizer_config.json": {"bos_token": "<s>"},
+        "chat_template.jinja": "{{ bos_token }}cat",
+    }
     tokenizer = load_tokenizer(toy_vocabularies.write_folder(tmp_path, files))
     assert encode_chat(tokenizer, HELLO) == tokenizer.encode("cat")
 
@@ -64,7 +92,9 @@ def test_templates_find_their_special_tokens_and_settings(tmp_path):
     files = {
         "tokenizer.json": toy_vocabularies.byte_level_bpe(),
         "tokenizer_config.json": {"bos_token": "<s>", "eos_token": "</s>"},
-        "chat_template.jinja": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ unk_token }}{{ tools is none }}",
+        "chat_template.jinja": (
+            "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ unk_token }}{{ tools is none }}"
+        ),
     }
     tokenizer = load_tokenizer(toy_vocabularies.write_folder(tmp_path, files))
     assert render_chat(tokenizer, HELLO) == "<s>Hello</s>True"
@@ -79,17 +109,44 @@ def test_templates_find_their_special_tokens_and_settings(tmp_path):
         ("{{ {'a': '<é>', 'b': [1]} | tojson }}", '{"a": "<é>", "b": [1]}'),
         ("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
         ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", "Hello"),
-        ("{% for i in range(9) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}", "013"),
-        ("{% for m in messages %}{{ loop.first }}{{ loop.last }}{{ loop.index0 }}{{ loop.length }}{% endfor %}", "TrueTrue01"),
-        ("{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i * 2 %}{% endfor %}{{ ns.n }}", "6"),
+        (
+            (
+                "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% "
+                "endif %}{{ i }}{% endfor %}"
+            ),
+            "013",
+        ),
+        (
+            (
+                "{% for m in messages %}{{ loop.first }}{{ loop.last }}{{ loop.index0 }}{{ loop.length "
+                "}}{% endfor %}"
+            ),
+            "TrueTrue01",
+        ),
+        (
+            (
+                "{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i * 2 %}{% "
+                "endfor %}{{ ns.n }}"
+            ),
+            "6",
+        ),
         ("{% macro twice(x) %}{{ x * 2 }}{% endmacro %}{{ twice('ab') }}{{ 2 ** 3 }}", "abab8"),
         (
-            "{{ messages[0].content.upper().split('L') | length }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
+            (
+                "{{ messages[0].content.upper().split('L') | length }}{{ messages | selectattr('role', "
+                "'equalto', 'user') | list | length }}"
+            ),
             "31",
         ),
         ("{{ strftime_now('%Y') | length }}", "4"),
         ("{% for a, b in {'k': 'v'}.items() %}{{ a }}{{ b }}{% endfor %}", "kv"),
-        ("{% for x in [1, 2, 3] if x != 2 %}{{ x }}{% else %}none{% endfor %}{% for x in [] %}{% else %}none{% endfor %}", "13none"),
+        (
+            (
+                "{% for x in [1, 2, 3] if x != 2 %}{{ x }}{% else %}none{% endfor %}{% for x in [] %}{% "
+                "else %}none{% endfor %}"
+            ),
+            "13none",
+        ),
     ],
 )
 def test_what_templates_use(template, text):
@@ -142,14 +199,22 @@ def test_templates_reach_no_attribute_of_python(expression):
         text = render_chat("{{ " + expression + " }}", HELLO)
     except ChatTemplateError:
         return
-    assert not re.search(r"class|function|method|object|module|Context|uid=", text.replace(expression, "")), text
+    assert not re.search(r"class|function|method|object|module|Context|uid=", text.replace(expression, "")), (
+        text
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end within"),
-        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "does not end within"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "does not end within",
+        ),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "does not end within",
+        ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{% for x in [[]] recursive %}{{ loop([x]) }}{% endfor %}", "recursive loops are not supported"),
         ("{{ range(10 ** 9) | list }}", "Range too big"),
@@ -158,7 +223,10 @@ def test_templates_reach_no_attribute_of_python(expression):
         ("{{ 'x' * 10 ** 12 }}", "repeats something"),
         ("{{ 10 ** 12 * [1] }}", "repeats something"),
         (
-            "{% set jaxflow_counted = 1 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            (
+                "{% set jaxflow_counted = 1 %}{% for a in range(99999) %}{% for b in range(99999) %}{% "
+                "endfor %}{% endfor %}"
+            ),
             "does not end within",
         ),
     ],
@@ -180,7 +248,10 @@ def test_templates_take_a_bounded_number_of_steps(monkeypatch, template, says):
         (["Hello"], r"messages\[0\].role is a NoneType"),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], r"messages\[0\].content is a list"),
         ([{"role": "", "content": "x"}], r"messages\[0\].role is empty"),
-        ([{"role": "user", "content": "a\ud83d"}], r"messages\[0\].content: the text has a lone surrogate U\+D83D at character 1"),
+        (
+            [{"role": "user", "content": "a\ud83d"}],
+            r"messages\[0\].content: the text has a lone surrogate U\+D83D at character 1",
+        ),
         ([{"role": "user", "content": "x" * 2_000_001}] * 2, "messages: 4000010 characters; at most 4000000"),
     ],
 )

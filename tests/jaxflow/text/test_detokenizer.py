@@ -1,4 +1,6 @@
-"""The law of the detokeniser: however ids are pushed, the text is that of all of them, cut at the first stop string."""
+"""The law of the detokeniser: however ids are pushed, the text is that of all of them, cut at the first stop
+string.
+"""
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,11 @@ from jaxflow.text.text_stream import TextStream
 from jaxflow.text.tokenizer import load_tokenizer
 
 # Biased to what is hard: parts of characters, special tokens, ids that are no tokens.
-STORIES_IDS = st.one_of(st.integers(0, 520), st.integers(131, 258), st.sampled_from([0, 1, 2, 13, 35, 229, 155, 134, 243, 259, 410]))
+STORIES_IDS = st.one_of(
+    st.integers(0, 520),
+    st.integers(131, 258),
+    st.sampled_from([0, 1, 2, 13, 35, 229, 155, 134, 243, 259, 410]),
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +85,9 @@ def test_the_law_for_byte_level_bpe(smollm2, partial_ids, data):
     check_the_law(smollm2, data.draw(cases(ids)))
 
 
-@given(text=st.text(st.characters(exclude_categories=["Cs"], max_codepoint=0x3FFFF), max_size=40), data=st.data())
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"], max_codepoint=0x3FFFF), max_size=40), data=st.data()
+)
 def test_no_half_of_a_character_is_ever_told(stories, text, data):
     ids = stories.encode(text.replace("\ufffd", ""))
     detokenizer = Detokenizer(stories)
@@ -138,7 +146,11 @@ def test_characters_of_byte_tokens_do_not_wait_for_the_run_to_end(stories):
 def test_a_character_that_is_never_completed(stories, smollm2):
     first_two = stories.encode("☃")[-3:-1]
     detokenizer = Detokenizer(stories)
-    assert (detokenizer.push(first_two), detokenizer.finish(), detokenizer.finish()) == ("", "\ufffd\ufffd", "")
+    assert (detokenizer.push(first_two), detokenizer.finish(), detokenizer.finish()) == (
+        "",
+        "\ufffd\ufffd",
+        "",
+    )
     begun = smollm2.encode("☃")[:1]
     detokenizer = Detokenizer(smollm2)
     assert (detokenizer.push(begun), detokenizer.finish()) == ("", "\ufffd")
@@ -152,7 +164,11 @@ def test_special_tokens_are_left_out_or_shown(smollm2):
     assert (shown.push(ids), shown.stopped_by) == ("The", "<|im_end|>")
 
 
-@given(ids=st.lists(st.integers(259, 511), min_size=1, max_size=20), min_tokens=st.integers(0, 22), data=st.data())
+@given(
+    ids=st.lists(st.integers(259, 511), min_size=1, max_size=20),
+    min_tokens=st.integers(0, 22),
+    data=st.data(),
+)
 def test_stop_strings_count_only_after_the_first_tokens(stories, ids, min_tokens, data):
     before = settled(stories, ids[:min_tokens], True)
     after = stories.decode(ids)[len(before) :]

@@ -25,7 +25,11 @@ METADATA = {
 
 
 def _same(ours, theirs) -> bool:
-    return ours.tolist() == theirs if isinstance(ours, np.ndarray) else ours == theirs and type(ours) is type(theirs)
+    return (
+        ours.tolist() == theirs
+        if isinstance(ours, np.ndarray)
+        else ours == theirs and type(ours) is type(theirs)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +57,16 @@ def test_reads_what_the_gguf_package_reads(tmp_path, small_file):
 def test_the_default_model_s_file(smollm2_gguf):
     read = read_metadata(smollm2_gguf)
     assert len(read) == 33
-    assert (read["llama.block_count"], read["llama.rope.freq_base"], read["general.quantization_version"]) == (30, 100_000.0, 2)
-    assert [len(read[f"tokenizer.ggml.{name}"]) for name in ("tokens", "token_type", "merges")] == [49152, 49152, 48900]
+    assert (
+        read["llama.block_count"],
+        read["llama.rope.freq_base"],
+        read["general.quantization_version"],
+    ) == (30, 100_000.0, 2)
+    assert [len(read[f"tokenizer.ggml.{name}"]) for name in ("tokens", "token_type", "merges")] == [
+        49152,
+        49152,
+        48900,
+    ]
 
 
 def test_a_file_cut_anywhere_is_refused_by_name(tmp_path, small_file):
@@ -88,12 +100,18 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(tmp_path_factory, sm
         (b"GGML" + bytes(60), "starts with"),
         (b"GGUF" + struct.pack("<I", 1) + bytes(60), "version 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(60), "big-endian"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63) + bytes(60), "twice"),  # empty keys of type uint8, as many as there is space
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63) + bytes(60),
+            "twice",
+        ),  # empty keys of type uint8, as many as there is space
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**60), "wants 1152921504606846976 bytes"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 8, 2**61), "'k'"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<I", 77), "type 77 is unknown"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 9, 0), "array of type 9"),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IQ", 8, 1) + b"\xff", "codec can't decode"),
+        (
+            b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IQ", 8, 1) + b"\xff",
+            "codec can't decode",
+        ),
         (b"", "too few"),
     ],
 )

@@ -16,7 +16,10 @@ from jaxflow.text.vocabulary import TokenizerError
 
 # Letters, digits, spaces and marks, whose borders are what pre-tokenizers differ about.
 TEXTS = st.text(
-    st.one_of(st.sampled_from("ab'st lL 12३ ²  \n\r\t.,!?-_$é☃😀\u0308"), st.characters(exclude_categories=["Cs"])), max_size=40
+    st.one_of(
+        st.sampled_from("ab'st lL 12३ ²  \n\r\t.,!?-_$é☃😀\u0308"), st.characters(exclude_categories=["Cs"])
+    ),
+    max_size=40,
 )
 
 
@@ -47,16 +50,34 @@ def stories_twice(loaded, sentencepiece, models_dir):
 @pytest.mark.parametrize(
     ("pre", "text", "words"),
     [
-        ("gpt-2", "I'll pay $1234, ok?  \n x", ["I", "'ll", " pay", " $", "1234", ",", " ok", "?", "  \n", " x"]),
-        ("smollm", "I'll pay $1234, ok?  \n x", ["I", "'ll", " pay", " $", "1", "2", "3", "4", ",", " ok", "?", "  \n", " x"]),
-        ("llama-bpe", "I'LL pay $1234, ok?  \n x", ["I", "'LL", " pay", " $", "123", "4", ",", " ok", "?", "  \n", " x"]),
+        (
+            "gpt-2",
+            "I'll pay $1234, ok?  \n x",
+            ["I", "'ll", " pay", " $", "1234", ",", " ok", "?", "  \n", " x"],
+        ),
+        (
+            "smollm",
+            "I'll pay $1234, ok?  \n x",
+            ["I", "'ll", " pay", " $", "1", "2", "3", "4", ",", " ok", "?", "  \n", " x"],
+        ),
+        (
+            "llama-bpe",
+            "I'LL pay $1234, ok?  \n x",
+            ["I", "'LL", " pay", " $", "123", "4", ",", " ok", "?", "  \n", " x"],
+        ),
         ("llama-bpe", "(word)!!\n\ny's", ["(word", ")!!\n\n", "y", "'s"]),
-        ("qwen2", "I'Ll pay $1234, ok?  \n x", ["I", "'Ll", " pay", " $", "1", "2", "3", "4", ",", " ok", "?", "  \n", " x"]),
+        (
+            "qwen2",
+            "I'Ll pay $1234, ok?  \n x",
+            ["I", "'Ll", " pay", " $", "1", "2", "3", "4", ",", " ok", "?", "  \n", " x"],
+        ),
         ("default", "I'll pay 1234567 ok?", ["I", "'", "ll", " pay", " ", "123", "456", "7", " ok", "?"]),
     ],
 )
 def test_where_each_pre_tokenizer_cuts(pre, text, words):
-    cuts = [pre_tokenizers.Split(tokenizers.Regex(expression), "isolated") for expression in PRE_TOKENIZERS[pre]]
+    cuts = [
+        pre_tokenizers.Split(tokenizers.Regex(expression), "isolated") for expression in PRE_TOKENIZERS[pre]
+    ]
     assert [word for word, _ in pre_tokenizers.Sequence(cuts).pre_tokenize_str(text)] == words
 
 
@@ -66,7 +87,12 @@ def test_where_each_pre_tokenizer_cuts(pre, text, words):
         ("gpt-2", pre_tokenizers.ByteLevel(add_prefix_space=False)),
         (
             "smollm",
-            pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+            pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Digits(individual_digits=True),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False),
+                ]
+            ),
         ),
     ],
 )
@@ -97,7 +123,9 @@ def test_qwen2_composes_characters_and_llama_takes_whole_words_first(loaded):
     tokens = [*metadata["tokenizer.ggml.tokens"], "zqzq"]
     types = np.append(metadata["tokenizer.ggml.token_type"], 1).astype(np.int32)
     for pre, found in (("llama-bpe", True), ("qwen2", False)):
-        ids = loaded(metadata, pre=pre, tokens=tokens, token_type=types).encode("zqzq", add_special_tokens=False)
+        ids = loaded(metadata, pre=pre, tokens=tokens, token_type=types).encode(
+            "zqzq", add_special_tokens=False
+        )
         assert (ids == [len(tokens) - 1]) is found
 
 
@@ -119,7 +147,9 @@ def test_sentencepiece_decodes_as_the_tokenizer_it_came_from(stories_twice, ids)
 @given(text=st.text("Once upon a time, she said they", max_size=30))
 def test_scores_and_not_the_order_of_tokens_say_what_is_joined_first(stories_twice, stories_shuffled, text):
     ours, theirs = stories_shuffled, stories_twice[1]
-    assert [ours.token_text(i) for i in ours.encode(text)] == [theirs.token_text(i) for i in theirs.encode(text)]
+    assert [ours.token_text(i) for i in ours.encode(text)] == [
+        theirs.token_text(i) for i in theirs.encode(text)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +178,9 @@ def test_without_a_space_prefix_none_is_added_or_taken(loaded, sentencepiece):
 
 def test_what_surrounds_a_text(loaded, sentencepiece):
     byte_level = toy_vocabularies.byte_level_metadata()
-    assert loaded(sentencepiece).encode("")[:1] == [1]  # SentencePiece files mean a BOS unless they say otherwise
+    assert loaded(sentencepiece).encode("")[:1] == [
+        1
+    ]  # SentencePiece files mean a BOS unless they say otherwise
     assert loaded(sentencepiece, add_bos_token=False).encode("") == []
     assert loaded(sentencepiece, add_eos_token=True).encode("") == [1, 2]
     assert loaded(byte_level).encode("") == []
@@ -176,7 +208,10 @@ def test_kinds_of_tokens(loaded):
 
 
 def test_the_template_and_the_end_of_the_turn_are_read(loaded):
-    tokenizer = loaded({**toy_vocabularies.byte_level_metadata(), "tokenizer.chat_template": "{{ messages }}"}, eot_token_id=7)
+    tokenizer = loaded(
+        {**toy_vocabularies.byte_level_metadata(), "tokenizer.chat_template": "{{ messages }}"},
+        eot_token_id=7,
+    )
     assert tokenizer.chat_template == "{{ messages }}"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.eos_token_ids) == (0, 1, (1, 7))
 
@@ -192,7 +227,10 @@ def test_the_template_and_the_end_of_the_turn_are_read(loaded):
         ({"merges": None}, "tokenizer.ggml.merges is missing"),
         ({"merges": ["t h", "th e zz"]}, "tokenizer.ggml.merges"),
         ({"merges": ["t"]}, "tokenizer.ggml.merges"),
-        ({"token_type": np.ones(3, np.int32)}, "tokenizer.ggml.token_type has 3 entries; tokenizer.ggml.tokens has"),
+        (
+            {"token_type": np.ones(3, np.int32)},
+            "tokenizer.ggml.token_type has 3 entries; tokenizer.ggml.tokens has",
+        ),
         ({"tokens": ["a"] * 400, "token_type": np.ones(400, np.int32)}, "same token twice"),
         ({"bos_token_id": 400}, "tokenizer.ggml.bos_token_id=400 is not a token id from 0 to "),
         ({"bos_token_id": None, "add_bos_token": True}, "no tokenizer.ggml.bos_token_id"),

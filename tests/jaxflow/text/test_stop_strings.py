@@ -1,4 +1,6 @@
-"""The stop string that is complete first, and what may be said before it is known, against a search by brute force."""
+"""The stop string that is complete first, and what may be said before it is known, against a search by brute
+force.
+"""
 
 import itertools
 
@@ -13,8 +15,16 @@ CUTS = st.lists(st.integers(0, 40), max_size=6)
 
 @st.composite
 def texts_and_stops(draw) -> tuple[str, list[str]]:
-    """Stop strings, and a text of beginnings of them: where a search that forgets or remembers too much goes wrong."""
-    stops = draw(st.lists(st.one_of(st.text("ab", min_size=1, max_size=4), st.text("ab", min_size=6, max_size=12)), min_size=1, max_size=4))
+    """Stop strings, and a text of beginnings of them: where a search that forgets or remembers too much goes
+    wrong.
+    """
+    stops = draw(
+        st.lists(
+            st.one_of(st.text("ab", min_size=1, max_size=4), st.text("ab", min_size=6, max_size=12)),
+            min_size=1,
+            max_size=4,
+        )
+    )
     pieces = draw(st.lists(st.tuples(st.sampled_from(stops), st.integers(0, 11)), max_size=6))
     return "".join(stop[:length] for stop, length in pieces), stops
 
@@ -30,7 +40,11 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 def could_begin(text: str, stops: list[str]) -> int:
     """How many of the last characters could be the beginning of a stop string."""
-    return max(n for n in range(len(text) + 1) if n == 0 or any(len(stop) > n and stop.startswith(text[len(text) - n :]) for stop in stops))
+    return max(
+        n
+        for n in range(len(text) + 1)
+        if n == 0 or any(len(stop) > n and stop.startswith(text[len(text) - n :]) for stop in stops)
+    )
 
 
 def parts(text: str, cuts: list[int]) -> list[str]:

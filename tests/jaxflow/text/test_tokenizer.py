@@ -16,7 +16,8 @@ from jaxflow.text.vocabulary import TokenizerError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
-# Bytes that SmolLM2's vocabulary has no token for: a few control characters, and the first bytes of planes without characters.
+# Bytes that SmolLM2's vocabulary has no token for: a few control characters, and the first bytes of planes
+# without characters.
 UNKNOWN_BYTES = {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2}
 
 
@@ -36,13 +37,22 @@ def test_goldens(name, goldens, stories, smollm2):
     for prompt in goldens(name)["prompts"]:
         assert tokenizer.encode(prompt["text"]) == prompt["prompt_ids"], prompt["name"]
         if "full_text" in prompt:
-            assert tokenizer.decode(prompt["prompt_ids"] + prompt["greedy_ids"]) == prompt["full_text"], prompt["name"]
+            assert tokenizer.decode(prompt["prompt_ids"] + prompt["greedy_ids"]) == prompt["full_text"], (
+                prompt["name"]
+            )
         else:
-            assert tokenizer.decode(prompt["greedy_ids"], skip_special_tokens=False) == prompt["greedy_text"], prompt["name"]
+            assert (
+                tokenizer.decode(prompt["greedy_ids"], skip_special_tokens=False) == prompt["greedy_text"]
+            ), prompt["name"]
 
 
 def test_what_the_checkpoints_say_of_themselves(stories, smollm2):
-    assert (stories.vocab_size, stories.bos_token_id, stories.eos_token_id, stories.eos_token_ids) == (512, 1, 2, (2, 1))
+    assert (stories.vocab_size, stories.bos_token_id, stories.eos_token_id, stories.eos_token_ids) == (
+        512,
+        1,
+        2,
+        (2, 1),
+    )
     assert stories.special_ids == {0, 1, 2}
     assert stories.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     assert stories.chat_template is None
@@ -53,7 +63,9 @@ def test_what_the_checkpoints_say_of_themselves(stories, smollm2):
 
 @given(text=TEXTS)
 def test_any_text_comes_back(stories, smollm2, text):
-    assume(not {"<", "▁"} & set(text))  # the names of special tokens are those tokens; SentencePiece takes ▁ for a space
+    assume(
+        not {"<", "▁"} & set(text)
+    )  # the names of special tokens are those tokens; SentencePiece takes ▁ for a space
     assert stories.decode(stories.encode(text)) == text
     if not UNKNOWN_BYTES & set(text.encode()):
         assert smollm2.decode(smollm2.encode(text)) == text
@@ -67,15 +79,27 @@ def partial_ids(smollm2):
 
 @given(data=st.data(), skip=st.booleans())
 def test_byte_level_decode_is_the_package_s(smollm2, partial_ids, data, skip):
-    ids = data.draw(st.lists(st.one_of(st.integers(0, 49300), st.sampled_from(partial_ids), st.integers(0, 20)), max_size=30))
-    assert smollm2.decode(ids, skip_special_tokens=skip) == smollm2._backend.decode(ids, skip_special_tokens=skip)
+    ids = data.draw(
+        st.lists(
+            st.one_of(st.integers(0, 49300), st.sampled_from(partial_ids), st.integers(0, 20)), max_size=30
+        )
+    )
+    assert smollm2.decode(ids, skip_special_tokens=skip) == smollm2._backend.decode(
+        ids, skip_special_tokens=skip
+    )
 
 
-@given(ids=st.lists(st.one_of(st.integers(0, 520), st.integers(3, 258), st.integers(131, 258)), max_size=30), skip=st.booleans())
+@given(
+    ids=st.lists(st.one_of(st.integers(0, 520), st.integers(3, 258), st.integers(131, 258)), max_size=30),
+    skip=st.booleans(),
+)
 def test_sentencepiece_decode_is_the_package_s_but_for_broken_runs(stories, ids, skip):
     shown = [i for i in ids if i < 512 and not (skip and i in stories.special_ids)]
     runs = re.findall("b+", "".join("b" if 3 <= i < 259 else "." for i in shown))
-    expected, at = "", 0  # byte by byte, as SentencePiece does: whole characters stay, each stray byte is U+FFFD
+    expected, at = (
+        "",
+        0,
+    )  # byte by byte, as SentencePiece does: whole characters stay, each stray byte is U+FFFD
     for i in shown:
         expected += chr(0x10FFFF) if 3 <= i < 259 else stories._backend.id_to_token(i).replace("▁", " ")
     values = iter([i - 3 for i in shown if 3 <= i < 259])
@@ -120,7 +144,9 @@ def test_a_lone_surrogate_is_refused_with_its_place(stories, text, place):
 
 
 def test_token_text_reads_well(stories, smollm2):
-    assert stories.token_text(403) == " Once"  # the token's own space, though a text that starts with it has none
+    assert (
+        stories.token_text(403) == " Once"
+    )  # the token's own space, though a text that starts with it has none
     assert stories.token_text(1) == "<s>"
     assert stories.token_text(13) == "\n"
     assert stories.token_text(229) == "\ufffd"
@@ -156,7 +182,12 @@ def _folder(tmp_path, **files):
 
 def test_a_folder_of_just_a_tokenizer(tmp_path):
     tokenizer = _folder(tmp_path)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.eos_token_ids, tokenizer.chat_template) == (None, None, (), None)
+    assert (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.eos_token_ids,
+        tokenizer.chat_template,
+    ) == (None, None, (), None)
     assert tokenizer.decode(tokenizer.encode("naïve 😀")) == "naïve 😀"
 
 
@@ -166,9 +197,18 @@ def test_a_folder_of_just_a_tokenizer(tmp_path):
         ({"generation_config.json": {"eos_token_id": 5}, "config.json": {"eos_token_id": 9}}, (5,)),
         ({"generation_config.json": {"eos_token_id": [5, 6, 5]}}, (5, 6)),
         ({"generation_config.json": {}, "config.json": {"eos_token_id": 9}}, (9,)),
-        ({"tokenizer_config.json": {"eos_token": "</s>"}, "generation_config.json": {"eos_token_id": [5, 1]}}, (1, 5)),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "</s>"},
+                "generation_config.json": {"eos_token_id": [5, 1]},
+            },
+            (1, 5),
+        ),
         ({"tokenizer_config.json": {"eos_token": {"content": "</s>", "lstrip": False}}}, (1,)),
-        ({"special_tokens_map.json": {"eos_token": "</s>"}, "tokenizer_config.json": {"eos_token": None}}, (1,)),
+        (
+            {"special_tokens_map.json": {"eos_token": "</s>"}, "tokenizer_config.json": {"eos_token": None}},
+            (1,),
+        ),
         ({"tokenizer_config.json": {"eos_token": "no such token"}}, ()),
     ],
 )
@@ -181,7 +221,14 @@ def test_where_the_end_tokens_are_found(tmp_path, files, expected):
     [
         ({"tokenizer_config.json": {"chat_template": "one"}}, "one"),
         ({"tokenizer_config.json": {"chat_template": "one"}, "chat_template.jinja": "two é"}, "two é"),
-        ({"tokenizer_config.json": {"chat_template": [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]}}, "b"),
+        (
+            {
+                "tokenizer_config.json": {
+                    "chat_template": [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
+                }
+            },
+            "b",
+        ),
         ({"tokenizer_config.json": {"chat_template": [{"name": "rag", "template": "a"}]}}, None),
     ],
 )
@@ -213,7 +260,12 @@ def test_gpt2_s_older_files(tmp_path, add_bos):
     files = {
         "vocab.json": {token: i for i, token in enumerate(tokens)},
         "merges.txt": "#version: 0.2\n" + "\n".join(merges),
-        "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", "bos_token": "</s>", "eos_token": "</s>", "add_bos_token": add_bos},
+        "tokenizer_config.json": {
+            "tokenizer_class": "GPT2Tokenizer",
+            "bos_token": "</s>",
+            "eos_token": "</s>",
+            "add_bos_token": add_bos,
+        },
     }
     tokenizer = load_tokenizer(toy_vocabularies.write_folder(tmp_path, files))
     text = "They'll pay 123 for the naïve cat"
@@ -240,9 +292,22 @@ def _with_decoder(decoder) -> tokenizers.Tokenizer:
         ({"generation_config.json": {"eos_token_id": "2"}}, r"generation_config\.json: eos_token_id='2'"),
         ({"generation_config.json": {"eos_token_id": [2, None]}}, r"generation_config\.json: eos_token_id="),
         ({"config.json": {"eos_token_id": -1}}, r"config\.json: eos_token_id=-1"),
-        ({"tokenizer.json": _with_decoder(decoders.WordPiece())}, "decoder WordPiece is not supported; ByteLevel and"),
-        ({"tokenizer.json": _with_decoder(decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 2, 0)]))}, "decoder .*Strip"),
-        ({"tokenizer.json": tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))}, "there is no decoder"),
+        (
+            {"tokenizer.json": _with_decoder(decoders.WordPiece())},
+            "decoder WordPiece is not supported; ByteLevel and",
+        ),
+        (
+            {
+                "tokenizer.json": _with_decoder(
+                    decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 2, 0)])
+                )
+            },
+            "decoder .*Strip",
+        ),
+        (
+            {"tokenizer.json": tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))},
+            "there is no decoder",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path, files, says):
@@ -256,5 +321,9 @@ def test_a_path_with_no_tokenizer(tmp_path, models_dir):
     with pytest.raises(TokenizerError, match="nothing is not a folder"):
         load_tokenizer(tmp_path / "nothing")
     with pytest.raises(TokenizerError, match=r"tokenizer_class='LlamaTokenizer' needs a tokenizer\.json"):
-        files = {"vocab.json": {}, "merges.txt": "", "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"}}
+        files = {
+            "vocab.json": {},
+            "merges.txt": "",
+            "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"},
+        }
         load_tokenizer(toy_vocabularies.write_folder(tmp_path / "old", files))

@@ -24,7 +24,9 @@ def byte_level_bpe() -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet))
+    backend.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    )
     return backend
 
 
@@ -51,7 +53,9 @@ def byte_level_metadata(pre: str = "gpt-2") -> dict[str, Any]:
 
 
 def sentencepiece_metadata(tokenizer_json: Path) -> dict[str, Any]:
-    """What a GGUF file would say of the stories260K vocabulary: the scores are minus the order in which pairs were merged."""
+    """What a GGUF file would say of the stories260K vocabulary: the scores are minus the order in which pairs
+    were merged.
+    """
     vocabulary = json.loads(tokenizer_json.read_text())["model"]["vocab"]
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     types = [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259)
@@ -102,7 +106,11 @@ def write_folder(folder: Path, files: Mapping[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         text = (
-            content if isinstance(content, str) else content.to_str() if isinstance(content, tokenizers.Tokenizer) else json.dumps(content)
+            content
+            if isinstance(content, str)
+            else content.to_str()
+            if isinstance(content, tokenizers.Tokenizer)
+            else json.dumps(content)
         )
         (folder / name).write_text(text, encoding="utf-8")
     return folder
