@@ -225,7 +225,7 @@ def _part(parts, levels, worker, begun):
 
 def _nothing(h, cols):
     """(the highest level, the sum of weights, of weighted outputs) of no parts."""
-    by_head = lambda x: plgpu.layout_cast(jnp.full((cols,), x, jnp.float32), _LEVEL)  # noqa: E731
+    by_head = lambda x: plgpu.layout_cast(jnp.full((cols,), x, jnp.float32), _LEVEL)
     return (
         by_head(LOWEST),
         by_head(0.0),

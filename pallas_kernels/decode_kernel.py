@@ -49,7 +49,7 @@ def attend(*refs, form: Form, **shared):
     refs = types.SimpleNamespace(**dict(zip(inputs, refs, strict=True)), **shared)
     wait_for_last(form.early)
     cta, wg, workers = lax.axis_index("cta"), lax.axis_index("wg"), form.tile.workers
-    of_all = lambda w: cta * workers + w  # noqa: E731
+    of_all = lambda w: cta * workers + w
 
     @pl.when(wg >= workers)
     def _copy():
@@ -86,7 +86,7 @@ def _compute_pages(refs, form: Form, w, worker):
 
     unified = None if form.unified is False else (refs.unified[0], refs.unified[1])
     early = form.eight or form.int8  # queries are made into others at once, and their place given back
-    by_key = lambda x: lax.broadcast_in_dim(x, (PAGE, cols), [0])  # noqa: E731
+    by_key = lambda x: lax.broadcast_in_dim(x, (PAGE, cols), [0])
     looks = not (form.int8 or form.interpret)  # int8's has no registers for it
     other: Any = None
     if looks:  # here, since what is read where a part is done is waited for

@@ -48,7 +48,7 @@ def score_range(unified, heads: int, cols: int, eight: bool) -> Range:
     """
     lift, most = (5.0, 8.75) if eight else (0.0, 10.0 if unified is None else 96.0)
     column = plgpu.broadcasted_iota(jnp.int32, (cols,), 0, layout=_HEADS)
-    full = lambda x: plgpu.layout_cast(jnp.full((cols,), x, jnp.float32), _HEADS)  # noqa: E731
+    full = lambda x: plgpu.layout_cast(jnp.full((cols,), x, jnp.float32), _HEADS)
     if unified is None:
         top, cap, floor = full(LOWEST), full(most), full(-jnp.inf)
     else:
@@ -102,7 +102,7 @@ def soften(scores, seen, bounds: Range, begun, put, across, top, total, out, *, 
         keep = jnp.exp2(base - new_top)
         more = weigh(new_top)
         plgpu.commit_smem()
-        by_head = lambda x: x * lax.broadcast_in_dim(keep, x.shape, [1])  # noqa: E731
+        by_head = lambda x: x * lax.broadcast_in_dim(keep, x.shape, [1])
         return new_top, by_head(total) + more, by_head(out)
 
     added = weigh(top)
@@ -128,12 +128,12 @@ def _leaves(highest, cap, floor, interpret: bool):
     )
     def vote(_, highest, cap, floor):
         i32 = ir.IntegerType.get_signless(32)
-        number = lambda x: mgpu.c(x, i32)  # noqa: E731
-        bit = lambda x: arith.extui(i32, x)  # noqa: E731
+        number = lambda x: mgpu.c(x, i32)
+        bit = lambda x: arith.extui(i32, x)
         above, reached, columns = number(0), number(0), highest.shape[1]
         for tile in range(columns // 8):  # a thread holds two columns of each 8
             for i in range(2):
-                pick = lambda register, i=i: vector.extract(register, [], [i])  # noqa: E731
+                pick = lambda register, i=i: vector.extract(register, [], [i])
                 top = functools.reduce(arith.maximumf, (pick(x) for x in highest.registers[:, tile].flat))
                 over = arith.cmpf(arith.CmpFPredicate.UGT, top, pick(cap.registers.flat[tile]))
                 there = arith.cmpf(arith.CmpFPredicate.OGE, top, pick(floor.registers.flat[tile]))

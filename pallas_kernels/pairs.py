@@ -72,7 +72,7 @@ def store_transposed(value, ref, interpret: bool) -> None:
     def store(_, value, ref):
         i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
         base = mgpu.utils.memref_ptr(ref)
-        number = lambda x: arith.constant(i32, ir.IntegerAttr.get(i32, x))  # noqa: E731
+        number = lambda x: arith.constant(i32, ir.IntegerAttr.get(i32, x))
 
         def put(byte, at):
             m, n = (arith.index_cast(i32, x) for x in at)

@@ -73,7 +73,7 @@ def plans(
             if op.kind == "network" or op.own_rows or "experts" in op.inputs
         }
         pinned = fixed | {name for name in by_name if "expert" in name or name in ("router", "rope_append")}
-        of = lambda nano: 0 if nano.op in pinned else draw(st.integers(0, 2))  # noqa: E731
+        of = lambda nano: 0 if nano.op in pinned else draw(st.integers(0, 2))
         issued = [_with(nano, stream=of(nano), sms=draw(st.sampled_from([None, 40, 92]))) for nano in issued]
         waiting = draw(st.integers(0, len(issued) - 1))
         others = [nano.id for at, nano in enumerate(issued) if at != waiting]

@@ -73,7 +73,7 @@ def test_what_moves_memory_is_in_the_kernels_table_as_it_was_measured():
     doc = (paths.ROOT / "docs" / "kernels.md").read_text("utf-8").split("## What was wanted")[1]
     rows = json.loads((FOLDER / "h200-kernels.json").read_text("utf-8"))["rows"]
     cases = {(row["group"], row["case"]): row for row in rows}
-    of = lambda start: next(line for line in doc.splitlines() if line.startswith(start))  # noqa: E731
+    of = lambda start: next(line for line in doc.splitlines() if line.startswith(start))
     for start, group in (("| norms,", "add_norm"), ("| append,", "rope_append")):
         each = [cases[group, f"2048 tokens {form}"] for form in ("bf16", "fp8")]
         assert f"{', '.join(f'{row["ways"][group]["us"]:.1f}' for row in each)} µs" in of(start)

@@ -249,7 +249,7 @@ def test_down_in_fp8_is_told_beside_each_rival():
         for rule in rules
         if rule["shape"]["scales"] == "blocks" and rule["shape"]["k"] == 14336 and rule["shape"]["n"] == 4096
     )
-    short = lambda us: format(us, ".1f" if us < 100 else ".0f")  # noqa: E731
+    short = lambda us: format(us, ".1f" if us < 100 else ".0f")
     times = [one["us"] for one in measured if one["rows"] not in (1, 2, 4, 16, 32)]
     pairs = [
         f"{short(min(us for kernel, us in one.items() if kernel != 'xla'))} / {short(one['xla'])}"
@@ -302,7 +302,7 @@ def test_steps_that_begin_early_are_told_beside_their_graph():
         {key[:2]: one for key, one in ms.items() if key[2] == way}
         for way in ("graph", "early", "graph and chunks")
     )
-    pair = lambda precision, n: f"{graph[precision, n]} to {early[precision, n]}"  # noqa: E731
+    pair = lambda precision, n: f"{graph[precision, n]} to {early[precision, n]}"
     assert (
         f"{pair('bf16', 1)} ms for one request, {pair('bf16', 64)} for 64; in fp8 {pair('fp8', 1)} "
         f"and {pair('fp8', 64)}"
@@ -382,7 +382,7 @@ def test_parts_added_up_by_groups_are_told_beside_one_worker():
     bf16 = lambda rows, case: sorted(
         row["ways"]["bf16"]["us"] for row in rows if row["case"] == case and "bf16" in row["ways"]
     )
-    ends = lambda us: f"{us[0]:.1f} to {us[-1]:.1f}"  # noqa: E731
+    ends = lambda us: f"{us[0]:.1f} to {us[-1]:.1f}"
     one_worker = [
         ROWS[group, beside]
         for group in ("decode_attention", "decode_attention_fp8", "decode_unified", "decode_attention_triton")
@@ -424,7 +424,7 @@ def test_pieces_by_the_speed_of_sms_are_told_as_they_were_timed():
         for way in row
         if way not in ("case", "cache")
     }
-    both = lambda case, cache: [us[case, cache, way] for way in ("equal", "weighted, by SM")]  # noqa: E731
+    both = lambda case, cache: [us[case, cache, way] for way in ("equal", "weighted, by SM")]
     one, many, long, few = MIXES[0], MIXES[1], MIXES[3], MIXES[4]
     in_bf16 = "{} to {} µs at mean 1024, {} to {} at 4096, {} to {} for one long beside 200"
     assert in_bf16.format(*both(one, "bf16"), *both(many, "bf16"), *both(long, "bf16")) in DOC

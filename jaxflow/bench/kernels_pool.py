@@ -45,7 +45,7 @@ def rounds(
     """What each process takes in each round, as group/case: the first cases in the first round. Cases that
     belong together go to the first process, a group a round.
     """
-    name = lambda group, case: f"{group.name}/{case.name}"  # noqa: E731
+    name = lambda group, case: f"{group.name}/{case.name}"
     queues: list[list[list[str]]] = [[] for _ in range(processes)]
     together: dict[str, list[str]] = {}
     for group, case in cases:

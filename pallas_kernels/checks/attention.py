@@ -37,7 +37,7 @@ def exact(twin, q, k, v, *rest, **kw):
     """The twin in float32, NaN of unwritten places taken as 0 (it masks weights, and 0 · NaN is NaN there
     too).
     """
-    known = lambda x: jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)  # noqa: E731
+    known = lambda x: jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)
     kw |= {name: known(kw[name]) for name in ("k_scale", "v_scale") if name in kw}
     with jax.default_matmul_precision("highest"):
         return jax.jit(functools.partial(twin, **kw))(q.astype(jnp.float32), known(k), known(v), *rest)
@@ -263,7 +263,7 @@ def jax_paged(table, lengths, h):
 
 def decodes(rows, seconds):
     rng = np.random.default_rng(7)
-    ragged = lambda b, mean: np.clip(rng.exponential(mean, b) * 0.5 + mean * 0.5, 1, 4 * mean).astype(int)  # noqa: E731
+    ragged = lambda b, mean: np.clip(rng.exponential(mean, b) * 0.5 + mean * 0.5, 1, 4 * mean).astype(int)
     tiles = [
         (132, DecodeTile(2, 6)),
         (132, DecodeTile(1, 12)),

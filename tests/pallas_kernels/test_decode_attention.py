@@ -83,7 +83,7 @@ def run(q, cache, table, lengths, **settings):
     got = kernel(q, k, v, table, lengths, **arrays)
     arrays |= {"into": arrays["into"].astype(jnp.float32)} if "into" in arrays else {}
     # What no token wrote is 0 for the twin, which masks weights: 0 · NaN is NaN there.
-    known = lambda x: np.where(np.isnan(x), np.zeros_like(x), x)  # noqa: E731
+    known = lambda x: np.where(np.isnan(x), np.zeros_like(x), x)
     k, v, arrays = jax.tree.map(lambda x: known(np.asarray(x)), (k, v, arrays))
     twin = jax.jit(functools.partial(reference.decode_attention, **settings))
     return got, twin(q.astype(jnp.float32), k, v, table, lengths, **arrays)
@@ -367,7 +367,7 @@ def test_for_the_h200_it_uses_its_units_and_spills_nothing(tmp_path, monkeypatch
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 
     def step(inputs):
-        scaled = lambda *x, **how: decode_attention(*x[:5], k_scale=x[5], v_scale=x[6], **how)  # noqa: E731
+        scaled = lambda *x, **how: decode_attention(*x[:5], k_scale=x[5], v_scale=x[6], **how)
         kernels = [scaled if len(x) == 7 else decode_attention for x in inputs]
         return [
             kernel(*x, scale=form[2] ** -0.5, **form[4])

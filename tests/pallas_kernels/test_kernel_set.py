@@ -94,7 +94,7 @@ def test_the_kernels_take_what_the_family_gives_them(model):
             chunk = functools.partial(kernels.chunk_attention, **attend)
             chunks, q = array("int32", 2, 4), array("bfloat16", 16, n, h)
             assert jax.eval_shape(chunk, q, *pages, table, chunks, **scales).shape == q.shape
-            into = lambda q, *rest, decode=decode, **scales: decode(q, *rest, into=q, **scales)  # noqa: E731
+            into = lambda q, *rest, decode=decode, **scales: decode(q, *rest, into=q, **scales)
             assert jax.eval_shape(into, q, *pages, table, lengths, **scales).shape == q.shape
         rope = {"inv_freq": array("float32", h // 2) if config.layers[0].rope else None}
         rotate = functools.partial(kernels.rope_append, head_dim=h)

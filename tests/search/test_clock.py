@@ -186,7 +186,7 @@ def test_the_bound_by_joules_lies_below_every_time():
 @given(st.floats(1e11, 1e14), st.floats(1e7, 1e11), st.floats(1e-5, 1e-1))
 def test_where_it_settles_the_joules_are_the_caps(flops, moved, cycles_s):
     work = Work(flops, kv_bytes=moved)
-    seconds = lambda hz: cycles_s * GOVERNOR.highest_hz / hz  # noqa: E731
+    seconds = lambda hz: cycles_s * GOVERNOR.highest_hz / hz
     clock = GOVERNOR.settle(seconds, work)
     assert GOVERNOR.lowest_hz <= clock <= GOVERNOR.highest_hz
     if GOVERNOR.lowest_hz < clock < GOVERNOR.highest_hz:

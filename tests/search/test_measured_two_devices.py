@@ -200,7 +200,7 @@ def plans_table() -> list[str]:
 
 def by_step(found: list[Row]) -> list[list[Row]]:
     """Rows that did the same work: of one workload and size of step."""
-    key = lambda row: (row.measured["workload"], row.measured["tokens"])  # noqa: E731
+    key = lambda row: (row.measured["workload"], row.measured["tokens"])
     return [list(rows) for _, rows in itertools.groupby(sorted(found, key=key), key)]
 
 

@@ -160,7 +160,7 @@ def test_what_is_found_is_not_behind_what_is_known(tmp_path, capsys, monkeypatch
     """With a solver that has the sequential step when its time is over: the order by hand is found, and the
     report says so.
     """
-    whole = lambda setting, **rest: solve(dataclasses.replace(setting, nano_batches=1), **rest)  # noqa: E731
+    whole = lambda setting, **rest: solve(dataclasses.replace(setting, nano_batches=1), **rest)
     monkeypatch.setattr(command, "search", whole)
     assert (
         main(["search", "plan", *FP8_LINE, "--orders", "solver,two", "--out", str(tmp_path / "found.json")])

@@ -18,7 +18,7 @@ BY_NAME = {group.name: group for group in kernels.GROUPS}
 def test_a_case_of_each_group_can_be_traced(name):
     """Inputs, ways and rivals, all but the running; whole steps have tests of their own."""
     case = BY_NAME[name].cases[-1]
-    ways = lambda: [jax.tree.leaves(way.run()) for name, way in case.prepare().items() if name != "cudnn"]  # noqa: E731  (cuDNN asks for its library)
+    ways = lambda: [jax.tree.leaves(way.run()) for name, way in case.prepare().items() if name != "cudnn"]
     shapes = jax.eval_shape(ways)
     assert shapes and all(shapes)
 

@@ -150,7 +150,7 @@ def test_windows_of_each_family() -> None:
 
 def test_expert_layers() -> None:
     base = changed("tiny-qwen3_moe", num_hidden_layers=6)
-    experts = lambda **changes: [layer.experts for layer in model_config_from_hf(base | changes).layers]  # noqa: E731
+    experts = lambda **changes: [layer.experts for layer in model_config_from_hf(base | changes).layers]
     assert experts() == [True] * 6
     assert experts(decoder_sparse_step=2) == [False, True] * 3
     assert experts(mlp_only_layers=[0, 5]) == [False, True, True, True, True, False]
