@@ -1,28 +1,27 @@
-"""Measures JaxFlow, in the words and layout of `vllm bench`.
+"""Measure JaxFlow with the commands and report layout of `vllm bench`.
 
   python -m jaxflow.bench COMMAND [flags]
 
-  throughput   offline: all requests at once, till the last token; and the steady state
+  throughput   offline: all requests at once, until the last token; and the steady state
   latency      one batch of requests, repeated
-  serve        load on a running server over gRPC, at a rate or at a trace's times
-  hierarchy    what each tier of the KV hierarchy saves conversations, and costs requests that share nothing
-  disk         the disk tier alone: pages down, up, and found at a start
-  host         what a step costs on the CPU, with a device that takes no time
-  link         between device and host: its rates, and what copies beside a step cost the step
-  offload      blocks of a model that does not fit the device: latency against throughput, JSON and a picture
-  kernels      each kernel beside its rivals, on one GPU
-  decode_step  a step of decodes under each way to launch its kernels, and each kernel's time
-  plans        plans of a step beside each other, in the steady state of workloads
-  trace        what each resource does over one layer of a step, from a profiler's trace; JSON and a picture
-  memory       what a step's programs need beside weights and cache, and what room that leaves for KV
-  perplexity   of a text, under each way to keep a model's numbers
-  sweep        rates, batch sizes or lengths of an engine; SARATHI's curves of the scheduler; JSON and a
-  picture
+  serve        load on a running server over gRPC, at a rate or at the times of a trace
+  hierarchy    savings of each KV tier for conversations, and its cost for requests without shared prefixes
+  disk         the disk tier only: page writes, page reads, and indexing at start
+  host         CPU time of a step, with a device that takes no time
+  link         transfer rates between device and host, and the slowdown of a step by concurrent copies
+  offload      block sizes of a model that does not fit the device: latency and throughput, JSON and a chart
+  kernels      each kernel and its rivals, on one GPU
+  decode_step  a decode step with each method of launching its kernels, and the time of each kernel
+  plans        several plans of a step, in the steady state of workloads
+  trace        utilization of each resource over one layer, from a profiler trace; JSON and a chart
+  memory       temporary memory of a step's programs, and the memory left for KV
+  perplexity   perplexity of a text at each precision of weights and KV
+  sweep        rates, batch sizes or lengths of an engine; SARATHI's scheduler curves; JSON and a chart
 
-Reports of throughput, latency, serve, sweep of an engine, hierarchy and plans hold the fraction reached of
-the optimal throughput of NanoFlow's Eq. 5 for the device; all but serve's also that of the bound by compute,
-memory, network and energy, where joules are known.
-`python -m jaxflow.bench COMMAND --help` lists a command's flags.
+The reports of throughput, latency, serve, engine sweeps, hierarchy and plans hold a fraction of optimal
+throughput. NanoFlow's Eq. 5 gives the optimal throughput of the device. All of these reports except serve's
+also hold the fraction of the bound by compute, memory, network and energy. The energy bound needs a device
+with known joules. `python -m jaxflow.bench COMMAND --help` lists the flags of a command.
 """
 
 import importlib
@@ -39,16 +38,16 @@ COMMANDS = (
     *("decode_step", "plans", "trace", "memory", "perplexity", "sweep"),
 )
 
-DRAWN = ("output_png", "plot")  # flags that name what a command draws into
+DRAWN = ("output_png", "plot")  # flags that name a command's chart file
 
 
 def main(argv: list[str]) -> int:
-    """Runs one command; returns the exit status: 2 for a wrong command line, 1 for a run that could not be."""
+    """Run one command and return its exit status: 2 for a wrong command line, 1 for a failed run."""
     if len(argv) < 2 or argv[1] in ("--help", "-h", "help"):
         print(__doc__)
         return 0 if len(argv) > 1 else 2
     if argv[1] not in COMMANDS:
-        print(f"error: {argv[1]!r} is no command; {', '.join(COMMANDS)} are", file=sys.stderr)
+        print(f"error: unknown command {argv[1]!r}; accepted: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     command = importlib.import_module(f"jaxflow.bench.{argv[1]}")
     command.define_flags()
@@ -95,14 +94,14 @@ def _run(command) -> int:
         OSError,
         CheckpointError,
         RequestFailed,
-    ) as error:  # ConfigError and WorkloadError are ValueErrors
+    ) as error:  # ConfigError and WorkloadError are subclasses of ValueError
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def without_weights() -> None:
-    """A shipped config's name has no weights to load: what is measured of it has random ones."""
+    """Select dummy weights for a model given by a shipped config's name, which has no checkpoint."""
     from jaxflow.model.checkpoint import shipped_configs
 
     f = flags.FLAGS

@@ -1,8 +1,8 @@
-"""Conversations: each round's prompt is all that was said so far and some new text, sent when the answer
-before it was read.
+"""Multi-round conversations, the workload of NanoFlow's KV hierarchy (§4.2.2).
 
-The multi-round workload of NanoFlow's KV hierarchy (§4.2.2). New texts are random token ids and lengths come
-from a seed; the answers are the engine's, so the prompts of later rounds are known only as it runs.
+The prompt of each round is the whole conversation before the round, followed by new text. A round is sent
+after the previous answer has ended. New texts are random token ids, and lengths come from a seed. The engine
+generates the answers, so the prompts of later rounds are known only during the run.
 """
 
 import dataclasses
@@ -15,8 +15,9 @@ from jaxflow.bench.workload import Item, WorkloadError
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """New text, int32 [n], and how long its answer gets. `think_s`: from the end of the answer before it to
-    its sending.
+    """One round of a conversation: new text, int32 [n], and the number of answer tokens.
+
+    `think_s` is the time in seconds from the end of the previous answer to the round's submission.
     """
 
     text: np.ndarray
@@ -26,14 +27,15 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """`arrival_s`: when its first round is sent. `opening`: which round the first one counts as, see
-    `of_items`.
+    """A conversation: its rounds and the time `arrival_s` of its first submission.
+
+    `opening` is the round number that the first round counts as (`of_items`).
     """
 
     arrival_s: float
     rounds: tuple[Round, ...]
     opening: int = 1
-    known_tokens: int = 0  # of the first prompt's beginning, that an earlier conversation had too
+    known_tokens: int = 0  # leading tokens of the first prompt that an earlier conversation also had
 
 
 def synthetic(
@@ -45,18 +47,20 @@ def synthetic(
     max_tokens: float = float("inf"),
     seed: int = 0,
 ) -> list[Conversation]:
-    """Conversations that begin with `openings` and go on with the lengths of `later`, the next ones for each
-    in turn.
+    """Return conversations that begin with `openings` and continue with the lengths of `later`.
 
-    think_s: the mean of exponential pauses. A conversation ends before a round that would make it longer than
-    `max_tokens`.
+    Each conversation takes the next item of `later` in turn.
+
+    think_s: the mean of the exponential pauses, in seconds. max_tokens: a conversation ends before a round
+    that would exceed this length.
 
     Raises:
-      WorkloadError: if `later` is no multiple of the openings.
+      WorkloadError: if the number of later rounds is not a multiple of the number of openings.
     """
     if not openings or len(later) % len(openings):
         raise WorkloadError(
-            f"{len(later)} later rounds for {len(openings)} conversations: a multiple is possible"
+            f"{len(later)} later rounds for {len(openings)} conversations: accepted is a multiple of the "
+            "conversations"
         )
     made = []
     for index, opening in enumerate(openings):
@@ -74,9 +78,11 @@ def synthetic(
 
 
 def of_items(items: Sequence[Item], prompts: Sequence[np.ndarray]) -> list[Conversation]:
-    """Each item as a conversation of one round, which counts as a second one if an earlier item shares more
-    of its blocks than all of them have in common (a system's prompt): a trace has the rounds of one
-    conversation as separate requests.
+    """Return each item as a conversation of one round.
+
+    A trace holds the rounds of one conversation as separate requests. An item counts as a second round if it
+    shares more blocks with an earlier item than all items have in common. The blocks common to all items are
+    a system prompt.
     """
     shared = shared_blocks(items)
     common = min((len(_common(items[0].blocks, item.blocks)) for item in items), default=0)
@@ -92,8 +98,8 @@ def of_items(items: Sequence[Item], prompts: Sequence[np.ndarray]) -> list[Conve
 
 
 def shared_blocks(items: Sequence[Item]) -> list[int]:
-    """For each item, how many of its leading blocks an earlier item begins with too."""
-    seen: dict[tuple[int, int], int] = {}  # (the node before, a block's id) -> node of a tree of beginnings
+    """Return, for each item, the number of its leading blocks that an earlier item also begins with."""
+    seen: dict[tuple[int, int], int] = {}  # (parent node, block id) -> node of a prefix tree
     counts = []
     for item in items:
         node, shared = 0, 0

@@ -1,6 +1,5 @@
-"""Conversations with an engine in this process: the next round of each is submitted when its answer has
-ended.
-"""
+"""Conversations with an engine in this process. The next round is submitted when the previous answer has
+ended."""
 
 import heapq
 import queue
@@ -27,7 +26,7 @@ from jaxflow.engine.request import (
 
 
 class Talk:
-    """A conversation under way."""
+    """The state of a running conversation."""
 
     def __init__(self, index: int, conversation: Conversation, ended: "queue.SimpleQueue[Talk]"):
         self.index, self.conversation = index, conversation
@@ -38,7 +37,7 @@ class Talk:
 
     @property
     def left(self) -> int:
-        """Rounds to come; none after one that failed."""
+        """Return the number of rounds left, which is 0 after a failed round."""
         return (
             0
             if self.records and self.records[-1].error
@@ -46,7 +45,7 @@ class Talk:
         )
 
     def next_round(self) -> Request:
-        """The request of the next round, sent now."""
+        """Return the request of the next round and record its submission time."""
         known = len(self.said) or self.conversation.known_tokens
         number, turn = len(self.records), self.conversation.rounds[len(self.records)]
         self.said = np.concatenate([self.said, turn.text])
@@ -62,11 +61,11 @@ class Talk:
         return Request(f"bench-{self.index}-{number}", self.said.tolist(), sampling)
 
     def pause_s(self) -> float:
-        """Until the next round."""
+        """Return the pause before the next round, in seconds."""
         return self.conversation.rounds[len(self.records)].think_s
 
     def take(self, event: Event, now: float) -> None:
-        """On the engine's thread."""
+        """Record an event. The engine's thread calls this method."""
         record = self.records[-1]
         if isinstance(event, Delta):
             record.deliveries.append((now, len(event.token_ids)))
@@ -78,7 +77,7 @@ class Talk:
             self.end(f"{type(event.error).__name__}: {event.error}" if event.error is not None else None)
 
     def end(self, error: str | None = None) -> None:
-        """Of a round."""
+        """Finish the current round."""
         self.records[-1].error = error
         self.said = np.concatenate([self.said, np.array(self._answer, np.int32)])
         self._answer = []
@@ -86,10 +85,10 @@ class Talk:
 
 
 class Talks:
-    """The mailbox of all conversations: one, since the engine's thread calls every mailbox in every step."""
+    """One mailbox for all conversations, because the engine's thread calls every mailbox in every step."""
 
     def __init__(self) -> None:
-        self.by_request: dict[str, Talk] = {}  # its latest one
+        self.by_request: dict[str, Talk] = {}  # the latest request of each conversation
 
     def post(self, events: list[Event]) -> None:
         now = time.perf_counter()
@@ -100,10 +99,10 @@ class Talks:
 def converse(
     engine: Submits, conversations: Sequence[Conversation], *, progress: bool = False
 ) -> tuple[list[list[Record]], float]:
-    """Each conversation from its time on, greedy and past end tokens.
+    """Run each conversation from its arrival time, with greedy sampling that ignores end tokens.
 
-    A round that the engine refuses is a failed record, and ends its conversation. Returns the records of
-    each, and the seconds from the first submission to the last token.
+    A round that the engine refuses is a failed record, and ends its conversation. Returns the records of each
+    conversation, and the seconds from the first submission to the last token.
     """
     ended: queue.SimpleQueue[Talk] = queue.SimpleQueue()
     talks = [Talk(i, conversation, ended) for i, conversation in enumerate(conversations)]

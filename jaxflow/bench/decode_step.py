@@ -1,22 +1,24 @@
-"""Where a decode step's time goes: whole steps of Llama-3.1-8B under each way of launching their kernels, and
-every kernel's time.
+"""Time of a decode step of Llama-3.1-8B with each method of launching its kernels, and the time of each
+kernel.
 
   python -m jaxflow.bench decode_step --precision fp8 --requests 1,64,256 --output_json FILE
   python -m jaxflow.bench decode_step --precision fp8 --requests 1,64 --steps 1000 --output_json FILE
-  nothing is timed: `graph_steps`
 
-All requests decode their last token over a random cache, again and again, head and sampling included. In
-turn, in one process:
+The second form times nothing and compares outputs (`graph_steps`).
 
-    graph              one CUDA graph, as larger steps are
-    graph and chunks   the same with the kernel for prefill chunks, of which there are none
-    one by one         its kernels launched by themselves
-    early              launched by themselves, each before the one before it has ended
-    (`pallas_kernels.dependent`), as small steps are
+All requests repeatedly decode their last token over a random cache, including the output head and sampling.
+The methods take turns in one process:
 
-Beside each stands whether its hidden states are the first one's to the bit (of more than 64 rows XLA's
-products may differ: it tunes each program for itself), and how long the host takes to enqueue a step. Then a
-profiler watches the kernels that are launched by themselves; it does not see those of a graph.
+    graph              one CUDA graph, as for larger steps
+    graph and chunks   the same with the kernel for prefill chunks, although the step has no chunks
+    one by one         each kernel launched separately
+    early              each kernel launched separately with programmatic dependent launch
+                       (`pallas_kernels.dependent`), as for small steps
+
+The report also compares the hidden states of each method with those of the first method, bit by bit. Above 64
+rows XLA's products may differ, because XLA tunes each program separately. The report holds the host's time to
+enqueue a step. Finally a profiler measures the separately launched kernels, because the profiler does not see
+the kernels of a graph.
 """
 
 import collections
@@ -50,8 +52,7 @@ from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import sequential_plan
 from pallas_kernels.checks.timing import interleaved
 
-# (a name in jaxflow.pipeline.streams.GRAPHS, whether kernels begin early, whether there is a kernel for
-# chunks)
+# (a name in jaxflow.pipeline.streams.GRAPHS, programmatic dependent launch, a kernel for chunks)
 WAYS = {
     "graph": ("xla", False, False),
     "graph and chunks": ("xla", False, True),
@@ -61,8 +62,9 @@ WAYS = {
 
 
 class Steps:
-    """Steps of one number of requests, by way. They share the executor's cache, which each step is given and
-    gives back.
+    """Compiled steps for one number of requests, by launch method.
+
+    All steps share the executor's cache: each step takes the cache and returns it.
     """
 
     def __init__(self, executor: Executor, requests: int, tokens: int, context: int, quantized: bool):
@@ -97,7 +99,7 @@ class Steps:
         return hidden, rows
 
     def run(self, way: str) -> jax.Array:
-        """A whole step, enqueued; its drawn tokens are the next one's."""
+        """Enqueue a full step and return its hidden states. The next step reads its drawn tokens."""
         e = self.executor
         tokens, e.last_tokens = self.sampler(
             head(e.weights), *self.forward(way, e.last_tokens), e.last_tokens
@@ -105,7 +107,7 @@ class Steps:
         return tokens
 
     def same_bits(self, times: int = 8) -> dict[str, bool]:
-        """Whether each way gives the first one's hidden states, every time."""
+        """Return, for each method, True if every run gives the first method's hidden states bit by bit."""
         last = jnp.zeros_like(self.executor.last_tokens)
         last = jax.device_put(last, self.executor.last_tokens.sharding)
         wanted = np.asarray(self.forward(next(iter(WAYS)), last)[0])[: self.requests]
@@ -118,7 +120,7 @@ class Steps:
         }
 
     def enqueue_us(self, way: str, times: int = 5) -> float:
-        """How long the host takes to enqueue a step while the device has nothing to do, the median."""
+        """Return the median time in microseconds for the host to enqueue a step on an idle device."""
         took = []
         for _ in range(times):
             jax.block_until_ready(self.executor.kv)
@@ -130,9 +132,8 @@ class Steps:
 
 
 def kernels_of(run: Callable[[], jax.Array], steps: int = 6) -> dict[str, Any]:
-    """One step's kernels by name: how often each ran and how long, in all; and how long the step took from
-    the first to the last.
-    """
+    """Return the count and total time of one step's kernels by name, and the time from the first kernel to
+    the last."""
     with tempfile.TemporaryDirectory() as folder:
         settings = jax.profiler.ProfileOptions()
         settings.python_tracer_level = 0
@@ -155,31 +156,36 @@ def kernels_of(run: Callable[[], jax.Array], steps: int = 6) -> dict[str, Any]:
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("model", MODEL, "Its shapes, with dummy weights.")
-    flags.DEFINE_enum("precision", "bf16", sorted(PRECISIONS), "fp8: with an fp8 cache, too.")
-    flags.DEFINE_list("requests", [str(n) for n in REQUESTS], "How many requests decode.")
+    flags.DEFINE_string("model", MODEL, "Model shapes; weights are dummy weights.")
+    flags.DEFINE_enum(
+        "precision", "bf16", sorted(PRECISIONS), "Precision of weights; fp8 also sets an fp8 KV cache."
+    )
+    flags.DEFINE_list("requests", [str(n) for n in REQUESTS], "Numbers of decoding requests to measure.")
     flags.DEFINE_list(
         "smallest",
         ["8"],
         (
-            "Fewer requests run in a step of so many tokens (8; an engine's of one, in bfloat16, 1); "
-            "several: in each."
+            "Minimum tokens of a step's bucket (default 8; an engine uses 1 for one bfloat16 request). A "
+            "list measures each."
         ),
     )
-    flags.DEFINE_integer("context", CONTEXT, "Tokens of each request, the new one included.", lower_bound=2)
-    flags.DEFINE_float("seconds", 0.5, "How long each way is measured.", lower_bound=0.0)
+    flags.DEFINE_integer(
+        "context", CONTEXT, "Tokens of each request, including the new token.", lower_bound=2
+    )
+    flags.DEFINE_float("seconds", 0.5, "Seconds to measure each launch method.", lower_bound=0.0)
     flags.DEFINE_integer(
         "steps",
         0,
-        "Times nothing: so many steps as a graph and launched one by one must be the same.",
+        "Compare this many steps of a graph and of separate launches for equality, without timing. 0: time.",
         lower_bound=0,
     )
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
 def _executor(model: str, precision: str, sizes: list[int], context: int) -> Executor:
-    """An executor, not warm, of steps of these sizes, ascending. Each of its slots has pages of a random
-    cache.
+    """Return an executor without warm-up for steps of these sizes, in ascending order.
+
+    Each slot has pages of a random cache.
     """
     checkpoint = open_checkpoint(model, load_format="dummy")
     most, per = sizes[-1], -(-(context + 1) // 64)
@@ -203,9 +209,8 @@ def _executor(model: str, precision: str, sizes: list[int], context: int) -> Exe
 
 
 def _compared(executor: Executor, wanted: list[tuple[int, int]]) -> dict[str, Any]:
-    """Of each (requests, tokens of a step): steps of decodes alone, and steps most of whose tokens are a
-    chunk.
-    """
+    """Return comparisons for each (requests, tokens of a step), with decode-only steps and with steps that
+    are mostly a chunk."""
     f, rows = flags.FLAGS, []
     given = {name: f[name].value for name in ("model", "precision", "context", "steps")}
     for n, tokens in wanted:
@@ -235,8 +240,9 @@ def _compared(executor: Executor, wanted: list[tuple[int, int]]) -> dict[str, An
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, CheckpointError; ValueError where there is no GPU: it holds a model
-    of gigabytes by default.
+    """Run the command and return its report.
+
+    Raises: ConfigError, CheckpointError; ValueError without a GPU, because the default model needs gigabytes.
     """
     machine.need_gpu("decode_step")
     f = flags.FLAGS

@@ -1,14 +1,13 @@
-"""The disk tier of the KV hierarchy on this machine: how fast pages go down, come up, and are found at a
-start.
+"""Speed of the KV disk tier on this machine: page writes, page reads, and indexing at start.
 
   python -m jaxflow.bench disk --model llama-3.1-8b --kv_offloading_size 8 --kv_disk_path /mnt/nvme
   --kv_disk_size 32
 
-Random pages of the model's size are written as the engine's are, from the host's memory, until the disk has
---pages of them; a new tier makes its index from the folder; then they are read ahead, back into host memory,
-after the kernel was told to forget them, and each is compared with what was written. Reading pays where its
-tokens a second, beside those that the device computes, are not far fewer. The folder must not have pages
-already.
+The command writes random pages of the model's page size from host memory, as the engine does, until the disk
+holds --pages of them. A new tier then builds its index from the folder. The kernel drops the files from its
+page cache, and the pages are read ahead into host memory. Each page is compared with the written bytes. Disk
+reads pay off only if their tokens per second are close to the device's compute rate. The folder must be empty
+of pages at the start.
 """
 
 import dataclasses
@@ -32,12 +31,12 @@ from jaxflow.memory.disk_tier import DiskTier
 from jaxflow.memory.transfers import HOST_MEMORY
 from jaxflow.mesh import TP, make_mesh
 
-DISTINCT = 8  # pages of random bytes that are written again and again under new names
+DISTINCT = 8  # distinct pages of random bytes, written repeatedly under new names
 
 
 def define_flags() -> None:
     define_engine_flags()
-    flags.DEFINE_integer("pages", 256, "Pages to write and read.", lower_bound=DISTINCT)
+    flags.DEFINE_integer("pages", 256, "Number of pages to write and read.", lower_bound=DISTINCT)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
@@ -46,9 +45,9 @@ def key_of(number: int) -> bytes:
 
 
 def measure(config: EngineConfig, model: ModelConfig, pages: int) -> dict[str, Any]:
-    """GB/s of each stage, and whether all pages came back as they were. config: resolved.
+    """Return the GB/s of each stage, and whether every page came back unchanged. config: resolved.
 
-    Raises: ConfigError; WorkloadError where the disk has pages or cannot have so many.
+    Raises: ConfigError; WorkloadError if the disk already has pages or is too small for `pages`.
     """
     mesh = make_mesh(config.tensor_parallel_size)
     sharding = NamedSharding(mesh, PartitionSpec(TP), memory_kind=HOST_MEMORY)
@@ -57,13 +56,14 @@ def measure(config: EngineConfig, model: ModelConfig, pages: int) -> dict[str, A
     if disk.counters().pages:
         disk.close()
         raise WorkloadError(
-            f"--kv_disk_path {config.kv_disk_path}: {disk.counters().pages} pages are there; an "
-            f"empty folder is possible"
+            f"--kv_disk_path {config.kv_disk_path}: the folder has {disk.counters().pages} pages; "
+            "accepted is an empty folder"
         )
     if pages * disk.file_bytes(key_of(0)) > disk.capacity_bytes:
         disk.close()
         raise WorkloadError(
-            f"--pages {pages} of {length} bytes are more than --kv_disk_size {config.kv_disk_size} GiB holds"
+            f"--pages {pages} of {length} bytes exceed --kv_disk_size {config.kv_disk_size} GiB; accepted "
+            "are fewer pages or a larger disk size"
         )
     rng = np.random.default_rng(0)
     drawn = [rng.integers(0, 256, length, dtype=np.uint8) for _ in range(DISTINCT)]
@@ -84,7 +84,7 @@ def measure(config: EngineConfig, model: ModelConfig, pages: int) -> dict[str, A
     for i in range(pages):
         while not disk.put(key_of(i), lambda page=held[i % DISTINCT]: to_bytes(page)):
             if not disk.works:
-                raise ConfigError("kv_disk_path", config.kv_disk_path, "a disk that can be written to")
+                raise ConfigError("kv_disk_path", config.kv_disk_path, "a writable disk")
             time.sleep(0.001)
     disk.flush(600.0)
     result["written_gb_per_s"] = rate(time.perf_counter() - begin)
@@ -126,9 +126,7 @@ def _open(config: EngineConfig, model: ModelConfig) -> DiskTier:
 
 
 def _forget(disk: DiskTier) -> None:
-    """Has the kernel write what it holds of the files, and forget it, so that they are read from the disk
-    itself.
-    """
+    """Flush the files to the disk and drop them from the kernel's page cache, so that reads reach the disk."""
     for file in disk.folder.glob("*.kv"):
         fd = os.open(file, os.O_RDONLY)
         try:
@@ -139,12 +137,14 @@ def _forget(disk: DiskTier) -> None:
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, WorkloadError, OSError."""
+    """Run the command and return its report. Raises: ConfigError, WorkloadError, OSError."""
     f = flags.FLAGS
     config = engine_config_from_flags()
     model = find_model_config(config.model)
     if model is None:
-        raise WorkloadError(f"--model {config.model}: no configuration of that name or path")
+        raise WorkloadError(
+            f"--model {config.model}: accepted is a shipped config's name or the path of a configuration"
+        )
     prepare_process(config)
     config = resolve(config, model)
     result = {
@@ -159,7 +159,7 @@ def run() -> dict[str, Any]:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """The report for people."""
+    """Return the report as text."""
     rows = [
         ("Pages:", f"{result['pages']} of {result['page_bytes']} bytes"),
         ("Into host memory (GB/s):", result["into_host_memory_gb_per_s"]),

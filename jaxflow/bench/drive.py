@@ -1,4 +1,4 @@
-"""Runs requests through an engine in this process and notes when their tokens come."""
+"""Runs of requests through an engine in this process, with the times of their tokens."""
 
 import threading
 import time
@@ -25,13 +25,14 @@ from jaxflow.engine.request import (
 
 
 class Submits(Protocol):
-    """The part of an engine's driver that is needed here."""
+    """The interface of an engine's driver that the benchmarks use."""
 
     def submit(self, request: Request, mailbox: Mailbox) -> None: ...
 
 
 def greedy_requests(items: Sequence[Item], token_ids: Sequence[np.ndarray]) -> list[Request]:
-    """The rival's protocol: greedy, exactly as many tokens as the item says, whatever end tokens come."""
+    """Return greedy requests with exactly the item's output length, ignoring end tokens (the rivals'
+    protocol)."""
     return [
         Request(
             f"bench-{i}",
@@ -43,7 +44,8 @@ def greedy_requests(items: Sequence[Item], token_ids: Sequence[np.ndarray]) -> l
 
 
 class Recorder:
-    """A mailbox that keeps times and counts, not tokens: it must cost the engine's thread next to nothing."""
+    """A mailbox that records times and counts instead of tokens, to keep its cost on the engine's thread
+    small."""
 
     def __init__(self, requests: Sequence[Request], on_finished: Callable[[], object] = lambda: None):
         self.records = {
@@ -71,7 +73,7 @@ class Recorder:
                 self.ended()
 
     def ended(self) -> None:
-        """Counts one request as over."""
+        """Count one request as ended."""
         self._on_finished()
         with self._lock:
             self._left -= 1
@@ -86,7 +88,7 @@ def drive(
     *,
     progress: bool = False,
 ) -> tuple[list[Record], float]:
-    """Submits each request at its time (None: all at once) and waits for all.
+    """Submit each request at its arrival time (None: all at once) and wait for all requests.
 
     A request that the engine refuses is a failed record. Returns the records in order, and the seconds from
     the first submission to the last token.

@@ -1,8 +1,8 @@
-"""How long the device does nothing while an engine runs: what a profiler sees of its kernels, by the length
-of the gaps between them.
+"""Idle time of the device while an engine runs, from a profiler's kernel trace, grouped by gap length.
 
-The profiler runs for a moment in the middle of a run, and may slow it: kernels of a CUDA graph are traced one
-by one. So the shares are at most too large, and the run that they are of is no measurement of throughput.
+The profiler runs for a short time in the middle of a run. The profiler may slow the run, because it traces
+the kernels of a CUDA graph one by one. Therefore the idle shares are upper bounds, and a profiled run does
+not measure throughput.
 """
 
 import contextlib
@@ -18,32 +18,34 @@ import jax
 
 from jaxflow.bench.trace_events import Kernel, read_kernels
 
-BOUNDS_US = (2.0, 5.0, 10.0, 20.0, 50.0, 200.0)  # lengths by which gaps are sorted
-STEP_US = 20.0  # a gap as long is no border between two kernels of a step: these are 2 to 6 us
-COPIES = ("MemcpyH2D", "MemcpyD2H")  # beside the steps, by the copy engines: no work of the device's
+BOUNDS_US = (2.0, 5.0, 10.0, 20.0, 50.0, 200.0)  # lower bounds of the gap-length groups
+STEP_US = 20.0  # a gap this long lies between steps: gaps between kernels of one step are 2 to 6 us
+# copy engines run these concurrently with steps; they do not count as compute
+COPIES = ("MemcpyH2D", "MemcpyD2H")
 _POLL_S = 0.02
 
 
 @dataclasses.dataclass
 class Watched:
-    """What a profiler saw, once its block has ended."""
+    """The kernels that a profiler recorded. They are available after the `with` block has ended."""
 
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
 
     def summary(self) -> dict[str, Any] | None:
-        """`shares`; None for a trace without kernels."""
+        """Return `shares` of the kernels, or None for a trace without kernels."""
         return shares(self.kernels) if self.kernels else None
 
 
 @contextlib.contextmanager
 def watch(seconds: float, begin: Callable[[], bool]) -> Iterator[Watched]:
-    """While the block runs, profiles `seconds` of it from the moment on at which `begin()` is true; less, if
-    the block ends before.
+    """Profile `seconds` of the `with` block, starting when `begin()` first returns True.
+
+    The profile is shorter if the block ends earlier.
     """
     watched, over = Watched(), threading.Event()
     settings = jax.profiler.ProfileOptions()
     settings.python_tracer_level = 0
-    settings.host_tracer_level = 0 if jax.default_backend() == "gpu" else 2  # a CPU's kernels are the host's
+    settings.host_tracer_level = 0 if jax.default_backend() == "gpu" else 2  # a CPU's kernels are host events
 
     def profile(folder: str) -> None:
         while not begin():
@@ -65,13 +67,13 @@ def watch(seconds: float, begin: Callable[[], bool]) -> Iterator[Watched]:
 
 
 def shares(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    """The share of the time from the first kernel to the last in which none runs: in all, between steps, by
-    the gaps' lengths.
+    """Return the idle share of the time from the first kernel to the last: total, between steps, and by gap
+    length.
 
-    A gap is between steps if the program that runs is another after it, or if it is longer than kernels of
-    one step leave.
+    A gap counts as between steps in two cases: the next kernel belongs to another program, or the gap is
+    longer than gaps within a step.
 
-    kernels: in order of their start, at least one; copies to and from the host are none.
+    kernels: at least one, ordered by start, without copies to and from the host.
     """
     own = [kernel for kernel in kernels if not kernel.name.startswith(COPIES)]
     last, gaps, between = own[0], [], []

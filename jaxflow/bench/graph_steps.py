@@ -1,10 +1,10 @@
-"""Whether a step's CUDA graph, replayed, gives what its kernels give launched one by one: `bench decode_step
---steps 1000`.
+"""Comparison of a step's replayed CUDA graph with its separately launched kernels (`bench decode_step --steps
+1000`).
 
-Each way runs so many steps, one after the other, as a server does: a step reads the tokens that the last one
-drew. Positions go up by one a step and begin again after `TURNS`, so that a way reads nothing that the way
-before it wrote: what a step reads of these positions was written since they last began. Kept of every step
-are the tokens drawn and two sums of all bits of its hidden states.
+Each launch method runs the same number of steps in sequence, as a server does. A step reads the tokens that
+the previous step drew. Positions increase by one per step and restart after `TURNS` steps. Therefore a method
+reads only KV that it wrote itself since the last restart. The comparison keeps, for every step, the drawn
+tokens and two sums over all bits of its hidden states.
 """
 
 import dataclasses
@@ -30,13 +30,15 @@ WAYS = {
     "one by one": ("streams", False),
     "early": ("streams", True),
 }  # (as in `streams.GRAPHS`, kernels begin early)
-_AHEAD = 50  # steps in flight at most
+_AHEAD = 50  # maximum steps in flight
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def digest(hidden: jax.Array, rows: int) -> jax.Array:
-    """uint32 [2] of all bits of the first rows of hidden [R, D]: their sum, and their sum times odd numbers
-    that tell places apart.
+    """Return uint32 [2] for the first rows of hidden [R, D]: the sum of all bits, and a position-weighted
+    sum.
+
+    The weights are odd numbers, so that the second sum detects swapped values.
     """
     bits = (
         lax.bitcast_convert_type(hidden[:rows], jnp.dtype(f"uint{8 * hidden.dtype.itemsize}"))
@@ -50,9 +52,8 @@ def digest(hidden: jax.Array, rows: int) -> jax.Array:
 def packed(
     layout: StepLayout, table: SlotTable, decodes: int, position: int, chunks: tuple[Chunk, ...] = ()
 ) -> np.ndarray:
-    """The packed input of a step in which requests in the first slots decode, all at one position, beside
-    chunks.
-    """
+    """Return the packed input of a step with decodes in the first slots, all at one position, and with
+    `chunks`."""
     slots, positions, tokens = (
         np.arange(decodes, dtype=np.int32),
         np.full(decodes, position, np.int32),
@@ -74,9 +75,8 @@ def packed(
 def buffers_of(
     layout: StepLayout, decodes: int, chunk: int, context: int, vocabulary: int
 ) -> list[jax.Array]:
-    """The packed inputs of TURNS steps: requests in the first slots decode, `chunk` tokens are of the next
-    slot's prompt.
-    """
+    """Return the packed inputs of TURNS steps: decodes in the first slots and a `chunk`-token prompt in the
+    next slot."""
     rng = np.random.default_rng(0)
     table = SlotTable.empty(layout.slots)
     table.sampler[:], table.temperature[:], table.seeds[:] = (
@@ -104,13 +104,15 @@ def agreement(
     quantized: bool,
     early: bool,
 ) -> dict[str, Any]:
-    """Runs `steps` steps each way and says of each but the first which step is the first that differs from
-    the first way's, if any.
+    """Run `steps` steps with each launch method and compare their outputs with those of the first method.
+
+    Returns the first differing step of each method except the first, or None.
 
     Args:
-      executor: not warm, whose slots have pages of `context` tokens.
-      tokens: the bucket. decodes: requests that decode. chunk: tokens of one more request's prompt; 0: none,
-      nor a kernel for them. early: with the way whose kernels begin early, of decodes alone.
+      executor: without warm-up; its slots have pages for `context` tokens.
+      tokens: the bucket. decodes: decoding requests. chunk: prompt tokens of one more request; 0 means no
+      chunk and no chunk kernel. early: include the method with programmatic dependent launch, for decode-only
+      steps.
     """
     layout = dataclasses.replace(executor.layouts[tokens][0], decodes=not chunk)
     config, plan = executor.programs.context.config, sequential_plan(executor.programs.context.config, tokens)
@@ -148,8 +150,9 @@ def agreement(
 def _history(
     executor: Executor, program: Any, sampler: Any, buffers: list, rows: int, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(digests [steps, 2], tokens drawn [steps, rows]) of steps one after the other, the first of which reads
-    token 0 of every request.
+    """Return (digests [steps, 2], drawn tokens [steps, rows]) of consecutive steps.
+
+    The first step reads token 0 for every request.
     """
     e = executor
     e.last_tokens = jax.device_put(jnp.zeros_like(e.last_tokens), e.last_tokens.sharding)

@@ -1,15 +1,16 @@
-"""What each tier of the KV hierarchy saves conversations, and what it costs requests that share nothing
-(NanoFlow §4.2.2, §6.4).
+"""Savings of each KV tier for conversations, and its cost for requests without shared prefixes (NanoFlow
+§4.2.2, §6.4).
 
   python -m jaxflow.bench hierarchy --model llama-3.1-8b --load_format dummy --rounds 5 --num_requests 256
-  --request_rate 4
-      --kv_offloading_size 64 --kv_disk_path /mnt/nvme --kv_disk_size 500
+      --request_rate 4 --kv_offloading_size 64 --kv_disk_path /mnt/nvme --kv_disk_size 500
 
-The same conversations meet an engine with all tiers, a new one that finds the disk as the last one left it,
-then engines with one tier less each time, down to no reuse at all; all on the same weights, cache and
-compiled programs. After them each engine runs requests without anything in common, all at once, some times
-over: the paper loses 3 % of throughput to offloading there. A tier is left out where its flag is not set. Of
-a trace of Mooncake's it is the first requests in their order, at random times.
+The same conversations run on a sequence of engines. The first engine has all tiers. The second is a new
+engine that starts with the first engine's disk contents. Each later engine has one tier fewer, and the last
+has no prefix reuse. All engines share the same weights, cache and compiled programs.
+
+Afterwards each engine runs requests without common prefixes, all at once, several times. The paper reports a
+throughput loss of 3 % from offloading for such requests. A tier without its flag is left out. From a Mooncake
+trace the command takes the first requests in order, at random arrival times.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ ORDER = (
     "host",
     "device",
     "recompute",
-)  # whose executor serves the others comes first
+)  # first, because the other engines use its executor
 
 
 def define_flags() -> None:
@@ -57,21 +58,20 @@ def define_flags() -> None:
     options.define_conversations(rounds=4)
     options.define_report()
     flags.DEFINE_float(
-        "request_rate", math.inf, "Conversations that begin in a second, on average; inf: all at once."
+        "request_rate", math.inf, "Mean conversations started per second; inf starts all at once."
     )
     flags.DEFINE_multi_enum(
         "only",
         [],
         list(WAYS),
-        "An engine to run, by its lowest tier; may be repeated. Default: all that have their tiers.",
+        "Engine to run, named by its lowest tier; may be repeated. Default: all engines with configured "
+        "tiers.",
     )
-    flags.DEFINE_integer("repeats", 3, "How often the requests without reuse are run.", lower_bound=1)
+    flags.DEFINE_integer("repeats", 3, "Number of runs of the requests without reuse.", lower_bound=1)
 
 
 def ways(config: EngineConfig) -> dict[str, EngineConfig]:
-    """The engines to compare, by the lowest tier that each has; without the tiers that `config` does not
-    have.
-    """
+    """Return the engine configurations to compare, by lowest tier, limited to the tiers that `config` has."""
     host, disk = config.kv_offloading_size > 0, config.kv_disk_path is not None
     there = {"recompute": True, "device": True, "host": host, "disk": disk, "disk, restarted": disk}
     return {name: way(config) for name, way in WAYS.items() if there[name]}
@@ -80,7 +80,7 @@ def ways(config: EngineConfig) -> dict[str, EngineConfig]:
 def measure(
     llm: LLM, talks: Sequence[Conversation], alone: Sequence[Item], repeats: int, seed: int
 ) -> dict[str, Any]:
-    """The conversations' report, and of the requests without reuse the throughput of each repeat."""
+    """Return the report of the conversations, and each repeat's throughput for the requests without reuse."""
     found = throughput.measure_conversations(llm, talks, progress=True)
     rates = [
         throughput.measure(llm, alone, seed=seed + 1 + i, progress=True)["total_token_throughput"]
@@ -95,7 +95,7 @@ def measure(
 def _measure_way(
     config: EngineConfig, executor: Executor | None
 ) -> tuple[dict[str, Any], dict[str, Any], Executor]:
-    """The head of the report, one engine's figures, and its executor for the next."""
+    """Return the report's head, one engine's figures, and the engine's executor for the next engine."""
     f = flags.FLAGS
     seed = f.workload_seed
     config = dataclasses.replace(
@@ -104,7 +104,7 @@ def _measure_way(
     with LLM.from_config(config, executor=executor) as llm:
         items, described = options.items_from_flags(
             llm.max_model_len, ordered=True
-        )  # who shares blocks comes near each other
+        )  # keeps requests with shared blocks close together
         openings = workload.poisson_arrivals(items, f.request_rate, seed)
         talks, more = options.conversations_from_flags(
             openings, llm.max_model_len, llm.model_config.vocab_size
@@ -118,8 +118,9 @@ def _measure_way(
 
 
 def run() -> dict[str, Any]:
-    """The command; the report is written after each engine. Raises: ConfigError, WorkloadError, ValueError
-    for flags that do not work.
+    """Run the command and write the report after each engine.
+
+    Raises: ConfigError, WorkloadError, ValueError for invalid flags.
     """
     f = flags.FLAGS
     chosen = {
@@ -127,12 +128,12 @@ def run() -> dict[str, Any]:
     }
     if not chosen:
         raise ConfigError(
-            "only", ",".join(f.only), "an engine whose tiers are given: --kv_offloading_size, --kv_disk_path"
+            "only", ",".join(f.only), "an engine with configured tiers: --kv_offloading_size, --kv_disk_path"
         )
     options.check_workload(min(map(options.longest, chosen.values())))
     if not f.request_rate > 0:
         raise ConfigError(
-            "request_rate", f.request_rate, "a positive number of conversations a second, or inf"
+            "request_rate", f.request_rate, "a positive number of conversations per second, or inf"
         )
     rate = "inf" if math.isinf(f.request_rate) else f.request_rate
     result: dict[str, Any] = {}
@@ -154,7 +155,7 @@ def run() -> dict[str, Any]:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """A line for each engine: median times to the first token, shares of the input tokens, tokens a second."""
+    """Return one line per engine: median times to the first token, shares of input tokens, tokens per second."""
     lines = [f" KV hierarchy, {result['model']} on {result['device']} ".center(100, "="), COLUMNS]
     for name, found in result["ways"].items():
         talks = found["conversations"]

@@ -1,12 +1,12 @@
-"""What a step costs on the CPU: the engine's thread, its scheduler, packing and deliveries, with a device
-that takes no time.
+"""CPU time of a step: the engine's thread, its scheduler, packing and deliveries, with a device that takes no
+time.
 
   python -m jaxflow.bench host --running 1 --running 256 --running 1024
 
-Prompts and outputs are sized so that, with so many requests running, each step fills the token budget: as
-many decodes as requests, prefill chunks for the rest. A step's cost is what passes from one call of the
-executor to the next: the CPU time of the engine's thread, and beside it the time on the clock, which other
-work on the machine lengthens.
+Prompt and output lengths are chosen so that each step fills the token budget. A step has one decode per
+request, and prefill chunks for the rest. The cost of a step is the CPU time of the engine's thread between
+two calls of the executor. The report also holds the wall-clock time, which other work on the machine
+lengthens.
 """
 
 import math
@@ -35,22 +35,21 @@ def define_flags() -> None:
     flags.DEFINE_multi_integer(
         "running", [1, 256, 1024], "Requests running at once. May be repeated.", lower_bound=1
     )
-    flags.DEFINE_integer("max_num_batched_tokens", 2048, "Tokens of a step, the budget.", lower_bound=1)
+    flags.DEFINE_integer("max_num_batched_tokens", 2048, "Token budget of a step.", lower_bound=1)
     flags.DEFINE_integer("steps", 500, "Steps measured.", lower_bound=1)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
 class InstantExecutor:
-    """In place of `jaxflow.engine.executor.Executor`: every step is done as soon as it is enqueued, every
-    token is 0.
-    """
+    """A replacement for `jaxflow.engine.executor.Executor` that finishes each step at once with token 0."""
 
     compilations = 0
 
     def __init__(self, layouts: list[StepLayout]):
         self.layouts, self.decode_layouts = {layout.tokens: (layout,) for layout in layouts}, {}
         self.slots = layouts[0].slots
-        self.calls: list[tuple[float, float, int, int]] = []  # (CPU time, clock, decodes, rows of the step)
+        # (CPU time, wall-clock time, decodes, rows of the step)
+        self.calls: list[tuple[float, float, int, int]] = []
 
     def run(
         self,
@@ -69,15 +68,13 @@ class InstantExecutor:
 
 
 class Unread:
-    """A mailbox whose owner does nothing with what it gets."""
+    """A mailbox that discards all events."""
 
     def post(self, events: list[Event]) -> None: ...
 
 
 def measure(running: int, budget: int, steps: int) -> dict[str, Any]:
-    """Milliseconds a step with `running` requests at a time, over at least `steps` steps in which nearly all
-    of them decode.
-    """
+    """Return the milliseconds per step with `running` requests, over at least `steps` mostly-decode steps."""
     prompt = max(1, min(LONGEST_PROMPT, OUTPUT_TOKENS * (budget - running) // running))
     buckets = token_buckets(budget, few=False)
     executor = InstantExecutor(
@@ -85,7 +82,7 @@ def measure(running: int, budget: int, steps: int) -> dict[str, Any]:
     )
     number = running + -(
         -2 * max(steps, OUTPUT_TOKENS) * running // OUTPUT_TOKENS
-    )  # so that enough steps see them come and go
+    )  # enough steps include arrivals and completions
     scheduler = Scheduler(
         SchedulerConfig(
             token_budget=budget,
@@ -121,7 +118,7 @@ def _statistics(calls: list[tuple[float, float, int, int]], running: int, steps:
     full = np.flatnonzero(decodes[1:] >= min(0.9 * running, decodes.max()))
     full = full[len(full) // 4 :][
         :steps
-    ]  # past the end of the ramp, where the first ones are all there and none has ended
+    ]  # after the ramp-up, when the first requests all run and none has ended
     cpu_ms, clock_ms = 1e3 * np.diff(cpu)[full], 1e3 * np.diff(clock)[full]
     return {
         "steps": len(full),
@@ -135,7 +132,7 @@ def _statistics(calls: list[tuple[float, float, int, int]], running: int, steps:
 
 
 def run() -> dict[str, Any]:
-    """The command."""
+    """Run the command and return its report."""
     f = flags.FLAGS
     found = [measure(running, max(f.max_num_batched_tokens, running), f.steps) for running in f.running]
     print(" Host Cost of a Step ".center(report.WIDTH, "="))

@@ -1,23 +1,25 @@
-"""Each kernel beside its rivals on one GPU: rates, clock, watts and joules, measured in turn in one run.
+"""Each kernel and its rivals on one GPU: rates, clock, watts and joules, measured in turn in one run.
 
   python -m jaxflow.bench kernels --output_json benchmarks/h200-kernels.json
   python -m jaxflow.bench kernels --time_limit_s 300 --seconds 0.3
   python -m jaxflow.bench kernels --only ceilings,decode_attention
   python -m jaxflow.bench kernels --only 'dense_gemm/M 2048'
-  python -m jaxflow.bench kernels --share 0/4 --output_json 0.json         every fourth case, for a GPU of its
-  own each python -m jaxflow.bench kernels --merge 0.json,1.json --output_json FILE   one report of several;
-  measures nothing
+  python -m jaxflow.bench kernels --share 0/4 --output_json 0.json
+  python -m jaxflow.bench kernels --merge 0.json,1.json --output_json FILE
 
-Two ceilings come first: what a copy and a read move, and what cuBLAS multiplies. Then each kernel's cases
-(`kernels_*.py`): random data, the rivals in turn with ours, `--seconds` of back-to-back work each, weights
-and caches rotated past the L2. A ratio above 1 means that ours is faster. What a case must reach stands
-beside it; one that does not is marked `missed`.
+`--share 0/4` runs every fourth case, so that several GPUs can divide the cases. `--merge` combines several
+reports and measures nothing.
 
-The first case of every group comes first, groups by how much of a served token's time their kernels take;
-then every second case, and so on. Several processes compile the next cases beside each other, then each times
-its own with nobody compiling. XLA's products are cuBLAS' unless XLA_FLAGS has --xla_gpu_enable_triton_gemm. A
-time that the card cannot have met makes a failed row. What does not fit --time_limit_s, compilation included,
-is left out and named. The file is written after every case.
+The two ceilings run first: the bandwidth of a copy and a read, and the rate of cuBLAS. Each kernel's cases
+(`kernels_*.py`) use random data. Our kernel and its rivals take turns, each with `--seconds` of back-to-back
+work. Weights and caches rotate through more memory than the L2 holds. A ratio above 1 means that our kernel
+is faster. The report holds the target of each case, and marks a case below its target as `missed`.
+
+The first case of every group runs first, then every second case, and so on. Groups are ordered by their
+kernels' share of the time per served token. Several processes compile the next cases in parallel. Then each
+process times its cases while no process compiles. XLA's products use cuBLAS unless XLA_FLAGS has
+--xla_gpu_enable_triton_gemm. A time that is impossible for the GPU makes a failed row. The report names the
+cases that exceed --time_limit_s, which includes compilation. The report file is written after every case.
 """
 
 import os
@@ -72,7 +74,7 @@ _FIRST += (
 
 
 def _by_importance(groups: Iterable[Group]) -> tuple[Group, ...]:
-    """Those that a served token's time goes into, then the others as they come."""
+    """Return the groups that dominate the time per served token, followed by the others in their given order."""
     return tuple(
         sorted(groups, key=lambda group: _FIRST.index(group.name) if group.name in _FIRST else len(_FIRST))
     )
@@ -87,35 +89,38 @@ def define_flags() -> None:
     flags.DEFINE_list(
         "only",
         [],
-        "Names of groups ("
+        "Groups to run ("
         + ", ".join(group.name for group in GROUPS)
-        + "), or group/part of a case's name.",
+        + "), or group/part of a case's name. Default: all groups that are not on request only.",
     )
-    flags.DEFINE_float("seconds", 0.6, "How long each way is measured.", lower_bound=0.0)
+    flags.DEFINE_float("seconds", 0.6, "Seconds to measure each kernel or rival.", lower_bound=0.0)
     flags.DEFINE_float(
         "time_limit_s",
         None,
-        "Leave out what would end later than this many seconds after the start.",
+        "Seconds after the start by which every case must end; later cases are left out.",
         lower_bound=0.0,
     )
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
     flags.DEFINE_string(
-        "share", "0/1", "i/n: every n-th case from the i-th on; cases of one model stay together."
+        "share", "0/1", "i/n: run every n-th case from case i; cases that share a model stay together."
     )
-    flags.DEFINE_list("merge", [], "Only make one report of these, of several shares.")
+    flags.DEFINE_list(
+        "merge", [], "Report files of several shares to merge into one report, without measuring."
+    )
     flags.DEFINE_integer(
         "processes",
         None,
-        "That compile beside each other; default: one for two cores, 8 at most.",
+        "Number of processes that compile in parallel; default: one per two cores, at most 8.",
         lower_bound=1,
     )
 
 
 def chosen(only: Iterable[str]) -> list[tuple[Group, Case]]:
-    """The cases that `--only` names, all but those of groups that want asking if it names none: the first of
-    each group, then the second.
+    """Return the cases that `--only` names: the first case of each group, then the second, and so on.
 
-    Raises: ValueError for a name that no case has.
+    Without names, return all cases except those of groups that run on request only.
+
+    Raises: ValueError for a name without a case.
     """
     most = max(len(group.cases) for group in GROUPS)
     every = [(group, group.cases[i]) for i in range(most) for group in GROUPS if i < len(group.cases)]
@@ -123,7 +128,8 @@ def chosen(only: Iterable[str]) -> list[tuple[Group, Case]]:
     for name, _, part in wanted:
         if not any(group.name == name and part in case.name for group, case in every):
             raise ValueError(
-                f"--only {name}/{part}: no such case; groups are {', '.join(group.name for group in GROUPS)}"
+                f"--only {name}/{part}: no such case; accepted groups: "
+                f"{', '.join(group.name for group in GROUPS)}"
             )
     if not wanted:
         return [(group, case) for group, case in every if not group.asked]
@@ -135,8 +141,9 @@ def chosen(only: Iterable[str]) -> list[tuple[Group, Case]]:
 
 
 def shared(cases: Sequence[tuple[Group, Case]], share: str) -> list[tuple[Group, Case]]:
-    """A share `i/n` of the cases; those that belong together are in one share. Raises: ValueError for what is
-    none.
+    """Return share `i/n` of the cases, keeping related cases in one share.
+
+    Raises: ValueError for an invalid share.
     """
     first, step = parse_share(share)
     units = list(
@@ -147,16 +154,16 @@ def shared(cases: Sequence[tuple[Group, Case]], share: str) -> list[tuple[Group,
 
 
 def run() -> dict[str, Any]:
-    """The command.
+    """Run the command and return its report.
 
-    Raises: ValueError where there is no GPU, for a name in --only that nothing has, for what is no share, and
-    for reports of two devices.
+    Raises: ValueError without a GPU, for an unknown name in --only, for an invalid share, and for merged
+    reports of two devices.
     """
     f = flags.FLAGS
     if f.merge:
         return told(merged(f.merge, GROUPS))
     cases = shared(chosen(f.only), f.share)
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the memory is the workers'
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # leaves the GPU memory to the worker processes
     machine.need_gpu("kernels")
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
@@ -183,7 +190,7 @@ def run() -> dict[str, Any]:
                 for line in text(row):
                     bar.write(line, file=sys.stdout)
                 sys.stdout.flush()
-                if f.output_json:  # what is measured is kept, whatever comes next
+                if f.output_json:  # keeps the measurements if a later case fails
                     write_json(f.output_json, result | {"summaries": summaries(rows, GROUPS)})
     finally:
         for worker in workers:
@@ -200,7 +207,7 @@ def run() -> dict[str, Any]:
 
 
 def told(result: dict[str, Any]) -> dict[str, Any]:
-    """The report, its summaries said."""
+    """Print the summaries of a report and return the report."""
     for s in result["summaries"]:
         print(
             f"{s['group']}: x{s['geomean']:.3f} of {s['rival']} (geomean of {s['cases']}), least "

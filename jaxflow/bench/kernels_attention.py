@@ -1,4 +1,5 @@
-"""Cases of the attention kernels: 32 query and 8 KV heads of 128, pages of 64 tokens scattered at random."""
+"""Benchmark cases of the attention kernels: 32 query heads, 8 KV heads, head size 128, 64-token pages at
+random."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,8 +17,8 @@ from pallas_kernels.decode_attention import decode_attention
 
 N, K, H = 32, 8, 128
 SCALE = H**-0.5
-INT8_SCALE = 4 / 127  # normal random numbers beyond 4 are cut off
-PHI = (0.0, 60.0)  # of normal random queries and keys, whose scores lie within ±6
+INT8_SCALE = 4 / 127  # normal random numbers are clipped at ±4
+PHI = (0.0, 60.0)  # unified max value and range for normal random queries and keys, with scores within ±6
 
 
 BATCHES: dict[str, tuple[int, ...]] = {
@@ -34,8 +35,9 @@ CHUNKS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 
 
 def _cache(seed: int, pages: int, dtype) -> tuple[jax.Array, ...]:
-    """Keys and values; in 8 bits the values lie with keys contiguous; of int8 their scales, too, which are
-    all the same here.
+    """Return random keys and values.
+
+    8-bit values are stored with contiguous keys. An int8 cache also has scales, all equal here.
     """
     k, v = (random_pages(jax.random.key(2 * seed + i), pages, K, H) for i in range(2))
     if dtype == jnp.int8:
@@ -49,15 +51,15 @@ def _cache(seed: int, pages: int, dtype) -> tuple[jax.Array, ...]:
 
 
 def _queries(calls: int, rows: int) -> list[jax.Array]:
-    """Other queries for each call: XLA would run equal calls once."""
+    """Return different queries for each call, because XLA would run equal calls only once."""
     return [jax.random.normal(jax.random.key(i), (rows, N, H), jnp.bfloat16) for i in range(calls)]
 
 
 def _paged(
     kernel, table, counts, qs, caches, amount: float, work: float | None = None, **settings: Any
 ) -> Way:
-    """A program of a call for each of `qs`, over the caches in turn."""
-    one = jax.jit(functools.partial(kernel, scale=SCALE, **settings))  # its lowering serves all calls
+    """Return a program with one call per element of `qs`, over the caches in turn."""
+    one = jax.jit(functools.partial(kernel, scale=SCALE, **settings))  # one lowering serves all calls
     program = jax.jit(
         lambda qs, caches, table, counts: [
             one(q, *caches[i % len(caches)], table, counts) for i, q in enumerate(qs)
@@ -71,14 +73,17 @@ def _paged(
 
 
 def _decode(lengths: Sequence[int], kinds: Sequence[str]):
-    """The ways `kinds` of reading `lengths` keys: bf16, unified, fp8, fp8 unified, int8, triton, jax, cudnn."""
+    """Prepare the implementations `kinds` for reading `lengths` keys.
+
+    Kinds: bf16, unified, fp8, fp8 unified, int8, triton, jax, cudnn.
+    """
     table, pages = page_tables(np.random.default_rng(len(lengths)), lengths)
     keys = float(sum(lengths))
     read = keys * K * H * 4  # bytes of a bfloat16 cache
     caches = max(2, min(8, int(480e6 / read) + 1))
     calls = (
         64 if read < 4e8 else 32 if read < 4e9 else 8
-    )  # as many as a model has layers, of one list of work; 2 ms a program at least
+    )  # as many calls as model layers, sharing one work list; at least 2 ms per program
     calls += -calls % caches
     qs = _queries(calls, len(lengths))
     made = {
@@ -103,14 +108,14 @@ def _decode(lengths: Sequence[int], kinds: Sequence[str]):
 
 
 def _int8(attention: Callable) -> Callable:
-    """The same with the scales behind the pages that they are of."""
+    """Return the same function with each scale array placed after its page array."""
     return lambda q, k, v, k_scale, v_scale, *rest, **settings: attention(
         q, k, v, *rest, k_scale=k_scale, v_scale=v_scale, **settings
     )
 
 
 def _before_hopper():
-    """The kernel of older GPUs, which needs the extra `triton`."""
+    """Return the decode kernel for GPUs before Hopper, which needs the extra `triton`."""
     from pallas_kernels.triton import decode_attention as before
 
     return before.decode_attention
@@ -121,20 +126,21 @@ def _dtype(kind: str):
 
 
 def _pairs(chunks) -> float:
-    """(query, key) pairs that the causal mask leaves."""
+    """Return the number of (query, key) pairs under the causal mask."""
     return sum(c[1] * c[3] + c[1] * (c[1] + 1) // 2 for c in chunks)
 
 
 def _chunk(chunks, kinds: Sequence[str]):
-    """The ways of attending chunks: bf16, unified, fp8, int8; cudnn, causal and square where nothing lies
-    before, else unmasked.
+    """Prepare the implementations of chunk attention: bf16, unified, fp8, int8 and cudnn.
+
+    cudnn is causal and square without previous context, and unmasked otherwise.
     """
     tokens = sum(c[1] for c in chunks)
     table, pages = page_tables(np.random.default_rng(3), [c[3] + c[1] for c in chunks])
     flop = 4.0 * _pairs(chunks) * N * H
     qs = _queries(
         max(3, min(64, int(1.2e12 / flop) + 1)), tokens
-    )  # 2 ms a program: of 8 chunks of 256 eight calls timed the host
+    )  # at least 2 ms per program: eight calls with 8 chunks of 256 tokens measured the host instead
     ways = {}
     for kind in kinds:
         if kind == "cudnn":
@@ -151,7 +157,10 @@ def _chunk(chunks, kinds: Sequence[str]):
 
 
 def _cudnn(chunks: int, tokens: int, context: int, calls: int) -> Way:
-    """It has no causal mask at an offset: square and causal over no context, else unmasked over all keys."""
+    """Return cuDNN's attention, which has no causal mask at an offset.
+
+    Without context the attention is square and causal; otherwise it is unmasked over all keys.
+    """
     keys, causal = context + tokens, context == 0
     k, v = (jax.random.normal(jax.random.key(i), (chunks, keys, K, H), jnp.bfloat16) for i in range(2))
     qs = [q.reshape(chunks, tokens, N, H) for q in _queries(calls, chunks * tokens)]
@@ -172,7 +181,7 @@ _CUDNN = (
     "256 x mean 1024",
     "1 x 131072",
     "64 x 1100",
-)  # it wants as many pages a row as the longest has: elsewhere they do not fit
+)  # cuDNN needs as many pages in every row as the longest row has, which exceeds memory in other cases
 _MUST = {"1 x 131072": 3.7e12, "64 x 1100": None}
 GROUPS = (
     Group(

@@ -1,4 +1,4 @@
-"""A case of the kernel bench, as data: what runs, beside what, and what it must reach."""
+"""Data classes of the kernel benchmark: a case, its rivals, and its target."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,13 +9,16 @@ from pallas_kernels.checks.peaks import Least
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to do a case's work.
+    """One implementation of a case's work.
 
-    run: enqueues a program that makes `calls` calls. amount: bytes, FLOP or tokens of one call, for its rate.
-    work: what a call accomplishes, where ways differ in that and ratios should count it; None: `amount`.
-    least: what a call must do, so that no time is believed that the card cannot have met; None: `amount`,
-    FLOP being of `dtype`. tuned: XLA times candidates on the GPU when the program is compiled, which wants
-    the GPU to itself.
+    run: enqueues a program with `calls` calls. amount: bytes, FLOP or tokens of one call, for its rate.
+
+    work: the useful work of a call, used for ratios if implementations differ in it; None means `amount`.
+
+    least: the minimum work of a call, used to reject impossible times. None means `amount`, with FLOP counted
+    in `dtype`.
+
+    tuned: XLA times candidates on the GPU during compilation, and needs exclusive use of the GPU.
     """
 
     run: Callable[[], Any]
@@ -27,7 +30,7 @@ class Way:
     tuned: bool = False
 
     def must(self, unit: str) -> Least:
-        """What a call must do at least; `unit` is its group's."""
+        """Return the minimum work of a call, in the group's `unit`."""
         if self.least is not None:
             return self.least
         return {"TB/s": Least(moved=self.amount), "TFLOP/s": Least(flop=self.amount, dtype=self.dtype)}.get(
@@ -37,10 +40,12 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """prepare: makes inputs on the device and returns the ways, ours first. rate: that ours must reach.
-    ratio: to the first rival.
+    """One benchmark case.
 
-    recorded_us: rivals that cannot run here, by what they were measured to take.
+    prepare: makes inputs on the device and returns the implementations, ours first. rate: target rate of our
+    kernel. ratio: target ratio to the first rival.
+
+    recorded_us: earlier measured times, in microseconds, of rivals that cannot run here.
     """
 
     name: str
@@ -52,11 +57,12 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The cases of one kernel. unit: of their rates, TB/s, TFLOP/s or tok/s. geomean: that their ratios must
-    reach.
+    """The cases of one kernel.
 
-    together: the cases share a model in memory, which one process should make once. asked: measured only if
-    it is named.
+    unit: of the rates: TB/s, TFLOP/s or tok/s. geomean: target for the geometric mean of the ratios.
+
+    together: the cases share a model in memory, so one process runs all of them. asked: measured only on
+    request.
     """
 
     name: str

@@ -1,6 +1,4 @@
-"""Cases of the matrix products: the four of a Llama 8B layer, and those of a Llama 70B layer on one of four
-GPUs.
-"""
+"""Benchmark cases of the matrix products: a Llama 8B layer, and a Llama 70B layer on one of four GPUs."""
 
 import dataclasses
 import functools
@@ -32,7 +30,7 @@ SHAPES: dict[str, tuple[int, int]] = {  # [K, N]; the largest products first
     for model, ops in script.SHAPES.items()
     for n, k in [ops[op]]
 }
-ROTATED = 240 << 20  # bytes of weights that a program walks through: four times the L2
+ROTATED = 240 << 20  # bytes of weights per program: four times the L2
 
 
 def _normal(i: int, *shape: int) -> jax.Array:
@@ -40,7 +38,7 @@ def _normal(i: int, *shape: int) -> jax.Array:
 
 
 def _program(gemm: Callable, xs: list, ws: list, rounds: int, amount: float, least: Least, **settings) -> Way:
-    """A program that multiplies each x with its own weight, `rounds` times over."""
+    """Return a program that multiplies each x with its own weight, repeated `rounds` times."""
     program = looped(jax.jit(functools.partial(gemm, **settings)), rounds)
     return Way(
         lambda: program(xs, ws),
@@ -52,7 +50,8 @@ def _program(gemm: Callable, xs: list, ws: list, rounds: int, amount: float, lea
 
 
 def _operands(m: int, k: int, n: int, bytes_a_weight: float = 2) -> tuple[int, int]:
-    """How many weights to rotate over, and how often, so that a program lasts some milliseconds."""
+    """Return the number of weights to rotate over and the number of rounds, for a program of several
+    milliseconds."""
     weights = max(4, -(-ROTATED // int(k * n * bytes_a_weight)))
     return weights, max(1, round(5e-3 / weights / max(2 * m * k * n / 700e12, k * n * bytes_a_weight / 4e12)))
 
@@ -68,10 +67,13 @@ def _bf16(m: int, shape: tuple[int, int], flop: bool, ways: dict[str, Callable])
 def _fp8(
     m: int, shape: tuple[int, int], name: str, forms: dict[str, Callable] | None = None
 ) -> dict[str, Way]:
-    """Ours takes what the layer gives it: scales of 128 columns into `down`, of a token into the others;
-    `up_gate` gates and quantises. XLA has a scale a token in all of them, and in `down` ours beside.
+    """Return the FP8 products of our kernels and of XLA.
 
-    forms: what is timed in place of the kernel that `m` rows have.
+    Our kernels take the layer's own inputs: `down` has scales per 128 columns, and the others have scales per
+    token. `up_gate` also gates and quantizes. XLA uses scales per token in all products. For `down` our
+    kernel with scales per token runs for comparison.
+
+    forms: implementations to time instead of the kernel selected for `m` rows.
     """
     k, n = shape
     weights, rounds = _operands(m, k, n, 1)
@@ -90,15 +92,13 @@ def _fp8(
         for label, kernel in kernels.items()
     }
     found["xla"] = _program(xla, xs, ws, rounds, flop, least, **settings)
-    if (
-        "down" in name
-    ):  # what XLA would have to do in the kernel's place: it moves its sums after every 128 columns, too
+    if "down" in name:  # XLA's equivalent of the kernel, which also rescales its sums after every 128 columns
         found["xla, scales of 128"] = _program(reference.gemm, ours, ws, rounds, flop, least)
     return found
 
 
 def _products(rows, make: Callable, **must) -> tuple[Case, ...]:
-    """Cases of every shape and number of rows; make(m, shape, name) prepares one."""
+    """Return cases for every shape and number of rows. make(m, shape, name) prepares one case."""
     return tuple(
         Case(f"{name} M {m}", functools.partial(make, m, shape, name), **must)
         for m in rows
@@ -119,22 +119,24 @@ def _xla_gated(x, w):
 
 
 def _flat(m, shape, _):
-    """Beside the path without tensor cores where it takes the rows: an engine has it for some products of one
-    row.
+    """Prepare the flat product, and the CUDA-core implementation where it supports `m`.
+
+    An engine uses the CUDA-core implementation for some one-row products.
     """
     fma = {"fma": fma_gemm} if m <= ROWS else {}
     return _bf16(m, shape, False, {"flat": flat_gemm, "xla": reference.gemm, **fma})
 
 
 def _flat_triton(m, shape, _):
-    """The kernel of GPUs before Hopper, which needs the extra `triton`."""
+    """Prepare the product kernel for GPUs before Hopper, which needs the extra `triton`."""
     from pallas_kernels.triton import flat_gemm as before
 
     return _bf16(m, shape, False, {"triton": before.flat_gemm, "xla": reference.gemm, "flat": flat_gemm})
 
 
 def _int4(m, shape, _):
-    """Of the bytes that each reads: a ratio is of products in the same time."""
+    """Prepare the int4 product. Each rate counts the bytes that its kernel reads, and the ratio compares
+    times."""
     k, n = shape
     ways = _flat(m, shape, _)
     weights, rounds = _operands(m, k, n, 0.5)
@@ -156,7 +158,7 @@ def _bounded(sms: int, m, shape, _):
 
 
 def _large(case: Case) -> Case:
-    """A flat product of more than 100 MB of weights must reach 4.0 TB/s."""
+    """Return the case with a target of 4.0 TB/s if the flat product has more than 100 MB of weights."""
     k, n = next(shape for name, shape in SHAPES.items() if case.name.startswith(f"{name} "))
     return Case(case.name, case.prepare, rate=4.0e12 if 2 * k * n > 100e6 else None, ratio=case.ratio)
 
@@ -166,8 +168,9 @@ def _only(cases: tuple[Case, ...], part: str) -> tuple[Case, ...]:
 
 
 def _tiles(m, shape, name):
-    """The plan that is chosen, the cheapest others by the estimate, among them the cheapest cut one of 256
-    columns, and XLA.
+    """Prepare the chosen tile plan, the next cheapest plans by the estimate, and XLA.
+
+    The plans include the cheapest split plan of 256 columns.
     """
     k, n = shape
     gates = GATE if "up_gate" in name else {}
@@ -184,7 +187,7 @@ def _tiles(m, shape, name):
 
 
 def _fp8_tiles(m: int, sms: int) -> dict[str, Way]:
-    """8B's `down` on so many SMs: the plan that is chosen, and the others."""
+    """Return the chosen tile plan and the other plans for 8B's `down` on `sms` SMs."""
     k, n = SHAPES["8B down"]
     told = {"blocked": True, "gate_block": None, "quantize": False}
     chosen, found = fp8_plan(m, n, k, sms, **told), {}

@@ -1,4 +1,4 @@
-"""The two ceilings of a GPU, and the kernels that only move memory."""
+"""Benchmark cases of a GPU's two ceilings, and of the kernels that only move memory."""
 
 import functools
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from pallas_kernels.rope_append import rope_append
 
 ELEMENTS = 1 << 30  # bfloat16, 2 GiB
 TOKENS, LAYERS = 2048, 32
-# of all layers in a program: with fewer calls, or results that lie elsewhere each time, the host is what is
-# timed
+# One program has the calls of all layers. With fewer calls, or with results at new addresses each time, the
+# host limits the measured time.
 ROUNDS = 8
 D, N, K, H = 4096, 32, 8, 128
 
@@ -46,16 +46,15 @@ def _multiply():
 
 
 def _copied(size: float, calls: int) -> Way:
-    """Copies of arrays of `size` bytes, each of another one; its amount counts what is read and what is
-    written.
-    """
+    """Return copies of distinct arrays of `size` bytes. The amount counts the bytes read and the bytes
+    written."""
     xs = [_normal(i, int(size) // 2 // 4096, 4096) for i in range(calls)]
     program = looped(lambda x, _: x + 1, ROUNDS)
     return Way(lambda: program(xs, [None] * calls), calls * ROUNDS, 2.0 * size)
 
 
 def _norm(quantize: bool):
-    """x, y and the weight in, x + y and its norm out."""
+    """Prepare the norm kernel: it reads x, y and the weight, and writes x + y and its norm."""
     xs, ys = ([_normal(2 * i + j, TOKENS, D) for i in range(LAYERS)] for j in range(2))
     weight = _normal(7, D)
     moved = TOKENS * D * (7.0 if quantize else 8.0)
@@ -69,7 +68,7 @@ def _norm(quantize: bool):
 
 
 def _rope(fp8: bool):
-    """The projection in; queries, and keys and values at their places in scattered pages, out."""
+    """Prepare the RoPE kernel: it reads the projection, and writes queries and the KV at scattered pages."""
     fused = [_normal(i, TOKENS, K * (N // K + 2) * H) for i in range(LAYERS)]
     rng = np.random.default_rng(0)
     slots = jnp.asarray((rng.permutation(TOKENS // 64)[:, None] * 64 + np.arange(64)).reshape(-1), jnp.int32)

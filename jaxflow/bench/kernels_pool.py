@@ -1,8 +1,8 @@
-"""The processes of `bench kernels`: in every round all of them compile, then they time in turn, with nobody
-compiling.
+"""The worker processes of `bench kernels`. In each round all workers compile, then take turns to time their
+cases.
 
-One that does not answer in time, because a kernel waits for ever, is ended: its cases are failed rows, and
-another takes its place.
+No worker compiles while another worker measures. A worker that does not answer in time, for example because
+of a hung kernel, is ended. Its cases become failed rows, and a new worker takes its place.
 """
 
 import contextlib
@@ -18,16 +18,19 @@ from typing import Any
 from jaxflow.bench.kernels_case import Case, Group
 from jaxflow.config import EngineConfig
 
-AT_ONCE = 4  # cases that a process compiles in one round
+AT_ONCE = 4  # cases that one process compiles in one round
 COMMAND = (sys.executable, "-m", "jaxflow.bench.kernels_worker")
-COMPILE_S, MEASURE_S = 100.0, 20.0  # that an answer is waited for; the second beside what is measured
-# the rival that counts is cuBLAS; to time Triton's products beside it takes XLA 5-20 s a shape
+# time limits of an answer; the second is in addition to the measured seconds
+COMPILE_S, MEASURE_S = 100.0, 20.0
+# The reference rival is cuBLAS. XLA would need 5-20 s per shape to time Triton products as candidates.
 _RIVAL = "--xla_gpu_enable_triton_gemm=false"
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """A worker's: as much memory as an engine has by default, as it is needed, for several share the GPU;
-    XLA's products by cuBLAS unless XLA_FLAGS says otherwise.
+    """Return a worker's environment variables.
+
+    Workers share the GPU, so each allocates memory on demand, up to an engine's default. XLA's products use
+    cuBLAS unless XLA_FLAGS is set.
     """
     flags = given.get("XLA_FLAGS", "")
     name = _RIVAL.partition("=")[0]
@@ -42,8 +45,9 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 def rounds(
     cases: Sequence[tuple[Group, Case]], processes: int, at_once: int = AT_ONCE
 ) -> list[list[list[str]]]:
-    """What each process takes in each round, as group/case: the first cases in the first round. Cases that
-    belong together go to the first process, a group a round.
+    """Return the group/case names for each process in each round, with the first cases in the first round.
+
+    Cases that share a model go to the first process, one group per round.
     """
     name = lambda group, case: f"{group.name}/{case.name}"
     queues: list[list[list[str]]] = [[] for _ in range(processes)]
@@ -63,7 +67,8 @@ def rounds(
 
 
 class Worker:
-    """One process, which answers every order; where it ended or was ended, the next order is another's."""
+    """One worker process, which answers every order. After its process has ended, the next order starts a new
+    process."""
 
     def __init__(self):
         self._begin()
@@ -77,17 +82,18 @@ class Worker:
         if self._process.poll() is not None:
             self.end()
             self._begin()
-        with contextlib.suppress(BrokenPipeError):  # it ended; the answer says so
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; `answer` reports the reason
             print(json.dumps(order), file=self._process.stdin, flush=True)
 
     def answer(self, limit_s: float | None = None) -> dict[str, Any] | str:
-        """The answer to its last order, or why there is none: the process ended, or had not answered after
-        `limit_s` and was ended.
+        """Return the answer to the last order, or an error text.
+
+        The error is that the process ended, or that it gave no answer within `limit_s` and was ended.
         """
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], limit_s)[
             0
-        ]:  # an order has one line of answer, so none is in a buffer
+        ]:  # an order has one line of answer, so the buffer holds no further line
             self._process.kill()
             self._process.wait()
             return f"no answer within {limit_s:g} s"
@@ -116,9 +122,8 @@ def measured(
     limit_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Each case of the plan (`rounds`) with its row; None for one that would end later than `limit_s` after
-    the start.
-    """
+    """Yield each case of the plan (`rounds`) with its row; the row is None if the case would end after
+    `limit_s`."""
     start, compiling, longest = clock(), 0.0, 0.0
     for wanted in plan:
         began = clock()
@@ -151,8 +156,9 @@ def _failed(name: str, why: str) -> dict[str, Any]:
 
 
 def _compile(wanted: Sequence[Sequence[str]], workers: Sequence[Worker]) -> dict[str, str]:
-    """All at once; then, one after the other, what XLA times on the GPU. Returns why, of the cases of
-    processes that did not answer.
+    """Compile in all workers at once, then let XLA autotune on the GPU in one worker after another.
+
+    Returns the errors of cases whose process did not answer.
     """
     failed: dict[str, str] = {}
     for worker, names in zip(workers, wanted, strict=True):
@@ -160,10 +166,10 @@ def _compile(wanted: Sequence[Sequence[str]], workers: Sequence[Worker]) -> dict
     for worker, names in zip(workers, wanted, strict=True):
         answer = worker.answer(COMPILE_S)
         if isinstance(answer, str):
-            failed |= dict.fromkeys(names, f"{answer} to: compile {', '.join(names)}")
+            failed |= dict.fromkeys(names, f"{answer}; order: compile {', '.join(names)}")
     for worker, names in zip(workers, wanted, strict=True):
         worker.tell(tune=True)
         answer = worker.answer(COMPILE_S)
         if isinstance(answer, str):
-            failed |= dict.fromkeys(names, f"{answer} to: tune {', '.join(names)}")
+            failed |= dict.fromkeys(names, f"{answer}; order: tune {', '.join(names)}")
     return failed

@@ -1,5 +1,7 @@
-"""Cases of sampling: 1,024 rows of Llama 3's vocabulary, drawn plainly and under every setting, beside one
-reading of their logits.
+"""Benchmark cases of sampling: 1,024 rows of Llama 3's vocabulary, with plain sampling and with every
+setting.
+
+One read of the logits serves as the comparison.
 """
 
 import dataclasses
@@ -17,11 +19,11 @@ from pallas_kernels.token_limits import token_limits
 
 ROWS, VOCABULARY = 1024, 128256
 LOGITS = 4.0 * ROWS * VOCABULARY  # bytes
-PLAIN_SECONDS, FULL_SECONDS = 0.6e-3, 2e-3  # what they must take at most
+PLAIN_SECONDS, FULL_SECONDS = 0.6e-3, 2e-3  # upper limits of the sampling times, in seconds
 
 
 def _rows():
-    """Logits whose softmax is neither flat nor a peak, a quarter of the rows greedy."""
+    """Return logits with a softmax that is neither flat nor peaked, and a quarter of the rows greedy."""
     logits = 2.0 * jax.random.normal(jax.random.key(0), (ROWS, VOCABULARY), jnp.float32)
     temperature = jnp.where(jnp.arange(ROWS) % 4 == 0, 0.0, 0.8)
     seed = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (ROWS, 2)), jnp.uint32)

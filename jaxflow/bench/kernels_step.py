@@ -1,6 +1,5 @@
-"""Cases of whole steps: a layer's dense ops through our kernels and through XLA, and Llama 8B's decode step,
-sampling included.
-"""
+"""Benchmark cases of a layer's dense ops with our kernels and with XLA, and of Llama 8B's decode step with
+sampling."""
 
 import dataclasses
 import functools
@@ -27,7 +26,7 @@ from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
 from pallas_kernels.quantized import Quantized
 
 MODEL = "llama-3.1-8b"
-LAYERS = 4  # of a layer case: 1.7 GB of weights in bfloat16
+LAYERS = 4  # layers of a layer case: 1.7 GB of weights in bfloat16
 CONTEXT = 1100  # tokens of each request
 REQUESTS = (1, 64, 256)
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -35,12 +34,12 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
 LIMIT_MS = {"bf16": (4.2, 6.8, 15.5), "fp8": (2.6, 4.3, 9.5)}
-VLLM_MS = {"bf16": (4.93, 7.67, 18.4), "fp8": (3.50, None, 13.9)}  # 0.24.0, on the same kind of machine
+VLLM_MS = {"bf16": (4.93, 7.67, 18.4), "fp8": (3.50, None, 13.9)}  # vLLM 0.24.0, on the same kind of machine
 
 
 @functools.cache
 def _executor(precision: str) -> Executor:
-    """A warm executor of the model, dummy weights, with a bucket for each number of requests."""
+    """Return a warm executor of the model with dummy weights and a bucket for each number of requests."""
     checkpoint = open_checkpoint(MODEL, load_format="dummy")
     most, pages = max(REQUESTS), -(-(CONTEXT + 1) // 64)
     config = resolve(
@@ -64,11 +63,12 @@ def _executor(precision: str) -> Executor:
 
 
 def fill_cache(executor: Executor) -> None:
-    """Random numbers in the executor's cache of floats: zeros take fewer watts, which at the card's limit are
-    time.
+    """Fill the executor's float cache with random numbers.
+
+    Zeros draw fewer watts, and at the GPU's power limit fewer watts mean a shorter time.
     """
     leaves, tree = jax.tree.flatten(executor.kv)
-    executor.kv = None  # an array at a time: both caches would not fit
+    executor.kv = None  # frees one array at a time, because two caches do not fit
     for i, old in enumerate(leaves):
         draw = jax.jit(_normal, static_argnums=(1, 2), out_shardings=old.sharding)
         leaves[i] = draw(jax.random.key(i), old.shape, old.dtype)
@@ -81,8 +81,9 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _decode_step(precision: str, requests: int) -> dict[str, Way]:
-    """Each run is a step in which every request decodes its token at position CONTEXT - 1, again and again."""
-    if _executor.cache_info().currsize and _last[0] != precision:  # one model at a time fits beside its cache
+    """Prepare steps in which every request repeatedly decodes its token at position CONTEXT - 1."""
+    # memory holds only one model next to its cache
+    if _executor.cache_info().currsize and _last[0] != precision:
         _executor.cache_clear()
     _last[0] = precision
     executor = _executor(precision)
@@ -111,7 +112,7 @@ _last = [""]
 
 
 def _layer(fp8: bool, tokens: int) -> dict[str, Way]:
-    """The dense ops and norms of LAYERS layers, one after another; queries stand for attention's output."""
+    """Prepare the dense ops and norms of LAYERS consecutive layers. Queries replace the attention output."""
     model = open_checkpoint(MODEL, load_format="dummy").model_config
     model = dataclasses.replace(model, layers=model.layers[:LAYERS])
     weights = dummy_weights(model, jnp.bfloat16)["layers"]

@@ -1,10 +1,10 @@
-"""A process of `bench kernels`: compiles cases when it is told to, and times them when it is its turn.
+"""A worker process of `bench kernels`, which compiles and times cases on request.
 
     python -m jaxflow.bench.kernels_worker
 
-Orders come as lines of JSON on stdin and each is answered by a line on stdout; all else that is printed goes
-to stderr. Mosaic compiles one kernel at a time in a process, so several of these stand beside each other on
-one GPU; the one that times has it to itself.
+Orders arrive as lines of JSON on stdin, and each answer is one line on stdout. All other output goes to
+stderr. Mosaic compiles one kernel at a time per process, so several workers share one GPU. Only one worker
+measures at a time.
 """
 
 import dataclasses
@@ -28,20 +28,23 @@ Ways = Mapping[str, Way]
 
 
 class Cases:
-    """The cases that this process has compiled and not yet dropped. groups: of all cases, by which they are
-    named group/case.
+    """The cases that this process has compiled and not yet dropped.
+
+    groups: all groups; a case is named group/case.
     """
 
     def __init__(self, groups: Iterable[Group]):
         self._named = {f"{group.name}/{case.name}": (group, case) for group in groups for case in group.cases}
-        self._ready: dict[str, Ways | str] = {}  # ways, or why there are none
+        self._ready: dict[str, Ways | str] = {}  # implementations, or the error of preparing them
 
     def obey(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """One of: compile [names], all but what XLA tunes on the GPU; tune, the rest; measure a name for
-        `seconds`; drop all.
+        """Run one order and return its answer.
+
+        Orders: compile [names] without XLA's autotuned programs; tune, for the autotuned programs; measure a
+        name for `seconds`; drop all cases.
         """
         if "compile" in order:
-            units: dict[str, list[str]] = {}  # cases that share a model: one after the other
+            units: dict[str, list[str]] = {}  # cases that share a model are prepared one after the other
             for name in order["compile"]:
                 units.setdefault(
                     self._named[name][0].name if self._named[name][0].together else name, []
@@ -63,7 +66,7 @@ class Cases:
             ways = self._named[name][1].prepare()
             self._ready[name] = ways
             _run_once(way for way in ways.values() if not way.tuned)
-        except Exception as error:  # a rival that does not run, or a kernel: the other rows are still wanted
+        except Exception as error:  # one failing kernel or rival must not stop the other rows
             self._ready[name] = _said(error)
 
     def _tune(self, name: str) -> None:
@@ -76,7 +79,7 @@ class Cases:
 
     def _measured(self, name: str, seconds: float) -> dict[str, Any]:
         group, case = self._named[name]
-        ways = self._ready.get(name, "it was not compiled")
+        ways = self._ready.get(name, "case not compiled")
         try:
             if not isinstance(ways, str):
                 return measure(group, case, ways, seconds)
@@ -95,12 +98,13 @@ def _said(error: Exception) -> str:
 
 
 class NoReading(RuntimeError):
-    """A way was measured for so short a time that clock and power were not read."""
+    """An implementation was measured for too short a time to read clock and power."""
 
 
 def timed(ways: Ways, seconds: float) -> dict[str, Timing]:
-    """Each way's time, with clock and watts: once more where one of them has none. Raises: NoReading where it
-    still has none.
+    """Return the time of each implementation, with clock and watts.
+
+    The measurement repeats once if a reading is missing. Raises: NoReading if a reading is still missing.
     """
     timings: dict[str, Timing] = {}
     unread = list(ways)
@@ -114,15 +118,15 @@ def timed(ways: Ways, seconds: float) -> dict[str, Timing]:
         if not unread:
             return timings
     raise NoReading(
-        f"no clock or watts of {', '.join(unread)}: "
-        f"{min(timings[name].seconds for name in unread) * 1e3:.0f} ms measured"
+        f"no clock or watts for {', '.join(unread)}: measured "
+        f"{min(timings[name].seconds for name in unread) * 1e3:.0f} ms, a longer --seconds is needed"
     )
 
 
 def measure(group: Group, case: Case, ways: Ways, seconds: float) -> dict[str, Any]:
-    """One case's row: each way's rate, and ours against each rival.
+    """Return one case's row: the rate of each implementation, and our ratio to each rival.
 
-    Raises: ImpossibleTime for a time that the card cannot have met; NoReading for one without clock and
+    Raises: ImpossibleTime for a time below the GPU's minimum; NoReading for a measurement without clock and
     watts.
     """
     timings = timed(ways, seconds)
@@ -148,7 +152,7 @@ def measure(group: Group, case: Case, ways: Ways, seconds: float) -> dict[str, A
 
 
 def reached(row: Mapping[str, Any]) -> bool | None:
-    """Whether ours reaches what the case must; None if it must nothing."""
+    """Return True if our kernel reaches the case's targets, and None for a case without targets."""
     rate, ratio = row["must"]["rate"], row["must"]["ratio"]
     if rate is None and ratio is None:
         return None
@@ -157,7 +161,7 @@ def reached(row: Mapping[str, Any]) -> bool | None:
 
 
 def main() -> None:
-    """Obeys until stdin ends."""
+    """Run orders until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     choose_platform()

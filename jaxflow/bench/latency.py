@@ -1,8 +1,7 @@
-"""Latency of one batch of requests in an engine in this process, repeated: what `vllm bench latency`
-measures.
+"""Latency of one batch of requests in an engine in this process, repeated, as in `vllm bench latency`.
 
 python -m jaxflow.bench latency --model llama-3.1-8b --load_format dummy --batch_size 8 --input_len 32
---output_len 128
+    --output_len 128
 """
 
 from collections.abc import Sequence
@@ -25,12 +24,12 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 def define_flags() -> None:
     options.define_engine(enable_prefix_caching=False)
     options.define_report()
-    flags.DEFINE_integer("batch_size", 8, "Requests handed over at once.", lower_bound=1)
-    flags.DEFINE_integer("input_len", 32, "Prompt tokens of each.", lower_bound=1)
-    flags.DEFINE_integer("output_len", 128, "Output tokens of each.", lower_bound=1)
-    flags.DEFINE_integer("num_iters_warmup", 10, "Batches run before the clock.", lower_bound=0)
+    flags.DEFINE_integer("batch_size", 8, "Requests per batch, submitted at once.", lower_bound=1)
+    flags.DEFINE_integer("input_len", 32, "Prompt tokens of each request.", lower_bound=1)
+    flags.DEFINE_integer("output_len", 128, "Output tokens of each request.", lower_bound=1)
+    flags.DEFINE_integer("num_iters_warmup", 10, "Warm-up batches before the measurement.", lower_bound=0)
     flags.DEFINE_integer("num_iters", 30, "Batches measured.", lower_bound=1)
-    flags.DEFINE_integer("workload_seed", 0, "Of the prompts.", lower_bound=0)
+    flags.DEFINE_integer("workload_seed", 0, "Seed of the random prompts.", lower_bound=0)
 
 
 def measure(
@@ -45,8 +44,9 @@ def measure(
     device: str | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Runs batches one after another; returns the report, less its head. Latencies under vLLM's names are in
-    seconds.
+    """Run batches one after another and return the report without its head.
+
+    Latencies are in seconds, under vLLM's key names.
     """
     items = workload.constant(batch_size, input_len, output_len)
     records: list[Record] = []
@@ -76,13 +76,13 @@ def _statistics(latencies: Sequence[float]) -> dict[str, Any]:
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, WorkloadError for flags that do not work."""
+    """Run the command and return its report. Raises: ConfigError, WorkloadError for invalid flags."""
     f = flags.FLAGS
     with LLM.from_config(engine_config_from_flags()) as llm:
         if f.input_len + f.output_len > llm.max_model_len:
             raise workload.WorkloadError(
-                f"--input_len {f.input_len} and --output_len {f.output_len}: at most "
-                f"{llm.max_model_len} tokens together are possible"
+                f"--input_len {f.input_len} plus --output_len {f.output_len}: accepted is a sum of at "
+                f"most {llm.max_model_len} tokens"
             )
         items = workload.constant(f.batch_size, f.input_len, f.output_len)
         result = {"command_name": "latency", **head(llm), "workload": options.describe(items, "batch")}

@@ -1,13 +1,16 @@
-"""The link between device and host, and what copying pages beside a step costs the step (NanoFlow §4.2.2).
+"""Transfer rates between device and host, and the slowdown of a step by concurrent page copies (NanoFlow
+§4.2.2).
 
-  python -m jaxflow.bench link --model llama-3.1-8b --load_format dummy --kv_offloading_size 8 --workload
-  1024/512
+  python -m jaxflow.bench link --model llama-3.1-8b --load_format dummy --kv_offloading_size 8
+      --workload 1024/512
 
-First the link, from pinned memory reserved as the engine reserves it: each direction alone and both at once;
-contiguous pages against the pieces that a page has in the cache; and pages brought to their places. Then the
-average step of a workload, alone and with copies beside it, in turns: `storing` all pages that such a step
-completes, as the engine does in every step,
-`loading` as many, or both; and `storing x4`, four times what there is to store.
+The first part measures the link, from pinned memory reserved as in the engine. The measured rates are: each
+direction separately and both at once; contiguous pages and the pieces of a page in the cache; and pages
+loaded into their places.
+
+The second part measures the average step of a workload, without and with concurrent copies, in turns.
+`storing` copies all pages that such a step completes, as the engine does in every step. `loading` loads the
+same number of pages. `storing and loading` does both. `storing x4` stores four times as many pages.
 """
 
 import collections
@@ -35,22 +38,24 @@ from pallas_kernels.checks.timing import interleaved
 
 GOAL_GB_PER_S = 48
 GOAL_SLOWDOWN = 1.03
-UNDER_WAY = 2  # steps whose copies may be under way
+UNDER_WAY = 2  # maximum number of steps with copies in flight
 
 
 def define_flags() -> None:
     options.define_engine(kv_offloading_size=8.0)
     flags.DEFINE_string(
-        "workload", "1024/512", "Of the step: prompt/output tokens (1024/512), or decodes x keys (256x1100)."
+        "workload",
+        "1024/512",
+        "Workload of the step: prompt/output tokens (1024/512), or decodes x keys (256x1100).",
     )
-    flags.DEFINE_integer("pages", 64, "Pages moved at once where the link is measured.", lower_bound=1)
-    flags.DEFINE_float("seconds", 0.5, "How long each rate is measured.", lower_bound=0.0)
-    flags.DEFINE_float("step_seconds", 2.0, "How long each kind of step is measured.", lower_bound=0.0)
+    flags.DEFINE_integer("pages", 64, "Pages per transfer for the link rates.", lower_bound=1)
+    flags.DEFINE_float("seconds", 0.5, "Seconds to measure each rate.", lower_bound=0.0)
+    flags.DEFINE_float("step_seconds", 2.0, "Seconds to measure each kind of step.", lower_bound=0.0)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
 class Beside:
-    """Steps with copies beside them, begun as the engine begins them."""
+    """Steps with concurrent copies, started as the engine starts them."""
 
     def __init__(self, steady: Steady, transfers: Transfers, pages: int):
         self.steady, self.transfers, self.pages = steady, transfers, pages
@@ -61,13 +66,12 @@ class Beside:
         self._host = jax.device_put(
             self.copies.gather(self.executor.kv, 0, ids[:pages]), transfers.to_host.sharding
         )
-        self._down, self._up = 0, 0  # copies asked for
+        self._down, self._up = 0, 0  # pages requested for copies
         self._came: collections.deque[jax.Array] = collections.deque(maxlen=pages)
 
     def step(self, *, stored: int = 0, loaded: int = 0) -> jax.Array:
-        """A step after which `stored` times as many pages are stored as it completes, and `loaded` times as
-        many come.
-        """
+        """Run a step, then store `stored` times and load `loaded` times the number of pages that it
+        completes."""
         self._drain()
         ids, down = self._ids[: stored * self.pages], []
         if loaded and len(self._came) == self.pages:
@@ -83,8 +87,9 @@ class Beside:
         return self.steady.enqueue()
 
     def _drain(self) -> None:
-        """Takes what has come, and waits where more than two steps' copies are under way: then the link is
-        what limits.
+        """Collect finished copies, and wait while more than two steps' copies are in flight.
+
+        When the wait occurs, the link limits the rate.
         """
         while True:
             self._down -= len(self.transfers.to_host.done())
@@ -97,9 +102,8 @@ class Beside:
 
 
 def measure_steps(steady: Steady, transfers: Transfers, tokens: int, seconds: float) -> dict[str, Any]:
-    """Milliseconds of a step of so many tokens, alone and with copies beside it, and how much slower they
-    make it.
-    """
+    """Return the milliseconds of a step of `tokens` tokens, without and with concurrent copies, and the
+    slowdowns."""
     pages = max(1, tokens // steady.layout.page_size)
     beside = Beside(steady, transfers, pages)
     kinds: dict[str, dict[str, int]] = {
@@ -125,11 +129,11 @@ def measure_steps(steady: Steady, transfers: Transfers, tokens: int, seconds: fl
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, CheckpointError."""
+    """Run the command and return its report. Raises: ConfigError, CheckpointError."""
     f = flags.FLAGS
     config, workload = engine_config_from_flags(), parse_workload(f.workload, "workload")
     if not config.kv_offloading_size:
-        raise ConfigError("kv_offloading_size", 0, "GiB of host memory, more than 0")
+        raise ConfigError("kv_offloading_size", 0, "a number of GiB of host memory greater than 0")
     bed = make_bed(dataclasses.replace(config, plan="sequential"), [], [], [workload], [USUAL], "workload")
     executor: Executor = bed.executor
     copies = executor.copies
@@ -182,7 +186,7 @@ def run() -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The report as a table."""
+    """Return the report as a table."""
     lines = [f"{'pages of ' + '/'.join(map(str, result['page_bytes'])) + ' bytes':<44}{'GB/s':>12}"]
     lines += [
         f"{name.removesuffix('_gb_per_s').replace('_', ' '):<44}{value:>12.2f}"

@@ -1,8 +1,8 @@
-"""What the link between device and pinned host memory gives: each way, both at once, in pages, in pieces and
+"""Transfer rates between device and pinned host memory: each direction, both at once, in pages, in pieces,
 through numpy.
 
-Pages are begun as the engine begins them (`to_host`, `to_device`, `both_…`), beside all of them by one call,
-and one array of their size.
+The measurement starts page copies as the engine does (`to_host`, `to_device`, `both_…`). Two comparisons are
+one call for all pages, and one array of their total size.
 """
 
 import itertools
@@ -17,15 +17,14 @@ import numpy as np
 from jaxflow.memory.page_copies import PageCopies
 from jaxflow.memory.transfers import PAGES_A_CALL, Transfers, in_calls
 
-TRAIN = (
-    4  # times that pages are asked for before they are waited for: what a run that keeps the link busy gets
-)
-CALLS = (1, 2, 4, 16)  # pages that a call begins
+TRAIN = 4  # requests in flight before the first wait, as in a run that keeps the link busy
+CALLS = (1, 2, 4, 16)  # pages that one call copies
 
 
 def rate(run: Callable[[], Any], num_bytes: int, seconds: float) -> float:
-    """Bytes per second of what moves `num_bytes` and returns its arrays: the median over so long, after one
-    time that warms.
+    """Return the bytes per second of `run`, which moves `num_bytes` and returns its arrays.
+
+    The rate is the median over `seconds`, after one warm-up run.
     """
     jax.block_until_ready(run())
     times: list[float] = []
@@ -40,7 +39,7 @@ def rate(run: Callable[[], Any], num_bytes: int, seconds: float) -> float:
 def both(
     down: Callable[[], Any], up: Callable[[], Any], num_bytes: int, seconds: float
 ) -> tuple[float, float]:
-    """The rates of two that run at the same time."""
+    """Return the rates of two transfers that run at the same time."""
     found: dict[str, float] = {}
     gate = threading.Barrier(2)
 
@@ -59,7 +58,7 @@ def both(
 def in_turns(
     there: list[jax.Array], here: list[jax.Array], transfers: Transfers, pages_a_call: int
 ) -> list[jax.Array]:
-    """A train of as many pages each way, so many down and then so many up, as `Transfers.copy` begins them."""
+    """Start equal numbers of page copies in both directions, alternating groups as `Transfers.copy` does."""
     calls = (itertools.batched(pages, pages_a_call) for pages in (there * TRAIN, here * TRAIN))
     copies = []
     for down, up in zip(*calls, strict=True):
@@ -69,7 +68,7 @@ def in_turns(
 
 
 def pieces_of(kv: list, pages: Sequence[int]) -> list[jax.Array]:
-    """Pages as they lie in the cache: an array for each layer's keys, values and scales of each."""
+    """Return pages in their cache layout: one array for each layer's keys, values and scales of each page."""
     cut = jax.jit(lambda kv, page: [array[page] for array in jax.tree.leaves(kv)])
     return [piece for page in pages for piece in cut(kv, page)]
 
@@ -77,9 +76,8 @@ def pieces_of(kv: list, pages: Sequence[int]) -> list[jax.Array]:
 def measure(
     copies: PageCopies, transfers: Transfers, kv: list, group: int, count: int, seconds: float
 ) -> dict[str, float]:
-    """GB/s of `count` pages of a layer group, all shards together; and how much faster contiguous pages are
-    than pieces.
-    """
+    """Return the GB/s of `count` pages of a layer group, summed over shards, and the speedup of contiguous
+    pages."""
     ids = np.random.default_rng(0).permutation(copies.num_pages[group])[:count].tolist()
     host, device = transfers.to_host.sharding, transfers.to_device.sharding
     layers = [kv[i] for i in copies.groups[group].layers]
@@ -114,7 +112,7 @@ def measure(
         "begin_to_device": _begin_rate(lambda: in_calls(here, device), num_bytes),
         "gather": rate(lambda: copies.gather(kv, group, ids), num_bytes, seconds),
     }
-    for few in CALLS:  # each direction's, until both are there
+    for few in CALLS:  # pages per call in each direction, until both rates are known
         found[f"both_in_turns_of_{few}"] = rate(
             lambda few=few: in_turns(there, here, transfers, few), TRAIN * num_bytes, seconds
         )
@@ -124,7 +122,7 @@ def measure(
     )
     whole = jax.block_until_ready(
         jax.jit(lambda pages: jax.numpy.concatenate(pages, axis=1))(there)
-    )  # in one array, for comparison
+    )  # one array, for comparison
     whole_here = jax.block_until_ready(jax.device_put(whole, host))
     found["one_array_to_host"] = rate(lambda: jax.device_put(whole, host), num_bytes, seconds)
     found["one_array_to_device"] = rate(lambda: jax.device_put(whole_here, device), num_bytes, seconds)
@@ -138,7 +136,7 @@ def measure(
 
 
 def loaded_rate(executor: Any, group: int, count: int, transfers: Transfers, seconds: float) -> float:
-    """GB/s of pages from the host to their places in the cache: copied in one go, then scattered."""
+    """Return the GB/s of loading host pages into their places in the cache: one copy, then a scatter."""
     copies: PageCopies = executor.copies
     ids = list(range(count))
     here = jax.device_put(copies.gather(executor.kv, group, ids), transfers.to_host.sharding)
@@ -151,8 +149,9 @@ def loaded_rate(executor: Any, group: int, count: int, transfers: Transfers, sec
 
 
 def _begin_rate(run: Callable[[], Any], num_bytes: int) -> float:
-    """Bytes per second at which copies are begun: far more than the link's, unless beginning waits for the
-    copy.
+    """Return the bytes per second at which copies are started.
+
+    The start rate is far above the link's rate unless a start waits for its copy.
     """
     times = []
     for _ in range(3):
@@ -168,5 +167,5 @@ def _on_host(array: jax.Array) -> Any:
 
 
 def _again(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """New arrays of the same content: an array keeps what numpy once read of it."""
+    """Return new arrays with the same content, because an array caches the values that numpy has read."""
     return jax.block_until_ready([array + 0 for array in arrays])

@@ -1,4 +1,4 @@
-"""Sends requests to a running server at their times and notes when their tokens come."""
+"""Load generator for a running server, with the times of the received tokens."""
 
 import asyncio
 import time
@@ -19,11 +19,12 @@ async def converse(
     timeout_s: float | None = None,
     progress: bool = False,
 ) -> tuple[list[list[Record]], float]:
-    """Each conversation from its time on, greedy and past end tokens. Returns the records of each, and the
-    seconds it all took.
+    """Run each conversation from its arrival time, with greedy sampling that ignores end tokens.
 
-    A round is sent when it is due, however many are under way. One that the server refuses or breaks off is a
-    failed record, and the last of its conversation.
+    Returns the records of each conversation, and the total seconds.
+
+    A round is sent at its due time, regardless of the number of running rounds. A round that the server
+    refuses or aborts is a failed record, and the last record of its conversation.
     """
     start = time.perf_counter()
     rounds = sum(len(one.rounds) for one in conversations)

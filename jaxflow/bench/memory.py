@@ -1,12 +1,11 @@
-"""What the programs of a step need of a device's memory beside weights and cache, and what that leaves for
-KV.
+"""Temporary device memory of a step's programs, and the memory left for KV after weights and cache.
 
-python -m jaxflow.bench memory --model llama-3.1-8b --load_format dummy --target_config
-tests/data/xla/h200.txtpb
+  python -m jaxflow.bench memory --model llama-3.1-8b --load_format dummy
+      --target_config tests/data/xla/h200.txtpb
 
-By XLA's own account of the compiled programs. With --target_config they are compiled for a GPU that need not
-be there; without, for this machine's, on which the engine is then started too: how much it took at most
-stands beside what was reserved.
+XLA reports the memory of each compiled program. With --target_config the programs are compiled for a GPU that
+need not be present. Without it they are compiled for this machine's GPU. The engine then starts on this GPU,
+and the report compares its peak memory with its reserved memory.
 """
 
 import dataclasses
@@ -42,8 +41,8 @@ from jaxflow.pipeline.handmade import sequential_plan
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
 
 MIB, GIB = 2**20, 2**30
-SPARE = 0.02  # of the memory, as the engine leaves it
-SEQUENCE = 1536  # tokens of the sequences that a batch is counted in: 1024 in, 512 out
+SPARE = 0.02  # share of the memory, as the engine leaves free
+SEQUENCE = 1536  # tokens of a sequence: 1024 prompt tokens and 512 output tokens
 
 
 def define_flags() -> None:
@@ -52,21 +51,19 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "target_config",
         None,
-        "Compile for the GPU of this XLA target config (text proto) instead of this machine's.",
+        "XLA target config (text proto) of the GPU to compile for. Default: this machine's GPU.",
     )
     flags.DEFINE_list(
-        "buckets", ["64", "512"], "Tokens of the steps to look at, beside --max_num_batched_tokens."
+        "buckets", ["64", "512"], "Tokens of the steps to analyze, in addition to --max_num_batched_tokens."
     )
-    flags.DEFINE_integer(
-        "layers", 2, "Compile so many layers: buffers are reused from layer to layer.", lower_bound=1
-    )
-    flags.DEFINE_list("memory_gib", ["24", "80", "140"], "Sizes of devices whose room for KV is told.")
+    flags.DEFINE_integer("layers", 2, "Number of layers to compile; layers reuse buffers.", lower_bound=1)
+    flags.DEFINE_list("memory_gib", ["24", "80", "140"], "Device memory sizes in GiB for the KV report.")
 
 
 def abstract_executor(
     config: EngineConfig, model: ModelConfig, mesh: Mesh, kernels: KernelSet, tokens: int
 ) -> Executor:
-    """An executor of one bucket to compile with: shapes for weights. config: resolved."""
+    """Return an executor of one bucket for compilation, with shapes instead of weights. config: resolved."""
     tp = mesh.shape[TP]
     plan = sequential_plan(model, tokens, tp)
     chosen: dict[str, Any] = {
@@ -92,7 +89,7 @@ def abstract_executor(
 
 
 def three_buffers(model: ModelConfig, tokens: int, dtype: str, tp: int = 1) -> int:
-    """Bytes of FlashDecoding++Next's three activation buffers (§5): [T, D], [T, D], [T, F / tp]."""
+    """Return the bytes of FlashDecoding++Next's three activation buffers (§5): [T, D], [T, D], [T, F / tp]."""
     return tokens * (2 * model.hidden_size + model.intermediate_size // tp) * jnp.dtype(dtype).itemsize
 
 
@@ -104,16 +101,17 @@ def room(
     largest: Mapping[str, Need],
     smallest: Mapping[str, Need],
 ) -> dict[str, int]:
-    """Tokens of KV that one device of `memory_bytes` holds, by what is kept free for temporary space.
+    """Return the tokens of KV that one device of `memory_bytes` holds, by amount of reserved temporary space.
 
     Args:
-      fixed_bytes: weights, per-slot state and spare. token_bytes: of a token's KV. activation_bytes: a
-      token's three buffers. largest, smallest: what the programs of the largest and of a decode-only bucket
-      need.
+      fixed_bytes: weights, per-slot state and spare memory. token_bytes: KV bytes of a token.
+      activation_bytes: bytes of a token in the three buffers. largest, smallest: memory needs of the programs
+      of the largest bucket and of a decode-only bucket.
     Returns:
-      whole_prompt: of one sequence prefilled at once, whose activations stand beside its KV; summed: a step's
-      and a sampler's space; largest: the largest program's; lent: while only small steps run, if all that
-      larger ones need were lent; none: without any.
+      Tokens by reservation policy. whole_prompt: space for one sequence prefilled at once, with its
+      activations and KV; summed: space of a step and of a sampler; largest: space of the largest program;
+      lent: capacity while only small steps run, if the space of larger programs were lent to KV; none: no
+      reservation.
     """
     free = memory_bytes - fixed_bytes
     summed = sum(need.temporary for need in largest.values()) - min(
@@ -140,9 +138,8 @@ def analyse(
     buckets: Sequence[int],
     layers: int,
 ) -> dict[str, Any]:
-    """Of each bucket what its programs need, and of the whole model what is on a device anyway. config:
-    resolved.
-    """
+    """Return the memory needs of each bucket's programs, and the fixed memory of the full model. config:
+    resolved."""
     few, tp = dataclasses.replace(model, layers=model.layers[:layers]), mesh.shape[TP]
     found, state = [], 0
     for tokens in buckets:
@@ -180,7 +177,7 @@ def _size(shape: Sequence[int]) -> int:
 def rooms(
     found: Mapping[str, Any], model: ModelConfig, config: EngineConfig, gib: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """`room` of devices of these sizes, and how many sequences of 1536 tokens that is."""
+    """Return `room` for devices of these sizes in GiB, and the number of 1536-token sequences."""
     needs = [{name: Need(**need) for name, need in one["needs"].items()} for one in found["programs"]]
     rows = []
     for size in gib:
@@ -205,9 +202,9 @@ def rooms(
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, OSError, ValueError for flags that do not work."""
+    """Run the command and return its report. Raises: ConfigError, OSError, ValueError for invalid flags."""
     f, config = flags.FLAGS, engine_config_from_flags()
-    if not f.target_config:  # the share of memory that the engine may take stands when JAX begins
+    if not f.target_config:  # the engine's share of memory is fixed when JAX starts
         prepare_process(config)
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
     model = checkpoint.model_config
@@ -218,7 +215,9 @@ def run() -> dict[str, Any]:
     assert largest is not None
     buckets = sorted({*map(int, f.buckets), largest})
     if buckets[-1] > largest or len(buckets) < 2:
-        raise ConfigError("buckets", f.buckets, f"steps of fewer than max_num_batched_tokens={largest}")
+        raise ConfigError(
+            "buckets", f.buckets, f"steps of fewer tokens than max_num_batched_tokens={largest}"
+        )
     if f.target_config:
         tp, text = config.tensor_parallel_size, Path(f.target_config).read_text("utf-8")
         devices = topologies.get_topology_desc(
@@ -242,7 +241,7 @@ def run() -> dict[str, Any]:
     }
     result |= {"room": rooms(found, model, config, [float(size) for size in f.memory_gib])}
     if on_gpu() and not f.target_config:
-        with LLM.from_config(config) as llm:  # its warm-up has run every program
+        with LLM.from_config(config) as llm:  # the engine's warm-up has run every program
             stats = jax.local_devices()[0].memory_stats() or {}
             result["observed"] = {
                 name: stats.get(name) for name in ("bytes_limit", "bytes_in_use", "peak_bytes_in_use")
@@ -255,8 +254,10 @@ def run() -> dict[str, Any]:
 
 
 def _hopper(config: EngineConfig, model: ModelConfig, device: str) -> KernelSet:
-    """device: a target config's name, which ends in the memory ("NVIDIA H200 141GB HBM3e"), as a driver's, by
-    which tables go, does not.
+    """Return the kernel set of a Hopper device.
+
+    device: the name in a target config, which ends in the memory type ("NVIDIA H200 141GB HBM3e"). A driver's
+    name, which the device tables use, has no memory type.
     """
     return kernel_set_for(
         "gpu", "9.0", device=re.sub(r" \d+GB.*", "", device), **asked_of_kernels(config, model)

@@ -1,10 +1,10 @@
-"""Latency against throughput of an offloaded model as its block grows: FlexGen's Figure 1, measured.
+"""Latency and throughput of an offloaded model for growing block sizes, as in FlexGen's Figure 1.
 
-  python -m jaxflow.bench offload --model opt-30b --load_format dummy --policy policy.json --gpu_memory_limit
-  16 --blocks 8x1,16x1,32x2,48x3
+  python -m jaxflow.bench offload --model opt-30b --load_format dummy --policy policy.json
+      --gpu_memory_limit 16 --blocks 8x1,16x1,32x2,48x3
 
-The percentages are the policy's; each block is started, warmed up and run once. The front is of those that
-none beats in both.
+The policy sets the placement percentages. Each block size is started, warmed up and run once. The Pareto
+front holds the sizes that no other size beats in both latency and throughput.
 """
 
 import dataclasses
@@ -25,23 +25,23 @@ from jaxflow.offload.options import offload_from_flags, random_prompts
 from jaxflow.offload.report import report
 from jaxflow.offload.settings import OffloadConfig
 
-Size = tuple[int, int]  # sequences of a batch, batches
+Size = tuple[int, int]  # (sequences per batch, batches)
 
 
 def define_flags() -> None:
     define_engine_flags()
     options.define_flags()
     flags.DEFINE_list(
-        "blocks", ["1x1", "4x1", "4x2", "8x4"], "Blocks that are run, as gpu_batch_size x num_gpu_batches."
+        "blocks", ["1x1", "4x1", "4x2", "8x4"], "Block sizes to run, each gpu_batch_size x num_gpu_batches."
     )
-    flags.DEFINE_string("output_json", None, "File for the report.")
-    flags.DEFINE_string("output_png", None, "File for the picture (.png, .svg, .pdf).")
+    flags.DEFINE_string("output_json", None, "Report file (JSON).")
+    flags.DEFINE_string("output_png", None, "Chart file (.png, .svg, .pdf).")
 
 
 def sweep(
     config: EngineConfig, offload: OffloadConfig, blocks: Iterable[Size], *, progress: bool = False
 ) -> dict[str, Any]:
-    """Runs a block of each size; those that do not fit are left out. Raises: ConfigError where none fits."""
+    """Run a block of each size, leaving out sizes that do not fit. Raises: ConfigError if no size fits."""
     points, refused = [], None
     for size, batches in blocks:
         policy = msgspec.structs.replace(offload.policy, gpu_batch_size=size, num_gpu_batches=batches)
@@ -95,27 +95,29 @@ def _run(config: EngineConfig, offload: OffloadConfig, progress: bool) -> dict[s
 
 
 def _mark_front(points: Sequence[dict[str, Any]]) -> None:
-    """Sets `best` of each point: no other has as much throughput in less time."""
+    """Set `best` of each point: True if no other point has at least its throughput in less time."""
     for point in points:
         rivals = [other for other in points if other["latency_s"] < point["latency_s"]]
         point["best"] = all(other["tokens_per_s"] < point["tokens_per_s"] for other in rivals)
 
 
 def parse_blocks(words: Iterable[str]) -> list[Size]:
-    """Raises: ConfigError."""
+    """Return the block sizes of `words`. Raises: ConfigError."""
     try:
         found = [tuple(int(part) for part in word.split("x")) for word in words]
         if not found or any(len(size) != 2 or min(size) < 1 for size in found):
             raise ValueError
     except ValueError:
         raise ConfigError(
-            "blocks", ",".join(words), "sizes between commas, each gpu_batch_size x num_gpu_batches, as 48x3"
+            "blocks",
+            ",".join(words),
+            "comma-separated sizes gpu_batch_size x num_gpu_batches, for example 48x3",
         ) from None
     return [(size[0], size[1]) for size in found]
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Lines for a person."""
+    """Return the report as lines of text."""
     lines = [f"{'block':>10}{'latency (s)':>14}{'tokens/s':>12}{'link busy':>12}  front"]
     for point in result["points"]:
         block = f"{point['gpu_batch_size']}x{point['num_gpu_batches']}"
@@ -128,7 +130,7 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, PolicyError, CheckpointError, DiskError."""
+    """Run the command and return its report. Raises: ConfigError, PolicyError, CheckpointError, DiskError."""
     f = flags.FLAGS
     config = engine_config_from_flags()
     result = sweep(config, offload_from_flags(config.model), parse_blocks(f.blocks), progress=True)

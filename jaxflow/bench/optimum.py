@@ -1,8 +1,9 @@
-"""How near a run came to what no engine can beat: the bound by compute, memory, network and energy, beside
-Eq. 5's.
+"""The fraction that a run reaches of the bound by compute, memory, network and energy, in addition to Eq.
+5's.
 
-The work of a step is linear in the counts of its composition, so a run's mean step, as often as the run had
-steps, is all of its work. The bound is of so many steps: fewer would read the weights less often.
+The work of a step is linear in the counts of its composition. Therefore the total work of a run is its mean
+step times its number of steps. The bound keeps the number of steps, because fewer steps would read the
+weights less often.
 """
 
 import math
@@ -21,21 +22,21 @@ _BYTES = {
     "fp8": 1.0,
     "int4": 0.5625,
     "float32": 4.0,
-}  # int4: with scale and minimum of its groups
+}  # int4: including the scale and minimum of each group
 
 
 def mean_step(run: Mapping[str, Any], steps: int) -> Composition:
-    """The mean of a run's steps. run: `report.figures`; of reports without keys of decodes, those of requests
-    that are all the mean one.
+    """Return the mean composition of a run's steps. run: `report.figures`.
 
-    A request's first output token comes from its prompt's last row, and its last is never computed.
+    A report without decode key counts is treated as a run of equal mean-length requests. A request's first
+    output token comes from the last row of its prompt, and its last output token is never computed.
     """
     requests, output = run["completed"], run["total_output_tokens"]
     computed = run["total_input_tokens"] - run["cached_input_tokens"]
     prompt = run["total_input_tokens"] / requests
     prefill, each = computed / steps, computed / requests
     pieces = max(1, math.ceil(prefill / each)) if computed else 0
-    keys = run.get("mean_prompt_keys", prompt - (each - 1) / 2)  # of a prompt's token in the mean
+    keys = run.get("mean_prompt_keys", prompt - (each - 1) / 2)  # mean keys of a prompt token
     chunks = ((prefill / pieces, keys - (prefill / pieces + 1) / 2),) * pieces if pieces else ()
     return Composition(
         (output - requests) / steps,
@@ -48,10 +49,11 @@ def mean_step(run: Mapping[str, Any], steps: int) -> Composition:
 def of_step(
     model: ModelConfig, engine: Mapping[str, Any], device_kind: str, step: Composition, tokens_per_s: float
 ) -> dict[str, Any]:
-    """The fraction of the bound's rate that steps like this one reached, and which resource binds.
+    """Return the fraction of the bound's rate that steps of this composition reach, and the limiting
+    resource.
 
-    engine: fields of a resolved `EngineConfig`. device_kind: as a driver calls it. tokens_per_s: of those
-    that are computed. Both are None of a device or a dtype whose joules are not known.
+    engine: fields of a resolved `EngineConfig`. device_kind: the driver's device name. tokens_per_s: computed
+    tokens per second. Both results are None for a device or a dtype with unknown joules.
     """
     narrow, tp = engine.get("quantization"), engine["tensor_parallel_size"]
     dtype = "float8_e4m3fn" if narrow == "fp8" else engine["dtype"]
@@ -71,11 +73,11 @@ def of_step(
 def of_run(
     model: ModelConfig, engine: Mapping[str, Any], device_kind: str, run: Mapping[str, Any], steps: int
 ) -> dict[str, Any]:
-    """`of_step` of a whole run, by its mean step. run: `report.figures`, with a token."""
+    """Return `of_step` of a run, by its mean step. run: `report.figures` with at least one token."""
     step = mean_step(run, steps)
     return of_step(model, engine, device_kind, step, step.tokens * steps / run["duration"])
 
 
 def of_report(model: ModelConfig, report: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a report that was written. Its engine's fields are there, and its steps."""
+    """Return `of_step` of a written report, from its engine fields and its number of steps."""
     return of_run(model, report["engine_config"], report["device"], report, report["engine_stats"]["steps"])

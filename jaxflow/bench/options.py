@@ -1,4 +1,4 @@
-"""Flags that the commands of the bench share, and what they stand for."""
+"""Flags that several benchmark commands share, and the workloads that they describe."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,65 +15,69 @@ from jaxflow.flags import define_engine_flags
 from jaxflow.model.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 
-PROTOCOL = {"constant": 1200, "lognormal": 2000, "trace": 2000}  # requests handed over; 1000 at 1000/1000
+# number of requests; 1000 at lengths 1000/1000
+PROTOCOL = {"constant": 1200, "lognormal": 2000, "trace": 2000}
 
 
 def define_workload(input_len: int = 1024, output_len: int = 512) -> None:
-    """Flags of lengths and numbers."""
+    """Define the flags of request lengths and numbers."""
     flags.DEFINE_integer(
         "input_len",
         input_len,
-        "Prompt tokens of a request; the mean, if lengths are lognormal.",
+        "Prompt tokens of a request; the mean for lognormal lengths.",
         lower_bound=1,
     )
     flags.DEFINE_integer(
         "output_len",
         output_len,
-        "Output tokens of a request; the mean, if lengths are lognormal.",
+        "Output tokens of a request; the mean for lognormal lengths.",
         lower_bound=1,
     )
     flags.DEFINE_enum(
         "lengths",
         "constant",
         ["constant", "lognormal"],
-        "How lengths are distributed, if no trace gives them.",
+        "Distribution of lengths without a trace.",
     )
     flags.DEFINE_float(
         "input_cv",
         2.22,
         "Standard deviation over mean of lognormal prompt lengths, before limits. Default: ShareGPT's.",
     )
-    flags.DEFINE_float("output_cv", 0.76, "The same of output lengths.")
+    flags.DEFINE_float(
+        "output_cv", 0.76, "Standard deviation over mean of lognormal output lengths, before limits."
+    )
     flags.DEFINE_string(
         "trace",
         None,
-        "Take lengths from a trace: .csv (prompt_tokens, output_tokens, arrival_s) or Mooncake's .jsonl.",
+        "Trace file with request lengths: .csv (prompt_tokens, output_tokens, arrival_s) or Mooncake's "
+        ".jsonl.",
     )
     flags.DEFINE_enum(
         "trace_filter",
         "auto",
         ["auto", "nanoflow", "none"],
         (
-            "Drop a trace's long requests. nanoflow: those over 3072 in, 1024 out, or 4096 together. "
-            "auto: nanoflow for .csv, none for .jsonl."
+            "Filter of a trace's long requests. nanoflow drops those over 3072 in, 1024 out, or 4096 in "
+            "total. auto: nanoflow for .csv, none for .jsonl."
         ),
     )
     flags.DEFINE_integer(
         "num_requests",
         None,
-        "Requests; default: 1200, 1000 at 1000/1000, 2000 of lognormal lengths or from a trace.",
+        "Number of requests; default: 1200, 1000 at 1000/1000, 2000 of lognormal lengths or from a trace.",
         lower_bound=1,
     )
-    flags.DEFINE_integer("workload_seed", 0, "Of lengths, prompts and arrivals.", lower_bound=0)
+    flags.DEFINE_integer("workload_seed", 0, "Seed of lengths, prompts and arrivals.", lower_bound=0)
 
 
 def define_conversations(rounds: int = 1) -> None:
-    """Flags of requests that follow one another."""
+    """Define the flags of multi-round conversations."""
     flags.DEFINE_integer(
         "rounds",
         rounds,
         (
-            "Rounds of a conversation: each prompt is all that was said before, and new text. "
+            "Rounds per conversation: each prompt is the previous conversation plus new text. "
             "--num_requests counts conversations."
         ),
         lower_bound=1,
@@ -81,42 +85,43 @@ def define_conversations(rounds: int = 1) -> None:
     flags.DEFINE_integer(
         "next_input_len",
         128,
-        "New text tokens of every later round; the mean, if lengths are lognormal.",
+        "New text tokens of every later round; the mean for lognormal lengths.",
         lower_bound=1,
     )
     flags.DEFINE_float(
         "think_time_s",
         0.0,
-        "Mean of the exponential pauses between an answer and the next round.",
+        "Mean seconds of the exponential pauses between an answer and the next round.",
         lower_bound=0.0,
     )
     flags.DEFINE_integer(
         "trace_shrink",
         1,
-        "Divide a Mooncake trace's prompts, outputs and blocks by this, for contexts shorter than its.",
+        "Divisor of a Mooncake trace's prompts, outputs and blocks, for shorter contexts.",
         lower_bound=1,
     )
 
 
 def define_report() -> None:
-    """Flags of what is written, and of what it is held against."""
+    """Define the flags of the report and of its comparison values."""
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
     flags.DEFINE_enum(
         "optimal_device",
         None,
         sorted(DEVICES),
-        "Device whose peak Eq. 5 takes; default: this machine's, measured if it is unknown.",
+        "Device with the peak rate for Eq. 5; default: this machine's device, measured if unknown.",
     )
     flags.DEFINE_multi_string(
         "goodput",
         [],
-        "KEY:MILLISECONDS that a good request keeps, KEY one of ttft, tpot, e2el. May be repeated.",
+        "Latency limit KEY:MILLISECONDS of a good request, KEY one of ttft, tpot, e2el. May be repeated.",
     )
 
 
 def define_engine(model: str | None = None, **defaults: Any) -> None:
-    """The engine's flags, some with other defaults here. model: the default of --model; None: it must be
-    given.
+    """Define the engine's flags, with `defaults` replacing some default values.
+
+    model: the default of --model; None makes the flag required.
     """
     define_engine_flags(model)
     for name, value in defaults.items():
@@ -124,27 +129,29 @@ def define_engine(model: str | None = None, **defaults: Any) -> None:
 
 
 def define_bed() -> None:
-    """What plans run on beside each other (`plans.bed_of_flags`), and the report."""
+    """Define the flags for comparing plans (`plans.bed_of_flags`), and for the report."""
     define_engine()
     flags.DEFINE_list(
         "plans",
         [],
         (
-            "Plan files, folders of them, or searched: those shipped for this model and device. --plan "
-            "is one more."
+            "Plan files, folders of plans, or `searched` for the plans shipped for this model and "
+            "device. --plan adds one more."
         ),
     )
     flags.DEFINE_list(
         "tokens",
         [],
-        "Tokens of sequential steps, beside those of the plans. Default without plans: the budget.",
+        "Tokens of sequential steps, in addition to those of the plans. Default without plans: the token "
+        "budget.",
     )
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
 
 
 def check_workload(max_tokens: float) -> None:
-    """Refuses what `items_from_flags` and `conversations_from_flags` would, before a model is loaded for
-    nothing. Raises: WorkloadError.
+    """Check the flags of `items_from_flags` and `conversations_from_flags` before a model is loaded.
+
+    Raises: WorkloadError.
     """
     items, _ = items_from_flags(max_tokens)
     if "rounds" in flags.FLAGS:
@@ -152,8 +159,9 @@ def check_workload(max_tokens: float) -> None:
 
 
 def longest(config: EngineConfig) -> int:
-    """Tokens of a sequence that an engine will take, known before it is there. Raises: ConfigError,
-    CheckpointError.
+    """Return the maximum tokens of a sequence for an engine of this config, before the engine starts.
+
+    Raises: ConfigError, CheckpointError.
     """
     return (
         config.max_model_len or open_checkpoint(config.model, load_format="dummy").model_config.max_position
@@ -161,18 +169,18 @@ def longest(config: EngineConfig) -> int:
 
 
 def protocol_requests(kind: str, prompt: int, output: int) -> int:
-    """How many requests the rivals' protocol has of such lengths. kind: constant, lognormal or trace."""
+    """Return the number of requests in the rivals' protocol. kind: constant, lognormal or trace."""
     return 1000 if (kind, prompt, output) == ("constant", 1000, 1000) else PROTOCOL[kind]
 
 
 def items_from_flags(max_tokens: float, *, ordered: bool = False) -> tuple[list[Item], dict[str, Any]]:
-    """The requests that the flags ask for, and a description for the report.
+    """Return the requests that the flags describe, and a description for the report.
 
-    max_tokens: of prompt and output together that the engine takes; a trace's longer requests are left out.
-    ordered: take a trace's requests from its start, in order, rather than at random.
+    max_tokens: the engine's limit for prompt plus output; longer requests of a trace are left out. ordered:
+    take a trace's requests from its start in order, instead of at random.
 
     Raises:
-      WorkloadError: if the flags' lengths do not fit or the trace cannot be read.
+      WorkloadError: if the lengths exceed the limit or the trace cannot be read.
     """
     f = flags.FLAGS
     kind = "trace" if f.trace else f.lengths
@@ -181,7 +189,7 @@ def items_from_flags(max_tokens: float, *, ordered: bool = False) -> tuple[list[
     left_out = 0
     if kind == "trace":
         if not Path(f.trace).is_file():
-            raise WorkloadError(f"--trace {f.trace}: a file that exists is accepted")
+            raise WorkloadError(f"--trace {f.trace}: accepted is an existing file")
         every = workload.read_trace(
             f.trace, {"auto": None, "nanoflow": NANOFLOW, "none": UNLIMITED}[f.trace_filter]
         )
@@ -201,27 +209,32 @@ def items_from_flags(max_tokens: float, *, ordered: bool = False) -> tuple[list[
     else:
         if prompt + output > max_tokens:
             raise WorkloadError(
-                f"--input_len {prompt} and --output_len {output} are over the {max_tokens} tokens "
-                f"that a sequence may have"
+                f"--input_len {prompt} plus --output_len {output}: accepted is a sum of at most "
+                f"{max_tokens} tokens"
             )
         items = workload.constant(number, prompt, output)
     if not items:
-        raise WorkloadError(f"{f.trace}: no request fits in {max_tokens} tokens")
+        raise WorkloadError(
+            f"--trace {f.trace}: accepted is a trace with requests of at most {max_tokens} tokens"
+        )
     return items, describe(items, kind, trace=f.trace, left_out=left_out, seed=seed)
 
 
 def conversations_from_flags(
     items: Sequence[Item], max_tokens: float, vocab_size: int
 ) -> tuple[list[Conversation], dict[str, Any]]:
-    """The conversations that `items` open, as many rounds as the flags say, and what a report says of them.
+    """Return the conversations that `items` open, with --rounds rounds each, and a description for the
+    report.
 
     Raises:
-      WorkloadError: for rounds of a trace, which has its own, and lengths that are not possible.
+      WorkloadError: for --rounds with a trace, which has its own rounds, and for impossible lengths.
     """
     f = flags.FLAGS
     seed = f.workload_seed
     if f.trace and f.rounds > 1 and f["rounds"].present:
-        raise WorkloadError(f"--rounds {f.rounds}: a trace has its own; without --trace it is possible")
+        raise WorkloadError(
+            f"--rounds {f.rounds}: accepted only without --trace, because a trace has its own rounds"
+        )
     if f.trace or f.rounds == 1:
         return of_items(items, workload.prompts(items, vocab_size, seed)), {}
     number = len(items) * (f.rounds - 1)
@@ -245,7 +258,7 @@ def conversations_from_flags(
 
 
 def describe(items: Sequence[Item], kind: str, **more: Any) -> dict[str, Any]:
-    """A workload in a report."""
+    """Return a report's description of a workload."""
     prompt, output = (
         sum(lengths) / len(items)
         for lengths in zip(*((i.prompt_tokens, i.output_tokens) for i in items), strict=True)

@@ -1,13 +1,12 @@
-"""Perplexity of a text under each way to keep a model's numbers, through the engine's prompt
-log-probabilities.
+"""Perplexity of a text at each precision of weights and KV, from the engine's prompt log-probabilities.
 
-python -m jaxflow.bench perplexity --model FOLDER_OR_GGUF --tokens tests/data/ppl/wikitext2_8x1024.npy --dtype
-bfloat16
+  python -m jaxflow.bench perplexity --model FOLDER_OR_GGUF --tokens tests/data/ppl/wikitext2_8x1024.npy
+      --dtype bfloat16
 
-The rows of the file are windows, each scored as a prompt of its own; beside the perplexity is how far the
-log-probability of a token moved from the wide model's. The device has no cache of 4 bits: what KV of 4 bits
-costs is measured over a wide cache, to which keys and values are written as 4 bits give them back, so that
-every read is of those, a chunk's own included.
+The rows of the token file are windows, and each window is scored as a separate prompt. The report also holds
+the change of a token's log-probability from the unquantized model. The device has no 4-bit cache. Therefore
+4-bit KV is measured with an unquantized cache. Keys and values are rounded to 4 bits before the cache stores
+them. Every read, including reads of a chunk's own tokens, then sees the rounded values.
 """
 
 import dataclasses
@@ -42,7 +41,7 @@ def rope_append_in_4_bits(
     head_dim: int,
     **settings: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.rope_append` to a wide cache, of keys and values that have been 4 bits in between."""
+    """Run `reference.rope_append` to an unquantized cache, with keys and values rounded to 4 bits."""
     tokens = jnp.arange(fused.shape[0])
     alone = jnp.zeros((len(tokens), k_pages.shape[1], 1, head_dim), fused.dtype)  # a page for each token
     q, *written = reference.rope_append(fused, alone, alone, positions, tokens, head_dim=head_dim, **settings)
@@ -52,7 +51,7 @@ def rope_append_in_4_bits(
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Settings of an engine, and its kernels where not those it would choose."""
+    """Engine settings, and kernels that differ from the engine's own choice."""
 
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
@@ -77,13 +76,16 @@ WAYS = {
 def define_flags() -> None:
     options.define_engine(enable_prefix_caching=False, max_num_seqs=8)
     flags.DEFINE_string("output_json", None, "Write the report to this file.")
-    flags.DEFINE_string("tokens", None, "A .npy file of token ids, [windows, tokens].", required=True)
-    flags.DEFINE_integer("windows", None, "Score only the first so many.", lower_bound=1)
+    flags.DEFINE_string("tokens", None, "File of token ids (.npy), [windows, tokens].", required=True)
+    flags.DEFINE_integer(
+        "windows", None, "Number of windows to score, from the first; default: all.", lower_bound=1
+    )
 
 
 def token_logprobs(llm: LLM, windows: np.ndarray) -> np.ndarray:
-    """[W, N - 1] float64: the log-probability of every token of each window but its first, given those before
-    it.
+    """Return the log-probability of every token but the first of each window, given the tokens before it.
+
+    Shape [W, N - 1], float64.
     """
     scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     outputs = llm.generate(windows.tolist(), scored, use_tqdm=False)
@@ -100,8 +102,9 @@ def token_logprobs(llm: LLM, windows: np.ndarray) -> np.ndarray:
 def measure(
     config: EngineConfig, windows: np.ndarray, ways: Sequence[str] = tuple(WAYS)
 ) -> Iterator[tuple[LLM, dict[str, Any]]]:
-    """For each of some `WAYS` its engine, open, and {way, perplexity, mean_moved, max_moved}: moved from the
-    first way.
+    """Yield, for each of `ways`, its open engine and {way, perplexity, mean_moved, max_moved}.
+
+    The `moved` values are changes from the first of `ways`.
     """
     wide: np.ndarray | None = None
     for name in ways:
@@ -116,7 +119,8 @@ def measure(
 
 
 def moved(found: np.ndarray, wide: np.ndarray) -> dict[str, float]:
-    """The perplexity of tokens of these log-probabilities, and how far they are from the wide model's."""
+    """Return the perplexity of these token log-probabilities, and their distance from the unquantized
+    model's."""
     distance = np.abs(found - wide)
     return {
         "perplexity": float(np.exp(-found.mean())),
@@ -126,7 +130,7 @@ def moved(found: np.ndarray, wide: np.ndarray) -> dict[str, float]:
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, OSError, ValueError for flags that do not work."""
+    """Run the command and return its report. Raises: ConfigError, OSError, ValueError for invalid flags."""
     f = flags.FLAGS
     windows = load_tokens(f.tokens)[: f.windows].astype(np.int64)
     result: dict[str, Any] = {}
@@ -143,8 +147,8 @@ def run() -> dict[str, Any]:
             report.line(
                 f"{way['way']}:",
                 (
-                    f"{way['perplexity']:.4f}, a token's log-probability moved by "
-                    f"{way['mean_moved']:.4f} at the mean"
+                    f"{way['perplexity']:.4f}, mean change of a token's log-probability "
+                    f"{way['mean_moved']:.4f}"
                 ),
             )
         )
