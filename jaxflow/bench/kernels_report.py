@@ -1,6 +1,4 @@
-"""What `bench kernels` says of its rows: lines, summaries of groups, and one report of the shares of several
-processes.
-"""
+"""The report of `bench kernels`: text lines, summaries of groups, and merged reports of several shares."""
 
 import json
 import math
@@ -14,7 +12,7 @@ _SCALE = {"TB/s": 1e12, "TFLOP/s": 1e12, "tok/s": 1.0}
 
 
 def summaries(rows: Sequence[Mapping[str, Any]], groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """The geometric mean and the least of each group's ratios to its first rival, over its cases."""
+    """Return the geometric mean and the minimum of each group's ratios to its first rival."""
     must = {group.name: group.geomean for group in groups}
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
@@ -34,7 +32,7 @@ def summaries(rows: Sequence[Mapping[str, Any]], groups: Iterable[Group]) -> lis
 
 
 def text(row: Mapping[str, Any]) -> Iterator[str]:
-    """A row as lines: one a way."""
+    """Yield the text lines of a row, one per implementation."""
     lead = f"{row['group']:18} {row['case']:28}"
     if "failed" in row:
         yield f"{lead} failed: {row['failed']}"
@@ -44,7 +42,7 @@ def text(row: Mapping[str, Any]) -> Iterator[str]:
         sensed = (
             f"{way['mhz']:5.0f} MHz {way['watts']:4.0f} W {way['joules'] * 1e3:9.3f} mJ"
             if way["mhz"]
-            else "too short to sense"
+            else "no clock or watts"
         )
         yield (
             f"{lead:47} {name:16} {way['us']:10.1f} us {way['rate'] / _SCALE[row['unit']]:9.3f} {row['unit']:8} {ratio:7}"
@@ -56,17 +54,21 @@ def text(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def merged(paths: Iterable[str], groups: Iterable[Group]) -> dict[str, Any]:
-    """One report of those of several shares, each case once, groups and cases in the bench's order; a row
-    that failed gives way to another.
+    """Return one report of several shares, with each case once, in the benchmark's order.
 
-    Raises: ValueError for reports of several devices, and for a file, by its name, that is none of them;
-    OSError for one that is not there.
+    A failed row is replaced by a row of the same case in another report.
+
+    Raises: ValueError for reports of several devices, and for a file that is no such report, by its name;
+    OSError for a missing file.
     """
     groups = tuple(groups)
     parts = [read(path) for path in paths]
     devices = {part["device"] for part in parts}
     if len(devices) != 1:
-        raise ValueError(f"--merge: reports of one device, not of {', '.join(sorted(devices)) or 'none'}")
+        raise ValueError(
+            "--merge: accepted are reports of one device; these are of "
+            f"{', '.join(sorted(devices)) or 'none'}"
+        )
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in (row for part in parts for row in part["rows"]):
         key = (row["group"], row["case"])
@@ -92,17 +94,20 @@ def merged(paths: Iterable[str], groups: Iterable[Group]) -> dict[str, Any]:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A report of this command. Raises: ValueError, which names the file, for what is none; OSError for a
-    file that is not there.
+    """Return a report of this command.
+
+    Raises: ValueError, which names the file, for another kind of file; OSError for a missing file.
     """
     try:
         found = json.loads(Path(path).read_text("utf-8"))
         if found["command_name"] != "kernels":
-            raise ValueError(f"command_name={found['command_name']!r}, not 'kernels'")
+            raise ValueError(f"command_name={found['command_name']!r}; accepted is 'kernels'")
         missing = [name for name in ("device", "command", "left_out") if name not in found]
         missing += [name for row in found["rows"] for name in ("group", "case") if name not in row]
         if missing:
-            raise ValueError(f"it has no {missing[0]}")
+            raise ValueError(f"the key {missing[0]} is missing")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: no report of `bench kernels` ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{path}: not a report of `bench kernels` ({type(error).__name__}: {error})"
+        ) from error
     return found

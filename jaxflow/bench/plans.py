@@ -1,14 +1,15 @@
-"""Plans beside each other in the steady state of workloads, in one process: full steps of the engine's
-executor, back to back.
+"""Plans compared in the steady state of workloads, in one process: full steps of the engine's executor, back
+to back.
 
-  python -m jaxflow.bench plans --model llama-3.1-8b --load_format dummy --plans plans/ --workloads
-  1024/512,512/512,512/1024 python -m jaxflow.bench plans --model llama-3.1-8b --load_format dummy --graphs
-  xla,whole --workloads 64x1100,256x1100
+  python -m jaxflow.bench plans --model llama-3.1-8b --load_format dummy --plans plans/
+      --workloads 1024/512,512/512,512/1024
+  python -m jaxflow.bench plans --model llama-3.1-8b --load_format dummy --graphs xla,whole
+      --workloads 64x1100,256x1100
 
-A workload is prompt/output tokens, or decodes x keys; its average step (NanoFlow §3.1) is run with random
-weights, pages and tokens. The sequential plan is there for every size of step that a plan has, and for
---tokens. Plans take turns, so that clock and heat are the same for all; each is sustained for --seconds.
---graphs runs every plan once for each way to launch its kernels.
+A workload is prompt/output tokens, or decodes x keys. Its average step (NanoFlow §3.1) runs with random
+weights, pages and tokens. The sequential plan runs for every step size that a plan has, and for every size in
+--tokens. Plans take turns, so that clock and temperature are the same for all. Each plan is measured for
+--seconds. --graphs runs every plan once with each launch method.
 """
 
 import dataclasses
@@ -49,33 +50,41 @@ from jaxflow.pipeline.plan import Plan, digest
 from jaxflow.pipeline.streams import GRAPHS
 from pallas_kernels.checks.timing import interleaved
 
-USUAL = "usual"  # of --graphs: what the engine does
+USUAL = "usual"  # value of --graphs: the engine's own choice
 
 
 def define_flags() -> None:
     options.define_bed()
     flags.DEFINE_list(
-        "workloads", ["1024/512"], "Prompt/output tokens (1024/512), or decodes x keys (256x1100)."
+        "workloads", ["1024/512"], "Workloads: prompt/output tokens (1024/512), or decodes x keys (256x1100)."
     )
     flags.DEFINE_list(
         "graphs",
         [USUAL],
-        f"How kernels are launched: {USUAL}, {', '.join(GRAPHS)}. Every plan is run with each.",
+        f"Launch methods of the kernels: {USUAL}, {', '.join(GRAPHS)}. Every plan runs with each.",
     )
     flags.DEFINE_float(
-        "seconds", 6.0, "How long each plan is measured on each workload, in three windows.", lower_bound=0.0
+        "seconds",
+        6.0,
+        "Seconds to measure each plan on each workload, divided into three windows.",
+        lower_bound=0.0,
     )
     flags.DEFINE_float(
-        "max_minutes", 8.0, "No workload is begun after so long, compilation included.", lower_bound=0.0
+        "max_minutes",
+        8.0,
+        "Minutes after which no further workload starts, including compilation.",
+        lower_bound=0.0,
     )
 
 
 def given_plans(paths: Iterable[str], config: EngineConfig, model: ModelConfig) -> list[Plan]:
-    """The plans of files and folders, each of a name of its own and once; sequential ones are left out, they
-    are there anyway.
+    """Return the plans of files and folders, each once and with a distinct name, without sequential plans.
 
-    Of folders, those for this model, device, parallelism and dtypes. Raises: ConfigError, also for two plans
-    of one name and size, which who reads the report would take for each other; PlanError.
+    Sequential plans always run. From folders, only plans for this model, device, parallelism and dtypes are
+    taken.
+
+    Raises: ConfigError, also for two plans with the same name and size, which a report could not distinguish;
+    PlanError.
     """
     found: dict[tuple[str, int], Plan] = {}
     for path in paths:
@@ -84,13 +93,18 @@ def given_plans(paths: Iterable[str], config: EngineConfig, model: ModelConfig) 
                 same = found.setdefault((plan.name, plan.tokens), plan)
                 if digest(same) != digest(plan):
                     raise ConfigError(
-                        "plans", path, f"plans of names of their own: another is named {plan.name!r}, too"
+                        "plans",
+                        path,
+                        f"plans with distinct names; another plan also has the name {plan.name!r}",
                     )
     return list(found.values())
 
 
 def variants(plans: Sequence[Plan], graphs: Sequence[str]) -> dict[str, tuple[Plan, str | None]]:
-    """By name: each plan, launched in each way. Raises: ConfigError for no way, and for one that is none."""
+    """Return, by name, each plan with each launch method.
+
+    Raises: ConfigError for no launch method, and for an unknown launch method.
+    """
     if (unknown := [way for way in graphs if way not in (USUAL, *GRAPHS)]) or not graphs:
         raise ConfigError("graphs", ",".join(unknown), f"one or more of {', '.join((USUAL, *GRAPHS))}")
     several = len(graphs) > 1
@@ -105,19 +119,18 @@ def variants(plans: Sequence[Plan], graphs: Sequence[str]) -> dict[str, tuple[Pl
 
 @dataclasses.dataclass(frozen=True)
 class Bed:
-    """What every measurement runs on."""
+    """The executor, plans and settings that every measurement shares."""
 
     config: EngineConfig  # resolved
     model: ModelConfig
     executor: Executor
     ways: dict[str, tuple[Plan, str | None]]
-    full_sizes: frozenset[
-        int
-    ]  # of the steps that are filled with prefill; those of decodes alone have their own
+    full_sizes: frozenset[int]  # sizes of steps filled with prefill; decode-only steps have separate sizes
 
     def step(self, workload: Workload, tokens: int) -> Composition:
-        """The workload's step of a size, as large as the cache lets it be. Raises: ConfigError for a cache
-        that holds none.
+        """Return the workload's step of at most `tokens` tokens, as large as the cache permits.
+
+        Raises: ConfigError for a cache too small for any step.
         """
         whole = [
             pages
@@ -130,15 +143,14 @@ class Bed:
         )
 
     def names(self, workload: Workload) -> list[str]:
-        """The ways that the workload is run."""
+        """Return the names of the plan variants that run the workload."""
         wanted = sizes_of(workload, self.full_sizes, {plan.tokens for plan, _ in self.ways.values()})
         return [name for name, (plan, _) in self.ways.items() if plan.tokens in wanted]
 
     def ready(self, workload: Workload) -> dict[str, tuple[Steady, Composition]]:
-        """The workload's step under each plan, with its pages in the page table: those of the largest step
-        serve all.
+        """Return the workload's step under each plan, with its pages in the page table.
 
-        Raises: ConfigError for a cache that is too small.
+        All steps use the pages of the largest step. Raises: ConfigError for a cache that is too small.
         """
         found, most = {}, None
         for name in self.names(workload):
@@ -157,28 +169,32 @@ class Bed:
 
 
 def sizes_of(workload: Workload, full: Collection[int], known: Collection[int]) -> set[int]:
-    """Sizes of the steps that the workload is run in: of decodes alone, the smallest that holds them."""
+    """Return the step sizes for the workload. Decode-only workloads use the smallest size that holds the
+    decodes."""
     return (
         set(full) if workload.decodes is None else {min(size for size in known if size >= workload.decodes)}
     )
 
 
 def check_lengths(workloads: Sequence[Workload], flag: str, config: EngineConfig, model: ModelConfig) -> None:
-    """The page table drops what lies beyond it: such steps would read other keys than a report says. Raises:
-    ConfigError.
+    """Check that every workload fits the page table.
+
+    The page table drops entries beyond its end, so a longer step would read other keys than the report names.
+
+    Raises: ConfigError.
     """
     for workload in workloads:
         if workload.keys > model.max_position:
             raise ConfigError(
                 flag,
                 workload.name,
-                f"at most {model.max_position} tokens a sequence, which {config.model} was made for",
+                f"at most {model.max_position} tokens per sequence, the maximum of {config.model}",
             )
         if config.max_model_len and workload.keys > config.max_model_len:
             raise ConfigError(
                 "max_model_len",
                 config.max_model_len,
-                f"at least {workload.keys}, which {flag}={workload.name} needs",
+                f"at least {workload.keys}, for {flag}={workload.name}",
             )
 
 
@@ -190,8 +206,9 @@ def make_bed(
     graphs: Sequence[str],
     flag: str = "workloads",
 ) -> Bed:
-    """Loads, compiles every plan once, and fills the cache. flag: of the workloads. Raises: ConfigError,
-    PlanError, CheckpointError.
+    """Load the model, compile every plan once, and fill the cache.
+
+    flag: the name of the workloads' flag, for errors. Raises: ConfigError, PlanError, CheckpointError.
     """
     prepare_process(config)
     checkpoint = open_checkpoint(config.model, load_format=config.load_format)
@@ -213,7 +230,7 @@ def make_bed(
     )
     config = resolve(config, model)
     assert config.max_num_seqs is not None
-    for workload in workloads:  # what is known to be too few is refused before weights are read
+    for workload in workloads:  # rejects limits that are known to be too small before the weights are read
         for size in sizes_of(workload, full, every):
             fitting_step(
                 workload,
@@ -234,12 +251,13 @@ def make_bed(
 
 
 def bed_of_flags(workloads: Sequence[Workload], graphs: Sequence[str], flag: str = "workloads") -> Bed:
-    """What the flags of `options.define_bed` ask for. flag: of the workloads. Raises: ConfigError, PlanError,
-    CheckpointError.
+    """Return the bed for the flags of `options.define_bed`.
+
+    flag: the name of the workloads' flag, for errors. Raises: ConfigError, PlanError, CheckpointError.
     """
     f = flags.FLAGS
     if not all(text.isdecimal() and int(text) for text in f.tokens):
-        raise ConfigError("tokens", ",".join(f.tokens), "numbers of tokens with commas between them")
+        raise ConfigError("tokens", ",".join(f.tokens), "comma-separated numbers of tokens")
     config = engine_config_from_flags()
     plans = [*f.plans, *([config.plan] if config.plan not in ("auto", "sequential") else [])]
     return make_bed(
@@ -253,14 +271,14 @@ def bed_of_flags(workloads: Sequence[Workload], graphs: Sequence[str], flag: str
 
 
 def _rows(workload: Workload, tokens: int, config: EngineConfig) -> int:
-    """Rows of a step that has as many as fill it."""
+    """Return the number of rows of a full step."""
     return rows_of(
         average_step(workload, tokens, most_rows=tokens, kv_tokens=sys.maxsize, page_size=config.block_size)
     )
 
 
 def measure(bed: Bed, workload: Workload, seconds: float) -> list[dict[str, Any]]:
-    """A row for each plan."""
+    """Return one row per plan."""
     ready = bed.ready(workload)
     timings = interleaved({name: steady.enqueue for name, (steady, _) in ready.items()}, seconds=seconds)
     return plans_report.rows(
@@ -272,11 +290,13 @@ def measure(bed: Bed, workload: Workload, seconds: float) -> list[dict[str, Any]
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, PlanError, CheckpointError."""
+    """Run the command and return its report. Raises: ConfigError, PlanError, CheckpointError."""
     f, begun = flags.FLAGS, time.monotonic()
     workloads = [parse_workload(text) for text in f.workloads]
     if not workloads:
-        raise ConfigError("workloads", "", "one or more with commas between them, like 1024/512,256x1100")
+        raise ConfigError(
+            "workloads", "", "one or more comma-separated workloads, for example 1024/512,256x1100"
+        )
     bed = bed_of_flags(workloads, f.graphs)
     made_s = time.monotonic() - begun
     found: list[dict[str, Any]] = []
@@ -302,7 +322,7 @@ def run() -> dict[str, Any]:
             left_out.append(workload.name)
             continue
         found += measure(bed, workload, f.seconds)
-        if f.output_json:  # what is measured is kept, whatever comes next
+        if f.output_json:  # keeps the measurements if a later workload fails
             write_json(f.output_json, result())
     print(plans_report.text(result()))
     return result()

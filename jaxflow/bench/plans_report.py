@@ -1,6 +1,4 @@
-"""From timed steps to the report of `bench plans`: rates, what was predicted, how near the optimum, and what
-the engine would pick.
-"""
+"""The report of `bench plans`: rates, predictions, fractions of the optimum, and the engine's choice of plan."""
 
 import dataclasses
 import statistics
@@ -27,7 +25,9 @@ Measured = tuple[
 def rows(
     config: EngineConfig, model: ModelConfig, workload: Workload, measured: Sequence[Measured]
 ) -> list[dict[str, Any]]:
-    """A row for each plan, against the sequential one of the same size and the best sequential one of any.
+    """Return a row for each plan, with ratios to the sequential plan of the same size and to the best
+    sequential plan.
+
     config: resolved.
     """
     tp = config.tensor_parallel_size
@@ -69,8 +69,9 @@ def rows(
 def _prediction(
     plan: Plan, by_tokens: Mapping[int, Plan], model: ModelConfig, step: Composition, timing: Timing
 ) -> dict[str, Any]:
-    """What was predicted of the plan at this composition; of the sequential one, by the plans of its size. No
-    time of a model cut short.
+    """Return the predicted time of the plan at this composition. A truncated model has no prediction.
+
+    The sequential plan's prediction comes from the other plans of its size.
     """
     source = by_tokens.get(plan.tokens) if is_sequential(plan) else plan
     if source is None or source.predictions is None:
@@ -94,9 +95,8 @@ def _prediction(
 def _optimum(
     config: EngineConfig, model: ModelConfig, step: Composition, tp: int, rate: float
 ) -> dict[str, Any]:
-    """The fractions reached of Eq. 5 (all devices together) and of the bound by all four resources, and which
-    binds.
-    """
+    """Return the fractions of Eq. 5 (all devices together) and of the four-resource bound, and the limiting
+    resource."""
     dtype = products_dtype(config)
     best = machine.optimal(model, step.chunk_tokens, step.decode_tokens, dtype=dtype, tp=tp)
     reached = rate / best["optimal_token_throughput"]
@@ -106,9 +106,10 @@ def _optimum(
 
 
 def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Over all rows: the mean error of predictions; for each workload and size of step what the engine would
-    pick of the plans that have predictions, beside the best of all of that size, and the best of any size by
-    tokens a second, padding not counted.
+    """Return the mean prediction error, and the engine's choice for each workload and step size.
+
+    The choice is among the plans with predictions. The summary compares it with the best plan of the same
+    size, and with the best plan of any size, by tokens per second without padding.
     """
     errors = [abs(row["prediction_error"]) for row in found if row["prediction_error"] is not None]
     picks = []
@@ -134,7 +135,7 @@ def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """The report for people."""
+    """Return the report as text."""
     lines = [" Plans, in the Steady State ".center(132, "=")]
     for workload in dict.fromkeys(row["workload"] for row in result["plans"]):
         here = [row for row in result["plans"] if row["workload"] == workload]
@@ -146,21 +147,21 @@ def text(result: Mapping[str, Any]) -> str:
         lines += [f" {workload}: {shape} ".center(132, "-"), _HEAD]
         lines += [_line(row) for row in here]
     if result["mean_prediction_error"] is not None:
-        lines.append(f"Predicted step times are off by {result['mean_prediction_error']:.1%} in the mean.")
+        lines.append(f"The mean error of predicted step times is {result['mean_prediction_error']:.1%}.")
     for pick in result["picks"]:
         where = f"{pick['workload']}, {pick['tokens']} tokens"
         said = (
-            f"{where}: the engine picks {pick['picked']!r}, at {pick['picked_to_best']:.3f} of the best, "
-            f"{pick['best']!r}"
+            f"{where}: the engine picks {pick['picked']!r}, with {pick['picked_to_best']:.3f} of the rate "
+            f"of the best, {pick['best']!r}"
         )
         if pick["best_of_any_size"] != pick["best"]:
             said += (
-                f", and at {pick['picked_to_best_of_any_size']:.3f} of that of any size, "
+                f", and {pick['picked_to_best_of_any_size']:.3f} of the best of any size, "
                 f"{pick['best_of_any_size']!r}"
             )
         lines.append(f"{said}.")
     if result["left_out"]:
-        lines.append(f"Left out for time: {', '.join(result['left_out'])}")
+        lines.append(f"Left out by the time limit: {', '.join(result['left_out'])}")
     took = f"Made in {result['made_s']:.0f} s, measured in {result['measured_s']:.0f} s"
     lines.append(f"{took}, on {result['num_devices']} x {result['device']}")
     return "\n".join([*lines, f"Command: {result['command']}", "=" * 132])

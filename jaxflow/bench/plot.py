@@ -1,4 +1,4 @@
-"""Pictures of sweeps."""
+"""Charts of sweeps."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from matplotlib.ticker import ScalarFormatter
 
 
 def draw(sweep: Mapping[str, Any]) -> Figure:
-    """The picture of a sweep, by its kind."""
+    """Return the chart of a sweep, by its kind."""
     draw_kind, panels = {
         "rate": (_rate, 2),
         "batch_size": (_batch_size, 2),
@@ -27,7 +27,7 @@ def draw(sweep: Mapping[str, Any]) -> Figure:
 
 
 def save(sweep: Mapping[str, Any], path: str | Path) -> None:
-    """Draws a sweep into a file, making its folder if need be."""
+    """Draw a sweep into a file, creating its folder if needed."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     draw(sweep).savefig(path, dpi=130)
 
@@ -74,9 +74,9 @@ def _rate(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
     limit = sweep.get("highest_rate", {}).get("limit_ms", math.inf)
     if limit < axes[0].get_ylim()[1]:
         axes[0].axhline(limit, color="gray", linewidth=1)
-    _label(axes[0], "requests per second, offered", "latency per output token (ms)")
+    _label(axes[0], "offered requests per second", "latency per output token (ms)")
     if sweep.get("beside_sequential") and not alone:
-        axes[0].set_title("no plan is sure to gain: by the sequential plan alone it is the same", fontsize=9)
+        axes[0].set_title("no other plan is expected to gain: same as the sequential plan", fontsize=9)
     axes[1].plot(rates, _column(sweep, "total_token_throughput"), marker="o", label="reached")
     if len(alone) == len(points):
         axes[1].plot(
@@ -86,7 +86,7 @@ def _rate(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
     if all(optimal) and max(_column(sweep, "total_token_throughput")) > 0.05 * max(optimal):
         axes[1].plot(rates, optimal, "--", color="gray", label="optimal (NanoFlow Eq. 5)")
     axes[1].set_ylim(bottom=0)
-    _label(axes[1], "requests per second, offered", "tokens per second")
+    _label(axes[1], "offered requests per second", "tokens per second")
 
 
 def _batch_size(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
@@ -150,10 +150,10 @@ def _policies(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
 
 
 def _blocks(sweep: Mapping[str, Any], axes: list[Axes]) -> None:
-    """FlexGen's Figure 1: latency of a block against throughput; the line joins what none beats in both."""
+    """Draw FlexGen's Figure 1: latency of a block and its throughput, with a line along the Pareto front."""
     points = sorted(sweep["points"], key=lambda point: point["latency_s"])
     front = [point for point in points if point["best"]]
-    for chosen, style, label in ((points, ".", "blocks"), (front, "-o", "best for its latency")):
+    for chosen, style, label in ((points, ".", "blocks"), (front, "-o", "Pareto front")):
         axes[0].plot(
             [p["latency_s"] for p in chosen], [p["tokens_per_s"] for p in chosen], style, label=label
         )

@@ -1,6 +1,4 @@
-"""What the reuse of KV between requests saved: by rounds of a conversation, and by the tier that had the
-pages.
-"""
+"""Savings from KV reuse between requests, by round of a conversation and by the tier that held the pages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,13 +11,16 @@ ROUNDS = {"first_round": "First rounds", "later_rounds": "Later rounds"}
 
 
 def figures(records: Sequence[Record], tiers: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Prompt tokens reused and computed, and the first token's time of first and of later rounds. Of
-    completed requests.
+    """Return the reused and computed prompt tokens, and the times to first token of first and later rounds.
 
-    tiers: prompt tokens that each tier below the device gave, where they are known; the device gave the rest.
+    Only completed requests count.
 
-    `reusable_input_tokens` are those that an earlier request had too: what an unbounded cache of single
-    tokens could spare that was empty before. Hit rates are of them; what is saved, of all input tokens.
+    tiers: prompt tokens from each tier below the device, if known. The device supplied the other reused
+    tokens.
+
+    `reusable_input_tokens` counts the tokens that an earlier request also had. An initially empty, unbounded
+    cache with single-token pages could reuse all of them. Hit rates are relative to the reusable tokens. The
+    saved share is relative to all input tokens.
     """
     done = [record for record in records if record.completed]
     cached, total = sum(r.cached_prompt_tokens for r in done), sum(r.prompt_tokens for r in done)
@@ -50,9 +51,7 @@ def figures(records: Sequence[Record], tiers: Mapping[str, int] | None = None) -
 
 
 def tier_tokens(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """What the tiers below the device gave between two readings of an engine's `Stats.kv_tiers`, for
-    `figures`.
-    """
+    """Return the tokens from the tiers below the device between two readings of an engine's `Stats.kv_tiers`."""
     came, read = (after.get(name, 0) - before.get(name, 0) for name in ("host_hit_tokens", "disk_hit_tokens"))
     return {"host": came - read, "disk": read}
 
@@ -71,17 +70,17 @@ def _side(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """The figures for people."""
+    """Return the figures as text."""
     lines = [
         "Reuse of KV".center(WIDTH, "-"),
-        line("Input tokens not computed:", _share(result["reused_input_tokens"], result["compute_saved"])),
+        line("Reused input tokens:", _share(result["reused_input_tokens"], result["compute_saved"])),
     ]
     for tier, tokens in result.get("reused_input_tokens_by_tier", {}).items():
         lines.append(line(f"  from the {tier}:", _share(tokens, result["compute_saved_by_tier"][tier])))
     if result["reuse_hit_rate"] is not None:
         lines.append(
             line(
-                "  of what earlier requests had too:",
+                "of reusable input tokens:",
                 f"{result['reuse_hit_rate']:.2%} of {result['reusable_input_tokens']}",
             )
         )

@@ -1,9 +1,10 @@
 """SARATHI's curves from this engine's scheduler and op costs (§4.4, §5.1, §5.2).
 
-Chunked prefill lets decodes ride along with prefill chunks, whose weights are read anyway. With chunks of C
-tokens and B requests at a time each of a prompt's P / C chunks carries B - 1 decodes, so all D decodes ride
-if P : D = C / (B - 1). There the gain over prefill-only and decode-only steps peaks: at lower ratios decodes
-are left over, at higher ones chunks carry fewer.
+Chunked prefill adds decodes to steps with prefill chunks, because these steps read the weights anyway. Let a
+step have a chunk of C tokens and B requests. Each of a prompt's P / C chunks then carries B - 1 decodes. All
+D decodes run with chunks if P : D = C / (B - 1). At this ratio the gain over prefill-only and decode-only
+steps peaks. At lower ratios some decodes run without a chunk. At higher ratios the chunks carry fewer
+decodes.
 """
 
 import dataclasses
@@ -17,15 +18,16 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, Rates, step_timer
 from jaxflow.model.graph import model_graph
 
-# The paper's first setting: LLaMA-13B on an A6000, where 18 requests of 1K tokens fit.
+# The paper's first setting: LLaMA-13B on an A6000, with memory for 18 requests of 1K tokens.
 LLAMA_13B = ModelConfig("llama", 32000, 5120, 40, 40, 128, 13824, (Layer(rope=Rope(10000.0)),) * 40, 2048)
 RATIOS = (1, 2, 4, 7, 10, 14, 20, 28, 40, 56, 80, 120)
-WHOLE = 1 << 14  # a step's tokens where no chunk is cut
+WHOLE = 1 << 14  # token budget of a step without chunking
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """`tile_rows`: rows of a GEMM's tile, None for products without tiles."""
+    """A model, device and batch. `tile_rows` is the rows of a GEMM's tile, or None for products without
+    tiles."""
 
     model: ModelConfig = LLAMA_13B
     rates: Rates = DEVICES["RTX A6000"].rates
@@ -35,27 +37,26 @@ class Setting:
     requests: int = 90
 
     def step_s(self) -> Callable[[Composition], float]:
-        """Seconds of a step on this setting."""
+        """Return the function from a step's composition to its seconds in this setting."""
         times = step_timer(model_graph(self.model), self.rates, tile_rows=self.tile_rows)
         return lambda step: times(step).sequential_s
 
     def split(self, ratio: float) -> tuple[int, int]:
-        """(P, D) of the setting's length with P : D nearest to the ratio."""
+        """Return (P, D) of the setting's length with P : D nearest to the ratio."""
         output = max(1, round(self.length / (1 + ratio)))
         return self.length - output, output
 
 
 def tile_chunk(chunk_size: int, slots: int) -> int:
-    """The prompt tokens of a chunk that fill whole tiles together with B - 1 decodes (§4.4)."""
+    """Return the prompt tokens of a chunk that fill complete tiles together with B - 1 decodes (§4.4)."""
     return chunk_size - (slots - 1)
 
 
 def gain_curves(
     setting: Setting, chunk_sizes: Sequence[int] = (128, 256, 512), ratios: Sequence[float] = RATIOS
 ) -> dict[str, Any]:
-    """Throughput of each chunk size over that of prefill-only and decode-only steps, against P : D (Fig. 9,
-    11b).
-    """
+    """Return the throughput of each chunk size over that of prefill-only and decode-only steps, by P : D
+    (Fig. 9, 11b)."""
     step_s = setting.step_s()
     curves: dict[str, list[float]] = {str(size): [] for size in chunk_sizes}
     baseline = []
@@ -80,7 +81,8 @@ def gain_curves(
 
 
 def tile_curve(setting: Setting, lengths: Sequence[int] = tuple(range(32, 1025, 16))) -> dict[str, Any]:
-    """Time of one step that prefills so many tokens (Fig. 7), and one token more than each whole tile."""
+    """Return the time of a prefill step by number of tokens (Fig. 7), including one token more than each full
+    tile."""
     step_s = setting.step_s()
 
     def ms(tokens: int) -> float:
@@ -97,10 +99,10 @@ def tile_curve(setting: Setting, lengths: Sequence[int] = tuple(range(32, 1025, 
 
 
 def policy_table(setting: Setting, chunk_size: int = 256) -> dict[str, Any]:
-    """Throughput of each policy at the best ratio for the chunk size (Fig. 11a).
+    """Return the throughput of each policy at the best ratio for the chunk size (Fig. 11a).
 
-    For the setting's length with B requests at a time, and for two and three times the length with 10 / 18
-    and 6 / 18 of B, as the paper fits them in memory.
+    The first row has the setting's length and B requests. The other rows have two and three times the length,
+    with 10 / 18 and 6 / 18 of B. The paper's memory limit gives these batch sizes.
     """
     shapes = [
         (factor * setting.length, max(2, round(setting.slots * share)))

@@ -1,15 +1,16 @@
-"""Load on a running server over gRPC, with requests that come at random times or at a trace's own.
+"""Load on a running server over gRPC, with random arrival times or the arrival times of a trace.
 
   python -m serving --model llama-3.1-8b --load_format dummy --port 50051 &
-  python -m jaxflow.bench serve --request_rate 8 --input_len 1024 --output_len 512 --goodput ttft:500
-  --goodput tpot:50 python -m jaxflow.bench serve --trace azure2023_conv.csv --arrivals trace python -m
-  jaxflow.bench serve --trace mooncake_conversation.jsonl --arrivals trace --num_requests 500 python -m
-  jaxflow.bench serve --rounds 5 --num_requests 64 --input_len 1024 --next_input_len 128 --output_len 256
-  --think_time_s 10
+  python -m jaxflow.bench serve --request_rate 8 --input_len 1024 --output_len 512
+      --goodput ttft:500 --goodput tpot:50
+  python -m jaxflow.bench serve --trace azure2023_conv.csv --arrivals trace
+  python -m jaxflow.bench serve --trace mooncake_conversation.jsonl --arrivals trace --num_requests 500
+  python -m jaxflow.bench serve --rounds 5 --num_requests 64 --input_len 1024 --next_input_len 128
+      --output_len 256 --think_time_s 10
 
-A request is sent when it is due, whatever is still under way. Latencies are as the client sees them. With
---rounds, or a trace whose prompts share blocks, the report says what the reuse of their KV saved;
---admin_target tells of each tier of the KV hierarchy.
+Each request is sent at its due time, regardless of the number of running requests. Latencies are measured at
+the client. With --rounds, or a trace with shared blocks, the report holds the savings from KV reuse.
+--admin_target adds the savings of each KV tier.
 """
 
 import asyncio
@@ -31,40 +32,40 @@ from serving.client import DEFAULT_TARGET, Client
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("target", DEFAULT_TARGET, "The server, as host:port.")
+    flags.DEFINE_string("target", DEFAULT_TARGET, "Server address, host:port.")
     flags.DEFINE_string(
         "model",
         None,
         (
-            "Folder, file or name that the served model's configuration can be read from, for Eq. 5; "
-            "default: its name."
+            "Folder, file or name of the served model's configuration, for Eq. 5; default: the served "
+            "model's name."
         ),
     )
-    flags.DEFINE_float("request_rate", math.inf, "Requests a second on average; inf: all at once.")
+    flags.DEFINE_float("request_rate", math.inf, "Mean requests per second; inf sends all at once.")
     flags.DEFINE_enum(
         "arrivals",
         "poisson",
         ["poisson", "trace"],
-        "Exponential intervals, or the trace's (stretched, if a rate is given).",
+        "Arrival times: exponential intervals, or the trace's times, stretched to --request_rate if given.",
     )
-    flags.DEFINE_float("timeout_s", None, "Give a request up after this many seconds.", lower_bound=0.0)
     flags.DEFINE_float(
-        "wait_s", 60.0, "Wait up to this many seconds for the server to be ready.", lower_bound=0.0
+        "timeout_s", None, "Seconds until a request is abandoned; default: no limit.", lower_bound=0.0
     )
+    flags.DEFINE_float("wait_s", 60.0, "Maximum seconds to wait until the server is ready.", lower_bound=0.0)
     flags.DEFINE_string(
         "admin_target",
         None,
-        "The server's admin service, as host:port: tells what each tier of the KV hierarchy gave.",
+        "Admin service address, host:port, for the figures of each KV tier.",
     )
     flags.DEFINE_string(
         "tls_ca",
         None,
-        "PEM file of the authority that signed the server's certificate; makes the connection TLS.",
+        "PEM file of the authority that signed the server's certificate; enables TLS.",
     )
     flags.DEFINE_string(
-        "tls_cert", None, "PEM file of this client's certificate, for a server that wants one."
+        "tls_cert", None, "PEM file of this client's certificate, for a server that requires one."
     )
-    flags.DEFINE_string("tls_key", None, "PEM file of its private key.")
+    flags.DEFINE_string("tls_key", None, "PEM file of the client certificate's private key.")
     flags.DEFINE_string("auth_token", None, "The server's bearer token.")
     options.define_workload()
     options.define_conversations()
@@ -72,7 +73,7 @@ def define_flags() -> None:
 
 
 def arriving(items: Sequence[Item], arrivals: str, rate: float, seed: int) -> list[Item]:
-    """The items with the arrival times asked for. Raises: WorkloadError."""
+    """Return the items with the selected arrival times. Raises: WorkloadError."""
     if arrivals == "trace":
         return workload.trace_arrivals(items, None if math.isinf(rate) else rate)
     return workload.poisson_arrivals(items, rate, seed)
@@ -88,8 +89,9 @@ async def measure(
     timeout_s: float | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """The report of one load, less its head and the optimum. `power` is of this machine's card, if it has
-    one.
+    """Return the report of one load, without its head and the optimum.
+
+    `power` is the power of this machine's GPU, if it has one.
     """
     talks = conversations.of_items(items, workload.prompts(items, vocab_size, seed))
     return await measure_conversations(client, talks, slo=slo, timeout_s=timeout_s, progress=progress)
@@ -104,7 +106,7 @@ async def measure_conversations(
     timeout_s: float | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """The same of conversations; with what was reused, and by tier where there is an `admin` client to ask."""
+    """Return the report of conversations, with the reused tokens, and by tier if `admin` is given."""
     before = await admin.stats() if admin is not None else None
     with machine.watch() as readings:
         by_talk, duration_s = await converse(client, talks, timeout_s=timeout_s, progress=progress)
@@ -116,7 +118,8 @@ async def measure_conversations(
 
 
 def find_model_config(name: str) -> ModelConfig | None:
-    """The configuration of a model by folder, file or shipped name; None if it cannot be found here."""
+    """Return a model's configuration by folder, file or shipped name, or None if there is none on this
+    machine."""
     try:
         return open_checkpoint(name, load_format="dummy").model_config
     except (ConfigError, CheckpointError, OSError):
@@ -124,10 +127,10 @@ def find_model_config(name: str) -> ModelConfig | None:
 
 
 def check_flags() -> None:
-    """Refuses what can be refused before a server is waited for. Raises: WorkloadError."""
+    """Check the flags before waiting for a server. Raises: WorkloadError."""
     f = flags.FLAGS
     if f.arrivals == "trace" and not f.trace:
-        raise WorkloadError("--arrivals trace: with --trace it is possible, whose times they are")
+        raise WorkloadError("--arrivals trace: accepted only together with --trace, which gives the times")
     options.check_workload(math.inf)
     arriving([Item(1, 1), Item(1, 1, arrival_s=1.0)], f.arrivals, f.request_rate, seed=0)
 
@@ -169,8 +172,9 @@ async def _run() -> dict[str, Any]:
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: WorkloadError, ValueError for flags that do not work; RequestFailed if there is no
-    server.
+    """Run the command and return its report.
+
+    Raises: WorkloadError, ValueError for invalid flags; RequestFailed if no server answers.
     """
     result = asyncio.run(_run())
     extra = {

@@ -1,8 +1,8 @@
-"""Runs the engine's own scheduler against the cost model instead of a device: policies and chunk sizes
-compared on any GPU.
+"""Simulation of the engine's scheduler with the cost model instead of a device, to compare policies and chunk
+sizes.
 
-Each step takes what `jaxflow.model.cost` says that its composition takes, op after op; nothing else takes
-time.
+Each step takes the time that `jaxflow.model.cost` gives for its composition, one op after the other. Nothing
+else takes time.
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ BLOCK_SIZE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """How steps are filled. `chunk_size` is for the policies that have one; `budget` bounds the tokens of any
-    step.
+    """A policy for filling steps.
+
+    `chunk_size` applies to the policies that use chunks. `budget` limits the tokens of any step.
     """
 
     name: str
@@ -33,9 +34,8 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What came of a simulation: a record of each item on the simulated clock, and the composition of each
-    step.
-    """
+    """The result of a simulation: a record of each item on the simulated clock, and the composition of each
+    step."""
 
     records: list[Record]
     duration_s: float
@@ -43,14 +43,13 @@ class Run:
 
     @property
     def token_throughput(self) -> float:
-        """Prompt and output tokens per second."""
+        """Return the prompt and output tokens per second."""
         return sum(r.prompt_tokens + r.output_tokens for r in self.records) / self.duration_s
 
 
 def composition(work: StepWork) -> Composition:
-    """What a scheduled step is made of, for the cost model. Rows that a policy pads count as decodes of no
-    keys.
-    """
+    """Return the composition of a scheduled step for the cost model. Padding rows count as decodes without
+    keys."""
     rows = work.bucket - sum(chunk.tokens for chunk in work.chunks)
     keys = float(work.decode_positions.sum() + len(work.decode_positions)) / rows if rows else 0.0
     chunks = tuple((chunk.tokens, chunk.start) for chunk in work.chunks)
@@ -60,10 +59,9 @@ def composition(work: StepWork) -> Composition:
 def simulate(
     items: Sequence[Item], policy: Policy, slots: int, step_s: Callable[[Composition], float]
 ) -> Run:
-    """All items, each from its arrival on, at most `slots` of them running at once with room for all their
-    keys.
+    """Simulate all items from their arrival times, with at most `slots` running at once and unlimited KV.
 
-    step_s: seconds of a step.
+    step_s: returns the seconds of a step.
     """
     longest = max(item.prompt_tokens + item.output_tokens for item in items)
     scheduler = Scheduler(
@@ -74,7 +72,7 @@ def simulate(
             windows=(None,),
             num_pages=(slots * (-(-longest // BLOCK_SIZE) + 1),),
             max_model_len=longest,
-            buckets=tuple(range(1, policy.budget + 1)),  # the cost model does its own rounding
+            buckets=tuple(range(1, policy.budget + 1)),  # the cost model rounds to tiles itself
             policy=policy.name,
             chunk_size=policy.chunk_size,
             enable_prefix_caching=False,

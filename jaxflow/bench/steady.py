@@ -1,9 +1,8 @@
-"""One step, again and again: the average step of a workload as an executor runs it, without requests that
-come and go.
+"""The average step of a workload, run repeatedly on an executor without a scheduler.
 
-Decodes lie evenly over their outputs, prefill chunks in the middle of their prompts, every row on pages of
-its own; so a step is what an engine's steps are in the mean, in the steady state of requests of these lengths
-(NanoFlow §3.1).
+Decodes are spread evenly over their output lengths. Prefill chunks are in the middle of their prompts. Every
+row has separate pages. Such a step is the mean of an engine's steps in the steady state of requests of these
+lengths (NanoFlow §3.1).
 """
 
 import bisect
@@ -26,14 +25,14 @@ from jaxflow.engine.programs import PLAIN
 from jaxflow.engine.work import Chunk, StepWork
 from jaxflow.model.composition import Composition
 
-_BLOCK = 256  # pages of random numbers that a cache is filled with, repeated
-_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, modulo 1, lie evenly however many there are
+_BLOCK = 256  # pages of random numbers; the cache repeats them
+_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 are evenly spread for any count
 _NOTHING = np.empty((0, 4), np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Mean prompt and output tokens; or `decodes` requests that decode, each at `prompt_tokens` keys."""
+    """Mean prompt and output tokens; or `decodes` decoding requests, each with `prompt_tokens` keys."""
 
     prompt_tokens: int
     output_tokens: int
@@ -49,13 +48,16 @@ class Workload:
 
     @property
     def keys(self) -> int:
-        """Of the longest sequence in any of its steps."""
+        """Return the keys of the longest sequence in any step."""
         return self.prompt_tokens + self.output_tokens
 
 
 def parse_workload(text: str, flag: str = "workloads") -> Workload:
-    """`1024/512`: prompt and output tokens. `256x1100`: 256 decodes of 1100 keys. Raises: ConfigError of the
-    flag.
+    """Return the workload of a text.
+
+    `1024/512` means prompt and output tokens. `256x1100` means 256 decodes with 1100 keys each.
+
+    Raises: ConfigError that names the flag.
     """
     found = re.fullmatch(r"(\d+)([/x])(\d+)", text)
     first, kind, second = (int(found[1]), found[2], int(found[3])) if found else (0, "", 0)
@@ -67,18 +69,17 @@ def parse_workload(text: str, flag: str = "workloads") -> Workload:
 def average_step(
     workload: Workload, tokens: int, *, most_rows: int, kv_tokens: int, page_size: int
 ) -> Composition:
-    """The workload's step of at most `tokens` tokens, in whole numbers.
+    """Return the workload's step of at most `tokens` tokens, in integers.
 
-    Where the cache (`kv_tokens`) or the rows are too few for the decodes that would fill the step, it has as
-    many as fit, and the prefill that keeps so many decoding: prompts are then computed no faster than outputs
-    end.
+    If the cache (`kv_tokens`) or the rows are too few to fill the step with decodes, the step has the most
+    decodes that fit. Its prefill then matches the rate at which these decodes end.
     """
     p, d = workload.prompt_tokens, workload.output_tokens
     if workload.decodes is not None:
         each = page_size * math.ceil(p / page_size)
         return Composition(min(workload.decodes, tokens, most_rows, kv_tokens // each), float(p))
     decodes, prefill = round(tokens * d / (p + d)), tokens - round(tokens * d / (p + d))
-    held = p + d / 2 + page_size  # by a decode, its last page's rest included
+    held = p + d / 2 + page_size  # KV tokens of a decode, including the rest of its last page
     prompts = max(1, math.ceil(prefill / p)) if prefill else 0
     fitting = min(int((kv_tokens - prompts * (p + page_size)) / held), most_rows - prompts)
     if d and fitting < decodes:
@@ -95,9 +96,9 @@ def average_step(
 
 
 def fitting_step(workload: Workload, tokens: int, *, rows: int, pages: int, page_size: int) -> Composition:
-    """The average step, as large as rows and pages (one of them nobody's) let it be.
+    """Return the average step, as large as the rows and pages permit. One page is reserved.
 
-    Raises: ConfigError for too few of them for any step, telling how many would do.
+    Raises: ConfigError if no step fits, with the minimum that would fit.
     """
 
     def step(rows: int, pages: int) -> Composition:
@@ -109,12 +110,12 @@ def fitting_step(workload: Workload, tokens: int, *, rows: int, pages: int, page
         found = step(rows, pages)
         prompts = sum(
             math.ceil((start + size) / page_size) for size, start in found.chunks
-        )  # a step without decodes keeps none for them
+        )  # a step without decodes reserves no pages for decodes
         return 0 < rows_of(found) <= rows and prompts < pages
 
     if runs(rows, pages):
         return step(rows, pages)
-    needed = f"which a step of {workload.name} needs in {tokens} tokens"
+    needed = f"for a step of {workload.name} with {tokens} tokens"
     least = bisect.bisect_left(range(tokens + 1), True, key=lambda n: runs(n, sys.maxsize))
     if rows < least:
         raise ConfigError("max_num_seqs", rows, f"at least {least}, {needed}")
@@ -123,15 +124,16 @@ def fitting_step(workload: Workload, tokens: int, *, rows: int, pages: int, page
 
 
 def rows_of(step: Composition) -> int:
-    """A row for each decode, and one for each chunk."""
+    """Return the number of rows of a step: one for each decode, and one for each chunk."""
     return int(step.decode_tokens) + len(step.chunks)
 
 
 def step_work(
     workload: Workload, step: Composition, layout: StepLayout, vocabulary: int, seed: int = 0
 ) -> StepWork:
-    """A step of this composition: row i is slot i, and a decode there has the same position in steps of all
-    sizes.
+    """Return the work of a step with this composition.
+
+    Row i uses slot i. A decode in slot i has the same position in steps of all sizes.
     """
     rng, n = np.random.default_rng(seed), int(step.decode_tokens)
     spread = np.arange(n) * _GOLDEN % 1 * workload.output_tokens
@@ -158,10 +160,11 @@ def step_work(
 def page_appends(
     work: StepWork, num_pages: tuple[int, ...], windows: tuple[int | None, ...], page_size: int, seed: int = 0
 ) -> np.ndarray:
-    """Page-table entries [n, 4] that give every row of the step pages of its own, in random order; those
-    behind a window share one.
+    """Return page-table entries [n, 4] that give every row of the step separate pages in random order.
 
-    Raises: ConfigError for more pages than there are.
+    All pages behind a sliding window are one shared page.
+
+    Raises: ConfigError if there are too few pages.
     """
     rng = np.random.default_rng(seed)
     lengths = [*(work.decode_positions + 1).tolist(), *(chunk.start + chunk.tokens for chunk in work.chunks)]
@@ -177,7 +180,7 @@ def page_appends(
         ]
         if len(rows) > pages - 1:
             raise ConfigError(
-                "num_kv_pages", pages, f"at least {len(rows) + 1}, which the step's {len(lengths)} rows need"
+                "num_kv_pages", pages, f"at least {len(rows) + 1}, for the step's {len(lengths)} rows"
             )
         places = rng.permutation(pages - 1)[: len(rows)] + 1
         found += [(group, row, i, page) for (row, i), page in zip(rows, places.tolist(), strict=True)]
@@ -186,7 +189,7 @@ def page_appends(
 
 
 def fill_cache(executor: Executor) -> None:
-    """Random numbers in place of the cache's zeros, on which a GPU would draw less power than on data."""
+    """Fill the cache with random numbers, because a GPU draws less power on zeros than on data."""
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(executor.kv))))
     executor.kv = jax.tree.map(lambda a: _filled(a.shape, a.dtype, a.sharding)(a, next(keys)), executor.kv)
 
@@ -196,7 +199,7 @@ def _filled(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
     block = (min(_BLOCK, shape[0]), *shape[1:])
 
     def fill(old: jax.Array, key: jax.Array) -> jax.Array:
-        del old  # donated: its memory is the result's
+        del old  # donated: the result reuses its memory
         integers = jnp.issubdtype(dtype, jnp.integer)
         drawn = jax.random.randint(key, block, -100, 100) if integers else jax.random.normal(key, block)
         return drawn.astype(dtype)[jnp.arange(shape[0]) % block[0]]
@@ -206,7 +209,7 @@ def _filled(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Steady:
-    """A step that is ready to run on an executor, whose page table has its rows' pages."""
+    """A step that is ready to run on an executor, with its rows' pages in the page table."""
 
     executor: Executor
     layout: StepLayout
@@ -219,9 +222,9 @@ class Steady:
         return cls(executor, layout, pack(layout, work, table)[0])
 
     def place(self, appends: np.ndarray) -> None:
-        """Writes the page table."""
+        """Write the page table."""
         self.executor.run(self.layout, self.buffer, appends, full=False).tokens.block_until_ready()
 
     def enqueue(self) -> jax.Array:
-        """Runs the step once more; returns its sampled tokens, which fill on the device."""
+        """Run the step once more and return its sampled tokens without waiting for the device."""
         return self.executor.run(self.layout, self.buffer, _NOTHING, full=False).tokens

@@ -1,4 +1,4 @@
-"""What the device did with its time: each step's bucket, its own time, and the device's idle time before it."""
+"""The device's time by step: each step's bucket, its duration, and the idle time before it."""
 
 import contextlib
 import dataclasses
@@ -14,12 +14,13 @@ from jaxflow.engine.executor import Executor
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.plan import load
 
-COMPARED = "plans with predictions, which have the sequential one beside them"
+COMPARED = "plans with predictions and a sequential plan for comparison"
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Times of one clock: enqueueing began and was over; a step is done when its sampled tokens are there."""
+    """The times of one step on one clock: start and end of its enqueueing, and the arrival of its sampled
+    tokens."""
 
     bucket: int
     decode_tokens: int
@@ -31,10 +32,11 @@ class Step:
 
 @contextlib.contextmanager
 def step_log(executor: Executor) -> Iterator[list[Step]]:
-    """Logs every step that the executor runs while the block does; the list is complete when the block ends.
+    """Log every step that the executor runs during the `with` block. The list is complete when the block
+    ends.
 
-    A thread waits for each step on the device, so the engine's own thread pays for two clock readings and a
-    queue.
+    A separate thread waits for each step on the device. The engine's own thread pays for two clock readings
+    and a queue.
     """
     log: list[Step] = []
     enqueued: queue.SimpleQueue[tuple[Any, dict[str, Any]] | None] = queue.SimpleQueue()
@@ -61,7 +63,7 @@ def step_log(executor: Executor) -> Iterator[list[Step]]:
 
     thread = threading.Thread(target=wait, name="step-log", daemon=True)
     thread.start()
-    executor.run = logged  # an attribute of this one executor, in front of the method
+    executor.run = logged  # an attribute of this executor instance that shadows the method
     try:
         yield log
     finally:
@@ -72,10 +74,11 @@ def step_log(executor: Executor) -> Iterator[list[Step]]:
 
 @contextlib.contextmanager
 def sequential_alone(executor: Executor) -> Iterator[None]:
-    """While the block runs, every step runs its bucket's sequential plan: what searched plans are compared
-    with, in one engine.
+    """Run every step with its bucket's sequential plan during the `with` block.
 
-    Raises: ConfigError for an engine in which a bucket has no sequential plan.
+    The benchmark compares searched plans with these runs in one engine.
+
+    Raises: ConfigError for an engine with a bucket without a sequential plan.
     """
     every = executor.layouts
     alone = {
@@ -92,8 +95,9 @@ def sequential_alone(executor: Executor) -> Iterator[None]:
 
 
 def check_plan(config: EngineConfig) -> None:
-    """Refuses what `sequential_alone` would, of a plan file, before a model is loaded for nothing. Raises:
-    ConfigError, PlanError.
+    """Check a plan file for the condition of `sequential_alone`, before a model is loaded.
+
+    Raises: ConfigError, PlanError.
     """
     plan = load(config.plan) if Path(config.plan).is_file() else None
     if plan is not None and plan.predictions is None and not is_sequential(plan):
@@ -101,18 +105,20 @@ def check_plan(config: EngineConfig) -> None:
 
 
 def plans_of(executor: Executor) -> set[str]:
-    """The plans that an executor may run: the sequential one alone where no other is sure to gain."""
+    """Return the plans that an executor may run: only the sequential plan if no other plan is expected to
+    gain."""
     return {layout.plan for several in executor.layouts.values() for layout in several}
 
 
 def summary(log: list[Step]) -> dict[str, Any] | None:
-    """Steps by bucket with their mean time, and the share of the time between first and last step that the
-    device idled.
+    """Return the steps by bucket with their mean time, and the idle share between the first and the last
+    step.
 
-    The device idles from a step's end until the next one is enqueued, at most; until its enqueueing begins,
-    at least. The two differ where a step has more launches than the driver queues (some thousand: an
-    overlapped step of many layers, over devices), so that enqueueing it lasts into its run; a step's time is
-    from the earlier one on.
+    The idle time has two bounds. The upper bound is the time from a step's end to the end of the next
+    enqueueing. The lower bound ends at the start of the next enqueueing. The bounds differ for steps with
+    more launches than the driver queues (some thousand), whose enqueueing continues during the run. An
+    overlapped step of many layers over several devices is an example. A step's time starts at the lower
+    bound's end.
     """
     if not log:
         return None

@@ -1,20 +1,25 @@
-"""One report for each of several settings, as JSON and as a picture.
+"""One report per setting of a sweep, as JSON and as a chart.
 
   python -m jaxflow.bench sweep --sweep rate --values 1,2,4,8 --model llama-3.1-8b --load_format dummy
-  --output_png rate.png python -m jaxflow.bench sweep --sweep rate --values 1,2,4,8 --target 127.0.0.1:50051
-  python -m jaxflow.bench sweep --sweep batch_size --values 1,8,64,256 --model llama-3.1-8b --load_format
-  dummy python -m jaxflow.bench sweep --sweep length --values 512/512,1024/512 --model llama-3.1-8b
-  --load_format dummy python -m jaxflow.bench sweep --sweep pd_ratio
+      --output_png rate.png
+  python -m jaxflow.bench sweep --sweep rate --values 1,2,4,8 --target 127.0.0.1:50051
+  python -m jaxflow.bench sweep --sweep batch_size --values 1,8,64,256 --model llama-3.1-8b
+      --load_format dummy
+  python -m jaxflow.bench sweep --sweep length --values 512/512,1024/512 --model llama-3.1-8b
+      --load_format dummy
+  python -m jaxflow.bench sweep --sweep pd_ratio
 
-rate: requests at random times, so many a second; with --beside_sequential each rate by the sequential plan,
-too, where the engine has another. The highest rate whose latency a token is at most 200 ms in the mean is
-NanoFlow's measure: at a rate that is too high the queue grows for as long as requests come, so it belongs to
-the seconds of arrivals that it is told with. batch_size: that many at once, again and again. length: a
-throughput run for each PROMPT/OUTPUT. The report of an engine's sweep is written after every value: what is
-cut short keeps what it has. The others are SARATHI's curves, from the engine's scheduler and the model's op
-costs on a device of the table, without running a model: pd_ratio (gain of chunked prefill by P:D ratio and
-chunk size), tiles (tile quantisation), policies (request-level, Orca's best and worst case, prefill-first,
-hybrid, decode-maximal).
+rate: requests at random times, by mean requests per second. --beside_sequential also runs each rate with the
+sequential plan, if the engine has another plan. NanoFlow's measure is the highest rate with a mean latency of
+at most 200 ms per token. At an excessive rate the queue grows during all arrivals. Therefore the report gives
+the measure together with the seconds of arrivals.
+
+batch_size: a batch of this size, repeated. length: a throughput run for each PROMPT/OUTPUT. The report of an
+engine's sweep is written after every value, so an interrupted sweep keeps its finished values.
+
+The other kinds are SARATHI's curves, from the engine's scheduler and the op costs of a known device, without
+running a model. pd_ratio: gain of chunked prefill by P:D ratio and chunk size. tiles: tile quantization.
+policies: request-level, Orca's best and worst case, prefill-first, hybrid, decode-maximal.
 """
 
 import asyncio
@@ -34,7 +39,7 @@ from jaxflow.model.cost import DEVICES
 from serving.client import Client
 
 SIMULATED = ("pd_ratio", "tiles", "policies")
-LIMIT_MS = 200.0  # a token's latency in the mean, NanoFlow §6.3
+LIMIT_MS = 200.0  # limit of the mean latency per token, NanoFlow §6.3
 Keep = Callable[[Mapping[str, Any]], None]
 
 
@@ -45,27 +50,28 @@ def define_flags() -> None:
     flags.DEFINE_list(
         "values",
         None,
-        "Its values: numbers; PROMPT/OUTPUT for length. Default, for what is simulated: the paper's.",
+        "Values of the sweep: numbers; PROMPT/OUTPUT for length. Default for simulated kinds: the "
+        "paper's values.",
     )
     flags.DEFINE_string(
-        "target", None, "For rate: a running server, host:port, instead of an engine in this process."
+        "target", None, "For rate: address host:port of a running server; default: an engine in this process."
     )
     flags.DEFINE_boolean(
         "beside_sequential",
         False,
-        "For rate: run each twice in the same engine, first by the sequential plan alone.",
+        "For rate: also run each rate with only the sequential plan, first, in the same engine.",
     )
-    flags.DEFINE_integer("num_iters", 3, "For batch_size: batches measured of each size.", lower_bound=1)
-    flags.DEFINE_string("output_png", None, "Draw the sweep into this file (.png, .svg, .pdf).")
-    flags.DEFINE_list(
-        "chunk_sizes", ["128", "256", "512"], "For pd_ratio: tokens of a step that chunks fill."
-    )
-    flags.DEFINE_integer("slots", 18, "For pd_ratio, tiles, policies: requests at a time, B.", lower_bound=2)
+    flags.DEFINE_integer("num_iters", 3, "For batch_size: measured batches per size.", lower_bound=1)
+    flags.DEFINE_string("output_png", None, "Chart file of the sweep (.png, .svg, .pdf).")
+    flags.DEFINE_list("chunk_sizes", ["128", "256", "512"], "For pd_ratio: chunk sizes in tokens.")
     flags.DEFINE_integer(
-        "length", 1024, "For pd_ratio, policies: prompt and output tokens of a request, P + D.", lower_bound=2
+        "slots", 18, "For pd_ratio, tiles, policies: number B of concurrent requests.", lower_bound=2
     )
     flags.DEFINE_integer(
-        "tile_rows", 128, "For pd_ratio, tiles, policies: rows of a GEMM's tile.", lower_bound=1
+        "length", 1024, "For pd_ratio, policies: prompt plus output tokens P + D of a request.", lower_bound=2
+    )
+    flags.DEFINE_integer(
+        "tile_rows", 128, "For pd_ratio, tiles, policies: rows of a GEMM tile.", lower_bound=1
     )
     options.define_engine(model="", enable_prefix_caching=False)
     options.define_workload()
@@ -83,10 +89,10 @@ def rates(
     beside_sequential: bool = False,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """The same requests at each rate.
+    """Run the same requests at each rate and return the sweep.
 
-    keep: is given the sweep as far as it is, after each. beside_sequential: by the sequential plan alone,
-    too, unless the engine has no other plan. kwargs: of `throughput.measure`.
+    keep: receives the unfinished sweep after each rate. beside_sequential: also run with only the sequential
+    plan, if the engine has another plan. kwargs: of `throughput.measure`.
     """
     found: dict[str, Any] = {"kind": "rate", "beside_sequential": beside_sequential, "points": []}
     for rate in values:
@@ -100,11 +106,10 @@ def rates(
 
 
 def highest_rate(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The highest rate at which, and below which at all that were run, a token took at most `LIMIT_MS` in the
-    mean; None if none.
+    """Return the highest rate up to which all measured rates have at most `LIMIT_MS` mean latency per token.
 
-    Of all requests, of those of the later half of the arrivals, and, where it was run, by the sequential
-    plan.
+    The result is None if no rate meets the limit. The result has rates for all requests, for the requests in
+    the later half of the arrivals, and, if measured, for the sequential plan.
     """
 
     def highest(of: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> float | None:
@@ -135,7 +140,7 @@ async def server_rates(
     seed: int = 0,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """The same of a running server. kwargs: of `serve.measure`."""
+    """Run the same requests at each rate on a running server. kwargs: of `serve.measure`."""
     points = []
     for rate in values:
         arriving = workload.poisson_arrivals(items, rate, seed)
@@ -154,7 +159,7 @@ def batch_sizes(
     keep: Keep = lambda sweep: None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Batches of each size. keep: as of `rates`. kwargs: of `latency.measure`."""
+    """Run batches of each size. keep: as in `rates`. kwargs: of `latency.measure`."""
     found: dict[str, Any] = {"kind": "batch_size", "points": []}
     for size in values:
         found["points"].append(
@@ -172,9 +177,10 @@ def lengths(
     keep: Keep = lambda sweep: None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """`number` requests, or as many as the protocol has, of each (prompt, output) length, all at once.
+    """Run requests of each (prompt, output) length, all at once.
 
-    keep: as of `rates`. kwargs: of `throughput.measure`.
+    number: requests per length; None means the protocol's number. keep: as in `rates`. kwargs: of
+    `throughput.measure`.
     """
     found: dict[str, Any] = {"kind": "length", "points": []}
     for prompt, output in values:
@@ -199,7 +205,9 @@ def _simulated(kind: str) -> dict[str, Any]:
     if f.model:
         config = serve.find_model_config(f.model)
         if config is None:
-            raise WorkloadError(f"--model {f.model}: no configuration of that name or path")
+            raise WorkloadError(
+                f"--model {f.model}: accepted is a shipped config's name or the path of a configuration"
+            )
         setting = dataclasses.replace(setting, model=config)
     sizes = _numbers("chunk_sizes", int)
     if kind == "pd_ratio":
@@ -255,17 +263,20 @@ async def _served() -> dict[str, Any]:
 
 
 def _values(kind: str) -> list[Any]:
-    """--values as the kind of sweep wants them. Raises: WorkloadError, before a model is loaded for nothing."""
+    """Return --values in the form that the sweep's kind needs, before a model is loaded. Raises:
+    WorkloadError."""
     given = flags.FLAGS.values
     if not given:
-        raise WorkloadError(f"--values is needed for --sweep {kind}: numbers, or PROMPT/OUTPUT for length")
+        raise WorkloadError(
+            f"--values: required for --sweep {kind}; accepted are numbers, or PROMPT/OUTPUT for length"
+        )
     if kind == "length":
         return [_shape(value) for value in given]
     return _numbers("values", int if kind == "batch_size" else float)
 
 
 def _numbers[T: (int, float)](flag: str, kind: type[T]) -> list[T]:
-    """A list that a flag gives. Raises: WorkloadError for one that is not of positive, finite numbers."""
+    """Return the numbers of a list flag. Raises: WorkloadError for a number that is not positive and finite."""
     given: list[str] = flags.FLAGS[flag].value or []
     try:
         numbers = [kind(value) for value in given]
@@ -273,8 +284,8 @@ def _numbers[T: (int, float)](flag: str, kind: type[T]) -> list[T]:
         numbers = []
     if not numbers or not all(0 < number < math.inf for number in numbers):
         raise WorkloadError(
-            f"--{flag} {','.join(given)}: positive, finite numbers are "
-            f"accepted{', whole ones' if kind is int else ''}"
+            f"--{flag} {','.join(given)}: accepted are positive, finite "
+            f"numbers{', integers only' if kind is int else ''}"
         )
     return numbers
 
@@ -282,13 +293,14 @@ def _numbers[T: (int, float)](flag: str, kind: type[T]) -> list[T]:
 def _shape(value: str) -> tuple[int, int]:
     prompt, _, output = value.partition("/")
     if not (prompt.isdecimal() and output.isdecimal() and int(prompt) and int(output)):
-        raise WorkloadError(f"--values {value!r}: PROMPT/OUTPUT tokens, like 1024/512, are accepted")
+        raise WorkloadError(f"--values {value!r}: accepted are PROMPT/OUTPUT tokens, for example 1024/512")
     return int(prompt), int(output)
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, WorkloadError, ValueError for flags that do not work; RequestFailed
-    of a server.
+    """Run the command and return its report.
+
+    Raises: ConfigError, WorkloadError, ValueError for invalid flags; RequestFailed from a server.
     """
     f = flags.FLAGS
     if f.sweep in SIMULATED:
@@ -304,7 +316,7 @@ def run() -> dict[str, Any]:
 
 
 def table(sweep: Mapping[str, Any]) -> list[str]:
-    """The sweep as lines of text."""
+    """Return the sweep as lines of text."""
     kind = sweep["kind"]
     if kind == "pd_ratio":
         gains = sweep["gain_by_chunk_size"]
@@ -345,14 +357,14 @@ def table(sweep: Mapping[str, Any]) -> list[str]:
 
 
 def _said(sweep: Mapping[str, Any]) -> list[str]:
-    """What a sweep of rates comes to."""
+    """Return the summary of a sweep of rates as lines of text."""
     if "highest_rate" not in sweep:
         return []
     found = sweep["highest_rate"]
     told = {
         "requests_per_s": "all requests",
         "settled": "the later half",
-        "sequential": "by the sequential plan",
+        "sequential": "with the sequential plan",
     }
     rates = ", ".join(
         f"{'none' if found[key] is None else format(found[key], 'g')} ({of})"
@@ -360,7 +372,7 @@ def _said(sweep: Mapping[str, Any]) -> list[str]:
         if key in found
     )
     limit, seconds = (
-        f"{found['limit_ms']:g} ms a token in the mean",
+        f"{found['limit_ms']:g} ms mean latency per token",
         f"at least {found['least_arrivals_s']:.0f} s of arrivals",
     )
     same = sweep["beside_sequential"] and "sequential" not in found

@@ -1,16 +1,17 @@
-"""Offline throughput of an engine in this process: all requests are handed over at once, and the clock runs
-till the last token.
+"""Offline throughput of an engine in this process: all requests at once, timed until the last token.
 
-  python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --input_len 1024 --output_len
-  512 python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --lengths lognormal
-  --input_len 246 --output_len 322 python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy
-  --plan searched --beside_sequential
+  python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --input_len 1024
+      --output_len 512
+  python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --lengths lognormal
+      --input_len 246 --output_len 322
+  python -m jaxflow.bench throughput --model llama-3.1-8b --load_format dummy --plan searched
+      --beside_sequential
 
-Ramp-up and tail are in the clock; sampling is greedy, end tokens are ignored, prompts are random token ids,
-and prefix caching is off unless asked for. A second figure leaves ramp-up and tail out: the steady state,
-from the first request's end to the last one's first token. With --beside_sequential the same requests run
-twice, first by the sequential plan, unless the engine has no other. With --profiled_seconds they run once
-more, then under a profiler that says how long the device does nothing.
+The time includes ramp-up and tail. Sampling is greedy, end tokens are ignored, prompts are random token ids,
+and prefix caching is off by default. A second figure is the steady state without ramp-up and tail: from the
+end of the first request to the first token of the last. --beside_sequential runs the same requests twice,
+first with the sequential plan, if the engine has another plan. --profiled_seconds runs them once more under a
+profiler, which measures the device's idle time.
 """
 
 import dataclasses
@@ -34,14 +35,14 @@ from jaxflow.engine.plans import products_dtype
 from jaxflow.flags import engine_config_from_flags
 from jaxflow.llm import LLM
 
-SAME = "The engine has no plan that is sure to gain: by the sequential plan alone it is the same."
+SAME = "The engine expects no plan to gain over the sequential plan, so the result is the same."
 TIER_LEVELS = (
     "host_pages",
     "host_bytes",
     "host_capacity_bytes",
     "disk_pages",
     "disk_bytes",
-)  # what is there, of `Stats.kv_tiers`
+)  # keys of `Stats.kv_tiers` that are levels, not counters
 
 
 def define_flags() -> None:
@@ -52,12 +53,14 @@ def define_flags() -> None:
     flags.DEFINE_boolean(
         "beside_sequential",
         False,
-        "Run the requests twice in the same engine, first by the sequential plan: what --plan gains.",
+        "Run the requests twice in the same engine, first with the sequential plan, to measure the gain "
+        "of --plan.",
     )
     flags.DEFINE_float(
         "profiled_seconds",
         0.0,
-        "Run the requests once more and profile so long of it: the share of it in which no kernel runs.",
+        "Run the requests once more and profile this many seconds, for the share of time without a "
+        "running kernel.",
         lower_bound=0.0,
     )
 
@@ -72,10 +75,10 @@ def measure(
     device: str | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Runs the items through the engine, all at once or (arrive) at their times; returns the report, less its
-    head.
+    """Run the items through the engine and return the report without its head.
 
-    device: a name in the cost model's table to take Eq. 5's peak from; None: this machine's.
+    arrive: submit items at their arrival times instead of all at once. device: name in the cost model's table
+    for the peak rate of Eq. 5; None means this machine's device.
     """
     requests = greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, seed))
     arrivals = [item.arrival_s for item in items] if arrive else None
@@ -85,16 +88,17 @@ def measure(
 
 
 def _measure(llm: LLM, items: Sequence[Item], slo: Mapping[str, float] | None) -> dict[str, Any]:
-    """`measure` by the command's flags."""
+    """Run `measure` with the command's flags."""
     f = flags.FLAGS
     return measure(llm, items, seed=f.workload_seed, slo=slo, device=f.optimal_device, progress=True)
 
 
 def compared(llm: LLM, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The report of a run by the engine's plans; with that of the sequential one, made before it, and how
-    many times faster they are.
+    """Return the report of a run with the engine's plans, an earlier run with the sequential plan, and the
+    speedup.
 
-    One run alone where the engine has no other plan than the sequential one: two would differ by noise.
+    If the engine has only the sequential plan, there is only one run, because two runs would differ only by
+    noise.
     """
     if steps.plans_of(llm.executor) <= {"sequential"}:
         return run()
@@ -108,10 +112,11 @@ def compared(llm: LLM, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def profiled(llm: LLM, items: Sequence[Item], seconds: float, seed: int = 0) -> dict[str, Any] | None:
-    """`gaps.shares` of so long in the middle of a run of the items, all at once; None without a kernel.
+    """Return `gaps.shares` for `seconds` in the middle of a run of the items, all at once; None without a
+    kernel.
 
-    With `failed` requests of that run and the first `error`: where XLA's profiler stops on several devices,
-    the step after it may fail.
+    The result also has the run's `failed` requests and the first `error`. On several devices the step after
+    the end of XLA's profile may fail.
     """
     requests = greedy_requests(items, workload.prompts(items, llm.model_config.vocab_size, seed))
     done, half = llm.driver.stats().completion_tokens, sum(item.output_tokens for item in items) / 2
@@ -130,7 +135,7 @@ def measure_conversations(
     device: str | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """The same of conversations, from their times on; with what was reused."""
+    """Run conversations from their arrival times and return their report, with the reused tokens."""
 
     def run() -> tuple[list[Record], float]:
         by_talk, duration_s = converse(llm.driver, talks, progress=progress)
@@ -146,8 +151,9 @@ def _measured(
     device: str | None,
     arrivals_s: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """The report of a run, which returns its records and seconds. arrivals_s: of each record, where they did
-    not come at once.
+    """Return the report of `run`, which returns its records and seconds.
+
+    arrivals_s: the arrival time of each record, if the requests did not arrive at once.
     """
     before = llm.driver.stats()
     with machine.watch() as readings, steps.step_log(llm.executor) as log:
@@ -166,10 +172,11 @@ def _measured(
 
 
 def with_optimum(result: Mapping[str, Any], llm: LLM, steps: int, device: str | None) -> dict[str, Any]:
-    """Eq. 5's optimum for what a run computed, and the fraction that it reached: the whole run's, and the
-    steady state's.
+    """Return Eq. 5's optimum for the run's work, and the reached fraction of the full run and of the steady
+    state.
 
-    Beside it the fraction of the bound by four resources, of as many steps of the run's mean composition.
+    The result also has the fraction of the bound by four resources, for the same number of steps of the run's
+    mean composition.
     """
     tokens = result["total_input_tokens"], result["total_output_tokens"]
     if not sum(tokens):
@@ -188,9 +195,7 @@ def with_optimum(result: Mapping[str, Any], llm: LLM, steps: int, device: str | 
 
 
 def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Counters of this run alone; what is not a counter (pages, running and waiting requests) as it is at the
-    end.
-    """
+    """Return the counters of this run. Levels (pages, running and waiting requests) are those at the end."""
     counters = (
         "steps",
         "prompt_tokens",
@@ -211,7 +216,7 @@ def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]
 
 
 def head(llm: LLM) -> dict[str, Any]:
-    """What a report says of the engine it measured."""
+    """Return the report's description of the measured engine."""
     return {
         "model": llm.name,
         "engine_config": dataclasses.asdict(llm.engine_config),
@@ -221,7 +226,8 @@ def head(llm: LLM) -> dict[str, Any]:
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, WorkloadError, ValueError for flags that do not work."""
+    """Run the command and return its report. Raises: ConfigError, WorkloadError, ValueError for invalid
+    flags."""
     f = flags.FLAGS
     slo = report.parse_goodput(f.goodput)
     config = engine_config_from_flags()
@@ -232,7 +238,9 @@ def run() -> dict[str, Any]:
     for name in ("beside_sequential", "profiled_seconds"):
         if talking and f[name].value:
             raise ConfigError(
-                name, f[name].value, "requests without conversations: no --rounds, no trace of shared blocks"
+                name,
+                f[name].value,
+                "requests without conversations: no --rounds, no trace with shared blocks",
             )
     if f.beside_sequential:
         steps.check_plan(config)
@@ -256,7 +264,7 @@ def run() -> dict[str, Any]:
             result["beside_sequential"] = f.beside_sequential
             if f.profiled_seconds:
                 result["profile"] = profiled(llm, items, f.profiled_seconds, f.workload_seed)
-    result |= {  # the names of vllm bench throughput
+    result |= {  # the key names of vllm bench throughput
         "elapsed_time": result["duration"],
         "num_requests": result["completed"],
         "total_num_tokens": result["total_input_tokens"] + result["total_output_tokens"],
@@ -272,13 +280,13 @@ def run() -> dict[str, Any]:
 
 
 def _idle(steps: Mapping[str, Any]) -> str:
-    """The share of the time that the device idled, or its bounds where enqueueing hides it."""
+    """Return the device's idle share as text, or its bounds if enqueueing overlaps the run."""
     least, most = (f"{steps[key]:.2%}" for key in ("device_idle_share_at_least", "device_idle_share"))
     return most if least == most else f"{least} to {most}"
 
 
 def show(result: Mapping[str, Any], title: str = "Throughput Benchmark Result") -> None:
-    """Prints a report for people."""
+    """Print a report as text."""
     w = result["workload"]
     extra = {
         "Model": result["model"],

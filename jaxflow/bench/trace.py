@@ -1,16 +1,17 @@
-"""What each resource does over one layer of a step, plan beside plan, from a profiler's trace of real steps
-(NanoFlow's Figure 10).
+"""Utilization of each resource over one layer of a step, for each plan, from a profiler trace (NanoFlow's
+Figure 10).
 
-  python -m jaxflow.bench trace --model llama-3.1-8b --load_format dummy --plans plan.json --workload 1024/512
-  --plot layer.png
+  python -m jaxflow.bench trace --model llama-3.1-8b --load_format dummy --plans plan.json
+      --workload 1024/512 --plot layer.png
 
-The workload's average step runs full and back to back, first for --seconds to time it, then under the
-profiler. Every kernel is assigned to its op; an op's counted FLOPs and bytes over its kernels' time, over the
-device's datasheet peak, is the share used (of a device that is not in the cost model's table: over the most
-that the trace has). Kernels are launched one by one here, in the streams of the plan: the profiler sees no
-ops in a CUDA graph. Watts and clock are the card's sensors', of many steps: they are too slow for one layer,
-whose watts in the picture are the energy model's, by kernel. On several devices it is the first that is
-shown.
+The workload's average step runs back to back, first for --seconds to time it, then under the profiler. Every
+kernel is assigned to its op. An op's counted FLOPs and bytes, divided by the time of its kernels and by the
+device's datasheet peak, give the utilization. For a device outside the cost model's table the peak is the
+highest rate in the trace.
+
+Kernels are launched one by one, in the streams of the plan, because the profiler sees no ops in a CUDA graph.
+Watts and clock are the GPU's sensor readings over many steps. The sensors are too slow for one layer, so the
+chart shows the energy model's watts by kernel. On several devices the report shows the first device.
 """
 
 import dataclasses
@@ -48,28 +49,34 @@ from jaxflow.pipeline import order
 from jaxflow.pipeline.plan import Plan
 from pallas_kernels.checks.timing import interleaved
 
-_LEAST_STEPS = 4  # in a trace
+_LEAST_STEPS = 4  # minimum steps in a trace
 
 
 def define_flags() -> None:
     options.define_bed()
     flags.DEFINE_string(
-        "workload", "1024/512", "Prompt/output tokens (1024/512), or decodes x keys (256x1100)."
+        "workload",
+        "1024/512",
+        "Workload of the step: prompt/output tokens (1024/512), or decodes x keys (256x1100).",
     )
-    flags.DEFINE_float("seconds", 3.0, "How long each plan is timed.", lower_bound=0.0)
-    flags.DEFINE_float("traced_seconds", 0.5, "How long each plan runs under the profiler.", lower_bound=0.0)
-    flags.DEFINE_string("trace_dir", None, "Keep the profiler's files in this folder, for other viewers.")
-    flags.DEFINE_string("plot", None, "Draw into this file (.png, .svg, .pdf).")
+    flags.DEFINE_float("seconds", 3.0, "Seconds to time each plan.", lower_bound=0.0)
+    flags.DEFINE_float("traced_seconds", 0.5, "Seconds to run each plan under the profiler.", lower_bound=0.0)
+    flags.DEFINE_string(
+        "trace_dir",
+        None,
+        "Folder for the profiler's files, for other viewers; default: the files are deleted.",
+    )
+    flags.DEFINE_string("plot", None, "Chart file (.png, .svg, .pdf).")
     flags.DEFINE_enum(
         "optimal_device",
         None,
         sorted(DEVICES),
-        "Device whose datasheet peaks are taken; default: this machine's.",
+        "Device with the datasheet peaks; default: this machine's device.",
     )
 
 
 def traced(steady: Steady, step_s: float, seconds: float, folder: Path) -> list[Kernel]:
-    """The kernels of steps that run back to back for so long, with at least `_LEAST_STEPS`."""
+    """Return the kernels of back-to-back steps over `seconds`, with at least `_LEAST_STEPS` steps."""
     settings = jax.profiler.ProfileOptions()
     settings.python_tracer_level = 0
     steps = max(_LEAST_STEPS, round(seconds / step_s))
@@ -83,12 +90,14 @@ def traced(steady: Steady, step_s: float, seconds: float, folder: Path) -> list[
         jax.block_until_ready(before)
     return read_kernels(
         max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
-    )  # a folder may keep older ones
+    )  # the folder may hold older traces
 
 
 def peaks_of(device: str | None, dtype: str, trace: LayerTrace) -> tuple[str, dict[str, dict[str, float]]]:
-    """(where they are from, what `shares` takes) of a device of the table, or (None) of this machine's; else
-    the most in the trace.
+    """Return the source and the peaks for `shares`.
+
+    device: a device of the table, or None for this machine's device. An unknown device gets the highest rates
+    in the trace.
     """
     known = DEVICES[device] if device else find_device(jax.devices()[0].device_kind)
     wide = "bfloat16" if dtype == "float8_e4m3fn" else dtype
@@ -110,7 +119,7 @@ def peaks_of(device: str | None, dtype: str, trace: LayerTrace) -> tuple[str, di
             )
         }
 
-    return "the most in this trace", {
+    return "the highest rate in this trace", {
         "compute": most([one.work.flops for one in trace.used]),
         "memory": most([one.work.memory_bytes for one in trace.used]),
         "network": most([one.work.network_bytes for one in trace.used]),
@@ -120,7 +129,7 @@ def peaks_of(device: str | None, dtype: str, trace: LayerTrace) -> tuple[str, di
 def described(
     bed: Bed, name: str, step: Composition, kernels: list[Kernel], text: str, device: str | None
 ) -> dict[str, Any]:
-    """One plan's layer. text: the step's compiled program."""
+    """Return the report of one plan's layer. text: the compiled program of the step."""
     plan, _ = bed.ways[name]
     trace = one_layer(kernels, scopes(text), plan, graph_of(bed, plan), step)
     source, peaks = peaks_of(device, products_dtype(bed.config), trace)
@@ -161,7 +170,7 @@ def _shown(one: Used) -> dict[str, Any]:
 
 
 def graph_of(bed: Bed, plan: Plan) -> Graph:
-    """The graph of a plan's form, with the widths of the engine's numbers."""
+    """Return the graph of a plan's form, with the byte widths of the engine's dtypes."""
     config = bed.config
     weights, kv, wide = (
         jnp.dtype(dtype).itemsize for dtype in (products_dtype(config), config.kv_cache_dtype, config.dtype)
@@ -172,7 +181,7 @@ def graph_of(bed: Bed, plan: Plan) -> Graph:
 def measure(
     bed: Bed, workload: Workload, seconds: float, traced_seconds: float, folder: Path, device: str | None
 ) -> list[dict[str, Any]]:
-    """Every plan's layer, timed and traced. Raises: ValueError for a trace that does not show the plan's ops."""
+    """Return every plan's layer, timed and traced. Raises: ValueError for a trace without the plan's ops."""
     ready = bed.ready(workload)
     timings = interleaved({name: steady.enqueue for name, (steady, _) in ready.items()}, seconds=seconds)
     found = []
@@ -193,7 +202,7 @@ def measure(
 
 
 def run() -> dict[str, Any]:
-    """The command. Raises: ConfigError, PlanError, CheckpointError, ValueError."""
+    """Run the command and return its report. Raises: ConfigError, PlanError, CheckpointError, ValueError."""
     f, begun = flags.FLAGS, time.monotonic()
     workload = parse_workload(f.workload, "workload")
     bed = bed_of_flags([workload], ["streams"], "workload")
@@ -219,15 +228,15 @@ def run() -> dict[str, Any]:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """A report for people."""
-    lines = ["One Layer's Resources".center(50, "=")]
+    """Return the report as text."""
+    lines = ["Resource Use of One Layer".center(50, "=")]
     for plan in result["plans"]:
         lines += [
             plan["plan"].center(50, "-"),
             line("Step, not traced (ms):", plan["step_ms"]),
             line("Step, traced (ms):", plan["traced_step_ms"]),
-            line("No kernel runs in it (ms):", plan["traced_idle_ms"]),
-            line("The longest of that in one piece (ms):", plan["longest_pause_ms"]),
+            line("Time without a kernel (ms):", plan["traced_idle_ms"]),
+            line("Longest gap without a kernel (ms):", plan["longest_pause_ms"]),
             line("One layer, traced (us):", plan["layer_us"]),
             *(line(f"Mean share of {name}:", f"{plan['mean_shares'][name]:.1%}") for name in RESOURCES),
             line("Kernel time assigned to ops:", f"{plan['assigned_share_of_kernel_time']:.1%}"),

@@ -1,10 +1,9 @@
-"""From a profiler's trace to what each resource did: which op every kernel is of, and the shares used over
-one layer's time.
+"""Resource use from a profiler trace: the op of every kernel, and the utilization over one layer's time.
 
-The profiler says when each kernel ran, on which stream, and of which instruction of the compiled program it
-is; the program says in which op's scope that instruction was made (law 4 of the design: one name everywhere).
-What an op must compute, move and send is the graph's count, spread evenly over its kernels' time: counted
-work over measured time, not a hardware counter.
+The profiler gives each kernel's time, stream, and instruction of the compiled program. The program gives the
+op scope of each instruction (law 4 of the design: one name everywhere). The graph counts an op's FLOPs and
+its bytes of memory and network traffic. These counts are spread evenly over the time of the op's kernels. The
+result is counted work over measured time, not a hardware counter.
 """
 
 import collections
@@ -26,18 +25,20 @@ RESOURCES = ("compute", "memory", "network")
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One run of a kernel. `instruction`: its name in the compiled program; `scope`: the scopes it says of
-    itself, mostly nothing.
+    """One run of a kernel.
+
+    `instruction` is its name in the compiled program. `scope` holds the scopes in the kernel's own metadata,
+    usually empty.
     """
 
     name: str
     instruction: str
-    program: tuple[str, str]  # module, and the profiler's number of it
+    program: tuple[str, str]  # module, and the profiler's program number
     scope: str
     stream: str
     start_s: float
     seconds: float
-    blocks: int | None = None  # of its grid, on a GPU
+    blocks: int | None = None  # blocks in its grid, on a GPU
 
     @property
     def stop_s(self) -> float:
@@ -45,8 +46,9 @@ class Kernel:
 
 
 def read_kernels(path: str | Path) -> list[Kernel]:
-    """The kernels of the first GPU in a profiler's `.xplane.pb`, in order of their start; without one, the
-    ops of the first CPU device.
+    """Return the kernels of the first GPU in a profiler's `.xplane.pb`, ordered by start.
+
+    Without a GPU, return the ops of the first CPU device.
     """
     planes = list(ProfileData.from_file(str(path)).planes)
     gpus = sorted(
@@ -56,7 +58,7 @@ def read_kernels(path: str | Path) -> list[Kernel]:
     for plane in gpus[:1] or [plane for plane in planes if plane.name == "/host:CPU"]:
         for line in plane.lines:
             if gpus and not line.name.startswith("Stream"):
-                continue  # what a viewer derives from the streams
+                continue  # lines that a viewer derives from the streams
             for event in line.events:
                 if event.name.startswith("end: "):
                     continue
@@ -85,7 +87,7 @@ def _kernel(event: Any, stream: str, stats: Mapping[str, Any]) -> Kernel:
 
 
 def scopes(compiled_text: str) -> dict[str, str]:
-    """The scopes of each instruction of a compiled program's text, by its name."""
+    """Return the scopes of each instruction of a compiled program's text, by instruction name."""
     found = re.finditer(
         r"^\s*(?:ROOT )?%?([\w.\-]+) = [^\n]*?metadata=\{[^}\n]*?op_name=\"([^\"]*)\"", compiled_text, re.M
     )
@@ -93,31 +95,29 @@ def scopes(compiled_text: str) -> dict[str, str]:
 
 
 def nano_op_of(scope: str, nano_ops: Mapping[tuple[str, str], NanoOp]) -> NanoOp | None:
-    """The nano-op in whose scopes, its op's and then its own, something was made. nano_ops: by (op, id)."""
+    """Return the nano-op of a scope, which contains the op's scope followed by the nano-op's. nano_ops: by
+    (op, id)."""
     return next((nano_ops[pair] for pair in itertools.pairwise(scope.split("/")) if pair in nano_ops), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Used:
-    """A kernel within one layer's time, with what its nano-op asks of the device in its share of the
-    nano-op's time.
-    """
+    """A kernel within one layer's time, with its share of its nano-op's resource demand."""
 
     kernel: Kernel
-    nano: NanoOp | None  # None: of no op of the layers
-    kind: Kind | None  # the op's
-    start_s: float  # from the beginning of the time
+    nano: NanoOp | None  # None: the kernel belongs to no layer op
+    kind: Kind | None  # the kind of its op
+    start_s: float  # seconds from the start of the layer's time
     seconds: float
     work: Work
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerTrace:
-    """One layer's time of a step in the steady state: as long as a layer takes, whichever layers' ops run in
-    it.
+    """The time of one layer in a steady-state step, with kernels of any layer that run in this time.
 
-    `idle_s`: of the step's time, in which no kernel ran; `pause_s`: the longest of it in one piece, which is
-    the host's, before a step's first kernel, where steps are not ready before the one ahead is done.
+    `idle_s`: time of the step without a running kernel. `pause_s`: the longest single gap. The host causes
+    this gap before a step's first kernel if steps are not enqueued early enough.
     """
 
     seconds: float
@@ -130,18 +130,19 @@ class LayerTrace:
 def one_layer(
     kernels: Sequence[Kernel], names: Mapping[str, str], plan: Plan, graph: Graph, step: Composition
 ) -> LayerTrace:
-    """Of the last step but one, from the middle layer's first product to the next layer's.
+    """Return the layer time of the second-to-last step, from the middle layer's first product to the next
+    layer's.
 
-    kernels: of several steps, and of whatever ran between them. names: `scopes` of the step's program. step:
-    what it is made of.
+    kernels: of several steps, including other kernels between them. names: `scopes` of the step's program.
+    step: its composition.
 
-    Raises: ValueError for a trace in which the plan's ops are not, or too few times.
+    Raises: ValueError for a trace without the plan's ops, or with too few runs of them.
     """
     by_program: dict[tuple[str, str], float] = collections.defaultdict(float)
     for kernel in kernels:
         by_program[kernel.program] += kernel.seconds
     if not by_program:
-        raise ValueError("the trace has no kernels")
+        raise ValueError("the trace has no kernels; accepted is a trace of at least 3 full steps")
     program = max(by_program, key=by_program.__getitem__)
     known = {(nano.op, nano.id): nano for nano in plan.nano_ops}
     own = [(kernel, _assigned(kernel, program, names, known)) for kernel in kernels]
@@ -149,7 +150,7 @@ def one_layer(
     anchors = _anchors(own, plan, layers)
     steps = len(anchors) // layers
     if steps < 3:
-        raise ValueError(f"the trace has {steps} whole steps: 3 are needed")
+        raise ValueError(f"the trace has {steps} full steps; at least 3 are needed")
     first = (steps - 2) * layers + (layers - 1) // 2
     begin, end = anchors[first], anchors[first + 1]
     step_s = anchors[first] - anchors[first - layers]
@@ -176,7 +177,8 @@ def one_layer(
 
 
 def _gaps(kernels: Iterable[Kernel], begin: float, end: float) -> list[float]:
-    """Seconds of each time between two moments in which no kernel runs. kernels: in order of their start."""
+    """Return the seconds of each gap between `begin` and `end` without a running kernel. kernels: ordered by
+    start."""
     found, at = [], begin
     for kernel in kernels:
         if kernel.stop_s > begin and kernel.start_s < end:
@@ -198,8 +200,9 @@ def _assigned(
 
 
 def _anchors(own: Iterable[tuple[Kernel, NanoOp | None]], plan: Plan, layers: int) -> list[float]:
-    """When each layer's run of one nano-op began: the plan's first product's longest kernels, one a layer and
-    step.
+    """Return the start times of one nano-op's runs, one per layer and step.
+
+    The nano-op is the plan's first product, and its longest kernel marks each run.
     """
     products = [nano.id for nano in plan.nano_ops if nano.op in ("qkv", "up_gate", "router")]
     starts = {name: [] for name in products}
@@ -210,13 +213,13 @@ def _anchors(own: Iterable[tuple[Kernel, NanoOp | None]], plan: Plan, layers: in
     by_instruction: dict[str, list[Kernel]] = collections.defaultdict(list)
     for kernel in found:
         by_instruction[kernel.instruction].append(kernel)
-    # Each layer has instructions of its own, each of which runs once a step.
+    # Each layer has separate instructions, and each instruction runs once per step.
     steps = max((len(kernels) for kernels in by_instruction.values()), default=0)
     longest = sorted(by_instruction.values(), key=lambda kernels: -sum(kernel.seconds for kernel in kernels))[
         :layers
     ]
     if len(longest) < layers:
-        raise ValueError(f"the trace has {len(longest)} layers of {products}: the model has {layers}")
+        raise ValueError(f"the trace has {len(longest)} layers of {products}; the model has {layers} layers")
     return sorted(kernel.start_s for kernels in longest for kernel in kernels[-steps:])
 
 
@@ -225,7 +228,7 @@ def _within(kernel: Kernel, begin: float, end: float) -> float:
 
 
 def part(step: Composition, start: int, stop: int) -> Composition:
-    """Tokens [start, stop) of a step, whose decodes come first, as a step of their own."""
+    """Return tokens [start, stop) of a step as a separate step. Decodes come first."""
     decodes = max(0.0, min(stop, step.decode_tokens) - start)
     chunks, at = [], step.decode_tokens
     for tokens, position in step.chunks:
@@ -237,10 +240,9 @@ def part(step: Composition, start: int, stop: int) -> Composition:
 
 
 def shares(trace: LayerTrace, peaks: Mapping[str, Mapping[str, float]]) -> list[dict[str, float]]:
-    """The share of each resource's peak that is used, from each moment on at which that changes, in order of
-    `start_us`.
+    """Return each resource's utilization at every time where a utilization changes, ordered by `start_us`.
 
-    peaks: FLOP/s by op ("" for all that are not named), and under "memory" and "network" bytes/s under "".
+    peaks: FLOP/s by op ("" for all other ops); bytes/s under "memory" and "network", with the key "".
     """
     moments = sorted(
         {
@@ -270,7 +272,7 @@ def _shares(one: Used, peaks: Mapping[str, Mapping[str, float]]) -> dict[str, fl
 
 
 def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean share of each resource over the layer's time."""
+    """Return the mean utilization of each resource over the layer's time."""
     whole = rows[-1]["stop_us"] - rows[0]["start_us"]
     return {
         name: sum(row[name] * (row["stop_us"] - row["start_us"]) for row in rows) / whole

@@ -1,6 +1,5 @@
-"""The picture of `bench trace`: for each plan a layer's kernels by stream, the shares of the device's peaks,
-and modelled watts.
-"""
+"""The chart of `bench trace`: a layer's kernels by stream, the resource utilization, and modeled watts, per
+plan."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,18 +18,18 @@ _KINDS = {
     "network": "tab:green",
     "other": "tab:gray",
     None: "lightgray",
-}  # None: of no op
-_LABELLED = 0.06  # of the layer's time: shorter kernels have no room for a name
+}  # None: no op
+_LABELLED = 0.06  # share of the layer's time; shorter kernels have no room for a label
 
 
 def save(result: Mapping[str, Any], path: str | Path) -> None:
-    """Draws a report into a file, making its folder if need be."""
+    """Draw a report into a file, creating its folder if needed."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     draw(result).savefig(path, dpi=130)
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
-    """A column for each plan, on one scale of time."""
+    """Return a figure with one column per plan, on a common time scale."""
     plans = result["plans"]
     watts = [modelled(result, plan) for plan in plans]
     heights = (1, 1.6, 0.8) if any(watts) else (1, 1.6)
@@ -93,7 +92,7 @@ def _shares(axes: Axes, rows: Sequence[Mapping[str, float]], means: Mapping[str,
     edges = [row["start_us"] for row in rows] + [rows[-1]["stop_us"]]
     for name in RESOURCES:
         if name == "network" and not any(row[name] for row in rows):
-            continue  # one device
+            continue  # only one device
         axes.stairs(
             [row[name] for row in rows],
             edges,

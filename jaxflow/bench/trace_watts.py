@@ -1,10 +1,9 @@
-"""Watts over a layer's time, by the energy model: a card's sensor follows some tens of milliseconds, not one
-kernel.
+"""Watts over a layer's time from the energy model, because a GPU's sensor averages over tens of milliseconds.
 
-Every kernel's counted work has its joules at the clock that the steps ran at; what runs beside each other
-adds up, over idle. The model's constants are the least that sustained runs took, so its dynamic watts are
-scaled until their mean over the layer is what the sensor read over many steps. A sum over devices costs
-nothing by the model but the memory that it moves.
+The counted work of every kernel has joules at the measured clock. Concurrent kernels add up, on top of the
+idle power. The model's constants are the minimum energy of sustained runs. Therefore the dynamic watts are
+scaled until their mean over the layer equals the sensor's mean over many steps. For a sum over devices the
+model counts only the memory traffic.
 """
 
 import dataclasses
@@ -18,8 +17,10 @@ from jaxflow.model.graph import Work
 
 @dataclasses.dataclass(frozen=True)
 class Watts:
-    """`values`: one for each row of a plan's `shares`. `scale`: of dynamic watts, to the sensor's mean; 1
-    without a sensor.
+    """Watts over a layer.
+
+    `values`: one per row of a plan's `shares`. `scale`: factor of the dynamic watts to match the sensor's
+    mean; 1 without a sensor.
     """
 
     values: tuple[float, ...]
@@ -28,7 +29,8 @@ class Watts:
 
 
 def modelled(result: Mapping[str, Any], plan: Mapping[str, Any]) -> Watts | None:
-    """Of one plan of a report of `bench trace`; None on a device, or of a dtype, whose joules are not known."""
+    """Return the watts of one plan of a `bench trace` report, or None for a device or dtype with unknown
+    joules."""
     device = find_device(result["device"])
     power = shipped_power(device.name) if device else None
     engine = result["engine_config"]
@@ -56,7 +58,7 @@ def _joules(kernel: Mapping[str, Any], power: Power, dtype: str, clock: float) -
 
 
 def _at(low: float, high: float, kernels: Sequence[Mapping[str, Any]], joules: Sequence[float]) -> float:
-    """The sum over the kernels that run from `low` to `high` (us)."""
+    """Return the sum over the kernels that run from `low` to `high`, in microseconds."""
     running = zip(kernels, joules, strict=True)
     return sum(
         1e6 * j / k["us"]

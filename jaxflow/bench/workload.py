@@ -1,6 +1,6 @@
-"""What is asked of an engine: prompt and output lengths, prompts of random ids, and arrival times.
+"""Workloads: prompt and output lengths, prompts of random token ids, and arrival times.
 
-Everything is a function of its seed, so that two engines can be given the same requests.
+Everything is a function of its seed, so that two engines can run the same requests.
 """
 
 import csv
@@ -12,19 +12,21 @@ from pathlib import Path
 
 import numpy as np
 
-BLOCK_TOKENS = 512  # of prompt that one of Mooncake's hash ids stands for
+BLOCK_TOKENS = 512  # prompt tokens per Mooncake hash id
 MOST_SPREAD = 100.0  # standard deviation over mean
 
 
 class WorkloadError(ValueError):
-    """A workload that cannot be read or made. The message names the file or setting and what would be
-    accepted.
+    """A workload that cannot be read or made.
+
+    The message names the file or setting and the accepted values.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One request to come. `blocks`: an id for each `block_tokens` of prompt; equal ids are equal tokens."""
+    """One request of a workload. `blocks`: an id for each `block_tokens` of prompt; equal ids mean equal
+    tokens."""
 
     prompt_tokens: int
     output_tokens: int
@@ -35,14 +37,14 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The longest requests that are kept."""
+    """Upper limits of request lengths."""
 
     prompt_tokens: float
     output_tokens: float
     total_tokens: float
 
     def admit(self, item: Item) -> bool:
-        """Whether no length is over its limit."""
+        """Return True if no length exceeds its limit."""
         total = item.prompt_tokens + item.output_tokens
         return (
             item.prompt_tokens <= self.prompt_tokens
@@ -51,13 +53,13 @@ class Limits:
         )
 
 
-NANOFLOW = Limits(3072, 1024, 4096)  # what it keeps of its traces
-_NO_RATE = "rate={}: a positive number of requests a second is possible"
+NANOFLOW = Limits(3072, 1024, 4096)  # NanoFlow's limits for its traces
+_NO_RATE = "rate={}: accepted is a positive number of requests per second"
 UNLIMITED = Limits(math.inf, math.inf, math.inf)
 
 
 def constant(number: int, prompt_tokens: int, output_tokens: int) -> list[Item]:
-    """Requests that are all alike, all there from the start."""
+    """Return requests of equal length that all arrive at the start."""
     return [Item(prompt_tokens, output_tokens)] * number
 
 
@@ -71,13 +73,13 @@ def lognormal(
     limits: Limits = NANOFLOW,
     seed: int = 0,
 ) -> list[Item]:
-    """Lengths drawn from log-normal distributions, cut at the limits, of the given means *as drawn*.
+    """Return requests with log-normal lengths, cut at the limits, with the given means after the cut.
 
-    cv is the standard deviation over the mean before the cut; the defaults are ShareGPT's (NanoFlow, Table
+    cv is the standard deviation over the mean before the cut. The defaults are ShareGPT's (NanoFlow, Table
     4).
 
     Raises:
-      WorkloadError: if a mean is not below its limit, or a spread not possible.
+      WorkloadError: if a mean is not below its limit, or a cv is out of range.
     """
     rng = np.random.default_rng([seed, 1])
     most_prompt = min(limits.prompt_tokens, limits.total_tokens - 1)
@@ -89,12 +91,12 @@ def lognormal(
 
 
 def _lognormal(rng: np.random.Generator, number: int, mean: float, cv: float, most: np.ndarray) -> np.ndarray:
-    """Whole numbers from 1 to `most` [number] whose mean is within a token of `mean`."""
+    """Return integers from 1 to `most` [number] with a mean within one token of `mean`."""
     if not 0 <= cv <= MOST_SPREAD:
-        raise WorkloadError(f"a spread (cv) of {cv} is not possible: 0 to {MOST_SPREAD} is")
+        raise WorkloadError(f"cv={cv}: accepted are values from 0 to {MOST_SPREAD}")
     if not 1 <= mean < most.mean():
         raise WorkloadError(
-            f"a mean length of {mean} is not possible: 1 to below {most.mean():.0f} tokens, the limit, is"
+            f"mean length {mean}: accepted are values from 1 to below the limit of {most.mean():.0f} tokens"
         )
     drawn = np.exp(math.sqrt(math.log1p(cv**2)) * rng.standard_normal(number))
 
@@ -111,18 +113,20 @@ def _lognormal(rng: np.random.Generator, number: int, mean: float, cv: float, mo
 
 
 def read_csv(path: str | Path, limits: Limits = NANOFLOW) -> list[Item]:
-    """A trace with columns `prompt_tokens`, `output_tokens` and perhaps `arrival_s`; requests over the limits
-    are dropped.
+    """Return the requests of a trace with columns `prompt_tokens`, `output_tokens` and optionally
+    `arrival_s`.
+
+    Requests over the limits are dropped.
 
     Raises:
-      WorkloadError: naming the file, if a column is missing or a line is not numbers.
+      WorkloadError: naming the file, if a column is missing or a line has a non-number.
     """
     with open(path, newline="") as file:
         rows = csv.DictReader(file)
         missing = {"prompt_tokens", "output_tokens"} - set(rows.fieldnames or ())
         if missing:
             raise WorkloadError(
-                f"{path}: no column {' and '.join(sorted(missing))}; the columns are {rows.fieldnames}"
+                f"{path}: missing column {' and '.join(sorted(missing))}; the columns are {rows.fieldnames}"
             )
         items = []
         for row in rows:
@@ -135,15 +139,19 @@ def read_csv(path: str | Path, limits: Limits = NANOFLOW) -> list[Item]:
                     )
                 )
             except (ValueError, TypeError):
-                raise WorkloadError(f"{path}, line {rows.line_num}: {row} is not numbers") from None
+                raise WorkloadError(
+                    f"{path}, line {rows.line_num}: {row} has values that are not numbers"
+                ) from None
     return [item for item in items if limits.admit(item)]
 
 
 def read_mooncake(path: str | Path, limits: Limits = UNLIMITED) -> list[Item]:
-    """A trace of Mooncake's (JSON lines): `timestamp` in ms, `input_length`, `output_length`, `hash_ids`.
+    """Return the requests of a Mooncake trace.
+
+    A trace is JSON lines: `timestamp` in ms, `input_length`, `output_length`, `hash_ids`.
 
     Raises:
-      WorkloadError: naming the file and line, if a line is not of that form.
+      WorkloadError: naming the file and line, if a line has another form.
     """
     items = []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
@@ -170,18 +178,21 @@ def read_mooncake(path: str | Path, limits: Limits = UNLIMITED) -> list[Item]:
 
 
 def read_trace(path: str | Path, limits: Limits | None = None) -> list[Item]:
-    """A trace by its ending, .csv or .jsonl; without `limits`, those of its kind. Raises: WorkloadError,
-    OSError.
+    """Return the requests of a trace file, .csv or .jsonl; `limits` defaults to the file kind's limits.
+
+    Raises: WorkloadError, OSError.
     """
     readers = {".csv": read_csv, ".jsonl": read_mooncake}
     reader = readers.get(Path(path).suffix)
     if reader is None:
-        raise WorkloadError(f"{path}: not a trace; lengths end in .csv, Mooncake's traces in .jsonl")
+        raise WorkloadError(
+            f"{path}: not a trace file; accepted are .csv for lengths, and .jsonl for Mooncake's traces"
+        )
     return reader(path) if limits is None else reader(path, limits)
 
 
 def shrink(items: Sequence[Item], factor: int) -> list[Item]:
-    """Items of `factor` times fewer tokens, their blocks too, rounded up: a trace's structure for a short
+    """Return items with `factor` times fewer tokens and smaller blocks, rounded up, for models with a short
     context.
 
     Raises:
@@ -189,8 +200,7 @@ def shrink(items: Sequence[Item], factor: int) -> list[Item]:
     """
     if factor < 1 or BLOCK_TOKENS % factor:
         raise WorkloadError(
-            f"a trace cannot shrink {factor} times: the divisors of its blocks' {BLOCK_TOKENS} "
-            f"tokens are possible"
+            f"shrink factor {factor}: accepted are the divisors of a block's {BLOCK_TOKENS} tokens"
         )
     return [
         dataclasses.replace(
@@ -204,7 +214,7 @@ def shrink(items: Sequence[Item], factor: int) -> list[Item]:
 
 
 def sample(items: Sequence[Item], number: int, seed: int = 0) -> list[Item]:
-    """`number` of the items, drawn without replacement, or with it if there are fewer."""
+    """Return `number` items, drawn without replacement, or with replacement if there are fewer."""
     if not items:
         raise WorkloadError("the trace has no request within the limits")
     chosen = np.random.default_rng([seed, 2]).choice(len(items), number, replace=number > len(items))
@@ -212,7 +222,8 @@ def sample(items: Sequence[Item], number: int, seed: int = 0) -> list[Item]:
 
 
 def poisson_arrivals(items: Sequence[Item], rate: float, seed: int = 0) -> list[Item]:
-    """The items at exponential intervals, `rate` a second on average, all at once for an infinite rate."""
+    """Return the items at exponential intervals, with a mean of `rate` per second; an infinite rate means all
+    at once."""
     if not rate > 0:
         raise WorkloadError(_NO_RATE.format(rate))
     gaps = np.random.default_rng([seed, 3]).exponential(1 / rate, len(items))
@@ -222,11 +233,11 @@ def poisson_arrivals(items: Sequence[Item], rate: float, seed: int = 0) -> list[
 
 
 def trace_arrivals(items: Sequence[Item], rate: float | None = None) -> list[Item]:
-    """The items at the trace's own times, from 0 on; with a rate, stretched so that so many a second come on
-    average.
+    """Return the items at the trace's own times, shifted to start at 0, and stretched to a mean `rate` if
+    given.
 
     Raises:
-      WorkloadError: for a rate that is none, or times that are all the same.
+      WorkloadError: for an invalid rate, or for times that are all the same.
     """
     if rate is not None and not rate > 0:
         raise WorkloadError(_NO_RATE.format(rate))
@@ -239,7 +250,7 @@ def trace_arrivals(items: Sequence[Item], rate: float | None = None) -> list[Ite
 
 
 def prompts(items: Sequence[Item], vocab_size: int, seed: int = 0) -> list[np.ndarray]:
-    """Random token ids for each item, int32 [prompt_tokens]; blocks of equal ids are equal."""
+    """Return random token ids for each item, int32 [prompt_tokens]. Equal block ids give equal tokens."""
     ids = []
     for index, item in enumerate(items):
         if item.blocks:

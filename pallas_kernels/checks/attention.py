@@ -1,9 +1,9 @@
-"""Checks decode attention against its float32 twin on a GPU, and times it beside what XLA and JAX have.
+"""Check decode attention against its float32 reference on a GPU, and time it next to XLA's and JAX's.
 
     python -m pallas_kernels.checks.attention [--seconds 0.6] [--only check,int8,decode] [--json FILE]
 
-Prints one line a case; the errors are ‖kernel − twin‖ / ‖twin‖ on fresh random ragged inputs, the rates are
-of keys and values read.
+Prints one line per case. The errors are ‖kernel − reference‖ / ‖reference‖ on fresh random ragged inputs. The
+rates count the keys and values read.
 """
 
 import functools
@@ -30,12 +30,13 @@ from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_work import decode_work
 from pallas_kernels.tiles import DecodeTile, decode_tile
 
-TOLERANCE = 6e-3  # bfloat16 operands and weights against float32
+TOLERANCE = 6e-3  # bfloat16 operands and weights compared with float32
 
 
 def exact(twin, q, k, v, *rest, **kw):
-    """The twin in float32, NaN of unwritten places taken as 0 (it masks weights, and 0 · NaN is NaN there
-    too).
+    """Return the reference result in float32, with 0 in place of NaN at unwritten positions.
+
+    The reference masks weights, and 0 · NaN is NaN in its product as well.
     """
     known = lambda x: jnp.where(jnp.isnan(x), jnp.zeros_like(x), x)
     kw |= {name: known(kw[name]) for name in ("k_scale", "v_scale") if name in kw}
@@ -44,10 +45,10 @@ def exact(twin, q, k, v, *rest, **kw):
 
 
 def cached(rng, k, v, dtype):
-    """(k, v, scales) of a cache of `dtype`: one of 8 bits has its values turned, and scales, of heads (e4m3)
-    or tokens (int8).
+    """Return (k, v, scales) of a cache of `dtype`.
 
-    The last of several heads' keys have a scale of 0 in e4m3: all its tokens weigh the same.
+    An 8-bit cache has transposed values, and scales per head (e4m3) or per token (int8). In e4m3 the last of
+    several KV heads has a key scale of 0, so all its tokens get equal weights.
     """
     if dtype == jnp.bfloat16:
         return k, v, {}
@@ -70,7 +71,7 @@ def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified=None,
         for _ in range(2)
     )
     k, v, scales = cached(rng, k, v, dtype)
-    b, more = len(lengths), int(rng.choice([0, 43]))  # rows of q behind the sequences'
+    b, more = len(lengths), int(rng.choice([0, 43]))  # unused rows of q after the sequences' rows
     q = jnp.asarray(rng.normal(size=(b + more, n, h)) * rng.choice([1, 4]), jnp.bfloat16)
     into = jnp.asarray(rng.normal(size=q.shape), jnp.bfloat16) if more else None
     nobody = np.append(np.asarray(lengths) == 0, np.ones(more, bool))
@@ -106,8 +107,9 @@ def check_decode(rows, rng, lengths, n, kv, h, dtype=jnp.bfloat16, unified=None,
 
 
 def checks(rows, share, dtypes):
-    """All correctness cases of these caches, or every n-th from the i-th on for share (i, n), so that several
-    processes can divide them.
+    """Run all correctness cases of these caches.
+
+    share (i, n): run every n-th case from case i, so that several processes can divide the cases.
     """
     rng = np.random.default_rng(time.time_ns())
     decode = functools.partial(check_decode, rows, rng)
@@ -138,7 +140,7 @@ def checks(rows, share, dtypes):
             functools.partial(decode, [1], 32, 8, 128, dtype),
             functools.partial(decode, [0, 0, 65, 0], 32, 8, 128, dtype, sms=20),
             functools.partial(decode, [20000, *[200] * 40], 32, 8, 128, dtype),
-            # Pairs that are cut in dozens, whose parts are added up by groups.
+            # Pairs split into dozens of parts, which are added up in groups.
             functools.partial(decode, [0, 131_072], 32, 8, 128, dtype, unified=(0.0, 8.0)),
             functools.partial(decode, [60_000, 3, 50_000], 14, 1, 64, dtype),
             functools.partial(decode, [40_000], 20, 2, 256, dtype, sms=100),
@@ -149,7 +151,7 @@ def checks(rows, share, dtypes):
 
 
 def queries(layers, rows, n, h):
-    """Other queries for each layer: XLA would run equal calls once and copy the result."""
+    """Return different queries for each layer, because XLA would run equal calls once and copy the result."""
     return [jax.random.normal(jax.random.key(i), (rows, n, h), jnp.bfloat16) for i in range(layers)]
 
 
@@ -167,7 +169,7 @@ def time_decode(
     for sms, tile in variants or [(132, decode_tile(h, n // kv))]:
         layer = jax.jit(
             functools.partial(decode_attention, scale=h**-0.5, sms=sms, tile=tile)
-        )  # its lowering serves all layers
+        )  # one lowering serves all layers
 
         def run(qs, cache, table, lengths, sms=sms, tile=tile, layer=layer):
             work = decode_work(lengths, kv, sms * tile.workers)
@@ -196,7 +198,7 @@ def cudnn_paged(_, lengths, h):
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
 
     b = len(lengths)
-    width = -(-int(max(lengths)) // PAGE)  # it wants exactly B x width pages
+    width = -(-int(max(lengths)) // PAGE)  # the kernel requires exactly B x width pages
     pages = jnp.asarray(np.random.default_rng(0).permutation(b * width).reshape(b, 1, width, 1), jnp.int32)
     kv_len, q_len = jnp.asarray(lengths, jnp.int32), jnp.ones((b,), jnp.int32)
     own = {}
@@ -253,7 +255,7 @@ def jax_paged(table, lengths, h):
     jitted = jax.jit(run)
     turned = {}
 
-    def call(qs, cache):  # its pages are [K, P, S, H]
+    def call(qs, cache):  # JAX's kernel has pages [K, P, S, H]
         if "cache" not in turned:
             turned["cache"] = [tuple(jnp.swapaxes(x, 0, 1) for x in pair) for pair in cache]
         return jitted(qs, turned["cache"])

@@ -1,9 +1,9 @@
-"""Checks chunk attention against its float32 twin on a GPU, and times it beside cuDNN's attention.
+"""Check chunk attention against its float32 reference on a GPU, and time it next to cuDNN's attention.
 
     python -m pallas_kernels.checks.chunk [--seconds 0.6] [--only check,time] [--share 0/4] [--json FILE]
 
-Prints one line a case; the errors are ‖kernel − twin‖ / ‖twin‖ on fresh random ragged inputs, the rates are
-of the products that the causal mask leaves.
+Prints one line per case. The errors are ‖kernel − reference‖ / ‖reference‖ on fresh random ragged inputs. The
+rates count the products under the causal mask.
 """
 
 import functools
@@ -27,15 +27,17 @@ TOLERANCE = {
     "bfloat16": 6e-3,
     "float8_e4m3fn": 4e-2,
     "int8": 6e-3,
-}  # of queries, weights and outputs in these bits; the cache is the twin's too
+}  # precision of queries, weights and outputs; the reference reads the same cache
 HEADS = (32, 8, 128)  # Llama-3.1-8B: query heads, KV heads, head width
 
 
 def caches(rng, table, pages, ends, kv, h, dtype, spare=0, silent=False):
-    """(the kernel's keys, values and scales, the twin's keys and values), NaN where no token was written;
-    `spare` pages lie before.
+    """Return the kernel's keys, values and scales, and the reference's keys and values.
 
-    silent: an e4m3 cache whose first head's keys have a scale of 0, so that all its tokens weigh the same.
+    Positions without a token hold NaN. `spare` unused pages precede the sequences' pages.
+
+    silent: an e4m3 cache with a key scale of 0 for its first head, so that all tokens of this head get equal
+    weights.
     """
     k, v = (
         poison(random_pages(jax.random.key(int(rng.integers(2**31))), pages, kv, h), table, ends)
@@ -83,11 +85,11 @@ def check(
     silent=False,
     **settings,
 ):
-    """One case: queries of standard deviation `size`, the same bits twice, zeros in rows that are in no
-    chunk.
+    """Run one case with queries of standard deviation `size`.
 
-    silent: as in `caches`.
-    least: of scores that are all -inf instead, so that the twin has zeros everywhere.
+    The case checks that two runs give the same bits, and that rows outside every chunk are zero.
+
+    silent: as in `caches`. least: all scores are -inf, so that the reference has zeros everywhere.
     """
     (n, kv, h), ends = heads, [int(c[3] + c[1]) for c in chunks]
     table, pages = page_tables(rng, ends)
@@ -125,8 +127,9 @@ def check(
 
 
 def random_chunks(rng, tokens, count, longest):
-    """`count` chunks that leave gaps in q, at random offsets, their page-table rows shuffled; one of them
-    empty.
+    """Return `count` chunks with gaps between them in q, at random offsets, with shuffled page-table rows.
+
+    One of the chunks is empty.
     """
     cuts = np.sort(rng.choice(tokens + 1, 2 * count, replace=False))
     chunks = [
@@ -136,11 +139,11 @@ def random_chunks(rng, tokens, count, longest):
     chunks[-1][1] = 0
     for row, c in zip(rng.permutation(count), chunks, strict=True):
         c[2] = int(row)
-    return sorted(chunks, key=lambda c: c[2])  # page_tables gives row i to the i-th
+    return sorted(chunks, key=lambda c: c[2])  # page_tables assigns row i to sequence i
 
 
 def checks(rows, share):
-    """Every n-th case from the i-th on, for share (i, n), so that several processes can divide them."""
+    """Run every n-th case from case i, for share (i, n), so that several processes can divide the cases."""
     rng = np.random.default_rng(time.time_ns())
     case, some = functools.partial(check, rows, rng), functools.partial(random_chunks, rng)
     few, eight, int8 = (8, 2, 128), {"dtype": "float8_e4m3fn"}, {"dtype": "int8"}
@@ -185,8 +188,8 @@ def checks(rows, share):
                 for scale in (0.05, 0.0, -0.05)
             ),
             functools.partial(case, some(500, 4, 900), 500, few, scale=1.0, least=True, **form),
-            # All that a tile sees lies in the second page of its last block, which its sequence fills in
-            # part.
+            # All visible keys of a tile are in the second page of its last block, which the sequence fills
+            # partly.
             functools.partial(
                 case, [[0, 8, 0, 90], [8, 1, 1, 100], [16, 8, 2, 346]], 24, few, window=16, **form
             ),
@@ -199,7 +202,7 @@ def checks(rows, share):
     cases += [
         functools.partial(case, [[3, 1, 0, 0]], 8, few),
         functools.partial(case, some(1500, 9, 3000), 1500, few, size=4, unified=(0.0, 60.0)),
-        # A row's first block says nothing of the others: every tile begins anew.
+        # A row's first block must not influence the other rows: every tile starts with fresh state.
         functools.partial(case, [[5, 640, 0, 5000]], 700, few, size=300),
         functools.partial(case, some(1500, 9, 3000), 1500, few, size=300, unified=(0.0, 60.0)),
         *(
@@ -230,7 +233,7 @@ def timed(rows, seconds, name, chunks, tokens=2048, calls=8, **settings):
             cache.append((k, v if dtype == "bfloat16" else jnp.swapaxes(v, 2, 3)))
         layer = jax.jit(
             functools.partial(chunk_attention, scale=h**-0.5, tile=tile, **settings)
-        )  # its lowering serves all calls
+        )  # one lowering serves all layers
 
         def run(qs, cache, table, chunks, tile=tile, layer=layer):
             work = chunk_work(chunks, tokens, tile)
@@ -260,7 +263,7 @@ def timings(rows, seconds):
         (2048, 12),
         (8192, 4),
         (32768, 2),
-    ):  # programs of 2 ms, so that the host is not what is timed
+    ):  # programs last 2 ms, so that the host does not limit the measured time
         timed(rows, seconds, f"2048 over {context}", [[0, 2048, 0, context]], calls=calls)
     timed(rows, seconds, "8 x 256 over 0", [[256 * i, 256, i, 0] for i in range(8)], calls=64)
     timed_cudnn(rows, seconds, "causal 2048", 1, 2048, 2048, True, calls=32)

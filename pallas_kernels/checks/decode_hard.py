@@ -1,7 +1,7 @@
-"""What is hard for decode attention, on a GPU: scores that leave the unified maximum, far pages, long work
-lists, steps as CUDA graphs.
+"""Hard cases of decode attention on a GPU: scores beyond the unified max value, far pages, long work lists,
+CUDA graphs.
 
-python -m pallas_kernels.checks.decode_hard [--only adversarial,graphs,far,lists] [--json FILE]
+    python -m pallas_kernels.checks.decode_hard [--only adversarial,graphs,far,lists] [--json FILE]
 """
 
 import functools
@@ -21,8 +21,8 @@ from pallas_kernels.tiles import SMS, decode_tile
 
 N, K, H = 32, 8, 128
 DTYPES = (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)
-TINY = -1e37  # queries of this make -inf of the scores of keys that are not 0
-SCORES = {  # of a row's keys, for queries of ones, or of TINY where all are to be -inf
+TINY = -1e37  # queries of this value turn the scores of all nonzero keys into -inf
+SCORES = {  # scores of a row's keys, for queries of ones, or of TINY for scores of -inf
     "either side of 1e4": lambda rng, length: rng.choice([-1e4, 1e4], length),
     "far below": lambda rng, length: rng.normal(size=length) - 300,
     "far above": lambda rng, length: rng.normal(size=length) + 300,
@@ -37,7 +37,7 @@ SCORES = {  # of a row's keys, for queries of ones, or of TINY where all are to 
 
 
 def adversarial(rows, rng):
-    """Every kind of scores in rows of one batch, with rows of no keys between them."""
+    """Check every kind of scores in the rows of one batch, with empty rows between them."""
     lengths = rng.integers(1, 1500, 42) * (rng.random(42) > 0.1)
     table, pages = page_tables(rng, lengths)
     keys = np.zeros((pages, K, PAGE, H), np.float32)
@@ -51,7 +51,7 @@ def adversarial(rows, rng):
     q = jnp.ones((len(lengths), N, H), jnp.bfloat16).at[tiny].set(TINY)
     table, lengths = jnp.asarray(table), jnp.asarray(lengths, jnp.int32)
     for dtype in DTYPES:
-        unit = 20.0 if dtype == jnp.float8_e4m3fn else 1.0  # 5e3 / H would be near e4m3's end
+        unit = 20.0 if dtype == jnp.float8_e4m3fn else 1.0  # 5e3 / H would be near e4m3's maximum
         k, values, scales = cached(rng, jnp.asarray(keys / unit, jnp.bfloat16), v, dtype)
         if dtype == jnp.float8_e4m3fn:
             scales["k_scale"] = jnp.full((K,), unit)
@@ -76,13 +76,15 @@ def adversarial(rows, rng):
 
 
 def worst_kind(got, want) -> float:
-    """The largest error of a kind's rows; NaN where any kind's is, which Python's `max` would pass over."""
+    """Return the largest error over the kinds, and NaN if any kind has NaN, which Python's `max` could
+    ignore."""
     return float(np.max([error(got[i :: len(SCORES)], want[i :: len(SCORES)]) for i in range(len(SCORES))]))
 
 
 def long_lists(rows, rng, count=1024, length=41_000):
-    """A work list of more than 2**22 pairs of a page and a head: rows that share eight sequences' pages,
-    against the eight alone.
+    """Check a work list of more than 2**22 (page, head) pairs.
+
+    The rows share the pages of eight sequences, and must match a batch of only these eight sequences.
     """
     table, pages = page_tables(rng, [length] * 8)
     table = jnp.asarray(np.tile(table, (count // 8, 1)))
@@ -108,7 +110,7 @@ def long_lists(rows, rng, count=1024, length=41_000):
 
 
 def far_offsets(rows, rng):
-    """The pages past 2**31 elements give the same bits as when they are gathered into a small cache."""
+    """Check that pages beyond 2**31 elements give the same bits as the same pages in a small cache."""
     lengths = rng.integers(1, 900, 37)
     table, used = page_tables(rng, lengths)
     first = 2**31 // (K * PAGE * H)
@@ -144,7 +146,7 @@ def far_offsets(rows, rng):
 
 
 def graphs(rows, rng, steps=1000, layers=8):
-    """Steps of growing lengths as CUDA graphs and without: the same bits."""
+    """Check that steps of growing lengths give the same bits with CUDA graphs and without."""
     lengths = rng.integers(1, 900, 32)
     table, pages = page_tables(rng, lengths + steps)
     table = jnp.asarray(np.clip(table, 0, pages - 1))

@@ -1,9 +1,9 @@
-"""Decode attention over an e4m3 cache with a stage left out, beside the whole kernel, in turn: what of it
-costs what.
+"""Time decode attention over an e4m3 cache with a stage left out, next to the full kernel, to get each
+stage's cost.
 
-The kernel is the one that serves; while one is traced, the function that makes a stage is another. What is
-left out is left out of every page or pair alike, so results mean nothing. Where pages lie is the page
-table's: a few of them again and again are in the L2.
+The kernel is the production kernel. During tracing, a replacement substitutes the function of one stage. A
+stage is left out for every page or pair alike, so the results are meaningless. The page table sets the
+locations of pages: a table that repeats a small set of pages keeps them in the L2.
 """
 
 import contextlib
@@ -32,20 +32,21 @@ from pallas_kernels.decode_work import PAGE, decode_work
 from pallas_kernels.tiles import SMS, decode_tile
 
 N, K, H = 32, 8, 128  # query heads, KV heads, head width
-BATCHES: dict[str, tuple[int, ...]] = {  # lengths of rows: those of `bench kernels`
+BATCHES: dict[str, tuple[int, ...]] = {  # lengths of rows, as in `bench kernels`
     **{f"256 x mean {mean}": ragged(256, mean) for mean in (1024, 4096)},
     "1 x 131072": (131072,),
     "131072 + 200 x 512": (131072, *[512] * 200),
     "64 x 1100": (1100,) * 64,
 }
-CALLS = 4  # of one round of a program's loop
-PAGE_BYTES = 2 * K * PAGE * H  # keys and values of a page
-IN_L2 = L2_BYTES // 4 // PAGE_BYTES  # pages
+CALLS = 4  # calls in one round of a program's loop
+PAGE_BYTES = 2 * K * PAGE * H  # bytes of keys and values in a page
+IN_L2 = L2_BYTES // 4 // PAGE_BYTES  # pages that fit in a quarter of the L2
 
 
 def a_word(operands, shape):
-    """In place of a product: of each page the first byte, and numbers that differ by row, so that what
-    follows has as much to do.
+    """Return a replacement for a product: each page's first byte and numbers that differ by row.
+
+    The later stages then have the same amount of work.
     """
     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
     first = functools.reduce(lambda a, b: a + b, (_first_byte(page) for page, _ in operands))
@@ -53,7 +54,7 @@ def a_word(operands, shape):
 
 
 def _first_byte(page):
-    """Of a page [rows, columns] of e4m3 in shared memory, as a number from 0 to 255."""
+    """Return the first byte of an e4m3 page [rows, columns] in shared memory, as a number from 0 to 255."""
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
@@ -70,9 +71,7 @@ def _first_byte(page):
 
 
 def scores_as_weights(scores, seen, bounds, begun, put, across, top, total, out, **_):
-    """In place of the softmax: the scores are stored as if they were weights; no mask, maximum, power of two,
-    vote or sum.
-    """
+    """Store the scores as weights, in place of the softmax: no mask, maximum, exponential, vote or sum."""
     for page, weights in enumerate(scores):
         put(page, weights)
     plgpu.commit_smem()
@@ -80,21 +79,21 @@ def scores_as_weights(scores, seen, bounds, begun, put, across, top, total, out,
 
 
 def no_weights(scores, seen, bounds, begun, put, across, top, total, out, **_):
-    """In place of the softmax: nothing at all, and what was multiplied for it goes unused."""
+    """Do nothing in place of the softmax, so that the product of queries and keys is unused."""
     return top, total, out
 
 
 def never_last(arrived, place, others):
-    """In place of counting a part in: nobody is told to add the parts up, which are still written."""
+    """Skip the count of finished parts: the parts are written, but no worker adds them up."""
     return jnp.bool_(False)
 
 
 def one_group(parts, h, cols):
-    """In place of groups of a pair's parts: the last worker adds up all of them."""
+    """Put all parts of a pair into one group, so that the last worker adds up all parts."""
     return parts, jnp.int32(1)
 
 
-Stage = tuple[ModuleType, str, Callable]  # where a stage's function is, its name, and what stands in for it
+Stage = tuple[ModuleType, str, Callable]  # the module of a stage's function, its name, and its replacement
 
 MULTIPLIES: Stage = decode_parts, "product", a_word
 SOFTENS: Stage = decode_softmax, "soften", scores_as_weights
@@ -107,8 +106,8 @@ LOOKS: tuple[Stage, ...] = (  # before a part is written
 LEFT_OUT: dict[str, tuple[Stage, ...]] = {
     "nothing multiplied": (MULTIPLIES,),
     "scores as weights": (SOFTENS,),
-    "every part written and counted": LOOKS,  # the same results
-    "added up by one worker": (GROUPS,),  # nearly the same
+    "every part written and counted": LOOKS,  # same results
+    "added up by one worker": (GROUPS,),  # nearly the same results
     "parts not added up": (JOINS, *LOOKS),
     "pages only copied": (MULTIPLIES, (decode_softmax, "soften", no_weights), JOINS, *LOOKS),
 }
@@ -123,25 +122,27 @@ def _without(stages: Sequence[Stage]) -> Iterator[None]:
 
 
 def one_call(q, cache, stages: Sequence[Stage] = ()):
-    """decode_attention of q [B, 32, 128] over a cache: its pages, page table, lengths, list of work and
-    scales; `stages` left out.
+    """Run decode_attention of q [B, 32, 128], with `stages` left out.
+
+    cache: pages, page table, lengths, work list and scales.
     """
     k, v, table, lengths, work, scale = cache
-    with _without(stages):  # while it is traced
+    with _without(stages):  # active during tracing
         return decode_attention(
             q, k, v, table, lengths, scale=H**-0.5, k_scale=scale, v_scale=scale, work=work
         )
 
 
 def ways() -> dict[str, Callable]:
-    """The kernel whole, and with stages left out: functions of (q, cache)."""
+    """Return the full kernel and the kernels with stages left out, as functions of (q, cache)."""
     return {"whole": one_call} | {
         name: functools.partial(one_call, stages=stages) for name, stages in LEFT_OUT.items()
     }
 
 
 def operands(lengths: Sequence[int]) -> tuple[list, list]:
-    """Queries for each call, and of each the cache, of two in turn, as `one_call` takes it."""
+    """Return queries for each call, and for each call one of two alternating caches in the form of
+    `one_call`."""
     table, pages = page_tables(np.random.default_rng(len(lengths)), lengths)
     workers = SMS * decode_tile(H, N // K, 1).workers
     work = jax.jit(functools.partial(decode_work, kv_heads=K, workers=workers))(
@@ -154,19 +155,19 @@ def operands(lengths: Sequence[int]) -> tuple[list, list]:
         k, v = (e4m3(random_pages(jax.random.key(2 * i + j), pages, K, H)) for j in range(2))
         caches.append(
             (k, v.reshape(pages, K, H, PAGE), *beside)
-        )  # values lie with keys contiguous: as random either way
+        )  # values have contiguous keys; random numbers need no transpose
     qs = [jax.random.normal(jax.random.key(i), (len(lengths), N, H), jnp.bfloat16) for i in range(CALLS)]
     return qs, [caches[i % 2] for i in range(CALLS)]
 
 
 def in_the_l2(caches: Sequence[tuple]) -> list[tuple]:
-    """The same caches, of which rows take a few pages again and again."""
+    """Return the same caches with page tables that repeat a small set of pages."""
     few = caches[0][2] % IN_L2
     return [(k, v, few, *beside) for k, v, _, *beside in caches]
 
 
 def times(rows, share: tuple[int, int], seconds: float) -> None:
-    """The part `decode` of the script."""
+    """Run the script's part `decode`."""
     for case, lengths in list(BATCHES.items())[share[0] :: share[1]]:
         qs, caches = operands(lengths)
         read = float(sum(lengths)) * K * H * 2  # bytes of keys and values

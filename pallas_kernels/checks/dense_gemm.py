@@ -1,9 +1,9 @@
-"""Checks the dense GEMM against a float32 product on a GPU, and times it beside XLA's (cuBLAS).
+"""Check the dense GEMM against a float32 product on a GPU, and time it next to XLA's (cuBLAS).
 
     python -m pallas_kernels.checks.dense_gemm [--only check,shapes,bounded,layer] [--share 0/3] [--json FILE]
 
-Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands; weights are rotated so that none is in the L2
-cache when it is read.
+Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands. Weights rotate, so that no weight is in the L2
+cache when the kernel reads it.
 """
 
 import dataclasses
@@ -36,13 +36,16 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
 
 
 def xla_gemm(x, w, gate_block=None, activation=None):
-    """What XLA makes of the product, and of the gate behind it (one fused pass over what the product wrote)."""
+    """Return XLA's product, followed by the gate (one fused pass over the product's output)."""
     y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
     return y if gate_block is None else reference.gate_mul(y, gate_block, activation)
 
 
 def check(rows, rng, m, n, k, bias=False, residual=False, **kw):
-    """One random product beside the exact one; its buffer held NaN before, and four runs give the same bits."""
+    """Check one random product against the exact product.
+
+    The output buffer holds NaN before the run, and four runs must give the same bits.
+    """
     columns = n // 2 if "gate_block" in kw else n
     shapes = [(m, k), (n, k), (n,) if bias else None, (m, columns) if residual else None]
     scales = [1.0, k**-0.5, 1.0, 1.0]
@@ -103,9 +106,7 @@ def checks(rows, share):
 
 
 def chained(fn, calls):
-    """`calls` products in one program, each after the other, so that XLA merges none and launches cost
-    nothing.
-    """
+    """Return one program with `calls` dependent products, so that XLA merges none and launches cost nothing."""
     fn = jax.jit(fn)  # traced and lowered once
 
     def run(xs, ws):
@@ -121,7 +122,7 @@ def chained(fn, calls):
 
 
 def in_turn(rows, ways, m, n, k, seconds, **labels) -> dict[str, float]:
-    """TFLOP/s of products [m, k] x [n, k] made in several ways, timed in turn."""
+    """Time several implementations of the products [m, k] x [n, k] in turn and return their TFLOP/s."""
     weights = min(max(2, math.ceil(4 * L2_BYTES / (n * k * 2))), 10)
     xs, ws = (
         [normal(seed, *shape, scale=k**-0.5) for seed in range(many)]
@@ -169,8 +170,9 @@ def bounded(rows, share, seconds):
 
 
 def layers(gemm, count=3):
-    """The products and the gate of `count` decoder layers of Llama-3.1-8B in one program: (x [M, D], o [M,
-    D], weights) -> outputs.
+    """Return a program with the products and the gate of `count` decoder layers of Llama-3.1-8B.
+
+    The program maps (x [M, D], o [M, D], weights) to outputs.
     """
     gemm = jax.jit(gemm, static_argnames=("gate_block", "activation"))  # traced and lowered once
 
@@ -178,7 +180,7 @@ def layers(gemm, count=3):
         outs = []
         for w in weights[:count]:
             qkv = gemm(x, w["qkv"])
-            o, qkv = lax.optimization_barrier((o, qkv))  # attention stands between them
+            o, qkv = lax.optimization_barrier((o, qkv))  # attention separates the two products
             outs.append(qkv)
             x = gemm(gemm(gemm(o, w["out_proj"]), w["up_gate"], **MLP), w["down"])
         return x, outs
@@ -188,7 +190,7 @@ def layers(gemm, count=3):
 
 def layer(rows, share, seconds):
     ops, count = SHAPES["8B"], 3
-    gain = {"down": 2.8}  # what the gate takes away
+    gain = {"down": 2.8}  # compensates for the scale that the gate removes
     weights = [
         {op: normal(10 * i, n, k, scale=gain.get(op, 1.0) * k**-0.5) for op, (n, k) in ops.items()}
         for i in range(count)

@@ -1,10 +1,11 @@
-"""Checks the GEMMs of few rows against a float32 product on a GPU, and times them beside XLA's (cuBLAS).
+"""Check the GEMMs for small numbers of rows against a float32 product on a GPU, and time them next to XLA's
+(cuBLAS).
 
     python -m pallas_kernels.checks.flat_gemm [--only check,flat,int4] [--share 0/3] [--json FILE]
 
-Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands. Weights are rotated over four times the L2
-cache, inside a loop on the device: its buffers stay where they are, so a CUDA graph is recorded once and not
-for every program.
+Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands. Weights rotate over four times the L2 cache,
+in a loop on the device. The loop's buffers keep their addresses, so a CUDA graph is recorded once instead of
+once per program.
 """
 
 import functools
@@ -29,7 +30,7 @@ from pallas_kernels.reference.int4 import dequantize_int4, quantize_int4
 HEADS = {"8B": {"lm_head": (128256, 4096)}, "70B/tp4": {"lm_head": (32064, 8192)}}
 SHAPES = {
     model: ops | HEADS[model] for model, ops in script.SHAPES.items()
-}  # [N, K], of a layer and of the head
+}  # [N, K] of a layer's products and of the output head
 GATED = {"gate_block": 64, "activation": "silu"}
 
 
@@ -44,8 +45,9 @@ def exact(x, w, bias, residual, **kw):
 
 
 def check(rows, rng, kernel, m, n, k, bias=False, residual=False, **kw):
-    """One random product beside the exact one; its buffer held NaN before, and a second run gives the same
-    bits.
+    """Check one random product against the exact product.
+
+    The output buffer holds NaN before the run, and a second run must give the same bits.
     """
     keys = jax.random.split(jax.random.key(rng.integers(2**31)), 4)
     columns = n // 2 if "gate_block" in kw else n
@@ -81,7 +83,7 @@ def check(rows, rng, kernel, m, n, k, bias=False, residual=False, **kw):
 
 
 def check_far_int4(rows, rng, m=8, n=2**20 + 8, k=4096, last=4096):
-    """A weight of more than 2**31 bytes: its last rows are those of a small one."""
+    """Check that the last rows of a weight of more than 2**31 bytes give the results of a small weight."""
     keys = jax.random.split(jax.random.key(rng.integers(2**31)))
     tail = jax.jit(quantize_int4)(normal(keys[1], last, k, scale=k**-0.5))
     x, w = (
@@ -130,8 +132,9 @@ def xla_gemm(x, w):
 
 
 def looped(kernel, calls: int, rounds: int):
-    """A program of `rounds` times `calls` products, one after the other, each with x and a weight of its own
-    (XLA merges any that share one).
+    """Return a program of `rounds` times `calls` products in sequence, each with its own x and weight.
+
+    XLA merges products that share an operand.
     """
     one = jax.jit(kernel)
 

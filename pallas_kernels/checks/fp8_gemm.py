@@ -1,9 +1,10 @@
-"""Checks the fp8 products against float32 on a GPU, and times them beside what XLA makes of the same scaling.
+"""Check the fp8 products against float32 on a GPU, and time them next to XLA's products with the same
+scaling.
 
     python -m pallas_kernels.checks.fp8_gemm [--seconds 0.6] [--only check,shapes,flat,layer] [--share 0/6]
-    [--json FILE]
+        [--json FILE]
 
-Prints one line a case; errors are ‖kernel − exact‖ / ‖exact‖ of the same e4m3 operands, summed in float32.
+Prints one line per case. Errors are ‖kernel − exact‖ / ‖exact‖ for the same e4m3 operands, summed in float32.
 """
 
 import functools
@@ -31,9 +32,7 @@ GATE = {"activation": "silu", "gate_block": 64}
 
 
 def quantized(x: jax.Array, scales: str) -> Quantized:
-    """x [M, K] in e4m3 with a scale for every 128 columns ("block"), for each row ("row"), or for all
-    ("one").
-    """
+    """Return x [M, K] in e4m3 with scales per 128 columns ("block"), per row ("row"), or one scale ("one")."""
     if scales == "one":
         scale = jnp.abs(x.astype(F32)).max() / E4M3_MAX
         return Quantized(to_e4m3(x, scale), scale)
@@ -56,8 +55,9 @@ def xla(
     gate_block=None,
     sums=BF16,
 ):
-    """The same product through XLA: an e4m3 GEMM that stores `sums`, and fusions around it. Its result is
-    quantised by rows: its GEMM has no use for a scale every 128 columns.
+    """Return XLA's version of the product: an e4m3 GEMM with output dtype `sums`, and fusions around it.
+
+    The result is quantized by rows, because XLA's GEMM cannot use scales per 128 columns.
     """
     y = lax.dot_general(x.values, w.values, (((1,), (1,)), ((), ())), preferred_element_type=sums).astype(F32)
     y = y * w.scale * x.scale[:, None] + (0.0 if bias is None else bias)
@@ -125,13 +125,13 @@ def checks(rows, share):
         ),
         functools.partial(
             one, 1536, *SHAPES["8B"]["down"], scales="block"
-        ),  # parts behind whole tiles, on all SMs and on some
+        ),  # split tiles after full tiles, on all SMs and on some
         functools.partial(one, 1024, *SHAPES["8B"]["down"], scales="block", residual=True, sms=100),
         functools.partial(one, 1000, 4096, 4096, bias=True, residual=True),
         functools.partial(one, 1000, 4096, 4096, scales="one", sms=104),
         functools.partial(one, 392, 4096, 7168, scales="block", sms=28),
         functools.partial(one, 136, 640, 512, bias=True, activation="relu"),
-        # Five blocks of scales a row.
+        # Five blocks of scales per row.
         *(
             functools.partial(one, m, 640, 512, bias=True, activation="relu", quantize=True)
             for m in (40, 136)
@@ -141,16 +141,14 @@ def checks(rows, share):
         functools.partial(one, 40, 640, 768, scales="one", bias=True, sms=20),
         functools.partial(one, 5, 28672, 4096, **mlp),
         functools.partial(one, 280000, 8192, 128),  # 2.3e9 elements
-        functools.partial(one, 8, 2**19 + 128, 4224),  # 2.2e9, of the weight
+        functools.partial(one, 8, 2**19 + 128, 4224),  # 2.2e9 elements of the weight
     ]
     for case in cases[share[0] :: share[1]]:
         case()
 
 
 def chained(fn, calls):
-    """`calls` products in one program, each after the other, so that XLA merges none and launches cost
-    nothing.
-    """
+    """Return one program with `calls` dependent products, so that XLA merges none and launches cost nothing."""
 
     def run(xs, ws, *rest):
         outs = []
@@ -165,7 +163,7 @@ def chained(fn, calls):
 
 
 def versus(rows, m, model, op, seconds, ways: dict, **labels):
-    """Times the `ways_of` doing one product; returns how much faster the first is than each other."""
+    """Time the `ways_of` one product and return the speedups of the first over each other implementation."""
     n, k = SHAPES[model][op]
     weights = min(max(2, math.ceil(4 * L2_BYTES / (n * k))), 16)
     calls, keys = (
@@ -199,7 +197,10 @@ def versus(rows, m, model, op, seconds, ways: dict, **labels):
 
 
 def ways_of(op, kernel) -> dict:
-    """Ours as the layer calls it, and XLA's: (function, form of x's scales, whether it takes a residual)."""
+    """Return our product, as the layer calls it, and XLA's products.
+
+    Each is (function, form of x's scales, True if it takes a residual).
+    """
     settings = {**GATE, "quantize": True} if op == "up_gate" else {}
     add = op in ("down", "out_proj")
     scales = "block" if add else "row"
@@ -223,19 +224,20 @@ def times_of_shapes(rows, share, seconds, rows_of_x=(2048, 256, 1024, 512), kern
 
 
 def normed(x) -> Quantized:
-    """A norm's result, each token with its scale: one fusion of XLA."""
+    """Return a norm's result with one scale per token, as one fusion of XLA."""
     x = x.astype(F32)
     return quantize_rows(x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5))
 
 
 def layers(gemm, count):
-    """`count` decoder layers of Llama-3.1-8B without attention: norms, the four products, quantisation."""
+    """Return a program of `count` decoder layers of Llama-3.1-8B without attention: norms, products,
+    quantization."""
 
     def run(h, o, weights):
         outs = []
         for w in weights[:count]:
             qkv = gemm(normed(h), w["qkv"])
-            o, qkv = lax.optimization_barrier((o, qkv))  # attention stands between them
+            o, qkv = lax.optimization_barrier((o, qkv))  # attention separates the two products
             outs.append(qkv)
             h = gemm(o, w["out_proj"], residual=h)
             h = gemm(gemm(normed(h), w["up_gate"], **GATE, quantize=True), w["down"], residual=h)

@@ -1,9 +1,9 @@
-"""Checks a mixture's products against float32 on a GPU, and times them beside XLA's and beside one product of
-as many rows.
+"""Check the expert products of a mixture-of-experts layer against float32 on a GPU, and time them.
 
     python -m pallas_kernels.checks.grouped_gemm [--seconds 0.6] [--only check,time] [--json FILE]
 
-Errors are ‖kernel − exact‖ / ‖exact‖ over the rows of all pairs, by fresh random routings of which some leave
+The comparisons are XLA's grouped product, and one dense product with the same number of rows. Errors are
+‖kernel − exact‖ / ‖exact‖ over the rows of all (token, expert) pairs. Routings are random, and some leave
 experts without a token.
 """
 
@@ -24,7 +24,7 @@ from pallas_kernels.dense_gemm import dense_gemm
 from pallas_kernels.grouped_gemm import grouped_gemm, list_groups
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-MODELS = {  # experts, of which a token takes so many; {op: (N, K, gates in blocks of)}
+MODELS = {  # experts, experts per token, {op: (N, K, block width of the gate)}
     "mixtral-8x7b": (8, 2, {"expert_up_gate": (28672, 4096, 64), "expert_down": (4096, 14336, None)}),
     "qwen3-30b-a3b": (128, 8, {"expert_up_gate": (1536, 2048, 32), "expert_down": (2048, 768, None)}),
 }
@@ -36,7 +36,10 @@ def normal(key, shape, scale=1.0):
 
 
 def routing(rng, tokens: int, experts: int, chosen: int, skewed: bool) -> jax.Array:
-    """[T, e] int32: different experts for each token; skewed: the first quarter of them only."""
+    """Return [T, e] int32: different experts for each token.
+
+    skewed: only the first quarter of the experts.
+    """
     among = max(chosen, experts // 4) if skewed else experts
     return jnp.asarray(np.argsort(rng.random((tokens, among)), axis=1)[:, :chosen], jnp.int32)
 
@@ -63,7 +66,7 @@ def check(rows, rng, tokens, experts, chosen, n, k, block=None, sms=None, skewed
         for expert in range(experts):
             token, choice = np.nonzero(np.asarray(picked) == expert)
             if len(token):
-                want = one(x.astype(F32), w[expert].astype(F32))[token]  # of all tokens: one shape to compile
+                want = one(x.astype(F32), w[expert].astype(F32))[token]  # all tokens: one shape to compile
                 off += float(jnp.sum((got[token, choice].astype(F32) - want) ** 2))
                 total += float(jnp.sum(want**2))
     err, same = (off / total) ** 0.5, bool((got == again).all())
@@ -94,9 +97,7 @@ def checks(rows):
 
 
 def timings(rows, seconds):
-    """Ours, XLA's (`ragged_dot`), and a dense product of as many rows with one weight: what the rows cost
-    where weights are read once.
-    """
+    """Time our product, XLA's `ragged_dot`, and a dense product of the same rows that reads one weight once."""
     rng = np.random.default_rng(0)
     for model, (experts, chosen, ops) in MODELS.items():
         for op, (n, k, block) in ops.items():

@@ -1,6 +1,4 @@
-"""What the checks give kernels: fresh random inputs, pages that are NaN wherever no token was written, and
-memory that held NaN.
-"""
+"""Random inputs of the kernel checks, with NaN at unwritten cache positions and in reused memory."""
 
 from typing import Any
 
@@ -12,7 +10,7 @@ PAGE = 64
 
 
 def ragged(rows: int, mean: int) -> tuple[int, ...]:
-    """Lengths of half the mean plus an exponential of the other half, the same every time."""
+    """Return lengths of half the mean plus an exponential with the other half as its mean, from a fixed seed."""
     return tuple(
         np.clip(np.random.default_rng(7).exponential(mean / 2, rows) + mean / 2, 1, 4 * mean)
         .astype(int)
@@ -21,8 +19,9 @@ def ragged(rows: int, mean: int) -> tuple[int, ...]:
 
 
 def page_tables(rng, ends) -> tuple[np.ndarray, int]:
-    """Scattered pages for sequences of `ends` tokens: (page table [R, MP] int32, pages in all). Entries past
-    a sequence are wild.
+    """Return (page table [R, MP] int32, number of pages) with scattered pages for sequences of `ends` tokens.
+
+    Entries beyond a sequence's end are invalid page numbers.
     """
     needed = [-(-int(e) // PAGE) for e in ends]
     total, width = sum(needed) + 2, max([1, *needed]) + 1
@@ -36,12 +35,12 @@ def page_tables(rng, ends) -> tuple[np.ndarray, int]:
 
 
 def random_pages(key, pages: int, kv_heads: int, width: int) -> jax.Array:
-    """[P, K, 64, H] bfloat16 of normal random numbers, made on the device."""
+    """Return [P, K, 64, H] bfloat16 of normal random numbers, made on the device."""
     return jax.jit(lambda key: jax.random.normal(key, (pages, kv_heads, PAGE, width), jnp.bfloat16))(key)
 
 
 def poison(pages: jax.Array, table: np.ndarray, ends) -> jax.Array:
-    """The pages with NaN at every place that holds none of the sequences' first `ends` tokens."""
+    """Return the pages with NaN at every position except the sequences' first `ends` tokens."""
     written = np.zeros((pages.shape[0], PAGE), bool)
     for row, end in enumerate(ends):
         for j in range(-(-int(end) // PAGE)):
@@ -50,8 +49,9 @@ def poison(pages: jax.Array, table: np.ndarray, ends) -> jax.Array:
 
 
 def quantized(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(int8, scales [P, K, S] float32) of pages [P, K, S, H]; where no token wrote, which is NaN, any numbers
-    and a scale of NaN.
+    """Return (int8, scales [P, K, S] float32) of pages [P, K, S, H].
+
+    Unwritten positions, which hold NaN, get arbitrary numbers and a scale of NaN.
     """
     unwritten = jnp.isnan(pages[..., 0])
     pages = jnp.where(unwritten[..., None], 1.0, pages.astype(jnp.float32))
@@ -60,11 +60,10 @@ def quantized(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def poison_memory(results: Any) -> None:
-    """Leaves NaN, or 99 in integers, in the memory that the next arrays like `results` take, a tree of arrays
-    or shapes.
+    """Fill the memory that the next arrays like `results` will reuse with NaN, or with 99 for integers.
 
-    What a kernel does not write is then seen. `jax.eval_shape` says what a program's results are; they take
-    memory that was just freed.
+    The fill makes elements visible that a kernel does not write. results: a tree of arrays or shapes;
+    `jax.eval_shape` gives the shapes of a program's results. New arrays reuse memory that was just freed.
     """
 
     def spoilt(like: Any) -> jax.Array:
@@ -75,7 +74,7 @@ def poison_memory(results: Any) -> None:
 
 
 def error(got, want) -> float:
-    """‖got − want‖ / ‖want‖, NaN where either has one."""
+    """Return ‖got − want‖ / ‖want‖, or NaN if either has a NaN."""
     return float(_error(got, want))
 
 

@@ -1,11 +1,11 @@
-"""Checks the kernels that only move memory against their twins on a GPU, and times them beside XLA's fusions
-and a copy of the same bytes.
+"""Check the memory-bound kernels against their references on a GPU, and time them next to XLA's fusions and a
+copy.
 
     python -m pallas_kernels.checks.pointwise [--seconds 0.6] [--only check,time] [--share 0/6] [--json FILE]
 
-Prints one line a case. Errors are ‖kernel − twin‖ / ‖twin‖, the twin in float32, on fresh random inputs,
-slots scattered and some of them outside the cache; rates are of the bytes that must move. Times are of a
-layer in a program of many, with buffers that rotate.
+Prints one line per case. Errors are ‖kernel − reference‖ / ‖reference‖ with a float32 reference, on fresh
+random inputs. Slots are scattered, and some are outside the cache. Rates count the bytes that must move.
+Times are of one layer in a program of many layers, with rotating buffers.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ TOLERANCE = {
     "bfloat16": 4e-3,
     "float8_e4m3fn": 4e-2,
     "int8": 1e-2,
-}  # one rounding of each number, twice where the twin rounds in between
+}  # one rounding of each number, or two if the reference rounds in between
 PAGE = 64
 LAYERS = 32
 
@@ -70,7 +70,7 @@ def check_norm(rows, rng, tokens, width, adds, centres, quantizes, sms=None):
     )
     summed, _ = jax.jit(functools.partial(reference.add_norm, **how))(
         *args, **other
-    )  # rounded where the kernel rounds: the same bits
+    )  # rounded at the same points as the kernel: the same bits
     ok = bool((total == summed).all()) and err < TOLERANCE[kind]
     say(
         rows,
@@ -180,7 +180,7 @@ def check_limits(rows, rng, count, columns, sigma):
     kept = [(x >= limit[:, None]).sum(-1) for limit in (got, want)]
     off = int(
         np.abs(kept[0] - kept[1]).max()
-    )  # a sum that meets its target within rounding may keep a token more or less
+    )  # a sum that meets its target within rounding may keep one token more or less
     say(rows, what="check token_limits", ok=off <= 2, off=off, r=count, v=columns, sigma=sigma)
 
 
@@ -189,7 +189,7 @@ def last_rows(x: jax.Array, count: int) -> jax.Array:
 
 
 def check_far_rows(rows, rng, kernel, tokens=2**19 + 8, width=4096, last=64):
-    """The last rows of arrays of more than 2**31 numbers give the bits that they give alone."""
+    """Check that the last rows of arrays of more than 2**31 elements give the same bits as in small arrays."""
     x = normal(rng, 1025, width)[jnp.arange(tokens) % 1025]
     args = (x, x) if kernel is add_norm else (x,)
     run = jax.jit(
@@ -203,7 +203,7 @@ def check_far_rows(rows, rng, kernel, tokens=2**19 + 8, width=4096, last=64):
 
 
 def check_far_pages(rows, rng, dtype, tokens=100, kv=8, group=4, h=128):
-    """Pages past 2**31 numbers of a cache get the bits that those of a small one get."""
+    """Check that cache pages beyond 2**31 elements get the same bits as pages of a small cache."""
     pages = tokens // 20 + 2
     first = 2**31 // (kv * PAGE * h)
     fused, positions = (
@@ -236,7 +236,7 @@ def check_far_pages(rows, rng, dtype, tokens=100, kv=8, group=4, h=128):
 
 
 def checks(rows, share=(0, 1)):
-    """All cases, or every n-th from the i-th on for share (i, n)."""
+    """Run all cases, or every n-th case from case i for share (i, n)."""
     rng = np.random.default_rng(time.time_ns())
     norms = (
         (300, 4096, 1, False, False),
@@ -278,7 +278,7 @@ def checks(rows, share=(0, 1)):
         jnp.bfloat16,
         jnp.float8_e4m3fn,
         jnp.int8,
-    ):  # models whose positions are in their embeddings
+    ):  # models with position embeddings instead of RoPE
         cases.append(functools.partial(check_rope, rows, rng, 300, 32, 1, 64, dtype, turned=False))
     cases += [
         functools.partial(check_limits, rows, rng, *case) for case in ((64, 128256, 2.0), (8, 32000, 0.1))
@@ -293,7 +293,7 @@ def timed(rows, seconds, ways, calls, moved, **case):
 
 
 def time_norm(rows, seconds, tokens, width=4096, quantizes=False):
-    """A chain, in which each layer waits for the one before, as in a step."""
+    """Time a chain of norms: each layer depends on the previous layer, as in a step."""
     rng, rounds = np.random.default_rng(tokens), LAYERS if tokens > 256 else 4 * LAYERS
     x, ys, ws = (
         normal(rng, tokens, width),
@@ -334,7 +334,7 @@ def time_quantize(rows, seconds, tokens, width=4096):
 
 
 def time_rope(rows, seconds, tokens, decodes, dtype, kv=8, group=4, h=128):
-    """Decodes, each in a page of its own, then a chunk."""
+    """Time decodes, each in a separate page, followed by a chunk."""
     rng, rounds = np.random.default_rng(tokens), LAYERS if tokens > 256 else 4 * LAYERS
     fused = [normal(rng, tokens, kv * (group + 2) * h) for _ in range(LAYERS)]
     positions = jnp.asarray(rng.integers(0, 100_000, tokens), jnp.int32)

@@ -1,6 +1,4 @@
-"""What the checking scripts share: their command line, the rows that they print and keep, and the products
-that they time.
-"""
+"""The shared parts of the check scripts: command line, printed rows, and the timed products."""
 
 import argparse
 import json
@@ -20,7 +18,8 @@ from pallas_kernels.tune_shapes import known_shapes
 L2_BYTES = 60 << 20  # of an H200
 
 Rows = list[dict[str, Any]]
-Part = Callable[[Rows, tuple[int, int], float], None]  # rows, share (i, n), seconds of measured work a figure
+# rows, share (i, n), seconds of measured work per figure
+Part = Callable[[Rows, tuple[int, int], float], None]
 
 
 def _shapes() -> dict[str, dict[str, tuple[int, int]]]:
@@ -36,7 +35,7 @@ SHAPES = _shapes()  # model -> op -> [N, K] of a layer's products
 
 
 def say(rows: Rows, **row: Any) -> None:
-    """Keeps a row and prints it as one line. ok: of any kind that has a truth, as numpy's."""
+    """Record a row and print it as one line. ok: any type with a truth value, for example numpy's bool."""
     row |= {"ok": bool(row["ok"])} if "ok" in row else {}
     rows.append(row)
     print(
@@ -45,39 +44,43 @@ def say(rows: Rows, **row: Any) -> None:
 
 
 def parse_share(text: str) -> tuple[int, int]:
-    """`i/n` with 0 <= i < n. Raises: ValueError."""
+    """Return (i, n) of `i/n` with 0 <= i < n. Raises: ValueError."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or int(found[1]) >= int(found[2]):
-        raise ValueError(f"--share {text!r}: i/n with i below n, as 0/4")
+        raise ValueError(f"--share {text!r}: accepted is i/n with i below n, for example 0/4")
     return int(found[1]), int(found[2])
 
 
 def check_file(option: str, path: str | Path) -> None:
-    """Raises: ValueError, which names the option, for a path that no file could be written at, as it is
-    before what goes there is known.
+    """Check that a file can be written at `path`, before the work whose results it will hold.
+
+    Raises: ValueError, which names the option.
     """
     folder = Path(path).parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{option} {path}: a file, in a folder that exists and can be written")
+        raise ValueError(f"{option} {path}: accepted is a file in an existing, writable folder")
 
 
 def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
-    """Runs the parts that the command line names, all of them by default; exits with 1 if a row's `ok` is
-    false, or without a GPU.
+    """Run the parts that the command line names, by default all parts.
 
-    module: the script's, for the command that its figures are kept with; about: its docstring.
+    Exits with 1 if a row's `ok` is false, or without a GPU.
+
+    module: the script's module, for the recorded command. about: the script's docstring.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.6, help="measured work a figure")
-    parser.add_argument("--only", default=",".join(parts), help="which parts, separated by commas")
+    parser.add_argument("--seconds", type=float, default=0.6, help="seconds of measured work per figure")
+    parser.add_argument("--only", default=",".join(parts), help="comma-separated parts to run; default: all")
     parser.add_argument(
-        "--share", default="0/1", help="i/n: every n-th case from the i-th on, for several processes"
+        "--share",
+        default="0/1",
+        help="i/n: run every n-th case from case i, to divide the cases among processes",
     )
-    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--json", help="file for the figures")
     args = parser.parse_args()
     unknown = [part for part in args.only.split(",") if part not in parts]
     if unknown:
-        parser.error(f"--only {unknown[0]!r}: {', '.join(parts)}")
+        parser.error(f"--only {unknown[0]!r}: accepted are {', '.join(parts)}")
     try:
         share = parse_share(args.share)
         if args.json:
@@ -85,7 +88,7 @@ def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
     except ValueError as error:
         parser.error(str(error))
     if jax.default_backend() != "gpu":
-        parser.exit(1, f"error: these checks need a GPU: JAX's backend here is {jax.default_backend()!r}\n")
+        parser.exit(1, f"error: these checks need a GPU; JAX's backend is {jax.default_backend()!r}\n")
     command, rows = shlex.join(["python", "-m", f"pallas_kernels.checks.{module}", *sys.argv[1:]]), []
     for part in args.only.split(","):
         start = time.perf_counter()

@@ -1,13 +1,13 @@
-"""Times bfloat16 products with a stage left out, beside the whole kernel and cuBLAS through XLA, in turn:
-what of a product costs what.
+"""Time bfloat16 products with a stage left out, next to the full kernel and cuBLAS through XLA, to get each
+stage's cost.
 
     python -m pallas_kernels.checks.stages [--only dense,bounded,flat,decode] [--share 0/6] [--seconds 0.3]
-    [--json FILE]
+        [--json FILE]
 
-The kernels are the ones that serve; decode attention is `decode_stages`'. A stage of a product is left out by
-the place that a copy is told: beyond an array's end TMA writes nothing, and fills with zeros without reading
-(products of zeros take less power: see the clock beside them); a few rows of a weight again and again are in
-the L2. Otherwise weights are rotated over four times the L2.
+The kernels are the production kernels. `decode_stages` covers decode attention. A changed copy address leaves
+out a stage of a product. Beyond an array's end, TMA writes nothing, and fills reads with zeros without
+reading memory. Products of zeros draw less power, so each time has its clock. Repeated rows of a weight stay
+in the L2. In all other cases weights rotate over four times the L2.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from pallas_kernels.tiles import SMS
 
 Move = Callable[
     [tuple[int, ...], Any, Any], tuple[Any, Any]
-]  # an array's shape, a slice's first row and column -> those to take
+]  # an array's shape, a slice's first row and column -> the first row and column to use
 
 DENSE = [(m, "8B", op) for op in ("qkv", "down") for m in (256, 512)]
 DENSE += [(512, "70B/tp4", "qkv"), (2048, "70B/tp4", "qkv"), (2048, "8B", "down")]
@@ -52,7 +52,7 @@ def behind(shape, row, column):
 
 
 def again(shape, row, column):
-    """Rows that are a quarter of the L2 together."""
+    """Return a position within rows that together fill a quarter of the L2."""
     return lax.rem(row, jnp.int32(L2_BYTES // 4 // (2 * shape[1]))), column
 
 
@@ -66,7 +66,7 @@ LEFT_OUT: dict[str, dict[str, Move]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """A Ref as a kernel copies from or to it: each slice is taken where `move` says."""
+    """A Ref for a kernel's copies, which moves each slice as `move` defines."""
 
     ref: Any
     move: Move
@@ -86,8 +86,9 @@ class Moved:
 
 
 def without(module: ModuleType, moves: dict[str, Move], gemm: Callable) -> Callable:
-    """gemm(x, w), of `module`, whose kernel (`multiply`) takes its last arrays, which are x, w and the output
-    o, as `moves` says.
+    """Return gemm(x, w) of `module` with moved copies in its kernel (`multiply`).
+
+    moves: how to move the kernel's last arrays: x, w and the output o.
     """
     whole = module.multiply
 
@@ -97,15 +98,16 @@ def without(module: ModuleType, moves: dict[str, Move], gemm: Callable) -> Calla
         whole(*refs[:-3], *arrays.values(), **kw)
 
     def product(x, w):
-        with mock.patch.object(module, "multiply", multiply):  # while it is traced
+        with mock.patch.object(module, "multiply", multiply):  # active during tracing
             return gemm(x, w)
 
     return product
 
 
 def dense_ways(m: int, n: int, k: int, sms: int = SMS) -> dict[str, Callable]:
-    """The kernel whole, with stages left out, and with its tiles cut otherwise, where it cuts them; on so
-    many SMs.
+    """Return the full kernel, kernels with stages left out, and kernels with other tile splits, on `sms` SMs.
+
+    The other tile splits are present only if the full kernel splits tiles.
     """
     gemm, own = functools.partial(dense.dense_gemm, sms=sms), gemm_plan(m, n, k, sms)
     ways = {name: without(dense, moves, gemm) for name, moves in LEFT_OUT.items() if name != "x not read"}
@@ -116,8 +118,9 @@ def dense_ways(m: int, n: int, k: int, sms: int = SMS) -> dict[str, Callable]:
 
 
 def unsummed(plan: GemmPlan) -> GemmPlan:
-    """The same cuts, but each part is stored as if it were its tile's sums: nothing is handed over, waited
-    for or zeroed before.
+    """Return a plan with the same splits that stores each part as if it were the tile's sum.
+
+    The plan has no transfer of partial sums, no wait and no zeroing.
     """
     table = plan.schedule.table.copy()
     table[:, :, 4], table[:, :, 5:] = -1, 0
@@ -125,13 +128,13 @@ def unsummed(plan: GemmPlan) -> GemmPlan:
 
 
 def flat_ways(*_: int) -> dict[str, Callable]:
-    """The kernel whole, and with stages left out."""
+    """Return the full kernel and kernels with stages left out."""
     gemm = flat.flat_gemm
     return {"whole": gemm, **{name: without(flat, moves, gemm) for name, moves in LEFT_OUT.items()}}
 
 
 def operands(m: int, n: int, k: int) -> tuple[list, list]:
-    """Each x with a weight of its own."""
+    """Return each x with its own weight."""
     weights = max(4, -(-4 * L2_BYTES // (2 * n * k)))
     normal = jax.jit(
         lambda i, shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16), static_argnums=1
@@ -153,7 +156,8 @@ def times(kernel: str, ways_of: Callable, cases, rows, share, seconds) -> None:
             compiled = dict(
                 zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True)
             )
-        # Alone, for XLA times its candidates. Those are cuBLAS': to time Triton's takes it 5 to 20 s a shape.
+        # Runs without concurrent work, because XLA times its candidates. The candidates are cuBLAS'; timing
+        # Triton's would take XLA 5 to 20 s per shape.
         compiled["xla"] = (
             looped(reference.gemm, rounds)
             .lower(xs, ws)

@@ -1,5 +1,6 @@
-"""Times work on a GPU the way a serving engine runs it: long enough for the power governor to settle, rivals
-in turn, with clock, watts and joules beside each.
+"""Timing of GPU work under serving conditions: sustained load, rivals in turn, with clock, watts and joules.
+
+Each measurement lasts long enough for the power governor to settle.
 """
 
 import dataclasses
@@ -18,14 +19,16 @@ from jax.stages import Wrapped
 
 from pallas_kernels.card import first_visible
 
-_AHEAD = 3  # programs in flight: enough to hide the host, few enough that their outputs fit in memory
+_AHEAD = 3  # programs in flight: hides the host, while all outputs still fit in memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Of one call: `us`, its median time over windows; `spread` of the windows, relative; `mhz`, the SM
-    clock's median; `watts`, the card's mean power; `joules` (all three None where the windows were too short
-    to read). `seconds`: how long was measured in all.
+    """The time of one call.
+
+    `us`: median microseconds over the windows. `spread`: relative spread of the windows. `mhz`: median SM
+    clock. `watts`: mean power of the card. `joules`: energy of a call. Clock, watts and joules are None for
+    windows too short to read. `seconds`: total measured time.
     """
 
     us: float
@@ -37,10 +40,10 @@ class Timing:
 
 
 class _Sensor:
-    """SM clock (MHz) and power (W) while open, read every 20 ms; nothing where there is no NVIDIA driver.
+    """SM clock (MHz) and power (W) while open, read every 20 ms. Without an NVIDIA driver there are no
+    readings.
 
-    The card's energy counter moves in steps of a tenth of a second: too coarse for windows that rivals take
-    in turn.
+    The card's energy counter advances every tenth of a second, which is too coarse for windows in turn.
     """
 
     def __enter__(self):
@@ -61,7 +64,8 @@ class _Sensor:
 
     def _power(self) -> float:
         (instant,) = pynvml.nvmlDeviceGetFieldValues(self._device, [pynvml.NVML_FI_DEV_POWER_INSTANT])
-        known = instant.nvmlReturn == pynvml.NVML_SUCCESS  # older cards know only the mean of the last second
+        # older cards report only the mean of the last second
+        known = instant.nvmlReturn == pynvml.NVML_SUCCESS
         return (instant.value.uiVal if known else pynvml.nvmlDeviceGetPowerUsage(self._device)) / 1000
 
     def __exit__(self, *_):
@@ -76,15 +80,15 @@ def _repeat(run: Callable[[], Any], times: int) -> None:
         ahead.append(run())
         if len(ahead) > _AHEAD:
             jax.block_until_ready(ahead.popleft())
-    jax.block_until_ready(list(ahead))  # a deque is a leaf to JAX: it would wait for nothing
+    jax.block_until_ready(list(ahead))  # JAX treats a deque as a leaf and would not wait for its arrays
 
 
 def looped(one: Callable[[Any, Any], Any], rounds: int) -> Wrapped:
-    """A program (xs, ws) -> outputs that calls one(x, w) on every pair, `rounds` times over, on the device.
+    """Return a program (xs, ws) -> outputs that calls one(x, w) on every pair, `rounds` times, on the device.
 
-    Every x has a w of its own: XLA merges products that share one. And it loops: the CUDA graph of a program
-    whose outputs lie elsewhere at every call is recorded at every call, which costs a short kernel as much as
-    it takes.
+    Every x has a separate w, because XLA merges products that share one. The loop keeps the output addresses
+    constant. A program with new output addresses at every call records its CUDA graph at every call, which
+    costs as much as a short kernel.
     """
 
     def run(xs, ws):
@@ -98,8 +102,9 @@ def looped(one: Callable[[Any, Any], Any], rounds: int) -> Wrapped:
 
 
 def _once(run: Callable[[], Any]) -> float:
-    """Seconds of one run, roughly: of ever more of them, until they last 30 ms twice. The first ones may
-    record a graph.
+    """Return the approximate seconds of one run.
+
+    The number of runs grows until they last 30 ms twice, because the first runs may record a graph.
     """
     _repeat(run, 3)
     times, least = 1, 0.0
@@ -122,13 +127,13 @@ def interleaved(
     seconds: float = 0.6,
     rounds: int = 3,
 ) -> dict[str, Timing]:
-    """Times several ways to do something in turn, so that heat, clocks and neighbours are the same for all.
+    """Time several implementations in turn, so that temperature, clocks and neighbors are the same for all.
 
     Args:
-      ways: each enqueues a program and returns its arrays; it should last a millisecond or more, so that the
-      host is not what is timed. calls: how many calls of what is being timed one program makes, of each way
-      or of all. seconds: how long each way is measured in all, in `rounds` windows. One more window, the
-      first, only warms.
+      ways: functions that enqueue a program and return its arrays. A program should last at least a
+      millisecond, so that the host does not limit the measured time. calls: number of timed calls in one
+      program, for each implementation or for all. seconds: total measured time of each implementation, in
+      `rounds` windows. One more window at the start only warms up.
     """
     many = dict.fromkeys(ways, calls) if isinstance(calls, int) else calls
     times, windows, clocks, powers = (
@@ -168,7 +173,7 @@ def _timing(windows: list[float], clocks: list[float], powers: list[float], call
 
 
 def sustained(fn, *args, calls: int, seconds: float = 0.6) -> dict:
-    """`Timing`, as a dictionary, of one of the `calls` that fn(*args) makes."""
+    """Return the `Timing`, as a dictionary, of one of the `calls` that fn(*args) makes."""
     return dataclasses.asdict(
         interleaved({"": lambda: fn(*args)}, calls=calls, seconds=seconds, rounds=4)[""]
     )

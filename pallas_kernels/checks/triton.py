@@ -1,9 +1,10 @@
-"""Checks the Triton kernels against their twins on a GPU, and times them beside XLA and JAX's paged
+"""Check the Triton kernels against their references on a GPU, and time them next to XLA's and JAX's paged
 attention.
 
     python -m pallas_kernels.checks.triton [--only check,decode,gemm] [--json FILE]
 
-Prints one line a case; errors are ‖kernel − twin‖ / ‖twin‖ on fresh random inputs, the twin in float32.
+Prints one line per case. Errors are ‖kernel − reference‖ / ‖reference‖ with a float32 reference, on fresh
+random inputs.
 """
 
 import functools
@@ -22,7 +23,7 @@ from pallas_kernels.checks.timing import sustained
 from pallas_kernels.triton.decode_attention import decode_attention
 from pallas_kernels.triton.flat_gemm import Tile, flat_gemm
 
-TOLERANCE = 6e-3  # bfloat16 operands and weights against float32
+TOLERANCE = 6e-3  # bfloat16 operands and weights compared with float32
 
 
 def check_decode(rows, rng, lengths, n, kv, h, **kw):
@@ -112,7 +113,7 @@ def time_decode(rows, name, lengths, n=32, kv=8, h=128, caches=3, layers=16, sec
 
 
 def time_gemm(rows, m, n, k, tiles, seconds=0.5):
-    copies = max(4, -(-(240 << 20) // (n * k * 2)))  # of the weights: past the L2
+    copies = max(4, -(-(240 << 20) // (n * k * 2)))  # copies of the weights, to exceed the L2
     ws = [jax.random.normal(jax.random.key(i), (n, k), jnp.bfloat16) for i in range(copies)]
     xs = [jax.random.normal(jax.random.key(i), (m, k), jnp.bfloat16) for i in range(copies)]
     ways = {"xla": reference.gemm} | {
