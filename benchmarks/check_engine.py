@@ -24,10 +24,10 @@ import sys
 import numpy as np
 
 from jaxflow.config import EngineConfig
-from jaxflow.engine.build import choose_plans, make_executor, make_loop, prepare_process, resolve
 from jaxflow.engine.loop import Loop
-from jaxflow.engine.request import Delta, Logprob, Request, SamplingParams, Started
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.engine.start import choose_plans, make_executor, make_loop, prepare_process, resolve
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.request import Delta, Logprob, Request, SamplingParams, Started
 from pallas_kernels.kernel_set import REFERENCE
 
 # Nats that log-probabilities may differ by, in the mean and at most, and the share of drawn tokens that are

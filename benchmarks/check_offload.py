@@ -22,17 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxflow.config import EngineConfig, ModelConfig
-from jaxflow.engine.admission import OutputLengths
-from jaxflow.engine.build import choose_plans, make_executor, make_loop, prepare_process, resolve
-from jaxflow.engine.load_cost import LoadCosts
 from jaxflow.engine.loop import Loop
-from jaxflow.engine.request import Delta, Logprob, Request, SamplingParams
-from jaxflow.engine.start_offload import start_offload
-from jaxflow.memory.kv_cache import make_cache
-from jaxflow.memory.page_copies import PageCopies
-from jaxflow.memory.transfers import Transfers
-from jaxflow.mesh import make_mesh
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.engine.start import choose_plans, make_executor, make_loop, prepare_process, resolve
+from jaxflow.engine.start_kv_tiers import start_offload
+from jaxflow.kv.device_cache import make_cache
+from jaxflow.kv.tiers.page_copies import PageCopies
+from jaxflow.kv.tiers.transfers import Transfers
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.parallel.mesh import make_mesh
+from jaxflow.request import Delta, Logprob, Request, SamplingParams
+from jaxflow.scheduler.admission import OutputLengths
+from jaxflow.scheduler.fetch_cost import LoadCosts
 
 HAPPENED = ("preemptions", "swapped_in", "host_pages_loaded", "host_pages_evicted")
 ALWAYS = LoadCosts(bytes_per_s=1e15, latency_s=0.0, seconds_a_token=1.0)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxflow.bench import optimum
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.bench.report import optimum
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"

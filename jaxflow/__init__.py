@@ -8,8 +8,8 @@ at once.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxflow.engine.request import SamplingParams
     from jaxflow.llm import LLM
+    from jaxflow.request import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
 
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from jaxflow.engine.request import SamplingParams
+        from jaxflow.request import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """What to run (`ModelConfig`: the architecture) and how to run it (`EngineConfig`). Both are frozen data.
 
-Nothing here touches JAX or a file: `jaxflow.model.hf_config` reads a checkpoint's `config.json` into a
+Nothing here touches JAX or a file: `jaxflow.model.architectures.hf_config` reads a checkpoint's `config.json` into a
 `ModelConfig`, the command lines and `jaxflow.LLM` fill an `EngineConfig`.
 """
 
@@ -168,7 +168,7 @@ class EngineConfig:
     kv_disk_size: float | None = None  # GiB of files there, with kv_disk_path only
     seed: int = 0
     calibration: str | None = (
-        None  # a file of jaxflow.model.calibrate; None: the one beside the model, if there is one; "": none
+        None  # a file of jaxflow.model.checkpoints.calibrate; None: the one beside the model, if there is one; "": none
     )
     # auto: searched where that is sure to gain; sequential, searched, a plan file or a folder of them
     plan: str = "auto"

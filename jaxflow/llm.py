@@ -11,18 +11,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxflow.answer import Answer, CompletionOutput, RequestFailed, RequestOutput
 from jaxflow.config import EngineConfig
-from jaxflow.engine.build import prepare_process, resolve, start_engine
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.request import Event, InvalidRequest, QueueFull, Request, SamplingParams
-from jaxflow.model.checkpoint import open_checkpoint
-from jaxflow.offload.policy import Policy
-from jaxflow.offload.process import prepare
-from jaxflow.offload.runtime import Runtime
-from jaxflow.offload.settings import OffloadConfig, check_engine, offload_config
-from jaxflow.offload.start import start
+from jaxflow.engine.start import prepare_process, resolve, start_engine
+from jaxflow.flexgen.config import OffloadConfig, check_engine, offload_config
+from jaxflow.flexgen.policy import Policy
+from jaxflow.flexgen.process import prepare
+from jaxflow.flexgen.runtime import Runtime
+from jaxflow.flexgen.start import start
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.prompt import Prompt, as_list, open_tokenizer, token_ids
+from jaxflow.request import Event, InvalidRequest, QueueFull, Request, SamplingParams
+from jaxflow.request_output import Answer, CompletionOutput, RequestFailed, RequestOutput
 from jaxflow.text.chat import encode_chat
 from jaxflow.text.detokenizer import StopStrings
 from jaxflow.text.tokenizer import Tokenizer
@@ -39,11 +39,11 @@ class LLM:
     Args:
       model: a folder, a .gguf file, a converted checkpoint, a hub id, or the name of a shipped config (dummy
       weights). offload: for a model that does not fit the device: a policy, its file, or a
-      `jaxflow.offload.settings.OffloadConfig`. `generate` and
+      `jaxflow.flexgen.config.OffloadConfig`. `generate` and
         `chat` then run through FlexGen's offline runtime, block after block; there is no stream, and calls of
         several threads wait in turn.
       settings: the other fields of `jaxflow.config.EngineConfig`, by name; with `offload`, of
-      `jaxflow.offload.settings.ENGINE_FIELDS`.
+      `jaxflow.flexgen.config.ENGINE_FIELDS`.
 
     Raises:
       ConfigError, CheckpointError, TokenizerError, PolicyError, DiskError: naming what is wrong.

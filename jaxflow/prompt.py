@@ -5,8 +5,8 @@ import operator
 from collections.abc import Sequence
 
 from jaxflow.config import EngineConfig
-from jaxflow.engine.request import InvalidRequest
-from jaxflow.model.checkpoint import Checkpoint
+from jaxflow.model.checkpoints.checkpoint import Checkpoint
+from jaxflow.request import InvalidRequest
 from jaxflow.text.tokenizer import Tokenizer, load_tokenizer
 from jaxflow.text.vocabulary import TokenizerError
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 import jax.numpy as jnp
 
 from pallas_kernels import reference
-from pallas_kernels.gemm import HopperGemm, Product, TritonGemm
-from pallas_kernels.table import load
+from pallas_kernels.gemm.api import HopperGemm, Product, TritonGemm
+from pallas_kernels.gemm.tuned_table import load
 
 KERNELS = ("auto", "reference", "mosaic", "triton")  # what may be asked for
 HOPPER, MOSAIC = "9.0", "mosaic-hopper"  # the compute capability of the Mosaic kernels, and their set's name
@@ -88,7 +88,7 @@ class KernelSet:
 
     def begun_early(self) -> "KernelSet":
         """The same, whose kernels of few rows begin before the ones before them have ended
-        (`pallas_kernels.dependent`).
+        (`pallas_kernels.pdl`).
 
         Where each is launched by itself, the weights being arguments of the program. Kernels that know
         nothing of it stay as they are.
@@ -251,16 +251,14 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     """Each op's Mosaic kernel where it takes the model. Mosaic GPU takes a second to import, and CPU has no
     use for it.
     """
-    from pallas_kernels import (
-        chunk_attention,
-        decode_attention,
-        grouped_gemm,
-        ptxas_version,
-        quantize_rows,
-        rms_norm,
-        rope_append,
-        token_limits,
-    )
+    from pallas_kernels import ptxas_version
+    from pallas_kernels.attention.chunk import api as chunk_attention
+    from pallas_kernels.attention.decode import api as decode_attention
+    from pallas_kernels.gemm.grouped import api as grouped_gemm
+    from pallas_kernels.pointwise.norm import api as rms_norm
+    from pallas_kernels.pointwise.quantize import api as quantize_rows
+    from pallas_kernels.pointwise.rope_append import api as rope_append
+    from pallas_kernels.pointwise.sample import api as token_limits
 
     ptxas_version.ask_once()
     kernels = {

@@ -21,13 +21,22 @@ from types import ModuleType
 
 from absl import flags
 
+from jaxflow.cli.engine_flags import parse
+from jaxflow.cli.exit_status import exit_status
 from jaxflow.config import ConfigError
-from jaxflow.ending import exit_status
-from jaxflow.flags import parse
-from jaxflow.mesh import choose_platform
-from jaxflow.model.checkpoint import CheckpointError
+from jaxflow.model.checkpoints.checkpoint import CheckpointError
+from jaxflow.parallel.mesh import choose_platform
 
-COMMANDS = ("correct", "cost", "energy", "machine", "measure", "offload", "placement", "plan")
+COMMANDS = {
+    "correct": "nanobatch.correct",
+    "cost": "cost",
+    "energy": "profile.energy",
+    "machine": "placement.machine",
+    "measure": "profile.measure",
+    "offload": "placement.offload",
+    "placement": "placement.command",
+    "plan": "nanobatch.plan",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -38,7 +47,7 @@ def main(argv: list[str]) -> int:
     if argv[1] not in COMMANDS:
         print(f"error: {argv[1]!r} is no command; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    command = importlib.import_module(f"search.{argv[1]}")
+    command = importlib.import_module(f"search.{COMMANDS[argv[1]]}")
     command.define_flags()
     if {"--help", "-h"} & set(argv[2:]):
         print(command.__doc__, *_flag_help(command), sep="\n")

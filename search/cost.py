@@ -14,12 +14,12 @@ import dataclasses
 from absl import flags
 
 from jaxflow.config import ConfigError, ModelConfig
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, Device, dense_parameters, optimal_throughput, work_times
 from jaxflow.model.energy import Bound, Power, bound, shipped_power
 from jaxflow.model.graph import Widths, Work, model_graph
-from search.checks import check_gpus, check_lengths
+from search.command_checks import check_gpus, check_lengths
 from search.regimes import largest_batch, weight_bytes
 
 BYTES = {"bfloat16": 2.0, "float8_e4m3fn": 1.0}

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags
 
-import jaxflow.flags
+import jaxflow.cli.engine_flags
 from jaxflow.config import ConfigError, EngineConfig
 from serving import command
-from serving.server import ListenError, Server, ServerConfig
+from serving.grpc.server import ListenError, Server, ServerConfig
 
 if TYPE_CHECKING:
     from jaxflow.llm import LLM
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     try:
-        engine = jaxflow.flags.engine_config_from_flags()
+        engine = jaxflow.cli.engine_flags.engine_config_from_flags()
         config = ServerConfig(
             host=HOST.value.strip("[]"),
             port=PORT.value,
@@ -199,6 +199,6 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    jaxflow.flags.define_engine_flags()
-    flags.adopt_module_key_flags(jaxflow.flags)
+    jaxflow.cli.engine_flags.define_engine_flags()
+    flags.adopt_module_key_flags(jaxflow.cli.engine_flags)
     command.run(main)

@@ -9,7 +9,7 @@ Sampling flags that are left out mean what the checkpoint recommends. For progra
 `Client`.
 """
 
-from serving.connection import DEFAULT_TARGET, Answer, Client, Prompt, RequestFailed
+from serving.grpc.connection import DEFAULT_TARGET, Answer, Client, Prompt, RequestFailed
 
 __all__ = ["DEFAULT_TARGET", "Answer", "Client", "Prompt", "RequestFailed"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from absl import app
 
-from jaxflow.ending import exit_status
+from jaxflow.cli.exit_status import exit_status
 
 
 def run(main: Callable[[list[str]], int]) -> None:

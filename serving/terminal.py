@@ -12,7 +12,7 @@ from absl import app, flags
 
 from serving import command
 from serving import generate_pb2 as pb
-from serving.connection import DEFAULT_TARGET, Answer, Client, Prompt, RequestFailed
+from serving.grpc.connection import DEFAULT_TARGET, Answer, Client, Prompt, RequestFailed
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (gives input() its editing and history)

@@ -14,7 +14,7 @@ import paths
 import pytest
 from own_flags import own_flags
 
-from pallas_kernels import table
+from pallas_kernels.gemm import tuned_table as table
 from serving.default_model import default_model
 
 assert "jax" not in sys.modules, "JAX was imported before the tests could choose its platform"

@@ -14,12 +14,12 @@ import paths
 from hypothesis import strategies as st
 
 from jaxflow.config import ModelConfig
-from jaxflow.memory.kv_cache import cache_shapes, cache_spec
-from jaxflow.mesh import axis_of, make_mesh, over_shards
+from jaxflow.kv.device_cache import cache_shapes, cache_spec
 from jaxflow.model import ops, transformer, weights
+from jaxflow.model.architectures.hf_config import model_config_from_hf
 from jaxflow.model.batch import Batch, cache_slots
 from jaxflow.model.graph import Graph, model_graph
-from jaxflow.model.hf_config import model_config_from_hf
+from jaxflow.parallel.mesh import axis_of, make_mesh, over_shards
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.plan import NanoOp, Plan
 from pallas_kernels.kernel_set import REFERENCE

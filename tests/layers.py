@@ -1,9 +1,13 @@
-"""Who may import whom: what BUILD declares, held against what the sources import.
+"""Compare BUILD with the imports of the sources.
 
-BUILD is Bazel's syntax, which Python's parser reads. The laws, each a line of `violations` when it is broken:
-every source has one owner; a target names only targets declared above it, so that there is no circle; a
-source imports only its own target's sources and its target's direct deps, packages from an index included;
-and sources do not import one another in a circle.
+BUILD is written in Bazel's syntax, which Python's parser reads. `violations` returns one line for each breach of
+these rules:
+
+- Every source file has one owner.
+- A target depends only on targets that are declared above it, so no circle of targets exists.
+- A source imports only sources of its own target and of its target's `deps`.
+- A source imports only packages that pyproject.toml names.
+- No files import one another in a circle, and no two folders of one parent do.
 """
 
 import ast
@@ -19,20 +23,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 RULES = ("py_library", "py_binary")
-PYPI = "@pypi//"
 NOT_SOURCES = ("tests", "build", "dist")
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
+    """One room of the house. srcs: paths from the root. deps: names of other targets. tags: as in BUILD."""
+
     name: str
-    srcs: frozenset[str]  # paths from the root
-    deps: tuple[str, ...]  # ":target" or "@pypi//package"
+    srcs: frozenset[str]
+    deps: tuple[str, ...]
+    tags: tuple[str, ...]
 
 
 def parse_build(root: Path) -> list[Target]:
-    """The targets of root/BUILD, in their order. Raises ValueError for what is no literal rule or names no
-    file.
+    """Return the targets of root/BUILD in their order.
+
+    Raises: ValueError for a statement that is no rule, and for a path that is no file.
     """
     targets = []
     for statement in ast.parse((root / "BUILD").read_text("utf-8")).body:
@@ -40,23 +47,24 @@ def parse_build(root: Path) -> list[Target]:
         if (
             not isinstance(call, ast.Call)
             or not isinstance(call.func, ast.Name)
-            or call.func.id not in (*RULES, "load", "package")
+            or call.func.id not in (*RULES, "load")
         ):
-            raise ValueError(
-                f"BUILD:{statement.lineno}: only {', '.join(RULES)}, load and package are understood"
-            )
+            raise ValueError(f"BUILD:{statement.lineno}: accepted: {', '.join(RULES)} and load")
         if call.func.id in RULES:
             fields = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
             srcs = _files(root, fields["srcs"])
             if not srcs or not all((root / path).is_file() for path in srcs):
                 raise ValueError(f"BUILD:{statement.lineno}: srcs that are no files: {sorted(srcs)}")
-            deps = tuple(ast.literal_eval(fields["deps"])) if "deps" in fields else ()
-            targets.append(Target(ast.literal_eval(fields["name"]), srcs, deps))
+            deps, tags = (
+                tuple(ast.literal_eval(fields[key])) if key in fields else () for key in ("deps", "tags")
+            )
+            name = ast.literal_eval(fields["name"])
+            targets.append(Target(name, srcs, tuple(dep.removeprefix(":") for dep in deps), tags))
     return targets
 
 
 def _files(root: Path, value: ast.expr) -> frozenset[str]:
-    """A list of paths, or glob(include, exclude = ...)."""
+    """Return the paths of a list, or of glob(include, exclude = ...)."""
     if not isinstance(value, ast.Call):
         return frozenset(ast.literal_eval(value))
     exclude = next(
@@ -75,7 +83,7 @@ def _files(root: Path, value: ast.expr) -> frozenset[str]:
 
 
 def sources(root: Path) -> list[str]:
-    """Every Python file that is not a test, hidden, or made by a build."""
+    """Return the Python files that are not tests, not hidden and not made by a build."""
     found = (path.relative_to(root) for path in root.rglob("*.py"))
     return sorted(
         str(p)
@@ -85,7 +93,7 @@ def sources(root: Path) -> list[str]:
 
 
 def imports(path: Path, module: str) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
-    """(node, dotted name) of everything the file imports, wherever in it; `from a import b` is a.b."""
+    """Yield (node, dotted name) of each import at any depth of the file; `from a import b` is a.b."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
@@ -110,7 +118,7 @@ def module_name(path: str) -> str:
 
 
 def declared_packages(root: Path) -> set[str]:
-    """Packages that pyproject.toml's dependencies and extras name, written as labels are: grpcio_status."""
+    """Return the packages of pyproject.toml's dependencies and extras, written like grpcio_status."""
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
     named = [
         *project.get("dependencies", []),
@@ -121,7 +129,7 @@ def declared_packages(root: Path) -> set[str]:
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """Top-level module -> the installed distributions that have it."""
+    """Return the installed distributions of each top-level module."""
     return importlib.metadata.packages_distributions()
 
 
@@ -129,25 +137,25 @@ def _label(distribution: str) -> str:
     return re.sub(r"[-_.]+", "_", distribution).lower()
 
 
+def _label(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "_", distribution).lower()
+
+
 def violations(root: Path) -> list[str]:
-    """One line for each breach of the laws above; empty when all hold."""
+    """Return one line for each breach of the rules above."""
     targets = parse_build(root)
     found = []
     owner: dict[str, Target] = {}
     above: set[str] = set()
-    packages = declared_packages(root)
     for target in targets:
         for src in sorted(target.srcs):
             if src in owner:
                 found.append(f"{src}: owned by {owner[src].name} and by {target.name}")
             owner[src] = target
-        for dep in target.deps:
-            if dep.startswith(PYPI) and dep.removeprefix(PYPI) not in packages:
-                found.append(f"{target.name}: {dep} is not among pyproject.toml's dependencies")
-            if not dep.startswith(PYPI) and dep.removeprefix(":") not in above:
-                found.append(f"{target.name}: {dep} is not declared above it")
+        found += [f"{target.name}: {dep} is not declared above it" for dep in target.deps if dep not in above]
         above.add(target.name)
 
+    packages = declared_packages(root)
     module_files = {module_name(src): src for src in sources(root)}
     top_level = {name.split(".")[0] for name in module_files}
     distributions = _distributions()
@@ -164,20 +172,36 @@ def violations(root: Path) -> list[str]:
                 if imported is None:
                     found.append(f"{where}: no file is the module {name}")
                 elif imported not in target.srcs and (
-                    imported not in owner or f":{owner[imported].name}" not in target.deps
+                    imported not in owner or owner[imported].name not in target.deps
                 ):
                     found.append(f"{where}: {target.name} may not import {name}")
                 elif imported != src:
                     edges.add(imported)
             elif first not in sys.stdlib_module_names:
                 labels = {_label(distribution) for distribution in distributions.get(first, [first])}
-                if not any(PYPI + label in target.deps for label in labels):
-                    found.append(
-                        f"{where}: {target.name} may not import {name}: no dep "
-                        f"{' or '.join(sorted(PYPI + x for x in labels))}"
-                    )
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        found.append("a circle of imports: " + " -> ".join(error.args[1]))
+                if not labels & packages:
+                    found.append(f"{where}: pyproject.toml does not name {' or '.join(sorted(labels))}")
+    return found + _circles(graph)
+
+
+def _circles(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return circles of files, and circles of folders that have the same parent."""
+    graphs: dict[str, dict[str, set[str]]] = {"files": dict(graph)}
+    for src, edges in graph.items():
+        for imported in edges:
+            ours, theirs = Path(src).parts[:-1], Path(imported).parts[:-1]
+            shared = next(
+                (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours)
+            )
+            if 0 < shared < min(len(ours), len(theirs)):
+                parent = "/".join(ours[:shared])
+                graphs.setdefault(f"folders of {parent}", {}).setdefault(ours[shared], set()).add(
+                    theirs[shared]
+                )
+    found = []
+    for name, nodes in graphs.items():
+        try:
+            graphlib.TopologicalSorter(nodes).prepare()
+        except graphlib.CycleError as error:
+            found.append(f"a circle of {name}: " + " -> ".join(error.args[1]))
     return found

@@ -12,14 +12,14 @@ from h200 import Compiled, abstract, compile_for_h200, h200_mesh
 from jax.sharding import PartitionSpec
 
 from jaxflow.config import ModelConfig
-from jaxflow.memory.kv_cache import cache_shapes, cache_spec
-from jaxflow.mesh import axis_of, over_shards
+from jaxflow.kv.device_cache import cache_shapes, cache_spec
 from jaxflow.model import ops, weights
 from jaxflow.model.batch import Batch
+from jaxflow.parallel.mesh import axis_of, over_shards
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.plan import Plan, borders
-from pallas_kernels import rope_append
 from pallas_kernels.kernel_set import KernelSet
+from pallas_kernels.pointwise.rope_append import api as rope_append
 
 ROWS, PAGES_A_ROW, PAGES = 64, 4, 2048
 

@@ -1,51 +1,69 @@
-"""The house's floors: imports point down only. The laws are in `layers`; here they are held, and shown to
-bite.
-"""
+"""Imports point down only: the rules of `layers` hold for this tree, and each breach is reported."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import layers
 import paths
 import pytest
 
-# The floors of the design, bottom up. A target may not depend on one of a later line.
+# The floors of docs/architecture.md, bottom up. A target depends on no target of a later line.
 FLOORS = (
-    ("pallas_kernels", "kernel_checks", "config", "request", "text", "offload_policy"),
-    ("mesh",),
-    ("pages", "memory"),
-    ("graph", "model"),
+    ("pallas_kernels", "config", "request", "cli", "text", "request_output"),
+    ("parallel",),
+    ("kv",),
+    ("architectures", "model", "checkpoints"),
+    ("scheduler",),
     ("pipeline",),
-    ("schedule", "engine"),
-    ("offload", "llm", "jaxflow"),
+    ("engine",),
+    ("flexgen", "prompt"),
+    ("llm", "jaxflow", "flexgen_command"),
     ("serving_proto", "serving"),
     ("bench",),
 )
 
 
-def test_the_house_keeps_its_laws():
-    assert layers.violations(paths.ROOT) == []
+# Circles of folders that are still to be opened. This list may only shrink.
+KNOWN_CIRCLES = ("folders of pallas_kernels", "folders of pallas_kernels/gemm", "folders of search")
+
+
+def test_imports_keep_the_rules():
+    known = tuple(f"a circle of {name}:" for name in KNOWN_CIRCLES)
+    assert [line for line in layers.violations(paths.ROOT) if not line.startswith(known)] == []
 
 
 def test_floors_are_in_the_order_of_the_design():
     floor = {name: level for level, names in enumerate(FLOORS) for name in names}
-    for target in layers.parse_build(paths.ROOT):
+    targets = layers.parse_build(paths.ROOT)
+    for target in targets:
         if target.name in floor:
-            local = [dep.removeprefix(":") for dep in target.deps if dep.startswith(":")]
-            assert all(floor[dep] <= floor[target.name] for dep in local), (target.name, local)
-    assert set(floor) <= {target.name for target in layers.parse_build(paths.ROOT)}
+            assert set(target.deps) <= set(floor), target.name
+            assert all(floor[dep] <= floor[target.name] for dep in target.deps), target
+    assert set(floor) <= {target.name for target in targets}
 
 
-def test_nothing_below_the_top_depends_on_what_is_beside_the_house():
-    house = {name for names in FLOORS for name in names}
-    for target in layers.parse_build(paths.ROOT):
-        if target.name in house:
-            assert {dep.removeprefix(":") for dep in target.deps if dep.startswith(":")} <= house, target.name
+def test_build_stays_short():
+    assert len((paths.ROOT / "BUILD").read_text("utf-8").splitlines()) <= 100
+
+
+def test_rooms_without_jax_do_not_import_it():
+    modules = [
+        layers.module_name(src)
+        for target in layers.parse_build(paths.ROOT)
+        if "no_jax" in target.tags
+        for src in sorted(target.srcs)
+        if not src.startswith("jaxflow/__init__")
+    ]
+    program = f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
+    program += "sys.exit('jax' in sys.modules)"
+    assert modules and not subprocess.run([sys.executable, "-c", program], cwd=paths.ROOT).returncode
 
 
 BUILD = """
 load("@rules_python//python:defs.bzl", "py_library")
 
-py_library(name = "low", srcs = glob(["low/**/*.py"]), deps = ["@pypi//pytest"])
+py_library(name = "low", srcs = glob(["low/**/*.py"]))
 
 py_library(name = "high", srcs = glob(["high/*.py"], exclude = ["high/made.py"]), deps = [":low"])
 
@@ -60,6 +78,7 @@ FILES = {
     "low/b.py": "",
     "low/deep/c.py": "from . import d\nfrom ..b import x\n",
     "low/deep/d.py": "",
+    "low/deeper/e.py": "from low.deep import c\n",
     "high/__init__.py": "",
     "high/x.py": "from low.a import thing\nimport low.deep.c\n",
     "high/made.py": "",
@@ -75,7 +94,7 @@ def house(root: Path, changes: dict[str, str]) -> list[str]:
     return layers.violations(root)
 
 
-def test_a_lawful_house_has_no_violations(tmp_path):
+def test_a_tree_that_keeps_the_rules_has_no_violations(tmp_path):
     assert house(tmp_path, {}) == []
 
 
@@ -90,8 +109,8 @@ def test_a_lawful_house_has_no_violations(tmp_path):
         ),
         ({"low/deep/d.py": "from ...high import x\n"}, "low/deep/d.py:1: low may not import high.x"),
         ({"high/x.py": "from high import made\n"}, "high/x.py:1: high may not import high.made"),
-        ({"high/x.py": "import pytest\n"}, "high/x.py:1: high may not import pytest: no dep @pypi//pytest"),
-        ({"high/x.py": "import not_installed_at_all\n"}, "no dep @pypi//not_installed_at_all"),
+        ({"high/x.py": "import numpy\n"}, "high/x.py:1: pyproject.toml does not name numpy"),
+        ({"high/x.py": "import not_installed_at_all\n"}, "does not name not_installed_at_all"),
         ({"high/x.py": "import low.gone.module\n"}, "high/x.py:1: no file is the module low.gone.module"),
         ({"high/new/y.py": ""}, "high/new/y.py: no target of BUILD owns it"),
         ({"top.py": ""}, "top.py: no target of BUILD owns it"),
@@ -100,28 +119,27 @@ def test_a_lawful_house_has_no_violations(tmp_path):
             "low/b.py: owned by low and by two",
         ),
         (
-            {"BUILD": BUILD.replace('["@pypi//pytest"]', '["@pypi//pytest", ":high"]')},
-            "low: :high is not declared above it",
+            {"BUILD": BUILD.replace('"low/**/*.py"])', '"low/**/*.py"]), deps = [":high"]')},
+            "low: high is not declared above it",
         ),
-        (
-            {"BUILD": BUILD.replace('deps = [":low"]', 'deps = [":low", ":high"]')},
-            "high: :high is not declared above it",
-        ),
-        ({"pyproject.toml": "[project]\n"}, "low: @pypi//pytest is not among pyproject.toml's dependencies"),
         (
             {"low/b.py": "from low.deep import d\n", "low/deep/d.py": "import low.b\n"},
-            "a circle of imports: ",
+            "a circle of files: ",
         ),
-        ({"low/b.py": "if __name__ == '__main__':\n    from low import a\n"}, "a circle of imports: "),
+        ({"low/b.py": "if __name__ == '__main__':\n    from low import a\n"}, "a circle of files: "),
+        (
+            {"low/deep/f.py": "import low.deeper.g\n", "low/deeper/g.py": ""},
+            "a circle of folders of low: ",
+        ),
     ],
 )
-def test_a_breach_is_named(tmp_path, changes, complaint):
+def test_a_breach_is_reported(tmp_path, changes, complaint):
     assert any(complaint in line for line in house(tmp_path, changes)), house(tmp_path, changes)
 
 
 @pytest.mark.parametrize(
     "rule", ["x = 1", "genrule(name = 'g')", 'py_library(name = "n", srcs = ["gone.py"])']
 )
-def test_a_build_file_that_says_nothing_checkable_is_refused(tmp_path, rule):
+def test_a_build_file_with_an_unknown_statement_is_refused(tmp_path, rule):
     with pytest.raises(ValueError, match="BUILD:"):
         house(tmp_path, {"BUILD": BUILD + rule})

@@ -10,15 +10,15 @@ import paths
 from hurry import OFTEN
 
 from jaxflow.config import EngineConfig
-from jaxflow.engine.build import choose_plans, make_executor, make_loop, resolve
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.load_cost import LoadCosts
 from jaxflow.engine.loop import Loop
-from jaxflow.engine.request import Delta, Event, Finished, Request, SamplingParams, Started
-from jaxflow.engine.start_disk import open_disk, put_below
-from jaxflow.engine.start_offload import page_copies, start_offload
-from jaxflow.memory.disk_tier import DiskTier
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.engine.start import choose_plans, make_executor, make_loop, resolve
+from jaxflow.engine.start_kv_disk import open_disk, put_below
+from jaxflow.engine.start_kv_tiers import page_copies, start_offload
+from jaxflow.kv.tiers.disk_store import DiskTier
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.request import Delta, Event, Finished, Request, SamplingParams, Started
+from jaxflow.scheduler.fetch_cost import LoadCosts
 
 ALWAYS_LOAD = LoadCosts(bytes_per_s=1e15, latency_s=0.0, seconds_a_token=1.0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5)

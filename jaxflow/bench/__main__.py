@@ -30,13 +30,26 @@ from pathlib import Path
 
 from absl import flags
 
-from jaxflow.ending import exit_status
-from jaxflow.flags import parse
+from jaxflow.cli.engine_flags import parse
+from jaxflow.cli.exit_status import exit_status
 
-COMMANDS = (
-    *("throughput", "latency", "serve", "hierarchy", "disk", "host", "link", "offload", "kernels"),
-    *("decode_step", "plans", "trace", "memory", "perplexity", "sweep"),
-)
+COMMANDS = {
+    "throughput": "engine.throughput",
+    "latency": "engine.latency",
+    "serve": "engine.serve",
+    "hierarchy": "kv.hierarchy",
+    "disk": "kv.disk",
+    "host": "engine.host",
+    "link": "kv.link",
+    "offload": "engine.offload",
+    "kernels": "kernels.command",
+    "decode_step": "kernels.decode_step",
+    "plans": "plans.command",
+    "trace": "plans.trace",
+    "memory": "engine.memory",
+    "perplexity": "engine.perplexity",
+    "sweep": "engine.sweep",
+}
 
 DRAWN = ("output_png", "plot")  # flags that name a command's chart file
 
@@ -49,7 +62,7 @@ def main(argv: list[str]) -> int:
     if argv[1] not in COMMANDS:
         print(f"error: unknown command {argv[1]!r}; accepted: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    command = importlib.import_module(f"jaxflow.bench.{argv[1]}")
+    command = importlib.import_module(f"jaxflow.bench.{COMMANDS[argv[1]]}")
     command.define_flags()
     if {"--help", "-h"} & set(argv[2:]):
         print(command.__doc__, *_flag_help(command), sep="\n")
@@ -63,7 +76,12 @@ def main(argv: list[str]) -> int:
 
 
 def _flag_help(command) -> list[str]:
-    modules = (command.__name__, "jaxflow.bench.options", "jaxflow.offload.options", "jaxflow.flags")
+    modules = (
+        command.__name__,
+        "jaxflow.bench.workload.flags",
+        "jaxflow.flexgen.flags",
+        "jaxflow.cli.engine_flags",
+    )
     return [
         flags.FLAGS.module_help(sys.modules[name])
         for name in modules
@@ -72,10 +90,10 @@ def _flag_help(command) -> list[str]:
 
 
 def _run(command) -> int:
-    from jaxflow.bench.report import write_json
-    from jaxflow.mesh import choose_platform
-    from jaxflow.model.checkpoint import CheckpointError
-    from jaxflow.outputs import check_outputs, check_pictures
+    from jaxflow.bench.report.requests import write_json
+    from jaxflow.cli.output_files import check_outputs, check_pictures
+    from jaxflow.model.checkpoints.checkpoint import CheckpointError
+    from jaxflow.parallel.mesh import choose_platform
     from serving.client import RequestFailed
 
     choose_platform()
@@ -102,7 +120,7 @@ def _run(command) -> int:
 
 def without_weights() -> None:
     """Select dummy weights for a model given by a shipped config's name, which has no checkpoint."""
-    from jaxflow.model.checkpoint import shipped_configs
+    from jaxflow.model.checkpoints.checkpoint import shipped_configs
 
     f = flags.FLAGS
     if (

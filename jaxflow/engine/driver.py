@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from jaxflow.engine.live_request import refused
 from jaxflow.engine.loop import Loop, Stats
-from jaxflow.engine.outputs import refused
-from jaxflow.engine.request import Draining, Event, Finished, InvalidRequest, QueueFull, Request
+from jaxflow.request import Draining, Event, Finished, InvalidRequest, QueueFull, Request
 
 log = logging.getLogger(__name__)
 

@@ -22,15 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxflow.engine import temporary
+from jaxflow.engine import program_memory as temporary
 from jaxflow.engine.layout import StepLayout
-from jaxflow.engine.lowered import LoweredPrograms
+from jaxflow.engine.lowered_cache import LoweredPrograms
 from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Programs, Rows, head, prompt_head
-from jaxflow.memory.kv_cache import cache_shapes, cache_spec, make_cache
-from jaxflow.memory.page_copies import PageCopies
-from jaxflow.mesh import TP
+from jaxflow.kv.device_cache import cache_shapes, cache_spec, make_cache
+from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.slot_params import NO_TOKEN, SlotParams, empty_slots, slot_values
+from jaxflow.parallel.mesh import TP
 
 APPENDS = 4096  # page-table entries that one `append_pages` call takes
 COUNTED = 4096  # tokens that one `count_tokens` call takes

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxflow.engine.work import StepWork
 from jaxflow.model.batch import Batch, cache_slots
 from jaxflow.pipeline.choice import Gain
+from jaxflow.scheduler.step_work import StepWork
 
 _KINDS = {"i": np.int32, "f": np.float32, "u": np.uint32}
 

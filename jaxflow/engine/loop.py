@@ -15,16 +15,16 @@ import msgspec
 import numpy as np
 
 from jaxflow.engine.executor import Executor, Pending
+from jaxflow.engine.kv_offload import Offload
 from jaxflow.engine.layout import SlotTable, StepLayout, pack
-from jaxflow.engine.offload import Offload
-from jaxflow.engine.outputs import HostLogprobs, LiveRequest, needs_full_sampler, slot_settings
+from jaxflow.engine.live_request import HostLogprobs, LiveRequest, needs_full_sampler, slot_settings
 from jaxflow.engine.plain_slots import PlainSlots
 from jaxflow.engine.programs import FULL, PLAIN
-from jaxflow.engine.request import Event, FinishReason, Request
-from jaxflow.engine.scheduler import Scheduler
-from jaxflow.engine.sequence import Sequence
-from jaxflow.engine.work import StepWork
 from jaxflow.pipeline.choice import pick
+from jaxflow.request import Event, FinishReason, Request
+from jaxflow.scheduler.scheduler import Scheduler
+from jaxflow.scheduler.sequence import Sequence
+from jaxflow.scheduler.step_work import StepWork
 
 
 class Stats(msgspec.Struct, frozen=True):

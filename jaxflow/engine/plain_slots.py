@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from jaxflow.engine.request import Delta
-from jaxflow.engine.sequence import Sequence
+from jaxflow.request import Delta
+from jaxflow.scheduler.sequence import Sequence
 
 
 class PlainSlots:

@@ -18,10 +18,10 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Float, Int, UInt
 
 from jaxflow.engine.layout import StepLayout, apply_page_appends, unpack
-from jaxflow.memory.kv_cache import cache_spec
-from jaxflow.mesh import axis_of, over_shards
+from jaxflow.kv.device_cache import cache_spec
 from jaxflow.model import logprobs, ops, sampling, slot_params
 from jaxflow.model.ops import Context
+from jaxflow.parallel.mesh import axis_of, over_shards
 
 REPLICATED = PartitionSpec()
 PLAIN, FULL = 1, 2  # the sampler that a row of a step needs

@@ -7,7 +7,7 @@ from jaxflow.config import Layer, ModelConfig
 from pallas_kernels.kernel_set import KernelSet
 
 Weights = dict[str, Any]
-KV = tuple[Any, Any]  # keys and values of a layer, in one of the forms of `jaxflow.memory.kv_cache`
+KV = tuple[Any, Any]  # keys and values of a layer, in one of the forms of `jaxflow.kv.device_cache`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Context:
 
     sms: how many SMs products, attention, norms and quantising may occupy, where a plan shares the device
     between ops; None: all. copies: of two or four devices, whether sums are sent by the copy engines
-    (`jaxflow.model.exchange`).
+    (`jaxflow.parallel.peer_reduce`).
     """
 
     config: ModelConfig

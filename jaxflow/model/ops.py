@@ -13,7 +13,7 @@ scale for each token, `a`, whose rows no kernel sees whole, with one for every 1
     router(h) -> routing                         expert_up_gate(h, routing) -> a, expert_down(a, routing) -> y
     mlp_reduce(y) -> y, post_mlp_norm(y) -> y    final_norm(x, y) -> x, hidden; logits(hidden)
 
-Scattered (`jaxflow.model.scattered`), y, x and what a norm makes of them are each device's own rows:
+Scattered (`jaxflow.parallel.sequence_parallel`), y, x and what a norm makes of them are each device's own rows:
 
     attn_norm(x, y) -> x, h; attn_gather(h) -> h                attn_scatter(y) -> y; mlp_norm(x, y) -> x, h;
     mlp_gather(h) -> h
@@ -35,10 +35,10 @@ from jaxflow.model.attention import (  # noqa: F401  (ops, too)
 )
 from jaxflow.model.batch import Batch
 from jaxflow.model.context import KV, Context, Weights
-from jaxflow.model.exchange import Halves, Sum, added, exchanged
-from jaxflow.model.experts import Routing, expert_down, expert_up_gate, router  # noqa: F401  (ops, too)
+from jaxflow.model.moe import Routing, expert_down, expert_up_gate, router  # noqa: F401  (ops, too)
 from jaxflow.model.rope import inverse_frequencies
-from jaxflow.model.scattered import (  # noqa: F401  (ops, too)
+from jaxflow.parallel.peer_reduce import Halves, Sum, added, exchanged
+from jaxflow.parallel.sequence_parallel import (  # noqa: F401  (ops, too)
     attn_gather,
     attn_scatter,
     mlp_gather,

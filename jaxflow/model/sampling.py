@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxflow.model.logprobs import LogprobsOut, finite, token_logprobs, top
 from jaxflow.model.slot_params import SlotParams, adjust, count_drawn, rows_of
-from pallas_kernels.reference.token_limits import largest_limit, token_limits
+from pallas_kernels.pointwise.sample.reference import largest_limit, token_limits
 
 SUM_BLOCK = 512  # logits summed into one entry of the upper level, at most
 BLOCK = 16  # columns of a block that is kept or not when limits are searched

@@ -1,7 +1,7 @@
 """How softmax inputs of a model are distributed, and the unified maximum that follows from it
 (FlashDecoding++Next §3).
 
-`python -m jaxflow.model.calibrate` writes the file, an engine reads it. With a unified maximum φ the weights
+`python -m jaxflow.model.checkpoints.calibrate` writes the file, an engine reads it. With a unified maximum φ the weights
 of all keys are exp(score - φ), whatever else the row holds, so that partial sums need no rescaling. That
 works while float32 holds both the largest and the smallest weight that matters; a row that leaves φ ± bound
 is done with its own maximum by the attention kernels.
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxflow.config import ConfigError
-from jaxflow.mesh import sharded
+from jaxflow.parallel.mesh import sharded
 
 VERSION = 1
 BOUND = 60.0  # in natural logarithms: exp(±60) times any sum of keys is far from float32's ends
@@ -65,7 +65,7 @@ def read(path: Path, num_layers: int) -> SoftmaxRange:
         found = msgspec.json.decode(path.read_bytes(), type=SoftmaxRange)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
-            "calibration", str(path), f"a file that jaxflow.model.calibrate wrote ({error})"
+            "calibration", str(path), f"a file that jaxflow.model.checkpoints.calibrate wrote ({error})"
         ) from error
     if found.version != VERSION:
         raise ConfigError(

@@ -5,8 +5,8 @@ from jaxtyping import Array, Float
 
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
-from jaxflow.model.exchange import added
 from jaxflow.model.ops import KV, Context, Weights
+from jaxflow.parallel.peer_reduce import added
 
 
 def forward(

@@ -27,9 +27,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxflow.config import ConfigError, Layer, ModelConfig, gate_block
-from jaxflow.mesh import TP, sharded
-from jaxflow.model.leaf import QUANTIZED, TENSOR_PARALLEL_AXIS, Init, Leaf, Piece, draw
-from jaxflow.model.tensor_names import layer_names, model_names
+from jaxflow.model.architectures.tensor_names import layer_names, model_names
+from jaxflow.model.weight_spec import QUANTIZED, TENSOR_PARALLEL_AXIS, Init, Leaf, Piece, draw
+from jaxflow.parallel.mesh import TP, sharded
 from pallas_kernels.quantized import BLOCK, GROUP
 
 Weights = dict[str, Any]

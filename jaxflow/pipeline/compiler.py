@@ -20,9 +20,9 @@ from jaxtyping import Array, Float
 from jaxflow.config import ModelConfig
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
-from jaxflow.model.exchange import added
 from jaxflow.model.ops import KV, Context, Weights
-from jaxflow.model.scattered import own_rows
+from jaxflow.parallel.peer_reduce import added
+from jaxflow.parallel.sequence_parallel import own_rows
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.calls import call
 from jaxflow.pipeline.order import (

@@ -118,7 +118,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """The nano-ops of a layer for steps of `tokens` tokens, in order of issue.
 
     sums: who carries what is summed over devices: NCCL's kernels, or of two or four devices the copy engines
-    (`jaxflow.model.exchange`).
+    (`jaxflow.parallel.peer_reduce`).
     """
 
     name: str

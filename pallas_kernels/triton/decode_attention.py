@@ -1,4 +1,4 @@
-"""Paged decode attention in Triton: the split of `pallas_kernels.decode_attention`, for GPUs that have no TMA
+"""Paged decode attention in Triton: the split of `pallas_kernels.attention.decode.api`, for GPUs that have no TMA
 and no wgmma.
 
 The batch's pages form one line that `decode_work` cuts into equal pieces, one a program, so one long row
@@ -6,8 +6,9 @@ beside many short ones fills the chip. A program ends at most two (row, KV head)
 kernel adds their parts up in the order of their keys, so equal batches give equal bits.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false,
-# reportCallIssue=false The extra `triton` may not be installed, and its language only looks like Python.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false
+# The extra `triton` may not be installed, and its language only looks like Python.
 
 import math
 
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from jax.experimental import pallas as pl
 
-from pallas_kernels.decode_work import PAGE, DecodeWork, decode_work
+from pallas_kernels.attention.decode.work_list import PAGE, DecodeWork, decode_work
 
 _LOG2E = math.log2(math.e)  # softmax is done in powers of two
 _PROGRAMS = 4  # a multiprocessor: their copies are in flight beside each other's arithmetic

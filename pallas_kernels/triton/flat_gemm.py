@@ -5,8 +5,9 @@ The parts of a split are added up in their order by XLA, which fuses what is beh
 pass over [M, N].
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false,
-# reportCallIssue=false The extra `triton` may not be installed, and its language only looks like Python.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false
+# The extra `triton` may not be installed, and its language only looks like Python.
 
 import dataclasses
 
@@ -16,8 +17,8 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
+from pallas_kernels.gemm.reference import finish
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.reference.gemm import finish
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import gc, signal, sys, time
-from jaxflow.ending import exit_status
+from jaxflow.cli.exit_status import exit_status
 
 def callback(phase, info):
     if phase == "start":

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from absl import flags
 
-import jaxflow.flags as engine_flags
+import jaxflow.cli.engine_flags as engine_flags
 from jaxflow.config import ConfigError, EngineConfig
 
 DEFINE = {

@@ -15,8 +15,8 @@ import pytest
 import jaxflow.llm
 from jaxflow import LLM, SamplingParams
 from jaxflow.engine.driver import EngineDead
-from jaxflow.engine.request import Draining, InvalidRequest
 from jaxflow.llm import RequestFailed
+from jaxflow.request import Draining, InvalidRequest
 from jaxflow.text.chat import ChatTemplateError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)

@@ -10,7 +10,7 @@ PROGRAM = """
 import jax
 from jaxflow import mesh
 from jaxflow.config import EngineConfig
-from jaxflow.engine.build import prepare_process
+from jaxflow.engine.start import prepare_process
 mesh.NVIDIA_DEVICES = ()
 prepare_process(EngineConfig(model="toy"))
 print(jax.devices()[0].platform)

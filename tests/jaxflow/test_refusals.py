@@ -12,9 +12,9 @@ import pytest
 
 from jaxflow import LLM, SamplingParams
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine.request import InvalidRequest
-from jaxflow.model.source import CheckpointError
+from jaxflow.model.checkpoints.source import CheckpointError
 from jaxflow.pipeline.plan import PlanError
+from jaxflow.request import InvalidRequest
 from jaxflow.text.vocabulary import TokenizerError
 
 CONTEXT, VOCAB = 512, 512

@@ -17,10 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from paged_cases import PAGE, error, exact, paged, queries
 
 from pallas_kernels import reference
-from pallas_kernels.checks.inputs import quantized
-from pallas_kernels.chunk_attention import chunk_attention
-from pallas_kernels.chunk_work import chunk_work
-from pallas_kernels.tiles import ChunkTile, chunk_tile
+from pallas_kernels.attention.chunk.api import chunk_attention
+from pallas_kernels.attention.chunk.work_list import chunk_work
+from pallas_kernels.attention.tiles import ChunkTile, chunk_tile
+from pallas_kernels.measure.inputs import quantized
 
 INTERPRET = plgpu.InterpretGPUParams()
 INT8_SCALES = {"k_scale": jnp.ones((9, 2, 64)), "v_scale": jnp.ones((9, 2, 64))}
@@ -202,9 +202,9 @@ def scores_of(kind, k, table):
 )
 def test_with_a_unified_maximum_rows_that_it_does_not_fit_fall_back(kind, marks, int8, sms, monkeypatch):
     monkeypatch.setattr(
-        "pallas_kernels.chunk_attention.MARKS", marks
+        "pallas_kernels.attention.chunk.api.MARKS", marks
     )  # of one mark, which all rounds share, more is done again
-    monkeypatch.setattr("pallas_kernels.chunk_rows.MARKS", marks)
+    monkeypatch.setattr("pallas_kernels.attention.chunk.rows.MARKS", marks)
     k, v, table = paged(2, [150, 20], 1, 64)
     q = queries(2, 48, sms - 1, 64) * 0.1 + 1
     chunks = [

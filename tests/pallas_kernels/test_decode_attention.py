@@ -17,10 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from paged_cases import PAGE, error, paged, queries
 
 from pallas_kernels import reference
-from pallas_kernels.checks.inputs import quantized
-from pallas_kernels.decode_attention import decode_attention, list_decode_work
-from pallas_kernels.decode_work import decode_work
-from pallas_kernels.tiles import SMEM_BYTES, DecodeTile, decode_tile
+from pallas_kernels.attention.decode.api import decode_attention, list_decode_work
+from pallas_kernels.attention.decode.work_list import decode_work
+from pallas_kernels.attention.tiles import SMEM_BYTES, DecodeTile, decode_tile
+from pallas_kernels.measure.inputs import quantized
 
 E4M3, INT8 = jnp.float8_e4m3fn, jnp.int8
 INTERPRET = plgpu.InterpretGPUParams()

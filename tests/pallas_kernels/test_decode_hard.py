@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.checks.attention import TOLERANCE
-from pallas_kernels.checks.decode_hard import SCORES, worst_kind
+from pallas_kernels.attention.decode.gpu_check import TOLERANCE
+from pallas_kernels.attention.decode.gpu_check_hard import SCORES, worst_kind
 
 WANT = jnp.ones((2 * len(SCORES), 4, 64))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import decode_join
+from pallas_kernels.attention.decode import join as decode_join
 
 WORKERS = 528  # four on each SM
 

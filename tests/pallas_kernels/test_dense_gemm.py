@@ -18,8 +18,8 @@ from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import reference
-from pallas_kernels.dense_gemm import dense_gemm, supports
-from pallas_kernels.gemm_tiles import GemmTile, gemm_plan, plan_of, schedule, snake
+from pallas_kernels.gemm.dense.api import dense_gemm, supports
+from pallas_kernels.gemm.tile_schedule import GemmTile, gemm_plan, plan_of, schedule, snake
 
 INTERPRET = plgpu.InterpretGPUParams()
 LLAMA = [  # [N, K] of qkv, out_proj, up_gate and down: 8B, and 70B on 4 GPUs

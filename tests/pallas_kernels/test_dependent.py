@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from h200 import abstract, compile_for_h200, h200_mesh
 
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.flat_gemm import flat_gemm
-from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
-from pallas_kernels.gemm import HopperGemm
+from pallas_kernels.attention.decode.api import decode_attention
+from pallas_kernels.gemm.api import HopperGemm
+from pallas_kernels.gemm.flat.api import flat_gemm
+from pallas_kernels.gemm.fp8.flat import fp8_flat_gemm
+from pallas_kernels.gemm.tuned_table import Table
 from pallas_kernels.kernel_set import REFERENCE
-from pallas_kernels.quantize_rows import quantize_rows
+from pallas_kernels.pointwise.norm.api import add_norm
+from pallas_kernels.pointwise.quantize.api import quantize_rows
+from pallas_kernels.pointwise.rope_append.api import rope_append
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.rms_norm import add_norm
-from pallas_kernels.rope_append import rope_append
-from pallas_kernels.table import Table
 
 D, H, PAGES = 512, 128, 16
 WAIT, NEXT, COPY = "griddepcontrol.wait", "griddepcontrol.launch_dependents", "cp.async.bulk.tensor"

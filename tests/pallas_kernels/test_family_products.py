@@ -16,13 +16,14 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxflow.config import ConfigError, ModelConfig
-from jaxflow.engine.build import dense_products
-from jaxflow.mesh import TP
+from jaxflow.engine.start import dense_products
 from jaxflow.model import ops, weights
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.context import Context
-from pallas_kernels import gemm, reference
-from pallas_kernels.gemm import Product
+from jaxflow.parallel.mesh import TP
+from pallas_kernels import reference
+from pallas_kernels.gemm import api as gemm
+from pallas_kernels.gemm.api import Product
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
 
 WRITTEN = Path(__file__).with_name("products.txt")

@@ -17,9 +17,9 @@ from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import reference
-from pallas_kernels.flat_gemm import flat_gemm
-from pallas_kernels.flat_tiles import FlatTile, flat_tile, int4_tile
-from pallas_kernels.tiles import SMEM_BYTES
+from pallas_kernels.attention.tiles import SMEM_BYTES
+from pallas_kernels.gemm.flat.api import flat_gemm
+from pallas_kernels.gemm.flat.tiles import FlatTile, flat_tile, int4_tile
 
 INTERPRET = plgpu.InterpretGPUParams()
 

@@ -19,12 +19,12 @@ from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import reference
-from pallas_kernels.fp8_epilogue import E4M3
-from pallas_kernels.fp8_flat_gemm import fp8_flat_gemm
-from pallas_kernels.fp8_gemm import fp8_gemm
-from pallas_kernels.fp8_plan import Fp8Tile, filled, fp8_plan, work
+from pallas_kernels.gemm.fp8.api import fp8_gemm
+from pallas_kernels.gemm.fp8.epilogue import E4M3
+from pallas_kernels.gemm.fp8.flat import fp8_flat_gemm
+from pallas_kernels.gemm.fp8.tile_schedule import Fp8Tile, filled, fp8_plan, work
+from pallas_kernels.pointwise.quantize.reference import dequantize
 from pallas_kernels.quantized import BLOCK, Quantized
-from pallas_kernels.reference.quantize import dequantize
 
 INTERPRET = plgpu.InterpretGPUParams()
 

@@ -17,10 +17,10 @@ from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxflow.model import ops
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from pallas_kernels import reference
-from pallas_kernels.gemm_tiles import GemmTile
-from pallas_kernels.grouped_gemm import ROWS, grouped_gemm, list_groups
+from pallas_kernels.gemm.grouped.api import ROWS, grouped_gemm, list_groups
+from pallas_kernels.gemm.tile_schedule import GemmTile
 from pallas_kernels.kernel_set import kernel_set_for
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import compute_on
 
-from pallas_kernels.int4_gemm import int4_gemm
+from pallas_kernels.gemm.int4 import reference as int4
+from pallas_kernels.gemm.int4.api import int4_gemm
 from pallas_kernels.quantized import Int4
-from pallas_kernels.reference import int4
 
 
 @settings(max_examples=20)

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
-from pallas_kernels import gemm, kernel_set, reference
-from pallas_kernels.gemm import HopperGemm, Product, TritonGemm, product_of, takers
+from pallas_kernels import kernel_set, reference
+from pallas_kernels.gemm import api as gemm
+from pallas_kernels.gemm.api import HopperGemm, Product, TritonGemm, product_of, takers
+from pallas_kernels.gemm.tuned_table import Choice, Rule, Shape, Table
 from pallas_kernels.kernel_set import KERNELS, Fallback, KernelSet, kernel_set_for
 from pallas_kernels.quantized import Int4, Quantized
-from pallas_kernels.table import Choice, Rule, Shape, Table
 
 FAMILIES = {
     "llama": "llama-3.1-8b",

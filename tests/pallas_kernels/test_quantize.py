@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import reference
+from pallas_kernels.attention.reference import read_pages
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.reference.attention import read_pages
 
 E4M3 = jnp.float8_e4m3fn
 HALF_STEP = 2.0**-4  # of e4m3's 3 bits behind the point, to the nearest

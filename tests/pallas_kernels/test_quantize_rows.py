@@ -11,7 +11,7 @@ from h200 import abstract, compile_for_h200, h200_mesh
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import reference
-from pallas_kernels.quantize_rows import quantize_rows
+from pallas_kernels.pointwise.quantize.api import quantize_rows
 
 
 def test_the_kernel_is_its_twin():

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import reference
+from pallas_kernels.gemm.int4.reference import dequantize_int4, quantize_int4
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.reference.int4 import dequantize_int4, quantize_int4
 
 ACTIVATIONS = {
     "silu": lambda v: v / (1 + np.exp(-v)),

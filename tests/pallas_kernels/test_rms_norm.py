@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import reference
+from pallas_kernels.pointwise.norm.api import add_norm
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.rms_norm import add_norm
 
 INTERPRET = plgpu.InterpretGPUParams()
 

@@ -17,10 +17,10 @@ from ptx import misaligned
 from jaxflow.config import Rope
 from jaxflow.model.rope import inverse_frequencies
 from pallas_kernels import reference
+from pallas_kernels.pointwise.rope_append.api import rope_append, takes
+from pallas_kernels.pointwise.rope_append.columns import block_of
+from pallas_kernels.pointwise.rope_append.rows import rows_layout
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.rope_append import rope_append, takes
-from pallas_kernels.rope_columns import block_of
-from pallas_kernels.rope_rows import rows_layout
 
 INTERPRET = plgpu.InterpretGPUParams()
 PAGES, PAGE = 3, 64

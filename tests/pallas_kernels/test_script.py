@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.checks import script
+from pallas_kernels.measure import script
 
 
 @pytest.mark.parametrize(

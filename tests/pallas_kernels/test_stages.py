@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 
-from pallas_kernels.checks import decode_stages, script, stages
+from pallas_kernels.attention.decode import gpu_stages as decode_stages
+from pallas_kernels.gemm.dense import gpu_stages as stages
+from pallas_kernels.measure import script
 
 
 def test_an_h200_takes_products_with_a_stage_left_out(tmp_path, monkeypatch):

@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.mesh import TP
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.weights import leaves
-from pallas_kernels import table, tune, tune_rules, tune_shapes
-from pallas_kernels.gemm import HopperGemm, Product, kernel, product_of, takers
-from pallas_kernels.table import Choice, Rule, Shape, Table
+from jaxflow.parallel.mesh import TP
+from pallas_kernels.gemm import tuned_table as table
+from pallas_kernels.gemm.api import HopperGemm, Product, kernel, product_of, takers
+from pallas_kernels.gemm.tuned_table import Choice, Rule, Shape, Table
+from pallas_kernels.tune import __main__ as tune
+from pallas_kernels.tune import rules as tune_rules
+from pallas_kernels.tune import shapes as tune_shapes
 
 E4M3 = "float8_e4m3fn"
 A, B = Shape(6144, 4096), Shape(28672, 4096, gate_block=64)
@@ -45,7 +48,7 @@ def test_beyond_its_last_rows_a_choice_has_no_tile():
 
 def test_a_shape_that_no_rule_is_near_and_a_device_without_a_table_are_said_once(caplog):
     lone = dataclasses.replace(TABLE, device="a lone GPU")
-    with caplog.at_level(logging.WARNING, "pallas_kernels.table"):
+    with caplog.at_level(logging.WARNING, "pallas_kernels.gemm.tuned_table"):
         assert lone.choose(Shape(96, 64), 8) is lone.choose(Shape(96, 64), 16) is None
         assert [Table("a new GPU").choose(Shape(n, 4096), 8) for n in (6144, 4096, 128)] == [None] * 3
     assert [message.partition(";")[0] for message in caplog.messages] == [
@@ -55,7 +58,7 @@ def test_a_shape_that_no_rule_is_near_and_a_device_without_a_table_are_said_once
 
 
 def test_an_unknown_shape_takes_the_nearest_rule_without_its_tile_and_says_so_once(caplog):
-    with caplog.at_level(logging.WARNING, "pallas_kernels.table"):
+    with caplog.at_level(logging.WARNING, "pallas_kernels.gemm.tuned_table"):
         choices = [TABLE.choose(Shape(5120, 4096), 16) for _ in range(3)]
     assert choices == [Choice(64, "flat")] * 3
     assert len(caplog.records) == 1 and "5120" in caplog.records[0].getMessage()

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxflow.model.cost import DEVICES
-from pallas_kernels import tune
-from pallas_kernels.checks import peaks
-from pallas_kernels.checks.peaks import ImpossibleTime, Least, refuse_impossible
-from pallas_kernels.checks.script import parse_share
-from pallas_kernels.checks.timing import Timing, looped
-from pallas_kernels.gemm import Product, kernel
-from pallas_kernels.table import SCHEMA, Choice, Shape
+from pallas_kernels.gemm.api import Product, kernel
+from pallas_kernels.gemm.tuned_table import SCHEMA, Choice, Shape
+from pallas_kernels.measure import peaks
+from pallas_kernels.measure.peaks import ImpossibleTime, Least, refuse_impossible
+from pallas_kernels.measure.script import parse_share
+from pallas_kernels.measure.timing import Timing, looped
+from pallas_kernels.tune import __main__ as tune
 
 SHAPE = Shape(4096, 4096)
 

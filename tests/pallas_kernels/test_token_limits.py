@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import reference
-from pallas_kernels.reference.token_limits import largest_limit
-from pallas_kernels.token_limits import token_limits
+from pallas_kernels.pointwise.sample.api import token_limits
+from pallas_kernels.pointwise.sample.reference import largest_limit
 
 INTERPRET = plgpu.InterpretGPUParams()
 TWIN = jax.jit(reference.token_limits)

@@ -6,20 +6,20 @@ import json
 
 import paths
 
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import Widths, Work, model_graph
 from jaxflow.pipeline.choice import Gain, pick
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan, load
-from search.modelled import modelled_profile
-from search.op_times import load_profile
-from search.plan import FEW_SMS, KEYS
-from search.predict import MARGIN, outside_s
-from search.shares import Shares, product_shapes
-from search.simulate import Timeline, simulate
-from search.structure import Load
+from search.nanobatch.layer_tasks import Load
+from search.nanobatch.plan import FEW_SMS, KEYS
+from search.nanobatch.predict import MARGIN, outside_s
+from search.nanobatch.shares import Shares, product_shapes
+from search.nanobatch.simulate import Timeline, simulate
+from search.profile.modelled import modelled_profile
+from search.profile.op_times import load_profile
 
 BENCHMARKS = paths.ROOT / "benchmarks"
 H200, POWER = DEVICES["H200"], shipped_power("H200")
@@ -32,7 +32,9 @@ def shares(dtype: str) -> Shares:
     """bfloat16: the profile that was measured. fp8: nothing of it was, but a layer's trace; modelled."""
     if dtype == "bfloat16":
         profile = load_profile(
-            paths.ROOT / "profiles" / "h200-llama-3.1-8b.json", device="NVIDIA H200", model="llama-3.1-8b"
+            paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json",
+            device="NVIDIA H200",
+            model="llama-3.1-8b",
         )
         return Shares(profile, model_graph(LLAMA, 1, Widths()), product_shapes(LLAMA, 1))
     return modelled(dtype)

@@ -8,9 +8,9 @@ import math
 
 import paths
 
-from jaxflow.bench import optimum
-from jaxflow.bench.steady import parse_workload
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.bench.plans.steady import parse_workload
+from jaxflow.bench.report import optimum
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 
 

@@ -4,17 +4,17 @@ import functools
 
 import msgspec
 
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.plan import Plan
-from search.clock import shipped_card
-from search.modelled import modelled_profile
-from search.op_times import ATTENTION, OpTime, Profile
-from search.setting import Setting
-from search.shares import Shares, product_shapes
-from search.structure import Load
+from search.nanobatch.layer_tasks import Load
+from search.nanobatch.problem import Setting
+from search.nanobatch.shares import Shares, product_shapes
+from search.profile.clock import shipped_card
+from search.profile.modelled import modelled_profile
+from search.profile.op_times import ATTENTION, OpTime, Profile
 
 FEW = (28, 40)  # SMs of attention; products get the rest
 TOTAL = 132

@@ -17,18 +17,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import bound, shipped_power
 from jaxflow.model.graph import Graph, Work, model_graph
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan
-from search.clock import Governor, governor_of, of_kernels, shipped_card
-from search.modelled import modelled_profile
-from search.op_times import Pair
-from search.shares import Shares, product_shapes
-from search.simulate import simulate
-from search.structure import Load
+from search.nanobatch.layer_tasks import Load
+from search.nanobatch.shares import Shares, product_shapes
+from search.nanobatch.simulate import simulate
+from search.profile.clock import Governor, governor_of, of_kernels, shipped_card
+from search.profile.modelled import modelled_profile
+from search.profile.op_times import Pair
 
 MEASURED = json.loads((paths.ROOT / "benchmarks" / "h200-overlap.json").read_text("utf-8"))
 H200, POWER, CARD = DEVICES["H200"], shipped_power("H200"), shipped_card("H200")

@@ -13,20 +13,20 @@ import pytest
 from h200 import compile_for_h200, h200_mesh
 
 from jaxflow.config import ConfigError
-from jaxflow.mesh import make_mesh
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.graph import model_graph
 from jaxflow.model.weights import shapes, shardings
+from jaxflow.parallel.mesh import make_mesh
 from pallas_kernels.kernel_set import REFERENCE, KernelSet, kernel_set_for
-from search import measure as command
-from search.budget import Budget
-from search.clock import shipped_card
-from search.collective_bench import beside, collective
-from search.copies import copied
-from search.entries import entries
-from search.measure import chosen_ops, this_device
-from search.op_bench import Case, Layer, one_shard
-from search.op_times import PAIR_TOKENS, load_profile, seconds
+from search.profile import measure as command
+from search.profile.clock import shipped_card
+from search.profile.collective_bench import beside, collective
+from search.profile.copy_engine import copied
+from search.profile.entries import entries
+from search.profile.measure import chosen_ops, this_device
+from search.profile.op_bench import Case, Layer, one_shard
+from search.profile.op_times import PAIR_TOKENS, load_profile, seconds
+from search.time_budget import Budget
 
 NAME = str(paths.MODELS / "tiny-llama")
 TINY = open_checkpoint(NAME).model_config

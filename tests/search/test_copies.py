@@ -5,19 +5,19 @@ and their plans say so.
 import msgspec
 import pytest
 
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.graph import FP8, model_graph
 from jaxflow.pipeline.handmade import copied as with_copies
 from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import load
 from search.__main__ import main
-from search.clock import shipped_card
-from search.copies import copied
-from search.modelled import modelled_profile
-from search.shares import Shares, product_shapes
-from search.simulate import simulate
-from search.structure import Load
+from search.nanobatch.layer_tasks import Load
+from search.nanobatch.shares import Shares, product_shapes
+from search.nanobatch.simulate import simulate
+from search.profile.clock import shipped_card
+from search.profile.copy_engine import copied
+from search.profile.modelled import modelled_profile
 
 MODEL = open_checkpoint("llama-3-70b", load_format="dummy").model_config
 TOKENS, E4M3 = 2048, "float8_e4m3fn"

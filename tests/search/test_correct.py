@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline.choice import Gain, is_sequential, pick
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import copied, two_nano_batch_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, Predictions, Target, digest, load, save
 from search.__main__ import main
-from search.correct import Point, as_measured, check_kind, corrected, points, read_report, target
+from search.nanobatch.correct import Point, as_measured, check_kind, corrected, points, read_report, target
 
 BENCHMARKS = paths.ROOT / "benchmarks"
 PLAN = load(BENCHMARKS / "plans" / "lean" / "1024-512-92-40.json")

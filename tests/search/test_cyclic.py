@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search.cyclic import STAGES, Milp, Option, Problem, SearchError, one_by_one, solve
+from search.nanobatch.cyclic import STAGES, Milp, Option, Problem, SearchError, one_by_one, solve
 
 LIMIT = 60.0
 

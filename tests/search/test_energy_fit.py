@@ -14,23 +14,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import Curve, bound, shipped_power
 from jaxflow.model.graph import BFLOAT16, FP8, Work, model_graph
-from pallas_kernels.checks.script import SHAPES
-from search import energy_fit
-from search.clock import of_kernels, shipped_card
-from search.energy_fit import Run, Runs, errors, fit, load_runs, lowered, of_profile, watts_of
-from search.op_times import OpTime, Pair, Profile, load_profile
+from pallas_kernels.measure.script import SHAPES
+from search.profile import energy_fit
+from search.profile.clock import of_kernels, shipped_card
+from search.profile.energy_fit import Run, Runs, errors, fit, load_runs, lowered, of_profile, watts_of
+from search.profile.op_times import OpTime, Pair, Profile, load_profile
 
 MEASURED = paths.ROOT / "benchmarks" / "h200-energy.json"
 SETTINGS = paths.ROOT / "benchmarks" / "settings"
 PROFILES = (
-    paths.ROOT / "profiles" / "h200-llama-3.1-8b.json",
+    paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json",
     *(SETTINGS / f"h200-measure-llama-3.1-8b-fp8{kind}.json" for kind in ("", "-cold")),
-    paths.ROOT / "profiles" / "h200-llama-3-70b-tp2-fp8.json",
+    paths.ROOT / "search" / "profiles" / "h200-llama-3-70b-tp2-fp8.json",
 )
 LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 POWER = shipped_power("H200")

@@ -11,22 +11,22 @@ import paths
 import pytest
 from searched import llama_shares
 
-from jaxflow.bench.steady import Workload, average_step
+from jaxflow.bench.plans.steady import Workload, average_step
 from jaxflow.config import ConfigError
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline.plan import Plan, load
 from search.__main__ import main
-from search.clock import shipped_card
-from search.fitting import PAGE, most_decodes, step_bytes
-from search.op_times import Profile
+from search.nanobatch.layer_tasks import Load
+from search.nanobatch.memory_fit import PAGE, most_decodes, step_bytes
+from search.profile.clock import shipped_card
+from search.profile.op_times import Profile
 from search.regimes import weight_bytes
-from search.structure import Load
 
 LLAMA, LARGE = (
     open_checkpoint(name, load_format="dummy").model_config for name in ("llama-3.1-8b", "llama-3-70b")
 )
 BF16 = llama_shares().profile
-PROFILE = paths.ROOT / "profiles" / "h200-llama-3.1-8b.json"
+PROFILE = paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json"
 BENCHMARKS = paths.ROOT / "benchmarks"
 VARIANTS = BENCHMARKS / "h200-plans-llama-3.1-8b-variants.json"
 pytestmark = pytest.mark.usefixtures("no_flags")

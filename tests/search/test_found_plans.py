@@ -17,7 +17,7 @@ import paths
 import pytest
 from searched import on_all_sms
 
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import BFLOAT16, FP8, model_graph
@@ -31,16 +31,16 @@ from jaxflow.pipeline.handmade import (
     two_nano_batch_plan,
 )
 from jaxflow.pipeline.plan import SHIPPED, Plan, digest, load
-from search import copies
-from search.clock import shipped_card
-from search.fitting import UTILIZATION, most_decodes
-from search.modelled import modelled_profile
-from search.orders import cuts_of
-from search.plan import KEYS
-from search.predict import outside_s
-from search.shares import Shares, product_shapes
-from search.simulate import simulate
-from search.structure import Load
+from search.nanobatch.known_orders import cuts_of
+from search.nanobatch.layer_tasks import Load
+from search.nanobatch.memory_fit import UTILIZATION, most_decodes
+from search.nanobatch.plan import KEYS
+from search.nanobatch.predict import outside_s
+from search.nanobatch.shares import Shares, product_shapes
+from search.nanobatch.simulate import simulate
+from search.profile import copy_engine as copies
+from search.profile.clock import shipped_card
+from search.profile.modelled import modelled_profile
 
 FOLDER = paths.ROOT / "benchmarks" / "plans" / "searched"
 H200, POWER, CARD = DEVICES["H200"], shipped_power("H200"), shipped_card("H200")

@@ -10,19 +10,19 @@ import pytest
 from searched import llama_setting
 
 from jaxflow.pipeline.plan import load
-from search import nanobatch
-from search.budget import Limit
-from search.clock import shipped_card
-from search.cuts import make_tasks
-from search.cyclic import SearchError
-from search.nanobatch import search, stage_two
-from search.op_times import load_profile
-from search.orders import cuts_of, simulated
-from search.setting import Setting
-from search.shares import TILE_COLUMNS, TILE_ROWS, Shares
-from search.structure import Load, Task
+from search.nanobatch import stages as nanobatch
+from search.nanobatch.cuts import make_tasks
+from search.nanobatch.cyclic import SearchError
+from search.nanobatch.known_orders import cuts_of, simulated
+from search.nanobatch.layer_tasks import Load, Task
+from search.nanobatch.problem import Setting
+from search.nanobatch.shares import TILE_COLUMNS, TILE_ROWS, Shares
+from search.nanobatch.stages import search, stage_two
+from search.profile.clock import shipped_card
+from search.profile.op_times import load_profile
+from search.time_budget import Limit
 
-PROFILE = paths.ROOT / "profiles" / "h200-llama-3.1-8b.json"
+PROFILE = paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json"
 SETTING = llama_setting(2048, 1024, 512)  # products were timed on 92 and 104 SMs, attention on 40 and 28
 FILLING = dataclasses.replace(SETTING, full_waves=True)
 

@@ -3,10 +3,10 @@
 import paths
 import pytest
 
-from jaxflow.model.checkpoint import open_checkpoint
-from search.held_out import held_out_errors, in_words
-from search.measure import interpolation_errors
-from search.op_times import OpTime, Profile, load_profile
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from search.profile.held_out import held_out_errors, in_words
+from search.profile.measure import interpolation_errors
+from search.profile.op_times import OpTime, Profile, load_profile
 
 LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 
@@ -47,13 +47,15 @@ def test_interpolation_is_stated_along_each_axis_that_the_search_interpolates_on
 
 
 def test_a_shipped_profile_states_its_error_on_shares_and_between_contexts():
-    found = interpolation_errors(load_profile(paths.ROOT / "profiles" / "h200-llama-3.1-8b.json"), LLAMA)
+    found = interpolation_errors(
+        load_profile(paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json"), LLAMA
+    )
     assert found == pytest.approx({"tokens": 0.066, "keys": 0.042, "sms": 0.069}, abs=6e-4)
 
 
 def test_the_pages_say_what_the_shipped_profile_lacks():
     """Joules of the counter, and windows in which a card at its cap of 700 W settles."""
-    times = load_profile(paths.ROOT / "profiles" / "h200-llama-3.1-8b.json").op_times
+    times = load_profile(paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json").op_times
     above = sum(time.watts > 707 for time in times)
     assert not any(time.joules for time in times)
     for page, said in {

@@ -15,12 +15,12 @@ from searched import TOTAL, toy_setting
 from test_nanobatch import graph_of, simulated
 
 from jaxflow.pipeline.plan import Plan
-from search.cyclic import Option, Problem, Schedule
-from search.issue import to_plan
-from search.nanobatch import make_problem, make_tasks, stage_one, stage_two
-from search.setting import Setting
-from search.simulate import Entry, _before
-from search.structure import Task, apart, starts_outside
+from search.nanobatch.cyclic import Option, Problem, Schedule
+from search.nanobatch.issue_order import to_plan
+from search.nanobatch.layer_tasks import Task, apart, starts_outside
+from search.nanobatch.problem import Setting
+from search.nanobatch.simulate import Entry, _before
+from search.nanobatch.stages import make_problem, make_tasks, stage_one, stage_two
 
 LAYERS, CUT, NEAR = 10, 8, 1e-6
 

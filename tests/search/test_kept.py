@@ -7,10 +7,10 @@ import statistics
 import paths
 import pytest
 
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.graph import FP8, Widths, model_graph
-from search.op_times import Pair, Profile, load_profile
-from search.shares import Shares, product_shapes
+from search.nanobatch.shares import Shares, product_shapes
+from search.profile.op_times import Pair, Profile, load_profile
 
 FIRST, LATER, TWO = "llama-3.1-8b", "llama-3.1-8b-joules", "llama-3-70b-tp2-fp8"
 BESIDE = (
@@ -24,7 +24,7 @@ PAGE = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
 
 
 def profile(name: str) -> Profile:
-    return load_profile(paths.ROOT / "profiles" / f"h200-{name}.json")
+    return load_profile(paths.ROOT / "search" / "profiles" / f"h200-{name}.json")
 
 
 def kept(pairs: list[Pair]) -> str:

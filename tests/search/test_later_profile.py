@@ -15,13 +15,14 @@ from jaxflow.model.energy import bound, shipped_power
 from jaxflow.model.graph import Widths, Work, model_graph
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.plan import load
-from search.energy_fit import errors, load_runs, lowered, of_profile
-from search.measure import interpolation_errors
-from search.op_times import OpTime, Profile, load_profile
-from search.shares import Shares, product_shapes
+from search.nanobatch.shares import Shares, product_shapes
+from search.profile.energy_fit import errors, load_runs, lowered, of_profile
+from search.profile.measure import interpolation_errors
+from search.profile.op_times import OpTime, Profile, load_profile
 
 FIRST, LATER = (
-    load_profile(paths.ROOT / "profiles" / f"h200-llama-3.1-8b{kind}.json") for kind in ("", "-joules")
+    load_profile(paths.ROOT / "search" / "profiles" / f"h200-llama-3.1-8b{kind}.json")
+    for kind in ("", "-joules")
 )
 GRAPH = model_graph(steps.LLAMA, 1, Widths())
 POWER = shipped_power("H200")

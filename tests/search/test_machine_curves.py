@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search.machine import measure
-from search.machine_curves import (
+from search.placement.machine import measure
+from search.placement.machine_curves import (
     CURVES,
     Curve,
     MachineError,

@@ -9,14 +9,14 @@ import numpy as np
 import paths
 import pytest
 
-from jaxflow.model.checkpoint import open_checkpoint
-from jaxflow.offload.policy import Policy, Shares
-from search import machine_runs
-from search.machine_curves import Curve, MachineError, load_machine
-from search.machine_runs import Run, fit_runs, load_runs, run_errors
-from search.placement_cost import Choice, predict
-from search.placement_solver import GIGA, GPU_BATCH_SIZES, Memory, Options, search, solve
-from search.placement_workload import workload
+from jaxflow.flexgen.policy import Policy, Shares
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from search.placement import machine_runs
+from search.placement.cost import Choice, predict
+from search.placement.machine_curves import Curve, MachineError, load_machine
+from search.placement.machine_runs import Run, fit_runs, load_runs, run_errors
+from search.placement.solver import GIGA, GPU_BATCH_SIZES, Memory, Options, search, solve
+from search.placement.workload import workload
 
 PAPER = load_runs(machine_runs.__file__.replace("machine_runs.py", "runs/t4.json"))
 T4, H200 = load_machine("t4"), load_machine("h200")

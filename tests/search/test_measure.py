@@ -15,22 +15,22 @@ import toy
 from h200 import abstract, compile_for_h200, h200_mesh
 
 from jaxflow.config import ConfigError
-from jaxflow.engine.request import Request
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.plan import load, save
+from jaxflow.request import Request
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
-from search import measure as command
 from search.__main__ import main
-from search.budget import Budget
-from search.entries import PAIR_KEYS, Together, coarse_first, described, entries
-from search.measure import resumed, this_device
-from search.op_bench import Case, Layer
-from search.op_times import ATTENTION, OpTime, Pair, ProfileError, load_profile, save_profile, seconds
-from search.program import draw
-from search.shares import Shares
-from search.simulate import simulate
-from search.structure import Load
+from search.nanobatch.layer_tasks import Load
+from search.nanobatch.shares import Shares
+from search.nanobatch.simulate import simulate
+from search.profile import measure as command
+from search.profile.entries import PAIR_KEYS, Together, coarse_first, described, entries
+from search.profile.measure import resumed, this_device
+from search.profile.op_bench import Case, Layer
+from search.profile.op_times import ATTENTION, OpTime, Pair, ProfileError, load_profile, save_profile, seconds
+from search.profile.timed_program import draw
+from search.time_budget import Budget
 
 NAME = str(paths.MODELS / "tiny-llama")
 LLAMA = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config

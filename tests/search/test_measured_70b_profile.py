@@ -12,26 +12,26 @@ import pytest
 from test_measured_two_devices import ABLATION, LAYERS, by_step, name_of, picked_loses, report, rows
 from wanted import reached
 
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import FP8, model_graph
 from jaxflow.pipeline.plan import Plan, load
-from search import nanobatch
 from search.__main__ import main
-from search.clock import shipped_card
-from search.clocked import Clocks
-from search.copies import copied
-from search.entries import LARGE
-from search.fitting import UTILIZATION, most_decodes
-from search.held_out import AXES
-from search.measure import interpolation_errors
-from search.op_times import EXCHANGE, load_profile, seconds
-from search.setting import Setting
-from search.shares import Shares, product_shapes
-from search.structure import RESOURCES, Load
+from search.nanobatch import stages as nanobatch
+from search.nanobatch.layer_tasks import RESOURCES, Load
+from search.nanobatch.memory_fit import UTILIZATION, most_decodes
+from search.nanobatch.problem import Setting
+from search.nanobatch.shares import Shares, product_shapes
+from search.profile.clock import shipped_card
+from search.profile.clock_scaling import Clocks
+from search.profile.copy_engine import copied
+from search.profile.entries import LARGE
+from search.profile.held_out import AXES
+from search.profile.measure import interpolation_errors
+from search.profile.op_times import EXCHANGE, load_profile, seconds
 
-FILE = "profiles/h200-llama-3-70b-tp2-fp8.json"
+FILE = "search/profiles/h200-llama-3-70b-tp2-fp8.json"
 PROFILE = load_profile(paths.ROOT / FILE, device="NVIDIA H200", model="llama-3-70b")
 LLAMA = open_checkpoint("llama-3-70b", load_format="dummy").model_config
 SHARES = Shares(PROFILE, model_graph(LLAMA, 2, FP8), product_shapes(LLAMA, 2))

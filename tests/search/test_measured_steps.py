@@ -31,10 +31,10 @@ from measured_steps import (
 from wanted import reached
 
 from jaxflow.pipeline.handmade import sequential_plan
-from search.clock import Governor, governor_of, of_kernels, shipped_card
-from search.predict import MARGIN, outside_s
-from search.simulate import simulate
-from search.structure import Load
+from search.nanobatch.layer_tasks import Load
+from search.nanobatch.predict import MARGIN, outside_s
+from search.nanobatch.simulate import simulate
+from search.profile.clock import Governor, governor_of, of_kernels, shipped_card
 
 CARD = shipped_card("H200")
 FITTED = (

@@ -16,22 +16,22 @@ from searched import on_all_sms
 from wanted import reached
 
 from jaxflow.config import ModelConfig
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import BFLOAT16, FP8, model_graph
 from jaxflow.pipeline.choice import Gain, pick
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan, load
-from search.clock import shipped_card
-from search.copies import copied
-from search.modelled import modelled_profile
-from search.op_times import ATTENTION, Profile, load_profile
-from search.plan import KEYS
-from search.predict import margin, outside_s
-from search.shares import Shares, product_shapes
-from search.simulate import simulate
-from search.structure import Load
+from search.nanobatch.layer_tasks import Load
+from search.nanobatch.plan import KEYS
+from search.nanobatch.predict import margin, outside_s
+from search.nanobatch.shares import Shares, product_shapes
+from search.nanobatch.simulate import simulate
+from search.profile.clock import shipped_card
+from search.profile.copy_engine import copied
+from search.profile.modelled import modelled_profile
+from search.profile.op_times import ATTENTION, Profile, load_profile
 
 BENCHMARKS = paths.ROOT / "benchmarks"
 H200, POWER, SHIPPED = DEVICES["H200"], shipped_power("H200"), shipped_card("H200")

@@ -16,13 +16,14 @@ from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan
 from jaxflow.pipeline.order import check
 from jaxflow.pipeline.plan import borders, from_json, to_json
-from search import cuts, nanobatch
-from search.budget import Limit
-from search.cyclic import SearchError, one_by_one
-from search.nanobatch import search
-from search.op_times import OpTime
-from search.simulate import simulate
-from search.structure import Load, chains, repeated_layer
+from search.nanobatch import cuts
+from search.nanobatch import stages as nanobatch
+from search.nanobatch.cyclic import SearchError, one_by_one
+from search.nanobatch.layer_tasks import Load, chains, repeated_layer
+from search.nanobatch.simulate import simulate
+from search.nanobatch.stages import search
+from search.profile.op_times import OpTime
+from search.time_budget import Limit
 
 TINY = drawn.config_of("tiny-llama")
 POINTWISE = ("attn_norm", "mlp_norm", "rope_append")

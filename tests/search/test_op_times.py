@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.graph import model_graph
-from search.modelled import modelled_profile
-from search.op_times import (
+from search.profile.modelled import modelled_profile
+from search.profile.op_times import (
     OpTime,
     Pair,
     Profile,

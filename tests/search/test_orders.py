@@ -6,31 +6,31 @@ import msgspec
 import paths
 import pytest
 
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.graph import FP8, model_graph
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import copied, two_nano_batch_plan
 from jaxflow.pipeline.plan import load
-from search import plan as command
 from search.__main__ import main
-from search.clock import shipped_card
-from search.copies import copied as with_exchanges
-from search.cuts import cut_sets
-from search.cyclic import SearchError
-from search.modelled import modelled_profile
-from search.nanobatch import Found
-from search.nanobatch import search as solve
-from search.op_times import load_profile, save_profile
-from search.orders import ORDERS, best_known, cuts_of, known_plans, sequential, simulated
-from search.setting import Setting
-from search.shares import Shares
-from search.structure import Load
+from search.nanobatch import plan as command
+from search.nanobatch.cuts import cut_sets
+from search.nanobatch.cyclic import SearchError
+from search.nanobatch.known_orders import ORDERS, best_known, cuts_of, known_plans, sequential, simulated
+from search.nanobatch.layer_tasks import Load
+from search.nanobatch.problem import Setting
+from search.nanobatch.shares import Shares
+from search.nanobatch.stages import Found
+from search.nanobatch.stages import search as solve
+from search.profile.clock import shipped_card
+from search.profile.copy_engine import copied as with_exchanges
+from search.profile.modelled import modelled_profile
+from search.profile.op_times import load_profile, save_profile
 
 TOKENS, CUTS = 1024, (384, 512)
 CARD = shipped_card("H200")
-PROFILE = paths.ROOT / "profiles" / "h200-llama-3.1-8b.json"
+PROFILE = paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json"
 
 
 def setting_of(model: str, tp: int, form: str, **rest) -> Setting:

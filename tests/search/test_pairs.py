@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from search.beside import of_pair
-from search.clocked import Clocks
-from search.entries import PAIR_KEYS, Together
-from search.op_bench import PHASES, Case
-from search.op_times import OpTime, Profile, seconds
-from search.pairs import equal_ends, timed_pair
-from search.sustain import Sustained
+from search.profile.clock_scaling import Clocks
+from search.profile.contention import of_pair
+from search.profile.entries import PAIR_KEYS, Together
+from search.profile.op_bench import PHASES, Case
+from search.profile.op_times import OpTime, Profile, seconds
+from search.profile.pair_timing import equal_ends, timed_pair
+from search.profile.sustain import Sustained
 
 PRODUCT_S, A_KEY_S, BESIDE = 400e-6, 1e-6, 1.13
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.model.checkpoint import open_checkpoint
-from jaxflow.offload.policy import Policy, Shares
-from search.machine_curves import CURVES, Curve, Machine, MachineError, load_machine
-from search.placement_cost import (
+from jaxflow.flexgen.policy import Policy, Shares
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from search.placement.cost import (
     TERMS,
     Choice,
     Placed,
@@ -23,7 +22,8 @@ from search.placement_cost import (
     prefill_terms,
     resources,
 )
-from search.placement_workload import BYTES, workload
+from search.placement.machine_curves import CURVES, Curve, Machine, MachineError, load_machine
+from search.placement.workload import BYTES, workload
 
 RATES: dict[str, float] = {
     "host_to_device": 11e9,

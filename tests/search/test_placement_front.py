@@ -6,13 +6,13 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.model.checkpoint import open_checkpoint
-from search.machine_curves import load_machine
-from search.placement_cost import Choice, memory_bytes, split
-from search.placement_front import Front, front, pareto, save_front
-from search.placement_rivals import rivals
-from search.placement_solver import GIGA, Candidate, Memory, Options, candidates, search
-from search.placement_workload import workload
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from search.placement.cost import Choice, memory_bytes, split
+from search.placement.front import Front, front, pareto, save_front
+from search.placement.machine_curves import load_machine
+from search.placement.rivals import rivals
+from search.placement.solver import GIGA, Candidate, Memory, Options, candidates, search
+from search.placement.workload import workload
 
 MACHINE = load_machine("h200")
 OPT = workload("opt-30b", open_checkpoint("opt-30b", load_format="dummy").model_config, 512, 32)

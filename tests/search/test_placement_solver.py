@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxflow.model.checkpoint import open_checkpoint
-from jaxflow.offload.policy import Policy, Shares
-from search.machine_curves import Curve, load_machine
-from search.placement_cost import Choice, Placed, memory_bytes, predict, split
-from search.placement_solver import (
+from jaxflow.flexgen.policy import Policy, Shares
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from search.placement.cost import Choice, Placed, memory_bytes, predict, split
+from search.placement.machine_curves import Curve, load_machine
+from search.placement.solver import (
     GIGA,
     Memory,
     Options,
@@ -25,7 +25,7 @@ from search.placement_solver import (
     search,
     solve,
 )
-from search.placement_workload import workload
+from search.placement.workload import workload
 
 # With a host that attends as fast as it reads its memory, so that every term can bind.
 MACHINE = msgspec.structs.replace(load_machine("h200"), host_attention=Curve(5e-5, 1e11))

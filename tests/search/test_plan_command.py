@@ -9,26 +9,26 @@ import pytest
 from absl import flags
 from searched import llama_shares
 
-from jaxflow.bench import plans as bench
-from jaxflow.bench.steady import parse_workload
-from jaxflow.engine.plans import products_dtype
-from jaxflow.flags import engine_config_from_flags, parse
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.bench.plans import command as bench
+from jaxflow.bench.plans.steady import parse_workload
+from jaxflow.cli.engine_flags import engine_config_from_flags, parse
+from jaxflow.engine.step_plans import products_dtype
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.order import check
 from jaxflow.pipeline.plan import SHIPPED, load
-from search import correct
-from search import plan as command
 from search.__main__ import main
-from search.clocked import Clocks
-from search.modelled import modelled_profile
-from search.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, ProfileError, save_profile, seconds
-from search.plan_report import default_out, going_on, measuring, undivided
-from search.shares import Shares, product_shapes
-from search.structure import Load, chains, make_task, repeated_layer
+from search.nanobatch import correct
+from search.nanobatch import plan as command
+from search.nanobatch.layer_tasks import Load, chains, make_task, repeated_layer
+from search.nanobatch.plan_report import default_out, going_on, measuring, undivided
+from search.nanobatch.shares import Shares, product_shapes
+from search.profile.clock_scaling import Clocks
+from search.profile.modelled import modelled_profile
+from search.profile.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, ProfileError, save_profile, seconds
 
 CONFIG = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 
@@ -80,7 +80,7 @@ def test_what_was_found_is_run_by_the_line_that_is_printed():
     ]  # fmt: skip
 
 
-PROFILE = str(paths.ROOT / "profiles" / "h200-llama-3.1-8b.json")
+PROFILE = str(paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json")
 UNSURE = {Path("plans/two of them/1024-512.json"): "1024/512", Path("plans/two of them/512-0.json"): "512/0"}
 LINES = [shlex.split(line) for line in measuring(FP8, "org/llama-3-70b", Path("plans/two of them"), UNSURE)]
 

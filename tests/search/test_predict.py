@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from searched import llama_setting
 
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan
 from jaxflow.pipeline.plan import NanoOp, Plan
-from search.predict import MARGIN, margin, outside_s, predict
-from search.simulate import simulate
-from search.structure import Load
+from search.nanobatch.layer_tasks import Load
+from search.nanobatch.predict import MARGIN, margin, outside_s, predict
+from search.nanobatch.simulate import simulate
 
 LAYERS = drawn.config_of("tiny-llama").layers[:1] * 32
 

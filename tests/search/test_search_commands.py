@@ -6,8 +6,8 @@ import paths
 import pytest
 from absl import flags
 
+from jaxflow.flexgen.policy import load_policy
 from jaxflow.model.energy import load_power, shipped_power
-from jaxflow.offload.policy import load_policy
 from search.__main__ import COMMANDS, main
 
 pytestmark = pytest.mark.usefixtures("no_flags")
@@ -142,7 +142,7 @@ RUNS = str(paths.ROOT / "benchmarks" / "h200-energy.json")
 
 
 def test_energy_fits_runs_and_profiles_and_writes_what_engines_read(tmp_path, capsys):
-    out, profile = tmp_path / "h200.json", str(paths.ROOT / "profiles" / "h200-llama-3.1-8b.json")
+    out, profile = tmp_path / "h200.json", str(paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json")
     assert main(["search", "energy", "--runs", RUNS, "--profile", profile, "--out", str(out)]) == 0
     text, shipped, made = capsys.readouterr().out, shipped_power("H200"), load_power(out)
     assert shipped is not None and made.flop.keys() == shipped.flop.keys()
@@ -161,7 +161,7 @@ def test_energy_fits_runs_and_profiles_and_writes_what_engines_read(tmp_path, ca
     [
         (["--runs", "none.json"], "none.json"),
         (
-            ["--runs", str(paths.ROOT / "profiles" / "h200-llama-3.1-8b.json")],
+            ["--runs", str(paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json")],
             "h200-llama-3.1-8b.json: Object contains unknown field",
         ),
         (["--runs", RUNS, "--profile", RUNS], "h200-energy.json"),

@@ -17,7 +17,7 @@ import pytest
 from planned import ROWS, SIMPLE, compiled
 from schedule import spans
 
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.order import check, graph_of
 from jaxflow.pipeline.plan import borders, load

@@ -7,25 +7,25 @@ from pathlib import Path
 import paths
 import pytest
 
-from jaxflow.engine.plans import token_buckets
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.engine.step_plans import token_buckets
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.plan import load
-from search import plan as command
 from search.__main__ import main
-from search.budget import Turns
-from search.fitting import most_decodes
-from search.op_times import load_profile
-from search.setting import Setting
-from search.shares import Shares
-from search.sizes import SEARCHED, SIZES, Size, line, most_promising
-from search.structure import Load
+from search.nanobatch import plan as command
+from search.nanobatch.layer_tasks import Load
+from search.nanobatch.memory_fit import most_decodes
+from search.nanobatch.problem import Setting
+from search.nanobatch.shares import Shares
+from search.nanobatch.step_sizes import SEARCHED, SIZES, Size, line, most_promising
+from search.profile.op_times import load_profile
+from search.time_budget import Turns
 
 MODEL = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
-PROFILE = paths.ROOT / "profiles" / "h200-llama-3.1-8b.json"
+PROFILE = paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json"
 SEQUENTIAL = ["search", "plan", "--profile", str(PROFILE), "--orders", "sequential"]
 pytestmark = pytest.mark.usefixtures("no_flags")
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pynvml
 import pytest
 
-from search import sustain as module
-from search.sustain import by_counter, sustain
+from search.profile import sustain as module
+from search.profile.sustain import by_counter, sustain
 
 WATTS, STEP_S = 600.0, 0.02
 RUN_S = 0.004

@@ -10,7 +10,7 @@ import types
 import paths
 
 from jaxflow.config import EngineConfig, Layer, ModelConfig
-from jaxflow.engine.request import (
+from jaxflow.request import (
     Delta,
     Draining,
     Finished,

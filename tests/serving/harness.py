@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 from serving import generate_pb2 as pb
 from serving import generate_pb2_grpc
 from serving.client import Client
-from serving.server import Server, ServerConfig
+from serving.grpc.server import Server, ServerConfig
 
 
 @contextlib.asynccontextmanager

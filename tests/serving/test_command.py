@@ -15,7 +15,7 @@ import pytest
 from fake_llm import TEMPLATE, FakeLLM
 from harness import serving
 
-from serving.server import Server, ServerConfig
+from serving.grpc.server import Server, ServerConfig
 
 MODEL = str(paths.MODELS / "stories260K")
 SMALL = (

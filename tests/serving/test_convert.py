@@ -7,9 +7,9 @@ import math
 import pytest
 
 from jaxflow.config import ConfigError
-from jaxflow.engine.request import InvalidRequest, SamplingParams
-from serving import convert
+from jaxflow.request import InvalidRequest, SamplingParams
 from serving import generate_pb2 as pb
+from serving.grpc import convert
 
 
 def test_nothing_set_means_the_defaults_of_the_proto():

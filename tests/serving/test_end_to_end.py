@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from jaxflow import LLM
 from serving import generate_pb2 as pb
 from serving.client import Client, RequestFailed
-from serving.server import Server
+from serving.grpc.server import Server
 
 GOLDEN = paths.golden("stories260K")
 PROMPTS = GOLDEN["prompts"]

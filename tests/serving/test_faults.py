@@ -16,9 +16,9 @@ from harness import client_of, detail, failure, read, serving, stubs_of, token_r
 from serving import generate_pb2 as pb
 from serving import generate_pb2_grpc
 from serving.client import RequestFailed
-from serving.errors import Refusal
-from serving.service import GenerateService, Served
-from serving.streams import Switchboard
+from serving.grpc.errors import Refusal
+from serving.grpc.service import GenerateService, Served
+from serving.grpc.streams import Switchboard
 
 LONG = 4000  # tokens; a fake step takes a millisecond
 

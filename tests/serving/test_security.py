@@ -12,7 +12,7 @@ from serving import generate_pb2 as pb
 from serving import generate_pb2_grpc
 from serving.__main__ import read_tokens, warnings
 from serving.client import Client, RequestFailed
-from serving.server import ListenError, Server, ServerConfig
+from serving.grpc.server import ListenError, Server, ServerConfig
 
 TOKENS = ("first-token", "second-token")
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from harness import client_of, failure, read, serving, stubs_of, token_request
 
 from serving import generate_pb2 as pb
-from serving.server import Server, ServerConfig
+from serving.grpc.server import Server, ServerConfig
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

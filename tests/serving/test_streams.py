@@ -5,8 +5,8 @@ may be.
 import asyncio
 import threading
 
-from jaxflow.engine.request import Delta, Started
-from serving.streams import Stream, Switchboard
+from jaxflow.request import Delta, Started
+from serving.grpc.streams import Stream, Switchboard
 
 
 def delta(request_id: str, *tokens: int) -> Delta:

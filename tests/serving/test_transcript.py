@@ -5,7 +5,7 @@ import paths
 import pytest
 from hypothesis import given
 
-from jaxflow.engine.request import (
+from jaxflow.request import (
     Delta,
     Finished,
     FinishReason,
@@ -20,7 +20,7 @@ from jaxflow.engine.request import (
 )
 from jaxflow.text.tokenizer import load_tokenizer
 from serving import generate_pb2 as pb
-from serving.transcript import MAX_TOKENS_A_MESSAGE, Transcript
+from serving.grpc.transcript import MAX_TOKENS_A_MESSAGE, Transcript
 
 TOKENIZER = load_tokenizer(paths.MODELS / "stories260K")
 EOS = TOKENIZER.eos_token_id

@@ -3,8 +3,8 @@
 import paths
 import pytest
 
-from jaxflow.bench import plans
 from jaxflow.bench.__main__ import COMMANDS, main
+from jaxflow.bench.plans import command as plans
 from jaxflow.llm import LLM
 
 MODEL = str(paths.MODELS / "stories260K")

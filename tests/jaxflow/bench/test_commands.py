@@ -17,13 +17,15 @@ import pytest
 from absl import flags
 from small_engine import ENGINE, MODEL
 
-from jaxflow.bench import latency, options, perplexity, serve, steps, throughput, workload
 from jaxflow.bench.__main__ import main, without_weights
-from jaxflow.bench.drive import drive
+from jaxflow.bench.engine import latency, perplexity, serve, steps, throughput
+from jaxflow.bench.workload import flags as options
+from jaxflow.bench.workload import lengths as workload
+from jaxflow.bench.workload.drive import drive
 from jaxflow.config import ConfigError
 from jaxflow.llm import LLM
 from serving.client import Client
-from serving.server import Server, ServerConfig
+from serving.grpc.server import Server, ServerConfig
 
 TRACE = str(paths.TRACES / "azure2023_conv_1000.csv")
 SPREADS = (("input", "-1.0"), ("output", "inf"))

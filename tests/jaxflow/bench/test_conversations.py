@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.bench import reuse, workload
-from jaxflow.bench.conversations import Conversation, Round, of_items, shared_blocks, synthetic
-from jaxflow.bench.converse import converse
-from jaxflow.bench.report import Record
-from jaxflow.bench.workload import Item, WorkloadError
-from jaxflow.engine.request import Delta, Finished, FinishReason, QueueFull, Started, Timings, Usage
+from jaxflow.bench.report import reuse
+from jaxflow.bench.report.requests import Record
+from jaxflow.bench.workload import lengths as workload
+from jaxflow.bench.workload.conversations import Conversation, Round, of_items, shared_blocks, synthetic
+from jaxflow.bench.workload.converse import converse
+from jaxflow.bench.workload.lengths import Item, WorkloadError
+from jaxflow.request import Delta, Finished, FinishReason, QueueFull, Started, Timings, Usage
 
 
 class Counting:

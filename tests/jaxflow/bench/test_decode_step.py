@@ -11,7 +11,7 @@ import paths
 import pytest
 from absl import flags
 
-from jaxflow.bench import decode_step, graph_steps
+from jaxflow.bench.kernels import decode_step, graph_steps
 
 
 @pytest.fixture

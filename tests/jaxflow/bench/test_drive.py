@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from jaxflow.bench import steps
-from jaxflow.bench.drive import drive, greedy_requests
-from jaxflow.bench.steps import Step
-from jaxflow.bench.workload import Item
-from jaxflow.engine.request import Delta, Finished, FinishReason, QueueFull, Started, Timings, Usage
+from jaxflow.bench.engine import steps
+from jaxflow.bench.engine.steps import Step
+from jaxflow.bench.workload.drive import drive, greedy_requests
+from jaxflow.bench.workload.lengths import Item
+from jaxflow.request import Delta, Finished, FinishReason, QueueFull, Started, Timings, Usage
 
 
 class Echo:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxflow.bench.gaps import STEP_US, shares, watch
-from jaxflow.bench.trace_events import Kernel
+from jaxflow.bench.engine.gaps import STEP_US, shares, watch
+from jaxflow.bench.report.trace_events import Kernel
 
 
 def kernel(start_us, us, program="a", name="k"):

@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxflow.bench import kernels, kernels_report, kernels_worker
-from jaxflow.bench.kernels_case import Case, Group, Way
-from pallas_kernels import int4_mma
-from pallas_kernels.checks import timing
-from pallas_kernels.checks.timing import Timing
-from pallas_kernels.table import load
+from jaxflow.bench.kernels import command as kernels
+from jaxflow.bench.kernels import report as kernels_report
+from jaxflow.bench.kernels import worker as kernels_worker
+from jaxflow.bench.kernels.case import Case, Group, Way
+from pallas_kernels.gemm.int4 import mma as int4_mma
+from pallas_kernels.gemm.tuned_table import load
+from pallas_kernels.measure import timing
+from pallas_kernels.measure.timing import Timing
 
 BY_NAME = {group.name: group for group in kernels.GROUPS}
 

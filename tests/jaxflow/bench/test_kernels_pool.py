@@ -9,10 +9,13 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from jaxflow.bench import kernels, kernels_pool, kernels_report, kernels_worker
-from jaxflow.bench.kernels_case import Case, Group, Way
-from pallas_kernels.checks.peaks import Least
-from pallas_kernels.checks.timing import Timing
+from jaxflow.bench.kernels import command as kernels
+from jaxflow.bench.kernels import pool as kernels_pool
+from jaxflow.bench.kernels import report as kernels_report
+from jaxflow.bench.kernels import worker as kernels_worker
+from jaxflow.bench.kernels.case import Case, Group, Way
+from pallas_kernels.measure.peaks import Least
+from pallas_kernels.measure.timing import Timing
 
 ALL = kernels.chosen([group.name for group in kernels.GROUPS if group.together or not group.asked])
 NAMES = [f"{group.name}/{case.name}" for group, case in ALL]

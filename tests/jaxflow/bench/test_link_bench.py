@@ -8,8 +8,8 @@ import types
 import paths
 import pytest
 
-from jaxflow.bench import link_rates
 from jaxflow.bench.__main__ import main
+from jaxflow.bench.kv import link_rates
 
 
 def test_the_command(tmp_path, no_flags, capsys):

@@ -5,7 +5,7 @@ import time
 import pynvml
 import pytest
 
-from jaxflow.bench import machine
+from jaxflow.bench.report import machine
 from jaxflow.config import Layer, ModelConfig, Rope
 from jaxflow.model.cost import dense_parameters
 

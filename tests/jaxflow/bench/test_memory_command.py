@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.bench.__main__ import main
-from jaxflow.bench.memory import room, three_buffers
-from jaxflow.engine.temporary import Need, together
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.bench.engine.memory import room, three_buffers
+from jaxflow.engine.program_memory import Need, together
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 
 sizes = st.builds(Need, st.integers(0, 10**9), st.integers(0, 10**7))
 needs = st.fixed_dictionaries(dict.fromkeys(("step", "plain", "full", "prompt"), sizes))

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from jaxflow.bench import optimum, report
-from jaxflow.bench.report import Record
+from jaxflow.bench.report import optimum
+from jaxflow.bench.report import requests as report
+from jaxflow.bench.report.requests import Record
 from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import bound, shipped_power

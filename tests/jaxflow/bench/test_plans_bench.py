@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.bench import plans_report
 from jaxflow.bench.__main__ import main
-from jaxflow.bench.steady import (
+from jaxflow.bench.plans import report as plans_report
+from jaxflow.bench.plans.steady import (
     Workload,
     average_step,
     fitting_step,
@@ -23,11 +23,11 @@ from jaxflow.bench.steady import (
 )
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.layout import SlotTable, StepLayout, pack
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import Predictions, Target, digest, save
-from pallas_kernels.checks.timing import Timing
+from pallas_kernels.measure.timing import Timing
 
 PAGE, ROWS = 16, 512
 LENGTHS = st.integers(1, 2000)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.bench import report
-from jaxflow.bench.report import Record
+from jaxflow.bench.report import requests as report
+from jaxflow.bench.report.requests import Record
 
 # Sent at 10 s: tokens at 11, 11.5, 12, 12.5; done at 12.5. Sent at 11 s: one delivery of two tokens at 11.2,
 # one at 11.4.

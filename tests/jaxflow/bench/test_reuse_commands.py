@@ -9,14 +9,16 @@ import threading
 import paths
 import pytest
 
-from jaxflow.bench import hierarchy, serve, workload
 from jaxflow.bench.__main__ import main
-from jaxflow.bench.conversations import synthetic
+from jaxflow.bench.engine import serve
+from jaxflow.bench.kv import hierarchy
+from jaxflow.bench.workload import lengths as workload
+from jaxflow.bench.workload.conversations import synthetic
 from jaxflow.config import EngineConfig
-from jaxflow.engine import host_tier
 from jaxflow.llm import LLM
+from jaxflow.scheduler import tier_policy as host_tier
 from serving.client import Client
-from serving.server import Server, ServerConfig
+from serving.grpc.server import Server, ServerConfig
 
 MODEL = str(paths.MODELS / "stories260K")
 ENGINE = {

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxflow.bench import sarathi, simulate
-from jaxflow.bench.sarathi import Setting, tile_chunk
-from jaxflow.bench.simulate import Policy
-from jaxflow.bench.workload import Item, constant
+from jaxflow.bench.engine import sarathi, simulate
+from jaxflow.bench.engine.sarathi import Setting, tile_chunk
+from jaxflow.bench.engine.simulate import Policy
+from jaxflow.bench.workload.lengths import Item, constant
 from jaxflow.model.composition import Composition
 
 SETTING = Setting(requests=54)

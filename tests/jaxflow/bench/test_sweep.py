@@ -5,7 +5,9 @@ import json
 import pytest
 from small_engine import MODEL
 
-from jaxflow.bench import plot, steps, sweep, workload
+from jaxflow.bench.engine import steps, sweep
+from jaxflow.bench.report import plot
+from jaxflow.bench.workload import lengths as workload
 
 
 def test_sweeps_and_their_pictures(llm, tmp_path):

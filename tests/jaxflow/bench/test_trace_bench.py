@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from own_flags import own_flags
 
 from jaxflow.bench.__main__ import main
-from jaxflow.bench.trace import graph_of, peaks_of, traced
-from jaxflow.bench.trace_events import RESOURCES, Kernel, _gaps, means, one_layer, part, scopes, shares
-from jaxflow.bench.trace_watts import modelled
+from jaxflow.bench.plans.trace import graph_of, peaks_of, traced
+from jaxflow.bench.plans.trace_watts import modelled
+from jaxflow.bench.report.trace_events import RESOURCES, Kernel, _gaps, means, one_layer, part, scopes, shares
 from jaxflow.config import EngineConfig
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import Work, model_graph

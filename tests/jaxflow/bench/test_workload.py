@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxflow.bench import workload
-from jaxflow.bench.workload import NANOFLOW, UNLIMITED, Item, WorkloadError
+from jaxflow.bench.workload import lengths as workload
+from jaxflow.bench.workload.lengths import NANOFLOW, UNLIMITED, Item, WorkloadError
 
 DATA, TRACES = paths.TRACES, paths.SHARED / "traces"
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import numpy as np
 from hypothesis import strategies as st
 
-from jaxflow.engine.admission import OutputLengths
-from jaxflow.engine.request import Request, SamplingParams
-from jaxflow.engine.scheduler import Scheduler, SchedulerConfig, StepWork
-from jaxflow.engine.sequence import Sequence
+from jaxflow.request import Request, SamplingParams
+from jaxflow.scheduler.admission import OutputLengths
+from jaxflow.scheduler.scheduler import Scheduler, SchedulerConfig, StepWork
+from jaxflow.scheduler.sequence import Sequence
 
 VOCABULARY = 29
 EOS = 0

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 from simulated_device import World
 
-from jaxflow.engine.host_tier import HostTier
-from jaxflow.engine.load_cost import LoadCosts
-from jaxflow.engine.scheduler import Scheduler, StepWork
-from jaxflow.memory.host_store import HostStore
+from jaxflow.kv.tiers.host_store import HostStore
+from jaxflow.scheduler.fetch_cost import LoadCosts
+from jaxflow.scheduler.scheduler import Scheduler, StepWork
+from jaxflow.scheduler.tier_policy import HostTier
 
 ALWAYS = LoadCosts(bytes_per_s=1e12, latency_s=0.0, seconds_a_token=1.0)  # the host is worth asking
 PAGE_BYTES = (2, 3, 5)

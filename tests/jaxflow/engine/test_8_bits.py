@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toy
 
-from jaxflow.engine.request import Request, SamplingParams
+from jaxflow.request import Request, SamplingParams
 
 FP8 = {"quantization": "fp8", "kv": "fp8"}
 # tokens of a step where its size is no matter: one program, where an engine of 64 has one of 16 beside it

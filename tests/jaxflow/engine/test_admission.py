@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.engine.admission import Forecast, OutputLengths, _count_at_least
+from jaxflow.scheduler.admission import Forecast, OutputLengths, _count_at_least
 
 sizes = st.sampled_from([1, 2, 4, 7])
 decodes = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), max_size=12)  # (computed, remaining)

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine import build
-from jaxflow.engine import plans as engine_plans
-from jaxflow.engine.build import (
+from jaxflow.engine import start as build
+from jaxflow.engine import step_plans as engine_plans
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.start import (
     choose_plans,
     dense_products,
     memory_budget,
@@ -22,17 +23,16 @@ from jaxflow.engine.build import (
     resolve,
     start_engine,
 )
-from jaxflow.engine.executor import Executor
-from jaxflow.engine.plans import step_sizes, token_buckets
-from jaxflow.engine.request import Request
-from jaxflow.engine.start_offload import check_host
-from jaxflow.memory import host_memory
-from jaxflow.mesh import make_mesh
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.engine.start_kv_tiers import check_host
+from jaxflow.engine.step_plans import step_sizes, token_buckets
+from jaxflow.kv.tiers import host_memory
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.parallel.mesh import make_mesh
 from jaxflow.pipeline import choice
 from jaxflow.pipeline import plan as plans
 from jaxflow.pipeline.handmade import copied, sequential_plan, two_nano_batch_plan
-from pallas_kernels.table import Shape
+from jaxflow.request import Request
+from pallas_kernels.gemm.tuned_table import Shape
 
 LLAMA = str(paths.MODELS / "tiny-llama")
 

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import toy
 
-from jaxflow.engine import build
+from jaxflow.engine import start as build
 from jaxflow.engine.layout import StepLayout
-from jaxflow.engine.plans import begins_early, make_layouts, one_alone
-from jaxflow.engine.request import Request
+from jaxflow.engine.step_plans import begins_early, make_layouts, one_alone
 from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
-from pallas_kernels.gemm import HopperGemm, product_of
+from jaxflow.request import Request
+from pallas_kernels.gemm.api import HopperGemm, product_of
+from pallas_kernels.gemm.tuned_table import Choice, Rule, Shape, Table
 from pallas_kernels.kernel_set import REFERENCE
-from pallas_kernels.table import Choice, Rule, Shape, Table
 
 MODEL = "tiny-llama"
 

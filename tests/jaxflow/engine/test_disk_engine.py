@@ -17,11 +17,11 @@ import toy
 
 from jaxflow import LLM
 from jaxflow.config import ConfigError
-from jaxflow.engine import host_tier
-from jaxflow.engine.request import Request, SamplingParams
-from jaxflow.engine.start_disk import open_disk
-from jaxflow.memory import disk_file
-from jaxflow.memory.disk_folder import FOLDER
+from jaxflow.engine.start_kv_disk import open_disk
+from jaxflow.kv.tiers import disk_file
+from jaxflow.kv.tiers.disk_folder import FOLDER
+from jaxflow.request import Request, SamplingParams
+from jaxflow.scheduler import tier_policy as host_tier
 
 CASES = {"llama": ("stories260K", 1, "auto"), "windows, 2 devices": ("tiny-gemma3_text", 2, "auto")}
 BUDGET = {

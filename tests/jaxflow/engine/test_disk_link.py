@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from jaxflow.engine import disk_link
-from jaxflow.engine.disk_link import DiskLink
-from jaxflow.memory.disk_tier import DiskTier
-from jaxflow.memory.host_store import HostStore
+from jaxflow.kv.tiers import disk_link
+from jaxflow.kv.tiers.disk_link import DiskLink
+from jaxflow.kv.tiers.disk_store import DiskTier
+from jaxflow.kv.tiers.host_store import HostStore
 
 PAGE = 64
 

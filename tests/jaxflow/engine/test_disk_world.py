@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from simulated_device import config, prompt
 from simulated_host import PAGE_BYTES, TieredWorld
 
-from jaxflow.engine import host_tier
-from jaxflow.engine.disk_link import DiskLink
-from jaxflow.engine.host_tier import PATIENCE
-from jaxflow.memory import prefix
-from jaxflow.memory.disk_file import HEADER_BYTES
-from jaxflow.memory.disk_tier import DiskTier
+from jaxflow.kv import prefix
+from jaxflow.kv.tiers.disk_file import HEADER_BYTES
+from jaxflow.kv.tiers.disk_link import DiskLink
+from jaxflow.kv.tiers.disk_store import DiskTier
+from jaxflow.scheduler import tier_policy as host_tier
+from jaxflow.scheduler.tier_policy import PATIENCE
 
 LENGTH = 256  # of a page's file, its content packed and padded
 

@@ -4,7 +4,7 @@ import pytest
 from simulated_device import World, config, roomy
 
 from jaxflow.config import ConfigError
-from jaxflow.engine.request import InvalidRequest, QueueFull, Request, SamplingParams
+from jaxflow.request import InvalidRequest, QueueFull, Request, SamplingParams
 
 
 def refused(field: str, request: Request, **changes) -> str:

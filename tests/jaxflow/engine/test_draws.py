@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import toy
 
-from jaxflow.engine.request import FinishReason, Request, SamplingParams
-from jaxflow.memory.kv_cache import make_cache
+from jaxflow.kv.device_cache import make_cache
 from jaxflow.model import ops, transformer
 from jaxflow.model.batch import Batch, cache_slots
 from jaxflow.model.sampling import uniform
+from jaxflow.request import FinishReason, Request, SamplingParams
 
 MODEL, LONGEST, PAGE = "stories260K", 128, 16
 PROMPT, MOST = 40, 20  # tokens of a prompt and of an answer, at most

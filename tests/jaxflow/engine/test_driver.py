@@ -13,7 +13,7 @@ import pytest
 import toy
 
 from jaxflow.engine.driver import Driver, EngineDead
-from jaxflow.engine.request import (
+from jaxflow.request import (
     Delta,
     Draining,
     Finished,

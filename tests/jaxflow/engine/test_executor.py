@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxflow.engine.layout import SlotTable, pack
+from jaxflow.engine.program_memory import together
 from jaxflow.engine.programs import FULL, PLAIN
-from jaxflow.engine.temporary import together
-from jaxflow.engine.work import StepWork
 from jaxflow.model.slot_params import COUNT, IN_PROMPT, slot_values
+from jaxflow.scheduler.step_work import StepWork
 
 MODEL = "tiny-llama"
 

@@ -8,7 +8,7 @@ import paths
 import pytest
 import toy
 
-from jaxflow.engine.request import Request, SamplingParams
+from jaxflow.request import Request, SamplingParams
 
 MODELS = sorted(path.name for path in paths.MODELS.iterdir())
 TOLERANCE = 1e-3  # absolute, of float32 logits

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from simulated_device import config, prompt, requests
 from simulated_host import TieredWorld
 
-from jaxflow.engine.load_cost import LoadCosts
-from jaxflow.engine.request import Request, SamplingParams
-from jaxflow.engine.scheduler import Scheduler
+from jaxflow.request import Request, SamplingParams
+from jaxflow.scheduler.fetch_cost import LoadCosts
+from jaxflow.scheduler.scheduler import Scheduler
 
 
 @st.composite

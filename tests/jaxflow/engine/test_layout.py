@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxflow.engine.layout import SlotTable, StepLayout, apply_page_appends, pack, unpack
 from jaxflow.engine.programs import FULL, PLAIN
-from jaxflow.engine.work import Chunk, StepWork
+from jaxflow.scheduler.step_work import Chunk, StepWork
 
 SLOTS, PAGES_A_ROW = 6, 8
 LAYOUTS = (

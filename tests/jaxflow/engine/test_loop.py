@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import toy
 
-from jaxflow.bench.steps import step_log
-from jaxflow.engine.build import make_loop
-from jaxflow.engine.request import FinishReason, InvalidRequest, Request, SamplingParams
+from jaxflow.bench.engine.steps import step_log
+from jaxflow.engine.start import make_loop
 from jaxflow.pipeline import plan as plans
 from jaxflow.pipeline.handmade import two_nano_batch_plan
+from jaxflow.request import FinishReason, InvalidRequest, Request, SamplingParams
 
 MODEL = "stories260K"
 PAGE = 16

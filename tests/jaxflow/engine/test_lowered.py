@@ -15,20 +15,21 @@ import pytest
 import toy
 
 from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
-from jaxflow.engine import build, lowered
-from jaxflow.engine.build import choose_plans, make_executor, make_loop, resolve
+from jaxflow.engine import lowered_cache as lowered
+from jaxflow.engine import start as build
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
-from jaxflow.engine.lowered import LoweredPrograms
+from jaxflow.engine.lowered_cache import LoweredPrograms
 from jaxflow.engine.programs import STEP_DONATES, Programs
-from jaxflow.engine.request import Request
-from jaxflow.mesh import axis_of
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.engine.start import choose_plans, make_executor, make_loop, resolve
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.ops import Context
 from jaxflow.model.weights import shapes, shardings
+from jaxflow.parallel.mesh import axis_of
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import phased_plan
 from jaxflow.pipeline.plan import borders
+from jaxflow.request import Request
 
 
 @jax.jit

@@ -11,15 +11,15 @@ import pytest
 import toy
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine import start_offload as start
-from jaxflow.engine.admission import OutputLengths
-from jaxflow.engine.build import make_executor, resolve
+from jaxflow.engine import start_kv_tiers as start
 from jaxflow.engine.driver import Driver
-from jaxflow.engine.load_cost import LoadCosts, worth_loading
-from jaxflow.engine.request import Request, SamplingParams
-from jaxflow.engine.start_offload import pinned_pool_gib, seconds_a_token, staging_bytes, start_offload
-from jaxflow.memory.transfers import Channel
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.engine.start import make_executor, resolve
+from jaxflow.engine.start_kv_tiers import pinned_pool_gib, seconds_a_token, staging_bytes, start_offload
+from jaxflow.kv.tiers.transfers import Channel
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.request import Request, SamplingParams
+from jaxflow.scheduler.admission import OutputLengths
+from jaxflow.scheduler.fetch_cost import LoadCosts, worth_loading
 
 LLAMA, WINDOWS = (
     ("stories260K", 1),

@@ -4,12 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxflow.bench.host import InstantExecutor
+from jaxflow.bench.engine.host import InstantExecutor
 from jaxflow.engine.executor import Pending
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
-from jaxflow.engine.request import Delta, Finished, Request, SamplingParams
-from jaxflow.engine.scheduler import Scheduler, SchedulerConfig
+from jaxflow.request import Delta, Finished, Request, SamplingParams
+from jaxflow.scheduler.scheduler import Scheduler, SchedulerConfig
 
 SLOTS, BUCKETS, SIDES, END, NEVER = 6, (8, 16), 20, 0, 99
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from simulated_device import World, config, prompt
 
 from jaxflow.config import SCHEDULING_POLICIES
-from jaxflow.engine.policies import POLICIES, bucket_of, surplus
+from jaxflow.scheduler.policies import POLICIES, bucket_of, surplus
 
 bucket_lists = st.lists(st.integers(1, 100), min_size=1, unique=True).map(sorted)
 

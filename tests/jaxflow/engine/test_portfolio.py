@@ -6,9 +6,9 @@ import msgspec
 import pytest
 import toy
 
-from jaxflow.engine.request import Request
 from jaxflow.pipeline.handmade import phased_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import Predictions, Target, save
+from jaxflow.request import Request
 
 MODEL, TOKENS = "tiny-llama", 64
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.engine.request import Request
-from jaxflow.engine.sequence import Seats, Sequence
+from jaxflow.request import Request
+from jaxflow.scheduler.sequence import Seats, Sequence
 
 
 def sequence(prompt: list[int]) -> Sequence:

@@ -9,13 +9,13 @@ import paths
 import pytest
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine import start_kernels
-from jaxflow.engine.build import make_executor, resolve
-from jaxflow.engine.start_kernels import choose_kernels, tell_kernels
-from jaxflow.model.checkpoint import Checkpoint, open_checkpoint
-from pallas_kernels.gemm import HopperGemm, product_of
+from jaxflow.engine import kernel_choice as start_kernels
+from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
+from jaxflow.engine.start import make_executor, resolve
+from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from pallas_kernels.gemm.api import HopperGemm, product_of
+from pallas_kernels.gemm.tuned_table import Choice, Rule, Shape, Table
 from pallas_kernels.kernel_set import MOSAIC, PAGED, REFERENCE, KernelSet, kernel_set_for
-from pallas_kernels.table import Choice, Rule, Shape, Table
 
 LLAMA = str(paths.MODELS / "tiny-llama")
 EIGHT_B = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config

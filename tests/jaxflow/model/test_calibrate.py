@@ -10,10 +10,10 @@ import paths
 import pytest
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine.build import choose_plans, make_executor, resolve
-from jaxflow.model import calibrate
-from jaxflow.model.calibrate import main, softmax_range, text_windows
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.engine.start import choose_plans, make_executor, resolve
+from jaxflow.model.checkpoints import calibrate
+from jaxflow.model.checkpoints.calibrate import main, softmax_range, text_windows
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.softmax_range import BOUND, layer_range, path_beside, read
 
 STEP = 1 / 8
@@ -175,8 +175,8 @@ def test_the_command_writes_beside_the_model_and_an_engine_reads_it(model, tmp_p
     [
         ({"version": 9}, "version 1, and this is 9"),
         ({"layers": []}, "5 layers, and this has 0"),
-        ({"layers": [{"phi": 1}]}, "jaxflow.model.calibrate"),
-        ({"more": 1}, "jaxflow.model.calibrate"),
+        ({"layers": [{"phi": 1}]}, "jaxflow.model.checkpoints.calibrate"),
+        ({"more": 1}, "jaxflow.model.checkpoints.calibrate"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(tmp_path, change, message):

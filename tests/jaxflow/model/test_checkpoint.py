@@ -19,10 +19,10 @@ from safetensors.numpy import load_file, save_file
 from same_weights import same
 
 from jaxflow.config import ConfigError
-from jaxflow.mesh import make_mesh
-from jaxflow.model.checkpoint import CheckpointError, open_checkpoint
-from jaxflow.model.leaf import assemble
+from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from jaxflow.model.weight_spec import assemble
 from jaxflow.model.weights import leaves
+from jaxflow.parallel.mesh import make_mesh
 
 MODELS = (*paths.TINY_MODELS, "stories260K")
 

@@ -13,9 +13,9 @@ import paths
 import pytest
 from same_weights import same
 
-from jaxflow.mesh import make_mesh
-from jaxflow.model import checkpoint as checkpoint_module
-from jaxflow.model.checkpoint import CheckpointError, convert, main, open_checkpoint
+from jaxflow.model.checkpoints import checkpoint as checkpoint_module
+from jaxflow.model.checkpoints.checkpoint import CheckpointError, convert, main, open_checkpoint
+from jaxflow.parallel.mesh import make_mesh
 from jaxflow.text.tokenizer import load_tokenizer
 
 

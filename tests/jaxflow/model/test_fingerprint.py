@@ -8,8 +8,8 @@ import paths
 import pytest
 
 from jaxflow.config import EngineConfig
-from jaxflow.model.checkpoint import open_checkpoint
-from jaxflow.model.fingerprint import fingerprint, kv_fingerprint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.fingerprint import fingerprint, kv_fingerprint
 
 
 @pytest.fixture

@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jaxflow.config import ConfigError
-from jaxflow.mesh import make_mesh
-from jaxflow.model.checkpoint import CheckpointError, convert, open_checkpoint
-from jaxflow.model.leaf import QUANTIZED
+from jaxflow.model.checkpoints.checkpoint import CheckpointError, convert, open_checkpoint
+from jaxflow.model.weight_spec import QUANTIZED
 from jaxflow.model.weights import shapes, shardings
+from jaxflow.parallel.mesh import make_mesh
+from pallas_kernels.gemm.int4.reference import dequantize_int4
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.reference import dequantize, quantize_rows
-from pallas_kernels.reference.int4 import dequantize_int4
 
 NUMBERS = {
     "num_bits": 8,

@@ -19,11 +19,11 @@ from safetensors.numpy import load_file
 from same_weights import same
 
 from jaxflow.config import ConfigError, ModelConfig, Rope
-from jaxflow.mesh import make_mesh
-from jaxflow.model.checkpoint import CheckpointError, convert, open_checkpoint
-from jaxflow.model.gguf_file import GgufFile, llama3_scaling
-from jaxflow.model.hf_config import model_config_from_hf
+from jaxflow.model.architectures.hf_config import model_config_from_hf
+from jaxflow.model.checkpoints.checkpoint import CheckpointError, convert, open_checkpoint
+from jaxflow.model.checkpoints.gguf_file import GgufFile, llama3_scaling
 from jaxflow.model.rope import inverse_frequencies
+from jaxflow.parallel.mesh import make_mesh
 from jaxflow.text.tokenizer import load_tokenizer
 
 # Their names in the GGUF specification.
@@ -414,7 +414,7 @@ def test_a_converted_gguf_keeps_its_tokenizer(
     first = dataclasses.replace(
         GgufFile(smollm2_gguf).config, layers=(GgufFile(smollm2_gguf).config.layers[0],)
     )
-    monkeypatch.setattr("jaxflow.model.checkpoint.check_tensors", lambda *_: None)
+    monkeypatch.setattr("jaxflow.model.checkpoints.checkpoint.check_tensors", lambda *_: None)
     monkeypatch.setattr(GgufFile, "_config", lambda self: first)
     convert(str(smollm2_gguf), tmp_path / "converted")
     opened = open_checkpoint(str(tmp_path / "converted"))

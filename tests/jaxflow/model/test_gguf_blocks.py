@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from jaxflow.model.checkpoint import open_checkpoint
-from jaxflow.model.gguf_tensors import TYPES
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.gguf_tensors import TYPES
 
 
 def f16(block: bytes, at: int) -> float:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError, Rope
-from jaxflow.model.checkpoint import CONFIGS, shipped_configs
-from jaxflow.model.hf_config import model_config_from_hf
+from jaxflow.model.architectures.hf_config import model_config_from_hf
+from jaxflow.model.checkpoints.checkpoint import CONFIGS, shipped_configs
 from jaxflow.model.weights import tensors
 
 

@@ -15,13 +15,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxflow.config import ConfigError
-from jaxflow.mesh import make_mesh
 from jaxflow.model import transformer
-from jaxflow.model.checkpoint import convert, open_checkpoint
-from jaxflow.model.leaf import QUANTIZED
+from jaxflow.model.checkpoints.checkpoint import convert, open_checkpoint
+from jaxflow.model.weight_spec import QUANTIZED
 from jaxflow.model.weights import shapes, shardings
+from jaxflow.parallel.mesh import make_mesh
+from pallas_kernels.gemm.int4.reference import dequantize_int4, quantize_int4
 from pallas_kernels.quantized import Int4
-from pallas_kernels.reference.int4 import dequantize_int4, quantize_int4
 
 
 def load(name: Path | str, dtype: str = "float32", **options: Any) -> Any:

@@ -10,8 +10,8 @@ import pytest
 from same_weights import same
 
 from jaxflow.config import ConfigError
-from jaxflow.mesh import make_mesh
-from jaxflow.model.checkpoint import CheckpointError, open_checkpoint, shipped_configs
+from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint, shipped_configs
+from jaxflow.parallel.mesh import make_mesh
 
 INDEX = "model.safetensors.index.json"
 
@@ -42,7 +42,7 @@ def test_a_hub_id_is_the_folder_in_the_cache(monkeypatch: pytest.MonkeyPatch) ->
         asked.append({"repo": repo} | arguments)
         return str(paths.MODELS / "tiny-llama")
 
-    monkeypatch.setattr("jaxflow.model.hub.snapshot_download", snapshot)
+    monkeypatch.setattr("jaxflow.model.checkpoints.hub.snapshot_download", snapshot)
     opened = open_checkpoint("someone/tiny")
     assert opened.name == "someone/tiny"
     same(opened.load("float32"), open_checkpoint(str(paths.MODELS / "tiny-llama")).load("float32"))

@@ -13,18 +13,18 @@ import paths
 import pytest
 from hurry import OFTEN
 
-from jaxflow.bench.perplexity import KV_4_BITS, moved
-from jaxflow.memory.kv_cache import cache_shapes
+from jaxflow.bench.engine.perplexity import KV_4_BITS, moved
+from jaxflow.kv.device_cache import cache_shapes
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
-from jaxflow.model.checkpoint import open_checkpoint
-from jaxflow.model.leaf import QUANTIZED
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.weight_spec import QUANTIZED
 from jaxflow.pipeline import calls
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import sequential_plan
 from pallas_kernels import reference
+from pallas_kernels.gemm.int4.reference import quantize_int4
 from pallas_kernels.kernel_set import REFERENCE
-from pallas_kernels.reference.int4 import quantize_int4
 
 TOKENS, PAGE = 128, 64
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from jaxflow.config import ConfigError, ModelConfig, gate_block
-from jaxflow.mesh import make_mesh
-from jaxflow.model.hf_config import model_config_from_hf
-from jaxflow.model.leaf import assemble
+from jaxflow.model.architectures.hf_config import model_config_from_hf
+from jaxflow.model.weight_spec import assemble
 from jaxflow.model.weights import Weights, dummy_weights, leaves, mlp_width, shapes, shardings, tensors
+from jaxflow.parallel.mesh import make_mesh
 from pallas_kernels.reference import dequantize, quantize_rows
 
 

@@ -16,7 +16,7 @@ from planned import ROWS, SIMPLE, compiled
 from schedule import check_schedule, kernels, read, spans
 
 from jaxflow.config import Layer, ModelConfig, Rope
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline import streams
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.order import graph_of

@@ -1,0 +1,73 @@
+"""Data classes of the kernel benchmark: a case, its rivals, and its target."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pallas_kernels.measure.peaks import Least
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One implementation of a case's work.
+
+    run: enqueues a program with `calls` calls. amount: bytes, FLOP or tokens of one call, for its rate.
+
+    work: the useful work of a call, used for ratios if implementations differ in it; None means `amount`.
+
+    least: the minimum work of a call, used to reject impossible times. None means `amount`, with FLOP counted
+    in `dtype`.
+
+    tuned: XLA times candidates on the GPU during compilation, and needs exclusive use of the GPU.
+    """
+
+    run: Callable[[], Any]
+    calls: int
+    amount: float
+    work: float | None = None
+    least: Least | None = None
+    dtype: str = "bfloat16"
+    tuned: bool = False
+
+    def must(self, unit: str) -> Least:
+        """Return the minimum work of a call, in the group's `unit`."""
+        if self.least is not None:
+            return self.least
+        return {"TB/s": Least(moved=self.amount), "TFLOP/s": Least(flop=self.amount, dtype=self.dtype)}.get(
+            unit, Least()
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One benchmark case.
+
+    prepare: makes inputs on the device and returns the implementations, ours first. rate: target rate of our
+    kernel. ratio: target ratio to the first rival.
+
+    recorded_us: earlier measured times, in microseconds, of rivals that cannot run here.
+    """
+
+    name: str
+    prepare: Callable[[], Mapping[str, Way]]
+    rate: float | None = None
+    ratio: float | None = None
+    recorded_us: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The cases of one kernel.
+
+    unit: of the rates: TB/s, TFLOP/s or tok/s. geomean: target for the geometric mean of the ratios.
+
+    together: the cases share a model in memory, so one process runs all of them. asked: measured only on
+    request.
+    """
+
+    name: str
+    unit: str
+    cases: tuple[Case, ...]
+    geomean: float | None = None
+    together: bool = False
+    asked: bool = False

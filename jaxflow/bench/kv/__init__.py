@@ -1,0 +1,1 @@
+"""Benchmarks of the KV tiers and of prefix reuse."""

@@ -1,0 +1,1 @@
+"""Benchmarks of plans, and resource use over a step."""

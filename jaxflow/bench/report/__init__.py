@@ -1,0 +1,1 @@
+"""Report fields, machine description and charts of the benchmarks."""

@@ -1,0 +1,1 @@
+"""Workloads: lengths, arrival times, conversations, and the code that drives them."""

@@ -1,0 +1,1 @@
+"""Command-line parts that several commands share: flags, exit status, output files."""

@@ -1,0 +1,383 @@
+"""From settings and a checkpoint to a running engine: every default is decided here, once, and can be read
+back.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig
+from jaxflow.engine.driver import Driver
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
+from jaxflow.engine.kv_offload import Offload
+from jaxflow.engine.layout import StepLayout
+from jaxflow.engine.loop import Loop
+from jaxflow.engine.lowered_cache import beside_compiled
+from jaxflow.engine.program_memory import SPARE
+from jaxflow.engine.programs import Programs
+from jaxflow.engine.start_kv_disk import open_disk, put_below
+from jaxflow.engine.start_kv_tiers import (
+    check_host,
+    device_bytes,
+    page_copies,
+    pinned_pool_gib,
+    start_offload,
+)
+from jaxflow.engine.step_plans import (
+    begins_early,
+    choose_plans,
+    default_plan,
+    largest_step,
+    make_layouts,
+    on_gpu,
+    one_alone,
+)
+from jaxflow.kv.device_cache import fit_pages, page_bytes
+from jaxflow.kv.tiers.host_memory import free_host_bytes
+from jaxflow.model import softmax_range
+from jaxflow.model.checkpoints.checkpoint import Checkpoint
+from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
+from jaxflow.model.ops import Context
+from jaxflow.model.sampling import rows_at_once
+from jaxflow.model.weights import Weights
+from jaxflow.parallel.mesh import axis_of, choose_platform, make_mesh
+from jaxflow.pipeline.compiler import compile_plan, xla_options
+from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.plan import Plan
+from jaxflow.scheduler.scheduler import Scheduler, SchedulerConfig
+from pallas_kernels.gemm.api import Product, product_of, shape_of
+from pallas_kernels.kernel_set import KernelSet
+from pallas_kernels.quantized import Quantized
+
+log = logging.getLogger(__name__)
+# Settings by which no program differs: where things are, and what is decided without the device.
+_OF_NO_PROGRAM = (
+    *(
+        "model",
+        "tokenizer",
+        "load_format",
+        "seed",
+        "calibration",
+        "compilation_cache_dir",
+        "max_waiting",
+        "enable_prefix_caching",
+    ),
+    *("kv_disk_path", "kv_disk_size", "scheduling_policy", "chunk_size"),
+)
+
+
+def prepare_process(config: EngineConfig) -> None:
+    """Settings of JAX that must stand before its first use: the platform, the memory it may take, its
+    compilation cache.
+    """
+    choose_platform()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{config.gpu_memory_utilization:.3f}")
+    if config.kv_offloading_size:
+        os.environ.setdefault(
+            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(pinned_pool_gib(config.kv_offloading_size))
+        )
+    where = config.compilation_cache_dir
+    where = str(Path.home() / ".cache" / "jaxflow" / "compiled") if where is None else where
+    if where and not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", where)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Fills in what was left open, for this device and model. Raises: ConfigError for what this model cannot
+    do.
+    """
+    gpu = on_gpu()
+    dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if gpu else "float32")
+    longest = config.max_model_len or model.max_position
+    if longest > model.max_position:
+        raise ConfigError(
+            "max_model_len", longest, f"at most {model.max_position}, which the checkpoint was made for"
+        )
+    seqs = config.max_num_seqs or (512 if gpu else 8)
+    config = dataclasses.replace(
+        config, dtype=dtype, kv_cache_dtype=KV_DTYPES[config.kv_cache_dtype] or dtype, max_num_seqs=seqs
+    )
+    budget = config.max_num_batched_tokens or largest_step(config, model) or (2048 if gpu else 256)
+    if budget < seqs:
+        raise ConfigError(
+            "max_num_batched_tokens",
+            budget,
+            f"at least max_num_seqs={seqs}, a token for each running sequence",
+        )
+    config = dataclasses.replace(config, max_model_len=longest, max_num_batched_tokens=budget)
+    return dataclasses.replace(config, plan=default_plan(config, model)) if config.plan == "auto" else config
+
+
+def memory_budget(mesh: Mesh, config: EngineConfig) -> int:
+    """Bytes of one device that are still free for the cache, before the step's temporary space."""
+    stats = [device.memory_stats() for device in mesh.local_devices]
+    if all(stats):
+        free = min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)
+        return int(free - SPARE * stats[0]["bytes_limit"])
+    return int(
+        free_host_bytes() * config.gpu_memory_utilization / 2 / mesh.size
+    )  # CPU: half of what is free now
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A warm engine and what it was built with."""
+
+    config: EngineConfig  # resolved
+    driver: Driver
+    executor: Executor
+    warm_up_s: float
+
+
+def start_engine(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    *,
+    kernels: KernelSet | None = None,
+    executor: Executor | None = None,
+    progress: bool = True,
+) -> Engine:
+    """Loads, compiles and starts.
+
+    kernels: None for the device's own. executor: one of an engine that has ended, of these settings but for
+    the tiers below the device; it must have `copies` where these have a host tier. Raises: ConfigError,
+    CheckpointError, PlanError.
+    """
+    config = dataclasses.replace(config, quantization=config.quantization or checkpoint.quantization)
+    config = resolve(config, checkpoint.model_config)
+    plans = choose_plans(config, checkpoint.model_config)
+    fingerprint = kv_fingerprint(config, checkpoint)
+    with contextlib.ExitStack() as undo:
+        disk = open_disk(config, checkpoint.model_config, fingerprint)
+        if disk is not None:
+            undo.callback(disk.close)
+        warm_up_s = 0.0
+        if executor is None:
+            executor = make_executor(config, checkpoint, plans, kernels=kernels, progress=progress)
+            with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
+                warm_up_s = executor.warm_up(_advance(bar))
+        # Compiled programs are millions of objects that live as long as the process: the collector need not
+        # walk them within a step.
+        gc.collect()
+        gc.freeze()
+        offload = start_offload(config, executor) if config.kv_offloading_size else None
+        if offload is not None and disk is not None:
+            put_below(offload, disk)
+        loop = make_loop(config, checkpoint.model_config, executor, offload, fingerprint=fingerprint)
+        driver = Driver(loop)
+        driver.start()
+        undo.pop_all()
+    return Engine(config, driver, executor, warm_up_s)
+
+
+def make_executor(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    plans: Mapping[int, Sequence[Plan]],
+    *,
+    kernels: KernelSet | None = None,
+    graphs: Mapping[str, str] | None = None,
+    progress: bool = True,
+) -> Executor:
+    """An executor with its weights and cache, not warm yet.
+
+    config: resolved. plans: of each bucket, at least one. kernels: None for the device's own. graphs: by a
+    plan's name, how its steps are launched (`jaxflow.pipeline.streams.GRAPHS`), where not as usual.
+    """
+    model, tp, seqs = checkpoint.model_config, config.tensor_parallel_size, config.max_num_seqs
+    assert seqs is not None and config.max_model_len is not None
+    if config.kv_offloading_size:
+        check_host(config, model)
+    mesh = make_mesh(tp)
+    own, kernels = (
+        kernels is None,
+        kernels or choose_kernels(config, model),
+    )  # what is refused is refused before weights are read
+    kv_scales, quantization = (
+        config.kv_cache_dtype == "float8_e4m3fn",
+        config.quantization or checkpoint.quantization,
+    )
+    weights = checkpoint.load(
+        config.dtype,
+        mesh,
+        progress=progress,
+        seed=config.seed,
+        quantization=quantization,
+        kv_scales=kv_scales,
+    )
+    weights = _calibrated(config, checkpoint, weights, mesh)
+    if quantization and any(layer.experts for layer in model.layers):
+        log.info("quantization: %s attention and dense MLPs; experts stay in %s", quantization, config.dtype)
+    memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices)
+    # Not on a CPU: without Mosaic's kernels lowering is quick.
+    settings = {
+        name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_NO_PROGRAM
+    }
+    lowered = beside_compiled((settings, model, plans, graphs, memory)) if own and on_gpu() else None
+    products = dense_products(model, weights)
+    tell_kernels(kernels, products, progress)
+    named = {(tokens, plan.name): plan for tokens, several in plans.items() for plan in several}
+
+    def plan_of(layout: StepLayout) -> Plan:
+        return named.get((layout.tokens, layout.plan)) or sequential_plan(
+            model, layout.tokens, tp
+        )  # a single decode's is in no bucket
+
+    layer_bytes = min(sum(a.nbytes for a in jax.tree.leaves(layer)) for layer in weights["layers"])
+
+    def early(layout: StepLayout) -> bool:
+        return layout.plan not in (graphs or {}) and begins_early(layout, kernels, tp, layer_bytes)
+
+    def options_of(layout: StepLayout) -> dict[str, Any]:
+        launched = "streams" if early(layout) else (graphs or {}).get(layout.plan)
+        return xla_options(plan_of(layout), tp, launched) if on_gpu() else {}
+
+    specs = jax.tree.map(lambda array: array.sharding.spec, weights)
+    executor = Executor(
+        Programs(Context(model, kernels, axis_of(mesh)), mesh, specs, rows_at_once(memory, model.vocab_size)),
+        weights,
+        make_layouts(
+            config, model, named.values(), decodes_alone=on_gpu(), one=one_alone(products.values(), kernels)
+        ),
+        lambda layout: compile_plan(
+            plan_of(layout), model, tp, quantized=quantization == "fp8", early=early(layout)
+        ),
+        options_of=options_of,
+        lowered=lowered,
+        kv_dtype=jnp.dtype(config.kv_cache_dtype),
+        max_model_len=config.max_model_len,
+    )
+    executor.allocate(_num_pages(config, model, mesh, executor))
+    if config.kv_offloading_size:
+        executor.copies = page_copies(config, model, executor)
+    return executor
+
+
+def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Product]:
+    """The product of a row and the weight of each dense op of the first layer, and the head's, as one device
+    holds it.
+    """
+    named = {op: weights["layers"][0].get(op) for op in ("qkv", "out_proj", "up_gate", "down")}
+    named["logits"] = weights.get("lm_head", weights["embed"])
+    gates = {"up_gate": model.gate_block if model.gated_mlp else 0}
+    scales = {
+        op: ("blocks" if op == "down" else "rows") if isinstance(w, Quantized) else ""
+        for op, w in named.items()
+    }
+    shapes = {
+        op: shape_of(_one_shard(w), gates.get(op, 0), scales[op]) for op, w in named.items() if w is not None
+    }
+    results = {
+        "logits": "float32",
+        "up_gate": "float8_e4m3fn" if isinstance(named["down"], Quantized) else "bfloat16",
+    }
+    return {op: product_of(shape, 1, results.get(op, "bfloat16")) for op, shape in shapes.items()}
+
+
+def _one_shard(weight: Any) -> Any:
+    """The shapes of what one device holds of a weight's arrays."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.sharding.shard_shape(a.shape), a.dtype), weight)
+
+
+def _calibrated(config: EngineConfig, checkpoint: Checkpoint, weights: Weights, mesh: Mesh) -> Weights:
+    """The weights with the unified maximum of each layer, where the model was found to qualify.
+
+    Not over a cache of e4m3: its chunks' attention weights are e4m3 too, which has no room for a maximum that
+    is not the row's own, and its decodes gain nothing (docs/kernels.md).
+    """
+    path = Path(config.calibration) if config.calibration else None
+    if config.calibration is None and checkpoint.source is not None:
+        path = softmax_range.path_beside(checkpoint.source.path)
+        path = path if path.exists() else None
+    if path is None:
+        return weights
+    found = softmax_range.read(path, checkpoint.model_config.num_layers)
+    if not found.qualifies:
+        log.info("softmax: running maximum: the model does not qualify for a unified one (%s)", path)
+        return weights
+    if jnp.dtype(config.kv_cache_dtype) == jnp.float8_e4m3fn:
+        say = log.warning if config.calibration else log.info
+        say("softmax: running maximum: a cache of e4m3 has no use for a unified one (%s)", path)
+        return weights
+    log.info("softmax: unified maximum (%s)", path)
+    return softmax_range.with_unified_maximum(weights, found, mesh)
+
+
+def make_loop(
+    config: EngineConfig,
+    model: ModelConfig,
+    executor: Executor,
+    offload: Offload | None = None,
+    **changes: Any,
+) -> Loop:
+    """A loop over an executor; `changes` replace fields of its `SchedulerConfig`. config: resolved. offload:
+    the loop closes it.
+    """
+    assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
+    scheduling = SchedulerConfig(
+        token_budget=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        windows=model.windows,
+        num_pages=executor.num_pages,
+        max_model_len=config.max_model_len,
+        buckets=tuple(sorted(executor.layouts)),
+        policy=config.scheduling_policy,
+        chunk_size=config.chunk_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_waiting=config.max_waiting,
+        seed=config.seed,
+    )
+    scheduler = Scheduler(
+        dataclasses.replace(scheduling, **changes), None if offload is None else offload.tier
+    )
+    return Loop(scheduler, executor, eos_token_ids=model.eos_token_ids, offload=offload)
+
+
+def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: Executor) -> tuple[int, ...]:
+    """Pages of each layer group: as told, or as many as the memory beside weights and temporary space holds."""
+    if config.num_kv_pages is not None:
+        return (config.num_kv_pages,) * len(model.windows)
+    assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
+    free = memory_budget(mesh, config) - executor.state_bytes()
+    if on_gpu():
+        free -= executor.temporary_bytes()  # on CPU the half of memory that is left alone has room for it
+        if config.kv_offloading_size:
+            free -= device_bytes(
+                page_bytes(
+                    model, config.block_size, jnp.dtype(config.kv_cache_dtype), config.tensor_parallel_size
+                ),
+                free,
+            )
+    return fit_pages(
+        model,
+        free,
+        block_size=config.block_size,
+        dtype=jnp.dtype(config.kv_cache_dtype),
+        tp=config.tensor_parallel_size,
+        max_num_seqs=config.max_num_seqs,
+        token_budget=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        memory="the device's" if on_gpu() else "the host's",
+    )
+
+
+def _advance(bar: tqdm) -> Callable[[int, int], None]:
+    def on_progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(max(0, done - bar.n))
+
+    return on_progress

@@ -1,0 +1,286 @@
+"""Which steps an engine compiles: its token buckets, and the plans of each."""
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+
+from jaxflow.config import ConfigError, EngineConfig, ModelConfig
+from jaxflow.engine.layout import StepLayout
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint, shipped_configs
+from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
+from jaxflow.pipeline.compiler import compile_plan
+from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.plan import SHIPPED, Plan, PlanError, borders, fitting, load
+from pallas_kernels.gemm.api import HopperGemm, Product
+from pallas_kernels.kernel_set import KernelSet
+
+log = logging.getLogger(__name__)
+EARLY = 64  # decodes of a step whose kernels begin before the ones before them have ended
+EARLY_BYTES = (
+    400 * 10**6
+    # of a layer's weights: so long they take to read that a host keeps ahead, which launches eight kernels
+    # meanwhile
+)
+FEW = 256  # decodes of a step that has a program without chunks
+SHAPES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "num_experts",
+)
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def token_buckets(budget: int, *, few: bool, seqs: int = 0) -> tuple[int, ...]:
+    """Sizes of a step that are compiled: powers of two from 8 on, from 256 on what lies halfway, and the
+    budget; and `seqs`, if over 512, in whole tiles.
+
+    Each costs a first start seconds, since kernels are lowered and compiled one at a time, and later ones a
+    tenth of one. With requests waiting, steps are filled to the budget; near the rate that the engine can do
+    they lie anywhere below it, and what pads them makes others wait.
+    `few`: only 8 and 64 and the budget, where compiling costs more than padding (CPU), and 1: for one request
+    alone eight rows would take twice as long. `seqs`: the most sequences of a step. All of them decoding
+    alone is a usual step, which above 512 would be padded by up to half: of 560 decodes, 40 % of the
+    products.
+    """
+    sizes = (
+        {1, 8, 64}
+        if few
+        else {2**i for i in range(3, budget.bit_length())} | {3 * 2**i for i in range(7, budget.bit_length())}
+    )
+    sizes |= {seqs + -seqs % 64} if seqs > 512 and not few else set()
+    return (*sorted(size for size in sizes if size < budget), budget)
+
+
+def step_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Those that are compiled: as told and the budget, or `token_buckets`. config: resolved. Raises:
+    ConfigError over the budget.
+    """
+    budget = config.max_num_batched_tokens
+    assert budget is not None
+    if config.step_sizes is None:
+        return token_buckets(budget, few=not on_gpu(), seqs=config.max_num_seqs or 0)
+    sizes = {int(size) for size in config.step_sizes.split(",")}
+    if max(sizes) > budget:
+        raise ConfigError("step_sizes", config.step_sizes, f"at most max_num_batched_tokens={budget}")
+    return tuple(sorted(sizes | {budget}))
+
+
+def products_dtype(config: EngineConfig) -> str:
+    """What the engine's products are of. config: resolved."""
+    return "float8_e4m3fn" if config.quantization == "fp8" else config.dtype
+
+
+def named_plans(config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
+    """The plans that `--plan` names, each one of this model's layers: those shipped, of a folder, or of one
+    file.
+
+    Of a folder, those that were searched for this model, device, parallelism and dtypes. config: resolved, at
+    least its dtypes; none are named yet where its plan is `auto` still.
+
+    Raises: ConfigError where there is none. PlanError for a file that cannot be read, or whose plan is not
+    one of this model.
+    """
+    if config.plan in ("auto", "sequential"):
+        return ()
+    folder = SHIPPED if config.plan == "searched" else Path(config.plan)
+    single = config.plan != "searched" and not folder.is_dir()
+    found = (load(folder),) if single else _made_for(folder, config, model)
+    for plan in found:
+        _check(plan, config, model)
+        if plan.name == "sequential" and not is_sequential(plan):
+            raise PlanError(
+                plan.name, "a name of its own: this plan cuts its steps, or has streams or sums of its own"
+            )
+    if not found:
+        device, tp = jax.devices()[0].device_kind, config.tensor_parallel_size
+        kind = (
+            f"{config.model} on {tp} x {device}, {products_dtype(config)} over a {config.kv_cache_dtype} "
+            f"cache"
+        )
+        where = "is shipped" if config.plan == "searched" else "is in that folder"
+        raise ConfigError(
+            "plan",
+            config.plan,
+            f"auto, sequential, a plan file or a folder of plans: no plan for {kind} {where}",
+        )
+    return found
+
+
+def _check(plan: Plan, config: EngineConfig, model: ModelConfig) -> None:
+    """Also of a plan that no step will run: what is damaged says nothing. All that its step would refuse once
+    the weights were read.
+
+    Raises: PlanError naming the plan and its nano-op.
+    """
+    try:
+        compile_plan(plan, model, config.tensor_parallel_size, quantized=config.quantization == "fp8")
+    except PlanError as error:
+        if error.entry == plan.name:
+            raise
+        raise PlanError(plan.name, str(error)) from error
+
+
+def _made_for(folder: Path, config: EngineConfig, model: ModelConfig) -> tuple[Plan, ...]:
+    """The plans of a folder for runs of this kind: for the model by its name, or if there is none, for a
+    shipped one of the same shapes.
+    """
+    kind = (
+        jax.devices()[0].device_kind,
+        config.tensor_parallel_size,
+        products_dtype(config),
+        config.kv_cache_dtype,
+    )
+    of_kind = [(plan.target.model, plan) for plan in fitting(folder, None, *kind) if plan.target]
+    by_name = tuple(plan for name, plan in of_kind if Path(name).name == Path(config.model).name)
+    if by_name or not of_kind:
+        return by_name
+    names = {name for name, _ in of_kind} & set(shipped_configs())
+    alike = next((name for name in sorted(names) if same_shapes(name, model)), None)
+    return tuple(plan for name, plan in of_kind if name == alike)
+
+
+def same_shapes(name: str, model: ModelConfig) -> bool:
+    """Whether a shipped config has the products and the attention of a model, whatever that one's name."""
+    config = open_checkpoint(name, load_format="dummy").model_config
+    return all(getattr(config, field) == getattr(model, field) for field in SHAPES)
+
+
+def default_plan(config: EngineConfig, model: ModelConfig) -> str:
+    """What `plan=auto` stands for: searched where a shipped plan is sure to gain within the budget. config:
+    resolved, but for the plan.
+    """
+    budget = config.max_num_batched_tokens or 0
+    sure = (
+        p
+        for p in _made_for(SHIPPED, config, model)
+        if p.tokens <= budget and p.predictions and Gain.of(p.predictions).ever
+    )
+    return "searched" if any(sure) else "sequential"
+
+
+def largest_step(config: EngineConfig, model: ModelConfig) -> int | None:
+    """Tokens of the largest step that the named plans are for; where none is named, that of the sequential
+    plan, if it is what is shipped.
+
+    None without any. The sequential plan is shipped at the size that makes most of the device: it says
+    nothing where not all sequences have room in that. config: resolved, at least its dtypes and sequences.
+    Raises: as `named_plans`.
+    """
+    plans, seqs = named_plans(config, model), config.max_num_seqs or 0
+    if config.plan in ("auto", "sequential"):
+        plans = tuple(plan for plan in _made_for(SHIPPED, config, model) if is_sequential(plan))
+    return max(
+        (plan.tokens for plan in plans if plan.tokens >= seqs or not is_sequential(plan)), default=None
+    )
+
+
+def choose_plans(config: EngineConfig, model: ModelConfig) -> dict[int, tuple[Plan, ...]]:
+    """The plans of each bucket: the named ones at the tokens they are for, the sequential one everywhere else
+    and beside those that can be compared with it (`jaxflow.pipeline.choice`). A named plan that is the
+    sequential one says that no other is faster. config: resolved.
+
+    Raises: ConfigError for plans that do not exist or do not fit. PlanError for those that cannot be read or
+    told apart.
+    """
+    budget, tp = config.max_num_batched_tokens, config.tensor_parallel_size
+    assert budget is not None
+    named = named_plans(config, model)
+    given = tuple(plan for plan in named if not is_sequential(plan))
+    if named and not given:
+        log.info(
+            "plan: of the plans tried for this model on this device none is faster than the "
+            "sequential step, which runs"
+        )
+    too_large = [plan for plan in given if plan.tokens > budget]
+    if config.plan == "searched" and len(too_large) < len(given):  # one of those shipped will do
+        given, too_large = tuple(plan for plan in given if plan.tokens <= budget), []
+    if too_large:
+        raise ConfigError(
+            "max_num_batched_tokens",
+            budget,
+            f"at least {too_large[0].tokens}, which plan {too_large[0].name!r} is for",
+        )
+    found = portfolio(given, step_sizes(config), lambda tokens: sequential_plan(model, tokens, tp))
+    for tokens, several in found.items():
+        for plan in (plan for plan in several if not is_sequential(plan)):
+            when = "always" if plan.predictions is None else "where it is sure to gain"
+            log.info(
+                "plan: steps of %d tokens run %r, %s (--plan sequential: never)", tokens, plan.name, when
+            )
+    for plan in (plan for plan in given if plan not in found[plan.tokens]):
+        log.info(
+            "plan: %r is sure to gain nowhere: steps of %d tokens are sequential", plan.name, plan.tokens
+        )
+    return found
+
+
+def begins_early(layout: StepLayout, kernels: KernelSet, tp: int, layer_bytes: int) -> bool:
+    """Whether a step's kernels are launched one by one, each before the one before it has ended, and not in a
+    CUDA graph.
+
+    So are few decodes alone on one device: their products are reads of weights, which then begin while the
+    last kernel ends. layer_bytes: of the smallest layer's weights.
+    """
+    return (
+        layout.decodes
+        and layout.tokens <= EARLY
+        and tp == 1
+        and layer_bytes >= EARLY_BYTES
+        and kernels.can_begin_early
+    )
+
+
+def one_alone(products: Iterable[Product], kernels: KernelSet) -> bool:
+    """Whether one request that decodes alone has a step of its own: where its products go faster without
+    tensor cores, as measured.
+    """
+    gemm = kernels.gemm
+    return isinstance(gemm, HopperGemm) and any(
+        gemm.choose(dataclasses.replace(p, rows=1)).kernel == "fma" for p in products
+    )
+
+
+def make_layouts(
+    config: EngineConfig, model: ModelConfig, plans: Iterable[Plan], *, decodes_alone: bool, one: bool = False
+) -> list[StepLayout]:
+    """The fixed shapes of the plans' steps. config: resolved.
+
+    decodes_alone: also those of the sequential plan's steps of few decodes alone: the kernel that would find
+    no chunk costs them 3 to 1.5 % (docs/kernels.md), and larger ones less than its programs' start-up is
+    worth. one: with those, also one of a single decode.
+    """
+    seqs = config.max_num_seqs
+    assert seqs is not None
+    layouts = []
+    for plan in plans:
+        gain = None if plan.predictions is None else Gain.of(plan.predictions)
+        shape = (
+            plan.tokens,
+            min(plan.tokens, seqs),
+            seqs,
+            config.block_size,
+            borders(plan),
+            len(model.windows),
+        )
+        layouts.append(StepLayout(*shape, plan=plan.name, gain=gain))
+    sequential = sorted(
+        (layout for layout in layouts if layout.plan == "sequential"), key=lambda layout: layout.tokens
+    )
+    smaller = [0, *(layout.tokens for layout in sequential)]
+    few = [layout for layout, below in zip(sequential, smaller, strict=False) if below < min(seqs, FEW)]
+    if one and sequential and sequential[0].tokens > 1:
+        few.insert(0, dataclasses.replace(sequential[0], tokens=1, rows=1))
+    return (
+        layouts + [dataclasses.replace(layout, decodes=True) for layout in few] if decodes_alone else layouts
+    )

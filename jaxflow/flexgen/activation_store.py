@@ -1,0 +1,114 @@
+"""What a batch passes from layer to layer, each part on its tier: `store_activation` and `load_activation`."""
+
+import concurrent.futures
+from typing import Any
+
+import jax
+
+from jaxflow.flexgen.geometry import Geometry
+from jaxflow.flexgen.pinned_memory import HostArray, views
+from jaxflow.flexgen.scratch_files import DiskFile
+from jaxflow.flexgen.shards import array_bytes
+from jaxflow.flexgen.tiers import Tiers
+
+
+class ActivationStore:
+    """The activations of a block's batches, in pieces."""
+
+    def __init__(self, geometry: Geometry, tiers: Tiers):
+        self._g, self._tiers = geometry, tiers
+        self.parts = geometry.activation_parts
+        self.away = tuple(part for part in self.parts if part.tier != "device")
+        self._pieces: dict[int, list[Any]] = {}  # of the disk's part: its shape
+        self._files: dict[int, DiskFile] = {}
+        self._stores: dict[int, concurrent.futures.Future] = {}
+        self._ahead: dict[int, concurrent.futures.Future] = {}
+
+    def reserve(self) -> None:
+        """Takes the disk that a block needs, and buffers to read it through. Raises: DiskError."""
+        g, tiers = self._g, self._tiers
+        for part in self.away:
+            if part.tier == "disk":
+                assert tiers.folder is not None
+                for batch in range(g.policy.num_gpu_batches):
+                    size = array_bytes(g.activation(part.rows, g.prompt))
+                    self._files[batch] = tiers.folder.create(f"batch-{batch:03d}.activation", size)
+                for tokens in {g.prompt, 1}:
+                    tiers.staging.reserve(2 * [g.activation(part.rows, tokens)])
+
+    def store(self, batch: int, pieces: tuple[jax.Array, ...]) -> list[Any]:
+        """Takes a batch's activations home; those on the device stay. Returns what is under way, for the disk
+        a future.
+        """
+        tiers, kept, under_way = self._tiers, [], []
+        for part, piece in zip(self.parts, pieces, strict=True):
+            if part.tier != "device":
+                tiers.traffic.add("store_activation", times=1, up=array_bytes(piece))
+            if part.tier == "host":
+                piece = tiers.up(piece)
+                under_way.append(piece)
+            elif part.tier == "disk":
+                struct, rising = (
+                    jax.ShapeDtypeStruct(piece.shape, piece.dtype, sharding=piece.sharding),
+                    tiers.up(piece),
+                )
+                self._stores[batch] = tiers.write(lambda rising=rising: self._write(batch, rising))
+                under_way.append(self._stores[batch])
+                piece = struct
+            kept.append(piece)
+        self._pieces[batch] = kept
+        return under_way
+
+    def load(self, batch: int) -> tuple[jax.Array, ...]:
+        """A batch's activations, on their way to the device; they are no longer kept. Raises: DiskError."""
+        tiers, found = self._tiers, []
+        for part, piece in zip(self.parts, self._pieces.pop(batch), strict=True):
+            if part.tier != "device":
+                tiers.traffic.add("load_activation", times=1, down=array_bytes(piece))
+            if part.tier == "host":
+                piece = tiers.down(piece)
+            elif part.tier == "disk":
+                future = self._ahead.pop(batch, None)
+                buffer = self._read(batch, piece) if future is None else future.result()
+                piece = tiers.down(buffer)
+                tiers.staging.give(buffer, piece)
+            found.append(piece)
+        return tuple(found)
+
+    def read_ahead(self, batch: int) -> None:
+        """Starts to read what `load` will want of the disk, of a batch whose activations are stored."""
+        for part, piece in zip(self.parts, self._pieces[batch], strict=True):
+            if part.tier == "disk" and batch not in self._ahead:
+                self._ahead[batch] = self._tiers.read(lambda piece=piece: self._read(batch, piece))
+
+    def rest(self) -> None:
+        """Waits for stores, and gives up what was read ahead. Raises: DiskError."""
+        for future in self._stores.values():
+            future.result()
+        for future in self._ahead.values():
+            self._tiers.staging.give(future.result())
+        self._stores.clear()
+        self._ahead.clear()
+        self._pieces.clear()
+
+    def free(self) -> None:
+        """Lets go of all activations."""
+        for held in (self._pieces, self._stores, self._ahead):
+            held.clear()
+
+    def _write(self, batch: int, rising: jax.Array) -> None:
+        size = self._files[batch].write(0, views(self._tiers.arrived(rising)))
+        self._tiers.traffic.add("store_activation", written=size)
+
+    def _read(self, batch: int, struct: Any) -> HostArray:
+        store = self._stores.get(batch)
+        if store is not None:
+            store.result()
+        buffer = self._tiers.staging.take(struct)
+        try:
+            size = self._files[batch].read(0, views(buffer))
+        except BaseException:
+            self._tiers.staging.give(buffer)
+            raise
+        self._tiers.traffic.add("load_activation", read=size)
+        return buffer

@@ -1,0 +1,1 @@
+"""KV offloading: pages in host memory and on disk."""

@@ -1,0 +1,255 @@
+"""Pages of the cache as contiguous strings of words, and back: `gather_pages` and `scatter_pages`.
+
+The unit of the KV hierarchy is one page of one layer group: keys, values and scales of all of the group's
+layers. In the cache it lies in two pieces or more a layer, of a few KB each; across PCIe it goes as one
+string for each shard (NanoFlow §4.2.2 copies to a contiguous space on the device, and scatters there).
+NanoFlow takes what it offloads from the k and v that `qkv` has just written, contiguous over the step's
+tokens. Here whole pages are gathered from the cache one step later: a page is what has a name, a fixed length
+and one place to be scattered to, a step's rows are parts of pages of many sequences, and of 8 bits the
+numbers and their scales exist only in the cache. It costs a second read of what was written, some 0.1 % of
+what a step reads.
+
+Both are compiled for a few numbers of pages, `sizes`. Pages are separate arrays, so that each can stay on the
+host, or come back, in other company than it left in; a call of n moves n of them.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
+
+from jaxflow.config import ModelConfig
+from jaxflow.kv.device_cache import cache_shapes, cache_spec, page_bytes
+from jaxflow.parallel.mesh import TP, axis_of, over_shards
+
+SIZES = (1, 4, 16)
+MOST_BYTES = 256 << 20  # of one shard, in one call
+WORD = 4  # bytes
+
+
+def sizes_of(bytes_a_page: int, sizes: Sequence[int] = SIZES) -> tuple[int, ...]:
+    """Those of `sizes`, the first of them 1, with which a call's temporary space stays small."""
+    return tuple(n for n in sizes if n == 1 or n * bytes_a_page <= MOST_BYTES)
+
+
+def split(count: int, sizes: Sequence[int]) -> list[int]:
+    """Sizes of the calls that move `count` pages: the smallest that holds what is left, unless it would be
+    mostly padding.
+    """
+    calls = []
+    while count > 0:
+        size = next((n for n in sizes if n >= count), sizes[-1])
+        if size > 2 * count:
+            size = max(n for n in sizes if n <= count)
+        calls.append(size)
+        count -= size
+    return calls
+
+
+@dataclasses.dataclass(frozen=True)
+class PagePrograms:
+    """The functions that move pages of one layer group on a mesh.
+
+    A page is uint32 [tp, W], each shard's W words on its own device: for each of the group's layers its keys,
+    its values, and of int8 their scales, as they lie in the cache.
+    """
+
+    config: ModelConfig
+    num_pages: tuple[int, ...]
+    block_size: int
+    dtype: Any
+    mesh: Mesh
+    group: int
+
+    @functools.cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Which layers of the model the group has."""
+        window = self.config.windows[self.group]
+        return tuple(i for i, layer in enumerate(self.config.layers) if layer.window == window)
+
+    @property
+    def words(self) -> int:
+        """W, of one shard."""
+        return page_bytes(self.config, self.block_size, self.dtype, self.mesh.shape[TP])[self.group] // WORD
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec(axis_of(self.mesh))
+
+    def gather(self, n: int) -> Wrapped:
+        """(the group's layers of the cache, pages [n] int32) -> n pages, uint32 [tp, W] each."""
+
+        def run(kv, ids):
+            with jax.named_scope("gather_pages"):
+                pieces = [_words(jnp.take(array, ids, axis=0, mode="clip")) for array in jax.tree.leaves(kv)]
+                whole = jnp.concatenate(pieces, axis=1)
+                return [whole[i : i + 1] for i in range(n)]
+
+        kv, replicated = self._specs(), PartitionSpec()
+        return jax.jit(over_shards(run, self.mesh, (kv, replicated), [self.spec] * n))
+
+    def scatter(self, n: int) -> Wrapped:
+        """(the group's layers of the cache, pages [n] int32, n pages uint32 [tp, W]) -> the layers, donated.
+
+        Pages to write are all different; P and above are not there.
+        """
+
+        def run(kv, ids, pages):
+            with jax.named_scope("scatter_pages"):
+                whole, arrays, offset = jnp.concatenate(pages, axis=0), [], 0
+                leaves, structure = jax.tree.flatten(kv)
+                for array in leaves:
+                    shape = (n, *array.shape[1:])
+                    words = math.prod(shape[1:]) * array.dtype.itemsize // WORD
+                    values = _from_words(whole[:, offset : offset + words], shape, array.dtype)
+                    offset += words
+                    arrays.append(
+                        array.at[ids].set(
+                            values, mode="drop", unique_indices=True, wrap_negative_indices=False
+                        )
+                    )
+                return jax.tree.unflatten(structure, arrays)
+
+        kv, replicated = self._specs(), PartitionSpec()
+        return jax.jit(
+            over_shards(run, self.mesh, (kv, replicated, [self.spec] * n), kv), donate_argnums=(0,)
+        )
+
+    def shapes(self) -> list[Any]:
+        """The group's layers of the cache, as shapes on the mesh."""
+        cache = cache_shapes(self.config, self.num_pages, self.block_size, self.dtype, self.mesh.shape[TP])
+        sharding = NamedSharding(self.mesh, cache_spec(self.mesh))
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+            [cache[i] for i in self.layers],
+        )
+
+    def page_shape(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            (self.mesh.shape[TP], self.words), jnp.uint32, sharding=NamedSharding(self.mesh, self.spec)
+        )
+
+    def ids_shape(self, n: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((n,), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
+
+    def lower_gather(self, n: int):
+        return self.gather(n).lower(self.shapes(), self.ids_shape(n))
+
+    def lower_scatter(self, n: int):
+        return self.scatter(n).lower(self.shapes(), self.ids_shape(n), [self.page_shape()] * n)
+
+    def _specs(self) -> Any:
+        return [(cache_spec(self.mesh),) * 2 for _ in self.layers]
+
+
+def _words(array: jax.Array) -> jax.Array:
+    """[n, ...] of any dtype as uint32 [n, words]."""
+    flat = array.reshape(array.shape[0], -1)
+    if array.dtype.itemsize < WORD:
+        flat = flat.reshape(array.shape[0], -1, WORD // array.dtype.itemsize)
+    return lax.bitcast_convert_type(flat, jnp.uint32)
+
+
+def _from_words(words: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+    """The inverse of `_words`."""
+    return lax.bitcast_convert_type(words, dtype).reshape(shape)
+
+
+class PageCopies:
+    """Compiled programs that move pages of every layer group.
+
+    Args:
+      num_pages: of each layer group, of the cache that will be passed.
+      sizes: pages that a call moves, ascending from 1, those of them that large pages allow.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_pages: tuple[int, ...],
+        block_size: int,
+        dtype: Any,
+        mesh: Mesh,
+        sizes: Sequence[int] = SIZES,
+    ):
+        self.groups = [
+            PagePrograms(config, num_pages, block_size, dtype, mesh, g) for g in range(len(config.windows))
+        ]
+        self.sizes = [sizes_of(group.words * WORD, sizes) for group in self.groups]
+        self.num_pages, self.mesh = num_pages, mesh
+        self._gathers: list[dict[int, Callable]] = []
+        self._scatters: list[dict[int, Callable]] = []
+        self._blanks: list[jax.Array] = []  # a page of each group that fills a call up
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Of a page of each group, on one shard."""
+        return tuple(group.words * WORD for group in self.groups)
+
+    def warm_up(self, kv: list) -> list:
+        """Compiles everything and runs it once; returns the cache, which is donated and unchanged."""
+        with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
+            for group, sizes in zip(self.groups, self.sizes, strict=True):
+                gathers = {n: pool.submit(group.lower_gather(n).compile) for n in sizes}
+                scatters = {n: pool.submit(group.lower_scatter(n).compile) for n in sizes}
+                self._gathers.append({n: future.result() for n, future in gathers.items()})
+                self._scatters.append({n: future.result() for n, future in scatters.items()})
+                shape = group.page_shape()
+                self._blanks.append(jax.device_put(np.zeros(shape.shape, np.uint32), shape.sharding))
+        for g, sizes in enumerate(self.sizes):
+            for n in sizes:
+                pages = self.gather(kv, g, [0] * n)
+                kv = self.scatter(kv, g, [0], pages[:1])
+        return kv
+
+    def blank(self, group: int) -> jax.Array:
+        """A page of zeros of a group, on the device."""
+        return self._blanks[group]
+
+    def gather(self, kv: list, group: int, ids: Sequence[int]) -> list[jax.Array]:
+        """Pages `ids` of a group, each uint32 [tp, W] on the device, as the steps enqueued so far leave them."""
+        programs, layers, out = self._gathers[group], self._layers(kv, group), []
+        for begin, n, count in _calls(len(ids), self.sizes[group]):
+            padded = np.zeros(n, np.int32)
+            padded[:count] = ids[begin : begin + count]
+            out += programs[n](layers, self._put(padded))[:count]
+        return out
+
+    def scatter(self, kv: list, group: int, ids: Sequence[int], pages: Sequence[jax.Array]) -> list:
+        """The cache with `pages` in the places `ids`, all different, of a group; the group's layers are
+        donated.
+        """
+        programs, kv = self._scatters[group], list(kv)
+        for begin, n, count in _calls(len(ids), self.sizes[group]):
+            padded = np.arange(self.num_pages[group], self.num_pages[group] + n, dtype=np.int32)
+            padded[:count] = ids[begin : begin + count]
+            given = [*pages[begin : begin + count], *[self._blanks[group]] * (n - count)]
+            written = programs[n](self._layers(kv, group), self._put(padded), given)
+            for i, layer in zip(self.groups[group].layers, written, strict=True):
+                kv[i] = layer
+        return kv
+
+    def _layers(self, kv: list, group: int) -> list:
+        return [kv[i] for i in self.groups[group].layers]
+
+    def _put(self, ids: np.ndarray) -> jax.Array:
+        return jax.device_put(ids, NamedSharding(self.mesh, PartitionSpec()))
+
+
+def _calls(count: int, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first page, size, pages) of each call."""
+    calls, begin = [], 0
+    for n in split(count, sizes):
+        calls.append((begin, n, min(n, count - begin)))
+        begin += n
+    return calls

@@ -1,0 +1,1 @@
+"""Model architectures: configurations and tensor names."""

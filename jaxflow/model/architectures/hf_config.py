@@ -1,0 +1,322 @@
+"""Reads a Hugging Face `config.json` into a `ModelConfig`, and leaves no key unread.
+
+Every key is used, or known not to change what the model computes, or an error that names it. Where a key is
+absent the default is the one its family has in Hugging Face's own configuration classes; sizes have no
+defaults.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxflow.config import Activation, ConfigError, Layer, ModelConfig
+from jaxflow.model.architectures.hf_keys import Keys
+from jaxflow.model.architectures.hf_rope import layer_ropes
+
+MAX_LAYERS = 4096  # a corrupt config must not make us build a billion layers
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """How the configs of one `model_type` differ in their defaults and in what their keys mean."""
+
+    causal_lm: str  # the one entry `architectures` may have
+    head_dim: int | None = None  # default; None: hidden_size / num_attention_heads
+    kv_heads_default: bool = False  # num_key_value_heads may be absent, and is then num_attention_heads
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    tied: bool = False
+    qkv_bias: bool = False  # always, whatever the config says
+    qk_norm: bool = False
+    gemma: bool = False  # norms scaled by 1 + w and set after each block too, scaled embeddings
+    own_windows: bool = False  # `layer_types` may mix windows and full attention
+
+
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM", kv_heads_default=True),
+    "mistral": _Family("MistralForCausalLM"),
+    "mixtral": _Family("MixtralForCausalLM", rms_norm_eps=1e-5, rope_theta=1e6),
+    "qwen2": _Family("Qwen2ForCausalLM", qkv_bias=True, own_windows=True),
+    "qwen3": _Family("Qwen3ForCausalLM", head_dim=128, qk_norm=True, own_windows=True),
+    "qwen3_moe": _Family("Qwen3MoeForCausalLM", qk_norm=True),
+    "gemma2": _Family("Gemma2ForCausalLM", head_dim=256, tied=True, gemma=True, own_windows=True),
+    "gemma3_text": _Family(
+        "Gemma3ForCausalLM",
+        head_dim=256,
+        rope_theta=1e6,
+        tied=True,
+        gemma=True,
+        qk_norm=True,
+        own_windows=True,
+    ),
+    "opt": _Family("OPTForCausalLM", tied=True),
+}
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """The architecture that a parsed `config.json` describes, of the older style (`rope_scaling`) or the
+    newer (`rope_parameters`).
+
+    Raises:
+      ConfigError: an unknown architecture, a setting that is not supported or contradicts another, a missing
+      size; it names the field.
+    """
+    keys = Keys(config)
+    model_type = keys.take("model_type")
+    if model_type == "gemma3":
+        raise ConfigError(
+            "model_type", model_type, "the text model alone (gemma3_text); pictures are not supported"
+        )
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
+        raise ConfigError("model_type", model_type, f"one of {', '.join(_FAMILIES)}")
+    family = _FAMILIES[model_type]
+    architectures = keys.take("architectures")
+    if architectures is not None and architectures != [family.causal_lm]:
+        raise ConfigError(
+            "architectures", architectures, f"[{family.causal_lm!r}] for model_type {model_type!r}"
+        )
+    auto_map = keys.mapping("auto_map") or {}
+    if any(name in auto_map for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")):
+        raise ConfigError("auto_map", auto_map, "no model code is ever taken from a checkpoint")
+    model = _opt(keys, family) if model_type == "opt" else _rotary(keys, model_type, family)
+    keys.finish()
+    _check_sizes(model)
+    return model
+
+
+def _rotary(keys: Keys, model_type: str, family: _Family) -> ModelConfig:
+    """Every family with rotary positions."""
+    hidden_size = keys.integer("hidden_size")
+    heads = keys.integer("num_attention_heads")
+    num_layers = _num_layers(keys)
+    windows = _windows(keys, model_type, family, num_layers)
+    ropes = layer_ropes(keys, model_type, family.rope_theta, windows)
+    experts = _expert_layers(keys, model_type, num_layers)
+    moe: dict[str, Any] = {}
+    if model_type == "mixtral":
+        moe = {
+            "num_experts": keys.integer("num_local_experts"),
+            "expert_intermediate_size": keys.integer("intermediate_size"),
+        }
+    elif model_type == "qwen3_moe":
+        moe = {
+            "num_experts": keys.integer("num_experts"),
+            "expert_intermediate_size": keys.integer("moe_intermediate_size"),
+        }
+        moe["norm_topk_prob"] = keys.flag("norm_topk_prob", False)
+    if moe:
+        moe["experts_per_token"] = keys.integer("num_experts_per_tok")
+        if moe["experts_per_token"] > moe["num_experts"]:
+            raise ConfigError(
+                "num_experts_per_tok",
+                moe["experts_per_token"],
+                f"at most the {moe['num_experts']} experts there are",
+            )
+    attention_bias = (
+        keys.flag("attention_bias", False)
+        if model_type in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
+        else False
+    )
+    gemma: dict[str, Any] = {}
+    if family.gemma:
+        soft_caps = (50.0, 30.0) if model_type == "gemma2" else (None, None)
+        gemma = {
+            "norm_weight_offset": 1.0,
+            "post_norms": True,
+            "embedding_scale": math.sqrt(hidden_size),
+            "attention_scale": keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
+            "attention_soft_cap": keys.optional_number("attn_logit_softcapping", soft_caps[0]),
+            "logits_soft_cap": keys.optional_number("final_logit_softcapping", soft_caps[1]),
+        }
+    head_dim = family.head_dim
+    if not keys.has("head_dim") and head_dim is None:
+        if hidden_size % heads:
+            raise ConfigError(
+                "hidden_size",
+                hidden_size,
+                f"a multiple of num_attention_heads={heads}, or a head_dim of its own",
+            )
+        head_dim = hidden_size // heads
+    return ModelConfig(
+        architecture=model_type,
+        vocab_size=keys.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_heads=heads,
+        num_kv_heads=keys.integer("num_key_value_heads", heads if family.kv_heads_default else None),
+        head_dim=keys.integer("head_dim", head_dim),
+        intermediate_size=keys.integer("intermediate_size")
+        if model_type != "mixtral"
+        else moe["expert_intermediate_size"],
+        layers=tuple(Layer(*layer) for layer in zip(windows, ropes, experts, strict=True)),
+        max_position=keys.integer("max_position_embeddings"),
+        activation=_activation(keys, "hidden_activation" if family.gemma else "hidden_act"),
+        norm_eps=keys.number("rms_norm_eps", family.rms_norm_eps),
+        qkv_bias=family.qkv_bias or attention_bias,
+        out_proj_bias=attention_bias,
+        mlp_bias=keys.flag("mlp_bias", False) if model_type == "llama" else False,
+        qk_norm=family.qk_norm,
+        tie_word_embeddings=keys.flag("tie_word_embeddings", family.tied),
+        **_token_ids(keys),
+        **moe,
+        **gemma,
+    )
+
+
+def _opt(keys: Keys, family: _Family) -> ModelConfig:
+    """OPT: learned positions, LayerNorm, biases; only with the norm before each block, as all but the 350M
+    model have it.
+    """
+    hidden_size = keys.integer("hidden_size")
+    heads = keys.integer("num_attention_heads")
+    if hidden_size % heads:
+        raise ConfigError("hidden_size", hidden_size, f"a multiple of num_attention_heads={heads}")
+    embedded = keys.integer("word_embed_proj_dim", hidden_size)
+    if embedded != hidden_size:
+        raise ConfigError(
+            "word_embed_proj_dim",
+            embedded,
+            f"hidden_size={hidden_size}: projected embeddings are not supported",
+        )
+    if not keys.flag("do_layer_norm_before", True):
+        raise ConfigError("do_layer_norm_before", False, "true: norms after each block are not supported")
+    bias = keys.flag("enable_bias", True)
+    return ModelConfig(
+        architecture="opt",
+        vocab_size=keys.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden_size // heads,
+        intermediate_size=keys.integer("ffn_dim"),
+        layers=(Layer(),) * _num_layers(keys),
+        max_position=keys.integer("max_position_embeddings"),
+        activation=_activation(keys, "activation_function", "relu"),
+        gated_mlp=False,
+        norm="layer_norm",
+        norm_eps=1e-5,
+        qkv_bias=bias,
+        out_proj_bias=bias,
+        mlp_bias=bias,
+        learned_position_offset=2,
+        tie_word_embeddings=keys.flag("tie_word_embeddings", family.tied),
+        **_token_ids(keys),
+    )
+
+
+def _num_layers(keys: Keys) -> int:
+    layers = keys.integer("num_hidden_layers")
+    if layers > MAX_LAYERS:
+        raise ConfigError("num_hidden_layers", layers, f"at most {MAX_LAYERS}")
+    return layers
+
+
+def _activation(keys: Keys, key: str, default: str | None = None) -> Activation:
+    # Gemma's configs often carry the other spelling too; two that disagree are a model nobody can be sure of.
+    names = {name: value for name in {key, "hidden_act"} if (value := keys.take(name)) is not None}
+    if not names:
+        names = {key: default if default else "gelu_pytorch_tanh" if key == "hidden_activation" else "silu"}
+    for name, value in names.items():
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
+            raise ConfigError(name, value, f"one of {', '.join(_ACTIVATIONS)}")
+    if len({_ACTIVATIONS[value] for value in names.values()}) > 1:
+        raise ConfigError(key, names.get(key), f"the same function as hidden_act={names['hidden_act']!r}")
+    return _ACTIVATIONS[next(iter(names.values()))]
+
+
+def _token_ids(keys: Keys) -> dict[str, Any]:
+    bos, eos = keys.take("bos_token_id"), keys.take("eos_token_id")
+    return {
+        "bos_token_id": next(iter(token_ids("bos_token_id", bos)), None),
+        "eos_token_ids": token_ids("eos_token_id", eos),
+    }
+
+
+def token_ids(field: str, value: Any) -> tuple[int, ...]:
+    """One id, a list of ids or null, as a tuple without repeats; ConfigError otherwise."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31 for token in ids):
+        raise ConfigError(field, value, "a token id, a list of them, or null")
+    return tuple(dict.fromkeys(ids))
+
+
+def _windows(keys: Keys, model_type: str, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer."""
+    window, sliding = None, [False] * num_layers
+    if model_type in ("mistral", "mixtral"):
+        default = 4096 if model_type == "mistral" else None
+        window = keys.take("sliding_window", default)
+        sliding = [window is not None] * num_layers
+    elif model_type.startswith("qwen"):
+        used, window = keys.flag("use_sliding_window", False), keys.take("sliding_window", 4096)
+        window = window if used else None
+        first = keys.integer("max_window_layers", 28, least=0)
+        from_layer = (
+            0 if model_type == "qwen3_moe" else first
+        )  # the MoE family's model never reads max_window_layers
+        sliding = [window is not None and layer >= from_layer for layer in range(num_layers)]
+    elif family.gemma:
+        window = keys.integer("sliding_window", 4096)
+        again = keys.integer("sliding_window_size", window)  # some Gemma 2 files say it twice
+        if again != window:
+            raise ConfigError("sliding_window_size", again, f"the same as sliding_window={window}")
+        pattern = (
+            2
+            if model_type == "gemma2"
+            else keys.integer("sliding_window_pattern", keys.integer("_sliding_window_pattern", 6))
+        )
+        sliding = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    if window is not None and (
+        isinstance(window, bool) or not isinstance(window, int) or not 1 <= window < 2**31
+    ):
+        raise ConfigError("sliding_window", window, "a whole number of at least 1, or null")
+    types = keys.take("layer_types")
+    if types is not None:
+        if (
+            not isinstance(types, list)
+            or len(types) != num_layers
+            or not {*types} <= {"full_attention", "sliding_attention"}
+        ):
+            raise ConfigError("layer_types", types, f"{num_layers} times full_attention or sliding_attention")
+        told = [kind == "sliding_attention" for kind in types]
+        if told != sliding and not family.own_windows:
+            raise ConfigError(
+                "layer_types", types, f"what model_type {model_type!r} does with sliding_window={window}"
+            )
+        if any(told) and window is None:
+            raise ConfigError(
+                "layer_types", types, "sliding_attention only where sliding_window is set and in use"
+            )
+        sliding = told
+    return tuple(window if slides else None for slides in sliding)
+
+
+def _expert_layers(keys: Keys, model_type: str, num_layers: int) -> tuple[bool, ...]:
+    if model_type != "qwen3_moe":
+        return (model_type == "mixtral",) * num_layers
+    step, dense = keys.integer("decoder_sparse_step", 1), keys.take("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(
+        isinstance(layer, int) and 0 <= layer < num_layers for layer in dense
+    ):
+        raise ConfigError("mlp_only_layers", dense, f"a list of layers, 0 to {num_layers - 1}")
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+
+
+def _check_sizes(model: ModelConfig) -> None:
+    if model.num_heads % model.num_kv_heads:
+        raise ConfigError(
+            "num_key_value_heads", model.num_kv_heads, f"a divisor of num_attention_heads={model.num_heads}"
+        )
+    if model.head_dim % 2 and model.learned_position_offset is None:
+        raise ConfigError("head_dim", model.head_dim, "an even number: rotary embeddings turn pairs")
+    for field, ids in (("bos_token_id", (model.bos_token_id or 0,)), ("eos_token_id", model.eos_token_ids)):
+        if max(ids, default=0) >= model.vocab_size:
+            raise ConfigError(field, max(ids), f"below vocab_size={model.vocab_size}")

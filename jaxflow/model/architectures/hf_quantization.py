@@ -1,0 +1,101 @@
+"""The `quantization_config` of a published checkpoint: which say e4m3 weights that we can run, and what is
+refused by name.
+
+Two kinds are read: compressed-tensors' `float-quantized`, and `fp8`. Their weights are e4m3 with a scale for
+each matrix or each output channel. Activations are quantised as they are made, a scale for each token or 128
+columns, which is at least as fine as any the checkpoint may say (`input_scale` is not needed). Which matrices
+stay wide is read off the tensors.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxflow.config import ConfigError
+from jaxflow.model.architectures.hf_keys import Keys
+
+_WHERE = "quantization_config."
+
+
+def check_fp8(config: Mapping[str, Any]) -> None:
+    """Accepts a `quantization_config` that says e4m3.
+
+    Raises:
+      ConfigError: any other scheme, naming the field.
+    """
+    keys = Keys(config, _WHERE)
+    method = keys.take("quant_method")
+    if method == "compressed-tensors":
+        _compressed_tensors(keys)
+    elif method == "fp8":
+        _fp8(keys)
+    else:
+        raise ConfigError(
+            f"{_WHERE}quant_method",
+            method,
+            "compressed-tensors or fp8 (or no quantization_config, or a GGUF file)",
+        )
+
+
+def _fp8(keys: Keys) -> None:
+    _one_of(keys, "activation_scheme", "dynamic", "static")
+    _one_of(
+        keys,
+        "weight_block_size",
+        None,
+        told="null: a scale a matrix or an output channel; blocks of weights are not supported",
+    )
+    _one_of(keys, "fmt", None, "e4m3")
+    keys.take("kv_cache_scheme")  # what it says is in the tensors k_scale and v_scale
+    keys.finish(("ignored_layers", "modules_to_not_convert", "is_checkpoint_fp8_serialized"), {})
+
+
+def _compressed_tensors(keys: Keys) -> None:
+    _one_of(keys, "format", "float-quantized", "naive-quantized")
+    _one_of(keys, "quantization_status", None, "compressed", "frozen")
+    groups = keys.mapping("config_groups")
+    if not groups:
+        raise ConfigError(keys.name("config_groups"), groups, "at least one group")
+    for name, group in groups.items():
+        where = f"{keys.name('config_groups')}.{name}."
+        if not isinstance(group, dict):
+            raise ConfigError(where[:-1], group, "an object")
+        _group(Keys(group, where))
+    kv = keys.mapping("kv_cache_scheme")
+    if kv:
+        _numbers(Keys(kv, keys.name("kv_cache_scheme.")), ("tensor", "attn_head"))
+    sparsity = keys.mapping("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise ConfigError(keys.name("sparsity_config.format"), sparsity["format"], "dense")
+    if keys.mapping("transform_config"):
+        raise ConfigError(
+            keys.name("transform_config"), "...", "empty: weights that are transformed are not supported"
+        )
+    keys.finish(("ignore", "global_compression_ratio", "version"), {})
+
+
+def _group(keys: Keys) -> None:
+    for part, strategies in (("weights", ("channel", "tensor")), ("input_activations", ("token", "tensor"))):
+        numbers = keys.mapping(part)
+        if numbers is None:
+            raise ConfigError(keys.name(part), None, "float, 8 bits: both operands of a product are e4m3")
+        _numbers(Keys(numbers, keys.name(f"{part}.")), strategies)
+    _one_of(keys, "output_activations", None)
+    _one_of(keys, "format", None, "float-quantized", "naive-quantized")
+    keys.finish(("targets",), {})
+
+
+def _numbers(keys: Keys, strategies: tuple[str, ...]) -> None:
+    _one_of(keys, "num_bits", 8)
+    _one_of(keys, "type", "float")
+    _one_of(keys, "symmetric", True, None)
+    _one_of(keys, "strategy", *strategies)
+    _one_of(keys, "group_size", None)
+    _one_of(keys, "block_structure", None)
+    _one_of(keys, "actorder", None, False)
+    keys.finish(("dynamic", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"), {})
+
+
+def _one_of(keys: Keys, key: str, *accepted: Any, told: str = "") -> None:
+    value = keys.take(key)
+    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
+        raise ConfigError(keys.name(key), value, told or " or ".join(repr(one) for one in accepted))

@@ -1,0 +1,382 @@
+"""Opens a model by what its user calls it, and loads its weights to where they run.
+
+    checkpoint = open_checkpoint("path/to/folder")
+    weights = checkpoint.load(jnp.bfloat16, mesh)
+
+`python -m jaxflow.model.checkpoints.checkpoint convert SRC DST` writes JaxFlow's own checkpoint
+(`jaxflow.model.checkpoints.orbax_file`).
+"""
+
+import argparse
+import dataclasses
+import functools
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from tqdm import tqdm
+
+from jaxflow.cli.exit_status import exit_status
+from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.model.architectures.hf_config import model_config_from_hf
+from jaxflow.model.architectures.hf_quantization import check_fp8
+from jaxflow.model.checkpoints import orbax_file
+from jaxflow.model.checkpoints.fp8_tensors import Fp8Tensors
+from jaxflow.model.checkpoints.generation_config import generation_settings
+from jaxflow.model.checkpoints.gguf_file import GgufFile
+from jaxflow.model.checkpoints.gguf_tensors import write_metadata_only
+from jaxflow.model.checkpoints.hub import download
+from jaxflow.model.checkpoints.safetensors_file import SafetensorsFolder
+from jaxflow.model.checkpoints.source import CheckpointError, TensorSource, check_tensors, read_json
+from jaxflow.model.weight_spec import Leaf, assemble, quantize_leaf
+from jaxflow.model.weights import Weights, dummy_groups, dummy_weights, leaves, tensors
+from jaxflow.parallel.mesh import TP, choose_platform, sharded
+from pallas_kernels.quantized import Quantized
+
+__all__ = ["Checkpoint", "CheckpointError", "convert", "open_checkpoint", "shipped_configs"]
+
+CONFIGS = Path(__file__).parents[1] / "architectures" / "configs"
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_TOKENIZER_FILES = (
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "tokenizer.model",
+    ),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+_GGUF_TOKENIZER = "tokenizer.gguf"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model found and understood, its weights not read yet."""
+
+    name: str
+    model_config: ModelConfig
+    tokenizer_path: Path | None  # a folder or a .gguf file; None: it brings no tokenizer
+    generation_config: dict[str, Any]  # those of temperature, top_p, ... that it names; always eos_token_ids
+    source: TensorSource | orbax_file.OrbaxFolder | None  # None: dummy weights
+    quantization: str | None = None  # fp8: its matrices are published in e4m3
+
+    def load(
+        self,
+        dtype: Any,
+        mesh: Mesh | None = None,
+        tp: int | None = None,
+        progress: bool = True,
+        seed: int = 0,
+        *,
+        quantization: str | None = None,
+        kv_scales: bool = False,
+    ) -> Weights:
+        """The weights as `jaxflow.model.weights` lays them out for the mesh, on its devices; without one, on
+        the default device.
+
+        One tensor at a time goes from the file through host memory to its device buffer, and is quantised
+        there if that is asked: there are never two copies of the model. Over a second, `progress` shows a
+        bar.
+
+        Args:
+          seed: of dummy weights alone.
+          quantization: of matrices, fp8 or int4; None: as published. Asked for fp8, a checkpoint of it keeps
+          its wide matrices wide. kv_scales: the scales of an e4m3 cache: the checkpoint's, or 1.
+
+        Raises:
+          CheckpointError: tensors missing, unexpected or misshapen (by name), files damaged.
+          ConfigError: `tensor_parallel_size` does not cut this model.
+        """
+        dtype, devices = jnp.dtype(dtype), 1 if mesh is None else mesh.shape[TP]
+        if tp not in (None, devices):
+            raise ConfigError("tensor_parallel_size", tp, f"{devices}, the size of the mesh")
+        options: dict[str, Any] = {"quantization": quantization or self.quantization, "kv_scales": kv_scales}
+        if self.source is None:
+            return dummy_weights(self.model_config, dtype, mesh, seed, **options)
+        tree = leaves(self.model_config, devices, **options)
+        with tqdm(
+            total=len(jax.tree.leaves(tree)),
+            desc="Loading weights",
+            unit="array",
+            delay=1,
+            disable=not progress,
+        ) as bar:
+            if isinstance(self.source, orbax_file.OrbaxFolder):
+                return self.source.load(self.model_config, dtype, mesh, bar.update, **options)
+            _check(self.source, self.model_config)
+            return _load(self.source, self.model_config, tree, dtype, mesh, bar.update)
+
+    def stream(
+        self, dtype: Any, mesh: Mesh | None = None, *, seed: int = 0, quantization: str | None = None
+    ) -> Iterator[Weights]:
+        """`load` a group at a time: what is in no layer, then each layer. Only the last one's arrays are kept
+        here.
+
+        Raises: CheckpointError. ConfigError for a checkpoint published in 8 bits.
+        """
+        if self.quantization is not None:
+            raise ConfigError(
+                "quantization",
+                self.quantization,
+                "a checkpoint of wide weights, which are kept or turned to 4 bits",
+            )
+        config, source, options = self.model_config, self.source, {"quantization": quantization}
+        if source is None:
+            yield from dummy_groups(config, jnp.dtype(dtype), mesh, seed, quantization=quantization)
+        elif isinstance(source, orbax_file.OrbaxFolder):
+            yield from source.load_groups(config, jnp.dtype(dtype), mesh, lambda _: None, **options)
+        else:
+            _check(source, config)
+            for _, group in orbax_file.groups(config, 1 if mesh is None else mesh.shape[TP], **options):
+                yield _load(source, config, group, jnp.dtype(dtype), mesh, lambda _: None)
+
+
+def _load(
+    source: TensorSource,
+    config: ModelConfig,
+    tree: Weights,
+    dtype: Any,
+    mesh: Mesh | None,
+    progress: Callable[[int], object],
+) -> Weights:
+    in_flight: list[Any] = []
+
+    def put(array: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        return jax.device_put(array, None if mesh is None else sharded(mesh, spec))
+
+    def make(leaf: Leaf) -> Any:
+        if leaf.key in ("k_scale", "v_scale"):
+            return put(
+                assemble(leaf, functools.partial(_kv_scale, source, config.num_kv_heads), np.float32),
+                leaf.spec,
+            )
+        if leaf.scale is not None and isinstance(source, Fp8Tensors):
+            if all(source.is_e4m3(piece.name) for piece in leaf.pieces):
+                values = assemble(leaf, source.stored, jnp.float8_e4m3fn)
+                return Quantized(
+                    put(values, leaf.specs.values),
+                    put(assemble(leaf.scale, source.row_scale, np.float32), leaf.specs.scale),
+                )
+            leaf = dataclasses.replace(leaf, quantization=None, scale=None)
+        array = put(assemble(leaf, source.read, dtype), leaf.spec)
+        return array if leaf.quantization is None else quantize_leaf(leaf, array, mesh)
+
+    def place(leaf: Leaf) -> Any:
+        # Waiting for the transfer before the last bounds what the host holds to two arrays and one tensor.
+        if len(in_flight) == 2:
+            jax.block_until_ready(in_flight.pop(0))
+        in_flight.append(make(leaf))
+        progress(1)
+        return in_flight[-1]
+
+    return jax.block_until_ready(jax.tree.map(place, tree))
+
+
+def _kv_scale(source: TensorSource, heads: int, name: str) -> np.ndarray:
+    return source.kv_scale(name, heads) if isinstance(source, Fp8Tensors) else np.ones(heads, np.float32)
+
+
+def _check(source: TensorSource, config: ModelConfig) -> None:
+    """Just the tensors the model needs, but for frequencies that old files store, and a copy of a tied head."""
+    tied = config.tie_word_embeddings and "lm_head.weight" in source.shapes
+    check_tensors(
+        source,
+        tensors(config),
+        lambda name: name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"),
+    )
+    if tied and not np.array_equal(
+        source.read("lm_head.weight"), source.read(leaves(config)["embed"].pieces[0].name)
+    ):
+        raise CheckpointError(
+            f"{source.path}: lm_head.weight differs from the embeddings that tie_word_embeddings says it is"
+        )
+
+
+def shipped_configs() -> list[str]:
+    """The names of the configs that come with the program."""
+    return sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+def open_checkpoint(model: str, *, load_format: str = "auto") -> Checkpoint:
+    """Finds a model: a folder (Hugging Face's or converted), a .gguf file or a hub id; for dummies also a
+    config.json or shipped name.
+
+    Raises:
+      CheckpointError: nothing there, not readable, damaged, or without weights; it names the file.
+      ConfigError: the architecture or a setting of it is not supported; it names the field.
+    """
+    if load_format not in ("auto", "dummy"):
+        raise ConfigError("load_format", load_format, "auto or dummy")
+    dummy, path = load_format == "dummy", Path(model).expanduser()
+    if path.is_file():
+        opened = _open_file(path, dummy)
+    elif path.is_dir():
+        opened = _open_folder(path, path.resolve().name, dummy)
+    elif model in shipped_configs():
+        if not dummy:
+            raise CheckpointError(
+                f"{model}: a shipped config has no weights; an engine makes random ones with "
+                f"load_format=dummy"
+            )
+        opened = _from_config(CONFIGS / f"{model}.json", model)
+    elif _HUB_ID.fullmatch(model):
+        opened = _open_folder(download(model, weights=not dummy), model, dummy)
+    else:
+        raise CheckpointError(
+            f"{model}: no such folder or file, no hub id (owner/name), and not one of "
+            f"{', '.join(shipped_configs())}"
+        )
+    return dataclasses.replace(opened, source=None) if dummy else opened
+
+
+def _open_file(path: Path, dummy: bool) -> Checkpoint:
+    if path.suffix == ".gguf":
+        file = GgufFile(path)
+        return _checkpoint(path.stem, file.config, path, file.generation_config, file)
+    if path.suffix == ".json" and dummy:
+        return _from_config(path, path.resolve().parent.name)
+    if path.suffix == ".json":
+        raise CheckpointError(
+            f"{path}: a config has no weights; give its folder; an engine makes random ones with "
+            f"load_format=dummy"
+        )
+    if path.suffix == ".safetensors":
+        raise CheckpointError(f"{path}: give the folder, which has the config.json too")
+    raise CheckpointError(
+        f"{path}: neither a .gguf file nor a folder; pickled weights (.bin, .pt) are never read"
+    )
+
+
+def _open_folder(folder: Path, name: str, dummy: bool) -> Checkpoint:
+    if (folder / orbax_file.HEADER).exists():
+        header = orbax_file.read_header(folder)
+        source = orbax_file.OrbaxFolder(folder)
+        gguf = folder / _GGUF_TOKENIZER
+        tokenizer = gguf if gguf.exists() else _tokenizer(folder)
+        return _checkpoint(header.name, header.model_config, tokenizer, header.generation_config, source)
+    if not (folder / "config.json").exists():
+        inside = sorted(path.name for path in folder.glob("*.gguf"))
+        hint = f"; give the file itself, as {folder / inside[0]}" if inside else ""
+        raise CheckpointError(f"{folder}: no config.json in it{hint}")
+    opened = _from_config(folder / "config.json", name)
+    if dummy:
+        return opened
+    published = opened.quantization is not None
+    source = SafetensorsFolder(folder, e4m3=published)
+    return dataclasses.replace(opened, source=Fp8Tensors(source) if published else source)
+
+
+def _from_config(path: Path, name: str) -> Checkpoint:
+    keys = read_json(path)
+    scheme = keys.pop("quantization_config", None) or keys.pop("compression_config", None)
+    if scheme is not None:
+        check_fp8(scheme)
+    config = model_config_from_hf(keys)
+    beside = path.with_name("generation_config.json")
+    settings = generation_settings(beside, read_json(beside)) if beside.exists() else {}
+    opened = _checkpoint(name, config, _tokenizer(path.parent), settings, None)
+    return dataclasses.replace(opened, quantization=None if scheme is None else "fp8")
+
+
+def _tokenizer(folder: Path) -> Path | None:
+    return (
+        folder
+        if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+        else None
+    )
+
+
+def _checkpoint(
+    name: str, config: ModelConfig, tokenizer: Path | None, settings: dict[str, Any], source: Any
+) -> Checkpoint:
+    """The end tokens are those of both, the generation settings' first."""
+    eos = tuple(dict.fromkeys((*settings.get("eos_token_ids", ()), *config.eos_token_ids)))
+    return Checkpoint(
+        name,
+        dataclasses.replace(config, eos_token_ids=eos),
+        tokenizer,
+        settings | {"eos_token_ids": eos},
+        source,
+    )
+
+
+def convert(source: str, target: str | Path, dtype: str = "bfloat16") -> None:
+    """Writes the model `source` (whatever `open_checkpoint` opens) as JaxFlow's own checkpoint, in a new
+    folder.
+
+    Raises:
+      CheckpointError: the source cannot be read, or the target is there already.
+    """
+    opened = open_checkpoint(source)
+    tensor_source = opened.source
+    if tensor_source is None or isinstance(tensor_source, orbax_file.OrbaxFolder):
+        raise CheckpointError(f"{source}: is converted already")
+    if opened.quantization is not None:
+        raise CheckpointError(
+            f"{source}: is published in e4m3, which loads as it is; convert takes wide weights"
+        )
+    _check(tensor_source, opened.model_config)
+    settings = {key: value for key, value in opened.generation_config.items() if key != "eos_token_ids"}
+    header = orbax_file.Header(orbax_file.VERSION, opened.name, dtype, opened.model_config, settings)
+
+    def add_tokenizer(folder: Path) -> None:
+        path = opened.tokenizer_path
+        if path is not None and path.is_file():
+            write_metadata_only(path, folder / _GGUF_TOKENIZER)
+        elif path is not None:
+            for name in _TOKENIZER_FILES:
+                if (path / name).exists():
+                    shutil.copyfile(path / name, folder / name)
+
+    total = len(jax.tree.leaves(leaves(opened.model_config)))
+    with tqdm(total=total, desc="Converting", unit="array", delay=1) as bar:
+
+        def make(leaf: Leaf) -> np.ndarray:
+            array = assemble(leaf, tensor_source.read, jnp.dtype(dtype))
+            bar.update()
+            return array
+
+        orbax_file.write_folder(Path(target).expanduser(), header, make, add_tokenizer)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxflow.model.checkpoints.checkpoint", description="Converts checkpoints."
+    )
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser(
+        "convert", help="write a model as JaxFlow's own checkpoint, which loads straight to its shards"
+    )
+    command.add_argument("source", metavar="SRC", help="a Hugging Face folder, a .gguf file or a hub id")
+    command.add_argument("target", metavar="DST", help="the folder to make")
+    command.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="what to store (default: %(default)s)",
+    )
+    options = parser.parse_args(arguments)
+    choose_platform()
+    try:
+        convert(options.source, options.target, options.dtype)
+    except (
+        CheckpointError,
+        ConfigError,
+        OSError,
+    ) as error:  # OSError: a folder that cannot be made, a disk that is full
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.target}: written, {options.dtype}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main, sys.argv[1:]))

@@ -1,0 +1,191 @@
+"""JaxFlow's own checkpoint: a folder that holds the weights as they run, one Orbax checkpoint for each layer.
+
+    jaxflow.json     what it is: format version, name, dtype, ModelConfig, generation settings
+    outer/           what is in no layer          layer_00000/ ...   the layers
+    tokenizer.json and the like, or tokenizer.gguf (a GGUF file with metadata and no tensors)
+
+Layers are written and read one at a time, so a host needs the memory of one layer. Arrays are stored as for
+one device; each device reads only its shard of each.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from jaxflow.config import ModelConfig
+from jaxflow.model.checkpoints.source import CheckpointError
+from jaxflow.model.weight_spec import Leaf, quantize_leaf
+from jaxflow.model.weights import Weights, leaves
+from jaxflow.parallel.mesh import TP, sharded
+
+HEADER = "jaxflow.json"
+VERSION = 1
+_CHUNK_BYTES = 16 << 20  # stored in pieces of at most this, so that a shard is read without its neighbours
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of `jaxflow.json`."""
+
+    version: int
+    name: str
+    dtype: str
+    model_config: ModelConfig
+    generation_config: dict[str, Any]
+
+
+def read_header(folder: Path) -> Header:
+    """Raises: CheckpointError where it is damaged or of a version this program does not know."""
+    path = folder / HEADER
+    try:
+        header = msgspec.json.decode(path.read_bytes(), type=Header)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if header.version != VERSION:
+        raise CheckpointError(
+            f"{path}: version={header.version}; supported is {VERSION}: convert the checkpoint again"
+        )
+    return header
+
+
+def write_folder(
+    folder: Path, header: Header, make: Callable[[Leaf], np.ndarray], others: Callable[[Path], None]
+) -> None:
+    """Writes a checkpoint: `make` assembles a leaf in host memory, `others` puts the tokenizer's files in the
+    folder it is given.
+
+    The folder appears under its name only when it is whole. Raises: CheckpointError where something of that
+    name is there.
+    """
+    if folder.exists():
+        raise CheckpointError(f"{folder}: is there already; convert writes a new folder")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
+        for name, group in groups(header.model_config, 1):
+            arrays = {key: make(leaf) for key, leaf in group.items()}
+            chunks = {key: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for key in arrays}
+            checkpointer.save((partial / name).absolute(), arrays, save_args=chunks)
+    others(partial)
+    (partial / HEADER).write_bytes(msgspec.json.format(msgspec.json.encode(header), indent=1))
+    partial.rename(folder)
+
+
+def groups(config: ModelConfig, tp: int, **options: Any) -> Iterator[tuple[str, dict[str, Leaf]]]:
+    """The leaves by the folder they are stored in: those in no layer, then each layer's. options: those of
+    `leaves`.
+    """
+    tree = leaves(config, tp, **options)
+    yield "outer", {key: leaf for key, leaf in tree.items() if key != "layers"}
+    for i, layer in enumerate(tree["layers"]):
+        yield f"layer_{i:05d}", layer
+
+
+@dataclasses.dataclass(frozen=True)
+class OrbaxFolder:
+    """A folder that `write_folder` wrote."""
+
+    path: Path
+
+    def load(
+        self,
+        config: ModelConfig,
+        dtype: Any,
+        mesh: Mesh | None,
+        progress: Callable[[int], object],
+        **options: Any,
+    ) -> Weights:
+        """The weights, each array read straight to its shards; `progress` is told how many arrays each step
+        brought.
+
+        options: those of `leaves`; matrices are quantised as they are read, layer by layer, and the scales of
+        a cache are 1.
+
+        Raises:
+          CheckpointError: a group is missing or damaged, or its arrays are not those of the config, by name.
+        """
+        outer, *layers = self.load_groups(config, dtype, mesh, progress, **options)
+        return {**outer, "layers": layers}
+
+    def load_groups(
+        self,
+        config: ModelConfig,
+        dtype: Any,
+        mesh: Mesh | None,
+        progress: Callable[[int], object],
+        **options: Any,
+    ) -> Iterator[dict[str, jax.Array]]:
+        """`load` a group at a time: what is in no layer, then each layer."""
+        devices = 1 if mesh is None else mesh.shape[TP]
+        stored_as, wanted = dict(groups(config, 1)), dict(groups(config, devices, **options))
+        with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
+            for name, leaves_of in wanted.items():
+                group = {key: leaf for key, leaf in leaves_of.items() if key in stored_as[name]}
+                path = (self.path / name).absolute()
+                try:
+                    _check_group(path, checkpointer, stored_as[name])
+                    arguments = {
+                        key: _restore_args(leaf, stored_as[name][key], dtype, mesh)
+                        for key, leaf in group.items()
+                    }
+                    arrays = jax.block_until_ready(checkpointer.restore(path, restore_args=arguments))
+                except CheckpointError:
+                    raise
+                except Exception as error:  # Orbax and TensorStore raise many kinds
+                    raise CheckpointError(
+                        f"{path}: cannot be restored, it may be damaged: {str(error)[:300]}"
+                    ) from error
+                stored = {key: _copy_rows(arrays[key], leaf, mesh) for key, leaf in group.items()}
+                yield {key: _finished(leaf, stored.pop(key, None), mesh) for key, leaf in leaves_of.items()}
+                progress(len(group))
+
+
+def _check_group(path: Path, checkpointer: ocp.PyTreeCheckpointer, group: dict[str, Leaf]) -> None:
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: missing")
+    metadata: Any = checkpointer.metadata(path).item_metadata
+    stored = {key: tuple(array.shape) for key, array in metadata.tree.items()} if metadata is not None else {}
+    expected = {key: leaf.shape for key, leaf in group.items()}
+    if stored != expected:
+        wrong = sorted(key for key in {*stored, *expected} if stored.get(key) != expected.get(key))
+        told = ", ".join(
+            f"{key} is {stored.get(key, 'missing')} and should be {expected.get(key, 'absent')}"
+            for key in wrong[:4]
+        )
+        raise CheckpointError(f"{path}: does not fit {HEADER}: {told}")
+
+
+def _restore_args(leaf: Leaf, stored: Leaf, dtype: Any, mesh: Mesh | None) -> ocp.ArrayRestoreArgs:
+    if mesh is None:
+        placed = SingleDeviceSharding(jnp.zeros(()).device)
+    else:
+        # Rows that are to be repeated are read whole to each device first.
+        placed = sharded(mesh, leaf.spec if leaf.rows is None else jax.sharding.PartitionSpec())
+    # What is padded further than it is stored, a vocabulary or an e4m3 MLP, gets its zeros from
+    # `strict=False`.
+    shape = leaf.shape if leaf.rows is None else stored.shape
+    return ocp.ArrayRestoreArgs(sharding=placed, global_shape=shape, dtype=dtype, strict=False)
+
+
+def _finished(leaf: Leaf, array: jax.Array | None, mesh: Mesh | None) -> Any:
+    """What stands in a leaf's place, of the array that is stored for it; None: no array is, it is a scale."""
+    if array is None:
+        return jax.device_put(
+            np.ones(leaf.shape, np.float32), None if mesh is None else sharded(mesh, leaf.spec)
+        )
+    return array if leaf.quantization is None else jax.block_until_ready(quantize_leaf(leaf, array, mesh))
+
+
+def _copy_rows(array: jax.Array, leaf: Leaf, mesh: Mesh | None) -> jax.Array:
+    if leaf.rows is None or mesh is None:
+        return array
+    return jax.jit(lambda whole: whole[leaf.rows], out_shardings=sharded(mesh, leaf.spec))(array)

@@ -1,0 +1,1 @@
+"""The waiting and running queues, admission, and the work of one step."""

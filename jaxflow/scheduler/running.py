@@ -1,0 +1,195 @@
+"""The running sequences: their seats and their pages, kept in step with each other."""
+
+import bisect
+import collections
+
+import numpy as np
+
+from jaxflow.kv.page_tables import PageTables
+from jaxflow.scheduler.admission import FOREVER, Forecast, OutputLengths
+from jaxflow.scheduler.config import SchedulerConfig, window_pages
+from jaxflow.scheduler.sequence import Seats, Sequence
+from jaxflow.scheduler.step_work import Chunk
+from jaxflow.scheduler.tier_policy import HostTier
+from jaxflow.scheduler.waiting import BY_AGE
+
+
+class Running:
+    """What runs, and what it holds.
+
+    Attributes:
+      seats, tables: counts and pages, by slot.
+      prefilling: the sequences whose known tokens are not all computed, oldest first.
+      computed: the sequences of the last step's chunks.
+      tier: what the host keeps of all this; None: nothing.
+    """
+
+    def __init__(self, config: SchedulerConfig, tier: HostTier | None = None):
+        slots = min(
+            config.max_num_seqs, config.token_budget
+        )  # so that every decode has its token in every step
+        self.config = config
+        self.seats = Seats(slots, config.block_size)
+        self.tables = PageTables(
+            config.num_pages, config.windows, config.block_size, slots, keep=config.enable_prefix_caching
+        )
+        self.prefilling: list[Sequence] = []
+        self.computed: list[Sequence] = []
+        self.tier = tier
+        if tier is not None:
+            tier.attach(self.tables)
+        self._remaining = np.zeros(
+            slots, np.int32
+        )  # by slot, steps after which the forecast has it release its pages
+        self._full = config.windows.index(None) if None in config.windows else None
+        self._has_windows = any(window is not None for window in config.windows)
+
+    # ---- coming and going
+
+    def enter(self, seq: Sequence, names: list[bytes], part: tuple[int, list[int]] | None = None) -> None:
+        """Seats a sequence on the pages of its prefix that are known by these names.
+
+        `part`: positions computed if some of the page after those are too, and that page in each group.
+        """
+        self.seats.seat(seq, part[0] if part else len(names) * self.config.block_size)
+        self.tables.adopt(seq.slot, names)
+        for group, page in enumerate(part[1] if part else ()):
+            self.tables.append(seq.slot, group, page)
+        seq.pages = self.tables.rows[seq.slot]
+        bisect.insort(self.prefilling, seq, key=BY_AGE)
+
+    def leave(self, seq: Sequence) -> None:
+        """Takes back a sequence's pages and slot."""
+        self._register(seq)
+        if self.tier is not None and seq.chain is not None:
+            self.tier.used(seq.chain[1:])
+        self.tables.release(seq.slot)
+        if seq in self.prefilling:
+            self.prefilling.remove(seq)
+        self.seats.unseat(seq)
+        seq.pages = []
+
+    @property
+    def num_loads(self) -> int:
+        """Seats that are kept for sequences whose pages are held."""
+        return 0 if self.tier is None else len(self.tier.loads)
+
+    def youngest(self) -> Sequence:
+        """Never the only one, whose needs the door has checked."""
+        running = self.seats.sequences[self.seats.taken].tolist()
+        if len(running) < 2:
+            raise RuntimeError(
+                f"{running} cannot go on, though nothing else holds any of {self.config.num_pages} pages"
+            )
+        return max(running, key=BY_AGE)
+
+    # ---- from step to step
+
+    def settle(self) -> None:
+        """What the last step makes possible: others find the pages it completes, and what is not needed any
+        more is free.
+
+        A sequence whose last token is scheduled has nothing left to compute. It leaves now, before that token
+        is known.
+        """
+        seats = self.seats
+        for seq in self.computed:
+            if seq.slot >= 0:
+                self._register(seq)
+        self.computed = []
+        for slot in np.flatnonzero(seats.taken & (seats.num_total >= seats.limit)).tolist():
+            self.leave(self._at(slot))
+        if self._has_windows:
+            taken = np.flatnonzero(seats.taken)
+            self.tables.drop_unseen(taken, seats.num_computed[taken])
+
+    def advance_decodes(self, slots: np.ndarray) -> np.ndarray:
+        """Counts a token computed and one sampled for each slot; returns the positions computed, int32 [n]."""
+        positions = self.seats.num_computed[slots]
+        self.seats.num_computed[slots] += 1
+        self.seats.num_total[slots] += 1
+        return positions
+
+    def advance_chunk(self, seq: Sequence, tokens: int) -> Chunk:
+        """Counts a chunk as computed, on pages that it gets now."""
+        seats, slot, start = self.seats, seq.slot, seq.num_computed
+        end = start + tokens
+        samples = end == seq.num_total
+        self.tables.grow(slot, end)
+        seats.num_computed[slot] = end
+        if samples:
+            seats.num_total[slot] += 1
+            seats.decoding[slot] = True
+            self.prefilling.remove(seq)
+        self.computed.append(seq)
+        return Chunk(seq, slot, start, tokens, samples)
+
+    def commit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """One token more is known of each slot."""
+        seats = self.seats
+        seats.append(slots, tokens)
+        whole = np.minimum(seats.num_known[slots], seats.num_computed[slots]) // self.config.block_size
+        for slot in slots[whole > seats.registered[slots]].tolist():
+            self._register(self._at(slot))
+
+    def _at(self, slot: int) -> Sequence:
+        return self.seats.sequences.item(slot)
+
+    def _register(self, seq: Sequence) -> None:
+        """Lets others find the pages whose tokens are all known and computed."""
+        slot, size = seq.slot, self.config.block_size
+        seats = self.seats
+        begin, whole = (
+            seats.registered.item(slot),
+            min(seats.num_known.item(slot), seats.num_computed.item(slot)) // size,
+        )
+        if whole > begin:
+            self.tables.register(slot, seq.names(whole, size), begin)
+            seats.registered[slot] = whole
+
+    # ---- what will be
+
+    def forecast(self, lengths: OutputLengths) -> Forecast:
+        """Of the full-attention group's pages. Without such a group: of no pages, which always fits."""
+        seats, tables, full, size = self.seats, self.tables, self._full, self.config.block_size
+        if full is None:
+            nothing = np.zeros(0, np.int32)
+            return Forecast(nothing, nothing, nothing, 0, size)
+        slots = np.flatnonzero(seats.decoding)
+        computed, final = seats.num_computed[slots], seats.limit[slots] - 1
+        guessed = slots[~seats.exact[slots]]
+        if len(guessed):
+            prompt = seats.num_prompt[guessed]
+            expected = prompt + lengths.expect(seats.num_total[guessed] - prompt, seats.rank[guessed]) - 1
+            final[~seats.exact[slots]] = np.minimum(seats.limit[guessed] - 1, expected)
+        self._remaining[:] = FOREVER
+        self._remaining[slots] = final - computed
+        discount = tables.count[full] - tables.charged[full]
+        forecast = Forecast(computed, final - computed, discount[slots], tables.common(full), size)
+        for seq in self.prefilling:
+            forecast.use = forecast.use_with(seq.num_total, lengths.final(seq), int(discount[seq.slot]))
+        for load in self.tier.loads if self.tier is not None else ():
+            held = len(load.held[full]) + (load.part is not None)
+            forecast.use = forecast.use_with(load.seq.num_total, lengths.final(load.seq), held)
+        return forecast
+
+    def fits(self, seq: Sequence, names: list[bytes], forecast: Forecast, lengths: OutputLengths) -> bool:
+        """Whether one more would never run out of pages, as far as lengths are known; if so it is added to
+        the forecast.
+        """
+        config, limits = self.config, self.seats.limit[self.seats.taken]
+        if self.tier is not None and self.tier.loads:
+            limits = np.append(limits, [load.seq.limit for load in self.tier.loads])
+        for pages, window in zip(config.num_pages, config.windows, strict=True):
+            if window is not None:
+                needs = -(-(np.append(limits, seq.limit) - 1) // config.block_size)
+                if np.minimum(needs, window_pages(window, config.block_size)).sum() > pages:
+                    return False
+        if self._full is not None:
+            payers = self.tables.payers(self._full, names)
+            lent = collections.Counter(self._remaining[[slot for slot in payers if slot >= 0]].tolist())
+            use = forecast.use_with(seq.num_total, lengths.final(seq), len(payers), lent)
+            if use.max() > config.num_pages[self._full]:
+                return False
+            forecast.use = use
+        return True

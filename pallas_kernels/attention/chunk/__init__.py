@@ -1,0 +1,1 @@
+"""Paged attention of prefill chunks for Hopper."""

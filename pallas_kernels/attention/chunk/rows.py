@@ -1,0 +1,371 @@
+"""What one warpgroup does with its 64 query rows of an item of `chunk_attention`: FlashAttention-3's
+pipeline, less its running maximum.
+
+While the tensor cores multiply the weights of one block of keys with its values, the warpgroup makes the
+weights of the next block, whose scores were computed just before; the other warpgroup's products fill what is
+left.
+
+Weights are exp(score - m) with one m a row from the first block on: either the largest score of the row's
+first block, or φ, the unified maximum of FlashDecoding++Next §3. Weights of 16 bits have float32's range, so
+any m within 60 of the row's true maximum is as good as that; a row's sum tells in the end whether it was, and
+if not the item begins anew with the running maximum. What that saves is a maximum for each score, and the
+wait for it, in each block.
+
+A cache of e4m3 is multiplied as it is: queries are rounded to 8 bits, scaled by their row's largest, and so
+are weights, times 2^8 to lie in e4m3's normal range. That range is too short for any m but the running
+maximum.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.chunk.registers import as_operand, mark, rescaled
+from pallas_kernels.attention.paged import LEAST, LOG2E, LOWEST, PAGE, blank, blank_8, capped
+from pallas_kernels.attention.tiles import ChunkTile
+
+HALF = 64  # query rows of one warpgroup
+WIDTH = 64  # columns that are stored together
+# weights of 8 bits are 2^8 times too large: at most 256 of e4m3's 448, and 14 powers of two below that are
+# normal numbers
+_SHIFT = 8.0
+MARKS = 256  # places for marks: a worker's rounds share them from there on
+# natural logarithm of how far a row's sum may be from 1: weights that matter then stay far from float32's
+# ends
+MOST = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What is fixed for a kernel. eight: a cache of e4m3; int8: bfloat16 here. unified: φ is the maximum, not
+    the first block's.
+    """
+
+    group: int
+    tile: ChunkTile
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    eight: bool
+    int8: bool
+    unified: bool
+    interpret: bool
+
+
+def attend_rows(r: Rows, m: dict, scales, wg, round_, head, at, place, carry, running):
+    """One item's 64 rows: (outputs [64, H] float32, carry).
+
+    m: the kernel's shared memory and barriers. at: position of the item's first row, its first block of keys,
+    their end. place: first row in q of this warpgroup's, its rows before the chunk's first, and before its
+    end. carry: items and blocks done. running: with the running maximum; else rows whose sum shows that it
+    was needed mark the item in m["again"].
+    """
+    (position, block, block_end), (done, step) = at, carry
+    keys, stages, queries = r.tile.keys, jnp.int32(r.tile.stages), lax.rem(done, jnp.int32(r.tile.queries))
+    k_scale_ref, v_scale_ref, unified_ref = scales
+    kv_head = lax.div(head, jnp.int32(r.group))
+    base = position + wg * HALF  # position of this warpgroup's first row
+    h = m["q_s"].shape[-1]
+
+    plgpu.barrier_wait(m["q_full"].at[queries])
+    unit: Any = None
+    if r.eight:
+        unit = _quantize_queries(m["q_s"].at[queries, wg], m["q8_s"].at[wg], k_scale_ref[kv_head] * r.scale)
+        if (
+            r.scale > 0
+            # of keys all 0, or queries: times 0 a masked score (-inf) would be NaN; times this, all others
+            # are 0 still
+        ):
+            unit = jnp.maximum(unit, LEAST)
+        plgpu.barrier_arrive(m["q_empty"].at[queries])
+
+    def score(acc, slot):
+        k = m["k_s"].at[slot].transpose((1, 0))
+        plgpu.wgmma(acc, m["q8_s"].at[wg] if r.eight else m["q_s"].at[queries, wg], k)
+
+    def soften(scores, i, state, masked, update):
+        seen = _seen(base, i * keys, keys, r.window) if masked else None
+        return _soften(scores, seen, *state, scale=r.scale, soft_cap=r.soft_cap, unit=unit, update=update)
+
+    def wait_for_keys(
+        i,
+        step,
+        # between a block's weights and the end of the product under which they are made, for the compiler's
+        # sake:
+    ):
+        @pl.when(i < block_end)  # it would wait for the product first, were there no branch
+        def _():
+            plgpu.barrier_wait(m["k_full"].at[lax.rem(step, stages)])
+
+    def first(slot):
+        def scores(acc):
+            score(acc, slot)
+            return acc[...]
+
+        scores = pl.run_scoped(scores, plgpu.ACC((HALF, keys), jnp.float32))
+        plgpu.barrier_arrive(m["k_empty"].at[slot])
+        if running or not r.unified:
+            (top, total), _, weights = soften(scores, block, _start(LOWEST), True, True)
+            # A row that sees nothing of its tile's first block (of a window) is given 0, which few models'
+            # scores are 60 away from.
+            state = (top if running else jnp.where(top > 0.5 * LOWEST, top, 0.0), total)
+        else:
+            state, _, weights = soften(scores, block, _start(unified_ref[0] * LOG2E), True, False)
+        wait_for_keys(block + 1, step + 1)
+        return state, _operand(weights, r)
+
+    def attend(i, loop, masked):
+        """Block i's weights, and the product of those of the block before with its values."""
+        state, out, weights, step = loop
+        before, slot = lax.rem(step, stages), lax.rem(step + 1, stages)
+
+        def made(scores):
+            plgpu.barrier_arrive(m["k_empty"].at[slot])
+            new, keep, weights = soften(scores, i, state, masked, running)
+            new, keep, weights = lax.optimization_barrier((new, keep, weights))
+            wait_for_keys(i + 1, step + 2)
+            return new, keep, weights
+
+        start = functools.partial(score, slot=slot)
+        state, keep, new, out = _overlapped(
+            start, made, out, weights, m["v_s"].at[before], m["v_full"].at[before], r
+        )
+        plgpu.barrier_arrive(m["v_empty"].at[before])
+        if running:
+            out = rescaled(out, keep, r.interpret)
+        return state, out, _operand(new, r), step + 1
+
+    plgpu.barrier_wait(m["k_full"].at[lax.rem(step, stages)])
+    state, weights = first(lax.rem(step, stages))
+    # Blocks that all of this warpgroup's rows see whole need no mask.
+    whole = (
+        block + 1
+        if r.window is not None
+        else jnp.clip(lax.div(base + 1, jnp.int32(keys)), block + 1, block_end)
+    )
+    out = plgpu.layout_cast(jnp.zeros((HALF, h), jnp.float32), plgpu.Layout.WGMMA)
+    loop = lax.fori_loop(
+        block + 1, whole, functools.partial(attend, masked=False), (state, out, weights, step)
+    )
+    (_, total), out, weights, step = lax.fori_loop(
+        whole, block_end, functools.partial(attend, masked=True), loop
+    )
+    if not r.eight:
+        plgpu.barrier_arrive(m["q_empty"].at[queries])
+    slot = lax.rem(step, stages)
+    plgpu.barrier_wait(m["v_full"].at[slot])
+    if not r.int8:  # its values are numbers everywhere
+        last = (
+            base - (block_end - 1) * keys
+        )  # of what is alive in the loops anyway: no register for this there
+        seen = (
+            None if r.window is None else last + place[1] - r.window + 1
+        )  # by the item's first row: the first key that is seen
+        _blank_block(m["v_s"].at[slot], seen, last + place[2], wg, m["blanked"], r)
+    out = _product(out, weights, m["v_s"].at[slot], r)
+    plgpu.barrier_arrive(m["v_empty"].at[slot])
+    total = total.sum(axis=1)
+    if not running:
+        _mark_rows(
+            total,
+            unified_ref[1],
+            place,
+            m["again"].at[wg, pl.ds(lax.rem(round_, jnp.int32(MARKS)), 1)],
+            r.interpret,
+        )
+    total = (v_scale_ref[kv_head] if r.eight else 1.0) / jnp.maximum(total, LEAST)
+    return out * lax.broadcast_in_dim(total, out.shape, [0]), (done + 1, step + 1)
+
+
+def _start(top):
+    """The maximum of each row and the sums of its weights (by column modulo 8), before the first block."""
+    top = plgpu.layout_cast(lax.full((HALF,), top, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+    return top, plgpu.layout_cast(jnp.zeros((HALF, 8), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def _quantize_queries(q, q8, factor):
+    """Writes q [64, H] in 8 bits; returns what each row of products is to be multiplied with, `factor`
+    included.
+    """
+    q = plgpu.load(q, (), layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    most = jnp.maximum(jnp.maximum(q.max(axis=1), (-q).max(axis=1)), 1e-30)
+    q8[...] = (q * lax.broadcast_in_dim(448.0 / most, q.shape, [0])).astype(q8.dtype)
+    plgpu.commit_smem()
+    return most * (factor / 448.0)
+
+
+def _seen(base, first_key, keys, window):
+    """[rows, keys] bool: which keys of the block a row at position base + row sees."""
+    row = plgpu.broadcasted_iota(jnp.int32, (HALF, keys), 0, layout=plgpu.Layout.WGMMA)
+    key = plgpu.broadcasted_iota(jnp.int32, (HALF, keys), 1, layout=plgpu.Layout.WGMMA)
+    ahead = key - row  # key position <= row position, with the positions of the tile taken to one side
+    seen = ahead <= base - first_key
+    return seen if window is None else seen & (ahead > base - first_key - window)
+
+
+def _soften(scores, seen, top, total, *, scale, soft_cap, unit, update):
+    """One block of the softmax, in powers of two: new (top, total), what to multiply the output with [64],
+    and the block's weights.
+
+    unit: None or [64], what a row's products are multiplied with to be scores: those of queries in 8 bits,
+    whose weights are to be 2^8 times as large. update: whether `top` follows the scores.
+    """
+    shift = 0.0 if unit is None else _SHIFT
+
+    def wide(x, like=scores):
+        return lax.broadcast_in_dim(x, like.shape, [0])
+
+    if unit is not None and (soft_cap is not None or scale <= 0):
+        scores, unit, scale = scores * wide(unit), None, 1.0
+    scores, factor = capped(scores, scale, soft_cap)
+    if factor <= 0:  # before the mask: it would make NaN or +inf of a -inf
+        scores, factor = scores * factor, 1.0
+    if seen is not None:
+        scores = jnp.where(seen, scores, -jnp.inf)
+    if not update:
+        weights = jnp.exp2(scores * factor - wide(top))
+        return (top, total + _by_column(weights)), top, weights
+    row_factor = factor if unit is None else unit * LOG2E
+    new_top = jnp.maximum(top, scores.max(axis=1) * row_factor)
+    keep = jnp.exp2(top - new_top)
+    below = new_top - shift if shift else new_top
+    weights = jnp.exp2(scores * (factor if unit is None else wide(row_factor)) - wide(below))
+    return (new_top, total * wide(keep, total) + _by_column(weights)), keep, weights
+
+
+def _by_column(weights):
+    """[64, 8]: the sums of each row's weights by column modulo 8; those across a row's threads wait until the
+    end.
+    """
+    parts = [weights[:, i : i + 8] for i in range(0, weights.shape[1], 8)]
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _operand(weights, r: Rows):
+    return (
+        as_operand(weights.astype(jnp.float8_e4m3fn), r.interpret)
+        if r.eight
+        else weights.astype(jnp.bfloat16)
+    )
+
+
+def _multiply(acc, weights, v):
+    """acc += weights @ v, begun. A block of a cache of 8 bits is [pages, H, 64]: a product a page."""
+    if len(v.shape) == 2:
+        plgpu.wgmma(acc, weights, v)
+        return
+    for page in range(v.shape[0]):
+        plgpu.wgmma(acc, weights[:, page * PAGE : (page + 1) * PAGE], v.at[page].transpose((1, 0)))
+
+
+def _product(out, weights, v, r: Rows) -> Any:
+    """out + weights @ v, in place in out's registers, which the interpreter has no accumulator for."""
+    if not r.interpret:
+        return pl.run_state(lambda acc: _multiply(acc, weights, v))(plgpu.ACC.init(out))
+    v = jnp.concatenate([v[page].T for page in range(v.shape[0])]) if len(v.shape) == 3 else v[...]
+    return out + jnp.dot(weights.astype(jnp.float32), v.astype(jnp.float32))
+
+
+def _overlapped(score, made, out, weights, v, v_full, r: Rows):
+    """(state, keep, new) = made(scores), while weights @ v is added to out; returns those and out.
+
+    score: begins the product of the scores.
+    """
+    shape = (HALF, r.tile.keys)
+    if r.interpret:
+
+        def scores(acc):
+            score(acc)
+            return acc[...]
+
+        state = made(pl.run_scoped(scores, plgpu.ACC(shape, jnp.float32)))
+        plgpu.barrier_wait(v_full)
+        return *state, _product(out, weights, v, r)
+
+    def both(scores):
+        score(scores)
+        plgpu.barrier_wait(v_full)
+
+        def rest(refs):
+            acc, top, total, keep, new = refs
+            _multiply(acc, weights, v)
+            products = 1 if len(v.shape) == 2 else v.shape[0]
+            (top[...], total[...]), keep[...], new[...] = made(
+                plgpu.wgmma_accumulator_load(scores, wait_n=products)
+            )
+
+        top, total = _start(LOWEST)
+        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        return pl.run_state(rest)((plgpu.ACC.init(out), top, total, top, zeros))
+
+    out, top, total, keep, new = pl.run_scoped(both, plgpu.ACC(shape, jnp.float32))
+    return (top, total), keep, new, out
+
+
+def _mark_rows(total, bound, place, again, interpret):
+    """Marks an item with a row whose sum is not within exp(±bound): some weight was too large, or all were
+    too small.
+    """
+    _, begin, end = place
+    row = plgpu.broadcasted_iota(jnp.int32, (HALF, 8), 0, layout=plgpu.Layout.WGMMA).max(axis=1)
+    most = jnp.exp2(jnp.minimum(bound, MOST) * LOG2E)
+    fine = (total >= 1.0 / most) & (total <= most) | (row < begin) | (row >= end)
+    mark(jnp.where(fine, 0, 1), again, interpret)
+
+
+def store_rows(out, o_s, o_ref, head, first, begin, end):
+    """Writes rows begin .. end of out [64, H] to o_ref from row first + begin on, through two slots of 64
+    columns.
+    """
+    whole = (begin <= 0) & (end >= HALF)
+    columns = out.shape[1] // WIDTH
+    for i in range(columns):
+        slot, column = o_s.at[i % 2], head * columns + i
+
+        @pl.when(whole)
+        def _():
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+        @pl.when(jnp.logical_not(whole))
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        slot[...] = out[:, i * WIDTH : (i + 1) * WIDTH].astype(slot.dtype)
+        plgpu.commit_smem()
+
+        @pl.when(whole)
+        def _(slot=slot, column=column):
+            plgpu.copy_smem_to_gmem(slot, o_ref.at[pl.ds(first, HALF), column])
+
+        @pl.when(jnp.logical_not(whole))
+        def _(slot=slot, column=column):
+            @pl.loop(jnp.maximum(begin, 0), jnp.clip(end, jnp.maximum(begin, 0), HALF))
+            def _(row):
+                plgpu.copy_smem_to_gmem(slot.at[pl.ds(row, 1)], o_ref.at[pl.ds(first + row, 1), column])
+
+
+def _blank_block(v, first, keys, wg, blanked, r: Rows):
+    """Zeroes the values of a block past its `keys`, a page a warpgroup: what was never written may be NaN,
+    and 0 · NaN is NaN.
+
+    first: the first key of the block that is seen, with a window. A page before it is not the block's own but
+    one that stands in, maybe the one that ends within: it is zeroed whole.
+    """
+
+    @pl.when(keys < r.tile.keys)
+    def _():
+        for page in range(r.tile.keys // PAGE):
+            part = v.at[page] if r.eight else v.at[pl.ds(page * PAGE, PAGE)]
+            own = keys - page * PAGE
+            own = own if first is None else jnp.where(first >= (page + 1) * PAGE, 0, own)
+            pl.when(wg == page)(functools.partial(blank_8 if r.eight else blank, part, own))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(blanked)
+        plgpu.barrier_wait(blanked)

@@ -1,0 +1,1 @@
+"""Paged decode attention for Hopper: one query row a sequence."""

@@ -1,0 +1,175 @@
+"""Paged decode attention for Hopper: every sequence's one query row against its pages, KV split over the
+whole chip.
+
+`decode_work` cuts the batch's pages into equal pieces, one a worker: a compute warpgroup, and a warp or a
+warpgroup that copies for it through rings of pages (`decode_kernel`). The partial results of the pairs (row,
+head) that were cut go to a workspace, and the last of a pair's workers adds them up in a fixed order
+(`decode_join`), so the same batch gives the same bits.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.decode.join import join_afterwards
+from pallas_kernels.attention.decode.kernel import attend
+from pallas_kernels.attention.decode.variant import Form, scratch
+from pallas_kernels.attention.decode.work_list import DecodeWork, decode_work
+from pallas_kernels.attention.paged import LANE, check_pages, check_scales, check_unified, flat, rows_of_eight
+from pallas_kernels.attention.tiles import DecodeTile, decode_tile, sms_of, wgmma_columns
+
+
+def decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    unified: jax.Array | None = None,
+    sms: int | None = None,
+    tile: DecodeTile | None = None,
+    work: DecodeWork | None = None,
+    into: jax.Array | None = None,
+    early: bool = False,
+    interpret=None,
+) -> jax.Array:
+    """Attention of one new token a sequence over its pages (the twin: `reference.decode_attention`).
+
+    Args:
+      q: [T, N, H] bfloat16, H 64, 128 or 256; N / K from 1 to 16. Its first B rows are the sequences'. B is
+      an upper bound: rows of
+        length 0 cost nothing but their zeros.
+      k_pages, v_pages: [P, K, 64, H] bfloat16, or [P, K, 64, H] and [P, K, H, 64] float8_e4m3fn or int8.
+      page_table: [B, MP] int32; entries before a row's first visible page and past its length are never read.
+      lengths: [B] int32, keys of each row, its own included; 0 skips the row, whose output is 0.
+      scale: the scores are q·k · scale, which may be 0 or negative.
+      window: a row sees its last `window` keys only. soft_cap: scores become cap · tanh(score / cap).
+      k_scale, v_scale: float32, what the numbers of 8 bits are multiplied with: of float8 [K], one a head, or
+      None, 1; of int8
+        [P, K, 64], one a token and head. A scale that no token wrote is never multiplied with.
+      unified: [2] float32 (phi, bound): rows whose scores stay within phi ± bound take phi for their maximum,
+      all others one of their own
+        (FlashDecoding++Next §3; `decode_softmax`). None: every row has its own. Changes rounding only.
+      sms: CTAs of the persistent grid: how many SMs the kernel may take, 1 to 132; None: all.
+      work: `list_decode_work(...)` of the same lengths, heads, window and sms, where the caller shares it
+      between layers. into: [T, N, H] bfloat16, what the rows without keys become instead of 0: written in
+      place where nobody reads it later. early: it begins before the kernel before it has ended
+      (`pallas_kernels.pdl`).
+    Returns:
+      [T, N, H] bfloat16; 0 where all of a row's scores are -inf.
+    Raises:
+      ValueError: for a shape, dtype or sms that the kernel does not take.
+    """
+    (t, n, h), b, kv = q.shape, lengths.shape[0], k_pages.shape[1]
+    check_pages(q, k_pages, v_pages, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8))
+    if b > t or (into is not None and (into.shape != q.shape or into.dtype != q.dtype)):
+        given = "" if into is None else f", into {into.dtype}{list(into.shape)}"
+        raise ValueError(
+            f"{b} lengths for q {q.dtype}{list(q.shape)}{given}: at most a length a row of q, and into like q"
+        )
+    if page_table.ndim != 2 or page_table.shape[0] != b:
+        raise ValueError(f"page_table {list(page_table.shape)} for {b} lengths: [{b}, MP], a row a length")
+    sms, group, eight, int8 = (
+        sms_of(sms),
+        n // kv,
+        k_pages.dtype == jnp.float8_e4m3fn,
+        k_pages.dtype == jnp.int8,
+    )
+    tile = tile or decode_tile(h, group, k_pages.dtype.itemsize, sms, int8)
+    form = Form(
+        group=group, kv=kv, h=h, cols=wgmma_columns(group, eight), eight=eight, int8=int8, tile=tile, scale=scale, window=window,
+        soft_cap=soft_cap, unified=unified is not None, fill=into is None, early=early, interpret=interpret is not None,
+    )  # fmt: skip
+    workers = sms * tile.workers
+    work = decode_work(lengths, kv, workers, window) if work is None else work
+    if work.pieces.shape[0] != workers:
+        raise ValueError(
+            f"work.pieces has {work.pieces.shape[0]} workers: {workers} for sms={sms} and {tile}"
+        )
+    grouped = q
+    if form.pitch > group:
+        grouped = q[:b].reshape(b * kv, group, h)
+        grouped = lax.pad(grouped, jnp.zeros((), q.dtype), [(0, 0, 0), (0, form.pitch - group, 0), (0, 0, 0)])
+    inputs = (
+        rows_of_eight(grouped.reshape(-1, h)),
+        flat(k_pages),
+        flat(v_pages),
+        page_table.astype(jnp.int32),
+        work.rows,
+        work.pieces,
+        work.starts,
+        work.chains,
+        work.enders,
+        work.arrived,
+        *_numbers(k_pages, k_scale, v_scale, unified),
+    )
+    parts = (
+        jax.ShapeDtypeStruct((workers, 2, h, form.cols), jnp.float32),
+        jax.ShapeDtypeStruct((workers, 2, form.cols), jnp.float32),
+    )
+    result = jax.ShapeDtypeStruct((t * n, h), q.dtype)
+    kernel = plgpu.kernel(
+        functools.partial(attend, form=form),
+        out_type=(result, *parts) if into is None else parts,
+        grid=(sms,),
+        grid_names=("cta",),
+        num_threads=2 * tile.workers if tile.workers <= 2 else tile.workers + 1,
+        thread_name="wg",
+        scratch_types=scratch(form, q.dtype),
+        compiler_params=LANE,
+        kernel_name=f"decode_attention_{sms}",
+        interpret=interpret,
+    )
+    join = functools.partial(join_afterwards, work=work, group=group, kv=kv, eight=eight, interpret=interpret)
+    if into is None:
+        out, *cut = kernel(*inputs)
+        return (pl.run_state(join(*cut))(out) if form.interpret else out).reshape(t, n, h)
+
+    def in_place(o):
+        cut = kernel(*inputs, o)
+        if form.interpret:
+            join(*cut)(o)
+
+    return pl.run_state(in_place)(into.reshape(t * n, h)).reshape(t, n, h)
+
+
+def list_decode_work(
+    lengths: jax.Array,
+    *,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    itemsize: int,
+    window: int | None = None,
+    sms: int | None = None,
+) -> DecodeWork:
+    """What `decode_attention` is to do for these lengths [B] and a cache of `itemsize` bytes a number, for
+    all layers of one window.
+    """
+    sms = sms_of(sms)
+    workers = sms * decode_tile(head_dim, group, itemsize, sms).workers
+    return decode_work(lengths, kv_heads, workers, window)
+
+
+def _numbers(k_pages, k_scale, v_scale, unified) -> list[jax.Array]:
+    """The arrays of scales and bounds that this form of the kernel reads."""
+    (_, kv, s, _) = k_pages.shape
+    check_scales(k_pages, k_scale, v_scale)
+    check_unified(unified)
+    numbers = []
+    if k_pages.dtype != jnp.bfloat16:
+        numbers = [
+            jnp.ones((kv,)) if x is None else x.reshape(-1, s) if x.ndim == 3 else x
+            for x in (k_scale, v_scale)
+        ]
+    return [x.astype(jnp.float32) for x in [*numbers, *([] if unified is None else [unified])]]

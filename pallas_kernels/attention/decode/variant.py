@@ -1,0 +1,90 @@
+"""The forms of the kernel of decode attention: what its code depends on, and the shared memory that it then
+wants.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention import operand_pairs as pairs
+from pallas_kernels.attention.paged import PAGE, tiled
+from pallas_kernels.attention.tiles import DecodeTile
+
+BOX = 32  # rows of a page that one copy takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What the kernel's code depends on."""
+
+    group: int
+    kv: int
+    h: int
+    cols: int  # wgmma's N
+    eight: bool  # a cache of e4m3, multiplied as such
+    int8: bool  # a cache of int8, with scales of tokens
+    tile: DecodeTile
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    unified: bool
+    fill: bool  # whether rows without keys become 0
+    early: bool  # whether it begins before the kernel before it has ended
+    interpret: bool
+
+    @property
+    def pitch(self) -> int:
+        """Rows of q a KV head. A copy by tiles begins at a whole tile of 8 rows, or ends inside the one it
+        begins in.
+        """
+        return 1 << (self.group - 1).bit_length()
+
+    @property
+    def value_boxes(self) -> int:
+        return 1 if self.eight or self.int8 else PAGE // BOX
+
+
+def scratch(form: Form, dtype) -> dict:
+    w, keys, values, cols, h = (
+        form.tile.workers,
+        form.tile.key_pages,
+        form.tile.value_pages,
+        form.cols,
+        form.h,
+    )
+    if form.eight:
+        by_width, by_key = pairs.tiles(min(h, 128)), pairs.tiles(PAGE)
+        operands = {
+            "k_ring": plgpu.SMEM((w, keys, PAGE, h), pairs.E4M3, transforms=by_width),
+            "v_ring": plgpu.SMEM((w, values, h, PAGE), pairs.E4M3, transforms=by_key),
+            "q_s": plgpu.SMEM((w, 2, form.pitch, h), dtype),
+            "q_8": plgpu.SMEM((w, cols, h), pairs.E4M3, transforms=by_width),
+            "p_s": plgpu.SMEM((w, form.tile.pages, cols, PAGE), pairs.E4M3, transforms=by_key),
+        }
+    elif form.int8:
+        operands = {
+            "k_ring": plgpu.SMEM((w, keys, PAGE, h), jnp.int8),
+            "v_ring": plgpu.SMEM((w, values, h, PAGE), jnp.int8),
+            "scales": plgpu.SMEM((w, keys, 2, PAGE), jnp.float32),
+            "q_s": plgpu.SMEM((w, 2, cols, h), dtype),
+            "q_16": plgpu.SMEM((w, cols, h), dtype, transforms=tiled()),
+            "p_s": plgpu.SMEM((w, form.tile.pages, cols, PAGE), dtype, transforms=tiled()),
+        }
+    else:
+        operands = {
+            "k_ring": plgpu.SMEM((w, keys, PAGE, h), dtype, transforms=tiled()),
+            "v_ring": plgpu.SMEM((w, values, PAGE, h), dtype, transforms=tiled()),
+            "q_s": plgpu.SMEM((w, 2, cols, h), dtype, transforms=tiled()),
+            "p_s": plgpu.SMEM((w, form.tile.pages, cols, PAGE), dtype, transforms=tiled()),
+        }
+    return operands | {
+        "o_s": plgpu.SMEM((w, cols, h), dtype),
+        "sums": plgpu.SMEM((w, 512), jnp.float32),
+        "k_full": plgpu.Barrier(num_arrivals=PAGE // BOX + 2 * form.int8, num_barriers=w * keys),
+        "v_full": plgpu.Barrier(num_arrivals=form.value_boxes, num_barriers=w * values),
+        "k_empty": plgpu.Barrier(num_barriers=w * keys),
+        "v_empty": plgpu.Barrier(num_barriers=w * values),
+        "q_full": plgpu.Barrier(num_barriers=w * 2),
+        "q_empty": plgpu.Barrier(num_barriers=w * 2),
+    }

@@ -1,0 +1,1 @@
+"""Matrix products: dense, few rows, fp8, int4 and grouped by expert."""

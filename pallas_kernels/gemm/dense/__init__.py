@@ -1,0 +1,1 @@
+"""Dense bfloat16 matrix products for Hopper."""

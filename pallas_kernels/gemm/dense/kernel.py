@@ -1,0 +1,189 @@
+"""The kernel of the dense products: one warpgroup copies the operands of every k step ahead, two multiply,
+item after item.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gemm.dense.epilogue import BOXES, Form, store
+from pallas_kernels.gemm.tile_schedule import FIELDS
+
+
+def swizzled(width: int, itemsize: int) -> tuple:
+    """The shared-memory form of matrices that TMA copies and wgmma reads: tiles of 8 rows, `width` elements
+    of them together.
+    """
+    return (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * itemsize))  # pyright: ignore[reportAbstractUsage]
+
+
+def scratch(form: Form, out_dtype) -> dict:
+    tile, operand = form.tile, swizzled(64, 2)
+    arrays = dict(  # noqa: C408
+        x_s=plgpu.SMEM((tile.stages, tile.rows, tile.depth), jnp.bfloat16, transforms=operand),
+        w_s=plgpu.SMEM((tile.stages, tile.cols, tile.depth), jnp.bfloat16, transforms=operand),
+        o_s=plgpu.SMEM(
+            (2, BOXES, 64, form.width), out_dtype, transforms=swizzled(form.width, out_dtype.itemsize)
+        ),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        # What a pair shares is overwritten when both are done with it.
+        empty=plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages)
+        if tile.cluster == 1
+        else plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=2, num_barriers=tile.stages),
+    )
+    return arrays | ({"read": plgpu.Barrier(num_barriers=2 * BOXES)} if form.residual else {})
+
+
+def multiply(
+    items,
+    x_ref,
+    w_ref,
+    o_ref,
+    *,
+    form: Form,
+    x_s,
+    w_s,
+    o_s,
+    full,
+    empty,
+    read=None,
+    bias_ref=None,
+    residual_ref=None,
+    part_ref=None,
+):
+    """The kernel. items: (how many this worker has, item(i) -> its facts, `FIELDS` and the first row of its
+    weight's tile).
+    """
+    wg = lax.axis_index("wg")
+    # The interpreter has no semaphores, and runs the CTAs in an order in which none has to wait.
+    given = (
+        pl.get_global(plgpu.SemaphoreType.REGULAR((2 * form.slots * form.tile.cluster,)))
+        if form.slots and not form.interpret
+        else None
+    )
+
+    @pl.when(wg == 2)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")  # 24 + 2 · 240 = 3 · 168, what the CTA was given
+        _copy(form.tile, items, x_ref, w_ref, x_s, w_s, full, empty)
+
+    @pl.when(wg < 2)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+        finish = functools.partial(store, form, wg, o_ref, o_s, part_ref, bias_ref, residual_ref, read)
+        _compute(form, wg, items, x_s, w_s, full, empty, part_ref, given, finish)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def table_items(work_ref, cols: int):
+    """The items of a worker's row of a schedule's table."""
+    worker, items = lax.axis_index("worker"), work_ref.shape[1]
+
+    def item(i):
+        row, column, *rest = (work_ref[worker, jnp.minimum(i, items - 1), field] for field in range(FIELDS))
+        return row, column, *rest, column * cols
+
+    return items, item
+
+
+def _for_items(items, visit, step):
+    """visit(step, *item) -> step for each of this worker's items; an item is read while the one before it is
+    worked on.
+    """
+    count, item = items
+
+    def one(i, state):
+        own, step = state
+        following = item(i + 1)
+        return following, lax.cond(own[3] > 0, lambda step: visit(step, *own), lambda step: step, step)
+
+    return lax.fori_loop(0, count, one, (item(jnp.int32(0)), step))[1]
+
+
+def _copy(tile, items, x_ref, w_ref, x_s, w_s, full, empty):
+    """Brings the operands of every k step, as far ahead as there are stages."""
+    stages, depth = jnp.int32(tile.stages), tile.depth
+    shared = None if tile.cluster == 1 else "rank"
+
+    def visit(step, row, column, first, count, give, take, taken, weight):
+        row = row * tile.cluster + lax.axis_index("rank")
+
+        def copy(i, step):
+            slot = lax.rem(step, stages)
+
+            @pl.when(step >= stages)
+            def _():
+                plgpu.barrier_wait(empty.at[slot])
+
+            at = pl.ds((first + i) * depth, depth)
+            plgpu.copy_gmem_to_smem(
+                x_ref.at[pl.ds(row * tile.rows, tile.rows), at], x_s.at[slot], full.at[slot]
+            )
+            plgpu.copy_gmem_to_smem(
+                w_ref.at[pl.ds(weight, tile.cols), at], w_s.at[slot], full.at[slot], collective_axes=shared
+            )
+            return step + 1
+
+        return lax.fori_loop(0, count, copy, step)
+
+    steps = _for_items(items, visit, jnp.int32(0))
+
+    # Every arrival is waited for, also the last ones (a barrier that nobody watched is an error in the
+    # interpreter).
+    @pl.loop(jnp.maximum(steps - stages, 0), steps)
+    def _(step):
+        plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
+
+
+def _compute(form, wg, items, x_s, w_s, full, empty, part_ref, given, finish):
+    """Sums this warpgroup's half of every item, and hands it over or stores it."""
+    half, stages, cluster = form.half, jnp.int32(form.tile.stages), form.tile.cluster
+    rank = lax.axis_index("rank")
+
+    def visit(step, row, column, first, count, give, take, taken, weight):
+        def flag(part):
+            return given.at[(part * cluster + rank) * 2 + wg]
+
+        def product(acc):
+            def multiply(i, step):
+                slot = lax.rem(step, stages)
+                plgpu.barrier_wait(full.at[slot])
+                plgpu.wgmma(acc, x_s.at[slot, pl.ds(wg * half, half)], w_s.at[slot].transpose((1, 0)))
+                plgpu.wgmma_wait(1)
+
+                @pl.when(i > 0)
+                def _():  # the step before this one is done
+                    plgpu.barrier_arrive(empty.at[lax.rem(step + stages - 1, stages)])
+
+                return step + 1
+
+            end = lax.fori_loop(0, count, multiply, step)
+            y = acc[...]
+            plgpu.barrier_arrive(empty.at[lax.rem(end - 1, stages)])
+            if not form.slots:
+                finish(y, row * cluster + rank, column, 0, 0)
+                return
+
+            @pl.when(give >= 0)
+            def _():
+                part_ref[give * cluster + rank, wg] = y
+                if given is not None:
+                    plgpu.semaphore_signal(flag(give), memory_scope="gpu")
+
+            @pl.when(give < 0)
+            def _():
+                if given is not None:
+
+                    @pl.loop(take, take + taken)
+                    def _(part):
+                        plgpu.semaphore_wait(flag(part), memory_scope="gpu")
+
+                finish(y, row * cluster + rank, column, take, taken)
+
+        pl.run_scoped(product, plgpu.ACC((half, form.tile.cols), jnp.float32))
+        return step + count
+
+    _for_items(items, visit, jnp.int32(0))

@@ -1,0 +1,1 @@
+"""Matrix products of few rows for Hopper (FlashDecoding++Next §4)."""

@@ -1,0 +1,151 @@
+"""Persistent product of e4m3 activations and e4m3 weights for Hopper: float32 sums, scaled, and what follows
+done before they are stored.
+
+The skeleton is `dense_gemm`'s: a table of items, one warpgroup that copies, two that compute half of a tile's
+rows each. What is fp8's own:
+
+* A token's scale and a channel's multiply finished sums. An activation with a scale for every 128 columns
+  cannot wait that long: sums of 128 columns leave the tensor core and are added, scaled, to float32 registers
+  (two-level accumulation, DeepSeek-V3 §3.3.2).
+* The result can be quantised in the epilogue: gate and up of 128 columns of a row lie in the registers of
+  four threads, which agree on the largest of them and write values and one scale.
+* fp8 eats operands twice as fast as bfloat16, so what the L2 delivers binds: clusters of two CTAs, one above
+  the other, load a weight once.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.paged import LANE, rows_of_eight
+from pallas_kernels.attention.tiles import sms_of
+from pallas_kernels.gemm.epilogue_limits import check_behind
+from pallas_kernels.gemm.fp8.epilogue import E4M3, Epilogue
+from pallas_kernels.gemm.fp8.kernel import HALF, multiply, scratch
+from pallas_kernels.gemm.fp8.tile_schedule import Fp8Tile, Work, fp8_plan
+from pallas_kernels.quantized import BLOCK, Quantized
+
+
+def fp8_gemm(
+    x: Quantized,
+    w: Quantized,
+    bias: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    activation: str | None = None,
+    gate_block: int | None = None,
+    quantize: bool = False,
+    out_dtype=None,
+    sms: int | None = None,
+    plan: tuple[Fp8Tile, Work] | None = None,
+    interpret=None,
+) -> jax.Array | Quantized:
+    """act(x @ w.T + bias) (+ residual) of e4m3 operands, accumulated in float32 (the twin: `reference.gemm`).
+
+    Args:
+      x: [M, K] e4m3; scale [] (static), [M] (a token) or [M, K / 128] (a token and 128 columns). K is a
+      multiple of 128. w: [N, K] e4m3; scale [N] (a channel). N is a multiple of 128. bias: [N] bfloat16.
+      residual: [M, N'] bfloat16, added last. activation: None, "silu", "gelu_tanh" or "relu". gate_block: 16,
+      32 or 64: columns are blocks of that many gates, then as many ups, alternating; the result is act(gate)
+      · up. quantize: the result in e4m3 with a scale for every 128 columns of a row (N' a multiple of 128).
+      sms: SMs the kernel may occupy, 1 to 132; None: all. plan: tile and work in place of `fp8_plan`'s.
+    Returns:
+      [M, N'] bfloat16, N' = N, or N / 2 with gate_block; or Quantized([M, N'] e4m3, [M, N' / 128] float32).
+    Raises:
+      ValueError: for a shape, dtype, epilogue or sms that the kernel does not take.
+    """
+    (m, k), (n, _) = x.values.shape, w.values.shape
+    check_operands(x, w, bias, residual, activation, gate_block, quantize, out_dtype)
+    x = Quantized(rows_of_eight(x.values), x.scale)
+    residual = residual if residual is None else rows_of_eight(residual)
+    blocked, sms = x.scale.ndim == 2, sms_of(sms)
+    tile, work = plan or fp8_plan(m, n, k, sms, blocked=blocked, gate_block=gate_block, quantize=quantize)
+    tall = 128 * tile.cluster
+    width = n // 2 if gate_block else n
+    out_type = [jax.ShapeDtypeStruct((x.values.shape[0], width), E4M3 if quantize else jnp.bfloat16)]
+    if quantize:
+        out_type.append(jax.ShapeDtypeStruct((m + -m % tall, width // BLOCK), jnp.float32))
+    if work.cut:
+        out_type.append(
+            jax.ShapeDtypeStruct((work.cut, work.parts, tile.cluster, 2, HALF, tile.columns), jnp.float32)
+        )
+    operands = {
+        "work": jnp.asarray(work.table),
+        "x": x.values,
+        "tokens": _whole_rows(x.scale, tall),
+        "w": w.values,
+        "channels": w.scale,
+    }
+    operands |= {name: v for name, v in (("bias", bias), ("residual", residual)) if v is not None}
+    names = (*operands, "out", *(["scales"] if quantize else []), *(["parts"] if work.cut else []))
+    epilogue = Epilogue(activation, gate_block, quantize, tile.slots)
+    out = plgpu.kernel(
+        functools.partial(
+            multiply,
+            names=names,
+            tile=tile,
+            epilogue=epilogue,
+            parts=work.parts if work.cut else 1,
+            interpreted=interpret is not None,
+        ),
+        out_type=out_type,
+        grid=(work.table.shape[0],),
+        grid_names=("cta",),
+        cluster=(tile.cluster,) if tile.cluster > 1 else (),
+        cluster_names=("pair",) if tile.cluster > 1 else (),
+        num_threads=3,
+        thread_name="wg",
+        scratch_types=scratch(tile, operands, out_type[0].dtype),
+        compiler_params=LANE,
+        kernel_name=f"fp8_gemm_{sms}_{tile.columns}",
+        interpret=interpret,
+    )(*operands.values())
+    return Quantized(out[0][:m], out[1][:m]) if quantize else out[0][:m]
+
+
+def supports(n: int, k: int, gate_block: int | None = None) -> bool:
+    """Whether `fp8_gemm` takes weights [n, k], gates and ups alternating in blocks."""
+    return n > 0 and k > 0 and n % 128 == 0 and k % 128 == 0 and (gate_block in (None, 16, 32, 64))
+
+
+def check_operands(
+    x: Quantized, w: Quantized, bias, residual, activation, gate_block, quantize, out_dtype
+) -> None:
+    """Raises ValueError for what neither fp8 kernel takes."""
+    (m, k), (n, depth) = x.values.shape, w.values.shape
+    if x.values.dtype != E4M3 or w.values.dtype != E4M3 or out_dtype not in (None, jnp.bfloat16):
+        raise ValueError(
+            f"dtypes {x.values.dtype}, {w.values.dtype} -> {out_dtype}: float8_e4m3fn twice -> bfloat16"
+        )
+    if m < 1 or k != depth or not supports(n, k, gate_block):
+        raise ValueError(
+            f"[{m}, {k}] @ [{n}, {depth}].T, gate_block={gate_block}: N and K multiples of 128, "
+            f"gate_block None, 16, 32 or 64"
+        )
+    if x.scale.shape not in ((), (m,), (m, k // BLOCK)) or w.scale.shape != (n,):
+        raise ValueError(
+            f"scales {x.scale.shape}, {w.scale.shape}: [], [{m}] or [{m}, {k // BLOCK}] of x, [{n}] of w"
+        )
+    if quantize and (residual is not None or (gate_block and n % (2 * BLOCK))):
+        raise ValueError(
+            f"quantize=True with N={n}, gate_block={gate_block}: no residual, and whole blocks of "
+            f"{BLOCK} columns"
+        )
+    if activation not in (None, "silu", "gelu_tanh", "relu"):
+        raise ValueError(f"activation={activation!r}: None, silu, gelu_tanh or relu")
+    check_behind(m, n, bias, residual, gated=gate_block is not None)
+
+
+def _whole_rows(scale, rows: int):
+    """The scales of an activation as the kernel reads them: whole tiles of rows."""
+    if scale.ndim == 0:
+        return scale.reshape(1)
+    short = -scale.shape[0] % rows
+    return (
+        lax.pad(scale, jnp.zeros((), scale.dtype), [(0, short, 0)] + [(0, 0, 0)] * (scale.ndim - 1))
+        if short
+        else scale
+    )

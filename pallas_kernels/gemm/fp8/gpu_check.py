@@ -1,0 +1,296 @@
+"""Check the fp8 products against float32 on a GPU, and time them next to XLA's products with the same
+scaling.
+
+    python -m pallas_kernels.gemm.fp8.gpu_check [--seconds 0.6] [--only check,shapes,flat,layer] [--share 0/6]
+        [--json FILE]
+
+Prints one line per case. Errors are ‖kernel − exact‖ / ‖exact‖ for the same e4m3 operands, summed in float32.
+"""
+
+import functools
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import reference
+from pallas_kernels.gemm.fp8.api import fp8_gemm
+from pallas_kernels.gemm.fp8.flat import fp8_flat_gemm
+from pallas_kernels.gemm.reference import activate, gate_mul
+from pallas_kernels.measure import script
+from pallas_kernels.measure.inputs import error, poison_memory
+from pallas_kernels.measure.script import L2_BYTES, SHAPES, say
+from pallas_kernels.measure.timing import interleaved
+from pallas_kernels.pointwise.quantize.reference import (
+    E4M3_MAX,
+    dequantize,
+    quantize_blocks,
+    quantize_rows,
+    to_e4m3,
+)
+from pallas_kernels.quantized import Quantized
+
+E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
+GATE = {"activation": "silu", "gate_block": 64}
+
+
+def quantized(x: jax.Array, scales: str) -> Quantized:
+    """Return x [M, K] in e4m3 with scales per 128 columns ("block"), per row ("row"), or one scale ("one")."""
+    if scales == "one":
+        scale = jnp.abs(x.astype(F32)).max() / E4M3_MAX
+        return Quantized(to_e4m3(x, scale), scale)
+    return quantize_blocks(x) if scales == "block" else quantize_rows(x)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def random(key, rows: int, columns: int, scales: str) -> Quantized:
+    return quantized(jax.random.normal(key, (rows, columns), F32) * columns**-0.25, scales)
+
+
+def xla(
+    x: Quantized,
+    w: Quantized,
+    bias=None,
+    *,
+    residual=None,
+    quantize=False,
+    activation=None,
+    gate_block=None,
+    sums=BF16,
+):
+    """Return XLA's version of the product: an e4m3 GEMM with output dtype `sums`, and fusions around it.
+
+    The result is quantized by rows, because XLA's GEMM cannot use scales per 128 columns.
+    """
+    y = lax.dot_general(x.values, w.values, (((1,), (1,)), ((), ())), preferred_element_type=sums).astype(F32)
+    y = y * w.scale * x.scale[:, None] + (0.0 if bias is None else bias)
+    y = gate_mul(y, gate_block, activation) if gate_block else activate(y, activation)
+    y = y if residual is None else y + residual.astype(F32)
+    return quantize_rows(y) if quantize else y.astype(BF16)
+
+
+def check(rows, rng, m, n, k, scales="row", bias=False, residual=False, **kw):
+    keys = jax.random.split(jax.random.key(rng.integers(2**31)), 4)
+    x, w, columns = (
+        random(keys[0], m, k, scales),
+        random(keys[1], n, k, "row"),
+        n // 2 if "gate_block" in kw else n,
+    )
+    bias = jax.random.normal(keys[2], (n,), BF16) if bias else None
+    residual = jax.random.normal(keys[3], (m, columns), BF16) if residual else None
+    kernel = fp8_flat_gemm if m <= 64 else fp8_gemm
+    run = jax.jit(lambda x, w, bias, residual: kernel(x, w, bias, residual=residual, **kw))
+    poison_memory(jax.eval_shape(run, x, w, bias, residual))
+    got = run(x, w, bias, residual)
+    with jax.default_matmul_precision("highest"):
+        twin = functools.partial(
+            reference.gemm,
+            out_dtype=F32,
+            **{key: v for key, v in kw.items() if key in ("activation", "gate_block")},
+        )
+        want = jax.jit(lambda x, w, bias, residual: twin(x, w, bias, residual=residual))(x, w, bias, residual)
+    again = [jax.tree.leaves(run(x, w, bias, residual)) for _ in range(4)]
+    same = all(
+        bool((a == b).all()) for other in again for a, b in zip(jax.tree.leaves(got), other, strict=True)
+    )
+    best = error(dequantize(quantize_blocks(want)), want) if kw.get("quantize") else 0.0
+    err = error(dequantize(got) if isinstance(got, Quantized) else got, want)
+    ok = same and err < (1.02 * best if best else 4e-3)
+    say(
+        rows,
+        what="check",
+        ok=ok,
+        error=err,
+        best=best,
+        same_bits=same,
+        m=m,
+        n=n,
+        k=k,
+        scales=scales,
+        bias=bias is not None,
+        residual=residual is not None,
+        **kw,
+    )
+
+
+def checks(rows, share):
+    rng = np.random.default_rng(time.time_ns())
+    one, mlp = functools.partial(check, rows, rng), {**GATE, "quantize": True}
+    cases = [
+        *(
+            functools.partial(one, m, *SHAPES[model][op])
+            for m, model, op in [(2048, "8B", "qkv"), (256, "70B/tp4", "qkv"), (64, "8B", "out_proj")]
+        ),
+        *(functools.partial(one, m, *SHAPES["8B"]["up_gate"], **mlp) for m in (2048, 256, 64, 8)),
+        *(
+            functools.partial(one, m, *SHAPES["8B"]["down"], scales="block", residual=True)
+            for m in (2048, 256, 64, 8)
+        ),
+        functools.partial(
+            one, 1536, *SHAPES["8B"]["down"], scales="block"
+        ),  # split tiles after full tiles, on all SMs and on some
+        functools.partial(one, 1024, *SHAPES["8B"]["down"], scales="block", residual=True, sms=100),
+        functools.partial(one, 1000, 4096, 4096, bias=True, residual=True),
+        functools.partial(one, 1000, 4096, 4096, scales="one", sms=104),
+        functools.partial(one, 392, 4096, 7168, scales="block", sms=28),
+        functools.partial(one, 136, 640, 512, bias=True, activation="relu"),
+        # Five blocks of scales per row.
+        *(
+            functools.partial(one, m, 640, 512, bias=True, activation="relu", quantize=True)
+            for m in (40, 136)
+        ),
+        functools.partial(one, 77, 1280, 896, **GATE, bias=True),
+        functools.partial(one, 300, 14336, 2048, activation="gelu_tanh", gate_block=32),
+        functools.partial(one, 40, 640, 768, scales="one", bias=True, sms=20),
+        functools.partial(one, 5, 28672, 4096, **mlp),
+        functools.partial(one, 280000, 8192, 128),  # 2.3e9 elements
+        functools.partial(one, 8, 2**19 + 128, 4224),  # 2.2e9 elements of the weight
+    ]
+    for case in cases[share[0] :: share[1]]:
+        case()
+
+
+def chained(fn, calls):
+    """Return one program with `calls` dependent products, so that XLA merges none and launches cost nothing."""
+
+    def run(xs, ws, *rest):
+        outs = []
+        for i in range(calls):
+            x = xs[i % len(xs)]
+            if outs:
+                x, outs[-1] = lax.optimization_barrier((x, outs[-1]))
+            outs.append(fn(x, ws[i % len(ws)], *rest))
+        return outs
+
+    return jax.jit(run)
+
+
+def versus(rows, m, model, op, seconds, ways: dict, **labels):
+    """Time the `ways_of` one product and return the speedups of the first over each other implementation."""
+    n, k = SHAPES[model][op]
+    weights = min(max(2, math.ceil(4 * L2_BYTES / (n * k))), 16)
+    calls, keys = (
+        max(weights, min(24, int(2e12 / (2 * m * n * k)) + 1)),
+        jax.random.split(jax.random.key(time.time_ns() % 2**31), 20),
+    )
+    ws = [random(keys[i], n, k, "row") for i in range(weights)]
+    residual = jax.random.normal(keys[17], (m, n), BF16)
+    runs = {}
+    for name, (fn, scales, add) in ways.items():
+        xs, program = [random(keys[18 + i], m, k, scales) for i in range(2)], chained(jax.jit(fn), calls)
+        runs[name] = functools.partial(program, xs, ws, *([residual] if add else []))
+    times, flop = interleaved(runs, calls=calls, seconds=seconds), 2.0 * m * n * k
+    for name, t in times.items():
+        say(
+            rows,
+            what=name,
+            m=m,
+            model=model,
+            op=op,
+            us=t.us,
+            tflops=flop / t.us / 1e6,
+            tbs=n * k / t.us / 1e6,
+            mhz=t.mhz,
+            watts=t.watts,
+            spread=t.spread,
+            **labels,
+        )
+    own, *rivals = (t.us for t in times.values())
+    return [rival / own for rival in rivals]
+
+
+def ways_of(op, kernel) -> dict:
+    """Return our product, as the layer calls it, and XLA's products.
+
+    Each is (function, form of x's scales, True if it takes a residual).
+    """
+    settings = {**GATE, "quantize": True} if op == "up_gate" else {}
+    add = op in ("down", "out_proj")
+    scales = "block" if add else "row"
+
+    def way(gemm):
+        return lambda x, w, *residual: gemm(
+            x, w, **settings, **({"residual": residual[0]} if residual else {})
+        )
+
+    return {"fp8": (way(kernel), scales, add), "xla": (way(xla), "row", add)}
+
+
+def times_of_shapes(rows, share, seconds, rows_of_x=(2048, 256, 1024, 512), kernel=fp8_gemm):
+    ratios = []
+    for m, model, op in [(m, model, op) for m in rows_of_x for model, ops in SHAPES.items() for op in ops][
+        share[0] :: share[1]
+    ]:
+        ratios += versus(rows, m, model, op, seconds, ways_of(op, kernel))
+        say(rows, what="ratio", m=m, model=model, op=op, ratio=ratios[-1])
+    say(rows, what="geomean", of=len(ratios), ratio=float(np.exp(np.mean(np.log(ratios)))), least=min(ratios))
+
+
+def normed(x) -> Quantized:
+    """Return a norm's result with one scale per token, as one fusion of XLA."""
+    x = x.astype(F32)
+    return quantize_rows(x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5))
+
+
+def layers(gemm, count):
+    """Return a program of `count` decoder layers of Llama-3.1-8B without attention: norms, products,
+    quantization."""
+
+    def run(h, o, weights):
+        outs = []
+        for w in weights[:count]:
+            qkv = gemm(normed(h), w["qkv"])
+            o, qkv = lax.optimization_barrier((o, qkv))  # attention separates the two products
+            outs.append(qkv)
+            h = gemm(o, w["out_proj"], residual=h)
+            h = gemm(gemm(normed(h), w["up_gate"], **GATE, quantize=True), w["down"], residual=h)
+        return h, outs
+
+    return jax.jit(run)
+
+
+def layer(rows, share, seconds):
+    ops, count = SHAPES["8B"], 3
+    keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4 * count)
+    weights = [
+        {op: random(keys[4 * i + j], *shape, "row") for j, (op, shape) in enumerate(ops.items())}
+        for i in range(count)
+    ]
+    flop = sum(2.0 * n * k for n, k in ops.values())
+    for m in (2048, 1024)[share[0] :: share[1]]:
+        h = jax.random.normal(keys[0], (m, 4096), BF16)
+        both = {"fp8": fp8_gemm, "xla": xla}
+        heads = {name: random(keys[1], m, 4096, "block" if name == "fp8" else "row") for name in both}
+        runs = {
+            name: functools.partial(layers(gemm, count), h, heads[name], weights)
+            for name, gemm in both.items()
+        }
+        times = interleaved(runs, calls=count, seconds=seconds)
+        for name, t in times.items():
+            say(
+                rows,
+                what=f"layer {name}",
+                m=m,
+                us=t.us,
+                tflops=m * flop / t.us / 1e6,
+                mhz=t.mhz,
+                watts=t.watts,
+                spread=t.spread,
+            )
+        say(rows, what="layer ratio", m=m, ratio=times["xla"].us / times["fp8"].us)
+
+
+if __name__ == "__main__":
+    script.main(
+        "fp8_gemm",
+        __doc__,
+        {
+            "check": lambda rows, share, _: checks(rows, share),
+            "shapes": times_of_shapes,
+            "flat": functools.partial(times_of_shapes, rows_of_x=(64, 16), kernel=fp8_flat_gemm),
+            "layer": layer,
+        },
+    )

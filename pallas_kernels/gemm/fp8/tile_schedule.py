@@ -1,0 +1,147 @@
+"""Which CTA computes what in an fp8 product: whole tiles in rounds, and the tiles of a last, part-filled
+round cut evenly along K.
+
+Decode's products are the case in point: 256 tokens times 4,096 channels are 16 tiles of 256 x 256 for 66
+pairs of SMs. The parts of a cut tile write their sums to memory, and each then adds up and stores its own
+share of the columns: nobody does it alone. Parts wait for one another, which is why a grid never has more
+CTAs than the SMs that it was given.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+
+from pallas_kernels.attention.tiles import SMS
+from pallas_kernels.gemm.tile_schedule import snake
+
+# of an item: tile row, tile column, first step, steps, part, and which of the cut tiles it belongs to or -1
+FIELDS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Tile:
+    """Output tiles of 128 rows and `columns`, `stages` steps of 128 of K in flight, `cluster` CTAs (1 or 2)
+    that share weights.
+
+    slots: pieces of a warpgroup's output on their way to memory. moved: columns whose sums leave the tensor
+    core together, after each step; 0: all of them, at the end.
+    """
+
+    columns: int = 256
+    stages: int = 4
+    cluster: int = 1
+    slots: int = 2
+    moved: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Work:
+    """table [groups, items, 6] int32, what each cluster does in order; items of 0 steps are none. `cut` tiles
+    are cut into `parts`.
+    """
+
+    table: np.ndarray
+    cut: int
+    parts: int
+
+
+@functools.cache
+def work(tiles_m: int, tiles_n: int, steps: int, groups: int, parts: int = 1) -> Work:
+    """Divides tiles_m x tiles_n tiles of `steps` steps each among `groups` clusters; parts above 1: those of
+    the last round are cut.
+
+    Raises: ValueError where the parts of the last round are more than clusters.
+    """
+    order = snake(tiles_m, tiles_n)
+    whole = len(order) if parts == 1 else len(order) // groups * groups
+    cut = len(order) - whole
+    if cut * parts > groups or parts > steps:
+        raise ValueError(
+            f"{cut} tiles of {steps} steps in {parts} parts each on {groups} clusters: no more parts "
+            f"than clusters or steps"
+        )
+    items: list[list[tuple]] = [[] for _ in range(groups)]
+    for tile in range(whole):
+        items[tile % groups].append((*order[tile], 0, steps, 0, -1))
+    for tile in range(cut):
+        for part in range(parts):
+            first, end = steps * part // parts, steps * (part + 1) // parts
+            items[tile * parts + part].append((*order[whole + tile], first, end - first, part, tile))
+    used = [own for own in items if own]
+    table = np.zeros((len(used), max(len(own) for own in used), FIELDS), np.int32)
+    table[:, :, 5] = -1
+    for group, own in enumerate(used):
+        table[group, : len(own)] = own
+    return Work(table, cut, parts)
+
+
+# Microseconds of a step of a tile when the whole GPU works (by columns and cluster), of a tile beside its
+# steps, and of adding up parts; measured on an H200.
+_STEP_US = {(256, 1): 0.80, (256, 2): 0.76, (128, 1): 0.52, (128, 2): 0.50}
+_TILE_US = 1.0
+_PARTS_US = 5.0
+
+
+@functools.cache
+def fp8_plan(
+    m: int, n: int, k: int, sms: int, *, blocked: bool, gate_block: int | None, quantize: bool
+) -> tuple[Fp8Tile, Work]:
+    """The cheapest tile and work for x [m, k], w [n, k] on `sms` SMs."""
+    options = fp8_plans(m, n, k, sms, blocked=blocked, gate_block=gate_block, quantize=quantize)
+    return min(options, key=lambda option: _cost_us(*option))
+
+
+def fp8_plans(
+    m: int, n: int, k: int, sms: int, *, blocked: bool, gate_block: int | None, quantize: bool
+) -> Iterator[tuple[Fp8Tile, Work]]:
+    """What there is to choose from: every tile, the last round's whole or cut in two or four."""
+    gated = 2 if gate_block else 1
+    for columns, cluster in _STEP_US:
+        pairs = m > 128 and sms == SMS  # beside another kernel, free SMs may not be pairs
+        if (
+            (cluster == 2 and not pairs)
+            or columns % (2 * (gate_block or 0) or 1)
+            or (quantize and columns < 128 * gated)
+        ):
+            continue
+        tile = Fp8Tile(
+            columns, stages=4 if columns == 256 else 6, cluster=cluster, moved=128 if blocked else 0
+        )
+        tiles_m, tiles_n, steps, groups = -(-m // (128 * cluster)), -(-n // columns), k // 128, sms // cluster
+        yield tile, work(tiles_m, tiles_n, steps, groups)
+        for parts in (2, 4):
+            fits = tiles_m * tiles_n % groups * parts <= groups and parts <= steps
+            if fits and not quantize and columns // parts % (64 * gated) == 0:
+                yield tile, work(tiles_m, tiles_n, steps, groups, parts)
+
+
+def _cost_us(tile: Fp8Tile, made: Work) -> float:
+    steps = made.table[:, :, 3]
+    busiest = (steps.sum(1) * _STEP_US[tile.columns, tile.cluster] + (steps > 0).sum(1) * _TILE_US).max()
+    return float(busiest) + (_PARTS_US if made.cut else 0.0)
+
+
+# What is lost where cut tiles follow whole ones: microseconds of adding up, and how many times as long a step
+# takes whose sums leave the tensor core each time, since one half of it waits for the other's; by products of
+# 768 to 1,536 rows on 84 to 132 SMs (docs/kernels.md).
+_ADDED_US, _WAITING = 10.0, 1.1
+
+
+@functools.cache
+def filled(m: int, n: int, k: int, sms: int, *, blocked: bool, quantize: bool) -> float:
+    """What a product would take if all of the `sms` SMs had equally many steps of their best tile, over what
+    the busiest takes.
+
+    K is filled up to whole blocks of 128 columns, as a model's are.
+    """
+    k = -(-k // 128) * 128
+    tile, made = fp8_plan(
+        m, n, k, sms, blocked=blocked, gate_block=64 if quantize else None, quantize=quantize
+    )
+    even = m * n / (128 * 256) * (k / 128) * _STEP_US[256, 2 if sms == SMS else 1] / sms
+    took = float(made.table[:, :, 3].sum(1).max() * _STEP_US[tile.columns, tile.cluster])
+    if made.cut and made.table.shape[1] > 1:
+        took = took * (_WAITING if tile.moved else 1.0) + _ADDED_US
+    return min(1.0, even / took)

@@ -1,0 +1,1 @@
+"""Matrix products of a mixture of experts for Hopper."""

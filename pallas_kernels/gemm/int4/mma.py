@@ -1,0 +1,165 @@
+"""Int4 products of up to 8 tokens without wgmma: a warp multiplies 16 rows of the weight with `mma`, whose
+operands are registers.
+
+wgmma would have a warpgroup wait for its operand's registers each time; `mma` is an instruction like any
+other, so one group is unpacked while the one before it is multiplied. Nibbles are not scaled on their way:
+128 + nibble in bfloat16 is a shift, a mask and an or for two of them, and exact. A group's sums over 64
+columns are Σ (128 + nibble) · x, and those of the tokens, Σ x, come from `mma` too (a first operand of ones,
+over x's registers as they are). In float32 then: scale · Σ (128 + nibble) · x + (zero - 128 · scale) · Σ x.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import math as mlir_math
+
+from pallas_kernels.gemm.flat.kernel import swizzled
+from pallas_kernels.wgmma_registers import at, const, i32, in_tile, place, read_words
+
+ROWS = 8  # most tokens: with 16 wgmma was as fast
+_ONES = 0x3F803F80  # a pair of bfloat16
+
+
+def multiply_add(total: jax.Array, packed, scale, zero, tokens) -> jax.Array:
+    """total [rows, M] float32, in wgmma's layout, plus a stage's product.
+
+    In shared memory: packed [rows, depth / 2], scale and zero [rows, depth / 64] of the warpgroup's rows,
+    tokens [M, depth].
+    """
+    run = plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.Layout.WGMMA,
+            plgpu.RefType(swizzled(jnp.uint8)),
+            plgpu.RefType(),
+            plgpu.RefType(),
+            plgpu.RefType(swizzled(jnp.bfloat16)),
+        ),
+        return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    return run(lambda _, *refs: _stage(*refs))(total, packed, scale, zero, tokens)
+
+
+def _stage(total, packed, scale, zero, tokens) -> mgpu.FragmentedArray:
+    rows, m = total.shape
+    sums, blocks, eights, words = total.registers.copy(), rows // 64, m // 8, []
+    strides, _ = ir.MemRefType(tokens.type).get_strides_and_offset()
+    for group in range(ir.MemRefType(tokens.type).shape[1]):
+        if group % 4 == 0:  # not all at once: they are registers
+            words = [
+                [_words(scale, zero, block, half, group) for half in range(2)] for block in range(blocks)
+            ]
+        columns = [_tokens(tokens, [2 * s for s in strides[:2]], eight, group) for eight in range(eights)]
+        of_tokens = [_chain([[const(_ONES)] * 4] * 4, column)[:2] for column in columns]
+        for block in range(blocks):
+            weight = _weight(packed, block, group)
+            for eight, column in enumerate(columns):
+                y = _chain(weight, column)
+                for half in range(2):
+                    s, z = _factors(words[block][half], group % 4)
+                    where = (block, eight, 0, 0, half, 0, 0, 0, 0)
+                    old = [llvm.extractelement(sums[where], const(i)) for i in range(2)]
+                    new = [_fma(s, y[2 * half + i], _fma(z, of_tokens[eight][i], old[i])) for i in range(2)]
+                    sums[where] = _vector(new)
+    return mgpu.FragmentedArray(_registers=sums, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _fma(a, b, c):
+    return mlir_math.fma(a, b, c)
+
+
+def _vector(values) -> ir.Value:
+    result = llvm.mlir_undef(ir.VectorType.get((len(values),), values[0].type))
+    for i, value in enumerate(values):
+        result = llvm.insertelement(result, value, const(i))
+    return result
+
+
+def _words(
+    scale: ir.Value, zero: ir.Value, block: int, half: int, group: int
+) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Scales and zeros of four groups and the thread's row in a block of 64, two groups a register."""
+    warp, row, _ = place()
+    line = arith.addi(arith.muli(warp, const(16)), arith.addi(row, const(64 * block + 8 * half)))
+    offset = arith.addi(arith.muli(line, const(2 * ir.MemRefType(scale.type).shape[1])), const(2 * group))
+    scales, zeros = (read_words(ref, offset, 2) for ref in (scale, zero))
+    return scales, zeros
+
+
+def _factors(words: tuple[list[ir.Value], list[ir.Value]], group: int) -> tuple[ir.Value, ir.Value]:
+    """A group's (scale, zero - 128 · scale), float32."""
+    s, z = (_wide(of[group // 2], group % 2) for of in words)
+    return s, _fma(s, arith.constant(s.type, ir.FloatAttr.get(s.type, -128.0)), z)
+
+
+def _wide(word: ir.Value, high: int) -> ir.Value:
+    """The low or high bfloat16 of a word as float32."""
+    return mgpu.utils.bitcast(
+        arith.andi(word, const(-65536)) if high else arith.shli(word, const(16)), ir.F32Type.get()
+    )
+
+
+def _tokens(tokens: ir.Value, strides, eight: int, group: int) -> list[list[ir.Value]]:
+    """Of 8 tokens and a group's 64 columns: mma's second operand for each 16 of them, two registers."""
+    lane = arith.andi(mgpu.utils.thread_idx(), const(31))
+    token, matrix = arith.andi(lane, const(7)), arith.shrui(lane, const(3))
+    line = arith.addi(arith.muli(token, const(128)), const(eight * strides[0] + group * strides[1]))
+    registers = []
+    for half in range(2):  # 8 rows of 128 bytes; the 16-byte pieces of a row lie at their place xor the row
+        piece = arith.xori(arith.addi(matrix, const(4 * half)), token)
+        address = llvm.ptrtoint(i32(), at(tokens, arith.addi(line, arith.muli(piece, const(16)))))
+        ptx = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+        four = mgpu.utils.inline_ptx(ptx, address, result_types=[i32()] * 4, has_side_effects=True)
+        registers += [list(four[:2]), list(four[2:])]
+    return registers
+
+
+def _weight(packed: ir.Value, block: int, group: int) -> list[list[ir.Value]]:
+    """128 + nibble of 16 rows of a block of 64 and a group's columns: mma's first operand for each 16 of
+    them, four registers.
+    """
+    warp, row, quad = place()
+    strides, _ = ir.MemRefType(packed.type).get_strides_and_offset()
+    slab, part = divmod(group, 4)
+    inside = in_tile(row, quad, part)
+    halves = []
+    for half in range(2):
+        eight = arith.addi(arith.muli(warp, const(2)), const(8 * block + half))
+        words = read_words(
+            packed,
+            arith.addi(arith.addi(arith.muli(eight, const(strides[0])), const(slab * strides[1])), inside),
+            2,
+        )
+        halves.append([mgpu.utils.inline_ptx(_FOUR_PAIRS, word, result_types=[i32()] * 4) for word in words])
+    # A word has the pairs of 32 columns: of the first 16 columns 2 · quad and 2 · quad + 8, then of the other
+    # 16.
+    return [
+        [halves[half][word][2 * step + late] for late in range(2) for half in range(2)]
+        for word in range(2)
+        for step in range(2)
+    ]
+
+
+def _chain(first, second) -> list[ir.Value]:
+    """The sums of products of 16 columns each: four float32, rows lane / 4 and 8 more, two tokens each."""
+    f32 = ir.F32Type.get()
+    total = [arith.constant(f32, ir.FloatAttr.get(f32, 0.0))] * 4
+    for a, b in zip(first, second, strict=True):
+        total = list(mgpu.utils.inline_ptx(_MMA, *a, *b, *total, result_types=[f32] * 4))
+    return total
+
+
+_MMA = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
+    "{$10, $11, $12, $13};"
+)
+
+# Of a word of 8 nibbles, pairs (i, i + 4) as 128 + nibble in bfloat16, which is 0x4300 | nibble.
+_FOUR_PAIRS = (
+    "{ .reg .b32 v, m; mov.b32 m, 0x43004300;\n"
+    + "lop3.b32 $0, $4, 0x000f000f, m, 0xea;\n"
+    + "".join(f"shr.u32 v, $4, {4 * i}; lop3.b32 ${i}, v, 0x000f000f, m, 0xea;\n" for i in range(1, 4))
+    + "}"
+)

@@ -1,0 +1,107 @@
+"""Matrix products with what is fused behind them."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.gemm.int4.reference import dequantize_int4
+from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_blocks
+from pallas_kernels.quantized import Int4, Quantized
+
+
+def gemm(
+    x: Float[Array, "M K"] | Quantized,
+    w: Float[Array, "N K"] | Quantized | Int4,
+    bias: Float[Array, " N"] | None = None,
+    *,
+    residual: Float[Array, "M N2"] | None = None,
+    activation: str | None = None,
+    gate_block: int | None = None,
+    quantize: bool = False,
+    out_dtype=None,
+    sms: int | None = None,
+) -> Float[Array, "M N2"] | Quantized:
+    """act(x @ w.T + bias) + residual, summed in float32.
+
+    Args:
+      activation: silu, gelu_tanh, relu or None.
+      gate_block: columns lie as blocks of so many gates, then as many ups, alternating; the result is
+      act(gate) · up, of N / 2 columns. quantize: the result in e4m3 with a scale for every 128 columns of a
+      row. out_dtype: of the result; None: x's, bfloat16 where x is quantized. sms: how many SMs a kernel may
+      occupy; it does not change what is computed.
+    """
+    del sms
+    out = jnp.dtype(out_dtype or (jnp.bfloat16 if isinstance(x, Quantized) else x.dtype))
+    behind = {"residual": residual, "activation": activation, "gate_block": gate_block, "quantize": quantize}
+    plain = not (isinstance(x, Quantized) or isinstance(w, Quantized))
+    operands = out if isinstance(x, Quantized) else x.dtype
+    if isinstance(x, Quantized) and isinstance(w, Quantized) and max(x.scale.ndim, w.scale.ndim) < 2:
+        operands = x.values.dtype  # XLA multiplies two e4m3 arrays as such, and scales what comes out
+    w = dequantize_int4(w, operands) if isinstance(w, Int4) else w
+    (x, of_rows), (w, of_columns) = _factors(x, operands), _factors(w, operands)
+    # Without scales the product is rounded before what follows: where XLA computes it, that is half the
+    # bytes; in float32, nothing.
+    y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=out if plain else jnp.float32)
+    if of_rows is not None:
+        y = y * (of_rows[:, None] if of_rows.ndim else of_rows)
+    if of_columns is not None:
+        y = y * of_columns
+    return finish(y, bias, dtype=out, **behind)
+
+
+def _factors(x: Array | Quantized, dtype) -> tuple[Array, Array | None]:
+    """An operand as (numbers, scale of its rows): a scale that changes along a row cannot wait until after
+    the sum.
+    """
+    if not isinstance(x, Quantized):
+        return x, None
+    if x.scale.ndim == x.values.ndim:
+        return dequantize(x).astype(dtype), None
+    return x.values.astype(dtype), x.scale
+
+
+def finish(
+    y: Float[Array, "M N"],
+    bias: Float[Array, " N"] | None = None,
+    *,
+    dtype,
+    residual: Float[Array, "M N2"] | None = None,
+    activation: str | None = None,
+    gate_block: int | None = None,
+    quantize: bool = False,
+    out_dtype=None,
+) -> Float[Array, "M N2"] | Quantized:
+    """What `gemm` does behind a product y, in float32; the result is of `out_dtype` (None: `dtype`)."""
+    if bias is not None or residual is not None or activation is not None or quantize:
+        y = y.astype(jnp.float32)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    if gate_block is not None:
+        y = gate_mul(y, gate_block, activation)
+    elif activation is not None:
+        y = activate(y, activation)
+    if residual is not None:
+        y = y + residual.astype(jnp.float32)
+    return quantize_blocks(y) if quantize else y.astype(out_dtype or dtype)
+
+
+def gate_mul(y: Float[Array, "M F2"], block: int, activation: str | None) -> Float[Array, "M F"]:
+    """act(gate) · up, of columns laid out as blocks of `block` gates then `block` ups, alternating."""
+    pair = y.reshape(y.shape[0], -1, 2, block)
+    return (activate(pair[:, :, 0], activation) * pair[:, :, 1]).reshape(y.shape[0], -1)
+
+
+def activate(x: Float[Array, "*M"], activation: str | None) -> Float[Array, "*M"]:
+    """silu, gelu_tanh or relu (None: x), in float32, returned in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    if activation == "silu":
+        y = x32 * lax.logistic(x32)
+    elif activation == "gelu_tanh":
+        y = 0.5 * x32 * (1.0 + jnp.tanh(0.7978845608028654 * (x32 + 0.044715 * x32**3)))
+    elif activation == "relu":
+        y = jnp.maximum(x32, 0.0)
+    elif activation is None:
+        y = x32
+    else:
+        raise ValueError(f"activation={activation!r}: silu, gelu_tanh, relu or None")
+    return y.astype(x.dtype)

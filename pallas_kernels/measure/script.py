@@ -1,0 +1,105 @@
+"""The shared parts of the check scripts: command line, printed rows, and the timed products."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_kernels.tune.shapes import known_shapes
+
+L2_BYTES = 60 << 20  # of an H200
+
+Rows = list[dict[str, Any]]
+# rows, share (i, n), seconds of measured work per figure
+Part = Callable[[Rows, tuple[int, int], float], None]
+
+
+def _shapes() -> dict[str, dict[str, tuple[int, int]]]:
+    known = known_shapes("bfloat16")
+    names = {"8B": "llama-3.1-8b tp 1", "70B/tp4": "llama-3.1-70b tp 4"}
+    return {
+        short: {op: (n, k) for op, (k, n, *_) in known[name].items() if op != "logits"}
+        for short, name in names.items()
+    }
+
+
+SHAPES = _shapes()  # model -> op -> [N, K] of a layer's products
+
+
+def say(rows: Rows, **row: Any) -> None:
+    """Record a row and print it as one line. ok: any type with a truth value, for example numpy's bool."""
+    row |= {"ok": bool(row["ok"])} if "ok" in row else {}
+    rows.append(row)
+    print(
+        " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True
+    )
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """Return (i, n) of `i/n` with 0 <= i < n. Raises: ValueError."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or int(found[1]) >= int(found[2]):
+        raise ValueError(f"--share {text!r}: accepted is i/n with i below n, for example 0/4")
+    return int(found[1]), int(found[2])
+
+
+def check_file(option: str, path: str | Path) -> None:
+    """Check that a file can be written at `path`, before the work whose results it will hold.
+
+    Raises: ValueError, which names the option.
+    """
+    folder = Path(path).parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{option} {path}: accepted is a file in an existing, writable folder")
+
+
+def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
+    """Run the parts that the command line names, by default all parts.
+
+    Exits with 1 if a row's `ok` is false, or without a GPU.
+
+    module: the script's module, for the recorded command. about: the script's docstring.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.6, help="seconds of measured work per figure")
+    parser.add_argument("--only", default=",".join(parts), help="comma-separated parts to run; default: all")
+    parser.add_argument(
+        "--share",
+        default="0/1",
+        help="i/n: run every n-th case from case i, to divide the cases among processes",
+    )
+    parser.add_argument("--json", help="file for the figures")
+    args = parser.parse_args()
+    unknown = [part for part in args.only.split(",") if part not in parts]
+    if unknown:
+        parser.error(f"--only {unknown[0]!r}: accepted are {', '.join(parts)}")
+    try:
+        share = parse_share(args.share)
+        if args.json:
+            check_file("--json", args.json)
+    except ValueError as error:
+        parser.error(str(error))
+    if jax.default_backend() != "gpu":
+        parser.exit(1, f"error: these checks need a GPU; JAX's backend is {jax.default_backend()!r}\n")
+    command, rows = shlex.join(["python", "-m", f"pallas_kernels.measure.{module}", *sys.argv[1:]]), []
+    for part in args.only.split(","):
+        start = time.perf_counter()
+        parts[part](rows, share, args.seconds)
+        print(f"-- {part}: {time.perf_counter() - start:.0f} s", flush=True)
+        if args.json:
+            with open(args.json, "w") as f:
+                run = {"command": command, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+                json.dump(
+                    run | {"rows": rows}, f, indent=1, default=lambda dtype: jax.numpy.dtype(dtype).name
+                )
+    bad = [row for row in rows if not row.get("ok", True)]
+    print(f"{len(bad)} checks failed" if bad else "all checks passed")
+    raise SystemExit(bool(bad))

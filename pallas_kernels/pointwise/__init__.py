@@ -1,0 +1,1 @@
+"""Memory-bound ops: norms, rotation and cache append, quantization, sampling limits."""

@@ -1,0 +1,1 @@
+"""Residual add and norm in one pass."""

@@ -1,0 +1,147 @@
+"""The residual sum and its norm in one pass over memory, for Hopper: RMSNorm or LayerNorm, in bfloat16 or
+quantised to e4m3.
+
+A row is a warpgroup's: it stays in the registers between the sum, its statistics and the normed values, so
+that x and y are read once and the sum and the norm written once. CTAs are of one warpgroup, many on an SM:
+while some wait for memory, others compute.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.tiles import sms_of
+from pallas_kernels.pdl import launch_next, wait_for_last
+from pallas_kernels.quantized import Quantized
+
+_PER_SM = 12  # CTAs dealt out an SM; as many run at once as the registers of a row leave room for
+_E4M3_MAX = 448.0
+_SMALLEST = 1e-12  # a row of zeros needs a scale too
+
+
+def add_norm(
+    x: jax.Array,
+    y: jax.Array | None,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    other: jax.Array | None = None,
+    eps: float,
+    offset: float = 0.0,
+    quantize: bool = False,
+    sms: int | None = None,
+    early: bool = False,
+    interpret=None,
+) -> tuple[jax.Array, jax.Array | Quantized]:
+    """(x + y, its norm), of the same meaning as its twin, `reference.add_norm`.
+
+    Args:
+      x, y: [T, D] bfloat16, D a multiple of 128; y None: nothing to add.
+      other: as y, and added to it first, rounded.
+      weight, bias: [D] bfloat16 or float32. With a bias it is LayerNorm, without RMSNorm, which scales by
+      offset + weight. quantize: the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token. sms:
+      how many SMs' worth of CTAs it starts, 1 to 132; all by default. early: it begins before the kernel
+      before it has ended (`pallas_kernels.pdl`); weight and bias are the program's arguments then.
+    Returns:
+      the sum [T, D], and its norm.
+    Raises:
+      ValueError: for a shape, dtype or sms that the kernel does not take.
+    """
+    t, d = x.shape
+    rows = [v for v in (x, y, other) if v is not None]
+    if (
+        d % 128
+        or x.dtype != jnp.bfloat16
+        or any((v.shape, v.dtype) != (x.shape, x.dtype) for v in rows)
+        or (y is None and len(rows) > 1)
+    ):
+        given = [f"{v.dtype}{list(v.shape)}" for v in rows]
+        raise ValueError(
+            f"x, y and other are {given}: bfloat16 [T, D], D a multiple of 128, all the same; other "
+            f"only beside y"
+        )
+    row = jax.ShapeDtypeStruct((t, d), x.dtype)
+    normed = (
+        [jax.ShapeDtypeStruct((t, d), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((t,), jnp.float32)]
+        if quantize
+        else [row]
+    )
+    ctas = min(t, sms_of(sms) * _PER_SM)
+    total, *normed = plgpu.kernel(
+        functools.partial(
+            _rows,
+            adds=len(rows) - 1,
+            centres=bias is not None,
+            quantizes=quantize,
+            eps=eps,
+            offset=offset,
+            ctas=ctas,
+            early=early,
+        ),
+        out_type=normed if y is None else [row, *normed],
+        grid=(ctas,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        kernel_name="add_norm",
+        interpret=interpret,
+    )(*rows, *(v for v in (weight, bias) if v is not None))
+    if y is None:
+        total, normed = x, [total, *normed]
+    return total, Quantized(*normed) if quantize else normed[0]
+
+
+def _rows(*refs, adds, centres, quantizes, eps, offset, ctas, early):
+    """This CTA's rows, every `ctas`-th."""
+    launch_next(early)
+    refs = iter(refs)
+    x_ref, *added = (next(refs) for _ in range(1 + adds))
+    weight_ref, bias_ref = next(refs), next(refs) if centres else None
+    sum_ref, h_ref = next(refs) if adds else None, next(refs)
+    scale_ref = next(refs) if quantizes else None
+    t, d = x_ref.shape
+    vector = next(
+        v for v in (8, 4, 2, 1) if d % (128 * v) == 0
+    )  # elements a thread reads at once: 16 bytes, where they divide the row
+    layout = plgpu.Layout.WG_STRIDED((d,), vector)
+
+    def read(ref):
+        return plgpu.load(ref, layout=layout).astype(jnp.float32)
+
+    def factors():
+        return read(weight_ref), read(bias_ref) if bias_ref is not None else None
+
+    known = factors() if early else None
+    wait_for_last(early)
+
+    def norm(row):
+        x = read(x_ref.at[row])
+        weight, bias = known or factors()  # asked for before the statistics are waited for
+        if sum_ref is not None:
+            y, *others = (read(ref.at[row]) for ref in added)
+            for other in others:
+                y = (y + other).astype(sum_ref.dtype).astype(jnp.float32)
+            total = (x + y).astype(sum_ref.dtype)
+            sum_ref.at[row][...] = total
+            x = total.astype(jnp.float32)
+        if bias is not None:
+            x = x - jnp.sum(x) * (1.0 / d)
+        h = (
+            x
+            * lax.rsqrt(jnp.sum(x * x) * (1.0 / d) + eps)
+            * (weight if bias is not None or not offset else weight + offset)
+        )
+        if bias is not None:
+            h = h + bias
+        if scale_ref is not None:
+            scale = jnp.maximum(jnp.max(jnp.abs(h)), _SMALLEST) * (1.0 / _E4M3_MAX)
+            scale_ref[row] = scale
+            h = h * (1.0 / scale)
+        h_ref.at[row][...] = h.astype(h_ref.dtype)
+
+    pl.loop(lax.axis_index("cta"), t, step=ctas)(norm)

@@ -1,0 +1,1 @@
+"""Quantization of rows to e4m3."""

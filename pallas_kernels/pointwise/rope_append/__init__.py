@@ -1,0 +1,1 @@
+"""Rotation of queries and keys, and the append of keys and values to their pages."""

@@ -1,0 +1,1 @@
+"""Limits of top-k and top-p over rows of logits."""

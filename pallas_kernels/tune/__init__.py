@@ -1,0 +1,1 @@
+"""Tuning: the fastest kernel of each weight shape on this GPU, as a table."""

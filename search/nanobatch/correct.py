@@ -1,0 +1,350 @@
+"""Puts what a plan gained where it was measured in place of what it was predicted to gain there.
+
+  python -m jaxflow.bench plans --model llama-3.1-8b --plans plans --workloads 1024/512,512/1024 --output_json
+  report.json python -m search correct --plan plans/1024-512.json --report report.json --out corrected.json
+
+Names repeat: what was measured is the plan's where a row's digest of what its plan does is this plan's
+(`jaxflow.pipeline.plan.digest`). A row of its name and another digest is refused, and one without, in a
+report from before there were any, unless --by_name is given.
+
+A plan without predictions, or with --measured_alone any, gets what was measured in their place: between two
+measured compositions the engine takes what lies between, beyond them the nearest; and it is offered to the
+model, device, parallelism and dtypes of the reports (--model: to another model of the same shapes), which are
+alike. A plan with predictions is corrected by reports of what it was searched for alone, and a report of a
+model cut to some of its layers (`num_layers`) by none. Of a plan with predictions:
+
+A prediction that is off is off alike for steps that are alike: a plan's predicted gains over the sequential
+step are multiplied by the geometric mean of measured over predicted gain of the report's workloads. Their
+`margin` becomes the most that a corrected gain is above a measured one, and the spread of the measurements.
+The engine then runs the plan for steps like those where it was seen to gain.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from absl import flags
+
+from jaxflow.cli.output_files import check_outputs
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.step_plans import SHAPES, products_dtype
+from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint, shipped_configs
+from jaxflow.pipeline.choice import Gain
+from jaxflow.pipeline.plan import Plan, Predictions, Target, digest, load, save
+
+# What a gain may differ by after another start of the machine (docs/overlap.md): overlap with attention
+# gained 1.029, then 1.003; sums over two devices that products hide, or that are only shorter, 1.057 and
+# 1.066, then 1.049 and 1.058.
+_ANOTHER_START = {"kernels": 0.03, "copies": 0.01}
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A composition at which a plan was measured in turn with the sequential one: how many times faster it
+    was, and the spread of that.
+
+    sequential_s: of the sequential step. prefill_tokens: beside the decodes.
+    """
+
+    decode_tokens: int
+    mean_context_tokens: float
+    gain: float
+    spread: float
+    sequential_s: float = 1.0
+    prefill_tokens: int = 0
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What `correct` reads of a row of `bench plans`: a plan's steps of a workload. step_ms, and how much of
+    it it spread by.
+
+    digest: of what the plan does; None in a report from before rows had it.
+    """
+
+    workload: str
+    plan: str
+    tokens: int
+    sequential: bool
+    decode_tokens: int
+    prefill_tokens: int
+    mean_context_tokens: float
+    step_ms: Annotated[float, msgspec.Meta(gt=0)]
+    spread: Annotated[float, msgspec.Meta(ge=0)]
+    graphs: str | None = None
+    digest: str | None = None
+
+
+class Ran(msgspec.Struct, frozen=True):
+    """Of the engine's settings those that say what ran, as they were resolved."""
+
+    model: str
+    tensor_parallel_size: int
+    dtype: str
+    kv_cache_dtype: str
+    quantization: str | None = None
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What `correct` reads of a report. num_layers: that the model had; None: nobody wrote it, all are taken
+    for granted.
+    """
+
+    plans: tuple[Row, ...]
+    device: str
+    engine_config: Ran
+    num_layers: int | None = None
+
+    @property
+    def kind(self) -> tuple[str, str, int, str, str]:
+        """As `Target.fits` takes it."""
+        ran = self.engine_config
+        products = products_dtype(EngineConfig(ran.model, dtype=ran.dtype, quantization=ran.quantization))
+        return Path(ran.model).name, self.device, ran.tensor_parallel_size, products, ran.kv_cache_dtype
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("plan", None, "A plan's file.")
+    flags.DEFINE_list("report", [], "Reports of `bench plans` in which it is.")
+    flags.DEFINE_string(
+        "model", None, "The model that a plan without predictions is offered to; default: the reports'."
+    )
+    flags.DEFINE_boolean("measured_alone", False, "Leave out what was predicted.")
+    flags.DEFINE_boolean(
+        "by_name",
+        False,
+        "Take rows without digests by the plan's name and tokens. Right only where you know that what was measured under this name is this "
+        "plan: the name says all of it (two nano-batches, 1024 + 1024, sums copied), or nobody has written the file since.",
+    )
+    flags.DEFINE_string("out", None, "The file for the plan as corrected.")
+
+
+def run() -> None:
+    """The command."""
+    f = flags.FLAGS
+    for name in ("plan", "report", "out"):
+        if not getattr(f, name):
+            raise ConfigError(name, getattr(f, name), "a file")
+    check_outputs("out")
+    plan = load(f.plan)
+    if f.measured_alone:
+        plan = msgspec.structs.replace(plan, predictions=None)
+    reports = {path: read_report(path) for path in f.report}
+    check_kind(plan, reports, f.model)
+    found = [
+        point for path, report in reports.items() for point in points(plan, report, path, by_name=f.by_name)
+    ]
+    if not found:
+        raise ConfigError(
+            "report",
+            ",".join(f.report),
+            f"a report of plan {plan.name!r} for {plan.tokens} tokens beside the sequential one",
+        )
+    first = next(iter(reports.values()))
+    made = (
+        corrected(plan, found)
+        if plan.predictions
+        else as_measured(plan, found, target(first, f.model, found))
+    )
+    save(made, f.out)
+    assert made.predictions is not None
+    after = Gain.of(made.predictions)
+    for point in found:
+        at = point.decode_tokens, point.mean_context_tokens
+        before = f"{Gain.of(plan.predictions).at(*at):.3f}" if plan.predictions else "nothing"
+        said = (
+            f"measured {point.gain:.3f}, predicted {before}, corrected {after.at(*at):.3f}, sure "
+            f"{after.sure(*at):.3f}"
+        )
+        print(f"{point.decode_tokens} decodes of {point.mean_context_tokens:.0f} keys: {said}")
+    print(f"{f.out}: margin {made.predictions.margin:.3f}")
+
+
+def read_report(path: str) -> Report:
+    """Raises: ConfigError with the file, and the field that is not as `bench plans` writes it."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Report)
+    except OSError as error:
+        raise ConfigError("report", path, f"a file of `bench plans`: {error.strerror or error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("report", path, f"what `bench plans` writes: {error}") from error
+
+
+def check_kind(plan: Plan, reports: Mapping[str, Report], model: str | None) -> None:
+    """Whether reports, by file, are of what a plan with predictions was searched for; else of what the first
+    of them is of.
+
+    model: which --model names; a plan with predictions keeps its own.
+
+    Raises: ConfigError for a report of another model, device, parallelism or dtype, or of some layers alone,
+    and for another model. CheckpointError for one that is not there.
+    """
+    wanted = (plan.predictions and plan.target) or Target(*next(iter(reports.values())).kind, 0, 0, 0)
+    name = Path(wanted.model).name
+    if plan.predictions and model is not None:
+        open_checkpoint(model, load_format="dummy")
+        if Path(model).name != name:
+            raise ConfigError(
+                "model",
+                model,
+                f"{name}, which the plan was searched for; with --measured_alone another of its shapes",
+            )
+    for path, report in reports.items():
+        if not wanted.fits(*report.kind):
+            kind = (
+                wanted.model,
+                wanted.device,
+                wanted.tensor_parallel_size,
+                wanted.dtype,
+                wanted.kv_cache_dtype,
+            )
+            raise ConfigError(
+                "report", path, f"a report of {_said(*kind)}: this one is of {_said(*report.kind)}"
+            )
+        if report.num_layers is not None:
+            whole = _layers(name, model or report.engine_config.model)
+            if report.num_layers != whole:
+                raise ConfigError(
+                    "report",
+                    path,
+                    f"a report of all {whole} layers of {name}: this one's num_layers is {report.num_layers}",
+                )
+
+
+def _layers(name: str, place: str) -> int:
+    """Of a model by its name, where it is shipped, or found here. Raises: ConfigError where it is neither."""
+    try:
+        return open_checkpoint(
+            name if name in shipped_configs() else place, load_format="dummy"
+        ).model_config.num_layers
+    except CheckpointError as error:
+        raise ConfigError(
+            "model", place, f"where {name} is, whose layers the report's are compared with: {error}"
+        ) from error
+
+
+def _said(model: str, device: str, tp: int, dtype: str, kv_cache_dtype: str) -> str:
+    return f"{model} on {tp} x {device}, {dtype} over a {kv_cache_dtype} cache"
+
+
+def points(plan: Plan, report: Report, path: str = "", *, by_name: bool = False) -> list[Point]:
+    """Where a report of `bench plans`, of the file `path`, has a plan and the sequential one of its tokens,
+    both launched as usual.
+
+    Raises: ConfigError for rows of its name that are of another plan, or, unless `by_name`, do not say of
+    which.
+    """
+    rows = [row for row in report.plans if row.tokens == plan.tokens and row.graphs in (None, "usual")]
+    alone = {row.workload: row for row in rows if row.sequential}
+    pairs = [
+        (row, alone[row.workload]) for row in _rows_of(plan, rows, path, by_name) if row.workload in alone
+    ]
+    return [
+        Point(
+            row.decode_tokens,
+            row.mean_context_tokens,
+            sequential.step_ms / row.step_ms,
+            row.spread + sequential.spread,
+            sequential.step_ms / 1e3,
+            row.prefill_tokens,
+        )
+        for row, sequential in pairs
+    ]
+
+
+def _rows_of(plan: Plan, rows: Sequence[Row], path: str, by_name: bool) -> list[Row]:
+    """Those that are the plan's: by what it does, whatever it was called there; else by its name, where no
+    row says more.
+    """
+    own, name = digest(plan), f"{plan.name}, {plan.tokens} tokens"
+    if same := [row for row in rows if row.digest == own]:
+        return same
+    named = [row for row in rows if row.plan.partition(" [")[0] == name]
+    for row in named:
+        if row.digest is not None:
+            accepted = (
+                f"a report of this plan, {plan.name!r} of digest {own}: the one measured as {row.plan!r} "
+                f"has digest {row.digest}"
+            )
+            raise ConfigError("report", path, accepted)
+        if not by_name:
+            accepted = (
+                f"a report whose rows have digests, or --by_name: its {row.plan!r} may be another plan "
+                f"than this, of digest {own}"
+            )
+            raise ConfigError("report", path, accepted)
+    return named
+
+
+def corrected(plan: Plan, measured: Iterable[Point]) -> Plan:
+    """The plan with its predictions brought to what was measured. Raises: ConfigError for a plan without
+    predictions.
+    """
+    if plan.predictions is None:
+        raise ConfigError("plan", plan.name, "a plan with predictions, as `search plan` writes it")
+    measured, before = tuple(measured), Gain.of(plan.predictions)
+    ratios = [point.gain / before.at(point.decode_tokens, point.mean_context_tokens) for point in measured]
+    factor = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    too_good = max(factor / ratio - 1 for ratio in ratios)
+    margin = max(0.0, too_good) + max(point.spread for point in measured)
+    steps = tuple(tuple(seconds / factor for seconds in row) for row in plan.predictions.step_s)
+    return msgspec.structs.replace(
+        plan, predictions=msgspec.structs.replace(plan.predictions, step_s=steps, margin=margin)
+    )
+
+
+def as_measured(plan: Plan, measured: Iterable[Point], offered: Target) -> Plan:
+    """The plan with a table of what was measured: at a composition that was not, the measured one of the
+    nearest contexts.
+
+    Where one was measured several times, the least gain stands. The margin is the most that the measurements
+    spread, and what such a gain differed by after another start of the machine.
+    """
+    points = tuple(measured)
+    decodes, contexts = (
+        sorted({p.decode_tokens for p in points}),
+        sorted({round(p.mean_context_tokens) for p in points}),
+    )
+
+    def nearest(tokens: int, keys: int) -> Point:
+        return min(
+            (p for p in points if p.decode_tokens == tokens),
+            key=lambda p: (abs(p.mean_context_tokens - keys), p.gain),
+        )
+
+    grid = [[nearest(tokens, keys) for keys in contexts] for tokens in decodes]
+    predictions = Predictions(
+        tuple(decodes),
+        tuple(contexts),
+        tuple(tuple(p.sequential_s / p.gain for p in row) for row in grid),
+        tuple(tuple(p.sequential_s for p in row) for row in grid),
+        margin=max(p.spread for p in points) + _ANOTHER_START[plan.sums],
+    )
+    return msgspec.structs.replace(plan, predictions=predictions, target=offered)
+
+
+def target(report: Report, model: str | None, measured: Sequence[Point]) -> Target:
+    """What a plan measured in reports of this kind is offered to; of compositions, the one with the most
+    decodes.
+
+    Raises: ConfigError for a model of other shapes than the report's.
+    """
+    theirs, most = report.engine_config.model, max(measured, key=lambda point: point.decode_tokens)
+    if model is not None:
+        one, other = (open_checkpoint(name, load_format="dummy").model_config for name in (theirs, model))
+        if different := [name for name in SHAPES if getattr(one, name) != getattr(other, name)]:
+            raise ConfigError(
+                "model", model, f"a model of {theirs}'s shapes: they differ in {', '.join(different)}"
+            )
+    name, device, tp, dtype, kv_dtype = report.kind
+    offered = Path(model).name if model else name
+    return Target(
+        offered,
+        device,
+        tp,
+        dtype,
+        kv_dtype,
+        most.decode_tokens,
+        most.prefill_tokens,
+        mean_context_tokens=round(most.mean_context_tokens),
+    )

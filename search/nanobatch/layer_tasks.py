@@ -1,0 +1,263 @@
+"""What a search schedules: the ops of a layer in chains, on ranges of the step's tokens, and what binds and
+orders them.
+
+A chain is ops that stay together on a stream: pointwise ops go with the product that reads them, since nobody
+gains from scheduling them apart, and values of two arrays do not leave a stream. A task is a chain on a range
+of tokens. Tasks depend on each other where their chains do and their tokens meet, and through the layer's
+cache (`jaxflow.pipeline.order`).
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import Rates, work_times
+from jaxflow.model.graph import Graph, Op, Work
+from jaxflow.pipeline.order import ATTENTION
+from search.nanobatch.cyclic import SearchError
+
+APPEND = "rope_append"
+RESOURCES = ("memory", "network")  # what may run beside compute
+MAIN, MEMORY_STREAM, COMPUTE_STREAM = 0, 1, 2
+_TWO_ARRAYS = {"routing"}  # values that cannot leave a stream
+_TWO_ARRAYS_FP8 = _TWO_ARRAYS | {"h1", "h2", "a"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A step along its rows: decodes first, then prefill chunks. Keys: those that a token sees, the mean.
+
+    padding: how many of its rows hold no token. They are charged as prefill, since products compute them all
+    the same.
+    """
+
+    tokens: int
+    decode_tokens: int
+    decode_keys: float
+    chunk_keys: float
+    padding: int = 0
+
+    @classmethod
+    def steady_state(
+        cls, tokens: int, prompt_tokens: float, output_tokens: float, most_decodes: float = math.inf
+    ) -> "Load":
+        """The average step of so many rows while requests of these lengths come and go (NanoFlow §3.1).
+
+        most_decodes: requests that memory holds (`search.nanobatch.memory_fit`). Where they are too few for the decodes
+        that would fill the step, it has the prefill that keeps so many decoding, as `bench plans` runs it,
+        and the rest is padding.
+        """
+        step = Composition.steady_state(tokens, prompt_tokens, output_tokens)
+        keys = step.count("chunk_pairs") / step.chunk_tokens if step.chunk_tokens else 0.0
+        decodes, padding = round(step.decode_tokens), 0
+        if decodes > most_decodes:
+            decodes = int(most_decodes)
+            padding = tokens - decodes - round(decodes * prompt_tokens / output_tokens)
+        return cls(tokens, decodes, step.decode_keys, keys, padding)
+
+    @property
+    def real_tokens(self) -> int:
+        """Decodes and prefill: what a step makes."""
+        return self.tokens - self.padding
+
+    def part(self, start: int, stop: int) -> Composition:
+        """Rows [start, stop) as a step of their own; its prefill is in as few chunks as can see so few keys."""
+        decodes = max(0, min(stop, self.decode_tokens) - start)
+        rest = stop - start - decodes
+        pieces = (
+            max(1, math.ceil((rest + 1) / 2 / self.chunk_keys - 0.01))
+            if rest and self.chunk_keys
+            else min(1, rest)
+        )
+        edges = [rest * i // pieces for i in range(pieces + 1)] if pieces else [0]
+        chunks = tuple(
+            (b - a, max(0.0, self.chunk_keys - (b - a + 1) / 2)) for a, b in itertools.pairwise(edges)
+        )
+        return Composition(decodes, self.decode_keys if decodes else 0.0, chunks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Ops of a layer that stay together, in order."""
+
+    ops: tuple[Op, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(op.name for op in self.ops)
+
+    @property
+    def reads(self) -> set[str]:
+        return {value for op in self.ops for value in op.inputs}
+
+    @property
+    def makes(self) -> set[str]:
+        return {value for op in self.ops for value in op.outputs if value != "kv"}
+
+    @property
+    def is_attention(self) -> bool:
+        return self.ops[0].name in ATTENTION
+
+    @property
+    def is_append(self) -> bool:
+        return self.ops[0].name == APPEND
+
+    @property
+    def is_network(self) -> bool:
+        return any(op.kind == "network" for op in self.ops)
+
+    @property
+    def computes(self) -> bool:
+        """Whether it has ops that take a turn on their stream: a norm of scattered rows stays between its
+        collectives.
+        """
+        return any(op.kind != "network" for op in self.ops)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A chain on tokens [start, stop), the resource that binds it and the stream it is issued on."""
+
+    chain: Chain
+    start: int
+    stop: int
+    resource: str  # compute, memory or network
+    stream: int
+    aside: bool = False  # whether its plan has side streams
+
+    def meets(self, other: "Task") -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+
+def repeated_layer(graph: Graph) -> tuple[Op, ...]:
+    """The ops of the layer that stands for all: the last one.
+
+    Raises: SearchError if layers have different ops; one layer's plan does not fit them all.
+    """
+    last = graph.layers[-1]
+    for index, ops in enumerate(graph.layers):
+        if [op.name for op in ops] != [op.name for op in last]:
+            raise SearchError(
+                f"layer {index} has other ops than the last layer: a plan repeats one layer's nano-ops"
+            )
+    return last
+
+
+def chains(ops: Iterable[Op], quantized: bool = False) -> tuple[Chain, ...]:
+    """The chains of a layer. quantized: the inputs of products are two arrays, values and scales."""
+    kept, together, found = [], _TWO_ARRAYS_FP8 if quantized else _TWO_ARRAYS, []
+    for op in ops:
+        if op.kind == "other" and op.name != APPEND:
+            kept.append(op)
+        elif kept and kept[0].own_rows:  # norms of scattered rows stay between their collectives
+            if found and found[-1][0].kind == "network":
+                found[-1] += [*kept, op]
+            else:
+                found.append([*kept, op])
+            kept = []
+        elif (
+            found
+            and not kept
+            and not Chain(tuple(found[-1])).is_network
+            and together & set(op.inputs) & Chain(tuple(found[-1])).makes
+        ):
+            found[-1].append(
+                op
+            )  # what a collective makes is on the main stream, which values of two arrays may leave
+        else:
+            if kept and op.kind != "dense":
+                found.append(kept)
+                kept = []
+            found.append([*kept, op])
+            kept = []
+    if kept and (found[-1][-1].kind == "dense" or kept[0].own_rows):
+        found[-1] += kept
+    elif kept:
+        found.append(kept)
+    return tuple(Chain(tuple(chain)) for chain in found)
+
+
+def resource(chain: Chain, step: Composition, rates: Rates | None, dtype: str) -> str:
+    """What binds the chain: the resource it needs longest; without known rates, what its kind usually needs."""
+    if chain.is_network:
+        return "network"
+    times = (
+        None if rates is None else work_times(sum((op.work(step) for op in chain.ops), Work()), rates, dtype)
+    )
+    if times is None or not times.longest_s:
+        return "memory" if chain.ops[0].name in ("decode_attention", APPEND) else "compute"
+    return "memory" if times.memory_s > times.compute_s else "compute"
+
+
+def make_task(
+    chain: Chain, start: int, stop: int, load: Load, rates: Rates | None, dtype: str, overlap: Collection[str], moe: bool,
+    scattered: bool = False,
+) -> Task:  # fmt: skip
+    """overlap: the resources that may run beside compute. moe: the experts' products cannot leave the main
+    stream. scattered: the main stream is for sums over devices and the norms between them.
+
+    Attention that has nothing to do stays with the products that follow: on its own stream they would wait
+    for another's.
+    """
+    bound = resource(chain, load.part(start, stop), rates, dtype)
+    aside = has_side_streams(overlap, scattered)
+    if not aside or chain.is_append or chain.is_network:
+        stream = MAIN
+    elif "memory" not in overlap:
+        stream = MAIN if moe else COMPUTE_STREAM
+    elif (
+        bound == "memory"
+        and chain.is_attention
+        and any(op.work(load.part(start, stop)).memory_bytes for op in chain.ops)
+    ):
+        stream = MEMORY_STREAM
+    else:
+        stream = MAIN if moe else COMPUTE_STREAM
+    return Task(chain, start, stop, bound if bound in overlap else "compute", stream, aside)
+
+
+def has_side_streams(overlap: Collection[str], scattered: bool = False) -> bool:
+    """Whether plans in which these resources run beside compute issue ops on streams of their own."""
+    return "memory" in overlap or (scattered and "network" in overlap)
+
+
+def follows(tasks: Sequence[Task]) -> tuple[tuple[int, int, int], ...]:
+    """(i, j, layers between them): data, and for attention the appends of all tokens up to its own.
+
+    Tasks are in the order of their chains in the layer.
+    """
+    found = []
+    leaves_x = next(task.chain for task in tasks if "mlp_norm" in task.chain.names)
+    leaves_y = tasks[-1].chain
+    for (i, one), (j, other) in itertools.permutations(enumerate(tasks), 2):
+        if other.chain.is_attention and one.chain.is_append and one.start < other.stop:
+            found.append((i, j, 0))
+        elif one.meets(other) and one.chain is not other.chain:
+            if one.chain.makes & other.chain.reads - {"x", "y", "kv"}:
+                found.append((i, j, 0))
+            elif other.chain.reads & {"x", "y"} and one.chain in (leaves_x, leaves_y):
+                found.append((i, j, 1))
+    return tuple(found)
+
+
+def apart(one: Task, other: Task) -> bool:
+    """Whether the two may never run at the same time: bound by the same resource, on one stream, or using the
+    cache.
+    """
+    cache = {one.chain.is_append, other.chain.is_append} == {True, False} and (
+        one.chain.is_attention or other.chain.is_attention
+    )
+    return (
+        cache
+        or one.resource == other.resource
+        or (one.stream == other.stream and one.chain.computes and other.chain.computes)
+    )
+
+
+def starts_outside(one: Task, other: Task) -> bool:
+    """Whether `other`, a sum over devices, is issued on the stream that `one` is on: it starts when that has
+    ended.
+    """
+    return other.chain.is_network and not one.chain.is_network and one.stream == other.stream

@@ -1,0 +1,95 @@
+"""Whether devices hold a model, and how many requests of a workload beside it: what the steps of a search may
+be made of.
+
+As an engine shares out its memory (`jaxflow.engine.start`): of the part that it may use, what weights, a
+spare, the state of its rows and a step's own space leave is cut into pages. A request that decodes holds
+those of its tokens, and of its last page the rest.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxflow.config import ConfigError, EngineConfig, ModelConfig
+from jaxflow.engine.program_memory import IN_FLIGHT, SPARE
+from jaxflow.kv.device_cache import fit_pages
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import GIGA, find_device
+from jaxflow.model.graph import Widths
+from jaxflow.model.sampling import rows_at_once
+from jaxflow.model.slot_params import empty_slots
+from search.cost import BYTES
+from search.profile.clock import shipped_card
+from search.profile.op_times import Profile
+from search.regimes import request_bytes, weight_bytes
+
+PAGE = EngineConfig.block_size
+UTILIZATION = EngineConfig.gpu_memory_utilization
+_LOGIT, _ADJUSTED = (
+    4.0,
+    6.1,
+)  # bytes: of all rows, and of those that are sampled at once (docs/activation-memory.md)
+
+
+def step_bytes(model: ModelConfig, tokens: int, rows: int, tp: int, memory_bytes: float) -> float:
+    """What steps of at most so many tokens and rows need of a device beside weights and cache: the rows'
+    state, the larger of the sampler's space and of the three buffers of a layer, and results of the steps in
+    flight (`jaxflow.engine.program_memory`).
+    """
+    vocab, d, f = model.vocab_size, model.hidden_size, model.intermediate_size
+    slots = jax.eval_shape(lambda: empty_slots(rows, vocab))
+    state = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
+    at_once = math.ceil(rows / math.ceil(rows / rows_at_once(int(memory_bytes), vocab)))
+    sampler = vocab * (_LOGIT * rows + _ADJUSTED * at_once)
+    buffers = tokens * (2 * d + f / tp) * 2
+    return state + max(sampler, buffers) + IN_FLIGHT * (tokens + rows) * d * 2
+
+
+def most_decodes(
+    name: str,
+    model: ModelConfig,
+    profile: Profile,
+    prompt: int,
+    output: int,
+    tokens: int,
+    utilization: float = UTILIZATION,
+) -> float:
+    """Requests of so many prompt and output tokens that decode at once in an engine on the profile's devices,
+    whose steps are of so many tokens, beside the prompts that replace them. utilization: the engine's
+    `gpu_memory_utilization`.
+
+    inf without outputs, and where the device's memory is not known.
+
+    Raises: ConfigError where not even one fits beside the weights.
+    """
+    device, tp = find_device(profile.device), profile.tensor_parallel_size
+    if device is None:
+        return math.inf
+    card = shipped_card(device.name)
+    limit = utilization * (card.memory_bytes if card and card.memory_bytes else device.memory_bytes)
+    widths = Widths(weights=BYTES.get(profile.dtype, 2.0), kv=BYTES.get(profile.kv_cache_dtype, 2.0))
+    weights, request = weight_bytes(model, widths), request_bytes(model, prompt, output, widths)
+    step = Composition.steady_state(tokens, prompt, output)
+    prompts = math.ceil(step.chunk_tokens / prompt) if step.chunk_tokens else 0
+    rows = min(tokens, round(step.decode_tokens) + prompts)
+    left = limit * (1 - SPARE) - step_bytes(model, tokens, rows, tp, limit) - weights / tp
+    if tp * left < request:
+        one = f"{request / GIGA:.1f} GB that the cache holds of one {prompt:g}/{output:g} request"
+        had = f"{tp} x {device.name} is {tp * device.memory_bytes / GIGA:.1f} GB"
+        used = (
+            f"of which steps of {tokens} tokens leave {(tp * left + weights) / GIGA:.1f} GB at "
+            f"gpu_memory_utilization={utilization:g}"
+        )
+        raise ConfigError(
+            "gpus", tp, f"enough for {name}'s {weights / GIGA:.1f} GB of weights and the {one}; {had}, {used}"
+        )
+    if not output:
+        return math.inf
+    pages = fit_pages(
+        model, int(left), block_size=PAGE, dtype=jnp.dtype(profile.kv_cache_dtype), tp=tp, max_num_seqs=rows, token_budget=tokens,
+        max_model_len=prompt + output,
+    )  # fmt: skip
+    whole = [count for count, window in zip(pages, model.windows, strict=True) if window is None]
+    held = (min(whole or pages) - 1) * PAGE - prompts * (prompt + PAGE)
+    return max(1.0, held / (prompt + output / 2 + PAGE))

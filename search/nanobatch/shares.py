@@ -1,0 +1,297 @@
+"""How long an op takes on a share of the device, in SMs: from a profile's times alone on so many SMs, and one
+number of its pairs.
+
+NanoFlow's stage II has a table of what is kept beside another op for each share (§4.1.1, Table 3). Here an op
+beside others takes its time alone on its own SMs, times one slowdown: the median of the pairs with attention
+(`search.profile.contention`).
+"""
+
+import bisect
+import collections
+import functools
+import math
+from collections.abc import Collection, Mapping
+
+from jaxflow.config import ModelConfig
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import find_device
+from jaxflow.model.graph import Graph, Op
+from pallas_kernels.gemm.fp8.tile_schedule import filled
+from search.nanobatch.cyclic import Option
+from search.nanobatch.layer_tasks import Chain, Task
+from search.profile.clock import Card, shipped_card
+from search.profile.clock_scaling import Clocks
+from search.profile.contention import slowdown
+from search.profile.copy_engine import SMS
+from search.profile.op_times import ATTENTION, NETWORK_SMS, Profile, seconds
+
+INTAKE = 3.0  # an SM takes in so many times its share of the memory's bandwidth
+TILE_ROWS, TILE_COLUMNS = 128, 256  # of the persistent products
+_CLOCK_STEP_HZ = 5e6
+_STEP = 0.03  # of a product's time: saved at least where one SM more spares a part of a wave
+
+
+class Shares:
+    """Answers for one profile and one model.
+
+    products: their [K, N], where the profile knows nothing of waves. A profile of pairs knows them on the
+    whole device, where it was taken at many sizes, but not on parts of it. card: of the device's kernels;
+    None: that which comes with this release, if any. few: the SMs that ops bound by memory are offered, and
+    compute-bound ones what these leave; None: all that were timed.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        graph: Graph,
+        products: Mapping[str, tuple[int, int]] | None = None,
+        card: Card | None = None,
+        few: Collection[int] | None = None,
+    ):
+        device = find_device(profile.device)
+        self.card = card or (shipped_card(device.name) if device else None)
+        self.profile, self.graph, self.products, self.few = profile, graph, products or {}, few
+        self.windows: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+        for ops in graph.layers:
+            for op in ops:
+                self.windows[op.name][op.window] += 1
+        self.known: dict[str, tuple[int, ...]] = {}
+        for name, sms in sorted(profile.curves):
+            self.known[name] = (*self.known.get(name, ()), sms)
+        self.root: Shares | None = None
+        self.by_clock: dict[float, Shares] = {}
+
+    @property
+    def clocked(self) -> bool:
+        """Whether the profile says at which clocks it was taken."""
+        return self.profile.op_times[0].clock_mhz is not None
+
+    def at(self, clock_hz: float) -> "Shares":
+        """The same ops at this clock, or one that is a little higher; as they are where the profile knows no
+        clocks.
+        """
+        if not self.clocked:
+            return self
+        root = self.root or self
+        clock_hz = math.ceil(clock_hz / _CLOCK_STEP_HZ - 1e-6) * _CLOCK_STEP_HZ
+        if clock_hz not in root.by_clock:
+            root.by_clock[clock_hz] = found = Shares(
+                root.clocks.at(root.profile, clock_hz), root.graph, root.products, root.card, root.few
+            )
+            found.root = root
+        return root.by_clock[clock_hz]
+
+    @functools.cached_property
+    def beside(self) -> float:
+        """How many times as long ops take beside others, by the profile's pairs (`search.profile.contention`), or the
+        card's where it has none.
+        """
+        if not self.profile.pairs:
+            return self.card.beside if self.card else 1.0
+        return self.root.beside if self.root else slowdown(self.profile, self.clocks)
+
+    @property
+    def copies(self) -> bool:
+        """Whether sums over devices are by the copy engines (`search.profile.copy_engine`)."""
+        return any(self.known.get(op.name) == (SMS,) for op in self.graph.layers[0])
+
+    @property
+    def nano_s(self) -> float:
+        """What a chain of a plan with side streams costs beyond its ops' times: joins, copies, what XLA no
+        longer fuses.
+        """
+        return self.card.nano_s if self.card else 0.0
+
+    @functools.cached_property
+    def clocks(self) -> Clocks:
+        return Clocks(self.graph, self.profile, self.card)
+
+    def seconds(self, op: Op, step: Composition, sms: int, aside: bool = False) -> float:
+        """An op on a layer, the mean over the model's layers. aside: in a plan with side streams, whose ops
+        share the device.
+
+        Raises: ProfileError if it was not measured.
+        """
+        if op.own_rows:  # timed on all rows, but every device has its own
+            share = self.profile.tensor_parallel_size
+            step = Composition(step.tokens / share, 1.0)
+        windows = self.windows[op.name]
+        lost = (
+            self.beside
+            if aside and sms < self.profile.total_sms and op.kind in ("dense", "attention")
+            else 1.0
+        )
+        took = sum(
+            number * self._seconds(op.name, op.kind, step, window, sms) for window, number in windows.items()
+        )
+        return lost * took / windows.total()
+
+    def _seconds(self, name: str, kind: str, step: Composition, window: int | None, sms: int) -> float:
+        tokens, keys = step.tokens, 0.0
+        if name in ATTENTION:
+            count, total = (
+                ("decode_tokens", "decode_keys")
+                if name == "decode_attention"
+                else ("chunk_tokens", "chunk_pairs")
+            )
+            tokens = step.count(count)
+            keys = step.count(total, window) / tokens if tokens else 0.0
+        if not tokens:
+            return 0.0
+        full = self.profile.total_sms
+        if kind == "network" and self.copies:
+            return seconds(self.profile, name, tokens, keys, SMS)
+        if kind in ("other", "network") and sms not in self.known.get(name, ()):
+            alone = seconds(self.profile, name, tokens, keys)
+            return (
+                alone if kind == "network" else alone * max(1.0, full / (INTAKE * sms))
+            )  # no kernel that a share bounds
+        if sms == full:
+            return seconds(self.profile, name, tokens, keys, sms) / (
+                1.0 if self.profile.pairs else self.fill(name, tokens, sms)
+            )
+        return self._on(name, tokens, keys, sms) / self.fill(name, tokens, sms)
+
+    def _on(self, name: str, tokens: float, keys: float, sms: int) -> float:
+        """On a part of the device, of full waves: a rate between those of the shares that were timed.
+
+        Raises: ProfileError for fewer SMs than any that were.
+        """
+        known = self.known.get(name, ())
+        if sms in known or not known or not known[0] < sms < known[-1]:
+            return self._full_waves(name, tokens, keys, sms)
+        at = bisect.bisect(known, sms)
+        few, many = known[at - 1], known[at]
+        low, high = (1 / self._full_waves(name, tokens, keys, share) for share in (few, many))
+        return 1 / (low + (high - low) * (sms - few) / (many - few))
+
+    def _full_waves(self, name: str, tokens: float, keys: float, sms: int) -> float:
+        """What it would take if waves of products were full: measured times are of waves as they were."""
+        if not self.profile.pairs or name not in self.products:
+            return seconds(self.profile, name, tokens, keys, sms)
+        curve = (
+            next(iter(self.profile.curves[name, sms].values())) if (name, sms) in self.profile.curves else []
+        )
+        if len(curve) < 2:
+            return seconds(self.profile, name, tokens, keys, sms)
+        xs = [count for count, _ in curve]
+        at = min(max(1, bisect.bisect_left(xs, tokens)), len(xs) - 1)
+        (x0, y0), (x1, y1) = curve[at - 1], curve[at]
+        y0, y1 = y0 * self.fill(name, x0, sms), y1 * self.fill(name, x1, sms)
+        return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0) if tokens > x0 else y0
+
+    def fill(self, name: str, tokens: float, sms: int) -> float:
+        """The part of a product's waves that holds tiles; the last wave is cut in two along K (1 where [K, N]
+        are not given).
+
+        In e4m3 as the kernel deals out its tiles, and with what cutting costs; `up_gate`, whose result is
+        quantised, is never cut along K.
+        """
+        if name not in self.products or not tokens:
+            return 1.0
+        k, n = self.products[name]
+        if self.profile.dtype == "float8_e4m3fn":
+            return filled(math.ceil(tokens), n, k, sms, blocked=name == "down", quantize=name == "up_gate")
+        waves = math.ceil(tokens / TILE_ROWS) * math.ceil(n / TILE_COLUMNS) / sms
+        return 2 * waves / math.ceil(2 * waves - 1e-9)
+
+    def chain(self, chain: Chain, step: Composition, sms: int, aside: bool = False) -> float:
+        """aside: in a plan with side streams."""
+        took = sum(self.seconds(op, step, sms, aside) for op in chain.ops)
+        return took + self.nano_s if aside and took and not chain.is_network else took
+
+    def task(self, task: Task, step: Composition, sms: int) -> float:
+        return self.chain(task.chain, step, sms, aside=task.aside)
+
+    def sizes(self) -> tuple[int, ...]:
+        """All shares that some product or attention was timed on, of those that are offered."""
+        pairs = {sms for pair in self.profile.pairs for sms in (pair.first_sms, pair.second_sms)} - {
+            0
+        }  # copies hold none
+        bounded = {
+            sms
+            for name, known in self.known.items()
+            for sms in known
+            if name in ATTENTION or name in ("qkv", "up_gate", "down")
+        }
+        known, full = bounded | pairs, self.profile.total_sms
+        offered = known if self.few is None else {full, *self.few, *(full - few for few in self.few)}
+        return tuple(sorted(known & offered))
+
+    @property
+    def knows_waves(self) -> bool:
+        """Whether there may be SMs to offer that fill the waves of products: not where those to offer are
+        given.
+        """
+        return self.few is None and bool(self.products)
+
+    def filling(self, task: Task, step: Composition) -> tuple[int, ...]:
+        """SMs, between those that its product was timed on, on which a compute-bound task saves a part of a
+        wave over one fewer.
+        """
+        names, full = [op.name for op in task.chain.ops if op.name in self.products], self.profile.total_sms
+        known = [
+            sms
+            for sms in self.sizes()
+            if sms < full <= 2 * sms and all(sms in self.known.get(name, ()) for name in names)
+        ]
+        if not self.knows_waves or task.resource != "compute" or not names or not known:
+            return ()
+        within = range(known[0], known[-1] + 1)
+        took = [self.task(task, step, sms) for sms in within]
+        return tuple(
+            sms
+            for sms, before, now in zip(within[1:], took[:-1], took[1:], strict=True)
+            if now < before * (1 - _STEP)
+        )
+
+    def options(
+        self, task: Task, step: Composition, most: int, also: Collection[int] = ()
+    ) -> tuple[Option, ...]:
+        """The ways to run a task, of rising share and falling time; at most `most` beside the whole device.
+        also: SMs to offer beside those that were timed, between them.
+
+        A compute-bound task takes half of the device or more, others half of it at most, or all of it.
+        """
+        full, chain = self.profile.total_sms, task.chain
+        if chain.is_network:
+            first = next(op.name for op in chain.ops if op.kind == "network")
+            known = [sms for sms in self.known.get(first, ()) if sms < full] or [min(NETWORK_SMS, full)]
+            return tuple(Option(sms, self.chain(chain, step, sms)) for sms in known)
+        bounded = [op.name for op in chain.ops if op.kind in ("dense", "attention")]
+        sizes = [
+            sms for sms in self.sizes()
+            if all(sms in self.known.get(name, ()) for name in bounded)
+            and (2 * sms >= full if task.resource == "compute" else 2 * sms <= full)
+        ]  # fmt: skip
+        between = {sms for sms in also if sizes and sizes[0] < sms < sizes[-1]}
+        found = [Option(sms, self.task(task, step, sms)) for sms in sorted({*sizes, *between, full})]
+        if not found[-1].seconds:
+            return (Option(0, 0.0),)
+        if not most:
+            return (found[-1],)
+        kept = [
+            option
+            for i, option in enumerate(found)
+            if all(option.seconds < other.seconds for other in found[:i])
+        ]
+        return tuple(_spread(kept[:-1], most) + kept[-1:])
+
+
+def _spread(options: list[Option], most: int) -> list[Option]:
+    """At most `most` of them, evenly."""
+    if len(options) <= most:
+        return options
+    return [options[round(i * (len(options) - 1) / max(1, most - 1))] for i in range(most)]
+
+
+def product_shapes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
+    """[K, N] of the dense layer's products, on one of `tp` devices."""
+    heads, kv = config.num_heads // tp, max(1, config.num_kv_heads // tp)
+    up, d = config.intermediate_size // tp, config.hidden_size
+    return {
+        "qkv": (d, (heads + 2 * kv) * config.head_dim),
+        "out_proj": (heads * config.head_dim, d),
+        "up_gate": (d, up * (2 if config.gated_mlp else 1)),
+        "down": (up, d),
+    }

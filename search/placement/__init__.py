@@ -1,0 +1,1 @@
+"""FlexGen's search of a placement over device, host and disk (§4.3)."""

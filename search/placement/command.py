@@ -1,0 +1,204 @@
+"""Where to keep a model that does not fit the device: FlexGen's policy search over device, host and disk
+(§4.3).
+
+  python -m search placement --model opt-30b --gpu_mem 16 --cpu_mem 100 --disk 500 --output policy.json
+
+Prints the policy, what it is predicted to reach and what binds it, the bound by the link between host and
+device, and rivals: the paper's ablations, hand-made policies and each tier alone. `--output` gets the policy
+as JSON, `--front` latency against throughput over all blocks (JSON, and a PNG beside it).
+"""
+
+import math
+
+from absl import flags, logging
+
+from jaxflow.cli.output_files import check_outputs
+from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.flexgen.policy import Policy, Shares, save_policy
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from search.placement.cost import Prediction, predict
+from search.placement.front import front, pareto, save_front
+from search.placement.machine_curves import Machine, load_machine
+from search.placement.rivals import Row, rivals
+from search.placement.solver import (
+    GIGA,
+    GPU_BATCH_SIZES,
+    NUM_GPU_BATCHES,
+    TIERS,
+    Memory,
+    Options,
+    PlacementError,
+    candidates,
+    link_bound,
+    search,
+)
+from search.placement.workload import Workload, workload
+
+WIDTH = 96
+HOST_ATTENTION = {"auto": None, "on": True, "off": False}
+
+
+def define_flags() -> None:
+    define_workload_flags()
+    flags.DEFINE_string("output", None, "File for the policy.")
+    flags.DEFINE_string(
+        "front", None, "JSON file for latency against throughput; a picture, .png, is drawn beside it."
+    )
+
+
+def define_workload_flags() -> None:
+    """Of what is searched for: the model, the machine, their memories, the requests and the policies that may
+    be.
+    """
+    flags.DEFINE_string("model", "opt-30b", "A shipped config's name, a folder or a hub id.")
+    flags.DEFINE_string(
+        "machine",
+        "h200",
+        "Its constants: a file that `python -m search machine` wrote, or a shipped one's name.",
+    )
+    flags.DEFINE_float("gpu_mem", 16.0, "GB of the device that the run may use.", lower_bound=0.0)
+    flags.DEFINE_float("cpu_mem", 100.0, "GB of the host.", lower_bound=0.0)
+    flags.DEFINE_float("disk", 0.0, "GB of disk.", lower_bound=0.0)
+    flags.DEFINE_integer("prompt_tokens", 512, "Of each sequence, padded.", lower_bound=1)
+    flags.DEFINE_integer("output_tokens", 32, "Of each sequence.", lower_bound=1)
+    flags.DEFINE_enum(
+        "dtype",
+        "auto",
+        ["auto", "bfloat16", "float32"],
+        "What weights and activations of 16 bits are; auto: bfloat16.",
+    )
+    flags.DEFINE_integer("block_size", 64, "Tokens in a page of KV.", lower_bound=1)
+    flags.DEFINE_enum("weight_bits", "16", ["16", "4"], "4: groups of 64 with a scale and a minimum.")
+    flags.DEFINE_enum("kv_bits", "16", ["16", "4"], "As for weights; 4 excludes attention on the host.")
+    flags.DEFINE_enum(
+        "host_attention",
+        "auto",
+        sorted(HOST_ATTENTION),
+        "Whether a decode attends on the host to what is not on the device.",
+    )
+    flags.DEFINE_float("max_latency_s", math.inf, "Longest time of a block.")
+    flags.DEFINE_integer("percent_step", None, "Shares are multiples of so many percent; unset: any share.")
+    flags.DEFINE_list(
+        "gpu_batch_sizes", [str(size) for size in GPU_BATCH_SIZES], "Tried: sequences of a batch."
+    )
+    flags.DEFINE_list(
+        "num_gpu_batches", [str(number) for number in NUM_GPU_BATCHES], "Tried: batches of a block."
+    )
+
+
+def run() -> None:
+    """The command."""
+    f = flags.FLAGS
+    config = open_checkpoint(f.model, load_format="dummy").model_config
+    if f.prompt_tokens + f.output_tokens > config.max_position:
+        accepted = (
+            f"prompt_tokens + output_tokens of at most {config.max_position}, what {f.model} was made for"
+        )
+        raise ConfigError("prompt_tokens", f.prompt_tokens, accepted)
+    machine, work = load_machine(f.machine), workload_from_flags(f.model, config, f.dtype)
+    memory = Memory(*(getattr(f, tier) * GIGA for tier in TIERS))
+    options = options_from_flags()
+    check_outputs("output", "front")
+    if f.front and f.front.lower().endswith(".png"):
+        raise ConfigError("front", f.front, "a file for JSON: a picture, .png, is drawn beside it")
+    policy = search(work, machine, memory, options)
+    print(f" {f.model} on {machine.name}, {f.prompt_tokens} in / {f.output_tokens} out ".center(WIDTH, "="))
+    print(*describe(work, machine, memory, options, policy), sep="\n")
+    print(
+        "-" * WIDTH,
+        f"{'policy':20}{'batch':>9}{'weights':>13}{'KV':>13}{'activations':>14}{'s/block':>11}{'tok/s':>10}",
+        sep="\n",
+    )
+    print(*map(_line, rivals(work, machine, memory, options, policy)), sep="\n")
+    if f.output:
+        save_policy(policy, f.output)
+    if f.front:
+        found = candidates(work, machine, memory, options)
+        save_front(front(f.model, machine.name, found), f.front)
+        logging.info("%d blocks fit, %d are on the front", len(found), len(pareto(found)))
+
+
+def workload_from_flags(name: str, config: ModelConfig, dtype: str) -> Workload:
+    """What is asked of a model that runs in `dtype`."""
+    f = flags.FLAGS
+    wide_bytes = 4.0 if dtype == "float32" else 2.0
+    return workload(
+        name, config, f.prompt_tokens, f.output_tokens, wide_bytes=wide_bytes, page_size=f.block_size
+    )
+
+
+def options_from_flags() -> Options:
+    """Raises: PlacementError."""
+    f = flags.FLAGS
+    return Options(
+        weight_bits=int(f.weight_bits),
+        kv_bits=int(f.kv_bits),
+        host_attention=HOST_ATTENTION[f.host_attention],
+        max_latency_s=f.max_latency_s,
+        percent_step=f.percent_step,
+        gpu_batch_sizes=_numbers("gpu_batch_sizes"),
+        num_gpu_batches=_numbers("num_gpu_batches"),
+    )
+
+
+def describe(work: Workload, machine: Machine, memory: Memory, options: Options, policy: Policy) -> list[str]:
+    """Lines for a person."""
+    made = predict(work, machine, policy)
+    bound = link_bound(work, machine, memory, options)
+    lines = [
+        f"Block: {policy.num_gpu_batches} batches of {policy.gpu_batch_size} sequences; {_widths(policy)}"
+    ]
+    for name in ("weights", "kv", "activations"):
+        shares = getattr(policy, name)
+        lines.append(
+            f"{name:12} device {shares.device:6.2f} %   host {shares.host:6.2f} %   disk {shares.disk:6.2f} %"
+        )
+    lines.append(f"Predicted: {made.tokens_per_s:.2f} generated tokens/s, a block in {made.latency_s:.1f} s")
+    lines.append(f"Binding: {_binding(made)}; full: {_full(memory, made)}")
+    lines.append(
+        f"Bound by the link's bandwidth: {made.link_tokens_per_s:.2f} tokens/s for this policy, {bound:.2f} for any; "
+        f"busy {made.link_s / made.latency_s:.0%} of the time"
+    )
+    return lines
+
+
+def _binding(made: Prediction) -> str:
+    terms = zip(("prefill", "decode"), made.binding, (made.prefill, made.decode), strict=True)
+    return ", ".join(
+        f"{phase} by {term} ({1e3 * found[term]:.2f} ms a layer)" for phase, term, found in terms
+    )
+
+
+def _full(memory: Memory, made: Prediction) -> str:
+    used = zip(TIERS, made.memory_bytes, memory, strict=True)
+    return (
+        ", ".join(tier for tier, bytes_used, capacity in used if capacity and bytes_used > 0.999 * capacity)
+        or "no memory"
+    )
+
+
+def _widths(policy: Policy) -> str:
+    where = "host, to what is there" if policy.host_attention else "device"
+    return f"weights of {policy.weight_bits} bits, KV of {policy.kv_bits}; a decode attends on the {where}"
+
+
+def _line(row: Row) -> str:
+    if row.policy is None or row.prediction is None:
+        return f"{row.name:20}{'does not fit':>9}"
+    batch = f"{row.policy.gpu_batch_size}x{row.policy.num_gpu_batches}"
+    cells = [_short(shares) for shares in (row.policy.weights, row.policy.kv, row.policy.activations)]
+    figures = f"{row.prediction.latency_s:>11.1f}{row.prediction.tokens_per_s:>10.2f}"
+    return f"{row.name:20}{batch:>9}{cells[0]:>13}{cells[1]:>13}{cells[2]:>14}{figures}"
+
+
+def _short(shares: Shares) -> str:
+    return "/".join(f"{share:.0f}" for share in shares)
+
+
+def _numbers(flag: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in getattr(flags.FLAGS, flag))
+    except ValueError as error:
+        raise PlacementError(
+            f"{flag}={','.join(getattr(flags.FLAGS, flag))}: numbers between commas"
+        ) from error

@@ -1,0 +1,287 @@
+"""FlexGen's cost model (§4.3, A.3): seconds of a layer for a block, and the bytes that each tier must hold,
+for any policy.
+
+Every term is linear in the nine shares, and the same code gives numbers for a policy and expressions for the
+linear program. It is written for any family through `jaxflow.model.graph`. Where it departs from the paper's
+text:
+
+- the host's attention is a sixth term beside the device's compute, since they overlap (the paper adds the
+  two);
+- KV of new tokens crosses to its home, and with host attention queries and outputs cross too (the paper
+  leaves both out);
+- without host attention, KV that is not on the device crosses each step;
+- attention keeps no matrix of scores on the device, pinned weights need no second copy on the host, and the
+  embedding and head stay on the device;
+- a batch at a layer takes the driver some time in which the device waits, so that small batches are not free;
+- a product takes at least as long as reading its weights; 4-bit tensors are unpacked before use, by the
+  device's memory, for each batch;
+- where the runtime keeps KV in pages, whole pages cross, with room for all tokens of a sequence and beyond a
+  window too;
+- where the device is the host itself, what both compute and copy takes turns: these terms add up.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxflow.flexgen.policy import Policy
+from search.placement.machine_curves import Machine
+from search.placement.workload import BYTES, Crossing, Workload
+
+TERMS = (
+    "host to device",
+    "device to host",
+    "disk to host",
+    "host to disk",
+    "device compute",
+    "host attention",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a policy fixes before its shares are found."""
+
+    gpu_batch_size: int
+    num_gpu_batches: int
+    weight_bits: int = 16
+    kv_bits: int = 16
+    host_attention: bool = False
+
+    @property
+    def block_size(self) -> int:
+        return self.gpu_batch_size * self.num_gpu_batches
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """The nine shares, 0 to 1, device, host and disk: numbers, or variables of a program."""
+
+    weights: Sequence[Any]
+    kv: Sequence[Any]
+    activations: Sequence[Any]
+
+
+def _kinds(placed: Placed) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    return placed.weights, placed.kv, placed.activations
+
+
+def split(policy: Policy) -> tuple[Choice, Placed]:
+    """A policy's two halves."""
+    choice = Choice(
+        policy.gpu_batch_size,
+        policy.num_gpu_batches,
+        policy.weight_bits,
+        policy.kv_bits,
+        policy.host_attention,
+    )
+    shares = ([share / 100 for share in kind] for kind in (policy.weights, policy.kv, policy.activations))
+    return choice, Placed(*shares)
+
+
+def prefill_terms(work: Workload, machine: Machine, choice: Choice, placed: Placed) -> dict[str, Any]:
+    """T_pre's terms: seconds of one layer for the prompts of a block, by `TERMS`."""
+    tokens = choice.gpu_batch_size * work.prompt_tokens
+    pairs = 4 * work.query * work.prompt_pairs * choice.gpu_batch_size
+    packed = _unpack_kv(
+        work, machine, choice, choice.gpu_batch_size * work.keys(work.prompt_tokens) * work.kv
+    )
+    device = _products(work, machine, choice, tokens) + choice.num_gpu_batches * (
+        machine.device_attention.seconds(pairs) + packed
+    )
+    return _terms(
+        work, machine, choice, placed, tokens, device, 0.0, read=Crossing(0.0, 0.0), written=work.made
+    )
+
+
+def decode_terms(work: Workload, machine: Machine, choice: Choice, placed: Placed) -> dict[str, Any]:
+    """T_gen's terms: seconds of one layer for one token of each of a block's sequences, averaged over the
+    output.
+    """
+    size, batches = choice.gpu_batch_size, choice.num_gpu_batches
+    cached = size * work.mean_keys * work.kv
+    attention = max(
+        machine.device_attention.seconds(4 * work.query * work.mean_keys * size),
+        machine.device_memory.seconds(cached * work.bytes_of(choice.kv_bits)),
+    ) + _unpack_kv(work, machine, choice, cached)
+    at_home = placed.kv[0] if choice.host_attention else 1.0  # attended to on the device
+    device = _products(work, machine, choice, size) + batches * attention * at_home
+    host = (
+        machine.host_attention.seconds(cached * work.wide_bytes) * batches * (1 - placed.kv[0])
+        if choice.host_attention
+        else 0.0
+    )
+    return _terms(
+        work, machine, choice, placed, size, device, host, read=work.read, written=Crossing(1.0, 1.0)
+    )
+
+
+def ends_s(work: Workload, machine: Machine, choice: Choice) -> float:
+    """Seconds of the head for one token of each of a block's sequences."""
+    elements = work.vocabulary * work.hidden
+    product = machine.device_products.seconds(2 * elements * choice.gpu_batch_size)
+    return choice.num_gpu_batches * max(product, machine.device_memory.seconds(elements * work.wide_bytes))
+
+
+def _terms(
+    work: Workload,
+    machine: Machine,
+    choice: Choice,
+    placed: Placed,
+    tokens: float,
+    device: Any,
+    host: Any,
+    *,
+    read: Crossing,
+    written: Crossing,
+) -> dict[str, Any]:
+    """The I/O of a layer, by `TERMS`, for batches of `tokens`. read, written: keys of a sequence."""
+    weights, batches = work.weights * work.bytes_of(choice.weight_bits), choice.num_gpu_batches
+    activation, kv = (
+        tokens * work.hidden * work.wide_bytes,
+        choice.gpu_batch_size * work.kv * work.bytes_of(choice.kv_bits),
+    )
+    on_host = choice.host_attention and read.link > 0
+    crossing = tokens * work.query * work.wide_bytes if on_host else 0.0  # queries one way, outputs the other
+    away_w, away_c, away_h = (1 - kind[0] for kind in _kinds(placed))
+    disk_w, disk_c, disk_h = (kind[2] for kind in _kinds(placed))
+    down, up, load, store = (
+        machine.host_to_device,
+        machine.device_to_host,
+        machine.disk_to_host,
+        machine.host_to_disk,
+    )
+    loaded = down.seconds(crossing) if on_host else down.seconds(read.link * kv)
+    return dict(zip(TERMS, (
+        down.seconds(weights) * away_w + batches * (loaded * away_c + down.seconds(activation) * away_h),
+        batches * ((up.seconds(written.link * kv) + up.seconds(crossing)) * away_c + up.seconds(activation) * away_h),
+        load.seconds(weights) * disk_w + batches * (load.seconds(read.disk * kv) * disk_c + load.seconds(activation) * disk_h),
+        batches * (store.seconds(written.disk * kv) * disk_c + store.seconds(activation) * disk_h),
+        device,
+        host,
+    ), strict=True))  # fmt: skip
+
+
+def _products(work: Workload, machine: Machine, choice: Choice, tokens: float) -> float:
+    """Of a layer for all batches of a block, `tokens` each, and of their issue; 4-bit weights are unpacked by
+    each batch's program.
+    """
+    product = max(
+        machine.device_products.seconds(work.linear_flops * tokens),
+        machine.device_memory.seconds(work.weights * work.wide_bytes),
+    )
+    unpacked = (
+        machine.device_memory.seconds(work.weights * (BYTES[4] + work.wide_bytes))
+        if choice.weight_bits == 4
+        else 0.0
+    )
+    return choice.num_gpu_batches * (machine.square_s + product + unpacked)
+
+
+def _unpack_kv(work: Workload, machine: Machine, choice: Choice, elements: float) -> float:
+    """Between 4 bits and 16, either way."""
+    return (
+        machine.device_memory.seconds(elements * (BYTES[4] + work.wide_bytes)) if choice.kv_bits == 4 else 0.0
+    )
+
+
+def resources(machine: Machine, terms: dict[str, Any]) -> list[Any]:
+    """What takes the time of a layer that its verbs overlap in: the longest of these, seconds of what is in
+    use at the same time.
+    """
+    if not machine.one_processor:
+        return list(terms.values())
+    disk = ("disk to host", "host to disk")
+    return [sum(term for name, term in terms.items() if name not in disk), *(terms[name] for name in disk)]
+
+
+def memory_bytes(work: Workload, choice: Choice, placed: Placed) -> tuple[Any, Any, Any]:
+    """Peak bytes on device, host and disk: what lives there, and the double buffers of what passes through.
+
+    The peak is over prefill and decode: activations are the prompts', KV that of the finished sequences.
+    """
+    size, block, layers = choice.gpu_batch_size, choice.block_size, work.layers
+    weights, kv = work.weights * work.bytes_of(choice.weight_bits), work.kv * work.bytes_of(choice.kv_bits)
+    activation = work.prompt_tokens * work.hidden * work.wide_bytes
+    totals = layers * weights, layers * block * work.kept_keys * kv, block * activation
+    homes = [
+        sum(total * kind[tier] for total, kind in zip(totals, _kinds(placed), strict=True))
+        for tier in range(3)
+    ]
+    away_w, away_c, away_h = (1 - kind[0] for kind in _kinds(placed))
+    passing = (
+        work.made.link if choice.host_attention else work.kept_keys
+    )  # KV of a batch that the device ever holds
+    working = (
+        size * work.prompt_tokens * work.widest * work.wide_bytes
+        + size * work.vocabulary * 4.0
+        + work.ends * work.wide_bytes
+    )
+    working += work.weights * work.wide_bytes if choice.weight_bits == 4 else 0.0
+    working += size * work.kept_keys * work.kv * work.wide_bytes if choice.kv_bits == 4 else 0.0
+    device = (
+        homes[0]
+        + working
+        + 2 * (weights * away_w + size * passing * kv * away_c + size * activation * away_h)
+    )
+    staged = (
+        weights * placed.weights[2]
+        + size * work.kept_keys * kv * placed.kv[2]
+        + size * activation * placed.activations[2]
+    )
+    scores = (
+        size * (work.heads * work.last_keys * 4.0 + 2 * work.query * work.wide_bytes) * away_c
+        if choice.host_attention
+        else 0.0
+    )
+    return device, homes[1] + 2 * staged + scores, homes[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a policy takes. `prefill`, `decode`: seconds of each term for a layer; `link_s`: the busier
+    direction's, of a whole block.
+    """
+
+    latency_s: float
+    prefill_s: float  # of it
+    tokens_per_s: float
+    prefill: dict[str, float]
+    decode: dict[str, float]
+    memory_bytes: tuple[float, float, float]
+    link_s: float
+
+    @property
+    def binding(self) -> tuple[str, str]:
+        """The term that decides in prefill, and in decode."""
+        return max(self.prefill, key=self.prefill.__getitem__), max(self.decode, key=self.decode.__getitem__)
+
+    @property
+    def link_tokens_per_s(self) -> float:
+        """If nothing but this policy's traffic between host and device took time."""
+        return self.tokens_per_s * self.latency_s / self.link_s if self.link_s else float("inf")
+
+
+def predict(work: Workload, machine: Machine, policy: Policy, *, overlap: bool = True) -> Prediction:
+    """T = T_pre l + T_gen (n - 1) l, and the head of n tokens; without overlap a layer takes the sum of its
+    terms.
+    """
+    choice, placed = split(policy)
+    prefill, decode = (
+        prefill_terms(work, machine, choice, placed),
+        decode_terms(work, machine, choice, placed),
+    )
+    layers, steps = work.layers, work.output_tokens - 1
+    ends = ends_s(work, machine, choice)
+    one_prompt, one_token = (
+        max(resources(machine, terms)) if overlap else sum(terms.values()) for terms in (prefill, decode)
+    )
+    prompts = layers * one_prompt + ends
+    latency = prompts + steps * (layers * one_token + ends)
+    tokens = choice.block_size * work.output_tokens
+    link = layers * (
+        max(prefill[term] for term in TERMS[:2]) + steps * max(decode[term] for term in TERMS[:2])
+    )
+    return Prediction(
+        latency, prompts, tokens / latency, prefill, decode, memory_bytes(work, choice, placed), link
+    )

@@ -1,0 +1,237 @@
+"""Measures a machine for the placement search: links and disk, products, attention on device and host; fits
+its constants.
+
+  python -m search machine --name here --disk_dir /scratch --output here.json
+  python -m search machine --points there.json; python -m search machine --measured there.json --output
+  there.json python -m search machine --runs runs.json --output here.json
+
+Times each curve of `search.placement.machine_curves` at several sizes, the best of a few runs each, on random data that
+no cache holds. The device is JAX's; on CPU it is the host itself, and its link a copy. Files are read after
+their pages were dropped from the cache.
+"""
+
+import functools
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from absl import flags, logging
+from jax.sharding import SingleDeviceSharding
+
+from jaxflow.cli.output_files import check_outputs
+from jaxflow.config import ConfigError, Layer, ModelConfig
+from jaxflow.flexgen.host_attention import HostAttention
+from search.placement.machine_curves import (
+    CURVES,
+    Machine,
+    Measured,
+    Point,
+    errors,
+    fit_machine,
+    load_measured,
+    save_machine,
+)
+from search.placement.machine_runs import Runs, fit_runs, load_runs, run_errors
+
+MEGA = 1 << 20
+_HEADS, _HEAD_DIM, _KEYS, _PAGE = 32, 128, 512, 64
+_TRAIN = 4
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("name", "here", "What the machine is called.")
+    flags.DEFINE_string("disk_dir", ".", "A folder on the disk that tensors would go to.")
+    flags.DEFINE_integer("largest_mb", 256, "Largest transfer.", lower_bound=1)
+    flags.DEFINE_enum(
+        "dtype",
+        "auto",
+        ["auto", "bfloat16", "float32"],
+        "Of what is multiplied and attended to; auto: as models run here.",
+    )
+    flags.DEFINE_integer("repeats", 5, "Runs of each size; the best counts.", lower_bound=1)
+    flags.DEFINE_string("output", None, "File for the constants.")
+    flags.DEFINE_string("points", None, "File for what was measured; without --output nothing is fitted.")
+    flags.DEFINE_string("measured", None, "Measures nothing: fits what another machine wrote as --points.")
+    flags.DEFINE_string(
+        "runs",
+        None,
+        (
+            "Measures nothing: corrects a machine by the latencies of whole blocks, a file of "
+            "search.placement.machine_runs."
+        ),
+    )
+
+
+def run() -> None:
+    """The command."""
+    f = flags.FLAGS
+    check_outputs("output", "points")
+    if f.runs:
+        _correct(load_runs(f.runs), f.output)
+        return
+    if f.measured:
+        _fit(load_measured(f.measured), f.output)
+        return
+    if not os.path.isdir(f.disk_dir):
+        raise ConfigError("disk_dir", f.disk_dir, "a folder that exists")
+    measured = measure(f.name, Path(f.disk_dir), largest_mb=f.largest_mb, repeats=f.repeats, dtype=f.dtype)
+    if f.points:
+        Path(f.points).write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=1) + b"\n")
+    if f.output or not f.points:
+        _fit(measured, f.output)
+
+
+def _fit(measured: Measured, output: str | None) -> None:
+    """Fits, and shows how far each curve is from its points."""
+    machine = fit_machine(measured)
+    off = errors(measured, machine)
+    print(f"{'curve':20}{'fixed (us)':>12}{'G units/s':>12}{'error':>8}")
+    for name in CURVES:
+        print(f"{_line(name, machine)}{off[name]:>8.1%}")
+    if output:
+        save_machine(machine, output)
+
+
+def _correct(runs: Runs, output: str | None) -> None:
+    """Fits, and shows what each run took beside what is now said of it."""
+    machine = fit_runs(runs)
+    print(
+        *(_line(name, machine) for name in CURVES),
+        f"{'square_s':20}{1e6 * machine.square_s:>12.1f}",
+        sep="\n",
+    )
+    print(f"{'model':12}{'batch':>9}{'weights':>14}{'KV':>14}{'measured (s)':>14}{'error':>8}")
+    for run, error in zip(runs.runs, run_errors(machine, runs.runs), strict=True):
+        policy = run.policy
+        shares = ["/".join(f"{share:.0f}" for share in kind) for kind in (policy.weights, policy.kv)]
+        batch = f"{policy.gpu_batch_size}x{policy.num_gpu_batches}"
+        print(f"{policy.model:12}{batch:>9}{shares[0]:>14}{shares[1]:>14}{run.latency_s:>14.1f}{error:>8.1%}")
+    if output:
+        save_machine(machine, output)
+
+
+def _line(name: str, machine: Machine) -> str:
+    curve = getattr(machine, name)
+    return f"{name:20}{1e6 * curve.fixed_s:>12.1f}{curve.units_per_s / 1e9:>12.2f}"
+
+
+def measure(
+    name: str, disk_dir: Path, *, largest_mb: int = 256, repeats: int = 5, dtype: str = "auto"
+) -> Measured:
+    """Every curve at sizes that grow by fours up to the largest."""
+    device = jax.devices()[0]
+    sizes = [largest_mb * MEGA >> shift for shift in (6, 4, 2, 0)]
+    points: dict[str, list[Point]] = {curve: [] for curve in CURVES}
+
+    def add(curve: str, units: float, works: Sequence[Callable[[], Any]], train: int = _TRAIN) -> None:
+        points[curve].append(Point(float(units), _best(works, repeats, train)))
+        logging.info("%s: %.3g in %.3g s", curve, units, points[curve][-1].seconds)
+
+    on_cpu = device.platform == "cpu"
+    wide = jnp.dtype(("float32" if on_cpu else "bfloat16") if dtype == "auto" else dtype)
+    width = 1024 if on_cpu else 4096
+    here, away = SingleDeviceSharding(device), SingleDeviceSharding(device, memory_kind="pinned_host")
+    product = jax.jit(functools.partial(jnp.einsum, "tk,nk->tn"))
+    pool = np.random.default_rng(0).integers(0, 256, 2 * sizes[-1], np.uint8)
+    for size in sizes:
+        chunks = np.split(pool, 2 * sizes[-1] // size)[: repeats + 1]
+        on_device = [jax.device_put(chunk, here) for chunk in chunks]
+        on_host = [jax.device_put(x, away) for x in on_device]
+        add("host_to_device", size, [functools.partial(jax.device_put, x, here) for x in on_host])
+        add("device_to_host", size, [functools.partial(jax.device_put, x, away) for x in on_device])
+        del on_device, on_host
+        # Memory as it is mostly read: the weights of a product of few rows.
+        few, tall = _random(0, (8, width), wide), size // (wide.itemsize * width)
+        weights = [_random(i, (tall, width), wide) for i in range(2)]
+        add("device_memory", weights[0].nbytes, [functools.partial(product, few, w) for w in weights])
+    with tempfile.TemporaryDirectory(dir=disk_dir) as folder:
+        for size in sizes:
+            path = Path(folder) / "tensor"
+            data = np.random.default_rng(size).bytes(size)
+            add("host_to_disk", size, [functools.partial(_write, path, data)], 1)
+            add("disk_to_host", size, [functools.partial(_read, path)], 1)
+    for rows in (width // 16, width // 4, width, 2 * width):
+        x, w = (_random(rows, shape, wide) for shape in ((rows, width), (width, width)))
+        add("device_products", 2 * rows * width * width, [functools.partial(product, x, w)])
+    for tokens in (64, 128, 256, 512):
+        q, k, v = (_random(seed, (1, tokens, _HEADS, _HEAD_DIM), wide) for seed in range(3))
+        add(
+            "device_attention",
+            4 * _HEADS * _HEAD_DIM * tokens * tokens,
+            [functools.partial(_prompt_attention, q, k, v)],
+        )
+    points["host_attention"] = host_attention_points(largest_mb, repeats, wide)
+    method = (
+        f"best of {repeats} runs, JAX {jax.__version__}, {wide} on {device.device_kind}, "
+        f"{os.cpu_count()} host cores"
+    )
+    return Measured(name=name, method=method, points=points, one_processor=on_cpu)
+
+
+def host_attention_points(largest_mb: int, repeats: int, dtype: Any) -> list[Point]:
+    """Seconds of the host's attention to so many bytes of KV, which no cache holds, as a decode has it: a
+    sequence a row, pages of 64.
+    """
+    config = _attention_config()
+    points: list[Point] = []
+    most = max(2, min(32, largest_mb * MEGA // (4 * _KEYS * _HEADS * _HEAD_DIM)))
+    for sequences in sorted({max(1, most >> shift) for shift in (3, 2, 1, 0)}):
+        attention = HostAttention(config, sequences)
+        q = np.asarray(_random(0, (sequences, _HEADS, _HEAD_DIM), dtype))
+        pages = (sequences * _KEYS // _PAGE, _HEADS, _PAGE, _HEAD_DIM)
+        once = [np.asarray(_random(i, (_KEYS // _PAGE, *pages[1:]), dtype)) for i in range(2)]
+        caches = [[np.tile(a, (sequences, 1, 1, 1)) for a in once] for _ in range(min(repeats, 2))]
+        rest = np.full(sequences, _KEYS, np.int32), np.empty_like(q)
+        works = [functools.partial(attention, config.layers[0], q, *cache, *rest) for cache in caches]
+        points.append(Point(float(sum(a.nbytes for a in caches[0])), _best(works, repeats, 1)))
+        logging.info("host_attention: %.3g in %.3g s", points[-1].units, points[-1].seconds)
+        attention.close()
+    return points
+
+
+def _random(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+@jax.jit
+def _prompt_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def _attention_config() -> ModelConfig:
+    """What the runtime's attention on the host reads of a model."""
+    return ModelConfig("", 0, 0, _HEADS, _HEADS, _HEAD_DIM, 0, (Layer(),), _KEYS)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """To the disk itself, not to the cache of its pages."""
+    with path.open("wb") as file:
+        file.write(data)
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return file.read()
+
+
+def _best(works: Sequence[Callable[[], Any]], repeats: int, train: int) -> float:
+    """Seconds of each of some runs, which take turns, in the fastest train, after one that warms up.
+
+    train: how many are issued one behind the other, as the runtime's are, before the last is waited for.
+    """
+    jax.block_until_ready(works[0]())
+    found = []
+    for run in range(1, repeats + 1):
+        start = time.perf_counter()
+        jax.block_until_ready([works[(run * train + i) % len(works)]() for i in range(train)])
+        found.append((time.perf_counter() - start) / train)
+    return min(found)

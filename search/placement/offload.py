@@ -1,0 +1,273 @@
+"""Runs policies: the one found beside its rivals and each tier alone, in one process, each measured against
+what is predicted of it.
+
+  python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 --output_json runs.json
+  python -m search offload --model opt-30b --machine h200 --gpu_mem 16 --cpu_mem 100 --policies a.json,b.json
+  --output_json runs.json python -m search offload --model opt-125m --machine here.json --gpu_mem 0.5
+  --cpu_mem 2 --disk 2 --disk_path /scratch
+
+The policy is searched for this machine and these memories, and for less of them where the account of bytes,
+which knows what the compiled programs take, asks for more than a tier has. It is the time of whole blocks of
+random prompts that counts, after a batch that warms up. `--runs_json` gets the same runs as `python -m search
+machine --runs` reads them, to correct the machine by.
+"""
+
+import dataclasses
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+from absl import flags, logging
+
+from jaxflow.cli.output_files import check_outputs
+from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.engine.start import resolve
+from jaxflow.flexgen.accounting import DoesNotFit
+from jaxflow.flexgen.config import OffloadConfig
+from jaxflow.flexgen.link_speed import Link, measure_link
+from jaxflow.flexgen.policy import TIERS, Policy, PolicyError, load_policy
+from jaxflow.flexgen.process import prepare
+from jaxflow.flexgen.report import report
+from jaxflow.flexgen.runtime import Runtime
+from jaxflow.flexgen.start import start
+from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from jaxflow.request import Request, SamplingParams
+from search.placement import command as placement
+from search.placement.cost import predict
+from search.placement.machine_curves import Machine, load_machine
+from search.placement.machine_runs import Run, Runs
+from search.placement.offload_rivals import Room, chosen, policy_named
+from search.placement.solver import GIGA, Memory, Options, PlacementError
+from search.placement.workload import Workload
+
+SCHEMA_VERSION = 1
+PAPER_TOKENS_PER_S = {"opt-30b": {16: 7.32, 4: 8.70}}  # FlexGen Table 2, 512 in, 32 out, on a T4 of 16 GB
+_TRIES = 6
+_WIDTH = 110
+
+
+def define_flags() -> None:
+    placement.define_workload_flags()
+    flags.DEFINE_enum("load_format", "dummy", ["auto", "dummy"], "dummy: random weights.")
+    flags.DEFINE_string("disk_path", None, "A folder for what lives on disk.")
+    flags.DEFINE_list(
+        "policies",
+        None,
+        "Files of policies that are run as they are, instead of searched ones: this needs no solver.",
+    )
+    flags.DEFINE_list("only", None, "Which of the rivals run, by name; default: all that fit.")
+    flags.DEFINE_integer("blocks", 1, "Blocks that are timed of each policy.", lower_bound=1)
+    flags.DEFINE_integer(
+        "link_mb", 256, "Size of the transfers that the link is measured with.", lower_bound=1
+    )
+    flags.DEFINE_string("output_json", None, "File for what was measured.")
+    flags.DEFINE_string("runs_json", None, "File for the runs, as search.placement.machine_runs reads them.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What all runs share."""
+
+    work: Workload
+    machine: Machine
+    memory: Memory
+    engine: EngineConfig
+    checkpoint: Checkpoint
+    link: Link
+
+    def config(self, policy: Policy, **settings: Any) -> OffloadConfig:
+        """A policy under this bench's limits."""
+        names = ("gpu_memory_limit", "host_memory_limit", "disk_limit")
+        limits = dict(zip(names, (capacity / GIGA or None for capacity in self.memory), strict=True))
+        return OffloadConfig(policy, disk_path=flags.FLAGS.disk_path, **limits, **settings)
+
+
+def run() -> None:
+    """The command. Raises: ConfigError, PolicyError, PlacementError where nothing fits."""
+    f = flags.FLAGS
+    check_outputs("output_json", "runs_json")
+    if f.policies and f.only:
+        raise ConfigError(
+            "only", ",".join(f.only), "unset with policies: all of those are run, and no rivals"
+        )
+    names = chosen(f.only)
+    memory = Memory(*(getattr(f, tier) * GIGA for tier in placement.TIERS))
+    engine = EngineConfig(model=f.model, load_format=f.load_format, dtype=f.dtype, block_size=f.block_size)
+    prepare(
+        OffloadConfig(_smallest(f.model), gpu_memory_limit=f.gpu_mem, host_memory_limit=f.cpu_mem), engine
+    )
+    checkpoint = open_checkpoint(f.model, load_format=f.load_format)
+    machine = load_machine(f.machine)
+    work = placement.workload_from_flags(
+        checkpoint.name, checkpoint.model_config, resolve(engine, checkpoint.model_config).dtype
+    )
+    bench = Bench(work, machine, memory, engine, checkpoint, measure_link(jax.devices()[0], f.link_mb))
+    rows: list[dict[str, Any]] = []
+    for row in (
+        _given(bench, f.policies) if f.policies else _searched(bench, placement.options_from_flags(), names)
+    ):
+        rows.append(row)
+        print(_line(row), flush=True)
+        _save(bench, rows)  # after each: a run that is cut off has told what it did
+    if not rows:
+        have = ", ".join(f"{tier}={getattr(f, tier):g}" for tier in placement.TIERS)
+        raise PlacementError(
+            f"no policy of {', '.join(names)} fits {have} (GB): more memory, or other batches"
+        )
+
+
+def _save(bench: Bench, rows: list[dict[str, Any]]) -> None:
+    f = flags.FLAGS
+    result = {
+        "schema_version": SCHEMA_VERSION,
+        "command_name": "search offload",
+        "model": bench.checkpoint.name,
+        "machine": bench.machine.name,
+        "device": jax.devices()[0].device_kind,
+        "host_cores": os.cpu_count(),
+        "memory_gb": dict(zip(TIERS, (capacity / GIGA for capacity in bench.memory), strict=True)),
+        "rows": rows,
+    }
+    if f.output_json:
+        Path(f.output_json).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    if f.runs_json:
+        runs = tuple(
+            Run(
+                msgspec.convert(row["policy"], Policy),
+                row["block_latency_s"][0],
+                bench.work.wide_bytes,
+                bench.work.page_size,
+            )
+            for row in rows
+            if row.get("overlap")
+        )
+        made = Runs(method=f"whole blocks on {result['device']}", start=bench.machine, runs=runs)
+        Path(f.runs_json).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n")
+
+
+def _given(bench: Bench, files: list[str]) -> Iterator[dict[str, Any]]:
+    """Runs policies as they are, of the bench's model and lengths. One that cannot be is a row that says why;
+    the next is run.
+    """
+    policies = {Path(file).stem: load_policy(file, model=bench.work.model) for file in files}
+    for name, policy in policies.items():
+        asked = bench.work.prompt_tokens, bench.work.output_tokens
+        if (policy.prompt_tokens, policy.output_tokens) != asked:
+            raise PolicyError(
+                f"{name}: a policy for {policy.prompt_tokens} + {policy.output_tokens} tokens, "
+                f"{asked[0]} + {asked[1]} are run"
+            )
+    for name, policy in policies.items():
+        try:
+            row = _run(bench, name, policy)
+        except (
+            ConfigError,
+            jax.errors.JaxRuntimeError,
+        ) as error:  # too little of some memory, which the next may need less of
+            row = {"name": name, "policy": msgspec.to_builtins(policy), "failed": str(error)}
+        gc.collect()
+        yield row
+
+
+def _searched(bench: Bench, options: Options, names: list[str]) -> Iterator[dict[str, Any]]:
+    for name in names:
+        row = _run_named(bench, options, name)
+        if row is not None:
+            yield row
+
+
+def _run_named(bench: Bench, options: Options, name: str) -> dict[str, Any] | None:
+    """A rival's best policy that really fits, run; None where there is none."""
+    room = Room(bench.memory, dict.fromkeys(TIERS, 0.0))
+    overlap, schedule = name != "no overlap", "row" if name == "row by row" else "zigzag"
+    for _ in range(_TRIES):
+        policy = policy_named(name, bench.work, bench.machine, room, options)
+        if policy is None:
+            logging.info("%s does not fit", name)
+            return None
+        predicted = predict(bench.work, bench.machine, policy, overlap=overlap)
+        try:
+            return _run(bench, name, policy, overlap=overlap, schedule=schedule)
+        except DoesNotFit as error:
+            room.learn(error, policy, predicted.memory_bytes[TIERS.index(error.tier)])
+            logging.info(
+                "%s of batches of %d: %s needs %.3f GB",
+                name,
+                policy.gpu_batch_size,
+                error.tier,
+                error.needed_bytes / GIGA,
+            )
+        finally:
+            gc.collect()
+    logging.warning("%s: no policy was found that fits in %d tries", name, _TRIES)
+    return None
+
+
+def _run(bench: Bench, name: str, policy: Policy, **settings: Any) -> dict[str, Any]:
+    """A policy's blocks, beside what is predicted of them."""
+    predicted = predict(bench.work, bench.machine, policy, overlap=settings.get("overlap", True))
+    with start(bench.config(policy, **settings), bench.engine, bench.checkpoint, progress=False) as runtime:
+        return _measured(name, runtime, predicted, bench.link)
+
+
+def _measured(name: str, runtime: Runtime, predicted: Any, link: Link) -> dict[str, Any]:
+    """Blocks of random prompts of the policy's length."""
+    policy, vocabulary = runtime.policy, runtime.geometry.config.vocab_size
+    sampling = SamplingParams(temperature=0.0, max_tokens=policy.output_tokens, ignore_eos=True, seed=0)
+    for block in range(flags.FLAGS.blocks):
+        ids = [
+            [(block + 7 * i + 31 * j) % vocabulary for j in range(policy.prompt_tokens)]
+            for i in range(policy.block_size)
+        ]
+        for _ in runtime.generate(
+            [Request(f"{block}-{i}", prompt, sampling) for i, prompt in enumerate(ids)]
+        ):
+            pass
+    result = report(runtime, link)
+    error = predicted.latency_s * flags.FLAGS.blocks / result["latency_s"] - 1
+    about = {
+        "latency_s": predicted.latency_s,
+        "prefill_s": predicted.prefill_s,
+        "tokens_per_s": predicted.tokens_per_s,
+        "latency_error": error,
+        "seconds_a_layer": {"prefill": predicted.prefill, "decode": predicted.decode},
+        "memory_bytes": predicted.memory_bytes,
+    }
+    paper = PAPER_TOKENS_PER_S.get(policy.model, {}).get(policy.weight_bits)
+    return {"name": name, "predicted": about, "paper_tokens_per_s": paper} | result
+
+
+def _smallest(model: str) -> Policy:
+    """A policy that says nothing: the process is prepared before one is searched."""
+    from jaxflow.flexgen.policy import Shares
+
+    device = Shares(device=100.0)
+    return Policy(
+        model=model,
+        prompt_tokens=1,
+        output_tokens=1,
+        gpu_batch_size=1,
+        num_gpu_batches=1,
+        weights=device,
+        kv=device,
+        activations=device,
+    )
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"{row['name']:20} failed: {row['failed'].partition(chr(10))[0]}"
+    policy = row["policy"]
+    shares = " ".join(
+        "/".join(f"{policy[kind][tier]:.0f}" for tier in TIERS) for kind in ("weights", "kv", "activations")
+    )
+    block = f"{policy['gpu_batch_size']}x{policy['num_gpu_batches']}"
+    predicted = row["predicted"]
+    return (
+        f"{row['name']:20}{block:>8} {shares:34}{row['tokens_per_s']:>10.2f} tok/s, predicted {predicted['tokens_per_s']:>9.2f} "
+        f"({predicted['latency_error']:+.0%} latency), link busy {row['link']['busy_share']:.0%}"
+    )

@@ -1,0 +1,321 @@
+"""Finds the placement with the highest throughput: a linear program over nine shares (FlexGen Eq. 1) for each
+block and batch size.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+try:
+    import mip
+except ImportError:  # a machine that only runs policies has no solver
+    mip: Any = None
+
+from jaxflow.flexgen.policy import Policy, Shares
+from search.placement.cost import Choice, Placed, decode_terms, ends_s, memory_bytes, prefill_terms, resources
+from search.placement.machine_curves import CURVES, Curve, Machine
+from search.placement.workload import Workload
+
+GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
+NUM_GPU_BATCHES = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    10,
+    12,
+    16,
+    20,
+)  # "bls is less than 20" batches, with the paper's own 16 x 20
+TIERS = ("gpu_mem", "cpu_mem", "disk")
+GIGA = 1e9
+_CORNER = Placed((0.0, 0.0, 1.0), (0.0, 0.0, 1.0), (0.0, 0.0, 1.0))
+_SLACK = 1e-7  # relative, within which two placements are as fast
+
+
+class PlacementError(ValueError):
+    """Nothing of what was asked for can work; the message says what would."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that a run may use of each tier; inf for a bound without that limit.
+
+    Raises: PlacementError.
+    """
+
+    device: float
+    host: float
+    disk: float
+
+    def __post_init__(self) -> None:
+        for flag, capacity in zip(TIERS, self, strict=True):
+            if not capacity >= 0:
+                raise PlacementError(f"{flag}={capacity / GIGA}: GB, 0 or more")
+
+    def __iter__(self) -> Iterator[float]:
+        return iter((self.device, self.host, self.disk))
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What may be chosen. `percent_step`: shares are multiples of it (None: any share); `host_attention`:
+    None lets the search decide.
+    """
+
+    weight_bits: int = 16
+    kv_bits: int = 16
+    host_attention: bool | None = None
+    max_latency_s: float = math.inf  # of a whole block
+    percent_step: int | None = None
+    gpu_batch_sizes: Sequence[int] = GPU_BATCH_SIZES
+    num_gpu_batches: Sequence[int] = NUM_GPU_BATCHES
+
+    def __post_init__(self) -> None:
+        if self.host_attention and self.kv_bits == 4:
+            raise PlacementError(
+                "host_attention=on with kv_bits=4: 16, since a host unpacks 4 bits slower than they "
+                "cross the link (§5)"
+            )
+        if not self.max_latency_s > 0:
+            raise PlacementError(f"max_latency_s={self.max_latency_s}: a positive number of seconds")
+        if self.percent_step is not None and not (
+            1 <= self.percent_step <= 100 and 100 % self.percent_step == 0
+        ):
+            raise PlacementError(f"percent_step={self.percent_step}: a divisor of 100")
+        for field in ("gpu_batch_sizes", "num_gpu_batches"):
+            if not getattr(self, field) or min(getattr(self, field)) < 1:
+                raise PlacementError(f"{field}={getattr(self, field)}: positive numbers")
+
+    def host_attentions(self) -> tuple[bool, ...]:
+        if self.kv_bits == 4:
+            return (False,)
+        return (False, True) if self.host_attention is None else (self.host_attention,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """The best placement of one block: what it takes in seconds, for how many tokens."""
+
+    choice: Choice
+    latency_s: float
+    tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.latency_s if self.latency_s else math.inf
+
+
+def candidates(work: Workload, machine: Machine, memory: Memory, options: Options) -> list[Candidate]:
+    """The best of each block that fits the memory and the latency limit."""
+    found = []
+    for host_attention in options.host_attentions():
+        for size in sorted(options.gpu_batch_sizes):
+            for batches in sorted(options.num_gpu_batches):
+                choice = Choice(size, batches, options.weight_bits, options.kv_bits, host_attention)
+                solved = solve(work, machine, memory, choice, options)
+                if solved is None:
+                    break  # more batches need more memory and more time
+                found.append(Candidate(choice, solved[0], choice.block_size * work.output_tokens))
+    return found
+
+
+def search(work: Workload, machine: Machine, memory: Memory, options: Options | None = None) -> Policy:
+    """The policy with the highest predicted throughput; of equals, the one with the shortest latency.
+
+    Raises: PlacementError with what would fit.
+    """
+    options = options or Options()
+    found = candidates(work, machine, memory, options)
+    if not found:
+        raise PlacementError(_refusal(work, machine, memory, options))
+    return policy_of(
+        work, machine, memory, max(found, key=lambda one: (one.tokens_per_s, -one.latency_s)).choice, options
+    )
+
+
+def policy_of(work: Workload, machine: Machine, memory: Memory, choice: Choice, options: Options) -> Policy:
+    """The placement of a choice that fits; of equally fast ones, that with the least traffic."""
+    solved = solve(work, machine, memory, choice, options, tidy=True)
+    assert solved is not None, choice
+    placed = solved[1]
+    return Policy(
+        model=work.model,
+        prompt_tokens=work.prompt_tokens,
+        output_tokens=work.output_tokens,
+        weights=_shares(placed.weights),
+        kv=_shares(placed.kv),
+        activations=_shares(placed.activations),
+        **dataclasses.asdict(choice),
+    )
+
+
+def solve(
+    work: Workload, machine: Machine, memory: Memory, choice: Choice, options: Options, *, tidy: bool = False
+) -> tuple[float, Placed] | None:
+    """Eq. 1 for one block: (latency in seconds, shares), or None if nothing fits."""
+    unit = (
+        max(
+            *prefill_terms(work, machine, choice, _CORNER).values(),
+            *decode_terms(work, machine, choice, _CORNER).values(),
+        )
+        or 1.0
+    )
+    model, placed = _program(options.percent_step)
+    spent, steps = [], work.output_tokens - 1
+    for terms in (prefill_terms, decode_terms):
+        longest = model.add_var(lb=0.0)
+        spent.append((longest, terms(work, machine, choice, placed)))
+        for term in resources(machine, spent[-1][1]):
+            model += longest >= term * (1 / unit)
+    for used, capacity in zip(memory_bytes(work, choice, placed), memory, strict=True):
+        if math.isfinite(capacity):
+            model += used * (1 / GIGA) <= capacity / GIGA
+    layers = spent[0][0] + steps * spent[1][0]  # of one layer, in units
+    constant = work.output_tokens * ends_s(work, machine, choice)
+    if math.isfinite(options.max_latency_s):
+        model += layers <= (options.max_latency_s - constant) / (work.layers * unit)
+    model.objective = mip.minimize(layers)
+    if not _optimal(model):
+        return None
+    latency = constant + work.layers * unit * float(model.objective_value)
+    if tidy:
+        model += layers <= float(model.objective_value) * (1 + _SLACK)
+        traffic: Any = sum(
+            number * sum(terms.values()) for (_, terms), number in zip(spent, (1, steps), strict=True)
+        )
+        model.objective = mip.minimize(traffic * (1 / unit))
+        if not _optimal(model):
+            raise RuntimeError(f"{choice}: the solver lost a placement that it had found")
+    return latency, Placed(
+        *(tuple(_value(share) for share in kind) for kind in (placed.weights, placed.kv, placed.activations))
+    )
+
+
+def link_bound(work: Workload, machine: Machine, memory: Memory, options: Options) -> float:
+    """Tokens per second of the best policy if nothing but the link between host and device took time; inf if
+    nothing need cross.
+    """
+    free: dict[str, Any] = {
+        name: Curve(0.0, math.inf) for name in CURVES if name not in ("host_to_device", "device_to_host")
+    }
+    only_link = Machine(
+        name=machine.name,
+        method="",
+        host_to_device=machine.host_to_device,
+        device_to_host=machine.device_to_host,
+        **free,
+    )
+    return max((one.tokens_per_s for one in candidates(work, only_link, memory, options)), default=math.inf)
+
+
+def _program(percent_step: int | None) -> tuple[Any, Placed]:
+    """A program with nine shares that sum to 1 for each kind of tensor. Raises: PlacementError where there is
+    no solver.
+    """
+    if mip is None:
+        raise PlacementError("searching a policy needs a solver: install the extra `search` (mip with HiGHS)")
+    model: Any = mip.Model(solver_name=mip.HIGHS)
+    model.verbose = 0
+    model.max_mip_gap = 1e-9
+    kinds = []
+    for _ in range(3):
+        if percent_step is None:
+            shares = [model.add_var(lb=0.0, ub=1.0) for _ in range(3)]
+        else:
+            parts = 100 // percent_step
+            shares = [model.add_var(lb=0, ub=parts, var_type=mip.INTEGER) * (1 / parts) for _ in range(3)]
+        model += mip.xsum(shares) == 1.0
+        kinds.append(shares)
+    return model, Placed(*kinds)
+
+
+def _optimal(model: Any) -> bool:
+    status = model.optimize()
+    if status in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE):
+        return True
+    if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
+        return False
+    raise RuntimeError(f"the solver stopped with {status}")
+
+
+def _value(share: Any) -> float:
+    """Of a solved variable, without the solver's rounding at the ends."""
+    value = float(share.x)
+    return min(1.0, max(0.0, value if min(value, 1 - value) > 1e-9 else round(value)))
+
+
+def _shares(shares: Sequence[float]) -> Shares:
+    """Percentages that sum to 100: what rounding leaves goes to the largest."""
+    percents = [100 * share for share in shares]
+    largest = percents.index(max(percents))
+    percents[largest] = 100 - sum(percent for i, percent in enumerate(percents) if i != largest)
+    return Shares(*percents)
+
+
+def _refusal(work: Workload, machine: Machine, memory: Memory, options: Options) -> str:
+    """What would fit, for the smallest block."""
+    choices = [
+        Choice(
+            min(options.gpu_batch_sizes),
+            min(options.num_gpu_batches),
+            options.weight_bits,
+            options.kv_bits,
+            host_attention,
+        )
+        for host_attention in options.host_attentions()
+    ]
+    asked = f"{work.model} with {work.prompt_tokens} + {work.output_tokens} tokens"
+    given = ", ".join(f"{name}={capacity / GIGA:g}" for name, capacity in zip(TIERS, memory, strict=True))
+    quick = [dataclasses.replace(options, max_latency_s=math.inf)] * math.isfinite(options.max_latency_s)
+    latencies = [
+        solved[0]
+        for choice in choices
+        for unlimited in quick
+        if (solved := solve(work, machine, memory, choice, unlimited))
+    ]
+    if latencies:
+        return (
+            f"max_latency_s={options.max_latency_s:g} with {given}: {asked} takes {min(latencies):.4g} s "
+            f"at least"
+        )
+    fitting = []
+    for tier, name in enumerate(TIERS):
+        needed = min(least_bytes(work, choice, memory, tier) for choice in choices)
+        if math.isfinite(needed):
+            fitting.append(f"{name}={_gigabytes(needed)}")
+    if fitting:
+        return f"{given} GB: {asked} does not fit; it would with {' or '.join(fitting)}"
+    endless = Memory(math.inf, math.inf, math.inf)
+    device = min(least_bytes(work, choice, endless, 0) for choice in choices)
+    needs = [f"gpu_mem={_gigabytes(device)} at least"]
+    larger = dataclasses.replace(memory, device=max(memory.device, device * 1.01))
+    beside = min(
+        least_bytes(work, choice, dataclasses.replace(larger, disk=math.inf), 1) for choice in choices
+    )
+    larger = dataclasses.replace(larger, host=max(memory.host, beside * 1.01))
+    needs += [f"cpu_mem={_gigabytes(beside)}"] * (memory.host < beside)
+    deepest = min(least_bytes(work, choice, larger, 2) for choice in choices)
+    needs += [f"disk={_gigabytes(deepest)}"] * (memory.disk < deepest)
+    return f"{given} GB: {asked} does not fit; it would with {' and '.join(needs)}"
+
+
+def least_bytes(work: Workload, choice: Choice, memory: Memory, tier: int) -> float:
+    """The least that one tier must have while the others have what `memory` says; inf if that cannot help."""
+    model, placed = _program(None)
+    needed = model.add_var(lb=0.0)
+    for i, (used, capacity) in enumerate(zip(memory_bytes(work, choice, placed), memory, strict=True)):
+        if i == tier:
+            model += used * (1 / GIGA) <= needed
+        elif math.isfinite(capacity):
+            model += used * (1 / GIGA) <= capacity / GIGA
+    model.objective = mip.minimize(needed)
+    return float(model.objective_value) * GIGA if _optimal(model) else math.inf
+
+
+def _gigabytes(number: float) -> str:
+    """Rounded up, so that what is advised fits."""
+    return f"{math.ceil(number / GIGA * 1e3 + 1e-6) / 1e3:g}"

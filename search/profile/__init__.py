@@ -1,0 +1,1 @@
+"""Op times, interference and energy, measured on a device."""

@@ -1,0 +1,141 @@
+"""Programs that run a sum or gather over devices many times: what `search.profile.measure` times of tensor
+parallelism, on all its devices.
+
+The collectives are `jaxflow.model.ops`' on one layer's rows, called in a chain: each waits for the one before
+it, as in a sequential step, and XLA does not make one of several. `beside` has one on its way while a product
+runs, as nano-batches have.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxflow.model import ops
+from jaxflow.model.ops import Context
+from jaxflow.parallel.mesh import TP, axis_of, over_shards, sharded
+from jaxflow.parallel.peer_reduce import exchanged
+from jaxflow.pipeline import streams
+from search.profile.op_bench import PHASES, Case, Layer
+from search.profile.op_times import EXCHANGE
+from search.profile.timed_program import Program
+
+_BODY_S, _MOST_CALLS = (
+    3e-4,
+    8,
+)  # that a loop's body should last, of which a round costs a GPU some microseconds; and calls in it
+_LATENCY_S, _BYTES_PER_S, _PROGRAM_S = (
+    2e-5,
+    2e11,
+    5e-3,
+)  # guesses: of a call, of its network bytes; and how long a program should last
+
+
+def equal_ops(layer: Layer) -> dict[str, tuple[str, ...]]:
+    """Each collective of the layer's first block, with those that do the same: the second block's, where it
+    sends as much.
+    """
+    found = {}
+    for name, op in layer.ops.items():
+        if name == EXCHANGE:
+            found[name] = (name,)
+        elif op.kind == "network" and name.startswith("attn_"):
+            other = layer.ops.get(f"mlp_{name.removeprefix('attn_')}")
+            found[name] = (name, other.name) if other is not None and other.demand == op.demand else (name,)
+    return found
+
+
+def collective(layer: Layer, case: Case, mesh: Mesh) -> Program:
+    """A case of a collective, called in a chain on all devices of a mesh. case.tokens: of the step, over all
+    devices.
+
+    Raises: ValueError for rows that are scattered or gathered and do not divide among the devices.
+    """
+    if case.op.endswith(("_scatter", "_gather")) and case.tokens % layer.tp:
+        raise ValueError(
+            f"tokens={case.tokens}: {case.op} cuts rows over {layer.tp} devices, of which that is no multiple"
+        )
+    guess_s = _LATENCY_S + layer.ops[case.op].work(case.composition).network_bytes / _BYTES_PER_S
+    calls = max(1, min(_MOST_CALLS, round(_BODY_S / guess_s)))
+    rounds = max(1, round(_PROGRAM_S / calls / guess_s))
+    (sent,) = layer.inputs(case.op, case.tokens)
+    call, spec = (
+        functools.partial(_call, case.op, Context(layer.config, layer.kernels, axis_of(mesh))),
+        PartitionSpec(TP),
+    )
+
+    def local(given: Any, kept: Any) -> Any:
+        def body(_: Any, state: Any) -> Any:
+            (given, _), made = state, []
+            for _ in range(calls):
+                given, made = streams.together(
+                    [given, [*made, call(given)]]
+                )  # kept, all of it: else XLA would do one
+            return given, made
+
+        return lax.fori_loop(0, rounds, body, (given, kept))[1]
+
+    given, rows = (
+        _everywhere(sent, layer.tp),
+        {"scatter": 1 / layer.tp, "gather": layer.tp}.get(case.op.partition("_")[2], 1),
+    )
+    made = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((int(a.shape[0] * rows), *a.shape[1:]), a.dtype), given
+    )
+    function, copies = over_shards(local, mesh, (spec, spec), spec), _copies(layer, case.op)
+    return Program(function, given, [made] * calls, calls * rounds, copies, sharded(mesh, spec))
+
+
+def beside(layer: Layer, product: Case, case: Case, mesh: Mesh, phases: int = PHASES) -> Program:
+    """A product on each device with a sum on its way meanwhile, joined after each call of both: as XLA places
+    them in a plan's step.
+    """
+    (sent,), weights = layer.inputs(case.op, case.tokens), layer.read(product.op)
+    copies, spec = min(phases, layer.copies(weights)), PartitionSpec(TP)
+    send = functools.partial(_call, case.op, Context(layer.config, layer.kernels, axis_of(mesh)))
+    multiply = functools.partial(
+        layer.call, product.op, batch=layer.batch(product), kv=None, c=layer.context(product.sms)
+    )
+
+    def local(given: Any, kept: None) -> Any:
+        x, y, made = given["inputs"], given["sent"], []
+        for phase in range(phases):
+            leaves, tree = jax.tree.flatten((x, y))
+            joined = streams.together(
+                [*leaves, *made]
+            )  # holds what is read behind it: so all that was made is handed on to the end
+            (x, y), made = jax.tree.unflatten(tree, joined[: len(leaves)]), joined[len(leaves) :]
+            y = send(y)  # and on, so that no copy of what it was is made first
+            made = [*made, *jax.tree.leaves(multiply(given["weights"][phase % copies], inputs=x))]
+        return [y, *made]
+
+    given = {"inputs": layer.inputs(product.op, product.tokens), "sent": sent, "weights": [weights] * copies}
+    options = (
+        streams.xla_options("whole", side_streams=False, collectives=True) if layer.platform == "gpu" else {}
+    )
+    function = over_shards(local, mesh, (spec, spec), spec)
+    return Program(
+        function,
+        _everywhere(given, layer.tp),
+        None,
+        phases,
+        options | _copies(layer, case.op),
+        sharded(mesh, spec),
+    )
+
+
+def _call(op: str, c: Context, given: Any) -> Any:
+    """A collective; of an exchange what the other device sent."""
+    return exchanged(c, given).other if op == EXCHANGE else getattr(ops, op)(c, given)
+
+
+def _copies(layer: Layer, op: str) -> dict[str, Any]:
+    """The options with which an exchange is the copy engines'."""
+    return dict(streams.COPIES) if op == EXCHANGE and layer.platform == "gpu" else {}
+
+
+def _everywhere(tree: Any, tp: int) -> Any:
+    """What each device has, one after the other."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.shape[0] * tp, *a.shape[1:]), a.dtype), tree)

@@ -1,0 +1,361 @@
+"""Measures each op of a layer on this device, alone and in pairs, for the search of plans.
+
+  python -m search measure --model llama-3.1-8b --out search/profiles/h200-llama-3.1-8b.json
+
+Every op runs on dummy weights and a random cache, sustained, at a few batch sizes, attention at a few
+contexts; where kernels can be bounded to some SMs (Hopper's), also on shares of the device, and products
+beside attention at those shares. With --tensor_parallel_size, ops are those of one device's shard, measured
+on the first; sums and gathers over devices, and the largest products beside a sum, are measured on all of
+them, and --ops can leave them to a machine that has so many. What matters most is measured first
+(`search.profile.entries`); what does not fit --time_limit_s, compilation included, is left out and named. The file is
+written after every entry; run again to continue it. Programs are compiled in threads, between measurements,
+and kept between runs.
+"""
+
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+from absl import flags
+from tqdm import tqdm
+
+from jaxflow.cli.output_files import check_outputs
+from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.kv.device_cache import kv_heads
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.graph import Op, model_graph
+from jaxflow.parallel.mesh import make_mesh
+from pallas_kernels.kernel_set import kernel_set_for
+from search.nanobatch.shares import Shares, product_shapes
+from search.profile.collective_bench import beside, collective, equal_ops
+from search.profile.entries import PAIR_KEYS, Entry, Together, described, entries
+from search.profile.held_out import held_out_errors, in_words
+from search.profile.op_bench import PAGE_SIZE, Case, Layer
+from search.profile.op_times import OpTime, Profile, load_profile, save_profile
+from search.profile.pair_timing import held_sms, timed_pair
+from search.profile.sustain import Sustained, sustain
+from search.profile.timed_program import Program
+from search.time_budget import Budget
+
+DTYPES = ("auto", "bfloat16", "float32", "float8_e4m3fn")
+_AT_ONCE = 16  # programs that are compiled before they are measured: compiling may use the device, too
+_SAME = (
+    "versions",
+    "tensor_parallel_size",
+    "dtype",
+    "kv_cache_dtype",
+    "total_sms",
+)  # beside the device and the model
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("model", "llama-3.1-8b", "A shipped config's name, a folder or a hub id.")
+    flags.DEFINE_string("out", None, "File for the profile; one that is there is continued.")
+    flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that the model is cut over.", lower_bound=1)
+    flags.DEFINE_list(
+        "ops", [], "Ops that are measured; network: all sums and gathers over devices. Default: all."
+    )
+    flags.DEFINE_list("tokens", ["128", "256", "512", "768", "1024", "1536", "2048"], "Tokens of a step.")
+    flags.DEFINE_list(
+        "keys",
+        ["256", "1024", "4096"],
+        "Contexts of attention: keys a token sees on average; unless given, the model's at most.",
+    )
+    flags.DEFINE_list(
+        "sms",
+        None,
+        "SMs that attention gets beside products; default: 24,32,40,48 where kernels can be bounded.",
+    )
+    flags.DEFINE_enum(
+        "dtype", "auto", DTYPES, "Of weights and products; auto: bfloat16 on GPU, float32 on CPU."
+    )
+    flags.DEFINE_enum("kv_cache_dtype", "auto", DTYPES, "Of the cache; auto: the model's.")
+    flags.DEFINE_float(
+        "time_limit_s",
+        480.0,
+        "For everything, compilation included; what does not fit is left out.",
+        lower_bound=0.0,
+    )
+    flags.DEFINE_string(
+        "compilation_cache_dir",
+        "~/.cache/jaxflow/compiled",
+        "Where compiled programs are kept; empty: nowhere.",
+    )
+    flags.DEFINE_float("seconds", 0.4, "How long each entry is sustained.", lower_bound=0.001)
+
+
+def run() -> None:
+    """The command."""
+    f = flags.FLAGS
+    if not f.out:
+        raise ConfigError("out", f.out, "a file for the profile")
+    check_outputs("out")
+    config = open_checkpoint(f.model, load_format="dummy").model_config
+    tokens, keys = _numbers("tokens", f.tokens), contexts(f.model, config.max_position)
+    layer, empty = this_device(f.model, config, f.dtype, f.kv_cache_dtype, f.tensor_parallel_size)
+    chosen = chosen_ops(layer, f.ops)
+    if f.sms is not None and not layer.kernels.can_be_bounded:
+        raise ConfigError(
+            "sms",
+            ",".join(f.sms),
+            f"nothing: kernels {layer.kernels.name!r} of {empty.device} always take the whole device",
+        )
+    shares = (
+        ()
+        if not layer.kernels.can_be_bounded
+        else (24, 32, 40, 48)
+        if f.sms is None
+        else _numbers("sms", f.sms)
+    )
+    if any(share >= empty.total_sms for share in shares):
+        raise ConfigError("sms", max(shares), f"less than the device's {empty.total_sms} SMs")
+    profile = resumed(f.out, empty)
+    if f.compilation_cache_dir and layer.platform == "gpu":
+        jax.config.update("jax_compilation_cache_dir", str(Path(f.compilation_cache_dir).expanduser()))
+    wanted, budget = entries(chosen, tokens, keys, shares, empty.total_sms), Budget(f.time_limit_s)
+    profile, left = measure(profile, layer, wanted, f.out, budget, seconds_each=f.seconds)
+    print(f"{budget.spent_s:.0f} s of {f.time_limit_s:g}")
+    there = f"{len(profile.op_times)} times of ops and {len(profile.pairs)} pairs"
+    print(
+        f"{f.out}: {there if profile.op_times else 'not written, nothing was measured'} of "
+        f"{profile.model} on {profile.device}"
+    )
+    print(in_words(interpolation_errors(profile, config)))
+    if not shares:
+        print(
+            f"No attention beside products: kernels {layer.kernels.name!r} always take the whole "
+            f"device, so no plan overlaps them."
+        )
+    if left:
+        print(
+            f"Left out for --time_limit_s={f.time_limit_s:g}: {described(left)}. The same command "
+            f"continues with them."
+        )
+
+
+def contexts(name: str, most: int) -> tuple[int, ...]:
+    """The keys of --keys; of those by default, as many as a model has, `most`. Raises: ConfigError for more
+    that were asked for.
+    """
+    keys = _numbers("keys", flags.FLAGS.keys)
+    if max(keys) > most and flags.FLAGS["keys"].present:
+        raise ConfigError("keys", max(keys), f"at most {most}, which {name} was made for")
+    return tuple(sorted({min(count, most) for count in keys}))
+
+
+def interpolation_errors(profile: Profile, config: ModelConfig) -> dict[str, float | None]:
+    """As a search interpolates in this profile (`search.profile.held_out`): with pairs, it knows of the waves of
+    products.
+    """
+    tp = profile.tensor_parallel_size
+    shares = Shares(profile, model_graph(config, tp), product_shapes(config, tp) if profile.pairs else None)
+    return held_out_errors(profile, shares.fill)
+
+
+def this_device(
+    name: str, config: ModelConfig, dtype: str, kv_dtype: str, tp: int = 1
+) -> tuple[Layer, Profile]:
+    """A layer to measure with the kernels of the device that is here, and its profile without entries.
+
+    tp: devices that the layer is cut over. Raises: ConfigError where it cannot be.
+    """
+    device, platform = jax.devices()[0], jax.default_backend()
+    dtype = dtype if dtype != "auto" else "bfloat16" if platform == "gpu" else "float32"
+    fp8 = dtype == "float8_e4m3fn"
+    stream = "bfloat16" if fp8 else dtype
+    kv_dtype = stream if kv_dtype == "auto" else kv_dtype
+    kernels = kernel_set_for(
+        platform,
+        str(getattr(device, "compute_capability", "")),
+        head_dim=config.head_dim,
+        queries_per_kv_head=config.num_heads // config.num_kv_heads,
+        kv_heads=kv_heads(config, tp) // tp,
+        page_size=PAGE_SIZE,
+        dtype=stream,
+        kv_dtype=kv_dtype,
+        hidden_size=config.hidden_size,
+        device=device.device_kind,
+    )
+    empty = Profile(
+        device=device.device_kind,
+        versions={
+            "jax": jax.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
+            "kernels": kernels.name,
+        },
+        model=name,
+        tensor_parallel_size=tp,
+        dtype=dtype,
+        kv_cache_dtype=kv_dtype,
+        total_sms=getattr(device, "core_count", 1) if platform == "gpu" else 1,
+        method="measured: ops in a loop on the device, pairs joined after every two calls, random data",
+        op_times=(),
+    )
+    return Layer(config, kernels, dtype=stream, kv_dtype=kv_dtype, fp8=fp8, platform=platform, tp=tp), empty
+
+
+def chosen_ops(layer: Layer, names: Sequence[str]) -> dict[str, Op]:
+    """The ops to measure: those named, or all; of collectives that do the same, the first.
+
+    Raises: ConfigError for a name that is no op's, and for collectives over more devices than are here.
+    """
+    same = equal_ops(layer)
+    measured = {name: op for name, op in layer.ops.items() if op.kind != "network" or name in same}
+    found = {
+        n: op
+        for n, op in measured.items()
+        if not names or n in names or (op.kind == "network" and "network" in names)
+    }
+    known = (*measured, *(["network"] if same else []))
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError("ops", ",".join(unknown), ", ".join(known))
+    devices = len(jax.devices())
+    if layer.tp > devices and any(op.kind == "network" for op in found.values()):
+        accepted = f"at most the {devices} devices here, unless --ops leaves out {', '.join(same)}"
+        raise ConfigError("tensor_parallel_size", layer.tp, accepted)
+    return found
+
+
+def resumed(path: str | os.PathLike, empty: Profile) -> Profile:
+    """What a file has already, or `empty`. Raises: ProfileError or ConfigError for a file that is not this
+    device's and model's.
+    """
+    if not Path(path).exists():
+        return empty
+    found = load_profile(path, device=empty.device, model=empty.model)
+    for field in _SAME:
+        there, here = getattr(found, field), getattr(empty, field)
+        if there != here:
+            raise ConfigError(
+                "out", str(path), f"a new file, or one with {field}={here!r}: this one's is {there!r}"
+            )
+    return found
+
+
+def measure(
+    profile: Profile,
+    layer: Layer,
+    wanted: Sequence[Entry],
+    path: str | os.PathLike,
+    budget: Budget,
+    *,
+    seconds_each: float,
+) -> tuple[Profile, list[Entry]]:
+    """Adds the entries that the profile lacks and writes it after each. Returns it, and the entries that did
+    not fit the budget.
+    """
+    left = [entry for entry in wanted if not _has(profile, entry)]
+    bar = tqdm(total=len(wanted), initial=len(wanted) - len(left), desc="Measuring", unit="entry", delay=1.0)
+    with bar, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        while left and (
+            number := min(budget.fits("compile", "measure"), _AT_ONCE if layer.platform == "gpu" else 1)
+        ):
+            begun = budget.spent_s
+            batch = left[:number]
+            programs = compiled(layer, batch, threads)
+            budget.took("compile", budget.spent_s - begun, number)
+            for entry, (program, executable) in zip(batch, programs, strict=True):
+                if budget.left_s < budget.a_piece_s("measure"):
+                    return profile, left
+                begun = budget.spent_s
+                bar.set_postfix_str(f"{_product(entry).op}, {_product(entry).tokens} tokens")
+                profile = _with(profile, layer, entry, program, executable, seconds_each)
+                _replace(profile, path)
+                left = left[1:]
+                budget.took("measure", budget.spent_s - begun)
+                bar.update()
+    return profile, left
+
+
+def compiled(layer: Layer, batch: Sequence[Entry], threads: ThreadPoolExecutor) -> list[tuple[Program, Any]]:
+    """Each entry's program with its executable, compiled at the same time."""
+    programs = [_program(layer, entry) for entry in batch]
+    return list(zip(programs, threads.map(Program.compile, programs), strict=True))
+
+
+def _product(entry: Entry) -> Case:
+    return entry if isinstance(entry, Case) else entry.product
+
+
+def _has(profile: Profile, entry: Entry) -> bool:
+    total = profile.total_sms
+    if isinstance(entry, Case):
+        return any(
+            (t.op, t.tokens, t.keys, t.sms) == (entry.op, entry.tokens, entry.keys, entry.sms or total)
+            for t in profile.op_times
+        )
+    a, b = entry.product, entry.other
+    return any(
+        (p.first, p.second, p.first_sms, p.second_sms) == (a.op, b.op, *held_sms(entry, total))
+        for p in profile.pairs
+    )
+
+
+def _program(layer: Layer, entry: Entry) -> Program:
+    if isinstance(entry, Together):
+        if layer.ops[entry.other.op].kind == "network":
+            return beside(layer, entry.product, entry.other, make_mesh(layer.tp))
+        return layer.beside(entry.product, entry.other, PAIR_KEYS)
+    if layer.ops[entry.op].kind == "network":
+        return collective(layer, entry, make_mesh(layer.tp))
+    return layer.alone(entry)
+
+
+def _with(
+    profile: Profile, layer: Layer, entry: Entry, program: Program, executable: Any, seconds_each: float
+) -> Profile:
+    given, kept = program.drawn(max(1, layer.config.num_experts))
+    if isinstance(entry, Case):
+        found = timed(executable, given, kept, seconds_each)
+        took, sms = found.seconds / program.calls, entry.sms or profile.total_sms
+        names = equal_ops(layer).get(entry.op, (entry.op,))
+        joules = None if found.joules is None else found.joules / program.calls
+        times = (
+            OpTime(name, entry.tokens, entry.keys, sms, took, found.watts, found.clock_mhz, joules)
+            for name in names
+        )
+        step_s = found.energy_step_s or profile.energy_step_s
+        return msgspec.structs.replace(profile, op_times=(*profile.op_times, *times), energy_step_s=step_s)
+    pair = timed_pair(
+        profile,
+        layer,
+        entry,
+        given,
+        lambda given, lasting_s: timed(executable, given, None, lasting_s),
+        seconds_each,
+    )
+    return msgspec.structs.replace(profile, pairs=(*profile.pairs, pair))
+
+
+def timed(executable: Any, given: Any, kept: Any, seconds_each: float) -> Sustained:
+    """Of a program; what it makes goes back in, and so stays in place."""
+    state = [kept]
+
+    def once() -> Any:
+        made = executable(given, state[0])
+        state[0] = made if kept is not None else None
+        return made
+
+    return sustain(once, seconds_each)
+
+
+def _replace(profile: Profile, path: str | os.PathLike) -> None:
+    """Writes a profile so that a cut does not leave half a file."""
+    part = Path(f"{os.fspath(path)}.part")
+    save_profile(profile, part)
+    part.replace(path)
+
+
+def _numbers(flag: str, words: Sequence[str]) -> tuple[int, ...]:
+    try:
+        found = tuple(sorted({int(word) for word in words}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1:
+        raise ConfigError(flag, ",".join(words), "positive integers, as 128,1024")
+    return found

@@ -1,0 +1,126 @@
+"""A profile from the cost model, so that a plan can be searched before anyone has measured the machine.
+
+Where a card's kernels and joules are known (`search.profile.clock`), an op takes its cycles at the clock that the
+card settles at while it does nothing else, or what its bytes take; elsewhere the longest of its times at the
+device's rates.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from jaxflow.config import ModelConfig
+from jaxflow.model.cost import FP8_PRODUCTS, Device, op_times, work_times
+from jaxflow.model.graph import BFLOAT16, Op, Widths, Work, model_graph
+from search.profile.clock import Card, Governor, governor_of, shipped_card
+from search.profile.op_times import ATTENTION, OpTime, Profile, alone
+
+_INTAKE = 3.0  # an SM takes in so many times its share of the memory's bandwidth, where the card is not known
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """How long ops take on a card whose kernels are known, at a clock."""
+
+    device: Device
+    card: Card
+    governor: Governor
+    total_sms: int
+    kv_dtype: str = "bfloat16"
+
+    def seconds(self, op: Op, work: Work, sms: int, clock_hz: float) -> float:
+        """On `sms` SMs, in waves that are full."""
+        card, governor, share = self.card, self.governor, 0.0
+        dtype, rates = product_dtype(op, governor.dtype), self.device.rates
+        if op.kind == "dense":
+            share = card.tensor_share[dtype]
+        elif op.kind == "attention":
+            share = card.attention_share
+            rates = dataclasses.replace(
+                rates,
+                memory_bytes_per_s=card.attention_bytes_per_s.get(self.kv_dtype, rates.memory_bytes_per_s),
+            )
+        peak = governor.power.flops_per_cycle[dtype] * clock_hz * sms / self.total_sms
+        least = work_times(work, rates, governor.dtype)
+        intake_s = work.memory_bytes / (sms * card.sm_bytes_per_cycle.get(self.kv_dtype, math.inf) * clock_hz)
+        fixed_s = card.collective_s if op.kind == "network" else card.kernel_s
+        return fixed_s + max(
+            work.flops / (share * peak) if share else 0.0, intake_s, least.memory_s, least.network_s
+        )
+
+    def alone(self, op: Op, tokens: int, keys: int, sms: int) -> OpTime:
+        """At the clock that the card settles at, doing nothing else."""
+        work = op.work(alone(op, tokens, keys))
+        own = dataclasses.replace(self.governor, dtype=product_dtype(op, self.governor.dtype))
+        clock = own.settle(lambda hz: self.seconds(op, work, sms, hz), work)
+        took = self.seconds(op, work, sms, clock)
+        return OpTime(op.name, tokens, keys, sms, took, own.watts(work, clock, took), clock / 1e6)
+
+
+def product_dtype(op: Op, dtype: str) -> str:
+    """float8_e4m3fn is the dtype of a layer's four products alone; all else of such a model is bfloat16."""
+    return "bfloat16" if dtype == "float8_e4m3fn" and op.name not in FP8_PRODUCTS else dtype
+
+
+def modelled_profile(
+    name: str,
+    config: ModelConfig,
+    device: Device,
+    *,
+    tp: int = 1,
+    widths: Widths = BFLOAT16,
+    dtype: str = "bfloat16",
+    kv_dtype: str = "bfloat16",
+    tokens: Iterable[int] = tuple(range(128, 2049, 128)),
+    keys: Iterable[int] = (256, 1024, 4096),
+    sms: Iterable[int] | None = None,
+    total_sms: int | None = None,
+    card: Card | None = None,
+) -> Profile:
+    """Of one of `tp` devices, with both forms of sums over them.
+
+    On a part of the SMs compute shrinks in proportion; memory does not before the SMs' own intake limits it.
+    No kernel keeps other ops to a part. sms: those that ops are modelled on; None: all. total_sms: None: as
+    many as such a device has. card: of the device's kernels; None: that which comes with this release.
+    """
+    total_sms = device.sms if total_sms is None else total_sms
+    parts = sorted({total_sms} if sms is None else set(sms))
+    card, governor = card or shipped_card(device.name), governor_of(device.name, dtype)
+    kernels = (
+        None if card is None or governor is None else Kernels(device, card, governor, total_sms, kv_dtype)
+    )
+    times, graphs = [], [model_graph(config, tp, widths, scattered=True)] if tp > 1 else []
+    for op in {
+        op.name: op
+        for graph in (*graphs, model_graph(config, tp, widths))
+        for layer in graph.layers
+        for op in layer
+    }.values():
+        for count in sorted(set(tokens)):
+            for context in sorted(set(keys)) if op.name in ATTENTION else (0,):
+                for part in parts if op.kind in ("dense", "attention") else (total_sms,):
+                    if kernels is not None:
+                        times.append(kernels.alone(op, count, context, part))
+                        continue
+                    found, share = (
+                        op_times(op, alone(op, count, context), device.rates, dtype),
+                        part / total_sms,
+                    )
+                    took = max(
+                        found.compute_s / share, found.memory_s / min(1.0, share * _INTAKE), found.network_s
+                    )
+                    times.append(OpTime(op.name, count, context, part, took))
+    return Profile(
+        device=device.name,
+        versions={},
+        model=name,
+        tensor_parallel_size=tp,
+        dtype=dtype,
+        kv_cache_dtype=kv_dtype,
+        total_sms=total_sms,
+        method=(
+            f"modelled from the datasheet, nothing "
+            f"measured{'' if kernels is None else '; cycles and joules of measured kernels'}"
+        ),
+        op_times=tuple(times),
+    )

@@ -1,0 +1,366 @@
+"""Programs that run one op of a layer, or two beside each other, many times over on random data: what
+`search.profile.measure` times.
+
+An op is `jaxflow.model.ops`' on the device's kernels. It is called in a loop on the device, on several sets
+of inputs and weights in turn, so that neither the host nor the L2 cache is what is timed, and what it writes
+stays in place from call to call.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxflow.config import ModelConfig
+from jaxflow.kv.device_cache import cache_shapes
+from jaxflow.model import ops
+from jaxflow.model.batch import Batch, cache_slots
+from jaxflow.model.composition import Composition
+from jaxflow.model.graph import Op, Widths, Work, layer_ops
+from jaxflow.model.ops import Context, Routing
+from jaxflow.model.weights import shapes
+from jaxflow.pipeline import streams
+from pallas_kernels.kernel_set import KernelSet
+from search.profile.op_times import ATTENTION, EXCHANGE
+from search.profile.timed_program import Program
+
+PAGE_SIZE = 64
+PHASES = 12  # of a program of pairs: how often the two streams are joined
+_COLD_BYTES = 256 << 20  # of weights that are read in turn on a GPU: several times its L2
+_MOST_CACHE_BYTES = 8 << 30  # beyond, rows share pages, which no L2 notices
+_BODY_S, _MOST_CALLS = 3e-4, 32  # that a loop's body should last on a GPU, and calls in it
+_GUESSED_RATES = {
+    "gpu": (4e14, 3e12, 5e-3),
+    "cpu": (5e10, 1e10, 2e-3),
+}  # FLOP/s, bytes/s, seconds that a program should last
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One op on `tokens` tokens that see `keys` keys each on average (attention), else 0; sms: how many it
+    may take, None: all.
+    """
+
+    op: str
+    tokens: int
+    keys: int = 0
+    sms: int | None = None
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """(tokens, position of the first) of prefill chunks: as few as can see so few keys; of what has none,
+        one.
+        """
+        if self.op != "chunk_attention":
+            return ((self.tokens, 0),)
+        pieces = max(1, math.ceil(self.tokens / (2 * self.keys)) if self.keys else 1)
+        edges = [self.tokens * i // pieces for i in range(pieces + 1)]
+        return tuple((b - a, max(0, self.keys - (b - a) // 2)) for a, b in itertools.pairwise(edges))
+
+    @property
+    def composition(self) -> Composition:
+        if self.op == "chunk_attention":
+            return Composition(chunks=self.chunks)
+        return Composition(decode_tokens=self.tokens, decode_keys=self.keys or 1)
+
+
+def one_shard(config: ModelConfig, tp: int) -> ModelConfig:
+    """A model of one device whose layers are what one of `tp` devices has of this one's."""
+    return dataclasses.replace(
+        config,
+        num_heads=config.num_heads // tp,
+        num_kv_heads=max(1, config.num_kv_heads // tp),
+        intermediate_size=config.intermediate_size // tp,
+        expert_intermediate_size=config.expert_intermediate_size // tp,
+    )
+
+
+class Layer:
+    """One layer of a model as the bench needs it: its ops, the shapes of its weights, and of what each op
+    reads.
+
+    tp: of a model over so many devices, what one of them has; `ops` are those of both forms of the sums over
+    devices, and, of two or four devices, an exchange.
+
+    Raises: ConfigError for devices that the model cannot be cut over.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: KernelSet,
+        *,
+        dtype: Any,
+        kv_dtype: Any,
+        fp8: bool,
+        platform: str,
+        tp: int = 1,
+    ):
+        whole = [i for i, layer in enumerate(config.layers) if layer.window is None]
+        config = dataclasses.replace(config, layers=(config.layers[whole[-1] if whole else -1],))
+        self.kernels, self.dtype, self.kv_dtype, self.platform, self.tp = (
+            kernels,
+            jnp.dtype(dtype),
+            jnp.dtype(kv_dtype),
+            platform,
+            tp,
+        )
+        options = {"quantization": "fp8" if fp8 else None, "kv_scales": self.kv_dtype == jnp.float8_e4m3fn}
+        shapes(config, tp, self.dtype, **options)  # refuses what cannot be cut
+        self.config = one_shard(config, tp)
+        self.weights: dict[str, Any] = shapes(self.config, 1, self.dtype, **options)["layers"][0]
+        widths = Widths(
+            1.0 if fp8 else self.dtype.itemsize,
+            self.kv_dtype.itemsize,
+            self.dtype.itemsize,
+            self.dtype.itemsize,
+        )
+        forms = (True, False) if tp > 1 else (False,)
+        self.ops: dict[str, Op] = {
+            op.name: op for form in forms for op in layer_ops(config, 0, tp, widths, form)
+        }
+        if tp in (2, 4):
+            sent = config.hidden_size * self.dtype.itemsize
+            self.ops[EXCHANGE] = Op(
+                EXCHANGE,
+                "network",
+                ("y1",),
+                (),
+                (("tokens", Work(activation_bytes=2 * sent, network_bytes=sent)),),
+            )
+
+    def context(self, sms: int | None = None) -> Context:
+        return Context(self.config, self.kernels, sms=sms)
+
+    def inputs(self, op: str, tokens: int) -> tuple[Any, ...]:
+        """The shapes of the arrays that an op reads, cache and weights apart."""
+        c, w = self.context(), self.weights
+        stream = jax.ShapeDtypeStruct((tokens, self.config.hidden_size), self.dtype)
+        heads = jax.ShapeDtypeStruct((tokens, self.config.num_heads, self.config.head_dim), self.dtype)
+        match op:
+            case "attn_norm" | "mlp_norm":
+                return stream, stream
+            case (
+                "post_attn_norm"
+                | "post_mlp_norm"
+                | "attn_reduce"
+                | "mlp_reduce"
+                | "attn_scatter"
+                | "mlp_scatter"
+                | "exchange"
+            ):
+                return (stream,)
+            case "attn_gather" | "mlp_gather":
+                return self.inputs("qkv" if op == "attn_gather" else "up_gate", tokens // self.tp)
+            case "decode_attention" | "chunk_attention" | "out_proj":
+                return (heads,)
+            case "qkv":
+                return (jax.eval_shape(lambda w, x: ops.attn_norm(c, w, x, x)[1], w, stream),)
+            case "rope_append":
+                return (jax.eval_shape(lambda w, h: ops.qkv(c, w, h), w, *self.inputs("qkv", tokens)),)
+            case "up_gate" | "router":
+                return (jax.eval_shape(lambda w, x: ops.mlp_norm(c, w, x, x)[1], w, stream),)
+            case "down":
+                return (
+                    jax.eval_shape(lambda w, h: ops.up_gate(c, w, h), w, *self.inputs("up_gate", tokens)),
+                )
+            case "expert_up_gate" | "expert_down":
+                chosen = (tokens, self.config.experts_per_token)
+                routing: Any = jax.eval_shape(
+                    lambda: Routing(jnp.zeros(chosen, jnp.int32), jnp.zeros(chosen, jnp.float32))
+                )
+                if op == "expert_up_gate":
+                    return stream, routing
+                return jax.eval_shape(
+                    lambda w, h, r: ops.expert_up_gate(c, w, h, r), w, stream, routing
+                ), routing
+            case _:
+                raise ValueError(f"op={op!r}: {', '.join(self.ops)} are this layer's")
+
+    def work(self, case: Case, batch: Batch, kv: Any) -> Any:
+        """What attention is to do, which the engine lists once a step and not in every layer; None of other
+        ops.
+        """
+        if case.op not in ATTENTION:
+            return None
+        return ops.attention_work(
+            self.context(case.sms), self.config.layers[0], batch, 0, batch.num_tokens, case.op, kv
+        )
+
+    def call(
+        self, op: str, w: Any, batch: Batch, inputs: tuple[Any, ...], kv: Any, work: Any = None, *, c: Context
+    ) -> Any:
+        """An op on what it reads; rope_append returns the cache it wrote, too."""
+        layer, tokens = self.config.layers[0], batch.num_tokens
+        w = (
+            self.weights | w
+        )  # of those that the op does not read it may ask the form: a norm quantises for what comes next
+        if op == "rope_append":
+            return ops.rope_append(c, layer, w, batch, 0, tokens, inputs[0], kv)
+        if op in ATTENTION:
+            return getattr(ops, op)(c, layer, w, batch, 0, tokens, *inputs, kv, work=work)
+        return getattr(ops, op)(c, w, *inputs)
+
+    def cache(self, pages: int) -> Any:
+        """The shapes of this many pages."""
+        return cache_shapes(self.config, (pages,), PAGE_SIZE, self.kv_dtype, 1)[0]
+
+    def pages(self, case: Case, most_keys: int) -> tuple[int, int, int]:
+        """(rows of the page table, its columns, pages) for a case whose tokens see up to `most_keys` keys."""
+        rows, longest = case.tokens, most_keys
+        if case.op != "decode_attention":
+            rows, longest = (
+                len(case.chunks),
+                max(size + start for size, start in case.chunks) + max(0, most_keys - case.keys),
+            )
+        columns = max(1, -(-longest // PAGE_SIZE))
+        a_page = sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(self.cache(1)))
+        return rows, columns, max(columns, min(rows * columns, _MOST_CACHE_BYTES // a_page))
+
+    def batch(self, case: Case, most_keys: int | None = None) -> Batch:
+        """The tokens of a case, in pages that lie anywhere. most_keys: that the page table has room for;
+        None: the case's.
+        """
+        rows, columns, pages = self.pages(case, most_keys or case.keys)
+        t, at = (
+            case.tokens,
+            np.random.default_rng(0).permutation(rows * columns).reshape(1, rows, columns) % pages,
+        )
+        chunks = np.zeros((max(1, len(case.chunks)), 4), np.int32)
+        lengths, positions, owners = (
+            np.full(rows, case.keys, np.int32),
+            np.full(t, max(0, case.keys - 1)),
+            np.arange(t),
+        )
+        if case.op != "decode_attention":
+            first = 0
+            for row, (size, start) in enumerate(case.chunks):
+                chunks[row] = first, size, row, start
+                lengths[row], owners[first : first + size] = start + size, row
+                positions[first : first + size] = np.arange(start, start + size)
+                first += size
+        decodes = t if case.op == "decode_attention" else t // 2 if case.op == "out_proj" else 0
+        table, places = jnp.asarray(at, jnp.int32), jnp.asarray(positions, jnp.int32)
+        return Batch(
+            token_ids=jnp.zeros(t, jnp.int32),
+            positions=places,
+            slots=cache_slots(table, jnp.asarray(owners, jnp.int32), places, PAGE_SIZE),
+            page_table=table,
+            lengths=jnp.asarray(lengths),
+            num_decodes=jnp.int32(decodes),
+            chunks=jnp.asarray(chunks),
+            sample_tokens=jnp.zeros(rows, jnp.int32),
+        )
+
+    def alone(self, case: Case) -> Program:
+        """A case, called in a loop."""
+        c, (_, _, pages) = self.context(case.sms), self.pages(case, case.keys)
+        batch, inputs, weights = self.batch(case), self.inputs(case.op, case.tokens), self.read(case.op)
+        copies = self.copies(weights)
+        appends, attends = case.op == "rope_append", self.ops[case.op].kind == "attention"
+        kv = self.cache(pages) if appends or attends else None
+        call = jax.jit(
+            functools.partial(self.call, case.op, c=c)
+        )  # jitted, so that all calls share one lowering
+        outputs = jax.eval_shape(lambda w, x, kv: call(w, batch, x, kv), weights, inputs, kv)
+        turns, rounds = self.rounds(case, copies)
+
+        def function(given: Any, kept: Any) -> Any:
+            work = self.work(case, given["batch"], given["kv"])
+
+            def body(_: Any, kept: Any) -> Any:
+                inputs, made, several = kept["inputs"], kept["made"], []
+                for _ in range(turns):
+                    made = [
+                        call(w, given["batch"], x, before[1] if appends else given["kv"], work)
+                        for w, x, before in zip(given["weights"], inputs, made, strict=False)
+                    ]
+                    # The next inputs come with all that was made, and the loop keeps it: else XLA sees that
+                    # turns are equal, and does one.
+                    several = made if appends else [*several, *made]
+                    inputs, several = streams.together([inputs, several])
+                    made = several
+                return {"inputs": inputs, "made": several}
+
+            return lax.fori_loop(0, rounds, body, kept)
+
+        given = {"batch": batch, "weights": [weights] * copies, "kv": None if appends else kv}
+        made = [outputs] * (copies if appends else copies * turns)
+        return Program(function, given, {"inputs": [inputs] * copies, "made": made}, copies * turns * rounds)
+
+    def beside(self, first: Case, second: Case, most_keys: int, phases: int = PHASES) -> Program:
+        """Products on stream 2 beside attention on stream 1, joined after each call of both. Attention's
+        batch is data.
+        """
+        batch, own = self.batch(second, most_keys), self.batch(first)
+        weights, attention = self.read(first.op), self.read(second.op)
+        copies = min(phases, self.copies(weights))
+        # Jitted, though regions dissolve that: what is traced once is lowered once and, byte for byte the
+        # same, compiled once.
+        call_first = jax.jit(functools.partial(self.call, first.op, kv=None, c=self.context(first.sms)))
+        call_second = jax.jit(functools.partial(self.call, second.op, c=self.context(second.sms)))
+
+        def function(given: Any, kept: None) -> Any:
+            work, made = self.work(second, given["batch"], given["kv"]), []
+            x, q = given["inputs"], given["queries"]
+            for phase in range(phases):
+                w = given["weights"][phase % copies]
+                leaves, tree = jax.tree.flatten((x, q))
+                # A join holds what is read behind it, so all that was made is handed on to the end.
+                joined = streams.together([*leaves, *made])
+                (x, q), made = jax.tree.unflatten(tree, joined[: len(leaves)]), joined[len(leaves) :]
+                beside = functools.partial(
+                    call_second, given["attention"], given["batch"], q, given["kv"], work
+                )
+                product = functools.partial(call_first, w, given["own"], x)
+                # A region makes one array: of a quantised result the values, with which the scales come.
+                made = [
+                    *made,
+                    streams.region(1, beside),
+                    streams.region(2, lambda product=product: jax.tree.leaves(product())[0]),
+                ]
+            return made
+
+        given = {
+            "batch": batch,
+            "own": own,
+            "weights": [weights] * copies,
+            "attention": attention,
+            "inputs": self.inputs(first.op, first.tokens),
+            "queries": self.inputs(second.op, second.tokens),
+            "kv": self.cache(self.pages(second, most_keys)[2]),
+        }
+        options = (
+            streams.xla_options("concurrent", side_streams=True, collectives=False)
+            if self.platform == "gpu"
+            else {}
+        )
+        return Program(function, given, None, phases, options)
+
+    def read(self, op: str) -> dict[str, Any]:
+        """The weights that an op may read: its own, and those that are no product's."""
+        products = {name for name in self.weights if name in self.ops and self.ops[name].kind == "dense"}
+        return {name: leaf for name, leaf in self.weights.items() if name == op or name not in products}
+
+    def copies(self, weights: Any) -> int:
+        """How many sets of weights and inputs are taken in turn."""
+        if self.platform != "gpu":
+            return 1
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+        return min(8, max(2, -(-_COLD_BYTES // max(1, size)))) if size > _COLD_BYTES // 64 else 2
+
+    def rounds(self, case: Case, copies: int) -> tuple[int, int]:
+        """How often the sets are gone through in the loop's body (a round costs a GPU some microseconds), and
+        in how many rounds.
+        """
+        flops, moved, lasting = _GUESSED_RATES.get(self.platform, _GUESSED_RATES["cpu"])
+        work = self.ops[case.op].work(case.composition)
+        turn = copies * (2e-6 + max(work.flops / flops, work.memory_bytes / moved))
+        turns = max(1, min(_MOST_CALLS // copies, round(_BODY_S / turn))) if self.platform == "gpu" else 1
+        return turns, min(256, max(1, round(lasting / turn / turns)))

@@ -1,0 +1,230 @@
+"""The profile of one GPU and model: how long each op takes alone, and what two ops keep of their speed when
+they run together.
+
+Files are JSON with a schema version; a profile is of one device, model and parallelism, and is refused for
+another.
+`seconds` answers between the measured points; what the pairs say of sharing is `search.profile.contention`'s to ask.
+"""
+
+import bisect
+import collections
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from jaxflow.model.composition import Composition
+from jaxflow.model.cost import find_device
+from jaxflow.model.graph import Op
+
+SCHEMA_VERSION = 1
+ATTENTION = ("decode_attention", "chunk_attention")
+PAIR_TOKENS, PAIR_DECODES = 1024, 256  # of a pair's product and chunk attention; of its decode attention
+# that a collective by NCCL holds where a profile does not say: its channels on H200s
+# (benchmarks/h200-sums-of-two.json)
+NETWORK_SMS = 24
+# of pairs of devices, each sends the other a whole part by the copy engines (`jaxflow.parallel.peer_reduce`)
+EXCHANGE = "exchange"
+COLLECTIVES = ("_reduce", "_scatter", "_gather", EXCHANGE)  # what their names end with
+
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Number = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Dtype = Annotated[str, msgspec.Meta(pattern="^(bfloat16|float32|float8_e4m3fn)$")]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be read, or is not of what it is asked about; it names the file or field."""
+
+
+class OpTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One op of `jaxflow.model.graph` on one layer, alone, on `sms` SMs; `keys` a token sees on average
+    (attention), else 0.
+
+    watts, clock_mhz: by the sensors; joules: of the whole card for one call, by its energy counter. None
+    where nothing tells.
+    """
+
+    op: str
+    tokens: Count
+    keys: Number
+    sms: Count
+    seconds: Positive
+    watts: float | None = None
+    clock_mhz: Positive | None = None
+    joules: float | None = None
+
+
+class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Two ops at the same time; a performance P is a share of the op's best speed alone (NanoFlow §4.1.1).
+
+    seconds: until both had ended. Of products and attention that is both ops' own end, which they reached
+    together; a collective beside a product ended earlier, and its performance is the least that it may be.
+    None in profiles whose pairs were at some load of attention: of `PAIR_TOKENS` and `PAIR_DECODES`, and
+    whichever ended first waited. joules: of both, by the card's energy counter.
+    """
+
+    first: str  # the compute-bound one: its P is its share R of the device
+    second: str
+    first_sms: Count
+    second_sms: Number
+    first_performance: NotNegative
+    second_performance: NotNegative
+    watts: float | None = None
+    clock_mhz: Positive | None = None
+    joules: float | None = None
+    seconds: Positive | None = None
+    first_tokens: Count | None = None
+    second_tokens: Count | None = None
+    keys: Number | None = None  # that the second's tokens see; 0 of a collective
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """Everything that was measured on one device for one model. `method`: measured how, or modelled from
+    what.
+
+    energy_step_s: how often the card's energy counter moved, where it was read.
+    """
+
+    device: str
+    versions: dict[str, str]
+    model: str
+    tensor_parallel_size: Count
+    dtype: Dtype
+    kv_cache_dtype: Dtype
+    total_sms: Count
+    method: str
+    op_times: Annotated[tuple[OpTime, ...], msgspec.Meta(min_length=1)]
+    pairs: tuple[Pair, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+    energy_step_s: float | None = None
+
+    @functools.cached_property
+    def curves(self) -> dict[tuple[str, int], dict[int, list[tuple[int, float]]]]:
+        """(op, sms) -> keys -> [(tokens, seconds)], by tokens."""
+        found: dict[tuple[str, int], dict[int, list[tuple[int, float]]]] = collections.defaultdict(
+            lambda: collections.defaultdict(list)
+        )
+        for one in sorted(self.op_times, key=lambda one: one.tokens):
+            found[one.op, one.sms][one.keys].append((one.tokens, one.seconds))
+        return found
+
+
+def save_profile(profile: Profile, path: str | os.PathLike) -> None:
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+
+
+def load_profile(path: str | os.PathLike, *, device: str | None = None, model: str | None = None) -> Profile:
+    """Reads a profile. Raises: ProfileError naming the file and the field, also for another device or model
+    than asked for.
+
+    A model in a folder is told by the folder's name, as for plans: the machine that searches may have it
+    elsewhere.
+    """
+    try:
+        text = Path(path).read_bytes()
+        version = msgspec.json.decode(text, type=dict).get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ProfileError(
+                f"{path}: schema_version={version} is not supported: this release reads {SCHEMA_VERSION}"
+            )
+        profile = msgspec.json.decode(text, type=Profile)
+    except OSError as error:
+        raise ProfileError(f"{path}: {error.strerror or error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{path}: {error}") from error
+    same_model = model is None or Path(profile.model).name == Path(model).name
+    for field, wanted, same in (
+        ("device", device, device in (None, profile.device)),
+        ("model", model, same_model),
+    ):
+        if not same:
+            raise ProfileError(
+                f"{path}: {field}={getattr(profile, field)!r}, but it is asked about {wanted!r}: "
+                f"measure that one"
+            )
+    return profile
+
+
+def with_collectives(profile: Profile, measured: Profile) -> Profile:
+    """A profile with another's times of the sums and gathers over devices in place of its own, as far as it
+    has them.
+
+    Raises: ProfileError for a profile of another device, parallelism or dtype, or without any.
+    """
+    wanted, there = (
+        find_device(of.device) or of.device for of in (profile, measured)
+    )  # by either of a device's names
+    if wanted != there:
+        raise ProfileError(f"device={measured.device!r} of the collectives: {profile.device!r} is needed")
+    for field in ("tensor_parallel_size", "dtype"):
+        wanted, there = getattr(profile, field), getattr(measured, field)
+        if wanted != there:
+            raise ProfileError(f"{field}={there!r} of the collectives: {wanted!r} is needed")
+    found = {one.op for one in measured.op_times if one.op.endswith(COLLECTIVES)}
+    if not found:
+        raise ProfileError("no collectives were measured: `search measure --ops network` does")
+    kept = tuple(one for one in profile.op_times if one.op not in found)
+    theirs = tuple(
+        msgspec.structs.replace(one, sms=profile.total_sms) for one in measured.op_times if one.op in found
+    )
+    return msgspec.structs.replace(
+        profile, op_times=(*kept, *theirs), method=f"{profile.method}; collectives measured"
+    )
+
+
+def seconds(profile: Profile, op: str, tokens: float, keys: float = 0, sms: int | None = None) -> float:
+    """How long an op takes alone on `tokens` tokens of one layer; between measured points linear, beyond them
+    proportional.
+
+    Raises: ProfileError if the op was not measured, or not on so many SMs.
+    """
+    if tokens <= 0:
+        return 0.0
+    sms = profile.total_sms if sms is None else sms
+    by_keys = profile.curves.get((op, sms))
+    if not by_keys:
+        known = sorted({one.sms for one in profile.op_times if one.op == op})
+        raise ProfileError(
+            f"op={op!r} on sms={sms} was not measured for {profile.model} on {profile.device}; it "
+            f"was on {known or 'none'}"
+        )
+    return _between([(at, _between(curve, tokens)) for at, curve in sorted(by_keys.items())], keys)
+
+
+def fastest(profile: Profile, op: str, tokens: float, keys: float = 0) -> float:
+    """Seconds alone on the SMs that suit the op best. Raises: as `seconds`."""
+    return min(seconds(profile, op, tokens, keys, sms) for name, sms in profile.curves if name == op)
+
+
+def keys_lasting(took_s: Callable[[float], float], wanted_s: float, most: float) -> float:
+    """The keys, of `most` at most, at which an attention lasts so long. took_s: seconds by keys, rising."""
+    low, high = 0.0, most
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if took_s(middle) < wanted_s else (low, middle)
+    return high
+
+
+def _between(points: list[tuple[int, float]], x: float) -> float:
+    """Linear between points, level before the first, through the origin's slope of the last beyond it."""
+    i = bisect.bisect_left(points, x, key=lambda point: point[0])
+    if i == 0:
+        return points[0][1]
+    if i == len(points):
+        at, value = points[-1]
+        return value * x / at if at else value
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def alone(op: Op, tokens: int, keys: int) -> Composition:
+    """A step in which the op works on so many tokens that see `keys` keys each."""
+    if op.name == "chunk_attention":
+        return Composition(chunks=((tokens, max(0.0, keys - tokens / 2)),))
+    return Composition(decode_tokens=tokens, decode_keys=keys or 1)

@@ -1,0 +1,243 @@
+"""What a caller holds: a connection to a JaxFlow server, and an answer as it comes."""
+
+import os
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from serving import generate_pb2 as pb
+from serving import generate_pb2_grpc
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+_LONGEST_S = 1e9
+
+Prompt = (
+    str | Sequence[int] | Sequence[Mapping[str, str]]
+)  # text, token ids, or chat messages {"role", "content"}
+
+
+class RequestFailed(RuntimeError):
+    """A refusal, with `field` and `retry_after_s` where the server named them; not `from_server`: it was not
+    reached, or was lost.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+        from_server: bool = True,
+    ):
+        self.code, self.message, self.field, self.retry_after_s, self.from_server = (
+            code,
+            message,
+            field,
+            retry_after_s,
+            from_server,
+        )
+        super().__init__(f"{code.name}: {message}")
+
+
+class Answer:
+    """One request's stream: iterate it once; the timings are in seconds since the request was sent.
+
+    `started` and `finished` (by index of the n sequences) are the server's messages, `texts` and `token_ids`
+    what has come so far, by index; `arrivals` has a (seconds, index, number of tokens) for each delta.
+    """
+
+    def __init__(self, call: grpc.aio.UnaryStreamCall, sequences: int):
+        self._call = call
+        self.sent_at = time.perf_counter()
+        self.started: pb.Started | None = None
+        self.finished: dict[int, pb.Finished] = {}
+        self.texts = [""] * sequences
+        self.token_ids: list[list[int]] = [[] for _ in range(sequences)]
+        self.arrivals: list[tuple[float, int, int]] = []
+        self.total_s: float | None = None
+
+    @property
+    def text(self) -> str:
+        """Of the first sequence."""
+        return self.texts[0]
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        return self.arrivals[0][0] if self.arrivals else None
+
+    async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
+        """The server's messages. Raises: RequestFailed. Left early, the request is cancelled."""
+        try:
+            async for message in self._call:
+                self._note(message)
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error) from error
+        finally:
+            self.total_s = time.perf_counter() - self.sent_at
+            self._call.cancel()
+
+    async def read_all(self) -> "Answer":
+        """The answer itself, complete. Raises: RequestFailed."""
+        async for _ in self:
+            pass
+        return self
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def _note(self, message: pb.GenerateResponse) -> None:
+        match message.WhichOneof("event"):
+            case "started":
+                self.started = message.started
+            case "delta":
+                delta = message.delta
+                self.arrivals.append((time.perf_counter() - self.sent_at, delta.index, len(delta.token_ids)))
+                self.token_ids[delta.index] += delta.token_ids
+                self.texts[delta.index] += delta.text
+            case "finished":
+                self.finished[message.finished.index] = message.finished
+                self.texts[message.finished.index] += message.finished.text
+
+
+class Client:
+    """A connection to one server. `tls_ca`, `tls_cert`, `tls_key` are PEM files; with any of them the
+    connection is TLS.
+    """
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        tls_ca: str | os.PathLike | None = None,
+        tls_cert: str | os.PathLike | None = None,
+        tls_key: str | os.PathLike | None = None,
+        auth_token: str | None = None,
+    ):
+        # A pool of its own: two clients of one process are two connections.
+        options = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
+        files = [Path(path).read_bytes() if path else None for path in (tls_ca, tls_key, tls_cert)]
+        if any(files):
+            self._channel = grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(*files), options)
+        else:
+            self._channel = grpc.aio.insecure_channel(target, options)
+        self.target = target
+        self._metadata = (("authorization", f"Bearer {auth_token}"),) if auth_token else ()
+        self._generate = generate_pb2_grpc.GenerateServiceStub(self._channel)
+        self._model = generate_pb2_grpc.ModelServiceStub(self._channel)
+        self._admin = generate_pb2_grpc.AdminServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_exception) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        model: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        continue_final_message: bool = False,
+        timeout_s: float | None = None,
+        **sampling,
+    ) -> Answer:
+        """Sends one request; `sampling` is any of the fields of the proto's SamplingParams, None for unset;
+        `stop` may be one string.
+
+        Raises:
+          ValueError: for a sampling field that there is not.
+        """
+        if isinstance(
+            sampling.get("stop"), str
+        ):  # the proto would take each of its characters for a stop string
+            sampling["stop"] = [sampling["stop"]]
+        settings = pb.SamplingParams(**{name: value for name, value in sampling.items() if value is not None})
+        request = pb.GenerateRequest(
+            request_id=request_id, model=model, priority=priority, cache_salt=cache_salt, sampling=settings
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        elif prompt and isinstance(prompt[0], Mapping):
+            messages = [pb.ChatMessage(**message) for message in prompt]  # type: ignore[arg-type]
+            request.chat.CopyFrom(pb.Chat(messages=messages, continue_final_message=continue_final_message))
+        else:
+            request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
+        return Answer(
+            self._generate.Generate(request, timeout=_deadline(timeout_s), metadata=self._metadata),
+            settings.n or 1,
+        )
+
+    async def model(self, timeout_s: float | None = 10.0) -> pb.GetModelResponse:
+        """What is being served. Raises: RequestFailed."""
+        try:
+            return await self._model.GetModel(
+                pb.GetModelRequest(), timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error) from error
+
+    async def stats(self, timeout_s: float | None = 10.0) -> pb.GetStatsResponse:
+        """The engine's counters, of a client of the admin listener. Raises: RequestFailed."""
+        try:
+            return await self._admin.GetStats(
+                pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error) from error
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Returns once the server says that it serves. Raises: RequestFailed, if it does not within
+        `timeout_s`.
+        """
+        request = health_pb2.HealthCheckRequest()
+        watch = self._health.Watch(  # type: ignore[attr-defined]
+            request, timeout=_deadline(timeout_s), wait_for_ready=True
+        )
+        try:
+            async for reply in watch:
+                if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.aio.AioRpcError as error:
+            if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise _failure(error) from error
+        finally:
+            watch.cancel()
+        message = f"no server was ready at {self.target} within {timeout_s:g} s"
+        raise RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, message, from_server=False)
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    """A timeout that gRPC understands: one beyond the end of its clock, infinity too, is over at once."""
+    return None if timeout_s is None else min(_LONGEST_S, timeout_s)
+
+
+def _failure(error: grpc.aio.AioRpcError) -> RequestFailed:
+    field, retry_after_s = None, None
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # has the three methods it calls
+    for detail in status.details if status is not None else ():
+        bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(bad) and bad.field_violations:
+            field = bad.field_violations[0].field
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
+    return RequestFailed(
+        error.code(),
+        error.details() or "",
+        field=field,
+        retry_after_s=retry_after_s,
+        from_server=status is not None,
+    )

@@ -1,0 +1,142 @@
+"""The one interceptor every call passes: who may come in, what is readable, and what a fault looks like from
+outside.
+
+grpc.aio answers UNKNOWN with the exception's text when a handler, or the parsing of its request, raises. Here
+such a fault becomes INTERNAL with an id, and the traceback goes to the log under that id; a request that
+cannot be parsed is the caller's mistake and becomes INVALID_ARGUMENT.
+"""
+
+import asyncio
+import hmac
+import inspect
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+from absl import logging
+from google.protobuf.message import DecodeError
+from grpc_status import rpc_status
+
+from jaxflow.request import InvalidRequest
+from serving.grpc import errors
+
+_OPEN = "/grpc.health."  # probes of an orchestrator carry no token
+
+
+class Door(grpc.aio.ServerInterceptor):
+    """Checks the bearer token (if there are `tokens`) and turns every exception of a handler into a status."""
+
+    def __init__(self, tokens: Sequence[str] = ()):
+        self._tokens = tuple(token.encode() for token in tokens)
+        self._guarded: dict[str, grpc.RpcMethodHandler] = {}
+        # A stream handler, since those are called before the request is read: strangers cost no memory.
+        self._closed = grpc.stream_stream_rpc_method_handler(_turn_away)
+
+    async def intercept_service(self, continuation, handler_call_details) -> grpc.RpcMethodHandler | None:
+        method = handler_call_details.method
+        if (
+            self._tokens
+            and not method.startswith(_OPEN)
+            and not self._has_token(handler_call_details.invocation_metadata)
+        ):
+            return self._closed
+        guarded = self._guarded.get(method)
+        if guarded is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None  # gRPC answers UNIMPLEMENTED
+            guarded = self._guarded[method] = _guard(handler, method)
+        return guarded
+
+    def _has_token(self, metadata) -> bool:
+        given = next((value for key, value in metadata if key == "authorization"), "")
+        scheme, _, token = (given.decode("latin-1") if isinstance(given, bytes) else given).partition(" ")
+        candidate = token.strip().encode("utf-8", "surrogateescape")
+        # All are compared, each in constant time: the answer's timing says nothing of which came close.
+        matches = [hmac.compare_digest(candidate, known) for known in self._tokens]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+async def _turn_away(_requests, context) -> None:
+    message = "this server wants `authorization: Bearer <token>` in the metadata, with a token it knows"
+    await context.abort_with_status(
+        rpc_status.to_status(errors.status(grpc.StatusCode.UNAUTHENTICATED, message))
+    )
+
+
+class _Unreadable:
+    """Stands for a request that could not be parsed: an exception in the parser itself would end as UNKNOWN."""
+
+    def __init__(self, error: Exception):
+        self.error = InvalidRequest(
+            "request", str(error), "a message as in generate.proto, its strings in UTF-8"
+        )
+
+
+def _parser(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    def tolerant(message: bytes):
+        try:
+            return parse(message) if parse else message
+        except DecodeError as error:
+            return _Unreadable(error)
+
+    return tolerant
+
+
+def _readable(request):
+    if isinstance(request, _Unreadable):
+        raise request.error
+    return request
+
+
+async def _each_readable(requests) -> AsyncIterator:
+    async for request in requests:
+        yield _readable(request)
+
+
+def _guard(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+    """The same handler, from which nothing but a status comes out."""
+    # The stub calls these attributes of whichever of the four kinds the handler is.
+    kind = (
+        ("stream" if handler.request_streaming else "unary")
+        + "_"
+        + ("stream" if handler.response_streaming else "unary")
+    )  # type: ignore[attr-defined]
+    inner = getattr(handler, kind)
+    read = _each_readable if handler.request_streaming else _readable  # type: ignore[attr-defined]
+
+    async def call(request, context):
+        try:
+            return await inner(read(request), context)
+        except BaseException as error:
+            await _answer(error, context, method)
+
+    async def generate(request, context):
+        try:
+            async for response in inner(read(request), context):
+                yield response
+        except BaseException as error:
+            await _answer(error, context, method)
+
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    body = generate if inspect.isasyncgenfunction(inner) else call
+    return make(body, _parser(handler.request_deserializer), handler.response_serializer)  # type: ignore[attr-defined]
+
+
+async def _answer(error: BaseException, context, method: str) -> None:
+    """Ends the call with the status that `error` means. Raises: what gRPC itself must see."""
+    cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
+    task = asyncio.current_task()
+    if cancelled and (isinstance(error, GeneratorExit) or (task is not None and task.cancelling())):
+        raise error  # the caller has gone: there is no one to answer
+    if isinstance(error, grpc.aio.BaseError | KeyboardInterrupt | SystemExit):
+        raise error  # already answered, or the transport is gone
+    status = errors.status_of(error)
+    if status is None:
+        fault = uuid.uuid4().hex[:12]
+        logging.error("fault %s in %s", fault, method, exc_info=error)
+        status = errors.status(
+            grpc.StatusCode.INTERNAL, f"internal fault {fault}; the server's log says more under this id"
+        )
+    await context.abort_with_status(rpc_status.to_status(status))

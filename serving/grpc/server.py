@@ -1,0 +1,199 @@
+"""The listeners: what is bound where, with which certificates; coming up, draining and going down."""
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from serving import generate_pb2, generate_pb2_grpc
+from serving.grpc.interceptor import Door
+from serving.grpc.service import AdminService, GenerateService, ModelService, Served
+from serving.grpc.streams import Switchboard
+
+if TYPE_CHECKING:
+    from jaxflow.llm import LLM
+
+MAX_REQUEST_BYTES = 8 << 20  # a prompt of a million tokens; a larger message is RESOURCE_EXHAUSTED
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    (
+        "grpc.so_reuseport",
+        0,
+    ),  # otherwise a second server on the same port would silently take half of the calls
+    # A caller whose machine vanished without a word is noticed, and its pages freed, within 40 s.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+
+_HEARTBEAT_S = 1.0
+_FAREWELL_S = 5.0  # for the last messages to leave, once nothing runs any more
+
+
+class ListenError(RuntimeError):
+    """The server cannot listen as it was told to; the message is fit for a command line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """Where and for whom to listen. Port 0 lets the system choose one.
+
+    Raises:
+      ListenError: for settings that contradict each other.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 50052
+    tls_cert: str | None = None  # PEM files
+    tls_key: str | None = None
+    tls_client_ca: str | None = None  # callers must then show a certificate of this authority
+    auth_tokens: tuple[str, ...] = ()
+    drain_timeout_s: float = 30.0
+    max_pending_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ListenError("--tls_cert and --tls_key go together")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ListenError("--tls_client_ca needs --tls_cert and --tls_key")
+
+
+class Server:
+    """The gRPC server of one model, on the running event loop; the operations are on a listener of their own."""
+
+    def __init__(self, config: ServerConfig):
+        self.config = config
+        self.port = self.admin_port = 0  # the bound ones, once started
+        self._served = Served()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._drained: asyncio.Task[int] | None = None
+        self._listeners: list[grpc.aio.Server] = []
+
+    async def start(self) -> None:
+        """Listens; until `serve` is called, calls are answered UNAVAILABLE and health says NOT_SERVING.
+
+        Raises:
+          ListenError: if a port is taken, or a certificate cannot be used.
+        """
+        config = self.config
+        credentials = _credentials(config)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        switchboard = Switchboard(asyncio.get_running_loop())
+        main, admin = (
+            grpc.aio.server(interceptors=[Door(config.auth_tokens)], options=_OPTIONS) for _ in range(2)
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, main)
+        generate_pb2_grpc.add_GenerateServiceServicer_to_server(
+            GenerateService(self._served, switchboard, config.max_pending_tokens), main
+        )
+        generate_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self._served), main)
+        generate_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._served, self.drain), admin)
+        reflection.enable_server_reflection(
+            (*_MAIN_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), main
+        )
+        reflection.enable_server_reflection((_ADMIN_SERVICE, reflection.SERVICE_NAME), admin)
+        self.port = _bind(main, config.host, config.port, credentials)
+        self.admin_port = _bind(admin, config.admin_host, config.admin_port, credentials)
+        for listener in (main, admin):
+            await listener.start()
+            self._listeners.append(listener)
+
+    async def serve(self, llm: "LLM") -> None:
+        """Takes requests from now on: `llm` is warm. Raises: ConfigError, for a generation config that cannot
+        be used.
+        """
+        self._served.set(llm)
+        if not self._served.draining:
+            await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def drain(self, timeout_s: float | None = None) -> int:
+        """Refuses new requests, lets the running ones finish, and returns how many were aborted after
+        `timeout_s`.
+
+        Draining is for good; whoever asks while it goes on waits for the same end.
+        """
+        if self._drained is None:
+            seconds = self.config.drain_timeout_s if timeout_s is None else timeout_s
+            self._drained = asyncio.create_task(self._drain(seconds))
+        return await asyncio.shield(self._drained)
+
+    async def _drain(self, timeout_s: float) -> int:
+        self._served.draining = True
+        await self._health.enter_graceful_shutdown()
+        if not self._served.loaded:
+            return 0
+        return await asyncio.to_thread(self._served.llm.driver.drain, timeout_s)
+
+    async def engine_death(self) -> None:
+        """Returns if the engine's thread ends by a fault; the server can only refuse then, and says so to
+        probes.
+        """
+        while self._served.llm.driver.alive:
+            await asyncio.sleep(_HEARTBEAT_S)
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self) -> None:
+        """Closes the listeners, after a moment for what is still being sent."""
+        await asyncio.gather(*(listener.stop(_FAREWELL_S) for listener in self._listeners))
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for service in ("", *_MAIN_SERVICES):
+            await self._health.set(service, status)
+
+
+_NAMES = {name: service.full_name for name, service in generate_pb2.DESCRIPTOR.services_by_name.items()}
+_MAIN_SERVICES = (_NAMES["GenerateService"], _NAMES["ModelService"])
+_ADMIN_SERVICE = _NAMES["AdminService"]
+
+
+def _bind(listener: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    """The port bound. Raises: ListenError, saying what the system says; gRPC itself would not tell."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        family, kind, protocol, _, name = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+            probe.bind(name)
+            probe.listen()  # a bind alone may share the port of a listener
+        return (
+            listener.add_secure_port(address, credentials)
+            if credentials
+            else listener.add_insecure_port(address)
+        )
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except (RuntimeError, OverflowError) as error:
+        reason = str(error)
+    raise ListenError(f"cannot listen on {address}: {reason}")
+
+
+def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
+    if not config.tls_cert or not config.tls_key:
+        return None
+    try:
+        # gRPC reports an unusable certificate only in its own log, so Python's TLS reads the files first.
+        check = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        check.load_cert_chain(config.tls_cert, config.tls_key, password="")  # never ask at the terminal
+        if config.tls_client_ca:
+            check.load_verify_locations(config.tls_client_ca)
+        authority = Path(config.tls_client_ca).read_bytes() if config.tls_client_ca else None
+        pair = (Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())
+    except OSError as error:  # ssl.SSLError is one
+        raise ListenError(
+            f"cannot use the certificate {config.tls_cert} with the key {config.tls_key}: {error}"
+        ) from error
+    return grpc.ssl_server_credentials(
+        [pair], root_certificates=authority, require_client_auth=authority is not None
+    )

@@ -1,0 +1,281 @@
+"""The services of `generate.proto`: what each call means, in terms of one loaded `jaxflow.LLM`."""
+
+import asyncio
+import importlib.metadata
+import math
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from jaxflow.request import Draining, Event, InvalidRequest, Request, SamplingParams, Started
+from jaxflow.text.chat import ChatTemplateError, render_chat
+from jaxflow.text.tokenizer import Tokenizer
+from serving import generate_pb2 as pb
+from serving import generate_pb2_grpc
+from serving.grpc import convert
+from serving.grpc.errors import Loading, Refusal, TooSlow
+from serving.grpc.streams import Stream, Switchboard
+from serving.grpc.transcript import Transcript
+
+if TYPE_CHECKING:
+    from jaxflow.llm import LLM
+
+# Where a prompt that is refused stood in its request.
+PROMPT_FIELDS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages", None: "prompt"}
+MAX_NAME_CHARS = 256  # of a request_id and of a cache_salt
+
+
+class Served:
+    """The model that the services stand in front of: none while it loads, and no new requests once
+    `draining`.
+    """
+
+    def __init__(self) -> None:
+        self._llm: LLM | None = None
+        self.draining = False
+        self.sampling_defaults: dict[str, float] = {}
+
+    def set(self, llm: "LLM") -> None:
+        """Raises: ConfigError, for a generation config that no request could be served with."""
+        self.sampling_defaults = convert.sampling_defaults(llm.generation_config)
+        self._llm = llm
+
+    @property
+    def loaded(self) -> bool:
+        return self._llm is not None
+
+    @property
+    def llm(self) -> "LLM":
+        if self._llm is None:
+            raise Draining("the server is shutting down") if self.draining else Loading()
+        return self._llm
+
+    def tokenizer(self, field: str) -> Tokenizer:
+        """Raises: Refusal, because of the request's `field`, for a model that has none."""
+        if self.llm.tokenizer is None:
+            raise Refusal(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"{field}: the served model has no tokenizer: send token_ids",
+            )
+        return self.llm.tokenizer
+
+    def encode_chat(self, chat: pb.Chat, add_special_tokens: bool = False) -> list[int]:
+        """The chat as one prompt; its template has written the special tokens already.
+
+        Raises:
+          Refusal, for a model without a chat template; InvalidRequest.
+        """
+        tokenizer = self.tokenizer("chat")
+        if tokenizer.chat_template is None:
+            raise Refusal(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "chat: the served model has no chat template: send text or token_ids",
+            )
+        messages = convert.chat_messages(chat)
+        try:
+            text = render_chat(
+                tokenizer,
+                messages,
+                add_generation_prompt=not chat.continue_final_message,
+                continue_final_message=chat.continue_final_message,
+            )
+        except ChatTemplateError as error:
+            raise InvalidRequest("chat.messages", f"{len(messages)} messages", str(error)) from error
+        return tokenizer.encode(text, add_special_tokens)
+
+
+class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
+    """Generation and the tokenizer. `max_pending_tokens`: unread tokens a sequence, beyond which a slow
+    caller is dropped.
+    """
+
+    def __init__(self, served: Served, switchboard: Switchboard, max_pending_tokens: int):
+        self._served = served
+        self._switchboard = switchboard
+        self._max_pending_tokens = max_pending_tokens
+
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        llm = self._served.llm
+        if self._served.draining:
+            raise Draining("the server is shutting down")
+        seconds_left(context)
+        try:
+            # The tokenizer works on its own thread: a long prompt must not hold up the streams.
+            prepared = await asyncio.to_thread(self._prepare, llm, request)
+            await self._stream(llm, prepared, request.request_id or prepared.request_id, context)
+        except InvalidRequest as error:
+            raise convert.at_path(error, PROMPT_FIELDS[request.WhichOneof("prompt")]) from None
+
+    async def _stream(
+        self, llm: "LLM", request: Request, name: str, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Runs a request and writes its messages. Raises: what the engine refuses it with, TooSlow, Refusal
+        at the deadline.
+        """
+        transcript = Transcript(name, request, llm.tokenizer, stop_token_ids(llm, request.sampling))
+        # Now, since a caller who does not read could block the first message, and with it the headers an
+        # error needs.
+        await context.send_initial_metadata(())
+        loop = asyncio.get_running_loop()
+        limit = self._max_pending_tokens * request.sampling.n
+        stream = Stream(limit, on_overflow=lambda: scope.reschedule(loop.time()))
+        self._switchboard.connect(request.request_id, stream)
+        try:
+            async with asyncio.timeout(seconds_left(context)) as scope:
+                llm.driver.submit(request, self._switchboard)
+                try:
+                    while not transcript.done:
+                        for message in await messages_of(transcript, await stream.take()):
+                            await context.write(message)
+                finally:
+                    if not transcript.done:
+                        llm.driver.abort(request.request_id)
+        except TimeoutError:
+            if stream.overflowed:
+                raise TooSlow(limit) from None
+            if scope.expired():
+                raise deadline_passed() from None
+            raise
+        finally:
+            self._switchboard.disconnect(request.request_id)
+
+    def _prepare(self, llm: "LLM", request: pb.GenerateRequest) -> Request:
+        """The engine's request. Raises: Refusal, InvalidRequest."""
+        if request.model not in ("", llm.name):
+            raise Refusal(
+                grpc.StatusCode.NOT_FOUND,
+                f"model {request.model[:MAX_NAME_CHARS]!r} is not served here: {llm.name!r} is",
+            )
+        for field in ("request_id", "cache_salt"):
+            if len(getattr(request, field)) > MAX_NAME_CHARS:
+                raise InvalidRequest(field, getattr(request, field), f"at most {MAX_NAME_CHARS} characters")
+        sampling = convert.sampling_params(request.sampling, self._served.sampling_defaults)
+        if sampling.stop:
+            self._served.tokenizer("sampling.stop")
+        kind = request.WhichOneof("prompt")
+        match kind:
+            case "text":
+                self._served.tokenizer("text")
+                if not request.text:  # a tokenizer may make a lone BOS of it, but hardly at anyone's wish
+                    raise InvalidRequest(
+                        "text", "", "some text; for an answer to nothing, token_ids with a BOS token"
+                    )
+                prompt = request.text
+            case "token_ids":
+                prompt = list(request.token_ids.ids)
+            case "chat":
+                prompt = self._served.encode_chat(request.chat)
+            case None:
+                raise InvalidRequest("prompt", None, "one of text, token_ids and chat")
+        # The engine's id is our own: two callers may choose the same name, or one another's.
+        return llm.request(
+            prompt,
+            sampling,
+            request_id=uuid.uuid4().hex,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+
+    async def Tokenize(
+        self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(ids=await asyncio.to_thread(self._tokenize, request))
+
+    def _tokenize(self, request: pb.TokenizeRequest) -> list[int]:
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequest("input", None, "one of text and chat")
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else kind == "text"
+        if kind == "chat":
+            return self._served.encode_chat(request.chat, special)
+        return self._served.tokenizer("text").encode(request.text, special)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        tokenizer = self._served.tokenizer("ids")
+        vocab_size = self._served.llm.model_config.vocab_size
+        for token in request.ids:
+            if token >= vocab_size:
+                raise InvalidRequest("ids", token, f"token ids 0 to {vocab_size - 1}")
+        text = await asyncio.to_thread(
+            tokenizer.decode, list(request.ids), skip_special_tokens=request.skip_special_tokens
+        )
+        return pb.DetokenizeResponse(text=text)
+
+
+class ModelService(generate_pb2_grpc.ModelServiceServicer):
+    """What is being served."""
+
+    def __init__(self, served: Served):
+        self._served = served
+
+    async def GetModel(
+        self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelResponse:
+        llm = self._served.llm
+        config = llm.engine_config
+        return pb.GetModelResponse(
+            name=llm.name,
+            architecture=llm.model_config.architecture,
+            vocab_size=llm.model_config.vocab_size,
+            max_model_len=llm.max_model_len,
+            dtype=config.dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
+            tensor_parallel_size=config.tensor_parallel_size,
+            plan=config.plan,
+            eos_token_ids=llm.model_config.eos_token_ids,
+            has_chat_template=llm.tokenizer is not None and llm.tokenizer.chat_template is not None,
+            version=importlib.metadata.version("jaxflow"),
+            has_tokenizer=llm.tokenizer is not None,
+        )
+
+
+class AdminService(generate_pb2_grpc.AdminServiceServicer):
+    """Operations. `drain` takes a timeout in seconds, or None for the server's own, and returns the requests
+    it aborted.
+    """
+
+    def __init__(self, served: Served, drain: Callable[[float | None], Awaitable[int]]):
+        self._served = served
+        self._drain = drain
+
+    async def GetStats(
+        self, request: pb.GetStatsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetStatsResponse:
+        return convert.same_fields(pb.GetStatsResponse, self._served.llm.driver.stats())
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
+        if not (math.isfinite(request.timeout_s) and request.timeout_s >= 0):
+            raise InvalidRequest("timeout_s", request.timeout_s, "seconds, or 0 for the server's own timeout")
+        return pb.DrainResponse(aborted_requests=await self._drain(request.timeout_s or None))
+
+
+async def messages_of(transcript: Transcript, events: list[Event]) -> Iterable[pb.GenerateResponse]:
+    """The messages for `events`. Prompt logprobs, up to 21 a token, are written on a thread of their own:
+    streams go on.
+    """
+    if isinstance(events[0], Started) and events[0].prompt_logprobs is not None:
+        return await asyncio.to_thread(list, transcript.messages(events))
+    return transcript.messages(events)
+
+
+def stop_token_ids(llm: "LLM", sampling: SamplingParams) -> frozenset[int]:
+    """The tokens that end a sequence, and are no part of its text."""
+    return frozenset(sampling.stop_token_ids) | frozenset(
+        () if sampling.ignore_eos else llm.model_config.eos_token_ids
+    )
+
+
+def seconds_left(context: grpc.aio.ServicerContext) -> float | None:
+    """Until the caller's deadline; None without one. Raises: Refusal, once it has passed."""
+    left = context.time_remaining()
+    if left is not None and left <= 0:
+        raise deadline_passed()
+    return left
+
+
+def deadline_passed() -> Refusal:
+    return Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")

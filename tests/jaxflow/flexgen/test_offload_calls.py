@@ -1,0 +1,189 @@
+"""Calls of one offloaded model: left halfway, one inside another, from several threads. Each gets its own
+tokens, or is refused by name.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import paths
+import pytest
+from offloaded import DEVICE, DISK, HOST, MIXED, OUTPUT, changed, goldens, policy, requests, run, runtime
+
+from jaxflow import LLM, SamplingParams
+from jaxflow import llm as llm_module
+from jaxflow.flexgen.config import OffloadConfig
+from jaxflow.flexgen.kv_store import KvStore
+from jaxflow.flexgen.scratch_files import DiskError
+from jaxflow.flexgen.traffic import Traffic
+from jaxflow.flexgen.verbs import Verbs
+from jaxflow.llm import RequestFailed
+
+PATIENCE_S = 60.0
+OTHERS = [
+    [7 + i] * 20 for i in range(6)
+]  # prompts of a block that is left halfway: unlike those that follow it
+
+
+def within(work: Callable[[], Any]) -> Any:
+    """What `work` returns; one that does not return fails here, and is woken as its runtime is closed."""
+    told: list[Any] = []
+    thread = threading.Thread(target=lambda: told.append(_told(work)), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert told, "it does not return"
+    if isinstance(told[0], BaseException):
+        raise told[0]
+    return told[0]
+
+
+def _told(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except BaseException as error:
+        return error
+
+
+PLACES = {
+    "device": {},
+    "host": {"weights": HOST, "kv": HOST, "activations": HOST},
+    "KV on the host, which attends": {"kv": HOST, "host_attention": True},
+    "disk": {"weights": DISK, "kv": DISK, "activations": DISK},
+    "KV on disk, the host attends": {"kv": DISK, "host_attention": True},
+    "mixed": {"weights": DISK, "kv": MIXED, "activations": MIXED},
+    "mixed, the host attends": {"weights": MIXED, "kv": MIXED, "activations": DISK, "host_attention": True},
+}
+
+
+@pytest.mark.parametrize("changes", PLACES.values(), ids=PLACES.keys())
+def test_after_a_run_that_was_left_halfway_the_next_gets_its_own_tokens(changes, tmp_path):
+    prompts, expected = goldens("tiny-opt")
+    with runtime(
+        "tiny-opt", tmp_path, **{"weights": DEVICE, "kv": DEVICE, "activations": DEVICE} | changes
+    ) as made:
+
+        def leave(steps: int) -> list[list[int]]:
+            left = made.generate(requests(OTHERS))
+            for _ in range(steps):
+                next(left)
+            left.close()
+            return run(made, requests(prompts))
+
+        steps_of_all = sum(1 for _ in made.generate(requests(OTHERS)))
+        some = (
+            0,
+            1,
+            2,
+            3,
+            *range(4, steps_of_all + 1, 3),
+        )  # all were left once, which took three times as long
+        for schedule, overlap, stops in (
+            ("zigzag", True, some),
+            ("row", True, (1, 8)),
+            ("zigzag", False, (5,)),
+        ):
+            changed(made, schedule=schedule, overlap=overlap)
+            for steps in stops:
+                assert within(lambda steps=steps: leave(steps)) == expected, (schedule, overlap, steps)
+
+
+def test_a_run_begins_when_no_other_is_under_way(tmp_path):
+    prompts, expected = goldens("tiny-opt")
+    with runtime("tiny-opt", tmp_path, kv=HOST) as made:
+        first = made.generate(requests(OTHERS))
+        next(first)
+        with pytest.raises(
+            RuntimeError, match="under way: another can begin when it has ended, or its iterator was closed"
+        ):
+            within(lambda: run(made, requests(prompts)))
+        first.close()
+        assert run(made, requests(prompts)) == expected
+        first = made.generate(requests(OTHERS))
+        next(first)
+        del first  # nobody has it any more: it is closed
+        assert run(made, requests(prompts)) == expected
+
+
+def test_a_fault_in_ending_a_run_that_was_left_is_told_and_nothing_is_served_afterwards(
+    tmp_path, monkeypatch
+):
+    def failing(self):
+        raise DiskError(5, "a store failed")
+
+    with runtime("tiny-opt", tmp_path, kv=DISK) as made:
+        left = made.generate(requests(OTHERS))
+        next(left)
+        monkeypatch.setattr(KvStore, "rest", failing)
+        with pytest.raises(DiskError, match="a store failed"):
+            within(left.close)
+        with pytest.raises(RuntimeError, match="close it"):
+            run(made, requests(OTHERS))
+
+
+@pytest.mark.parametrize(
+    "host_attention", [True, False], ids=["attends on the host", "attends on the device"]
+)
+def test_a_runtime_may_be_closed_before_a_run_that_was_left_is(host_attention, tmp_path):
+    with runtime("tiny-opt", tmp_path, kv=DISK, host_attention=host_attention) as made:
+        left = made.generate(requests(OTHERS))
+        next(left)
+    within(left.close)
+
+
+def test_what_ended_with_its_pool_is_waited_for_no_more():
+    """As stores and the host's attention may be that stand behind another when a runtime is closed."""
+    pool, gate = ThreadPoolExecutor(1), threading.Event()
+    first, behind = pool.submit(gate.wait), pool.submit(list)
+    verbs = Verbs(True, Traffic())
+    verbs.store("store_kv", lambda: [first, behind])
+    pool.shutdown(wait=False, cancel_futures=True)
+    gate.set()
+    within(verbs.rest)
+    assert behind.cancelled() and first.done()
+
+
+class Faulty:
+    """A stop checker that fails at its first token."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def push(self, _):
+        raise RuntimeError("no such string")
+
+
+def test_calls_of_an_offloaded_llm_wait_for_each_other_and_outlive_a_fault_of_one(tmp_path, monkeypatch):
+    prompts, expected = goldens("stories260K", copies=1)
+    sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+    settings = OffloadConfig(policy("stories260K", kv=DISK, host_attention=True), disk_path=str(tmp_path))
+    with LLM(str(paths.MODELS / "stories260K"), offload=settings, block_size=16, progress=False) as llm:
+
+        def ask(asked: list[list[int]]) -> list[list[int]]:
+            return [one.outputs[0].token_ids for one in llm.generate(asked, sampling, use_tqdm=False)]
+
+        assert within(lambda: ask(prompts)) == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(llm_module, "StopStrings", Faulty)
+            with pytest.raises(RequestFailed):
+                stopped = SamplingParams(temperature=0.0, max_tokens=OUTPUT, stop=["zzzz"])
+                within(
+                    lambda: llm.generate(["Once upon a time there was a dog"] * 6, stopped, use_tqdm=False)
+                )
+        assert within(lambda: ask(prompts)) == expected
+        others = within(lambda: ask(OTHERS))
+        together, found = threading.Barrier(3, timeout=PATIENCE_S), {}
+
+        def often(caller: int, asked: list[list[int]]) -> None:
+            together.wait()
+            found[caller] = _told(lambda: [ask(asked) for _ in range(3)])
+
+        callers = [
+            threading.Thread(target=often, args=(i, asked), daemon=True)
+            for i, asked in enumerate((prompts, OTHERS, prompts))
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(PATIENCE_S)
+        assert found == {0: [expected] * 3, 1: [others] * 3, 2: [expected] * 3}

@@ -1,0 +1,154 @@
+"""The law of offloading: wherever tensors lie and in whatever order squares are computed, the tokens are the
+plain engine's.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from offloaded import DEVICE, DISK, HOST, MIXED, changed, goldens, requests, run, runtime
+
+from jaxflow.flexgen.policy import Shares
+from jaxflow.request import Request, SamplingParams
+
+ORDERS = list(itertools.product(("zigzag", "row"), (True, False)))
+
+
+@pytest.mark.parametrize(
+    "host_attention", [True, False], ids=["attends on the host", "attends on the device"]
+)
+def test_opt_on_all_tiers_in_every_order(host_attention, tmp_path):
+    prompts, expected = goldens(
+        "tiny-opt", copies=3
+    )  # 9 sequences: a whole block, and one of 2 batches with 3 rows empty
+    with runtime(
+        "tiny-opt", tmp_path, weights=MIXED, kv=MIXED, activations=MIXED, host_attention=host_attention
+    ) as made:
+        for schedule, overlap in ORDERS:
+            changed(made, schedule=schedule, overlap=overlap)
+            assert run(made, requests(prompts)) == expected, (schedule, overlap)
+            seconds = {verb: one.seconds for verb, one in made.stats[-1].traffic.items() if one.seconds > 0}
+            assert (
+                seconds == {}
+                if overlap
+                else seconds.keys()
+                >= {"fetch_layer", "compute", "store_kv", "store_activation", "load_activation"}
+            )
+        assert len(made.stats) == 2 * len(ORDERS)
+        assert [stats.tokens for stats in made.stats[:2]] == [36, 18]
+
+
+def test_llama_in_4_bits_wherever_it_lies_is_the_engine_with_the_same_weights(tmp_path):
+    prompts, _ = goldens("tiny-llama")
+    engine = toy.loop("tiny-llama", quantization="int4")
+    plain = toy.run(engine, requests(prompts))
+    with runtime("tiny-llama", tmp_path, weight_bits=4, weights=MIXED, kv=HOST) as made:
+        assert run(made, requests(prompts)) == [plain[f"r{i}"].tokens for i in range(len(prompts))]
+
+
+def test_kv_of_4_bits_is_the_same_on_every_tier_and_cut_over_devices(tmp_path):
+    prompts, wide = goldens("tiny-llama")
+    found = []
+    for kv, tp in ((DEVICE, 1), (MIXED, 2)):
+        with runtime("tiny-llama", tmp_path, tp=tp, kv_bits=4, kv=kv, num_gpu_batches=1) as made:
+            found.append(run(made, requests(prompts)))
+    assert found[0] == found[1] != wide
+
+
+shares = st.sampled_from([DEVICE, HOST, DISK, MIXED, Shares(50.0, 50.0), Shares(0.0, 60.0, 40.0)])
+
+
+@given(
+    weights=shares, kv=shares, activations=shares, host_attention=st.booleans(),
+    num_gpu_batches=st.integers(1, 3), order=st.sampled_from(ORDERS),
+)  # fmt: skip
+@settings(max_examples=2)
+def test_drawn_policies(tmp_path_factory, order, **changes):
+    prompts, expected = goldens("tiny-llama", copies=1)
+    with runtime("tiny-llama", tmp_path_factory.mktemp("disk"), **changes) as made:
+        changed(made, schedule=order[0], overlap=order[1])
+        assert run(made, requests(prompts)) == expected
+
+
+def test_windows_caps_and_norms_behind_blocks(tmp_path):
+    """Gemma 2, whose layers differ: two kinds of programs, and a host that sees through windows."""
+    prompts, expected = goldens("tiny-gemma2")
+    with runtime(
+        "tiny-gemma2", tmp_path, weights=HOST, kv=Shares(0.0, 50.0, 50.0), host_attention=True
+    ) as made:
+        assert run(made, requests(prompts)) == expected
+
+
+FAMILIES = [
+    "tiny-mistral",
+    "tiny-qwen2",
+    "tiny-qwen3",
+    "tiny-gemma2",
+    "tiny-gemma3_text",
+    "tiny-mixtral",
+    "tiny-qwen3_moe",
+]
+
+
+WAYS = {
+    "disk": (1, DISK, False),
+    "two devices": (2, HOST, False),
+    "two devices, attends on the host": (2, HOST, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [
+        (name, way) for name in FAMILIES for way in WAYS if (name, way) != ("tiny-gemma2", "disk")
+    ],  # that one is above
+)
+def test_every_other_family(model, way, tmp_path):
+    """KV in one piece, so that what is compiled is small: how pieces are put together is no matter of the
+    family.
+    """
+    prompts, expected = goldens(model, copies=1)
+    tp, kv, host_attention = WAYS[way]
+    with runtime(model, tmp_path, tp=tp, weights=MIXED, kv=kv, host_attention=host_attention) as made:
+        assert run(made, requests(prompts)) == expected
+
+
+def test_sampling_is_the_engines(tmp_path):
+    """Seeds, filters, penalties, several sequences of a request, stop tokens, log-probabilities: the same
+    events.
+    """
+    prompts, _ = goldens("tiny-opt", copies=1)
+    biased = SamplingParams(
+        temperature=0.7, seed=9, logit_bias={5: 50.0}, min_tokens=3, stop_token_ids=[5], max_tokens=6
+    )
+    asked = [
+        Request("plain", prompts[0], SamplingParams(temperature=0.9, seed=7, max_tokens=6, ignore_eos=True)),
+        Request(
+            "filters",
+            prompts[1],
+            SamplingParams(temperature=1.2, seed=8, top_k=40, top_p=0.9, n=2, max_tokens=5, logprobs=3),
+        ),
+        Request(
+            "penalties",
+            prompts[2],
+            SamplingParams(temperature=0.0, repetition_penalty=1.5, presence_penalty=1.0, max_tokens=6),
+        ),
+        Request("bias", prompts[0], biased),
+    ]
+    plain = toy.run(toy.loop("tiny-opt"), asked)
+    found = {request.request_id: toy.Result() for request in asked}
+    with runtime("tiny-opt", tmp_path, kv=HOST) as made:
+        for event in itertools.chain.from_iterable(made.generate(asked)):
+            found[event.request_id].take(event)
+    for name, result in found.items():
+        assert result.token_ids == plain[name].token_ids, name
+        assert {i: end.reason for i, end in result.finished.items()} == {
+            i: end.reason for i, end in plain[name].finished.items()
+        }
+    ours, theirs = (
+        np.array([p.logprob for d in r["filters"].logprobs[1] for p in d.values()]) for r in (found, plain)
+    )
+    np.testing.assert_allclose(ours, theirs, atol=2e-4)

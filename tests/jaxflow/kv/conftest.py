@@ -1,0 +1,27 @@
+"""Disk tiers that leave nothing behind."""
+
+import threading
+
+import pytest
+from disk_pages import FILE, MODEL, PAGE
+
+from jaxflow.kv.tiers.disk_store import DiskTier
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens tiers over one folder, the last one closed first."""
+    tiers = []
+
+    def make(pages: int = 100, fingerprint: bytes = MODEL, **settings) -> DiskTier:
+        if tiers:
+            tiers.pop().close()
+        tiers.append(DiskTier(tmp_path, pages * FILE, fingerprint, PAGE, **settings))
+        return tiers[-1]
+
+    before = set(threading.enumerate())
+    yield make
+    for tier in tiers:
+        tier.close()
+    assert set(threading.enumerate()) <= before, "threads are left"
+    assert not list(tmp_path.rglob("*.tmp")), "temporary files are left"

@@ -1,0 +1,76 @@
+"""Pages for the tests of the disk tier, and disks that fail."""
+
+import os
+import types
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxflow.kv.tiers import disk_file
+from jaxflow.kv.tiers.disk_file import HEADER_BYTES
+from jaxflow.kv.tiers.disk_store import DiskTier
+
+PAGE = (512, 96)  # bytes of a page of each group
+FILE = PAGE[0] + HEADER_BYTES
+MODEL = b"a model"
+
+
+def key(i: int, group: int = 0) -> bytes:
+    return bytes([group]) + i.to_bytes(16, "big")
+
+
+def page(i: int, group: int = 0) -> np.ndarray:
+    return np.random.default_rng([i, group]).integers(0, 256, PAGE[group], dtype=np.uint8)
+
+
+def parts(i: int, group: int = 0) -> Callable[[], list[np.ndarray]]:
+    """A page as two shards hold it."""
+    return lambda: np.split(page(i, group).view(np.uint32), 2)
+
+
+def put(tier: DiskTier, *numbers: int) -> None:
+    """Puts pages one after the other, each written before the next."""
+    for i in numbers:
+        assert tier.put(key(i), parts(i))
+        settled(tier)
+
+
+def settled(tier: DiskTier) -> None:
+    """Waits for the writer."""
+    tier._writer.submit(lambda: None).result(30)
+
+
+def fetched(tier: DiskTier, name: bytes) -> np.ndarray | None:
+    future = tier.prefetch(name)
+    return None if future is None else future.result(30)
+
+
+def same(found: np.ndarray | None, i: int, group: int = 0) -> bool:
+    return found is not None and np.array_equal(found, page(i, group))
+
+
+def holds(tier: DiskTier, i: int) -> bool:
+    found = tier.get(key(i))
+    assert found is None or same(found, i)
+    return found is not None
+
+
+class faults:
+    """Replaces functions of `os` as `disk_file` sees them."""
+
+    def __init__(self, monkeypatch, **functions):
+        self._patch, self._functions = monkeypatch, functions
+
+    def __enter__(self):
+        every = {name: getattr(os, name) for name in dir(os)} | self._functions
+        self._patch.setattr(disk_file, "os", types.SimpleNamespace(**every))
+
+    def __exit__(self, *_):
+        self._patch.undo()
+
+
+def fails(number):
+    def raises(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return raises

@@ -1,0 +1,80 @@
+"""Threads stay near the GPUs, where the machine has several nodes: on a /sys made for the test."""
+
+import os
+import threading
+
+import pytest
+
+from jaxflow.kv.tiers import numa
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Two sockets; a GPU on each, and one whose firmware does not say."""
+    for node, cpus in ((0, "0-3,8-11\n"), (1, "4-7,12-15\n")):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus)
+    for bus, node in (("0000:17:00.0", 0), ("0000:ca:00.0", 1), ("0000:01:00.0", -1)):
+        folder = tmp_path / "bus/pci/devices" / bus
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{node}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("bus_ids", "cpus"),
+    [
+        (["00000000:17:00.0"], {0, 1, 2, 3, 8, 9, 10, 11}),
+        (["00000000:CA:00.0"], {4, 5, 6, 7, 12, 13, 14, 15}),
+        (["00000000:17:00.0", "00000000:CA:00.0"], set(range(16))),
+        (["00000000:01:00.0"], None),
+        (["00000000:99:00.0"], None),
+        ([], None),
+    ],
+)
+def test_the_cpus_of_the_gpus_nodes(machine, bus_ids, cpus):
+    assert numa.near_cpus(bus_ids, machine) == cpus
+
+
+def test_where_there_is_one_node_there_is_nothing_to_choose(machine):
+    (machine / "devices/system/node/node1/cpulist").unlink()
+    (machine / "devices/system/node/node1").rmdir()
+    assert numa.near_cpus(["00000000:17:00.0"], machine) is None
+
+
+@pytest.mark.parametrize(("text", "cpus"), [("0", {0}), ("0-2,5\n", {0, 1, 2, 5}), ("", set())])
+def test_sets_of_cpus(text, cpus):
+    assert numa.parse_cpus(text) == cpus
+
+
+def test_a_bound_thread_is_bound_alone():
+    before, found = os.sched_getaffinity(0), []
+    one = {min(before)}
+    numa.run_bound(one, lambda: found.append(os.sched_getaffinity(0)))
+    numa.run_bound({10**4}, lambda: found.append(os.sched_getaffinity(0)))  # none that it may use
+    assert found == [one, before]
+    assert os.sched_getaffinity(0) == before
+    with pytest.raises(ZeroDivisionError):
+        numa.run_bound(None, lambda: 1 // 0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "jaxflow-reserve"]
+
+
+def test_whoever_is_bound_for_a_while_starts_threads_that_stay():
+    before, found = os.sched_getaffinity(0), []
+    one, go = {min(before)}, threading.Event()
+    thread = threading.Thread(target=lambda: (go.wait(30), found.append(os.sched_getaffinity(0))))
+    with pytest.raises(ZeroDivisionError), numa.bound(one):
+        assert os.sched_getaffinity(0) == one
+        thread.start()
+        raise ZeroDivisionError
+    assert os.sched_getaffinity(0) == before
+    go.set()
+    thread.join()
+    assert found == [one]
+    with numa.bound(None):
+        assert os.sched_getaffinity(0) == before
+
+
+def test_without_a_driver_nothing_is_known():
+    assert numa.gpu_bus_ids(1) == [] or all(":" in bus_id for bus_id in numa.gpu_bus_ids(1))

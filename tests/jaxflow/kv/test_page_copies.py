@@ -1,0 +1,142 @@
+"""Pages leave the cache and come back bit by bit, whatever its dtype, groups and shards; on an H200 nothing
+copies the cache.
+"""
+
+import dataclasses
+import math
+
+import h200
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxflow.config import Layer, ModelConfig
+from jaxflow.kv.device_cache import make_cache, page_bytes
+from jaxflow.kv.tiers.page_copies import PageCopies, PagePrograms, sizes_of, split
+from jaxflow.kv.tiers.transfers import Transfers
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.parallel.mesh import TP, make_mesh
+
+PAGES = (40, 24)
+BLOCK = 4
+
+
+def small(kv_heads: int = 2) -> ModelConfig:
+    """Three layers, one of them with a window."""
+    layers = (Layer(), Layer(window=8), Layer())
+    return ModelConfig("llama", 32, 16, 4, kv_heads, 8, 32, layers, 64)
+
+
+def filled(cache, seed):
+    """Random bits of every array, numbers all of them."""
+    rng = np.random.default_rng(seed)
+
+    def fill(array):
+        values = rng.integers(-100, 100, array.shape).astype(np.float32)
+        return jax.device_put(jnp.asarray(values).astype(array.dtype), array.sharding)
+
+    return jax.tree.map(fill, cache)
+
+
+def as_numpy(cache):
+    return [np.asarray(a).view(np.uint8).reshape(a.shape[0], -1) for a in jax.tree.leaves(cache)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tp"), [("float32", 1), ("bfloat16", 2), ("float8_e4m3fn", 1), ("int8", 2)]
+)
+def test_what_is_scattered_is_what_was_gathered_and_nothing_else_changes(dtype, tp):
+    config, mesh = small(), make_mesh(tp)
+    copies = PageCopies(config, PAGES, BLOCK, jnp.dtype(dtype), mesh, sizes=(1, 4))
+    assert copies.page_bytes == page_bytes(config, BLOCK, jnp.dtype(dtype), tp)
+    source = filled(copies.warm_up(make_cache(config, PAGES, BLOCK, jnp.dtype(dtype), mesh)), 1)
+    target = filled(source, 2)
+    before_source, before_target = as_numpy(source), as_numpy(target)
+    rng = np.random.default_rng(3)
+    moved = []
+    for group, count in ((0, 9), (1, 3)):
+        take, put = (rng.permutation(PAGES[group])[:count].tolist() for _ in range(2))
+        pages = copies.gather(source, group, take)
+        assert all(page.shape == (tp, copies.page_bytes[group] // 4) for page in pages)
+        target = copies.scatter(target, group, put, pages)
+        moved.append((take, put))
+    expected = [a.copy() for a in before_target]
+    per_layer = len(expected) // len(config.layers)
+    for i, (now, then) in enumerate(zip(expected, before_source, strict=True)):
+        take, put = moved[config.windows.index(config.layers[i // per_layer].window)]
+        now[put] = then[take]
+    for found, wanted in zip(as_numpy(target), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    for found, wanted in zip(as_numpy(source), before_source, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    # The bytes on the wire: of each shard its own heads, layer by layer, keys before values.
+    [page] = copies.gather(source, 0, [5])
+    layers = [source[i] for i, layer in enumerate(config.layers) if layer.window is None]
+    for shard in range(tp):
+        mine = [np.split(np.asarray(a), tp, axis=1)[shard][5] for a in jax.tree.leaves(layers)]
+        assert np.asarray(page)[shard].tobytes() == b"".join(a.tobytes() for a in mine)
+
+
+@pytest.mark.parametrize("count", range(1, 40))
+def test_calls_hold_all_pages_and_are_mostly_full(count):
+    calls = split(count, (1, 4, 16))
+    assert count <= sum(calls) < 2 * count + 1
+    assert sum(calls) - count < calls[-1]
+
+
+def test_large_pages_go_in_small_calls():
+    assert sizes_of(8 << 20) == (1, 4, 16)
+    assert sizes_of(32 << 20) == (1, 4)
+    assert sizes_of(1 << 30) == (1,)
+
+
+@pytest.mark.parametrize(("dtype", "tp"), [("bfloat16", 1), ("float8_e4m3fn", 1), ("int8", 4)])
+def test_on_an_h200_the_cache_is_written_in_place(dtype, tp):
+    config = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
+    config = dataclasses.replace(config, layers=config.layers[:2])
+    mesh = h200.h200_mesh((tp,))
+    programs = PagePrograms(config, (8192,), 64, jnp.dtype(dtype), mesh, 0)
+    n, page = 4, programs.words * 4
+    cache = jax.tree.leaves(programs.shapes())
+    kv_bytes = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in cache)
+    gather = h200.compile_for_h200(programs.gather(n), programs.shapes(), programs.ids_shape(n))
+    scatter = h200.compile_for_h200(
+        programs.scatter(n), programs.shapes(), programs.ids_shape(n), [programs.page_shape()] * n
+    )
+    for made in (gather, scatter):
+        assert made.machine_code
+        assert made.memory.temp_size_in_bytes < 2 * n * page
+        for array in cache:
+            assert made.copies(array.sharding.shard_shape(array.shape)) == 0
+    assert scatter.memory.alias_size_in_bytes >= kv_bytes
+    assert mesh.shape[TP] == tp
+    assert "gather_pages" in gather.hlo
+    assert "scatter_pages" in scatter.hlo
+
+
+def test_copies_are_begun_a_few_by_a_call_and_the_directions_in_turns(monkeypatch):
+    transfers = Transfers(make_mesh(1), PartitionSpec(None))
+    calls = []
+    for channel, name in ((transfers.to_host, "down"), (transfers.to_device, "up")):
+        monkeypatch.setattr(
+            channel,
+            "_begin",
+            lambda sources, name=name, begin=channel._begin: (
+                calls.append((name, len(sources))) or begin(sources)
+            ),
+        )
+    pages = [jax.device_put(np.full((1, 4), i, np.uint32), transfers.to_device.sharding) for i in range(9)]
+    here = jax.device_put(pages, transfers.to_host.sharding)
+    transfers.copy(
+        [(i, page) for i, page in enumerate(pages)], [(i, page) for i, page in enumerate(here[:5])]
+    )
+    assert calls == [("down", 4), ("up", 4), ("down", 4), ("up", 1), ("down", 1)]
+    transfers.close()
+    for channel, count in ((transfers.to_host, 9), (transfers.to_device, 5)):
+        found = channel.done()
+        assert [(tag, int(page[0, 0]), page.sharding) for tag, page in found] == [
+            (i, i, channel.sharding) for i in range(count)
+        ]
+        assert channel.bytes == count * 16

@@ -1,0 +1,65 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxflow.kv import prefix
+from jaxflow.kv.pages import PagePool
+
+tokens = st.lists(st.integers(0, 2), max_size=14).map(lambda t: np.array(t, np.int32))
+
+
+def names(salt: bytes, content: np.ndarray, size: int) -> list[bytes]:
+    chain = [prefix.root(salt)]
+    prefix.extend(chain, content, len(content) // size, size)
+    return chain[1:]
+
+
+@given(tokens, tokens, st.sampled_from([b"", b"a"]), st.sampled_from([b"", b"a"]), st.integers(1, 4))
+def test_pages_have_one_name_exactly_if_all_tokens_up_to_their_ends_and_the_salts_agree(
+    a, b, salt_a, salt_b, size
+):
+    for i, x in enumerate(names(salt_a, a, size)):
+        for j, y in enumerate(names(salt_b, b, size)):
+            same = i == j and salt_a == salt_b and (a[: (i + 1) * size] == b[: (i + 1) * size]).all()
+            assert (x == y) == same
+
+
+@given(tokens, st.integers(1, 4), st.lists(st.integers(0, 14)))
+def test_a_chain_grows_piece_by_piece_to_the_same_names(content, size, cuts):
+    chain = [prefix.root(b"")]
+    for cut in sorted(cuts):
+        prefix.extend(chain, content, min(cut, len(content)) // size, size)
+    prefix.extend(chain, content, len(content) // size, size)
+    assert chain[1:] == names(b"", content, size)
+
+
+@given(st.integers(0, 40), st.none() | st.integers(1, 20), st.integers(1, 6))
+def test_first_seen_is_the_first_page_with_a_position_in_the_window(position, window, size):
+    seen = [p for p in range(position + 1) if window is None or position - p < window]
+    assert prefix.first_seen(position, window, size) == min(p // size for p in seen)
+
+
+@given(
+    st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=3, unique=True),
+    st.integers(1, 4),
+    st.integers(0, 6),
+    st.data(),
+)
+def test_the_longest_hit_is_the_largest_for_which_every_group_has_what_the_next_query_sees(
+    windows, size, pages, data
+):
+    chain = names(b"", np.arange(pages * size, dtype=np.int32), size)
+    pools = []
+    for _ in windows:
+        pool = PagePool(max(1, pages))
+        present = data.draw(st.sets(st.sampled_from(range(pages)))) if pages else set()
+        for i in sorted(present):
+            pool.register(pool.allocate(1)[0], chain[i])
+        pools.append(pool)
+
+    def enough(m: int) -> bool:
+        visible = [[p // size for p in range(m * size) if w is None or m * size - p < w] for w in windows]
+        return all(pool.find(chain[i]) >= 0 for pool, seen in zip(pools, visible, strict=True) for i in seen)
+
+    expected = max(m for m in range(pages + 1) if enough(m))
+    assert prefix.longest_hit(pools, windows, chain, size) == expected
