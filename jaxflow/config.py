@@ -112,6 +112,27 @@ def gate_block(intermediate_size: int) -> int:
     return max(1, min(64, power_of_two // 8))
 
 
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """The number of devices along each axis of parallelism.
+
+    Raises:
+      ConfigError: for a size below 1. For pp, ep or dp other than 1: no engine runs these axes yet.
+    """
+
+    tp: int = 1  # tensor parallelism: each device holds some heads and MLP columns of every layer
+    pp: int = 1  # pipeline parallelism: each stage holds consecutive layers
+    ep: int = 1  # expert parallelism: each device holds some experts of every layer
+    dp: int = 1  # data parallelism: each replica holds the full model
+
+    def __post_init__(self) -> None:
+        if self.tp < 1:
+            raise ConfigError("tp", self.tp, "a positive number of devices")
+        for field in ("pp", "ep", "dp"):
+            if (size := getattr(self, field)) != 1:
+                raise ConfigError(field, size, "1, the only size that engines run today")
+
+
 # The settings of `kv_cache_dtype`, and the array dtype each stands for; auto is the model's.
 KV_DTYPES = {
     "auto": None,
@@ -177,6 +198,11 @@ class EngineConfig:
     # auto: by the device; reference; mosaic or triton, refused where they have no attention for this
     kernels: str = "auto"
     compilation_cache_dir: str | None = None  # None: ~/.cache/jaxflow/compiled; "": none
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """Return the sizes of all axes of parallelism."""
+        return ParallelConfig(tp=self.tensor_parallel_size)
 
     def __post_init__(self) -> None:
         def check(field: str, ok: bool, accepted: str) -> None:

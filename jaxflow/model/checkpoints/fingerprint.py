@@ -26,7 +26,7 @@ def kv_fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> bytes:
         config.kv_cache_dtype,
         config.quantization,
         config.block_size,
-        config.tensor_parallel_size,
+        config.parallel,
     )
     content = fingerprint(checkpoint, config.seed) + repr(settings).encode()
     return hashlib.blake2b(content, digest_size=FINGERPRINT_BYTES, person=b"jaxflow.kv").digest()
