@@ -11,7 +11,7 @@ import grpc
 from absl import app, flags
 
 from serving import command
-from serving import generate_pb2 as pb
+from serving.grpc import generate_pb2 as pb
 from serving.grpc.connection import DEFAULT_TARGET, Answer, Client, Prompt, RequestFailed
 
 with contextlib.suppress(ImportError):

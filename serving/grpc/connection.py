@@ -10,8 +10,8 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from serving import generate_pb2 as pb
-from serving import generate_pb2_grpc
+from serving.grpc import generate_pb2 as pb
+from serving.grpc import generate_pb2_grpc
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _LONGEST_S = 1e9

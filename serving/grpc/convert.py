@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from jaxflow.config import ConfigError
 from jaxflow.request import Finished, FinishReason, InvalidRequest, Logprob, SamplingParams, Started
 from jaxflow.text.tokenizer import Tokenizer
-from serving import generate_pb2 as pb
+from serving.grpc import generate_pb2 as pb
 
 # What a checkpoint's generation config may set for requests that leave it unset.
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

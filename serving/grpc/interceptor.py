@@ -24,7 +24,7 @@ from serving.grpc import errors
 _OPEN = "/grpc.health."  # probes of an orchestrator carry no token
 
 
-class Door(grpc.aio.ServerInterceptor):
+class CallInterceptor(grpc.aio.ServerInterceptor):
     """Checks the bearer token (if there are `tokens`) and turns every exception of a handler into a status."""
 
     def __init__(self, tokens: Sequence[str] = ()):

@@ -12,8 +12,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from serving import generate_pb2, generate_pb2_grpc
-from serving.grpc.interceptor import Door
+from serving.grpc import generate_pb2, generate_pb2_grpc
+from serving.grpc.interceptor import CallInterceptor
 from serving.grpc.service import AdminService, GenerateService, ModelService, Served
 from serving.grpc.streams import Switchboard
 
@@ -90,7 +90,8 @@ class Server:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         switchboard = Switchboard(asyncio.get_running_loop())
         main, admin = (
-            grpc.aio.server(interceptors=[Door(config.auth_tokens)], options=_OPTIONS) for _ in range(2)
+            grpc.aio.server(interceptors=[CallInterceptor(config.auth_tokens)], options=_OPTIONS)
+            for _ in range(2)
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, main)
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(

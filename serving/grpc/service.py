@@ -12,9 +12,8 @@ import grpc
 from jaxflow.request import Draining, Event, InvalidRequest, Request, SamplingParams, Started
 from jaxflow.text.chat import ChatTemplateError, render_chat
 from jaxflow.text.tokenizer import Tokenizer
-from serving import generate_pb2 as pb
-from serving import generate_pb2_grpc
-from serving.grpc import convert
+from serving.grpc import convert, generate_pb2_grpc
+from serving.grpc import generate_pb2 as pb
 from serving.grpc.errors import Loading, Refusal, TooSlow
 from serving.grpc.streams import Stream, Switchboard
 from serving.grpc.transcript import Transcript

@@ -14,8 +14,8 @@ from jaxflow.request import (
 )
 from jaxflow.text.detokenizer import Detokenizer
 from jaxflow.text.tokenizer import Tokenizer
-from serving import generate_pb2 as pb
 from serving.grpc import convert
+from serving.grpc import generate_pb2 as pb
 
 MAX_TOKENS_A_MESSAGE = 256  # with 20 logprobs each, still far below gRPC's usual limit of 4 MB
 

@@ -8,7 +8,7 @@ import paths
 
 PROGRAM = """
 import jax
-from jaxflow import mesh
+from jaxflow.parallel import mesh
 from jaxflow.config import EngineConfig
 from jaxflow.engine.start import prepare_process
 mesh.NVIDIA_DEVICES = ()

@@ -3,7 +3,7 @@
 import grpc
 import hypothesis.strategies as st
 
-from serving import generate_pb2 as pb
+from serving.grpc import generate_pb2 as pb
 
 # What a request may be refused with; UNKNOWN and INTERNAL are not among them.
 REFUSALS = {

@@ -10,9 +10,9 @@ from fake_llm import FakeLLM
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from serving import generate_pb2 as pb
-from serving import generate_pb2_grpc
 from serving.client import Client
+from serving.grpc import generate_pb2 as pb
+from serving.grpc import generate_pb2_grpc
 from serving.grpc.server import Server, ServerConfig
 
 

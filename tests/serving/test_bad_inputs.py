@@ -11,7 +11,7 @@ import pytest
 from fake_llm import TEMPLATE, FakeLLM
 from harness import client_of, failure, serving, stubs_of, token_request, violated_field
 
-from serving import generate_pb2 as pb
+from serving.grpc import generate_pb2 as pb
 
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 PRECONDITION, EXHAUSTED = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -8,8 +8,8 @@ import pytest
 
 from jaxflow.config import ConfigError
 from jaxflow.request import InvalidRequest, SamplingParams
-from serving import generate_pb2 as pb
 from serving.grpc import convert
+from serving.grpc import generate_pb2 as pb
 
 
 def test_nothing_set_means_the_defaults_of_the_proto():

@@ -16,8 +16,8 @@ from hurry import OFTEN, compiled_with
 from hypothesis import given, settings
 
 from jaxflow import LLM
-from serving import generate_pb2 as pb
 from serving.client import Client, RequestFailed
+from serving.grpc import generate_pb2 as pb
 from serving.grpc.server import Server
 
 GOLDEN = paths.golden("stories260K")

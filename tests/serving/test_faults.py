@@ -13,9 +13,9 @@ from fake_llm import FAULT_TOKEN, PAGES, FakeLLM
 from google.rpc import error_details_pb2
 from harness import client_of, detail, failure, read, serving, stubs_of, token_request, until
 
-from serving import generate_pb2 as pb
-from serving import generate_pb2_grpc
 from serving.client import RequestFailed
+from serving.grpc import generate_pb2 as pb
+from serving.grpc import generate_pb2_grpc
 from serving.grpc.errors import Refusal
 from serving.grpc.service import GenerateService, Served
 from serving.grpc.streams import Switchboard

@@ -6,7 +6,7 @@ import pytest
 from google.protobuf import descriptor
 from grpc_tools import protoc
 
-from serving import generate_pb2 as pb
+from serving.grpc import generate_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ("generate_pb2.py", "generate_pb2.pyi", "generate_pb2_grpc.py")
@@ -17,13 +17,13 @@ def fresh(tmp_path_factory) -> Path:
     """A folder with newly generated code."""
     folder = tmp_path_factory.mktemp("generated")
     outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
-    assert protoc.main(["protoc", f"-I{ROOT}", *outputs, "serving/generate.proto"]) == 0
-    return folder / "serving"
+    assert protoc.main(["protoc", f"-I{ROOT}", *outputs, "serving/grpc/generate.proto"]) == 0
+    return folder / "serving" / "grpc"
 
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_committed_code_is_what_the_proto_generates(fresh: Path, name: str):
-    committed = (ROOT / "serving" / name).read_text()
+    committed = (ROOT / "serving" / "grpc" / name).read_text()
     assert committed == (fresh / name).read_text(), (
         "generate.proto has changed: its first comment says how to regenerate"
     )

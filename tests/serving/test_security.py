@@ -8,10 +8,10 @@ from certificates import issue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import client_of, failure, serving, stubs_of, token_request
 
-from serving import generate_pb2 as pb
-from serving import generate_pb2_grpc
 from serving.__main__ import read_tokens, warnings
 from serving.client import Client, RequestFailed
+from serving.grpc import generate_pb2 as pb
+from serving.grpc import generate_pb2_grpc
 from serving.grpc.server import ListenError, Server, ServerConfig
 
 TOKENS = ("first-token", "second-token")

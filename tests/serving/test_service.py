@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from harness import client_of, failure, read, serving, stubs_of, token_request
 
-from serving import generate_pb2 as pb
+from serving.grpc import generate_pb2 as pb
 from serving.grpc.server import Server, ServerConfig
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

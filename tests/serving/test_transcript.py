@@ -19,7 +19,7 @@ from jaxflow.request import (
     Usage,
 )
 from jaxflow.text.tokenizer import load_tokenizer
-from serving import generate_pb2 as pb
+from serving.grpc import generate_pb2 as pb
 from serving.grpc.transcript import MAX_TOKENS_A_MESSAGE, Transcript
 
 TOKENIZER = load_tokenizer(paths.MODELS / "stories260K")

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from serving import generate_pb2 as serving_dot_generate__pb2
+from serving.grpc import generate_pb2 as serving_dot_grpc_dot_generate__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in serving/generate_pb2_grpc.py depends on'
+        + ' but the generated code in serving/grpc/generate_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,18 +37,18 @@ class GenerateServiceStub:
         """
         self.Generate = channel.unary_stream(
                 '/jaxflow.v1.GenerateService/Generate',
-                request_serializer=serving_dot_generate__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=serving_dot_generate__pb2.GenerateResponse.FromString,
+                request_serializer=serving_dot_grpc_dot_generate__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=serving_dot_grpc_dot_generate__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/jaxflow.v1.GenerateService/Tokenize',
-                request_serializer=serving_dot_generate__pb2.TokenizeRequest.SerializeToString,
-                response_deserializer=serving_dot_generate__pb2.TokenizeResponse.FromString,
+                request_serializer=serving_dot_grpc_dot_generate__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=serving_dot_grpc_dot_generate__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
         self.Detokenize = channel.unary_unary(
                 '/jaxflow.v1.GenerateService/Detokenize',
-                request_serializer=serving_dot_generate__pb2.DetokenizeRequest.SerializeToString,
-                response_deserializer=serving_dot_generate__pb2.DetokenizeResponse.FromString,
+                request_serializer=serving_dot_grpc_dot_generate__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=serving_dot_grpc_dot_generate__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
 
 
@@ -81,18 +81,18 @@ def add_GenerateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=serving_dot_generate__pb2.GenerateRequest.FromString,
-                    response_serializer=serving_dot_generate__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=serving_dot_grpc_dot_generate__pb2.GenerateRequest.FromString,
+                    response_serializer=serving_dot_grpc_dot_generate__pb2.GenerateResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
-                    request_deserializer=serving_dot_generate__pb2.TokenizeRequest.FromString,
-                    response_serializer=serving_dot_generate__pb2.TokenizeResponse.SerializeToString,
+                    request_deserializer=serving_dot_grpc_dot_generate__pb2.TokenizeRequest.FromString,
+                    response_serializer=serving_dot_grpc_dot_generate__pb2.TokenizeResponse.SerializeToString,
             ),
             'Detokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Detokenize,
-                    request_deserializer=serving_dot_generate__pb2.DetokenizeRequest.FromString,
-                    response_serializer=serving_dot_generate__pb2.DetokenizeResponse.SerializeToString,
+                    request_deserializer=serving_dot_grpc_dot_generate__pb2.DetokenizeRequest.FromString,
+                    response_serializer=serving_dot_grpc_dot_generate__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -121,8 +121,8 @@ class GenerateService:
             request,
             target,
             '/jaxflow.v1.GenerateService/Generate',
-            serving_dot_generate__pb2.GenerateRequest.SerializeToString,
-            serving_dot_generate__pb2.GenerateResponse.FromString,
+            serving_dot_grpc_dot_generate__pb2.GenerateRequest.SerializeToString,
+            serving_dot_grpc_dot_generate__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -148,8 +148,8 @@ class GenerateService:
             request,
             target,
             '/jaxflow.v1.GenerateService/Tokenize',
-            serving_dot_generate__pb2.TokenizeRequest.SerializeToString,
-            serving_dot_generate__pb2.TokenizeResponse.FromString,
+            serving_dot_grpc_dot_generate__pb2.TokenizeRequest.SerializeToString,
+            serving_dot_grpc_dot_generate__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -175,8 +175,8 @@ class GenerateService:
             request,
             target,
             '/jaxflow.v1.GenerateService/Detokenize',
-            serving_dot_generate__pb2.DetokenizeRequest.SerializeToString,
-            serving_dot_generate__pb2.DetokenizeResponse.FromString,
+            serving_dot_grpc_dot_generate__pb2.DetokenizeRequest.SerializeToString,
+            serving_dot_grpc_dot_generate__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -200,8 +200,8 @@ class ModelServiceStub:
         """
         self.GetModel = channel.unary_unary(
                 '/jaxflow.v1.ModelService/GetModel',
-                request_serializer=serving_dot_generate__pb2.GetModelRequest.SerializeToString,
-                response_deserializer=serving_dot_generate__pb2.GetModelResponse.FromString,
+                request_serializer=serving_dot_grpc_dot_generate__pb2.GetModelRequest.SerializeToString,
+                response_deserializer=serving_dot_grpc_dot_generate__pb2.GetModelResponse.FromString,
                 _registered_method=True)
 
 
@@ -220,8 +220,8 @@ def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
-                    request_deserializer=serving_dot_generate__pb2.GetModelRequest.FromString,
-                    response_serializer=serving_dot_generate__pb2.GetModelResponse.SerializeToString,
+                    request_deserializer=serving_dot_grpc_dot_generate__pb2.GetModelRequest.FromString,
+                    response_serializer=serving_dot_grpc_dot_generate__pb2.GetModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -250,8 +250,8 @@ class ModelService:
             request,
             target,
             '/jaxflow.v1.ModelService/GetModel',
-            serving_dot_generate__pb2.GetModelRequest.SerializeToString,
-            serving_dot_generate__pb2.GetModelResponse.FromString,
+            serving_dot_grpc_dot_generate__pb2.GetModelRequest.SerializeToString,
+            serving_dot_grpc_dot_generate__pb2.GetModelResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -275,13 +275,13 @@ class AdminServiceStub:
         """
         self.GetStats = channel.unary_unary(
                 '/jaxflow.v1.AdminService/GetStats',
-                request_serializer=serving_dot_generate__pb2.GetStatsRequest.SerializeToString,
-                response_deserializer=serving_dot_generate__pb2.GetStatsResponse.FromString,
+                request_serializer=serving_dot_grpc_dot_generate__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=serving_dot_grpc_dot_generate__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/jaxflow.v1.AdminService/Drain',
-                request_serializer=serving_dot_generate__pb2.DrainRequest.SerializeToString,
-                response_deserializer=serving_dot_generate__pb2.DrainResponse.FromString,
+                request_serializer=serving_dot_grpc_dot_generate__pb2.DrainRequest.SerializeToString,
+                response_deserializer=serving_dot_grpc_dot_generate__pb2.DrainResponse.FromString,
                 _registered_method=True)
 
 
@@ -307,13 +307,13 @@ def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
-                    request_deserializer=serving_dot_generate__pb2.GetStatsRequest.FromString,
-                    response_serializer=serving_dot_generate__pb2.GetStatsResponse.SerializeToString,
+                    request_deserializer=serving_dot_grpc_dot_generate__pb2.GetStatsRequest.FromString,
+                    response_serializer=serving_dot_grpc_dot_generate__pb2.GetStatsResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=serving_dot_generate__pb2.DrainRequest.FromString,
-                    response_serializer=serving_dot_generate__pb2.DrainResponse.SerializeToString,
+                    request_deserializer=serving_dot_grpc_dot_generate__pb2.DrainRequest.FromString,
+                    response_serializer=serving_dot_grpc_dot_generate__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -342,8 +342,8 @@ class AdminService:
             request,
             target,
             '/jaxflow.v1.AdminService/GetStats',
-            serving_dot_generate__pb2.GetStatsRequest.SerializeToString,
-            serving_dot_generate__pb2.GetStatsResponse.FromString,
+            serving_dot_grpc_dot_generate__pb2.GetStatsRequest.SerializeToString,
+            serving_dot_grpc_dot_generate__pb2.GetStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -369,8 +369,8 @@ class AdminService:
             request,
             target,
             '/jaxflow.v1.AdminService/Drain',
-            serving_dot_generate__pb2.DrainRequest.SerializeToString,
-            serving_dot_generate__pb2.DrainResponse.FromString,
+            serving_dot_grpc_dot_generate__pb2.DrainRequest.SerializeToString,
+            serving_dot_grpc_dot_generate__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
