@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxflow.model.batch import Batch, cache_slots
 from jaxflow.pipeline.choice import Gain
-from jaxflow.scheduler.step_work import StepWork
+from jaxflow.scheduler.state import StepWork
 
 _KINDS = {"i": np.int32, "f": np.float32, "u": np.uint32}
 
@@ -101,7 +101,7 @@ class StepLayout:
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotTable:
+class SlotSampling:
     """Per-slot settings the host keeps for packing, [Q] each; a slot is a running sequence's place on the
     device.
     """
@@ -111,7 +111,7 @@ class SlotTable:
     sampler: np.ndarray  # int32, PLAIN or FULL
 
     @classmethod
-    def empty(cls, slots: int) -> "SlotTable":
+    def empty(cls, slots: int) -> "SlotSampling":
         return cls(np.zeros(slots, np.float32), np.zeros((slots, 2), np.uint32), np.zeros(slots, np.int32))
 
     def set(self, slot: int, temperature: float, seed: int, sampler: int) -> None:
@@ -120,7 +120,7 @@ class SlotTable:
         self.seeds[slot] = (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
 
 
-def pack(layout: StepLayout, work: StepWork, table: SlotTable) -> tuple[np.ndarray, np.ndarray]:
+def pack(layout: StepLayout, work: StepWork, table: SlotSampling) -> tuple[np.ndarray, np.ndarray]:
     """The step's buffer [layout.size] int32, and the page appends that did not fit in it ([n, 4] int32).
 
     Rows are the decodes in order, then one for each prefilling sequence.

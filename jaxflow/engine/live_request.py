@@ -21,8 +21,7 @@ from jaxflow.request import (
     Timings,
     Usage,
 )
-from jaxflow.scheduler.sequence import Sequence
-from jaxflow.scheduler.step_work import Chunk
+from jaxflow.scheduler.state import Chunk, Sequence
 
 
 def needs_full_sampler(s: SamplingParams) -> bool:

@@ -16,15 +16,14 @@ import numpy as np
 
 from jaxflow.engine.executor import Executor, Pending
 from jaxflow.engine.kv_offload import Offload
-from jaxflow.engine.layout import SlotTable, StepLayout, pack
+from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.engine.live_request import HostLogprobs, LiveRequest, needs_full_sampler, slot_settings
 from jaxflow.engine.plain_slots import PlainSlots
 from jaxflow.engine.programs import FULL, PLAIN
 from jaxflow.pipeline.choice import pick
 from jaxflow.request import Event, FinishReason, Request
 from jaxflow.scheduler.scheduler import Scheduler
-from jaxflow.scheduler.sequence import Sequence
-from jaxflow.scheduler.step_work import StepWork
+from jaxflow.scheduler.state import Sequence, StepWork
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -74,7 +73,7 @@ class Loop:
             bucket: [layout.gain for layout in layouts] for bucket, layouts in executor.layouts.items()
         }
         self._live: dict[str, LiveRequest] = {}
-        self._slots = SlotTable.empty(executor.slots)
+        self._slots = SlotSampling.empty(executor.slots)
         self._plain = PlainSlots(executor.slots, self._eos)
         self._in_flight: InFlight | None = None
         self._told: list[Event] = []  # of the step being read: a fault midway must not lose who has ended
@@ -255,8 +254,8 @@ class Loop:
         if pending.prompt is not None:
             self._read_prompt(work, HostLogprobs.of(pending.prompt))
         slots, decoded = work.decode_slots, tokens[: len(work.decode_slots)]
-        plain = self._plain.only_told(slots, decoded) & self.scheduler.seated(work)
-        self.scheduler.commit_seated(slots[plain], decoded[plain])
+        plain = self._plain.only_told(slots, decoded) & self.scheduler.in_slot(work)
+        self.scheduler.commit_in_slot(slots[plain], decoded[plain])
         self._told.extend(self._plain.deltas(slots[plain], decoded[plain]))
         rows = [(row, work.decodes.item(row)) for row in np.flatnonzero(~plain).tolist()]
         rows += [(row, chunk.seq) for row, chunk in enumerate(work.chunks, start=len(slots)) if chunk.samples]

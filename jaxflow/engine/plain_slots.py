@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from jaxflow.request import Delta
-from jaxflow.scheduler.sequence import Sequence
+from jaxflow.scheduler.state import Sequence
 
 
 class PlainSlots:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from jaxflow.engine.live_request import HostLogprobs, LiveRequest
 from jaxflow.flexgen.policy import Policy
 from jaxflow.request import Event, Finished, FinishReason, InvalidRequest, Request
-from jaxflow.scheduler.sequence import SEED_STEP
-from jaxflow.scheduler.sequence import Sequence as Seq
+from jaxflow.scheduler.state import SEED_STEP
+from jaxflow.scheduler.state import Sequence as Seq
 
 
 def check_request(policy: Policy, request: Request) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxflow.engine.live_request import needs_full_sampler, slot_settings
 from jaxflow.flexgen.geometry import Geometry
 from jaxflow.model.slot_params import IN_PROMPT, SlotParams, slot_values
-from jaxflow.scheduler.sequence import Sequence as Seq
+from jaxflow.scheduler.state import Sequence as Seq
 
 
 @dataclasses.dataclass(frozen=True)

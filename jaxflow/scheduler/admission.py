@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from jaxflow.scheduler.sequence import Sequence
+from jaxflow.scheduler.state import Sequence
 
 FOREVER = 2**30
 

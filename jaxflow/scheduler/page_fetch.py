@@ -9,7 +9,7 @@ from typing import Protocol
 from jaxflow.kv.page_tables import PageTables
 from jaxflow.kv.prefix import first_seen, longest_hit
 from jaxflow.kv.tiers.host_store import HostStore, Key, key_of
-from jaxflow.scheduler.sequence import Sequence
+from jaxflow.scheduler.state import Sequence
 
 
 class Holds(Protocol):
@@ -64,7 +64,7 @@ class Load:
         return not self.to_fetch and not self.flying
 
     @property
-    def seat(self) -> tuple[int, list[int]] | None:
+    def partial(self) -> tuple[int, list[int]] | None:
         """The page that is known in part, as `Running.enter` takes it."""
         return None if self.part is None else (self.part[0], self.part_pages)
 

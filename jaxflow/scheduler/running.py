@@ -1,4 +1,4 @@
-"""The running sequences: their seats and their pages, kept in step with each other."""
+"""The running sequences: their by_slot and their pages, kept in step with each other."""
 
 import bisect
 import collections
@@ -8,17 +8,15 @@ import numpy as np
 from jaxflow.kv.page_tables import PageTables
 from jaxflow.scheduler.admission import FOREVER, Forecast, OutputLengths
 from jaxflow.scheduler.config import SchedulerConfig, window_pages
-from jaxflow.scheduler.sequence import Seats, Sequence
-from jaxflow.scheduler.step_work import Chunk
+from jaxflow.scheduler.state import BY_AGE, Chunk, Sequence, SlotTable
 from jaxflow.scheduler.tier_policy import HostTier
-from jaxflow.scheduler.waiting import BY_AGE
 
 
 class Running:
     """What runs, and what it holds.
 
     Attributes:
-      seats, tables: counts and pages, by slot.
+      by_slot, tables: counts and pages, by slot.
       prefilling: the sequences whose known tokens are not all computed, oldest first.
       computed: the sequences of the last step's chunks.
       tier: what the host keeps of all this; None: nothing.
@@ -29,7 +27,7 @@ class Running:
             config.max_num_seqs, config.token_budget
         )  # so that every decode has its token in every step
         self.config = config
-        self.seats = Seats(slots, config.block_size)
+        self.by_slot = SlotTable(slots, config.block_size)
         self.tables = PageTables(
             config.num_pages, config.windows, config.block_size, slots, keep=config.enable_prefix_caching
         )
@@ -47,11 +45,11 @@ class Running:
     # ---- coming and going
 
     def enter(self, seq: Sequence, names: list[bytes], part: tuple[int, list[int]] | None = None) -> None:
-        """Seats a sequence on the pages of its prefix that are known by these names.
+        """SlotTable a sequence on the pages of its prefix that are known by these names.
 
         `part`: positions computed if some of the page after those are too, and that page in each group.
         """
-        self.seats.seat(seq, part[0] if part else len(names) * self.config.block_size)
+        self.by_slot.take_slot(seq, part[0] if part else len(names) * self.config.block_size)
         self.tables.adopt(seq.slot, names)
         for group, page in enumerate(part[1] if part else ()):
             self.tables.append(seq.slot, group, page)
@@ -66,17 +64,17 @@ class Running:
         self.tables.release(seq.slot)
         if seq in self.prefilling:
             self.prefilling.remove(seq)
-        self.seats.unseat(seq)
+        self.by_slot.free_slot(seq)
         seq.pages = []
 
     @property
     def num_loads(self) -> int:
-        """Seats that are kept for sequences whose pages are held."""
+        """SlotTable that are kept for sequences whose pages are held."""
         return 0 if self.tier is None else len(self.tier.loads)
 
     def youngest(self) -> Sequence:
         """Never the only one, whose needs the door has checked."""
-        running = self.seats.sequences[self.seats.taken].tolist()
+        running = self.by_slot.sequences[self.by_slot.taken].tolist()
         if len(running) < 2:
             raise RuntimeError(
                 f"{running} cannot go on, though nothing else holds any of {self.config.num_pages} pages"
@@ -92,76 +90,76 @@ class Running:
         A sequence whose last token is scheduled has nothing left to compute. It leaves now, before that token
         is known.
         """
-        seats = self.seats
+        by_slot = self.by_slot
         for seq in self.computed:
             if seq.slot >= 0:
                 self._register(seq)
         self.computed = []
-        for slot in np.flatnonzero(seats.taken & (seats.num_total >= seats.limit)).tolist():
+        for slot in np.flatnonzero(by_slot.taken & (by_slot.num_total >= by_slot.limit)).tolist():
             self.leave(self._at(slot))
         if self._has_windows:
-            taken = np.flatnonzero(seats.taken)
-            self.tables.drop_unseen(taken, seats.num_computed[taken])
+            taken = np.flatnonzero(by_slot.taken)
+            self.tables.drop_unseen(taken, by_slot.num_computed[taken])
 
     def advance_decodes(self, slots: np.ndarray) -> np.ndarray:
         """Counts a token computed and one sampled for each slot; returns the positions computed, int32 [n]."""
-        positions = self.seats.num_computed[slots]
-        self.seats.num_computed[slots] += 1
-        self.seats.num_total[slots] += 1
+        positions = self.by_slot.num_computed[slots]
+        self.by_slot.num_computed[slots] += 1
+        self.by_slot.num_total[slots] += 1
         return positions
 
     def advance_chunk(self, seq: Sequence, tokens: int) -> Chunk:
         """Counts a chunk as computed, on pages that it gets now."""
-        seats, slot, start = self.seats, seq.slot, seq.num_computed
+        by_slot, slot, start = self.by_slot, seq.slot, seq.num_computed
         end = start + tokens
         samples = end == seq.num_total
         self.tables.grow(slot, end)
-        seats.num_computed[slot] = end
+        by_slot.num_computed[slot] = end
         if samples:
-            seats.num_total[slot] += 1
-            seats.decoding[slot] = True
+            by_slot.num_total[slot] += 1
+            by_slot.decoding[slot] = True
             self.prefilling.remove(seq)
         self.computed.append(seq)
         return Chunk(seq, slot, start, tokens, samples)
 
     def commit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """One token more is known of each slot."""
-        seats = self.seats
-        seats.append(slots, tokens)
-        whole = np.minimum(seats.num_known[slots], seats.num_computed[slots]) // self.config.block_size
-        for slot in slots[whole > seats.registered[slots]].tolist():
+        by_slot = self.by_slot
+        by_slot.append(slots, tokens)
+        whole = np.minimum(by_slot.num_known[slots], by_slot.num_computed[slots]) // self.config.block_size
+        for slot in slots[whole > by_slot.registered[slots]].tolist():
             self._register(self._at(slot))
 
     def _at(self, slot: int) -> Sequence:
-        return self.seats.sequences.item(slot)
+        return self.by_slot.sequences.item(slot)
 
     def _register(self, seq: Sequence) -> None:
         """Lets others find the pages whose tokens are all known and computed."""
         slot, size = seq.slot, self.config.block_size
-        seats = self.seats
+        by_slot = self.by_slot
         begin, whole = (
-            seats.registered.item(slot),
-            min(seats.num_known.item(slot), seats.num_computed.item(slot)) // size,
+            by_slot.registered.item(slot),
+            min(by_slot.num_known.item(slot), by_slot.num_computed.item(slot)) // size,
         )
         if whole > begin:
             self.tables.register(slot, seq.names(whole, size), begin)
-            seats.registered[slot] = whole
+            by_slot.registered[slot] = whole
 
     # ---- what will be
 
     def forecast(self, lengths: OutputLengths) -> Forecast:
         """Of the full-attention group's pages. Without such a group: of no pages, which always fits."""
-        seats, tables, full, size = self.seats, self.tables, self._full, self.config.block_size
+        by_slot, tables, full, size = self.by_slot, self.tables, self._full, self.config.block_size
         if full is None:
             nothing = np.zeros(0, np.int32)
             return Forecast(nothing, nothing, nothing, 0, size)
-        slots = np.flatnonzero(seats.decoding)
-        computed, final = seats.num_computed[slots], seats.limit[slots] - 1
-        guessed = slots[~seats.exact[slots]]
+        slots = np.flatnonzero(by_slot.decoding)
+        computed, final = by_slot.num_computed[slots], by_slot.limit[slots] - 1
+        guessed = slots[~by_slot.exact[slots]]
         if len(guessed):
-            prompt = seats.num_prompt[guessed]
-            expected = prompt + lengths.expect(seats.num_total[guessed] - prompt, seats.rank[guessed]) - 1
-            final[~seats.exact[slots]] = np.minimum(seats.limit[guessed] - 1, expected)
+            prompt = by_slot.num_prompt[guessed]
+            expected = prompt + lengths.expect(by_slot.num_total[guessed] - prompt, by_slot.rank[guessed]) - 1
+            final[~by_slot.exact[slots]] = np.minimum(by_slot.limit[guessed] - 1, expected)
         self._remaining[:] = FOREVER
         self._remaining[slots] = final - computed
         discount = tables.count[full] - tables.charged[full]
@@ -177,7 +175,7 @@ class Running:
         """Whether one more would never run out of pages, as far as lengths are known; if so it is added to
         the forecast.
         """
-        config, limits = self.config, self.seats.limit[self.seats.taken]
+        config, limits = self.config, self.by_slot.limit[self.by_slot.taken]
         if self.tier is not None and self.tier.loads:
             limits = np.append(limits, [load.seq.limit for load in self.tier.loads])
         for pages, window in zip(config.num_pages, config.windows, strict=True):

@@ -16,10 +16,8 @@ from jaxflow.scheduler.config import SchedulerConfig, limit_of, salt_of
 from jaxflow.scheduler.page_fetch import Load
 from jaxflow.scheduler.policies import POLICIES, bucket_of, surplus
 from jaxflow.scheduler.running import Running
-from jaxflow.scheduler.sequence import Sequence, sequences_of
-from jaxflow.scheduler.step_work import Chunk, StepWork
+from jaxflow.scheduler.state import Chunk, Interval, Sequence, StepWork, Waiting, sequences_of
 from jaxflow.scheduler.tier_policy import HostTier
-from jaxflow.scheduler.waiting import Interval, Waiting
 
 __all__ = ["Chunk", "Scheduler", "SchedulerConfig", "StepWork"]
 
@@ -37,7 +35,7 @@ class Scheduler:
       the forecast
          peak of memory fits (`jaxflow.scheduler.admission`). The first that does not fit ends it: nobody
          overtakes it, so the pages it waits for are not given to others. One of which the host has more than
-         the device is set aside until its pages have come (`jaxflow.scheduler.tier_policy`); its seat and its
+         the device is set aside until its pages have come (`jaxflow.scheduler.tier_policy`); its slot and its
          memory are kept, and others go on.
       4. The step is filled to the budget exactly, or holds all there is to do; a chunk that fills little of
       the last tile
@@ -78,7 +76,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that have a slot."""
-        return self.running.seats.num_taken
+        return self.running.by_slot.num_taken
 
     @property
     def num_waiting(self) -> int:
@@ -132,20 +130,20 @@ class Scheduler:
         """
         tokens = np.asarray(tokens, np.int32)
         slots = np.array([seq.slot for seq in sequences], np.int32)
-        seated = slots >= 0
-        for i in np.flatnonzero(~seated).tolist():
+        in_slot = slots >= 0
+        for i in np.flatnonzero(~in_slot).tolist():
             seq = sequences[i]
             if not seq.finished:  # it left while the step ran: pre-empted, or with its last token
                 seq.append(int(tokens[i]))
                 if seq.num_known == seq.num_total < seq.limit:
                     self._waiting.add(seq)
-        self.running.commit(slots[seated], tokens[seated])
+        self.running.commit(slots[in_slot], tokens[in_slot])
 
-    def seated(self, work: StepWork) -> np.ndarray:
+    def in_slot(self, work: StepWork) -> np.ndarray:
         """bool [n]: which of the step's decodes still have the slot that they had in it."""
-        return self.running.seats.sequences[work.decode_slots] == work.decodes
+        return self.running.by_slot.sequences[work.decode_slots] == work.decodes
 
-    def commit_seated(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+    def commit_in_slot(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Like `commit`, for sequences that are known to have these slots, int32 [n]."""
         self.running.commit(slots, tokens)
 
@@ -216,10 +214,10 @@ class Scheduler:
         """Slots that decode, each with a page for its token, after pre-empting as many of the youngest as
         that takes.
         """
-        seats, tables = self.running.seats, self.running.tables
+        by_slot, tables = self.running.by_slot, self.running.tables
         while True:
-            slots = np.flatnonzero(seats.decoding).astype(np.int32)
-            crossing = tables.crossing(slots, seats.num_computed[slots])
+            slots = np.flatnonzero(by_slot.decoding).astype(np.int32)
+            crossing = tables.crossing(slots, by_slot.num_computed[slots])
             if (crossing.sum(axis=1) <= tables.available()).all():
                 tables.grow_crossing(slots, crossing)
                 return slots
@@ -234,16 +232,16 @@ class Scheduler:
         planned = [0] * len(config.windows)
         grants: dict[Sequence, int] = {}
         forecast: Forecast | None = None
-        for load in self.tier.seatable() if admit and self.tier is not None else ():
-            if self.running.seats.free:
-                self._seat_loaded(load, now)
+        for load in self.tier.ready_loads() if admit and self.tier is not None else ():
+            if self.running.by_slot.free:
+                self._admit_loaded(load, now)
         # Long prompts may have half of the room at first, then what nobody else could use.
         for share in (left - left // 2, left) if policy.shares else (left,):
             begun = iter(list(self.running.prefilling))
             while left > 0 and len(grants) < (policy.max_chunks or config.max_num_seqs):
                 seq = next(begun, None)
                 if seq is None:
-                    free = len(self.running.seats.free) > self.running.num_loads
+                    free = len(self.running.by_slot.free) > self.running.num_loads
                     head = self._waiting.head(long_too=share > 0) if admit and free else None
                     if head is None:
                         break
@@ -277,7 +275,7 @@ class Scheduler:
         padded = min(self._batch_rows, self.config.token_budget) if self._policy.pads else 0
         admitted, self._admitted = tuple(seq for seq in self._admitted if seq.slot >= 0), []
         return StepWork(
-            decodes=self.running.seats.sequences[slots],
+            decodes=self.running.by_slot.sequences[slots],
             decode_slots=slots,
             decode_positions=self.running.advance_decodes(slots),
             chunks=tuple(self.running.advance_chunk(seq, tokens) for seq, tokens in grants),
@@ -290,7 +288,7 @@ class Scheduler:
     # ---- admission and pre-emption
 
     def _admit(self, seq: Sequence, forecast: Forecast, room: int, now: float) -> bool:
-        """Seats a waiting sequence on the pages it finds, or has it wait for what the host has of them, if
+        """SlotTable a waiting sequence on the pages it finds, or has it wait for what the host has of them, if
         memory will do.
         """
         size = self.config.block_size
@@ -318,13 +316,13 @@ class Scheduler:
         self._entered(seq, len(names) * size, None, now)
         return True
 
-    def _seat_loaded(self, load: Load, now: float) -> None:
-        """Seats a sequence on the pages that were held for it, for which memory was found when its load
+    def _admit_loaded(self, load: Load, now: float) -> None:
+        """SlotTable a sequence on the pages that were held for it, for which memory was found when its load
         began.
         """
         assert self.tier is not None
-        self.tier.seat(load)
-        self.running.enter(load.seq, load.names, load.seat)
+        self.tier.admit(load)
+        self.running.enter(load.seq, load.names, load.partial)
         self._entered(load.seq, load.seq.num_computed, load, now)
 
     def _entered(self, seq: Sequence, found: int, load: Load | None, now: float) -> None:
@@ -332,7 +330,7 @@ class Scheduler:
         self._admitted.append(seq)
         self._batch_rows += 1
         if self.tier is not None:
-            self.tier.seated(seq, found, load)
+            self.tier.admitted(seq, found, load)
         if seq.t_first_schedule is None:
             seq.t_first_schedule, seq.cached_tokens = now, found
             if seq.index == 0:

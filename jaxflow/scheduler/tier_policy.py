@@ -3,7 +3,7 @@ back for whom.
 
 NanoFlow §4.2.2. What a step completes is stored right after it. A waiting sequence of which the host knows
 more than the device is set aside when its turn comes: pages are held for it, filled as copies arrive, and it
-is seated when all have. Nothing here copies: `take_scatters`, `take_stores` and `take_fetches` say what is to
+gets a slot when all have. Nothing here copies: `take_scatters`, `take_stores` and `take_fetches` say what is to
 be copied, in this order and before the step runs that was decided with them; whoever copies tells `stored`
 and `fetched`.
 """
@@ -17,7 +17,7 @@ from jaxflow.kv.prefix import part_name
 from jaxflow.kv.tiers.host_store import HostStore, Key, key_of
 from jaxflow.scheduler.fetch_cost import LoadCosts, worth_loading
 from jaxflow.scheduler.page_fetch import Holds, Load, Piece, plan_load, reachable
-from jaxflow.scheduler.sequence import Sequence as Seq
+from jaxflow.scheduler.state import Sequence as Seq
 
 # a sequence waits for pages from below this many times as long as their tokens take to compute, at most
 PATIENCE = 8.0
@@ -45,7 +45,7 @@ class Below(Holds, Protocol):
 class TierCounters:
     """Since start."""
 
-    device_hit_tokens: int = 0  # of prompts, found on the device when they were seated first
+    device_hit_tokens: int = 0  # of prompts, found on the device when they first got a slot
     host_hit_tokens: int = 0  # of prompts, brought from the host
     disk_hit_tokens: int = 0  # those of them that the host had to read first
     swapped_in: int = 0  # pre-empted sequences that went on in the middle of a page
@@ -59,7 +59,7 @@ class HostTier:
       staging_bytes: of the devices together, for copies under way, of each direction.
 
     Attributes:
-      loads: what is under way, or waits for a seat.
+      loads: what is under way, or waits for a slot.
     """
 
     def __init__(self, store: HostStore, costs: LoadCosts, staging_bytes: int, below: Below | None = None):
@@ -157,7 +157,7 @@ class HostTier:
 
     # ---- to the device
 
-    def seated(self, seq: Seq, found: int, load: Load | None) -> None:
+    def admitted(self, seq: Seq, found: int, load: Load | None) -> None:
         """A sequence got a slot with `found` positions computed, some of them by way of a `load`."""
         loaded = 0 if load is None else load.tokens
         self.used(seq.names(found // self._tables.block_size, self._tables.block_size))
@@ -260,11 +260,11 @@ class HostTier:
         scatters, self._scatters = self._scatters, []
         return scatters
 
-    def seatable(self) -> list[Load]:
+    def ready_loads(self) -> list[Load]:
         """Loads that are complete, oldest first."""
         return sorted((load for load in self.loads if load.complete), key=lambda load: load.seq.key)
 
-    def seat(self, load: Load) -> None:
+    def admit(self, load: Load) -> None:
         """The sequence of a complete load takes up what was held for it, next, before anything is allocated."""
         for piece in load.pieces:
             if piece.whole:  # somebody else may have had the name when it arrived, and lost it

@@ -15,7 +15,7 @@ from jaxflow.bench.workload.lengths import Item
 from jaxflow.model.composition import Composition
 from jaxflow.request import Request, SamplingParams
 from jaxflow.scheduler.scheduler import Scheduler, SchedulerConfig
-from jaxflow.scheduler.step_work import StepWork
+from jaxflow.scheduler.state import StepWork
 
 BLOCK_SIZE = 64
 

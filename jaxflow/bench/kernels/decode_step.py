@@ -44,7 +44,7 @@ from jaxflow.bench.report import machine
 from jaxflow.bench.report.trace_events import read_kernels
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.layout import SlotTable, StepLayout
+from jaxflow.engine.layout import SlotSampling, StepLayout
 from jaxflow.engine.programs import PLAIN, head
 from jaxflow.engine.start import make_executor, resolve
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -84,7 +84,7 @@ class Steps:
         self.sampler = executor.programs.sample_plain()
 
     def _buffer(self, layout: StepLayout) -> np.ndarray:
-        table = SlotTable.empty(self.executor.slots)
+        table = SlotSampling.empty(self.executor.slots)
         table.sampler[:] = PLAIN
         return packed(layout, table, self.requests, self.context - 1)
 

@@ -18,11 +18,11 @@ import numpy as np
 from jax import lax
 
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.layout import SlotTable, StepLayout, pack
+from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.engine.programs import PLAIN, head
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import sequential_plan
-from jaxflow.scheduler.step_work import Chunk, StepWork
+from jaxflow.scheduler.state import Chunk, StepWork
 
 TURNS = 16
 WAYS = {
@@ -50,7 +50,7 @@ def digest(hidden: jax.Array, rows: int) -> jax.Array:
 
 
 def packed(
-    layout: StepLayout, table: SlotTable, decodes: int, position: int, chunks: tuple[Chunk, ...] = ()
+    layout: StepLayout, table: SlotSampling, decodes: int, position: int, chunks: tuple[Chunk, ...] = ()
 ) -> np.ndarray:
     """Return the packed input of a step with decodes in the first slots, all at one position, and with
     `chunks`."""
@@ -78,7 +78,7 @@ def buffers_of(
     """Return the packed inputs of TURNS steps: decodes in the first slots and a `chunk`-token prompt in the
     next slot."""
     rng = np.random.default_rng(0)
-    table = SlotTable.empty(layout.slots)
+    table = SlotSampling.empty(layout.slots)
     table.sampler[:], table.temperature[:], table.seeds[:] = (
         PLAIN,
         1.0,

@@ -12,14 +12,14 @@ import numpy as np
 from jaxflow.bench.kernels.case import Case, Group, Way
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.layout import SlotTable, pack
+from jaxflow.engine.layout import SlotSampling, pack
 from jaxflow.engine.programs import PLAIN
 from jaxflow.engine.start import make_executor, resolve
 from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.weights import dummy_weights
 from jaxflow.pipeline.handmade import sequential_plan
-from jaxflow.scheduler.step_work import StepWork
+from jaxflow.scheduler.state import StepWork
 from pallas_kernels import reference
 from pallas_kernels.gemm.fp8.gpu_check import xla
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
@@ -94,7 +94,7 @@ def _decode_step(precision: str, requests: int) -> dict[str, Way]:
     order = np.random.default_rng(0).permutation(executor.num_pages[0])
     slots = np.arange(requests, dtype=np.int32)
     appends = np.array([(0, slot, i, order[slot * per + i]) for slot in slots for i in range(per)], np.int32)
-    table = SlotTable.empty(executor.slots)
+    table = SlotSampling.empty(executor.slots)
     table.sampler[:] = PLAIN
     nobody: Any = np.empty(0, object)
     positions = np.full(requests, CONTEXT - 1, np.int32)

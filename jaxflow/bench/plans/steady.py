@@ -20,10 +20,10 @@ import numpy as np
 
 from jaxflow.config import ConfigError
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.layout import SlotTable, StepLayout, pack
+from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.engine.programs import PLAIN
 from jaxflow.model.composition import Composition
-from jaxflow.scheduler.step_work import Chunk, StepWork
+from jaxflow.scheduler.state import Chunk, StepWork
 
 _BLOCK = 256  # pages of random numbers; the cache repeats them
 _GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 are evenly spread for any count
@@ -217,7 +217,7 @@ class Steady:
 
     @classmethod
     def of(cls, executor: Executor, layout: StepLayout, work: StepWork) -> "Steady":
-        table = SlotTable.empty(executor.slots)
+        table = SlotSampling.empty(executor.slots)
         table.sampler[:] = PLAIN
         return cls(executor, layout, pack(layout, work, table)[0])
 

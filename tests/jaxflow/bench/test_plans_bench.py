@@ -22,7 +22,7 @@ from jaxflow.bench.plans.steady import (
     step_work,
 )
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine.layout import SlotTable, StepLayout, pack
+from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
@@ -66,7 +66,7 @@ def test_the_step_that_runs_is_that_step(workload, seed):
     assert len(work.decode_slots) == step.decode_tokens and [
         (c.tokens, c.start) for c in work.chunks
     ] == list(step.chunks)
-    fields = layout.views(pack(layout, work, SlotTable.empty(tokens))[0])
+    fields = layout.views(pack(layout, work, SlotSampling.empty(tokens))[0])
     assert fields["num_decodes"] == step.decode_tokens and (fields["token_rows"] >= 0).sum() == step.tokens
     appends = page_appends(work, pages, windows, PAGE, seed)
     for group, window in enumerate(windows):

@@ -7,11 +7,11 @@ import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxflow.engine.layout import SlotTable, pack
+from jaxflow.engine.layout import SlotSampling, pack
 from jaxflow.engine.program_memory import together
 from jaxflow.engine.programs import FULL, PLAIN
 from jaxflow.model.slot_params import COUNT, IN_PROMPT, slot_values
-from jaxflow.scheduler.step_work import StepWork
+from jaxflow.scheduler.state import StepWork
 
 MODEL = "tiny-llama"
 
@@ -45,7 +45,7 @@ def test_rehearsal_writes_nothing(executor):
 
 def test_a_step_writes_its_own_rows_only(executor):
     """Two decodes on pages 3 and 5: their keys and their slots' last tokens change, and nothing else."""
-    (layout,), table = executor.layouts[8], SlotTable.empty(3)
+    (layout,), table = executor.layouts[8], SlotSampling.empty(3)
     for slot in range(3):
         table.set(slot, 0.0, slot, PLAIN)
     before = [np.asarray(a) for a in jax.tree.leaves(executor.kv)]
@@ -74,7 +74,7 @@ def test_page_table_entries_beyond_the_buffer(executor, data):
     for group, slot, index, page in appends:
         expected[group, slot, index] = page
     (layout,) = executor.layouts[8]
-    executor.run(layout, *pack(layout, decodes([], [], appends), SlotTable.empty(slots)), full=False)
+    executor.run(layout, *pack(layout, decodes([], [], appends), SlotSampling.empty(slots)), full=False)
     np.testing.assert_array_equal(np.asarray(executor.page_table), expected)
 
 
@@ -95,7 +95,7 @@ def test_a_slot_remembers_the_tokens_that_penalties_look_back_on(executor, promp
 
 
 def test_the_full_sampler_counts_what_it_draws_for_those_who_ask(executor):
-    (layout,), table = executor.layouts[8], SlotTable.empty(3)
+    (layout,), table = executor.layouts[8], SlotSampling.empty(3)
     for slot, sampler in enumerate((FULL, PLAIN, FULL)):
         table.set(slot, 0.0, slot, sampler)
         executor.set_slot(slot, slot_values(), np.zeros(0, np.int32), 0)

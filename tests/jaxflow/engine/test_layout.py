@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.engine.layout import SlotTable, StepLayout, apply_page_appends, pack, unpack
+from jaxflow.engine.layout import SlotSampling, StepLayout, apply_page_appends, pack, unpack
 from jaxflow.engine.programs import FULL, PLAIN
-from jaxflow.scheduler.step_work import Chunk, StepWork
+from jaxflow.scheduler.state import Chunk, StepWork
 
 SLOTS, PAGES_A_ROW = 6, 8
 LAYOUTS = (
@@ -64,7 +64,7 @@ def steps(draw):
     ]
     changed = rng.permutation(entries)[: draw(st.integers(0, len(entries)))]
     appends = np.concatenate([changed, rng.integers(0, 99, (len(changed), 1))], axis=1).astype(np.int32)
-    table = SlotTable.empty(layout.slots)
+    table = SlotSampling.empty(layout.slots)
     for slot in range(layout.slots):
         table.set(
             slot,
@@ -169,6 +169,6 @@ def test_fields_fill_the_buffer_without_overlap(layout):
 
 @given(st.integers(0, 2**64 - 1))
 def test_a_seed_is_told_whole(seed):
-    table = SlotTable.empty(2)
+    table = SlotSampling.empty(2)
     table.set(1, 0.5, seed, PLAIN)
     assert int(table.seeds[1, 0]) << 32 | int(table.seeds[1, 1]) == seed

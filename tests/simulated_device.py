@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxflow.request import Request, SamplingParams
 from jaxflow.scheduler.admission import OutputLengths
 from jaxflow.scheduler.scheduler import Scheduler, SchedulerConfig, StepWork
-from jaxflow.scheduler.sequence import Sequence
+from jaxflow.scheduler.state import Sequence
 
 VOCABULARY = 29
 EOS = 0
@@ -227,7 +227,7 @@ class World:
         assert 0 < work.num_tokens <= config.token_budget
         assert work.bucket in config.buckets and work.bucket >= work.num_tokens
         assert work.decodes.tolist() == [
-            self.scheduler.running.seats.sequences[slot] for slot in work.decode_slots
+            self.scheduler.running.by_slot.sequences[slot] for slot in work.decode_slots
         ]
         slots = work.slots.tolist()
         assert len(set(slots)) == len(slots) <= config.max_num_seqs
@@ -264,7 +264,7 @@ class World:
             for places in holders.values():
                 places = [place for place in places if place != (-1, -1)]
                 if len(places) > 1:
-                    seqs = [self.scheduler.running.seats.sequences[slot] for slot, _ in places]
+                    seqs = [self.scheduler.running.by_slot.sequences[slot] for slot, _ in places]
                     assert len({index for _, index in places}) == 1
                     end = (places[0][1] + 1) * size
                     assert len({(seq.token_ids[:end].tobytes(), seq.request.cache_salt) for seq in seqs}) == 1

@@ -1,10 +1,14 @@
-"""One of a request's n sequences as the scheduler knows it, and the seats of the running ones.
+"""One of a request's n sequences as the scheduler knows it, and the by_slot of the running ones.
 
 A running sequence has a slot, its place on the device. What the scheduler must look at in every step for
-every running sequence lies in arrays over slots (`Seats`), so that a step of a thousand decodes costs a few
-numpy calls and no loop. That holds for new tokens too: they gather in the seat and are carried over to their
+every running sequence lies in arrays over slots (`SlotTable`), so that a step of a thousand decodes costs a few
+numpy calls and no loop. That holds for new tokens too: they gather in the slot and are carried over to their
 sequence by the page.
 """
+
+import bisect
+import dataclasses
+import operator
 
 import numpy as np
 
@@ -39,9 +43,9 @@ class Sequence:
     """
 
     __slots__ = (
+        "_by_slot",
         "_computed",
         "_known",
-        "_seats",
         "_stored",
         "_tokens",
         "_total",
@@ -82,7 +86,7 @@ class Sequence:
         self._tokens = np.array(request.prompt_token_ids, np.int32)  # the first `_stored` are valid
         self.num_prompt = self._stored = self._known = self._total = len(self._tokens)
         self._computed = 0
-        self._seats: Seats | None = None
+        self._by_slot: SlotTable | None = None
         self.slot = -1
         self.pages: list[list[int]] = []
         self.chain = None if salt is None else [prefix.root(salt)]
@@ -95,21 +99,21 @@ class Sequence:
 
     @property
     def token_ids(self) -> np.ndarray:
-        if self._seats is not None:
-            self.store(self._seats.recent[self.slot], self.num_known)
+        if self._by_slot is not None:
+            self.store(self._by_slot.recent[self.slot], self.num_known)
         return self._tokens[: self._stored]
 
     @property
     def num_known(self) -> int:
-        return self._known if self._seats is None else int(self._seats.num_known[self.slot])
+        return self._known if self._by_slot is None else int(self._by_slot.num_known[self.slot])
 
     @property
     def num_total(self) -> int:
-        return self._total if self._seats is None else int(self._seats.num_total[self.slot])
+        return self._total if self._by_slot is None else int(self._by_slot.num_total[self.slot])
 
     @property
     def num_computed(self) -> int:
-        return self._computed if self._seats is None else int(self._seats.num_computed[self.slot])
+        return self._computed if self._by_slot is None else int(self._by_slot.num_computed[self.slot])
 
     def names(self, pages: int, block_size: int) -> list[bytes]:
         """Content names of the first `pages` pages, all of whose tokens are known; none if it shares nothing."""
@@ -131,7 +135,7 @@ class Sequence:
             self._stored = known
 
     def append(self, token: int) -> None:
-        """A token became known after its sequence lost its seat."""
+        """A token became known after its sequence lost its slot."""
         self._tokens = np.append(self._tokens[: self._stored], np.int32(token))
         self._known = self._stored = self._known + 1
 
@@ -156,7 +160,7 @@ def sequences_of(
     return sequences
 
 
-class Seats:
+class SlotTable:
     """Arrays over the slots of running sequences; a free slot's entries are 0 or False."""
 
     def __init__(self, slots: int, block_size: int):
@@ -181,7 +185,7 @@ class Seats:
     def num_taken(self) -> int:
         return len(self.sequences) - len(self.free)
 
-    def seat(self, seq: Sequence, computed: int) -> None:
+    def take_slot(self, seq: Sequence, computed: int) -> None:
         """Gives a sequence a slot; its first `computed` positions are at hand."""
         slot = self.free.pop()
         self.sequences[slot] = seq
@@ -194,7 +198,7 @@ class Seats:
         self.exact[slot] = seq.request.sampling.ignore_eos
         self.rank[slot] = seq.rank
         self.taken[slot] = True
-        seq.slot, seq._seats = slot, self
+        seq.slot, seq._by_slot = slot, self
 
     def append(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """One token more is known of each slot."""
@@ -205,11 +209,11 @@ class Seats:
         for slot in slots[known % size == 0].tolist():
             self.sequences.item(slot).store(self.recent[slot], int(self.num_known[slot]))
 
-    def unseat(self, seq: Sequence) -> None:
+    def free_slot(self, seq: Sequence) -> None:
         """Takes the slot back. Nothing of the sequence is computed any more, its tokens stay with it."""
         slot = seq.slot
         seq._known, seq._total, seq._computed = len(seq.token_ids), seq.num_total, 0
-        seq.slot, seq._seats = -1, None
+        seq.slot, seq._by_slot = -1, None
         self.sequences[slot] = None
         self.taken[slot] = self.decoding[slot] = self.exact[slot] = False
         for counts in (
@@ -222,3 +226,110 @@ class Seats:
         ):
             counts[slot] = 0
         self.free.append(slot)
+
+
+BY_AGE = operator.attrgetter("key")
+
+
+class Waiting:
+    """Two lines: sequences of more tokens than a step, and shorter ones.
+
+    A sequence's tokens must not change while it waits.
+    """
+
+    def __init__(self, token_budget: int):
+        self._budget = token_budget
+        self._lines: tuple[list[Sequence], list[Sequence]] = ([], [])
+
+    def add(self, seq: Sequence) -> None:
+        bisect.insort(self._line(seq), seq, key=BY_AGE)
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes a sequence out, if it is there."""
+        line = self._line(seq)
+        i = bisect.bisect_left(line, seq.key, key=BY_AGE)
+        if line[i : i + 1] == [seq]:
+            del line[i]
+
+    def head(self, *, long_too: bool) -> Sequence | None:
+        """The oldest; `long_too`: long ones count."""
+        heads = [line[0] for line in self._lines[: 1 + long_too] if line]
+        return min(heads, key=BY_AGE, default=None)
+
+    def _line(self, seq: Sequence) -> list[Sequence]:
+        return self._lines[seq.num_total > self._budget]
+
+
+class Interval:
+    """The recent mean time between two events."""
+
+    def __init__(self) -> None:
+        self.seconds = 1.0
+        self._last_s: float | None = None
+
+    def count(self, now: float) -> None:
+        """An event at this time, in seconds."""
+        if self._last_s is not None:
+            self.seconds += 0.1 * (now - self._last_s - self.seconds)
+        self._last_s = now
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """`tokens` positions of a prompt (or of a pre-empted sequence's known tokens) from `start` on."""
+
+    seq: Sequence
+    slot: int
+    start: int
+    tokens: int
+    samples: bool  # it reaches the sequence's end: the step samples a token after it
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [tokens], a view that is good until the next `schedule`."""
+        return self.seq.token_ids[self.start : self.start + self.tokens]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWork:
+    """One step. Its tokens are those of the decodes, one each, then those of the chunks, in order.
+
+    Attributes:
+      decodes: object [n], the sequences that decode.
+      decode_slots: int32 [n].
+      decode_positions: int32 [n], the position computed; its token is the one sampled last in that slot.
+      chunks: in the order of their sequences' age, one a sequence.
+      admitted: sequences that got their slot in this step; each has a chunk in it or in a later step.
+      num_tokens: tokens computed.
+      bucket: rows of the compiled step that runs it; the surplus is padding.
+      page_appends: int32 [m, 4] of (group, slot, index, page): what changed in the page table since the last
+      step.
+    """
+
+    decodes: np.ndarray
+    decode_slots: np.ndarray
+    decode_positions: np.ndarray
+    chunks: tuple[Chunk, ...]
+    admitted: tuple[Sequence, ...]
+    num_tokens: int
+    bucket: int
+    page_appends: np.ndarray
+
+    @property
+    def mean_context_tokens(self) -> float:
+        """Keys that a decode reads, its own included; the mean over the decodes, 0 without any."""
+        return (
+            1 + float(self.decode_positions.sum()) / len(self.decode_positions)
+            if len(self.decode_positions)
+            else 0.0
+        )
+
+    @property
+    def slots(self) -> np.ndarray:
+        """int32, of the decodes, then of the chunks."""
+        return np.concatenate([self.decode_slots, np.array([chunk.slot for chunk in self.chunks], np.int32)])
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """Who gets a token: the decodes, then the chunks that sample."""
+        return [*self.decodes.tolist(), *(chunk.seq for chunk in self.chunks if chunk.samples)]
