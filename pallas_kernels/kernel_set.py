@@ -123,14 +123,17 @@ def _begun_early(kernels: KernelSet) -> KernelSet:
 
 
 def _is_mosaic(kernel: Callable) -> bool:
-    return not kernel.__module__.startswith((reference.__name__, "pallas_kernels.triton"))
+    return not _is_reference(kernel) and not kernel.__module__.startswith("pallas_kernels.triton")
+
+
+def _is_reference(kernel: Callable) -> bool:
+    return "reference" in kernel.__module__.split(".")
 
 
 def _place(kernel: Callable) -> str:
-    module = kernel.__module__
-    if module.startswith(reference.__name__):
+    if _is_reference(kernel):
         return "reference"
-    return ".".join(module.split(".")[1:])
+    return ".".join(kernel.__module__.removesuffix(".api").split(".")[1:])
 
 
 REFERENCE = KernelSet("reference")

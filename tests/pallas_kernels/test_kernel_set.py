@@ -37,7 +37,15 @@ E4M3 = "float8_e4m3fn"
 FLOAT32 = {"dtype": "float32", "kv_dtype": "float32"}
 PAGED = ("rope_append", "decode_attention", "chunk_attention")
 OPS = (*PAGED, "add_norm", "token_limits", "quantize_rows", "grouped_gemm")
-MOSAIC = {name: name for name in OPS} | {"add_norm": "rms_norm"}
+MOSAIC = {
+    "add_norm": "pointwise.norm",
+    "rope_append": "pointwise.rope_append",
+    "decode_attention": "attention.decode",
+    "chunk_attention": "attention.chunk",
+    "token_limits": "pointwise.sample",
+    "quantize_rows": "pointwise.quantize",
+    "grouped_gemm": "gemm.grouped",
+}
 TWINS = dict.fromkeys(OPS, "reference")
 TRITON = TWINS | {"decode_attention": "triton.decode_attention"}
 
