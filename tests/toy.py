@@ -91,8 +91,7 @@ def _with_copies(
     model: str, tp: int, budget: int, kv: str, sizes: tuple[int, ...] = (1, 4)
 ) -> tuple[EngineConfig, Executor]:
     config, made = executor(model, tp, budget, kv=kv)
-    made.copies = page_copies(config, made.programs.context.config, made, sizes=sizes)
-    made.kv = made.copies.warm_up(made.kv)
+    made.add_page_copies(page_copies(config, made.programs.context.config, made, sizes=sizes))
     return config, made
 
 

@@ -14,7 +14,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -103,9 +103,8 @@ class Executor:
         self._steps: dict[tuple[int, str, bool], jax.stages.Compiled] = {}  # by layouts' keys
         self._samplers: dict[tuple[int, str], Callable] = {}
         self._prompt: dict[int, Callable] = {}
-        self.copies: PageCopies | None = (
-            None  # set before warm-up where pages are to leave the cache and come back
-        )
+        self.copies: PageCopies | None = None
+        self._warm = False
         self._compiled_at_warm_up = 0
 
     # ---- before serving
@@ -210,6 +209,7 @@ class Executor:
         self._compile_small()
         if self.copies is not None:
             self.kv = self.copies.warm_up(self.kv)
+        self._warm = True
         for layout in itertools.chain(*self.layouts.values(), self.decode_layouts.values()):
             self.rehearse(layout)
         jax.block_until_ready(self.kv)
@@ -249,10 +249,7 @@ class Executor:
             piece = np.full((APPENDS, 4), self.groups, np.int32)
             piece[: len(appends[i : i + APPENDS])] = appends[i : i + APPENDS]
             self.page_table = self._append_pages(self.page_table, self._put(piece))
-        state = (self.kv, self.page_table, self.last_tokens)
-        hidden, x, rows, self.kv, self.page_table = self._steps[layout.key](
-            self.weights, *state, self._put(buffer)
-        )
+        hidden, x, rows = self.run_program(self._steps[layout.key], self._put(buffer))
         found = None
         if full:
             sampler = self._samplers[layout.rows, "full"]
@@ -269,6 +266,63 @@ class Executor:
         for array in jax.tree.leaves((tokens, found, prompt)):
             array.copy_to_host_async()
         return Pending(tokens, found, prompt, enqueued_s)
+
+    def run_program(
+        self, program: Callable, buffer: jax.Array, last_tokens: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, Rows]:
+        """Enqueue a compiled step (`Programs.step`) on the weights, the KV cache and the page table.
+
+        Args:
+          buffer: [layout.size] int32 on the device, see `layout.pack`.
+          last_tokens: [Q] int32, each slot's last token; None takes the tokens that the samplers drew.
+
+        Returns:
+          The hidden states of the rows that sample, of all tokens, and the samplers' rows.
+        """
+        last_tokens = self.last_tokens if last_tokens is None else last_tokens
+        hidden, x, rows, self.kv, self.page_table = program(
+            self.weights, self.kv, self.page_table, last_tokens, buffer
+        )
+        return hidden, x, rows
+
+    # ---- pages of the KV cache
+
+    def add_page_copies(self, copies: PageCopies) -> None:
+        """Add the programs of `gather_pages` and `scatter_pages`.
+
+        `warm_up` compiles them; on a warm executor they are compiled at once.
+        """
+        self.copies = copies
+        if self._warm:
+            self.kv = copies.warm_up(self.kv)
+
+    def gather_pages(self, group: int, pages: Sequence[int]) -> list[jax.Array]:
+        """Enqueue a read of pages of one layer group, after the steps that are enqueued already.
+
+        Returns:
+          One array a page: uint32 [tp, W] on the device, W words of each shard.
+        """
+        assert self.copies is not None, "add_page_copies comes first"
+        return self.copies.gather(self.kv, group, pages)
+
+    def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[jax.Array]) -> None:
+        """Enqueue a write of `data` (see `gather_pages`) to pages of one layer group, all different.
+
+        Steps that are enqueued later read the new content.
+        """
+        assert self.copies is not None, "add_page_copies comes first"
+        self.kv = self.copies.scatter(self.kv, group, pages, data)
+
+    def fill_kv(self, fill: Callable[[int, jax.Array], jax.Array]) -> None:
+        """Replace each array of the KV cache by `fill(index, array)`, for measurements.
+
+        `fill` may donate the array. Arrays are replaced one by one, because two caches do not fit.
+        """
+        arrays, tree = jax.tree.flatten(self.kv)
+        self.kv = None
+        for i in range(len(arrays)):
+            arrays[i] = fill(i, arrays[i])
+        self.kv = jax.tree.unflatten(tree, arrays)
 
     def set_slot(self, slot: int, values: SlotParams, token_ids: np.ndarray, num_prompt: int) -> None:
         """Gives a slot the settings of a sequence and the tokens that its penalties look back on.

@@ -52,14 +52,12 @@ class Offload:
 
     def send(self, executor: Executor) -> None:
         """Enqueues what is to be done before the step that was just decided, and begins copies beside it."""
-        copies = executor.copies
-        assert copies is not None
         for group, pieces in _by_group(self.tier.take_scatters(), lambda scatter: scatter[0].group):
             pages, data = [piece.page for piece, _ in pieces], [data for _, data in pieces]
-            executor.kv = copies.scatter(executor.kv, group, pages, data)
+            executor.scatter_pages(group, pages, data)
         down: list[tuple[Key, jax.Array]] = []
         for group, stores in _by_group(self.tier.take_stores(), lambda store: store[0]):
-            pages = copies.gather(executor.kv, group, [page for _, page, _ in stores])
+            pages = executor.gather_pages(group, [page for _, page, _ in stores])
             down += [(key, page) for (_, _, key), page in zip(stores, pages, strict=True)]
         fetches: list[tuple[Load, Piece, jax.Array]] = self.tier.take_fetches()
         self.transfers.copy(down, [((load, piece), data) for load, piece, data in fetches])

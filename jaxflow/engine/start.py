@@ -262,7 +262,7 @@ def make_executor(
     )
     executor.allocate(_num_pages(config, model, mesh, executor))
     if config.kv_offloading_size:
-        executor.copies = page_copies(config, model, executor)
+        executor.add_page_copies(page_copies(config, model, executor))
     return executor
 
 

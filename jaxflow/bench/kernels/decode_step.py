@@ -92,10 +92,7 @@ class Steps:
         self.programs[way] = self.lowered[way].compile(compiler_options=self.options[way] or None)
 
     def forward(self, way: str, last: jax.Array) -> tuple[jax.Array, Any]:
-        e = self.executor
-        hidden, _, rows, e.kv, e.page_table = self.programs[way](
-            e.weights, e.kv, e.page_table, last, self.buffers[way]
-        )
+        hidden, _, rows = self.executor.run_program(self.programs[way], self.buffers[way], last)
         return hidden, rows
 
     def run(self, way: str) -> jax.Array:

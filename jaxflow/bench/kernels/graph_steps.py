@@ -158,9 +158,7 @@ def _history(
     e.last_tokens = jax.device_put(jnp.zeros_like(e.last_tokens), e.last_tokens.sharding)
     digests, drawn = [], []
     for i in range(steps):
-        hidden, _, kept, e.kv, e.page_table = program(
-            e.weights, e.kv, e.page_table, e.last_tokens, buffers[i % TURNS]
-        )
+        hidden, _, kept = e.run_program(program, buffers[i % TURNS])
         tokens, e.last_tokens = sampler(head(e.weights), hidden, kept, e.last_tokens)
         digests.append(digest(hidden, rows))
         drawn.append(tokens)

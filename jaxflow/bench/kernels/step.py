@@ -67,13 +67,12 @@ def fill_cache(executor: Executor) -> None:
 
     Zeros draw fewer watts, and at the GPU's power limit fewer watts mean a shorter time.
     """
-    leaves, tree = jax.tree.flatten(executor.kv)
-    executor.kv = None  # frees one array at a time, because two caches do not fit
-    for i, old in enumerate(leaves):
+
+    def fill(i: int, old: jax.Array) -> jax.Array:
         draw = jax.jit(_normal, static_argnums=(1, 2), out_shardings=old.sharding)
-        leaves[i] = draw(jax.random.key(i), old.shape, old.dtype)
-        del old
-    executor.kv = jax.tree.unflatten(tree, leaves)
+        return draw(jax.random.key(i), old.shape, old.dtype)
+
+    executor.fill_kv(fill)
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -65,9 +65,7 @@ class Beside:
         self.copies, self.executor = steady.executor.copies, steady.executor
         ids = list(range(min(self.copies.num_pages[0], 4 * pages)))
         self._ids = ids
-        self._host = jax.device_put(
-            self.copies.gather(self.executor.kv, 0, ids[:pages]), transfers.to_host.sharding
-        )
+        self._host = jax.device_put(self.executor.gather_pages(0, ids[:pages]), transfers.to_host.sharding)
         self._down, self._up = 0, 0  # pages requested for copies
         self._came: collections.deque[jax.Array] = collections.deque(maxlen=pages)
 
@@ -77,13 +75,11 @@ class Beside:
         self._drain()
         ids, down = self._ids[: stored * self.pages], []
         if loaded and len(self._came) == self.pages:
-            self.executor.kv = self.copies.scatter(
-                self.executor.kv, 0, self._ids[: self.pages], list(self._came)
-            )
+            self.executor.scatter_pages(0, self._ids[: self.pages], list(self._came))
             self._came.clear()
         if ids:
             self._down += len(ids)
-            down = [(None, page) for page in self.copies.gather(self.executor.kv, 0, ids)]
+            down = [(None, page) for page in self.executor.gather_pages(0, ids)]
         self._up += self.pages if loaded else 0
         self.transfers.copy(down, [(None, page) for page in self._host] if loaded else [])
         return self.steady.enqueue()

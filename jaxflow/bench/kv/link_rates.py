@@ -137,12 +137,11 @@ def measure(
 
 def loaded_rate(executor: Any, group: int, count: int, transfers: Transfers, seconds: float) -> float:
     """Return the GB/s of loading host pages into their places in the cache: one copy, then a scatter."""
-    copies: PageCopies = executor.copies
     ids = list(range(count))
-    here = jax.device_put(copies.gather(executor.kv, group, ids), transfers.to_host.sharding)
+    here = jax.device_put(executor.gather_pages(group, ids), transfers.to_host.sharding)
 
     def load() -> Any:
-        executor.kv = copies.scatter(executor.kv, group, ids, in_calls(here, transfers.to_device.sharding))
+        executor.scatter_pages(group, ids, in_calls(here, transfers.to_device.sharding))
         return executor.kv
 
     return rate(load, sum(page.nbytes for page in here), seconds) / 1e9

@@ -190,8 +190,8 @@ def page_appends(
 
 def fill_cache(executor: Executor) -> None:
     """Fill the cache with random numbers, because a GPU draws less power on zeros than on data."""
-    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(executor.kv))))
-    executor.kv = jax.tree.map(lambda a: _filled(a.shape, a.dtype, a.sharding)(a, next(keys)), executor.kv)
+    keys = jax.random.split(jax.random.key(0), len(jax.tree.leaves(executor.kv)))
+    executor.fill_kv(lambda i, a: _filled(a.shape, a.dtype, a.sharding)(a, keys[i]))
 
 
 @functools.cache

@@ -1,5 +1,8 @@
 """What the executor keeps on the device, and that a step touches nothing it was not told to."""
 
+import ast
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -34,6 +37,18 @@ def decodes(slots, positions, appends=()):
         bucket=8,
         page_appends=np.array(appends, np.int32).reshape(-1, 4),
     )
+
+
+def test_only_the_executor_writes_its_kv_cache():
+    """No module assigns to the `kv` attribute of another object."""
+    found = []
+    for room in ("jaxflow", "search", "serving", "benchmarks"):
+        for path in (Path(__file__).parents[3] / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and node.attr == "kv" and isinstance(node.ctx, ast.Store):
+                    if ast.unparse(node.value) != "self":
+                        found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
 
 
 def test_rehearsal_writes_nothing(executor):
