@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Sets JaxFlow up in this folder and runs it; nothing but some Python 3 is needed before.
+"""Install JaxFlow in this folder and run it. Any Python 3 from 3.8 on can start this script.
 
-  python3 run.py                    install, serve a small chat model, ask it something and stream the answer
-  python3 run.py demo "a question"  the same, with your question
+  python3 run.py                    install, serve a small chat model, ask a question and stream the answer
+  python3 run.py demo "a question"  the same with your question
   python3 run.py test [ARGS]        install and run the tests on CPU; ARGS go to pytest
-  python3 run.py exec COMMAND       run COMMAND in the environment, e.g. exec python -m serving --help
+  python3 run.py exec COMMAND       run COMMAND in the environment, e.g. exec python -m search plan --help
 
-In this folder it makes .cache, with the installer (uv, unless a recent one is on the PATH), and .venv, with
-the versions that uv.lock pins. Downloads and compiled programs are kept in ~/.cache (uv, jaxflow).
+The script creates two folders here. .venv holds the package versions that uv.lock pins, with the packages of
+the extra `search`. .cache holds the installer uv, unless a recent uv is on the PATH. Downloads and compiled
+programs are kept in ~/.cache/uv and ~/.cache/jaxflow.
 """
 
-# Standard library only, and syntax that Python 3.8 reads: it may be run by an older Python than the one it
-# looks for.
+# Only the standard library and the syntax of Python 3.8: an older Python may run this script to find a newer
+# one.
 import glob
 import os
 import re
@@ -23,13 +24,14 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 ENVIRONMENT = os.path.join(ROOT, ".venv")
 LAUNCHER = os.path.join(ROOT, ".cache", "launcher")
 UV = "uv==0.13.8"
-OLDEST_UV = (0, 10)  # the first that pyproject.toml's [tool.uv] accepts
-PYTHONS = ((3, 12), (3, 13), (3, 14))  # what the locked wheels exist for, the best known first
+OLDEST_UV = (0, 10)  # the oldest version that [tool.uv] in pyproject.toml accepts
+PYTHONS = ((3, 12), (3, 13), (3, 14))  # versions that the locked wheels support, in order of preference
 
 
 def version_of(*command):
-    """The version numbers that a command prints, or () if it does not run: pyenv has shims for what it cannot
-    run.
+    """Return the (major, minor) version that a command prints, or () if the command fails.
+
+    A shim of pyenv fails if its Python version is not installed.
     """
     try:
         done = subprocess.run(
@@ -42,8 +44,8 @@ def version_of(*command):
 
 
 def python_candidates():
-    """Interpreters worth a try: on the PATH, beside the running one, and where pyenv, uv, Homebrew and conda
-    put theirs.
+    """Yield paths that may be a Python: on the PATH, next to the running one, and those of pyenv, uv, Homebrew
+    and conda.
     """
     yield sys.executable
     home, path = os.path.expanduser("~"), os.environ.get("PATH", "").split(os.pathsep)
@@ -69,7 +71,7 @@ def python_candidates():
 
 
 def find_python():
-    """A Python that the locked wheels exist for, or None."""
+    """Return a Python that the locked wheels support, or None."""
     for candidate in python_candidates():
         if candidate and os.path.exists(candidate) and version_of(candidate, "--version") in PYTHONS:
             return candidate
@@ -77,18 +79,18 @@ def find_python():
 
 
 def find_uv(python):
-    """A uv that is recent enough: from the PATH, or one of our own."""
+    """Return a recent uv: the one on the PATH, or one that is installed into .cache."""
     on_path = shutil.which("uv")
     if on_path and version_of(on_path, "--version") >= OLDEST_UV:
         return on_path
     own = os.path.join(LAUNCHER, "bin", "uv")
     if version_of(own, "--version") >= OLDEST_UV:
         return own
-    say(f"Installing {UV} into {os.path.relpath(LAUNCHER)}")
+    log(f"Installing {UV} into {os.path.relpath(LAUNCHER)}")
     failures = []
     for interpreter in dict.fromkeys([python or sys.executable, sys.executable]):
-        # A virtual environment is always allowed to install; where a system's Python lacks venv, pip may
-        # still fill a folder.
+        # pip may always install into a virtual environment. Some systems ship Python without venv, where pip
+        # can still install into a folder.
         for commands in (
             [
                 [interpreter, "-m", "venv", "--clear", LAUNCHER],
@@ -109,22 +111,24 @@ def find_uv(python):
         "\n\n".join(
             [
                 *failures,
-                "Could not install uv. Install it by hand (https://docs.astral.sh/uv) and run this again.",
+                "Could not install uv. Install uv as https://docs.astral.sh/uv describes, and run this again.",
             ]
         )
     )
 
 
-def say(message):
+def log(message):
+    """Print a progress message."""
     print("==> " + message, file=sys.stderr, flush=True)
 
 
 def main(arguments):
+    """Run one command. Return an exit status, or replace this process by uv."""
     command, rest = (arguments[0], arguments[1:]) if arguments else ("demo", [])
     if command == "demo":
         inside = ["--no-default-groups", "--group", "model", "python", "-m", "serving.demo", *rest]
     elif command == "test":
-        # A file's tests stay together: they share what its fixtures load and compile.
+        # The tests of a file share its fixtures, which load and compile models, so they run in one worker.
         inside = [
             "--group",
             "aot",
@@ -145,17 +149,17 @@ def main(arguments):
     environ = dict(os.environ)
     environ.pop("VIRTUAL_ENV", None)
     if environ.pop("PYTHONDONTWRITEBYTECODE", ""):
-        # Not among the sources, then; with none at all every process would compile all its packages again.
+        # Without any bytecode files, every process would compile all its packages again.
         environ.setdefault("PYTHONPYCACHEPREFIX", os.path.join(ROOT, ".cache", "bytecode"))
     if not version_of(os.path.join(ENVIRONMENT, "bin", "python"), "--version"):
         if python is None:
-            say(
-                "No Python 3.12 to 3.14 found: uv tries to download one. Where it cannot, install "
-                "Python 3.12 and run this again."
+            log(
+                "No Python 3.12 to 3.14 found, so uv downloads one. If the download fails, install Python 3.12 "
+                "and run this again."
             )
         else:
             environ.setdefault("UV_PYTHON", python)
-        say("Installing JaxFlow into " + os.path.relpath(ENVIRONMENT))
+        log("Installing JaxFlow into " + os.path.relpath(ENVIRONMENT))
     os.chdir(ROOT)
     os.execve(uv, [uv, "run", "--locked", *inside], environ)
 

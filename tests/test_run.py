@@ -1,6 +1,7 @@
-"""The launcher finds what it needs on machines unlike this one."""
+"""Test run.py on machines with other Python installations, and .ci/run."""
 
 import ast
+import os
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ def script(path, body):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine whose only Python is an old one: a PATH of tmp/bin, a home of its own."""
+    """A machine with an old Python only. PATH is tmp/bin and HOME is tmp/home."""
     script(tmp_path / "bin" / "python3", "echo Python 3.9.1")
     (tmp_path / "home").mkdir()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python3"))
@@ -35,11 +36,11 @@ def machine(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_its_syntax_is_that_of_old_pythons():
+def test_syntax_is_accepted_by_python_3_8():
     ast.parse((paths.ROOT / "run.py").read_text("utf-8"), feature_version=(3, 8))
 
 
-def test_no_python_is_found_where_there_is_none(machine):
+def test_find_python_returns_none_without_a_supported_python(machine):
     assert run.find_python() is None
 
 
@@ -52,18 +53,18 @@ def test_no_python_is_found_where_there_is_none(machine):
         "home/.local/share/uv/python/cpython-3.12.3-x/bin/python3.12",
     ],
 )
-def test_a_python_that_is_not_the_default_is_found(machine, place):
+def test_find_python_finds_a_python_that_is_not_the_default(machine, place):
     script(machine / place, "echo Python 3.12.7")
     assert run.find_python() == str(machine / place)
 
 
-def test_a_shim_that_cannot_run_is_passed_over(machine):
+def test_find_python_skips_a_shim_that_fails(machine):
     script(machine / "bin" / "python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
     script(machine / "bin" / "python3.13", "echo Python 3.13.0")
     assert run.find_python() == str(machine / "bin" / "python3.13")
 
 
-def test_a_recent_uv_is_used_and_an_old_one_is_not(machine):
+def test_find_uv_skips_an_old_uv(machine):
     script(machine / "bin" / "uv", "echo uv 0.99.1")
     assert run.find_uv(None) == str(machine / "bin" / "uv")
     script(machine / "bin" / "uv", "echo uv 0.4.9")
@@ -71,7 +72,7 @@ def test_a_recent_uv_is_used_and_an_old_one_is_not(machine):
     assert run.find_uv(None) == str(machine / "launcher" / "bin" / "uv")
 
 
-def test_uv_is_installed_into_a_folder_where_venv_is_missing(machine):
+def test_find_uv_installs_into_a_folder_without_venv(machine):
     python = machine / "bin" / "python3.12"
     made = machine / "launcher" / "bin" / "uv"
     script(
@@ -86,16 +87,35 @@ esac""",
     assert run.find_uv(str(python)) == str(made)
 
 
-def test_what_went_wrong_is_said_when_uv_cannot_be_installed(machine):
+def test_find_uv_prints_the_errors_of_failed_installations(machine):
     script(machine / "bin" / "python3", "echo no network; exit 1")
     with pytest.raises(SystemExit, match=r"(?s)no network.*Could not install uv"):
         run.find_uv(None)
 
 
 @pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["nonsense"], 2), (["exec"], 2)])
-def test_the_help(arguments, status):
+def test_help(arguments, status):
     done = subprocess.run(
         [sys.executable, str(paths.ROOT / "run.py"), *arguments], capture_output=True, text=True
     )
     assert done.returncode == status
     assert "python3 run.py test" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "failing", "status", "failed"),
+    [
+        ((), "", 0, []),
+        ((), "pyright", 1, ["failed: types (exit status 3)"]),
+        (("--slow",), "slow or not slow", 1, ["failed: tests (exit status 3)"]),
+        (("--quick",), "", 2, ["usage: .ci/run [--slow]"]),
+    ],
+)
+def test_ci_prints_the_failed_checks(tmp_path, arguments, failing, status, failed):
+    """python3 is a script that fails for the command line that holds `failing`."""
+    script(tmp_path / "python3", f'[ -z "{failing}" ] && exit 0\ncase "$*" in *"{failing}"*) exit 3;; esac')
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [paths.ROOT / ".ci" / "run", *arguments], env=environ, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.splitlines()) == (status, failed)

@@ -1,7 +1,6 @@
-"""How a command ends that its user, or the reader of its output, breaks off: quietly, with the exit status
-that a shell expects.
-"""
+"""Exit statuses of the commands: help, interrupts, and a closed standard output."""
 
+import functools
 import os
 import signal
 import sys
@@ -9,19 +8,30 @@ import threading
 from collections.abc import Callable, Sequence
 
 INTERRUPTED = 128 + signal.SIGINT
-UNREAD = 128 + signal.SIGPIPE
+OUTPUT_CLOSED = 128 + signal.SIGPIPE
 
-_AGAIN_AFTER_S = 0.02
+_RESEND_AFTER_S = 0.02
+
+
+def run_command(main: Callable[[list[str]], int]) -> None:
+    """Parse absl's flags, call `main` with the remaining arguments, and end the process.
+
+    --help exits with status 0. absl itself would exit with status 1.
+    """
+    from absl import app  # commands with argparse do not need absl
+
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
+    app.run(functools.partial(exit_status, main))
 
 
 def exit_status(main: Callable[[list[str]], int], argv: Sequence[str]) -> int:
-    """What `main(argv)` returns; 130 after an interrupt, and 141 if nobody reads standard output any more, as
-    of `| head -1`.
+    """Return the exit status of `main(argv)`.
 
-    For a process of its own, which stays one that hears interrupts wherever they meet it. asyncio's handler,
-    which cancels its task, and one that ignores them, as of nohup, stay as they are.
+    The status is 130 after an interrupt. It is 141 after standard output was closed, as `| head -1` closes a
+    pipe. Signal handlers stay as they are: asyncio's handler, and the ignored interrupt of nohup.
     """
-    sys.unraisablehook = _unraisable
+    sys.unraisablehook = _resend_interrupt
     try:
         status = main(list(argv))
         sys.stdout.flush()
@@ -30,17 +40,18 @@ def exit_status(main: Callable[[list[str]], int], argv: Sequence[str]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered would be written, and fail again, at the interpreter's end.
+        # Python flushes standard output at exit, and the flush of the closed pipe would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNREAD
+        return OUTPUT_CLOSED
 
 
-def _unraisable(what: "sys.UnraisableHookArgs") -> None:
-    """Python drops what is raised in a callback of its garbage collector, and JAX has one: an interrupt that
-    is lost so comes again.
+def _resend_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Send an interrupt again that Python dropped because it hit a callback of the garbage collector.
+
+    JAX registers such a callback.
     """
-    if what.exc_type is not KeyboardInterrupt:
-        sys.__unraisablehook__(what)
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
         return
-    main = threading.main_thread().ident  # signals are its business, and wake it from what it waits in
-    threading.Timer(_AGAIN_AFTER_S, signal.pthread_kill, [main, signal.SIGINT]).start()
+    main = threading.main_thread().ident  # only the main thread handles signals
+    threading.Timer(_RESEND_AFTER_S, signal.pthread_kill, [main, signal.SIGINT]).start()

@@ -1,4 +1,4 @@
-"""The files that a command is to write: looked at before its work, whose results would be lost with them."""
+"""Checks that a command can write its output files, before it starts work."""
 
 import contextlib
 import os
@@ -11,9 +11,13 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_outputs(*names: str, make_folders: bool = False) -> None:
-    """Of flags that name files; those that are not set are passed over. make_folders: they need not be there.
+    """Check the files that the flags `names` name. A flag that is not set is skipped.
 
-    Raises: ConfigError for a file that could not be written, naming the flag.
+    Args:
+      make_folders: create the folder of each file.
+
+    Raises:
+      ConfigError: a file cannot be written. The error names the flag.
     """
     for name in names:
         if path := flags.FLAGS[name].value:
@@ -21,8 +25,10 @@ def check_outputs(*names: str, make_folders: bool = False) -> None:
 
 
 def check_pictures(*names: str, make_folders: bool = False) -> None:
-    """`check_outputs` of files that are drawn into, in the format that their names end on. Raises:
-    ConfigError, also for another format.
+    """Check the image files that the flags `names` name, as `check_outputs` does.
+
+    Raises:
+      ConfigError: a file cannot be written, or its suffix is not in `PICTURES`.
     """
     for name in names:
         path = flags.FLAGS[name].value
@@ -32,7 +38,7 @@ def check_pictures(*names: str, make_folders: bool = False) -> None:
 
 
 def check_output(name: str, path: str, *, make_folders: bool = False) -> None:
-    """The same of one file. Raises: ConfigError, of the field `name`."""
+    """Check one file. Raises: ConfigError for the field `name`, if `path` cannot be written."""
     folder = os.path.dirname(path) or "."
     if make_folders:
         with contextlib.suppress(OSError):
@@ -42,5 +48,6 @@ def check_output(name: str, path: str, *, make_folders: bool = False) -> None:
         raise ConfigError(
             name,
             path,
-            "a file that can be written, in a folder that " + ("can be made" if make_folders else "exists"),
+            "a file that can be written, in a folder that "
+            + ("can be created" if make_folders else "exists"),
         )

@@ -1,1 +1,1 @@
-"""The gRPC service."""
+"""The gRPC service and its client."""

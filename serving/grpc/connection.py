@@ -1,4 +1,4 @@
-"""What a caller holds: a connection to a JaxFlow server, and an answer as it comes."""
+"""The gRPC client: a connection to a JaxFlow server, and the streamed answer of a request."""
 
 import os
 import time
@@ -14,16 +14,20 @@ from serving.grpc import generate_pb2 as pb
 from serving.grpc import generate_pb2_grpc
 
 DEFAULT_TARGET = "127.0.0.1:50051"
-_LONGEST_S = 1e9
+_MAX_TIMEOUT_S = 1e9
 
-Prompt = (
-    str | Sequence[int] | Sequence[Mapping[str, str]]
-)  # text, token ids, or chat messages {"role", "content"}
+# Text, token ids, or chat messages {"role", "content"}.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class RequestFailed(RuntimeError):
-    """A refusal, with `field` and `retry_after_s` where the server named them; not `from_server`: it was not
-    reached, or was lost.
+    """A failed request.
+
+    Attributes:
+      code: the gRPC status.
+      field: the field of the request that the server refused, if it named one.
+      retry_after_s: the seconds after which the server suggests another try, if it named them.
+      from_server: False if the server was not reached or the connection was lost.
     """
 
     def __init__(
@@ -46,10 +50,15 @@ class RequestFailed(RuntimeError):
 
 
 class Answer:
-    """One request's stream: iterate it once; the timings are in seconds since the request was sent.
+    """The streamed answer of one request. It can be iterated once.
 
-    `started` and `finished` (by index of the n sequences) are the server's messages, `texts` and `token_ids`
-    what has come so far, by index; `arrivals` has a (seconds, index, number of tokens) for each delta.
+    Attributes:
+      started: the server's message of this name.
+      finished: the server's message of this name, by index of the n sequences.
+      texts: the text received so far, by index.
+      token_ids: the tokens received so far, by index.
+      arrivals: (seconds since the request was sent, index, number of tokens) of each delta.
+      total_s: seconds until the stream ended.
     """
 
     def __init__(self, call: grpc.aio.UnaryStreamCall, sequences: int):
@@ -64,15 +73,16 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Of the first sequence."""
+        """Return the text of the first sequence."""
         return self.texts[0]
 
     @property
     def time_to_first_token_s(self) -> float | None:
+        """Return the seconds until the first token, or None before it."""
         return self.arrivals[0][0] if self.arrivals else None
 
     async def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
-        """The server's messages. Raises: RequestFailed. Left early, the request is cancelled."""
+        """Yield the server's messages. Leaving the loop early cancels the request. Raises: RequestFailed."""
         try:
             async for message in self._call:
                 self._note(message)
@@ -84,12 +94,13 @@ class Answer:
             self._call.cancel()
 
     async def read_all(self) -> "Answer":
-        """The answer itself, complete. Raises: RequestFailed."""
+        """Read the answer to its end and return it. Raises: RequestFailed."""
         async for _ in self:
             pass
         return self
 
     def cancel(self) -> None:
+        """Cancel the request."""
         self._call.cancel()
 
     def _note(self, message: pb.GenerateResponse) -> None:
@@ -107,8 +118,12 @@ class Answer:
 
 
 class Client:
-    """A connection to one server. `tls_ca`, `tls_cert`, `tls_key` are PEM files; with any of them the
-    connection is TLS.
+    """A connection to one server.
+
+    Args:
+      target: the server's host:port.
+      tls_ca, tls_cert, tls_key: PEM files. With any of them the connection uses TLS.
+      auth_token: the bearer token, if the server requires one.
     """
 
     def __init__(
@@ -120,7 +135,7 @@ class Client:
         tls_key: str | os.PathLike | None = None,
         auth_token: str | None = None,
     ):
-        # A pool of its own: two clients of one process are two connections.
+        # A local pool gives each client of a process its own connection.
         options = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
         files = [Path(path).read_bytes() if path else None for path in (tls_ca, tls_key, tls_cert)]
         if any(files):
@@ -141,6 +156,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
+        """Close the connection."""
         await self._channel.close()
 
     def generate(
@@ -155,15 +171,15 @@ class Client:
         timeout_s: float | None = None,
         **sampling,
     ) -> Answer:
-        """Sends one request; `sampling` is any of the fields of the proto's SamplingParams, None for unset;
-        `stop` may be one string.
+        """Send one request and return its answer.
+
+        Args:
+          sampling: fields of the proto's SamplingParams. None leaves a field unset. `stop` may be one string.
 
         Raises:
-          ValueError: for a sampling field that there is not.
+          ValueError: a sampling field does not exist.
         """
-        if isinstance(
-            sampling.get("stop"), str
-        ):  # the proto would take each of its characters for a stop string
+        if isinstance(sampling.get("stop"), str):  # the proto would read each character as a stop string
             sampling["stop"] = [sampling["stop"]]
         settings = pb.SamplingParams(**{name: value for name, value in sampling.items() if value is not None})
         request = pb.GenerateRequest(
@@ -182,7 +198,7 @@ class Client:
         )
 
     async def model(self, timeout_s: float | None = 10.0) -> pb.GetModelResponse:
-        """What is being served. Raises: RequestFailed."""
+        """Return the description of the served model. Raises: RequestFailed."""
         try:
             return await self._model.GetModel(
                 pb.GetModelRequest(), timeout=timeout_s, metadata=self._metadata
@@ -191,7 +207,7 @@ class Client:
             raise _failure(error) from error
 
     async def stats(self, timeout_s: float | None = 10.0) -> pb.GetStatsResponse:
-        """The engine's counters, of a client of the admin listener. Raises: RequestFailed."""
+        """Return the engine's counters. The client must be connected to the admin port. Raises: RequestFailed."""
         try:
             return await self._admin.GetStats(
                 pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata
@@ -200,9 +216,7 @@ class Client:
             raise _failure(error) from error
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Returns once the server says that it serves. Raises: RequestFailed, if it does not within
-        `timeout_s`.
-        """
+        """Return once the server is ready. Raises: RequestFailed if that takes longer than `timeout_s`."""
         request = health_pb2.HealthCheckRequest()
         watch = self._health.Watch(  # type: ignore[attr-defined]
             request, timeout=_deadline(timeout_s), wait_for_ready=True
@@ -221,8 +235,8 @@ class Client:
 
 
 def _deadline(timeout_s: float | None) -> float | None:
-    """A timeout that gRPC understands: one beyond the end of its clock, infinity too, is over at once."""
-    return None if timeout_s is None else min(_LONGEST_S, timeout_s)
+    """Return the timeout, capped: gRPC treats a timeout beyond the end of its clock as expired."""
+    return None if timeout_s is None else min(_MAX_TIMEOUT_S, timeout_s)
 
 
 def _failure(error: grpc.aio.AioRpcError) -> RequestFailed:

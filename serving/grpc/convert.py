@@ -1,4 +1,4 @@
-"""Between the messages of `generate.proto` and the engine's own data; nothing here waits or keeps state."""
+"""Conversion between the messages of `generate.proto` and the engine's data, as pure functions."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ from jaxflow.request import Finished, FinishReason, InvalidRequest, Logprob, Sam
 from jaxflow.text.tokenizer import Tokenizer
 from serving.grpc import generate_pb2 as pb
 
-# What a checkpoint's generation config may set for requests that leave it unset.
+# Sampling fields for which a checkpoint's generation config gives the default.
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 _OPTIONAL = (
@@ -36,10 +36,10 @@ _SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(Sampling
 
 
 def sampling_defaults(generation_config: Mapping) -> dict[str, float]:
-    """The settings a checkpoint's generation config gives to requests that leave them unset.
+    """Return the sampling defaults of a checkpoint's generation config.
 
     Raises:
-      ConfigError: for one that no request could be served with.
+      ConfigError: a default that is not a valid sampling parameter.
     """
     defaults = {
         name: generation_config[name]
@@ -54,10 +54,12 @@ def sampling_defaults(generation_config: Mapping) -> dict[str, float]:
 
 
 def sampling_params(message: pb.SamplingParams, defaults: Mapping) -> SamplingParams:
-    """The engine's settings: as `message` says, else as `defaults`, else as the comments of the proto.
+    """Return the engine's sampling parameters of a message.
+
+    A field that `message` leaves unset is taken from `defaults`, then from the proto's comments.
 
     Raises:
-      InvalidRequest: naming the field.
+      InvalidRequest: a value out of range. The error names the field.
     """
     given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
     return SamplingParams(
@@ -76,7 +78,7 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping) -> SamplingPa
 
 
 def at_path(error: InvalidRequest, prompt_field: str) -> InvalidRequest:
-    """The same refusal with the field's path in a GenerateRequest, whose prompt came in `prompt_field`."""
+    """Return `error` with the path of its field in a GenerateRequest. `prompt_field` is the prompt's path."""
     if error.field.partition("[")[0] in _SAMPLING_FIELDS:
         return InvalidRequest(f"sampling.{error.field}", error.value, error.accepted)
     if error.field.startswith("prompt"):
@@ -85,18 +87,21 @@ def at_path(error: InvalidRequest, prompt_field: str) -> InvalidRequest:
 
 
 def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
-    """The messages as `jaxflow.text.chat.render_chat` takes them. Raises: InvalidRequest, if there are none."""
+    """Return the messages for `jaxflow.text.chat.render_chat`. Raises: InvalidRequest if there are none."""
     if not chat.messages:
         raise InvalidRequest("chat.messages", [], "at least one message")
     for i, message in enumerate(chat.messages):
         if not message.role:
             raise InvalidRequest(
-                f"chat.messages[{i}].role", "", "system, user, assistant or what the model's template knows"
+                f"chat.messages[{i}].role",
+                "",
+                "system, user, assistant or another role of the model's chat template",
             )
     return [{"role": message.role, "content": message.content} for message in chat.messages]
 
 
 def started(event: Started, tokenizer: Tokenizer | None) -> pb.Started:
+    """Return the message of `event`, with the text of each prompt token if there is a tokenizer."""
     return pb.Started(
         prompt_tokens=event.prompt_tokens,
         cached_prompt_tokens=event.cached_prompt_tokens,
@@ -106,12 +111,12 @@ def started(event: Started, tokenizer: Tokenizer | None) -> pb.Started:
 
 
 def signed(bits: int) -> int:
-    """64 bits as the signed number that `SamplingParams.seed` takes for the same bits."""
+    """Return a 64-bit number as the signed number of the same bits, which `SamplingParams.seed` accepts."""
     return bits - 2**64 if bits >= 2**63 else bits
 
 
 def token_logprobs(candidates: Mapping[int, Logprob], tokenizer: Tokenizer | None) -> pb.TokenLogprobs:
-    """One token's candidates, the chosen one first as in `candidates`."""
+    """Return the candidates of one token, in the order of `candidates`: the sampled token first."""
 
     def text(token_id: int, entry: Logprob) -> str:
         if entry.decoded_token is not None:
@@ -129,7 +134,7 @@ def token_logprobs(candidates: Mapping[int, Logprob], tokenizer: Tokenizer | Non
 
 
 def finished(event: Finished, text: str) -> pb.Finished:
-    """`text`: what the deltas of this sequence held back."""
+    """Return the message of `event`. `text` is the rest of the text that the deltas did not carry."""
     message = pb.Finished(
         index=event.index,
         reason=_REASONS[event.reason],
@@ -145,7 +150,7 @@ def finished(event: Finished, text: str) -> pb.Finished:
 
 
 def same_fields[M: Message](kind: type[M], source: object) -> M:
-    """A message of `kind` from an object with attributes of the same names."""
+    """Return a message of `kind`, filled from attributes of `source` with the same names."""
     return kind(**{field.name: getattr(source, field.name) for field in kind.DESCRIPTOR.fields})
 
 

@@ -1,6 +1,4 @@
-"""What a caller is told when a request is not served: every refusal as a `google.rpc.Status` with its
-details.
-"""
+"""gRPC statuses of refused requests, as `google.rpc.Status` with details."""
 
 import grpc
 from google.protobuf import duration_pb2
@@ -12,7 +10,7 @@ MAX_MESSAGE_CHARS = 1000  # the status travels in the trailing metadata, which t
 
 
 class Refusal(Exception):
-    """A request that this server will not serve as it stands; `code` says why in gRPC's terms."""
+    """A request that this server cannot serve. `code` is the gRPC status."""
 
     def __init__(self, code: grpc.StatusCode, message: str):
         self.code = code
@@ -20,7 +18,7 @@ class Refusal(Exception):
 
 
 class Loading(RuntimeError):
-    """The model is not in memory yet; `retry_after_s` is a guess at when to look again."""
+    """The model is still loading. `retry_after_s` is a suggested delay before the next try."""
 
     def __init__(self, retry_after_s: float = 5.0):
         self.retry_after_s = retry_after_s
@@ -28,16 +26,16 @@ class Loading(RuntimeError):
 
 
 class TooSlow(RuntimeError):
-    """The caller left more tokens unread than the server keeps for one stream."""
+    """The client left more tokens unread than the server buffers for one stream."""
 
     def __init__(self, limit: int):
         super().__init__(
-            f"the stream was read too slowly: more than {limit} tokens were waiting for the caller"
+            f"the stream was read too slowly: more than {limit} tokens were waiting for the client"
         )
 
 
 def status(code: grpc.StatusCode, message: str, *details) -> status_pb2.Status:
-    """A status of `code` with `details`, messages of `google.rpc.error_details`."""
+    """Return a status of `code` with `details`, which are messages of `google.rpc.error_details`."""
     result = status_pb2.Status(code=code.value[0], message=message[:MAX_MESSAGE_CHARS])
     for detail in details:
         result.details.add().Pack(detail)
@@ -45,7 +43,7 @@ def status(code: grpc.StatusCode, message: str, *details) -> status_pb2.Status:
 
 
 def status_of(error: BaseException) -> status_pb2.Status | None:
-    """The status that `error` means for the caller; None if it is a fault of the server."""
+    """Return the status of `error` for the client, or None if `error` is a fault of the server."""
     message = str(error)
     match error:
         case InvalidRequest(field=field):

@@ -1,9 +1,8 @@
-"""The one interceptor every call passes: who may come in, what is readable, and what a fault looks like from
-outside.
+"""The interceptor of all calls: authentication, unreadable requests, and faults.
 
-grpc.aio answers UNKNOWN with the exception's text when a handler, or the parsing of its request, raises. Here
-such a fault becomes INTERNAL with an id, and the traceback goes to the log under that id; a request that
-cannot be parsed is the caller's mistake and becomes INVALID_ARGUMENT.
+grpc.aio answers UNKNOWN with the text of the exception if a handler or the parser of its request raises. The
+interceptor answers INTERNAL with an id instead, and logs the traceback under this id. A request that cannot
+be parsed is an error of the client and is answered with INVALID_ARGUMENT.
 """
 
 import asyncio
@@ -21,26 +20,30 @@ from grpc_status import rpc_status
 from jaxflow.request import InvalidRequest
 from serving.grpc import errors
 
-_OPEN = "/grpc.health."  # probes of an orchestrator carry no token
+_NO_TOKEN_NEEDED = "/grpc.health."  # health probes of an orchestrator carry no token
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Checks the bearer token (if there are `tokens`) and turns every exception of a handler into a status."""
+    """An interceptor that checks the bearer token and turns every exception of a handler into a status.
+
+    Args:
+      tokens: the accepted tokens. Without tokens every caller is accepted.
+    """
 
     def __init__(self, tokens: Sequence[str] = ()):
         self._tokens = tuple(token.encode() for token in tokens)
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
-        # A stream handler, since those are called before the request is read: strangers cost no memory.
-        self._closed = grpc.stream_stream_rpc_method_handler(_turn_away)
+        # A stream handler runs before the request is read, so callers without a token cost no memory.
+        self._refusing = grpc.stream_stream_rpc_method_handler(_refuse)
 
     async def intercept_service(self, continuation, handler_call_details) -> grpc.RpcMethodHandler | None:
         method = handler_call_details.method
         if (
             self._tokens
-            and not method.startswith(_OPEN)
+            and not method.startswith(_NO_TOKEN_NEEDED)
             and not self._has_token(handler_call_details.invocation_metadata)
         ):
-            return self._closed
+            return self._refusing
         guarded = self._guarded.get(method)
         if guarded is None:
             handler = await continuation(handler_call_details)
@@ -53,20 +56,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         given = next((value for key, value in metadata if key == "authorization"), "")
         scheme, _, token = (given.decode("latin-1") if isinstance(given, bytes) else given).partition(" ")
         candidate = token.strip().encode("utf-8", "surrogateescape")
-        # All are compared, each in constant time: the answer's timing says nothing of which came close.
+        # Every token is compared in constant time, so the response time reveals nothing about the tokens.
         matches = [hmac.compare_digest(candidate, known) for known in self._tokens]
         return scheme.lower() == "bearer" and any(matches)
 
 
-async def _turn_away(_requests, context) -> None:
-    message = "this server wants `authorization: Bearer <token>` in the metadata, with a token it knows"
+async def _refuse(_requests, context) -> None:
+    message = "this server requires `authorization: Bearer <token>` in the metadata, with a valid token"
     await context.abort_with_status(
         rpc_status.to_status(errors.status(grpc.StatusCode.UNAUTHENTICATED, message))
     )
 
 
 class _Unreadable:
-    """Stands for a request that could not be parsed: an exception in the parser itself would end as UNKNOWN."""
+    """A request that could not be parsed. An exception in the parser itself would be answered UNKNOWN."""
 
     def __init__(self, error: Exception):
         self.error = InvalidRequest(
@@ -96,8 +99,8 @@ async def _each_readable(requests) -> AsyncIterator:
 
 
 def _guard(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
-    """The same handler, from which nothing but a status comes out."""
-    # The stub calls these attributes of whichever of the four kinds the handler is.
+    """Return `handler` with every exception turned into a status."""
+    # gRPC has four kinds of handlers, and stores the function under the name of its kind.
     kind = (
         ("stream" if handler.request_streaming else "unary")
         + "_"
@@ -125,18 +128,19 @@ def _guard(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler
 
 
 async def _answer(error: BaseException, context, method: str) -> None:
-    """Ends the call with the status that `error` means. Raises: what gRPC itself must see."""
+    """End the call with the status of `error`. Raises: the exceptions that gRPC must handle itself."""
     cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
     task = asyncio.current_task()
     if cancelled and (isinstance(error, GeneratorExit) or (task is not None and task.cancelling())):
-        raise error  # the caller has gone: there is no one to answer
+        raise error  # the client has disconnected
     if isinstance(error, grpc.aio.BaseError | KeyboardInterrupt | SystemExit):
-        raise error  # already answered, or the transport is gone
+        raise error  # the call is already answered, or the connection is lost
     status = errors.status_of(error)
     if status is None:
         fault = uuid.uuid4().hex[:12]
         logging.error("fault %s in %s", fault, method, exc_info=error)
         status = errors.status(
-            grpc.StatusCode.INTERNAL, f"internal fault {fault}; the server's log says more under this id"
+            grpc.StatusCode.INTERNAL,
+            f"internal fault {fault}; the server's log has the traceback under this id",
         )
     await context.abort_with_status(rpc_status.to_status(status))

@@ -1,4 +1,4 @@
-"""The listeners: what is bound where, with which certificates; coming up, draining and going down."""
+"""The gRPC server: ports, certificates, start, draining and stop."""
 
 import asyncio
 import contextlib
@@ -13,41 +13,38 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from serving.grpc import generate_pb2, generate_pb2_grpc
+from serving.grpc.event_queue import EventRouter
 from serving.grpc.interceptor import CallInterceptor
 from serving.grpc.service import AdminService, GenerateService, ModelService, Served
-from serving.grpc.streams import Switchboard
 
 if TYPE_CHECKING:
     from jaxflow.llm import LLM
 
-MAX_REQUEST_BYTES = 8 << 20  # a prompt of a million tokens; a larger message is RESOURCE_EXHAUSTED
+MAX_REQUEST_BYTES = 8 << 20  # fits a prompt of a million tokens; a larger request is RESOURCE_EXHAUSTED
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-    (
-        "grpc.so_reuseport",
-        0,
-    ),  # otherwise a second server on the same port would silently take half of the calls
-    # A caller whose machine vanished without a word is noticed, and its pages freed, within 40 s.
+    ("grpc.so_reuseport", 0),  # with 1, a second server on the port would silently take half of the calls
+    # A client whose machine vanished is detected within 40 s, and its pages are freed.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
 
 _HEARTBEAT_S = 1.0
-_FAREWELL_S = 5.0  # for the last messages to leave, once nothing runs any more
+_STOP_GRACE_S = 5.0  # for sending the last messages, after the last request has finished
 
 
 class ListenError(RuntimeError):
-    """The server cannot listen as it was told to; the message is fit for a command line."""
+    """An address, port or certificate that the server cannot use. The message is one line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
-    """Where and for whom to listen. Port 0 lets the system choose one.
+    """Addresses, certificates and tokens of the server. Port 0 selects a free port.
 
     Raises:
-      ListenError: for settings that contradict each other.
+      ListenError: settings that contradict each other.
     """
 
     host: str = "127.0.0.1"
@@ -56,46 +53,46 @@ class ServerConfig:
     admin_port: int = 50052
     tls_cert: str | None = None  # PEM files
     tls_key: str | None = None
-    tls_client_ca: str | None = None  # callers must then show a certificate of this authority
+    tls_client_ca: str | None = None  # if set, clients must show a certificate of this authority
     auth_tokens: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
     max_pending_tokens: int = 1024
 
     def __post_init__(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise ListenError("--tls_cert and --tls_key go together")
+            raise ListenError("--tls_cert and --tls_key must be given together")
         if self.tls_client_ca and not self.tls_cert:
             raise ListenError("--tls_client_ca needs --tls_cert and --tls_key")
 
 
 class Server:
-    """The gRPC server of one model, on the running event loop; the operations are on a listener of their own."""
+    """The gRPC server of one model, on the running event loop. The admin service has its own port."""
 
     def __init__(self, config: ServerConfig):
         self.config = config
-        self.port = self.admin_port = 0  # the bound ones, once started
+        self.port = self.admin_port = 0  # the bound ports, after `start`
         self._served = Served()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._drained: asyncio.Task[int] | None = None
         self._listeners: list[grpc.aio.Server] = []
 
     async def start(self) -> None:
-        """Listens; until `serve` is called, calls are answered UNAVAILABLE and health says NOT_SERVING.
+        """Open the ports. Until `serve` is called, calls are answered UNAVAILABLE and health is NOT_SERVING.
 
         Raises:
-          ListenError: if a port is taken, or a certificate cannot be used.
+          ListenError: a port is taken, or a certificate cannot be used.
         """
         config = self.config
         credentials = _credentials(config)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        switchboard = Switchboard(asyncio.get_running_loop())
+        router = EventRouter(asyncio.get_running_loop())
         main, admin = (
             grpc.aio.server(interceptors=[CallInterceptor(config.auth_tokens)], options=_OPTIONS)
             for _ in range(2)
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, main)
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(
-            GenerateService(self._served, switchboard, config.max_pending_tokens), main
+            GenerateService(self._served, router, config.max_pending_tokens), main
         )
         generate_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self._served), main)
         generate_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._served, self.drain), admin)
@@ -110,18 +107,19 @@ class Server:
             self._listeners.append(listener)
 
     async def serve(self, llm: "LLM") -> None:
-        """Takes requests from now on: `llm` is warm. Raises: ConfigError, for a generation config that cannot
-        be used.
+        """Accept requests for `llm`, which is warm.
+
+        Raises:
+          ConfigError: a generation config that cannot be used.
         """
         self._served.set(llm)
         if not self._served.draining:
             await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self, timeout_s: float | None = None) -> int:
-        """Refuses new requests, lets the running ones finish, and returns how many were aborted after
-        `timeout_s`.
+        """Refuse new requests, finish the running ones, and return the number aborted after `timeout_s`.
 
-        Draining is for good; whoever asks while it goes on waits for the same end.
+        Draining cannot be undone. A second call waits for the same result.
         """
         if self._drained is None:
             seconds = self.config.drain_timeout_s if timeout_s is None else timeout_s
@@ -135,17 +133,15 @@ class Server:
             return 0
         return await asyncio.to_thread(self._served.llm.driver.drain, timeout_s)
 
-    async def engine_death(self) -> None:
-        """Returns if the engine's thread ends by a fault; the server can only refuse then, and says so to
-        probes.
-        """
+    async def engine_failure(self) -> None:
+        """Return if the engine's thread ends by a fault. Health is then NOT_SERVING."""
         while self._served.llm.driver.alive:
             await asyncio.sleep(_HEARTBEAT_S)
         await self._health.enter_graceful_shutdown()
 
     async def stop(self) -> None:
-        """Closes the listeners, after a moment for what is still being sent."""
-        await asyncio.gather(*(listener.stop(_FAREWELL_S) for listener in self._listeners))
+        """Close the ports, after a grace period for messages that are being sent."""
+        await asyncio.gather(*(listener.stop(_STOP_GRACE_S) for listener in self._listeners))
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", *_MAIN_SERVICES):
@@ -158,7 +154,7 @@ _ADMIN_SERVICE = _NAMES["AdminService"]
 
 
 def _bind(listener: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """The port bound. Raises: ListenError, saying what the system says; gRPC itself would not tell."""
+    """Bind and return the port. Raises: ListenError with the system's reason, which gRPC does not report."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         family, kind, protocol, _, name = socket.getaddrinfo(
@@ -167,7 +163,7 @@ def _bind(listener: grpc.aio.Server, host: str, port: int, credentials: grpc.Ser
         with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
             probe.bind(name)
-            probe.listen()  # a bind alone may share the port of a listener
+            probe.listen()  # bind without listen may succeed on a port that is in use
         return (
             listener.add_secure_port(address, credentials)
             if credentials
@@ -184,14 +180,16 @@ def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     if not config.tls_cert or not config.tls_key:
         return None
     try:
-        # gRPC reports an unusable certificate only in its own log, so Python's TLS reads the files first.
+        # gRPC reports an unusable certificate only in its log, so Python's ssl module reads the files first.
         check = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        check.load_cert_chain(config.tls_cert, config.tls_key, password="")  # never ask at the terminal
+        check.load_cert_chain(
+            config.tls_cert, config.tls_key, password=""
+        )  # prevents a prompt at the terminal
         if config.tls_client_ca:
             check.load_verify_locations(config.tls_client_ca)
         authority = Path(config.tls_client_ca).read_bytes() if config.tls_client_ca else None
         pair = (Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # ssl.SSLError is a subclass
         raise ListenError(
             f"cannot use the certificate {config.tls_cert} with the key {config.tls_key}: {error}"
         ) from error

@@ -1,7 +1,6 @@
-"""The services of `generate.proto`: what each call means, in terms of one loaded `jaxflow.LLM`."""
+"""The services of `generate.proto`, implemented by one loaded `jaxflow.LLM`."""
 
 import asyncio
-import importlib.metadata
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
@@ -9,27 +8,26 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+import jaxflow
 from jaxflow.request import Draining, Event, InvalidRequest, Request, SamplingParams, Started
 from jaxflow.text.chat import ChatTemplateError, render_chat
 from jaxflow.text.tokenizer import Tokenizer
 from serving.grpc import convert, generate_pb2_grpc
 from serving.grpc import generate_pb2 as pb
 from serving.grpc.errors import Loading, Refusal, TooSlow
-from serving.grpc.streams import Stream, Switchboard
+from serving.grpc.event_queue import EventQueue, EventRouter
 from serving.grpc.transcript import Transcript
 
 if TYPE_CHECKING:
     from jaxflow.llm import LLM
 
-# Where a prompt that is refused stood in its request.
+# Field of a request that holds the prompt, by kind of prompt, for error messages.
 PROMPT_FIELDS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages", None: "prompt"}
-MAX_NAME_CHARS = 256  # of a request_id and of a cache_salt
+MAX_NAME_CHARS = 256  # limit of request_id and cache_salt
 
 
 class Served:
-    """The model that the services stand in front of: none while it loads, and no new requests once
-    `draining`.
-    """
+    """The served model: None while it loads. Once `draining`, new requests are refused."""
 
     def __init__(self) -> None:
         self._llm: LLM | None = None
@@ -37,22 +35,24 @@ class Served:
         self.sampling_defaults: dict[str, float] = {}
 
     def set(self, llm: "LLM") -> None:
-        """Raises: ConfigError, for a generation config that no request could be served with."""
+        """Set the loaded model. Raises: ConfigError for a generation config that cannot be used."""
         self.sampling_defaults = convert.sampling_defaults(llm.generation_config)
         self._llm = llm
 
     @property
     def loaded(self) -> bool:
+        """Return True once the model is loaded."""
         return self._llm is not None
 
     @property
     def llm(self) -> "LLM":
+        """Return the model. Raises: Loading, Draining."""
         if self._llm is None:
             raise Draining("the server is shutting down") if self.draining else Loading()
         return self._llm
 
     def tokenizer(self, field: str) -> Tokenizer:
-        """Raises: Refusal, because of the request's `field`, for a model that has none."""
+        """Return the tokenizer. Raises: Refusal of the request's `field` if the model has no tokenizer."""
         if self.llm.tokenizer is None:
             raise Refusal(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -61,10 +61,11 @@ class Served:
         return self.llm.tokenizer
 
     def encode_chat(self, chat: pb.Chat, add_special_tokens: bool = False) -> list[int]:
-        """The chat as one prompt; its template has written the special tokens already.
+        """Return the token ids of a chat. The chat template writes the special tokens.
 
         Raises:
-          Refusal, for a model without a chat template; InvalidRequest.
+          Refusal: the model has no chat template.
+          InvalidRequest: messages that the template refuses.
         """
         tokenizer = self.tokenizer("chat")
         if tokenizer.chat_template is None:
@@ -86,13 +87,15 @@ class Served:
 
 
 class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
-    """Generation and the tokenizer. `max_pending_tokens`: unread tokens a sequence, beyond which a slow
-    caller is dropped.
+    """The service of generation and tokenization.
+
+    Args:
+      max_pending_tokens: most unread tokens of a sequence. A client that reads more slowly loses its request.
     """
 
-    def __init__(self, served: Served, switchboard: Switchboard, max_pending_tokens: int):
+    def __init__(self, served: Served, router: EventRouter, max_pending_tokens: int):
         self._served = served
-        self._switchboard = switchboard
+        self._router = router
         self._max_pending_tokens = max_pending_tokens
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -101,7 +104,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             raise Draining("the server is shutting down")
         seconds_left(context)
         try:
-            # The tokenizer works on its own thread: a long prompt must not hold up the streams.
+            # A long prompt is tokenized on another thread, so that the streams continue.
             prepared = await asyncio.to_thread(self._prepare, llm, request)
             await self._stream(llm, prepared, request.request_id or prepared.request_id, context)
         except InvalidRequest as error:
@@ -110,38 +113,41 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
     async def _stream(
         self, llm: "LLM", request: Request, name: str, context: grpc.aio.ServicerContext
     ) -> None:
-        """Runs a request and writes its messages. Raises: what the engine refuses it with, TooSlow, Refusal
-        at the deadline.
+        """Run a request and write its messages.
+
+        Raises:
+          InvalidRequest, QueueFull, Draining: the engine refused the request.
+          TooSlow: the client reads too slowly.
+          Refusal: the deadline has passed.
         """
         transcript = Transcript(name, request, llm.tokenizer, stop_token_ids(llm, request.sampling))
-        # Now, since a caller who does not read could block the first message, and with it the headers an
-        # error needs.
+        # A client that does not read could block the first message. An error needs the headers sent before.
         await context.send_initial_metadata(())
         loop = asyncio.get_running_loop()
         limit = self._max_pending_tokens * request.sampling.n
-        stream = Stream(limit, on_overflow=lambda: scope.reschedule(loop.time()))
-        self._switchboard.connect(request.request_id, stream)
+        queue = EventQueue(limit, on_overflow=lambda: scope.reschedule(loop.time()))
+        self._router.connect(request.request_id, queue)
         try:
             async with asyncio.timeout(seconds_left(context)) as scope:
-                llm.driver.submit(request, self._switchboard)
+                llm.driver.submit(request, self._router)
                 try:
                     while not transcript.done:
-                        for message in await messages_of(transcript, await stream.take()):
+                        for message in await messages_of(transcript, await queue.take()):
                             await context.write(message)
                 finally:
                     if not transcript.done:
                         llm.driver.abort(request.request_id)
         except TimeoutError:
-            if stream.overflowed:
+            if queue.overflowed:
                 raise TooSlow(limit) from None
             if scope.expired():
                 raise deadline_passed() from None
             raise
         finally:
-            self._switchboard.disconnect(request.request_id)
+            self._router.disconnect(request.request_id)
 
     def _prepare(self, llm: "LLM", request: pb.GenerateRequest) -> Request:
-        """The engine's request. Raises: Refusal, InvalidRequest."""
+        """Return the engine's request. Raises: Refusal, InvalidRequest."""
         if request.model not in ("", llm.name):
             raise Refusal(
                 grpc.StatusCode.NOT_FOUND,
@@ -157,9 +163,11 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         match kind:
             case "text":
                 self._served.tokenizer("text")
-                if not request.text:  # a tokenizer may make a lone BOS of it, but hardly at anyone's wish
+                if not request.text:  # most tokenizers would turn the empty text into a lone BOS token
                     raise InvalidRequest(
-                        "text", "", "some text; for an answer to nothing, token_ids with a BOS token"
+                        "text",
+                        "",
+                        "a text that is not empty; for an empty prompt, token_ids with a BOS token",
                     )
                 prompt = request.text
             case "token_ids":
@@ -168,7 +176,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
                 prompt = self._served.encode_chat(request.chat)
             case None:
                 raise InvalidRequest("prompt", None, "one of text, token_ids and chat")
-        # The engine's id is our own: two callers may choose the same name, or one another's.
+        # The engine's id is a new one, because two clients may choose the same request_id.
         return llm.request(
             prompt,
             sampling,
@@ -206,7 +214,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
 
 
 class ModelService(generate_pb2_grpc.ModelServiceServicer):
-    """What is being served."""
+    """The service that describes the served model."""
 
     def __init__(self, served: Served):
         self._served = served
@@ -227,14 +235,17 @@ class ModelService(generate_pb2_grpc.ModelServiceServicer):
             plan=config.plan,
             eos_token_ids=llm.model_config.eos_token_ids,
             has_chat_template=llm.tokenizer is not None and llm.tokenizer.chat_template is not None,
-            version=importlib.metadata.version("jaxflow"),
+            version=jaxflow.__version__,
             has_tokenizer=llm.tokenizer is not None,
         )
 
 
 class AdminService(generate_pb2_grpc.AdminServiceServicer):
-    """Operations. `drain` takes a timeout in seconds, or None for the server's own, and returns the requests
-    it aborted.
+    """The service for operators: statistics and draining.
+
+    Args:
+      drain: drains the server within a timeout in seconds, where None is the server's default. It returns
+        the number of aborted requests.
     """
 
     def __init__(self, served: Served, drain: Callable[[float | None], Awaitable[int]]):
@@ -253,8 +264,10 @@ class AdminService(generate_pb2_grpc.AdminServiceServicer):
 
 
 async def messages_of(transcript: Transcript, events: list[Event]) -> Iterable[pb.GenerateResponse]:
-    """The messages for `events`. Prompt logprobs, up to 21 a token, are written on a thread of their own:
-    streams go on.
+    """Return the messages for `events`.
+
+    Prompt logprobs can have 21 candidates a token. They are converted on another thread, so that the streams
+    continue.
     """
     if isinstance(events[0], Started) and events[0].prompt_logprobs is not None:
         return await asyncio.to_thread(list, transcript.messages(events))
@@ -262,14 +275,14 @@ async def messages_of(transcript: Transcript, events: list[Event]) -> Iterable[p
 
 
 def stop_token_ids(llm: "LLM", sampling: SamplingParams) -> frozenset[int]:
-    """The tokens that end a sequence, and are no part of its text."""
+    """Return the tokens that end a sequence and are left out of its text."""
     return frozenset(sampling.stop_token_ids) | frozenset(
         () if sampling.ignore_eos else llm.model_config.eos_token_ids
     )
 
 
 def seconds_left(context: grpc.aio.ServicerContext) -> float | None:
-    """Until the caller's deadline; None without one. Raises: Refusal, once it has passed."""
+    """Return the seconds until the deadline, or None without one. Raises: Refusal after the deadline."""
     left = context.time_remaining()
     if left is not None and left <= 0:
         raise deadline_passed()
@@ -277,4 +290,5 @@ def seconds_left(context: grpc.aio.ServicerContext) -> float | None:
 
 
 def deadline_passed() -> Refusal:
+    """Return the refusal of a request after its deadline."""
     return Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline has passed")

@@ -1,4 +1,4 @@
-"""What one caller reads: the engine's events of a request, as messages with text."""
+"""Conversion of a request's engine events to gRPC messages with text."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -17,11 +17,11 @@ from jaxflow.text.tokenizer import Tokenizer
 from serving.grpc import convert
 from serving.grpc import generate_pb2 as pb
 
-MAX_TOKENS_A_MESSAGE = 256  # with 20 logprobs each, still far below gRPC's usual limit of 4 MB
+MAX_TOKENS_A_MESSAGE = 256  # with 20 logprobs each, far below gRPC's default limit of 4 MB
 
 
 class SequenceText:
-    """The text of one sequence, as far as it is certain."""
+    """The incremental text of one sequence."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, stop_token_ids: frozenset[int]):
         sampling = request.sampling
@@ -37,24 +37,25 @@ class SequenceText:
         self._held: tuple[int, ...] = ()
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain after these tokens."""
+        """Return the text that these tokens complete."""
         token_ids = (*self._held, *token_ids)
-        # A stop token is not part of the text, and whether it ended the sequence is only known when that has
-        # finished.
+        # A stop token has no text if it ended the sequence, which is known when the sequence has finished.
         cut = len(token_ids) - (bool(token_ids) and token_ids[-1] in self._stop_token_ids)
         self._held = token_ids[cut:]
         return self._detokenizer.push(token_ids[:cut])
 
     def finish(self, stop_token_id: int | None) -> str:
-        """What was held back; nothing comes after it."""
+        """Return the rest of the text at the end of the sequence."""
         held = () if self._held == (stop_token_id,) else self._held
         return self._detokenizer.push(held) + self._detokenizer.finish()
 
 
 class Transcript:
-    """Turns the events of one request into messages; `done` once all of its n sequences have finished.
+    """The messages of one request. `done` is True once all of its n sequences have finished.
 
-    `request_id` is the caller's own name of the request. Without a tokenizer there is no text.
+    Args:
+      request_id: the client's name of the request.
+      tokenizer: None for messages without text.
     """
 
     def __init__(
@@ -71,14 +72,15 @@ class Transcript:
 
     @property
     def done(self) -> bool:
+        """Return True once all sequences have finished."""
         return self._running == 0
 
     def messages(self, events: Iterable[Event]) -> Iterator[pb.GenerateResponse]:
-        """The messages for `events`: deltas of one sequence that are waiting together travel together.
+        """Yield the messages for `events`. Deltas of one sequence are joined into one message.
 
         Raises:
-          RuntimeError: when a fault of the engine ended the request; its cause is the fault. What the engine
-          refused the request with, if it did so only after taking it.
+          RuntimeError: a fault of the engine ended the request. The fault is the cause.
+          InvalidRequest, QueueFull, Draining: the engine refused the request after `submit`.
         """
         waiting: dict[int, list[Delta]] = {}
         for event in events:

@@ -17,8 +17,8 @@ from serving.client import RequestFailed
 from serving.grpc import generate_pb2 as pb
 from serving.grpc import generate_pb2_grpc
 from serving.grpc.errors import Refusal
+from serving.grpc.event_queue import EventRouter
 from serving.grpc.service import GenerateService, Served
-from serving.grpc.streams import Switchboard
 
 LONG = 4000  # tokens; a fake step takes a millisecond
 
@@ -143,7 +143,7 @@ def test_a_deadline_already_past_never_reaches_the_engine():
     async def scenario():
         llm, served = FakeLLM(), Served()
         served.set(llm)
-        service = GenerateService(served, Switchboard(asyncio.get_running_loop()), 10)
+        service = GenerateService(served, EventRouter(asyncio.get_running_loop()), 10)
         context = types.SimpleNamespace(time_remaining=lambda: 0.0)
         with pytest.raises(Refusal) as refused:
             await service.Generate(token_request(), context)
@@ -339,7 +339,7 @@ def test_a_dead_engine_is_told_to_probes():
         async with serving() as (server, llm), client_of(server) as client:
             await client.wait_until_ready(5.0)
             llm.driver.alive = False
-            await server.engine_death()
+            await server.engine_failure()
             with pytest.raises(RequestFailed):
                 await client.wait_until_ready(0.2)
 

@@ -1,5 +1,6 @@
-"""From the engine's thread to the streams: one wake-up of the event loop a step, and a bounded queue for each
-caller.
+"""Delivery of events from the engine's thread to the clients' streams.
+
+The event loop is woken once a step. Each request has a bounded queue.
 """
 
 import asyncio
@@ -9,10 +10,12 @@ from collections.abc import Callable
 from jaxflow.request import Delta, Event
 
 
-class Stream:
-    """The events of one request that its caller has not taken; lives on the event loop's thread.
+class EventQueue:
+    """The unread events of one request, used on the event loop's thread only.
 
-    `on_overflow` is called once, when more than `max_tokens` tokens wait; the stream takes no more then.
+    Args:
+      max_tokens: most tokens of the unread events. When there are more, the queue drops its events, accepts
+        no more, and calls `on_overflow` once.
     """
 
     def __init__(self, max_tokens: int, on_overflow: Callable[[], None]):
@@ -24,6 +27,7 @@ class Stream:
         self.overflowed = False
 
     def put(self, events: list[Event]) -> None:
+        """Add events and wake the reader."""
         if self.overflowed:
             return
         self._events += events
@@ -36,7 +40,7 @@ class Stream:
             self._waiter.set_result(None)
 
     async def take(self) -> list[Event]:
-        """All events that wait; waits for the first of them."""
+        """Wait for at least one event, and return all unread events."""
         while not self._events:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -44,25 +48,24 @@ class Stream:
         return events
 
 
-class Switchboard:
-    """The engine's mailbox of every stream: however many streams a step has tokens for, it wakes the event
-    loop once.
-    """
+class EventRouter:
+    """The engine's mailbox for all requests. It wakes the event loop once a step, not once a request."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
-        self._streams: dict[str, Stream] = {}
+        self._queues: dict[str, EventQueue] = {}
 
-    def connect(self, request_id: str, stream: Stream) -> None:
-        self._streams[request_id] = stream
+    def connect(self, request_id: str, queue: EventQueue) -> None:
+        """Deliver the events of the request to `queue` from now on."""
+        self._queues[request_id] = queue
 
     def disconnect(self, request_id: str) -> None:
-        """What the engine still says of this request is dropped from now on."""
-        self._streams.pop(request_id, None)
+        """Drop the events of the request from now on."""
+        self._queues.pop(request_id, None)
 
     def post(self, events: list[Event]) -> None:
-        """Called on the engine's thread; never blocks."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending, nobody listens
+        """Deliver the events of a step. Called on the engine's thread; never blocks."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed at the end of the process
             self._loop.call_soon_threadsafe(self._deliver, tuple(events))
 
     def _deliver(self, events: tuple[Event, ...]) -> None:
@@ -70,6 +73,6 @@ class Switchboard:
         for event in events:
             by_request.setdefault(event.request_id, []).append(event)
         for request_id, mine in by_request.items():
-            stream = self._streams.get(request_id)
-            if stream is not None:
-                stream.put(mine)
+            queue = self._queues.get(request_id)
+            if queue is not None:
+                queue.put(mine)

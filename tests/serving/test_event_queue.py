@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from jaxflow.request import Delta, Started
-from serving.grpc.streams import Stream, Switchboard
+from serving.grpc.event_queue import EventQueue, EventRouter
 
 
 def delta(request_id: str, *tokens: int) -> Delta:
@@ -24,8 +24,8 @@ def test_a_step_wakes_the_loop_once_however_many_streams_it_has_tokens_for():
                 wakeups += 1
                 loop.call_soon_threadsafe(*work)
 
-        board = Switchboard(Counting())
-        streams = {name: Stream(100, lambda: None) for name in "abc"}
+        board = EventRouter(Counting())
+        streams = {name: EventQueue(100, lambda: None) for name in "abc"}
         for name, stream in streams.items():
             board.connect(name, stream)
         steps = [[delta(name, step) for name in "abc"] for step in range(5)]
@@ -41,8 +41,8 @@ def test_a_step_wakes_the_loop_once_however_many_streams_it_has_tokens_for():
 
 def test_a_disconnected_stream_hears_nothing_more():
     async def scenario():
-        board = Switchboard(asyncio.get_running_loop())
-        gone, there = Stream(100, lambda: None), Stream(100, lambda: None)
+        board = EventRouter(asyncio.get_running_loop())
+        gone, there = EventQueue(100, lambda: None), EventQueue(100, lambda: None)
         board.connect("gone", gone)
         board.connect("there", there)
         board.disconnect("gone")
@@ -56,7 +56,7 @@ def test_a_disconnected_stream_hears_nothing_more():
 
 def test_take_waits_for_the_first_event():
     async def scenario():
-        stream = Stream(100, lambda: None)
+        stream = EventQueue(100, lambda: None)
         taking = asyncio.create_task(stream.take())
         await asyncio.sleep(0)
         assert not taking.done()
@@ -70,7 +70,7 @@ def test_take_waits_for_the_first_event():
 def test_too_many_tokens_overflow_once_and_hold_no_memory():
     async def scenario():
         overflows = []
-        stream = Stream(3, lambda: overflows.append(1))
+        stream = EventQueue(3, lambda: overflows.append(1))
         stream.put([Started("a", 1, 0, 0), delta("a", 1, 2, 3)])
         assert not stream.overflowed
         await stream.take()  # what was taken no longer counts
@@ -85,6 +85,6 @@ def test_too_many_tokens_overflow_once_and_hold_no_memory():
 
 def test_posting_after_the_loop_has_ended_is_harmless():
     loop = asyncio.new_event_loop()
-    board = Switchboard(loop)
+    board = EventRouter(loop)
     loop.close()
     board.post([delta("a", 1)])
