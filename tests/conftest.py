@@ -57,7 +57,7 @@ LONG_FILES = (
         "test_compiled_plans",
         "test_compiled_step",
         "test_8_bits",
-        "test_nanobatch",
+        "test_two_stage_search",
         "test_chunk_attention",
     ),
     *(

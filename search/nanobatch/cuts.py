@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from search.nanobatch.cyclic import SearchError
 from search.nanobatch.layer_tasks import Chain, Task, chains, has_side_streams, make_task, repeated_layer
+from search.nanobatch.options import chain_s, task_options
 from search.nanobatch.problem import Setting
 from search.time_budget import Limit
 
@@ -68,7 +69,7 @@ def make_tasks(setting: Setting, cuts: Sequence[int]) -> tuple[list[Task], list[
             for a in range(len(edges) - count):
                 b = a + count
                 start, stop = edges[a], edges[b]
-                alone[a, b] = setting.shares.chain(chain, load.part(start, stop), full, aside)
+                alone[a, b] = chain_s(setting.shares, chain, load.part(start, stop), full, aside)
                 parts = min((alone[a, c] + alone[c, b] for c in range(a + 1, b)), default=float("inf"))
                 uncut = (
                     count > 1 and chain.is_network and setting.graph.scattered
@@ -144,13 +145,15 @@ def estimate_s(setting: Setting, cuts: Sequence[int]) -> float:
             for task in tasks
             if (task.start, task.stop) == part and (task.resource == "memory") == memory
         ]
-        ways = [[(o.share > sms, o.seconds) for o in setting.shares.options(task, step, 99)] for task in own]
+        ways = [
+            [(o.share > sms, o.seconds) for o in task_options(setting.shares, task, step, 99)] for task in own
+        ]
         return sum(
             min(one)[1] for one in ways
         )  # on the whole device what was timed on no such part, as chunk attention
 
     guesses = []
-    for few in (sms for sms in setting.shares.sizes() if 2 * sms <= full):
+    for few in (sms for sms in setting.shares.offered_sms() if 2 * sms <= full):
         guess = 0.0
         for part, other in zip(edges, edges[1:] + edges[:1], strict=True):
             stream, beside, alone = (
@@ -175,4 +178,4 @@ def _shortest_s(setting: Setting, tasks: Sequence[Task]) -> float:
 
 
 def _alone_s(setting: Setting, chain: Chain, start: int, stop: int) -> float:
-    return setting.shares.chain(chain, setting.load.part(start, stop), setting.shares.profile.total_sms)
+    return chain_s(setting.shares, chain, setting.load.part(start, stop), setting.shares.profile.total_sms)

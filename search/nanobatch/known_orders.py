@@ -109,6 +109,6 @@ def known_plans(model: ModelConfig, setting: Setting, orders: Collection[str]) -
         if "products" in orders and network and not graph.scattered:
             yield send(products_in_two_plan(model, tokens, cut, tp))
         if "phases" in orders and memory and not (swaps or experts):
-            for few in (sms for sms in setting.shares.sizes() if 2 * sms <= profile.total_sms):
+            for few in (sms for sms in setting.shares.offered_sms() if 2 * sms <= profile.total_sms):
                 sms = few, profile.total_sms - few
                 yield send(phased_plan(model, tokens, cut, tp, sms, graph.scattered))

@@ -67,13 +67,13 @@ from search.nanobatch.plan_report import (
 )
 from search.nanobatch.predict import predict
 from search.nanobatch.problem import Setting
-from search.nanobatch.shares import Shares, product_shapes
 from search.nanobatch.stages import Found, search
 from search.nanobatch.step_sizes import SEARCHED, SIZES, Size, line, most_promising
 from search.profile.clock import shipped_card
 from search.profile.copy_engine import copied
 from search.profile.modelled import modelled_profile
 from search.profile.op_times import EXCHANGE, Profile, load_profile, with_collectives
+from search.profile.share_times import ShareTimes, product_shapes
 from search.time_budget import Turns
 
 FEW_SMS = (
@@ -173,7 +173,7 @@ def run() -> None:
         check_scattered(
             rival.profile.tensor_parallel_size, tokens=budgets, cuts=_numbers("cuts") if f.cuts else []
         )
-    if len(rival.sizes()) == 1:
+    if len(rival.offered_sms()) == 1:
         print(undivided(rival.profile))
     used = f.gpu_memory_utilization
     fitting = {
@@ -232,8 +232,8 @@ def _named(result: Result, workload: str, names: set[str]) -> Result:
 def solve_one(
     name: str,
     model: ModelConfig,
-    rival: Shares,
-    forms: Sequence[Shares],
+    rival: ShareTimes,
+    forms: Sequence[ShareTimes],
     load: Load,
     workload: str,
     time_limit_s: float,
@@ -265,7 +265,7 @@ def solve_one(
 
 
 def _solve_form(
-    name: str, model: ModelConfig, shares: Shares, load: Load, workload: str, limit_s: float, bar: tqdm
+    name: str, model: ModelConfig, shares: ShareTimes, load: Load, workload: str, limit_s: float, bar: tqdm
 ) -> Result:
     """Without predictions. Raises: SearchError where no order is left."""
     f, profile, stop_s, setting = (
@@ -297,7 +297,7 @@ def _solve_form(
     )
 
 
-def _setting(shares: Shares, load: Load) -> Setting:
+def _setting(shares: ShareTimes, load: Load) -> Setting:
     """As the flags ask for it."""
     f, profile, device = flags.FLAGS, shares.profile, find_device(shares.profile.device)
     return Setting(
@@ -307,7 +307,7 @@ def _setting(shares: Shares, load: Load) -> Setting:
     )  # fmt: skip
 
 
-def _told(found: Found, shares: Shares) -> Found:
+def _told(found: Found, shares: ShareTimes) -> Found:
     """With a plan that says how its sums over devices are sent, and whose name says that and where it is cut."""
     plan, cuts = found.plan, cuts_of(found.plan)
     if cuts:
@@ -316,7 +316,7 @@ def _told(found: Found, shares: Shares) -> Found:
     return dataclasses.replace(found, plan=with_copies(plan) if shares.copies else plan)
 
 
-def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, list[Shares]]:
+def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[ShareTimes, list[ShareTimes]]:
     """Of the form that the sequential step has, and of each form of the sums over devices that is asked for
     and whose times are known.
     """
@@ -334,15 +334,15 @@ def _shares(name: str, model: ModelConfig, budgets: list[int]) -> tuple[Shares, 
             unknown[0],
             f"SMs that ops of the profile were timed on ({timed_on}); products beside them get the rest",
         )
-    rival = Shares(profile, plain, products, few=few)
+    rival = ShareTimes(profile, plain, products, few=few)
     forms = {"reduce": lambda: rival}
     if tp > 1 and "attn_scatter" in timed:
-        forms["scatter"] = lambda: Shares(
+        forms["scatter"] = lambda: ShareTimes(
             profile, model_graph(model, tp, widths, scattered=True), products, few=few
         )
     if tp in (2, 4) and card is not None and (card.exchange_s is not None or EXCHANGE in timed):
         exchanged = model_graph(model, tp, widths, swapped=tp == 4)
-        forms["copies"] = lambda: Shares(copied(profile, exchanged, card), exchanged, products, few=few)
+        forms["copies"] = lambda: ShareTimes(copied(profile, exchanged, card), exchanged, products, few=few)
     wanted = [form for name, form in forms.items() if f.sums in ("all", name)]
     if not wanted:
         raise ConfigError(

@@ -15,9 +15,9 @@ from jaxflow.model.energy import Power
 from jaxflow.model.graph import Graph
 from jaxflow.pipeline.plan import NanoOp, Plan, Predictions
 from search.nanobatch.layer_tasks import Load
-from search.nanobatch.shares import Shares
 from search.nanobatch.simulate import simulate
 from search.profile.clock import shipped_card
+from search.profile.share_times import ShareTimes
 
 DECODES = (0.0, 0.5, 1.0, 1.5)  # of those that the plan was made for
 CONTEXTS = (0.25, 0.5, 1.0, 2.0)
@@ -29,8 +29,8 @@ SWAPS, SWAPS_FP8 = 0.05, 0.11  # of four: 1.040 times in 16 bits, in fp8 1.100
 
 
 def predict(
-    plan: Plan, graph: Graph, shares: Shares, load: Load, *, device: Device | None = None, power: Power | None = None,
-    rival: Shares | None = None,
+    plan: Plan, graph: Graph, shares: ShareTimes, load: Load, *, device: Device | None = None, power: Power | None = None,
+    rival: ShareTimes | None = None,
 ) -> Predictions:  # fmt: skip
     """Seconds of steps around the load that the plan was made for: other numbers of decodes, shorter and
     longer contexts.

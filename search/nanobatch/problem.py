@@ -10,8 +10,8 @@ from jaxflow.model.cost import Device
 from jaxflow.model.energy import Power, bound
 from jaxflow.model.graph import Graph, Work
 from search.nanobatch.layer_tasks import RESOURCES, Load, repeated_layer
-from search.nanobatch.shares import Shares
 from search.profile.clock import Governor, governor_of
+from search.profile.share_times import ShareTimes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Setting:
     """
 
     graph: Graph
-    shares: Shares
+    shares: ShareTimes
     load: Load
     device: Device | None = None
     power: Power | None = None

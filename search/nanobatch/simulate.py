@@ -16,9 +16,9 @@ from jaxflow.model.graph import Graph, Work
 from jaxflow.pipeline.order import ATTENTION, Run, Span, program
 from jaxflow.pipeline.plan import Plan
 from search.nanobatch.layer_tasks import APPEND, Load
-from search.nanobatch.shares import Shares
 from search.profile.clock import Governor, governor_of
 from search.profile.op_times import NETWORK_SMS
+from search.profile.share_times import ShareTimes
 
 _GUESSES = 3  # of the clock, each as if all of the step counted cycles: what they leave is below 0.5 %
 
@@ -75,7 +75,7 @@ class Timeline:
 
 
 def simulate(
-    plan: Plan, graph: Graph, shares: Shares, load: Load, *, device: Device | None = None, power: Power | None = None,
+    plan: Plan, graph: Graph, shares: ShareTimes, load: Load, *, device: Device | None = None, power: Power | None = None,
     governor: Governor | None = None,
 ) -> Timeline:  # fmt: skip
     """The plan on a step of this load, which may be another than the one it was made for; all layers of the
@@ -92,7 +92,7 @@ def simulate(
     steps = {(run.nano.start, run.nano.stop): load.part(run.nano.start, run.nano.stop) for run in runs}
     before, aside = _before(runs), any(nano.stream for nano in plan.nano_ops)
 
-    def entries(shares: Shares) -> tuple[Entry, ...]:
+    def entries(shares: ShareTimes) -> tuple[Entry, ...]:
         times: dict[tuple, float] = {}
         for run, count in zip(runs, sms, strict=True):
             key = run.nano.id, run.op.window

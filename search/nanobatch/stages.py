@@ -27,6 +27,7 @@ from search.nanobatch.layer_tasks import (
     repeated_layer,
     starts_outside,
 )
+from search.nanobatch.options import task_options, task_s, wave_filling_sms
 from search.nanobatch.problem import Setting
 from search.time_budget import Limit
 
@@ -83,7 +84,7 @@ def stage_one(setting: Setting, cuts: Sequence[int], time_limit_s: float) -> tup
     tasks, covers = make_tasks(setting, cuts)
     full = setting.shares.profile.total_sms
     options = [
-        (Option(0, setting.shares.task(task, setting.load.part(task.start, task.stop), full)),)
+        (Option(0, task_s(setting.shares, task, setting.load.part(task.start, task.stop), full)),)
         for task in tasks
     ]
     least = setting.energy_s([(0, setting.load.tokens)])
@@ -102,12 +103,12 @@ def stage_two(
         0 if alone else setting.most_shares,
     )
     filling = [
-        () if alone or not setting.full_waves else setting.shares.filling(task, step)
+        () if alone or not setting.full_waves else wave_filling_sms(setting.shares, task, step)
         for task, step in zip(tasks, steps, strict=True)
     ]
     left = {full - sms for own in filling for sms in own}  # beside products whose waves are full
     options = [
-        setting.shares.options(task, step, most, own if task.resource == "compute" else left)
+        task_options(setting.shares, task, step, most, own if task.resource == "compute" else left)
         for task, step, own in zip(tasks, steps, filling, strict=True)
     ]
     parts = sorted({(task.start, task.stop) for task in tasks if "qkv" in task.chain.names})
@@ -195,7 +196,7 @@ def search(
 def _ways(setting: Setting) -> list[Setting]:
     """What is searched one after the other: where sums may be hidden without side streams, that first.
 
-    Such a plan is none of those with side streams, whose ops cost more (`Shares.chain`); it is found sooner,
+    Such a plan is none of those with side streams, whose ops cost more (`options.chain_s`); it is found sooner,
     and then to be beaten.
     """
     scattered, network = setting.graph.scattered, tuple(one for one in setting.overlap if one != "memory")
@@ -212,7 +213,9 @@ def _ways(setting: Setting) -> list[Setting]:
 def _wider(setting: Setting) -> list[tuple[str, Setting]]:
     """What the best cut's plan is offered beyond the shares with which cuts were compared."""
     finer = dataclasses.replace(setting, most_shares=2 * setting.most_shares)
-    wider = [("finer shares", finer)] if len(setting.shares.sizes()) > 2 * setting.most_shares + 1 else []
+    wider = (
+        [("finer shares", finer)] if len(setting.shares.offered_sms()) > 2 * setting.most_shares + 1 else []
+    )
     waves = setting.shares.knows_waves and "memory" in setting.overlap
     return [*wider, ("full waves", dataclasses.replace(finer, full_waves=True))] if waves else wider
 

@@ -17,8 +17,8 @@ def held_out_errors(
     None where there is none.
 
     Between tokens and between keys seconds are linear (`search.profile.op_times`), between SMs rates of full waves
-    (`search.nanobatch.shares`). fill: the part of an op's waves that is full, on so many tokens and SMs
-    (`Shares.fill`).
+    (`search.profile.share_times`). fill: the part of an op's waves that is full, on so many tokens and SMs
+    (`ShareTimes.fill`).
     """
     return {axis: _mean(_errors(profile, axis, fill)) for axis in AXES}
 

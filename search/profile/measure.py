@@ -31,13 +31,13 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.graph import Op, model_graph
 from jaxflow.parallel.mesh import make_mesh
 from pallas_kernels.kernel_set import kernel_set_for
-from search.nanobatch.shares import Shares, product_shapes
 from search.profile.collective_bench import beside, collective, equal_ops
 from search.profile.entries import PAIR_KEYS, Entry, Together, described, entries
 from search.profile.held_out import held_out_errors, in_words
 from search.profile.op_bench import PAGE_SIZE, Case, Layer
 from search.profile.op_times import OpTime, Profile, load_profile, save_profile
 from search.profile.pair_timing import held_sms, timed_pair
+from search.profile.share_times import ShareTimes, product_shapes
 from search.profile.sustain import Sustained, sustain
 from search.profile.timed_program import Program
 from search.time_budget import Budget
@@ -153,7 +153,9 @@ def interpolation_errors(profile: Profile, config: ModelConfig) -> dict[str, flo
     products.
     """
     tp = profile.tensor_parallel_size
-    shares = Shares(profile, model_graph(config, tp), product_shapes(config, tp) if profile.pairs else None)
+    shares = ShareTimes(
+        profile, model_graph(config, tp), product_shapes(config, tp) if profile.pairs else None
+    )
     return held_out_errors(profile, shares.fill)
 
 

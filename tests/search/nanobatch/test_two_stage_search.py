@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from searched import TOTAL, llama_setting, toy_setting
+from search_toys import TOTAL, llama_setting, toy_setting
 
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan

@@ -11,13 +11,14 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from searched import TOTAL, toy_setting
-from test_nanobatch import graph_of, simulated
+from search_toys import TOTAL, toy_setting
+from test_two_stage_search import graph_of, simulated
 
 from jaxflow.pipeline.plan import Plan
 from search.nanobatch.cyclic import Option, Problem, Schedule
 from search.nanobatch.issue_order import to_plan
 from search.nanobatch.layer_tasks import Task, apart, starts_outside
+from search.nanobatch.options import task_options
 from search.nanobatch.problem import Setting
 from search.nanobatch.simulate import Entry, _before
 from search.nanobatch.stages import make_problem, make_tasks, stage_one, stage_two
@@ -96,7 +97,7 @@ def drawn(setting: Setting, r: random.Random) -> tuple[list[Task], Problem, Sche
     """
     tasks, covers = make_tasks(setting, (CUT,))
     assert not covers
-    ways = [setting.shares.options(task, setting.load.part(task.start, task.stop), 2) for task in tasks]
+    ways = [task_options(setting.shares, task, setting.load.part(task.start, task.stop), 2) for task in tasks]
     few = r.random()  # how often a task gets the fewest SMs, beside which there is room
     chosen = tuple(options[0] if r.random() < few else r.choice(options) for options in ways)
     problem, pairs = (

@@ -24,11 +24,11 @@ from jaxflow.model.energy import bound, shipped_power
 from jaxflow.model.graph import Graph, Work, model_graph
 from jaxflow.pipeline.handmade import phased_plan, sequential_plan
 from search.nanobatch.layer_tasks import Load
-from search.nanobatch.shares import Shares, product_shapes
 from search.nanobatch.simulate import simulate
 from search.profile.clock import Governor, governor_of, of_kernels, shipped_card
 from search.profile.modelled import modelled_profile
 from search.profile.op_times import Pair
+from search.profile.share_times import ShareTimes, product_shapes
 
 MEASURED = json.loads((paths.ROOT / "benchmarks" / "h200-overlap.json").read_text("utf-8"))
 H200, POWER, CARD = DEVICES["H200"], shipped_power("H200"), shipped_card("H200")
@@ -49,7 +49,7 @@ SMS = sorted({132, *(pair[side] for pair in MEASURED["pairs"] for side in ("prod
 
 
 @functools.cache
-def shares(gated: bool) -> Shares:
+def shares(gated: bool) -> ShareTimes:
     config = dataclasses.replace(LLAMA, gated_mlp=gated, layers=LLAMA.layers[:8])
     profile = modelled_profile(
         "llama-3.1-8b",
@@ -60,7 +60,7 @@ def shares(gated: bool) -> Shares:
         sms=SMS,
         card=EARLY,
     )
-    return Shares(profile, model_graph(config), product_shapes(config, 1), EARLY)
+    return ShareTimes(profile, model_graph(config), product_shapes(config, 1), EARLY)
 
 
 def products(tokens: int) -> tuple[Composition, Work]:
@@ -121,7 +121,7 @@ def layers_graph() -> Graph:
 
 
 @functools.cache
-def layers_shares() -> Shares:
+def layers_shares() -> ShareTimes:
     graph, base = layers_graph(), shares(True)
     ops = {op.name: op for op in graph.layers[0]}
 
@@ -132,7 +132,7 @@ def layers_shares() -> Shares:
         return msgspec.structs.replace(one, seconds=EARLY.kernel_s + moved / H200.rates.memory_bytes_per_s)
 
     profile = msgspec.structs.replace(base.profile, op_times=tuple(map(own, base.profile.op_times)))
-    return Shares(profile, graph, base.products, EARLY)
+    return ShareTimes(profile, graph, base.products, EARLY)
 
 
 def test_whole_layers_are_predicted_within_six_percent_and_never_too_well():
@@ -223,7 +223,7 @@ def test_measured_pairs_are_taken_to_other_clocks_too():
     profile = msgspec.structs.replace(
         base.profile, pairs=(Pair("up_gate", "decode_attention", 104, 28, 0.75, 0.5, 700.0, 1440.0),)
     )
-    measured, ops = Shares(profile, base.graph), {op.name: op for op in base.graph.layers[0]}
+    measured, ops = ShareTimes(profile, base.graph), {op.name: op for op in base.graph.layers[0]}
     step = Composition(2048, 1000)
     for name, sms in (("up_gate", 104), ("decode_attention", 28)):
         one, other = (measured.at(hz).seconds(ops[name], step, sms) for hz in (1.44e9, 1.2e9))
@@ -235,7 +235,7 @@ def test_a_device_without_kernels_or_joules_has_no_clock():
     profile = modelled_profile("llama-3.1-8b", LLAMA, DEVICES["A100-80GB"], tokens=(128,), keys=(256,))
     assert profile.total_sms == 108 and {one.sms for one in profile.op_times} == {108}
     assert all(one.clock_mhz is None for one in profile.op_times)
-    base = Shares(profile, model_graph(LLAMA))
+    base = ShareTimes(profile, model_graph(LLAMA))
     assert base.at(1e9) is base and not base.clocked
 
 
@@ -246,18 +246,3 @@ def test_every_measured_clock_is_near_the_one_predicted():
         work = products(pair["tokens"])[1] + Work(kv_bytes=pair["stream_bytes"])
         off.append(1e6 * statistics.mean(pair["clock_mhz"]) / GOVERNOR.clock_for(work, together) - 1)
     assert statistics.mean(map(abs, off)) < 0.06, off
-
-
-def test_the_page_has_the_predictions_that_are_made():
-    text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    rows = text.partition("<!-- pairs -->\n")[2].partition("\n<!-- /pairs -->")[0].splitlines()[2:]
-    assert rows == [table_row(pair) for pair in MEASURED["pairs"]]
-
-
-def table_row(pair: dict) -> str:
-    together, sequential = predicted(pair)
-    gain = statistics.mean(b / a for a, b in zip(pair["together_us"], pair["sequential_us"], strict=False))
-    took = statistics.mean(pair["together_us"])
-    return (
-        f"| {pair['name']} | {took:.0f} | {1e6 * together:.0f} | {gain:.2f} | {sequential / together:.2f} |"
-    )

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import paths
 import pytest
-from searched import llama_shares
+from search_toys import llama_shares
 
 from jaxflow.bench.plans.steady import Workload, average_step
 from jaxflow.config import ConfigError
@@ -251,20 +251,3 @@ def test_a_plan_of_a_model_that_does_not_fit_is_not_searched(tmp_path, capsys):
     assert main(["search", "plan", *line]) == 1
     said = capsys.readouterr()
     assert "141.1 GB" in said.err and "141.0 GB" in said.err and not said.out and not out.exists()
-
-
-def test_the_page_says_how_many_are_thought_to_be_held():
-    text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    at_2048 = [
-        int(most_decodes("", LLAMA, BF16, *lengths, 2048))
-        for lengths in ((512, 1024), (1000, 1000), (1024, 512))
-    ]
-    assert "{} and {} here, {} at 1024 / 512; within 1.2 %".format(*at_2048) in text
-    on_two = [
-        fitting(REPORTS[name], REPORTS[name]["plans"][0]) for name in ("llama-3-70b-tp2", "qwen2-72b-tp2")
-    ]
-    assert (
-        "0.95` is thought to hold {:.0f} and {:.0f}, and held 294 and 280 when".format(*map(int, on_two))
-        in text
-    )
-    assert most_decodes("", LLAMA, BF16, 1024, 512, 2048, 0.95) >= 683

@@ -7,7 +7,7 @@ import msgspec
 import paths
 import pytest
 from absl import flags
-from searched import llama_shares
+from search_toys import llama_shares
 
 from jaxflow.bench.plans import command as bench
 from jaxflow.bench.plans.steady import parse_workload
@@ -24,11 +24,12 @@ from search.__main__ import main
 from search.nanobatch import correct
 from search.nanobatch import plan as command
 from search.nanobatch.layer_tasks import Load, chains, make_task, repeated_layer
+from search.nanobatch.options import task_options
 from search.nanobatch.plan_report import default_out, going_on, measuring, undivided
-from search.nanobatch.shares import Shares, product_shapes
 from search.profile.clock_scaling import Clocks
 from search.profile.modelled import modelled_profile
 from search.profile.op_times import PAIR_DECODES, PAIR_TOKENS, Pair, ProfileError, save_profile, seconds
+from search.profile.share_times import ShareTimes, product_shapes
 
 CONFIG = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
 
@@ -238,41 +239,43 @@ def test_a_profile_without_parts_of_a_device_says_so():
     whole = msgspec.structs.replace(
         profile, op_times=tuple(one for one in profile.op_times if one.sms == 132)
     )
-    assert len(Shares(whole, model_graph(CONFIG)).sizes()) == 1
+    assert len(ShareTimes(whole, model_graph(CONFIG)).offered_sms()) == 1
     assert undivided(whole).endswith("the profile has no times on a part of the device.")
     assert "B200 has 10.0" in undivided(msgspec.structs.replace(whole, device="NVIDIA B200"))
 
 
 def test_shares_that_are_offered():
     base = llama_shares()
-    assert base.sizes() == (28, 40, 92, 104, 132)
+    assert base.offered_sms() == (28, 40, 92, 104, 132)
     tasks, step = tasks_of(base)
-    few = Shares(base.profile, base.graph, few=(40,)).at(1.5e9)
-    assert few.sizes() == (40, 92, 132)
+    few = ShareTimes(base.profile, base.graph, few=(40,)).at(1.5e9)
+    assert few.offered_sms() == (40, 92, 132)
     offered = {
         name: [option.share for option in few.options(tasks[name], step, 9)]
         for name in ("decode_attention", "up_gate")
     }
     assert offered == {"decode_attention": [40, 132], "up_gate": [92, 132]}
-    copied = Shares(
+    copied = ShareTimes(
         msgspec.structs.replace(
             base.profile, pairs=(Pair("up_gate", "exchange", 132, 0, 0.98, 0.9, 700.0, 1500.0),)
         ),
         base.graph,
     )
-    assert copied.sizes() == base.sizes()  # beside copies, which hold no SMs
+    assert copied.offered_sms() == base.sizes()  # beside copies, which hold no SMs
 
 
 def test_sums_of_a_small_device_hold_no_more_than_it_has():
     """A CPU counts as one."""
     graph = model_graph(CONFIG, 2)
-    shares = Shares(
+    shares = ShareTimes(
         modelled_profile("llama-3.1-8b", CONFIG, DEVICES["H200"], tp=2, total_sms=1, sms=(1,)), graph
     )
     whole = Load.steady_state(2048, 1024, 512)
     sums = [chain for chain in chains(repeated_layer(graph)) if chain.is_network]
     tasks = [make_task(chain, 0, 2048, whole, None, "bfloat16", ("network",), False) for chain in sums]
-    assert [[option.share for option in shares.options(task, whole.part(0, 2048), 9)] for task in tasks] == [
+    assert [
+        [option.share for option in task_options(shares, task, whole.part(0, 2048), 9)] for task in tasks
+    ] == [
         [1],
         [1],
     ]
@@ -359,7 +362,7 @@ def test_what_pairs_lose_beyond_sms_and_clock_is_found_whichever_of_them_ended_f
         for slower, clock in ((1.1, 1440.0), (1.2, 1500.0), (1.9, 1700.0))
     ]
     short = Pair("out_proj", "decode_attention", 104, 28, 0.95, 1.0, 700.0, 1980.0)
-    shares = Shares(msgspec.structs.replace(base.profile, pairs=(*drawn, short)), base.graph)
+    shares = ShareTimes(msgspec.structs.replace(base.profile, pairs=(*drawn, short)), base.graph)
     assert shares.beside == pytest.approx(1.2, rel=0.01)
     tasks, step = tasks_of(shares)
     found, alone = (
@@ -380,7 +383,7 @@ def test_a_share_between_those_that_were_timed_has_a_rate_between_theirs():
 
 def test_shares_are_told_by_the_waves_they_fill():
     """M = 16 s tokens fill every wave: 104 SMs at 1664 tokens; at 2048 tokens 128 of them would."""
-    shares = Shares(llama_shares().profile, model_graph(CONFIG), product_shapes(CONFIG, 1))
+    shares = ShareTimes(llama_shares().profile, model_graph(CONFIG), product_shapes(CONFIG, 1))
     assert shares.fill("qkv", 1664, 104) == 1.0 == shares.fill("up_gate", 1664, 104)
     assert shares.fill("qkv", 2048, 128) == 1.0 > shares.fill("qkv", 2048, 132)
 

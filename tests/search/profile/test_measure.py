@@ -22,13 +22,13 @@ from jaxflow.request import Request
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
 from search.__main__ import main
 from search.nanobatch.layer_tasks import Load
-from search.nanobatch.shares import Shares
 from search.nanobatch.simulate import simulate
 from search.profile import measure as command
 from search.profile.entries import PAIR_KEYS, Together, coarse_first, described, entries
 from search.profile.measure import resumed, this_device
 from search.profile.op_bench import Case, Layer
 from search.profile.op_times import ATTENTION, OpTime, Pair, ProfileError, load_profile, save_profile, seconds
+from search.profile.share_times import ShareTimes
 from search.profile.timed_program import draw
 from search.time_budget import Budget
 
@@ -403,7 +403,7 @@ def test_from_a_real_profile_to_an_engine_that_serves_under_its_plan(
     cuts = {nano.start for nano in found.nano_ops} - {0}
     assert len(cuts) == 1 and found.predictions is not None
     assert NAME not in found.name, "a path fills the columns of bench plans"
-    timeline = simulate(found, graph, Shares(profile, graph), Load.steady_state(64, 24, 16))
+    timeline = simulate(found, graph, ShareTimes(profile, graph), Load.steady_state(64, 24, 16))
     lasts = [entry.stop_s - entry.start_s for entry in timeline.entries]
     assert timeline.busy_s == pytest.approx(sum(lasts)) and 0 < timeline.period_s <= timeline.busy_s, (
         "one stream"

@@ -6,7 +6,7 @@ import drawn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from searched import llama_setting
+from search_toys import llama_setting
 
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition

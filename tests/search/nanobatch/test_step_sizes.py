@@ -19,9 +19,9 @@ from search.nanobatch import plan as command
 from search.nanobatch.layer_tasks import Load
 from search.nanobatch.memory_fit import most_decodes
 from search.nanobatch.problem import Setting
-from search.nanobatch.shares import Shares
 from search.nanobatch.step_sizes import SEARCHED, SIZES, Size, line, most_promising
 from search.profile.op_times import load_profile
+from search.profile.share_times import ShareTimes
 from search.time_budget import Turns
 
 MODEL = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("no_flags")
 
 
 @functools.cache
-def measured_shares() -> Shares:
-    return Shares(load_profile(str(PROFILE), model="llama-3.1-8b"), model_graph(MODEL))
+def measured_shares() -> ShareTimes:
+    return ShareTimes(load_profile(str(PROFILE), model="llama-3.1-8b"), model_graph(MODEL))
 
 
 def size_of(tokens: int, prompt: int, output: int) -> Size:
@@ -91,39 +91,6 @@ def test_what_is_kept_was_the_best_and_all_are_predicted(lengths):
     )
     assert sorted(SIZES, key=made.__getitem__) == sorted(SIZES, key=lambda tokens: sizes[tokens].tokens_per_s)
     assert all(size.tokens_per_s == pytest.approx(made[tokens], rel=0.025) for tokens, size in sizes.items())
-
-
-def sizes_table() -> list[str]:
-    """The page's rows: tokens a second of each size of the sequential step, measured (predicted), and those
-    of the plan that gained.
-    """
-    made = {lengths: measured(*lengths) for lengths in LENGTHS}
-    lines = []
-    for tokens in made[LENGTHS[0]]:
-        cells = [f"{made[of][tokens]:,.0f} ({size_of(tokens, *of).tokens_per_s:,.0f})" for of in LENGTHS]
-        lines.append(f"| {tokens} | {' | '.join(cells)} |")
-    plan = [row for row in FOURTH if row["plan"].startswith("92+40 1024/512")]
-    cells = [f"{row['tokens_per_s']:,.0f}, {row['against_best_sequential']:.3f} of the best" for row in plan]
-    return [*lines, f"| 2048, 92+40 | {' | '.join(cells)} |"]
-
-
-def test_the_page_has_the_sizes():
-    page = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    assert (
-        page.partition("<!-- sizes -->\n")[2].partition("\n<!-- /sizes -->")[0].splitlines()[2:]
-        == sizes_table()
-    )
-    off = max(
-        abs(size_of(tokens, *of).tokens_per_s / made - 1)
-        for of in LENGTHS
-        for tokens, made in measured(*of).items()
-    )
-    assert f"All fifteen are predicted within {100 * off:.1f} %" in page
-    over = [max(made.values()) / made[2048] for made in map(measured, *zip(*LENGTHS, strict=True))]
-    assert (
-        "over steps of 2048 rows it makes {:.3f}, {:.3f} and {:.3f} times as many tokens".format(*over)
-        in page
-    )
 
 
 def test_the_best_are_searched_first():
@@ -189,17 +156,3 @@ def test_steps_that_could_not_be_cut_where_it_is_asked_are_left_out(tmp_path, ca
 def test_cuts_that_no_size_or_not_all_that_were_told_can_have_are_refused(words, tmp_path, capsys):
     assert main([*SEQUENTIAL, *words, "--out", str(tmp_path / "p.json")]) == 1
     assert "within every step" in capsys.readouterr().err
-
-
-def test_the_page_says_which_are_kept():
-    page = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    kept = [
-        most_promising([size_of(tokens, *of) for tokens in SIZES])[0].tokens
-        for of in ((512, 1024), (1000, 1000), (1024, 512))
-    ]
-    assert kept[0] == kept[1]
-    said = (
-        f"at both lengths it keeps {kept[0]} and at 1024 / 512 {kept[2]}, each the best of the five "
-        f"sizes that were measured afterwards"
-    )
-    assert said in " ".join(page.split())

@@ -51,17 +51,3 @@ def test_a_shipped_profile_states_its_error_on_shares_and_between_contexts():
         load_profile(paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json"), LLAMA
     )
     assert found == pytest.approx({"tokens": 0.066, "keys": 0.042, "sms": 0.069}, abs=6e-4)
-
-
-def test_the_pages_say_what_the_shipped_profile_lacks():
-    """Joules of the counter, and windows in which a card at its cap of 700 W settles."""
-    times = load_profile(paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json").op_times
-    above = sum(time.watts > 707 for time in times)
-    assert not any(time.joules for time in times)
-    for page, said in {
-        "overlap": (
-            f"This profile has no joules, and {above} of its {len(times)} times stand at more than 707 W"
-        ),
-        "cost-model": f"{above} of {len(times)} times stand at more than 707 W",
-    }.items():
-        assert said in " ".join((paths.ROOT / "docs" / f"{page}.md").read_text("utf-8").split())

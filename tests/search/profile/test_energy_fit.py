@@ -106,56 +106,13 @@ def test_keys_that_stay_in_the_l2_tell_nothing_of_the_memorys_joules(monkeypatch
     ]
     assert [name.startswith("llama-3-70b decode_attention 128 256 on ") for name, _ in left] == [True] * 5
     ratios = sorted(ratio for _, ratio in left)
-    doc = (paths.ROOT / "docs" / "cost-model.md").read_text("utf-8")
-    assert (
-        f"four of five entries need {ratios[0]:.2f} to {ratios[3]:.2f} of the bound's joules" in doc
-        and ratios[3] < 1.0 < ratios[4]
-    )
+    assert ratios[3] < 1.0 < ratios[4]
     assert min(errors(held, POWER)) > 1.0
     assert "llama-3-70b decode_attention 256 256 on 132" in {run.name for run in held.runs}
     assert (
         lowered(runs, held.runs).byte == runs.byte
         and lowered(runs, every.runs).byte.joules < 0.8 * runs.byte.joules
     )
-
-
-def test_the_page_says_what_entries_need():
-    """Beside what is shipped, and in fp8 beside what the runs alone say."""
-    shipped, runs, (bf16, fp8, cold, large) = (
-        shipped_power("H200"),
-        fit(load_runs(MEASURED)),
-        map(entries, PROFILES),
-    )
-    assert shipped is not None
-    eight = runs.flop["float8_e4m3fn"].joules, shipped.flop["float8_e4m3fn"].joules
-    first = dict(
-        zip([run.name.removeprefix("llama-3.1-8b ") for run in cold.runs], errors(cold, runs), strict=True)
-    )
-    again = errors(fp8, runs)
-    attention = [ratio for run, ratio in zip(fp8.runs, again, strict=True) if "attention" in run.name]
-    full = [
-        ratio for name, ratio in zip(first, errors(cold, shipped), strict=True) if " 2048 0 on 132" in name
-    ]
-    assert (
-        min(first, key=first.__getitem__) == "up_gate 128 0 on 132" and min(attention) > 1 and len(full) == 4
-    )
-    lightest, name = min(
-        (ratio, run.name) for ratio, run in zip(errors(large, shipped), large.runs, strict=True)
-    )
-    assert name.startswith("llama-3-70b up_gate 128 0")
-    less, fewer = sum(ratio < 1 for ratio in first.values()), sum(ratio < 1 for ratio in again)
-    said = (
-        f"products and attention need {min(errors(bf16, shipped)):.3f} times as many joules at least",
-        f"an e4m3 FLOP would cost {1e12 * eight[0]:.3f} pJ at the highest clock",
-        f"`up_gate` of 128 tokens needs {min(first.values()):.2f} of the joules that this and a byte's make, {less} of"
-        f" the {len(first)} products fewer than all",
-        f"{fewer} of the {len(again)} entries, down to {min(again):.2f}",
-        f"So a FLOP of e4m3 has {1e12 * eight[1]:.3f} pJ",
-        f"lowers nothing: `up_gate` of 128 tokens needs {lightest:.2f} times as many at least",
-        f"products of 2,048 tokens need {min(full):.2f} to {max(full):.2f} times as many as the bound says",
-    )
-    doc = (paths.ROOT / "docs" / "cost-model.md").read_text("utf-8").replace("\n", " ")
-    assert [one for one in said if one not in doc] == []
 
 
 @st.composite
@@ -222,22 +179,11 @@ def timed_products():
 
 
 def test_the_kernels_report_is_held_to_the_bound_in_time_and_its_watts_are_not_joules():
-    measured, power, products = load_runs(MEASURED), shipped_power("H200"), list(timed_products())
+    power, products = shipped_power("H200"), list(timed_products())
     assert power is not None and len(products) > 300
     for group, case, way, run, _ in products:
         second = bound(Work(run.flops_per_s, weight_bytes=run.bytes_per_s), DEVICES["H200"], power, run.dtype)
         assert second.longest_s < 1.0, (group, case, way)
-    doc = (paths.ROOT / "docs" / "cost-model.md").read_text("utf-8").replace("\n", " ")
-    dense = [run for group, *_, run, _ in products if group.startswith(("dense_gemm", "fp8_gemm"))]
-    ratios = errors(msgspec.structs.replace(measured, runs=dense), power)
-    less = sum(ratio < 1 for ratio in ratios)
-    assert (
-        f"{less} of the {len(dense)} timings of dense products need less than the constants say, the "
-        f"least {min(ratios):.3f} of it"
-    ) in doc
-    twice = [t for _, case, way, _, t in products if (case, way) == ("70B/tp4 qkv M 1", "flat")]
-    (watts, us), (later_watts, later_us) = sorted((t["watts"], t["us"]) for t in twice)
-    assert f"{watts:.0f} W and at {later_watts:.0f} W, in {us:.1f} and in {later_us:.1f} µs" in doc
 
 
 def test_a_profile_of_another_device_holds_no_runs():

@@ -1,13 +1,10 @@
-"""Plans whose sums are copied, as the search finds them, beside the orders that were written by hand
-(docs/overlap.md).
+"""The plan files of benchmarks/plans/searched against hand-written orders and the shipped plans.
 
-The files of benchmarks/plans/searched are what this made in at most seven minutes, with the tokens and dtypes
-of each:
+The command below wrote the files, with each file's model, tokens and dtypes:
 
   python -m search plan --modelled --sums copies --overlap network --model llama-3-70b --gpus 2
 
-Those of two devices in bf16 are held against the loads of an engine that uses 0.95 of the memory, as they are
-measured.
+A file for two devices in bfloat16 is compared at the steps of an engine with gpu_memory_utilization 0.95.
 """
 
 import functools
@@ -15,13 +12,12 @@ import json
 
 import paths
 import pytest
-from searched import on_all_sms
+from search_toys import on_all_sms
 
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import BFLOAT16, FP8, model_graph
-from jaxflow.pipeline.choice import Gain
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import (
     copied,
@@ -30,17 +26,17 @@ from jaxflow.pipeline.handmade import (
     swapped,
     two_nano_batch_plan,
 )
-from jaxflow.pipeline.plan import SHIPPED, Plan, digest, load
+from jaxflow.pipeline.plan import SHIPPED, Plan, load
 from search.nanobatch.known_orders import cuts_of
 from search.nanobatch.layer_tasks import Load
 from search.nanobatch.memory_fit import UTILIZATION, most_decodes
 from search.nanobatch.plan import KEYS
 from search.nanobatch.predict import outside_s
-from search.nanobatch.shares import Shares, product_shapes
 from search.nanobatch.simulate import simulate
 from search.profile import copy_engine as copies
 from search.profile.clock import shipped_card
 from search.profile.modelled import modelled_profile
+from search.profile.share_times import ShareTimes, product_shapes
 
 FOLDER = paths.ROOT / "benchmarks" / "plans" / "searched"
 H200, POWER, CARD = DEVICES["H200"], shipped_power("H200"), shipped_card("H200")
@@ -91,8 +87,8 @@ def gains(name: str) -> dict[str, float]:
     fitting = most_decodes(model, config, profile, 1024, 512, tokens, UTILIZATION if fp8 or tp == 4 else 0.95)
     products, step = product_shapes(config, tp), Load.steady_state(tokens, 1024, 512, fitting)
     forms = {
-        "kernels": Shares(profile, plain, products),
-        "copies": Shares(copies.copied(profile, exchanged, CARD), exchanged, products),
+        "kernels": ShareTimes(profile, plain, products),
+        "copies": ShareTimes(copies.copied(profile, exchanged, CARD), exchanged, products),
     }
     outside = outside_s(plain, step.part(0, tokens), H200, dtype)
     seconds = {}
@@ -119,16 +115,10 @@ def test_it_is_at_least_as_fast_as_what_was_written_by_hand(name):
 
 
 @pytest.mark.parametrize("name", ["llama-3-70b-tp2-fp8", "llama-3-70b-tp4-bfloat16"])
-def test_some_are_an_order_by_hand(name):
-    """Of Llama-3-70B on two devices the shipped one."""
-    found, shipped = (
-        load(FOLDER / f"{name}.json"),
-        load(SHIPPED / f"h200-{name.replace('fp8', 'float8_e4m3fn')}.json"),
-    )
-    assert (
-        found.name.startswith("two nano-batches")
-        and found.nano_ops == by_hand(name)[page_name(found)].nano_ops
-    )
+def test_a_found_plan_with_a_hand_written_order_has_its_nano_ops(name):
+    found = load(FOLDER / f"{name}.json")
+    shipped = load(SHIPPED / f"h200-{name.replace('fp8', 'float8_e4m3fn')}.json")
+    assert found.nano_ops == by_hand(name)[found.name.rpartition(", sums ")[0]].nano_ops
     assert (found.nano_ops == shipped.nano_ops) == (name == "llama-3-70b-tp2-fp8")
 
 
@@ -144,44 +134,6 @@ def test_what_was_found_is_shipped_where_it_was_the_best_that_was_measured(name)
         assert best["plan"].startswith(found.name) and found.nano_ops == shipped.nano_ops
 
 
-def test_the_page_has_what_was_predicted_of_them():
-    """By the search, of the plans as it left them, with shares of the device beside copies; the table is of
-    all SMs.
-    """
-    names = ("deepseek-67b", "qwen2-72b")
-    reports = [
-        json.loads((paths.ROOT / "benchmarks" / f"h200-plans-{name}-tp2-fp8.json").read_text("utf-8"))[
-            "plans"
-        ]
-        for name in names
-    ]
-    rows = [row for report in reports for row in report if row["plan"].startswith("searched")]
-    assert [row["workload"] for row in rows] == ["1024/512", "512/0"] * 2
-    measured, promised = (
-        [f"{row[key]:.3f}" for row in rows] for key in ("against_sequential_of_its_size", "predicted_gain")
-    )
-    found = [load(FOLDER / f"{name}-tp2-fp8.json") for name in names]
-    assert [f"{predicted(plan):.3f}" for plan in found] == promised[::2]
-    for plan in found:
-        shares = {
-            nano.id: nano.sms
-            for nano in plan.nano_ops
-            if nano.sms and not nano.op.endswith(("norm", "append"))
-        }
-        assert shares == {"qkv.1": 84, "decode_attention.0": 84, "up_gate.1": 116} and not any(
-            nano.stream for nano in plan.nano_ops
-        )
-    text = " ".join((paths.ROOT / "docs" / "overlap.md").read_text("utf-8").split())
-    deepseek, qwen = (f"{measured[at]} and {measured[at + 1]}" for at in (0, 2))
-    said = (
-        f"{promised[0]} and {promised[1]} at 1024 / 512 and 512 / 0, and {qwen} for Qwen2-72B, predicted "
-        f"{promised[2]} and {promised[3]};"
-    )
-    assert f"{deepseek} for DeepSeek-67B, where the search had predicted {said}" in text
-    readme = (paths.ROOT / "README.md").read_text("utf-8")
-    assert f"predicted to gain {promised[0]} and {promised[2]} before they were measured" in readme
-
-
 def test_the_solver_has_the_shipped_order_of_four_devices():
     """In fp8: the second steps of two sums are issued a place earlier, for which the model takes the step for
     a thousandth shorter.
@@ -195,70 +147,10 @@ def test_the_solver_has_the_shipped_order_of_four_devices():
     assert gains(name)["found"] == pytest.approx(gains(name)["two nano-batches, 2048 + 2048"], abs=1e-3)
 
 
-def test_of_four_devices_none_was_measured_as_it_was_found():
-    """The page says so: no plan that was measured does the same."""
-    measured = {digest(load(path)) for path in (FOLDER.parent / "tp4").rglob("*.json")}
-    assert len(measured) > 5 and all(
-        digest(load(FOLDER / f"{name}.json")) not in measured for name in CASES if "tp4" in name
-    )
-
-
 def test_where_the_step_is_whole_it_is_the_sequential_one_with_its_sums_copied():
     for name, (*_, cut) in CASES.items():
         if not cut:
             assert load(FOLDER / f"{name}.json").nano_ops == by_hand(name)["its sums copied"].nano_ops
-
-
-def page_name(plan: Plan) -> str:
-    """What the page calls a plan that was found."""
-    if plan.name.startswith("searched"):
-        return f"the solver's, cut at {max(nano.start for nano in plan.nano_ops)}"
-    return (
-        plan.name.rpartition(", sums ")[0]
-        if any(nano.start for nano in plan.nano_ops)
-        else "sequential, sums copied"
-    )
-
-
-def table() -> list[str]:
-    """The page's rows."""
-    lines = []
-    for name, (model, tp, tokens, shipped, _) in CASES.items():
-        found, hand = gains(name), f"two nano-batches, {shipped} + {tokens - shipped}"
-        what = page_name(load(FOLDER / f"{name}.json"))
-        cells = (
-            model,
-            name.rpartition("-")[2],
-            str(tp),
-            hand,
-            f"{found[hand]:.3f}",
-            what,
-            f"{found['found']:.3f}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-ASKED = {  # of Llama-3.1-8B by its profile, by file: the words of the command
-    "llama-3.1-8b-512": "--sms 40 --cuts 512 --split",
-    "llama-3.1-8b-768": "--cuts 768",
-    "llama-3.1-8b-256-1024": "--nano_batches 3 --cuts 256,1024",
-}
-
-
-def predicted(plan: Plan) -> float:
-    """The gain of the step that it was made for, as its file has it."""
-    assert plan.predictions is not None and plan.target is not None
-    return Gain.of(plan.predictions).at(plan.target.decode_tokens, plan.target.mean_context_tokens)
-
-
-def asked_table() -> list[str]:
-    """The page's rows of one device."""
-    plans = {words: load(FOLDER / f"{file}.json") for file, words in ASKED.items()}
-    return [
-        f"| `{words}` | {', '.join(map(str, cuts_of(plan)))} | {predicted(plan):.3f} |"
-        for words, plan in plans.items()
-    ]
 
 
 def test_at_512_it_has_the_nano_ops_of_the_plan_that_is_shipped_for_one_device():
@@ -269,12 +161,3 @@ def test_at_512_it_has_the_nano_ops_of_the_plan_that_is_shipped_for_one_device()
         for plan in (found, shipped)
     ]
     assert same[0] == same[1] and found.nano_ops != shipped.nano_ops
-
-
-def test_the_page_has_what_was_found():
-    text = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    for name, rows in (("found", table()), ("one device", asked_table())):
-        assert (
-            text.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- /{name} -->")[0].splitlines()[2:]
-            == rows
-        )

@@ -13,11 +13,11 @@ from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import load
 from search.__main__ import main
 from search.nanobatch.layer_tasks import Load
-from search.nanobatch.shares import Shares, product_shapes
 from search.nanobatch.simulate import simulate
 from search.profile.clock import shipped_card
 from search.profile.copy_engine import copied
 from search.profile.modelled import modelled_profile
+from search.profile.share_times import ShareTimes, product_shapes
 
 MODEL = open_checkpoint("llama-3-70b", load_format="dummy").model_config
 TOKENS, E4M3 = 2048, "float8_e4m3fn"
@@ -27,11 +27,13 @@ assert CARD is not None
 
 @pytest.fixture(scope="module")
 def forms():
-    """Shares of both ways to send a sum, on two H200s."""
+    """ShareTimes of both ways to send a sum, on two H200s."""
     graph = model_graph(MODEL, 2, FP8)
     settings = {"tp": 2, "widths": FP8, "dtype": E4M3, "kv_dtype": E4M3, "tokens": (512, 1024, TOKENS)}
     profile = modelled_profile("llama-3-70b", MODEL, DEVICES["H200"], **settings)
-    return [Shares(one, graph, product_shapes(MODEL, 2)) for one in (profile, copied(profile, graph, CARD))]
+    return [
+        ShareTimes(one, graph, product_shapes(MODEL, 2)) for one in (profile, copied(profile, graph, CARD))
+    ]
 
 
 def test_what_is_copied_costs_no_sms_and_about_what_was_measured(forms):

@@ -5,8 +5,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from tests.search.zigzag import Sizes, Square, largest_block, least_weight_loads, row_by_row, traffic, zigzag
+from zigzag import Sizes, Square, largest_block, least_weight_loads, row_by_row, traffic, zigzag
 
 small = st.integers(1, 6)
 

@@ -17,21 +17,18 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.cost import find_device
 from jaxflow.model.graph import Graph, Op
 from pallas_kernels.gemm.fp8.tile_schedule import filled
-from search.nanobatch.cyclic import Option
-from search.nanobatch.layer_tasks import Chain, Task
 from search.profile.clock import Card, shipped_card
 from search.profile.clock_scaling import Clocks
 from search.profile.contention import slowdown
 from search.profile.copy_engine import SMS
-from search.profile.op_times import ATTENTION, NETWORK_SMS, Profile, seconds
+from search.profile.op_times import ATTENTION, Profile, seconds
 
 INTAKE = 3.0  # an SM takes in so many times its share of the memory's bandwidth
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of the persistent products
 _CLOCK_STEP_HZ = 5e6
-_STEP = 0.03  # of a product's time: saved at least where one SM more spares a part of a wave
 
 
-class Shares:
+class ShareTimes:
     """Answers for one profile and one model.
 
     products: their [K, N], where the profile knows nothing of waves. A profile of pairs knows them on the
@@ -58,15 +55,15 @@ class Shares:
         self.known: dict[str, tuple[int, ...]] = {}
         for name, sms in sorted(profile.curves):
             self.known[name] = (*self.known.get(name, ()), sms)
-        self.root: Shares | None = None
-        self.by_clock: dict[float, Shares] = {}
+        self.root: ShareTimes | None = None
+        self.by_clock: dict[float, ShareTimes] = {}
 
     @property
     def clocked(self) -> bool:
         """Whether the profile says at which clocks it was taken."""
         return self.profile.op_times[0].clock_mhz is not None
 
-    def at(self, clock_hz: float) -> "Shares":
+    def at(self, clock_hz: float) -> "ShareTimes":
         """The same ops at this clock, or one that is a little higher; as they are where the profile knows no
         clocks.
         """
@@ -75,7 +72,7 @@ class Shares:
         root = self.root or self
         clock_hz = math.ceil(clock_hz / _CLOCK_STEP_HZ - 1e-6) * _CLOCK_STEP_HZ
         if clock_hz not in root.by_clock:
-            root.by_clock[clock_hz] = found = Shares(
+            root.by_clock[clock_hz] = found = ShareTimes(
                 root.clocks.at(root.profile, clock_hz), root.graph, root.products, root.card, root.few
             )
             found.root = root
@@ -195,15 +192,7 @@ class Shares:
         waves = math.ceil(tokens / TILE_ROWS) * math.ceil(n / TILE_COLUMNS) / sms
         return 2 * waves / math.ceil(2 * waves - 1e-9)
 
-    def chain(self, chain: Chain, step: Composition, sms: int, aside: bool = False) -> float:
-        """aside: in a plan with side streams."""
-        took = sum(self.seconds(op, step, sms, aside) for op in chain.ops)
-        return took + self.nano_s if aside and took and not chain.is_network else took
-
-    def task(self, task: Task, step: Composition, sms: int) -> float:
-        return self.chain(task.chain, step, sms, aside=task.aside)
-
-    def sizes(self) -> tuple[int, ...]:
+    def offered_sms(self) -> tuple[int, ...]:
         """All shares that some product or attention was timed on, of those that are offered."""
         pairs = {sms for pair in self.profile.pairs for sms in (pair.first_sms, pair.second_sms)} - {
             0
@@ -224,65 +213,6 @@ class Shares:
         given.
         """
         return self.few is None and bool(self.products)
-
-    def filling(self, task: Task, step: Composition) -> tuple[int, ...]:
-        """SMs, between those that its product was timed on, on which a compute-bound task saves a part of a
-        wave over one fewer.
-        """
-        names, full = [op.name for op in task.chain.ops if op.name in self.products], self.profile.total_sms
-        known = [
-            sms
-            for sms in self.sizes()
-            if sms < full <= 2 * sms and all(sms in self.known.get(name, ()) for name in names)
-        ]
-        if not self.knows_waves or task.resource != "compute" or not names or not known:
-            return ()
-        within = range(known[0], known[-1] + 1)
-        took = [self.task(task, step, sms) for sms in within]
-        return tuple(
-            sms
-            for sms, before, now in zip(within[1:], took[:-1], took[1:], strict=True)
-            if now < before * (1 - _STEP)
-        )
-
-    def options(
-        self, task: Task, step: Composition, most: int, also: Collection[int] = ()
-    ) -> tuple[Option, ...]:
-        """The ways to run a task, of rising share and falling time; at most `most` beside the whole device.
-        also: SMs to offer beside those that were timed, between them.
-
-        A compute-bound task takes half of the device or more, others half of it at most, or all of it.
-        """
-        full, chain = self.profile.total_sms, task.chain
-        if chain.is_network:
-            first = next(op.name for op in chain.ops if op.kind == "network")
-            known = [sms for sms in self.known.get(first, ()) if sms < full] or [min(NETWORK_SMS, full)]
-            return tuple(Option(sms, self.chain(chain, step, sms)) for sms in known)
-        bounded = [op.name for op in chain.ops if op.kind in ("dense", "attention")]
-        sizes = [
-            sms for sms in self.sizes()
-            if all(sms in self.known.get(name, ()) for name in bounded)
-            and (2 * sms >= full if task.resource == "compute" else 2 * sms <= full)
-        ]  # fmt: skip
-        between = {sms for sms in also if sizes and sizes[0] < sms < sizes[-1]}
-        found = [Option(sms, self.task(task, step, sms)) for sms in sorted({*sizes, *between, full})]
-        if not found[-1].seconds:
-            return (Option(0, 0.0),)
-        if not most:
-            return (found[-1],)
-        kept = [
-            option
-            for i, option in enumerate(found)
-            if all(option.seconds < other.seconds for other in found[:i])
-        ]
-        return tuple(_spread(kept[:-1], most) + kept[-1:])
-
-
-def _spread(options: list[Option], most: int) -> list[Option]:
-    """At most `most` of them, evenly."""
-    if len(options) <= most:
-        return options
-    return [options[round(i * (len(options) - 1) / max(1, most - 1))] for i in range(most)]
 
 
 def product_shapes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:

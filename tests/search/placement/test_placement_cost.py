@@ -230,31 +230,6 @@ def test_the_ablations_that_an_h200_ran_are_predicted_and_the_search_wins():
         assert row["tokens_per_s"] <= found[bits, "all optimisations"]["tokens_per_s"]
 
 
-def test_the_page_has_the_ablations():
-    lines = []
-    for row in ablations():
-        policy, link = row["policy"], row["link"]
-        cells = (
-            *(
-                str(policy["weight_bits"]),
-                row["name"],
-                f"{policy['num_gpu_batches']} × {policy['gpu_batch_size']}",
-            ),
-            f"{policy['weights']['device']:.0f} %",
-            *(f"{rate:.1f}" for rate in (row["tokens_per_s"], row["predicted"]["tokens_per_s"])),
-            f"{row['predicted']['latency_error']:+.0%}".replace("%", " %"),
-            ", ".join(
-                f"{share:.0%}".replace("%", " %") for share in (link["busy_share"], link["decode_busy_share"])
-            ),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    text = (paths.ROOT / "docs" / "offload.md").read_text("utf-8")
-    assert (
-        text.partition("<!-- ablations -->\n")[2].partition("\n<!-- /ablations -->")[0].splitlines()[2:]
-        == lines
-    )
-
-
 def test_where_the_device_is_the_host_their_times_add_up():
     terms = dict(zip(TERMS, (1.0, 2.0, 40.0, 8.0, 16.0, 32.0), strict=True))
     one = Machine(name="a CPU", method="round numbers", one_processor=True, **CONSTANTS)

@@ -89,17 +89,8 @@ def test_the_shipped_plan_is_the_searched_one_as_it_was_measured(tmp_path, capsy
     assert (
         not gain.ever and max(pooled.values()) <= 1.03
     )  # the sequential step is picked, and is within 3 % of all starts together
-    doc = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    more = {at: f"{gained:.3f}" for at, gained in pooled.items() if gained > 1}
-    at = (
-        "{} at 1024 / 512 and, over the padded step, {} at 512 / 1024 (three starts) and {} at 1000 / "
-        "1000 (two)"
-    )
-    assert [*more] == ["644 x 1280", "797 x 1024", "553 x 1500"] and at.format(*more.values()) in " ".join(
-        doc.split()
-    )
-    assert f"That pick is within {100 * max(pooled.values()) - 100:.1f} % of the best" in doc
-    assert f"margin {shipped.predictions.margin:.3f}" in doc and f"sure of {gain.sure(644, 1280):.3f}" in doc
+    assert {at for at, gained in pooled.items() if gained > 1} == {"644 x 1280", "797 x 1024", "553 x 1500"}
+    assert shipped.predictions.margin == pytest.approx(0.109, abs=0.001)
 
 
 def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_measured_on(tmp_path, capsys):

@@ -11,10 +11,10 @@ from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.plan import Plan
 from search.nanobatch.layer_tasks import Load
 from search.nanobatch.problem import Setting
-from search.nanobatch.shares import Shares, product_shapes
 from search.profile.clock import shipped_card
 from search.profile.modelled import modelled_profile
 from search.profile.op_times import ATTENTION, OpTime, Profile
+from search.profile.share_times import ShareTimes, product_shapes
 
 FEW = (28, 40)  # SMs of attention; products get the rest
 TOTAL = 132
@@ -47,7 +47,7 @@ def toy_profile(graph, times: dict[str, float], fixed: float = 0.0) -> Profile:
 def toy_setting(graph, times: dict[str, float], decodes: int = 8, fixed: float = 0.0, **rest) -> Setting:
     return Setting(
         graph,
-        Shares(toy_profile(graph, times, fixed), graph),
+        ShareTimes(toy_profile(graph, times, fixed), graph),
         Load(16, decodes, 500.0, 500.0),
         step=8,
         **rest,
@@ -55,11 +55,11 @@ def toy_setting(graph, times: dict[str, float], decodes: int = 8, fixed: float =
 
 
 @functools.cache
-def llama_shares() -> Shares:
+def llama_shares() -> ShareTimes:
     config = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
     sms = (TOTAL, *FEW, *(TOTAL - few for few in FEW))
     made = modelled_profile("llama-3.1-8b", config, DEVICES["H200"], sms=sms, card=FREE)
-    return Shares(made, model_graph(config), product_shapes(config, 1), FREE)
+    return ShareTimes(made, model_graph(config), product_shapes(config, 1), FREE)
 
 
 def llama_setting(tokens: int, prompt: int, output: int, **rest) -> Setting:

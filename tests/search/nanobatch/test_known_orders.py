@@ -20,13 +20,13 @@ from search.nanobatch.cyclic import SearchError
 from search.nanobatch.known_orders import ORDERS, best_known, cuts_of, known_plans, sequential, simulated
 from search.nanobatch.layer_tasks import Load
 from search.nanobatch.problem import Setting
-from search.nanobatch.shares import Shares
 from search.nanobatch.stages import Found
 from search.nanobatch.stages import search as solve
 from search.profile.clock import shipped_card
 from search.profile.copy_engine import copied as with_exchanges
 from search.profile.modelled import modelled_profile
 from search.profile.op_times import load_profile, save_profile
+from search.profile.share_times import ShareTimes
 
 TOKENS, CUTS = 1024, (384, 512)
 CARD = shipped_card("H200")
@@ -44,7 +44,7 @@ def setting_of(model: str, tp: int, form: str, **rest) -> Setting:
     profile = with_exchanges(profile, graph, CARD) if form == "copies" and CARD else profile
     return Setting(
         graph,
-        Shares(profile, graph),
+        ShareTimes(profile, graph),
         Load.steady_state(TOKENS, 512, 512),
         DEVICES["H200"],
         places=CUTS,
@@ -108,7 +108,7 @@ def test_on_shares_that_were_not_timed_it_is_no_candidate():
     kept = tuple(
         one for one in profile.op_times if one.op != "chunk_attention" or one.sms == profile.total_sms
     )
-    shares = Shares(msgspec.structs.replace(profile, op_times=kept), setting.graph)
+    shares = ShareTimes(msgspec.structs.replace(profile, op_times=kept), setting.graph)
     assert best_known(config, setting, ("phases",)) is not None
     assert best_known(config, dataclasses.replace(setting, shares=shares), ("phases",)) is None
 

@@ -7,19 +7,16 @@ import math
 
 import paths
 import pytest
-from searched import llama_setting
+from search_toys import llama_setting
 
-from jaxflow.pipeline.plan import load
 from search.nanobatch import stages as nanobatch
 from search.nanobatch.cuts import make_tasks
 from search.nanobatch.cyclic import SearchError
-from search.nanobatch.known_orders import cuts_of, simulated
-from search.nanobatch.layer_tasks import Load, Task
+from search.nanobatch.layer_tasks import Task
+from search.nanobatch.options import wave_filling_sms
 from search.nanobatch.problem import Setting
-from search.nanobatch.shares import TILE_COLUMNS, TILE_ROWS, Shares
 from search.nanobatch.stages import search, stage_two
-from search.profile.clock import shipped_card
-from search.profile.op_times import load_profile
+from search.profile.share_times import TILE_COLUMNS, TILE_ROWS, ShareTimes
 from search.time_budget import Limit
 
 PROFILE = paths.ROOT / "search" / "profiles" / "h200-llama-3.1-8b.json"
@@ -43,7 +40,7 @@ def test_a_product_of_1024_tokens_has_those_on_which_it_has_fewer_halves_of_wave
     shares, offered = SETTING.shares, {}
     for task in halves(SETTING):
         step = SETTING.load.part(task.start, task.stop)
-        found, product = shares.filling(task, step), product_of(task)
+        found, product = wave_filling_sms(shares, task, step), product_of(task)
         offered[task.chain.names[-1]] = found
         for sms in found:
             assert product is not None
@@ -82,10 +79,10 @@ def test_no_task_has_more_than_it_may_have():
 
 def test_where_shares_are_given_no_others_are_offered():
     base = SETTING.shares
-    given = Shares(base.profile, base.graph, base.products, base.card, few=(40,))
-    assert not given.knows_waves and not Shares(base.profile, base.graph).knows_waves
+    given = ShareTimes(base.profile, base.graph, base.products, base.card, few=(40,))
+    assert not given.knows_waves and not ShareTimes(base.profile, base.graph).knows_waves
     tasks = halves(SETTING)
-    assert not any(given.filling(task, SETTING.load.part(task.start, task.stop)) for task in tasks)
+    assert not any(wave_filling_sms(given, task, SETTING.load.part(task.start, task.stop)) for task in tasks)
 
 
 @pytest.mark.parametrize("shorter", [True, False])
@@ -104,23 +101,3 @@ def test_they_are_asked_for_last_and_taken_where_the_period_is_shorter(monkeypat
     found = search(setting, time_limit_s=60.0, say=said.append)
     assert asked == [False, True] and found.cuts == (512,)
     assert (found.period_s == 1e-6) == shorter == said[-1].startswith("full waves: ")
-
-
-def test_the_page_says_what_they_are_worth():
-    """Of the plan that the search finds for 512/512 cut at 768, and of that which it found without them."""
-    folder, profile = (
-        paths.ROOT / "benchmarks" / "plans" / "searched",
-        load_profile(str(PROFILE), model="llama-3.1-8b"),
-    )
-    graph, products, card = SETTING.graph, SETTING.shares.products, shipped_card("H200")
-    timed, took = {84, 92, 100, 108, 132} | {24, 32, 40, 48}, {}
-    setting = dataclasses.replace(
-        SETTING, shares=Shares(profile, graph, products, card), load=Load.steady_state(2048, 512, 512)
-    )
-    for name in ("512-512", "512-512-timed-shares", "768"):
-        plan = load(folder / f"llama-3.1-8b-{name}.json")
-        took[name] = 1e3 * simulated(plan, setting).step_s
-        between = {nano.sms for nano in plan.nano_ops if nano.sms} - timed
-        assert cuts_of(plan) == (768,) and bool(between) == (name == "512-512")
-    page = (paths.ROOT / "docs" / "overlap.md").read_text("utf-8")
-    assert f"the layers take {took['512-512']:.2f} ms instead of {took['512-512-timed-shares']:.2f} (" in page

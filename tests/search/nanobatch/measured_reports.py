@@ -1,0 +1,252 @@
+"""The reports of `bench plans` on H200s, each step with the time that the simulation predicts for it."""
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import msgspec
+import paths
+from search_toys import on_all_sms
+
+from jaxflow.config import ModelConfig
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.cost import DEVICES
+from jaxflow.model.energy import shipped_power
+from jaxflow.model.graph import BFLOAT16, FP8, Graph, Work, model_graph
+from jaxflow.pipeline.choice import Gain, pick
+from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.plan import Plan, load
+from search.nanobatch.layer_tasks import Load
+from search.nanobatch.plan import FEW_SMS, KEYS
+from search.nanobatch.predict import margin, outside_s
+from search.nanobatch.simulate import Timeline, simulate
+from search.profile.clock import shipped_card
+from search.profile.copy_engine import copied
+from search.profile.modelled import modelled_profile
+from search.profile.op_times import ATTENTION, Profile, load_profile
+from search.profile.share_times import ShareTimes, product_shapes
+
+BENCHMARKS = paths.ROOT / "benchmarks"
+PROFILES = paths.ROOT / "search" / "profiles"
+H200, POWER, CARD = DEVICES["H200"], shipped_power("H200"), shipped_card("H200")
+SMS, PRODUCT_SMS = 132, 108
+LLAMA_8B = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
+
+
+@dataclasses.dataclass(frozen=True)
+class PlansReport:
+    """A report of `bench plans`, the plans that it measured, and the profile that predicts its steps.
+
+    plans: patterns of plan files under benchmarks/plans. num_layers: the layers measured; None: all of the
+    model. profile: a measured profile under search/profiles; None: the modelled profile.
+    """
+
+    file: str
+    model: str = "llama-3.1-8b"
+    fp8: bool = False
+    tp: int = 1
+    plans: tuple[str, ...] = ()
+    num_layers: int | None = None
+    profile: str | None = None
+
+    @property
+    def dtype(self) -> str:
+        return "float8_e4m3fn" if self.fp8 else "bfloat16"
+
+    def with_profile(self, profile: str | None) -> "PlansReport":
+        return dataclasses.replace(self, profile=profile)
+
+
+def _tp_report(model: str, fp8: bool, tp: int, suffix: str = "", **rest) -> PlansReport:
+    kind = "fp8" if fp8 else "bfloat16"
+    folder = "mixtral" if model == "mixtral-8x7b" else kind
+    plans = (f"tp{tp}/{folder}/*.json", *([] if suffix else [f"searched/{model}-tp{tp}-{kind}.json"]))
+    file = f"h200-plans-{model}-tp{tp}{'-fp8' * fp8}{suffix}.json"
+    return PlansReport(**{"file": file, "model": model, "fp8": fp8, "tp": tp, "plans": plans} | rest)
+
+
+MEASURED_8B = "h200-llama-3.1-8b.json"
+LEAN = "lean/1024-512-92-40.json"
+ONE_GPU = {
+    "8b": PlansReport("h200-plans-llama-3.1-8b.json", plans=("bfloat16/*.json",), profile=MEASURED_8B),
+    "8b-fp8": PlansReport("h200-plans-llama-3.1-8b-fp8.json", fp8=True, plans=("float8_e4m3fn/*.json",)),
+    "8b-lean": PlansReport(
+        "h200-plans-llama-3.1-8b-lean.json", plans=("bfloat16/*.json", "lean/*.json"), profile=MEASURED_8B
+    ),
+    "8b-variants": PlansReport(
+        "h200-plans-llama-3.1-8b-variants.json",
+        plans=("bfloat16/*.json", "lean/*.json", "variants/*.json"),
+        profile=MEASURED_8B,
+    ),
+    "8b-traces": PlansReport(
+        "h200-plans-llama-3.1-8b-traces.json", plans=("bfloat16/*.json", LEAN), profile=MEASURED_8B
+    ),
+    "8b-fourth": PlansReport(
+        "h200-plans-llama-3.1-8b-fourth.json", plans=(LEAN, "variants/*.json"), profile=MEASURED_8B
+    ),
+    "8b-lean-fp8": PlansReport("h200-plans-llama-3.1-8b-lean-fp8.json", fp8=True, plans=("lean-fp8/*.json",)),
+    "8b-lean-fp8-lmsys": PlansReport(
+        "h200-plans-llama-3.1-8b-lean-fp8-lmsys.json", fp8=True, plans=("lean-fp8/*.json",)
+    ),
+}
+EIGHT_LAYERS = "h200-plans-llama-3-70b-8-layers-tp2-fp8.json"
+SIXTEEN_LAYERS = "h200-plans-llama-3-70b-16-layers-tp2-fp8-ablation.json"
+TWO_GPUS = {
+    "70b": _tp_report("llama-3-70b", False, 2),
+    "70b-fp8": _tp_report("llama-3-70b", True, 2),
+    "llama-2-70b-fp8": _tp_report("llama-2-70b", True, 2),
+    "deepseek-67b-fp8": _tp_report("deepseek-67b", True, 2),
+    "qwen2-72b": _tp_report("qwen2-72b", False, 2),
+    "qwen2-72b-fp8": _tp_report("qwen2-72b", True, 2),
+    "mixtral-8x7b": _tp_report("mixtral-8x7b", False, 2),
+    "70b-8-layers-fp8": _tp_report("llama-3-70b", True, 2, "?", file=EIGHT_LAYERS, num_layers=8),
+    "70b-16-layers-fp8": _tp_report("llama-3-70b", True, 2, "?", file=SIXTEEN_LAYERS, num_layers=16),
+}
+FOUR_GPUS = {
+    "70b-tp4": _tp_report("llama-3-70b", False, 4),
+    "70b-tp4-fp8": _tp_report("llama-3-70b", True, 4),
+    "70b-tp4-fp8-kernels": _tp_report("llama-3-70b", True, 4, "-kernels"),
+}
+CUT_AT_1280 = {
+    model: _tp_report(model, True, 2, "?", file=f"settings/h200-plans-{model}-tp2-fp8-cut-1280.json")
+    for model in ("deepseek-67b", "qwen2-72b")
+}
+REPORTS = ONE_GPU | TWO_GPUS | FOUR_GPUS
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictedStep:
+    """A measured step of a report (`row`), with its simulation. outside: the work outside the layers."""
+
+    row: dict
+    timeline: Timeline
+    outside: Work
+    seconds: float
+    margin: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured seconds, less 1."""
+        return 1e3 * self.seconds / self.row["step_ms"] - 1
+
+    @property
+    def plan_name(self) -> str:
+        return self.row["plan"].rpartition(f", {self.row['tokens']} tokens")[0]
+
+
+def read_rows(file: str) -> list[dict]:
+    return json.loads((BENCHMARKS / file).read_text("utf-8"))["plans"]
+
+
+@functools.cache
+def _profile(report: PlansReport) -> Profile:
+    if report.profile is not None:
+        return load_profile(PROFILES / report.profile)
+    if report.tp == 1:
+        sms = (SMS, *FEW_SMS, *(SMS - few for few in FEW_SMS))
+    else:
+        sms = (48, 84, SMS) if report.num_layers == 16 else (PRODUCT_SMS, SMS)
+    made = modelled_profile(
+        report.model,
+        model_of(report),
+        H200,
+        tp=report.tp,
+        widths=FP8 if report.fp8 else BFLOAT16,
+        dtype=report.dtype,
+        kv_dtype=report.dtype,
+        keys=KEYS,
+        sms=sms,
+    )
+    if report.tp == 1 or report.num_layers == 16:
+        return made
+    on_parts = tuple(one for one in made.op_times if one.sms == SMS or one.op not in ATTENTION)
+    return msgspec.structs.replace(made, op_times=on_parts)
+
+
+def model_of(report: PlansReport) -> ModelConfig:
+    config = open_checkpoint(report.model, load_format="dummy").model_config
+    return dataclasses.replace(config, layers=config.layers[: report.num_layers])
+
+
+def graph_of(report: PlansReport, **forms: bool) -> Graph:
+    return model_graph(model_of(report), report.tp, FP8 if report.fp8 else BFLOAT16, **forms)
+
+
+def graph_8b_fp8() -> Graph:
+    return graph_of(ONE_GPU["8b-fp8"])
+
+
+def share_times_8b() -> ShareTimes:
+    return _share_times(ONE_GPU["8b"], False, False, False)
+
+
+def share_times_70b(profile: str) -> ShareTimes:
+    return _share_times(TWO_GPUS["70b-fp8"].with_profile(profile), False, False, False)
+
+
+@functools.cache
+def _share_times(report: PlansReport, copies: bool, scattered: bool, swapped: bool) -> ShareTimes:
+    config, graph = model_of(report), graph_of(report, scattered=scattered, swapped=swapped)
+    profile, shapes = _profile(report), product_shapes(config, report.tp)
+    return ShareTimes(copied(profile, graph, CARD) if copies else profile, graph, shapes)
+
+
+def _plans(report: PlansReport) -> dict[str, Plan]:
+    files = (path for pattern in report.plans for path in (BENCHMARKS / "plans").glob(pattern))
+    loaded = (
+        on_all_sms(load(path)) if "searched" in path.parts and report.tp > 1 else load(path) for path in files
+    )
+    return {plan.name: plan for plan in loaded}
+
+
+@functools.cache
+def predicted_steps(report: PlansReport) -> list[PredictedStep]:
+    """Return each measured step with its prediction; on one GPU only steps of 2048 tokens with prefill."""
+    config = model_of(report)
+    plans, found = _plans(report), []
+    for row in read_rows(report.file):
+        if report.tp == 1 and not (row["prefill_tokens"] and row["tokens"] == 2048):
+            continue
+        name = row["plan"].rpartition(f", {row['tokens']} tokens")[0]
+        plan = plans.get(name) or sequential_plan(config, row["tokens"], report.tp)
+        assert plan.name == name
+        ops = {nano.op for nano in plan.nano_ops}
+        scattered, swapped = (any(op.endswith(end) for op in ops) for end in ("_scatter", "_swap"))
+        times = _share_times(report, plan.sums == "copies", scattered, swapped)
+        prompt, output = map(int, row["workload"].split("/"))
+        chunk_keys = Load.steady_state(row["tokens"], prompt, output).chunk_keys
+        shape = Load(row["tokens"], row["decode_tokens"], row["mean_context_tokens"] or 0.0, chunk_keys)
+        timeline = simulate(plan, times.graph, times, shape, device=H200, power=POWER)
+        step = shape.part(0, shape.tokens)
+        outside = sum((op.work(step) for op in (*times.graph.before, *times.graph.after)), Work())
+        seconds = timeline.step_s + outside_s(times.graph, step, H200, report.dtype)
+        kind = margin(plan, times.graph, report.tp, report.dtype)
+        found.append(PredictedStep(row, timeline, outside, seconds, kind))
+    return found
+
+
+def alternatives(report: PlansReport) -> list[list[PredictedStep]]:
+    """Return the steps of each workload and size: one group is what an engine chooses from."""
+
+    def key(step: PredictedStep) -> tuple[str, int]:
+        return step.row["workload"], step.row["tokens"]
+
+    return [list(steps) for _, steps in itertools.groupby(sorted(predicted_steps(report), key=key), key)]
+
+
+def sequential_of(steps: list[PredictedStep]) -> PredictedStep:
+    return next(step for step in steps if step.plan_name == "sequential")
+
+
+def picked(steps: list[PredictedStep]) -> PredictedStep:
+    """Return the step that an engine runs: the shortest plan whose predicted gain exceeds its margin."""
+    sequential = sequential_of(steps)
+    others = [step for step in steps if step is not sequential]
+    gains = [Gain((0,), (0,), ((sequential.seconds / step.seconds,),), step.margin) for step in others]
+    return [sequential, *others][pick([None, *gains], 1, 1)]
+
+
+def lost(chosen: PredictedStep, steps: list[PredictedStep]) -> float:
+    """Return how much longer the chosen step took than the shortest one, as a share."""
+    return chosen.row["step_ms"] / min(step.row["step_ms"] for step in steps) - 1
