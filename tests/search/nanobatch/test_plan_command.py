@@ -251,7 +251,7 @@ def test_shares_that_are_offered():
     few = ShareTimes(base.profile, base.graph, few=(40,)).at(1.5e9)
     assert few.offered_sms() == (40, 92, 132)
     offered = {
-        name: [option.share for option in few.options(tasks[name], step, 9)]
+        name: [option.share for option in task_options(few, tasks[name], step, 9)]
         for name in ("decode_attention", "up_gate")
     }
     assert offered == {"decode_attention": [40, 132], "up_gate": [92, 132]}
@@ -366,7 +366,7 @@ def test_what_pairs_lose_beyond_sms_and_clock_is_found_whichever_of_them_ended_f
     assert shares.beside == pytest.approx(1.2, rel=0.01)
     tasks, step = tasks_of(shares)
     found, alone = (
-        {o.share: o.seconds for o in one.options(tasks["decode_attention"], step, 9)}
+        {o.share: o.seconds for o in task_options(one, tasks["decode_attention"], step, 9)}
         for one in (shares, base)
     )
     assert found[28] == pytest.approx(1.2 * alone[28], rel=0.01)
@@ -391,6 +391,6 @@ def test_shares_are_told_by_the_waves_they_fill():
 def test_more_of_the_device_is_never_slower():
     tasks, step = tasks_of(llama_shares())
     for task in tasks.values():
-        options = llama_shares().options(task, step, 9)
+        options = task_options(llama_shares(), task, step, 9)
         assert [o.share for o in options] == sorted(o.share for o in options)
         assert [o.seconds for o in options] == sorted((o.seconds for o in options), reverse=True)
