@@ -10,6 +10,7 @@ import threading
 import jax
 import pytest
 from offloaded import DISK, HOST, MIXED, OUTPUT, PROMPT, changed, goldens, policy, requests, run, runtime
+from zigzag import Sizes, largest_block, least_weight_loads, row_by_row, traffic, zigzag
 
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.flexgen.accounting import DoesNotFit, account, check_fits
@@ -27,7 +28,6 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from search.placement.cost import predict
 from search.placement.machine_curves import CURVES, Curve, Machine
 from search.placement.workload import workload
-from tests.search.zigzag import Sizes, largest_block, least_weight_loads, row_by_row, traffic, zigzag
 
 MODEL = "stories260K"
 LAYERS, BATCHES = 5, 2
