@@ -261,7 +261,7 @@ def test_shares_that_are_offered():
         ),
         base.graph,
     )
-    assert copied.offered_sms() == base.sizes()  # beside copies, which hold no SMs
+    assert copied.offered_sms() == base.offered_sms()  # beside copies, which hold no SMs
 
 
 def test_sums_of_a_small_device_hold_no_more_than_it_has():
