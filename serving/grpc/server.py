@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_BYTES = 8 << 20  # fits a prompt of a million tokens; a larger request is RESOURCE_EXHAUSTED
 
+_NO_LIMIT = 2**31 - 1
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.so_reuseport", 0),  # with 1, a second server on the port would silently take half of the calls
@@ -29,6 +30,10 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # gRPC's core answers calls beyond 1,000 that its server has not yet taken up with CANCELLED, at random, and
+    # the handlers never see these calls. The engine's own queue (--max_waiting) refuses with a reason instead.
+    ("grpc.server.max_pending_requests", _NO_LIMIT),
+    ("grpc.server.max_pending_requests_hard_limit", _NO_LIMIT),
 )
 
 _HEARTBEAT_S = 1.0

@@ -50,6 +50,20 @@ def test_cancelling_frees_the_pages_at_once():
     asyncio.run(scenario())
 
 
+def test_a_burst_of_streams_loses_none():
+    """gRPC's core drops calls at random above 1,000 that wait to be taken up, unless its limit is raised."""
+
+    async def scenario():
+        async with serving(FakeLLM(max_waiting=3000)) as (server, _), stubs_of(server) as (generate, _, _):
+            calls = [generate.Generate(token_request(max_tokens=1)) for _ in range(2500)]
+            ended = await asyncio.gather(*map(read, calls), return_exceptions=True)
+            failed = [error for error in ended if isinstance(error, BaseException)]
+            assert not failed, failed[0]
+            assert all(messages[-1].HasField("finished") for messages in ended)
+
+    asyncio.run(scenario())
+
+
 def test_a_request_that_still_waits_is_cancelled_too():
     async def scenario():
         async with serving() as (server, llm), stubs_of(server) as (generate, _, _):
