@@ -1,0 +1,497 @@
+"""Hold the steps of plans against the sequential step at full depth, token by token.
+
+    python -m benchmarks.check_plan --model llama-3-70b --fp8 --tensor_parallel_size 2
+        --plans jaxflow/pipeline/plans/h200-llama-3-70b-tp2-float8_e4m3fn.json --other_tokens 1024
+
+Every way reads the same random tokens (teacher forcing) in full steps of decodes and prefill, from an empty
+cache on: each way attends to the keys and values that it wrote itself. The residual streams after the last
+layer are kept, and the head's logits at each position are compared with those of the sequential step.
+
+The noise floor is what the sequential step differs from itself by when the same tokens are cut into steps of
+another size: the 99.9 % quantile of the change of the margin between the two best tokens. Where a position's
+margin exceeds the floor, a plan must choose the sequential step's token.
+
+Dummy weights have small margins and much noise. Two scales mend it. `--embed_scale` makes the embeddings as
+large as the sum of all layers' outputs, as training would; a norm behind them makes it the same as smaller
+outputs of the layers. The head is scaled by rows: few rows keep their size (`loud`), the others get a
+twentieth, so that the best token leads by more. The largest number of loud rows counts that leaves half of
+the positions above the floor.
+
+A control shows that the check can fail: the sequential step without the attention of the middle layer.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks import cards
+from jaxflow.bench.steady import page_appends
+from jaxflow.config import EngineConfig
+from jaxflow.engine.build import make_executor, prepare_process, resolve
+from jaxflow.engine.executor import Executor
+from jaxflow.engine.layout import SlotTable, StepLayout, pack
+from jaxflow.engine.work import Chunk, StepWork
+from jaxflow.mesh import over_shards
+from jaxflow.model import ops
+from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.plan import Plan, digest, load
+
+FLOOR = 0.999  # the quantile of the noise that is its floor
+AGREE = 0.999  # of the positions above the floor, the least share with the same token
+ABOVE = 0.5  # of all positions, the least share above the floor
+QUIET = 0.05  # scale of the head's rows that are not loud
+BLOCK = 512  # positions whose logits exist at once
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+
+Decode = tuple[int, int]  # sequence, position
+Piece = tuple[int, int, int]  # sequence, first position, tokens
+
+
+# ---- the tokens and their steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Prompt tokens and all tokens of each sequence, [S] int."""
+
+    prompts: np.ndarray
+    totals: np.ndarray
+
+
+def drawn_lengths(sequences: int, prompt: int, output: int, longest: int, seed: int = 0) -> Lengths:
+    """Return lengths of `sequences`: prompts around `prompt`, every fortieth between a third of `longest`
+    and `longest`."""
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(max(1, prompt // 8), 2 * prompt, sequences)
+    long = np.arange(sequences) % 40 == 20
+    prompts[long] = rng.integers(max(1, longest // 3), max(2, longest - output), int(long.sum()))
+    return Lengths(prompts, prompts + output)
+
+
+def steps_of(lengths: Lengths, tokens: int) -> Iterator[tuple[list[Decode], list[Piece]]]:
+    """Yield full steps of `tokens`: every started sequence's next token, filled up with prompts in order.
+
+    The steps end where no prompt is left to fill one.
+    """
+    done = np.zeros(len(lengths.prompts), int)
+    while True:
+        going = np.flatnonzero((done >= lengths.prompts) & (done < lengths.totals))[:tokens]
+        decodes = [(int(i), int(done[i])) for i in going]
+        left, pieces = tokens - len(decodes), []
+        for i in np.flatnonzero(done < lengths.prompts):
+            if not left:
+                break
+            size = min(left, int(lengths.prompts[i] - done[i]))
+            pieces.append((int(i), int(done[i]), size))
+            left -= size
+        if left:
+            return
+        for i, _ in decodes:
+            done[i] += 1
+        for i, _, size in pieces:
+            done[i] += size
+        yield decodes, pieces
+
+
+def places_of(steps: Sequence[tuple[list[Decode], list[Piece]]]) -> dict[tuple[int, int], int]:
+    """Return the row, of all steps' rows in a line, that computes each (sequence, position)."""
+    order: list[tuple[int, int]] = []
+    for decodes, pieces in steps:
+        order += decodes
+        order += [(i, start + k) for i, start, size in pieces for k in range(size)]
+    return {place: row for row, place in enumerate(order)}
+
+
+def buffer_of(
+    layout: StepLayout, step: tuple[list[Decode], list[Piece]], token_ids: np.ndarray
+) -> np.ndarray:
+    """Return the packed step, whose decodes read `token_ids` [S, N] and not what was sampled."""
+    decodes, pieces = step
+    slots, positions = (np.array([one[k] for one in decodes], np.int32) for k in (0, 1))
+    chunks = tuple(
+        Chunk(types.SimpleNamespace(token_ids=token_ids[i]), i, start, size, samples=False)  # pyright: ignore[reportArgumentType]
+        for i, start, size in pieces
+    )
+    nobody = np.full(len(decodes), None, object)
+    nothing = np.empty((0, 4), np.int32)
+    tokens = len(decodes) + sum(size for *_, size in pieces)
+    work = StepWork(nobody, slots, positions, chunks, (), tokens, layout.tokens, nothing)
+    buffer = pack(layout, work, SlotTable.empty(layout.slots))[0]
+    layout.views(buffer)["token_ids"][: len(decodes)] = token_ids[slots, positions]
+    return buffer
+
+
+# ---- the ways
+
+
+def streams(
+    executor: Executor, layout: StepLayout, weights: Any, lengths: Lengths, token_ids: np.ndarray
+) -> tuple[jax.Array, dict[tuple[int, int], int]]:
+    """Return the residual stream after the last layer of all steps' rows [n, D], and each position's row."""
+    steps, found = list(steps_of(lengths, layout.tokens)), []
+    if not steps:
+        raise ValueError(f"tokens={layout.tokens}: at most {int(lengths.prompts.sum())}, of all prompts")
+    program = executor.program(layout)
+    everywhere = NamedSharding(executor.programs.mesh, PartitionSpec())
+    for step in steps:
+        buffer = jax.device_put(buffer_of(layout, step, token_ids), everywhere)
+        _, x, _, executor.kv, executor.page_table = program(
+            weights, executor.kv, executor.page_table, executor.last_tokens, buffer
+        )
+        found.append(x)
+        jax.block_until_ready(found[-3:-2])
+    return jnp.concatenate(found), places_of(steps)
+
+
+def place_pages(executor: Executor, layout: StepLayout, lengths: Lengths, token_ids: np.ndarray) -> None:
+    """Give every sequence pages for all its tokens."""
+    sequences, config = len(lengths.totals), executor.programs.context.config
+    last = (lengths.totals - 1).astype(np.int32)
+    slots, nothing = np.arange(sequences, dtype=np.int32), np.empty((0, 4), np.int32)
+    nobody = np.full(sequences, None, object)
+    every = StepWork(nobody, slots, last, (), (), sequences, layout.tokens, nothing)
+    appends = page_appends(every, executor.num_pages, config.windows, executor.page_size)
+    first = next(steps_of(lengths, layout.tokens))
+    executor.run(layout, buffer_of(layout, first, token_ids), appends, full=False).tokens.block_until_ready()
+
+
+def without_attention(weights: Any, layer: int) -> Any:
+    """Return the weights with a layer whose attention sees nothing: the norm before it is 0."""
+    layers = list(weights["layers"])
+    layers[layer] = layers[layer] | {"attn_norm": jnp.zeros_like(layers[layer]["attn_norm"])}
+    return weights | {"layers": layers}
+
+
+def scaled(array: jax.Array, scale: np.ndarray | float) -> jax.Array:
+    """Return the array with its rows scaled, where it lies."""
+    by = np.asarray(scale, np.float32).reshape(-1, 1)
+    grow = jax.jit(lambda a: (a * by).astype(a.dtype), out_shardings=array.sharding)
+    return grow(array)
+
+
+def loud_rows(rows: int, loud: int) -> np.ndarray:
+    """Return the scale of each of a head's `rows`: 1 for `loud` of them, evenly spaced, else `QUIET`."""
+    scale = np.full(rows, QUIET, np.float32)
+    scale[np.arange(loud) * rows // loud] = 1.0
+    return scale
+
+
+# ---- comparing
+
+
+def compare(one: jax.Array, other: jax.Array) -> dict[str, jax.Array]:
+    """Return what logits [n, V] of two ways say of each other, n values each.
+
+    margin: of the first way's best token over its second. margin_change: how far the other way moves it.
+    same: whether the other way's best token is the same. kl: of the first from the other, in nats.
+    """
+    best = jnp.argmax(one, axis=1)
+    second = jnp.argmax(jnp.where(jnp.arange(one.shape[1]) == best[:, None], -jnp.inf, one), axis=1)
+
+    def margin(logits: jax.Array) -> jax.Array:
+        first, next_ = (jnp.take_along_axis(logits, at[:, None], axis=1)[:, 0] for at in (best, second))
+        return first - next_
+
+    difference = jnp.abs(one - other)
+    log_one, log_other = jax.nn.log_softmax(one), jax.nn.log_softmax(other)
+    return {
+        "margin": margin(one),
+        "margin_change": jnp.abs(margin(one) - margin(other)),
+        "same": jnp.argmax(other, axis=1) == best,
+        "kl": (jnp.exp(log_one) * (log_one - log_other)).sum(1),
+        "mean_difference": difference.mean(1),
+        "largest_difference": difference.max(1),
+    }
+
+
+def comparer(executor: Executor) -> Callable[[dict, jax.Array, jax.Array], dict[str, jax.Array]]:
+    """Return a program (head, streams [n, D], streams [n, D]) -> `compare` of their logits."""
+    programs = executor.programs
+    context, specs = programs.context, programs.weight_specs
+    vocabulary, nowhere = context.config.vocab_size, PartitionSpec()
+
+    def logits(head: dict, x: jax.Array) -> jax.Array:
+        return ops.logits(context, head, ops.final_norm(context, head, x, None)[1])
+
+    def run(head: dict, one: jax.Array, other: jax.Array) -> dict[str, jax.Array]:
+        known = {name: specs.get(name, specs["embed"]) for name in head}
+        sharded = over_shards(logits, programs.mesh, (known, nowhere), nowhere)
+        return compare(sharded(head, one)[:, :vocabulary], sharded(head, other)[:, :vocabulary])
+
+    return jax.jit(run)
+
+
+def heads(weights: Any, loud: Sequence[int]) -> Iterator[tuple[str, dict]]:
+    """Yield the head as drawn, then with fewer and fewer loud rows, each with its name."""
+    table = weights.get("lm_head", weights["embed"])
+    norms = {name: weights[name] for name in ("final_norm", "final_norm_bias") if name in weights}
+    yield "as drawn", norms | {"lm_head": table, "embed": table}
+    for number in loud:
+        own = scaled(table, loud_rows(table.shape[0], number))
+        yield f"{number} loud rows", norms | {"lm_head": own, "embed": own}
+
+
+def all_positions(
+    compared: Callable, head: dict, one: jax.Array, other: jax.Array, rows: tuple[np.ndarray, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return `compare` of the rows of two ways' streams, block by block."""
+    found: list[dict[str, np.ndarray]] = []
+    for at in range(0, len(rows[0]), BLOCK):
+        mine, theirs = (np.resize(part[at : at + BLOCK], BLOCK) for part in rows)
+        values = jax.device_get(compared(head, one[mine], other[theirs]))
+        found.append({name: value[: len(rows[0]) - at] for name, value in values.items()})
+    return {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+
+
+def spread(values: np.ndarray) -> dict[str, float]:
+    """Return mean and quantiles."""
+    return {"mean": float(values.mean())} | {k: float(np.quantile(values, q)) for k, q in QUANTILES.items()}
+
+
+def floor_of(noise: Mapping[str, np.ndarray]) -> float:
+    """Return the noise floor: the `FLOOR` quantile of the margin's change."""
+    return float(np.quantile(noise["margin_change"], FLOOR))
+
+
+def agreement(
+    values: Mapping[str, np.ndarray], floor: float, chosen: np.ndarray | None = None
+) -> dict[str, Any]:
+    """Return how often the tokens are the same, of all positions and of those whose margin exceeds the floor.
+
+    chosen: the positions that count, bool [n]; None: all.
+    """
+    chosen = np.ones(len(values["same"]), bool) if chosen is None else chosen
+    same, above = values["same"][chosen], values["margin"][chosen] > floor
+    number = int(above.sum())
+    return {
+        "positions": len(same),
+        "same": float(same.mean()) if len(same) else None,
+        "above_floor": number,
+        "share_above_floor": number / len(same) if len(same) else None,
+        "other_above_floor": int((~same[above]).sum()),
+        "same_above_floor": float(same[above].mean()) if number else None,
+    }
+
+
+def described(values: Mapping[str, np.ndarray], floor: float, decodes: np.ndarray) -> dict[str, Any]:
+    """Return the report of one way: agreement of all positions, decodes and prefill, and the differences."""
+    kinds = {"decodes": decodes, "prefill": ~decodes}
+    return {
+        **agreement(values, floor),
+        **{kind: agreement(values, floor, chosen) for kind, chosen in kinds.items()},
+        **{
+            name: spread(values[name])
+            for name in ("kl", "mean_difference", "largest_difference", "margin_change")
+        },
+    }
+
+
+def passes(report: Mapping[str, Any]) -> bool:
+    """Whether enough positions exceed the floor, and enough of these have the sequential step's token."""
+    enough = (report["share_above_floor"] or 0.0) >= ABOVE
+    return enough and (report["same_above_floor"] or 0.0) >= AGREE
+
+
+# ---- the command
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="llama-3-70b")
+    parser.add_argument("--load_format", default="dummy", help="dummy, or auto: the checkpoint's weights")
+    parser.add_argument("--layers", type=int, help="the first ones alone; default: all")
+    parser.add_argument("--fp8", action="store_true", help="weights and cache in e4m3")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1)
+    parser.add_argument("--plans", required=True, help="plan files of one step size, comma-separated")
+    parser.add_argument("--other_tokens", type=int, required=True, help="step size of the noise floor's way")
+    parser.add_argument("--sequences", type=int, default=640)
+    parser.add_argument("--prompt", type=int, default=128, help="mean prompt tokens of most sequences")
+    parser.add_argument("--output", type=int, default=64, help="tokens behind each prompt")
+    parser.add_argument("--longest", type=int, default=1500, help="tokens of the longest sequence")
+    parser.add_argument(
+        "--embed_scale", type=float, help="default: (2 · layers)^0.5 of dummy weights, else 1"
+    )
+    parser.add_argument(
+        "--loud", default="1024,64,16,4", help="loud rows of the head, falling, tried in turn"
+    )
+    parser.add_argument("--block_size", type=int, default=64)
+    parser.add_argument("--gpu_memory_utilization", type=float, default=0.92)
+    parser.add_argument("--compilation_cache_dir")
+    parser.add_argument("--commit", help="of sources outside a checkout")
+    parser.add_argument("--output_json")
+    return parser.parse_args(arguments)
+
+
+def executor_of(given: argparse.Namespace, plans: Sequence[Plan], lengths: Lengths) -> Executor:
+    """Return a warm executor of the plans and of the sequential steps beside them."""
+    sequences = len(lengths.totals)
+    sizes = sorted({given.other_tokens, *(plan.tokens for plan in plans)})
+    settings = EngineConfig(
+        model=given.model,
+        load_format=given.load_format,
+        dtype=given.dtype,
+        quantization="fp8" if given.fp8 else None,
+        kv_cache_dtype="fp8" if given.fp8 else "auto",
+        tensor_parallel_size=given.tensor_parallel_size,
+        block_size=given.block_size,
+        max_model_len=int(lengths.totals.max()) + 1,
+        max_num_batched_tokens=sizes[-1],
+        max_num_seqs=sequences,
+        num_kv_pages=int((-(-lengths.totals // given.block_size)).sum()) + 1,
+        gpu_memory_utilization=given.gpu_memory_utilization,
+        compilation_cache_dir=given.compilation_cache_dir,
+        plan="sequential",
+    )
+    prepare_process(settings)
+    checkpoint = open_checkpoint(settings.model, load_format=given.load_format)
+    model = checkpoint.model_config
+    model = dataclasses.replace(model, layers=model.layers[: given.layers])
+    checkpoint = dataclasses.replace(checkpoint, model_config=model)
+    config = resolve(settings, model)
+    ways = {
+        size: (
+            sequential_plan(model, size, given.tensor_parallel_size),
+            *(plan for plan in plans if plan.tokens == size),
+        )
+        for size in sizes
+    }
+    executor = make_executor(config, checkpoint, ways, progress=False)
+    executor.warm_up()
+    return executor
+
+
+def layout_of(executor: Executor, tokens: int, plan: str) -> StepLayout:
+    """Return the layout of a plan's steps."""
+    return next(layout for layout in executor.layouts[tokens] if layout.plan == plan)
+
+
+def measured(executor: Executor, given: argparse.Namespace, plans: Sequence[Plan], lengths: Lengths) -> dict:
+    """Run every way and return the report's body."""
+    began = time.monotonic()
+    model = executor.programs.context.config
+    scale = given.embed_scale or ((2 * model.num_layers) ** 0.5 if given.load_format == "dummy" else 1.0)
+    weights = executor.weights | {"embed": scaled(executor.weights["embed"], scale)}
+    shape = len(lengths.totals), int(lengths.totals.max())
+    token_ids = np.random.default_rng(1).integers(0, model.vocab_size, shape).astype(np.int32)
+    tokens = plans[0].tokens
+    sequential = layout_of(executor, tokens, "sequential")
+    place_pages(executor, sequential, lengths, token_ids)
+    noise = f"sequential, {given.other_tokens} tokens"
+    control = f"sequential without the attention of layer {model.num_layers // 2}"
+    ways = {
+        noise: (layout_of(executor, given.other_tokens, "sequential"), weights),
+        **{plan.name: (layout_of(executor, tokens, plan.name), weights) for plan in plans},
+        f"{plans[0].name}, again": (layout_of(executor, tokens, plans[0].name), weights),
+        control: (sequential, without_attention(weights, model.num_layers // 2)),
+    }
+    reference, places = streams(executor, sequential, weights, lengths, token_ids)
+    made, seconds = {}, {}
+    for name, (layout, own) in ways.items():
+        at = time.monotonic()
+        made[name] = jax.block_until_ready(streams(executor, layout, own, lengths, token_ids))
+        seconds[name] = time.monotonic() - at
+    twice = bool((made[plans[0].name][0] == made[f"{plans[0].name}, again"][0]).all())
+    del made[f"{plans[0].name}, again"]
+    common = [place for place in places if all(place in theirs for _, theirs in made.values())]
+    decodes = np.array([position >= lengths.prompts[i] for i, position in common])
+    rows = {name: rows_in(places, theirs, common) for name, (_, theirs) in made.items()}
+    compared, reports = comparer(executor), {}
+    loud = [int(number) for number in given.loud.split(",") if number]
+    for head_name, head in heads(weights, loud):
+        values = {
+            name: all_positions(compared, head, reference, x, rows[name]) for name, (x, _) in made.items()
+        }
+        floor = floor_of(values[noise])
+        reports[head_name] = {
+            "noise_floor": floor,
+            "margin": spread(values[noise]["margin"]),
+            "ways": {name: described(one, floor, decodes) for name, one in values.items()},
+        }
+        if reports[head_name]["ways"][noise]["share_above_floor"] >= ABOVE:
+            break
+    counted = list(reports)[-1]
+    return {
+        "model": Path(given.model).name,
+        "num_layers": model.num_layers,
+        "tensor_parallel_size": given.tensor_parallel_size,
+        "precision": "fp8" if given.fp8 else str(reference.dtype),
+        "kernels": executor.programs.context.kernels.name,
+        "tokens": tokens,
+        "plans": {plan.name: digest(plan) for plan in plans},
+        "noise": noise,
+        "control": control,
+        "embed_scale": scale,
+        "positions": len(common),
+        "steps": len(list(steps_of(lengths, tokens))),
+        "same_bits_twice": twice,
+        "seconds": seconds,
+        "took_s": time.monotonic() - began,
+        "head": counted,
+        "passes": {plan.name: passes(reports[counted]["ways"][plan.name]) for plan in plans},
+        "heads": reports,
+    }
+
+
+def rows_in(
+    places: Mapping[tuple[int, int], int],
+    theirs: Mapping[tuple[int, int], int],
+    common: Sequence[tuple[int, int]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of the common positions in the reference and in another way."""
+    return np.array([places[place] for place in common]), np.array([theirs[place] for place in common])
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """Return the report's main figures as text."""
+    lines = []
+    for head, found in report["heads"].items():
+        lines.append(
+            f"head {head}: floor {found['noise_floor']:.4f}, median margin {found['margin']['p50']:.4f}"
+        )
+        for name, way in found["ways"].items():
+            above = way["same_above_floor"]
+            lines.append(
+                f"  {name[:60]:<62}same {way['same']:.5f}  above {way['share_above_floor']:.4f}"
+                f"  same above {'-' if above is None else format(above, '.6f')}"
+                f"  KL {way['kl']['mean']:.2e}  mean {way['mean_difference']['mean']:.4f}"
+                f"  p99.9 of margin {way['margin_change']['p99.9']:.4f}"
+            )
+    lines.append(f"bitwise twice: {report['same_bits_twice']}; passes: {report['passes']}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    given = parse(arguments)
+    plans = [load(path) for path in given.plans.split(",")]
+    if len({plan.tokens for plan in plans}) > 1:
+        sizes = sorted({plan.tokens for plan in plans})
+        raise SystemExit(f"--plans: plans of one step size are accepted, these have {sizes}")
+    lengths = drawn_lengths(given.sequences, given.prompt, given.output, given.longest)
+    with cards.watched() as seen:
+        executor = executor_of(given, plans, lengths)
+        body = measured(executor, given, plans, lengths)
+    report = cards.head("benchmarks.check_plan", arguments, seen, given.commit) | body
+    print(table(report))
+    if given.output_json:
+        Path(given.output_json).parent.mkdir(parents=True, exist_ok=True)
+        Path(given.output_json).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    return 0 if all(report["passes"].values()) and report["same_bits_twice"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
