@@ -1,22 +1,31 @@
-"""What a measured run ran on: the head of a report, and watts and clocks of every card."""
+"""What a measured run ran on: the head of a report, and watts and clocks of every card.
 
+    python -m benchmarks.cards --output_json report.json [--commit COMMIT] -- COMMAND...
+
+runs a command that writes the report, and gives the report this head. The head is of the whole command, its
+start included.
+"""
+
+import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pynvml
 
-from pallas_kernels.card import handle, visible
+from pallas_kernels.nvml import handle, visible
 
 EVERY_S = 0.1  # between two readings of all cards
 PACKAGES = ("jaxflow", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-nccl-cu13", "numpy")
@@ -93,20 +102,19 @@ def commit(given: str | None = None) -> str | None:
     return found.stdout.strip()
 
 
-def head(module: str, arguments: Sequence[str], cards: Cards, named: str | None = None) -> dict[str, Any]:
+def head(command: Sequence[str], cards: Cards, named: str | None = None) -> dict[str, Any]:
     """Return the head of a report: command, commit, versions, driver, device, clocks, watts and date.
 
     named: the commit, for a copy of the sources without a checkout. watts, clock_mhz: of each card, over the
     whole block of `watched`.
     """
-    devices = jax.devices()
     return {
-        "command": shlex.join(["python", "-m", module, *arguments]),
+        "command": shlex.join(command),
         "commit": commit(named),
         "versions": {name: _version(name) for name in PACKAGES} | {"python": platform.python_version()},
         "driver": cards.driver,
-        "device": devices[0].device_kind,
-        "num_devices": len(devices),
+        "device": cards.names[0] if cards.names else "cpu",
+        "num_devices": len(cards.names),
         "cpu_cores": os.cpu_count(),
         **means(cards.readings),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -118,3 +126,33 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def main(arguments: Sequence[str]) -> int:
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output_json", required=True, help="the report that the command writes")
+    parser.add_argument("--commit", help="of sources outside a checkout")
+    given, command = parser.parse_args(own), list(arguments[len(own) + 1 :])
+    if not command:
+        parser.error("COMMAND: a command behind -- is accepted")
+    with watched() as cards:
+        status = subprocess.run(command).returncode
+    report = Path(given.output_json)
+    if report.exists():
+        body = json.loads(report.read_text("utf-8"))
+        report.write_text(
+            json.dumps(head(command, cards, given.commit) | _without_head(body), indent=1) + "\n"
+        )
+    return status
+
+
+def _without_head(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a report without what the head says better."""
+    return {name: value for name, value in body.items() if name not in ("command", "versions", "device")}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

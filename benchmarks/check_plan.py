@@ -36,17 +36,17 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import cards
-from jaxflow.bench.steady import page_appends
+from jaxflow.bench.plans.steady import page_appends
 from jaxflow.config import EngineConfig
-from jaxflow.engine.build import make_executor, prepare_process, resolve
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import SlotTable, StepLayout, pack
-from jaxflow.engine.work import Chunk, StepWork
-from jaxflow.mesh import over_shards
+from jaxflow.engine.start import make_executor, prepare_process, resolve
 from jaxflow.model import ops
-from jaxflow.model.checkpoint import open_checkpoint
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.parallel.mesh import over_shards
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan, digest, load
+from jaxflow.scheduler.step_work import Chunk, StepWork
 
 FLOOR = 0.999  # the quantile of the noise that is its floor
 AGREE = 0.999  # of the positions above the floor, the least share with the same token
@@ -485,7 +485,7 @@ def main(arguments: Sequence[str]) -> int:
     with cards.watched() as seen:
         executor = executor_of(given, plans, lengths)
         body = measured(executor, given, plans, lengths)
-    report = cards.head("benchmarks.check_plan", arguments, seen, given.commit) | body
+    report = cards.head(["python", "-m", "benchmarks.check_plan", *arguments], seen, given.commit) | body
     print(table(report))
     if given.output_json:
         Path(given.output_json).parent.mkdir(parents=True, exist_ok=True)
