@@ -36,17 +36,17 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import cards
-from jaxflow.bench.plans.steady import page_appends
+from jaxflow.bench.plans.steady import Steady, page_appends
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.layout import SlotTable, StepLayout, pack
+from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.start import make_executor, prepare_process, resolve
 from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.parallel.mesh import over_shards
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan, digest, load
-from jaxflow.scheduler.step_work import Chunk, StepWork
+from jaxflow.scheduler.state import Chunk, StepWork
 
 FLOOR = 0.999  # the quantile of the noise that is its floor
 AGREE = 0.999  # of the positions above the floor, the least share with the same token
@@ -114,10 +114,10 @@ def places_of(steps: Sequence[tuple[list[Decode], list[Piece]]]) -> dict[tuple[i
     return {place: row for row, place in enumerate(order)}
 
 
-def buffer_of(
-    layout: StepLayout, step: tuple[list[Decode], list[Piece]], token_ids: np.ndarray
-) -> np.ndarray:
-    """Return the packed step, whose decodes read `token_ids` [S, N] and not what was sampled."""
+def step_of(
+    executor: Executor, layout: StepLayout, step: tuple[list[Decode], list[Piece]], token_ids: np.ndarray
+) -> Steady:
+    """Return the step, ready to run, whose decodes read `token_ids` [S, N] and not what was sampled."""
     decodes, pieces = step
     slots, positions = (np.array([one[k] for one in decodes], np.int32) for k in (0, 1))
     chunks = tuple(
@@ -128,9 +128,9 @@ def buffer_of(
     nothing = np.empty((0, 4), np.int32)
     tokens = len(decodes) + sum(size for *_, size in pieces)
     work = StepWork(nobody, slots, positions, chunks, (), tokens, layout.tokens, nothing)
-    buffer = pack(layout, work, SlotTable.empty(layout.slots))[0]
-    layout.views(buffer)["token_ids"][: len(decodes)] = token_ids[slots, positions]
-    return buffer
+    found = Steady.of(executor, layout, work)
+    layout.views(found.buffer)["token_ids"][: len(decodes)] = token_ids[slots, positions]
+    return found
 
 
 # ---- the ways
@@ -146,7 +146,7 @@ def streams(
     program = executor.program(layout)
     everywhere = NamedSharding(executor.programs.mesh, PartitionSpec())
     for step in steps:
-        buffer = jax.device_put(buffer_of(layout, step, token_ids), everywhere)
+        buffer = jax.device_put(step_of(executor, layout, step, token_ids).buffer, everywhere)
         _, x, _, executor.kv, executor.page_table = program(
             weights, executor.kv, executor.page_table, executor.last_tokens, buffer
         )
@@ -164,7 +164,7 @@ def place_pages(executor: Executor, layout: StepLayout, lengths: Lengths, token_
     every = StepWork(nobody, slots, last, (), (), sequences, layout.tokens, nothing)
     appends = page_appends(every, executor.num_pages, config.windows, executor.page_size)
     first = next(steps_of(lengths, layout.tokens))
-    executor.run(layout, buffer_of(layout, first, token_ids), appends, full=False).tokens.block_until_ready()
+    step_of(executor, layout, first, token_ids).place(appends)
 
 
 def without_attention(weights: Any, layer: int) -> Any:

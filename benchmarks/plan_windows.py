@@ -41,7 +41,7 @@ from jaxflow.config import ConfigError
 from jaxflow.engine.layout import StepLayout
 from jaxflow.model.composition import Composition
 from jaxflow.pipeline.plan import Plan, digest, load
-from jaxflow.scheduler.step_work import Chunk, StepWork
+from jaxflow.scheduler.state import Chunk, StepWork
 from pallas_kernels.measure.timing import interleaved
 
 DRAWN = 20_000  # requests that a workload of unlike lengths is drawn from
