@@ -24,18 +24,18 @@ import numpy as np
 from jaxflow.config import EngineConfig, ModelConfig
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, prepare_process, resolve
-from jaxflow.engine.start_kv_tiers import start_offload
 from jaxflow.kv.device_cache import make_cache
+from jaxflow.kv.tiers.offload import Transfers
 from jaxflow.kv.tiers.page_copies import PageCopies
-from jaxflow.kv.tiers.transfers import Transfers
+from jaxflow.kv.tiers.policy import FetchCosts
+from jaxflow.kv.tiers.start import start_host_tier
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.parallel.mesh import make_mesh
 from jaxflow.request import Delta, Logprob, Request, SamplingParams
 from jaxflow.scheduler.admission import OutputLengths
-from jaxflow.scheduler.fetch_cost import LoadCosts
 
 HAPPENED = ("preemptions", "swapped_in", "host_pages_loaded", "host_pages_evicted")
-ALWAYS = LoadCosts(bytes_per_s=1e15, latency_s=0.0, seconds_a_token=1.0)
+ALWAYS = FetchCosts(bytes_per_s=1e15, latency_s=0.0, seconds_per_token=1.0)
 MEAN_NATS, MOST_NATS = 0.03, 0.6
 DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "int8")
 
@@ -132,8 +132,9 @@ def check_engine(
     ]
     requests = [Request(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
     expected = first_tokens(make_loop(config, model, executor, enable_prefix_caching=False), requests)
-    offload = start_offload(config, executor, costs=ALWAYS)
-    engine = make_loop(config, model, executor, offload)
+    assert executor.copies is not None
+    tier = start_host_tier(config, executor.copies, lambda: 1.0, costs=ALWAYS)
+    engine = make_loop(config, model, executor, tier)
     engine.scheduler.lengths = OutputLengths(prior=2)  # it admits too much, and has to pre-empt
     nats: list[float] = []
     for _ in range(2):

@@ -255,8 +255,8 @@ class World:
                 for index, page in enumerate(rows[group]):
                     if page >= 0:
                         holders.setdefault(page, []).append((slot, index))
-            for load in self.scheduler.tier.loads if self.scheduler.tier is not None else ():
-                for page in [*load.held[group], *load.part_pages[group : group + 1]]:
+            for fetch in self.scheduler.tiers.fetches if self.scheduler.tiers is not None else ():
+                for page in [*fetch.held[group], *fetch.partial_pages[group : group + 1]]:
                     holders.setdefault(page, []).append((-1, -1))
             counts = [pool.references(page) for page in range(pool.num_pages)]
             assert counts == [len(holders.get(page, ())) for page in range(pool.num_pages)]

@@ -13,14 +13,12 @@ from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, resolve
-from jaxflow.engine.start_kv_disk import open_disk, put_below
-from jaxflow.engine.start_kv_tiers import page_copies, start_offload
-from jaxflow.kv.tiers.disk_store import DiskTier
+from jaxflow.kv.tiers.policy import FetchCosts
+from jaxflow.kv.tiers.start import open_disk, page_copies, start_host_tier
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.request import Delta, Event, Finished, Request, SamplingParams, Started
-from jaxflow.scheduler.fetch_cost import LoadCosts
 
-ALWAYS_LOAD = LoadCosts(bytes_per_s=1e15, latency_s=0.0, seconds_a_token=1.0)
+ALWAYS_LOAD = FetchCosts(bytes_per_s=1e15, latency_s=0.0, seconds_per_token=1.0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5)
 
 
@@ -91,7 +89,8 @@ def _with_copies(
     model: str, tp: int, budget: int, kv: str, sizes: tuple[int, ...] = (1, 4)
 ) -> tuple[EngineConfig, Executor]:
     config, made = executor(model, tp, budget, kv=kv)
-    made.add_page_copies(page_copies(config, made.programs.context.config, made, sizes=sizes))
+    model_config = made.programs.context.config
+    made.add_page_copies(page_copies(config, model_config, made.num_pages, made.programs.mesh, sizes))
     return config, made
 
 
@@ -102,38 +101,28 @@ def offloading_loop(
     tp: int = 1,
     budget: int = 64,
     kv: str = "auto",
-    costs: LoadCosts = ALWAYS_LOAD,
+    costs: FetchCosts = ALWAYS_LOAD,
     staging_pages: int | None = None,
+    disk_folder: Path | None = None,
+    disk_fingerprint: bytes = b"a model",
     **changes,
 ) -> Loop:
-    """Like `loop`, with a host tier of so many pages of the largest group; the caller closes it."""
+    """Return a `loop` with a host tier of `host_pages` of the largest group; the caller closes the loop.
+
+    `disk_folder`: the folder of a disk tier below the host.
+    """
     config, made = _with_copies(model, tp, budget, kv)
     assert made.copies is not None
     size = max(made.copies.page_bytes) * tp
     config = dataclasses.replace(config, kv_offloading_size=host_pages * size / 2**30)
-    offload = start_offload(config, made, costs=costs)
+    disk = None
+    if disk_folder is not None:
+        config = dataclasses.replace(config, kv_disk_path=str(disk_folder), kv_disk_size=1.0)
+        disk = open_disk(config, made.programs.context.config, disk_fingerprint)
+    tier = start_host_tier(config, made.copies, lambda: 1.0, disk, costs=costs)
     if staging_pages is not None:
-        offload.tier.staging_bytes = staging_pages * size
-    return make_loop(config, made.programs.context.config, made, offload, **changes)
-
-
-def over_disk(
-    loop: Loop,
-    model: str,
-    folder: Path,
-    *,
-    tp: int = 1,
-    budget: int = 64,
-    kv: str = "auto",
-    fingerprint: bytes = b"a model",
-) -> DiskTier:
-    """The disk that is from now on below an `offloading_loop`'s host; the loop closes it."""
-    config, made = executor(model, tp, budget, kv=kv)
-    config = dataclasses.replace(config, kv_offloading_size=1.0, kv_disk_path=str(folder), kv_disk_size=1.0)
-    disk = open_disk(config, made.programs.context.config, fingerprint)
-    assert disk is not None and loop._offload is not None
-    put_below(loop._offload, disk)
-    return disk
+        tier = dataclasses.replace(tier, staging_bytes=staging_pages * size)
+    return make_loop(config, made.programs.context.config, made, tier, **changes)
 
 
 class Result:

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 
 from jaxflow.engine.executor import Executor, Pending
-from jaxflow.engine.kv_offload import Offload
 from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.engine.live_request import HostLogprobs, LiveRequest, needs_full_sampler, slot_settings
 from jaxflow.engine.plain_slots import PlainSlots
 from jaxflow.engine.programs import FULL, PLAIN
+from jaxflow.kv.tiers.offload import KvOffload
 from jaxflow.pipeline.choice import pick
 from jaxflow.request import Event, FinishReason, Request
 from jaxflow.scheduler.scheduler import Scheduler
@@ -42,7 +42,7 @@ class Stats(msgspec.Struct, frozen=True):
     steps_by_plan: dict[str, int]
     kv_tiers: dict[
         str, int
-    ]  # of the tiers below the device, see `Offload.counters`; empty where there are none
+    ]  # of the tiers below the device, see `KvOffload.counters`; empty where there are none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Loop:
         executor: Executor,
         *,
         eos_token_ids: Iterable[int],
-        offload: Offload | None = None,
+        offload: KvOffload | None = None,
         clock=time.monotonic,
     ):
         """`offload`: carries out what the scheduler's host tier decides; there if that is."""
@@ -182,7 +182,7 @@ class Loop:
         work = self.scheduler.schedule(self._clock())
         before, self._in_flight = self._in_flight, None
         if self._offload is not None:
-            self._offload.send(self.executor)
+            self._offload.send()
         if work is not None:
             self._in_flight = InFlight(work, self._enqueue(work))
         if before is not None:

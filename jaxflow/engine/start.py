@@ -4,6 +4,7 @@ back.
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -20,41 +21,42 @@ from jaxflow.config import KV_DTYPES, ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.driver import Driver
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
-from jaxflow.engine.kv_offload import Offload
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.lowered_cache import beside_compiled
 from jaxflow.engine.program_memory import SPARE
 from jaxflow.engine.programs import Programs
-from jaxflow.engine.start_kv_disk import open_disk, put_below
-from jaxflow.engine.start_kv_tiers import (
-    check_host,
-    device_bytes,
-    page_copies,
-    pinned_pool_gib,
-    start_offload,
-)
 from jaxflow.engine.step_plans import (
     begins_early,
     choose_plans,
     default_plan,
     largest_step,
     make_layouts,
-    on_gpu,
     one_alone,
 )
 from jaxflow.kv.device_cache import fit_pages, page_bytes
-from jaxflow.kv.tiers.host_memory import free_host_bytes
+from jaxflow.kv.tiers.host_machine import free_host_bytes
+from jaxflow.kv.tiers.start import (
+    HostTier,
+    best_seconds,
+    check_host,
+    device_bytes,
+    open_disk,
+    page_copies,
+    pinned_pool_gib,
+    start_host_tier,
+)
 from jaxflow.model import softmax_range
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
 from jaxflow.model.ops import Context
 from jaxflow.model.sampling import rows_at_once
 from jaxflow.model.weights import Weights
-from jaxflow.parallel.mesh import axis_of, choose_platform, make_mesh
+from jaxflow.parallel.mesh import axis_of, choose_platform, make_mesh, on_gpu
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan
+from jaxflow.scheduler.running import make_page_tables
 from jaxflow.scheduler.scheduler import Scheduler, SchedulerConfig
 from pallas_kernels.gemm.api import Product, product_of, shape_of
 from pallas_kernels.kernel_set import KernelSet
@@ -173,10 +175,12 @@ def start_engine(
         # walk them within a step.
         gc.collect()
         gc.freeze()
-        offload = start_offload(config, executor) if config.kv_offloading_size else None
-        if offload is not None and disk is not None:
-            put_below(offload, disk)
-        loop = make_loop(config, checkpoint.model_config, executor, offload, fingerprint=fingerprint)
+        tier = None
+        if config.kv_offloading_size:
+            assert executor.copies is not None
+            measure = functools.partial(prefill_seconds_per_token, executor)
+            tier = start_host_tier(config, executor.copies, measure, disk)
+        loop = make_loop(config, checkpoint.model_config, executor, tier, fingerprint=fingerprint)
         driver = Driver(loop)
         driver.start()
         undo.pop_all()
@@ -262,7 +266,7 @@ def make_executor(
     )
     executor.allocate(_num_pages(config, model, mesh, executor))
     if config.kv_offloading_size:
-        executor.add_page_copies(page_copies(config, model, executor))
+        executor.add_page_copies(page_copies(config, model, executor.num_pages, mesh))
     return executor
 
 
@@ -320,11 +324,14 @@ def make_loop(
     config: EngineConfig,
     model: ModelConfig,
     executor: Executor,
-    offload: Offload | None = None,
+    tier: HostTier | None = None,
     **changes: Any,
 ) -> Loop:
-    """A loop over an executor; `changes` replace fields of its `SchedulerConfig`. config: resolved. offload:
-    the loop closes it.
+    """Return a loop over an executor. `changes` replace fields of its `SchedulerConfig`.
+
+    Args:
+      config: resolved.
+      tier: the host tier; the loop closes it.
     """
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     scheduling = SchedulerConfig(
@@ -341,10 +348,18 @@ def make_loop(
         max_waiting=config.max_waiting,
         seed=config.seed,
     )
-    scheduler = Scheduler(
-        dataclasses.replace(scheduling, **changes), None if offload is None else offload.tier
-    )
+    scheduling = dataclasses.replace(scheduling, **changes)
+    offload = None
+    if tier is not None:
+        offload = tier.offload(make_page_tables(scheduling, record_named=True), executor)
+    scheduler = Scheduler(scheduling, None if offload is None else offload.policy)
     return Loop(scheduler, executor, eos_token_ids=model.eos_token_ids, offload=offload)
+
+
+def prefill_seconds_per_token(executor: Executor) -> float:
+    """Measure the time of a token's prefill in the largest step, without attention."""
+    layout = executor.layouts[max(executor.layouts)][0]
+    return best_seconds(lambda: executor.rehearse(layout)) / 2 / layout.tokens
 
 
 def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: Executor) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import jax
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.layout import StepLayout
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint, shipped_configs
+from jaxflow.parallel.mesh import on_gpu
 from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import sequential_plan
@@ -35,10 +36,6 @@ SHAPES = (
     "vocab_size",
     "num_experts",
 )
-
-
-def on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
 
 
 def token_buckets(budget: int, *, few: bool, seqs: int = 0) -> tuple[int, ...]:

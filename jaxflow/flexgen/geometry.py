@@ -17,7 +17,7 @@ from jaxflow.config import ModelConfig
 from jaxflow.flexgen.placement import Tier, place_rows, place_weights
 from jaxflow.flexgen.policy import TIERS, Policy
 from jaxflow.flexgen.shards import CUT, placed, tree_bytes
-from jaxflow.kv.tiers.quantize import kv_shape
+from jaxflow.kv.int4 import kv_shape
 from jaxflow.model.weight_spec import TENSOR_PARALLEL_AXIS
 from jaxflow.model.weights import kv_head_copies, leaves
 from jaxflow.parallel.mesh import TP

@@ -9,7 +9,7 @@ import os
 from jaxflow.config import EngineConfig
 from jaxflow.engine.start import prepare_process
 from jaxflow.flexgen.config import GIGA, OffloadConfig
-from jaxflow.kv.tiers.host_memory import host_memory_bytes
+from jaxflow.kv.tiers.host_machine import host_memory_bytes
 
 
 def prepare(offload: OffloadConfig, config: EngineConfig) -> None:

@@ -23,7 +23,7 @@ from jax import lax
 
 from jaxflow.config import Layer
 from jaxflow.flexgen.geometry import Geometry, Part
-from jaxflow.kv.tiers.quantize import dequantize_kv, quantize_kv
+from jaxflow.kv.int4 import dequantize_kv, quantize_kv
 from jaxflow.model import ops, sampling
 from jaxflow.model.batch import Batch
 from jaxflow.model.ops import KV, Context, Weights

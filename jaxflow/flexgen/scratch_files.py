@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxflow.config import ConfigError
-from jaxflow.kv.tiers.disk_file import checksum
+from jaxflow.kv.tiers.page_file import checksum
 
 PREFIX = "jaxflow-offload-"
 _LOCK = "lock"

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
 from jaxflow.engine.start import resolve
-from jaxflow.engine.step_plans import on_gpu
 from jaxflow.flexgen.accounting import LIMITS, Account, DoesNotFit, account, check_fits
 from jaxflow.flexgen.activation_store import ActivationStore
 from jaxflow.flexgen.block_loop import Driver
@@ -34,11 +33,10 @@ from jaxflow.flexgen.runtime import Runtime
 from jaxflow.flexgen.scratch_files import DiskFolder, check_folder, free_bytes, sweep
 from jaxflow.flexgen.tiers import Tiers
 from jaxflow.flexgen.weight_store import WeightStore
-from jaxflow.kv.tiers.host_memory import free_host_bytes
-from jaxflow.kv.tiers.numa import bound, gpu_bus_ids, near_cpus
+from jaxflow.kv.tiers.host_machine import bound, free_host_bytes, gpu_bus_ids, near_cpus
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.model.ops import Context
-from jaxflow.parallel.mesh import axis_of, make_mesh
+from jaxflow.parallel.mesh import axis_of, make_mesh, on_gpu
 
 log = logging.getLogger(__name__)
 # Of a GPU's memory, in which what comes and goes leaves gaps, and of its pool of pinned memory, whose regions

@@ -1,1 +1,1 @@
-"""Pages of the key/value cache: who owns which (host), and the arrays themselves (device)."""
+"""Pages of the KV cache: their holders on the host, the arrays on the device, and the tiers below."""

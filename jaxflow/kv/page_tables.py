@@ -1,13 +1,14 @@
-"""Which pages each slot's sequence holds, in every layer group: the host's half of the page table.
+"""Page tables on the host: the pages of each slot's sequence, in every page group.
 
-A row of a layer group is a list of page ids, one for every `block_size` positions; -1 where a window layer
-has given the page back. The device's copy of the table is brought up to date by the entries that
-`take_appends` tells. Entries that become -1 are not told: no query sees them any more.
+A row is a list of page ids of one group, one for every `block_size` positions; -1 marks a page that a window
+layer gave back. The device's copy of the table follows by the entries of `take_appends`. Entries that become -1
+are not sent to the device, because no later query sees their pages.
 
-For the forecast of memory (`jaxflow.scheduler.admission`) each page in use is charged to one slot, the one whose
-release will free it, or, as soon as it is shared, to nobody (`common`), since no single release frees it.
+For the memory forecast (`jaxflow.scheduler.admission`) each page in use is charged to the slot whose release
+frees the page. A shared page is charged to no slot (`common`), because no single release frees the page.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,13 +18,19 @@ from jaxflow.kv.prefix import first_seen, longest_hit
 
 
 class PageTables:
-    """Pages of `num_slots` sequences in G layer groups.
+    """Pages of `num_slots` sequences in G page groups.
+
+    Args:
+      num_pages, windows: of each group.
+      keep: see `PagePool`.
+      record_named: record the newly named pages for `take_named`.
 
     Attributes (arrays are int32 [G, num_slots]):
-      pools: the group's `PagePool`.
+      pools: the `PagePool` of each group.
       rows: rows[slot][group] is the list of page ids.
       count: entries of each row.
-      charged: pages that are freed when the slot is released.
+      charged: pages that the slot's release frees.
+      named: (group, page, digest) of the pages that were named since the last `take_named`.
     """
 
     def __init__(
@@ -34,40 +41,43 @@ class PageTables:
         num_slots: int,
         *,
         keep: bool,
+        record_named: bool = False,
     ):
         self.windows = tuple(windows)
         self.block_size = block_size
-        self.pools = [PagePool(n, keep=keep) for n in num_pages]
+        self.named: list[tuple[int, int, bytes]] = []
+        self.pools = [
+            PagePool(n, keep=keep, on_named=functools.partial(self._record, g) if record_named else None)
+            for g, n in enumerate(num_pages)
+        ]
         self.rows = [[[] for _ in windows] for _ in range(num_slots)]
         self.count = np.zeros((len(windows), num_slots), np.int32)
         self.charged = np.zeros((len(windows), num_slots), np.int32)
         self._gone = np.zeros((len(windows), num_slots), np.int32)  # leading entries that are -1
-        self._owner = [[-1] * n for n in num_pages]  # the slot each page is charged to
+        self._owner = [[-1] * n for n in num_pages]  # the slot to which each page is charged
         self._appends: list[np.ndarray] = []
 
     def available(self) -> list[int]:
-        """Free or cached pages, of each group."""
+        """Return the number of free or cached pages of each group."""
         return [pool.available for pool in self.pools]
 
     def common(self, group: int) -> int:
-        """Pages in use that no single release will free."""
+        """Return the number of pages in use that no single release frees."""
         pool = self.pools[group]
         return pool.num_pages - pool.available - int(self.charged[group].sum())
 
     def hit(self, names: Sequence[bytes]) -> int:
-        """Leading pages whose content is at hand, see `longest_hit`."""
+        """Return the number of leading pages that are on the device, see `longest_hit`."""
         return longest_hit(self.pools, self.windows, names, self.block_size)
 
     def payers(self, group: int, names: Sequence[bytes]) -> list[int]:
-        """For each page of a hit that is in use, and so costs nothing: the slot it is charged to, or -1 for
-        nobody.
-        """
+        """Return the slot to which each page in use of a hit is charged, -1 for no slot."""
         pool, owner = self.pools[group], self._owner[group]
         pages = (pool.find(name) for name in names)
         return [owner[page] for page in pages if page >= 0 and pool.references(page)]
 
     def adopt(self, slot: int, names: Sequence[bytes]) -> None:
-        """Makes the pages of a hit the beginning of an empty row."""
+        """Fill an empty row with the pages of a hit."""
         m = len(names)
         for g, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
             gone = first_seen(m * self.block_size, window, self.block_size)
@@ -83,36 +93,35 @@ class PageTables:
             pool.reference(pages)
             self.rows[slot][g] += [-1] * gone + pages
             self._gone[g, slot] = gone
-            self._tell(g, slot, gone, pages)
+            self._add_entries(g, slot, gone, pages)
         self.count[:, slot] = m
 
     def append(self, slot: int, group: int, page: int) -> None:
-        """Makes a page that was allocated for nobody (`hold`) the next of a row."""
+        """Append a page of `hold` to a row."""
         index = int(self.count[group, slot])
         self.rows[slot][group].append(page)
         self._owner[group][page] = slot
         self.charged[group, slot] += 1
         self.count[group, slot] = index + 1
-        self._tell(group, slot, index, [page])
+        self._add_entries(group, slot, index, [page])
 
     def hold(self, group: int, names: Sequence[bytes], more: int) -> tuple[list[int], list[int]] | None:
-        """References pages of a group on nobody's behalf, until `release_held`: they stay, and are free to be
-        filled.
+        """Reference pages of a group for a sequence without a slot, until `release_held`.
 
-        Returns the page of each name, a new one where the content is not at hand, and `more` pages beside
-        them; None if there are not so many.
+        Returns the page of each name, a new page for content that is not on the device, and `more` further
+        pages; None if there are not enough pages.
         """
         pool, owner = self.pools[group], self._owner[group]
         found = [pool.find(name) for name in names]
-        there = [page for page in found if page >= 0]
-        needed = len(found) - len(there) + more
-        if needed > pool.available - sum(not pool.references(page) for page in there):
+        present = [page for page in found if page >= 0]
+        needed = len(found) - len(present) + more
+        if needed > pool.available - sum(not pool.references(page) for page in present):
             return None
-        for page in there:
+        for page in present:
             if pool.references(page) and owner[page] >= 0:
                 self.charged[group, owner[page]] -= 1
             owner[page] = -1
-        pool.reference(there)
+        pool.reference(present)
         new = pool.allocate(needed)
         for page in new:
             owner[page] = -1
@@ -120,14 +129,15 @@ class PageTables:
         return [page if page >= 0 else next(fresh) for page in found], list(fresh)
 
     def release_held(self, group: int, pages: Sequence[int]) -> None:
-        """Gives back what `hold` gave."""
+        """Give back pages of `hold`."""
         self.pools[group].release(reversed(pages))
 
     def fit(self, slot: int, end: int, tokens: int, planned: list[int]) -> int:
-        """Of `tokens` positions after the first `end`, how many there are pages for.
+        """Return how many of `tokens` positions after the first `end` have pages.
 
-        `planned` [G]: pages promised in this step already; those of the answer are added. `end` may lie
-        beyond the row if the pages up to it are promised too.
+        Args:
+          end: may lie beyond the row, if the pages up to `end` are planned.
+          planned: [G] pages already planned in this step; the pages of the result are added.
         """
         size = self.block_size
         have = [max(int(self.count[g, slot]), -(-end // size)) for g in range(len(self.pools))]
@@ -138,7 +148,7 @@ class PageTables:
         return max(0, tokens)
 
     def grow(self, slot: int, end: int) -> None:
-        """Gives the slot pages for its first `end` positions. Raises: OutOfPages."""
+        """Allocate the slot's pages up to its first `end` positions. Raises: OutOfPages."""
         needed = -(-end // self.block_size)
         for g, pool in enumerate(self.pools):
             count = int(self.count[g, slot])
@@ -149,16 +159,14 @@ class PageTables:
                     self._owner[g][page] = slot
                 self.charged[g, slot] += len(pages)
                 self.count[g, slot] = needed
-                self._tell(g, slot, count, pages)
+                self._add_entries(g, slot, count, pages)
 
     def crossing(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Which slots lack a page for the token at their position: bool [G, n] for slots and positions int
-        [n].
-        """
+        """Return which slots lack a page for the token at their position: bool [G, n], from int [n] each."""
         return positions // self.block_size >= self.count[:, slots]
 
     def grow_crossing(self, slots: np.ndarray, crossing: np.ndarray) -> None:
-        """Gives one page to every slot of `crossing` (see there). Raises: OutOfPages."""
+        """Allocate one page for every slot of `crossing`. Raises: OutOfPages."""
         for g, pool in enumerate(self.pools):
             rows = slots[crossing[g]]
             if not len(rows):
@@ -172,10 +180,9 @@ class PageTables:
                 self._owner[g][page] = slot
 
     def drop_unseen(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Gives back what window layers no longer see from the slots' next positions on (int [n] each).
+        """Release the pages that window layers do not see from the slots' next positions on (int [n] each).
 
-        To be called before the step's work is chosen: a page given back here may be written in this very
-        step.
+        Called before the step's work is chosen, because the step may write to a released page.
         """
         for g, window in enumerate(self.windows):
             if window is None:
@@ -195,14 +202,14 @@ class PageTables:
                 self._gone[g, slot] = gone[i]
 
     def register(self, slot: int, names: Sequence[bytes], begin: int) -> None:
-        """Names pages begin.. of a row: `names` are those of its leading pages, all of them computed."""
+        """Name the pages of a slot from page `begin` on. `names`: names of the computed leading pages."""
         for pool, row in zip(self.pools, self.rows[slot], strict=True):
             for i in range(begin, len(names)):
                 if row[i] >= 0:
                     pool.register(row[i], names[i])
 
     def release(self, slot: int) -> None:
-        """Gives back all pages of a slot."""
+        """Release all pages of a slot."""
         for pool, row in zip(self.pools, self.rows[slot], strict=True):
             pool.release(held(row))
         self.rows[slot] = [[] for _ in self.windows]
@@ -211,11 +218,19 @@ class PageTables:
         self._gone[:, slot] = 0
 
     def take_appends(self) -> np.ndarray:
-        """Entries set since the last call, in order: int32 [n, 4] of (group, slot, index, page)."""
+        """Return the entries since the last call, in order: int32 [n, 4] of (group, slot, index, page)."""
         appends, self._appends = self._appends, []
         return np.concatenate(appends) if appends else np.zeros((0, 4), np.int32)
 
-    def _tell(self, group: int, slot: int, index: int, pages: list[int]) -> None:
+    def take_named(self) -> list[tuple[int, int, bytes]]:
+        """Return (group, page, digest) of the pages that were named since the last call, in order."""
+        named, self.named = self.named, []
+        return named
+
+    def _record(self, group: int, page: int, digest: bytes) -> None:
+        self.named.append((group, page, digest))
+
+    def _add_entries(self, group: int, slot: int, index: int, pages: list[int]) -> None:
         if pages:
             self._appends.append(_entries(group, slot, np.arange(index, index + len(pages)), pages))
 

@@ -1,37 +1,41 @@
-"""One layer group's KV pages, as the host sees them: who holds them, and which are kept for their content.
+"""KV pages of one page group, as the host counts them: holders, and the pages kept for their content.
 
-A page is free, or referenced by one or more sequences, or cached: referenced by nobody, but its content has a
-name (a digest of all tokens up to its end, see `jaxflow.kv.prefix`) under which a later sequence may take
-it up again. Cached pages are as good as free: `allocate` evicts the one given back longest ago once the free
-ones are used up.
+A page is free, referenced by one or more sequences, or cached. A cached page has no holder, but its content has
+a name (a digest of all tokens up to its end, see `jaxflow.kv.prefix`), under which a later sequence can
+reference the page again. `allocate` takes free pages first, then evicts the cached page that was released
+longest ago.
 
-The device runs steps in the order in which they were scheduled. So a page may be given back, and given to
-someone else, while a step that reads it is still running: what the new owner writes comes later.
+The device runs steps in the order of their scheduling. So a page can be released and given to another sequence
+while a step that reads the page still runs: the writes of the new holder come later.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class OutOfPages(RuntimeError):
-    """More pages were asked for than are free or cached: a caller did not look at `available` first."""
+    """An allocation of more pages than `PagePool.available`."""
 
 
 class PagePool:
     """Reference counts and the content index of pages 0..num_pages-1.
 
-    `keep`: whether pages that nobody references any more stay cached under their digest. Without it a page
-    can be shared only while somebody references it.
-
-    Attributes:
-      newly_named: (page, digest) of what `register` named, in order, for who takes it from here; None: not
-      written down.
+    Args:
+      keep: keep pages without holder cached under their name. Otherwise a page can be shared only while a
+        sequence references the page.
+      on_named: called with (page, digest) for each page that `register` names.
     """
 
-    def __init__(self, num_pages: int, *, keep: bool = True):
+    def __init__(
+        self,
+        num_pages: int,
+        *,
+        keep: bool = True,
+        on_named: Callable[[int, bytes], None] | None = None,
+    ):
         self.num_pages = num_pages
         self.keep = keep
-        self.newly_named: list[tuple[int, bytes]] | None = None
+        self._on_named = on_named
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._digests: list[bytes | None] = [None] * num_pages
@@ -40,38 +44,39 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can give: free ones and cached ones."""
+        """The number of pages that `allocate` can give: free and cached pages."""
         return len(self._free) + len(self._cached)
 
     def references(self, page: int) -> int:
+        """Return the number of holders of a page."""
         return self._references[page]
 
     def allocate(self, count: int) -> list[int]:
-        """Gives `count` pages of no particular content, each referenced once. Raises: OutOfPages."""
+        """Return `count` pages of arbitrary content, each with one reference. Raises: OutOfPages."""
         free = self._free
         if count > len(free):
             self._evict(count - len(free))
-        cut = len(free) - count
-        pages = free[cut:]
-        del free[cut:]
+        split = len(free) - count
+        pages = free[split:]
+        del free[split:]
         for page in pages:
             self._references[page] = 1
         return pages
 
     def reference(self, pages: Iterable[int]) -> None:
-        """Adds a holder to pages that are referenced or cached."""
+        """Add a holder to pages that are referenced or cached."""
         for page in pages:
             if self._references[page] == 0:
                 del self._cached[page]
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Takes a holder away. Of pages that become cached together, the first given is evicted first."""
+        """Remove a holder of each page. Of pages that become cached, the first of `pages` is evicted first."""
         references, digests = self._references, self._digests
         for page in pages:
             left = references[page] - 1
             if left < 0:
-                raise ValueError(f"page {page} is released, but nobody holds it")
+                raise ValueError(f"page {page} is released, but no sequence holds the page")
             references[page] = left
             if left == 0:
                 if digests[page] is None:
@@ -83,24 +88,21 @@ class PagePool:
                     self._free.append(page)
 
     def find(self, digest: bytes) -> int:
-        """The page with this content, or -1."""
+        """Return the page with this content, or -1."""
         return self._named.get(digest, -1)
 
     def register(self, page: int, digest: bytes) -> None:
-        """Names the content of a referenced page. The first page of a content keeps the name; a copy stays
-        nameless.
-        """
+        """Name the content of a referenced page. A second page of the same content stays without a name."""
         if digest not in self._named and self._digests[page] is None:
             self._named[digest] = page
             self._digests[page] = digest
-            if self.newly_named is not None:
-                self.newly_named.append((page, digest))
+            if self._on_named is not None:
+                self._on_named(page, digest)
 
     def _evict(self, count: int) -> None:
         if count > len(self._cached):
-            raise OutOfPages(
-                f"{count - len(self._cached)} pages more than the {self.num_pages} of the pool can give"
-            )
+            short = count - len(self._cached)
+            raise OutOfPages(f"{short} pages more than available were allocated from {self.num_pages} pages")
         for _ in range(count):
             page, _ = self._cached.popitem(last=False)
             self._forget(page)
@@ -114,5 +116,5 @@ class PagePool:
 
 
 def held(pages: Sequence[int]) -> list[int]:
-    """The pages of one row that are really there, last first: released so, a chain is evicted from its tail."""
+    """Return the present pages of a row, last first. Released in this order, a chain is evicted from its tail."""
     return [page for page in reversed(pages) if page >= 0]

@@ -1,8 +1,8 @@
-"""Names for the content of pages, and how long a known prefix is.
+"""Names of page contents, and the length of a known prefix.
 
-The KV of a page depends on its tokens and on all tokens before them, so its name is a chained digest: of the
-name of the page before it and of its own tokens; the chain begins at a salt. Digests are 128 bits of BLAKE2b:
-that two contents ever share one is not a case to handle.
+The KV of a page depends on its tokens and on all tokens before the page. So the name of a page is a chained
+digest: of the previous page's name and of the page's tokens. The chain begins at a salt. A digest has 128 bits
+of BLAKE2b, so that a collision need not be handled.
 """
 
 import hashlib
@@ -15,21 +15,22 @@ DIGEST_BYTES = 16
 
 
 class Index(Protocol):
-    """Where content is found by its name: one layer group's `PagePool`, or more than that."""
+    """A lookup of page contents by name, such as the `PagePool` of a page group."""
 
     def find(self, digest: bytes) -> int:
-        """At least 0 if it is at hand, else -1."""
+        """Return a number of at least 0 for present content, else -1."""
         ...
 
 
 def root(salt: bytes) -> bytes:
-    """Where the chain of one salt begins."""
+    """Return the first digest of the chain of a salt."""
     return hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"jaxflow.pages").digest()
 
 
 def extend(chain: list[bytes], tokens: np.ndarray, pages: int, block_size: int) -> None:
-    """Makes `chain` cover `pages` whole pages of `tokens` (int32); chain[i] is the root, then the name of
-    page i - 1.
+    """Extend `chain` to `pages` complete pages of `tokens` (int32).
+
+    chain[0] is the root; chain[i] is the name of page i - 1.
     """
     begin = len(chain) - 1
     content, step = tokens[begin * block_size : pages * block_size].tobytes(), 4 * block_size
@@ -40,10 +41,9 @@ def extend(chain: list[bytes], tokens: np.ndarray, pages: int, block_size: int) 
 
 
 def part_name(chain: Sequence[bytes], tokens: np.ndarray, end: int, block_size: int) -> bytes:
-    """The name of a page of which only positions up to `end` are computed; all of `tokens` before them are
-    known.
+    """Return the name of a partial page, with positions up to `end`; all `tokens` before `end` are known.
 
-    No whole page has it: less than a page's tokens went into it.
+    No complete page has this name, because the digest covers less than a page of tokens.
     """
     begin = end // block_size
     return hashlib.blake2b(
@@ -52,27 +52,27 @@ def part_name(chain: Sequence[bytes], tokens: np.ndarray, end: int, block_size: 
 
 
 def first_seen(position: int, window: int | None, block_size: int) -> int:
-    """The first page that a query at `position`, or any later one, can see in a layer group of this window."""
+    """Return the first page that queries from `position` on see in a page group of this window."""
     return 0 if window is None else max(0, position - window + 1) // block_size
 
 
 def longest_hit(
     pools: Sequence[Index], windows: Sequence[int | None], names: Sequence[bytes], block_size: int
 ) -> int:
-    """How many of the leading pages `names` need not be computed.
+    """Return how many of the leading pages `names` are present, so that their tokens need no computation.
 
     After a hit of m pages the next query is at position m * block_size. Full attention needs all m pages; a
-    layer group of window w just those that this query sees. The answer is the largest m for which every group
-    has what it needs.
+    group of window w needs only the pages that this query sees. The result is the largest m for which every
+    group has the pages that it needs.
     """
-    reach = len(names)  # full groups end the search early: a prompt nobody sent before costs one look-up
+    reach = len(names)  # full groups first: they end the search of an unknown prompt after one lookup
     for pool, window in zip(pools, windows, strict=True):
         if window is None:
             reach = next((i for i in range(reach) if pool.find(names[i]) < 0), reach)
     if all(window is None for window in windows):
         return reach
     best = 0
-    runs = [0] * len(windows)  # pages present without a gap, up to and with page m - 1
+    runs = [0] * len(windows)  # pages present without a gap, up to page m - 1
     for m in range(1, reach + 1):
         enough = True
         for g, window in enumerate(windows):

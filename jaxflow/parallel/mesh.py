@@ -24,6 +24,11 @@ def choose_platform() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
+def on_gpu() -> bool:
+    """Return True if JAX runs on GPUs by default."""
+    return jax.default_backend() == "gpu"
+
+
 def make_mesh(tensor_parallel_size: int) -> Mesh:
     """The first `tensor_parallel_size` devices in a row. Raises: ConfigError when there are fewer."""
     devices = jax.devices()

@@ -45,6 +45,11 @@ class SchedulerConfig:
     seed: int = 0
     fingerprint: bytes = b""
 
+    @property
+    def num_slots(self) -> int:
+        """The number of slots: not more than a step has tokens, so that every decode gets its token."""
+        return min(self.max_num_seqs, self.token_budget)
+
     def __post_init__(self) -> None:
         def check(field: str, ok: bool, accepted: str) -> None:
             if not ok:

@@ -6,10 +6,22 @@ import collections
 import numpy as np
 
 from jaxflow.kv.page_tables import PageTables
+from jaxflow.kv.tiers.policy import TierPolicy
 from jaxflow.scheduler.admission import FOREVER, Forecast, OutputLengths
 from jaxflow.scheduler.config import SchedulerConfig, window_pages
 from jaxflow.scheduler.state import BY_AGE, Chunk, Sequence, SlotTable
-from jaxflow.scheduler.tier_policy import HostTier
+
+
+def make_page_tables(config: SchedulerConfig, *, record_named: bool = False) -> PageTables:
+    """Return empty page tables for the slots of a scheduler. `record_named`: for a tier policy."""
+    return PageTables(
+        config.num_pages,
+        config.windows,
+        config.block_size,
+        config.num_slots,
+        keep=config.enable_prefix_caching,
+        record_named=record_named,
+    )
 
 
 class Running:
@@ -19,26 +31,18 @@ class Running:
       by_slot, tables: counts and pages, by slot.
       prefilling: the sequences whose known tokens are not all computed, oldest first.
       computed: the sequences of the last step's chunks.
-      tier: what the host keeps of all this; None: nothing.
+      tiers: the policy of the KV tiers, over `tables`; None without tiers.
     """
 
-    def __init__(self, config: SchedulerConfig, tier: HostTier | None = None):
-        slots = min(
-            config.max_num_seqs, config.token_budget
-        )  # so that every decode has its token in every step
+    def __init__(self, config: SchedulerConfig, tiers: TierPolicy[Sequence] | None = None):
         self.config = config
-        self.by_slot = SlotTable(slots, config.block_size)
-        self.tables = PageTables(
-            config.num_pages, config.windows, config.block_size, slots, keep=config.enable_prefix_caching
-        )
+        self.by_slot = SlotTable(config.num_slots, config.block_size)
+        self.tables = make_page_tables(config) if tiers is None else tiers.tables
         self.prefilling: list[Sequence] = []
         self.computed: list[Sequence] = []
-        self.tier = tier
-        if tier is not None:
-            tier.attach(self.tables)
-        self._remaining = np.zeros(
-            slots, np.int32
-        )  # by slot, steps after which the forecast has it release its pages
+        self.tiers = tiers
+        # by slot, steps after which the forecast has it release its pages
+        self._remaining = np.zeros(config.num_slots, np.int32)
         self._full = config.windows.index(None) if None in config.windows else None
         self._has_windows = any(window is not None for window in config.windows)
 
@@ -59,8 +63,8 @@ class Running:
     def leave(self, seq: Sequence) -> None:
         """Takes back a sequence's pages and slot."""
         self._register(seq)
-        if self.tier is not None and seq.chain is not None:
-            self.tier.used(seq.chain[1:])
+        if self.tiers is not None and seq.chain is not None:
+            self.tiers.touch(seq.chain[1:])
         self.tables.release(seq.slot)
         if seq in self.prefilling:
             self.prefilling.remove(seq)
@@ -68,9 +72,9 @@ class Running:
         seq.pages = []
 
     @property
-    def num_loads(self) -> int:
-        """SlotTable that are kept for sequences whose pages are held."""
-        return 0 if self.tier is None else len(self.tier.loads)
+    def num_fetches(self) -> int:
+        """Slots that are reserved for sequences with a fetch."""
+        return 0 if self.tiers is None else len(self.tiers.fetches)
 
     def youngest(self) -> Sequence:
         """Never the only one, whose needs the door has checked."""
@@ -166,9 +170,9 @@ class Running:
         forecast = Forecast(computed, final - computed, discount[slots], tables.common(full), size)
         for seq in self.prefilling:
             forecast.use = forecast.use_with(seq.num_total, lengths.final(seq), int(discount[seq.slot]))
-        for load in self.tier.loads if self.tier is not None else ():
-            held = len(load.held[full]) + (load.part is not None)
-            forecast.use = forecast.use_with(load.seq.num_total, lengths.final(load.seq), held)
+        for fetch in self.tiers.fetches if self.tiers is not None else ():
+            held = len(fetch.held[full]) + (fetch.partial is not None)
+            forecast.use = forecast.use_with(fetch.seq.num_total, lengths.final(fetch.seq), held)
         return forecast
 
     def fits(self, seq: Sequence, names: list[bytes], forecast: Forecast, lengths: OutputLengths) -> bool:
@@ -176,8 +180,8 @@ class Running:
         the forecast.
         """
         config, limits = self.config, self.by_slot.limit[self.by_slot.taken]
-        if self.tier is not None and self.tier.loads:
-            limits = np.append(limits, [load.seq.limit for load in self.tier.loads])
+        if self.tiers is not None and self.tiers.fetches:
+            limits = np.append(limits, [fetch.seq.limit for fetch in self.tiers.fetches])
         for pages, window in zip(config.num_pages, config.windows, strict=True):
             if window is not None:
                 needs = -(-(np.append(limits, seq.limit) - 1) // config.block_size)

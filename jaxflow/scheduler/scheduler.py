@@ -10,14 +10,13 @@ import random
 
 import numpy as np
 
+from jaxflow.kv.tiers.policy import Fetch, TierPolicy
 from jaxflow.request import QueueFull, Request
 from jaxflow.scheduler.admission import Forecast, OutputLengths
 from jaxflow.scheduler.config import SchedulerConfig, limit_of, salt_of
-from jaxflow.scheduler.page_fetch import Load
 from jaxflow.scheduler.policies import POLICIES, bucket_of, surplus
 from jaxflow.scheduler.running import Running
 from jaxflow.scheduler.state import Chunk, Interval, Sequence, StepWork, Waiting, sequences_of
-from jaxflow.scheduler.tier_policy import HostTier
 
 __all__ = ["Chunk", "Scheduler", "SchedulerConfig", "StepWork"]
 
@@ -35,7 +34,7 @@ class Scheduler:
       the forecast
          peak of memory fits (`jaxflow.scheduler.admission`). The first that does not fit ends it: nobody
          overtakes it, so the pages it waits for are not given to others. One of which the host has more than
-         the device is set aside until its pages have come (`jaxflow.scheduler.tier_policy`); its slot and its
+         the device is set aside until its pages have come (`jaxflow.kv.tiers.policy`); its slot and its
          memory are kept, and others go on.
       4. The step is filled to the budget exactly, or holds all there is to do; a chunk that fills little of
       the last tile
@@ -56,9 +55,9 @@ class Scheduler:
     one can take every page of the others, so it ends, and then the next is the oldest.
     """
 
-    def __init__(self, config: SchedulerConfig, tier: HostTier | None = None):
-        self.config, self.tier = config, tier
-        self.running = Running(config, tier)
+    def __init__(self, config: SchedulerConfig, tiers: TierPolicy[Sequence] | None = None):
+        self.config, self.tiers = config, tiers
+        self.running = Running(config, tiers)
         self.lengths = OutputLengths()
         self.num_preemptions = self._times_room_was_made = 0
         self._policy = POLICIES[config.policy]
@@ -119,8 +118,8 @@ class Scheduler:
         )
         self._unbegun += 1
         self._waiting.add(sequences[0])
-        if self.tier is not None:
-            self.tier.queued(sequences[0])
+        if self.tiers is not None:
+            self.tiers.read_ahead(sequences[0])
         return sequences
 
     def commit(self, sequences: list[Sequence], tokens: list[int] | np.ndarray) -> None:
@@ -158,8 +157,8 @@ class Scheduler:
         if seq.finished:
             return
         seq.finished = True
-        if self.tier is not None:
-            self.tier.forget(seq)
+        if self.tiers is not None:
+            self.tiers.forget(seq)
         if seq.slot >= 0:
             self.running.leave(seq)
         else:
@@ -185,7 +184,7 @@ class Scheduler:
             if seq.siblings and seq.num_computed >= seq.num_prompt:
                 self._start_siblings(seq)
         self.running.settle()
-        for seq in self.tier.settle() if self.tier is not None else ():
+        for seq in self.tiers.take_retries() if self.tiers is not None else ():
             self._waiting.add(seq)
         if not self.num_running:
             self._open, self._batch_rows = True, 0
@@ -202,7 +201,7 @@ class Scheduler:
         while (
             not grants
             and not len(slots)
-            and (self.num_running > 1 or (self.num_running and self.running.num_loads))
+            and (self.num_running > 1 or (self.num_running and self.running.num_fetches))
         ):
             self._make_room()  # prefills hold the pages that each of them needs: the forecast was wrong
             grants = self._prefill(0, False, now)
@@ -232,16 +231,16 @@ class Scheduler:
         planned = [0] * len(config.windows)
         grants: dict[Sequence, int] = {}
         forecast: Forecast | None = None
-        for load in self.tier.ready_loads() if admit and self.tier is not None else ():
+        for fetch in self.tiers.complete_fetches() if admit and self.tiers is not None else ():
             if self.running.by_slot.free:
-                self._admit_loaded(load, now)
+                self._admit_fetched(fetch, now)
         # Long prompts may have half of the room at first, then what nobody else could use.
         for share in (left - left // 2, left) if policy.shares else (left,):
             begun = iter(list(self.running.prefilling))
             while left > 0 and len(grants) < (policy.max_chunks or config.max_num_seqs):
                 seq = next(begun, None)
                 if seq is None:
-                    free = len(self.running.by_slot.free) > self.running.num_loads
+                    free = len(self.running.by_slot.free) > self.running.num_fetches
                     head = self._waiting.head(long_too=share > 0) if admit and free else None
                     if head is None:
                         break
@@ -296,8 +295,8 @@ class Scheduler:
         if seq.index > 0 or seq.request.sampling.prompt_logprobs is None:
             known = seq.names((seq.num_known - 1) // size, size)
             names = known[: self.running.tables.hit(known)]
-            if self.tier is not None and seq.chain is not None:
-                waits = self.tier.consider(
+            if self.tiers is not None and seq.chain is not None:
+                waits = self.tiers.consider(
                     seq,
                     known,
                     len(names),
@@ -316,21 +315,19 @@ class Scheduler:
         self._entered(seq, len(names) * size, None, now)
         return True
 
-    def _admit_loaded(self, load: Load, now: float) -> None:
-        """SlotTable a sequence on the pages that were held for it, for which memory was found when its load
-        began.
-        """
-        assert self.tier is not None
-        self.tier.admit(load)
-        self.running.enter(load.seq, load.names, load.partial)
-        self._entered(load.seq, load.seq.num_computed, load, now)
+    def _admit_fetched(self, fetch: Fetch[Sequence], now: float) -> None:
+        """Give a slot to a sequence of a complete fetch. Its memory was reserved when the fetch began."""
+        assert self.tiers is not None
+        self.tiers.finish(fetch)
+        self.running.enter(fetch.seq, fetch.names, fetch.start)
+        self._entered(fetch.seq, fetch.seq.num_computed, fetch, now)
 
-    def _entered(self, seq: Sequence, found: int, load: Load | None, now: float) -> None:
-        """A sequence has a slot; `found` of its positions are computed, some of them by way of a `load`."""
+    def _entered(self, seq: Sequence, found: int, fetch: Fetch[Sequence] | None, now: float) -> None:
+        """Record a sequence that got a slot; `found` of its positions are computed, some by a `fetch`."""
         self._admitted.append(seq)
         self._batch_rows += 1
-        if self.tier is not None:
-            self.tier.admitted(seq, found, load)
+        if self.tiers is not None:
+            self.tiers.admitted(seq, found, fetch)
         if seq.t_first_schedule is None:
             seq.t_first_schedule, seq.cached_tokens = now, found
             if seq.index == 0:
@@ -340,15 +337,15 @@ class Scheduler:
     def _make_room(self) -> None:
         """Takes the pages of who came last: those that are only held go first."""
         self._times_room_was_made += 1
-        if self.tier is not None and self.tier.loads:
-            self._waiting.add(self.tier.cancel(max(self.tier.loads, key=lambda load: load.seq.key)))
+        if self.tiers is not None and self.tiers.fetches:
+            self._waiting.add(self.tiers.cancel(max(self.tiers.fetches, key=lambda fetch: fetch.seq.key)))
         else:
             self._preempt_youngest()
 
     def _preempt_youngest(self) -> None:
         seq = self.running.youngest()
-        if self.tier is not None:
-            self.tier.swap_out(seq)
+        if self.tiers is not None:
+            self.tiers.swap_out(seq)
         self.running.leave(seq)
         seq.preemptions += 1
         self.num_preemptions += 1

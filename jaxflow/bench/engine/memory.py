@@ -31,13 +31,13 @@ from jaxflow.engine.kernel_choice import asked_of_kernels, choose_kernels
 from jaxflow.engine.program_memory import IN_FLIGHT, Need, together
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.start import prepare_process, resolve
-from jaxflow.engine.step_plans import make_layouts, on_gpu
+from jaxflow.engine.step_plans import make_layouts
 from jaxflow.kv.device_cache import page_bytes
 from jaxflow.llm import LLM
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.ops import Context
 from jaxflow.model.weights import shapes, shardings
-from jaxflow.parallel.mesh import TP, axis_of, make_mesh
+from jaxflow.parallel.mesh import TP, axis_of, make_mesh, on_gpu
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import sequential_plan
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for

@@ -23,7 +23,7 @@ from jaxflow.bench.report import requests as report
 from jaxflow.bench.workload import flags as options
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import EngineConfig
-from jaxflow.kv.tiers.quantize import dequantize_kv, quantize_kv
+from jaxflow.kv.int4 import dequantize_kv, quantize_kv
 from jaxflow.llm import LLM
 from jaxflow.model.checkpoints.calibrate import load_tokens
 from jaxflow.request import SamplingParams

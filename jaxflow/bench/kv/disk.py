@@ -27,9 +27,9 @@ from jaxflow.bench.workload.lengths import WorkloadError
 from jaxflow.cli.engine_flags import define_engine_flags, engine_config_from_flags
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.start import prepare_process, resolve
-from jaxflow.engine.start_kv_disk import from_bytes, open_disk, to_bytes
-from jaxflow.kv.tiers.disk_store import DiskTier
-from jaxflow.kv.tiers.transfers import HOST_MEMORY
+from jaxflow.kv.tiers.disk_store import DiskStore
+from jaxflow.kv.tiers.offload import HOST_MEMORY
+from jaxflow.kv.tiers.start import from_bytes, open_disk, to_bytes
 from jaxflow.parallel.mesh import TP, make_mesh
 
 DISTINCT = 8  # distinct pages of random bytes, written repeatedly under new names
@@ -84,7 +84,7 @@ def measure(config: EngineConfig, model: ModelConfig, pages: int) -> dict[str, A
     whole = begin = time.perf_counter()
     for i in range(pages):
         while not disk.put(key_of(i), lambda page=held[i % DISTINCT]: to_bytes(page)):
-            if not disk.works:
+            if not disk.is_writable:
                 raise ConfigError("kv_disk_path", config.kv_disk_path, "a writable disk")
             time.sleep(0.001)
     disk.flush(600.0)
@@ -119,14 +119,14 @@ def measure(config: EngineConfig, model: ModelConfig, pages: int) -> dict[str, A
     return result
 
 
-def _open(config: EngineConfig, model: ModelConfig) -> DiskTier:
+def _open(config: EngineConfig, model: ModelConfig) -> DiskStore:
     disk = open_disk(config, model, b"bench")
     if disk is None:
         raise ConfigError("kv_disk_path", None, "a folder")
     return disk
 
 
-def _forget(disk: DiskTier) -> None:
+def _forget(disk: DiskStore) -> None:
     """Flush the files to the disk and drop them from the kernel's page cache, so that reads reach the disk."""
     for file in disk.folder.glob("*.kv"):
         fd = os.open(file, os.O_RDONLY)

@@ -32,10 +32,11 @@ from jaxflow.bench.workload import flags as options
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.start_kv_tiers import link_bytes_per_s, reserve, seconds_a_token
-from jaxflow.engine.step_plans import on_gpu
-from jaxflow.kv.tiers.numa import bind, gpu_bus_ids, near_cpus, run_bound
-from jaxflow.kv.tiers.transfers import Transfers
+from jaxflow.engine.start import prefill_seconds_per_token
+from jaxflow.kv.tiers.host_machine import bind, gpu_bus_ids, near_cpus, run_bound
+from jaxflow.kv.tiers.offload import Transfers
+from jaxflow.kv.tiers.start import link_bytes_per_s, reserve
+from jaxflow.parallel.mesh import on_gpu
 from pallas_kernels.measure.timing import interleaved
 
 GOAL_GB_PER_S = 48
@@ -167,7 +168,7 @@ def run() -> dict[str, Any]:
             **steps,
             "costs": {
                 "link_gb_per_s": link_bytes_per_s(copies, transfers) / 1e9,
-                "us_a_token": seconds_a_token(executor) * 1e6,
+                "us_a_token": prefill_seconds_per_token(executor) * 1e6,
                 "load_us_a_token": 1e6
                 * sum(copies.page_bytes)
                 * mesh.size

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxflow.kv.tiers.offload import PAGES_A_CALL, Transfers, in_calls
 from jaxflow.kv.tiers.page_copies import PageCopies
-from jaxflow.kv.tiers.transfers import PAGES_A_CALL, Transfers, in_calls
 
 TRAIN = 4  # requests in flight before the first wait, as in a run that keeps the link busy
 CALLS = (1, 2, 4, 16)  # pages that one call copies

@@ -1,1 +1,1 @@
-"""KV offloading: pages in host memory and on disk."""
+"""KV tiers below the device cache: host memory, disk, and the policy of the copies between them."""

@@ -1,11 +1,10 @@
-"""Pages of KV on a disk: the lowest tier of NanoFlow's hierarchy (§4.2.2). LRU, bounded, and never in the
-engine's way.
+"""Store of KV pages as files: bounded in bytes, least recently used first to leave (NanoFlow §4.2.2).
 
-Pages are written by one thread and read by a few; the caller waits for neither. What cannot be done is not
-done: a page that finds the queue full is not kept, a disk that fails is left alone for a while, a damaged
-file is removed. Each of these is counted, and said once; none of them is an exception. A file is a page
-(`jaxflow.kv.tiers.disk_file`), so what is there survives the process, however it ends: the index is made again
-from the folder's listing, the order of use from the times of the files.
+One thread writes the pages, a few threads read them, and the caller never waits. A page is dropped when the
+write queue is full. A disk that fails is not written to for a while. A damaged file is removed. Each of these
+events is counted and logged once; none raises an exception. A page is one file
+(`jaxflow.kv.tiers.page_file`), so the pages survive the process. At the next start the index is made from the
+folder's listing, and the order of use from the modification times of the files.
 """
 
 import contextlib
@@ -14,55 +13,105 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
 
 from jaxflow.config import ConfigError
-from jaxflow.kv.tiers import disk_file
-from jaxflow.kv.tiers.disk_file import HEADER_BYTES, BadFile, Parts
-from jaxflow.kv.tiers.disk_folder import open_folder
-from jaxflow.kv.tiers.disk_index import DiskIndex
+from jaxflow.kv.tiers import page_file
+from jaxflow.kv.tiers.page_file import HEADER_BYTES, BadFile, PageData, open_folder
 
 log = logging.getLogger(__name__)
 
 WRITE_QUEUE_BYTES = 256 << 20
-READ_AHEAD = 64  # pages being read, or waiting for it, at most
+READ_AHEAD = 64  # maximum number of pages that are being read or wait for a reader
 READERS = 4
-RETRY_S = 60.0  # how long a disk that failed is not written to
+RETRY_S = 60.0  # time without writes after an error of the disk
 
 
 @dataclasses.dataclass(frozen=True)
 class DiskCounters:
-    """Since start; `pages` and `bytes` are what is there now, `bytes_...` counts payloads."""
+    """Counts since the start; `pages` and `bytes` are the present content, `bytes_…` counts payloads."""
 
     hits: int = 0  # pages read
-    misses: int = 0  # pages asked for that were not there, or not whole
+    misses: int = 0  # requested pages without a valid file
     written: int = 0
-    dropped: int = 0  # not written: the queue was full, or the disk was left alone
+    dropped: int = 0  # pages not written, because the queue was full or the disk had failed
     evicted: int = 0
-    rejected: int = 0  # files that were corrupt, truncated or foreign
-    errors: int = 0  # of the operating system
+    rejected: int = 0  # files that were corrupt, truncated or of another model
+    errors: int = 0  # errors of the operating system
     bytes_written: int = 0
     bytes_read: int = 0
     pages: int = 0
     bytes: int = 0
 
 
-class DiskTier:
-    """Pages by key: one byte of layer group, then the digest of the content (`jaxflow.kv.prefix`).
+class DiskIndex:
+    """Keys and file sizes of the pages on the disk, in the order of use. Not thread-safe.
 
     Args:
-      folder: must exist and be writable; the pages go to a folder of mode 0700 inside it, one server at a
-      time. capacity_bytes: of all files together, those of other models that are found there included.
-      fingerprint: of all that the bytes of a page depend on beside its key; files of another one are never
-      served. page_bytes: the length of a page of each layer group. prepare: run first on each thread, to bind
-      it to some CPUs, say.
+      pages: (key, bytes of its file), the least recently used first.
+
+    Attributes:
+      bytes: total size of the files.
+    """
+
+    def __init__(self, pages: Iterable[tuple[bytes, int]]):
+        self._files = OrderedDict(pages)
+        self.bytes = sum(self._files.values())
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Iterate over the keys, the least recently used first."""
+        return iter(self._files)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._files
+
+    def add(self, key: bytes, size: int) -> None:
+        """Add a new file as the most recently used one."""
+        self._files[key] = size
+        self.bytes += size
+
+    def discard(self, key: bytes) -> None:
+        """Remove a file, if the index has it."""
+        self.bytes -= self._files.pop(key, 0)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Mark the present keys as used now, the last key as the most recent one."""
+        for key in keys:
+            if key in self._files:
+                self._files.move_to_end(key)
+
+    def make_room(self, size: int, capacity: int) -> list[bytes]:
+        """Remove least recently used files until `size` bytes more fit in `capacity`. Return their keys."""
+        victims = []
+        while self._files and self.bytes + size > capacity:
+            victim, freed = self._files.popitem(last=False)
+            self.bytes -= freed
+            victims.append(victim)
+        return victims
+
+
+class DiskStore:
+    """Pages on a disk, by key (`jaxflow.kv.tiers.host_store.key_of`).
+
+    Args:
+      folder: an existing folder with write permission. The pages go to a folder inside, of mode 0700, for one
+        server at a time.
+      capacity_bytes: limit of all files together, those of other models included.
+      fingerprint: everything except the key that determines a page's bytes. Files of another fingerprint are
+        never read.
+      page_bytes: length of a page of each page group.
+      prepare: a function that each thread runs first, for example to bind itself to some CPUs.
 
     Raises:
-      ConfigError: for a folder that cannot be used, and a capacity below one page of each group.
+      ConfigError: the folder cannot be used, or the capacity is less than one page of each group.
     """
 
     def __init__(
@@ -84,65 +133,66 @@ class DiskTier:
             raise ConfigError(
                 "kv_disk_size",
                 capacity_bytes / 2**30,
-                f"at least {least / 2**30:.6f} GiB, a page of each layer group",
+                f"at least {least / 2**30:.6f} GiB, a page of each page group",
             )
-        self.folder, self._lock_file, found = open_folder(Path(folder))
-        self._fingerprint = disk_file.digest(fingerprint)
+        self.folder, self._folder_lock, found = open_folder(Path(folder))
+        self._fingerprint = page_file.digest(fingerprint)
         self._write_queue_bytes, self._read_ahead, self._retry_s = write_queue_bytes, read_ahead, retry_s
-        self._lock = threading.Lock()  # of all that follows
+        self._lock = threading.Lock()  # guards all attributes below
         self._index = DiskIndex(found)
-        self._queued: dict[bytes, Parts] = {}  # not written yet, or being written
+        self._queued: dict[bytes, PageData] = {}  # pages whose write is not complete
         self._queued_bytes = 0
         self._reading: dict[bytes, Future[np.ndarray | None]] = {}
         self._counts: dict[str, int] = {}
-        self._failed: dict[str, bool] = {}  # what was warned of, by the kind of operation
+        self._failed: dict[str, bool] = {}  # whether the last operation of each kind failed
         self._writes_resume_s = 0.0
         self._closed = False
         for victim in self._make_room(0):
-            disk_file.remove(self._path(victim))
-        self._writer = _threads(1, "jaxflow-kv-write", prepare)
-        self._readers = _threads(READERS, "jaxflow-kv-read", prepare)
+            page_file.remove(self._path(victim))
+        self._writer = _start_threads(1, "jaxflow-kv-write", prepare)
+        self._readers = _start_threads(READERS, "jaxflow-kv-read", prepare)
 
     # ---- any thread
 
     def contains(self, key: bytes) -> bool:
+        """Return True for a page on the disk or in the write queue."""
         with self._lock:
             return key in self._index or key in self._queued
 
     @property
-    def works(self) -> bool:
-        """Whether it is written to: not closed, and not failing."""
+    def is_writable(self) -> bool:
+        """True while the store is open and the disk does not fail."""
         return not self._closed and time.monotonic() >= self._writes_resume_s
 
-    def put(self, key: bytes, parts: Parts, *, at_leisure: bool = False) -> bool:
-        """Has a page written, soon; returns whether it is there or will be, if nothing fails. Never waits,
-        and copies nothing.
+    def put(self, key: bytes, data: PageData, *, opportunistic: bool = False) -> bool:
+        """Queue the write of a page, without waiting and without a copy.
 
-        parts: gives the page's bytes, one piece after the other; called on a thread of the tier, now or
-        later, so they must not change. at_leisure: only if the queue is half empty, since the page can be put
-        again.
+        Returns True if the page is on the disk or in the queue.
 
-        Raises: ValueError for a key that no page has.
+        Args:
+          data: called on a thread of the store, now or later. Its buffers must not change.
+          opportunistic: write only if the queue is half empty, because the caller can offer the page again.
+
+        Raises: ValueError for an invalid key.
         """
         size = self._length(key)
         with self._lock:
             if key in self._index or key in self._queued:
                 return True
-            room = self._write_queue_bytes // 2 if at_leisure else self._write_queue_bytes
+            room = self._write_queue_bytes // 2 if opportunistic else self._write_queue_bytes
             fits = not self._queued or self._queued_bytes + size <= room
-            if not fits or not self.works:
-                self._count("dropped", int(not at_leisure))
+            if not fits or not self.is_writable:
+                self._count("dropped", int(not opportunistic))
                 return False
-            self._queued[key] = parts
+            self._queued[key] = data
             self._queued_bytes += size
-            self._writer.submit(self._write, key, parts)
+            self._writer.submit(self._write, key, data)
         return True
 
     def prefetch(self, key: bytes) -> Future[np.ndarray | None] | None:
-        """Begins to read a page, uint8 [length], into memory of its own; the future gives None if that fails.
+        """Start to read a page. The future returns uint8 [length], or None after an error.
 
-        None at once: the page is not there, or so many are being read already that one more has to wait its
-        turn outside.
+        Returns None for an absent page, and while the maximum number of pages is being read.
         """
         with self._lock:
             if self._closed:
@@ -159,33 +209,32 @@ class DiskTier:
         return future
 
     def get(self, key: bytes) -> np.ndarray | None:
-        """A page, uint8 [length], read on the caller's thread; None if it is not there or cannot be read."""
+        """Read a page, uint8 [length], on the caller's thread. Return None for an absent or damaged page."""
         with self._lock:
-            there = key in self._index or key in self._queued
-            self._count("misses", int(not there))
-        return self._read(key) if there else None
+            present = key in self._index or key in self._queued
+            self._count("misses", int(not present))
+        return self._read(key) if present else None
 
     def file_bytes(self, key: bytes) -> int:
-        """What a page takes of the capacity. Raises: ValueError for a key that no page has."""
+        """Return the size of a page's file. Raises: ValueError for an invalid key."""
         return self._length(key) + HEADER_BYTES
 
     def counters(self) -> DiskCounters:
+        """Return the counts since the start."""
         with self._lock:
             return DiskCounters(**self._counts, pages=len(self._index), bytes=self._index.bytes)
 
-    def used(self, keys: Sequence[bytes]) -> None:
-        """Makes those of these pages that are there the last to go, the last of them last of all."""
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark the present pages as used now, the last page as the most recent one."""
         with self._lock:
-            self._index.use(keys)
+            self._index.touch(keys)
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until what is queued is written, for so many seconds at most."""
+        """Wait until the queued pages are written, for at most `timeout_s`."""
         wait([self._writer.submit(lambda: None)], timeout=timeout_s)
 
     def close(self, drain_s: float = 10.0) -> None:
-        """Writes what is queued, for so many seconds at most, and ends the threads. Nothing is taken or read
-        from then on.
-        """
+        """Write the queued pages, for at most `drain_s`, and stop the threads."""
         with self._lock:
             if self._closed:
                 return
@@ -197,34 +246,34 @@ class DiskTier:
         for i, key in enumerate(self._index, start=time.time_ns() - len(self._index)):
             with contextlib.suppress(OSError):
                 os.utime(self._path(key), ns=(i, i))  # the order of use, for the next start
-        self._lock_file.close()
+        self._folder_lock.close()
 
     # ---- writing
 
-    def _write(self, key: bytes, parts: Parts) -> None:
-        """The writer's work."""
+    def _write(self, key: bytes, data: PageData) -> None:
+        """Write a page, on the writer's thread."""
         length, size = self._length(key), self.file_bytes(key)
         try:
             with self._lock:
-                skip = time.monotonic() < self._writes_resume_s  # the queue may be older than the fault
+                skip = time.monotonic() < self._writes_resume_s  # the page may be older than the error
                 victims = [] if skip else self._make_room(size)
                 if skip:
                     self._count("dropped")
                     return
-            stuck = [victim for victim in victims if not disk_file.remove(self._path(victim))]
+            stuck = [victim for victim in victims if not page_file.remove(self._path(victim))]
             if stuck:
-                raise OSError(f"{len(stuck)} files that should make room cannot be removed")
-            disk_file.write(self._path(key), self._fingerprint, key, disk_file.pieces(parts, length))
+                raise OSError(f"{len(stuck)} evicted files cannot be removed")
+            page_file.write(self._path(key), self._fingerprint, key, page_file.page_parts(data, length))
             with self._lock:
                 self._index.add(key, size)
                 self._count("written")
                 self._count("bytes_written", length)
-            self._went("written")
+            self._record_outcome("written")
         except OSError as error:
             with self._lock:
                 self._writes_resume_s = max(self._writes_resume_s, time.monotonic() + self._retry_s)
-            self._went("written", error)
-        except Exception:  # the caller's, in `parts`
+            self._record_outcome("written", error)
+        except Exception:  # an error of the caller's `data`
             log.exception("page %s was not written", key.hex())
         finally:
             with self._lock:
@@ -232,9 +281,7 @@ class DiskTier:
                 self._queued_bytes -= length
 
     def _make_room(self, size: int) -> list[bytes]:
-        """The least recently used pages, until `size` bytes fit without them; they are not in the index any
-        more. The lock is held.
-        """
+        """Remove least recently used pages from the index until `size` bytes fit. The caller holds the lock."""
         victims = self._index.make_room(size, self.capacity_bytes)
         self._count("evicted", len(victims))
         return victims
@@ -242,7 +289,7 @@ class DiskTier:
     # ---- reading
 
     def _read(self, key: bytes) -> np.ndarray | None:
-        """A reader's work."""
+        """Read a page. Return None after an error."""
         path = self._path(key)
         try:
             with self._lock:
@@ -250,65 +297,64 @@ class DiskTier:
             if closed:
                 return None
             if queued is not None:
-                page = np.concatenate(disk_file.pieces(queued, self._length(key)))
+                page = np.concatenate(page_file.page_parts(queued, self._length(key)))
             else:
-                page = disk_file.read(path, self._fingerprint, key, self._length(key))
+                page = page_file.read(path, self._fingerprint, key, self._length(key))
             with self._lock:
-                self._index.use([key])
+                self._index.touch([key])
                 self._count("hits")
                 self._count("bytes_read", page.nbytes)
             with contextlib.suppress(OSError):
-                os.utime(path)  # the order of use, should the process be killed
-            self._went("read")
+                os.utime(path)  # the order of use, in case the process is killed
+            self._record_outcome("read")
             return page
         except BadFile as error:
             log.warning("dropped %s: %s", path, error)
             self._remove(key, "rejected")
-        except FileNotFoundError:  # evicted meanwhile, or removed by somebody else
+        except FileNotFoundError:  # evicted since the lookup, or removed by another process
             self._remove(key, "misses")
         except OSError as error:
             self._remove(key, "misses")
-            self._went("read", error)
-        except Exception:  # the caller's, in `parts`
-            log.exception("page %s cannot be had", key.hex())
+            self._record_outcome("read", error)
+        except Exception:  # an error of the caller's `data`
+            log.exception("page %s cannot be read", key.hex())
         finally:
             with self._lock:
                 self._reading.pop(key, None)
         return None
 
     def _remove(self, key: bytes, count: str) -> None:
-        gone = disk_file.remove(self._path(key))
+        removed = page_file.remove(self._path(key))
         with self._lock:
             self._count(count)
-            if not gone or not self._path(key).exists():  # else it was written again meanwhile
-                self._index.forget(key)
+            if not removed or not self._path(key).exists():  # an existing file was written again since then
+                self._index.discard(key)
 
     def _path(self, key: bytes) -> Path:
-        return self.folder / disk_file.name_of(key)
+        return self.folder / page_file.name_of(key)
 
     def _length(self, key: bytes) -> int:
-        """Bytes of a page of this key's group. Raises: ValueError for a key that no page has."""
-        disk_file.name_of(key)
+        """Return the bytes of a page of this key's group. Raises: ValueError for an invalid key."""
+        page_file.name_of(key)
         if key[0] >= len(self.page_bytes):
-            raise ValueError(f"a page of group {key[0]}: there are {len(self.page_bytes)}")
+            raise ValueError(f"a key of page group {key[0]}; accepted are 0 to {len(self.page_bytes) - 1}")
         return self.page_bytes[key[0]]
 
     def _count(self, name: str, number: int = 1) -> None:
         self._counts[name] = self._counts.get(name, 0) + number
 
-    def _went(self, operation: str, error: OSError | None = None) -> None:
-        """Counts a fault of the disk, and says it if the same operation did not fail the last time."""
+    def _record_outcome(self, operation: str, error: OSError | None = None) -> None:
+        """Count an error of the disk, and log the error if the last operation of its kind succeeded."""
         with self._lock:
-            said, self._failed[operation] = self._failed.get(operation, False), error is not None
+            failed_before = self._failed.get(operation, False)
+            self._failed[operation] = error is not None
             self._count("errors", int(error is not None))
-        if error is not None and not said:
-            log.warning(
-                "pages of KV cannot be %s at %s (%s): going on without", operation, self.folder, error
-            )
+        if error is not None and not failed_before:
+            log.warning("KV pages cannot be %s at %s (%s): going on without", operation, self.folder, error)
 
 
-def _threads(number: int, name: str, prepare: Callable[[], None]) -> ThreadPoolExecutor:
-    """All of them started: later there may be no more to be had."""
+def _start_threads(number: int, name: str, prepare: Callable[[], None]) -> ThreadPoolExecutor:
+    """Return a pool with all threads started, because the system may refuse threads later."""
     pool, started = ThreadPoolExecutor(number, name, prepare), threading.Barrier(number)
     wait([pool.submit(started.wait) for _ in range(number)])
     return pool

@@ -1,159 +1,261 @@
-"""Which pages the host keeps: names, bytes and the order of use. No JAX here, and no copying: what a page is,
-others know.
+"""Store of KV pages in host memory: keys, states, bytes, and the least recently used first to leave (NanoFlow §4.2.2).
 
-NanoFlow §4.2.2: least recently used first. One owner, the engine's thread.
+The store copies nothing and does not look into a page. A lower tier, the disk, takes the pages that leave the
+host, and pages are read ahead from the lower tier. The engine's thread owns the store.
 """
 
 import dataclasses
+import enum
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
-Key = bytes  # one byte of layer group, then the digest of the content (`jaxflow.kv.prefix`)
+Key = bytes  # one byte of page group, then the digest of the content (`jaxflow.kv.prefix`)
+READ_AHEAD_SHARE = 0.5  # pages under way cannot be evicted: the rest of the host stays free for new pages
 
 
 def key_of(group: int, digest: bytes) -> Key:
+    """Return the key of a page of a group."""
     return bytes((group,)) + digest
+
+
+class PageState(enum.Enum):
+    """State of a page on its way between the tiers.
+
+    On the host: STORING or READING, then STORED. On its way to the device, for a fetch of
+    `jaxflow.kv.tiers.policy`: QUEUED, LOADING, LOADED.
+    """
+
+    STORING = enum.auto()  # host memory is reserved, and the copy from the device is under way
+    READING = enum.auto()  # host memory is reserved, and the read from the lower tier is under way
+    STORED = enum.auto()  # the page is in host memory
+    QUEUED = enum.auto()  # a place on the device is reserved; the page on the host is pinned
+    LOADING = enum.auto()  # the copy to the device is under way
+    LOADED = enum.auto()  # the page is on the device, and enters its place before the next step
+
+
+class LowerTier(Protocol):
+    """The tier below the host store."""
+
+    def contains(self, key: Key) -> bool:
+        """Return True for a page of the tier."""
+        ...
+
+    def put(self, key: Key, page: Any, *, opportunistic: bool) -> None:
+        """Take a page; `opportunistic`: only if this costs nothing, because the page is offered again."""
+        ...
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Mark pages as used now, the last page as the most recent one."""
+        ...
+
+    def read(self, key: Key) -> None:
+        """Request a page for `take_read`."""
+        ...
+
+    def take_read(self) -> list[tuple[Key, Any]]:
+        """Return (key, page) of the ended reads; None is a page after an error."""
+        ...
+
+    @property
+    def pending(self) -> int:
+        """The number of requested pages that `take_read` has not returned."""
+        ...
+
+    def read_seconds(self, num_bytes: int) -> float:
+        """Predict the seconds until `num_bytes` more are read."""
+        ...
+
+    def counters(self) -> Any:
+        """Return a dataclass of the counts since the start."""
+        ...
+
+    def close(self, pages: Sequence[tuple[Key, Any]]) -> None:
+        """Take the host's pages, the most recently used first, and close the tier."""
+        ...
 
 
 @dataclasses.dataclass(slots=True)
 class Entry:
-    data: Any = None  # None: on its way to the host
-    pins: int = 0  # loads that read it
-    from_below: bool = False  # it was read for a load that has not taken it yet
-    part: bool = False  # a page filled in part, for which nobody asks the tier below: it is not told of it
+    """A page of the host store."""
+
+    state: PageState
+    data: Any = None  # None until the state is STORED
+    pins: int = 0  # the number of fetches that need the page
+    newly_read: bool = False  # read from the lower tier, and not loaded by a fetch yet
+    partial: bool = False  # some positions only, for one pre-empted sequence: never offered to the lower tier
 
 
 @dataclasses.dataclass
 class HostCounters:
-    """Since start."""
+    """Counts since the start, in pages."""
 
-    stored: int = 0  # pages that arrived
-    refused: int = 0  # that found no room
+    stored: int = 0
+    refused: int = 0  # pages without room: all others were pinned or under way
     evicted: int = 0
-    loaded: int = 0  # pages taken to the device
+    loaded: int = 0  # pages copied to the device
 
 
 class HostStore:
-    """Pages by key, at most `capacity_bytes` of them, those on their way included.
+    """Pages by key, in at most `capacity_bytes`, pages under way included.
 
     Args:
-      page_bytes: of a page of each layer group, over all shards.
-
-    Attributes:
-      on_put: told of each whole page that has arrived, with its data: the tier below may take a copy.
-      on_evict: told of each whole page that makes room, with its data: the tier below may take it.
+      page_bytes: bytes of a page of each page group, over all shards.
+      lower: takes a copy of each complete page that arrives, and each complete page that is evicted.
     """
 
-    def __init__(self, capacity_bytes: int, page_bytes: Sequence[int]):
-        self.capacity_bytes, self.page_bytes = capacity_bytes, tuple(page_bytes)
+    def __init__(self, capacity_bytes: int, page_bytes: Sequence[int], lower: LowerTier | None = None):
+        self.capacity_bytes, self.page_bytes, self.lower = capacity_bytes, tuple(page_bytes), lower
         self.counters = HostCounters()
-        self.on_put: Callable[[Key, Any], None] = lambda key, data: None
-        self.on_evict: Callable[[Key, Any], None] = lambda key, data: None
         self._entries: OrderedDict[Key, Entry] = OrderedDict()  # least recently used first
-        self._bytes = 0
+        self._bytes = self._reading_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def bytes(self) -> int:
+        """Bytes of all pages, pages under way included."""
         return self._bytes
 
+    # ---- lookup
+
     def contains(self, key: Key) -> bool:
-        """Whether it is there, or on its way."""
+        """Return True for a page that is on the host or on its way to the host."""
         return key in self._entries
 
-    def ready(self, key: Key) -> bool:
+    def contains_or_lower(self, key: Key) -> bool:
+        """Return True for a page of this store or of the lower tier."""
+        return key in self._entries or (self.lower is not None and self.lower.contains(key))
+
+    def is_stored(self, key: Key) -> bool:
+        """Return True for a page in host memory."""
         entry = self._entries.get(key)
-        return entry is not None and entry.data is not None
+        return entry is not None and entry.state is PageState.STORED
 
     def get(self, key: Key) -> Any:
-        """A page that is ready; it is used most recently now. Raises: KeyError."""
-        data = self._entries[key].data
-        if data is None:
+        """Return a stored page, and mark the page as used now. Raises: KeyError."""
+        entry = self._entries[key]
+        if entry.state is not PageState.STORED:
             raise KeyError(key)
         self._entries.move_to_end(key)
-        return data
+        return entry.data
 
-    def was_read(self, key: Key) -> bool:
-        """Whether a page came from the tier below and this is asked for the first time."""
+    def take_newly_read(self, key: Key) -> bool:
+        """Return True for the first call after a page was read from the lower tier."""
         entry = self._entries[key]
-        found, entry.from_below = entry.from_below, False
-        return found
+        newly_read, entry.newly_read = entry.newly_read, False
+        return newly_read
 
-    def touch(self, keys: Iterable[Key]) -> None:
-        """Those that are there are used now, the last of them most recently."""
-        entries = self._entries
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Mark pages of all tiers as used now, the last page as the most recent one."""
         for key in keys:
-            if key in entries:
-                entries.move_to_end(key)
+            if key in self._entries:
+                self._entries.move_to_end(key)
+        if self.lower is not None:
+            self.lower.touch(keys)
 
-    def reserve(self, key: Key, *, part: bool = False) -> bool:
-        """Makes room for a page that is not there yet; it is on its way from now on. False if nothing can be
-        evicted for it.
+    # ---- arrival
 
-        part: the page is filled in part, and goes no further down than here.
+    def reserve(self, key: Key, state: PageState = PageState.STORING, *, partial: bool = False) -> bool:
+        """Reserve memory for a page that is not on the host, by eviction if necessary.
+
+        Returns False if the pages that can be evicted are too small.
+
+        Args:
+          state: STORING or READING.
+          partial: the page has some positions only.
         """
         size = self.page_bytes[key[0]]
         if not self._evict(size):
             self.counters.refused += 1
             return False
-        self._entries[key] = Entry(part=part)
+        self._entries[key] = Entry(state, partial=partial)
         self._bytes += size
         return True
 
-    def put(self, key: Key, data: Any, *, from_below: bool = False) -> None:
-        """A page for which room was reserved has arrived, from the device or from the tier below."""
+    def arrive(self, key: Key, data: Any | None) -> None:
+        """End the copy or the read of a reserved page; `data` is None after an error."""
         entry = self._entries[key]
-        entry.data, entry.from_below = data, from_below
+        reading = entry.state is PageState.READING
+        self._reading_bytes -= self.page_bytes[key[0]] * reading
+        if data is None:
+            self._drop(key)
+            return
+        entry.data, entry.state, entry.newly_read = data, PageState.STORED, reading
         self.counters.stored += 1
-        if not entry.part:
-            self.on_put(key, data)
+        if self.lower is not None and not entry.partial:
+            self.lower.put(key, data, opportunistic=True)
 
-    def drop(self, key: Key) -> None:
-        """A page that will not arrive."""
-        del self._entries[key]
-        self._bytes -= self.page_bytes[key[0]]
+    def read_ahead(self, keys: Iterable[Key]) -> None:
+        """Start to read the pages that only the lower tier has, in this order, into at most half of the host."""
+        assert self.lower is not None
+        for key in keys:
+            if self.contains(key) or not self.lower.contains(key):
+                continue
+            size = self.page_bytes[key[0]]
+            if self._reading_bytes + size > READ_AHEAD_SHARE * self.capacity_bytes or not self.reserve(
+                key, PageState.READING
+            ):
+                break
+            self._reading_bytes += size
+            self.lower.read(key)
+
+    def take_read(self) -> None:
+        """Take the pages that the lower tier has read."""
+        if self.lower is not None:
+            for key, data in self.lower.take_read():
+                self.arrive(key, data)
+
+    # ---- departure
 
     def pin(self, keys: Iterable[Key]) -> None:
-        """They stay until `unpin`."""
+        """Protect pages from eviction until `unpin`."""
         for key in keys:
             self._entries[key].pins += 1
 
     def unpin(self, keys: Iterable[Key]) -> None:
+        """Release one pin of each page."""
         for key in keys:
-            if key in self._entries:  # it may have been on its way, and dropped
+            if key in self._entries:  # a page that did not arrive was dropped
                 self._entries[key].pins = max(0, self._entries[key].pins - 1)
 
     def discard(self, keys: Iterable[Key]) -> None:
-        """Forgets those that are there and that nobody has pinned: they are of no more use."""
+        """Remove the stored pages without pins."""
         for key in keys:
             entry = self._entries.get(key)
-            if entry is not None and entry.data is not None and not entry.pins:
-                self.drop(key)
+            if entry is not None and entry.state is PageState.STORED and not entry.pins:
+                self._drop(key)
 
     def newest_first(self) -> list[tuple[Key, Any]]:
-        """The whole pages that are there, the last used first."""
+        """Return (key, page) of the complete pages, the most recently used first."""
         return [
             (key, entry.data)
             for key, entry in reversed(self._entries.items())
-            if entry.data is not None and not entry.part
+            if entry.state is PageState.STORED and not entry.partial
         ]
 
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._entries.clear()
-        self._bytes = 0
+    def close(self) -> None:
+        """Give the complete pages to the lower tier, close the lower tier, and remove all pages."""
+        try:
+            if self.lower is not None:
+                self.lower.close(self.newest_first())
+        finally:
+            self._entries.clear()
+            self._bytes = self._reading_bytes = 0
+
+    def _drop(self, key: Key) -> None:
+        del self._entries[key]
+        self._bytes -= self.page_bytes[key[0]]
 
     def _evict(self, size: int) -> bool:
-        """Makes room for `size` bytes, if what may go is enough; else nothing goes."""
+        """Make room for `size` bytes. Evict nothing and return False if all candidates are too small."""
         short = self._bytes + size - self.capacity_bytes
         if short <= 0:
             return True
         victims: list[Key] = []
         for key, entry in self._entries.items():
-            if entry.data is not None and not entry.pins:
+            if entry.state is PageState.STORED and not entry.pins:
                 victims.append(key)
                 short -= self.page_bytes[key[0]]
                 if short <= 0:
@@ -161,9 +263,9 @@ class HostStore:
         if short > 0:
             return False
         for key in victims:
-            entry = self._entries.pop(key)
-            self._bytes -= self.page_bytes[key[0]]
+            entry = self._entries[key]
+            self._drop(key)
             self.counters.evicted += 1
-            if not entry.part:
-                self.on_evict(key, entry.data)
+            if self.lower is not None and not entry.partial:
+                self.lower.put(key, entry.data, opportunistic=False)
         return True

@@ -1,16 +1,16 @@
-"""Pages of the cache as contiguous strings of words, and back: `gather_pages` and `scatter_pages`.
+"""Copies of pages between the cache and contiguous arrays of words: `gather_pages` and `scatter_pages`.
 
-The unit of the KV hierarchy is one page of one layer group: keys, values and scales of all of the group's
-layers. In the cache it lies in two pieces or more a layer, of a few KB each; across PCIe it goes as one
-string for each shard (NanoFlow §4.2.2 copies to a contiguous space on the device, and scatters there).
-NanoFlow takes what it offloads from the k and v that `qkv` has just written, contiguous over the step's
-tokens. Here whole pages are gathered from the cache one step later: a page is what has a name, a fixed length
-and one place to be scattered to, a step's rows are parts of pages of many sequences, and of 8 bits the
-numbers and their scales exist only in the cache. It costs a second read of what was written, some 0.1 % of
-what a step reads.
+The unit of the KV tiers is one page of one page group: the keys, values and scales of all layers of the group.
+In the cache a page consists of two or more pieces a layer, of a few KB each. Across PCIe a page goes as one
+array for each shard (NanoFlow §4.2.2 copies to a contiguous space on the device, and scatters from there).
 
-Both are compiled for a few numbers of pages, `sizes`. Pages are separate arrays, so that each can stay on the
-host, or come back, in other company than it left in; a call of n moves n of them.
+NanoFlow offloads k and v that `qkv` has just written, contiguous over the step's tokens. Here complete pages
+are gathered from the cache one step later: a page has a name, a fixed length and one place for its scatter,
+while a step's tokens are parts of pages of many sequences, and 8-bit values and their scales exist only in the
+cache. The second read of the written data costs about 0.1 % of a step's reads.
+
+The programs are compiled for a few numbers of pages, `sizes`. Each page is a separate array, so that each can
+stay on the host, and come back, together with any other pages.
 """
 
 import concurrent.futures
@@ -33,18 +33,19 @@ from jaxflow.kv.device_cache import cache_shapes, cache_spec, page_bytes
 from jaxflow.parallel.mesh import TP, axis_of, over_shards
 
 SIZES = (1, 4, 16)
-MOST_BYTES = 256 << 20  # of one shard, in one call
+MOST_BYTES = 256 << 20  # limit of one call, on one shard
 WORD = 4  # bytes
 
 
 def sizes_of(bytes_a_page: int, sizes: Sequence[int] = SIZES) -> tuple[int, ...]:
-    """Those of `sizes`, the first of them 1, with which a call's temporary space stays small."""
+    """Return the `sizes` (the first is 1) of calls with at most MOST_BYTES of temporary space."""
     return tuple(n for n in sizes if n == 1 or n * bytes_a_page <= MOST_BYTES)
 
 
 def split(count: int, sizes: Sequence[int]) -> list[int]:
-    """Sizes of the calls that move `count` pages: the smallest that holds what is left, unless it would be
-    mostly padding.
+    """Return the sizes of the calls that copy `count` pages.
+
+    Each call has the smallest size for the remaining pages, unless more than half of the call would be padding.
     """
     calls = []
     while count > 0:
@@ -58,10 +59,10 @@ def split(count: int, sizes: Sequence[int]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class PagePrograms:
-    """The functions that move pages of one layer group on a mesh.
+    """The functions that copy pages of one page group on a mesh.
 
-    A page is uint32 [tp, W], each shard's W words on its own device: for each of the group's layers its keys,
-    its values, and of int8 their scales, as they lie in the cache.
+    A page is uint32 [tp, W], each shard's W words on its device: for each layer of the group the keys, the
+    values and, for int8, their scales, in the cache's layout.
     """
 
     config: ModelConfig
@@ -73,13 +74,13 @@ class PagePrograms:
 
     @functools.cached_property
     def layers(self) -> tuple[int, ...]:
-        """Which layers of the model the group has."""
+        """The layers of the group."""
         window = self.config.windows[self.group]
         return tuple(i for i, layer in enumerate(self.config.layers) if layer.window == window)
 
     @property
     def words(self) -> int:
-        """W, of one shard."""
+        """W, the words of a page on one shard."""
         return page_bytes(self.config, self.block_size, self.dtype, self.mesh.shape[TP])[self.group] // WORD
 
     @property
@@ -87,7 +88,7 @@ class PagePrograms:
         return PartitionSpec(axis_of(self.mesh))
 
     def gather(self, n: int) -> Wrapped:
-        """(the group's layers of the cache, pages [n] int32) -> n pages, uint32 [tp, W] each."""
+        """Return a function from (the group's layers of the cache, pages int32 [n]) to n pages, uint32 [tp, W]."""
 
         def run(kv, ids):
             with jax.named_scope("gather_pages"):
@@ -99,9 +100,9 @@ class PagePrograms:
         return jax.jit(over_shards(run, self.mesh, (kv, replicated), [self.spec] * n))
 
     def scatter(self, n: int) -> Wrapped:
-        """(the group's layers of the cache, pages [n] int32, n pages uint32 [tp, W]) -> the layers, donated.
+        """Return a function from (the group's layers, pages int32 [n], n pages uint32 [tp, W]) to the layers.
 
-        Pages to write are all different; P and above are not there.
+        The layers are donated. The page ids are distinct; ids from P on write nothing.
         """
 
         def run(kv, ids, pages):
@@ -126,7 +127,7 @@ class PagePrograms:
         )
 
     def shapes(self) -> list[Any]:
-        """The group's layers of the cache, as shapes on the mesh."""
+        """Return the shapes of the group's layers of the cache on the mesh."""
         cache = cache_shapes(self.config, self.num_pages, self.block_size, self.dtype, self.mesh.shape[TP])
         sharding = NamedSharding(self.mesh, cache_spec(self.mesh))
         return jax.tree.map(
@@ -153,7 +154,7 @@ class PagePrograms:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """[n, ...] of any dtype as uint32 [n, words]."""
+    """Return [n, ...] of any dtype as uint32 [n, words]."""
     flat = array.reshape(array.shape[0], -1)
     if array.dtype.itemsize < WORD:
         flat = flat.reshape(array.shape[0], -1, WORD // array.dtype.itemsize)
@@ -161,16 +162,16 @@ def _words(array: jax.Array) -> jax.Array:
 
 
 def _from_words(words: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
-    """The inverse of `_words`."""
+    """Invert `_words`."""
     return lax.bitcast_convert_type(words, dtype).reshape(shape)
 
 
 class PageCopies:
-    """Compiled programs that move pages of every layer group.
+    """Compiled programs that copy pages of every page group.
 
     Args:
-      num_pages: of each layer group, of the cache that will be passed.
-      sizes: pages that a call moves, ascending from 1, those of them that large pages allow.
+      num_pages: of each page group of the cache.
+      sizes: numbers of pages in a call, ascending from 1; large pages use the smaller sizes only.
     """
 
     def __init__(
@@ -189,15 +190,15 @@ class PageCopies:
         self.num_pages, self.mesh = num_pages, mesh
         self._gathers: list[dict[int, Callable]] = []
         self._scatters: list[dict[int, Callable]] = []
-        self._blanks: list[jax.Array] = []  # a page of each group that fills a call up
+        self._blanks: list[jax.Array] = []  # a padding page of each group
 
     @property
     def page_bytes(self) -> tuple[int, ...]:
-        """Of a page of each group, on one shard."""
+        """Bytes of a page of each group on one shard."""
         return tuple(group.words * WORD for group in self.groups)
 
     def warm_up(self, kv: list) -> list:
-        """Compiles everything and runs it once; returns the cache, which is donated and unchanged."""
+        """Compile all programs and run each once. Return the cache, which is donated and unchanged."""
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
             for group, sizes in zip(self.groups, self.sizes, strict=True):
                 gathers = {n: pool.submit(group.lower_gather(n).compile) for n in sizes}
@@ -213,11 +214,11 @@ class PageCopies:
         return kv
 
     def blank(self, group: int) -> jax.Array:
-        """A page of zeros of a group, on the device."""
+        """Return a page of zeros of a group on the device."""
         return self._blanks[group]
 
     def gather(self, kv: list, group: int, ids: Sequence[int]) -> list[jax.Array]:
-        """Pages `ids` of a group, each uint32 [tp, W] on the device, as the steps enqueued so far leave them."""
+        """Return pages of a group, uint32 [tp, W] each on the device, as the steps enqueued before leave them."""
         programs, layers, out = self._gathers[group], self._layers(kv, group), []
         for begin, n, count in _calls(len(ids), self.sizes[group]):
             padded = np.zeros(n, np.int32)
@@ -226,9 +227,7 @@ class PageCopies:
         return out
 
     def scatter(self, kv: list, group: int, ids: Sequence[int], pages: Sequence[jax.Array]) -> list:
-        """The cache with `pages` in the places `ids`, all different, of a group; the group's layers are
-        donated.
-        """
+        """Return the cache with `pages` at the distinct places `ids` of a group. The group's layers are donated."""
         programs, kv = self._scatters[group], list(kv)
         for begin, n, count in _calls(len(ids), self.sizes[group]):
             padded = np.arange(self.num_pages[group], self.num_pages[group] + n, dtype=np.int32)
@@ -247,7 +246,7 @@ class PageCopies:
 
 
 def _calls(count: int, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first page, size, pages) of each call."""
+    """Return (first page, size, pages) of each call."""
     calls, begin = [], 0
     for n in split(count, sizes):
         calls.append((begin, n, min(n, count - begin)))

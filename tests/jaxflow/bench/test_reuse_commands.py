@@ -15,8 +15,8 @@ from jaxflow.bench.kv import hierarchy
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.conversations import synthetic
 from jaxflow.config import EngineConfig
+from jaxflow.kv.tiers import policy as tier_policy
 from jaxflow.llm import LLM
-from jaxflow.scheduler import tier_policy as host_tier
 from serving.client import Client
 from serving.grpc.server import Server, ServerConfig
 
@@ -36,8 +36,8 @@ ENGINE = {
 def always_load():
     """Whether loading is worth its while depends on how busy the machine was at start."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(host_tier, "worth_loading", lambda *_: True)
-    patch.setattr(host_tier, "PATIENCE", 1e9)
+    patch.setattr(tier_policy.FetchCosts, "pays", lambda *_: True)
+    patch.setattr(tier_policy, "DISK_PATIENCE", 1e9)
     yield
     patch.undo()
 

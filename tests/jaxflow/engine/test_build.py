@@ -23,9 +23,9 @@ from jaxflow.engine.start import (
     resolve,
     start_engine,
 )
-from jaxflow.engine.start_kv_tiers import check_host
 from jaxflow.engine.step_plans import step_sizes, token_buckets
-from jaxflow.kv.tiers import host_memory
+from jaxflow.kv.tiers import host_machine
+from jaxflow.kv.tiers.start import check_host
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.parallel.mesh import make_mesh
 from jaxflow.pipeline import choice
@@ -381,8 +381,8 @@ def test_memory_that_the_cache_of_files_holds_is_free(checkpoint, tmp_path, monk
     (tmp_path / "meminfo").write_text(
         "MemTotal: 8000000 kB\nMemFree: 200000 kB\nMemAvailable: 6000000 kB\nCached: 6100000 kB\n"
     )
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "CGROUP", tmp_path / "none")
+    monkeypatch.setattr(host_machine, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_machine, "CGROUP", tmp_path / "none")
     assert (
         memory_budget(make_mesh(1), EngineConfig(model=LLAMA, gpu_memory_utilization=0.5))
         == 6_000_000 * 1024 // 4
@@ -390,22 +390,22 @@ def test_memory_that_the_cache_of_files_holds_is_free(checkpoint, tmp_path, monk
     config = resolve(EngineConfig(model=LLAMA, kv_offloading_size=5.0), checkpoint.model_config)
     check_host(config, checkpoint.model_config)
     with pytest.raises(
-        ConfigError, match=r"kv_offloading_size=6.0 .* at most the 5.7 GiB of memory that are free"
+        ConfigError, match=r"kv_offloading_size=6.0 .* at most the 5.7 GiB of free host memory"
     ):
         check_host(dataclasses.replace(config, kv_offloading_size=6.0), checkpoint.model_config)
     (tmp_path / "meminfo").write_text(
         "MemTotal: 8000000 kB\n"
     )  # a kernel that does not say; macOS, which has not even the file
-    assert 0 < host_memory.free_host_bytes() <= host_memory.host_memory_bytes()
+    assert 0 < host_machine.free_host_bytes() <= host_machine.host_memory_bytes()
 
     def unknown(name):
         if name == "SC_AVPHYS_PAGES":
             raise ValueError("unrecognized configuration name")
         return {"SC_PHYS_PAGES": 2000, "SC_PAGE_SIZE": 4096}[name]
 
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "none")
-    monkeypatch.setattr(host_memory.os, "sysconf", unknown)
-    assert host_memory.free_host_bytes() == 2000 * 4096
+    monkeypatch.setattr(host_machine, "MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(host_machine.os, "sysconf", unknown)
+    assert host_machine.free_host_bytes() == 2000 * 4096
 
 
 def test_pages_that_the_host_has_no_memory_for_are_refused(checkpoint, monkeypatch):

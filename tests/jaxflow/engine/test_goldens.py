@@ -90,18 +90,19 @@ class TestGoldens:
         golden, groups = goldens(model), toy.executor(model, tp, BUDGET[tp])[1].groups
         rng = np.random.default_rng(tp)
         for restarted in (False, True):
-            engine: Any = toy.offloading_loop(
-                model, 8, tp=tp, budget=BUDGET[tp], num_pages=(16,) * groups, fingerprint=b"a model"
-            )
-            disk = toy.over_disk(engine, model, tmp_path, tp=tp, budget=BUDGET[tp])
+            settings = {"tp": tp, "budget": BUDGET[tp], "num_pages": (16,) * groups}
+            settings |= {"fingerprint": b"a model", "disk_folder": tmp_path}
+            engine: Any = toy.offloading_loop(model, 8, **settings)
+            store = engine.scheduler.tiers.store
             check(
                 golden,
                 toy.run(engine, requests(golden), preempt_at=rng.choice(30, 5, replace=False).tolist()),
             )
-            assert engine.scheduler.num_preemptions >= 2 and engine.scheduler.tier.store.counters.stored > 0
-            assert restarted or engine.scheduler.tier.store.counters.evicted > 0
+            assert engine.scheduler.num_preemptions >= 2 and store.counters.stored > 0
+            assert restarted or store.counters.evicted > 0
             engine.close()
-            assert (disk.counters().hits > 0) >= restarted and disk.counters().rejected == 0
+            disk = store.lower.counters()
+            assert (disk.hits > 0) >= restarted and disk.rejected == 0
         assert not [
             thread for thread in threading.enumerate() if thread.name.startswith("jaxflow")
         ] and not list(tmp_path.rglob("*.tmp"))

@@ -23,7 +23,7 @@ from jaxflow.flexgen.scratch_files import PREFIX, DiskError
 from jaxflow.flexgen.shards import device_bytes
 from jaxflow.flexgen.start import make_geometry, start
 from jaxflow.flexgen.weight_store import WeightStore
-from jaxflow.kv.tiers.numa import near_cpus
+from jaxflow.kv.tiers.host_machine import near_cpus
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from search.placement.cost import predict
 from search.placement.machine_curves import CURVES, Curve, Machine

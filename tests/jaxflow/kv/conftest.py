@@ -5,7 +5,7 @@ import threading
 import pytest
 from disk_pages import FILE, MODEL, PAGE
 
-from jaxflow.kv.tiers.disk_store import DiskTier
+from jaxflow.kv.tiers.disk_store import DiskStore
 
 
 @pytest.fixture
@@ -13,10 +13,10 @@ def opened(tmp_path):
     """Opens tiers over one folder, the last one closed first."""
     tiers = []
 
-    def make(pages: int = 100, fingerprint: bytes = MODEL, **settings) -> DiskTier:
+    def make(pages: int = 100, fingerprint: bytes = MODEL, **settings) -> DiskStore:
         if tiers:
             tiers.pop().close()
-        tiers.append(DiskTier(tmp_path, pages * FILE, fingerprint, PAGE, **settings))
+        tiers.append(DiskStore(tmp_path, pages * FILE, fingerprint, PAGE, **settings))
         return tiers[-1]
 
     before = set(threading.enumerate())

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxflow.kv.tiers import disk_file
-from jaxflow.kv.tiers.disk_file import HEADER_BYTES
-from jaxflow.kv.tiers.disk_store import DiskTier
+from jaxflow.kv.tiers import page_file
+from jaxflow.kv.tiers.disk_store import DiskStore
+from jaxflow.kv.tiers.page_file import HEADER_BYTES
 
 PAGE = (512, 96)  # bytes of a page of each group
 FILE = PAGE[0] + HEADER_BYTES
@@ -28,19 +28,19 @@ def parts(i: int, group: int = 0) -> Callable[[], list[np.ndarray]]:
     return lambda: np.split(page(i, group).view(np.uint32), 2)
 
 
-def put(tier: DiskTier, *numbers: int) -> None:
+def put(tier: DiskStore, *numbers: int) -> None:
     """Puts pages one after the other, each written before the next."""
     for i in numbers:
         assert tier.put(key(i), parts(i))
         settled(tier)
 
 
-def settled(tier: DiskTier) -> None:
+def settled(tier: DiskStore) -> None:
     """Waits for the writer."""
     tier._writer.submit(lambda: None).result(30)
 
 
-def fetched(tier: DiskTier, name: bytes) -> np.ndarray | None:
+def fetched(tier: DiskStore, name: bytes) -> np.ndarray | None:
     future = tier.prefetch(name)
     return None if future is None else future.result(30)
 
@@ -49,21 +49,21 @@ def same(found: np.ndarray | None, i: int, group: int = 0) -> bool:
     return found is not None and np.array_equal(found, page(i, group))
 
 
-def holds(tier: DiskTier, i: int) -> bool:
+def holds(tier: DiskStore, i: int) -> bool:
     found = tier.get(key(i))
     assert found is None or same(found, i)
     return found is not None
 
 
 class faults:
-    """Replaces functions of `os` as `disk_file` sees them."""
+    """Replaces functions of `os` as `page_file` sees them."""
 
     def __init__(self, monkeypatch, **functions):
         self._patch, self._functions = monkeypatch, functions
 
     def __enter__(self):
         every = {name: getattr(os, name) for name in dir(os)} | self._functions
-        self._patch.setattr(disk_file, "os", types.SimpleNamespace(**every))
+        self._patch.setattr(page_file, "os", types.SimpleNamespace(**every))
 
     def __exit__(self, *_):
         self._patch.undo()

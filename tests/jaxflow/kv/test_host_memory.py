@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxflow.kv.tiers import host_memory
+from jaxflow.kv.tiers import host_machine
 
 GIB = 2**30
 FREE = 24 * GIB  # of the machine
@@ -12,8 +12,8 @@ FREE = 24 * GIB  # of the machine
 def machine(tmp_path, monkeypatch):
     """24 GiB are free of it; its cgroup says nothing yet."""
     (tmp_path / "meminfo").write_text(f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: {FREE // 1024} kB\n")
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(host_machine, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_machine, "CGROUP", tmp_path / "cgroup")
     return tmp_path / "cgroup"
 
 
@@ -41,22 +41,22 @@ def write(folder, **files):
 )
 def test_a_container_has_what_is_left_of_its_limit(machine, most, used, stat, free):
     write(machine, memory__max=most, memory__current=used, memory__stat=stat)
-    assert host_memory.free_host_bytes() == free
+    assert host_machine.free_host_bytes() == free
 
 
 def test_a_container_of_the_older_kind(machine):
     stat = f"inactive_file 1\ntotal_active_file 0\ntotal_inactive_file {GIB}"
     files = {"memory__limit_in_bytes": 8 * GIB, "memory__usage_in_bytes": 3 * GIB, "memory__stat": stat}
     write(machine / "memory", **files)
-    assert host_memory.free_host_bytes() == 6 * GIB
+    assert host_machine.free_host_bytes() == 6 * GIB
     write(machine / "memory", memory__limit_in_bytes=2**63 - 4096)  # its way to say that there is none
-    assert host_memory.free_host_bytes() == FREE
+    assert host_machine.free_host_bytes() == FREE
 
 
 def test_a_container_that_does_not_say_what_is_cache(machine):
     write(machine, memory__max=8 * GIB, memory__current=3 * GIB)
-    assert host_memory.free_host_bytes() == 5 * GIB
+    assert host_machine.free_host_bytes() == 5 * GIB
 
 
 def test_without_a_container_it_is_what_the_machine_has(machine):
-    assert not machine.exists() and host_memory.free_host_bytes() == FREE
+    assert not machine.exists() and host_machine.free_host_bytes() == FREE

@@ -1,6 +1,4 @@
-"""The host's pages against a model of plain lists: bytes never exceed the capacity, the least recently used
-goes first.
-"""
+"""Host store against a model of plain lists: bytes within the capacity, least recently used first to leave."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +10,7 @@ KEYS = [key_of(group, bytes([i])) for group in range(2) for i in range(6)]
 
 
 class Model:
-    """The law, slowly: a list of [key, data, pins], least recently used first."""
+    """A slow model of the store: a list of [key, data, pins], least recently used first."""
 
     def __init__(self, capacity):
         self.capacity, self.rows = capacity, []
@@ -37,6 +35,20 @@ class Model:
         return [(row[0], row[1]) for row in gone]
 
 
+class Lower:
+    """A lower tier that records the evicted pages."""
+
+    def __init__(self):
+        self.evicted = []
+
+    def put(self, key, page, *, opportunistic):
+        if not opportunistic:
+            self.evicted.append((key, page))
+
+    def touch(self, keys):
+        pass
+
+
 steps = st.lists(
     st.tuples(
         st.sampled_from(["store", "arrive", "fail", "get", "pin", "unpin", "touch"]), st.sampled_from(KEYS)
@@ -47,9 +59,9 @@ steps = st.lists(
 
 @settings(max_examples=200)
 @given(st.integers(3, 40), steps)
-def test_it_is_an_lru_in_bytes(capacity, sequence):
-    store, model, evicted = HostStore(capacity, SIZES), Model(capacity), []
-    store.on_evict = lambda key, data: evicted.append((key, data))
+def test_eviction_is_least_recently_used_in_bytes(capacity, sequence):
+    lower = Lower()
+    store, model, evicted = HostStore(capacity, SIZES, lower), Model(capacity), lower.evicted
     for number, (what, key) in enumerate(sequence):
         row = model.row(key)
         if what == "store" and row is None:
@@ -58,10 +70,10 @@ def test_it_is_an_lru_in_bytes(capacity, sequence):
             assert evicted == (expected or [])
             evicted.clear()
         elif what == "arrive" and row and row[1] is None:
-            store.put(key, number)
+            store.arrive(key, number)
             row[1] = number
         elif what == "fail" and row and row[1] is None:
-            store.drop(key)
+            store.arrive(key, None)
             model.rows.remove(row)
         elif what == "get" and row and row[1] is not None:
             assert store.get(key) == row[1]
@@ -83,7 +95,7 @@ def test_it_is_an_lru_in_bytes(capacity, sequence):
         assert len(store) == len(model.rows)
         for k in KEYS:
             row = model.row(k)
-            assert (store.contains(k), store.ready(k)) == (
+            assert (store.contains(k), store.is_stored(k)) == (
                 row is not None,
                 row is not None and row[1] is not None,
             )
@@ -94,9 +106,9 @@ def test_counters():
     keys = [key_of(0, bytes([i])) for i in range(4)]
     assert all(store.reserve(key) for key in keys[:2])
     assert not store.reserve(keys[2])  # nothing has arrived, so nothing can go
-    store.put(keys[0], "page")
+    store.arrive(keys[0], "page")
     assert store.reserve(keys[3])
     counters = store.counters
     assert (counters.stored, counters.refused, counters.evicted) == (1, 1, 1)
-    store.clear()
+    store.close()
     assert (len(store), store.bytes) == (0, 0)

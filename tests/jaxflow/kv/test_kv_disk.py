@@ -13,10 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError
-from jaxflow.kv.tiers import disk_file
-from jaxflow.kv.tiers.disk_file import HEADER_BYTES
-from jaxflow.kv.tiers.disk_folder import FOLDER, find_pages
-from jaxflow.kv.tiers.disk_store import READERS, DiskCounters, DiskTier
+from jaxflow.kv.tiers import page_file
+from jaxflow.kv.tiers.disk_store import READERS, DiskCounters, DiskStore
+from jaxflow.kv.tiers.page_file import FOLDER, HEADER_BYTES, find_pages
 
 
 class TestWholePages:
@@ -46,7 +45,7 @@ class TestWholePages:
         tier = opened(pages=4)
         put(tier, 1, 2, 3, 5)
         assert holds(tier, 1)
-        tier.used([key(3), key(77), key(2)])
+        tier.touch([key(3), key(77), key(2)])
         put(tier, 4)
         assert [tier.contains(key(i)) for i in (1, 2, 3, 4, 5)] == [True, True, True, True, False]
         for pages, gone in ((3, 1), (2, 3)):
@@ -58,7 +57,7 @@ class TestWholePages:
         tier = opened()
         put(tier, 1, 2)
         for i in (1, 2):
-            os.utime(tier.folder / disk_file.name_of(key(i)), ns=(i, i))
+            os.utime(tier.folder / page_file.name_of(key(i)), ns=(i, i))
         assert holds(tier, 1)
         assert [name for name, _ in find_pages(tier.folder)] == [key(2), key(1)]
 
@@ -118,7 +117,7 @@ class TestBadFiles:
         caplog.clear()
         tier = opened()
         put(tier, 1)
-        path = tier.folder / disk_file.name_of(key(1))
+        path = tier.folder / page_file.name_of(key(1))
         content = bytearray(path.read_bytes())
         for bit in flips:
             content[bit // 8] ^= 1 << bit % 8
@@ -133,7 +132,7 @@ class TestBadFiles:
     def test_nor_is_a_file_of_another_length(self, opened, caplog, size, restart):
         tier = opened()
         put(tier, 1, 2)
-        path = tier.folder / disk_file.name_of(key(1))
+        path = tier.folder / page_file.name_of(key(1))
         os.truncate(path, size)
         tier = opened() if restart else tier
         assert fetched(tier, key(1)) is None and not path.exists() and "bytes" in caplog.text
@@ -155,20 +154,20 @@ class TestBadFiles:
     def test_nor_another_pages(self, opened, caplog):
         tier = opened()
         put(tier, 1)
-        (tier.folder / disk_file.name_of(key(1))).rename(tier.folder / disk_file.name_of(key(2)))
+        (tier.folder / page_file.name_of(key(1))).rename(tier.folder / page_file.name_of(key(2)))
         tier = opened()
         assert tier.get(key(2)) is None and "another page" in caplog.text
 
     def test_nor_another_formats(self, opened, caplog, monkeypatch):
-        monkeypatch.setattr(disk_file, "SCHEMA", 2)
+        monkeypatch.setattr(page_file, "SCHEMA", 2)
         put(opened(), 1)
         monkeypatch.undo()
-        assert opened().get(key(1)) is None and "of format 2" in caplog.text
+        assert opened().get(key(1)) is None and "has format 2" in caplog.text
 
     def test_nor_what_a_link_points_to(self, opened, tmp_path):
         tier = opened()
         put(tier, 1)
-        path = tier.folder / disk_file.name_of(key(1))
+        path = tier.folder / page_file.name_of(key(1))
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
         assert tier.get(key(1)) is None and tier.counters().errors == 1
@@ -179,15 +178,15 @@ class TestStart:
     def test_two_servers_do_not_share_a_folder(self, opened, tmp_path):
         tier = opened()
         with pytest.raises(ConfigError, match=r"kv_disk_path.*no other server"):
-            DiskTier(tmp_path, 10 * FILE, MODEL, PAGE)
+            DiskStore(tmp_path, 10 * FILE, MODEL, PAGE)
         put(tier, 1)
         assert holds(opened(), 1)
 
     def test_a_capacity_below_a_page_names_what_would_do(self, tmp_path):
         least = sum(PAGE) + 2 * HEADER_BYTES
         with pytest.raises(ConfigError, match=f"kv_disk_size.*at least {least / 2**30:.6f} GiB"):
-            DiskTier(tmp_path, least - 1, MODEL, PAGE)
-        DiskTier(tmp_path, least, MODEL, PAGE).close()
+            DiskStore(tmp_path, least - 1, MODEL, PAGE)
+        DiskStore(tmp_path, least, MODEL, PAGE).close()
 
     def test_folders_that_cannot_be_used(self, tmp_path):
         (tmp_path / "file").write_text("")
@@ -195,7 +194,7 @@ class TestStart:
         (tmp_path / "linked" / FOLDER).symlink_to(tmp_path)
         for folder in (tmp_path / "missing", tmp_path / "file", tmp_path / "linked", "/proc"):
             with pytest.raises(ConfigError, match="kv_disk_path"):
-                DiskTier(folder, 10 * FILE, MODEL, PAGE)
+                DiskStore(folder, 10 * FILE, MODEL, PAGE)
 
     def test_a_killed_server_leaves_only_whole_pages(self, tmp_path):
         """Killed again and again while it writes; what it said it had written is there, and nothing else
@@ -204,9 +203,9 @@ class TestStart:
         program = (
             "import sys\n"
             "import numpy as np\n"
-            "from jaxflow.kv.tiers.disk_store import DiskTier\n"
-            f"tier = DiskTier(sys.argv[1], 1 << 30, {MODEL!r}, (1 << 20,))\n"
-            "tier._went = lambda *_: print(tier.counters().written, flush=True)\n"
+            "from jaxflow.kv.tiers.disk_store import DiskStore\n"
+            f"tier = DiskStore(sys.argv[1], 1 << 30, {MODEL!r}, (1 << 20,))\n"
+            "tier._record_outcome = lambda *_: print(tier.counters().written, flush=True)\n"
             "for i in range(10_000):\n"
             "    while not tier.put(b'\\0' + i.to_bytes(16, 'big'), lambda i=i: [np.full(1 << 20, i % 251, np.uint8)]):\n"
             "        pass\n"
@@ -221,7 +220,7 @@ class TestStart:
                 process.send_signal(signal.SIGKILL)
         folder = tmp_path / FOLDER
         (folder / (key(5).hex() + ".tmp")).write_bytes(b"half a page")
-        tier = DiskTier(tmp_path, 1 << 30, MODEL, (1 << 20,))
+        tier = DiskStore(tmp_path, 1 << 30, MODEL, (1 << 20,))
         assert not list(folder.glob("*.tmp")) and tier.counters().pages >= 60
         for file in folder.glob("*.kv"):
             i = int(file.stem, 16)

@@ -12,7 +12,7 @@ from disk_pages import FILE, PAGE, fails, faults, fetched, holds, key, page, par
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxflow.kv.tiers import disk_file
+from jaxflow.kv.tiers import page_file
 
 
 class TestBadDisks:
@@ -62,7 +62,9 @@ class TestBadDisks:
         put(tier, 1, 2)
         with faults(monkeypatch, unlink=fails(errno.EROFS)):
             put(tier, 3)
-        assert tier.counters().errors == 1 and not tier.contains(key(3)) and "make room" in caplog.text
+        assert (
+            tier.counters().errors == 1 and not tier.contains(key(3)) and "cannot be removed" in caplog.text
+        )
 
     @pytest.mark.parametrize("operation", ["open", "readv", "fstat"])
     @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
@@ -92,7 +94,7 @@ class TestBadDisks:
     def test_a_file_that_somebody_removed_is_a_miss(self, opened, caplog):
         tier = opened()
         put(tier, 1)
-        (tier.folder / disk_file.name_of(key(1))).unlink()
+        (tier.folder / page_file.name_of(key(1))).unlink()
         assert fetched(tier, key(1)) is None and not tier.contains(key(1)) and not caplog.records
         assert (tier.counters().misses, tier.counters().bytes) == (1, 0)
 
@@ -110,7 +112,9 @@ class TestBounds:
     def test_half_of_it_is_for_what_has_time(self, opened, monkeypatch):
         tier, go = opened(write_queue_bytes=4 * PAGE[0]), threading.Event()
         with faults(monkeypatch, write=lambda fd, data: go.wait(30) and os.write(fd, data)):
-            assert [tier.put(key(i), parts(i), at_leisure=True) for i in range(4)] == [True] * 2 + [False] * 2
+            assert [tier.put(key(i), parts(i), opportunistic=True) for i in range(4)] == [True] * 2 + [
+                False
+            ] * 2
             assert tier.put(key(2), parts(2)) and tier.counters().dropped == 0
             go.set()
             settled(tier)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxflow.kv.tiers import numa
+from jaxflow.kv.tiers import host_machine
 
 
 @pytest.fixture
@@ -34,29 +34,29 @@ def machine(tmp_path):
     ],
 )
 def test_the_cpus_of_the_gpus_nodes(machine, bus_ids, cpus):
-    assert numa.near_cpus(bus_ids, machine) == cpus
+    assert host_machine.near_cpus(bus_ids, machine) == cpus
 
 
 def test_where_there_is_one_node_there_is_nothing_to_choose(machine):
     (machine / "devices/system/node/node1/cpulist").unlink()
     (machine / "devices/system/node/node1").rmdir()
-    assert numa.near_cpus(["00000000:17:00.0"], machine) is None
+    assert host_machine.near_cpus(["00000000:17:00.0"], machine) is None
 
 
 @pytest.mark.parametrize(("text", "cpus"), [("0", {0}), ("0-2,5\n", {0, 1, 2, 5}), ("", set())])
 def test_sets_of_cpus(text, cpus):
-    assert numa.parse_cpus(text) == cpus
+    assert host_machine.parse_cpus(text) == cpus
 
 
 def test_a_bound_thread_is_bound_alone():
     before, found = os.sched_getaffinity(0), []
     one = {min(before)}
-    numa.run_bound(one, lambda: found.append(os.sched_getaffinity(0)))
-    numa.run_bound({10**4}, lambda: found.append(os.sched_getaffinity(0)))  # none that it may use
+    host_machine.run_bound(one, lambda: found.append(os.sched_getaffinity(0)))
+    host_machine.run_bound({10**4}, lambda: found.append(os.sched_getaffinity(0)))  # none that it may use
     assert found == [one, before]
     assert os.sched_getaffinity(0) == before
     with pytest.raises(ZeroDivisionError):
-        numa.run_bound(None, lambda: 1 // 0)
+        host_machine.run_bound(None, lambda: 1 // 0)
     assert not [thread for thread in threading.enumerate() if thread.name == "jaxflow-reserve"]
 
 
@@ -64,7 +64,7 @@ def test_whoever_is_bound_for_a_while_starts_threads_that_stay():
     before, found = os.sched_getaffinity(0), []
     one, go = {min(before)}, threading.Event()
     thread = threading.Thread(target=lambda: (go.wait(30), found.append(os.sched_getaffinity(0))))
-    with pytest.raises(ZeroDivisionError), numa.bound(one):
+    with pytest.raises(ZeroDivisionError), host_machine.bound(one):
         assert os.sched_getaffinity(0) == one
         thread.start()
         raise ZeroDivisionError
@@ -72,9 +72,9 @@ def test_whoever_is_bound_for_a_while_starts_threads_that_stay():
     go.set()
     thread.join()
     assert found == [one]
-    with numa.bound(None):
+    with host_machine.bound(None):
         assert os.sched_getaffinity(0) == before
 
 
 def test_without_a_driver_nothing_is_known():
-    assert numa.gpu_bus_ids(1) == [] or all(":" in bus_id for bus_id in numa.gpu_bus_ids(1))
+    assert host_machine.gpu_bus_ids(1) == [] or all(":" in bus_id for bus_id in host_machine.gpu_bus_ids(1))

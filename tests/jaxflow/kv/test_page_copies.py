@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 
 from jaxflow.config import Layer, ModelConfig
 from jaxflow.kv.device_cache import make_cache, page_bytes
+from jaxflow.kv.tiers.offload import Transfers
 from jaxflow.kv.tiers.page_copies import PageCopies, PagePrograms, sizes_of, split
-from jaxflow.kv.tiers.transfers import Transfers
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.parallel.mesh import TP, make_mesh
 
@@ -122,8 +122,8 @@ def test_copies_are_begun_a_few_by_a_call_and_the_directions_in_turns(monkeypatc
     for channel, name in ((transfers.to_host, "down"), (transfers.to_device, "up")):
         monkeypatch.setattr(
             channel,
-            "_begin",
-            lambda sources, name=name, begin=channel._begin: (
+            "_start",
+            lambda sources, name=name, begin=channel._start: (
                 calls.append((name, len(sources))) or begin(sources)
             ),
         )

@@ -118,7 +118,7 @@ def test_releasing_a_page_too_often_is_an_error():
     pool = PagePool(2)
     [page] = pool.allocate(1)
     pool.release([page])
-    with pytest.raises(ValueError, match=f"page {page} is released, but nobody holds it"):
+    with pytest.raises(ValueError, match=f"page {page} is released, but no sequence holds the page"):
         pool.release([page])
 
 
@@ -127,6 +127,6 @@ def test_an_impossible_allocation_changes_nothing():
     [page] = pool.allocate(1)
     pool.register(page, b"a")
     pool.release([page])
-    with pytest.raises(OutOfPages, match="1 pages more than the 3"):
+    with pytest.raises(OutOfPages, match="1 pages more than available were allocated from 3"):
         pool.allocate(4)
     assert (pool.available, pool.find(b"a")) == (3, page)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxflow.kv.tiers.quantize import dequantize_kv, kv_bytes, kv_group, kv_shape, quantize_kv
+from jaxflow.kv.int4 import dequantize_kv, kv_bytes, kv_group, kv_shape, quantize_kv
 from pallas_kernels.gemm.int4.reference import quantize_int4
 
 WIDTHS = (8, 40, 64, 80, 128)
@@ -103,5 +103,5 @@ def test_a_head_is_cut_evenly():
     assert [kv_group(h) for h in (8, 64, 80, 96, 128, 256)] == [8, 64, 40, 48, 64, 64]
     assert [kv_bytes(h) for h in (8, 64, 80, 128)] == [8, 36, 48, 72]
     for odd in (1, 65):
-        with pytest.raises(ValueError, match=f"head_dim={odd}: an even number"):
+        with pytest.raises(ValueError, match=f"head_dim={odd}: accepted are even numbers"):
             quantize_kv(jnp.zeros((2, odd)))

@@ -1,7 +1,6 @@
-"""All three tiers under the scheduler, over a real folder that is damaged now and then: the same tokens as
-from nothing.
-"""
+"""Scheduler with a host and a disk tier, over a folder with some damaged files: tokens equal an isolated run."""
 
+import dataclasses
 import pathlib
 import tempfile
 
@@ -14,11 +13,11 @@ from simulated_device import config, prompt
 from simulated_host import PAGE_BYTES, TieredWorld
 
 from jaxflow.kv import prefix
-from jaxflow.kv.tiers.disk_file import HEADER_BYTES
-from jaxflow.kv.tiers.disk_link import DiskLink
-from jaxflow.kv.tiers.disk_store import DiskTier
-from jaxflow.scheduler import tier_policy as host_tier
-from jaxflow.scheduler.tier_policy import PATIENCE
+from jaxflow.kv.tiers import policy as tier_policy
+from jaxflow.kv.tiers.disk_store import DiskStore
+from jaxflow.kv.tiers.disk_tier import DiskTier
+from jaxflow.kv.tiers.page_file import HEADER_BYTES
+from jaxflow.kv.tiers.policy import DISK_PATIENCE
 
 LENGTH = 256  # of a page's file, its content packed and padded
 
@@ -28,45 +27,51 @@ def to_bytes(content: dict) -> list[bytes]:
     return [len(packed).to_bytes(4, "little") + packed, bytes(LENGTH - 4 - len(packed))]
 
 
-def from_bytes(_, page: np.ndarray) -> dict:
+def from_bytes(page: np.ndarray) -> dict:
     packed = page.tobytes()
     items = msgspec.msgpack.decode(packed[4 : 4 + int.from_bytes(packed[:4], "little")])
     return {offset: tuple(value) for offset, value in items}
 
 
+@dataclasses.dataclass
 class DiskWorld(TieredWorld):
-    """A tiered world with a disk; `patience`: how often a step waits for it."""
+    """A tiered world with a disk store in `folder`.
 
-    def below(self, folder: pathlib.Path, disk_pages: int, patience: float) -> "DiskWorld":
+    Args:
+      patience: share of the steps that wait for the disk.
+    """
+
+    folder: str | pathlib.Path = ""
+    disk_pages: int = 50
+    patience: float = 1.0
+
+    def lower_tier(self) -> DiskTier:
         groups = len(self.config.windows)
-        self.disk = DiskTier(
-            folder, max(groups, disk_pages) * (LENGTH + HEADER_BYTES), b"", (LENGTH,) * groups, retry_s=0.0
-        )
-        self.link = self.tier.below = DiskLink(self.disk, self.tier.store, to_bytes, from_bytes)
-        self.patience = patience
-        return self
+        capacity = max(groups, self.disk_pages) * (LENGTH + HEADER_BYTES)
+        self.disk = DiskStore(self.folder, capacity, b"", (LENGTH,) * groups, retry_s=0.0)
+        self.disk_tier = DiskTier(self.disk, to_bytes, from_bytes)
+        return self.disk_tier
 
-    def land(self) -> None:
-        super().land()
+    def receive(self) -> None:
+        super().receive()
         if self.random.random() < self.patience:
             self.settle_disk()
-        for key, content in self.link.arrived():
-            self.tier.arrived(key, content, from_below=True)
+        self.policy.store.take_read()
 
     def settle_disk(self) -> None:
-        """Until nothing is being written or read."""
+        """Wait for the writes and reads under way."""
         self.disk._writer.submit(lambda: None).result(30)
         for future in list(self.disk._reading.values()):
             future.result(30)
 
     def check_idle(self) -> None:
-        while self.link.pending:
+        while self.disk_tier.pending:
             self.patience = 1.0
-            self.land()
+            self.receive()
         super().check_idle()
 
     def damage(self) -> None:
-        """One file is not what it was."""
+        """Change or truncate one file."""
         self.settle_disk()
         files = sorted(self.disk.folder.glob("*.kv"))
         if files:
@@ -93,9 +98,7 @@ def machines(draw):
 
 
 def converse(world: DiskWorld, talks: list[list[int]], rounds: int, damage: float) -> None:
-    """Rounds of conversations in turn, each prompt all that was said before: by the time one goes on, others
-    had its pages.
-    """
+    """Run rounds of conversations in turn, so that others take a conversation's pages before its next round."""
     for _ in range(rounds):
         for talk in talks:
             if len(talk) > 44:
@@ -119,89 +122,88 @@ def converse(world: DiskWorld, talks: list[list[int]], rounds: int, damage: floa
     st.sampled_from([0.2, 1.0]),
     st.sampled_from([0.0, 0.5]),
 )
-def test_conversations_say_the_same_through_all_tiers_and_after_a_restart(
+def test_tokens_equal_an_isolated_run_through_all_tiers_and_a_restart(
     machine, number, disk_pages, patience, damage
 ):
     with tempfile.TemporaryDirectory() as folder:
         rng = np.random.default_rng(machine["seed"])
         talks = [prompt(rng, 9, shared=8) for _ in range(number)]
-        for _ in range(2):  # two engines over one folder, one after the other
-            world = DiskWorld(**machine).below(pathlib.Path(folder), disk_pages, patience)
+        for _ in range(2):  # two engines over one folder, one after another
+            world = DiskWorld(**machine, folder=folder, disk_pages=disk_pages, patience=patience)
             converse(world, talks, 3, damage)
-            world.link.close()
+            world.policy.store.close()
             assert world.disk.counters().bytes <= world.disk.capacity_bytes
             assert not world.disk.counters().errors
 
 
-def test_a_later_round_finds_what_the_engine_before_it_had():
-    """With a disk that is waited for, the second engine computes nothing of what was whole."""
+def test_a_later_engine_finds_all_complete_pages():
     machine = {"config": config(num_pages=(16,)), "host_bytes": 8 * PAGE_BYTES[0]}
     with tempfile.TemporaryDirectory() as folder:
         talk = prompt(np.random.default_rng(0), 16)
-        converse(world := DiskWorld(**machine).below(pathlib.Path(folder), 50, 1.0), [talk], 1, 0.0)
-        world.link.close()
-        world = DiskWorld(**machine).below(pathlib.Path(folder), 50, 1.0)
+        converse(world := DiskWorld(**machine, folder=folder), [talk], 1, 0.0)
+        world.policy.store.close()
+        world = DiskWorld(**machine, folder=folder)
         [seq] = world.add(list(talk), max_tokens=4, ignore_eos=True, seed=5)
         world.run()
-        # Four pages of four: of the 20 tokens of the round before the last was sampled, and never computed.
+        # Four pages of four: the last of the 20 tokens of the earlier round was sampled, and never computed.
         assert (
             seq.cached_tokens
-            == world.tier.counters.disk_hit_tokens
-            == world.tier.counters.host_hit_tokens
+            == world.policy.counters.disk_hit_tokens
+            == world.policy.counters.host_hit_tokens
             == 16
         )
         assert world.disk.counters().hits == 4
         assert seq.chain is not None and [key[1:] for key in world.disk._index][1:5] == seq.chain[4:0:-1], (
-            "the first page goes last"
+            "the first page is the last to leave"
         )
-        world.link.close()
+        world.policy.store.close()
 
 
 @pytest.mark.parametrize("host_pages", [6, 10**6])
-def test_what_preempted_sequences_had_filled_in_part_is_never_on_the_disk(monkeypatch, host_pages):
-    """Outputs longer than is hoped: sequences are pre-empted, and say what they say alone; a small host loses
-    parts, which are computed.
-    """
+def test_partial_pages_of_preempted_sequences_are_never_on_the_disk(monkeypatch, host_pages):
+    """Outputs longer than the forecast pre-empt sequences; a small host loses partial pages."""
     parts: set[bytes] = set()
 
     def part_name(*given):
         parts.add(name := prefix.part_name(*given))
         return name
 
-    monkeypatch.setattr(host_tier, "part_name", part_name)
+    monkeypatch.setattr(tier_policy, "part_name", part_name)
     machine = {
         "config": config(num_pages=(16,), max_num_seqs=8),
         "hope": 2,
         "host_bytes": host_pages * PAGE_BYTES[0],
     }
     with tempfile.TemporaryDirectory() as folder:
-        world = DiskWorld(**machine).below(pathlib.Path(folder), 1000, 1.0)
+        world = DiskWorld(**machine, folder=folder, disk_pages=1000)
         for i in range(24):
             world.add(prompt(world.random, 5 + i % 8), max_tokens=30, seed=i)
         world.run()
-        world.link.close()
-        assert world.tier.counters.swapped_in > 4 and (world.tier.store.counters.evicted > 100) == (
+        world.policy.store.close()
+        assert world.policy.counters.swapped_in > 4 and (world.policy.store.counters.evicted > 100) == (
             host_pages == 6
         )
         assert len(world.disk._index) > 100
         assert len(parts) > 4 and not parts & {key[1:] for key in world.disk._index}
 
 
-def test_what_is_computed_much_sooner_is_not_read(monkeypatch):
+def test_pages_that_are_computed_much_sooner_are_not_read(monkeypatch):
     machine = {"config": config(num_pages=(16,)), "host_bytes": 8 * PAGE_BYTES[0]}
     with tempfile.TemporaryDirectory() as folder:
         talk = prompt(np.random.default_rng(0), 16)
-        converse(world := DiskWorld(**machine).below(pathlib.Path(folder), 50, 1.0), [talk], 1, 0.0)
-        world.link.close()
+        converse(world := DiskWorld(**machine, folder=folder), [talk], 1, 0.0)
+        world.policy.store.close()
         for seconds_a_page, reads in (
-            (PATIENCE * 4 * 1.01, False),
-            (PATIENCE * 4 * 0.99, True),
+            (DISK_PATIENCE * 4 * 1.01, False),
+            (DISK_PATIENCE * 4 * 0.99, True),
         ):  # a token takes a second to compute
-            world = DiskWorld(**machine).below(pathlib.Path(folder), 50, 1.0)
+            world = DiskWorld(**machine, folder=folder)
             monkeypatch.setattr(
-                world.link, "seconds", lambda bytes, each=seconds_a_page: each * bytes / PAGE_BYTES[0]
+                world.disk_tier,
+                "read_seconds",
+                lambda bytes, each=seconds_a_page: each * bytes / PAGE_BYTES[0],
             )
             world.add(list(talk), max_tokens=4, ignore_eos=True, seed=5)
             world.run()
             assert bool(world.disk.counters().hits) == reads
-            world.link.close()
+            world.policy.store.close()

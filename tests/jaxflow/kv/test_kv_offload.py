@@ -1,8 +1,7 @@
-"""The host tier in the engine: whatever leaves the device and comes back, the tokens are those of everything
-on the device.
-"""
+"""Host tier in the engine: the tokens equal those of an engine with all pages on the device."""
 
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -11,21 +10,22 @@ import pytest
 import toy
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.engine import start_kv_tiers as start
 from jaxflow.engine.driver import Driver
-from jaxflow.engine.start import make_executor, resolve
-from jaxflow.engine.start_kv_tiers import pinned_pool_gib, seconds_a_token, staging_bytes, start_offload
-from jaxflow.kv.tiers.transfers import Channel
+from jaxflow.engine.start import make_executor, prefill_seconds_per_token, resolve
+from jaxflow.kv.tiers import start
+from jaxflow.kv.tiers.host_store import PageState
+from jaxflow.kv.tiers.offload import Channel
+from jaxflow.kv.tiers.policy import FetchCosts
+from jaxflow.kv.tiers.start import open_disk, pinned_pool_gib, staging_bytes, start_host_tier
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.request import Request, SamplingParams
 from jaxflow.scheduler.admission import OutputLengths
-from jaxflow.scheduler.fetch_cost import LoadCosts, worth_loading
 
 LLAMA, WINDOWS = (
     ("stories260K", 1),
     ("tiny-gemma3_text", 2),
 )  # full attention on one device; two layer groups on two
-NEVER_LOAD = LoadCosts(bytes_per_s=1.0, latency_s=1e9, seconds_a_token=0.0)
+NEVER_LOAD = FetchCosts(bytes_per_s=1.0, latency_s=1e9, seconds_per_token=0.0)
 
 
 def vocab(model, tp):
@@ -79,11 +79,11 @@ def small_loop(case, host_pages, *, pages=20, **more):
 
 def check_idle(engine):
     """No page, slot, staging space or pin is taken, once the last copies have come."""
-    tier = engine.scheduler.tier
-    assert not (tier.busy or tier.copying or tier.loads or engine.has_work)
+    tier = engine.scheduler.tiers
+    assert not (tier.busy or tier.copying or tier.fetches or engine.has_work)
     assert engine.scheduler.pages_free == sum(engine.scheduler.config.num_pages)
     assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
-    assert all(entry.pins == 0 and entry.data is not None for entry in tier.store._entries.values())
+    assert all(entry.pins == 0 and entry.state is PageState.STORED for entry in tier.store._entries.values())
     assert tier.store.bytes <= tier.store.capacity_bytes
 
 
@@ -100,7 +100,7 @@ def test_the_same_tokens_through_eviction_and_pre_emption(case, host_pages, stag
         results = toy.run(engine, requests, preempt_at=range(5, 60, 6))
         assert {name: result.token_ids for name, result in results.items()} == expected
         check_idle(engine)
-    tier = engine.scheduler.tier
+    tier = engine.scheduler.tiers
     assert engine.scheduler.num_preemptions > 0
     assert tier.store.counters.stored > 20
     assert tier.store.counters.loaded > 0
@@ -127,7 +127,7 @@ def test_a_pre_empted_sequence_goes_on_where_it_was(case):
         results = toy.run(engine, requests, preempt_at=times)
         assert [len(result.tokens) for result in results.values()] == [60, 60]
         assert engine.scheduler.num_preemptions == len(times)
-        assert engine.scheduler.tier.counters.swapped_in == (len(times) if costs is toy.ALWAYS_LOAD else 0)
+        assert engine.scheduler.tiers.counters.swapped_in == (len(times) if costs is toy.ALWAYS_LOAD else 0)
         again[costs] = engine.stats(0).prompt_tokens - 2 * len(prompt)
         check_idle(engine)
         engine.close()
@@ -159,9 +159,9 @@ def test_aborts_at_any_moment_leave_nothing(case):
 
 def test_copies_that_fail_cost_time_and_nothing_else(case, monkeypatch):
     _, _, requests, expected = case
-    begin, end, calls = Channel._begin, Channel._end, iter(range(10**6))
+    begin, end, calls = Channel._start, Channel._end, iter(range(10**6))
     monkeypatch.setattr(
-        Channel, "_begin", lambda self, sources: None if next(calls) % 5 == 0 else begin(self, sources)
+        Channel, "_start", lambda self, sources: None if next(calls) % 5 == 0 else begin(self, sources)
     )
     monkeypatch.setattr(
         Channel, "_end", lambda self, copies: None if next(calls) % 5 == 0 else end(self, copies)
@@ -197,7 +197,7 @@ class TestDriver:
                 self.done.set()
 
     def test_a_driver_closes_the_threads(self):
-        engine = toy.offloading_loop(*LLAMA[:1], 50, costs=LoadCosts(1e9, 0.0, 1e-3))
+        engine = toy.offloading_loop(*LLAMA[:1], 50, costs=FetchCosts(1e9, 0.0, 1e-3))
         driver = Driver(engine)
         driver.start()
         assert threads() == ["jaxflow-engine"]
@@ -220,23 +220,24 @@ class TestDriver:
 
 
 class TestStart:
+    @staticmethod
+    def config(**changes):
+        config, _ = toy._with_copies("stories260K", 1, 64, "auto")
+        return dataclasses.replace(config, kv_offloading_size=0.001, **changes)
+
     def test_costs_are_measured(self):
-        config, executor = toy._with_copies("stories260K", 1, 64, "auto")
-        config = EngineConfig(**{**vars(config), "kv_offloading_size": 0.001})
+        _, executor = toy._with_copies("stories260K", 1, 64, "auto")
         before = executor.compilations
-        offload = start_offload(config, executor)
-        costs = offload.tier.costs
-        offload.close()
+        measure = functools.partial(prefill_seconds_per_token, executor)
+        costs = start_host_tier(self.config(), executor.copies, measure).costs
         assert costs.bytes_per_s > 0
         assert 0 < costs.latency_s < 10
-        assert 0 < costs.seconds_a_token < 1
-        assert 0 < seconds_a_token(executor) < 1
+        assert 0 < costs.seconds_per_token < 1
         assert executor.compilations == before
         assert threads() == []
 
-    def test_all_of_the_hosts_memory_is_filled_once_where_it_is_pinned(self, monkeypatch):
-        config, executor = toy._with_copies("stories260K", 1, 64, "auto")
-        config = EngineConfig(**{**vars(config), "kv_offloading_size": 0.001})
+    def test_pinned_host_memory_is_reserved_at_start(self, monkeypatch, tmp_path):
+        _, executor = toy._with_copies("stories260K", 1, 64, "auto")
         put, pages = jax.device_put, []
         monkeypatch.setattr(start, "on_gpu", lambda: True)
         monkeypatch.setattr(
@@ -244,41 +245,39 @@ class TestStart:
             "device_put",
             lambda x, sharding: pages.append((x, sharding.memory_kind)) or put(x, sharding),
         )
-        start_offload(config, executor, costs=toy.ALWAYS_LOAD).close()
+        given = (executor.copies, lambda: 1.0)
+        start_host_tier(self.config(), *given, costs=toy.ALWAYS_LOAD)
         assert {kind for _, kind in pages} == {"pinned_host"}
         reserved = sum(page.nbytes for batch, _ in pages for page in batch)
         assert 0 <= reserved - 0.001 * 2**30 < executor.copies.page_bytes[0]
 
-        monkeypatch.setattr(
-            start, "WRITE_QUEUE_BYTES", 1 << 20
-        )  # pages that wait for the disk are the host's no more
+        # Pages that left the host for the write queue stay in pinned memory.
+        monkeypatch.setattr(start, "WRITE_QUEUE_BYTES", 1 << 20)
         pages.clear()
-        config = dataclasses.replace(config, kv_disk_path="somewhere", kv_disk_size=1.0)
-        start_offload(config, executor, costs=toy.ALWAYS_LOAD).close()
-        assert (
-            0
-            <= sum(page.nbytes for batch, _ in pages for page in batch) - reserved - 2**20
-            <= 9 * executor.copies.page_bytes[0]
-        )
+        config = self.config(kv_disk_path=str(tmp_path), kv_disk_size=1.0)
+        disk = open_disk(config, executor.programs.context.config, b"a model")
+        start_host_tier(config, *given, disk, costs=toy.ALWAYS_LOAD).store.close()
+        more = sum(page.nbytes for batch, _ in pages for page in batch) - reserved - 2**20
+        assert 0 <= more <= 9 * executor.copies.page_bytes[0]
 
         def none_left(x, sharding):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nand more lines")
 
         monkeypatch.setattr(start.jax, "device_put", none_left)
         with pytest.raises(ConfigError, match=r"kv_offloading_size=0.001 .*RESOURCE_EXHAUSTED: no memory\)$"):
-            start_offload(config, executor, costs=toy.ALWAYS_LOAD)
+            start_host_tier(self.config(), *given, costs=toy.ALWAYS_LOAD)
 
     @pytest.mark.parametrize(
         ("changes", "accepted"),
         [
             ({"kv_offloading_size": 1e-7}, "0, or at least 0.00"),
-            ({"kv_offloading_size": 1e6}, "GiB of memory that are free"),
+            ({"kv_offloading_size": 1e6}, "GiB of free host memory"),
             ({"kv_offloading_size": 0.1, "enable_prefix_caching": False}, "enable_prefix_caching"),
             ({"kv_offloading_size": -1.0}, "or 0"),
             ({"kv_offloading_size": float("nan")}, "or 0"),
         ],
     )
-    def test_a_host_that_cannot_work_is_refused(self, changes, accepted):
+    def test_an_unusable_host_tier_is_refused(self, changes, accepted):
         with pytest.raises(ConfigError, match="kv_offloading_size") as refused:
             settings = EngineConfig(model=toy.executor("stories260K")[0].model, **changes)
             checkpoint = open_checkpoint(settings.model)
@@ -293,9 +292,9 @@ class TestStart:
         assert pinned_pool_gib(100) >= 125
 
 
-def test_loading_is_worth_it_where_the_link_is_faster_than_the_device_computes():
-    costs = LoadCosts(bytes_per_s=50e9, latency_s=1e-4, seconds_a_token=27e-6)  # Llama 3.1 8B on an H200
-    assert worth_loading(64, 64 * 131072, costs)
-    assert not worth_loading(1, 131072 * 64, costs)
-    assert not worth_loading(3, 0, costs)
-    assert not worth_loading(64, 64 * 131072, LoadCosts(2.5e9, 1e-4, 27e-6))
+def test_a_fetch_pays_where_the_link_is_faster_than_the_computation():
+    costs = FetchCosts(bytes_per_s=50e9, latency_s=1e-4, seconds_per_token=27e-6)  # Llama 3.1 8B on an H200
+    assert costs.pays(64, 64 * 131072)
+    assert not costs.pays(1, 131072 * 64)
+    assert not costs.pays(3, 0)
+    assert not FetchCosts(2.5e9, 1e-4, 27e-6).pays(64, 64 * 131072)

@@ -1,6 +1,4 @@
-"""The disk under a real engine: a later round finds it after a restart, and whatever the disk does, the
-tokens are the same.
-"""
+"""Disk tier of a real engine: pages survive a restart, and no error of the disk changes a token."""
 
 import dataclasses
 import errno
@@ -17,11 +15,11 @@ import toy
 
 from jaxflow import LLM
 from jaxflow.config import ConfigError
-from jaxflow.engine.start_kv_disk import open_disk
-from jaxflow.kv.tiers import disk_file
-from jaxflow.kv.tiers.disk_folder import FOLDER
+from jaxflow.kv.tiers import page_file
+from jaxflow.kv.tiers import policy as tier_policy
+from jaxflow.kv.tiers.page_file import FOLDER
+from jaxflow.kv.tiers.start import open_disk
 from jaxflow.request import Request, SamplingParams
-from jaxflow.scheduler import tier_policy as host_tier
 
 CASES = {"llama": ("stories260K", 1, "auto"), "windows, 2 devices": ("tiny-gemma3_text", 2, "auto")}
 BUDGET = {
@@ -37,15 +35,17 @@ def case(request):
 
 
 def engine(case, folder, *, host_pages=400, fingerprint=b"a model", **more) -> Any:
-    """An engine of few pages over a host and a disk."""
+    """Return an engine with few pages, a host tier and a disk tier."""
     model, tp, kv = case
     numbers = {"tp": tp, "budget": BUDGET[tp], "kv": kv}
     groups = toy.executor(model, **numbers)[1].groups
-    loop: Any = toy.offloading_loop(
-        model, host_pages, num_pages=(40,) * groups, fingerprint=fingerprint, **numbers, **more
-    )
-    toy.over_disk(loop, model, folder, fingerprint=fingerprint, **numbers)
-    return loop
+    more |= {"num_pages": (40,) * groups, "fingerprint": fingerprint, **numbers}
+    return toy.offloading_loop(model, host_pages, disk_folder=folder, disk_fingerprint=fingerprint, **more)
+
+
+def disk_of(loop):
+    """Return the disk store of an engine."""
+    return loop.scheduler.tiers.store.lower.disk
 
 
 def first_rounds(case, salt=""):
@@ -73,7 +73,7 @@ def later_rounds(requests, results, salt=""):
 
 def settle(loop):
     """Until no page is on its way."""
-    while loop.has_work or loop.scheduler.tier._storing_bytes or loop._offload.link.pending:
+    while loop.has_work or loop.scheduler.tiers._storing_bytes or loop.scheduler.tiers.store.lower.pending:
         loop.step()
 
 
@@ -113,7 +113,7 @@ def test_a_later_round_goes_on_after_a_restart(case, plain, tmp_path):
     loop = engine(case, tmp_path)
     results = converse(loop, two)
     assert tokens(results) == second
-    counters = loop.scheduler.tier.counters
+    counters = loop.scheduler.tiers.counters
     assert min(cached(results)) >= 96, "all whole pages of what was computed before"
     assert (
         counters.disk_hit_tokens
@@ -121,7 +121,7 @@ def test_a_later_round_goes_on_after_a_restart(case, plain, tmp_path):
         == sum(cached(results)) - counters.device_hit_tokens
         >= 240
     )
-    assert loop._offload.link.disk.counters().rejected == 0
+    assert disk_of(loop).counters().rejected == 0
     assert threads() == before and not list(tmp_path.rglob("*.tmp"))
 
 
@@ -146,7 +146,7 @@ def test_a_killed_engine_leaves_what_it_had(answers, tmp_path):
     loop = engine(LLAMA, tmp_path)
     toy.run(loop, one)
     settle(loop)
-    loop._offload.link.disk.flush(30)
+    disk_of(loop).flush(30)
     (tmp_path / FOLDER / "00aa.tmp").write_bytes(b"half")
     shutil.copytree(tmp_path / FOLDER, tmp_path / "killed" / FOLDER)
     loop.close()
@@ -162,7 +162,7 @@ def test_through_a_host_that_is_too_small(answers, tmp_path):
     loop = engine(LLAMA, tmp_path, host_pages=9, staging_pages=4)
     results = toy.run(loop, two)
     assert tokens(results) == second
-    assert loop.scheduler.tier.counters.disk_hit_tokens > 0
+    assert loop.scheduler.tiers.counters.disk_hit_tokens > 0
     settle(loop)
     loop.close()
 
@@ -174,7 +174,7 @@ def test_nobody_else_finds_it(answers, tmp_path, other):
     loop = engine(LLAMA, tmp_path, fingerprint=other.get("fingerprint", b"a model"))
     results = converse(loop, first_rounds(LLAMA, other.get("salt", "")))
     assert tokens(results) == first
-    assert loop.scheduler.tier.counters.disk_hit_tokens == 0 == loop._offload.link.disk.counters().hits
+    assert loop.scheduler.tiers.counters.disk_hit_tokens == 0 == disk_of(loop).counters().hits
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "empty"])
@@ -187,8 +187,8 @@ def test_damaged_files_are_computed_again(answers, tmp_path, damage, caplog):
         file.write_bytes({"flipped": content, "short": content[: len(content) // 2], "empty": b""}[damage])
     loop = engine(LLAMA, tmp_path)
     results = converse(loop, two)
-    assert tokens(results) == second and loop.scheduler.tier.counters.disk_hit_tokens == 0
-    assert loop._offload.link.disk.counters().rejected >= 4 and "dropped" in caplog.text
+    assert tokens(results) == second and loop.scheduler.tiers.counters.disk_hit_tokens == 0
+    assert disk_of(loop).counters().rejected >= 4 and "dropped" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -202,12 +202,12 @@ def test_a_disk_that_fails_changes_no_token(answers, tmp_path, monkeypatch, capl
         raise OSError(number, os.strerror(number))
 
     every = {name: getattr(os, name) for name in dir(os)} | {operation: fail}
-    monkeypatch.setattr(disk_file, "os", types.SimpleNamespace(**every))
+    monkeypatch.setattr(page_file, "os", types.SimpleNamespace(**every))
     loop = engine(LLAMA, tmp_path)
     results = converse(loop, two)
     assert tokens(results) == second
     assert (
-        loop._offload.link.disk.counters().errors
+        disk_of(loop).counters().errors
         and len([r for r in caplog.records if "going on without" in r.message]) == 1
     )
 
@@ -227,7 +227,7 @@ def test_more_than_the_disk_is_refused_and_more_than_it_has_room_for_is_told(tmp
     assert threads() == before
 
 
-def test_a_disk_that_does_not_say_how_large_it_is_leaves_nothing_open(tmp_path, monkeypatch):
+def test_a_disk_of_unknown_size_leaves_nothing_open(tmp_path, monkeypatch):
     def fail(path):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
@@ -239,7 +239,7 @@ def test_a_disk_that_does_not_say_how_large_it_is_leaves_nothing_open(tmp_path, 
         patch.setattr("shutil.disk_usage", fail)
         with pytest.raises(
             ConfigError,
-            match=r"kv_disk_path='.*a folder whose disk says how large it is \(Stale file handle\)",
+            match=r"kv_disk_path='.*a folder on a disk of known size \(Stale file handle\)",
         ):
             open_disk(config, made.programs.context.config, b"a model")
     assert threads() == before
@@ -251,9 +251,9 @@ def test_a_disk_that_does_not_say_how_large_it_is_leaves_nothing_open(tmp_path, 
 def test_the_python_api_after_a_restart(tmp_path, monkeypatch):
     """Serve, end, start over the same folder: the later round is not computed again, and says the same."""
     monkeypatch.setattr(
-        host_tier, "worth_loading", lambda *_: True
+        tier_policy.FetchCosts, "pays", lambda *_: True
     )  # which depends on how busy the machine is
-    monkeypatch.setattr(host_tier, "PATIENCE", 1e9)
+    monkeypatch.setattr(tier_policy, "DISK_PATIENCE", 1e9)
     settings = {
         "block_size": 16,
         "max_num_batched_tokens": 64,
