@@ -18,13 +18,12 @@ import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxflow.config import EngineConfig, ModelConfig
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, prepare_process, resolve
-from jaxflow.kv.device_cache import make_cache
+from jaxflow.kv.device_cache import make_cache, page_groups
 from jaxflow.kv.tiers.offload import Transfers
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.policy import FetchCosts
@@ -47,12 +46,13 @@ def check_pages(
     before.
     """
     mesh = make_mesh(1)
-    kv = make_cache(model, (pages,) * len(model.windows), block_size, jnp.dtype(dtype), mesh)
-    copies = PageCopies(model, (pages,) * len(model.windows), block_size, jnp.dtype(dtype), mesh)
+    groups = page_groups(model, dtype, 1)
+    kv = make_cache(groups, (pages,) * len(groups), block_size, mesh)
+    copies = PageCopies(groups, (pages,) * len(groups), block_size, mesh)
     kv = copies.warm_up(kv)
-    transfers, rng, right = Transfers(mesh, copies.groups[0].spec), np.random.default_rng(0), True
+    transfers, rng, right = Transfers(mesh, copies.programs[0].spec), np.random.default_rng(0), True
     try:
-        for group, programs in enumerate(copies.groups):
+        for group, programs in enumerate(copies.programs):
             drawn = [rng.integers(0, 2**32, (1, programs.words), dtype=np.uint32) for _ in range(pages)]
             kv = copies.scatter(
                 kv,

@@ -14,7 +14,7 @@ import paths
 from hypothesis import strategies as st
 
 from jaxflow.config import ModelConfig
-from jaxflow.kv.device_cache import cache_shapes, cache_spec
+from jaxflow.kv.device_cache import cache_shapes, cache_spec, page_groups
 from jaxflow.model import ops, transformer, weights
 from jaxflow.model.architectures.hf_config import model_config_from_hf
 from jaxflow.model.batch import Batch, cache_slots
@@ -228,7 +228,7 @@ def plain(bench: Bench):
         )
 
     shapes = cache_shapes(
-        config, (ROWS * PAGES_A_ROW,) * len(config.windows), PAGE, jnp.dtype(bench.kv), bench.tp
+        page_groups(config, bench.kv, bench.tp), (ROWS * PAGES_A_ROW,) * len(config.windows), PAGE
     )
     made = weights.dummy_weights(config, jnp.float32, make_mesh(bench.tp), seed=3, **bench.options)
     return made, jax.tree.map(noise, shapes), bench.jitted(transformer.forward)

@@ -12,7 +12,7 @@ from h200 import Compiled, abstract, compile_for_h200, h200_mesh
 from jax.sharding import PartitionSpec
 
 from jaxflow.config import ModelConfig
-from jaxflow.kv.device_cache import cache_shapes, cache_spec
+from jaxflow.kv.device_cache import cache_shapes, cache_spec, page_groups
 from jaxflow.model import ops, weights
 from jaxflow.model.batch import Batch
 from jaxflow.parallel.mesh import axis_of, over_shards
@@ -90,7 +90,8 @@ def compiled(
         chunks,
         shape((ROWS,)),
     )
-    kv = cache_shapes(model, (PAGES,), 64, jnp.float8_e4m3fn if narrow else jnp.bfloat16, tp)
+    dtype = jnp.float8_e4m3fn if narrow else jnp.bfloat16
+    kv = cache_shapes(page_groups(model, dtype, tp), (PAGES,), 64)
     specs = (
         weights.shardings(model, mesh, **how),
         [(cache_spec(mesh),) * 2 for _ in kv],

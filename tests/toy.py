@@ -13,8 +13,9 @@ from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, resolve
+from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.policy import FetchCosts
-from jaxflow.kv.tiers.start import open_disk, page_copies, start_host_tier
+from jaxflow.kv.tiers.start import open_disk, start_host_tier
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.request import Delta, Event, Finished, Request, SamplingParams, Started
 
@@ -89,8 +90,9 @@ def _with_copies(
     model: str, tp: int, budget: int, kv: str, sizes: tuple[int, ...] = (1, 4)
 ) -> tuple[EngineConfig, Executor]:
     config, made = executor(model, tp, budget, kv=kv)
-    model_config = made.programs.context.config
-    made.add_page_copies(page_copies(config, model_config, made.num_pages, made.programs.mesh, sizes))
+    made.add_page_copies(
+        PageCopies(made.page_groups, made.num_pages, config.block_size, made.programs.mesh, sizes)
+    )
     return config, made
 
 

@@ -26,7 +26,7 @@ from jaxflow.engine import program_memory as temporary
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.lowered_cache import LoweredPrograms
 from jaxflow.engine.programs import FULL_DONATES, REPLICATED, STEP_DONATES, Programs, Rows, head, prompt_head
-from jaxflow.kv.device_cache import cache_shapes, cache_spec, make_cache
+from jaxflow.kv.device_cache import cache_shapes, cache_spec, make_cache, page_groups
 from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.slot_params import NO_TOKEN, SlotParams, empty_slots, slot_values
@@ -96,7 +96,8 @@ class Executor:
         (any_layout, *_), *_ = self.layouts.values()
         self.slots, self.page_size, self.groups = any_layout.slots, any_layout.page_size, any_layout.groups
         self.pages_per_sequence = -(-max_model_len // self.page_size)
-        self._forward_of, self._kv_dtype, self._options_of = forward_of, kv_dtype, options_of
+        self._forward_of, self._options_of = forward_of, options_of
+        self.page_groups = page_groups(programs.context.config, kv_dtype, programs.mesh.shape[TP])
         self.lowered = lowered  # of earlier starts; None: every program is traced and lowered
         self._head, self._prompt_head = head(weights), prompt_head(weights)
         self._replicated = NamedSharding(programs.mesh, REPLICATED)
@@ -139,9 +140,9 @@ class Executor:
 
     def allocate(self, num_pages: tuple[int, ...]) -> None:
         """Makes the cache and the per-slot state. num_pages: of each layer group."""
-        config, mesh = self.programs.context.config, self.programs.mesh
+        mesh = self.programs.mesh
         self.num_pages = num_pages
-        self.kv = make_cache(config, num_pages, self.page_size, self._kv_dtype, mesh)
+        self.kv = make_cache(self.page_groups, num_pages, self.page_size, mesh)
         make = jax.jit(
             lambda: (
                 jnp.zeros((self.groups, self.slots, self.pages_per_sequence), jnp.int32),
@@ -355,8 +356,8 @@ class Executor:
 
     def _state(self, num_pages: tuple[int, ...]) -> tuple:
         """Shapes of (kv, page_table, last_tokens)."""
-        config, mesh = self.programs.context.config, self.programs.mesh
-        cache = cache_shapes(config, num_pages, self.page_size, self._kv_dtype, mesh.shape[TP])
+        mesh = self.programs.mesh
+        cache = cache_shapes(self.page_groups, num_pages, self.page_size)
         cache = jax.tree.map(lambda a: self._abstract(a.shape, a.dtype, cache_spec(mesh)), cache)
         table = self._abstract((self.groups, self.slots, self.pages_per_sequence), jnp.int32)
         return cache, table, self._abstract((self.slots,), jnp.int32)

@@ -36,13 +36,13 @@ from jaxflow.engine.step_plans import (
 )
 from jaxflow.kv.device_cache import fit_pages, page_bytes
 from jaxflow.kv.tiers.host_machine import free_host_bytes
+from jaxflow.kv.tiers.page_copies import PageCopies
 from jaxflow.kv.tiers.start import (
     HostTier,
     best_seconds,
     check_host,
     device_bytes,
     open_disk,
-    page_copies,
     pinned_pool_gib,
     start_host_tier,
 )
@@ -266,7 +266,8 @@ def make_executor(
     )
     executor.allocate(_num_pages(config, model, mesh, executor))
     if config.kv_offloading_size:
-        executor.add_page_copies(page_copies(config, model, executor.num_pages, mesh))
+        copies = PageCopies(executor.page_groups, executor.num_pages, config.block_size, mesh)
+        executor.add_page_copies(copies)
     return executor
 
 
@@ -371,22 +372,16 @@ def _num_pages(config: EngineConfig, model: ModelConfig, mesh: Mesh, executor: E
     if on_gpu():
         free -= executor.temporary_bytes()  # on CPU the half of memory that is left alone has room for it
         if config.kv_offloading_size:
-            free -= device_bytes(
-                page_bytes(
-                    model, config.block_size, jnp.dtype(config.kv_cache_dtype), config.tensor_parallel_size
-                ),
-                free,
-            )
+            free -= device_bytes(page_bytes(executor.page_groups, config.block_size, mesh.size), free)
     return fit_pages(
-        model,
+        executor.page_groups,
         free,
         block_size=config.block_size,
-        dtype=jnp.dtype(config.kv_cache_dtype),
-        tp=config.tensor_parallel_size,
+        tp=mesh.size,
         max_num_seqs=config.max_num_seqs,
         token_budget=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
-        memory="the device's" if on_gpu() else "the host's",
+        memory="device" if on_gpu() else "host",
     )
 
 

@@ -9,11 +9,10 @@ those of its tokens, and of its last page the rest.
 import math
 
 import jax
-import jax.numpy as jnp
 
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
 from jaxflow.engine.program_memory import IN_FLIGHT, SPARE
-from jaxflow.kv.device_cache import fit_pages
+from jaxflow.kv.device_cache import fit_pages, page_groups
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import GIGA, find_device
 from jaxflow.model.graph import Widths
@@ -86,10 +85,9 @@ def most_decodes(
         )
     if not output:
         return math.inf
-    pages = fit_pages(
-        model, int(left), block_size=PAGE, dtype=jnp.dtype(profile.kv_cache_dtype), tp=tp, max_num_seqs=rows, token_budget=tokens,
-        max_model_len=prompt + output,
-    )  # fmt: skip
+    groups = page_groups(model, profile.kv_cache_dtype, tp)
+    sizes = {"max_num_seqs": rows, "token_budget": tokens, "max_model_len": prompt + output}
+    pages = fit_pages(groups, int(left), block_size=PAGE, tp=tp, **sizes)
     whole = [count for count, window in zip(pages, model.windows, strict=True) if window is None]
     held = (min(whole or pages) - 1) * PAGE - prompts * (prompt + PAGE)
     return max(1.0, held / (prompt + output / 2 + PAGE))

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxflow.config import ModelConfig
-from jaxflow.kv.device_cache import cache_shapes
+from jaxflow.kv.device_cache import page_groups
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch, cache_slots
 from jaxflow.model.composition import Composition
@@ -209,7 +209,7 @@ class Layer:
 
     def cache(self, pages: int) -> Any:
         """The shapes of this many pages."""
-        return cache_shapes(self.config, (pages,), PAGE_SIZE, self.kv_dtype, 1)[0]
+        return page_groups(self.config, self.kv_dtype, 1)[0].layer_shapes(pages, PAGE_SIZE)
 
     def pages(self, case: Case, most_keys: int) -> tuple[int, int, int]:
         """(rows of the page table, its columns, pages) for a case whose tokens see up to `most_keys` keys."""

@@ -32,7 +32,7 @@ from jaxflow.engine.program_memory import IN_FLIGHT, Need, together
 from jaxflow.engine.programs import Programs
 from jaxflow.engine.start import prepare_process, resolve
 from jaxflow.engine.step_plans import make_layouts
-from jaxflow.kv.device_cache import page_bytes
+from jaxflow.kv.device_cache import page_bytes, page_groups
 from jaxflow.llm import LLM
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.ops import Context
@@ -156,7 +156,7 @@ def analyse(
     whole = abstract_executor(config, model, mesh, kernels, buckets[0])
     local = [(a.sharding.shard_shape(a.shape), a.dtype.itemsize) for a in jax.tree.leaves(whole.weights)]
     weights = sum(_size(shape) * itemsize for shape, itemsize in local)
-    pages = page_bytes(model, config.block_size, jnp.dtype(config.kv_cache_dtype), tp)
+    pages = page_bytes(page_groups(model, config.kv_cache_dtype, tp), config.block_size, tp)
     return {
         "programs": found,
         "weight_bytes": weights,

@@ -140,7 +140,7 @@ def run() -> dict[str, Any]:
     mesh = executor.programs.mesh
     cpus = near_cpus(gpu_bus_ids(mesh.size)) if on_gpu() else None
     bind(cpus)
-    transfers = Transfers(mesh, copies.groups[0].spec)
+    transfers = Transfers(mesh, copies.programs[0].spec)
     try:
         begin, capacity = time.perf_counter(), int(config.kv_offloading_size * 2**30)
         run_bound(cpus, lambda: reserve(copies, transfers, capacity))

@@ -80,7 +80,7 @@ def measure(
     pages."""
     ids = np.random.default_rng(0).permutation(copies.num_pages[group])[:count].tolist()
     host, device = transfers.to_host.sharding, transfers.to_device.sharding
-    layers = [kv[i] for i in copies.groups[group].layers]
+    layers = [kv[i] for i in copies.programs[group].group.layers]
     there = jax.block_until_ready(copies.gather(kv, group, ids))
     num_bytes = sum(page.nbytes for page in there)
     here = jax.block_until_ready(jax.device_put(there, host))

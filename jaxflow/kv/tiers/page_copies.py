@@ -15,7 +15,6 @@ stay on the host, and come back, together with any other pages.
 
 import concurrent.futures
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -28,8 +27,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jaxflow.config import ModelConfig
-from jaxflow.kv.device_cache import cache_shapes, cache_spec, page_bytes
+from jaxflow.kv.device_cache import PageGroup, cache_spec
 from jaxflow.parallel.mesh import TP, axis_of, over_shards
 
 SIZES = (1, 4, 16)
@@ -65,23 +63,15 @@ class PagePrograms:
     values and, for int8, their scales, in the cache's layout.
     """
 
-    config: ModelConfig
-    num_pages: tuple[int, ...]
+    group: PageGroup
+    num_pages: int
     block_size: int
-    dtype: Any
     mesh: Mesh
-    group: int
-
-    @functools.cached_property
-    def layers(self) -> tuple[int, ...]:
-        """The layers of the group."""
-        window = self.config.windows[self.group]
-        return tuple(i for i, layer in enumerate(self.config.layers) if layer.window == window)
 
     @property
     def words(self) -> int:
         """W, the words of a page on one shard."""
-        return page_bytes(self.config, self.block_size, self.dtype, self.mesh.shape[TP])[self.group] // WORD
+        return self.group.page_bytes(self.block_size, self.mesh.shape[TP]) // WORD
 
     @property
     def spec(self) -> PartitionSpec:
@@ -128,11 +118,11 @@ class PagePrograms:
 
     def shapes(self) -> list[Any]:
         """Return the shapes of the group's layers of the cache on the mesh."""
-        cache = cache_shapes(self.config, self.num_pages, self.block_size, self.dtype, self.mesh.shape[TP])
+        layer = self.group.layer_shapes(self.num_pages, self.block_size)
         sharding = NamedSharding(self.mesh, cache_spec(self.mesh))
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-            [cache[i] for i in self.layers],
+            [layer] * len(self.group.layers),
         )
 
     def page_shape(self) -> jax.ShapeDtypeStruct:
@@ -150,7 +140,7 @@ class PagePrograms:
         return self.scatter(n).lower(self.shapes(), self.ids_shape(n), [self.page_shape()] * n)
 
     def _specs(self) -> Any:
-        return [(cache_spec(self.mesh),) * 2 for _ in self.layers]
+        return [(cache_spec(self.mesh),) * 2 for _ in self.group.layers]
 
 
 def _words(array: jax.Array) -> jax.Array:
@@ -176,17 +166,17 @@ class PageCopies:
 
     def __init__(
         self,
-        config: ModelConfig,
+        groups: Sequence[PageGroup],
         num_pages: tuple[int, ...],
         block_size: int,
-        dtype: Any,
         mesh: Mesh,
         sizes: Sequence[int] = SIZES,
     ):
-        self.groups = [
-            PagePrograms(config, num_pages, block_size, dtype, mesh, g) for g in range(len(config.windows))
+        self.programs = [
+            PagePrograms(group, pages, block_size, mesh)
+            for group, pages in zip(groups, num_pages, strict=True)
         ]
-        self.sizes = [sizes_of(group.words * WORD, sizes) for group in self.groups]
+        self.sizes = [sizes_of(group.words * WORD, sizes) for group in self.programs]
         self.num_pages, self.mesh = num_pages, mesh
         self._gathers: list[dict[int, Callable]] = []
         self._scatters: list[dict[int, Callable]] = []
@@ -195,12 +185,12 @@ class PageCopies:
     @property
     def page_bytes(self) -> tuple[int, ...]:
         """Bytes of a page of each group on one shard."""
-        return tuple(group.words * WORD for group in self.groups)
+        return tuple(group.words * WORD for group in self.programs)
 
     def warm_up(self, kv: list) -> list:
         """Compile all programs and run each once. Return the cache, which is donated and unchanged."""
         with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
-            for group, sizes in zip(self.groups, self.sizes, strict=True):
+            for group, sizes in zip(self.programs, self.sizes, strict=True):
                 gathers = {n: pool.submit(group.lower_gather(n).compile) for n in sizes}
                 scatters = {n: pool.submit(group.lower_scatter(n).compile) for n in sizes}
                 self._gathers.append({n: future.result() for n, future in gathers.items()})
@@ -234,12 +224,12 @@ class PageCopies:
             padded[:count] = ids[begin : begin + count]
             given = [*pages[begin : begin + count], *[self._blanks[group]] * (n - count)]
             written = programs[n](self._layers(kv, group), self._put(padded), given)
-            for i, layer in zip(self.groups[group].layers, written, strict=True):
+            for i, layer in zip(self.programs[group].group.layers, written, strict=True):
                 kv[i] = layer
         return kv
 
     def _layers(self, kv: list, group: int) -> list:
-        return [kv[i] for i in self.groups[group].layers]
+        return [kv[i] for i in self.programs[group].group.layers]
 
     def _put(self, ids: np.ndarray) -> jax.Array:
         return jax.device_put(ids, NamedSharding(self.mesh, PartitionSpec()))

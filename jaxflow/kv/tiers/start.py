@@ -8,19 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jaxflow.config import ConfigError, EngineConfig, ModelConfig
-from jaxflow.kv.device_cache import page_bytes
+from jaxflow.kv.device_cache import page_bytes, page_groups
 from jaxflow.kv.page_tables import PageTables
 from jaxflow.kv.tiers.disk_store import READERS, WRITE_QUEUE_BYTES, DiskStore
 from jaxflow.kv.tiers.disk_tier import DiskTier
 from jaxflow.kv.tiers.host_machine import bind, free_host_bytes, gpu_bus_ids, near_cpus, run_bound
 from jaxflow.kv.tiers.host_store import HostStore
 from jaxflow.kv.tiers.offload import KvOffload, PageCache, Transfers, in_calls
-from jaxflow.kv.tiers.page_copies import MOST_BYTES, SIZES, PageCopies, sizes_of
+from jaxflow.kv.tiers.page_copies import MOST_BYTES, PageCopies, sizes_of
 from jaxflow.kv.tiers.policy import FetchCosts, TierPolicy
 from jaxflow.parallel.mesh import on_gpu
 
@@ -77,7 +76,8 @@ def check_host(config: EngineConfig, model: ModelConfig) -> None:
 
 def _page_bytes(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
     """Return the bytes of a page of each page group on one device."""
-    return page_bytes(model, config.block_size, jnp.dtype(config.kv_cache_dtype), config.tensor_parallel_size)
+    tp = config.tensor_parallel_size
+    return page_bytes(page_groups(model, config.kv_cache_dtype, tp), config.block_size, tp)
 
 
 # ---- disk
@@ -160,17 +160,6 @@ class HostTier:
         return KvOffload(policy, cache, self.transfers, self.cpus)
 
 
-def page_copies(
-    config: EngineConfig,
-    model: ModelConfig,
-    num_pages: tuple[int, ...],
-    mesh: Mesh,
-    sizes: tuple[int, ...] = SIZES,
-) -> PageCopies:
-    """Return the programs that copy pages of a cache, not compiled. config: resolved."""
-    return PageCopies(model, num_pages, config.block_size, jnp.dtype(config.kv_cache_dtype), mesh, sizes)
-
-
 def start_host_tier(
     config: EngineConfig,
     copies: PageCopies,
@@ -191,7 +180,7 @@ def start_host_tier(
     """
     mesh = copies.mesh
     cpus = near_cpus(gpu_bus_ids(mesh.size)) if on_gpu() else None
-    transfers = Transfers(mesh, copies.groups[0].spec)
+    transfers = Transfers(mesh, copies.programs[0].spec)
     capacity = int(config.kv_offloading_size * 2**30)
     sizes = tuple(size * mesh.size for size in copies.page_bytes)
     begin = time.perf_counter()

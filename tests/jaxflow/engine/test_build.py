@@ -412,7 +412,7 @@ def test_pages_that_the_host_has_no_memory_for_are_refused(checkpoint, monkeypat
     monkeypatch.setattr(build, "free_host_bytes", lambda: 2**10)
     with pytest.raises(
         ConfigError,
-        match=r"max_model_len=.* GiB of KV pages and .* GiB of the host's memory are free for them",
+        match=r"max_model_len=.* GiB of KV pages and .* GiB of host memory are free for them",
     ):
         start_engine(EngineConfig(model=checkpoint.name), checkpoint, progress=False)
 

@@ -27,7 +27,7 @@ uniforms = jax.jit(uniform)
 @functools.cache
 def _forward():
     _, executor = toy.executor(MODEL)
-    context, config = executor.programs.context, executor.programs.context.config
+    context = executor.programs.context
 
     @jax.jit
     def run(weights, kv, ids, length):
@@ -47,7 +47,7 @@ def _forward():
         _, x, _ = transformer.forward(context, weights, kv, batch)
         return ops.logits(context, weights, ops.final_norm(context, weights, x, None)[1])
 
-    kv = make_cache(config, (LONGEST // PAGE,), PAGE, jnp.float32, executor.programs.mesh)
+    kv = make_cache(executor.page_groups, (LONGEST // PAGE,), PAGE, executor.programs.mesh)
     return lambda ids: run(
         executor.weights, kv, jnp.array([*ids, *[0] * (LONGEST - len(ids))]), jnp.int32(len(ids))
     )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.config import ConfigError, Layer, ModelConfig
-from jaxflow.kv.device_cache import fit_pages, kv_heads, make_cache, page_bytes
+from jaxflow.kv.device_cache import fit_pages, kv_heads, make_cache, page_bytes, page_groups
 from jaxflow.parallel.mesh import make_mesh
 from jaxflow.request import Request, SamplingParams
 from jaxflow.scheduler.config import SchedulerConfig, limit_of
@@ -69,10 +69,11 @@ def one_sequence(model, block_size, max_model_len, **_):
 @given(settings(), st.integers(0, 2**25))
 def test_fits_or_is_refused(setting, budget):
     model, more = setting
-    sizes = page_bytes(model, more["block_size"], more["dtype"], more["tp"])
+    groups = page_groups(model, more.pop("dtype"), more["tp"])
+    sizes = page_bytes(groups, more["block_size"], more["tp"])
     needs = one_sequence(model, **more)
     try:
-        counts = fit_pages(model, budget, **more)
+        counts = fit_pages(groups, budget, **more)
     except ConfigError as error:
         # Only where one sequence does not fit, straddled pages and all, and the message says the truth.
         assert (
@@ -93,8 +94,9 @@ def test_fits_or_is_refused(setting, budget):
 @given(settings(), st.integers(0, 2**25))
 def test_a_sequence_of_max_model_len_passes_the_door(setting, budget):
     model, more = setting
+    groups = page_groups(model, more.pop("dtype"), more["tp"])
     try:
-        counts = fit_pages(model, budget, **more)
+        counts = fit_pages(groups, budget, **more)
     except ConfigError:
         return
     length, tokens = more["max_model_len"], more["token_budget"]
@@ -109,24 +111,25 @@ def test_a_sequence_of_max_model_len_passes_the_door(setting, budget):
 def test_more_memory_is_never_fewer_sequences_of_full_attention(setting, budget, more_bytes):
     model, more = setting
     model = dataclasses.replace(model, layers=(*model.layers, Layer()))
+    groups = page_groups(model, more.pop("dtype"), more["tp"])
     try:
-        few = fit_pages(model, budget, **more)
+        few = fit_pages(groups, budget, **more)
     except ConfigError:
         return
-    assert fit_pages(model, 2 * (budget + more_bytes), **more)[0] >= few[0] * 0.98
+    assert fit_pages(groups, 2 * (budget + more_bytes), **more)[0] >= few[0] * 0.98
 
 
 def test_a_little_less_memory_is_the_same_number_of_pages():
     setting = {
         "block_size": 16,
-        "dtype": jnp.float32,
         "tp": 1,
         "max_num_seqs": 4096,
         "token_budget": 64,
         "max_model_len": 64,
     }
-    size = page_bytes(MODEL, 16, jnp.float32, 1)[0]
-    counts = {fit_pages(MODEL, pages * size, **setting) for pages in range(6200, 6250)}
+    groups = page_groups(MODEL, jnp.float32, 1)
+    size = page_bytes(groups, 16, 1)[0]
+    counts = {fit_pages(groups, pages * size, **setting) for pages in range(6200, 6250)}
     assert len(counts) <= 2
 
 
@@ -135,18 +138,18 @@ def test_window_layers_leave_room_for_full_attention():
     model = dataclasses.replace(MODEL, layers=(Layer(window=64), Layer()))
     setting = {
         "block_size": 16,
-        "dtype": jnp.float32,
         "tp": 1,
         "max_num_seqs": 1000,
         "token_budget": 64,
         "max_model_len": 1024,
     }
-    size = page_bytes(model, 16, jnp.float32, 1)[0]
-    assert fit_pages(model, (64 + 5) * size, **setting) == (64, 5)
+    groups = page_groups(model, jnp.float32, 1)
+    size = page_bytes(groups, 16, 1)[0]
+    assert fit_pages(groups, (64 + 5) * size, **setting) == (64, 5)
     with pytest.raises(
         ConfigError, match=r"max_model_len=1024 .* lower max_model_len or raise gpu_memory_utilization"
     ):
-        fit_pages(model, (64 + 5) * size - 1, **setting)
+        fit_pages(groups, (64 + 5) * size - 1, **setting)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8], ids=str)
@@ -155,7 +158,8 @@ def test_the_cache_takes_the_bytes_that_were_counted(tp, dtype):
     """Keys and values, and the scales of int8; values of 8 bits are turned."""
     model = dataclasses.replace(MODEL, layers=(Layer(), Layer(window=8), Layer()))
     mesh, pages = make_mesh(tp), (6, 3)
-    cache = make_cache(model, pages, 16, dtype, mesh)
+    groups = page_groups(model, dtype, tp)
+    cache = make_cache(groups, pages, 16, mesh)
     heads = kv_heads(model, tp)
     assert heads == max(2, tp)
     assert [k.shape for k, _ in cache] == [(6, heads, 16, 4), (3, heads, 16, 4), (6, heads, 16, 4)]
@@ -163,5 +167,5 @@ def test_the_cache_takes_the_bytes_that_were_counted(tp, dtype):
     arrays = jax.tree.leaves(cache)
     assert len(arrays) == (12 if dtype == jnp.int8 else 6)
     on_one = sum(a.addressable_shards[0].data.nbytes for a in arrays)
-    assert on_one == sum(n * size for n, size in zip(pages, page_bytes(model, 16, dtype, tp), strict=True))
+    assert on_one == sum(n * size for n, size in zip(pages, page_bytes(groups, 16, tp), strict=True))
     assert not any(np.asarray(a, np.float32).any() for a in arrays)

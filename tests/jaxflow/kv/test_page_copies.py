@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxflow.config import Layer, ModelConfig
-from jaxflow.kv.device_cache import make_cache, page_bytes
+from jaxflow.kv.device_cache import make_cache, page_bytes, page_groups
 from jaxflow.kv.tiers.offload import Transfers
 from jaxflow.kv.tiers.page_copies import PageCopies, PagePrograms, sizes_of, split
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -49,9 +49,10 @@ def as_numpy(cache):
 )
 def test_what_is_scattered_is_what_was_gathered_and_nothing_else_changes(dtype, tp):
     config, mesh = small(), make_mesh(tp)
-    copies = PageCopies(config, PAGES, BLOCK, jnp.dtype(dtype), mesh, sizes=(1, 4))
-    assert copies.page_bytes == page_bytes(config, BLOCK, jnp.dtype(dtype), tp)
-    source = filled(copies.warm_up(make_cache(config, PAGES, BLOCK, jnp.dtype(dtype), mesh)), 1)
+    groups = page_groups(config, dtype, tp)
+    copies = PageCopies(groups, PAGES, BLOCK, mesh, sizes=(1, 4))
+    assert copies.page_bytes == page_bytes(groups, BLOCK, tp)
+    source = filled(copies.warm_up(make_cache(groups, PAGES, BLOCK, mesh)), 1)
     target = filled(source, 2)
     before_source, before_target = as_numpy(source), as_numpy(target)
     rng = np.random.default_rng(3)
@@ -97,7 +98,7 @@ def test_on_an_h200_the_cache_is_written_in_place(dtype, tp):
     config = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
     config = dataclasses.replace(config, layers=config.layers[:2])
     mesh = h200.h200_mesh((tp,))
-    programs = PagePrograms(config, (8192,), 64, jnp.dtype(dtype), mesh, 0)
+    programs = PagePrograms(page_groups(config, dtype, tp)[0], 8192, 64, mesh)
     n, page = 4, programs.words * 4
     cache = jax.tree.leaves(programs.shapes())
     kv_bytes = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in cache)

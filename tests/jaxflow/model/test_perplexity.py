@@ -14,7 +14,7 @@ import pytest
 from hurry import OFTEN
 
 from jaxflow.bench.engine.perplexity import KV_4_BITS, moved
-from jaxflow.kv.device_cache import cache_shapes
+from jaxflow.kv.device_cache import cache_shapes, page_groups
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -58,7 +58,9 @@ def logprobs(model, text, *, quantize=None, kv=jnp.float32, kernels=REFERENCE):
         ones = dict.fromkeys(("k_scale", "v_scale"), jnp.ones(config.num_kv_heads))
         weights = weights | {"layers": [layer | ones for layer in weights["layers"]]}
     pages, at = TOKENS // PAGE, jnp.arange(TOKENS, dtype=jnp.int32)
-    cache = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), cache_shapes(config, (pages,), PAGE, kv, 1))
+    cache = jax.tree.map(
+        lambda a: jnp.zeros(a.shape, a.dtype), cache_shapes(page_groups(config, kv, 1), (pages,), PAGE)
+    )
     batch = Batch(
         token_ids=jnp.asarray(text),
         positions=at,
