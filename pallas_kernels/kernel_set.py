@@ -13,9 +13,17 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax.numpy as jnp
 
-from pallas_kernels import reference
-from pallas_kernels.gemm.api import HopperGemm, Product, TritonGemm
+from pallas_kernels.attention.chunk import reference as chunk_reference
+from pallas_kernels.attention.decode import reference as decode_reference
+from pallas_kernels.gemm import reference as gemm_reference
+from pallas_kernels.gemm.api import HopperGemm, Product
+from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.tuned_table import load
+from pallas_kernels.pointwise.norm import reference as norm_reference
+from pallas_kernels.pointwise.quantize import reference as quantize_reference
+from pallas_kernels.pointwise.rope_append import reference as rope_reference
+from pallas_kernels.pointwise.sample import reference as sample_reference
+from pallas_kernels.triton.gemm import TritonGemm
 
 KERNELS = ("auto", "reference", "mosaic", "triton")  # what may be asked for
 HOPPER, MOSAIC = "9.0", "mosaic-hopper"  # the compute capability of the Mosaic kernels, and their set's name
@@ -56,17 +64,17 @@ class KernelSet:
     """
 
     name: str
-    gemm: Callable = reference.gemm
-    add_norm: Callable = reference.add_norm
-    rope_append: Callable = reference.rope_append
-    decode_attention: Callable = reference.decode_attention
-    chunk_attention: Callable = reference.chunk_attention
-    token_limits: Callable = reference.token_limits
-    quantize_rows: Callable = reference.quantize_rows
-    grouped_gemm: Callable = reference.grouped_gemm
-    list_decode_work: Callable = reference.list_decode_work
-    list_chunk_work: Callable = reference.list_chunk_work
-    list_groups: Callable = reference.list_groups
+    gemm: Callable = gemm_reference.gemm
+    add_norm: Callable = norm_reference.add_norm
+    rope_append: Callable = rope_reference.rope_append
+    decode_attention: Callable = decode_reference.decode_attention
+    chunk_attention: Callable = chunk_reference.chunk_attention
+    token_limits: Callable = sample_reference.token_limits
+    quantize_rows: Callable = quantize_reference.quantize_rows
+    grouped_gemm: Callable = grouped_reference.grouped_gemm
+    list_decode_work: Callable = decode_reference.list_decode_work
+    list_chunk_work: Callable = chunk_reference.list_chunk_work
+    list_groups: Callable = grouped_reference.list_groups
     fallbacks: tuple[Fallback, ...] = ()
 
     @property
@@ -88,7 +96,7 @@ class KernelSet:
 
     def begun_early(self) -> "KernelSet":
         """The same, whose kernels of few rows begin before the ones before them have ended
-        (`pallas_kernels.pdl`).
+        (`pallas_kernels.hopper.pdl`).
 
         Where each is launched by itself, the weights being arguments of the program. Kernels that know
         nothing of it stay as they are.
@@ -103,7 +111,7 @@ class KernelSet:
         places = ", ".join(f"{op}: {_place(getattr(self, op))}" for op in OPS if op != "gemm")
         lines = [f"kernels: {self.name} ({places})"]
         for op, p in (products or {}).items():
-            how = "xla" if self.gemm is reference.gemm else self.gemm.describe(p)  # type: ignore[attr-defined]
+            how = "xla" if self.gemm is gemm_reference.gemm else self.gemm.describe(p)  # type: ignore[attr-defined]
             lines.append(f"kernels: {op} [{p.shape.n}, {p.shape.k}] {p.shape.weights}: {how}")
         return "\n".join(lines)
 
@@ -127,13 +135,14 @@ def _is_mosaic(kernel: Callable) -> bool:
 
 
 def _is_reference(kernel: Callable) -> bool:
-    return "reference" in kernel.__module__.split(".")
+    return kernel.__module__.endswith(".reference")
 
 
 def _place(kernel: Callable) -> str:
+    module = kernel.__module__
     if _is_reference(kernel):
         return "reference"
-    return ".".join(kernel.__module__.removesuffix(".api").split(".")[1:])
+    return ".".join(module.split(".")[1:])
 
 
 REFERENCE = KernelSet("reference")
@@ -254,10 +263,10 @@ def _mosaic(m: Model, device: str) -> KernelSet:
     """Each op's Mosaic kernel where it takes the model. Mosaic GPU takes a second to import, and CPU has no
     use for it.
     """
-    from pallas_kernels import ptxas_version
     from pallas_kernels.attention.chunk import api as chunk_attention
     from pallas_kernels.attention.decode import api as decode_attention
     from pallas_kernels.gemm.grouped import api as grouped_gemm
+    from pallas_kernels.hopper import ptxas_version
     from pallas_kernels.pointwise.norm import api as rms_norm
     from pallas_kernels.pointwise.quantize import api as quantize_rows
     from pallas_kernels.pointwise.rope_append import api as rope_append

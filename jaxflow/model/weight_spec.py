@@ -14,8 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxflow.parallel.mesh import TP, sharded
 from pallas_kernels.gemm.int4.reference import quantize_int4
+from pallas_kernels.pointwise.quantize.reference import quantize_rows
 from pallas_kernels.quantized import GROUP, Int4, Quantized
-from pallas_kernels.reference import quantize_rows
 
 Init = Literal["matrix", "norm", "zero", "one"]
 QUANTIZED = ("qkv", "out_proj", "up_gate", "down")  # the matrices that `quantization` is about

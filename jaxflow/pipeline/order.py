@@ -11,7 +11,7 @@ import dataclasses
 from jaxflow.config import ModelConfig
 from jaxflow.model.graph import BFLOAT16, Graph, Op, Widths, model_graph
 from jaxflow.pipeline.plan import NanoOp, Plan, PlanError
-from pallas_kernels.attention.tiles import SMS
+from pallas_kernels.hopper.limits import SMS
 
 ATTENTION = ("decode_attention", "chunk_attention")
 MAIN = 0  # the main stream

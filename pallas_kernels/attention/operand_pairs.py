@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
 E4M3 = jnp.float8_e4m3fn
 REST = (
@@ -54,62 +54,3 @@ def joined(x, interpret: bool):
         return mgpu.FragmentedArray(_registers=new, _layout=x.layout, _is_signed=None)
 
     return add(x)  # pyright: ignore[reportCallIssue]
-
-
-def store_transposed(value, ref, interpret: bool) -> None:
-    """ref[...] = value.T for a value [M, N] of 8 bits in WGMMA's layout and a tiled, swizzled ref [N, M] in
-    shared memory.
-
-    Pallas stores 8-bit values along a row only; here each thread writes its bytes where the swizzle puts
-    them.
-    """
-    if interpret:
-        ref.transpose((1, 0))[...] = value
-        return
-    swizzle = min(value.shape[0], 128)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(tiles(swizzle))))
-    def store(_, value, ref):
-        i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
-        base = mgpu.utils.memref_ptr(ref)
-        number = lambda x: arith.constant(i32, ir.IntegerAttr.get(i32, x))
-
-        def put(byte, at):
-            m, n = (arith.index_cast(i32, x) for x in at)
-            # Tiles of 8 rows of `swizzle` bytes; within one, 16-byte chunks change places by the 128-byte
-            # line that they are in.
-            width = value.shape[0]
-            inside, tile = arith.remui(m, number(swizzle)), arith.divui(m, number(swizzle))
-            row, line = arith.remui(n, number(8)), arith.divui(n, number(8))
-            offset = arith.addi(arith.muli(row, number(swizzle)), inside)
-            chunk = arith.andi(arith.shrui(offset, number(7)), number(swizzle // 16 - 1))
-            offset = arith.xori(offset, arith.shli(chunk, number(4)))
-            offset = arith.addi(offset, arith.muli(tile, number(8 * swizzle)))
-            offset = arith.addi(offset, arith.muli(line, number(8 * width)))
-            at = llvm.getelementptr(base.type, base, [offset], [-2147483648], i8, llvm.GEPNoWrapFlags.none)
-            llvm.store(byte, at)
-
-        bits = mgpu.FragmentedArray(
-            _registers=as_bytes(value.registers), _layout=value.layout, _is_signed=False
-        )
-        bits.foreach(put)
-
-    store(value, ref)  # pyright: ignore[reportCallIssue]
-
-
-def as_bytes(registers):
-    """The same registers, of vectors of 8-bit integers."""
-    new = registers.copy()
-    for at in range(new.size):
-        (length,) = ir.VectorType(new.flat[at].type).shape
-        new.flat[at] = vector.bitcast(
-            ir.VectorType.get((length,), ir.IntegerType.get_signless(8)), new.flat[at]
-        )
-    return new
-
-
-def tiles(swizzle: int) -> tuple:
-    """The shared-memory form of 8-bit matrices that TMA writes and wgmma reads: tiles of 8 rows of `swizzle`
-    bytes.
-    """
-    return (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))  # pyright: ignore[reportAbstractUsage]

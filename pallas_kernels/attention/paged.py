@@ -1,22 +1,19 @@
 """What the attention kernels over paged keys and values share: the form of the pages, and what they take."""
 
-import math
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.layouts import LOG2E
+
 PAGE = 64  # tokens
-LOG2E = math.log2(math.e)  # softmax is done in powers of two, which the hardware has
 LOWEST = (
     -1e30
 )  # below any score: a running maximum starts here, so that a masked score (-inf) never meets another -inf
 # below any sum of weights but that of a row all of whose scores are -inf: divided by this, its output is 0
 # and not NaN
 LEAST = 1e-30
-LANE = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def check_pages(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, kinds: tuple) -> None:
@@ -66,30 +63,6 @@ def check_unified(unified: jax.Array | None) -> None:
 def flat(pages: jax.Array) -> jax.Array:
     """[P, K, S, H] as rows [P * K * S, H]: the rows of page p and head k begin at (p * K + k) * S."""
     return pages.reshape(-1, pages.shape[-1])
-
-
-def rows_of_eight(x: jax.Array) -> jax.Array:
-    """x with zero rows up to a multiple of 8, which a copy by tiles wants (an engine's batches are multiples
-    of 8 anyway).
-    """
-    short = -x.shape[0] % 8
-    return (
-        x if short == 0 else lax.pad(x, jnp.zeros((), x.dtype), [(0, short, 0)] + [(0, 0, 0)] * (x.ndim - 1))
-    )
-
-
-def tile_of_eight(x: jax.Array) -> jax.Array:
-    """x as `rows_of_eight` has it, but fewer than 8 rows as they are: TMA fills their one tile with zeros,
-    and cuts a result's.
-    """
-    return x if x.shape[0] < 8 else rows_of_eight(x)
-
-
-def tiled() -> tuple:
-    """The shared-memory form of 16-bit matrices that TMA writes and wgmma reads: 128-byte swizzled tiles of 8
-    rows.
-    """
-    return (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
 def capped(score, scale: float, soft_cap: float | None):

@@ -6,18 +6,9 @@ a name says bytes.
 
 import dataclasses
 
-SMEM_BYTES = 227 * 1024  # what one CTA may have of an SM's shared memory on Hopper
-SMS = 132  # of an H100 or H200
+from pallas_kernels.hopper.limits import SMEM_BYTES, SMS
+
 FEW_SMS = 64  # so many cannot saturate the memory: what each of them takes in counts
-
-
-def sms_of(sms: int | None) -> int:
-    """How many SMs a kernel may take: `sms`, or all for None. Raises: ValueError for none at all, or more
-    than there are.
-    """
-    if sms is not None and not 1 <= sms <= SMS:
-        raise ValueError(f"sms={sms}: 1 to {SMS}, or None for all")
-    return SMS if sms is None else sms
 
 
 @dataclasses.dataclass(frozen=True)

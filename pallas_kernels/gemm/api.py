@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import reference
+from pallas_kernels.gemm import reference
 from pallas_kernels.gemm.flat.tiles import FlatTile
 from pallas_kernels.gemm.tuned_table import Choice, Shape, Table
 from pallas_kernels.quantized import Int4, Quantized
@@ -121,7 +121,7 @@ def _gate_pays(p: Product) -> bool:
     return p.shape.gate_block > 0 and 128 < p.rows <= 256
 
 
-def _steps(choose: Callable[[int], str], ends: Iterable[int] = ()) -> str:
+def kernels_by_rows(choose: Callable[[int], str], ends: Iterable[int] = ()) -> str:
     """Which kernel runs from how many rows on, as `flat, from 65 rows xla`. Kernels' limits are powers of
     two; ends: other last rows.
     """
@@ -162,7 +162,7 @@ class HopperGemm:
         measured = {
             choice.rows for rule in self.table.rules for choice in rule.choices
         }  # not powers of two where `tune --rows` said so
-        return _steps(lambda rows: self.choose(dataclasses.replace(p, rows=rows)).kernel, measured)
+        return kernels_by_rows(lambda rows: self.choose(dataclasses.replace(p, rows=rows)).kernel, measured)
 
     def __call__(
         self,
@@ -231,33 +231,3 @@ def kernel(choice: Choice) -> Callable:
 def _with_tile(function: Callable, choice: Choice) -> Callable:
     """A kernel of few rows with a choice's tile, made for its most rows; fewer leave some of the ring unused."""
     return functools.partial(function, tile=FlatTile(**dict(choice.tile))) if choice.tile else function
-
-
-@dataclasses.dataclass(frozen=True)
-class TritonGemm:
-    """`reference.gemm` before Hopper: up to 16 rows stream the weight through Triton, all else is XLA's,
-    which was faster at 64.
-    """
-
-    def choose(self, rows: int, activations: str, weights: str) -> str:
-        """triton or xla."""
-        return (
-            "triton"
-            if rows <= 16 and activations == weights and weights in ("bfloat16", "float16", "float32")
-            else "xla"
-        )
-
-    def describe(self, p: Product) -> str:
-        """Which kernel a weight's products run on, by their rows, whatever those of `p`."""
-        return _steps(lambda rows: self.choose(rows, p.activations, p.shape.weights))
-
-    def __call__(self, x, w, bias=None, **settings) -> jax.Array | Quantized:
-        if (
-            isinstance(x, Quantized)
-            or isinstance(w, Quantized | Int4)
-            or self.choose(x.shape[0], x.dtype.name, w.dtype.name) == "xla"
-        ):
-            return reference.gemm(x, w, bias, **settings)
-        from pallas_kernels.triton.flat_gemm import flat_gemm
-
-        return flat_gemm(x, w, bias, **settings)

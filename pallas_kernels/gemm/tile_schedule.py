@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pallas_kernels.attention.tiles import SMS
+from pallas_kernels.hopper.limits import SMS
 
 # of an item: tile row, tile column, first k step, k steps, slot to give its part to or -1, first slot to
 # take, slots to take

@@ -13,25 +13,11 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.tune.shapes import known_shapes
-
 L2_BYTES = 60 << 20  # of an H200
 
 Rows = list[dict[str, Any]]
 # rows, share (i, n), seconds of measured work per figure
 Part = Callable[[Rows, tuple[int, int], float], None]
-
-
-def _shapes() -> dict[str, dict[str, tuple[int, int]]]:
-    known = known_shapes("bfloat16")
-    names = {"8B": "llama-3.1-8b tp 1", "70B/tp4": "llama-3.1-70b tp 4"}
-    return {
-        short: {op: (n, k) for op, (k, n, *_) in known[name].items() if op != "logits"}
-        for short, name in names.items()
-    }
-
-
-SHAPES = _shapes()  # model -> op -> [N, K] of a layer's products
 
 
 def say(rows: Rows, **row: Any) -> None:

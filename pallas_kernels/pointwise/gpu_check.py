@@ -16,14 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import say
 from pallas_kernels.measure.timing import interleaved
+from pallas_kernels.pointwise.norm import reference as norm_reference
 from pallas_kernels.pointwise.norm.api import add_norm
+from pallas_kernels.pointwise.quantize import reference as quantize_reference
 from pallas_kernels.pointwise.quantize.api import quantize_rows
+from pallas_kernels.pointwise.rope_append import reference as rope_reference
 from pallas_kernels.pointwise.rope_append.api import rope_append
+from pallas_kernels.pointwise.sample import reference as sample_reference
 from pallas_kernels.pointwise.sample.api import token_limits
 from pallas_kernels.quantized import Quantized
 
@@ -61,14 +64,14 @@ def check_norm(rows, rng, tokens, width, adds, centres, quantizes, sms=None):
     poison_memory(jax.eval_shape(run, *args, **other))
     total, h = run(*args, **other)
     exact_args, exact_other = jax.tree.map(lambda v: v.astype(jnp.float32), (args, other))
-    _, want = jax.jit(functools.partial(reference.add_norm, **(how | {"quantize": False})))(
+    _, want = jax.jit(functools.partial(norm_reference.add_norm, **(how | {"quantize": False})))(
         *exact_args, **exact_other
     )
     err, kind = (
-        error(reference.dequantize(h) if quantizes else h, want),
+        error(quantize_reference.dequantize(h) if quantizes else h, want),
         "float8_e4m3fn" if quantizes else "bfloat16",
     )
-    summed, _ = jax.jit(functools.partial(reference.add_norm, **how))(
+    summed, _ = jax.jit(functools.partial(norm_reference.add_norm, **how))(
         *args, **other
     )  # rounded at the same points as the kernel: the same bits
     ok = bool((total == summed).all()) and err < TOLERANCE[kind]
@@ -92,7 +95,7 @@ def check_quantize(rows, rng, tokens, width):
     run = jax.jit(quantize_rows)
     poison_memory(jax.eval_shape(run, x, *beside))
     got = run(x, *beside)
-    want = jax.jit(reference.quantize_rows)(x.astype(jnp.float32), -x.astype(jnp.float32), beside[1])
+    want = jax.jit(quantize_reference.quantize_rows)(x.astype(jnp.float32), -x.astype(jnp.float32), beside[1])
     steps = np.abs(
         np.asarray(got.values).view(np.int8).astype(int) - np.asarray(want.values).view(np.int8).astype(int)
     )
@@ -133,7 +136,7 @@ def check_rope(rows, rng, tokens, kv, group, h, dtype, normed=False, sms=None, t
         how |= {
             name: jnp.asarray(rng.uniform(0.005, 0.1, kv), jnp.float32) for name in ("k_scale", "v_scale")
         }
-    want = jax.jit(functools.partial(reference.rope_append, **how))(
+    want = jax.jit(functools.partial(rope_reference.rope_append, **how))(
         fused.astype(jnp.float32), *cache, positions, slots
     )
     kernel = functools.partial(rope_append, sms=sms, together=together, **how)
@@ -175,7 +178,7 @@ def check_limits(rows, rng, count, columns, sigma):
     poison_memory(jax.eval_shape(token_limits, *args))
     got, want = (
         np.nan_to_num(np.asarray(jax.jit(search)(*args)), nan=-np.inf)
-        for search in (token_limits, reference.token_limits)
+        for search in (token_limits, sample_reference.token_limits)
     )
     kept = [(x >= limit[:, None]).sum(-1) for limit in (got, want)]
     off = int(
@@ -313,7 +316,7 @@ def time_norm(rows, seconds, tokens, width=4096, quantizes=False):
 
     ways = {
         "add_norm": chain(jax.jit(add_norm, static_argnames=("eps", "quantize"))),
-        "add_norm xla": chain(reference.add_norm),
+        "add_norm xla": chain(norm_reference.add_norm),
     }
     timed(
         rows, seconds, ways, rounds, (7 if quantizes else 8) * tokens * width, t=tokens, quantizes=quantizes
@@ -329,7 +332,10 @@ def time_quantize(rows, seconds, tokens, width=4096):
         program = jax.jit(lambda xs: [one(x) for x in xs])
         return lambda: program(xs)
 
-    ways = {"quantize_rows": all_of(quantize_rows), "quantize_rows xla": all_of(reference.quantize_rows)}
+    ways = {
+        "quantize_rows": all_of(quantize_rows),
+        "quantize_rows xla": all_of(quantize_reference.quantize_rows),
+    }
     timed(rows, seconds, ways, LAYERS, 3 * tokens * width, t=tokens)
 
 
@@ -370,7 +376,7 @@ def time_rope(rows, seconds, tokens, decodes, dtype, kv=8, group=4, h=128):
 
     size = jnp.dtype(dtype).itemsize
     ways = {"rope_append": ours(None)} | ({"rope_append, token by token": ours(1)} if size == 1 else {})
-    ways["rope_append xla"] = chain(reference.rope_append)
+    ways["rope_append xla"] = chain(rope_reference.rope_append)
     moved = tokens * kv * h * (2 * (group + 2) + 2 * group + 2 * size)
     timed(rows, seconds, ways, rounds, moved, t=tokens, decodes=decodes, cache=jnp.dtype(dtype).name)
 
@@ -393,7 +399,7 @@ def time_limits(rows, seconds, count=1024, columns=128256):
         args = (x, x.max(-1), one, total, one * -jnp.inf, one * k, one * p, jnp.arange(count) < wanted)
         ways = {
             f"token_limits{how}": functools.partial(jax.jit(f), *args)
-            for how, f in (("", token_limits), (" xla", reference.token_limits))
+            for how, f in (("", token_limits), (" xla", sample_reference.token_limits))
         }
         timed(rows, seconds, ways, 1, x.size * 4, case=name)
 

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference
+from pallas_kernels.attention.decode import reference as decode_reference
 from pallas_kernels.attention.decode.gpu_check import exact, queries
+from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import error, page_tables, poison, poison_memory, random_pages
 from pallas_kernels.measure.script import say
@@ -37,7 +38,7 @@ def check_decode(rows, rng, lengths, n, kv, h, **kw):
     run = jax.jit(functools.partial(decode_attention, scale=h**-0.5, **kw))
     poison_memory(q)
     got, again = run(q, k, v, table, lengths), run(q, k, v, table, lengths)
-    err = error(got, exact(reference.decode_attention, q, k, v, table, lengths, scale=h**-0.5, **kw))
+    err = error(got, exact(decode_reference.decode_attention, q, k, v, table, lengths, scale=h**-0.5, **kw))
     same = bool((got == again).all())
     say(
         rows,
@@ -116,7 +117,7 @@ def time_gemm(rows, m, n, k, tiles, seconds=0.5):
     copies = max(4, -(-(240 << 20) // (n * k * 2)))  # copies of the weights, to exceed the L2
     ws = [jax.random.normal(jax.random.key(i), (n, k), jnp.bfloat16) for i in range(copies)]
     xs = [jax.random.normal(jax.random.key(i), (m, k), jnp.bfloat16) for i in range(copies)]
-    ways = {"xla": reference.gemm} | {
+    ways = {"xla": gemm_reference.gemm} | {
         str(tile or "own"): functools.partial(flat_gemm, tile=tile) for tile in tiles
     }
     for name, way in ways.items():

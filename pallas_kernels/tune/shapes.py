@@ -5,23 +5,13 @@ The file has, by model and tensor parallelism, each op's [K, N], with the block 
 dtype what is otherwise in it.
 """
 
-import json
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from pallas_kernels.gemm.api import activations_of
-from pallas_kernels.gemm.tuned_table import FOLDER, Shape
+from pallas_kernels.gemm.model_shapes import known_shapes
+from pallas_kernels.gemm.tuned_table import Shape
 from pallas_kernels.quantized import BLOCK
-
-
-def known_shapes(weights: str) -> dict[str, dict[str, list[int]]]:
-    """What tables/shapes.json says of weights of a dtype."""
-    kinds: dict[str, dict[str, Any]] = json.loads((FOLDER / "shapes.json").read_text("utf-8"))
-    return {
-        name: {op: dims for op, dims in (ops | ops.get(weights, {})).items() if isinstance(dims, list)}
-        for name, ops in kinds.items()
-    }
 
 
 def shapes_of(models: Iterable[str], weights: str) -> list[Shape]:

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
-from pallas_kernels import kernel_set, reference
+from pallas_kernels import kernel_set
 from pallas_kernels.gemm import api as gemm
-from pallas_kernels.gemm.api import HopperGemm, Product, TritonGemm, product_of, takers
+from pallas_kernels.gemm import reference
+from pallas_kernels.gemm.api import HopperGemm, Product, product_of, takers
 from pallas_kernels.gemm.tuned_table import Choice, Rule, Shape, Table
 from pallas_kernels.kernel_set import KERNELS, Fallback, KernelSet, kernel_set_for
 from pallas_kernels.quantized import Int4, Quantized
+from pallas_kernels.triton.gemm import TritonGemm
 
 FAMILIES = {
     "llama": "llama-3.1-8b",

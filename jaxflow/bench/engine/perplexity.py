@@ -27,8 +27,8 @@ from jaxflow.kv.int4 import dequantize_kv, quantize_kv
 from jaxflow.llm import LLM
 from jaxflow.model.checkpoints.calibrate import load_tokens
 from jaxflow.request import SamplingParams
-from pallas_kernels import reference
 from pallas_kernels.kernel_set import REFERENCE, KernelSet
+from pallas_kernels.pointwise.rope_append import reference
 from pallas_kernels.pointwise.rope_append.reference import append
 
 

@@ -13,7 +13,7 @@ The methods take turns in one process:
     graph and chunks   the same with the kernel for prefill chunks, although the step has no chunks
     one by one         each kernel launched separately
     early              each kernel launched separately with programmatic dependent launch
-                       (`pallas_kernels.pdl`), as for small steps
+                       (`pallas_kernels.hopper.pdl`), as for small steps
 
 The report also compares the hidden states of each method with those of the first method, bit by bit. Above 64
 rows XLA's products may differ, because XLA tunes each program separately. The report holds the host's time to

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxflow.bench.kernels.case import Case, Group, Way
-from pallas_kernels import reference
-from pallas_kernels.attention.tiles import SMS
+from pallas_kernels.gemm import model_shapes
+from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.dense.api import dense_gemm
 from pallas_kernels.gemm.flat.api import flat_gemm
 from pallas_kernels.gemm.flat.fma import ROWS, fma_gemm
@@ -20,14 +20,15 @@ from pallas_kernels.gemm.fp8.tile_schedule import fp8_plan, fp8_plans
 from pallas_kernels.gemm.int4.api import int4_gemm
 from pallas_kernels.gemm.int4.reference import quantize_int4
 from pallas_kernels.gemm.tile_schedule import GemmPlan, cost_us, plans
-from pallas_kernels.measure import script
+from pallas_kernels.hopper.limits import SMS
 from pallas_kernels.measure.peaks import Least
 from pallas_kernels.measure.timing import looped
+from pallas_kernels.pointwise.quantize import reference as quantize_reference
 
 SHAPES: dict[str, tuple[int, int]] = {  # [K, N]; the largest products first
     f"{model} {op}": (k, n)
     for op in ("up_gate", "down", "qkv", "out_proj")
-    for model, ops in script.SHAPES.items()
+    for model, ops in model_shapes.SHAPES.items()
     for n, k in [ops[op]]
 }
 ROTATED = 240 << 20  # bytes of weights per program: four times the L2
@@ -45,7 +46,7 @@ def _program(gemm: Callable, xs: list, ws: list, rounds: int, amount: float, lea
         rounds * len(xs),
         amount,
         least=least,
-        tuned=gemm in (xla, reference.gemm, _xla_gated),
+        tuned=gemm in (xla, gemm_reference.gemm, _xla_gated),
     )
 
 
@@ -77,7 +78,7 @@ def _fp8(
     """
     k, n = shape
     weights, rounds = _operands(m, k, n, 1)
-    quantized = jax.jit(reference.quantize_rows)
+    quantized = jax.jit(quantize_reference.quantize_rows)
     ws, plain = (
         [quantized(_normal(i, n, k)) for i in range(weights)],
         [_normal(i, m, k) for i in range(weights)],
@@ -85,7 +86,7 @@ def _fp8(
     xs = [quantized(x) for x in plain]
     flop, settings = 2.0 * m * k * n, (GATE | {"quantize": True} if "up_gate" in name else {})
     least = Least(1.0 * k * n, flop, "float8_e4m3fn")
-    ours = list(map(jax.jit(reference.quantize_blocks), plain)) if "down" in name else xs
+    ours = list(map(jax.jit(quantize_reference.quantize_blocks), plain)) if "down" in name else xs
     kernels = forms or {"fp8": fp8_flat_gemm if m <= 64 else fp8_gemm}
     found = {
         label: _program(kernel, ours, ws, rounds, flop, least, **settings)
@@ -93,7 +94,7 @@ def _fp8(
     }
     found["xla"] = _program(xla, xs, ws, rounds, flop, least, **settings)
     if "down" in name:  # XLA's equivalent of the kernel, which also rescales its sums after every 128 columns
-        found["xla, scales of 128"] = _program(reference.gemm, ours, ws, rounds, flop, least)
+        found["xla, scales of 128"] = _program(gemm_reference.gemm, ours, ws, rounds, flop, least)
     return found
 
 
@@ -107,7 +108,7 @@ def _products(rows, make: Callable, **must) -> tuple[Case, ...]:
 
 
 def _dense(m, shape, _):
-    return _bf16(m, shape, True, {"dense": dense_gemm, "xla": reference.gemm})
+    return _bf16(m, shape, True, {"dense": dense_gemm, "xla": gemm_reference.gemm})
 
 
 def _gated(m, shape, _):
@@ -115,7 +116,7 @@ def _gated(m, shape, _):
 
 
 def _xla_gated(x, w):
-    return reference.gemm(x, w, **GATE)
+    return gemm_reference.gemm(x, w, **GATE)
 
 
 def _flat(m, shape, _):
@@ -124,14 +125,14 @@ def _flat(m, shape, _):
     An engine uses the CUDA-core implementation for some one-row products.
     """
     fma = {"fma": fma_gemm} if m <= ROWS else {}
-    return _bf16(m, shape, False, {"flat": flat_gemm, "xla": reference.gemm, **fma})
+    return _bf16(m, shape, False, {"flat": flat_gemm, "xla": gemm_reference.gemm, **fma})
 
 
 def _flat_triton(m, shape, _):
     """Prepare the product kernel for GPUs before Hopper, which needs the extra `triton`."""
     from pallas_kernels.triton import flat_gemm as before
 
-    return _bf16(m, shape, False, {"triton": before.flat_gemm, "xla": reference.gemm, "flat": flat_gemm})
+    return _bf16(m, shape, False, {"triton": before.flat_gemm, "xla": gemm_reference.gemm, "flat": flat_gemm})
 
 
 def _int4(m, shape, _):
@@ -183,7 +184,7 @@ def _tiles(m, shape, name):
         f"{label}{', chosen' * (label == own)}": functools.partial(dense_gemm, plan=by_cost[label], **gates)
         for label in (own, *kept)
     }
-    return _bf16(m, shape, True, ours | {"xla": _xla_gated if gates else reference.gemm})
+    return _bf16(m, shape, True, ours | {"xla": _xla_gated if gates else gemm_reference.gemm})
 
 
 def _fp8_tiles(m: int, sms: int) -> dict[str, Way]:

@@ -9,10 +9,11 @@ import numpy as np
 from jax import lax
 
 from jaxflow.bench.kernels.case import Case, Group, Way
-from pallas_kernels import reference
 from pallas_kernels.measure.peaks import Least
 from pallas_kernels.measure.timing import looped
+from pallas_kernels.pointwise.norm import reference as norm_reference
 from pallas_kernels.pointwise.norm.api import add_norm
+from pallas_kernels.pointwise.rope_append import reference as rope_reference
 from pallas_kernels.pointwise.rope_append.api import rope_append
 
 ELEMENTS = 1 << 30  # bfloat16, 2 GiB
@@ -64,7 +65,11 @@ def _norm(quantize: bool):
         program = looped(lambda x, y: one(x, y, weight), ROUNDS)
         return Way(lambda: program(xs, ys), LAYERS * ROUNDS, moved)
 
-    return {"add_norm": way(add_norm), "copy": _copied(moved / 2, LAYERS), "xla": way(reference.add_norm)}
+    return {
+        "add_norm": way(add_norm),
+        "copy": _copied(moved / 2, LAYERS),
+        "xla": way(norm_reference.add_norm),
+    }
 
 
 def _rope(fp8: bool):
@@ -110,7 +115,7 @@ def _rope(fp8: bool):
     return {
         "rope_append": way(rope_append),
         "copy": _copied(moved / 2, LAYERS),
-        "xla": way(reference.rope_append),
+        "xla": way(rope_reference.rope_append),
     }
 
 

@@ -20,9 +20,9 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.weights import dummy_weights
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.scheduler.state import StepWork
-from pallas_kernels import reference
 from pallas_kernels.gemm.fp8.gpu_check import xla
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
+from pallas_kernels.pointwise.quantize import reference
 from pallas_kernels.quantized import Quantized
 
 MODEL = "llama-3.1-8b"

@@ -34,7 +34,7 @@ from jaxflow.model.softmax_range import VERSION, SoftmaxRange, layer_range, path
 from jaxflow.parallel.mesh import choose_platform
 from jaxflow.text.tokenizer import load_tokenizer
 from jaxflow.text.vocabulary import TokenizerError
-from pallas_kernels import reference
+from pallas_kernels.attention.chunk import reference
 from pallas_kernels.kernel_set import REFERENCE
 
 _STEPS_A_UNIT, _REACH = (

@@ -20,17 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.chunk import int8 as chunk_int8
 from pallas_kernels.attention.chunk.rows import HALF, MARKS, MOST, WIDTH, Rows, attend_rows, store_rows
 from pallas_kernels.attention.chunk.work_list import ChunkWork, chunk_work
-from pallas_kernels.attention.paged import (
-    LANE,
-    PAGE,
-    check_pages,
-    check_scales,
-    check_unified,
-    flat,
-    rows_of_eight,
-    tiled,
-)
-from pallas_kernels.attention.tiles import ChunkTile, chunk_tile, int8_chunk_tile, sms_of
+from pallas_kernels.attention.paged import PAGE, check_pages, check_scales, check_unified, flat
+from pallas_kernels.attention.tiles import ChunkTile, chunk_tile, int8_chunk_tile
+from pallas_kernels.hopper.layouts import LANE, pad_rows, swizzled
+from pallas_kernels.hopper.limits import sms_of
 
 
 def chunk_attention(
@@ -127,7 +120,7 @@ def chunk_attention(
         interpret=interpret,
     )
     tables = page_table.astype(jnp.int32), work.tiles, work.count, work.gaps
-    return kernel(rows_of_eight(q), flat(k_pages), flat(v_pages), *tables, *scalars).reshape(t, n, h)
+    return kernel(pad_rows(q), flat(k_pages), flat(v_pages), *tables, *scalars).reshape(t, n, h)
 
 
 def list_chunk_work(
@@ -141,22 +134,21 @@ def list_chunk_work(
 
 def _scratch(rows: Rows, h: int, dtype, rounds: int) -> dict:
     tile, pages = rows.tile, rows.tile.keys // PAGE
-    wide = (plgpu.TilingTransform((8, min(h, 128))), plgpu.SwizzleTransform(min(h, 128)))  # pyright: ignore[reportAbstractUsage]
-    turned = (plgpu.TilingTransform((8, PAGE)), plgpu.SwizzleTransform(PAGE))  # pyright: ignore[reportAbstractUsage]
     if rows.eight:
+        wide, turned = swizzled(dtype, min(h, 128)), swizzled(dtype, PAGE)
         ring = {
             "k_s": plgpu.SMEM((tile.stages, tile.keys, h), dtype, transforms=wide),
             "v_s": plgpu.SMEM((tile.stages, pages, h, PAGE), dtype, transforms=turned),
             "q8_s": plgpu.SMEM((2, HALF, h), dtype, transforms=wide),
         }
     else:
-        keys = plgpu.SMEM((tile.stages, tile.keys, h), jnp.bfloat16, transforms=tiled())
-        by_page = plgpu.SMEM((tile.stages, pages, h, PAGE), jnp.bfloat16, transforms=tiled())
+        keys = plgpu.SMEM((tile.stages, tile.keys, h), jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
+        by_page = plgpu.SMEM((tile.stages, pages, h, PAGE), jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
         ring = {"k_s": keys, "v_s": by_page if rows.int8 else keys}
         ring |= chunk_int8.scratch(tile, h) if rows.int8 else {}
     come = 1 if rows.int8 else pages  # what fills a block: its pages' copies, or the warpgroup that made it
     return ring | {
-        "q_s": plgpu.SMEM((tile.queries, 2, HALF, h), jnp.bfloat16, transforms=tiled()),
+        "q_s": plgpu.SMEM((tile.queries, 2, HALF, h), jnp.bfloat16, transforms=swizzled(jnp.bfloat16)),
         "o_s": plgpu.SMEM(
             (2, 2, HALF, WIDTH), jnp.bfloat16
         ),  # plain rows: the end of a chunk is stored row by row

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference
+from pallas_kernels.attention.chunk import reference
 from pallas_kernels.attention.chunk.api import chunk_attention
 from pallas_kernels.attention.chunk.work_list import chunk_work
 from pallas_kernels.attention.decode.gpu_check import exact, queries

@@ -13,10 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels import wgmma_registers as lanes
-from pallas_kernels.attention.paged import PAGE, tiled
+from pallas_kernels.attention.paged import PAGE
 from pallas_kernels.attention.tiles import ChunkTile
-from pallas_kernels.wgmma_registers import const
+from pallas_kernels.hopper import wgmma_registers as lanes
+from pallas_kernels.hopper.layouts import swizzled
+from pallas_kernels.hopper.wgmma_registers import const
 
 _PIECE = 16  # numbers that a thread takes at once
 
@@ -105,7 +106,9 @@ def _widen(source, scale, target, by_row: bool, interpret: bool) -> None:
         values = source[...].astype(jnp.float32) * (known[:, None] if by_row else known[None])
         target[...] = values.astype(target.dtype)
         return
-    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(tiled())))
+    run = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(swizzled(jnp.bfloat16)))
+    )
     run(lambda _, source, scale, target: _widen_pieces(source, scale, target, by_row))(source, scale, target)
 
 

@@ -26,8 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.chunk.registers import as_operand, mark, rescaled
-from pallas_kernels.attention.paged import LEAST, LOG2E, LOWEST, PAGE, blank, blank_8, capped
+from pallas_kernels.attention.paged import LEAST, LOWEST, PAGE, blank, blank_8, capped
 from pallas_kernels.attention.tiles import ChunkTile
+from pallas_kernels.hopper.layouts import LOG2E
 
 HALF = 64  # query rows of one warpgroup
 WIDTH = 64  # columns that are stored together

@@ -19,8 +19,10 @@ from pallas_kernels.attention.decode.join import join_afterwards
 from pallas_kernels.attention.decode.kernel import attend
 from pallas_kernels.attention.decode.variant import Form, scratch
 from pallas_kernels.attention.decode.work_list import DecodeWork, decode_work
-from pallas_kernels.attention.paged import LANE, check_pages, check_scales, check_unified, flat, rows_of_eight
-from pallas_kernels.attention.tiles import DecodeTile, decode_tile, sms_of, wgmma_columns
+from pallas_kernels.attention.paged import check_pages, check_scales, check_unified, flat
+from pallas_kernels.attention.tiles import DecodeTile, decode_tile, wgmma_columns
+from pallas_kernels.hopper.layouts import LANE, pad_rows
+from pallas_kernels.hopper.limits import sms_of
 
 
 def decode_attention(
@@ -64,7 +66,7 @@ def decode_attention(
       work: `list_decode_work(...)` of the same lengths, heads, window and sms, where the caller shares it
       between layers. into: [T, N, H] bfloat16, what the rows without keys become instead of 0: written in
       place where nobody reads it later. early: it begins before the kernel before it has ended
-      (`pallas_kernels.pdl`).
+      (`pallas_kernels.hopper.pdl`).
     Returns:
       [T, N, H] bfloat16; 0 where all of a row's scores are -inf.
     Raises:
@@ -101,7 +103,7 @@ def decode_attention(
         grouped = q[:b].reshape(b * kv, group, h)
         grouped = lax.pad(grouped, jnp.zeros((), q.dtype), [(0, 0, 0), (0, form.pitch - group, 0), (0, 0, 0)])
     inputs = (
-        rows_of_eight(grouped.reshape(-1, h)),
+        pad_rows(grouped.reshape(-1, h)),
         flat(k_pages),
         flat(v_pages),
         page_table.astype(jnp.int32),

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference
+from pallas_kernels.attention.decode import reference
 from pallas_kernels.attention.decode.api import decode_attention
 from pallas_kernels.attention.decode.work_list import decode_work
 from pallas_kernels.attention.tiles import DecodeTile, decode_tile

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference
+from pallas_kernels.attention.decode import reference
 from pallas_kernels.attention.decode.api import decode_attention
 from pallas_kernels.attention.decode.gpu_check import TOLERANCE, cached, exact
 from pallas_kernels.attention.decode.work_list import decode_work
-from pallas_kernels.attention.tiles import SMS, decode_tile
+from pallas_kernels.attention.tiles import decode_tile
+from pallas_kernels.hopper.limits import SMS
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import PAGE, error, page_tables, poison, poison_memory, random_pages
 from pallas_kernels.measure.script import say

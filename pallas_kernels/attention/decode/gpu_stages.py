@@ -1,6 +1,8 @@
 """Time decode attention over an e4m3 cache with a stage left out, next to the full kernel, to get each
 stage's cost.
 
+    python -m pallas_kernels.attention.decode.gpu_stages [--share 0/5] [--seconds 0.3] [--json FILE]
+
 The kernel is the production kernel. During tracing, a replacement substitutes the function of one stage. A
 stage is left out for every page or pair alike, so the results are meaningless. The page table sets the
 locations of pages: a table that repeats a small set of pages keeps them in the L2.
@@ -30,7 +32,10 @@ from pallas_kernels.attention.decode import products as decode_parts
 from pallas_kernels.attention.decode import softmax as decode_softmax
 from pallas_kernels.attention.decode.api import decode_attention
 from pallas_kernels.attention.decode.work_list import PAGE, decode_work
-from pallas_kernels.attention.tiles import SMS, decode_tile
+from pallas_kernels.attention.tiles import decode_tile
+from pallas_kernels.hopper.layouts import swizzled
+from pallas_kernels.hopper.limits import SMS
+from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import page_tables, ragged, random_pages
 from pallas_kernels.measure.script import L2_BYTES, say
 from pallas_kernels.measure.timing import interleaved, looped
@@ -62,7 +67,7 @@ def _first_byte(page):
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(pairs.tiles(min(page.shape[1], 128))),),
+        arg_types=(plgpu.RefType(swizzled(pairs.E4M3, min(page.shape[1], 128))),),
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar),
     )
     def read(_, page):
@@ -171,7 +176,7 @@ def in_the_l2(caches: Sequence[tuple]) -> list[tuple]:
 
 
 def times(rows, share: tuple[int, int], seconds: float) -> None:
-    """Run the script's part `decode`."""
+    """Time every batch of `BATCHES`."""
     for case, lengths in list(BATCHES.items())[share[0] :: share[1]]:
         qs, caches = operands(lengths)
         read = float(sum(lengths)) * K * H * 2  # bytes of keys and values
@@ -195,3 +200,7 @@ def times(rows, share: tuple[int, int], seconds: float) -> None:
                 tbs=read / t.us / 1e6,
                 **dataclasses.asdict(t),
             )
+
+
+if __name__ == "__main__":
+    script.main("stages", __doc__, {"decode": times})

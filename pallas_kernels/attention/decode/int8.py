@@ -17,9 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels import wgmma_registers as lanes
-from pallas_kernels.attention.paged import PAGE, tiled
-from pallas_kernels.wgmma_registers import const
+from pallas_kernels.attention.paged import PAGE
+from pallas_kernels.hopper import wgmma_registers as lanes
+from pallas_kernels.hopper.layouts import swizzled
+from pallas_kernels.hopper.wgmma_registers import const
 
 _WGMMA = plgpu.Layout.WGMMA
 _BLOCK = 64  # rows and columns of one operand
@@ -61,9 +62,9 @@ def put_queries(source, target, interpret: bool) -> None:
     if interpret:
         target[...] = source[...]
     else:
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(tiled())))(lambda _, s, t: _put(s, t))(
-            source, target
-        )
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(swizzled(jnp.bfloat16))))(
+            lambda _, s, t: _put(s, t)
+        )(source, target)
     plgpu.commit_smem()
 
 

@@ -18,7 +18,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.attention.decode import products as decode_parts
-from pallas_kernels.attention.paged import LANE, LOWEST
+from pallas_kernels.attention.paged import LOWEST
+from pallas_kernels.hopper.layouts import LANE
 
 _LEVEL = plgpu.Layout.WGMMA.reduce(0)
 

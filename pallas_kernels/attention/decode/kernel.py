@@ -24,7 +24,8 @@ from pallas_kernels.attention.decode.page_copy import copy_pages
 from pallas_kernels.attention.decode.variant import Form
 from pallas_kernels.attention.decode.work_list import walk
 from pallas_kernels.attention.paged import LEAST, PAGE, blank, blank_8
-from pallas_kernels.pdl import wait_for_last
+from pallas_kernels.hopper.layouts import store_transposed
+from pallas_kernels.hopper.pdl import wait_for_last
 
 
 def attend(*refs, form: Form, **shared):
@@ -160,7 +161,7 @@ def _compute_pages(refs, form: Form, w, worker):
             def put(page, weights):
                 p = refs.p_s.at[w, page]
                 if form.eight:
-                    pairs.store_transposed(pairs.split(weights), p, form.interpret)
+                    store_transposed(pairs.split(weights), p, form.interpret)
                     return
                 if form.int8:  # nobody wrote the scales of keys that are not seen
                     weights = jnp.where(seen[page], weights * value_scales[page], 0.0)

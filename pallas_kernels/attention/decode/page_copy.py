@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.decode.variant import BOX, Form
 from pallas_kernels.attention.decode.work_list import walk
 from pallas_kernels.attention.paged import PAGE
-from pallas_kernels.pdl import launch_next
+from pallas_kernels.hopper.pdl import launch_next
 
 
 def copy_pages(refs, form: Form, w, worker):

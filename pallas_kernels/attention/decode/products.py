@@ -9,7 +9,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import operand_pairs as pairs
-from pallas_kernels.attention.paged import tiled
+from pallas_kernels.hopper.layouts import store_transposed, swizzled
 
 _WGMMA = plgpu.Layout.WGMMA
 
@@ -42,9 +42,7 @@ def split_queries(q, q_8, group, across, interpret):
     else:
         values = lax.fori_loop(0, group, fill, values)
     unit = jnp.maximum(across(jnp.abs(values), "max"), 1e-20) / 448.0
-    pairs.store_transposed(
-        pairs.split(values / lax.broadcast_in_dim(unit, values.shape, [1])), q_8, interpret
-    )
+    store_transposed(pairs.split(values / lax.broadcast_in_dim(unit, values.shape, [1])), q_8, interpret)
     plgpu.commit_smem()
     return unit
 
@@ -60,7 +58,7 @@ def put_weights(place, weights, first, interpret):
         place.transpose((1, 0))[...] = weights
         return
 
-    @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(tiled())))
+    @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(swizzled(jnp.bfloat16))))
     def store(_, weights, place):
         if first:
             mgpu.warpgroup_barrier()

@@ -17,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.attention.paged import LOG2E, LOWEST, PAGE, capped
+from pallas_kernels.attention.paged import LOWEST, PAGE, capped
+from pallas_kernels.hopper.layouts import LOG2E
 
 _WGMMA = plgpu.Layout.WGMMA
 _HEADS = _WGMMA.reduce(0)

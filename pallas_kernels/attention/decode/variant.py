@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import operand_pairs as pairs
-from pallas_kernels.attention.paged import PAGE, tiled
+from pallas_kernels.attention.paged import PAGE
 from pallas_kernels.attention.tiles import DecodeTile
+from pallas_kernels.hopper.layouts import swizzled
 
 BOX = 32  # rows of a page that one copy takes
 
@@ -54,7 +55,7 @@ def scratch(form: Form, dtype) -> dict:
         form.h,
     )
     if form.eight:
-        by_width, by_key = pairs.tiles(min(h, 128)), pairs.tiles(PAGE)
+        by_width, by_key = swizzled(pairs.E4M3, min(h, 128)), swizzled(pairs.E4M3, PAGE)
         operands = {
             "k_ring": plgpu.SMEM((w, keys, PAGE, h), pairs.E4M3, transforms=by_width),
             "v_ring": plgpu.SMEM((w, values, h, PAGE), pairs.E4M3, transforms=by_key),
@@ -68,15 +69,15 @@ def scratch(form: Form, dtype) -> dict:
             "v_ring": plgpu.SMEM((w, values, h, PAGE), jnp.int8),
             "scales": plgpu.SMEM((w, keys, 2, PAGE), jnp.float32),
             "q_s": plgpu.SMEM((w, 2, cols, h), dtype),
-            "q_16": plgpu.SMEM((w, cols, h), dtype, transforms=tiled()),
-            "p_s": plgpu.SMEM((w, form.tile.pages, cols, PAGE), dtype, transforms=tiled()),
+            "q_16": plgpu.SMEM((w, cols, h), dtype, transforms=swizzled(dtype)),
+            "p_s": plgpu.SMEM((w, form.tile.pages, cols, PAGE), dtype, transforms=swizzled(dtype)),
         }
     else:
         operands = {
-            "k_ring": plgpu.SMEM((w, keys, PAGE, h), dtype, transforms=tiled()),
-            "v_ring": plgpu.SMEM((w, values, PAGE, h), dtype, transforms=tiled()),
-            "q_s": plgpu.SMEM((w, 2, cols, h), dtype, transforms=tiled()),
-            "p_s": plgpu.SMEM((w, form.tile.pages, cols, PAGE), dtype, transforms=tiled()),
+            "k_ring": plgpu.SMEM((w, keys, PAGE, h), dtype, transforms=swizzled(dtype)),
+            "v_ring": plgpu.SMEM((w, values, PAGE, h), dtype, transforms=swizzled(dtype)),
+            "q_s": plgpu.SMEM((w, 2, cols, h), dtype, transforms=swizzled(dtype)),
+            "p_s": plgpu.SMEM((w, form.tile.pages, cols, PAGE), dtype, transforms=swizzled(dtype)),
         }
     return operands | {
         "o_s": plgpu.SMEM((w, cols, h), dtype),

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.paged import LANE, rows_of_eight
-from pallas_kernels.attention.tiles import sms_of
 from pallas_kernels.gemm.dense.epilogue import Form
 from pallas_kernels.gemm.dense.kernel import multiply, scratch, table_items
 from pallas_kernels.gemm.epilogue_limits import check_behind
 from pallas_kernels.gemm.tile_schedule import GemmPlan, gemm_plan
+from pallas_kernels.hopper.layouts import LANE, pad_rows
+from pallas_kernels.hopper.limits import sms_of
 
 _ACTIVATIONS = (None, "silu", "gelu_tanh", "relu")
 
@@ -64,8 +64,8 @@ def dense_gemm(
     out_dtype, sms = jnp.dtype(out_dtype or x.dtype), sms_of(sms)
     _check(x, w, activation, gate_block, out_dtype)
     check_behind(x.shape[0], w.shape[0], bias, residual, gated=gate_block is not None, dtype=out_dtype)
-    m, x = x.shape[0], rows_of_eight(x)
-    residual = None if residual is None else rows_of_eight(residual)
+    m, x = x.shape[0], pad_rows(x)
+    residual = None if residual is None else pad_rows(residual)
     n, k = w.shape
     plan = plan or gemm_plan(m, n, k, sms, gate_block)
     tile, slots = plan.tile, plan.schedule.slots

@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.paged import LOG2E
 from pallas_kernels.gemm.tile_schedule import GemmTile
+from pallas_kernels.hopper.layouts import LOG2E
 
 BOXES = 2  # pieces of a warpgroup's output on their way to memory
 

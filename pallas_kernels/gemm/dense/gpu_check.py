@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import reference
+from pallas_kernels.gemm import reference
 from pallas_kernels.gemm.dense.api import dense_gemm
+from pallas_kernels.gemm.model_shapes import SHAPES
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import error, poison_memory
-from pallas_kernels.measure.script import L2_BYTES, SHAPES, say
+from pallas_kernels.measure.script import L2_BYTES, say
 from pallas_kernels.measure.timing import interleaved
 
 MLP = {"gate_block": 64, "activation": "silu"}

@@ -1,10 +1,10 @@
 """Time bfloat16 products with a stage left out, next to the full kernel and cuBLAS through XLA, to get each
 stage's cost.
 
-    python -m pallas_kernels.gemm.dense.gpu_stages [--only dense,bounded,flat,decode] [--share 0/6] [--seconds 0.3]
+    python -m pallas_kernels.gemm.dense.gpu_stages [--only dense,bounded,flat] [--share 0/6] [--seconds 0.3]
         [--json FILE]
 
-The kernels are the production kernels. `decode_stages` covers decode attention. A changed copy address leaves
+The kernels are the production kernels. A changed copy address leaves
 out a stage of a product. Beyond an array's end, TMA writes nothing, and fills reads with zeros without
 reading memory. Products of zeros draw less power, so each time has its clock. Repeated rows of a weight stay
 in the L2. In all other cases weights rotate over four times the L2.
@@ -23,12 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import reference
-from pallas_kernels.attention.decode import gpu_stages as decode_stages
-from pallas_kernels.attention.tiles import SMS
+from pallas_kernels.gemm import model_shapes, reference
 from pallas_kernels.gemm.dense import api as dense
 from pallas_kernels.gemm.flat import api as flat
 from pallas_kernels.gemm.tile_schedule import GemmPlan, Schedule, gemm_plan, plan_of
+from pallas_kernels.hopper.limits import SMS
 from pallas_kernels.measure import script
 from pallas_kernels.measure.script import L2_BYTES, say
 from pallas_kernels.measure.timing import interleaved, looped
@@ -147,7 +146,7 @@ def operands(m: int, n: int, k: int) -> tuple[list, list]:
 
 def times(kernel: str, ways_of: Callable, cases, rows, share, seconds) -> None:
     for m, model, op in cases[share[0] :: share[1]]:
-        n, k = script.SHAPES[model][op]
+        n, k = model_shapes.SHAPES[model][op]
         xs, ws = operands(m, n, k)
         rounds = max(1, round(5e-3 / len(ws) / max(2 * m * k * n / 700e12, 2 * k * n / 4e12)))
         lowered = {
@@ -184,6 +183,5 @@ if __name__ == "__main__":
             times, f"dense_gemm_{FEW_SMS}", functools.partial(dense_ways, sms=FEW_SMS), ON_FEW
         ),
         "flat": functools.partial(times, "flat_gemm", flat_ways, FLAT),
-        "decode": decode_stages.times,
     }
     script.main("stages", __doc__, parts)

@@ -11,23 +11,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.dense.epilogue import BOXES, Form, store
 from pallas_kernels.gemm.tile_schedule import FIELDS
-
-
-def swizzled(width: int, itemsize: int) -> tuple:
-    """The shared-memory form of matrices that TMA copies and wgmma reads: tiles of 8 rows, `width` elements
-    of them together.
-    """
-    return (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * itemsize))  # pyright: ignore[reportAbstractUsage]
+from pallas_kernels.hopper.layouts import swizzled
 
 
 def scratch(form: Form, out_dtype) -> dict:
-    tile, operand = form.tile, swizzled(64, 2)
+    tile, operand = form.tile, swizzled(jnp.bfloat16)
     arrays = dict(  # noqa: C408
         x_s=plgpu.SMEM((tile.stages, tile.rows, tile.depth), jnp.bfloat16, transforms=operand),
         w_s=plgpu.SMEM((tile.stages, tile.cols, tile.depth), jnp.bfloat16, transforms=operand),
-        o_s=plgpu.SMEM(
-            (2, BOXES, 64, form.width), out_dtype, transforms=swizzled(form.width, out_dtype.itemsize)
-        ),
+        o_s=plgpu.SMEM((2, BOXES, 64, form.width), out_dtype, transforms=swizzled(out_dtype, form.width)),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         # What a pair shares is overwritten when both are done with it.
         empty=plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages)

@@ -21,11 +21,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.paged import LANE, tile_of_eight
-from pallas_kernels.attention.tiles import sms_of
 from pallas_kernels.gemm.epilogue_limits import check_behind
-from pallas_kernels.gemm.flat.kernel import GATE_BLOCK, Operand, multiply, scratch, swizzled
+from pallas_kernels.gemm.flat.kernel import GATE_BLOCK, Operand, multiply, scratch
 from pallas_kernels.gemm.flat.tiles import FlatTile, flat_tile
+from pallas_kernels.hopper.layouts import LANE, pad_rows_above_8, swizzled
+from pallas_kernels.hopper.limits import sms_of
 
 ROWS = 64  # most tokens
 
@@ -52,7 +52,7 @@ def flat_gemm(
       residual: [M, N'] bfloat16, added last. activation: None, "silu", "gelu_tanh" or "relu".
       gate_block: 64: columns are blocks of 64 gates, then 64 ups, alternating (N a multiple of 128); the
       result is act(gate) · up. out_dtype: bfloat16 (default) or float32. sms: SMs the kernel may occupy, 1 to
-      132; None: all. early: it begins before the kernel before it has ended (`pallas_kernels.pdl`); w
+      132; None: all. early: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`); w
       is then an argument of the program.
     Returns:
       [M, N'], N' = N, or N / 2 with gate_block.
@@ -89,7 +89,7 @@ def multiply_flat(
     out_dtype, gated = jnp.dtype(out_dtype or x.dtype), gate_block is not None
     _check(x, n, activation, gate_block, out_dtype)
     check_behind(m, n, bias, residual, gated=gated)
-    x = tile_of_eight(x)
+    x = pad_rows_above_8(x)
     rows = max(8, x.shape[0])
     operands = [x, *(part.array for part in weight)]
     tiles, columns = pl.cdiv(n, tile.columns), n // 2 if gated else n
@@ -100,7 +100,7 @@ def multiply_flat(
             else bias
         )
     if residual is not None:
-        operands.append(tile_of_eight(residual))
+        operands.append(pad_rows_above_8(residual))
     most = min(tiles, sms // tile.cluster)
     if not most or tile.cluster > pl.cdiv(k, tile.depth) or tile.stages % tile.turns:
         raise ValueError(

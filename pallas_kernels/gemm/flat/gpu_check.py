@@ -1,7 +1,6 @@
-"""Check the GEMMs for small numbers of rows against a float32 product on a GPU, and time them next to XLA's
-(cuBLAS).
+"""Check flat GEMM against a float32 product on a GPU, and time it next to XLA's (cuBLAS).
 
-    python -m pallas_kernels.gemm.flat.gpu_check [--only check,flat,int4] [--share 0/3] [--json FILE]
+    python -m pallas_kernels.gemm.flat.gpu_check [--only check,flat] [--share 0/3] [--json FILE]
 
 Errors are ‖kernel − exact‖ / ‖exact‖ on fresh random operands. Weights rotate over four times the L2 cache,
 in a loop on the device. The loop's buffers keep their addresses, so a CUDA graph is recorded once instead of
@@ -17,19 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import reference
+from pallas_kernels.gemm import model_shapes, reference
 from pallas_kernels.gemm.flat.api import flat_gemm
-from pallas_kernels.gemm.int4.api import int4_gemm
-from pallas_kernels.gemm.int4.reference import dequantize_int4, quantize_int4
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
 from pallas_kernels.measure.script import L2_BYTES, say
 from pallas_kernels.measure.timing import sustained
-from pallas_kernels.quantized import Int4
 
 HEADS = {"8B": {"lm_head": (128256, 4096)}, "70B/tp4": {"lm_head": (32064, 8192)}}
 SHAPES = {
-    model: ops | HEADS[model] for model, ops in script.SHAPES.items()
+    model: ops | HEADS[model] for model, ops in model_shapes.SHAPES.items()
 }  # [N, K] of a layer's products and of the output head
 GATED = {"gate_block": 64, "activation": "silu"}
 
@@ -44,20 +40,19 @@ def exact(x, w, bias, residual, **kw):
         return reference.gemm(x.astype(jnp.float32), w.astype(jnp.float32), bias, residual=residual, **kw)
 
 
-def check(rows, rng, kernel, m, n, k, bias=False, residual=False, **kw):
+def check(rows, rng, kernel, m, n, k, bias=False, residual=False, quantize=None, **kw):
     """Check one random product against the exact product.
 
     The output buffer holds NaN before the run, and a second run must give the same bits.
+
+    quantize: a weight -> (the form that the kernel takes, the 16-bit weight that it stands for).
     """
     keys = jax.random.split(jax.random.key(rng.integers(2**31)), 4)
     columns = n // 2 if "gate_block" in kw else n
     x, w = normal(keys[0], m, k), normal(keys[1], n, k, scale=k**-0.5)
     b = normal(keys[2], n) if bias else None
     r = normal(keys[3], m, columns) if residual else None
-    plain = w
-    if kernel is int4_gemm:
-        w = jax.jit(quantize_int4)(w)
-        plain = dequantize_int4(w)
+    w, plain = quantize(w) if quantize else (w, w)
     run = jax.jit(lambda x, w, b, r: kernel(x, w, b, residual=r, **kw))
     dtype = kw.get("out_dtype", jnp.bfloat16)
     poison_memory(jax.eval_shape(run, x, w, b, r))
@@ -82,31 +77,14 @@ def check(rows, rng, kernel, m, n, k, bias=False, residual=False, **kw):
     )
 
 
-def check_far_int4(rows, rng, m=8, n=2**20 + 8, k=4096, last=4096):
-    """Check that the last rows of a weight of more than 2**31 bytes give the results of a small weight."""
-    keys = jax.random.split(jax.random.key(rng.integers(2**31)))
-    tail = jax.jit(quantize_int4)(normal(keys[1], last, k, scale=k**-0.5))
-    x, w = (
-        normal(keys[0], m, k),
-        Int4(*(jnp.concatenate([jnp.ones((n - last, part.shape[1]), part.dtype), part]) for part in tail)),
-    )
-    run = jax.jit(int4_gemm)
-    poison_memory(jax.eval_shape(run, x, w))
-    got, want = run(x, w)[:, n - last :].astype(jnp.float32), exact(x, dequantize_int4(tail), None, None)
-    error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-    say(rows, what="check int4_gemm, far offsets", ok=error < 3e-3, error=error, m=m, n=n, k=k)
-
-
 def checks(rows, share):
     rng = np.random.default_rng(time.time_ns())
-    flat, int4 = (functools.partial(check, rows, rng, kernel) for kernel in (flat_gemm, int4_gemm))
+    flat = functools.partial(check, rows, rng, flat_gemm)
     cases = [functools.partial(flat, int(rng.integers(1, 65)), *weight) for weight in SHAPES["8B"].values()]
     cases += [
         functools.partial(flat, m, *weight) for m in (1, 8, 64) for weight in SHAPES["70B/tp4"].values()
     ]
     cases += [functools.partial(flat, m, 28672, 4096, **GATED) for m in (1, 13, 16, 33, 64)]
-    some = [(1, "qkv"), (8, "down"), (16, "out_proj"), (27, "qkv"), (64, "down")]
-    cases += [functools.partial(int4, m, *SHAPES["8B"][op]) for m, op in some]
     cases += [
         functools.partial(flat, 7, 4096, 4096, bias=True, residual=True),
         functools.partial(flat, 64, 4096, 14336, residual=True, sms=28),
@@ -117,11 +95,6 @@ def checks(rows, share):
             flat, 3, 9728, 896, gate_block=64, activation="gelu_tanh", bias=True, residual=True
         ),
         functools.partial(flat, 16, 2**19 + 8, 4224),  # 2.2e9 elements
-        functools.partial(int4, 5, 2568, 8192, residual=True),
-        functools.partial(int4, 16, 28672, 4096, bias=True, **GATED),
-        functools.partial(int4, 33, 200, 512, activation="relu", out_dtype=jnp.float32),
-        functools.partial(int4, 8, 4096, 14336, sms=28),
-        functools.partial(check_far_int4, rows, rng),
     ]
     for case in cases[share[0] :: share[1]]:
         case()
@@ -166,11 +139,6 @@ def bf16_weight(key, n, k):
     return normal(key, n, k, scale=k**-0.5)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def int4_weight(key, n, k):
-    return quantize_int4(jax.random.normal(key, (n, k), jnp.bfloat16) * k**-0.5)
-
-
 def geomean(ratios) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
 
@@ -197,25 +165,9 @@ def times_of_flat(rows, share, seconds):
     say(rows, what="flat / xla, geometric mean", ratio=geomean(ratios), least=min(ratios))
 
 
-def times_of_int4(rows, share, seconds):
-    cases = [
-        (model, op, m) for m in (1, 8, 16) for model, ops in SHAPES.items() for op in ops if op != "lm_head"
-    ]
-    ratios = []
-    for model, op, m in cases[share[0] :: share[1]]:
-        n, k = SHAPES[model][op]
-        run = functools.partial(timed, rows, m=m, n=n, k=k, seconds=seconds, model=model, op=op)
-        flat = run(kernel=flat_gemm, make=bf16_weight, bytes_read=2.0 * n * k, what="flat")
-        ratios.append(
-            flat / run(kernel=int4_gemm, make=int4_weight, bytes_read=(0.5 + 4 / 64) * n * k, what="int4")
-        )
-        say(rows, what="int4 / flat", model=model, op=op, m=m, ratio=ratios[-1])
-    say(rows, what="int4 / flat, geometric mean", ratio=geomean(ratios), least=min(ratios))
-
-
 if __name__ == "__main__":
     script.main(
         "flat_gemm",
         __doc__,
-        {"check": lambda rows, share, _: checks(rows, share), "flat": times_of_flat, "int4": times_of_int4},
+        {"check": lambda rows, share, _: checks(rows, share), "flat": times_of_flat},
     )

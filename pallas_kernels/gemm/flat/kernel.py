@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.paged import LOG2E
 from pallas_kernels.gemm.flat.tiles import FlatTile
-from pallas_kernels.pdl import launch_next, wait_for_last
+from pallas_kernels.hopper.layouts import LOG2E, swizzled
+from pallas_kernels.hopper.pdl import launch_next, wait_for_last
 
 _FEW = 40  # registers of a thread that copies, where those that multiply want them
 GATE_BLOCK = 64  # the one block of gates and ups that the epilogue knows
@@ -27,11 +27,6 @@ class Operand:
     array: jax.Array
     per: int
     form: tuple = ()
-
-
-def swizzled(dtype) -> tuple:
-    """128-byte swizzled tiles of 8 rows, which TMA writes and wgmma reads."""
-    return (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
 def scratch(
@@ -60,7 +55,7 @@ def scratch(
     if has_residual:
         arrays["r_s"] = plgpu.SMEM((tile.warpgroups, m, width), jnp.bfloat16, transforms=form(jnp.bfloat16))
         arrays["r_full"] = plgpu.Barrier(num_barriers=tile.warpgroups)
-    small = (plgpu.TilingTransform((8, 8)), plgpu.SwizzleTransform(32))  # pyright: ignore[reportAbstractUsage]
+    small = swizzled(jnp.float32, 8)
     if tile.turns > 1:
         arrays["sums"] = plgpu.SMEM(
             (tile.warpgroups, tile.turns - 1, tile.rows, m), jnp.float32, transforms=small

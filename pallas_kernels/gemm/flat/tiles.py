@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_kernels.attention.tiles import SMEM_BYTES, SMS
+from pallas_kernels.hopper.limits import SMEM_BYTES, SMS
 
 
 @dataclasses.dataclass(frozen=True)

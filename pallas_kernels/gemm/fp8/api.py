@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.paged import LANE, rows_of_eight
-from pallas_kernels.attention.tiles import sms_of
 from pallas_kernels.gemm.epilogue_limits import check_behind
 from pallas_kernels.gemm.fp8.epilogue import E4M3, Epilogue
 from pallas_kernels.gemm.fp8.kernel import HALF, multiply, scratch
 from pallas_kernels.gemm.fp8.tile_schedule import Fp8Tile, Work, fp8_plan
+from pallas_kernels.hopper.layouts import LANE, pad_rows
+from pallas_kernels.hopper.limits import sms_of
 from pallas_kernels.quantized import BLOCK, Quantized
 
 
@@ -59,8 +59,8 @@ def fp8_gemm(
     """
     (m, k), (n, _) = x.values.shape, w.values.shape
     check_operands(x, w, bias, residual, activation, gate_block, quantize, out_dtype)
-    x = Quantized(rows_of_eight(x.values), x.scale)
-    residual = residual if residual is None else rows_of_eight(residual)
+    x = Quantized(pad_rows(x.values), x.scale)
+    residual = residual if residual is None else pad_rows(residual)
     blocked, sms = x.scale.ndim == 2, sms_of(sms)
     tile, work = plan or fp8_plan(m, n, k, sms, blocked=blocked, gate_block=gate_block, quantize=quantize)
     tall = 128 * tile.cluster

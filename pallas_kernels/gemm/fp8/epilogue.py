@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.paged import LOG2E
+from pallas_kernels.hopper.layouts import LOG2E
 from pallas_kernels.pointwise.quantize.reference import E4M3_MAX
 from pallas_kernels.quantized import BLOCK
 

@@ -15,14 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.operand_pairs import store_transposed
-from pallas_kernels.attention.paged import LANE, rows_of_eight, tile_of_eight
-from pallas_kernels.attention.tiles import sms_of
 from pallas_kernels.gemm.fp8.api import check_operands
 from pallas_kernels.gemm.fp8.epilogue import BY_COLUMN, BY_ROW, E4M3, Epilogue, activate, load, scale_of
 from pallas_kernels.gemm.fp8.flat_tiles import Fp8FlatTile, fp8_flat_tile
-from pallas_kernels.gemm.fp8.kernel import DEPTH, form
-from pallas_kernels.pdl import launch_next, wait_for_last
+from pallas_kernels.gemm.fp8.kernel import DEPTH
+from pallas_kernels.hopper.layouts import LANE, pad_rows, pad_rows_above_8, store_transposed, swizzled
+from pallas_kernels.hopper.limits import sms_of
+from pallas_kernels.hopper.pdl import launch_next, wait_for_last
 from pallas_kernels.quantized import BLOCK, Quantized
 
 ROWS = 64  # most tokens
@@ -49,14 +48,14 @@ def fp8_flat_gemm(
     """`fp8_gemm` of 1 to 64 rows (FlashDecoding++Next §4): the same arguments, result and errors; gate_block
     is 64.
 
-    early: it begins before the kernel before it has ended (`pallas_kernels.pdl`); w is then an argument
+    early: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`); w is then an argument
     of the program.
     """
     (m, k), n = x.values.shape, w.values.shape[0]
     check_operands(x, w, bias, residual, activation, gate_block, quantize, out_dtype)
     if m > ROWS or gate_block not in (None, 64):
         raise ValueError(f"{m} rows, gate_block={gate_block}: up to {ROWS} rows, gate_block None or 64")
-    x = Quantized(tile_of_eight(x.values), rows_of_eight(x.scale) if x.scale.ndim else x.scale.reshape(1))
+    x = Quantized(pad_rows_above_8(x.values), pad_rows(x.scale) if x.scale.ndim else x.scale.reshape(1))
     rows, sms = max(8, x.values.shape[0]), sms_of(sms)
     epilogue = Epilogue(activation, gate_block, quantize, slots=1)
     tile = tile or fp8_flat_tile(rows, n, k, sms, epilogue, blocked=x.scale.ndim == 2)
@@ -67,7 +66,7 @@ def fp8_flat_gemm(
         out_type.append(jax.ShapeDtypeStruct((rows, columns // BLOCK), jnp.float32))
     operands = {"x": x.values, "tokens": x.scale, "w": w.values, "channels": w.scale}
     operands |= {"bias": bias} if bias is not None else {}
-    operands |= {"residual": tile_of_eight(residual)} if residual is not None else {}
+    operands |= {"residual": pad_rows_above_8(residual)} if residual is not None else {}
     names = (*operands, "out", *(["scales"] if quantize else []))
     tiles = pl.cdiv(n, tile.rows)
     most = min(tiles, sms // tile.cluster)
@@ -95,26 +94,26 @@ def fp8_flat_gemm(
 def _scratch(tile: Fp8FlatTile, rows: int, out_dtype, gated: bool, has_residual: bool) -> dict:
     width = tile.rows // 2 if gated else tile.rows
     scratch = {
-        "w_s": plgpu.SMEM((tile.stages, tile.rows, tile.depth), E4M3, transforms=form(DEPTH, E4M3)),
-        "x_s": plgpu.SMEM((tile.stages, rows, tile.depth), E4M3, transforms=form(DEPTH, E4M3)),
+        "w_s": plgpu.SMEM((tile.stages, tile.rows, tile.depth), E4M3, transforms=swizzled(E4M3, DEPTH)),
+        "x_s": plgpu.SMEM((tile.stages, rows, tile.depth), E4M3, transforms=swizzled(E4M3, DEPTH)),
         "o_s": plgpu.SMEM(
-            (rows, width), out_dtype, transforms=form(min(width, 128 // out_dtype.itemsize), out_dtype)
+            (rows, width), out_dtype, transforms=swizzled(out_dtype, min(width, 128 // out_dtype.itemsize))
         ),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         "empty": plgpu.Barrier(num_barriers=tile.stages),
     }
     if has_residual:
-        scratch["r_s"] = plgpu.SMEM((rows, width), jnp.bfloat16, transforms=form(64, jnp.bfloat16))
+        scratch["r_s"] = plgpu.SMEM((rows, width), jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
         scratch["r_full"] = plgpu.Barrier()
     if tile.turns > 1:
         scratch["sums"] = plgpu.SMEM(
-            (tile.turns - 1, tile.rows, rows), jnp.float32, transforms=form(8, jnp.float32)
+            (tile.turns - 1, tile.rows, rows), jnp.float32, transforms=swizzled(jnp.float32, 8)
         )
         scratch["sums_full"] = plgpu.Barrier(num_arrivals=tile.turns - 1)
         scratch["sums_empty"] = plgpu.Barrier()
     if tile.cluster > 1:
         scratch["parts"] = plgpu.SMEM(
-            (tile.cluster - 1, tile.rows, rows), jnp.float32, transforms=form(8, jnp.float32)
+            (tile.cluster - 1, tile.rows, rows), jnp.float32, transforms=swizzled(jnp.float32, 8)
         )
         scratch["parts_full"] = plgpu.Barrier(num_arrivals=tile.cluster - 1)
         scratch["parts_empty"] = plgpu.ClusterBarrier(collective_axes=("part",))

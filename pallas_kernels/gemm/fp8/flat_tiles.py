@@ -4,9 +4,9 @@ import dataclasses
 
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention.tiles import SMEM_BYTES
 from pallas_kernels.gemm.fp8.epilogue import Epilogue
 from pallas_kernels.gemm.fp8.kernel import DEPTH
+from pallas_kernels.hopper.limits import SMEM_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

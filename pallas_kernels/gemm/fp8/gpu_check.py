@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import reference
+from pallas_kernels.gemm import reference
 from pallas_kernels.gemm.fp8.api import fp8_gemm
 from pallas_kernels.gemm.fp8.flat import fp8_flat_gemm
+from pallas_kernels.gemm.model_shapes import SHAPES
 from pallas_kernels.gemm.reference import activate, gate_mul
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import error, poison_memory
-from pallas_kernels.measure.script import L2_BYTES, SHAPES, say
+from pallas_kernels.measure.script import L2_BYTES, say
 from pallas_kernels.measure.timing import interleaved
 from pallas_kernels.pointwise.quantize.reference import (
     E4M3_MAX,

@@ -15,15 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.fp8.epilogue import BY_ROW, E4M3, WIDTH, finished_columns, load, store
 from pallas_kernels.gemm.fp8.tile_schedule import FIELDS, Fp8Tile
+from pallas_kernels.hopper.layouts import swizzled
 
 DEPTH = 128  # of K a step: one swizzled row of e4m3, and one block of an activation's scales
 HALF = 64  # rows of one compute warpgroup
-
-
-def form(columns: int, dtype) -> tuple:
-    """The shared-memory form of a matrix whose rows of `columns` are copied by swizzled tiles of 8 rows."""
-    bytes_a_row = columns * jnp.dtype(dtype).itemsize
-    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(bytes_a_row))  # pyright: ignore[reportAbstractUsage]
 
 
 def scratch(tile: Fp8Tile, operands: dict, out_dtype) -> dict:
@@ -34,9 +29,9 @@ def scratch(tile: Fp8Tile, operands: dict, out_dtype) -> dict:
         else plgpu.Barrier
     )
     arrays = {
-        "x_s": plgpu.SMEM((stages, 128, DEPTH), E4M3, transforms=form(DEPTH, E4M3)),
-        "w_s": plgpu.SMEM((stages, tile.columns, DEPTH), E4M3, transforms=form(DEPTH, E4M3)),
-        "o_s": plgpu.SMEM((2, tile.slots, HALF, WIDTH), out_dtype, transforms=form(WIDTH, out_dtype)),
+        "x_s": plgpu.SMEM((stages, 128, DEPTH), E4M3, transforms=swizzled(E4M3, DEPTH)),
+        "w_s": plgpu.SMEM((stages, tile.columns, DEPTH), E4M3, transforms=swizzled(E4M3, DEPTH)),
+        "o_s": plgpu.SMEM((2, tile.slots, HALF, WIDTH), out_dtype, transforms=swizzled(out_dtype, WIDTH)),
         "channel_s": plgpu.SMEM((tile.columns,), jnp.float32),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "empty": empty(num_arrivals=2, num_barriers=stages),

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pallas_kernels.attention.tiles import SMS
 from pallas_kernels.gemm.tile_schedule import snake
+from pallas_kernels.hopper.limits import SMS
 
 # of an item: tile row, tile column, first step, steps, part, and which of the cut tiles it belongs to or -1
 FIELDS = 6

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import reference
-from pallas_kernels.attention.paged import LANE
-from pallas_kernels.attention.tiles import sms_of
 from pallas_kernels.gemm.dense.api import supports
 from pallas_kernels.gemm.dense.epilogue import Form
 from pallas_kernels.gemm.dense.kernel import multiply, scratch
+from pallas_kernels.gemm.grouped import reference
 from pallas_kernels.gemm.grouped.reference import Groups
 from pallas_kernels.gemm.tile_schedule import GemmTile
+from pallas_kernels.hopper.layouts import LANE
+from pallas_kernels.hopper.limits import sms_of
 
 ROWS = 128  # of a tile: what an expert's rows are padded to
 _STRIP = 16  # tiles of rows that are multiplied beside each other

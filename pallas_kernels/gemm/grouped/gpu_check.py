@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference
+from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.dense.api import dense_gemm
+from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.grouped.api import grouped_gemm, list_groups
 from pallas_kernels.measure import script
 from pallas_kernels.measure.inputs import poison_memory
@@ -62,7 +63,7 @@ def check(rows, rng, tokens, experts, chosen, n, k, block=None, sms=None, skewed
     got, again = run(x, w, picked), run(x, w, picked)
     off = total = 0.0
     with jax.default_matmul_precision("highest"):
-        one = jax.jit(functools.partial(reference.gemm, **gates_of(block)))
+        one = jax.jit(functools.partial(gemm_reference.gemm, **gates_of(block)))
         for expert in range(experts):
             token, choice = np.nonzero(np.asarray(picked) == expert)
             if len(token):
@@ -111,8 +112,11 @@ def timings(rows, seconds):
                     return [grouped_gemm(x[groups.pairs], w, groups, **gates_of(block)) for x in xs]
 
                 def xla(xs, w, picked, block=block, experts=experts):
-                    groups = reference.list_groups(picked, experts)
-                    return [reference.grouped_gemm(x[groups.pairs], w, groups, **gates_of(block)) for x in xs]
+                    groups = grouped_reference.list_groups(picked, experts)
+                    return [
+                        grouped_reference.grouped_gemm(x[groups.pairs], w, groups, **gates_of(block))
+                        for x in xs
+                    ]
 
                 def dense(xs, w, picked, block=block):
                     return [dense_gemm(x, w[i % w.shape[0]], **gates_of(block)) for i, x in enumerate(xs)]

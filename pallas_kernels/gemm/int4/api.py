@@ -15,13 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.attention.tiles import sms_of
 from pallas_kernels.gemm.flat.api import multiply_flat
-from pallas_kernels.gemm.flat.kernel import Operand, swizzled
+from pallas_kernels.gemm.flat.kernel import Operand
 from pallas_kernels.gemm.flat.tiles import FlatTile, int4_tile
 from pallas_kernels.gemm.int4 import mma as int4_mma
+from pallas_kernels.hopper.layouts import swizzled
+from pallas_kernels.hopper.limits import sms_of
+from pallas_kernels.hopper.wgmma_registers import const, i32, in_tile, place, read_words
 from pallas_kernels.quantized import GROUP, Int4
-from pallas_kernels.wgmma_registers import const, i32, in_tile, place, read_words
 
 DEPTH = 512  # columns of a stage: 8 groups, whose scales are the 16 bytes a row that TMA copies at least
 

@@ -16,8 +16,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 from jaxlib.mlir.dialects import math as mlir_math
 
-from pallas_kernels.gemm.flat.kernel import swizzled
-from pallas_kernels.wgmma_registers import at, const, i32, in_tile, place, read_words
+from pallas_kernels.hopper.layouts import swizzled
+from pallas_kernels.hopper.wgmma_registers import at, const, i32, in_tile, place, read_words
 
 ROWS = 8  # most tokens: with 16 wgmma was as fast
 _ONES = 0x3F803F80  # a pair of bfloat16

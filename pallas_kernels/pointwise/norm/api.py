@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.tiles import sms_of
-from pallas_kernels.pdl import launch_next, wait_for_last
+from pallas_kernels.hopper.limits import sms_of
+from pallas_kernels.hopper.pdl import launch_next, wait_for_last
 from pallas_kernels.quantized import Quantized
 
 _PER_SM = 12  # CTAs dealt out an SM; as many run at once as the registers of a row leave room for
@@ -45,7 +45,7 @@ def add_norm(
       weight, bias: [D] bfloat16 or float32. With a bias it is LayerNorm, without RMSNorm, which scales by
       offset + weight. quantize: the norm as `Quantized`, e4m3 [T, D] with a scale [T] for each token. sms:
       how many SMs' worth of CTAs it starts, 1 to 132; all by default. early: it begins before the kernel
-      before it has ended (`pallas_kernels.pdl`); weight and bias are the program's arguments then.
+      before it has ended (`pallas_kernels.hopper.pdl`); weight and bias are the program's arguments then.
     Returns:
       the sum [T, D], and its norm.
     Raises:

@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.tiles import sms_of
-from pallas_kernels.pdl import launch_next, wait_for_last
+from pallas_kernels.hopper.limits import sms_of
+from pallas_kernels.hopper.pdl import launch_next, wait_for_last
 from pallas_kernels.quantized import Quantized
 
 _PER_SM = 12  # CTAs dealt out an SM; as many run at once as the registers of a row leave room for
@@ -40,7 +40,7 @@ def quantize_rows(
       the first `top_rows` rows are
         top's, not x's.
       sms: how many SMs' worth of CTAs it starts, 1 to 132; all by default.
-      early: it begins before the kernel before it has ended (`pallas_kernels.pdl`).
+      early: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`).
     Returns:
       values [M, C] e4m3 and scales [M] float32, the row's largest / 448.
     Raises:

@@ -19,8 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.tiles import sms_of
-from pallas_kernels.pdl import launch_next, wait_for_last
+from pallas_kernels.hopper.limits import sms_of
+from pallas_kernels.hopper.pdl import launch_next, wait_for_last
 from pallas_kernels.pointwise.rope_append.columns import (
     BLOCKS,
     append_columns,
@@ -75,7 +75,7 @@ def rope_append(
       of each head by norm_offset + weight before the rotation; both or none. k_scale, v_scale: [K] float32,
       for an e4m3 cache; both or none. sms: SMs the kernel may take, 1 to 132; None: all. together: tokens
       whose transposed values are written at once: 1, 8, 16 or 32, as far as there are so many; None: by the
-      shapes. early: it begins before the kernel before it has ended (`pallas_kernels.pdl`).
+      shapes. early: it begins before the kernel before it has ended (`pallas_kernels.hopper.pdl`).
     Returns:
       queries [T, K · G, H] bfloat16, and both page arrays.
     Raises:

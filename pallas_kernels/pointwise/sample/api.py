@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.tiles import sms_of
+from pallas_kernels.hopper.limits import sms_of
 
 _EVENLY = tuple(i / 8 for i in range(1, 8))  # pivots, as fractions of the interval
 _NEARBY = (-1 / 4, -1 / 16, -1 / 64, 0.0, 1 / 64, 1 / 16, 1 / 4)

@@ -21,7 +21,7 @@ from jaxflow.flexgen.placement import place_rows, place_weights
 from jaxflow.flexgen.policy import TIERS, Shares
 from jaxflow.flexgen.scratch_files import PREFIX, DiskError, DiskFolder
 from jaxflow.parallel.mesh import make_mesh
-from pallas_kernels.reference import decode_attention
+from pallas_kernels.attention.decode.reference import decode_attention
 
 
 @st.composite

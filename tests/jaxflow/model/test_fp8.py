@@ -22,8 +22,8 @@ from jaxflow.model.weight_spec import QUANTIZED
 from jaxflow.model.weights import shapes, shardings
 from jaxflow.parallel.mesh import make_mesh
 from pallas_kernels.gemm.int4.reference import dequantize_int4
+from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_rows
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.reference import dequantize, quantize_rows
 
 NUMBERS = {
     "num_bits": 8,

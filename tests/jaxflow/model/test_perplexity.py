@@ -22,9 +22,9 @@ from jaxflow.model.weight_spec import QUANTIZED
 from jaxflow.pipeline import calls
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handmade import sequential_plan
-from pallas_kernels import reference
 from pallas_kernels.gemm.int4.reference import quantize_int4
 from pallas_kernels.kernel_set import REFERENCE
+from pallas_kernels.pointwise.quantize import reference
 
 TOKENS, PAGE = 128, 64
 

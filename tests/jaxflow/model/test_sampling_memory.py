@@ -8,8 +8,8 @@ import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 
 from jaxflow.model import sampling, slot_params
-from pallas_kernels import reference
 from pallas_kernels.pointwise.sample import api as token_limits
+from pallas_kernels.pointwise.sample import reference
 
 ROWS, SLOTS, VOCAB = 128, 256, 128256
 # Who compiles every fusion once more, to see whether its tiles can be compiled, takes a quarter of the time:

@@ -20,7 +20,7 @@ from jaxflow.model.architectures.hf_config import model_config_from_hf
 from jaxflow.model.weight_spec import assemble
 from jaxflow.model.weights import Weights, dummy_weights, leaves, mlp_width, shapes, shardings, tensors
 from jaxflow.parallel.mesh import make_mesh
-from pallas_kernels.reference import dequantize, quantize_rows
+from pallas_kernels.pointwise.quantize.reference import dequantize, quantize_rows
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:

@@ -19,7 +19,7 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import Curve, bound, shipped_power
 from jaxflow.model.graph import BFLOAT16, FP8, Work, model_graph
-from pallas_kernels.measure.script import SHAPES
+from pallas_kernels.gemm.model_shapes import SHAPES
 from search.profile import energy_fit
 from search.profile.clock import of_kernels, shipped_card
 from search.profile.energy_fit import Run, Runs, errors, fit, load_runs, lowered, of_profile, watts_of

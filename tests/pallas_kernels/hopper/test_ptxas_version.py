@@ -3,7 +3,7 @@ import types
 import pytest
 from jax.experimental.mosaic.gpu import fragmented_array
 
-from pallas_kernels import ptxas_version
+from pallas_kernels.hopper import ptxas_version
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import reference
-from pallas_kernels.attention.tiles import SMEM_BYTES
+from pallas_kernels.gemm import reference
 from pallas_kernels.gemm.flat.api import flat_gemm
 from pallas_kernels.gemm.flat.tiles import FlatTile, flat_tile, int4_tile
+from pallas_kernels.hopper.limits import SMEM_BYTES
 
 INTERPRET = plgpu.InterpretGPUParams()
 

@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import reference
+from pallas_kernels.attention.chunk import reference as chunk_reference
+from pallas_kernels.attention.decode import reference as decode_reference
 from pallas_kernels.attention.reference import read_pages
+from pallas_kernels.gemm import reference as gemm_reference
+from pallas_kernels.pointwise.norm import reference as norm_reference
+from pallas_kernels.pointwise.quantize import reference as quantize_reference
+from pallas_kernels.pointwise.rope_append import reference as rope_reference
 from pallas_kernels.quantized import Quantized
 
 E4M3 = jnp.float8_e4m3fn
@@ -21,7 +26,7 @@ HALF_STEP = 2.0**-4  # of e4m3's 3 bits behind the point, to the nearest
     spread=st.integers(0, 6),
     seed=st.integers(0, 99),
 )
-@pytest.mark.parametrize("quantize", [reference.quantize_rows, reference.quantize_blocks])
+@pytest.mark.parametrize("quantize", [quantize_reference.quantize_rows, quantize_reference.quantize_blocks])
 def test_a_number_comes_back_to_a_sixteenth_or_to_the_smallest_step(quantize, columns, power, spread, seed):
     """Rows of all sizes, in which sizes differ by powers of ten; one is of zeros."""
     rng = np.random.default_rng(seed)
@@ -34,15 +39,15 @@ def test_a_number_comes_back_to_a_sixteenth_or_to_the_smallest_step(quantize, co
     assert np.isfinite(np.asarray(found.values, np.float32)).all() and (np.asarray(found.scale) > 0).all()
     scale = np.asarray(found.scale)
     scale = np.repeat(scale, 128, axis=1)[:, : x.shape[1]] if scale.ndim == 2 else scale[:, None]
-    error = np.abs(np.asarray(reference.dequantize(found)) - x)
+    error = np.abs(np.asarray(quantize_reference.dequantize(found)) - x)
     assert (error <= np.maximum(np.abs(x) * HALF_STEP * 1.0001, scale * 2.0**-10)).all()
-    if quantize is reference.quantize_rows and np.abs(x).max() > 1e-10:
+    if quantize is quantize_reference.quantize_rows and np.abs(x).max() > 1e-10:
         assert (np.abs(np.asarray(found.values, np.float32)).max(1)[np.abs(x).max(1) > 1e-10] == 448).all()
 
 
 def test_what_is_too_large_saturates():
     found = np.asarray(
-        reference.to_e4m3(jnp.array([1e9, -1e9, 449.0, 0.0, np.inf]), jnp.ones(())), np.float32
+        quantize_reference.to_e4m3(jnp.array([1e9, -1e9, 449.0, 0.0, np.inf]), jnp.ones(())), np.float32
     )
     assert found.tolist() == [448, -448, 448, 0, 448]
 
@@ -56,11 +61,15 @@ def operands(seed=0, m=3, n=6, k=256):
 
 def one_scale(x):
     scale = jnp.abs(x).max() / 448
-    return Quantized(reference.to_e4m3(x, scale), scale)
+    return Quantized(quantize_reference.to_e4m3(x, scale), scale)
 
 
-@pytest.mark.parametrize("of_w", [reference.quantize_rows, reference.quantize_blocks, one_scale, None])
-@pytest.mark.parametrize("of_x", [reference.quantize_rows, reference.quantize_blocks, one_scale, None])
+@pytest.mark.parametrize(
+    "of_w", [quantize_reference.quantize_rows, quantize_reference.quantize_blocks, one_scale, None]
+)
+@pytest.mark.parametrize(
+    "of_x", [quantize_reference.quantize_rows, quantize_reference.quantize_blocks, one_scale, None]
+)
 def test_a_product_of_scaled_numbers_is_that_of_the_numbers(of_x, of_w):
     (x, w), extra = (
         operands(),
@@ -69,24 +78,29 @@ def test_a_product_of_scaled_numbers_is_that_of_the_numbers(of_x, of_w):
     bias = jnp.arange(6.0)
     qx, qw = (q if make is None else make(q) for q, make in ((x, of_x), (w, of_w)))
     plain_x, plain_w = (
-        q if make is None else reference.dequantize(make(q)) for q, make in ((x, of_x), (w, of_w))
+        q if make is None else quantize_reference.dequantize(make(q)) for q, make in ((x, of_x), (w, of_w))
     )
-    got, want = reference.gemm(qx, qw, bias, **extra), reference.gemm(plain_x, plain_w, bias, **extra)
+    got, want = (
+        gemm_reference.gemm(qx, qw, bias, **extra),
+        gemm_reference.gemm(plain_x, plain_w, bias, **extra),
+    )
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
 def test_dtypes_of_results():
     x, w = operands()
-    qx, qw = reference.quantize_rows(x), reference.quantize_rows(w)
-    assert reference.gemm(qx, qw).dtype == jnp.bfloat16
-    assert reference.gemm(x, qw).dtype == jnp.float32
+    qx, qw = quantize_reference.quantize_rows(x), quantize_reference.quantize_rows(w)
+    assert gemm_reference.gemm(qx, qw).dtype == jnp.bfloat16
+    assert gemm_reference.gemm(x, qw).dtype == jnp.float32
     assert (
-        reference.gemm(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), out_dtype=jnp.float32).dtype
+        gemm_reference.gemm(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), out_dtype=jnp.float32).dtype
         == jnp.float32
     )
-    found = reference.gemm(x, w, quantize=True)
+    found = gemm_reference.gemm(x, w, quantize=True)
     assert found.values.dtype == E4M3 and found.scale.shape == (3, 1)
-    np.testing.assert_array_equal(found.values, reference.quantize_blocks(reference.gemm(x, w)).values)
+    np.testing.assert_array_equal(
+        found.values, quantize_reference.quantize_blocks(gemm_reference.gemm(x, w)).values
+    )
 
 
 @pytest.mark.parametrize("bias", [None, jnp.ones(96)])
@@ -97,14 +111,14 @@ def test_a_norm_quantised_is_the_norm_quantised(bias):
         jnp.asarray(rng.normal(size=96), jnp.float32),
         {"eps": 1e-5, "offset": 0.0 if bias is not None else 1.0},
     )
-    total, h = reference.add_norm(x, y, weight, bias, **settings)
+    total, h = norm_reference.add_norm(x, y, weight, bias, **settings)
     np.testing.assert_array_equal(total, x + y)
-    again, q = reference.add_norm(x, y, weight, bias, **settings, quantize=True)
+    again, q = norm_reference.add_norm(x, y, weight, bias, **settings, quantize=True)
     np.testing.assert_array_equal(again, total)
-    want = reference.quantize_rows(h)
+    want = quantize_reference.quantize_rows(h)
     np.testing.assert_array_equal(q.values, want.values)
     np.testing.assert_array_equal(q.scale, want.scale)
-    np.testing.assert_array_equal(reference.add_norm(total, None, weight, bias, **settings)[1], h)
+    np.testing.assert_array_equal(norm_reference.add_norm(total, None, weight, bias, **settings)[1], h)
 
 
 P, K, S, H, GROUP = 3, 2, 4, 8, 2
@@ -136,13 +150,16 @@ def test_what_is_appended_is_read_back(kv):
     scales = {"k_scale": jnp.array([0.5, 0.01]), "v_scale": jnp.array([0.02, 0.25])} if kv == E4M3 else {}
     places = np.array([9, 0, P * S, 3, -1])  # the third and the last are no place
     settings = {"head_dim": H, "inv_freq": jnp.ones(H // 2)}
-    q, *written = reference.rope_append(
+    q, *written = rope_reference.rope_append(
         fused, k_pages, v_pages, jnp.arange(t), jnp.asarray(places), **settings, **scales
     )
     split = np.asarray(fused).reshape(t, K, GROUP + 2, H)
-    wanted = (np.asarray(reference.rope(split[:, :, -2], jnp.arange(t), jnp.ones(H // 2))), split[:, :, -1])
+    wanted = (
+        np.asarray(rope_reference.rope(split[:, :, -2], jnp.arange(t), jnp.ones(H // 2))),
+        split[:, :, -1],
+    )
     np.testing.assert_array_equal(
-        q, reference.rope(split[:, :, :-2].reshape(t, -1, H), jnp.arange(t), jnp.ones(H // 2))
+        q, rope_reference.rope(split[:, :, :-2].reshape(t, -1, H), jnp.arange(t), jnp.ones(H // 2))
     )
     for before, after, want, name in zip(
         (k_pages, v_pages), written, wanted, ("k_scale", "v_scale"), strict=True
@@ -186,7 +203,10 @@ def test_attention_over_8_bits_is_that_over_their_numbers(kv):
             {"k_scale": k_pages.scale, "v_scale": v_pages.scale},
         )
     lengths, chunks = jnp.array([9, 5]), jnp.array([[0, 2, 1, 6]])
-    for attention, rows in ((reference.decode_attention, lengths), (reference.chunk_attention, chunks)):
+    for attention, rows in (
+        (decode_reference.decode_attention, lengths),
+        (chunk_reference.chunk_attention, chunks),
+    ):
         got = attention(q, *stored, table, rows, scale=0.3, window=7, **scales)
         np.testing.assert_allclose(
             got, attention(q, *wide, table, rows, scale=0.3, window=7), rtol=1e-5, atol=1e-5

@@ -10,7 +10,7 @@ import pytest
 from h200 import abstract, compile_for_h200, h200_mesh
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import reference
+from pallas_kernels.pointwise.quantize import reference
 from pallas_kernels.pointwise.quantize.api import quantize_rows
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import reference
+from pallas_kernels.gemm import reference
 from pallas_kernels.gemm.fp8.api import fp8_gemm
 from pallas_kernels.gemm.fp8.epilogue import E4M3
 from pallas_kernels.gemm.fp8.flat import fp8_flat_gemm

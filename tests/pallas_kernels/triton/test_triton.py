@@ -29,7 +29,7 @@ def test_they_are_their_twins():
         "-q",
         "-p",
         "no:cacheprovider",
-        "tests/pallas_kernels/interpreted_triton.py",
+        "tests/pallas_kernels/triton/interpreted_triton.py",
     ]
     run = subprocess.run(
         command, cwd=paths.ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True

@@ -16,7 +16,7 @@ from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from paged_cases import PAGE, error, exact, paged, queries
 
-from pallas_kernels import reference
+from pallas_kernels.attention.chunk import reference
 from pallas_kernels.attention.chunk.api import chunk_attention
 from pallas_kernels.attention.chunk.work_list import chunk_work
 from pallas_kernels.attention.tiles import ChunkTile, chunk_tile

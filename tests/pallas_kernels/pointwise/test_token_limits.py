@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import reference
+from pallas_kernels.pointwise.sample import reference
 from pallas_kernels.pointwise.sample.api import token_limits
 from pallas_kernels.pointwise.sample.reference import largest_limit
 

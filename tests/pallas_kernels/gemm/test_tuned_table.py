@@ -15,6 +15,7 @@ from jaxflow.model.weights import leaves
 from jaxflow.parallel.mesh import TP
 from pallas_kernels.gemm import tuned_table as table
 from pallas_kernels.gemm.api import HopperGemm, Product, kernel, product_of, takers
+from pallas_kernels.gemm.model_shapes import known_shapes
 from pallas_kernels.gemm.tuned_table import Choice, Rule, Shape, Table
 from pallas_kernels.tune import __main__ as tune
 from pallas_kernels.tune import rules as tune_rules
@@ -381,7 +382,7 @@ def test_shipped_tables_name_kernels_that_take_their_products():
 
 @pytest.mark.parametrize(("weights", "quantization"), [("bfloat16", None), (E4M3, "fp8")])
 def test_the_shapes_are_those_of_the_models(weights, quantization):
-    for name, ops in tune_shapes.known_shapes(weights).items():
+    for name, ops in known_shapes(weights).items():
         model, _, tp = name.partition(" tp ")
         config = open_checkpoint(model, load_format="dummy").model_config
         tree = leaves(config, int(tp), quantization=quantization)

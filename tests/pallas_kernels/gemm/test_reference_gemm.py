@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import reference
+from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.int4.reference import dequantize_int4, quantize_int4
+from pallas_kernels.pointwise.quantize import reference as quantize_reference
 from pallas_kernels.quantized import Quantized
 
 ACTIVATIONS = {
@@ -56,39 +57,41 @@ def test_gemm_is_the_product_and_what_follows_it(
     b, r = (b if bias else None), (r if residual else None)
     x_in = {
         "plain": lambda x: x,
-        "rows": reference.quantize_rows,
-        "blocks": reference.quantize_blocks,
+        "rows": quantize_reference.quantize_rows,
+        "blocks": quantize_reference.quantize_blocks,
         "one": lambda x: Quantized(x.astype(jnp.float8_e4m3fn), jnp.float32(0.5)),
     }[activations](jnp.asarray(x))
-    w_in = {"plain": lambda w: w, "fp8": reference.quantize_rows, "int4": quantize_int4}[weights](
+    w_in = {"plain": lambda w: w, "fp8": quantize_reference.quantize_rows, "int4": quantize_int4}[weights](
         jnp.asarray(w)
     )
-    seen_x = reference.dequantize(x_in) if isinstance(x_in, Quantized) else x_in
+    seen_x = quantize_reference.dequantize(x_in) if isinstance(x_in, Quantized) else x_in
     seen_w = {
         "plain": lambda w: w,
-        "fp8": reference.dequantize,
+        "fp8": quantize_reference.dequantize,
         "int4": lambda w: dequantize_int4(w, jnp.float32),
     }[weights](w_in)
     if activations in ("rows", "one") and weights == "plain":
         w_in = seen_w = seen_w.astype(jnp.bfloat16).astype(jnp.float32)  # such products are taken in bfloat16
     settings = {"activation": activation, "gate_block": gate_block}
-    got = reference.gemm(x_in, w_in, b, residual=r, out_dtype=jnp.float32, **settings)
+    got = gemm_reference.gemm(x_in, w_in, b, residual=r, out_dtype=jnp.float32, **settings)
     want = exact(np.asarray(seen_x, np.float64), np.asarray(seen_w, np.float64), b, r, **settings)
     close(got, want)
-    quantized = reference.gemm(x_in, w_in, b, residual=r, out_dtype=jnp.float32, quantize=True, **settings)
+    quantized = gemm_reference.gemm(
+        x_in, w_in, b, residual=r, out_dtype=jnp.float32, quantize=True, **settings
+    )
     assert isinstance(quantized, Quantized) and quantized.scale.shape == (m, quantized.shape[1] // 128)
-    close(reference.dequantize(quantized), want, 0.04)  # e4m3 keeps 3 bits
+    close(quantize_reference.dequantize(quantized), want, 0.04)  # e4m3 keeps 3 bits
 
 
 def test_the_result_is_of_xs_dtype_unless_told():
     x, w = jnp.ones((2, 128), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)
-    assert reference.gemm(x, w).dtype == jnp.bfloat16
-    assert reference.gemm(x, w, out_dtype=jnp.float32).dtype == jnp.float32
-    assert reference.gemm(reference.quantize_rows(x), w).dtype == jnp.bfloat16
+    assert gemm_reference.gemm(x, w).dtype == jnp.bfloat16
+    assert gemm_reference.gemm(x, w, out_dtype=jnp.float32).dtype == jnp.float32
+    assert gemm_reference.gemm(quantize_reference.quantize_rows(x), w).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("zero", [0.0, 1e-30])
 def test_rows_of_nothing_are_quantised_to_nothing(zero):
-    q = reference.quantize_rows(jnp.full((2, 128), zero))
+    q = quantize_reference.quantize_rows(jnp.full((2, 128), zero))
     assert np.isfinite(np.asarray(q.scale)).all()
-    assert np.abs(np.asarray(reference.dequantize(q))).max() < 1e-10
+    assert np.abs(np.asarray(quantize_reference.dequantize(q))).max() < 1e-10

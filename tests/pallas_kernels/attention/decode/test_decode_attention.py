@@ -16,10 +16,11 @@ from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from paged_cases import PAGE, error, paged, queries
 
-from pallas_kernels import reference
+from pallas_kernels.attention.decode import reference
 from pallas_kernels.attention.decode.api import decode_attention, list_decode_work
 from pallas_kernels.attention.decode.work_list import decode_work
-from pallas_kernels.attention.tiles import SMEM_BYTES, DecodeTile, decode_tile
+from pallas_kernels.attention.tiles import DecodeTile, decode_tile
+from pallas_kernels.hopper.limits import SMEM_BYTES
 from pallas_kernels.measure.inputs import quantized
 
 E4M3, INT8 = jnp.float8_e4m3fn, jnp.int8

@@ -16,7 +16,7 @@ from ptx import misaligned
 
 from jaxflow.config import Rope
 from jaxflow.model.rope import inverse_frequencies
-from pallas_kernels import reference
+from pallas_kernels.pointwise.rope_append import reference
 from pallas_kernels.pointwise.rope_append.api import rope_append, takes
 from pallas_kernels.pointwise.rope_append.columns import block_of
 from pallas_kernels.pointwise.rope_append.rows import rows_layout

@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from pallas_kernels import reference
+from pallas_kernels.gemm import reference as gemm_reference
+from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.grouped.api import ROWS, grouped_gemm, list_groups
 from pallas_kernels.gemm.tile_schedule import GemmTile
 from pallas_kernels.kernel_set import kernel_set_for
@@ -29,7 +30,8 @@ from pallas_kernels.kernel_set import kernel_set_for
 def test_every_pair_has_a_row_in_a_tile_of_its_expert(data, rows, experts):
     chosen = data.draw(st.lists(st.permutations(range(experts)).map(lambda e: e[:2]), min_size=9, max_size=9))
     groups = jax.tree.map(
-        np.asarray, jax.jit(reference.list_groups, static_argnums=(1, 2))(jnp.asarray(chosen), experts, rows)
+        np.asarray,
+        jax.jit(grouped_reference.list_groups, static_argnums=(1, 2))(jnp.asarray(chosen), experts, rows),
     )
     flat, places = np.ravel(chosen), groups.places.ravel()
     assert len(set(places.tolist())) == len(places)
@@ -63,7 +65,7 @@ def test_the_kernel_is_each_row_times_its_experts_weight():
     )
     got = np.asarray(rows[groups.places], np.float32)
     for e in range(2):
-        want = np.asarray(reference.gemm(x.astype(jnp.float32), w[e].astype(jnp.float32), **gates))
+        want = np.asarray(gemm_reference.gemm(x.astype(jnp.float32), w[e].astype(jnp.float32), **gates))
         for choice in range(2):
             here = np.asarray(chosen)[:, choice] == e
             assert np.linalg.norm(got[here, choice] - want[here]) < 4e-3 * np.linalg.norm(want[here])
@@ -80,7 +82,7 @@ def test_the_kernel_is_each_row_times_its_experts_weight():
 )
 def test_it_says_what_it_does_not_take(change, said):
     x, w, chosen = given_rows(8, 2, 128, 128, change.get("dtype", jnp.bfloat16))
-    groups = reference.list_groups(chosen, 2, change.get("rows", ROWS))
+    groups = grouped_reference.list_groups(chosen, 2, change.get("rows", ROWS))
     with pytest.raises(ValueError, match=said):
         grouped_gemm(x[groups.pairs // 2], w[:, :, : change.get("k")], groups, sms=change.get("sms"))
 

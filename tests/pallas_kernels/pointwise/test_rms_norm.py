@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import reference
+from pallas_kernels.pointwise.norm import reference as norm_reference
 from pallas_kernels.pointwise.norm.api import add_norm
+from pallas_kernels.pointwise.quantize import reference as quantize_reference
 from pallas_kernels.quantized import Quantized
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -24,7 +25,7 @@ def numbers(seed, *shape, scale=1.0):
 
 
 def true_values(h):
-    return np.asarray(reference.dequantize(h) if isinstance(h, Quantized) else h, np.float32)
+    return np.asarray(quantize_reference.dequantize(h) if isinstance(h, Quantized) else h, np.float32)
 
 
 @settings(max_examples=12)
@@ -52,7 +53,7 @@ def test_the_kernel_is_its_twin(rows, width, adds, centres, quantizes, offset, s
         "sms": 1 if rows > 5 else None,
     }
     got_sum, got = add_norm(x, y, weight, bias, **how, interpret=INTERPRET)
-    want_sum, want = reference.add_norm(x, y, weight, bias, **how)
+    want_sum, want = norm_reference.add_norm(x, y, weight, bias, **how)
     np.testing.assert_array_equal(got_sum, want_sum)
     assert jax.tree.map(jnp.dtype, got) == jax.tree.map(jnp.dtype, want)
     # A sum in another order may round a value to its neighbour: 2^-8 of it in bfloat16, 2^-3 in e4m3.

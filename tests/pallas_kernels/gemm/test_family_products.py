@@ -1,8 +1,8 @@
 """Which kernels the dense products of each family of models run on, on an H200, by rows: written down in
-`products.txt`.
+`family_products.txt`.
 
 What an engine prints at its start, for each form of weights, on one device and on eight. After a change of
-the tuned table or of the rules beside it `python tests/pallas_kernels/test_family_products.py` (`tests` on
+the tuned table or of the rules beside it `python tests/pallas_kernels/gemm/test_family_products.py` (`tests` on
 PYTHONPATH) writes the file anew: its diff says what changed.
 """
 
@@ -21,12 +21,12 @@ from jaxflow.model import ops, weights
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.context import Context
 from jaxflow.parallel.mesh import TP
-from pallas_kernels import reference
 from pallas_kernels.gemm import api as gemm
+from pallas_kernels.gemm import reference
 from pallas_kernels.gemm.api import Product
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
 
-WRITTEN = Path(__file__).with_name("products.txt")
+WRITTEN = Path(__file__).with_name("family_products.txt")
 FAMILIES = (
     "llama-3.1-8b",
     "llama-3.1-70b",

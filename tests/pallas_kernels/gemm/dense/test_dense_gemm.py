@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.experimental import compute_on
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import reference
+from pallas_kernels.gemm import reference
 from pallas_kernels.gemm.dense.api import dense_gemm, supports
 from pallas_kernels.gemm.tile_schedule import GemmTile, gemm_plan, plan_of, schedule, snake
 

@@ -12,7 +12,8 @@ import pytest
 import triton_host
 from paged_cases import error, exact, paged, queries
 
-from pallas_kernels import reference
+from pallas_kernels.attention.decode import reference as decode_reference
+from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.triton.decode_attention import decode_attention
 from pallas_kernels.triton.flat_gemm import Tile, flat_gemm
 
@@ -30,7 +31,7 @@ def floats(*arguments):
 
 def twin(**settings):
     """One program, where every operation alone would be one."""
-    return jax.jit(functools.partial(reference.decode_attention, **settings))
+    return jax.jit(functools.partial(decode_reference.decode_attention, **settings))
 
 
 @pytest.mark.parametrize(
@@ -102,5 +103,6 @@ def test_what_follows_a_product_is_the_twins():
     )
     behind = {"residual": residual, "activation": "silu", "gate_block": 16}
     assert (
-        error(flat_gemm(x, w, bias, sms=2, **behind), np.asarray(reference.gemm(x, w, bias, **behind))) < 1e-6
+        error(flat_gemm(x, w, bias, sms=2, **behind), np.asarray(gemm_reference.gemm(x, w, bias, **behind)))
+        < 1e-6
     )
