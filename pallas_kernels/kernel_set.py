@@ -108,7 +108,7 @@ class KernelSet:
 
         products: of each dense op, on one device, of any number of rows.
         """
-        places = ", ".join(f"{op}: {_place(getattr(self, op))}" for op in OPS if op != "gemm")
+        places = ", ".join(f"{op}: {_backend(getattr(self, op))}" for op in OPS if op != "gemm")
         lines = [f"kernels: {self.name} ({places})"]
         for op, p in (products or {}).items():
             how = "xla" if self.gemm is gemm_reference.gemm else self.gemm.describe(p)  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def _begun_early(kernels: KernelSet) -> KernelSet:
     names = [
         name
         for name in ("add_norm", "rope_append", "decode_attention", "quantize_rows")
-        if _is_mosaic(getattr(kernels, name))
+        if _backend(getattr(kernels, name)) == "mosaic"
     ]
     ops: dict[str, Callable] = {name: functools.partial(getattr(kernels, name), early=True) for name in names}
     if isinstance(kernels.gemm, HopperGemm):
@@ -130,19 +130,11 @@ def _begun_early(kernels: KernelSet) -> KernelSet:
     return dataclasses.replace(kernels, **ops)
 
 
-def _is_mosaic(kernel: Callable) -> bool:
-    return not _is_reference(kernel) and not kernel.__module__.startswith("pallas_kernels.triton")
-
-
-def _is_reference(kernel: Callable) -> bool:
-    return kernel.__module__.endswith(".reference")
-
-
-def _place(kernel: Callable) -> str:
-    module = kernel.__module__
-    if _is_reference(kernel):
+def _backend(kernel: Callable) -> str:
+    """Return the backend of an op's function: reference, triton or mosaic."""
+    if kernel.__module__.endswith(".reference"):
         return "reference"
-    return ".".join(module.split(".")[1:])
+    return "triton" if kernel.__module__.startswith("pallas_kernels.triton") else "mosaic"
 
 
 REFERENCE = KernelSet("reference")

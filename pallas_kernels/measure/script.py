@@ -47,12 +47,12 @@ def check_file(option: str, path: str | Path) -> None:
         raise ValueError(f"{option} {path}: accepted is a file in an existing, writable folder")
 
 
-def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
+def main(about: str | None, parts: Mapping[str, Part]) -> None:
     """Run the parts that the command line names, by default all parts.
 
     Exits with 1 if a row's `ok` is false, or without a GPU.
 
-    module: the script's module, for the recorded command. about: the script's docstring.
+    about: the script's docstring.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.6, help="seconds of measured work per figure")
@@ -75,7 +75,9 @@ def main(module: str, about: str | None, parts: Mapping[str, Part]) -> None:
         parser.error(str(error))
     if jax.default_backend() != "gpu":
         parser.exit(1, f"error: these checks need a GPU; JAX's backend is {jax.default_backend()!r}\n")
-    command, rows = shlex.join(["python", "-m", f"pallas_kernels.measure.{module}", *sys.argv[1:]]), []
+    spec = sys.modules["__main__"].__spec__  # None for a script that was not started by `python -m`
+    command = shlex.join(["python", *(["-m", spec.name] if spec else sys.argv[:1]), *sys.argv[1:]])
+    rows: Rows = []
     for part in args.only.split(","):
         start = time.perf_counter()
         parts[part](rows, share, args.seconds)

@@ -417,7 +417,6 @@ def times(rows, seconds):
 
 if __name__ == "__main__":
     script.main(
-        "pointwise",
         __doc__,
         {
             "check": lambda rows, share, _: checks(rows, share),

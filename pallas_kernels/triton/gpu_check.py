@@ -148,4 +148,4 @@ def gemms(rows, _, seconds):
 
 
 if __name__ == "__main__":
-    script.main("triton", __doc__, {"check": lambda rows, *_: checks(rows), "decode": decodes, "gemm": gemms})
+    script.main(__doc__, {"check": lambda rows, *_: checks(rows), "decode": decodes, "gemm": gemms})

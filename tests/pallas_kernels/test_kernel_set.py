@@ -39,17 +39,9 @@ E4M3 = "float8_e4m3fn"
 FLOAT32 = {"dtype": "float32", "kv_dtype": "float32"}
 PAGED = ("rope_append", "decode_attention", "chunk_attention")
 OPS = (*PAGED, "add_norm", "token_limits", "quantize_rows", "grouped_gemm")
-MOSAIC = {
-    "add_norm": "pointwise.norm",
-    "rope_append": "pointwise.rope_append",
-    "decode_attention": "attention.decode",
-    "chunk_attention": "attention.chunk",
-    "token_limits": "pointwise.sample",
-    "quantize_rows": "pointwise.quantize",
-    "grouped_gemm": "gemm.grouped",
-}
+MOSAIC = dict.fromkeys(OPS, "mosaic")
 TWINS = dict.fromkeys(OPS, "reference")
-TRITON = TWINS | {"decode_attention": "triton.decode_attention"}
+TRITON = TWINS | {"decode_attention": "triton"}
 
 
 def of(model: str, platform: str, capability: str, **changes) -> KernelSet:
@@ -66,7 +58,7 @@ def of(model: str, platform: str, capability: str, **changes) -> KernelSet:
 
 
 def places(kernels: KernelSet) -> dict[str, str]:
-    return {op: kernel_set._place(getattr(kernels, op)) for op in OPS}
+    return {op: kernel_set._backend(getattr(kernels, op)) for op in OPS}
 
 
 @pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)

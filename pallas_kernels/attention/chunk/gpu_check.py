@@ -274,7 +274,6 @@ def timings(rows, seconds):
 
 if __name__ == "__main__":
     script.main(
-        "chunk",
         __doc__,
         {
             "check": lambda rows, share, _: checks(rows, share),

@@ -297,4 +297,4 @@ if __name__ == "__main__":
         "int8": lambda rows, share, _: checks(rows, share, (jnp.int8,)),
         "decode": lambda rows, _, seconds: decodes(rows, seconds),
     }
-    script.main("attention", __doc__, parts)
+    script.main(__doc__, parts)

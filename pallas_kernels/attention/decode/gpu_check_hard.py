@@ -183,7 +183,6 @@ if __name__ == "__main__":
     rng = np.random.default_rng()
     parts = {"adversarial": adversarial, "graphs": graphs, "far": far_offsets, "lists": long_lists}
     script.main(
-        "decode_hard",
         __doc__,
         {name: lambda rows, *_, part=part: part(rows, rng) for name, part in parts.items()},
     )

@@ -203,4 +203,4 @@ def times(rows, share: tuple[int, int], seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    script.main("stages", __doc__, {"decode": times})
+    script.main(__doc__, {"decode": times})

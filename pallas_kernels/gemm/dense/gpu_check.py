@@ -211,7 +211,6 @@ def layer(rows, share, seconds):
 
 if __name__ == "__main__":
     script.main(
-        "dense_gemm",
         __doc__,
         {
             "check": lambda rows, share, _: checks(rows, share),

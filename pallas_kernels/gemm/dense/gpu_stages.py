@@ -184,4 +184,4 @@ if __name__ == "__main__":
         ),
         "flat": functools.partial(times, "flat_gemm", flat_ways, FLAT),
     }
-    script.main("stages", __doc__, parts)
+    script.main(__doc__, parts)

@@ -167,7 +167,6 @@ def times_of_flat(rows, share, seconds):
 
 if __name__ == "__main__":
     script.main(
-        "flat_gemm",
         __doc__,
         {"check": lambda rows, share, _: checks(rows, share), "flat": times_of_flat},
     )

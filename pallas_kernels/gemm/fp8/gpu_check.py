@@ -286,7 +286,6 @@ def layer(rows, share, seconds):
 
 if __name__ == "__main__":
     script.main(
-        "fp8_gemm",
         __doc__,
         {
             "check": lambda rows, share, _: checks(rows, share),

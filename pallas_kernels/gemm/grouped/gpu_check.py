@@ -140,7 +140,6 @@ def timings(rows, seconds):
 
 if __name__ == "__main__":
     script.main(
-        "grouped_gemm",
         __doc__,
         {"check": lambda rows, *_: checks(rows), "time": lambda rows, _, seconds: timings(rows, seconds)},
     )

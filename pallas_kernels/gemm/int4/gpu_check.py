@@ -90,4 +90,4 @@ def times(rows, share, seconds):
 
 
 if __name__ == "__main__":
-    script.main("int4_gemm", __doc__, {"check": lambda rows, share, _: checks(rows, share), "int4": times})
+    script.main(__doc__, {"check": lambda rows, share, _: checks(rows, share), "int4": times})

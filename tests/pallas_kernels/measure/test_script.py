@@ -21,7 +21,7 @@ def test_what_is_not_right_fails_whatever_its_kind(monkeypatch, tmp_path, capsys
     monkeypatch.setattr("sys.argv", ["script", "--json", str(tmp_path / "x.json")])
     monkeypatch.setattr(script.jax, "default_backend", lambda: "gpu")
     with pytest.raises(SystemExit) as caught:
-        script.main("script", None, {"check": check})
+        script.main(None, {"check": check})
     assert caught.value.code == status and ("all checks passed" in capsys.readouterr().out) == (status == 0)
     (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert row.get("ok") == (None if ok is None else bool(ok))
@@ -30,15 +30,15 @@ def test_what_is_not_right_fails_whatever_its_kind(monkeypatch, tmp_path, capsys
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        ([], 1, "error: these checks need a GPU: JAX's backend here is 'cpu'\n"),
+        ([], 1, "error: these checks need a GPU; JAX's backend is 'cpu'\n"),
         (
             ["--json", "{folder}/none/x.json"],
             2,
-            "--json {folder}/none/x.json: a file, in a folder that exists and can be written\n",
+            "--json {folder}/none/x.json: accepted is a file in an existing, writable folder\n",
         ),
-        (["--json", "{folder}"], 2, "--json {folder}: a file, in a folder that exists and can be written\n"),
-        (["--only", "other"], 2, "--only 'other': check\n"),
-        (["--share", "2/2"], 2, "--share '2/2': i/n with i below n, as 0/4\n"),
+        (["--json", "{folder}"], 2, "--json {folder}: accepted is a file in an existing, writable folder\n"),
+        (["--only", "other"], 2, "--only 'other': accepted are check\n"),
+        (["--share", "2/2"], 2, "--share '2/2': accepted is i/n with i below n, for example 0/4\n"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_begins(
@@ -46,6 +46,6 @@ def test_what_cannot_run_is_refused_before_it_begins(
 ):
     monkeypatch.setattr("sys.argv", ["script", *(argument.format(folder=tmp_path) for argument in arguments)])
     with pytest.raises(SystemExit) as caught:
-        script.main("script", None, {"check": lambda *_: pytest.fail("it began")})
+        script.main(None, {"check": lambda *_: pytest.fail("it began")})
     assert caught.value.code == status
     assert capsys.readouterr().err.endswith(message.format(folder=tmp_path))

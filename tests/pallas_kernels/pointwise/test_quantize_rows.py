@@ -56,7 +56,7 @@ def test_its_first_rows_may_be_anothers(start, top_rows):
 def test_it_says_what_it_does_not_take(shape, dtype):
     with pytest.raises(ValueError, match=r"bfloat16 \[M, C\]"):
         quantize_rows(jnp.zeros(shape, dtype))
-    with pytest.raises(ValueError, match="sms=0: 1 to 132"):
+    with pytest.raises(ValueError, match="sms=0: accepted are 1 to 132"):
         quantize_rows(jnp.zeros((4, 128), jnp.bfloat16), sms=0)
 
 

@@ -71,7 +71,7 @@ def test_it_says_what_it_does_not_take(x, y):
         add_norm(
             jnp.zeros(x, jnp.bfloat16), jnp.zeros(y, jnp.bfloat16), jnp.zeros(x[1], jnp.bfloat16), eps=1e-5
         )
-    with pytest.raises(ValueError, match="sms=0: 1 to 132"):
+    with pytest.raises(ValueError, match="sms=0: accepted are 1 to 132"):
         add_norm(jnp.zeros((4, 256), jnp.bfloat16), None, jnp.zeros(256, jnp.bfloat16), eps=1e-5, sms=0)
 
 

@@ -195,7 +195,7 @@ def test_kernel_and_twin_say_what_is_not_given_whole(append, kv_dtype, given, sa
 
 def test_sms_are_of_a_gpu():
     ints, pages = jnp.zeros(4, jnp.int32), jnp.zeros((3, 2, 32, 64), jnp.bfloat16)
-    with pytest.raises(ValueError, match="sms=0: 1 to 132"):
+    with pytest.raises(ValueError, match="sms=0: accepted are 1 to 132"):
         rope_append(
             jnp.zeros((4, 512), jnp.bfloat16), pages, pages, ints, ints, head_dim=64, inv_freq=None, sms=0
         )

@@ -260,8 +260,8 @@ def test_rows_whose_scores_are_all_minus_infinity_become_0(dtype, unified):
         ({"chunks": (1, 3)}, r"chunks \[1, 3\]: .* \[C, 4\]"),
         ({"chunks": (4,)}, r"chunks \[4\]"),
         ({"table": (4,)}, r"page_table \[4\], .*: \[R, MP\]"),
-        ({"sms": 0}, "sms=0: 1 to 132"),
-        ({"sms": -1}, "sms=-1: 1 to 132"),
+        ({"sms": 0}, "sms=0: accepted are 1 to 132"),
+        ({"sms": -1}, "sms=-1: accepted are 1 to 132"),
     ],
 )
 def test_it_says_what_it_does_not_take(change, said):

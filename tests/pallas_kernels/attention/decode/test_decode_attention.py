@@ -271,9 +271,9 @@ def test_a_tile_has_pages_enough_for_a_round(itemsize, width, group, sms):
         ({"into": jnp.zeros((2, 8, 64))}, "into float32"),
         ({"table": (1, 4)}, r"page_table \[1, 4\] for 2 lengths: \[2, MP\]"),
         ({"table": (2,)}, r"page_table \[2\] for 2 lengths"),
-        ({"sms": 0}, "sms=0: 1 to 132"),
-        ({"sms": -1}, "sms=-1: 1 to 132"),
-        ({"sms": 133}, "sms=133: 1 to 132"),
+        ({"sms": 0}, "sms=0: accepted are 1 to 132"),
+        ({"sms": -1}, "sms=-1: accepted are 1 to 132"),
+        ({"sms": 133}, "sms=133: accepted are 1 to 132"),
     ],
 )
 def test_it_says_what_it_does_not_take(change, said):
@@ -301,7 +301,7 @@ def test_work_of_rows_that_share_their_pages_is_cut_evenly_past_int32(batch, wor
 
 
 def test_work_is_listed_for_sms_of_a_gpu():
-    with pytest.raises(ValueError, match="sms=0: 1 to 132"):
+    with pytest.raises(ValueError, match="sms=0: accepted are 1 to 132"):
         list_decode_work(jnp.ones(2, jnp.int32), kv_heads=2, group=4, head_dim=64, itemsize=2, sms=0)
 
 

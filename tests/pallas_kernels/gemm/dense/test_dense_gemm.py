@@ -249,8 +249,8 @@ def test_it_says_what_it_does_not_take():
             {"residual": jnp.zeros((8, 256), jnp.bfloat16), "out_dtype": jnp.float32},
             r"residual bfloat16\[8, 256\]: float32\[8, 256\]",
         ),
-        ({"sms": 0}, "sms=0: 1 to 132"),
-        ({"sms": -1}, "sms=-1: 1 to 132"),
+        ({"sms": 0}, "sms=0: accepted are 1 to 132"),
+        ({"sms": -1}, "sms=-1: accepted are 1 to 132"),
     ],
 )
 def test_it_says_what_it_does_not_take_beside_its_operands(wrong, said):

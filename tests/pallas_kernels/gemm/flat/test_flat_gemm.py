@@ -114,8 +114,8 @@ def test_tiles_fit(m, n, k, sms, gated):
             {"residual": jnp.zeros((8, 128)), "out_dtype": jnp.float32},
             r"residual float32\[8, 128\]: bfloat16\[8, 128\]",
         ),
-        ({"sms": 0}, "sms=0: 1 to 132"),
-        ({"sms": 133}, "sms=133: 1 to 132"),
+        ({"sms": 0}, "sms=0: accepted are 1 to 132"),
+        ({"sms": 133}, "sms=133: accepted are 1 to 132"),
     ],
 )
 def test_it_says_what_it_does_not_take(change, said):

@@ -208,8 +208,8 @@ def test_it_says_what_it_does_not_take(kernel, wrong):
             r"residual bfloat16\[8, 256\]: bfloat16\[8, 128\]",
         ),
         ({"residual": jnp.zeros((8, 256))}, r"residual float32\[8, 256\]: bfloat16\[8, 256\]"),
-        ({"sms": 0}, "sms=0: 1 to 132"),
-        ({"sms": -1}, "sms=-1: 1 to 132"),
+        ({"sms": 0}, "sms=0: accepted are 1 to 132"),
+        ({"sms": -1}, "sms=-1: accepted are 1 to 132"),
     ],
 )
 @pytest.mark.parametrize("kernel", [DENSE, FLAT])

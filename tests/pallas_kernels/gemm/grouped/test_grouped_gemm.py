@@ -77,7 +77,7 @@ def test_the_kernel_is_each_row_times_its_experts_weight():
         ({"k": 64}, "the same K"),
         ({"rows": 4}, "a tile for every 128"),
         ({"dtype": jnp.float32}, "bfloat16 twice"),
-        ({"sms": 0}, "sms=0: 1 to 132"),
+        ({"sms": 0}, "sms=0: accepted are 1 to 132"),
     ],
 )
 def test_it_says_what_it_does_not_take(change, said):

@@ -88,7 +88,7 @@ def test_the_format_says_what_it_does_not_take():
             {"residual": jnp.zeros((8, 256), jnp.bfloat16), "gate_block": 64},
             r"residual bfloat16\[8, 256\]: bfloat16\[8, 128\]",
         ),
-        (64, {"sms": 0}, "sms=0: 1 to 132"),
+        (64, {"sms": 0}, "sms=0: accepted are 1 to 132"),
     ],
 )
 def test_the_kernel_says_what_it_does_not_take(group, wrong, said):
