@@ -29,7 +29,7 @@ os.environ.update(
     NPROC="1",
     JAX_ENABLE_X64="0",
     JAX_COMPILATION_CACHE_DIR=str(paths.ROOT / ".cache" / "compiled-tests"),
-    # the workers, and tests that build the same engine again, share what is above
+    # shared by the workers, and by tests that build the same engine again
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.05",
     HF_HUB_OFFLINE="1",
     TF_CPP_MIN_LOG_LEVEL="2",
@@ -48,8 +48,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("jaxflow")
 
-# By name, those of 15 s and more on two cores, the longest first. Not test_measure: it takes times, and is
-# better beside short ones.
+# Files of 15 s and more on two cores, the longest first. test_measure is left out: it measures times, and
+# runs better next to short tests.
 LONG_FILES = (
     *(
         "test_smollm2",
@@ -120,9 +120,7 @@ def samplers_run_often():
 
 @pytest.fixture(autouse=True)
 def nothing_was_said_yet():
-    """What kernels say once a process, they say once a test: none goes by those that ran before it in the
-    same worker.
-    """
+    """Reset the messages that kernels log once a process, so that each test sees its own."""
     table._say_once.cache_clear()
 
 

@@ -32,7 +32,7 @@ def config_of(name: str) -> ModelConfig:
 
 
 def ready(nano: NanoOp, issued: list[NanoOp], ops_by_name: dict, makers: dict[str, str]) -> bool:
-    """Whether all that the nano-op reads of its own layer was issued, by brute force over tokens."""
+    """Return whether all values that the nano-op reads of its layer were issued, by brute force over tokens."""
 
     def tokens(op: str) -> set[int]:
         return {t for other in issued if other.op == op for t in range(other.start, other.stop)}
@@ -93,7 +93,7 @@ def _with(nano: NanoOp, **changes) -> NanoOp:
 
 @st.composite
 def steps(draw, config: ModelConfig, tokens: int, cuts: tuple[int, ...]) -> Batch:
-    """A step of decodes, then chunks, then padding, as `step` makes it."""
+    """Return the batch of a step from `step`: decodes, then chunks, then padding."""
     decodes = draw(st.integers(0, min(ROWS - 1, tokens)))
     left, sizes = tokens - decodes, []
     while left and decodes + len(sizes) < ROWS and draw(st.booleans()):
@@ -181,7 +181,7 @@ class Bench:
         return jax.jit(over_shards(step, mesh, specs, (replicated, replicated, kv_specs)))
 
     def check(self, plan: Plan, *batches: Batch) -> None:
-        """Law 1: the plan computes what the plain forward computes."""
+        """Check law 1: the plan computes the function of the plain forward."""
         w, kv, forward = plain(self)
         planned = _planned(self, plan)
         close = alike if self.narrow else equal
@@ -210,8 +210,8 @@ def equal(got, want) -> None:
 
 
 def alike(got, want) -> None:
-    """Of 8 bits: the last bit of a float32 sum, which a cut may change, decides a rounding by a sixteenth
-    here and there.
+    """Compare 8-bit results. The order of a float32 sum may change its last bit, and with it a rounding by a
+    sixteenth.
     """
     got, want = (np.asarray(x, np.float32) for x in (got, want))
     assert np.linalg.norm(got - want) <= 0.02 * np.linalg.norm(want)

@@ -1,9 +1,8 @@
-"""Compiles JAX programs for an H200 on a machine that has none, and reads what XLA made of them.
+"""Compile JAX programs for an H200 on a machine without a GPU, and read XLA's schedule.
 
-Needs the group `aot`: JAX's CUDA plugin, ptxas and libdevice, but no driver and no CUDA library. What can be
-read are facts of the compiler: which kernels are issued, in which order, on which stream, what is copied, how
-much memory it takes. GEMMs are untuned (there is nothing to time them on), so their tiles and library say
-nothing about a real run.
+The group `aot` is needed: JAX's CUDA plugin, ptxas and libdevice. No driver and no CUDA library is needed.
+The results are facts of the compiler: issued kernels, their order and streams, copies and memory. GEMMs are
+untuned here, so their tiles and libraries differ from those of a real run.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ TARGET = paths.DATA / "xla" / "h200.txtpb"
 
 
 def h200_mesh(shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",)) -> Mesh:
-    """H200s of one process that exist for the compiler alone."""
+    """Return descriptions of H200s in one process, for the compiler only."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=TARGET.read_text("utf-8"), topology=f"1x1x{math.prod(shape)}"
     )
@@ -38,8 +37,8 @@ def h200_mesh(shape: Sequence[int] = (1,), names: Sequence[str] = ("tp",)) -> Me
 
 
 def abstract(mesh: Mesh, shapes: Any, specs: Any = REPLICATED) -> Any:
-    """Arguments to compile with: the leaves of `shapes` (of shape and dtype) placed on `mesh` by `specs`, one
-    or a tree of them.
+    """Return arguments to compile with: the leaves of `shapes` on `mesh`, placed by `specs`. specs: one spec,
+    or a tree of specs.
     """
     if isinstance(specs, PartitionSpec):
         specs = jax.tree.map(lambda _: specs, shapes)
@@ -65,7 +64,9 @@ _THUNK = re.compile(r"^(?P<indent> *)\d+: (?P<kind>\w+)\s*(\[.*?\])?\s*(?P<rest>
 
 
 def read_thunks(dump: str) -> tuple[Thunk, ...]:
-    """The thunks of an XLA dump; what is nested runs on its region's stream unless it names another."""
+    """Return the thunks of an XLA dump. A nested thunk runs on the stream of its region unless it names
+    another.
+    """
     thunks: list[Thunk] = []
     enclosing: list[str] = []  # the streams of the regions around the line
     for line in _THUNK.finditer(dump):
@@ -98,7 +99,7 @@ class Compiled:
         return re.findall(rf"= \(?(\w+\[[\d,]*\])[^=\n]*? {re.escape(opcode)}\(", self.hlo)
 
     def copies(self, shape: Sequence[int]) -> int:
-        """How often an array of this shape is copied, by an instruction or asynchronously."""
+        """Return the number of copies of arrays of this shape, by an instruction or asynchronously."""
         wanted = "[" + ",".join(map(str, shape)) + "]"
         return sum(
             result.endswith(wanted)
@@ -154,12 +155,12 @@ def unkept() -> Iterator[None]:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
-_NUMBERS = itertools.count()  # of kernels that were dumped
+_NUMBERS = itertools.count()  # kernels with a dump
 
 
 @contextlib.contextmanager
 def _little_dumped() -> Iterator[None]:
-    """Of Mosaic's dump only the PTX and ptxas' log: asked for a folder, it writes the MLIR between all
+    """Dump only PTX and ptxas' log of Mosaic kernels. A dump folder would also get the MLIR between all
     passes, 250 MB and 3 s a kernel.
     """
     target = os.environ.pop("MOSAIC_GPU_DUMP_TO", None)

@@ -1,9 +1,8 @@
-"""How the tests' programs are compiled for the CPU: in a hurry, since most run once; and what is for those
-that run often.
+"""Compiler options of the tests' programs on the CPU.
 
-Most of the suite's time would be XLA's and LLVM's. Code that nobody optimised, in one piece for a program,
-and by the emitters that were there before XLA's present ones, is made in a third of the time, and runs at a
-half to a tenth of the speed.
+Most programs of the suite run once, and compilation would take most of its time. Unoptimized code in one
+module, made by XLA's older emitters, compiles in a third of the time and runs at a tenth to a half of the
+speed. Programs that run often are compiled with optimization.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ EMITTERS_AS_XLA_HAS = {"xla_backend_extra_options": ""}  # worth their time in l
 
 @dataclasses.dataclass(frozen=True)
 class Often:
-    """A lowered program that will run often: compiled as OFTEN says, unless it is told otherwise."""
+    """A lowered program that runs often. Its compiler options default to OFTEN."""
 
     lowered: Any  # jax.stages.Lowered
 
@@ -36,8 +35,8 @@ class Often:
 
 @contextlib.contextmanager
 def compiled_with(options: Mapping[str, Any]) -> Iterator[None]:
-    """While the block runs, engines compile their programs with these options, unless they tell otherwise."""
-    from jaxflow.engine.executor import Executor  # what is in FLAGS must be said before JAX is there
+    """Compile the programs of engines with these options inside the block. Explicit options win."""
+    from jaxflow.engine.executor import Executor  # FLAGS must be set before JAX is imported
 
     compiled = Executor._compile
     with mock.patch.object(

@@ -8,8 +8,8 @@ from absl import flags
 
 @contextlib.contextmanager
 def own_flags() -> Iterator[None]:
-    """absl's own flags alone, as in a process of a command's own; all others are back afterwards, with their
-    modules.
+    """Keep only absl's own flags inside the block, as in a new process. The other flags return afterwards,
+    with their modules.
     """
     state = vars(flags.FLAGS)
     before = {name: _copied(value) for name, value in state.items()}

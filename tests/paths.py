@@ -11,12 +11,12 @@ GOLDENS = DATA / "goldens"
 TRACES = DATA / "traces"
 PPL = DATA / "ppl"
 
-# Whole traces, where a checkout has them beside it; no test needs them.
+# Complete traces, in checkouts that have them. No test requires them.
 SHARED = ROOT.parent / "shared" / "data"
 
 TINY_MODELS = tuple(sorted(path.name for path in MODELS.iterdir() if path.name.startswith("tiny-")))
 
 
 def golden(name: str) -> dict[str, Any]:
-    """The golden of the model `name`; its `format` key says what the fields are."""
+    """Return the golden of the model `name`. Its `format` key describes its fields."""
     return json.loads((GOLDENS / f"{name}.json").read_text())

@@ -25,8 +25,8 @@ ROWS, PAGES_A_ROW, PAGES = 64, 4, 2048
 
 
 def _some_attention(q, k_pages, v_pages, pages, **_):
-    """Reads pages and does products: for the structure alone, without the loops that a side stream cannot
-    have.
+    """Return a function that reads pages and multiplies. Only its structure matters. A side stream allows no
+    loop.
     """
     grouped, shape = q.reshape(q.shape[0], k_pages.shape[1], -1, q.shape[2]), q.shape
     keys, values = k_pages[pages].astype(q.dtype), v_pages[pages].astype(q.dtype)
@@ -44,7 +44,8 @@ def _some_decode_attention(q, k_pages, v_pages, table, lengths, *, into=None, **
     )
 
 
-# Appends are one kernel, as they are on a GPU: the twin's two scatters are ordered otherwise.
+# Use one kernel for an append, as on a GPU. XLA orders the two scatters of the reference implementation
+# differently.
 SIMPLE = KernelSet(
     "simple",
     decode_attention=_some_decode_attention,

@@ -1,9 +1,9 @@
-"""What can be proven of a kernel from its PTX: that no access to memory is misaligned, which faults on a GPU
-and in no interpreter.
+"""Prove from a kernel's PTX that no memory access is misaligned. A misaligned access faults on a GPU, and in
+no interpreter.
 
-Of every register it is found by how large a power of two its value can surely be divided (Granger's
-congruences, of powers of two alone); every address must be divided by what its access wants: a vector its
-size, a matrix's row 16 bytes, a copy in bulk 16 and one of a tensor 128 in shared memory.
+The proof finds for each register the largest power of two that divides its value: Granger's congruences,
+restricted to powers of two. An address must be divisible by the alignment of its access: a vector's size, 16
+bytes for a matrix row or a bulk copy, 128 bytes in shared memory for a tensor copy.
 """
 
 import re
@@ -16,8 +16,8 @@ _SUMS = ("add", "sub", "min", "max", "xor", "or", "selp")
 
 
 def misaligned(text: str) -> list[str]:
-    """The accesses of a PTX file whose alignment does not follow from its arithmetic, each with what is known
-    of its address.
+    """Return the accesses of a PTX file without a proven alignment, each with the known facts about its
+    address.
     """
     found = []
     for kernel in re.split(r"^\.visible \.entry ", text, flags=re.M)[1:]:

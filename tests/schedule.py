@@ -1,9 +1,8 @@
-"""The schedule that XLA made of a step, read from its optimised program, and held against the step's plan.
+"""Read XLA's schedule of a step from its optimized program, and compare the schedule with the step's plan.
 
-A program's entry lists instructions in the order in which they are issued. Work of a side stream is a region:
-a `call-start` that names a computation, and the `call-done` where the main stream waits for it; a collective
-may be a start and a done too. What belongs to which nano-op is told by the names that the compiler of plans
-gives (`.../qkv/qkv.1/...`).
+The entry of a program lists instructions in issue order. A region holds the work of a side stream:
+`call-start` names its computation, and the main stream waits at `call-done`. A collective may have a start
+and a done as well. The compiler of plans puts the nano-op into each instruction's name (`.../qkv/qkv.1/...`).
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ _INSTRUCTION = re.compile(
     r"^ *(?:ROOT )?%(?P<name>\S+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<rest>.*)$", re.M
 )
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
-# What a nano-op is known by.
+# The identity of a nano-op.
 _WORK = ("dot", "custom-call", "scatter", *_COLLECTIVES, *(f"{name}-start" for name in _COLLECTIVES))
 
 
@@ -103,8 +102,8 @@ def _work(bodies: dict[str, str], name: str, ids: set[tuple[str, str]]) -> list[
 
 
 def kernels(hlo: str, plan: Plan) -> list[tuple[str | None, str]]:
-    """(nano-op, what) of everything that is launched, as it is issued: what is a product's or a custom call's
-    opcode, else the name.
+    """Return (nano-op, kind) of every launch in issue order. kind: the opcode of a GEMM or custom call, else
+    the name.
     """
     ids = {(nano.op, nano.id) for nano in plan.nano_ops}
     bodies, entry = _computations(hlo)
@@ -128,14 +127,14 @@ def kernels(hlo: str, plan: Plan) -> list[tuple[str | None, str]]:
 
 
 def check_schedule(hlo: str, plan: Plan, graph: Graph, rows: int) -> list[Window]:
-    """Asserts that the schedule is the plan's; returns it. rows: of the batch; decode attention of tokens
-    behind them is nothing.
+    """Assert that the schedule is the plan's, and return it. rows: rows of the batch. Decode attention of
+    tokens beyond these rows is empty.
 
-    Every product, attention and collective of every layer is there once, on its stream, products and
-    collectives in the plan's order on that stream; attention on a side stream is open while all that the plan
-    lets run beside it is issued; a collective is under way while products or attention run that the plan lets
-    run beside it (some of them, at least: XLA awaits it when it guesses that it is over; `spans` counts
-    them).
+    - Every GEMM, attention and collective of every layer occurs once, on its stream.
+    - GEMMs and collectives keep the plan's order on their stream.
+    - Attention on a side stream is open while all its concurrent nano-ops of the plan are issued.
+    - A collective is in flight during at least one GEMM or attention that the plan overlaps with it. XLA
+      awaits a collective when it guesses its end, so `spans` counts them.
     """
     windows, runs = read(hlo, plan), program(plan, graph)
     place = _places(windows, runs, rows)
@@ -179,8 +178,8 @@ def check_schedule(hlo: str, plan: Plan, graph: Graph, rows: int) -> list[Window
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """A collective of a layer. beside: products and attention that the plan lets run beside it, by id;
-    spanned: those of them that do.
+    """A collective of a layer. beside: ids of GEMMs and attention that the plan overlaps with it; spanned:
+    the ids that the schedule overlaps.
     """
 
     nano_op: str
@@ -190,7 +189,9 @@ class Sent:
 
 
 def spans(hlo: str, plan: Plan, graph: Graph, rows: int) -> list[Sent]:
-    """Every collective of every layer, as the plan issues them, with what runs beside it in the schedule."""
+    """Return every collective of every layer in the plan's order, with the ops that overlap it in the
+    schedule.
+    """
     runs = program(plan, graph)
     return _spans(_places(read(hlo, plan), runs, rows), runs, _behind(runs))
 
@@ -246,7 +247,7 @@ def _places(windows: Sequence[Window], runs: Sequence[Run], rows: int) -> dict[t
 
 
 def _beside(runs: Sequence[Run], behind: Sequence[int], index: int) -> list[int]:
-    """The runs that neither follow a run nor are followed by it."""
+    """Return the runs without an order relative to a run."""
     return [
         i
         for i in range(len(runs))

@@ -1,10 +1,10 @@
-"""A device of plain Python that runs what the scheduler decides, and a loop that drives the two.
+"""A device of plain Python that runs the scheduler's decisions, and a loop that drives both.
 
-The cache of a layer group maps (page, offset) to what was written there last: a position, and a number that
-depends on every token up to it, as real keys do. A step writes all of its tokens first and reads then, like
-the compiled one, so a page that changes hands too early is noticed. The sampled token is a function of that
-number, so a sequence's output is known without a scheduler (`alone`), and any wrong read, page or position
-shows in it.
+The cache of a layer group maps (page, offset) to the last written position and a number. The number depends
+on every earlier token, as a real key does. A step writes all its tokens first and then reads, as the compiled
+step does, so a page that changes its owner early is noticed. The sampled token is a function of the number. A
+sequence's output is therefore known without a scheduler (`alone`), and a wrong read, page or position changes
+the output.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxflow.scheduler.state import Sequence
 VOCABULARY = 29
 EOS = 0
 
-# What a test draws of a request.
+# A drawn request.
 requests = st.tuples(
     st.integers(1, 16),  # tokens of its own
     st.sampled_from([0, 0, 8, 15]),  # after a beginning that others share
@@ -50,7 +50,7 @@ def draw(chain: int, seed: int) -> int:
 
 
 def output(prompt: list[int], seed: int, most: int, *, ignore_eos: bool = False) -> list[int]:
-    """What follows a prompt."""
+    """Return the continuation of a prompt."""
     chain, tokens = 0, []
     for token in prompt:
         chain = link(chain, token)
@@ -72,7 +72,7 @@ def alone(seq: Sequence) -> list[int]:
 
 
 class Device:
-    """Page tables, KV and last tokens, as the executor keeps them."""
+    """Page tables, KV and last tokens, in the executor's layout."""
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
@@ -116,7 +116,7 @@ class Device:
         return out
 
     def page(self, group: int, page: int) -> dict[int, tuple[int, int]]:
-        """What is in a page, by offset."""
+        """Return the content of a page by offset."""
         return {
             offset: self.kv[group, page, offset]
             for offset in range(self.config.block_size)
@@ -175,7 +175,7 @@ class World:
         return new
 
     def step(self) -> StepWork | None:
-        """Schedules and enqueues a step, then reads the one `lag` before it."""
+        """Schedule and enqueue a step, then read the step `lag` steps earlier."""
         self.now += 1.0
         before = self.scheduler.num_preemptions
         work = self.scheduler.schedule(self.now)
@@ -189,7 +189,7 @@ class World:
         return work
 
     def before_step(self) -> None:
-        """What the device does before the step runs that was just decided."""
+        """Apply the device operations that precede the scheduled step."""
 
     def read(self, work: StepWork, tokens: list[int]) -> None:
         sampled = work.sampled
@@ -269,7 +269,7 @@ class World:
                     end = (places[0][1] + 1) * size
                     assert len({(seq.token_ids[:end].tobytes(), seq.request.cache_salt) for seq in seqs}) == 1
                     assert all(seq.num_known >= end for seq in seqs)
-            # What the forecast believes a release to free, it frees.
+            # Each release frees the pages that the forecast expects.
             for slot, rows in enumerate(tables.rows):
                 charged = [p for p in rows[group] if p >= 0 and tables.pools[group].references(p) == 1]
                 assert 0 <= tables.charged[group, slot] <= len(charged)

@@ -1,4 +1,4 @@
-"""The compiler for an H200 works on this machine, and what it says of small programs is right."""
+"""The ahead-of-time compiler for an H200 works here, and its facts about small programs are right."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_it_compiles_for_gpus_that_are_not_there():
         "gemm" in thunk.name or "Gemm" in thunk.kind or "cublas" in thunk.kind.lower()
         for thunk in compiled.thunks
     ), compiled.thunks
-    assert compiled.memory.argument_size_in_bytes == 2 * (256 * 1024 + 1024 * 4096)  # of one shard
+    assert compiled.memory.argument_size_in_bytes == 2 * (256 * 1024 + 1024 * 4096)  # heads of one shard
 
 
 def test_a_donated_cache_is_updated_in_place(append_args):

@@ -58,8 +58,8 @@ def _executor(
     checkpoint = open_checkpoint(settings.model)
     config = resolve(settings, checkpoint.model_config)
     made = make_executor(config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False)
-    # Its five layers run for thousands of steps; the others' two are compiled for longer than they run, and
-    # so is what few tests ask for.
+    # A model of five layers runs for thousands of steps. Other models have two layers, since their
+    # compilation takes longer than their run.
     if (model, tp, plan, quantization, kv) == ("stories260K", 1, "sequential", None, "auto"):
         made._compile = lambda lowered, options=None: lowered.compile(
             compiler_options=OFTEN | (options or {})
@@ -128,7 +128,7 @@ def offloading_loop(
 
 
 class Result:
-    """What came of one request."""
+    """The result of one request."""
 
     def __init__(self) -> None:
         self.started: Started | None = None

@@ -1,8 +1,8 @@
-"""FlexGen's schedules as sequences of moves, and what they cost in I/O: what Theorem 4.1 bounds, counted.
+"""FlexGen's schedules as sequences of moves, and their I/O as Theorem 4.1 counts it.
 
 A *square* is one batch at one layer for one token (Figure 2). `zigzag` is Algorithm 1: a block of batches
-passes a layer together, so that its weights are fetched once for all. `row_by_row` finishes one batch before
-the next, as other systems do.
+passes a layer together, and the layer's weights are loaded once. `row_by_row` finishes one batch before the
+next batch, as other systems do.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def row_by_row(batches: int, layers: int, tokens: int) -> Iterator[Square]:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the tensors of a square, in any unit. `kv`: of one token of a batch at one layer; `activation`: of
+    """Sizes of the tensors of a square, in any unit. `kv`: one token of a batch at one layer; `activation`:
     one token of a batch.
     """
 
@@ -48,7 +48,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What crossed between the device and the rest, and the most that the rest had to keep of KV at any time."""
+    """The transferred amounts between device and host, and the peak of KV on the host."""
 
     weight_loads: int
     weights: float
@@ -91,17 +91,17 @@ def traffic(order: Iterable[Square], sizes: Sizes, layers: int, tokens: int) -> 
 
 
 def least_weight_loads(batches: int, sizes: Sizes, layers: int, tokens: int, capacity: float) -> int:
-    """Loads that no schedule of these batches can do without, if KV may take `capacity` (proof of Theorem
-    A.3).
+    """Return the least number of loads of any schedule of these batches with KV limited to `capacity` (proof
+    of Theorem A.3).
 
-    Between two loads of a layer only squares of different rows are computed, whose KV is held at once: a
-    square of token i keeps its row's KV of all layers. So a layer is loaded at least ⌈M / M'⌉ times, M the
-    sum over its squares.
+    Between two loads of a layer, all computed squares belong to different rows, and their KV is held at once.
+    A square of token i keeps its row's KV of all layers. A layer is therefore loaded at least ⌈M / M'⌉ times;
+    M is the sum over its squares.
     """
     together = sum(batches * layers * (sizes.prompt_tokens + token) * sizes.kv for token in range(tokens))
     return layers * math.ceil(together / capacity)
 
 
 def largest_block(sizes: Sizes, layers: int, tokens: int, capacity: float) -> int:
-    """Batches of a zig-zag block whose KV, at its end, fits `capacity`."""
+    """Return the most batches of a zig-zag block with KV of at most `capacity` at the end."""
     return int(capacity / (layers * (sizes.prompt_tokens + tokens - 1) * sizes.kv))

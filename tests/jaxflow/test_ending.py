@@ -1,4 +1,4 @@
-"""How a command ends that is broken off: in processes of their own, whose signals and output are theirs."""
+"""Exit of interrupted commands, each in its own process with real signals and output."""
 
 import signal
 import subprocess
@@ -23,8 +23,8 @@ sys.exit(exit_status(main, sys.argv))
 """
 
 
-# A shell without job control lets what runs in its background ignore interrupts: so would these programs, if
-# the suite runs there.
+# A shell without job control lets background programs ignore interrupts, and these programs inherit the
+# setting.
 HEARS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 
 
@@ -39,7 +39,8 @@ def ended(body: str, **streams) -> subprocess.CompletedProcess[str]:
     "body",
     [
         "signal.raise_signal(signal.SIGINT); time.sleep(100)",
-        # Python drops what is raised in a collector's callback: the interrupt has to come once more.
+        # Python drops an exception that is raised in a collector's callback: the interrupt must be sent
+        # again.
         "gc.callbacks.append(callback); gc.collect(); gc.callbacks.remove(callback); time.sleep(100)",
     ],
     ids=["in code", "in a collector's callback"],
@@ -50,7 +51,7 @@ def test_an_interrupt_is_a_word_and_130(body):
 
 
 def test_an_interrupt_of_asyncio_cancels_its_task():
-    """As without: a chat goes on after it, and what a task has open is closed."""
+    """A chat continues after an interrupt, and open resources of a task are closed."""
     body = """
     import asyncio
 

@@ -1,4 +1,4 @@
-"""The Python API over a small real model: text in and out, many prompts, streams, and what ends them."""
+"""The Python API over a small real model: text in and out, many prompts, streams, and stop rules."""
 
 import asyncio
 import concurrent.futures
@@ -60,7 +60,7 @@ def free_pages(llm):
 
 
 def story(llm, tokens=64):
-    """What greedily follows "Once", past every end."""
+    """Return the greedy continuation of "Once", past every end token."""
     [out] = llm.generate(
         "Once", SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), use_tqdm=False
     )
@@ -93,7 +93,9 @@ class TestGenerate:
             assert whole == llm.tokenizer.decode(out.prompt_token_ids) + out.outputs[0].text
 
     def test_more_prompts_than_may_wait_come_back_in_order(self, llm):
-        """60 prompts, 16 places in the queue; each prompt is answered as if alone, with its own parameters."""
+        """60 prompts and a queue of 16: each prompt gets the answer of a run by itself, with its own
+        parameters.
+        """
         prompts = [[1, 3 + i] for i in range(60)]
         params = [SamplingParams(seed=i, max_tokens=1 + i % 7) for i in range(60)]
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -301,7 +303,7 @@ class TestStream:
             return held
 
         assert asyncio.run(a_little()) < 96
-        llm.generate("a", SamplingParams(max_tokens=1), use_tqdm=False)  # the abort comes before it
+        llm.generate("a", SamplingParams(max_tokens=1), use_tqdm=False)  # the abort comes first
         assert free_pages(llm) == 96
 
     def test_a_task_that_is_cancelled_frees_its_pages(self, llm):

@@ -1,4 +1,4 @@
-"""What JAX is told before its first use."""
+"""Settings of JAX before its first use."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Every way to ask the Python API for what it cannot do, and the field that the answer names."""
+"""Every refusal of the Python API, and the field that its error names."""
 
 import asyncio
 import dataclasses
@@ -243,7 +243,7 @@ def test_a_checkpoint_that_is_broken(tmp_path):
 
 
 def test_a_model_without_a_tokenizer(tmp_path):
-    """Tiny checkpoints have none: ids go, words do not."""
+    """Tiny checkpoints have no tokenizer: token ids are accepted, text is refused."""
     with LLM(str(paths.MODELS / "tiny-llama"), **SMALL) as llm:
         assert llm.tokenizer is None
         [out] = llm.generate(
@@ -260,7 +260,7 @@ def test_a_model_without_a_tokenizer(tmp_path):
 
 
 def test_what_the_pages_cannot_hold_is_refused_before_any_runs():
-    """The context would hold it; two pages of KV do not."""
+    """The prompt fits the context, and does not fit two pages of KV."""
     with LLM(str(paths.MODELS / "tiny-llama"), **(SMALL | {"num_kv_pages": 2})) as llm:
         with pytest.raises(InvalidRequest) as caught:
             llm.generate([[5], [5] * 20], SamplingParams(max_tokens=20), use_tqdm=False)

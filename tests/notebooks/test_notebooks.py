@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, and is kept without what it printed."""
+"""Every notebook runs from top to bottom, and is stored without its output."""
 
 import base64
 
@@ -18,9 +18,7 @@ def test_there_are_the_sweep_and_the_cost_model():
 def test_notebook_runs_and_draws(path, monkeypatch):
     monkeypatch.setenv("JAXFLOW_NOTEBOOK_SMALL", "1")
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
-    monkeypatch.setenv(
-        "PYTHONPATH", str(paths.ROOT)
-    )  # an environment that was made before there was a `search` lacks it
+    monkeypatch.setenv("PYTHONPATH", str(paths.ROOT))  # an environment from an older lock file lacks `search`
     notebook = nbformat.read(path, as_version=4)
     pictures = sum("plot.draw" in cell.source for cell in notebook.cells)
     nbclient.NotebookClient(

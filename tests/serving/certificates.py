@@ -1,4 +1,4 @@
-"""X.509 certificates for tests, made with the standard library alone: an authority and what it signs, on
+"""X.509 certificates for tests, made with the standard library: an authority and signed certificates, on
 P-256.
 """
 
@@ -84,7 +84,7 @@ def pem(kind: str, data: bytes) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """A private key, and the certificate that says whose it is."""
+    """A private key and its certificate."""
 
     common: str
     secret: int

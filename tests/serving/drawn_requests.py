@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 
 from serving.grpc import generate_pb2 as pb
 
-# What a request may be refused with; UNKNOWN and INTERNAL are not among them.
+# Accepted statuses of a refusal; UNKNOWN and INTERNAL are excluded.
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,

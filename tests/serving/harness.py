@@ -82,9 +82,7 @@ def violated_field(error: grpc.aio.AioRpcError) -> str | None:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Waits for `condition`; fails after `timeout_s`, which is for a broken test and not part of what is
-    tested.
-    """
+    """Wait for `condition`. Fail after `timeout_s`; the timeout only ends a broken test."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

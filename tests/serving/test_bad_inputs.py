@@ -1,6 +1,4 @@
-"""Every way to ask for what cannot be served, and the status each is answered with. The engine sees none of
-them.
-"""
+"""Every invalid request, and the status of its answer. The engine receives none of these requests."""
 
 import asyncio
 import dataclasses
@@ -15,7 +13,7 @@ from serving.grpc import generate_pb2 as pb
 
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 PRECONDITION, EXHAUSTED = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED
-CONTEXT = 4096  # of the fake
+CONTEXT = 4096  # tokens of the fake model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The two commands as processes: what they print, how they end."""
+"""The two commands as processes: their output and their exit."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ready(server: subprocess.Popen[str]) -> str:
-    """The address in the line that says so."""
+    """Return the address of the ready line."""
     for line in server.stdout:
         if found := re.fullmatch(r"ready on (\S+)\n", line):
             return found.group(1)
@@ -263,7 +263,7 @@ def test_a_server_that_is_loading_says_so_and_can_be_waited_for():
             "error: the model is still loading; try again in 5 s, or with --wait_s\n",
         )
         patient = asyncio.create_task(asyncio.to_thread(run, *ask, "--wait_s=60"))
-        await asyncio.sleep(0.5)  # it is waiting by now, or else comes later: either must work
+        await asyncio.sleep(0.5)  # the request is waiting by now or comes later: both must work
         await server.serve(llm)
         assert (await patient).stdout == " Once upon\n"
         await server.stop()
@@ -273,7 +273,7 @@ def test_a_server_that_is_loading_says_so_and_can_be_waited_for():
 
 
 def test_a_conversation_has_a_history():
-    """Against an engine that repeats its prompt, so that what it was asked can be read from the answer."""
+    """Ask an engine that repeats its prompt, so that the answer shows the request."""
 
     async def scenario():
         llm = FakeLLM(chat_template=TEMPLATE)

@@ -1,5 +1,5 @@
-"""Settings from the wire: what is unset takes the checkpoint's word, then the proto's; refusals name the
-field's path.
+"""Settings from the wire: an unset field takes the checkpoint's value, then the proto's; refusals name the
+path of the field.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What a newcomer sees first: the demo serves a model, asks it, and ends it."""
+"""The demo serves a model, asks one question, and ends."""
 
 import re
 import subprocess

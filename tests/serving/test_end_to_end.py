@@ -44,7 +44,7 @@ def llm():
         llm.close, close = (
             lambda: None,
             llm.close,
-        )  # the services' harness ends what it serves; this one is shared
+        )  # this server is shared, so the harness must not end the server
         yield llm
         llm.close = close
 
@@ -199,7 +199,7 @@ async def one_request(rng: random.Random, server: Server, shared: Client) -> str
         return fate
     ids = [rng.randrange(3, 512) for _ in range(rng.randint(1, 100))]
     if rng.random() < 0.3:
-        ids = PROMPTS[1]["prompt_ids"] * 8 + ids[:20]  # a beginning that others have too
+        ids = PROMPTS[1]["prompt_ids"] * 8 + ids[:20]  # a shared prefix
     settings = draw(rng)
     if fate == "refused":
         with pytest.raises(RequestFailed) as failed:

@@ -73,7 +73,7 @@ def test_too_many_tokens_overflow_once_and_hold_no_memory():
         stream = EventQueue(3, lambda: overflows.append(1))
         stream.put([Started("a", 1, 0, 0), delta("a", 1, 2, 3)])
         assert not stream.overflowed
-        await stream.take()  # what was taken no longer counts
+        await stream.take()  # taken events no longer count
         stream.put([delta("a", 1, 2, 3)])
         assert not overflows
         stream.put([delta("a", 4)])

@@ -1,6 +1,4 @@
-"""What goes wrong around a request: callers that leave, wait, stall; an engine that is full, faulty or
-ending.
-"""
+"""Faults around a request: callers that leave, wait or stall, and an engine that is full, faulty or ending."""
 
 import asyncio
 import logging as python_logging
@@ -144,7 +142,7 @@ def test_a_deadline_already_past_over_the_wire(timeout_s):
             assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             assert (
                 timeout_s == 0 or llm.driver.submitted == []
-            )  # of 0 the wire makes a millisecond, in which a request may arrive
+            )  # the wire rounds 0 up to a millisecond, and a request may arrive within the millisecond
             await until(lambda: all_free(llm))
             await others_are_served(server)
 
@@ -197,9 +195,7 @@ def test_a_slow_reader_is_dropped_and_nobody_waits_for_it():
                     read_tokens += len(message.delta.token_ids)
             assert dropped.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "too slowly" in dropped.value.details()
-            assert (
-                0 < read_tokens < LONG
-            )  # what had been sent is still delivered, in order, before the status
+            assert 0 < read_tokens < LONG  # sent messages are delivered in order before the status
 
     asyncio.run(scenario())
 

@@ -1,4 +1,4 @@
-"""The committed protobuf code is what the proto says, and the proto has all that callers were promised."""
+"""The committed protobuf code matches the proto, and the proto has all promised fields."""
 
 from pathlib import Path
 

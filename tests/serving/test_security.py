@@ -47,8 +47,8 @@ def test_without_a_token_nothing_is_served(metadata):
                 reflection = channel.stream_stream(
                     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
                 )
-                # No message: one that is under way when the call is refused fails in the client's library,
-                # whose error then is INTERNAL.
+                # Send no message: a message in flight during a refusal fails in the client's library with
+                # INTERNAL.
                 assert (await failure(reflection(iter(()), metadata=metadata))).code() == UNAUTHENTICATED
                 health = health_pb2_grpc.HealthStub(channel)  # an orchestrator's probe has no token
                 reply = await health.Check(health_pb2.HealthCheckRequest(), metadata=metadata)

@@ -1,4 +1,4 @@
-"""What the services answer when all goes well, over a real connection to an engine without a model."""
+"""Answers of the services without faults, over a real connection to an engine without a model."""
 
 import asyncio
 

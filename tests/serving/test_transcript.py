@@ -116,7 +116,7 @@ def test_a_stop_token_is_in_the_ids_and_not_in_the_text(data, answer):
 
 
 def test_a_token_that_could_have_stopped_but_did_not_is_text():
-    """It was the last one allowed: min_tokens, or the engine, did not let it stop."""
+    """The end token was the last allowed token: min_tokens, or the engine, did not stop there."""
     word = TOKENIZER.encode("girl", add_special_tokens=False)
     subject = transcript(stop_token_ids=(word[-1],))
     messages = list(subject.messages([Delta("engine's", 0, tuple(word)), finished(0)]))
@@ -149,7 +149,7 @@ def test_part_of_a_character_is_held_back():
         ([snowman[1]], ""),
         ([snowman[2]], "\N{SNOWMAN}"),
     ]
-    # And one that is never completed is told at the end.
+    # An incomplete stop string is emitted at the end.
     subject = transcript()
     messages = [*subject.messages([Delta("engine's", 0, (snowman[0],))]), *subject.messages([finished(0)])]
     assert messages[-1].finished.text == "\ufffd"

@@ -1,4 +1,4 @@
-"""What the bench's command line says before there is an engine."""
+"""The bench's command line before an engine exists."""
 
 import paths
 import pytest

@@ -187,7 +187,7 @@ def test_throughput_command(bench, tmp_path, capsys):
 
 
 def test_what_failed_under_the_profiler_is_said(llm, monkeypatch):
-    """The step after a profile may be the device's last: the run that was measured is none the worse for it."""
+    """The step after a profile may fail on the device without harm to the measured run."""
 
     def failing(*args, **kwargs):
         records, seconds = drive(*args, **kwargs)
@@ -219,11 +219,11 @@ def test_searched_plans_beside_the_sequential_one_in_one_run(bench, llm, tmp_pat
     ]
     monkeypatch.setattr(
         steps, "plans_of", lambda executor: {"sequential", "another"}
-    )  # whose steps are the sequential one's here
+    )  # its steps are sequential here
     assert bench("throughput", "--model", MODEL, *settings) == 0
     found = json.loads(path.read_text())
     assert found["completed"] == found["sequential"]["completed"] == 2
-    for one in (found, found["sequential"]):  # of each run its own
+    for one in (found, found["sequential"]):  # one a run
         assert one["engine_stats"]["steps_by_plan"] == {"sequential": one["engine_stats"]["steps"]}
     assert (
         found["against_sequential"]
@@ -270,8 +270,8 @@ def test_without_a_plan_that_is_sure_to_gain_it_runs_once_and_says_so(bench, cap
 
 
 def test_a_shipped_name_is_measured_with_random_weights(llm, no_flags, monkeypatch):
-    """It has no others: `bench throughput --model llama-3.1-8b --plan searched` is all that need be said. A
-    folder's are loaded.
+    """A shipped model has no other plans: `bench throughput --model llama-3.1-8b --plan searched` is enough.
+    A folder's plans are loaded.
     """
     given = []
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Conversations: each prompt is all that was said, sent when it is due; what could be reused, and what was."""
+"""Conversations: each prompt is the full history, sent when due; reusable and reused tokens."""
 
 import threading
 import time

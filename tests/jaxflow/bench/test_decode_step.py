@@ -31,7 +31,7 @@ def given(monkeypatch):
 
 @pytest.fixture
 def anywhere(monkeypatch):
-    """A tiny model's steps run on the CPU, too."""
+    """The steps of a tiny model run on the CPU."""
     monkeypatch.setattr(decode_step.machine, "need_gpu", lambda command: None)
 
 

@@ -1,4 +1,4 @@
-"""Driving an engine in this process, held against one whose times are known."""
+"""The driver of an engine in this process, compared with an engine of known times."""
 
 import threading
 import time

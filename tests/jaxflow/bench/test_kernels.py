@@ -1,4 +1,4 @@
-"""The kernel bench: its cases can be traced, what it says of them, and that it wants a GPU."""
+"""The kernel bench: its cases trace, its report is complete, and it requires a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def test_products_of_few_rows_are_timed_without_tensor_cores_too(rows, ways):
 
 
 def test_int4_of_one_row_is_timed_as_the_engine_has_it(monkeypatch):
-    """By `mma`, in the tile of the kernel's own choice: the shipped table names int4 alone, no tile."""
+    """int4 uses `mma` with the kernel's own tile: the shipped table names the kernel and no tile."""
     (case,) = (case for case in BY_NAME["int4_gemm"].cases if case.name == "70B/tp4 out_proj M 1")
     multiply_add, calls = int4_mma.multiply_add, []
     monkeypatch.setattr(int4_mma, "multiply_add", lambda *refs: calls.append(refs) or multiply_add(*refs))
@@ -188,7 +188,7 @@ def test_ways_take_turns_and_each_is_timed_by_its_calls(monkeypatch):
 
 @pytest.mark.parametrize("times", [1, 3, 7])
 def test_every_program_of_a_window_is_waited_for(times):
-    """A clock that stops before the last ones end says how long it takes to enqueue them."""
+    """A clock that stops before the last step ends measures the time to enqueue."""
     waited = []
 
     class Output:

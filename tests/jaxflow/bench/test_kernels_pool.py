@@ -58,7 +58,7 @@ def test_shares_are_all_cases_once_and_what_belongs_together_stays_so():
 
 
 class Fake(kernels_pool.Worker):
-    """A worker in this process, which notes what it was told."""
+    """A worker in this process that records its commands."""
 
     def __init__(self, told, ends_at=None, compiles_all=True):
         self.told, self.ends_at, self.compiles_all, self.last = told, ends_at, compiles_all, {}

@@ -1,4 +1,4 @@
-"""`bench link` on a toy model: what is reported is complete and belongs together; rates are nobody's here."""
+"""`bench link` on a toy model: the report is complete and consistent. The rates have no meaning here."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a report says of its machine, on cards that are not here."""
+"""The machine part of a report, for cards that are absent here."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What programs need of memory, and the room that is left: the command on a small model, and its arithmetic."""
+"""Memory of programs, and the room left for KV: the command on a small model, and its arithmetic."""
 
 import json
 

@@ -23,7 +23,7 @@ def test_a_runs_mean_step_is_its_steps_means():
     records = [Record(100, 0.0, [(1.0, 3)], 1.0, cached_prompt_tokens=20), Record(60, 0.0, [(1.0, 5)], 1.0)]
     run = report.figures(records, 2.0)
     found = optimum.mean_step(run, 4)
-    assert found.tokens * 4 == 80 + 60 + 2 + 4  # what is sampled last is not computed
+    assert found.tokens * 4 == 80 + 60 + 2 + 4  # the last sampled token is not computed
     assert 4 * found.decode_tokens * found.decode_keys == sum((101, 102)) + sum((61, 62, 63, 64))
     assert 4 * found.count("chunk_pairs") == pytest.approx(sum(range(21, 101)) + sum(range(1, 61)))
     assert 4 * found.count("samples") == 8

@@ -55,8 +55,8 @@ def test_an_average_step_fits_and_keeps_the_workloads_balance(prompt, output, to
     st.integers(0, 99),
 )
 def test_the_step_that_runs_is_that_step(workload, seed):
-    """Mean context, chunks and rows as told; every key that is read lies on a page of its own, but those
-    behind a window.
+    """Mean context, chunks and rows are as requested. Every KV token that a step reads has its own page,
+    except behind a window.
     """
     tokens, windows, pages = 64, (None, 24), (2000, 2000)
     step = average_step(workload, tokens, most_rows=tokens, kv_tokens=10**6, page_size=PAGE)
@@ -105,7 +105,7 @@ WORKLOADS = [
 
 @given(st.sampled_from(WORKLOADS), st.integers(1, 64), st.integers(1, 99))
 def test_a_step_fits_or_what_it_lacks_is_told(workload, rows, pages):
-    """As much as is told is enough, and no less."""
+    """The stated memory is sufficient, and less is not."""
     have = {"rows": rows, "pages": pages}
     try:
         step = fitting_step(workload, 64, **have, page_size=PAGE)
@@ -113,7 +113,7 @@ def test_a_step_fits_or_what_it_lacks_is_told(workload, rows, pages):
         assert 0 < rows_of(step) <= rows and step == same
         page_appends(
             step_work(workload, step, StepLayout(64, 64, 64, PAGE), 100), (pages,), (None,), PAGE
-        )  # in pages that are there
+        )  # in pages of the pool
     except ConfigError as error:
         lacked = {"max_num_seqs": "rows", "num_kv_pages": "pages"}[error.field]
         least = int(error.accepted.split()[2].rstrip(","))
@@ -130,7 +130,7 @@ def test_a_cache_that_is_too_small_is_named():
 
 
 def test_the_command(tmp_path, no_flags, capsys):
-    """One plan beside the sequential one on two workloads: what is reported belongs together."""
+    """One plan and the sequential plan on two workloads: the report is consistent."""
     model = str(paths.MODELS / "tiny-llama")
     target = Target("tiny-llama", "cpu", 1, "float32", "float32", 10, 22, 40)
     predicted = Predictions((0, 32), (1, 100), ((0.5, 0.5),) * 2, ((1.0, 1.0),) * 2)
@@ -185,7 +185,9 @@ REPORTS = paths.ROOT / "benchmarks"
 
 
 def test_a_pick_is_held_against_plans_without_predictions_too():
-    """DeepSeek-67B's plan cut at 1280 gained 1.019, an order by hand, of which nothing was predicted, 1.045."""
+    """DeepSeek-67B's plan cut at 1280 gained 1.019; an order written by hand, without a prediction, gained
+    1.045.
+    """
     rows = json.loads((REPORTS / "settings" / "h200-plans-deepseek-67b-tp2-fp8-cut-1280.json").read_text())[
         "plans"
     ]

@@ -1,4 +1,4 @@
-"""Figures of a report against records whose figures are known, and against vLLM's keys and lines."""
+"""Figures of a report from records with known results, under vLLM's keys and lines."""
 
 import json
 import math
@@ -134,8 +134,8 @@ def test_no_steady_window_where_all_run_at_once():
 
 
 def test_requests_that_met_no_empty_engine():
-    """One request a second for ten, whose latencies grow: those due after the middle of the arrivals, late as
-    the sixth was sent.
+    """One request a second for ten seconds, with growing latencies: the requests due after the middle of the
+    arrivals, late as the sixth was sent.
     """
     records = [Record(5, float(i), [(i + 0.5, 1), (i + 1.0 + i, 1)], i + 1.0 + i) for i in range(11)]
     records[5].sent_s = 5.2

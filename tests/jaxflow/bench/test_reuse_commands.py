@@ -34,7 +34,7 @@ ENGINE = {
 
 @pytest.fixture(scope="module")
 def always_load():
-    """Whether loading is worth its while depends on how busy the machine was at start."""
+    """The decision to load depends on the load of the machine at start."""
     patch = pytest.MonkeyPatch()
     patch.setattr(tier_policy.FetchCosts, "pays", lambda *_: True)
     patch.setattr(tier_policy, "DISK_PATIENCE", 1e9)

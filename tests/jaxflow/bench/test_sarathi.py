@@ -21,7 +21,7 @@ def curves():
 
 @pytest.mark.parametrize("chunk_size", [128, 256, 512])
 def test_the_gain_peaks_where_all_decodes_ride_along(curves, chunk_size):
-    """P : D = C / (B - 1), with C the prompt tokens beside B - 1 decodes: 6.5, 14 and 29 here (§5.1.3)."""
+    """P : D = C / (B - 1), with C prompt tokens and B - 1 decodes: 6.5, 14 and 29 here (§5.1.3)."""
     expected = tile_chunk(chunk_size, SETTING.slots) / (SETTING.slots - 1)
     assert curves["expected_peak_by_chunk_size"][str(chunk_size)] == expected
     gains = curves["gain_by_chunk_size"][str(chunk_size)]
@@ -39,7 +39,7 @@ def test_256_gains_most_and_128_loses_at_high_ratios(curves):
 
 
 def test_chunks_as_long_as_prompts_are_orcas_best_case():
-    """§5.2: with C at least the prompt length, one whole prompt beside the decodes."""
+    """§5.2: with C at least the prompt length, one full prompt together with the decodes."""
     step_s = SETTING.step_s()
     items = constant(24, 200, 20)
     orca = simulate.simulate(items, Policy("orca-best", 300), 6, step_s)
@@ -70,7 +70,7 @@ def test_one_token_past_a_tile_costs_a_tile():
 
 
 def test_a_chunk_that_fills_the_tiles_with_its_decodes_is_faster_than_a_whole_one():
-    """§4.4: 256 - (B - 1) tokens beside B - 1 decodes, rather than 256."""
+    """§4.4: 256 - (B - 1) prompt tokens with B - 1 decodes, rather than 256."""
     step_s = SETTING.step_s()
     assert tile_chunk(256, 18) == 239
     fitting, over = Composition(17, 900.0, ((239, 0),)), Composition(17, 900.0, ((256, 0),))
@@ -78,7 +78,7 @@ def test_a_chunk_that_fills_the_tiles_with_its_decodes_is_faster_than_a_whole_on
 
 
 def test_a_decode_that_rides_along_costs_a_fraction_of_one_that_does_not():
-    """Table 2: the marginal time of a decode beside a prefill chunk, by an order of magnitude."""
+    """Table 2: the marginal time of a decode in a prefill chunk's batch, by an order of magnitude."""
     step_s = SETTING.step_s()
     alone = step_s(Composition(4, 1024.0)) / 4
     riding = (step_s(Composition(3, 1024.0, ((1021, 0),))) - step_s(Composition(0, 0.0, ((1021, 0),)))) / 3
@@ -97,7 +97,7 @@ def test_the_simulation_computes_every_token_once_and_keeps_time():
     assert sum(step.count("decode_keys") for step in run.steps) == pytest.approx(decode_keys)
     for item, record in zip(items, run.records, strict=True):
         assert record.completed and record.deliveries[0][0] >= item.arrival_s + 0.01
-    assert run.records[3].finished_s == pytest.approx(9.01)  # it came to an idle engine
+    assert run.records[3].finished_s == pytest.approx(9.01)  # it arrived at an idle engine
     assert run.duration_s == run.records[3].finished_s
 
 

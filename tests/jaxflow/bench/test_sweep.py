@@ -1,4 +1,4 @@
-"""`bench sweep`: rates, batch sizes and lengths over an engine, what is simulated, and their pictures."""
+"""`bench sweep`: rates, batch sizes and lengths over an engine, simulated curves, and charts."""
 
 import json
 
@@ -49,7 +49,7 @@ def test_lengths_have_the_protocols_requests(monkeypatch):
 def test_rates_by_the_plans_and_by_the_sequential_one(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(
         steps, "plans_of", lambda executor: {"sequential", "another"}
-    )  # whose steps are the sequential one's here
+    )  # its steps are sequential here
     found = sweep.rates(llm, workload.constant(3, 8, 4), [100.0], beside_sequential=True)
     (point,) = found["points"]
     assert (

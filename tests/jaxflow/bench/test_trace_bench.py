@@ -1,4 +1,4 @@
-"""`bench trace`: what is made of a profiler's kernels, and the command on a toy model, by a real trace."""
+"""`bench trace`: the reading of a profiler's kernels, and the command on a toy model with a real trace."""
 
 import collections
 import dataclasses
@@ -52,9 +52,9 @@ def test_the_parts_of_a_step_are_the_step(decodes, chunks, cuts):
 
 
 def fake(plan, tp, seconds, *, steps=4, beside=0.0):
-    """(kernels, names) of steps of a plan: its nano-ops one after the other, `seconds[i % n]` each, those of
-    side streams with a second kernel `beside` as long; between steps another program, which has the same
-    names.
+    """Return (kernels, names) of steps of a plan. Nano-ops run one after the other, `seconds[i % n]` each. A
+    nano-op of a side stream has a second kernel, `beside` times as long. Another program with equal names
+    runs between steps.
     """
     graph = model_graph(SIX, tp, scattered=False)
     kernels, names, at = [], {}, 0.0
@@ -171,7 +171,7 @@ def test_the_pauses_of_a_step():
         for start, seconds in ((0, 3), (1, 1), (4, 2), (5, 4), (11, 5))
     ]
     assert _gaps(kernels, 2.0, 13.0) == [1, 2]
-    assert _gaps(kernels, 4.5, 10.0) == []  # what comes after the last is not seen to end
+    assert _gaps(kernels, 4.5, 10.0) == []  # the end of the last one is not recorded
 
 
 def test_watts_are_the_models_with_the_sensors_mean():

@@ -1,4 +1,4 @@
-"""Workloads are what they say, and the same for the same seed."""
+"""Workloads have the requested lengths and are equal for equal seeds."""
 
 import numpy as np
 import paths

@@ -1,5 +1,5 @@
-"""An engine in 8 bits: near the wide one, and itself alone and in company, in chunks, from cached pages, on
-two devices.
+"""An 8-bit engine stays near the 16-bit engine, and gives equal tokens in any batch, in chunks, from cached
+pages and on two devices.
 """
 
 import numpy as np
@@ -9,13 +9,13 @@ import toy
 from jaxflow.request import Request, SamplingParams
 
 FP8 = {"quantization": "fp8", "kv": "fp8"}
-# tokens of a step where its size is no matter: one program, where an engine of 64 has one of 16 beside it
+# tokens of a step in tests that do not depend on its size: one program in place of two
 ONE_SIZE = 16
 
 
 def budget(name, tp=1, **numbers):
-    """Tokens of a step: what is run in company, and experts, have steps of both sizes, in 8 bits throughout,
-    on one device.
+    """Return the tokens of a step. Batched requests and experts use both step sizes, in 8 bits throughout, on
+    one device.
     """
     return 64 if name in ("stories260K", "tiny-mixtral") and numbers == FP8 and tp == 1 else ONE_SIZE
 
@@ -89,9 +89,7 @@ def test_near_the_wide_model(name, numbers, most, alone, goldens):
 
 @pytest.mark.parametrize("name", ["stories260K"])
 def test_in_company_as_alone(name, alone, goldens):
-    """Scales are a token's or a block's own: only the order of float32 sums differs, which decides a rounding
-    now and then.
-    """
+    """Scales belong to a token or a block. Only the order of float32 sums differs, and may change a rounding."""
     asked, found = alone(name, **FP8)
     together = told(asked, toy.run(toy.loop(name, **FP8), asked))
     assert moved(together, found) < 0.02

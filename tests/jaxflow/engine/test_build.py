@@ -156,8 +156,8 @@ class TestPlans:
     def test_a_damaged_sequential_plan_is_refused_before_it_sets_the_budget(
         self, checkpoint, tmp_path, damage, said
     ):
-        """It would be left out for the engine's own, whatever is in it, and its tokens would be the largest
-        step.
+        """A sequential plan in the folder would be replaced by the engine's own, and its tokens would become
+        the largest step.
         """
         plan = sequential_plan(checkpoint.model_config, 10**9)
         plans.save(
@@ -219,9 +219,7 @@ class TestPlans:
         assert [layout.borders for layout in loop.executor.layouts[64]] == [(24,)]
 
     def test_a_folder_is_a_portfolio_for_its_model(self, checkpoint, tmp_path):
-        """Several plans for one bucket, the sequential one beside them; the step's size is theirs where
-        nothing else is said.
-        """
+        """One bucket holds several plans and the sequential plan. The plans set the step size by default."""
         target = plans.Target("tiny-llama", "cpu", 1, "float32", "float32", 30, 18, 100)
         predicted = plans.Predictions((0,), (1,), ((1.0,),), ((2.0,),))
         made = [
@@ -251,7 +249,7 @@ class TestPlans:
 
 
 FP8_NUMBERS = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
-BY_DEFAULT = {  # by what is shipped: the plans that an engine runs if nothing is said, and its budget
+BY_DEFAULT = {  # by the shipped plans: the plans and the budget of an engine with default settings
     **{
         f"{name}-float8_e4m3fn": ("searched", 2048)
         for name in ("deepseek-67b-tp2", "llama-2-70b-tp2", "llama-3-70b-tp2", "qwen2-72b-tp2")
@@ -267,12 +265,12 @@ BY_DEFAULT = {  # by what is shipped: the plans that an engine runs if nothing i
     ),
     **dict.fromkeys(
         ("llama-3-70b-tp2-bfloat16", "qwen2-72b-tp2-bfloat16"), ("sequential", 768)
-    ),  # of its steps the best
+    ),  # the best of its steps
 }
 
 
 class TestShipped:
-    """What is shipped for the H200, by a machine that says it is one."""
+    """Resolve the shipped plans of the H200 on a simulated H200."""
 
     @pytest.fixture(autouse=True)
     def h200(self, monkeypatch):
@@ -349,9 +347,7 @@ class TestShipped:
         assert self.resolved("somewhere/My-Finetune", other).plan == "sequential"
 
     def test_a_plan_that_gains_nowhere_for_sure_is_none(self, caplog):
-        """Nor is one that is the sequential step, as is shipped where no other is faster: `searched` loads
-        it, and the log says so.
-        """
+        """`searched` also loads a shipped sequential plan, where no other plan is faster, and logs this."""
         model = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
         for numbers, words in (
             ({}, "'92+40 1024/512' is sure to gain nowhere"),
@@ -377,7 +373,7 @@ def test_memory_is_shared_by_the_devices_of_one_host():
 
 
 def test_memory_that_the_cache_of_files_holds_is_free(checkpoint, tmp_path, monkeypatch):
-    """A laptop with 200 MB unused and 6 GB of files in its cache; half of what is free is for pages."""
+    """A laptop with 200 MB unused memory and 6 GB of file cache gives half of its free memory to pages."""
     (tmp_path / "meminfo").write_text(
         "MemTotal: 8000000 kB\nMemFree: 200000 kB\nMemAvailable: 6000000 kB\nCached: 6100000 kB\n"
     )
@@ -418,8 +414,8 @@ def test_pages_that_the_host_has_no_memory_for_are_refused(checkpoint, monkeypat
 
 
 def test_an_engine_with_nothing_said_about_pages(checkpoint, monkeypatch):
-    """As many pages as all sequences can use, where memory is plenty; what found no memory to compile in is
-    compiled again, alone.
+    """With plenty of memory the engine takes the pages that all sequences can use. A program that failed for
+    lack of memory is compiled again by itself.
     """
     tried = []
 

@@ -26,8 +26,7 @@ from pallas_kernels.quantized import Int4
 
 PAGES = 8192
 LAYERS = 2
-# Who compiles every fusion once more, to see whether its tiles can be compiled, takes a part of the time;
-# only XLA's own products need it.
+# XLA would compile every fusion again to test its tiles. Only XLA's own GEMMs need this.
 ONCE = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
 
@@ -41,8 +40,8 @@ def compiled(
     kv="bfloat16",
     decodes=False,
 ) -> tuple[h200.Compiled, Executor]:
-    """A step of the model's first layers. kernels: None for those that an H200 runs, its products by the
-    tuned table. kv: the cache's dtype. decodes: a step in which nobody prefills.
+    """Return a step of the model's first layers. kernels: None selects the H200's kernels with its tuned
+    table. kv: the dtype of the cache. decodes: a step without prefill.
     """
     config = open_checkpoint(model, load_format="dummy").model_config
     config = dataclasses.replace(config, layers=config.layers[:LAYERS])
@@ -113,8 +112,8 @@ def test_nothing_copies_the_cache_or_a_weight():
 
 
 def test_on_the_hopper_kernels_neither():
-    """Of many rows: products by the tuned table, without which XLA had all. The gate is within its product:
-    no kernel behind it.
+    """With many rows the tuned table chooses GEMM kernels; without the table XLA would run all. The gate runs
+    in its GEMM's epilogue.
     """
     step, executor = compiled("llama-3.1-8b", 1024, tp=4)
     check(step, executor)
@@ -129,8 +128,8 @@ def test_on_the_hopper_kernels_neither():
 
 
 def test_of_8_bits_neither():
-    """Of decodes alone: no kernel for chunks, none that merges, one that quantises what no product before it
-    does.
+    """A decode-only step has no chunk kernel, no merge kernel, and one quantization kernel where no earlier
+    GEMM quantizes.
     """
     step, executor = compiled("llama-3.1-8b", 64, quantization="fp8", kv="float8_e4m3fn", decodes=True)
     check(step, executor)
@@ -139,7 +138,7 @@ def test_of_8_bits_neither():
 
 
 def test_of_weights_of_4_bits_neither():
-    """Few rows: the kernel reads them as they are. Decodes write beside what the chunks' kernel wrote."""
+    """With few rows the kernel reads the rows directly. Decodes write into the output of the chunk kernel."""
     step, executor = compiled("llama-3.1-8b", 64, quantization="int4")
     check(step, executor)
     int4 = "int4_gemm"

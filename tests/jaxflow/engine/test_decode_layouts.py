@@ -1,4 +1,4 @@
-"""Steps of decodes alone run a program that knows of no chunks, and answers are the golden ones."""
+"""Decode-only steps run a program without chunks, and their answers equal the goldens."""
 
 import dataclasses
 
@@ -61,7 +61,7 @@ def test_one_decode_has_a_step_of_its_own_where_its_products_want_no_tensor_core
     assert not one_alone(
         [product_of(dataclasses.replace(shape, weights="float8_e4m3fn", scales="rows"), 8)], sets[0]
     )
-    assert not one_alone([product_of(shape, 8, "float32")], sets[0])  # of which no table speaks
+    assert not one_alone([product_of(shape, 8, "float32")], sets[0])  # absent from every table
 
 
 def test_few_decodes_alone_begin_their_kernels_early_where_kernels_can():

@@ -1,8 +1,8 @@
-"""Every token the engine draws is the one that a plain reading of the sampling parameters gives.
+"""Every drawn token equals the token that a plain reading of the sampling parameters gives.
 
-The reference takes raw logits of the plain forward, teacher-forced over the whole answer, and applies the
-settings in float64 numpy, one after the other, by sorting; only the one uniform number of a (seed, position)
-is the engine's.
+The reference takes raw logits of the plain forward, teacher-forced over the answer. It applies the settings
+in float64 numpy, one after the other, by sorting. Only the uniform number of (seed, position) comes from the
+engine.
 """
 
 import functools
@@ -99,7 +99,7 @@ def replay(request, result, eos):
 
 
 def some_params(rng, i):
-    """Every setting alone, then all of them together."""
+    """Every setting by itself, then all settings together."""
 
     def maybe(value, otherwise, kind):
         return value if kind in (i % 12, 11) or i % 12 == 11 else otherwise

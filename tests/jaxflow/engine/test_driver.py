@@ -57,7 +57,7 @@ class Box:
 
 
 class Gated:
-    """An executor whose steps wait for `gate`, and whose step `fail_at` fails."""
+    """An executor with steps that wait for `gate`, and a step `fail_at` that fails."""
 
     def __init__(self, executor, fail_at=None):
         self._executor, self._left = executor, fail_at
@@ -265,7 +265,7 @@ class TestFaults:
             assert driver.drain(0.0) == 0
 
     def test_a_fault_while_results_are_read_loses_no_end(self):
-        """One request of the step has ended when the fault comes, the next has not."""
+        """One request of the step has ended before the fault; the next request has not."""
         with driving() as (driver, loop):
             finish, finished = loop.scheduler.finish, []
 

@@ -1,4 +1,4 @@
-"""What the executor keeps on the device, and that a step touches nothing it was not told to."""
+"""The executor's device state: a step changes only the slots and pages of its batch."""
 
 import ast
 from pathlib import Path
@@ -21,7 +21,7 @@ MODEL = "tiny-llama"
 
 @pytest.fixture(scope="module")
 def executor():
-    """One of its own, whose state no other test has touched."""
+    """Return a new executor with untouched state."""
     return toy.executor(MODEL, budget=8, seqs=3, pages=12)[1]
 
 
@@ -81,7 +81,7 @@ def test_a_step_writes_its_own_rows_only(executor):
 @settings(max_examples=20)
 @given(st.data())
 def test_page_table_entries_beyond_the_buffer(executor, data):
-    """However many entries a step brings, the table is what they say."""
+    """The page table follows the entries of a step, for any number of entries."""
     groups, slots, pages = executor.page_table.shape
     every = [(g, q, i) for g in range(groups) for q in range(slots) for i in range(pages)]
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -131,6 +131,6 @@ def test_memory_it_asks_for(executor):
     needs = executor.temporary_needs(widest)
     assert needs["plain"].temporary > logits
     assert needs["full"].results < executor.counts.nbytes, "counts are updated in place"
-    # They run one after another: what the step takes is free for the sampler.
+    # Programs run one after another: the sampler may use the memory of the step.
     results = 2 * sum(need.results for need in needs.values())
     assert together(needs.values()) == max(need.temporary for need in needs.values()) + results

@@ -1,4 +1,4 @@
-"""What `pack` writes on the host, `unpack` reads on the device: the step's work, position by position."""
+"""`unpack` on the device reads the step's work that `pack` wrote on the host, position by position."""
 
 import functools
 import types
@@ -94,8 +94,8 @@ def test_round_trip(drawn):
     assert buffer.shape == (layout.size,)
     assert buffer.dtype == rest.dtype == np.int32
 
-    # What did not fit is applied first; together they are all entries, in any order since no entry comes
-    # twice.
+    # Entries beyond the buffer are applied first. Together they are all entries, in any order, since no entry
+    # occurs twice.
     assert len(rest) == max(0, len(work.page_appends) - layout.page_appends)
     told, batch, others = jax.tree.map(
         np.asarray, device_side(layout)(buffer, apply_page_appends(jnp.asarray(before), rest), last)

@@ -1,4 +1,4 @@
-"""The loop's laws: the same tokens whatever runs beside a request, no compilation, no page left behind."""
+"""The loop's laws: equal tokens in any batch, no compilation after warm-up, no page left in use."""
 
 import dataclasses
 import math
@@ -266,7 +266,7 @@ class TestNoShapeSurprises:
         assert engine.scheduler.pages_free == math.prod(executor.num_pages)
 
     def test_a_step_compiled_late_is_noticed(self):
-        """The counter counts: a shape that warm-up has not seen moves it."""
+        """A shape outside the warm-up moves the compilation counter."""
         import jax
         import jax.numpy as jnp
 

@@ -167,8 +167,8 @@ def test_an_engine_of_kept_programs_draws_the_same_tokens(tmp_path, monkeypatch)
 
 
 def test_a_kept_plan_is_compiled_as_the_plan(tmp_path):
-    """Of two nano-batches on two devices, on side streams and with sums between them: the same schedule and
-    memory; caches are aliased.
+    """Two nano-batches on two devices with side streams and all-reduces: equal schedule and memory, and
+    aliased caches.
     """
     layers = (Layer(rope=Rope(1e4)),)
     model, tokens = ModelConfig("llama", 32000, 1024, 8, 2, 128, 2816, layers, 8192), 512

@@ -1,4 +1,4 @@
-"""Tokens that pass without a look are told as those that are looked at."""
+"""Tokens of the fast path are reported as tokens of the full path are."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -26,7 +26,7 @@ class Dice(InstantExecutor):
 
 
 def told(requests, seed, pages, preempt):
-    """For each sequence: its tokens, its end, what it was charged for."""
+    """Return the tokens, the end and the charged tokens of each sequence."""
     config = SchedulerConfig(
         token_budget=16,
         max_num_seqs=SLOTS,

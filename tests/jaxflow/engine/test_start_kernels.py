@@ -1,4 +1,4 @@
-"""The kernels of an engine: which settings are refused, which are warned of, and where the choice is told."""
+"""The kernels of an engine: refused settings, warned settings, and the log of the choice."""
 
 import dataclasses
 import logging
@@ -167,7 +167,7 @@ def test_kernels_go_by_the_device_unless_forced():
 
 
 class TestTold:
-    """pytest has handlers of its own at the root, whose level is WARNING unless a test says otherwise."""
+    """pytest has its own handlers at the root logger, with level WARNING unless a test sets another."""
 
     QKV = Shape(6144, 4096)
     KERNELS = dataclasses.replace(
@@ -189,7 +189,7 @@ class TestTold:
         assert capsys.readouterr() == ("", "")
 
     def test_a_level_without_a_handler_shows_nothing(self, monkeypatch, capsys):
-        """A process that set a level and no handler: Python's last resort shows warnings alone."""
+        """A process with a log level and no handler: Python's last resort prints warnings only."""
         alone = logging.Logger("alone", logging.INFO)
         monkeypatch.setattr(start_kernels, "log", alone)
         tell_kernels(self.KERNELS, self.PRODUCTS, progress=True)

@@ -24,7 +24,7 @@ def page(i: int, group: int = 0) -> np.ndarray:
 
 
 def parts(i: int, group: int = 0) -> Callable[[], list[np.ndarray]]:
-    """A page as two shards hold it."""
+    """Return a page as two shards hold one."""
     return lambda: np.split(page(i, group).view(np.uint32), 2)
 
 

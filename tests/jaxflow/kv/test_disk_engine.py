@@ -97,7 +97,7 @@ def cached(results):
 
 @pytest.fixture
 def plain(case):
-    """First and later rounds of the conversations, and what is answered with everything on the device."""
+    """Return the first and later rounds of the conversations, and their answers with all pages on the device."""
     model, tp, kv = case
     one = first_rounds(case)
     answers = toy.run(toy.loop(model, tp=tp, budget=BUDGET[tp], kv=kv), one)
@@ -141,7 +141,7 @@ def answers():
 
 
 def test_a_killed_engine_leaves_what_it_had(answers, tmp_path):
-    """What is in the folder at one moment, with a half written file beside it, is what a kill leaves."""
+    """A kill leaves the folder of one moment, with a half-written file."""
     one, _, two, second = answers
     loop = engine(LLAMA, tmp_path)
     toy.run(loop, one)
@@ -213,7 +213,7 @@ def test_a_disk_that_fails_changes_no_token(answers, tmp_path, monkeypatch, capl
 
 
 def test_more_than_the_disk_is_refused_and_more_than_it_has_room_for_is_told(tmp_path, monkeypatch, caplog):
-    """What others keep there they may give back, and a server that comes back must not stay away for it."""
+    """Others may free space in the folder later, so a server that restarts must accept the folder."""
     before, (config, made) = threads(), toy.executor("stories260K")
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(total=3 << 30, free=1 << 30))
     config = dataclasses.replace(config, kv_offloading_size=1.0, kv_disk_path=str(tmp_path), kv_disk_size=4.0)
@@ -252,7 +252,7 @@ def test_the_python_api_after_a_restart(tmp_path, monkeypatch):
     """Serve, end, start over the same folder: the later round is not computed again, and says the same."""
     monkeypatch.setattr(
         tier_policy.FetchCosts, "pays", lambda *_: True
-    )  # which depends on how busy the machine is
+    )  # the count depends on the load of the machine
     monkeypatch.setattr(tier_policy, "DISK_PATIENCE", 1e9)
     settings = {
         "block_size": 16,

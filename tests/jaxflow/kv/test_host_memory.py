@@ -1,11 +1,11 @@
-"""What is free of the host's memory, within a container too: on files made for the test."""
+"""Free host memory, also within a container, read from files made for the test."""
 
 import pytest
 
 from jaxflow.kv.tiers import host_machine
 
 GIB = 2**30
-FREE = 24 * GIB  # of the machine
+FREE = 24 * GIB  # bytes of the machine
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_container_of_the_older_kind(machine):
     files = {"memory__limit_in_bytes": 8 * GIB, "memory__usage_in_bytes": 3 * GIB, "memory__stat": stat}
     write(machine / "memory", **files)
     assert host_machine.free_host_bytes() == 6 * GIB
-    write(machine / "memory", memory__limit_in_bytes=2**63 - 4096)  # its way to say that there is none
+    write(machine / "memory", memory__limit_in_bytes=2**63 - 4096)  # the kernel's value for no limit
     assert host_machine.free_host_bytes() == FREE
 
 

@@ -1,4 +1,4 @@
-"""How many pages fit, and the cache they make."""
+"""The number of pages that fit, and the cache of these pages."""
 
 import dataclasses
 import re

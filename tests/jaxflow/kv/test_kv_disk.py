@@ -1,4 +1,4 @@
-"""The disk tier keeps what it was given, whole, or keeps nothing: through bad files, kills and other servers."""
+"""The disk tier stores a page completely or not at all: bad files, kills, and other servers."""
 
 import os
 import signal

@@ -33,7 +33,9 @@ def vocab(model, tp):
 
 
 def conversations(model, tp, count=10, seed=0):
-    """Requests that begin alike, of every kind of sampling, and what their answers are on the device alone."""
+    """Return requests with a common prefix and every kind of sampling, and their answers with device pages
+    only.
+    """
     rng = np.random.default_rng(seed)
     shared = rng.integers(3, vocab(model, tp), 70)
     kinds = [
@@ -210,7 +212,7 @@ class TestDriver:
             assert box.done.wait(60)
             answers.append(box.result.tokens)
         assert answers[0] == answers[1]
-        driver.drain(60)  # the last copies, too
+        driver.drain(60)  # include the last copies
         counts = driver.stats().kv_tiers
         assert counts["host_pages"] == counts["host_pages_stored"] == len(prompt) // 16 + 1
         assert counts["bytes_to_host"] == counts["host_bytes"] <= counts["host_capacity_bytes"]

@@ -1,4 +1,4 @@
-"""Whether two trees of weights are one."""
+"""Compare two trees of weights."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What calibration finds is what a float64 attention would; what it writes is what an engine reads."""
+"""Calibration agrees with attention in float64, and an engine reads the file that calibration writes."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Checkpoints from their files to their shards, and every way in which a file can be wrong."""
+"""Checkpoints from their files to their shards, and every kind of bad file."""
 
 import json
 import shutil
@@ -84,11 +84,11 @@ def test_the_host_never_holds_more_than_a_few_arrays(
             self.array = array
 
         def block_until_ready(self) -> None:
-            del self.array  # it has left the host
+            del self.array  # the array has left the host
 
     opened = open_checkpoint(str(paths.MODELS / "stories260K"))
     monkeypatch.setattr(jax, "device_put", lambda array, placed: Sent(array))
-    opened.load("float32")  # what is imported or cached at the first use is not the model's
+    opened.load("float32")  # exclude memory of imports and caches, which belongs to no model
     largest = max(
         array.size
         for array in jax.tree.leaves(
@@ -209,7 +209,7 @@ def test_a_damaged_header_never_passes_unseen(tmp_path: Path, at: int, byte: int
     except CheckpointError as error:
         assert str(copy) in str(error)
     else:
-        # Which bytes are whose may change without a trace; that every tensor is there, in its shape, may not.
+        # The order of tensors in a file may change silently. A missing tensor or another shape may not.
         tree = leaves(open_checkpoint(str(copy)).model_config)
         assert jax.tree.map(np.shape, weights) == jax.tree.map(lambda leaf: leaf.shape, tree)
 

@@ -1,4 +1,4 @@
-"""Converted checkpoints: what they were made of, on every mesh, or refused by name."""
+"""Converted checkpoints equal their sources on every mesh, or are refused by name."""
 
 import gc
 import json
@@ -80,7 +80,7 @@ def test_convert_brings_the_tokenizer_and_the_settings(
     assert load_tokenizer(target).encode(text) == load_tokenizer(source).encode(text)
     same(opened.load("bfloat16"), open_checkpoint(str(source)).load("bfloat16"))
     assert open_checkpoint(str(target), load_format="dummy").source is None
-    assert main(["convert", str(source), str(target)]) == 1  # never over what is there
+    assert main(["convert", str(source), str(target)]) == 1  # never overwrite an existing folder
     assert main(["convert", str(target), str(tmp_path / "again")]) == 1
     assert main(["convert", "no-such-model", str(tmp_path / "again")]) == 1
     assert not (tmp_path / "again").exists()

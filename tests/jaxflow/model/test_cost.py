@@ -121,7 +121,7 @@ def test_dense_parameters():
         dense_parameters(LLAMA_3_8B) == 7_504_658_432
     )  # 8,030,261,248 less the embedding table and the norms
     assert dense_parameters(LLAMA_3_8B, 0) == 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
-    assert dense_parameters(MIXTRAL) == pytest.approx(12.7e9, rel=0.01)  # of 46.7 B
+    assert dense_parameters(MIXTRAL) == pytest.approx(12.7e9, rel=0.01)  # active parameters, out of 46.7 B
 
 
 def test_devices_by_the_names_their_drivers_give():

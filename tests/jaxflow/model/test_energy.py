@@ -16,8 +16,8 @@ H200 = DEVICES["H200"]
 POWER = shipped_power("H200")
 assert POWER is not None
 
-# A layer of Llama-3.1-8B with 870,000 cached tokens (twice that for 4096) read beside its products, as two
-# nano-batches; the best microseconds that any arrangement took, sequential and overlapped (two rounds each).
+# A layer of Llama-3.1-8B with 870,000 cached tokens, or twice as many for 4096, as two nano-batches. Values:
+# the best microseconds of any arrangement, sequential and overlapped, in two rounds each.
 LAYERS = {2048: (870_000, (2114, 2018)), 4096: (1_740_000, (4241, 3906))}
 PARAMETERS = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336
 
@@ -55,7 +55,7 @@ def test_more_work_or_fewer_watts_never_take_less(flops, moved, factor):
 
 @given(amounts, amounts)
 def test_overlap_saves_energy_but_never_beats_the_larger_half(flops, moved):
-    """What joins two works can gain over one after the other, and cannot."""
+    """Check the bounds of the gain from overlapping two pieces of work."""
     first, second = Work(flops), Work(kv_bytes=moved)
     together = bound(first + second, H200, POWER).longest_s
     apart = [bound(work, H200, POWER).longest_s for work in (first, second)]

@@ -1,4 +1,4 @@
-"""Which experts a token goes to."""
+"""The router chooses the experts of a token."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,9 @@ from jaxflow.model.moe import likeliest
 
 @pytest.mark.parametrize("experts", [8, 33])
 def test_a_token_of_nan_goes_to_experts_that_there_are(experts):
-    """Else its rows would lie where another token's do: what overflowed in one request stays with it."""
+    """A row that overflows stays within its own request. Otherwise its expert rows would overlap those of
+    another token.
+    """
     scores = jnp.full((2, experts), jnp.nan).at[1].set(jnp.arange(experts))
     weights, chosen = likeliest(scores, 2)
     assert sorted({*chosen[0].tolist()} & {*range(experts)}) == sorted(chosen[0].tolist()) and chosen[

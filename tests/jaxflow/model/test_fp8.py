@@ -1,6 +1,4 @@
-"""Weights in e4m3: quantised on load, or as published; what a quantization_config may say, and what is
-refused.
-"""
+"""Weights in e4m3, quantized on load or as published, and the accepted values of quantization_config."""
 
 import json
 import shutil
@@ -185,7 +183,7 @@ def test_a_published_checkpoint_is_taken_as_it_is(published, scheme: dict, one_s
 
 
 def test_in_4_bits_if_that_is_asked(published) -> None:
-    """Its e4m3 matrices are read wide, and those are quantised: the scales of the checkpoint are in them."""
+    """Read e4m3 matrices as float32, then quantize these. The checkpoint's scales are included."""
     found, wide = (
         load(published(COMPRESSED), quantization="int4")["layers"][0],
         load(paths.MODELS / "tiny-llama")["layers"][0],

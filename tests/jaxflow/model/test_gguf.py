@@ -68,7 +68,7 @@ def gguf_name(name: str, gemma: bool) -> str:
 
 
 def interleave(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """The order of rows of llama.cpp: what it rotates together stands together."""
+    """Return rows in llama.cpp's order, which keeps the two halves of a rotation next to each other."""
     per_head = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
     return np.stack([per_head[:, 0], per_head[:, 1]], axis=2).reshape(tensor.shape)
 
@@ -410,7 +410,7 @@ def test_smollm2_is_what_it_says(smollm2_gguf: Path) -> None:
 def test_a_converted_gguf_keeps_its_tokenizer(
     smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model is cut to its first layer for speed: the tokenizer's part of the file is what is of interest."""
+    """Cut the model to its first layer for speed. The test reads only the tokenizer's part of the file."""
     first = dataclasses.replace(
         GgufFile(smollm2_gguf).config, layers=(GgufFile(smollm2_gguf).config.layers[0],)
     )

@@ -99,7 +99,7 @@ def test_every_supported_type_is_tested() -> None:
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_blocks_of_each_type_are_read_right(kind: Kind, tmp_path: Path) -> None:
-    """A model of one layer whose embeddings are random blocks of the type; the rest is float32."""
+    """Make a model of one layer with embeddings of random blocks of the type. All other tensors are float32."""
     rng = np.random.default_rng(3)
     size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     d, v, h = 256, 70, 64

@@ -86,8 +86,7 @@ def test_sizes_are_read() -> None:
     )  # hidden_size / num_attention_heads, not in the file
 
 
-# What the newer style writes for each older one: rope_theta and rope_scaling in one object, dtype for
-# torch_dtype.
+# The newer style of each older config: rope_theta and rope_scaling in one object, dtype for torch_dtype.
 @pytest.mark.parametrize(
     "name", [name for name in paths.TINY_MODELS if name not in ("tiny-opt", "tiny-gemma3_text")]
 )
@@ -345,7 +344,7 @@ def test_any_value_of_any_key_is_read_or_refused(name: str, data: st.DataObject)
         model_config_from_hf(config)
     except ConfigError as error:
         assert error.field
-    assert repr(config) == repr(before)  # reading does not change what was read
+    assert repr(config) == repr(before)  # the reader does not change its input
 
 
 @given(NAMES, st.data())

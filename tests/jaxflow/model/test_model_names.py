@@ -1,4 +1,4 @@
-"""What a model may be called: a folder, a hub id, a shipped config; and what then is loaded."""
+"""The accepted names of a model, a folder, a hub id or a shipped config, and the model that each loads."""
 
 import shutil
 from pathlib import Path

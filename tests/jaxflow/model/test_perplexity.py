@@ -1,7 +1,7 @@
-"""The default chat model in 8 and in 4 bits: what its perplexity on real text loses.
+"""The perplexity of the default chat model on real text, with 8-bit and 4-bit numbers.
 
-The report under benchmarks/ is of all eight windows, through engines; here are the first tokens of one, in
-one step whose ops are compiled one by one, once for all layers.
+The report under benchmarks/ covers all eight windows, through engines. This test covers the first tokens of
+one window, in one step. Its ops are compiled one by one, once for all layers.
 """
 
 import functools
@@ -42,8 +42,8 @@ def text():
 
 
 def logprobs(model, text, *, quantize=None, kv=jnp.float32, kernels=REFERENCE):
-    """[TOKENS - 1]: of every token but the first, given those before it. quantize: of the matrices of all
-    layers.
+    """Return the log-probabilities [TOKENS - 1] of all tokens but the first. quantize: applied to the
+    matrices of all layers.
     """
     config, weights = model
     if quantize is not None:
@@ -126,7 +126,7 @@ def test_it_is_few_bits_that_ran(costs):
     eight = (
         moved_by["fp8"],
         moved_by["fp8, fp8 KV"],
-    )  # of so few tokens, rounding both may happen to move less than rounding one
+    )  # with few tokens, rounding both may move the result less than rounding one
     assert (
         0.02 < moved_by["fp8 KV"] < min(eight) <= max(eight) < moved_by["4-bit KV"] < moved_by["int4"] < 0.8
     )

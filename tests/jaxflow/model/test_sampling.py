@@ -29,7 +29,7 @@ FULL = jax.jit(sampling.full, compiler_options=OFTEN)
 
 @functools.partial(jax.jit, compiler_options=OFTEN)
 def of_few_blocks(*args):
-    """The full sampler when the largest blocks hold 16 of the 64 logits, so that some limits lie below them."""
+    """Limit the blocks of the full sampler to 16 of the 64 logits, so that some limits lie below the blocks."""
     with mock.patch.multiple(sampling, BLOCK=8, BLOCKS=2):
         return sampling.full(*args)
 
@@ -84,7 +84,7 @@ def filtered(x, temperature, min_p, top_k, top_p):
 
 
 token_ids = st.integers(0, VOCAB - 1)
-# No subnormal numbers: XLA takes them for zero, numpy does not.
+# Exclude subnormal numbers: XLA flushes them to zero, numpy does not.
 value = st.sampled_from([-3.0, -1.5, -0.0, 0.0, 0.5, 0.5, 2.0, 4.0]) | st.floats(
     -8, 8, width=32, allow_subnormal=False
 )
@@ -163,7 +163,7 @@ def test_full_is_what_vllm_means(full, rows, slots):
                 for e in (-1e-5, 1e-5)
             )
             lowest = x[wide > 0].min()
-            below = lowest - 1e-5 * max(1.0, abs(lowest))  # what is a tie in float32
+            below = lowest - 1e-5 * max(1.0, abs(lowest))  # ties in float32
             assert x[token] >= below
             if (
                 (sharp > 0) == ((wide > 0) | (x >= below))
@@ -274,7 +274,7 @@ def test_rows_of_minus_infinity_are_harmless():
 
 def test_a_draw_depends_on_seed_and_position_only():
     """The same row anywhere in batches of any size, in either sampler, gives the same token."""
-    full = jax.jit(sampling.full)  # not with `FULL`'s care: three sizes, of which each runs a dozen times
+    full = jax.jit(sampling.full)  # optimized less than `FULL`: three sizes, a dozen runs each
     logits, rng = random_logits(1, vocab=1000, padded=1024, scale=1.0)[0], np.random.default_rng(1)
     for _ in range(3):
         seed, position, seen = int(rng.integers(2**63)), int(rng.integers(10_000)), set()

@@ -33,8 +33,8 @@ def test_plain_makes_no_array_of_the_logits_size():
 
 @pytest.mark.parametrize(("search", "arrays"), [(token_limits.token_limits, 1), (reference.token_limits, 2)])
 def test_full_makes_few_and_counts_in_place(search, arrays):
-    """The adjusted logits, the rows of the counts, and what logits weigh where the twin searches; no copy of
-    all counts.
+    """The program holds the adjusted logits, the rows of the counts, and the weights of the reference search.
+    It makes no copy of all counts.
     """
     params, counts = jax.eval_shape(lambda: slot_params.empty_slots(SLOTS, VOCAB))
     full = functools.partial(sampling.full, search=search)

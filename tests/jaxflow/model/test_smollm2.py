@@ -79,8 +79,8 @@ def test_a_chat_is_its_template_as_a_prompt(llm, golden):
 
 @pytest.mark.parametrize("name, number", [("smollm2_ppl", 8), ("smollm2_ppl_rawtext", 2)])
 def test_perplexity(llm, name, number):
-    """All windows of the text; two of the same text with its blank lines, each of which takes 5 s, held to
-    their own sums.
+    """Compare all windows of the text, and two windows of the text with its blank lines, with their
+    references.
     """
     reference = json.loads((paths.PPL / f"{name}.json").read_text())
     windows = np.load(paths.PPL.parent / reference["tokens_file"])[:number]

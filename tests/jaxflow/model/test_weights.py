@@ -247,7 +247,7 @@ def test_dummy_weights_keep_activations_sane() -> None:
     assert float(jnp.std(layer["up_gate"])) == pytest.approx(256**-0.5, rel=0.02)
     assert float(jnp.std(layer["down"])) == pytest.approx(config.intermediate_size**-0.5, rel=0.02)
     assert abs(float(jnp.mean(layer["up_gate"]))) < 0.002
-    assert not layer["attn_norm"].any() and not weights["final_norm"].any()  # these norms scale by 1 + w
+    assert not layer["attn_norm"].any() and not weights["final_norm"].any()  # Gemma's norms scale by 1 + w
     assert not weights["embed"][500:].any() and weights["embed"][499].all()
     # No row, no matrix and no layer is like another.
     rows = np.concatenate(
@@ -287,11 +287,13 @@ def test_dummy_weights_compile_once_a_kind_of_layer(monkeypatch: pytest.MonkeyPa
     config = config_of("tiny-qwen3_moe")
     dense = dataclasses.replace(config.layers[0], experts=False)
     dummy_weights(dataclasses.replace(config, layers=(config.layers * 3 + (dense,) * 2)), jnp.float32)
-    assert len(compiled) == 3  # what is in no layer, layers of experts, dense layers
+    assert len(compiled) == 3  # weights outside the layers, layers of experts, dense layers
 
 
 def test_an_mlp_of_8_bits_is_filled_up_to_whole_blocks_of_each_device() -> None:
-    """Of 2016 columns and 32 of zeros; the numbers before them are those of the plain layout, dummy ones too."""
+    """The padded layout has 2016 columns and 32 zeros. The first 2016 equal the plain layout, for dummy
+    weights as well.
+    """
     assert [mlp_width(29568, tp, "fp8") for tp in (1, 2, 4)] == [29568, 29696, 29696]  # Qwen2-72B
     assert (
         mlp_width(29568, 2, None) == mlp_width(29568, 2, "int4") == 29568 and mlp_width(176, 2, "fp8") == 176

@@ -1,5 +1,5 @@
-"""Which plan a step runs: the fastest that is predicted for its composition, and never a guess where nothing
-is known.
+"""A step runs the plan that is predicted fastest for its composition, and the sequential plan without a
+prediction.
 """
 
 import drawn
@@ -44,7 +44,7 @@ def test_predictions_are_met_where_they_were_made(predicted):
 
 @given(predictions(), st.floats(-10, 3000), st.floats(-10, 3000))
 def test_between_predictions_nothing_is_made_up(predicted, decodes, context):
-    """As numpy interpolates along either axis; never outside of what was predicted, and level beyond it."""
+    """Interpolate along either axis as numpy does, and extend the last value beyond the predicted range."""
     xs, ys, table = predicted.decode_tokens, predicted.mean_context_tokens, predicted.step_s
     found = between(xs, ys, table, decodes, context)
     along_y = [np.interp(context, ys, row) for row in table]
@@ -71,7 +71,7 @@ def test_a_plan_is_run_only_where_it_gains_more_than_its_prediction_may_be_too_g
 
 
 def test_predictions_of_before_anything_was_measured_are_not_believed():
-    """Files that name no margin: on an H200 what they said would gain 1.09 to 1.21 lost 3 to 7 %."""
+    """Files without a margin: on an H200 their predicted gains of 1.09 to 1.21 were losses of 3 to 7 %."""
     old = from_json(to_json(predicting(phased_plan(LLAMA, 24, 8))))
     assert old.predictions is not None and old.predictions.margin == 0.3
     with pytest.raises(ValueError, match=r"margin=-0\.1"):
@@ -124,7 +124,7 @@ def test_one_op_that_is_otherwise_makes_a_plan_of_its_own(changes):
 
 
 def test_how_much_of_the_device_a_sum_takes_is_none_of_the_plans():
-    """NCCL decides; the search's solver writes down what it took it for."""
+    """NCCL decides its SMs; the search's solver records its assumption."""
     plan = sequential_plan(LLAMA, 16, 2)
     few = tuple(
         msgspec.structs.replace(nano, sms=24) if nano.op.endswith("_reduce") else nano

@@ -1,6 +1,4 @@
-"""What XLA makes of plans for an H200: the schedule is the plan's, nano-batches stay apart, caches are not
-copied.
-"""
+"""XLA's schedule of plans for an H200: the plan's order, separate nano-batches, no copy of a cache."""
 
 import collections
 import dataclasses
@@ -46,8 +44,8 @@ def rows_of_products(found, model, tp=1):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """alone: collectives of the step that the plan has nothing beside; spanned: (products and attention that
-    run beside one), of all.
+    """alone: collectives of the step without an overlapping nano-op in the plan; spanned: (overlapped, all)
+    GEMMs and attention.
     """
 
     plan: Plan
@@ -94,8 +92,8 @@ def on_streams(name):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_schedule_is_the_plans(name):
-    """Every nano-op on its stream in its order; attention beside its products; sums over devices under
-    theirs, as many as are said.
+    """Every nano-op runs on its stream in order, attention overlaps its GEMMs, and the given number of
+    all-reduces overlap theirs.
     """
     case, found = PLANS[name], on_streams(name)
     plan, graph = case.plan, graph_of(case.plan, case.model, case.tp)
@@ -145,7 +143,7 @@ def test_the_checker_knows_a_sum_that_is_awaited_at_once(monkeypatch):
 
 
 def test_without_barriers_xla_merges_the_nano_batches(monkeypatch):
-    """And the checker says so."""
+    """The checker reports the fault."""
     monkeypatch.setattr(streams, "together", lambda values: values)
     plan = two_nano_batch_plan(MODEL, TOKENS, SPLIT)
     found = compiled(plan, TWO_LAYERS, SIMPLE)
@@ -155,7 +153,7 @@ def test_without_barriers_xla_merges_the_nano_batches(monkeypatch):
 
 
 def test_what_is_behind_attentions_beginning_is_issued_behind_it(monkeypatch):
-    """Without that XLA awaits products first that should run beside attention; the checker says so."""
+    """Without the dependence XLA awaits the concurrent GEMMs first, and the checker reports the fault."""
     monkeypatch.setattr(streams, "zero_behind", lambda values: jnp.zeros((), jnp.int32))
     plan = PLANS["phases"].plan
     found = compiled(plan, MODEL, SIMPLE, **streams.GRAPHS["streams"])
@@ -200,8 +198,8 @@ def test_the_hopper_kernels_on_their_shares_of_the_device(on_hopper):
 
 
 def test_a_layer_is_its_nano_ops_and_little_else(on_hopper):
-    """One kernel each, but for what is said here: no sums apart from their norms, no arrays joined, cut or
-    copied for a kernel to read.
+    """Each nano-op is one kernel, except for the listed ones: no all-reduce apart from its norm, and no array
+    joined, cut or copied.
     """
     issued = kernels(on_hopper.hlo, WAITING)
     appends = [at for at, (nano, _) in enumerate(issued) if nano == "rope_append"]
@@ -217,15 +215,15 @@ def test_a_layer_is_its_nano_ops_and_little_else(on_hopper):
     }  # their semaphores
     assert rest <= collections.Counter(
         {
-            ("decode_attention.0", "loop_or_fusion"): 1,  # its wait, as data
+            ("decode_attention.0", "loop_or_fusion"): 1,  # its wait, expressed as data
             (
                 "chunk_attention.0",
                 "loop_or_fusion",
-            ): 1,  # its place behind the other nano-batch's products, as data
+            ): 1,  # its order after the other nano-batch's GEMMs, expressed as data
             (
                 "out_proj.0",
                 "loop_select_fusion",
-            ): 1,  # the heads of both attentions, which ran beside each other
+            ): 1,  # the heads of the two concurrent attentions
             (
                 "up_gate.0",
                 "loop_convert_fusion",

@@ -56,8 +56,8 @@ def bench(name, tp=1, **numbers):
 @settings(LAW, max_examples=EXAMPLES)
 @given(data=st.data())
 def test_drawn_plans(name, tp, form, streams, numbers, data):
-    """A plan with cuts of its own, on several steps, whose chunks straddle them. form: of its sums over
-    devices.
+    """Check a plan with its own cuts on several steps with chunks across the cuts. form: how the all-reduces
+    are done.
     """
     note(f"LAW_SEED={SEED} LAW_EXAMPLES={EXAMPLES} draw it again")
     model = bench(name, tp, **numbers)
@@ -115,7 +115,7 @@ def test_the_sequential_plan_is_the_plain_forward_bit_for_bit():
 
 
 def test_a_wait_for_a_sum_that_was_just_issued_is_for_this_layers(monkeypatch):
-    """Not for the last layer's, which is all that is traced of it by then."""
+    """The last layer is exempt: its nano-ops are the only ones left in the trace."""
     model, found, order = bench("tiny-llama", 2), [], compiler._Step.order
     plan = two_nano_batch_plan(model.config, TOKENS, SPLIT, 2)
     waiting = {"attn_norm.1": "attn_reduce.0"}  # the one is issued right behind the other

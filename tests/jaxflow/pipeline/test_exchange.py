@@ -49,7 +49,7 @@ def test_copied_sums_are_the_plain_forwards(make, name, tp, numbers):
 
 
 def test_it_is_a_plan_of_its_own():
-    """Not the sequential one, even where nothing is cut: which is faster is to be measured."""
+    """An unsplit plan with peer copies differs from the sequential plan; a measurement must tell the faster."""
     plain = sequential_plan(LLAMA, TOKENS, 2)
     plan = copied(plain)
     assert is_sequential(plain) and not is_sequential(plan)
@@ -93,8 +93,8 @@ def test_four_devices_swap_in_two_steps():
 
 
 def test_sums_that_are_waited_for_have_nothing_beside_them():
-    """What reads a sum is issued right behind it, of the next layer's round too: nano-batches alone, as the
-    ablation has them.
+    """The reader of an all-reduce follows directly, across layers as well: nano-batches without overlap, as
+    in the ablation.
     """
     model = open_checkpoint("llama-3-70b", load_format="dummy").model_config
     plan = waited(copied(two_nano_batch_plan(model, 2048, 1024, 2)))

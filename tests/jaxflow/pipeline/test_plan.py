@@ -32,7 +32,7 @@ TARGET = Target("llama-3.1-8b", "H200", 1, "bfloat16", "bfloat16", 1024, 1024, 8
 
 
 def edited(plan, nano_id, **changes):
-    """The plan with one entry changed; with no changes, without it."""
+    """Return the plan with one entry changed, or without the entry if no change is given."""
     entries = (
         msgspec.structs.replace(n, **changes) if n.id == nano_id else n
         for n in plan.nano_ops
@@ -212,7 +212,9 @@ def test_wrong_plans_are_refused_by_entry(plan, entry, message):
 
 
 def test_attention_needs_the_appends_of_all_tokens_before_it():
-    """A prefill chunk's later half reads what its earlier half appended: data alone would allow this order."""
+    """The later half of a prefill chunk reads the KV of the earlier half. Data dependences would allow this
+    order.
+    """
     order = [
         "attn_norm.0",
         "attn_norm.1",

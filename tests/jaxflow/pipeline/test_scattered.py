@@ -55,7 +55,7 @@ def test_as_many_bytes_are_sent_and_norms_are_done_once():
 
 
 def test_scattered_and_whole_it_is_a_plan_of_its_own():
-    """An engine's sequential step sums by all-reduces: which is faster is to be measured."""
+    """A sequential step uses all-reduces; a measurement must tell the faster form."""
     plan = sequential_plan(LLAMA, TOKENS, 2, scattered=True)
     check(plan, graph_of(plan, LLAMA, 2))
     assert plan.name == "sequential, sums scattered" and not is_sequential(plan)

@@ -57,7 +57,7 @@ def test_every_policy_serves_all_requests(policy, seed, lag, hope):
 
 
 def steps_of(policy: str, prompts: list[int], outputs: list[int], **changes):
-    """The steps in which all of these requests, handed over at once, are served."""
+    """Return the steps that serve all these requests when they arrive at once."""
     world = World(config(**settings_of(policy), **changes), lag=0)
     rng = np.random.default_rng(0)
     for length, tokens in zip(prompts, outputs, strict=True):
@@ -98,7 +98,7 @@ def test_a_batch_begins_only_when_the_last_one_has_ended(policy):
         9,
         4,
         5,
-    ]  # its longest output, the first token with the prefill
+    ]  # its longest output, with the first token from the prefill
 
 
 def test_request_level_pads_to_the_rows_of_its_batch_and_orca_worst_does_not():
@@ -122,7 +122,7 @@ def test_prefill_first_lets_decodes_wait_for_every_prompt_that_comes():
 
 def test_orca_best_prefills_one_whole_prompt_beside_the_decodes():
     steps = steps_of("orca-best", [5, 14, 13, 40], [9, 3, 3, 2])
-    # 14 fits beside the one decode, 13 beside two; 40 tokens fit in no step and are cut to its room.
+    # 14 fits with the one decode, 13 with two; 40 tokens fit in no step and are cut to its room.
     assert [shape(work) for work in steps[:3]] == [(0, [5]), (1, [14]), (2, [13])]
     assert all(len(work.chunks) <= 1 for work in steps)
     long = [chunk.tokens for work in steps for chunk in work.chunks if chunk.seq.num_prompt == 40]

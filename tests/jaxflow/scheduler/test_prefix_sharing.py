@@ -56,7 +56,7 @@ def test_two_that_compute_one_prefix_at_once_do_not_disturb_each_other():
     assert [chunk.tokens for chunk in work.chunks] == [
         20,
         20,
-    ]  # what is computed in this step cannot be shared in it
+    ]  # tokens of the current step cannot be shared within the step
     world.run()
     assert [seq.cached_tokens for seq in sequences] == [0, 0]
     assert (

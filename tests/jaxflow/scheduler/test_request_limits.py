@@ -1,4 +1,4 @@
-"""What the scheduler refuses, and the queue."""
+"""The scheduler's refusals, and its queue."""
 
 import pytest
 from simulated_device import World, config, roomy

@@ -32,7 +32,7 @@ def test_two_whose_peaks_do_not_meet_share_a_pool_that_could_not_hold_both_peaks
 
 
 def preempting_world(lag):
-    """Three sequences whose outputs are longer than they are hoped to be, in a pool that holds two."""
+    """Three sequences with outputs longer than forecast, in a pool for two."""
     world = World(config(num_pages=(16,)), lag=lag, hope=1)
     talkative = [seed for seed in range(100) if 25 < len(output([1, 2, 3], seed, 40)) < 40]
     return world, [world.add([1, 2, 3], max_tokens=40, seed=seed)[0] for seed in talkative[:3]]
@@ -55,7 +55,7 @@ def test_the_youngest_is_preempted_and_goes_on_once_its_tokens_are_known(lag):
         before = {seq: seq.preemptions for seq in sequences}
         running = [seq for seq in sequences if seq.slot >= 0 and seq.num_total < seq.limit]
     assert len(preempted) == len(again) == world.scheduler.num_preemptions > 0
-    # They go on behind what they had sampled already.
+    # The sequences continue after their sampled tokens.
     assert all(chunk.start + chunk.tokens > chunk.seq.num_prompt for chunk in again)
 
 

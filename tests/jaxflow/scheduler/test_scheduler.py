@@ -103,7 +103,7 @@ def test_a_step_holds_the_budget_or_all_there_is_in_order(arrivals):
         seatless = scheduler.num_running == world.config.max_num_seqs
         if not seatless:
             assert work.num_tokens == min(world.config.token_budget, sum(left.values()))
-        # Nobody takes a slot before there is room for it.
+        # No sequence takes a slot before the pool has room.
         assert set(work.admitted) <= {chunk.seq for chunk in work.chunks}
         # Nobody is admitted while an older one waits, unless that one is long and others are long already.
         waiting = [seq for seq in before if seq.slot < 0 and left[seq] and not seq.finished]
@@ -111,8 +111,8 @@ def test_a_step_holds_the_budget_or_all_there_is_in_order(arrivals):
             overtaken = [old for old in waiting if old.key < seq.key]
             assert all(is_long(old) for old in overtaken)
             assert not overtaken or any(map(is_long, began | set(work.admitted)))
-        # The oldest that is being prefilled gets what is left after the decodes, half of that at least if it
-        # is long.
+        # The oldest prefilling sequence gets the room that decodes leave, and at least half of the room if
+        # its prompt is long.
         running = sorted(began | set(work.admitted), key=lambda seq: seq.key)
         room = world.config.token_budget - len(work.decodes)
         if began and room:

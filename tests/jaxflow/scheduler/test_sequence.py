@@ -1,4 +1,4 @@
-"""Tokens of a running sequence gather in its slot, and nobody can tell."""
+"""Tokens of a running sequence are stored in its slot, with the same properties as a waiting sequence."""
 
 import numpy as np
 from hypothesis import given
@@ -24,7 +24,7 @@ def test_the_tokens_are_those_of_the_prompt_and_all_that_came_whenever_one_looks
     expected = list(prompt)
     for token, then in later:
         expected.append(token)
-        if then == "late":  # it lost its slot before the token came
+        if then == "late":  # the sequence lost its slot before the token came
             by_slot.free_slot(seq)
             seq.append(token)
             by_slot.take_slot(seq, 0)

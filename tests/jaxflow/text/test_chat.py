@@ -1,4 +1,4 @@
-"""Chat templates: goldens, what templates expect to find, and what they must not reach."""
+"""Chat templates: goldens, the names that templates may read, and the names that the sandbox hides."""
 
 import copy
 import re

@@ -11,7 +11,7 @@ from jaxflow.text.detokenizer import Detokenizer, StopStrings
 from jaxflow.text.text_stream import TextStream
 from jaxflow.text.tokenizer import load_tokenizer
 
-# Biased to what is hard: parts of characters, special tokens, ids that are no tokens.
+# Biased to hard cases: parts of characters, special tokens, ids outside the vocabulary.
 STORIES_IDS = st.one_of(
     st.integers(0, 520),
     st.integers(131, 258),

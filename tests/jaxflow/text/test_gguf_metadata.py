@@ -71,7 +71,7 @@ def test_the_default_model_s_file(smollm2_gguf):
 
 def test_a_file_cut_anywhere_is_refused_by_name(tmp_path, small_file):
     path = tmp_path / "cut.gguf"
-    # Past the last key there are only tensors, of which this file has none.
+    # Only tensors follow the last key, and this file has none.
     end = small_file.rindex(bytes(range(5))) + 5
     for size in range(end):
         path.write_bytes(small_file[:size])

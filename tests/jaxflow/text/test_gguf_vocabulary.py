@@ -14,7 +14,7 @@ from jaxflow.text.gguf_vocabulary import PRE_TOKENIZERS
 from jaxflow.text.tokenizer import load_tokenizer
 from jaxflow.text.vocabulary import TokenizerError
 
-# Letters, digits, spaces and marks, whose borders are what pre-tokenizers differ about.
+# Letters, digits, spaces and marks. Pre-tokenizers differ at their borders.
 TEXTS = st.text(
     st.one_of(
         st.sampled_from("ab'st lL 12३ ²  \n\r\t.,!?-_$é☃😀\u0308"), st.characters(exclude_categories=["Cs"])
@@ -119,7 +119,7 @@ def test_qwen2_composes_characters_and_llama_takes_whole_words_first(loaded):
     text = "cafe\u0301"
     assert normalizers.NFC().normalize_str(text) != text
     assert loaded(metadata).decode(loaded(metadata).encode(text)) == "caf\u00e9"
-    # A token that no merge leads to: only a tokenizer that looks for whole words first finds it.
+    # A token that no merge produces: only a tokenizer that searches complete words first finds the token.
     tokens = [*metadata["tokenizer.ggml.tokens"], "zqzq"]
     types = np.append(metadata["tokenizer.ggml.token_type"], 1).astype(np.int32)
     for pre, found in (("llama-bpe", True), ("qwen2", False)):
@@ -198,7 +198,7 @@ def test_kinds_of_tokens(loaded):
     tokenizer = loaded(metadata, tokens=tokens, token_type=types)
     control, user, unused = len(base), len(base) + 1, len(base) + 2
     assert tokenizer.special_ids == {0, 1, control}
-    assert tokenizer.eos_token_ids == (1, control)  # the end of a turn ends an answer too
+    assert tokenizer.eos_token_ids == (1, control)  # the end of a turn also ends an answer
     assert tokenizer.vocab_size == len(tokens)
     assert tokenizer.encode("a  <tag> <|im_end|>")[1:] == [user, control]
     assert unused not in tokenizer.encode("<unused>")

@@ -30,7 +30,7 @@ def texts_and_stops(draw) -> tuple[str, list[str]]:
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Where the first complete stop string ends, and the longest that ends there."""
+    """Return the end of the first complete stop string, and the longest stop string with this end."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -39,7 +39,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 
 def could_begin(text: str, stops: list[str]) -> int:
-    """How many of the last characters could be the beginning of a stop string."""
+    """Return the number of trailing characters that could begin a stop string."""
     return max(
         n
         for n in range(len(text) + 1)

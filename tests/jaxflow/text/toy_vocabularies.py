@@ -38,7 +38,7 @@ def tokens_and_merges(backend: tokenizers.Tokenizer) -> tuple[list[str], list[st
 
 
 def byte_level_metadata(pre: str = "gpt-2") -> dict[str, Any]:
-    """What a GGUF file says of `byte_level_bpe`."""
+    """Return the GGUF metadata of `byte_level_bpe`."""
     tokens, merges = tokens_and_merges(byte_level_bpe())
     types = np.array([3 if token in ("<s>", "</s>") else 1 for token in tokens], np.int32)
     return {
@@ -53,9 +53,7 @@ def byte_level_metadata(pre: str = "gpt-2") -> dict[str, Any]:
 
 
 def sentencepiece_metadata(tokenizer_json: Path) -> dict[str, Any]:
-    """What a GGUF file would say of the stories260K vocabulary: the scores are minus the order in which pairs
-    were merged.
-    """
+    """Return the GGUF metadata of the stories260K vocabulary. Scores are the negative order of the merges."""
     vocabulary = json.loads(tokenizer_json.read_text())["model"]["vocab"]
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     types = [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259)
