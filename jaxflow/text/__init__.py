@@ -1,6 +1,5 @@
-"""Text to token ids and back: vocabularies, incremental detokenisation, stop strings and chat templates.
+"""Tokenization, incremental detokenization, stop strings and chat templates.
 
-Knows no model and no request. `tokenizer.load_tokenizer` reads a Hugging Face folder or a GGUF file;
-`detokenizer.Detokenizer` turns a growing list of token ids into text; `chat.render_chat` writes a
-conversation as a prompt.
+`tokenizer.load_tokenizer` reads a Hugging Face folder or a GGUF file. `detokenizer.Detokenizer` turns a
+growing list of token ids into text. `chat.render_chat` writes a conversation as a prompt.
 """

@@ -1,7 +1,7 @@
-"""A conversation written as a prompt by the model's own chat template, in a Jinja sandbox.
+"""Rendering of a conversation as a prompt, with the chat template of the model, in a Jinja sandbox.
 
-Templates come with checkpoints and messages from callers, so neither is trusted: a template reaches no Python
-attribute, changes nothing and runs a bounded number of steps; messages are bounded in size.
+Templates and messages are not trusted. A template reaches no Python attribute, changes no data, and runs a
+bounded number of steps. The size of the messages is bounded.
 """
 
 import datetime
@@ -23,13 +23,13 @@ from jaxflow.text.tokenizer import Tokenizer, check_text
 from jaxflow.text.vocabulary import TokenizerError
 
 MAX_MESSAGES = 10_000
-MAX_CHAT_CHARS = 4_000_000  # of all messages together, and of a template
-MAX_STEPS = 1_000_000  # turns of loops, and calls, of one rendering
+MAX_CHAT_CHARS = 4_000_000  # limit of all messages together, and limit of a template
+MAX_STEPS = 1_000_000  # loop iterations and calls of one rendering
 MAX_RENDERED_CHARS = 2 * MAX_CHAT_CHARS
 
 
 class ChatTemplateError(ValueError):
-    """A conversation that cannot be written: the messages are malformed, or the template is or refuses them."""
+    """A conversation that cannot be rendered: malformed messages, or a template that fails or refuses them."""
 
 
 def render_chat(
@@ -39,25 +39,26 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
-    """Returns the prompt of a conversation, to be encoded without special tokens: the template writes its
-    own.
+    """Return the prompt of a conversation. The template writes the special tokens.
 
-    `messages` are `{"role": ..., "content": ...}`, oldest first. `add_generation_prompt` ends the prompt with
-    the opening of an assistant's turn; `continue_final_message` ends it within the last message instead, for
-    the model to go on writing it.
+    Args:
+      template: a tokenizer with a chat template, or the Jinja source.
+      messages: `{"role": ..., "content": ...}`, oldest first.
+      add_generation_prompt: end the prompt with the start of an assistant message.
+      continue_final_message: end the prompt within the last message, so that the model continues it.
 
     Raises:
-      ChatTemplateError: no template, messages that are malformed or too large, or a template that fails or
-      refuses them.
+      ChatTemplateError: there is no template, the messages are malformed or too large, or the template fails
+        or refuses them.
     """
     source = template.chat_template if isinstance(template, Tokenizer) else template
     names = template.special_tokens if isinstance(template, Tokenizer) else {}
     if source is None:
-        raise ChatTemplateError("this model has no chat template: send it a text, not messages")
+        raise ChatTemplateError("the model has no chat template: send a text, not messages")
     conversation = _checked(messages)
     mark = ""
     if continue_final_message:
-        # A mark that no message holds, behind the last one: the prompt ends where the template put it.
+        # A marker that no message contains follows the last message. The prompt ends at the marker.
         mark = next(
             m
             for m in ("\ue000" * n for n in itertools.count(1))
@@ -77,13 +78,13 @@ def render_chat(
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], **how: bool) -> list[int]:
-    """Returns the token ids of `render_chat`. Raises: ChatTemplateError."""
+    """Return the token ids of `render_chat`. Raises: ChatTemplateError."""
     return tokenizer.encode(render_chat(tokenizer, messages, **how), add_special_tokens=False)
 
 
 def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise ChatTemplateError(f"messages: {len(messages)} of them; 1 to {MAX_MESSAGES} are accepted")
+        raise ChatTemplateError(f"messages: {len(messages)} messages; accepted: 1 to {MAX_MESSAGES}")
     for i, message in enumerate(messages):
         for key in ("role", "content"):
             value = message.get(key) if isinstance(message, Mapping) else None
@@ -94,10 +95,12 @@ def _checked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
             except TokenizerError as error:
                 raise ChatTemplateError(f"messages[{i}].{key}: {error}") from error
         if not message["role"]:
-            raise ChatTemplateError(f"messages[{i}].role is empty; system, user and assistant are usual")
+            raise ChatTemplateError(
+                f"messages[{i}].role is empty; most templates accept system, user, assistant"
+            )
     size = sum(len(message["role"]) + len(message["content"]) for message in messages)
     if size > MAX_CHAT_CHARS:
-        raise ChatTemplateError(f"messages: {size} characters; at most {MAX_CHAT_CHARS} are accepted")
+        raise ChatTemplateError(f"messages: {size} characters; accepted: at most {MAX_CHAT_CHARS}")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
@@ -116,11 +119,11 @@ def _render(source: str, variables: dict[str, Any]) -> str:
         raise
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
-    except Exception as error:  # a template can raise whatever Python can
+    except Exception as error:  # a template can raise any exception
         raise ChatTemplateError(f"chat template: {error or type(error).__name__}") from error
 
 
-_steps: ContextVar[Iterator[int]] = ContextVar("steps taken by the rendering that runs")
+_steps: ContextVar[Iterator[int]] = ContextVar("steps of the current rendering")
 
 
 def _step() -> None:
@@ -135,8 +138,9 @@ def _counted(items: Iterable) -> Iterator:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with every turn of a loop and every call a step, and no arithmetic that takes for
-    ever.
+    """Jinja's sandbox with a limit of steps. Every loop iteration and every call is a step.
+
+    Operators whose result could be huge are refused.
     """
 
     intercepted_binops = frozenset(["*", "**"])
@@ -147,7 +151,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             if loop.recursive:
                 raise jinja2.TemplateSyntaxError("recursive loops are not supported", loop.lineno)
             loop.iter = nodes.Filter(loop.iter, "jaxflow_counted", [], [], None, None, lineno=loop.lineno)
-        template.set_environment(self)  # the new nodes have none
+        template.set_environment(self)  # the new nodes have no environment
         return template
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -158,16 +162,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         sizes = [abs(value) if isinstance(value, int | float) else len(value) for value in (left, right)]
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if operator == "**" and not (numbers and sizes[0] < 2**31 and sizes[1] <= 64):
-            raise ChatTemplateError("the chat template uses ** on something else than small numbers")
+            raise ChatTemplateError("the chat template uses ** with operands that are not small numbers")
         if operator == "*" and not numbers and math.prod(sizes) > MAX_RENDERED_CHARS:
             raise ChatTemplateError(
-                f"the chat template repeats something to more than {MAX_RENDERED_CHARS} characters"
+                f"the chat template repeats a value to more than {MAX_RENDERED_CHARS} characters"
             )
         return super().call_binop(context, operator, left, right)
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks the assistant's words for training, and writes them as they are."""
+    """The tag `{% generation %}`, which marks text for training. The text is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -187,7 +191,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """As JSON, without the escapes for HTML of Jinja's own filter."""
+    """Return `value` as JSON, without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -197,7 +201,7 @@ def _tojson(
 def _compiled(source: str) -> jinja2.Template:
     if len(source) > MAX_CHAT_CHARS:
         raise ChatTemplateError(
-            f"the chat template has {len(source)} characters; at most {MAX_CHAT_CHARS} are accepted"
+            f"the chat template has {len(source)} characters; accepted: at most {MAX_CHAT_CHARS}"
         )
     sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     sandbox.filters["tojson"] = _tojson

@@ -1,8 +1,8 @@
-"""The key-value section of a GGUF file (version 2 and 3), read through a memory map.
+"""Reader of the key-value section of a GGUF file, version 2 or 3, through a memory map.
 
-The `gguf` package's reader makes several numpy arrays for each string: seconds for a vocabulary. This reads
-the same values in tens of milliseconds, touches no tensor, and bounds every length by the file's size, so
-that a corrupt file is an error and never a huge allocation.
+The reader of the `gguf` package makes several numpy arrays a string and takes seconds for a vocabulary. This
+reader takes tens of milliseconds. It checks every length against the file size, so that a corrupt file
+cannot cause a huge allocation.
 """
 
 import mmap
@@ -30,28 +30,31 @@ _SCALARS: dict[int, np.dtype] = {
 
 
 class GgufError(ValueError):
-    """A file that is not a readable GGUF file."""
+    """A file that cannot be read as a GGUF file."""
 
 
 def read_metadata(path: str | Path) -> dict[str, Value]:
-    """Returns every key of the file with its value, in the file's order.
+    """Return the values of the file by key, in the order of the file.
 
-    Arrays of strings come as lists, arrays of numbers as numpy arrays of the file's dtype (a bool array of
-    uint8 0 or 1).
+    An array of strings is a list. An array of numbers is a numpy array of the file's dtype. A bool array is
+    uint8.
 
     Raises:
-      GgufError: not a GGUF file, another version or byte order, truncated, or not UTF-8; the message names
-      file and key. OSError: the file cannot be opened.
+      GgufError: not a GGUF file, another version or byte order, truncated, or not UTF-8. The error names the
+        file and the key.
+      OSError: the file cannot be opened.
     """
     return read_metadata_section(path)[0]
 
 
 def read_metadata_section(path: str | Path) -> tuple[dict[str, Value], int]:
-    """`read_metadata`, and the byte at which the section ends."""
+    """Return the result of `read_metadata` and the byte offset of the end of the section."""
     path = Path(path)
     with path.open("rb") as file:
         if path.stat().st_size < 24:
-            raise GgufError(f"{path}: {path.stat().st_size} bytes are too few for a GGUF file")
+            raise GgufError(
+                f"{path}: {path.stat().st_size} bytes are too few for a GGUF file; at least 24 are needed"
+            )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _read(path, data)
 
@@ -59,10 +62,10 @@ def read_metadata_section(path: str | Path) -> tuple[dict[str, Value], int]:
 def _read(path: Path, data: mmap.mmap) -> tuple[dict[str, Value], int]:
     magic, version, _tensors, keys = struct.unpack_from("<4sIQQ", data)
     if magic != b"GGUF":
-        raise GgufError(f"{path}: starts with {magic!r}, a GGUF file with b'GGUF'")
+        raise GgufError(f"{path}: starts with {magic!r}; a GGUF file starts with b'GGUF'")
     if version not in (2, 3):
         kind = "a big-endian file" if version in (2 << 24, 3 << 24) else f"version {version}"
-        raise GgufError(f"{path}: {kind} is not supported; little-endian GGUF 2 or 3 is")
+        raise GgufError(f"{path}: {kind} is not supported; accepted: little-endian GGUF 2 or 3")
     values: dict[str, Value] = {}
     at, key = 24, "the first key"
     try:
@@ -72,7 +75,7 @@ def _read(path: Path, data: mmap.mmap) -> tuple[dict[str, Value], int]:
             (kind,) = struct.unpack_from("<I", data, at)
             value, at = _value(data, at + 4, kind)
             if name in values:
-                raise GgufError(f"the key {name!r} is there twice")
+                raise GgufError(f"the key {name!r} occurs twice")
             values[name] = value
     except struct.error as error:
         raise GgufError(f"{path}: ends in the middle of {key!r}, at byte {at} of {len(data)}") from error
@@ -120,4 +123,4 @@ def _string(data: mmap.mmap, at: int) -> tuple[str, int]:
 
 def _need(data: mmap.mmap, at: int, length: int) -> None:
     if at + length > len(data):
-        raise GgufError(f"wants {length} bytes at byte {at}, the file has {len(data)}")
+        raise GgufError(f"needs {length} bytes at byte {at}; the file has {len(data)} bytes")

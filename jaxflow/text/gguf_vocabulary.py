@@ -1,8 +1,8 @@
-"""The vocabulary inside a GGUF file, as a `tokenizers` tokenizer.
+"""Reader of the vocabulary in a GGUF file.
 
-Two kinds (`tokenizer.ggml.model`): `gpt2`, byte-level BPE with merges and a named pre-tokenizer, and `llama`,
-SentencePiece BPE, whose merges are not stored but follow from the tokens' scores. What a file leaves unsaid
-is as llama.cpp takes it.
+Two kinds of `tokenizer.ggml.model` are supported. `gpt2` is byte-level BPE with merges and a named
+pre-tokenizer. `llama` is SentencePiece BPE, where the merges follow from the scores of the tokens. Defaults
+of absent keys are those of llama.cpp.
 """
 
 import functools
@@ -17,15 +17,14 @@ from jaxflow.text.vocabulary import TokenizerError, Vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 
-# The same words as GPT-2's; the letter case of contractions and the grouping of digits differ between
-# families.
+# GPT-2's words, with contractions in any letter case. %s is the grouping of digits, which differs by family.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# tokenizer.ggml.pre -> the expressions that cut a text, each within the pieces of the one before
+# tokenizer.ggml.pre -> the expressions that split a text, each applied to the pieces of the one before
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     "gpt-2": (_GPT2,),
@@ -33,16 +32,16 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "llama-bpe": (_WORDS % r"\p{N}{1,3}",),
     "qwen2": (_WORDS % r"\p{N}",),
 }
-_WHOLE_WORDS_FIRST = ("llama-bpe",)  # a word that is a token is that token, whatever the merges say
+_IGNORES_MERGES = ("llama-bpe",)  # a word that is in the vocabulary becomes one token, without merges
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|eom_id|>", "<|end|>")
 
 
 def read_gguf_vocabulary(path: Path) -> Vocabulary:
-    """Reads the vocabulary, special tokens and chat template of a GGUF file.
+    """Read the vocabulary, special tokens and chat template of a GGUF file.
 
     Raises:
-      TokenizerError: not a GGUF file, or a vocabulary that is missing, inconsistent or of an unknown kind;
-      names the key.
+      TokenizerError: not a GGUF file, or a vocabulary that is missing, inconsistent or of an unknown kind. The
+        error names the key.
     """
     try:
         metadata = read_metadata(path)
@@ -65,7 +64,7 @@ def _vocabulary(path: Path, metadata: Mapping) -> Vocabulary:
         if token and type_ != UNUSED
     }
     if len(usable) < sum(bool(token) and type_ != UNUSED for token, type_ in zip(tokens, types, strict=True)):
-        raise TokenizerError("tokenizer.ggml.tokens holds the same token twice")
+        raise TokenizerError("tokenizer.ggml.tokens contains a token twice")
 
     if kind == "gpt2":
         pre = get("pre", str, "default")
@@ -80,7 +79,7 @@ def _vocabulary(path: Path, metadata: Mapping) -> Vocabulary:
         )
         add_bos = get("add_bos_token", bool, True)
     else:
-        raise TokenizerError(f"tokenizer.ggml.model={kind!r} is not supported; gpt2 and llama are")
+        raise TokenizerError(f"tokenizer.ggml.model={kind!r} is not supported; accepted: gpt2, llama")
     backend.add_special_tokens(
         [_added(tokens[i], special=True) for i in usable.values() if types[i] in (CONTROL, UNKNOWN)]
     )
@@ -95,7 +94,9 @@ def _vocabulary(path: Path, metadata: Mapping) -> Vocabulary:
     bos, eos = ids["bos"], ids["eos"]
     _add_around(backend, bos if add_bos else None, eos if get("add_eos_token", bool, False) else None)
     if add_bos and bos is None:
-        raise TokenizerError("tokenizer.ggml.add_bos_token is on but there is no tokenizer.ggml.bos_token_id")
+        raise TokenizerError(
+            "tokenizer.ggml.add_bos_token is true, but tokenizer.ggml.bos_token_id is missing"
+        )
     turn_ends = [
         i for i in map(usable.get, _TURN_ENDS) if i is not None and types[i] in (CONTROL, USER_DEFINED)
     ]
@@ -115,11 +116,13 @@ def _vocabulary(path: Path, metadata: Mapping) -> Vocabulary:
 
 def _byte_level(vocab: dict[str, int], merges: Sequence[str], pre: str) -> tokenizers.Tokenizer:
     if pre not in PRE_TOKENIZERS:
-        raise TokenizerError(f"tokenizer.ggml.pre={pre!r} is not supported; {', '.join(PRE_TOKENIZERS)} are")
+        raise TokenizerError(
+            f"tokenizer.ggml.pre={pre!r} is not supported; accepted: {', '.join(PRE_TOKENIZERS)}"
+        )
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     try:
-        model = models.BPE(vocab, pairs, ignore_merges=pre in _WHOLE_WORDS_FIRST)
-    except Exception as error:  # the package raises bare Exceptions
+        model = models.BPE(vocab, pairs, ignore_merges=pre in _IGNORES_MERGES)
+    except Exception as error:  # the package raises Exception itself
         raise TokenizerError(f"tokenizer.ggml.merges: {error}") from error
     backend = tokenizers.Tokenizer(model)
     cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in PRE_TOKENIZERS[pre]]
@@ -150,8 +153,9 @@ def _sentencepiece(
 
 
 def _merges_by_score(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose token has the highest score: every way to cut a token in two
-    is a merge.
+    """Return the merges of a SentencePiece vocabulary, highest score first.
+
+    Every split of a token into two tokens is a merge.
     """
     merges = []
     for token, _ in sorted(vocab.items(), key=lambda entry: (-scores[entry[1]], entry[1])):
@@ -170,7 +174,7 @@ def _added(token: str, *, special: bool) -> AddedToken:
 
 
 def _add_around(backend: tokenizers.Tokenizer, bos: int | None, eos: int | None) -> None:
-    """Makes `encode` put these tokens before and after a text."""
+    """Make `encode` add these tokens before and after a text."""
     around = [(name, i) for name, i in (("bos", bos), ("eos", eos)) if i is not None]
     if around:
         template = [name for name in ("bos", "$A", "eos") if name == "$A" or name in dict(around)]
@@ -186,7 +190,7 @@ def _get(metadata: Mapping, name: str, type_: type, default=_MISSING):
     value = metadata.get(key, default)
     if value is _MISSING:
         raise TokenizerError(
-            f"{key} is missing: the file holds no {'vocabulary' if name == 'tokens' else name}"
+            f"{key} is missing: the file has no {'vocabulary' if name == 'tokens' else name}"
         )
     if not isinstance(value, type_):
         raise TokenizerError(f"{key} is a {type(value).__name__}, not a {type_.__name__}")
@@ -204,7 +208,7 @@ def _per_token(metadata: Mapping, name: str, count: int, default: Sequence | Non
             if value is None
             else f"has {len(value)} entries"
             if hasattr(value, "__len__")
-            else "is no array"
+            else "is not an array"
         )
         raise TokenizerError(f"{key} {found}; tokenizer.ggml.tokens has {count}")
     return value.tolist()

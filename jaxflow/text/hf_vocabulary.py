@@ -1,9 +1,8 @@
-"""The vocabulary of a Hugging Face folder: `tokenizer.json`, or GPT-2's older pair `vocab.json` and
-`merges.txt` (OPT).
+"""Reader of the vocabulary in a Hugging Face folder.
 
-Beside it, as far as they are there: `tokenizer_config.json`, `special_tokens_map.json`,
-`generation_config.json`,
-`config.json` and `chat_template.jinja`. Whether a text gets a BOS token is what `tokenizer.json` itself says.
+The vocabulary is `tokenizer.json`, or the older files `vocab.json` and `merges.txt` of GPT-2 and OPT. The
+reader also uses `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json`, `config.json`
+and `chat_template.jinja` if they exist. `tokenizer.json` decides if a text gets a BOS token.
 """
 
 import json
@@ -20,10 +19,10 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 
 def read_hf_vocabulary(folder: Path) -> Vocabulary:
-    """Reads the vocabulary, special tokens, end tokens and chat template of a folder.
+    """Read the vocabulary, special tokens, end-of-sequence tokens and chat template of a folder.
 
     Raises:
-      TokenizerError: no vocabulary there, or a file that cannot be understood; names the file.
+      TokenizerError: no vocabulary, or a file that cannot be read. The error names the file.
     """
     config = _json(folder / "tokenizer_config.json")
     named = _named_tokens(folder)
@@ -50,9 +49,9 @@ def read_hf_vocabulary(folder: Path) -> Vocabulary:
 def _from_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exceptions
+    except Exception as error:  # the package raises Exception itself
         raise TokenizerError(f"{path}: {error}") from error
-    # Settings of whoever saved the file, for batches of equal length.
+    # The file may keep truncation and padding settings of a training batch.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -63,11 +62,11 @@ def _from_gpt2_files(folder: Path, config: dict, bos: str | None) -> tokenizers.
     if kind not in ("GPT2Tokenizer", "GPT2TokenizerFast"):
         raise TokenizerError(
             f"{folder / 'tokenizer_config.json'}: tokenizer_class={kind!r} needs a tokenizer.json, "
-            f"which is not there"
+            f"which is missing"
         )
     try:
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    except Exception as error:  # the package raises bare Exceptions
+    except Exception as error:  # the package raises Exception itself
         raise TokenizerError(f"{folder / 'vocab.json'}, {folder / 'merges.txt'}: {error}") from error
     backend = tokenizers.Tokenizer(model)
     prefix = bool(config.get("add_prefix_space", False))
@@ -82,7 +81,7 @@ def _from_gpt2_files(folder: Path, config: dict, bos: str | None) -> tokenizers.
 
 
 def _named_tokens(folder: Path) -> dict[str, str]:
-    """The texts of `bos_token` and its like, written as a string or as an object with `content`."""
+    """Return the texts of `bos_token`, `eos_token`, ... A value is a string or an object with `content`."""
     found: dict[str, str] = {}
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         values = _json(folder / file)
@@ -92,12 +91,12 @@ def _named_tokens(folder: Path) -> dict[str, str]:
             if isinstance(text, str):
                 found.setdefault(name, text)
             elif value is not None:
-                raise TokenizerError(f"{folder / file}: {name}={value!r} is not a token's text")
+                raise TokenizerError(f"{folder / file}: {name}={value!r} is not the text of a token")
     return found
 
 
 def _make_special(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
-    """Marks as special what the configuration names and the vocabulary holds as a plain token."""
+    """Mark tokens as special that the configuration names and the vocabulary holds as plain tokens."""
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     plain = [
         token
@@ -108,8 +107,9 @@ def _make_special(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
 
 
 def _chat_template(folder: Path, config: dict) -> str | None:
-    """`chat_template.jinja` if there, else the configuration's template, or the one of its templates named
-    `default`.
+    """Return the chat template: `chat_template.jinja`, or the template of `tokenizer_config.json`.
+
+    A list of templates gives the one named `default`.
     """
     path = folder / "chat_template.jinja"
     if path.is_file():
@@ -130,8 +130,9 @@ def _chat_template(folder: Path, config: dict) -> str | None:
 
 
 def _ids(folder: Path, backend: tokenizers.Tokenizer, named: dict[str, str], which: str) -> list[int]:
-    """The ids of `bos` or `eos`: the tokenizer's own, then what generation goes by (the model's where it says
-    nothing).
+    """Return the ids of `bos` or `eos`: the tokenizer's own first, then those of the generation config.
+
+    If the generation config names none, the ids of the model's config follow.
     """
     own = backend.token_to_id(named[f"{which}_token"]) if f"{which}_token" in named else None
     ids = [] if own is None else [own]

@@ -1,26 +1,28 @@
-"""Text to token ids and back (`Tokenizer`), from a Hugging Face folder or a GGUF file (`load_tokenizer`)."""
+"""`Tokenizer` encodes and decodes text. `load_tokenizer` reads it from a Hugging Face folder or a GGUF file."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 from jaxflow.text.gguf_vocabulary import read_gguf_vocabulary
 from jaxflow.text.hf_vocabulary import read_hf_vocabulary
-from jaxflow.text.text_stream import Pieces, TextStream
-from jaxflow.text.vocabulary import TokenizerError, Vocabulary
+from jaxflow.text.vocabulary import Pieces, TextStream, TokenizerError, Vocabulary
 
 
 class Tokenizer:
-    """A vocabulary in use. Holds no state that a call changes but caches: threads may share it.
+    """A tokenizer. Threads may share it, because calls change only caches.
 
     Attributes:
-      vocab_size: the largest token id plus one. A model's own vocabulary may be larger: ids past it are no
-      text. bos_token_id, eos_token_id: the tokenizer's own, or None. eos_token_ids: every token that ends an
-      answer, `eos_token_id` first. special_ids: tokens that are not text (`<s>`, `<|im_end|>`), which
-      `skip_special_tokens` leaves out. special_tokens: name in chat templates (`bos_token`, ...) -> text.
-      chat_template: Jinja source, or None.
+      source: the folder or file of the vocabulary.
+      vocab_size: the largest token id plus one. The vocabulary of the model may be larger. Ids past
+        `vocab_size` have no text.
+      bos_token_id, eos_token_id: ids of the tokenizer's own tokens, or None.
+      eos_token_ids: every end-of-sequence token, `eos_token_id` first.
+      special_ids: tokens that are not text (`<s>`, `<|im_end|>`). `skip_special_tokens` leaves them out.
+      special_tokens: token texts by their names in chat templates (`bos_token`, ...).
+      chat_template: the Jinja source, or None.
 
     Raises:
-      TokenizerError: a vocabulary whose decoder is not supported.
+      TokenizerError: the decoder of the vocabulary is not supported.
     """
 
     def __init__(self, vocabulary: Vocabulary):
@@ -43,39 +45,42 @@ class Tokenizer:
             raise TokenizerError(f"{self.source}: {error}") from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of a text. The names of special tokens in it (`<|im_start|>`) become those
-        tokens.
+        """Return the token ids of a text. The text of a special token (`<|im_start|>`) becomes this token.
 
-        `add_special_tokens` puts a BOS before the text where the vocabulary says so; a chat template writes
-        its own.
+        Args:
+          add_special_tokens: add a BOS token if the vocabulary has this setting. A chat template writes its
+            own special tokens.
 
         Raises:
-          TokenizerError: a lone surrogate, which is no Unicode text; names its place.
+          TokenizerError: the text has a lone surrogate, which is not valid Unicode.
         """
         check_text(text)
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of token ids; U+FFFD stands for bytes that are no character. Raises:
-        TokenizerError for a negative id.
+        """Return the text of token ids, with U+FFFD for invalid bytes.
+
+        Raises:
+          TokenizerError: a negative id.
         """
         stream = TextStream(self.pieces(skip_special_tokens))
         return stream.push(token_ids) + stream.finish()
 
     def token_text(self, token_id: int) -> str:
-        """Returns one token as one can read it: special tokens by name, its own space kept, U+FFFD for a part
-        of a character.
+        """Return the readable text of one token.
+
+        Special tokens appear by name, a leading space is kept, and U+FFFD stands for a part of a character.
         """
         piece = self._pieces[False][token_id]
         return piece.decode(errors="replace") if isinstance(piece, bytes) else piece or ""
 
     def pieces(self, skip_special_tokens: bool) -> Pieces:
-        """The table from token id to text that `decode` and the detokenizer use."""
+        """Return the table from token id to text for `decode` and the detokenizer."""
         return self._pieces[bool(skip_special_tokens)]
 
 
 def check_text(text: str) -> None:
-    """Refuses a string that has no UTF-8. Raises: TokenizerError."""
+    """Check that a text can be encoded in UTF-8. Raises: TokenizerError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -86,14 +91,14 @@ def check_text(text: str) -> None:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Loads the tokenizer of a Hugging Face folder or of a `.gguf` file.
+    """Load the tokenizer of a Hugging Face folder or of a `.gguf` file.
 
     Raises:
-      TokenizerError: nothing there, or not a vocabulary that is supported; names the file.
+      TokenizerError: the file is missing or its vocabulary is not supported. The error names the file.
     """
     path = Path(path)
     if path.is_dir():
         return Tokenizer(read_hf_vocabulary(path))
     if path.suffix == ".gguf" and path.is_file():
         return Tokenizer(read_gguf_vocabulary(path))
-    raise TokenizerError(f"{path} is not a folder with a tokenizer.json, nor a .gguf file")
+    raise TokenizerError(f"{path} is neither a folder with a tokenizer.json nor a .gguf file")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from test_stop_strings import could_begin, first_stop
 
 from jaxflow.text.detokenizer import Detokenizer, StopStrings
-from jaxflow.text.text_stream import TextStream
 from jaxflow.text.tokenizer import load_tokenizer
+from jaxflow.text.vocabulary import TextStream
 
 # Biased to hard cases: parts of characters, special tokens, ids outside the vocabulary.
 STORIES_IDS = st.one_of(

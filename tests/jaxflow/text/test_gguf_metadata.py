@@ -104,7 +104,7 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(tmp_path_factory, sm
             b"GGUF" + struct.pack("<IQQ", 3, 0, 2**63) + bytes(60),
             "twice",
         ),  # empty keys of type uint8, as many as there is space
-        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**60), "wants 1152921504606846976 bytes"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**60), "needs 1152921504606846976 bytes"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 8, 2**61), "'k'"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<I", 77), "type 77 is unknown"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 9, 0), "array of type 9"),

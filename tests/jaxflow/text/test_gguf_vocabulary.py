@@ -219,7 +219,7 @@ def test_the_template_and_the_end_of_the_turn_are_read(loaded):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"model": "bert"}, "tokenizer.ggml.model='bert' is not supported; gpt2 and llama"),
+        ({"model": "bert"}, "tokenizer.ggml.model='bert' is not supported; accepted: gpt2, llama"),
         ({"model": None}, "tokenizer.ggml.model is missing"),
         ({"model": 3}, "tokenizer.ggml.model is a int"),
         ({"pre": "tekken"}, "tokenizer.ggml.pre='tekken' is not supported; .*smollm"),
@@ -231,9 +231,9 @@ def test_the_template_and_the_end_of_the_turn_are_read(loaded):
             {"token_type": np.ones(3, np.int32)},
             "tokenizer.ggml.token_type has 3 entries; tokenizer.ggml.tokens has",
         ),
-        ({"tokens": ["a"] * 400, "token_type": np.ones(400, np.int32)}, "same token twice"),
+        ({"tokens": ["a"] * 400, "token_type": np.ones(400, np.int32)}, "contains a token twice"),
         ({"bos_token_id": 400}, "tokenizer.ggml.bos_token_id=400 is not a token id from 0 to "),
-        ({"bos_token_id": None, "add_bos_token": True}, "no tokenizer.ggml.bos_token_id"),
+        ({"bos_token_id": None, "add_bos_token": True}, "tokenizer.ggml.bos_token_id is missing"),
         ({"add_bos_token": "yes"}, "tokenizer.ggml.add_bos_token is a str"),
         ({"model": "llama"}, "tokenizer.ggml.scores is missing"),
     ],

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.text.stop_strings import StopMatcher
+from jaxflow.text.detokenizer import StopMatcher
 
 CUTS = st.lists(st.integers(0, 40), max_size=6)
 
