@@ -252,7 +252,10 @@ def test_templates_take_a_bounded_number_of_steps(monkeypatch, template, says):
             [{"role": "user", "content": "a\ud83d"}],
             r"messages\[0\].content: the text has a lone surrogate U\+D83D at character 1",
         ),
-        ([{"role": "user", "content": "x" * 2_000_001}] * 2, "messages: 4000010 characters; accepted: at most 4000000"),
+        (
+            [{"role": "user", "content": "x" * 2_000_001}] * 2,
+            "messages: 4000010 characters; accepted: at most 4000000",
+        ),
     ],
 )
 def test_malformed_messages_are_refused_by_place(messages, says):
