@@ -143,14 +143,6 @@ KV_DTYPES = {
     "float8_e4m3fn": "float8_e4m3fn",
     "int8": "int8",
 }
-SCHEDULING_POLICIES = (
-    "decode-maximal",
-    "request-level",
-    "orca-best",
-    "orca-worst",
-    "prefill-first",
-    "hybrid",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +185,6 @@ class EngineConfig:
     )
     # auto: searched where that is sure to gain; sequential, searched, a plan file or a folder of them
     plan: str = "auto"
-    scheduling_policy: str = "decode-maximal"
-    chunk_size: int | None = None  # prefill tokens a step, with scheduling_policy=hybrid only
     # auto: by the device; reference; mosaic or triton, refused where they have no attention for this
     kernels: str = "auto"
     compilation_cache_dir: str | None = None  # None: ~/.cache/jaxflow/compiled; "": none
@@ -225,7 +215,6 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_num_seqs",
             "num_kv_pages",
-            "chunk_size",
         ):
             value = getattr(self, field)
             check(field, value is None or value >= 1, "a positive number")
@@ -256,15 +245,4 @@ class EngineConfig:
             "kernels",
             self.kernels in ("auto", "reference", "mosaic", "triton"),
             "auto, reference, mosaic or triton",
-        )
-        check(
-            "scheduling_policy",
-            self.scheduling_policy in SCHEDULING_POLICIES,
-            " or ".join(SCHEDULING_POLICIES),
-        )
-        hybrid = self.scheduling_policy == "hybrid"
-        check(
-            "chunk_size",
-            hybrid == (self.chunk_size is not None),
-            "a number of tokens with scheduling_policy=hybrid, and only with it",
         )

@@ -159,9 +159,8 @@ class LLM:
             name, ids, sampling, priority=priority, cache_salt=cache_salt, make_stop_checker=checker
         )
         if self.runtime is None:
-            self._check_room(ids, sampling)
-        else:
-            self.runtime.check(made)
+            return self.driver.accept(made)
+        self.runtime.check(made)
         return made
 
     def _stop_checker(self, ids: Sequence[int], s: SamplingParams) -> Callable[[], StopStrings] | None:
@@ -172,24 +171,6 @@ class LLM:
         return lambda: StopStrings(
             tokenizer, ids, s.stop, skip_special_tokens=s.skip_special_tokens, min_tokens=s.min_tokens
         )
-
-    def _check_room(self, ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Refuses what does not fit the context. Raises: InvalidRequest."""
-        room = self.max_model_len - len(ids)
-        if room < 1:
-            raise InvalidRequest(
-                "prompt",
-                f"{len(ids)} tokens",
-                f"at most {self.max_model_len - 1} tokens: the context holds {self.max_model_len}",
-            )
-        if sampling.max_tokens is not None and sampling.max_tokens > room:
-            raise InvalidRequest(
-                "max_tokens", sampling.max_tokens, f"at most {room} after a prompt of {len(ids)} tokens"
-            )
-        if sampling.min_tokens > room:
-            raise InvalidRequest(
-                "min_tokens", sampling.min_tokens, f"at most {room} after a prompt of {len(ids)} tokens"
-            )
 
     # ---- offline
 
@@ -243,8 +224,6 @@ class LLM:
                     building[event.request_id].take(event)
                     building[event.request_id].raise_fault()
             return [building[r.request_id].output for r in requests]
-        for request in requests:
-            self.driver.check(request)
         box: _Queue = _Queue()
         left, waiting = len(requests), iter(requests)
         bar = tqdm(total=left, desc="generating", disable=not use_tqdm, unit="request", delay=1.0)

@@ -145,10 +145,30 @@ class Request:
     make_stop_checker: "StopCheckerFactory | None" = (
         None  # one checker for each of the n sequences, if sampling.stop
     )
+    limit: int | None = None  # tokens a sequence, prompt and output; set when the engine accepts the request
 
 
 class StopCheckerFactory(Protocol):
     def __call__(self) -> StopChecker: ...
+
+
+def with_limit(request: Request, max_prompt: int, max_output: int) -> Request:
+    """Return the request with its `limit`, where its prompt and output tokens are within these numbers.
+
+    Raises:
+      InvalidRequest: for an empty prompt, and for a number of tokens beyond the maximum.
+    """
+    prompt, sampling = len(request.prompt_token_ids), request.sampling
+    if prompt == 0:
+        raise InvalidRequest("prompt", [], "at least one token")
+    if prompt > max_prompt:
+        raise InvalidRequest("prompt", f"{prompt} tokens", f"at most {max_prompt} tokens")
+    for field in ("max_tokens", "min_tokens"):
+        tokens = getattr(sampling, field)
+        if tokens is not None and tokens > max_output:
+            raise InvalidRequest(field, tokens, f"at most {max_output} after a prompt of {prompt} tokens")
+    output = max_output if sampling.max_tokens is None else sampling.max_tokens
+    return dataclasses.replace(request, limit=prompt + output)
 
 
 class Logprob(msgspec.Struct, frozen=True):

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from jaxflow.request import Request, SamplingParams
 from jaxflow.scheduler.admission import OutputLengths
-from jaxflow.scheduler.scheduler import Scheduler, SchedulerConfig, StepWork
-from jaxflow.scheduler.state import Sequence
+from jaxflow.scheduler.config import SchedulerConfig
+from jaxflow.scheduler.scheduler import Scheduler, StepPolicy
+from jaxflow.scheduler.state import Sequence, StepWork
 
 VOCABULARY = 29
 EOS = 0
@@ -154,9 +155,10 @@ class World:
     config: SchedulerConfig
     lag: int = 1
     hope: int = 512
+    policy: StepPolicy | None = None
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = Scheduler(self.config, policy=self.policy)
         self.scheduler.lengths = OutputLengths(self.hope)
         self.device = Device(self.config)
         self.sequences: list[Sequence] = []
@@ -227,7 +229,7 @@ class World:
         assert 0 < work.num_tokens <= config.token_budget
         assert work.bucket in config.buckets and work.bucket >= work.num_tokens
         assert work.decodes.tolist() == [
-            self.scheduler.running.by_slot.sequences[slot] for slot in work.decode_slots
+            self.scheduler.running.slots.sequences[slot] for slot in work.decode_slots
         ]
         slots = work.slots.tolist()
         assert len(set(slots)) == len(slots) <= config.max_num_seqs
@@ -264,7 +266,7 @@ class World:
             for places in holders.values():
                 places = [place for place in places if place != (-1, -1)]
                 if len(places) > 1:
-                    seqs = [self.scheduler.running.by_slot.sequences[slot] for slot, _ in places]
+                    seqs = [self.scheduler.running.slots.sequences[slot] for slot, _ in places]
                     assert len({index for _, index in places}) == 1
                     end = (places[0][1] + 1) * size
                     assert len({(seq.token_ids[:end].tobytes(), seq.request.cache_salt) for seq in seqs}) == 1

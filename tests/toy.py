@@ -177,7 +177,7 @@ def run(
         for request in late.pop(step, ()):
             add(request)
         if step in preempt_at and engine.scheduler.num_running > 1:
-            engine.scheduler._preempt_youngest()
+            engine.scheduler.preempt_youngest()
         for event in engine.step():
             results[event.request_id].take(event)
         step += 1

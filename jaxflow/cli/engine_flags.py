@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 from absl import flags
 
-from jaxflow.config import SCHEDULING_POLICIES, EngineConfig
+from jaxflow.config import EngineConfig
 
 _HELP = {
     "model": (
@@ -58,8 +58,6 @@ _HELP = {
     ),
     "plan": "Plans of steps: sequential, searched (those shipped for this model and device), a plan file or a folder of them; auto: "
     "searched where one of those is sure to gain, else sequential.",
-    "scheduling_policy": f"How a step is filled: {', '.join(SCHEDULING_POLICIES)}.",
-    "chunk_size": "Prefill tokens in a step at most, with --scheduling_policy=hybrid.",
     "kernels": "auto: by the device; reference (XLA), mosaic (Hopper) or triton (NVIDIA GPUs, with the extra triton) forces them, "
     "and is refused where they have no attention for the model or its KV cache.",
     "compilation_cache_dir": "Where compiled programs are kept between runs, lowered ones beside them; empty: nowhere. "

@@ -53,9 +53,13 @@ class Driver:
         """Whether steps can still run."""
         return self._thread.is_alive() and self._fault is None
 
-    def check(self, request: Request) -> None:
-        """Refuses what could never run. Raises: InvalidRequest."""
-        self._loop.check(request)
+    def accept(self, request: Request) -> Request:
+        """Return the request with its limit. Any thread may call it.
+
+        Raises:
+          InvalidRequest: for a request that could never run.
+        """
+        return self._loop.scheduler.accept(request)
 
     def submit(self, request: Request, mailbox: Mailbox) -> None:
         """Hands over a request; its events go to `mailbox`, the last of them `Finished` for each of its
@@ -65,7 +69,7 @@ class Driver:
           QueueFull: as many wait as may. Draining: shutting down. EngineDead: after a fault.
           InvalidRequest: for what the scheduler could never run.
         """
-        self.check(request)
+        request = self.accept(request)
         with self._wake:
             self._refuse_if_ending()
             waiting = self._loop.waiting + self._queued

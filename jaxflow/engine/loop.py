@@ -112,10 +112,6 @@ class Loop:
         ]
         return [*self._told, *ends]
 
-    def check(self, request: Request) -> None:
-        """Refuses what could never run; any thread may call it. Raises: InvalidRequest."""
-        self.scheduler.check(request)
-
     def is_live(self, request_id: str) -> bool:
         return request_id in self._live
 

@@ -56,8 +56,9 @@ from jaxflow.parallel.mesh import axis_of, choose_platform, make_mesh, on_gpu
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handmade import sequential_plan
 from jaxflow.pipeline.plan import Plan
+from jaxflow.scheduler.config import SchedulerConfig
 from jaxflow.scheduler.running import make_page_tables
-from jaxflow.scheduler.scheduler import Scheduler, SchedulerConfig
+from jaxflow.scheduler.scheduler import Scheduler, StepPolicy
 from pallas_kernels.gemm.api import Product, product_of, shape_of
 from pallas_kernels.kernel_set import KernelSet
 from pallas_kernels.quantized import Quantized
@@ -75,7 +76,7 @@ _OF_NO_PROGRAM = (
         "max_waiting",
         "enable_prefix_caching",
     ),
-    *("kv_disk_path", "kv_disk_size", "scheduling_policy", "chunk_size"),
+    *("kv_disk_path", "kv_disk_size"),
 )
 
 
@@ -326,13 +327,17 @@ def make_loop(
     model: ModelConfig,
     executor: Executor,
     tier: HostTier | None = None,
+    *,
+    policy: StepPolicy | None = None,
     **changes: Any,
 ) -> Loop:
-    """Return a loop over an executor. `changes` replace fields of its `SchedulerConfig`.
+    """Return a loop over an executor.
 
     Args:
       config: resolved.
-      tier: the host tier; the loop closes it.
+      tier: the host tier, which the loop closes; None without one.
+      policy: see `Scheduler`.
+      changes: fields of the `SchedulerConfig` to replace.
     """
     assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
     scheduling = SchedulerConfig(
@@ -343,8 +348,6 @@ def make_loop(
         num_pages=executor.num_pages,
         max_model_len=config.max_model_len,
         buckets=tuple(sorted(executor.layouts)),
-        policy=config.scheduling_policy,
-        chunk_size=config.chunk_size,
         enable_prefix_caching=config.enable_prefix_caching,
         max_waiting=config.max_waiting,
         seed=config.seed,
@@ -353,7 +356,7 @@ def make_loop(
     offload = None
     if tier is not None:
         offload = tier.offload(make_page_tables(scheduling, record_named=True), executor)
-    scheduler = Scheduler(scheduling, None if offload is None else offload.policy)
+    scheduler = Scheduler(scheduling, None if offload is None else offload.policy, policy)
     return Loop(scheduler, executor, eos_token_ids=model.eos_token_ids, offload=offload)
 
 

@@ -1,8 +1,8 @@
-"""Will the pages last? A forecast of the peak use of KV pages by what runs now (NanoFlow §4.2.1).
+"""The forecast of the peak use of KV pages, which decides admission (NanoFlow §4.2.1).
 
-Running sequences grow by a token a step and give all their pages back when they end. `OutputLengths` guesses
-how long an output gets, `Forecast` finds the most pages that will ever be in use at once. A sequence is
-admitted if with it the peak stays within the pool.
+Running sequences grow by one token a step and release all their pages when they end. `OutputLengths` estimates
+the length of an output, and `Forecast` the largest number of pages in use at once. A sequence is admitted if
+the peak with it stays within the page pool.
 """
 
 from collections.abc import Mapping
@@ -16,17 +16,15 @@ FOREVER = 2**30
 
 
 class OutputLengths:
-    """What the outputs that ended lately tell about how long a running one gets.
+    """Estimates of output lengths, from the lengths of recent outputs.
 
-    A running output is expected to end like the recent ones that exceeded what it has already: an output that
-    has outlived the short ones is not expected to be short. Not like their mean: if all of them ended at
-    their means, hardly anything would be given back for a long while, and the forecast of the sum would be
-    too high. Each output has a rank in [0, 1) instead and is expected to be that quantile of them, so that
-    the ends of many are spread like real ones. Who has outlived them all is expected to double.
+    The estimate for a running output is a quantile of the recent lengths that exceed its present length. Each
+    sequence has its own quantile, its rank in [0, 1), so that the estimated ends are spread like real ones. A
+    mean would end all sequences together, release few pages for a long time, and make the forecast too high.
+    An output longer than all recent ones is estimated at twice its length.
 
-    Outputs that end early tend to be short ones, and while few have ended they would be taken for typical. So
-    at first
-    `PRIORS` lengths stand in, spread exponentially with mean `prior`; they are forgotten like the oldest.
+    The first outputs to end are mostly short ones. Therefore the memory begins with `PRIORS` lengths, spread
+    exponentially with mean `prior`, and replaces the oldest first.
     """
 
     PRIORS = 64
@@ -39,14 +37,15 @@ class OutputLengths:
         self._sorted: np.ndarray | None = None
 
     def record(self, length: int) -> None:
-        """An output has ended after `length` tokens."""
+        """Record the length in tokens of an output that has ended."""
         self._lengths[self._recorded % len(self._lengths)] = length
         self._recorded += 1
         self._sorted = None
 
     def expect(self, produced: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Total lengths int [n] to be expected of outputs that have `produced` [n] tokens and go on; more
-        than these.
+        """Return the expected total lengths, int [n], of outputs that have `produced` [n] tokens and continue.
+
+        `rank` [n]: the quantile of each. Every expected length exceeds the produced tokens.
         """
         if self._sorted is None:
             self._sorted = np.sort(self._lengths[: self._recorded])
@@ -56,7 +55,7 @@ class OutputLengths:
         return np.where(beyond < n, found, 2 * produced + 1)
 
     def final(self, seq: Sequence) -> int:
-        """Positions that a sequence which waits or prefills is expected to compute, in the end."""
+        """Return the positions that a waiting or prefilling sequence is expected to have computed at its end."""
         if seq.request.sampling.ignore_eos:
             return seq.limit - 1
         expected = self.expect(np.array([seq.num_total - seq.num_prompt]), np.array([seq.rank]))
@@ -64,49 +63,56 @@ class OutputLengths:
 
 
 class Forecast:
-    """The use of one full-attention group's pages over the steps to come.
+    """The use of one full-attention group's pages in the coming steps.
 
-    Decodes all advance together, one token a step, so their future is known up to their lengths: with c
-    positions computed and r to come a sequence holds ceil((c + t) / S) pages in step t = 1..r, and none after
-    it. Use falls only where one ends, so its peak is in the last step of one of them. A sequence that is
-    still to be prefilled is not tied to that clock: when its growth starts depends on the room that steps
-    will have. It is counted as prefilled at once, growing from the next step of the decodes on, and never
-    ending, which bounds every delay. So when lengths are exact, use never exceeds the forecast.
+    All decodes advance one token a step. A decode with c computed positions and r to come holds
+    ceil((c + t) / S) pages in step t = 1..r, and no pages after it. The use falls only when a decode ends, so
+    its peak is in the last step of one of the decodes. The time at which a prefill ends depends on the room of
+    the steps. The forecast counts a prefilling sequence as complete at once, lets it grow from the next step
+    on, and never ends it, which bounds every delay. With exact lengths the use never exceeds the forecast.
 
-    Counting is exact in pages, in O(n (log n + S)) for n decodes.
+    The count is exact in pages and takes O(n (log n + S)) for n decodes.
+
+    Attributes:
+      use: int [n + 1], pages in use in the last step of each decode, and after all of them.
     """
 
     def __init__(
         self, computed: np.ndarray, remaining: np.ndarray, discount: np.ndarray, common: int, block_size: int
     ):
-        """The decodes [n], each with `remaining` >= 1 positions to come.
+        """Forecast the use of n decodes.
 
-        `discount` [n]: pages of each that its end will not free, `common`: pages in use that nobody's end
-        will free.
-
-        Attribute `use`: int [n + 1], pages in use whenever one of them ends, and after that.
+        Args:
+          computed: int [n], computed positions.
+          remaining: int [n], positions to come, at least 1.
+          discount: int [n], pages that a decode holds and its end will not free.
+          common: pages in use that no single end will free.
+          block_size: tokens a page, S.
         """
         self._size = block_size
         order = np.argsort(-remaining, kind="stable")
         computed, steps = computed[order] + block_size - 1, remaining[order]
-        whole, part = np.divmod(computed, block_size)
-        late, phase = np.divmod(steps, block_size)
-        # ceil((c + t) / S) with c + S - 1 = S * whole + part and t = S * late + phase is whole + late, and
-        # one more if part + phase >= S. Row k sums it at t = steps[k] over all that are still there: rows
-        # 0..k, and equals of row k.
+        pages, offset = np.divmod(computed, block_size)
+        more_pages, more_offset = np.divmod(steps, block_size)
+        # With c + S - 1 = S * pages + offset and t = S * more_pages + more_offset, ceil((c + t) / S) is
+        # pages + more_pages, plus 1 if offset + more_offset >= S. Row k sums this at t = steps[k] over the
+        # decodes that have not ended then: rows 0..k, and the rows with the same number of steps as row k.
         rows = np.arange(1, len(order) + 1)
-        carries = _count_at_least(part, block_size - phase, block_size)
-        use = common + np.cumsum(whole - discount[order]) + rows * late + carries
+        carries = _count_at_least(offset, block_size - more_offset, block_size)
+        use = common + np.cumsum(pages - discount[order]) + rows * more_pages + carries
         self._steps = np.append(steps, FOREVER)
         self.use = np.append(use, common)
 
     def use_with(
         self, begin: int, end: int, found: int = 0, lent: Mapping[int, int] = MappingProxyType({})
     ) -> np.ndarray:
-        """`use` if a sequence is added that first computes `begin` positions and ends at `end`.
+        """Return `use` with one more sequence.
 
-        `found`: pages of it that are in use already. `lent`: how many of those somebody pays for who would
-        else free them in so many steps; they stay.
+        Args:
+          begin: positions that the sequence prefills.
+          end: positions that it has computed at its end.
+          found: pages of the sequence that are in use already.
+          lent: {steps: pages}: found pages that another sequence would free after so many steps.
         """
         use = self.use - np.minimum(begin + self._steps, end) // -self._size - found
         for steps, count in lent.items():
@@ -115,11 +121,10 @@ class Forecast:
 
 
 def _count_at_least(values: np.ndarray, floors: np.ndarray, size: int, block: int = 32) -> np.ndarray:
-    """For each k how many of values[0..k] are at least floors[k]: int [n]; values in 0..size-1, floors in
-    1..size.
+    """Return int [n]: for each k, the number of values[0..k] that are at least floors[k].
 
-    Whole blocks before k by their histograms, the rest of k's own block one by one: O(n (block + size /
-    block)).
+    Values are in 0..size-1, floors in 1..size. Blocks before the block of k are counted by their histograms,
+    the block of k value by value: O(n (block + size / block)).
     """
     n = len(values)
     blocks = -(-n // block)
@@ -129,10 +134,10 @@ def _count_at_least(values: np.ndarray, floors: np.ndarray, size: int, block: in
     )
     at_least = histogram[:, ::-1].cumsum(axis=1)[:, ::-1]
     before = at_least.cumsum(axis=0) - at_least
-    own, bars = np.zeros(blocks * block, np.int16), np.ones(blocks * block, np.int16)
-    own[:n], bars[:n] = values, floors
+    padded, bars = np.zeros(blocks * block, np.int16), np.ones(blocks * block, np.int16)
+    padded[:n], bars[:n] = values, floors
     # [i, b, k]: value i of block b against the floor of row k of block b, for i <= k; summed over i
-    own = np.ascontiguousarray(own.reshape(blocks, block).T)
-    counts = (own[:, :, None] >= bars.reshape(blocks, block)) & np.tri(block, dtype=bool).T[:, None, :]
+    padded = np.ascontiguousarray(padded.reshape(blocks, block).T)
+    counts = (padded[:, :, None] >= bars.reshape(blocks, block)) & np.tri(block, dtype=bool).T[:, None, :]
     inside = np.add.reduce(counts.view(np.uint8), axis=0).ravel()[:n]
     return before[block_of, floors] + inside

@@ -1,4 +1,4 @@
-"""The running sequences: their by_slot and their pages, kept in step with each other."""
+"""The running sequences: their slots and their pages."""
 
 import bisect
 import collections
@@ -25,161 +25,161 @@ def make_page_tables(config: SchedulerConfig, *, record_named: bool = False) -> 
 
 
 class Running:
-    """What runs, and what it holds.
+    """The running sequences, with their slots and pages.
 
     Attributes:
-      by_slot, tables: counts and pages, by slot.
-      prefilling: the sequences whose known tokens are not all computed, oldest first.
-      computed: the sequences of the last step's chunks.
+      slots: counts of the sequences, by slot.
+      tables: pages of the sequences, by slot.
+      prefilling: sequences whose known tokens are not all computed, oldest first.
+      computed: sequences of the last step's chunks.
       tiers: the policy of the KV tiers, over `tables`; None without tiers.
     """
 
     def __init__(self, config: SchedulerConfig, tiers: TierPolicy[Sequence] | None = None):
         self.config = config
-        self.by_slot = SlotTable(config.num_slots, config.block_size)
+        self.slots = SlotTable(config.num_slots, config.block_size)
         self.tables = make_page_tables(config) if tiers is None else tiers.tables
         self.prefilling: list[Sequence] = []
         self.computed: list[Sequence] = []
         self.tiers = tiers
-        # by slot, steps after which the forecast has it release its pages
-        self._remaining = np.zeros(config.num_slots, np.int32)
-        self._full = config.windows.index(None) if None in config.windows else None
+        self._remaining = np.zeros(
+            config.num_slots, np.int32
+        )  # steps until the forecast ends a slot's sequence
+        self._full = config.windows.index(None) if None in config.windows else None  # group of full attention
         self._has_windows = any(window is not None for window in config.windows)
 
-    # ---- coming and going
+    # ---- entering and leaving
 
-    def enter(self, seq: Sequence, names: list[bytes], part: tuple[int, list[int]] | None = None) -> None:
-        """SlotTable a sequence on the pages of its prefix that are known by these names.
+    def enter(self, seq: Sequence, names: list[bytes], partial: tuple[int, list[int]] | None = None) -> None:
+        """Give a sequence a slot and the prefix-cache pages of these names.
 
-        `part`: positions computed if some of the page after those are too, and that page in each group.
+        `partial`: for a sequence whose next page is partly computed, the number of its computed positions and
+        the page in each layer group.
         """
-        self.by_slot.take_slot(seq, part[0] if part else len(names) * self.config.block_size)
+        self.slots.take(seq, partial[0] if partial else len(names) * self.config.block_size)
         self.tables.adopt(seq.slot, names)
-        for group, page in enumerate(part[1] if part else ()):
+        for group, page in enumerate(partial[1] if partial else ()):
             self.tables.append(seq.slot, group, page)
         seq.pages = self.tables.rows[seq.slot]
         bisect.insort(self.prefilling, seq, key=BY_AGE)
 
     def leave(self, seq: Sequence) -> None:
-        """Takes back a sequence's pages and slot."""
+        """Take back a sequence's pages and its slot."""
         self._register(seq)
         if self.tiers is not None and seq.chain is not None:
             self.tiers.touch(seq.chain[1:])
         self.tables.release(seq.slot)
         if seq in self.prefilling:
             self.prefilling.remove(seq)
-        self.by_slot.free_slot(seq)
+        self.slots.release(seq)
         seq.pages = []
 
     @property
     def num_fetches(self) -> int:
-        """Slots that are reserved for sequences with a fetch."""
+        """Slots reserved for sequences whose pages are fetched from the lower tiers."""
         return 0 if self.tiers is None else len(self.tiers.fetches)
 
     def youngest(self) -> Sequence:
-        """Never the only one, whose needs the door has checked."""
-        running = self.by_slot.sequences[self.by_slot.taken].tolist()
+        """Return the youngest of several running sequences.
+
+        Raises:
+          RuntimeError: for a single sequence. `accept` refuses a request that does not fit by itself, so this
+            is a fault of the engine.
+        """
+        running = self.slots.sequences[self.slots.taken].tolist()
         if len(running) < 2:
-            raise RuntimeError(
-                f"{running} cannot go on, though nothing else holds any of {self.config.num_pages} pages"
-            )
+            raise RuntimeError(f"{running} holds all it can of {self.config.num_pages} pages and needs more")
         return max(running, key=BY_AGE)
 
     # ---- from step to step
 
     def settle(self) -> None:
-        """What the last step makes possible: others find the pages it completes, and what is not needed any
-        more is free.
+        """Register the pages that the last step completed, and release what no later step reads.
 
-        A sequence whose last token is scheduled has nothing left to compute. It leaves now, before that token
-        is known.
+        A sequence leaves once its last token is scheduled, before that token is known.
         """
-        by_slot = self.by_slot
+        slots = self.slots
         for seq in self.computed:
             if seq.slot >= 0:
                 self._register(seq)
         self.computed = []
-        for slot in np.flatnonzero(by_slot.taken & (by_slot.num_total >= by_slot.limit)).tolist():
-            self.leave(self._at(slot))
+        for slot in np.flatnonzero(slots.taken & (slots.num_total >= slots.limit)).tolist():
+            self.leave(slots.sequences.item(slot))
         if self._has_windows:
-            taken = np.flatnonzero(by_slot.taken)
-            self.tables.drop_unseen(taken, by_slot.num_computed[taken])
+            taken = np.flatnonzero(slots.taken)
+            self.tables.drop_unseen(taken, slots.num_computed[taken])
 
     def advance_decodes(self, slots: np.ndarray) -> np.ndarray:
-        """Counts a token computed and one sampled for each slot; returns the positions computed, int32 [n]."""
-        positions = self.by_slot.num_computed[slots]
-        self.by_slot.num_computed[slots] += 1
-        self.by_slot.num_total[slots] += 1
+        """Count one computed and one sampled token a slot. Return the computed positions, int32 [n]."""
+        positions = self.slots.num_computed[slots]
+        self.slots.num_computed[slots] += 1
+        self.slots.num_total[slots] += 1
         return positions
 
     def advance_chunk(self, seq: Sequence, tokens: int) -> Chunk:
-        """Counts a chunk as computed, on pages that it gets now."""
-        by_slot, slot, start = self.by_slot, seq.slot, seq.num_computed
+        """Count the next `tokens` positions of a sequence as computed, and give it pages for them."""
+        slots, slot, start = self.slots, seq.slot, seq.num_computed
         end = start + tokens
         samples = end == seq.num_total
         self.tables.grow(slot, end)
-        by_slot.num_computed[slot] = end
+        slots.num_computed[slot] = end
         if samples:
-            by_slot.num_total[slot] += 1
-            by_slot.decoding[slot] = True
+            slots.num_total[slot] += 1
+            slots.decoding[slot] = True
             self.prefilling.remove(seq)
         self.computed.append(seq)
         return Chunk(seq, slot, start, tokens, samples)
 
     def commit(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """One token more is known of each slot."""
-        by_slot = self.by_slot
-        by_slot.append(slots, tokens)
-        whole = np.minimum(by_slot.num_known[slots], by_slot.num_computed[slots]) // self.config.block_size
-        for slot in slots[whole > by_slot.registered[slots]].tolist():
-            self._register(self._at(slot))
-
-    def _at(self, slot: int) -> Sequence:
-        return self.by_slot.sequences.item(slot)
+        """Add the sampled token of each slot to its known tokens."""
+        table = self.slots
+        table.append(slots, tokens)
+        full_pages = np.minimum(table.num_known[slots], table.num_computed[slots]) // self.config.block_size
+        for slot in slots[full_pages > table.registered[slots]].tolist():
+            self._register(table.sequences.item(slot))
 
     def _register(self, seq: Sequence) -> None:
-        """Lets others find the pages whose tokens are all known and computed."""
-        slot, size = seq.slot, self.config.block_size
-        by_slot = self.by_slot
-        begin, whole = (
-            by_slot.registered.item(slot),
-            min(by_slot.num_known.item(slot), by_slot.num_computed.item(slot)) // size,
-        )
-        if whole > begin:
-            self.tables.register(slot, seq.names(whole, size), begin)
-            by_slot.registered[slot] = whole
+        """Give the pages whose tokens are all known and computed their content names."""
+        slots, slot, size = self.slots, seq.slot, self.config.block_size
+        begin = slots.registered.item(slot)
+        end = min(slots.num_known.item(slot), slots.num_computed.item(slot)) // size
+        if end > begin:
+            self.tables.register(slot, seq.names(end, size), begin)
+            slots.registered[slot] = end
 
-    # ---- what will be
+    # ---- admission
 
     def forecast(self, lengths: OutputLengths) -> Forecast:
-        """Of the full-attention group's pages. Without such a group: of no pages, which always fits."""
-        by_slot, tables, full, size = self.by_slot, self.tables, self._full, self.config.block_size
+        """Return the forecast use of the full-attention group's pages; one of no pages without that group."""
+        table, tables, full, size = self.slots, self.tables, self._full, self.config.block_size
         if full is None:
             nothing = np.zeros(0, np.int32)
             return Forecast(nothing, nothing, nothing, 0, size)
-        slots = np.flatnonzero(by_slot.decoding)
-        computed, final = by_slot.num_computed[slots], by_slot.limit[slots] - 1
-        guessed = slots[~by_slot.exact[slots]]
+        slots = np.flatnonzero(table.decoding)
+        computed, final = table.num_computed[slots], table.limit[slots] - 1
+        may_stop = ~table.ignores_eos[slots]
+        guessed = slots[may_stop]
         if len(guessed):
-            prompt = by_slot.num_prompt[guessed]
-            expected = prompt + lengths.expect(by_slot.num_total[guessed] - prompt, by_slot.rank[guessed]) - 1
-            final[~by_slot.exact[slots]] = np.minimum(by_slot.limit[guessed] - 1, expected)
+            prompt = table.num_prompt[guessed]
+            expected = prompt + lengths.expect(table.num_total[guessed] - prompt, table.rank[guessed]) - 1
+            final[may_stop] = np.minimum(table.limit[guessed] - 1, expected)
         self._remaining[:] = FOREVER
         self._remaining[slots] = final - computed
-        discount = tables.count[full] - tables.charged[full]
-        forecast = Forecast(computed, final - computed, discount[slots], tables.common(full), size)
+        shared = tables.count[full] - tables.charged[full]
+        forecast = Forecast(computed, final - computed, shared[slots], tables.common(full), size)
         for seq in self.prefilling:
-            forecast.use = forecast.use_with(seq.num_total, lengths.final(seq), int(discount[seq.slot]))
+            forecast.use = forecast.use_with(seq.num_total, lengths.final(seq), int(shared[seq.slot]))
         for fetch in self.tiers.fetches if self.tiers is not None else ():
             held = len(fetch.held[full]) + (fetch.partial is not None)
             forecast.use = forecast.use_with(fetch.seq.num_total, lengths.final(fetch.seq), held)
         return forecast
 
     def fits(self, seq: Sequence, names: list[bytes], forecast: Forecast, lengths: OutputLengths) -> bool:
-        """Whether one more would never run out of pages, as far as lengths are known; if so it is added to
-        the forecast.
+        """Return True if the pages will last with one more sequence, and then add it to the forecast.
+
+        `names`: content names of the pages that the sequence finds in the prefix cache.
         """
-        config, limits = self.config, self.by_slot.limit[self.by_slot.taken]
+        config, limits = self.config, self.slots.limit[self.slots.taken]
         if self.tiers is not None and self.tiers.fetches:
             limits = np.append(limits, [fetch.seq.limit for fetch in self.tiers.fetches])
         for pages, window in zip(config.num_pages, config.windows, strict=True):

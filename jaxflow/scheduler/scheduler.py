@@ -1,159 +1,189 @@
-"""Continuous batching: which sequences compute how many tokens in the next step, and on which pages.
+"""Continuous batching: the choice of the sequences and tokens of the next step, and of their pages.
 
-`Scheduler.schedule` decides before the step runs, and before the results of the step before it are known: a
-sampled token counts as soon as it is scheduled (`num_total`), its value comes later (`commit`). All pages are
-host bookkeeping; that steps run in the order in which they are scheduled makes every hand-over of a page
-safe.
+`Scheduler.schedule` runs before the results of the step before are known. A sampled token counts as soon as it
+is scheduled (`num_total`), and `commit` adds its value later. The scheduler keeps only the host's books of the
+pages. Because steps run in the order in which they are scheduled, a page can change hands at once.
 """
 
+import bisect
 import random
+from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import numpy as np
 
 from jaxflow.kv.tiers.policy import Fetch, TierPolicy
 from jaxflow.request import QueueFull, Request
 from jaxflow.scheduler.admission import Forecast, OutputLengths
-from jaxflow.scheduler.config import SchedulerConfig, limit_of, salt_of
-from jaxflow.scheduler.policies import POLICIES, bucket_of, surplus
+from jaxflow.scheduler.config import SchedulerConfig, accept, prefix_salt
 from jaxflow.scheduler.running import Running
-from jaxflow.scheduler.state import Chunk, Interval, Sequence, StepWork, Waiting, sequences_of
+from jaxflow.scheduler.state import Sequence, StepWork, WaitingQueue, sequences_of
 
-__all__ = ["Chunk", "Scheduler", "SchedulerConfig", "StepWork"]
+Chunks = list[tuple[Sequence, int]]  # sequences that prefill in a step, with their tokens
+
+
+class StepPolicy(Protocol):
+    """A rule that fills a step.
+
+    Attributes:
+      min_tokens: the bucket of a step holds at least so many tokens.
+    """
+
+    min_tokens: int
+
+    def fill(self, scheduler: "Scheduler", now: float) -> tuple[np.ndarray, Chunks]:
+        """Return the slots that decode, int32 [n], and the chunks, from `Scheduler.decode` and `prefill`."""
+        ...
+
+
+class DecodeMaximal:
+    """JaxFlow's policy: all decodes, then prefill tokens up to the budget (SARATHI §4.3, NanoFlow §4.2.1)."""
+
+    min_tokens = 0
+
+    def fill(self, scheduler: "Scheduler", now: float) -> tuple[np.ndarray, Chunks]:
+        """See `StepPolicy.fill`."""
+        slots = scheduler.decode()
+        return slots, scheduler.prefill(now, decodes=len(slots), share_room=True)
 
 
 class Scheduler:
-    """Owns the requests and the pages.
+    """The owner of the requests and the pages.
 
-    A step, with the default policy:
-      1. Every decode gets its token. Where pages run out, the youngest running sequence is pre-empted: it
-      gives up its
-         slot and pages, waits, and later goes on from what the host has of it, or computes its known tokens
-         again.
-      2. Sequences whose prefill has begun go on, oldest first.
+    A step with the default policy:
+      1. Every decode gets its token. If pages run out, the youngest running sequence is pre-empted: it loses
+         its slot and pages and waits. Later it continues from the pages that the host tier has, or computes
+         its known tokens again.
+      2. Sequences that have begun to prefill continue, oldest first.
       3. Unless this step pre-empted, waiting sequences are admitted, oldest first, while a slot is free and
-      the forecast
-         peak of memory fits (`jaxflow.scheduler.admission`). The first that does not fit ends it: nobody
-         overtakes it, so the pages it waits for are not given to others. One of which the host has more than
-         the device is set aside until its pages have come (`jaxflow.kv.tiers.policy`); its slot and its
-         memory are kept, and others go on.
-      4. The step is filled to the budget exactly, or holds all there is to do; a chunk that fills little of
-      the last tile
-         is cut back to the tile's border.
-    Older means smaller `Sequence.key`: by priority, then arrival.
+         the forecast peak of memory fits (`jaxflow.scheduler.admission`). Admission ends at the first one
+         that does not fit: no younger sequence takes the pages that it waits for. A sequence that finds more
+         pages on the host than on the device is set aside until its pages have arrived
+         (`jaxflow.kv.tiers.policy`). Its slot and its memory are reserved, and others continue.
+      4. The step is filled exactly to the budget, or holds all the work there is. A chunk that fills little
+         of the last tile is shortened to the tile's border.
+    Older means a smaller `Sequence.key`: by priority, then by arrival.
 
-    Fairness. A prompt is long if it has more tokens than a step. Long prompts together get at most half
-    (rounded up) of the room that decodes leave, as long as shorter prompts can use the other half; what those
-    leave falls to the long ones. So a short prompt that comes behind a very long one starts in the next step
-    that has room, memory and a slot, not after the long one; and the long one is slowed to half at most.
-    While a long one uses up that share, waiting long prompts are passed over for short ones; that ends with
-    the long prompt in progress. Prompts of one kind are served one after the other: taking turns would only
-    make the first ones wait for the last. Nothing starves: the oldest prefilling sequence gets at least half
-    of the room in every step that has any, decodes are bounded in number and length, and the head of the
-    queue is not overtaken once a long prompt's share is free.
+    Fairness: a prompt is long if it has more tokens than a step. Together, long prompts get at most half
+    (rounded up) of the room that decodes leave, as long as shorter prompts use the other half; then they get
+    the rest. So a short prompt behind a very long one starts in the next step that has room, memory and a
+    slot, and the long one takes at most twice its time. While a long prompt uses up its share, waiting long
+    prompts are passed over. Prompts of one kind run one after the other, because turns would only delay the
+    first ones. No sequence starves: the oldest prefilling one gets at least half of the room of every step,
+    decodes are bounded in number and length, and no sequence overtakes the head of the queue once the share
+    of long prompts is free.
 
-    Never stuck: a sequence that could not run alone in the pool is refused at the door; the oldest running
-    one can take every page of the others, so it ends, and then the next is the oldest.
+    The scheduler never deadlocks: `accept` refuses a request that does not fit by itself, and the oldest
+    running sequence can take the pages of all others, so it ends, and then the next one is the oldest.
     """
 
-    def __init__(self, config: SchedulerConfig, tiers: TierPolicy[Sequence] | None = None):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        tiers: TierPolicy[Sequence] | None = None,
+        policy: StepPolicy | None = None,
+    ):
         self.config, self.tiers = config, tiers
         self.running = Running(config, tiers)
         self.lengths = OutputLengths()
-        self.num_preemptions = self._times_room_was_made = 0
-        self._policy = POLICIES[config.policy]
-        self._waiting = Waiting(config.token_budget)
-        self._admitted: list[Sequence] = []
-        self._requests = 0  # that ever came
-        self._unbegun = 0
-        self._open = True  # lockstep: the batch still takes requests
-        self._batch_rows = 0
+        self.num_preemptions = 0
+        self.admitted: list[Sequence] = []  # sequences that got their slot in this step
+        self._policy: StepPolicy = policy or DecodeMaximal()
+        self._waiting = WaitingQueue(config.token_budget)
+        self._num_requests = self._num_waiting = 0
+        self._admitting = True  # the step may still admit
+        self._forecast: Forecast | None = None  # of this step, once a sequence is considered
         self._random = random.Random(config.seed)
-        self._begins = Interval()
+        self._start_interval_s = 1.0  # recent mean time between the starts of requests
+        self._last_start_s: float | None = None
 
-    # ---- what there is
+    # ---- counts
 
     @property
     def num_running(self) -> int:
         """Sequences that have a slot."""
-        return self.running.by_slot.num_taken
+        return self.running.slots.num_taken
 
     @property
     def num_waiting(self) -> int:
-        """Requests not yet begun."""
-        return self._unbegun
+        """Requests that have not begun."""
+        return self._num_waiting
 
     @property
     def pages_free(self) -> int:
-        """Pages that can be given out, of all groups."""
+        """Free or cached pages, over all layer groups."""
         return sum(self.running.tables.available())
 
     def seconds_until_room(self) -> float:
-        """A guess at when a waiting request's place gets free: the recent time between two requests'
-        beginnings.
+        """Return the expected time until a place in the waiting queue is free.
+
+        The estimate is the recent mean time between the starts of two requests.
         """
-        return min(60.0, max(0.1, self._begins.seconds))
+        return min(60.0, max(0.1, self._start_interval_s))
 
     # ---- requests
 
-    def check(self, request: Request) -> None:
-        """Refuses a request that could never run. Reads nothing that changes: any thread may call it. Raises:
-        InvalidRequest.
+    def accept(self, request: Request) -> Request:
+        """Return the request with its limit, see `jaxflow.scheduler.config.accept`. Any thread may call it.
+
+        Raises:
+          InvalidRequest: for a request that could never run.
         """
-        limit_of(self.config, request)
+        return accept(self.config, request)
 
     def add(self, request: Request, now: float) -> list[Sequence]:
-        """Takes a request in; returns its n sequences. Raises: InvalidRequest, QueueFull."""
-        limit = limit_of(self.config, request)
-        if self._unbegun >= self.config.max_waiting:
-            raise QueueFull(self._unbegun, self.seconds_until_room())
-        arrival, self._requests = self._requests, self._requests + 1
+        """Queue a request, and return its n sequences.
+
+        Raises:
+          InvalidRequest: for a request that could never run.
+          QueueFull: if the waiting queue is full.
+        """
+        request = self.accept(request)
+        assert request.limit is not None
+        if self._num_waiting >= self.config.max_waiting:
+            raise QueueFull(self._num_waiting, self.seconds_until_room())
+        arrival, self._num_requests = self._num_requests, self._num_requests + 1
         seed = self._random.getrandbits(64) if request.sampling.seed is None else request.sampling.seed
-        sequences = sequences_of(
-            request,
-            seed=seed,
-            limit=limit,
-            arrival=arrival,
-            now=now,
-            salt=salt_of(self.config, request, arrival),
-        )
-        self._unbegun += 1
+        salt = prefix_salt(self.config, request, arrival)
+        sequences = sequences_of(request, seed=seed, limit=request.limit, arrival=arrival, now=now, salt=salt)
+        self._num_waiting += 1
         self._waiting.add(sequences[0])
         if self.tiers is not None:
             self.tiers.read_ahead(sequences[0])
         return sequences
 
     def commit(self, sequences: list[Sequence], tokens: list[int] | np.ndarray) -> None:
-        """Sampled tokens became known, one for each sequence, in the order of their steps.
+        """Add the value of one sampled token to each sequence, in the order of their steps.
 
-        Tokens of sequences that are finished are surplus and are dropped.
+        Tokens of finished sequences are dropped.
         """
         tokens = np.asarray(tokens, np.int32)
         slots = np.array([seq.slot for seq in sequences], np.int32)
         in_slot = slots >= 0
         for i in np.flatnonzero(~in_slot).tolist():
             seq = sequences[i]
-            if not seq.finished:  # it left while the step ran: pre-empted, or with its last token
+            if not seq.finished:  # it lost its slot while the step ran: pre-empted, or with its last token
                 seq.append(int(tokens[i]))
                 if seq.num_known == seq.num_total < seq.limit:
                     self._waiting.add(seq)
         self.running.commit(slots[in_slot], tokens[in_slot])
 
     def in_slot(self, work: StepWork) -> np.ndarray:
-        """bool [n]: which of the step's decodes still have the slot that they had in it."""
-        return self.running.by_slot.sequences[work.decode_slots] == work.decodes
+        """Return bool [n]: for each decode of a step, whether it still has the slot that it had in the step."""
+        return self.running.slots.sequences[work.decode_slots] == work.decodes
 
     def commit_in_slot(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Like `commit`, for sequences that are known to have these slots, int32 [n]."""
+        """Commit tokens of sequences that are known to have these slots, int32 [n] both."""
         self.running.commit(slots, tokens)
 
     def finish(self, seq: Sequence) -> None:
-        """Its output is complete: gives back its pages and slot, at once. Does nothing the second time."""
+        """End a sequence with its output complete: free its slot and pages. Does nothing the second time."""
         if not seq.finished:
             self.lengths.record(seq.num_known - seq.num_prompt)
             self.abort(seq)
 
     def abort(self, seq: Sequence) -> None:
-        """Gives up a sequence, running or waiting, like `finish`; its length teaches nothing."""
+        """End a sequence, running or waiting, without recording its output length."""
         if seq.finished:
             return
         seq.finished = True
@@ -164,10 +194,10 @@ class Scheduler:
         else:
             self._waiting.remove(seq)
         if seq.index == 0 and seq.t_first_schedule is None:
-            self._unbegun -= 1
-        self._start_siblings(seq)
+            self._num_waiting -= 1
+        self._queue_siblings(seq)
 
-    def _start_siblings(self, seq: Sequence) -> None:
+    def _queue_siblings(self, seq: Sequence) -> None:
         siblings, seq.siblings = seq.siblings, ()
         for sibling in siblings:
             if not sibling.finished:
@@ -176,119 +206,129 @@ class Scheduler:
     # ---- a step
 
     def schedule(self, now: float) -> StepWork | None:
-        """Decides the next step; None if there is nothing to compute. `now` in seconds.
+        """Return the work of the next step; None if there is nothing to compute. `now` in seconds.
 
-        Counts move at once: `num_computed` by the tokens, `num_total` by one where a token is sampled.
+        The counts change at once: `num_computed` by the step's tokens, `num_total` by one for each sample.
         """
+        self._settle()
+        self._admitting, self._forecast = True, None
+        slots, chunks = self._policy.fill(self, now)
+        while not len(slots) and not chunks and self._can_make_room():
+            self._make_room()  # prefilling sequences hold the pages that all of them need
+            slots, chunks = self._policy.fill(self, now)
+        if not len(slots) and not chunks:
+            return None
+        num_tokens = len(slots) + sum(tokens for _, tokens in chunks)
+        admitted, self.admitted = tuple(seq for seq in self.admitted if seq.slot >= 0), []
+        return StepWork(
+            decodes=self.running.slots.sequences[slots],
+            decode_slots=slots,
+            decode_positions=self.running.advance_decodes(slots),
+            chunks=tuple(self.running.advance_chunk(seq, tokens) for seq, tokens in chunks),
+            admitted=admitted,
+            num_tokens=num_tokens,
+            bucket=bucket_of(max(num_tokens, self._policy.min_tokens), self.config.buckets),
+            page_appends=self.running.tables.take_appends(),
+        )
+
+    def _settle(self) -> None:
+        """Act on the last step: queue siblings, release pages and slots, queue sequences to retry."""
         for seq in self.running.computed:
             if seq.siblings and seq.num_computed >= seq.num_prompt:
-                self._start_siblings(seq)
+                self._queue_siblings(seq)
         self.running.settle()
         for seq in self.tiers.take_retries() if self.tiers is not None else ():
             self._waiting.add(seq)
-        if not self.num_running:
-            self._open, self._batch_rows = True, 0
-        policy, taken = self._policy, self._times_room_was_made
-        slots, grants = np.zeros(0, np.int32), []
-        if policy.mixes:
-            slots = self._decode()
-            grants = self._prefill(len(slots), taken == self._times_room_was_made, now)
-        else:
-            grants = self._prefill(0, self._open, now)
-            if not grants:
-                self._open = not policy.lockstep
-                slots = self._decode()
-        while (
-            not grants
-            and not len(slots)
-            and (self.num_running > 1 or (self.num_running and self.running.num_fetches))
-        ):
-            self._make_room()  # prefills hold the pages that each of them needs: the forecast was wrong
-            grants = self._prefill(0, False, now)
-        if not grants and not len(slots):
-            return None
-        return self._dispatch(slots, grants)
 
-    def _decode(self) -> np.ndarray:
-        """Slots that decode, each with a page for its token, after pre-empting as many of the youngest as
-        that takes.
+    def decode(self) -> np.ndarray:
+        """Return the slots that decode, int32 [n], each with a page for its token.
+
+        Pre-empts the youngest sequences until the pages suffice.
         """
-        by_slot, tables = self.running.by_slot, self.running.tables
+        slots_of, tables = self.running.slots, self.running.tables
         while True:
-            slots = np.flatnonzero(by_slot.decoding).astype(np.int32)
-            crossing = tables.crossing(slots, by_slot.num_computed[slots])
+            slots = np.flatnonzero(slots_of.decoding).astype(np.int32)
+            crossing = tables.crossing(slots, slots_of.num_computed[slots])
             if (crossing.sum(axis=1) <= tables.available()).all():
                 tables.grow_crossing(slots, crossing)
                 return slots
             self._make_room()
 
-    def _prefill(self, decodes: int, admit: bool, now: float) -> list[tuple[Sequence, int]]:
-        """Chunks as (sequence, tokens), oldest first, beside so many decodes."""
-        policy, config = self._policy, self.config
-        left = config.token_budget - decodes
-        if policy.chunked:
-            left = min(left, config.chunk_size or 0)
-        planned = [0] * len(config.windows)
-        grants: dict[Sequence, int] = {}
-        forecast: Forecast | None = None
-        for fetch in self.tiers.complete_fetches() if admit and self.tiers is not None else ():
-            if self.running.by_slot.free:
-                self._admit_fetched(fetch, now)
-        # Long prompts may have half of the room at first, then what nobody else could use.
-        for share in (left - left // 2, left) if policy.shares else (left,):
-            begun = iter(list(self.running.prefilling))
-            while left > 0 and len(grants) < (policy.max_chunks or config.max_num_seqs):
-                seq = next(begun, None)
-                if seq is None:
-                    free = len(self.running.by_slot.free) > self.running.num_fetches
-                    head = self._waiting.head(long_too=share > 0) if admit and free else None
-                    if head is None:
-                        break
-                    forecast = forecast or self.running.forecast(self.lengths)
-                    if not self._admit(head, forecast, left, now):
-                        admit = False
-                        break
-                    if head.slot < 0:  # it waits for pages from the host
-                        continue
-                    seq = head
-                done = seq.num_computed + grants.get(seq, 0)
-                remaining = seq.num_total - done
-                is_long = seq.num_total > config.token_budget
-                tokens = self.running.tables.fit(
-                    seq.slot, done, min(remaining, left, share if is_long else left), planned
-                )
-                if tokens:
-                    grants[seq] = grants.get(seq, 0) + tokens
-                    left -= tokens
-                    share -= tokens * is_long
-        over = surplus(decodes + sum(grants.values()), config.buckets)
-        for seq in reversed(grants) if over else ():
-            if seq.num_computed + grants[seq] < seq.num_total and grants[seq] > over:
-                grants[seq] -= over
-                break
-        return sorted(grants.items(), key=lambda grant: grant[0].key)
+    def prefill(
+        self,
+        now: float,
+        *,
+        decodes: int = 0,
+        max_tokens: int | None = None,
+        max_chunks: int | None = None,
+        admit: bool = True,
+        cut_prompts: bool = True,
+        share_room: bool = False,
+    ) -> Chunks:
+        """Return the chunks of a step, oldest sequence first, and admit waiting sequences to fill the step.
 
-    def _dispatch(self, slots: np.ndarray, grants: list[tuple[Sequence, int]]) -> StepWork:
-        """Counts the step as done."""
-        num_tokens = len(slots) + sum(tokens for _, tokens in grants)
-        padded = min(self._batch_rows, self.config.token_budget) if self._policy.pads else 0
-        admitted, self._admitted = tuple(seq for seq in self._admitted if seq.slot >= 0), []
-        return StepWork(
-            decodes=self.running.by_slot.sequences[slots],
-            decode_slots=slots,
-            decode_positions=self.running.advance_decodes(slots),
-            chunks=tuple(self.running.advance_chunk(seq, tokens) for seq, tokens in grants),
-            admitted=admitted,
-            num_tokens=num_tokens,
-            bucket=bucket_of(max(num_tokens, padded), self.config.buckets),
-            page_appends=self.running.tables.take_appends(),
-        )
+        Args:
+          decodes: tokens of the step's decodes.
+          max_tokens: maximum number of prefill tokens; None: the budget's rest.
+          max_chunks: maximum number of sequences that prefill; None: all that run.
+          admit: False to admit no sequence.
+          cut_prompts: False to begin a prompt that fits in a step only when it fits beside the decodes.
+          share_room: True to give long prompts only half of the room at first, see `Scheduler`.
+        """
+        config, running = self.config, self.running
+        self._admitting = self._admitting and admit
+        if self._admitting and self.tiers is not None:
+            for fetch in self.tiers.complete_fetches():
+                if running.slots.free:
+                    self._admit_fetched(fetch, now)
+        room = min(config.token_budget - decodes, max_tokens or config.token_budget)
+        left, planned = room, [0] * len(config.windows)
+        tokens_of: dict[Sequence, int] = {}
+        for long_left in (room - room // 2, room) if share_room else (room,):
+            begun = iter(list(running.prefilling))
+            while left > 0 and len(tokens_of) < (max_chunks or config.max_num_seqs):
+                seq = next(begun, None) or self._admit_next(left, now, long_left > 0, cut_prompts)
+                if seq is None:
+                    break
+                done = seq.num_computed + tokens_of.get(seq, 0)
+                is_long = seq.num_total > config.token_budget
+                wanted = min(seq.num_total - done, left, long_left if is_long else left)
+                tokens = running.tables.fit(seq.slot, done, wanted, planned)
+                if tokens:
+                    tokens_of[seq] = tokens_of.get(seq, 0) + tokens
+                    left -= tokens
+                    long_left -= tokens * is_long
+        over = surplus(decodes + sum(tokens_of.values()), config.buckets)
+        for seq in reversed(tokens_of) if over else ():
+            if seq.num_computed + tokens_of[seq] < seq.num_total and tokens_of[seq] > over:
+                tokens_of[seq] -= over
+                break
+        return sorted(tokens_of.items(), key=lambda chunk: chunk[0].key)
 
     # ---- admission and pre-emption
 
-    def _admit(self, seq: Sequence, forecast: Forecast, room: int, now: float) -> bool:
-        """SlotTable a waiting sequence on the pages it finds, or has it wait for what the host has of them, if
-        memory will do.
+    def _admit_next(self, room: int, now: float, include_long: bool, cut_prompts: bool) -> Sequence | None:
+        """Give the oldest waiting sequence a slot and return it; None if no more are admitted in this step.
+
+        Sequences that wait for pages from the host on the way are set aside.
+        """
+        running = self.running
+        while self._admitting and len(running.slots.free) > running.num_fetches:
+            seq = self._waiting.head(include_long=include_long)
+            if seq is None:
+                return None
+            self._forecast = self._forecast or running.forecast(self.lengths)
+            if not self._admit(seq, self._forecast, room, now, cut_prompts):
+                self._admitting = False
+            elif seq.slot >= 0:
+                return seq
+        return None
+
+    def _admit(self, seq: Sequence, forecast: Forecast, room: int, now: float, cut_prompts: bool) -> bool:
+        """Admit a waiting sequence if its pages will last; return False if they will not.
+
+        The sequence gets a slot on the pages that the prefix cache has, or it is set aside to wait for more
+        pages from the host tier.
         """
         size = self.config.block_size
         names: list[bytes] = []
@@ -306,43 +346,49 @@ class Scheduler:
                     self._waiting.remove(seq)
                 if waits is not None:
                     return waits
-        if self._policy.whole and room < seq.num_total - len(names) * size <= self.config.token_budget:
+        if not cut_prompts and room < seq.num_total - len(names) * size <= self.config.token_budget:
             return False
         if not self.running.fits(seq, names, forecast, self.lengths):
             return False
         self._waiting.remove(seq)
         self.running.enter(seq, names)
-        self._entered(seq, len(names) * size, None, now)
+        self._count_admission(seq, len(names) * size, None, now)
         return True
 
     def _admit_fetched(self, fetch: Fetch[Sequence], now: float) -> None:
-        """Give a slot to a sequence of a complete fetch. Its memory was reserved when the fetch began."""
+        """Give a slot to the sequence of a complete fetch. Its memory was reserved when the fetch began."""
         assert self.tiers is not None
         self.tiers.finish(fetch)
         self.running.enter(fetch.seq, fetch.names, fetch.start)
-        self._entered(fetch.seq, fetch.seq.num_computed, fetch, now)
+        self._count_admission(fetch.seq, fetch.seq.num_computed, fetch, now)
 
-    def _entered(self, seq: Sequence, found: int, fetch: Fetch[Sequence] | None, now: float) -> None:
-        """Record a sequence that got a slot; `found` of its positions are computed, some by a `fetch`."""
-        self._admitted.append(seq)
-        self._batch_rows += 1
+    def _count_admission(self, seq: Sequence, found: int, fetch: Fetch[Sequence] | None, now: float) -> None:
+        """Count a sequence that got a slot with `found` computed positions, some of them by a `fetch`."""
+        self.admitted.append(seq)
         if self.tiers is not None:
             self.tiers.admitted(seq, found, fetch)
         if seq.t_first_schedule is None:
             seq.t_first_schedule, seq.cached_tokens = now, found
             if seq.index == 0:
-                self._unbegun -= 1
-                self._begins.count(now)
+                self._num_waiting -= 1
+                if self._last_start_s is not None:
+                    self._start_interval_s += 0.1 * (now - self._last_start_s - self._start_interval_s)
+                self._last_start_s = now
+
+    def _can_make_room(self) -> bool:
+        """Return True if a sequence or a fetch can give its pages to another one."""
+        return self.num_running > 1 or (self.num_running > 0 and self.running.num_fetches > 0)
 
     def _make_room(self) -> None:
-        """Takes the pages of who came last: those that are only held go first."""
-        self._times_room_was_made += 1
+        """Take the pages of the youngest fetch, or without fetches those of the youngest running sequence."""
+        self._admitting = False
         if self.tiers is not None and self.tiers.fetches:
             self._waiting.add(self.tiers.cancel(max(self.tiers.fetches, key=lambda fetch: fetch.seq.key)))
         else:
-            self._preempt_youngest()
+            self.preempt_youngest()
 
-    def _preempt_youngest(self) -> None:
+    def preempt_youngest(self) -> None:
+        """Take the slot and the pages of the youngest running sequence, which waits from here on."""
         seq = self.running.youngest()
         if self.tiers is not None:
             self.tiers.swap_out(seq)
@@ -351,3 +397,21 @@ class Scheduler:
         self.num_preemptions += 1
         if seq.num_known == seq.num_total:
             self._waiting.add(seq)
+
+
+def bucket_of(tokens: int, buckets: Seq[int]) -> int:
+    """Return the smallest of the ascending buckets that holds the tokens."""
+    return buckets[bisect.bisect_left(buckets, tokens)]
+
+
+def surplus(tokens: int, buckets: Seq[int]) -> int:
+    """Return the tokens to postpone, so that a step does not run a bucket that is mostly padding.
+
+    A step costs what its bucket costs (tile quantization, SARATHI §4.4). The smaller bucket is better where
+    it postpones no more tokens than the larger one would pad. A later step computes the postponed tokens.
+    """
+    i = bisect.bisect_left(buckets, tokens)
+    if i == 0:
+        return 0
+    over = tokens - buckets[i - 1]
+    return over if over <= buckets[i] - tokens else 0

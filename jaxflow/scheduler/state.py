@@ -1,10 +1,4 @@
-"""One of a request's n sequences as the scheduler knows it, and the by_slot of the running ones.
-
-A running sequence has a slot, its place on the device. What the scheduler must look at in every step for
-every running sequence lies in arrays over slots (`SlotTable`), so that a step of a thousand decodes costs a few
-numpy calls and no loop. That holds for new tokens too: they gather in the slot and are carried over to their
-sequence by the page.
-"""
+"""The scheduler's data: sequences, the slots of the running ones, the waiting queue, and the work of one step."""
 
 import bisect
 import dataclasses
@@ -16,39 +10,47 @@ from jaxflow.kv import prefix
 from jaxflow.request import Request
 
 NEVER = 2**30  # more pages than any row has
-GOLDEN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, spread evenly however many there are
-SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of the n sequences lie far apart
-LOWEST_RANK = 0.1  # a little caution: nobody is expected to be the shortest
+GOLDEN = (5**0.5 - 1) / 2  # multiples of the golden ratio modulo 1 are spread evenly, however many there are
+SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the seeds of the n sequences lie far apart
+LOWEST_RANK = 0.1  # the forecast takes no sequence for one of the shortest tenth
+KNOWN, TOTAL, COMPUTED = range(3)  # rows of `SlotTable.counts`
+BY_AGE = operator.attrgetter("key")
 
 
 class Sequence:
     """A prompt and the tokens sampled after it.
 
+    The three counts of a running sequence are a column of `SlotTable.counts`, so that a step updates the
+    counts of all its decodes in a few numpy calls. The counts of other sequences are an array of three.
+
     Attributes:
-      request, index: index 0..n-1 within the request.
-      seed: 64 bits unsigned, the request's for index 0 and others derived from it.
-      key: (priority, arrival, index); the smaller is the older, served first and pre-empted last.
-      slot: place on the device; -1 when not running, as from the next `schedule` on once its last token is
-      scheduled. token_ids: int32 [num_known], a view; copy what must outlive the step. num_prompt: prompt
-      tokens. limit: tokens it may grow to, prompt and output. rank: which quantile of the usual lengths its
-      output is taken for, see `jaxflow.scheduler.admission`. num_known: tokens whose value the host has.
-      num_total: known tokens and sampled ones in flight. num_computed: positions whose KV is computed by
-      steps scheduled so far. pages: for each layer group the page of every `block_size` positions; -1 once a
-      window layer gave it back. cached_tokens: prompt tokens that a prefix hit spared, at its first start.
-      preemptions: how often it lost its pages and began anew. swapped: positions computed when it was last
-      pre-empted, and the name of the page of which they fill a part; None if the
-        host was not given that page.
-      finished: no token is wanted any more.
-      t_arrival, t_first_schedule: seconds, on the clock of the caller.
+      request: the request.
+      index: 0..n-1, the place among the request's n sequences.
+      seed: 64 bits, unsigned. Index 0 has the request's seed; the other seeds are derived from it.
+      key: (priority, arrival, index). The smaller key is older: served first and pre-empted last.
+      slot: row of the device's tables, -1 for a sequence that does not run. A sequence gives its slot back
+        in the first `schedule` after the one that scheduled its last token.
+      limit: maximum number of tokens, prompt and output.
+      rank: quantile of the usual output lengths that the forecast assumes, see `OutputLengths`.
+      num_prompt: prompt tokens.
+      pages: for each layer group, the page of every `block_size` positions; -1 after a window layer
+        released the page.
+      chain: the root of its prefix names, then the content names of its leading full pages; None for a
+        sequence that shares no pages.
+      siblings: sequences of the same request that wait until this one has computed their prompt.
+      cached_tokens: prompt tokens that a prefix hit saved at the first start.
+      preemptions: how many times the sequence was pre-empted.
+      swapped: after a pre-emption, the number of computed positions, and the name of the partial page that
+        went to the host; None without one.
+      finished: True when no further token is wanted.
+      t_arrival, t_first_schedule: seconds on the caller's clock.
     """
 
     __slots__ = (
-        "_by_slot",
-        "_computed",
-        "_known",
+        "_counts",
+        "_recent",
         "_stored",
         "_tokens",
-        "_total",
         "cached_tokens",
         "chain",
         "finished",
@@ -79,18 +81,18 @@ class Sequence:
         now: float,
         salt: bytes | None,
     ):
-        """`salt`: prefixes are shared among sequences of the same salt; None: not at all."""
+        """`salt`: sequences of the same salt share prefixes; a sequence without a salt shares none."""
         self.request, self.index, self.seed, self.limit = request, index, seed, limit
         self.key = (request.priority, arrival, index)
         self.rank = LOWEST_RANK + (1 - LOWEST_RANK) * ((arrival + index) * GOLDEN % 1)
         self._tokens = np.array(request.prompt_token_ids, np.int32)  # the first `_stored` are valid
-        self.num_prompt = self._stored = self._known = self._total = len(self._tokens)
-        self._computed = 0
-        self._by_slot: SlotTable | None = None
+        self._recent: np.ndarray | None = None  # tokens after those, while running; token p at p mod its size
+        self.num_prompt = self._stored = len(self._tokens)
+        self._counts = np.array([self.num_prompt, self.num_prompt, 0], np.int32)
         self.slot = -1
         self.pages: list[list[int]] = []
         self.chain = None if salt is None else [prefix.root(salt)]
-        self.siblings: tuple[Sequence, ...] = ()  # wait until this one has computed the prompt they share
+        self.siblings: tuple[Sequence, ...] = ()
         self.cached_tokens = self.preemptions = 0
         self.swapped: tuple[int, bytes] | None = None
         self.finished = False
@@ -98,59 +100,71 @@ class Sequence:
         self.t_first_schedule: float | None = None
 
     @property
-    def token_ids(self) -> np.ndarray:
-        if self._by_slot is not None:
-            self.store(self._by_slot.recent[self.slot], self.num_known)
-        return self._tokens[: self._stored]
-
-    @property
     def num_known(self) -> int:
-        return self._known if self._by_slot is None else int(self._by_slot.num_known[self.slot])
+        """Tokens whose value the host has."""
+        return int(self._counts[KNOWN])
 
     @property
     def num_total(self) -> int:
-        return self._total if self._by_slot is None else int(self._by_slot.num_total[self.slot])
+        """Known tokens and the sampled ones in flight."""
+        return int(self._counts[TOTAL])
 
     @property
     def num_computed(self) -> int:
-        return self._computed if self._by_slot is None else int(self._by_slot.num_computed[self.slot])
+        """Positions whose KV the steps scheduled so far compute."""
+        return int(self._counts[COMPUTED])
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The known tokens, int32 [num_known]: a view, valid until the next step."""
+        self.store_recent()
+        return self._tokens[: self._stored]
 
     def names(self, pages: int, block_size: int) -> list[bytes]:
-        """Content names of the first `pages` pages, all of whose tokens are known; none if it shares nothing."""
+        """Return the content names of the first `pages` pages, all of known tokens; [] if it shares none."""
         if self.chain is None:
             return []
         prefix.extend(self.chain, self.token_ids, pages, block_size)
         return self.chain[1 : pages + 1]
 
-    def store(self, recent: np.ndarray, known: int) -> None:
-        """Takes over tokens up to position `known` from the page they gathered in, token p at p mod the
-        page's size.
-        """
+    def store_recent(self) -> None:
+        """Copy the tokens that became known in the slot since the last copy, at most a page of them."""
+        known = self.num_known
         count = known - self._stored
         if count:
+            assert self._recent is not None
             if known > len(self._tokens):
                 self._tokens = np.append(self._tokens, np.zeros(known, np.int32))
-            begin = self._stored % len(recent)
-            self._tokens[self._stored : known] = recent[begin : begin + count]
+            begin = self._stored % len(self._recent)
+            self._tokens[self._stored : known] = self._recent[begin : begin + count]
             self._stored = known
 
     def append(self, token: int) -> None:
-        """A token became known after its sequence lost its slot."""
+        """Add a known token to a sequence that has no slot."""
         self._tokens = np.append(self._tokens[: self._stored], np.int32(token))
-        self._known = self._stored = self._known + 1
+        self._stored += 1
+        self._counts[KNOWN] += 1
+
+    def enter_slot(self, slot: int, counts: np.ndarray, recent: np.ndarray) -> None:
+        """Count in the slot table from here on: `counts` int32 [3] and `recent` int32 [block_size] are its."""
+        self.slot, self._counts, self._recent = slot, counts, recent
+
+    def leave_slot(self) -> None:
+        """Take the counts and tokens out of the slot table. None of its positions counts as computed."""
+        self.store_recent()
+        self._counts = np.array([self.num_known, self.num_total, 0], np.int32)
+        self.slot, self._recent = -1, None
 
     def __repr__(self) -> str:
-        counts = (
-            f"computed {self.num_computed}, known {self.num_known}, total {self.num_total}, limit "
-            f"{self.limit}"
-        )
-        return f"Sequence({self.request.request_id!r}[{self.index}], slot {self.slot}, {counts})"
+        counts = f"computed {self.num_computed}, known {self.num_known}, total {self.num_total}"
+        place = f"{self.request.request_id!r}[{self.index}], slot {self.slot}"
+        return f"Sequence({place}, {counts}, limit {self.limit})"
 
 
 def sequences_of(
     request: Request, *, seed: int, limit: int, arrival: int, now: float, salt: bytes | None
 ) -> list[Sequence]:
-    """The n sequences of a request; all but the first wait for its prompt."""
+    """Return the n sequences of a request. The first one holds the others as `siblings`."""
     seeds = [(seed + i * SEED_STEP) % 2**64 for i in range(request.sampling.n)]
     sequences = [
         Sequence(request, i, seed=seed, limit=limit, arrival=arrival, now=now, salt=salt)
@@ -161,149 +175,147 @@ def sequences_of(
 
 
 class SlotTable:
-    """Arrays over the slots of running sequences; a free slot's entries are 0 or False."""
+    """Arrays over the slots of the running sequences. The entries of a free slot are 0, False or None.
+
+    Attributes (arrays of [slots] where not stated otherwise):
+      sequences: the sequence of each slot.
+      counts: int32 [3, slots]; its rows are `num_known`, `num_total` and `num_computed`.
+      num_prompt, limit, rank: as the attributes of `Sequence`.
+      registered: leading pages that have their content name, or that were considered for one.
+      ignores_eos: the sequence runs to its limit, whatever it samples.
+      taken: a sequence has the slot.
+      decoding: the next input is the token that the device sampled last.
+      recent: int32 [slots, block_size], the known tokens of the page being filled, token p at p mod its size.
+    """
 
     def __init__(self, slots: int, block_size: int):
         self.sequences = np.full(slots, None, object)
+        self.counts = np.zeros((3, slots), np.int32)
+        self.num_known, self.num_total, self.num_computed = self.counts
         self.num_prompt = np.zeros(slots, np.int32)
         self.limit = np.zeros(slots, np.int32)
-        self.num_known = np.zeros(slots, np.int32)
-        self.num_total = np.zeros(slots, np.int32)
-        self.num_computed = np.zeros(slots, np.int32)
-        self.registered = np.zeros(slots, np.int32)  # pages whose content is named, or was considered for it
-        self.exact = np.zeros(slots, bool)  # runs to its limit, whatever it samples
+        self.registered = np.zeros(slots, np.int32)
+        self.ignores_eos = np.zeros(slots, bool)
         self.rank = np.zeros(slots, np.float32)
         self.taken = np.zeros(slots, bool)
-        self.decoding = np.zeros(slots, bool)  # its next input is the token that the device sampled last
-        self.recent = np.zeros(
-            (slots, block_size), np.int32
-        )  # tokens of the page that is being filled, p at p mod its size
+        self.decoding = np.zeros(slots, bool)
+        self.recent = np.zeros((slots, block_size), np.int32)
         self.free = list(range(slots - 1, -1, -1))
         self._block_size = block_size
 
     @property
     def num_taken(self) -> int:
+        """Slots that have a sequence."""
         return len(self.sequences) - len(self.free)
 
-    def take_slot(self, seq: Sequence, computed: int) -> None:
-        """Gives a sequence a slot; its first `computed` positions are at hand."""
+    def take(self, seq: Sequence, computed: int) -> None:
+        """Give a sequence a slot. The KV of its first `computed` positions exists."""
         slot = self.free.pop()
         self.sequences[slot] = seq
+        self.counts[:, slot] = seq.num_known, seq.num_total, computed
         self.num_prompt[slot] = seq.num_prompt
         self.limit[slot] = seq.limit
-        self.num_known[slot] = seq.num_known
-        self.num_total[slot] = seq.num_total
-        self.num_computed[slot] = computed
         self.registered[slot] = NEVER if seq.chain is None else computed // self._block_size
-        self.exact[slot] = seq.request.sampling.ignore_eos
+        self.ignores_eos[slot] = seq.request.sampling.ignore_eos
         self.rank[slot] = seq.rank
         self.taken[slot] = True
-        seq.slot, seq._by_slot = slot, self
+        seq.enter_slot(slot, self.counts[:, slot], self.recent[slot])
+
+    def release(self, seq: Sequence) -> None:
+        """Take the slot back. The sequence keeps its tokens."""
+        slot = seq.slot
+        seq.leave_slot()
+        self.sequences[slot] = None
+        for array in (
+            self.num_prompt,
+            self.limit,
+            self.registered,
+            self.ignores_eos,
+            self.taken,
+            self.decoding,
+        ):
+            array[slot] = 0
+        self.counts[:, slot] = 0
+        self.free.append(slot)
 
     def append(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """One token more is known of each slot."""
+        """Add one known token to the sequence of each slot."""
         known, size = self.num_known[slots], self._block_size
         self.recent[slots, known % size] = tokens
         known += 1
         self.num_known[slots] = known
-        for slot in slots[known % size == 0].tolist():
-            self.sequences.item(slot).store(self.recent[slot], int(self.num_known[slot]))
-
-    def free_slot(self, seq: Sequence) -> None:
-        """Takes the slot back. Nothing of the sequence is computed any more, its tokens stay with it."""
-        slot = seq.slot
-        seq._known, seq._total, seq._computed = len(seq.token_ids), seq.num_total, 0
-        seq.slot, seq._by_slot = -1, None
-        self.sequences[slot] = None
-        self.taken[slot] = self.decoding[slot] = self.exact[slot] = False
-        for counts in (
-            self.num_prompt,
-            self.limit,
-            self.num_known,
-            self.num_total,
-            self.num_computed,
-            self.registered,
-        ):
-            counts[slot] = 0
-        self.free.append(slot)
+        for slot in slots[
+            known % size == 0
+        ].tolist():  # the page is full, the next token overwrites its first
+            self.sequences.item(slot).store_recent()
 
 
-BY_AGE = operator.attrgetter("key")
+class WaitingQueue:
+    """The sequences that wait for a slot, oldest first: those longer than a step, and the others.
 
-
-class Waiting:
-    """Two lines: sequences of more tokens than a step, and shorter ones.
-
-    A sequence's tokens must not change while it waits.
+    The tokens of a sequence must not change while it waits.
     """
 
     def __init__(self, token_budget: int):
         self._budget = token_budget
-        self._lines: tuple[list[Sequence], list[Sequence]] = ([], [])
+        self._short: list[Sequence] = []
+        self._long: list[Sequence] = []
 
     def add(self, seq: Sequence) -> None:
-        bisect.insort(self._line(seq), seq, key=BY_AGE)
+        """Add a sequence in its place by age."""
+        bisect.insort(self._queue_of(seq), seq, key=BY_AGE)
 
     def remove(self, seq: Sequence) -> None:
-        """Takes a sequence out, if it is there."""
-        line = self._line(seq)
-        i = bisect.bisect_left(line, seq.key, key=BY_AGE)
-        if line[i : i + 1] == [seq]:
-            del line[i]
+        """Remove a sequence. Does nothing if it does not wait."""
+        queue = self._queue_of(seq)
+        i = bisect.bisect_left(queue, seq.key, key=BY_AGE)
+        if queue[i : i + 1] == [seq]:
+            del queue[i]
 
-    def head(self, *, long_too: bool) -> Sequence | None:
-        """The oldest; `long_too`: long ones count."""
-        heads = [line[0] for line in self._lines[: 1 + long_too] if line]
+    def head(self, *, include_long: bool) -> Sequence | None:
+        """Return the oldest sequence, the long ones left out unless `include_long`; None if there is none."""
+        heads = self._short[:1] + (self._long[:1] if include_long else [])
         return min(heads, key=BY_AGE, default=None)
 
-    def _line(self, seq: Sequence) -> list[Sequence]:
-        return self._lines[seq.num_total > self._budget]
-
-
-class Interval:
-    """The recent mean time between two events."""
-
-    def __init__(self) -> None:
-        self.seconds = 1.0
-        self._last_s: float | None = None
-
-    def count(self, now: float) -> None:
-        """An event at this time, in seconds."""
-        if self._last_s is not None:
-            self.seconds += 0.1 * (now - self._last_s - self.seconds)
-        self._last_s = now
+    def _queue_of(self, seq: Sequence) -> list[Sequence]:
+        return self._long if seq.num_total > self._budget else self._short
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """`tokens` positions of a prompt (or of a pre-empted sequence's known tokens) from `start` on."""
+    """Consecutive positions that a step prefills: of a prompt, or of a pre-empted sequence's known tokens.
+
+    Attributes:
+      start, tokens: the first position, and the number of positions.
+      samples: True if the chunk reaches the sequence's end, so that the step samples a token after it.
+    """
 
     seq: Sequence
     slot: int
     start: int
     tokens: int
-    samples: bool  # it reaches the sequence's end: the step samples a token after it
+    samples: bool
 
     @property
     def token_ids(self) -> np.ndarray:
-        """int32 [tokens], a view that is good until the next `schedule`."""
+        """The chunk's tokens, int32 [tokens]: a view, valid until the next `schedule`."""
         return self.seq.token_ids[self.start : self.start + self.tokens]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepWork:
-    """One step. Its tokens are those of the decodes, one each, then those of the chunks, in order.
+    """The work of one step: one token of each decode, then the tokens of the chunks, in order.
 
     Attributes:
       decodes: object [n], the sequences that decode.
       decode_slots: int32 [n].
-      decode_positions: int32 [n], the position computed; its token is the one sampled last in that slot.
-      chunks: in the order of their sequences' age, one a sequence.
-      admitted: sequences that got their slot in this step; each has a chunk in it or in a later step.
+      decode_positions: int32 [n], the computed position; its token is the last one sampled in the slot.
+      chunks: oldest sequence first, one chunk a sequence.
+      admitted: sequences that got their slot in this step. Their chunks are in this step or a later one.
       num_tokens: tokens computed.
-      bucket: rows of the compiled step that runs it; the surplus is padding.
-      page_appends: int32 [m, 4] of (group, slot, index, page): what changed in the page table since the last
-      step.
+      bucket: tokens of the compiled step that runs the work; the surplus is padding.
+      page_appends: int32 [m, 4] of (group, slot, index, page), the changes of the page table since the last
+        step.
     """
 
     decodes: np.ndarray
@@ -317,19 +329,17 @@ class StepWork:
 
     @property
     def mean_context_tokens(self) -> float:
-        """Keys that a decode reads, its own included; the mean over the decodes, 0 without any."""
-        return (
-            1 + float(self.decode_positions.sum()) / len(self.decode_positions)
-            if len(self.decode_positions)
-            else 0.0
-        )
+        """Mean number of KV tokens that a decode reads, its own token included; 0 without decodes."""
+        if not len(self.decode_positions):
+            return 0.0
+        return 1 + float(self.decode_positions.sum()) / len(self.decode_positions)
 
     @property
     def slots(self) -> np.ndarray:
-        """int32, of the decodes, then of the chunks."""
+        """Slots of the decodes, then of the chunks: int32."""
         return np.concatenate([self.decode_slots, np.array([chunk.slot for chunk in self.chunks], np.int32)])
 
     @property
     def sampled(self) -> list[Sequence]:
-        """Who gets a token: the decodes, then the chunks that sample."""
+        """Sequences that get a token: the decodes, then those of the chunks that sample."""
         return [*self.decodes.tolist(), *(chunk.seq for chunk in self.chunks if chunk.samples)]

@@ -69,8 +69,6 @@ def test_every_setting_has_a_flag_of_its_name(parse):
         seed=3,
         calibration="softmax.json",
         plan="searched",
-        scheduling_policy="hybrid",
-        chunk_size=64,
         kernels="reference",
         compilation_cache_dir="",
     )

@@ -184,9 +184,6 @@ SETTINGS = (
     ("gpu_memory_utilization", {"gpu_memory_utilization": math.nan}),
     ("num_kv_pages", {"num_kv_pages": 0}),
     ("plan", {"plan": "searched"}),
-    ("scheduling_policy", {"scheduling_policy": "whatever"}),
-    ("chunk_size", {"chunk_size": 64}),
-    ("chunk_size", {"scheduling_policy": "hybrid"}),
 )
 
 

@@ -26,7 +26,8 @@ from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
 from jaxflow.engine.step_plans import token_buckets
 from jaxflow.request import Event
-from jaxflow.scheduler.scheduler import Scheduler, SchedulerConfig
+from jaxflow.scheduler.config import SchedulerConfig
+from jaxflow.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 64
 OUTPUT_TOKENS = 256

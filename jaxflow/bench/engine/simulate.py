@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxflow.bench.engine.policies import step_policy
 from jaxflow.bench.report.requests import Record
 from jaxflow.bench.workload.lengths import Item
 from jaxflow.model.composition import Composition
 from jaxflow.request import Request, SamplingParams
-from jaxflow.scheduler.scheduler import Scheduler, SchedulerConfig
+from jaxflow.scheduler.config import SchedulerConfig
+from jaxflow.scheduler.scheduler import Scheduler
 from jaxflow.scheduler.state import StepWork
 
 BLOCK_SIZE = 64
@@ -73,11 +75,10 @@ def simulate(
             num_pages=(slots * (-(-longest // BLOCK_SIZE) + 1),),
             max_model_len=longest,
             buckets=tuple(range(1, policy.budget + 1)),  # the cost model rounds to tiles itself
-            policy=policy.name,
-            chunk_size=policy.chunk_size,
             enable_prefix_caching=False,
             max_waiting=len(items),
-        )
+        ),
+        policy=step_policy(policy.name, policy.chunk_size),
     )
     coming = sorted(range(len(items)), key=lambda i: items[i].arrival_s, reverse=True)
     records = [Record(item.prompt_tokens, item.arrival_s) for item in items]

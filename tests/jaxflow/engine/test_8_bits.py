@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import toy
 
+from jaxflow.bench.engine.policies import Hybrid
 from jaxflow.request import Request, SamplingParams
 
 FP8 = {"quantization": "fp8", "kv": "fp8"}
@@ -93,7 +94,7 @@ def test_in_company_as_alone(name, alone, goldens):
     asked, found = alone(name, **FP8)
     together = told(asked, toy.run(toy.loop(name, **FP8), asked))
     assert moved(together, found) < 0.02
-    chunked = told(asked, toy.run(toy.loop(name, **FP8, policy="hybrid", chunk_size=7), asked))
+    chunked = told(asked, toy.run(toy.loop(name, **FP8, policy=Hybrid(7)), asked))
     assert moved(chunked, found) < 0.02
 
 

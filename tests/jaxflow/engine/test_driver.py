@@ -180,7 +180,7 @@ class TestDelivery:
 
     def test_what_cannot_run_is_refused_at_the_door(self):
         with driving() as (driver, loop):
-            with pytest.raises(InvalidRequest, match="prompt_token_ids"):
+            with pytest.raises(InvalidRequest, match="prompt"):
                 driver.submit(Request("empty", [], SHORT), Box())
             with pytest.raises(InvalidRequest, match="max_tokens"):
                 driver.submit(

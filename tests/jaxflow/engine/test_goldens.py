@@ -8,6 +8,7 @@ import paths
 import pytest
 import toy
 
+from jaxflow.bench.engine.policies import Hybrid
 from jaxflow.request import Request, SamplingParams
 
 MODELS = sorted(path.name for path in paths.MODELS.iterdir())
@@ -71,7 +72,7 @@ class TestGoldens:
     @pytest.mark.parametrize("chunk", [1, 7, 16])
     def test_chunked_prefill(self, model, chunk, goldens):
         golden = goldens(model)
-        check(golden, toy.run(toy.loop(model, policy="hybrid", chunk_size=chunk), requests(golden)))
+        check(golden, toy.run(toy.loop(model, policy=Hybrid(chunk)), requests(golden)))
 
     @pytest.mark.parametrize("cached", [True, False], ids=["pages-kept", "pages-lost"])
     def test_pre_empted_half_way(self, model, cached, goldens):

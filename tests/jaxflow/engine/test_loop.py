@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import toy
 
+from jaxflow.bench.engine.policies import Hybrid
 from jaxflow.bench.engine.steps import step_log
 from jaxflow.engine.start import make_loop
 from jaxflow.pipeline import plan as plans
@@ -86,7 +87,7 @@ class TestSameSeedSameTokens:
 
     @pytest.mark.parametrize("chunk", [1, 7, 16])
     def test_at_any_chunking(self, alone, chunk):
-        results = toy.run(toy.loop(MODEL, policy="hybrid", chunk_size=chunk), self.requests)
+        results = toy.run(toy.loop(MODEL, policy=Hybrid(chunk)), self.requests)
         assert answers(results, self.requests) == alone
 
     def test_with_a_warm_prefix_cache(self, alone):

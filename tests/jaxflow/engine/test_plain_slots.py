@@ -9,7 +9,8 @@ from jaxflow.engine.executor import Pending
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.loop import Loop
 from jaxflow.request import Delta, Finished, Request, SamplingParams
-from jaxflow.scheduler.scheduler import Scheduler, SchedulerConfig
+from jaxflow.scheduler.config import SchedulerConfig
+from jaxflow.scheduler.scheduler import Scheduler
 
 SLOTS, BUCKETS, SIDES, END, NEVER = 6, (8, 16), 20, 0, 99
 
@@ -45,7 +46,7 @@ def told(requests, seed, pages, preempt):
     while loop.has_work:
         step += 1
         if step in preempt and loop.scheduler.num_running > 1:
-            loop.scheduler._preempt_youngest()
+            loop.scheduler.preempt_youngest()
         for event in loop.step():
             if isinstance(event, Delta):
                 found.setdefault((event.request_id, event.index), []).extend(event.token_ids)

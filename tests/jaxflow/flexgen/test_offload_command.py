@@ -105,7 +105,6 @@ OF_NO_EFFECT = (
     ("--max_num_batched_tokens", "64"),
     ("--step_sizes", "16,32"),
     ("--max_model_len", "64"),
-    ("--scheduling_policy", "orca-best"),
     ("--max_waiting", "3"),
     ("--calibration", "no-such-file"),
     ("--plan", "no-such-file"),
@@ -221,7 +220,7 @@ def test_help_has_what_an_offloaded_run_goes_by_alone(capsys):
     assert main(["offload", "--help"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("--prompts", "--[no]overlap", "--kernels", "--policy"))
-    assert not any(name in out for name in ("__main__", "--num_kv_pages", "--scheduling_policy"))
+    assert not any(name in out for name in ("__main__", "--num_kv_pages"))
 
 
 def test_the_python_api(file, tmp_path):

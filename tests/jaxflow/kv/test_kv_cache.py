@@ -14,7 +14,7 @@ from jaxflow.config import ConfigError, Layer, ModelConfig
 from jaxflow.kv.device_cache import fit_pages, kv_heads, make_cache, page_bytes, page_groups
 from jaxflow.parallel.mesh import make_mesh
 from jaxflow.request import Request, SamplingParams
-from jaxflow.scheduler.config import SchedulerConfig, limit_of
+from jaxflow.scheduler.config import SchedulerConfig, accept
 
 MODEL = ModelConfig(
     architecture="llama",
@@ -104,7 +104,7 @@ def test_a_sequence_of_max_model_len_passes_the_door(setting, budget):
         tokens, more["max_num_seqs"], more["block_size"], model.windows, counts, length, (tokens,)
     )
     if length > 1:
-        assert limit_of(config, Request("a", [0] * (length - 1), SamplingParams(max_tokens=1))) == length
+        assert accept(config, Request("a", [0] * (length - 1), SamplingParams(max_tokens=1))).limit == length
 
 
 @given(settings(), st.integers(0, 2**24), st.integers(0, 2**24))

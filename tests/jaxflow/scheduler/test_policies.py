@@ -6,18 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import World, config, prompt
 
-from jaxflow.config import SCHEDULING_POLICIES
-from jaxflow.scheduler.policies import POLICIES, bucket_of, surplus
+from jaxflow.bench.engine.policies import POLICIES, Hybrid, PrefillFirst, step_policy
+from jaxflow.scheduler.scheduler import StepPolicy, bucket_of, surplus
 
 bucket_lists = st.lists(st.integers(1, 100), min_size=1, unique=True).map(sorted)
 
 
-def settings_of(policy: str) -> dict:
-    return {"policy": policy, "chunk_size": 5 if policy == "hybrid" else None}
-
-
-def test_every_policy_of_the_configuration_is_there():
-    assert set(POLICIES) == set(SCHEDULING_POLICIES)
+def make(name: str) -> StepPolicy:
+    """A policy by its name, with chunks of 5 tokens."""
+    return step_policy(name, 5 if name == "hybrid" else None)
 
 
 @given(bucket_lists, st.data())
@@ -44,7 +41,7 @@ def test_a_cut_fills_a_bucket_and_puts_off_no_more_than_the_padding_it_saves(buc
 @given(seed=st.integers(0, 10**6), lag=st.integers(0, 2), hope=st.sampled_from([1, 256]))
 def test_every_policy_serves_all_requests(policy, seed, lag, hope):
     rng = np.random.default_rng(seed)
-    world = World(config(num_pages=(20,), **settings_of(policy)), lag, hope)
+    world = World(config(num_pages=(20,)), lag, hope, make(policy))
     for _ in range(12):
         world.add(
             prompt(rng, int(rng.integers(1, 24))),
@@ -57,8 +54,8 @@ def test_every_policy_serves_all_requests(policy, seed, lag, hope):
 
 
 def steps_of(policy: str, prompts: list[int], outputs: list[int], **changes):
-    """Return the steps that serve all these requests when they arrive at once."""
-    world = World(config(**settings_of(policy), **changes), lag=0)
+    """The steps in which all of these requests, handed over at once, are served."""
+    world = World(config(**changes), lag=0, policy=make(policy))
     rng = np.random.default_rng(0)
     for length, tokens in zip(prompts, outputs, strict=True):
         world.add(prompt(rng, length), max_tokens=tokens, ignore_eos=True)
@@ -98,7 +95,7 @@ def test_a_batch_begins_only_when_the_last_one_has_ended(policy):
         9,
         4,
         5,
-    ]  # its longest output, with the first token from the prefill
+    ]  # its longest output, the first token with the prefill
 
 
 def test_request_level_pads_to_the_rows_of_its_batch_and_orca_worst_does_not():
@@ -110,7 +107,7 @@ def test_request_level_pads_to_the_rows_of_its_batch_and_orca_worst_does_not():
 
 
 def test_prefill_first_lets_decodes_wait_for_every_prompt_that_comes():
-    world = World(config(policy="prefill-first"), lag=0)
+    world = World(config(), lag=0, policy=PrefillFirst())
     world.add([1, 2, 3], max_tokens=5, ignore_eos=True)
     assert shape(world.step()) == (0, [3])
     assert shape(world.step()) == (1, [])
@@ -122,7 +119,7 @@ def test_prefill_first_lets_decodes_wait_for_every_prompt_that_comes():
 
 def test_orca_best_prefills_one_whole_prompt_beside_the_decodes():
     steps = steps_of("orca-best", [5, 14, 13, 40], [9, 3, 3, 2])
-    # 14 fits with the one decode, 13 with two; 40 tokens fit in no step and are cut to its room.
+    # 14 fits beside the one decode, 13 beside two; 40 tokens fit in no step and are cut to its room.
     assert [shape(work) for work in steps[:3]] == [(0, [5]), (1, [14]), (2, [13])]
     assert all(len(work.chunks) <= 1 for work in steps)
     long = [chunk.tokens for work in steps for chunk in work.chunks if chunk.seq.num_prompt == 40]
@@ -142,7 +139,7 @@ def test_hybrid_prefills_one_chunk_of_its_size():
 
 def test_a_chunk_is_cut_back_to_the_tile_while_more_of_its_prompt_remains():
     # 1 decode + 8 tokens would open a second tile of 8 for one token.
-    world = World(config(policy="hybrid", chunk_size=8, buckets=(8, 16)), lag=0)
+    world = World(config(buckets=(8, 16)), lag=0, policy=Hybrid(8))
     world.add([1], max_tokens=30, ignore_eos=True)
     world.step()
     world.add([1] * 20, max_tokens=2, ignore_eos=True)

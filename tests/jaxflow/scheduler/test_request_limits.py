@@ -12,21 +12,21 @@ def refused(field: str, request: Request, **changes) -> str:
     with pytest.raises(InvalidRequest) as error:
         world.scheduler.add(request, 0.0)
     with pytest.raises(InvalidRequest):
-        world.scheduler.check(request)
+        world.scheduler.accept(request)
     assert error.value.field == field
     assert world.step() is None
     return str(error.value)
 
 
 def test_what_could_never_run_is_refused():
-    assert "at least one token" in refused("prompt_token_ids", Request("a", []))
-    assert "at most 63 tokens" in refused("prompt_token_ids", Request("a", [1] * 64))
+    assert "at least one token" in refused("prompt", Request("a", []))
+    assert "at most 63 tokens" in refused("prompt", Request("a", [1] * 64))
     assert "at most 14 after a prompt of 50" in refused(
         "max_tokens", Request("a", [1] * 50, SamplingParams(max_tokens=15))
     )
     # 5 pages of 4: 20 positions, and the last token needs none
     small = {"num_pages": (5,)}
-    assert "at most 20 tokens" in refused("prompt_token_ids", Request("a", [1] * 21), **small)
+    assert "at most 20 tokens" in refused("prompt", Request("a", [1] * 21), **small)
     assert "at most 11 after" in refused(
         "max_tokens", Request("a", [1] * 10, SamplingParams(max_tokens=12)), **small
     )
@@ -104,9 +104,6 @@ def test_seeds_are_the_requests_own_or_drawn_and_differ_within_it():
         ("num_pages", {"num_pages": (0,)}),
         ("buckets", {"buckets": (4, 8)}),
         ("buckets", {"buckets": (8, 4, 16)}),
-        ("policy", {"policy": "lifo"}),
-        ("chunk_size", {"policy": "hybrid"}),
-        ("chunk_size", {"chunk_size": 4}),
     ],
 )
 def test_settings_that_cannot_work_are_refused(field, changes):

@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_device import World, config, output
 
+from jaxflow.bench.engine.policies import step_policy
+
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=6))
 def test_nobody_waits_for_memory_when_all_fit_to_their_ends(requests):
@@ -61,7 +63,7 @@ def test_the_youngest_is_preempted_and_goes_on_once_its_tokens_are_known(lag):
 
 @pytest.mark.parametrize("policy", ["decode-maximal", "prefill-first"])
 def test_nobody_is_stuck_even_if_the_forecast_admits_everyone(policy, monkeypatch):
-    world = World(config(num_pages=(9,), token_budget=8, buckets=(8,), policy=policy))
+    world = World(config(num_pages=(9,), token_budget=8, buckets=(8,)), policy=step_policy(policy))
     monkeypatch.setattr(world.scheduler.running, "fits", lambda *_: True)
     for i in range(5):
         world.add([i] * 25, max_tokens=5, ignore_eos=True)
