@@ -16,9 +16,8 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.start import prepare_process, resolve, start_engine
 from jaxflow.flexgen.config import OffloadConfig, check_engine, offload_config
 from jaxflow.flexgen.policy import Policy
-from jaxflow.flexgen.process import prepare
 from jaxflow.flexgen.runtime import Runtime
-from jaxflow.flexgen.start import start
+from jaxflow.flexgen.start import prepare, start
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.prompt import Prompt, as_list, open_tokenizer, token_ids
 from jaxflow.request import Event, InvalidRequest, QueueFull, Request, SamplingParams

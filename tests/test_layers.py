@@ -17,8 +17,8 @@ FLOORS = (
     ("scheduler",),
     ("pipeline",),
     ("engine",),
-    ("flexgen", "prompt"),
-    ("llm", "jaxflow", "flexgen_command"),
+    ("prompt", "flexgen"),
+    ("llm", "jaxflow"),
     ("serving_proto", "serving"),
     ("bench",),
 )

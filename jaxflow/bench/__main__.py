@@ -79,7 +79,7 @@ def _flag_help(command) -> list[str]:
     modules = (
         command.__name__,
         "jaxflow.bench.workload.flags",
-        "jaxflow.flexgen.flags",
+        "jaxflow.flexgen.config",
         "jaxflow.cli.engine_flags",
     )
     return [

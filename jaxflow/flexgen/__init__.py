@@ -1,3 +1,1 @@
-"""Offline generation with a model that does not fit the device: weights, KV and activations on device, host
-and disk.
-"""
+"""Offloaded execution (FlexGen): a model that does not fit the device, over device, host and disk."""

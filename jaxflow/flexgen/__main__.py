@@ -1,17 +1,18 @@
-"""Offline generation with a model that does not fit the device: FlexGen's runtime, after a policy.
+"""Command: offline generation with a model that does not fit the device, by FlexGen's runtime and a policy.
 
   python -m search placement --model opt-30b --gpu_mem 16 --cpu_mem 100 --output policy.json
   python -m jaxflow.flexgen --model opt-30b --load_format dummy --policy policy.json --gpu_memory_limit 16
   --host_memory_limit 100
 
-Prompts are the lines of --prompts (texts, or JSON objects with `prompt`: a text or token ids), or
---num_prompts random ones of --prompt_tokens tokens. Throughput is generated tokens / (prefill + decode time),
-as in the paper. --output gets a JSON object a prompt, --output_json the report.
+The prompts are the lines of --prompts (texts, or JSON objects with `prompt`: a text or token ids), or
+--num_prompts random prompts of --prompt_tokens tokens. Throughput is generated tokens / (prefill + decode
+time), as in the paper. --output takes a JSON object for each prompt, --output_json the report.
 """
 
-import dataclasses
+import itertools
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,25 +22,32 @@ from jaxflow.cli.engine_flags import define_engine_flags, engine_config_from_fla
 from jaxflow.cli.exit_status import exit_status
 from jaxflow.cli.output_files import check_outputs
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.flexgen.answers import check_request
-from jaxflow.flexgen.config import ENGINE_FIELDS
-from jaxflow.flexgen.flags import define_flags, offload_from_flags, random_prompts
-from jaxflow.flexgen.link_speed import measure_link
+from jaxflow.flexgen.config import (
+    ENGINE_FIELDS,
+    OffloadConfig,
+    check_engine,
+    define_flags,
+    offload_from_flags,
+    random_prompts,
+)
 from jaxflow.flexgen.policy import Policy, PolicyError
-from jaxflow.flexgen.report import report, text
+from jaxflow.flexgen.report import measure_link, report, text
+from jaxflow.flexgen.runtime import Runtime, check_request
 from jaxflow.flexgen.scratch_files import DiskError
-from jaxflow.llm import LLM
-from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from jaxflow.flexgen.start import prepare, start
+from jaxflow.model.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from jaxflow.parallel.mesh import choose_platform
 from jaxflow.prompt import Prompt, open_tokenizer, token_ids
 from jaxflow.request import InvalidRequest, Request, SamplingParams
+from jaxflow.request_output import Answer, RequestOutput
+from jaxflow.text.tokenizer import Tokenizer
 
 
 def read_prompts(path: str) -> dict[int, Prompt]:
-    """The prompts of a file, a line each, by the line's number. Raises: ConfigError naming the line."""
+    """Return the prompts of a file, one a line, by the number of the line. Raises: ConfigError naming the line."""
     found: dict[int, Prompt] = {}
     if not Path(path).is_file():
-        raise ConfigError("prompts", path, "a file that exists")
+        raise ConfigError("prompts", path, "an existing file")
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
@@ -50,7 +58,7 @@ def read_prompts(path: str) -> dict[int, Prompt]:
             raise ConfigError(
                 "prompts",
                 f"{path}, line {number}",
-                f"text in UTF-8: {error.reason} at byte {error.start + 1}",
+                f"UTF-8 text ({error.reason} at byte {error.start + 1})",
             ) from error
         except (ValueError, KeyError) as error:
             raise ConfigError(
@@ -61,7 +69,7 @@ def read_prompts(path: str) -> dict[int, Prompt]:
             or (isinstance(prompt, list) and all(type(token) is int for token in prompt))
         ):
             raise ConfigError(
-                "prompts", f"{path}, line {number}", "a `prompt` that is a text or a list of token ids"
+                "prompts", f"{path}, line {number}", "a text or a list of token ids as `prompt`"
             )
         found[number] = prompt
     if not found:
@@ -69,83 +77,96 @@ def read_prompts(path: str) -> dict[int, Prompt]:
     return found
 
 
-def servable_prompts(
-    path: str, sampling: SamplingParams, config: EngineConfig, policy: Policy
-) -> list[Prompt]:
-    """The prompts of a file, where none is one that `LLM` would refuse once it has compiled and loaded.
-
-    Raises: ConfigError naming the line; CheckpointError, TokenizerError.
-    """
-    prompts, checkpoint = read_prompts(path), open_checkpoint(config.model, load_format=config.load_format)
-    tokenizer = (
-        open_tokenizer(config, checkpoint)
-        if any(isinstance(prompt, str) for prompt in prompts.values())
-        else None
-    )
+def check_prompts(
+    prompts: dict[int, Prompt],
+    path: str,
+    sampling: SamplingParams,
+    policy: Policy,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+) -> None:
+    """Check the prompts of a file before the start. Raises: ConfigError naming the line."""
     for number, prompt in prompts.items():
         try:
-            check_request(
-                policy,
-                Request("", token_ids(prompt, tokenizer, checkpoint.model_config.vocab_size), sampling),
-            )
+            check_request(policy, Request("", token_ids(prompt, tokenizer, vocab_size), sampling))
         except InvalidRequest as error:
-            raise ConfigError(
-                "prompts", f"{path}, line {number}: {str(error.value)[:80]}", error.accepted
-            ) from error
-    return list(prompts.values())
+            line = f"{path}, line {number}: {str(error.value)[:80]}"
+            raise ConfigError("prompts", line, error.accepted) from error
+
+
+def generate(
+    runtime: Runtime,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    tokenizer: Tokenizer | None,
+    checkpoint: Checkpoint,
+) -> list[RequestOutput]:
+    """Return the outputs of prompts, in order. Raises: InvalidRequest, DiskError, RequestFailed."""
+    model, answers = checkpoint.model_config, {}
+    requests = [
+        Request(f"request-{i}", token_ids(prompt, tokenizer, model.vocab_size), sampling)
+        for i, prompt in enumerate(prompts)
+    ]
+    for request, prompt in zip(requests, prompts, strict=True):
+        words = prompt if isinstance(prompt, str) else None
+        answers[request.request_id] = Answer(request, words, tokenizer, model.eos_token_ids)
+    for event in itertools.chain.from_iterable(runtime.generate(requests, progress=True)):
+        answers[event.request_id].take(event)
+        answers[event.request_id].raise_fault()
+    return [answer.output for answer in answers.values()]
 
 
 def run() -> None:
-    """The command: generates, and reports. Raises: ConfigError, PolicyError, CheckpointError, DiskError,
-    InvalidRequest.
-    """
+    """Run the command. Raises: ConfigError, PolicyError, CheckpointError, DiskError, InvalidRequest."""
     f = flags.FLAGS
     check_outputs("output", "output_json")
-    config = engine_config_from_flags()
-    offload = offload_from_flags(config.model)
-    policy = offload.policy
-    path: str | None = f.prompts
+    config: EngineConfig = engine_config_from_flags()
+    offload: OffloadConfig = offload_from_flags(config.model)
+    policy, path = offload.policy, f.prompts
     if path is not None and f.num_prompts is not None:
-        raise ConfigError("num_prompts", f.num_prompts, f"unset: the prompts are those of --prompts {path}")
+        raise ConfigError("num_prompts", f.num_prompts, f"unset, because --prompts {path} has the prompts")
+    check_engine(config)
+    prepare(offload, config)
+    checkpoint = open_checkpoint(config.model, load_format=config.load_format)
+    vocab_size = checkpoint.model_config.vocab_size
     sampling = SamplingParams(
         temperature=f.temperature, max_tokens=policy.output_tokens, ignore_eos=path is None, seed=config.seed
     )
-    given = None if path is None else servable_prompts(path, sampling, config, policy)
-    with LLM(offload=offload, **dataclasses.asdict(config)) as llm:
-        assert llm.runtime is not None
-        prompts = given or random_prompts(
-            f.num_prompts or policy.block_size, policy.prompt_tokens, llm.model_config.vocab_size, config.seed
-        )
-        outputs = llm.generate(prompts, sampling)
-        result = report(llm.runtime, measure_link(llm.runtime.device, f.link_mb))
+    lines = {} if path is None else read_prompts(path)
+    tokenizer = open_tokenizer(config, checkpoint)
+    check_prompts(lines, path or "", sampling, policy, tokenizer, vocab_size)
+    prompts = list(lines.values()) or random_prompts(
+        f.num_prompts or policy.block_size, policy.prompt_tokens, vocab_size, config.seed
+    )
+    with start(offload, config, checkpoint) as runtime:
+        outputs = generate(runtime, prompts, sampling, tokenizer, checkpoint)
+        result = report(runtime, measure_link(runtime.device, f.link_mb))
     if f.output:
-        lines = [
+        rows = [
             {"prompt": out.prompt, "text": out.outputs[0].text, "token_ids": out.outputs[0].token_ids}
             for out in outputs
         ]
-        Path(f.output).write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+        Path(f.output).write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     if f.output_json:
         Path(f.output_json).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     print(text(result))
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 2 for a wrong command line, 1 for a run that could not be."""
+    """Run the command. Return the exit status: 2 for an invalid command line, 1 for a failed run."""
     define_engine_flags()
     define_flags()
-    flags.DEFINE_string("prompts", None, "A file with a prompt a line.")
+    flags.DEFINE_string("prompts", None, "File of the prompts, one a line.")
     flags.DEFINE_integer(
         "num_prompts",
         None,
-        "Random prompts, where there is no file; default: a block of them.",
+        "Number of random prompts, without --prompts; the default is a block.",
         lower_bound=1,
     )
-    flags.DEFINE_float("temperature", 0.0, "0: greedy.", lower_bound=0.0)
-    flags.DEFINE_string("output", None, "File for what was generated, a JSON object a line.")
+    flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", lower_bound=0.0)
+    flags.DEFINE_string("output", None, "File for the outputs, a JSON object a line.")
     flags.DEFINE_string("output_json", None, "File for the report.")
-    flags.DEFINE_integer(
-        "link_mb", 256, "Size of the transfers that the link is measured with.", lower_bound=1
-    )
+    flags.DEFINE_integer("link_mb", 256, "Size in MB of the transfers that measure the link.", lower_bound=1)
     if {"--help", "-h"} & set(argv[1:]):
         print(__doc__, _flag_help(), sep="\n")
         return 0
@@ -166,11 +187,11 @@ def main(argv: list[str]) -> int:
 
 
 def _flag_help() -> str:
-    """Of every flag that is of effect here."""
+    """Return the help of every flag with an effect on this command."""
     shown, f = flags.FlagValues(), flags.FLAGS
     ours = [
         flag.name
-        for name in (__name__, "jaxflow.flexgen.flags")
+        for name in (__name__, "jaxflow.flexgen.config")
         for flag in f.get_key_flags_for_module(sys.modules[name])
     ]
     for name in (*ours, *ENGINE_FIELDS):

@@ -1,9 +1,9 @@
-"""What a policy needs of each tier, in bytes, counted before anything is loaded; and the refusal of one that
-does not fit.
+"""Memory account of a policy: the bytes of each tier, counted before anything is loaded, and the check of the
+limits.
 
-The parts are those of the cost model (FlexGen A.3), counted of the very shapes that are allocated: of several
-devices what each one holds, of host and disk what all of them need. Not counted: counters, positions and the
-like, a few kilobytes a batch; programs; and the space that the host's attention works in.
+The items are those of the cost model (FlexGen A.3), counted from the shapes that are allocated. The device's
+bytes are those of each device; the bytes of host and disk are those of all devices together. Not counted are
+counters and positions (a few kilobytes a batch), programs, and the scratch memory of the host's attention.
 """
 
 import dataclasses
@@ -11,11 +11,10 @@ from collections.abc import Mapping
 
 from jaxflow.config import ConfigError
 from jaxflow.flexgen.compiled import attends_on_host
-from jaxflow.flexgen.geometry import Geometry, PlacedWeights
+from jaxflow.flexgen.geometry import Geometry, PlacedWeights, array_bytes, device_bytes, tree_bytes
 from jaxflow.flexgen.kv_store import file_bytes
 from jaxflow.flexgen.policy import TIERS
 from jaxflow.flexgen.scratch_files import HEADER_BYTES
-from jaxflow.flexgen.shards import array_bytes, device_bytes, tree_bytes
 from jaxflow.flexgen.weight_store import disk_pairs, staging_bytes
 
 _GIGA = 1e9
@@ -23,7 +22,13 @@ LIMITS = {"device": "gpu_memory_limit", "host": "host_memory_limit", "disk": "di
 
 
 class DoesNotFit(ConfigError):
-    """A tier has too little room. tier; needed_bytes: what the policy needs of it; limit_bytes."""
+    """A tier is too small.
+
+    Attributes:
+      tier: name of the tier.
+      needed_bytes: bytes that the policy needs.
+      limit_bytes: bytes of the tier.
+    """
 
     def __init__(self, tier: str, needed_bytes: int, limit_bytes: int, accepted: str):
         self.tier, self.needed_bytes, self.limit_bytes = tier, needed_bytes, limit_bytes
@@ -32,35 +37,40 @@ class DoesNotFit(ConfigError):
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Bytes by tier, and by what takes them. `lives`: from the start to the end; `passes`: at most at once of
-    what comes and goes.
+    """Bytes by tier and item.
+
+    Attributes:
+      lives: items from the start to the end of a run.
+      passes: the largest size at once of items that come and go.
     """
 
     lives: Mapping[str, Mapping[str, int]]
     passes: Mapping[str, Mapping[str, int]]
 
     def total(self, tier: str) -> int:
+        """Return the bytes of a tier."""
         return sum(self.lives[tier].values()) + sum(self.passes[tier].values())
 
     def describe(self) -> str:
-        """A line for each tier."""
+        """Return a line of text for each tier."""
         lines = []
         for tier in TIERS:
             parts = {
                 **self.lives[tier],
-                **{f"{name} in passing": size for name, size in self.passes[tier].items()},
+                **{f"{name} in transit": size for name, size in self.passes[tier].items()},
             }
-            told = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items() if size)
-            lines.append(f"{tier:7}{_gb(self.total(tier))} GB{f' ({told})' if told else ''}")
+            items = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items() if size)
+            lines.append(f"{tier:7}{_gb(self.total(tier))} GB{f' ({items})' if items else ''}")
         return "\n".join(lines)
 
 
 def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
-    """What a run of a policy holds. working_bytes: what the largest program takes beside its inputs (0: not
-    known yet).
+    """Return the account of a policy.
+
+    `working_bytes`: memory of the largest program beyond its inputs; 0 before the programs are compiled.
     """
     layers, batches = range(g.config.num_layers), g.policy.num_gpu_batches
-    squares = len(layers) * batches
+    pairs = len(layers) * batches
     kv = {part.tier: part for part in g.kv_parts}
     activations = {part.tier: part for part in g.activation_parts}
     weights = {tier: sum(placed.bytes_of(layer, tier) for layer in layers) for tier in ("host", "disk")}  # type: ignore[arg-type]
@@ -78,23 +88,22 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
     device = {
         "embedding and head": device_bytes(placed.ends),
         "weights": sum(device_bytes(placed.of_tier(layer, "device")) for layer in layers),
-        "KV": squares * own_pages.get("device", 0),
+        "KV": pairs * own_pages.get("device", 0),
     }
     device_passes = {
         "weights": max(one + two for one, two in zip(fetched, fetched[1:] + fetched[:1], strict=True))
         if len(fetched) > 1
         else fetched[0],
-        # what decodes with and what comes for the next; attended to on the host, only a prompt's on its way
-        # home
+        # KV of this step and of the next; with attention on the host, only a prompt's KV on its way up
         "KV": (1 if attends_on_host(g) else 2) * away(own_pages),
-        # of the square before on its way home, of this one and of the next
+        # activations of the last step on their way up, of this step and of the next
         "activations": batches * own_passed.get("device", 0) + 3 * away(own_passed),
         "programs": working_bytes,
     }
     steps = {tier: tree_bytes(g.kv_rows(part.rows)) for tier, part in kv.items()}
     host_passes = {
         "weights": staging_bytes(disk_pairs(placed)),
-        # read ahead and on its way down, and a prompt's on its way up
+        # KV that is read ahead or on its way down, and a prompt's KV on its way up
         "KV": 4 * pages.get("disk", 0) + 2 * away(steps),
         "activations": 4 * passed.get("disk", 0),
     }
@@ -103,12 +112,12 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
     disk = {
         "weights": weights["disk"]
         + HEADER_BYTES * sum(placed.bytes_of(layer, "disk") > 0 for layer in layers),
-        "KV": squares * (file_bytes(g, kv["disk"]) + HEADER_BYTES) if "disk" in kv else 0,
+        "KV": pairs * (file_bytes(g, kv["disk"]) + HEADER_BYTES) if "disk" in kv else 0,
         "activations": batches * (passed["disk"] + HEADER_BYTES) if "disk" in activations else 0,
     }
     host = {
         "weights": weights["host"],
-        "KV": squares * pages.get("host", 0),
+        "KV": pairs * pages.get("host", 0),
         "activations": batches * passed.get("host", 0),
     }
     nothing: dict[str, int] = {}
@@ -119,8 +128,9 @@ def account(g: Geometry, placed: PlacedWeights, working_bytes: int) -> Account:
 
 
 def check_fits(found: Account, limits: Mapping[str, int | None]) -> None:
-    """Raises DoesNotFit, naming the limit and what would fit, where a tier has too little room. limits: bytes
-    by tier; None: not known.
+    """Raise DoesNotFit for a tier that is too small, with the accepted limit.
+
+    `limits`: bytes by tier; None is unknown.
     """
     for tier in TIERS:
         limit, needed = limits.get(tier), found.total(tier)
@@ -133,5 +143,5 @@ def check_fits(found: Account, limits: Mapping[str, int | None]) -> None:
 
 
 def _gb(size: int) -> str:
-    """Rounded up, so that what is advised fits."""
+    """Return gigabytes as text, rounded up, so that the advised limit fits."""
     return f"{-(-size // 1000) / 1e6:.6g}"

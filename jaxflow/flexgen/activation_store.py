@@ -1,31 +1,30 @@
-"""What a batch passes from layer to layer, each part on its tier: `store_activation` and `load_activation`."""
+"""Activations between layers, each split on its tier: `store_activation` and `load_activation`."""
 
 import concurrent.futures
 from typing import Any
 
 import jax
 
-from jaxflow.flexgen.geometry import Geometry
+from jaxflow.flexgen.geometry import Geometry, array_bytes
 from jaxflow.flexgen.pinned_memory import HostArray, views
 from jaxflow.flexgen.scratch_files import DiskFile
-from jaxflow.flexgen.shards import array_bytes
 from jaxflow.flexgen.tiers import Tiers
 
 
 class ActivationStore:
-    """The activations of a block's batches, in pieces."""
+    """The activations of a block's batches, one array for each tier."""
 
     def __init__(self, geometry: Geometry, tiers: Tiers):
         self._g, self._tiers = geometry, tiers
         self.parts = geometry.activation_parts
         self.away = tuple(part for part in self.parts if part.tier != "device")
-        self._pieces: dict[int, list[Any]] = {}  # of the disk's part: its shape
+        self._pieces: dict[int, list[Any]] = {}  # the shape of the disk's split
         self._files: dict[int, DiskFile] = {}
         self._stores: dict[int, concurrent.futures.Future] = {}
         self._ahead: dict[int, concurrent.futures.Future] = {}
 
     def reserve(self) -> None:
-        """Takes the disk that a block needs, and buffers to read it through. Raises: DiskError."""
+        """Reserve the disk space of a block, and staging buffers. Raises: DiskError."""
         g, tiers = self._g, self._tiers
         for part in self.away:
             if part.tier == "disk":
@@ -37,8 +36,9 @@ class ActivationStore:
                     tiers.staging.reserve(2 * [g.activation(part.rows, tokens)])
 
     def store(self, batch: int, pieces: tuple[jax.Array, ...]) -> list[Any]:
-        """Takes a batch's activations home; those on the device stay. Returns what is under way, for the disk
-        a future.
+        """Move a batch's activations to their tiers; those of the device tier stay.
+
+        Returns the copies under way; a copy to disk is a future.
         """
         tiers, kept, under_way = self._tiers, [], []
         for part, piece in zip(self.parts, pieces, strict=True):
@@ -60,7 +60,9 @@ class ActivationStore:
         return under_way
 
     def load(self, batch: int) -> tuple[jax.Array, ...]:
-        """A batch's activations, on their way to the device; they are no longer kept. Raises: DiskError."""
+        """Return a batch's activations, with the copies to the device started, and remove them. Raises:
+        DiskError.
+        """
         tiers, found = self._tiers, []
         for part, piece in zip(self.parts, self._pieces.pop(batch), strict=True):
             if part.tier != "device":
@@ -76,13 +78,13 @@ class ActivationStore:
         return tuple(found)
 
     def read_ahead(self, batch: int) -> None:
-        """Starts to read what `load` will want of the disk, of a batch whose activations are stored."""
+        """Start to read the disk's split of a batch for `load`."""
         for part, piece in zip(self.parts, self._pieces[batch], strict=True):
             if part.tier == "disk" and batch not in self._ahead:
                 self._ahead[batch] = self._tiers.read(lambda piece=piece: self._read(batch, piece))
 
     def rest(self) -> None:
-        """Waits for stores, and gives up what was read ahead. Raises: DiskError."""
+        """Wait for the stores, and discard the activations that were read ahead. Raises: DiskError."""
         for future in self._stores.values():
             future.result()
         for future in self._ahead.values():
@@ -92,7 +94,7 @@ class ActivationStore:
         self._pieces.clear()
 
     def free(self) -> None:
-        """Lets go of all activations."""
+        """Release all activations."""
         for held in (self._pieces, self._stores, self._ahead):
             held.clear()
 

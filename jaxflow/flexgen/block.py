@@ -1,23 +1,52 @@
-"""A block: the prompts that go through the model together, and how their tokens are drawn."""
+"""A block: the sequences that pass the model together, the order of its steps, and the inputs of each step."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxflow.engine.live_request import needs_full_sampler, slot_settings
-from jaxflow.flexgen.geometry import Geometry
+from jaxflow.flexgen.compiled import Compiled
+from jaxflow.flexgen.config import Schedule
+from jaxflow.flexgen.geometry import Geometry, device_sharding
 from jaxflow.model.slot_params import IN_PROMPT, SlotParams, slot_values
 from jaxflow.scheduler.state import Sequence as Seq
 
 
+class BlockStep(NamedTuple):
+    """A step of the block schedule: one batch at one layer for one token (FlexGen Figure 2). Token 0 is the
+    prompt.
+    """
+
+    token: int
+    layer: int
+    batch: int
+
+
+def block_steps(batches: int, layers: int, tokens: int, schedule: Schedule = "zigzag") -> Iterator[BlockStep]:
+    """Return the steps of a block in order (FlexGen Algorithm 1).
+
+    "zigzag": all batches pass a layer together. "row": a batch runs to its end before the next batch.
+    """
+    groups = (
+        [range(batches)] if schedule == "zigzag" else [range(batch, batch + 1) for batch in range(batches)]
+    )
+    for group in groups:
+        yield from itertools.starmap(BlockStep, itertools.product(range(tokens), range(layers), group))
+
+
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Sequences by batch and row; None: no sequence there, its row computes nothing that is read.
+    """Sequences by batch and row. None is an empty row, with an output that is never read.
 
-    token_ids: [batches, b, s] int32, padded. lengths: [batches, b] int32, 0 for empty rows. temperature:
-    [batches, b] float32. seeds: [batches, b, 2] uint32.
+    Attributes:
+      token_ids: [batches, b, s] int32, padded.
+      lengths: [batches, b] int32, 0 for empty rows.
+      temperature: [batches, b] float32.
+      seeds: [batches, b, 2] uint32.
     """
 
     sequences: tuple[tuple[Seq | None, ...], ...]
@@ -28,22 +57,22 @@ class Block:
 
     @property
     def batches(self) -> int:
-        """Those that have a sequence; they come first."""
+        """The number of batches with a sequence; these batches come first."""
         return sum(any(seq is not None for seq in batch) for batch in self.sequences)
 
     def live(self, batch: int) -> np.ndarray:
-        """bool [b]: the rows that have a sequence."""
+        """Return the rows with a sequence, bool [b]."""
         return self.lengths[batch] > 0
 
     def needs_full(self, batch: int) -> bool:
-        """Whether a row of a batch needs the full sampler."""
+        """Return True if a row of the batch needs the full sampler."""
         return any(
             seq is not None and needs_full_sampler(seq.request.sampling) for seq in self.sequences[batch]
         )
 
 
 def make_block(g: Geometry, sequences: Sequence[Seq]) -> Block:
-    """At most a block's sequences, in as few batches as hold them."""
+    """Return a block of sequences, in as few batches as possible."""
     batches, b = g.policy.num_gpu_batches, g.batch
     assert len(sequences) <= batches * b
     ids, lengths = np.zeros((batches, b, g.prompt), np.int32), np.zeros((batches, b), np.int32)
@@ -62,10 +91,9 @@ def make_block(g: Geometry, sequences: Sequence[Seq]) -> Block:
 def slots_of(
     g: Geometry, block: Block, batch: int, vocabulary: int, eos: frozenset[int]
 ) -> tuple[np.ndarray, SlotParams, np.ndarray]:
-    """What the full sampler keeps of a batch's rows: which row has settings of its own, the settings [b], the
-    counts [b, V'].
+    """Return the full sampler's slots [b], settings [b] and token counts [b, V'] of a batch.
 
-    A row that needs no such setting gets slot b, which draws as plain sampling does.
+    A row without special settings gets slot b, which draws like the plain sampler.
     """
     b = g.batch
     slots, counts = np.full(b, b, np.int32), np.zeros((b, vocabulary), np.uint16)
@@ -79,8 +107,106 @@ def slots_of(
         slots[row] = row
         assert len(known) <= prompt
         if len(known):
-            counts[row, known] = IN_PROMPT  # no output is known yet
+            counts[row, known] = IN_PROMPT  # no output token is known yet
     stacked: Any = [
         np.stack([getattr(one, field.name) for one in values]) for field in dataclasses.fields(SlotParams)
     ]
     return slots, SlotParams(*stacked), counts
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnTokens:
+    """A token of each row of a batch: number `token` of the output. A read of the arrays waits for the
+    device.
+    """
+
+    token: int
+    batch: int
+    tokens: jax.Array  # [b] int32
+    logprobs: Any = None  # `LogprobsOut` of the full sampler
+
+
+@dataclasses.dataclass
+class BatchInputs:
+    """BlockInputs of a batch that are the same for every token, on the device. `counts`: tokens seen by the full
+    sampler.
+    """
+
+    lengths: jax.Array
+    last: jax.Array  # index of each prompt's last token in the batch
+    rows: jax.Array
+    live: jax.Array
+    temperature: jax.Array
+    seeds: jax.Array
+    slots: Any = None
+    params: Any = None
+    counts: Any = None
+
+
+class BlockInputs:
+    """BlockInputs of the steps of one block, made on demand. DrawnTokens tokens stay on the device."""
+
+    def __init__(self, geometry: Geometry, block: Block, vocabulary: int, eos: frozenset[int]):
+        self._g, self._block, self._everywhere = geometry, block, device_sharding(geometry.mesh)
+        self._vocabulary, self._eos = vocabulary, eos
+        self.rows = [self._make_rows(batch) for batch in range(block.batches)]
+        self._tokens: dict[int, jax.Array] = {}  # the last drawn tokens
+        self._positions: dict[int, tuple[int, jax.Array]] = {}
+
+    def tokens(self, one: BlockStep) -> tuple[jax.Array, jax.Array]:
+        """Return the token ids and positions for the embedding: padded prompts, or the last drawn tokens."""
+        if one.token > 0:
+            return self._tokens[one.batch], self.positions(one)[0]
+        ids = self._block.token_ids[one.batch].reshape(-1)
+        return self._put(ids), self._put(np.tile(np.arange(self._g.prompt, dtype=np.int32), self._g.batch))
+
+    def positions(self, one: BlockStep) -> tuple[jax.Array, jax.Array]:
+        """Return the position of each row's token in a decode, and the rows with a sequence."""
+        token, positions = self._positions.get(one.batch, (0, None))
+        if positions is None or token != one.token:
+            lengths = self._block.lengths[one.batch]
+            positions = self._put(np.where(lengths > 0, lengths + (one.token - 1), 0).astype(np.int32))
+            self._positions[one.batch] = one.token, positions
+        return positions, self.rows[one.batch].live
+
+    def draw(self, compiled: Compiled, ends: dict[str, Any], one: BlockStep, x: tuple) -> DrawnTokens:
+        """Draw a batch's next tokens from the output of the last layer."""
+        rows, prompt = self.rows[one.batch], one.token == 0
+        hidden, found = compiled.hidden[prompt](ends, x, rows.last if prompt else rows.rows), None
+        arguments = (
+            ends,
+            hidden,
+            rows.temperature,
+            rows.seeds,
+            self._put((self._block.lengths[one.batch] + one.token).astype(np.int32)),
+        )
+        if rows.slots is None:
+            tokens = compiled.sample(*arguments)
+        else:
+            tokens, rows.counts, found = compiled.sample_full(
+                *arguments, rows.slots, rows.params, rows.counts
+            )
+        self._tokens[one.batch] = tokens
+        for array in jax.tree.leaves((tokens, found)):
+            array.copy_to_host_async()
+        return DrawnTokens(one.token, one.batch, tokens, found)
+
+    def _make_rows(self, batch: int) -> BatchInputs:
+        block, put = self._block, self._put
+        lengths, rows = block.lengths[batch], np.arange(self._g.batch, dtype=np.int32)
+        made = BatchInputs(
+            lengths=put(lengths),
+            last=put(rows * self._g.prompt + np.maximum(lengths, 1) - 1),
+            rows=put(rows),
+            live=put(block.live(batch)),
+            temperature=put(block.temperature[batch]),
+            seeds=put(block.seeds[batch]),
+        )
+        if block.needs_full(batch):
+            made.slots, made.params, made.counts = jax.tree.map(
+                put, slots_of(self._g, block, batch, self._vocabulary, self._eos)
+            )
+        return made
+
+    def _put(self, x: np.ndarray) -> jax.Array:
+        return jax.device_put(np.array(x), self._everywhere)

@@ -1,47 +1,460 @@
-"""Drives blocks through the model: FlexGen's Algorithm 1, its six verbs overlapped by what is enqueued before
-what.
+"""Block loop: FlexGen's Algorithm 1, with the transfers of its six verbs concurrent with the computation.
 
-In the time of a square's compute the next layer's weights and the next square's KV and activation come down,
-and what the last square made goes up. One thread enqueues everything, and waits for the square before: a
-transfer that is issued before a compute runs beside it, one issued behind may wait for it, since the device's
-memory is handed out in the order of the compute. So the next square's loads are issued first, then this one's
-compute, then its stores.
+During the computation of a step, the next layer's weights and the next step's KV and activations are copied
+to the device, the output of the last step is copied from the device, and the disk is read for the step after
+the next. One thread enqueues everything, and waits for the step before. A transfer that is issued before a
+computation runs concurrently with it. A transfer that is issued after may wait for it, because device memory
+is allocated in the order of the computations. So the loop issues the loads of the next step first, then the
+computation of this step, then its stores.
 """
 
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
-from jaxflow.flexgen.block import Block
-from jaxflow.flexgen.running_block import Run, Setup
-from jaxflow.flexgen.schedule import Square, squares
-from jaxflow.flexgen.step_inputs import Drawn
+from jaxflow.flexgen.activation_store import ActivationStore
+from jaxflow.flexgen.block import Block, BlockInputs, BlockStep, DrawnTokens, block_steps
+from jaxflow.flexgen.compiled import Compiled
+from jaxflow.flexgen.config import Schedule
+from jaxflow.flexgen.geometry import BEFORE, Geometry, halves
+from jaxflow.flexgen.host_attention import HostAttention
+from jaxflow.flexgen.kv_store import KvStore
+from jaxflow.flexgen.pinned_memory import views
+from jaxflow.flexgen.tiers import Tiers, Traffic
+from jaxflow.flexgen.weight_store import WeightStore
+
+_IN_FLIGHT = 2  # limit of the stores under way when the next store is issued
 
 
-class Driver:
-    """Runs blocks, one at a time."""
+class Verbs:
+    """Issues the verbs of a block in order, from one thread.
 
-    def __init__(self, setup: Setup):
+    With overlap, the verbs run concurrently. Without overlap, each verb ends before the next begins, and the
+    traffic counts its seconds.
+    """
+
+    def __init__(self, overlap: bool, traffic: Traffic):
+        self._overlap, self._traffic = overlap, traffic
+        self._stores: collections.deque[concurrent.futures.Future] = collections.deque()
+
+    def do(self, verb: str, issue: Callable[[], Any]) -> Any:
+        """Return the result of `issue`: arrays under way, or complete arrays without overlap."""
+        if self._overlap:
+            return issue()
+        started = time.perf_counter()
+        made = jax.block_until_ready(issue())
+        self._traffic.add(verb, seconds=time.perf_counter() - started)
+        return made
+
+    def store(self, verb: str, issue: Callable[[], Sequence[Any]]) -> None:
+        """Issue a store. `issue` returns arrays under way and futures of threads; only the futures are
+        limited.
+        """
+        started = time.perf_counter()
+        made = issue()
+        futures = [one for one in made if isinstance(one, concurrent.futures.Future)]
+        if self._overlap:
+            self._stores.extend(futures)
+        elif made:
+            for future in futures:
+                future.result()
+            jax.block_until_ready([one for one in made if not isinstance(one, concurrent.futures.Future)])
+            self._traffic.add(verb, seconds=time.perf_counter() - started)
+
+    def bound_stores(self, most: int = _IN_FLIGHT) -> None:
+        """Wait until at most `most` stores are under way. Raises: the exception of a store."""
+        while len(self._stores) > most:
+            self._stores.popleft().result()
+
+    def rest(self) -> None:
+        """Wait until no store is under way, also after an error."""
+        wait_for(self._stores)
+
+
+def wait_for(futures: Iterable[concurrent.futures.Future]) -> None:
+    """Wait for futures, also after an error.
+
+    `concurrent.futures.wait` does not return for futures that a pool's shutdown cancelled.
+    """
+    for future in futures:
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            future.exception()
+
+
+class Prefetcher:
+    """Loads of one block that are started before their step: weights, KV and activations; and earlier reads
+    from disk.
+
+    Args:
+      width: number of batches that pass a layer together.
+      host_attention: decodes attend on the host, so that no KV is loaded.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        weights: WeightStore,
+        kv: KvStore,
+        activations: ActivationStore,
+        verbs: Verbs,
+        block: Block,
+        width: int,
+        host_attention: bool,
+    ):
+        self._tiers, self._weights, self._kv, self._activations, self._do = (
+            tiers,
+            weights,
+            kv,
+            activations,
+            verbs.do,
+        )
+        self._lengths, self._width, self._host_attention = block.lengths, width, host_attention
+        self._all = tuple(dict.fromkeys(key for layer in weights.placed.layers for key in layer))
+        self._layers: dict[int, dict[str, Any]] = {}  # weights on the device
+        self._loaded: dict[BlockStep, tuple] = {}  # KV under way for a step
+        self._x: dict[int, tuple] = {}  # activations under way, by batch
+
+    # ---- inputs of a step
+
+    def weights(self, order: Sequence[BlockStep], i: int) -> dict[str, Any]:
+        """Return the weights of step i's layer on the device, and release the weights of earlier layers."""
+        if self.place(order[i]) == 0:
+            wanted = (order[i].layer, self._coming(order, i)[0])
+            self._layers = {layer: arrays for layer, arrays in self._layers.items() if layer in wanted}
+        return self._need(order[i].layer, self._all)
+
+    def kv(self, one: BlockStep) -> tuple:
+        """Return the splits of a decode's KV that are not on the device tier."""
+        loaded = self._loaded.pop(one, None)
+        if loaded is None:
+            loaded = self._do(
+                "load_kv", lambda: self._kv.load((one.layer, one.batch), one.token, self._lengths[one.batch])
+            )
+        return loaded
+
+    def activations(self, batch: int) -> tuple:
+        """Return the output of a batch's last step."""
+        x = self._x.pop(batch, None)
+        return self._do("load_activation", lambda: self._activations.load(batch)) if x is None else x
+
+    # ---- loads for later steps
+
+    def place(self, one: BlockStep) -> int:
+        """Return the index of a step's batch among the batches that pass a layer together."""
+        return one.batch if self._width > 1 else 0
+
+    def fetch_next(self, order: Sequence[BlockStep], i: int, lag: int) -> None:
+        """Start to fetch the next layer's weights, after the last layer's weights have left the device.
+
+        `lag`: number of steps between the two halves of a decode that attends on the host.
+        """
+        place, (layer, later) = self.place(order[i]), self._coming(order, i)
+        if layer is None:
+            return
+        if place == 0:
+            self._need(layer, BEFORE if lag else self._all)
+        if place == lag:  # all steps of the last layer, second halves included, have been computed
+            self._need(layer, self._all)
+            if later is not None:
+                self._weights.read_ahead(later)
+
+    def load_next(self, one: BlockStep, nxt: BlockStep) -> None:
+        """Load the inputs of the next step that this step does not compute."""
+        if nxt.token > 0 and not self._host_attention and nxt[1:] != one[1:]:
+            self._loaded[nxt] = self._kv.load((nxt.layer, nxt.batch), nxt.token, self._lengths[nxt.batch])
+        if nxt.layer > 0 and nxt.batch != one.batch:
+            self._x[nxt.batch] = self._activations.load(nxt.batch)
+
+    def read_later(self, nxt: BlockStep, later: BlockStep, pending: set[int]) -> None:
+        """Start to read from disk for the step after the next, unless the next step computes the data.
+
+        `pending`: batches that have not ended.
+        """
+        if later.token > 0 and later[1:] != nxt[1:]:
+            self._kv.read_ahead((later.layer, later.batch), later.token, self._lengths[later.batch])
+        if later.layer > 0 and later.batch != nxt.batch and later.batch not in pending:
+            self._activations.read_ahead(later.batch)
+
+    @property
+    def under_way(self) -> list[tuple]:
+        """Loaded KV that no step has taken."""
+        return list(self._loaded.values())
+
+    def forget(self) -> None:
+        """Discard all unused loads, after their transfers have ended. Raises: DiskError."""
+        for one, loaded in self._loaded.items():
+            self._kv.used((one.layer, one.batch), loaded)
+        self._loaded.clear()
+        self._x.clear()
+        self._layers.clear()
+        self._kv.rest()
+        self._activations.rest()
+        self._weights.rest()
+
+    def _need(self, layer: int, keys: tuple[str, ...]) -> dict[str, Any]:
+        """Return a layer's weights on the device, and fetch the missing ones."""
+        own = self._weights.placed.layers[layer]
+        found = self._layers.setdefault(layer, {})
+        missing = tuple(key for key in keys if key in own and key not in found)
+        if missing:
+            found |= self._do("fetch_layer", lambda: self._weights.fetch(layer, missing))
+            if set(missing) - set(BEFORE) and self._weights.is_away(layer):
+                self._tiers.traffic.add("fetch_layer", times=1)
+        return {key: found[key] for key in own if key in keys}
+
+    def _coming(self, order: Sequence[BlockStep], i: int) -> tuple[int | None, int | None]:
+        """Return the layers of the next two groups of steps, None for no layer or the same layer."""
+        found: list[int | None] = []
+        for ahead in (1, 2):
+            j = i - self.place(order[i]) + ahead * self._width
+            found.append(order[j].layer if j < len(order) and order[j].layer != order[i].layer else None)
+        return found[0], found[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSetup:
+    """The resources on which blocks run.
+
+    Attributes:
+      host_attention: None without attention on the host.
+      host_thread: runs the calls of `host_attention` in order.
+    """
+
+    geometry: Geometry
+    compiled: Compiled
+    tiers: Tiers
+    weights: WeightStore
+    kv: KvStore
+    activations: ActivationStore
+    host_attention: HostAttention | None
+    host_thread: concurrent.futures.ThreadPoolExecutor
+    schedule: Schedule
+    overlap: bool
+    eos: frozenset[int]
+
+
+@dataclasses.dataclass
+class HalfDecode:
+    """A decode with its attention under way on the host."""
+
+    step: BlockStep
+    weights: dict[str, Any]
+    stream: jax.Array
+    outputs: tuple
+    attended: concurrent.futures.Future
+
+
+class RunningBlock:
+    """The state of a running block: the computation of each step, and the stores of its outputs."""
+
+    def __init__(self, setup: BlockSetup, block: Block):
+        self._setup, self._block, self._g = setup, block, setup.geometry
+        self.width = block.batches if setup.schedule == "zigzag" else 1  # batches that pass a layer together
+        self._tiers, self._kv, self._activations = setup.tiers, setup.kv, setup.activations
+        self._verbs = Verbs(setup.overlap, setup.tiers.traffic)
+        self._prefetcher = Prefetcher(
+            setup.tiers,
+            setup.weights,
+            setup.kv,
+            setup.activations,
+            self._verbs,
+            block,
+            self.width,
+            setup.host_attention is not None,
+        )
+        self._halves: collections.deque[HalfDecode] = collections.deque()
+        self._last: Any = ()  # the arrays of the last step
+        self._inputs = BlockInputs(setup.geometry, block, setup.compiled.vocabulary, setup.eos)
+
+    # ---- a step
+
+    def place(self, one: BlockStep) -> int:
+        """Return the index of a step's batch among the batches that pass a layer together."""
+        return self._prefetcher.place(one)
+
+    def step(self, order: Sequence[BlockStep], i: int) -> Iterator[DrawnTokens]:
+        """Enqueue step i of the order, and the transfers for the next steps."""
+        d, one = self._setup, order[i]
+        nxt = order[i + 1] if i + 1 < len(order) else None
+        host = d.host_attention is not None and one.token > 0
+        lag = int(host and self.width > 1)
+        if self._halves and (not lag or self._halves[0].step.batch == one.batch):
+            yield from self._finish_half()
+        jax.block_until_ready(self._last)
+        self._last = ()
+        weights = self._prefetcher.weights(order, i)
+        if d.overlap:
+            self._prefetcher.fetch_next(order, i, lag)
+            if nxt is not None and not host:
+                self._prefetcher.load_next(one, nxt)
+        if host:
+            self._begin_half(one, weights)
+            if len(self._halves) > lag:
+                yield from self._finish_half()
+        else:
+            yield from self._compute(one, weights)
+        if d.overlap and i + 2 < len(order):
+            self._prefetcher.read_later(
+                order[i + 1], order[i + 2], {half.step.batch for half in self._halves}
+            )
+        self._verbs.bound_stores()
+
+    def stop(self) -> Iterator[DrawnTokens]:
+        """End all work under way between two batches, at the end, or at the caller's stop. Discard unused
+        loads.
+
+        Raises: DiskError.
+        """
+        while self._halves:
+            yield from self._finish_half()
+        jax.block_until_ready((self._last, self._prefetcher.under_way))
+        self._verbs.bound_stores(0)
+        self._prefetcher.forget()
+
+    def end(self) -> None:
+        """Wait for all work under way, also after an error."""
+        wait_for(half.attended for half in self._halves)
+        self._verbs.rest()
+        self._tiers.staging.forget_transfers()
+
+    def _compute(self, one: BlockStep, weights: dict[str, Any]) -> Iterator[DrawnTokens]:
+        layer, key = self._g.config.layers[one.layer], (one.layer, one.batch)
+        x, lengths = self._take_x(one), self._block.lengths[one.batch]
+        if one.token == 0:
+            program, given = self._setup.compiled.prefill[layer], self._inputs.rows[one.batch].lengths
+            x, self._kv.home[key], pages = self._verbs.do(
+                "compute", lambda: program(weights, x, self._kv.home[key], given)
+            )
+            self._last = x
+            self._verbs.store("store_kv", lambda: self._kv.store_pages(key, pages))
+        else:
+            loaded, (positions, live) = self._prefetcher.kv(one), self._inputs.positions(one)
+            program = self._setup.compiled.decode[layer]
+            x, self._kv.home[key], _, rows = self._verbs.do(
+                "compute", lambda: program(weights, x, self._kv.home[key], loaded, positions, live)
+            )
+            self._last = x
+            self._kv.used(key, x)
+            self._verbs.store("store_kv", lambda: self._kv.store_rows(key, rows, one.token, lengths))
+        yield from self._pass_on(one, x)
+
+    def _begin_half(self, one: BlockStep, weights: dict[str, Any]) -> None:
+        """Enqueue the first half of a decode, and submit its attention to the host's thread."""
+        d, layer, key = self._setup, self._g.config.layers[one.layer], (one.layer, one.batch)
+        before, after = halves(weights)
+        x, lengths = self._take_x(one), self._block.lengths[one.batch]
+        positions, live = self._inputs.positions(one)
+        first = {name: weights[name] for name in before}
+        stream, outputs, self._kv.home[key], queries, rows = self._verbs.do(
+            "compute", lambda: d.compiled.before[layer](first, x, self._kv.home[key], positions, live)
+        )
+        self._last = stream
+        rising = self._tiers.up((queries, rows))
+        queries_bytes, rows_bytes = (sum(a.nbytes for a in jax.tree.leaves(tree)) for tree in (queries, rows))
+        self._tiers.traffic.add("store_kv", times=len(rows), up=rows_bytes)
+        self._tiers.traffic.add("host_attention", times=1, up=queries_bytes, down=queries_bytes)
+        cached = self._kv.wanted(key, one.token, lengths)
+        attended = d.host_thread.submit(self._attend, one, rising, cached, lengths)
+        self._kv.follow(key, attended)
+        self._halves.append(
+            HalfDecode(one, {name: weights[name] for name in after}, stream, outputs, attended)
+        )
+        if not d.overlap:
+            self._verbs.do("host_attention", attended.result)
+
+    def _attend(self, one: BlockStep, rising: Any, cached: list, lengths: np.ndarray) -> list:
+        """Store this token's KV and attend, on the host's thread. Return the outputs as `HostArray`s to give
+        back.
+        """
+        key, layer, outputs = (one.layer, one.batch), self._g.config.layers[one.layer], []
+        queries, rows = self._tiers.arrived(rising)
+        host = self._setup.host_attention
+        assert host is not None
+        for part, q, new, future in zip(self._kv.away, queries, rows, cached, strict=True):
+            kv = future.result()
+            try:
+                self._kv.write_row(part, key, new, one.token, lengths)
+                if part.tier == "disk":
+                    self._kv.place(kv, views(new), part, lengths + (one.token - 1))
+                out = self._tiers.staging.take(q.array)
+                at = slice(part.start, part.stop)
+                keys = np.where(lengths[at] > 0, lengths[at] + one.token, 0).astype(np.int32)
+                for heads, k, v, attended in zip(q.views, kv[0].views, kv[1].views, out.views, strict=True):
+                    host(layer, heads, k, v, keys, attended)
+                outputs.append(out)
+                self._tiers.traffic.add("host_attention", host_kv=sum(view.nbytes for view in views(kv)))
+            finally:
+                self._kv.done(part, kv)
+        return outputs
+
+    def _finish_half(self) -> Iterator[DrawnTokens]:
+        """Enqueue the second half of the decode that waits longest."""
+        half = self._halves.popleft()
+        attended = half.attended.result()
+        arrived = tuple(self._tiers.down(out) for out in attended)
+        for out, array in zip(attended, arrived, strict=True):
+            self._tiers.staging.give(out, array)
+        after = self._setup.compiled.after[self._g.config.layers[half.step.layer]]
+        x = self._verbs.do("compute", lambda: after(half.weights, half.stream, half.outputs, arrived))
+        self._last = (self._last, x)
+        yield from self._pass_on(half.step, x)
+
+    # ---- activations and tokens
+
+    def _take_x(self, one: BlockStep) -> tuple:
+        """Return the input of a step on the device: embedded tokens, or the activations of the last layer."""
+        if one.layer == 0:
+            ids, positions = self._inputs.tokens(one)
+            return self._verbs.do(
+                "compute",
+                lambda: self._setup.compiled.embed[one.token == 0](self._setup.weights.ends, ids, positions),
+            )
+        return self._prefetcher.activations(one.batch)
+
+    def _pass_on(self, one: BlockStep, x: tuple) -> Iterator[DrawnTokens]:
+        """Store the output of a step, or draw tokens after the last layer."""
+        if one.layer + 1 < self._g.config.num_layers:
+            self._verbs.store("store_activation", lambda: self._activations.store(one.batch, x))
+            return
+        yield self._inputs.draw(self._setup.compiled, self._setup.weights.ends, one, x)
+
+
+class BlockRunner:
+    """Runs blocks, one at a time.
+
+    Attributes:
+      prefill_s: seconds of the last block's prompts.
+      prefill_crossed: bytes to the device and from the device during the last block's prompts.
+    """
+
+    def __init__(self, setup: BlockSetup):
         self._setup, self._closed = setup, False
-        self.prefill_s = 0.0  # of the last block
-        self.prefill_crossed = (0, 0)  # bytes to the device and from it, of the last block's prompts
+        self.prefill_s = 0.0
+        self.prefill_crossed = (0, 0)
 
     def run(
-        self, block: Block, finished: Callable[[Sequence[int]], bool], on_square: Callable[[Square], object]
-    ) -> Generator[Drawn, None, None]:
-        """Computes a block; yields each batch's tokens as they are enqueued. Who wants no more of them must
-        close the iterator.
+        self, block: Block, finished: Callable[[Sequence[int]], bool], on_step: Callable[[BlockStep], object]
+    ) -> Generator[DrawnTokens, None, None]:
+        """Run a block, and yield each batch's tokens when they are enqueued.
+
+        A caller that stops early must close the iterator.
 
         Args:
-          finished: whether all sequences of these batches have ended, as far as the caller knows.
-          on_square: told each square as it is enqueued.
+          finished: return True if all sequences of these batches have ended.
+          on_step: called with each step when it is enqueued.
 
         Raises: DiskError, also from closing the iterator.
         """
-        g, run = self._setup.geometry, Run(self._setup, block)
+        g, run = self._setup.geometry, RunningBlock(self._setup, block)
         order = list(
-            squares(block.batches, g.config.num_layers, g.policy.output_tokens, self._setup.schedule)
+            block_steps(block.batches, g.config.num_layers, g.policy.output_tokens, self._setup.schedule)
         )
         started, self.prefill_s, self.prefill_crossed = time.perf_counter(), 0.0, (0, 0)
         prompts_left = block.batches
@@ -61,12 +474,10 @@ class Driver:
                             jax.block_until_ready(drawn.tokens)
                             self.prefill_s = time.perf_counter() - started
                             self.prefill_crossed = self._setup.tiers.traffic.crossed()
-                on_square(order[i])
+                on_step(order[i])
                 i += 1
             yield from run.stop()
-        except (
-            GeneratorExit
-        ):  # the caller wants no more: what was read ahead must not be taken for the next block's
+        except GeneratorExit:  # the caller stops: the next block must not take data that was read ahead
             if not self._closed:
                 for _ in run.stop():
                     pass
@@ -75,7 +486,7 @@ class Driver:
             run.end()
 
     def free(self) -> None:
-        """Lets go of all memory of device and host, whoever still holds this; nothing runs afterwards."""
+        """Release all memory of device and host. No block can run afterwards."""
         for store in (
             self._setup.weights,
             self._setup.kv,
@@ -85,5 +496,6 @@ class Driver:
             store.free()
 
     def close(self) -> None:
+        """Stop the thread of the host's attention."""
         self._closed = True
         self._setup.host_thread.shutdown(cancel_futures=True)

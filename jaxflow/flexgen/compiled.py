@@ -1,5 +1,5 @@
-"""The programs of a geometry, compiled for a device before anything is loaded: what they need beside their
-inputs is accounted for.
+"""Compiled programs of a geometry. They are compiled before anything is loaded, so that the account includes
+their memory.
 """
 
 import concurrent.futures
@@ -14,9 +14,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxflow.config import Layer
-from jaxflow.flexgen.geometry import Geometry, PlacedWeights, halves
+from jaxflow.flexgen.geometry import (
+    REPLICATED,
+    SHARDED,
+    Geometry,
+    PlacedWeights,
+    device_sharding,
+    halves,
+    spec_of,
+)
 from jaxflow.flexgen.programs import Programs
-from jaxflow.flexgen.shards import CUT, WHOLE, on_device, spec_of
 from jaxflow.model.slot_params import empty_slots
 from jaxflow.parallel.mesh import axis_of, over_shards, sharded
 
@@ -33,14 +40,17 @@ jax.monitoring.register_event_duration_secs_listener(_count_compilation)
 
 
 def compilations() -> int:
-    """Backend compilations of this process so far."""
+    """Return the number of backend compilations of this process."""
     return _compiled
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """By layer kind, or by whether it is a prompt's (True) or a decode's. Each is called as the function of
-    `Programs` of its name.
+    """Compiled functions of `Programs`, by layer, or by phase: True for prompts and False for decodes.
+
+    Attributes:
+      vocabulary: V', with padding.
+      working_bytes: device memory of the largest program beyond its inputs.
     """
 
     embed: dict[bool, Callable]
@@ -51,20 +61,22 @@ class Compiled:
     hidden: dict[bool, Callable]
     sample: Callable
     sample_full: Callable
-    vocabulary: int  # V', with padding
-    working_bytes: int  # device memory that the largest program takes beside what it is given
+    vocabulary: int
+    working_bytes: int
 
 
 def attends_on_host(g: Geometry) -> bool:
-    """Whether decodes attend on the host to a part of their KV."""
+    """Return True if decodes attend on the host to a split of their KV."""
     return g.policy.host_attention and any(part.tier != "device" for part in g.kv_parts)
 
 
 def compile_programs(
     programs: Programs, placed: PlacedWeights, on_progress: Callable[[str], object]
 ) -> Compiled:
-    """Compiles everything that a run calls. on_progress: told each program as it is handed over."""
-    # Lowering is Python, one at a time whatever the threads; compiling is XLA's, and runs beside it.
+    """Compile all programs of a run. `on_progress`: called with the name of each program when it is
+    submitted.
+    """
+    # Lowering holds Python's lock, so it runs on this thread. XLA's compilation runs concurrently on the pool.
     with concurrent.futures.ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1))) as pool:
         begun = _begin(programs, placed, pool, on_progress)
         fields = {name: _finished(value) for name, value in begun.items()}
@@ -82,13 +94,13 @@ def _begin(
     pool: concurrent.futures.Executor,
     on_progress: Callable[[str], object],
 ) -> dict[str, Any]:
-    """The fields of `Compiled` that are programs, each a future, or a dict of them."""
+    """Return the programs of `Compiled` as futures, or dicts of futures."""
     g, b = programs.geometry, programs.geometry.batch
 
     def build(
         name: str, function: Callable, made: Any, *arguments: Any, donate: tuple[int, ...] = ()
     ) -> concurrent.futures.Future:
-        """made: how its results are cut."""
+        """Submit a program. `made`: the partition of its results."""
         on_progress(name)
         jitted, arguments = _over_devices(function, g.mesh, arguments, made, donate)
         return pool.submit(_compile, jitted.lower(*arguments), g.mesh)
@@ -109,14 +121,14 @@ def _begin(
     tokens = {True: g.prompt, False: 1}
     embed = by_phase(
         lambda p: build(
-            "embed", programs.embed, CUT, placed.ends, vector(b * tokens[p]), vector(b * tokens[p])
+            "embed", programs.embed, SHARDED, placed.ends, vector(b * tokens[p]), vector(b * tokens[p])
         )
     )
     prefill = {
         layer: build(
             "prefill",
             programs.prefill(layer),
-            (CUT, CUT, CUT),
+            (SHARDED, SHARDED, SHARDED),
             w,
             pieces(g.prompt),
             home,
@@ -130,17 +142,17 @@ def _begin(
     for layer, w in kinds.items():
         if attends_on_host(g):
             first, second = ({key: w[key] for key in keys} for keys in halves(w))
-            made = (WHOLE, CUT, CUT, CUT, CUT)
+            made = (REPLICATED, SHARDED, SHARDED, SHARDED, SHARDED)
             before[layer] = build(
                 "before", programs.before(layer), made, first, pieces(1), home, vector(b), live, donate=(2,)
             )
             stream = vector(b, g.config.hidden_size, dtype=g.dtype)
             own = tuple(g.heads(part.rows) for part in g.kv_parts if part.tier == "device")
             others = tuple(g.heads(part.rows) for part in away)
-            after[layer] = build("after", programs.after(layer), CUT, second, stream, own, others)
+            after[layer] = build("after", programs.after(layer), SHARDED, second, stream, own, others)
         else:
             donate = (2, 3) if g.policy.kv_bits == 16 else (2,)
-            made = (CUT, CUT, CUT, CUT)
+            made = (SHARDED, SHARDED, SHARDED, SHARDED)
             decode[layer] = build(
                 "decode",
                 programs.decode(layer),
@@ -163,13 +175,13 @@ def _begin(
         "before": before,
         "after": after,
         "hidden": by_phase(
-            lambda p: build("hidden", programs.hidden, WHOLE, placed.ends, pieces(tokens[p]), vector(b))
+            lambda p: build("hidden", programs.hidden, REPLICATED, placed.ends, pieces(tokens[p]), vector(b))
         ),
-        "sample": build("sample", programs.sample, WHOLE, placed.ends, states, *rows),
+        "sample": build("sample", programs.sample, REPLICATED, placed.ends, states, *rows),
         "sample_full": build(
             "sample_full",
             programs.sample_full,
-            WHOLE,
+            REPLICATED,
             placed.ends,
             states,
             *rows,
@@ -185,8 +197,8 @@ def _finished(value: Any) -> Any:
 
 
 def _working_bytes(compiled: Any) -> int:
-    """What a program takes beside its inputs: its outputs too, but for those that are its inputs updated in
-    place.
+    """Return the memory of a program beyond its inputs: temporary space and outputs, without outputs in
+    donated inputs.
     """
     found = compiled.memory_analysis()
     return (
@@ -197,17 +209,19 @@ def _working_bytes(compiled: Any) -> int:
 
 
 def _vocabulary(placed: PlacedWeights) -> int:
-    """V', with padding."""
+    """Return V', with padding."""
     return placed.ends.get("lm_head", placed.ends["embed"]).shape[0]
 
 
 def _over_devices(
     function: Callable, mesh: Mesh, arguments: tuple, made: Any, donate: tuple[int, ...]
 ) -> tuple[Any, tuple]:
-    """The function as it runs on each device, jitted, and the shapes of its arguments with their shardings."""
+    """Return the jitted function over the devices of the mesh, and the shapes of its arguments with
+    shardings.
+    """
 
     def placed(a: Any) -> Any:
-        sharding = getattr(a, "sharding", None) or on_device(mesh)
+        sharding = getattr(a, "sharding", None) or device_sharding(mesh)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
     arguments = jax.tree.map(placed, arguments)
@@ -219,10 +233,10 @@ def _over_devices(
 
 
 def _compile(lowered: Any, mesh: Mesh) -> Any:
-    """Compiles what this process has not compiled yet: a sweep starts many runs, which differ in few of their
+    """Compile a program that this process has not compiled. A sweep starts many runs with few different
     programs.
     """
-    # the text alone does not say what arguments it leaves unused
+    # the program text does not show unused arguments
     text = f"{lowered.args_info}\n{lowered.as_text()}"
     key = hashlib.sha256(text.encode()).digest(), mesh
     if key not in _programs:

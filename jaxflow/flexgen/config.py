@@ -1,18 +1,25 @@
-"""How a policy is run: the limits of each tier and the paper's ablations. Frozen data, checked when it is
-made.
+"""Settings of an offloaded run: memory limits, disk folder and the paper's ablations; and their command-line
+flags.
 """
 
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from absl import flags
 
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.flexgen.policy import Policy, PolicyError, load_policy
-from jaxflow.flexgen.schedule import SCHEDULES, Schedule
+from jaxflow.flexgen.policy import KINDS, PERCENTAGES, Policy, PolicyError, Shares, load_policy
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 
 GIGA = 1e9
-# Of `EngineConfig`, what an offloaded run goes by; the rest is of a scheduler, a cache of pages and plans,
-# which it does not have.
+Schedule = Literal["zigzag", "row"]
+SCHEDULES = ("zigzag", "row")
+# The fields of `EngineConfig` that apply to an offloaded run, which has no scheduler, page cache or plans.
 ENGINE_FIELDS = (
     *("model", "tokenizer", "dtype", "load_format", "quantization", "block_size", "tensor_parallel_size"),
     *("gpu_memory_utilization", "seed", "kernels", "compilation_cache_dir"),
@@ -21,21 +28,25 @@ ENGINE_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class OffloadConfig:
-    """Limits are in GB (1e9 bytes), None: what the machine has. Weights on the disk and such lie in a folder
-    made under `disk_path`.
+    """How a policy is run. Limits are in GB (1e9 bytes); None means all of the machine's memory.
+
+    Attributes:
+      disk_path: an existing folder, needed by a policy with a share on disk. Scratch files go to a new folder
+        inside.
+      schedule: "zigzag" passes all batches of a block through a layer together; "row" runs batch after batch.
+      overlap: False ends each transfer before the next step begins.
 
     Raises:
-      ConfigError: for a value that cannot work, naming the field. PolicyError: for a policy that cannot be
-      read.
+      ConfigError: naming the field of an invalid value.
     """
 
     policy: Policy
     gpu_memory_limit: float | None = None
     host_memory_limit: float | None = None
     disk_limit: float | None = None
-    disk_path: str | None = None  # needed where the policy has a share on disk
-    schedule: Schedule = "zigzag"  # row: batch by batch, as systems without a block do
-    overlap: bool = True  # False: each verb ends before the next begins
+    disk_path: str | None = None
+    schedule: Schedule = "zigzag"
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         for field in ("gpu_memory_limit", "host_memory_limit", "disk_limit"):
@@ -44,22 +55,23 @@ class OffloadConfig:
                 raise ConfigError(field, value, "a positive number of GB")
         if self.schedule not in SCHEDULES:
             raise ConfigError("schedule", self.schedule, " or ".join(SCHEDULES))
-        if self.on_disk and not self.disk_path:  # an empty path would be the working directory
+        if self.on_disk and not self.disk_path:  # an empty path would mean the working directory
             raise ConfigError(
                 "disk_path",
                 self.disk_path,
-                f"a folder: the policy keeps {' and '.join(self.on_disk)} on disk",
+                f"a folder, because the policy places {' and '.join(self.on_disk)} on disk",
             )
 
     @property
     def on_disk(self) -> list[str]:
-        """What has a share on disk."""
+        """The kinds of tensors with a share on disk."""
         return [kind for kind in ("weights", "kv", "activations") if getattr(self.policy, kind).disk > 0]
 
 
 def offload_config(given: "OffloadConfig | Policy | str | os.PathLike", model: str) -> OffloadConfig:
-    """What a caller means by `offload`: settings, a policy, or a policy's file. Raises: ConfigError,
-    PolicyError.
+    """Return the settings for an `offload` argument: settings, a policy, or a policy's file.
+
+    Raises: ConfigError, PolicyError.
     """
     if isinstance(given, OffloadConfig):
         return given
@@ -68,21 +80,108 @@ def offload_config(given: "OffloadConfig | Policy | str | os.PathLike", model: s
     if isinstance(given, str | os.PathLike):
         return OffloadConfig(load_policy(given))
     raise PolicyError(
-        f"offload={given!r}: a Policy, a policy's file, or an OffloadConfig; `python -m search "
-        f"placement --model {model}` writes one"
+        f"offload={given!r}; accepted are a Policy, the file of a policy, or an OffloadConfig; `python -m "
+        f"search placement --model {model}` writes a policy"
     )
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Refuses a setting that would be of no effect. Raises: ConfigError."""
+    """Raise ConfigError for an engine setting without effect on an offloaded run."""
     for field in dataclasses.fields(EngineConfig):
         value = getattr(config, field.name)
         if field.name not in ENGINE_FIELDS and value != field.default:
             raise ConfigError(
                 field.name,
                 value,
-                (
-                    "unset: an offloaded run goes by its policy (of KV its kv_bits) and limits, block "
-                    "after block"
-                ),
+                ("unset: the policy (kv_bits for the KV) and the limits of an offloaded run apply"),
             )
+
+
+def define_flags() -> None:
+    """Define the flags of `OffloadConfig` and of overrides of a policy."""
+    flags.DEFINE_string("policy", None, "File of the policy, written by `python -m search placement`.")
+    for kind in KINDS:
+        flags.DEFINE_list(
+            f"{kind}_percent",
+            None,
+            f"Percentages of {kind} on device, host and disk, for example 20,80,0; overrides the policy.",
+        )
+    for name in ("prompt_tokens", "output_tokens", "gpu_batch_size", "num_gpu_batches"):
+        flags.DEFINE_integer(name, None, f"{name} of the run; overrides the policy.", lower_bound=1)
+    for name in ("weight_bits", "kv_bits"):
+        flags.DEFINE_enum(name, None, ["16", "4"], f"{name} of the run; overrides the policy.")
+    flags.DEFINE_bool(
+        "host_attention",
+        None,
+        "Compute attention over KV that is not on the device on the host; overrides the policy.",
+    )
+    flags.DEFINE_float("gpu_memory_limit", None, "Limit of the device memory in GB.")
+    flags.DEFINE_float("host_memory_limit", None, "Limit of the host memory in GB.")
+    flags.DEFINE_float("disk_limit", None, "Limit of the disk space in GB.")
+    flags.DEFINE_string("disk_path", None, "Folder for the scratch files.")
+    flags.DEFINE_enum(
+        "schedule",
+        "zigzag",
+        list(SCHEDULES),
+        "zigzag: all batches pass a layer together; row: batch after batch, with a fetch of the weights for each.",
+    )
+    flags.DEFINE_bool(
+        "overlap",
+        True,
+        "Run transfers concurrently with the computation; otherwise each transfer ends before the next step.",
+    )
+
+
+def policy_from_flags(model: str) -> Policy:
+    """Return the policy of the file with the overrides of the flags. Raises: ConfigError, PolicyError."""
+    f = flags.FLAGS
+    if f.policy is None:
+        name = open_checkpoint(model, load_format="dummy").name
+        raise ConfigError(
+            "policy",
+            None,
+            f"the file of a policy; `python -m search placement --model {name} --output policy.json` writes a policy",
+        )
+    changes: dict[str, Any] = {}
+    for kind in KINDS:
+        given = f[f"{kind}_percent"].value
+        if given is not None:
+            changes[kind] = _shares(f"{kind}_percent", given)
+    for name in (
+        "prompt_tokens",
+        "output_tokens",
+        "gpu_batch_size",
+        "num_gpu_batches",
+        "weight_bits",
+        "kv_bits",
+        "host_attention",
+    ):
+        if f[name].value is not None:
+            changes[name] = int(str(f[name].value)) if name.endswith("bits") else f[name].value
+    return msgspec.structs.replace(load_policy(f.policy), **changes)
+
+
+def _shares(flag: str, given: Sequence[str]) -> Shares:
+    try:
+        device, host, disk = map(float, given)
+        shares = Shares(device, host, disk)
+        if not shares.are_whole:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            flag, ",".join(given), f"{PERCENTAGES}: of device, host and disk, as 20,80,0"
+        ) from None
+    return shares
+
+
+def offload_from_flags(model: str) -> OffloadConfig:
+    """Return the settings of the flags. Raises: ConfigError, PolicyError."""
+    names = [field.name for field in dataclasses.fields(OffloadConfig) if field.name != "policy"]
+    given: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
+    return OffloadConfig(policy_from_flags(model), **given)
+
+
+def random_prompts(number: int, tokens: int, vocabulary: int, seed: int) -> list[list[int]]:
+    """Return prompts of random token ids."""
+    rng = np.random.default_rng(seed % 2**64)  # numpy's generators take no negative seed
+    return [rng.integers(0, vocabulary, tokens).tolist() for _ in range(number)]

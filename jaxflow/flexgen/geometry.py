@@ -1,40 +1,135 @@
-"""The static shapes of an offloaded run: everything that a policy and a model fix before the first weight is
-read.
+"""Static shapes of an offloaded run: placement of the tensors, splits of a batch over the tiers, and
+shardings.
 
-KV lies in pages, as in the engine, so that its ops and kernels serve here too; but a sequence's pages are its
-own and lie next to each other: page `row · MP + i` holds tokens i·S to (i + 1)·S - 1 of that row. A batch's
-rows are cut into *parts*, one for each tier.
+KV lies in pages, as in the engine, so that the engine's ops and kernels apply. The pages of a sequence are
+adjacent: page `row · MP + i` holds tokens i·S to (i + 1)·S - 1 of a row. The rows of a batch are split over
+the tiers, one split for each tier.
+
+Each device has its heads of the KV, its rows or columns of a matrix as in the engine, and its columns of the
+activations between layers. The all-reduce at a layer's end gives each device its columns, and the next layer
+begins with an all-gather. So every tensor travels in shards, each over the link of its device, and the host
+has no duplicates. FlexGen instead splits the layers over the devices (§4.4), which is not implemented.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxflow.config import ModelConfig
-from jaxflow.flexgen.placement import Tier, place_rows, place_weights
-from jaxflow.flexgen.policy import TIERS, Policy
-from jaxflow.flexgen.shards import CUT, placed, tree_bytes
+from jaxflow.flexgen.policy import TIERS, Policy, Shares
 from jaxflow.kv.int4 import kv_shape
 from jaxflow.model.weight_spec import TENSOR_PARALLEL_AXIS
 from jaxflow.model.weights import kv_head_copies, leaves
-from jaxflow.parallel.mesh import TP
+from jaxflow.parallel.mesh import TP, axis_of
 
-BEFORE = (
-    "attn_norm",
-    "attn_norm_bias",
-    "qkv",
-    "qkv_bias",
-    "q_norm",
-    "k_norm",
-)  # what a layer needs before it attends
+# The weights of a layer that are used before attention.
+BEFORE = ("attn_norm", "attn_norm_bias", "qkv", "qkv_bias", "q_norm", "k_norm")
+REPLICATED = PartitionSpec()  # on every device
+SHARDED = PartitionSpec(None, TP)  # KV and queries by heads, activations by columns
+PINNED = "pinned_host"
+Tier = Literal["device", "host", "disk"]
+_EPSILON = 1e-9  # for rounding errors: 33.333... % of 3 rows are 1 row
+
+
+def device_sharding(mesh: Mesh, spec: PartitionSpec = REPLICATED) -> Sharding:
+    """Return the sharding of an array on the devices."""
+    return SingleDeviceSharding(mesh.devices.flat[0]) if axis_of(mesh) is None else NamedSharding(mesh, spec)
+
+
+def pinned_sharding(sharding: Sharding) -> Sharding:
+    """Return the sharding of an array in pinned host memory, each shard in the memory of its device."""
+    return sharding.with_memory_kind(PINNED)
+
+
+def spec_of(a: Any) -> PartitionSpec:
+    """Return the partition of an array or its shape; a single device has no partition."""
+    return getattr(a.sharding, "spec", REPLICATED)
+
+
+def placed(mesh: Mesh, structs: Any, specs: Any) -> Any:
+    """Return shapes with their shardings. `specs`: a pytree like `structs`, or one partition for all."""
+    if isinstance(specs, PartitionSpec):
+        specs = jax.tree.map(lambda _: specs, structs)
+    return jax.tree.map(
+        lambda s, spec: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=device_sharding(mesh, spec)),
+        structs,
+        specs,
+    )
+
+
+def array_bytes(a: Any) -> int:
+    """Return the bytes of an array or its shape: all shards, or one copy of a replicated array."""
+    return math.prod(a.shape) * jnp.dtype(a.dtype).itemsize
+
+
+def tree_bytes(tree: Any) -> int:
+    """Return the bytes of all arrays, or shapes, of a pytree."""
+    return sum(array_bytes(a) for a in jax.tree.leaves(tree))
+
+
+def device_bytes(tree: Any) -> int:
+    """Return the bytes of all arrays, or shapes, of a pytree on one device."""
+    return sum(
+        math.prod(a.sharding.shard_shape(a.shape)) * jnp.dtype(a.dtype).itemsize
+        for a in jax.tree.leaves(tree)
+    )
+
+
+def place_rows(rows: int, shares: Shares) -> tuple[int, int, int]:
+    """Return the numbers of a batch's sequences on device, host and disk, in this order of rows.
+
+    Only complete sequences are placed, so the percentages are approximate: a faster tier gets at most its
+    share, and the slowest tier with a share gets the rest (FlexGen §4.2).
+    """
+    slowest = _slowest(shares)
+    counts = [
+        int(rows * share / 100 + _EPSILON) if tier != slowest else 0
+        for tier, share in zip(TIERS, shares, strict=True)
+    ]
+    counts[TIERS.index(slowest)] = rows - sum(counts)
+    return counts[0], counts[1], counts[2]
+
+
+def place_weights(layers: Sequence[Mapping[str, int]], shares: Shares) -> list[dict[str, Tier]]:
+    """Return the tier of each tensor of each layer.
+
+    A layer's difference from the percentages counts for the next layer, so that a model of many layers comes
+    within one tensor of the percentages.
+
+    Args:
+      layers: bytes of each layer's tensors by name.
+    """
+    slowest, total = _slowest(shares), 0
+    used: dict[str, int] = dict.fromkeys(TIERS, 0)
+    placed = []
+    for layer in layers:
+        total += sum(layer.values())
+        tiers: dict[str, Any] = {}
+        for name, size in sorted(layer.items(), key=lambda item: (-item[1], item[0])):
+            room = (
+                tier
+                for tier, share in zip(TIERS, shares, strict=True)
+                if used[tier] + size <= total * (share / 100 + _EPSILON)
+            )
+            tiers[name] = tier = next((tier for tier in room if tier != slowest), slowest)  # type: ignore[assignment]
+            used[tier] += size
+        placed.append(tiers)
+    return placed
+
+
+def _slowest(shares: Shares) -> Tier:
+    """Return the slowest tier with a share."""
+    return [tier for tier, share in zip(TIERS, shares, strict=True) if share > 0][-1]  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The rows [start, stop) of a batch, whose tensors live on one tier."""
+    """The rows [start, stop) of a batch, with tensors on one tier."""
 
     tier: Tier
     start: int
@@ -47,10 +142,11 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """dtype: of activations, and of weights and KV of 16 bits (float32 where the model runs in it).
-    page_size: S, tokens in a page.
+    """Shapes over all devices of the mesh, with their shardings.
 
-    Shapes that it gives are those over all devices of the mesh, with their shardings.
+    Attributes:
+      dtype: of activations, and of 16-bit weights and KV (float32 for a float32 model).
+      page_size: S, tokens in a page.
     """
 
     config: ModelConfig
@@ -61,76 +157,78 @@ class Geometry:
 
     @property
     def tp(self) -> int:
-        """Devices."""
+        """The number of devices."""
         return self.mesh.shape[TP]
 
     @property
     def kv_heads(self) -> int:
-        """K of all devices: heads fewer than devices are repeated, so that each has one."""
+        """K over all devices. Heads are repeated if there are fewer heads than devices."""
         return self.config.num_kv_heads * kv_head_copies(self.config, self.tp)
 
     @property
     def quantization(self) -> str | None:
-        """As `EngineConfig.quantization` has it."""
+        """The value of `EngineConfig.quantization`."""
         return "int4" if self.policy.weight_bits == 4 else None
 
     @property
     def batch(self) -> int:
-        """Sequences of a batch."""
+        """The number of sequences of a batch."""
         return self.policy.gpu_batch_size
 
     @property
     def prompt(self) -> int:
-        """Tokens that a prompt is padded to."""
+        """The padded number of tokens of a prompt."""
         return self.policy.prompt_tokens
 
     @property
     def pages(self) -> int:
-        """MP, pages of a sequence: its prompt and all tokens but the last, whose KV nobody reads."""
+        """MP, the pages of a sequence: its prompt and all tokens except the last, which no token attends to."""
         return -(-(self.prompt + self.policy.output_tokens - 1) // self.page_size)
 
     @property
     def prompt_pages(self) -> int:
-        """Those that hold prompt tokens."""
+        """The number of pages with prompt tokens."""
         return -(-self.prompt // self.page_size)
 
     @property
     def kv_parts(self) -> tuple[Part, ...]:
+        """The splits of a batch's KV."""
         return _parts(place_rows(self.batch, self.policy.kv))
 
     @property
     def activation_parts(self) -> tuple[Part, ...]:
+        """The splits of a batch's activations."""
         return _parts(place_rows(self.batch, self.policy.activations))
 
     def kv_pages(self, rows: int) -> tuple[Any, Any]:
-        """Shapes of the keys and values of `rows` sequences at one layer, as they are stored."""
+        """Return the stored shapes of keys and values of `rows` sequences at one layer."""
         return self._stored((rows * self.pages, self.kv_heads, self.page_size, self.config.head_dim))
 
     def kv_rows(self, rows: int) -> tuple[Any, Any]:
-        """Shapes of one token's key and value of `rows` sequences at one layer, as they are stored."""
+        """Return the stored shapes of one token's key and value of `rows` sequences at one layer."""
         return self._stored((rows, self.kv_heads, self.config.head_dim))
 
     def activation(self, rows: int, tokens: int) -> Any:
-        """The shape of what `rows` sequences of `tokens` tokens pass from layer to layer."""
+        """Return the shape of the activations of `rows` sequences of `tokens` tokens."""
         return placed(
-            self.mesh, jax.ShapeDtypeStruct((rows * tokens, self.config.hidden_size), self.dtype), CUT
+            self.mesh, jax.ShapeDtypeStruct((rows * tokens, self.config.hidden_size), self.dtype), SHARDED
         )
 
     def heads(self, rows: int) -> Any:
-        """The shape of one token's queries, or of its attention's output, of `rows` sequences."""
+        """Return the shape of one token's queries, or of its attention output, of `rows` sequences."""
         return placed(
             self.mesh,
             jax.ShapeDtypeStruct((rows, self.config.num_heads, self.config.head_dim), self.dtype),
-            CUT,
+            SHARDED,
         )
 
     def _stored(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
         one = kv_shape(shape) if self.policy.kv_bits == 4 else jax.ShapeDtypeStruct(shape, self.dtype)
-        return placed(self.mesh, (one, one), CUT)
+        return placed(self.mesh, (one, one), SHARDED)
 
 
 def _parts(counts: tuple[int, int, int]) -> tuple[Part, ...]:
-    """Those that have rows."""
+    """Return the splits that have rows."""
     parts, start = [], 0
     for tier, rows in zip(TIERS, counts, strict=True):
         if rows:
@@ -141,8 +239,10 @@ def _parts(counts: tuple[int, int, int]) -> tuple[Part, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedWeights:
-    """Shapes of the weights as they are stored, and the tier of each. `ends`: what is in no layer, always on
-    the device.
+    """Shapes of the stored weights, and the tier of each tensor.
+
+    Attributes:
+      ends: the embedding, the final norm and the head, always on the device.
     """
 
     ends: dict[str, Any]
@@ -150,7 +250,7 @@ class PlacedWeights:
     tiers: tuple[dict[str, Tier], ...]
 
     def of_tier(self, layer: int, tier: Tier, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
-        """The shapes of a layer's tensors that live on a tier, of those named."""
+        """Return the shapes of a layer's tensors on a tier, limited to `keys`."""
         found = self.tiers[layer]
         return {
             key: leaf
@@ -159,14 +259,17 @@ class PlacedWeights:
         }
 
     def bytes_of(self, layer: int, tier: Tier) -> int:
+        """Return the bytes of a layer on a tier."""
         return tree_bytes(self.of_tier(layer, tier))
 
 
 def place(g: Geometry) -> PlacedWeights:
-    """Norms, biases and routers stay on the device: they are a few millionths of a model, and each would cost
-    a transfer of its own.
+    """Place the weights of a model.
 
-    Raises: ConfigError: `tensor_parallel_size` does not cut the model.
+    Norms, biases and routers stay on the device: they are a few millionths of a model, and each would cost a
+    transfer.
+
+    Raises: ConfigError: the model cannot be sharded over `tensor_parallel_size` devices.
     """
     tree = leaves(g.config, g.tp, quantization=g.quantization)
 
@@ -190,10 +293,10 @@ def place(g: Geometry) -> PlacedWeights:
 
 
 def is_matrix(key: str, struct: Any) -> bool:
-    """Whether a tensor of a layer is a matrix that devices share: all but norms, biases and routers."""
+    """Return True for a matrix that is sharded over devices: every tensor except norms, biases and routers."""
     return len(struct.shape) > 1 and key in TENSOR_PARALLEL_AXIS
 
 
 def halves(keys: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of a layer's weights that are needed before it attends, and after."""
+    """Return the names of a layer's weights for the computation before attention and after attention."""
     return tuple(key for key in keys if key in BEFORE), tuple(key for key in keys if key not in BEFORE)

@@ -1,15 +1,14 @@
-"""A decode's attention where its KV is: on the host, of one new token a sequence over pages in host memory
-(FlexGen §4.2).
+"""Attention of decodes on the host: one new token a sequence over KV pages in host memory (FlexGen §4.2).
 
-Only queries and outputs cross the link, fewer bytes than the KV by its length. A row is a few products over
-numbers that are read once, so it would take as long as the host's memory, if little else were done: bfloat16
-is widened by a shift and a mask, in pieces, and multiplied by numpy's BLAS; rows, and parts of their heads,
-are shared out to threads, which hold Python's lock only between those calls. It is the lock that limits it,
-most likely: on an H200's host one thread reads 3.6 GB/s of bfloat16 in pieces of 1 MiB, eight read 13 and
-sixteen 6.5 in pieces of 2 MiB, and with half of that eight read a third less
-(benchmarks/settings/h200-host-attention.json: 330 MB of whole pages over median_s). XLA's own loops of the
-same (jaxlib 0.11.2) took two to five times a core's time. Each thread keeps the memory it widens into, since
-fresh memory is a page fault every 4 KB.
+Only queries and outputs cross the link; the KV has more bytes by a factor of its length. The attention of a
+row is a few matrix products over numbers that are read once, so the host's memory bandwidth is the bound. A
+shift and a mask widen bfloat16 in pieces, and numpy's BLAS multiplies. Threads share the rows, or parts of a
+row's heads. Most likely Python's lock, which a thread holds between these calls, limits the rate: on an
+H200's host one thread reads 3.6 GB/s of bfloat16 in pieces of 1 MiB; eight threads read 13 GB/s and sixteen
+6.5 GB/s in pieces of 2 MiB; eight threads read a third less in pieces of 1 MiB
+(benchmarks/settings/h200-host-attention.json: 330 MB of complete pages over median_s). XLA's loops for the
+same work (jaxlib 0.11.2) took two to five times the time of a core. Each thread keeps its scratch memory,
+because fresh memory costs a page fault every 4 KB.
 """
 
 import concurrent.futures
@@ -24,24 +23,22 @@ from jaxflow.config import Layer, ModelConfig
 
 _LOWEST = np.float32(-1e30)
 _SHIFT, _MASK = np.uint32(16), np.uint32(0xFFFF0000)
-_PIECE_BYTES = (
-    1 << 21
-)  # of keys or values that are widened at a time: with half of it eight threads read a third less
-_MOST_THREADS = 8  # more of them take longer, since they wait for the lock
+_PIECE_BYTES = 1 << 21  # keys or values widened at a time; with half of this eight threads read a third less
+_MOST_THREADS = 8  # more threads take longer, because they wait for the lock
 
 
 class Scratch(threading.local):
-    """A thread's memory to widen numbers in, kept from piece to piece."""
+    """Memory of a thread for widened numbers, kept between pieces."""
 
     def __init__(self) -> None:
         self._words = np.empty(0, np.uint32)
 
     def split(self, a: np.ndarray) -> np.ndarray:
-        """[..., W] as float32 [n, ..., W / n], until the next is: of bfloat16 the even and the odd columns (n
-        2), float32 as it is (n 1).
+        """Return [..., W] as float32 [n, ..., W / n], valid until the next call.
 
-        A word of two bfloat16 is widened by a shift (the even one) and a mask (the odd one), each for half of
-        the numbers: a third less time than to make words of all and then shift them.
+        For bfloat16, n = 2: the even and the odd columns. For float32, n = 1. A word of two bfloat16 values
+        is widened by a shift (the even one) and a mask (the odd one), each on half of the numbers. This takes
+        a third less time than a conversion of all numbers to words and a shift.
         """
         if a.dtype.itemsize != 2:
             return a[None]
@@ -65,14 +62,14 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> np.ndarray:
-    """Attention of one token of one sequence, computed in float32.
+    """Return the attention of one token of one sequence, float32 [N, H], computed in float32.
 
     Args:
-      q: [N, H]. k, v: [MP, K, S, H], the sequence's pages in order; bfloat16 or float32.
-      length: its keys, the token's own included; 0: the output is 0.
-      window: only the last `window` keys are seen. soft_cap: scores become soft_cap · tanh(score / soft_cap).
-
-    Returns: float32 [N, H].
+      q: [N, H].
+      k, v: [MP, K, S, H], the pages of the sequence in order; bfloat16 or float32.
+      length: number of the sequence's tokens, including the new one; 0 gives an output of 0.
+      window: only the last `window` tokens are seen.
+      soft_cap: scores become soft_cap · tanh(score / soft_cap).
     """
     _, heads, size, width = k.shape
     if not length:
@@ -82,7 +79,7 @@ def attend(
     pieces = list(itertools.pairwise([*range(start, stop, max(1, _PIECE_BYTES // k[0].nbytes)), stop]))
     columns = scratch.split(q) * np.float32(
         scale
-    )  # [n, N, H / n]: even and odd ones apart, as keys and values will be
+    )  # [n, N, H / n]: even and odd columns separated, like keys and values
     grouped = columns.reshape(len(columns), 1, heads, -1, width // len(columns))
     scores = np.empty((stop - start, heads, grouped.shape[3], size), np.float32)
     for a, b in pieces:
@@ -105,9 +102,7 @@ def attend(
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy: those it is bound to, or fewer where a container has only so
-    much of their time.
-    """
+    """Return the number of cores of this process: its CPU affinity, or a container's smaller quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
@@ -117,9 +112,7 @@ def usable_cores() -> int:
 
 
 def head_parts(rows: int, heads: int, threads: int) -> int:
-    """Into how many parts a row's heads are cut: the fewest that leave threads idle, at the end, at most a
-    tenth of the time.
-    """
+    """Return the number of parts of a row's heads: the fewest parts with at most a tenth of idle thread time."""
     busy = {
         parts: rows * parts / (-(-rows * parts // threads) * threads)
         for parts in range(1, min(heads, 8) + 1)
@@ -131,7 +124,7 @@ def head_parts(rows: int, heads: int, threads: int) -> int:
 
 
 class HostAttention:
-    """`attend` for the rows of a part, on threads."""
+    """`attend` for the sequences of a split, on threads."""
 
     def __init__(self, config: ModelConfig, rows: int, threads: int | None = None):
         self._config = config
@@ -142,7 +135,13 @@ class HostAttention:
     def __call__(
         self, layer: Layer, q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: np.ndarray, out: np.ndarray
     ) -> None:
-        """Attends, into `out`. q, out: [R, N, H]; k, v: [R · MP, K, S, H]; lengths: [R] int32."""
+        """Attend, and write the result to `out`.
+
+        Args:
+          q, out: [R, N, H].
+          k, v: [R · MP, K, S, H].
+          lengths: [R] int32.
+        """
         rows, heads = q.shape[0], k.shape[1]
         settings = {
             "scale": self._config.scale,
@@ -155,8 +154,8 @@ class HostAttention:
         tasks = itertools.count()
 
         def work() -> None:
-            """Takes the next part of a row until there is none: a job for each of them would take longer to
-            hand out than to do.
+            """Take the next part of a row until none is left. A job for each part would take longer to submit
+            than to run.
             """
             while (task := next(tasks)) < rows * parts:
                 row, part = divmod(task, parts)
@@ -174,4 +173,5 @@ class HostAttention:
             done.result()
 
     def close(self) -> None:
+        """Stop the threads."""
         self._pool.shutdown()

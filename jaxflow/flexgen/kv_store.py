@@ -1,8 +1,7 @@
-"""KV of a block between its squares, each part on its tier: `load_kv` brings a batch's to the device,
-`store_kv` takes new KV home.
+"""KV of a block between its steps, each split on its tier: `load_kv` to the device, `store_kv` to the tier.
 
-On disk a part's file holds its prompts' pages, written once, and behind them a record a token, so that what a
-decode adds is one small write at the end and not one a page.
+The file of a split on disk has the pages of the prompts, written once, and then a record for each token. So a
+decode adds one small write at the end of the file instead of a write for each page.
 """
 
 import concurrent.futures
@@ -13,33 +12,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflow.flexgen.geometry import Geometry, Part
+from jaxflow.flexgen.geometry import Geometry, Part, array_bytes, tree_bytes
 from jaxflow.flexgen.pinned_memory import bits, reserve, views
 from jaxflow.flexgen.scratch_files import DiskFile
-from jaxflow.flexgen.shards import array_bytes, tree_bytes
 from jaxflow.flexgen.tiers import Tiers
 
 Key = tuple[int, int]  # layer, batch
 
 
 class KvStore:
-    """KV of all layers and batches. Positions: of each row of a part, where the token whose KV is stored or
-    missing stands.
+    """KV of all layers and batches.
+
+    Attributes:
+      home: the device's split by (layer, batch); () without one.
     """
 
     def __init__(self, geometry: Geometry, tiers: Tiers):
         self._g, self._tiers = geometry, tiers
         self.parts = geometry.kv_parts
         self.away = tuple(part for part in self.parts if part.tier != "device")
-        self.home: dict[Key, Any] = {}  # the device's part; (): it has none
+        self.home: dict[Key, Any] = {}
         self._host: dict[Key, Any] = {}
         self._files: dict[Key, DiskFile] = {}
         self._stores: dict[Key, concurrent.futures.Future] = {}
         self._ahead: dict[Key, concurrent.futures.Future] = {}
-        self._down: dict[Key, Any] = {}  # staging buffers on their way down
+        self._down: dict[Key, Any] = {}  # staging buffers under way to the device
 
     def reserve(self) -> None:
-        """Takes all memory and disk that a block needs. Raises: DiskError."""
+        """Reserve all memory and disk space of a block. Raises: DiskError."""
         g, tiers = self._g, self._tiers
         for key in [
             (layer, batch)
@@ -67,10 +67,13 @@ class KvStore:
     # ---- to the device
 
     def load(self, key: Key, token: int, lengths: np.ndarray) -> tuple:
-        """The away parts of a batch's KV at a layer, on their way to the device, before token number `token`
-        >= 1.
+        """Return the splits off the device of a batch's KV at a layer, with the copies to the device started.
 
-        lengths: [b], tokens of each prompt. Raises: DiskError.
+        Args:
+          token: the number of the token to be computed, at least 1.
+          lengths: [b], the tokens of each prompt.
+
+        Raises: DiskError.
         """
         return tuple(self._load(part, key, token, lengths) for part in self.away)
 
@@ -84,22 +87,22 @@ class KvStore:
         return tiers.down(buffers)
 
     def used(self, key: Key, after: Any) -> None:
-        """What was loaded has been read, once the arrays `after` are made: the loaded ones are donated, and
-        cannot be waited for.
+        """Give back the staging buffers of loaded KV when the arrays `after` are computed.
+
+        The loaded arrays themselves are donated, so that nothing can wait for them.
         """
         jax.tree.map(lambda buffer: self._tiers.staging.give(buffer, after), self._down.pop(key, ()))
 
     def read_ahead(self, key: Key, token: int, lengths: np.ndarray) -> None:
-        """Starts to read what `load` or `wanted` of the same arguments will want of the disk, behind what is
-        on its way there now.
-        """
+        """Start to read from disk for `load` or `wanted` with the same arguments, after the writes under way."""
         for part in self.away:
             if part.tier == "disk" and key not in self._ahead:
                 self._ahead[key] = self._start_reading(part, key, token, lengths)
 
     def wanted(self, key: Key, token: int, lengths: np.ndarray) -> list[concurrent.futures.Future]:
-        """The away parts of a batch's KV at a layer as `HostArray`s, where the host can attend to it; each to
-        be given back by `done`.
+        """Return futures of the splits off the device as `HostArray`s, for attention on the host.
+
+        Each result is given back by `done`.
         """
         futures = []
         for part in self.away:
@@ -118,25 +121,27 @@ class KvStore:
         return self._tiers.read(lambda: self._read(part, key, token, lengths, stored))
 
     def done(self, part: Part, kv: Any) -> None:
+        """Give back a result of `wanted`."""
         if part.tier == "disk":
             jax.tree.map(self._tiers.staging.give, kv)
 
     def follow(self, key: Key, stored: concurrent.futures.Future) -> None:
-        """Who reads a batch's KV at a layer from now on waits for `stored`."""
+        """Let later reads of a batch's KV at a layer wait for `stored`."""
         self._stores[key] = stored
 
-    # ---- home
+    # ---- to the tiers
 
     def store_pages(self, key: Key, pages: tuple) -> list[concurrent.futures.Future]:
-        """Takes the away parts of a prompt's KV home. The device's memory is free once what is returned is
-        done.
+        """Move the splits off the device of a prompt's KV to their tiers.
+
+        The device memory is free when the returned futures are done.
         """
         tiers = self._tiers
         waits = []
         for part, tree in zip(self.away, pages, strict=True):
             tiers.traffic.add("store_kv", times=1, up=tree_bytes(tree))
             if part.tier == "host":
-                self._host.pop(key, None)  # its memory is what the new pages take
+                self._host.pop(key, None)  # its memory serves the new pages
                 waits.append(functools.partial(self._keep, key, tiers.up(tree)))
             else:
                 waits.append(functools.partial(self._write_prompt, part, key, tiers.up(tree)))
@@ -145,7 +150,7 @@ class KvStore:
     def store_rows(
         self, key: Key, rows: tuple, token: int, lengths: np.ndarray
     ) -> list[concurrent.futures.Future]:
-        """Takes the away parts of one token's KV home."""
+        """Move the splits off the device of one token's KV to their tiers."""
         tiers = self._tiers
         waits = []
         for part, tree in zip(self.away, rows, strict=True):
@@ -154,7 +159,7 @@ class KvStore:
         return self._submit(key, waits)
 
     def write_row(self, part: Part, key: Key, rows: Any, token: int, lengths: np.ndarray) -> None:
-        """Puts one token's KV, `HostArray`s, in its place; blocks. Raises: DiskError."""
+        """Write one token's KV, given as `HostArray`s, to its place; blocks. Raises: DiskError."""
         if part.tier == "host":
             self.place(self._host[key], views(rows), part, lengths + (token - 1))
         else:
@@ -165,7 +170,7 @@ class KvStore:
             self._tiers.traffic.add("store_kv", written=size)
 
     def rest(self) -> None:
-        """Waits for stores, and gives up what was read ahead. Raises: DiskError."""
+        """Wait for the stores, and discard the KV that was read ahead. Raises: DiskError."""
         for key in list(self._stores):
             self._settle(key)
         for future in self._ahead.values():
@@ -173,11 +178,11 @@ class KvStore:
         self._ahead.clear()
 
     def free(self) -> None:
-        """Lets go of all KV."""
+        """Release all KV."""
         for held in (self.home, self._host, self._stores, self._ahead, self._down):
             held.clear()
 
-    # ---- pieces
+    # ----
 
     def _submit(self, key: Key, waits: list) -> list[concurrent.futures.Future]:
         if not waits:
@@ -192,7 +197,7 @@ class KvStore:
         return [self._stores[key]]
 
     def _settle(self, key: Key) -> None:
-        """Waits until what was last stored is home."""
+        """Wait for the last store."""
         future = self._stores.pop(key, None)
         if future is not None:
             future.result()
@@ -203,7 +208,7 @@ class KvStore:
     def _read(
         self, part: Part, key: Key, token: int, lengths: np.ndarray, stored: concurrent.futures.Future | None
     ) -> Any:
-        """The pages of a part of the disk, in staging buffers, once what was `stored` before is there."""
+        """Read the pages of a split on disk to staging buffers, after the write `stored`."""
         g, tiers, file = self._g, self._tiers, self._files[key]
         if stored is not None:
             stored.result()
@@ -236,7 +241,7 @@ class KvStore:
         self._tiers.traffic.add("store_kv", written=size)
 
     def _prompt_pieces(self, pages: Any) -> list[np.ndarray]:
-        """The pages that hold prompt tokens, row by row."""
+        """Return the pages of the prompt tokens, sequence by sequence."""
         g, pieces = self._g, []
         for view in views(pages):
             by_row = view.reshape(-1, g.pages, *view.shape[1:])
@@ -244,7 +249,10 @@ class KvStore:
         return pieces
 
     def place(self, pages: Any, rows: list[np.ndarray], part: Part, positions: np.ndarray) -> None:
-        """Writes one token's numbers of each row into its page. rows: as `views` has those of `g.kv_rows`."""
+        """Write one token's keys and values of each sequence to its page.
+
+        `rows`: the `views` of `g.kv_rows`.
+        """
         at = positions[part.start : part.stop]
         row, page, place = np.arange(part.rows), at // self._g.page_size, at % self._g.page_size
         for target, new in zip(views(pages), rows, strict=True):
@@ -253,10 +261,12 @@ class KvStore:
 
 
 def prompt_bytes(g: Geometry, part: Part) -> int:
-    """Of the pages that a part's file begins with."""
+    """Return the bytes of the prompts' pages at the start of a split's file."""
     return sum(array_bytes(s) * g.prompt_pages // g.pages for s in jax.tree.leaves(g.kv_pages(part.rows)))
 
 
 def file_bytes(g: Geometry, part: Part) -> int:
-    """Of a part's file behind its header: pages of the prompt and a record for each token but the last."""
+    """Return the bytes of a split's file after its header: prompt pages, and a record for each token except
+    the last.
+    """
     return prompt_bytes(g, part) + (g.policy.output_tokens - 1) * tree_bytes(g.kv_rows(part.rows))

@@ -1,11 +1,10 @@
-"""Memory of the host that the device's copy engine reads and writes at the link's speed, seen from numpy at
-the same time.
+"""Pinned host memory with numpy views: the device copies the memory at the link's speed, and the CPU reads
+and writes the same bytes.
 
-An array in `pinned_host` memory is what `jax.device_put` moves at full speed; through numpy's own memory the
-link is 25 times slower.
-`HostArray.views` are the same bytes as numpy arrays, so that the CPU can add a token's KV, attend, or read a
-file into them without a copy. JAX takes arrays for constant: nobody may write to a view while a transfer of
-its array is under way, which the driver sees to.
+`jax.device_put` copies an array in `pinned_host` memory at full speed; from numpy's memory the link is 25
+times slower. `HostArray.views` are the bytes of such an array as numpy arrays, so that the CPU adds a token's
+KV, attends, or reads a file without a copy. JAX assumes that arrays are constant: a view must not be written
+while a transfer of its array is under way. The block loop keeps this order.
 """
 
 import ctypes
@@ -20,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxflow.flexgen.shards import CUT, home_of, on_device, placed, spec_of
+from jaxflow.flexgen.geometry import SHARDED, device_sharding, pinned_sharding, placed, spec_of
 
 
 @dataclasses.dataclass(frozen=True)
 class HostArray:
-    """An array in pinned host memory, and the bytes of each device's piece as numpy sees them. Both live as
-    long as this does.
+    """An array in pinned host memory, and numpy views of each device's shard. The views live as long as this
+    object.
     """
 
     array: jax.Array
@@ -34,7 +33,7 @@ class HostArray:
 
 
 def host_array(array: jax.Array) -> HostArray:
-    """The views of an array in pinned memory; waits until the array is there."""
+    """Wait for an array in pinned memory, and return it with its views."""
     array.block_until_ready()
     return HostArray(array, tuple(_view(shard.data) for shard in array.addressable_shards))
 
@@ -45,49 +44,46 @@ def _view(piece: jax.Array) -> np.ndarray:
 
 
 def views(tree: Any) -> list[np.ndarray]:
-    """Of all pieces of all arrays of a pytree of `HostArray`s, in order."""
+    """Return the views of all shards of all `HostArray`s of a pytree, in order."""
     return [view for a in jax.tree.leaves(tree) for view in a.views]
 
 
 def reserve(struct: Any) -> HostArray:
-    """An array of zeros, cut as its shape says: the first use of pinned memory is slow, so that it is made
-    before the clock runs.
+    """Return an array of zeros in pinned memory, sharded like `struct`.
 
-    The zeros are the device's: numpy's memory crosses to the pinned one 25 times slower than they do.
+    The first use of pinned memory is slow, so the memory is reserved before the measured time. The zeros come
+    from the device, because numpy's memory crosses to pinned memory 25 times slower.
     """
     return host_array(
         jax.device_put(
-            jnp.zeros(struct.shape, struct.dtype, device=struct.sharding), home_of(struct.sharding)
+            jnp.zeros(struct.shape, struct.dtype, device=struct.sharding), pinned_sharding(struct.sharding)
         )
     )
 
 
 def check_views(mesh: Mesh) -> None:
-    """Whether views and their array are the same bytes here, as everything in this folder takes for granted.
-    Raises: RuntimeError.
-    """
-    made = reserve(placed(mesh, jax.ShapeDtypeStruct((8, 64), np.int32), CUT))
+    """Check that the views and their array are the same bytes on this platform. Raises: RuntimeError."""
+    made = reserve(placed(mesh, jax.ShapeDtypeStruct((8, 64), np.int32), SHARDED))
     for i, view in enumerate(made.views):
         view[:] = 7 + i
-    found = jax.device_put(made.array, on_device(mesh, CUT))
+    found = jax.device_put(made.array, device_sharding(mesh, SHARDED))
     for i, shard in enumerate(found.addressable_shards):
         if not (np.asarray(shard.data) == 7 + i).all():
             raise RuntimeError(
-                f"{shard.device}: what is written to pinned host memory through its pointer does not "
-                f"reach the device"
+                f"{shard.device}: data written to pinned host memory through its pointer does not reach the "
+                "device"
             )
 
 
 def bits(a: np.ndarray) -> np.ndarray:
-    """The same bytes as unsigned integers: numpy copies a dtype that is not its own element by element."""
+    """Return the same bytes as unsigned integers, because numpy copies foreign dtypes element by element."""
     return a.view(f"u{a.dtype.itemsize}")
 
 
 class Staging:
-    """Host buffers that files are read into before they cross to the device: as many as are reserved, used in
-    turn.
+    """Reserved host buffers for reads from disk, used in turn.
 
-    A buffer that was given back waits for the transfer that read it, at its next use and not before.
+    A buffer that was given back waits, at its next use, for the transfer that reads the buffer.
     """
 
     def __init__(self) -> None:
@@ -97,7 +93,7 @@ class Staging:
         self._closed = False
 
     def reserve(self, structs: Iterable[Any]) -> None:
-        """Sees to it that all of these can be out at once."""
+        """Reserve buffers, so that all of `structs` can be in use at once."""
         by_key: dict[Any, list[Any]] = {}
         for struct in structs:
             by_key.setdefault(buffer_key(struct), []).append(struct)
@@ -107,40 +103,40 @@ class Staging:
                 self._reserved[key] += 1
 
     def take(self, struct: Any) -> HostArray:
-        """A buffer of this shape; waits for one to be given back."""
+        """Wait for a free buffer of a shape, and return the buffer."""
         key = buffer_key(struct)
         with self._changed:
             if not self._reserved[key]:
-                raise ValueError(f"no buffer of {key} was reserved")
+                raise ValueError(
+                    f"buffer {key}; accepted are the shapes, dtypes and shardings of reserved buffers"
+                )
             self._changed.wait_for(lambda: self._closed or self._free[key])
             if self._closed:
-                raise RuntimeError("closed while a read waited for its buffer")
+                raise RuntimeError("the staging was closed while a read waited for a buffer")
             buffer, after = self._free[key].pop(0)
         jax.block_until_ready(after)
         return buffer
 
     def give(self, buffer: HostArray, after: Any = None) -> None:
-        """Gives a buffer back; `after`: arrays that are still being made of it."""
+        """Give a buffer back; `after`: arrays that are still being copied from the buffer."""
         with self._changed:
             self._free[buffer_key(buffer.array)].append((buffer, after))
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nobody waits for a buffer any more: who does is refused."""
+        """Let all waiting calls of `take` fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def free(self) -> None:
-        """Lets go of all buffers; those that are out are gone when they are dropped."""
+        """Release all free buffers. Buffers in use are released with their last reference."""
         with self._changed:
             for entries in self._free.values():
                 entries.clear()
 
     def forget_transfers(self) -> None:
-        """Drops the arrays that free buffers wait for, once they are made: what the device holds no longer
-        hangs on them.
-        """
+        """Wait for the arrays that free buffers wait for, and release the arrays."""
         with self._changed:
             for key, entries in self._free.items():
                 jax.block_until_ready([after for _, after in entries])
@@ -148,5 +144,5 @@ class Staging:
 
 
 def buffer_key(a: Any) -> tuple[tuple[int, ...], Any, Any]:
-    """What a buffer must share with an array to take its place: shape, dtype, how they are cut."""
+    """Return the shape, dtype and sharding that a buffer and an array must share."""
     return tuple(a.shape), np.dtype(a.dtype), spec_of(a)

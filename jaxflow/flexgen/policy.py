@@ -1,7 +1,7 @@
-"""Where an offloaded run keeps its tensors, and how large its blocks are: FlexGen's policy (§4.3), as a file.
+"""FlexGen's policy (§4.3) as a file: the placement of weights, KV and activations, and the block size.
 
-`search.placement.command` writes it, the offline runtime follows it. Shares are percentages of a kind of tensor in
-each tier of memory.
+`search.placement.command` writes the file, and the offline runtime follows the policy. Shares are percentages
+of a kind of tensor in each memory tier.
 """
 
 import os
@@ -11,20 +11,20 @@ import msgspec
 
 SCHEMA_VERSION = 1
 TIERS = ("device", "host", "disk")
-KINDS = ("weights", "kv", "activations")  # of tensors: each has its shares
+KINDS = ("weights", "kv", "activations")  # kinds of tensors with shares
 PERCENTAGES = "three percentages that sum to 100, each 0 to 100"
 WIDTHS = (16, 4)  # bits: bfloat16, or 4-bit groups of 64
 _TOLERANCE = 1e-6  # percent
 
 
 class PolicyError(ValueError):
-    """A policy that cannot be read or followed; it names the field, its value and what would be accepted."""
+    """A policy that cannot be read or followed. The message names the field, the value and the accepted
+    values.
+    """
 
 
 class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Percentages, 0 to 100, that sum to 100. It is the policy that refuses others: it knows what they are
-    shares of.
-    """
+    """Percentages of a kind of tensor on device, host and disk. `Policy` checks that they sum to 100."""
 
     device: float = 0.0
     host: float = 0.0
@@ -32,7 +32,7 @@ class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def are_whole(self) -> bool:
-        """Whether they say where all of something lies."""
+        """Return True for percentages from 0 to 100 that sum to 100."""
         return all(0 <= share <= 100 for share in self) and abs(sum(self) - 100) <= _TOLERANCE
 
     def __iter__(self):
@@ -40,11 +40,12 @@ class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """FlexGen's 11 variables, the widths of what is stored, and where a decode's attention runs.
+    """FlexGen's 11 variables, the bits of weights and KV, and the place of the decodes' attention.
 
-    A block is `num_gpu_batches` batches of `gpu_batch_size` sequences; a layer's weights are fetched once for
-    a block. `weights` are placed by tensors of a layer, `kv` and `activations` by sequences of a batch. With
-    `host_attention`, a decode attends on the host to what KV is not on the device.
+    A block is `num_gpu_batches` batches of `gpu_batch_size` sequences, and one fetch of a layer's weights
+    serves a block. `weights` are placed by tensors of a layer, `kv` and `activations` by sequences of a
+    batch. With `host_attention`, the host computes the attention of decodes over KV that is not on the
+    device.
 
     Raises: PolicyError.
     """
@@ -65,41 +66,45 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for field in ("prompt_tokens", "output_tokens", "gpu_batch_size", "num_gpu_batches"):
             if getattr(self, field) < 1:
-                raise PolicyError(f"{field}={getattr(self, field)}: a positive number")
+                raise PolicyError(f"{field}={getattr(self, field)}; accepted is a positive number")
         for field in KINDS:
             shares = getattr(self, field)
             if not (isinstance(shares, Shares) and shares.are_whole):
                 raise PolicyError(
-                    f"{field}={shares}: {PERCENTAGES}, as Shares(device=20.0, host=80.0, disk=0.0)"
+                    f"{field}={shares}; accepted are {PERCENTAGES}, for example Shares(device=20.0, host=80.0, disk=0.0)"
                 )
         for field in ("weight_bits", "kv_bits"):
             if getattr(self, field) not in WIDTHS:
-                raise PolicyError(f"{field}={getattr(self, field)}: {' or '.join(map(str, WIDTHS))}")
+                raise PolicyError(
+                    f"{field}={getattr(self, field)}; accepted is {' or '.join(map(str, WIDTHS))}"
+                )
         if self.host_attention and self.kv_bits != 16:
             raise PolicyError(
-                f"host_attention=True with kv_bits={self.kv_bits}: 16, since a host unpacks 4 bits "
-                f"slower than they cross the link (§5)"
+                f"host_attention=True with kv_bits={self.kv_bits}; accepted is kv_bits=16, because a host "
+                "unpacks 4 bits slower than they cross the link (§5)"
             )
 
     @property
     def block_size(self) -> int:
-        """Sequences that share one fetch of a layer: FlexGen's effective batch size."""
+        """The number of sequences that share a fetch of a layer: FlexGen's effective batch size."""
         return self.gpu_batch_size * self.num_gpu_batches
 
 
 def save_policy(policy: Policy, path: str | os.PathLike) -> None:
+    """Write a policy to a file."""
     Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(policy), indent=1) + b"\n")
 
 
 def load_policy(path: str | os.PathLike, *, model: str | None = None) -> Policy:
-    """Reads a policy. Raises: PolicyError naming the file and the field, also for another model than `model`."""
+    """Read a policy.
+
+    Raises: PolicyError, naming the file and the field; also for a policy of another model than `model`.
+    """
     try:
         text = Path(path).read_bytes()
         version = msgspec.json.decode(text, type=dict).get("schema_version")
         if version != SCHEMA_VERSION:
-            raise PolicyError(
-                f"{path}: schema_version={version} is not supported: this release reads {SCHEMA_VERSION}"
-            )
+            raise PolicyError(f"{path}: schema_version={version}; accepted is {SCHEMA_VERSION}")
         policy = msgspec.json.decode(text, type=Policy)
     except OSError as error:
         raise PolicyError(f"{path}: {error.strerror or error}") from error
@@ -107,6 +112,6 @@ def load_policy(path: str | os.PathLike, *, model: str | None = None) -> Policy:
         raise PolicyError(f"{path}: {error}") from error
     if model is not None and policy.model != model:
         raise PolicyError(
-            f"{path}: model={policy.model!r}, but it is used for {model!r}: search a policy for that one"
+            f"{path}: model={policy.model!r}, used for {model!r}; accepted is a policy of that model"
         )
     return policy

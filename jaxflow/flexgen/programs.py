@@ -8,7 +8,7 @@
     what is not on the device hidden, sample   the ends' weights, x -> one token a row
 
 `x` comes and goes in pieces, one for each tier of the activations; of several devices each has its own
-columns of it, and its own heads (`jaxflow.flexgen.shards`). KV is as it is stored, (keys, values); of 4 bits
+columns of it, and its own heads (`jaxflow.flexgen.geometry`). KV is as it is stored, (keys, values); of 4 bits
 it is unpacked before it is attended to and this token's is packed, wherever it lives, so that a placement
 does not change what is computed. Loaded KV is returned only so that it can be updated in place.
 """

@@ -1,26 +1,57 @@
-"""What an offloaded run reached, as JSON and for people: throughput as FlexGen counts it, and how busy the
-link was.
+"""Report of an offloaded run as JSON and text: throughput as in FlexGen (§6), traffic, and use of the link.
 
-A link's share is of what trains of transfers reach on this machine (`jaxflow.flexgen.link_speed`), over a run, and
-over its decodes alone: of 4 bits the device computes prompts longer than their KV takes to go home.
+The link's busy share is relative to the measured rate of trains of transfers, over the run and over its
+decodes. The two differ with 4-bit KV, because the computation of prompts takes longer than the store of their
+KV.
 """
 
+import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import msgspec
+import numpy as np
 
-from jaxflow.flexgen.link_speed import Link
+from jaxflow.flexgen.geometry import pinned_sharding
 from jaxflow.flexgen.policy import TIERS
 from jaxflow.flexgen.runtime import BlockStats, Runtime
-from jaxflow.flexgen.traffic import Moved
+from jaxflow.flexgen.tiers import VerbTraffic
 
 _WIDTH = 72
 
 
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Bytes per second to the device and from the device, each direction measured separately."""
+
+    down_bytes_per_s: float
+    up_bytes_per_s: float
+
+
+def measure_link(device: jax.Device, megabytes: int = 256) -> Link:  # type: ignore[valid-type]
+    """Measure the link by trains of transfers in each direction: the best of a few, after one warm-up train."""
+    size = megabytes << 20
+    here = jax.sharding.SingleDeviceSharding(device)
+    host = jax.device_put(np.zeros(size, np.uint8), pinned_sharding(here))
+    there = jax.device_put(host, here)
+    return Link(size / _best(host, here), size / _best(there, pinned_sharding(here)))
+
+
+def _best(array: jax.Array, target: jax.sharding.Sharding) -> float:
+    found = []
+    for _ in range(_REPEATS + 1):
+        started = time.perf_counter()
+        jax.block_until_ready([jax.device_put(array, target) for _ in range(_TRAIN)])
+        found.append((time.perf_counter() - started) / _TRAIN)
+    return min(found[1:])
+
+
 def report(runtime: Runtime, link: Link) -> dict[str, Any]:
-    """All blocks that were run since the start. `tokens_per_s`: generated tokens / (prefill + decode
-    seconds), FlexGen §6.
+    """Return the report of all blocks since the start.
+
+    `tokens_per_s`: generated tokens / (prefill + decode seconds), FlexGen §6.
     """
     blocks = runtime.stats
     policy = runtime.policy
@@ -28,7 +59,7 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
     decoded = sum(one.tokens - one.sequences for one in blocks)
     moved = totals(blocks)
     down, up = (sum(getattr(one, f"link_{way}_bytes") for one in moved.values()) for way in ("down", "up"))
-    links = runtime.geometry.tp  # each device has its own, and its part of what crosses
+    links = runtime.geometry.tp  # each device has a link, and its shard of the traffic
     down_s, up_s = down / links / link.down_bytes_per_s, up / links / link.up_bytes_per_s
     busiest_s = max(down_s, up_s)
     rates = (link.down_bytes_per_s, link.up_bytes_per_s)
@@ -77,19 +108,19 @@ def report(runtime: Runtime, link: Link) -> dict[str, Any]:
     }
 
 
-def totals(blocks: Sequence[BlockStats]) -> dict[str, Moved]:
-    """The traffic of several blocks, by verb."""
-    found: dict[str, Moved] = {}
+def totals(blocks: Sequence[BlockStats]) -> dict[str, VerbTraffic]:
+    """Return the sum of the traffic of several blocks, by verb."""
+    found: dict[str, VerbTraffic] = {}
     for block in blocks:
         for verb, one in block.traffic.items():
-            sums = found.setdefault(verb, Moved())
-            for field in msgspec.structs.fields(Moved):
+            sums = found.setdefault(verb, VerbTraffic())
+            for field in msgspec.structs.fields(VerbTraffic):
                 setattr(sums, field.name, getattr(sums, field.name) + getattr(one, field.name))
     return found
 
 
 def text(result: dict[str, Any]) -> str:
-    """A report for people."""
+    """Return a report as text."""
     policy, link = result["policy"], result["link"]
     lines = [" Offloaded generation ".center(_WIDTH, "=")]
 
@@ -106,12 +137,12 @@ def text(result: dict[str, Any]) -> str:
     )
     for kind in ("weights", "kv", "activations"):
         add(f"{kind} on device/host/disk (%):", "/".join(f"{policy[kind][tier]:.4g}" for tier in TIERS))
-    add("Bits of weights, of KV:", f"{policy['weight_bits']}, {policy['kv_bits']}")
-    add("Decodes attend on the:", "host" if policy["host_attention"] else "device")
+    add("Bits of weights, KV:", f"{policy['weight_bits']}, {policy['kv_bits']}")
+    add("Attention of decodes on the:", "host" if policy["host_attention"] else "device")
     add("Prefill + decode (s):", f"{result['prefill_s']:.2f} + {result['decode_s']:.2f}")
     add(
         "Generated tokens/s:",
-        f"{result['tokens_per_s']:.3f} (decode alone {result['decode_tokens_per_s']:.3f})",
+        f"{result['tokens_per_s']:.3f} (decodes only {result['decode_tokens_per_s']:.3f})",
     )
     add(
         "Link, measured (GB/s down, up):",
@@ -125,7 +156,7 @@ def text(result: dict[str, Any]) -> str:
         ),
     )
     if link["bound_tokens_per_s"]:
-        add("Bound by the link's bandwidth (tokens/s):", f"{link['bound_tokens_per_s']:.3f}")
+        add("Limit by the link's bandwidth (tokens/s):", f"{link['bound_tokens_per_s']:.3f}")
     lines.append(f"{'verb':18}{'times':>9}{'GB down':>11}{'GB up':>11}{'GB read':>11}{'GB written':>12}")
     for verb, one in result["traffic"].items():
         sizes = [one[f"{name}_bytes"] / 1e9 for name in ("link_down", "link_up", "disk_read", "disk_write")]
@@ -133,3 +164,6 @@ def text(result: dict[str, Any]) -> str:
             f"{verb:18}{one['times']:>9}{sizes[0]:>11.3f}{sizes[1]:>11.3f}{sizes[2]:>11.3f}{sizes[3]:>12.3f}"
         )
     return "\n".join(lines)
+
+
+_REPEATS, _TRAIN = 5, 4

@@ -1,11 +1,8 @@
-"""FlexGen's offline runtime: a model that does not fit the device, placed over device, host and disk as a
-policy says (§4).
+"""FlexGen's offline runtime (§4): generation with a model that is placed over device, host and disk by a
+policy.
 
     runtime = start(OffloadConfig(policy, disk_path="/scratch"), engine_config, checkpoint)
     for events in runtime.generate(requests): ...
-
-On several devices tensors are cut over them (`jaxflow.flexgen.shards`); FlexGen cuts the layers between them
-(§4.4), which is not built.
 """
 
 import contextlib
@@ -14,51 +11,135 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxflow.engine.live_request import HostLogprobs
+from jaxflow.engine.live_request import HostLogprobs, LiveRequest
 from jaxflow.flexgen.accounting import Account
-from jaxflow.flexgen.answers import Answers, check_request
-from jaxflow.flexgen.block import Block, make_block
-from jaxflow.flexgen.block_loop import Driver
+from jaxflow.flexgen.block import Block, DrawnTokens, make_block
+from jaxflow.flexgen.block_loop import BlockRunner
 from jaxflow.flexgen.compiled import compilations
 from jaxflow.flexgen.config import OffloadConfig
 from jaxflow.flexgen.geometry import Geometry
 from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.policy import Policy
-from jaxflow.flexgen.step_inputs import Drawn
-from jaxflow.flexgen.tiers import Tiers
-from jaxflow.flexgen.traffic import Moved
-from jaxflow.request import Event, Request, SamplingParams
+from jaxflow.flexgen.tiers import Tiers, VerbTraffic
+from jaxflow.request import Event, Finished, FinishReason, InvalidRequest, Request, SamplingParams
+from jaxflow.scheduler.state import SEED_STEP
+from jaxflow.scheduler.state import Sequence as Seq
+
+
+def check_request(policy: Policy, request: Request) -> None:
+    """Raise InvalidRequest for a request that no block of a policy can hold."""
+    prompt, sampling = len(request.prompt_token_ids), request.sampling
+    if prompt > policy.prompt_tokens:
+        raise InvalidRequest(
+            "prompt", f"{prompt} tokens", f"at most {policy.prompt_tokens}, the policy's prompt_tokens"
+        )
+    if sampling.max_tokens is not None and sampling.max_tokens > policy.output_tokens:
+        raise InvalidRequest(
+            "max_tokens", sampling.max_tokens, f"at most {policy.output_tokens}, the policy's output_tokens"
+        )
+    if sampling.min_tokens > policy.output_tokens:
+        raise InvalidRequest(
+            "min_tokens", sampling.min_tokens, f"at most {policy.output_tokens}, the policy's output_tokens"
+        )
+    if sampling.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs",
+            sampling.prompt_logprobs,
+            "unset, because an offloaded run does not compute them",
+        )
+
+
+class LiveRequests:
+    """The sequences of requests, and the events of their tokens: the same events that the engine emits."""
+
+    def __init__(self, requests: Sequence[Request], policy: Policy, eos: Iterable[int], seeds: random.Random):
+        eos, now = frozenset(eos), time.perf_counter()
+        self._live: dict[str, LiveRequest] = {}
+        self.sequences: list[Seq] = []
+        for arrival, request in enumerate(requests):
+            sampling = request.sampling
+            seed = seeds.getrandbits(64) if sampling.seed is None else sampling.seed
+            limit = len(request.prompt_token_ids) + (sampling.max_tokens or policy.output_tokens)
+            own = [
+                Seq(
+                    request,
+                    i,
+                    seed=(seed + i * SEED_STEP) % 2**64,
+                    limit=limit,
+                    arrival=arrival,
+                    now=now,
+                    salt=None,
+                )
+                for i in range(sampling.n)
+            ]
+            self._live[request.request_id] = LiveRequest(request, own, eos, now)
+            self.sequences += own
+
+    def start_block(self, sequences: Iterable[Seq]) -> None:
+        """Record the start of the sequences' block."""
+        now = time.perf_counter()
+        for seq in sequences:
+            seq.t_first_schedule = now
+
+    def add_token(self, seq: Seq, token: int, found: HostLogprobs | None, row: int) -> list[Event]:
+        """Return the events of a sequence's next token; no events for an ended sequence."""
+        if seq.finished:
+            return []
+        seq.append(token)
+        now, live = time.perf_counter(), self._live[seq.request.request_id]
+        events: list[Event] = []
+        if live.first_token_s is None:
+            events.append(live.started())
+            live.first_token_s = now
+        try:
+            delta, reason, by = live.draw(seq, token, found, row, now)
+        except Exception as fault:  # an error of the stop checker ends this sequence only
+            seq.finished = True
+            return [*events, live.finished(seq, FinishReason.ABORT, None, now, fault)]
+        events.append(delta)
+        if reason is not None:
+            seq.finished = True
+            events.append(live.finished(seq, reason, by, now, None))
+        return events
+
+
+def generated(events: Iterable[Event]) -> int:
+    """Return the number of tokens of ended sequences."""
+    return sum(event.usage.completion_tokens for event in events if isinstance(event, Finished))
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockStats:
-    """What one block took. tokens: generated, of sequences that were there; seconds of the prompts, and of
-    all other tokens.
+    """Measurements of one block.
 
-    prefill_crossed: bytes to the device and from it that were asked for until the last prompt was done.
+    Attributes:
+      sequences, tokens: number of sequences, and of their generated tokens.
+      prefill_s, decode_s: seconds of the prompts, and of all other tokens.
+      prefill_crossed: bytes to the device and from the device until the last prompt was done.
     """
 
     sequences: int
     tokens: int
     prefill_s: float
     decode_s: float
-    traffic: Mapping[str, Moved]
+    traffic: Mapping[str, VerbTraffic]
     prefill_crossed: tuple[int, int] = (0, 0)
 
     @property
     def latency_s(self) -> float:
+        """Seconds of the block."""
         return self.prefill_s + self.decode_s
 
 
 class Runtime:
-    """A model, placed and warm. `stats`: of each block that was run, in order."""
+    """A placed and warm model. `stats`: measurements of each block, in order."""
 
     def __init__(
         self,
@@ -66,21 +147,21 @@ class Runtime:
         geometry: Geometry,
         found: Account,
         tiers: Tiers,
-        driver: Driver,
+        runner: BlockRunner,
         host: HostAttention | None,
         seed: int,
     ):
         self.offload, self.geometry, self.account = offload, geometry, found
         self.stats: list[BlockStats] = []
-        self.start_s: Mapping[str, float] = {}  # seconds of what came before the first request, by phase
-        self._tiers, self._driver, self._host = tiers, driver, host
+        self.start_s: Mapping[str, float] = {}  # seconds of the start, by phase
+        self._tiers, self._runner, self._host = tiers, runner, host
         self._random = random.Random(seed)
         self._fault: BaseException | None = None
-        self._under_way = threading.Lock()  # held from the first events of a `generate` to its end
+        self._under_way = threading.Lock()  # held from the first events of `generate` to its end
         self._compiled_at_start = 0
 
     def warm_up(self) -> None:
-        """Two tokens of one batch: what is slow only the first time is done before the clock runs."""
+        """Generate two tokens of one batch, so that the first-use costs are not measured."""
         sampling = SamplingParams(
             temperature=0.0, max_tokens=min(2, self.policy.output_tokens), seed=0, ignore_eos=True
         )
@@ -93,44 +174,46 @@ class Runtime:
 
     @property
     def policy(self) -> Policy:
+        """The policy of the run."""
         return self.offload.policy
 
     @property
     def load_s(self) -> float:
-        """Seconds of everything before the first request."""
+        """Seconds of the start."""
         return sum(self.start_s.values())
 
     @property
     def device(self) -> Any:
-        """The first of the JAX devices that compute."""
+        """The first JAX device."""
         return self.geometry.mesh.devices.flat[0]
 
     @property
     def compilations(self) -> int:
-        """Backend compilations since the start; anything but 0 is a fault."""
+        """The number of backend compilations since the start. Any number except 0 is an error."""
         return compilations() - self._compiled_at_start
 
     def check(self, request: Request) -> None:
-        """Refuses a request that no block can hold. Raises: InvalidRequest."""
+        """Raise InvalidRequest for a request that no block can hold."""
         check_request(self.policy, request)
 
     def generate(
         self, requests: Sequence[Request], *, progress: bool = False
     ) -> Generator[list[Event], None, None]:
-        """Runs requests, block after block; yields events as tokens become known. Who wants no more of them
-        closes the iterator.
+        """Run requests block after block, and yield events when tokens are known.
 
-        Raises: InvalidRequest before anything runs. RuntimeError: another `generate` has not ended; it is not
-        waited for, since this
-          thread itself may be who must end it. DiskError: what was generated is lost, and the runtime must be
-          closed.
+        A caller that stops early closes the iterator.
+
+        Raises:
+          InvalidRequest: before anything runs.
+          RuntimeError: another `generate` has not ended. There is no wait, because this thread may be the one
+            that has to end it.
+          DiskError: the generated tokens are lost, and the runtime must be closed.
         """
         for request in requests:
             self.check(request)
         if not self._under_way.acquire(blocking=False):
             raise RuntimeError(
-                "an offloaded run is under way: another can begin when it has ended, or its iterator "
-                "was closed"
+                "an offloaded run is under way; accepted is a call after its end, or after its iterator was closed"
             )
         try:
             yield from self._blocks(requests, progress)
@@ -138,35 +221,35 @@ class Runtime:
             self._under_way.release()
 
     def _blocks(self, requests: Sequence[Request], progress: bool) -> Iterator[list[Event]]:
-        """`generate`, where no other is under way."""
+        """Run the blocks of `generate`."""
         if self._fault is not None:
-            raise RuntimeError("an offloaded run failed and cannot go on: close it") from self._fault
+            raise RuntimeError("an offloaded run failed; close the runtime") from self._fault
         g = self.geometry
-        answers = Answers(requests, self.policy, g.config.eos_token_ids, self._random)
+        live = LiveRequests(requests, self.policy, g.config.eos_token_ids, self._random)
         size = self.policy.block_size
-        blocks = [answers.sequences[i : i + size] for i in range(0, len(answers.sequences), size)]
+        blocks = [live.sequences[i : i + size] for i in range(0, len(live.sequences), size)]
         made = [make_block(g, sequences) for sequences in blocks]
         total = sum(block.batches for block in made) * g.config.num_layers * self.policy.output_tokens
         try:
             with tqdm(
-                total=total, desc="Generating", unit="square", disable=not progress, smoothing=0.05
+                total=total, desc="Generating", unit="step", disable=not progress, smoothing=0.05
             ) as bar:
                 for block in made:
-                    yield from self._run(block, answers, bar)
-        except GeneratorExit:  # the caller wants no more: the driver ended the block in order
+                    yield from self._run(block, live, bar)
+        except GeneratorExit:  # the caller stops: the block was ended in order
             raise
         except BaseException as fault:
             self._fault = fault
             raise
 
     def close(self) -> None:
-        """Ends threads, removes files, frees memory; may be called again."""
+        """Stop the threads, remove the files and release the memory. A second call does nothing."""
         self._tiers.staging.close()
-        self._driver.close()
+        self._runner.close()
         if self._host is not None:
             self._host.close()
         self._tiers.close()
-        self._driver.free()
+        self._runner.free()
 
     def __enter__(self) -> "Runtime":
         return self
@@ -174,38 +257,38 @@ class Runtime:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, block: Block, answers: Answers, bar: tqdm) -> Iterator[list[Event]]:
-        """One block. Tokens are read a whole step late, when they have long been drawn."""
+    def _run(self, block: Block, live: LiveRequests, bar: tqdm) -> Iterator[list[Event]]:
+        """Run one block. Tokens are read one step late, when they have been drawn."""
         sequences = [seq for batch in block.sequences for seq in batch if seq is not None]
-        answers.begin(sequences)
+        live.start_block(sequences)
         self._tiers.traffic.take()
-        started, late = time.perf_counter(), deque[Drawn]()
+        started, late = time.perf_counter(), deque[DrawnTokens]()
         width = block.batches if self.offload.schedule == "zigzag" else 1
 
         def finished(batches: Sequence[int]) -> bool:
             return all(seq is None or seq.finished for batch in batches for seq in block.sequences[batch])
 
-        with contextlib.closing(self._driver.run(block, finished, lambda _: bar.update())) as under_way:
+        with contextlib.closing(self._runner.run(block, finished, lambda _: bar.update())) as under_way:
             for drawn in under_way:
                 late.append(drawn)
                 if len(late) > width:
-                    yield self._tell(block, answers, late.popleft())
+                    yield self._events(block, live, late.popleft())
         jax.block_until_ready([drawn.tokens for drawn in late])
         elapsed_s = time.perf_counter() - started
         for drawn in late:
-            yield self._tell(block, answers, drawn)
+            yield self._events(block, live, drawn)
         tokens = sum(seq.num_known - seq.num_prompt for seq in sequences)
-        prefill_s = self._driver.prefill_s
-        decode_s, crossed = elapsed_s - prefill_s, self._driver.prefill_crossed
+        prefill_s = self._runner.prefill_s
+        decode_s, crossed = elapsed_s - prefill_s, self._runner.prefill_crossed
         self.stats.append(
             BlockStats(len(sequences), tokens, prefill_s, decode_s, self._tiers.traffic.take(), crossed)
         )
 
-    def _tell(self, block: Block, answers: Answers, drawn: Drawn) -> list[Event]:
+    def _events(self, block: Block, live: LiveRequests, drawn: DrawnTokens) -> list[Event]:
         tokens = np.asarray(drawn.tokens).tolist()
         found = None if drawn.logprobs is None else HostLogprobs.of(drawn.logprobs)
-        told: list[Event] = []
+        events: list[Event] = []
         for row, seq in enumerate(block.sequences[drawn.batch]):
             if seq is not None:
-                told += answers.tell(seq, tokens[row], found, row)
-        return told
+                events += live.add_token(seq, tokens[row], found, row)
+        return events

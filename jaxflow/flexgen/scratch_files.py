@@ -1,11 +1,10 @@
-"""Files that stand for memory: a folder of them for one run, gone when the run is.
+"""Scratch files of an offloaded run: a folder for one process, removed when the run ends.
 
-A file is a header and the bytes, reserved in full when it is made, so that a full disk is met at the start
-and not in the middle of a block. Whatever is written at an offset is read back whole, and its checksum must
-be that of what was written: a bit that the disk changed ends the run, where it would have made other tokens.
-Checksums are kept in memory, since nothing is kept for a next run. The folder holds a lock as long as its
-process lives: a run that was killed leaves its folder behind, and the next one on the same disk removes it
-(`sweep`).
+A file is a header and its bytes. The full size is reserved at creation, so a full disk causes an error at the
+start and not in the middle of a block. Data that was written at an offset is read back in one piece, and its
+checksum is compared: a corrupt bit ends the run instead of changing tokens. The checksums stay in memory,
+because no later run reads the files. The folder holds a lock while its process lives. A killed run leaves its
+folder behind, and the next run on the same disk removes the folder (`sweep`).
 """
 
 import concurrent.futures
@@ -26,23 +25,23 @@ from jaxflow.kv.tiers.page_file import checksum
 
 PREFIX = "jaxflow-offload-"
 _LOCK = "lock"
-_HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes of the header, bytes behind it
+_HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes of the header, bytes of the data
 _MAGIC, _VERSION = b"JAXFLOWO", 1
-HEADER_BYTES = 4096  # a header takes a page of the file system, so that what follows is aligned
-_MOST_PIECES = 512  # of one vectored call; POSIX allows 1024 on Linux
-_CHUNK = 8 << 20  # bytes of one call: what was read before is summed beside it
+HEADER_BYTES = 4096  # a page of the file system, so that the data is aligned
+_MOST_PIECES = 512  # limit of a vectored call; Linux allows 1024
+_CHUNK = 8 << 20  # bytes of a call; the checksum of the last call's bytes is computed concurrently
 _GIGA = 1e9
 
 
 class DiskError(OSError):
-    """The disk tier failed; the message names the file and what would help."""
+    """A failure of the disk tier. The message names the file and a remedy."""
 
 
 class DiskFolder:
-    """A folder of its own under `path`, for this process alone.
+    """A new folder under `path` for this process only.
 
     Raises:
-      ConfigError: `disk_path` is no folder that can be written to.
+      ConfigError: `disk_path` is no writable folder.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -53,13 +52,13 @@ class DiskFolder:
         self._sums = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checksum")
 
     def create(self, name: str, size: int) -> "DiskFile":
-        """A file of `size` bytes behind its header. Raises: DiskError."""
+        """Create a file of `size` bytes after its header. Raises: DiskError."""
         file = DiskFile(self.path / name, size, self._sums)
         self._files.append(file)
         return file
 
     def close(self) -> None:
-        """Closes and removes everything; may be called again. Nobody reads or writes any more."""
+        """Close and remove all files, after the last read and write. A second call does nothing."""
         self._sums.shutdown()
         for file in self._files:
             file.close()
@@ -71,15 +70,15 @@ class DiskFolder:
 
 
 class DiskFile:
-    """Bytes of one file, read and written in pieces at offsets. Reads and writes of different threads do not
-    disturb each other.
+    """A file that is read and written in pieces at offsets, by any number of threads.
 
-    sums: a single thread, on which checksums are made beside the transfers.
+    Args:
+      sums: a single thread that computes checksums concurrently with the transfers.
     """
 
     def __init__(self, path: Path, size: int, sums: concurrent.futures.ThreadPoolExecutor):
         self.path, self.size, self._sums = path, size, sums
-        self._written: dict[int, tuple[int, int]] = {}  # by offset: bytes, and their checksum
+        self._written: dict[int, tuple[int, int]] = {}  # (bytes, checksum) by offset
         self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(self._fd, 0, HEADER_BYTES + size)
@@ -90,47 +89,46 @@ class DiskFile:
         self._checked = False
 
     def write(self, offset: int, pieces: Sequence[np.ndarray]) -> int:
-        """Puts arrays one behind the other, the first at `offset`; returns the bytes written. Raises:
-        DiskError.
-        """
+        """Write consecutive arrays from `offset` on, and return the number of bytes. Raises: DiskError."""
         self._written.pop(offset, None)
         total, crc = self._move(os.pwritev, "write", offset, pieces)
         self._written[offset] = total, crc
         return total
 
     def read(self, offset: int, pieces: Sequence[np.ndarray]) -> int:
-        """Fills arrays with what was last written at `offset`, as many bytes; returns how many.
+        """Fill arrays with the data last written at `offset`, and return the number of bytes.
 
         Raises:
-          DiskError: also for a file that was cut, and for bytes that are not those that were written.
+          DiskError: a failed read, a truncated file, or other bytes than the written ones.
+          ValueError: another number of bytes than the written one.
         """
         if not self._checked:
             self._check_header()
         size, expected = self._written.get(offset, (0, 0))
         total, crc = self._move(os.preadv, "read", offset, pieces)
         if total != size:
-            raise ValueError(f"{self.path}: {total} bytes are read at {offset}, where {size} were written")
+            raise ValueError(
+                f"{self.path}: {total} bytes are read at {offset}; accepted are the {size} written bytes"
+            )
         if crc != expected:
             raise DiskError(
                 errno.EIO,
-                (
-                    f"{self.path}: bytes {offset} to {offset + size} are not what was written: the disk, "
-                    f"or something else, changed them"
-                ),
+                f"{self.path}: bytes {offset} to {offset + size} differ from the written bytes",
             )
         return total
 
     def drop_cache(self) -> None:
-        """The system need not keep this file's pages: a run's memory is what it was given."""
+        """Release the file's pages in the system's cache, because the run has a memory limit."""
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
+        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _move(self, call, verb: str, offset: int, pieces: Sequence[np.ndarray]) -> tuple[int, int]:
-        """Bytes that were moved, and their checksum."""
+        """Return the number of moved bytes and their checksum."""
         buffers = [memoryview(piece.reshape(-1).view(np.uint8)) for piece in pieces if piece.nbytes]
         total = sum(len(buffer) for buffer in buffers)
         if offset < 0 or offset + total > self.size:
@@ -145,10 +143,7 @@ class DiskFile:
             if not done:
                 raise DiskError(
                     errno.EIO,
-                    (
-                        f"{self.path}: ends at {at} of {HEADER_BYTES + self.size} bytes: something cut "
-                        f"it while it was in use"
-                    ),
+                    f"{self.path}: the file ends at {at} of {HEADER_BYTES + self.size} bytes: it was truncated",
                 )
             at += done
             summed = self._sums.submit(_sum_on, _first(left, done), summed)
@@ -163,49 +158,49 @@ class DiskFile:
         if len(head) < _HEADER.size or _HEADER.unpack(head) != (_MAGIC, _VERSION, HEADER_BYTES, self.size):
             raise DiskError(
                 errno.EIO,
-                f"{self.path}: its header is not the one that was written: something else wrote to it",
+                f"{self.path}: the header differs from the written header",
             )
         self._checked = True
 
     def _fault(self, verb: str, size: int, error: OSError) -> DiskError:
-        help_ = "the disk reported it: look at the system's log, or use another disk_path"
+        help_ = "look at the system's log, or use another disk_path"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             help_ = "lower the policy's disk shares, or use another disk_path"
             with contextlib.suppress(DiskError):
-                help_ = f"{free_bytes(self.path.parent) / _GIGA:.3f} GB are free there; {help_}"
+                help_ = f"{free_bytes(self.path.parent) / _GIGA:.3f} GB are free; {help_}"
         return DiskError(
             error.errno, f"{self.path}: cannot {verb} {size / _GIGA:.3f} GB: {error.strerror}; {help_}"
         )
 
 
 def check_folder(path: str | os.PathLike) -> Path:
-    """The folder that the disk tier may use, `~` in its path expanded. Raises: ConfigError."""
+    """Return the folder of the disk tier, with `~` expanded. Raises: ConfigError."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ConfigError("disk_path", str(path), "a folder that exists")
+        raise ConfigError("disk_path", str(path), "an existing folder")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError("disk_path", str(path), "a folder that this process may write to")
+        raise ConfigError("disk_path", str(path), "a writable folder")
     return folder
 
 
 def free_bytes(folder: str | os.PathLike) -> int:
-    """What an unprivileged process may still write there. Raises: DiskError."""
+    """Return the bytes that an unprivileged process can still write in a folder. Raises: DiskError."""
     try:
         found = os.statvfs(folder)
     except OSError as error:
         raise DiskError(
-            error.errno, f"{folder}: cannot tell what is free: {error.strerror}; use another disk_path"
+            error.errno, f"{folder}: the free space is unknown: {error.strerror}; use another disk_path"
         ) from error
     return found.f_bavail * found.f_frsize
 
 
 def _sum_on(buffers: list[memoryview], before: concurrent.futures.Future[int] | None) -> int:
-    """The checksum of buffers that follow what `before`, done by now, is that of."""
+    """Return the checksum of buffers that continue the checksum of `before`."""
     return checksum(buffers, 0 if before is None else before.result())
 
 
 def _first(buffers: list[memoryview], size: int) -> list[memoryview]:
-    """The first `size` bytes of buffers, or all."""
+    """Return the first `size` bytes of buffers, or all bytes."""
     found = []
     for buffer in buffers:
         if size <= 0:
@@ -216,7 +211,7 @@ def _first(buffers: list[memoryview], size: int) -> list[memoryview]:
 
 
 def _behind(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of buffers once their first `done` bytes are dealt with."""
+    """Return the rest of buffers after their first `done` bytes."""
     for i, buffer in enumerate(buffers):
         if done < len(buffer):
             return [buffer[done:], *buffers[i + 1 :]]
@@ -225,13 +220,13 @@ def _behind(buffers: list[memoryview], done: int) -> list[memoryview]:
 
 
 def sweep(parent: Path) -> None:
-    """Removes folders of runs that ended without closing theirs: those whose lock nobody holds."""
+    """Remove the folders of runs that ended without closing their folder: the folders without a lock."""
     for folder in parent.glob(f"{PREFIX}*"):
         if folder.is_symlink() or not folder.is_dir():
             continue
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # another user's, or one that is just being made
+        except OSError:  # a folder of another user, or a folder under construction
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,10 @@
-"""Starts an offloaded run: what cannot work is refused, programs are compiled, the model is placed, what a
-block needs is reserved.
-"""
+"""Start of an offloaded run: checks, compilation, placement of the weights, and reservation of memory."""
 
 import concurrent.futures
+import contextlib
 import logging
+import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +16,10 @@ from tqdm import tqdm
 
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.kernel_choice import choose_kernels, tell_kernels
-from jaxflow.engine.start import resolve
+from jaxflow.engine.start import prepare_process, resolve
 from jaxflow.flexgen.accounting import LIMITS, Account, DoesNotFit, account, check_fits
 from jaxflow.flexgen.activation_store import ActivationStore
-from jaxflow.flexgen.block_loop import Driver
+from jaxflow.flexgen.block_loop import BlockRunner, BlockSetup
 from jaxflow.flexgen.compiled import Compiled, attends_on_host, compile_programs
 from jaxflow.flexgen.config import GIGA, OffloadConfig
 from jaxflow.flexgen.geometry import Geometry, PlacedWeights, place
@@ -26,27 +27,25 @@ from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.kv_store import KvStore
 from jaxflow.flexgen.pinned_memory import check_views
 from jaxflow.flexgen.policy import TIERS, PolicyError
-from jaxflow.flexgen.process import host_pool_gib
 from jaxflow.flexgen.programs import Programs
-from jaxflow.flexgen.running_block import Setup
 from jaxflow.flexgen.runtime import Runtime
 from jaxflow.flexgen.scratch_files import DiskFolder, check_folder, free_bytes, sweep
 from jaxflow.flexgen.tiers import Tiers
 from jaxflow.flexgen.weight_store import WeightStore
-from jaxflow.kv.tiers.host_machine import bound, free_host_bytes, gpu_bus_ids, near_cpus
+from jaxflow.kv.tiers.host_machine import bound, free_host_bytes, gpu_bus_ids, host_memory_bytes, near_cpus
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.model.ops import Context
 from jaxflow.parallel.mesh import axis_of, make_mesh, on_gpu
 
 log = logging.getLogger(__name__)
-# Of a GPU's memory, in which what comes and goes leaves gaps, and of its pool of pinned memory, whose regions
-# end in gaps smaller than a tensor: of 100.9 GB on an H200's host 98.3 were had and 99.2 were not
+# Shares lost to gaps between tensors, of a GPU's memory and of its pool of pinned memory: of a pool of 100.9 GB
+# on an H200's host 98.3 GB could be used, and 99.2 GB could not
 # (benchmarks/settings/h200-offload-out-of-pinned-memory.json).
 _SPARE, _POOL_SPARE = 0.06, 0.025
 
 
 class _Phases:
-    """Seconds of each phase of a start, told as it ends."""
+    """Seconds of each phase of a start, logged at the end of the phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -61,7 +60,7 @@ class _Phases:
 def start(
     offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint, *, progress: bool = True
 ) -> Runtime:
-    """Places and loads a model. What cannot work is refused before the first weight is read.
+    """Load a model and place its weights. Invalid settings are refused before the first weight is read.
 
     Raises: ConfigError, PolicyError, CheckpointError, DiskError.
     """
@@ -69,41 +68,36 @@ def start(
     geometry = make_geometry(offload, config, checkpoint)
     disk = check_folder(str(offload.disk_path)) if offload.on_disk else None
     if disk is not None:
-        sweep(disk)  # first, since what a killed run left there is not free
+        sweep(disk)  # first, because files of a killed run take space
     placed = place(geometry)
     mesh = geometry.mesh
-    there = _there(mesh.devices.flat[0], disk)
-    _check_fits(account(geometry, placed, 0), offload, there)
+    free_by_tier = _free_by_tier(mesh.devices.flat[0], disk)
+    _check_fits(account(geometry, placed, 0), offload, free_by_tier)
     resolved = resolve(config, checkpoint.model_config)
     kernels = choose_kernels(resolved, geometry.config)
-    tell_kernels(
-        kernels, {}, progress
-    )  # of products there is nothing to tell before their weights are placed
+    tell_kernels(kernels, {}, progress)  # without GEMM shapes, which are not known before the placement
     context = Context(geometry.config, kernels, axis_of(mesh))
     with tqdm(desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
         compiled = compile_programs(Programs(geometry, context), placed, lambda _: bar.update())
     phases.ended("compile")
     found = account(geometry, placed, compiled.working_bytes)
-    _check_fits(found, offload, there)
+    _check_fits(found, offload, free_by_tier)
     log.info("offload: %s\n%s", _described(geometry), found.describe())
     cpus = near_cpus(gpu_bus_ids(mesh.size)) if on_gpu() else None
-    limits = _limits(offload, there)
+    limits = _limits(offload, free_by_tier)
     folder = DiskFolder(disk) if disk is not None else None
     tiers = Tiers(mesh, folder)
     undo = tiers.close
     try:
-        with bound(
-            cpus
-        ):  # what is pinned lies near the GPUs, and so do the threads that fill it and attend to it
+        with bound(cpus):  # pinned memory, and the threads that use it, belong on the GPUs' NUMA node
             check_views(mesh)
-            room = (
-                limits["host"] is None or _weight_bytes(placed) <= limits["host"]
-            )  # KV is reserved behind the weights
+            # KV is reserved after the weights.
+            room = limits["host"] is None or _weight_bytes(placed) <= limits["host"]
             weights = _load(placed, tiers, geometry, checkpoint, resolved.seed, progress, wait_on_host=room)
             phases.ended("place")
-            driver, host = _driver(offload, geometry, compiled, tiers, weights)
+            runner, host = _runner(offload, geometry, compiled, tiers, weights)
             phases.ended("reserve")
-            runtime = Runtime(offload, geometry, found, tiers, driver, host, resolved.seed)
+            runtime = Runtime(offload, geometry, found, tiers, runner, host, resolved.seed)
             undo = runtime.close
             runtime.warm_up()
             phases.ended("warm_up")
@@ -125,43 +119,45 @@ def start(
 
 
 def make_geometry(offload: OffloadConfig, config: EngineConfig, checkpoint: Checkpoint) -> Geometry:
-    """Raises: ConfigError, PolicyError: settings that an offloaded run cannot have."""
+    """Return the static shapes of a run. Raises: ConfigError, PolicyError."""
     policy, model = offload.policy, checkpoint.model_config
     if policy.model not in (config.model, checkpoint.name):
         raise PolicyError(
-            f"model={policy.model!r}, but it is used for {checkpoint.name!r}: `python -m search "
-            f"placement` makes one for that"
+            f"model={policy.model!r}, used for {checkpoint.name!r}; accepted is a policy of that model, "
+            "which `python -m search placement` writes"
         )
     tp = config.tensor_parallel_size
     if model.hidden_size % tp:
         raise ConfigError(
             "tensor_parallel_size",
             tp,
-            f"a divisor of the hidden size {model.hidden_size}: what passes between layers is cut",
+            f"a divisor of the hidden size {model.hidden_size}, by which activations are sharded",
         )
     if config.quantization not in (None, "int4") or (config.quantization == "int4") > (
         policy.weight_bits == 4
     ):
         raise ConfigError(
-            "quantization", config.quantization, "unset: an offloaded run's policy says weight_bits, 16 or 4"
+            "quantization", config.quantization, "unset, because the policy's weight_bits apply, 16 or 4"
         )
     if config.kv_cache_dtype != "auto":
         raise ConfigError(
-            "kv_cache_dtype", config.kv_cache_dtype, "auto: an offloaded run's policy says kv_bits, 16 or 4"
+            "kv_cache_dtype", config.kv_cache_dtype, "auto, because the policy's kv_bits apply, 16 or 4"
         )
     if policy.prompt_tokens + policy.output_tokens > model.max_position:
         tokens = f"{policy.prompt_tokens} + {policy.output_tokens}"
         raise PolicyError(
-            f"prompt_tokens + output_tokens={tokens}: at most {model.max_position}, what "
-            f"{checkpoint.name} was made for"
+            f"prompt_tokens + output_tokens={tokens}; accepted is at most {model.max_position}, the context "
+            f"of {checkpoint.name}"
         )
     if policy.kv_bits == 4 and model.head_dim % 2:
-        raise PolicyError(f"kv_bits=4 with head_dim={model.head_dim}: 16, two numbers of 4 bits make a byte")
+        raise PolicyError(
+            f"kv_bits=4 with head_dim={model.head_dim}; accepted is kv_bits=16, because a byte holds two numbers"
+        )
     return Geometry(model, policy, jnp.dtype(resolve(config, model).dtype), config.block_size, make_mesh(tp))
 
 
-def _there(device: Any, disk: Path | None) -> dict[str, int | None]:
-    """Bytes by tier that this machine still has; None: not known."""
+def _free_by_tier(device: Any, disk: Path | None) -> dict[str, int | None]:
+    """Return the free bytes of each tier of this machine; None is unknown."""
     stats = device.memory_stats()
     return {
         "device": int(stats["bytes_limit"]) if stats else None,
@@ -170,41 +166,44 @@ def _there(device: Any, disk: Path | None) -> dict[str, int | None]:
     }
 
 
-def _told(offload: OffloadConfig, tier: str) -> int | None:
-    """Bytes of a tier that the run may use, as far as somebody said."""
+def _configured_bytes(offload: OffloadConfig, tier: str) -> int | None:
+    """Return the configured limit of a tier in bytes."""
     limit = getattr(offload, LIMITS[tier])
     return None if limit is None else int(limit * GIGA)
 
 
-def _limits(offload: OffloadConfig, there: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Bytes by tier: of what is told and what is there the smaller, where a GPU is less what gaps take."""
+def _limits(offload: OffloadConfig, free_by_tier: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Return the usable bytes of each tier: the smaller of the configured limit and the free memory, without
+    gaps.
+    """
     known = {
-        tier: [size for size in (_told(offload, tier), there[tier]) if size is not None] for tier in TIERS
+        tier: [size for size in (_configured_bytes(offload, tier), free_by_tier[tier]) if size is not None]
+        for tier in TIERS
     }
     limits = {tier: min(sizes, default=None) for tier, sizes in known.items()}
     device, host = limits["device"], limits["host"]
-    if there["device"] is not None and device and host:
+    if free_by_tier["device"] is not None and device and host:
         limits["device"] = int(device * (1 - _SPARE))
         limits["host"] = min(host, int(host_pool_gib(host) * 2**30 * (1 - _POOL_SPARE)))
     return limits
 
 
-def _check_fits(found: Account, offload: OffloadConfig, there: Mapping[str, int | None]) -> None:
-    """Raises: DoesNotFit, which names both where more is told than is there."""
+def _check_fits(found: Account, offload: OffloadConfig, free_by_tier: Mapping[str, int | None]) -> None:
+    """Raise DoesNotFit for a tier that is too small, naming both limits if the configured one is larger than
+    the free memory.
+    """
     try:
-        check_fits(found, _limits(offload, there))
+        check_fits(found, _limits(offload, free_by_tier))
     except DoesNotFit as error:
-        told, free = _told(offload, error.tier), there[error.tier]
-        if told is None or free is None or told <= free:
+        limit, free = _configured_bytes(offload, error.tier), free_by_tier[error.tier]
+        if limit is None or free is None or limit <= free:
             raise
-        accepted = (
-            f"{told / GIGA:g} GB are asked for, of which {free / GIGA:.6g} GB are free; {error.accepted}"
-        )
+        accepted = f"{limit / GIGA:g} GB are configured, and {free / GIGA:.6g} GB are free; {error.accepted}"
         raise DoesNotFit(error.tier, error.needed_bytes, error.limit_bytes, accepted) from None
 
 
 def _weight_bytes(placed: PlacedWeights) -> int:
-    """Of all layers, wherever they live."""
+    """Return the bytes of all layers on all tiers."""
     return sum(placed.bytes_of(layer, tier) for layer in range(len(placed.layers)) for tier in TIERS)  # type: ignore[arg-type]
 
 
@@ -218,9 +217,10 @@ def _load(
     *,
     wait_on_host: bool,
 ) -> WeightStore:
-    """Each layer goes through the device to its tiers; no more than one is there at a time beside what stays.
+    """Load each layer through the device to its tiers, with at most one layer of other tiers on the device at
+    a time.
 
-    wait_on_host: what stays comes back from the host when the last layer was made.
+    `wait_on_host`: tensors of the device tier wait on the host until the last layer is loaded.
     """
     weights = WeightStore(placed, tiers)
     groups = checkpoint.stream(g.dtype, g.mesh, seed=seed, quantization=g.quantization)
@@ -245,9 +245,9 @@ def _load(
     return weights
 
 
-def _driver(
+def _runner(
     offload: OffloadConfig, g: Geometry, compiled: Compiled, tiers: Tiers, weights: WeightStore
-) -> tuple[Driver, HostAttention | None]:
+) -> tuple[BlockRunner, HostAttention | None]:
     kv, activations = KvStore(g, tiers), ActivationStore(g, tiers)
     kv.reserve()
     activations.reserve()
@@ -258,8 +258,8 @@ def _driver(
         tiers.staging.reserve(3 * [g.heads(r) for r in rows])
     thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="host-attention-order")
     eos = frozenset(g.config.eos_token_ids)
-    return Driver(
-        Setup(
+    return BlockRunner(
+        BlockSetup(
             g, compiled, tiers, weights, kv, activations, host, thread, offload.schedule, offload.overlap, eos
         )
     ), host
@@ -277,5 +277,39 @@ def _described(g: Geometry) -> str:
     attention = "host" if attends_on_host(g) else "device"
     return (
         f"blocks of {p.num_gpu_batches} x {p.gpu_batch_size}, device/host/disk: {shares} % (KV of {rows} sequences a batch), "
-        f"weights of {p.weight_bits} bits, KV of {p.kv_bits}, decodes attend on the {attention}"
+        f"weights of {p.weight_bits} bits, KV of {p.kv_bits}, attention of decodes on the {attention}"
     )
+
+
+def prepare(offload: OffloadConfig, config: EngineConfig) -> None:
+    """Apply the settings that must be set before JAX's first use. On a GPU the memory limits go to XLA's
+    allocators.
+    """
+    total = device_memory_bytes()
+    if offload.gpu_memory_limit is not None and total is not None:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = (
+            f"{min(1.0, offload.gpu_memory_limit * GIGA / total):.4f}"
+        )
+    limit = offload.host_memory_limit * GIGA if offload.host_memory_limit is not None else host_memory_bytes()
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_pool_gib(limit)))
+    prepare_process(config)
+
+
+def host_pool_gib(limit: float) -> int:
+    """Return the limit in GiB of XLA's pool of pinned memory, for a limit in bytes; XLA's default is 64."""
+    return max(1, math.ceil(limit / 2**30))
+
+
+def device_memory_bytes() -> int | None:
+    """Return the memory of the first visible NVIDIA GPU, or None without a GPU."""
+    with contextlib.suppress(Exception):  # without a runner there is no GPU
+        import pynvml
+
+        from pallas_kernels.nvml import first_visible
+
+        pynvml.nvmlInit()
+        try:
+            return int(pynvml.nvmlDeviceGetMemoryInfo(first_visible()).total)
+        finally:
+            pynvml.nvmlShutdown()
+    return None

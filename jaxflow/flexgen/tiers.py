@@ -1,26 +1,100 @@
-"""What the stores of weights, KV and activations share: the devices, their host's memory, a folder on disk,
-and threads.
+"""Shared resources of the stores: devices, pinned host memory, a folder on disk, threads, and traffic
+counters.
 
-Transfers between host and device are enqueued by the driver itself, in its order, since where a transfer is
-issued relative to compute decides what it can overlap with. Threads do what would keep the driver waiting:
-they read files ahead, wait for what comes up from the device, and write it to its home.
+The block loop itself enqueues the transfers between host and device, in its order, because the position of a
+transfer relative to the computation decides whether they overlap. Threads do the work that would block the
+loop: they read files ahead, wait for copies from the device, and write files.
 """
 
 import concurrent.futures
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import msgspec
 from jax.sharding import Mesh
 
+from jaxflow.flexgen.geometry import device_sharding, pinned_sharding, spec_of
 from jaxflow.flexgen.pinned_memory import HostArray, Staging, host_array
 from jaxflow.flexgen.scratch_files import DiskFolder
-from jaxflow.flexgen.shards import home_of, on_device, spec_of
-from jaxflow.flexgen.traffic import Traffic
+
+VERBS = (
+    "fetch_layer",
+    "load_kv",
+    "store_kv",
+    "load_activation",
+    "store_activation",
+    "host_attention",
+    "compute",
+)
+
+
+class VerbTraffic(msgspec.Struct):
+    """Traffic of one verb.
+
+    Attributes:
+      times: number of layers, splits of a batch, or batches.
+      link_down_bytes, link_up_bytes: bytes to and from the device.
+      seconds: time of the verb, in runs without overlap only.
+    """
+
+    times: int = 0
+    link_down_bytes: int = 0
+    link_up_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_write_bytes: int = 0
+    host_kv_bytes: int = 0  # read by attention on the host
+    seconds: float = 0.0
+
+
+class Traffic:
+    """Traffic counters of one run. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._moved: defaultdict[str, VerbTraffic] = defaultdict(VerbTraffic)
+        self._lock = threading.Lock()
+
+    def add(
+        self,
+        verb: str,
+        *,
+        times: int = 0,
+        down: int = 0,
+        up: int = 0,
+        read: int = 0,
+        written: int = 0,
+        host_kv: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        """Add to the counters of a verb."""
+        with self._lock:
+            one = self._moved[verb]
+            one.times += times
+            one.link_down_bytes += down
+            one.link_up_bytes += up
+            one.disk_read_bytes += read
+            one.disk_write_bytes += written
+            one.host_kv_bytes += host_kv
+            one.seconds += seconds
+
+    def crossed(self) -> tuple[int, int]:
+        """Return the bytes to and from the device since the last `take`."""
+        with self._lock:
+            return sum(one.link_down_bytes for one in self._moved.values()), sum(
+                one.link_up_bytes for one in self._moved.values()
+            )
+
+    def take(self) -> dict[str, VerbTraffic]:
+        """Return the counters since the last call, by verb."""
+        with self._lock:
+            found, self._moved = self._moved, defaultdict(VerbTraffic)
+        return {verb: found[verb] for verb in VERBS if verb in found}
 
 
 class Tiers:
-    """folder: None where nothing lives on disk."""
+    """The resources of one run. `folder`: None without tensors on disk."""
 
     def __init__(self, mesh: Mesh, folder: DiskFolder | None):
         self.mesh, self.folder = mesh, folder
@@ -30,20 +104,18 @@ class Tiers:
         self._writes = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="write")
 
     def down(self, tree: Any) -> Any:
-        """`HostArray`s, or what `up` returned, on their way to the device, each piece to its own; returns
-        before they are there.
-        """
+        """Start to copy `HostArray`s, or results of `up`, to the devices; each shard goes to its own device."""
 
         arrays = jax.tree.map(lambda a: a.array if isinstance(a, HostArray) else a, tree)
-        return self._put(arrays, lambda a: on_device(self.mesh, spec_of(a)))
+        return self._put(arrays, lambda a: device_sharding(self.mesh, spec_of(a)))
 
     def up(self, tree: Any) -> Any:
-        """Device arrays on their way to pinned host memory; returns before they are there."""
-        return self._put(tree, lambda a: home_of(on_device(self.mesh, spec_of(a))))
+        """Start to copy device arrays to pinned host memory."""
+        return self._put(tree, lambda a: pinned_sharding(device_sharding(self.mesh, spec_of(a))))
 
     def _put(self, tree: Any, where: Callable[[jax.Array], Any]) -> Any:
-        """All of a tree by one call: of 4 bits a layer is a dozen arrays and more, and a call for each takes
-        the driver 80 us, not 20.
+        """Copy all arrays of a tree by one call: a 4-bit layer has a dozen arrays or more, and a call for
+        each takes 80 us instead of 20.
         """
         arrays, structure = jax.tree.flatten(tree)
         return jax.tree.unflatten(
@@ -51,20 +123,23 @@ class Tiers:
         )
 
     def arrived(self, tree: Any) -> Any:
-        """The `HostArray`s of what `up` returned; waits for them."""
+        """Wait for results of `up`, and return their `HostArray`s."""
         return jax.tree.map(host_array, tree)
 
     def read_weights(self, work: Callable[[], Any]) -> concurrent.futures.Future:
+        """Run `work` on the thread that reads weights."""
         return self._weights.submit(work)
 
     def read(self, work: Callable[[], Any]) -> concurrent.futures.Future:
+        """Run `work` on the thread that reads KV and activations."""
         return self._reads.submit(work)
 
     def write(self, work: Callable[[], Any]) -> concurrent.futures.Future:
+        """Run `work` on the thread that writes."""
         return self._writes.submit(work)
 
     def close(self) -> None:
-        """Ends the threads, once what they were given is done, and removes the files."""
+        """Stop the threads after their current work, and remove the files."""
         self.staging.close()
         for pool in (self._weights, self._reads, self._writes):
             pool.shutdown(wait=True, cancel_futures=True)

@@ -1,5 +1,5 @@
-"""The weights of all layers, each tensor on its tier, and `fetch_layer`: a layer's weights on the device, in
-time for its first batch.
+"""Weights of all layers, each tensor on its tier, and `fetch_layer`: the copy of a layer's weights to the
+device.
 """
 
 import concurrent.futures
@@ -8,18 +8,18 @@ from typing import Any
 
 import jax
 
-from jaxflow.flexgen.geometry import PlacedWeights
+from jaxflow.flexgen.geometry import PlacedWeights, array_bytes, tree_bytes
 from jaxflow.flexgen.pinned_memory import buffer_key, views
 from jaxflow.flexgen.scratch_files import DiskFile
-from jaxflow.flexgen.shards import array_bytes, tree_bytes
 from jaxflow.flexgen.tiers import Tiers
 
 Keys = tuple[str, ...]
 
 
 class WeightStore:
-    """Filled layer by layer, then read. A layer's tensors on disk lie in one file, each by the pieces of the
-    devices.
+    """Weights, added layer by layer and then read.
+
+    The tensors of a layer on disk share one file, in which a tensor consists of the shards of the devices.
     """
 
     def __init__(self, placed: PlacedWeights, tiers: Tiers):
@@ -31,9 +31,12 @@ class WeightStore:
         self._ahead: dict[tuple[int, str], concurrent.futures.Future] = {}
 
     def add(self, arrays: dict[str, Any], *, wait_on_host: bool = False) -> None:
-        """The next layer's weights, on the device; those that live elsewhere leave it. Raises: DiskError.
+        """Add the next layer's weights, given on the device, and move them to their tiers.
 
-        wait_on_host: those that live on the device leave it too, until `settle`.
+        Args:
+          wait_on_host: move the tensors of the device tier to the host, too, until `settle`.
+
+        Raises: DiskError.
         """
         layer, tiers = len(self._device), self._tiers
         of = self.placed.tiers[layer]
@@ -52,21 +55,23 @@ class WeightStore:
         self._files.append(file)
 
     def settle(self) -> None:
-        """Brings what waited on the host to the device, side by side.
+        """Move the tensors that waited on the host to adjacent device memory.
 
-        Put there as layers are made it lies between gaps as large as what a layer is made of, too small for
-        the largest program.
+        Tensors that stay on the device while layers are loaded leave gaps of the size of a layer's tensors,
+        and the largest program does not fit in such a gap.
         """
         self._device = [self._tiers.down(stays) for stays in self._device]
         jax.block_until_ready(self._device)
 
     def reserve_staging(self) -> None:
-        """Host buffers for two layers' tensors of the disk: one on its way to the device, one being read."""
+        """Reserve host buffers for two layers' tensors of the disk: one layer is copied while the next is
+        read.
+        """
         for structs in disk_pairs(self.placed):
             self._tiers.staging.reserve(structs)
 
     def fetch(self, layer: int, keys: Keys) -> dict[str, Any]:
-        """The tensors of a layer, those that are away on their way to the device. Raises: DiskError."""
+        """Return the tensors of a layer, with the copies from host and disk started. Raises: DiskError."""
         found = {key: a for key, a in self._device[layer].items() if key in keys}
         tiers = self._tiers
         host = {key: a for key, a in self._host[layer].items() if key in keys}
@@ -83,24 +88,24 @@ class WeightStore:
         return found
 
     def read_ahead(self, layer: int) -> None:
-        """Starts to read what `fetch` will want of the disk."""
+        """Start to read the tensors of a layer from disk."""
         for key in self.placed.of_tier(layer, "disk"):
             if (layer, key) not in self._ahead:
                 self._ahead[layer, key] = self._tiers.read_weights(lambda key=key: self._read(layer, key))
 
     def is_away(self, layer: int) -> bool:
-        """Whether something of a layer must be fetched."""
+        """Return True if a tensor of the layer is not on the device."""
         return any(tier != "device" for tier in self.placed.tiers[layer].values())
 
     def rest(self) -> None:
-        """Gives up what was read ahead."""
+        """Discard the tensors that were read ahead."""
         for future in self._ahead.values():
             for buffer in jax.tree.leaves(future.result()):
                 self._tiers.staging.give(buffer)
         self._ahead.clear()
 
     def free(self) -> None:
-        """Lets go of all weights."""
+        """Release all weights."""
         self.ends.clear()
         self._device.clear()
         self._host.clear()
@@ -109,7 +114,7 @@ class WeightStore:
         return self.placed.of_tier(layer, "disk", keys)
 
     def _read(self, layer: int, key: str) -> Any:
-        """`HostArray`s of a tensor that lies on disk."""
+        """Return the `HostArray`s of a tensor on disk."""
         file, staging = self._files[layer], self._tiers.staging
         assert file is not None
         buffers = jax.tree.map(staging.take, self.placed.layers[layer][key])
@@ -123,7 +128,7 @@ class WeightStore:
         return buffers
 
     def _offsets(self, layer: int) -> dict[str, int]:
-        """Where each tensor begins in its layer's file."""
+        """Return the offset of each tensor in its layer's file."""
         offsets, at = {}, 0
         for key, structs in self.placed.of_tier(layer, "disk").items():
             offsets[key] = at
@@ -132,13 +137,13 @@ class WeightStore:
 
 
 def disk_pairs(placed: PlacedWeights) -> list[list[Any]]:
-    """For each layer, the shapes of what it and the next have on disk: what staging must hold at once."""
+    """Return, for each layer, the shapes of its and the next layer's tensors on disk: the content of staging."""
     layers = [jax.tree.leaves(placed.of_tier(i, "disk")) for i in range(len(placed.layers))]
     return [one + two for one, two in zip(layers, layers[1:] + layers[:1], strict=True)]
 
 
 def staging_bytes(pairs: list[list[Any]]) -> int:
-    """Of the buffers that hold any one of these, by shape."""
+    """Return the bytes of the buffers that hold any one of these lists, by shape."""
     most: Counter = Counter()
     for structs in pairs:
         most |= Counter(map(buffer_key, structs))

@@ -145,7 +145,7 @@ def fit_pages(
     needs = [group.pages_of(max_model_len, block_size) for group in groups]
     ceilings = [
         max_num_seqs * need + -(-token_budget // block_size) for need in needs
-    ]  # chunks in flight, too
+    ]  # with chunks in flight
     need = sum(n * size for n, size in zip(needs, sizes, strict=True))
     if need > budget_bytes:
         raise ConfigError(

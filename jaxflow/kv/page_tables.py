@@ -53,8 +53,8 @@ class PageTables:
         self.rows = [[[] for _ in windows] for _ in range(num_slots)]
         self.count = np.zeros((len(windows), num_slots), np.int32)
         self.charged = np.zeros((len(windows), num_slots), np.int32)
-        self._gone = np.zeros((len(windows), num_slots), np.int32)  # leading entries that are -1
-        self._owner = [[-1] * n for n in num_pages]  # the slot to which each page is charged
+        self._gone = np.zeros((len(windows), num_slots), np.int32)  # number of leading entries of -1
+        self._owner = [[-1] * n for n in num_pages]  # slot that is charged for each page
         self._appends: list[np.ndarray] = []
 
     def available(self) -> list[int]:

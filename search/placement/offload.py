@@ -28,12 +28,10 @@ from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.start import resolve
 from jaxflow.flexgen.accounting import DoesNotFit
 from jaxflow.flexgen.config import OffloadConfig
-from jaxflow.flexgen.link_speed import Link, measure_link
 from jaxflow.flexgen.policy import TIERS, Policy, PolicyError, load_policy
-from jaxflow.flexgen.process import prepare
-from jaxflow.flexgen.report import report
+from jaxflow.flexgen.report import Link, measure_link, report
 from jaxflow.flexgen.runtime import Runtime
-from jaxflow.flexgen.start import start
+from jaxflow.flexgen.start import prepare, start
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from jaxflow.request import Request, SamplingParams
 from search.placement import command as placement

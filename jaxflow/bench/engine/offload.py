@@ -17,11 +17,9 @@ from absl import flags
 from jaxflow.bench.report import machine, plot
 from jaxflow.cli.engine_flags import define_engine_flags, engine_config_from_flags
 from jaxflow.config import ConfigError, EngineConfig
-from jaxflow.flexgen import flags as options
-from jaxflow.flexgen.config import OffloadConfig
-from jaxflow.flexgen.flags import offload_from_flags, random_prompts
-from jaxflow.flexgen.link_speed import measure_link
-from jaxflow.flexgen.report import report
+from jaxflow.flexgen import config as options
+from jaxflow.flexgen.config import OffloadConfig, offload_from_flags, random_prompts
+from jaxflow.flexgen.report import measure_link, report
 from jaxflow.llm import LLM
 from jaxflow.request import SamplingParams
 

@@ -140,11 +140,11 @@ class DiskStore:
         self._write_queue_bytes, self._read_ahead, self._retry_s = write_queue_bytes, read_ahead, retry_s
         self._lock = threading.Lock()  # guards all attributes below
         self._index = DiskIndex(found)
-        self._queued: dict[bytes, PageData] = {}  # pages whose write is not complete
+        self._queued: dict[bytes, PageData] = {}  # pages with an incomplete write
         self._queued_bytes = 0
         self._reading: dict[bytes, Future[np.ndarray | None]] = {}
         self._counts: dict[str, int] = {}
-        self._failed: dict[str, bool] = {}  # whether the last operation of each kind failed
+        self._failed: dict[str, bool] = {}  # True after a failed operation of this kind
         self._writes_resume_s = 0.0
         self._closed = False
         for victim in self._make_room(0):
@@ -327,7 +327,7 @@ class DiskStore:
         removed = page_file.remove(self._path(key))
         with self._lock:
             self._count(count)
-            if not removed or not self._path(key).exists():  # an existing file was written again since then
+            if not removed or not self._path(key).exists():  # an existing file is a newer one
                 self._index.discard(key)
 
     def _path(self, key: bytes) -> Path:

@@ -41,7 +41,7 @@ class DiskTier:
         from_bytes: Callable[[np.ndarray], Any],
     ):
         self.disk, self._to_bytes, self._from_bytes = disk, to_bytes, from_bytes
-        self._requested: collections.deque[Key] = collections.deque()  # pages for which no read has started
+        self._requested: collections.deque[Key] = collections.deque()  # pages without a started read
         self._num_reading = self._pending_bytes = 0
         self._begin_s = self._end_s = 0.0  # begin of the reads under way, and the end of the last read
         self._rate_bytes = self._rate_seconds = 0.0
@@ -138,7 +138,7 @@ class DiskTier:
         self.disk.close()
 
     def _flush(self, pages: Sequence[tuple[Key, Any]], deadline: float) -> None:
-        # Queued pages first, because the pages below may evict them.
+        # The write queue is flushed first, because the host's pages may evict its pages.
         self.disk.flush(max(0.1, deadline - time.monotonic()))
         kept, room = {}, self.disk.capacity_bytes
         for key, page in pages:

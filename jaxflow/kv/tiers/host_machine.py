@@ -120,7 +120,7 @@ def bind(cpus: set[int] | None) -> None:
         return
     allowed = cpus & os.sched_getaffinity(0)
     if allowed:
-        os.sched_setaffinity(0, allowed)  # of this thread only
+        os.sched_setaffinity(0, allowed)  # affects this thread only
 
 
 @contextlib.contextmanager

@@ -144,7 +144,7 @@ class PageCache(Protocol):
     """The KV cache of an executor, as pages."""
 
     def gather_pages(self, group: int, pages: Sequence[int]) -> list[jax.Array]:
-        """Return pages of a group, as the steps enqueued before leave them."""
+        """Return pages of a group, with the content after all enqueued steps."""
         ...
 
     def scatter_pages(self, group: int, pages: Sequence[int], data: Sequence[jax.Array]) -> None:

@@ -208,7 +208,7 @@ class PageCopies:
         return self._blanks[group]
 
     def gather(self, kv: list, group: int, ids: Sequence[int]) -> list[jax.Array]:
-        """Return pages of a group, uint32 [tp, W] each on the device, as the steps enqueued before leave them."""
+        """Return pages of a group, uint32 [tp, W] each on the device, with the content after all enqueued steps."""
         programs, layers, out = self._gathers[group], self._layers(kv, group), []
         for begin, n, count in _calls(len(ids), self.sizes[group]):
             padded = np.zeros(n, np.int32)

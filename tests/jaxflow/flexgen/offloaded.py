@@ -1,4 +1,4 @@
-"""Offloaded runs of the toy checkpoints, and what came of them."""
+"""Offloaded runs of the toy checkpoints, and their results."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,9 @@ def policy(model: str, **changes: Any) -> Policy:
 def runtime(
     model: str, folder: Any, *, page_size: int = 16, tp: int = 1, **changes: Any
 ) -> Iterator[Runtime]:
-    """A warm runtime over a toy checkpoint; it leaves neither thread nor file. changes: of the policy."""
+    """Yield a warm runtime of a toy checkpoint, and check that no thread or file is left. `changes`: fields
+    of the policy.
+    """
     before = {thread for thread in threading.enumerate() if not thread.daemon}
     made = start(
         OffloadConfig(policy(model, **changes), disk_path=str(folder)),
@@ -54,8 +56,8 @@ def runtime(
 
 
 def changed(made: Runtime, **settings: Any) -> None:
-    """Has the runtime's next blocks run under another schedule, or without overlap."""
-    made._driver._setup = dataclasses.replace(made._driver._setup, **settings)
+    """Change the schedule or the overlap of the runtime's next blocks."""
+    made._runner._setup = dataclasses.replace(made._runner._setup, **settings)
     made.offload = dataclasses.replace(made.offload, **settings)
 
 
@@ -65,7 +67,7 @@ def requests(prompts: Sequence[Sequence[int]], tokens: int = OUTPUT) -> list[Req
 
 
 def run(made: Runtime, asked: Sequence[Request]) -> list[list[int]]:
-    """The tokens of each request's only sequence."""
+    """Return the tokens of each request's only sequence."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
     ended = set()
     for events in made.generate(asked):
@@ -79,8 +81,8 @@ def run(made: Runtime, asked: Sequence[Request]) -> list[list[int]]:
 
 
 def goldens(model: str, copies: int = 2) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts that the policy's block takes, and what the plain engine continues them with, in more rows than
-    a block has.
+    """Return prompts that fit the policy, and their continuations by the engine, for more rows than a block
+    has.
     """
     found = [p for p in paths.golden(model)["prompts"] if p["prompt_len"] <= PROMPT]
     return [p["prompt_ids"] for p in found] * copies, [p["greedy_ids"][:OUTPUT] for p in found] * copies

@@ -1,6 +1,4 @@
-"""Calls of one offloaded model: left halfway, one inside another, from several threads. Each gets its own
-tokens, or is refused by name.
-"""
+"""Calls of one offloaded model: stopped early, nested, and from several threads."""
 
 import threading
 from collections.abc import Callable
@@ -13,21 +11,19 @@ from offloaded import DEVICE, DISK, HOST, MIXED, OUTPUT, changed, goldens, polic
 
 from jaxflow import LLM, SamplingParams
 from jaxflow import llm as llm_module
+from jaxflow.flexgen.block_loop import Verbs
 from jaxflow.flexgen.config import OffloadConfig
 from jaxflow.flexgen.kv_store import KvStore
 from jaxflow.flexgen.scratch_files import DiskError
-from jaxflow.flexgen.traffic import Traffic
-from jaxflow.flexgen.verbs import Verbs
+from jaxflow.flexgen.tiers import Traffic
 from jaxflow.llm import RequestFailed
 
 PATIENCE_S = 60.0
-OTHERS = [
-    [7 + i] * 20 for i in range(6)
-]  # prompts of a block that is left halfway: unlike those that follow it
+OTHERS = [[7 + i] * 20 for i in range(6)]  # prompts of a stopped block, different from the later prompts
 
 
 def within(work: Callable[[], Any]) -> Any:
-    """What `work` returns; one that does not return fails here, and is woken as its runtime is closed."""
+    """Return the result of `work`, or fail after a timeout."""
     told: list[Any] = []
     thread = threading.Thread(target=lambda: told.append(_told(work)), daemon=True)
     thread.start()
@@ -57,7 +53,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("changes", PLACES.values(), ids=PLACES.keys())
-def test_after_a_run_that_was_left_halfway_the_next_gets_its_own_tokens(changes, tmp_path):
+def test_the_run_after_a_stopped_run_gets_its_tokens(changes, tmp_path):
     prompts, expected = goldens("tiny-opt")
     with runtime(
         "tiny-opt", tmp_path, **{"weights": DEVICE, "kv": DEVICE, "activations": DEVICE} | changes
@@ -88,13 +84,14 @@ def test_after_a_run_that_was_left_halfway_the_next_gets_its_own_tokens(changes,
                 assert within(lambda steps=steps: leave(steps)) == expected, (schedule, overlap, steps)
 
 
-def test_a_run_begins_when_no_other_is_under_way(tmp_path):
+def test_a_second_run_at_once_is_refused(tmp_path):
     prompts, expected = goldens("tiny-opt")
     with runtime("tiny-opt", tmp_path, kv=HOST) as made:
         first = made.generate(requests(OTHERS))
         next(first)
         with pytest.raises(
-            RuntimeError, match="under way: another can begin when it has ended, or its iterator was closed"
+            RuntimeError,
+            match="under way; accepted is a call after its end, or after its iterator was closed",
         ):
             within(lambda: run(made, requests(prompts)))
         first.close()
@@ -105,9 +102,7 @@ def test_a_run_begins_when_no_other_is_under_way(tmp_path):
         assert run(made, requests(prompts)) == expected
 
 
-def test_a_fault_in_ending_a_run_that_was_left_is_told_and_nothing_is_served_afterwards(
-    tmp_path, monkeypatch
-):
+def test_an_error_at_the_end_of_a_stopped_run_is_raised_and_ends_the_runtime(tmp_path, monkeypatch):
     def failing(self):
         raise DiskError(5, "a store failed")
 
@@ -117,22 +112,22 @@ def test_a_fault_in_ending_a_run_that_was_left_is_told_and_nothing_is_served_aft
         monkeypatch.setattr(KvStore, "rest", failing)
         with pytest.raises(DiskError, match="a store failed"):
             within(left.close)
-        with pytest.raises(RuntimeError, match="close it"):
+        with pytest.raises(RuntimeError, match="close the runtime"):
             run(made, requests(OTHERS))
 
 
 @pytest.mark.parametrize(
     "host_attention", [True, False], ids=["attends on the host", "attends on the device"]
 )
-def test_a_runtime_may_be_closed_before_a_run_that_was_left_is(host_attention, tmp_path):
+def test_a_runtime_can_be_closed_before_its_stopped_run(host_attention, tmp_path):
     with runtime("tiny-opt", tmp_path, kv=DISK, host_attention=host_attention) as made:
         left = made.generate(requests(OTHERS))
         next(left)
     within(left.close)
 
 
-def test_what_ended_with_its_pool_is_waited_for_no_more():
-    """As stores and the host's attention may be that stand behind another when a runtime is closed."""
+def test_cancelled_futures_are_not_waited_for():
+    """A runtime's close cancels stores and calls of the host's attention that wait for another."""
     pool, gate = ThreadPoolExecutor(1), threading.Event()
     first, behind = pool.submit(gate.wait), pool.submit(list)
     verbs = Verbs(True, Traffic())
@@ -153,7 +148,7 @@ class Faulty:
         raise RuntimeError("no such string")
 
 
-def test_calls_of_an_offloaded_llm_wait_for_each_other_and_outlive_a_fault_of_one(tmp_path, monkeypatch):
+def test_concurrent_calls_of_an_offloaded_llm_run_in_turn(tmp_path, monkeypatch):
     prompts, expected = goldens("stories260K", copies=1)
     sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
     settings = OffloadConfig(policy("stories260K", kv=DISK, host_attention=True), disk_path=str(tmp_path))

@@ -1,6 +1,4 @@
-"""`python -m jaxflow.flexgen`, which is `LLM(offload=...)` with flags; and what runs policies in the bench
-and the search.
-"""
+"""`python -m jaxflow.flexgen`, `LLM(offload=...)`, and the commands of bench and search that run policies."""
 
 import contextlib
 import json
@@ -17,7 +15,7 @@ from jaxflow.config import ConfigError
 from jaxflow.flexgen import start
 from jaxflow.flexgen.__main__ import main
 from jaxflow.flexgen.accounting import DoesNotFit
-from jaxflow.flexgen.flags import random_prompts
+from jaxflow.flexgen.config import random_prompts
 from jaxflow.flexgen.policy import save_policy
 from jaxflow.flexgen.runtime import Runtime
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
@@ -44,7 +42,7 @@ def file(tmp_path):
     return tmp_path / "policy.json"
 
 
-def test_prompts_of_a_file_are_continued_as_the_engine_does(file, tmp_path, capsys):
+def test_prompts_of_a_file_get_the_engines_tokens(file, tmp_path, capsys):
     golden = paths.golden(MODEL)["prompts"][:3]
     lines = [json.dumps({"prompt": p["prompt_ids"]}) for p in golden] + ["Once upon a time", ""]
     (tmp_path / "prompts").write_text("\n".join(lines))
@@ -98,7 +96,7 @@ def test_prompts_of_a_file_are_continued_as_the_engine_does(file, tmp_path, caps
     assert "Generated tokens/s:" in out and err.count("kernels: reference, for every op\n") == 1
 
 
-OF_NO_EFFECT = (
+WITHOUT_EFFECT = (
     ("--num_kv_pages", "40"),
     ("--kv_offloading_size", "1"),
     ("--max_num_seqs", "4"),
@@ -135,12 +133,12 @@ OF_NO_EFFECT = (
         (["--policy", "no-such-file"], "no-such-file"),
         (
             ["--policy", "FILE", "--prompts", "no-such-file"],
-            "prompts='no-such-file' is not supported: a file that exists",
+            "prompts='no-such-file' is not supported: an existing file",
         ),
         (["--policy", "FILE", "--prompts", "/dev/null"], "prompts='/dev/null'"),
         (
             ["--policy", "FILE", "--prompts", "no-such-file", "--num_prompts", "3"],
-            "num_prompts=3 is not supported: unset: the prompts are",
+            "num_prompts=3 is not supported: unset, because --prompts",
         ),
         (
             ["--policy", "FILE", "--seed", str(2**63)],
@@ -156,12 +154,12 @@ OF_NO_EFFECT = (
             "output_json='/' is not supported: a file that can be written",
         ),
         *(
-            (["--policy", "FILE", *given], "is not supported: unset: an offloaded run goes by its policy")
-            for given in OF_NO_EFFECT
+            (["--policy", "FILE", *given], "is not supported: unset: the policy (kv_bits for the KV)")
+            for given in WITHOUT_EFFECT
         ),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_line(file, arguments, words, capsys, monkeypatch):
+def test_invalid_arguments_are_refused_in_a_line(file, arguments, words, capsys, monkeypatch):
     monkeypatch.setattr(
         start, "compile_programs", lambda *_: pytest.fail("refused only when it was compiled")
     )
@@ -177,14 +175,14 @@ def test_what_cannot_work_is_refused_in_a_line(file, arguments, words, capsys, m
         *(
             (
                 b'{"prompt": "Once"}\n\n{"prompt": %s}' % wrong,
-                "line 3' is not supported: a `prompt` that is a text or a list of token ids",
+                "line 3' is not supported: a text or a list of token ids as `prompt`",
             )
             for wrong in (b"42", b"null", b"[1, 2.5]", b"[1, true]", b"[[1]]", b'{"a": 1}')
         ),
-        (b'{"prompt": 42}\n{"prompt": 43}', "line 1' is not supported: a `prompt` that is"),
+        (b'{"prompt": 42}\n{"prompt": 43}', "line 1' is not supported: a text or a list"),
         (b"{Once", "line 1' is not supported: a text, or a JSON object with `prompt`"),
         (b'{"text": "Once"}', "line 1' is not supported: a text, or a JSON object with `prompt`"),
-        (b"Once\nupon \xff a time", "line 2' is not supported: text in UTF-8: invalid start byte at byte 6"),
+        (b"Once\nupon \xff a time", "line 2' is not supported: UTF-8 text (invalid start byte at byte 6)"),
         (
             b'Once\n{"prompt": [%s]}' % b",".join([b"5"] * 41),
             "line 2: 41 tokens' is not supported: at most 40, the policy's prompt_tokens",
@@ -196,9 +194,7 @@ def test_what_cannot_work_is_refused_in_a_line(file, arguments, words, capsys, m
         (b'{"prompt": "\\ud800"}', "surrogate"),
     ],
 )
-def test_a_prompt_that_cannot_be_served_is_refused_by_its_line(
-    file, tmp_path, lines, words, capsys, monkeypatch
-):
+def test_invalid_prompts_are_refused_by_their_line(file, tmp_path, lines, words, capsys, monkeypatch):
     monkeypatch.setattr(
         start, "compile_programs", lambda *_: pytest.fail("refused only when it was compiled")
     )
@@ -207,8 +203,8 @@ def test_a_prompt_that_cannot_be_served_is_refused_by_its_line(
         main(["offload", "--model", FOLDER, "--policy", str(file), "--prompts", str(tmp_path / "prompts")])
         == 1
     )
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: prompts='{tmp_path / 'prompts'}, line ") and words in told
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: prompts='{tmp_path / 'prompts'}, line ") and words in error
 
 
 def test_random_prompts_of_any_seed():
@@ -216,7 +212,7 @@ def test_random_prompts_of_any_seed():
     assert all(0 <= token < 5 for prompt in random_prompts(9, 9, 5, -1) for token in prompt)
 
 
-def test_help_has_what_an_offloaded_run_goes_by_alone(capsys):
+def test_help_lists_the_flags_with_an_effect_only(capsys):
     assert main(["offload", "--help"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("--prompts", "--[no]overlap", "--kernels", "--policy"))
@@ -248,7 +244,7 @@ def test_the_python_api(file, tmp_path):
 @pytest.mark.parametrize(
     ("message", "tier"), [("no memory", "gpu"), ("Out of host memory while trying to allocate", "host")]
 )
-def test_a_tier_that_is_full_at_the_start_is_a_limit_to_raise(file, monkeypatch, message, tier):
+def test_a_full_tier_at_the_start_names_its_limit(file, monkeypatch, message, tier):
     def full(self):
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}\nand more lines")
 
@@ -266,7 +262,7 @@ def test_blocks_of_a_sweep():
             parse_blocks(bad)
 
 
-def test_search_runs_a_policy_beside_its_prediction(tmp_path, capsys):
+def test_search_runs_a_policy_and_its_prediction(tmp_path, capsys):
     arguments = [
         "--model",
         FOLDER,
@@ -299,8 +295,8 @@ def test_search_runs_a_policy_beside_its_prediction(tmp_path, capsys):
     assert row["tokens"] == 4 and row["policy"]["kv"]["host"] == 100 and row["predicted"]["tokens_per_s"] > 0
 
 
-def test_search_runs_given_policies_where_there_is_no_solver(tmp_path, capsys, monkeypatch):
-    """One that does not fit is a row that says so, and the next is run."""
+def test_search_runs_given_policies_without_a_solver(tmp_path, capsys, monkeypatch):
+    """A policy that does not fit gives a row with an error, and the next policy is run."""
     monkeypatch.setattr(placement_solver, "mip", None)
     files = [str(tmp_path / name) for name in ("large.json", "small.json")]
     for path, size in zip(files, (4000, 2), strict=True):
@@ -340,8 +336,10 @@ def test_search_runs_given_policies_where_there_is_no_solver(tmp_path, capsys, m
     assert "large" in capsys.readouterr().out
 
 
-def test_search_looks_for_less_where_the_account_says_that_a_policy_does_not_fit(monkeypatch, capsys):
-    """Runs that take 0.1 MB more than the cost model says: the second policy leaves room for it."""
+def test_search_leaves_more_room_after_a_policy_did_not_fit(monkeypatch, capsys):
+    """Runs take 0.1 MB more than the cost model predicts, and the second policy leaves room for the
+    difference.
+    """
     tried, work = [], workload(MODEL, open_checkpoint(FOLDER).model_config, 8, 2, page_size=8, wide_bytes=4.0)
 
     @contextlib.contextmanager

@@ -1,6 +1,4 @@
-"""What a run moves and holds: Theorem 4.1 counted on the real thing, and the account of bytes against what
-was allocated.
-"""
+"""Traffic and memory of a run: Theorem 4.1 on the real counters, and the account against the allocated bytes."""
 
 import errno
 import functools
@@ -14,13 +12,12 @@ from zigzag import Sizes, largest_block, least_weight_loads, row_by_row, traffic
 
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.flexgen.accounting import DoesNotFit, account, check_fits
+from jaxflow.flexgen.block import block_steps
+from jaxflow.flexgen.block_loop import RunningBlock
 from jaxflow.flexgen.config import OffloadConfig
-from jaxflow.flexgen.geometry import place
+from jaxflow.flexgen.geometry import device_bytes, place
 from jaxflow.flexgen.pinned_memory import HostArray
-from jaxflow.flexgen.running_block import Run
-from jaxflow.flexgen.schedule import squares
 from jaxflow.flexgen.scratch_files import PREFIX, DiskError
-from jaxflow.flexgen.shards import device_bytes
 from jaxflow.flexgen.start import make_geometry, start
 from jaxflow.flexgen.weight_store import WeightStore
 from jaxflow.kv.tiers.host_machine import near_cpus
@@ -33,16 +30,16 @@ MODEL = "stories260K"
 LAYERS, BATCHES = 5, 2
 
 
-def test_the_order_is_the_searchs():
-    assert list(map(tuple, squares(3, 4, 2))) == list(map(tuple, zigzag(3, 4, 2, 3)))
-    assert list(map(tuple, squares(3, 4, 2, "row"))) == list(map(tuple, row_by_row(3, 4, 2)))
+def test_the_order_of_steps_equals_the_reference_schedule():
+    assert list(map(tuple, block_steps(3, 4, 2))) == list(map(tuple, zigzag(3, 4, 2, 3)))
+    assert list(map(tuple, block_steps(3, 4, 2, "row"))) == list(map(tuple, row_by_row(3, 4, 2)))
 
 
-def test_weights_cross_as_often_as_theorem_4_1_allows(tmp_path):
+def test_weight_traffic_is_within_theorem_4_1(tmp_path):
     prompts = [[i + 1] * PROMPT for i in range(6)]
     sizes = Sizes(weights=1.0, kv=1.0, activation=1.0, prompt_tokens=PROMPT)
     with runtime(MODEL, tmp_path, weights=HOST) as made:
-        away = sum(made._driver._setup.weights.placed.bytes_of(0, tier) for tier in ("host", "disk"))
+        away = sum(made._runner._setup.weights.placed.bytes_of(0, tier) for tier in ("host", "disk"))
         moved = {}
         for schedule in ("zigzag", "row"):
             changed(made, schedule=schedule)
@@ -63,19 +60,19 @@ def test_weights_cross_as_often_as_theorem_4_1_allows(tmp_path):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_the_account_is_what_is_allocated(tmp_path, monkeypatch, tp):
+def test_the_account_equals_the_allocated_bytes(tmp_path, monkeypatch, tp):
     prompts, _ = goldens("tiny-opt")
     before = on_device()
     peak = 0
 
-    def step(self, order, i, own=Run.step):
+    def step(self, order, i, own=RunningBlock.step):
         nonlocal peak
         yield from own(self, order, i)
         peak = max(peak, on_device() - before)
 
-    monkeypatch.setattr(Run, "step", step)
+    monkeypatch.setattr(RunningBlock, "step", step)
     with runtime("tiny-opt", tmp_path, tp=tp, weights=MIXED, kv=MIXED, activations=MIXED) as made:
-        setup, lives = made._driver._setup, made.account.lives
+        setup, lives = made._runner._setup, made.account.lives
         assert view_bytes(setup.weights._host) == lives["host"]["weights"] > 0
         assert view_bytes(setup.kv._host) == lives["host"]["KV"] > 0
         assert (
@@ -96,9 +93,9 @@ def test_the_account_is_what_is_allocated(tmp_path, monkeypatch, tp):
 
 
 @pytest.mark.parametrize(("kv", "host_attention"), [(HOST, False), (DISK, False), (HOST, True)])
-def test_the_cost_model_counts_what_crosses(tmp_path, kv, host_attention):
-    """A byte a second: the terms of a layer are the bytes that the runtime moves, KV in whole pages of the
-    model's own width.
+def test_the_cost_model_counts_the_traffic(tmp_path, kv, host_attention):
+    """At a byte a second, the terms of a layer are the bytes that the runtime moves, with KV in complete
+    pages of the model's dtype.
     """
     prompts = [[i + 1] * PROMPT for i in range(6)]
     asked = policy(MODEL, kv=kv, host_attention=host_attention)
@@ -120,10 +117,10 @@ def test_the_cost_model_counts_what_crosses(tmp_path, kv, host_attention):
     }
 
 
-def test_a_closed_run_holds_no_memory_whoever_holds_it(tmp_path):
+def test_a_closed_run_holds_no_memory(tmp_path):
     before = on_device()
     with runtime("tiny-opt", tmp_path, weights=MIXED, kv=MIXED, activations=MIXED) as made:
-        setup = made._driver._setup
+        setup = made._runner._setup
         assert on_device() > before
     assert (
         on_device() == before
@@ -175,7 +172,7 @@ def offload_model():
         ({"disk_limit": 0.0001, "weights": DISK}, "disk_limit"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, changes, field):
+def test_a_policy_that_does_not_fit_is_refused_before_the_load(tmp_path, monkeypatch, changes, field):
     monkeypatch.setattr(
         "jaxflow.model.checkpoints.checkpoint.Checkpoint.stream",
         lambda *_, **__: pytest.fail("something was loaded"),
@@ -190,11 +187,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path, monkey
     ("field", "share", "free"),
     [("host_memory_limit", HOST, "free_host_bytes"), ("disk_limit", DISK, "free_bytes")],
 )
-def test_what_is_told_beyond_what_is_free_does_not_count(tmp_path, monkeypatch, field, share, free):
+def test_limits_above_the_free_memory_do_not_count(tmp_path, monkeypatch, field, share, free):
     monkeypatch.setattr(f"jaxflow.flexgen.start.{free}", lambda *_: 100_000)
     said = (
-        f"{field}='0.0001 GB' is not supported: 1000 GB are asked for, of which 0.0001 GB are free; at "
-        f"least 0.00"
+        f"{field}='0.0001 GB' is not supported: 1000 GB are configured, and 0.0001 GB are free; at least 0.00"
     )
     with pytest.raises(DoesNotFit, match=said) as caught:
         begin(settings(tmp_path, weights=share, **{field: 1000.0}))
@@ -205,8 +201,8 @@ def test_what_is_told_beyond_what_is_free_does_not_count(tmp_path, monkeypatch, 
         begin(settings(tmp_path, weights=share, **{field: 0.00005}))
 
 
-def test_a_path_from_home_and_what_a_killed_run_left_there(tmp_path, monkeypatch):
-    """Its files are gone before what is free is looked at: here nothing would be, with them."""
+def test_a_home_path_and_the_files_of_a_killed_run(tmp_path, monkeypatch):
+    """Files of a killed run are removed before the free space is measured."""
     dead = tmp_path / f"{PREFIX}1-dead"
     dead.mkdir()
     (dead / "lock").touch()
@@ -215,7 +211,7 @@ def test_a_path_from_home_and_what_a_killed_run_left_there(tmp_path, monkeypatch
         "jaxflow.flexgen.start.free_bytes", lambda folder: 0 if dead.exists() or folder != tmp_path else 10**9
     )
     with begin(OffloadConfig(policy(MODEL, weights=DISK), disk_path="~")) as made:
-        assert made._driver._setup.tiers.folder.path.parent == tmp_path
+        assert made._runner._setup.tiers.folder.path.parent == tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
@@ -253,7 +249,7 @@ def test_threads_and_pinned_memory_are_near_the_gpus(tmp_path, monkeypatch):
     assert all(cpus == near for cpus in started.values())
 
 
-def test_what_is_advised_fits(tmp_path):
+def test_the_advised_limit_fits(tmp_path):
     offload = settings(tmp_path, weights=MIXED, kv=MIXED)
     g = make_geometry(
         offload,
@@ -270,7 +266,7 @@ def test_what_is_advised_fits(tmp_path):
 
 
 def test_a_disk_that_fills_up_while_layers_are_placed(tmp_path, monkeypatch):
-    """Another's files may take the room between the account and the placing."""
+    """Other files may take the space between the account and the placement."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -284,12 +280,12 @@ def test_a_disk_that_fills_up_while_layers_are_placed(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [] and threading.active_count() <= threads
 
 
-def test_settings_that_cannot_work(tmp_path):
+def test_invalid_settings_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"disk_path=None.*weights and kv on disk"):
         OffloadConfig(policy(MODEL, weights=MIXED, kv=DISK))
     with pytest.raises(ConfigError, match=r"disk_path=''.*weights and kv on disk"):
         OffloadConfig(policy(MODEL, weights=MIXED, kv=DISK), disk_path="")
-    with pytest.raises(ConfigError, match=r"disk_path=.*a folder that exists"):
+    with pytest.raises(ConfigError, match=r"disk_path=.*an existing folder"):
         begin(OffloadConfig(policy(MODEL, weights=DISK), disk_path=str(tmp_path / "gone")))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3.*a divisor"):
         begin(settings(tmp_path), tensor_parallel_size=3)

@@ -1,4 +1,4 @@
-"""Placement, files, host buffers and attention on the host, each alone."""
+"""Placement, scratch files, host buffers and attention on the host, each by itself."""
 
 import errno
 import os
@@ -15,9 +15,9 @@ from offloaded import DISK, goldens, requests, run, runtime
 
 from jaxflow.config import ConfigError, Layer
 from jaxflow.flexgen import scratch_files as disk_tier
+from jaxflow.flexgen.geometry import place_rows, place_weights
 from jaxflow.flexgen.host_attention import HostAttention, head_parts, usable_cores
 from jaxflow.flexgen.pinned_memory import Staging, check_views
-from jaxflow.flexgen.placement import place_rows, place_weights
 from jaxflow.flexgen.policy import TIERS, Shares
 from jaxflow.flexgen.scratch_files import PREFIX, DiskError, DiskFolder
 from jaxflow.parallel.mesh import make_mesh
@@ -31,7 +31,7 @@ def drawn_shares(draw):
 
 
 @given(st.integers(1, 64), drawn_shares())
-def test_rows_are_all_placed_and_no_faster_tier_gets_more_than_its_share(rows, shares):
+def test_all_rows_are_placed_within_the_shares_of_faster_tiers(rows, shares):
     counts = place_rows(rows, shares)
     assert sum(counts) == rows and min(counts) >= 0
     slowest = max(i for i, share in enumerate(shares) if share)
@@ -107,7 +107,7 @@ class TestDisk:
         file.read(0, [back[:10], back[10:]])
         assert (back == data).all()
 
-    def test_a_full_disk_is_met_at_the_start_and_says_what_is_free(self, tmp_path, monkeypatch):
+    def test_a_full_disk_is_an_error_at_creation_with_the_free_space(self, tmp_path, monkeypatch):
         def full(*_):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -115,23 +115,23 @@ class TestDisk:
         folder = DiskFolder(tmp_path)
         with pytest.raises(
             DiskError,
-            match=r"weights: cannot reserve 2\.000 GB: No space left on device; .* GB are free there; lower",
+            match=r"weights: cannot reserve 2\.000 GB: No space left on device; .* GB are free; lower",
         ):
             folder.create("weights", 2_000_000_000)
         folder.close()
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_file_that_was_cut_or_overwritten_is_not_served(self, tmp_path):
+    def test_truncated_and_overwritten_files_are_refused(self, tmp_path):
         folder = DiskFolder(tmp_path)
         cut, other = folder.create("cut", 100), folder.create("other", 100)
         for file in (cut, other):
             file.write(0, [np.zeros(100, np.uint8)])
         os.truncate(cut.path, disk_tier.HEADER_BYTES + 50)
-        with pytest.raises(DiskError, match=r"cut: ends at .*something cut it"):
+        with pytest.raises(DiskError, match=r"cut: the file ends at .*truncated"):
             cut.read(0, [np.empty(100, np.uint8)])
         with open(other.path, "r+b") as file:
             file.write(b"something else")
-        with pytest.raises(DiskError, match="header is not the one that was written"):
+        with pytest.raises(DiskError, match="the header differs from the written header"):
             other.read(0, [np.empty(100, np.uint8)])
         folder.close()
 
@@ -140,9 +140,7 @@ class TestDisk:
     )
     @settings(max_examples=25)
     def test_no_flipped_bit_is_served(self, tmp_path_factory, sizes, cuts, data):
-        """However writes and reads are cut, each record is whole; and one bit of one record spoils that
-        record and no other.
-        """
+        """Records of any sizes are complete, and a flipped bit spoils its record only."""
         folder = DiskFolder(tmp_path_factory.mktemp("disk"))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(disk_tier, "_CHUNK", cuts)
@@ -167,18 +165,18 @@ class TestDisk:
             back = np.empty_like(record)
             if i == bad:
                 with pytest.raises(
-                    DiskError, match=rf"x: bytes {start} to {start + sizes[i]} are not what was written"
+                    DiskError, match=rf"x: bytes {start} to {start + sizes[i]} differ from the written bytes"
                 ):
                     file.read(start, np.array_split(back, 2))
             else:
                 file.read(start, np.array_split(back, 2))
                 assert (back == record).all()
 
-    def test_what_was_not_written_is_not_read(self, tmp_path):
+    def test_unwritten_offsets_are_refused(self, tmp_path):
         file = DiskFolder(tmp_path).create("x", 100)
         file.write(0, [np.ones(40, np.uint8)])
         for offset, size in ((0, 30), (10, 30), (50, 10)):
-            with pytest.raises(ValueError, match="were written"):
+            with pytest.raises(ValueError, match="written bytes"):
                 file.read(offset, [np.empty(size, np.uint8)])
 
     def test_a_killed_run_leaves_nothing_for_the_next(self, tmp_path):
@@ -189,7 +187,7 @@ class TestDisk:
         subprocess.run([sys.executable, "-c", script], check=False)
         assert [path.name.startswith(PREFIX) for path in tmp_path.iterdir()] == [True]
         first, second = DiskFolder(tmp_path), DiskFolder(tmp_path)
-        disk_tier.sweep(tmp_path)  # those that live are left alone
+        disk_tier.sweep(tmp_path)  # folders of live processes stay
         assert sorted(tmp_path.iterdir()) == sorted([first.path, second.path])
         first.close()
         second.close()
@@ -197,10 +195,10 @@ class TestDisk:
     def test_no_folder(self, tmp_path):
         with pytest.raises(ConfigError, match="disk_path="):
             DiskFolder(tmp_path / "missing")
-        with pytest.raises(DiskError, match=r"missing: cannot tell what is free: No such file or directory"):
+        with pytest.raises(DiskError, match=r"missing: the free space is unknown: No such file or directory"):
             disk_tier.free_bytes(tmp_path / "missing")
 
-    def test_a_full_disk_that_does_not_say_what_is_free(self, tmp_path, monkeypatch):
+    def test_a_full_disk_of_unknown_free_space(self, tmp_path, monkeypatch):
         def fails(number):
             def fail(*_):
                 raise OSError(number, os.strerror(number))
@@ -223,14 +221,19 @@ class TestDisk:
                 "cannot read .*Input/output error",
                 {"weights": DISK, "kv": DISK, "host_attention": True},
             ),
-            ("preadv", None, "weights: bytes .* are not what was written", {"weights": DISK}),
-            ("preadv", None, "kv: bytes .* are not what was written", {"kv": DISK, "host_attention": True}),
-            ("preadv", "cut", "activation: ends at .*something cut it", {"activations": DISK}),
-            ("pwritev", errno.ENOSPC, "cannot write .*GB are free there", {"kv": DISK}),
+            ("preadv", None, "weights: bytes .* differ from the written bytes", {"weights": DISK}),
+            (
+                "preadv",
+                None,
+                "kv: bytes .* differ from the written bytes",
+                {"kv": DISK, "host_attention": True},
+            ),
+            ("preadv", "cut", "activation: the file ends at .*truncated", {"activations": DISK}),
+            ("pwritev", errno.ENOSPC, "cannot write .*GB are free", {"kv": DISK}),
         ],
         ids=["EIO", "a bit of weights", "a bit of KV", "a short file", "ENOSPC"],
     )
-    def test_a_fault_within_a_block_ends_the_run_and_leaves_nothing(
+    def test_an_error_within_a_block_ends_the_run_and_leaves_nothing(
         self, tmp_path, monkeypatch, call, fault, words, changes
     ):
         prompts, _ = goldens("tiny-opt")
@@ -252,16 +255,16 @@ class TestDisk:
             monkeypatch.setattr(os, call, failing)
             with pytest.raises(DiskError, match=rf"{PREFIX}.*{words}"):
                 run(made, requests(prompts))
-            with pytest.raises(RuntimeError, match="close it"):
+            with pytest.raises(RuntimeError, match="close the runtime"):
                 run(made, requests(prompts))
 
 
 class TestHost:
     @pytest.mark.parametrize("devices", [1, 2])
-    def test_views_are_the_array(self, devices):
+    def test_views_share_the_bytes_of_the_array(self, devices):
         check_views(make_mesh(devices))
 
-    def test_staging_waits_and_is_let_go(self):
+    def test_staging_waits_for_a_buffer_until_closed(self):
         staging, here = Staging(), jax.sharding.SingleDeviceSharding(jax.devices()[0])
         struct = jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=here)
         staging.reserve([struct, struct])
@@ -269,14 +272,14 @@ class TestHost:
         assert one is not two and sum(view.nbytes for taken in (one, two) for view in taken.views) == 16
         staging.give(two, jnp.ones(3))
         assert staging.take(struct) is two
-        with pytest.raises(ValueError, match="was reserved"):
+        with pytest.raises(ValueError, match="accepted are the shapes"):
             staging.take(jax.ShapeDtypeStruct((5,), jnp.bfloat16, sharding=here))
         staging.close()
         with pytest.raises(RuntimeError, match="closed"):
             staging.take(struct)
 
     @pytest.mark.parametrize(("window", "cap", "dtype"), [(None, None, "float32"), (9, 30.0, "bfloat16")])
-    def test_attention_is_that_of_the_pages(self, window, cap, dtype):
+    def test_attention_equals_the_reference(self, window, cap, dtype):
         config = _Sized(window, cap)
         rng, rows, pages, size = np.random.default_rng(1), 5, 3, 8
         q = rng.standard_normal((rows, 4, 16)).astype(dtype)
@@ -306,13 +309,13 @@ class TestHost:
     @pytest.mark.parametrize(
         ("rows", "heads", "threads", "parts"), [(20, 56, 16, 4), (48, 56, 16, 1), (3, 56, 2, 2), (1, 1, 8, 1)]
     )
-    def test_rows_are_cut_by_heads_where_threads_would_be_idle(self, rows, heads, threads, parts):
+    def test_rows_are_split_by_heads_for_idle_threads(self, rows, heads, threads, parts):
         assert head_parts(rows, heads, threads) == parts
         assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
 
 
 class _Sized:
-    """What attention reads of a model's configuration."""
+    """The fields of a model's configuration that attention reads."""
 
     num_heads, num_kv_heads, head_dim, scale = 4, 2, 16, 0.25
 

@@ -1,6 +1,4 @@
-"""The law of offloading on two devices: tensors cut over them, on every tier, give the tokens of everything
-on one device.
-"""
+"""Offloading on two devices: tensors sharded over devices, on every tier, give the tokens of one device."""
 
 import dataclasses
 
@@ -20,7 +18,7 @@ from jaxflow.parallel.mesh import make_mesh
     [("tiny-llama", True), ("tiny-opt", False)],
     ids=["attends on the host", "attends on the devices"],
 )
-def test_two_devices_say_what_one_does_in_every_order(model, host_attention, tmp_path):
+def test_two_devices_give_the_tokens_of_one_in_every_order(model, host_attention, tmp_path):
     prompts, expected = goldens(model)
     with runtime(
         model, tmp_path, tp=2, weights=MIXED, kv=MIXED, activations=MIXED, host_attention=host_attention

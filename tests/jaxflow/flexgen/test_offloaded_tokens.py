@@ -1,5 +1,5 @@
-"""The law of offloading: wherever tensors lie and in whatever order squares are computed, the tokens are the
-plain engine's.
+"""Offloaded tokens: with any placement of the tensors and any order of the steps, the tokens equal the
+engine's.
 """
 
 import itertools
@@ -41,7 +41,7 @@ def test_opt_on_all_tiers_in_every_order(host_attention, tmp_path):
         assert [stats.tokens for stats in made.stats[:2]] == [36, 18]
 
 
-def test_llama_in_4_bits_wherever_it_lies_is_the_engine_with_the_same_weights(tmp_path):
+def test_llama_in_4_bits_equals_the_engine_with_the_same_weights(tmp_path):
     prompts, _ = goldens("tiny-llama")
     engine = toy.loop("tiny-llama", quantization="int4")
     plain = toy.run(engine, requests(prompts))
@@ -49,7 +49,7 @@ def test_llama_in_4_bits_wherever_it_lies_is_the_engine_with_the_same_weights(tm
         assert run(made, requests(prompts)) == [plain[f"r{i}"].tokens for i in range(len(prompts))]
 
 
-def test_kv_of_4_bits_is_the_same_on_every_tier_and_cut_over_devices(tmp_path):
+def test_4_bit_kv_gives_the_same_tokens_on_every_tier_and_sharded(tmp_path):
     prompts, wide = goldens("tiny-llama")
     found = []
     for kv, tp in ((DEVICE, 1), (MIXED, 2)):
@@ -73,8 +73,8 @@ def test_drawn_policies(tmp_path_factory, order, **changes):
         assert run(made, requests(prompts)) == expected
 
 
-def test_windows_caps_and_norms_behind_blocks(tmp_path):
-    """Gemma 2, whose layers differ: two kinds of programs, and a host that sees through windows."""
+def test_windows_caps_and_post_norms(tmp_path):
+    """Gemma 2 has two kinds of layers: two sets of programs, and windows in the host's attention."""
     prompts, expected = goldens("tiny-gemma2")
     with runtime(
         "tiny-gemma2", tmp_path, weights=HOST, kv=Shares(0.0, 50.0, 50.0), host_attention=True
@@ -107,18 +107,16 @@ WAYS = {
     ],  # that one is above
 )
 def test_every_other_family(model, way, tmp_path):
-    """KV in one piece, so that what is compiled is small: how pieces are put together is no matter of the
-    family.
-    """
+    """KV in one split keeps the programs few; the combination of splits does not depend on the family."""
     prompts, expected = goldens(model, copies=1)
     tp, kv, host_attention = WAYS[way]
     with runtime(model, tmp_path, tp=tp, weights=MIXED, kv=kv, host_attention=host_attention) as made:
         assert run(made, requests(prompts)) == expected
 
 
-def test_sampling_is_the_engines(tmp_path):
-    """Seeds, filters, penalties, several sequences of a request, stop tokens, log-probabilities: the same
-    events.
+def test_sampling_equals_the_engines(tmp_path):
+    """Seeds, filters, penalties, several sequences of a request, stop tokens and log-probabilities give the
+    same events.
     """
     prompts, _ = goldens("tiny-opt", copies=1)
     biased = SamplingParams(

@@ -1,4 +1,4 @@
-"""Policies: read back as written, refused where they cannot be followed."""
+"""Policies: written, read back, and refused if invalid."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def policy(**changes) -> Policy:
     return Policy(**(fields | changes))
 
 
-def test_a_policy_is_read_as_it_was_written(tmp_path):
+def test_a_policy_is_read_back(tmp_path):
     path = tmp_path / "policy.json"
     save_policy(policy(), path)
     assert load_policy(path, model="toy") == policy()
@@ -48,10 +48,10 @@ def test_shares_sum_to_100_or_are_refused(device, host):
 @pytest.mark.parametrize(
     "wrong", [Shares(20.0, 90.0), Shares(math.nan, 90.0), Shares(130.0, -30.0), (20, 80, 0), None], ids=str
 )
-def test_wrong_shares_are_refused_with_whose_they_are(kind, wrong):
+def test_wrong_shares_are_refused_by_kind(kind, wrong):
     words = (
-        f"{kind}={wrong}: three percentages that sum to 100, each 0 to 100, as Shares(device=20.0, "
-        f"host=80.0, disk=0.0)"
+        f"{kind}={wrong}; accepted are three percentages that sum to 100, each 0 to 100, for example "
+        f"Shares(device=20.0, host=80.0, disk=0.0)"
     )
     with pytest.raises(PolicyError, match=f"^{re.escape(words)}$"):
         policy(**{kind: wrong})
@@ -62,16 +62,19 @@ def test_wrong_shares_are_refused_with_whose_they_are(kind, wrong):
     [
         ({"gpu_batch_size": 0}, "gpu_batch_size=0"),
         ({"num_gpu_batches": -1}, "num_gpu_batches=-1"),
-        ({"weight_bits": 3}, "weight_bits=3: 16 or 4"),
-        ({"kv_bits": 4, "host_attention": True}, "host_attention=True with kv_bits=4: 16"),
+        ({"weight_bits": 3}, "weight_bits=3; accepted is 16 or 4"),
+        (
+            {"kv_bits": 4, "host_attention": True},
+            "host_attention=True with kv_bits=4; accepted is kv_bits=16",
+        ),
     ],
 )
-def test_what_cannot_be_followed_is_refused(changes, words):
+def test_invalid_policies_are_refused(changes, words):
     with pytest.raises(PolicyError, match=words):
         policy(**changes)
 
 
-def test_what_does_not_belong_is_refused(tmp_path):
+def test_files_of_other_models_or_fields_are_refused(tmp_path):
     path = tmp_path / "policy.json"
     save_policy(policy(), path)
     with pytest.raises(PolicyError, match="opt-30b"):

@@ -1,4 +1,4 @@
-"""Disk tiers that leave nothing behind."""
+"""Fixture of disk stores that leave nothing behind."""
 
 import threading
 
@@ -10,7 +10,7 @@ from jaxflow.kv.tiers.disk_store import DiskStore
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens tiers over one folder, the last one closed first."""
+    """Return a function that opens a store over one folder and closes the last store first."""
     tiers = []
 
     def make(pages: int = 100, fingerprint: bytes = MODEL, **settings) -> DiskStore:

@@ -1,4 +1,4 @@
-"""Pages for the tests of the disk tier, and disks that fail."""
+"""Pages for the tests of the disk store, and failing disks."""
 
 import os
 import types
@@ -24,19 +24,19 @@ def page(i: int, group: int = 0) -> np.ndarray:
 
 
 def parts(i: int, group: int = 0) -> Callable[[], list[np.ndarray]]:
-    """Return a page as two shards hold one."""
+    """Return a page as two shards."""
     return lambda: np.split(page(i, group).view(np.uint32), 2)
 
 
 def put(tier: DiskStore, *numbers: int) -> None:
-    """Puts pages one after the other, each written before the next."""
+    """Write pages, one after another."""
     for i in numbers:
         assert tier.put(key(i), parts(i))
         settled(tier)
 
 
 def settled(tier: DiskStore) -> None:
-    """Waits for the writer."""
+    """Wait for the writer."""
     tier._writer.submit(lambda: None).result(30)
 
 
@@ -56,7 +56,7 @@ def holds(tier: DiskStore, i: int) -> bool:
 
 
 class faults:
-    """Replaces functions of `os` as `page_file` sees them."""
+    """Replaced functions of `os` in `page_file`."""
 
     def __init__(self, monkeypatch, **functions):
         self._patch, self._functions = monkeypatch, functions

@@ -49,7 +49,7 @@ def disk_of(loop):
 
 
 def first_rounds(case, salt=""):
-    """Prompts that begin alike."""
+    """Return requests with a common prefix."""
     model, tp, kv = case
     rng = np.random.default_rng(5)
     vocabulary = toy.executor(model, tp, BUDGET[tp], kv=kv)[1].programs.context.config.vocab_size
@@ -59,7 +59,7 @@ def first_rounds(case, salt=""):
 
 
 def later_rounds(requests, results, salt=""):
-    """The same conversations, one question later."""
+    """Return the next requests of the same conversations."""
     return [
         Request(
             r.request_id,
@@ -72,15 +72,13 @@ def later_rounds(requests, results, salt=""):
 
 
 def settle(loop):
-    """Until no page is on its way."""
+    """Run steps until no page is under way."""
     while loop.has_work or loop.scheduler.tiers._storing_bytes or loop.scheduler.tiers.store.lower.pending:
         loop.step()
 
 
 def converse(loop, requests):
-    """The tokens of each request, and its result, and how many prompt tokens were not computed; the engine is
-    closed.
-    """
+    """Return the results of requests, and close the engine."""
     results = toy.run(loop, requests)
     settle(loop)
     loop.close()
@@ -97,7 +95,7 @@ def cached(results):
 
 @pytest.fixture
 def plain(case):
-    """Return the first and later rounds of the conversations, and their answers with all pages on the device."""
+    """Return first and later rounds of conversations, each with the tokens of an engine without tiers."""
     model, tp, kv = case
     one = first_rounds(case)
     answers = toy.run(toy.loop(model, tp=tp, budget=BUDGET[tp], kv=kv), one)
@@ -105,7 +103,7 @@ def plain(case):
     return one, tokens(answers), two, tokens(toy.run(toy.loop(model, tp=tp, budget=BUDGET[tp], kv=kv), two))
 
 
-def test_a_later_round_goes_on_after_a_restart(case, plain, tmp_path):
+def test_a_later_round_finds_its_pages_after_a_restart(case, plain, tmp_path):
     before = threads()
     one, first, two, second = plain
     loop = engine(case, tmp_path)
@@ -140,8 +138,8 @@ def answers():
     return one, tokens(found), two, tokens(toy.run(toy.loop(LLAMA[0]), two))
 
 
-def test_a_killed_engine_leaves_what_it_had(answers, tmp_path):
-    """A kill leaves the folder of one moment, with a half-written file."""
+def test_a_killed_engine_leaves_its_complete_pages(answers, tmp_path):
+    """The folder's content at a moment, with a partial file added, is the state after a kill."""
     one, _, two, second = answers
     loop = engine(LLAMA, tmp_path)
     toy.run(loop, one)
@@ -155,7 +153,7 @@ def test_a_killed_engine_leaves_what_it_had(answers, tmp_path):
     assert tokens(results) == second and min(cached(results)) >= 96
 
 
-def test_through_a_host_that_is_too_small(answers, tmp_path):
+def test_tokens_with_a_host_that_is_too_small(answers, tmp_path):
     one, first, two, second = answers
     loop = engine(LLAMA, tmp_path, host_pages=9, staging_pages=4)
     assert tokens(converse(loop, one)) == first
@@ -168,7 +166,7 @@ def test_through_a_host_that_is_too_small(answers, tmp_path):
 
 
 @pytest.mark.parametrize("other", [{"salt": "another tenant"}, {"fingerprint": b"another model"}])
-def test_nobody_else_finds_it(answers, tmp_path, other):
+def test_other_salts_and_models_find_nothing(answers, tmp_path, other):
     one, first, _, _ = answers
     converse(engine(LLAMA, tmp_path), one)
     loop = engine(LLAMA, tmp_path, fingerprint=other.get("fingerprint", b"a model"))
@@ -194,7 +192,7 @@ def test_damaged_files_are_computed_again(answers, tmp_path, damage, caplog):
 @pytest.mark.parametrize(
     ("operation", "number"), [("write", errno.ENOSPC), ("rename", errno.EROFS), ("readv", errno.EIO)]
 )
-def test_a_disk_that_fails_changes_no_token(answers, tmp_path, monkeypatch, caplog, operation, number):
+def test_a_failing_disk_changes_no_token(answers, tmp_path, monkeypatch, caplog, operation, number):
     one, _, two, second = answers
     converse(engine(LLAMA, tmp_path), one[:2])
 
@@ -212,8 +210,8 @@ def test_a_disk_that_fails_changes_no_token(answers, tmp_path, monkeypatch, capl
     )
 
 
-def test_more_than_the_disk_is_refused_and_more_than_it_has_room_for_is_told(tmp_path, monkeypatch, caplog):
-    """Others may free space in the folder later, so a server that restarts must accept the folder."""
+def test_a_size_above_the_disk_is_refused_and_above_its_free_space_is_logged(tmp_path, monkeypatch, caplog):
+    """Other users may free space, so a server starts on a disk with too little free space."""
     before, (config, made) = threads(), toy.executor("stories260K")
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(total=3 << 30, free=1 << 30))
     config = dataclasses.replace(config, kv_offloading_size=1.0, kv_disk_path=str(tmp_path), kv_disk_size=4.0)
@@ -249,10 +247,10 @@ def test_a_disk_of_unknown_size_leaves_nothing_open(tmp_path, monkeypatch):
 
 
 def test_the_python_api_after_a_restart(tmp_path, monkeypatch):
-    """Serve, end, start over the same folder: the later round is not computed again, and says the same."""
+    """A later round after a restart is not computed again, and has the same tokens."""
     monkeypatch.setattr(
         tier_policy.FetchCosts, "pays", lambda *_: True
-    )  # the count depends on the load of the machine
+    )  # which depends on how busy the machine is
     monkeypatch.setattr(tier_policy, "DISK_PATIENCE", 1e9)
     settings = {
         "block_size": 16,

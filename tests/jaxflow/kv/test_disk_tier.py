@@ -23,7 +23,7 @@ def page(i):
 
 @pytest.fixture
 def host(tmp_path):
-    """A host store of eight pages above a disk of a hundred."""
+    """Return a host store of eight pages above a disk of a hundred."""
     disk = DiskStore(tmp_path, 100 * (PAGE + 200), b"model", (PAGE,))
     made = HostStore(
         8 * PAGE, (PAGE,), DiskTier(disk, lambda data: [data], lambda payload: payload.view(np.uint32))

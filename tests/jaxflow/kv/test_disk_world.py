@@ -19,7 +19,7 @@ from jaxflow.kv.tiers.disk_tier import DiskTier
 from jaxflow.kv.tiers.page_file import HEADER_BYTES
 from jaxflow.kv.tiers.policy import DISK_PATIENCE
 
-LENGTH = 256  # bytes of a page's file, with its content packed and padded
+LENGTH = 256  # bytes of a page's file, packed and padded
 
 
 def to_bytes(content: dict) -> list[bytes]:

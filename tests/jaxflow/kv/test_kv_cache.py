@@ -1,4 +1,4 @@
-"""The number of pages that fit, and the cache of these pages."""
+"""The number of pages that fit, and the arrays of the cache."""
 
 import dataclasses
 import re
@@ -33,7 +33,7 @@ windows = st.lists(st.one_of(st.none(), st.integers(1, 200)), min_size=1, max_si
 
 @st.composite
 def settings(draw):
-    """A model with any mix of windows, and the arguments of `fit_pages` without the budget."""
+    """Return a model with any windows, and the arguments of `fit_pages` without the budget."""
     model = dataclasses.replace(
         MODEL,
         layers=tuple(Layer(window=w) for w in draw(windows)),
@@ -50,7 +50,7 @@ def settings(draw):
 
 
 def one_sequence(model, block_size, max_model_len, **_):
-    """Pages that one sequence holds at most, of each group, counted out position by position."""
+    """Return the most pages of each group that one sequence holds, counted position by position."""
     most = []
     for window in model.windows:
         held = 0
@@ -92,7 +92,7 @@ def test_fits_or_is_refused(setting, budget):
 
 
 @given(settings(), st.integers(0, 2**25))
-def test_a_sequence_of_max_model_len_passes_the_door(setting, budget):
+def test_a_sequence_of_max_model_len_is_within_the_request_limits(setting, budget):
     model, more = setting
     groups = page_groups(model, more.pop("dtype"), more["tp"])
     try:
@@ -108,7 +108,7 @@ def test_a_sequence_of_max_model_len_passes_the_door(setting, budget):
 
 
 @given(settings(), st.integers(0, 2**24), st.integers(0, 2**24))
-def test_more_memory_is_never_fewer_sequences_of_full_attention(setting, budget, more_bytes):
+def test_more_memory_gives_no_fewer_full_attention_pages(setting, budget, more_bytes):
     model, more = setting
     model = dataclasses.replace(model, layers=(*model.layers, Layer()))
     groups = page_groups(model, more.pop("dtype"), more["tp"])
@@ -119,7 +119,7 @@ def test_more_memory_is_never_fewer_sequences_of_full_attention(setting, budget,
     assert fit_pages(groups, 2 * (budget + more_bytes), **more)[0] >= few[0] * 0.98
 
 
-def test_a_little_less_memory_is_the_same_number_of_pages():
+def test_slightly_less_memory_gives_the_same_number_of_pages():
     setting = {
         "block_size": 16,
         "tp": 1,
@@ -134,7 +134,7 @@ def test_a_little_less_memory_is_the_same_number_of_pages():
 
 
 def test_window_layers_leave_room_for_full_attention():
-    """Many running sequences could fill all memory with windows; one long sequence still fits."""
+    """With many running sequences whose windows could fill the memory, one long sequence still fits."""
     model = dataclasses.replace(MODEL, layers=(Layer(window=64), Layer()))
     setting = {
         "block_size": 16,
@@ -154,8 +154,8 @@ def test_window_layers_leave_room_for_full_attention():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8], ids=str)
 @pytest.mark.parametrize("tp", [1, 4])
-def test_the_cache_takes_the_bytes_that_were_counted(tp, dtype):
-    """Keys and values, and the scales of int8; values of 8 bits are turned."""
+def test_the_cache_takes_the_predicted_bytes(tp, dtype):
+    """Keys and values, transposed 8-bit values, and the scales of int8."""
     model = dataclasses.replace(MODEL, layers=(Layer(), Layer(window=8), Layer()))
     mesh, pages = make_mesh(tp), (6, 3)
     groups = page_groups(model, dtype, tp)

@@ -1,4 +1,4 @@
-"""The disk tier stores a page completely or not at all: bad files, kills, and other servers."""
+"""Disk store: complete pages or none, with damaged files, killed processes and other servers."""
 
 import os
 import signal
@@ -18,8 +18,8 @@ from jaxflow.kv.tiers.disk_store import READERS, DiskCounters, DiskStore
 from jaxflow.kv.tiers.page_file import FOLDER, HEADER_BYTES, find_pages
 
 
-class TestWholePages:
-    def test_what_is_put_is_there_now_and_after_a_restart(self, opened):
+class TestCompletePages:
+    def test_pages_are_found_now_and_after_a_restart(self, opened):
         tier = opened()
         for group in (0, 1):
             for i in range(5):
@@ -41,7 +41,7 @@ class TestWholePages:
         put(tier, 1, 1, 1)
         assert tier.counters() == DiskCounters(written=1, bytes_written=PAGE[0], pages=1, bytes=FILE)
 
-    def test_the_least_recently_used_goes_first_after_a_restart_too(self, opened):
+    def test_the_least_recently_used_is_evicted_first_also_after_a_restart(self, opened):
         tier = opened(pages=4)
         put(tier, 1, 2, 3, 5)
         assert holds(tier, 1)
@@ -53,7 +53,7 @@ class TestWholePages:
             assert not tier.contains(key(gone)) and tier.contains(key(4))
             assert len(list(tier.folder.glob("*.kv"))) == tier.counters().pages == pages
 
-    def test_a_read_counts_as_use_though_the_process_is_killed(self, opened):
+    def test_a_read_counts_as_use_after_a_kill(self, opened):
         tier = opened()
         put(tier, 1, 2)
         for i in (1, 2):
@@ -74,13 +74,13 @@ class TestWholePages:
             stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE((tier.folder / "lock").stat().st_mode) == 0o600
         )
 
-    def test_what_is_no_page_is_refused(self, opened):
+    def test_invalid_pages_are_refused(self, opened):
         tier = opened()
         for bad in (b"", b"\0" * 34, key(0, 2)):
             with pytest.raises(ValueError, match=r"page|key"):
                 tier.put(bad, parts(0))
 
-    def test_a_fault_of_the_caller_is_told_and_leaves_nothing(self, opened, caplog):
+    def test_an_error_of_the_caller_is_logged_and_leaves_nothing(self, opened, caplog):
         tier = opened()
         put(tier, 1)
         for bad in (parts(2, 1), lambda: 1 / 0):
@@ -90,7 +90,7 @@ class TestWholePages:
             assert not tier.contains(key(2)) and tier._queued_bytes == 0
         assert "a page of 96 bytes" in caplog.text and "ZeroDivisionError" in caplog.text and holds(tier, 1)
 
-    def test_what_else_is_in_the_folder_stays(self, opened):
+    def test_other_files_in_the_folder_stay(self, opened):
         folder = opened().folder
         (folder / "README").write_text("mine")
         (folder / "00AB.kv").write_text("mine")
@@ -100,7 +100,7 @@ class TestWholePages:
         put(tier, 1, 2, 3)
         assert (folder / "README").exists() and (folder / "00AB.kv").exists() and tier.counters().pages == 2
 
-    def test_its_threads_are_prepared(self, opened):
+    def test_threads_run_prepare_first(self, opened):
         names = []
         tier = opened(prepare=lambda: names.append(threading.current_thread().name))
         assert sorted(names) == [*(f"jaxflow-kv-read_{i}" for i in range(READERS)), "jaxflow-kv-write_0"], (
@@ -129,7 +129,7 @@ class TestBadFiles:
 
     @pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, FILE - 1, FILE + 1])
     @pytest.mark.parametrize("restart", [False, True])
-    def test_nor_is_a_file_of_another_length(self, opened, caplog, size, restart):
+    def test_files_of_another_length_are_never_served(self, opened, caplog, size, restart):
         tier = opened()
         put(tier, 1, 2)
         path = tier.folder / page_file.name_of(key(1))
@@ -138,33 +138,33 @@ class TestBadFiles:
         assert fetched(tier, key(1)) is None and not path.exists() and "bytes" in caplog.text
         assert holds(tier, 2) and tier.counters().pages == 1 and tier.counters().bytes == FILE
 
-    def test_nor_one_that_shrinks_while_it_is_read(self, opened, monkeypatch):
+    def test_files_that_shrink_during_a_read_are_never_served(self, opened, monkeypatch):
         tier = opened()
         put(tier, 1)
         with faults(monkeypatch, readv=lambda fd, buffers: 0):
             assert tier.get(key(1)) is None
         assert tier.counters().rejected == 1
 
-    def test_nor_another_models(self, opened, caplog):
+    def test_files_of_another_model_are_never_served(self, opened, caplog):
         put(opened(), 1)
         tier = opened(fingerprint=b"another model")
         assert tier.contains(key(1)), "its bytes count until somebody looks"
         assert tier.get(key(1)) is None and "another model" in caplog.text and not tier.contains(key(1))
 
-    def test_nor_another_pages(self, opened, caplog):
+    def test_files_of_another_page_are_never_served(self, opened, caplog):
         tier = opened()
         put(tier, 1)
         (tier.folder / page_file.name_of(key(1))).rename(tier.folder / page_file.name_of(key(2)))
         tier = opened()
         assert tier.get(key(2)) is None and "another page" in caplog.text
 
-    def test_nor_another_formats(self, opened, caplog, monkeypatch):
+    def test_files_of_another_format_are_never_served(self, opened, caplog, monkeypatch):
         monkeypatch.setattr(page_file, "SCHEMA", 2)
         put(opened(), 1)
         monkeypatch.undo()
         assert opened().get(key(1)) is None and "has format 2" in caplog.text
 
-    def test_nor_what_a_link_points_to(self, opened, tmp_path):
+    def test_symbolic_links_are_never_followed(self, opened, tmp_path):
         tier = opened()
         put(tier, 1)
         path = tier.folder / page_file.name_of(key(1))
@@ -182,13 +182,13 @@ class TestStart:
         put(tier, 1)
         assert holds(opened(), 1)
 
-    def test_a_capacity_below_a_page_names_what_would_do(self, tmp_path):
+    def test_a_capacity_below_a_page_names_the_accepted_one(self, tmp_path):
         least = sum(PAGE) + 2 * HEADER_BYTES
         with pytest.raises(ConfigError, match=f"kv_disk_size.*at least {least / 2**30:.6f} GiB"):
             DiskStore(tmp_path, least - 1, MODEL, PAGE)
         DiskStore(tmp_path, least, MODEL, PAGE).close()
 
-    def test_folders_that_cannot_be_used(self, tmp_path):
+    def test_unusable_folders_are_refused(self, tmp_path):
         (tmp_path / "file").write_text("")
         (tmp_path / "linked").mkdir()
         (tmp_path / "linked" / FOLDER).symlink_to(tmp_path)
@@ -196,9 +196,9 @@ class TestStart:
             with pytest.raises(ConfigError, match="kv_disk_path"):
                 DiskStore(folder, 10 * FILE, MODEL, PAGE)
 
-    def test_a_killed_server_leaves_only_whole_pages(self, tmp_path):
-        """Killed again and again while it writes; what it said it had written is there, and nothing else
-        looks like a page.
+    def test_a_killed_server_leaves_only_complete_pages(self, tmp_path):
+        """The process is killed repeatedly during writes; reported pages are there, and no other file looks
+        like a page.
         """
         program = (
             "import sys\n"

@@ -1,4 +1,4 @@
-"""The disk tier on disks that fail, and its bounds: a fault is a miss, and nothing waits for it."""
+"""Disk store on failing disks, and its limits: an error is a miss, and no caller waits."""
 
 import errno
 import logging
@@ -18,7 +18,7 @@ from jaxflow.kv.tiers import page_file
 class TestBadDisks:
     @pytest.mark.parametrize("operation", ["open", "write", "rename"])
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])
-    def test_a_disk_that_cannot_be_written_is_no_cache(self, opened, monkeypatch, caplog, operation, number):
+    def test_pages_are_dropped_on_an_unwritable_disk(self, opened, monkeypatch, caplog, operation, number):
         tier = opened()
         put(tier, 1)
         with faults(monkeypatch, **{operation: fails(number)}):
@@ -31,7 +31,7 @@ class TestBadDisks:
         assert (counters.errors, counters.dropped, counters.written) == (1, 6, 1)
         assert holds(tier, 1), "what was there is there"
 
-    def test_it_is_tried_again_and_warned_of_again_only_if_it_worked_meanwhile(
+    def test_writes_resume_later_and_the_warning_repeats_only_after_a_success(
         self, opened, monkeypatch, caplog
     ):
         tier = opened(retry_s=0.0)
@@ -44,7 +44,7 @@ class TestBadDisks:
             put(tier, 5)
         assert len(caplog.records) == 2
 
-    def test_what_was_queued_before_a_fault_is_not_tried(self, opened, monkeypatch):
+    def test_pages_queued_before_an_error_are_dropped(self, opened, monkeypatch):
         tier, go = opened(), threading.Event()
 
         def slow(*_):
@@ -80,7 +80,7 @@ class TestBadDisks:
         )
         assert (tier.counters().errors, tier.counters().misses) == (2, 2) and holds(tier, 3)
 
-    def test_little_by_little_is_enough(self, opened, monkeypatch):
+    def test_partial_writes_and_reads_are_continued(self, opened, monkeypatch):
         tier = opened()
         few = {
             "write": lambda fd, data: os.write(fd, data[:7]),
@@ -91,7 +91,7 @@ class TestBadDisks:
             assert holds(tier, 1)
         assert holds(tier, 1)
 
-    def test_a_file_that_somebody_removed_is_a_miss(self, opened, caplog):
+    def test_a_removed_file_is_a_miss(self, opened, caplog):
         tier = opened()
         put(tier, 1)
         (tier.folder / page_file.name_of(key(1))).unlink()
@@ -100,7 +100,7 @@ class TestBadDisks:
 
 
 class TestBounds:
-    def test_the_queue_of_writes_is_bounded(self, opened, monkeypatch):
+    def test_the_write_queue_is_bounded(self, opened, monkeypatch):
         tier, go = opened(write_queue_bytes=3 * PAGE[0]), threading.Event()
         with faults(monkeypatch, write=lambda fd, data: go.wait(30) and os.write(fd, data)):
             assert [tier.put(key(i), parts(i)) for i in range(5)] == [True] * 3 + [False] * 2
@@ -109,7 +109,7 @@ class TestBounds:
             settled(tier)
         assert tier.counters().dropped == 2 and tier.counters().written == 3 and tier._queued_bytes == 0
 
-    def test_half_of_it_is_for_what_has_time(self, opened, monkeypatch):
+    def test_opportunistic_writes_use_half_of_the_queue(self, opened, monkeypatch):
         tier, go = opened(write_queue_bytes=4 * PAGE[0]), threading.Event()
         with faults(monkeypatch, write=lambda fd, data: go.wait(30) and os.write(fd, data)):
             assert [tier.put(key(i), parts(i), opportunistic=True) for i in range(4)] == [True] * 2 + [
@@ -120,7 +120,7 @@ class TestBounds:
             settled(tier)
         assert tier.counters().written == 3
 
-    def test_so_is_the_read_ahead(self, opened, monkeypatch):
+    def test_the_read_ahead_is_bounded(self, opened, monkeypatch):
         tier, go = opened(read_ahead=2), threading.Event()
         put(tier, 1, 2, 3)
         with faults(monkeypatch, readv=lambda fd, into: go.wait(30) and os.readv(fd, into)):
@@ -136,7 +136,7 @@ class TestBounds:
         put(tier, 1)
         assert holds(tier, 1)
 
-    def test_closing_writes_what_is_queued(self, opened):
+    def test_close_writes_the_queued_pages(self, opened):
         tier = opened()
         for i in range(40):
             tier.put(key(i), parts(i))
@@ -146,7 +146,7 @@ class TestBounds:
         again = opened()
         assert all(holds(again, i) for i in range(40))
 
-    def test_but_not_for_ever(self, opened, monkeypatch):
+    def test_close_has_a_time_limit(self, opened, monkeypatch):
         tier, writing, go = opened(), threading.Event(), threading.Event()
 
         def stuck(fd, data):
@@ -168,7 +168,7 @@ class TestBounds:
 
     @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(seed=st.integers(0, 2**32), pages=st.integers(1, 12))
-    def test_a_crowd_sees_whole_pages_within_the_capacity(self, opened, seed, pages):
+    def test_concurrent_threads_see_complete_pages_within_the_capacity(self, opened, seed, pages):
         tier, wrong, capacity = opened(pages=pages + 1), [], (pages + 1) * FILE
 
         def user(number):

@@ -33,9 +33,7 @@ def vocab(model, tp):
 
 
 def conversations(model, tp, count=10, seed=0):
-    """Return requests with a common prefix and every kind of sampling, and their answers with device pages
-    only.
-    """
+    """Return requests with common prefixes and every kind of sampling."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(3, vocab(model, tp), 70)
     kinds = [
@@ -63,7 +61,7 @@ def conversations(model, tp, count=10, seed=0):
 
 @pytest.fixture(scope="module", params=[LLAMA, WINDOWS], ids=["llama", "windows-tp2"])
 def case(request):
-    """(model, tp, requests, their answers with everything on the device)."""
+    """Return (model, tp, requests, tokens of an engine with all pages on the device)."""
     model, tp = request.param
     requests = conversations(model, tp)
     results = toy.run(toy.loop(model, tp=tp), requests)
@@ -71,7 +69,7 @@ def case(request):
 
 
 def small_loop(case, host_pages, *, pages=20, **more):
-    """An engine of few pages that expects short answers, so that it pre-empts."""
+    """Return an engine with few pages that expects short outputs, so that it pre-empts sequences."""
     model, tp, *_ = case
     groups = toy.executor(model, tp)[1].groups
     engine = toy.offloading_loop(model, host_pages, tp=tp, num_pages=(pages,) * groups, **more)
@@ -80,7 +78,7 @@ def small_loop(case, host_pages, *, pages=20, **more):
 
 
 def check_idle(engine):
-    """No page, slot, staging space or pin is taken, once the last copies have come."""
+    """Check that no page, slot, staging space or pin is taken after the last copies."""
     tier = engine.scheduler.tiers
     assert not (tier.busy or tier.copying or tier.fetches or engine.has_work)
     assert engine.scheduler.pages_free == sum(engine.scheduler.config.num_pages)
@@ -116,8 +114,8 @@ def test_the_same_tokens_through_eviction_and_pre_emption(case, host_pages, stag
     assert threads() == []
 
 
-def test_a_pre_empted_sequence_goes_on_where_it_was(case):
-    """With a host it computes one token again, without, all of the page that it had filled in part."""
+def test_a_pre_empted_sequence_continues_at_its_position(case):
+    """With a host tier one token is computed again; without it, all tokens of the partial page."""
     prompt, times = np.arange(3, 60), (21,)
     requests = [
         Request(f"r{i}", prompt + i, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
@@ -159,7 +157,7 @@ def test_aborts_at_any_moment_leave_nothing(case):
     assert threads() == []
 
 
-def test_copies_that_fail_cost_time_and_nothing_else(case, monkeypatch):
+def test_failed_copies_change_no_token(case, monkeypatch):
     _, _, requests, expected = case
     begin, end, calls = Channel._start, Channel._end, iter(range(10**6))
     monkeypatch.setattr(
@@ -176,7 +174,7 @@ def test_copies_that_fail_cost_time_and_nothing_else(case, monkeypatch):
     engine.close()
 
 
-def test_a_fault_of_a_copy_is_said_once_and_kept_from_the_engine(caplog):
+def test_a_failed_copy_is_logged_once_and_does_not_reach_the_engine(caplog):
     engine = toy.offloading_loop(*LLAMA[:1], 10)
     channel = engine._offload.transfers.to_host
     channel.copy([("a", "no array"), ("b", "none either")])
@@ -212,7 +210,7 @@ class TestDriver:
             assert box.done.wait(60)
             answers.append(box.result.tokens)
         assert answers[0] == answers[1]
-        driver.drain(60)  # include the last copies
+        driver.drain(60)  # until the last copy ends
         counts = driver.stats().kv_tiers
         assert counts["host_pages"] == counts["host_pages_stored"] == len(prompt) // 16 + 1
         assert counts["bytes_to_host"] == counts["host_bytes"] <= counts["host_capacity_bytes"]

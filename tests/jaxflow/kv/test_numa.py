@@ -1,4 +1,4 @@
-"""Threads stay near the GPUs, where the machine has several nodes: on a /sys made for the test."""
+"""CPUs near the GPUs on machines with several NUMA nodes, from a /sys of the test."""
 
 import os
 import threading
@@ -10,7 +10,7 @@ from jaxflow.kv.tiers import host_machine
 
 @pytest.fixture
 def machine(tmp_path):
-    """Two sockets; a GPU on each, and one whose firmware does not say."""
+    """A machine with two sockets, a GPU on each, and a GPU of unknown node."""
     for node, cpus in ((0, "0-3,8-11\n"), (1, "4-7,12-15\n")):
         folder = tmp_path / f"devices/system/node/node{node}"
         folder.mkdir(parents=True)
@@ -37,18 +37,18 @@ def test_the_cpus_of_the_gpus_nodes(machine, bus_ids, cpus):
     assert host_machine.near_cpus(bus_ids, machine) == cpus
 
 
-def test_where_there_is_one_node_there_is_nothing_to_choose(machine):
+def test_a_single_node_gives_none(machine):
     (machine / "devices/system/node/node1/cpulist").unlink()
     (machine / "devices/system/node/node1").rmdir()
     assert host_machine.near_cpus(["00000000:17:00.0"], machine) is None
 
 
 @pytest.mark.parametrize(("text", "cpus"), [("0", {0}), ("0-2,5\n", {0, 1, 2, 5}), ("", set())])
-def test_sets_of_cpus(text, cpus):
+def test_parse_cpus(text, cpus):
     assert host_machine.parse_cpus(text) == cpus
 
 
-def test_a_bound_thread_is_bound_alone():
+def test_bind_affects_one_thread_only():
     before, found = os.sched_getaffinity(0), []
     one = {min(before)}
     host_machine.run_bound(one, lambda: found.append(os.sched_getaffinity(0)))
@@ -60,7 +60,7 @@ def test_a_bound_thread_is_bound_alone():
     assert not [thread for thread in threading.enumerate() if thread.name == "jaxflow-reserve"]
 
 
-def test_whoever_is_bound_for_a_while_starts_threads_that_stay():
+def test_threads_started_in_bound_stay_bound():
     before, found = os.sched_getaffinity(0), []
     one, go = {min(before)}, threading.Event()
     thread = threading.Thread(target=lambda: (go.wait(30), found.append(os.sched_getaffinity(0))))
@@ -76,5 +76,5 @@ def test_whoever_is_bound_for_a_while_starts_threads_that_stay():
         assert os.sched_getaffinity(0) == before
 
 
-def test_without_a_driver_nothing_is_known():
+def test_no_bus_ids_without_a_driver():
     assert host_machine.gpu_bus_ids(1) == [] or all(":" in bus_id for bus_id in host_machine.gpu_bus_ids(1))

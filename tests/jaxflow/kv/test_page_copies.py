@@ -1,5 +1,5 @@
-"""Pages leave the cache and come back bit by bit, whatever its dtype, groups and shards; on an H200 nothing
-copies the cache.
+"""Page copies: equal bits after a gather and a scatter, for every dtype, group and sharding; no copy of the
+cache on an H200.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ BLOCK = 4
 
 
 def small(kv_heads: int = 2) -> ModelConfig:
-    """Three layers, one of them with a window."""
+    """Return a model of three layers, one of them with a window."""
     layers = (Layer(), Layer(window=8), Layer())
     return ModelConfig("llama", 32, 16, 4, kv_heads, 8, 32, layers, 64)
 
 
 def filled(cache, seed):
-    """Random bits of every array, numbers all of them."""
+    """Return a cache of random bits without NaNs."""
     rng = np.random.default_rng(seed)
 
     def fill(array):
@@ -47,7 +47,7 @@ def as_numpy(cache):
 @pytest.mark.parametrize(
     ("dtype", "tp"), [("float32", 1), ("bfloat16", 2), ("float8_e4m3fn", 1), ("int8", 2)]
 )
-def test_what_is_scattered_is_what_was_gathered_and_nothing_else_changes(dtype, tp):
+def test_scatter_writes_the_gathered_pages_only(dtype, tp):
     config, mesh = small(), make_mesh(tp)
     groups = page_groups(config, dtype, tp)
     copies = PageCopies(groups, PAGES, BLOCK, mesh, sizes=(1, 4))
@@ -81,7 +81,7 @@ def test_what_is_scattered_is_what_was_gathered_and_nothing_else_changes(dtype, 
 
 
 @pytest.mark.parametrize("count", range(1, 40))
-def test_calls_hold_all_pages_and_are_mostly_full(count):
+def test_calls_take_all_pages_and_are_mostly_full(count):
     calls = split(count, (1, 4, 16))
     assert count <= sum(calls) < 2 * count + 1
     assert sum(calls) - count < calls[-1]
@@ -117,7 +117,7 @@ def test_on_an_h200_the_cache_is_written_in_place(dtype, tp):
     assert "scatter_pages" in scatter.hlo
 
 
-def test_copies_are_begun_a_few_by_a_call_and_the_directions_in_turns(monkeypatch):
+def test_copies_start_in_small_calls_in_alternating_directions(monkeypatch):
     transfers = Transfers(make_mesh(1), PartitionSpec(None))
     calls = []
     for channel, name in ((transfers.to_host, "down"), (transfers.to_device, "up")):

@@ -1,3 +1,5 @@
+"""Page tables against a model of the device's copy and of the charged pages."""
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ NAMES = CHAIN[1:]
 
 
 class Tables(RuleBasedStateMachine):
-    """Rows grow, share and shrink; the device's copy follows; what the forecast is told to become free does."""
+    """Rows grow, share pages and shrink; the device's copy follows, and each release frees the charged pages."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +124,7 @@ TestTables = Tables.TestCase
 TestTables.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-def test_a_window_group_gives_pages_back_while_the_full_one_keeps_them():
+def test_window_groups_release_pages_and_full_groups_keep_them():
     tables = PageTables((10, 10), WINDOWS, SIZE, 1, keep=True)
     tables.grow(0, 20)
     tables.drop_unseen(np.array([0]), np.array([20]))
@@ -132,7 +134,7 @@ def test_a_window_group_gives_pages_back_while_the_full_one_keeps_them():
     assert tables.available() == [5, 8]
 
 
-def test_a_hit_in_a_window_group_takes_just_what_the_next_query_sees():
+def test_a_hit_in_a_window_group_references_the_visible_pages_only():
     tables = PageTables((10, 10), WINDOWS, SIZE, 2, keep=True)
     tables.grow(0, 20)
     tables.register(0, NAMES[:5], 0)

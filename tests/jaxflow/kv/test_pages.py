@@ -1,3 +1,5 @@
+"""Page pool against a model with an explicit state of each page."""
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ NAMES = [bytes([i]) for i in range(5)]
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
-    """The pool beside a model that spells out what each page is."""
+    """The pool next to the model."""
 
     keep = True
 
@@ -89,7 +91,7 @@ TestPoolThatForgets = PoolThatForgets.TestCase
 TestPoolThatForgets.settings = settings(max_examples=50, stateful_step_count=40)
 
 
-def test_cached_pages_are_evicted_in_the_order_in_which_they_were_given_back():
+def test_cached_pages_are_evicted_in_the_order_of_release():
     pool = PagePool(4)
     pages = pool.allocate(4)
     for page in pages:
@@ -110,11 +112,11 @@ def test_a_released_row_is_evicted_from_its_tail():
     assert [pool.allocate(1)[0] for _ in range(3)] == row[::-1]
 
 
-def test_held_skips_what_a_window_gave_back():
+def test_held_skips_released_pages():
     assert held([-1, -1, 4, 2]) == [2, 4]
 
 
-def test_releasing_a_page_too_often_is_an_error():
+def test_a_release_without_holder_is_an_error():
     pool = PagePool(2)
     [page] = pool.allocate(1)
     pool.release([page])

@@ -1,3 +1,5 @@
+"""Names of pages, and the longest hit."""
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,9 +17,7 @@ def names(salt: bytes, content: np.ndarray, size: int) -> list[bytes]:
 
 
 @given(tokens, tokens, st.sampled_from([b"", b"a"]), st.sampled_from([b"", b"a"]), st.integers(1, 4))
-def test_pages_have_one_name_exactly_if_all_tokens_up_to_their_ends_and_the_salts_agree(
-    a, b, salt_a, salt_b, size
-):
+def test_names_are_equal_exactly_for_equal_tokens_and_salts(a, b, salt_a, salt_b, size):
     for i, x in enumerate(names(salt_a, a, size)):
         for j, y in enumerate(names(salt_b, b, size)):
             same = i == j and salt_a == salt_b and (a[: (i + 1) * size] == b[: (i + 1) * size]).all()
@@ -45,9 +45,7 @@ def test_first_seen_is_the_first_page_with_a_position_in_the_window(position, wi
     st.integers(0, 6),
     st.data(),
 )
-def test_the_longest_hit_is_the_largest_for_which_every_group_has_what_the_next_query_sees(
-    windows, size, pages, data
-):
+def test_the_longest_hit_has_all_visible_pages_of_every_group(windows, size, pages, data):
     chain = names(b"", np.arange(pages * size, dtype=np.int32), size)
     pools = []
     for _ in windows:

@@ -1,4 +1,4 @@
-"""KV of 4 bits: how far a number may be off when it comes back, and what comes back as it was."""
+"""4-bit KV: the error of a number, and the numbers without an error."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ drawn = given(
 
 
 def keys(width: int, seed: int, size: float, shift: float) -> np.ndarray:
-    """[P, K, S, H] around `shift`, in which each token has a size of its own."""
+    """Return [P, K, S, H] around `shift`, with a scale of its own for each token."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(2, 1, 3, width)) * rng.lognormal(size=(2, 1, 3, 1)) + shift
     return (x * size).astype(np.float32)
@@ -34,9 +34,7 @@ def spread(of_groups, group: int) -> np.ndarray:
 
 @settings(max_examples=60, deadline=None)
 @drawn
-def test_a_number_comes_back_within_half_a_level_and_the_roundings_of_scale_and_zero(
-    width, seed, size, shift
-):
+def test_the_error_is_half_a_level_and_the_rounding_of_scale_and_zero(width, seed, size, shift):
     x = keys(width, seed, size, shift)
     packed, group = there(x), kv_group(width)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), packed) == jax.tree.map(
@@ -56,9 +54,9 @@ def test_a_number_comes_back_within_half_a_level_and_the_roundings_of_scale_and_
 
 @settings(max_examples=40, deadline=None)
 @drawn
-def test_what_came_back_is_packed_as_it_was(width, seed, size, shift):
-    """Where rounding a group's minimum to bfloat16 does not move it past half a level, so that something lies
-    on level 0.
+def test_quantized_values_are_packed_to_the_same_bits_again(width, seed, size, shift):
+    """For groups with a minimum that bfloat16 rounds by less than half a level, so that a value lies on level
+    0.
     """
     first = there(keys(width, seed, size, shift))
     again, group = there(back(first, jnp.float32)), kv_group(width)
@@ -77,7 +75,7 @@ def test_what_came_back_is_packed_as_it_was(width, seed, size, shift):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_equal_numbers_come_back_exactly(width):
+def test_equal_numbers_have_no_error(width):
     constants = jnp.asarray([0.0, 1.0, -3.140625, 2.0**-100, 3e38], jnp.bfloat16)
     x = jnp.broadcast_to(constants[:, None], (5, width))
     assert (back(there(x), jnp.bfloat16) == x).all()
@@ -85,7 +83,7 @@ def test_equal_numbers_come_back_exactly(width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_sixteen_levels_are_sixteen_different_numbers_in_their_places(width):
-    """Levels a bfloat16 scale apart come back exactly, so no two columns can have changed places."""
+    """Levels at the distance of a bfloat16 scale have no error, so no two columns can be exchanged."""
     rng, group = np.random.default_rng(0), kv_group(width)
     levels = rng.integers(0, 16, (64, width // group, group))
     levels[..., 0], levels[..., 1] = 0, 15
@@ -99,7 +97,7 @@ def test_groups_of_64_are_those_of_weights():
         np.testing.assert_array_equal(np.asarray(kv, np.float32), np.asarray(weight, np.float32))
 
 
-def test_a_head_is_cut_evenly():
+def test_groups_divide_a_head_evenly():
     assert [kv_group(h) for h in (8, 64, 80, 96, 128, 256)] == [8, 64, 40, 48, 64, 64]
     assert [kv_bytes(h) for h in (8, 64, 80, 128)] == [8, 36, 48, 72]
     for odd in (1, 65):
