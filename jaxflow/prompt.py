@@ -1,12 +1,14 @@
-"""What a caller may prompt with, and the token ids it stands for: refused where a model has no such tokens."""
+"""Prompts: their tokens, and the requests made of them."""
 
+import dataclasses
 import numbers
 import operator
 from collections.abc import Sequence
 
 from jaxflow.config import EngineConfig
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
-from jaxflow.request import InvalidRequest
+from jaxflow.request import InvalidRequest, Request, SamplingParams
+from jaxflow.request_output import detokenizer
 from jaxflow.text.tokenizer import Tokenizer, load_tokenizer
 from jaxflow.text.vocabulary import TokenizerError
 
@@ -14,7 +16,7 @@ Prompt = str | Sequence[int]
 
 
 def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """The one that the settings name, or the model's own; None: it brings none. Raises: TokenizerError."""
+    """Return the configured tokenizer, or the checkpoint's; None if it has none. Raises: TokenizerError."""
     source = config.tokenizer or checkpoint.tokenizer_path
     return None if source is None else load_tokenizer(source)
 
@@ -22,10 +24,14 @@ def open_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
 def token_ids(
     prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """A prompt's token ids, one at least, all of the model's vocabulary. Raises: InvalidRequest."""
+    """Return a prompt's token ids.
+
+    Raises:
+      InvalidRequest: for no token, a token outside the vocabulary, and a text without a tokenizer.
+    """
     if isinstance(prompt, str):
         if tokenizer is None:
-            raise InvalidRequest("prompt", prompt, "token ids: this model came without a tokenizer")
+            raise InvalidRequest("prompt", prompt, "token ids, because this model has no tokenizer")
         try:
             ids = tokenizer.encode(prompt, add_special_tokens)
         except TokenizerError as error:
@@ -43,8 +49,34 @@ def token_ids(
     return ids
 
 
+def make_request(
+    name: str,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    *,
+    priority: int = 0,
+    cache_salt: str = "",
+    add_special_tokens: bool = True,
+) -> Request:
+    """Return a request of a text or of token ids, for an engine to accept.
+
+    Raises:
+      InvalidRequest: naming the field.
+    """
+    sampling.check_vocabulary(vocab_size)
+    ids = token_ids(prompt, tokenizer, vocab_size, add_special_tokens=add_special_tokens)
+    request = Request(name, ids, sampling, priority=priority, cache_salt=cache_salt)
+    if not sampling.stop:
+        return request
+    if tokenizer is None:
+        raise InvalidRequest("stop", sampling.stop, "no stop strings, because this model has no tokenizer")
+    return dataclasses.replace(request, make_detokenizer=lambda: detokenizer(request, tokenizer))
+
+
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several."""
+    """Return one prompt or several as a list of prompts."""
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""What a caller asks for (`SamplingParams`, `Request`) and what it is told (`Started`, `Delta`, `Finished`)."""
+"""Requests to the engine (`SamplingParams`, `Request`) and its events (`Started`, `Delta`, `Finished`)."""
 
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -16,7 +16,7 @@ MAX_N = 64
 
 
 class InvalidRequest(ValueError):
-    """A request that cannot be served; `field` is its path in the request, for the caller to find it."""
+    """A request that cannot be served. `field` is the path of the wrong field in the request."""
 
     def __init__(self, field: str, value: object, accepted: str):
         self.field, self.value, self.accepted = field, value, accepted
@@ -27,18 +27,20 @@ class InvalidRequest(ValueError):
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as may; `retry_after_s` is a guess at when one will fit."""
+    """The waiting queue is full. `retry_after_s` estimates the time until it has room."""
 
     def __init__(self, waiting: int, retry_after_s: float):
         self.waiting, self.retry_after_s = waiting, retry_after_s
-        super().__init__(f"{waiting} requests wait already; try again in about {retry_after_s:.1f} s")
+        super().__init__(f"{waiting} requests wait, the maximum; try again in about {retry_after_s:.1f} s")
 
 
 class Draining(RuntimeError):
-    """The engine takes no new requests: it is shutting down."""
+    """The engine is shutting down and accepts no new requests."""
 
 
 class FinishReason(enum.StrEnum):
+    """The reason for the end of a sequence."""
+
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"
     ABORT = "abort"
@@ -51,10 +53,10 @@ def _finite(field: str, value: float, low: float, high: float, accepted: str) ->
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to draw tokens; names and meanings as in vLLM.
+    """The sampling settings of a request, with the names and meanings of vLLM.
 
     Raises:
-      InvalidRequest: for a value out of range or not a number, naming the field.
+      InvalidRequest: for a value out of range or not a number; it names the field.
     """
 
     n: int = 1
@@ -62,13 +64,13 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0
-    seed: int | None = None  # None: drawn
+    seed: int | None = None  # None: random
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: to the end of the context
     min_tokens: int = 0
-    logprobs: int | None = None  # k: of the chosen token and of the k likeliest
+    logprobs: int | None = None  # k: log-probabilities of the sampled token and the k likeliest
     prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -117,39 +119,47 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _finite(f"logit_bias[{token}]", bias, -100.0, 100.0, "a number from -100 to 100")
 
+    def end_token_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """Return the tokens that end a sequence, given the model's end tokens."""
+        return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_token_ids)
+
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuses token ids that the model does not have. Raises: InvalidRequest."""
+        """Raise InvalidRequest for a token id outside the model's vocabulary."""
         for field, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise InvalidRequest(field, token, f"token ids 0 to {vocab_size - 1}")
 
 
-class StopChecker(Protocol):
-    """Finds stop strings in a growing sequence; `jaxflow.text.detokenizer` has one."""
+class TextDecoder(Protocol):
+    """The text of one growing sequence; `jaxflow.text.detokenizer.Detokenizer` is one."""
 
-    def push(self, token_ids: Sequence[int]) -> str | None:
-        """Takes the next tokens; returns the stop string they complete, if any."""
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text; None without one."""
+        ...
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add tokens, and return the text that is certain after them."""
+        ...
+
+    def finish(self) -> str:
+        """Return the text that was held back, after the last token."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt, as token ids, and how to continue it."""
+    """A prompt, as token ids, and its sampling settings."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams = SamplingParams()
     priority: int = 0  # lower is sooner
-    cache_salt: str = ""  # prefixes are shared only under the same salt
-    make_stop_checker: "StopCheckerFactory | None" = (
-        None  # one checker for each of the n sequences, if sampling.stop
-    )
+    cache_salt: str = ""  # only requests of the same salt share prefixes
+    # makes the decoder of a sequence, which finds the stop strings; needed with sampling.stop
+    make_detokenizer: "Callable[[], TextDecoder] | None" = None
     limit: int | None = None  # tokens a sequence, prompt and output; set when the engine accepts the request
-
-
-class StopCheckerFactory(Protocol):
-    def __call__(self) -> StopChecker: ...
 
 
 def with_limit(request: Request, max_prompt: int, max_output: int) -> Request:
@@ -172,7 +182,7 @@ def with_limit(request: Request, max_prompt: int, max_output: int) -> Request:
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """Of one token, from the model's raw logits (before temperature and filters); rank 1 is the likeliest."""
+    """The log-probability of a token from the raw logits, before temperature and filters. Rank 1 is the likeliest."""
 
     logprob: float
     rank: int
@@ -180,12 +190,16 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
+    """Token counts."""
+
     prompt_tokens: int
     cached_prompt_tokens: int
     completion_tokens: int
 
 
 class Timings(msgspec.Struct, frozen=True):
+    """Times of a sequence since its request arrived."""
+
     queued_s: float
     time_to_first_token_s: float
     total_s: float
@@ -193,10 +207,10 @@ class Timings(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The first event of a request, sent with or just before its first token.
+    """The first event of a request, sent with its first token or just before.
 
-    `prompt_logprobs`: one entry a prompt token, the first is None; each a dict token id -> Logprob, the
-    prompt's own token first. None when they were not asked for.
+    `prompt_logprobs`: None unless requested. One entry a prompt token, the first is None; the others are dicts
+    token id -> Logprob, the prompt's token first.
     """
 
     request_id: str
@@ -207,18 +221,21 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """New tokens of one of the n sequences. A stop token is included; tokens after it never are."""
+    """New tokens of one of the n sequences, up to and with the token that ended it.
+
+    `logprobs`: one dict a token, the sampled token first. `text`: the text that the tokens add, where the
+    engine decoded it to find stop strings; else None.
+    """
 
     request_id: str
     index: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[dict[int, Logprob], ...] | None = None  # one dict a token, the chosen token first
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    text: str | None = None
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The last event of one of the n sequences. `error` is set when a fault of the engine ended it (reason
-    ABORT).
-    """
+    """The last event of one of the n sequences. With `error`, a fault ended the sequence (reason ABORT)."""
 
     request_id: str
     index: int
@@ -228,6 +245,7 @@ class Finished(msgspec.Struct, frozen=True):
     stop_token_id: int | None = None
     stop_string: str | None = None
     error: BaseException | None = None
+    text: str = ""  # the rest of the text, where the deltas carry text
 
 
 Event = Started | Delta | Finished

@@ -1,7 +1,8 @@
-"""What a caller is told of a request while it runs, and what ends each of its sequences."""
+"""The events of a running request, and the end of each of its sequences."""
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -17,7 +18,7 @@ from jaxflow.request import (
     Request,
     SamplingParams,
     Started,
-    StopChecker,
+    TextDecoder,
     Timings,
     Usage,
 )
@@ -25,7 +26,7 @@ from jaxflow.scheduler.state import Chunk, Sequence
 
 
 def needs_full_sampler(s: SamplingParams) -> bool:
-    """Whether a request asks for more than greedy or temperature sampling."""
+    """Return True if a request needs more than greedy or temperature sampling."""
     filters = s.top_p < 1 or s.top_k > 0 or s.min_p > 0 or s.min_tokens > 0
     return filters or _looks_back(s) or bool(s.logit_bias) or s.logprobs is not None
 
@@ -35,8 +36,9 @@ def _looks_back(s: SamplingParams) -> bool:
 
 
 def slot_settings(seq: Sequence, eos: frozenset[int]) -> tuple[SlotParams, np.ndarray, int]:
-    """For `Executor.set_slot`: a sequence's settings, the tokens that its penalties look back on, and how
-    many are prompt.
+    """Return the arguments of `Executor.set_slot` for a sequence.
+
+    They are its settings, the tokens that its penalties count, and the number of prompt tokens among those.
     """
     s = seq.request.sampling
     values = slot_values(
@@ -47,7 +49,7 @@ def slot_settings(seq: Sequence, eos: frozenset[int]) -> tuple[SlotParams, np.nd
         presence_penalty=s.presence_penalty,
         frequency_penalty=s.frequency_penalty,
         min_position=seq.num_prompt + s.min_tokens,
-        suppressed=sorted({*s.stop_token_ids, *(() if s.ignore_eos else eos)}),
+        suppressed=sorted(s.end_token_ids(eos)),
         logit_bias=s.logit_bias,
     )
     known = seq.token_ids[: seq.num_known] if _looks_back(s) else np.zeros(0, np.int32)
@@ -56,7 +58,7 @@ def slot_settings(seq: Sequence, eos: frozenset[int]) -> tuple[SlotParams, np.nd
 
 @dataclasses.dataclass(frozen=True)
 class HostLogprobs:
-    """`LogprobsOut` on the host."""
+    """The arrays of a `LogprobsOut`, on the host."""
 
     chosen: np.ndarray
     rank: np.ndarray
@@ -65,10 +67,11 @@ class HostLogprobs:
 
     @classmethod
     def of(cls, found: LogprobsOut) -> "HostLogprobs":
+        """Copy the arrays to the host."""
         return cls(*(np.asarray(a) for a in (found.chosen, found.rank, found.top_ids, found.top_logprobs)))
 
     def row(self, row: int, token: int, k: int) -> dict[int, Logprob]:
-        """The token's own entry first, then those of the k likeliest."""
+        """Return the entry of the token, then those of the k likeliest tokens."""
         out = {token: Logprob(float(self.chosen[row]), int(self.rank[row]))}
         for place, (other, value) in enumerate(
             zip(self.top_ids[row, :k].tolist(), self.top_logprobs[row, :k].tolist(), strict=True)
@@ -78,7 +81,12 @@ class HostLogprobs:
 
 
 class LiveRequest:
-    """One request from its arrival to the end of its last sequence."""
+    """A request from its arrival to the end of its last sequence.
+
+    Args:
+      eos: the model's end tokens.
+      now: arrival in seconds.
+    """
 
     def __init__(self, request: Request, sequences: Seq[Sequence], eos: frozenset[int], now: float):
         self.request, self.sequences = request, tuple(sequences)
@@ -86,12 +94,12 @@ class LiveRequest:
         self.first_token_s: float | None = None
         sampling, self._id = request.sampling, request.request_id
         self._logprobs, self._min_tokens = sampling.logprobs, sampling.min_tokens
-        self._most = sequences[0].limit - sequences[0].num_prompt
-        self._ids_that_stop = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
-        make = request.make_stop_checker
-        self._checkers: list[StopChecker] = [make() for _ in sequences] if sampling.stop and make else []
+        self._max_output = sequences[0].limit - sequences[0].num_prompt
+        self._end_token_ids = sampling.end_token_ids(eos)
+        make = request.make_detokenizer
+        self._texts: list[TextDecoder] = [make() for _ in sequences] if sampling.stop and make else []
         self.is_plain = not (
-            sampling.stop_token_ids or sampling.min_tokens or self._checkers or sampling.logprobs is not None
+            sampling.stop_token_ids or sampling.min_tokens or self._texts or sampling.logprobs is not None
         )
         self._first_s: list[float | None] = [None] * len(self.sequences)
         self._prompt: list[dict[int, Logprob] | None] | None = None
@@ -99,15 +107,16 @@ class LiveRequest:
             self._prompt = [*itertools.repeat(None, len(request.prompt_token_ids))]
 
     def unfinished(self) -> list[Sequence]:
+        """Return the sequences that have not ended."""
         return [seq for seq in self.sequences if not seq.finished]
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Until the first token is drawn: by then every position of the prompt was computed."""
+        """True until the first token: by then every position of the prompt was computed."""
         return self._prompt is not None and self.first_token_s is None
 
     def add_prompt_logprobs(self, chunk: Chunk, first_row: int, found: HostLogprobs) -> None:
-        """Takes those of a chunk, whose first token is row `first_row`: row t tells of the token after t."""
+        """Add the log-probabilities of a chunk, which begin at row `first_row`; row t holds those of token t+1."""
         assert self._prompt is not None
         ids, k = self.request.prompt_token_ids, self.request.sampling.prompt_logprobs or 0
         for i in range(chunk.tokens):
@@ -115,37 +124,62 @@ class LiveRequest:
             if position < len(ids):
                 self._prompt[position] = found.row(first_row + i, int(ids[position]), k)
 
-    def started(self) -> Started:
+    def take(
+        self,
+        seq: Sequence,
+        token: int,
+        found: HostLogprobs | None,
+        row: int,
+        now: float,
+        end: Callable[[Sequence, FinishReason], None],
+    ) -> list[Event]:
+        """Return the events of a token that was just committed to its sequence.
+
+        Args:
+          found, row: the log-probabilities of the step, and the token's row in them; None without.
+          now: seconds.
+          end: called when the sequence ends, before its last event is made.
+        """
+        events: list[Event] = []
+        if self.first_token_s is None:
+            events.append(self._started())
+            self.first_token_s = now
+        try:
+            delta, reason, cause = self._draw(seq, token, found, row, now)
+        except Exception as fault:  # of the sequence's text decoder: the other sequences continue
+            end(seq, FinishReason.ABORT)
+            return [*events, self.finished(seq, FinishReason.ABORT, None, now, fault)]
+        events.append(delta)
+        if reason is not None:
+            end(seq, reason)
+            events.append(self.finished(seq, reason, cause, now))
+        return events
+
+    def _started(self) -> Started:
         first = self.sequences[0]
         prompt = None if self._prompt is None else tuple(self._prompt)
-        return Started(
-            self.request.request_id,
-            len(self.request.prompt_token_ids),
-            first.cached_tokens,
-            first.seed,
-            prompt,
-        )
+        return Started(self._id, len(self.request.prompt_token_ids), first.cached_tokens, first.seed, prompt)
 
-    def draw(
+    def _draw(
         self, seq: Sequence, token: int, found: HostLogprobs | None, row: int, now: float
     ) -> tuple[Delta, FinishReason | None, int | str | None]:
-        """Looks at a token that was just committed: what to tell the caller, whether it ends its sequence,
-        and the stop token or string that did.
-        """
-        index, drawn = seq.index, seq.num_known - seq.num_prompt
-        if drawn == 1:
+        """Return a token's delta, the reason if it ends its sequence, and the stop token or string."""
+        index, output = seq.index, seq.num_known - seq.num_prompt
+        if output == 1:
             self._first_s[index] = now
         logprobs = None
         if self._logprobs is not None and found is not None:
             logprobs = (found.row(row, token, self._logprobs),)
-        delta = Delta(self._id, index, (token,), logprobs)
-        if self._checkers:
-            stop = self._checkers[index].push((token,))
-            if stop is not None:
-                return delta, FinishReason.STOP, stop
-        if token in self._ids_that_stop and drawn > self._min_tokens:
+        ends = token in self._end_token_ids and output > self._min_tokens
+        text = None
+        if self._texts:
+            text = "" if ends else self._texts[index].push((token,))
+        delta = Delta(self._id, index, (token,), logprobs, text)
+        if ends:
             return delta, FinishReason.STOP, token
-        if drawn >= self._most:
+        if self._texts and (stop := self._texts[index].stopped_by) is not None:
+            return delta, FinishReason.STOP, stop
+        if output >= self._max_output:
             return delta, FinishReason.LENGTH, None
         return delta, None, None
 
@@ -153,10 +187,11 @@ class LiveRequest:
         self,
         seq: Sequence,
         reason: FinishReason,
-        by: int | str | None,
+        cause: int | str | None,
         now: float,
-        error: BaseException | None,
+        error: BaseException | None = None,
     ) -> Finished:
+        """Return the last event of a sequence. `cause`: the stop token or string that ended it."""
         first_s = self._first_s[seq.index]
         scheduled_s = now if seq.t_first_schedule is None else seq.t_first_schedule
         timings = Timings(
@@ -167,19 +202,20 @@ class LiveRequest:
         )
         usage = Usage(len(self.request.prompt_token_ids), seq.cached_tokens, seq.num_known - seq.num_prompt)
         return Finished(
-            self.request.request_id,
+            self._id,
             seq.index,
             reason,
             usage,
             timings,
-            stop_token_id=by if isinstance(by, int) else None,
-            stop_string=by if isinstance(by, str) else None,
+            stop_token_id=cause if isinstance(cause, int) else None,
+            stop_string=cause if isinstance(cause, str) else None,
             error=error,
+            text=self._texts[seq.index].finish() if self._texts and error is None else "",
         )
 
 
 def refused(request: Request, fault: BaseException | None) -> list[Event]:
-    """What a caller is told of a request that the engine did not even queue; no fault: it was ending."""
+    """Return the last events of a request that was not queued. Without a fault the engine was shutting down."""
     usage, timings = Usage(len(request.prompt_token_ids), 0, 0), Timings(0.0, 0.0, 0.0, 0)
     return [
         Finished(request.request_id, i, FinishReason.ABORT, usage, timings, error=fault)

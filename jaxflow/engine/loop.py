@@ -76,7 +76,7 @@ class Loop:
         self._slots = SlotSampling.empty(executor.slots)
         self._plain = PlainSlots(executor.slots, self._eos)
         self._in_flight: InFlight | None = None
-        self._told: list[Event] = []  # of the step being read: a fault midway must not lose who has ended
+        self._events: list[Event] = []  # of the step being read: a fault midway must not lose who has ended
         self._counts = collections.Counter()
         self._steps_by_plan = collections.Counter()
 
@@ -97,7 +97,11 @@ class Loop:
         live = self._live.get(request_id)
         if live is None:
             return []
-        return [self._end(live, seq, FinishReason.ABORT) for seq in live.unfinished()]
+        events: list[Event] = []
+        for seq in live.unfinished():
+            self._free(seq, FinishReason.ABORT)
+            events.append(live.finished(seq, FinishReason.ABORT, None, self._clock()))
+        return events
 
     def end_all(self, fault: BaseException | None) -> list[Event]:
         """Ends every request; there are no more steps. After a fault the scheduler may be in any state, and
@@ -110,7 +114,7 @@ class Loop:
             for live in every
             for seq in live.unfinished()
         ]
-        return [*self._told, *ends]
+        return [*self._events, *ends]
 
     def is_live(self, request_id: str) -> bool:
         return request_id in self._live
@@ -185,8 +189,8 @@ class Loop:
             self._read(before)
         elif work is None and self._offload is not None and self._offload.busy:
             self._offload.wait()  # for pages: nothing else can go on
-        told, self._told = self._told, []
-        return told
+        events, self._events = self._events, []
+        return events
 
     def _enqueue(self, work: StepWork) -> Pending:
         for seq in work.admitted:
@@ -252,30 +256,20 @@ class Loop:
         slots, decoded = work.decode_slots, tokens[: len(work.decode_slots)]
         plain = self._plain.only_told(slots, decoded) & self.scheduler.in_slot(work)
         self.scheduler.commit_in_slot(slots[plain], decoded[plain])
-        self._told.extend(self._plain.deltas(slots[plain], decoded[plain]))
+        self._events.extend(self._plain.deltas(slots[plain], decoded[plain]))
         rows = [(row, work.decodes.item(row)) for row in np.flatnonzero(~plain).tolist()]
         rows += [(row, chunk.seq) for row, chunk in enumerate(work.chunks, start=len(slots)) if chunk.samples]
         drawn = [(row, seq, tokens.item(row)) for row, seq in rows if not seq.finished]
         self.scheduler.commit([seq for _, seq, _ in drawn], [token for _, _, token in drawn])
         for row, seq, token in drawn:
-            self._tell(seq, token, found, row, now)
+            self._take(seq, token, found, row, now)
         self._counts["completion_tokens"] += int(plain.sum()) + len(drawn)
 
-    def _tell(self, seq: Sequence, token: int, found: HostLogprobs | None, row: int, now: float) -> None:
-        """Looks at one token for all that its request may want of it."""
+    def _take(self, seq: Sequence, token: int, found: HostLogprobs | None, row: int, now: float) -> None:
+        """Add the events of one committed token."""
         live = self._live[seq.request.request_id]
-        if live.first_token_s is None:
-            self._told.append(live.started())
-            live.first_token_s = now
-        try:
-            delta, reason, by = live.draw(seq, token, found, row, now)
-        except Exception as fault:  # its stop checker's: this sequence's fault alone
-            self._told.append(self._end(live, seq, FinishReason.ABORT, error=fault))
-            return
-        self._told.append(delta)
-        if reason is not None:
-            self._told.append(self._end(live, seq, reason, by))
-        elif live.is_plain and seq.slot >= 0:
+        self._events.extend(live.take(seq, token, found, row, now, self._free))
+        if not seq.finished and live.is_plain and seq.slot >= 0:
             self._plain.open(seq, heeds_eos=not seq.request.sampling.ignore_eos)
 
     def _read_prompt(self, work: StepWork, found: HostLogprobs) -> None:
@@ -286,17 +280,16 @@ class Loop:
                 self._live[chunk.seq.request.request_id].add_prompt_logprobs(chunk, token, found)
             token += chunk.tokens
 
-    def _end(
-        self, live: LiveRequest, seq: Sequence, reason: FinishReason, by: int | str | None = None, error=None
-    ) -> Event:
-        """Ends one sequence: frees its pages and slot now (device order makes that safe), forgets the request
-        after its last.
+    def _free(self, seq: Sequence, reason: FinishReason) -> None:
+        """End one sequence, and forget its request after its last sequence.
+
+        The pages and the slot are free at once, because steps run in the order in which they were enqueued.
         """
         if reason is FinishReason.ABORT:
             self.scheduler.abort(seq)
         else:
             self.scheduler.finish(seq)
+        live = self._live[seq.request.request_id]
         if not live.unfinished():
-            del self._live[live.request.request_id]
+            del self._live[seq.request.request_id]
         self._counts["cached_prompt_tokens"] += seq.cached_tokens
-        return live.finished(seq, reason, by, self._clock(), error)

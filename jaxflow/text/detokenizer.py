@@ -1,7 +1,7 @@
 """Incremental detokenization, and the search for stop strings.
 
 `Detokenizer` turns generated tokens into text as they come. `StopMatcher` finds stop strings in text that
-arrives in parts. `StopStrings` reports the stop string that a token completes.
+arrives in parts.
 """
 
 import functools
@@ -139,29 +139,3 @@ class Detokenizer:
         """Return the rest of the text after the last token. The rest may complete a stop string."""
         rest = self._stream.finish()
         return rest if self._matcher is None else self._matcher.push(rest) + self._matcher.finish()
-
-
-class StopStrings:
-    """A search for stop strings in the tokens of one sequence, which reports the token that completes one."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int],
-        stop: Sequence[str],
-        *,
-        skip_special_tokens: bool = True,
-        min_tokens: int = 0,
-    ):
-        self._text = Detokenizer(
-            tokenizer,
-            prompt_token_ids,
-            skip_special_tokens=skip_special_tokens,
-            stop=stop,
-            min_tokens=min_tokens,
-        )
-
-    def push(self, token_ids: Sequence[int]) -> str | None:
-        """Add tokens and return the stop string that they complete, or None."""
-        self._text.push(token_ids)
-        return self._text.stopped_by

@@ -120,7 +120,8 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
           TooSlow: the client reads too slowly.
           Refusal: the deadline has passed.
         """
-        transcript = Transcript(name, request, llm.tokenizer, stop_token_ids(llm, request.sampling))
+        end_token_ids = request.sampling.end_token_ids(llm.model_config.eos_token_ids)
+        transcript = Transcript(name, request, llm.tokenizer, end_token_ids)
         # A client that does not read could block the first message. An error needs the headers sent before.
         await context.send_initial_metadata(())
         loop = asyncio.get_running_loop()
@@ -272,13 +273,6 @@ async def messages_of(transcript: Transcript, events: list[Event]) -> Iterable[p
     if isinstance(events[0], Started) and events[0].prompt_logprobs is not None:
         return await asyncio.to_thread(list, transcript.messages(events))
     return transcript.messages(events)
-
-
-def stop_token_ids(llm: "LLM", sampling: SamplingParams) -> frozenset[int]:
-    """Return the tokens that end a sequence and are left out of its text."""
-    return frozenset(sampling.stop_token_ids) | frozenset(
-        () if sampling.ignore_eos else llm.model_config.eos_token_ids
-    )
 
 
 def seconds_left(context: grpc.aio.ServicerContext) -> float | None:

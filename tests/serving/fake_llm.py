@@ -24,7 +24,7 @@ from jaxflow.request import (
     Timings,
     Usage,
 )
-from jaxflow.text.detokenizer import StopStrings
+from jaxflow.request_output import detokenizer
 from jaxflow.text.tokenizer import load_tokenizer
 
 PAGES = 1000
@@ -45,7 +45,7 @@ class Running:
     index: int
     mailbox: object
     limit: int
-    checker: object
+    detokenizer: object
     sent: int = 0
     submitted: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -86,8 +86,8 @@ class FakeDriver:
             sampling = request.sampling
             limit = sampling.max_tokens or self.max_model_len - len(request.prompt_token_ids)
             for index in range(sampling.n):
-                checker = request.make_stop_checker() if request.make_stop_checker else None
-                self._running.append(Running(request, index, mailbox, limit, checker))
+                text = request.make_detokenizer() if request.make_detokenizer else None
+                self._running.append(Running(request, index, mailbox, limit, text))
             self._lock.notify_all()
 
     def abort(self, request_id: str) -> None:
@@ -169,7 +169,9 @@ class FakeDriver:
                 | {other: Logprob(-0.25, 1) for other in range(3, 3 + sampling.logprobs)},
             )
         events.append(Delta(request.request_id, run.index, (token,), logprobs))
-        stop = run.checker.push([token]) if run.checker else None
+        if run.detokenizer:
+            run.detokenizer.push([token])
+        stop = run.detokenizer.stopped_by if run.detokenizer else None
         if stop is not None:
             events.append(self._finished(run, FinishReason.STOP, stop_string=stop))
         elif token in sampling.stop_token_ids or (token == self.eos and not sampling.ignore_eos):
@@ -238,12 +240,10 @@ class FakeLLM:
                 "max_tokens", params.max_tokens, f"prompt and output within {self.max_model_len} tokens"
             )
         params.check_vocabulary(self.model_config.vocab_size)
-        checker = (
-            (lambda: StopStrings(self.tokenizer, ids, params.stop, min_tokens=params.min_tokens))
-            if params.stop
-            else None
-        )
-        return Request(request_id, ids, params, priority, cache_salt, checker)
+        made = Request(request_id, ids, params, priority, cache_salt)
+        if not params.stop:
+            return made
+        return dataclasses.replace(made, make_detokenizer=lambda: detokenizer(made, self.tokenizer))
 
     def close(self) -> None:
         self.driver.close()

@@ -286,7 +286,7 @@ class TestFaults:
             driver._thread.join(PATIENCE_S)
             assert not driver.alive
 
-    def test_a_stop_checker_that_fails_ends_its_own_sequence(self):
+    def test_a_text_decoder_that_fails_ends_only_its_sequence(self):
         class Broken:
             def push(self, token_ids):
                 raise ValueError("no such text")
@@ -294,7 +294,7 @@ class TestFaults:
         with driving() as (driver, loop):
             bad, good = Box(), Box()
             params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop="x")
-            driver.submit(request("bad", params, make_stop_checker=Broken), bad)
+            driver.submit(request("bad", params, make_detokenizer=Broken), bad)
             driver.submit(request("good", SHORT), good)
             [end] = bad.ends()
             assert (end.reason, str(end.error)) == (FinishReason.ABORT, "no such text")
@@ -303,7 +303,7 @@ class TestFaults:
             def cannot():
                 raise ValueError("no such tokenizer")
 
-            driver.submit(request("worse", params, make_stop_checker=cannot), bad)
+            driver.submit(request("worse", params, make_detokenizer=cannot), bad)
             assert str(bad.ends()[0].error) == "no such tokenizer"
             driver.submit(request("good", SHORT), good)
             assert good.ends()[0].reason is FinishReason.LENGTH

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_stop_strings import could_begin, first_stop
 
-from jaxflow.text.detokenizer import Detokenizer, StopStrings
+from jaxflow.text.detokenizer import Detokenizer
 from jaxflow.text.tokenizer import load_tokenizer
 from jaxflow.text.vocabulary import TextStream
 
@@ -105,11 +105,12 @@ def test_stop_strings_are_told_at_the_token_that_completes_them(stories, case):
     before = settled(stories, prompt, skip)
     text = settled(stories, prompt + answer, skip)[len(before) :]
     stops = [text[at : at + length] for at, length in spans if text[at : at + length]] + others or ["a"]
-    checker, ids = StopStrings(stories, prompt, stops, skip_special_tokens=skip), list(prompt)
+    detokenizer, ids = Detokenizer(stories, prompt, stop=stops, skip_special_tokens=skip), list(prompt)
     for token_id in answer:
         ids.append(token_id)
         found = first_stop(settled(stories, ids, skip)[len(before) :], stops)
-        assert checker.push([token_id]) == (found[1] if found else None)
+        detokenizer.push([token_id])
+        assert detokenizer.stopped_by == (found[1] if found else None)
 
 
 def test_goldens(stories, smollm2, goldens):
