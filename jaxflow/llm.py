@@ -1,51 +1,55 @@
-"""The Python API: `LLM` loads a model and generates, with the names and meanings that vLLM's users know."""
+"""The Python API: `LLM` loads a model and generates, with the names and meanings of vLLM."""
 
 import asyncio
+import collections
 import contextlib
 import itertools
 import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
 from jaxflow.config import EngineConfig
 from jaxflow.engine.executor import Executor
-from jaxflow.engine.start import prepare_process, resolve, start_engine
+from jaxflow.engine.start import Engine, prepare_process, resolve, start_engine
 from jaxflow.flexgen.config import OffloadConfig, check_engine, offload_config
 from jaxflow.flexgen.policy import Policy
 from jaxflow.flexgen.runtime import Runtime
 from jaxflow.flexgen.start import prepare, start
-from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from jaxflow.prompt import Prompt, as_list, open_tokenizer, token_ids
-from jaxflow.request import Event, InvalidRequest, QueueFull, Request, SamplingParams
-from jaxflow.request_output import Answer, CompletionOutput, RequestFailed, RequestOutput
+from jaxflow.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from jaxflow.prompt import Prompt, as_list, make_request, open_tokenizer
+from jaxflow.request import Event, Finished, InvalidRequest, QueueFull, Request, SamplingParams
+from jaxflow.request_output import CompletionOutput, OutputBuilder, RequestFailed, RequestOutput, collect
 from jaxflow.text.chat import encode_chat
-from jaxflow.text.detokenizer import StopStrings
 from jaxflow.text.tokenizer import Tokenizer
 from pallas_kernels.kernel_set import KernelSet
 
 __all__ = ["LLM", "CompletionOutput", "Prompt", "RequestFailed", "RequestOutput"]
 
-RETRY_S = 0.1  # between two tries to submit a request that found the queue full
+RETRY_S = 0.1  # seconds between two attempts to submit a request that found the queue full
 
 
 class LLM:
-    """A model, loaded and warm.
+    """A loaded and warm model.
 
     Args:
-      model: a folder, a .gguf file, a converted checkpoint, a hub id, or the name of a shipped config (dummy
-      weights). offload: for a model that does not fit the device: a policy, its file, or a
-      `jaxflow.flexgen.config.OffloadConfig`. `generate` and
-        `chat` then run through FlexGen's offline runtime, block after block; there is no stream, and calls of
-        several threads wait in turn.
-      settings: the other fields of `jaxflow.config.EngineConfig`, by name; with `offload`, of
-      `jaxflow.flexgen.config.ENGINE_FIELDS`.
+      model: a folder, a .gguf file, a converted checkpoint, a hub id, or the name of a shipped config, which
+        gets dummy weights.
+      progress: show the progress of loading and compiling.
+      offload: for a model that does not fit the device: a policy, its file, or a
+        `jaxflow.flexgen.config.OffloadConfig`. `generate` and `chat` then run FlexGen's offline runtime, block
+        after block. There is no stream, and the calls of several threads wait for each other.
+      config: an `EngineConfig`, instead of `settings`.
+      kernels: the kernels, instead of those that the settings choose.
+      executor: the executor of an engine that has ended, with its weights and programs, see `start_engine`.
+      settings: other fields of `jaxflow.config.EngineConfig`; with `offload`, of
+        `jaxflow.flexgen.config.ENGINE_FIELDS`.
 
     Raises:
-      ConfigError, CheckpointError, TokenizerError, PolicyError, DiskError: naming what is wrong.
+      ConfigError, CheckpointError, TokenizerError, PolicyError, DiskError: naming the field or file.
     """
 
     def __init__(
@@ -53,11 +57,37 @@ class LLM:
         model: str,
         *,
         progress: bool = True,
-        offload: "OffloadConfig | Policy | str | os.PathLike | None" = None,
+        offload: OffloadConfig | Policy | str | os.PathLike | None = None,
+        config: EngineConfig | None = None,
+        kernels: KernelSet | None = None,
+        executor: Executor | None = None,
         **settings: Any,
     ):
-        config = EngineConfig(model=model, **settings)
-        self._load(config, progress, offload=None if offload is None else offload_config(offload, model))
+        config = EngineConfig(model=model, **settings) if config is None else config
+        self.runtime: Runtime | None = None
+        if offload is None:
+            prepare_process(config)
+            checkpoint = open_checkpoint(config.model, load_format=config.load_format)
+            self.tokenizer: Tokenizer | None = open_tokenizer(config, checkpoint)
+            engine = start_engine(config, checkpoint, kernels=kernels, executor=executor, progress=progress)
+            self._backend: Backend = _Serving(engine)
+            self.engine_config, self.driver, self.executor = engine.config, engine.driver, engine.executor
+        else:
+            placed = offload_config(offload, config.model)
+            check_engine(config)
+            prepare(placed, config)
+            checkpoint = open_checkpoint(config.model, load_format=config.load_format)
+            self.tokenizer = open_tokenizer(config, checkpoint)
+            self.runtime = start(placed, config, checkpoint, progress=progress)
+            self._backend = _Offloaded(self.runtime)
+            self.engine_config = resolve(config, checkpoint.model_config)
+        self._describe(checkpoint)
+
+    def _describe(self, checkpoint: Checkpoint) -> None:
+        self.name, self.model_config = checkpoint.name, checkpoint.model_config
+        self.generation_config: Mapping[str, Any] = checkpoint.generation_config
+        self.max_model_len, self.warm_up_s = self._backend.max_model_len, self._backend.warm_up_s
+        self._ids = itertools.count()
 
     @classmethod
     def from_config(
@@ -68,64 +98,12 @@ class LLM:
         kernels: KernelSet | None = None,
         executor: Executor | None = None,
     ) -> "LLM":
-        """The same, from settings that were read already. kernels: instead of those that the settings choose.
-        executor: of an engine that has ended, with its weights and compiled programs (`start_engine`).
-        """
-        llm = cls.__new__(cls)
-        llm._load(config, progress, kernels, executor=executor)
-        return llm
-
-    def _load(
-        self,
-        config: EngineConfig,
-        progress: bool,
-        kernels: KernelSet | None = None,
-        offload: OffloadConfig | None = None,
-        executor: Executor | None = None,
-    ) -> None:
-        if offload is None:
-            prepare_process(config)
-        else:
-            check_engine(config)
-            prepare(offload, config)
-        checkpoint = open_checkpoint(config.model, load_format=config.load_format)
-        self.name = checkpoint.name
-        self.model_config = checkpoint.model_config
-        self.generation_config: Mapping[str, Any] = checkpoint.generation_config
-        self.tokenizer: Tokenizer | None = open_tokenizer(config, checkpoint)
-        self._ids = itertools.count()
-        self.runtime: Runtime | None = None
-        self._turn = threading.Lock()  # held for a whole call of an offloaded model, which runs one at a time
-        if offload is not None:
-            self.engine_config = resolve(config, checkpoint.model_config)
-            self.runtime = start(offload, config, checkpoint, progress=progress)
-            return
-        self._engine = start_engine(config, checkpoint, kernels=kernels, executor=executor, progress=progress)
-        self.engine_config, self.driver = self._engine.config, self._engine.driver
-
-    @property
-    def max_model_len(self) -> int:
-        if self.runtime is not None:
-            return self.runtime.policy.prompt_tokens + self.runtime.policy.output_tokens
-        assert self.engine_config.max_model_len is not None
-        return self.engine_config.max_model_len
-
-    @property
-    def warm_up_s(self) -> float:
-        """Seconds that compiling took; of an offloaded model, all that came before the first request."""
-        return self._engine.warm_up_s if self.runtime is None else self.runtime.load_s
-
-    @property
-    def executor(self) -> Executor:
-        """The device's side, for measurements: it is the engine's thread that runs it."""
-        return self._engine.executor
+        """Return the model of an `EngineConfig`."""
+        return cls(config.model, config=config, progress=progress, kernels=kernels, executor=executor)
 
     def close(self) -> None:
-        """Ends the engine's thread; what runs is aborted."""
-        if self.runtime is not None:
-            self.runtime.close()
-        else:
-            self.driver.close()
+        """Abort what runs, and end the engine."""
+        self._backend.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -143,33 +121,22 @@ class LLM:
         cache_salt: str = "",
         add_special_tokens: bool = True,
     ) -> Request:
-        """A request the engine can take. Raises: InvalidRequest, naming the field, for one that it cannot."""
-        sampling = SamplingParams() if sampling is None else sampling
-        sampling.check_vocabulary(self.model_config.vocab_size)
-        ids = token_ids(
-            prompt, self.tokenizer, self.model_config.vocab_size, add_special_tokens=add_special_tokens
-        )
-        if sampling.stop and self.tokenizer is None:
-            raise InvalidRequest(
-                "stop", sampling.stop, "no stop strings: this model came without a tokenizer"
-            )
-        name, checker = request_id or f"request-{next(self._ids)}", self._stop_checker(ids, sampling)
-        made = Request(
-            name, ids, sampling, priority=priority, cache_salt=cache_salt, make_stop_checker=checker
-        )
-        if self.runtime is None:
-            return self.driver.accept(made)
-        self.runtime.check(made)
-        return made
+        """Return a request that the engine accepts. Any thread may call it.
 
-    def _stop_checker(self, ids: Sequence[int], s: SamplingParams) -> Callable[[], StopStrings] | None:
-        """Makes what looks for stop strings in one of the n sequences."""
-        tokenizer = self.tokenizer
-        if not s.stop or tokenizer is None:
-            return None
-        return lambda: StopStrings(
-            tokenizer, ids, s.stop, skip_special_tokens=s.skip_special_tokens, min_tokens=s.min_tokens
+        Raises:
+          InvalidRequest: for a request that cannot be served; it names the field.
+        """
+        request = make_request(
+            request_id or f"request-{next(self._ids)}",
+            prompt,
+            SamplingParams() if sampling is None else sampling,
+            self.tokenizer,
+            self.model_config.vocab_size,
+            priority=priority,
+            cache_salt=cache_salt,
+            add_special_tokens=add_special_tokens,
         )
+        return self._backend.accept(request)
 
     # ---- offline
 
@@ -180,18 +147,17 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continues prompts, texts or lists of token ids; returns the outputs in their order.
+        """Return the outputs of prompts, texts or lists of token ids, in their order.
 
         Raises:
-          InvalidRequest: before anything runs, if one of them cannot be served. RequestFailed: a fault of the
-          engine.
+          InvalidRequest: before anything runs, if one of them cannot be served.
+          RequestFailed: after a fault of the engine.
         """
         many = as_list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(each) != len(many):
-            raise InvalidRequest(
-                "params", f"{len(each)} of them", f"one, or one for each of the {len(many)} prompts"
-            )
+            accepted = f"one, or one for each of the {len(many)} prompts"
+            raise InvalidRequest("params", f"{len(each)} of them", accepted)
         requests = [self.request(prompt, p) for prompt, p in zip(many, each, strict=True)]
         return self._run(requests, [p if isinstance(p, str) else None for p in many], use_tqdm)
 
@@ -202,11 +168,10 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or several. Raises: as `generate`, and ChatTemplateError."""
+        """Return the answers to one conversation or several. Raises: as `generate`, and ChatTemplateError."""
         if self.tokenizer is None:
-            raise InvalidRequest(
-                "messages", "a conversation", "token ids: this model came without a tokenizer"
-            )
+            accepted = "token ids, because this model has no tokenizer"
+            raise InvalidRequest("messages", "a conversation", accepted)
         many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         requests = [self.request(encode_chat(self.tokenizer, m), params) for m in many]  # type: ignore[arg-type]
         return self._run(requests, [None] * len(requests), use_tqdm)
@@ -214,76 +179,123 @@ class LLM:
     def _run(
         self, requests: Sequence[Request], texts: Sequence[str | None], use_tqdm: bool
     ) -> list[RequestOutput]:
-        building = {r.request_id: self._answer(r, text) for r, text in zip(requests, texts, strict=True)}
-        if self.runtime is not None:
-            # Closed whatever happens: a block that is left halfway must end in order, so that the next finds
-            # nothing of it.
-            with self._turn, contextlib.closing(self.runtime.generate(requests, progress=use_tqdm)) as steps:
-                for event in itertools.chain.from_iterable(steps):
-                    building[event.request_id].take(event)
-                    building[event.request_id].raise_fault()
-            return [building[r.request_id].output for r in requests]
-        box: _Queue = _Queue()
-        left, waiting = len(requests), iter(requests)
-        bar = tqdm(total=left, desc="generating", disable=not use_tqdm, unit="request", delay=1.0)
+        builders = [self._builder(r, text) for r, text in zip(requests, texts, strict=True)]
+        hidden = not use_tqdm or self.runtime is not None  # the runtime shows its steps
+        bar = tqdm(total=len(requests), desc="generating", disable=hidden, unit="request", delay=1.0)
         try:
-            held = self._submit_some(waiting, box, None)
-            while left:
-                # What found no room may be kept out by the requests of others, whose ends are not told here.
-                for event in box.take(None if held is None else RETRY_S):
-                    one = building[event.request_id]
-                    one.take(event)
-                    if one.output.finished:
-                        left -= 1
-                        bar.update()
-                        one.raise_fault()
-                held = self._submit_some(waiting, box, held) if held is not None else None
+            with contextlib.closing(self._backend.generate(requests, use_tqdm)) as events:
+                return collect(builders, events, bar.update)
         finally:
             bar.close()
-            for one in building.values():
-                if not one.output.finished:
-                    self.driver.abort(one.output.request_id)
-        return [building[r.request_id].output for r in requests]
 
-    def _answer(self, request: Request, prompt: str | None) -> Answer:
-        return Answer(request, prompt, self.tokenizer, self.model_config.eos_token_ids)
-
-    def _submit_some(self, waiting, box: "_Queue", held: Request | None) -> Request | None:
-        """Submits until the queue is full; returns the request that found no room, None when all are in."""
-        for request in itertools.chain([] if held is None else [held], waiting):
-            try:
-                self.driver.submit(request, box)
-            except QueueFull:
-                return request
-        return None
+    def _builder(self, request: Request, prompt: str | None) -> OutputBuilder:
+        return OutputBuilder(request, prompt, self.tokenizer, self.model_config.eos_token_ids)
 
     # ---- streaming
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """The growing output of one prompt, after each step that added to it. Closing the iterator ends the
-        request.
+        """Yield the growing output of a prompt, a new object after each step. Closing it ends the request.
 
-        Raises: InvalidRequest, QueueFull, Draining, RequestFailed.
+        Raises:
+          InvalidRequest, QueueFull, Draining, RequestFailed
         """
         request = self.request(prompt, params, request_id=request_id)
         if self.runtime is not None:
             raise InvalidRequest(
-                "prompt", prompt, "generate or chat: an offloaded model answers by the block, not in a stream"
+                "prompt", prompt, "generate or chat, because an offloaded model has no stream"
             )
         box = _AsyncQueue(asyncio.get_running_loop())
-        one = self._answer(request, prompt if isinstance(prompt, str) else None)
+        builder = self._builder(request, prompt if isinstance(prompt, str) else None)
         self.driver.submit(request, box)
         try:
-            while not one.output.finished:
+            while not builder.finished:
                 for event in await box.events.get():
-                    one.take(event)
-                one.raise_fault()
-                yield one.output
+                    builder.take(event)
+                yield builder.output()
         finally:
-            if not one.output.finished:
+            if not builder.finished:
                 self.driver.abort(request.request_id)
+
+
+class Backend(Protocol):
+    """An engine behind an `LLM`."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum number of tokens of a sequence, prompt and output."""
+        ...
+
+    @property
+    def warm_up_s(self) -> float:
+        """Seconds of compiling; of an offloaded model, of the complete start."""
+        ...
+
+    def accept(self, request: Request) -> Request:
+        """Return the request with its limit. Raises: InvalidRequest."""
+        ...
+
+    def generate(self, requests: Sequence[Request], progress: bool) -> Generator[Event]:
+        """Yield the events of all requests. Closing the generator ends what still runs."""
+        ...
+
+    def close(self) -> None:
+        """Abort what runs, and end the engine."""
+        ...
+
+
+class _Serving:
+    """The serving engine."""
+
+    def __init__(self, engine: Engine):
+        assert engine.config.max_model_len is not None
+        self.max_model_len, self.warm_up_s = engine.config.max_model_len, engine.warm_up_s
+        self._driver = engine.driver
+        self.accept, self.close = engine.driver.accept, engine.driver.close
+
+    def generate(self, requests: Sequence[Request], progress: bool) -> Generator[Event]:
+        """See `Backend.generate`."""
+        box, waiting = _Queue(), collections.deque(requests)
+        running: dict[str, int] = {}  # number of sequences that have not finished, by request
+        try:
+            while waiting or running:
+                self._submit(waiting, running, box)
+                # Other callers' requests may fill the queue, and the ends of those are not posted here.
+                for event in box.take(RETRY_S if waiting else None):
+                    if isinstance(event, Finished):
+                        running[event.request_id] -= 1
+                        if not running[event.request_id]:
+                            del running[event.request_id]
+                    yield event
+        finally:
+            for name in running:
+                self._driver.abort(name)
+
+    def _submit(self, waiting: collections.deque[Request], running: dict[str, int], box: "_Queue") -> None:
+        """Submit requests until the queue is full."""
+        with contextlib.suppress(QueueFull):
+            while waiting:
+                self._driver.submit(waiting[0], box)
+                request = waiting.popleft()
+                running[request.request_id] = request.sampling.n
+
+
+class _Offloaded:
+    """FlexGen's runtime. The calls of several threads run one after another."""
+
+    def __init__(self, runtime: Runtime):
+        self.max_model_len = runtime.policy.prompt_tokens + runtime.policy.output_tokens
+        self.warm_up_s = runtime.load_s
+        self._runtime, self._turn = runtime, threading.Lock()
+        self.accept, self.close = runtime.accept, runtime.close
+
+    def generate(self, requests: Sequence[Request], progress: bool) -> Generator[Event]:
+        """See `Backend.generate`."""
+        # A block that is left halfway must end in order, so that the next one finds nothing of it.
+        with self._turn, contextlib.closing(self._runtime.generate(requests, progress=progress)) as steps:
+            for events in steps:
+                yield from events
 
 
 class _Queue:
@@ -293,10 +305,11 @@ class _Queue:
         self._events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
 
     def post(self, events: list[Event]) -> None:
+        """Add the events of one step."""
         self._events.put(events)
 
     def take(self, timeout_s: float | None) -> list[Event]:
-        """The events of one step; none if there is no step in that time."""
+        """Return the events of one step; [] after the timeout."""
         try:
             return self._events.get(timeout=timeout_s)
         except queue.Empty:
@@ -311,5 +324,6 @@ class _AsyncQueue:
         self.events: asyncio.Queue[list[Event]] = asyncio.Queue()
 
     def post(self, events: list[Event]) -> None:
-        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody listens
+        """Add the events of one step, on the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the caller's event loop is closed
             self._loop.call_soon_threadsafe(self.events.put_nowait, events)

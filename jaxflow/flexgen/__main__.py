@@ -32,14 +32,14 @@ from jaxflow.flexgen.config import (
 )
 from jaxflow.flexgen.policy import Policy, PolicyError
 from jaxflow.flexgen.report import measure_link, report, text
-from jaxflow.flexgen.runtime import Runtime, check_request
+from jaxflow.flexgen.runtime import Runtime, accept
 from jaxflow.flexgen.scratch_files import DiskError
 from jaxflow.flexgen.start import prepare, start
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from jaxflow.parallel.mesh import choose_platform
-from jaxflow.prompt import Prompt, open_tokenizer, token_ids
-from jaxflow.request import InvalidRequest, Request, SamplingParams
-from jaxflow.request_output import Answer, RequestOutput
+from jaxflow.prompt import Prompt, make_request, open_tokenizer
+from jaxflow.request import InvalidRequest, SamplingParams
+from jaxflow.request_output import OutputBuilder, RequestOutput, collect
 from jaxflow.text.tokenizer import Tokenizer
 
 
@@ -88,7 +88,7 @@ def check_prompts(
     """Check the prompts of a file before the start. Raises: ConfigError naming the line."""
     for number, prompt in prompts.items():
         try:
-            check_request(policy, Request("", token_ids(prompt, tokenizer, vocab_size), sampling))
+            accept(policy, make_request("", prompt, sampling, tokenizer, vocab_size))
         except InvalidRequest as error:
             line = f"{path}, line {number}: {str(error.value)[:80]}"
             raise ConfigError("prompts", line, error.accepted) from error
@@ -102,18 +102,16 @@ def generate(
     checkpoint: Checkpoint,
 ) -> list[RequestOutput]:
     """Return the outputs of prompts, in order. Raises: InvalidRequest, DiskError, RequestFailed."""
-    model, answers = checkpoint.model_config, {}
+    model = checkpoint.model_config
     requests = [
-        Request(f"request-{i}", token_ids(prompt, tokenizer, model.vocab_size), sampling)
+        make_request(f"request-{i}", prompt, sampling, tokenizer, model.vocab_size)
         for i, prompt in enumerate(prompts)
     ]
-    for request, prompt in zip(requests, prompts, strict=True):
-        words = prompt if isinstance(prompt, str) else None
-        answers[request.request_id] = Answer(request, words, tokenizer, model.eos_token_ids)
-    for event in itertools.chain.from_iterable(runtime.generate(requests, progress=True)):
-        answers[event.request_id].take(event)
-        answers[event.request_id].raise_fault()
-    return [answer.output for answer in answers.values()]
+    builders = [
+        OutputBuilder(request, prompt if isinstance(prompt, str) else None, tokenizer, model.eos_token_ids)
+        for request, prompt in zip(requests, prompts, strict=True)
+    ]
+    return collect(builders, itertools.chain.from_iterable(runtime.generate(requests, progress=True)))
 
 
 def run() -> None:

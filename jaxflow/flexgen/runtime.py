@@ -28,59 +28,40 @@ from jaxflow.flexgen.geometry import Geometry
 from jaxflow.flexgen.host_attention import HostAttention
 from jaxflow.flexgen.policy import Policy
 from jaxflow.flexgen.tiers import Tiers, VerbTraffic
-from jaxflow.request import Event, Finished, FinishReason, InvalidRequest, Request, SamplingParams
-from jaxflow.scheduler.state import SEED_STEP
+from jaxflow.request import Event, Finished, FinishReason, InvalidRequest, Request, SamplingParams, with_limit
 from jaxflow.scheduler.state import Sequence as Seq
+from jaxflow.scheduler.state import sequences_of
 
 
-def check_request(policy: Policy, request: Request) -> None:
-    """Raise InvalidRequest for a request that no block of a policy can hold."""
-    prompt, sampling = len(request.prompt_token_ids), request.sampling
-    if prompt > policy.prompt_tokens:
+def accept(policy: Policy, request: Request) -> Request:
+    """Return a request with its limit. A request that has a limit is returned as it is.
+
+    Raises:
+      InvalidRequest: for a request that no block of the policy can hold.
+    """
+    if request.limit is not None:
+        return request
+    if request.sampling.prompt_logprobs is not None:
+        asked = request.sampling.prompt_logprobs
         raise InvalidRequest(
-            "prompt", f"{prompt} tokens", f"at most {policy.prompt_tokens}, the policy's prompt_tokens"
+            "prompt_logprobs", asked, "unset, because an offloaded run does not compute them"
         )
-    if sampling.max_tokens is not None and sampling.max_tokens > policy.output_tokens:
-        raise InvalidRequest(
-            "max_tokens", sampling.max_tokens, f"at most {policy.output_tokens}, the policy's output_tokens"
-        )
-    if sampling.min_tokens > policy.output_tokens:
-        raise InvalidRequest(
-            "min_tokens", sampling.min_tokens, f"at most {policy.output_tokens}, the policy's output_tokens"
-        )
-    if sampling.prompt_logprobs is not None:
-        raise InvalidRequest(
-            "prompt_logprobs",
-            sampling.prompt_logprobs,
-            "unset, because an offloaded run does not compute them",
-        )
+    return with_limit(request, policy.prompt_tokens, policy.output_tokens)
 
 
 class LiveRequests:
-    """The sequences of requests, and the events of their tokens: the same events that the engine emits."""
+    """The sequences of accepted requests, and the events of their tokens, as the engine emits them."""
 
-    def __init__(self, requests: Sequence[Request], policy: Policy, eos: Iterable[int], seeds: random.Random):
+    def __init__(self, requests: Sequence[Request], eos: Iterable[int], seeds: random.Random):
         eos, now = frozenset(eos), time.perf_counter()
         self._live: dict[str, LiveRequest] = {}
         self.sequences: list[Seq] = []
         for arrival, request in enumerate(requests):
-            sampling = request.sampling
-            seed = seeds.getrandbits(64) if sampling.seed is None else sampling.seed
-            limit = len(request.prompt_token_ids) + (sampling.max_tokens or policy.output_tokens)
-            own = [
-                Seq(
-                    request,
-                    i,
-                    seed=(seed + i * SEED_STEP) % 2**64,
-                    limit=limit,
-                    arrival=arrival,
-                    now=now,
-                    salt=None,
-                )
-                for i in range(sampling.n)
-            ]
-            self._live[request.request_id] = LiveRequest(request, own, eos, now)
-            self.sequences += own
+            assert request.limit is not None
+            seed = seeds.getrandbits(64) if request.sampling.seed is None else request.sampling.seed
+            made = sequences_of(request, seed=seed, limit=request.limit, arrival=arrival, now=now, salt=None)
+            self._live[request.request_id] = LiveRequest(request, made, eos, now)
+            self.sequences += made
 
     def start_block(self, sequences: Iterable[Seq]) -> None:
         """Record the start of the sequences' block."""
@@ -93,21 +74,12 @@ class LiveRequests:
         if seq.finished:
             return []
         seq.append(token)
-        now, live = time.perf_counter(), self._live[seq.request.request_id]
-        events: list[Event] = []
-        if live.first_token_s is None:
-            events.append(live.started())
-            live.first_token_s = now
-        try:
-            delta, reason, by = live.draw(seq, token, found, row, now)
-        except Exception as fault:  # an error of the stop checker ends this sequence only
-            seq.finished = True
-            return [*events, live.finished(seq, FinishReason.ABORT, None, now, fault)]
-        events.append(delta)
-        if reason is not None:
-            seq.finished = True
-            events.append(live.finished(seq, reason, by, now, None))
-        return events
+        live = self._live[seq.request.request_id]
+        return live.take(seq, token, found, row, time.perf_counter(), _end)
+
+
+def _end(seq: Seq, reason: FinishReason) -> None:
+    seq.finished = True
 
 
 def generated(events: Iterable[Event]) -> int:
@@ -192,9 +164,9 @@ class Runtime:
         """The number of backend compilations since the start. Any number except 0 is an error."""
         return compilations() - self._compiled_at_start
 
-    def check(self, request: Request) -> None:
-        """Raise InvalidRequest for a request that no block can hold."""
-        check_request(self.policy, request)
+    def accept(self, request: Request) -> Request:
+        """Return a request with its limit. Raises: InvalidRequest, for a request that no block can hold."""
+        return accept(self.policy, request)
 
     def generate(
         self, requests: Sequence[Request], *, progress: bool = False
@@ -209,8 +181,7 @@ class Runtime:
             that has to end it.
           DiskError: the generated tokens are lost, and the runtime must be closed.
         """
-        for request in requests:
-            self.check(request)
+        requests = [self.accept(request) for request in requests]
         if not self._under_way.acquire(blocking=False):
             raise RuntimeError(
                 "an offloaded run is under way; accepted is a call after its end, or after its iterator was closed"
@@ -225,7 +196,7 @@ class Runtime:
         if self._fault is not None:
             raise RuntimeError("an offloaded run failed; close the runtime") from self._fault
         g = self.geometry
-        live = LiveRequests(requests, self.policy, g.config.eos_token_ids, self._random)
+        live = LiveRequests(requests, g.config.eos_token_ids, self._random)
         size = self.policy.block_size
         blocks = [live.sequences[i : i + size] for i in range(0, len(live.sequences), size)]
         made = [make_block(g, sequences) for sequences in blocks]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 import jaxflow
-from jaxflow.request import Draining, Event, InvalidRequest, Request, SamplingParams, Started
+from jaxflow.request import Draining, Event, InvalidRequest, Request, Started
 from jaxflow.text.chat import ChatTemplateError, render_chat
 from jaxflow.text.tokenizer import Tokenizer
 from serving.grpc import convert, generate_pb2_grpc

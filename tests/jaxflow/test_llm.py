@@ -120,6 +120,8 @@ class TestGenerate:
         assert len({tuple(answer.token_ids) for answer in out.outputs}) == 4
         [first] = llm.generate("One day", SamplingParams(seed=3, max_tokens=12, logprobs=1), use_tqdm=False)
         assert first.outputs[0].token_ids == out.outputs[0].token_ids
+        assert out.usage.completion_tokens == sum(len(answer.token_ids) for answer in out.outputs)
+        assert out.usage.prompt_tokens == len(out.prompt_token_ids)
 
     def test_a_prompt_seen_before_is_cached(self, llm):
         prompt = [1, *range(100, 139)]
@@ -215,8 +217,9 @@ class TestEnds:
         assert answer.text == whole.text[: first + (len(stop) if include else 0)]
         assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
         assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
-        end = first + (len(stop) if include else 0)  # the ids end with the token that the text ends in
-        assert borders[len(answer.token_ids)] >= end > borders[len(answer.token_ids) - 1]
+        # The ids keep the tokens of the stop string, as in vLLM and over gRPC.
+        stops = next(i for i in range(65) if stop in text_of(llm, whole.token_ids[:i]))
+        assert len(answer.token_ids) == stops
 
     def test_what_only_began_like_a_stop_string_is_shown_in_the_end(self, llm):
         whole = story(llm, 20).outputs[0]
@@ -276,6 +279,18 @@ class TestChat:
 
 
 class TestStream:
+    def test_outputs_do_not_change_after_they_were_yielded(self, llm):
+        async def collect():
+            return [out async for out in llm.stream("Once", GREEDY)]
+
+        outputs = asyncio.run(collect())
+        lengths = [len(out.outputs[0].token_ids) for out in outputs]
+        assert lengths == sorted(set(lengths)) and len(lengths) > 10
+        assert [out.finished for out in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert all(len(out.outputs[0].text) <= len(outputs[-1].outputs[0].text) for out in outputs)
+        with pytest.raises(AttributeError):
+            outputs[0].finished = True
+
     def test_grows_to_what_generate_gives(self, llm):
         async def collect():
             return [

@@ -10,7 +10,7 @@ import pytest
 from offloaded import DEVICE, DISK, HOST, MIXED, OUTPUT, changed, goldens, policy, requests, run, runtime
 
 from jaxflow import LLM, SamplingParams
-from jaxflow import llm as llm_module
+from jaxflow import prompt as prompt_module
 from jaxflow.flexgen.block_loop import Verbs
 from jaxflow.flexgen.config import OffloadConfig
 from jaxflow.flexgen.kv_store import KvStore
@@ -159,7 +159,7 @@ def test_concurrent_calls_of_an_offloaded_llm_run_in_turn(tmp_path, monkeypatch)
 
         assert within(lambda: ask(prompts)) == expected
         with monkeypatch.context() as patch:
-            patch.setattr(llm_module, "StopStrings", Faulty)
+            patch.setattr(prompt_module, "detokenizer", lambda *_: Faulty())
             with pytest.raises(RequestFailed):
                 stopped = SamplingParams(temperature=0.0, max_tokens=OUTPUT, stop=["zzzz"])
                 within(

@@ -185,9 +185,9 @@ def test_invalid_arguments_are_refused_in_a_line(file, arguments, words, capsys,
         (b"Once\nupon \xff a time", "line 2' is not supported: UTF-8 text (invalid start byte at byte 6)"),
         (
             b'Once\n{"prompt": [%s]}' % b",".join([b"5"] * 41),
-            "line 2: 41 tokens' is not supported: at most 40, the policy's prompt_tokens",
+            "line 2: 41 tokens' is not supported: at most 40 tokens",
         ),
-        (b"Once " * 60, "tokens' is not supported: at most 40, the policy's prompt_tokens"),
+        (b"Once " * 60, "tokens' is not supported: at most 40 tokens"),
         (b'{"prompt": [5, 512]}', "line 1: 512' is not supported: token ids 0 to 511"),
         (b'{"prompt": [-1]}', "line 1: -1' is not supported: token ids 0 to 511"),
         (b'{"prompt": []}', "line 1: []' is not supported: at least one token"),
@@ -234,7 +234,7 @@ def test_the_python_api(file, tmp_path):
         for tokens in (2, 6):
             with pytest.raises(
                 InvalidRequest,
-                match="prompt='41 tokens' is not accepted: at most 40, the policy's prompt_tokens",
+                match="prompt='41 tokens' is not accepted: at most 40 tokens",
             ):
                 llm.generate([[5] * 41], SamplingParams(max_tokens=tokens), use_tqdm=False)
     with pytest.raises(ValueError, match=r"offload=3.*python -m search placement"):
