@@ -44,7 +44,7 @@ from jaxflow.engine.start import make_executor, prepare_process, resolve
 from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.parallel.mesh import over_shards
-from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import Plan, digest, load
 from jaxflow.scheduler.state import Chunk, StepWork
 

@@ -19,6 +19,7 @@ from jaxflow.model import ops, transformer, weights
 from jaxflow.model.architectures.hf_config import model_config_from_hf
 from jaxflow.model.batch import Batch, cache_slots
 from jaxflow.model.graph import Graph, model_graph
+from jaxflow.model.op_registry import Context, Site
 from jaxflow.parallel.mesh import axis_of, make_mesh, over_shards
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.plan import NanoOp, Plan
@@ -57,7 +58,7 @@ def plans(
     whole = st.lists(st.sampled_from(range(4, tokens, 4)), max_size=2, unique=True).map(sorted)
     common, left = draw(whole if graph.scattered else cut), []
     for name, op in by_name.items():
-        alike = graph.scattered and (op.own_rows or op.kind == "network")
+        alike = graph.scattered and (op.local_rows or op.kind == "network")
         cuts = common if alike else draw(st.one_of(st.just(common), st.just(common), cut))
         for i, (start, stop) in enumerate(zip([0, *cuts], [*cuts, tokens], strict=True)):
             left.append(NanoOp(f"{name}.{i}", name, start, stop))
@@ -70,7 +71,7 @@ def plans(
         fixed = {
             name
             for name, op in by_name.items()
-            if op.kind == "network" or op.own_rows or "experts" in op.inputs
+            if op.kind == "network" or op.local_rows or "experts" in op.inputs
         }
         pinned = fixed | {name for name in by_name if "expert" in name or name in ("router", "rope_append")}
         of = lambda nano: 0 if nano.op in pinned else draw(st.integers(0, 2))
@@ -167,11 +168,11 @@ class Bench:
     def jitted(self, forward):
         """(weights, kv, batch) -> (logits of the rows, residual stream, cache)."""
         mesh = make_mesh(self.tp)
-        c = ops.Context(self.config, REFERENCE, axis_of(mesh))
+        c = Context(self.config, REFERENCE, axis_of(mesh))
 
         def step(w, kv, batch):
             hidden, x, kv = forward(c, w, kv, batch)
-            return ops.logits(c, w, hidden), x, kv
+            return ops.logits(Site(c, w), hidden), x, kv
 
         replicated, kv_specs = (
             jax.sharding.PartitionSpec(),

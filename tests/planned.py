@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 
 from jaxflow.config import ModelConfig
 from jaxflow.kv.device_cache import cache_shapes, cache_spec, page_groups
-from jaxflow.model import ops, weights
+from jaxflow.model import weights
 from jaxflow.model.batch import Batch
+from jaxflow.model.op_registry import Context
 from jaxflow.parallel.mesh import axis_of, over_shards
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.plan import Plan, borders
@@ -70,7 +71,7 @@ def compiled(
     """
     mesh, narrow = h200_mesh((tp,)), quantization == "fp8"
     context, forward = (
-        ops.Context(model, kernels, axis_of(mesh)),
+        Context(model, kernels, axis_of(mesh)),
         compile_plan(plan, model, tp, quantized=narrow),
     )
     how = {"quantization": quantization, "kv_scales": narrow}

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from jaxflow.model.graph import Graph
-from jaxflow.pipeline.order import ATTENTION, Run, program
 from jaxflow.pipeline.plan import Plan
+from jaxflow.pipeline.program import ATTENTION, LayerOp, program
 
 _INSTRUCTION = re.compile(
     r"^ *(?:ROOT )?%(?P<name>\S+) = (?P<shape>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<rest>.*)$", re.M
@@ -196,7 +196,9 @@ def spans(hlo: str, plan: Plan, graph: Graph, rows: int) -> list[Sent]:
     return _spans(_places(read(hlo, plan), runs, rows), runs, _behind(runs))
 
 
-def _spans(place: Mapping[tuple[str, int], Window], runs: Sequence[Run], behind: Sequence[int]) -> list[Sent]:
+def _spans(
+    place: Mapping[tuple[str, int], Window], runs: Sequence[LayerOp], behind: Sequence[int]
+) -> list[Sent]:
     found = []
     for index, run in enumerate(runs):
         if run.op.kind == "network" and (window := place.get((run.nano.id, run.layer))):
@@ -215,7 +217,7 @@ def _spans(place: Mapping[tuple[str, int], Window], runs: Sequence[Run], behind:
     return found
 
 
-def _places(windows: Sequence[Window], runs: Sequence[Run], rows: int) -> dict[tuple[str, int], Window]:
+def _places(windows: Sequence[Window], runs: Sequence[LayerOp], rows: int) -> dict[tuple[str, int], Window]:
     """Where each product, attention and collective is, by (nano-op, layer); asserts that each is there once,
     on its stream.
     """
@@ -246,7 +248,7 @@ def _places(windows: Sequence[Window], runs: Sequence[Run], rows: int) -> dict[t
     return place
 
 
-def _beside(runs: Sequence[Run], behind: Sequence[int], index: int) -> list[int]:
+def _beside(runs: Sequence[LayerOp], behind: Sequence[int], index: int) -> list[int]:
     """Return the runs without an order relative to a run."""
     return [
         i
@@ -255,7 +257,7 @@ def _beside(runs: Sequence[Run], behind: Sequence[int], index: int) -> list[int]
     ]
 
 
-def _behind(runs: Sequence[Run]) -> list[int]:
+def _behind(runs: Sequence[LayerOp]) -> list[int]:
     """For each run all that it follows, a bit each: what made its inputs, its stream, its waits, its layer's
     cache.
     """
@@ -263,8 +265,8 @@ def _behind(runs: Sequence[Run]) -> list[int]:
     for index, run in enumerate(runs):
         before = 0
         for i, other in enumerate(runs[:index]):
-            data = any((other.layer, value) in run.reads for value in other.makes) and other.span.meets(
-                run.span
+            data = any((other.layer, value) in run.reads for value in other.makes) and other.tokens.overlaps(
+                run.tokens
             )
             cache = other.layer == run.layer and {
                 other.nano.op == "rope_append",

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, UInt
 from jaxflow.engine.layout import StepLayout, apply_page_appends, unpack
 from jaxflow.kv.device_cache import cache_spec
 from jaxflow.model import logprobs, ops, sampling, slot_params
-from jaxflow.model.ops import Context
+from jaxflow.model.op_registry import Context, Site, op_scope
 from jaxflow.parallel.mesh import axis_of, over_shards
 
 REPLICATED = PartitionSpec()
@@ -78,7 +78,7 @@ class Programs:
 
     def _logits(self, head: dict, hidden: Float[Array, "R D"]) -> Float[Array, "R W"]:
         specs = ({name: self.weight_specs[name] for name in head}, REPLICATED)
-        return over_shards(lambda w, h: ops.logits(self.context, w, h), self.mesh, specs, REPLICATED)(
+        return over_shards(lambda w, h: ops.logits(Site(self.context, w), h), self.mesh, specs, REPLICATED)(
             head, hidden
         )
 
@@ -86,9 +86,8 @@ class Programs:
         """(head, hidden, rows, last_tokens) -> (tokens [R], last_tokens): greedy and temperature only."""
 
         def run(head, hidden, rows, last_tokens):
-            with jax.named_scope("logits"):
-                logits = self._logits(head, hidden)
-            with jax.named_scope("sample"):
+            logits = self._logits(head, hidden)
+            with op_scope("sample"):
                 tokens = sampling.plain(logits, rows.temperature, rows.seeds, rows.lengths)
             return tokens, _keep(last_tokens, rows, tokens)
 
@@ -100,9 +99,8 @@ class Programs:
         """
 
         def run(head, hidden, rows, last_tokens, params, counts):
-            with jax.named_scope("logits"):
-                logits = self._logits(head, hidden)
-            with jax.named_scope("sample"):
+            logits = self._logits(head, hidden)
+            with op_scope("sample"):
                 slots = jnp.where(rows.samples == FULL, rows.slots, counts.shape[0])
                 search = self.context.kernels.token_limits
                 tokens, counts, found = sampling.full_by_rows(
@@ -127,7 +125,7 @@ class Programs:
         config = self.context.config
 
         def run(weights, x, targets):
-            _, hidden = ops.final_norm(self.context, weights, x, None)
+            _, hidden = ops.final_norm(Site(self.context, weights), x, None)
             table = weights.get("lm_head", weights["embed"])
             return logprobs.prompt_logprobs(
                 hidden,

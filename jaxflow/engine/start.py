@@ -49,12 +49,12 @@ from jaxflow.kv.tiers.start import (
 from jaxflow.model import softmax_range
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
 from jaxflow.model.checkpoints.fingerprint import kv_fingerprint
-from jaxflow.model.ops import Context
+from jaxflow.model.op_registry import Context
 from jaxflow.model.sampling import rows_at_once
 from jaxflow.model.weights import Weights
 from jaxflow.parallel.mesh import axis_of, choose_platform, make_mesh, on_gpu
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import Plan
 from jaxflow.scheduler.config import SchedulerConfig
 from jaxflow.scheduler.running import make_page_tables

@@ -13,7 +13,7 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint, shipped_config
 from jaxflow.parallel.mesh import on_gpu
 from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
 from jaxflow.pipeline.compiler import compile_plan
-from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, PlanError, borders, fitting, load
 from pallas_kernels.gemm.api import HopperGemm, Product
 from pallas_kernels.kernel_set import KernelSet

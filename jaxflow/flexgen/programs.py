@@ -26,9 +26,10 @@ from jaxflow.flexgen.geometry import Geometry, Part
 from jaxflow.kv.int4 import dequantize_kv, quantize_kv
 from jaxflow.model import ops, sampling
 from jaxflow.model.batch import Batch
-from jaxflow.model.ops import KV, Context, Weights
+from jaxflow.model.op_registry import KV, Context, Site, Weights, op_scope
 from jaxflow.model.slot_params import SlotParams
-from jaxflow.parallel.peer_reduce import added
+from jaxflow.model.transformer import after_attention
+from jaxflow.parallel.collectives import added
 from pallas_kernels.pointwise.rope_append.reference import append
 
 Array = jax.Array
@@ -47,21 +48,21 @@ class Programs:
 
     def embed(self, ends: Weights, token_ids: Array, positions: Array) -> Pieces:
         """token_ids, positions: [T] int32, T tokens of all rows of a batch, row by row -> x in pieces."""
-        with jax.named_scope("embed"):
-            return self._cut(ops.embed(self.context, ends, token_ids, positions))
+        return self._cut(ops.embed(Site(self.context, ends), token_ids, positions))
 
     def hidden(self, ends: Weights, x: Pieces, last: Array) -> Array:
         """The normed hidden state [b, D] that each row's next token is drawn from. last: [b] int32, its place
         in x.
         """
-        with jax.named_scope("final_norm"):
-            return ops.final_norm(self.context, ends, self._gathered(_whole(x)[last]), None)[1]
+        return ops.final_norm(Site(self.context, ends), self._gathered(_whole(x)[last]), None)[1]
 
     def sample(
         self, ends: Weights, hidden: Array, temperature: Array, seeds: Array, positions: Array
     ) -> Array:
         """Greedy and temperature: one token a row, [b] int32; arguments as `sampling.plain`'s."""
-        return sampling.plain(self._logits(ends, hidden), temperature, seeds, positions)
+        logits = self._logits(ends, hidden)
+        with op_scope("sample"):
+            return sampling.plain(logits, temperature, seeds, positions)
 
     def sample_full(
         self,
@@ -76,11 +77,11 @@ class Programs:
     ) -> tuple[Array, Array, Any]:
         """Every setting: tokens, counts (donated) and log-probabilities; arguments as `sampling.full`'s."""
         logits, search = self._logits(ends, hidden), self.context.kernels.token_limits
-        return sampling.full(logits, temperature, seeds, positions, slots, params, counts, search=search)
+        with op_scope("sample"):
+            return sampling.full(logits, temperature, seeds, positions, slots, params, counts, search=search)
 
     def _logits(self, ends: Weights, hidden: Array) -> Array:
-        with jax.named_scope("logits"):
-            return ops.logits(self.context, ends, hidden)
+        return ops.logits(Site(self.context, ends), hidden)
 
     # ---- layers
 
@@ -97,10 +98,9 @@ class Programs:
                 tokens = slice(part.start * g.prompt, part.stop * g.prompt)
                 batch = self._prompts(part, lengths[part.start : part.stop])
                 pages = _unpacked(home, g.dtype) if part.tier == "device" else self._empty(part.rows)
-                with jax.named_scope("rope_append"):
-                    q, pages = ops.rope_append(c, layer, w, batch, 0, batch.num_tokens, fused[tokens], pages)
-                with jax.named_scope("chunk_attention"):
-                    outputs.append(ops.chunk_attention(c, layer, w, batch, 0, batch.num_tokens, q, pages))
+                site = Site(c, w, layer, batch, 0, batch.num_tokens)
+                q, pages = ops.rope_append(site, fused[tokens], pages)
+                outputs.append(ops.chunk_attention(site, q, pages))
                 pages = self._packed(pages)
                 if part.tier == "device":
                     kept = pages
@@ -160,8 +160,8 @@ class Programs:
                     )
                     shape = (few, self._kv_heads, g.page_size, g.config.head_dim)
                     pages = (jnp.zeros(shape, g.dtype), jnp.zeros(shape, g.dtype))
-                    with jax.named_scope("rope_append"):
-                        q, pages = ops.rope_append(c, layer, w, batch, 0, part.rows, fused[at], pages)
+                    site = Site(c, w, layer, batch, 0, part.rows)
+                    q, pages = ops.rope_append(site, fused[at], pages)
                     queries.append(q)
                     rows.append(tuple(p.swapaxes(1, 2).reshape(-1, *shape[1::2])[: part.rows] for p in pages))
             return stream, outputs, home, tuple(queries), tuple(rows)
@@ -180,48 +180,25 @@ class Programs:
 
     def _before(self, w: Weights, x: Pieces) -> tuple[Array, Array]:
         """The residual stream and the fused projection."""
-        with jax.named_scope("attn_norm"):
-            stream, h = ops.attn_norm(self.context, w, self._gathered(_whole(x)), None)
-        with jax.named_scope("qkv"):
-            return stream, ops.qkv(self.context, w, h)
+        site = Site(self.context, w)
+        stream, h = ops.attn_norm(site, self._gathered(_whole(x)), None)
+        return stream, ops.qkv(site, h)
 
     def _after(self, w: Weights, layer: Layer, x: Array, o: Array) -> Pieces:
-        """What follows attention; the residual is added at once, so that one array goes on to the next layer."""
-        c = self.context
-        with jax.named_scope("out_proj"):
-            y = ops.out_proj(c, w, o)
-        with jax.named_scope("attn_reduce"):
-            y = ops.attn_reduce(c, y)
-        if c.config.post_norms:
-            with jax.named_scope("post_attn_norm"):
-                y = ops.post_attn_norm(c, w, y)
-        with jax.named_scope("mlp_norm"):
-            x, h = ops.mlp_norm(c, w, x, y)
-        if layer.experts:
-            with jax.named_scope("experts"):
-                routing = ops.router(c, w, h)
-                y = ops.expert_down(c, w, ops.expert_up_gate(c, w, h, routing), routing)
-        else:
-            with jax.named_scope("mlp"):
-                y = ops.down(c, w, ops.up_gate(c, w, h))
-        with jax.named_scope("mlp_reduce"):
-            y = ops.mlp_reduce(c, y)
-        if c.config.post_norms:
-            with jax.named_scope("post_mlp_norm"):
-                y = ops.post_mlp_norm(c, w, y)
+        """Return x after a layer. The residual add is done at once: one array goes on to the next layer."""
+        x, y = after_attention(Site(self.context, w, layer), x, o)
         return self._cut(x + added(y))
 
     def _attend(
         self, layer: Layer, w: Weights, part: Part, fused: Array, stored: Any, positions: Array, live: Array
     ) -> tuple[Array, Any, Any]:
         """(output, stored KV with this token in it, this token's rows as they are stored) of a part."""
-        c, at = self.context, slice(part.start, part.stop)
+        at = slice(part.start, part.stop)
         batch = self._decodes(part, positions[at], live[at])
         pages = _unpacked(stored, self.geometry.dtype)
-        with jax.named_scope("rope_append"):
-            q, pages = ops.rope_append(c, layer, w, batch, 0, part.rows, fused[at], pages)
-        with jax.named_scope("decode_attention"):
-            o = ops.decode_attention(c, layer, w, batch, 0, part.rows, q, pages)
+        site = Site(self.context, w, layer, batch, 0, part.rows)
+        q, pages = ops.rope_append(site, fused[at], pages)
+        o = ops.decode_attention(site, q, pages)
         slots = batch.slots[0]
         page, place = slots // self.geometry.page_size, slots % self.geometry.page_size
         wide = tuple(p.at[page, :, place].get(mode="clip") for p in pages)

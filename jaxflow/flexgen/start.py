@@ -34,7 +34,7 @@ from jaxflow.flexgen.tiers import Tiers
 from jaxflow.flexgen.weight_store import WeightStore
 from jaxflow.kv.tiers.host_machine import bound, free_host_bytes, gpu_bus_ids, host_memory_bytes, near_cpus
 from jaxflow.model.checkpoints.checkpoint import Checkpoint
-from jaxflow.model.ops import Context
+from jaxflow.model.op_registry import Context
 from jaxflow.parallel.mesh import axis_of, make_mesh, on_gpu
 
 log = logging.getLogger(__name__)

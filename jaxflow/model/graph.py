@@ -60,7 +60,7 @@ class Op:
     demand: (count, work per one of it) terms, whose sum is the op's work.
     window: keys a query of this layer sees at most.
     experts: (E, experts per token): the weight bytes are of all E; a step reads those that its tokens choose.
-    own_rows: it works on each device's own rows of the step's tokens.
+    local_rows: it works on each device's own rows of the step's tokens.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Op:
     demand: tuple[tuple[Count, Work], ...]
     window: int | None = None
     experts: tuple[int, int] | None = None
-    own_rows: bool = False
+    local_rows: bool = False
 
     def work(self, step: Composition) -> Work:
         """The work of this op in a step."""
@@ -203,12 +203,12 @@ def _block_head(
     d, a = config.hidden_size, widths.activations
     if not scattered:
         return [_pointwise(f"{block}_norm", reads, (f"x{number}", f"h{number}"), 5 * d, moved * d * a)]
-    own = f"h{number}_own"
+    local = f"h{number}_local"
     norm = _pointwise(
-        f"{block}_norm", reads, (f"x{number}", own), 5 * d / tp, moved * d * a / tp, own_rows=True
+        f"{block}_norm", reads, (f"x{number}", local), 5 * d / tp, moved * d * a / tp, local_rows=True
     )
     sent = 1.0 if widths.weights == 1.0 and not wide else a
-    return [norm, _collective(f"{block}_gather", (own,), (f"h{number}",), "tokens", d * sent, tp, adds=0)]
+    return [norm, _collective(f"{block}_gather", (local,), (f"h{number}",), "tokens", d * sent, tp, adds=0)]
 
 
 def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths) -> list[Op]:
@@ -309,7 +309,7 @@ def _block_tail(
                 (f"{y}_norm",),
                 4 * d / share,
                 2 * d * a / share,
-                own_rows=scattered,
+                local_rows=scattered,
             )
         )
         y = f"{y}_norm"
@@ -374,10 +374,15 @@ def _pointwise(
     outputs: tuple[str, ...],
     flops: float,
     moved: float,
-    own_rows: bool = False,
+    local_rows: bool = False,
 ) -> Op:
     return Op(
-        name, "other", inputs, outputs, (("tokens", Work(flops, activation_bytes=moved)),), own_rows=own_rows
+        name,
+        "other",
+        inputs,
+        outputs,
+        (("tokens", Work(flops, activation_bytes=moved)),),
+        local_rows=local_rows,
     )
 
 

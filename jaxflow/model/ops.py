@@ -1,11 +1,11 @@
-"""The ops of the graph, each as a function of a token range; plans and the plain forward are made of these.
+"""The ops of the graph as functions; plans, the plain forward and offloaded runs are made of them.
 
-An op takes what it reads and returns what it makes. The residual stream is added where it is next normed, so
-that one kernel does both. `x` is the residual stream [t, D], `h` a normed input [t, D], `y` what a block adds
-to x [t, D]. Where a weight is e4m3 (`Quantized`), so is the input of its product: `h` and the heads with a
-scale for each token, `a`, whose rows no kernel sees whole, with one for every 128 columns.
+An op takes a `Site` and its inputs, and returns its outputs, both in the graph's order. A norm adds the
+residual stream, so that one kernel does both. `x` is the residual stream [t, D], `h` a normed input [t, D], `y`
+the sum that a block adds to x [t, D]. Where a weight is e4m3 (`Quantized`), the input of its GEMM is e4m3 too:
+`h` and the heads have one scale per token; `a` has one scale per 128 columns, since no kernel sees a full row.
 
-    embed -> x                                   attn_norm(x, y) -> x, h
+    embed(token_ids, positions) -> x             attn_norm(x, y) -> x, h
     qkv(h) -> qkv                                rope_append(qkv, kv) -> q, kv
     chunk_attention(q, kv) -> o                  decode_attention(q, kv, o) -> o
     out_proj(o) -> y                             attn_reduce(y) -> y, post_attn_norm(y) -> y
@@ -13,7 +13,7 @@ scale for each token, `a`, whose rows no kernel sees whole, with one for every 1
     router(h) -> routing                         expert_up_gate(h, routing) -> a, expert_down(a, routing) -> y
     mlp_reduce(y) -> y, post_mlp_norm(y) -> y    final_norm(x, y) -> x, hidden; logits(hidden)
 
-Scattered (`jaxflow.parallel.sequence_parallel`), y, x and what a norm makes of them are each device's own rows:
+In the scattered form of tensor parallelism, y, x and the norms' outputs are each device's local rows:
 
     attn_norm(x, y) -> x, h; attn_gather(h) -> h                attn_scatter(y) -> y; mlp_norm(x, y) -> x, h;
     mlp_gather(h) -> h
@@ -21,66 +21,33 @@ Scattered (`jaxflow.parallel.sequence_parallel`), y, x and what a norm makes of 
 
 from typing import Any
 
+import flax.struct
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxflow.config import Layer
-from jaxflow.model.attention import (  # noqa: F401  (ops, too)
-    attention_work,
-    chunk_attention,
-    decode_attention,
-    kv_scales,
-    merge_heads,
-)
+from jaxflow.config import Layer, gate_block
 from jaxflow.model.batch import Batch
-from jaxflow.model.context import KV, Context, Weights
-from jaxflow.model.moe import Routing, expert_down, expert_up_gate, router  # noqa: F401  (ops, too)
+from jaxflow.model.op_registry import KV, OPS, Context, OpFunction, Weights, op
 from jaxflow.model.rope import inverse_frequencies
-from jaxflow.parallel.peer_reduce import Halves, Sum, added, exchanged
-from jaxflow.parallel.sequence_parallel import (  # noqa: F401  (ops, too)
-    attn_gather,
-    attn_scatter,
-    mlp_gather,
-    mlp_scatter,
-)
+from jaxflow.parallel.collectives import Sum, UnaddedSum, added, exchange, gather_rows, scatter_rows
 from pallas_kernels.quantized import Quantized
 
 
-def _add_norm(
-    c: Context, w: Weights, name: str, x: Array, y: Sum | None, *, quantize: bool = False
-) -> tuple[Array, Any]:
-    settings: dict[str, Any] = {
-        "eps": c.config.norm_eps,
-        "offset": c.config.norm_weight_offset,
-        "quantize": quantize,
-    }
-    if isinstance(y, Halves):
-        y, settings["other"] = y
-    if c.sms is not None:
-        settings["sms"] = c.sms
-    return c.kernels.add_norm(x, y, w[name], w.get(f"{name}_bias"), **settings)
+def find_op(name: str) -> OpFunction:
+    """Return the op of this name. Raises: KeyError."""
+    return OPS[name]
 
 
-def _first_shard_only(c: Context, bias: Array | None) -> Array | None:
-    """A bias that must be added once, before the sum over shards."""
-    if bias is None or c.axis is None:
-        return bias
-    return jnp.where(lax.axis_index(c.axis) == 0, bias, jnp.zeros_like(bias))
+# ---- the ends of the model
 
 
-def _sum_shards(c: Context, y: Array) -> Array:
-    return y if c.axis is None else lax.psum(y, c.axis)
-
-
-def _vocabulary_offset(c: Context, table: Array) -> Int[Array, ""] | int:
-    return 0 if c.axis is None else lax.axis_index(c.axis) * table.shape[0]
-
-
+@op("embed")
 def embed(
     c: Context, w: Weights, token_ids: Int[Array, " t"], positions: Int[Array, " t"]
 ) -> Float[Array, "t D"]:
-    """Rows of the vocabulary-parallel table, scaled, with learned positions where the model has them."""
+    """Return scaled rows of the vocabulary-parallel table, plus learned positions where the model has them."""
     table = w["embed"]
     local = token_ids - _vocabulary_offset(c, table)
     here = (local >= 0) & (local < table.shape[0])
@@ -93,29 +60,158 @@ def embed(
     return x
 
 
-def _quantized(w: Weights, name: str) -> bool:
-    """Whether a weight takes its input in e4m3."""
-    return isinstance(w.get(name), Quantized)
+@op("final_norm")
+def final_norm(
+    c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"] | None
+) -> tuple[Array, Array]:
+    """Return (x + y, its norm): the stream after the last layer, and the input of the head."""
+    return _add_norm(c, w, "final_norm", x, y)
 
 
-def _gemm(c: Context, w: Weights, name: str, x: Array | Quantized, bias: Array | None, **behind: Any) -> Any:
-    if isinstance(x, Quantized):  # its dtype does not say what the stream's is
-        behind["out_dtype"] = w["attn_norm"].dtype
-    if c.sms is not None:
-        behind["sms"] = c.sms
-    return c.kernels.gemm(x, w[name], bias, **behind)
+@op("logits")
+def logits(c: Context, w: Weights, hidden: Float[Array, "R D"]) -> Float[Array, "R W"]:
+    """Return float32 scores over the padded vocabulary W, gathered from all shards; -inf at the padding."""
+    table = w.get("lm_head", w["embed"])
+    scores = c.kernels.gemm(hidden, table, out_dtype=jnp.float32)
+    if c.axis is not None:
+        scores = lax.all_gather(scores, c.axis, axis=1, tiled=True)
+    cap = c.config.logits_soft_cap
+    if cap is not None:
+        scores = jnp.tanh(scores / cap) * cap
+    if scores.shape[1] == c.config.vocab_size:
+        return scores
+    return jnp.where(jnp.arange(scores.shape[1]) < c.config.vocab_size, scores, -jnp.inf)
 
 
-def attn_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Sum | None) -> tuple[Array, Any]:
-    """(x + y, its norm); y is what the layer before adds, None in the first."""
+def _vocabulary_offset(c: Context, table: Array) -> Int[Array, ""] | int:
+    return 0 if c.axis is None else lax.axis_index(c.axis) * table.shape[0]
+
+
+# ---- norms
+
+
+@op("attn_norm")
+def attn_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Sum | None = None) -> tuple[Array, Any]:
+    """Return (x + y, its norm). y: the sum that the previous layer adds; None in the first layer."""
     return _add_norm(c, w, "attn_norm", x, y, quantize=_quantized(w, "qkv"))
 
 
+@op("post_attn_norm")
+def post_attn_norm(c: Context, w: Weights, y: Sum) -> Float[Array, "t D"]:
+    """Return Gemma's norm of the attention block's output."""
+    return _add_norm(c, w, "post_attn_norm", added(y), None)[1]
+
+
+@op("mlp_norm")
+def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Sum) -> tuple[Array, Any]:
+    """Return (x + y, its norm)."""
+    return _add_norm(c, w, "mlp_norm", x, y, quantize=_quantized(w, "up_gate"))
+
+
+@op("post_mlp_norm")
+def post_mlp_norm(c: Context, w: Weights, y: Sum) -> Float[Array, "t D"]:
+    """Return Gemma's norm of the MLP's output."""
+    return _add_norm(c, w, "post_mlp_norm", added(y), None)[1]
+
+
+def _add_norm(
+    c: Context, w: Weights, name: str, x: Array, y: Sum | None, *, quantize: bool = False
+) -> tuple[Array, Any]:
+    settings: dict[str, Any] = {
+        "eps": c.config.norm_eps,
+        "offset": c.config.norm_weight_offset,
+        "quantize": quantize,
+    }
+    if isinstance(y, UnaddedSum):
+        y, settings["other"] = y
+    return c.kernels.add_norm(x, y, w[name], w.get(f"{name}_bias"), **settings, **_sms(c))
+
+
+def _sms(c: Context) -> dict[str, int]:
+    """Return the SMs that a plan leaves to a kernel, as a keyword argument."""
+    return {} if c.sms is None else {"sms": c.sms}
+
+
+# ---- GEMMs
+
+
+@op("qkv")
 def qkv(c: Context, w: Weights, h: Float[Array, "t D"] | Quantized) -> Float[Array, "t A"]:
-    """All heads of one projection: for each key/value head its query heads, its key, its value."""
+    """Return all heads of one projection: per key/value head its query heads, its key, its value."""
     return _gemm(c, w, "qkv", h, w.get("qkv_bias"))
 
 
+@flax.struct.dataclass
+class UnmergedHeads:
+    """The outputs of both attentions for the same tokens, in two arrays.
+
+    start: the first token's index in the step. The step's first `num_decodes` tokens are decodes.
+    """
+
+    chunks: Float[Array, "t N H"]
+    decodes: Float[Array, "t N H"]
+    num_decodes: Int[Array, ""]
+    start: int = flax.struct.field(pytree_node=False)
+
+
+@op("out_proj")
+def out_proj(c: Context, w: Weights, o: Float[Array, "t N H"] | UnmergedHeads) -> Float[Array, "t D"]:
+    """Project the heads of both attentions. Returns a partial sum under tensor parallelism."""
+    quantized, both = _quantized(w, "out_proj"), o if isinstance(o, UnmergedHeads) else None
+    heads = o.chunks if isinstance(o, UnmergedHeads) else o
+    heads = heads.reshape(heads.shape[0], -1)
+    if both is not None:
+        decodes = both.decodes.reshape(heads.shape)
+        if quantized:
+            heads = c.kernels.quantize_rows(heads, decodes, both.num_decodes, start=both.start, sms=c.sms)
+        else:
+            is_decode = both.start + jnp.arange(heads.shape[0]) < both.num_decodes
+            heads = jnp.where(is_decode[:, None], decodes, heads)
+    elif quantized:
+        heads = c.kernels.quantize_rows(heads, sms=c.sms)
+    return _gemm(c, w, "out_proj", heads, _first_shard_only(c, w.get("out_proj_bias")))
+
+
+@op("up_gate")
+def up_gate(c: Context, w: Weights, h: Float[Array, "t D"] | Quantized) -> Float[Array, "t F"] | Quantized:
+    """Return act(gate(h)) · up(h), or act(up(h)) where the MLP has no gate."""
+    epilogue = {
+        "activation": c.config.activation,
+        "gate_block": c.config.gate_block if c.config.gated_mlp else None,
+    }
+    return _gemm(c, w, "up_gate", h, w.get("up_gate_bias"), **epilogue, quantize=_quantized(w, "down"))
+
+
+@op("down")
+def down(c: Context, w: Weights, a: Float[Array, "t F"] | Quantized) -> Float[Array, "t D"]:
+    """Project back to the model's width. Returns a partial sum under tensor parallelism."""
+    return _gemm(c, w, "down", a, _first_shard_only(c, w.get("down_bias")))
+
+
+def _quantized(w: Weights, name: str) -> bool:
+    """Return whether the GEMM of this weight takes an e4m3 input."""
+    return isinstance(w.get(name), Quantized)
+
+
+def _gemm(
+    c: Context, w: Weights, name: str, x: Array | Quantized, bias: Array | None, **epilogue: Any
+) -> Any:
+    if isinstance(x, Quantized):  # an e4m3 input does not tell the residual stream's dtype
+        epilogue["out_dtype"] = w["attn_norm"].dtype
+    return c.kernels.gemm(x, w[name], bias, **epilogue, **_sms(c))
+
+
+def _first_shard_only(c: Context, bias: Array | None) -> Array | None:
+    """Return a bias that the sum over shards must add once."""
+    if bias is None or c.axis is None:
+        return bias
+    return jnp.where(lax.axis_index(c.axis) == 0, bias, jnp.zeros_like(bias))
+
+
+# ---- attention
+
+
+@op("rope_append")
 def rope_append(
     c: Context,
     layer: Layer,
@@ -126,9 +222,7 @@ def rope_append(
     fused: Float[Array, "t A"],
     kv: KV,
 ) -> tuple[Float[Array, "t N H"], KV]:
-    """Splits the heads, norms and rotates them, writes keys and values of tokens [start, stop) to their
-    pages.
-    """
+    """Split the heads, norm and rotate them, and write keys and values of tokens [start, stop) to their pages."""
     rope = None if layer.rope is None else jnp.asarray(inverse_frequencies(layer.rope, c.config.head_dim))
     q, k_pages, v_pages = c.kernels.rope_append(
         fused,
@@ -146,94 +240,212 @@ def rope_append(
     return q, (k_pages, v_pages)
 
 
-def out_proj(
+@op("chunk_attention")
+def chunk_attention(
     c: Context,
+    layer: Layer,
     w: Weights,
-    o: Float[Array, "t N H"],
-    decoded: Float[Array, "t N H"] | None = None,
-    num_decodes: Int[Array, ""] | None = None,
-    start: int = 0,
-) -> Float[Array, "t D"]:
-    """Projects the heads of both attentions; a partial sum under tensor parallelism.
+    batch: Batch,
+    start: int,
+    stop: int,
+    q: Float[Array, "t N H"],
+    kv: KV,
+    work: Any = None,
+) -> Float[Array, "t N H"]:
+    """Return attention of the prefill tokens of [start, stop), and 0 at the decode tokens."""
+    if batch.chunks.shape[0] == 0:  # a program for steps of decodes only
+        return jnp.zeros_like(q)
+    listed, table = work or (None, batch.page_table[c.group(layer)])
+    pages, settings = _attention(c, layer, w, kv)
+    return c.kernels.chunk_attention(q, *pages, table, batch.chunks_in(start, stop), work=listed, **settings)
 
-    decoded: the heads of decodes, where o has the others' alone; the step's first `num_decodes` tokens are
-    decodes, these begin at `start`.
+
+@op("decode_attention")
+def decode_attention(
+    c: Context,
+    layer: Layer,
+    w: Weights,
+    batch: Batch,
+    start: int,
+    stop: int,
+    q: Float[Array, "t N H"],
+    kv: KV,
+    chunks: Float[Array, "t N H"] | None = None,
+    work: Any = None,
+) -> Float[Array, "b N H"]:
+    """Return attention of the decode tokens of [start, stop), and 0 at the prefill tokens.
+
+    The result has no rows (b = 0, else b = t) where the range lies after the last possible decode.
+    chunks: the output of `chunk_attention` for the same tokens. The result then holds both outputs.
     """
-    o = o.reshape(o.shape[0], -1)
-    if decoded is not None and num_decodes is not None:
-        decoded = decoded.reshape(o.shape)
-        if _quantized(w, "out_proj"):
-            o = c.kernels.quantize_rows(o, decoded, num_decodes, start=start, sms=c.sms)
-        else:
-            o = jnp.where((start + jnp.arange(o.shape[0]) < num_decodes)[:, None], decoded, o)
-    elif _quantized(w, "out_proj"):
-        o = c.kernels.quantize_rows(o, sms=c.sms)
-    return _gemm(c, w, "out_proj", o, _first_shard_only(c, w.get("out_proj_bias")))
+    rows, lengths = batch.decode_rows(start, stop)
+    if rows.start == rows.stop:
+        return q[:0] if chunks is None else chunks
+    listed, table = work or (None, batch.page_table[c.group(layer), rows])
+    pages, settings = _attention(c, layer, w, kv)
+    into = chunks if batch.chunks.shape[0] else None  # without chunks the kernel itself writes 0 elsewhere
+    return c.kernels.decode_attention(q, *pages, table, lengths, into=into, work=listed, **settings)
 
 
-def attn_swap(c: Context, y: Float[Array, "t D"]) -> Halves:
-    """The sum over pairs of four tensor-parallel shards."""
-    return exchanged(c, y)
+def _attention(c: Context, layer: Layer, w: Weights, kv: KV) -> tuple[KV, dict[str, Any]]:
+    """Return the arrays of the cache, and an attention kernel's settings."""
+    k, v = kv
+    settings = {"scale": c.config.scale, "window": layer.window, "soft_cap": c.config.attention_soft_cap}
+    if "unified" in w:
+        settings["unified"] = w["unified"]
+    settings |= _sms(c)
+    if isinstance(k, Quantized) and isinstance(v, Quantized):
+        return (k.values, v.values), settings | {"k_scale": k.scale, "v_scale": v.scale}
+    return (k, v), settings | kv_scales(w)
 
 
-mlp_swap = attn_swap
+def kv_scales(w: Weights) -> dict[str, Array]:
+    """Return the scales of an e4m3 cache; empty for other caches."""
+    return {name: w[name] for name in ("k_scale", "v_scale") if name in w}
 
 
-def attn_reduce(c: Context, y: Sum) -> Sum:
-    """The sum over tensor-parallel shards; of what was swapped, over both pairs."""
+def attention_work(c: Context, layer: Layer, batch: Batch, start: int, stop: int, name: str, kv: KV) -> Any:
+    """Return the work list of an attention kernel for tokens [start, stop), and its rows of the page table.
+
+    All layers of one window share the work list. Returns None where the kernel has nothing to do.
+    name: `chunk_attention` or `decode_attention`. kv: the cache of any layer, for its shapes.
+    """
+    keys = kv[0].values if isinstance(kv[0], Quantized) else kv[0]
+    rows, lengths = batch.decode_rows(start, stop)
+    if (batch.chunks.shape[0] if name == "chunk_attention" else rows.stop - rows.start) == 0:
+        return None
+    _, kv_heads, _, h = keys.shape
+    common = {"head_dim": h, "itemsize": keys.dtype.itemsize, "window": layer.window}
+    if name == "chunk_attention":
+        return c.kernels.list_chunk_work(
+            batch.chunks_in(start, stop), stop - start, **common
+        ), batch.page_table[c.group(layer)]
+    group = c.config.num_heads // c.config.num_kv_heads
+    listed = c.kernels.list_decode_work(lengths, kv_heads=kv_heads, group=group, sms=c.sms, **common)
+    return listed, batch.page_table[c.group(layer), rows]
+
+
+def merge_heads(
+    is_decode: Bool[Array, " t"],
+    decodes: Float[Array, "b N H"],
+    chunks: Float[Array, "t N H"],
+    *,
+    in_place: bool = True,
+) -> Float[Array, "t N H"]:
+    """Return each token's heads from the attention that computed them.
+
+    in_place: read and write only the rows that could decode. Otherwise copy all rows in one pass, which a side
+    stream needs.
+    """
+    rows, t = decodes.shape[0], chunks.shape[0]
+    if not rows:
+        return chunks
+    if not in_place:
+        return jnp.where(is_decode[:, None, None], jnp.pad(decodes, ((0, t - rows), (0, 0), (0, 0))), chunks)
+    # Not by `.at[:rows].set`: two such scatters under shard_map crash XLA's CPU compiler (jaxlib 0.11.2).
+    merged = jnp.where(is_decode[:rows, None, None], decodes, chunks[:rows])
+    return lax.dynamic_update_slice_in_dim(chunks, merged, 0, axis=0)
+
+
+# ---- sums over devices
+
+
+def _sum_shards(c: Context, y: Array) -> Array:
+    return y if c.axis is None else lax.psum(y, c.axis)
+
+
+def _reduce(c: Context, y: Sum) -> Sum:
+    """Return the sum over tensor-parallel shards, or over both pairs of a sum that `…_swap` made."""
     if not c.copies:
         return _sum_shards(c, added(y))
-    return exchanged(c, added(y), distance=2 if isinstance(y, Halves) else 1)
+    return exchange(added(y), _axis(c), distance=2 if isinstance(y, UnaddedSum) else 1)
 
 
-mlp_reduce = attn_reduce
+def _swap(c: Context, y: Float[Array, "t D"]) -> UnaddedSum:
+    """Return the sum over each pair of four tensor-parallel shards."""
+    return exchange(y, _axis(c))
 
 
-def post_attn_norm(c: Context, w: Weights, y: Sum) -> Float[Array, "t D"]:
-    """Gemma's norm of what attention adds."""
-    return _add_norm(c, w, "post_attn_norm", added(y), None)[1]
+def _scatter(c: Context, y: Float[Array, "t D"]) -> Float[Array, "t/tp D"]:
+    """Return the device's local rows of the sum over tensor-parallel shards."""
+    return scatter_rows(y, _axis(c))
 
 
-def mlp_norm(c: Context, w: Weights, x: Float[Array, "t D"], y: Sum) -> tuple[Array, Any]:
-    """(x + y, its norm)."""
-    return _add_norm(c, w, "mlp_norm", x, y, quantize=_quantized(w, "up_gate"))
+def _gather(c: Context, local: Any) -> Any:
+    """Return all rows from the devices that hold them, and the scales of `Quantized` rows."""
+    return gather_rows(local, _axis(c))
 
 
-def up_gate(c: Context, w: Weights, h: Float[Array, "t D"] | Quantized) -> Float[Array, "t F"] | Quantized:
-    """act(gate(h)) · up(h), or act(up(h)) where the MLP has no gate."""
-    behind = {
-        "activation": c.config.activation,
-        "gate_block": c.config.gate_block if c.config.gated_mlp else None,
-    }
-    return _gemm(c, w, "up_gate", h, w.get("up_gate_bias"), **behind, quantize=_quantized(w, "down"))
+def _axis(c: Context) -> str:
+    assert c.axis is not None, "a sum over devices on one device"
+    return c.axis
 
 
-def down(c: Context, w: Weights, a: Float[Array, "t F"] | Quantized) -> Float[Array, "t D"]:
-    """Back to the model's width; a partial sum under tensor parallelism."""
-    return _gemm(c, w, "down", a, _first_shard_only(c, w.get("down_bias")))
+attn_reduce, mlp_reduce = op("attn_reduce")(_reduce), op("mlp_reduce")(_reduce)
+attn_swap, mlp_swap = op("attn_swap")(_swap), op("mlp_swap")(_swap)
+attn_scatter, mlp_scatter = op("attn_scatter")(_scatter), op("mlp_scatter")(_scatter)
+attn_gather, mlp_gather = op("attn_gather")(_gather), op("mlp_gather")(_gather)
 
 
-def post_mlp_norm(c: Context, w: Weights, y: Sum) -> Float[Array, "t D"]:
-    """Gemma's norm of what the MLP adds."""
-    return _add_norm(c, w, "post_mlp_norm", added(y), None)[1]
+# ---- mixture of experts
 
 
-def final_norm(
-    c: Context, w: Weights, x: Float[Array, "t D"], y: Float[Array, "t D"] | None
-) -> tuple[Array, Array]:
-    """(x + y, its norm): the stream after the last layer, and what the head reads."""
-    return _add_norm(c, w, "final_norm", x, y)
+@flax.struct.dataclass
+class Routing:
+    """The E' experts that each token goes to, and their weights."""
+
+    experts: Int[Array, "t e"]
+    weights: Float[Array, "t e"]
 
 
-def logits(c: Context, w: Weights, hidden: Float[Array, "R D"]) -> Float[Array, "R W"]:
-    """Float32 scores over the padded vocabulary W, gathered from all shards; -inf beyond the vocabulary."""
-    table = w.get("lm_head", w["embed"])
-    scores = c.kernels.gemm(hidden, table, out_dtype=jnp.float32)
-    if c.axis is not None:
-        scores = lax.all_gather(scores, c.axis, axis=1, tiled=True)
-    cap = c.config.logits_soft_cap
-    if cap is not None:
-        scores = jnp.tanh(scores / cap) * cap
-    if scores.shape[1] == c.config.vocab_size:
-        return scores
-    return jnp.where(jnp.arange(scores.shape[1]) < c.config.vocab_size, scores, -jnp.inf)
+@op("router")
+def router(c: Context, w: Weights, h: Float[Array, "t D"]) -> Routing:
+    """Return the likeliest experts of each token, with softmax weights over all experts.
+
+    `ModelConfig.norm_topk_prob` scales the weights of a token's experts to a sum of 1.
+    """
+    scores = jax.nn.softmax(c.kernels.gemm(h, w["router"], out_dtype=jnp.float32), axis=-1)
+    weights, experts = likeliest(scores, c.config.experts_per_token)
+    if c.config.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return Routing(experts, weights)
+
+
+_RANKED_BY_COMPARISON = 32  # at most so many experts are ranked by comparing each with each
+
+
+def likeliest(scores: Float[Array, "t E"], chosen: int) -> tuple[Float[Array, "t e"], Int[Array, "t e"]]:
+    """Return `lax.top_k(scores, chosen)`.
+
+    A small number of scores is ranked by comparing each with each. XLA would sort, in several kernels.
+    """
+    number = scores.shape[1]
+    if number > _RANKED_BY_COMPARISON:
+        return lax.top_k(scores, chosen)
+    at = jnp.arange(number, dtype=jnp.int32)
+    # NaN compares as neither larger nor smaller, and would give every score the first rank.
+    ranked = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+    one, other = ranked[:, :, None], ranked[:, None, :]
+    rank = jnp.sum(((other > one) | ((other == one) & (at[None, :] < at[:, None]))).astype(jnp.int32), axis=2)
+    here = (
+        rank[:, None, :] == at[:chosen, None]
+    )  # [t, e, E]: whether an expert is a token's first, second, ...
+    return jnp.sum(jnp.where(here, scores[:, None, :], 0.0), axis=2), jnp.sum(jnp.where(here, at, 0), axis=2)
+
+
+@op("expert_up_gate")
+def expert_up_gate(c: Context, w: Weights, h: Float[Array, "t D"], routing: Routing) -> Float[Array, "t e F"]:
+    """Return act(gate) · up of each token at each of its experts, in one GEMM over pairs sorted by expert."""
+    groups = c.kernels.list_groups(routing.experts, c.config.num_experts)
+    gates = {"activation": c.config.activation, "gate_block": gate_block(c.config.expert_intermediate_size)}
+    tokens = groups.pairs // routing.experts.shape[1]
+    return c.kernels.grouped_gemm(h[tokens], w["expert_up_gate"], groups, **gates, **_sms(c))[groups.places]
+
+
+@op("expert_down")
+def expert_down(c: Context, w: Weights, a: Float[Array, "t e F"], routing: Routing) -> Float[Array, "t D"]:
+    """Return the weighted sum of the experts' outputs; a partial sum under tensor parallelism."""
+    groups = c.kernels.list_groups(routing.experts, c.config.num_experts)
+    rows = a.reshape(-1, a.shape[-1])[groups.pairs]
+    y = c.kernels.grouped_gemm(rows, w["expert_down"], groups, **_sms(c))[groups.places]
+    return (y.astype(jnp.float32) * routing.weights[..., None]).sum(1).astype(a.dtype)

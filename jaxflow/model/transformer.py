@@ -1,70 +1,50 @@
 """The plain forward: every op over all tokens of the step, in order. Every plan must compute this function."""
 
-import jax
 from jaxtyping import Array, Float
 
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
-from jaxflow.model.ops import KV, Context, Weights
-from jaxflow.parallel.peer_reduce import added
+from jaxflow.model.op_registry import KV, Context, Site, Weights, op_scope
+from jaxflow.parallel.collectives import added
 
 
 def forward(
     c: Context, weights: Weights, kv: list[KV], batch: Batch
 ) -> tuple[Float[Array, "R D"], Float[Array, "T D"], list[KV]]:
-    """One step through all layers.
+    """Run one step through all layers.
 
     Returns:
-      the normed hidden state of each row's sampled token, the residual stream of all tokens after the last
+      the normed hidden state of each sequence's sampled token, the residual stream of all tokens after the last
       layer (for prompt log-probabilities), and the cache with this step's keys and values.
     """
-    t = batch.num_tokens
-    with jax.named_scope("embed"):
-        x = ops.embed(c, weights, batch.token_ids, batch.positions)
+    ends = Site(c, weights)
+    x = ops.embed(ends, batch.token_ids, batch.positions)
     y, kv = None, list(kv)
     for i, (layer, w) in enumerate(zip(c.config.layers, weights["layers"], strict=True)):
-        with jax.named_scope("attn_norm"):
-            x, h = ops.attn_norm(c, w, x, y)
-        with jax.named_scope("qkv"):
-            fused = ops.qkv(c, w, h)
-        with jax.named_scope("rope_append"):
-            q, kv[i] = ops.rope_append(c, layer, w, batch, 0, t, fused, kv[i])
-        with jax.named_scope("chunk_attention"):
-            o = ops.chunk_attention(c, layer, w, batch, 0, t, q, kv[i])
-        with jax.named_scope("decode_attention"):
-            o = ops.decode_attention(c, layer, w, batch, 0, t, q, kv[i], o)
-        with jax.named_scope("out_proj"):
-            y = ops.out_proj(c, w, o)
-        with jax.named_scope("attn_reduce"):
-            y = ops.attn_reduce(c, y)
-        if c.config.post_norms:
-            with jax.named_scope("post_attn_norm"):
-                y = ops.post_attn_norm(c, w, y)
-        with jax.named_scope("mlp_norm"):
-            x, h = ops.mlp_norm(c, w, x, y)
-        y = _experts(c, w, h) if layer.experts else _mlp(c, w, h)
-        with jax.named_scope("mlp_reduce"):
-            y = ops.mlp_reduce(c, y)
-        if c.config.post_norms:
-            with jax.named_scope("post_mlp_norm"):
-                y = ops.post_mlp_norm(c, w, y)
-    with jax.named_scope("final_norm"):
+        site = Site(c, w, layer, batch, 0, batch.num_tokens)
+        x, h = ops.attn_norm(site, x, y)
+        q, kv[i] = ops.rope_append(site, ops.qkv(site, h), kv[i])
+        o = ops.chunk_attention(site, q, kv[i])
+        o = ops.decode_attention(site, q, kv[i], o)
+        x, y = after_attention(site, x, o)
+    with op_scope("final_norm"):
         x = x if y is None else x + added(y)
-        _, hidden = ops.final_norm(c, weights, x[batch.sample_tokens], None)
+    _, hidden = ops.final_norm(ends, x[batch.sample_tokens], None)
     return hidden, x, kv
 
 
-def _mlp(c: Context, w: Weights, h: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    with jax.named_scope("up_gate"):
-        a = ops.up_gate(c, w, h)
-    with jax.named_scope("down"):
-        return ops.down(c, w, a)
-
-
-def _experts(c: Context, w: Weights, h: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    with jax.named_scope("router"):
-        routing = ops.router(c, w, h)
-    with jax.named_scope("expert_up_gate"):
-        a = ops.expert_up_gate(c, w, h, routing)
-    with jax.named_scope("expert_down"):
-        return ops.expert_down(c, w, a, routing)
+def after_attention(
+    site: Site, x: Float[Array, "t D"], o: Float[Array, "t N H"]
+) -> tuple[Float[Array, "t D"], Array]:
+    """Return (x, y) after a layer. x: the residual stream before the MLP. y: the MLP's output, not added yet."""
+    y = ops.attn_reduce(site, ops.out_proj(site, o))
+    if site.c.config.post_norms:
+        y = ops.post_attn_norm(site, y)
+    x, h = ops.mlp_norm(site, x, y)
+    if site.layer is not None and site.layer.experts:
+        routing = ops.router(site, h)
+        y = ops.expert_down(site, ops.expert_up_gate(site, h, routing), routing)
+    else:
+        y = ops.down(site, ops.up_gate(site, h))
+    y = ops.mlp_reduce(site, y)
+    return x, ops.post_mlp_norm(site, y) if site.c.config.post_norms else y

@@ -1,1 +1,1 @@
-"""Plans, and the compiler that turns one into a step."""
+"""Plans, and the compiler that makes a step of a plan."""

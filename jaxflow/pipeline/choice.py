@@ -124,7 +124,7 @@ def is_sequential(plan: Plan) -> bool:
     """Whether each op is there once, nothing is cut, nothing overlaps or waits, and sums over devices are as
     usual.
 
-    Of a plan that `jaxflow.pipeline.order.check` accepts: in what order the ops are, and of which model, is
+    Of a plan that `jaxflow.pipeline.program.check` accepts: in what order the ops are, and of which model, is
     not looked at.
     """
     ops = [nano.op for nano in plan.nano_ops]

@@ -1,10 +1,9 @@
-"""Plan -> forward: the nano-ops of every layer, issued in the plan's order, as one function to be jitted.
+"""The compiler of plans: it issues the nano-ops of every layer in the plan's order, as one function for `jax.jit`.
 
-The function is `transformer.forward` for every plan (law 1 of the design); a plan changes only when and where
-things run. Values live as pieces of token ranges. XLA is held to the plan's order by barriers at three
-places: between ops of different tokens that follow each other on a stream (or it would merge their products
-back into one), before an append to a cache that earlier ops read (or it would copy the cache), and where the
-plan waits.
+The function computes `transformer.forward` for every plan (law 1 of the design). A plan changes only when and
+where operations run. A value lies in slices, one per token range. Barriers hold XLA to the plan's order at
+three places. Between ops of different tokens that follow each other on a stream: XLA would merge their GEMMs
+into one. Before an append to a cache that earlier ops read: XLA would copy the cache. Where the plan waits.
 """
 
 import dataclasses
@@ -20,18 +19,16 @@ from jaxtyping import Array, Float
 from jaxflow.config import ModelConfig
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
-from jaxflow.model.ops import KV, Context, Weights
-from jaxflow.parallel.peer_reduce import added
-from jaxflow.parallel.sequence_parallel import own_rows
+from jaxflow.model.op_registry import KV, Context, Site, Weights, op_scope
+from jaxflow.parallel.collectives import added, gather_rows, local_rows
 from jaxflow.pipeline import streams
-from jaxflow.pipeline.calls import call
-from jaxflow.pipeline.order import (
-    ATTENTION,
+from jaxflow.pipeline.plan import Plan, PlanError
+from jaxflow.pipeline.program import (
     MAIN,
+    LayerOp,
     Reads,
-    Run,
-    Source,
-    Span,
+    TokenRange,
+    Value,
     check,
     check_sms,
     check_sums,
@@ -39,9 +36,7 @@ from jaxflow.pipeline.order import (
     graph_of,
     program,
 )
-from jaxflow.pipeline.pieces import Piece, Pieces
-from jaxflow.pipeline.plan import Plan, PlanError
-from jaxflow.pipeline.regions import Group, Segment, grouped
+from jaxflow.pipeline.regions import IssueGroup, Region, group_entries
 
 Forward = Callable[
     [Context, Weights, list[KV], Batch], tuple[Float[Array, "R D"], Float[Array, "T D"], list[KV]]
@@ -51,45 +46,47 @@ Forward = Callable[
 def compile_plan(
     plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: bool = False, early: bool = False
 ) -> Forward:
-    """The function of a plan, of the signature and the meaning of `jaxflow.model.transformer.forward`.
+    """Return a plan's function, with the signature and the result of `jaxflow.model.transformer.forward`.
 
     Its batches have `plan.tokens` tokens, and no prefill chunk in them crosses one of `borders(plan)`.
-    quantized: the inputs of products are e4m3 with scales beside them, two arrays each. early: kernels begin
-    before the ones before them have ended (`KernelSet.begun_early`), which is for a step whose kernels are
-    launched one by one.
+    quantized: the inputs of GEMMs are e4m3 with scales, two arrays each.
+    early: kernels use programmatic dependent launch, for steps that launch kernels one by one.
 
     Raises:
-      PlanError: for a plan that is not one of this model on `tp` devices, or that asks for what is not there.
+      PlanError: for a plan that does not fit this model on `tp` devices.
     """
     graph = graph_of(plan, config, tp)
     check(plan, graph)
     check_sums(plan, graph, tp)
     check_sms(plan)
-    runs, final = program(plan, graph), final_values(graph)
-    reads = Reads(runs, final)
-    groups = grouped(runs, reads, quantized)
+    entries, final = program(plan, graph), final_values(graph)
+    reads = Reads(entries, final)
+    groups = group_entries(entries, reads, quantized)
 
     def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[Array, Array, list[KV]]:
         if batch.num_tokens != plan.tokens:
             raise PlanError(plan.name, f"a batch of {batch.num_tokens} tokens in a plan for {plan.tokens}")
         c = dataclasses.replace(c, kernels=c.kernels.begun_early()) if early else c
-        step = _Step(dataclasses.replace(c, copies=plan.sums == "copies"), weights, list(kv), batch, reads)
+        trace = _StepTrace(
+            dataclasses.replace(c, copies=plan.sums == "copies"), weights, list(kv), batch, reads
+        )
         for group in groups:
-            step.issue(group)
-        step.flush()
-        with jax.named_scope("final_norm"):
-            x = step.stream_after(final, plan.tokens)
-            _, hidden = ops.final_norm(c, weights, x[step.sample_tokens()], None)
-        return hidden, x, step.kv
+            trace.issue(group)
+        trace.flush()
+        with op_scope("final_norm"):
+            x = trace.stream_after(final, plan.tokens)
+            sampled = x[trace.sample_tokens()]
+        _, hidden = ops.final_norm(Site(c, weights), sampled, None)
+        return hidden, x, trace.kv
 
     return forward
 
 
 def xla_options(plan: Plan, tp: int = 1, graphs: str | None = None) -> dict[str, Any]:
-    """The XLA flags that a step of this plan is compiled with on GPUs.
+    """Return the XLA flags for compiling a step of this plan on GPUs.
 
-    graphs: a name in `streams.GRAPHS`; None: the best measured. The sequential step was measured with XLA's
-    own; streams do not overlap so.
+    graphs: a name in `streams.GRAPHS`; None for the best measured one. The sequential step was measured with
+    XLA's default. Streams do not overlap in the default.
     """
     several = len({(nano.start, nano.stop) for nano in plan.nano_ops}) > 1
     side = any(nano.stream for nano in plan.nano_ops)
@@ -98,285 +95,390 @@ def xla_options(plan: Plan, tp: int = 1, graphs: str | None = None) -> dict[str,
     return streams.xla_options(graphs, side_streams=side, collectives=several and tp > 1) | copies
 
 
-class _Step:
-    """One step while it is traced: what was made so far, and what the next op must follow."""
+@dataclasses.dataclass(eq=False)
+class _Slice:
+    """A value's rows of some tokens. `array` may be a pytree of arrays with the same rows.
+
+    stream: the stream that made it. merged: it holds the heads of both attentions.
+    passed: the barriers that it went through, one bit each. behind: the barriers that it, or an input of it,
+    went through. followers: the slices that were made from it.
+    """
+
+    value: Value
+    tokens: TokenRange
+    array: Any
+    stream: int = MAIN
+    merged: bool = False
+    passed: int = 0
+    behind: int = 0
+    followers: list["_Slice"] = dataclasses.field(default_factory=list)
+
+
+class _Values:
+    """The slices of every value.
+
+    rows: decode attention has no output for token ranges that start at or after this row.
+    """
+
+    def __init__(self, rows: int):
+        self._rows = rows
+        self._slices: dict[Value, list[_Slice]] = {}
+
+    def copy(self) -> "_Values":
+        """Return the same slices. Slices that are put into the copy stay out of the original."""
+        other = _Values(self._rows)
+        other._slices = {value: list(slices) for value, slices in self._slices.items()}
+        return other
+
+    def put(self, value: Value, tokens: TokenRange, array: Any) -> _Slice:
+        """Add a slice."""
+        made = _Slice(value, self._clip(value, tokens), array)
+        self._slices.setdefault(value, []).append(made)
+        return made
+
+    def put_merged(self, layer: int, tokens: TokenRange, array: Array) -> _Slice:
+        """Replace both attentions' outputs for the same tokens by one array."""
+        for name in ("o_decode", "o_chunk"):
+            value = (layer, name)
+            gone = self._clip(value, tokens)
+            self._slices[value] = [made for made in self._slices.get(value, []) if made.tokens != gone]
+        merged = _Slice((layer, "o_chunk"), tokens, array, merged=True)
+        self._slices[layer, "o_chunk"].append(merged)
+        return merged
+
+    def is_merged(self, layer: int, tokens: TokenRange) -> bool:
+        """Return whether all heads of these tokens are merged."""
+        return all(made.merged for made in self.find((layer, "o_chunk"), tokens))
+
+    def find(self, value: Value, tokens: TokenRange) -> list[_Slice]:
+        """Return the slices that hold some of the tokens, in order of tokens."""
+        return sorted(self.in_order_made(value, tokens), key=lambda made: made.tokens.start)
+
+    def in_order_made(self, value: Value, tokens: TokenRange) -> list[_Slice]:
+        """Return the slices that hold some of the tokens, the first made first."""
+        tokens = self._clip(value, tokens)
+        return [made for made in self._all(value) if made.tokens.overlaps(tokens)]
+
+    def read(self, value: Value, tokens: TokenRange) -> Any:
+        """Return the rows of these tokens as one array."""
+        tokens = self._clip(value, tokens)
+        found = self.find(value, tokens)
+        if not found:  # no token of this range can be a decode
+            return jax.tree.map(lambda a: a[:0], self._all(value)[0].array)
+
+        def rows(made: _Slice) -> Any:
+            first = max(tokens.start, made.tokens.start) - made.tokens.start
+            last = min(tokens.stop, made.tokens.stop) - made.tokens.start
+            if last - first == made.tokens.stop - made.tokens.start:
+                return made.array
+            return jax.tree.map(lambda a: a[first:last], made.array)
+
+        parts = [rows(made) for made in found]
+        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+
+    def _all(self, value: Value) -> list[_Slice]:
+        layer, name = value
+        merged = []
+        if name == "o_decode":
+            merged = [made for made in self._slices.get((layer, "o_chunk"), []) if made.merged]
+        return self._slices.get(value, []) + merged
+
+    def _clip(self, value: Value, tokens: TokenRange) -> TokenRange:
+        nothing = value[1] == "o_decode" and tokens.start >= self._rows
+        return TokenRange(tokens.start, tokens.start) if nothing else tokens
+
+
+class _StepTrace:
+    """One step while it is traced: the values made so far, and the order that the next op must follow."""
 
     def __init__(self, c: Context, weights: Weights, kv: list[KV], batch: Batch, reads: Reads):
         self.c, self.weights, self.kv, self.batch, self.reads = c, weights, kv, batch, reads
-        self.values = Pieces(batch.num_rows)
-        with jax.named_scope("embed"):
-            x = ops.embed(c, weights, batch.token_ids, batch.positions)
-        self.values.put((-1, "x"), Span(0, batch.num_tokens), x)
-        self.made: dict[str, list[Piece]] = {}  # nano-op id -> what its last run made
+        self.values = _Values(batch.num_rows)
+        x = ops.embed(Site(c, weights), batch.token_ids, batch.positions)
+        self.values.put((-1, "x"), TokenRange(0, batch.num_tokens), x)
+        self.made: dict[str, list[_Slice]] = {}  # nano-op id -> the outputs of its last entry
         self.readers: dict[
-            int, list[Piece]
-        ] = {}  # layer -> what was read from its cache since the last append
-        self.last: dict[Any, Run] = {}  # stream, or "network" -> the last run there
-        self.collectives: list[Run] = []  # issued, but not traced yet
-        self.works: dict[tuple, Any] = {}  # attention op, window, tokens and SMs -> the kernel's list of work
-        self.at = 0  # where in the program this is
+            int, list[_Slice]
+        ] = {}  # layer -> outputs read from its cache since the last append
+        self.last: dict[Any, LayerOp] = {}  # stream, or "network" -> the last entry there
+        self.pending: list[LayerOp] = []  # collectives that were issued and are not traced yet
+        self.works: dict[tuple, Any] = {}  # attention op, window, tokens and SMs -> the kernel's work list
+        self.at = 0  # the index of the current entry in the program
         self.barriers = 0
-        beside = {run.nano.op in ATTENTION for run in reads.runs if run.nano.stream}
-        self.aside = bool(beside)  # whether there are side streams
-        self.overlaps = len(beside) == 2  # attention and others are on side streams
+        on_side = {entry.attends for entry in reads.entries if entry.nano.stream}
+        self.has_side_streams = bool(on_side)
+        self.overlaps = len(on_side) == 2  # attention and other ops are on side streams
         self.awaited: list[
             Array
-        ] = []  # what the next op waits for by the plan alone, where there are side streams
-        self.zero = Piece(
-            (-2, "zero"), Span(0, batch.num_tokens), streams.zero_behind(jax.tree.leaves(batch))
-        )
+        ] = []  # the arrays that the next op follows by the plan only, with side streams
+        everything = TokenRange(0, batch.num_tokens)
+        self.zero = _Slice((-2, "zero"), everything, streams.zero_behind(jax.tree.leaves(batch)))
 
-    def issue(self, group: Group) -> None:
-        """The next nano-ops of the program.
+    def issue(self, group: IssueGroup) -> None:
+        """Trace the next nano-ops of the program.
 
-        A collective is traced behind the barrier that makes the next op follow what the collective sends: XLA
-        drops from a barrier what nobody reads behind it, and with it the order.
+        A collective is traced after the barrier that makes the next op follow the collective's input. XLA drops
+        an array from a barrier if nobody reads the array behind the barrier, and the order with it.
         """
-        self.at = group.first
-        sent = {(run.layer, value) for run in self.collectives for value in run.makes}
-        if any(source in sent for run in group.runs for source in run.reads):
+        self.at, first = group.first, group.entries[0]
+        sent = {(entry.layer, name) for entry in self.pending for name in entry.makes}
+        if any(value in sent for entry in group.entries for value in entry.reads):
             self.flush()
-        if group.runs[0].op.kind == "network":
-            self.collectives += group.runs
+        if first.is_collective:
+            self.pending += group.entries
             return
-        if any(sent.nano.id in group.runs[0].nano.waits for sent in self.collectives):
-            # what is not traced is not in `made`: the wait would be for the previous layer's run of it
+        if any(entry.nano.id in first.nano.waits for entry in self.pending):
+            # A pending collective is not in `made`: the wait would find the previous layer's.
             self.flush()
-        self.order(group.runs[0])
+        self.order(first)
         self.flush()
-        self.awaited = self.waited_for(group.runs[0])
-        if group.segments:
-            self.place(group)
+        self.awaited = self.waited_for(first)
+        if group.regions:
+            self.run_regions(group)
         else:
-            self.run(group.runs[0])
+            self.run(first)
         self.awaited = []
 
-    def waited_for(self, run: Run) -> list[Array]:
-        """What of the plan's order only data can say, in a CUDA graph, which has no barriers: waits, and what
-        attention has before it.
+    def waited_for(self, entry: LayerOp) -> list[Array]:
+        """Return the arrays that an entry must follow by data, because a CUDA graph has no barriers.
 
-        Attention that is ready long before the products before it on its stream would take their SMs (`qkv`'s
-        it follows by its keys).
+        These are its waits and, for attention, the GEMM before it on its stream: attention that is ready long
+        before would take the GEMM's SMs. Attention follows `qkv` by its keys.
         """
-        if not self.aside:
+        if not self.has_side_streams:
             return []
-        waits = [piece for wait in run.nano.waits for piece in self.made.get(wait, [])]
-        before = self.last.get(run.nano.stream) if run.nano.op in ATTENTION and run.nano.stream else None
+        waits = [made for wait in entry.nano.waits for made in self.made.get(wait, [])]
+        before = self.last.get(entry.nano.stream) if entry.attends and entry.nano.stream else None
         if (
             before is not None
             and before.op.kind == "dense"
             and before.nano.op != "qkv"
-            and not before.span.meets(run.span)
+            and not before.tokens.overlaps(entry.tokens)
         ):
             waits += self.made[before.nano.id]
-        return [jax.tree.leaves(alive.array)[0] for piece in waits for alive in self.frontier(piece)]
+        return [jax.tree.leaves(alive.array)[0] for made in waits for alive in self.frontier(made)]
 
     def flush(self) -> None:
-        """Traces the collectives that were issued."""
-        while self.collectives:
-            self.order(self.collectives[0])
-            self.run(self.collectives.pop(0))
+        """Trace the pending collectives."""
+        while self.pending:
+            self.order(self.pending[0])
+            self.run(self.pending.pop(0))
 
-    def run(self, run: Run) -> None:
-        """A nano-op on the main stream."""
-        if run.nano.op == "rope_append":
-            return self.append(run)
-        prefilled = (
-            self.values.find((run.layer, "o_chunk"), run.span) if run.nano.op == "decode_attention" else []
+    def run(self, entry: LayerOp) -> None:
+        """Trace a nano-op on the main stream."""
+        if entry.appends:
+            return self.append(entry)
+        chunks = self.values.find((entry.layer, "o_chunk"), entry.tokens) if entry.attends else []
+        into = (
+            entry.nano.op == "decode_attention"
+            and len(chunks) == 1
+            and chunks[0].tokens == entry.tokens
+            and chunks[0].stream == MAIN
         )
-        into = len(prefilled) == 1 and prefilled[0].span == run.span and prefilled[0].stream == MAIN
-        with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
-            inputs = [
-                *self.inputs(self.values, run, run.reads),
-                *(piece.array for piece in prefilled if into),
-            ]
-            if run.op.own_rows and run.reads[0][0] < 0:  # all devices have the embeddings
-                inputs[0] = own_rows(self.c, inputs[0])
-            outputs = self.call(run, inputs)
-        if into:
-            self.values.merge(prefilled[0], outputs[0])
-            self.record(run)
-            return
-        for value, made in zip(run.makes, outputs, strict=True):
-            self.values.put((run.layer, value), run.span, made)
-        self.record(run)
+        with op_scope(entry.nano.op, entry.nano.id):
+            inputs = self.inputs(self.values, entry, entry.reads)
+            if entry.op.local_rows and entry.reads[0][0] < 0:  # all devices hold the embeddings
+                assert self.c.axis is not None
+                inputs[0] = local_rows(inputs[0], self.c.axis)
+        outputs = self.call(entry, [*inputs, *(made.array for made in chunks if into)])
+        if into:  # the former array of the chunks' heads is overwritten
+            chunks[0].array, chunks[0].merged, chunks[0].passed = outputs[0], True, 0
+        else:
+            for name, array in zip(entry.makes, outputs, strict=True):
+                self.values.put((entry.layer, name), entry.tokens, array)
+        self.record(entry)
 
-    def append(self, run: Run) -> None:
-        """`rope_append`: a kernel for each array that its tokens lie in, the first made first, beside the
-        product that makes the next.
+    def append(self, entry: LayerOp) -> None:
+        """Trace `rope_append`, one kernel per input slice, the first made first.
+
+        The kernel of one slice runs while the GEMM of the next slice runs.
         """
-        for piece in self.values.as_made(run.reads[0], run.span):
-            own = Span(max(piece.span.start, run.nano.start), min(piece.span.stop, run.nano.stop))
+        for made in self.values.in_order_made(entry.reads[0], entry.tokens):
+            start = max(made.tokens.start, entry.nano.start)
+            stop = min(made.tokens.stop, entry.nano.stop)
             part = dataclasses.replace(
-                run, nano=msgspec.structs.replace(run.nano, start=own.start, stop=own.stop)
+                entry, nano=msgspec.structs.replace(entry.nano, start=start, stop=stop)
             )
-            with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
-                q, self.kv[run.layer] = self.call(part, [self.values.read(run.reads[0], own)])
-            self.values.put((run.layer, "q"), own, q)
-        self.record(run)
+            with op_scope(entry.nano.op, entry.nano.id):
+                fused = self.values.read(entry.reads[0], part.tokens)
+            q, self.kv[entry.layer] = self.call(part, [fused])
+            self.values.put((entry.layer, "q"), part.tokens, q)
+        self.record(entry)
 
-    def place(self, group: Group) -> None:
-        """Nano-ops that follow each other on a side stream, as regions of one output each."""
-        for run in group.runs:
-            if run.nano.op in ATTENTION:
-                self.work(run)  # on the main stream, once for all layers
-        attends = self.overlaps and group.runs[0].nano.op in ATTENTION
-        if attends:  # the region must read what `zero_behind` reads, not another form of it
-            self.join([self.zero, *self.values.find((group.runs[0].layer, "q"), group.runs[0].span)])
-        for part in group.segments:
-            out = streams.region(group.runs[0].nano.stream, functools.partial(self.trace, part))
-            (layer, value), span = part.output
-            put = (
-                self.values.put_merged(layer, span, out)
-                if part.merged
-                else self.values.put((layer, value), span, out)
-            )
-            put.stream = group.runs[0].nano.stream
-        for run in group.runs:
-            self.record(run)
+    def run_regions(self, group: IssueGroup) -> None:
+        """Trace consecutive nano-ops of a side stream, as regions of one output each."""
+        first, stream = group.entries[0], group.entries[0].nano.stream
+        attention = [entry for entry in group.entries if entry.attends]
+        for entry in attention:
+            self.work(entry)  # on the main stream, once for all layers
+        attends = self.overlaps and first.attends
+        if attends:  # the region must read the same form of an array as `zero_behind`
+            self.join([self.zero, *self.values.find((first.layer, "q"), first.tokens)])
+        for region in group.regions:
+            out = streams.region(stream, functools.partial(self.trace_region, region))
+            (layer, name), tokens = region.output
+            if region.merged:
+                put = self.values.put_merged(layer, tokens, out)
+            else:
+                put = self.values.put((layer, name), tokens, out)
+            put.stream = stream
+        for entry in group.entries:
+            self.record(entry)
         if attends:
-            self.begin([run for run in group.runs if run.nano.op in ATTENTION])
+            self.order_behind(attention)
 
-    def begin(self, runs: list[Run]) -> None:
-        """Attention on a side stream has what it needs: what the plan issues after it is issued behind its
-        beginning.
-        """
-        layer, own = runs[0].layer, self.weights["layers"][runs[0].layer]
-        scales = [own[name] for name in ("unified", "k_scale", "v_scale") if name in own]
+    def order_behind(self, attention: list[LayerOp]) -> None:
+        """Make XLA issue the entries after this one after the start of attention on a side stream."""
+        first = attention[0]
+        w = self.weights["layers"][first.layer]
         needed = [
-            self.values.read((layer, "q"), runs[0].span),
-            self.kv[layer],
-            scales,
-            [self.work(run) for run in runs],
+            self.values.read((first.layer, "q"), first.tokens),
+            self.kv[first.layer],
+            [w[name] for name in ("unified", "k_scale", "v_scale") if name in w],
+            [self.work(entry) for entry in attention],
         ]
         zero = streams.zero_behind([self.zero.array, *jax.tree.leaves(needed)])
-        self.zero = Piece(self.zero.source, self.zero.span, zero)
+        self.zero = _Slice(self.zero.value, self.zero.tokens, zero)
 
     def sample_tokens(self) -> Array:
-        """The batch's, in a form that reads `zero`: XLA would forget it otherwise."""
+        """Return the batch's `sample_tokens`, read together with `zero`: XLA would drop `zero` otherwise."""
         return self.batch.sample_tokens + self.zero.array if self.overlaps else self.batch.sample_tokens
 
-    def trace(self, part: Segment) -> Array:
-        """The steps of a segment; returns the one value that outlives it."""
+    def trace_region(self, region: Region) -> Array:
+        """Trace the operations of a region. Returns the value that outlives it."""
         local = self.values.copy()
-        for step in part.steps:
-            run = step.run
-            with jax.named_scope(run.nano.op), jax.named_scope(run.nano.id):
-                inputs = self.inputs(local, run, step.reads)
-                if step.part in ("merge", "into"):
-                    heads = self.call(run, inputs)[0] if step.part == "into" else self.merge(run, inputs)
-                    local.put_merged(run.layer, run.span, heads)
-                    continue
-                outputs = self.call(run, inputs)
-            for value, made in zip(step.makes, outputs, strict=True):
-                local.put((run.layer, value), run.span, made)
-        return local.read(*part.output)
+        for op in region.ops:
+            entry = op.entry
+            with op_scope(entry.nano.op, entry.nano.id):
+                inputs = self.inputs(local, entry, op.reads)
+                if op.form == "merge":
+                    inputs = [self.merge_heads(entry, inputs)]
+            outputs = inputs if op.form == "merge" else self.call(entry, inputs)
+            if op.form == "op":
+                for name, array in zip(op.makes, outputs, strict=True):
+                    local.put((entry.layer, name), entry.tokens, array)
+            else:
+                local.put_merged(entry.layer, entry.tokens, outputs[0])
+        return local.read(*region.output)
 
-    def inputs(self, values: Pieces, run: Run, reads: tuple[Source, ...]) -> list[Any]:
-        """What a nano-op reads of `values`; both attentions' outputs in one array."""
-        if run.nano.op == "out_proj" and values.merged(run.layer, run.span):
-            return [values.read((run.layer, "o_chunk"), run.span)]
-        found = [values.read(source, run.span) for source in reads]
-        if run.nano.op != "out_proj":
-            return found
-        decoded, prefilled = found
-        apart = run.nano.stream != MAIN and decoded.shape == prefilled.shape
-        return [prefilled, decoded, self.batch.num_decodes] if apart else [self.merge(run, found)]
+    def inputs(self, values: _Values, entry: LayerOp, reads: tuple[Value, ...]) -> list[Any]:
+        """Return an entry's inputs, except the cache. The projection reads both attentions' heads as one input."""
+        if entry.nano.op != "out_proj":
+            return [values.read(value, entry.tokens) for value in reads]
+        if values.is_merged(entry.layer, entry.tokens):
+            return [values.read((entry.layer, "o_chunk"), entry.tokens)]
+        decodes, chunks = (values.read(value, entry.tokens) for value in reads)
+        if entry.nano.stream != MAIN and decodes.shape == chunks.shape:
+            return [ops.UnmergedHeads(chunks, decodes, self.batch.num_decodes, entry.nano.start)]
+        return [self.merge_heads(entry, [decodes, chunks])]
 
-    def merge(self, run: Run, outputs: list[Array]) -> Array:
-        """Both attentions' outputs, decode attention's first, in one array."""
-        is_decode = self.batch.is_decode(run.nano.start, run.nano.stop)
-        return ops.merge_heads(is_decode, *outputs, in_place=run.nano.stream == MAIN)
+    def merge_heads(self, entry: LayerOp, outputs: list[Array]) -> Array:
+        """Return both attentions' outputs, decode attention's first, as one array."""
+        is_decode = self.batch.is_decode(entry.nano.start, entry.nano.stop)
+        return ops.merge_heads(is_decode, *outputs, in_place=entry.nano.stream == MAIN)
 
-    def work(self, run: Run) -> Any:
-        """What an attention kernel is to do, the same in all layers of a window."""
-        nano, layer = run.nano, self.c.config.layers[run.layer]
+    def work(self, entry: LayerOp) -> Any:
+        """Return an attention kernel's work list, which all layers of a window share."""
+        nano, layer = entry.nano, self.c.config.layers[entry.layer]
         key = (nano.op, layer.window, nano.start, nano.stop, nano.sms)
         if key not in self.works:
             c = dataclasses.replace(self.c, sms=nano.sms)
-            with jax.named_scope(nano.op):
-                listed = ops.attention_work(
-                    c, layer, self.batch, nano.start, nano.stop, nano.op, self.kv[run.layer]
-                )
-            leaves, tree = jax.tree.flatten(
-                listed
-            )  # made before anything reads a part of it, `zero_behind` too
+            kv = self.kv[entry.layer]
+            with op_scope(nano.op):
+                listed = ops.attention_work(c, layer, self.batch, nano.start, nano.stop, nano.op, kv)
+            # The list is made in full before anything reads a part of it, `zero_behind` included.
+            leaves, tree = jax.tree.flatten(listed)
             self.works[key] = jax.tree.unflatten(tree, streams.together(leaves))
         return self.works[key]
 
-    def call(self, run: Run, inputs: list[Any]) -> tuple:
-        """One op of `jaxflow.model.ops` on its inputs; its outputs in the graph's order."""
-        work = self.work(run) if run.nano.op in ATTENTION else None
-        return call(
-            self.c,
-            self.weights["layers"][run.layer],
+    def call(self, entry: LayerOp, inputs: list[Any]) -> tuple:
+        """Run the op of an entry. inputs: without the cache. Returns its outputs in the graph's order."""
+        nano, layer = entry.nano, self.c.config.layers[entry.layer]
+        site = Site(
+            dataclasses.replace(self.c, sms=nano.sms),
+            self.weights["layers"][entry.layer],
+            layer,
             self.batch,
-            self.kv[run.layer],
-            run,
-            inputs,
-            work,
-            self.awaited,
+            nano.start,
+            nano.stop,
+            self.work(entry) if entry.attends else None,
+            nano.id,
         )
+        if "kv" in entry.op.inputs:
+            inputs.insert(entry.op.inputs.index("kv"), self.kv[entry.layer])
+        outputs = ops.find_op(nano.op).jitted(_after(site, nano.op, self.awaited), *inputs)
+        return outputs if len(entry.op.outputs) > 1 else (outputs,)
 
-    def order(self, run: Run) -> None:
-        """Makes a run, by its inputs, follow what the plan issued before it."""
-        first = [piece for wait in run.nano.waits for piece in self.made.get(wait, [])]
-        if run.nano.op == "rope_append":
-            first += self.readers.pop(run.layer, [])
-        first = [alive for piece in first for alive in self.frontier(piece)]
-        lanes = [run.nano.stream, "network"] if run.op.kind == "network" else [run.nano.stream]
+    def order(self, entry: LayerOp) -> None:
+        """Make an entry, by its inputs, follow the entries that the plan issued before it."""
+        first = [made for wait in entry.nano.waits for made in self.made.get(wait, [])]
+        if entry.appends:
+            first += self.readers.pop(entry.layer, [])
+        first = [alive for made in first for alive in self.frontier(made)]
+        lanes = [entry.nano.stream, "network"] if entry.is_collective else [entry.nano.stream]
         for before in (self.last[lane] for lane in lanes if lane in self.last):
-            if not before.span.meets(run.span):
-                first += filter(self.alive, self.made[before.nano.id])
-        inputs = [piece for source in run.reads for piece in self.values.find(source, run.span)]
-        if self.overlaps and (
-            run.nano.op == "rope_append" or (run.nano.stream and run.nano.op not in ATTENTION)
-        ):
+            if not before.tokens.overlaps(entry.tokens):
+                first += filter(self.is_alive, self.made[before.nano.id])
+        inputs = [made for value in entry.reads for made in self.values.find(value, entry.tokens)]
+        if self.overlaps and (entry.appends or (entry.nano.stream and not entry.attends)):
             first.append(self.zero)
-        first = [piece for piece in first if not any(piece.passed & other.behind for other in inputs)]
-        if first:  # else there is nothing to follow, or an earlier barrier sees to it
+        first = [made for made in first if not any(made.passed & other.behind for other in inputs)]
+        if first:  # otherwise there is nothing to follow, or an earlier barrier keeps the order
             self.join([*first, *inputs])
 
-    def join(self, pieces: list[Piece]) -> None:
-        """A barrier: whatever uses one of the pieces from now on comes after all of them are there."""
-        pieces = list({id(piece): piece for piece in pieces}.values())
-        behind = functools.reduce(int.__or__, (piece.behind for piece in pieces), 1 << self.barriers)
-        for piece, array in zip(pieces, streams.together([piece.array for piece in pieces]), strict=True):
-            piece.array, piece.passed, piece.behind = array, piece.passed | 1 << self.barriers, behind
+    def join(self, slices: list[_Slice]) -> None:
+        """Put a barrier: all later uses of one of the slices come after all of them exist."""
+        slices = list({id(made): made for made in slices}.values())
+        behind = functools.reduce(int.__or__, (made.behind for made in slices), 1 << self.barriers)
+        for made, array in zip(slices, streams.together([made.array for made in slices]), strict=True):
+            made.array, made.passed, made.behind = array, made.passed | 1 << self.barriers, behind
         self.barriers += 1
 
-    def stream_after(self, final: tuple[Source, Source], tokens: int) -> Array:
-        """The residual stream of all tokens after the last layer, whose two parts these are."""
-        scattered = any(run.op.own_rows for run in self.reads.runs)
-        spans = (
-            [piece.span for piece in self.values.find(final[1], Span(0, tokens))]
-            if scattered
-            else [Span(0, tokens)]
-        )
-        sums = [self.values.read(final[0], span) + added(self.values.read(final[1], span)) for span in spans]
-        return jnp.concatenate([ops.attn_gather(self.c, own) for own in sums]) if scattered else sums[0]
+    def stream_after(self, final: tuple[Value, Value], tokens: int) -> Array:
+        """Return the residual stream of all tokens after the last layer. final: the two terms of the stream."""
+        everything = TokenRange(0, tokens)
+        if self.c.axis is None or not any(entry.op.local_rows for entry in self.reads.entries):
+            return self.values.read(final[0], everything) + added(self.values.read(final[1], everything))
+        ranges = [made.tokens for made in self.values.find(final[1], everything)]
+        sums = [self.values.read(final[0], some) + added(self.values.read(final[1], some)) for some in ranges]
+        return jnp.concatenate([gather_rows(local, self.c.axis) for local in sums])
 
-    def alive(self, piece: Piece) -> bool:
-        """Whether anything will still read a piece: XLA forgets the others' part in a barrier."""
-        sent = any(piece.source in run.reads and run.span.meets(piece.span) for run in self.collectives)
-        return sent or self.reads.later(self.at, piece.source, piece.span)
+    def is_alive(self, made: _Slice) -> bool:
+        """Return whether an entry will still read a slice: XLA drops unread arrays from barriers."""
+        sent = any(made.value in entry.reads and entry.tokens.overlaps(made.tokens) for entry in self.pending)
+        return sent or self.reads.later(self.at, made.value, made.tokens)
 
-    def frontier(self, piece: Piece) -> list[Piece]:
-        """The piece, or where nothing will read it any more, what was made from it."""
-        return (
-            [piece]
-            if self.alive(piece)
-            else [alive for follower in piece.followers for alive in self.frontier(follower)]
-        )
+    def frontier(self, made: _Slice) -> list[_Slice]:
+        """Return the slice or, if nothing will read it any more, the live slices that were made from it."""
+        if self.is_alive(made):
+            return [made]
+        return [alive for follower in made.followers for alive in self.frontier(follower)]
 
-    def record(self, run: Run) -> None:
-        made = [piece for value in run.makes for piece in self.values.find((run.layer, value), run.span)]
-        for piece in (piece for source in run.reads for piece in self.values.find(source, run.span)):
-            for follower in made:
-                if follower is not piece:
-                    piece.followers.append(follower)
-                    follower.behind |= piece.behind
-        self.made[run.nano.id] = made
-        self.last["network" if run.op.kind == "network" else run.nano.stream] = run
-        if run.nano.op in ATTENTION:
-            self.readers.setdefault(run.layer, []).extend(made)
+    def record(self, entry: LayerOp) -> None:
+        """Record the outputs of an entry for the order of later entries."""
+        outputs = [
+            made for name in entry.makes for made in self.values.find((entry.layer, name), entry.tokens)
+        ]
+        for made in (made for value in entry.reads for made in self.values.find(value, entry.tokens)):
+            for follower in outputs:
+                if follower is not made:
+                    made.followers.append(follower)
+                    follower.behind |= made.behind
+        self.made[entry.nano.id] = outputs
+        self.last["network" if entry.is_collective else entry.nano.stream] = entry
+        if entry.attends:
+            self.readers.setdefault(entry.layer, []).extend(outputs)
+
+
+def _after(site: Site, name: str, awaited: list[Array]) -> Site:
+    """Return the site with a small input of the op that depends on the awaited arrays (`streams.behind`).
+
+    Only the ops that plans start with after a wait have such an input.
+    """
+    if name == "rope_append":
+        assert site.batch is not None
+        slots = streams.behind(awaited, site.batch.slots)
+        return dataclasses.replace(site, batch=dataclasses.replace(site.batch, slots=slots))
+    if name in ("attn_norm", "mlp_norm"):
+        return dataclasses.replace(site, w={**site.w, name: streams.behind(awaited, site.w[name])})
+    return dataclasses.replace(site, work=streams.behind(awaited, site.work))

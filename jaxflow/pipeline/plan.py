@@ -7,7 +7,7 @@ step repeats the list for every layer. `ahead` lets the list reach over the laye
 pipeline does: in the i-th round a nano-op works on layer i + ahead, where there is such a layer.
 
 What a nano-op must follow is not written down: it follows from the values it reads and from the layer's cache
-(`jaxflow.pipeline.order`). `waits` adds to that: joins of streams at the borders of phases.
+(`jaxflow.pipeline.program`). `waits` adds to that: joins of streams at the borders of phases.
 """
 
 import hashlib
@@ -118,7 +118,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """The nano-ops of a layer for steps of `tokens` tokens, in order of issue.
 
     sums: who carries what is summed over devices: NCCL's kernels, or of two or four devices the copy engines
-    (`jaxflow.parallel.peer_reduce`).
+    (`jaxflow.parallel.collectives`).
     """
 
     name: str

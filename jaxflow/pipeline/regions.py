@@ -1,155 +1,169 @@
-"""How nano-ops of a side stream become regions that return one array each (`streams.region` says why one).
+"""The division of a side stream's nano-ops into regions that return one array each.
 
-A run of nano-ops that follow each other on a stream is cut where just one array outlives what was computed
-since the last cut. Both attentions of the same tokens make one array, which decode attention writes into what
-chunk attention left where it comes second. A norm that adds to the residual stream makes two arrays in one
-pass, the sum and its norm: it runs between regions, on the main stream, where it waits for no more than a
-region would. A region begins when all that it reads is there, so that what another side stream makes is read
-by the first nano-ops of one, or by none.
+`streams.region` says why a region returns one array. Consecutive nano-ops of a stream are split where only one
+array outlives the nano-ops since the last split. Both attentions of the same tokens make one array: the second
+attention writes into the first one's output. A norm that adds the residual stream makes two arrays, the sum and
+its norm. Such a norm runs between regions on the main stream, where it waits no longer than a region would. A
+region starts when all of its inputs exist, so another side stream's output is read by the first nano-ops of a
+group, or by none.
 """
 
 import dataclasses
 from typing import Literal
 
-from jaxflow.pipeline.order import ATTENTION, MAIN, Reads, Run, Source, Span
 from jaxflow.pipeline.plan import PlanError
+from jaxflow.pipeline.program import MAIN, LayerOp, Reads, TokenRange, Value
 
-ADD_NORMS = ("attn_norm", "mlp_norm")  # two outputs each
 _PAIRS = ("routing",)  # values that are two arrays
-_QUANTIZED_PAIRS = ("routing", "h1", "h2", "h1_own", "h2_own", "a")
+_QUANTIZED_PAIRS = ("routing", "h1", "h2", "h1_local", "h2_local", "a")
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """A part of a nano-op: what it reads and the values of its layer that it makes."""
+class RegionOp:
+    """An operation of a region: a nano-op, or the merge of both attentions' heads after one.
 
-    run: Run
-    part: Literal["all", "merge", "into"]
-    reads: tuple[Source, ...]
+    form: `op` for a nano-op, `into` for decode attention that writes into the output of chunk attention, `merge`
+    for the merge.
+    """
+
+    entry: LayerOp
+    form: Literal["op", "merge", "into"]
+    reads: tuple[Value, ...]
     makes: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
-    """Steps that become one region, and the value that outlives it."""
+class Region:
+    """Operations of one side stream that return one array. merged: the array holds both attentions' heads."""
 
-    steps: tuple[Step, ...]
-    output: tuple[Source, Span]
-    merged: bool  # the output is that of both attentions
+    ops: tuple[RegionOp, ...]
+    output: tuple[Value, TokenRange]
+    merged: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
-    """Runs [first, last) of the program: one on the main stream (no segments), or some that follow each other
-    on a side stream.
+class IssueGroup:
+    """Entries [first, last) of the program that are issued together.
+
+    A group without regions is one entry on the main stream. A group with regions is some consecutive entries of
+    a side stream.
     """
 
-    runs: tuple[Run, ...]
+    entries: tuple[LayerOp, ...]
     last: int
-    segments: tuple[Segment, ...] = ()
+    regions: tuple[Region, ...] = ()
 
     @property
     def first(self) -> int:
-        return self.last - len(self.runs)
+        """Return the index of the first entry in the program."""
+        return self.last - len(self.entries)
 
 
-def grouped(runs: tuple[Run, ...], reads: Reads, quantized: bool = False) -> tuple[Group, ...]:
-    """The program in groups; a run that waits begins one, and so do a change of tokens and what another side
-    stream made.
+def group_entries(
+    entries: tuple[LayerOp, ...], reads: Reads, quantized: bool = False
+) -> tuple[IssueGroup, ...]:
+    """Divide the program into groups.
 
-    quantized: the inputs of products have scales beside them.
+    A new group begins at a nano-op that waits, at a change of tokens, and at a value of another side stream.
+    quantized: the inputs of GEMMs carry scales.
 
     Raises:
       PlanError: if a side stream would leave a value that is not one array.
     """
-    groups: list[Group] = []
+    groups: list[IssueGroup] = []
     pairs = _QUANTIZED_PAIRS if quantized else _PAIRS
-    current: list[Run] = []
-    makers: dict[Source, set[int]] = {}  # the side streams that made some of a value
-    for index, run in enumerate(runs):
-        current.append(run)
-        on_main = run.nano.stream == MAIN or run.nano.op in ADD_NORMS
+    current: list[LayerOp] = []
+    makers: dict[Value, set[int]] = {}  # the side streams that made a part of a value
+    for index, entry in enumerate(entries):
+        current.append(entry)
+        on_main = entry.nano.stream == MAIN or _adds_residual(entry)
         if not on_main:
-            for value in run.makes:
-                makers.setdefault((run.layer, value), set()).add(run.nano.stream)
-        if not on_main and index + 1 < len(runs) and _continues(current, runs[index + 1], makers):
+            for name in entry.makes:
+                makers.setdefault((entry.layer, name), set()).add(entry.nano.stream)
+        if not on_main and index + 1 < len(entries) and _continues(current, entries[index + 1], makers):
             continue
         found = tuple(current)
-        groups.append(Group(found, index + 1, () if on_main else _segments(found, index + 1, reads, pairs)))
+        regions = () if on_main else _regions(found, index + 1, reads, pairs)
+        groups.append(IssueGroup(found, index + 1, regions))
         current = []
     return tuple(groups)
 
 
-def _continues(current: list[Run], following: Run, makers: dict[Source, set[int]]) -> bool:
-    """Whether a run may share a region with those before it: of different tokens, XLA would merge their
-    products.
+def _adds_residual(entry: LayerOp) -> bool:
+    """Return whether an entry is a norm with two outputs: the new residual stream and its norm."""
+    return len(entry.makes) == 2
+
+
+def _continues(current: list[LayerOp], following: LayerOp, makers: dict[Value, set[int]]) -> bool:
+    """Return whether an entry may share a region with the entries before it.
+
+    XLA would merge GEMMs of different tokens that share a region.
     """
-    nano, read = following.nano, {source for run in current for source in run.reads}
+    nano, read = following.nano, {value for entry in current for value in entry.reads}
     if (
         nano.stream != current[-1].nano.stream
-        or nano.op in ADD_NORMS
+        or _adds_residual(following)
         or nano.waits
-        or not following.span.meets(current[-1].span)
+        or not following.tokens.overlaps(current[-1].tokens)
     ):
         return False
-    return all(makers.get(source, set()) <= {nano.stream} for source in following.reads if source not in read)
+    return all(makers.get(value, set()) <= {nano.stream} for value in following.reads if value not in read)
 
 
-def _steps(runs: tuple[Run, ...]) -> list[Step]:
-    steps: list[Step] = []
-    for at, run in enumerate(runs):
-        name, layer = run.nano.op, run.layer
-        earlier = [
+def _region_ops(entries: tuple[LayerOp, ...]) -> list[RegionOp]:
+    found: list[RegionOp] = []
+    for at, entry in enumerate(entries):
+        layer = entry.layer
+        before = [
             other
-            for other in runs[:at]
-            if other.nano.op in ATTENTION and (other.layer, other.span) == (layer, run.span)
+            for other in entries[:at]
+            if other.attends and (other.layer, other.tokens) == (layer, entry.tokens)
         ]
-        if name == "decode_attention" and earlier:
-            steps.append(Step(run, "into", (*run.reads, (layer, "o_chunk")), ("o_chunk",)))
+        if entry.nano.op == "decode_attention" and before:
+            found.append(RegionOp(entry, "into", (*entry.reads, (layer, "o_chunk")), ("o_chunk",)))
             continue
-        steps.append(Step(run, "all", run.reads, run.op.outputs))
-        if name in ATTENTION and earlier:
-            steps.append(Step(run, "merge", ((layer, "o_decode"), (layer, "o_chunk")), ("o_chunk",)))
-    return steps
+        found.append(RegionOp(entry, "op", entry.reads, entry.op.outputs))
+        if entry.attends and before:
+            found.append(RegionOp(entry, "merge", ((layer, "o_decode"), (layer, "o_chunk")), ("o_chunk",)))
+    return found
 
 
-def _segments(runs: tuple[Run, ...], last: int, reads: Reads, pairs: tuple[str, ...]) -> tuple[Segment, ...]:
-    steps, segments, at = _steps(runs), [], 0
-    while at < len(steps):
-        for stop in range(len(steps), at, -1):
-            left = _outliving(steps, at, stop, last, reads)
+def _regions(
+    entries: tuple[LayerOp, ...], last: int, reads: Reads, pairs: tuple[str, ...]
+) -> tuple[Region, ...]:
+    ops, regions, at = _region_ops(entries), [], 0
+    while at < len(ops):
+        for stop in range(len(ops), at, -1):
+            left = _outliving(ops, at, stop, last, reads)
             if len(left) == 1 and left[0][0][1] not in pairs:
                 break
         else:
-            run = steps[at].run
+            entry = ops[at].entry
             raise PlanError(
-                run.nano.id,
-                (
-                    f"from here to {runs[-1].nano.id}, stream {run.nano.stream} leaves no single array "
-                    f"to other streams"
-                ),
+                entry.nano.id,
+                f"from here to {entries[-1].nano.id}, stream {entry.nano.stream} leaves no single array "
+                f"to other streams",
             )
         merged = any(
-            step.part in ("merge", "into") and (step.run.layer, "o_chunk") == left[0][0]
-            for step in steps[at:stop]
+            op.form in ("merge", "into") and (op.entry.layer, "o_chunk") == left[0][0] for op in ops[at:stop]
         )
-        segments.append(Segment(tuple(steps[at:stop]), left[0], merged))
+        regions.append(Region(tuple(ops[at:stop]), left[0], merged))
         at = stop
-    return tuple(segments)
+    return tuple(regions)
 
 
 def _outliving(
-    steps: list[Step], first: int, stop: int, last: int, reads: Reads
-) -> list[tuple[Source, Span]]:
-    """What steps [first, stop) make and what comes after them reads."""
-    made: dict[tuple[Source, Span], None] = {}
-    for step in steps[first:stop]:
-        if step.part == "merge":
-            made.pop(((step.run.layer, "o_decode"), step.run.span), None)
-        made.update({((step.run.layer, value), step.run.span): None for value in step.makes})
+    ops: list[RegionOp], first: int, stop: int, last: int, reads: Reads
+) -> list[tuple[Value, TokenRange]]:
+    """Return the values that operations [first, stop) make and that later operations read."""
+    made: dict[tuple[Value, TokenRange], None] = {}
+    for op in ops[first:stop]:
+        if op.form == "merge":
+            made.pop(((op.entry.layer, "o_decode"), op.entry.tokens), None)
+        made.update({((op.entry.layer, name), op.entry.tokens): None for name in op.makes})
 
-    def read_later(source: Source, span: Span) -> bool:
-        here = any(source in step.reads and step.run.span.meets(span) for step in steps[stop:])
-        return here or reads.later(last, source, span)
+    def read_later(value: Value, tokens: TokenRange) -> bool:
+        here = any(value in op.reads and op.entry.tokens.overlaps(tokens) for op in ops[stop:])
+        return here or reads.later(last, value, tokens)
 
-    return [(source, span) for source, span in made if read_later(source, span)]
+    return [(value, tokens) for value, tokens in made if read_later(value, tokens)]

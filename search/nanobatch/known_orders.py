@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterator
 
 from jaxflow.config import ModelConfig
-from jaxflow.pipeline.handmade import (
+from jaxflow.pipeline.handwritten import (
     copied,
     phased_plan,
     products_in_two_plan,
@@ -32,7 +32,7 @@ ORDERS = (
     "two",
     "products",
     "phases",
-)  # nothing cut, and what `jaxflow.pipeline.handmade` has of two nano-batches
+)  # nothing cut, and what `jaxflow.pipeline.handwritten` has of two nano-batches
 
 
 @dataclasses.dataclass(frozen=True)

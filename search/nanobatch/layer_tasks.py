@@ -4,7 +4,7 @@ orders them.
 A chain is ops that stay together on a stream: pointwise ops go with the product that reads them, since nobody
 gains from scheduling them apart, and values of two arrays do not leave a stream. A task is a chain on a range
 of tokens. Tasks depend on each other where their chains do and their tokens meet, and through the layer's
-cache (`jaxflow.pipeline.order`).
+cache (`jaxflow.pipeline.program`).
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import Rates, work_times
 from jaxflow.model.graph import Graph, Op, Work
-from jaxflow.pipeline.order import ATTENTION
+from jaxflow.pipeline.program import ATTENTION
 from search.nanobatch.cyclic import SearchError
 
 APPEND = "rope_append"
@@ -151,7 +151,7 @@ def chains(ops: Iterable[Op], quantized: bool = False) -> tuple[Chain, ...]:
     for op in ops:
         if op.kind == "other" and op.name != APPEND:
             kept.append(op)
-        elif kept and kept[0].own_rows:  # norms of scattered rows stay between their collectives
+        elif kept and kept[0].local_rows:  # norms of scattered rows stay between their collectives
             if found and found[-1][0].kind == "network":
                 found[-1] += [*kept, op]
             else:
@@ -172,7 +172,7 @@ def chains(ops: Iterable[Op], quantized: bool = False) -> tuple[Chain, ...]:
                 kept = []
             found.append([*kept, op])
             kept = []
-    if kept and (found[-1][-1].kind == "dense" or kept[0].own_rows):
+    if kept and (found[-1][-1].kind == "dense" or kept[0].local_rows):
         found[-1] += kept
     elif kept:
         found.append(kept)

@@ -44,9 +44,9 @@ from jaxflow.model.cost import DEVICES, find_device
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import Widths, model_graph
 from jaxflow.pipeline.choice import is_sequential
-from jaxflow.pipeline.handmade import copied as with_copies
-from jaxflow.pipeline.order import check, check_sums
+from jaxflow.pipeline.handwritten import copied as with_copies
 from jaxflow.pipeline.plan import Target, save
+from jaxflow.pipeline.program import check, check_sums
 from pallas_kernels.kernel_set import has_bounded
 from search.command_checks import check_files, check_gpus, check_lengths, check_scattered
 from search.cost import BYTES

@@ -13,8 +13,8 @@ import heapq
 from jaxflow.model.cost import Device
 from jaxflow.model.energy import Power, bound
 from jaxflow.model.graph import Graph, Work
-from jaxflow.pipeline.order import ATTENTION, Run, Span, program
 from jaxflow.pipeline.plan import Plan
+from jaxflow.pipeline.program import ATTENTION, LayerOp, TokenRange, program
 from search.nanobatch.layer_tasks import APPEND, Load
 from search.profile.clock import Governor, governor_of
 from search.profile.op_times import NETWORK_SMS
@@ -27,7 +27,7 @@ _GUESSES = 3  # of the clock, each as if all of the step counted cycles: what th
 class Entry:
     """One run of a nano-op; seconds from the step's start."""
 
-    run: Run
+    run: LayerOp
     start_s: float
     stop_s: float
     sms: int
@@ -163,10 +163,10 @@ def _starts(before: list[set[int]], lasts: list[float], sms: list[int], total: i
     return starts
 
 
-def _before(runs: tuple[Run, ...]) -> list[set[int]]:
+def _before(runs: tuple[LayerOp, ...]) -> list[set[int]]:
     """What each run follows directly: `jaxflow.pipeline.compiler`'s orders."""
     found: list[set[int]] = []
-    made: dict[tuple[int, str], list[tuple[Span, int]]] = {}
+    made: dict[tuple[int, str], list[tuple[TokenRange, int]]] = {}
     ids: dict[str, int] = {}
     lanes: dict[object, int] = {}
     appends: dict[int, list[int]] = {}
@@ -174,7 +174,7 @@ def _before(runs: tuple[Run, ...]) -> list[set[int]]:
     for index, run in enumerate(runs):
         nano, network = run.nano, run.op.kind == "network"
         needs = {
-            other for source in run.reads for span, other in made.get(source, []) if span.meets(run.span)
+            other for source in run.reads for span, other in made.get(source, []) if span.overlaps(run.tokens)
         }
         needs |= {ids[wait] for wait in nano.waits if wait in ids}
         if nano.op in ATTENTION:
@@ -188,6 +188,6 @@ def _before(runs: tuple[Run, ...]) -> list[set[int]]:
         }
         found.append(needs)
         for value in run.makes:
-            made.setdefault((run.layer, value), []).append((run.span, index))
+            made.setdefault((run.layer, value), []).append((run.tokens, index))
         ids[nano.id] = lanes["network" if network else nano.stream] = index
     return found

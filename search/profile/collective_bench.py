@@ -13,10 +13,10 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxflow.model import ops
-from jaxflow.model.ops import Context
+from jaxflow.model.op_registry import Context, Site
+from jaxflow.model.ops import find_op
+from jaxflow.parallel.collectives import exchange
 from jaxflow.parallel.mesh import TP, axis_of, over_shards, sharded
-from jaxflow.parallel.peer_reduce import exchanged
 from jaxflow.pipeline import streams
 from search.profile.op_bench import PHASES, Case, Layer
 from search.profile.op_times import EXCHANGE
@@ -127,8 +127,8 @@ def beside(layer: Layer, product: Case, case: Case, mesh: Mesh, phases: int = PH
 
 
 def _call(op: str, c: Context, given: Any) -> Any:
-    """A collective; of an exchange what the other device sent."""
-    return exchanged(c, given).other if op == EXCHANGE else getattr(ops, op)(c, given)
+    """Return the result of a collective; for an exchange, the rows that the other device sent."""
+    return exchange(given, TP).received if op == EXCHANGE else find_op(op)(Site(c, {}), given)
 
 
 def _copies(layer: Layer, op: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sums over devices by the copy engines (`jaxflow.parallel.peer_reduce`), as the search sees them: other times, and
+"""Sums over devices by the copy engines (`jaxflow.parallel.collectives`), as the search sees them: other times, and
 no SMs.
 """
 

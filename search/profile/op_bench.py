@@ -23,7 +23,8 @@ from jaxflow.model import ops
 from jaxflow.model.batch import Batch, cache_slots
 from jaxflow.model.composition import Composition
 from jaxflow.model.graph import Op, Widths, Work, layer_ops
-from jaxflow.model.ops import Context, Routing
+from jaxflow.model.op_registry import Context, Site
+from jaxflow.model.ops import Routing
 from jaxflow.model.weights import shapes
 from jaxflow.pipeline import streams
 from pallas_kernels.kernel_set import KernelSet
@@ -161,14 +162,16 @@ class Layer:
             case "decode_attention" | "chunk_attention" | "out_proj":
                 return (heads,)
             case "qkv":
-                return (jax.eval_shape(lambda w, x: ops.attn_norm(c, w, x, x)[1], w, stream),)
+                return (jax.eval_shape(lambda w, x: ops.attn_norm(Site(c, w), x, x)[1], w, stream),)
             case "rope_append":
-                return (jax.eval_shape(lambda w, h: ops.qkv(c, w, h), w, *self.inputs("qkv", tokens)),)
+                return (jax.eval_shape(lambda w, h: ops.qkv(Site(c, w), h), w, *self.inputs("qkv", tokens)),)
             case "up_gate" | "router":
-                return (jax.eval_shape(lambda w, x: ops.mlp_norm(c, w, x, x)[1], w, stream),)
+                return (jax.eval_shape(lambda w, x: ops.mlp_norm(Site(c, w), x, x)[1], w, stream),)
             case "down":
                 return (
-                    jax.eval_shape(lambda w, h: ops.up_gate(c, w, h), w, *self.inputs("up_gate", tokens)),
+                    jax.eval_shape(
+                        lambda w, h: ops.up_gate(Site(c, w), h), w, *self.inputs("up_gate", tokens)
+                    ),
                 )
             case "expert_up_gate" | "expert_down":
                 chosen = (tokens, self.config.experts_per_token)
@@ -178,7 +181,7 @@ class Layer:
                 if op == "expert_up_gate":
                     return stream, routing
                 return jax.eval_shape(
-                    lambda w, h, r: ops.expert_up_gate(c, w, h, r), w, stream, routing
+                    lambda w, h, r: ops.expert_up_gate(Site(c, w), h, r), w, stream, routing
                 ), routing
             case _:
                 raise ValueError(f"op={op!r}: {', '.join(self.ops)} are this layer's")
@@ -201,11 +204,8 @@ class Layer:
         w = (
             self.weights | w
         )  # of those that the op does not read it may ask the form: a norm quantises for what comes next
-        if op == "rope_append":
-            return ops.rope_append(c, layer, w, batch, 0, tokens, inputs[0], kv)
-        if op in ATTENTION:
-            return getattr(ops, op)(c, layer, w, batch, 0, tokens, *inputs, kv, work=work)
-        return getattr(ops, op)(c, w, *inputs)
+        cache = (kv,) if op == "rope_append" or op in ATTENTION else ()
+        return ops.find_op(op)(Site(c, w, layer, batch, 0, tokens, work), *inputs, *cache)
 
     def cache(self, pages: int) -> Any:
         """The shapes of this many pages."""

@@ -26,7 +26,7 @@ PAIR_TOKENS, PAIR_DECODES = 1024, 256  # of a pair's product and chunk attention
 # that a collective by NCCL holds where a profile does not say: its channels on H200s
 # (benchmarks/h200-sums-of-two.json)
 NETWORK_SMS = 24
-# of pairs of devices, each sends the other a whole part by the copy engines (`jaxflow.parallel.peer_reduce`)
+# of pairs of devices, each sends the other a whole part by the copy engines (`jaxflow.parallel.collectives`)
 EXCHANGE = "exchange"
 COLLECTIVES = ("_reduce", "_scatter", "_gather", EXCHANGE)  # what their names end with
 

@@ -109,7 +109,7 @@ class ShareTimes:
 
         Raises: ProfileError if it was not measured.
         """
-        if op.own_rows:  # timed on all rows, but every device has its own
+        if op.local_rows:  # timed on all rows, but every device has its own
             share = self.profile.tensor_parallel_size
             step = Composition(step.tokens / share, 1.0)
         windows = self.windows[op.name]

@@ -35,11 +35,11 @@ from jaxflow.engine.step_plans import make_layouts
 from jaxflow.kv.device_cache import page_bytes, page_groups
 from jaxflow.llm import LLM
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from jaxflow.model.ops import Context
+from jaxflow.model.op_registry import Context
 from jaxflow.model.weights import shapes, shardings
 from jaxflow.parallel.mesh import TP, axis_of, make_mesh, on_gpu
 from jaxflow.pipeline.compiler import compile_plan
-from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.handwritten import sequential_plan
 from pallas_kernels.kernel_set import KernelSet, kernel_set_for
 
 MIB, GIB = 2**20, 2**30

@@ -49,7 +49,7 @@ from jaxflow.engine.programs import PLAIN, head
 from jaxflow.engine.start import make_executor, resolve
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.handwritten import sequential_plan
 from pallas_kernels.measure.timing import interleaved
 
 # (a name in jaxflow.pipeline.streams.GRAPHS, programmatic dependent launch, a kernel for chunks)

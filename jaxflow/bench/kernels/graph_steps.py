@@ -21,7 +21,7 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.engine.programs import PLAIN, head
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.scheduler.state import Chunk, StepWork
 
 TURNS = 16

@@ -17,8 +17,9 @@ from jaxflow.engine.programs import PLAIN
 from jaxflow.engine.start import make_executor, resolve
 from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.op_registry import Context, Site
 from jaxflow.model.weights import dummy_weights
-from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.scheduler.state import StepWork
 from pallas_kernels.gemm.fp8.gpu_check import xla
 from pallas_kernels.kernel_set import REFERENCE, kernel_set_for
@@ -140,22 +141,23 @@ def _layer(fp8: bool, tokens: int) -> dict[str, Way]:
         device=jax.devices()[0].device_kind,
     )
     return {
-        name: _through(ops.Context(model, kernels), weights, x, flop)
+        name: _through(Context(model, kernels), weights, x, flop)
         for name, kernels in (("ours", hopper), ("xla", rival))
     }
 
 
-def _through(c: ops.Context, weights: list, x: jax.Array, flop: float) -> Way:
+def _through(c: Context, weights: list, x: jax.Array, flop: float) -> Way:
     def run(weights, x):
         y = None
         for w in weights:
-            x, h = ops.attn_norm(c, w, x, y)
-            q = ops.qkv(c, w, h)[:, : c.config.num_heads * c.config.head_dim].reshape(
+            site = Site(c, w)
+            x, h = ops.attn_norm(site, x, y)
+            q = ops.qkv(site, h)[:, : c.config.num_heads * c.config.head_dim].reshape(
                 x.shape[0], c.config.num_heads, -1
             )
-            y = ops.out_proj(c, w, q)
-            x, h = ops.mlp_norm(c, w, x, y)
-            y = ops.down(c, w, ops.up_gate(c, w, h))
+            y = ops.out_proj(site, q)
+            x, h = ops.mlp_norm(site, x, y)
+            y = ops.down(site, ops.up_gate(site, h))
         return x, y
 
     program = jax.jit(run)

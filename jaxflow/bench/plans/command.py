@@ -47,7 +47,7 @@ from jaxflow.engine.step_plans import named_plans
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.pipeline.choice import is_sequential
-from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import Plan, digest
 from jaxflow.pipeline.streams import GRAPHS
 from pallas_kernels.measure.timing import interleaved

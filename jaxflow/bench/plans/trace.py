@@ -47,8 +47,8 @@ from jaxflow.engine.step_plans import products_dtype
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, FP8_PRODUCTS, find_device
 from jaxflow.model.graph import Graph, Widths
-from jaxflow.pipeline import order
 from jaxflow.pipeline.plan import Plan
+from jaxflow.pipeline import program
 from pallas_kernels.measure.timing import interleaved
 
 _LEAST_STEPS = 4  # minimum steps in a trace
@@ -177,7 +177,7 @@ def graph_of(bed: Bed, plan: Plan) -> Graph:
     weights, kv, wide = (
         jnp.dtype(dtype).itemsize for dtype in (products_dtype(config), config.kv_cache_dtype, config.dtype)
     )
-    return order.graph_of(plan, bed.model, config.tensor_parallel_size, Widths(weights, kv, wide, wide))
+    return program.graph_of(plan, bed.model, config.tensor_parallel_size, Widths(weights, kv, wide, wide))
 
 
 def measure(

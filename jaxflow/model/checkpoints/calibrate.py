@@ -29,7 +29,7 @@ from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.model import transformer
 from jaxflow.model.batch import Batch
 from jaxflow.model.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from jaxflow.model.ops import Context
+from jaxflow.model.op_registry import Context
 from jaxflow.model.softmax_range import VERSION, SoftmaxRange, layer_range, path_beside
 from jaxflow.parallel.mesh import choose_platform
 from jaxflow.text.tokenizer import load_tokenizer

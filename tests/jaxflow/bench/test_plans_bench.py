@@ -25,7 +25,7 @@ from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
-from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import Predictions, Target, digest, save
 from pallas_kernels.measure.timing import Timing
 

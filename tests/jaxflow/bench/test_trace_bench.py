@@ -25,9 +25,9 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import Work, model_graph
-from jaxflow.pipeline.handmade import phased_plan, sequential_plan, swapped, two_nano_batch_plan
-from jaxflow.pipeline.order import program
+from jaxflow.pipeline.handwritten import phased_plan, sequential_plan, swapped, two_nano_batch_plan
 from jaxflow.pipeline.plan import save
+from jaxflow.pipeline.program import program
 
 NAME = str(paths.MODELS / "tiny-llama")
 TINY = open_checkpoint(NAME).model_config

@@ -30,7 +30,7 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.parallel.mesh import make_mesh
 from jaxflow.pipeline import choice
 from jaxflow.pipeline import plan as plans
-from jaxflow.pipeline.handmade import copied, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import copied, sequential_plan, two_nano_batch_plan
 from jaxflow.request import Request
 from pallas_kernels.gemm.tuned_table import Shape
 

@@ -14,11 +14,11 @@ from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.programs import Programs
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from jaxflow.model.ops import Context
+from jaxflow.model.op_registry import Context
 from jaxflow.model.weights import shapes, shardings
 from jaxflow.parallel.mesh import axis_of
 from jaxflow.pipeline.compiler import compile_plan
-from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.handwritten import sequential_plan
 from pallas_kernels.gemm.api import HopperGemm
 from pallas_kernels.gemm.tuned_table import load
 from pallas_kernels.kernel_set import REFERENCE, KernelSet, kernel_set_for

@@ -8,7 +8,7 @@ import toy
 from jaxflow.engine import start as build
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.step_plans import begins_early, make_layouts, one_alone
-from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan
 from jaxflow.request import Request
 from pallas_kernels.gemm.api import HopperGemm, product_of
 from pallas_kernels.gemm.tuned_table import Choice, Rule, Shape, Table

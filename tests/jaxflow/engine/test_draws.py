@@ -16,6 +16,7 @@ import toy
 from jaxflow.kv.device_cache import make_cache
 from jaxflow.model import ops, transformer
 from jaxflow.model.batch import Batch, cache_slots
+from jaxflow.model.op_registry import Site
 from jaxflow.model.sampling import uniform
 from jaxflow.request import FinishReason, Request, SamplingParams
 
@@ -45,7 +46,8 @@ def _forward():
             sample_tokens=length[None] - 1,
         )
         _, x, _ = transformer.forward(context, weights, kv, batch)
-        return ops.logits(context, weights, ops.final_norm(context, weights, x, None)[1])
+        ends = Site(context, weights)
+        return ops.logits(ends, ops.final_norm(ends, x, None)[1])
 
     kv = make_cache(executor.page_groups, (LONGEST // PAGE,), PAGE, executor.programs.mesh)
     return lambda ids: run(

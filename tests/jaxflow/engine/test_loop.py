@@ -11,7 +11,7 @@ from jaxflow.bench.engine.policies import Hybrid
 from jaxflow.bench.engine.steps import step_log
 from jaxflow.engine.start import make_loop
 from jaxflow.pipeline import plan as plans
-from jaxflow.pipeline.handmade import two_nano_batch_plan
+from jaxflow.pipeline.handwritten import two_nano_batch_plan
 from jaxflow.request import FinishReason, InvalidRequest, Request, SamplingParams
 
 MODEL = "stories260K"

@@ -23,11 +23,11 @@ from jaxflow.engine.lowered_cache import LoweredPrograms
 from jaxflow.engine.programs import STEP_DONATES, Programs
 from jaxflow.engine.start import choose_plans, make_executor, make_loop, resolve
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from jaxflow.model.ops import Context
+from jaxflow.model.op_registry import Context
 from jaxflow.model.weights import shapes, shardings
 from jaxflow.parallel.mesh import axis_of
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import phased_plan
+from jaxflow.pipeline.handwritten import phased_plan
 from jaxflow.pipeline.plan import borders
 from jaxflow.request import Request
 

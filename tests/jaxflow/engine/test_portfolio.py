@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import toy
 
-from jaxflow.pipeline.handmade import phased_plan, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import phased_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import Predictions, Target, save
 from jaxflow.request import Request
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxflow.model.moe import likeliest
+from jaxflow.model.ops import likeliest
 
 
 @pytest.mark.parametrize("experts", [8, 33])

@@ -18,10 +18,10 @@ from jaxflow.kv.device_cache import cache_shapes, page_groups
 from jaxflow.model import ops
 from jaxflow.model.batch import Batch
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.op_registry import OPS, Context, Site
 from jaxflow.model.weight_spec import QUANTIZED
-from jaxflow.pipeline import calls
 from jaxflow.pipeline.compiler import compile_plan
-from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.handwritten import sequential_plan
 from pallas_kernels.gemm.int4.reference import quantize_int4
 from pallas_kernels.kernel_set import REFERENCE
 from pallas_kernels.pointwise.quantize import reference
@@ -71,10 +71,10 @@ def logprobs(model, text, *, quantize=None, kv=jnp.float32, kernels=REFERENCE):
         chunks=jnp.array([[0, TOKENS, 0, 0]], jnp.int32),
         sample_tokens=at,
     )
-    context = ops.Context(config, kernels)
+    context = Context(config, kernels)
     forward = compile_plan(sequential_plan(config, TOKENS), config, quantized=quantize is not None)
     hidden, _, _ = forward(context, weights, cache, batch)
-    found = jax.nn.log_softmax(ops.logits(context, weights, hidden), axis=-1)
+    found = jax.nn.log_softmax(ops.logits(Site(context, weights), hidden), axis=-1)
     return np.asarray(found)[np.arange(TOKENS - 1), text[1:]].astype(np.float64)
 
 
@@ -92,7 +92,8 @@ def few_and_large():
     """Ops that run over a hundred million weights, compiled with more care than the tests' programs are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=OFTEN))
-        patch.setattr(calls, "_traced_once", functools.cache(calls._traced_once.__wrapped__))
+        for op in OPS.values():  # jitted anew, with these options
+            patch.delitem(op.__dict__, "_jitted", raising=False)
         yield
 
 

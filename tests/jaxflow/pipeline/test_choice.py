@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxflow.pipeline.choice import Gain, between, is_sequential, pick, portfolio
-from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import PlanError, Predictions, from_json, to_json
 
 LLAMA = drawn.config_of("tiny-llama")

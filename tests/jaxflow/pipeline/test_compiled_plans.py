@@ -16,9 +16,9 @@ from schedule import check_schedule, kernels, read, spans
 from jaxflow.config import Layer, ModelConfig, Rope
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline import streams
-from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
-from jaxflow.pipeline.order import graph_of
+from jaxflow.pipeline.handwritten import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, load
+from jaxflow.pipeline.program import graph_of
 from pallas_kernels.kernel_set import kernel_set_for
 
 TOKENS, SPLIT = 512, 192

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline import compiler, streams
 from jaxflow.pipeline.compiler import compile_plan
-from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import PlanError, borders
 
 TOKENS, SPLIT = 16, 6
@@ -115,8 +115,8 @@ def test_the_sequential_plan_is_the_plain_forward_bit_for_bit():
 
 
 def test_a_wait_for_a_sum_that_was_just_issued_is_for_this_layers(monkeypatch):
-    """The last layer is exempt: its nano-ops are the only ones left in the trace."""
-    model, found, order = bench("tiny-llama", 2), [], compiler._Step.order
+    """A wait must not take the sum of the previous layer, the only one traced by then."""
+    model, found, order = bench("tiny-llama", 2), [], compiler._StepTrace.order
     plan = two_nano_batch_plan(model.config, TOKENS, SPLIT, 2)
     waiting = {"attn_norm.1": "attn_reduce.0"}  # the one is issued right behind the other
     plan = msgspec.structs.replace(
@@ -127,13 +127,12 @@ def test_a_wait_for_a_sum_that_was_just_issued_is_for_this_layers(monkeypatch):
         ),
     )
 
-    def ordered(step, run):
-        found.extend(
-            (run.layer, piece.source[0]) for wait in run.nano.waits for piece in step.made.get(wait, [])
-        )
-        order(step, run)
+    def ordered(trace, entry):
+        made = (made for wait in entry.nano.waits for made in trace.made.get(wait, []))
+        found.extend((entry.layer, one.value[0]) for one in made)
+        order(trace, entry)
 
-    monkeypatch.setattr(compiler._Step, "order", ordered)
+    monkeypatch.setattr(compiler._StepTrace, "order", ordered)
     w, kv, _ = drawn.plain(model)
     model.jitted(compile_plan(plan, model.config, 2)).lower(
         w, kv, drawn.step(model.config, TOKENS, (SPLIT,), 4, (7, 3))

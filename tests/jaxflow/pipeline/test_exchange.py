@@ -11,7 +11,7 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import (
+from jaxflow.pipeline.handwritten import (
     copied,
     phased_plan,
     products_in_two_plan,
@@ -20,8 +20,8 @@ from jaxflow.pipeline.handmade import (
     two_nano_batch_plan,
     waited,
 )
-from jaxflow.pipeline.order import check, graph_of
 from jaxflow.pipeline.plan import NanoOp, PlanError, from_json, load, to_json
+from jaxflow.pipeline.program import check, graph_of
 
 TOKENS = 16
 WORK = ((8, (3, 2)), (2, (9, 4)))

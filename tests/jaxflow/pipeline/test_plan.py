@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.compiler import compile_plan, xla_options
-from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
-from jaxflow.pipeline.order import check, program
+from jaxflow.pipeline.handwritten import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import (
     NanoOp,
     Plan,
@@ -25,6 +24,7 @@ from jaxflow.pipeline.plan import (
     save,
     to_json,
 )
+from jaxflow.pipeline.program import check, program
 
 CONFIGS = {name: drawn.config_of(name) for name in ("tiny-llama", "tiny-gemma2", "tiny-mixtral", "tiny-opt")}
 LLAMA = CONFIGS["tiny-llama"]
@@ -186,7 +186,7 @@ WRONG = [
     (edited(TWO, "down.0", stream=-1), "down.0", "stream=-1: 0 to 31"),
     (edited(TWO, "down.0", stream=2**31), "down.0", "stream=2147483648: 0 to 31"),
     (edited(TWO, "down.0", sms=0), "down.0", "sms=0"),
-    (edited(TWO, "down.0", ahead=10**9), "down.0", "ahead=1000000000: at most the model's"),
+    (edited(TWO, "down.0", ahead=10**9), "down.0", "ahead=1000000000: -2 to 2, the model's layers"),
     (edited(TWO, "rope_append.0", stream=1), "rope_append.0", "runs on the main stream"),
     (edited(TWO, "down.0", waits=("lunch",)), "down.0", "waits for 'lunch'"),
     (edited(TWO, "down.0", waits=("down.0",)), "down.0", "waits for 'down.0'"),

@@ -10,9 +10,9 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.graph import FP8, Widths, model_graph
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan
-from jaxflow.pipeline.handmade import phased_plan, sequential_plan, two_nano_batch_plan
-from jaxflow.pipeline.order import check, graph_of
+from jaxflow.pipeline.handwritten import phased_plan, sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import NanoOp, PlanError
+from jaxflow.pipeline.program import check, graph_of
 
 TOKENS = 16
 WORK = ((8, (3, 2)), (2, (9, 4)), (3, ()))

@@ -19,7 +19,7 @@ from jaxflow.config import ConfigError, ModelConfig
 from jaxflow.engine.start import dense_products
 from jaxflow.model import ops, weights
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from jaxflow.model.context import Context
+from jaxflow.model.op_registry import Context, Site
 from jaxflow.parallel.mesh import TP
 from pallas_kernels.gemm import api as gemm
 from pallas_kernels.gemm import reference
@@ -96,12 +96,12 @@ def test_what_is_told_is_what_the_ops_ask_for(model, quantization):
     c = Context(config, dataclasses.replace(REFERENCE, gemm=record))
 
     def step(w, x, o):
-        layer = w["layers"][0]
-        x, h = ops.attn_norm(c, layer, x, None)
-        ops.qkv(c, layer, h)
-        x, h = ops.mlp_norm(c, layer, x, ops.out_proj(c, layer, o))
-        ops.down(c, layer, ops.up_gate(c, layer, h))
-        return ops.logits(c, w, x)
+        layer = Site(c, w["layers"][0])
+        x, h = ops.attn_norm(layer, x, None)
+        ops.qkv(layer, h)
+        x, h = ops.mlp_norm(layer, x, ops.out_proj(layer, o))
+        ops.down(layer, ops.up_gate(layer, h))
+        return ops.logits(Site(c, w), x)
 
     x, o = (
         jax.ShapeDtypeStruct((1, *dims), jnp.bfloat16)

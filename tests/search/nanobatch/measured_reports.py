@@ -15,7 +15,7 @@ from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import BFLOAT16, FP8, Graph, Work, model_graph
 from jaxflow.pipeline.choice import Gain, pick
-from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import Plan, load
 from search.nanobatch.layer_tasks import Load
 from search.nanobatch.plan import FEW_SMS, KEYS

@@ -15,7 +15,7 @@ from jaxflow.config import ConfigError
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline.choice import Gain, is_sequential, pick
 from jaxflow.pipeline.compiler import compile_plan
-from jaxflow.pipeline.handmade import copied, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import copied, two_nano_batch_plan
 from jaxflow.pipeline.plan import SHIPPED, Plan, Predictions, Target, digest, load, save
 from search.__main__ import main
 from search.nanobatch.correct import Point, as_measured, check_kind, corrected, points, read_report, target

@@ -19,7 +19,7 @@ from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import shipped_power
 from jaxflow.model.graph import BFLOAT16, FP8, model_graph
 from jaxflow.pipeline.compiler import compile_plan
-from jaxflow.pipeline.handmade import (
+from jaxflow.pipeline.handwritten import (
     copied,
     products_in_two_plan,
     sequential_plan,

@@ -70,7 +70,7 @@ def check_apart(plan: Plan, entries: list[Entry]) -> None:
 
 def resource(entry: Entry) -> str:
     """Of an op in a toy setting; norms of scattered rows are between their sums."""
-    if entry.run.op.kind == "network" or entry.run.op.own_rows:
+    if entry.run.op.kind == "network" or entry.run.op.local_rows:
         return "network"
     return "memory" if entry.run.nano.op in ("decode_attention", "rope_append") else "compute"
 

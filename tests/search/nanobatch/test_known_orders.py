@@ -11,7 +11,7 @@ from jaxflow.model.cost import DEVICES
 from jaxflow.model.graph import FP8, model_graph
 from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan
-from jaxflow.pipeline.handmade import copied, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import copied, two_nano_batch_plan
 from jaxflow.pipeline.plan import load
 from search.__main__ import main
 from search.nanobatch import plan as command

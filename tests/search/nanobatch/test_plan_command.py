@@ -17,9 +17,9 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import Gain, is_sequential, portfolio
-from jaxflow.pipeline.handmade import sequential_plan
-from jaxflow.pipeline.order import check
+from jaxflow.pipeline.handwritten import sequential_plan
 from jaxflow.pipeline.plan import SHIPPED, load
+from jaxflow.pipeline.program import check
 from search.__main__ import main
 from search.nanobatch import correct
 from search.nanobatch import plan as command

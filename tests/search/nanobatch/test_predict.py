@@ -12,7 +12,7 @@ from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.choice import Gain
-from jaxflow.pipeline.handmade import phased_plan, sequential_plan
+from jaxflow.pipeline.handwritten import phased_plan, sequential_plan
 from jaxflow.pipeline.plan import NanoOp, Plan
 from search.nanobatch.layer_tasks import Load
 from search.nanobatch.predict import MARGIN, margin, outside_s, predict

@@ -18,7 +18,7 @@ from measured_reports import (
     sequential_of,
 )
 
-from jaxflow.pipeline.handmade import sequential_plan
+from jaxflow.pipeline.handwritten import sequential_plan
 from search.nanobatch.layer_tasks import Load
 from search.nanobatch.predict import outside_s
 from search.nanobatch.simulate import simulate

@@ -15,7 +15,7 @@ import paths
 import pytest
 
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
-from jaxflow.pipeline.handmade import copied, swapped, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import copied, swapped, two_nano_batch_plan
 from jaxflow.pipeline.plan import SHIPPED, Predictions, load, save
 from search.__main__ import main
 

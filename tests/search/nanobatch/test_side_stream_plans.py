@@ -19,8 +19,8 @@ from schedule import spans
 
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline import streams
-from jaxflow.pipeline.order import check, graph_of
 from jaxflow.pipeline.plan import borders, load
+from jaxflow.pipeline.program import check, graph_of
 
 FOLDER = paths.DATA / "plans"
 LLAMA = open_checkpoint("llama-3-70b", load_format="dummy").model_config

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from search_toys import TOTAL, llama_setting, toy_setting
 
 from jaxflow.model.graph import model_graph
-from jaxflow.pipeline.handmade import phased_plan, sequential_plan
-from jaxflow.pipeline.order import check
+from jaxflow.pipeline.handwritten import phased_plan, sequential_plan
 from jaxflow.pipeline.plan import borders, from_json, to_json
+from jaxflow.pipeline.program import check
 from search.nanobatch import cuts
 from search.nanobatch import stages as nanobatch
 from search.nanobatch.cyclic import SearchError, one_by_one

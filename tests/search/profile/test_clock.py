@@ -22,7 +22,7 @@ from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.energy import bound, shipped_power
 from jaxflow.model.graph import Graph, Work, model_graph
-from jaxflow.pipeline.handmade import phased_plan, sequential_plan
+from jaxflow.pipeline.handwritten import phased_plan, sequential_plan
 from search.nanobatch.layer_tasks import Load
 from search.nanobatch.simulate import simulate
 from search.profile.clock import Governor, governor_of, of_kernels, shipped_card

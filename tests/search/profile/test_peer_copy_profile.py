@@ -8,8 +8,8 @@ import pytest
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES
 from jaxflow.model.graph import FP8, model_graph
-from jaxflow.pipeline.handmade import copied as with_copies
-from jaxflow.pipeline.handmade import sequential_plan, two_nano_batch_plan
+from jaxflow.pipeline.handwritten import copied as with_copies
+from jaxflow.pipeline.handwritten import sequential_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import load
 from search.__main__ import main
 from search.nanobatch.layer_tasks import Load

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxflow.model import ops
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.op_registry import Context, Site
 from pallas_kernels.gemm import reference as gemm_reference
 from pallas_kernels.gemm.grouped import reference as grouped_reference
 from pallas_kernels.gemm.grouped.api import ROWS, grouped_gemm, list_groups
@@ -103,7 +104,7 @@ def test_for_the_h200_an_experts_weights_are_neither_copied_nor_multiplied_with_
     kernels = kernel_set_for(
         "gpu", "9.0", **heads, dtype="bfloat16", kv_dtype="bfloat16", device="NVIDIA H200"
     )
-    c = ops.Context(config, kernels)
+    c = Context(config, kernels)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     e, d, f = config.num_experts, config.hidden_size, config.expert_intermediate_size
     weights = {
@@ -113,8 +114,9 @@ def test_for_the_h200_an_experts_weights_are_neither_copied_nor_multiplied_with_
     }
 
     def layer(w, h):
-        routing = ops.router(c, w, h)
-        return ops.expert_down(c, w, ops.expert_up_gate(c, w, h, routing), routing)
+        site = Site(c, w)
+        routing = ops.router(site, h)
+        return ops.expert_down(site, ops.expert_up_gate(site, h, routing), routing)
 
     compiled = compile_for_h200(layer, *abstract(h200_mesh(), (weights, shape((512, d)))))
     assert [thunk.kind for thunk in compiled.thunks].count("kCustomCall") >= 2

@@ -6,8 +6,8 @@ import msgspec
 
 from jaxflow.config import ModelConfig
 from jaxflow.model.graph import Graph, model_graph
-from jaxflow.pipeline.order import ATTENTION
 from jaxflow.pipeline.plan import NanoOp, Plan, PlanError
+from jaxflow.pipeline.program import ATTENTION
 
 
 def sequential_plan(config: ModelConfig, tokens: int, tp: int = 1, scattered: bool = False) -> Plan:
@@ -162,7 +162,7 @@ def phased_plan(
     """
     graph, ranges = model_graph(config, tp, scattered=scattered), _halves(tokens, split)
     names = _op_names(graph)
-    main = _network(graph) | {op.name for ops in graph.layers for op in ops if op.own_rows}
+    main = _network(graph) | {op.name for ops in graph.layers for op in ops if op.local_rows}
     tail = names[names.index("out_proj") :]
     head = names[: names.index("qkv") + 1]
     few, many = sms or (None, None)

@@ -1,0 +1,61 @@
+"""Tests of the op names in the offloaded programs, by which a profile attributes their time."""
+
+import concurrent.futures
+
+import jax
+import jax.numpy as jnp
+import paths
+import pytest
+
+from jaxflow.flexgen import compiled
+from jaxflow.flexgen.geometry import Geometry, place
+from jaxflow.flexgen.policy import Policy, Shares
+from jaxflow.flexgen.programs import Programs
+from jaxflow.model.checkpoints.checkpoint import open_checkpoint
+from jaxflow.model.graph import model_graph
+from jaxflow.model.op_registry import Context
+from jaxflow.parallel.mesh import axis_of, make_mesh
+from pallas_kernels.kernel_set import REFERENCE
+
+
+def scopes(jaxpr) -> set[str]:
+    """Return every named scope of a jaxpr and of the jaxprs within it."""
+    found = set()
+    for equation in jaxpr.eqns:
+        parts = str(equation.source_info.name_stack).split("/")
+        found |= {part for part in parts if part and "(" not in part}
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            found |= scopes(inner) if hasattr(inner, "eqns") else set()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "host_attention"),
+    [("tiny-mixtral", 1, False), ("tiny-gemma2", 1, True), ("tiny-llama", 2, False)],
+)
+def test_every_scope_of_the_offloaded_programs_is_an_op_of_the_graph(monkeypatch, name, tp, host_attention):
+    config = open_checkpoint(str(paths.MODELS / name)).model_config
+    host = Shares(device=50.0, host=50.0)
+    policy = Policy(name, 8, 4, 4, 1, host, host, host, host_attention=host_attention)
+    mesh = make_mesh(tp)
+    programs = Programs(
+        Geometry(config, policy, jnp.dtype("float32"), 16, mesh), Context(config, REFERENCE, axis_of(mesh))
+    )
+    jaxprs, over_devices = {}, compiled._over_devices
+
+    def traced(function, *rest):
+        jitted, arguments = over_devices(function, *rest)
+        jaxprs[len(jaxprs)] = jitted.trace(*arguments).jaxpr
+        return jitted, arguments
+
+    monkeypatch.setattr(compiled, "_over_devices", traced)
+    monkeypatch.setattr(compiled, "_compile", lambda lowered, mesh: None)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        compiled._begin(programs, place(programs.geometry), pool, lambda program: None)
+    found = set().union(*(scopes(jaxpr.jaxpr) for jaxpr in jaxprs.values()))
+    ops = {op.name for op in model_graph(config, tp).ops()}
+    assert found <= ops, found - ops
+    assert ops - found <= {"attn_reduce", "mlp_reduce"}
