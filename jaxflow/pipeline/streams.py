@@ -1,8 +1,8 @@
-"""The only place that knows XLA's streams and barriers.
+"""XLA's streams, barriers and flags; no other module names them.
 
-XLA orders nothing that data does not order, merges products that share a weight, and copies a buffer that is
-written while it may still be read. `together` gives it the order of a plan as data; `region` puts work on a
-stream of its own, which changes nothing where there is one stream (CPU). Neither changes numbers.
+XLA orders nothing that data does not order. It merges GEMMs that share a weight, and copies a buffer that is
+written while it may still be read. `together` gives XLA the order of a plan as data. `region` puts operations on
+a stream of their own, without effect where there is one stream (CPU). Neither changes a result.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ from jax import lax
 from jax.experimental.compute_on import compute_on
 from jax.extend import core
 
-# How a step's kernels reach the GPU, by name, as XLA flags.
-# xla: as XLA does of itself. A slice fused into the kernel that reads it, one in every layer, breaks the
-# step's CUDA graph. whole: one graph for the step. concurrent: one graph, whose kernels wait for data alone;
-# in the others it is a chain, side streams or not. streams: no graph; kernels are launched one by one, those
-# of side streams on their own.
+# XLA flags for the launch of a step's kernels.
+# xla: XLA's default. A slice that is fused into its reader, one in every layer, breaks the step's CUDA graph.
+# whole: one CUDA graph for the step. The graph is a chain, with side streams or without.
+# concurrent: one CUDA graph with data dependences only.
+# streams: no graph. Kernels are launched one by one, those of side streams on their own streams.
 GRAPHS: dict[str, dict[str, Any]] = {
     "xla": {},
     "whole": {"xla_gpu_enable_dynamic_slice_fusion": False},
@@ -31,20 +31,20 @@ GRAPHS: dict[str, dict[str, Any]] = {
 }
 
 
-# An exchange between devices of one process is a copy into the other's memory: the copy engines', where
-# NCCL's would be a kernel.
+# An exchange between devices of one process is a copy by the copy engines, instead of an NCCL kernel.
 COPIES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 
 
 def xla_options(graphs: str, *, side_streams: bool, collectives: bool) -> dict[str, Any]:
-    """XLA flags that a GPU step needs, for `compile(compiler_options=...)`.
+    """Return the XLA flags of a GPU step, for `compile(compiler_options=...)`.
 
-    By default XLA makes small collectives kernels of the computing streams and, scheduling collectives,
+    By default XLA turns small collectives into kernels on the compute streams, and its collective scheduler
     issues the side streams late.
 
     Args:
       graphs: a name in `GRAPHS`.
-      side_streams: a plan has some. collectives: nano-batches have, whose sums run beside others' products.
+      side_streams: whether the plan has side streams.
+      collectives: whether sums over devices run at the same time as other nano-batches' GEMMs.
     """
     options = dict(GRAPHS[graphs])
     if collectives:
@@ -55,27 +55,26 @@ def xla_options(graphs: str, *, side_streams: bool, collectives: bool) -> dict[s
 
 
 def together[T](values: list[T]) -> list[T]:
-    """The values unchanged, but what uses one of them comes after all of them are there."""
+    """Return the values unchanged. Every later use of one value comes after all values exist."""
     return lax.optimization_barrier(values)
 
 
 def zero_behind(values: list[jax.Array]) -> jax.Array:
-    """0, int32, which is known once all the values are there.
+    """Return 0 (int32), computed from all the values.
 
-    XLA issues a region as soon as it has issued what makes its inputs, but chooses itself which inputs to
-    make first. What needs this number is issued behind every region that reads nothing but the values; it
-    waits for them, not for the region.
+    XLA issues a region as soon as it has issued the makers of the region's inputs, and chooses itself which
+    inputs to make first. An op that reads this zero is issued after every region that reads only the values.
+    The op waits for the values and not for the region.
     """
     bits = [_first_bits(value) & 1 for value in values if value.size]
     return (functools.reduce(jax.numpy.bitwise_or, bits) >> 1).astype(jax.numpy.int32)
 
 
 def behind(values: list[jax.Array], small: Any) -> Any:
-    """`small`, a tree of arrays, unchanged, but what reads its first one comes after all the values are
-    there.
+    """Return `small`, a tree of arrays, unchanged. Reads of its first array come after all the values exist.
 
-    Where `together` is forgotten: a graph whose kernels wait for data alone knows no barriers. It costs a
-    kernel of that array's size.
+    This replaces `together` in a graph whose kernels wait for data only, where barriers have no effect. It costs
+    a kernel of the size of the first array.
     """
     leaves, tree = jax.tree.flatten(small)
     if not leaves or not values:
@@ -86,27 +85,27 @@ def behind(values: list[jax.Array], small: Any) -> Any:
 
 
 def _first_bits(value: jax.Array) -> jax.Array:
-    """The first element's bits, uint32: of what is read here only XLA's order matters."""
+    """Return the first element's bits (uint32). Only the order of the read matters, not the value."""
     first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())
     width = 8 * value.dtype.itemsize
     return lax.bitcast_convert_type(first, f"uint{width}").astype(jax.numpy.uint32)
 
 
 def region(stream: int, work: Callable[[], jax.Array]) -> jax.Array:
-    """`work()` on stream 1 or higher, beside what the main stream and other streams do.
+    """Run `work()` on stream 1 or higher, concurrently with the main stream and other streams.
 
-    It returns one array: XLA turns each of several outputs into a region of its own, and waits for the first
-    at once. Nested jits are dissolved, for which XLA has no stream; it refuses loops, collectives and
-    `jax.new_ref` in a region.
+    `work` returns one array: XLA would turn each of several outputs into a separate region, and wait for the
+    first at once. Nested jits are inlined, because XLA has no stream for them. XLA refuses loops, collectives
+    and `jax.new_ref` in a region.
     """
     place = functools.partial(
         compute_on, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device
     )
-    return place(lambda: dissolved(work))()  # pyright: ignore[reportCallIssue]
+    return place(lambda: inlined(work))()  # pyright: ignore[reportCallIssue]
 
 
-def dissolved(work: Callable[[], jax.Array]) -> jax.Array:
-    """`work()` without the jits inside it: each becomes its body."""
+def inlined(work: Callable[[], jax.Array]) -> jax.Array:
+    """Run `work()` with the body of each nested jit in place of the jit."""
     traced = jax.make_jaxpr(work)()
     (out,) = _evaluate(traced.jaxpr, traced.consts, ())
     return out
@@ -120,7 +119,7 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Any, arguments: Any) -> list[Any]:
 
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
-        name = str(equation.source_info.name_stack)  # the op's, for profiles
+        name = str(equation.source_info.name_stack)  # the op's scope, for profiles
         with jax.named_scope(name) if name else contextlib.nullcontext():
             if equation.primitive.name in ("jit", "pjit"):
                 body = equation.params["jaxpr"]

@@ -47,8 +47,8 @@ from jaxflow.engine.step_plans import products_dtype
 from jaxflow.model.composition import Composition
 from jaxflow.model.cost import DEVICES, FP8_PRODUCTS, find_device
 from jaxflow.model.graph import Graph, Widths
-from jaxflow.pipeline.plan import Plan
 from jaxflow.pipeline import program
+from jaxflow.pipeline.plan import Plan
 from pallas_kernels.measure.timing import interleaved
 
 _LEAST_STEPS = 4  # minimum steps in a trace
