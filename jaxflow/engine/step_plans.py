@@ -134,7 +134,7 @@ def _made_for(folder: Path, config: EngineConfig, model: ModelConfig) -> tuple[P
     """
     kind = (
         jax.devices()[0].device_kind,
-        config.tensor_parallel_size,
+        config.parallel,
         products_dtype(config),
         config.kv_cache_dtype,
     )

@@ -1,13 +1,12 @@
-"""A plan: in what order, in which pieces and on which streams the ops of a layer run. Data, read from and
-written to JSON.
+"""A plan: the order, the token ranges and the streams of a layer's ops, as data in JSON.
 
-A plan is one layer's nano-ops in the order they are issued. A nano-op is an op of the graph on a range of the
-step's tokens; the ranges of an op cover [0, T) once, and may differ from those of other ops. The compiled
-step repeats the list for every layer. `ahead` lets the list reach over the layers' borders, as a software
-pipeline does: in the i-th round a nano-op works on layer i + ahead, where there is such a layer.
+A plan lists one layer's nano-ops in order of issue. A nano-op is an op of the graph on a range of the step's
+tokens. The ranges of an op cover [0, T) once, and may differ from the ranges of other ops. The compiled step
+repeats the list for every layer. `ahead` lets the list cross the layers' borders, as in a software pipeline: in
+round i a nano-op works on layer i + ahead, where that layer exists.
 
-What a nano-op must follow is not written down: it follows from the values it reads and from the layer's cache
-(`jaxflow.pipeline.program`). `waits` adds to that: joins of streams at the borders of phases.
+A plan does not list the dependences of a nano-op. They follow from the values that it reads and from the layer's
+cache (`jaxflow.pipeline.program`). `waits` adds joins of streams at the borders of phases.
 """
 
 import hashlib
@@ -17,14 +16,15 @@ from typing import Literal
 
 import msgspec
 
+from jaxflow.config import ConfigError, ParallelConfig
 from jaxflow.model.cost import find_device
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SHIPPED = Path(__file__).parent / "plans"
 
 
 class PlanError(ValueError):
-    """A plan that cannot be read or run; `entry` names the nano-op, field or file."""
+    """A plan that cannot be read or run. `entry` names the nano-op, field or file."""
 
     def __init__(self, entry: str, problem: str):
         self.entry = entry
@@ -35,59 +35,55 @@ class NanoOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """One op on tokens [start, stop) of the step."""
 
     id: str
-    op: str  # its name in `jaxflow.model.graph`
+    op: str  # a name in `jaxflow.model.graph`
     start: int
     stop: int
-    stream: int = 0  # 0 is the main stream, where appends and collectives are
-    sms: int | None = None  # streaming multiprocessors it may fill; None: all
-    ahead: int = 0  # rounds that its layer is ahead of the list's
-    waits: tuple[str, ...] = ()  # ids whose last run before this one must have ended
+    stream: int = 0  # 0: the main stream, which runs all appends and collectives
+    sms: int | None = None  # streaming multiprocessors that it may fill; None: all
+    ahead: int = 0  # its layer minus the round
+    waits: tuple[str, ...] = ()  # ids of nano-ops; each must have ended its last run before this one
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a plan was searched for: it is offered to runs of this model, device, parallelism and dtypes.
+    """The runs that a plan was searched for, by model, device, parallelism and dtypes.
 
-    The last three say of which composition the step is that it was made for. Others run it too: the plan's
-    ranges are of tokens, whatever these are, so with fewer decodes than `decode_tokens` prefill moves up into
-    the ranges meant for decodes, and with more, decodes move into those of prefill; chunks are cut at
-    `borders` wherever they come to lie.
+    The last three fields are the composition of the step that the plan was searched for. Steps of other
+    compositions run the plan too, because its ranges are of tokens. With fewer decodes than `decode_tokens`,
+    prefill tokens fill the ranges meant for decodes. With more decodes, decodes fill the ranges meant for
+    prefill. Chunks are split at `borders` wherever they lie.
     """
 
     model: str
     device: str
-    tensor_parallel_size: int
-    dtype: str  # of the products: float8_e4m3fn where weights are fp8
+    parallel: ParallelConfig
+    dtype: str  # of the GEMMs: float8_e4m3fn where weights are fp8
     kv_cache_dtype: str
     decode_tokens: int
     prefill_tokens: int
-    mean_context_tokens: int  # keys that a decode reads, the mean
+    mean_context_tokens: int  # the mean number of keys that a decode reads
 
     def fits(
-        self, model: str | None, device: str, tensor_parallel_size: int, dtype: str, kv_cache_dtype: str
+        self, model: str | None, device: str, parallel: ParallelConfig, dtype: str, kv_cache_dtype: str
     ) -> bool:
-        """Whether runs of this kind may use the plan. model: None is any. device: as the driver or
-        `jaxflow.model.cost.DEVICES` has it.
+        """Return whether runs of this kind may use the plan.
+
+        model: None for any. device: the driver's name, or a name in `jaxflow.model.cost.DEVICES`.
         """
         known = find_device(device)
         same = (model is None or Path(self.model).name == Path(model).name) and self.device in (
             device,
             known.name if known else device,
         )
-        return same and (self.tensor_parallel_size, self.dtype, self.kv_cache_dtype) == (
-            tensor_parallel_size,
-            dtype,
-            kv_cache_dtype,
-        )
+        return same and (self.parallel, self.dtype, self.kv_cache_dtype) == (parallel, dtype, kv_cache_dtype)
 
 
 class Predictions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a step takes by what it is made of, under its plan and under the sequential one: what plans
-    are chosen by.
+    """Predicted times of a step by its composition, under the plan and under the sequential plan.
 
-    `step_s[i][j]` is of a step with `decode_tokens[i]` decodes, each of `mean_context_tokens[j]` keys in the
-    mean. What does not decode is prefill: a step is filled to its bucket, and padding costs products the
-    same. `margin`: by how much of itself a gain may be predicted too large; plans that do not say were
-    predicted before any was measured, and those were up to 0.27 too good.
+    `step_s[i][j]` is the time of a step with `decode_tokens[i]` decodes, each of `mean_context_tokens[j]` keys in
+    the mean. All other tokens are prefill: a step is filled to its bucket, and padding costs a GEMM the same.
+    `margin`: the relative error by which a predicted gain may be too large. The default is the error of
+    predictions that no measurement has corrected, of which the worst was 0.27.
 
     Raises: ValueError for a margin below 0, tables that do not fit the two axes, or axes that do not rise.
     """
@@ -100,7 +96,7 @@ class Predictions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not self.margin >= 0:
-            raise ValueError(f"margin={self.margin}: 0 or more")
+            raise ValueError(f"margin={self.margin}: a number of 0 or more")
         for name in ("decode_tokens", "mean_context_tokens"):
             axis = getattr(self, name)
             if not axis or list(axis) != sorted(set(axis)):
@@ -117,8 +113,8 @@ class Predictions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The nano-ops of a layer for steps of `tokens` tokens, in order of issue.
 
-    sums: who carries what is summed over devices: NCCL's kernels, or of two or four devices the copy engines
-    (`jaxflow.parallel.collectives`).
+    sums: the carrier of sums over devices. `kernels`: NCCL's kernels. `copies`: the copy engines, between two or
+    four devices (`jaxflow.parallel.collectives`).
     """
 
     name: str
@@ -135,16 +131,16 @@ class _Version(msgspec.Struct):
 
 
 def to_json(plan: Plan) -> bytes:
-    """The plan as indented JSON, a line an entry's field."""
+    """Return the plan as indented JSON, with one field of an entry per line."""
     fields = {"schema_version": SCHEMA_VERSION, **msgspec.to_builtins(plan)}
     return msgspec.json.format(msgspec.json.encode(fields), indent=1) + b"\n"
 
 
 def from_json(text: bytes, where: str = "plan") -> Plan:
-    """Reads `to_json`'s output.
+    """Return the plan of a text that `to_json` made.
 
     Raises:
-      PlanError: naming `where` and the field, for what is no plan or of another schema version.
+      PlanError: naming `where` and the field, for an invalid text or another schema version.
     """
     try:
         version = msgspec.json.decode(text, type=_Version).schema_version
@@ -153,46 +149,44 @@ def from_json(text: bytes, where: str = "plan") -> Plan:
                 where, f"schema_version={version} is not supported: this release reads {SCHEMA_VERSION}"
             )
         return msgspec.json.decode(text, type=Plan)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
         raise PlanError(where, str(error)) from error
 
 
 def save(plan: Plan, path: str | os.PathLike) -> None:
-    """Writes the plan to a file."""
+    """Write the plan to a file."""
     Path(path).write_bytes(to_json(plan))
 
 
 def load(path: str | os.PathLike) -> Plan:
-    """Reads a plan from a file. Raises: PlanError naming the file, also where there is none."""
+    """Return the plan of a file. Raises: PlanError naming the file, if it is missing or invalid."""
     try:
         return from_json(Path(path).read_bytes(), str(path))
     except OSError as error:
         raise PlanError(str(path), error.strerror or str(error)) from error
 
 
-def fitting(folder: str | os.PathLike, *kind: str | int | None) -> tuple[Plan, ...]:
-    """The plans of a folder that were searched for runs of a kind (the arguments of `Target.fits`), in order
-    of file names.
+def fitting(folder: str | os.PathLike, *kind: str | ParallelConfig | None) -> tuple[Plan, ...]:
+    """Return the plans of a folder that fit runs of a kind, in order of file names.
 
-    Several, for steps of different composition, or none. Raises: PlanError for a file that is no plan.
+    kind: the arguments of `Target.fits`. Raises: PlanError for a file that is no plan.
     """
     plans = (load(path) for path in sorted(Path(folder).glob("*.json")))
     return tuple(plan for plan in plans if plan.target is not None and plan.target.fits(*kind))  # pyright: ignore[reportArgumentType]
 
 
 def digest(plan: Plan) -> str:
-    """What tells plans apart that do different things: 16 hexadecimal digits of the nano-ops, the tokens and
-    who carries the sums.
+    """Return 16 hexadecimal digits that identify the plan's function: tokens, sums and nano-ops.
 
-    Not of its name, which many may have, nor of what is predicted of it and whom it is offered to, which
-    change while it stays as it is.
+    The name, the predictions and the target may change while the digest stays the same.
     """
     does = msgspec.json.encode((plan.tokens, plan.sums, plan.nano_ops))
     return hashlib.sha256(does).hexdigest()[:16]
 
 
 def borders(plan: Plan) -> tuple[int, ...]:
-    """Token positions, rising, at which prefill chunks must be cut so that each lies in one nano-op of
-    `chunk_attention`.
+    """Return the rising token positions where prefill chunks are split.
+
+    Each chunk then lies in one nano-op of `chunk_attention`.
     """
     return tuple(sorted({nano.start for nano in plan.nano_ops if nano.op == "chunk_attention"} - {0}))

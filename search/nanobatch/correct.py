@@ -28,7 +28,7 @@ import msgspec
 from absl import flags
 
 from jaxflow.cli.output_files import check_outputs
-from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.config import ConfigError, EngineConfig, ParallelConfig
 from jaxflow.engine.step_plans import SHAPES, products_dtype
 from jaxflow.model.checkpoints.checkpoint import CheckpointError, open_checkpoint, shipped_configs
 from jaxflow.pipeline.choice import Gain
@@ -96,11 +96,12 @@ class Report(msgspec.Struct, frozen=True):
     num_layers: int | None = None
 
     @property
-    def kind(self) -> tuple[str, str, int, str, str]:
+    def kind(self) -> tuple[str, str, ParallelConfig, str, str]:
         """As `Target.fits` takes it."""
         ran = self.engine_config
         products = products_dtype(EngineConfig(ran.model, dtype=ran.dtype, quantization=ran.quantization))
-        return Path(ran.model).name, self.device, ran.tensor_parallel_size, products, ran.kv_cache_dtype
+        parallel = ParallelConfig(ran.tensor_parallel_size)
+        return Path(ran.model).name, self.device, parallel, products, ran.kv_cache_dtype
 
 
 def define_flags() -> None:
@@ -194,7 +195,7 @@ def check_kind(plan: Plan, reports: Mapping[str, Report], model: str | None) -> 
             kind = (
                 wanted.model,
                 wanted.device,
-                wanted.tensor_parallel_size,
+                wanted.parallel,
                 wanted.dtype,
                 wanted.kv_cache_dtype,
             )
@@ -223,8 +224,8 @@ def _layers(name: str, place: str) -> int:
         ) from error
 
 
-def _said(model: str, device: str, tp: int, dtype: str, kv_cache_dtype: str) -> str:
-    return f"{model} on {tp} x {device}, {dtype} over a {kv_cache_dtype} cache"
+def _said(model: str, device: str, parallel: ParallelConfig, dtype: str, kv_cache_dtype: str) -> str:
+    return f"{model} on {parallel.tp} x {device}, {dtype} over a {kv_cache_dtype} cache"
 
 
 def points(plan: Plan, report: Report, path: str = "", *, by_name: bool = False) -> list[Point]:
@@ -336,12 +337,12 @@ def target(report: Report, model: str | None, measured: Sequence[Point]) -> Targ
             raise ConfigError(
                 "model", model, f"a model of {theirs}'s shapes: they differ in {', '.join(different)}"
             )
-    name, device, tp, dtype, kv_dtype = report.kind
+    name, device, parallel, dtype, kv_dtype = report.kind
     offered = Path(model).name if model else name
     return Target(
         offered,
         device,
-        tp,
+        parallel,
         dtype,
         kv_dtype,
         most.decode_tokens,

@@ -38,7 +38,7 @@ import msgspec
 from absl import flags
 from tqdm import tqdm
 
-from jaxflow.config import ConfigError, ModelConfig
+from jaxflow.config import ConfigError, ModelConfig, ParallelConfig
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.cost import DEVICES, find_device
 from jaxflow.model.energy import shipped_power
@@ -274,7 +274,8 @@ def _solve_form(
         time.monotonic() + limit_s,
         _setting(shares, load),
     )
-    kind = (name, profile.device, profile.tensor_parallel_size, profile.dtype, profile.kv_cache_dtype)
+    parallel = ParallelConfig(profile.tensor_parallel_size)
+    kind = (name, profile.device, parallel, profile.dtype, profile.kv_cache_dtype)
     target = Target(*kind, load.decode_tokens, load.real_tokens - load.decode_tokens, round(load.decode_keys))
     title = f"searched {Path(name).name} {load.tokens} {workload}"  # of a folder without its path
     known, found, solved = best_known(model, setting, f.orders, stop_s), None, None

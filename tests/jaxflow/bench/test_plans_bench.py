@@ -21,7 +21,7 @@ from jaxflow.bench.plans.steady import (
     rows_of,
     step_work,
 )
-from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.config import ConfigError, EngineConfig, ParallelConfig
 from jaxflow.engine.layout import SlotSampling, StepLayout, pack
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.model.composition import Composition
@@ -132,7 +132,7 @@ def test_a_cache_that_is_too_small_is_named():
 def test_the_command(tmp_path, no_flags, capsys):
     """One plan and the sequential plan on two workloads: the report is consistent."""
     model = str(paths.MODELS / "tiny-llama")
-    target = Target("tiny-llama", "cpu", 1, "float32", "float32", 10, 22, 40)
+    target = Target("tiny-llama", "cpu", ParallelConfig(), "float32", "float32", 10, 22, 40)
     predicted = Predictions((0, 32), (1, 100), ((0.5, 0.5),) * 2, ((1.0, 1.0),) * 2)
     plan = msgspec.structs.replace(
         two_nano_batch_plan(open_checkpoint(model).model_config, 32, 12), target=target, predictions=predicted
@@ -263,7 +263,7 @@ def test_a_damaged_plan_is_refused_by_name(tmp_path, no_flags, capsys):
 
 
 def test_a_model_cut_short_is_predicted_to_gain_and_no_times():
-    target = Target("llama-3.1-8b", "NVIDIA H200", 1, "bfloat16", "bfloat16", 10, 22, 40)
+    target = Target("llama-3.1-8b", "NVIDIA H200", ParallelConfig(), "bfloat16", "bfloat16", 10, 22, 40)
     predicted = Predictions((0, 32), (1, 100), ((0.5, 0.5),) * 2, ((1.0, 1.0),) * 2)
     model = open_checkpoint("llama-3.1-8b", load_format="dummy").model_config
     plan = msgspec.structs.replace(two_nano_batch_plan(model, 32, 12), target=target, predictions=predicted)

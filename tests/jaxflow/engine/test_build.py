@@ -11,7 +11,7 @@ import toy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.config import ConfigError, EngineConfig
+from jaxflow.config import ConfigError, EngineConfig, ParallelConfig
 from jaxflow.engine import start as build
 from jaxflow.engine import step_plans as engine_plans
 from jaxflow.engine.executor import Executor
@@ -220,7 +220,7 @@ class TestPlans:
 
     def test_a_folder_is_a_portfolio_for_its_model(self, checkpoint, tmp_path):
         """One bucket holds several plans and the sequential plan. The plans set the step size by default."""
-        target = plans.Target("tiny-llama", "cpu", 1, "float32", "float32", 30, 18, 100)
+        target = plans.Target("tiny-llama", "cpu", ParallelConfig(), "float32", "float32", 30, 18, 100)
         predicted = plans.Predictions((0,), (1,), ((1.0,),), ((2.0,),))
         made = [
             msgspec.structs.replace(
@@ -232,7 +232,7 @@ class TestPlans:
             for cut in (20, 30)
         ]
         other = msgspec.structs.replace(
-            made[0], target=msgspec.structs.replace(target, tensor_parallel_size=2)
+            made[0], target=msgspec.structs.replace(target, parallel=ParallelConfig(2))
         )
         for name, plan in {"a": made[0], "b": made[1], "c": other}.items():
             plans.save(plan, tmp_path / f"{name}.json")
@@ -306,7 +306,7 @@ class TestShipped:
         model = open_checkpoint(shipped.target.model, load_format="dummy").model_config
         numbers = FP8_NUMBERS if shipped.target.dtype == "float8_e4m3fn" else {}
         config = EngineConfig(
-            shipped.target.model, tensor_parallel_size=shipped.target.tensor_parallel_size, **numbers
+            shipped.target.model, tensor_parallel_size=shipped.target.parallel.tp, **numbers
         )
         resolved = resolve(config, model)
         assert (resolved.plan, resolved.max_num_batched_tokens) == BY_DEFAULT[name]

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import toy
 
+from jaxflow.config import ParallelConfig
 from jaxflow.pipeline.handwritten import phased_plan, two_nano_batch_plan
 from jaxflow.pipeline.plan import Predictions, Target, save
 from jaxflow.request import Request
@@ -22,7 +23,7 @@ def folder(tmp_path_factory):
         toy.open_checkpoint(str(toy.paths.MODELS / MODEL)).model_config,
         tmp_path_factory.mktemp("plans"),
     )
-    target = Target(MODEL, "cpu", 1, "float32", "float32", 8, 56, 100)
+    target = Target(MODEL, "cpu", ParallelConfig(), "float32", "float32", 8, 56, 100)
     decoding = Predictions((0, 1), (0,), ((1.0,), (1.0,)), ((0.5,), (2.0,)))
     never = Predictions((0, 1), (0, 10_000), ((1.0, 1.0),) * 2, ((0.9, 9.0),) * 2)
     for plan, predicted in (

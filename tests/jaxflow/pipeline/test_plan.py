@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxflow.config import ParallelConfig
 from jaxflow.model.graph import model_graph
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import phased_plan, sequential_plan, two_nano_batch_plan
@@ -28,7 +29,7 @@ from jaxflow.pipeline.program import check, program
 
 CONFIGS = {name: drawn.config_of(name) for name in ("tiny-llama", "tiny-gemma2", "tiny-mixtral", "tiny-opt")}
 LLAMA = CONFIGS["tiny-llama"]
-TARGET = Target("llama-3.1-8b", "H200", 1, "bfloat16", "bfloat16", 1024, 1024, 800)
+TARGET = Target("llama-3.1-8b", "H200", ParallelConfig(), "bfloat16", "bfloat16", 1024, 1024, 800)
 
 
 def edited(plan, nano_id, **changes):
@@ -120,17 +121,22 @@ def test_files(tmp_path):
     save(plan, tmp_path / "a.json")
     save(
         msgspec.structs.replace(
-            plan, name="other", target=msgspec.structs.replace(TARGET, tensor_parallel_size=4)
+            plan, name="other", target=msgspec.structs.replace(TARGET, parallel=ParallelConfig(4))
         ),
         tmp_path / "b.json",
     )
     save(sequential_plan(LLAMA, 24), tmp_path / "c.json")
     assert load(tmp_path / "a.json") == plan and borders(plan) == (7,)
-    assert fitting(tmp_path, "llama-3.1-8b", "NVIDIA H200", 1, "bfloat16", "bfloat16") == (plan,)
+    assert fitting(tmp_path, "llama-3.1-8b", "NVIDIA H200", ParallelConfig(), "bfloat16", "bfloat16") == (
+        plan,
+    )
     assert [
-        p.name for p in fitting(tmp_path, "some/llama-3.1-8b", "NVIDIA H200", 4, "bfloat16", "bfloat16")
+        p.name
+        for p in fitting(
+            tmp_path, "some/llama-3.1-8b", "NVIDIA H200", ParallelConfig(4), "bfloat16", "bfloat16"
+        )
     ] == ["other"]
-    assert fitting(tmp_path, "llama-3.1-8b", "NVIDIA H200", 1, "float32", "bfloat16") == ()
+    assert fitting(tmp_path, "llama-3.1-8b", "NVIDIA H200", ParallelConfig(), "float32", "bfloat16") == ()
     with pytest.raises(PlanError, match=r"nowhere\.json: No such file"):
         load(tmp_path / "nowhere.json")
 
@@ -146,25 +152,25 @@ TABLE = (
     [
         (b"{", "x.json: "),
         (b"[]", "x.json: "),
-        (b'{"schema_version": 2, "name": ' + b"[" * 100_000, "x.json: .*recursion"),
+        (b'{"schema_version": 3, "name": ' + b"[" * 100_000, "x.json: .*recursion"),
         (b'{"name": "a"}', "schema_version"),
-        (b'{"schema_version": 2, "name": "\xff", "tokens": 8, "nano_ops": []}', "utf-8"),
-        (b'{"schema_version": 1, "name": "a"}', "schema_version=1 is not supported: this release reads 2"),
+        (b'{"schema_version": 3, "name": "\xff", "tokens": 8, "nano_ops": []}', "utf-8"),
+        (b'{"schema_version": 1, "name": "a"}', "schema_version=1 is not supported: this release reads 3"),
         (
-            b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [], "predictions": %s}' % AXIS,
+            b'{"schema_version": 3, "name": "a", "tokens": 8, "nano_ops": [], "predictions": %s}' % AXIS,
             "decode_tokens=.*rising",
         ),
         (
-            b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [], "predictions": %s}' % TABLE,
+            b'{"schema_version": 3, "name": "a", "tokens": 8, "nano_ops": [], "predictions": %s}' % TABLE,
             "step_s: 1 rows of 2",
         ),
-        (b'{"schema_version": 2, "name": "a", "tokens": 8}', "nano_ops"),
-        (b'{"schema_version": 2, "name": "a", "tokens": "8", "nano_ops": []}', r"\$\.tokens"),
+        (b'{"schema_version": 3, "name": "a", "tokens": 8}', "nano_ops"),
+        (b'{"schema_version": 3, "name": "a", "tokens": "8", "nano_ops": []}', r"\$\.tokens"),
         (
-            b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [{"id": "q", "op": "qkv", "start": 0}]}',
+            b'{"schema_version": 3, "name": "a", "tokens": 8, "nano_ops": [{"id": "q", "op": "qkv", "start": 0}]}',
             r"nano_ops\[0\]",
         ),
-        (b'{"schema_version": 2, "name": "a", "tokens": 8, "nano_ops": [], "speed": 9}', "speed"),
+        (b'{"schema_version": 3, "name": "a", "tokens": 8, "nano_ops": [], "speed": 9}', "speed"),
     ],
 )
 def test_what_is_no_plan_is_refused_by_name(text, message):

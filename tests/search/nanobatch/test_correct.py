@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxflow.config import ConfigError
+from jaxflow.config import ConfigError, ParallelConfig
 from jaxflow.model.checkpoints.checkpoint import open_checkpoint
 from jaxflow.pipeline.choice import Gain, is_sequential, pick
 from jaxflow.pipeline.compiler import compile_plan
@@ -135,9 +135,9 @@ def test_a_plan_by_hand_gets_what_was_measured_and_is_offered_to_what_it_was_mea
     gains = Gain.of(made.predictions)
     assert gains.at(683, 1280) == pytest.approx(1.1) and gains.at(0, 900) == pytest.approx(1.01)
     assert gains.margin == pytest.approx(0.018) and 1.01 < gains.at(300, 1280) < 1.1
-    kind = ("llama-3.1-70b", "NVIDIA H200", 2, "float8_e4m3fn", "float8_e4m3fn")
+    kind = ("llama-3.1-70b", "NVIDIA H200", ParallelConfig(2), "float8_e4m3fn", "float8_e4m3fn")
     assert made.target.fits(*kind) and made.nano_ops == by_hand.nano_ops and made.sums == "copies"
-    for at, wrong in enumerate(("llama-3-70b", "NVIDIA H100", 1, "bfloat16", "bfloat16")):
+    for at, wrong in enumerate(("llama-3-70b", "NVIDIA H100", ParallelConfig(1), "bfloat16", "bfloat16")):
         assert not made.target.fits(*(wrong if i == at else value for i, value in enumerate(kind)))
     assert "683 decodes of 1280 keys: measured 1.100, predicted nothing" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="differ in intermediate_size, vocab_size"):
@@ -154,7 +154,7 @@ KEPT = paths.ROOT / "benchmarks" / "plans" / "measured"  # with what was measure
 )
 def test_what_is_shipped_is_a_plan_of_the_model_that_it_is_offered_to(path):
     plan = load(path)
-    tp = plan.target.tensor_parallel_size
+    tp = plan.target.parallel.tp
     compile_plan(
         plan,
         open_checkpoint(plan.target.model, load_format="dummy").model_config,
@@ -188,7 +188,9 @@ def test_a_report_without_the_plan_and_a_plan_without_predictions_are_refused(tm
 
 @pytest.mark.parametrize("gained", [(1.04, 1.06), (1.06, 1.04)])
 def test_where_a_composition_was_measured_twice_the_least_gain_stands(gained):
-    offered = Target("llama-3-70b", "NVIDIA H200", 2, "float8_e4m3fn", "float8_e4m3fn", 683, 1365, 1280)
+    offered = Target(
+        "llama-3-70b", "NVIDIA H200", ParallelConfig(2), "float8_e4m3fn", "float8_e4m3fn", 683, 1365, 1280
+    )
     made = as_measured(PLAN, [Point(683, 1280.0, gain, 0.001) for gain in gained], offered)
     assert Gain.of(made.predictions).at(683, 1280) == pytest.approx(1.04)
 

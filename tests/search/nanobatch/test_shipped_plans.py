@@ -77,7 +77,7 @@ def test_it_is_an_order_by_hand_or_found_with_what_was_measured_of_it(name, tmp_
     kept = (BENCHMARKS / "plans" / "measured" if name in NOT_SHIPPED else SHIPPED) / f"h200-{name}.json"
     plan, made, out = load(BENCHMARKS / "plans" / f"{file}.json"), load(kept), tmp_path / "shipped.json"
     tp, model = (
-        made.target.tensor_parallel_size,
+        made.target.parallel.tp,
         open_checkpoint(made.target.model, load_format="dummy").model_config,
     )
     by_hand = (copied if tp == 2 else swapped)(two_nano_batch_plan(model, plan.tokens, plan.tokens // 2, tp))

@@ -34,7 +34,7 @@ def test_it_overlaps_the_network_and_is_predicted_to_gain(name):
     check(plan, graph_of(plan, LLAMA, TP))
     assert (
         plan.target is not None
-        and plan.target.tensor_parallel_size == TP
+        and plan.target.parallel.tp == TP
         and plan.target.dtype.startswith(("bfloat16", "float8"))
     )
     assert {nano.stream for nano in plan.nano_ops} == {0, 1, 2}

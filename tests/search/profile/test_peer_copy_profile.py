@@ -76,9 +76,7 @@ def test_the_command(tmp_path, no_flags, capsys):
     assert main(["search", "plan", *line, str(tmp_path / "plan.json"), "--gpus", "2"]) == 0
     found = load(tmp_path / "plan.json")
     assert (
-        found.name == "sequential, sums copied"
-        and found.sums == "copies"
-        and found.target.tensor_parallel_size == 2
+        found.name == "sequential, sums copied" and found.sums == "copies" and found.target.parallel.tp == 2
     )
 
 
