@@ -1,6 +1,6 @@
-"""How long work must take on a device: NanoFlow's cost model (§3.2, Eq. 1-5) and a roofline for each op.
+"""The time that work takes on a device: NanoFlow's cost model (§3.2, Eq. 1-5) and a roofline for each op.
 
-`DEVICES` holds a datasheet beside what was measured there. Ceilings that were measured are those of sustained
+`DEVICES` holds the datasheet of each device and the rates measured on it. The measured rates are of sustained
 work on random data: a card at its power cap does not reach its datasheet.
 """
 
@@ -20,7 +20,10 @@ FP8_PRODUCTS = ("qkv", "out_proj", "up_gate", "down")
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What one device does in a second. `flops_per_s`: of dense products, by dtype. Network: one way."""
+    """The work that one device does in a second.
+
+    flops_per_s: of dense GEMMs, by dtype. network_bytes_per_s: in one direction.
+    """
 
     flops_per_s: Mapping[str, float]
     memory_bytes_per_s: float
@@ -29,9 +32,9 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One accelerator. `measured` is None where nobody has measured; then the datasheet is all there is.
+    """One accelerator. measured: None where no measurement exists.
 
-    sms: its streaming multiprocessors. compute_capability: CUDA's, by which kernels are chosen
+    sms: streaming multiprocessors. compute_capability: CUDA's, which decides the kernels
     (`pallas_kernels.kernel_set`).
     """
 
@@ -44,12 +47,12 @@ class Device:
 
     @property
     def rates(self) -> Rates:
-        """The ceilings to hold a run against: measured if possible."""
+        """Return the peak rates to compare a run with: measured if known."""
         return self.measured or self.datasheet
 
 
 def _flops(bfloat16: float, float8: float | None = None, float32: float | None = None) -> dict[str, float]:
-    """Rates in TFLOP/s; float32 means tensor cores at reduced precision (TF32)."""
+    """Return rates by dtype, from TFLOP/s. float32 means tensor cores at reduced precision (TF32)."""
     known = {"bfloat16": bfloat16, "float8_e4m3fn": float8, "float32": float32}
     return {dtype: value * TERA for dtype, value in known.items() if value is not None}
 
@@ -58,7 +61,7 @@ DEVICES = {
     device.name: device
     for device in (
         Device("A100-40GB", 40 * GIGA, 108, "8.0", Rates(_flops(312, float32=156), 1.555 * TERA, 300 * GIGA)),
-        # Measured: the paper's own peak of a CUTLASS product (NanoFlow §3.5).
+        # Measured: the paper's peak of a CUTLASS GEMM (NanoFlow §3.5).
         Device(
             "A100-80GB",
             80 * GIGA,
@@ -68,9 +71,9 @@ DEVICES = {
             Rates(_flops(280), 2.0 * TERA, 300 * GIGA),
         ),
         Device("H100", 80 * GIGA, 132, "9.0", Rates(_flops(989, 1979, 494), 3.35 * TERA, 450 * GIGA)),
-        # Measured: chains of products in bf16, Llama-3.1-8B's layers in fp8 (XLA, 8,192 rows), decode
-        # attention, an all-reduce of 134 MB over four devices. Single fp8 products in windows of a tenth of a
-        # second are faster: no ceiling of a step's (docs/cost-model.md).
+        # Measured: chains of bf16 GEMMs, Llama-3.1-8B's layers in fp8 (XLA, 8,192 rows), decode attention,
+        # an all-reduce of 134 MB over four devices. A step does not sustain the faster rate of single fp8
+        # GEMMs in windows of a tenth of a second (docs/cost-model.md).
         Device(
             "H200",
             141 * GIGA,
@@ -87,8 +90,9 @@ DEVICES = {
 
 
 def find_device(kind: str) -> Device | None:
-    """The device that a driver calls `kind` ("NVIDIA H200", "NVIDIA A100-SXM4-80GB"); None if it is not in
-    the table.
+    """Return the device of a driver's name, or None if `DEVICES` lacks it.
+
+    kind: for example "NVIDIA H200" or "NVIDIA A100-SXM4-80GB".
     """
     words = set(re.split(r"[^A-Za-z0-9]+", kind))
     fitting = [name for name in DEVICES if set(re.split(r"[^A-Za-z0-9]+", name)) <= words]
@@ -96,34 +100,35 @@ def find_device(kind: str) -> Device | None:
 
 
 def memory_time_s(memory_bytes: float, memory_bytes_per_s: float) -> float:
-    """Eq. 1: a step at the largest batch reads the whole memory once."""
+    """Return Eq. 1: a step at the largest batch reads the full memory once."""
     return memory_bytes / memory_bytes_per_s
 
 
 def compute_time_s(dense_tokens: float, parameters: float, flops_per_s: float) -> float:
-    """Eq. 2: every token meets every parameter, a multiplication and an addition each."""
+    """Return Eq. 2: each token needs a multiplication and an addition per parameter."""
     return 2 * dense_tokens * parameters / flops_per_s
 
 
 def network_time_s(
     devices: int, dense_tokens: float, hidden: int, element_bytes: float, layers: int, bytes_per_s: float
 ) -> float:
-    """Eq. 3: two all-reduces a layer move the activations four times. `bytes_per_s` is of all devices
-    together.
+    """Return Eq. 3: two all-reduces a layer move the activations four times.
+
+    bytes_per_s: of all devices together.
     """
     return 4 * devices * dense_tokens * hidden * element_bytes * layers / bytes_per_s
 
 
 def optimal_throughput(flops_per_s: float, parameters: float) -> float:
-    """Eq. 5: tokens per second, prompt and output together, of devices that do nothing but dense products."""
+    """Return Eq. 5: tokens per second, prompt and output together, of devices that only run dense GEMMs."""
     return flops_per_s / (2 * parameters)
 
 
 def dense_parameters(config: ModelConfig, sampled: float = 1.0) -> float:
-    """P_Model of Eq. 2, exactly: the weight elements ΣNₘKₘ that one token meets.
+    """Return P_Model of Eq. 2, exactly: the weight elements ΣNₘKₘ that one token meets.
 
-    The embedding table is looked up, not multiplied; of a mixture's experts a token meets only those it
-    chooses; and only a share `sampled` of the tokens (outputs, not prompts) meets the head.
+    The embedding table is looked up, not multiplied. A token meets only the experts that it chooses. Only a
+    share `sampled` of the tokens (outputs, not prompts) meets the head.
     """
     graph = model_graph(config)
     step = Composition(decode_tokens=1, decode_keys=1, samples=sampled)
@@ -132,7 +137,7 @@ def dense_parameters(config: ModelConfig, sampled: float = 1.0) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds that each resource of a device needs for some work, if it had nothing else to do."""
+    """The seconds that each resource of a device needs for some work by itself."""
 
     compute_s: float = 0.0
     memory_s: float = 0.0
@@ -140,7 +145,7 @@ class Times:
 
     @property
     def longest_s(self) -> float:
-        """T_op: what the work takes alone, bound by one resource."""
+        """Return T_op: the time of the work in isolation, bound by one resource."""
         return max(self.compute_s, self.memory_s, self.network_s)
 
     def __add__(self, other: "Times") -> "Times":
@@ -153,7 +158,7 @@ class Times:
 
 
 def work_times(work: Work, rates: Rates, dtype: str = "bfloat16") -> Times:
-    """T_compute, T_memory and T_network of some work (Table 2's columns)."""
+    """Return T_compute, T_memory and T_network of some work (Table 2's columns)."""
     return Times(
         work.flops / rates.flops_per_s[dtype],
         work.memory_bytes / rates.memory_bytes_per_s,
@@ -164,11 +169,11 @@ def work_times(work: Work, rates: Rates, dtype: str = "bfloat16") -> Times:
 def op_times(
     op: Op, step: Composition, rates: Rates, dtype: str = "bfloat16", tile_rows: int | None = None
 ) -> Times:
-    """The times of an op. With `tile_rows`, a dense product computes whole tiles of so many rows (SARATHI
-    §4.4).
+    """Return the times of an op.
 
-    dtype: of the products; float8_e4m3fn is that of a layer's four alone, all else of such a model is
-    bfloat16.
+    dtype: of the GEMMs. Under float8_e4m3fn only the four GEMMs of a layer in `FP8_PRODUCTS` are fp8; all
+    other ops are bfloat16. tile_rows: a dense GEMM computes full tiles of this many rows (SARATHI §4.4);
+    None: exactly its rows.
     """
     if dtype == "float8_e4m3fn" and op.name not in FP8_PRODUCTS:
         dtype = "bfloat16"
@@ -183,8 +188,10 @@ def op_times(
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """`sequential_s`: op after op, each bound by its own resource. `resources`: their sums, if ops could
-    overlap at will; the longest is what perfect overlap would take (NanoFlow §3.7).
+    """The times of a step.
+
+    sequential_s: op after op, each bound by one resource. resources: the sums over the ops. The longest sum
+    is the time under perfect overlap (NanoFlow §3.7).
     """
 
     sequential_s: float
@@ -194,7 +201,7 @@ class StepTimes:
 def step_timer(
     graph: Graph, rates: Rates, dtype: str = "bfloat16", tile_rows: int | None = None
 ) -> Callable[[Composition], StepTimes]:
-    """A function from a step's composition to its times; equal ops of many layers are counted once."""
+    """Return a function from a step's composition to its times. Equal ops of many layers are counted once."""
     repeated = tuple(collections.Counter(graph.ops()).items())
 
     def times(step: Composition) -> StepTimes:

@@ -1,10 +1,9 @@
-"""The fourth resource: on a card at its power cap a step cannot run faster than its joules allow.
+"""The energy bound: on a card at its power cap, a step's joules limit its speed.
 
-NanoFlow's cost model knows compute, memory and network. A card that reaches its power cap lowers its clock
-until the work fits, so time is also bound by energy: with E joules of work beside an idle power of P_idle, T
->= E / (P_cap - P_idle). A joule count is a function of the clock, since a lower clock goes with a lower
-voltage: the same work spread over more time costs less. So the bound is the best clock's: fast clocks run out
-of watts, slow ones of clock cycles.
+NanoFlow's cost model has compute, memory and network. A card at its power cap lowers its clock until the
+power fits, so energy bounds time too: with E joules of work and an idle power of P_idle, T >= E / (P_cap -
+P_idle). The joules depend on the clock, because a lower clock needs a lower voltage. The bound is the time at
+the best clock: faster clocks exceed the power, slower clocks need more time for their cycles.
 """
 
 import dataclasses
@@ -19,31 +18,30 @@ from jaxflow.model.graph import Work
 
 SCHEMA_VERSION = 1
 FOLDER = Path(__file__).parent / "power"
-_CLOCKS = 200  # between the lowest and the highest, for the search of the best
+_CLOCKS = 200  # tried between the lowest and the highest clock
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Joules of a unit of work as a function of the clock: `joules · (fixed + (1 - fixed) · (clock / highest
-    clock)²)`.
-    """
+    """Joules of a unit of work by clock: `joules · (fixed + (1 - fixed) · (clock / highest clock)²)`."""
 
     joules: float  # at the highest clock
-    fixed: float  # share that does not fall with the clock, 0..1
+    fixed: float  # the share that does not fall with the clock, 0 to 1
 
     def at(self, clock_share: np.ndarray | float) -> np.ndarray | float:
-        """`clock_share`: of the highest clock."""
+        """Return the joules at a clock, given as a share of the highest clock."""
         return self.joules * (self.fixed + (1 - self.fixed) * clock_share**2)
 
     def times(self, factor: float) -> "Curve":
+        """Return the curve of `factor` units of work."""
         return Curve(self.joules * factor, self.fixed)
 
 
 class Power(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What work costs on one device. None of the sustained runs, nor of four profiles' entries, needed less
-    than the constants say.
+    """The power constants of one device, as joules of its work.
 
-    A fifth profile and windows of a tenth of a second do not tell joules that well: a sensor's watts are up
-    to a quarter apart for one product, and the counter tells a few steps of 0.4 s (docs/cost-model.md).
+    The constants are a lower bound: no sustained run, and no entry of four profiles, needed less. A fifth
+    profile and windows of a tenth of a second are less exact. A sensor's watts differ by up to a quarter for
+    one GEMM, and the energy counter resolves only steps of 0.4 s (docs/cost-model.md).
     """
 
     schema_version: int
@@ -52,20 +50,18 @@ class Power(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     idle_w: float
     highest_clock_hz: float
     lowest_clock_hz: float
-    flops_per_cycle: Mapping[str, float]  # by dtype, what the tensor cores can do
+    flops_per_cycle: Mapping[str, float]  # the tensor cores' peak, by dtype
     flop: Mapping[str, Curve]  # by dtype
     byte: Curve  # of device memory, read or written
 
     def dynamic_j(self, work: Work, dtype: str, clock_share: np.ndarray | float = 1.0) -> np.ndarray | float:
-        """Joules above idle that the work takes. The network's are not known, and count as none."""
+        """Return the joules above idle that the work takes. The network's are unknown and count as 0."""
         return work.flops * self.flop[dtype].at(clock_share) + work.memory_bytes * self.byte.at(clock_share)
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Seconds below which no implementation of some work can fall, by resource. `clock_hz`: the best clock
-    for its joules.
-    """
+    """The least seconds of some work, by resource. clock_hz: the best clock for its joules."""
 
     compute_s: float
     memory_s: float
@@ -75,11 +71,12 @@ class Bound:
 
     @property
     def longest_s(self) -> float:
+        """Return the least seconds over all resources."""
         return max(self.compute_s, self.memory_s, self.network_s, self.energy_s)
 
     @property
     def binding(self) -> str:
-        """The resource that decides: compute, memory, network or energy."""
+        """Return the resource with the longest time: compute, memory, network or energy."""
         times = {
             "compute": self.compute_s,
             "memory": self.memory_s,
@@ -90,10 +87,10 @@ class Bound:
 
 
 def bound(work: Work, device: Device, power: Power, dtype: str = "bfloat16") -> Bound:
-    """The four times of some work on one device.
+    """Return the four least times of some work on one device.
 
-    Compute is at the tensor cores' peak and highest clock, memory and network at the datasheet's rates.
-    Energy is at the best clock, where the time that the watts allow meets the time that the cycles take.
+    Compute is at the tensor cores' peak and the highest clock, memory and network at the datasheet's rates.
+    Energy is at the clock where the time that the power allows equals the time that the cycles take.
     """
     share = np.linspace(power.lowest_clock_hz / power.highest_clock_hz, 1.0, _CLOCKS)
     peak = power.flops_per_cycle[dtype] * power.highest_clock_hz
@@ -111,7 +108,7 @@ def bound(work: Work, device: Device, power: Power, dtype: str = "bfloat16") -> 
 
 
 def load_power(path: str | Path) -> Power:
-    """Reads a fit. Raises: ValueError naming the file and the field."""
+    """Return the constants of a file. Raises: ValueError naming the file and the field."""
     try:
         power = msgspec.json.decode(Path(path).read_bytes(), type=Power)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -125,6 +122,6 @@ def load_power(path: str | Path) -> Power:
 
 
 def shipped_power(device: str) -> Power | None:
-    """The fit that comes with this release for a device of `jaxflow.model.cost.DEVICES`, or None."""
+    """Return the shipped constants of a device in `jaxflow.model.cost.DEVICES`, or None."""
     path = FOLDER / f"{device.lower()}.json"
     return load_power(path) if path.exists() else None

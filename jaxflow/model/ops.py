@@ -1,9 +1,10 @@
 """The ops of the graph as functions; plans, the plain forward and offloaded runs are made of them.
 
 An op takes a `Site` and its inputs, and returns its outputs, both in the graph's order. A norm adds the
-residual stream, so that one kernel does both. `x` is the residual stream [t, D], `h` a normed input [t, D], `y`
-the sum that a block adds to x [t, D]. Where a weight is e4m3 (`Quantized`), the input of its GEMM is e4m3 too:
-`h` and the heads have one scale per token; `a` has one scale per 128 columns, since no kernel sees a full row.
+residual stream, so that one kernel does both. `x` is the residual stream [t, D], `h` a normed input [t, D],
+`y` the sum that a block adds to x [t, D]. Where a weight is e4m3 (`Quantized`), the input of its GEMM is e4m3
+too: `h` and the heads have one scale per token; `a` has one scale per 128 columns, since no kernel sees a
+full row.
 
     embed(token_ids, positions) -> x             attn_norm(x, y) -> x, h
     qkv(h) -> qkv                                rope_append(qkv, kv) -> q, kv
@@ -47,7 +48,8 @@ def find_op(name: str) -> OpFunction:
 def embed(
     c: Context, w: Weights, token_ids: Int[Array, " t"], positions: Int[Array, " t"]
 ) -> Float[Array, "t D"]:
-    """Return scaled rows of the vocabulary-parallel table, plus learned positions where the model has them."""
+    """Return scaled rows of the vocabulary-parallel table, plus learned positions where the model has
+    them."""
     table = w["embed"]
     local = token_ids - _vocabulary_offset(c, table)
     here = (local >= 0) & (local < table.shape[0])
@@ -222,7 +224,8 @@ def rope_append(
     fused: Float[Array, "t A"],
     kv: KV,
 ) -> tuple[Float[Array, "t N H"], KV]:
-    """Split the heads, norm and rotate them, and write keys and values of tokens [start, stop) to their pages."""
+    """Split the heads, norm and rotate them, and write keys and values of tokens [start, stop) to their
+    pages."""
     rope = None if layer.rope is None else jnp.asarray(inverse_frequencies(layer.rope, c.config.head_dim))
     q, k_pages, v_pages = c.kernels.rope_append(
         fused,
@@ -334,8 +337,8 @@ def merge_heads(
 ) -> Float[Array, "t N H"]:
     """Return each token's heads from the attention that computed them.
 
-    in_place: read and write only the rows that could decode. Otherwise copy all rows in one pass, which a side
-    stream needs.
+    in_place: read and write only the rows that could decode. Otherwise copy all rows in one pass, which a
+    side stream needs.
     """
     rows, t = decodes.shape[0], chunks.shape[0]
     if not rows:

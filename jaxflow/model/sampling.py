@@ -214,7 +214,8 @@ def _heat(temperature: jax.Array) -> jax.Array:
 
 
 def _draw(x: jax.Array, weigh: OfValues, seed: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A column of each row of x [R, n], as likely as `weigh` of it, and whether any column weighs something."""
+    """A column of each row of x [R, n], as likely as `weigh` of it, and whether any column weighs
+    something."""
     rows, n = x.shape
     block = math.gcd(n, SUM_BLOCK)
     blocks = x.reshape(rows, n // block, block)

@@ -1,10 +1,10 @@
 """How softmax inputs of a model are distributed, and the unified maximum that follows from it
 (FlashDecoding++Next §3).
 
-`python -m jaxflow.model.checkpoints.calibrate` writes the file, an engine reads it. With a unified maximum φ the weights
-of all keys are exp(score - φ), whatever else the row holds, so that partial sums need no rescaling. That
-works while float32 holds both the largest and the smallest weight that matters; a row that leaves φ ± bound
-is done with its own maximum by the attention kernels.
+`python -m jaxflow.model.checkpoints.calibrate` writes the file, an engine reads it. With a unified maximum φ
+the weights of all keys are exp(score - φ), whatever else the row holds, so that partial sums need no
+rescaling. That works while float32 holds both the largest and the smallest weight that matters; a row that
+leaves φ ± bound is done with its own maximum by the attention kernels.
 """
 
 from pathlib import Path
@@ -34,7 +34,8 @@ class LayerRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def qualifies(self) -> bool:
-        """Weights that matter stay within float32, and other texts have as much room again as this one took."""
+        """Weights that matter stay within float32, and other texts have as much room again as this one
+        took."""
         rows = max(self.row_high - self.phi, self.phi - self.row_low) <= self.bound / 2
         return rows and self.phi - self.bound <= self.score_low and self.score_high <= self.phi + self.bound
 

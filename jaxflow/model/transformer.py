@@ -1,4 +1,5 @@
-"""The plain forward: every op over all tokens of the step, in order. Every plan must compute this function."""
+"""The plain forward: every op over all tokens of the step, in order. Every plan must compute this
+function."""
 
 from jaxtyping import Array, Float
 
@@ -14,8 +15,8 @@ def forward(
     """Run one step through all layers.
 
     Returns:
-      the normed hidden state of each sequence's sampled token, the residual stream of all tokens after the last
-      layer (for prompt log-probabilities), and the cache with this step's keys and values.
+      the normed hidden state of each sequence's sampled token, the residual stream of all tokens after the
+      last layer (for prompt log-probabilities), and the cache with this step's keys and values.
     """
     ends = Site(c, weights)
     x = ops.embed(ends, batch.token_ids, batch.positions)
@@ -36,7 +37,8 @@ def forward(
 def after_attention(
     site: Site, x: Float[Array, "t D"], o: Float[Array, "t N H"]
 ) -> tuple[Float[Array, "t D"], Array]:
-    """Return (x, y) after a layer. x: the residual stream before the MLP. y: the MLP's output, not added yet."""
+    """Return (x, y) after a layer. x: the residual stream before the MLP. y: the MLP's output, not added
+    yet."""
     y = ops.attn_reduce(site, ops.out_proj(site, o))
     if site.c.config.post_norms:
         y = ops.post_attn_norm(site, y)

@@ -1,6 +1,4 @@
-"""One array of the weights, not made yet: which tensors fill it, how it is cut over devices, in which numbers
-it is kept.
-"""
+"""One array of the weights before it is made: its tensors, its sharding and its quantization."""
 
 import dataclasses
 import functools
@@ -18,7 +16,7 @@ from pallas_kernels.pointwise.quantize.reference import quantize_rows
 from pallas_kernels.quantized import GROUP, Int4, Quantized
 
 Init = Literal["matrix", "norm", "zero", "one"]
-QUANTIZED = ("qkv", "out_proj", "up_gate", "down")  # the matrices that `quantization` is about
+QUANTIZED = ("qkv", "out_proj", "up_gate", "down")  # the matrices that `quantization` affects
 _QUANTIZE = {"fp8": quantize_rows, "int4": quantize_int4}
 TENSOR_PARALLEL_AXIS = {
     "embed": 0,
@@ -38,42 +36,39 @@ TENSOR_PARALLEL_AXIS = {
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One tensor of a checkpoint, by its Hugging Face name, and the view of the fused leaf that its numbers
-    fill.
-    """
+    """One tensor of a checkpoint, by its Hugging Face name, and the view of the fused leaf that it fills."""
 
     name: str
-    shape: tuple[int, ...]  # as the checkpoint has it
+    shape: tuple[int, ...]  # in the checkpoint
     block: tuple[int, ...]  # the same numbers, reshaped to broadcast over `view(leaf)`
     view: Callable[[np.ndarray], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of the weights, not made yet."""
+    """One array of the weights, before it is made."""
 
     key: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     init: Init  # what dummy weights have there
-    rows: np.ndarray | None = (
-        None  # of the same leaf made for one device: which row each row is; None: the same rows
-    )
-    quantization: str | None = None  # fp8 or int4: what stands in its place is `Quantized` or `Int4`
-    filled: tuple[int, ...] | None = None  # the shape of what is not padding; behind it are zeros; None: all
-    scale: "Leaf | None" = None  # fp8: of the scales of its rows, as a checkpoint of e4m3 has them
+    rows: np.ndarray | None = None  # each row's index in the leaf of one device; None: the same rows
+    quantization: str | None = None  # fp8: `Quantized` stands in its place; int4: `Int4`
+    filled: tuple[int, ...] | None = None  # the shape without padding by zeros; None: no padding
+    scale: "Leaf | None" = None  # fp8: its rows' scales, as in an e4m3 checkpoint
 
     @property
     def spec(self) -> PartitionSpec:
+        """Return the `PartitionSpec` of the unquantized array."""
         return _spec(self.key)
 
     @property
     def specs(self) -> Any:
-        """The `PartitionSpec` of each array of what stands in the leaf's place."""
+        """Return the `PartitionSpec` of each array that stands in the leaf's place."""
         return _specs(self.key, self.quantization)
 
     def struct(self, dtype: Any) -> Any:
-        """The shape and dtype of what stands in the leaf's place."""
+        """Return the shape and dtype of each array that stands in the leaf's place."""
         struct: Any = jax.ShapeDtypeStruct
         if self.quantization == "fp8":
             return Quantized(struct(self.shape, jnp.float8_e4m3fn), struct(self.shape[:1], jnp.float32))
@@ -84,7 +79,7 @@ class Leaf:
         return struct(self.shape, self.dtype(dtype))
 
     def dtype(self, model: Any) -> Any:
-        """Of the array, where the model's is `model`: scales are float32."""
+        """Return the array's dtype in a model of dtype `model`: scales are float32."""
         return jnp.float32 if self.key.endswith("_scale") else model
 
 
@@ -94,7 +89,7 @@ def _spec(key: str) -> PartitionSpec:
 
 
 def _specs(key: str, quantization: str | None) -> Any:
-    """Scales are cut with what they belong to: a row's where rows are, a group's wherever its matrix is."""
+    """Return the specs of a leaf's arrays. Scales are sharded with the rows or groups that they scale."""
     spec: Any = _spec(key)
     if quantization == "fp8":
         return Quantized(spec, PartitionSpec(*spec[:1]))  # pyright: ignore[reportArgumentType]
@@ -102,8 +97,9 @@ def _specs(key: str, quantization: str | None) -> Any:
 
 
 def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.ndarray:
-    """The array of one leaf in host memory, made of the tensors that `read` returns by name, each dropped
-    before the next is read.
+    """Return the array of one leaf in host memory, from the tensors that `read` returns by name.
+
+    Each tensor is dropped before the next one is read.
     """
     out = np.zeros(leaf.shape, dtype)
     for piece in leaf.pieces:
@@ -112,7 +108,7 @@ def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: Any) -> np.nd
 
 
 def quantize_leaf(leaf: Leaf, array: jax.Array, mesh: Mesh | None) -> Quantized | Int4:
-    """The wide array of a leaf in the leaf's own numbers, quantised on the devices that hold it."""
+    """Return a leaf's unquantized array in quantized form, computed on the devices that hold it."""
     assert leaf.quantization is not None
     return _quantize_placed(leaf.key, leaf.quantization, mesh)(array)
 
@@ -126,7 +122,10 @@ def _quantize_placed(key: str, quantization: str, mesh: Mesh | None) -> Callable
 
 
 def draw(seeds: jax.Array, leaf: Leaf, norm: float, dtype: Any) -> Any:
-    """The leaf of dummy weights in a model of `dtype`. seeds: uint32 [2]; norm: what scales of norms are."""
+    """Return the leaf of dummy weights in a model of `dtype`.
+
+    seeds: uint32 [2]. norm: the value of norm scales.
+    """
     array = _drawn(seeds, leaf, norm).astype(leaf.dtype(dtype))
     return array if leaf.quantization is None else _QUANTIZE[leaf.quantization](array)
 
@@ -143,12 +142,10 @@ def _drawn(seeds: jax.Array, leaf: Leaf, norm: float) -> jax.Array:
     index = rows
     for axis, size in enumerate(filled[1:], start=1):
         index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-    # A hash of each element's place: unlike jax.random it compiles in no time, and a shard needs nothing of
-    # another.
+    # A hash of each element's position: it compiles faster than jax.random, and shards need no communication.
     bits = _scramble(_scramble(index + seeds[0]) ^ seeds[1])
-    total = sum(
-        ((bits >> shift) & 255).astype(jnp.float32) for shift in (0, 8, 16, 24)
-    )  # of 4 bytes: about normal
+    # The sum of 4 bytes is nearly normal.
+    total = sum(((bits >> shift) & 255).astype(jnp.float32) for shift in (0, 8, 16, 24))
     drawn = (total - 510) * (filled[-1] * 4 * (256**2 - 1) / 12) ** -0.5
     for axis in (axis for axis, size in enumerate(filled) if size < leaf.shape[axis]):
         drawn = jnp.where(jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) < filled[axis], drawn, 0)
@@ -156,7 +153,7 @@ def _drawn(seeds: jax.Array, leaf: Leaf, norm: float) -> jax.Array:
 
 
 def _scramble(x: jax.Array) -> jax.Array:
-    """A one-to-one map of 32 bits in which every bit of the input moves every bit of the output."""
+    """Return a one-to-one map of 32 bits where every input bit affects every output bit."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,19 +1,19 @@
-"""The weights of a model: one plain pytree, the shapes in it, how it is cut over devices, which tensors of a
-checkpoint fill it.
+"""The weights of a model as a pytree: shapes, sharding over devices, and the checkpoint tensors that fill
+them.
 
     {"embed": [V', D], "positions": [max_position + 2, D] (OPT), "final_norm": [D], "final_norm_bias": [D],
      "lm_head": [V', D] (absent if tied), "layers": one dict a layer, its keys in `_layer`}
 
 Every matrix is [out, in], as in Hugging Face checkpoints: y = x @ w.T. V' is the vocabulary padded with rows
-of zeros. Matrices that one GEMM can do together are fused, their rows in an order such that a contiguous cut
-is a tensor-parallel shard: `qkv` holds, for each key/value head, its query heads, its key head, its value
-head; `up_gate` alternates blocks of gate rows and up rows (`ModelConfig.gate_block`). With fewer key/value
-heads than shards, each is repeated, so that every shard has its own.
+of zeros. Matrices that one GEMM can compute together are fused. Their rows are ordered so that a contiguous
+range is a tensor-parallel shard. `qkv` holds, for each key/value head, its query heads, its key head and its
+value head. `up_gate` alternates blocks of gate rows and up rows (`ModelConfig.gate_block`). With fewer
+key/value heads than shards, each head is repeated, so that every shard has one.
 
-Quantised, the matrices named in `QUANTIZED` are in the place of the array `Quantized` e4m3 with a scale for
-each row (fp8) or `Int4` in groups of 64 columns (int4); the embeddings, the head, norms, routers and experts
-stay as they are. An e4m3 cache has its scales here, "k_scale" and "v_scale" [K], float32, in each layer. An
-e4m3 MLP may be wider by some zeros (`mlp_width`).
+Under quantization the matrices named in `QUANTIZED` are `Quantized` e4m3 with a scale per row (fp8), or
+`Int4` in groups of 64 columns (int4). The embeddings, the head, norms, routers and experts are not quantized.
+An e4m3 cache has its scales here: "k_scale" and "v_scale" [K], float32, in each layer. An e4m3 MLP may be
+padded with zeros (`mlp_width`).
 """
 
 import dataclasses
@@ -33,19 +33,20 @@ from jaxflow.parallel.mesh import TP, sharded
 from pallas_kernels.quantized import BLOCK, GROUP
 
 Weights = dict[str, Any]
-VOCAB_TILE = 64  # each shard's rows of the vocabulary are a multiple of this
+VOCAB_TILE = 64  # each shard's number of vocabulary rows is a multiple of 64
 
 
 def leaves(
     config: ModelConfig, tp: int = 1, *, quantization: str | None = None, kv_scales: bool = False
 ) -> Weights:
-    """The pytree of weights for `tp` devices, a `Leaf` in the place of each array.
+    """Return the pytree of weights for `tp` devices, with a `Leaf` in the place of each array.
 
     Args:
-      quantization: fp8 or int4: of the matrices of `QUANTIZED`. kv_scales: with the scales of an e4m3 cache.
+      quantization: fp8 or int4, for the matrices of `QUANTIZED`.
+      kv_scales: whether to include the scales of an e4m3 cache.
 
     Raises:
-      ConfigError: `tensor_parallel_size` does not cut the heads or the MLP evenly, or cuts a group of an int4
+      ConfigError: `tensor_parallel_size` does not divide the heads or the MLP, or splits a group of an int4
       matrix.
     """
     _check_cuts(config, tp)
@@ -90,8 +91,9 @@ def shapes(
     quantization: str | None = None,
     kv_scales: bool = False,
 ) -> Weights:
-    """The pytree with a `jax.ShapeDtypeStruct` for each array: global shapes, over all `tp` devices. Options:
-    those of `leaves`.
+    """Return the pytree with a `jax.ShapeDtypeStruct` for each array: global shapes, over all `tp` devices.
+
+    Options: see `leaves`.
     """
     return jax.tree.map(
         lambda leaf: leaf.struct(dtype), leaves(config, tp, quantization=quantization, kv_scales=kv_scales)
@@ -101,8 +103,9 @@ def shapes(
 def shardings(
     config: ModelConfig, mesh: Mesh | None = None, *, quantization: str | None = None, kv_scales: bool = False
 ) -> Weights:
-    """The pytree with a `PartitionSpec` over the mesh axis "tp" for each array; the mesh's size changes only
-    what is refused.
+    """Return the pytree with a `PartitionSpec` over the mesh axis "tp" for each array.
+
+    mesh: decides which models are refused; None for one device. Options: see `leaves`.
     """
     devices = 1 if mesh is None else mesh.shape[TP]
     return jax.tree.map(
@@ -111,7 +114,7 @@ def shardings(
 
 
 def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint of this model must have."""
+    """Return the name and shape of every tensor that a checkpoint of this model must have."""
     return {piece.name: piece.shape for leaf in jax.tree.leaves(leaves(config)) for piece in leaf.pieces}
 
 
@@ -124,12 +127,12 @@ def dummy_weights(
     quantization: str | None = None,
     kv_scales: bool = False,
 ) -> Weights:
-    """Random weights, made on the device(s) that hold them; the same numbers (rounded to `dtype`) for every
-    mesh.
+    """Return random weights, made on the devices that hold them.
 
-    Matrices are about normal with a variance of 1 / fan-in, norms scale by 1 and biases are 0, so that
-    activations keep their size from layer to layer. One compilation for each distinct layer, however many
-    layers there are. Options: those of `leaves`; quantised matrices are the rounded ones, quantised.
+    Every mesh gets the same numbers, rounded to `dtype`. Matrices are nearly normal with a variance of 1 /
+    fan-in, norms scale by 1 and biases are 0, so that activations keep their size from layer to layer. Each
+    distinct layer is compiled once. Quantized matrices are the quantized form of the rounded ones. Options:
+    see `leaves`.
     """
     outer, *layers = dummy_groups(config, dtype, mesh, seed, quantization=quantization, kv_scales=kv_scales)
     return outer | {"layers": layers}
@@ -144,7 +147,7 @@ def dummy_groups(
     quantization: str | None = None,
     kv_scales: bool = False,
 ) -> Iterator[Weights]:
-    """`dummy_weights` a group at a time: what is in no layer, then each layer."""
+    """Yield `dummy_weights` in groups: the weights outside the layers, then each layer."""
     tree = leaves(
         config, 1 if mesh is None else mesh.shape[TP], quantization=quantization, kv_scales=kv_scales
     )
@@ -195,7 +198,7 @@ def _check_cuts(config: ModelConfig, tp: int) -> None:
 
 
 def _check_groups(layer: Mapping[str, Leaf], tp: int) -> None:
-    """A group of an int4 matrix is whole, and on one device."""
+    """Refuse an int4 matrix with a partial group, or a group that two devices share."""
     for key in QUANTIZED:
         if key in layer:
             columns, devices = layer[key].shape[1], tp if TENSOR_PARALLEL_AXIS[key] == 1 else 1
@@ -214,23 +217,22 @@ def _check_groups(layer: Mapping[str, Leaf], tp: int) -> None:
 
 
 def mlp_width(width: int, tp: int, quantization: str | None) -> int:
-    """Columns of a dense MLP of width F as they are stored for `tp` devices: F, or a little more.
+    """Return the stored columns of a dense MLP of width F for `tp` devices: F, or a little more.
 
-    Products of e4m3 take whole blocks of 128 columns of each device (Qwen2-72B's 29,568 are 115.5 of them on
-    each of two): what is missing is filled with zeros, which add nothing, where that is at most a 32nd.
+    GEMMs of e4m3 take full blocks of 128 columns on each device. Qwen2-72B's 29,568 columns are 115.5 blocks
+    on each of two devices. Zeros fill the last block, which add nothing, if they are at most a 32nd of the
+    width.
     """
     whole = -(-width // (BLOCK * tp)) * BLOCK * tp
     return whole if quantization == "fp8" and whole - width <= width // 32 else width
 
 
 def kv_head_copies(config: ModelConfig, tp: int) -> int:
-    """How often each key/value head is stored so that each of `tp` devices has one: 1 unless there are fewer
-    heads than devices.
-    """
+    """Return how often each key/value head is stored, so that each of `tp` devices has one."""
     return max(1, tp // config.num_kv_heads)
 
 
-# ---- how tensors fill leaves
+# ---- leaves and the tensors that fill them
 
 
 def _whole(key: str, name: str, shape: tuple[int, ...], init: Init) -> Leaf:
@@ -238,7 +240,7 @@ def _whole(key: str, name: str, shape: tuple[int, ...], init: Init) -> Leaf:
 
 
 def _padded(key: str, name: str, shape: tuple[int, int], rows: int, columns: int | None = None) -> Leaf:
-    """A matrix of `shape` with rows, and columns, of zeros behind it."""
+    """Return a matrix of `shape`, padded with rows and columns of zeros."""
     piece = Piece(name, shape, shape, lambda out: out[: shape[0], : shape[1]])
     return Leaf(key, (rows, columns or shape[1]), (piece,), "matrix", filled=shape)
 
@@ -251,9 +253,9 @@ def _norm(key: str, name: str, width: int, config: ModelConfig) -> dict[str, Lea
 
 
 def _qkv(config: ModelConfig, names: Mapping[str, str], tp: int, suffix: str, *tail: int) -> Leaf:
-    """Rows grouped by key/value head; `tail` is (D,) for the weight, () for the bias."""
+    """Return rows grouped by key/value head. `tail` is (D,) for the weight, () for the bias."""
     k, h, copies = config.num_kv_heads, config.head_dim, kv_head_copies(config, tp)
-    group = config.num_heads // (k * copies)  # query heads beside each (copy of a) key head
+    group = config.num_heads // (k * copies)  # query heads per stored key head
 
     def heads(out: np.ndarray) -> np.ndarray:
         return out.reshape(k, copies, group + 2, h, *tail)
@@ -274,7 +276,7 @@ def _qkv(config: ModelConfig, names: Mapping[str, str], tp: int, suffix: str, *t
 
 
 def _copied_rows(config: ModelConfig, copies: int) -> np.ndarray:
-    """For each row of `qkv` with repeated key/value heads, the row of the unrepeated `qkv` that it equals."""
+    """Return, for each row of `qkv` with repeated key/value heads, its row in the unrepeated `qkv`."""
     k, h = config.num_kv_heads, config.head_dim
     group = config.num_heads // k
     whole = np.arange(k * (group + 2) * h).reshape(k, group + 2, h)
@@ -286,7 +288,7 @@ def _copied_rows(config: ModelConfig, copies: int) -> np.ndarray:
 def _up_gate(
     names: Mapping[str, str], width: int, gated: bool, suffix: str, *tail: int, stored: int | None = None
 ) -> Leaf:
-    """stored: `mlp_width` of the width; None: as many."""
+    """Return the fused gate and up rows. stored: `mlp_width` of the width; None for the width."""
     key = "up_gate" if tail else "up_gate_bias"
     init, stored = "matrix" if tail else "zero", stored or width
     if not gated:
@@ -306,7 +308,7 @@ def _up_gate(
 
 
 def _per_expert(key: str, one: Callable[[int], Leaf], experts: int) -> Leaf:
-    """The leaves of all experts in one array [E, ...]."""
+    """Return the leaves of all experts as one array [E, ...]."""
 
     def within(expert: int, piece: Piece) -> Piece:
         return dataclasses.replace(piece, view=lambda out: piece.view(out[expert]))
@@ -317,7 +319,7 @@ def _per_expert(key: str, one: Callable[[int], Leaf], experts: int) -> Leaf:
 
 
 def _layer(config: ModelConfig, layer: Layer, prefix: str, tp: int, width: int) -> dict[str, Leaf]:
-    """The leaves of one layer. width: `mlp_width` of its dense MLP's."""
+    """Return the leaves of one layer. width: `mlp_width` of its dense MLP."""
     names = {role: prefix + name for role, name in layer_names(config).items()}
     d, attention_width = config.hidden_size, config.num_heads * config.head_dim
     tree = _norm("attn_norm", names["attn_norm"], d, config)
@@ -351,7 +353,7 @@ def _mlp(config: ModelConfig, names: Mapping[str, str], stored: int) -> dict[str
 
 
 def _scales(config: ModelConfig, prefix: str, tp: int, stored: int) -> dict[str, Leaf]:
-    """The scales of the rows of each e4m3 matrix, as a checkpoint of e4m3 names them."""
+    """Return the scales of each e4m3 matrix's rows, by the names of an e4m3 checkpoint."""
     names = {role: prefix + name for role, name in layer_names(config).items()}
     d, suffix = config.hidden_size, ".weight_scale"
     return {

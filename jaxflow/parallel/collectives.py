@@ -2,8 +2,8 @@
 
 A tensor-parallel sum has three forms. An all-reduce gives every device all rows of the sum. A reduce-scatter
 gives each device the sum of its local rows; an all-gather later gives all rows to all devices (Korthikanti et
-al. 2023; NanoFlow §4.1.2 calls such rewrites operation transformations). A peer exchange leaves the sum in two
-parts, and the op that reads the sum adds them.
+al. 2023; NanoFlow §4.1.2 calls such rewrites operation transformations). A peer exchange leaves the sum in
+two parts, and the op that reads the sum adds them.
 
 Two devices send as many bytes in a peer exchange as in an all-reduce. Four devices exchange twice: first
 within pairs, then between pairs. They send a third more bytes than in an all-reduce. XLA can leave a peer

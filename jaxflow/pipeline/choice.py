@@ -1,10 +1,10 @@
-"""Which plan a step runs: the one that is predicted to be the fastest for what the step is made of.
+"""The choice of a step's plan: the plans of each bucket, and the fastest plan for a step's composition.
 
-A bucket may have several plans, each searched for another composition: how many tokens decode, and how many
-keys each of them reads. What is compared is a plan's gain over the sequential one, interpolated between the
-compositions that were predicted, and from it is taken what a prediction may be too good by
-(`Predictions.margin`): where no plan then gains anything, the step is sequential. A step pays a few
-microseconds for it.
+A bucket may have several plans. Each was searched for another composition: the number of tokens that decode,
+and the mean number of keys that a decode reads. `portfolio` decides the plans of each bucket before anything
+is compiled. `pick` decides the plan of each step, in a few microseconds. It compares the plans' gains over
+the sequential plan, interpolated between the predicted compositions and reduced by the error of the
+predictions (`Predictions.margin`). The step is sequential where no reduced gain exceeds 1.
 """
 
 import bisect
@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxflow.pipeline.plan import NanoOp, Plan, PlanError, Predictions
 
-_FORMS = ("_scatter", "_gather", "_swap")  # of sums over devices, but for the usual one
+_FORMS = ("_scatter", "_gather", "_swap")  # the forms of sums over devices other than all-reduces
 
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """How many times faster than the sequential step a plan is: `table[i][j]` at `decode_tokens[i]`,
+    """A plan's speed over the sequential plan's: `table[i][j]` at `decode_tokens[i]`,
     `mean_context_tokens[j]`.
 
-    margin: by how much of itself that may be too good.
+    margin: the relative error by which the table may be too large.
     """
 
     decode_tokens: tuple[int, ...]
@@ -31,32 +31,33 @@ class Gain:
 
     @classmethod
     def of(cls, predicted: Predictions) -> "Gain":
+        """Return the gain that predicted step times imply."""
         table = tuple(
-            tuple(alone / step for alone, step in zip(*rows, strict=True))
+            tuple(sequential / step for sequential, step in zip(*rows, strict=True))
             for rows in zip(predicted.sequential_s, predicted.step_s, strict=True)
         )
         return cls(predicted.decode_tokens, predicted.mean_context_tokens, table, predicted.margin)
 
     def at(self, decode_tokens: float, mean_context_tokens: float) -> float:
-        """Of a step of this composition."""
+        """Return the predicted gain of a step of this composition."""
         return between(
             self.decode_tokens, self.mean_context_tokens, self.table, decode_tokens, mean_context_tokens
         )
 
     def sure(self, decode_tokens: float, mean_context_tokens: float) -> float:
-        """What is left of it if it was predicted as much too large as it may be."""
+        """Return the gain of a step of this composition, reduced by the margin."""
         return self.at(decode_tokens, mean_context_tokens) / (1 + self.margin)
 
     @property
     def ever(self) -> bool:
-        """Whether it is sure to gain anything, for any composition: else it is never picked."""
+        """Return whether a reduced gain exceeds 1 for a composition. Otherwise no step picks the plan."""
         return max(map(max, self.table)) > 1 + self.margin
 
 
 def between(
     xs: Sequence[float], ys: Sequence[float], table: Sequence[Sequence[float]], x: float, y: float
 ) -> float:
-    """A table's value at (x, y): bilinear between its points, level beyond them."""
+    """Return a table's value at (x, y): bilinear between its points, constant beyond them."""
     i, along_x = _place(xs, x)
     j, along_y = _place(ys, y)
     low, high = table[i], table[min(i + 1, len(xs) - 1)]
@@ -67,7 +68,7 @@ def between(
 
 
 def _place(axis: Sequence[float], value: float) -> tuple[int, float]:
-    """The point before a value, and how far it is on the way to the next, 0 to 1."""
+    """Return the index of the point before a value, and the fraction of the way to the next point."""
     at = bisect.bisect_right(axis, value) - 1
     if at < 0:
         return 0, 0.0
@@ -77,8 +78,9 @@ def _place(axis: Sequence[float], value: float) -> tuple[int, float]:
 
 
 def pick(gains: Sequence[Gain | None], decode_tokens: float, mean_context_tokens: float) -> int:
-    """Which of a bucket's plans to run, by index: the largest sure gain, the first of equals. None is the
-    sequential plan.
+    """Return the index of the plan to run: the largest reduced gain, or the first of equal ones.
+
+    gains: of each plan of the bucket; None for the sequential plan.
     """
     best, index = 0.0, 0
     for at, gain in enumerate(gains):
@@ -91,14 +93,18 @@ def pick(gains: Sequence[Gain | None], decode_tokens: float, mean_context_tokens
 def portfolio(
     searched: Iterable[Plan], buckets: Iterable[int], sequential: Callable[[int], Plan]
 ) -> dict[int, tuple[Plan, ...]]:
-    """The plans of each bucket, where there is a choice the sequential one first.
+    """Return the plans of each bucket. The sequential plan comes first where there is a choice.
 
-    searched: each is for the bucket of its tokens, and makes one where there is none. A plan without
-    predictions cannot be compared: it is its bucket's only one, for every composition. The sequential one
-    among them adds none; one that no step would pick, since it is sure to gain nowhere, is left out: an
-    engine need not compile it. sequential: makes the sequential plan of so many tokens.
+    A plan without predictions cannot be compared: it is its bucket's only plan, for every composition. A
+    sequential plan among the searched ones adds no plan. A plan that no step would pick is left out, so that
+    the engine need not compile it.
 
-    Raises: PlanError for several plans of a bucket that cannot be told apart.
+    Args:
+      searched: plans, each for the bucket of its tokens, which is made if it is missing.
+      buckets: step sizes that have a plan in any case.
+      sequential: returns the sequential plan of a number of tokens.
+
+    Raises: PlanError for several plans of a bucket that cannot be compared or have one name.
     """
     by_tokens: dict[int, list[Plan]] = {tokens: [] for tokens in buckets}
     for plan in searched:
@@ -121,11 +127,10 @@ def portfolio(
 
 
 def is_sequential(plan: Plan) -> bool:
-    """Whether each op is there once, nothing is cut, nothing overlaps or waits, and sums over devices are as
-    usual.
+    """Return whether a plan runs each op once, over all tokens, on one stream, without waits.
 
-    Of a plan that `jaxflow.pipeline.program.check` accepts: in what order the ops are, and of which model, is
-    not looked at.
+    Its sums over devices must be all-reduces by NCCL's kernels. The plan is one that
+    `jaxflow.pipeline.program.check` accepts: the order of its ops and its model are not examined.
     """
     ops = [nano.op for nano in plan.nano_ops]
     usual = plan.sums == "kernels" and not any(op.endswith(_FORMS) for op in ops)
@@ -135,8 +140,9 @@ def is_sequential(plan: Plan) -> bool:
 
 
 def _plain(nano: NanoOp, tokens: int) -> bool:
-    """Whether it is all tokens' and like any other. A sum's SMs are what NCCL takes: a searched plan says so,
-    a step does not ask.
+    """Return whether a nano-op covers all tokens and sets nothing else.
+
+    A searched plan notes the SMs that NCCL takes for a sum. The compiler ignores them.
     """
     sms = nano.sms if nano.op.endswith("_reduce") else None
     return nano == NanoOp(nano.id, nano.op, 0, tokens, sms=sms)

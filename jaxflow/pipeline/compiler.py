@@ -1,4 +1,5 @@
-"""The compiler of plans: it issues the nano-ops of every layer in the plan's order, as one function for `jax.jit`.
+"""The compiler of plans: it issues the nano-ops of every layer in the plan's order, as one function for
+`jax.jit`.
 
 The function computes `transformer.forward` for every plan (law 1 of the design). A plan changes only when and
 where operations run. A value lies in slices, one per token range. Barriers hold XLA to the plan's order at
@@ -217,8 +218,8 @@ class _StepTrace:
     def issue(self, group: IssueGroup) -> None:
         """Trace the next nano-ops of the program.
 
-        A collective is traced after the barrier that makes the next op follow the collective's input. XLA drops
-        an array from a barrier if nobody reads the array behind the barrier, and the order with it.
+        A collective is traced after the barrier that makes the next op follow the collective's input. XLA
+        drops an array from a barrier if nobody reads the array behind the barrier, and the order with it.
         """
         self.at, first = group.first, group.entries[0]
         sent = {(entry.layer, name) for entry in self.pending for name in entry.makes}
@@ -362,7 +363,8 @@ class _StepTrace:
         return local.read(*region.output)
 
     def inputs(self, values: _Values, entry: LayerOp, reads: tuple[Value, ...]) -> list[Any]:
-        """Return an entry's inputs, except the cache. The projection reads both attentions' heads as one input."""
+        """Return an entry's inputs, except the cache. The projection reads both attentions' heads as one
+        input."""
         if entry.nano.op != "out_proj":
             return [values.read(value, entry.tokens) for value in reads]
         if values.is_merged(entry.layer, entry.tokens):
@@ -435,7 +437,8 @@ class _StepTrace:
         self.barriers += 1
 
     def stream_after(self, final: tuple[Value, Value], tokens: int) -> Array:
-        """Return the residual stream of all tokens after the last layer. final: the two terms of the stream."""
+        """Return the residual stream of all tokens after the last layer. final: the two terms of the
+        stream."""
         everything = TokenRange(0, tokens)
         if self.c.axis is None or not any(entry.op.local_rows for entry in self.reads.entries):
             return self.values.read(final[0], everything) + added(self.values.read(final[1], everything))

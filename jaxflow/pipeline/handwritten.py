@@ -1,6 +1,4 @@
-"""Plans written by hand: one after the other, two nano-batches, the products alone in two, nano-batches
-beside each other on streams.
-"""
+"""Plans written by hand, from the sequential plan to two nano-batches that overlap on streams."""
 
 import msgspec
 
@@ -11,8 +9,9 @@ from jaxflow.pipeline.program import ATTENTION
 
 
 def sequential_plan(config: ModelConfig, tokens: int, tp: int = 1, scattered: bool = False) -> Plan:
-    """Every op over all tokens, in the graph's order: the plain forward as a plan. Scattered it is a plan of
-    its own, and so named.
+    """Return the plain forward as a plan: every op over all tokens, in the graph's order.
+
+    The scattered form has a name of its own.
     """
     ops = _op_names(model_graph(config, tp, scattered=scattered))
     return Plan(
@@ -25,12 +24,12 @@ def sequential_plan(config: ModelConfig, tokens: int, tp: int = 1, scattered: bo
 def two_nano_batch_plan(
     config: ModelConfig, tokens: int, split: int, tp: int = 1, scattered: bool = False
 ) -> Plan:
-    """Tokens [0, split) and [split, tokens) take turns on the main stream: attention of one and of the other,
-    then their MLPs.
+    """Return a plan where tokens [0, split) and [split, tokens) take turns on the main stream.
 
-    Under tensor parallelism, one half's sum over devices is on its way while the other half computes
-    (NanoFlow §4.1); what follows a sum is therefore of the next turn. Scattered, what gathers it again is
-    issued before the last product of the other half's turn, so that this, too, has a product beside it.
+    Each half runs attention in one turn and its MLP in another. Under tensor parallelism one half's sum over
+    devices is sent while the other half computes (NanoFlow §4.1). The reader of a sum therefore belongs to
+    the next turn. In the scattered form the gather after a sum is issued before the last GEMM of the other
+    half's turn, so that the gather overlaps with a GEMM too.
     """
     ranges, graph = _halves(tokens, split), model_graph(config, tp, scattered=scattered)
     names, network = _op_names(graph), _network(graph)
@@ -49,8 +48,9 @@ def two_nano_batch_plan(
 def _gathering_early(
     turns: list[tuple[int, list[tuple[str, int]]]],
 ) -> list[tuple[int, list[tuple[str, int]]]]:
-    """The turns (half, [(op, ahead)]) with each one's ops up to its gather moved before the last product of
-    the turn before it.
+    """Return the turns (half, [(op, ahead)]) with the gathers issued earlier.
+
+    The ops of a turn up to its gather move before the last GEMM of the previous turn.
     """
     heads, tails = [], []
     for half, turn in turns:
@@ -58,7 +58,7 @@ def _gathering_early(
         heads.append((half, turn[:gathered]))
         tails.append((half, turn[gathered:]))
     half, first = heads[0]
-    heads.append((half, [(op, ahead + 1) for op, ahead in first]))  # of the next round's first turn
+    heads.append((half, [(op, ahead + 1) for op, ahead in first]))  # the first turn of the next round
     found = []
     for (half, tail), following in zip(tails, heads[1:], strict=True):
         product = max(at for at, (op, _) in enumerate(tail) if op in ("out_proj", "down", "expert_down"))
@@ -66,13 +66,12 @@ def _gathering_early(
     return found
 
 
-def products_in_two_plan(config: ModelConfig, tokens: int, split: int, tp: int) -> Plan:
-    """Attention over all tokens; what lies between one and the next in two pieces, tokens [0, split) and
-    [split, tokens).
+def gemms_in_two_plan(config: ModelConfig, tokens: int, split: int, tp: int) -> Plan:
+    """Return a plan with attention over all tokens and all other ops in two halves.
 
-    Each piece's sum over devices is on its way beside the next piece's product: of the first half beside the
-    same product of the second, of the second beside what follows of the first. Attention is not cut, and one
-    kernel of it is enough.
+    The halves are tokens [0, split) and [split, tokens). The first half's sum over devices overlaps with the
+    same GEMM of the second half. The second half's sum overlaps with the first half's next op. Attention
+    stays one kernel.
     """
     ranges, names = _halves(tokens, split), _op_names(model_graph(config, tp))
     out, norm, down = names.index("out_proj"), names.index("mlp_norm"), names.index("mlp_reduce") - 1
@@ -80,19 +79,18 @@ def products_in_two_plan(config: ModelConfig, tokens: int, split: int, tp: int) 
     def pieces(ops: tuple[str, ...], first: tuple[int, ...] = (0, 1)) -> list[NanoOp]:
         return [NanoOp(f"{op}.{i}", op, *ranges[i]) for i in first for op in ops]
 
-    whole = [NanoOp(op, op, 0, tokens) for op in ATTENTION[::-1]]
+    full = [NanoOp(op, op, 0, tokens) for op in ATTENTION[::-1]]
     blocks = (names[out:norm], names[norm:down], names[down:])
     head = pieces(tuple(op for op in names[:out] if op not in ATTENTION))
-    nano_ops = (*head, *whole, *(nano for block in blocks for nano in pieces(block)))
+    nano_ops = (*head, *full, *(nano for block in blocks for nano in pieces(block)))
     return Plan(f"products in two, {split} + {tokens - split}", tokens, nano_ops)
 
 
 def swapped(plan: Plan) -> Plan:
-    """A plan over four devices with its sums sent by the copy engines in two steps: of pairs, and of these
-    pairs' sums.
+    """Return a plan over four devices with its sums sent by the copy engines in two exchanges.
 
-    The second step is issued amid what the plan has between a sum and its reader: before attention or a
-    block's last product.
+    The first exchange sums within pairs of devices, the second between pairs. The second exchange is issued
+    between a sum and its reader: before attention or before a block's last GEMM.
     """
     found, later = [], {}
     for at, nano in enumerate(plan.nano_ops):
@@ -123,10 +121,10 @@ def _reads_sum(nano: NanoOp, sent: NanoOp) -> bool:
 
 
 def waited(plan: Plan) -> Plan:
-    """The plan with what reads a sum over devices moved to right behind it, so that nothing is beside any
-    sum: nano-batches alone.
+    """Return the plan with every reader of a sum over devices moved right behind the sum.
 
-    For plans whose sums are read in the pieces that they were made in.
+    Nothing then overlaps with a sum, which leaves the effect of the nano-batches only. The plan's sums must
+    be read in the token ranges that they were made in.
     """
     order = list(plan.nano_ops)
     for sent in (nano for nano in plan.nano_ops if nano.op.endswith("_reduce")):
@@ -140,7 +138,7 @@ def waited(plan: Plan) -> Plan:
 
 
 def copied(plan: Plan) -> Plan:
-    """The plan with its sums over two devices sent by the copy engines."""
+    """Return the plan with its sums over two devices sent by the copy engines."""
     return msgspec.structs.replace(plan, name=f"{plan.name}, sums copied", sums="copies")
 
 
@@ -152,34 +150,35 @@ def phased_plan(
     sms: tuple[int, int] | None = None,
     scattered: bool = False,
 ) -> Plan:
-    """Attention of one half beside the products of the other, layer after layer (NanoFlow's pipeline, two
-    phases a layer).
+    """Return a plan where one half's attention overlaps with the other half's GEMMs (NanoFlow's pipeline).
 
-    A phase appends one half's keys on the main stream, then runs its attention on stream 1 while stream 2
-    takes the other half from `out_proj` to the next layer's `qkv`. The next phase waits for both.
+    A layer has two phases. A phase appends one half's keys on the main stream and runs the half's attention
+    on stream 1. Stream 2 runs the other half from `out_proj` to the next layer's `qkv`. The next phase waits
+    for both streams.
 
-    sms: how many SMs attention gets, and the products beside it; None: both may take all.
+    sms: the SMs of attention, and of the GEMMs that overlap with it; None: all SMs for both.
     """
     graph, ranges = model_graph(config, tp, scattered=scattered), _halves(tokens, split)
     names = _op_names(graph)
     main = _network(graph) | {op.name for ops in graph.layers for op in ops if op.local_rows}
     tail = names[names.index("out_proj") :]
     head = names[: names.index("qkv") + 1]
-    few, many = sms or (None, None)
+    attention_sms, gemm_sms = sms or (None, None)
 
     def nano(op: str, half: int, **rest) -> NanoOp:
         return NanoOp(f"{op}.{half}", op, *ranges[half], **rest)
 
     def phase(half: int) -> list[NanoOp]:
-        """Attention of `half`; the other half is a layer behind it in the first phase of a layer, and level
-        in the second.
+        """Return the nano-ops of the phase that runs attention of `half`.
+
+        The other half is one layer behind in the first phase of a layer, and in the same layer in the second.
         """
         other, behind = 1 - half, half - 1
         join = (f"decode_attention.{other}", f"chunk_attention.{other}", *(f"{op}.{half}" for op in head))
         append = nano("rope_append", half, waits=join)
-        attention = [nano(op, half, stream=1, sms=few) for op in reversed(ATTENTION)]
+        attention = [nano(op, half, stream=1, sms=attention_sms) for op in reversed(ATTENTION)]
         following = [(op, behind) for op in tail] + [(op, behind + 1) for op in head]
-        side = {"stream": 2, "sms": many}
+        side = {"stream": 2, "sms": gemm_sms}
         return [
             append,
             *attention,
@@ -190,7 +189,7 @@ def phased_plan(
 
 
 def _op_names(graph: Graph) -> tuple[str, ...]:
-    """The ops of all kinds of layers, in an order that suits each kind."""
+    """Return the op names of all kinds of layers, in an order that suits each kind."""
     names: list[str] = []
     for ops in graph.layers:
         at = 0
@@ -209,5 +208,5 @@ def _network(graph: Graph) -> set[str]:
 
 def _halves(tokens: int, split: int) -> tuple[tuple[int, int], tuple[int, int]]:
     if not 0 < split < tokens:
-        raise PlanError("split", f"{split} does not cut [0, {tokens}) in two")
+        raise PlanError("split", f"{split} does not cut [0, {tokens}) in two: 1 to {tokens - 1}")
     return (0, split), (split, tokens)

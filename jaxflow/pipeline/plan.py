@@ -2,11 +2,11 @@
 
 A plan lists one layer's nano-ops in order of issue. A nano-op is an op of the graph on a range of the step's
 tokens. The ranges of an op cover [0, T) once, and may differ from the ranges of other ops. The compiled step
-repeats the list for every layer. `ahead` lets the list cross the layers' borders, as in a software pipeline: in
-round i a nano-op works on layer i + ahead, where that layer exists.
+repeats the list for every layer. `ahead` lets the list cross the layers' borders, as in a software pipeline:
+in round i a nano-op works on layer i + ahead, where that layer exists.
 
-A plan does not list the dependences of a nano-op. They follow from the values that it reads and from the layer's
-cache (`jaxflow.pipeline.program`). `waits` adds joins of streams at the borders of phases.
+A plan does not list the dependences of a nano-op. They follow from the values that it reads and from the
+layer's cache (`jaxflow.pipeline.program`). `waits` adds joins of streams at the borders of phases.
 """
 
 import hashlib
@@ -80,10 +80,10 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Predictions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Predicted times of a step by its composition, under the plan and under the sequential plan.
 
-    `step_s[i][j]` is the time of a step with `decode_tokens[i]` decodes, each of `mean_context_tokens[j]` keys in
-    the mean. All other tokens are prefill: a step is filled to its bucket, and padding costs a GEMM the same.
-    `margin`: the relative error by which a predicted gain may be too large. The default is the error of
-    predictions that no measurement has corrected, of which the worst was 0.27.
+    `step_s[i][j]` is the time of a step with `decode_tokens[i]` decodes, each of `mean_context_tokens[j]`
+    keys in the mean. All other tokens are prefill: a step is filled to its bucket, and padding costs a GEMM
+    the same. `margin`: the relative error by which a predicted gain may be too large. The default is the
+    error of predictions that no measurement has corrected, of which the worst was 0.27.
 
     Raises: ValueError for a margin below 0, tables that do not fit the two axes, or axes that do not rise.
     """
@@ -113,8 +113,8 @@ class Predictions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The nano-ops of a layer for steps of `tokens` tokens, in order of issue.
 
-    sums: the carrier of sums over devices. `kernels`: NCCL's kernels. `copies`: the copy engines, between two or
-    four devices (`jaxflow.parallel.collectives`).
+    sums: the carrier of sums over devices. `kernels`: NCCL's kernels. `copies`: the copy engines, between two
+    or four devices (`jaxflow.parallel.collectives`).
     """
 
     name: str

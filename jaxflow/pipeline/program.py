@@ -1,9 +1,9 @@
 """A plan as a program: the nano-ops of every layer in order of issue, and the checks of their order.
 
-The order of a program must satisfy two rules. Data: the values that a nano-op reads are made before it, for all
-of its tokens. The cache: attention over tokens [a, b) comes after the appends of all tokens [0, b) of its layer,
-because the later part of a prefill chunk reads the keys that the earlier part appended. Appends stay on the main
-stream, where the compiler orders them after the readers that were issued before them.
+The order of a program must satisfy two rules. Data: the values that a nano-op reads are made before it, for
+all of its tokens. The cache: attention over tokens [a, b) comes after the appends of all tokens [0, b) of its
+layer, because the later part of a prefill chunk reads the keys that the earlier part appended. Appends stay
+on the main stream, where the compiler orders them after the readers that were issued before them.
 """
 
 import dataclasses

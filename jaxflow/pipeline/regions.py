@@ -1,11 +1,11 @@
 """The division of a side stream's nano-ops into regions that return one array each.
 
-`streams.region` says why a region returns one array. Consecutive nano-ops of a stream are split where only one
-array outlives the nano-ops since the last split. Both attentions of the same tokens make one array: the second
-attention writes into the first one's output. A norm that adds the residual stream makes two arrays, the sum and
-its norm. Such a norm runs between regions on the main stream, where it waits no longer than a region would. A
-region starts when all of its inputs exist, so another side stream's output is read by the first nano-ops of a
-group, or by none.
+`streams.region` says why a region returns one array. Consecutive nano-ops of a stream are split where only
+one array outlives the nano-ops since the last split. Both attentions of the same tokens make one array: the
+second attention writes into the first one's output. A norm that adds the residual stream makes two arrays,
+the sum and its norm. Such a norm runs between regions on the main stream, where it waits no longer than a
+region would. A region starts when all of its inputs exist, so another side stream's output is read by the
+first nano-ops of a group, or by none.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ _QUANTIZED_PAIRS = ("routing", "h1", "h2", "h1_local", "h2_local", "a")
 class RegionOp:
     """An operation of a region: a nano-op, or the merge of both attentions' heads after one.
 
-    form: `op` for a nano-op, `into` for decode attention that writes into the output of chunk attention, `merge`
-    for the merge.
+    form: `op` for a nano-op, `into` for decode attention that writes into the output of chunk attention,
+    `merge` for the merge.
     """
 
     entry: LayerOp
@@ -45,8 +45,8 @@ class Region:
 class IssueGroup:
     """Entries [first, last) of the program that are issued together.
 
-    A group without regions is one entry on the main stream. A group with regions is some consecutive entries of
-    a side stream.
+    A group without regions is one entry on the main stream. A group with regions is some consecutive entries
+    of a side stream.
     """
 
     entries: tuple[LayerOp, ...]

@@ -1,8 +1,8 @@
 """XLA's streams, barriers and flags; no other module names them.
 
 XLA orders nothing that data does not order. It merges GEMMs that share a weight, and copies a buffer that is
-written while it may still be read. `together` gives XLA the order of a plan as data. `region` puts operations on
-a stream of their own, without effect where there is one stream (CPU). Neither changes a result.
+written while it may still be read. `together` gives XLA the order of a plan as data. `region` puts operations
+on a stream of their own, without effect where there is one stream (CPU). Neither changes a result.
 """
 
 import contextlib
@@ -73,8 +73,8 @@ def zero_behind(values: list[jax.Array]) -> jax.Array:
 def behind(values: list[jax.Array], small: Any) -> Any:
     """Return `small`, a tree of arrays, unchanged. Reads of its first array come after all the values exist.
 
-    This replaces `together` in a graph whose kernels wait for data only, where barriers have no effect. It costs
-    a kernel of the size of the first array.
+    This replaces `together` in a graph whose kernels wait for data only, where barriers have no effect. It
+    costs a kernel of the size of the first array.
     """
     leaves, tree = jax.tree.flatten(small)
     if not leaves or not values:

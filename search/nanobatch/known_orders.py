@@ -14,7 +14,7 @@ from jaxflow.config import ModelConfig
 from jaxflow.pipeline.handwritten import (
     copied,
     phased_plan,
-    products_in_two_plan,
+    gemms_in_two_plan,
     sequential_plan,
     swapped,
     two_nano_batch_plan,
@@ -107,7 +107,7 @@ def known_plans(model: ModelConfig, setting: Setting, orders: Collection[str]) -
         elif "two" in orders and not (swaps or graph.scattered):
             yield waited(two)
         if "products" in orders and network and not graph.scattered:
-            yield send(products_in_two_plan(model, tokens, cut, tp))
+            yield send(gemms_in_two_plan(model, tokens, cut, tp))
         if "phases" in orders and memory and not (swaps or experts):
             for few in (sms for sms in setting.shares.offered_sms() if 2 * sms <= profile.total_sms):
                 sms = few, profile.total_sms - few

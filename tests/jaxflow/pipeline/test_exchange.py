@@ -14,7 +14,7 @@ from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import (
     copied,
     phased_plan,
-    products_in_two_plan,
+    gemms_in_two_plan,
     sequential_plan,
     swapped,
     two_nano_batch_plan,
@@ -33,8 +33,8 @@ FP8_NUMBERS = {"quantization": "fp8", "kv": "float8_e4m3fn"}
     ("make", "name", "tp", "numbers"),
     [
         (two_nano_batch_plan, "tiny-gemma2", 2, {}),
-        (products_in_two_plan, "tiny-mixtral", 2, {}),
-        (products_in_two_plan, "tiny-llama", 2, FP8_NUMBERS),
+        (gemms_in_two_plan, "tiny-mixtral", 2, {}),
+        (gemms_in_two_plan, "tiny-llama", 2, FP8_NUMBERS),
         (two_nano_batch_plan, "tiny-llama", 4, FP8_NUMBERS),
         (phased_plan, "tiny-llama", 2, FP8_NUMBERS),
     ],
@@ -81,7 +81,7 @@ def test_four_devices_swap_in_two_steps():
     plan = swapped(two_nano_batch_plan(LLAMA, TOKENS, 8, 4))
     with pytest.raises(PlanError, match=r"attn_swap.0: op='attn_swap' is not in this model's layers"):
         compile_plan(plan, LLAMA, 2)
-    with pytest.raises(PlanError, match=r"sums='kernels': what is swapped is copied"):
+    with pytest.raises(PlanError, match=r"sums='kernels': swaps need sums='copies'"):
         compile_plan(msgspec.structs.replace(plan, sums="kernels"), LLAMA, 4)
     both = msgspec.structs.replace(
         plan, name="of both", nano_ops=(*plan.nano_ops, NanoOp("odd", "attn_scatter", 0, TOKENS))

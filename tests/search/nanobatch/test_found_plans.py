@@ -21,7 +21,7 @@ from jaxflow.model.graph import BFLOAT16, FP8, model_graph
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.handwritten import (
     copied,
-    products_in_two_plan,
+    gemms_in_two_plan,
     sequential_plan,
     swapped,
     two_nano_batch_plan,
@@ -66,7 +66,7 @@ def by_hand(name: str) -> dict[str, Plan]:
             two_nano_batch_plan(config, tokens, cut, tp)
         )
         plans[f"products in two, {cut} + {tokens - cut}"] = sent(
-            products_in_two_plan(config, tokens, cut, tp)
+            gemms_in_two_plan(config, tokens, cut, tp)
         )
     return plans
 
