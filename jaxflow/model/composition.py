@@ -1,4 +1,4 @@
-"""What a step is made of, in the few counts that the work of its ops is linear in."""
+"""The composition of a step: the counts of its batch that the work of its ops is linear in."""
 
 import dataclasses
 import math
@@ -11,12 +11,12 @@ Count = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """What one step works on. Means and fractions are allowed, so that an average step can be described.
+    """The batch of one step. Means and fractions are accepted, to describe an average step.
 
-    decode_tokens: sequences that decode, a token each.
-    decode_keys: keys that one of them reads, its own included; the mean over them.
+    decode_tokens: sequences that decode, one token each.
+    decode_keys: the mean number of keys that a decode reads, its new key included.
     chunks: prefill chunks as (tokens, position of the first token).
-    samples: rows whose next token is drawn; None: every decode and every chunk.
+    samples: rows with a drawn token; None for every decode and every chunk.
     """
 
     decode_tokens: float = 0
@@ -26,17 +26,19 @@ class Composition:
 
     @property
     def chunk_tokens(self) -> float:
+        """Return the number of prefill tokens."""
         return sum(tokens for tokens, _ in self.chunks)
 
     @property
     def tokens(self) -> float:
-        """NanoFlow's dense batch B_Dense."""
+        """Return NanoFlow's dense batch B_Dense."""
         return self.decode_tokens + self.chunk_tokens
 
     def count(self, what: Count, window: int | None = None) -> float:
-        """How many of `what` the step has, for a layer whose queries see `window` keys (None: all).
+        """Return a count of the step, for a layer whose queries see `window` keys (None for all).
 
-        A window is applied to the *mean* of the decodes' keys: an upper bound where they differ.
+        The window is applied to the mean of the decodes' keys. The result is an upper bound if their keys
+        differ.
         """
         limit = math.inf if window is None else window
         match what:
@@ -55,11 +57,10 @@ class Composition:
 
     @classmethod
     def steady_state(cls, tokens: float, prompt_tokens: float, output_tokens: float) -> "Composition":
-        """The average step of `tokens` tokens while requests of p prompt and d output tokens come and go
-        (NanoFlow §3.1).
+        """Return the average step of `tokens` tokens while requests arrive and end (NanoFlow §3.1).
 
-        A share d / (p + d) of the tokens decodes, at p + (d + 1) / 2 keys; prompt tokens see (p + 1) / 2 keys
-        each.
+        Requests have p prompt and d output tokens. A share d / (p + d) of the step's tokens decodes, at p +
+        (d + 1) / 2 keys. Prompt tokens see (p + 1) / 2 keys each.
         """
         p, d = prompt_tokens, output_tokens
         decoding = tokens * d / (p + d)
@@ -70,7 +71,7 @@ class Composition:
 
 
 def _pairs(tokens: float, start: float, limit: float) -> float:
-    """Query-key pairs of a causal chunk: the token at position p sees min(p + 1, limit) keys."""
+    """Return the query-key pairs of a causal chunk: the token at position p sees min(p + 1, limit) keys."""
     full = min(max(start + tokens - limit, 0.0), tokens)  # tokens that see `limit` keys
     rest = tokens - full
     return rest * start + rest * (rest + 1) / 2 + (full * limit if full else 0.0)

@@ -1,18 +1,18 @@
-"""The ops of a step: names, what each reads and makes, and how much work it is.
+"""The ops of a step: their names, inputs, outputs and work.
 
-This is where the plan compiler finds a layer's data dependences and where the cost model and the search find
-FLOPs and bytes. Ops are named as in `jaxflow.model.ops`. Values are single-assignment within a layer: `x` is
-the residual stream, `y` what a block adds to it, `h` a normed input, `kv` the layer's cache. A layer reads
-the `x`, `y` and `kv` its neighbour and its last step left (the first layer has no `y`) and leaves
-`Graph.leaves(i)`.
+The plan compiler reads a layer's data dependences here, and the cost model and the search read FLOPs and
+bytes. Ops are named as in `jaxflow.model.ops`. Values are single-assignment within a layer: `x` is the
+residual stream, `y` the sum that a block adds to x, `h` a normed input, `kv` the layer's cache. A layer reads
+the `x` and `y` of the previous layer, and the `kv` of its previous step; the first layer has no `y`. A layer
+leaves `Graph.leaves(i)`.
 
 Under tensor parallelism a block's sum over devices has two forms. `…_reduce` gives every device all rows of
-it. Scattered (Korthikanti et al. 2023), `…_scatter` gives each device the sum of its own rows, T / tp of
-them; the residual stream and the norms stay on these, and the next block's `…_gather` brings what it reads,
-in e4m3 where its products do, to all devices.
+the sum. In the scattered form (Korthikanti et al. 2023), `…_scatter` gives each device the sum of its local
+rows, T / tp rows. The residual stream and the norms stay on local rows. The next block's `…_gather` gives all
+devices the rows that the block reads, in e4m3 where its GEMMs read e4m3.
 
-An op's work is *linear* in a few counts of the batch (`Composition`), so that a solver can use it as it
-stands. All work is of one of the `tp` tensor-parallel devices.
+An op's work is linear in a few counts of the batch (`Composition`), so that a solver can use it directly. All
+work is that of one of the `tp` tensor-parallel devices.
 """
 
 import dataclasses
@@ -28,8 +28,9 @@ Kind = Literal["dense", "attention", "network", "other"]  # NanoFlow §2.2
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What an op asks of one device. KV and activation bytes are reads plus writes; network bytes are sent
-    one way.
+    """The work of an op on one device. KV and activation bytes are reads plus writes.
+
+    Network bytes are the bytes sent in one direction.
     """
 
     flops: float = 0.0
@@ -40,6 +41,7 @@ class Work:
 
     @property
     def memory_bytes(self) -> float:
+        """Return the bytes that device memory reads and writes."""
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
 
     def __add__(self, other: "Work") -> "Work":
@@ -54,13 +56,12 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One op on one layer.
+    """One op of one layer.
 
-    inputs, outputs: names of values; `kv` is read and written in place.
-    demand: (count, work per one of it) terms, whose sum is the op's work.
-    window: keys a query of this layer sees at most.
-    experts: (E, experts per token): the weight bytes are of all E; a step reads those that its tokens choose.
-    local_rows: it works on each device's own rows of the step's tokens.
+    inputs, outputs: names of values. `kv` is read and written in place. demand: (count, work per unit of the
+    count) terms. The op's work is their sum. window: the largest number of keys that a query of this layer
+    reads. experts: (E, experts per token). The weight bytes are those of all E; a step reads those that its
+    tokens choose. local_rows: whether the op works on each device's local rows of the step's tokens.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Op:
     local_rows: bool = False
 
     def work(self, step: Composition) -> Work:
-        """The work of this op in a step."""
+        """Return the work of this op in a step."""
         total = sum((each * step.count(what, self.window) for what, each in self.demand), Work())
         if self.experts:
             total = dataclasses.replace(
@@ -82,14 +83,14 @@ class Op:
         return total
 
     def rows(self, step: Composition) -> float:
-        """M of a dense op's matrix product (of each expert's, if there are several); 0 for other kinds."""
+        """Return M of a dense op's GEMM, or of each expert's GEMM; 0 for other kinds."""
         if self.kind != "dense":
             return 0.0
         rows = next(step.count(what) for what, each in self.demand if each.flops)
         return rows * self.experts[1] / self._touched(step) if self.experts and rows else rows
 
     def _touched(self, step: Composition) -> float:
-        """Expected number of distinct experts that the step's tokens choose, if they choose evenly."""
+        """Return the expected number of distinct experts of a step, if tokens choose experts evenly."""
         assert self.experts
         number, chosen = self.experts
         return number * (1 - (1 - chosen / number) ** step.tokens)
@@ -99,10 +100,10 @@ class Op:
 class Widths:
     """Bytes of one element."""
 
-    weights: float = 2.0  # of the products that fp8 narrows: qkv, out_proj, up_gate, down
+    weights: float = 2.0  # of the GEMMs that fp8 affects: qkv, out_proj, up_gate, down
     kv: float = 2.0
     activations: float = 2.0
-    wide_weights: float = 2.0  # of embeddings, the head, routers and experts
+    wide_weights: float = 2.0  # of embeddings, the head, routers and experts, which are never fp8
 
 
 BFLOAT16 = Widths()
@@ -111,7 +112,7 @@ FP8 = Widths(weights=1.0, kv=1.0)
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """The ops of a whole step, in an order that satisfies their dependences."""
+    """The ops of a step, in an order that satisfies their dependences."""
 
     before: tuple[Op, ...]  # embed
     layers: tuple[tuple[Op, ...], ...]
@@ -119,24 +120,24 @@ class Graph:
     scattered: bool = False
 
     def ops(self) -> Iterator[Op]:
-        """Every op of the step, in order."""
+        """Yield every op of the step, in order."""
         yield from self.before
         for layer in self.layers:
             yield from layer
         yield from self.after
 
     def leaves(self, layer: int) -> tuple[str, str]:
-        """The values of layer `layer` that its successor reads as `x` and `y`."""
+        """Return the values of a layer that its successor reads as `x` and `y`."""
         ops = self.layers[layer]
         return next(op.outputs[0] for op in ops if op.name == "mlp_norm"), ops[-1].outputs[0]
 
     def work(self, step: Composition) -> Work:
-        """The whole step's work on one device."""
+        """Return the work of the full step on one device."""
         return sum((op.work(step) for op in self.ops()), Work())
 
 
 def dependences(ops: Iterable[Op]) -> dict[str, tuple[str, ...]]:
-    """For each op of a layer, by name: the ops of the same layer whose outputs it reads."""
+    """Return, for each op of a layer by name, the ops of the same layer that make its inputs."""
     maker: dict[str, str] = {}
     found = {}
     for op in ops:
@@ -146,7 +147,7 @@ def dependences(ops: Iterable[Op]) -> dict[str, tuple[str, ...]]:
 
 
 def padded_vocabulary(config: ModelConfig, tp: int) -> int:
-    """Rows of the embedding and head tables: V rounded up to a multiple of 64 · tp."""
+    """Return the rows of the embedding and head tables: V rounded up to a multiple of 64 · tp."""
     return -(-config.vocab_size // (64 * tp)) * 64 * tp
 
 
@@ -158,15 +159,16 @@ def model_graph(
     scattered: bool = False,
     swapped: bool = False,
 ) -> Graph:
-    """The ops that a model has, for one of `tp` tensor-parallel devices. scattered, swapped: the form of its
-    sums over devices.
+    """Return the ops of a model, for one of `tp` tensor-parallel devices.
 
-    Raises: ValueError for a scattered form on one device, and a swapped one on other numbers than four.
+    scattered, swapped: the form of the sums over devices; all-reduces if both are False.
+
+    Raises: ValueError for the scattered form on one device, and the swapped form on other numbers than four.
     """
     if scattered and tp == 1:
-        raise ValueError("scattered=True: one device has no sums to scatter; tp is 1")
+        raise ValueError("scattered=True: tp of 2 or more is accepted, and tp is 1")
     if swapped and (tp != 4 or scattered):
-        raise ValueError(f"swapped=True: sums over four devices in two steps, not scattered; tp is {tp}")
+        raise ValueError(f"swapped=True: tp of 4 and scattered=False are accepted; tp is {tp}")
     layers = tuple(
         layer_ops(config, index, tp, widths, scattered, swapped) for index in range(config.num_layers)
     )
@@ -181,7 +183,7 @@ def layer_ops(
     scattered: bool = False,
     swapped: bool = False,
 ) -> tuple[Op, ...]:
-    """The ops of layer `index`, in order."""
+    """Return the ops of layer `index`, in order."""
     experts = config.layers[index].experts
     reads, moved = (("x",), 3) if index == 0 else (("x", "y"), 4)
     ops = _block_head(config, "attn", reads, "1", moved, tp, widths, scattered)
@@ -197,8 +199,10 @@ def _block_head(
     config: ModelConfig, block: str, reads: tuple[str, ...], number: str, moved: float, tp: int, widths: Widths, scattered: bool,
     wide: bool = False,
 ) -> list[Op]:  # fmt: skip
-    """The norm that a block begins with, of `moved` rows read and written for each token. wide: e4m3 weights
-    do not narrow its result.
+    """Return the norm that a block begins with.
+
+    moved: the rows that the norm reads and writes per token. wide: whether the norm's result is 16-bit
+    although weights are e4m3.
     """
     d, a = config.hidden_size, widths.activations
     if not scattered:
@@ -212,12 +216,12 @@ def _block_head(
 
 
 def _attention_ops(config: ModelConfig, index: int, tp: int, widths: Widths) -> list[Op]:
-    """The attention block's ops, from the normed input to the projection."""
+    """Return the attention block's ops, from the normed input to the projection."""
     d, h, a = config.hidden_size, config.head_dim, widths.activations
     heads, kv_heads = (
         config.num_heads // tp,
         max(1, config.num_kv_heads // tp),
-    )  # fewer kv heads than devices: copies
+    )  # devices beyond the number of KV heads hold copies
     window = config.layers[index].window
     cached = 2 * kv_heads * h * widths.kv  # bytes of a token's key and value
     return [
@@ -242,7 +246,7 @@ def _mlp_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
     d, f = config.hidden_size, config.intermediate_size // tp
     columns = (
         2 * f if config.gated_mlp else f
-    )  # gate and up are one product, and the activation is fused: f are written
+    )  # gate and up are one GEMM with a fused activation, which writes f columns
     return [
         _dense("up_gate", ("h2",), ("a",), d, columns, widths, written=f),
         _dense("down", ("a",), ("y2",), f, d, widths),
@@ -282,11 +286,10 @@ def _expert_ops(config: ModelConfig, tp: int, widths: Widths) -> list[Op]:
 def _block_tail(
     config: ModelConfig, block: str, y: str, tp: int, widths: Widths, scattered: bool, swapped: bool
 ) -> tuple[list[Op], str]:
-    """What follows a block's last product: the sum over devices, Gemma's norm. Returns them and the block's
-    last value.
+    """Return the ops after a block's last GEMM, and the name of the block's last value.
 
-    Swapped, a device adds its partner's part to its own, and then the other pair's sum: twice a whole part is
-    sent.
+    The ops are the sum over devices and Gemma's norm. In the swapped form a device adds its partner's partial
+    sum, and then the other pair's sum. It sends a full partial sum twice.
     """
     d, a, ops = config.hidden_size, widths.activations, []
     if swapped:
@@ -318,18 +321,20 @@ def _block_tail(
 
 def _first_ops(config: ModelConfig, tp: int, widths: Widths) -> tuple[Op, ...]:
     d, a = config.hidden_size, widths.activations
-    tables = 1 if config.learned_position_offset is None else 1 + tp  # every device has all learned positions
+    tables = (
+        1 if config.learned_position_offset is None else 1 + tp
+    )  # learned positions are replicated
     work = Work(weight_bytes=d * tables / tp * widths.wide_weights, activation_bytes=d * a)
-    if tp > 1:  # the vocabulary-parallel table sums over devices inside the op
+    if tp > 1:  # the op sums the vocabulary-parallel lookup over devices
         work += _ring(2 * d * a, tp, adds=d)
     return (Op("embed", "other", ("token_ids",), ("x",), (("tokens", work),)),)
 
 
 def _last_ops(config: ModelConfig, tp: int, widths: Widths) -> tuple[Op, ...]:
-    """Only the rows that sample pass here. Logits are float32."""
+    """Return the ops after the layers. Only the rows that sample pass here. Logits are float32."""
     d, vocab = config.hidden_size, padded_vocabulary(config, tp)
     head = Work(2 * d * vocab / tp, activation_bytes=d * widths.activations + 4 * vocab)
-    if tp > 1:  # the vocabulary's shares are gathered inside the op
+    if tp > 1:  # the op gathers the vocabulary's shards
         head += _ring(4 * vocab, tp, adds=0)
     table = Work(weight_bytes=d * vocab / tp * widths.wide_weights)
     return (
@@ -360,7 +365,7 @@ def _dense(
     widths: Widths,
     written: int | None = None,
 ) -> Op:
-    """A product of [T, k] with a weight [n, k]; `written` columns leave the op (None: all n)."""
+    """Return a GEMM of [T, k] with a weight [n, k]. written: the columns of the output; None for n."""
     moved = (k + (n if written is None else written)) * widths.activations
     step = Work(weight_bytes=k * n * widths.weights)
     return Op(
@@ -387,8 +392,9 @@ def _pointwise(
 
 
 def _ring(moved: float, tp: int, adds: float) -> Work:
-    """A collective whose full data movement would be `moved` bytes a device: a ring keeps 1 / tp of it at
-    home (NanoFlow §3.2).
+    """Return the work of a ring collective (NanoFlow §3.2).
+
+    moved: the full data movement per device in bytes, of which 1 / tp stays on the device.
     """
     share = (tp - 1) / tp
     return Work(adds * share, activation_bytes=moved * share, network_bytes=moved * share)

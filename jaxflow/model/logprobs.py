@@ -1,7 +1,6 @@
-"""Log-probabilities of tokens: of the one chosen, its rank, and of the likeliest 20, from raw logits.
+"""Log-probabilities from raw logits: of the chosen token, its rank, and of the 20 likeliest tokens.
 
-Nothing here sorts a vocabulary: the 20 best are found block by block, since every one of them lies in one of
-the 20 blocks with the largest maxima.
+No function sorts a vocabulary. The 20 best logits lie in the 20 blocks with the largest maxima.
 """
 
 import math
@@ -11,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-TOP = 20  # likeliest tokens reported a row
-VOCABULARY_BLOCK = 4096  # columns of logits that exist at once while prompt log-probabilities are computed
+TOP = 20  # likeliest tokens that are reported per row
+VOCABULARY_BLOCK = 4096  # columns of logits that exist at once in `prompt_logprobs`
 
 
 @flax.struct.dataclass
 class LogprobsOut:
-    """Of R rows: raw log-probabilities (before bias, penalties and temperature)."""
+    """Raw log-probabilities of R rows, before bias, penalties and temperature."""
 
     chosen: jax.Array  # [R] float32, of the chosen token
     rank: jax.Array  # [R] int32, 1 + the number of tokens with a larger logit
@@ -26,7 +25,9 @@ class LogprobsOut:
 
 
 def top(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest of each row of x [R, n], with their columns, largest first and equal ones by column.
+    """Return the k largest values of each row of x [R, n], with their columns.
+
+    The largest come first. Equal values are in order of columns.
 
     Returns: values [R, k] and columns [R, k] int32.
     """
@@ -36,23 +37,24 @@ def top(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         values, columns = lax.top_k(x, k)
         return values, columns.astype(jnp.int32)
     blocks = x.reshape(rows, n // block, block)
-    best = jnp.sort(top(blocks.max(-1), k)[1], axis=1)  # in order of columns, so that equal values stay in it
+    best = jnp.sort(top(blocks.max(-1), k)[1], axis=1)  # keeps equal values in order of columns
     candidates = jnp.take_along_axis(blocks, best[:, :, None], axis=1).reshape(rows, k * block)
     values, at = top(candidates, k)
     return values, jnp.take_along_axis(best, at // block, axis=1) * block + at % block
 
 
 def finite(peak: jax.Array) -> jax.Array:
-    """A row's maximum to subtract: 0 in place of -inf, so that no -inf - -inf appears."""
+    """Return a row's maximum to subtract: 0 in place of -inf, which avoids -inf - -inf."""
     return jnp.where(jnp.isfinite(peak), peak, 0.0)
 
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array) -> LogprobsOut:
-    """Of tokens [R] int32 under raw logits [R, V'] float32 (-inf beyond the vocabulary)."""
+    """Return log-probabilities of tokens [R] int32 under logits [R, V'] float32 (-inf beyond the
+    vocabulary)."""
     values, ids = _top_padded(logits)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     peak = finite(values[:, 0])
-    # Both sums in one reading of the logits; a float32 counts a vocabulary exactly.
+    # One pass over the logits gives both sums. A float32 counts a vocabulary exactly.
     addends = (jnp.exp(logits - peak[:, None]), (logits > chosen).astype(jnp.float32))
     total, larger = lax.reduce(
         addends, (jnp.float32(0),) * 2, lambda a, b: (a[0] + b[0], a[1] + b[1]), dimensions=(1,)
@@ -67,7 +69,7 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array) -> LogprobsOut:
 
 
 def _top_padded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`top(x, TOP)`, with -inf after the last column where x has fewer than TOP."""
+    """Return `top(x, TOP)`, padded with -inf if x has fewer than TOP columns."""
     short = max(0, TOP - x.shape[1])
     return top(jnp.pad(x, ((0, 0), (0, short)), constant_values=-jnp.inf), TOP)
 
@@ -81,14 +83,14 @@ def prompt_logprobs(
     soft_cap: float | None = None,
     axis: str | None = None,
 ) -> LogprobsOut:
-    """Of the tokens that follow each position of a prompt, without ever holding logits [T, V'].
+    """Return log-probabilities of each prompt token's successor, without logits of shape [T, V'].
 
     Args:
       hidden: [T, D], after the final norm.
       lm_head: [V', D]; rows from `vocab_size` on are padding. Under `axis`, this device's block of rows.
-      targets: [T] int32, the token that follows.
+      targets: [T] int32, the successor of each token.
       soft_cap: logits become soft_cap · tanh(logits / soft_cap).
-      axis: the mesh axis that the vocabulary is sharded over, inside `shard_map`.
+      axis: the mesh axis that shards the vocabulary, inside `shard_map`.
 
     Returns: T rows.
     """
@@ -98,8 +100,9 @@ def prompt_logprobs(
     offset = lax.axis_index(axis) * columns if axis else 0
 
     def block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Logits [T, width] of block i and their token ids. The last block is moved back to fit, its overlap
-        -inf.
+        """Return logits [T, width] of block i and their token ids.
+
+        The last block starts earlier to have the full width. Its overlap is -inf.
         """
         start = jnp.minimum(i * width, columns - width)
         weights = lax.dynamic_slice_in_dim(lm_head, start, width)
@@ -142,8 +145,7 @@ def prompt_logprobs(
         shift = finite(peak)
     log_total = (shift + jnp.log(total))[:, None]
 
-    # The rank needs the chosen logit first, exactly as its block computes it: a second sweep, never a second
-    # rounding.
+    # The rank needs the chosen logit exactly as its block computes it, so a second pass repeats the blocks.
     def count(i, larger):
         x, block_ids = block(i)
         return larger + ((x > chosen[:, None]) & (block_ids != targets[:, None])).sum(-1, dtype=jnp.int32)
@@ -157,6 +159,6 @@ def prompt_logprobs(
 
 
 def _merge(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The TOP best of [T, m] candidates given in order of ids among equals."""
+    """Return the TOP best of [T, m] candidates. Equal candidates must be in order of ids."""
     values, at = lax.top_k(values, TOP)
     return values, jnp.take_along_axis(ids, at, axis=1)

@@ -1,4 +1,4 @@
-"""Rotary frequencies: radians a position for each plane of a head."""
+"""Rotary frequencies: radians per position for each plane of a head."""
 
 import math
 
@@ -8,11 +8,11 @@ from jaxflow.config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Frequencies [H/2] float32 of `rope`, its context extension applied.
+    """Return frequencies [H/2] float32 of `rope`, its context extension applied.
 
-    `linear` divides all by the factor. `llama3` divides those whose wavelength exceeds the original context
-    over
-    `low_freq_factor`, keeps those below it over `high_freq_factor`, and blends between.
+    `linear` divides all frequencies by the factor. `llama3` divides the frequencies with a wavelength above
+    the original context over `low_freq_factor`. It keeps those below the original context over
+    `high_freq_factor`, and blends between the two.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     freq = (1.0 / np.float32(rope.theta) ** exponent).astype(np.float32)

@@ -1,11 +1,10 @@
-"""Drawing the next token of every row on the device: `plain` (greedy and temperature) and `full` (every
-setting).
+"""Sampling of the next token of every row on the device: `plain` (greedy and temperature) and `full`.
 
-A draw is a function of the row's logits, its seed and the position of the token, and of nothing else: not of
-the row's place, the batch or the plan. Each row takes one uniform number and finds the token where the
-cumulated probability passes it, in two levels of sums, so that the vocabulary is read twice and no noise of
-its size is made. The limits of top-k and top-p are found by searching the bits of the limiting value, not by
-sorting.
+A draw is a function of the row's logits, its seed and the position of the token. It does not depend on the
+row's index, the batch or the plan. Each row takes one uniform number, and the drawn token is the one where
+the cumulative probability passes the number. The sums have two levels, so that the vocabulary is read twice
+and no noise of its size is made. The limits of top-k and top-p are found by a search over the bits of the
+limit, without sorting.
 """
 
 import math
@@ -20,18 +19,18 @@ from jaxflow.model.logprobs import LogprobsOut, finite, token_logprobs, top
 from jaxflow.model.slot_params import SlotParams, adjust, count_drawn, rows_of
 from pallas_kernels.pointwise.sample.reference import largest_limit, token_limits
 
-SUM_BLOCK = 512  # logits summed into one entry of the upper level, at most
-BLOCK = 16  # columns of a block that is kept or not when limits are searched
-ROWS = 128  # rows that `full_by_rows` adjusts at once, at least
-ROW_BYTES = 11  # that these need beside the logits, a logit: a copy, what is adjusted, what is searched
-BLOCKS = 256  # blocks kept: no less than the top-k that people ask for
-COLDEST = 1e-7  # a positive temperature below it is taken for it, lest a difference of logits overflows
+SUM_BLOCK = 512  # the most logits in one entry of the upper level of sums
+BLOCK = 16  # columns of a block in the search for limits
+ROWS = 128  # the least number of rows that `full_by_rows` takes at a time
+ROW_BYTES = 11  # temporary bytes per logit: a copy, adjusted logits, searched logits
+BLOCKS = 256  # blocks kept: at least the usual top-k
+COLDEST = 1e-7  # the least positive temperature: below it a difference of logits may overflow
 
 OfValues = Callable[[jax.Array], jax.Array]  # [R, n] -> [R, n]
 
 
 def plain(logits: jax.Array, temperature: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
-    """One token a row: the likeliest where the temperature is 0, else a draw.
+    """Return one token per row: the likeliest at temperature 0, otherwise a draw.
 
     Args:
       logits: [R, V'] float32, -inf beyond the vocabulary.
@@ -56,18 +55,17 @@ def full(
     *,
     search: Callable = token_limits,
 ) -> tuple[jax.Array, jax.Array, LogprobsOut]:
-    """One token a row under all settings: bias, suppressed tokens, penalties, temperature, min-p, top-k,
-    top-p.
+    """Return one token per row under all settings.
 
-    Tokens that tie with the last one kept by top-k or top-p are kept too. Top-p is of what min-p and top-k
-    left.
+    The settings are bias, suppressed tokens, penalties, temperature, min-p, top-k and top-p. Tokens that tie
+    with the last token kept by top-k or top-p are kept. Top-p applies to the tokens that min-p and top-k
+    keep.
 
     Args:
       logits, temperature, seed, position: as for `plain`.
-      slots: [R] int32, where the row's settings and counts are. A row with a slot below 0 or from Q on draws
-      as in
-        `plain` and counts nothing: padding, rows without such settings, rows whose token nobody will use. No
-        two rows have the same slot.
+      slots: [R] int32, the rows' slots in `params` and `counts`, all different. A row with a slot out of [0,
+      Q)
+        draws as in `plain` and counts nothing: padding, rows without settings, rows with an unused token.
       params: settings of Q slots.
       counts: [Q, V'] uint16 (donate it).
       search: `KernelSet.token_limits`.
@@ -97,9 +95,7 @@ def full_by_rows(
     search: Callable = token_limits,
     most: int = ROWS,
 ) -> tuple[jax.Array, jax.Array, LogprobsOut]:
-    """`full`, at most `most` rows at a time, so that what it makes of the logits' size exists for so many
-    rows only.
-    """
+    """Run `full` on at most `most` rows at a time, which bounds its temporary arrays."""
     rows = logits.shape[0]
     blocks = -(-rows // most)
     size = -(-rows // blocks)
@@ -111,24 +107,22 @@ def full_by_rows(
         x, heat, key, at, mine = (
             lax.dynamic_slice_in_dim(a, start, size) for a in (logits, temperature, seed, position, slots)
         )
-        mine = jnp.where(
-            start + jnp.arange(size) < number * size, -1, mine
-        )  # the last block repeats rows to be whole
+        # The last block repeats rows of the block before it, to have the same size.
+        mine = jnp.where(start + jnp.arange(size) < number * size, -1, mine)
         tokens, counts, found = full(x, heat, key, at, mine, params, counts, search=search)
         return counts, (tokens, found)
 
-    def whole(made: jax.Array) -> jax.Array:
-        """[blocks, size, ...] -> [R, ...], without the rows that the last block repeats."""
+    def joined(made: jax.Array) -> jax.Array:
+        """Return [blocks, size, ...] as [R, ...], without the rows that the last block repeats."""
         return jnp.concatenate([made[:-1].reshape(-1, *made.shape[2:]), made[-1, blocks * size - rows :]])
 
     counts, made = lax.scan(block, counts, jnp.arange(blocks))
-    tokens, found = jax.tree.map(whole, made)
+    tokens, found = jax.tree.map(joined, made)
     return tokens, counts, found
 
 
 def rows_at_once(memory_bytes: int, vocabulary: int) -> int:
-    """Rows for `full_by_rows` to take together on a device of so much memory: as many as need an 80th of it
-    at most.
+    """Return the rows that `full_by_rows` takes at a time: their arrays need at most an 80th of the memory.
 
     Blocks cost time: 1,024 rows of 128,256 logits in eight, two and one took 5.3, 2.7 and 1.5 ms on an H200.
     """
@@ -139,7 +133,7 @@ def rows_at_once(memory_bytes: int, vocabulary: int) -> int:
 
 
 def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
-    """One number in (0, 1) for each seed [R, 2] uint32 and position [R] int32 -> [R] float32."""
+    """Return one number in (0, 1), [R] float32, for each seed [R, 2] uint32 and position [R] int32."""
 
     def bits(words: jax.Array, at: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
@@ -151,14 +145,14 @@ def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
 class _Few(NamedTuple):
     """The blocks of columns of [R, n] logits with the largest maxima."""
 
-    logits: jax.Array  # [R, m], the block with the largest maximum first
-    least: jax.Array  # [R]: they hold every logit from this on
+    logits: jax.Array  # [R, m]; the block with the largest maximum is first
+    least: jax.Array  # [R]: the blocks hold every logit of at least this value
     peak: jax.Array  # [R], the largest logit
-    likeliest: jax.Array  # [R] int32, the first column that has it
+    likeliest: jax.Array  # [R] int32, the first column with the largest logit
 
 
 def _largest_blocks(x: jax.Array) -> _Few:
-    """The `BLOCKS` blocks of x [R, n] with the largest maxima; all of x where it has no more."""
+    """Return the `BLOCKS` blocks of x [R, n] with the largest maxima, or all of x if it has no more."""
     rows, n = x.shape
     width = math.gcd(n, BLOCK)
     if n // width <= BLOCKS:
@@ -173,11 +167,11 @@ def _largest_blocks(x: jax.Array) -> _Few:
 def _limits(
     x: jax.Array, blocks: _Few, temperature: jax.Array, row: SlotParams, search: Callable
 ) -> jax.Array:
-    """The smallest logit that min-p, top-k and top-p leave in each row of x [R, V'] -> [R]; -inf where
-    nothing is cut off.
+    """Return the smallest logit that min-p, top-k and top-p keep in each row of x [R, V'] -> [R]; -inf for
+    all.
 
-    Nearly always all that top-k and top-p leave lies in the few largest blocks: the limits are searched
-    there. `search` looks through whole rows, where a limit lies below what those blocks are sure to hold.
+    The limits are searched in the few largest blocks, which nearly always hold all kept tokens. `search`
+    examines the full rows of which the limit may lie below these blocks.
     """
     n = x.shape[1]
     few = jnp.where(blocks.logits >= blocks.least[:, None], blocks.logits, -jnp.inf)
@@ -186,7 +180,7 @@ def _limits(
 
     cuts_count, cuts_mass = (row.top_k > 0) & (row.top_k < n), row.top_p < 1.0
     k = jnp.where(cuts_count, row.top_k, n).astype(jnp.float32)  # a float32 counts a vocabulary exactly
-    likely = peak + heat * jnp.log(row.min_p)  # where the mass is min_p of the largest
+    likely = peak + heat * jnp.log(row.min_p)  # the logit with min_p times the largest mass
     count_limit = jnp.where(cuts_count, largest_limit(few, jnp.ones_like, k), -jnp.inf)
     floor = jnp.maximum(likely, count_limit)
     held = floor >= blocks.least
@@ -204,18 +198,18 @@ def _limits(
 
 
 def _mass(peak: jax.Array, heat: jax.Array) -> OfValues:
-    """What logits weigh in a draw, 1 for those at the rows' peaks [R]."""
+    """Return a function from logits to their weights in a draw, 1 at the rows' peaks [R]."""
     return lambda y: jnp.exp((y - peak[:, None]) / heat[:, None])
 
 
 def _heat(temperature: jax.Array) -> jax.Array:
-    """A temperature to divide by: 1 for greedy rows, whose draw is not used."""
+    """Return a temperature to divide by: 1 for greedy rows, which ignore their draw."""
     return jnp.where(temperature > 0, jnp.maximum(temperature, COLDEST), 1.0)
 
 
 def _draw(x: jax.Array, weigh: OfValues, seed: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A column of each row of x [R, n], as likely as `weigh` of it, and whether any column weighs
-    something."""
+    """Return a column of each row of x [R, n], drawn by the weights `weigh`, and whether a weight is
+    positive."""
     rows, n = x.shape
     block = math.gcd(n, SUM_BLOCK)
     blocks = x.reshape(rows, n // block, block)
@@ -227,10 +221,11 @@ def _draw(x: jax.Array, weigh: OfValues, seed: jax.Array, position: jax.Array) -
 
 
 def _first_above(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the running sum of weights [R, n] first passes target [R], and what of the target is left there.
+    """Return the index where the running sum of weights [R, n] first passes target [R], and the rest of the
+    target.
 
-    Only an entry with some weight is named, whatever the rounding of the sums: if none passes, the last such
-    one.
+    The rest is the target minus the sum before the index. The index has a positive weight, whatever the
+    rounding: if no sum passes the target, it is the last index with a positive weight.
     """
     n = weights.shape[1]
     sums = jnp.cumsum(weights, axis=1)

@@ -1,7 +1,6 @@
-"""What the full sampler keeps on the device for each slot: settings, and how often each token was seen.
+"""The full sampler's state on the device, per slot: sampling settings, and the count of each token.
 
-A slot is a row of these arrays that one running sequence owns from its admission until it ends or is
-pre-empted.
+A slot is a row of these arrays. One running sequence owns it from admission until it ends or is pre-empted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,9 @@ import numpy as np
 
 SUPPRESSED = 72  # end and stop tokens of one request
 BIASED = 300
-NO_TOKEN = 2**31 - 1  # beyond every vocabulary: writes to it are dropped
-IN_PROMPT = 0x8000  # the bit of a count that says: the prompt has this token
-COUNT = 0x7FFF  # the bits that count outputs; the count stops at this
+NO_TOKEN = 2**31 - 1  # beyond every vocabulary: writes at this index are dropped
+IN_PROMPT = 0x8000  # the bit of a count that marks a token of the prompt
+COUNT = 0x7FFF  # the bits that count outputs, which is also the largest count
 
 
 Array = jax.Array | np.ndarray
@@ -23,7 +22,7 @@ Array = jax.Array | np.ndarray
 
 @flax.struct.dataclass
 class SlotParams:
-    """Settings of Q slots (axis 0 of every array); of one slot without that axis."""
+    """Settings of Q slots (axis 0 of every array), or of one slot without that axis."""
 
     top_k: Array  # [Q] int32; 0: off
     top_p: Array  # [Q] float32
@@ -31,7 +30,7 @@ class SlotParams:
     repetition_penalty: Array  # [Q] float32
     presence_penalty: Array  # [Q] float32
     frequency_penalty: Array  # [Q] float32
-    min_position: Array  # [Q] int32; `suppressed` cannot be drawn at positions before it
+    min_position: Array  # [Q] int32; `suppressed` tokens are excluded at earlier positions
     suppressed: Array  # [Q, SUPPRESSED] int32, padded with NO_TOKEN
     bias_ids: Array  # [Q, BIASED] int32, padded with NO_TOKEN
     bias: Array  # [Q, BIASED] float32
@@ -49,7 +48,7 @@ def slot_values(
     suppressed: Sequence[int] = (),
     logit_bias: Mapping[int, float] | None = None,
 ) -> SlotParams:
-    """The settings of one slot, as numpy arrays; without arguments, those that change nothing.
+    """Return the settings of one slot, as numpy arrays. The defaults change nothing.
 
     Args:
       top_k: 0 or -1 for off.
@@ -82,7 +81,7 @@ def slot_values(
 
 
 def empty_slots(slots: int, padded_vocab: int) -> tuple[SlotParams, jax.Array]:
-    """Settings of Q slots that change nothing, and counts [Q, V'] uint16 of zero."""
+    """Return neutral settings of Q slots, and counts [Q, V'] uint16 of zero."""
     params = jax.tree.map(lambda a: jnp.tile(a, (slots,) + (1,) * np.ndim(a)), slot_values())
     return params, jnp.zeros((slots, padded_vocab), jnp.uint16)
 
@@ -90,20 +89,21 @@ def empty_slots(slots: int, padded_vocab: int) -> tuple[SlotParams, jax.Array]:
 def set_slot(
     params: SlotParams, counts: jax.Array, slot: jax.Array, values: SlotParams
 ) -> tuple[SlotParams, jax.Array]:
-    """Gives a slot new settings and forgets its counts (donate both arguments)."""
+    """Return the arrays with new settings for a slot and its counts cleared (donate both arguments)."""
     params = jax.tree.map(lambda a, value: a.at[slot].set(value), params, values)
     return params, counts.at[slot].set(jnp.zeros((), jnp.uint16))
 
 
 def count_tokens(counts: jax.Array, slot: jax.Array, token_ids: jax.Array, outputs: jax.Array) -> jax.Array:
-    """Adds known tokens of a sequence to its slot's counts; a long sequence comes in several pieces of one
-    size.
+    """Return the counts with known tokens of a sequence added to its slot.
+
+    A long sequence comes in several calls of one size.
 
     Args:
       counts: [Q, V'] uint16 (donate it).
       slot: int32.
       token_ids: [n] int32, padded with NO_TOKEN.
-      outputs: [n] bool: the token was drawn, not given in the prompt.
+      outputs: [n] bool: whether the token was drawn, instead of given in the prompt.
     """
     row = counts[slot].astype(jnp.int32)
     drawn = jnp.zeros_like(row).at[jnp.where(outputs, token_ids, NO_TOKEN)].add(1, mode="drop")
@@ -113,7 +113,7 @@ def count_tokens(counts: jax.Array, slot: jax.Array, token_ids: jax.Array, outpu
 
 
 def rows_of(params: SlotParams, slots: jax.Array) -> SlotParams:
-    """The settings of rows [R] with slots [R] int32; a slot out of range gets those that change nothing."""
+    """Return the settings of rows [R] with slots [R] int32. A slot out of range gets neutral settings."""
     return jax.tree.map(
         lambda a, neutral: jnp.where(
             (slots < a.shape[0]).reshape(-1, *[1] * (a.ndim - 1)),
@@ -128,16 +128,16 @@ def rows_of(params: SlotParams, slots: jax.Array) -> SlotParams:
 def adjust(
     logits: jax.Array, row: SlotParams, counts: jax.Array, slots: jax.Array, position: jax.Array
 ) -> jax.Array:
-    """Logit bias, suppressed tokens and penalties, in this order.
+    """Return the logits after logit bias, suppressed tokens and penalties, in this order.
 
-    One pass over the vocabulary for the penalties, as if there were no bias; then the few biased entries are
-    computed once more.
+    One pass over the vocabulary applies the penalties without bias. The few biased entries are then computed
+    again.
 
     Args:
       logits: [R, V'] float32.
       row: the settings of the R rows.
       counts: [Q, V'] uint16.
-      slots: [R] int32, the rows' places in counts; out of range: nothing was counted.
+      slots: [R] int32, the rows' slots in counts; a slot out of range has no counts.
       position: [R] int32, the index that the token will have in its sequence.
 
     Returns: [R, V'] float32.
@@ -147,8 +147,7 @@ def adjust(
     suppression = jnp.where(position < row.min_position, -jnp.inf, 0.0)
     ids = jnp.concatenate([row.bias_ids, row.suppressed], axis=1)
     bias = jnp.concatenate([row.bias, jnp.broadcast_to(suppression[:, None], row.suppressed.shape)], axis=1)
-    # An id may stand in both lists: each of its places takes the sum, so that it does not matter which is
-    # written last.
+    # An id may be in both lists. Each of its entries gets the sum, so that the last write does not matter.
     bias = jnp.where(ids[:, :, None] == ids[:, None, :], bias[:, None, :], 0.0).sum(-1)
     at = jnp.arange(logits.shape[0])[:, None]
     biased = logits.at[at, ids].get(mode="fill", fill_value=0.0) + bias
@@ -157,7 +156,7 @@ def adjust(
 
 
 def _penalised(x: jax.Array, counts: jax.Array, row: SlotParams) -> jax.Array:
-    """Logits [R, n] after the penalties for what was counted [R, n]."""
+    """Return logits [R, n] after the penalties for the counts [R, n]."""
     penalty = row.repetition_penalty[:, None]
     x = jnp.where(counts > 0, jnp.where(x > 0, x / penalty, x * penalty), x)
     drawn = (counts & COUNT).astype(jnp.float32)
@@ -167,8 +166,9 @@ def _penalised(x: jax.Array, counts: jax.Array, row: SlotParams) -> jax.Array:
 
 
 def count_drawn(counts: jax.Array, slots: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Counts tokens [R] just drawn for slots [R], all different; those out of range are dropped (donate
-    counts).
+    """Return the counts with tokens [R] added for distinct slots [R] (donate counts).
+
+    Slots out of range are dropped.
     """
     old = counts.at[slots, tokens].get(mode="fill", fill_value=0)
     return counts.at[slots, tokens].set(jnp.where((old & COUNT) == COUNT, old, old + 1), mode="drop")

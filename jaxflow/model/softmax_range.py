@@ -1,10 +1,9 @@
-"""How softmax inputs of a model are distributed, and the unified maximum that follows from it
-(FlashDecoding++Next §3).
+"""The unified max value φ of a model's softmax, from the measured range of its scores (FlashDecoding++Next
+§3).
 
-`python -m jaxflow.model.checkpoints.calibrate` writes the file, an engine reads it. With a unified maximum φ
-the weights of all keys are exp(score - φ), whatever else the row holds, so that partial sums need no
-rescaling. That works while float32 holds both the largest and the smallest weight that matters; a row that
-leaves φ ± bound is done with its own maximum by the attention kernels.
+`python -m jaxflow.model.checkpoints.calibrate` writes the file that an engine reads. With a unified max value
+the weight of every key is exp(score - φ), independent of the row, so that partial sums need no rescaling. The
+weights must fit in float32. Attention kernels recompute a row that leaves φ ± bound with its true maximum.
 """
 
 from pathlib import Path
@@ -19,49 +18,50 @@ from jaxflow.config import ConfigError
 from jaxflow.parallel.mesh import sharded
 
 VERSION = 1
-BOUND = 60.0  # in natural logarithms: exp(±60) times any sum of keys is far from float32's ends
+BOUND = 60.0  # natural logarithm: exp(±60) times any sum over keys fits in float32
 
 
 class LayerRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One layer's scores: q·k times the attention scale, soft cap applied."""
+    """One layer's range of scores: q·k times the attention scale, with the soft cap applied."""
 
     phi: float
     bound: float
-    score_low: float  # 99.99 % of all scores are between these two
+    score_low: float  # score_low and score_high enclose 99.99 % of all scores
     score_high: float
-    row_low: float  # the largest score of every row is between these two
+    row_low: float  # row_low and row_high enclose the largest score of every row
     row_high: float
 
     @property
     def qualifies(self) -> bool:
-        """Weights that matter stay within float32, and other texts have as much room again as this one
-        took."""
+        """Return whether the scores fit in float32, with room for texts of twice the range."""
         rows = max(self.row_high - self.phi, self.phi - self.row_low) <= self.bound / 2
         return rows and self.phi - self.bound <= self.score_low and self.score_high <= self.phi + self.bound
 
 
 class SoftmaxRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file. `qualifies`: all layers do; otherwise an engine leaves the unified maximum alone."""
+    """The contents of the file. qualifies: whether all layers qualify; otherwise an engine uses row
+    maxima."""
 
     version: int
     model: str
-    windows: tuple[int, int]  # texts, tokens of each
+    windows: tuple[int, int]  # number of texts, and tokens per text
     qualifies: bool
     layers: tuple[LayerRange, ...]
 
 
 def layer_range(score_low: float, score_high: float, row_low: float, row_high: float) -> LayerRange:
-    """φ in the middle of the rows' maxima, which are what decides whether a row's sum can be held."""
+    """Return a range with φ in the middle of the rows' maxima, which decide whether a row's sum fits."""
     return LayerRange((row_low + row_high) / 2, BOUND, score_low, score_high, row_low, row_high)
 
 
 def path_beside(model: Path) -> Path:
-    """Where an engine looks: softmax.json in a model's folder, NAME.softmax.json beside a file."""
+    """Return the default path: softmax.json in a model's folder, NAME.softmax.json next to a file."""
     return model / "softmax.json" if model.is_dir() else model.with_suffix(".softmax.json")
 
 
 def read(path: Path, num_layers: int) -> SoftmaxRange:
-    """Raises: ConfigError (field `calibration`) for a file that is not one of a model with so many layers."""
+    """Return the file's range. Raises: ConfigError (field `calibration`) if it does not fit a model of so
+    many layers."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=SoftmaxRange)
     except (OSError, msgspec.MsgspecError) as error:
@@ -82,7 +82,7 @@ def read(path: Path, num_layers: int) -> SoftmaxRange:
 
 
 def with_unified_maximum(weights: dict[str, Any], found: SoftmaxRange, mesh: Mesh) -> dict[str, Any]:
-    """The weights with "unified" = (φ, bound), float32 [2], in each layer, on every device."""
+    """Return the weights with "unified" = (φ, bound), float32 [2], in each layer, on every device."""
     place = sharded(mesh, PartitionSpec())
 
     def pair(layer: LayerRange) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Devices -> a tensor-parallel mesh, and what runs on it."""
+"""The tensor-parallel mesh of this process's devices."""
 
 import os
 from collections.abc import Callable
@@ -15,10 +15,11 @@ NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 
 
 def choose_platform() -> None:
-    """The CPU where there is no GPU and JAX was not told what to use; to be called before its first use.
+    """Select the CPU if there is no GPU and the user has not chosen a platform. Call it before JAX's first
+    use.
 
-    Left to itself, JAX asks every plugin that is installed, and one that is there only to compile complains
-    at length.
+    JAX would otherwise query every installed plugin, and a plugin that is only for compilation logs long
+    errors.
     """
     if not jax.config.jax_platforms and not any(os.path.exists(device) for device in NVIDIA_DEVICES):
         jax.config.update("jax_platforms", "cpu")
@@ -30,7 +31,7 @@ def on_gpu() -> bool:
 
 
 def make_mesh(tensor_parallel_size: int) -> Mesh:
-    """The first `tensor_parallel_size` devices in a row. Raises: ConfigError when there are fewer."""
+    """Return a mesh of the first `tensor_parallel_size` devices. Raises: ConfigError if there are fewer."""
     devices = jax.devices()
     if tensor_parallel_size > len(devices):
         raise ConfigError(
@@ -40,16 +41,17 @@ def make_mesh(tensor_parallel_size: int) -> Mesh:
 
 
 def axis_of(mesh: Mesh) -> str | None:
-    """The axis that ops sum over, or None on a single device, where there is nothing to sum."""
+    """Return the axis that ops sum over, or None on one device."""
     return TP if mesh.shape[TP] > 1 else None
 
 
 def sharded(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """Return the sharding of a spec on the mesh."""
     return NamedSharding(mesh, spec)
 
 
 def over_shards(fn: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """`fn` as it runs on each device of the mesh; `fn` itself where there is one device."""
+    """Return `fn` as a function over the devices of a mesh, or `fn` itself on one device."""
     if axis_of(mesh) is None:
         return fn
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
