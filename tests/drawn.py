@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ from jaxflow.model.architectures.hf_config import model_config_from_hf
 from jaxflow.model.batch import Batch, cache_slots
 from jaxflow.model.graph import Graph, model_graph
 from jaxflow.model.op_registry import Context, Site
-from jaxflow.parallel.mesh import axis_of, make_mesh, over_shards
+from jaxflow.parallel.mesh import TP, axis_of, make_mesh, over_shards
+from jaxflow.pipeline import streams
 from jaxflow.pipeline.compiler import compile_plan
 from jaxflow.pipeline.plan import NanoOp, Plan
 from pallas_kernels.kernel_set import REFERENCE
@@ -45,16 +47,23 @@ def ready(nano: NanoOp, issued: list[NanoOp], ops_by_name: dict, makers: dict[st
 
 @st.composite
 def plans(
-    draw, graph: Graph, tokens: int, streams: bool = False, sums: Literal["kernels", "copies"] = "kernels"
+    draw,
+    graph: Graph,
+    tokens: int,
+    streams: bool = False,
+    sums: Literal["kernels", "copies"] = "kernels",
+    grid: int = 1,
+    sms: tuple[int | None, ...] = (None, 40, 92),
 ) -> Plan:
-    """A plan with its own cuts for some ops, in any order that data allows, rotated over the layers' border.
+    """Draw a plan with separate split points for some ops, in any order that data allows.
 
-    streams: each nano-op on one of its own, with SMs of its own. Scattered rows are cut alike, at multiples
-    of 4.
+    The order is rotated over the layers' border.
+    streams: whether each nano-op has a stream of its own, and SMs of its own from `sms`.
+    grid: split points are multiples of it. Scattered rows are split alike, at multiples of 4.
     """
     by_name = {op.name: op for layer in graph.layers for op in layer}
     makers = {value: op.name for op in graph.layers[-1] for value in op.outputs}
-    cut = st.lists(st.integers(1, tokens - 1), max_size=2, unique=True).map(sorted)
+    cut = st.lists(st.sampled_from(range(grid, tokens, grid)), max_size=2, unique=True).map(sorted)
     whole = st.lists(st.sampled_from(range(4, tokens, 4)), max_size=2, unique=True).map(sorted)
     common, left = draw(whole if graph.scattered else cut), []
     for name, op in by_name.items():
@@ -75,7 +84,7 @@ def plans(
         }
         pinned = fixed | {name for name in by_name if "expert" in name or name in ("router", "rope_append")}
         of = lambda nano: 0 if nano.op in pinned else draw(st.integers(0, 2))
-        issued = [_with(nano, stream=of(nano), sms=draw(st.sampled_from([None, 40, 92]))) for nano in issued]
+        issued = [_with(nano, stream=of(nano), sms=draw(st.sampled_from(sms))) for nano in issued]
         waiting = draw(st.integers(0, len(issued) - 1))
         others = [nano.id for at, nano in enumerate(issued) if at != waiting]
         issued[waiting] = _with(
@@ -182,9 +191,43 @@ class Bench:
         return jax.jit(over_shards(step, mesh, specs, (replicated, replicated, kv_specs)))
 
     def check(self, plan: Plan, *batches: Batch) -> None:
-        """Check law 1: the plan computes the function of the plain forward."""
+        """Check law 1 for the compiled plan: it computes the function of the plain forward."""
+        self._compare(_planned(self, plan), batches)
+
+    def check_op_by_op(self, plan: Plan, *batches: Batch) -> None:
+        """Check law 1 for the plan's function, evaluated op by op: the plan itself is not compiled.
+
+        Only the ops are compiled, and plans of equal token ranges share them. Devices are a mapped axis of one
+        device.
+        """
+        forward = compile_plan(plan, self.config, self.tp, quantized=self.quantization == "fp8")
+        with mock.patch.object(streams, "region", lambda stream, work: work()):
+            self._compare(functools.partial(self._op_by_op, forward), batches)
+
+    def _op_by_op(self, forward: Any, w: Any, kv: Any, batch: Batch) -> tuple:
+        c = Context(self.config, REFERENCE, TP if self.tp > 1 else None)
+
+        def step(w, kv):
+            hidden, x, kv = forward(c, w, kv, jax.tree.map(jnp.asarray, batch))
+            return ops.logits(Site(c, w), hidden), x, kv
+
+        if self.tp == 1:
+            return step(w, kv)
+        mesh = make_mesh(self.tp)
+        specs = (weights.shardings(self.config, mesh, **self.options), [(cache_spec(mesh),) * 2 for _ in kv])
+
+        def shards(array, spec):
+            if TP not in spec:
+                return jnp.broadcast_to(array, (self.tp, *array.shape))
+            return jnp.stack(jnp.split(np.asarray(array), self.tp, axis=list(spec).index(TP)))
+
+        logits, x, kv = jax.vmap(step, axis_name=TP, axis_size=self.tp)(*jax.tree.map(shards, (w, kv), specs))
+        join = lambda pages, spec: jnp.concatenate(list(pages), axis=list(spec).index(TP))
+        return logits[0], x[0], jax.tree.map(join, kv, specs[1])
+
+    def _compare(self, planned: Any, batches: Sequence[Batch]) -> None:
+        """Compare a function with the plain forward on some batches."""
         w, kv, forward = plain(self)
-        planned = _planned(self, plan)
         close = alike if self.narrow else equal
         for batch in batches:
             # To numpy at once: each count of rows that jnp indexed with would be a program of its own.

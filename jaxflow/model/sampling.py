@@ -171,7 +171,7 @@ def _limits(
     all.
 
     The limits are searched in the few largest blocks, which nearly always hold all kept tokens. `search`
-    examines the full rows of which the limit may lie below these blocks.
+    examines the full rows whose limit may lie below these blocks.
     """
     n = x.shape[1]
     few = jnp.where(blocks.logits >= blocks.least[:, None], blocks.logits, -jnp.inf)

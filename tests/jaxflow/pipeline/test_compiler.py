@@ -1,14 +1,11 @@
-"""Law 1: every plan computes the plain forward; drawn plans, drawn steps, several families, one, two and four
-devices.
+"""Tests of law 1: every plan computes the plain forward, for drawn plans and steps, several families and devices.
 
-Each plan is a step to compile, so the suite draws one for each family: another one every day. A failure says
-the day's number, which draws the same plan again on any other day. A long run draws as many for each as it is
-told; this one, of 56 plans, took 204 s of CPU time, and all held:
+Most drawn plans are evaluated op by op, since compiling the step of one plan takes seconds. A failure reports the
+seed and the number of examples that draw the same plan again. A longer run draws more of both kinds:
 
-    LAW_SEED=740000 LAW_EXAMPLES=8 python -m pytest -n0 tests/jaxflow/pipeline/test_compiler.py -k drawn_plans
+    LAW_SEED=740000 LAW_EXAMPLES=200 LAW_COMPILED=8 python -m pytest -n0 tests/jaxflow/pipeline/test_compiler.py
 """
 
-import datetime
 import os
 
 import drawn
@@ -27,8 +24,9 @@ from jaxflow.pipeline.handwritten import phased_plan, sequential_plan, two_nano_
 from jaxflow.pipeline.plan import PlanError, borders
 
 TOKENS, SPLIT = 16, 6
-EXAMPLES = int(os.environ.get("LAW_EXAMPLES", "1"))
-SEED = int(os.environ.get("LAW_SEED", datetime.datetime.now(datetime.UTC).date().toordinal()))
+EXAMPLES = int(os.environ.get("LAW_EXAMPLES", "20"))  # drawn plans of each family, evaluated op by op
+COMPILED = int(os.environ.get("LAW_COMPILED", "1"))  # drawn plans of each family, compiled
+SEED = int(os.environ.get("LAW_SEED", "20"))
 # A failing example is not shrunk: each compiles a step.
 LAW = settings(
     suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate], print_blob=True
@@ -40,7 +38,7 @@ def bench(name, tp=1, **numbers):
     return drawn.Bench(drawn.config_of(name), tp, **numbers)
 
 
-@pytest.mark.parametrize(
+FAMILIES = pytest.mark.parametrize(
     ("name", "tp", "form", "streams", "numbers"),
     [
         ("tiny-llama", 1, "", True, {}),
@@ -52,28 +50,36 @@ def bench(name, tp=1, **numbers):
         ("tiny-opt", 1, "", False, {"kv": "int8"}),
     ],
 )
+
+
+def draw_plan(data, model, form, streams, **settings):
+    """Draw a plan of the family's form, and a step with chunks that straddle its split points."""
+    note(f"LAW_SEED={SEED} LAW_EXAMPLES={EXAMPLES} LAW_COMPILED={COMPILED} draw this plan again")
+    graph = model_graph(model.config, model.tp, scattered=form == "scattered", swapped=form == "swapped")
+    sums = "copies" if form in ("copied", "swapped") else "kernels"
+    plan = data.draw(drawn.plans(graph, TOKENS, streams, sums, **settings))
+    assume(len(borders(plan)) > 0 and (not streams or len({nano.stream for nano in plan.nano_ops}) == 3))
+    return plan, drawn.step(model.config, TOKENS, borders(plan), 3, (9, 4))
+
+
+@FAMILIES
 @seed(SEED)
 @settings(LAW, max_examples=EXAMPLES)
 @given(data=st.data())
 def test_drawn_plans(name, tp, form, streams, numbers, data):
-    """Check a plan with its own cuts on several steps with chunks across the cuts. form: how the all-reduces
-    are done.
-    """
-    note(f"LAW_SEED={SEED} LAW_EXAMPLES={EXAMPLES} draw it again")
     model = bench(name, tp, **numbers)
-    graph = model_graph(model.config, tp, scattered=form == "scattered", swapped=form == "swapped")
-    plan = data.draw(
-        drawn.plans(graph, TOKENS, streams, "copies" if form in ("copied", "swapped") else "kernels")
-    )
-    assume(
-        len(borders(plan)) > 0 and (not streams or len({nano.stream for nano in plan.nano_ops}) == 3)
-    )  # not the simplest plan
-    cuts = borders(plan)
-    model.check(
-        plan,
-        drawn.step(model.config, TOKENS, cuts, 3, (9, 4)),
-        *(data.draw(drawn.steps(model.config, TOKENS, cuts)) for _ in "ab"),
-    )
+    plan, step = draw_plan(data, model, form, streams, grid=4, sms=(None,))
+    model.check_op_by_op(plan, step, data.draw(drawn.steps(model.config, TOKENS, borders(plan))))
+
+
+@FAMILIES
+@seed(SEED)
+@settings(LAW, max_examples=COMPILED)
+@given(data=st.data())
+def test_drawn_plans_compiled(name, tp, form, streams, numbers, data):
+    model = bench(name, tp, **numbers)
+    plan, step = draw_plan(data, model, form, streams)
+    model.check(plan, step, *(data.draw(drawn.steps(model.config, TOKENS, borders(plan))) for _ in "ab"))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from jaxflow.pipeline.choice import is_sequential
 from jaxflow.pipeline.compiler import compile_plan, xla_options
 from jaxflow.pipeline.handwritten import (
     copied,
-    phased_plan,
     gemms_in_two_plan,
+    phased_plan,
     sequential_plan,
     swapped,
     two_nano_batch_plan,

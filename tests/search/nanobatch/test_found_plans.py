@@ -65,9 +65,7 @@ def by_hand(name: str) -> dict[str, Plan]:
         plans[f"two nano-batches, {cut} + {tokens - cut}"] = sent(
             two_nano_batch_plan(config, tokens, cut, tp)
         )
-        plans[f"products in two, {cut} + {tokens - cut}"] = sent(
-            gemms_in_two_plan(config, tokens, cut, tp)
-        )
+        plans[f"products in two, {cut} + {tokens - cut}"] = sent(gemms_in_two_plan(config, tokens, cut, tp))
     return plans
 
 
