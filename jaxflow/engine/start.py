@@ -258,7 +258,7 @@ def make_executor(
             config, model, named.values(), decodes_alone=on_gpu(), one=one_alone(products.values(), kernels)
         ),
         lambda layout: compile_plan(
-            plan_of(layout), model, tp, quantized=quantization == "fp8", early=early(layout)
+            plan_of(layout), model, tp, quantized=quantization == "fp8", pdl=early(layout)
         ),
         options_of=options_of,
         lowered=lowered,
@@ -319,7 +319,7 @@ def _calibrated(config: EngineConfig, checkpoint: Checkpoint, weights: Weights, 
         say("softmax: running maximum: a cache of e4m3 has no use for a unified one (%s)", path)
         return weights
     log.info("softmax: unified maximum (%s)", path)
-    return softmax_range.with_unified_maximum(weights, found, mesh)
+    return softmax_range.with_unified_max(weights, found, mesh)
 
 
 def make_loop(

@@ -321,9 +321,7 @@ def _block_tail(
 
 def _first_ops(config: ModelConfig, tp: int, widths: Widths) -> tuple[Op, ...]:
     d, a = config.hidden_size, widths.activations
-    tables = (
-        1 if config.learned_position_offset is None else 1 + tp
-    )  # learned positions are replicated
+    tables = 1 if config.learned_position_offset is None else 1 + tp  # learned positions are replicated
     work = Work(weight_bytes=d * tables / tp * widths.wide_weights, activation_bytes=d * a)
     if tp > 1:  # the op sums the vocabulary-parallel lookup over devices
         work += _ring(2 * d * a, tp, adds=d)

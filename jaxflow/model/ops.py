@@ -294,8 +294,8 @@ def _attention(c: Context, layer: Layer, w: Weights, kv: KV) -> tuple[KV, dict[s
     """Return the arrays of the cache, and an attention kernel's settings."""
     k, v = kv
     settings = {"scale": c.config.scale, "window": layer.window, "soft_cap": c.config.attention_soft_cap}
-    if "unified" in w:
-        settings["unified"] = w["unified"]
+    if "unified_max" in w:
+        settings["unified"] = w["unified_max"]
     settings |= _sms(c)
     if isinstance(k, Quantized) and isinstance(v, Quantized):
         return (k.values, v.values), settings | {"k_scale": k.scale, "v_scale": v.scale}

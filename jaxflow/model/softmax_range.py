@@ -81,8 +81,8 @@ def read(path: Path, num_layers: int) -> SoftmaxRange:
     return found
 
 
-def with_unified_maximum(weights: dict[str, Any], found: SoftmaxRange, mesh: Mesh) -> dict[str, Any]:
-    """Return the weights with "unified" = (φ, bound), float32 [2], in each layer, on every device."""
+def with_unified_max(weights: dict[str, Any], found: SoftmaxRange, mesh: Mesh) -> dict[str, Any]:
+    """Return the weights with "unified_max" = (φ, bound), float32 [2], in each layer, on every device."""
     place = sharded(mesh, PartitionSpec())
 
     def pair(layer: LayerRange) -> jax.Array:
@@ -90,6 +90,6 @@ def with_unified_maximum(weights: dict[str, Any], found: SoftmaxRange, mesh: Mes
 
     return weights | {
         "layers": [
-            w | {"unified": pair(layer)} for w, layer in zip(weights["layers"], found.layers, strict=True)
+            w | {"unified_max": pair(layer)} for w, layer in zip(weights["layers"], found.layers, strict=True)
         ]
     }

@@ -45,13 +45,13 @@ Forward = Callable[
 
 
 def compile_plan(
-    plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: bool = False, early: bool = False
+    plan: Plan, config: ModelConfig, tp: int = 1, *, quantized: bool = False, pdl: bool = False
 ) -> Forward:
     """Return a plan's function, with the signature and the result of `jaxflow.model.transformer.forward`.
 
     Its batches have `plan.tokens` tokens, and no prefill chunk in them crosses one of `borders(plan)`.
     quantized: the inputs of GEMMs are e4m3 with scales, two arrays each.
-    early: kernels use programmatic dependent launch, for steps that launch kernels one by one.
+    pdl: kernels use programmatic dependent launch, for steps that launch kernels one by one.
 
     Raises:
       PlanError: for a plan that does not fit this model on `tp` devices.
@@ -67,7 +67,7 @@ def compile_plan(
     def forward(c: Context, weights: Weights, kv: list[KV], batch: Batch) -> tuple[Array, Array, list[KV]]:
         if batch.num_tokens != plan.tokens:
             raise PlanError(plan.name, f"a batch of {batch.num_tokens} tokens in a plan for {plan.tokens}")
-        c = dataclasses.replace(c, kernels=c.kernels.begun_early()) if early else c
+        c = dataclasses.replace(c, kernels=c.kernels.begun_early()) if pdl else c
         trace = _StepTrace(
             dataclasses.replace(c, copies=plan.sums == "copies"), weights, list(kv), batch, reads
         )
@@ -335,7 +335,7 @@ class _StepTrace:
         needed = [
             self.values.read((first.layer, "q"), first.tokens),
             self.kv[first.layer],
-            [w[name] for name in ("unified", "k_scale", "v_scale") if name in w],
+            [w[name] for name in ("unified_max", "k_scale", "v_scale") if name in w],
             [self.work(entry) for entry in attention],
         ]
         zero = streams.zero_behind([self.zero.array, *jax.tree.leaves(needed)])

@@ -76,7 +76,7 @@ class Steps:
         self.buffers = {way: jnp.asarray(self._buffer(layout)) for way, layout in layouts.items()}
         self.lowered, self.options, self.programs = {}, {}, {}
         for way, (launched, early, _) in WAYS.items():
-            forward = compile_plan(plan, model, quantized=quantized, early=early)
+            forward = compile_plan(plan, model, quantized=quantized, pdl=early)
             step = executor.programs.step(layouts[way], forward)
             state = (executor.weights, executor.kv, executor.page_table, executor.last_tokens)
             self.lowered[way] = step.lower(*state, self.buffers[way])

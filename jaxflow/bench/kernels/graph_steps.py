@@ -124,7 +124,7 @@ def agreement(
     for way, (launched, begins) in WAYS.items():
         if begins and not early:
             continue
-        step = executor.programs.step(layout, compile_plan(plan, config, quantized=quantized, early=begins))
+        step = executor.programs.step(layout, compile_plan(plan, config, quantized=quantized, pdl=begins))
         state = executor.weights, executor.kv, executor.page_table, executor.last_tokens
         program = step.lower(*state, buffers[0]).compile(
             compiler_options=xla_options(plan, 1, launched) or None

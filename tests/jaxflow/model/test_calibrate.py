@@ -151,21 +151,21 @@ def test_the_command_writes_beside_the_model_and_an_engine_reads_it(model, tmp_p
 
     for layer, found in zip(engine(tensor_parallel_size=2), written.layers, strict=True):
         assert (
-            layer["unified"].tolist() == [pytest.approx(found.phi), found.bound]
-            and layer["unified"].dtype == jnp.float32
+            layer["unified_max"].tolist() == [pytest.approx(found.phi), found.bound]
+            and layer["unified_max"].dtype == jnp.float32
         )
-    assert not any("unified" in layer for layer in engine(calibration=""))
-    assert not any("unified" in layer for layer in engine(kv_cache_dtype="fp8"))
+    assert not any("unified_max" in layer for layer in engine(calibration=""))
+    assert not any("unified_max" in layer for layer in engine(kv_cache_dtype="fp8"))
     assert not caplog.records
     assert not any(
-        "unified" in layer for layer in engine(kv_cache_dtype="fp8", calibration=str(path_beside(model)))
+        "unified_max" in layer for layer in engine(kv_cache_dtype="fp8", calibration=str(path_beside(model)))
     )
     assert ["e4m3" in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         True
     ]  # it was asked for
-    assert all("unified" in layer for layer in engine(kv_cache_dtype="int8"))  # multiplied as bfloat16
+    assert all("unified_max" in layer for layer in engine(kv_cache_dtype="int8"))  # multiplied as bfloat16
     path_beside(model).write_bytes(msgspec.json.encode(msgspec.structs.replace(written, qualifies=False)))
-    assert not any("unified" in layer for layer in engine())
+    assert not any("unified_max" in layer for layer in engine())
     with pytest.raises(ConfigError, match="calibration"):
         engine(calibration=str(model / "config.json"))
 
