@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator
 from jaxflow.config import ModelConfig
 from jaxflow.pipeline.handwritten import (
     copied,
-    phased_plan,
     gemms_in_two_plan,
+    phased_plan,
     sequential_plan,
     swapped,
     two_nano_batch_plan,
