@@ -1,14 +1,16 @@
-"""Compares the lowered text of the default Llama-3.1-8B programs of two commits.
+"""Compare the lowered text of the default Llama-3.1-8B programs of two commits.
 
-    python tests/lowered_text.py digests OUT.json
+    python tests/lowered_text.py digests OUT.json [DEVICES ...]
     python tests/lowered_text.py compare BEFORE.json AFTER.json
 
-`digests` lowers every program that an engine with default settings compiles on an H200: for bfloat16 and fp8
-weights, on 1, 2 and 4 devices, each step of each token bucket, both samplers and the prompt log-probabilities.
-It needs no GPU. A digest is the SHA-256 of a program's StableHLO without locations and symbol names. The text
-includes each Mosaic kernel's MLIR, without locations and symbol names, and the XLA options of the program.
+`digests` lowers every program that an engine with default settings compiles on an H200: each step of each token
+bucket, both samplers and the prompt log-probabilities, for bfloat16 and fp8 weights. DEVICES are numbers of
+devices; the default is 1 2 4. The command needs no GPU. A digest is the SHA-256 of a program's StableHLO without
+locations and symbol names. The text includes each Mosaic kernel's MLIR, without locations and symbol names, and
+the XLA options of the program.
 
-`compare` prints the programs that differ, and fails if there is one.
+`compare` prints the programs that differ, and fails if there is one. It reports programs of one file only, and
+compares the others.
 """
 
 import hashlib
@@ -44,16 +46,23 @@ MEMORY = (
 CACHES = {None: "bfloat16", "fp8": "fp8"}  # by weights
 
 
-def main(command: str, *paths: str) -> int:
+def main(command: str, *arguments: str) -> int:
     """Run a command of the module's docstring. Returns the exit status."""
-    if command == "digests" and len(paths) == 1:
-        found = {name: value for devices in (1, 2, 4) for name, value in digests(devices)}
-        Path(paths[0]).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", "utf-8")
+    if command == "digests" and arguments:
+        numbers = [int(number) for number in arguments[1:]] or [1, 2, 4]
+        found = {name: value for devices in numbers for name, value in digests(devices)}
+        Path(arguments[0]).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", "utf-8")
         return 0
-    if command == "compare" and len(paths) == 2:
-        before, after = (json.loads(Path(path).read_text("utf-8")) for path in paths)
-        differing = [name for name in sorted(before | after) if before.get(name) != after.get(name)]
-        print(f"{len(before | after)} programs, {len(differing)} differ", *differing, sep="\n  ")
+    if command == "compare" and len(arguments) == 2:
+        before, after = (json.loads(Path(path).read_text("utf-8")) for path in arguments)
+        both = sorted(before.keys() & after.keys())
+        differing = [name for name in both if before[name] != after[name]]
+        print(f"{len(both)} programs, {len(differing)} differ", *differing, sep="\n  ")
+        print(
+            f"{len(before.keys() ^ after.keys())} programs of one file only",
+            *sorted(before.keys() ^ after.keys()),
+            sep="\n  ",
+        )
         return bool(differing)
     print(__doc__)
     return 2
