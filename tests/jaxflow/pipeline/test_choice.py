@@ -33,7 +33,7 @@ def predicting(plan, **changes):
 
 
 @given(predictions())
-def test_predictions_are_met_where_they_were_made(predicted):
+def test_a_gain_equals_the_predictions_at_their_compositions(predicted):
     gain = Gain.of(predicted)
     for i, decodes in enumerate(predicted.decode_tokens):
         for j, context in enumerate(predicted.mean_context_tokens):
@@ -43,7 +43,7 @@ def test_predictions_are_met_where_they_were_made(predicted):
 
 
 @given(predictions(), st.floats(-10, 3000), st.floats(-10, 3000))
-def test_between_predictions_nothing_is_made_up(predicted, decodes, context):
+def test_an_interpolated_gain_lies_between_its_predictions(predicted, decodes, context):
     """Interpolate along either axis as numpy does, and extend the last value beyond the predicted range."""
     xs, ys, table = predicted.decode_tokens, predicted.mean_context_tokens, predicted.step_s
     found = between(xs, ys, table, decodes, context)
@@ -63,14 +63,12 @@ def test_the_picked_plan_is_predicted_to_be_no_slower_than_any(gains, decodes, c
 
 
 @given(predictions(), st.floats(0, 1), st.integers(0, 2000), st.integers(0, 4000))
-def test_a_plan_is_run_only_where_it_gains_more_than_its_prediction_may_be_too_good(
-    predicted, margin, decodes, context
-):
+def test_a_plan_is_picked_only_if_its_gain_exceeds_the_margin(predicted, margin, decodes, context):
     gain = Gain.of(msgspec.structs.replace(predicted, margin=margin))
     assert (pick([None, gain], decodes, context) == 1) == (gain.at(decodes, context) > 1 + margin)
 
 
-def test_predictions_of_before_anything_was_measured_are_not_believed():
+def test_predictions_without_a_margin_get_the_default_margin():
     """Files without a margin: on an H200 their predicted gains of 1.09 to 1.21 were losses of 3 to 7 %."""
     old = from_json(to_json(predicting(phased_plan(LLAMA, 24, 8))))
     assert old.predictions is not None and old.predictions.margin == 0.3
@@ -78,7 +76,7 @@ def test_predictions_of_before_anything_was_measured_are_not_believed():
         Predictions((0,), (1,), ((1.0,),), ((2.0,),), margin=-0.1)
 
 
-def test_each_composition_gets_its_plan_and_the_rest_are_sequential():
+def test_each_composition_gets_its_plan_and_the_others_are_sequential():
     """One plan gains where many decode on long contexts, one where few do; with short contexts there is
     nothing to overlap.
     """
@@ -89,7 +87,7 @@ def test_each_composition_gets_its_plan_and_the_rest_are_sequential():
     assert picked == {(d, k): (0 if k <= 100 else 2 if d <= 100 else 1) for d, k in picked}
 
 
-def test_a_bucket_has_the_sequential_plan_beside_those_that_are_compared_with_it():
+def test_a_bucket_with_compared_plans_has_the_sequential_plan():
     made = predicting(two_nano_batch_plan(LLAMA, 24, 7))
     other = predicting(phased_plan(LLAMA, 24, 8))
     alone = two_nano_batch_plan(LLAMA, 40, 8)
@@ -102,7 +100,7 @@ def test_a_bucket_has_the_sequential_plan_beside_those_that_are_compared_with_it
     assert from_json(to_json(made)) == made
 
 
-def test_a_search_that_found_nothing_better_adds_no_plan():
+def test_a_searched_sequential_plan_adds_no_plan():
     sequential = predicting(sequential_plan(LLAMA, 16), name="searched")
     assert is_sequential(sequential) and not is_sequential(phased_plan(LLAMA, 16, 8))
     assert portfolio([sequential], (8,), lambda tokens: sequential_plan(LLAMA, tokens)) == {
@@ -115,7 +113,7 @@ def test_a_search_that_found_nothing_better_adds_no_plan():
     [{"sms": 4}, {"ahead": 1}, {"waits": ("qkv",)}, {"stream": 1}, {"stop": 8}, {"op": "qkv"}],
     ids=str,
 )
-def test_one_op_that_is_otherwise_makes_a_plan_of_its_own(changes):
+def test_one_changed_op_makes_a_plan_not_sequential(changes):
     plan = sequential_plan(LLAMA, 16)
     edited = tuple(
         msgspec.structs.replace(nano, **changes) if nano.op == "down" else nano for nano in plan.nano_ops
@@ -123,7 +121,7 @@ def test_one_op_that_is_otherwise_makes_a_plan_of_its_own(changes):
     assert is_sequential(plan) and not is_sequential(msgspec.structs.replace(plan, nano_ops=edited))
 
 
-def test_how_much_of_the_device_a_sum_takes_is_none_of_the_plans():
+def test_the_sms_of_a_sum_leave_a_plan_sequential():
     """NCCL decides its SMs; the search's solver records its assumption."""
     plan = sequential_plan(LLAMA, 16, 2)
     few = tuple(
@@ -133,12 +131,12 @@ def test_how_much_of_the_device_a_sum_takes_is_none_of_the_plans():
     assert few != plan.nano_ops and is_sequential(msgspec.structs.replace(plan, nano_ops=few))
 
 
-def test_nothing_at_all_is_not_the_sequential_plan():
+def test_an_empty_plan_is_not_sequential():
     assert not is_sequential(msgspec.structs.replace(sequential_plan(LLAMA, 10**9), nano_ops=()))
 
 
 @given(predictions(), st.floats(0, 1), st.integers(0, 2000), st.integers(0, 4000))
-def test_a_plan_that_is_left_out_would_never_have_been_picked(predicted, margin, decodes, context):
+def test_a_plan_without_a_sure_gain_is_never_picked(predicted, margin, decodes, context):
     predicted = msgspec.structs.replace(predicted, margin=margin)
     plan = msgspec.structs.replace(phased_plan(LLAMA, 24, 8), predictions=predicted)
     (found,) = portfolio([plan], (), lambda tokens: sequential_plan(LLAMA, tokens)).values()
@@ -156,6 +154,6 @@ def test_a_plan_that_is_left_out_would_never_have_been_picked(predicted, margin,
         ([predicting(phased_plan(LLAMA, 24, 8), name="sequential")], "sequential: two plans for 24 tokens"),
     ],
 )
-def test_plans_that_cannot_be_told_apart_are_refused(plans, message):
+def test_plans_of_one_name_or_without_predictions_are_refused(plans, message):
     with pytest.raises(PlanError, match=message):
         portfolio(plans, (24,), lambda tokens: sequential_plan(LLAMA, tokens))

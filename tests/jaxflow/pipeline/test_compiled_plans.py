@@ -91,7 +91,7 @@ def on_streams(name):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_schedule_is_the_plans(name):
+def test_the_schedule_follows_the_plan(name):
     """Every nano-op runs on its stream in order, attention overlaps its GEMMs, and the given number of
     all-reduces overlap theirs.
     """
@@ -115,7 +115,7 @@ def edited(plan, name, **changes):
     )
 
 
-def test_the_checker_knows_a_schedule_that_is_not_the_plans():
+def test_the_checker_refuses_a_schedule_of_another_plan():
     """The phases' own schedule, held against plans that say otherwise."""
     plan, hlo = PLANS["phases"].plan, on_streams("phases").hlo
     graph = graph_of(plan, MODEL)
@@ -128,7 +128,7 @@ def test_the_checker_knows_a_schedule_that_is_not_the_plans():
             check_schedule(hlo, other, graph, ROWS)
 
 
-def test_the_checker_knows_a_sum_that_is_awaited_at_once(monkeypatch):
+def test_the_checker_refuses_a_sum_without_overlap(monkeypatch):
 
     def awaited(hlo, plan):
         return [
@@ -152,7 +152,7 @@ def test_without_barriers_xla_merges_the_nano_batches(monkeypatch):
         check_schedule(found.hlo, plan, graph_of(plan, TWO_LAYERS), ROWS)
 
 
-def test_what_is_behind_attentions_beginning_is_issued_behind_it(monkeypatch):
+def test_gemms_are_issued_after_attention_starts(monkeypatch):
     """Without the dependence XLA awaits the concurrent GEMMs first, and the checker reports the fault."""
     monkeypatch.setattr(streams, "zero_behind", lambda values: jnp.zeros((), jnp.int32))
     plan = PLANS["phases"].plan
@@ -161,7 +161,7 @@ def test_what_is_behind_attentions_beginning_is_issued_behind_it(monkeypatch):
         check_schedule(found.hlo, plan, graph_of(plan, MODEL), ROWS)
 
 
-def test_a_sequential_step_in_one_cuda_graph():
+def test_a_sequential_step_is_one_cuda_graph():
     plan = sequential_plan(MODEL, TOKENS)
     found = compiled(plan, TWO_LAYERS, SIMPLE, **streams.GRAPHS["whole"])
     assert [thunk.kind for thunk in found.graph_thunks if not thunk.depth] == ["kCommandBuffer"]
@@ -178,7 +178,7 @@ def on_hopper():
     return compiled(WAITING, MODEL, kernel_set)
 
 
-def test_the_hopper_kernels_on_their_shares_of_the_device(on_hopper):
+def test_the_hopper_kernels_use_the_sms_of_the_plan(on_hopper):
     """As the plan has them: in the grids of the kernels, on its streams, as one CUDA graph."""
     found = on_hopper
     check_schedule(found.hlo, WAITING, graph_of(WAITING, MODEL), ROWS)
@@ -197,7 +197,7 @@ def test_the_hopper_kernels_on_their_shares_of_the_device(on_hopper):
         assert re.search(rf'op_name="[^"]*compute_on/{nano}/', found.hlo), nano
 
 
-def test_a_layer_is_its_nano_ops_and_little_else(on_hopper):
+def test_a_layer_launches_its_nano_ops_and_few_other_kernels(on_hopper):
     """Each nano-op is one kernel, except for the listed ones: no all-reduce apart from its norm, and no array
     joined, cut or copied.
     """

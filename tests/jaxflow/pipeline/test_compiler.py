@@ -104,7 +104,7 @@ def test_a_plan_runs_every_composition(make, name, tp, numbers, data):
     model.check(plan, *steps, data.draw(drawn.steps(model.config, TOKENS, (SPLIT,))))
 
 
-def test_two_nano_batches_on_weights_of_4_bits():
+def test_two_nano_batches_with_4_bit_weights():
     model = bench("tiny-qwen3", 2, quantization="int4")
     model.check(
         two_nano_batch_plan(model.config, TOKENS, SPLIT, 2),
@@ -120,7 +120,7 @@ def test_the_sequential_plan_is_the_plain_forward_bit_for_bit():
     jax.tree.map(np.testing.assert_array_equal, got, plain(w, kv, step))
 
 
-def test_a_wait_for_a_sum_that_was_just_issued_is_for_this_layers(monkeypatch):
+def test_a_wait_for_a_pending_sum_is_for_the_same_layer(monkeypatch):
     """A wait must not take the sum of the previous layer, the only one traced by then."""
     model, found, order = bench("tiny-llama", 2), [], compiler._StepTrace.order
     plan = two_nano_batch_plan(model.config, TOKENS, SPLIT, 2)
@@ -147,7 +147,7 @@ def test_a_wait_for_a_sum_that_was_just_issued_is_for_this_layers(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int32", "uint8"])
-def test_zero_is_zero_whatever_it_is_made_of(dtype):
+def test_zero_behind_returns_zero_for_any_values(dtype):
     values = [
         jnp.asarray(x, "float32").astype(dtype)
         for x in (-7.3, [[1.5, 2]], [3], np.zeros((0, 4)), [np.pi] * 5)
@@ -157,7 +157,7 @@ def test_zero_is_zero_whatever_it_is_made_of(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32", "uint8"])
-def test_what_is_behind_something_is_as_it_was(dtype):
+def test_behind_returns_its_argument_unchanged(dtype):
     """Bit for bit, the first of a tree's arrays, too; nothing at all is nothing still."""
     bits = np.random.default_rng(0).integers(0, 256, 64, np.uint8)
     small = (jnp.asarray(bits.view(dtype)), jnp.arange(3))

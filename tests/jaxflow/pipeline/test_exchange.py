@@ -40,7 +40,7 @@ FP8_NUMBERS = {"quantization": "fp8", "kv": "float8_e4m3fn"}
     ],
     ids=["post-norms", "experts", "fp8", "fp8, four devices", "fp8, streams"],
 )
-def test_copied_sums_are_the_plain_forwards(make, name, tp, numbers):
+def test_plans_with_peer_copies_compute_the_plain_forward(make, name, tp, numbers):
     """The cut falls among decodes and into a chunk; the plain forward sums by all-reduces."""
     model = drawn.Bench(drawn.config_of(name), tp, **numbers)
     plan = (copied if tp == 2 else swapped)(make(model.config, TOKENS, 6, tp))
@@ -48,7 +48,7 @@ def test_copied_sums_are_the_plain_forwards(make, name, tp, numbers):
     model.check(plan, *(drawn.step(model.config, TOKENS, (6,), *work) for work in WORK))
 
 
-def test_it_is_a_plan_of_its_own():
+def test_a_plan_with_peer_copies_is_not_sequential():
     """An unsplit plan with peer copies differs from the sequential plan; a measurement must tell the faster."""
     plain = sequential_plan(LLAMA, TOKENS, 2)
     plan = copied(plain)
@@ -59,13 +59,13 @@ def test_it_is_a_plan_of_its_own():
 
 
 @pytest.mark.parametrize(("tp", "scattered"), [(1, False), (4, False), (2, True)])
-def test_only_two_devices_exchange_what_they_add(tp, scattered):
+def test_peer_copies_need_two_devices_and_all_reduces(tp, scattered):
     plan = copied(two_nano_batch_plan(LLAMA, TOKENS, 8, tp, scattered=scattered))
     with pytest.raises(PlanError, match="sums='copies'"):
         compile_plan(plan, LLAMA, tp)
 
 
-def test_four_devices_swap_in_two_steps():
+def test_four_devices_exchange_in_two_steps():
     """The second step of each half's sum is amid the other half's turn; of one batch, right behind the first."""
     ids = [nano.id for nano in swapped(two_nano_batch_plan(LLAMA, TOKENS, 8, 4)).nano_ops]
     for swap, reduce, last in (
@@ -92,7 +92,7 @@ def test_four_devices_swap_in_two_steps():
         model_graph(LLAMA, 2, swapped=True)
 
 
-def test_sums_that_are_waited_for_have_nothing_beside_them():
+def test_waited_sums_overlap_with_nothing():
     """The reader of an all-reduce follows directly, across layers as well: nano-batches without overlap, as
     in the ablation.
     """

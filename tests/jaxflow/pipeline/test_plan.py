@@ -51,7 +51,7 @@ def swapped(plan, a, b):
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_handmade_plans_are_plans(name, tp):
+def test_handwritten_plans_are_accepted(name, tp):
     config = CONFIGS[name]
     for plan in (
         sequential_plan(config, 24, tp),
@@ -69,7 +69,7 @@ def test_handmade_plans_are_plans(name, tp):
 
 @settings(max_examples=40)
 @given(st.data())
-def test_drawn_plans_are_plans_and_survive_files(data):
+def test_drawn_plans_are_accepted_and_survive_files(data):
     graph = model_graph(CONFIGS[data.draw(st.sampled_from(sorted(CONFIGS)))])
     plan = data.draw(drawn.plans(graph, 16, streams=True))
     check(plan, graph)
@@ -78,7 +78,7 @@ def test_drawn_plans_are_plans_and_survive_files(data):
     assert borders(plan) == tuple(sorted(cuts - {0, 16}))
 
 
-def test_a_digest_tells_what_a_plan_does_and_nothing_else():
+def test_a_digest_depends_only_on_the_function_of_a_plan():
     plan = two_nano_batch_plan(LLAMA, 24, 7)
     same = [
         msgspec.structs.replace(plan, **changes)
@@ -104,7 +104,7 @@ def test_a_digest_tells_what_a_plan_does_and_nothing_else():
     assert len({digest(one) for one in (plan, *others)}) == 1 + len(others)
 
 
-def test_committed_plans_of_one_name_that_differ_have_digests_of_their_own():
+def test_committed_plans_that_differ_have_distinct_digests():
     plans = [load(path) for path in (paths.ROOT / "benchmarks" / "plans").rglob("*.json")]
     searched = [plan for plan in plans if plan.name == "searched llama-3.1-8b 2048 1024/512"]
     assert len({digest(plan) for plan in searched}) == len(searched) == 6
@@ -116,7 +116,7 @@ def does(plan):
     return plan.nano_ops, plan.tokens, plan.sums
 
 
-def test_files(tmp_path):
+def test_plans_are_loaded_from_files_by_target(tmp_path):
     plan = msgspec.structs.replace(two_nano_batch_plan(LLAMA, 24, 7), target=TARGET)
     save(plan, tmp_path / "a.json")
     save(
@@ -173,7 +173,7 @@ TABLE = (
         (b'{"schema_version": 3, "name": "a", "tokens": 8, "nano_ops": [], "speed": 9}', "speed"),
     ],
 )
-def test_what_is_no_plan_is_refused_by_name(text, message):
+def test_invalid_files_are_refused_by_name(text, message):
     with pytest.raises(PlanError, match=message) as refused:
         from_json(text, "x.json")
     assert refused.value.entry == "x.json"
@@ -240,7 +240,7 @@ def test_attention_needs_the_appends_of_all_tokens_before_it():
         check(plan, model_graph(LLAMA))
 
 
-def test_what_the_compiler_cannot_do_is_refused():
+def test_plans_that_cannot_be_compiled_are_refused():
     mixtral = CONFIGS["tiny-mixtral"]
     apart = edited(sequential_plan(mixtral, 16), "router", stream=1)
     with pytest.raises(PlanError, match="router: from here to router, stream 1 leaves no single array"):
@@ -251,7 +251,7 @@ def test_what_the_compiler_cannot_do_is_refused():
         two_nano_batch_plan(LLAMA, 16, 16)
 
 
-def test_xla_flags_are_those_that_a_plan_needs():
+def test_xla_flags_follow_from_the_plan():
     phased, two = phased_plan(LLAMA, 16, 6), two_nano_batch_plan(LLAMA, 16, 6, 2)
     assert xla_options(sequential_plan(LLAMA, 16)) == xla_options(sequential_plan(LLAMA, 16, 2), 2) == {}
     assert (
@@ -268,7 +268,7 @@ def test_xla_flags_are_those_that_a_plan_needs():
     assert not xla_options(phased_plan(LLAMA, 16, 6, 2), 2)["xla_gpu_enable_latency_hiding_scheduler"]
 
 
-def test_nano_ops_are_small_in_files():
+def test_default_fields_of_nano_ops_are_left_out_of_files():
     assert b'"stream"' not in to_json(TWO) and NanoOp("a", "qkv", 0, 1) == msgspec.json.decode(
         b'{"id":"a","op":"qkv","start":0,"stop":1}', type=NanoOp
     )

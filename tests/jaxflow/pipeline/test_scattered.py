@@ -28,7 +28,7 @@ LLAMA = drawn.config_of("tiny-llama")
     ],
     ids=["post-norms", "experts", "fp8, phases"],
 )
-def test_scattered_plans_are_the_plain_forward(make, name, tp, numbers):
+def test_scattered_plans_compute_the_plain_forward(make, name, tp, numbers):
     """The cut falls among decodes and into a chunk; the plain forward sums by all-reduces."""
     model = drawn.Bench(drawn.config_of(name), tp, **numbers)
     plan = make(model.config, TOKENS, 8, tp, scattered=True)
@@ -36,7 +36,7 @@ def test_scattered_plans_are_the_plain_forward(make, name, tp, numbers):
     model.check(plan, *(drawn.step(model.config, TOKENS, (8,), *work) for work in WORK))
 
 
-def test_as_many_bytes_are_sent_and_norms_are_done_once():
+def test_the_scattered_form_sends_equal_bytes_and_norms_rows_once():
     step, widths = Composition(5, 7, ((9, 3),)), Widths()
     for name in ("tiny-llama", "tiny-gemma2", "tiny-mixtral"):
         config = drawn.config_of(name)
@@ -54,14 +54,14 @@ def test_as_many_bytes_are_sent_and_norms_are_done_once():
     )  # e4m3 is what up_gate reads
 
 
-def test_scattered_and_whole_it_is_a_plan_of_its_own():
+def test_an_unsplit_scattered_plan_is_not_sequential():
     """A sequential step uses all-reduces; a measurement must tell the faster form."""
     plan = sequential_plan(LLAMA, TOKENS, 2, scattered=True)
     check(plan, graph_of(plan, LLAMA, 2))
     assert plan.name == "sequential, sums scattered" and not is_sequential(plan)
 
 
-def test_what_cannot_be_scattered_is_refused_by_name():
+def test_invalid_scattered_plans_are_refused_by_name():
     with pytest.raises(ValueError, match="tp is 1"):
         model_graph(LLAMA, 1, scattered=True)
     plan = two_nano_batch_plan(LLAMA, TOKENS, 8, 2, scattered=True)
