@@ -26,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the sources: tests/jaxflow has the name of a package
 import h200
 import jax
 import jax.numpy as jnp
