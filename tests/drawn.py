@@ -52,19 +52,19 @@ def plans(
     tokens: int,
     streams: bool = False,
     sums: Literal["kernels", "copies"] = "kernels",
-    grid: int = 1,
+    places: Sequence[int] | None = None,
     sms: tuple[int | None, ...] = (None, 40, 92),
 ) -> Plan:
     """Draw a plan with separate split points for some ops, in any order that data allows.
 
     The order is rotated over the layers' border.
     streams: whether each nano-op has a stream of its own, and SMs of its own from `sms`.
-    grid: split points are multiples of it. Scattered rows are split alike, at multiples of 4.
+    places: the split points to draw from; None for all. Scattered rows are split alike, at multiples of 4.
     """
     by_name = {op.name: op for layer in graph.layers for op in layer}
     makers = {value: op.name for op in graph.layers[-1] for value in op.outputs}
-    cut = st.lists(st.sampled_from(range(grid, tokens, grid)), max_size=2, unique=True).map(sorted)
-    whole = st.lists(st.sampled_from(range(4, tokens, 4)), max_size=2, unique=True).map(sorted)
+    cut = st.lists(st.sampled_from(places or range(1, tokens)), max_size=2, unique=True).map(sorted)
+    whole = st.lists(st.sampled_from(places or range(4, tokens, 4)), max_size=2, unique=True).map(sorted)
     common, left = draw(whole if graph.scattered else cut), []
     for name, op in by_name.items():
         alike = graph.scattered and (op.local_rows or op.kind == "network")
@@ -136,7 +136,7 @@ def step(
         if row >= decodes:
             chunks += [(a, b - a, row, start + a - at) for a, b in itertools.pairwise(inner)]
         at += size
-    chunks += [(0, 0, 0, 0)] * (ROWS + len(cuts) - len(chunks))
+    chunks += [(0, 0, 0, 0)] * (ROWS + max(2, len(cuts)) - len(chunks))  # one shape for most plans
     return Batch(
         token_ids=rng.integers(0, config.vocab_size, tokens).astype(np.int32),
         positions=positions,

@@ -19,11 +19,11 @@ from pallas_kernels.kernel_set import REFERENCE
 
 
 def scopes(jaxpr) -> set[str]:
-    """Return every named scope of a jaxpr and of the jaxprs within it."""
+    """Return every named scope of a jaxpr and of the jaxprs within it, except the specs of `jnp.einsum`."""
     found = set()
     for equation in jaxpr.eqns:
         parts = str(equation.source_info.name_stack).split("/")
-        found |= {part for part in parts if part and "(" not in part}
+        found |= {part for part in parts if part.isidentifier()}
         for inner in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
         ):

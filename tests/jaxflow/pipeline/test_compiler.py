@@ -68,7 +68,7 @@ def draw_plan(data, model, form, streams, **settings):
 @given(data=st.data())
 def test_drawn_plans(name, tp, form, streams, numbers, data):
     model = bench(name, tp, **numbers)
-    plan, step = draw_plan(data, model, form, streams, grid=4, sms=(None,))
+    plan, step = draw_plan(data, model, form, streams, places=(4, 12), sms=(None,))
     model.check_op_by_op(plan, step, data.draw(drawn.steps(model.config, TOKENS, borders(plan))))
 
 
