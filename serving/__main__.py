@@ -106,9 +106,14 @@ def read_tokens(path: str | None) -> tuple[str, ...]:
 
 def load(config: EngineConfig) -> "LLM":
     """Return the loaded and warm model."""
-    from jaxflow.llm import LLM  # imports JAX, which takes seconds: the ports are bound first
+    from jaxflow.engine.start import (
+        freeze_heap,  # imports JAX, which takes seconds: the ports are bound first
+    )
+    from jaxflow.llm import LLM
 
-    return LLM.from_config(config)
+    llm = LLM.from_config(config)
+    freeze_heap()
+    return llm
 
 
 async def serve(config: ServerConfig, load: Callable[[], "LLM"]) -> int:

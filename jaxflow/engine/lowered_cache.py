@@ -1,11 +1,13 @@
-"""Keeps lowered programs from one start to the next.
+"""The cache of lowered programs, from one start to the next.
 
-XLA's own cache keeps what it has compiled under a hash of the lowered program. To have that program again
-Python traces and lowers it, which for a step with Mosaic kernels takes one to three seconds: nearly all of a
-warm start. Here it is kept itself, as StableHLO (`jax.export`), under a hash of what it was made of: JAX's
-versions, our source, the engine's settings and the shapes of its arguments.
+XLA's cache keeps compiled programs under a hash of the lowered program. Tracing and lowering a step with
+Mosaic kernels takes one to three seconds in Python, nearly all of a warm start. This cache keeps the lowered
+program, as StableHLO (`jax.export`), under a hash of its origin: the versions of JAX, the sources that lowering
+runs, the engine's settings and the shapes of the arguments. Old programs are deleted, see `_evict`.
 """
 
+import ast
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -13,6 +15,7 @@ import importlib.metadata
 import logging
 import os
 import tempfile
+import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +24,6 @@ from typing import Any
 import jax
 from jax import export
 
-import pallas_kernels
 from jaxflow.engine.programs import Rows
 from jaxflow.model.logprobs import LogprobsOut
 from jaxflow.model.slot_params import SlotParams
@@ -29,11 +31,21 @@ from pallas_kernels.quantized import Int4, Quantized
 
 log = logging.getLogger(__name__)
 
-# A kept program's versions are this process's own: no custom call needs to be stable for longer.
+# A program is read by the versions that wrote it, so its custom calls need not be stable.
 _ANY_CALL = (export.DisabledSafetyCheck.custom_call("ALL"),)
 _DIGEST = hashlib.sha256().digest_size
+_TREE = Path(__file__).parents[2]
+_ROOTS = (
+    "jaxflow.engine.programs",
+    "jaxflow.engine.layout",
+    "jaxflow.engine.kernel_choice",
+    "jaxflow.pipeline.compiler",
+    "jaxflow.model.weights",
+)
+_MAX_BYTES = 2 << 30  # of the folder; an 8B model's programs take about 0.1 GB
+_MAX_AGE_S = 30 * 24 * 3600.0  # since the last use
 
-for _type in (Rows, LogprobsOut, SlotParams):  # whose fields are all arrays
+for _type in (Rows, LogprobsOut, SlotParams):  # their fields are all arrays
     export.register_pytree_node_serialization(
         _type,
         serialized_name=f"{_type.__module__}.{_type.__qualname__}",
@@ -50,8 +62,9 @@ for _type in (Quantized, Int4):
 class LoweredPrograms:
     """A folder of lowered programs.
 
-    made_of: everything but the arguments' shapes and our code that decides what they are. platforms:
-    `jax.export`'s; None: this process's.
+    Attributes:
+      made_of: everything that the programs depend on, except the arguments' shapes and the code.
+      platforms: see `jax.export`; None for this process's platform.
     """
 
     folder: Path
@@ -61,12 +74,13 @@ class LoweredPrograms:
     def lower(
         self, name: str, fn: jax.stages.Wrapped, donated: Sequence[int], *args: Any
     ) -> jax.stages.Lowered:
-        """`fn.lower(*args)`, from the folder if it is there.
+        """Return `fn.lower(*args)`, from the folder if it has the program.
 
         Args:
-          name: what tells the program from others of these settings and arguments.
-          fn: jitted. donated: its `donate_argnums`. args: arrays, or what has their shape, dtype and
-          sharding.
+          name: distinguishes programs of equal settings and arguments.
+          fn: a jitted function.
+          donated: the `donate_argnums` of `fn`.
+          args: arrays, or objects with their shape, dtype and sharding.
         """
         path = self.folder / self._digest(name, args)
         exported = _read(path)
@@ -74,8 +88,8 @@ class LoweredPrograms:
             try:
                 exported = export.export(fn, platforms=self.platforms, disabled_checks=_ANY_CALL)(*args)
                 _write(path, exported.serialize())
-            except (NotImplementedError, ValueError) as error:  # it calls Python, say
-                log.warning("program %r cannot be kept, and is lowered at each start: %s", name, error)
+            except (NotImplementedError, ValueError) as error:  # for example a program that calls Python
+                log.warning("program %r cannot be kept and is lowered at each start: %s", name, error)
                 return fn.lower(*args)
 
         def run(*args):
@@ -96,8 +110,9 @@ class LoweredPrograms:
 
 
 def beside_compiled(made_of: tuple) -> LoweredPrograms | None:
-    """Those of this device, in XLA's cache, if there is one. made_of: what decides what they are, of values
-    whose repr says all.
+    """Return the lowered programs of this device, in the folder of XLA's cache; None without that cache.
+
+    `made_of`: everything that the programs depend on, as values with a complete repr.
     """
     cache = jax.config.jax_compilation_cache_dir
     return (
@@ -109,41 +124,87 @@ def beside_compiled(made_of: tuple) -> LoweredPrograms | None:
 
 @functools.cache
 def _code() -> str:
-    """A hash of what turns settings into programs: versions, and the source and tables of our packages that
-    run in a step.
-    """
+    """Return a hash of the code that makes a step's programs: versions, and the sources of `lowering_files`."""
     found = hashlib.sha256(repr([importlib.metadata.version(name) for name in ("jax", "jaxlib")]).encode())
-    for root in (Path(__file__).parents[1], Path(pallas_kernels.__path__[0])):
-        for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".json")):
-            content = path.read_bytes()
-            found.update(f"{root.name}/{path.relative_to(root)} {len(content)}\n".encode() + content)
+    for path in lowering_files():
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(_TREE)} {len(content)}\n".encode() + content)
     return found.hexdigest()
 
 
+def lowering_files() -> list[Path]:
+    """Return the files that lowering a step may run or read, sorted.
+
+    They are `_ROOTS`, all modules of this project that those import, and the tables of the kernels.
+    """
+    found: set[Path] = set()
+    waiting = [_module_file(name) for name in _ROOTS]
+    while waiting:
+        path = waiting.pop()
+        if path is None or path in found:
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                waiting += [_module_file(alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                waiting += [_module_file(name) for name in (node.module, *names)]
+    tables = (_TREE / "pallas_kernels").rglob("*.json")
+    return sorted(found | set(tables))
+
+
+def _module_file(name: str) -> Path | None:
+    """Return the file of one of this project's modules; None for any other name."""
+    if name.partition(".")[0] not in ("jaxflow", "pallas_kernels"):
+        return None
+    path = _TREE.joinpath(*name.split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    if name == "jaxflow":  # it imports the Python API, which lowers nothing
+        return None
+    return next((file for file in files if file.is_file()), None)
+
+
 def _read(path: Path) -> export.Exported | None:
-    """The program of a file; None where there is none, or none that is whole."""
+    """Return the program of a file; None for a missing or damaged file."""
     try:
         content = path.read_bytes()
     except OSError:
         return None
     if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
-        log.warning("%s is damaged: its program is lowered again", path)
+        log.warning("%s is damaged; its program is lowered again", path)
         return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # `_evict` deletes the programs that were not used for the longest time
     return export.deserialize(bytearray(zlib.decompress(content[_DIGEST:])))
 
 
 def _write(path: Path, program: bytearray) -> None:
-    """Whole or not at all; a folder that cannot be written to costs the next start its time, nothing else."""
+    """Write a program completely or not at all. Log a warning where the folder cannot be written."""
     packed = zlib.compress(bytes(program), level=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, beside = tempfile.mkstemp(dir=path.parent)
+        descriptor, partial = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(hashlib.sha256(packed).digest() + packed)
-            os.replace(beside, path)
+            os.replace(partial, path)
         except OSError:
-            os.unlink(beside)
+            os.unlink(partial)
             raise
+        _evict(path.parent)
     except OSError as error:
         log.warning("a lowered program is not kept: %s", error)
+
+
+def _evict(folder: Path) -> None:
+    """Delete programs that were not used for `_MAX_AGE_S`, and the least recently used beyond `_MAX_BYTES`."""
+    files = []
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process deletes too
+            files.append((path.stat().st_mtime, path.stat().st_size, path))
+    now, total = time.time(), 0
+    for used, size, path in sorted(files, reverse=True):
+        total += size
+        if total > _MAX_BYTES or now - used > _MAX_AGE_S:
+            path.unlink(missing_ok=True)

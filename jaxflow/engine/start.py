@@ -64,20 +64,34 @@ from pallas_kernels.kernel_set import KernelSet
 from pallas_kernels.quantized import Quantized
 
 log = logging.getLogger(__name__)
-# Settings by which no program differs: where things are, and what is decided without the device.
-_OF_NO_PROGRAM = (
-    *(
-        "model",
-        "tokenizer",
-        "load_format",
-        "seed",
-        "calibration",
-        "compilation_cache_dir",
-        "max_waiting",
-        "enable_prefix_caching",
-    ),
-    *("kv_disk_path", "kv_disk_size"),
+# The settings that a step's programs depend on, the key of the cache of lowered programs. The others say
+# where files are, or concern the weights' values and the host only.
+PROGRAM_FIELDS = (
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "block_size",
+    "tensor_parallel_size",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "step_sizes",
+    "max_num_seqs",
+    "gpu_memory_utilization",
+    "num_kv_pages",
+    "kv_offloading_size",
+    "plan",
+    "kernels",
 )
+
+
+def freeze_heap() -> None:
+    """Exempt all present objects from garbage collection, so that no collection stops a step for long.
+
+    Compiled programs are millions of objects that live as long as the process. Only a command that owns its
+    process may call this, because garbage of the caller's in reference cycles is never collected either.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def prepare_process(config: EngineConfig) -> None:
@@ -172,10 +186,6 @@ def start_engine(
             executor = make_executor(config, checkpoint, plans, kernels=kernels, progress=progress)
             with tqdm(total=None, desc="Compiling", disable=not progress, unit="program", delay=1.0) as bar:
                 warm_up_s = executor.warm_up(_advance(bar))
-        # Compiled programs are millions of objects that live as long as the process: the collector need not
-        # walk them within a step.
-        gc.collect()
-        gc.freeze()
         tier = None
         if config.kv_offloading_size:
             assert executor.copies is not None
@@ -227,11 +237,6 @@ def make_executor(
     if quantization and any(layer.experts for layer in model.layers):
         log.info("quantization: %s attention and dense MLPs; experts stay in %s", quantization, config.dtype)
     memory = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in mesh.local_devices)
-    # Not on a CPU: without Mosaic's kernels lowering is quick.
-    settings = {
-        name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_NO_PROGRAM
-    }
-    lowered = beside_compiled((settings, model, plans, graphs, memory)) if own and on_gpu() else None
     products = dense_products(model, weights)
     tell_kernels(kernels, products, progress)
     named = {(tokens, plan.name): plan for tokens, several in plans.items() for plan in several}
@@ -251,12 +256,17 @@ def make_executor(
         return xla_options(plan_of(layout), tp, launched) if on_gpu() else {}
 
     specs = jax.tree.map(lambda array: array.sharding.spec, weights)
+    layouts = make_layouts(
+        config, model, named.values(), decodes_alone=on_gpu(), one=one_alone(products.values(), kernels)
+    )
+    lowered = None
+    if own and on_gpu():  # on a CPU, without Mosaic kernels, lowering is fast
+        pdl = [layout.key for layout in layouts if early(layout)]
+        lowered = beside_compiled((program_settings(config), model, plans, graphs, memory, pdl))
     executor = Executor(
         Programs(Context(model, kernels, axis_of(mesh)), mesh, specs, rows_at_once(memory, model.vocab_size)),
         weights,
-        make_layouts(
-            config, model, named.values(), decodes_alone=on_gpu(), one=one_alone(products.values(), kernels)
-        ),
+        layouts,
         lambda layout: compile_plan(
             plan_of(layout), model, tp, quantized=quantization == "fp8", pdl=early(layout)
         ),
@@ -270,6 +280,11 @@ def make_executor(
         copies = PageCopies(executor.page_groups, executor.num_pages, config.block_size, mesh)
         executor.add_page_copies(copies)
     return executor
+
+
+def program_settings(config: EngineConfig) -> dict[str, Any]:
+    """Return the settings that a step's programs depend on. config: resolved."""
+    return {name: getattr(config, name) for name in PROGRAM_FIELDS}
 
 
 def dense_products(model: ModelConfig, weights: dict[str, Any]) -> dict[str, Product]:

@@ -19,6 +19,7 @@ from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.drive import drive, greedy_requests
 from jaxflow.cli.engine_flags import engine_config_from_flags
+from jaxflow.engine.start import freeze_heap
 from jaxflow.llm import LLM
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -82,6 +83,7 @@ def run() -> dict[str, Any]:
     """Run the command and return its report. Raises: ConfigError, WorkloadError for invalid flags."""
     f = flags.FLAGS
     with LLM.from_config(engine_config_from_flags()) as llm:
+        freeze_heap()
         if f.input_len + f.output_len > llm.max_model_len:
             raise workload.WorkloadError(
                 f"--input_len {f.input_len} plus --output_len {f.output_len}: accepted is a sum of at "

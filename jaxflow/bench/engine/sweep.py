@@ -38,6 +38,7 @@ from jaxflow.bench.workload import flags as options
 from jaxflow.bench.workload import lengths as workload
 from jaxflow.bench.workload.lengths import Item, WorkloadError
 from jaxflow.cli.engine_flags import engine_config_from_flags
+from jaxflow.engine.start import freeze_heap
 from jaxflow.llm import LLM
 from jaxflow.model.cost import DEVICES
 from serving.client import Client
@@ -236,6 +237,7 @@ def _measured(kind: str) -> dict[str, Any]:
     with LLM.from_config(
         dataclasses.replace(config, max_waiting=max(config.max_waiting, f.num_requests or 2000))
     ) as llm:
+        freeze_heap()
         head = {"command_name": "sweep", **throughput.head(llm)}
         if f.output_json:
             common["keep"] = lambda sweep: report.write_json(f.output_json, head | sweep)

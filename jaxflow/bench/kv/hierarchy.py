@@ -32,6 +32,7 @@ from jaxflow.bench.workload.lengths import Item
 from jaxflow.cli.engine_flags import engine_config_from_flags
 from jaxflow.config import ConfigError, EngineConfig
 from jaxflow.engine.executor import Executor
+from jaxflow.engine.start import freeze_heap
 from jaxflow.llm import LLM
 
 COLUMNS = f"{'lowest tier':<16}{'1st ms':>11}{'later ms':>11}{'saved':>9}{'device':>9}{'host':>9}{'disk':>9}{'tok/s':>11}{'no reuse':>11}"
@@ -105,6 +106,7 @@ def _measure_way(
         config, max_waiting=max(config.max_waiting, f.num_requests or max(options.PROTOCOL.values()))
     )
     with LLM.from_config(config, executor=executor) as llm:
+        freeze_heap()
         items, described = options.items_from_flags(
             llm.max_model_len, ordered=True
         )  # keeps requests with shared blocks close together

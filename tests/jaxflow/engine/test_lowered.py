@@ -4,6 +4,8 @@ Python's part.
 
 import dataclasses
 import logging
+import os
+import time
 
 import h200
 import jax
@@ -16,7 +18,7 @@ import toy
 
 from jaxflow.config import EngineConfig, Layer, ModelConfig, Rope
 from jaxflow.engine import lowered_cache as lowered
-from jaxflow.engine import start as build
+from jaxflow.engine import start
 from jaxflow.engine.executor import Executor
 from jaxflow.engine.layout import StepLayout
 from jaxflow.engine.lowered_cache import LoweredPrograms
@@ -218,5 +220,90 @@ def test_programs_are_kept_beside_compiled_ones_if_these_are(tmp_path, cache_fol
     assert found.folder == tmp_path / "lowered" and found.made_of != other.made_of
 
 
-def test_settings_of_no_program_are_settings():
-    assert set(build._OF_NO_PROGRAM) < {field.name for field in dataclasses.fields(EngineConfig)}
+def test_only_the_modules_of_lowering_are_in_the_key():
+    names = {str(path.relative_to(lowered._TREE)) for path in lowered.lowering_files()}
+    assert {"jaxflow/pipeline/compiler.py", "jaxflow/model/ops.py", "jaxflow/model/sampling.py"} <= names
+    assert any(name.startswith("pallas_kernels/gemm/") for name in names)
+    rooms = (
+        "jaxflow/bench",
+        "jaxflow/text",
+        "jaxflow/flexgen",
+        "jaxflow/cli",
+        "jaxflow/llm",
+        "serving",
+        "search",
+    )
+    assert not [name for name in names if name.startswith(rooms)]
+
+
+def test_old_programs_are_deleted_by_age_and_size(tmp_path, monkeypatch):
+    programs = LoweredPrograms(tmp_path, "settings")
+    for n in (2, 3, 4):
+        lower(programs, shape=(n,))
+    oldest = files(tmp_path)[0]
+    os.utime(oldest, (time.time() - lowered._MAX_AGE_S - 60,) * 2)
+    lower(programs, shape=(5,))
+    assert oldest not in files(tmp_path) and len(files(tmp_path)) == 3
+    monkeypatch.setattr(lowered, "_MAX_BYTES", 1)
+    lower(programs, shape=(6,))
+    assert files(tmp_path) == []
+
+
+OTHER_SETTINGS = {
+    "tokenizer": str(paths.MODELS / "stories260K"),
+    "load_format": "dummy",
+    "seed": 7,
+    "calibration": "",
+    "compilation_cache_dir": "",
+    "max_waiting": 3,
+    "enable_prefix_caching": False,
+    "kv_disk_path": None,  # refused without a host tier, of which the next is a part
+    "kv_disk_size": None,
+    "model": "",  # its ModelConfig and the weights' shapes are in the key
+}
+
+
+def test_every_setting_is_in_the_key_or_changes_no_program():
+    """The programs of two engines are equal that differ in every setting outside of the key."""
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert set(start.PROGRAM_FIELDS) | set(OTHER_SETTINGS) == names
+    assert not set(start.PROGRAM_FIELDS) & set(OTHER_SETTINGS)
+    settings = EngineConfig(
+        str(paths.MODELS / "tiny-llama"), block_size=16, max_num_batched_tokens=16, max_num_seqs=4,
+        num_kv_pages=32, step_sizes="16", plan="sequential",
+    )  # fmt: skip
+    changes = {name: value for name, value in OTHER_SETTINGS.items() if value}
+    changes |= {"enable_prefix_caching": False, "calibration": "", "compilation_cache_dir": ""}
+    texts = []
+    for config in (settings, dataclasses.replace(settings, **changes)):
+        checkpoint = open_checkpoint(config.model, load_format=config.load_format)
+        config = resolve(config, checkpoint.model_config)
+        made = make_executor(
+            config, checkpoint, choose_plans(config, checkpoint.model_config), progress=False
+        )
+        step = made._lower_step(made.layouts[16][0], made.num_pages)
+        sampler = made._lower_sampler(4, "full")
+        texts.append([getattr(one, "lowered", one).as_text() for one in (step, sampler)])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("field", start.PROGRAM_FIELDS)
+def test_a_setting_of_the_key_changes_it(field):
+    settings = EngineConfig("m", kv_offloading_size=1.0)
+    others = {"dtype": "float32", "quantization": "fp8", "kv_cache_dtype": "fp8", "step_sizes": "8",
+              "plan": "sequential", "kernels": "reference", "gpu_memory_utilization": 0.5}  # fmt: skip
+    changed = dataclasses.replace(settings, **{field: others.get(field, 17)})
+    assert start.program_settings(changed) != start.program_settings(settings)
+
+
+def test_only_commands_freeze_the_heap():
+    """The Python API leaves the process's garbage collector alone."""
+    sources = {
+        str(path.relative_to(lowered._TREE)): path.read_text()
+        for room in ("jaxflow", "serving")
+        for path in (lowered._TREE / room).rglob("*.py")
+    }
+    assert [name for name, text in sources.items() if "gc.freeze()" in text] == ["jaxflow/engine/start.py"]
+    callers = [name for name, text in sources.items() if " freeze_heap()\n" in text]
+    assert "serving/__main__.py" in callers
+    assert all(name.startswith(("serving/__main__", "jaxflow/bench/")) for name in callers)
